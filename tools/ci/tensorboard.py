@@ -3,8 +3,8 @@
 
 Reads the event files of a run's folder with TensorBoard and compares every scalar with metrics.jsonl, also after a
 resume: what an earlier process wrote beyond the checkpoint must be gone. Histograms, images, texts and the graph are
-compared with events.jsonl and run.json. `--fixtures` instead of a folder prints the
-records that crates/phalanx-train/src/events/tests.rs expects. Needs `pip install tensorboard`.
+compared with events.jsonl and run.json, what the ranks used as well. `--fixtures` instead of a folder prints the
+records that crates/phalanx-track/src/tensorboard/tests.rs expects. Needs `pip install tensorboard`.
 """
 import json
 import pathlib
@@ -87,21 +87,48 @@ def others(run, plain, server):
     return ", ".join(f"{n} {name}" for name, n in counts.items()) + f", a graph of {len(want)} operations equal"
 
 
+def without_system(tags):
+    return {tag: values for tag, values in tags.items() if not tag.startswith("system/")}
+
+
+def measured(run, scalars):
+    """Compares what the ranks used with events.jsonl."""
+    want = {}
+    for line in (run / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        for rank in event["ranks"] if event["kind"] == "system" else ():
+            for name, value in rank.items():
+                if isinstance(value, (int, float)) and name not in ("rank", "pid", "time"):
+                    want.setdefault(f"system/rank_{rank['rank']}/{name}", []).append(value)
+    have = {tag: [value for _, value in values] for tag, values in scalars.items() if tag.startswith("system/")}
+    assert want.keys() == have.keys(), (want.keys(), have.keys())
+    for tag, values in want.items():
+        assert len(values) == len(have[tag]), tag
+        assert all(abs(a - b) <= 1e-6 * abs(a) for a, b in zip(values, have[tag])), tag
+
+
 def check(run):
     want = expected(run)
     # The library that notebooks use.
     all_of = {kind: 0 for kind in (event_accumulator.SCALARS, event_accumulator.HISTOGRAMS, event_accumulator.IMAGES)}
     plain = event_accumulator.EventAccumulator(str(run), size_guidance=all_of).Reload()
     scalars = {tag: [(e.step, e.value) for e in plain.Scalars(tag)] for tag in plain.Tags()["scalars"]}
-    compare("EventAccumulator", want, scalars)
+    compare("EventAccumulator", want, without_system(scalars))
+    measured(run, scalars)
     # The server's own.
     server = plugin_event_accumulator.EventAccumulator(str(run), tensor_size_guidance={"scalars": 0}).Reload()
     number = lambda event: float(tensor_util.make_ndarray(event.tensor_proto))
     tags = server.PluginTagToContent("scalars")
-    compare("server", want, {tag: [(e.step, number(e)) for e in server.Tensors(tag)] for tag in tags})
+    shown = {tag: [(e.step, number(e)) for e in server.Tensors(tag)] for tag in tags}
+    compare("server", want, without_system(shown))
     text = tensor_util.make_ndarray(server.Tensors("settings")[-1].tensor_proto).item().decode()
     assert text.startswith("| setting | value |"), text
     logged = others(run, plain, server)
+    end = tensor_util.make_ndarray(server.Tensors("end")[-1].tensor_proto).item().decode()
+    assert end == "finished", end
+    if (run / "predictions.png").exists():
+        epochs = {json.loads(line)["epoch"] for line in (run / "predictions.jsonl").read_text().splitlines()}
+        assert len(plain.Images("predictions")) == len(epochs), "an image of the predictions for each epoch"
     content = server.PluginTagToContent("hparams")["_hparams_/session_end_info"]
     assert plugin_data_pb2.HParamsPluginData.FromString(content).session_end_info.status == 1, "not a success"
     content = server.PluginTagToContent("hparams")["_hparams_/session_start_info"]

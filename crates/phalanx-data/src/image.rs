@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
 use crate::files::open_regular;
-use crate::{Error, ErrorKind, IMAGES_PER_ROW, Result};
+use crate::{Error, ErrorKind, IMAGES_PER_ROW, Result, png_size};
 
 /// Maximum length of a netpbm header, comments included.
 const MAX_HEADER_BYTES: usize = 4096;
@@ -162,6 +162,9 @@ fn netpbm(path: &Path, data: impl BufRead, shape: [usize; 3]) -> Result<(Vec<u8>
 /// Longest side of an image in a [`sheet`]; of larger ones, every second or third pixel is there.
 const MAX_SHEET_SIDE: usize = 64;
 
+/// Red, for frames.
+const FRAME: [u8; 3] = [220, 38, 38];
+
 /// Images (N, H, W, C) of any values as one PNG picture, [`IMAGES_PER_ROW`] in a row. The least value of
 /// an image is black, its greatest white. Gray for one channel, RGB for three, otherwise the first
 /// channel.
@@ -193,20 +196,114 @@ pub fn sheet(images: &[f32], [h, w, c]: [usize; 3]) -> Result<Vec<u8>> {
             }
         }
     }
+    encode(&pixels, [rows, IMAGES_PER_ROW * wide], channels)
+}
+
+/// Pixels of 1 (gray) or 3 channels as a PNG.
+fn encode(pixels: &[u8], [height, width]: [usize; 2], channels: usize) -> Result<Vec<u8>> {
     let mut out = Vec::new();
-    let (width, height) = ((IMAGES_PER_ROW * wide) as u32, rows as u32);
-    let mut encoder = png::Encoder::new(&mut out, width, height);
+    let mut encoder = png::Encoder::new(&mut out, width as u32, height as u32);
     encoder.set_color(match channels {
         3 => png::ColorType::Rgb,
         _ => png::ColorType::Grayscale,
     });
     encoder.set_depth(png::BitDepth::Eight);
     let written = encoder.write_header().and_then(|mut writer| {
-        writer.write_image_data(&pixels)?;
+        writer.write_image_data(pixels)?;
         writer.finish()
     });
-    written.map_err(|e| Error::internal("images cannot be one picture").with_source(e))?;
+    written.map_err(|e| Error::internal("an image cannot be encoded").with_source(e))?;
     Ok(out)
+}
+
+/// The images of a picture that [`sheet`] has made.
+#[derive(Debug, Clone)]
+pub struct Sheet {
+    /// Of the whole picture.
+    pixels: Vec<u8>,
+    channels: usize,
+    /// Height and width of an image.
+    size: [usize; 2],
+}
+
+impl Sheet {
+    /// Reads the PNG `bytes` of the file at `path`, which has `count` images.
+    ///
+    /// # Errors
+    ///
+    /// `Data`, naming the file, when it is not such a PNG.
+    pub fn read(path: &Path, bytes: &[u8], count: usize) -> Result<Sheet> {
+        let [width, height] = png_size(bytes)
+            .unwrap_or_default()
+            .map(|side| side as usize);
+        let rows = count.div_ceil(IMAGES_PER_ROW);
+        let size = [
+            height.checked_div(rows).unwrap_or(0),
+            width / IMAGES_PER_ROW,
+        ];
+        if size.contains(&0) {
+            return Err(wrong(path, format!("it does not have {count} images")));
+        }
+        let (pixels, channels) = png(path, bytes, [height, width, 1])?;
+        let to = if channels < 3 { 1 } else { 3 };
+        Ok(Sheet {
+            pixels: to_channels(&pixels, channels, to),
+            channels: to,
+            size,
+        })
+    }
+
+    /// Height and width of an image.
+    pub fn size(&self) -> [usize; 2] {
+        self.size
+    }
+
+    /// The image `number`, from 0, as a PNG.
+    ///
+    /// # Errors
+    ///
+    /// `Internal`, when it cannot be encoded.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such image.
+    pub fn image(&self, number: usize) -> Result<Vec<u8>> {
+        let rows = (0..self.size[0]).map(|y| self.row(number, y));
+        let pixels: Vec<u8> = rows.flat_map(|row| &self.pixels[row]).copied().collect();
+        encode(&pixels, self.size, self.channels)
+    }
+
+    /// The whole picture as a PNG, with a red frame around the images whose numbers are in `marked`.
+    ///
+    /// # Errors
+    ///
+    /// `Internal`, when it cannot be encoded.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such image.
+    pub fn framed(&self, marked: impl Iterator<Item = usize>) -> Result<Vec<u8>> {
+        let mut pixels = to_channels(&self.pixels, self.channels, 3);
+        let [high, wide] = self.size;
+        for number in marked {
+            for (y, x) in (0..high).flat_map(|y| (0..wide).map(move |x| (y, x))) {
+                if [0, high - 1].contains(&y) || [0, wide - 1].contains(&x) {
+                    let at = (self.row(number, y).start / self.channels + x) * 3;
+                    pixels[at..at + 3].copy_from_slice(&FRAME);
+                }
+            }
+        }
+        let width = IMAGES_PER_ROW * wide;
+        encode(&pixels, [pixels.len() / 3 / width, width], 3)
+    }
+
+    /// Where row `y` of the image `number` is.
+    fn row(&self, number: usize, y: usize) -> std::ops::Range<usize> {
+        let ([high, wide], channels) = (self.size, self.channels);
+        let (row, column) = (number / IMAGES_PER_ROW, number % IMAGES_PER_ROW);
+        let first = ((row * high + y) * IMAGES_PER_ROW + column) * wide * channels;
+        first..first + wide * channels
+    }
 }
 
 /// Converts gray, gray and alpha, RGB, or RGBA to 1 or 3 channels.
@@ -271,6 +368,36 @@ mod tests {
                 .unwrap()
                 .starts_with(b"\x89PNG")
         );
+    }
+
+    #[test]
+    fn a_sheet_gives_its_images_again_and_frames_those_that_are_named() {
+        // 33 gray images of 3 x 4 pixels, whose values grow from one to the next.
+        let image = |i: usize| (0..12).map(move |at| (at * (i + 1)) as f32);
+        let images: Vec<f32> = (0..33).flat_map(image).collect();
+        let picture = sheet(&images, [3, 4, 1]).unwrap();
+        let path = Path::new("x.png");
+        let whole = Sheet::read(path, &picture, 33).unwrap();
+        assert_eq!(whole.size(), [3, 4]);
+        for number in [0, 31, 32] {
+            let one = whole.image(number).unwrap();
+            let shown = |at: usize| (at as f32 * (255.0 / 11.0)).round() as u8;
+            let expected: Vec<u8> = (0..12).map(shown).collect();
+            assert_eq!(read_bytes(&one, [3, 4, 1]).unwrap(), expected, "{number}");
+        }
+        let framed = whole.framed([32].into_iter()).unwrap();
+        let pixels = read_bytes(&framed, [6, 4 * IMAGES_PER_ROW, 3]).unwrap();
+        let row = |y: usize| &pixels[y * 12 * IMAGES_PER_ROW..][..15];
+        // Of the picture's second row of images.
+        for (y, inside) in [(3, [FRAME; 2]), (4, [[116; 3], [139; 3]]), (5, [FRAME; 2])] {
+            let [left, right] = inside;
+            assert_eq!(row(y), [FRAME, left, right, FRAME, [0; 3]].concat(), "{y}");
+        }
+        assert_eq!(row(0)[..3], [0; 3], "an image that is not named");
+        for (bytes, count) in [(&picture[..], 0), (&picture[..40], 33), (b"GIF89a", 33)] {
+            let refused = Sheet::read(path, bytes, count).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::Data);
+        }
     }
 
     fn png_of(color: png::ColorType, width: u32, pixels: &[u8]) -> Vec<u8> {

@@ -17,7 +17,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 pub use curve::{Curve, Points};
-pub use events::Resumption;
 use events::{Event, Events, Finish, MAX_EVENTS};
 use logged::Logged;
 use phalanx_data::files::Dir;

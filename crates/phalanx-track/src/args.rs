@@ -48,7 +48,7 @@ impl TrackArgs {
 }
 
 #[cfg(feature = "mlflow")]
-mod mlflow {
+pub(crate) mod mlflow {
     use phalanx_process::env::Env;
 
     use crate::{Error, Mlflow, Result, Tracker};
@@ -57,7 +57,7 @@ mod mlflow {
         Ok(())
     }
 
-    pub(super) fn of(uri: Option<&str>, env: &Env) -> Result<Box<dyn Tracker + Send>> {
+    pub(crate) fn of(uri: Option<&str>, env: &Env) -> Result<Box<dyn Tracker + Send>> {
         // It would be seen by all users of the host, and be kept in `run.json`.
         if uri.is_some_and(|uri| uri.contains('@')) {
             return Err(Error::usage(
@@ -69,7 +69,7 @@ mod mlflow {
 }
 
 #[cfg(not(feature = "mlflow"))]
-mod mlflow {
+pub(crate) mod mlflow {
     use phalanx_process::env::Env;
 
     use crate::{Error, Result, Tracker};
@@ -85,7 +85,7 @@ mod mlflow {
         Err(absent())
     }
 
-    pub(super) fn of(_: Option<&str>, _: &Env) -> Result<Box<dyn Tracker + Send>> {
+    pub(crate) fn of(_: Option<&str>, _: &Env) -> Result<Box<dyn Tracker + Send>> {
         Err(absent())
     }
 }

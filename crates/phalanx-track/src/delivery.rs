@@ -61,6 +61,10 @@ struct Courier {
     /// Read, and not given yet.
     pending: VecDeque<Batch>,
     kept: Kept,
+    /// Whether the next process goes on from `kept`.
+    goes_on: bool,
+    /// How far the records were given.
+    given: Arc<Mutex<Position>>,
     _lock: File,
 }
 
@@ -83,7 +87,8 @@ impl Courier {
         // What was kept of another run is of no use.
         let kept = read(&dir, &name)?.filter(|kept| kept.position.id() == id);
         let mut kept = kept.unwrap_or_default();
-        if !tracker.begin(path, &kept.state)? {
+        let goes_on = tracker.begin(path, &kept.state)?;
+        if !goes_on {
             kept.position = Position::beginning(id);
         }
         let mut courier = Courier {
@@ -91,6 +96,8 @@ impl Courier {
             dir: path.to_owned(),
             tracker,
             pending: VecDeque::new(),
+            given: Arc::new(Mutex::new(kept.position.clone())),
+            goes_on,
             kept,
             _lock: lock,
         };
@@ -120,7 +127,12 @@ impl Courier {
         }
         if any {
             self.kept.position = self.follow.position().clone();
-            self.write()?;
+            if let Ok(mut given) = self.given.lock() {
+                given.clone_from(&self.kept.position);
+            }
+            if self.goes_on {
+                self.write()?;
+            }
         }
         Ok(any)
     }
@@ -154,15 +166,18 @@ impl Courier {
             name: self.tracker.name().to_owned(),
             dir: self.dir.clone(),
             later: self.tracker.later(&self.dir),
+            given: Arc::clone(&self.given),
         }
     }
 }
 
-/// What `.tracker-NAME.json` says is left.
+/// What is left.
+#[derive(Debug)]
 struct Remainder {
     name: String,
     dir: PathBuf,
     later: Option<String>,
+    given: Arc<Mutex<Position>>,
 }
 
 impl Remainder {
@@ -188,8 +203,8 @@ impl Remainder {
 
     /// Records, up to [`MOST_COUNTED`].
     fn count(&self) -> usize {
-        let kept = Dir::open(&self.dir).and_then(|dir| read(&dir, &self.name));
-        let position = kept.unwrap_or_default().unwrap_or_default().position;
+        let given = self.given.lock().map(|given| given.clone());
+        let position = given.unwrap_or_default();
         let mut follow = Follow::open_at(&self.dir, position);
         let mut left = 0;
         while left < MOST_COUNTED {
@@ -261,9 +276,10 @@ pub fn upload(dir: &Path, tracker: Box<dyn Tracker + Send>) -> Result<()> {
 
 /// Hands the records of a run to a tracker while they are written, from a thread of its own.
 ///
-/// It reads the files in the run's folder, and the training never waits for it. What was delivered is noted in
-/// `.tracker-NAME.json` in that folder. After a failure it tries again, after pauses from half a second to 10
+/// It reads the files in the run's folder, and the training never waits for it. What the next process has to know is
+/// noted in `.tracker-NAME.json` in that folder. After a failure it tries again, after pauses from half a second to 10
 /// seconds; the first one is said on standard error.
+#[derive(Debug)]
 pub struct Delivery {
     /// Gets how long the end may take.
     ends: Sender<Duration>,

@@ -9,10 +9,12 @@ use phalanx_data::files::{Dir, try_lock};
 use phalanx_process::env::Env;
 use serde_json::{Value, json};
 
+use crate::args::mlflow::of as mlflow;
 use crate::delivery::{lock_of, state_of};
+use crate::tensorboard::TENSORBOARD;
 use crate::{
-    Delivery, EVENTS_FILE, Error, ErrorKind, FINISH_WAIT, METRICS_FILE, Result, TrackArgs, Wandb,
-    upload,
+    Delivery, EVENTS_FILE, Error, ErrorKind, FINISH_WAIT, METRICS_FILE, Result, TensorBoard,
+    Tracker, Wandb, upload,
 };
 
 /// The file that a training locks while it runs.
@@ -85,7 +87,7 @@ pub fn record_end(dir: &Path, since: SystemTime, ending: Ending, error: &str) ->
     Ok(true)
 }
 
-/// Writes into `events.jsonl` of the run in `dir`, and into its offline run of wandb if it has one, that it has failed,
+/// Writes into `events.jsonl` of the run in `dir`, its file for TensorBoard and its offline run of wandb, that it has failed,
 /// if its process has ended without saying how.
 ///
 /// # Errors
@@ -108,10 +110,9 @@ pub fn record_unseen_end(dir: &Path, env: &Env) -> Result<()> {
     let times = [EVENTS_FILE, METRICS_FILE].map(written);
     let at = times.into_iter().flatten().max().map_or(0.0, seconds);
     append(&run, &last, at, Ending::Failed, UNSEEN)?;
-    match run.has(&lock_of(WANDB)) {
-        true => upload(dir, Box::new(Wandb::new(env))),
-        false => Ok(()),
-    }
+    // A server is asked by `--upload` only.
+    let mut files = used(dir).into_iter().filter(|name| *name != MLFLOW);
+    files.try_for_each(|name| upload(dir, tracker(dir, name, env)?))
 }
 
 /// Hands the rest of the run in `dir` to the trackers that it was handed to by its own process. *Blocks* for at most
@@ -121,14 +122,12 @@ pub fn record_unseen_end(dir: &Path, env: &Env) -> Result<()> {
 pub fn deliver_rest(dir: &Path, env: &Env) -> Vec<Error> {
     let until = Instant::now() + FINISH_WAIT;
     let mut errors = Vec::new();
-    for (name, args) in used(dir) {
+    for name in used(dir) {
         let deliver = || {
-            for tracker in args.trackers(env)? {
-                free(dir, name);
-                let left = until.saturating_duration_since(Instant::now());
-                Delivery::start(dir, tracker)?.finish(left.max(LEAST_WAIT))?;
-            }
-            Ok(())
+            let tracker = tracker(dir, name, env)?;
+            free(dir, name);
+            let left = until.saturating_duration_since(Instant::now());
+            Delivery::start(dir, tracker)?.finish(left.max(LEAST_WAIT))
         };
         errors.extend(deliver().err());
     }
@@ -136,24 +135,27 @@ pub fn deliver_rest(dir: &Path, env: &Env) -> Vec<Error> {
 }
 
 /// The trackers that have begun with the run, by what they left in its folder.
-fn used(dir: &Path) -> Vec<(&'static str, TrackArgs)> {
+fn used(dir: &Path) -> Vec<&'static str> {
     let Ok(dir) = Dir::open(dir) else {
         return Vec::new();
     };
-    // Without an address, the environment has it.
-    let uri = || {
-        state_of(&dir, MLFLOW)["uri"]
-            .as_str()
-            .unwrap_or_default()
-            .to_owned()
-    };
-    let args = |name: &str| TrackArgs {
-        wandb: name == WANDB,
-        mlflow: (name == MLFLOW).then(uri),
-    };
-    let names = [WANDB, MLFLOW].into_iter();
-    let used = names.filter(|name| dir.has(&lock_of(name)));
-    used.map(|name| (name, args(name))).collect()
+    let mut names = vec![TENSORBOARD, WANDB, MLFLOW];
+    names.retain(|name| dir.has(&lock_of(name)));
+    names
+}
+
+/// The tracker `name` of the run in `dir`, as its own process had it.
+fn tracker(dir: &Path, name: &str, env: &Env) -> Result<Box<dyn Tracker + Send>> {
+    match name {
+        WANDB => Ok(Box::new(Wandb::new(env))),
+        MLFLOW => {
+            let state = state_of(&Dir::open(dir)?, MLFLOW);
+            // Without an address, the environment has it.
+            let uri = state["uri"].as_str().filter(|uri| !uri.is_empty());
+            mlflow(uri, env)
+        }
+        _ => Ok(Box::new(TensorBoard::default())),
+    }
 }
 
 /// Waits a moment for a process that is ending to let go of the tracker `name`.

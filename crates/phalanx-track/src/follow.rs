@@ -1,11 +1,13 @@
 //! Reads the files of a run's folder as they grow.
 
+use std::collections::VecDeque;
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use phalanx_data::files::Dir;
+use phalanx_data::metrics::Resumption;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -28,6 +30,9 @@ const LONGEST_LINE: u64 = 16 << 20;
 
 /// Limit for `run.json` and `summary.json`.
 pub(crate) const LARGEST_FILE: u64 = 64 << 20;
+
+/// The start of an attempt is shorter.
+const LONGEST_START: usize = 1 << 12;
 
 /// As many bytes before a position tell whether a file still has what was read of it.
 const TAIL_BYTES: u64 = 256;
@@ -147,6 +152,8 @@ impl Mark {
 pub struct Follow {
     path: PathBuf,
     position: Position,
+    /// Where `events.jsonl` had the starts of attempts at the first poll.
+    starts: Option<Vec<(u64, Option<Resumption>)>>,
 }
 
 impl Follow {
@@ -160,6 +167,7 @@ impl Follow {
         Follow {
             path: dir.to_owned(),
             position,
+            starts: None,
         }
     }
 
@@ -171,18 +179,30 @@ impl Follow {
     /// The next records; none, if nothing was added. At most half a MiB of `metrics.jsonl` and `events.jsonl` is
     /// read (except for a longer line), so the next call may have more at once.
     ///
-    /// Each record is given once. A resumed run cuts `metrics.jsonl` and takes some steps again: their records are
-    /// given for steps, epochs and records of the program that were not given before. Lines that are not JSON,
-    /// and those above 16 MiB, are left out. A last line without a line feed is left for later.
+    /// Records of both files are given in the order of their steps. Each record is given once. A resumed run cuts
+    /// `metrics.jsonl` and takes some steps again: their records are given for steps, epochs and records of the
+    /// program that were not given before; and what `events.jsonl` had of these steps at the first call, such as
+    /// images and histograms, is left out. Lines that are not JSON, and those above 16 MiB, are left out. A last line
+    /// without a line feed is left for later.
     ///
     /// # Errors
     ///
     /// `System`, where a file cannot be read; `Usage` for a link or anything else that is no regular file.
     pub fn poll(&mut self) -> Result<Vec<Record>> {
+        loop {
+            let (records, has_more) = self.read()?;
+            if !records.is_empty() || !has_more {
+                return Ok(records);
+            }
+        }
+    }
+
+    /// Reads the next part of the files; whether there is more of them.
+    fn read(&mut self) -> Result<(Vec<Record>, bool)> {
         let mut records = Vec::new();
         // Opened each time: another folder may be there under the same name.
         if !self.path.is_dir() {
-            return Ok(records);
+            return Ok((records, false));
         }
         let dir = Dir::open(&self.path)?;
         let mut at = self.position.clone();
@@ -190,45 +210,129 @@ impl Follow {
             let id = run["id"].as_str().map(str::to_owned);
             if at.id.is_some() && at.id != id {
                 at = Position::default();
+                self.starts = None;
             }
             (at.id, at.run) = (id, Some(stamp));
             records.push(Record::Run(run));
         }
+        let starts = match &mut self.starts {
+            Some(starts) => starts,
+            none => none.insert(starts(&dir)?),
+        };
         // Before the lines: those that were written before it are given before it.
         let summary = replaced(&dir, SUMMARY_FILE, at.summary)?;
-        let (steps, time) = (&mut at.steps, &mut at.time);
-        let metrics = lines(&dir, METRICS_FILE, &mut at.metrics)?;
+        let mut metrics = lines(&dir, METRICS_FILE, &mut at.metrics)?;
+        let mut events = lines(&dir, EVENTS_FILE, &mut at.events)?;
         if metrics.is_again {
-            steps.iter_mut().for_each(|mark| mark.seen = 0);
+            at.steps.iter_mut().for_each(|mark| mark.seen = 0);
         }
-        let is_new = |record: &Value| match record["step"].as_u64() {
-            Some(step) => steps[kind(record)].is_new(step),
-            None => true,
-        };
-        records.extend(
-            metrics
-                .values
-                .into_iter()
-                .filter(is_new)
-                .map(Record::Metrics),
-        );
-        let events = lines(&dir, EVENTS_FILE, &mut at.events)?;
-        let given = if events.is_again { *time } else { None };
-        for event in events.values {
-            let now = event["time"].as_f64();
+        let given = if events.is_again { at.time } else { None };
+        let (mut of_metrics, mut of_events) = (0, 0);
+        // Up to where one of them has to be read on: what comes next there may come before the other's.
+        loop {
+            let next = match (metrics.lines.front(), events.lines.front()) {
+                (None, None) => break,
+                (Some(_), None) if !events.has_more => true,
+                (None, Some(_)) if !metrics.has_more => false,
+                (None, _) | (_, None) => break,
+                (Some((metric, _)), Some((event, end))) => {
+                    of_metrics = step_of(metric).unwrap_or(of_metrics);
+                    let is_again = is_logged_again(starts, event, *end);
+                    let of_event = step_of(event).filter(|_| !is_again);
+                    let of_event = of_event.unwrap_or(of_events);
+                    of_metrics < of_event || of_metrics == of_event && event["kind"] != "start"
+                }
+            };
+            let (file, lines) = match next {
+                true => (&mut at.metrics, &mut metrics.lines),
+                false => (&mut at.events, &mut events.lines),
+            };
+            let Some((record, end)) = lines.pop_front() else {
+                break;
+            };
+            (file.offset, file.is_inside) = (end, false);
+            if next {
+                let is_new = match record["step"].as_u64() {
+                    Some(step) => at.steps[kind(&record)].is_new(step),
+                    None => true,
+                };
+                records.extend(is_new.then_some(Record::Metrics(record)));
+                continue;
+            }
+            if record["kind"] != "start" && is_logged_again(starts, &record, end) {
+                continue;
+            }
+            of_events = step_of(&record).unwrap_or(of_events);
+            let now = record["time"].as_f64();
             if now.is_some() && now <= given {
                 continue;
             }
-            *time = now.or(*time);
-            records.push(Record::Event(event));
+            at.time = now.or(at.time);
+            records.push(Record::Event(record));
         }
-        if let Some((stamp, summary)) = summary.filter(|_| !metrics.has_more && !events.has_more) {
+        metrics.end(&dir, METRICS_FILE, &mut at.metrics)?;
+        events.end(&dir, EVENTS_FILE, &mut at.events)?;
+        let has_more = metrics.has_more || events.has_more;
+        if let Some((stamp, summary)) = summary.filter(|_| !has_more) {
             at.summary = Some(stamp);
             records.push(Record::Summary(summary));
         }
         self.position = at;
-        Ok(records)
+        Ok((records, has_more))
     }
+}
+
+/// Where the starts of attempts end in `events.jsonl`, and where each of them goes on; from the beginning if nowhere.
+fn starts(dir: &Dir) -> Result<Vec<(u64, Option<Resumption>)>> {
+    let mut starts = Vec::new();
+    let Some(file) = dir.open_read(EVENTS_FILE)? else {
+        return Ok(starts);
+    };
+    let mut file = BufReader::with_capacity(READ_BYTES as usize, file);
+    let (mut line, mut end) = (Vec::new(), 0);
+    loop {
+        line.clear();
+        let read = (&mut file).take(LONGEST_LINE).read_until(b'\n', &mut line);
+        match read.map_err(|e| cannot_read(dir, EVENTS_FILE, e))? as u64 {
+            0 => return Ok(starts),
+            read => end += read,
+        }
+        // All others, of which some are long, need not be read.
+        if !line.starts_with(b"{") || line.len() > LONGEST_START {
+            continue;
+        }
+        let Ok(event) = serde_json::from_slice::<Value>(&line) else {
+            continue;
+        };
+        if event["kind"] == "start" {
+            let step = event["resumed_at"].as_f64();
+            let epoch = event["epoch"].as_f64();
+            starts.push((end, step.map(|step| Resumption { step, epoch })));
+        }
+    }
+}
+
+/// Whether an attempt that starts after `event`, which ends at `end` of `events.jsonl`, logs the same again.
+fn is_logged_again(starts: &[(u64, Option<Resumption>)], event: &Value, end: u64) -> bool {
+    let kinds = ["start", "watch", "image", "table", "text", "rows"];
+    let Some(step) = step_of(event).map(|step| step as f64) else {
+        return false;
+    };
+    let is_logged = event["kind"]
+        .as_str()
+        .is_some_and(|kind| kinds.contains(&kind));
+    let stays = |from: &Option<Resumption>| match event["epoch"].as_f64() {
+        Some(epoch) => from.is_some_and(|from| from.keeps(step, Some(epoch))),
+        None => from.is_some_and(|from| step < from.step),
+    };
+    let mut later = starts.iter().filter(|(at, _)| *at > end);
+    is_logged && later.any(|(_, from)| !stays(from))
+}
+
+/// The step of a record; the first one of an attempt's start.
+fn step_of(record: &Value) -> Option<u64> {
+    let is_start = record["kind"] == "start";
+    record[if is_start { "resumed_at" } else { "step" }].as_u64()
 }
 
 /// Which steps the record counts: of steps, of epochs, or the program's own.
@@ -261,10 +365,31 @@ fn replaced(dir: &Dir, name: &str, before: Option<Stamp>) -> Result<Option<(Stam
 /// What was read of a file of lines.
 #[derive(Default)]
 struct Added {
-    values: Vec<Value>,
+    file: Option<File>,
+    /// JSON, and the offset at which the line ends.
+    lines: VecDeque<(Value, u64)>,
+    /// Where the last complete line ends, or a part of one that is too long.
+    end: u64,
+    /// It is inside a line that is too long.
+    is_cut: bool,
     /// The file is another one than before, and was read from its beginning.
     is_again: bool,
     has_more: bool,
+}
+
+impl Added {
+    /// Brings the place in the file to where the lines that are left begin.
+    fn end(&mut self, dir: &Dir, name: &str, at: &mut Lines) -> Result<()> {
+        let Some(file) = &mut self.file else {
+            return Ok(());
+        };
+        if self.lines.is_empty() {
+            (at.offset, at.is_inside) = (self.end, self.is_cut);
+        }
+        let tail = tail(file, at.offset);
+        at.tail = tail.map_err(|e| cannot_read(dir, name, e))?.unwrap_or(0);
+        Ok(())
+    }
 }
 
 /// The next complete lines of the file `name`.
@@ -301,15 +426,16 @@ fn lines(dir: &Dir, name: &str, at: &mut Lines) -> Result<Added> {
         None if read.has_more => (text.len(), true),
         None => return Ok(read),
     };
-    let mut lines = text[..complete].split_inclusive(|byte| *byte == b'\n');
-    if at.is_inside {
-        lines.next();
+    let mut offset = at.offset;
+    let lines = text[..complete].split_inclusive(|byte| *byte == b'\n');
+    for (number, line) in lines.enumerate() {
+        offset += line.len() as u64;
+        if number > 0 || !at.is_inside {
+            let value = serde_json::from_slice(line).ok();
+            read.lines.extend(value.map(|value| (value, offset)));
+        }
     }
-    let values = lines.filter_map(|line| serde_json::from_slice(line).ok());
-    read.values = values.collect();
-    at.offset += complete as u64;
-    at.is_inside = is_cut;
-    at.tail = tail(&mut file, at.offset).map_err(failed)?.unwrap_or(0);
+    (read.end, read.is_cut, read.file) = (offset, is_cut, Some(file));
     Ok(read)
 }
 
@@ -405,7 +531,7 @@ mod tests {
         folder.add(EVENTS_FILE, "{\"kind\":\"start\",\"time\":7.5}\n");
         let first = Record::Metrics(json!({"step": 0, "loss": 0.1 + 0.2}));
         let start = Record::Event(json!({"kind": "start", "time": 7.5}));
-        assert_eq!(follow.poll().expect("read"), [first, start]);
+        assert_eq!(follow.poll().expect("read"), [start, first]);
         assert_eq!(follow.poll().expect("read"), []);
         folder.add(RUN_FILE, "{\"id\":\"a\"}");
         folder.add(METRICS_FILE, "ep\":1}\nno JSON\n\n{\"step\":2}\n");
@@ -492,20 +618,85 @@ mod tests {
         folder.add(EVENTS_FILE, &long(2 * LONGEST_LINE as usize));
         folder.add(EVENTS_FILE, "{\"kind\":\"finish\"}\n");
         let mut follow = folder.follow();
-        let first = follow.poll().expect("read");
-        let bytes: usize = first.iter().map(|_| 35).sum();
-        assert!(bytes < READ_BYTES as usize && first.len() > 1000);
-        let mut records = first;
-        // A piece of a line that is too long gives none.
-        for _ in 0..20 {
-            records.extend(follow.poll().expect("read"));
-        }
+        let records = all(&mut follow);
         assert_eq!(steps(&records), (0..20_000).collect::<Vec<_>>());
         let events = records
             .iter()
             .filter(|record| matches!(record, Record::Event(_)));
         assert_eq!(events.count(), 2);
         assert_eq!(records.last(), Some(&Record::Summary(json!({}))));
+    }
+
+    /// The step of each record, histograms negative.
+    fn order(records: &[Record]) -> Vec<i64> {
+        let of = |record: &Record| match record {
+            Record::Metrics(metrics) => metrics["step"].as_i64(),
+            Record::Event(event) => event["step"].as_i64().map(|step| -step),
+            _ => None,
+        };
+        records.iter().filter_map(of).collect()
+    }
+
+    #[test]
+    fn histograms_come_between_the_steps_where_they_belong_however_long_they_are() {
+        let folder = Folder::new();
+        let (mut metrics, mut events) = (String::new(), String::new());
+        let mut expected = Vec::new();
+        for at in 1..=4000 {
+            metrics += &step(at, 0);
+            expected.push(at as i64);
+            if at % 400 == 0 {
+                let long = "x".repeat(100_000);
+                events += &format!("{{\"kind\":\"watch\",\"step\":{at},\"x\":\"{long}\"}}\n");
+                expected.push(-(at as i64));
+            }
+        }
+        folder.add(METRICS_FILE, &metrics);
+        folder.add(EVENTS_FILE, &events);
+        let mut follow = folder.follow();
+        assert_eq!(order(&all(&mut follow)), expected);
+        assert_eq!(all(&mut follow), []);
+        // From any position on as well.
+        let mut follow = folder.follow();
+        let mut got = Vec::new();
+        loop {
+            let records = follow.poll().expect("read");
+            if records.is_empty() {
+                break;
+            }
+            got.extend(order(&records));
+            let kept = serde_json::to_value(follow.position()).expect("JSON");
+            let kept = serde_json::from_value(kept).expect("a position");
+            follow = Follow::open_at(folder.0.path(), kept);
+        }
+        assert_eq!(got, expected);
+    }
+
+    #[test]
+    fn what_a_resumed_attempt_logs_again_is_left_out_and_the_rest_is_in_order() {
+        let folder = Folder::new();
+        folder.add(
+            METRICS_FILE,
+            &(1..=9).map(|n| step(n, 1)).collect::<String>(),
+        );
+        let watch = |step: u64| format!("{{\"kind\":\"watch\",\"step\":{step}}}\n");
+        let text = |step: u64, epoch: u64| {
+            format!("{{\"kind\":\"text\",\"step\":{step},\"epoch\":{epoch}}}\n")
+        };
+        let first = [watch(2), text(4, 1), watch(4), text(6, 2), watch(6)].concat();
+        let start = "{\"kind\":\"start\",\"attempt\":1}\n";
+        // After the first epoch, which has four steps.
+        let again = "{\"kind\":\"start\",\"attempt\":2,\"resumed_at\":4,\"epoch\":2}\n";
+        let second = [watch(4), text(5, 2)].concat();
+        folder.add(EVENTS_FILE, &[start, &first, again, &second].concat());
+        let expected = [1, 2, -2, 3, 4, -4, -4, 5, -5, 6, 7, 8, 9];
+        assert_eq!(order(&all(&mut folder.follow())), expected);
+        // An attempt that began from nothing.
+        folder.add(EVENTS_FILE, start);
+        assert_eq!(
+            order(&all(&mut folder.follow())),
+            (1..=9).collect::<Vec<_>>()
+        );
     }
 
     #[test]

@@ -12,7 +12,9 @@ mod ending;
 mod follow;
 #[cfg(feature = "mlflow")]
 mod mlflow;
+mod tensorboard;
 mod tracker;
+mod values;
 mod wandb;
 
 pub use args::TrackArgs;
@@ -22,5 +24,6 @@ pub use follow::{EVENTS_FILE, Follow, METRICS_FILE, Position, RUN_FILE, Record, 
 #[cfg(feature = "mlflow")]
 pub use mlflow::Mlflow;
 pub use phalanx_process::error::{Error, ErrorKind, Result};
+pub use tensorboard::{EVENT_FILE_PREFIX, TensorBoard};
 pub use tracker::Tracker;
 pub use wandb::Wandb;

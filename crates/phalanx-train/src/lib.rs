@@ -16,7 +16,6 @@ mod advice;
 mod attempt;
 mod best;
 mod deliveries;
-mod events;
 mod exchange;
 mod gradient;
 mod job;

@@ -1,21 +1,20 @@
 //! A run's folder: what rank 0 writes there, and what an earlier run left.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use phalanx_data::checkpoint;
 use phalanx_data::files::{Dir, as_typed, atomic_write};
-use phalanx_data::metrics::{MetricsLog, write_summary_in};
+use phalanx_data::metrics::{MetricsLog, Resumption, write_summary_in};
 use phalanx_data::state::{Folder, Place};
 use phalanx_nn::Params;
-use phalanx_report::{PICTURES_FILE, REPORT_FILE, Resumption};
+use phalanx_report::{PICTURES_FILE, REPORT_FILE};
+use phalanx_track::EVENT_FILE_PREFIX;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::best::BestEpoch;
-use super::events::{self, Events};
 use super::lock::Lock;
 use super::log::{self, Attempt, EVENTS_FILE, IMAGES_DIR, RUN_FILE, RunInfo, RunLog, TABLES_DIR};
 use super::run_dir::{self, Fresh};
@@ -82,7 +81,7 @@ impl Files {
             EVENTS_FILE,
         ]
         .contains(&name)
-            || name.starts_with(events::PREFIX)
+            || name.starts_with(EVENT_FILE_PREFIX)
             || name.starts_with(TRACKER_PREFIX)
             || self.accuracies.as_deref() == Some(name)
             || self
@@ -307,15 +306,9 @@ impl Output {
             step: step as f64,
             epoch: Some(epoch as f64),
         });
-        // Logged before the checkpoint, but TensorBoard drops it with the steps after.
-        let (records, logged) = (RefCell::new(Vec::new()), RefCell::new(Vec::new()));
         let metrics = match from {
             Some(from) => MetricsLog::resume(dir, METRICS_FILE, 1, |record| {
-                let keeps = keeps(from, attempt.version, record);
-                if keeps && step_of(record) >= from.step {
-                    records.borrow_mut().push(record.clone());
-                }
-                keeps
+                keeps(from, attempt.version, record)
             })?,
             None => {
                 if !self.is_fresh && dir.has(METRICS_FILE) {
@@ -331,30 +324,14 @@ impl Output {
         }
         let events_log = match self.is_fresh {
             true => MetricsLog::create(dir, EVENTS_FILE, 1),
-            false => MetricsLog::resume(dir, EVENTS_FILE, 1, |event| {
-                if let Some(from) = from {
-                    follow_logged(&mut logged.borrow_mut(), event, from);
-                }
-                true
-            }),
+            false => MetricsLog::resume(dir, EVENTS_FILE, 1, |_| true),
         };
         let events_log = events_log.map_err(|error| log::warn(EVENTS_FILE, error));
-        let mut settings = info.settings.clone();
-        settings.insert("arguments".to_owned(), say::arguments().join(" "));
-        settings.insert("ranks".to_owned(), ctx.world().to_string());
-        settings.insert("transport".to_owned(), ctx.describe());
-        let events = Events::create(dir, ctx.started, step, &settings);
-        let events = events.map_err(|error| log::warn("TensorBoard's event file", error.chain()));
-        let mut files = log::Files {
+        let files = log::Files {
             dir: dir.clone(),
             log: events_log.ok(),
-            events: events.ok(),
             run,
         };
-        let (mut repeated, mut logged) = (records.into_inner(), logged.into_inner());
-        logged.retain(|event| from.is_some_and(|from| from.keeps(step_of(event), epoch_of(event))));
-        repeated.append(&mut logged);
-        files.repeat(&repeated);
         Ok(RunLog::start(
             ctx,
             metrics,
@@ -567,23 +544,6 @@ fn keeps(from: Resumption, version: u64, record: &Value) -> bool {
         None => step < from.step,
         Some(_) if is_own && version < log::VERSION => from.keeps(step, None),
         epoch => from.keeps(step, epoch),
-    }
-}
-
-/// Collects in `logged` the images and texts of `events.jsonl` that are of `next` or later, and that no attempt that
-/// resumed before them has dropped.
-fn follow_logged(logged: &mut Vec<Value>, event: &Value, next: Resumption) {
-    match event["kind"].as_str() {
-        Some("image" | "text") if step_of(event) >= next.step => logged.push(event.clone()),
-        Some("start") => match event["resumed_at"].as_f64() {
-            Some(step) => {
-                let epoch = epoch_of(event);
-                let from = Resumption { step, epoch };
-                logged.retain(|event| from.keeps(step_of(event), epoch_of(event)));
-            }
-            None => logged.clear(),
-        },
-        _ => {}
     }
 }
 

@@ -107,18 +107,18 @@ impl Predictions {
             }
         }
         self.thin(epoch);
-        if let Err(error) = trainer.save_rows(FILE, &self.rows) {
-            ctx.note(&format!(
-                "warning: {FILE} was not written: {}",
-                error.chain()
-            ));
-        }
         if !images.is_empty() {
             let png = image::sheet(&images, test.image_shape()).map_err(Into::into);
             if let Err(error) = png.and_then(|png| trainer.save_pictures(&png)) {
                 ctx.note(&format!("warning: no predictions.png: {error}"));
             }
             self.has_pictures = true;
+        }
+        if let Err(error) = trainer.save_rows(FILE, &self.rows) {
+            ctx.note(&format!(
+                "warning: {FILE} was not written: {}",
+                error.chain()
+            ));
         }
         Ok(())
     }

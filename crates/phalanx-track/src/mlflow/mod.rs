@@ -19,6 +19,8 @@ use serde_json::{Map, Value, json};
 
 use self::server::{Refused, Server, URI};
 use crate::follow::{LARGEST_FILE, RUN_FILE};
+use crate::tensorboard::EVENT_FILE_PREFIX;
+use crate::values::shown;
 use crate::{Error, Result, Tracker};
 
 const EXPERIMENT: &str = "MLFLOW_EXPERIMENT_NAME";
@@ -568,9 +570,7 @@ impl Tracker for Mlflow {
 fn files_of(dir: &Dir) -> Result<Vec<String>> {
     let mut files = Vec::new();
     let is_left_out = |name: &str| {
-        name.starts_with('.')
-            || LEFT_OUT.contains(&name)
-            || name.starts_with("events.out.tfevents.")
+        name.starts_with('.') || LEFT_OUT.contains(&name) || name.starts_with(EVENT_FILE_PREFIX)
     };
     let names = dir.names()?;
     for name in names.iter().filter(|name| !is_left_out(name)) {
@@ -632,13 +632,6 @@ fn cut(text: &str, chars: usize) -> &str {
     text.char_indices()
         .nth(chars)
         .map_or(text, |(end, _)| &text[..end])
-}
-
-/// Text as it is, anything else as JSON.
-fn shown(value: &Value) -> String {
-    value
-        .as_str()
-        .map_or_else(|| value.to_string(), str::to_owned)
 }
 
 /// Seconds as milliseconds.

@@ -11,7 +11,7 @@ pub(super) struct Record {
     /// Counts from 1.
     #[prost(int64, tag = "1")]
     pub num: i64,
-    #[prost(oneof = "What", tags = "2, 3, 5, 7, 17, 18, 21")]
+    #[prost(oneof = "What", tags = "2, 3, 5, 6, 7, 8, 17, 18, 21")]
     pub what: Option<What>,
 }
 
@@ -23,8 +23,12 @@ pub(super) enum What {
     Summary(Items),
     #[prost(message, tag = "5")]
     Config(Items),
+    #[prost(message, tag = "6")]
+    Files(Files),
     #[prost(message, tag = "7")]
     Stats(Stats),
+    #[prost(message, tag = "8")]
+    Artifact(Artifact),
     #[prost(message, tag = "17")]
     Run(Run),
     #[prost(message, tag = "18")]
@@ -115,6 +119,89 @@ pub(super) struct Stats {
     pub timestamp: Option<Time>,
     #[prost(message, repeated, tag = "3")]
     pub item: Vec<Item>,
+}
+
+/// Files in the folder `files` that are uploaded.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Files {
+    #[prost(message, repeated, tag = "1")]
+    pub files: Vec<FilesItem>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct FilesItem {
+    #[prost(string, tag = "1")]
+    pub path: String,
+    /// Now, or [`AT_END`].
+    #[prost(int32, tag = "2")]
+    pub policy: i32,
+}
+
+pub(super) const AT_END: i32 = 1;
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Artifact {
+    #[prost(string, tag = "1")]
+    pub run_id: String,
+    #[prost(string, tag = "2")]
+    pub project: String,
+    #[prost(string, tag = "3")]
+    pub entity: String,
+    #[prost(string, tag = "4")]
+    pub kind: String,
+    #[prost(string, tag = "5")]
+    pub name: String,
+    #[prost(string, tag = "6")]
+    pub digest: String,
+    #[prost(string, repeated, tag = "11")]
+    pub aliases: Vec<String>,
+    #[prost(message, optional, tag = "12")]
+    pub manifest: Option<Manifest>,
+    #[prost(bool, tag = "14")]
+    pub finalize: bool,
+    /// A name for this version before the server has given one.
+    #[prost(string, tag = "15")]
+    pub client_id: String,
+    /// The same for all versions.
+    #[prost(string, tag = "16")]
+    pub sequence_client_id: String,
+    #[prost(string, tag = "20")]
+    pub digest_algorithm: String,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Manifest {
+    #[prost(int32, tag = "1")]
+    pub version: i32,
+    #[prost(string, tag = "2")]
+    pub storage_policy: String,
+    #[prost(message, repeated, tag = "3")]
+    pub storage_policy_config: Vec<Config>,
+    #[prost(message, repeated, tag = "4")]
+    pub contents: Vec<Entry>,
+}
+
+/// `StoragePolicyConfigItem`.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Config {
+    #[prost(string, tag = "1")]
+    pub key: String,
+    #[prost(string, tag = "2")]
+    pub value_json: String,
+}
+
+/// `ArtifactManifestEntry`.
+#[derive(Clone, PartialEq, Message)]
+pub(super) struct Entry {
+    #[prost(string, tag = "1")]
+    pub path: String,
+    /// MD5, in Base64.
+    #[prost(string, tag = "2")]
+    pub digest: String,
+    #[prost(int64, tag = "4")]
+    pub size: i64,
+    #[prost(string, tag = "6")]
+    pub local_path: String,
 }
 
 #[derive(Clone, PartialEq, Message)]

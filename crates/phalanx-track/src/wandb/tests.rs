@@ -205,3 +205,133 @@ fn the_exit_and_the_summary_say_how_the_run_ended() {
         assert_eq!([get("confusion"), get("settings")], [None, None]);
     }
 }
+
+/// The records of the run in `dir`, and the folder of its offline run.
+fn delivered(dir: &Path) -> (PathBuf, Vec<proto::Record>) {
+    crate::upload(dir, Box::new(Wandb::new(&Env::new()))).expect("written");
+    let folder = dir.join("wandb/offline-run-19700101_000140-ab");
+    let file = std::fs::read(folder.join("run-ab.wandb")).expect("a file");
+    (folder, records(&file))
+}
+
+#[test]
+fn histograms_tables_images_and_the_model_are_there_however_often_it_is_written() {
+    let dir = tempfile::tempdir().expect("folder");
+    let write = |name: &str, bytes: &[u8]| {
+        let path = dir.path().join(name);
+        std::fs::create_dir_all(path.parent().expect("folder")).expect("folder");
+        std::fs::write(path, bytes).expect("written");
+    };
+    let sheet = |images: &[f32]| phalanx_data::image::sheet(images, [1, 2, 1]).expect("a PNG");
+    write(
+        "run.json",
+        br#"{"id":"ab","started":100.0,"program":"mnist"}"#,
+    );
+    write(
+        "metrics.jsonl",
+        b"{\"step\":0,\"loss\":1}\n{\"step\":1,\"loss\":0.5}\n",
+    );
+    // The second image is the first one mirrored.
+    write("predictions.png", &sheet(&[0.0, 1.0, 1.0, 0.0]));
+    let row = |epoch: u8, image: u8| {
+        json!({"epoch": epoch, "id": format!("0_{image}"), "image": image, "guess": 1, "truth": image,
+               "scores": [0.25, 0.75]})
+    };
+    let rows = [row(1, 0), row(1, 1), row(2, 0), row(2, 1)].map(|row| format!("{row}\n"));
+    write("predictions.jsonl", rows.concat().as_bytes());
+    write("tables/t.jsonl", b"{\"b\":1,\"a\":\"x\"}\n{\"a\":null}\n");
+    write("images/i.png", &sheet(&[0.0, 1.0]));
+    write("model.pt", b"123456789");
+    let events = [
+        json!({"kind": "watch", "step": 1, "parameters": {}, "gradients":
+               {"w": {"min": -1.0, "max": 1.0, "buckets": [3.0, 4.0]}}}),
+        json!({"kind": "text", "step": 1, "name": "sample", "text": "to be"}),
+        json!({"kind": "image", "step": 1, "name": "digits", "file": "images/i.png"}),
+        json!({"kind": "table", "step": 1, "name": "worst", "file": "tables/t.jsonl"}),
+        json!({"kind": "rows", "step": 1, "epoch": 2, "file": "predictions.jsonl"}),
+        // Its file is gone.
+        json!({"kind": "image", "step": 1, "name": "gone", "file": "images/gone.png"}),
+        json!({"kind": "finish", "status": "finished", "time": 101.0}),
+    ];
+    write(
+        "events.jsonl",
+        events.map(|event| format!("{event}\n")).concat().as_bytes(),
+    );
+    let (_, first) = delivered(dir.path());
+    let (folder, all) = delivered(dir.path());
+    assert_eq!(first, all, "the same each time");
+    let mut items = all.iter().filter_map(|record| match &record.what {
+        Some(What::History(history)) => Some((history.step.as_ref()?.num, history.item.clone())),
+        _ => None,
+    });
+    let (step, items) = items.next_back().expect("a row");
+    let get = |name: &str, part: &str| -> Value {
+        let key = [name, part];
+        let key = &key[..if part.is_empty() { 1 } else { 2 }];
+        let item = items.iter().find(|item| item.nested_key == key);
+        serde_json::from_str(&item.expect(name).value_json).expect("JSON")
+    };
+    assert_eq!((step, get("sample", "")), (1, json!("to be")));
+    assert_eq!(get("gradients/w", "values"), json!([3.0, 4.0]));
+    assert_eq!(get("gradients/w", "bins"), json!([-1.0, 0.0, 1.0]));
+    assert_eq!(get("mnist_predictions", "nrows"), 2);
+    assert!(items.iter().all(|item| item.nested_key[0] != "gone"));
+    let of_run = |path: &Value| folder.join("files").join(path.as_str().expect("a path"));
+    let image = std::fs::read(of_run(&get("digits", "path"))).expect("a file");
+    assert_eq!(
+        image,
+        std::fs::read(dir.path().join("images/i.png")).expect("a file")
+    );
+    let brief = std::fs::read(of_run(&get("worst", "path"))).expect("a file");
+    let brief: Value = serde_json::from_slice(&brief).expect("JSON");
+    assert_eq!(
+        brief,
+        json!({"columns": ["a", "b"], "data": [["x", 1], [null, null]]})
+    );
+    let artifacts = all.iter().filter_map(|record| match &record.what {
+        Some(What::Artifact(artifact)) => Some(artifact.clone()),
+        _ => None,
+    });
+    let artifacts: Vec<proto::Artifact> = artifacts.collect();
+    let names: Vec<&str> = artifacts.iter().map(|artifact| &*artifact.name).collect();
+    assert_eq!(
+        names,
+        ["run-ab-worst", "run-ab-mnist_predictions", "run-ab-model"]
+    );
+    let files = |artifact: &proto::Artifact| artifact.manifest.clone().expect("files").contents;
+    let predictions = files(&artifacts[1]);
+    // Two images and the table.
+    assert_eq!(predictions.len(), 3);
+    let table = predictions
+        .iter()
+        .find(|entry| entry.path.ends_with(".json"))
+        .expect("a table");
+    let table = std::fs::read(&table.local_path).expect("a file");
+    let table: Value = serde_json::from_slice(&table).expect("JSON");
+    assert_eq!(
+        table["columns"],
+        json!(["id", "image", "guess", "truth", "score_0", "score_1"])
+    );
+    assert_eq!(table["data"][1][0], "0_1");
+    let cells = table["data"][1].as_array().expect("a row");
+    assert_eq!(cells[2..], [json!(1), json!(1), json!(0.25), json!(0.75)]);
+    let model = files(&artifacts[2]);
+    // `printf 123456789 | openssl md5 -binary | base64`
+    assert_eq!(
+        (&*model[0].path, &*model[0].digest, model[0].size),
+        ("model.pt", "JfnnlDI7RTiF9RgfG2JNCw==", 9)
+    );
+    // `printf 'wandb-artifact-manifest-v1\nmodel.pt:JfnnlDI7RTiF9RgfG2JNCw==\n' | md5sum`
+    assert_eq!(artifacts[2].digest, "2f902076e993e43f01b44c72bd3dce9f");
+    // One that has failed has no model yet.
+    let failed =
+        "{\"kind\":\"start\"}\n{\"kind\":\"finish\",\"status\":\"failed\",\"time\":102.0}\n";
+    let before = std::fs::read_to_string(dir.path().join("events.jsonl")).expect("a file");
+    write("events.jsonl", (before + failed).as_bytes());
+    let (_, all) = delivered(dir.path());
+    let is_model = |record: &proto::Record| match &record.what {
+        Some(What::Artifact(artifact)) => artifact.kind == "model",
+        _ => false,
+    };
+    assert!(!all.iter().any(is_model));
+}

@@ -1,6 +1,7 @@
-//! What is logged of a run: `metrics.jsonl`, and by a thread of its own `events.jsonl`, TensorBoard's files and what the
-//! ranks' processes use. `docs/design/run-folder.md` has the format.
+//! What is logged of a run: `metrics.jsonl`, and by a thread of its own `events.jsonl` and what the ranks' processes use.
+//! TensorBoard's file is made of them. `docs/design/run-folder.md` has the format.
 
+mod histogram;
 mod run;
 mod source;
 mod system;
@@ -18,16 +19,16 @@ use phalanx_data::metrics::MetricsLog;
 use phalanx_data::png_size;
 use phalanx_nn::{GradView, GraphNode, Params};
 use phalanx_process::RankContext;
+use phalanx_track::{Delivery, TensorBoard};
 use serde_json::{Value, json};
 
 pub use self::run::RunInfo;
-pub(crate) use self::run::{Attempt, Named, RUN_FILE, VERSION, document, write};
+pub(crate) use self::run::{Attempt, RUN_FILE, VERSION, document, write};
 pub(crate) use self::system::Counters;
 use self::system::System;
 pub(crate) use self::writer::{Files, has_launcher, warn};
 use self::writer::{Message, Writer};
 use crate::error::{Error, ErrorKind, Result};
-use crate::events::histogram;
 use crate::say;
 
 /// The file of everything that is not a number by step or epoch.
@@ -60,6 +61,8 @@ pub struct RunLog {
     /// `None`: no thread could be started.
     thread: Option<Thread>,
     counters: Arc<Counters>,
+    /// Makes TensorBoard's file of the others.
+    tensorboard: Option<Delivery>,
     is_main: bool,
     started: Instant,
     has_graph: bool,
@@ -80,13 +83,24 @@ impl RunLog {
     pub(super) fn start(
         ctx: &RankContext,
         metrics: MetricsLog,
-        files: Option<Files>,
+        mut files: Option<Files>,
         start: Value,
     ) -> RunLog {
+        let first = start["resumed_at"].as_u64().unwrap_or(0);
+        // Before anything reads the file: what is logged again from `first` on is left out then.
+        if let Some(files) = &mut files {
+            files.event(&event("start", ctx.started, None, start));
+        }
         let counters = Arc::new(Counters::default());
         let (queue, messages) = sync_channel(QUEUE);
         let (alive, ended) = sync_channel(0);
-        let writer = Writer::new(System::new(ctx, Arc::clone(&counters)), files);
+        let tensorboard = files.as_ref().and_then(|files| {
+            let started = Delivery::start(files.dir.path(), Box::new(TensorBoard::default()));
+            started
+                .map_err(|error| warn("TensorBoard's event file", error.chain()))
+                .ok()
+        });
+        let writer = Writer::new(System::new(ctx, Arc::clone(&counters)), files, first);
         let spawned = std::thread::Builder::new()
             .name("phalanx-log".to_owned())
             .spawn(move || {
@@ -106,7 +120,7 @@ impl RunLog {
                 }
             })));
         }
-        let log = RunLog {
+        RunLog {
             metrics,
             thread: spawned.ok().map(|_| Thread {
                 queue,
@@ -114,13 +128,12 @@ impl RunLog {
                 ended,
             }),
             counters,
+            tensorboard,
             is_main: ctx.is_main(),
             started: ctx.started,
             has_graph: false,
             error: None,
-        };
-        log.say("start", None, start);
-        log
+        }
     }
 
     /// What the ranks' time goes to.
@@ -151,11 +164,7 @@ impl RunLog {
     ///
     /// Those of writing `metrics.jsonl`.
     pub fn event(&mut self, record: &Value) -> Result<()> {
-        self.metrics.event(record)?;
-        if self.is_main {
-            self.send(Message::Record(record.clone()));
-        }
-        Ok(())
+        Ok(self.metrics.event(record)?)
     }
 
     /// Writes numbers of the program's own at `step` of `epoch`.
@@ -190,7 +199,6 @@ impl RunLog {
         let event = self.make("watch", Some(step), json!({}));
         self.send(Message::Watch {
             event,
-            step,
             parameters,
             gradients,
         });
@@ -220,18 +228,15 @@ impl RunLog {
 
     /// Writes `png` to `images/`.
     pub(crate) fn image(&self, (step, epoch): (u64, usize), name: &str, png: &[u8]) -> Result<()> {
-        let Some(size) = png_size(png) else {
+        if png_size(png).is_none() {
             return Err(Error::usage(format!("the image \"{name}\" is not a PNG")));
-        };
+        }
         let file = format!("{}-{epoch}-{step}.png", file_name(name));
         let path = format!("{IMAGES_DIR}/{file}");
         let fields = json!({ "epoch": epoch, "name": name, "file": path });
         self.send(Message::Image {
             event: self.make("image", Some(step), fields),
             file,
-            step,
-            name: name.to_owned(),
-            size,
             png: png.to_vec(),
         });
         Ok(())
@@ -255,14 +260,12 @@ impl RunLog {
     /// Writes a text at `step` of `epoch`.
     pub fn text(&self, (step, epoch): (u64, usize), name: &str, text: &str) {
         let fields = json!({ "epoch": epoch, "name": name, "text": text });
-        let event = self.make("text", Some(step), fields);
-        let (name, text) = (name.to_owned(), text.to_owned());
-        self.send(Message::Text {
-            event,
-            step,
-            name,
-            text,
-        });
+        self.say("text", Some(step), fields);
+    }
+
+    /// Writes that the rows of `file` in the run's folder were written again, with those of `epoch`.
+    pub fn rows(&self, (step, epoch): (u64, usize), file: &str) {
+        self.say("rows", Some(step), json!({ "epoch": epoch, "file": file }));
     }
 
     /// Hands everything to the system, on rank 0, and tells rank 0 what this rank's process uses, on the others. A run
@@ -304,7 +307,7 @@ impl RunLog {
         let dropped = thread.dropped.load(Relaxed);
         if dropped > 0 {
             say::note(format_args!(
-                "warning: {dropped} records of {EVENTS_FILE} and TensorBoard's files were dropped, because writing them took too long"
+                "warning: {dropped} records of {EVENTS_FILE} were dropped, because writing them took too long"
             ));
         }
         let (status, error) = match (status, self.error.take()) {
@@ -330,8 +333,11 @@ impl RunLog {
         }
         drop(thread.queue);
         if self.is_main {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let _ = thread.ended.recv_timeout(left);
+            let left = || deadline.saturating_duration_since(Instant::now());
+            let _ = thread.ended.recv_timeout(left());
+            if let Some(Err(error)) = self.tensorboard.take().map(|files| files.finish(left())) {
+                say::note(format_args!("warning: {}", error.chain()));
+            }
         }
     }
 

@@ -173,15 +173,15 @@ pub(crate) fn write(dir: &Dir, run: &Value) -> Result<()> {
 }
 
 /// A node of the graph and what it is called.
-pub(crate) struct Named {
-    pub(crate) name: String,
-    pub(crate) inputs: Vec<String>,
-    pub(crate) node: GraphNode,
+pub(super) struct Named {
+    pub(super) name: String,
+    pub(super) inputs: Vec<String>,
+    node: GraphNode,
 }
 
 /// Names for all nodes: `conv1` for the operation that uses `conv1.weight`, `relu_2` for the third operation, which uses
 /// no parameters. What comes from outside is `input`.
-pub(crate) fn named(graph: Vec<GraphNode>) -> Vec<Named> {
+pub(super) fn named(graph: Vec<GraphNode>) -> Vec<Named> {
     let mut all: Vec<Named> = Vec::with_capacity(graph.len());
     for (index, node) in graph.into_iter().enumerate() {
         let first = node.params.first();

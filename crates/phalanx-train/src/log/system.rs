@@ -84,6 +84,11 @@ impl System {
         self.interval
     }
 
+    /// Steps that this attempt has taken.
+    pub(super) fn steps(&self) -> u64 {
+        self.counters.steps.load(Relaxed)
+    }
+
     pub(super) fn started(&self) -> Instant {
         self.started
     }

@@ -9,7 +9,6 @@ use serde_json::json;
 use super::run::named;
 use super::*;
 use crate::error::ErrorKind;
-use crate::events::tests::on_a_full_disk;
 
 fn context(group: ProcessGroup) -> RankContext {
     RankContext {
@@ -30,7 +29,6 @@ fn files(dir: &Dir) -> Files {
     Files {
         dir: dir.clone(),
         log: MetricsLog::create(dir, EVENTS_FILE, 1).ok(),
-        events: None,
         run: json!({ "model": {} }),
     }
 }
@@ -48,7 +46,6 @@ fn a_full_disk_ends_the_events_and_not_the_metrics() {
     let metrics = MetricsLog::create(&open, "metrics.jsonl", 1).expect("a log");
     let files = Files {
         log: MetricsLog::append(Path::new("/dev/full")).ok(),
-        events: Some(on_a_full_disk()),
         ..files(&open)
     };
     let mut log = RunLog::start(&alone(), metrics, Some(files), json!({}));

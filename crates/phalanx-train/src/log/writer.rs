@@ -1,21 +1,19 @@
 //! The thread that writes what no step may wait for.
 
 use std::fmt::Display;
-use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::time::Instant;
 
 use phalanx_data::files::Dir;
 use phalanx_data::metrics::MetricsLog;
-use phalanx_data::png_size;
 use phalanx_nn::GraphNode;
 use phalanx_process::env::RUN_POINTER_VARIABLE;
 use serde_json::{Value, json};
 
+use super::histogram::Histogram;
 use super::system::System;
 use super::{EVENTS_FILE, IMAGES_DIR, Status, TABLES_DIR, run};
 use crate::error::Result;
-use crate::events::{Events, Histogram};
 use crate::say;
 
 pub(super) type Histograms = Vec<(String, Histogram)>;
@@ -23,13 +21,10 @@ pub(super) type Histograms = Vec<(String, Histogram)>;
 /// What the thread is told.
 #[derive(Debug)]
 pub(super) enum Message {
-    /// A record of `metrics.jsonl`.
-    Record(Value),
     /// A record of `events.jsonl`.
     Event(Value),
     Watch {
         event: Value,
-        step: u64,
         parameters: Histograms,
         gradients: Histograms,
     },
@@ -37,21 +32,12 @@ pub(super) enum Message {
     Image {
         event: Value,
         file: String,
-        step: u64,
-        name: String,
-        size: [u32; 2],
         png: Vec<u8>,
     },
     Table {
         event: Value,
         file: String,
         rows: Vec<u8>,
-    },
-    Text {
-        event: Value,
-        step: u64,
-        name: String,
-        text: String,
     },
     /// All before this is to be handed to the system, and then an answer sent.
     Flush(SyncSender<()>),
@@ -64,8 +50,6 @@ pub(crate) struct Files {
     pub(crate) dir: Dir,
     /// `events.jsonl`; `None` once it could not be written.
     pub(crate) log: Option<MetricsLog>,
-    /// TensorBoard's.
-    pub(crate) events: Option<Events>,
     /// `run.json`.
     pub(crate) run: Value,
 }
@@ -73,15 +57,18 @@ pub(crate) struct Files {
 pub(super) struct Writer {
     system: System,
     files: Option<Files>,
+    /// The step that this attempt began with.
+    first: u64,
     next: Instant,
 }
 
 impl Writer {
-    pub(super) fn new(system: System, files: Option<Files>) -> Writer {
+    pub(super) fn new(system: System, files: Option<Files>, first: u64) -> Writer {
         Writer {
             next: Instant::now() + system.interval(),
             system,
             files,
+            first,
         }
     }
 
@@ -92,9 +79,8 @@ impl Writer {
             let left = self.next.saturating_duration_since(Instant::now());
             match messages.recv_timeout(left) {
                 Ok(Message::Flush(done)) => {
-                    match &mut self.files {
-                        Some(files) => files.try_events(Events::flush),
-                        None => self.system.post(),
+                    if self.files.is_none() {
+                        self.system.post();
                     }
                     let _ = done.send(());
                 }
@@ -102,7 +88,6 @@ impl Writer {
                     self.measure();
                     if let Some(files) = &mut self.files {
                         files.event(&event);
-                        files.try_events(|events| events.end(status));
                         if status != Status::Finished && !has_launcher() {
                             files.report();
                         }
@@ -126,36 +111,13 @@ impl Writer {
         if let Some(files) = &mut self.files {
             let ranks = self.system.all();
             let started = self.system.started();
-            files.event(&super::event("system", started, None, ranks));
+            let step = self.first + self.system.steps();
+            files.event(&super::event("system", started, Some(step), ranks));
         }
     }
 }
 
-/// Largest image that is read again.
-const MAX_IMAGE_BYTES: u64 = 1 << 30;
-
 impl Files {
-    /// Writes for TensorBoard what the other files have already: records of `metrics.jsonl`, and `image` and `text` events.
-    pub(crate) fn repeat(&mut self, records: &[Value]) {
-        for record in records {
-            let step = record["step"].as_u64().unwrap_or_default();
-            let text = |name: &str| record[name].as_str().unwrap_or_default();
-            match text("kind") {
-                "" => self.try_events(|events| events.record(record)),
-                "text" => self.try_events(|events| events.text(step, text("name"), text("text"))),
-                _ => {
-                    let file = text("file").strip_prefix(IMAGES_DIR).unwrap_or_default();
-                    let folder = self.dir.sub(IMAGES_DIR).ok().flatten();
-                    let read = |dir: Dir| dir.read(file.trim_start_matches('/'), MAX_IMAGE_BYTES);
-                    let png = folder.and_then(|dir| read(dir).ok().flatten());
-                    if let Some((size, png)) = png.and_then(|png| Some((png_size(&png)?, png))) {
-                        self.try_events(|events| events.image(step, text("name"), size, png));
-                    }
-                }
-            }
-        }
-    }
-
     /// Writes the report of a run that has not finished.
     fn report(&self) {
         if let Err(error) = phalanx_report::write_of(&self.dir) {
@@ -163,7 +125,7 @@ impl Files {
         }
     }
 
-    fn event(&mut self, event: &Value) {
+    pub(super) fn event(&mut self, event: &Value) {
         if let Some(log) = &mut self.log
             && let Err(error) = log.event(event)
         {
@@ -174,18 +136,15 @@ impl Files {
 
     fn write(&mut self, message: Message) {
         match message {
-            Message::Record(record) => self.try_events(|events| events.record(&record)),
             Message::Event(event) => self.event(&event),
             Message::Watch {
                 mut event,
-                step,
                 parameters,
                 gradients,
             } => {
-                event["parameters"] = as_json(&parameters);
-                event["gradients"] = as_json(&gradients);
+                event["parameters"] = as_json(parameters);
+                event["gradients"] = as_json(gradients);
                 self.event(&event);
-                self.try_events(|events| events.histograms(step, parameters, gradients));
             }
             Message::Graph(graph) => {
                 let nodes = run::named(graph);
@@ -193,34 +152,16 @@ impl Files {
                 if let Err(error) = run::write(&self.dir, &self.run) {
                     warn(run::RUN_FILE, error);
                 }
-                self.try_events(|events| events.graph(&nodes));
             }
-            Message::Image {
-                event,
-                file,
-                step,
-                name,
-                size,
-                png,
-            } => {
+            Message::Image { event, file, png } => {
                 if self.save(IMAGES_DIR, &file, &png) {
                     self.event(&event);
                 }
-                self.try_events(|events| events.image(step, &name, size, png));
             }
             Message::Table { event, file, rows } => {
                 if self.save(TABLES_DIR, &file, &rows) {
                     self.event(&event);
                 }
-            }
-            Message::Text {
-                event,
-                step,
-                name,
-                text,
-            } => {
-                self.event(&event);
-                self.try_events(|events| events.text(step, &name, &text));
             }
             // The thread's own.
             Message::Flush(_) | Message::Finish(..) => {}
@@ -240,15 +181,6 @@ impl Files {
             }
         }
     }
-
-    fn try_events(&mut self, write: impl FnOnce(&mut Events) -> io::Result<()>) {
-        if let Some(events) = &mut self.events
-            && let Err(error) = write(events)
-        {
-            warn(&events.path().display().to_string(), error);
-            self.events = None;
-        }
-    }
 }
 
 /// Whether a launcher of ours has started this rank: it writes the report of a run that has not finished.
@@ -262,13 +194,7 @@ pub(crate) fn warn(file: &str, why: impl Display) {
     ));
 }
 
-fn as_json(histograms: &Histograms) -> Value {
-    let of = |(name, h): &(String, Histogram)| {
-        let histogram = json!({
-            "count": h.num, "min": h.min, "max": h.max, "sum": h.sum, "sum_squares": h.sum_squares,
-            "buckets": h.bucket,
-        });
-        (name.clone(), histogram)
-    };
-    Value::Object(histograms.iter().map(of).collect())
+fn as_json(histograms: Histograms) -> Value {
+    let of = |(name, histogram)| (name, json!(histogram));
+    Value::Object(histograms.into_iter().map(of).collect())
 }

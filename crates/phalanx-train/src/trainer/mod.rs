@@ -513,7 +513,9 @@ impl<'j, M> Trainer<'j, M> {
     ///
     /// Those of writing.
     pub fn save_rows(&self, name: &str, rows: &[impl serde::Serialize]) -> Result<()> {
-        self.reports.output.save_rows(name, rows)
+        self.reports.output.save_rows(name, rows)?;
+        self.reports.log.rows(self.now(), name);
+        Ok(())
     }
 
     /// The rows that [`save_rows`](Self::save_rows) wrote to the file `name` before this run was

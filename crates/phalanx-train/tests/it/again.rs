@@ -169,7 +169,11 @@ fn shown(run: &Path) -> BTreeMap<String, Vec<(u64, Vec<u8>)>> {
                 let tag = parts.iter().find(|(n, _)| *n == 1).expect("a tag");
                 let tag = String::from_utf8(tag.1.clone()).expect("text");
                 let is_time = ["_s", "_ms"].iter().any(|end| tag.ends_with(end));
-                if !is_time && tag != "settings" && !tag.starts_with("_hparams_") {
+                if !is_time
+                    && tag != "settings"
+                    && !tag.starts_with("_hparams_")
+                    && !tag.starts_with("system/")
+                {
                     shown.entry(tag).or_default().push((step, value));
                 }
             }

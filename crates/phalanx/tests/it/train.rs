@@ -1200,6 +1200,7 @@ fn an_earlier_runs_results_do_not_survive_beside_new_metrics() {
     assert_eq!(
         left,
         [
+            ".tracker-tensorboard.lock",
             "events.jsonl",
             "flight",
             "metrics.jsonl",

@@ -4,8 +4,7 @@
 use std::collections::BTreeMap;
 
 use prost::Message;
-
-use crate::log::Named;
+use serde_json::Value as Json;
 
 /// One record of the file.
 #[derive(Clone, PartialEq, Message)]
@@ -78,7 +77,7 @@ pub(super) struct Image {
 pub(super) const RGB: i32 = 3;
 
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct Histogram {
+pub(super) struct Histogram {
     #[prost(double, tag = "1")]
     pub min: f64,
     #[prost(double, tag = "2")]
@@ -145,6 +144,7 @@ pub(super) struct SessionEnd {
 }
 
 pub(super) const SUCCESS: i32 = 1;
+pub(super) const FAILURE: i32 = 2;
 
 /// `SessionStartInfo`.
 #[derive(Clone, PartialEq, Message)]
@@ -216,27 +216,29 @@ pub(super) struct Dim {
     pub size: i64,
 }
 
-/// The graph of a model: dots in names become the slashes by which TensorBoard folds.
-pub(super) fn graph(nodes: &[Named]) -> Graph {
-    let slashes = |name: &String| name.replace('.', "/");
+/// The graph of `run.json`: dots in names become the slashes by which TensorBoard folds.
+pub(super) fn graph(graph: &Json) -> Graph {
+    let word = |of: &Json| of.as_str().unwrap_or_default().to_owned();
+    let name = |of: &Json| word(of).replace('.', "/");
+    let list = |of: &'_ Json| of.as_array().cloned().unwrap_or_default();
     let input = Node {
         name: "input".to_owned(),
         op: "Placeholder".to_owned(),
         ..Node::default()
     };
-    let nodes = nodes.iter().map(|named| {
-        let dims = named.node.shape.iter().map(|size| Dim {
-            size: i64::try_from(*size).unwrap_or(i64::MAX),
+    let nodes = list(graph).into_iter().map(|node| {
+        let dims = list(&node["shape"]).into_iter().map(|size| Dim {
+            size: size.as_i64().unwrap_or(i64::MAX),
         });
         let shapes = vec![Dims {
             dims: dims.collect(),
         }];
-        let list = Some(List { shapes });
+        let shapes = Some(List { shapes });
         Node {
-            name: slashes(&named.name),
-            op: named.node.operation.to_owned(),
-            inputs: named.inputs.iter().map(slashes).collect(),
-            attributes: [("_output_shapes".to_owned(), Attribute { list })].into(),
+            name: name(&node["name"]),
+            op: word(&node["operation"]),
+            inputs: list(&node["inputs"]).iter().map(name).collect(),
+            attributes: [("_output_shapes".to_owned(), Attribute { list: shapes })].into(),
         }
     });
     Graph {
