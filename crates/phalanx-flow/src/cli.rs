@@ -58,7 +58,7 @@ enum Command {
         /// Print JSON
         #[arg(long, conflicts_with = "html")]
         json: bool,
-        /// Write one HTML page with a picture of the graph
+        /// Write one HTML page with the graph, a timeline and each task
         #[arg(long, value_name = "FILE")]
         html: Option<PathBuf>,
     },
@@ -301,7 +301,7 @@ fn state_of(engine: Option<&Engine>, id: &str, run: &Run) -> State {
     }
 }
 
-fn time(ms: u64) -> String {
+pub(crate) fn time(ms: u64) -> String {
     let time = std::time::SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms));
     time.map_or_else(String::new, |time| {
         humantime::format_rfc3339_seconds(time).to_string()
@@ -370,7 +370,9 @@ fn show(store: &Store, run: &str, json: bool, html: Option<&Path>) -> Result<()>
     let engine = engine.filter(|_| run.state == State::Running);
     let nodes = nodes_of(store, &id, &run)?;
     if let Some(file) = html {
-        atomic_write(file, page::page(store, &id, &run, &nodes).as_bytes())?;
+        let path = std::path::absolute(file)?;
+        let page = page::page(store, &id, &run, &nodes, path.parent().unwrap_or(&path));
+        atomic_write(file, page.as_bytes())?;
         return say::print(&format!("{}\n", file.display()));
     }
     if json {

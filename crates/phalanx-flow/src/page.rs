@@ -1,25 +1,51 @@
-//! A run as one HTML page: its graph as a picture, its tasks as a table, the ends of its logs.
+//! A run as one HTML page: its graph, its attempts over time, and each task with settings, outputs
+//! and the end of its log.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::{Component, Path, PathBuf};
 
-use crate::child::log_file;
-use crate::cli::{shown, took};
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+use phalanx_process::format;
+
+use crate::child::{log_file, outputs_dir};
+use crate::cli::{shown, time, took};
 use crate::engine::last_lines;
-use crate::spec::Workflow;
-use crate::store::{Items, Node, Run, State, Store};
+use crate::resources::size;
+use crate::spec::{Resources, Task, Workflow};
+use crate::store::{Attempt, Item, Items, Node, Run, State, Store, now};
 
 const STYLE: &str = "\
-:root{color-scheme:light dark;--text:#1d2330;--muted:#667085;--page:#fff;--box:#f2f4f7;--line:#98a2b3;\
+:root{color-scheme:light dark;--text:#1d2330;--muted:#5b6575;--page:#fff;--box:#f2f4f7;--line:#98a2b3;--link:#1f5fd1;\
 --done:#12805c;--running:#1f6feb;--failed:#c6352b;--waiting:#667085;--skipped:#98a2b3;--cached:#7a5af8}\
-@media(prefers-color-scheme:dark){:root{--text:#e6e9ef;--muted:#98a2b3;--page:#14171d;--box:#20252e;--line:#5d6677;\
+@media(prefers-color-scheme:dark){:root{--text:#e6e9ef;--muted:#98a2b3;--page:#14171d;--box:#20252e;--line:#5d6677;--link:#8ab4ff;\
 --done:#3ecf8e;--running:#6ea8fe;--failed:#ff7b72;--waiting:#98a2b3;--skipped:#5d6677;--cached:#b4a2ff}}\
-body{font:15px/1.5 system-ui,sans-serif;color:var(--text);background:var(--page);max-width:70rem;margin:2rem auto;padding:0 1rem}\
-svg{max-width:100%;height:auto}svg text{fill:var(--text);font:14px system-ui,sans-serif}svg .small{fill:var(--muted);font-size:12px}\
-rect{fill:var(--box);stroke-width:2}path{fill:none;stroke:var(--line);stroke-width:1.5}\
-.done{stroke:var(--done)}.running{stroke:var(--running)}.failed{stroke:var(--failed)}.waiting{stroke:var(--waiting)}\
-.interrupted{stroke:var(--failed);stroke-dasharray:4 3}.skipped{stroke:var(--skipped);stroke-dasharray:4 3}.cached{stroke:var(--cached)}\
-table{border-collapse:collapse;width:100%}td,th{text-align:left;vertical-align:top;padding:.3rem .6rem;border-bottom:1px solid var(--box)}\
-pre{background:var(--box);padding:.6rem;overflow:auto;white-space:pre-wrap;overflow-wrap:anywhere}td{overflow-wrap:anywhere}";
+body{font:15px/1.5 system-ui,sans-serif;color:var(--text);background:var(--page);max-width:70rem;margin:2rem auto;padding:0 1rem;overflow-wrap:break-word}\
+h1{font-size:1.6rem;margin:0}h2{font-size:1.2rem;margin:2rem 0 .6rem}h3{font-size:1rem;margin:0}a{color:var(--link)}.muted{color:var(--muted)}\
+.wide{overflow-x:auto}svg text{fill:var(--text);font:14px system-ui,sans-serif}svg .small{fill:var(--muted);font-size:12px}\
+rect{fill:var(--box);stroke:var(--state);stroke-width:2}path{fill:none;stroke:var(--line);stroke-width:1.5}\
+.done{--state:var(--done)}.running{--state:var(--running)}.failed,.retried,.interrupted,.canceled{--state:var(--failed)}.waiting{--state:var(--waiting)}\
+.skipped{--state:var(--skipped)}.cached{--state:var(--cached)}rect.interrupted,rect.canceled,rect.skipped{stroke-dasharray:4 3}\
+.row{display:grid;grid-template-columns:11rem 1fr;gap:.6rem}.row+.row{margin-top:3px}.name{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}\
+.track,.axis{position:relative;height:1.4rem;font-size:.75rem;line-height:1.4rem}\
+.track{background:repeating-linear-gradient(90deg,var(--line) 0 1px,transparent 1px var(--tick)) var(--box)}\
+.axis span{position:absolute;color:var(--muted);white-space:nowrap}.track .note{padding-left:.4rem;color:var(--muted)}\
+.bar{box-sizing:border-box;display:inline-block;border:2px solid var(--state);border-radius:2px;background:var(--state)}\
+.track .bar{position:absolute;top:.15rem;height:1.1rem;min-width:4px}.track .cached{min-width:10px}.bar.cached,.bar.interrupted{background:var(--page)}.bar.interrupted{border-style:dashed}\
+.bar.retried{background:repeating-linear-gradient(45deg,var(--state) 0 3px,var(--page) 3px 6px)}\
+.bar.running{background:repeating-linear-gradient(90deg,var(--state) 0 8px,var(--page) 8px 10px)}\
+.legend{display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;margin:.6rem 0 0;font-size:.85rem}.legend .bar{width:1.2rem;height:.8rem;margin-right:.4rem}\
+section{border:1px solid var(--line);border-left:4px solid var(--state);border-radius:4px;padding:.6rem .9rem;margin:.8rem 0}\
+dl{display:grid;grid-template-columns:5.5rem minmax(0,1fr);gap:.2rem .8rem;margin:.4rem 0}dt{color:var(--muted)}dd{margin:0}summary{cursor:pointer;color:var(--muted)}\
+pre{background:var(--box);padding:.6rem;margin:.4rem 0 0;font-size:.85rem;white-space:pre-wrap;overflow-wrap:anywhere}\
+@media(max-width:40rem){.row{display:block}}";
+
+/// What a URL's path may have as it is.
+const IN_A_PATH: &AsciiSet = &NON_ALPHANUMERIC
+    .remove(b'/')
+    .remove(b'.')
+    .remove(b'_')
+    .remove(b'-');
 
 /// Text for HTML and SVG.
 fn escape(text: &str) -> String {
@@ -45,15 +71,12 @@ fn word(node: &Node) -> &'static str {
     }
 }
 
+/// The time of all attempts that have ended.
 fn total(node: &Node) -> String {
-    let ms = node
-        .attempts
-        .iter()
-        .filter_map(|a| Some(a.ended?.saturating_sub(a.started)));
-    match node.attempts.is_empty() {
-        true => String::new(),
-        false => took(0, Some(ms.sum())),
-    }
+    let attempts = node.attempts.iter();
+    let ms = attempts.filter_map(|a| Some(a.ended?.saturating_sub(a.started)));
+    let sum = ms.reduce(u64::saturating_add);
+    sum.map_or_else(String::new, |sum| took(0, Some(sum)))
 }
 
 /// The graph as SVG: tasks in columns, each right of those that it needs.
@@ -89,7 +112,9 @@ fn picture(workflow: &Workflow, nodes: &[(String, Node)]) -> String {
         )
     };
     let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" role=\"img\" aria-label=\"tasks of {}\">\n",
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" style=\"width:100%;max-width:{width}px;min-width:{}px\" role=\"img\" aria-label=\"tasks of {}\">\n",
+        // On a narrow screen it is scrolled before its text is too small to read.
+        width * 3 / 4,
         escape(&workflow.name)
     );
     for task in &workflow.tasks {
@@ -131,68 +156,289 @@ fn picture(workflow: &Workflow, nodes: &[(String, Node)]) -> String {
     svg
 }
 
-/// The page, which needs no other file.
-pub(crate) fn page(store: &Store, id: &str, run: &Run, nodes: &[(String, Node)]) -> String {
-    let list = |items: &Items| {
-        let lines = items
-            .iter()
-            .map(|(name, item)| format!("{} = {}", escape(name), escape(&shown(store, item))));
-        lines.collect::<Vec<_>>().join("<br>")
+/// What a bar of the timeline is, as its class and in the legend.
+fn kind(run: &Run, node: &Node, at: usize) -> &'static str {
+    let attempt = &node.attempts[at];
+    match attempt.end.as_deref() {
+        Some("done") => "done",
+        None if run.state == State::Running => "running",
+        Some(_) if attempt.counts => match at + 1 < node.attempts.len() {
+            true => "retried",
+            false => "failed",
+        },
+        _ => "interrupted",
+    }
+}
+
+/// Distance of marks on an axis of this length, at most six, and their unit.
+fn marks(length: u64) -> (u64, u64, &'static str) {
+    const SECOND: u64 = 1000;
+    let (unit, name) = match length {
+        0..=120_000 => (SECOND, "s"),
+        120_001..=7_200_000 => (60 * SECOND, "min"),
+        _ => (3600 * SECOND, "h"),
     };
-    let mut rows = String::new();
-    let mut logs = String::new();
+    let steps = (0..).flat_map(|power| [1, 2, 5].map(|n| n * 10u64.pow(power) * unit / 100));
+    let step = steps.into_iter().find(|step| length / step < 6);
+    (step.unwrap_or(unit), unit, name)
+}
+
+/// The attempts over time, one row a task.
+fn timeline(run: &Run, nodes: &[(String, Node)]) -> String {
+    let times = |a: &Attempt| [Some(a.started), a.ended];
+    let known = nodes.iter().flat_map(|(_, node)| &node.attempts);
+    let last = known.flat_map(times).flatten().max().unwrap_or(run.started);
+    let end = match run.state {
+        State::Running => now(),
+        _ => run.ended.unwrap_or(last),
+    };
+    let length = end.saturating_sub(run.started).max(1);
+    let percent = |ms: u64| 100.0 * ms as f64 / length as f64;
+    let at = |time: u64| percent(time.saturating_sub(run.started).min(length));
+    let (step, unit, name) = marks(length);
+    let mut html = format!("<div style=\"--tick:{:.4}%\">\n", percent(step));
+    let mut kinds = Vec::new();
+    // When each task was done, or known from the cache.
+    let mut ends: BTreeMap<&str, u64> = BTreeMap::new();
     for (name, node) in nodes {
-        let attempts = node.attempts.iter().enumerate().map(|(at, attempt)| {
-            let end = attempt.end.as_deref().unwrap_or("running");
-            let mut text = format!(
-                "{}: {end}, {}",
-                at + 1,
-                took(attempt.started, attempt.ended)
+        let mut bars = String::new();
+        let mut bar = |kind: &'static str, from: u64, to: u64, title: String| {
+            let _ = write!(
+                bars,
+                "<span class=\"bar {kind}\" style=\"left:min({:.3}%,100% - 10px);width:{:.3}%\" title=\"{}\"></span>",
+                at(from),
+                at(to) - at(from),
+                escape(&title)
             );
-            if !attempt.limits.is_empty() {
-                text.push_str(&format!(" ({})", attempt.limits));
+            kinds.push(kind);
+        };
+        for (number, attempt) in node.attempts.iter().enumerate() {
+            let kind = kind(run, node, number);
+            let title = format!("{name}, attempt {}", attempt_text(run, node, number));
+            bar(kind, attempt.started, attempt.ended.unwrap_or(end), title);
+        }
+        let ended = node.attempts.iter().filter_map(|attempt| attempt.ended);
+        let mut done = ended.max().unwrap_or(run.started);
+        if let Some(from) = &node.cached {
+            let needed = run.workflow.task(name).map(Task::dependencies);
+            let needed = needed.into_iter().flatten();
+            done = needed
+                .filter_map(|task| ends.get(task).copied())
+                .fold(done, u64::max);
+            bar("cached", done, done, format!("{name}: cached, from {from}"));
+        } else if node.attempts.is_empty() {
+            bars = format!("<span class=\"note\">{}</span>", node.state.name());
+        }
+        ends.insert(name, done);
+        let _ = writeln!(
+            html,
+            "<div class=\"row\"><div class=\"name\" title=\"{0}\">{0}</div><div class=\"track\">{bars}</div></div>",
+            escape(name)
+        );
+    }
+    let ticks = (0..=length / step).map(|n| {
+        let place = percent(n * step);
+        // The last one ends where the axis does.
+        let shift = if place > 92.0 {
+            ";transform:translateX(-100%)"
+        } else {
+            ""
+        };
+        let value = (n * step) as f64 / unit as f64;
+        format!("<span style=\"left:{place:.3}%{shift}\">{value} {name}</span>")
+    });
+    let ticks: String = ticks.collect();
+    let _ = write!(
+        html,
+        "<div class=\"row\"><div></div><div class=\"axis\">{ticks}</div></div>\n<p class=\"legend\">"
+    );
+    kinds.sort_unstable();
+    kinds.dedup();
+    for kind in kinds {
+        let text = match kind {
+            "retried" => "failed, tried again",
+            "cached" => "cached (no attempt)",
+            kind => kind,
+        };
+        let _ = write!(
+            html,
+            "<span><span class=\"bar {kind}\"></span>{text}</span>"
+        );
+    }
+    html.push_str("</p></div>\n");
+    html
+}
+
+/// `1: exit code 1, 0.2 s (limits)`.
+fn attempt_text(run: &Run, node: &Node, at: usize) -> String {
+    let attempt = &node.attempts[at];
+    let end = attempt.end.as_deref().unwrap_or(kind(run, node, at));
+    let mut text = format!("{}: {end}", at + 1);
+    if attempt.ended.is_some() {
+        let _ = write!(text, ", {}", took(attempt.started, attempt.ended));
+    }
+    if !attempt.gpus.is_empty() {
+        let _ = write!(text, ", GPU {}", attempt.gpus.join(", "));
+    }
+    if !attempt.limits.is_empty() {
+        let _ = write!(text, " ({})", attempt.limits);
+    }
+    text
+}
+
+fn settings(task: &Task) -> Vec<String> {
+    let resources = |what: &str, of: &Resources| {
+        let all = [
+            of.cpus.map(|n| format::plural(n as usize, "processor")),
+            of.memory.map(|bytes| format!("memory {}", size(bytes))),
+            of.gpus.map(|n| format::plural(n as usize, "GPU")),
+            of.storage.map(|bytes| format!("storage {}", size(bytes))),
+        ];
+        let all: Vec<String> = all.into_iter().flatten().collect();
+        (!all.is_empty()).then(|| format!("{what}: {}", all.join(", ")))
+    };
+    let duration = |d| humantime::format_duration(d);
+    let retries = match task.retries.times {
+        0 => "no retries".to_owned(),
+        times => format!(
+            "retries: {times}, the first after {}",
+            duration(task.retries.backoff)
+        ),
+    };
+    let cache = task.cache.as_ref();
+    let lines = [
+        Some(retries),
+        task.timeout
+            .map(|limit| format!("timeout: {}", duration(limit))),
+        resources("requests", &task.requests),
+        resources("limits", &task.limits),
+        Some(cache.map_or("not cached".to_owned(), |version| {
+            format!("cache version: {version}")
+        })),
+    ];
+    lines.into_iter().flatten().collect()
+}
+
+/// The link from a page in the folder `from` to `to`; both are absolute.
+fn link(from: &Path, to: &Path) -> String {
+    let same = from.components().zip(to.components());
+    let same = same.take_while(|(a, b)| a == b).count();
+    let up = from.components().skip(same).map(|_| Component::ParentDir);
+    let path: PathBuf = up.chain(to.components().skip(same)).collect();
+    utf8_percent_encode(&path.to_string_lossy(), IN_A_PATH).to_string()
+}
+
+/// The page, which needs no other file. Links are relative to the folder `from`.
+pub(crate) fn page(
+    store: &Store,
+    id: &str,
+    run: &Run,
+    nodes: &[(String, Node)],
+    from: &Path,
+) -> String {
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let from = real(from);
+    let link = |path: &Path, text: &str| {
+        let shown = escape(&path.display().to_string());
+        format!(
+            "<a href=\"{}\" title=\"{shown}\">{text}</a>",
+            link(&from, &real(path))
+        )
+    };
+    let report = |(folder, of): (PathBuf, String)| {
+        let report = folder.join("report.html");
+        let link = report.is_file().then(|| link(&report, "report.html"))?;
+        Some(format!("{link}{of}<br>"))
+    };
+    let value = |(name, item): (&String, &Item)| {
+        let text = match item {
+            Item::Value(_) => {
+                let text = shown(store, item);
+                match text.char_indices().nth(300) {
+                    Some((end, _)) => escape(&text[..end]) + "\u{2026}",
+                    None => escape(&text),
+                }
             }
-            escape(&text)
-        });
+            Item::Object(object) => {
+                let text = format!("{} {}", object.kind, &object.sha256[..8]);
+                format!(
+                    "{}, {}",
+                    link(&store.objects.path(object), &text),
+                    size(object.bytes).replace(' ', "\u{a0}")
+                )
+            }
+        };
+        format!("{} = {text}", escape(name))
+    };
+    let values = |items: &Items| items.iter().map(value).collect::<Vec<_>>().join("<br>");
+    let line = |label: &str, html: &str| match html {
+        "" => String::new(),
+        html => format!("<dt>{label}</dt><dd>{html}</dd>\n"),
+    };
+    let mut sections = String::new();
+    for (name, node) in nodes {
+        let task = run.workflow.task(name);
+        let attempts = 0..node.attempts.len();
+        let attempts = attempts.map(|at| escape(&attempt_text(run, node, at)));
         let cached = node
             .cached
             .iter()
-            .map(|run| format!("from {}", escape(run)));
-        let attempts: Vec<String> = cached.chain(attempts).collect();
-        rows.push_str(&format!(
-            "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>\n",
-            escape(name),
-            word(node),
-            escape(&total(node)),
-            attempts.join("<br>"),
-            list(&node.outputs)
-        ));
-        let lines = match node.attempts.len() {
+            .map(|run| format!("cached from {}", escape(run)));
+        let attempts: Vec<String> = attempts.chain(cached).collect();
+        let objects = node.outputs.values().filter_map(|item| match item {
+            Item::Object(object) => Some((store.objects.path(object), String::new())),
+            Item::Value(_) => None,
+        });
+        // Outputs of an attempt that has not ended well are where it wrote them.
+        let tried = (1..=node.attempts.len()).flat_map(|attempt| {
+            let dir = outputs_dir(&store.attempt_dir(id, name, attempt));
+            let outputs = task.into_iter().flat_map(|task| task.outputs.keys());
+            outputs.map(move |output| (dir.join(output), format!(" of attempt {attempt}")))
+        });
+        let reports: String = objects.chain(tried).filter_map(report).collect();
+        let settings = task.map(settings).unwrap_or_default().into_iter();
+        let settings = settings.map(|line| escape(&line));
+        let log = match node.attempts.len() {
             0 => Vec::new(),
             last => last_lines(&log_file(&store.attempt_dir(id, name, last)), 20),
         };
-        if !lines.is_empty() {
-            logs.push_str(&format!(
-                "<h3>{}</h3><pre>{}</pre>\n",
-                escape(name),
-                escape(&lines.join("\n"))
-            ));
-        }
+        let log = match (log.is_empty(), node.state) {
+            (true, _) => String::new(),
+            (false, state) => format!(
+                "<details{}><summary>End of the log</summary><pre>{}</pre></details>",
+                if state == State::Failed { " open" } else { "" },
+                escape(&log.join("\n"))
+            ),
+        };
+        let _ = write!(
+            sections,
+            "<section class=\"{state}\"><h3>{}</h3><span class=\"muted\">{state} {}</span>\n<dl>{}{}{}{}</dl>{log}</section>\n",
+            escape(name),
+            escape(&total(node)),
+            line("Report", &reports),
+            line("Attempts", &attempts.join("<br>")),
+            line("Outputs", &values(&node.outputs)),
+            line("Settings", &settings.collect::<Vec<_>>().join("<br>")),
+            state = word(node),
+        );
     }
+    let took = run.ended.map_or(String::new(), |end| {
+        format!(", took {}", took(run.started, Some(end)))
+    });
     format!(
         "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
          <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>{id}</title><style>{STYLE}</style></head><body>\n\
-         <h1>{id}: {state}</h1>\n<p>{time}; limits by {limits}</p>\n{picture}\
-         <p>{inputs}</p>\n<table><tr><th>Task</th><th>State</th><th>Time</th><th>Attempts</th><th>Outputs</th></tr>\n{rows}</table>\n\
-         <p>{outputs}</p>\n<h2>Logs</h2>\n{logs}</body></html>\n",
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>{id}: {state}</title><style>{STYLE}</style></head><body>\n\
+         <h1>{id}: {state}</h1>\n<p class=\"muted\">Started {started}{took}. Limits by {limits}.</p>\n<div class=\"wide\">{picture}</div>\n\
+         <dl>{inputs}{outputs}</dl>\n<h2>Timeline</h2>\n{timeline}<h2>Tasks</h2>\n{sections}</body></html>\n",
         id = escape(id),
         state = run.state.name(),
-        time = escape(&took(run.started, run.ended)),
+        started = escape(&time(run.started)),
         limits = escape(&run.limits),
         picture = picture(&run.workflow, nodes),
-        inputs = list(&run.inputs),
-        outputs = list(&run.outputs),
+        inputs = line("Inputs", &values(&run.inputs)),
+        outputs = line("Outputs", &values(&run.outputs)),
+        timeline = timeline(run, nodes),
     )
 }
 
@@ -211,6 +457,61 @@ mod tests {
         assert_eq!(svg.matches("<path ").count(), 2);
         assert_eq!(svg.matches("<rect class=\"waiting\" x=\"2\"").count(), 1);
         assert_eq!(svg.matches("<rect class=\"waiting\" x=\"262\"").count(), 2);
+    }
+
+    #[test]
+    fn bars_are_where_their_times_are() {
+        let mut run = crate::store::tests::run(1, State::Failed, 1000);
+        run.ended = Some(5000);
+        let attempt = |started, ended, end: &str| Attempt {
+            started,
+            ended: Some(ended),
+            end: Some(end.to_owned()),
+            counts: true,
+            limits: String::new(),
+            gpus: Vec::new(),
+        };
+        let mut a = Node::new();
+        a.attempts = vec![
+            attempt(1000, 2000, "exit code 1"),
+            attempt(3000, 5000, "done"),
+        ];
+        let mut b = Node::new();
+        b.cached = Some("w-0".to_owned());
+        let html = timeline(&run, &[("a".to_owned(), a), ("b".to_owned(), b)]);
+        let bars: Vec<&str> = html.split("<span class=\"bar ").skip(1).collect();
+        assert!(bars[0].starts_with("retried\" style=\"left:min(0.000%"));
+        assert!(bars[0].contains("width:25.000%\" title=\"a, attempt 1: exit code 1, 1.0 s\""));
+        assert!(bars[1].starts_with("done\" style=\"left:min(50.000%"));
+        assert!(bars[1].contains("width:50.000%"));
+        assert!(bars[2].contains("width:0.000%\" title=\"b: cached, from w-0\""));
+        let ticks = [
+            "0%\">0 s<",
+            "25.000%\">1 s<",
+            "transform:translateX(-100%)\">4 s<",
+        ];
+        assert!(ticks.iter().all(|tick| html.contains(tick)), "{html}");
+    }
+
+    #[test]
+    fn an_axis_has_two_to_six_marks() {
+        for (length, want) in [
+            (20_000, (5_000, 1000, "s")),
+            (600_000, (120_000, 60_000, "min")),
+            (86_400_000, (18_000_000, 3_600_000, "h")),
+        ] {
+            assert_eq!(marks(length), want);
+        }
+        for length in (20..1_000_000).step_by(77) {
+            assert!((1..6).contains(&(length / marks(length).0)), "{length}");
+        }
+    }
+
+    #[test]
+    fn links_are_relative() {
+        let link = |from: &str, to: &str| link(Path::new(from), Path::new(to));
+        assert_eq!(link("/a/b", "/a/b/c.html"), "c.html");
+        assert_eq!(link("/a/b/d", "/a/c d#/\u{e9}"), "../../c%20d%23/%C3%A9");
     }
 
     #[test]

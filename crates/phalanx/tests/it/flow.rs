@@ -74,7 +74,7 @@ cache = "1"
 inputs = { size = 5 }
 outputs = { data = "file" }
 [tasks.train]
-command = ["sh", "-c", 'echo "start train" >> {folder}/journal; mkdir "$2"; cp "$1" "$2/copy"; echo "[0.5, $3]" > "$4"', "x", "{inputs.data}", "{outputs.model}", "{inputs.epochs}", "{outputs.losses}"]
+command = ["sh", "-c", 'echo "start train" >> {folder}/journal; mkdir "$2"; cp "$1" "$2/copy"; echo a report > "$2/report.html"; echo "[0.5, $3]" > "$4"', "x", "{inputs.data}", "{outputs.model}", "{inputs.epochs}", "{outputs.losses}"]
 cache = "1.2"
 [tasks.train.inputs]
 data = "{make.data}"
@@ -161,12 +161,19 @@ fn a_second_run_is_a_cache_hit_and_a_version_bump_misses() {
     assert!(out.contains(" forgotten"), "{out}");
     succeed(&["flow", "run"], dir);
     assert_eq!((starts(dir, "make"), starts(dir, "train")), (3, 5));
-    // The page has the graph and no program.
-    succeed(&words("flow show last --html run.html"), dir);
-    let page = fs::read_to_string(dir.join("run.html")).expect("a page");
+    // The page has no program, and its link leads to the report in the output of a task.
+    fs::create_dir(dir.join("a page")).expect("folder");
+    succeed(&["flow", "show", "last", "--html", "a page/run.html"], dir);
+    let page = fs::read_to_string(dir.join("a page/run.html")).expect("a page");
     assert!(
         page.contains("<svg ") && page.contains("class=\"cached\"") && !page.contains("<script")
     );
+    let links = page
+        .split("href=\"")
+        .filter_map(|tail| tail.split('"').next());
+    let report = links.filter(|link| link.ends_with("/report.html")).last();
+    let report = dir.join("a page").join(report.expect("a link"));
+    assert_eq!(fs::read_to_string(report).expect("it"), "a report\n");
     let (out, _) = succeed(&["flow", "list"], dir);
     assert_eq!(out.matches("done").count(), 7, "{out}");
 }
@@ -220,6 +227,14 @@ after = ["never", "third"]
             .contains("\"x\" is missing")
     );
     assert_eq!(task(&shown, "later")["state"], "skipped");
+    succeed(&words("flow show last --html run.html"), dir);
+    let page = fs::read_to_string(dir.join("run.html")).expect("a page");
+    let count = |text: &str| page.matches(text).count();
+    // Each once more in the legend.
+    assert_eq!(count("bar retried"), 2 + 1 + 1);
+    assert_eq!(count("bar failed"), 4 + 1);
+    assert_eq!(count("bar done"), 1 + 1);
+    assert!(page.contains("retries: 5, the first after 10ms"));
     let (out, _) = succeed(&words("flow logs last never"), dir);
     assert_eq!(out, "no such option\n");
     // What is done stays so.
