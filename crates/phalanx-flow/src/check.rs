@@ -208,6 +208,11 @@ fn check_resources(asked: &Resources, limits: &Resources) -> Result<(), (&'stati
         ("memory", asked.memory, limits.memory),
         ("gpus", wide(asked.gpus), wide(limits.gpus)),
         ("storage", asked.storage, limits.storage),
+        (
+            "ephemeral_storage",
+            asked.ephemeral_storage,
+            limits.ephemeral_storage,
+        ),
     ] {
         let Some(limit) = limit else { continue };
         if limit < asked.unwrap_or(0) {

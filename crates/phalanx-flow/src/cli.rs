@@ -213,7 +213,7 @@ fn run_flow(dir: &Path, args: &RunArgs, flow: Option<&Flow>) -> Result<()> {
             cpus: args.cpus,
             memory: args.memory,
             gpus: args.gpus,
-            storage: None,
+            ..Resources::default()
         },
     };
     let (store, lock, id) = match &args.resume {

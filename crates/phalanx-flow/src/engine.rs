@@ -290,11 +290,20 @@ fn record_run(store: &Store, workflow: Workflow, given: &BTreeMap<String, Json>)
     let disk = rustix::fs::statvfs(&store.dir).ok();
     let free = disk.map_or(u64::MAX, |disk| disk.f_bavail.saturating_mul(disk.f_frsize));
     for task in &workflow.tasks {
-        if task.requests.storage.is_some_and(|bytes| bytes > free) {
+        let Resources {
+            storage,
+            ephemeral_storage,
+            ..
+        } = task.requests;
+        // The store has both.
+        let asked = storage
+            .unwrap_or(0)
+            .saturating_add(ephemeral_storage.unwrap_or(0));
+        if asked > free {
             let message = format!(
                 "task {:?} requests {} of storage, but {} has {}",
                 task.name,
-                size(task.requests.storage.unwrap_or(0)),
+                size(asked),
                 store.dir.display(),
                 size(free)
             );

@@ -19,7 +19,7 @@
 //! timeout = "2h"                                  # of each attempt
 //! unrecoverable = [2]                             # exit codes that are not retried
 //! after = []                                      # tasks that are done before, beside those below
-//! requests = { cpus = 2, memory = "4GiB", gpus = 0, storage = "1GiB" }
+//! requests = { cpus = 2, memory = "4GiB", gpus = 0, storage = "1GiB", ephemeral_storage = "1GiB" }
 //! limits = { memory = "8GiB" }
 //!
 //! [tasks.train.when.SANDBOX]                      # replaces keys if the variable SANDBOX is set and not empty
@@ -372,8 +372,9 @@ fn resources(mut keys: Keys) -> Read<Resources> {
         memory: keys.take("memory", size)?,
         gpus: keys.take("gpus", count)?,
         storage: keys.take("storage", size)?,
+        ephemeral_storage: keys.take("ephemeral_storage", size)?,
     };
-    keys.finish("cpus, memory, gpus, storage")?;
+    keys.finish("cpus, memory, gpus, storage, ephemeral_storage")?;
     Ok(resources)
 }
 
@@ -523,6 +524,10 @@ mod tests {
             (
                 with("requests = { cpus = 2 }\nlimits = { cpus = 1 }"),
                 "flow.toml:5: task \"a\", key \"limits.cpus\": the limit 1 is below",
+            ),
+            (
+                with("requests.ephemeral_storage = \"2M\"\nlimits.ephemeral_storage = \"1M\""),
+                "key \"limits.ephemeral_storage\": the limit 1000000 is below",
             ),
             (with("shell = \"x\""), "not both"),
             (

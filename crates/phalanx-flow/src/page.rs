@@ -293,6 +293,7 @@ fn settings(task: &Task) -> Vec<String> {
             of.memory.map(|bytes| format!("memory {}", size(bytes))),
             of.gpus.map(|n| format::plural(n as usize, "GPU")),
             of.storage.map(|bytes| format!("storage {}", size(bytes))),
+            (of.ephemeral_storage).map(|bytes| format!("ephemeral storage {}", size(bytes))),
         ];
         let all: Vec<String> = all.into_iter().flatten().collect();
         (!all.is_empty()).then(|| format!("{what}: {}", all.join(", ")))

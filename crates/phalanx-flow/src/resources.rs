@@ -245,8 +245,11 @@ impl Limiter {
             cpus,
             memory,
             storage,
+            ephemeral_storage,
             ..
         } = task.limits;
+        // A file is in one or the other.
+        let storage = storage.max(ephemeral_storage);
         let mut limits = ProcessLimits {
             file_size: storage,
             ..ProcessLimits::default()
@@ -394,7 +397,7 @@ mod tests {
             cpus: Some(4),
             memory: Some(1 << 30),
             gpus: Some(2),
-            storage: None,
+            ..Resources::default()
         };
         let machine = Machine::new(&given);
         assert!(machine.check(&task(4, 2)).is_ok());
@@ -434,10 +437,15 @@ mod tests {
             "address space 1 GiB of each process by rlimit, 1 processor by affinity"
         );
         pool.give_back(grant);
+        plain.limits.storage = Some(1 << 20);
+        plain.limits.ephemeral_storage = Some(2 << 20);
         plain.requests.gpus = Some(1);
         let grant = pool.take(&plain).unwrap();
         let (limits, said) = limiter.limits(&plain, &grant, "x").unwrap();
-        assert_eq!(limits.address_space, None);
+        assert_eq!(
+            (limits.address_space, limits.file_size),
+            (None, Some(2 << 20))
+        );
         assert!(said.contains("not limited"), "{said}");
     }
 

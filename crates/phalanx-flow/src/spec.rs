@@ -193,8 +193,18 @@ pub struct Resources {
     pub memory: Option<u64>,
     /// GPUs.
     pub gpus: Option<u32>,
-    /// Space on disk in bytes.
+    /// Space on disk in bytes, for inputs and outputs.
     pub storage: Option<u64>,
+    /// Space on disk in bytes, for files that are removed with the task.
+    pub ephemeral_storage: Option<u64>,
+}
+
+impl Resources {
+    /// Space on the disk of the host that runs the task, where outputs are on another one: the
+    /// amount for both if there is only one.
+    pub(crate) fn on_host(&self) -> Option<u64> {
+        self.ephemeral_storage.or(self.storage)
+    }
 }
 
 /// A name between braces in a command or variable: [`Task::fill`].

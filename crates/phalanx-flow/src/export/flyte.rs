@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::Value as Json;
 
-use super::{Notes, filled, literal, quantity, script, uses_folder};
+use super::{Notes, ONE_STORAGE, filled, has_both, literal, quantity, script, uses_folder};
 use crate::spec::{
     Action, Placeholder, Resources, Scalar, Source, Task, TaskInput, Type, Value, Workflow,
 };
@@ -26,8 +26,11 @@ pub fn files<'a>(workflow: &'a Workflow, notes: &mut Notes) -> (Vec<(String, Str
         |task| task.cache.is_some() && task.inputs.values().any(|input| input.kind.is_path()),
     );
     notes.of("storage is ephemeral storage", |task| {
-        task.requests.storage.is_some() || task.limits.storage.is_some()
+        let of = [&task.requests, &task.limits];
+        of.iter()
+            .any(|of| of.storage.is_some() && of.ephemeral_storage.is_none())
     });
+    notes.of(ONE_STORAGE, has_both);
     notes.of(
         "the image must have the folder of flow.toml at $FLOW_FOLDER",
         uses_folder,
@@ -150,7 +153,7 @@ fn resources(of: &Resources) -> String {
         ("cpu", of.cpus.map(|n| n.to_string())),
         ("mem", of.memory.map(quantity)),
         ("gpu", of.gpus.map(|n| n.to_string())),
-        ("ephemeral_storage", of.storage.map(quantity)),
+        ("ephemeral_storage", of.on_host().map(quantity)),
     ];
     let set =
         |(name, n): &(&str, Option<String>)| Some(format!("{name}={}", literal(n.as_deref()?)));

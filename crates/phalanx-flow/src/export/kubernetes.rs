@@ -11,7 +11,10 @@ use phalanx_process::error::{Error, Result};
 use serde_json::{Value as Json, json};
 use sha2::{Digest, Sha256};
 
-use super::{Notes, amounts, literal, outputs, quantity, script, seconds, template, uses_folder};
+use super::{
+    Notes, ONE_STORAGE, amounts, has_both, literal, outputs, quantity, script, seconds, template,
+    uses_folder,
+};
 use crate::objects::digest;
 use crate::spec::{Resources, Task, Type, Workflow, parse_size};
 
@@ -51,6 +54,7 @@ pub fn files(workflow: &Workflow, volume: &Volume, notes: &mut Notes) -> Result<
         "the pause before a retry is Kubernetes' own: 10 s, doubled each time, at most 6 minutes",
         |task| task.retries.times > 0,
     );
+    notes.of(ONE_STORAGE, has_both);
     notes.of("a request of GPUs without a limit is a limit too", |task| {
         task.limits.gpus.is_none() && task.requests.gpus.is_some_and(|n| n > 0)
     });
@@ -187,7 +191,7 @@ fn manifest(all: &str, run: &str, job: &str, image: &str, task: &Task) -> Json {
         let amounts = [
             ("cpu", of.cpus.map(|n| n.to_string())),
             ("memory", of.memory.map(quantity)),
-            ("ephemeral-storage", of.storage.map(quantity)),
+            ("ephemeral-storage", of.on_host().map(quantity)),
             ("nvidia.com/gpu", amounts(task).gpus.map(|n| n.to_string())),
         ];
         let set = amounts

@@ -253,20 +253,30 @@ fn outputs(workflow: &Workflow, results: &str) -> String {
     workflow.outputs.iter().filter_map(line).collect()
 }
 
+/// Said of a task with both kinds of storage.
+const ONE_STORAGE: &str = "the host has ephemeral_storage only; storage is not requested";
+
+fn has_both(task: &Task) -> bool {
+    let of = [&task.requests, &task.limits];
+    of.iter()
+        .any(|of| of.storage.is_some() && of.ephemeral_storage.is_some())
+}
+
 /// Whole seconds, rounded up.
 fn seconds(time: Duration) -> u64 {
     time.as_secs() + u64::from(time.subsec_nanos() > 0)
 }
 
-/// What one task uses on an engine with one amount of each resource: the limit, or the request. Not
-/// zero, which is everything for Slurm.
+/// What one task uses on an engine with one amount of each resource: the limit, or the request;
+/// storage is that of its host. Not zero, which is everything for Slurm.
 fn amounts(task: &Task) -> Resources {
     let (asked, limits) = (&task.requests, &task.limits);
     Resources {
         cpus: limits.cpus.or(asked.cpus).filter(|n| *n > 0),
         memory: limits.memory.or(asked.memory).filter(|n| *n > 0),
         gpus: limits.gpus.or(asked.gpus).filter(|n| *n > 0),
-        storage: limits.storage.or(asked.storage).filter(|n| *n > 0),
+        storage: limits.on_host().or(asked.on_host()).filter(|n| *n > 0),
+        ephemeral_storage: None,
     }
 }
 

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use super::{Notes, amounts, outputs, script, seconds, template, uses_folder};
+use super::{
+    Notes, ONE_STORAGE, amounts, has_both, outputs, script, seconds, template, uses_folder,
+};
 use crate::spec::{Task, Workflow};
 
 /// Extra time for a job beside its attempts: start, and the end of a command that was stopped.
@@ -21,13 +23,14 @@ pub fn files(workflow: &Workflow, notes: &mut Notes) -> (Vec<(String, String)>, 
             (asked.cpus.is_some() && limits.cpus.is_some_and(|n| Some(n) != asked.cpus))
                 || (asked.memory.is_some()
                     && limits.memory.is_some_and(|n| Some(n) != asked.memory))
-                || (asked.storage.is_some()
-                    && limits.storage.is_some_and(|n| Some(n) != asked.storage))
+                || (asked.on_host().is_some()
+                    && limits.on_host().is_some_and(|n| Some(n) != asked.on_host()))
         },
     );
     notes.of("disk space is requested (--tmp), not limited", |task| {
-        task.limits.storage.is_some()
+        task.limits.on_host().is_some()
     });
+    notes.of(ONE_STORAGE, has_both);
     let mut files = Vec::new();
     for task in &workflow.tasks {
         let path_of =

@@ -398,6 +398,36 @@ fn flyte_gets_names_of_python() {
 }
 
 #[test]
+fn ephemeral_storage_is_that_of_the_host() {
+    let text = CHAIN.replace(
+        "storage = \"1GiB\"",
+        "storage = \"20GiB\", ephemeral_storage = \"500MiB\"",
+    );
+    for (engine, name, want) in [
+        (
+            Engine::Flyte,
+            "flow_my_flow_.py",
+            "ephemeral_storage=\"500Mi\"",
+        ),
+        (
+            Engine::Kubernetes,
+            "tasks/a.yaml",
+            "ephemeral-storage: \"500Mi\"\n",
+        ),
+        (Engine::Slurm, "tasks/a.sbatch", "--tmp=500M\n"),
+    ] {
+        let export = exported(&text, engine);
+        let made = file(&export, name);
+        assert!(
+            made.contains(want) && !made.contains("20480M") && !made.contains("20Gi"),
+            "{made}"
+        );
+        let said = export.notes.join("\n");
+        assert!(said.contains(ONE_STORAGE), "{said}");
+    }
+}
+
+#[test]
 fn what_cannot_be_exported_is_an_error() {
     let error = |workflow: &Workflow, engine| {
         let error = export(workflow, &BTreeMap::new(), engine, &Volume::default()).unwrap_err();

@@ -269,6 +269,14 @@ after = ["a", "b"]
         "{err}"
     );
     assert_eq!(journal(dir), [""; 0]);
+    let storage = r#"name = "full"
+[tasks.a]
+shell = '''true'''
+requests = { storage = "1KiB", ephemeral_storage = "9000TiB" }
+"#;
+    fs::write(dir.join("storage.toml"), storage).expect("a file");
+    let (code, _, err) = run(&words("flow run storage.toml"), dir);
+    assert!(code == 2 && err.contains("of storage, but"), "{err}");
     let (_, err) = succeed(&words("flow run --gpus 1 --cpus 8"), dir);
     assert!(err.contains("Waiting b: 0 of 1 GPUs free"), "{err}");
     assert_eq!(journal(dir), ["start a", "end", "start b", "end"]);
