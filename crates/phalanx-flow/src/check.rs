@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 
 use crate::spec::{
-    Action, Placeholder, Resources, Source, Task, TaskInput, Type, Value, Workflow, is_name,
+    Action, Placeholder, Resources, Source, Task, TaskInput, Type, Value, Workflow, is_input_name,
+    is_name,
 };
 
 /// What is wrong, and where: the keys that lead to it in `flow.toml`.
@@ -42,11 +43,15 @@ pub(crate) fn check(workflow: &mut Workflow) -> Checked {
         let message = format!("{name:?} is not a name: use letters, digits, '_' and '-'");
         return Err(Problem::new(&["name"], message));
     }
-    names(workflow.inputs.keys(), &["inputs"])?;
-    names(workflow.outputs.keys(), &["outputs"])?;
+    names(workflow.inputs.keys(), &["inputs"], is_input_name)?;
+    names(workflow.outputs.keys(), &["outputs"], is_name)?;
     for (name, input) in &workflow.inputs {
         if let Some(value) = input.default.as_ref().filter(|v| !input.kind.accepts(v)) {
             let message = format!("the default {value} is not of type {}", input.kind);
+            return Err(Problem::new(&["inputs", name], message));
+        }
+        if input.kind.is_path() && name.contains('.') {
+            let message = "a file or folder cannot be in a group of inputs";
             return Err(Problem::new(&["inputs", name], message));
         }
     }
@@ -77,15 +82,19 @@ fn not_a_name(name: &str) -> String {
 }
 
 /// Names become environment variables in upper case.
-fn names<'a>(names: impl Iterator<Item = &'a String>, path: &[&str]) -> Checked {
+fn names<'a>(
+    names: impl Iterator<Item = &'a String>,
+    path: &[&str],
+    is_name: fn(&str) -> bool,
+) -> Checked {
     let mut seen = BTreeSet::new();
     for name in names {
         let path = [path, &[name]].concat();
         if !is_name(name) {
             return Err(Problem::new(&path, not_a_name(name)));
         }
-        if !seen.insert(name.to_uppercase()) {
-            let message = "another name differs in upper and lower case only";
+        if !seen.insert(Task::input_variable(name)) {
+            let message = "another name differs in upper and lower case or in '.' and '_' only";
             return Err(Problem::new(&path, message));
         }
     }
@@ -126,8 +135,8 @@ fn check_task(workflow: &Workflow, task: &Task) -> Checked {
         [&["tasks", task.name.as_str()], keys].concat()
     }
     let problem = |keys: &[&str], message: String| Err(Problem::new(&at(task, keys), message));
-    names(task.inputs.keys(), &at(task, &["inputs"]))?;
-    names(task.outputs.keys(), &at(task, &["outputs"]))?;
+    names(task.inputs.keys(), &at(task, &["inputs"]), is_input_name)?;
+    names(task.outputs.keys(), &at(task, &["outputs"]), is_name)?;
     for (name, TaskInput { kind, value }) in &task.inputs {
         match value {
             Value::Constant(value) if !kind.accepts(value) => {

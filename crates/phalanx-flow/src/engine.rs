@@ -223,6 +223,17 @@ pub(crate) fn given(workflow: &Workflow, words: &[String]) -> Result<BTreeMap<St
         let (name, text) = word.split_once('=').ok_or_else(|| {
             Error::usage(format!("--input cannot be {word:?}")).note("try", "--input NAME=VALUE")
         })?;
+        // An input of a group may be given without the group's name.
+        let is_it = |known: &str| known.split_once('.').is_some_and(|(_, own)| own == name);
+        let mut short = workflow.inputs.keys().filter(|known| is_it(known));
+        let name = match (
+            workflow.inputs.contains_key(name),
+            short.next(),
+            short.next(),
+        ) {
+            (false, Some(only), None) => only,
+            _ => name,
+        };
         let Some(input) = workflow.inputs.get(name) else {
             let known: Vec<&str> = workflow.inputs.keys().map(String::as_str).collect();
             let known = if known.is_empty() {

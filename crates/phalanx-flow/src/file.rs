@@ -9,6 +9,10 @@
 //! images = { type = "folder", default = "data" }  # a path beside this file
 //! seed = { type = "int" }                         # no default: --input seed=1
 //!
+//! [inputs.optimizer]                              # a group of inputs: --input optimizer.momentum=0.8
+//! momentum = 0.9
+//! decay = 0.0
+//!
 //! [tasks.train]
 //! command = ["python3", "{inputs.program}", "--epochs", "{inputs.epochs}", "--out", "{outputs.model}"]
 //! env = { OMP_NUM_THREADS = "2" }                 # values may have placeholders
@@ -30,6 +34,8 @@
 //! epochs = "{inputs.epochs}"                      # an input of the workflow
 //! seed = "{inputs.seed}"
 //! kind = "cnn"                                    # a constant of type string
+//! opt = "{inputs.optimizer}"                      # the group: {inputs.opt.decay}, INPUT_OPT_DECAY
+//! momentum = "{inputs.optimizer.momentum}"        # one of it
 //!
 //! [tasks.train.outputs]
 //! model = "file"
@@ -250,7 +256,7 @@ fn workflow(values: Map<String, Json>, folder: &Path) -> Read<Workflow> {
     let Some(name) = keys.take("name", text)? else {
         return keys.problem("name", "missing: a workflow has a name");
     };
-    let inputs = keys.table("inputs")?.entries(workflow_input)?;
+    let inputs = workflow_inputs(keys.table("inputs")?)?;
     let outputs = keys
         .table("outputs")?
         .entries(|value, path| source(value).map_err(|message| Problem { path, message }))?;
@@ -272,10 +278,59 @@ fn workflow(values: Map<String, Json>, folder: &Path) -> Read<Workflow> {
         outputs,
     };
     for (index, inputs) in open.into_iter().enumerate() {
-        workflow.tasks[index].inputs =
-            inputs.entries(|value, path| task_input(value, path, &workflow))?;
+        workflow.tasks[index].inputs = with_groups(inputs, &workflow)?
+            .entries(|value, path| task_input(value, path, &workflow))?;
     }
     Ok(workflow)
+}
+
+/// Inputs, and groups of inputs: tables without `type` and `default`.
+fn workflow_inputs(keys: Keys) -> Read<BTreeMap<String, Input>> {
+    let mut inputs = BTreeMap::new();
+    for (name, value) in keys.map {
+        let path = [keys.path.as_slice(), std::slice::from_ref(&name)].concat();
+        let table = value.as_object().filter(|table| !table.is_empty());
+        match table.is_some_and(|t| !t.contains_key("type") && !t.contains_key("default")) {
+            true => {
+                let group = Keys::new(value, path)?.entries(workflow_input)?;
+                inputs.extend((group.into_iter()).map(|(n, input)| (format!("{name}.{n}"), input)));
+            }
+            false => {
+                inputs.insert(name, workflow_input(value, path)?);
+            }
+        }
+    }
+    Ok(inputs)
+}
+
+/// A task's `inputs` with an entry `NAME.X` for each input `GROUP.X` in place of
+/// `NAME = "{inputs.GROUP}"`.
+fn with_groups(mut inputs: Keys, workflow: &Workflow) -> Read<Keys> {
+    for (name, value) in std::mem::take(&mut inputs.map) {
+        if name.contains('.') {
+            return inputs.problem(&name, "a name has no '.'");
+        }
+        let group = match value.as_str().and_then(Source::parse) {
+            Some(Source::Input(group)) => format!("{group}."),
+            _ => {
+                inputs.map.insert(name, value);
+                continue;
+            }
+        };
+        let own = workflow
+            .inputs
+            .keys()
+            .filter_map(|input| input.strip_prefix(&group));
+        let mut own = own.peekable();
+        match own.peek() {
+            None => inputs.map.extend([(name, value)]),
+            Some(_) => inputs.map.extend(own.map(|own| {
+                let source = format!("{{inputs.{group}{own}}}");
+                (format!("{name}.{own}"), source.into())
+            })),
+        }
+    }
+    Ok(inputs)
 }
 
 fn workflow_input(value: Json, path: Vec<String>) -> Read<Input> {
@@ -449,6 +504,11 @@ mod tests {
         assert_eq!(train.requests.memory, Some(4 << 30));
         assert_eq!(train.inputs["kind"].kind, Type::String);
         assert_eq!(train.inputs["program"].kind, Type::File);
+        let decay = Value::From(Source::Input("optimizer.decay".into()));
+        assert_eq!(train.inputs["opt.decay"].value, decay);
+        assert_eq!(train.inputs["opt.momentum"].kind, Type::Float);
+        assert_eq!(train.inputs["momentum"].kind, Type::Float);
+        assert!(!train.inputs.contains_key("opt"));
         let evaluate = &flow.tasks[1];
         assert_eq!(
             evaluate.inputs["model"].kind,
@@ -561,6 +621,26 @@ mod tests {
             (
                 with("[outputs]\no = \"model\""),
                 "flow.toml:5: key \"outputs.o\": \"model\" is not of the form",
+            ),
+            (
+                with("[tasks.a.inputs]\n\"g.x\" = 1"),
+                "flow.toml:5: task \"a\", key \"inputs.g.x\": a name has no '.'",
+            ),
+            (
+                with("[inputs.g]\nx = 1\n[tasks.a.inputs]\ng = \"{inputs.g}\"\ng_x = 1"),
+                "key \"inputs.g_x\": another name differs in upper and lower case or in '.'",
+            ),
+            (
+                with("[inputs.g]\nx = { type = \"file\" }"),
+                "key \"inputs.g.x\": a file or folder cannot be in a group",
+            ),
+            (
+                with("[inputs.g]\nx = {}"),
+                "flow.toml:5: key \"inputs.g.x.type\": missing",
+            ),
+            (
+                with("[inputs.g]\nx = 1\n[outputs]\no = \"{inputs.g}\""),
+                "the workflow has no input \"g\"; there are: g.x",
             ),
             (
                 with("[inputs]\nn = { type = \"int\", default = 1.5 }"),

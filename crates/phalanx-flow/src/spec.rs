@@ -19,7 +19,7 @@ pub struct Workflow {
     pub name: String,
     /// The folder of `flow.toml`; relative paths of files and `{folder}` refer to it.
     pub folder: PathBuf,
-    /// Its inputs by name.
+    /// Its inputs by name; those of a group are `GROUP.NAME`.
     pub inputs: BTreeMap<String, Input>,
     /// Its tasks, each after all tasks that it depends on.
     pub tasks: Vec<Task>,
@@ -77,7 +77,7 @@ pub enum Scalar {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Source {
-    /// `{inputs.NAME}`: an input of the workflow.
+    /// `{inputs.NAME}` or `{inputs.GROUP.NAME}`: an input of the workflow.
     Input(String),
     /// `{TASK.OUTPUT}`: an output of a task.
     Output {
@@ -113,7 +113,7 @@ pub struct Task {
     pub limits: Resources,
     /// Exit codes of a command that no retry can cure.
     pub unrecoverable: Vec<i32>,
-    /// Its inputs by name.
+    /// Its inputs by name; those of a group of the workflow's inputs are `GROUP.NAME`.
     pub inputs: BTreeMap<String, TaskInput>,
     /// Its outputs by name.
     pub outputs: BTreeMap<String, Type>,
@@ -303,7 +303,7 @@ impl Task {
 
     /// The environment variable with the value or path of the input `name`: `INPUT_NAME`.
     pub fn input_variable(name: &str) -> String {
-        format!("INPUT_{}", name.to_uppercase())
+        format!("INPUT_{}", name.to_uppercase().replace('.', "_"))
     }
 
     /// The environment variable with the path of the output `name`: `OUTPUT_NAME`.
@@ -318,9 +318,8 @@ fn placeholder(inside: &str) -> Option<Placeholder<'_>> {
     }
     let (what, name) = inside.split_once('.')?;
     match what {
-        _ if !is_name(name) => None,
-        "inputs" => Some(Placeholder::Input(name)),
-        "outputs" => Some(Placeholder::Output(name)),
+        "inputs" if is_input_name(name) => Some(Placeholder::Input(name)),
+        "outputs" if is_name(name) => Some(Placeholder::Output(name)),
         _ => None,
     }
 }
@@ -332,21 +331,25 @@ pub(crate) fn is_name(name: &str) -> bool {
         && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
+/// Whether `name` is that of an input: `NAME`, or `GROUP.NAME`.
+pub(crate) fn is_input_name(name: &str) -> bool {
+    let (group, name) = name.split_once('.').unwrap_or((name, name));
+    is_name(group) && is_name(name)
+}
+
 impl Source {
-    /// Reads `{inputs.NAME}` or `{TASK.OUTPUT}`; `None` for any other text.
+    /// Reads `{inputs.NAME}`, `{inputs.GROUP.NAME}` or `{TASK.OUTPUT}`; `None` for any other text.
     pub fn parse(text: &str) -> Option<Source> {
         let inside = text.strip_prefix('{')?.strip_suffix('}')?;
         let (owner, name) = inside.split_once('.')?;
-        if !is_name(owner) || !is_name(name) {
-            return None;
-        }
-        Some(match owner {
-            "inputs" => Source::Input(name.to_owned()),
-            task => Source::Output {
+        match owner {
+            "inputs" if is_input_name(name) => Some(Source::Input(name.to_owned())),
+            task if is_name(task) && is_name(name) => Some(Source::Output {
                 task: task.to_owned(),
                 output: name.to_owned(),
-            },
-        })
+            }),
+            _ => None,
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 # Written by `phalanx flow export --to flyte`. Needs flytekit 1.15 or later, in the image of each task too.
 # Local run: pyflyte run THIS_FILE WORKFLOW --help
+import dataclasses as _dataclasses
 import datetime as _datetime
 import json as _json
 import os as _os
@@ -38,7 +39,8 @@ class _Attempt:
 
     def run(self, argv, env, unrecoverable):
         variables = {"FLOW_FOLDER": _FLOW_FOLDER}
-        variables.update((f"INPUT_{name.upper()}", text) for name, text in self.inputs.items())
+        for name, text in self.inputs.items():
+            variables["INPUT_" + name.upper().replace(".", "_")] = text
         variables.update((f"OUTPUT_{name.upper()}", path) for name, path in self.outputs.items())
         code = _subprocess.call(argv, cwd=self.folder, env={**_os.environ, **variables, **env})
         if code in unrecoverable:

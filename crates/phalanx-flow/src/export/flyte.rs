@@ -59,6 +59,18 @@ pub fn files<'a>(workflow: &'a Workflow, notes: &mut Notes) -> (Vec<(String, Str
     let mut text = format!(
         "{START}\n\n# The folder of flow.toml.\n_FLOW_FOLDER = _os.environ.get(\"FLOW_FOLDER\", {folder})\n"
     );
+    let groups: BTreeSet<&str> = workflow
+        .inputs
+        .keys()
+        .filter_map(|name| group(name))
+        .collect();
+    for group in groups {
+        let (fields, _) = parameters(workflow, &format!("{group}."));
+        text.push_str(&format!(
+            "\n\n@_dataclasses.dataclass\nclass _{group}_inputs:\n    {}\n",
+            fields.join("\n    ")
+        ));
+    }
     for task in &workflow.tasks {
         text.push_str(&function(workflow, task));
     }
@@ -82,8 +94,16 @@ fn workflow_name(workflow: &Workflow) -> String {
     name
 }
 
-/// `name` as a name of Python; two names stay two.
+/// The group of an input `GROUP.NAME`.
+fn group(name: &str) -> Option<&str> {
+    Some(name.split_once('.')?.0)
+}
+
+/// `name` as a name of Python, `GROUP.NAME` as an attribute; two names stay two.
 fn identifier(name: &str) -> String {
+    if let Some((group, name)) = name.split_once('.') {
+        return format!("{}.{}", identifier(group), identifier(name));
+    }
     // `class_` becomes `class__`, as `class` becomes `class_`.
     let bare = name.trim_end_matches('_');
     match RESERVED.split(' ').any(|word| word == bare) {
@@ -205,10 +225,18 @@ fn function(workflow: &Workflow, task: &Task) -> String {
     if let Some(image) = &task.image {
         options.push(format!("container_image={}", literal(image)));
     }
-    let parameters = list(task.inputs.iter().map(|(input, of)| {
-        let kind = annotation(kind_of(workflow, of));
-        format!("{}: {kind}", identifier(input))
-    }));
+    let parameter = |(input, of): (&String, &TaskInput)| match of_group(input, of) {
+        Some((own, group)) => format!("{}: _{group}_inputs", identifier(own)),
+        None => format!(
+            "{}: {}",
+            identifier(input),
+            annotation(kind_of(workflow, of))
+        ),
+    };
+    // Inputs of one group are next to each other.
+    let mut parameters: Vec<String> = task.inputs.iter().map(parameter).collect();
+    parameters.dedup();
+    let parameters = parameters.join(", ");
     let inputs = list(task.inputs.iter().map(|(input, of)| {
         let value = float(of.kind, &identifier(input));
         format!("{}: {value}", literal(input))
@@ -251,19 +279,61 @@ fn function(workflow: &Workflow, task: &Task) -> String {
     )
 }
 
+/// The group of the task that `input` belongs to, and that of the workflow from which it is.
+fn of_group<'a>(input: &'a str, of: &'a TaskInput) -> Option<(&'a str, &'a str)> {
+    match &of.value {
+        Value::From(Source::Input(source)) => Some((group(input)?, group(source)?)),
+        _ => None,
+    }
+}
+
+/// The workflow's inputs whose names begin with `prefix`, as fields of a dataclass: those without
+/// a default first; and whether all have one.
+fn parameters(workflow: &Workflow, prefix: &str) -> (Vec<String>, bool) {
+    let (mut required, mut optional) = (Vec::new(), Vec::new());
+    for (name, input) in &workflow.inputs {
+        let Some(name) = name.strip_prefix(prefix) else {
+            continue;
+        };
+        let field = format!("{}: {}", identifier(name), annotation(input.kind));
+        match &input.default {
+            None => required.push(field),
+            Some(value) => {
+                let value = python(workflow, input.kind, value);
+                optional.push(format!(
+                    "{field} = _dataclasses.field(default_factory=lambda: {value})"
+                ));
+            }
+        }
+    }
+    let has_defaults = required.is_empty();
+    required.append(&mut optional);
+    (required, has_defaults)
+}
+
 fn main(workflow: &Workflow, wf: &str) -> String {
     let (mut required, mut optional) = (Vec::new(), Vec::new());
     for (name, input) in &workflow.inputs {
-        let parameter = format!("{}: {}", identifier(name), annotation(input.kind));
-        match &input.default {
+        let (parameter, default) = match group(name) {
+            Some(group) => {
+                let class = format!("_{group}_inputs");
+                let (_, has_defaults) = parameters(workflow, &format!("{group}."));
+                let default = has_defaults.then(|| format!("{class}()"));
+                (format!("{}: {class}", identifier(group)), default)
+            }
+            None => (
+                format!("{}: {}", identifier(name), annotation(input.kind)),
+                (input.default.as_ref()).map(|value| python(workflow, input.kind, value)),
+            ),
+        };
+        match default {
             None => required.push(parameter),
-            Some(value) => optional.push(format!(
-                "{parameter} = {}",
-                python(workflow, input.kind, value)
-            )),
+            Some(value) => optional.push(format!("{parameter} = {value}")),
         }
     }
     required.append(&mut optional);
+    // Inputs of one group are next to each other.
+    required.dedup();
     let reference = |source: &Source| match source {
         Source::Input(name) => identifier(name),
         Source::Output { task, output } => format!("_of_{task}.{}", identifier(output)),
@@ -275,13 +345,19 @@ fn main(workflow: &Workflow, wf: &str) -> String {
         required.join(", ")
     );
     for task in &workflow.tasks {
-        let arguments = list(task.inputs.iter().map(|(name, input)| {
+        let argument = |(name, input): (&String, &TaskInput)| {
             let value = match &input.value {
                 Value::From(source) => reference(source),
                 Value::Constant(value) => python(workflow, input.kind, value),
             };
-            format!("{}={value}", identifier(name))
-        }));
+            match of_group(name, input) {
+                Some((own, group)) => format!("{}={}", identifier(own), identifier(group)),
+                None => format!("{}={value}", identifier(name)),
+            }
+        };
+        let mut arguments: Vec<String> = task.inputs.iter().map(argument).collect();
+        arguments.dedup();
+        let arguments = arguments.join(", ");
         let name = &task.name;
         text.push_str(&format!(
             "    _of_{name} = {}({arguments})\n",

@@ -398,6 +398,23 @@ fn flyte_gets_names_of_python() {
 }
 
 #[test]
+fn a_group_of_inputs_is_a_dataclass_for_flyte() {
+    let text = "name = \"w\"\n[inputs.g]\nn = 1\nseed = { type = \"int\" }\n[tasks.t]\ncommand = [\"x\", \"{inputs.h.n}\"]\n\
+                inputs = { h = \"{inputs.g}\", one = \"{inputs.g.n}\" }\n";
+    let module = exported(text, Engine::Flyte);
+    let module = file(&module, "flow_w.py");
+    for part in [
+        "class _g_inputs:\n    seed: _int\n    n: _int = _dataclasses.field(default_factory=lambda: 1)\n",
+        "def t(h: _g_inputs, one: _int) ->",
+        "{\"h.n\": h.n, \"h.seed\": h.seed, \"one\": one}",
+        "def w(g: _g_inputs) ->",
+        "t(h=g, one=g.n)",
+    ] {
+        assert!(module.contains(part), "{part}\n{module}");
+    }
+}
+
+#[test]
 fn ephemeral_storage_is_that_of_the_host() {
     let text = CHAIN.replace(
         "storage = \"1GiB\"",

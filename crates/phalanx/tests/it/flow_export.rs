@@ -20,7 +20,9 @@ fn train(flow: &Path, dir: &Path) -> (String, String) {
     let set = [
         "data=synthetic",
         "synthetic_samples=720",
-        "epochs=2",
+        "wandb=true",
+        "hyperparameters.epochs=2",
+        // The group's name may be left out.
         "batch_size=60",
         "learning_rate=0.05",
     ];
@@ -55,6 +57,19 @@ fn the_flyte_documents_workflow_trains_once() {
         accuracies.last().copied(),
         "{summary}"
     );
+    let trained = fs::read_to_string(run.join("run.json")).expect("run.json");
+    let trained: Value = serde_json::from_str(&trained).expect("JSON");
+    assert_eq!(trained["settings"]["--batch-size"], "60");
+    let wandb = fs::read_dir(run.join("wandb")).expect("wandb's folder");
+    let has_record = |entry: fs::DirEntry| {
+        let name = entry
+            .file_name()
+            .to_string_lossy()
+            .replace("offline-run-", "");
+        let id = name.rsplit('-').next().unwrap_or_default().to_owned();
+        entry.path().join(format!("run-{id}.wandb")).is_file()
+    };
+    assert!(wandb.flatten().any(has_record));
     // The file for torch.load is a ZIP archive.
     let model = fs::read(output(&out, "model_state")).expect("the model");
     assert!(model.starts_with(b"PK\x03\x04"));
