@@ -50,9 +50,9 @@ grep -q "trying again while the training goes on" away.log || { echo "no warning
 same away FINISHED
 
 # A resumed training goes on with the same run.
-train --epochs 2 --stop-after 13 --output-dir resumed --mlflow "$uri" >resumed.log 2>&1
+train --epochs 2 --stop-after 13 --tag base --tag kind=x --note "it's a note" --output-dir resumed --mlflow "$uri" >resumed.log 2>&1
 same resumed KILLED
-train --epochs 3 --resume auto --output-dir resumed --mlflow "$uri" >>resumed.log 2>&1
+train --epochs 3 --resume auto --tag kind=longer --output-dir resumed --mlflow "$uri" >>resumed.log 2>&1
 same resumed FINISHED
 
 # Resumed from an earlier step with another learning rate, it has a run of its own.
@@ -68,6 +68,6 @@ later=$(grep -c "; later: phalanx report without --upload $uri\$" without.log) |
 start
 MLFLOW_EXPERIMENT_NAME="of phalanx" "$phalanx" report without --upload "$uri"
 same without FINISHED
-"$phalanx" report without --upload "$uri"
+"$phalanx" report without --tag late --note later --upload "$uri"
 same without FINISHED
 echo "MLflow: every metric, parameter, status and file is on the server"

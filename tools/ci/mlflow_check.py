@@ -48,9 +48,14 @@ if what == "some":
 runs.sort(key=lambda run: run["info"]["start_time"])
 parents = [run["info"]["run_id"] for run in runs[:-1]]
 run = runs[-1]
-tags = {tag["key"]: tag["value"] for tag in run["data"]["tags"]}
+tags = {tag["key"]: tag.get("value", "") for tag in run["data"]["tags"]}
 assert parents == ([tags["mlflow.parentRunId"]] if folder.name == "branched" and rest[1] == "FINISHED" else []), runs
 assert run["info"]["status"] == rest[1], run["info"]
+document = json.loads((folder / "run.json").read_text())
+labels = {name: value or "" for name, value in document["tags"].items()}
+if document["note"] is not None:
+    labels["mlflow.note.content"] = document["note"]
+assert labels.items() <= tags.items(), (labels, tags)
 identity = run["info"]["run_id"]
 expected = collections.defaultdict(list)
 for line in (folder / "metrics.jsonl").read_text().splitlines():
@@ -72,7 +77,6 @@ for name, values in expected.items():
         assert sorted(found) == sorted(values), f"{name}: {len(found)} of {len(values)}"
     count += len(values)
 assert count, "no metrics"
-document = json.loads((folder / "run.json").read_text())
 params = {param["key"]: param["value"] for param in run["data"]["params"]}
 for name, value in document["settings"].items():
     name = name.lstrip("-")

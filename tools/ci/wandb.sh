@@ -14,7 +14,7 @@ train() {
     "$phalanx" train mnist --nproc-per-node 2 --synthetic-samples 1920 --global-batch-size 192 --log-interval 1 \
         --watch 5 --test-batch-size 32 --log-batches 10 --log-images 32 --output-dir run --wandb "$@" >>log 2>&1 || { cat log; exit 1; }
 }
-train --epochs 6 --stop-after 23
+train --epochs 6 --stop-after 23 --tag base --tag kind=x --note "it's a note"
 train --epochs 6 --resume auto
 "$python" -m wandb leet inspect --json run/wandb/offline-run-* >records
 "$python" -m wandb leet inspect --summary run/wandb/offline-run-* >summary
@@ -36,6 +36,7 @@ for line in open("run/metrics.jsonl"):
             count += 1
 told = next(record["run"] for record in records if record["type"] == "run")
 assert (told["run_id"], told["project"]) == (run["id"], "of-phalanx"), told
+assert (told["tags"], told["notes"]) == (["base", "kind=x"], "it's a note"), told
 config = told["config"]["update"]
 for name, value in run["settings"].items():
     assert str(config[name.lstrip("-")]) == value or float(config[name.lstrip("-")]) == float(value), name

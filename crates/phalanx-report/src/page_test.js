@@ -11,7 +11,7 @@ globalThis.IntersectionObserver = class { observe() {} unobserve() {} };
 Object.assign(globalThis, { innerWidth: 1280, innerHeight: 900, scrollY: 0, addEventListener() {}, scrollTo() {} });
 
 const script = require("fs").readFileSync(0, "utf8");
-const names = ["short", "percent", "value", "className", "csv", "convert", "settings", "commandOf", "resultNames", "perEpoch", "ticks", "breakdown"];
+const names = ["short", "percent", "value", "className", "csv", "convert", "settings", "tagsOf", "noteOf", "commandOf", "resultNames", "perEpoch", "ticks", "breakdown"];
 const page_ = new Function(script + `\nreturn { ${names}, shownRuns: (data) => { runs = data.map((run) => ({ curves: {}, events: [], about: {}, summary: {}, label: "run", ...run })); return runs; } };`)();
 function same(what, is, expected) {
   if (JSON.stringify(is) !== JSON.stringify(expected)) console.log(`${what}: ${JSON.stringify(is)}, expected ${JSON.stringify(expected)}`);
@@ -27,13 +27,14 @@ for (const [v, text, title] of [["a".repeat(64), "aaaaaaaaaaaa…", "a".repeat(6
 same("classes", [0, 1, 2, 3].map((c) => page_.className({ summary: { classes: ["\n", " ", "a b"] } }, c)), ["\\n", "␣", "a b", "3"]);
 same("csv", page_.csv("step", [{ label: 'a "b"', x: [0, 2], y: [0.1, 1e-9] }, { label: "c", x: [1, 2], y: [5, 6] }]), 'step,"a ""b""","c"\n0,0.1,\n1,,5\n2,1e-9,6\n');
 
-const about = { arguments: ["train", "gpt", "--data", "my text.txt", "--nproc_per_node=2", "--lr", "1e20", "--live", "--output-dir", "runs/a"], settings: { "--lr": "100000000000000000000", "--epochs": "3" }, steps_per_epoch: 10, git: { commit: "7ffb53f6b0a9c1d2", branch: "main", modified: true } };
+const about = { arguments: ["train", "gpt", "--data", "my text.txt", "--nproc_per_node=2", "--lr", "1e20", "--live", "--tag", "a=b", "--note=c", "--output-dir", "runs/a"], settings: { "--lr": "100000000000000000000", "--epochs": "3" }, steps_per_epoch: 10, git: { commit: "7ffb53f6b0a9c1d2", branch: "main", modified: true } };
 const clock = { x: [0, 10, 20], y: [1, 6, 16] };
 const [run] = page_.shownRuns([{ about, summary: { unit: "sequences" }, curves: { elapsed_s: clock, train_loss: { x: [10, 20], y: [2, 1] }, loss: { x: [0, 10], y: [3, 2] } } }]);
 const { all, typed } = page_.settings(run);
 same("typed", [...typed].map((name) => [name, all[name]]), [["--data", "my text.txt"], ["--nproc-per-node", "2"], ["--lr", "100000000000000000000"], ["--live", "on"], ["--output-dir", "runs/a"]]);
 same("git", all.git, "7ffb53f6b0a9 (main), modified");
-same("command", page_.commandOf(run).join(" "), "phalanx train gpt --data 'my text.txt' --nproc_per_node=2 --lr 1e20 --live --output-dir runs/a");
+same("command", page_.commandOf(run).join(" "), "phalanx train gpt --data 'my text.txt' --nproc_per_node=2 --lr 1e20 --live --tag a=b --note=c --output-dir runs/a");
+same("tags", [{ tags: { a: "b", c: null }, note: "d" }, {}, { tags: [], note: 1 }].map((about) => [page_.tagsOf({ about }), page_.noteOf({ about })]), [[{ a: "b", c: "✓" }, "d"], [{}, ""], [{}, ""]]);
 same("unit", page_.resultNames()[3], "sequences/s");
 same("epochs", [page_.perEpoch(["train_loss"]), page_.perEpoch(["loss"]), page_.perEpoch(["train_loss", "loss"])], [true, false, false]);
 same("axes", [page_.convert(2, "epoch", "step"), page_.convert(15, "step", "epoch"), page_.convert(15, "step", "seconds"), page_.convert(11, "seconds", "epoch")], [20, 1.5, 11, 1.5]);

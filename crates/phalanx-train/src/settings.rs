@@ -11,6 +11,7 @@ use phalanx_track::TrackArgs;
 use super::best::BestArg;
 use super::exchange::ExchangeArg;
 use super::gradient::{GradientArgs, GradientType};
+use super::labels::LabelArgs;
 use super::precision::PrecisionArg;
 use super::saving::{self, SavingArgs};
 use super::split::{BatchSplit, Determinism, SplitArgs};
@@ -106,6 +107,9 @@ pub struct Settings {
     #[command(flatten)]
     #[allow(missing_docs, reason = "a doc comment would be its help")]
     pub track: TrackArgs,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "a doc comment would be its help")]
+    pub labels: LabelArgs,
     /// What holds where nothing was typed.
     #[arg(skip)]
     pub defaults: Defaults,
@@ -354,6 +358,7 @@ impl Settings {
             // Of each rank or host.
             workers: _,
             track: _,
+            labels: _,
             log_samples: _,
             output_dir: _,
             trace: _,

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use phalanx_data::files::{Dir, atomic_write};
-use phalanx_report::{REPORT_FILE, Run, page, write_in};
+use phalanx_report::{REPORT_FILE, Run, page, write_in, write_of};
 
 use crate::error::Result;
 use crate::say;
 use phalanx_process::env::real_env;
 use phalanx_track::{TrackArgs, record_unseen_end, upload};
-use phalanx_train::check_folder_of;
+use phalanx_train::{LabelArgs, check_folder_of};
 
 /// Arguments of `phalanx report`.
 #[derive(Debug, clap::Args)]
@@ -23,6 +23,8 @@ pub struct ReportArgs {
     /// Also send the runs to an MLflow tracking server: what was not delivered yet [default URI: MLFLOW_TRACKING_URI]
     #[arg(long, value_name = "URI", num_args = 0..=1, default_missing_value = "")]
     upload: Option<String>,
+    #[command(flatten)]
+    labels: LabelArgs,
 }
 
 /// Runs `phalanx report`.
@@ -38,6 +40,15 @@ pub fn run(args: &ReportArgs) -> Result<()> {
         // Its report can be made all the same.
         if let Err(error) = record_unseen_end(run, &real_env()) {
             say::note(format_args!("warning: {}", error.chain()));
+        }
+    }
+    if !args.labels.is_empty() {
+        let is_written_below = args.output.is_none() && args.runs.len() == 1;
+        for run in &args.runs {
+            args.labels.add_to_folder(run)?;
+            if !is_written_below {
+                write_of(&Dir::open(run)?)?;
+            }
         }
     }
     let runs: phalanx_data::Result<Vec<Run>> = args.runs.iter().map(|run| Run::read(run)).collect();

@@ -11,8 +11,8 @@ use phalanx_nn::Params;
 use phalanx_nn::optim::Sgd;
 use phalanx_process::unlike;
 use phalanx_train::{
-    CHECKPOINTS_DIR, CheckpointSource, Files, History, Output, RankContext, Resumed, RunInfo,
-    RunLog, SaveAction, Saving, SavingArgs, Update, default_output_dir, settings_by_name,
+    CHECKPOINTS_DIR, CheckpointSource, Files, History, LabelArgs, Output, RankContext, Resumed,
+    RunInfo, RunLog, SaveAction, Saving, SavingArgs, Update, default_output_dir, settings_by_name,
 };
 use serde_json::{Value, json};
 
@@ -117,6 +117,7 @@ impl<'a> ByHand<'a> {
             settings: shown,
             params: &params,
             frozen: &[],
+            labels: &LabelArgs::default(),
         };
         let log = output.log(ctx, resumed.as_ref().map(Resumed::place), &info)?;
         let checkpoints = output.checkpoints(CHECKPOINTS_DIR, args.keep());

@@ -402,6 +402,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
             settings: shown,
             params: &params,
             frozen: &[],
+            labels: &settings.labels,
         };
         let log = output.log(ctx, resumed.as_ref().map(Resumed::place), &info)?;
         drop(starting);

@@ -37,6 +37,8 @@ function settings(run) {
   words.forEach((word, i) => {
     if (!word.startsWith("--") || word === "--") return;
     const [, flag, value] = word.match(/^(--[^=]*)=?([^]*)$/), next = words[i + 1], name = flag.replaceAll("_", "-");
+    // They have places of their own.
+    if (["--tag", "--note"].includes(name)) return;
     const given = word.includes("=") ? value : next === undefined || next.startsWith("--") ? "on" : next;
     // A run says itself what it took a flag for; flags of its launcher are not among its settings.
     if (isObject(about.settings)) { typed.add(name); all[name] ??= given; }
@@ -46,6 +48,10 @@ function settings(run) {
 }
 const otherResults = (run) => Object.entries(run.summary).filter(([name, value]) => RESULTS.test(name) && typeof value !== "object" && name !== "test_s")
   .map(([name, value]) => [name === "images_per_s" ? `${unitOf(run)}_per_s` : name, value]);
+
+/** The user's tags by name; one without a value has a mark. */
+const tagsOf = ({ about }) => Object.fromEntries(Object.entries(isObject(about.tags) ? about.tags : {}).map(([name, v]) => [name, v ?? "✓"]));
+const noteOf = ({ about }) => typeof about.note === "string" ? about.note : "";
 
 /** How the run ended, in words, and whether it ended as it should. */
 function status({ finish, summary, about }) {
@@ -67,6 +73,9 @@ const overview = part(() => [runs.map((r) => [r.label, r.summary, r.about, r.fin
     const run = runs[0], [text, kind] = status(run), { all, typed } = settings(run);
     const started = isNumber(run.about.started) ? ` – started ${new Date(run.about.started * 1000).toISOString().slice(0, 19).replace("T", " ")} UTC` : "";
     parts.push(el("p", {}, el("b", { class: kind }, text), el("span", { class: "soft" }, [run.about.data, run.about.transport ?? run.summary.transport].filter(Boolean).map((v) => " – " + shown(v)).join("") + started)));
+    const tags = Object.entries(tagsOf(run));
+    if (tags.length) parts.push(el("p", { class: "tags" }, tags.flatMap(([name, v]) => [el("span", {}, v === "✓" ? name : `${name}: ${v}`), " "])));
+    if (noteOf(run)) parts.push(el("p", { class: "note" }, noteOf(run)));
     const cards = resultsOf(run), names = resultNames();
     parts.push(el("div", { class: "cards" }, cards.flatMap((card, i) => card.textContent === "–" ? []
       : el("div", {}, el("small", {}, names[i]), el("b", card.textContent.length > 9 ? { class: "long" } : {}, card)))));
@@ -81,6 +90,10 @@ const overview = part(() => [runs.map((r) => [r.label, r.summary, r.about, r.fin
     const [text, kind] = status(r);
     return [el("span", {}, key(r.color), " ", r.label), el("span", { class: kind }, text), ...resultsOf(r)];
   })));
+  const tags = runs.map(tagsOf), notes = runs.map(noteOf), tagNames = [...new Set(tags.flatMap(Object.keys))];
+  const rowOf = (name, texts) => [name, ...texts.map((text) => el("span", { class: "note" }, String(text)))];
+  const labels = [...tagNames.map((n) => rowOf(n, tags.map((of) => of[n] ?? ""))), ...(notes.some(Boolean) ? [rowOf("note", notes)] : [])];
+  if (labels.length) parts.push(el("h2", {}, "Tags and notes"), table(["tag", ...runs.map((r) => r.label)], labels));
   const all = runs.map((r) => settings(r).all), names = [...new Set(all.flatMap(Object.keys))].filter((n) => n !== "--output-dir" && n !== "id");
   const rows = (some) => table(["setting", ...runs.map((r) => r.label)], some.map((n) => [n, ...all.map((s) => value(s[n]))]));
   const differ = names.filter((n) => all.some((s) => s[n] !== all[0][n])), same = names.filter((n) => !differ.includes(n));

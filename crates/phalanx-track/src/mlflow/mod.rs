@@ -464,7 +464,8 @@ impl Tracker for Mlflow {
         }
         self.state.attempt = attempt;
         self.end_parent()?;
-        self.params(run)
+        self.params(run)?;
+        self.log_all("tags", &labels(run))
     }
 
     fn metrics(&mut self, records: &[Value]) -> Result<()> {
@@ -621,6 +622,15 @@ fn part(mut json: Value, pointer: &str) -> Value {
     json.pointer_mut(pointer)
         .map(Value::take)
         .unwrap_or_default()
+}
+
+/// The user's tags and note, of `run.json`.
+fn labels(run: &Value) -> Vec<Value> {
+    let tags = run["tags"].as_object().into_iter().flatten();
+    let tags = tags.map(|(name, value)| tag(name, value.as_str().unwrap_or_default()));
+    let note = run["note"].as_str();
+    tags.chain(note.map(|note| tag("mlflow.note.content", note)))
+        .collect()
 }
 
 fn tag(name: &str, value: &str) -> Value {

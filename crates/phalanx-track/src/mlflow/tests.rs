@@ -476,6 +476,29 @@ fn a_run_is_sent_as_it_grows_and_once() {
 }
 
 #[test]
+fn tags_and_the_note_of_a_run_are_tags_also_when_they_change() {
+    let (fake, run) = (Fake::start(), Run::new());
+    let write = |tags: Value, note: &str| {
+        let about =
+            json!({"id": "3f9a", "started": 1000.5, "attempt": 1, "tags": tags, "note": note});
+        run.write("run.json", &about.to_string());
+    };
+    write(json!({"base": null, "kind": "x"}), "old");
+    run.steps(0..2);
+    run.finish();
+    upload(run.path(), fake.tracker()).expect("uploaded");
+    let has = |name: &str| fake.get(|store| store.tags.get(name).cloned());
+    assert_eq!(has("base").as_deref(), Some(""));
+    assert_eq!(has("mlflow.note.content").as_deref(), Some("old"));
+    // What `phalanx report --tag --note` writes.
+    write(json!({"base": null, "kind": "longer"}), "new");
+    upload(run.path(), fake.tracker()).expect("uploaded");
+    assert_eq!(has("kind").as_deref(), Some("longer"));
+    assert_eq!(has("mlflow.note.content").as_deref(), Some("new"));
+    fake.get(|store| assert_eq!((store.runs, &*store.status), (1, "FINISHED")));
+}
+
+#[test]
 fn a_resumed_run_goes_on_and_changed_settings_are_tags() {
     let (fake, run) = (Fake::start(), Run::new());
     run.steps(0..5);

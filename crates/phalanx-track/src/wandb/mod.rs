@@ -141,6 +141,16 @@ impl Out {
     }
 }
 
+/// The user's tags, `NAME` or `NAME=VALUE`; wandb takes at most 64 characters.
+fn tags(run: &Value) -> Vec<String> {
+    let tags = run["tags"].as_object().into_iter().flatten();
+    let tags = tags.map(|(name, value)| match value.as_str() {
+        Some(value) => format!("{name}={value}"),
+        None => name.clone(),
+    });
+    tags.map(|tag| tag.chars().take(64).collect()).collect()
+}
+
 impl Wandb {
     /// A tracker with the project, entity and name that wandb's variables in `env` give; the project is otherwise the
     /// program, and the name that of the run's folder.
@@ -210,6 +220,8 @@ impl Wandb {
             project,
             config: Some(config(run)),
             display_name: self.display_name.clone().unwrap_or(own),
+            notes: words("note"),
+            tags: tags(run),
             host: words("host"),
             start_time: Some(time(self.started)),
         }))?;

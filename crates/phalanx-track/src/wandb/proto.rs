@@ -64,6 +64,10 @@ pub(super) struct Run {
     pub config: Option<Items>,
     #[prost(string, tag = "8")]
     pub display_name: String,
+    #[prost(string, tag = "9")]
+    pub notes: String,
+    #[prost(string, repeated, tag = "10")]
+    pub tags: Vec<String>,
     #[prost(string, tag = "13")]
     pub host: String,
     #[prost(message, optional, tag = "17")]

@@ -335,3 +335,10 @@ fn histograms_tables_images_and_the_model_are_there_however_often_it_is_written(
     };
     assert!(!all.iter().any(is_model));
 }
+
+#[test]
+fn tags_have_at_most_64_characters() {
+    let run = json!({"tags": {"a": null, "b": "c", "\u{fc}".repeat(70): null}});
+    assert_eq!(tags(&run), ["a", "b=c", &"\u{fc}".repeat(64)]);
+    assert_eq!(tags(&json!({"tags": 7})), [""; 0]);
+}

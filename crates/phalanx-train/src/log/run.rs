@@ -12,12 +12,13 @@ use phalanx_process::RankContext;
 use serde_json::{Value, json};
 
 use crate::error::Result;
+use crate::labels::LabelArgs;
 use crate::say;
 
 pub(crate) const RUN_FILE: &str = "run.json";
 /// Until 2 a program's own records had the number of steps taken as their step.
 pub(crate) const VERSION: u64 = 2;
-const MAX_RUN_BYTES: u64 = 64 << 20;
+pub(crate) const MAX_RUN_BYTES: u64 = 64 << 20;
 
 /// Settings that change no value of a step.
 const NOT_SHAPING: [&str; 11] = [
@@ -51,6 +52,8 @@ pub struct RunInfo<'a> {
     pub params: &'a Params,
     /// Names of the parameters that are not trained.
     pub frozen: &'a [String],
+    /// `--tag` and `--note`.
+    pub labels: &'a LabelArgs,
 }
 
 /// Which attempt at a run this is.
@@ -61,6 +64,8 @@ pub(crate) struct Attempt {
     /// `settings` and `branches` of the attempt before.
     settings: Value,
     branches: Vec<Value>,
+    /// `tags` and `note` of the attempt before.
+    labels: [Value; 2],
     /// The version of the files that an attempt before has written.
     pub(crate) version: u64,
 }
@@ -81,6 +86,7 @@ impl Attempt {
                 version: run["version"].as_u64()?,
                 settings: run["settings"].take(),
                 branches: run["branches"].as_array().cloned().unwrap_or_default(),
+                labels: ["tags", "note"].map(|name| run[name].take()),
             })
         });
         known.unwrap_or_else(|| Attempt {
@@ -89,6 +95,7 @@ impl Attempt {
             number: 1,
             settings: Value::Null,
             branches: Vec::new(),
+            labels: Default::default(),
             version: VERSION,
         })
     }
@@ -137,8 +144,11 @@ pub(crate) fn document(
         let trained = !info.frozen.contains(&tensor.name);
         json!({ "name": tensor.name, "shape": tensor.shape, "dtype": "f32", "trained": trained })
     });
-    json!({
+    let [tags, note] = &attempt.labels;
+    let mut document = json!({
         "version": VERSION,
+        "tags": tags,
+        "note": note,
         "id": attempt.id,
         "attempt": attempt.number,
         "branches": attempt.branches(&info.settings, resumed_at),
@@ -164,7 +174,11 @@ pub(crate) fn document(
             "parameters": infos.iter().map(|tensor| tensor.len).sum::<usize>(),
             "tensors": tensors.collect::<Vec<_>>(),
         },
-    })
+    });
+    if let Some(document) = document.as_object_mut() {
+        info.labels.add_to(document);
+    }
+    document
 }
 
 /// Writes the document.

@@ -518,6 +518,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             settings: shown,
             params: &params,
             frozen: &self.frozen,
+            labels: &settings.labels,
         };
         let before = history.metrics();
         before.into_iter().for_each(|value| metrics.add(value));

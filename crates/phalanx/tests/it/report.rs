@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::support::{run, succeed};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 fn words(line: &str) -> Vec<&str> {
     line.split(' ').collect()
@@ -123,6 +123,88 @@ fn a_run_ends_with_a_page_of_its_numbers_and_runs_are_compared() {
     train("a --overwrite --log-batches 0");
     assert!(!at("a/predictions.png").exists());
     assert_eq!(runs(&at("a/report.html"))[0]["pictures"], Value::Null);
+}
+
+#[test]
+fn tags_and_notes_are_kept_changed_and_shown() {
+    let dir = tempfile::tempdir().expect("folder");
+    let dir = dir.path();
+    let labels = |name: &str| {
+        let about: Value = serde_json::from_str(&read(&dir.join(name))).expect("JSON");
+        (about["tags"].clone(), about["note"].clone())
+    };
+    let shown = |page: &str| {
+        let of = |run: &Value| (run["about"]["tags"].clone(), run["about"]["note"].clone());
+        runs(&dir.join(page)).iter().map(of).collect::<Vec<_>>()
+    };
+    let train = "train mnist --synthetic-samples 256 --batch-size 64 --threads 1 --log-batches 0 --output-dir";
+    let train = |more: &[&str]| succeed(&[&words(train), more].concat(), dir);
+    let first = [
+        "a",
+        "--epochs=1",
+        "--save-every=2",
+        "--tag",
+        "base",
+        "--tag=kind=x = y",
+        "--note",
+        "two\nlines",
+    ];
+    train(&first);
+    let is = (json!({"base": null, "kind": "x = y"}), json!("two\nlines"));
+    assert_eq!(labels("a/run.json"), is);
+    assert_eq!(shown("a/report.html"), [is]);
+    // A resumed run keeps them and gets more.
+    train(&[
+        "a",
+        "--epochs=2",
+        "--resume=auto",
+        "--tag",
+        "kind=z",
+        "--tag",
+        "late",
+    ]);
+    let is = (
+        json!({"base": null, "kind": "z", "late": null}),
+        json!("two\nlines"),
+    );
+    assert_eq!(labels("a/run.json"), is);
+    // Afterwards, of several runs; nothing else changes.
+    train(&["b", "--epochs=1"]);
+    assert_eq!(labels("b/run.json"), (json!({}), Value::Null));
+    let before: Value = serde_json::from_str(&read(&dir.join("a/run.json"))).expect("JSON");
+    succeed(&words("report a b --tag late=no --note new"), dir);
+    let a = (
+        json!({"base": null, "kind": "z", "late": "no"}),
+        json!("new"),
+    );
+    let b = (json!({"late": "no"}), json!("new"));
+    assert_eq!(shown("report.html"), [a.clone(), b.clone()]);
+    assert_eq!(shown("a/report.html"), [a]);
+    assert_eq!(shown("b/report.html"), [b]);
+    let mut after: Value = serde_json::from_str(&read(&dir.join("a/run.json"))).expect("JSON");
+    for name in ["tags", "note"] {
+        after[name] = before[name].clone();
+    }
+    assert_eq!(after, before);
+    succeed(&["report", "b", "--note", ""], dir);
+    assert_eq!(shown("b/report.html")[0].1, "");
+
+    std::fs::create_dir_all(dir.join("empty")).expect("folder");
+    let long = format!("--tag={}", "a".repeat(251));
+    for (args, why) in [
+        (&["train", "mnist", "--tag", ""][..], "--tag"),
+        (&["train", "mnist", "--tag", "=x"], "--tag"),
+        (&["train", "mnist", "--tag", "a\nb"], "control characters"),
+        (&["train", "mnist", &long], "at most 250 characters"),
+        (&["train", "mnist", "--note", "a\u{7}"], "--note"),
+        (&["report", "a", "--tag", "=x"], "--tag"),
+        (&["report", "empty", "--tag", "x"], "empty has no run.json"),
+        (&["report", "gone", "--tag", "x"], "no folder gone"),
+    ] {
+        let (code, _, err) = run(args, dir);
+        assert!(code == 2 && err.contains(why), "{args:?}: {code} {err}");
+        assert!(!dir.join("runs").exists());
+    }
 }
 
 #[test]
