@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""How runs end, on a real MLflow server and in wandb's own reader.
+"""How runs end, on a real MLflow server and in the own readers of wandb and TensorBoard.
 
-    PYTHON tools/ci/endings.py PHALANX [--rounds N] [--busy]
+    PYTHON tools/ci/endings.py PHALANX [--rounds N] [--busy] [--away]
 
 Starts a training for each way to end (NaN, SIGKILL of a rank and of the launcher, SIGTERM with and without checkpoints; one,
-two and four ranks, two nodes), and compares the run's state in events.jsonl, on the server and in the offline run of wandb
-with what happened. PYTHON needs `pip install mlflow wandb`; without them nothing is checked. --busy runs a busy loop on every
-core meanwhile.
+two and four ranks, two nodes), and compares the run's state in events.jsonl, on the server, in the offline run of wandb and
+in TensorBoard's file with what happened. PYTHON needs `pip install mlflow wandb tensorboard`; without them nothing is
+checked. --busy runs a busy loop on every core meanwhile. With --away the server is killed before the run ends and started
+again afterwards: a run that it does not get in time must say so, with the command that sends it.
 """
 
 import argparse
@@ -21,9 +22,14 @@ import tempfile
 import time
 import urllib.request
 
+# Its own folder has a file tensorboard.py.
+sys.path.pop(0)
 try:
     import mlflow  # noqa: F401
     import wandb  # noqa: F401
+    from tensorboard.backend.event_processing import plugin_event_accumulator
+    from tensorboard.plugins.hparams import plugin_data_pb2
+    from tensorboard.util import tensor_util
 except ImportError as error:
     print(f"skipped: {sys.executable}: {error}")
     sys.exit(0)
@@ -121,6 +127,18 @@ class Run:
         return ends[-1].get("exit_code", 0) if ends else None
 
 
+    def shown(self):
+        """How the run ended in TensorBoard's file, by TensorBoard's reader: its text, and the status of the hparams page."""
+        events = plugin_event_accumulator.EventAccumulator(self.folder).Reload()
+        tags = events.Tags()["tensors"]
+        if "end" not in tags:
+            return None, None
+        text = tensor_util.make_ndarray(events.Tensors("end")[-1].tensor_proto).item().decode()
+        end = events.PluginTagToContent("hparams").get("_hparams_/session_end_info")
+        status = end and plugin_data_pb2.HParamsPluginData.FromString(end).session_end_info.status
+        return text, status
+
+
 def kill(rank):
     return lambda run: os.kill(run.pid_of(rank), signal.SIGKILL)
 
@@ -153,6 +171,7 @@ def main():
     parser.add_argument("phalanx")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--away", action="store_true")
     args = parser.parse_args()
     phalanx = os.path.realpath(args.phalanx)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() * args.busy)]
@@ -160,11 +179,19 @@ def main():
     os.chdir(work.name)
     port = free_port()
     uri = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{work.name}/mlflow.db",
-         "--artifacts-destination", f"{work.name}/artifacts", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"],
-        env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}, start_new_session=True, stdout=open("server.log", "w"),
-        stderr=subprocess.STDOUT)
+
+    def serve():
+        return subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{work.name}/mlflow.db",
+             "--artifacts-destination", f"{work.name}/artifacts", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"],
+            env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"}, start_new_session=True, stdout=open("server.log", "a"),
+            stderr=subprocess.STDOUT)
+
+    def stop():
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+    server = serve()
 
     def is_up():
         try:
@@ -181,10 +208,21 @@ def main():
                 run = Run(phalanx, uri, f"{name}-{number}", **start)
                 if do:
                     run.wait_for_steps()
+                    if args.away:
+                        stop()
                     do(run)
+                if args.away and do:
+                    # The guard of a launcher that was killed may still deliver.
+                    time.sleep(1)
+                    server = serve()
+                    wait_until("the MLflow server answers again", is_up, 180)
                 for process in run.launchers:
                     process.wait()
-                if name == "all":
+                if args.away:
+                    time.sleep(12 if name == "launcher" else 0)
+                said = "not delivered" in run.said()
+                if name == "all" or said:
+                    assert name == "all" or f"phalanx report {run.folder} --upload {uri}" in run.said(), run.said()
                     subprocess.run([phalanx, "report", run.folder, "--upload", uri], check=True, stdout=subprocess.DEVNULL)
                 # The guard of a launcher that was killed ends a moment after it.
                 want = (here, there, exit_code)
@@ -194,14 +232,15 @@ def main():
                         break
                     time.sleep(0.1)
                 got = (status, state, run.offline())
-                good = got == want and error == tag and run.launchers[0].returncode == code and "not delivered" not in run.said()
+                end = (f"{status}: {error}" if error else status, 2 if status == "failed" else None)
+                good = got == want and error == tag and run.launchers[0].returncode == code and run.shown() == end
+                good = good and (args.away or not said)
                 wrong += not good
-                print(f"{'ok   ' if good else 'WRONG'} {run.folder:22} exit {run.launchers[0].returncode:4} {got} {error}", flush=True)
+                print(f"{'ok   ' if good else 'WRONG'} {run.folder:22} exit {run.launchers[0].returncode:4} {got} {error}{' (sent later)' * said}", flush=True)
                 if not good:
-                    print(f"      wanted exit {code} {want}; the server's error: {tag}\n{run.said()}", flush=True)
+                    print(f"      wanted exit {code} {want}; the server's error: {tag}; TensorBoard: {run.shown()}\n{run.said()}", flush=True)
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        stop()
         for process in busy:
             process.kill()
         work.cleanup()

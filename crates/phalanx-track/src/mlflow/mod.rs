@@ -44,7 +44,8 @@ const LEFT_OUT: [&str; 3] = ["checkpoints", "flight", "wandb"];
 /// files as artifacts.
 pub struct Mlflow {
     server: Server,
-    experiment: String,
+    /// What the environment names; otherwise that of the process before, or `Default`.
+    experiment: Option<String>,
     dir: PathBuf,
     state: State,
 }
@@ -55,6 +56,7 @@ pub struct Mlflow {
 struct State {
     /// The server's address.
     uri: String,
+    experiment: Option<String>,
     run_id: Option<String>,
     artifact_uri: String,
     /// When the command was started, in seconds since 1970.
@@ -98,6 +100,7 @@ impl State {
         let killed = || ("KILLED".to_owned(), now);
         State {
             uri: self.uri,
+            experiment: self.experiment,
             started: self.started,
             parent: self.run_id,
             branch: Some(attempt),
@@ -126,7 +129,7 @@ impl Mlflow {
         let experiment = env.get(EXPERIMENT).filter(|name| !name.is_empty());
         Ok(Mlflow {
             server: Server::new(uri, env)?,
-            experiment: experiment.map_or("Default", |name| name).to_owned(),
+            experiment: experiment.cloned(),
             dir: PathBuf::new(),
             state: State::default(),
         })
@@ -134,7 +137,8 @@ impl Mlflow {
 
     /// The id of the experiment, which is made where it is missing.
     fn experiment(&self) -> Result<String> {
-        let name = utf8_percent_encode(&self.experiment, NON_ALPHANUMERIC);
+        let own = self.state.experiment.as_deref().unwrap_or("Default");
+        let name = utf8_percent_encode(own, NON_ALPHANUMERIC);
         let by_name = format!("experiments/get-by-name?experiment_name={name}");
         let id = |experiment: &Value| experiment["experiment_id"].as_str().map(str::to_owned);
         let found = match self.server.get(&by_name)? {
@@ -142,15 +146,14 @@ impl Mlflow {
                 let experiment = &answer["experiment"];
                 if experiment["lifecycle_stage"] == "deleted" {
                     return Err(Error::usage(format!(
-                        "the experiment \"{}\" on {} is deleted; set {EXPERIMENT} to another one",
-                        self.experiment,
+                        "the experiment \"{own}\" on {} is deleted; set {EXPERIMENT} to another one",
                         self.server.uri()
                     )));
                 }
                 id(experiment)
             }
             Err(refused) if refused.code == "RESOURCE_DOES_NOT_EXIST" => {
-                let create = json!({"name": self.experiment});
+                let create = json!({"name": own});
                 id(&self.server.post("experiments/create", &create)?)
             }
             Err(refused) => return Err(refused.error()),
@@ -410,6 +413,8 @@ impl Tracker for Mlflow {
         self.dir = dir.to_owned();
         let kept: Option<State> = serde_json::from_value(state.clone()).ok();
         let uri = self.server.uri().to_owned();
+        let experiment = kept.as_ref().and_then(|kept| kept.experiment.clone());
+        let experiment = self.experiment.clone().or(experiment);
         let kept =
             kept.filter(|kept| kept.uri == uri && (kept.run_id.is_some() || kept.parent.is_some()));
         let now = SystemTime::now()
@@ -432,6 +437,7 @@ impl Tracker for Mlflow {
                 ..State::default()
             },
         };
+        self.state.experiment = experiment;
         Ok(goes_on)
     }
 

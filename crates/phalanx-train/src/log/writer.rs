@@ -148,6 +148,12 @@ impl Files {
             }
             Message::Graph(graph) => {
                 let nodes = run::named(graph);
+                // `phalanx report --tag` may have changed it.
+                if let Ok(Some(text)) = self.dir.read(run::RUN_FILE, run::MAX_RUN_BYTES)
+                    && let Ok(run) = serde_json::from_slice(&text)
+                {
+                    self.run = run;
+                }
                 self.run["model"]["graph"] = run::graph(&nodes);
                 if let Err(error) = run::write(&self.dir, &self.run) {
                     warn(run::RUN_FILE, error);
