@@ -17,7 +17,7 @@ const KEY: &str = "key";
 /// What a reader without the secret sees.
 const NO_SECRET: &str = "403: this page needs the key in its link.
 
-Open the whole link, with ?key=..., that the job has printed at its start, on standard error:
+Open the whole link, with ?key=..., that was printed at the start, on standard error:
 
     live: http://HOST:PORT/?key=...
 
@@ -71,7 +71,7 @@ impl Access {
         if !self.is_own(host) {
             return Err((
                 StatusCode::MISDIRECTED_REQUEST,
-                "This is not the host of the page. Use the link that the job has printed.",
+                "This is not the host of the page. Use the link that was printed at the start.",
             ));
         }
         if let Some(origin) = only(headers, &ORIGIN)? {

@@ -91,11 +91,11 @@ impl Address {
     /// `Usage`: the host is unknown or not this machine's, the port is in use or not allowed.
     pub(crate) fn listen(&self) -> Result<TcpListener> {
         let failed = |e: std::io::Error| {
-            Error::usage(format!("--live cannot listen on {self}"))
+            Error::usage(format!("the live page cannot listen on {self}"))
                 .caused_by(e)
                 .note(
                     "try",
-                    "another port, or --live alone for a free port of 127.0.0.1",
+                    "another port, or no address: a free port of 127.0.0.1",
                 )
         };
         let found = (&*self.host, self.port).to_socket_addrs().map_err(failed)?;

@@ -11,6 +11,7 @@ use phalanx_track::{Follow, Record};
 
 use crate::hub::Hub;
 use crate::run::RunView;
+use crate::view::View;
 use crate::{End, Inbox, Job, Result, Told, now};
 
 /// How often it looks.
@@ -32,7 +33,7 @@ const PATH_BYTES: u64 = 16 << 10;
 
 /// Reads the folder, and tells the hub.
 pub(crate) struct Follower {
-    hub: Arc<Hub>,
+    hub: Arc<Hub<View>>,
     told: Arc<Told>,
     job: Job,
     pointer: Option<PathBuf>,
@@ -43,7 +44,7 @@ pub(crate) struct Follower {
 
 impl Follower {
     /// The first state is there at once.
-    pub fn new(hub: Arc<Hub>, told: Arc<Told>, job: Job) -> Follower {
+    pub fn new(hub: Arc<Hub<View>>, told: Arc<Told>, job: Job) -> Follower {
         hub.update(|view| view.set_job(job.clone()));
         Follower {
             hub,

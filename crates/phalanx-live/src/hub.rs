@@ -1,14 +1,31 @@
 //! Passes what changes to all readers, and waits for none.
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 
 use hyper::body::Bytes;
+use serde_json::Value;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
-use crate::view::View;
+/// What a page shows.
+pub(crate) trait View: Send + 'static {
+    /// The page's own files: path, type, text.
+    const FILES: &'static [(&'static str, &'static str, &'static str)];
+
+    /// All of it, as far as [`change`](Self::change) has given it; to be called after that.
+    fn whole(&self) -> Value;
+
+    /// What has changed since the last call; `None` if nothing has.
+    fn change(&mut self) -> Option<Value>;
+
+    /// The folder of the run with that number, and how it ended, where the page shows several.
+    fn run(&self, _id: usize) -> Option<(PathBuf, Value)> {
+        None
+    }
+}
 
 /// Readers at a time.
 const MOST_READERS: usize = 32;
@@ -19,15 +36,15 @@ const MOST_BYTES: usize = 64 << 20;
 
 /// The state of the page, and its readers.
 #[derive(Default)]
-pub(crate) struct Hub {
-    inner: Mutex<Inner>,
+pub(crate) struct Hub<V> {
+    inner: Mutex<Inner<V>>,
     /// Nothing changes any more.
     is_over: AtomicBool,
 }
 
 #[derive(Default)]
-struct Inner {
-    view: View,
+struct Inner<V> {
+    view: V,
     readers: Vec<Reader>,
     /// Messages so far: the number of the state.
     number: u64,
@@ -65,13 +82,13 @@ impl Subscription {
     }
 }
 
-impl Hub {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+impl<V: View> Hub<V> {
+    fn lock(&self) -> MutexGuard<'_, Inner<V>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Changes the state and sends what has changed.
-    pub fn update(&self, change: impl FnOnce(&mut View)) {
+    pub fn update(&self, change: impl FnOnce(&mut V)) {
         let mut inner = self.lock();
         change(&mut inner.view);
         if let Some(changed) = inner.view.change() {
@@ -80,6 +97,11 @@ impl Hub {
             let message = message("change", inner.number, &changed);
             inner.send(&message);
         }
+    }
+
+    /// The folder of the run with that number, and how it ended.
+    pub fn run(&self, id: usize) -> Option<(PathBuf, Value)> {
+        self.lock().view.run(id)
     }
 
     /// Sends something that is not shown, so that closed connections are noticed.
@@ -127,7 +149,7 @@ impl Hub {
     }
 }
 
-impl Inner {
+impl<V> Inner<V> {
     fn send(&mut self, message: &Bytes) {
         self.readers.retain(|reader| {
             let behind = reader.behind.fetch_add(message.len(), Ordering::Relaxed);
@@ -141,7 +163,7 @@ impl Inner {
 }
 
 /// A server-sent event.
-fn message(event: &str, number: u64, data: &serde_json::Value) -> Bytes {
+fn message(event: &str, number: u64, data: &Value) -> Bytes {
     // JSON has no line breaks.
     format!("event: {event}\nid: {number}\ndata: {data}\n\n").into()
 }

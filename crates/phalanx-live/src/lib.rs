@@ -1,4 +1,4 @@
-//! A web page that shows a job while it runs: `--live`.
+//! Web pages that show a job while it runs (`--live`), and all runs below a folder (`phalanx live`).
 //!
 //! ```text
 //! launcher ─ Page ─▶ inbox ─▶ follower thread ─▶ Hub ─▶ server thread ─▶ browsers
@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The launcher only stores what it knows; the follower thread looks at that and at the run's
-//! folder twice a second, and the hub passes what has changed to the readers. None of them waits
+//! folder twice a second ([`RunsPage`] at all runs' folders), and the hub passes what has changed to the readers. None of them waits
 //! for a reader: one that is too slow is dropped.
 
 #![forbid(unsafe_code)]
@@ -17,13 +17,14 @@ mod address;
 mod follower;
 mod hub;
 mod run;
+mod runs;
 mod server;
 mod tail;
 mod view;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, channel};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -36,8 +37,10 @@ use follower::Follower;
 pub use follower::run_folder;
 use hub::Hub;
 pub use phalanx_process::error::{Error, ErrorKind, Result};
+use runs::Runs;
 use server::Site;
 pub use tail::Tail;
+use view::View;
 
 /// How long the end of the job waits for the last look at the run's folder, which may be on a slow
 /// file system, and for the readers.
@@ -133,12 +136,10 @@ impl Told {
 
 /// The page of one job. It is served until this is dropped.
 pub struct Page {
-    link: String,
     told: Arc<Told>,
-    site: Arc<Site>,
+    serving: Serving<View>,
     /// Disconnected when its thread has ended.
     follower: Receiver<()>,
-    server: Receiver<()>,
 }
 
 impl Page {
@@ -148,58 +149,29 @@ impl Page {
     ///
     /// `Usage`, if it cannot listen there; `System` without threads or random numbers.
     pub fn open(address: &Address, program: &str) -> Result<Page> {
-        let listener = address.listen()?;
-        let system = |what: &str, e: std::io::Error| {
-            Error::new(ErrorKind::System, format!("cannot {what} for --live")).caused_by(e)
-        };
-        let own = listener
-            .local_addr()
-            .map_err(|e| system("find the port", e))?;
-        let machine = phalanx_process::host_name();
-        let secret = secret()?;
-        let host = match own.ip().is_unspecified() {
-            true => &machine,
-            false => address.host(),
-        };
-        let host = match host.contains(':') {
-            true => format!("[{host}]"),
-            false => host.to_owned(),
-        };
-        let link = format!("http://{host}:{}/?key={secret}", own.port());
-        let access = Access::new(secret, own.ip(), own.port(), address.host(), &machine);
-        let hub = Arc::new(Hub::default());
+        let serving = Serving::open(address)?;
         let told = Arc::new(Told::default());
         let job = Job {
             program: program.to_owned(),
-            host: machine,
+            host: phalanx_process::host_name(),
             started: now(),
             ended: None,
             state: "running",
             message: None,
             trouble: None,
         };
-        let site = Arc::new(Site::new(access, hub.clone()));
-        let serving = site.clone();
-        let server = start("live server", move || {
-            if server::serve(listener, &serving).is_err() {
-                // Nobody can read it, and the job goes on.
-                serving.hub.end();
-            }
-        });
-        let following = Follower::new(hub, told.clone(), job);
-        let follower = start("live files", move || following.run());
+        let following = Follower::new(serving.site.hub.clone(), told.clone(), job);
+        let follower = start("live files", move || following.run())?;
         Ok(Page {
-            link,
             told,
-            site,
-            follower: follower.map_err(|e| system("start a thread", e))?,
-            server: server.map_err(|e| system("start a thread", e))?,
+            serving,
+            follower,
         })
     }
 
     /// The address for a browser, with the secret.
     pub fn link(&self) -> &str {
-        &self.link
+        &self.serving.link
     }
 
     /// Rank 0 writes the path of the run's folder into the file `pointer`.
@@ -237,6 +209,94 @@ impl Drop for Page {
         self.told.inbox().outcome.get_or_insert_with(unsaid);
         self.told.ended.notify_all();
         let _ = self.follower.recv_timeout(END_LIMIT);
+        self.serving.end();
+    }
+}
+
+/// The page of the runs below a folder. It is served until this is dropped.
+pub struct RunsPage {
+    serving: Serving<Runs>,
+    /// Ends the follower.
+    stop: Option<Sender<()>>,
+    follower: Receiver<()>,
+}
+
+impl RunsPage {
+    /// Serves the page of the runs below `folder` at `address`, from threads of its own. Nothing is
+    /// written there.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, if there is no such folder, or it cannot listen there; `System` without threads or random numbers.
+    pub fn open(address: &Address, folder: &Path) -> Result<RunsPage> {
+        if !folder.is_dir() {
+            return Err(Error::usage(format!("no folder {}", folder.display())));
+        }
+        let serving = Serving::open(address)?;
+        let (hub, folder) = (serving.site.hub.clone(), folder.to_owned());
+        let (stop, stopped) = channel();
+        let follower = start("live files", move || runs::follow(&folder, &hub, &stopped))?;
+        Ok(RunsPage {
+            serving,
+            stop: Some(stop),
+            follower,
+        })
+    }
+
+    /// The address for a browser, with the secret.
+    pub fn link(&self) -> &str {
+        &self.serving.link
+    }
+}
+
+impl Drop for RunsPage {
+    fn drop(&mut self) {
+        self.stop = None;
+        let _ = self.follower.recv_timeout(END_LIMIT);
+        self.serving.end();
+    }
+}
+
+/// The server of a page.
+struct Serving<V> {
+    link: String,
+    site: Arc<Site<V>>,
+    /// Disconnected when its thread has ended.
+    server: Receiver<()>,
+}
+
+impl<V: hub::View + Default> Serving<V> {
+    fn open(address: &Address) -> Result<Serving<V>> {
+        let listener = address.listen()?;
+        let own = listener.local_addr().map_err(|e| {
+            Error::new(ErrorKind::System, "cannot find the port of the live page").caused_by(e)
+        })?;
+        let machine = phalanx_process::host_name();
+        let secret = secret()?;
+        let host = match own.ip().is_unspecified() {
+            true => &machine,
+            false => address.host(),
+        };
+        let host = match host.contains(':') {
+            true => format!("[{host}]"),
+            false => host.to_owned(),
+        };
+        let link = format!("http://{host}:{}/?key={secret}", own.port());
+        let access = Access::new(secret, own.ip(), own.port(), address.host(), &machine);
+        let site = Arc::new(Site::new(access, Arc::new(Hub::default())));
+        let serving = site.clone();
+        let server = start("live server", move || {
+            if server::serve(listener, &serving).is_err() {
+                // Nobody can read it, and the job goes on.
+                serving.hub.end();
+            }
+        })?;
+        Ok(Serving { link, site, server })
+    }
+}
+
+impl<V: hub::View> Serving<V> {
+    fn end(&self) {
         self.site.hub.end();
         self.site.stop.notify_one();
         let _ = self.server.recv_timeout(END_LIMIT);
@@ -244,13 +304,16 @@ impl Drop for Page {
 }
 
 /// Runs `work` on a thread; what is returned is disconnected when it has ended.
-fn start(name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<Receiver<()>> {
+fn start(name: &str, work: impl FnOnce() + Send + 'static) -> Result<Receiver<()>> {
     let (ends, ended) = channel::<()>();
     let work = move || {
         work();
         drop(ends);
     };
-    thread::Builder::new().name(name.into()).spawn(work)?;
+    let started = thread::Builder::new().name(name.into()).spawn(work);
+    started.map_err(|e| {
+        Error::new(ErrorKind::System, "cannot start a thread of the live page").caused_by(e)
+    })?;
     Ok(ended)
 }
 

@@ -15,9 +15,6 @@ use crate::Result;
 /// Curves of one run.
 const MOST_CURVES: usize = 200;
 
-/// Points that are added to a curve on the page before all of it is sent again, thinned.
-const MOST_ADDED: usize = 2000;
-
 /// Lines of `events.jsonl` that are kept: of a kind over time, every second one is dropped when
 /// there are more, of others the oldest.
 const MOST_SYSTEM: usize = 150;
@@ -66,9 +63,8 @@ pub(crate) struct RunView {
     measured: New<Value>,
     notices: Vec<Value>,
     notices_sent: usize,
-    curves: BTreeMap<String, Line>,
-    /// Lines of `metrics.jsonl`, and those that are no points.
-    records: u64,
+    curves: Curves,
+    /// What lines of `metrics.jsonl` have that is no point.
     odd: Kept,
     events: Kept,
     /// The rest of what the report shows, as it was sent last.
@@ -215,25 +211,10 @@ impl RunView {
 
     /// Adds a line of `metrics.jsonl` to the curves.
     fn measure(&mut self, metrics: &Value) {
-        let step = metrics["step"].as_f64().unwrap_or(self.records as f64);
-        self.records += 1;
-        let mut is_odd = false;
-        for (name, value) in metrics.as_object().into_iter().flatten() {
-            match value.as_f64() {
-                _ if name == "step" => {}
-                Some(value) => {
-                    let fits = self.curves.len() < MOST_CURVES || self.curves.contains_key(name);
-                    if fits {
-                        let line = self.curves.entry(name.clone()).or_default();
-                        line.curve.add(step, value);
-                        line.new.0.push(step);
-                        line.new.1.push(value);
-                    }
-                }
-                None => is_odd = true,
-            }
-        }
-        if is_odd {
+        self.curves.add(metrics, MOST_CURVES, |_| true);
+        let values = metrics.as_object().into_iter().flatten();
+        let mut values = values.filter(|(name, _)| *name != "step");
+        if values.any(|(_, value)| !value.is_number()) {
             let texts = metrics.as_object().into_iter().flatten();
             let texts = texts.filter(|(name, value)| *name == "step" || !value.is_number());
             let texts: Map<_, _> = texts.map(|(n, v)| (n.clone(), v.clone())).collect();
@@ -244,8 +225,6 @@ impl RunView {
 
     /// All of it.
     pub fn whole(&self, whole: &mut Map<String, Value>) {
-        let curves = self.curves.iter();
-        let curves: Map<_, _> = curves.map(|(n, line)| (n.clone(), line.whole())).collect();
         let report = self.report.iter();
         let report: Map<_, _> = report
             .map(|(n, part)| (n.clone(), part.value.clone()))
@@ -255,7 +234,7 @@ impl RunView {
             ("goal", json!(self.goal.value)),
             ("measured", self.measured.value.clone()),
             ("notices", json!({"all": true, "items": self.notices})),
-            ("curves", curves.into()),
+            ("curves", self.curves.whole()),
             ("report", report.into()),
         ];
         whole.extend(parts.map(|(name, part)| (name.to_owned(), part)));
@@ -272,11 +251,8 @@ impl RunView {
             change.insert("notices".to_owned(), new);
             self.notices_sent = self.notices.len();
         }
-        let grown = self.curves.iter_mut();
-        let grown = grown.filter(|(_, line)| !line.new.0.is_empty());
-        let grown: Map<_, _> = grown.map(|(n, line)| (n.clone(), line.change())).collect();
-        if !grown.is_empty() {
-            change.insert("curves".to_owned(), grown.into());
+        if let Some(grown) = self.curves.change() {
+            change.insert("curves".to_owned(), grown);
         }
         let mut report = Map::new();
         for (name, part) in &mut self.report {
@@ -288,8 +264,70 @@ impl RunView {
     }
 }
 
+/// The numbers of `metrics.jsonl` by name.
+pub(crate) struct Curves {
+    lines: BTreeMap<String, Line>,
+    /// Lines of `metrics.jsonl`.
+    records: u64,
+    /// Points of a curve.
+    most: usize,
+}
+
+impl Default for Curves {
+    fn default() -> Self {
+        Curves::new(phalanx_report::MAX_POINTS)
+    }
+}
+
+impl Curves {
+    /// With about `most` points of each.
+    pub fn new(most: usize) -> Curves {
+        Curves {
+            lines: BTreeMap::new(),
+            records: 0,
+            most,
+        }
+    }
+
+    /// Adds the numbers of a line: at most `names` different ones, which are `wanted`.
+    pub fn add(&mut self, metrics: &Value, names: usize, wanted: impl Fn(&str) -> bool) {
+        let step = metrics["step"].as_f64().unwrap_or(self.records as f64);
+        self.records += 1;
+        for (name, value) in metrics.as_object().into_iter().flatten() {
+            let fits = self.lines.len() < names || self.lines.contains_key(name);
+            match value.as_f64() {
+                Some(value) if name != "step" && fits && wanted(name) => {
+                    let new = || Line::new(self.most);
+                    let line = self.lines.entry(name.clone()).or_insert_with(new);
+                    line.curve.add(step, value);
+                    line.new.0.push(step);
+                    line.new.1.push(value);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// All points.
+    pub fn whole(&self) -> Value {
+        let lines = self.lines.iter();
+        let lines: Map<_, _> = lines.map(|(n, line)| (n.clone(), line.whole())).collect();
+        lines.into()
+    }
+
+    /// The points that were added since the last call, if there are any.
+    pub fn change(&mut self) -> Option<Value> {
+        let grown = self.lines.iter_mut();
+        let grown = grown.filter(|(_, line)| !line.new.0.is_empty());
+        let most = self.most;
+        let grown: Map<_, _> = grown
+            .map(|(n, line)| (n.clone(), line.change(most)))
+            .collect();
+        (!grown.is_empty()).then(|| grown.into())
+    }
+}
+
 /// A curve, and its points that were not sent yet.
-#[derive(Default)]
 struct Line {
     curve: Curve,
     new: (Vec<f64>, Vec<f64>),
@@ -298,16 +336,25 @@ struct Line {
 }
 
 impl Line {
+    fn new(most: usize) -> Line {
+        Line {
+            curve: Curve::new(most),
+            new: Default::default(),
+            added: 0,
+        }
+    }
+
     /// All points, thinned.
     fn whole(&self) -> Value {
         let points = self.curve.points();
         json!({"all": true, "x": points.x, "y": points.y, "total": points.total})
     }
 
-    fn change(&mut self) -> Value {
+    /// The new points; all, when more than `most` were added.
+    fn change(&mut self, most: usize) -> Value {
         let (x, y) = std::mem::take(&mut self.new);
         self.added += x.len();
-        if self.added <= MOST_ADDED {
+        if self.added <= most {
             return json!({"x": x, "y": y, "total": self.curve.total()});
         }
         self.added = 0;
@@ -357,7 +404,11 @@ mod tests {
                     .unwrap()
                     .len();
                 let have = points(&changes, "loss");
-                assert!(have.len() <= 2 * MOST_ADDED + 2, "{n}: {}", have.len());
+                assert!(
+                    have.len() <= 2 * phalanx_report::MAX_POINTS + 2,
+                    "{n}: {}",
+                    have.len()
+                );
                 assert_eq!(have.last().unwrap().0, f64::from(n));
                 if n < 2000 {
                     let want: Vec<f64> = (0..=n).map(|n| (f64::from(n) * 0.7).sin()).collect();

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
 use hyper::header::{self, HeaderName, HeaderValue};
+use hyper::http::request::Parts;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
@@ -20,7 +21,7 @@ use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
 use crate::access::Access;
-use crate::hub::{Hub, Subscription};
+use crate::hub::{Hub, Subscription, View};
 
 /// Connections at a time; others are closed at once.
 const MOST_CONNECTIONS: usize = 192;
@@ -57,13 +58,8 @@ const HEADERS: [(HeaderName, &str); 7] = [
     ),
 ];
 
-/// The page's files: path, type, text.
-const FILES: [(&str, &str, &str); 5] = [
-    (
-        "/",
-        "text/html; charset=utf-8",
-        include_str!("page/live.html"),
-    ),
+/// The files of every page: path, type, text.
+const FILES: [(&str, &str, &str); 4] = [
     (
         "/report.css",
         "text/css; charset=utf-8",
@@ -80,36 +76,39 @@ const FILES: [(&str, &str, &str); 5] = [
         phalanx_report::JS,
     ),
     (
-        "/live.js",
+        "/stream.js",
         "text/javascript; charset=utf-8",
-        include_str!("page/live.js"),
+        include_str!("page/stream.js"),
     ),
 ];
 
 /// What the connections share.
-pub(crate) struct Site {
+pub(crate) struct Site<V> {
     pub access: Access,
-    pub hub: Arc<Hub>,
+    pub hub: Arc<Hub<V>>,
     /// Ends the server.
     pub stop: Notify,
     connections: AtomicUsize,
     streams: AtomicUsize,
+    /// Reports are read one at a time.
+    reading: tokio::sync::Mutex<()>,
 }
 
-impl Site {
-    pub fn new(access: Access, hub: Arc<Hub>) -> Site {
+impl<V> Site<V> {
+    pub fn new(access: Access, hub: Arc<Hub<V>>) -> Site<V> {
         Site {
             access,
             hub,
             stop: Notify::new(),
             connections: AtomicUsize::new(0),
             streams: AtomicUsize::new(0),
+            reading: tokio::sync::Mutex::default(),
         }
     }
 }
 
 /// Serves until `site.stop` is notified, and the streams have then ended or two seconds have passed.
-pub(crate) fn serve(listener: TcpListener, site: &Arc<Site>) -> std::io::Result<()> {
+pub(crate) fn serve<V: View>(listener: TcpListener, site: &Arc<Site<V>>) -> std::io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
@@ -126,7 +125,7 @@ pub(crate) fn serve(listener: TcpListener, site: &Arc<Site>) -> std::io::Result<
     })
 }
 
-async fn accept(listener: &tokio::net::TcpListener, site: &Arc<Site>) {
+async fn accept<V: View>(listener: &tokio::net::TcpListener, site: &Arc<Site<V>>) {
     loop {
         match listener.accept().await {
             Ok((stream, _)) if site.connections.load(Ordering::Relaxed) < MOST_CONNECTIONS => {
@@ -145,16 +144,16 @@ async fn accept(listener: &tokio::net::TcpListener, site: &Arc<Site>) {
 }
 
 /// Answers one request.
-async fn connection(stream: TcpStream, site: &Arc<Site>) {
+async fn connection<V: View>(stream: TcpStream, site: &Arc<Site<V>>) {
     let end = Arc::new(Notify::new());
     let is_stream = Arc::new(AtomicBool::new(false));
-    let service = service_fn(|request| {
-        let answer = answer(&request, site, &end);
+    let service = service_fn(|request: Request<Incoming>| async {
+        let answer = answer(request.into_parts().0, site, &end).await;
         if matches!(answer.body(), Answer::Stream(..)) {
             is_stream.store(true, Ordering::Relaxed);
             site.streams.fetch_add(1, Ordering::Relaxed);
         }
-        async { Ok::<_, Infallible>(answer) }
+        Ok::<_, Infallible>(answer)
     });
     let answered = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -176,24 +175,32 @@ async fn connection(stream: TcpStream, site: &Arc<Site>) {
     }
 }
 
-fn answer(request: &Request<Incoming>, site: &Arc<Site>, end: &Arc<Notify>) -> Response<Answer> {
+async fn answer<V: View>(request: Parts, site: &Site<V>, end: &Arc<Notify>) -> Response<Answer> {
     let checked = site
         .access
-        .check(request.method(), request.uri(), request.headers());
+        .check(&request.method, &request.uri, &request.headers);
     let allowed = match checked {
         Ok(allowed) => allowed,
         Err((status, text)) => return refused(status, text),
     };
-    let path = request.uri().path();
-    let (kind, body) = match FILES.iter().find(|(name, ..)| *name == path) {
+    let path = request.uri.path();
+    let (kind, body) = match FILES
+        .iter()
+        .chain(V::FILES)
+        .find(|(name, ..)| *name == path)
+    {
         Some((_, kind, text)) => (
             *kind,
             Answer::Text(Some(Bytes::from_static(text.as_bytes()))),
         ),
+        None if path == "/report.json" => match report(&request, site).await {
+            Ok(report) => ("application/json", Answer::Text(Some(report))),
+            Err((status, text)) => return refused(status, text),
+        },
         None if path != "/events" => {
             return refused(StatusCode::NOT_FOUND, "There is no such page.");
         }
-        None if request.method() == Method::HEAD => ("text/event-stream", Answer::Text(None)),
+        None if request.method == Method::HEAD => ("text/event-stream", Answer::Text(None)),
         None => match site.hub.subscribe(end.clone()) {
             Some(subscription) => ("text/event-stream", Answer::Stream(subscription)),
             None => {
@@ -208,6 +215,32 @@ fn answer(request: &Request<Incoming>, site: &Arc<Site>, end: &Arc<Notify>) -> R
         response.headers_mut().insert(header::SET_COOKIE, cookie);
     }
     response
+}
+
+/// How the run `?id=N` ended, and its report as `phalanx_report` reads it, in JSON.
+async fn report<V: View>(
+    request: &Parts,
+    site: &Site<V>,
+) -> Result<Bytes, (StatusCode, &'static str)> {
+    let id = request
+        .uri
+        .query()
+        .and_then(|query| query.strip_prefix("id="));
+    let id = id.and_then(|id| id.parse().ok());
+    let none = (StatusCode::NOT_FOUND, "There is no such run.");
+    let (folder, end) = id.and_then(|id| site.hub.run(id)).ok_or(none)?;
+    let _one = site.reading.lock().await;
+    let read = tokio::task::spawn_blocking(move || {
+        let run = phalanx_report::Run::read(&folder).ok()?;
+        serde_json::to_vec(&(end, run)).ok()
+    });
+    match read.await {
+        Ok(Some(report)) => Ok(report.into()),
+        _ => Err((
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "The run's folder cannot be read.",
+        )),
+    }
 }
 
 fn refused(status: StatusCode, text: &'static str) -> Response<Answer> {

@@ -143,7 +143,7 @@ fn there_are_few_streams_and_all_end_with_the_job() {
 
 #[test]
 fn a_slow_reader_is_dropped() {
-    let hub = Hub::default();
+    let hub = Hub::<View>::default();
     let count = |n: usize, bytes: usize| {
         let dropped = Arc::new(Notify::new());
         let _reader = hub.subscribe(dropped.clone()).unwrap();

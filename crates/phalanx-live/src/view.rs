@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
+use crate::hub;
 use crate::run::{New, RunView};
 use crate::tail::Tail;
 use crate::{Job, Rank};
@@ -49,9 +50,23 @@ impl View {
         notes.drain(..notes.len().saturating_sub(MOST_NOTES));
         self.notes.set(notes);
     }
+}
 
-    /// All of it, as far as [`change`](Self::change) has given it; to be called after that.
-    pub fn whole(&self) -> Value {
+impl hub::View for View {
+    const FILES: &'static [(&'static str, &'static str, &'static str)] = &[
+        (
+            "/",
+            "text/html; charset=utf-8",
+            include_str!("page/live.html"),
+        ),
+        (
+            "/live.js",
+            "text/javascript; charset=utf-8",
+            include_str!("page/live.js"),
+        ),
+    ];
+
+    fn whole(&self) -> Value {
         let tails = self.tails.iter().map(|(rank, (tail, sent))| {
             let (lines, _) = tail.lines(0, *sent);
             (rank.to_string(), json!(lines))
@@ -68,8 +83,7 @@ impl View {
         whole.into()
     }
 
-    /// What has changed since the last call; `None` if nothing has.
-    pub fn change(&mut self) -> Option<Value> {
+    fn change(&mut self) -> Option<Value> {
         let mut change = Map::new();
         self.job.add_to(&mut change, "job");
         self.ranks.add_to(&mut change, "ranks");

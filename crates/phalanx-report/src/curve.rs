@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 /// Most points of a curve, its first and last not counted.
-const MAX_POINTS: usize = 2000;
+pub const MAX_POINTS: usize = 2000;
 
 /// At most `most` of `0..count`, evenly spread, the first and the last among them.
 pub fn spread(count: usize, most: usize) -> Vec<usize> {
@@ -17,28 +17,6 @@ pub fn spread(count: usize, most: usize) -> Vec<usize> {
 /// A point and its number.
 type Point = (usize, f64, f64);
 
-/// Points in the order of a log. A long curve is kept as buckets of equally many points, and of
-/// each its least and greatest.
-#[derive(Debug)]
-pub struct Curve {
-    /// Points of a bucket.
-    width: usize,
-    buckets: Vec<(Point, Point)>,
-    count: usize,
-    ends: Option<(Point, Point)>,
-}
-
-impl Default for Curve {
-    fn default() -> Self {
-        Curve {
-            width: 1,
-            buckets: Vec::new(),
-            count: 0,
-            ends: None,
-        }
-    }
-}
-
 /// A curve as the page gets it.
 #[derive(Debug, Default, Serialize)]
 pub struct Points {
@@ -50,7 +28,37 @@ pub struct Points {
     pub total: usize,
 }
 
+/// Points in the order of a log. A long curve is kept as buckets of equally many points, and of
+/// each its least and greatest.
+#[derive(Debug)]
+pub struct Curve {
+    /// Most points.
+    most: usize,
+    /// Points of a bucket.
+    width: usize,
+    buckets: Vec<(Point, Point)>,
+    count: usize,
+    ends: Option<(Point, Point)>,
+}
+
+impl Default for Curve {
+    fn default() -> Self {
+        Curve::new(MAX_POINTS)
+    }
+}
+
 impl Curve {
+    /// A curve of at most `most` points, its first and last not counted.
+    pub fn new(most: usize) -> Curve {
+        Curve {
+            most,
+            width: 1,
+            buckets: Vec::new(),
+            count: 0,
+            ends: None,
+        }
+    }
+
     /// Adds the next point.
     pub fn add(&mut self, x: f64, y: f64) {
         let point = (self.count, x, y);
@@ -62,7 +70,7 @@ impl Curve {
         }
         self.count += 1;
         let each = if self.width == 1 { 1 } else { 2 };
-        if self.buckets.len() * each > MAX_POINTS {
+        if self.buckets.len() * each > self.most {
             let pairs = self.buckets.chunks(2);
             let pairs = pairs.map(|pair| joined(pair[0], pair[pair.len() - 1]));
             self.buckets = pairs.collect();

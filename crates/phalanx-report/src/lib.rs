@@ -16,7 +16,7 @@ mod watch;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-pub use curve::{Curve, Points};
+pub use curve::{Curve, MAX_POINTS, Points};
 use events::{Event, Events, Finish, MAX_EVENTS};
 use logged::Logged;
 use phalanx_data::files::Dir;

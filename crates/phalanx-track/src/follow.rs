@@ -154,6 +154,7 @@ pub struct Follow {
     position: Position,
     /// Where `events.jsonl` had the starts of attempts at the first poll.
     starts: Option<Vec<(u64, Option<Resumption>)>>,
+    has_more: bool,
 }
 
 impl Follow {
@@ -168,12 +169,18 @@ impl Follow {
             path: dir.to_owned(),
             position,
             starts: None,
+            has_more: false,
         }
     }
 
     /// How far it has read: after the records of the last [`poll`](Self::poll).
     pub fn position(&self) -> &Position {
         &self.position
+    }
+
+    /// Whether the last [`poll`](Self::poll) left some lines for the next one.
+    pub fn has_more(&self) -> bool {
+        self.has_more
     }
 
     /// The next records; none, if nothing was added. At most half a MiB of `metrics.jsonl` and `events.jsonl` is
@@ -190,19 +197,19 @@ impl Follow {
     /// `System`, where a file cannot be read; `Usage` for a link or anything else that is no regular file.
     pub fn poll(&mut self) -> Result<Vec<Record>> {
         loop {
-            let (records, has_more) = self.read()?;
-            if !records.is_empty() || !has_more {
+            let records = self.read()?;
+            if !records.is_empty() || !self.has_more {
                 return Ok(records);
             }
         }
     }
 
-    /// Reads the next part of the files; whether there is more of them.
-    fn read(&mut self) -> Result<(Vec<Record>, bool)> {
+    /// Reads the next part of the files.
+    fn read(&mut self) -> Result<Vec<Record>> {
         let mut records = Vec::new();
         // Opened each time: another folder may be there under the same name.
         if !self.path.is_dir() {
-            return Ok((records, false));
+            return Ok(records);
         }
         let dir = Dir::open(&self.path)?;
         let mut at = self.position.clone();
@@ -272,13 +279,13 @@ impl Follow {
         }
         metrics.end(&dir, METRICS_FILE, &mut at.metrics)?;
         events.end(&dir, EVENTS_FILE, &mut at.events)?;
-        let has_more = metrics.has_more || events.has_more;
-        if let Some((stamp, summary)) = summary.filter(|_| !has_more) {
+        self.has_more = metrics.has_more || events.has_more;
+        if let Some((stamp, summary)) = summary.filter(|_| !self.has_more) {
             at.summary = Some(stamp);
             records.push(Record::Summary(summary));
         }
         self.position = at;
-        Ok((records, has_more))
+        Ok(records)
     }
 }
 
@@ -618,8 +625,11 @@ mod tests {
         folder.add(EVENTS_FILE, &long(2 * LONGEST_LINE as usize));
         folder.add(EVENTS_FILE, "{\"kind\":\"finish\"}\n");
         let mut follow = folder.follow();
-        let records = all(&mut follow);
+        let mut records = follow.poll().expect("read");
+        assert!(follow.has_more());
+        records.extend(all(&mut follow));
         assert_eq!(steps(&records), (0..20_000).collect::<Vec<_>>());
+        assert!(!follow.has_more());
         let events = records
             .iter()
             .filter(|record| matches!(record, Record::Event(_)));

@@ -58,6 +58,9 @@ mod export;
 pub mod fuzzing;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]
+mod live;
+#[cfg(fuzzing)]
+#[allow(dead_code, reason = "main.rs uses the rest")]
 mod new;
 #[cfg(fuzzing)]
 #[allow(dead_code, reason = "main.rs uses the rest")]

@@ -10,6 +10,7 @@ mod doctor;
 mod export;
 #[cfg(test)]
 mod fuzzing;
+mod live;
 mod new;
 mod plan;
 mod predict;

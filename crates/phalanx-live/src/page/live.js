@@ -1,12 +1,9 @@
 "use strict";
 // Shows what the stream of the job tells: the job itself above, its run as the report shows it.
 
-// The secret is in a cookie now.
-if (location.search) history.replaceState(null, "", location.pathname);
-
 const MOST_LINES = 200;
 const top_ = document.getElementById("live");
-let title_ = document.title, state = null, chosen = null, connection = "connecting";
+let title_ = document.title, state = null, chosen = null;
 
 /** Puts the message `data` into the state; `whole`: in place of it. */
 function apply(data, whole) {
@@ -15,16 +12,11 @@ function apply(data, whole) {
   for (const name of ["job", "ranks", "notes", "folder", "goal", "measured"]) if (data[name] !== undefined) state[name] = data[name];
   if (data.notices) state.notices = (data.notices.all ? [] : state.notices).concat(data.notices.items).slice(-MOST_LINES);
   Object.assign(state.report, data.report);
-  for (const [name, c] of Object.entries(data.curves ?? {})) {
-    const old = state.curves[name];
-    if (c.all || !old) state.curves[name] = { x: c.x, y: c.y, total: c.total };
-    else { old.x.push(...c.x); old.y.push(...c.y); old.total = c.total; }
-  }
+  grow(state.curves, data.curves);
   for (const [rank, lines] of Object.entries(data.lines ?? {})) state.lines[rank] = (state.lines[rank] ?? []).concat(lines).slice(-MOST_LINES);
 }
 
 // How far the run is.
-const seconds_ = (s) => !isNumber(s) ? "–" : s < 90 ? `${Math.round(s)} s` : s < 5400 ? `${Math.round(s / 60)} min` : `${Math.floor(s / 3600)} h ${Math.round(s % 3600 / 60)} min`;
 const bytes_ = (n) => !isNumber(n) ? "–" : n >= 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : n >= 2 ** 20 ? `${Math.round(n / 2 ** 20)} MiB` : `${Math.round(n / 1024)} KiB`;
 function progress() {
   const { epochs, steps_per_epoch: each, resumed_at, steps: taken } = state.goal, losses = state.curves.loss, clock = state.curves.elapsed_s;
@@ -139,7 +131,7 @@ function run() {
   const finish = state.report.finish ?? (isNumber(state.job?.ended) ? null : { status: "running" });
   return [{ ...state.report, finish, curves: state.curves }];
 }
-let isDue = false, isPlaced = false;
+let isPlaced = false;
 /** Curves come first; who runs, and the output, below them; what the report has above its curves is said already. */
 function place() {
   isPlaced = true;
@@ -147,7 +139,6 @@ function place() {
   page.append(overview.root);
 }
 function draw() {
-  isDue = false;
   if (!state) return;
   for (const p of liveParts) p.update();
   drawLog();
@@ -159,32 +150,4 @@ function draw() {
   // The report has set its own.
   document.title = title_;
 }
-/** At most once a second, and not while nobody looks. */
-let drawnAt = 0;
-function later() {
-  if (isDue || document.hidden) return;
-  isDue = true;
-  setTimeout(() => { drawnAt = Date.now(); draw(); }, Math.max(0, drawnAt + 1000 - Date.now()));
-}
-document.addEventListener("visibilitychange", later);
-
-function connect() {
-  const source = new EventSource("events");
-  const take = (whole) => (event) => {
-    connection = "open";
-    apply(JSON.parse(event.data), whole);
-    // Nothing comes any more.
-    if (isNumber(state.job?.ended)) { source.close(); clearInterval(clock); }
-    later();
-  };
-  source.addEventListener("whole", take(true));
-  source.addEventListener("change", take(false));
-  source.onerror = () => {
-    connection = "lost";
-    later();
-    // Refused: the browser does not try again by itself.
-    if (source.readyState === EventSource.CLOSED && !isNumber(state?.job?.ended)) setTimeout(connect, 5000);
-  };
-}
-const clock = setInterval(later, 1000);
-connect();
+listen(apply, drawing(draw), () => isNumber(state?.job?.ended));

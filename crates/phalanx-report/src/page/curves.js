@@ -46,19 +46,20 @@ const curves = (() => {
   const used = folding("clocks", "Time used, by step", false, clocks.root);
   used.classList.add("noprint");
   const long = note(), cut = note();
-  const root = el("section", {}, el("h2", {}, "Curves"), el("div", { class: "bar top" }, legend.root, el("label", { class: "noprint" }, "smoothing", smoothing, amount), axis,
-    el("label", { class: "noprint" }, el("input", { type: "checkbox", checked: "", onchange: (e) => { view.marks = e.target.checked; redraw(); } }), "events"), el("small", { class: "noprint" }, "drag to zoom")), main.root, used, long, cut);
+  const marks = el("label", { class: "noprint" }, el("input", { type: "checkbox", checked: "", onchange: (e) => { view.marks = e.target.checked; redraw(); } }), "events");
+  const root = el("section", {}, el("h2", {}, "Curves"), el("div", { class: "bar top" }, legend.root, el("label", { class: "noprint" }, "smoothing", smoothing, amount), axis, marks, el("small", { class: "noprint" }, "drag to zoom")), main.root, used, long, cut);
   return { root, update() {
     const all = runs.flatMap((r) => Object.values(r.curves)), known = new Set(runs.flatMap((r) => Object.keys(r.curves)));
     const take = (names) => names.filter((name) => known.delete(name));
     root.hidden = !all.length;
+    marks.hidden = !runs.some((r) => r.events.length);
     axis.hidden = !runs.every((r) => r.curves.elapsed_s);
     legend.update();
+    const times = take(["elapsed_s", "train_s", "data_wait_total_ms", "saving_total_ms", "epoch"]).filter((n) => n !== "epoch");
     const wanted = GROUPS.map(([name, names]) => {
       const there = take(names);
       return there.length && [there.length < names.length ? there[0] : name, ofCurves(there)];
     }).filter(Boolean);
-    const times = take(["elapsed_s", "train_s", "data_wait_total_ms", "saving_total_ms", "epoch"]).filter((n) => n !== "epoch");
     main.update([...wanted, ...[...known].sort().map((name) => [name, ofCurves([name])])]);
     clocks.update(times.map((name) => [name, ofCurves([name])]));
     used.hidden = !times.length;
@@ -66,6 +67,6 @@ const curves = (() => {
     const left = runs.reduce((sum, r) => sum + r.curves_left_out, 0);
     cut.hidden = !left;
     cut.textContent = `${short(left)} more names of numbers are not shown.`;
-    long.textContent = `Curves of more than 2,000 points show the least and greatest value of each of up to 1,000 equal parts; the log has up to ${short(Math.max(...all.map((c) => c.total)))}.`;
+    long.textContent = `Long curves show the least and greatest value of each of up to 1,000 equal parts; the log has up to ${short(Math.max(...all.map((c) => c.total)))}.`;
   } };
 })();

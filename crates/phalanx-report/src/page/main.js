@@ -11,7 +11,7 @@ function render(data) {
   runs = data.map((run, i) => {
     const same = data.filter((other) => other.name === run.name);
     const object = (v) => isObject(v) ? v : {};
-    return { ...run, about: object(run.about), summary: object(run.summary), color: `var(--c${i % 8})`, label: same.length > 1 ? `${run.name} (${same.indexOf(run) + 1})` : run.name };
+    return { ...run, about: object(run.about), summary: object(run.summary), color: run.color ?? `var(--c${i % 8})`, label: same.length > 1 ? `${run.name} (${same.indexOf(run) + 1})` : run.name };
   });
   if (!page.children.length) page.append(...views.map((view) => view.root));
   for (const view of views) view.update();

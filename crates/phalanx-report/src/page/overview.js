@@ -94,10 +94,14 @@ const overview = part(() => [runs.map((r) => [r.label, r.summary, r.about, r.fin
   const rowOf = (name, texts) => [name, ...texts.map((text) => el("span", { class: "note" }, String(text)))];
   const labels = [...tagNames.map((n) => rowOf(n, tags.map((of) => of[n] ?? ""))), ...(notes.some(Boolean) ? [rowOf("note", notes)] : [])];
   if (labels.length) parts.push(el("h2", {}, "Tags and notes"), table(["tag", ...runs.map((r) => r.label)], labels));
+  return [...parts, ...differences()];
+});
+
+/** The settings of several runs: which differ, and which are the same. */
+function differences() {
   const all = runs.map((r) => settings(r).all), names = [...new Set(all.flatMap(Object.keys))].filter((n) => n !== "--output-dir" && n !== "id");
   const rows = (some) => table(["setting", ...runs.map((r) => r.label)], some.map((n) => [n, ...all.map((s) => value(s[n]))]));
   const differ = names.filter((n) => all.some((s) => s[n] !== all[0][n])), same = names.filter((n) => !differ.includes(n));
-  parts.push(el("h2", {}, "Different settings"), differ.length ? rows(differ) : note("none"));
-  if (same.length) parts.push(folding("same", `Settings that are the same (${short(same.length)})`, false, pairs(same.map((n) => [n, all[0][n]]))));
-  return parts;
-});
+  return [el("h2", {}, "Different settings"), differ.length ? rows(differ) : note("none"),
+    ...(same.length ? [folding("same", `Settings that are the same (${short(same.length)})`, false, pairs(same.map((n) => [n, all[0][n]])))] : [])];
+}

@@ -11,7 +11,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::Result;
 use crate::{
-    bench, compare, doctor, export, inspect, launch, new, plan, predict, report, training,
+    bench, compare, doctor, export, inspect, launch, live, new, plan, predict, report, training,
 };
 use normalise::{Flag, normalise};
 use phalanx_launch::words::taking_negative_numbers;
@@ -47,6 +47,8 @@ enum Command {
     Export(export::ExportArgs),
     /// Write runs as one HTML page: curves, settings, confusion matrix, predictions.
     Report(report::ReportArgs),
+    /// Show all runs below a folder on a web page, while they run.
+    Live(live::LiveArgs),
     /// Measure collectives and training steps.
     Bench(Box<bench::BenchArgs>),
     /// Start N ranks of any program; if one fails, stop all.
@@ -101,6 +103,7 @@ fn run(command: Command) -> Result<()> {
         Command::Predict(args) => predict::run(&args),
         Command::Export(args) => export::run(&args),
         Command::Report(args) => report::run(&args),
+        Command::Live(args) => live::run(&args),
         Command::Bench(args) => bench::run(*args),
         Command::Launch(cli) => launch::run(&cli),
         Command::Doctor(args) => doctor::run(&args),

@@ -378,9 +378,126 @@ fn wrong_addresses_are_usage_errors() {
             "processes",
         ),
         (&["compare", "mnist", "--live"], "several"),
+        (&["live", "none"], "no folder none"),
+        (&["live", ".", "--address", &taken], "cannot listen on"),
+        (&["live", ".", "--address", "host"], "PORT"),
     ] {
         let (code, out, err) = run(args, dir.path());
         assert_eq!(code, 2, "{args:?}: {out}{err}");
         assert!(err.contains(why), "{args:?}: {err}");
     }
+}
+
+/// What the page of a folder has of its runs.
+#[derive(Default)]
+struct Runs(BTreeMap<String, (Value, Page)>);
+
+impl Runs {
+    /// Reads events until `done`.
+    fn read(&mut self, stream: &mut impl BufRead, done: impl Fn(&Runs) -> bool) {
+        let mut line = String::new();
+        while !done(self) {
+            line.clear();
+            assert!(stream.read_line(&mut line).expect("the stream") > 0);
+            let Some(data) = line.strip_prefix("data: ") else {
+                continue;
+            };
+            let mut data: Value = serde_json::from_str(data).expect("JSON");
+            let runs = data["runs"].as_object_mut().map(std::mem::take);
+            for (name, change) in runs.into_iter().flatten() {
+                if change.is_null() {
+                    self.0.remove(&name);
+                    continue;
+                }
+                let run = self.0.entry(name).or_default();
+                if change["all"] == true {
+                    *run = Default::default();
+                }
+                if let Some(row) = change.get("row") {
+                    run.0 = row.clone();
+                }
+                let curves = change.get("curves").cloned().unwrap_or_default();
+                run.1.take("change", serde_json::json!({"curves": curves}));
+            }
+        }
+    }
+
+    fn row(&self, name: &str) -> &Value {
+        self.0.get(name).map_or(&Value::Null, |(row, _)| row)
+    }
+
+    fn losses(&self, name: &str) -> &[(f64, f64)] {
+        let curve = self.0.get(name).and_then(|(_, run)| run.curves.get("loss"));
+        curve.map_or(&[], Vec::as_slice)
+    }
+}
+
+#[test]
+fn runs_of_a_folder_are_shown_as_they_come_and_go() {
+    let dir = tempfile::tempdir().expect("folder");
+    let runs = dir.path().join("runs");
+    let a = runs.join("a");
+    std::fs::create_dir_all(&a).expect("folder");
+    let shown = start(&["live", "runs"], dir.path());
+    let (port, cookie) = (shown.port, shown.cookie());
+    let get = |path: &str| {
+        ask(
+            port,
+            &[&format!("GET {path} HTTP/1.0"), "Host: localhost", &cookie],
+        )
+    };
+    for path in ["/", "/events", "/report.json?id=1"] {
+        let get = format!("GET {path} HTTP/1.0");
+        assert_eq!(ask(port, &[&get, "Host: localhost"]).0, 403, "{path}");
+    }
+    let mut stream = send(port, &["GET /events HTTP/1.0", "Host: localhost", &cookie]);
+    let mut page = Runs::default();
+    // A run that goes on, with lines that are no records, and one that is not complete.
+    let step = |n: u32, loss: f64| format!("{{\"step\":{n},\"loss\":{loss}}}\n");
+    let metrics = step(0, 4.0) + "garbage\n[1]\n\n" + &step(1, 3.0) + &step(2, 2.0) + "{\"step\":3";
+    std::fs::write(a.join("metrics.jsonl"), metrics).expect("written");
+    std::fs::write(a.join("run.json"), "{\"id\":\"a\",\"host\":\"elsewhere\"}").expect("written");
+    page.read(&mut stream, |page| page.losses("a").len() == 3);
+    page.read(&mut stream, |page| page.row("a")["is_read"] == true);
+    assert_eq!(page.row("a")["state"], "running");
+    assert_eq!(
+        (&page.row("a")["step"], &page.row("a")["loss"]),
+        (&3.0.into(), &2.0.into())
+    );
+    // One that finishes.
+    succeed(
+        &["train", "linear", "--output-dir", "runs/deep/b"],
+        dir.path(),
+    );
+    let b = runs.join("deep/b");
+    let left = std::fs::read_dir(&b).expect("a folder").count();
+    page.read(&mut stream, |page| {
+        page.row("deep/b")["state"] == "finished"
+    });
+    assert_eq!(page.losses("deep/b"), logged(&b)["loss"]);
+    let id = &page.row("deep/b")["id"];
+    let (status, _, report) = get(&format!("/report.json?id={id}"));
+    assert_eq!(status, 200, "{report}");
+    let report: Value = serde_json::from_str(&report).expect("JSON");
+    assert_eq!(report[0]["status"], "finished");
+    assert_eq!(report[1]["name"], "b");
+    assert_eq!(get("/report.json?id=99").0, 404);
+    assert_eq!(get("/report.json").0, 404);
+    let (_, _, html) = get("/run?id=1");
+    for file in html.split('"').filter(|text| text.ends_with(".js")) {
+        assert_eq!(get(&format!("/{file}")).0, 200, "{file}");
+    }
+    // It is resumed from step 1, as a file in the place of the old one.
+    std::fs::write(a.join("new"), step(0, 4.0) + &step(1, 3.5)).expect("written");
+    std::fs::rename(a.join("new"), a.join("metrics.jsonl")).expect("renamed");
+    page.read(&mut stream, |page| {
+        page.losses("a") == [(0.0, 4.0), (1.0, 3.5)]
+    });
+    std::fs::remove_dir_all(&a).expect("removed");
+    page.read(&mut stream, |page| page.row("a").is_null());
+    assert_eq!(std::fs::read_dir(&b).expect("a folder").count(), left);
+    let pid = rustix::process::Pid::from_child(&shown.job);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).expect("sent");
+    let (code, errors) = shown.end();
+    assert_eq!(code, 130, "{errors}");
 }
