@@ -11,7 +11,7 @@ use phalanx_nn::{Params, Reduction, Scope, Tape, Tensor, Threads};
 use phalanx_train::{EpochLines, Files, Measure, RankContext, Settings};
 
 use crate::error::{Error, Result, check_count};
-use crate::format::{plural, thousands};
+use crate::format::{number, plural, thousands};
 use crate::gpt::{CLIP, GptArgs, RECIPE, schedule};
 use crate::shared::global::{GlobalRun, Rows, Setup, Task};
 use crate::shared::image::check_share;
@@ -59,7 +59,10 @@ impl GptArgs {
 
     /// The optimizer, for people.
     pub fn optimizer_title(&self) -> String {
-        format!("Adam lr {}, falling along a cosine", self.settings.lr())
+        format!(
+            "Adam lr {}, falling along a cosine",
+            number(self.settings.lr())
+        )
     }
 
     /// Its flags that shape the result.

@@ -15,7 +15,7 @@ use phalanx_train::{Files, RankContext, SavingArgs, Settings, check_lr};
 use serde_json::json;
 
 use crate::error::{Result, check_count};
-use crate::format::python_repr;
+use crate::format::{number, python_repr};
 use crate::shared::by_hand::{ByHand, Facts};
 use crate::{AnyRecipe, Flags, Recipe};
 
@@ -92,7 +92,7 @@ impl AnyRecipe for Linear {
             lr: self.lr,
             shaping: vec![
                 format!("--iterations {}", self.iterations),
-                format!("--lr {}", self.lr),
+                format!("--lr {}", number(self.lr)),
             ],
             resumable: resumable(ctx.world()),
         };

@@ -10,7 +10,7 @@ use phalanx_train::{Defaults, Files};
 
 use crate::error::{Error, Result};
 use crate::flyte::Flyte;
-use crate::format::on_or_off;
+use crate::format::{number, on_or_off};
 use crate::shared::digits::DigitArgs;
 use crate::shared::image::{ImageArgs, Lines, Program, Source, Spec, check_share, fields};
 use crate::{Loss, Network, Pixels, Recipe};
@@ -127,6 +127,7 @@ impl Program for Mnist {
         } else {
             ""
         };
+        let lr = number(lr);
         format!("SGD lr {lr} momentum {}{falling}", self.momentum)
     }
 

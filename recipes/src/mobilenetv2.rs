@@ -7,6 +7,7 @@ use phalanx_nn::{Params, Scope};
 use phalanx_train::{Defaults, RankContext};
 
 use crate::error::Result;
+use crate::format::number;
 use crate::oneflow::{self, OneFlow};
 use crate::shared::cifar::{self, CifarArgs};
 use crate::shared::image::{self, ImageArgs, Lines, Program, Source, Spec, fields};
@@ -88,7 +89,7 @@ impl Program for MobileNet {
     }
 
     fn optimizer_title(&self, lr: f64) -> String {
-        format!("SGD lr {lr}")
+        format!("SGD lr {}", number(lr))
     }
 
     fn lines(&self) -> Box<dyn Lines> {

@@ -8,7 +8,7 @@ use phalanx_nn::{Params, Scope};
 use phalanx_train::{Defaults, Files};
 
 use crate::error::Result;
-use crate::format::typed;
+use crate::format::{number, typed};
 use crate::modelarts::DocumentArgs;
 use crate::shared::cifar::{self, CifarArgs};
 use crate::shared::image::{ImageArgs, Lines, Program, Source, Spec, Testers, fields};
@@ -131,6 +131,7 @@ impl Program for Resnet18 {
     }
 
     fn optimizer_title(&self, lr: f64) -> String {
+        let lr = number(lr);
         if self.recipe != Recipe::Fast {
             return format!("Adam lr {lr}");
         }

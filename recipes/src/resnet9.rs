@@ -10,6 +10,7 @@ use phalanx_nn::{Params, Scope};
 use phalanx_train::Defaults;
 
 use crate::error::Result;
+use crate::format::number;
 use crate::modelarts::ModelArts;
 use crate::shared::cifar::{self, CifarArgs};
 use crate::shared::image::{
@@ -124,6 +125,7 @@ impl Program for Resnet9 {
             weight_decay,
             ..
         } = self;
+        let lr = number(lr);
         format!("SGD one cycle to lr {lr}, Nesterov momentum {momentum}, decay {weight_decay}")
     }
 

@@ -15,6 +15,27 @@ pub(crate) fn grouped(n: u64) -> String {
     out
 }
 
+/// Numbers from 1e7 up and below 1e-4 are written as `1e20`.
+fn is_plain(value: f64) -> bool {
+    value == 0.0 || (1e-4..1e7).contains(&value.abs())
+}
+
+/// A number with the shortest digits that give it again: `0.05`, `1e20`.
+pub fn number(value: f64) -> String {
+    match is_plain(value) {
+        true => value.to_string(),
+        false => format!("{value:e}"),
+    }
+}
+
+/// A measured number, in four decimals: `0.0405`, `1.235e20`.
+pub fn rounded(value: f64) -> String {
+    match is_plain(value) {
+        true => format!("{value:.4}"),
+        false => format!("{value:.3e}"),
+    }
+}
+
 /// Escapes `text` for a terminal: control characters, and characters that are invisible or
 /// change the writing direction, become `\u{1b}`. Newlines and tabs stay.
 ///
@@ -91,6 +112,24 @@ mod tests {
             assert_eq!(serde_json::from_str::<String>(&safe).unwrap(), text);
         }
         assert_eq!(one_line("a\nerror: b"), "a\\nerror: b");
+    }
+
+    #[test]
+    fn large_and_small_numbers_have_exponents() {
+        for (value, exact, short) in [
+            (0.0, "0", "0.0000"),
+            (0.05, "0.05", "0.0500"),
+            (-3.0, "-3", "-3.0000"),
+            (1e-4, "0.0001", "0.0001"),
+            (2.5e-5, "2.5e-5", "2.500e-5"),
+            (9_999_999.0, "9999999", "9999999.0000"),
+            (-1e7, "-1e7", "-1.000e7"),
+            (1e20, "1e20", "1.000e20"),
+            (f64::NAN, "NaN", "NaN"),
+            (f64::INFINITY, "inf", "inf"),
+        ] {
+            assert_eq!((&*number(value), &*rounded(value)), (exact, short));
+        }
     }
 
     #[test]

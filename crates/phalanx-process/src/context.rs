@@ -10,7 +10,7 @@ use phalanx_comm::{PhaseGuard, ProcessGroup, TransportKind};
 use phalanx_ddp::Commit;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::plural;
+use crate::format::{number, plural};
 use crate::say;
 
 /// One rank of a training run.
@@ -89,7 +89,8 @@ impl RankContext {
             return Ok(());
         }
         let what = format!("the loss became {loss} on rank {} in {at}", self.rank());
-        Err(Error::new(ErrorKind::Failed, what).note("try", format!("a smaller --lr (now {lr})")))
+        Err(Error::new(ErrorKind::Failed, what)
+            .note("try", format!("a smaller --lr (now {})", number(lr))))
     }
 
     /// This rank is busy on its own until the guard is dropped, and the others wait for it: up to `--phase-timeout`, as

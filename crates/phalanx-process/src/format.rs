@@ -1,6 +1,7 @@
 //! Formats numbers and choices for output.
 
 use clap::ValueEnum;
+pub use phalanx_data::text::{number, rounded};
 
 /// A number as Python's `repr` writes a float: shortest digits that round-trip, in
 /// scientific form below 1e-4 and from 1e16 on, exponents of at least two digits.

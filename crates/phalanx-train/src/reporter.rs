@@ -1,6 +1,7 @@
 //! What a program prints on standard output.
 
 use crate::error::Result;
+use crate::format::rounded;
 use crate::trainer::Evaluation;
 use phalanx_process::RankContext;
 
@@ -96,7 +97,7 @@ pub struct EpochLines;
 impl Reporter for EpochLines {
     fn trained(&mut self, ctx: &RankContext, epoch: usize, loss: f64, _own: f64) -> Result<()> {
         match ctx.is_main() {
-            true => ctx.line(&format!("epoch {epoch}: train loss {loss:.4}")),
+            true => ctx.line(&format!("epoch {epoch}: train loss {}", rounded(loss))),
             false => Ok(()),
         }
     }
@@ -110,12 +111,12 @@ impl Reporter for EpochLines {
         if !ctx.is_main() {
             return Ok(());
         }
-        let mut text = format!("epoch {epoch}: test loss {:.4}", evaluation.loss);
+        let mut text = format!("epoch {epoch}: test loss {}", rounded(evaluation.loss));
         if evaluation.confusion.classes() > 0 {
             text.push_str(&format!(", accuracy {:.4}", evaluation.accuracy));
         }
         for (name, value) in &evaluation.values {
-            text.push_str(&format!(", {name} {value:.4}"));
+            text.push_str(&format!(", {name} {}", rounded(*value)));
         }
         ctx.line(&text)
     }

@@ -17,7 +17,7 @@ use super::saving::{self, SavingArgs};
 use super::split::{BatchSplit, Determinism, SplitArgs};
 use super::start::Start;
 use crate::error::{Error, Result, check_count};
-use crate::format::typed;
+use crate::format::{number, typed};
 
 /// Which samples a rank gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -404,7 +404,7 @@ impl Settings {
     pub fn shaping(&self) -> Vec<String> {
         vec![
             format!("--epochs {}", self.epochs()),
-            format!("--lr {}", self.lr()),
+            format!("--lr {}", number(self.lr())),
             format!("--precision {}", self.precision.title()),
             format!("--accumulate {}", self.split.accumulate),
             format!("--deterministic {}", typed(&self.split.determinism())),

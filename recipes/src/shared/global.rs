@@ -30,7 +30,7 @@ use serde_json::{Value, json};
 use super::explain;
 use super::mesh::Mesh;
 use crate::error::Result;
-use crate::format::{bytes, plural, thousands, typed};
+use crate::format::{bytes, plural, rounded, thousands, typed};
 use crate::say;
 
 /// What is trained: a model of global tensors on a data set.
@@ -961,7 +961,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
     fn result(&self) -> String {
         let last = &self.results.last;
         match last.confusion.classes() {
-            0 => format!("test loss {:.4}, ", last.loss),
+            0 => format!("test loss {}, ", rounded(last.loss)),
             _ => format!("accuracy {:.2} %, ", last.accuracy * 100.0),
         }
     }

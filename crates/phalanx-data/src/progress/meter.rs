@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::text::grouped;
+use crate::text::{grouped, rounded};
 
 /// Minimum window for measuring the speed.
 const WINDOW: Duration = Duration::from_secs(2);
@@ -119,7 +119,7 @@ impl Meter {
             None => format!("- {}/s", self.unit),
         };
         if let Some(loss) = self.loss {
-            text.push_str(&format!("  {called} {loss:.4}"));
+            text.push_str(&format!("  {called} {}", rounded(loss)));
         }
         text
     }

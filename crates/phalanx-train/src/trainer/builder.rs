@@ -26,7 +26,7 @@ use super::{Reports, Results, Trainer};
 use crate::best::Best;
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
-use crate::format::thousands;
+use crate::format::{number, thousands};
 use crate::job::Trainings;
 use crate::log::{IMAGES_DIR, RunInfo, TABLES_DIR};
 use crate::output::{Files, Output};
@@ -397,7 +397,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             })?; // DDP
             let optimizer = update.optimizer();
             let lr = optimizer.lr();
-            let own_title = format!("{} lr {lr}", optimizer.name());
+            let own_title = format!("{} lr {}", optimizer.name(), number(lr));
             title = Some(match title {
                 None => own_title,
                 Some(title) if name.is_empty() => title,

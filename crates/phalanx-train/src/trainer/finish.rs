@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::{Evaluation, Trainer};
 use crate::error::Result;
-use crate::format::{thousands, typed};
+use crate::format::{rounded, thousands, typed};
 use crate::gradient::GradientType;
 use crate::param_group::joined_state;
 use crate::say;
@@ -156,7 +156,7 @@ impl<M> Trainer<'_, M> {
         let last = &self.results.last;
         match (last.confusion.classes(), last.loss) {
             (0, loss) if loss.is_nan() => String::new(),
-            (0, loss) => format!("test loss {loss:.4}, "),
+            (0, loss) => format!("test loss {}, ", rounded(loss)),
             _ => format!("accuracy {:.2} %, ", last.accuracy * 100.0),
         }
     }
