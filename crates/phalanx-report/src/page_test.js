@@ -11,7 +11,7 @@ globalThis.IntersectionObserver = class { observe() {} unobserve() {} };
 Object.assign(globalThis, { innerWidth: 1280, innerHeight: 900, scrollY: 0, addEventListener() {}, scrollTo() {} });
 
 const script = require("fs").readFileSync(0, "utf8");
-const names = ["short", "percent", "value", "className", "csv", "convert", "settings", "tagsOf", "noteOf", "commandOf", "resultNames", "perEpoch", "ticks", "breakdown"];
+const names = ["tensorSeries", "short", "percent", "value", "className", "csv", "convert", "settings", "tagsOf", "noteOf", "commandOf", "resultNames", "perEpoch", "ticks", "breakdown"];
 const page_ = new Function(script + `\nreturn { ${names}, shownRuns: (data) => { runs = data.map((run) => ({ curves: {}, events: [], about: {}, summary: {}, label: "run", ...run })); return runs; } };`)();
 function same(what, is, expected) {
   if (JSON.stringify(is) !== JSON.stringify(expected)) console.log(`${what}: ${JSON.stringify(is)}, expected ${JSON.stringify(expected)}`);
@@ -26,6 +26,7 @@ for (const [v, text, title] of [["a".repeat(64), "aaaaaaaaaaaa…", "a".repeat(6
 }
 same("classes", [0, 1, 2, 3].map((c) => page_.className({ summary: { classes: ["\n", " ", "a b"] } }, c)), ["\\n", "␣", "a b", "3"]);
 same("csv", page_.csv("step", [{ label: 'a "b"', x: [0, 2], y: [0.1, 1e-9] }, { label: "c", x: [1, 2], y: [5, 6] }]), 'step,"a ""b""","c"\n0,0.1,\n1,,5\n2,1e-9,6\n');
+same("tensor", page_.csv("step", page_.tensorSeries({ min: [-1, null], mean: [0, 0.5], deviation: [1, 2], max: [3, 4] }, [0, 5])), 'step,"least","mean","standard deviation","greatest"\n0,-1,0,1,3\n5,,0.5,2,4\n');
 
 const about = { arguments: ["train", "gpt", "--data", "my text.txt", "--nproc_per_node=2", "--lr", "1e20", "--live", "--tag", "a=b", "--note=c", "--output-dir", "runs/a"], settings: { "--lr": "100000000000000000000", "--epochs": "3" }, steps_per_epoch: 10, git: { commit: "7ffb53f6b0a9c1d2", branch: "main", modified: true } };
 const clock = { x: [0, 10, 20], y: [1, 6, 16] };

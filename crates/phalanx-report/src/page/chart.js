@@ -34,20 +34,33 @@ function csv(axis, series) {
   const sorted = [...rows].sort((a, b) => a[0] - b[0]).map(([x, values]) => [x, ...values].join(","));
   return [[axis, ...series.map((s) => quoted(s.label))].join(","), ...sorted, ""].join("\n");
 }
-/** A picture that needs no style sheet: the chart with its name and a legend. */
-function picture(svg, name, series) {
-  const copy = svg.cloneNode(true), [, , width, height] = svg.getAttribute("viewBox").split(" ").map(Number), from = svg.querySelectorAll("*");
-  copy.querySelectorAll("*").forEach((made, i) => {
-    const style = getComputedStyle(from[i]);
-    made.setAttribute("style", ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family"].map((n) => `${n}:${style.getPropertyValue(n)}`).join(";"));
-  });
+/** A picture that needs no style sheet: the chart, whose parts lie below each other, with its name and a legend. */
+function picture(parts, name, series) {
+  const root = el("svg:svg");
+  let width = 0, height = 0;
+  for (const svg of parts) {
+    const copy = svg.cloneNode(true), from = svg.querySelectorAll("*"), [, , w, h] = svg.getAttribute("viewBox").split(" ").map(Number);
+    copy.querySelectorAll("*").forEach((made, i) => {
+      const style = getComputedStyle(from[i]);
+      made.setAttribute("style", ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-family"].map((n) => `${n}:${style.getPropertyValue(n)}`).join(";"));
+    });
+    for (const [key, value] of Object.entries({ y: height, width: w, height: h })) copy.setAttribute(key, value);
+    root.append(copy);
+    [width, height] = [Math.max(width, w), height + h];
+  }
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name), font = "font:12px sans-serif";
   const legend = series.length > 1 ? series.slice(0, 40) : [], top = 24 + 16 * legend.length;
-  copy.prepend(el("svg:rect", { x: 0, y: -top, width, height: height + top, fill: color("--back") }), el("svg:text", { x: 8, y: 16 - top, style: `font:bold 13px sans-serif;fill:${color("--text")}` }, name),
+  root.prepend(el("svg:rect", { x: 0, y: -top, width, height: height + top, fill: color("--back") }), el("svg:text", { x: 8, y: 16 - top, style: `font:bold 13px sans-serif;fill:${color("--text")}` }, name),
     ...legend.flatMap((s, i) => [el("svg:rect", { x: 8, y: 26 - top + 16 * i, width: 10, height: 10, fill: s.color.startsWith("var(") ? color(s.color.slice(4, -1)) : s.color }),
       el("svg:text", { x: 24, y: 35 - top + 16 * i, style: `${font};fill:${color("--text")}` }, s.label)]));
-  for (const [key, value] of Object.entries({ viewBox: `0 ${-top} ${width} ${height + top}`, width, height: height + top })) copy.setAttribute(key, value);
-  return new XMLSerializer().serializeToString(copy);
+  for (const [key, value] of Object.entries({ viewBox: `0 ${-top} ${width} ${height + top}`, width, height: height + top })) root.setAttribute(key, value);
+  return new XMLSerializer().serializeToString(root);
+}
+/** Buttons that download the chart `name`: the picture of its `parts`, and the values of what it draws. */
+function downloads(name, parts, get) {
+  const file = (ending) => `${runs.map((run) => run.label).join("-")} ${name}`.replace(/[^\w.-]+/g, "-").replace(/-$/, "").slice(0, 100) + ending;
+  const button = (ending, what, onclick) => el("button", { class: "quiet", title: `download the ${what}`, onclick }, ending);
+  return el("span", { class: "files" }, button("svg", "picture", () => save(file(".svg"), "image/svg+xml", picture(parts, name, get().legend === false ? [] : get().series))), button("csv", "values", () => save(file(".csv"), "text/csv", csv(get().axis, get().series))));
 }
 
 const charts = new Set();
@@ -115,10 +128,8 @@ function chart(name, get) {
   const reset = el("button", { hidden: "", onclick: () => zoomTo(null) }, "reset zoom");
   const log = el("button", { title: "logarithmic scale", onclick: () => { self.log = !isLog(get().series); self.draw(); } }, "log");
   const clip = `clip${chart.count = (chart.count || 0) + 1}`;
-  const file = (ending) => `${runs.map((run) => run.label).join("-")} ${name}`.replace(/[^\w.-]+/g, "-").replace(/-$/, "").slice(0, 100) + ending;
-  const files = [["svg", "picture", () => save(file(".svg"), "image/svg+xml", picture(svg, name, get().series))], ["csv", "values", () => save(file(".csv"), "text/csv", csv(get().axis, get().series))]];
   const legend = el("div", { class: "bar legend", hidden: "" });
-  self.root = el("div", { class: "chart" }, el("header", {}, el("h3", {}, name), files.map(([ending, what, onclick]) => el("button", { class: "quiet", title: `download the ${what}`, onclick }, ending)), reset, log), legend, svg);
+  self.root = el("div", { class: "chart" }, el("header", {}, el("h3", {}, name), downloads(name, [svg], get), reset, log), legend, svg);
   let start = null;
   const isLog = (series) => {
     if (self.log !== undefined) return self.log;
@@ -145,7 +156,8 @@ function chart(name, get) {
     let y0 = fold(Math.min, seen.map((s) => s.y), Infinity), y1 = fold(Math.max, seen.map((s) => s.y), -Infinity);
     if (!isFinite(y0)) { y0 = logarithmic ? 0.1 : 0; y1 = 1; }
     // Smoothing rounds: a constant stays one.
-    if (y1 - y0 <= 1e-9 * Math.abs(y1)) { const pad = isShare ? 0.05 : Math.abs(y0) / 2 || 1; y0 -= pad; y1 += pad; }
+    const constant = y1 - y0 <= 1e-9 * Math.abs(y1) && y0;
+    if (constant !== false) { const pad = isShare ? 0.05 : Math.abs(y0) / 2 || 1; y0 -= pad; y1 += pad; }
     const up = logarithmic ? Math.log10 : (v) => v;
     const margin = (up(y1) - up(y0)) * 0.04;
     const px = (x) => left + (x - x0) / (x1 - x0) * (width - left - right);
@@ -160,7 +172,8 @@ function chart(name, get) {
       return d;
     };
     const parts = [];
-    const rows = ticks(y0, y1, 5, logarithmic), same = new Set(rows.map(say)).size < rows.length;
+    const few = ticks(y0, y1, 5, logarithmic);
+    const rows = constant !== false ? [constant] : few.length > 2 || logarithmic ? few : ticks(y0, y1, 10), same = new Set(rows.map(say)).size < rows.length;
     for (const t of rows) parts.push(el("svg:line", { class: "grid", x1: left, x2: width - right, y1: py(t), y2: py(t) }), el("svg:text", { x: left - 6, y: py(t) + 4, "text-anchor": "end" }, same ? String(t) : say(t)));
     for (const t of single ? [x0 + 1] : ticks(x0, x1, Math.max(2, width / 90)).filter((t) => axis === "seconds" || Number.isInteger(t))) parts.push(el("svg:text", { x: px(t), y: height - bottom + 16, "text-anchor": "middle" }, short(t)));
     parts.push(el("svg:text", { class: "axis", x: (left + width - right) / 2, y: height - 5, "text-anchor": "middle" }, axis));

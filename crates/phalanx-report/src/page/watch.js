@@ -2,11 +2,17 @@
 
 const TENSORS = innerWidth < 640 ? 4 : 12;
 
+/** The numbers of a tensor over steps. */
+const tensorSeries = (tensor, steps) => [["least", "min"], ["mean", "mean"], ["standard deviation", "deviation"], ["greatest", "max"]].map(([label, name]) => {
+  const there = steps.map((_, i) => i).filter((i) => isNumber(tensor[name][i]));
+  return { label, x: there.map((i) => steps[i]), y: there.map((i) => tensor[name][i]) };
+});
+
 /** One tensor: min to max, mean ± standard deviation, and its histogram, over steps. */
 function tensorCard(tensor, steps, color) {
   const there = steps.map((_, i) => i).filter((i) => isNumber(tensor.min[i]) && isNumber(tensor.max[i]));
   const bands = el("svg:svg", { role: "img", "aria-label": `${tensor.name}: mean and range` }), heat = el("svg:svg", { role: "img", "aria-label": `${tensor.name}: histogram` });
-  const card = { root: el("div", { class: "chart tensor" }, el("header", {}, el("h3", {}, tensor.name), el("small", {}, tensor.kind)), bands, heat) };
+  const card = { root: el("div", { class: "chart tensor" }, el("header", {}, el("h3", {}, tensor.name), el("small", {}, tensor.kind), downloads(`${tensor.name} ${tensor.kind}`, [bands, heat], () => ({ axis: "step", legend: false, series: tensorSeries(tensor, steps) }))), bands, heat) };
   card.draw = () => {
     if (!card.root.isConnected) return;
     const left = 58, right = 12, top = 6, width = bands.clientWidth || 400, height = bands.clientHeight || 120;
@@ -16,11 +22,12 @@ function tensorCard(tensor, steps, color) {
     const edges = steps.map((s, i) => i ? (steps[i - 1] + s) / 2 : s - (steps.length > 1 ? (steps[1] - s) / 2 : 0.5));
     edges.push(steps.at(-1) + (steps.length > 1 ? (steps.at(-1) - steps.at(-2)) / 2 : 0.5));
     const px = (x) => left + (x - edges[0]) / (edges.at(-1) - edges[0]) * (width - left - right);
-    for (const [svg, bottom] of [[bands, 6], [heat, 20]]) {
+    for (const [svg, bottom] of [[bands, 6], [heat, 34]]) {
       const py = (y) => top + (y1 - y) / (y1 - y0) * (height - top - bottom), parts = [];
       for (const t of ticks(y0, y1, 4)) parts.push(el("svg:line", { class: "grid", x1: left, x2: width - right, y1: py(t), y2: py(t) }), el("svg:text", { x: left - 6, y: py(t) + 4, "text-anchor": "end" }, short(t)));
       if (svg === heat) {
-        for (const t of ticks(steps[0], Math.max(steps.at(-1), steps[0] + 1), Math.max(2, width / 90))) parts.push(el("svg:text", { x: px(t), y: height - 6, "text-anchor": "middle" }, short(t)));
+        for (const t of ticks(steps[0], Math.max(steps.at(-1), steps[0] + 1), Math.max(2, width / 90))) parts.push(el("svg:text", { x: px(t), y: height - 20, "text-anchor": "middle" }, short(t)));
+        parts.push(el("svg:text", { class: "axis", x: (left + width - right) / 2, y: height - 5, "text-anchor": "middle" }, "step"));
         const paths = Array(10).fill("");
         for (const i of there) {
           const x = px(edges[i]), w = px(edges[i + 1]) - x + 0.3, digits = tensor.levels[i], low = tensor.min[i], high = tensor.max[i], n = digits.length;
