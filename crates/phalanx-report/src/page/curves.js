@@ -55,7 +55,9 @@ const curves = (() => {
     marks.hidden = !runs.some((r) => r.events.length);
     axis.hidden = !runs.every((r) => r.curves.elapsed_s);
     legend.update();
-    const times = take(["elapsed_s", "train_s", "data_wait_total_ms", "saving_total_ms", "epoch"]).filter((n) => n !== "epoch");
+    // Without other ranks there is no communication.
+    const isAlone = runs.every((r) => r.about.ranks === 1);
+    const times = take([...(isAlone ? ["exposed_comm_ms"] : []), "elapsed_s", "train_s", "data_wait_total_ms", "saving_total_ms", "epoch"]).filter((n) => n !== "epoch");
     const wanted = GROUPS.map(([name, names]) => {
       const there = take(names);
       return there.length && [there.length < names.length ? there[0] : name, ofCurves(there)];

@@ -90,7 +90,7 @@ const system = partOfRuns((first) => {
       return [`rank ${rank.rank}`, rank.host, short(steps.at(-1)), ...sums[r].map((s) => `${s.toFixed(1)} (${(100 * s / all).toFixed(1)} %)`)];
     });
     pages.replaceChildren(...(ranks.length > RANKS ? [el("label", {}, "ranks ", select(Array.from({ length: Math.ceil(ranks.length / RANKS) }, (_, i) => [String(i * RANKS), `${i * RANKS} to ${Math.min(ranks.length, (i + 1) * RANKS) - 1}`]), (value) => { picked.first = +value; draw(); redraw(); }, String(picked.first)))] : []));
-    body.replaceChildren(el("h3", {}, "In all"), total, el("h3", {}, `Over time, 0 to ${short(told.at.at(-1))} s`), strips,
+    body.replaceChildren(el("h3", {}, "Total"), total, el("h3", {}, `Over time, 0 to ${short(told.at.at(-1))} s`), strips,
       folding(`ranks ${run.label}`, "Seconds by rank", false, table(["rank", "host", "steps", ...PARTS.map(([name]) => name)], rows)));
     const line = (name, scale, from = some) => () => ({ axis: "seconds", start: 0, legend: true, series: from.map((rank) => {
       const isRate = name === "sent" || name === "cpu_percent", values = name === "sent" ? told.sent[index(rank)] : rank.values[name] || [];
