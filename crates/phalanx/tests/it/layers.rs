@@ -39,8 +39,8 @@ const MAY: [(&str, &[&str]); 18] = [
     (
         "",
         &[
-            "wire", "store", "comm", "nn", "ddp", "global", "data", "report", "process", "launch",
-            "flow", "track", "train", "recipes",
+            "wire", "store", "comm", "nn", "ddp", "global", "data", "report", "process", "live",
+            "launch", "flow", "track", "train", "recipes",
         ],
     ),
 ];
