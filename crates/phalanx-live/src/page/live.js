@@ -59,7 +59,7 @@ const jobPart = part(() => [state.job, connection, Math.floor(Date.now() / 1000)
   ].filter(Boolean);
   return [
     el("div", { class: "top" }, el("h1", {}, name_(job.program ?? "")), el("span", { class: `state ${state_}`, role: "status" }, isLost ? "no connection" : job.state ?? "")),
-    el("div", { class: "soft where" }, `on ${job.host}`, state.report.about?.processor ? ` (${state.report.about.processor})` : "", state.folder ? `, in ${state.folder}` : "", el("br"), el("code", {}, job.program)),
+    el("div", { class: "soft where" }, `on ${job.host}`, state.report.about?.processor ? ` (${state.report.about.processor})` : "", state.folder ? `, in ${state.folder}` : "", el("br"), el("code", {}, String(job.program ?? "").split(" ").flatMap((word) => [el("span", {}, word), " "]))),
     p.share !== undefined ? el("div", { class: "progress", role: "progressbar", "aria-valuenow": Math.floor(100 * p.share), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": "progress" }, el("i", { style: `width:${100 * p.share}%` })) : [],
     isLost ? el("div", { class: "message" }, "The connection to the job is lost: the job has been killed, or the network is down. The page tries to connect again and keeps what it has.") : [],
     job.message ? el("div", { class: "message" }, job.message) : [],
