@@ -396,7 +396,10 @@ impl Runs {
     /// Reads events until `done`.
     fn read(&mut self, stream: &mut impl BufRead, done: impl Fn(&Runs) -> bool) {
         let mut line = String::new();
+        let begun = std::time::Instant::now();
         while !done(self) {
+            // There is a line every ten seconds.
+            assert!(begun.elapsed() < SOON, "{:?}", self.0.keys());
             line.clear();
             assert!(stream.read_line(&mut line).expect("the stream") > 0);
             let Some(data) = line.strip_prefix("data: ") else {
