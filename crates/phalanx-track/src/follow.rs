@@ -207,6 +207,7 @@ impl Follow {
     /// Reads the next part of the files.
     fn read(&mut self) -> Result<Vec<Record>> {
         let mut records = Vec::new();
+        self.has_more = false;
         // Opened each time: another folder may be there under the same name.
         if !self.path.is_dir() {
             return Ok(records);
