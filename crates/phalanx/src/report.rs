@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use phalanx_data::files::{Dir, atomic_write};
+use phalanx_data::files::{Dir, as_typed, atomic_write};
 use phalanx_report::{REPORT_FILE, Run, page, write_in, write_of};
 
 use crate::error::Result;
@@ -23,6 +23,10 @@ pub struct ReportArgs {
     /// Also send the runs to an MLflow tracking server: what was not delivered yet [default URI: MLFLOW_TRACKING_URI]
     #[arg(long, value_name = "URI", num_args = 0..=1, default_missing_value = "")]
     upload: Option<String>,
+    /// Also write offline runs into the folders' wandb/, which `wandb sync` uploads: again, where there is one, as after
+    /// the folder was moved
+    #[arg(long)]
+    wandb: bool,
     #[command(flatten)]
     labels: LabelArgs,
 }
@@ -66,18 +70,19 @@ pub fn run(args: &ReportArgs) -> Result<()> {
         }
     };
     say::print(&format!("{}\n", output.display()))?;
-    let Some(uri) = &args.upload else {
-        return Ok(());
-    };
     let to = TrackArgs {
-        mlflow: Some(uri.clone()),
-        wandb: false,
+        mlflow: args.upload.clone(),
+        wandb: args.wandb,
     };
     for run in &args.runs {
         for tracker in to.trackers(&real_env())? {
+            let done = match tracker.name() {
+                "wandb" => format!("wandb sync {}/wandb/offline-run-*", as_typed(run)),
+                _ => format!("{} is on the MLflow server", run.display()),
+            };
             upload(run, tracker)?;
+            say::print(&format!("{done}\n"))?;
         }
-        say::print(&format!("{} is on the MLflow server\n", run.display()))?;
     }
     Ok(())
 }

@@ -35,6 +35,38 @@ fn a_training_without_its_server_ends_well_and_says_how_to_upload_later() {
 }
 
 #[test]
+fn any_run_gets_an_offline_run_of_wandb_whose_files_are_where_the_folder_is() {
+    let dir = tempfile::tempdir().expect("folder");
+    succeed(&words(&format!("{TRAIN} --output-dir a")), dir.path());
+    let at = |name: &str| dir.path().join(name);
+    assert!(!at("a/wandb").exists());
+    for folder in ["a", "b"] {
+        let (out, _) = succeed(&words(&format!("report {folder} --wandb")), dir.path());
+        assert_eq!(
+            out,
+            format!("{folder}/report.html\nwandb sync {folder}/wandb/offline-run-*\n")
+        );
+        let runs = std::fs::read_dir(at(folder).join("wandb")).expect("a folder");
+        let runs: Vec<_> = runs.flatten().map(|run| run.path()).collect();
+        assert_eq!(runs.len(), 1, "{runs:?}");
+        let files = std::fs::read_dir(&runs[0]).expect("a folder").flatten();
+        let mut files = files.map(|file| file.path());
+        let file = files.find(|path| path.extension().is_some_and(|end| end == "wandb"));
+        let bytes = std::fs::read(file.expect("a file")).expect("read");
+        let model = at(folder)
+            .canonicalize()
+            .expect("a path")
+            .join("mnist_cnn.pt");
+        let model = model.to_str().expect("UTF-8").as_bytes();
+        assert!(bytes.windows(model.len()).any(|part| part == model));
+        // Moved, it is written again.
+        if folder == "a" {
+            std::fs::rename(at("a"), at("b")).expect("moved");
+        }
+    }
+}
+
+#[test]
 fn an_address_that_is_none_is_the_users_mistake() {
     let dir = tempfile::tempdir().expect("folder");
     for (uri, why) in [
