@@ -13,7 +13,6 @@ mod grid;
 mod handles;
 mod hierarchical;
 mod keys;
-mod layers;
 mod monitored;
 mod objects;
 mod parts;

@@ -1,6 +1,7 @@
-//! Crates depend on each other in one direction only.
+//! Crates depend on each other in one direction only, modules of a crate as well, and no crate grows unnoticed.
 
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 
 /// Each crate, and those of ours that it may depend on.
 const MAY: [(&str, &[&str]); 18] = [
@@ -78,4 +79,486 @@ fn no_crate_depends_on_one_above_it() {
         }
     }
     assert_eq!(seen, MAY.len(), "a crate is gone");
+}
+
+/// The modules of each crate, from the bottom up: a module imports from those before it. Modules in the same brackets import
+/// each other; no further ones join them.
+const LAYERS: [(&str, &[&[&str]]); 15] = [
+    (
+        "phalanx",
+        &[
+            &["units"],
+            &["bench"],
+            &["doctor"],
+            &["export"],
+            &["live"],
+            &["new"],
+            &["plan"],
+            &["predict"],
+            &["report"],
+            &["training"],
+            &["cli", "compare"],
+            &["program"],
+            &["prelude"],
+            &["spawn"],
+        ],
+    ),
+    (
+        "phalanx-comm",
+        &[
+            &["sync"],
+            &["limits"],
+            &["inherited"],
+            &["dtype"],
+            &["op"],
+            &["error"],
+            &["notice"],
+            &["region"],
+            &["wait"],
+            &["kernel"],
+            &["plan"],
+            &["operation"],
+            &["status"],
+            &["transport"],
+            &["memory"],
+            &["select"],
+            &["recorder"],
+            &["stall"],
+            &["deadline"],
+            &["context"],
+            &["shm"],
+            &["exec"],
+            &["backend"],
+            &["group"],
+        ],
+    ),
+    (
+        "phalanx-data",
+        &[
+            &["error"],
+            &["dataset"],
+            &["augment"],
+            &["files"],
+            &["text"],
+            &["sampler"],
+            &["checkpoint", "pth", "state"],
+            &["cifar10"],
+            &["digest"],
+            &["image"],
+            &["loader"],
+            &["metrics"],
+            &["mnist", "synthetic"],
+            &["process"],
+            &["progress"],
+            &["text_dataset"],
+        ],
+    ),
+    (
+        "phalanx-ddp",
+        &[
+            &["error"],
+            &["typed"],
+            &["bucket"],
+            &["parameters"],
+            &["equal"],
+            &["fingerprint"],
+            &["trace"],
+            &["hooks", "messages", "reducer", "vote"],
+            &["nn"],
+        ],
+    ),
+    (
+        "phalanx-flow",
+        &[
+            &["spec"],
+            &["objects"],
+            &["store"],
+            &["call"],
+            &["check"],
+            &["child"],
+            &["lock"],
+            &["resources"],
+            &["engine"],
+            &["export"],
+            &["file"],
+            &["probe"],
+            &["prune"],
+            &["cli", "flow", "page"],
+        ],
+    ),
+    (
+        "phalanx-global",
+        &[
+            &["error"],
+            &["placement"],
+            &["sbp"],
+            &["layout"],
+            &["boxing"],
+            &["rules"],
+            &["indices", "params", "prefetch", "step", "tensor"],
+            &["checkpoint"],
+            &["loss"],
+            &["ops"],
+            &["parallel"],
+        ],
+    ),
+    (
+        "phalanx-launch",
+        &[
+            &["cluster"],
+            &["alone"],
+            &["contract"],
+            &["machine"],
+            &["report"],
+            &["proc_stat"],
+            &["signals"],
+            &["token"],
+            &["ending"],
+            &["pump"],
+            &["reap"],
+            &["streams"],
+            &["numa"],
+            &["torchrun"],
+            &[
+                "args", "engine", "folder", "guard", "nodes", "plan", "ranks", "shim",
+            ],
+            &["inspect"],
+            &["flight"],
+            &["oom"],
+            &["job"],
+            &["log"],
+            &["same_host"],
+            &["threads"],
+            &["rank_args"],
+            &["words"],
+        ],
+    ),
+    (
+        "phalanx-live",
+        &[
+            &["access"],
+            &["address"],
+            &["hub"],
+            &["run"],
+            &["tail"],
+            &["view"],
+            &["follower"],
+            &["runs"],
+            &["server"],
+        ],
+    ),
+    (
+        "phalanx-nn",
+        &[
+            &["pool"],
+            &["par"],
+            &["rng"],
+            &[
+                "error", "kernels", "losses", "ops", "param", "profile", "tape", "tensor",
+            ],
+            &["layers", "value"],
+            &["models"],
+            &["optim"],
+        ],
+    ),
+    (
+        "phalanx-process",
+        &[
+            &["format"],
+            &["error"],
+            &["say"],
+            &["context"],
+            &["convert"],
+            &["env"],
+            &["stop"],
+        ],
+    ),
+    (
+        "phalanx-report",
+        &[&["curve"], &["system"], &["watch"], &["events", "logged"]],
+    ),
+    (
+        "phalanx-store",
+        &[
+            &["error"],
+            &["pending"],
+            &["auth"],
+            &["table"],
+            &["store", "tcp"],
+            &["file"],
+            &["mem"],
+        ],
+    ),
+    (
+        "phalanx-track",
+        &[
+            &["follow"],
+            &["tracker"],
+            &["values"],
+            &["tensorboard"],
+            &["mlflow"],
+            &["wandb"],
+            &["args"],
+            &["delivery"],
+            &["ending"],
+        ],
+    ),
+    (
+        "phalanx-train",
+        &[
+            &["advice"],
+            &["attempt"],
+            &["deliveries"],
+            &["gradient"],
+            &["split"],
+            &["labels", "log"],
+            &["precision"],
+            &["update"],
+            &["lock"],
+            &["profile"],
+            &["sample_log"],
+            &["timing"],
+            &["trace"],
+            &[
+                "best",
+                "exchange",
+                "job",
+                "output",
+                "param_group",
+                "reporter",
+                "run_dir",
+                "saving",
+                "settings",
+                "start",
+                "trainer",
+                "weights",
+            ],
+            &["prepare"],
+        ],
+    ),
+    (
+        "phalanx-wire",
+        &[
+            &["error"],
+            &["bytes"],
+            &["frame"],
+            &["token"],
+            &["handshake"],
+            &["store_msg"],
+        ],
+    ),
+];
+
+/// Code lines of each crate at most, without tests, comments and blank lines. A commit that raises one says why; one that
+/// has made a crate smaller lowers it.
+const LINES: [(&str, usize); 18] = [
+    ("phalanx", 4512),
+    ("phalanx-comm", 20946),
+    ("phalanx-data", 8362),
+    ("phalanx-ddp", 5427),
+    ("phalanx-flow", 6845),
+    ("phalanx-global", 4812),
+    ("phalanx-http", 65),
+    ("phalanx-launch", 9789),
+    ("phalanx-live", 1775),
+    ("phalanx-mpi", 65),
+    ("phalanx-nn", 16084),
+    ("phalanx-process", 701),
+    ("phalanx-report", 857),
+    ("phalanx-store", 3369),
+    ("phalanx-track", 3341),
+    ("phalanx-train", 6727),
+    ("phalanx-wire", 1695),
+    ("recipes", 4828),
+];
+
+/// How far a crate may be below its line.
+const SLACK: usize = 150;
+
+/// The file without its unit tests and comments.
+fn code(text: &str) -> String {
+    let mut text = text;
+    for tests in ["mod tests {", "pub(crate) mod tests {"] {
+        let tests = format!("\n#[cfg(test)]\n{tests}");
+        text = text.split(&tests).next().unwrap_or_default();
+    }
+    let lines = text.lines();
+    let lines = lines.filter(|line| !line.trim_start().starts_with("//"));
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+/// The source files below `folder`, by their path in it without `.rs` and `/mod`; no tests.
+fn sources(folder: &Path) -> BTreeMap<Vec<String>, String> {
+    let mut found = BTreeMap::new();
+    let mut folders: Vec<(PathBuf, Vec<String>)> = vec![(folder.to_owned(), Vec::new())];
+    while let Some((folder, above)) = folders.pop() {
+        for entry in std::fs::read_dir(&folder)
+            .expect("a folder of sources")
+            .flatten()
+        {
+            let (path, name) = (
+                entry.path(),
+                entry.file_name().to_string_lossy().into_owned(),
+            );
+            let stem = name.trim_end_matches(".rs");
+            if stem.contains("tests") || stem == "testing" {
+                continue;
+            }
+            let mut parts = above.clone();
+            if stem != "mod" {
+                parts.push(stem.to_owned());
+            }
+            if path.is_dir() {
+                folders.push((path, parts));
+            } else if name.ends_with(".rs") {
+                found.insert(
+                    parts,
+                    code(&std::fs::read_to_string(&path).expect("a source file")),
+                );
+            }
+        }
+    }
+    found
+}
+
+/// The first names of what follows `crate::`, `super::` or `use `: one, or those of a list in braces.
+fn names(path: &str) -> Vec<String> {
+    let first = |path: &str| {
+        let end = |c: char| !c.is_alphanumeric() && c != '_';
+        path.trim().split(end).next().unwrap_or_default().to_owned()
+    };
+    let Some(list) = path.strip_prefix('{') else {
+        return vec![first(path)];
+    };
+    let (mut names, mut depth, mut begin) = (Vec::new(), 0, 0);
+    for (at, c) in list.char_indices() {
+        match c {
+            '{' => depth += 1,
+            '}' if depth == 0 => {
+                names.push(first(&list[begin..at]));
+                break;
+            }
+            '}' => depth -= 1,
+            ',' if depth == 0 => {
+                names.push(first(&list[begin..at]));
+                begin = at + 1;
+            }
+            _ => {}
+        }
+    }
+    names
+}
+
+/// What a crate's root re-exports, and the module that it is from.
+fn at_root(root: &str) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    for part in root.split("use ").skip(1) {
+        let part = part.split(';').next().unwrap_or_default();
+        let part = part
+            .trim_start_matches("self::")
+            .trim_start_matches("crate::");
+        let Some((module, items)) = part.split_once("::") else {
+            continue;
+        };
+        for item in items.trim_matches(['{', '}']).split(',') {
+            let name = item.rsplit([' ', ':']).next().unwrap_or_default().trim();
+            if !name.is_empty() {
+                found.insert(name.to_owned(), module.to_owned());
+            }
+        }
+    }
+    found
+}
+
+/// The modules that each module of the crate in `folder` imports from.
+fn imports(folder: &Path) -> BTreeMap<String, BTreeSet<String>> {
+    let sources = sources(folder);
+    let root = sources.get(&vec!["lib".to_owned()]).expect("lib.rs");
+    let at_root = at_root(root);
+    let is_module = |name: &str| sources.keys().any(|parts| parts[0] == name);
+    let mut imports: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for (parts, text) in &sources {
+        let own = &parts[0];
+        if ["lib", "main", "fuzzing"].contains(&&**own)
+            || parts.iter().any(|part| part == "fuzzing")
+        {
+            continue;
+        }
+        let up = "super::".repeat(parts.len());
+        let from_root = text.split("crate::").skip(1);
+        let from_super = text.split(&up).skip(1);
+        let found = imports.entry(own.clone()).or_default();
+        for name in from_root.chain(from_super).flat_map(names) {
+            let module = match is_module(&name) {
+                true => Some(&name),
+                false => at_root.get(&name),
+            };
+            found.extend(
+                module
+                    .filter(|module| *module != own && is_module(module))
+                    .cloned(),
+            );
+        }
+    }
+    imports
+}
+
+fn crate_folder(name: &str) -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    match name {
+        "recipes" => root.join("recipes"),
+        name => root.join("crates").join(name).join("src"),
+    }
+}
+
+#[test]
+fn no_module_imports_from_above() {
+    for (name, layers) in LAYERS {
+        let layer = |module: &str| {
+            let found = layers.iter().position(|layer| layer.contains(&module));
+            found.unwrap_or_else(|| panic!("{name}: the module {module} has no layer"))
+        };
+        let imports = imports(&crate_folder(name));
+        for (own, imports) in &imports {
+            for import in imports {
+                assert!(
+                    layer(import) <= layer(own),
+                    "{name}: {own} imports from {import}, which is above it"
+                );
+            }
+        }
+        for module in layers.iter().flat_map(|layer| *layer) {
+            assert!(
+                imports.contains_key(*module),
+                "{name}: the module {module} is gone"
+            );
+        }
+    }
+    // What is found.
+    assert_eq!(
+        names("{\n    exec::{A, B},\n    Error}; x"),
+        ["exec", "Error"]
+    );
+    assert_eq!(names("wait::f()"), ["wait"]);
+    let root = at_root("pub use error::{Error, Result};\npub use self::a::b::C as D;");
+    assert_eq!(root["Result"], "error");
+    assert_eq!(root["D"], "a");
+    let comm = imports(&crate_folder("phalanx-comm"));
+    assert!(comm["group"].contains("backend") && comm["exec"].contains("error"));
+}
+
+#[test]
+fn no_crate_grows_unnoticed() {
+    let mut wrong = Vec::new();
+    for (name, most) in LINES {
+        let sources = sources(&crate_folder(name));
+        let lines = sources.values().flat_map(|text| text.lines());
+        let lines = lines.filter(|line| !line.trim().is_empty()).count();
+        if lines > most || lines + SLACK < most {
+            wrong.push(format!(
+                "{name} has {lines} code lines, {most} in the table"
+            ));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("; "));
 }
