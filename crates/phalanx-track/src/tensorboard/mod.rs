@@ -30,8 +30,8 @@ pub(crate) const TENSORBOARD: &str = "tensorboard";
 /// Writes a run as an event file of TensorBoard, directly in the run's folder, so that TensorBoard calls the run by its
 /// folder.
 ///
-/// Each process writes the file from the run's beginning, under a new name, and removes the one before: a TensorBoard that
-/// is running drops what it has read of the run and reads the new file.
+/// Each process writes the file from the run's beginning, under a new name, and at its end removes those before. TensorBoard
+/// drops what it has read of the run when it comes to a new file.
 #[derive(Default)]
 pub struct TensorBoard {
     dir: PathBuf,
@@ -47,12 +47,15 @@ pub struct TensorBoard {
 }
 
 struct Out {
+    dir: Dir,
+    /// Files of earlier processes.
+    before: Vec<String>,
     path: PathBuf,
     file: BufWriter<File>,
 }
 
 impl Out {
-    /// Creates the file of the run `id` that `process` writes. One that an earlier process has written is removed.
+    /// Creates the file of the run `id`.
     fn create(dir: &Dir, id: &str) -> Result<Out> {
         let names = dir.names()?;
         let names = names
@@ -72,11 +75,16 @@ impl Out {
             std::process::id()
         );
         let file = BufWriter::new(dir.create_file(&name)?);
-        for (before, _) in names.filter(|(name, _)| !id.is_empty() && name.ends_with(&end)) {
-            dir.remove(before)?;
-        }
+        let before = names.map(|(name, _)| name.clone());
+        let before = before.filter(|name| !id.is_empty() && name.ends_with(&end));
+        let before = before.collect();
         let path = dir.path().join(&name);
-        Ok(Out { path, file })
+        Ok(Out {
+            dir: dir.clone(),
+            before,
+            path,
+            file,
+        })
     }
 
     fn write(&mut self, wall_time: f64, step: u64, what: What) -> Result<()> {
@@ -246,7 +254,12 @@ impl Tracker for TensorBoard {
             values.extend(hparams.map(|hparams| of_hparams("session_end_info", &hparams)));
             self.write(values)?;
         }
-        self.out(&Value::Null)?.flush()
+        let out = self.out(&Value::Null)?;
+        out.flush()?;
+        for name in std::mem::take(&mut out.before) {
+            out.dir.remove(&name)?;
+        }
+        Ok(())
     }
 }
 

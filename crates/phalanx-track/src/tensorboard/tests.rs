@@ -240,7 +240,10 @@ fn a_full_disk_ends_the_file_with_its_name() {
         .write(true)
         .open("/dev/full")
         .expect("/dev/full");
+    let folder = tempfile::tempdir().expect("folder");
     let out = Out {
+        dir: Dir::open(folder.path()).expect("folder"),
+        before: Vec::new(),
         path: "/dev/full".into(),
         file: BufWriter::new(full),
     };
