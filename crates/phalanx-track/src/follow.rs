@@ -31,6 +31,9 @@ const LONGEST_LINE: u64 = 16 << 20;
 /// Limit for `run.json` and `summary.json`.
 pub(crate) const LARGEST_FILE: u64 = 64 << 20;
 
+/// Events that an attempt writes again for the steps that it takes again.
+const LOGGED: [&str; 5] = ["watch", "image", "table", "text", "rows"];
+
 /// The start of an attempt is shorter.
 const LONGEST_START: usize = 1 << 12;
 
@@ -245,7 +248,7 @@ impl Follow {
                 (None, _) | (_, None) => break,
                 (Some((metric, _)), Some((event, end))) => {
                     of_metrics = step_of(metric).unwrap_or(of_metrics);
-                    let is_again = is_logged_again(starts, event, *end);
+                    let is_again = is_taken_again(starts, event, *end);
                     let of_event = step_of(event).filter(|_| !is_again);
                     let of_event = of_event.unwrap_or(of_events);
                     of_metrics < of_event || of_metrics == of_event && event["kind"] != "start"
@@ -267,10 +270,11 @@ impl Follow {
                 records.extend(is_new.then_some(Record::Metrics(record)));
                 continue;
             }
-            if record["kind"] != "start" && is_logged_again(starts, &record, end) {
+            let is_again = is_taken_again(starts, &record, end);
+            if is_again && LOGGED.iter().any(|kind| record["kind"] == *kind) {
                 continue;
             }
-            of_events = step_of(&record).unwrap_or(of_events);
+            of_events = step_of(&record).filter(|_| !is_again).unwrap_or(of_events);
             let now = record["time"].as_f64();
             if now.is_some() && now <= given {
                 continue;
@@ -320,27 +324,27 @@ fn starts(dir: &Dir) -> Result<Vec<(u64, Option<Resumption>)>> {
     }
 }
 
-/// Whether an attempt that starts after `event`, which ends at `end` of `events.jsonl`, logs the same again.
-fn is_logged_again(starts: &[(u64, Option<Resumption>)], event: &Value, end: u64) -> bool {
-    let kinds = ["start", "watch", "image", "table", "text", "rows"];
+/// Whether an attempt that starts after `event`, which ends at `end` of `events.jsonl`, takes its step again.
+fn is_taken_again(starts: &[(u64, Option<Resumption>)], event: &Value, end: u64) -> bool {
     let Some(step) = step_of(event).map(|step| step as f64) else {
         return false;
     };
-    let is_logged = event["kind"]
-        .as_str()
-        .is_some_and(|kind| kinds.contains(&kind));
     let stays = |from: &Option<Resumption>| match event["epoch"].as_f64() {
         Some(epoch) => from.is_some_and(|from| from.keeps(step, Some(epoch))),
         None => from.is_some_and(|from| step < from.step),
     };
     let mut later = starts.iter().filter(|(at, _)| *at > end);
-    is_logged && later.any(|(_, from)| !stays(from))
+    later.any(|(_, from)| !stays(from))
 }
 
-/// The step of a record; the first one of an attempt's start.
+/// The step to which a record belongs; the first one of an attempt's start. Checkpoints count the steps taken, and notices
+/// may be of any.
 fn step_of(record: &Value) -> Option<u64> {
-    let is_start = record["kind"] == "start";
-    record[if is_start { "resumed_at" } else { "step" }].as_u64()
+    match record["kind"].as_str() {
+        Some("checkpoint" | "notice") => None,
+        Some("start") => record["resumed_at"].as_u64(),
+        _ => record["step"].as_u64(),
+    }
 }
 
 /// Which steps the record counts: of steps, of epochs, or the program's own.

@@ -366,7 +366,7 @@ const LINES: [(&str, usize); 18] = [
     ("phalanx-process", 701),
     ("phalanx-report", 857),
     ("phalanx-store", 3369),
-    ("phalanx-track", 3341),
+    ("phalanx-track", 3360),
     ("phalanx-train", 6727),
     ("phalanx-wire", 1695),
     ("recipes", 4828),
