@@ -6,7 +6,7 @@ use std::path::Path;
 use phalanx_data::files::Dir;
 use serde_json::Value;
 
-use crate::Result;
+use crate::{Error, ErrorKind, Result};
 
 /// Largest image or table.
 const LARGEST: u64 = 64 << 20;
@@ -22,6 +22,12 @@ pub(crate) fn shown(value: &Value) -> String {
     value
         .as_str()
         .map_or_else(|| value.to_string(), str::to_owned)
+}
+
+/// There is no second attempt: a part of a record may be in the file at `path`.
+pub(crate) fn failed(what: &str, path: &Path, e: std::io::Error) -> Error {
+    let what = format!("cannot {what} {}", path.display());
+    Error::new(ErrorKind::Failed, what).caused_by(e)
 }
 
 /// What the ranks use, by a `system` event: rank, name and number.

@@ -18,7 +18,7 @@ use prost::Message as _;
 use serde_json::{Value, json};
 
 use self::proto::{Event, What, record};
-use crate::values::{self, Predictions, shown};
+use crate::values::{self, Predictions, failed, shown};
 use crate::{Error, ErrorKind, Result, Tracker};
 
 /// What the names of event files begin with.
@@ -94,18 +94,12 @@ impl Out {
             what: Some(what),
         };
         let written = self.file.write_all(&record(&event));
-        written.map_err(|e| self.failed(e))
+        written.map_err(|e| failed("write", &self.path, e))
     }
 
     fn flush(&mut self) -> Result<()> {
         let flushed = self.file.flush();
-        flushed.map_err(|e| self.failed(e))
-    }
-
-    /// No second attempt: a part of a record may be in the file.
-    fn failed(&self, e: std::io::Error) -> Error {
-        let what = format!("cannot write {}", self.path.display());
-        Error::new(ErrorKind::Failed, what).caused_by(e)
+        flushed.map_err(|e| failed("write", &self.path, e))
     }
 }
 

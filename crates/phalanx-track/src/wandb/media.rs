@@ -15,7 +15,8 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
 use super::proto::{Artifact, Config, Entry, FilesItem, Manifest};
-use crate::{Error, ErrorKind, Result};
+use crate::Result;
+use crate::values::failed;
 
 /// The folder of what is uploaded as files of the run.
 pub(super) const FILES: &str = "files";
@@ -242,11 +243,6 @@ impl Media<'_> {
             .map_err(|e| failed("write", &path, e))?;
         Ok(absolute(&path))
     }
-}
-
-fn failed(what: &str, path: &Path, e: std::io::Error) -> Error {
-    let what = format!("cannot {what} {}", path.display());
-    Error::new(ErrorKind::Failed, what).caused_by(e)
 }
 
 /// A sum of what is written to it, and the number of bytes.

@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use self::media::{Cell, Media};
 use self::proto::{FilesItem, Item, Items, What};
 use crate::tensorboard::EVENT_FILE_PREFIX;
-use crate::values::{self, Predictions};
+use crate::values::{self, Predictions, failed};
 use crate::{EVENTS_FILE, Error, ErrorKind, METRICS_FILE, Result, Tracker};
 
 /// The folder in the run's folder.
@@ -97,7 +97,7 @@ impl Out {
             records: 0,
         };
         let begun = out.file.write_all(proto::MAGIC);
-        begun.map_err(|e| out.failed(e))?;
+        begun.map_err(|e| failed("write", &out.path, e))?;
         let version = proto::Version {
             producer: concat!("phalanx ", env!("CARGO_PKG_VERSION")).to_owned(),
             min_consumer: MIN_CONSUMER.to_owned(),
@@ -116,7 +116,7 @@ impl Out {
         };
         let data = record.encode_to_vec();
         let written = proto::write_frames(&mut self.file, self.offset, &data);
-        self.offset = written.map_err(|e| self.failed(e))?;
+        self.offset = written.map_err(|e| failed("write", &self.path, e))?;
         Ok(())
     }
 
@@ -131,13 +131,7 @@ impl Out {
 
     fn flush(&mut self) -> Result<()> {
         let flushed = self.file.flush();
-        flushed.map_err(|e| self.failed(e))
-    }
-
-    /// No second attempt: a part of a record may be in the file.
-    fn failed(&self, e: std::io::Error) -> Error {
-        let what = format!("cannot write {}", self.path.display());
-        Error::new(ErrorKind::Failed, what).caused_by(e)
+        flushed.map_err(|e| failed("write", &self.path, e))
     }
 }
 
