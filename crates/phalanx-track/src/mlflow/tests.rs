@@ -37,6 +37,8 @@ struct Store {
     tags: BTreeMap<String, String>,
     status: String,
     artifacts: BTreeMap<String, Vec<u8>>,
+    /// The last one that was made.
+    experiment: String,
     runs: usize,
     /// What to do with the next requests; afterwards they are answered.
     next: Vec<Do>,
@@ -195,7 +197,10 @@ fn answer(line: &str, body: &[u8], store: &mut Store) -> (u16, String) {
     let (path, _) = line.split_once('?').unwrap_or((line, ""));
     let answer = match path {
         "GET /api/2.0/mlflow/experiments/get-by-name" => return refused("RESOURCE_DOES_NOT_EXIST"),
-        "POST /api/2.0/mlflow/experiments/create" => json!({"experiment_id": "7"}),
+        "POST /api/2.0/mlflow/experiments/create" => {
+            store.experiment = text(&json["name"]);
+            json!({"experiment_id": "7"})
+        }
         "POST /api/2.0/mlflow/runs/search" => {
             let filter = text(&json["filter"]);
             let before = store.before.iter().map(|run| &run.tags);
@@ -698,12 +703,13 @@ fn a_server_that_is_away_is_waited_for_and_the_rest_can_be_uploaded() {
     let fake = Fake::start();
     let port = fake.port;
     drop(fake);
-    let tracker = || {
-        Box::new(
-            Mlflow::new(Some(&format!("http://127.0.0.1:{port}")), &Env::new()).expect("a tracker"),
-        )
+    let of = |env: &Env| {
+        let uri = format!("http://127.0.0.1:{port}");
+        Box::new(Mlflow::new(Some(&uri), env).expect("a tracker"))
     };
-    let delivery = Delivery::start(run.path(), tracker()).expect("started");
+    let tracker = || of(&Env::new());
+    let env = Env::from([(EXPERIMENT.to_owned(), "digits".to_owned())]);
+    let delivery = Delivery::start(run.path(), of(&env)).expect("started");
     run.steps(0..4);
     let began = Instant::now();
     let error = delivery
@@ -733,6 +739,8 @@ fn a_server_that_is_away_is_waited_for_and_the_rest_can_be_uploaded() {
                 run.finish();
                 delivery.finish(FINISH_WAIT).expect("delivered");
                 has_all(&fake, 9);
+                // That of the process that never reached the server.
+                assert_eq!(fake.get(|store| store.experiment.clone()), "digits");
                 true
             }
         }
