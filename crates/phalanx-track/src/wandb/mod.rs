@@ -334,12 +334,10 @@ impl Wandb {
         let has_finished = self.exit.as_ref().is_some_and(|exit| exit.exit_code == 0);
         let out = self.out(&Value::Null)?;
         let media = out.media(&entity);
-        let model: Vec<String> = names
-            .iter()
-            .filter(|name| is_weights(name))
-            .cloned()
-            .collect();
-        let model = media.model(&run, &model)?.filter(|_| has_finished);
+        // Those of a run that has not finished may still change.
+        let weights = names.iter().filter(|name| has_finished && is_weights(name));
+        let weights: Vec<String> = weights.cloned().collect();
+        let model = media.model(&run, &weights)?;
         let mut copied = Vec::new();
         for name in names {
             if media.copy(&run, &name)? {
