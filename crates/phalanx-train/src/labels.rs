@@ -25,7 +25,7 @@ pub struct LabelArgs {
 
 fn read_tag(text: &str) -> std::result::Result<(String, Option<String>), String> {
     if text.chars().any(char::is_control) {
-        return Err("a tag has no control characters".to_owned());
+        return Err("the tag has control characters".to_owned());
     }
     if text.chars().count() > MOST_OF_A_TAG {
         return Err(format!("a tag has at most {MOST_OF_A_TAG} characters"));
@@ -35,7 +35,7 @@ fn read_tag(text: &str) -> std::result::Result<(String, Option<String>), String>
         None => (text.trim(), None),
     };
     match name {
-        "" => Err("a tag has a name".to_owned()),
+        "" => Err("the tag has no name".to_owned()),
         name => Ok((name.to_owned(), value)),
     }
 }
@@ -45,7 +45,7 @@ fn read_note(text: &str) -> std::result::Result<String, String> {
         .chars()
         .any(|c| c.is_control() && c != '\n' && c != '\t')
     {
-        return Err("a note has no control characters but line feeds and tabs".to_owned());
+        return Err("the note has control characters other than line feeds and tabs".to_owned());
     }
     if text.chars().count() > MOST_OF_A_NOTE {
         return Err(format!("a note has at most {MOST_OF_A_NOTE} characters"));
@@ -87,8 +87,8 @@ impl LabelArgs {
         let text = folder.read(RUN_FILE, MAX_RUN_BYTES)?;
         let run = text.and_then(|text| serde_json::from_slice(&text).ok());
         let Some(Value::Object(mut run)) = run else {
-            let what = format!("{} has no {RUN_FILE} of a run", dir.display());
-            return Err(Error::usage(what).note("so", "it cannot have --tag or --note"));
+            let what = format!("{} has no {RUN_FILE}", dir.display());
+            return Err(Error::usage(what).note("fix", "give the folder of a run"));
         };
         self.add_to(&mut run);
         write(&folder, &run.into())
