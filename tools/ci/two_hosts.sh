@@ -32,7 +32,9 @@ python3 -c 'import json, sys; s = json.load(open(sys.argv[1])); assert s["world_
 # A launcher that trains until something happens; its output and exit code are in files of its namespace.
 endless() { # endless NAMESPACE NODE_RANK NAME
     local code=0
-    ip netns exec "$1" timeout 300 "$phalanx" train mnist --data synthetic --synthetic-samples 60000 --epochs 2000 --threads 1 \
+    # --foreground: in a process group of its own, the stopped launcher would get SIGHUP when `timeout` is killed first,
+    # and could run until its own SIGKILL.
+    ip netns exec "$1" timeout --foreground 300 "$phalanx" train mnist --data synthetic --synthetic-samples 60000 --epochs 2000 --threads 1 \
         --nnodes 2 --node-rank "$2" --nproc-per-node 2 --master-addr 10.77.0.1 --token-file "$work/job.token" --timeout 8 \
         --output-dir "$work/$3" >"$work/$3.$2" 2>&1 || code=$?
     echo "$code" >"$work/$3.$2.code"
