@@ -12,11 +12,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use phalanx::checkpoint;
 use phalanx::comm::{InitOptions, ProcessGroup};
 use phalanx::data::cifar10::{self, Scaling, Split};
 use phalanx::data::loader::{Loader, LoaderOptions};
 use phalanx::data::sampler::{Cursor, Sampler, SamplerConfig};
-use phalanx::data::{ImageDataset, checkpoint, synthetic};
+use phalanx::data::{ImageDataset, synthetic};
 use phalanx::ddp::{DistributedDataParallel, verify_equal};
 use phalanx::nn::layers::Linear;
 use phalanx::nn::optim::Sgd;

@@ -40,7 +40,7 @@ impl Dataset for Spirals {
         _epoch: u64,
         indices: &[u64],
         (points, labels): &mut Self::Batch,
-    ) -> DataResult<()> {
+    ) -> Result<()> {
         points.clear();
         labels.clear();
         for &index in indices {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use phalanx_data::text::visible;
+use phalanx_base::text::visible;
 use phalanx_launch::Speakers;
 use phalanx_nn::models::{Gpt, GptConfig};
 use phalanx_nn::optim::{Adam, schedule::Schedule};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use phalanx_data::text::visible;
+use phalanx_base::text::visible;
 use phalanx_data::{Dataset, TextBatch, TextDataset};
 use phalanx_global::{Global, Parallel};
 use phalanx_nn::models::Gpt;

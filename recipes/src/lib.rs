@@ -23,8 +23,8 @@ use std::fmt;
 use std::path::PathBuf;
 
 use clap::FromArgMatches;
+use phalanx_base::{error, format, say};
 use phalanx_launch::{RankArgs, Speakers};
-use phalanx_process::{error, format, say};
 use phalanx_train::{Defaults, RankContext, SavingArgs, Settings};
 
 use error::Result;

@@ -5,8 +5,8 @@ use phalanx_launch::{Speakers, number, real_env};
 use phalanx_train::{Determinism, Evaluation, RankContext, Reporter, Settings};
 
 use crate::error::{Error, Result};
-use crate::format::typed;
 use crate::shared::image::Lines;
+use phalanx_train::choice_name;
 
 /// How the learning rate is scaled. The document has it both ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -55,7 +55,10 @@ impl DocumentArgs {
 
     /// `--lr-scaling` or its default.
     pub fn must_agree(&self, determinism: Determinism) -> String {
-        format!("--lr-scaling {}", typed(&self.lr_scaling(determinism)))
+        format!(
+            "--lr-scaling {}",
+            choice_name(&self.lr_scaling(determinism))
+        )
     }
 
     /// The learning rate when `world` ranks train.

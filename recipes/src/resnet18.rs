@@ -8,11 +8,12 @@ use phalanx_nn::{Params, Scope};
 use phalanx_train::{Defaults, Files};
 
 use crate::error::Result;
-use crate::format::{number, typed};
+use crate::format::number;
 use crate::modelarts::DocumentArgs;
 use crate::shared::cifar::{self, CifarArgs};
 use crate::shared::image::{ImageArgs, Lines, Program, Source, Spec, Testers, fields};
 use crate::{Loss, Network, Pixels, Recipe as Registered};
+use phalanx_train::choice_name;
 
 pub const RECIPE: Registered = Registered::of::<Resnet18>(
     "The ModelArts document's ResNet-18 on CIFAR-10; --recipe fast for few epochs",
@@ -111,7 +112,7 @@ impl Program for Resnet18 {
 
     fn must_agree(&self) -> Vec<String> {
         let scaling = self.document.must_agree(self.images.determinism());
-        vec![format!("--recipe {}", typed(&self.recipe)), scaling]
+        vec![format!("--recipe {}", choice_name(&self.recipe)), scaling]
     }
 
     fn net(&self, scope: &mut Scope) -> CifarResNet {

@@ -31,7 +31,7 @@ one() { # one BINARY TARGET: prints a line, and on a crash what libFuzzer said
 
 failed=0
 jobs=()
-for binary in wire store comm data launch program; do
+for binary in wire store comm checkpoint data report launch program; do
     PHALANX_FUZZ=seeds:$work/seeds "$built/$binary" >/dev/null
     for name in $(PHALANX_FUZZ=list "$built/$binary"); do
         mkdir -p "$work/corpus/$name"

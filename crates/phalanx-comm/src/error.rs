@@ -246,6 +246,20 @@ impl std::error::Error for Error {
     }
 }
 
+impl From<Error> for phalanx_base::Error {
+    fn from(error: Error) -> Self {
+        use phalanx_base::ErrorKind as Kind;
+        let kind = match error.kind() {
+            ErrorKind::Usage => Kind::Usage,
+            ErrorKind::Timeout => Kind::Timeout,
+            ErrorKind::PeerLost | ErrorKind::Aborted => Kind::PeerLost,
+            ErrorKind::Io => Kind::System,
+            _ => Kind::Failed,
+        };
+        Self::from_library(kind, error)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

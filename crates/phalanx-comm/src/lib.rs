@@ -94,7 +94,7 @@ pub use inherited::inherited_socket;
 pub use kernel::{all_finite, largest};
 pub use limits::raise_open_files;
 pub use memory::Bucket;
-pub use notice::{NoticeListener, host_name, set_notice_listener};
+pub use notice::{NoticeListener, set_notice_listener};
 pub use op::ReduceOp;
 pub use select::{Algorithm, Costs, Rules, Selector};
 pub use shm::CollectiveBytes;

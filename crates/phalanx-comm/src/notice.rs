@@ -137,14 +137,6 @@ pub(crate) fn ranks(ranks: &[usize]) -> String {
     format!("rank{plural} {}{more}", shown.join(", "))
 }
 
-/// This host's name.
-pub fn host_name() -> String {
-    rustix::system::uname()
-        .nodename()
-        .to_string_lossy()
-        .into_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

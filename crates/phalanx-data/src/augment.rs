@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use phalanx_nn::rng::philox::{philox4x32_10, unit_f32};
 
+use crate::ImageDataset;
 use crate::dataset::check_read;
-use crate::{Error, ImageDataset, Result};
+use phalanx_base::{Error, Result};
 
 /// Separates these random numbers from others with the same seed.
 const STREAM: u32 = 0x6175_676d; // "augm"

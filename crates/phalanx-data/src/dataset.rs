@@ -1,6 +1,6 @@
 //! The traits of data sets.
 
-use crate::{Error, Result};
+use phalanx_base::{Error, Result};
 
 /// A data set: samples that can be read in any order and from several threads.
 ///
@@ -8,7 +8,8 @@ use crate::{Error, Result};
 /// of clones.
 ///
 /// ```
-/// use phalanx_data::{Dataset, Result};
+/// use phalanx_base::Result;
+/// use phalanx_data::Dataset;
 ///
 /// /// Pairs of next characters.
 /// struct Text(Vec<u8>);
@@ -81,16 +82,6 @@ impl<T: Clone + Send + Sync + 'static> Dataset for Vec<T> {
         }
         Ok(())
     }
-}
-
-/// Images in a row of the picture that `image::sheet` makes and a run's report shows.
-pub const IMAGES_PER_ROW: usize = 32;
-
-/// Width and height of an image in the form of a PNG file; `None` if it is none.
-pub fn png_size(png: &[u8]) -> Option<[u32; 2]> {
-    let side = |at: usize| Some(u32::from_be_bytes(png.get(at..at + 4)?.try_into().ok()?));
-    png.starts_with(b"\x89PNG\r\n\x1a\n").then_some(())?;
-    Some([side(16)?, side(20)?])
 }
 
 /// A batch of labelled images.

@@ -4,29 +4,21 @@
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use phalanx_nn::{Init, Layout, Params, Scope, Seed};
-
-use crate::pth::{self, DType, PthFile, Saved};
-use crate::{checkpoint, cifar10, mnist, process, state};
+use crate::{cifar10, mnist};
 
 /// Name, function and seeds of a target.
 pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
 
 /// All fuzz targets of this crate.
 pub const TARGETS: &[Target] = &[
-    ("train_idx_images", idx_images, idx_seeds),
-    ("train_idx_labels", idx_labels, idx_seeds),
-    ("train_safetensors", safetensors, safetensors_seeds),
-    ("train_checkpoint", state::fuzz, state::fuzz_seeds),
-    ("train_pth_archive", pth_archive, pth_seeds),
-    ("train_pth_pickle", pth_pickle, pickle_seeds),
-    ("train_image", image, image_seeds),
-    ("train_cifar_pickle", cifar_pickle, cifar_pickle_seeds),
-    ("train_cifar_binary", cifar_binary, cifar_binary_seeds),
-    ("train_cifar_archive", cifar_archive, cifar_archive_seeds),
-    ("train_proc_status", proc_status, proc_seeds),
+    ("data_idx_images", idx_images, idx_seeds),
+    ("data_idx_labels", idx_labels, idx_seeds),
+    ("data_cifar_pickle", cifar_pickle, cifar_pickle_seeds),
+    ("data_cifar_binary", cifar_binary, cifar_binary_seeds),
+    ("data_cifar_archive", cifar_archive, cifar_archive_seeds),
+    ("data_proc_status", proc_status, proc_seeds),
 ];
 
 /// A memory file with these bytes, and a path to it.
@@ -68,136 +60,6 @@ fn idx_seeds() -> Vec<Vec<u8>> {
     };
     let bomb = [&[0, 0, 8, 1, 0, 16, 0, 0][..], &vec![0; 1 << 20]].concat();
     vec![gzip(&images), gzip(&labels), gzip(&bomb), images, labels]
-}
-
-pub(crate) fn model() -> Option<Params> {
-    let mut scope = Scope::new(Seed(1));
-    let mut fc = scope.enter("fc");
-    fc.param(
-        "weight",
-        &[2, 3],
-        Layout::Same,
-        Init::Uniform {
-            low: -1.0,
-            high: 1.0,
-        },
-    );
-    scope.enter("norm").buffer("running_mean", &[2], 0.0);
-    scope.build().ok()
-}
-
-/// A file is either valid for this model, or the model is unchanged.
-fn safetensors(data: &[u8]) {
-    let (Some(mut params), Some((_file, path))) = (model(), file(data)) else {
-        return;
-    };
-    let before = checkpoint::weights_sha256(&params);
-    if checkpoint::load_params(&path, &mut params).is_err() {
-        assert_eq!(checkpoint::weights_sha256(&params), before);
-    }
-}
-
-fn safetensors_seeds() -> Vec<Vec<u8>> {
-    let saved = || -> Option<Vec<u8>> {
-        let folder = tempfile::tempdir().ok()?;
-        let path: &Path = &folder.path().join("seed");
-        let notes = [("epoch".to_owned(), "3".to_owned())].into();
-        checkpoint::save_params(path, &model()?, &notes).ok()?;
-        std::fs::read(path).ok()
-    };
-    let header = br#"{"fc.weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}"#;
-    let mut half = (header.len() as u64).to_le_bytes().to_vec();
-    half.extend_from_slice(header);
-    half.extend([0; 24]);
-    saved().into_iter().chain([half]).collect()
-}
-
-/// Reads a file and all its tensors.
-fn read_pth(path: &Path) {
-    let Ok(file) = PthFile::read(path) else {
-        return;
-    };
-    for (_, tensor) in file.state_dict().into_iter().flatten() {
-        assert_eq!(tensor.to_f32().len(), tensor.len());
-    }
-    if let Ok((tensors, _)) = checkpoint::read_tensors(path) {
-        let bytes: usize = tensors.iter().map(|t| t.bytes.len()).sum();
-        assert!(bytes <= 16 << 20);
-    }
-    if let Some(mut params) = model() {
-        let before = checkpoint::weights_sha256(&params);
-        if checkpoint::load_params(path, &mut params).is_err() {
-            assert_eq!(checkpoint::weights_sha256(&params), before);
-        }
-    }
-}
-
-fn pth_archive(data: &[u8]) {
-    if let Some((_file, path)) = file(data) {
-        read_pth(&path);
-    }
-}
-
-/// `data` as the pickle in a valid archive, since the checksums would stop it otherwise.
-/// The archive has a storage of six numbers.
-fn pth_pickle(data: &[u8]) {
-    let mut whole = Vec::new();
-    if pth::write_archive(&mut whole, "a", data, 1, |_| Ok([1; 24])).is_ok() {
-        pth_archive(&whole);
-    }
-}
-
-fn pth_seeds() -> Vec<Vec<u8>> {
-    let tensors = pth_tensors();
-    let mut whole = Vec::new();
-    let written = pth::write_state_dict(&mut whole, "seed", &tensors);
-    written.map(|()| whole).into_iter().collect()
-}
-
-fn pickle_seeds() -> Vec<Vec<u8>> {
-    let views = b"\x80\x02}q\x00(X\x01\0\0\0aq\x01ctorch._utils\n_rebuild_tensor_v2\nq\x02((X\x07\0\0\0storage\
-        ctorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x06tq\x03QK\x01K\x02K\x02\x86K\x01K\x02\x86\x89\
-        ccollections\nOrderedDict\n)RtRX\x01\0\0\0b]q\x04(K\x01M\x02\x03J\x01\0\0\0\x8a\x01\xffG?\xf0\0\0\0\0\0\0\
-        N\x88h\x01ej\x04\0\0\0\x85a\x87s.";
-    vec![views.to_vec(), pth::pickle(&[pth_tensors()[0].head()])]
-}
-
-/// The parameters of [`model`].
-fn pth_tensors() -> Vec<Saved> {
-    let saved = |name: &str, shape: &[usize]| Saved {
-        name: name.to_owned(),
-        dtype: DType::F32,
-        shape: shape.to_vec(),
-        bytes: vec![0; 4 * shape.iter().product::<usize>()],
-    };
-    vec![
-        saved("fc.weight", &[2, 3]),
-        saved("norm.running_mean", &[2]),
-    ]
-}
-
-fn image(data: &[u8]) {
-    if let Some((_file, path)) = file(data) {
-        for channels in [1, 3] {
-            if let Ok(pixels) = crate::image::read(&path, [2, 2, channels]) {
-                assert_eq!(pixels.len(), 4 * channels);
-            }
-        }
-    }
-}
-
-fn image_seeds() -> Vec<Vec<u8>> {
-    let png = || -> Option<Vec<u8>> {
-        let mut out = Vec::new();
-        let mut encoder = png::Encoder::new(&mut out, 2, 2);
-        encoder.set_color(png::ColorType::Grayscale);
-        let mut writer = encoder.write_header().ok()?;
-        writer.write_image_data(&[1, 2, 3, 4]).ok()?;
-        writer.finish().ok()?;
-        Some(out)
-    };
-    let pgm = b"P5 # c\n2 2\n255\n\x01\x02\x03\x04".to_vec();
-    png().into_iter().chain([pgm]).collect()
 }
 
 fn cifar_pickle(data: &[u8]) {
@@ -278,7 +140,7 @@ fn cifar_archive_seeds() -> Vec<Vec<u8>> {
 }
 
 fn proc_status(data: &[u8]) {
-    let _ = process::parse_peak_rss(&String::from_utf8_lossy(data));
+    let _ = phalanx_base::process::proc_bytes(&String::from_utf8_lossy(data), "VmHWM:");
 }
 
 fn proc_seeds() -> Vec<Vec<u8>> {
@@ -319,9 +181,5 @@ mod tests {
             let batches = cifar10::read_archive(&path, cifar10::Split::Test).unwrap();
             assert_eq!(batches, [(0, vec![7])]);
         }
-        let (_file, path) = file(&safetensors_seeds()[0]).unwrap();
-        checkpoint::load_params(&path, &mut model().unwrap()).unwrap();
-        let (_file, path) = file(&pth_seeds()[0]).unwrap();
-        checkpoint::load_params(&path, &mut model().unwrap()).unwrap();
     }
 }

@@ -1,8 +1,6 @@
-//! Data sets, samplers, a prefetching loader, checkpoints, metrics and progress: everything
-//! around a training step.
+//! Data sets, samplers, a prefetching loader, metrics and progress.
 //!
-//! Data moves one way: [`Dataset`] → [`sampler`] → [`loader`] → the model → [`metrics`] and
-//! [`checkpoint`]. Nothing here communicates: values to be summed over ranks (means,
+//! Data moves one way: [`Dataset`] → [`sampler`] → [`loader`] → the model → [`metrics`]. Nothing here communicates: values to be summed over ranks (means,
 //! confusion counts) are plain numbers for the caller's all-reduce.
 //!
 //! ```
@@ -11,7 +9,7 @@
 //! use phalanx_data::sampler::{Cursor, Sampler, SamplerConfig};
 //! use phalanx_data::synthetic;
 //!
-//! # fn main() -> phalanx_data::Result<()> {
+//! # fn main() -> phalanx_base::Result<()> {
 //! let data = Arc::new(synthetic::digits(100, 1));
 //! let rank = SamplerConfig { samples: 100, world: 2, rank: 0, shuffle: true, seed: 1 };
 //! let sampler = Sampler::exact(rank, 32)?;
@@ -31,29 +29,18 @@
 #![forbid(unsafe_code)]
 
 pub mod augment;
-pub mod checkpoint;
 pub mod cifar10;
 mod dataset;
-pub mod digest;
-mod error;
-pub mod files;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
-#[cfg(feature = "images")]
-pub mod image;
 pub mod loader;
 pub mod metrics;
 pub mod mnist;
-pub mod process;
 pub mod progress;
-pub mod pth;
 pub mod sampler;
-pub mod state;
 pub mod synthetic;
-pub mod text;
 mod text_dataset;
 
-pub use dataset::{Dataset, IMAGES_PER_ROW, ImageBatch, ImageDataset, png_size};
-pub use error::{Error, ErrorKind, Result};
+pub use dataset::{Dataset, ImageBatch, ImageDataset};
 pub use text_dataset::{TextBatch, TextDataset};

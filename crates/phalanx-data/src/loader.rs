@@ -21,8 +21,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::Dataset;
 use crate::sampler::EpochPlan;
-use crate::{Dataset, Error, ErrorKind, Result};
+use phalanx_base::{Error, ErrorKind, Result};
 
 /// Samples of one step on this rank.
 #[derive(Debug, Default)]
@@ -105,7 +106,7 @@ impl<D: Dataset + ?Sized> Loader<D> {
     ///
     /// # Errors
     ///
-    /// `Usage` for zero workers or zero batches ahead; `Io` when a thread cannot be
+    /// `Usage` for zero workers or zero batches ahead; `System` when a thread cannot be
     /// started.
     pub fn new(dataset: Arc<D>, options: LoaderOptions) -> Result<Self> {
         let LoaderOptions { workers, ahead } = options;
@@ -143,7 +144,8 @@ impl<D: Dataset + ?Sized> Loader<D> {
                 .name(format!("phalanx-load-{i}"))
                 .spawn(move || shared.work())
                 .map_err(|source| {
-                    Error::new(ErrorKind::Io, "cannot start a loader thread").with_source(source)
+                    Error::new(ErrorKind::System, "cannot start a loader thread")
+                        .with_source(source)
                 })?;
             loader.workers.push(worker);
         }

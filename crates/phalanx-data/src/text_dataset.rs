@@ -8,9 +8,10 @@ use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
-use crate::files::{open_regular, read_open};
-use crate::text::{grouped, one_line};
-use crate::{Dataset, Error, Result, synthetic};
+use crate::{Dataset, synthetic};
+use phalanx_base::files::{open_regular, read_open};
+use phalanx_base::text::{grouped, one_line};
+use phalanx_base::{Error, Result};
 
 /// Bytes of the largest text; its tokens take four times as much memory.
 const MAX_BYTES: u64 = 256 << 20;
@@ -51,7 +52,7 @@ impl TextDataset {
     /// # Errors
     ///
     /// `Usage` when there is no such file; `Data` when it is not UTF-8, shorter than a sequence
-    /// and its next character, or larger than 256 MiB; `Io` when it cannot be read.
+    /// and its next character, or larger than 256 MiB; `System` when it cannot be read.
     pub fn open(path: &Path, context: usize) -> Result<Self> {
         let inside = path.join(FILE);
         let path = if path.is_dir() { &*inside } else { path };
@@ -250,7 +251,7 @@ impl fmt::Debug for TextDataset {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ErrorKind;
+    use phalanx_base::ErrorKind;
 
     fn batch(set: &TextDataset, epoch: u64, indices: &[u64]) -> TextBatch {
         let mut batch = TextBatch::default();

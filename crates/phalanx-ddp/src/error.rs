@@ -84,3 +84,15 @@ impl std::error::Error for Error {
         self.comm.as_ref().map(|e| e as _)
     }
 }
+
+impl From<Error> for phalanx_base::Error {
+    fn from(error: Error) -> Self {
+        use phalanx_base::ErrorKind as Kind;
+        let kind = match (&error.comm, error.kind) {
+            (Some(comm), _) => Self::from(comm.clone()).kind(),
+            (None, ErrorKind::Usage) => Kind::Usage,
+            (None, _) => Kind::Failed,
+        };
+        Self::from_library(kind, error)
+    }
+}

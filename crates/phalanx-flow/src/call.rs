@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use phalanx_process::error::Result;
+use phalanx_base::error::Result;
 use serde_json::{Value as Json, json};
 use sha2::{Digest, Sha256};
 

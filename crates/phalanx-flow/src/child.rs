@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use phalanx_data::files::read_regular;
-use phalanx_process::error::{Error, ErrorKind, Result};
+use phalanx_base::error::{Error, ErrorKind, Result};
+use phalanx_base::files::read_regular;
 use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
 use rustix::thread::{CpuSet, sched_setaffinity};
@@ -168,7 +168,7 @@ fn end_within(dir: &Path, grace: Duration) -> Result<()> {
     };
     let start = Instant::now();
     let mut asked = BTreeSet::new();
-    while !phalanx_data::files::try_lock(&file) {
+    while !phalanx_base::files::try_lock(&file) {
         let pids = holders(&file)
             .map_err(|error| crate::objects::cannot("look for processes of", dir, error))?;
         let is_late = start.elapsed() > grace;

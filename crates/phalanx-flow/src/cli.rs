@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches};
-use phalanx_data::files::atomic_write;
-use phalanx_process::error::{Error, ErrorKind, Result};
-use phalanx_process::{format, say};
+use phalanx_base::error::{Error, ErrorKind, Result};
+use phalanx_base::files::atomic_write;
+use phalanx_base::{format, say};
 use serde_json::{Value as Json, json};
 
 use crate::child::log_file;

@@ -15,10 +15,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use phalanx_data::files::{create_folder, read_regular};
+use phalanx_base::error::{Error, ErrorKind, Result};
+use phalanx_base::files::{create_folder, read_regular};
+use phalanx_base::{format, say, stop};
 use phalanx_launch::{Guard, reap_group, tied_command};
-use phalanx_process::error::{Error, ErrorKind, Result};
-use phalanx_process::{format, say, stop};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use serde_json::{Map, Value as Json};
 
@@ -1446,7 +1446,7 @@ impl Screen {
     fn status(&mut self, text: &str) {
         self.clear();
         let short: String = text.chars().take(76).collect();
-        self.raw(&phalanx_data::text::one_line(&short));
+        self.raw(&phalanx_base::text::one_line(&short));
         self.has_status = true;
     }
 }

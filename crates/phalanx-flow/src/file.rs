@@ -62,8 +62,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use phalanx_data::files::read_regular;
-use phalanx_process::error::{Error, Result};
+use phalanx_base::error::{Error, Result};
+use phalanx_base::files::read_regular;
 use serde_json::{Map, Value as Json};
 use toml::de::{DeTable, DeValue};
 
@@ -86,7 +86,7 @@ impl Workflow {
     /// Usage, naming the file, the line, the task and the key; those of reading.
     pub fn from_file(path: &Path) -> Result<Workflow> {
         let bytes = read_regular(path, MOST_BYTES).map_err(|error| {
-            Error::from(error).into_usage().note(
+            error.into_usage().note(
                 "try",
                 format!("`phalanx flow run FILE`, or a folder with {FLOW_FILE}"),
             )

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use phalanx_process::error::{Error, Result};
+use phalanx_base::error::{Error, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value as Json};
@@ -339,7 +339,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
 /// `rm`, `prune` and `cache`, as `phalanx flow`. Call it first in `main`: tasks are this program, started again.
 pub fn main(flow: Flow) -> ExitCode {
     let outcome = helper(Some(&flow)).unwrap_or_else(|| {
-        phalanx_process::stop::tell_limits();
+        phalanx_base::stop::tell_limits();
         let args: Vec<OsString> = std::env::args_os().collect();
         crate::cli::main_of(&flow, args)
     });
@@ -457,7 +457,7 @@ mod tests {
         let missing = serde_json::json!({ "users": work.join("none") });
         let kinds = BTreeMap::from([("users".to_owned(), Type::File)]);
         let error = write_outputs(&outputs, &kinds, &missing).unwrap_err();
-        assert_eq!(error.kind(), phalanx_process::error::ErrorKind::Usage);
+        assert_eq!(error.kind(), phalanx_base::error::ErrorKind::Usage);
     }
 
     #[test]

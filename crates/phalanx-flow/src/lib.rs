@@ -30,7 +30,7 @@ mod store;
 
 pub use cli::{FlowCli, run};
 pub use flow::{File, Flow, Folder, TaskSettings, main};
-pub use phalanx_process::error::{Error, ErrorKind, Result};
+pub use phalanx_base::error::{Error, ErrorKind, Result};
 pub use spec::{Resources, Type, Workflow};
 
 /// Where this process is that of a task, or a helper of an engine: does its work and returns how

@@ -12,8 +12,8 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
-use phalanx_data::files::{Dir, create_folder, lock_holder, try_lock};
-use phalanx_process::error::{Error, ErrorKind, Result};
+use phalanx_base::error::{Error, ErrorKind, Result};
+use phalanx_base::files::{Dir, create_folder, lock_holder, try_lock};
 use serde::{Deserialize, Serialize};
 
 use crate::objects::cannot;
@@ -43,7 +43,7 @@ impl Name {
     fn own(run: Option<&str>) -> Name {
         let pid = std::process::id();
         Name {
-            host: phalanx_process::host_name(),
+            host: phalanx_base::host_name(),
             machine: machine(),
             pid,
             started: started(pid).unwrap_or(0),
@@ -223,7 +223,7 @@ impl Store {
     }
 
     fn lock_file(&self) -> Result<File> {
-        Ok(Dir::open(&self.dir)?.open_private(LOCK)?)
+        Dir::open(&self.dir)?.open_private(LOCK)
     }
 
     /// The engine that runs in this store, as far as it is known.

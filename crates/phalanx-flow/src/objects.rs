@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use phalanx_data::files::create_folder;
-use phalanx_process::error::{Error, ErrorKind, Result};
+use phalanx_base::error::{Error, ErrorKind, Result};
+use phalanx_base::files::create_folder;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::path::{Component, Path, PathBuf};
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
-use phalanx_process::format;
+use phalanx_base::format;
 
 use crate::child::{log_file, outputs_dir};
 use crate::cli::{shown, time, took};
@@ -50,7 +50,7 @@ const IN_A_PATH: &AsciiSet = &NON_ALPHANUMERIC
 /// Text for HTML and SVG.
 fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
-    for c in phalanx_data::text::visible(text).chars() {
+    for c in phalanx_base::text::visible(text).chars() {
         match c {
             '&' => out.push_str("&amp;"),
             '<' => out.push_str("&lt;"),

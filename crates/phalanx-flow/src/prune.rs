@@ -8,8 +8,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use phalanx_process::error::Result;
-use phalanx_process::{format, say};
+use phalanx_base::error::Result;
+use phalanx_base::{format, say};
 
 use crate::child::{self, outputs_dir, work_dir};
 use crate::resources::size;

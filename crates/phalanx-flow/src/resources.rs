@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use phalanx_process::error::{Error, Result};
-use phalanx_process::format;
+use phalanx_base::error::{Error, Result};
+use phalanx_base::format;
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::child::ProcessLimits;

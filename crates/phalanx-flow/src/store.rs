@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use phalanx_data::files::{Dir, create_folder};
-use phalanx_process::error::{Error, ErrorKind, Result};
+use phalanx_base::error::{Error, ErrorKind, Result};
+use phalanx_base::files::{Dir, create_folder};
 use redb::{ConcurrencyMode, Database, ReadableDatabase, ReadableTable, TableDefinition};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use serde::de::DeserializeOwned;

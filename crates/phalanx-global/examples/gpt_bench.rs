@@ -124,7 +124,7 @@ fn main() -> Result<()> {
     let mut params = scope.build()?;
     let parameters = params.numel();
     if let (Some(path), 0) = (&args.save_init, rank) {
-        phalanx_data::checkpoint::save_params(path, &params, &Default::default())?;
+        phalanx_checkpoint::save_params(path, &params, &Default::default())?;
     }
     let sizes = [args.batch, args.context];
     let (mut losses, mut times) = (Vec::new(), Vec::new());

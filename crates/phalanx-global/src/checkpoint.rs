@@ -11,11 +11,11 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use phalanx_comm::ProcessGroup;
-use phalanx_data::checkpoint::{self, Loaded, Outline, Piece};
-use phalanx_data::state::{
+use phalanx_checkpoint::state::{
     Folder, Manifest, OptimizerState, Place, SavedCheckpoint, State, Streamed,
 };
+use phalanx_checkpoint::{self as checkpoint, Loaded, Outline, Piece};
+use phalanx_comm::ProcessGroup;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{BufferId, ParamId, ParamInfo, Params};
 use serde::{Deserialize, Serialize};
@@ -115,7 +115,7 @@ impl Told {
 impl GlobalParams {
     /// Saves parameters, buffers and the optimizer's state into `folder` as a checkpoint to resume
     /// from, on any mesh, or as one on one rank (module
-    /// [`state`](phalanx_data::state) describes the files). Returns the path of its manifest, and the name
+    /// [`state`](phalanx_checkpoint::state) describes the files). Returns the path of its manifest, and the name
     /// of a tensor with infinite or NaN weights, if there is one.
     ///
     /// Rank 0 writes, and decides the folder; of buffers the values of rank 0 are saved. Its memory
@@ -124,7 +124,7 @@ impl GlobalParams {
     ///
     /// ```
     /// use phalanx_comm::{GroupOptions, ProcessGroup};
-    /// use phalanx_data::state::Folder;
+    /// use phalanx_checkpoint::state::Folder;
     /// use phalanx_global::{CheckpointInfo, GlobalParams, Placement, Sbp};
     /// use phalanx_nn::{Scope, Seed, layers::Linear, optim::Adam};
     ///
@@ -189,7 +189,7 @@ impl GlobalParams {
             .broadcast_object(not_finite, 0)
             .map_err(failed)?;
         Ok(saved.unwrap_or_else(|| {
-            let name = phalanx_data::state::manifest_name(info.place.step);
+            let name = phalanx_checkpoint::state::manifest_name(info.place.step);
             SavedCheckpoint {
                 path: folder.path().join(name),
                 not_finite,
@@ -233,7 +233,7 @@ impl GlobalParams {
 
     /// Writes the full model to `path` as `torch.save(model.state_dict())` does.
     ///
-    /// The file is the one that [`save_pth`](phalanx_data::checkpoint::save_pth) writes on one rank,
+    /// The file is the one that [`save_pth`](phalanx_checkpoint::save_pth) writes on one rank,
     /// byte by byte. Rank 0 writes, with one full tensor at a time in memory; the file is replaced
     /// at once, or unchanged.
     ///
@@ -251,7 +251,7 @@ impl GlobalParams {
 
     /// Writes the full model to `path` as safetensors, as [`save_pth`](Self::save_pth) does in
     /// PyTorch's format; the file is the one of
-    /// [`save_params`](phalanx_data::checkpoint::save_params).
+    /// [`save_params`](phalanx_checkpoint::save_params).
     ///
     /// *Blocks until* all ranks of the mesh call it, and the file is on the disk.
     ///
@@ -267,7 +267,7 @@ impl GlobalParams {
 
     /// Loads parameters and buffers from a file of the full model: PyTorch's `.pth`, safetensors
     /// (both recognized by content), or the manifest (`.json`) of a checkpoint; as
-    /// [`load_params`](phalanx_data::checkpoint::load_params) does on one rank.
+    /// [`load_params`](phalanx_checkpoint::load_params) does on one rank.
     ///
     /// Rank 0 reads, one tensor at a time, after all names, shapes and types were compared; each
     /// rank gets its parts. Nothing changes before all ranks have everything.
@@ -380,7 +380,7 @@ impl GlobalParams {
         state: &[(&str, &[f32])],
         write: impl FnOnce(
             &mut dyn FnMut(Piece) -> std::io::Result<Vec<f32>>,
-        ) -> phalanx_data::Result<R>,
+        ) -> phalanx_base::Result<R>,
     ) -> Result<Option<R>> {
         if self.group().rank() != 0 {
             while let Some(piece) = self.called(state.len())? {
@@ -402,7 +402,7 @@ impl GlobalParams {
 
     /// Tells the others that rank 0 calls for no more tensors; `lost` is a failure of the
     /// communication, which `outcome` only repeats.
-    fn ended<R>(&self, outcome: phalanx_data::Result<R>, lost: Option<Error>) -> Result<R> {
+    fn ended<R>(&self, outcome: phalanx_base::Result<R>, lost: Option<Error>) -> Result<R> {
         if let Some(error) = lost {
             return Err(error);
         }
@@ -567,8 +567,8 @@ impl GlobalParams {
         &self,
         state: usize,
         read: impl FnOnce(
-            &mut dyn FnMut(Piece, Vec<f32>) -> phalanx_data::Result<()>,
-        ) -> phalanx_data::Result<R>,
+            &mut dyn FnMut(Piece, Vec<f32>) -> phalanx_base::Result<()>,
+        ) -> phalanx_base::Result<R>,
     ) -> Result<(Staged, Option<R>)> {
         let mut staged = Staged::new(self.local(), state);
         if self.group().rank() != 0 {
@@ -587,7 +587,7 @@ impl GlobalParams {
             let put = |error: Error, to: &mut Option<Error>| {
                 let text = error.to_string();
                 *to = Some(error);
-                phalanx_data::Error::new(phalanx_data::ErrorKind::Internal, text)
+                phalanx_base::Error::new(phalanx_base::ErrorKind::Internal, text)
             };
             let part = self.spread(piece, values).map_err(|error| {
                 let is_lost = error.kind() == ErrorKind::Comm;
@@ -609,7 +609,7 @@ impl GlobalParams {
     fn resumed(
         &mut self,
         call: &str,
-        open: impl FnOnce() -> phalanx_data::Result<(Option<State>, Vec<String>)>,
+        open: impl FnOnce() -> phalanx_base::Result<(Option<State>, Vec<String>)>,
         optimizer: &mut dyn Optimizer,
     ) -> Result<Option<Checkpoint>> {
         self.compared(call.to_owned(), None)?;

@@ -18,7 +18,7 @@ pub enum ErrorKind {
     /// An operation of the engine failed; its error is the source.
     Engine,
     /// A file could not be read or written, is damaged, or is of another model. On the rank where it
-    /// happened the source is the error of phalanx-data.
+    /// happened the source is the error of phalanx-checkpoint.
     File,
 }
 
@@ -32,7 +32,7 @@ pub struct Error {
 enum Cause {
     Comm(phalanx_comm::Error),
     Engine(phalanx_nn::Error),
-    File(phalanx_data::Error),
+    File(phalanx_base::Error),
 }
 
 impl Error {
@@ -87,8 +87,8 @@ impl From<phalanx_nn::Error> for Error {
     }
 }
 
-impl From<phalanx_data::Error> for Error {
-    fn from(error: phalanx_data::Error) -> Self {
+impl From<phalanx_base::Error> for Error {
+    fn from(error: phalanx_base::Error) -> Self {
         let message = error.to_string();
         Self::with(ErrorKind::File, message, Some(Cause::File(error)))
     }
@@ -119,5 +119,17 @@ impl std::error::Error for Error {
             Cause::Engine(e) => Some(e),
             Cause::File(e) => Some(e),
         }
+    }
+}
+
+impl From<Error> for phalanx_base::Error {
+    fn from(error: Error) -> Self {
+        use phalanx_base::ErrorKind as Kind;
+        let kind = match (&error.source, error.kind) {
+            (Some(Cause::Comm(comm)), _) => Self::from(comm.clone()).kind(),
+            (_, ErrorKind::Usage) => Kind::Usage,
+            _ => Kind::Failed,
+        };
+        Self::from_library(kind, error)
     }
 }

@@ -7,7 +7,7 @@ use phalanx_comm::ReduceOp;
 use phalanx_nn::layers::{
     Act, Activation, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, MaxPool2dOptions,
 };
-use phalanx_nn::{CustomOp, ParamId, Result, SinkError, Tensor, Value, ValueStep, Weight};
+use phalanx_nn::{CustomOp, ParamId, Result, Tensor, Value, ValueStep, Weight};
 
 use crate::error::Error;
 use crate::indices::Indices;
@@ -1090,7 +1090,7 @@ impl MaxOver {
         }
     }
 
-    fn over_ranks(&self, values: &mut [f32], op: ReduceOp) -> std::result::Result<(), SinkError> {
+    fn over_ranks(&self, values: &mut [f32], op: ReduceOp) -> phalanx_base::Result<()> {
         for dim in self.mesh_dims.iter().rev() {
             let group = self.placement.line(*dim);
             group
@@ -1106,7 +1106,7 @@ fn is_hit(x: f32, most: f32) -> bool {
 }
 
 impl CustomOp for MaxOver {
-    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> std::result::Result<(), SinkError> {
+    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> phalanx_base::Result<()> {
         output.fill(Fold::Max.identity());
         self.each(|at, to| {
             let x = inputs[0][at];
@@ -1123,7 +1123,7 @@ impl CustomOp for MaxOver {
         output: &[f32],
         d_output: &[f32],
         d_inputs: &mut [&mut [f32]],
-    ) -> std::result::Result<(), SinkError> {
+    ) -> phalanx_base::Result<()> {
         // The whole gradient, and the number of elements that share it.
         let mut sums = d_output.to_vec();
         sums.resize(2 * output.len(), 0.0);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use phalanx_comm::{ReduceOp, all_finite};
 use phalanx_ddp::{Commit, Veto};
-use phalanx_nn::{GradSink, GradView, Grads, ParamId, ParamInfo, Params, SinkError, StepKey, Tape};
+use phalanx_nn::{GradSink, GradView, Grads, ParamId, ParamInfo, Params, StepKey, Tape};
 
 use crate::boxing::{self, Boxing};
 use crate::error::{Error, Result};
@@ -611,7 +611,7 @@ impl GradSink for GlobalGrads {
         self.local.slot(param)
     }
 
-    fn ready(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+    fn ready(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         let index = param.index();
         if self.not_finite.is_none() && self.own.get(index) == Some(&true) && !self.is_finite(index)
         {
@@ -620,12 +620,12 @@ impl GradSink for GlobalGrads {
         self.ready_finite(param)
     }
 
-    fn ready_finite(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+    fn ready_finite(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         self.pending = true;
         self.local.ready(param)
     }
 
-    fn unused(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+    fn unused(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         self.pending = true;
         if !self.accumulates
             && let Some(used) = self.used.get_mut(param.index())

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::SyncBatchNorm;
 use phalanx_nn::layers::JoinStatistics;
-use phalanx_nn::{Result, SinkError, Step, Tensor};
+use phalanx_nn::{Result, Step, Tensor};
 
 use crate::boxing::Boxing;
 use crate::error::Error;
@@ -328,19 +328,14 @@ impl Joined {
 }
 
 impl JoinStatistics for Joined {
-    fn join(
-        &self,
-        rows: f64,
-        mean: &mut [f64],
-        squares: &mut [f64],
-    ) -> std::result::Result<f64, SinkError> {
+    fn join(&self, rows: f64, mean: &mut [f64], squares: &mut [f64]) -> phalanx_base::Result<f64> {
         match &self.0.lock().unwrap_or_else(PoisonError::into_inner).join {
             Some(join) => join.join(rows, mean, squares),
             None => Ok(rows),
         }
     }
 
-    fn sum(&self, sums: &mut [f64]) -> std::result::Result<(), SinkError> {
+    fn sum(&self, sums: &mut [f64]) -> phalanx_base::Result<()> {
         match &self.0.lock().unwrap_or_else(PoisonError::into_inner).join {
             Some(join) => join.sum(sums),
             None => Ok(()),

@@ -5,9 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use phalanx_comm::ReduceOp;
-use phalanx_nn::{
-    CustomOp, Error as NnError, GradSink, ParamId, Result, SinkError, Tensor, Weight,
-};
+use phalanx_nn::{CustomOp, Error as NnError, GradSink, ParamId, Result, Tensor, Weight};
 
 use crate::boxing::{Boxing, StepKind};
 use crate::error::Error;
@@ -389,7 +387,7 @@ struct Converted {
     back: Vec<Arc<Boxing>>,
 }
 
-type OpResult = std::result::Result<(), SinkError>;
+type OpResult = phalanx_base::Result<()>;
 
 impl CustomOp for Converted {
     fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> OpResult {
@@ -409,7 +407,9 @@ impl CustomOp for Converted {
         d_inputs: &mut [&mut [f32]],
     ) -> OpResult {
         let Some((last, first)) = self.back.split_last() else {
-            return Err("a conversion has no way back".into());
+            return Err(phalanx_base::Error::internal(
+                "a conversion has no way back",
+            ));
         };
         let mut held = Cow::Borrowed(d_output);
         for boxing in first {
@@ -485,7 +485,7 @@ impl From<Error> for NnError {
     fn from(error: Error) -> Self {
         match error.kind() {
             crate::ErrorKind::Usage => NnError::usage(error.to_string()),
-            _ => NnError::custom(error.to_string(), Box::new(error)),
+            _ => NnError::custom(error.to_string(), error.into()),
         }
     }
 }

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use phalanx_process::error::Result;
+use phalanx_base::error::Result;
 pub use ureq;
 use ureq::Agent;
 

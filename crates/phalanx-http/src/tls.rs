@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use phalanx_data::files::read_regular;
-use phalanx_process::error::{Error, Result};
+use phalanx_base::error::{Error, Result};
+use phalanx_base::files::read_regular;
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 
 use crate::ROOTS;
@@ -45,7 +45,7 @@ fn roots(path: &Path) -> Result<RootCerts> {
 
 #[cfg(test)]
 mod tests {
-    use phalanx_process::error::ErrorKind;
+    use phalanx_base::error::ErrorKind;
 
     use super::*;
 

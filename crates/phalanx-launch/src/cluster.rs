@@ -3,7 +3,7 @@
 //! Pure functions over a map of variables, so that each engine is a row in a test
 //! table. `PET_*`, torchrun's own input, stands for flags and is read in `args.rs`.
 
-pub use phalanx_process::env::{Env, not_a_number, number, real_env};
+pub use phalanx_base::env::{Env, not_a_number, number, real_env};
 
 use crate::error::{Error, Result};
 

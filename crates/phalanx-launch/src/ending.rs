@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use phalanx_data::files::{Dir, as_typed};
-use phalanx_process::env::real_env;
+use phalanx_base::env::real_env;
+use phalanx_base::files::{Dir, as_typed};
 use phalanx_report::{REPORT_FILE, write_of};
 use phalanx_track::{Ending, deliver_rest, record_end};
 use serde::{Deserialize, Serialize};

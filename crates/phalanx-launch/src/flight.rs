@@ -3,8 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
+use phalanx_base::files::as_typed;
 use phalanx_comm::recorder::{Dump, State};
-use phalanx_data::files::as_typed;
 
 use super::machine::End;
 use super::ranks::Rank;

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
+use phalanx_base::env::RUN_POINTER_VARIABLE;
+use phalanx_base::files::as_typed;
 use phalanx_comm::PortRange;
-use phalanx_data::files::as_typed;
 use phalanx_live::{Page, State};
-use phalanx_process::env::RUN_POINTER_VARIABLE;
 use phalanx_store::{Store, TcpServer, TcpStore};
 use rustix::process::{Signal, kill_process};
 
@@ -74,7 +74,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     let binding = plan.torchrun.numa;
     let processors = binding.map(|binding| binding.processors(plan.local_ranks));
     let processors = processors.transpose()?;
-    let host = phalanx_process::host_name();
+    let host = phalanx_base::host_name();
     let page = match &plan.live {
         None => None,
         Some(address) => Some(Page::open(address, &title(plan))?),

@@ -26,6 +26,7 @@
 mod alone;
 mod args;
 mod cluster;
+mod context;
 mod contract;
 mod ending;
 mod engine;
@@ -66,10 +67,11 @@ use std::time::{Duration, Instant};
 
 pub use args::LaunchCli;
 pub use cluster::{RankPlace, rank_place};
+pub use context::RankContext;
 pub use guard::Guard;
 pub use oom::memory_limit;
+pub use phalanx_base::env::{number, real_env};
 pub use phalanx_live::Address;
-pub use phalanx_process::env::{number, real_env};
 pub use rank_args::{
     AlgorithmArg, RankArgs, Speakers, TransportArg, check_local_ranks, run as run_ranks, start,
 };
@@ -77,7 +79,7 @@ pub use reap::{adopt_orphans, reap_group};
 pub use threads::{Cores, ThreadSource, Threads};
 pub use token::write_token;
 
-use phalanx_process::{error, format, say, stop};
+use phalanx_base::{error, format, say, stop};
 
 use crate::error::Result;
 

@@ -3,7 +3,7 @@
 
 use std::io::{IsTerminal, Write};
 
-use phalanx_data::text::visible;
+use phalanx_base::text::visible;
 use tracing_subscriber::filter::LevelFilter;
 
 use crate as launch;

@@ -9,8 +9,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use phalanx_base::files::{as_typed, open_regular};
 use phalanx_comm::transport::is_own_address;
-use phalanx_data::files::{as_typed, open_regular};
 use phalanx_live::Address;
 use phalanx_wire::Token;
 
@@ -108,7 +108,7 @@ impl LaunchPlan {
         let is_named = args.meeting.is_some() || args.master_port.is_some();
         let run_id = run_id(args.run_id, is_named)?;
         let node = args.meeting.as_ref().map(|meeting| {
-            let host = || phalanx_process::host_name();
+            let host = || phalanx_base::host_name();
             meeting
                 .node_rank
                 .map_or_else(host, |rank| format!("node{rank}"))

@@ -21,8 +21,9 @@ use phalanx_store::host_port;
 use phalanx_wire::Token;
 use rustix::process::{Resource, getrlimit};
 
+use crate::context::RankContext;
+use phalanx_base::say;
 use phalanx_live::Address;
-use phalanx_process::{RankContext, say};
 
 use crate::alone::Asking;
 use crate::args::{Meeting, NodeFlags, WhichNodes, count_of_ranks, untyped_ranks};

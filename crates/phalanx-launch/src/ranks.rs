@@ -12,9 +12,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_comm::recorder::Dump;
 use phalanx_live::Page;
-use phalanx_process::env::RUN_POINTER_VARIABLE;
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid,
@@ -276,7 +276,7 @@ impl Starter<'_> {
                 "rank" => Some(local.rank.to_string()),
                 "local_rank" => Some(local.number.to_string()),
                 "role_name" => Some(self.role.to_owned()),
-                "hostname" => Some(phalanx_process::host_name()),
+                "hostname" => Some(phalanx_base::host_name()),
                 _ => None,
             }),
         };

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use phalanx_data::files::read_regular;
+use phalanx_base::files::read_regular;
 use phalanx_track::{Follow, Record};
 
 use crate::hub::Hub;

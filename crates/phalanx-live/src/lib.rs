@@ -36,7 +36,7 @@ pub use address::Address;
 use follower::Follower;
 pub use follower::run_folder;
 use hub::Hub;
-pub use phalanx_process::error::{Error, ErrorKind, Result};
+pub use phalanx_base::error::{Error, ErrorKind, Result};
 use runs::Runs;
 use server::Site;
 pub use tail::Tail;
@@ -153,7 +153,7 @@ impl Page {
         let told = Arc::new(Told::default());
         let job = Job {
             program: program.to_owned(),
-            host: phalanx_process::host_name(),
+            host: phalanx_base::host_name(),
             started: now(),
             ended: None,
             state: "running",
@@ -271,7 +271,7 @@ impl<V: hub::View + Default> Serving<V> {
         let own = listener.local_addr().map_err(|e| {
             Error::new(ErrorKind::System, "cannot find the port of the live page").caused_by(e)
         })?;
-        let machine = phalanx_process::host_name();
+        let machine = phalanx_base::host_name();
         let secret = secret()?;
         let host = match own.ip().is_unspecified() {
             true => &machine,

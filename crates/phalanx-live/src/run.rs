@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use phalanx_data::files::Dir;
+use phalanx_base::files::Dir;
 use phalanx_report::{Curve, Run};
 use phalanx_track::Record;
 use serde::Serialize;

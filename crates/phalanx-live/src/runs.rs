@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-use phalanx_data::files::read_regular;
+use phalanx_base::files::read_regular;
 use phalanx_track::{EVENTS_FILE, Follow, METRICS_FILE, RUN_FILE, Record, SUMMARY_FILE};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -251,7 +251,7 @@ impl Read {
 
     /// Whether the process that has locked the folder is gone. Those of other hosts are not known.
     fn is_killed(&self, host: &Value) -> bool {
-        if *host != *phalanx_process::host_name() || now() - self.written() < QUIET_S {
+        if *host != *phalanx_base::host_name() || now() - self.written() < QUIET_S {
             return false;
         }
         let Ok(text) = read_regular(&self.path.join(".lock"), 32) else {
@@ -435,7 +435,7 @@ mod tests {
             file.set_modified(SystemTime::now() - Duration::from_secs(s))
                 .unwrap();
         };
-        let own = phalanx_process::host_name();
+        let own = phalanx_base::host_name();
         let mut run = Read::new(dir.path().to_owned(), 0);
         age(60);
         assert!(!is_killed(&mut run, &own), "its process runs");

@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use crate::param::SinkError;
-
 /// `Result` with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -29,7 +27,7 @@ pub enum ErrorKind {
 pub struct Error {
     kind: ErrorKind,
     message: String,
-    source: Option<SinkError>,
+    source: Option<phalanx_base::Error>,
 }
 
 impl Error {
@@ -43,7 +41,7 @@ impl Error {
         Self::with(ErrorKind::Internal, message)
     }
 
-    pub(crate) fn sink(message: impl Into<String>, source: SinkError) -> Self {
+    pub(crate) fn sink(message: impl Into<String>, source: phalanx_base::Error) -> Self {
         Error {
             source: Some(source),
             ..Self::with(ErrorKind::Sink, message)
@@ -52,7 +50,7 @@ impl Error {
 
     /// The failure of an operation outside the engine, of kind [`Custom`](ErrorKind::Custom),
     /// for crates built on the engine. `source` is the failure itself.
-    pub fn custom(message: impl Into<String>, source: SinkError) -> Self {
+    pub fn custom(message: impl Into<String>, source: phalanx_base::Error) -> Self {
         Error {
             source: Some(source),
             ..Self::with(ErrorKind::Custom, message)
@@ -93,9 +91,12 @@ impl fmt::Debug for Error {
 
 impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match &self.source {
-            Some(s) => Some(s.as_ref()),
-            None => None,
-        }
+        self.source.as_ref().map(|e| e as _)
+    }
+}
+
+impl From<Error> for phalanx_base::Error {
+    fn from(error: Error) -> Self {
+        Self::from_library(phalanx_base::ErrorKind::Failed, error)
     }
 }

@@ -69,7 +69,6 @@ pub use ops::custom::CustomOp;
 pub use par::{ThreadPool, Threads};
 pub use param::{
     BufferId, GradSink, GradView, Grads, Init, Layout, ParamId, ParamInfo, Params, Scope, Seed,
-    SinkError,
 };
 pub use tape::{GraphNode, Precision, Step, StepKey, Tape};
 pub use tensor::Tensor;

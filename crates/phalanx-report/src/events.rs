@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 
-use phalanx_data::files::Dir;
-use phalanx_data::metrics::Resumption;
+use crate::Resumption;
+use phalanx_base::files::Dir;
 use serde::{Deserialize, Serialize};
 
 use crate::lines;

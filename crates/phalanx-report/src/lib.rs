@@ -9,7 +9,13 @@
 
 mod curve;
 mod events;
+#[cfg(all(any(test, fuzzing), feature = "images"))]
+#[doc(hidden)]
+pub mod fuzzing;
+#[cfg(feature = "images")]
+pub mod image;
 mod logged;
+mod resumption;
 mod system;
 mod watch;
 
@@ -19,8 +25,9 @@ use std::path::Path;
 pub use curve::{Curve, MAX_POINTS, Points};
 use events::{Event, Events, Finish, MAX_EVENTS};
 use logged::Logged;
-use phalanx_data::files::Dir;
-use phalanx_data::{Error, ErrorKind, IMAGES_PER_ROW, Result, png_size};
+use phalanx_base::files::Dir;
+use phalanx_base::{Error, ErrorKind, Result};
+pub use resumption::Resumption;
 use serde::Serialize;
 use serde_json::value::RawValue;
 use system::System;
@@ -30,8 +37,18 @@ use watch::Watch;
 pub const REPORT_FILE: &str = "report.html";
 
 /// Images of `predictions.jsonl` in one picture, each once, in the order of the file
-/// (`phalanx_data::image::sheet`).
+/// (`image::sheet`).
 pub const PICTURES_FILE: &str = "predictions.png";
+
+/// Images in a row of the picture that `image::sheet` makes and a run's report shows.
+pub const IMAGES_PER_ROW: usize = 32;
+
+/// Width and height of an image in the form of a PNG file; `None` if it is none.
+pub fn png_size(png: &[u8]) -> Option<[u32; 2]> {
+    let side = |at: usize| Some(u32::from_be_bytes(png.get(at..at + 4)?.try_into().ok()?));
+    png.starts_with(b"\x89PNG\r\n\x1a\n").then_some(())?;
+    Some([side(16)?, side(20)?])
+}
 
 /// Limits of what is read and shown. A log of a million steps has 0.2 GiB.
 const MAX_METRICS_BYTES: u64 = 4 << 30;
@@ -120,7 +137,7 @@ impl Run {
     ///
     /// # Errors
     ///
-    /// `Usage` where there is neither `run.json` nor `metrics.jsonl` nor `summary.json`; `Io`; `Data`
+    /// `Usage` where there is neither `run.json` nor `metrics.jsonl` nor `summary.json`; `System`; `Data`
     /// for files beyond the limits, and for `run.json` and `summary.json` that are not JSON.
     pub fn read_in(dir: &Dir) -> Result<Run> {
         if !["run.json", "metrics.jsonl", "summary.json"]
@@ -147,7 +164,7 @@ impl Run {
     ///
     /// # Errors
     ///
-    /// `Io`; `Data` as [`read_in`](Self::read_in).
+    /// `System`; `Data` as [`read_in`](Self::read_in).
     pub fn read_lines(dir: &Dir, metrics: &[u8], events: &[u8]) -> Result<Run> {
         let json = |name: &str, most_bytes: u64| -> Result<Option<Box<RawValue>>> {
             let text = dir.read(name, most_bytes)?;

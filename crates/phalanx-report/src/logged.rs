@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use phalanx_data::files::Dir;
+use phalanx_base::files::Dir;
 use serde::Serialize;
 use serde_json::value::RawValue;
 

@@ -1,6 +1,6 @@
 //! The flags of trackers.
 
-use phalanx_process::env::Env;
+use phalanx_base::env::Env;
 
 use crate::{Result, Tracker, Wandb};
 
@@ -49,7 +49,7 @@ impl TrackArgs {
 
 #[cfg(feature = "mlflow")]
 pub(crate) mod mlflow {
-    use phalanx_process::env::Env;
+    use phalanx_base::env::Env;
 
     use crate::{Error, Mlflow, Result, Tracker};
 
@@ -70,7 +70,7 @@ pub(crate) mod mlflow {
 
 #[cfg(not(feature = "mlflow"))]
 pub(crate) mod mlflow {
-    use phalanx_process::env::Env;
+    use phalanx_base::env::Env;
 
     use crate::{Error, Result, Tracker};
 

@@ -7,9 +7,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use phalanx_data::files::{Dir, lock_holder, try_lock};
-use phalanx_process::format::thousands;
-use phalanx_process::say;
+use phalanx_base::files::{Dir, lock_holder, try_lock};
+use phalanx_base::format::thousands;
+use phalanx_base::say;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -158,7 +158,7 @@ impl Courier {
             Error::new(ErrorKind::Failed, "a tracker's state is not JSON").caused_by(e)
         })?;
         let name = file_of(self.tracker.name());
-        Ok(Dir::open(&self.dir)?.write(name, |out| out.write_all(&text))?)
+        Dir::open(&self.dir)?.write(name, |out| out.write_all(&text))
     }
 
     fn remainder(&self) -> Remainder {
@@ -218,7 +218,7 @@ impl Remainder {
 }
 
 /// What was kept of a run; none, where nothing was, or the file is damaged.
-fn read(dir: &Dir, name: &str) -> phalanx_data::Result<Option<Kept>> {
+fn read(dir: &Dir, name: &str) -> phalanx_base::Result<Option<Kept>> {
     let text = dir.read(&file_of(name), KEPT_BYTES)?;
     Ok(text.and_then(|text| serde_json::from_slice(&text).ok()))
 }

@@ -5,8 +5,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use phalanx_data::files::{Dir, try_lock};
-use phalanx_process::env::Env;
+use phalanx_base::env::Env;
+use phalanx_base::files::{Dir, try_lock};
 use serde_json::{Value, json};
 
 use crate::args::mlflow::of as mlflow;

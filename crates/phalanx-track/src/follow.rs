@@ -6,8 +6,8 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use phalanx_data::files::Dir;
-use phalanx_data::metrics::Resumption;
+use phalanx_base::files::Dir;
+use phalanx_report::Resumption;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 

@@ -23,7 +23,7 @@ pub use ending::{Ending, deliver_rest, record_end, record_unseen_end};
 pub use follow::{EVENTS_FILE, Follow, METRICS_FILE, Position, RUN_FILE, Record, SUMMARY_FILE};
 #[cfg(feature = "mlflow")]
 pub use mlflow::Mlflow;
-pub use phalanx_process::error::{Error, ErrorKind, Result};
+pub use phalanx_base::error::{Error, ErrorKind, Result};
 pub use tensorboard::{EVENT_FILE_PREFIX, TensorBoard};
 pub use tracker::Tracker;
 pub use wandb::Wandb;

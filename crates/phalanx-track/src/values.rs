@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use phalanx_data::files::Dir;
+use phalanx_base::files::Dir;
 use serde_json::Value;
 
 use crate::{Error, ErrorKind, Result};
@@ -76,7 +76,7 @@ pub(crate) struct Predictions {
     /// The place in the picture, by the image's number.
     places: BTreeMap<u64, usize>,
     #[cfg(feature = "images")]
-    sheet: Option<phalanx_data::image::Sheet>,
+    sheet: Option<phalanx_report::image::Sheet>,
 }
 
 impl Predictions {
@@ -96,7 +96,7 @@ impl Predictions {
         #[cfg(feature = "images")]
         let sheet = read(&dir, PICTURES_FILE).and_then(|png| {
             let path = dir.path().join(PICTURES_FILE);
-            phalanx_data::image::Sheet::read(&path, &png, places.len()).ok()
+            phalanx_report::image::Sheet::read(&path, &png, places.len()).ok()
         });
         Ok((!rows.is_empty()).then_some(Predictions {
             rows,

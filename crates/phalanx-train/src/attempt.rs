@@ -7,7 +7,7 @@ use rustix::process::{Pid, getppid};
 
 use crate::error::Result;
 use crate::say;
-use phalanx_process::env::{number, real_env};
+use phalanx_base::env::{number, real_env};
 
 /// How often the ranks were started before.
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";

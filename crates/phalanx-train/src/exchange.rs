@@ -7,7 +7,7 @@ use super::gradient::GradientType;
 use super::settings::Settings;
 use super::split::Determinism;
 use crate::error::{Error, Result};
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// Who gets which averaged gradients, and when ([`Exchange`]). The results are the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]

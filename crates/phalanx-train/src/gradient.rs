@@ -2,8 +2,8 @@
 
 use phalanx_ddp::{Bf16Gradients, F16Gradients, GradientHook, PowerSgd, PowerSgdOptions};
 
+use crate::choice_name;
 use crate::error::{Error, Result, check_count};
-use crate::format::typed;
 
 /// Data type or compression for gradient exchange.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -85,7 +85,7 @@ impl GradientArgs {
         Some(match self.gradient_type {
             GradientType::F32 => return None,
             GradientType::Bf16 | GradientType::F16 => {
-                format!("gradients travel as {}", typed(&self.gradient_type))
+                format!("gradients travel as {}", choice_name(&self.gradient_type))
             }
             GradientType::Powersgd => {
                 format!(

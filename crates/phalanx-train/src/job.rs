@@ -13,7 +13,7 @@ use phalanx_nn::{Params, Scope};
 use crate::error::{Error, ErrorKind, Result};
 use crate::settings::Settings;
 use crate::trainer::TrainerBuilder;
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// What the trainings of one program have in common.
 #[derive(Debug, Default)]

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use phalanx_data::files::Dir;
+use phalanx_base::files::Dir;
 use serde_json::{Map, Value};
 
 use super::log::{MAX_RUN_BYTES, RUN_FILE, write};

@@ -46,8 +46,8 @@ pub use job::Job;
 pub use labels::LabelArgs;
 pub use log::{RunInfo, RunLog};
 pub use output::{Files, Output};
-pub use phalanx_process::RankContext;
-pub use phalanx_process::error::{Error, ErrorKind, Result};
+pub use phalanx_base::error::{Error, ErrorKind, Result};
+pub use phalanx_launch::RankContext;
 pub use phalanx_track::{TrackArgs, Tracker};
 pub use precision::PrecisionArg;
 pub use prepare::{PreparedRun, prepare_run};
@@ -64,12 +64,30 @@ pub use trainer::{Batches, Evaluation, Measure, MicroBatch, StepBatch, Trainer, 
 pub use update::Update;
 pub use weights::file_of;
 
-use phalanx_process::{error, format, say, stop};
+use phalanx_base::{error, format, say, stop};
 
 use std::path::{Path, PathBuf};
 
 /// Folder for flight recorders, in a run's output folder.
 pub const FLIGHT_DIR: &str = "flight";
+
+/// The name of a choice on the command line.
+pub fn choice_name(choice: &impl clap::ValueEnum) -> String {
+    let value = choice.to_possible_value();
+    value.map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
+/// The error of a comparison of all ranks at the start. Ranks that differ there were started with different arguments, which
+/// is a usage error.
+pub fn different_arguments(error: phalanx_ddp::Error) -> error::Error {
+    let is_mismatch = error.kind() == phalanx_ddp::ErrorKind::Mismatch;
+    let error = error::Error::from(error);
+    if is_mismatch {
+        error.into_usage()
+    } else {
+        error
+    }
+}
 
 /// `FILE.<rank>.<ending>`, the file of one rank.
 fn of_rank(file: &Path, rank: usize, ending: &str) -> PathBuf {

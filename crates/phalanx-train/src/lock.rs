@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use phalanx_data::files::{Dir, lock_holder, try_lock};
+use phalanx_base::files::{Dir, lock_holder, try_lock};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
@@ -44,7 +44,7 @@ impl Lock {
         };
         let (began, mut told) = (Instant::now(), false);
         loop {
-            let mut file = dir.open_private(LOCK_FILE).map_err(|e| other(e.into()))?;
+            let mut file = dir.open_private(LOCK_FILE).map_err(&other)?;
             if try_lock(&file) {
                 // Whoever had it took the file away with it.
                 if !dir.is_at(&file, LOCK_FILE) && began.elapsed() < patience {

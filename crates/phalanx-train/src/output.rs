@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use phalanx_data::checkpoint;
-use phalanx_data::files::{Dir, as_typed, atomic_write};
-use phalanx_data::metrics::{MetricsLog, Resumption, write_summary_in};
-use phalanx_data::state::{Folder, Place};
+use phalanx_base::files::{Dir, as_typed, atomic_write};
+use phalanx_checkpoint as checkpoint;
+use phalanx_checkpoint::state::{Folder, Place};
+use phalanx_data::metrics::{MetricsLog, write_summary_in};
 use phalanx_nn::Params;
+use phalanx_report::Resumption;
 use phalanx_report::{PICTURES_FILE, REPORT_FILE};
 use phalanx_track::EVENT_FILE_PREFIX;
 use serde::Serialize;
@@ -21,8 +22,8 @@ use super::run_dir::{self, Fresh};
 use super::saving::{self, SavingArgs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
-use phalanx_process::RankContext;
-use phalanx_process::env::RUN_POINTER_VARIABLE;
+use phalanx_base::env::RUN_POINTER_VARIABLE;
+use phalanx_launch::RankContext;
 
 pub const SUMMARY_FILE: &str = "summary.json";
 const METRICS_FILE: &str = "metrics.jsonl";
@@ -386,7 +387,7 @@ impl Output {
             if let Err(error) = saved {
                 // What lies there is of other weights than the file beside it.
                 let _ = dir.remove(&pytorch);
-                return Err(error.into());
+                return Err(error);
             }
         }
         self.saved = self.dir.join(name);
@@ -470,7 +471,7 @@ impl Output {
             return Ok(());
         };
         let text = json_lines(name, rows)?;
-        Ok(dir.write(name, |out| out.write_all(&text))?)
+        dir.write(name, |out| out.write_all(&text))
     }
 
     /// The rows of the file `name` that [`save_rows`](Self::save_rows) wrote; none without the file. Lines that are
@@ -572,14 +573,13 @@ pub(crate) fn json_lines(name: &str, rows: &[impl Serialize]) -> Result<Vec<u8>>
 fn set_metrics_aside(dir: &Dir) -> Result<()> {
     let names = (1..).map(|n| format!("metrics-{n}.jsonl"));
     let free = names.into_iter().find(|name| !dir.has(name));
-    Ok(dir.rename(METRICS_FILE, &free.unwrap_or_default())?)
+    dir.rename(METRICS_FILE, &free.unwrap_or_default())
 }
 
 /// Removes what an earlier run left in the same folder, complete or not, so
 /// that a summary and weights always belong to the metrics beside them.
 fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
-    let failed =
-        |e: phalanx_data::Error| Error::from(e).note("try", "another folder with --output-dir");
+    let failed = |e: phalanx_base::Error| e.note("try", "another folder with --output-dir");
     for name in dir.names().map_err(failed)? {
         if name == crate::FLIGHT_DIR {
             remove_flight_recorders(dir).map_err(failed)?;
@@ -608,7 +608,7 @@ fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
 
 /// What `phalanx inspect` would find of an earlier run. Whoever made the
 /// folder unwritable learns it when the next ones are written.
-fn remove_flight_recorders(dir: &Dir) -> phalanx_data::Result<()> {
+fn remove_flight_recorders(dir: &Dir) -> phalanx_base::Result<()> {
     let Some(flight) = dir.sub(crate::FLIGHT_DIR)? else {
         return Ok(());
     };
@@ -621,7 +621,7 @@ fn remove_flight_recorders(dir: &Dir) -> phalanx_data::Result<()> {
 }
 
 /// What `log_image` and `log_table` left.
-fn remove_logged(dir: &Dir, folder: &str, ending: &str) -> phalanx_data::Result<()> {
+fn remove_logged(dir: &Dir, folder: &str, ending: &str) -> phalanx_base::Result<()> {
     let Some(folder) = dir.sub(folder)? else {
         return Ok(());
     };

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use phalanx_data::state::OptimizerState;
+use phalanx_checkpoint::state::OptimizerState;
 use phalanx_ddp::DistributedDataParallel;
 use phalanx_nn::{ParamId, Params};
 

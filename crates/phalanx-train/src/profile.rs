@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::error::Result;
 use crate::format::plural;
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// Steps before the first that is profiled: buckets are rebuilt and memory is warm then.
 const SKIPPED: usize = 2;

@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::format::rounded;
 use crate::trainer::Evaluation;
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// A step that was just taken.
 #[derive(Debug, Clone, Copy)]

@@ -9,7 +9,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use phalanx_data::files::{Dir, as_typed, create_folder, create_new_folder};
+use phalanx_base::files::{Dir, as_typed, create_folder, create_new_folder};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -58,7 +58,7 @@ impl Claim {
         let text = serde_json::to_vec(self).map_err(|e| {
             Error::new(crate::error::ErrorKind::Failed, "a claim is not JSON").caused_by(e)
         })?;
-        Ok(dir.write(CLAIM_FILE, |out| out.write_all(&text))?)
+        dir.write(CLAIM_FILE, |out| out.write_all(&text))
     }
 }
 
@@ -376,10 +376,10 @@ impl Drop for RunDir {
 }
 
 /// A folder that cannot be written into was typed by somebody.
-fn mistake(error: phalanx_data::Error) -> Error {
+fn mistake(error: phalanx_base::Error) -> Error {
     match error.kind() {
-        phalanx_data::ErrorKind::Io => Error::usage(error.to_string()),
-        _ => error.into(),
+        phalanx_base::ErrorKind::System => error.into_usage(),
+        _ => error,
     }
 }
 

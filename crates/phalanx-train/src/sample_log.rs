@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use phalanx_data::files::atomic_write;
+use phalanx_base::files::atomic_write;
+use phalanx_checkpoint::state::Place;
 use phalanx_data::metrics::MetricsLog;
-use phalanx_data::state::Place;
 use serde_json::{Value, json};
 
 use crate::error::{Error, ErrorKind, Result};
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// One line a step: epoch, step, and the samples of this rank.
 pub struct SampleLog {
@@ -85,7 +85,7 @@ fn cut(path: &Path, place: Place) -> Result<()> {
         return Ok(());
     }
     // As a whole, and over no link of another user.
-    Ok(atomic_write(path, &old[..keep])?)
+    atomic_write(path, &old[..keep])
 }
 
 /// How many bytes of `old` stay. Steps ascend in what one attempt has written.

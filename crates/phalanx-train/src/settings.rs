@@ -16,8 +16,9 @@ use super::precision::PrecisionArg;
 use super::saving::{self, SavingArgs};
 use super::split::{BatchSplit, Determinism, SplitArgs};
 use super::start::Start;
+use crate::choice_name;
 use crate::error::{Error, Result, check_count};
-use crate::format::{number, typed};
+use crate::format::number;
 
 /// Which samples a rank gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -319,8 +320,11 @@ impl Settings {
         let mut more = vec![
             ("data", data.to_owned()),
             ("--seed", self.seed.to_string()),
-            ("--sampler", typed(&self.sampler)),
-            (saving::GRADIENT_TYPE, typed(&self.gradients.gradient_type)),
+            ("--sampler", choice_name(&self.sampler)),
+            (
+                saving::GRADIENT_TYPE,
+                choice_name(&self.gradients.gradient_type),
+            ),
         ];
         more.extend(self.gradients.facts());
         if self.split.determinism() == Determinism::Shards {
@@ -371,11 +375,11 @@ impl Settings {
         let mut facts = vec![
             batch,
             format!("--seed {seed}"),
-            format!("--sampler {}", typed(sampler)),
+            format!("--sampler {}", choice_name(sampler)),
             format!("--test-batch-size {test_batch_size}"),
             format!("--log-interval {log_interval}"),
-            format!("--gradient-type {}", typed(&gradients.gradient_type)),
-            format!("--exchange {}", typed(exchange)),
+            format!("--gradient-type {}", choice_name(&gradients.gradient_type)),
+            format!("--exchange {}", choice_name(exchange)),
             format!("--watch {watch}"),
             format!("--shards {}", self.split.shards()),
         ];
@@ -407,7 +411,7 @@ impl Settings {
             format!("--lr {}", number(self.lr())),
             format!("--precision {}", self.precision.title()),
             format!("--accumulate {}", self.split.accumulate),
-            format!("--deterministic {}", typed(&self.split.determinism())),
+            format!("--deterministic {}", choice_name(&self.split.determinism())),
         ]
     }
 }

@@ -229,7 +229,7 @@ impl BatchSplit {
     ///
     /// Usage, when no step of this cut begins there.
     pub fn rest(&self, samplers: &[Sampler], cursor: Cursor) -> Result<EpochPlan> {
-        let plans: phalanx_data::Result<Vec<EpochPlan>> =
+        let plans: phalanx_base::Result<Vec<EpochPlan>> =
             samplers.iter().map(|s| s.resume(cursor)).collect();
         Ok(EpochPlan::interleave(&plans?))
     }

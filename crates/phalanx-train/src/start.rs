@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use phalanx_data::checkpoint;
+use phalanx_checkpoint as checkpoint;
 use phalanx_nn::Params;
 
 use super::weights::file_of;
 use crate::error::Result;
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// `--init`: what weights are before the first step.
 #[derive(Debug, Clone, PartialEq, Eq)]

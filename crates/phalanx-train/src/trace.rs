@@ -8,7 +8,7 @@ use phalanx_ddp::StepTimes;
 use serde_json::json;
 
 use crate::error::Result;
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// The step of the run, from 1, that is traced: when buckets have been rebuilt and memory
 /// is warm.

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use phalanx_data::state::OptimizerState;
+use phalanx_checkpoint::state::OptimizerState;
 use phalanx_ddp::{DistributedDataParallel, ShardedOptimizer};
 use phalanx_nn::Params;
 use phalanx_nn::optim::{Optimizer, step_clipped};

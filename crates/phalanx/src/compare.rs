@@ -4,7 +4,7 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use phalanx_data::files::Dir;
+use phalanx_base::files::Dir;
 use phalanx_data::metrics::write_summary_in;
 use serde::Serialize;
 use serde_json::Value;
@@ -126,7 +126,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
             counted(workers)
         ));
         // No link may lead from there to another folder.
-        let outcome = (opened.sub(&name).map_err(Error::from))
+        let outcome = (opened.sub(&name))
             .and_then(|_| start(&args.training, workers, &output_dir))
             .and_then(|()| Run::read(workers, output_dir, runs.first()));
         match outcome {

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use phalanx_data::checkpoint::{read_tensors, save_tensors};
-use phalanx_data::text::one_line;
+use phalanx_base::text::one_line;
+use phalanx_checkpoint::{read_tensors, save_tensors};
 
 use crate::error::{Error, Result};
 use crate::format::{bytes, plural};

@@ -33,7 +33,7 @@
 //! group) can be used without it. The command `phalanx` comes with `cargo install`.
 //!
 //! Features: `cli` (default), which the command needs and a program does not; `flow`, workflows;
-//! `images`, `phalanx::data::image`; `mlflow`, a program's `--mlflow`, and `https` for servers with TLS.
+//! `images`, `phalanx::image` for PNG and netpbm files; `mlflow`, a program's `--mlflow`, and `https` for servers with TLS.
 #![forbid(unsafe_code)]
 
 // The program's own modules, for the fuzz targets only: a binary cannot be
@@ -83,12 +83,13 @@ mod program;
 mod spawn;
 
 #[cfg(fuzzing)]
-use phalanx_launch::{self as launch, inspect};
+use phalanx_base::{error, format, say};
 #[cfg(fuzzing)]
-use phalanx_process::{error, format, say};
+use phalanx_launch::{self as launch, inspect};
 
 /// The command-line parser, with which programs declare their own flags ([`main_with`]).
 pub use clap;
+pub use phalanx_checkpoint as checkpoint;
 pub use phalanx_comm as comm;
 pub use phalanx_data as data;
 pub use phalanx_ddp as ddp;
@@ -96,6 +97,8 @@ pub use phalanx_ddp as ddp;
 pub use phalanx_flow as flow;
 pub use phalanx_global as global;
 pub use phalanx_nn as nn;
+#[cfg(feature = "images")]
+pub use phalanx_report::image;
 pub use phalanx_store as store;
 pub use phalanx_train as train;
 pub use phalanx_train::{Error, ErrorKind, Job, Result, Trainer};

@@ -18,8 +18,8 @@ mod report;
 mod training;
 mod units;
 
+use phalanx_base::{error, format, say, stop};
 use phalanx_launch::{self as launch, inspect};
-use phalanx_process::{error, format, say, stop};
 
 fn main() -> std::process::ExitCode {
     // Workflows have helper processes of their own beside the launcher's.

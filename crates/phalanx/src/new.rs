@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use phalanx_data::files::as_typed;
+use phalanx_base::files::as_typed;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;

@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use phalanx_data::checkpoint::{load_params, read_metadata};
+use phalanx_base::text::visible_json;
+use phalanx_checkpoint::{load_params, read_metadata};
 use phalanx_data::cifar10::{self, Scaling};
 use phalanx_data::metrics::argmax;
-use phalanx_data::text::visible_json;
-use phalanx_data::{ImageDataset, image, mnist, synthetic};
+use phalanx_data::{ImageDataset, mnist, synthetic};
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
+use phalanx_report::image;
 use serde::Serialize;
 
 use crate::error::{Error, ErrorKind, Result};
@@ -184,7 +185,7 @@ impl Predictor<'_> {
     /// All predictions into the file at `path`, which is whole or as before.
     fn write(&mut self, path: &Path) -> Result<()> {
         let mut failed = None;
-        let written = phalanx_data::files::atomic_write_with(path, |out| {
+        let written = phalanx_base::files::atomic_write_with(path, |out| {
             let mut unwritten = None;
             let outcome = self.all(&mut |rows| {
                 unwritten = out.write_all(visible_json(rows).as_bytes()).err();
@@ -300,7 +301,7 @@ fn network(path: &Path, wanted: Option<&str>) -> Result<Found> {
         }
     }
     Err(match (why, said) {
-        (Some(error), Some(_)) => error.into(),
+        (Some(error), Some(_)) => error,
         (Some(_), None) => {
             let names: Vec<&str> = known().map(|known| known.model).collect();
             Error::usage(format!(

@@ -5,13 +5,13 @@ use std::process::ExitCode;
 
 use clap::builder::Resettable;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
+use phalanx_base::error::{Error, Result};
+use phalanx_base::say::{self, Secrets};
+use phalanx_base::stop;
 use phalanx_launch::words::{dashed, taking_negative_numbers};
 use phalanx_launch::{
     AlgorithmArg, RankArgs, Speakers, exit_code, log, run_helper, run_ranks, tell_other_nodes,
 };
-use phalanx_process::error::{Error, Result};
-use phalanx_process::say::{self, Secrets};
-use phalanx_process::stop;
 use phalanx_train::{Defaults, Job, Settings, prepare_run};
 
 /// Runs `train` on every rank, as the command line says: the body of a training program's `main`.

@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use phalanx_data::files::{Dir, as_typed, atomic_write};
+use phalanx_base::files::{Dir, as_typed, atomic_write};
 use phalanx_report::{REPORT_FILE, Run, page, write_in, write_of};
 
 use crate::error::Result;
 use crate::say;
-use phalanx_process::env::real_env;
+use phalanx_base::env::real_env;
 use phalanx_track::{TrackArgs, record_unseen_end, upload};
 use phalanx_train::{LabelArgs, check_folder_of};
 
@@ -55,7 +55,7 @@ pub fn run(args: &ReportArgs) -> Result<()> {
             }
         }
     }
-    let runs: phalanx_data::Result<Vec<Run>> = args.runs.iter().map(|run| Run::read(run)).collect();
+    let runs: phalanx_base::Result<Vec<Run>> = args.runs.iter().map(|run| Run::read(run)).collect();
     let page = page(&runs?)?;
     let output = match (&args.output, &args.runs[..]) {
         (None, [run]) => {

@@ -5,7 +5,7 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use phalanx_data::files::{Dir, as_typed, lock_holder, try_lock};
+use phalanx_base::files::{Dir, as_typed, lock_holder, try_lock};
 use phalanx_http::ureq::Agent;
 use phalanx_http::ureq::http::StatusCode;
 use phalanx_http::ureq::http::header::{CONTENT_RANGE, RANGE};

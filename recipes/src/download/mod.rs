@@ -14,7 +14,7 @@ mod sum;
 
 use std::path::{Path, PathBuf};
 
-use phalanx_data::files::{Dir, as_typed};
+use phalanx_base::files::{Dir, as_typed};
 use phalanx_http::ureq::{Agent, http::Uri};
 
 use crate::error::{Error, Result};

@@ -4,7 +4,7 @@ use std::io::{BufReader, Read};
 use std::path::Path;
 
 use md5::Md5;
-use phalanx_data::files::open_regular;
+use phalanx_base::files::open_regular;
 use sha2::{Digest, Sha256};
 
 use super::sets::Sum;

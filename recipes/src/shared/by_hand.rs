@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use phalanx_data::checkpoint;
-use phalanx_data::digest::optimizer_sha256;
-use phalanx_data::state::Place;
+use phalanx_checkpoint as checkpoint;
+use phalanx_checkpoint::digest::optimizer_sha256;
+use phalanx_checkpoint::state::Place;
 use phalanx_ddp::{DdpOptions, DistributedDataParallel, verify_equal};
 use phalanx_nn::Params;
 use phalanx_nn::optim::Sgd;
-use phalanx_process::unlike;
+use phalanx_train::different_arguments;
 use phalanx_train::{
     CHECKPOINTS_DIR, CheckpointSource, Files, History, LabelArgs, Output, RankContext, Resumed,
     RunInfo, RunLog, SaveAction, Saving, SavingArgs, Update, default_output_dir, settings_by_name,
@@ -94,7 +94,7 @@ impl<'a> ByHand<'a> {
             ..DdpOptions::default()
         };
         let ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options);
-        let mut ddp = ddp.map_err(unlike)?;
+        let mut ddp = ddp.map_err(different_arguments)?;
         let mut update = Update::Whole(Box::new(Sgd::new(&params, facts.lr)));
         if let Some(resumed) = &resumed {
             resumed.wrapper(ctx, &mut ddp)?;
@@ -128,7 +128,7 @@ impl<'a> ByHand<'a> {
         ctx.note(&format!(
             "phalanx {}  {name}  {}\noutput   {}",
             env!("CARGO_PKG_VERSION"),
-            ctx.describe(),
+            ctx.describe(phalanx_nn::isa_name()),
             output.dir().display()
         ));
         if let Some(resumed) = &resumed {
@@ -231,7 +231,7 @@ impl<'a> ByHand<'a> {
             "version": env!("CARGO_PKG_VERSION"),
             "arguments": say::arguments(),
             "world_size": self.ctx.world(),
-            "transport": self.ctx.describe(),
+            "transport": self.ctx.describe(phalanx_nn::isa_name()),
             "iterations": self.facts.steps,
             "lr": self.facts.lr,
             "skipped_steps": self.ddp.skipped_steps(),

@@ -6,20 +6,22 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use phalanx_base::process;
+use phalanx_checkpoint as checkpoint;
+use phalanx_checkpoint::digest::{MetricsDigest, optimizer_sha256};
+use phalanx_checkpoint::state::{OptimizerState, Place};
 use phalanx_comm::ReduceOp;
-use phalanx_data::digest::{MetricsDigest, optimizer_sha256};
+use phalanx_data::Dataset;
 use phalanx_data::loader::{LoadedBatch, Loader, LoaderOptions};
 use phalanx_data::metrics::Confusion;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::{EpochPlan, Sampler, SamplerConfig};
-use phalanx_data::state::{OptimizerState, Place};
-use phalanx_data::{Dataset, checkpoint, process};
 use phalanx_ddp::{Commit, Fingerprint, ShardTree, broadcast_parameters, verify_equal};
 use phalanx_global::{Global, GlobalGrads, GlobalParams, GlobalStep, Indices, Parallel, Sbp};
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::optim::{Optimizer, clip_factor};
 use phalanx_nn::{Params, Scope, Seed, StepKey, Tape, Tensor, Threads};
-use phalanx_process::unlike;
+use phalanx_train::different_arguments;
 use phalanx_train::{
     BatchSplit, Best, CHECKPOINTS_DIR, Evaluation, Files, History, Measure, Output, RankContext,
     Reporter, Resumed, RunInfo, RunLog, SaveAction, Saving, Settings, SplitArgs, StepFacts,
@@ -30,8 +32,9 @@ use serde_json::{Value, json};
 use super::explain;
 use super::mesh::Mesh;
 use crate::error::Result;
-use crate::format::{bytes, plural, rounded, thousands, typed};
+use crate::format::{bytes, plural, rounded, thousands};
 use crate::say;
+use phalanx_train::choice_name;
 
 /// What is trained: a model of global tensors on a data set.
 pub trait Task {
@@ -255,7 +258,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
             fingerprint.line(fact.as_str());
         }
         let compared = fingerprint.parameters(&params).compare(&ctx.group);
-        compared.map_err(unlike)?;
+        compared.map_err(different_arguments)?;
         broadcast_parameters(&ctx.group, &mut params, 0)?;
 
         let placement = mesh.placement(&ctx.group)?;
@@ -320,7 +323,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         ctx.note(&format!(
             "phalanx {}  {name}  {}",
             env!("CARGO_PKG_VERSION"),
-            ctx.describe()
+            ctx.describe(phalanx_nn::isa_name())
         ));
         ctx.note(&format!("data     {}", setup.data));
         ctx.note(&format!(
@@ -519,7 +522,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
         self.progress
             .begin(epoch as u64, self.settings.epochs() as u64, self.steps);
         self.progress.skip(first);
-        let cursor = self.place.cursor();
+        let cursor = self.place.into();
         let [own, all] = &self.parts;
         let own: EpochPlan = own.0.rest(&own.1, cursor)?;
         let all: EpochPlan = all.0.rest(&all.1, cursor)?;
@@ -982,7 +985,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
             "fully_sharded": self.mesh.fully_sharded,
             "threads_per_rank": ctx.threads,
             "precision": settings.precision.title(),
-            "transport": ctx.describe(),
+            "transport": ctx.describe(phalanx_nn::isa_name()),
             "seed": settings.seed,
             "epochs": settings.epochs(),
             "test_loss": last.loss,
@@ -1000,7 +1003,7 @@ impl<'a, T: Task> GlobalRun<'a, T> {
             "sent_bytes": self.sent_bytes(),
             "skipped_steps": self.grads.skipped_steps(),
             "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
-            "deterministic": typed(&settings.split.determinism()),
+            "deterministic": choice_name(&settings.split.determinism()),
             "initial_sha256": results.initial,
             "weights_sha256": results.weights,
             "optimizer_sha256": optimizer_sha256,

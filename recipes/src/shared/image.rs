@@ -20,7 +20,7 @@ use super::predictions::Predictions;
 use super::prepare::{self, Fetch};
 use crate::AnyRecipe;
 use crate::error::{Error, Result, check_count};
-use crate::format::typed;
+use phalanx_train::choice_name;
 
 /// A training set and a test set.
 pub struct Data {
@@ -400,7 +400,7 @@ pub fn files<P: Program>(program: &P, data: &Data) -> Files {
         // `phalanx predict` looks at images as validation did.
         files
             .about
-            .push(("pixels", typed(&spec.preparation.pixels)));
+            .push(("pixels", choice_name(&spec.preparation.pixels)));
         if spec.tests_mirrored {
             files.about.push(("mirrored", "true".into()));
         }

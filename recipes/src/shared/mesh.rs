@@ -7,7 +7,7 @@ use phalanx_global::{Placement, Sbp};
 use phalanx_train::{ExchangeArg, RankContext, Settings};
 
 use crate::error::{Error, Result};
-use crate::format::typed;
+use phalanx_train::choice_name;
 
 /// Arguments about the mesh of ranks.
 #[derive(Debug, Clone, clap::Args)]
@@ -148,12 +148,12 @@ impl Mesh {
         let Settings {
             gradients, split, ..
         } = settings;
-        let gradient = typed(&gradients.gradient_type);
-        let deterministic = typed(&split.determinism());
+        let gradient = choice_name(&gradients.gradient_type);
+        let deterministic = choice_name(&split.determinism());
         let cases = [
             (
                 settings.exchange != ExchangeArg::Auto,
-                format!("--exchange {}", typed(&settings.exchange)),
+                format!("--exchange {}", choice_name(&settings.exchange)),
             ),
             (gradient != "f32", format!("--gradient-type {gradient}")),
             (

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use phalanx_data::ImageDataset;
 use phalanx_data::metrics::argmax;
-use phalanx_data::{ImageDataset, image};
+use phalanx_report::image;
 use phalanx_train::Trainer;
 use serde::{Deserialize, Serialize};
 
@@ -108,7 +109,7 @@ impl Predictions {
         }
         self.thin(epoch);
         if !images.is_empty() {
-            let png = image::sheet(&images, test.image_shape()).map_err(Into::into);
+            let png = image::sheet(&images, test.image_shape());
             if let Err(error) = png.and_then(|png| trainer.save_pictures(&png)) {
                 ctx.note(&format!("warning: no predictions.png: {error}"));
             }

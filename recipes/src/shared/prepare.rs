@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-use phalanx_data::files::{Dir, as_typed};
+use phalanx_base::files::{Dir, as_typed};
 use phalanx_data::{cifar10, mnist};
 
 use phalanx_train::{FolderArgs, RankContext};
@@ -113,9 +113,9 @@ impl Fetch {
 
 /// Reading the data set of that kind in `folder` failed. Where a file is damaged that is no
 /// crash, and getting it again is the way out.
-pub fn unreadable(kind: Kind, folder: &str, error: phalanx_data::Error) -> Error {
-    let is_damaged = error.kind() == phalanx_data::ErrorKind::Data;
-    let error = Error::from(error);
+pub fn unreadable(kind: Kind, folder: &str, error: phalanx_base::Error) -> Error {
+    let is_damaged = error.kind() == phalanx_base::ErrorKind::Data;
+    let error = error;
     if !is_damaged {
         return error;
     }

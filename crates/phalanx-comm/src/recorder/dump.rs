@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 use super::clock::{Anchor, Clock, Scale};
 use super::layout::{ENTRIES, LABEL_LOST, LABELS, WORDS, entry, entry_at, head, label_at, state};
 use super::memory;
-use crate::notice::host_name;
 use crate::plan::{Collective, Method};
 use crate::status::words::{Mask, printable, ranks_of, read_text};
 use crate::{DType, ErrorKind, ReduceOp};
+use phalanx_base::host_name;
 
 /// How far an operation came.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

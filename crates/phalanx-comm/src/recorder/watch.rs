@@ -12,7 +12,9 @@ use super::dump::{Entry, State};
 use super::facts::{self, Fact, Record};
 use super::layout::head;
 use super::{Recorder, lock};
-use crate::notice::{host_name, late_variable, ranks, say};
+use phalanx_base::host_name;
+
+use crate::notice::{late_variable, ranks, say};
 use crate::plan::Collective;
 use crate::status::words::read_text;
 use crate::status::{Elsewhere, StatusCell, pid_space};

@@ -9,8 +9,8 @@ use flate2::read::MultiGzDecoder;
 
 use super::find::{BINARY, PYTHON};
 use super::{Batch, MAX_FILE_BYTES, Split, binary, pickle};
-use crate::files::{Dir, folder_of, open_regular};
-use crate::{Error, Result};
+use phalanx_base::files::{Dir, folder_of, open_regular};
+use phalanx_base::{Error, Result};
 
 /// Maximum number of members; the published archives have eight.
 const MAX_MEMBERS: usize = 64;
@@ -22,7 +22,7 @@ const MAX_TOTAL_BYTES: u64 = 512 << 20;
 ///
 /// # Errors
 ///
-/// `Data` when the archive is truncated, damaged or lacks a member; `Io`; errors of `take`.
+/// `Data` when the archive is truncated, damaged or lacks a member; `System`; errors of `take`.
 pub(super) fn read(
     path: &Path,
     files: &[&str],
@@ -39,7 +39,7 @@ pub(super) fn read(
 ///
 /// # Errors
 ///
-/// As [`read`]; `DiskFull` or `Io`, naming the file.
+/// As [`read`]; `DiskFull` or `System`, naming the file.
 pub(super) fn unpack(path: &Path) -> Result<()> {
     let wanted = [Split::Train.files(), Split::Test.files()].concat();
     let beside = Dir::open(&folder_of(path))?;

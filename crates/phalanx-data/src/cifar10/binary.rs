@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use super::{Batch, CLASSES, PIXELS};
-use crate::text::grouped;
-use crate::{Error, Result};
+use phalanx_base::text::grouped;
+use phalanx_base::{Error, Result};
 
 /// A record: a label, then the planes.
 const RECORD: usize = 1 + PIXELS;

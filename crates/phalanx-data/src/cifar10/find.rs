@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use super::{Source, Split};
-use crate::files::as_typed;
-use crate::{Error, Result};
+use phalanx_base::files::as_typed;
+use phalanx_base::{Error, Result};
 
 pub(super) const PYTHON: &str = "cifar-10-batches-py";
 pub(super) const BINARY: &str = "cifar-10-batches-bin";

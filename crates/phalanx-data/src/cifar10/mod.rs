@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 use crate::dataset::{ImageDataset, check_read};
-use crate::{Error, Result};
+use phalanx_base::{Error, Result};
 
 /// Height and width of an image.
 pub const SIDE: usize = 32;
@@ -150,7 +150,7 @@ pub fn check(folder: &Path) -> Result<Source> {
 ///
 /// # Errors
 ///
-/// As [`load`]; `DiskFull` or `Io` when a file cannot be written.
+/// As [`load`]; `DiskFull` or `System` when a file cannot be written.
 pub fn unpack(folder: &Path) -> Result<()> {
     match find::find(folder)? {
         Source::Archive(file) if folder.is_dir() => archive::unpack(&file),
@@ -172,7 +172,7 @@ pub fn is_packed(folder: &Path) -> Result<bool> {
 /// # Errors
 ///
 /// `Usage` as [`check`]; `Data`, naming file, offset and what was expected there, when a
-/// file is truncated, damaged or of another format; `Io` when it cannot be read.
+/// file is truncated, damaged or of another format; `System` when it cannot be read.
 pub fn load(folder: &Path, split: Split, scaling: Scaling) -> Result<Cifar10> {
     let files = split.files();
     let mut set = Cifar10::with_room(files.len() * BATCH_IMAGES, scaling);
@@ -219,7 +219,7 @@ fn read_files(
 fn read_bounded(path: &Path, bytes: &mut Vec<u8>) -> Result<()> {
     use std::io::Read;
     let failed = |source| Error::io("cannot read", path, source);
-    let file = crate::files::open_regular(path).map_err(failed)?;
+    let file = phalanx_base::files::open_regular(path).map_err(failed)?;
     let len = file.metadata().map_err(failed)?.len();
     bytes.clear();
     // One byte more, so that the end is found without growing.

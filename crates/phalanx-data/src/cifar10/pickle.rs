@@ -8,8 +8,8 @@
 use std::path::Path;
 
 use super::{Batch, CLASSES, PIXELS};
-use crate::text::grouped;
-use crate::{Error, Result};
+use phalanx_base::text::grouped;
+use phalanx_base::{Error, Result};
 
 /// Maximum number of values; the published files have 20,100.
 const MAX_VALUES: usize = 1 << 18;

@@ -1,8 +1,8 @@
 use std::path::PathBuf;
 
 use super::*;
-use crate::ErrorKind;
 use crate::fuzzing::{archive_of, small_archive, small_binary, small_pickle};
+use phalanx_base::ErrorKind;
 
 /// Where the real files are, if anywhere.
 fn real() -> Option<PathBuf> {
@@ -332,7 +332,7 @@ fn archives_are_unpacked_into_known_files_only() {
 #[test]
 fn folders_say_what_they_lack() {
     let dir = tempfile::tempdir().expect("folder");
-    let text = |place: &Path| check(place).expect_err("nothing there").to_string();
+    let text = |place: &Path| check(place).expect_err("nothing there").render();
     assert!(text(&dir.path().join("no")).contains("no data folder"));
     assert!(text(dir.path()).contains("no CIFAR-10 files in"));
     assert!(text(dir.path()).contains("cifar-10-python.tar.gz"));

@@ -1,6 +1,6 @@
 //! Accuracy and confusion matrix.
 
-use crate::{Error, Result};
+use phalanx_base::{Error, Result};
 
 /// The class with the highest score; the first of equal ones. NaN counts as lowest. `None`
 /// without scores.

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use crate::files::{self, Dir, atomic_write};
-use crate::{Error, Result};
+use phalanx_base::files::{self, Dir, atomic_write};
+use phalanx_base::{Error, Result};
 
 /// Maximum size of a log that is resumed; one of a million steps has 0.1 GiB.
 const MAX_BYTES: u64 = 4 << 30;
@@ -31,7 +31,7 @@ impl MetricsLog {
     ///
     /// # Errors
     ///
-    /// `Usage` when `every_steps` is 0; `Io` or `DiskFull` naming the path.
+    /// `Usage` when `every_steps` is 0; `System` or `DiskFull` naming the path.
     pub fn create(dir: &Dir, name: &str, every_steps: u64) -> Result<Self> {
         check_interval(every_steps)?;
         let file = dir.create_file(name)?;
@@ -76,11 +76,11 @@ impl MetricsLog {
 
     /// Appends to the file at `path`, creating it if needed. An incomplete last line is
     /// ended first. Links are followed as
-    /// [`atomic_write_with`](crate::files::atomic_write_with) follows them.
+    /// [`atomic_write_with`](phalanx_base::files::atomic_write_with) follows them.
     ///
     /// # Errors
     ///
-    /// `Io` or `DiskFull` naming the path; `Usage` for a link of another user.
+    /// `System` or `DiskFull` naming the path; `Usage` for a link of another user.
     pub fn append(path: &Path) -> Result<Self> {
         let failed = |e| Error::io("cannot open", path, e);
         let mut options = File::options();
@@ -113,7 +113,7 @@ impl MetricsLog {
     /// # Errors
     ///
     /// `Internal` unless `step`, which counts over all epochs, increases from call to call;
-    /// `DiskFull` or `Io` naming the file.
+    /// `DiskFull` or `System` naming the file.
     pub fn step(&mut self, step: u64, record: &impl Serialize) -> Result<()> {
         if self.last_step.is_some_and(|last| step <= last) {
             return Err(Error::internal(format!(
@@ -133,7 +133,7 @@ impl MetricsLog {
     ///
     /// # Errors
     ///
-    /// `DiskFull` or `Io` naming the file; `Internal` for a record that cannot be JSON. NaN
+    /// `DiskFull` or `System` naming the file; `Internal` for a record that cannot be JSON. NaN
     /// and infinities become `null`.
     pub fn event(&mut self, record: &impl Serialize) -> Result<()> {
         let Some((path, file)) = &mut self.out else {
@@ -152,7 +152,7 @@ impl MetricsLog {
 ///
 /// # Errors
 ///
-/// `DiskFull` or `Io` naming the path; `Internal` for a value that is not JSON.
+/// `DiskFull` or `System` naming the path; `Internal` for a value that is not JSON.
 pub fn write_summary(path: &Path, summary: &impl Serialize) -> Result<()> {
     atomic_write(path, &indented(summary)?)
 }

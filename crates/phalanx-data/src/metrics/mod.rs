@@ -7,9 +7,7 @@
 mod confusion;
 mod log;
 mod mean;
-mod resumption;
 
 pub use confusion::{Confusion, accuracy, argmax};
 pub use log::{MetricsLog, write_summary, write_summary_in};
 pub use mean::Mean;
-pub use resumption::Resumption;

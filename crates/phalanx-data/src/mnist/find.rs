@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use super::Split;
-use crate::files::as_typed;
-use crate::{Error, Result};
+use phalanx_base::files::as_typed;
+use phalanx_base::{Error, Result};
 
 /// The folders to search, in this order, and whether they are Fashion-MNIST's only.
 const FOLDERS: [(&str, bool); 4] = [

@@ -11,9 +11,9 @@ use std::path::Path;
 use flate2::bufread::MultiGzDecoder;
 
 use super::known::checksum_note;
-use crate::files::open_regular;
-use crate::text::grouped;
-use crate::{Error, Result};
+use phalanx_base::files::open_regular;
+use phalanx_base::text::grouped;
+use phalanx_base::{Error, Result};
 
 /// First bytes of a gzip stream.
 const GZIP: [u8; 2] = [0x1f, 0x8b];

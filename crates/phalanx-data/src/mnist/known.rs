@@ -62,7 +62,7 @@ pub(super) fn checksum_note(path: &Path, fashion: bool) -> String {
 }
 
 fn sha256_of(path: &Path) -> Option<String> {
-    let mut file = crate::files::open_regular(path).ok()?;
+    let mut file = phalanx_base::files::open_regular(path).ok()?;
     let mut hash = Sha256::new();
     let mut buffer = vec![0; 1 << 16];
     loop {

@@ -14,7 +14,8 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 
 use crate::dataset::{ImageDataset, check_read};
-use crate::{Error, Result, synthetic};
+use crate::synthetic;
+use phalanx_base::{Error, Result};
 
 /// Number of classes of both data sets.
 const CLASSES: usize = 10;
@@ -64,7 +65,7 @@ pub struct Mnist {
 ///
 /// `Usage` when the folder or files are missing (the message lists the expected files and
 /// where to get them); `Data` when a file is truncated, damaged or of another format, or
-/// images and labels do not match; `Io` when a file cannot be read.
+/// images and labels do not match; `System` when a file cannot be read.
 pub fn load(folder: &Path, split: Split) -> Result<Mnist> {
     let found = find::find(folder, split)?;
     let images = idx::read_images(&found.images, found.fashion)?;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::text::{grouped, rounded};
+use phalanx_base::text::{grouped, rounded};
 
 /// Minimum window for measuring the speed.
 const WINDOW: Duration = Duration::from_secs(2);

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::text::visible;
 use meter::Meter;
+use phalanx_base::text::visible;
 
 /// Interval between two lines without a terminal.
 const LINE_EVERY: Duration = Duration::from_secs(10);

@@ -22,7 +22,8 @@ mod torch;
 pub use plan::{EpochPlan, StepPlan};
 pub use torch::TorchBatches;
 
-use crate::{Error, Result};
+use phalanx_base::{Error, Result};
+use phalanx_checkpoint::state::Place;
 use phalanx_nn::rng::torch::Generator;
 
 /// Settings of a [`Sampler`].
@@ -57,6 +58,15 @@ impl Cursor {
         epoch: 0,
         samples: 0,
     };
+}
+
+impl From<Place> for Cursor {
+    fn from(place: Place) -> Self {
+        Self {
+            epoch: place.epoch,
+            samples: place.samples,
+        }
+    }
 }
 
 /// The samples of one rank.

@@ -13,11 +13,11 @@ mod pictures;
 mod text;
 mod words;
 
-use crate::Result;
 use crate::dataset::{ImageDataset, check_read};
 use crate::mnist::{Split, normalised};
 use glyphs::GLYPHS;
 use pen::{Canvas, Hand};
+use phalanx_base::Result;
 use words::Words;
 
 pub use pictures::{Pictures, pictures};

@@ -3,9 +3,9 @@
 
 use phalanx_nn::rng::torch::Generator;
 
-use crate::Result;
 use crate::cifar10::{CHANNELS, CLASSES, PIXELS, SIDE};
 use crate::dataset::{ImageDataset, check_read};
+use phalanx_base::Result;
 
 /// Number of the document's training samples.
 pub const TRAIN_SAMPLES: usize = 5000;

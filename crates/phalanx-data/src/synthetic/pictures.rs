@@ -7,9 +7,9 @@
 //! multiplications, divisions and square roots are used.
 
 use super::words::Words;
-use crate::Result;
 use crate::cifar10::{CHANNELS, CLASSES, PIXELS, SIDE, Scaling, scale};
 use crate::dataset::{ImageDataset, check_read};
+use phalanx_base::Result;
 
 /// Separates these random numbers from those of the digits.
 const SEED_MIX: u64 = 0x7069_6374_7572_6573;

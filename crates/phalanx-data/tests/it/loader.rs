@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use phalanx_base::{Error, ErrorKind, Result};
+use phalanx_data::ImageDataset;
 use phalanx_data::loader::{Loader, LoaderOptions};
 use phalanx_data::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig};
-use phalanx_data::{Error, ErrorKind, ImageDataset, Result};
 
 /// Image i is [i, -i] with label i mod 10; some samples misbehave.
 #[derive(Default)]

@@ -1,18 +1,11 @@
-//! Data, checkpoints, resumable state and PyTorch's files.
+//! Data sets, samplers, the loader, metrics and progress.
 
-mod checkpoint;
-mod damage;
 mod loader;
 mod metrics;
 mod mnist_files;
 mod progress;
-mod pth_common;
-mod pth_hostile;
-mod pth_read;
-mod pth_write;
 mod sampler_exact;
 mod sampler_torch;
-mod state;
 mod synthetic;
 
 /// Runs the test called `name` again in a process of its own, because peak memory is counted for the

@@ -4,8 +4,8 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use phalanx_data::ErrorKind;
-use phalanx_data::files::{Dir, atomic_write, atomic_write_with};
+use phalanx_base::ErrorKind;
+use phalanx_base::files::{Dir, atomic_write, atomic_write_with};
 use phalanx_data::metrics::{Confusion, Mean, MetricsLog, accuracy, argmax, write_summary};
 use serde_json::{Value, json};
 
@@ -154,7 +154,7 @@ fn a_folder_that_is_not_there_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("absent");
     let error = Dir::open(&path).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Io);
+    assert_eq!(error.kind(), ErrorKind::System);
     assert!(error.to_string().contains("/absent"), "{error}");
     Dir::create(&path).unwrap();
     MetricsLog::create(&Dir::create(&path).unwrap(), METRICS, 1).unwrap();

@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
+use phalanx_base::ErrorKind;
+use phalanx_data::ImageDataset;
 use phalanx_data::mnist::{self, Split};
-use phalanx_data::{ErrorKind, ImageDataset};
 use tempfile::TempDir;
 
 const IMAGES: &str = "train-images-idx3-ubyte";
@@ -57,7 +58,8 @@ fn refused(files: &[(&str, Vec<u8>)], kind: ErrorKind) -> String {
     let error = mnist::load(dir.path(), Split::Train).unwrap_err();
     assert_eq!(error.kind(), kind, "{error}");
     let shown = dir.path().display().to_string();
-    error.to_string().replace(&shown, "d")
+    let text = error.render().replace(&shown, "d");
+    text.trim_start_matches("error: ").trim_end().to_owned()
 }
 
 #[test]
@@ -142,8 +144,8 @@ fn missing_data_says_what_is_expected_and_what_to_do() {
     assert!(text.starts_with("no data folder "), "{text}");
     fs::create_dir(&absent).unwrap();
     let error = mnist::load(&absent, Split::Train).unwrap_err();
-    let text = error.to_string();
-    assert!(text.starts_with("no MNIST files in "), "{text}");
+    let text = error.render();
+    assert!(text.starts_with("error: no MNIST files in "), "{text}");
     for word in [
         IMAGES,
         LABELS,
@@ -157,7 +159,7 @@ fn missing_data_says_what_is_expected_and_what_to_do() {
         assert!(text.contains(word), "{word} is not in: {text}");
     }
     let fashion = dir.path().join("fashion");
-    let text = mnist::load(&fashion, Split::Train).unwrap_err().to_string();
+    let text = mnist::load(&fashion, Split::Train).unwrap_err().render();
     assert!(
         text.contains("phalanx download fashion-mnist --to "),
         "{text}"
@@ -319,7 +321,7 @@ fn absurd_headers_allocate_nothing() {
     if !crate::alone("mnist_files::absurd_headers_allocate_nothing") {
         return;
     }
-    let before = phalanx_data::process::peak_rss_bytes().unwrap();
+    let before = phalanx_base::process::peak_rss_bytes().unwrap();
     let with = |sizes: [u32; 3], packed: bool| {
         let bytes = idx(&sizes, &[0; 100]);
         let bytes = if packed { gz(&bytes) } else { bytes };
@@ -336,7 +338,7 @@ fn absurd_headers_allocate_nothing() {
     assert!(with([2_000_000, 28, 28], false).contains("truncated"));
     let text = with([2_000_000, 28, 28], true);
     assert!(text.contains("compressed bytes can hold"), "{text}");
-    let grown = phalanx_data::process::peak_rss_bytes().unwrap() - before;
+    let grown = phalanx_base::process::peak_rss_bytes().unwrap() - before;
     assert!(grown < 64 << 20, "{grown} bytes");
 }
 

@@ -1,6 +1,6 @@
 //! The exact order: each sample once per epoch, for every world size.
 
-use phalanx_data::ErrorKind;
+use phalanx_base::ErrorKind;
 use phalanx_data::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig};
 use phalanx_nn::rng::torch::Generator;
 

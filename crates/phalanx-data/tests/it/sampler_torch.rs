@@ -1,8 +1,8 @@
 //! The torch order against PyTorch 2.15 (`fixtures/sampler.json`, from the
 //! project's parity fixtures), bit for bit.
 
+use phalanx_base::{ErrorKind, Result};
 use phalanx_data::sampler::{Cursor, Sampler, SamplerConfig, TorchBatches};
-use phalanx_data::{ErrorKind, Result};
 use phalanx_nn::rng::torch::Generator;
 use serde_json::Value;
 use sha2::{Digest, Sha256};

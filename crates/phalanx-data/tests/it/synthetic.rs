@@ -1,8 +1,9 @@
 //! Drawn digits: a function of (seed, number), learnable, not trivial.
 
+use phalanx_base::ErrorKind;
+use phalanx_data::ImageDataset;
 use phalanx_data::mnist::Split;
 use phalanx_data::synthetic::{self, Digits, PIXELS};
-use phalanx_data::{ErrorKind, ImageDataset};
 use sha2::{Digest, Sha256};
 
 fn drawn(set: &Digits, index: usize) -> (u32, [u8; PIXELS]) {

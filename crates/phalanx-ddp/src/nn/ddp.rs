@@ -6,7 +6,7 @@ use std::sync::Arc;
 #[cfg(doc)]
 use phalanx_comm::Algorithm;
 use phalanx_comm::{ProcessGroup, ReduceOp};
-use phalanx_nn::{GradSink, GradView, Layout, ParamId, Params, SinkError, Tape};
+use phalanx_nn::{GradSink, GradView, Layout, ParamId, Params, Tape};
 
 use super::route::{Routes, Selection};
 use super::shards::Shards;
@@ -695,15 +695,15 @@ impl GradSink for DistributedDataParallel {
         }
     }
 
-    fn ready(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+    fn ready(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         Ok(self.used(param, false)?)
     }
 
-    fn ready_finite(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+    fn ready_finite(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         Ok(self.used(param, true)?)
     }
 
-    fn unused(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+    fn unused(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         match self.routes.of(param) {
             Selection::Reduced(index) => {
                 match &mut self.shards {

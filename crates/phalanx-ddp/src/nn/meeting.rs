@@ -6,7 +6,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use phalanx_comm::ProcessGroup;
-use phalanx_nn::SinkError;
 use phalanx_nn::layers::JoinStatistics;
 
 use super::sync_norm::combine;
@@ -233,12 +232,7 @@ pub(crate) struct Seat {
 }
 
 impl JoinStatistics for Seat {
-    fn join(
-        &self,
-        rows: f64,
-        mean: &mut [f64],
-        squares: &mut [f64],
-    ) -> std::result::Result<f64, SinkError> {
+    fn join(&self, rows: f64, mean: &mut [f64], squares: &mut [f64]) -> phalanx_base::Result<f64> {
         let mut mine = vec![rows];
         mine.extend_from_slice(mean);
         mine.extend_from_slice(squares);
@@ -247,7 +241,7 @@ impl JoinStatistics for Seat {
     }
 
     /// Left to right over the shards.
-    fn sum(&self, sums: &mut [f64]) -> std::result::Result<(), SinkError> {
+    fn sum(&self, sums: &mut [f64]) -> phalanx_base::Result<()> {
         let all = self.meeting.gather(self.member, sums)?;
         let mut shards = all.chunks_exact(sums.len().max(1));
         if let Some(first) = shards.next() {

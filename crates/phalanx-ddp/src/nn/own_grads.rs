@@ -1,6 +1,6 @@
 //! Gradients of one replica or shard that other code adds up.
 
-use phalanx_nn::{GradSink, GradView, Grads, ParamId, Params, SinkError};
+use phalanx_nn::{GradSink, GradView, Grads, ParamId, Params};
 
 use crate::error::{Error, Result};
 
@@ -58,14 +58,14 @@ impl GradSink for OwnGrads {
         self.grads.slot(param)
     }
 
-    fn ready(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+    fn ready(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         if let Some(used) = self.used.get_mut(param.index()) {
             *used = true;
         }
         self.grads.ready(param)
     }
 
-    fn unused(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+    fn unused(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         self.grads.slot(param).fill(0.0);
         self.grads.ready(param)
     }

@@ -7,7 +7,6 @@
 //! channel are added over the ranks. All in float64, the same bits on all ranks.
 
 use phalanx_comm::{ProcessGroup, ReduceOp};
-use phalanx_nn::SinkError;
 use phalanx_nn::layers::JoinStatistics;
 
 use crate::error::Error;
@@ -34,7 +33,7 @@ impl SyncBatchNorm {
 }
 
 impl JoinStatistics for SyncBatchNorm {
-    fn join(&self, rows: f64, mean: &mut [f64], squares: &mut [f64]) -> Result<f64, SinkError> {
+    fn join(&self, rows: f64, mean: &mut [f64], squares: &mut [f64]) -> phalanx_base::Result<f64> {
         if self.group.world_size() == 1 {
             return Ok(rows);
         }
@@ -48,7 +47,7 @@ impl JoinStatistics for SyncBatchNorm {
         Ok(combine(&all, mean, squares))
     }
 
-    fn sum(&self, sums: &mut [f64]) -> Result<(), SinkError> {
+    fn sum(&self, sums: &mut [f64]) -> phalanx_base::Result<()> {
         if self.group.world_size() > 1 {
             self.group.all_reduce(sums, ReduceOp::Sum).map_err(|e| {
                 Error::comm_while("sums of batch norm over all ranks are needed", e)

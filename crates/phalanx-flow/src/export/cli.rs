@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use phalanx_process::error::Result;
-use phalanx_process::format::plural;
-use phalanx_process::say;
+use phalanx_base::error::Result;
+use phalanx_base::format::plural;
+use phalanx_base::say;
 
 use super::{Engine, Volume, export};
 use crate::engine::given;

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use phalanx_process::error::{Error, Result};
+use phalanx_base::error::{Error, Result};
 use serde_json::{Value as Json, json};
 use sha2::{Digest, Sha256};
 

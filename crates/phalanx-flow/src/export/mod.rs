@@ -20,8 +20,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use phalanx_data::files::Dir;
-use phalanx_process::error::{Error, Result};
+use phalanx_base::error::{Error, Result};
+use phalanx_base::files::Dir;
 use serde_json::Value as Json;
 
 use crate::engine::canonical;

@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-use phalanx_process::error::ErrorKind;
+use phalanx_base::error::ErrorKind;
 use serde_json::json;
 
 use super::*;

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use phalanx_data::checkpoint::{load_params, save_params, save_pth};
-use phalanx_data::state::{Folder, Place, Snapshot, State};
+use phalanx_checkpoint::state::{Folder, Place, Snapshot, State};
+use phalanx_checkpoint::{load_params, save_params, save_pth};
 use phalanx_global::{CheckpointInfo, ErrorKind, GlobalGrads, GlobalParams, Placement, Sbp};
 use phalanx_nn::models::{Gpt, GptConfig};
 use phalanx_nn::optim::{Adam, Optimizer, Sgd};

@@ -2,7 +2,7 @@
 
 use std::sync::Barrier;
 
-use phalanx_data::state::Folder;
+use phalanx_checkpoint::state::Folder;
 use phalanx_global::{CheckpointInfo, ErrorKind, GlobalGrads, GlobalParams, Parallel, Placement};
 use phalanx_global::{Global, GlobalStep, Sbp};
 use phalanx_nn::layers::Linear;

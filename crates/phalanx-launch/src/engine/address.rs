@@ -13,7 +13,7 @@ pub fn own(bind: Option<IpAddr>, names: &[String]) -> IpAddr {
     if let Some(ip) = bind.filter(|ip| !ip.is_unspecified()) {
         return ip;
     }
-    let host_name = phalanx_process::host_name();
+    let host_name = phalanx_base::host_name();
     let by_name = names.iter().chain([&host_name]).find_map(|name| {
         let found = (name.as_str(), 0).to_socket_addrs().ok()?;
         let mut found: Vec<IpAddr> = found

@@ -201,7 +201,7 @@ fn listen(
 fn is_here(host: &str, named: &str) -> bool {
     let is_own = |address: SocketAddr| is_own_address(address.ip());
     let resolved = named.to_socket_addrs();
-    host == phalanx_process::host_name() || resolved.is_ok_and(|mut all| all.any(is_own))
+    host == phalanx_base::host_name() || resolved.is_ok_and(|mut all| all.any(is_own))
 }
 
 /// An address of this host that others may reach, or the word for one.
@@ -303,12 +303,7 @@ mod tests {
 
     #[test]
     fn this_host_is_known_by_its_names_and_addresses() {
-        for host in [
-            "127.0.0.1",
-            "::1",
-            "localhost",
-            &phalanx_process::host_name(),
-        ] {
+        for host in ["127.0.0.1", "::1", "localhost", &phalanx_base::host_name()] {
             assert!(is_here(host, &host_port(host, 9)), "{host}");
         }
         for host in ["192.0.2.1", "no.such.host.invalid"] {

@@ -81,7 +81,7 @@ pub fn refuse(place: Place, nodes: usize, token: &Token, error: &Error) {
     let Ok(store) = TcpStore::connect(&place.dial, token.clone(), LAST_WORDS) else {
         return;
     };
-    let _ = leave_word(&store, Some(0), &phalanx_process::host_name(), error);
+    let _ = leave_word(&store, Some(0), &phalanx_base::host_name(), error);
     keep(Arc::new(store), Some(server), nodes);
 }
 
@@ -227,7 +227,7 @@ impl Way {
             }
         });
         let store = store.map_err(failed)?;
-        let host = phalanx_process::host_name();
+        let host = phalanx_base::host_name();
         leave_word(&store, meeting.node_rank, &host, error).map_err(failed)?;
         if place.server.is_some() {
             until_all_have_left(&store, meeting.node_rank.unwrap_or(0), meeting.nodes);

@@ -13,7 +13,7 @@ use crate::kernels::Mode;
 use crate::kernels::batch_norm::{self, Backward, Channels, Gate};
 use crate::kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use crate::par::ThreadPool;
-use crate::param::{BufferId, ParamId, SinkError};
+use crate::param::{BufferId, ParamId};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Recorded, SlotId, State, Visit};
 use crate::{Error, Precision, Result, Tensor};
@@ -53,21 +53,16 @@ pub trait JoinStatistics: Send + Sync {
     ///
     /// # Errors
     /// Whatever stops the training step.
-    fn join(
-        &self,
-        rows: f64,
-        mean: &mut [f64],
-        squares: &mut [f64],
-    ) -> std::result::Result<f64, SinkError>;
+    fn join(&self, rows: f64, mean: &mut [f64], squares: &mut [f64]) -> phalanx_base::Result<f64>;
 
     /// Leaves the sums over all parts of the joined batch.
     ///
     /// # Errors
     /// Whatever stops the training step.
-    fn sum(&self, sums: &mut [f64]) -> std::result::Result<(), SinkError>;
+    fn sum(&self, sums: &mut [f64]) -> phalanx_base::Result<()>;
 }
 
-fn not_joined(e: SinkError) -> Error {
+fn not_joined(e: phalanx_base::Error) -> Error {
     Error::sink(format!("batch statistics were not joined: {e}"), e)
 }
 

@@ -1,6 +1,5 @@
 //! Operations that users bring. They choose what they save, and whether they can be run again.
 
-use crate::param::SinkError;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Recorded, SlotId, State, Step, Visit};
 use crate::tensor::Shape;
@@ -16,7 +15,7 @@ pub trait CustomOp: Send {
     /// # Errors
     /// Whatever stops the training step. The caller gets an [`Error`] of kind
     /// [`Custom`](crate::ErrorKind::Custom) whose source it is.
-    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> std::result::Result<(), SinkError>;
+    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> phalanx_base::Result<()>;
 
     /// Fills `d_inputs[i]`, the gradient of input i, from the gradient of the
     /// output. Every element must be written; the contents before are arbitrary.
@@ -30,7 +29,7 @@ pub trait CustomOp: Send {
         output: &[f32],
         d_output: &[f32],
         d_inputs: &mut [&mut [f32]],
-    ) -> std::result::Result<(), SinkError>;
+    ) -> phalanx_base::Result<()>;
 
     /// The operation's name in profiles, graphs and errors.
     fn name(&self) -> &'static str {
@@ -116,7 +115,7 @@ fn forward(op: &dyn CustomOp, inputs: &[SlotId], len: usize, st: &mut State) -> 
     }
 }
 
-fn failed(op: &dyn CustomOp, pass: &str, e: SinkError) -> Error {
+fn failed(op: &dyn CustomOp, pass: &str, e: phalanx_base::Error) -> Error {
     Error::custom(
         format!("operation {} failed in its {pass} pass: {e}", op.name()),
         e,

@@ -3,9 +3,6 @@
 use super::params::{ParamId, ParamInfo, Params};
 use crate::pool::AlignedBuf;
 
-/// The error of a [`GradSink`].
-pub type SinkError = Box<dyn std::error::Error + Send + Sync>;
-
 /// Receives gradients in memory of its own choosing.
 ///
 /// *Order*: `ready` (or `ready_finite`) fires exactly once per parameter per backward pass, in true
@@ -24,14 +21,14 @@ pub trait GradSink {
     ///
     /// # Errors
     /// Whatever stops the training step; backward ends with it at once.
-    fn ready(&mut self, param: ParamId) -> Result<(), SinkError>;
+    fn ready(&mut self, param: ParamId) -> phalanx_base::Result<()>;
 
     /// As [`ready`](Self::ready); the layer has checked that the squares of the gradient's values are
     /// finite, and so is its sum over any ranks. A sink need not check it again.
     ///
     /// # Errors
     /// As [`ready`](Self::ready).
-    fn ready_finite(&mut self, param: ParamId) -> Result<(), SinkError> {
+    fn ready_finite(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         self.ready(param)
     }
 
@@ -41,7 +38,7 @@ pub trait GradSink {
     ///
     /// # Errors
     /// As [`ready`](Self::ready).
-    fn unused(&mut self, param: ParamId) -> Result<(), SinkError> {
+    fn unused(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         if !self.accumulates() {
             self.slot(param).fill(0.0);
         }
@@ -149,11 +146,11 @@ impl GradSink for Grads {
         }
     }
 
-    fn ready(&mut self, _: ParamId) -> Result<(), SinkError> {
+    fn ready(&mut self, _: ParamId) -> phalanx_base::Result<()> {
         Ok(())
     }
 
-    fn unused(&mut self, param: ParamId) -> Result<(), SinkError> {
+    fn unused(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         if !self.accumulate {
             self.slot(param).fill(0.0);
             if let Some(present) = self.present.get_mut(param.index()) {

@@ -6,7 +6,7 @@ mod layout;
 mod params;
 mod scope;
 
-pub use grads::{GradSink, GradView, Grads, SinkError};
+pub use grads::{GradSink, GradView, Grads};
 pub use layout::Layout;
 pub use params::{BufferId, ParamId, ParamInfo, Params};
 pub use scope::{Init, Scope, Seed};

@@ -14,7 +14,7 @@ use crate::kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use crate::kernels::{Mode, elementwise};
 use crate::ops::batch_norm::JoinStatistics;
 use crate::par::ThreadPool;
-use crate::param::{GradSink, ParamId, Params, SinkError};
+use crate::param::{GradSink, ParamId, Params};
 use crate::pool::{Buf, Pool};
 use crate::tensor::Shape;
 
@@ -213,11 +213,7 @@ fn slot_of<'s>(
     )))
 }
 
-fn accepted(
-    answer: std::result::Result<(), SinkError>,
-    params: &Params,
-    param: ParamId,
-) -> Result<()> {
+fn accepted(answer: phalanx_base::Result<()>, params: &Params, param: ParamId) -> Result<()> {
     answer.map_err(|e| {
         let name = &params.infos()[param.index()].name;
         Error::sink(format!("the gradient of {name} was not accepted: {e}"), e)

@@ -10,7 +10,7 @@ use phalanx_nn::layers::{
 use phalanx_nn::optim::{Adam, Sgd, grad_norm};
 use phalanx_nn::{
     ErrorKind, GradSink, Grads, Init, Layout, ParamId, Params, Reduction, Result, Scope, Seed,
-    SinkError, Step, StepKey, Tape, Tensor, Threads,
+    Step, StepKey, Tape, Tensor, Threads,
 };
 
 fn is_usage<T: std::fmt::Debug>(r: Result<T>, part: &str) {
@@ -199,7 +199,7 @@ impl GradSink for Panics {
         self.0.slot(param)
     }
 
-    fn ready(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+    fn ready(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         assert_ne!(param, self.1, "on purpose");
         Ok(())
     }

@@ -7,8 +7,8 @@ use phalanx_nn::layers::{
     Act, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, MaxPool2dOptions,
 };
 use phalanx_nn::{
-    CustomOp, ErrorKind, GradView, Init, Layout, Reduction, Result, Scope, Seed, SinkError,
-    StepKey, Tape, Tensor, Threads,
+    CustomOp, ErrorKind, GradView, Init, Layout, Reduction, Result, Scope, Seed, StepKey, Tape,
+    Tensor, Threads,
 };
 
 // The plain forwards, in f64. Images are (N, H, W, C).
@@ -584,7 +584,7 @@ fn losses() {
 struct Product;
 
 impl CustomOp for Product {
-    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> std::result::Result<(), SinkError> {
+    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> phalanx_base::Result<()> {
         for (o, (a, b)) in output.iter_mut().zip(inputs[0].iter().zip(inputs[1])) {
             *o = a * b + a * a;
         }
@@ -597,7 +597,7 @@ impl CustomOp for Product {
         output: &[f32],
         d_output: &[f32],
         d_inputs: &mut [&mut [f32]],
-    ) -> std::result::Result<(), SinkError> {
+    ) -> phalanx_base::Result<()> {
         for i in 0..output.len() {
             let (a, b) = (inputs[0][i], inputs[1][i]);
             d_inputs[0][i] = d_output[i] * (b + 2.0 * a);

@@ -8,7 +8,7 @@ use crate::common::{Recorder, noise};
 use phalanx_nn::layers::{Act, BatchNormOptions, Conv2dOptions, RunningStats};
 use phalanx_nn::{
     CustomOp, Error, ErrorKind, GradView, Init, Layout, ParamId, Precision, Result, Scope, Seed,
-    SinkError, Step, StepKey, Tape, Tensor, Threads, Weight,
+    Step, StepKey, Tape, Tensor, Threads, Weight,
 };
 
 /// The identity; counts its forward passes, and may fail.
@@ -20,16 +20,16 @@ struct Copied {
 }
 
 impl Copied {
-    fn refused(&self, pass: &str) -> std::result::Result<(), SinkError> {
+    fn refused(&self, pass: &str) -> phalanx_base::Result<()> {
         match self.fails {
-            Some(fails) if fails == pass => Err("a rank is gone".into()),
+            Some(fails) if fails == pass => Err(phalanx_base::Error::usage("a rank is gone")),
             _ => Ok(()),
         }
     }
 }
 
 impl CustomOp for Copied {
-    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> std::result::Result<(), SinkError> {
+    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> phalanx_base::Result<()> {
         self.forwards.fetch_add(1, Ordering::Relaxed);
         output.copy_from_slice(inputs[0]);
         self.refused("forward")
@@ -41,7 +41,7 @@ impl CustomOp for Copied {
         output: &[f32],
         d_output: &[f32],
         d_inputs: &mut [&mut [f32]],
-    ) -> std::result::Result<(), SinkError> {
+    ) -> phalanx_base::Result<()> {
         let kept = if self.saves { d_output.len() } else { 0 };
         assert_eq!([inputs[0].len(), output.len()], [kept; 2]);
         d_inputs[0].copy_from_slice(d_output);
@@ -489,7 +489,7 @@ fn a_failing_operation_is_named_and_the_tape_goes_on() {
         assert_eq!(source.to_string(), "a rank is gone");
         assert_eq!(run(&mut tape, None).unwrap(), [3.0, 6.0]);
     }
-    let e = Error::custom("outside", "why".into());
+    let e = Error::custom("outside", phalanx_base::Error::usage("why"));
     assert_eq!(
         (e.kind(), e.to_string()),
         (ErrorKind::Custom, "outside".into())

@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
-use phalanx_data::files::{Dir, as_typed};
-use phalanx_process::env::Env;
-use phalanx_process::say;
+use phalanx_base::env::Env;
+use phalanx_base::files::{Dir, as_typed};
+use phalanx_base::say;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -387,7 +387,7 @@ impl Mlflow {
             let Some(file) = open_in(&dir, &name) else {
                 continue;
             };
-            let about = file.metadata().map_err(phalanx_data::Error::from)?;
+            let about = file.metadata().map_err(phalanx_base::Error::from)?;
             let version = (about.len(), about.mtime());
             if self.state.artifacts.get(&name) == Some(&version) {
                 continue;

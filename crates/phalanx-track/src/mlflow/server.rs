@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
-use phalanx_data::text::one_line;
+use phalanx_base::env::Env;
+use phalanx_base::text::one_line;
 use phalanx_http::ureq::http::header::{AUTHORIZATION, CONTENT_TYPE};
 use phalanx_http::ureq::http::{Response, Uri};
 use phalanx_http::ureq::{self, Agent, Body};
-use phalanx_process::env::Env;
 use serde_json::Value;
 
 use crate::{Error, ErrorKind, Result};

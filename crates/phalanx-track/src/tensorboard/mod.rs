@@ -12,8 +12,8 @@ use std::io::{BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use phalanx_data::files::Dir;
-use phalanx_data::png_size;
+use phalanx_base::files::Dir;
+use phalanx_report::png_size;
 use prost::Message as _;
 use serde_json::{Value, json};
 
@@ -67,7 +67,7 @@ impl Out {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let now = now.unwrap_or_default().as_secs();
         let now = now.max(last.map_or(0, |last| last.saturating_add(1)));
-        let host = phalanx_process::host_name();
+        let host = phalanx_base::host_name();
         let host = host.replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");
         let end = format!(".{id}");
         let name = format!(

@@ -129,8 +129,9 @@ fn logged() -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("folder");
     let write =
         |name: &str, bytes: &[u8]| fs::write(dir.path().join(name), bytes).expect("written");
-    let images =
-        |count: usize| phalanx_data::image::sheet(&vec![0.5; count * 9], [3, 3, 1]).expect("a PNG");
+    let images = |count: usize| {
+        phalanx_report::image::sheet(&vec![0.5; count * 9], [3, 3, 1]).expect("a PNG")
+    };
     write("run.json", RUN.as_bytes());
     write("metrics.jsonl", METRICS.as_bytes());
     write("events.jsonl", LOGGED.as_bytes());

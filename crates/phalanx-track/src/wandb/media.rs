@@ -9,8 +9,8 @@ use std::path::Path;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use md5::Md5;
-use phalanx_data::files::Dir;
-use phalanx_data::png_size;
+use phalanx_base::files::Dir;
+use phalanx_report::png_size;
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 

@@ -11,8 +11,8 @@ use std::io::{BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-use phalanx_data::files::Dir;
-use phalanx_process::env::Env;
+use phalanx_base::env::Env;
+use phalanx_base::files::Dir;
 use prost::Message as _;
 use serde_json::{Value, json};
 

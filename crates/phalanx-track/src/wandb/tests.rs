@@ -222,7 +222,7 @@ fn histograms_tables_images_and_the_model_are_there_however_often_it_is_written(
         std::fs::create_dir_all(path.parent().expect("folder")).expect("folder");
         std::fs::write(path, bytes).expect("written");
     };
-    let sheet = |images: &[f32]| phalanx_data::image::sheet(images, [1, 2, 1]).expect("a PNG");
+    let sheet = |images: &[f32]| phalanx_report::image::sheet(images, [1, 2, 1]).expect("a PNG");
     write(
         "run.json",
         br#"{"id":"ab","started":100.0,"program":"mnist"}"#,

@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::set_notice_listener;
 use phalanx_data::metrics::MetricsLog;
-use phalanx_data::png_size;
+use phalanx_launch::RankContext;
 use phalanx_nn::{GradView, GraphNode, Params};
-use phalanx_process::RankContext;
+use phalanx_report::png_size;
 use phalanx_track::{Delivery, TensorBoard};
 use serde_json::{Value, json};
 
@@ -164,7 +164,7 @@ impl RunLog {
     ///
     /// Those of writing `metrics.jsonl`.
     pub fn event(&mut self, record: &Value) -> Result<()> {
-        Ok(self.metrics.event(record)?)
+        self.metrics.event(record)
     }
 
     /// Writes numbers of the program's own at `step` of `epoch`.

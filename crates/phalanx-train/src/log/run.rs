@@ -5,10 +5,10 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::Path;
 use std::time::SystemTime;
 
-use phalanx_data::files::Dir;
+use phalanx_base::files::Dir;
 use phalanx_data::metrics::write_summary_in;
+use phalanx_launch::RankContext;
 use phalanx_nn::{GraphNode, Params};
-use phalanx_process::RankContext;
 use serde_json::{Value, json};
 
 use crate::error::Result;
@@ -164,8 +164,8 @@ pub(crate) fn document(
         "typed": typed,
         "ranks": ctx.world(),
         "threads_per_rank": ctx.threads,
-        "transport": ctx.describe(),
-        "host": phalanx_process::host_name(),
+        "transport": ctx.describe(phalanx_nn::isa_name()),
+        "host": phalanx_base::host_name(),
         "processor": super::system::processor(),
         "data": info.data,
         "steps_per_epoch": info.steps,
@@ -183,7 +183,7 @@ pub(crate) fn document(
 
 /// Writes the document.
 pub(crate) fn write(dir: &Dir, run: &Value) -> Result<()> {
-    Ok(write_summary_in(dir, RUN_FILE, run)?)
+    write_summary_in(dir, RUN_FILE, run)
 }
 
 /// A node of the graph and what it is called.

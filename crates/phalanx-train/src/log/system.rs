@@ -7,8 +7,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
-use phalanx_data::process::proc_bytes;
-use phalanx_process::{RankContext, host_name};
+use phalanx_base::host_name;
+use phalanx_base::process::proc_bytes;
+use phalanx_launch::RankContext;
 use phalanx_store::Store;
 use serde_json::{Value, json};
 

@@ -2,8 +2,8 @@ use std::io::Read as _;
 use std::path::Path;
 use std::time::Duration;
 
+use phalanx_base::files::Dir;
 use phalanx_comm::{GroupOptions, ProcessGroup};
-use phalanx_data::files::Dir;
 use serde_json::json;
 
 use super::run::named;

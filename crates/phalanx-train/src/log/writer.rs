@@ -4,10 +4,10 @@ use std::fmt::Display;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender};
 use std::time::Instant;
 
-use phalanx_data::files::Dir;
+use phalanx_base::env::RUN_POINTER_VARIABLE;
+use phalanx_base::files::Dir;
 use phalanx_data::metrics::MetricsLog;
 use phalanx_nn::GraphNode;
-use phalanx_process::env::RUN_POINTER_VARIABLE;
 use serde_json::{Value, json};
 
 use super::histogram::Histogram;
@@ -177,7 +177,7 @@ impl Files {
     fn save(&self, folder: &str, file: &str, bytes: &[u8]) -> bool {
         let write = || -> Result<()> {
             let folder = self.dir.create_sub(folder)?;
-            Ok(folder.write(file, |out| out.write_all(bytes))?)
+            folder.write(file, |out| out.write_all(bytes))
         };
         match write() {
             Ok(()) => true,

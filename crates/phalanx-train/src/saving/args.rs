@@ -11,7 +11,7 @@ use crate::error::{Error, Result, check_count};
 use crate::run_dir::FolderArgs;
 use crate::run_dir::{Found, Fresh};
 use crate::stop;
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// What to do if a checkpoint cannot be saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]

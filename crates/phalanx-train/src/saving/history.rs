@@ -1,7 +1,7 @@
 //! What a training has measured so far, as its checkpoints keep it.
 
+use phalanx_checkpoint::state::OptimizerState;
 use phalanx_data::metrics::Confusion;
-use phalanx_data::state::OptimizerState;
 use phalanx_ddp::{DdpState, HookState};
 use serde::{Deserialize, Serialize};
 

@@ -19,8 +19,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use phalanx_checkpoint::state::{
+    Background, Folder, OptimizerState, Place, SavedCheckpoint, Snapshot,
+};
 use phalanx_comm::ReduceOp;
-use phalanx_data::state::{Background, Folder, OptimizerState, Place, SavedCheckpoint, Snapshot};
 use phalanx_ddp::DistributedDataParallel;
 use phalanx_nn::Params;
 
@@ -32,7 +34,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
 use crate::stop;
 use crate::stop::signal_name;
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// Folder of checkpoints in a run's output folder.
 pub const FOLDER: &str = "checkpoints";
@@ -404,7 +406,7 @@ impl<'a> Saving<'a> {
         }
     }
 
-    fn handle_saved(&self, outcome: phalanx_data::Result<Option<SavedCheckpoint>>) -> Result<()> {
+    fn handle_saved(&self, outcome: phalanx_base::Result<Option<SavedCheckpoint>>) -> Result<()> {
         match outcome {
             Ok(saved) => {
                 if let Some(saved) = saved
@@ -422,7 +424,7 @@ impl<'a> Saving<'a> {
                     .note(&format!("warning: no checkpoint was saved: {error}"));
                 Ok(())
             }
-            Err(error) => Err(error.into()),
+            Err(error) => Err(error),
         }
     }
 }

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-use phalanx_data::files::as_typed;
-use phalanx_data::state::{Folder, Manifest, Place, State};
+use phalanx_base::files::as_typed;
+use phalanx_checkpoint::state::{Folder, Manifest, Place, State};
 use phalanx_ddp::{DdpState, DistributedDataParallel, HookState};
 use phalanx_nn::Params;
 use serde::Deserialize;
@@ -18,7 +18,7 @@ use crate::gradient::{RANK_FLAG, START_FLAG};
 use crate::param_group::{ParamGroup, copy_own};
 use crate::run_dir::Found;
 use crate::update::Update;
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// The name of the fact that comes first: another program's others differ anyway.
 const PROGRAM: &str = "program";
@@ -229,7 +229,7 @@ impl Resumed {
             return Ok(());
         };
         state.restore_params(params).map_err(|error| {
-            let (error, changed) = (Error::from(error), self.changed(settings));
+            let (error, changed) = (error, self.changed(settings));
             match changed.is_empty() {
                 true => error,
                 false => error.into_usage().note("changed", changed.join("\n")),

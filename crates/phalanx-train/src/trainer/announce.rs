@@ -3,14 +3,15 @@
 use phalanx_ddp::Exchange;
 use phalanx_nn::Params;
 
-use crate::format::{bytes, plural, thousands, typed};
+use crate::choice_name;
+use crate::format::{bytes, plural, thousands};
 use crate::output::Output;
 use crate::param_group::ParamGroup;
 use crate::saving::Resumed;
 use crate::settings::Settings;
 use crate::split::Determinism;
 use crate::start::Start;
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// What is announced besides the settings.
 pub(super) struct About<'a> {
@@ -65,7 +66,7 @@ pub(super) fn announce(
         "phalanx {}  {}  {}",
         env!("CARGO_PKG_VERSION"),
         about.program,
-        ctx.describe()
+        ctx.describe(phalanx_nn::isa_name())
     ));
     ctx.note(&format!("data     {}", about.data));
     ctx.note(&format!(
@@ -93,7 +94,7 @@ pub(super) fn announce(
     ));
     let bits = match settings.split.determinism() {
         Determinism::Ranks => None,
-        other => Some(format!("deterministic {}", typed(&other))),
+        other => Some(format!("deterministic {}", choice_name(&other))),
     };
     let unusual: Vec<String> = settings
         .gradients

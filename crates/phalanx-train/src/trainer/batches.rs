@@ -14,7 +14,7 @@ use phalanx_nn::{Step, StepKey, Tensor};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::split::BatchSplit;
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// Which step it is, and what there is to do in it.
 #[derive(Debug, Clone)]
@@ -65,7 +65,7 @@ impl<D: Dataset + ?Sized> Source<D> {
         let waited = self.loader.waited() - before;
         self.waited.set(self.waited.get() + waited);
         self.taken += 1;
-        Ok(batch?)
+        batch
     }
 }
 

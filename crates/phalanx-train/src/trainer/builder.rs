@@ -5,19 +5,19 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
+use crate::different_arguments;
+use phalanx_base::env::real_env;
+use phalanx_base::files::as_typed;
+use phalanx_checkpoint as checkpoint;
+use phalanx_checkpoint::digest::MetricsDigest;
+use phalanx_checkpoint::state::Place;
 use phalanx_data::Dataset;
-use phalanx_data::checkpoint;
-use phalanx_data::digest::MetricsDigest;
-use phalanx_data::files::as_typed;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::SamplerConfig;
-use phalanx_data::state::Place;
 use phalanx_ddp::DistributedDataParallel;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
-use phalanx_process::env::real_env;
-use phalanx_process::unlike;
 use phalanx_track::Tracker;
 
 use super::announce::{About, announce, announce_resumed};
@@ -41,7 +41,7 @@ use crate::split::BatchSplit;
 use crate::timing::Timing;
 use crate::trace::Trace;
 use crate::update::Update;
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 type Init<'j> = Box<dyn FnOnce(&mut Params) -> Result<()> + 'j>;
 type MakeOptimizer<'j> = Box<dyn FnOnce(&Params, f64) -> Box<dyn Optimizer> + 'j>;
@@ -386,7 +386,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             frozen.extend(others);
             let options = settings.ddp_options(exchange, facts.clone(), frozen)?;
             let ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options); // DDP
-            let mut ddp = ddp.map_err(unlike)?;
+            let mut ddp = ddp.map_err(different_arguments)?;
             if let Some(hook) = settings.gradients.hook(settings.seed)? {
                 ddp.set_hook(Some(hook))?; // DDP
             }

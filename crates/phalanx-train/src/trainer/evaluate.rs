@@ -229,7 +229,7 @@ impl<M> Trainer<'_, M> {
         // Split as in training, so that no sum depends on the ranks if none may.
         let split = self.split.clone();
         let batch = self.settings.test_batch_size.saturating_mul(split.parts());
-        let samplers = split.samplers(config, |config| Ok(Sampler::exact(config, batch)?))?;
+        let samplers = split.samplers(config, |config| Sampler::exact(config, batch))?;
         let plan = split.epoch(&samplers, 0);
         let parts = plan.parts();
         let mut losses = vec![0.0; plan.len() / parts * split.parts()];

@@ -1,12 +1,13 @@
 //! The end of a training: its files, and what is said of it.
 
-use phalanx_data::digest::optimizer_sha256;
-use phalanx_data::process;
+use phalanx_base::process;
+use phalanx_checkpoint::digest::optimizer_sha256;
 use serde_json::json;
 
 use super::{Evaluation, Trainer};
+use crate::choice_name;
 use crate::error::Result;
-use crate::format::{rounded, thousands, typed};
+use crate::format::{rounded, thousands};
 use crate::gradient::GradientType;
 use crate::param_group::joined_state;
 use crate::say;
@@ -116,7 +117,7 @@ impl<M> Trainer<'_, M> {
             "world_size": ctx.world(),
             "threads_per_rank": ctx.threads,
             "precision": settings.precision.title(),
-            "transport": ctx.describe(),
+            "transport": ctx.describe(phalanx_nn::isa_name()),
             "seed": settings.seed,
             "epochs": settings.epochs(),
             "test_loss": last.loss,
@@ -135,8 +136,8 @@ impl<M> Trainer<'_, M> {
             "sent_bytes": timing.sent_bytes,
             "skipped_steps": timing.skipped,
             "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
-            "gradient_type": typed(&settings.gradients.gradient_type),
-            "deterministic": typed(&settings.split.determinism()),
+            "gradient_type": choice_name(&settings.gradients.gradient_type),
+            "deterministic": choice_name(&settings.split.determinism()),
             "initial_sha256": results.initial,
             "weights_sha256": results.weights,
             "optimizer_sha256": optimizer_sha256,

@@ -20,13 +20,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use phalanx_checkpoint as checkpoint;
+use phalanx_checkpoint::digest::MetricsDigest;
+use phalanx_checkpoint::state::{Place, manifest_name};
 use phalanx_data::Dataset;
-use phalanx_data::checkpoint;
-use phalanx_data::digest::MetricsDigest;
 use phalanx_data::loader::Loader;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::Sampler;
-use phalanx_data::state::{Place, manifest_name};
 use phalanx_ddp::verify_equal;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Step, Tape};
@@ -52,7 +52,7 @@ use crate::settings::Settings;
 use crate::split::BatchSplit;
 use crate::timing::Timing;
 use crate::trace::Trace;
-use phalanx_process::RankContext;
+use phalanx_launch::RankContext;
 
 /// A model in training on this rank, with all that belongs to it: parameters, the wrapper that
 /// averages gradients over the ranks, optimizer, schedule, checkpoints, metrics and progress.
@@ -224,7 +224,7 @@ impl<'j, M> Trainer<'j, M> {
         // Steps of this epoch that were taken before the run was resumed.
         let first = self.place.step_in_epoch as usize;
         progress.skip(first);
-        let plan = self.split.rest(&self.samplers, self.place.cursor())?;
+        let plan = self.split.rest(&self.samplers, self.place.into())?;
         let loader = Loader::new(Arc::clone(data), self.loader_options())?;
         let mut losses = EpochLoss::new(self.split.parts());
         if first > 0 {
@@ -529,7 +529,7 @@ impl<'j, M> Trainer<'j, M> {
     }
 
     /// Writes the images of `predictions.jsonl` as one picture to `predictions.png`, which the
-    /// run's report shows; on rank 0, nothing elsewhere. `phalanx_data::image::sheet` makes one.
+    /// run's report shows; on rank 0, nothing elsewhere. `phalanx_report::image::sheet` makes one.
     ///
     /// # Errors
     ///

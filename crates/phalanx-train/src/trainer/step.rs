@@ -4,9 +4,9 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
+use phalanx_checkpoint::state::Place;
 use phalanx_comm::ReduceOp;
 use phalanx_data::Dataset;
-use phalanx_data::state::Place;
 use phalanx_ddp::{Commit, ShardTree};
 use phalanx_nn::{GradView, Tensor};
 use serde_json::json;

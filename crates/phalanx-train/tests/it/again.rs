@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use phalanx_data::checkpoint;
-use phalanx_data::files::Dir;
+use phalanx_base::files::Dir;
+use phalanx_checkpoint as checkpoint;
 use phalanx_data::metrics::Confusion;
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::Sgd;

@@ -2,9 +2,13 @@
 
 mod again;
 mod branches;
+mod damage;
 mod gan;
 mod normed;
 mod one_cycle;
+#[allow(dead_code, reason = "the tests of phalanx-checkpoint use the rest")]
+#[path = "../../../phalanx-checkpoint/tests/it/pth_common/mod.rs"]
+mod pth_common;
 mod records;
 mod scalars;
 mod trainer;

@@ -1,6 +1,6 @@
 //! Free memory of this host.
 
-use phalanx_data::process::proc_bytes;
+use phalanx_base::process::proc_bytes;
 
 use crate::launch;
 

@@ -281,7 +281,7 @@ fn report(
          communication {communication_ms:.2} ms alone, {:.1} MB in {}; {under_backward}",
         args.recipe.network.title,
         args.precision.describe(),
-        ctx.describe(),
+        ctx.describe(phalanx_nn::isa_name()),
         args.batch,
         exchange_title(trainer.ddp().exchange()),
         pairs.len(),

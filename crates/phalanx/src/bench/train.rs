@@ -3,19 +3,18 @@
 use std::time::{Duration, Instant};
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use phalanx_base::process::peak_rss_bytes;
 use phalanx_comm::ReduceOp;
-use phalanx_data::process::peak_rss_bytes;
 use phalanx_data::{ImageDataset, synthetic};
 use phalanx_ddp::{DdpOptions, DistributedDataParallel, Exchange, ShardedOptimizer};
 use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::rng::torch::Generator;
-use phalanx_nn::{GradSink, Grads, ParamId, Params, Scope, Seed, SinkError, StepKey};
+use phalanx_nn::{GradSink, Grads, ParamId, Params, Scope, Seed, StepKey};
 use phalanx_nn::{Tape, Threads};
 use serde_json::json;
 
 use super::overhead;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::typed;
 use phalanx_launch::RankArgs;
 use phalanx_recipes::{Loss, Net, Network, RECIPES, Recipe};
 use phalanx_train::ExchangeArg;
@@ -101,7 +100,7 @@ impl GradSink for Watched<'_> {
         self.grads.slot(param)
     }
 
-    fn ready(&mut self, param: ParamId) -> std::result::Result<(), SinkError> {
+    fn ready(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         self.times.ready[param.index()] = Some(Instant::now());
         self.grads.ready(param)
     }
@@ -395,7 +394,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
          communication {exposed:.2} ms exposed a step\nmemory        {:.0} MiB peak a rank\nfirst step    began {:.2} s after start, ended {:.2} s after it",
         args.recipe.network.title,
         args.precision.describe(),
-        ctx.describe(),
+        ctx.describe(phalanx_nn::isa_name()),
         args.batch,
         args.steps,
         peak_mib[0],
@@ -406,7 +405,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
 
 /// As `--exchange` has it.
 pub(super) fn exchange_title(exchange: Exchange) -> String {
-    typed(&ExchangeArg::from(exchange))
+    phalanx_train::choice_name(&ExchangeArg::from(exchange))
 }
 
 /// Middle value (the upper one of an even count).

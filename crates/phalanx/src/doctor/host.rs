@@ -341,7 +341,7 @@ fn clock() -> Check {
 
 /// Whether other hosts could reach this one by its name: Debian's /etc/hosts maps it to 127.0.1.1.
 fn name(has_several_hosts: bool, place: Option<&RankPlace>, own: Option<IpAddr>) -> Check {
-    let host = phalanx_comm::host_name();
+    let host = phalanx_base::host_name();
     let asked = host.clone();
     let (answer, answered) = channel();
     let asking = std::thread::Builder::new().spawn(move || {

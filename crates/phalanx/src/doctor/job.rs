@@ -3,10 +3,11 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 
+use phalanx_base::host_name;
 use phalanx_comm::transport::machine;
-use phalanx_comm::{ProcessGroup, ReduceOp, host_name, name_ranks};
+use phalanx_comm::{ProcessGroup, ReduceOp, name_ranks};
+use phalanx_launch::RankContext;
 use phalanx_launch::TransportArg;
-use phalanx_process::RankContext;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 

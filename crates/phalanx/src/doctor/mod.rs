@@ -69,7 +69,7 @@ fn report_alone(args: &DoctorArgs, error: &Error) -> Result<()> {
         return Ok(());
     }
     let mut host = HostReport {
-        name: phalanx_comm::host_name(),
+        name: phalanx_base::host_name(),
         address: host::address(&args.ranks, place.as_ref()).map(|ip| ip.to_string()),
         ranks: vec![place.map_or(args.ranks.rank.unwrap_or(0), |place| place.rank)],
         checks: host::checks(args)?,

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::support::{LIMIT, ended, free_port, phalanx, signal};
-use phalanx_data::checkpoint;
+use phalanx_checkpoint as checkpoint;
 use phalanx_nn::models::MnistCnn;
 use phalanx_nn::{Params, Scope, Seed};
 use serde_json::Value;

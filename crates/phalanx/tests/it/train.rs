@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::support::{
     LIMIT, SOON, at_once, ended, finish, free_port, phalanx, run, signal, succeed, text,
 };
-use phalanx_data::checkpoint::load_params;
+use phalanx_checkpoint::load_params;
 use phalanx_nn::models::MnistCnn;
 use phalanx_nn::{Params, Scope, Seed};
 use serde_json::Value;

@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use super::super::tcp::MAX_STREAMS;
 use super::Prefer;
 use super::host::Host;
-use crate::notice::host_name;
 use crate::wait::Share;
+use phalanx_base::host_name;
 
 const TITLE: &str = "phalanx-comm member 4";
 /// Longest record that is read; ours have about 300 bytes, up to 3000 more when

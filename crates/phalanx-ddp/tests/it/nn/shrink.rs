@@ -66,9 +66,9 @@ impl GradSink for OneOnly<'_> {
     fn slot(&mut self, param: ParamId) -> &mut [f32] {
         self.0.slot(param)
     }
-    fn ready(&mut self, param: ParamId) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    fn ready(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         self.0.ready(param)?;
-        Err("the rank ends here".into())
+        Err(phalanx_base::Error::usage("the rank ends here"))
     }
 }
 

@@ -1,7 +1,7 @@
 //! What several tests need.
 pub mod differences;
 
-use phalanx_nn::{GradSink, Grads, ParamId, Params, SinkError};
+use phalanx_nn::{GradSink, Grads, ParamId, Params};
 use serde_json::Value;
 
 /// A fixture tensor: row-major, PyTorch's layout.
@@ -122,11 +122,11 @@ impl GradSink for Recorder {
         slot
     }
 
-    fn ready(&mut self, param: ParamId) -> Result<(), SinkError> {
+    fn ready(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         assert!(!self.order.contains(&param), "ready twice");
         self.order.push(param);
         if self.refuse == Some(param) {
-            Err("no more".into())
+            Err(phalanx_base::Error::usage("no more"))
         } else {
             Ok(())
         }
@@ -136,7 +136,7 @@ impl GradSink for Recorder {
         self.accumulate
     }
 
-    fn ready_finite(&mut self, param: ParamId) -> Result<(), SinkError> {
+    fn ready_finite(&mut self, param: ParamId) -> phalanx_base::Result<()> {
         self.finite.push(param);
         self.ready(param)
     }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use phalanx_data::checkpoint;
+use phalanx_checkpoint as checkpoint;
 use phalanx_nn::models::CifarResNet;
 use phalanx_nn::{Scope, Seed};
 

@@ -3,7 +3,7 @@
 
 use std::process::{Command, Stdio};
 
-use phalanx_data::checkpoint;
+use phalanx_checkpoint as checkpoint;
 use phalanx_nn::layers::Linear;
 use phalanx_nn::{Scope, Seed};
 

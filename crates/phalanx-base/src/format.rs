@@ -1,0 +1,106 @@
+//! Formats numbers and choices for output.
+
+pub use crate::text::{number, rounded};
+
+/// A number as Python's `repr` writes a float: shortest digits that round-trip, in
+/// scientific form below 1e-4 and from 1e16 on, exponents of at least two digits.
+///
+/// `float32` values are widened first, as `tensor.item()` does, so
+/// `0.00025336414` prints as `0.00025336415274068713`.
+pub fn python_repr(value: f64) -> String {
+    if value.is_nan() {
+        return "nan".into();
+    }
+    if value.is_infinite() {
+        return if value > 0.0 { "inf" } else { "-inf" }.into();
+    }
+    // Rust's `{:e}` has the same shortest digits, only laid out otherwise.
+    let scientific = format!("{value:e}");
+    let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
+    let exponent: i32 = exponent.parse().unwrap_or(0);
+    if (-4..16).contains(&exponent) {
+        let plain = format!("{value}");
+        if plain.contains('.') {
+            plain
+        } else {
+            format!("{plain}.0")
+        }
+    } else {
+        let sign = if exponent < 0 { '-' } else { '+' };
+        format!("{digits}e{sign}{:02}", exponent.abs())
+    }
+}
+
+/// 1234567 as `1,234,567`.
+pub fn thousands(n: usize) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(c);
+    }
+    out
+}
+
+/// `on` or `off`.
+pub fn on_or_off(flag: bool) -> &'static str {
+    if flag { "on" } else { "off" }
+}
+
+/// `1 rank`, `2 ranks`.
+pub fn plural(n: usize, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
+}
+
+/// Bytes in binary units with at most one decimal: `73.5 KiB`, `4 MiB`.
+pub fn bytes(n: usize) -> String {
+    const UNITS: [&str; 4] = ["B", "KiB", "MiB", "GiB"];
+    let mut value = n as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    let text = format!("{value:.1}");
+    format!(
+        "{} {}",
+        text.strip_suffix(".0").unwrap_or(&text),
+        UNITS[unit]
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn floats_print_as_in_python() {
+        // The OneFlow document's own lines (golden test G1).
+        let bits = |v: f32| python_repr(f64::from(v));
+        assert_eq!(bits(0.000_253_364_15), "0.00025336415274068713");
+        assert_eq!(bits(0.004_111_831_5), "0.004111831542104483");
+        assert_eq!(bits(4.547_473_5e-12), "4.547473508864641e-12");
+        assert_eq!(bits(6.184_564e-11), "6.184563972055912e-11");
+        assert_eq!(python_repr(1.0), "1.0");
+        assert_eq!(python_repr(0.0001), "0.0001");
+        assert_eq!(python_repr(0.00001), "1e-05");
+        assert_eq!(python_repr(1e16), "1e+16");
+        assert_eq!(python_repr(-2.5e-7), "-2.5e-07");
+        assert_eq!(python_repr(123456.0), "123456.0");
+        assert_eq!(python_repr(0.0), "0.0");
+        assert_eq!(python_repr(f64::NAN), "nan");
+    }
+
+    #[test]
+    fn units() {
+        assert_eq!(thousands(1_199_882), "1,199,882");
+        assert_eq!(thousands(999), "999");
+        assert_eq!(bytes(75_264), "73.5 KiB");
+        assert_eq!(bytes(4 << 20), "4 MiB");
+        assert_eq!(bytes(40), "40 B");
+        assert_eq!(plural(1, "rank"), "1 rank");
+        assert_eq!(plural(2, "rank"), "2 ranks");
+    }
+}

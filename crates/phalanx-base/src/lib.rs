@@ -1,0 +1,23 @@
+//! What all crates of Phalanx share: the error with its exit code, output, signals that request a stop, environment
+//! variables, safe files, text. It depends on no other crate of Phalanx.
+
+#![forbid(unsafe_code)]
+// They panic where an output cannot be written; `say` does not.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
+pub mod env;
+pub mod error;
+pub mod files;
+pub mod format;
+pub mod process;
+pub mod say;
+pub mod stop;
+pub mod text;
+
+pub use error::{Error, ErrorKind, Result};
+
+/// Name of this host, as the system knows it.
+pub fn host_name() -> String {
+    let name = rustix::system::uname();
+    name.nodename().to_string_lossy().into_owned()
+}

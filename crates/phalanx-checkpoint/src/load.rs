@@ -1,0 +1,325 @@
+//! Loading weights from a safetensors or PyTorch file into a model.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use phalanx_nn::Params;
+use safetensors::Dtype;
+
+use crate::pth::{DType, LEGACY_START, PthFile, Saved, ZIP_START, strip_module};
+use crate::state::{MODEL, State};
+use crate::weights::{Outline, Piece, TensorsFile, put};
+use phalanx_base::files::open_regular;
+use phalanx_base::text::one_line;
+use phalanx_base::{Error, Result};
+
+/// What a file of weights has besides the weights.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Loaded {
+    /// Metadata of a safetensors file or a checkpoint; `.pth` files have none.
+    pub metadata: BTreeMap<String, String>,
+    /// Warnings about the file, one sentence each.
+    pub warnings: Vec<String>,
+}
+
+/// One tensor of a file.
+struct Found<'a> {
+    /// Name of the type in the file's format: `F32`, `float32`.
+    dtype_name: String,
+    /// `None` for a type that only this format has.
+    dtype: Option<DType>,
+    shape: Vec<usize>,
+    /// Reads its values: row-major, little-endian.
+    bytes: Box<dyn Fn() -> Result<Vec<u8>> + 'a>,
+}
+
+/// Loads `params` from the file at `path`: safetensors or PyTorch's `.pth` (recognized by
+/// content), or the manifest (`.json`) of a resumable checkpoint.
+///
+/// The file must have exactly the parameters and buffers of `params` with the same shapes;
+/// parameters may be float64, float32, float16 or bfloat16. A prefix `module.` that all
+/// names have is removed. Names, types and shapes are compared before any values are read.
+///
+/// # Errors
+///
+/// `Usage` when the file does not exist; `System` when it cannot be read; `Data` when it is
+/// truncated, has another format, or belongs to another model, naming the first tensors
+/// that differ. `params` is then unchanged.
+pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
+    let outline = Outline::of(params);
+    let mut all = Vec::new();
+    let loaded = read_each(path, &outline, |piece, values| {
+        all.push((piece, values));
+        Ok(())
+    })?;
+    for (piece, values) in all {
+        let name = match piece {
+            Piece::Buffer(i) => &outline.buffers()[i].0,
+            Piece::Param(i) | Piece::State { param: i, .. } => &outline.params()[i].0,
+        };
+        put(params, name, &values)?;
+    }
+    Ok(loaded)
+}
+
+/// The metadata of the file at `path`, without reading values. Accepts the formats of
+/// [`read_tensors`].
+///
+/// # Errors
+///
+/// As [`load_params`], except for the model.
+pub fn read_metadata(path: &Path) -> Result<BTreeMap<String, String>> {
+    with_tensors(path, |_| Ok(())).map(|((), loaded)| loaded.metadata)
+}
+
+/// All tensors of the file at `path`: safetensors, PyTorch's `.pth`, or the manifest
+/// (`.json`) of a resumable checkpoint (the tensors of its model).
+///
+/// # Errors
+///
+/// As [`load_params`], except for the model; also `Data` when tensors that share storage
+/// would need far more memory than the file.
+pub fn read_tensors(path: &Path) -> Result<(Vec<Saved>, Loaded)> {
+    let file_bytes = std::fs::metadata(path).map_or(0, |m| m.len());
+    with_tensors(path, |found| {
+        let mut all = Vec::with_capacity(found.len());
+        let mut total_bytes = 0u64;
+        for (name, tensor) in found {
+            let Some(dtype) = tensor.dtype else {
+                let name = one_line(&name);
+                return Err(Error::data(format!(
+                    "{}: {name} is {}, which .pth files cannot store",
+                    path.display(),
+                    tensor.dtype_name
+                )));
+            };
+            let bytes = (tensor.shape.iter()).fold(dtype.size_bytes() as u64, |n, d| {
+                n.saturating_mul(*d as u64)
+            });
+            total_bytes = total_bytes.saturating_add(bytes);
+            // The data file of a checkpoint is beside its manifest.
+            if total_bytes > LARGEST_COPIES * file_bytes.max(1 << 20) && !is_manifest(path) {
+                return Err(Error::data(format!(
+                    "{}: its tensors share so much memory that, each by itself, they take more than {LARGEST_COPIES} \
+                     times the file",
+                    path.display()
+                )));
+            }
+            all.push(Saved {
+                name,
+                dtype,
+                shape: tensor.shape,
+                bytes: (tensor.bytes)()?,
+            });
+        }
+        Ok(all)
+    })
+}
+
+/// Tensors that share storage are copied, up to this many times the size of their file.
+const LARGEST_COPIES: u64 = 16;
+
+type AllFound<'a> = Vec<(String, Found<'a>)>;
+
+/// Calls `take` with the tensors of a file of any format.
+fn with_tensors<R>(
+    path: &Path,
+    take: impl FnOnce(AllFound<'_>) -> Result<R>,
+) -> Result<(R, Loaded)> {
+    if is_manifest(path) {
+        let state = State::load(path)?;
+        let mut found = in_safetensors(state.file());
+        found.retain_mut(|(name, _)| match name.strip_prefix(MODEL) {
+            Some(inner) => {
+                *name = inner.to_owned();
+                true
+            }
+            None => false,
+        });
+        return Ok((take(found)?, said_in(state.file())));
+    }
+    let opened = open_regular(path).map_err(|e| Error::not_opened("checkpoint", path, e))?;
+    if !is_pytorch(path, &opened)? {
+        let file = TensorsFile::new(path, opened)?;
+        let mut found = in_safetensors(&file);
+        strip_module(found.iter_mut().map(|(name, _)| name));
+        return Ok((take(found)?, said_in(&file)));
+    }
+    let file = PthFile::open(path, opened)?;
+    let tensors = file.state_dict()?;
+    file.check_storages(tensors.iter().map(|(_, tensor)| *tensor))?;
+    let shared = file.shared(tensors.iter().map(|(_, tensor)| *tensor));
+    let found = tensors.into_iter().map(|(name, tensor)| {
+        let found = Found {
+            dtype_name: tensor.dtype().to_string(),
+            dtype: Some(tensor.dtype()),
+            shape: tensor.shape().to_vec(),
+            bytes: match shared.contains(tensor.storage_name()) {
+                true => Box::new(|| file.bytes(tensor)),
+                false => Box::new(|| file.bytes_once(tensor)),
+            },
+        };
+        (name, found)
+    });
+    let taken = take(found.collect())?;
+    let loaded = Loaded {
+        metadata: BTreeMap::new(),
+        warnings: file.warnings().to_vec(),
+    };
+    Ok((taken, loaded))
+}
+
+/// The tensors of a safetensors file, by name.
+fn in_safetensors(file: &TensorsFile) -> AllFound<'_> {
+    let all = file.tensors().into_iter().map(|(name, tensor)| {
+        let found = Found {
+            dtype_name: format!("{:?}", tensor.dtype),
+            dtype: dtype(tensor.dtype),
+            shape: tensor.shape.clone(),
+            bytes: Box::new(|| file.bytes(tensor)),
+        };
+        (name, found)
+    });
+    all.collect()
+}
+
+fn said_in(file: &TensorsFile) -> Loaded {
+    Loaded {
+        metadata: file.metadata(),
+        warnings: Vec::new(),
+    }
+}
+
+fn is_manifest(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == "json")
+}
+
+/// Whether the file starts like one of PyTorch's formats, or has such a name and does not
+/// start like safetensors.
+fn is_pytorch(path: &Path, file: &File) -> Result<bool> {
+    let mut start = Vec::new();
+    (file.take(LEGACY_START.len() as u64).read_to_end(&mut start))
+        .map_err(|source| Error::io("cannot read", path, source))?;
+    let called = path.extension().is_some_and(|e| e == "pth" || e == "pt");
+    // After the length of a safetensors header.
+    let other = start.get(8) == Some(&b'{');
+    Ok(start.starts_with(&ZIP_START) || start == LEGACY_START || (called && !other))
+}
+
+/// The type with this name; safetensors has some that are not supported here.
+fn dtype(of: Dtype) -> Option<DType> {
+    Some(match of {
+        Dtype::F64 => DType::F64,
+        Dtype::F32 => DType::F32,
+        Dtype::F16 => DType::F16,
+        Dtype::BF16 => DType::BF16,
+        Dtype::I64 => DType::I64,
+        Dtype::I32 => DType::I32,
+        Dtype::I16 => DType::I16,
+        Dtype::I8 => DType::I8,
+        Dtype::U8 => DType::U8,
+        Dtype::BOOL => DType::Bool,
+        _ => return None,
+    })
+}
+
+/// Reads the file at `path` tensor by tensor: `take` gets the values of all parameters and
+/// buffers of `outline`, as [`load_params`] sets them, in ascending order of their names. Names,
+/// types and shapes are compared before any values are read; only one tensor is in memory, and
+/// what tensors of a `.pth` file share.
+///
+/// # Errors
+///
+/// As [`load_params`], and those of `take`, which end the reading.
+pub fn read_each(
+    path: &Path,
+    outline: &Outline,
+    mut take: impl FnMut(Piece, Vec<f32>) -> Result<()>,
+) -> Result<Loaded> {
+    let each = |found: AllFound<'_>| {
+        let found = found.into_iter().collect();
+        for (piece, dtype, found) in matched(path, outline, &found)? {
+            take(piece, dtype.to_f32(&(found.bytes)()?))?;
+        }
+        Ok(())
+    };
+    with_tensors(path, each).map(|((), loaded)| loaded)
+}
+
+/// The tensors of `outline`, after comparing all names, types and shapes.
+fn matched<'f, 'a>(
+    path: &Path,
+    outline: &Outline,
+    found: &'f HashMap<String, Found<'a>>,
+) -> Result<Vec<(Piece, DType, &'f Found<'a>)>> {
+    let expected = outline.by_name();
+    let missing: Vec<&str> = expected
+        .iter()
+        .map(|(_, (name, _))| name.as_str())
+        .filter(|name| !found.contains_key(*name))
+        .collect();
+    let strangers: Vec<&str> = found
+        .keys()
+        .map(String::as_str)
+        .filter(|name| {
+            expected
+                .binary_search_by(|(_, known)| known.0.as_str().cmp(name))
+                .is_err()
+        })
+        .collect();
+    if !strangers.is_empty() || !missing.is_empty() {
+        let differs = [
+            listed("it lacks", missing),
+            listed("the model does not know", strangers),
+        ];
+        let differs: Vec<String> = differs.into_iter().flatten().collect();
+        return Err(Error::data(format!(
+            "{} is of another model: {}",
+            path.display(),
+            differs.join("; ")
+        )));
+    }
+    let mut all = Vec::with_capacity(expected.len());
+    for (piece, (name, shape)) in expected {
+        let Some(found) = found.get(name) else {
+            continue;
+        };
+        // Only buffers such as counts may be integers.
+        let is_parameter = matches!(piece, Piece::Param(_));
+        let dtype = found
+            .dtype
+            .filter(|dtype| dtype.is_float() || !is_parameter);
+        match dtype {
+            Some(dtype) if found.shape == *shape => all.push((piece, dtype, found)),
+            _ => {
+                return Err(Error::data(format!(
+                    "{}: {name} is {} of shape {:?}, the model has F32 of shape {shape:?}",
+                    path.display(),
+                    found.dtype_name,
+                    found.shape,
+                )));
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// `it lacks a, b, c, d and 4 more`; empty if there are none.
+fn listed(what: &str, mut names: Vec<&str>) -> Option<String> {
+    const SHOWN: usize = 4;
+    if names.is_empty() {
+        return None;
+    }
+    names.sort_unstable();
+    let more = names.len().saturating_sub(SHOWN);
+    names.truncate(SHOWN);
+    let tail = if more > 0 {
+        format!(" and {more} more")
+    } else {
+        String::new()
+    };
+    let names: Vec<_> = names.into_iter().map(one_line).collect();
+    Some(format!("{what} {}{tail}", names.join(", ")))
+}

@@ -1,0 +1,274 @@
+//! Loading a checkpoint.
+
+use std::collections::HashSet;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use phalanx_nn::Params;
+use phalanx_nn::optim::Optimizer;
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
+use sha2::{Digest, Sha256};
+
+use super::manifest::Manifest;
+use super::snapshot::{MODEL, MORE, OPTIMIZER};
+use crate::pth::DType;
+use crate::weights::{Outline, Piece, TensorsFile, put, tensors};
+use phalanx_base::files::{open_regular, read_open};
+use phalanx_base::text::one_line;
+use phalanx_base::{Error, Result};
+
+/// Maximum size of a manifest.
+pub(super) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+
+/// An open checkpoint with checked length and hash. Its values are read on demand.
+#[derive(Debug)]
+pub struct State {
+    path: PathBuf,
+    manifest: Manifest,
+    file: TensorsFile,
+}
+
+impl State {
+    /// Reads the checkpoint whose manifest is at `path`.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when the file does not exist or is not a regular file; `System` when it cannot
+    /// be read; `Data`, naming the file, when it or its data file is damaged or has another
+    /// format.
+    pub fn load(path: &Path) -> Result<State> {
+        let open =
+            |path: &Path| open_regular(path).map_err(|e| Error::not_opened("checkpoint", path, e));
+        let wrong = |what: String| Error::data(format!("{}: {what}", path.display()));
+        let text = read_open(path, open(path)?, MAX_MANIFEST_BYTES)?;
+        let manifest = Manifest::from_text(&text).map_err(wrong)?;
+        if Path::new(&manifest.file).file_name() != Some(manifest.file.as_ref()) {
+            return Err(wrong(format!(
+                "its data file {:?} is not in the same folder",
+                manifest.file
+            )));
+        }
+        let data_path = path.with_file_name(&manifest.file);
+        let mut data = open(&data_path)?;
+        let cannot_read = |e| Error::io("cannot read", &data_path, e);
+        let size_bytes = data.metadata().map_err(cannot_read)?.len();
+        if size_bytes != manifest.bytes {
+            return Err(Error::data(format!(
+                "{} has {size_bytes} bytes, but its manifest says {}; it may be truncated",
+                data_path.display(),
+                manifest.bytes
+            )));
+        }
+        let mut hash = Sha256::new();
+        let mut bytes = vec![0; 1 << 20];
+        loop {
+            match data.read(&mut bytes).map_err(cannot_read)? {
+                0 => break,
+                count => hash.update(&bytes[..count]),
+            }
+        }
+        let sha256 = hex::encode(hash.finalize());
+        if sha256 != manifest.sha256 {
+            return Err(Error::data(format!(
+                "{} is damaged: its SHA-256 is {sha256}, but its manifest says {}",
+                data_path.display(),
+                manifest.sha256
+            )));
+        }
+        Ok(State {
+            path: path.to_path_buf(),
+            manifest,
+            file: TensorsFile::new(&data_path, data)?,
+        })
+    }
+
+    /// Path of its manifest.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its manifest.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// A sentence, if its weights are not finite.
+    pub fn warning(&self) -> Option<String> {
+        let name = self.manifest.not_finite.as_ref()?;
+        Some(format!(
+            "{} has infinite or NaN weights (first in {})",
+            self.path.display(),
+            one_line(name)
+        ))
+    }
+
+    /// The data file.
+    pub(crate) fn file(&self) -> &TensorsFile {
+        &self.file
+    }
+
+    /// Sets all parameters and buffers.
+    ///
+    /// # Errors
+    ///
+    /// `Data` when the checkpoint belongs to another model, naming the first tensor that
+    /// differs; `params` is then unchanged.
+    pub fn restore_params(&self, params: &mut Params) -> Result<()> {
+        let mut all = Vec::new();
+        for tensor in tensors(params) {
+            let found = self.tensor(&format!("{MODEL}{}", tensor.name), &tensor.shape)?;
+            all.push((tensor.name, found));
+        }
+        let names = self.file.tensors();
+        let saved = names.iter().filter(|(n, _)| n.starts_with(MODEL)).count();
+        if saved != all.len() {
+            return Err(self.wrong(format_args!(
+                "it has {saved} tensors of a model, but this model has {}",
+                all.len()
+            )));
+        }
+        // Nothing is read for another model, and nothing is changed before everything is
+        // read.
+        let values: Result<Vec<_>> = all.iter().map(|(_, found)| self.values(found)).collect();
+        for ((name, _), values) in all.iter().zip(values?) {
+            put(params, name, &values)?;
+        }
+        Ok(())
+    }
+
+    /// Sets the optimizer's steps and buffers. `params` are the parameters it was created
+    /// for.
+    ///
+    /// # Errors
+    ///
+    /// `Data` when the checkpoint belongs to another model or optimizer; `optimizer` is
+    /// then unchanged.
+    pub fn restore_optimizer(&self, params: &Params, optimizer: &mut dyn Optimizer) -> Result<()> {
+        let buffers = self.optimizer_buffers(params)?;
+        let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (*n, &v[..])).collect();
+        optimizer
+            .restore(
+                self.manifest.optimizer_steps,
+                &self.manifest.updates(params),
+                &views,
+            )
+            .map_err(|source| {
+                self.wrong(format_args!("it is of another optimizer: {source}"))
+                    .with_source(source)
+            })
+    }
+
+    /// The optimizer's buffers by name, each laid out like [`Params::flat`] of `params`.
+    ///
+    /// # Errors
+    ///
+    /// `Data` when the checkpoint belongs to another model.
+    pub fn optimizer_buffers(&self, params: &Params) -> Result<Vec<(&str, Vec<f32>)>> {
+        let mut as_params = params.clone();
+        let mut buffers = Vec::new();
+        for buffer in &self.manifest.optimizer_buffers {
+            as_params.flat_mut().fill(0.0);
+            for id in params.ids() {
+                let info = &params.infos()[id.index()];
+                let name = format!("{OPTIMIZER}{buffer}.{}", info.name);
+                let values = self.values(self.tensor(&name, &info.shape)?)?;
+                as_params.import(id, &values).map_err(|source| {
+                    Error::internal(format!("cannot import {name}: {source}")).with_source(source)
+                })?;
+            }
+            buffers.push((buffer.as_str(), as_params.flat().to_vec()));
+        }
+        Ok(buffers)
+    }
+
+    /// Compares names, types and shapes with the full tensors of `outline` and the buffers of
+    /// an optimizer of its parameters, without reading values.
+    ///
+    /// # Errors
+    ///
+    /// `Data` when the checkpoint belongs to another model, naming the first tensor that
+    /// differs.
+    pub fn check(&self, outline: &Outline) -> Result<()> {
+        self.matched(outline).map(|_| ())
+    }
+
+    /// Reads it tensor by tensor: `take` gets the values of parameters, buffers and the
+    /// optimizer's state, in the order of `outline`. Everything is compared before, as by
+    /// [`check`](Self::check); only one tensor is in memory.
+    ///
+    /// # Errors
+    ///
+    /// As [`check`](Self::check); `System`; those of `take`, which end the reading.
+    pub fn read_each(
+        &self,
+        outline: &Outline,
+        mut take: impl FnMut(Piece, Vec<f32>) -> Result<()>,
+    ) -> Result<()> {
+        for (piece, found) in self.matched(outline)? {
+            take(piece, self.values(found)?)?;
+        }
+        Ok(())
+    }
+
+    fn matched(&self, outline: &Outline) -> Result<Vec<(Piece, &TensorInfo)>> {
+        let mut all = Vec::new();
+        for (piece, (name, shape)) in outline.by_name() {
+            all.push((piece, self.tensor(&format!("{MODEL}{name}"), shape)?));
+        }
+        let model = outline.params().iter().chain(outline.buffers());
+        let known: HashSet<&str> = model.map(|(name, _)| &name[..]).collect();
+        let names = self.file.tensors();
+        let mut saved = names
+            .iter()
+            .filter_map(|(name, _)| name.strip_prefix(MODEL));
+        if let Some(stranger) = saved.find(|name| !known.contains(name)) {
+            return Err(self.wrong(format_args!(
+                "the model does not know {}, which it has",
+                one_line(stranger)
+            )));
+        }
+        let buffers = &self.manifest.optimizer_buffers;
+        for (buffer, of) in buffers.iter().enumerate() {
+            if buffers[..buffer].contains(of) {
+                return Err(self.wrong(format_args!("it has {} twice", one_line(of))));
+            }
+            for (param, (name, shape)) in outline.params().iter().enumerate() {
+                let found = self.tensor(&format!("{OPTIMIZER}{of}.{name}"), shape)?;
+                all.push((Piece::State { buffer, param }, found));
+            }
+        }
+        Ok(all)
+    }
+
+    /// The `len` values saved under this name with
+    /// [`Snapshot::with_extra`](super::Snapshot::with_extra).
+    ///
+    /// # Errors
+    ///
+    /// `Data` when there are none, or their number differs.
+    pub fn extra(&self, name: &str, len: usize) -> Result<Vec<f32>> {
+        self.values(self.tensor(&format!("{MORE}{name}"), &[len])?)
+    }
+
+    /// The tensor with this name, float32 of this shape.
+    fn tensor(&self, name: &str, shape: &[usize]) -> Result<&TensorInfo> {
+        let found = self.file.tensor(name);
+        let found = found.ok_or_else(|| self.wrong(format_args!("it lacks {name}")))?;
+        if found.dtype != Dtype::F32 || found.shape != shape {
+            return Err(self.wrong(format_args!(
+                "{name} is {:?} of shape {:?}, expected F32 of shape {shape:?}",
+                found.dtype, found.shape
+            )));
+        }
+        Ok(found)
+    }
+
+    fn values(&self, tensor: &TensorInfo) -> Result<Vec<f32>> {
+        Ok(DType::F32.to_f32(&self.file.bytes(tensor)?))
+    }
+
+    fn wrong(&self, what: std::fmt::Arguments<'_>) -> Error {
+        Error::data(format!("{}: {what}", self.path.display()))
+    }
+}

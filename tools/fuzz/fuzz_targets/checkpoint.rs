@@ -1,0 +1,2 @@
+#![no_main]
+phalanx_fuzz::fuzz!(phalanx_checkpoint::fuzzing::TARGETS);
