@@ -6,4 +6,4 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 export FLOW_KILLS=${1:-100} FLOW_SEED=${2:-$RANDOM}
 echo "$FLOW_KILLS kills, seed $FLOW_SEED"
-cargo test --locked -p phalanx --test it -- --exact flow::no_kill_loses_or_repeats_what_was_recorded
+cargo test --locked -p phalanx-cli --test it -- --exact flow::no_kill_loses_or_repeats_what_was_recorded

@@ -12,7 +12,7 @@ trap 'rm -rf "$out"' EXIT
 # compiled fast rather than run fast.
 export CARGO_TARGET_DIR="$root/target" CARGO_PROFILE_RELEASE_DEBUG=line-tables-only
 quick=(--release --offline --quiet)
-for crate in phalanx phalanx-{wire,store,comm,nn,ddp,data,process,launch,track,train}; do
+for crate in phalanx phalanx-{base,wire,store,comm,nn,ddp,checkpoint,data,launch,track,train}; do
     quick+=(--config "profile.release.package.$crate.opt-level=1")
 done
 

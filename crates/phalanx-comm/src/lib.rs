@@ -40,7 +40,7 @@
 //!
 //! # Layers
 //!
-//! Each module imports from those below it only; `crates/phalanx/tests/it/layers.rs` checks that.
+//! Each module imports from those below it only; `crates/phalanx-cli/tests/it/layers.rs` checks that.
 //!
 //! | layer | does |
 //! |---|---|

@@ -30,62 +30,15 @@
 //! ```
 //!
 //! The crates below are here under one name; what lies below the trainer (tape, reducer, process
-//! group) can be used without it. The command `phalanx` comes with `cargo install`.
+//! group) can be used without it. The command `phalanx` is the crate `phalanx-cli`.
 //!
-//! Features: `cli` (default), which the command needs and a program does not; `flow`, workflows;
-//! `images`, `phalanx::image` for PNG and netpbm files; `mlflow`, a program's `--mlflow`, and `https` for servers with TLS.
+//! Features, none of them a default: `flow`, workflows; `images`, `phalanx::image` for PNG and netpbm files; `mlflow`, a
+//! program's `--mlflow`, and `https` for servers with TLS.
 #![forbid(unsafe_code)]
-
-// The program's own modules, for the fuzz targets only: a binary cannot be
-// linked into another.
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod bench;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod cli;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod compare;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod doctor;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod export;
-#[cfg(fuzzing)]
-#[doc(hidden)]
-pub mod fuzzing;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod live;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod new;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod plan;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod predict;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod report;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod training;
-#[cfg(fuzzing)]
-#[allow(dead_code, reason = "main.rs uses the rest")]
-mod units;
 
 pub mod prelude;
 mod program;
 mod spawn;
-
-#[cfg(fuzzing)]
-use phalanx_base::{error, format, say};
-#[cfg(fuzzing)]
-use phalanx_launch::{self as launch, inspect};
 
 /// The command-line parser, with which programs declare their own flags ([`main_with`]).
 pub use clap;

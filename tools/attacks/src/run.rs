@@ -41,7 +41,7 @@ struct Honest {
 pub fn run(cli: &Cli) -> Result<bool, String> {
     let phalanx = std::fs::canonicalize(&cli.phalanx).map_err(|e| {
         format!(
-            "{}: {e}; build it (cargo build --release -p phalanx) or name it with --phalanx",
+            "{}: {e}; build it (cargo build --release -p phalanx-cli) or name it with --phalanx",
             cli.phalanx.display()
         )
     })?;

@@ -59,7 +59,7 @@ def communicate(buckets):
 
 
 def fits(buckets, communication, backward):
-    """As in crates/phalanx/src/bench/overhead.rs."""
+    """As in crates/phalanx-cli/src/bench/overhead.rs."""
     total = sum(b for _, b in buckets)
     free = fit = 0.0
     for full, size in buckets:

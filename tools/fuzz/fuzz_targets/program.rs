@@ -1,2 +1,2 @@
 #![no_main]
-phalanx_fuzz::fuzz!(phalanx::fuzzing::TARGETS);
+phalanx_fuzz::fuzz!(phalanx_cli::fuzzing::TARGETS);

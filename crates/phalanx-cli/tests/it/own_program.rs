@@ -216,7 +216,7 @@ fn new_writes_this_very_program() {
     let manifest = std::fs::read_to_string(dir.path().join("other/Cargo.toml"));
     let manifest = manifest.expect("a manifest");
     assert!(
-        manifest.contains("\nphalanx = { git = \"https://a.org/x\", default-features = false }\n"),
+        manifest.contains("\nphalanx = { git = \"https://a.org/x\" }\n"),
         "{manifest}"
     );
     assert!(

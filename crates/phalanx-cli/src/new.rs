@@ -22,6 +22,9 @@ pub struct NewArgs {
     git: Option<String>,
 }
 
+/// The sources of the crate `phalanx` that this command was built with.
+const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../phalanx");
+
 /// The program, which is also an example of this repository.
 const MAIN: &str = include_str!("../../../recipes/spirals.rs");
 
@@ -73,10 +76,9 @@ pub fn run(args: &NewArgs) -> Result<()> {
             note: "# `cargo update` takes the newest version of its default branch; Cargo.lock keeps the one that was built.\n".to_owned(),
             is_here: false,
         },
-        (None, None) => on_path(Path::new(env!("CARGO_MANIFEST_DIR"))).map_err(|_| {
+        (None, None) => on_path(Path::new(SOURCES)).map_err(|_| {
             Error::usage(format!(
-                "the sources of Phalanx are not in {} any more",
-                env!("CARGO_MANIFEST_DIR")
+                "the sources of Phalanx are not in {SOURCES} any more"
             ))
             .note("try", "--path DIR, or --git URL")
         })?,
@@ -84,8 +86,7 @@ pub fn run(args: &NewArgs) -> Result<()> {
     let Dependency { place, note, .. } = &dependency;
     let manifest = format!(
         "[package]\nname = \"{name}\"\nversion = \"0.1.0\"\nedition = \"2024\"\n\n[dependencies]\n\
-         {note}# Without the command `phalanx` and what only that needs.\n\
-         phalanx = {{ {place}, default-features = false }}\n\n\
+         {note}phalanx = {{ {place} }}\n\n\
          # For builds without --release: not optimized, the engine is slow.\n[profile.dev.package.\"*\"]\nopt-level = 3\n\n\
          # Not a member of a workspace above this folder.\n[workspace]\n"
     );
@@ -139,7 +140,7 @@ fn on_path(path: &Path) -> Result<Dependency> {
     let candidates = [path.join("crates/phalanx"), path.to_owned()];
     let found = candidates.iter().find(|at| {
         let manifest = std::fs::read_to_string(at.join("Cargo.toml"));
-        manifest.is_ok_and(|text| text.contains("name = \"phalanx\"\n"))
+        manifest.is_ok_and(|text| text.starts_with("[package]\nname = \"phalanx\"\n"))
     });
     let Some(found) = found else {
         return Err(Error::usage(format!(
@@ -147,7 +148,7 @@ fn on_path(path: &Path) -> Result<Dependency> {
             path.display()
         )));
     };
-    let found = std::path::absolute(found)?;
+    let found = std::fs::canonicalize(found)?;
     let elsewhere = match repository(&found) {
         Some((url, revision)) => format!("git = {url:?}, rev = {revision:?}"),
         None => "git = \"ADDRESS OF THE REPOSITORY\"".to_owned(),
@@ -157,7 +158,7 @@ fn on_path(path: &Path) -> Result<Dependency> {
         note: format!(
             "# Phalanx is in no registry, and this path is one of this machine. On another one, name a copy of the\n\
              # sources there, or their repository:\n\
-             # phalanx = {{ {elsewhere}, default-features = false }}\n"
+             # phalanx = {{ {elsewhere} }}\n"
         ),
         is_here: true,
     })
@@ -243,9 +244,7 @@ mod tests {
         git(&["remote", "add", "origin", "https://a.org/x/phalanx"]);
         let (url, revision) = repository(path).expect("known");
         assert_eq!((&*url, revision.len()), ("https://a.org/x/phalanx", 40));
-        let line = format!(
-            "# phalanx = {{ git = \"{url}\", rev = \"{revision}\", default-features = false }}\n"
-        );
+        let line = format!("# phalanx = {{ git = \"{url}\", rev = \"{revision}\" }}\n");
         assert!(note().contains(&line), "{}", note());
     }
 }

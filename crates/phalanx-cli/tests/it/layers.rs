@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Each crate, and those of ours that it may depend on.
-const MAY: [(&str, &[&str]); 19] = [
+const MAY: [(&str, &[&str]); 20] = [
     ("base", &[]),
     ("wire", &[]),
     ("mpi", &[]),
@@ -67,6 +67,22 @@ const MAY: [(&str, &[&str]); 19] = [
             "nn",
             "ddp",
             "global",
+            "checkpoint",
+            "data",
+            "report",
+            "launch",
+            "flow",
+            "train",
+        ],
+    ),
+    (
+        "cli",
+        &[
+            "base",
+            "store",
+            "comm",
+            "nn",
+            "ddp",
             "checkpoint",
             "data",
             "report",
@@ -138,26 +154,8 @@ fn launcher_pages_and_trackers_are_built_without_the_engine() {
 
 /// The modules of each crate, from the bottom up: a module imports from those before it. Modules in the same brackets import
 /// each other; no further ones join them.
-const LAYERS: [(&str, &[&[&str]]); 16] = [
-    (
-        "phalanx",
-        &[
-            &["units"],
-            &["bench"],
-            &["doctor"],
-            &["export"],
-            &["live"],
-            &["new"],
-            &["plan"],
-            &["predict"],
-            &["report"],
-            &["training"],
-            &["cli", "compare"],
-            &["program"],
-            &["prelude"],
-            &["spawn"],
-        ],
-    ),
+const LAYERS: [(&str, &[&[&str]]); 17] = [
+    ("phalanx", &[&["program"], &["spawn"], &["prelude"]]),
     (
         "phalanx-base",
         &[
@@ -174,6 +172,22 @@ const LAYERS: [(&str, &[&[&str]]); 16] = [
     (
         "phalanx-checkpoint",
         &[&["pth"], &["weights"], &["state"], &["digest"], &["load"]],
+    ),
+    (
+        "phalanx-cli",
+        &[
+            &["units"],
+            &["bench"],
+            &["doctor"],
+            &["export"],
+            &["live"],
+            &["new"],
+            &["plan"],
+            &["predict"],
+            &["report"],
+            &["training"],
+            &["cli", "compare"],
+        ],
     ),
     (
         "phalanx-comm",
@@ -412,10 +426,11 @@ const LAYERS: [(&str, &[&[&str]]); 16] = [
 
 /// Code lines of each crate at most, without tests, comments and blank lines. A commit that raises one says why; one that
 /// has made a crate smaller lowers it.
-const LINES: [(&str, usize); 19] = [
-    ("phalanx", 4513),
+const LINES: [(&str, usize); 20] = [
+    ("phalanx", 383),
     ("phalanx-base", 1180),
     ("phalanx-checkpoint", 3556),
+    ("phalanx-cli", 4090),
     ("phalanx-comm", 20954),
     ("phalanx-data", 3861),
     ("phalanx-ddp", 5431),

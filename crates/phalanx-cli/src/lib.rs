@@ -1,4 +1,4 @@
-//! The `phalanx` program: the command line and what it starts.
+//! The command `phalanx`: the command line and what it starts. Programs use the crate `phalanx` instead.
 #![forbid(unsafe_code)]
 // They panic where an output cannot be written; `say` does not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
@@ -8,8 +8,9 @@ mod cli;
 mod compare;
 mod doctor;
 mod export;
-#[cfg(test)]
-mod fuzzing;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod live;
 mod new;
 mod plan;
@@ -21,7 +22,8 @@ mod units;
 use phalanx_base::{error, format, say, stop};
 use phalanx_launch::{self as launch, inspect};
 
-fn main() -> std::process::ExitCode {
+/// Runs the command line of this process: the body of the program's `main`.
+pub fn main() -> std::process::ExitCode {
     // Workflows have helper processes of their own beside the launcher's.
     #[cfg(feature = "flow")]
     use phalanx_flow::run_helper;

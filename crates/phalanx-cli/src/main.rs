@@ -1,0 +1,5 @@
+//! The command `phalanx`.
+
+fn main() -> std::process::ExitCode {
+    phalanx_cli::main()
+}
