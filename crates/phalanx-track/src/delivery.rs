@@ -256,7 +256,10 @@ fn batches(records: Vec<Record>) -> VecDeque<Batch> {
 
 /// Whether the same call could succeed later.
 fn is_passing(error: &Error) -> bool {
-    !matches!(error.kind(), ErrorKind::Usage | ErrorKind::Failed)
+    matches!(
+        error.kind(),
+        ErrorKind::System | ErrorKind::PeerLost | ErrorKind::Timeout
+    )
 }
 
 /// Hands the run in the folder `dir` to `tracker`: all that was not delivered before. *Blocks* until that is done.

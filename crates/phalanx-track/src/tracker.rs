@@ -8,9 +8,9 @@ use crate::Result;
 
 /// Gets what a run logs, in the order in which it was logged; see [`Delivery`](crate::Delivery).
 ///
-/// All methods are called from one thread, which is not the training's: they may block. After an error the same
-/// records are given again, those of kind [`Usage`](crate::ErrorKind::Usage) and
-/// [`Failed`](crate::ErrorKind::Failed) excepted: they end the delivery.
+/// All methods are called from one thread, which is not the training's: they may block. After an error of kind
+/// [`System`](crate::ErrorKind::System), [`PeerLost`](crate::ErrorKind::PeerLost) or
+/// [`Timeout`](crate::ErrorKind::Timeout) the same records are given again; any other ends the delivery.
 ///
 /// A process that is killed may have handed over some records without having noted it. They are given again by the
 /// next one.

@@ -268,12 +268,10 @@ impl Output {
     /// rank's own, and a stop, are left as they are; so are those of a rank whose launcher writes the report.
     pub fn with_report(&self, error: Error) -> Error {
         match error.kind() {
-            ErrorKind::Failed | ErrorKind::System | ErrorKind::Usage
-                if self.opened.is_some() && !error.is_told() && !log::has_launcher() =>
-            {
-                error.note("report", as_typed(&self.dir.join(REPORT_FILE)))
-            }
-            _ => error,
+            ErrorKind::PeerLost | ErrorKind::Timeout => error,
+            ErrorKind::Interrupted | ErrorKind::Stopped => error,
+            _ if self.opened.is_none() || error.is_told() || log::has_launcher() => error,
+            _ => error.note("report", as_typed(&self.dir.join(REPORT_FILE))),
         }
     }
 

@@ -470,7 +470,7 @@ fn read(ctx: &RankContext, wanted: &str, dir: &Path) -> Result<Option<State>> {
     let found = newest(&path, |text| ctx.note(text));
     let (state, path) = found.map_err(|error| match error.kind() {
         // All are damaged or unreadable: what is to become of them a person must say.
-        ErrorKind::Failed => error
+        ErrorKind::Data => error
             .into_usage()
             .note(
                 "fix",
