@@ -34,6 +34,7 @@ mod saving;
 mod settings;
 mod split;
 mod start;
+mod strategy;
 mod timing;
 mod trace;
 mod trainer;
@@ -60,6 +61,7 @@ pub use saving::{
 };
 pub use settings::{Defaults, SamplerKind, Settings, check_lr};
 pub use split::{BatchSplit, Determinism, SplitArgs};
+pub use strategy::{Ddp, Strategy};
 pub use trainer::{Batches, Evaluation, Measure, MicroBatch, StepBatch, Trainer, TrainerBuilder};
 pub use update::Update;
 pub use weights::file_of;

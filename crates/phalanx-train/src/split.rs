@@ -187,6 +187,11 @@ impl BatchSplit {
         self.tree
     }
 
+    /// Number of ranks that split a batch.
+    pub fn world(&self) -> usize {
+        self.world
+    }
+
     /// Number of parts of a global batch over all ranks.
     pub fn parts(&self) -> usize {
         self.parts

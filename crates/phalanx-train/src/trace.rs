@@ -55,7 +55,7 @@ impl Trace {
         &mut self,
         marks: Option<Marks>,
         forward_ended: Instant,
-        times: &StepTimes,
+        times: Option<&StepTimes>,
     ) -> Result<()> {
         let Some(marks) = marks else {
             return Ok(());
@@ -69,8 +69,13 @@ impl Trace {
             "name": "forward", "ph": "X", "pid": self.rank, "tid": 0,
             "ts": 0.0, "dur": us(marks.began, forward_ended),
         })];
-        events.extend(times.chrome_events(self.rank, marks.began));
-        if let Some(reduced) = times.reduced {
+        events.extend(
+            times
+                .map(|times| times.chrome_events(self.rank, marks.began))
+                .into_iter()
+                .flatten(),
+        );
+        if let Some(reduced) = times.and_then(|times| times.reduced) {
             events.push(json!({
                 "name": "optimizer", "ph": "X", "pid": self.rank, "tid": 0,
                 "ts": us(marks.began, reduced), "dur": us(reduced, Instant::now()),

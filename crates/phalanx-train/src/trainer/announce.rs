@@ -1,16 +1,15 @@
 //! What is said before the first step.
 
-use phalanx_ddp::Exchange;
 use phalanx_nn::Params;
 
 use crate::choice_name;
-use crate::format::{bytes, plural, thousands};
+use crate::format::{plural, thousands};
 use crate::output::Output;
-use crate::param_group::ParamGroup;
 use crate::saving::Resumed;
 use crate::settings::Settings;
 use crate::split::Determinism;
 use crate::start::Start;
+use crate::strategy::Description;
 use phalanx_launch::RankContext;
 
 /// What is announced besides the settings.
@@ -32,36 +31,10 @@ pub(super) fn announce(
     settings: &Settings,
     about: &About<'_>,
     params: &Params,
-    groups: &[ParamGroup],
+    description: &Description,
     output: &Output,
 ) {
-    let global_batch = settings.global_batch(ctx.world());
     let count: usize = params.infos().iter().map(|i| i.len).sum();
-    let plans = groups.iter().map(|group| group.ddp.plan());
-    let sizes: Vec<String> = plans
-        .flat_map(|plan| (0..plan.buckets().len()).map(|b| bytes(plan.bucket_bytes(b))))
-        .collect();
-    let buckets = match settings.split.determinism() {
-        _ if groups[0].ddp.exchange() == Exchange::AtStep => {
-            format!("{} averaged in the optimizer's step", sizes.join(" and "))
-        }
-        Determinism::Ranks | Determinism::Off => {
-            format!("{} ({})", plural(sizes.len(), "bucket"), sizes.join(", "))
-        }
-        Determinism::Shards => format!("added over {} shards", settings.split.shards()),
-    };
-    let mut cut = if global_batch.is_multiple_of(ctx.world()) {
-        format!(
-            "{global_batch} = {} x {}",
-            ctx.world(),
-            global_batch / ctx.world()
-        )
-    } else {
-        format!("{global_batch} over {} ranks", ctx.world())
-    };
-    if settings.split.accumulate > 1 {
-        cut.push_str(&format!(" in {} micro-batches", settings.split.accumulate));
-    }
     ctx.note(&format!(
         "phalanx {}  {}  {}",
         env!("CARGO_PKG_VERSION"),
@@ -70,12 +43,14 @@ pub(super) fn announce(
     ));
     ctx.note(&format!("data     {}", about.data));
     ctx.note(&format!(
-        "model    {}, {}, {} parameters in {} tensors, {buckets}",
+        "model    {}, {}, {} parameters in {} tensors{}",
         about.title,
         settings.precision.describe(),
         thousands(count),
         params.infos().len(),
+        description.model,
     ));
+    description.lines.iter().for_each(|line| ctx.note(line));
     if let Some(initial) = about.initial {
         let from = settings.init.describe(settings.seed);
         ctx.note(&format!("weights  {from} ({initial:.12}…)"));
@@ -87,9 +62,10 @@ pub(super) fn announce(
         return;
     }
     ctx.note(&format!(
-        "training {} of {}, global batch {cut}, {}",
+        "training {} of {}, global batch {}, {}",
         plural(settings.epochs(), "epoch"),
         plural(about.steps, "step"),
+        description.batch,
         about.optimizer,
     ));
     let bits = match settings.split.determinism() {
@@ -106,6 +82,7 @@ pub(super) fn announce(
         ctx.note(&format!("exchange {}", unusual.join(", ")));
     }
     ctx.note(&format!("output   {}", output.dir().display()));
+    description.last.iter().for_each(|line| ctx.note(line));
 }
 
 /// Where a resumed training continues.

@@ -1,7 +1,7 @@
 //! The batches of an epoch, as the training loop gets them.
 
 use std::cell::{Cell, RefCell};
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -10,30 +10,32 @@ use phalanx_data::sampler::{Cursor, EpochPlan};
 use phalanx_data::{Dataset, ImageBatch};
 use phalanx_ddp::GlobalBatch;
 use phalanx_nn::rng::philox::philox4x32_10;
-use phalanx_nn::{Step, StepKey, Tensor};
+use phalanx_nn::{StepKey, Tensor};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::sample_log::SampleLog;
 use crate::split::BatchSplit;
+use crate::strategy::{Ddp, Strategy};
 use phalanx_launch::RankContext;
 
 /// Which step it is, and what there is to do in it.
 #[derive(Debug, Clone)]
-pub(super) struct StepContext {
+pub struct StepContext {
     /// From 1.
-    pub(super) epoch: usize,
+    pub(crate) epoch: usize,
     /// In the epoch, from 0.
-    pub(super) index: usize,
+    pub(crate) index: usize,
     /// Of this rank's micro-batches, the empty ones last.
-    pub(super) sizes: Vec<usize>,
+    pub(crate) sizes: Vec<usize>,
     /// Over all ranks.
-    pub(super) global: GlobalBatch,
+    pub(crate) global: GlobalBatch,
     /// Where the data continue after it.
-    pub(super) cursor: Cursor,
+    pub(crate) cursor: Cursor,
 }
 
 impl StepContext {
     /// For messages.
-    pub(super) fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         format!("epoch {}, step {}", self.epoch, self.index + 1)
     }
 }
@@ -219,18 +221,82 @@ impl<D: Dataset + ?Sized> StepBatch<'_, D> {
     }
 }
 
+/// The micro-batches of a step on this rank, as a strategy reads them.
+pub struct LoadedMicroBatches<'b, 'j, D: Dataset + ?Sized> {
+    batch: &'b StepBatch<'j, D>,
+    /// Those that another step on the same batch has kept.
+    kept: std::vec::IntoIter<LoadedBatch<D>>,
+    is_fresh: bool,
+    /// They are kept for the next step on the same batch.
+    keeps: bool,
+    /// Parts of the global batch that are this rank's and were not read.
+    parts: Range<usize>,
+    samples: Option<&'b mut SampleLog>,
+}
+
+impl<'b, 'j, D: Dataset + ?Sized> LoadedMicroBatches<'b, 'j, D> {
+    /// Those of `batch`, which are the `parts` of the global batch. They are noted in `samples`, or
+    /// kept for the next step where there is none.
+    pub(super) fn new(
+        batch: &'b StepBatch<'j, D>,
+        parts: Range<usize>,
+        samples: Option<&'b mut SampleLog>,
+    ) -> Result<Self> {
+        let kept = batch.kept.take().into_iter();
+        let is_fresh = kept.len() == 0;
+        if is_fresh {
+            batch.seek()?;
+        }
+        Ok(LoadedMicroBatches {
+            batch,
+            kept,
+            is_fresh,
+            keeps: samples.is_none(),
+            parts,
+            samples,
+        })
+    }
+
+    /// The next one, and which part of the global batch it is. *Blocks* until it is read.
+    pub(crate) fn next(&mut self) -> Result<Option<(usize, LoadedBatch<D>)>> {
+        let Some(part) = self.parts.next() else {
+            return Ok(None);
+        };
+        let next = match self.is_fresh {
+            true => self.batch.next()?,
+            false => self.kept.next(),
+        };
+        let Some(loaded) = next else {
+            return Ok(None);
+        };
+        if let Some(samples) = &mut self.samples
+            && !loaded.indices().is_empty()
+        {
+            samples.add(loaded.indices());
+        }
+        Ok(Some((part, loaded)))
+    }
+
+    /// Gives back one that [`next`](Self::next) gave.
+    pub(crate) fn keep(&mut self, loaded: LoadedBatch<D>) {
+        if self.keeps {
+            self.batch.kept.borrow_mut().push(loaded);
+        }
+    }
+}
+
 /// What the random numbers of a step's micro-batches follow from.
 #[derive(Clone, Copy)]
-pub(super) struct Randomness {
-    pub(super) seed: u64,
+pub struct Randomness {
+    pub(crate) seed: u64,
     /// The epoch, from 0.
-    pub(super) epoch: u64,
-    pub(super) step: u64,
+    pub(crate) epoch: u64,
+    pub(crate) step: u64,
 }
 
 impl Randomness {
     /// Of an evaluation: it follows from the sample alone.
-    pub(super) fn of_evaluation(seed: u64) -> Randomness {
+    pub(crate) fn of_evaluation(seed: u64) -> Randomness {
         Randomness {
             seed,
             epoch: u64::MAX,
@@ -239,7 +305,7 @@ impl Randomness {
     }
 
     /// The engine's key, for dropout.
-    pub(super) fn key(self, samples: &[u64]) -> StepKey<'_> {
+    pub(crate) fn key(self, samples: &[u64]) -> StepKey<'_> {
         let key = StepKey::new(self.epoch, self.step).seed(self.seed);
         key.samples(samples)
     }
@@ -268,8 +334,8 @@ impl Randomness {
 }
 
 /// Samples that a model is given together. It dereferences to the data set's own batch type.
-pub struct MicroBatch<'s, B> {
-    step: &'s Step<'s>,
+pub struct MicroBatch<'s, B, S: Strategy = Ddp> {
+    step: &'s S::Step<'s>,
     data: &'s B,
     indices: &'s [u64],
     randomness: Randomness,
@@ -277,17 +343,17 @@ pub struct MicroBatch<'s, B> {
     calls: &'s Cell<u32>,
 }
 
-impl<B> Clone for MicroBatch<'_, B> {
+impl<B, S: Strategy> Clone for MicroBatch<'_, B, S> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<B> Copy for MicroBatch<'_, B> {}
+impl<B, S: Strategy> Copy for MicroBatch<'_, B, S> {}
 
-impl<'s, B> MicroBatch<'s, B> {
-    pub(super) fn new(
-        step: &'s Step<'s>,
+impl<'s, B, S: Strategy> MicroBatch<'s, B, S> {
+    pub(crate) fn new(
+        step: &'s S::Step<'s>,
         data: &'s B,
         indices: &'s [u64],
         randomness: Randomness,
@@ -317,11 +383,13 @@ impl<'s, B> MicroBatch<'s, B> {
         self.data
     }
 
-    /// The engine's step, in which all tensors live.
-    pub fn step(&self) -> &'s Step<'s> {
+    /// The step, in which all tensors live.
+    pub fn step(&self) -> &'s S::Step<'s> {
         self.step
     }
+}
 
+impl<'s, B> MicroBatch<'s, B> {
     /// `values` as a tensor of `shape` that needs no gradient.
     ///
     /// # Errors
@@ -365,7 +433,7 @@ impl<'s> MicroBatch<'s, ImageBatch> {
     }
 }
 
-impl<B> Deref for MicroBatch<'_, B> {
+impl<B, S: Strategy> Deref for MicroBatch<'_, B, S> {
     type Target = B;
 
     fn deref(&self) -> &B {

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use crate::different_arguments;
 use phalanx_base::env::real_env;
 use phalanx_base::files::as_typed;
 use phalanx_checkpoint as checkpoint;
@@ -14,7 +13,6 @@ use phalanx_checkpoint::state::Place;
 use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::SamplerConfig;
-use phalanx_ddp::DistributedDataParallel;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
@@ -30,7 +28,6 @@ use crate::format::{number, thousands};
 use crate::job::Trainings;
 use crate::log::{IMAGES_DIR, RunInfo, TABLES_DIR};
 use crate::output::{Files, Output};
-use crate::param_group::{self, ParamGroup};
 use crate::profile::Profiler;
 use crate::reporter::{EpochLines, Reporter};
 use crate::run_dir::{Found, RunDir, default_output_dir};
@@ -38,13 +35,12 @@ use crate::sample_log::SampleLog;
 use crate::saving::{self, Resumed, Saving};
 use crate::settings::Settings;
 use crate::split::BatchSplit;
+use crate::strategy::{Ddp, MakeOptimizer, Parts, Strategy};
 use crate::timing::Timing;
 use crate::trace::Trace;
-use crate::update::Update;
 use phalanx_launch::RankContext;
 
 type Init<'j> = Box<dyn FnOnce(&mut Params) -> Result<()> + 'j>;
-type MakeOptimizer<'j> = Box<dyn FnOnce(&Params, f64) -> Box<dyn Optimizer> + 'j>;
 type MakeSchedule<'j> = Box<dyn FnOnce(f64, u64) -> Result<Option<Schedule>> + 'j>;
 
 /// Whether a training's folder may be called so in the run's, where a trainer without a name has files and folders.
@@ -62,7 +58,7 @@ fn is_folder_name(name: &str) -> bool {
 
 /// What a [`Trainer`] is made of; [`start`](Self::start) makes it.
 #[must_use = "nothing is trained before start"]
-pub struct TrainerBuilder<'j, M> {
+pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
     ctx: &'j RankContext,
     settings: &'j Settings,
     program: String,
@@ -90,6 +86,7 @@ pub struct TrainerBuilder<'j, M> {
     folder: Option<String>,
     only_evaluates: bool,
     trainings: Rc<Trainings>,
+    strategy: S::Setup,
 }
 
 impl<'j, M> TrainerBuilder<'j, M> {
@@ -134,9 +131,12 @@ impl<'j, M> TrainerBuilder<'j, M> {
             folder: None,
             only_evaluates: false,
             trainings: Rc::default(),
+            strategy: (),
         }
     }
+}
 
+impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     /// What the model is called in the first lines of the output.
     pub fn title(mut self, title: &str) -> Self {
         self.title = title.to_owned();
@@ -328,10 +328,13 @@ impl<'j, M> TrainerBuilder<'j, M> {
     ///
     /// Usage, naming the flag, folder or file; settings, data or models that differ between
     /// ranks; peers that are lost.
-    pub fn start(mut self) -> Result<Trainer<'j, M>> {
+    pub fn start(mut self) -> Result<Trainer<'j, M, S>> {
         let (ctx, settings) = (self.ctx, self.settings);
-        let world = ctx.world();
+        // Ranks that share a part of a batch count as one.
+        let world = S::batch_ranks(&self.strategy, ctx.world());
         settings.validate(world)?;
+        S::check(&self.strategy, settings)?;
+        self.shaping.splice(0..0, S::shaping(&self.strategy));
         let mut trackers = std::mem::take(&mut self.trackers);
         if ctx.is_main() {
             trackers.extend(settings.track.trackers(&real_env())?);
@@ -369,54 +372,37 @@ impl<'j, M> TrainerBuilder<'j, M> {
         facts.extend(self.must_agree);
         facts.extend(self.shaping);
         facts.push(format!("data {}", self.content));
-        let exchange = settings.exchange.choose_for(ctx, settings)?; // DDP
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(settings.precision.into());
-        let names: Vec<&str> = self.groups.iter().map(|(name, _)| &name[..]).collect();
-        let parts = param_group::split(&params, &names)?;
-        let mut title = self.optimizer_title;
+        let names: Vec<String> = self.groups.iter().map(|(name, _)| name.clone()).collect();
         let main = (String::new(), self.optimizer);
-        let mut groups = Vec::new();
-        for ((name, make), own) in [main].into_iter().chain(self.groups).zip(parts) {
-            let mut frozen = self.frozen.clone();
-            let others = params.ids().zip(params.infos());
-            let others =
-                others.filter(|(id, info)| !own.contains(id) && !frozen.contains(&info.name));
-            let others: Vec<String> = others.map(|(_, info)| info.name.clone()).collect();
-            frozen.extend(others);
-            let options = settings.ddp_options(exchange, facts.clone(), frozen)?;
-            let ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options); // DDP
-            let mut ddp = ddp.map_err(different_arguments)?;
-            if let Some(hook) = settings.gradients.hook(settings.seed)? {
-                ddp.set_hook(Some(hook))?; // DDP
+        let parts = Parts {
+            ctx,
+            settings,
+            params,
+            facts: &facts,
+            frozen: &self.frozen,
+            lr: self.lr,
+            optimizers: [main].into_iter().chain(self.groups).collect(),
+            tape: &tape,
+        };
+        let mut strategy = S::build(self.strategy, parts)?;
+        let mut title = self.optimizer_title.unwrap_or_default();
+        for group in strategy.groups() {
+            let (optimizer, lr) = strategy.optimizer(group);
+            let own = format!("{} lr {}", optimizer.name(), number(lr));
+            match group {
+                0 if title.is_empty() => title = own,
+                0 => {}
+                _ => title.push_str(&format!(", of {} {own}", names[group - 1])),
             }
-            let update = Update::new(&ddp, &params, |params| {
-                let mut optimizer = make(params, self.lr);
-                optimizer.set_thread_pool(tape.thread_pool());
-                optimizer
-            })?; // DDP
-            let optimizer = update.optimizer();
-            let lr = optimizer.lr();
-            let own_title = format!("{} lr {}", optimizer.name(), number(lr));
-            title = Some(match title {
-                None => own_title,
-                Some(title) if name.is_empty() => title,
-                Some(title) => format!("{title}, of {name} {own_title}"),
-            });
-            groups.push(ParamGroup {
-                name,
-                params: own,
-                ddp,
-                update,
-                lr,
-            });
         }
-        let title = title.unwrap_or_default();
-        let split = BatchSplit::new(&settings.split, world, ctx.rank())?;
+        let group = strategy.batch_group();
+        let split = BatchSplit::new(&settings.split, world, group.rank())?;
         let config = SamplerConfig {
             samples: self.samples,
             world,
-            rank: ctx.rank(),
+            rank: group.rank(),
             shuffle: true,
             seed: settings.seed,
         };
@@ -433,12 +419,12 @@ impl<'j, M> TrainerBuilder<'j, M> {
         let mut schedule = schedule.flatten();
         if let Some(momentum) = schedule.as_ref().and_then(Schedule::momentum) {
             // An optimizer without momentum of its own has it from now on, and state for it.
-            for group in &mut groups {
-                group.update.optimizer_mut().set_momentum(momentum)?;
+            for group in strategy.groups() {
+                strategy.optimizer_mut(group).set_momentum(momentum)?;
             }
         }
         if let Some(resumed) = &resumed {
-            resumed.groups(ctx, &params, &mut groups, &shaping)?; // DDP
+            strategy.restore(ctx, resumed, &shaping)?;
         }
         let metadata = self.files.metadata();
         let mut output = match self.only_evaluates {
@@ -456,7 +442,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
         // A launcher looks for them, and for what a later attempt continues, in the run's folder.
         ctx.group.set_flight_dir(&run.join(crate::FLIGHT_DIR));
         output.begin(&run, &settings.saving)?;
-        let weights = checkpoint::weights_sha256(&params);
+        let weights = checkpoint::weights_sha256(strategy.initial());
         let initial = (ctx.is_main() && resumed.is_none()).then(|| weights.clone());
         let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
         let is_over = place.epoch as usize >= settings.epochs();
@@ -480,10 +466,15 @@ impl<'j, M> TrainerBuilder<'j, M> {
             optimizer: &title,
             only_evaluates: self.only_evaluates,
         };
-        announce(ctx, settings, &about, &params, &groups, &output);
-        if settings.watch > 0 && exchange.is_scattered() {
-            ctx.note("watch    parameters only: each rank has a part of the gradients; --exchange all-reduce watches both");
-        }
+        let description = strategy.describe(ctx, settings)?;
+        announce(
+            ctx,
+            settings,
+            &about,
+            strategy.initial(),
+            &description,
+            &output,
+        );
         let mut reporter = self.reporter;
         if !is_complete && !self.only_evaluates {
             reporter.trains(ctx, settings.epochs())?;
@@ -493,7 +484,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
         let history = history.unwrap_or_default();
         let best = history.best();
         let at_end = (place.step_in_epoch == 0).then_some(place.epoch as usize);
-        let begun = output.begin_best(ctx, best.as_ref(), at_end, &params);
+        let begun = output.begin_best(ctx, best.as_ref(), at_end, strategy.initial());
         saving.handle_weights_error("the best", begun)?;
         if let Some(resumed) = &resumed {
             announce_resumed(ctx, resumed, steps, settings.epochs(), is_complete);
@@ -516,7 +507,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             data: &self.data,
             steps,
             settings: shown,
-            params: &params,
+            params: strategy.initial(),
             frozen: &self.frozen,
             labels: &settings.labels,
         };
@@ -560,8 +551,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             samples: self.samples,
             steps,
             model,
-            params,
-            groups,
+            strategy,
             lr: self.lr,
             clip: self.clip,
             schedule,

@@ -1,6 +1,5 @@
 //! Evaluation over all ranks, each sample once.
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,6 +16,7 @@ use serde_json::Value;
 use super::Trainer;
 use super::batches::{MicroBatch, Randomness};
 use crate::error::{Error, ErrorKind, Result};
+use crate::strategy::Strategy;
 
 /// Result of one pass over a test set.
 #[derive(Debug, Clone)]
@@ -148,7 +148,7 @@ impl Measure {
     }
 }
 
-impl<M> Trainer<'_, M> {
+impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Evaluates `data` over all ranks, each sample once, and records the result as this
     /// epoch's: in the metrics, the progress output and the summary. In the loop over an epoch's batches it is
     /// recorded in the metrics, at the step of the batch. `measure` gives the sums
@@ -164,7 +164,7 @@ impl<M> Trainer<'_, M> {
     pub fn evaluate<D: Dataset + ?Sized>(
         &mut self,
         data: &Arc<D>,
-        measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Measure>,
+        measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<Measure>,
     ) -> Result<Evaluation> {
         let evaluation = {
             let _phase = self.ctx.phase("evaluating");
@@ -183,7 +183,7 @@ impl<M> Trainer<'_, M> {
     pub fn measure<D: Dataset + ?Sized>(
         &mut self,
         data: &Arc<D>,
-        measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Measure>,
+        measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<Measure>,
     ) -> Result<Evaluation> {
         let began = Instant::now();
         self.check_weights()?;
@@ -209,20 +209,21 @@ impl<M> Trainer<'_, M> {
 
     /// Sets the model's buffers, and gives what they were.
     fn replace_buffers(&mut self, buffers: &[f32]) -> Vec<f32> {
-        let old = self.params.buffers_flat().to_vec();
-        self.params.buffers_flat_mut().copy_from_slice(buffers);
+        let params = self.strategy.params_mut();
+        let old = params.buffers_flat().to_vec();
+        params.buffers_flat_mut().copy_from_slice(buffers);
         old
     }
 
     fn measure_all<D: Dataset + ?Sized>(
         &mut self,
         data: &Arc<D>,
-        mut measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Measure>,
+        mut measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<Measure>,
     ) -> Result<Evaluation> {
         let config = SamplerConfig {
             samples: data.len(),
-            world: self.ctx.world(),
-            rank: self.ctx.rank(),
+            world: self.strategy.batch_group().world_size(),
+            rank: self.strategy.batch_group().rank(),
             shuffle: false,
             seed: 0,
         };
@@ -249,10 +250,10 @@ impl<M> Trainer<'_, M> {
             Ok(())
         })?;
         // Rank 0 has the first batch, others may have none.
-        let group = &self.ctx.group;
+        let group = self.strategy.batch_group();
         let names: Vec<String> = values.keys().cloned().collect();
         let measured = (confusion.as_ref().map_or(0, Confusion::classes), names);
-        let (classes, names): (usize, Vec<String>) = group.broadcast_object(Some(&measured), 0)?; // DDP
+        let (classes, names): (usize, Vec<String>) = group.broadcast_object(Some(&measured), 0)?;
         let mut confusion = confusion.unwrap_or_else(|| Confusion::new(classes));
         if confusion.classes() != classes {
             return Err(Error::usage(format!(
@@ -261,22 +262,61 @@ impl<M> Trainer<'_, M> {
                 confusion.classes()
             )));
         }
-        ShardTree::gather_values(group, &mut losses)?; // DDP
+        ShardTree::gather_values(group, &mut losses)?;
         if classes > 0 {
-            group.all_reduce(confusion.counts_mut(), ReduceOp::Sum)?; // DDP
+            group.all_reduce(confusion.counts_mut(), ReduceOp::Sum)?;
         }
         let samples = data.len() as f64;
         let total: f64 = losses.iter().sum();
         let mut evaluation = Evaluation::new(total / samples, confusion);
         for name in names {
             let mut sums = values.remove(&name).unwrap_or_else(|| vec![0.0; slots]);
-            ShardTree::gather_values(group, &mut sums)?; // DDP
+            ShardTree::gather_values(group, &mut sums)?;
             let total: f64 = sums.iter().sum();
             evaluation.values.insert(name, total / samples);
         }
         Ok(evaluation)
     }
 
+    /// Gives `take` what is measured of each batch of `plan` that has samples, with its place
+    /// in the plan.
+    fn pass<D: Dataset + ?Sized>(
+        &mut self,
+        data: &Arc<D>,
+        plan: EpochPlan,
+        measure: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<Measure>,
+        mut take: impl FnMut(usize, Measure) -> Result<()>,
+    ) -> Result<()> {
+        let mut loader = Loader::new(Arc::clone(data), self.loader_options())?;
+        loader.start(plan);
+        let mut index = 0;
+        while let Some(batch) = loader.next_batch()? {
+            let random = Randomness::of_evaluation(self.settings.seed);
+            let (tape, indices) = (&mut self.tape, batch.indices());
+            let measured =
+                self.strategy
+                    .measure(tape, &self.model, (&*batch, indices), random, measure)?;
+            if let Some(mut measured) = measured {
+                if let Some(wrong) = measured.wrong.take() {
+                    return Err(Error::new(ErrorKind::Failed, wrong));
+                }
+                measured.samples = indices.len();
+                take(index, measured)?;
+            }
+            index += 1;
+        }
+        Ok(())
+    }
+
+    pub(super) fn loader_options(&self) -> LoaderOptions {
+        LoaderOptions {
+            workers: self.settings.workers,
+            ..LoaderOptions::default()
+        }
+    }
+}
+
+impl<M> Trainer<'_, M> {
     /// Measures all of `data` on this rank alone, batch by batch. No other rank takes part, so in the loop over an
     /// epoch's batches the running statistics are this rank's own.
     ///
@@ -304,41 +344,5 @@ impl<M> Trainer<'_, M> {
         })?;
         self.results.timing.tested += began.elapsed();
         Ok(all)
-    }
-
-    /// Gives `take` what is measured of each batch of `plan` that has samples, with its place
-    /// in the plan.
-    fn pass<D: Dataset + ?Sized>(
-        &mut self,
-        data: &Arc<D>,
-        plan: EpochPlan,
-        measure: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Measure>,
-        mut take: impl FnMut(usize, Measure) -> Result<()>,
-    ) -> Result<()> {
-        let mut loader = Loader::new(Arc::clone(data), self.loader_options())?;
-        loader.start(plan);
-        let mut index = 0;
-        while let Some(batch) = loader.next_batch()? {
-            if !batch.indices().is_empty() {
-                let step = self.tape.inference(&self.params);
-                let (random, calls) = (Randomness::of_evaluation(self.settings.seed), Cell::new(0));
-                let micro = MicroBatch::new(&step, &*batch, batch.indices(), random, &calls);
-                let mut measured = measure(&self.model, micro)?;
-                if let Some(wrong) = measured.wrong.take() {
-                    return Err(Error::new(ErrorKind::Failed, wrong));
-                }
-                measured.samples = batch.indices().len();
-                take(index, measured)?;
-            }
-            index += 1;
-        }
-        Ok(())
-    }
-
-    pub(super) fn loader_options(&self) -> LoaderOptions {
-        LoaderOptions {
-            workers: self.settings.workers,
-            ..LoaderOptions::default()
-        }
     }
 }

@@ -1,7 +1,6 @@
 //! The end of a training: its files, and what is said of it.
 
 use phalanx_base::process;
-use phalanx_checkpoint::digest::optimizer_sha256;
 use serde_json::json;
 
 use super::{Evaluation, Trainer};
@@ -9,11 +8,11 @@ use crate::choice_name;
 use crate::error::Result;
 use crate::format::{rounded, thousands};
 use crate::gradient::GradientType;
-use crate::param_group::joined_state;
 use crate::say;
 use crate::split::Determinism;
+use crate::strategy::Strategy;
 
-impl<M> Trainer<'_, M> {
+impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Ends the training: saves the weights, writes `summary.json` and prints the last lines.
     /// Gives the last epoch's evaluation. Of a complete run that was resumed, nothing is written.
     ///
@@ -43,18 +42,15 @@ impl<M> Trainer<'_, M> {
         self.end_epoch()?;
         let ctx = self.ctx;
         let phase = ctx.phase("saving");
-        self.results.timing.sent_bytes = ctx.group.bytes_sent_to().iter().sum();
-        // Its parts are gathered by all.
-        let (main, more) = (&self.groups[0].update, &self.groups[1..]);
-        let (state, _) = joined_state(main, more, &self.params)?;
-        let optimizer = optimizer_sha256(state);
+        self.results.timing.sent_bytes = self.strategy.sent_bytes(ctx);
+        let optimizer = self.strategy.optimizer_sha256(ctx)?;
         self.count_time(0);
         self.reports.log.flush();
-        ctx.group.barrier()?; // DDP: rank 0 knows what all ranks used
-        let saved = self.save_files(&optimizer, save);
+        ctx.group.barrier()?; // Rank 0 knows what all ranks used.
+        let saved = self.save_files(optimizer.as_deref(), save);
         self.noted(saved)?;
         drop(phase);
-        ctx.group.barrier()?; // DDP: nobody leaves before the files are complete
+        ctx.group.barrier()?; // No rank leaves before the files are complete.
         self.reports.reporter.ends(ctx)?;
         self.sum_up();
         self.reports.deliveries.finish();
@@ -78,16 +74,16 @@ impl<M> Trainer<'_, M> {
 
     fn save_files(
         &mut self,
-        optimizer_sha256: &str,
+        optimizer_sha256: Option<&str>,
         save: impl FnOnce(&Self) -> Result<()>,
     ) -> Result<()> {
         let (ctx, settings) = (self.ctx, self.settings);
         self.saving.finish()?;
         self.reports.trace.finish(ctx);
         let profiler = &mut self.reports.profiler;
-        profiler.finish(ctx, &mut self.tape, &self.params)?;
+        profiler.finish(ctx, &mut self.tape, self.strategy.params())?;
         let timing = &mut self.results.timing;
-        timing.skipped = self.groups.iter().map(|g| g.ddp.skipped_steps()).sum();
+        timing.skipped = self.strategy.skipped_steps();
         timing.waited = self.waited.get();
         let spent = timing.spent(self.steps * settings.epochs());
         let narrower = settings.gradients.gradient_type == GradientType::F32
@@ -97,13 +93,18 @@ impl<M> Trainer<'_, M> {
         }
         let (reporter, output) = (&mut self.reports.reporter, &mut self.reports.output);
         reporter.saves(ctx, true)?;
-        output.save_weights(&self.params)?;
+        if let Some(whole) = self.strategy.whole(ctx)? {
+            output.save_weights(whole)?;
+        }
         reporter.saves(ctx, false)?;
         output.save_accuracies(&self.results.accuracies)?;
         save(self)?;
         self.reports.log.finish();
-        let summary = self.summary(optimizer_sha256);
-        self.reports.output.save_summary(&summary)
+        if let Some(optimizer) = optimizer_sha256 {
+            let summary = self.summary(optimizer);
+            self.reports.output.save_summary(&summary)?;
+        }
+        Ok(())
     }
 
     fn summary(&self, optimizer_sha256: &str) -> serde_json::Value {
@@ -130,19 +131,20 @@ impl<M> Trainer<'_, M> {
             "train_s": timing.trained.as_secs_f64(),
             "test_s": timing.tested.as_secs_f64(),
             "total_s": ctx.started.elapsed().as_secs_f64(),
-            "exposed_comm_percent": timing.exposed_percent(),
             "data_wait_s": timing.waited.as_secs_f64(),
             "saving_s": timing.saved.as_secs_f64(),
             "sent_bytes": timing.sent_bytes,
             "skipped_steps": timing.skipped,
             "peak_rss_mib": process::peak_rss_bytes().map(|b| b as f64 / f64::from(1 << 20)),
-            "gradient_type": choice_name(&settings.gradients.gradient_type),
             "deterministic": choice_name(&settings.split.determinism()),
             "initial_sha256": results.initial,
             "weights_sha256": results.weights,
             "optimizer_sha256": optimizer_sha256,
             "metrics_sha256": results.metrics.sha256(),
         });
+        if let Some(summary) = summary.as_object_mut() {
+            self.strategy.summary(settings, timing, summary);
+        }
         for (name, value) in &last.values {
             summary[format!("test_{name}")] = json!(value);
         }
@@ -165,18 +167,14 @@ impl<M> Trainer<'_, M> {
     /// The last lines, for the person at the terminal.
     fn sum_up(&self) {
         let (ctx, results) = (self.ctx, &self.results);
+        let [exposed, equal] = self.strategy.ends(ctx, &results.timing);
         ctx.note(&format!(
-            "done in {:.1} s: {}{} {}/s, communication exposed {:.1} % of the step",
+            "done in {:.1} s: {}{} {}/s{exposed}",
             ctx.started.elapsed().as_secs_f64(),
             self.result(),
             thousands(results.timing.images_per_s() as usize),
             self.unit,
-            results.timing.exposed_percent(),
         ));
-        let equal = match ctx.world() {
-            1 => String::new(),
-            world => format!(" equal on all {world} ranks"),
-        };
         ctx.note(&format!(
             "weights {:.12}…{equal}; saved {}",
             results.weights,

@@ -1,5 +1,6 @@
 //! The losses of an epoch.
 
+use phalanx_comm::ProcessGroup;
 use phalanx_ddp::ShardTree;
 
 use crate::error::Result;
@@ -39,9 +40,9 @@ impl EpochLoss {
     }
 
     /// The sums of all ranks, and the samples in them.
-    pub(super) fn gathered(&self, ctx: &RankContext) -> Result<(Vec<f64>, usize)> {
+    pub(super) fn gathered(&self, group: &ProcessGroup) -> Result<(Vec<f64>, usize)> {
         let mut sums = self.sums.clone();
-        ShardTree::gather_values(&ctx.group, &mut sums)?; // DDP
+        ShardTree::gather_values(group, &mut sums)?;
         Ok((sums, self.samples))
     }
 
@@ -64,8 +65,8 @@ impl EpochLoss {
     }
 
     /// Mean over the samples of all ranks, the same on all.
-    pub(super) fn mean(&mut self, ctx: &RankContext, split: &BatchSplit) -> Result<f64> {
-        ShardTree::gather_values(&ctx.group, &mut self.sums)?; // DDP
+    pub(super) fn mean(&mut self, group: &ProcessGroup, split: &BatchSplit) -> Result<f64> {
+        ShardTree::gather_values(group, &mut self.sums)?;
         let total = match split.tree() {
             Some(tree) => tree.sum(&self.sums),
             None => self.sums.iter().sum(),

@@ -2,8 +2,7 @@
 //!
 //! `builder` makes what a training consists of, new or from a checkpoint; `batches` and
 //! `step` are the loop; `evaluate` measures the model over all ranks; `finish` leaves the
-//! files. The lines that make it distributed are marked `DDP`; without them this is a
-//! single-process training loop.
+//! files. What makes it distributed is in the trainer's [`Strategy`].
 
 mod announce;
 mod batches;
@@ -20,20 +19,19 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use phalanx_checkpoint as checkpoint;
 use phalanx_checkpoint::digest::MetricsDigest;
 use phalanx_checkpoint::state::{Place, manifest_name};
 use phalanx_data::Dataset;
 use phalanx_data::loader::Loader;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::Sampler;
-use phalanx_ddp::verify_equal;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Step, Tape};
 use serde_json::{Value, json};
 
 use self::batches::BatchPosition;
 pub use self::batches::{Batches, MicroBatch, StepBatch};
+pub(crate) use self::batches::{LoadedMicroBatches, Randomness, StepContext};
 pub use self::builder::TrainerBuilder;
 pub use self::evaluate::{Evaluation, Measure};
 use self::losses::EpochLoss;
@@ -43,13 +41,13 @@ use crate::error::{Error, Result};
 use crate::job::Trainings;
 use crate::log::RunLog;
 use crate::output::{Output, next_step};
-use crate::param_group::ParamGroup;
 use crate::profile::Profiler;
 use crate::reporter::Reporter;
 use crate::sample_log::SampleLog;
-use crate::saving::{self, CheckpointSource, History, SaveAction, Saving};
+use crate::saving::{self, History, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::BatchSplit;
+use crate::strategy::{Ddp, Strategy};
 use crate::timing::Timing;
 use crate::trace::Trace;
 use phalanx_launch::RankContext;
@@ -87,22 +85,21 @@ use phalanx_launch::RankContext;
 /// # }
 /// ```
 #[must_use = "a training must end with Trainer::finish, which saves its weights"]
-pub struct Trainer<'j, M> {
+pub struct Trainer<'j, M, S: Strategy = Ddp> {
     ctx: &'j RankContext,
     settings: &'j Settings,
     program: String,
     /// What samples are called.
     unit: &'static str,
-    /// DDP: the rank's parts of the training set.
+    /// The rank's parts of the training set.
     split: BatchSplit,
     samplers: Vec<Sampler>,
     samples: usize,
     /// Steps of an epoch.
     steps: usize,
     model: M,
-    params: Params,
-    /// The first has the optimizer that the trainer was made with.
-    groups: Vec<ParamGroup>,
+    /// How it is distributed over the ranks: parameters, optimizers, gradients.
+    strategy: S,
     /// The learning rate that the schedule was made with.
     lr: f64,
     clip: Option<f64>,
@@ -175,7 +172,7 @@ struct Reports {
     profiler: Profiler,
 }
 
-impl<'j, M> Trainer<'j, M> {
+impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// The epochs that are left, from 1: all `--epochs`, or after `--resume` those from the one
     /// in which the checkpoint was saved; of a complete run none.
     pub fn epochs(&self) -> RangeInclusive<usize> {
@@ -224,7 +221,9 @@ impl<'j, M> Trainer<'j, M> {
         // Steps of this epoch that were taken before the run was resumed.
         let first = self.place.step_in_epoch as usize;
         progress.skip(first);
-        let plan = self.split.rest(&self.samplers, self.place.into())?;
+        let cursor = self.place.into();
+        self.strategy.begin_epoch(first, cursor)?;
+        let plan = self.split.rest(&self.samplers, cursor)?;
         let loader = Loader::new(Arc::clone(data), self.loader_options())?;
         let mut losses = EpochLoss::new(self.split.parts());
         if first > 0 {
@@ -259,10 +258,9 @@ impl<'j, M> Trainer<'j, M> {
             return Ok(());
         };
         ended.is_checked = true;
-        self.groups[0].ddp.end_epoch(&mut self.params)?; // DDP
-        let digest = checkpoint::weights_digest(&self.params);
-        verify_equal(&self.ctx.group, &self.params, digest)?; // DDP
-        self.results.weights = hex::encode(digest);
+        if let Some(digest) = self.strategy.end_epoch(self.ctx)? {
+            self.results.weights = digest;
+        }
         Ok(())
     }
 
@@ -356,17 +354,20 @@ impl<'j, M> Trainer<'j, M> {
         };
         let is_last = epoch >= self.settings.epochs();
         let output = &mut self.reports.output;
-        let saved = output.save_epoch(epoch, &self.params);
-        match is_last {
-            false => self
-                .saving
-                .handle_weights_error(&format!("epoch {epoch}'s"), saved)?,
-            // What the training was for.
-            true => saved?,
-        }
-        if let Some(best) = self.results.best.take_new() {
-            let saved = output.save_best(best, &self.params);
-            self.saving.handle_weights_error("the best", saved)?;
+        let best = self.results.best.take_new();
+        if let Some(whole) = self.strategy.whole(self.ctx)? {
+            let saved = output.save_epoch(epoch, whole);
+            match is_last {
+                false => self
+                    .saving
+                    .handle_weights_error(&format!("epoch {epoch}'s"), saved)?,
+                // What the training was for.
+                true => saved?,
+            }
+            if let Some(best) = best {
+                let saved = output.save_best(best, whole);
+                self.saving.handle_weights_error("the best", saved)?;
+            }
         }
         if !self.saving.enabled() {
             return Ok(());
@@ -403,14 +404,9 @@ impl<'j, M> Trainer<'j, M> {
         let history = history
             .with_last(&self.results.last)
             .with_best(self.results.best.so_far());
-        let source = CheckpointSource {
-            params: &self.params,
-            buffers,
-            update: &self.groups[0].update,
-            ddp: &self.groups[0].ddp,
-        };
-        self.saving
-            .save_groups(action, &source, &self.groups[1..], self.place, history)
+        let (saving, place) = (&mut self.saving, self.place);
+        self.strategy
+            .save(self.ctx, saving, action, buffers, place, history)
     }
 
     /// All is saved, and the ranks stop: how to resume was told, and the program ends with this
@@ -431,7 +427,7 @@ impl<'j, M> Trainer<'j, M> {
 
     /// Its parameters on this rank.
     pub fn params(&self) -> &Params {
-        &self.params
+        self.strategy.params()
     }
 
     /// The optimizer steps that were taken, those before a resume included.
@@ -447,20 +443,6 @@ impl<'j, M> Trainer<'j, M> {
     /// The rank.
     pub fn context(&self) -> &'j RankContext {
         self.ctx
-    }
-
-    /// Runs the model in evaluation mode on this rank alone: `f` gets it and the engine's step,
-    /// in which its tensors live. Its time counts as evaluation.
-    ///
-    /// # Errors
-    ///
-    /// Those of `f`.
-    pub fn infer<R>(&mut self, f: impl for<'s> FnOnce(&M, &'s Step<'s>) -> Result<R>) -> Result<R> {
-        let began = Instant::now();
-        let step = self.tape.inference(&self.params);
-        let outcome = f(&self.model, &step);
-        self.results.timing.tested += began.elapsed();
-        outcome
     }
 
     /// Adds an entry to `summary.json`.
@@ -536,6 +518,22 @@ impl<'j, M> Trainer<'j, M> {
     /// Those of writing.
     pub fn save_pictures(&self, png: &[u8]) -> Result<()> {
         self.reports.output.save_pictures(png)
+    }
+}
+
+impl<M> Trainer<'_, M> {
+    /// Runs the model in evaluation mode on this rank alone: `f` gets it and the engine's step,
+    /// in which its tensors live. Its time counts as evaluation.
+    ///
+    /// # Errors
+    ///
+    /// Those of `f`.
+    pub fn infer<R>(&mut self, f: impl for<'s> FnOnce(&M, &'s Step<'s>) -> Result<R>) -> Result<R> {
+        let began = Instant::now();
+        let step = self.tape.inference(self.strategy.params());
+        let outcome = f(&self.model, &step);
+        self.results.timing.tested += began.elapsed();
+        outcome
     }
 }
 

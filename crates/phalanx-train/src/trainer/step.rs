@@ -1,23 +1,21 @@
 //! One step: forward, backward, update, and what is reported and saved of it.
 
-use std::cell::Cell;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use phalanx_checkpoint::state::Place;
-use phalanx_comm::ReduceOp;
 use phalanx_data::Dataset;
 use phalanx_ddp::{Commit, ShardTree};
-use phalanx_nn::{GradView, Tensor};
 use serde_json::json;
 
-use super::batches::{MicroBatch, Randomness, StepBatch, StepContext};
+use super::batches::{LoadedMicroBatches, MicroBatch, Randomness, StepBatch, StepContext};
 use super::{Ended, Reports, Running, Trainer};
 use crate::error::{Error, Result};
 use crate::reporter::StepFacts;
 use crate::saving::SaveAction;
+use crate::strategy::{Gradients, StepTools, Strategy, exposed};
 
-impl<M> Trainer<'_, M> {
+impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Takes a step: forward and backward of `loss` for each of this rank's micro-batches,
     /// gradients averaged over all samples of all ranks, then the optimizer's step with the
     /// schedule's learning rate, if all ranks vote for it. A checkpoint is saved if one is due.
@@ -35,7 +33,7 @@ impl<M> Trainer<'_, M> {
     pub fn step<D: Dataset + ?Sized>(
         &mut self,
         batch: &StepBatch<'_, D>,
-        mut loss: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Tensor<'s>>,
+        mut loss: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
     ) -> Result<f64> {
         let taken = self.take_step(batch, &mut loss);
         self.noted(taken)
@@ -44,28 +42,34 @@ impl<M> Trainer<'_, M> {
     fn take_step<D: Dataset + ?Sized>(
         &mut self,
         batch: &StepBatch<'_, D>,
-        loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Tensor<'s>>,
+        loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
     ) -> Result<f64> {
         let ctx = self.ctx;
         let turn = &batch.context;
         self.begin(0, turn)?;
         let marks = self.reports.trace.begin();
         self.reports.profiler.before(&mut self.tape);
-        let (sums, forward_ended) = self.train(0, batch, loss)?;
+        let Gradients {
+            sums,
+            mean,
+            forward_ended,
+            ..
+        } = self.train(0, batch, loss)?;
         // Files and terminals may be slow.
         let phase = ctx.phase("reporting");
         self.reports.samples.step(turn.epoch, turn.index)?;
-        let times = self.groups[0].ddp.times();
+        let times = self.strategy.times(0);
+        let exposed = exposed(times);
         self.reports.trace.end(marks, forward_ended, times)?;
         let profiler = &mut self.reports.profiler;
-        profiler.after(ctx, &mut self.tape, &self.params)?;
+        profiler.after(ctx, &mut self.tape, self.strategy.params())?;
 
-        let mean = self.checked_mean(0, batch, &sums)?;
+        self.check_mean(0, turn, mean)?;
         if let Some(running) = &mut self.running {
             running.losses.add(&sums, mean, turn.global.samples);
         }
         let timing = &mut self.results.timing;
-        timing.add(times.exposed(), turn.global.samples);
+        timing.add(exposed, turn.global.samples);
         self.count_time(1);
         self.report(turn, sums, mean)?;
         if let Some(schedule) = &mut self.schedule {
@@ -94,23 +98,19 @@ impl<M> Trainer<'_, M> {
         &mut self,
         name: &str,
         batch: &StepBatch<'_, D>,
-        mut loss: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Tensor<'s>>,
+        mut loss: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
     ) -> Result<f64> {
-        let own = self
-            .groups
-            .iter()
-            .skip(1)
-            .position(|group| group.name == name);
-        let Some(group) = own.map(|i| i + 1) else {
+        let Some(group) = self.strategy.group(name) else {
             return Err(Error::usage(format!(
                 "step_of(\"{name}\"): the trainer was made without optimizer_of(\"{name}\", ...)"
             )));
         };
         self.begin(group, &batch.context)?;
-        let (sums, _) = self.train(group, batch, &mut loss)?;
-        let exposed = self.groups[group].ddp.times().exposed();
+        let mean = self.train(group, batch, &mut loss)?.mean;
+        let exposed = exposed(self.strategy.times(group));
         self.results.timing.add(exposed, 0);
-        self.checked_mean(group, batch, &sums)
+        self.check_mean(group, &batch.context, mean)?;
+        Ok(mean)
     }
 
     /// Begins a step of the group number `group`.
@@ -124,119 +124,60 @@ impl<M> Trainer<'_, M> {
         let position = (turn.epoch as u64, turn.index as u64 + 1);
         self.ctx.group.set_position(position.0, position.1);
         if let Some(schedule) = &self.schedule {
-            let group = &mut self.groups[group];
-            let optimizer = group.update.optimizer_mut();
+            let lr = self.strategy.optimizer(group).1;
+            let optimizer = self.strategy.optimizer_mut(group);
             schedule.apply(optimizer)?;
-            if group.lr != self.lr {
+            if lr != self.lr {
                 // There is no factor where the training's own rate is 0.
                 let factor = match self.lr == 0.0 {
                     true => 1.0,
                     false => schedule.lr() / self.lr,
                 };
-                optimizer.set_lr(group.lr * factor);
+                optimizer.set_lr(lr * factor);
             }
         }
         Ok(())
     }
 
-    /// The mean of this rank's losses, an error unless it is a number.
-    fn checked_mean<D: Dataset + ?Sized>(
-        &self,
-        group: usize,
-        batch: &StepBatch<'_, D>,
-        sums: &[f64],
-    ) -> Result<f64> {
-        let local: f64 = sums.iter().sum();
-        let mean = local / batch.len().max(1) as f64;
-        let (turn, lr) = (&batch.context, self.groups[group].update.optimizer().lr());
+    /// An error unless the mean of this rank's losses is a number.
+    fn check_mean(&self, group: usize, turn: &StepContext, mean: f64) -> Result<()> {
+        let lr = self.strategy.optimizer(group).0.lr();
         self.ctx
-            .check_loss(mean, format_args!("{}", turn.name()), lr)?;
-        Ok(mean)
+            .check_loss(mean, format_args!("{}", turn.name()), lr)
     }
 
-    /// Forward, backward and the optimizer's step of the group number `group`: the losses by
-    /// part, and when the last forward had ended.
+    /// Forward, backward and the optimizer's step of the group number `group`.
     fn train<D: Dataset + ?Sized>(
         &mut self,
         group: usize,
         batch: &StepBatch<'_, D>,
-        loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Tensor<'s>>,
-    ) -> Result<(Vec<f64>, Instant)> {
-        let mut sums = vec![0.0; self.split.parts()];
-        let buffers = self.params.buffers_flat().to_vec();
-        let (commit, forward_ended) = self.gradients(group, batch, loss, &mut sums)?;
-        if self.settings.watch > 0 && group == 0 && commit.is_yes() {
-            self.watch(&batch.context);
-        }
-        self.update(group, &batch.context, &commit, &buffers)?;
-        Ok((sums, forward_ended))
-    }
-
-    /// Forward and backward of this rank's parts, gradients averaged over all;
-    /// `sums` gets the losses by part. Whether the ranks want the step, and when
-    /// the last forward had ended.
-    fn gradients<D: Dataset + ?Sized>(
-        &mut self,
-        group: usize,
-        batch: &StepBatch<'_, D>,
-        loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Tensor<'s>>,
-        sums: &mut [f64],
-    ) -> Result<(Commit, Instant)> {
-        let ctx = self.ctx;
+        loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
+    ) -> Result<Gradients> {
         let turn = &batch.context;
-        let mut forward_ended = Instant::now();
-        let busy = turn.sizes.iter().filter(|n| **n > 0).count();
-        let mut kept = batch.kept.take().into_iter();
-        let is_fresh = kept.len() == 0;
-        let keep = |loaded| {
-            if group > 0 {
-                batch.kept.borrow_mut().push(loaded);
-            }
+        let buffers = self.strategy.params().buffers_flat().to_vec();
+        let reports = &mut self.reports;
+        let samples = (group == 0).then_some(&mut reports.samples);
+        let mut batches = LoadedMicroBatches::new(batch, self.split.mine(), samples)?;
+        let tools = StepTools {
+            ctx: self.ctx,
+            tape: &mut self.tape,
+            split: &self.split,
+            turn,
+            randomness: Randomness {
+                // Each group has other random numbers in the same step.
+                seed: self.settings.seed ^ ((group as u64) << 32),
+                epoch: turn.epoch as u64 - 1,
+                step: turn.index as u64,
+            },
+            log: (group == 0).then_some(&mut reports.log),
         };
-        if is_fresh {
-            batch.seek()?;
+        let gradients = (self.strategy).gradients(group, tools, &self.model, &mut batches, loss)?;
+        drop(batches);
+        if self.settings.watch > 0 && group == 0 && gradients.commit.is_yes() {
+            self.watch(turn);
         }
-        let randomness = Randomness {
-            // Each group has other random numbers in the same step.
-            seed: self.settings.seed ^ ((group as u64) << 32),
-            epoch: turn.epoch as u64 - 1,
-            step: turn.index as u64,
-        };
-        // DDP: the mean is taken over all samples, however unevenly they are split.
-        let ddp = &mut self.groups[group].ddp;
-        let mut micro_batches = ddp.begin_known(&turn.sizes[..busy], turn.global)?;
-        for part in self.split.mine() {
-            let next = match is_fresh {
-                true => batch.next()?,
-                false => kept.next(),
-            };
-            let Some(loaded) = next else {
-                break;
-            };
-            let indices = loaded.indices();
-            if indices.is_empty() {
-                keep(loaded);
-                continue;
-            }
-            if group == 0 {
-                self.reports.samples.add(indices);
-            }
-            ctx.group.set_phase("forward");
-            let step = self.tape.step(&self.params, randomness.key(indices));
-            let calls = Cell::new(0);
-            let micro = MicroBatch::new(&step, &*loaded, indices, randomness, &calls);
-            let loss = loss(&self.model, micro)?;
-            if group == 0 && self.reports.log.wants_graph() {
-                self.reports.log.graph(step.graph());
-            }
-            sums[part] = f64::from(loss.item()?) * f64::from(indices.len() as f32);
-            forward_ended = Instant::now();
-            loss.backward(micro_batches.micro_batch()?)?; // DDP
-            drop(step);
-            micro_batches.update_buffers(&mut self.tape, &mut self.params)?;
-            keep(loaded);
-        }
-        Ok((micro_batches.finish()?, forward_ended)) // DDP
+        self.update(group, turn, &gradients.commit, &buffers)?;
+        Ok(gradients)
     }
 
     /// Updates the model, if the ranks want the step; `buffers` were its own before.
@@ -249,12 +190,11 @@ impl<M> Trainer<'_, M> {
     ) -> Result<()> {
         self.ctx.group.set_phase("optimizer");
         if commit.is_yes() {
-            let (params, group) = (&mut self.params, &mut self.groups[group]);
-            group.ddp.sync_buffers(params)?; // DDP
-            group.update.step(params, &mut group.ddp, self.clip)?; // DDP
+            self.strategy.update(group, self.clip)?;
         } else {
             // Statistics of a batch that is not trained on must not stay.
-            self.params.buffers_flat_mut().copy_from_slice(buffers);
+            let params = self.strategy.params_mut();
+            params.buffers_flat_mut().copy_from_slice(buffers);
             let (ctx, at) = (self.ctx, turn.name());
             let Reports { progress, log, .. } = &self.reports;
             let step = (turn.epoch - 1) * self.steps + turn.index;
@@ -270,10 +210,9 @@ impl<M> Trainer<'_, M> {
         let step = (turn.epoch - 1) * self.steps + turn.index;
         if step.is_multiple_of(self.settings.watch) && self.ctx.is_main() {
             let _phase = self.ctx.phase("reporting");
-            let ddp = &self.groups[0].ddp;
-            let grads = (!ddp.exchange().is_scattered()).then_some(ddp as &dyn GradView);
+            let grads = self.strategy.gradient_view();
             let log = &self.reports.log;
-            log.watch(step as u64, &self.params, grads);
+            log.watch(step as u64, self.strategy.params(), grads);
         }
     }
 
@@ -293,7 +232,7 @@ impl<M> Trainer<'_, M> {
             counter.store(time.as_nanos() as u64, Relaxed);
         }
         if counters.wants_bytes.swap(false, Relaxed) {
-            let sent = self.ctx.group.bytes_sent_to().iter().sum();
+            let sent = self.strategy.sent_bytes(self.ctx);
             counters.sent_bytes.store(sent, Relaxed);
         }
     }
@@ -320,9 +259,9 @@ impl<M> Trainer<'_, M> {
         let logged = index.is_multiple_of(settings.log_interval);
         let recorded = logged || index.is_multiple_of(settings.record_interval(self.steps));
         let mean = match self.split.tree() {
-            // DDP: the loss of the global batch, whoever had which shard.
+            // The loss of the global batch, whichever rank had which shard.
             Some(tree) if recorded => {
-                ShardTree::gather_values(&ctx.group, &mut sums)?;
+                ShardTree::gather_values(self.strategy.batch_group(), &mut sums)?;
                 tree.sum(&sums) / global.samples as f64
             }
             _ => own,
@@ -331,7 +270,7 @@ impl<M> Trainer<'_, M> {
             epoch,
             index,
             steps: self.steps,
-            done: index * settings.global_batch(ctx.world()),
+            done: index * settings.global_batch(self.split.world()),
             samples: self.samples,
             loss: if logged { mean } else { own },
             logged,
@@ -343,13 +282,16 @@ impl<M> Trainer<'_, M> {
             self.results.metrics.add(mean);
         }
         if recorded {
-            reports.log.event(&json!({
-                "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.groups[0].update.optimizer().lr(),
+            let mut record = json!({
+                "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.strategy.optimizer(0).0.lr(),
                 "elapsed_s": ctx.started.elapsed().as_secs_f64(),
-                "exposed_comm_ms": self.groups[0].ddp.times().exposed().as_secs_f64() * 1e3,
                 "data_wait_total_ms": self.waited.get().as_secs_f64() * 1e3,
                 "saving_total_ms": self.results.timing.saved.as_secs_f64() * 1e3,
-            }))?;
+            });
+            if let Some(times) = self.strategy.times(0) {
+                record["exposed_comm_ms"] = json!(times.exposed().as_secs_f64() * 1e3);
+            }
+            reports.log.event(&record)?;
         }
         Ok(())
     }
@@ -364,8 +306,8 @@ impl<M> Trainer<'_, M> {
             step_in_epoch: if ended { 0 } else { turn.index as u64 + 1 },
             step: self.place.step + 1,
         };
-        self.saving.prepare(&self.params, &self.groups[0].update)?; // DDP
-        let action = self.saving.after_step(self.place.step)?; // DDP
+        self.strategy.prepare_saving(&mut self.saving)?;
+        let action = self.saving.after_step(self.place.step)?;
         if ended {
             self.stop = action == SaveAction::Stop;
             return match self.running.take() {
@@ -380,7 +322,7 @@ impl<M> Trainer<'_, M> {
         let phase = self.ctx.phase("saving");
         let buffers = self.mean_buffers()?;
         let (sums, samples) = match &self.running {
-            Some(running) => running.losses.gathered(self.ctx)?,
+            Some(running) => running.losses.gathered(self.strategy.batch_group())?,
             None => (Vec::new(), 0),
         };
         self.save(action, buffers.as_deref(), &sums, samples)?;
@@ -397,7 +339,9 @@ impl<M> Trainer<'_, M> {
     /// After an epoch's last step.
     pub(super) fn close_epoch(&mut self, mut running: Running) -> Result<()> {
         let epoch = running.epoch;
-        let train_loss = running.losses.mean(self.ctx, &self.split)?;
+        let train_loss = running
+            .losses
+            .mean(self.strategy.batch_group(), &self.split)?;
         self.results.timing.trained += running.began.elapsed();
         self.count_time(0);
         self.reports.progress.end();
@@ -419,12 +363,6 @@ impl<M> Trainer<'_, M> {
     /// epoch ends become their mean, in the checkpoint only. A resumed rank may stand for
     /// any of them.
     pub(super) fn mean_buffers(&self) -> Result<Option<Vec<f32>>> {
-        let own = self.params.buffers_flat();
-        if self.split.tree().is_some() || self.ctx.world() == 1 || own.is_empty() {
-            return Ok(None);
-        }
-        let mut buffers = own.to_vec();
-        self.ctx.group.all_reduce(&mut buffers, ReduceOp::Mean)?; // DDP
-        Ok(Some(buffers))
+        self.strategy.mean_buffers(self.ctx, &self.split)
     }
 }

@@ -1,0 +1,350 @@
+//! Data parallel training: every rank has the model, batches are split, and gradients are averaged.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::time::Instant;
+
+use phalanx_checkpoint as checkpoint;
+use phalanx_checkpoint::digest::optimizer_sha256;
+use phalanx_checkpoint::state::Place;
+use phalanx_comm::{ProcessGroup, ReduceOp};
+use phalanx_data::Dataset;
+use phalanx_data::sampler::Cursor;
+use phalanx_ddp::{DistributedDataParallel, Exchange, StepTimes, verify_equal};
+use phalanx_launch::RankContext;
+use phalanx_nn::optim::Optimizer;
+use phalanx_nn::{GradView, Params, Step, Tape, Tensor};
+use serde_json::{Map, Value, json};
+
+use super::{Description, Gradients, Parts, StepTools, Strategy};
+use crate::error::Result;
+use crate::format::{bytes, plural};
+use crate::param_group::{self, ParamGroup, joined_state};
+use crate::saving::{CheckpointSource, History, Resumed, SaveAction, Saving};
+use crate::settings::Settings;
+use crate::split::{BatchSplit, Determinism};
+use crate::timing::Timing;
+use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness};
+use crate::update::Update;
+use crate::{choice_name, different_arguments};
+
+/// Data parallel training with [`DistributedDataParallel`]: every rank has the whole model.
+pub struct Ddp {
+    group: ProcessGroup,
+    params: Params,
+    /// The first has the optimizer that the trainer was made with.
+    groups: Vec<ParamGroup>,
+}
+
+impl Strategy for Ddp {
+    type Tensor<'s> = Tensor<'s>;
+    type Step<'s> = Step<'s>;
+    type Setup = ();
+
+    fn batch_ranks((): &(), world: usize) -> usize {
+        world
+    }
+
+    fn shaping((): &()) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn check((): &(), _: &Settings) -> Result<()> {
+        Ok(())
+    }
+
+    fn build((): (), parts: Parts<'_, '_>) -> Result<Self> {
+        let Parts {
+            ctx,
+            settings,
+            mut params,
+            facts,
+            frozen,
+            lr,
+            optimizers,
+            tape,
+        } = parts;
+        let exchange = settings.exchange.choose_for(ctx, settings)?;
+        let names: Vec<&str> = optimizers.iter().skip(1).map(|(n, _)| &n[..]).collect();
+        let split = param_group::split(&params, &names)?;
+        let mut groups = Vec::new();
+        for ((name, make), own) in optimizers.into_iter().zip(split) {
+            let mut frozen = frozen.to_vec();
+            let others = params.ids().zip(params.infos());
+            let others =
+                others.filter(|(id, info)| !own.contains(id) && !frozen.contains(&info.name));
+            let others: Vec<String> = others.map(|(_, info)| info.name.clone()).collect();
+            frozen.extend(others);
+            let options = settings.ddp_options(exchange, facts.to_vec(), frozen)?;
+            let ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options);
+            let mut ddp = ddp.map_err(different_arguments)?;
+            if let Some(hook) = settings.gradients.hook(settings.seed)? {
+                ddp.set_hook(Some(hook))?;
+            }
+            let update = Update::new(&ddp, &params, |params| {
+                let mut optimizer = make(params, lr);
+                optimizer.set_thread_pool(tape.thread_pool());
+                optimizer
+            })?;
+            let lr = update.optimizer().lr();
+            groups.push(ParamGroup {
+                name,
+                params: own,
+                ddp,
+                update,
+                lr,
+            });
+        }
+        Ok(Ddp {
+            group: ctx.group.clone(),
+            params,
+            groups,
+        })
+    }
+
+    fn batch_group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    fn initial(&self) -> &Params {
+        &self.params
+    }
+
+    fn params(&self) -> &Params {
+        &self.params
+    }
+
+    fn params_mut(&mut self) -> &mut Params {
+        &mut self.params
+    }
+
+    fn group(&self, name: &str) -> Option<usize> {
+        let mut own = self.groups.iter().skip(1);
+        own.position(|group| group.name == name).map(|i| i + 1)
+    }
+
+    fn groups(&self) -> Range<usize> {
+        0..self.groups.len()
+    }
+
+    fn optimizer(&self, group: usize) -> (&dyn Optimizer, f64) {
+        let group = &self.groups[group];
+        (group.update.optimizer(), group.lr)
+    }
+
+    fn optimizer_mut(&mut self, group: usize) -> &mut dyn Optimizer {
+        self.groups[group].update.optimizer_mut()
+    }
+
+    fn restore(
+        &mut self,
+        ctx: &RankContext,
+        resumed: &Resumed,
+        shaping: &BTreeMap<String, String>,
+    ) -> Result<()> {
+        resumed.groups(ctx, &self.params, &mut self.groups, shaping)
+    }
+
+    fn describe(&self, ctx: &RankContext, settings: &Settings) -> Result<Description> {
+        let plans = self.groups.iter().map(|group| group.ddp.plan());
+        let sizes: Vec<String> = plans
+            .flat_map(|plan| (0..plan.buckets().len()).map(|b| bytes(plan.bucket_bytes(b))))
+            .collect();
+        let exchange = self.groups[0].ddp.exchange();
+        let model = match settings.split.determinism() {
+            _ if exchange == Exchange::AtStep => {
+                format!("{} averaged in the optimizer's step", sizes.join(" and "))
+            }
+            Determinism::Ranks | Determinism::Off => {
+                format!("{} ({})", plural(sizes.len(), "bucket"), sizes.join(", "))
+            }
+            Determinism::Shards => format!("added over {} shards", settings.split.shards()),
+        };
+        let (world, global) = (ctx.world(), settings.global_batch(ctx.world()));
+        let mut batch = match global.is_multiple_of(world) {
+            true => format!("{global} = {world} x {}", global / world),
+            false => format!("{global} over {world} ranks"),
+        };
+        if settings.split.accumulate > 1 {
+            batch.push_str(&format!(" in {} micro-batches", settings.split.accumulate));
+        }
+        let mut last = Vec::new();
+        if settings.watch > 0 && exchange.is_scattered() {
+            last.push("watch    parameters only: each rank has a part of the gradients; --exchange all-reduce watches both".to_owned());
+        }
+        Ok(Description {
+            model: format!(", {model}"),
+            lines: Vec::new(),
+            batch,
+            last,
+        })
+    }
+
+    fn begin_epoch(&mut self, _: usize, _: Cursor) -> Result<()> {
+        Ok(())
+    }
+
+    fn gradients<M, D: Dataset + ?Sized>(
+        &mut self,
+        group: usize,
+        tools: StepTools<'_>,
+        model: &M,
+        batches: &mut LoadedMicroBatches<'_, '_, D>,
+        loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, Self>) -> Result<Tensor<'s>>,
+    ) -> Result<Gradients> {
+        let StepTools {
+            ctx,
+            tape,
+            split,
+            turn,
+            randomness,
+            mut log,
+            ..
+        } = tools;
+        let mut sums = vec![0.0; split.parts()];
+        let mut forward_ended = Instant::now();
+        let busy = turn.sizes.iter().filter(|n| **n > 0).count();
+        // The mean is taken over all samples, however unevenly they are split.
+        let ddp = &mut self.groups[group].ddp;
+        let mut micro_batches = ddp.begin_known(&turn.sizes[..busy], turn.global)?;
+        while let Some((part, loaded)) = batches.next()? {
+            let indices = loaded.indices();
+            if !indices.is_empty() {
+                ctx.group.set_phase("forward");
+                let step = tape.step(&self.params, randomness.key(indices));
+                let calls = Cell::new(0);
+                let micro = MicroBatch::new(&step, &*loaded, indices, randomness, &calls);
+                let loss = loss(model, micro)?;
+                if let Some(log) = log.as_mut().filter(|log| log.wants_graph()) {
+                    log.graph(step.graph());
+                }
+                sums[part] = f64::from(loss.item()?) * f64::from(indices.len() as f32);
+                forward_ended = Instant::now();
+                loss.backward(micro_batches.micro_batch()?)?;
+                drop(step);
+                micro_batches.update_buffers(tape, &mut self.params)?;
+            }
+            batches.keep(loaded);
+        }
+        let samples: usize = turn.sizes.iter().sum();
+        Ok(Gradients {
+            commit: micro_batches.finish()?,
+            mean: sums.iter().sum::<f64>() / samples.max(1) as f64,
+            sums,
+            forward_ended,
+        })
+    }
+
+    fn update(&mut self, group: usize, clip: Option<f64>) -> Result<()> {
+        let (params, group) = (&mut self.params, &mut self.groups[group]);
+        group.ddp.sync_buffers(params)?;
+        group.update.step(params, &mut group.ddp, clip)
+    }
+
+    fn gradient_view(&self) -> Option<&dyn GradView> {
+        let ddp = &self.groups[0].ddp;
+        (!ddp.exchange().is_scattered()).then_some(ddp as &dyn GradView)
+    }
+
+    fn times(&self, group: usize) -> Option<&StepTimes> {
+        Some(self.groups[group].ddp.times())
+    }
+
+    fn mean_buffers(&self, ctx: &RankContext, split: &BatchSplit) -> Result<Option<Vec<f32>>> {
+        let own = self.params.buffers_flat();
+        if split.tree().is_some() || ctx.world() == 1 || own.is_empty() {
+            return Ok(None);
+        }
+        let mut buffers = own.to_vec();
+        ctx.group.all_reduce(&mut buffers, ReduceOp::Mean)?;
+        Ok(Some(buffers))
+    }
+
+    fn end_epoch(&mut self, ctx: &RankContext) -> Result<Option<String>> {
+        self.groups[0].ddp.end_epoch(&mut self.params)?;
+        let digest = checkpoint::weights_digest(&self.params);
+        verify_equal(&ctx.group, &self.params, digest)?;
+        Ok(Some(hex::encode(digest)))
+    }
+
+    fn whole(&mut self, _: &RankContext) -> Result<Option<&Params>> {
+        Ok(Some(&self.params))
+    }
+
+    fn measure<M, B>(
+        &self,
+        tape: &mut Tape,
+        model: &M,
+        (data, indices): (&B, &[u64]),
+        randomness: Randomness,
+        measure: &mut impl for<'s> FnMut(&M, MicroBatch<'s, B, Self>) -> Result<Measure>,
+    ) -> Result<Option<Measure>> {
+        if indices.is_empty() {
+            return Ok(None);
+        }
+        let step = tape.inference(&self.params);
+        let calls = Cell::new(0);
+        let micro = MicroBatch::new(&step, data, indices, randomness, &calls);
+        measure(model, micro).map(Some)
+    }
+
+    fn prepare_saving(&self, saving: &mut Saving<'_>) -> Result<()> {
+        saving.prepare(&self.params, &self.groups[0].update)
+    }
+
+    fn save(
+        &mut self,
+        _: &RankContext,
+        saving: &mut Saving<'_>,
+        action: SaveAction,
+        buffers: Option<&[f32]>,
+        place: Place,
+        history: History,
+    ) -> Result<()> {
+        let (main, more) = (&self.groups[0], &self.groups[1..]);
+        let source = CheckpointSource {
+            params: &self.params,
+            buffers,
+            update: &main.update,
+            ddp: &main.ddp,
+        };
+        saving.save_groups(action, &source, more, place, history)
+    }
+
+    fn optimizer_sha256(&mut self, _: &RankContext) -> Result<Option<String>> {
+        // Its parts are gathered by all.
+        let (main, more) = (&self.groups[0].update, &self.groups[1..]);
+        let (state, _) = joined_state(main, more, &self.params)?;
+        Ok(Some(optimizer_sha256(state)))
+    }
+
+    fn skipped_steps(&self) -> u64 {
+        self.groups.iter().map(|g| g.ddp.skipped_steps()).sum()
+    }
+
+    fn sent_bytes(&self, ctx: &RankContext) -> u64 {
+        ctx.group.bytes_sent_to().iter().sum()
+    }
+
+    fn summary(&self, settings: &Settings, timing: &Timing, summary: &mut Map<String, Value>) {
+        let gradient_type = choice_name(&settings.gradients.gradient_type);
+        summary.insert(
+            "exposed_comm_percent".to_owned(),
+            json!(timing.exposed_percent()),
+        );
+        summary.insert("gradient_type".to_owned(), json!(gradient_type));
+    }
+
+    fn ends(&self, ctx: &RankContext, timing: &Timing) -> [String; 2] {
+        let exposed = timing.exposed_percent();
+        let equal = match ctx.world() {
+            1 => String::new(),
+            world => format!(" equal on all {world} ranks"),
+        };
+        [
+            format!(", communication exposed {exposed:.1} % of the step"),
+            equal,
+        ]
+    }
+}

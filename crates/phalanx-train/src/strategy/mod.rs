@@ -1,0 +1,277 @@
+//! How a training is distributed over the ranks: what [`Trainer`](crate::Trainer) does differently with
+//! [`DistributedDataParallel`](phalanx_ddp::DistributedDataParallel) and on a mesh of ranks.
+//!
+//! The trainer has the loop, checkpoints, metrics and reports. A strategy has the parameters and the optimizers: it lays
+//! them out, computes and averages the gradients of a step, and updates.
+
+mod ddp;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use phalanx_comm::ProcessGroup;
+use phalanx_data::Dataset;
+use phalanx_data::sampler::Cursor;
+use phalanx_ddp::{Commit, StepTimes};
+use phalanx_launch::RankContext;
+use phalanx_nn::optim::Optimizer;
+use phalanx_nn::{GradView, Params, Tape};
+use serde_json::{Map, Value};
+
+pub use self::ddp::Ddp;
+use crate::error::Result;
+use crate::log::RunLog;
+use crate::saving::{History, Resumed, SaveAction, Saving};
+use crate::settings::Settings;
+use crate::split::BatchSplit;
+use crate::timing::Timing;
+use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness, StepContext};
+use phalanx_checkpoint::state::Place;
+
+/// Makes an optimizer of parameters, for a learning rate.
+pub(crate) type MakeOptimizer<'j> = Box<dyn FnOnce(&Params, f64) -> Box<dyn Optimizer> + 'j>;
+
+/// What a strategy is made of, besides its own setup.
+pub struct Parts<'a, 'j> {
+    pub(crate) ctx: &'a RankContext,
+    pub(crate) settings: &'a Settings,
+    /// As rank 0 starts with them; other ranks' values are replaced.
+    pub(crate) params: Params,
+    /// Settings that all ranks must have in common, one a line.
+    pub(crate) facts: &'a [String],
+    /// Parameters that are not trained, by name.
+    pub(crate) frozen: &'a [String],
+    pub(crate) lr: f64,
+    /// By the names of their groups of parameters, the training's own, without a name, first.
+    pub(crate) optimizers: Vec<(String, MakeOptimizer<'j>)>,
+    pub(crate) tape: &'a Tape,
+}
+
+/// What a step needs of its trainer.
+pub struct StepTools<'a> {
+    pub(crate) ctx: &'a RankContext,
+    pub(crate) tape: &'a mut Tape,
+    pub(crate) split: &'a BatchSplit,
+    pub(crate) turn: &'a StepContext,
+    pub(crate) randomness: Randomness,
+    /// Gets the graph of the first step.
+    pub(crate) log: Option<&'a mut RunLog>,
+}
+
+/// What a step's backward has left.
+pub struct Gradients {
+    /// Whether the ranks want the step.
+    pub(crate) commit: Commit,
+    /// Sums of the losses, by part of the global batch. Added over the ranks, each sample counts once.
+    pub(crate) sums: Vec<f64>,
+    /// Mean loss of this rank's samples.
+    pub(crate) mean: f64,
+    pub(crate) forward_ended: Instant,
+}
+
+/// What is announced of a strategy before the first step.
+#[derive(Debug, Default)]
+pub struct Description {
+    /// Follows the model and its size.
+    pub(crate) model: String,
+    /// Lines after the model's.
+    pub(crate) lines: Vec<String>,
+    /// The global batch and how it is split.
+    pub(crate) batch: String,
+    /// Lines at the end.
+    pub(crate) last: Vec<String>,
+}
+
+/// How a training is distributed over the ranks. A program chooses one with the trainer's builder; it does not call these
+/// methods.
+pub trait Strategy: Sized {
+    /// What a model computes with.
+    type Tensor<'s>;
+    /// The step in which these live.
+    type Step<'s>;
+    /// What the builder has for it.
+    type Setup;
+
+    /// Number of ranks that split a batch, of `world`.
+    fn batch_ranks(setup: &Self::Setup, world: usize) -> usize;
+
+    /// Its own settings that shape the training, one a line.
+    fn shaping(setup: &Self::Setup) -> Vec<String>;
+
+    /// Checks the settings before anything is made.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    fn check(setup: &Self::Setup, settings: &Settings) -> Result<()>;
+
+    /// Lays the parameters out and makes the optimizers. Rank 0's parameters are sent to all ranks, after
+    /// all have compared their settings. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when ranks were started with different settings; peers that are lost.
+    fn build(setup: Self::Setup, parts: Parts<'_, '_>) -> Result<Self>;
+
+    /// The ranks that split a batch, this one included.
+    fn batch_group(&self) -> &ProcessGroup;
+
+    /// The model before the first step, in full.
+    fn initial(&self) -> &Params;
+
+    /// The parameters of this rank.
+    fn params(&self) -> &Params;
+
+    /// The same, to change buffers.
+    fn params_mut(&mut self) -> &mut Params;
+
+    /// Number of the group of parameters `name`, which has an optimizer of its own.
+    fn group(&self, name: &str) -> Option<usize>;
+
+    /// Numbers of all groups.
+    fn groups(&self) -> Range<usize>;
+
+    /// The optimizer of a group, and the learning rate that it was made with.
+    fn optimizer(&self, group: usize) -> (&dyn Optimizer, f64);
+
+    /// The same, to change its settings.
+    fn optimizer_mut(&mut self, group: usize) -> &mut dyn Optimizer;
+
+    /// Takes over the state of optimizers and gradient exchange from a checkpoint. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when the checkpoint is of other optimizers; peers that are lost.
+    fn restore(
+        &mut self,
+        ctx: &RankContext,
+        resumed: &Resumed,
+        shaping: &BTreeMap<String, String>,
+    ) -> Result<()>;
+
+    /// What is announced. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    fn describe(&self, ctx: &RankContext, settings: &Settings) -> Result<Description>;
+
+    /// Begins an epoch, or the rest of one, at `cursor`.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when no step begins there.
+    fn begin_epoch(&mut self, step_in_epoch: usize, cursor: Cursor) -> Result<()>;
+
+    /// Forward and backward of this rank's micro-batches, gradients averaged over all ranks. *Blocks* until all ranks
+    /// call it.
+    ///
+    /// # Errors
+    ///
+    /// Those of `loss` and of reading; peers that are lost.
+    fn gradients<M, D: Dataset + ?Sized>(
+        &mut self,
+        group: usize,
+        tools: StepTools<'_>,
+        model: &M,
+        batches: &mut LoadedMicroBatches<'_, '_, D>,
+        loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, Self>) -> Result<Self::Tensor<'s>>,
+    ) -> Result<Gradients>;
+
+    /// The optimizer's step of a group. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Impossible settings; peers that are lost.
+    fn update(&mut self, group: usize, clip: Option<f64>) -> Result<()>;
+
+    /// The averaged gradients, where this rank has them in full.
+    fn gradient_view(&self) -> Option<&dyn GradView>;
+
+    /// When communication began and ended in the last step of a group, where that is measured.
+    fn times(&self, group: usize) -> Option<&StepTimes>;
+
+    /// The model's buffers for a checkpoint or an evaluation between two steps, where each rank has its own.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    fn mean_buffers(&self, ctx: &RankContext, split: &BatchSplit) -> Result<Option<Vec<f32>>>;
+
+    /// Makes the buffers those of all ranks, and checks that ranks with the same parameters have the same values. Gives the
+    /// SHA-256 of the weights, on rank 0 at least. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Ranks whose weights differ, by name; peers that are lost.
+    fn end_epoch(&mut self, ctx: &RankContext) -> Result<Option<String>>;
+
+    /// The whole model, on rank 0 at least. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    fn whole(&mut self, ctx: &RankContext) -> Result<Option<&Params>>;
+
+    /// Measures one batch of an evaluation; nothing if it is empty.
+    ///
+    /// # Errors
+    ///
+    /// Those of `measure`.
+    fn measure<M, B>(
+        &self,
+        tape: &mut Tape,
+        model: &M,
+        batch: (&B, &[u64]),
+        randomness: Randomness,
+        measure: &mut impl for<'s> FnMut(&M, MicroBatch<'s, B, Self>) -> Result<Measure>,
+    ) -> Result<Option<Measure>>;
+
+    /// Finds the memory for checkpoints, after the first step.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    fn prepare_saving(&self, saving: &mut Saving<'_>) -> Result<()>;
+
+    /// Takes a checkpoint; `buffers` stand in for the model's own. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Those of saving; peers that are lost.
+    fn save(
+        &mut self,
+        ctx: &RankContext,
+        saving: &mut Saving<'_>,
+        action: SaveAction,
+        buffers: Option<&[f32]>,
+        place: Place,
+        history: History,
+    ) -> Result<()>;
+
+    /// SHA-256 of the optimizers' state as one rank alone would have it, on rank 0 at least. *Blocks* until all ranks
+    /// call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    fn optimizer_sha256(&mut self, ctx: &RankContext) -> Result<Option<String>>;
+
+    /// Steps that the ranks voted down.
+    fn skipped_steps(&self) -> u64;
+
+    /// Bytes that this rank has sent to all others.
+    fn sent_bytes(&self, ctx: &RankContext) -> u64;
+
+    /// Adds its own entries to `summary.json`.
+    fn summary(&self, settings: &Settings, timing: &Timing, summary: &mut Map<String, Value>);
+
+    /// What the line `done in …` says of communication, and the line `weights …` of the ranks' weights.
+    fn ends(&self, ctx: &RankContext, timing: &Timing) -> [String; 2];
+}
+
+/// Communication of a step that backward did not hide.
+pub(crate) fn exposed(times: Option<&StepTimes>) -> Duration {
+    times.map_or(Duration::ZERO, StepTimes::exposed)
+}
