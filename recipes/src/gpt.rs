@@ -7,11 +7,10 @@ use phalanx_launch::Speakers;
 use phalanx_nn::models::{Gpt, GptConfig};
 use phalanx_nn::optim::{Adam, schedule::Schedule};
 use phalanx_nn::{Params, Reduction, Scope};
-use phalanx_train::{Defaults, RankContext, SavingArgs, Settings, TrainerBuilder};
+use phalanx_train::{Defaults, MeshArgs, RankContext, SavingArgs, Settings, TrainerBuilder};
 
 use crate::error::Result;
 use crate::gpt_mesh;
-use crate::shared::mesh::MeshArgs;
 use crate::shared::text::{TextArgs, measure, sample, scores};
 use crate::{AnyRecipe, Recipe};
 

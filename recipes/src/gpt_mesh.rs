@@ -3,19 +3,17 @@
 use std::sync::Arc;
 
 use phalanx_base::text::visible;
-use phalanx_data::{Dataset, TextBatch, TextDataset};
+use phalanx_data::{TextBatch, TextDataset};
 use phalanx_global::{Global, Parallel};
 use phalanx_nn::models::Gpt;
 use phalanx_nn::optim::Adam;
-use phalanx_nn::{Params, Reduction, Scope, Tape, Tensor, Threads};
-use phalanx_train::{EpochLines, Files, Measure, RankContext, Settings};
+use phalanx_nn::{Params, Reduction, Scope, Tape, Threads};
+use phalanx_train::{Measure, Mesh, MicroBatch, OnMesh, RankContext, Settings, TrainerBuilder};
 
 use crate::error::{Error, Result, check_count};
-use crate::format::{number, plural, thousands};
+use crate::format::{number, plural};
 use crate::gpt::{CLIP, GptArgs, RECIPE, schedule};
-use crate::shared::global::{GlobalRun, Rows, Setup, Task};
 use crate::shared::image::check_share;
-use crate::shared::mesh::Mesh;
 use crate::shared::text::{measure_scores, sample};
 
 /// Checks `settings` for a training on `mesh`.
@@ -76,46 +74,25 @@ impl GptArgs {
     }
 }
 
-/// Which modules are split over `tensor`, and whether weights are over `data`.
+/// Which modules are split over `tensor`.
 fn parallel(mesh: Mesh) -> Parallel {
-    let mut parallel = Parallel::new();
-    if mesh.tensor > 1 {
-        parallel = parallel
+    match mesh.tensor {
+        1 => Parallel::new(),
+        _ => Parallel::new()
             .attention("tensor", &["transformer.h.*.attn"])
             .column("tensor", &["transformer.h.*.mlp.fc", "lm_head"])
             .row("tensor", &["transformer.h.*.mlp.proj"])
-            .vocabulary("tensor", &["transformer.wte"]);
-    }
-    match mesh.fully_sharded {
-        true => parallel.fully_sharded("data"),
-        false => parallel,
+            .vocabulary("tensor", &["transformer.wte"]),
     }
 }
 
-/// Predicts the next character of sequences of `context`.
-struct NextCharacter {
-    context: usize,
-}
+type Batch<'s> = MicroBatch<'s, TextBatch, OnMesh>;
 
-impl Task for NextCharacter {
-    type Data = TextDataset;
-    type Model = Gpt;
-
-    fn scores<'s>(&self, gpt: &Gpt, batch: &Rows<'s, TextBatch>) -> Result<Global<'s>> {
-        let tokens = batch.indices(&batch.data.tokens, &[self.context])?;
-        let rows = tokens.layout().shape()[0];
-        Ok(gpt.forward(batch.step(), &tokens, (rows, self.context))?)
-    }
-
-    fn loss<'s>(&self, scores: Global<'s>, batch: &Rows<'s, TextBatch>) -> Result<Global<'s>> {
-        let targets = batch.indices(&batch.data.targets, &[self.context])?;
-        Ok(scores.cross_entropy(&targets, Reduction::Mean)?)
-    }
-
-    fn measure(&self, scores: Tensor<'_>, batch: &TextBatch, samples: usize) -> Result<Measure> {
-        let (rows, vocab) = (batch.targets.len(), scores.shape()[2]);
-        measure_scores(scores.reshape(&[rows, vocab])?, &batch.targets, samples)
-    }
+/// The scores of all ranks' sequences of `context` characters.
+fn scores<'s>(gpt: &Gpt, batch: &Batch<'s>, context: usize) -> Result<Global<'s>> {
+    let tokens = batch.indices_of(&batch.tokens, &[batch.samples(), context])?;
+    let rows = tokens.layout().shape()[0];
+    Ok(gpt.forward(batch.step(), &tokens, (rows, context))?)
 }
 
 /// Trains as one rank of `mesh`.
@@ -131,47 +108,53 @@ pub fn run(
     model: impl FnOnce(&mut Scope<'_>) -> Gpt,
     adam: impl FnOnce(&Params, f64) -> Adam,
 ) -> Result<()> {
-    let settings = &args.settings;
-    let setup = Setup {
-        name: RECIPE.name,
-        title: args.title(),
-        unit: "sequences",
-        data: format!("{}, {} samples", train.describe(), thousands(train.len())),
-        content: train.content(),
-        mesh,
-        parallel: parallel(mesh),
-        model: Box::new(model),
-        optimizer: Box::new(|params, lr| Box::new(adam(params, lr))),
-        optimizer_title: args.optimizer_title(),
-        schedule: Some(schedule),
-        clip: Some(CLIP),
-        shaping: args.shaping(),
-        files: Files {
-            model: RECIPE.name.to_owned(),
-            weights: Some("gpt.safetensors".to_owned()),
-            ..Files::default()
-        },
-        reporter: Box::new(EpochLines),
-    };
-    let task = NextCharacter {
-        context: train.context(),
-    };
-    let mut run = GlobalRun::open(ctx, settings, setup, task, &train)?;
-    run.add_to_summary("data", args.text.name());
+    let (settings, context) = (&args.settings, train.context());
+    let mut trainer = TrainerBuilder::new(ctx, settings, RECIPE.name, &train, model, adam)
+        .on(mesh, parallel(mesh))
+        .title(&args.title())
+        .unit("sequences")
+        .optimizer_title(&args.optimizer_title())
+        .schedule(schedule)
+        .clip_grad_norm(CLIP)
+        .shaped_by(args.shaping())
+        .start()?;
+    trainer.add_to_summary("data", args.text.name());
     let names: Vec<String> = train.vocabulary().iter().map(char::to_string).collect();
-    run.add_to_summary("classes", names);
-    if !run.train(&train, &test)? {
-        return Ok(());
+    trainer.add_to_summary("classes", names);
+    let measure = |gpt: &Gpt, batch: Batch<'_>| {
+        let Some(scores) = batch.own_rows(scores(gpt, &batch, context)?)? else {
+            return Ok(Measure::nothing());
+        };
+        let (rows, vocab) = (batch.targets.len(), scores.shape()[2]);
+        let scores = scores.reshape(&[rows, vocab])?;
+        measure_scores(scores, &batch.targets, batch.samples())
+    };
+    if trainer.epochs().is_empty() && trainer.last_evaluation().loss.is_nan() {
+        // Resumed after its last epoch, from an older checkpoint, which does not have its evaluation.
+        trainer.evaluate(&test, measure)?;
     }
-    let whole = run.whole()?;
-    if let (Some(whole), true) = (&whole, args.sample > 0) {
+    for _epoch in trainer.epochs() {
+        for batch in trainer.batches(&train)? {
+            trainer.step(&batch, |gpt, batch| {
+                let targets = batch.indices_of(&batch.targets, &[batch.samples(), context])?;
+                let scores = scores(gpt, &batch, context)?;
+                Ok(scores.cross_entropy(&targets, Reduction::Mean)?)
+            })?;
+        }
+        trainer.evaluate(&test, measure)?;
+    }
+    let whole = match args.sample {
+        0 => None,
+        _ => trainer.full_params()?.filter(|_| ctx.is_main()).cloned(),
+    };
+    if let Some(whole) = whole {
         let _phase = ctx.phase("evaluating");
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(settings.precision.into());
-        let step = tape.inference(whole);
-        let text = sample(run.model(), &step, &train, args.sample, settings.seed)?;
-        run.log_text("sample", &text);
+        let step = tape.inference(&whole);
+        let text = sample(trainer.model(), &step, &train, args.sample, settings.seed)?;
+        trainer.log_text("sample", &text);
         ctx.line(&format!("sample:\n{}", visible(&text)))?;
     }
-    run.finish(whole.as_ref())
+    trainer.finish().map(drop)
 }

@@ -1,18 +1,16 @@
 //! The OneFlow document's MobileNetV2 program: what it prints, and its training by SBP. `train mobilenetv2` is its network and its training,
 //! with the head for ten classes that the document's `model.classifer` (so spelled) never puts in its place.
 
-use std::sync::Arc;
-
-use phalanx_data::{ImageBatch, ImageDataset};
+use phalanx_data::ImageBatch;
 use phalanx_global::{Global, Parallel};
+use phalanx_nn::Reduction;
 use phalanx_nn::models::MobileNetV2;
-use phalanx_nn::{Reduction, Tensor};
-use phalanx_train::{Evaluation, Measure, RankContext, Reporter, StepFacts};
+use phalanx_train::{
+    Evaluation, Measure, Mesh, MicroBatch, OnMesh, RankContext, Reporter, StepFacts, TrainerBuilder,
+};
 
 use crate::error::{Error, Result};
-use crate::shared::global::{GlobalRun, Rows, Setup, Task};
 use crate::shared::image::{self, ImageArgs, Lines, Program};
-use crate::shared::mesh::Mesh;
 use crate::shared::net::Loss;
 
 /// A loss line every so many steps, as in the document.
@@ -74,7 +72,7 @@ pub fn check_sbp(args: &ImageArgs) -> Result<()> {
         log_batches,
         log_images,
     } = args;
-    Mesh::refuse(settings, "--parallel sbp")?;
+    Mesh::of_data(1).refuse(settings, "--parallel sbp")?;
     // Other values than the defaults were typed.
     for (flag, is_typed) in [
         ("--exact-validation false", !exact_validation),
@@ -90,30 +88,13 @@ pub fn check_sbp(args: &ImageArgs) -> Result<()> {
     Ok(())
 }
 
-/// Classifies images of these sizes.
-struct Classify {
-    image: [usize; 3],
-}
+type Batch<'s> = MicroBatch<'s, ImageBatch, OnMesh>;
 
-impl Task for Classify {
-    type Data = dyn ImageDataset;
-    type Model = MobileNetV2;
-
-    fn scores<'s>(&self, net: &MobileNetV2, batch: &Rows<'s, ImageBatch>) -> Result<Global<'s>> {
-        let x = batch.tensor(&batch.data.images, &self.image)?;
-        Ok(net.forward(x)?)
-    }
-
-    fn loss<'s>(&self, scores: Global<'s>, batch: &Rows<'s, ImageBatch>) -> Result<Global<'s>> {
-        let y = batch.indices(&batch.data.labels, &[])?;
-        Ok(scores.cross_entropy(&y, Reduction::Mean)?)
-    }
-
-    fn measure(&self, scores: Tensor<'_>, batch: &ImageBatch, _samples: usize) -> Result<Measure> {
-        let measure = Measure::of_scores(&scores, &batch.labels)?;
-        let loss = Loss::CrossEntropy { smoothing: 0.0 };
-        Ok(measure.with_loss(loss.of(scores, &batch.labels, 1.0)?))
-    }
+/// The scores of all ranks' images.
+fn scores<'s>(net: &MobileNetV2, batch: &Batch<'s>) -> Result<Global<'s>> {
+    let [high, wide, channels] = batch.image_shape;
+    let shape = [batch.samples(), high, wide, channels];
+    Ok(net.forward(batch.input(&batch.images, &shape)?)?)
 }
 
 /// The document's first program: the model whole on all ranks, batches split over them.
@@ -124,37 +105,49 @@ impl Task for Classify {
 pub fn train_by_sbp<P: Program<Net = MobileNetV2>>(ctx: &RankContext, program: &P) -> Result<()> {
     let (settings, mut lines) = (&program.images().settings, program.lines());
     let data = image::load(ctx, program, &mut *lines)?;
-    let lr = settings.lr();
-    let setup = Setup {
-        name: P::NAME,
-        title: P::NETWORK.title.to_owned(),
-        unit: "images",
-        data: data.description.clone(),
-        content: data.content.clone(),
-        mesh: Mesh::of_data(ctx.world()),
-        parallel: Parallel::new(),
-        model: Box::new(|scope| program.net(scope)),
-        optimizer: Box::new(|params, lr| program.optimizer(params, lr)),
-        optimizer_title: program.optimizer_title(lr),
-        schedule: None,
-        clip: None,
-        shaping: [vec!["--parallel sbp".to_owned()], image::shaping(program)].concat(),
-        files: image::files(program, &data),
-        reporter: lines,
-    };
-    let task = Classify {
-        image: data.train.image_shape(),
-    };
-    let mut run = GlobalRun::open(ctx, settings, setup, task, &data.train)?;
-    run.add_to_summary("data", program.source().name());
+    let builder = TrainerBuilder::new(
+        ctx,
+        settings,
+        P::NAME,
+        &data.train,
+        |scope| program.net(scope),
+        |params, lr| program.optimizer(params, lr),
+    );
+    let mut trainer = builder
+        .on(Mesh::of_data(ctx.world()), Parallel::new())
+        .title(P::NETWORK.title)
+        .data(&data.description, &data.content)
+        .unit("images")
+        .optimizer_title(&program.optimizer_title(settings.lr()))
+        .shaped_by([vec!["--parallel sbp".to_owned()], image::shaping(program)].concat())
+        .files(image::files(program, &data))
+        .reporter(lines)
+        .start()?;
+    trainer.add_to_summary("data", program.source().name());
     let names = data.test.class_names();
     if !names.is_empty() {
-        run.add_to_summary("classes", names);
+        trainer.add_to_summary("classes", names);
     }
-    let tested: &Arc<dyn ImageDataset> = &data.test;
-    if !run.train(&data.train, tested)? {
-        return Ok(());
+    let measure = |net: &MobileNetV2, batch: Batch<'_>| {
+        let Some(scores) = batch.own_rows(scores(net, &batch)?)? else {
+            return Ok(Measure::nothing());
+        };
+        let measure = Measure::of_scores(&scores, &batch.labels)?;
+        let loss = Loss::CrossEntropy { smoothing: 0.0 };
+        Ok(measure.with_loss(loss.of(scores, &batch.labels, 1.0)?))
+    };
+    if trainer.epochs().is_empty() && trainer.last_evaluation().loss.is_nan() {
+        // Resumed after its last epoch, from an older checkpoint, which does not have its evaluation.
+        trainer.evaluate(&data.test, measure)?;
     }
-    let whole = run.whole()?;
-    run.finish(whole.as_ref())
+    for _epoch in trainer.epochs() {
+        for batch in trainer.batches(&data.train)? {
+            trainer.step(&batch, |net, batch| {
+                let labels = batch.indices_of(&batch.labels, &[batch.samples()])?;
+                Ok(scores(net, &batch)?.cross_entropy(&labels, Reduction::Mean)?)
+            })?;
+        }
+        trainer.evaluate(&data.test, measure)?;
+    }
+    trainer.finish().map(drop)
 }

@@ -61,7 +61,7 @@ pub use saving::{
 };
 pub use settings::{Defaults, SamplerKind, Settings, check_lr};
 pub use split::{BatchSplit, Determinism, SplitArgs};
-pub use strategy::{Ddp, Strategy};
+pub use strategy::{Ddp, Mesh, MeshArgs, OnMesh, Strategy};
 pub use trainer::{Batches, Evaluation, Measure, MicroBatch, StepBatch, Trainer, TrainerBuilder};
 pub use update::Update;
 pub use weights::file_of;

@@ -3,10 +3,7 @@
 pub mod by_hand;
 pub mod cifar;
 pub mod digits;
-mod explain;
-pub mod global;
 pub mod image;
-pub mod mesh;
 pub mod net;
 mod predictions;
 pub mod prepare;

@@ -34,6 +34,7 @@ const MAY: [(&str, &[&str]); 20] = [
             "comm",
             "nn",
             "ddp",
+            "global",
             "checkpoint",
             "data",
             "report",
@@ -405,6 +406,7 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
                 "saving",
                 "settings",
                 "start",
+                "strategy",
                 "trainer",
                 "weights",
             ],
@@ -444,9 +446,9 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1175),
     ("phalanx-store", 3369),
     ("phalanx-track", 3360),
-    ("phalanx-train", 6749),
+    ("phalanx-train", 7944),
     ("phalanx-wire", 1695),
-    ("recipes", 4837),
+    ("recipes", 3655),
 ];
 
 /// How far a crate may be below its line.

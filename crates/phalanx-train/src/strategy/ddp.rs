@@ -64,6 +64,7 @@ impl Strategy for Ddp {
             lr,
             optimizers,
             tape,
+            ..
         } = parts;
         let exchange = settings.exchange.choose_for(ctx, settings)?;
         let names: Vec<&str> = optimizers.iter().skip(1).map(|(n, _)| &n[..]).collect();

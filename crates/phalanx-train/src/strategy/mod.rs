@@ -5,6 +5,9 @@
 //! them out, computes and averages the gradients of a step, and updates.
 
 mod ddp;
+mod explain;
+mod mesh;
+mod mesh_args;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::ProcessGroup;
 use phalanx_data::Dataset;
+use phalanx_data::progress::Progress;
 use phalanx_data::sampler::Cursor;
 use phalanx_ddp::{Commit, StepTimes};
 use phalanx_launch::RankContext;
@@ -20,6 +24,8 @@ use phalanx_nn::{GradView, Params, Tape};
 use serde_json::{Map, Value};
 
 pub use self::ddp::Ddp;
+pub use self::mesh::OnMesh;
+pub use self::mesh_args::{Mesh, MeshArgs};
 use crate::error::Result;
 use crate::log::RunLog;
 use crate::saving::{History, Resumed, SaveAction, Saving};
@@ -43,6 +49,8 @@ pub struct Parts<'a, 'j> {
     /// Parameters that are not trained, by name.
     pub(crate) frozen: &'a [String],
     pub(crate) lr: f64,
+    /// Of the training set.
+    pub(crate) samples: usize,
     /// By the names of their groups of parameters, the training's own, without a name, first.
     pub(crate) optimizers: Vec<(String, MakeOptimizer<'j>)>,
     pub(crate) tape: &'a Tape,
@@ -55,8 +63,10 @@ pub struct StepTools<'a> {
     pub(crate) split: &'a BatchSplit,
     pub(crate) turn: &'a StepContext,
     pub(crate) randomness: Randomness,
+    pub(crate) clip: Option<f64>,
     /// Gets the graph of the first step.
     pub(crate) log: Option<&'a mut RunLog>,
+    pub(crate) progress: &'a Progress,
 }
 
 /// What a step's backward has left.

@@ -137,6 +137,39 @@ impl<'j, M> TrainerBuilder<'j, M> {
 }
 
 impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
+    /// The same with another strategy.
+    pub(crate) fn with_strategy<T: Strategy>(self, strategy: T::Setup) -> TrainerBuilder<'j, M, T> {
+        TrainerBuilder {
+            ctx: self.ctx,
+            settings: self.settings,
+            program: self.program,
+            title: self.title,
+            samples: self.samples,
+            data: self.data,
+            content: self.content,
+            model: self.model,
+            init: self.init,
+            frozen: self.frozen,
+            lr: self.lr,
+            optimizer: self.optimizer,
+            optimizer_title: self.optimizer_title,
+            groups: self.groups,
+            schedule: self.schedule,
+            clip: self.clip,
+            drop_last: self.drop_last,
+            unit: self.unit,
+            shaping: self.shaping,
+            must_agree: self.must_agree,
+            files: self.files,
+            reporter: self.reporter,
+            trackers: self.trackers,
+            folder: self.folder,
+            only_evaluates: self.only_evaluates,
+            trainings: self.trainings,
+            strategy,
+        }
+    }
+
     /// What the model is called in the first lines of the output.
     pub fn title(mut self, title: &str) -> Self {
         self.title = title.to_owned();
@@ -383,6 +416,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             facts: &facts,
             frozen: &self.frozen,
             lr: self.lr,
+            samples: self.samples,
             optimizers: [main].into_iter().chain(self.groups).collect(),
             tape: &tape,
         };

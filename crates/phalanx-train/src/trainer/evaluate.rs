@@ -108,6 +108,11 @@ impl Measure {
         }
     }
 
+    /// Of no sample, where a rank has none of a batch.
+    pub fn nothing() -> Measure {
+        Measure::of_sum(0.0)
+    }
+
     /// The answers of a classifier: `scores` has a row a sample and a column a class, the highest
     /// is the answer. Read before the loss takes the scores:
     /// `Measure::of_scores(&scores, labels)?.with_loss(scores.cross_entropy(labels, 1.0)?)`.

@@ -430,6 +430,15 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         self.strategy.params()
     }
 
+    /// The parameters in full, on rank 0 at least. On a mesh they are gathered, and *block* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    pub fn full_params(&mut self) -> Result<Option<&Params>> {
+        self.strategy.whole(self.ctx)
+    }
+
     /// The optimizer steps that were taken, those before a resume included.
     pub fn steps_taken(&self) -> u64 {
         self.place.step

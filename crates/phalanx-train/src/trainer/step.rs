@@ -169,7 +169,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 epoch: turn.epoch as u64 - 1,
                 step: turn.index as u64,
             },
+            clip: self.clip,
             log: (group == 0).then_some(&mut reports.log),
+            progress: &reports.progress,
         };
         let gradients = (self.strategy).gradients(group, tools, &self.model, &mut batches, loss)?;
         drop(batches);

@@ -4,6 +4,7 @@ mod again;
 mod branches;
 mod damage;
 mod gan;
+mod mesh;
 mod normed;
 mod one_cycle;
 #[allow(dead_code, reason = "the tests of phalanx-checkpoint use the rest")]

@@ -220,28 +220,28 @@ fn what_does_not_go_with_a_mesh_is_a_usage_error() {
         (
             &of_gpt,
             &["data=2", "--exchange", "at-step"],
-            "--exchange at-step is for DistributedDataParallel and does not go with --mesh",
+            "--exchange at-step does not go with --mesh: a mesh exchanges gradients as its parameters are laid out",
         ),
         (
             &of_gpt,
             &["data=2", "--gradient-type", "bf16"],
-            "--gradient-type bf16 is for",
+            "--gradient-type bf16 does not go with --mesh",
         ),
         (
             &of_gpt,
             &["data=2", "--deterministic", "shards"],
-            "--deterministic shards is for",
+            "--deterministic shards does not go with --mesh",
         ),
         (
             &of_gpt,
-            &["data=2", "--accumulate", "2"],
-            "--accumulate 2 is for",
+            &["data=2", "--fully-sharded", "--watch", "1"],
+            "--watch does not go with --mesh: it shows the parameters of rank 0",
         ),
         (&["train", "gpt"], &["--fully-sharded"], "--mesh"),
         (
             &of_net,
-            &["--watch", "1"],
-            "--watch is for DistributedDataParallel and does not go with --parallel sbp",
+            &["--trace", "trace"],
+            "--trace does not go with --parallel sbp: it shows buckets, and a mesh has none",
         ),
         (
             &of_net,

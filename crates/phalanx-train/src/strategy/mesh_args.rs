@@ -1,13 +1,15 @@
-//! `--mesh`: the ranks of a training on global tensors.
+//! `--mesh`: the ranks as a mesh.
 
 use std::fmt;
 
 use phalanx_comm::ProcessGroup;
-use phalanx_global::{Placement, Sbp};
-use phalanx_train::{ExchangeArg, RankContext, Settings};
+use phalanx_global::Placement;
+use phalanx_launch::RankContext;
 
+use crate::choice_name;
 use crate::error::{Error, Result};
-use phalanx_train::choice_name;
+use crate::exchange::ExchangeArg;
+use crate::settings::Settings;
 
 /// Arguments about the mesh of ranks.
 #[derive(Debug, Clone, clap::Args)]
@@ -131,50 +133,54 @@ impl Mesh {
         Ok(Placement::new(group, &dims[..used])?)
     }
 
-    /// How batches lie: split over `data`, whole over `tensor`.
-    pub fn rows(&self) -> Vec<Sbp> {
-        match self.tensor {
-            1 => vec![Sbp::split(0)],
-            _ => vec![Sbp::split(0), Sbp::Broadcast],
-        }
-    }
-
-    /// A usage error for each flag of DDP that has no meaning here; `flag` asked for the mesh.
+    /// A usage error for each flag that has no meaning on a mesh; `asked_by` is what asked for the mesh.
     ///
     /// # Errors
     ///
     /// That one.
-    pub fn refuse(settings: &Settings, flag: &str) -> Result<()> {
+    pub fn refuse(&self, settings: &Settings, asked_by: &str) -> Result<()> {
         let Settings {
             gradients, split, ..
         } = settings;
         let gradient = choice_name(&gradients.gradient_type);
-        let deterministic = choice_name(&split.determinism());
+        let exchange = choice_name(&settings.exchange);
+        let is_split = self.tensor > 1 || self.fully_sharded;
+        const LAYOUT: &str = "a mesh exchanges gradients as its parameters are laid out";
         let cases = [
             (
                 settings.exchange != ExchangeArg::Auto,
-                format!("--exchange {}", choice_name(&settings.exchange)),
-            ),
-            (gradient != "f32", format!("--gradient-type {gradient}")),
-            (
-                deterministic == "shards",
-                format!("--deterministic {deterministic}"),
+                format!("--exchange {exchange}"),
+                LAYOUT,
             ),
             (
-                split.accumulate > 1,
-                format!("--accumulate {}", split.accumulate),
+                gradient != "f32",
+                format!("--gradient-type {gradient}"),
+                "a mesh exchanges gradients as f32",
             ),
-            (settings.bucket_cap_mb.is_some(), "--bucket-cap-mb".into()),
-            (settings.watch > 0, "--watch".into()),
-            (settings.log_samples.is_some(), "--log-samples".into()),
-            (settings.trace.is_some(), "--trace".into()),
-            (settings.profile.is_some(), "--profile".into()),
-            (settings.track.mlflow.is_some(), "--mlflow".into()),
-            (settings.track.wandb, "--wandb".into()),
+            (
+                choice_name(&split.determinism()) == "shards",
+                "--deterministic shards".into(),
+                "layers that are split over ranks add in another order for each mesh",
+            ),
+            (
+                settings.bucket_cap_mb.is_some(),
+                "--bucket-cap-mb".into(),
+                "a mesh has no buckets",
+            ),
+            (
+                settings.trace.is_some(),
+                "--trace".into(),
+                "it shows buckets, and a mesh has none",
+            ),
+            (
+                settings.watch > 0 && is_split,
+                "--watch".into(),
+                "it shows the parameters of rank 0, which has a part of them on this mesh",
+            ),
         ];
-        match cases.into_iter().find(|(is_typed, _)| *is_typed) {
-            Some((_, other)) => Err(Error::usage(format!(
-                "{other} is for DistributedDataParallel and does not go with {flag}; leave out one of them"
+        match cases.into_iter().find(|(is_typed, ..)| *is_typed) {
+            Some((_, flag, why)) => Err(Error::usage(format!(
+                "{flag} does not go with {asked_by}: {why}; leave out one of them"
             ))),
             None => Ok(()),
         }
@@ -186,7 +192,7 @@ impl Mesh {
     ///
     /// Usage errors naming the flags.
     pub fn validate(&self, settings: &Settings, flag: &str) -> Result<()> {
-        Mesh::refuse(settings, flag)?;
+        self.refuse(settings, flag)?;
         // The ranks that share a batch count as one.
         settings.validate(self.data)
     }

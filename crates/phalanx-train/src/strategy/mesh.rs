@@ -1,0 +1,560 @@
+//! Training on a mesh of ranks: batches are split over one dimension, layers and weights over others, as global tensors.
+
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::time::Instant;
+
+use phalanx_checkpoint as checkpoint;
+use phalanx_checkpoint::digest::optimizer_sha256;
+use phalanx_checkpoint::state::{OptimizerState, Place};
+use phalanx_comm::ProcessGroup;
+use phalanx_data::Dataset;
+use phalanx_data::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig};
+use phalanx_ddp::{Fingerprint, StepTimes, broadcast_parameters, verify_equal};
+use phalanx_global::{
+    Global, GlobalGrads, GlobalParams, GlobalStep, Indices, Parallel, Placement, Sbp,
+};
+use phalanx_launch::RankContext;
+use phalanx_nn::optim::{Optimizer, clip_factor};
+use phalanx_nn::{GradView, Params, Tape, Tensor, Value as _};
+use serde_json::{Map, Value, json};
+
+use super::{Description, Gradients, Mesh, Parts, StepTools, Strategy, explain};
+use crate::different_arguments;
+use crate::error::{Error, Result};
+use crate::format::{bytes, thousands};
+use crate::saving::{History, Resumed, SaveAction, Saving};
+use crate::settings::Settings;
+use crate::split::{BatchSplit, SplitArgs};
+use crate::timing::Timing;
+use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness, TrainerBuilder};
+
+/// Training on a [`Mesh`]: the model computes with [`Global`] tensors, and each rank has its parts of the parameters.
+/// [`TrainerBuilder::on`] chooses it.
+pub struct OnMesh {
+    mesh: Mesh,
+    weights: GlobalParams,
+    grads: GlobalGrads,
+    optimizer: Box<dyn Optimizer>,
+    lr: f64,
+    /// Of the gradients, for the next update.
+    factor: f32,
+    /// The model in full: on all ranks before the first step, on rank 0 where it was gathered since the last one.
+    whole: Option<Params>,
+    /// No step was taken since.
+    is_whole: bool,
+    /// The parts that the ranks of `data` have of each batch, all on one rank.
+    all: (BatchSplit, Vec<Sampler>),
+    /// The samples of the running epoch over all ranks, and the step with which they begin.
+    plan: Option<(EpochPlan, usize)>,
+}
+
+impl<'j, M> TrainerBuilder<'j, M> {
+    /// Trains on `mesh`: the ranks of its dimension `data` split each batch, and the parameters are laid out as `parallel`
+    /// says. The model computes with [`Global`] tensors; models that are generic over [`Value`](phalanx_nn::Value) stay as
+    /// they are.
+    pub fn on(self, mesh: Mesh, parallel: Parallel) -> TrainerBuilder<'j, M, OnMesh> {
+        self.with_strategy((mesh, parallel))
+    }
+}
+
+impl<'s, B> MicroBatch<'s, B, OnMesh> {
+    /// The rows of all ranks as a global tensor; `values` are this rank's, of `shape`, which begins with
+    /// [`samples`](Self::samples).
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when there are fewer values than the shape has; peers that are lost.
+    pub fn input(&self, values: &[f32], shape: &[usize]) -> Result<Global<'s>> {
+        let values = &values[..shape.iter().product::<usize>().min(values.len())];
+        let local = self.step().local().input(values, shape)?;
+        Ok(self
+            .step()
+            .to_global(local, &rows(self.step().placement()))?)
+    }
+
+    /// The same of numbers that choose rows or classes.
+    ///
+    /// # Errors
+    ///
+    /// As [`input`](Self::input).
+    pub fn indices_of(&self, values: &[u32], shape: &[usize]) -> Result<Indices> {
+        let values = &values[..shape.iter().product::<usize>().min(values.len())];
+        let placement = self.step().placement();
+        Ok(Indices::from_local(
+            placement,
+            values,
+            shape,
+            &rows(placement),
+        )?)
+    }
+
+    /// This rank's rows of a tensor that has a row for each sample; none if this rank has no sample. *Blocks* until all
+    /// ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    pub fn own_rows(&self, all: Global<'s>) -> Result<Option<Tensor<'s>>> {
+        let own = all.to_global(&rows(self.step().placement()))?.to_local();
+        Ok((self.samples() > 0).then_some(own))
+    }
+}
+
+/// How batches lie: split over `data`, whole over the other dimensions.
+fn rows(placement: &Placement) -> Vec<Sbp> {
+    let sbp = |name: &String| match name.as_str() {
+        "data" => Sbp::split(0),
+        _ => Sbp::Broadcast,
+    };
+    placement.names().iter().map(sbp).collect()
+}
+
+impl OnMesh {
+    fn placement(&self) -> &Placement {
+        self.weights.placement()
+    }
+
+    /// The samples of all ranks in micro-batch `index` of the step.
+    fn samples(&self, step: usize, index: usize) -> Vec<u64> {
+        let Some((plan, first)) = &self.plan else {
+            return Vec::new();
+        };
+        let parts = self.all.0.parts();
+        let each = parts / self.mesh.data;
+        let begin = (step - first) * parts + index;
+        let slices = (0..self.mesh.data).filter_map(|rank| plan.slice(begin + rank * each));
+        slices.flat_map(|(ids, _)| ids.iter().copied()).collect()
+    }
+
+    /// All parameters in full, on rank 0: gathered one by one.
+    fn gather(&self, is_main: bool) -> Result<Option<Params>> {
+        let weights = &self.weights;
+        let mut ids = weights.local().ids();
+        let whole = weights.local().map(|info, own| {
+            let Some(id) = ids.next() else {
+                return Ok((info.shape.clone(), own));
+            };
+            let values = weights.full(id)?;
+            let shape = weights.layout(id).shape();
+            Ok(match is_main {
+                true => (shape.to_vec(), values),
+                false => (vec![0; shape.len()], Vec::new()),
+            })
+        })?;
+        Ok(is_main.then_some(whole))
+    }
+
+    /// Compares what several ranks have of the parameters, over each dimension of the mesh.
+    fn check_copies(&self) -> Result<()> {
+        let (weights, placement) = (&self.weights, self.placement());
+        for dim in 0..placement.sizes().len() {
+            let mut ids = weights.local().ids();
+            let copies = weights.local().map(|info, own| {
+                let sbp = ids.next().map(|id| weights.layout(id).sbp()[dim]);
+                Ok(match sbp {
+                    Some(Sbp::Broadcast) => (info.shape.clone(), own),
+                    _ => (vec![0; info.shape.len()], Vec::new()),
+                })
+            })?;
+            let digest = checkpoint::weights_digest(&copies);
+            verify_equal(placement.line(dim), &copies, digest)?;
+        }
+        Ok(())
+    }
+
+    /// The optimizer's state in full, on rank 0, where `whole` are the parameters.
+    fn state(&self, whole: Option<&Params>) -> Result<Option<OptimizerState<'_>>> {
+        let own = OptimizerState::from(&*self.optimizer);
+        let mut buffers = Vec::new();
+        for (name, values) in &own.buffers {
+            let mut all = whole.cloned();
+            for id in self.weights.local().ids() {
+                let full = self.weights.full_of(id, values)?;
+                if let Some(all) = &mut all {
+                    all.import(id, &full)?;
+                }
+            }
+            buffers.extend(all.map(|all| (*name, Cow::Owned(all.flat().to_vec()))));
+        }
+        let (steps, updates) = (own.steps, own.updates);
+        Ok(whole.map(|_| OptimizerState {
+            steps,
+            updates,
+            buffers,
+        }))
+    }
+}
+
+/// This rank's part of an optimizer's buffer that is laid out as the whole `params`.
+fn part_of(weights: &GlobalParams, params: &Params, values: &[f32]) -> Result<Vec<f32>> {
+    let (mut local, mut full) = (weights.local().clone(), Vec::new());
+    for id in params.ids() {
+        full.clear();
+        params.export_of(id, values, &mut full);
+        local.import(id, &weights.part_of(id, &full)?)?;
+    }
+    Ok(local.flat().to_vec())
+}
+
+impl Strategy for OnMesh {
+    type Tensor<'s> = Global<'s>;
+    type Step<'s> = GlobalStep<'s>;
+    type Setup = (Mesh, Parallel);
+
+    fn batch_ranks((mesh, _): &Self::Setup, _: usize) -> usize {
+        mesh.data
+    }
+
+    fn shaping((mesh, _): &Self::Setup) -> Vec<String> {
+        mesh.shaping()
+    }
+
+    fn check((mesh, _): &Self::Setup, settings: &Settings) -> Result<()> {
+        mesh.refuse(settings, "a mesh")
+    }
+
+    fn build((mesh, mut parallel): Self::Setup, parts: Parts<'_, '_>) -> Result<Self> {
+        let Parts {
+            ctx,
+            settings,
+            mut params,
+            facts,
+            frozen,
+            lr,
+            samples,
+            optimizers,
+            tape,
+        } = parts;
+        if !frozen.is_empty() {
+            return Err(Error::usage(
+                "a mesh trains all parameters: leave out frozen(...)",
+            ));
+        }
+        let mut optimizers = optimizers.into_iter();
+        let (Some((_, make)), None) = (optimizers.next(), optimizers.next()) else {
+            return Err(Error::usage(
+                "a mesh has one optimizer: leave out optimizer_of(...)",
+            ));
+        };
+        let mut fingerprint = Fingerprint::new();
+        for fact in facts {
+            fingerprint.line(fact.as_str());
+        }
+        let compared = fingerprint.parameters(&params).compare(&ctx.group);
+        compared.map_err(different_arguments)?;
+        broadcast_parameters(&ctx.group, &mut params, 0)?;
+        let placement = mesh.placement(&ctx.group)?;
+        if mesh.fully_sharded {
+            parallel = parallel.fully_sharded("data");
+        }
+        let weights = parallel.build(&placement, &params)?;
+        let mut optimizer = make(weights.local(), lr);
+        optimizer.set_thread_pool(tape.thread_pool());
+        let lr = optimizer.lr();
+        // One logical rank that takes the parts of all.
+        let all = SplitArgs {
+            accumulate: mesh.data * settings.split.accumulate,
+            ..settings.split.clone()
+        };
+        let all = BatchSplit::new(&all, 1, 0)?;
+        let config = SamplerConfig {
+            samples,
+            world: mesh.data,
+            rank: 0,
+            shuffle: true,
+            seed: settings.seed,
+        };
+        let samplers = settings.samplers(&all, config, false)?;
+        Ok(OnMesh {
+            mesh,
+            grads: weights.grads(),
+            weights,
+            optimizer,
+            lr,
+            factor: 1.0,
+            whole: Some(params),
+            is_whole: true,
+            all: (all, samplers),
+            plan: None,
+        })
+    }
+
+    fn batch_group(&self) -> &ProcessGroup {
+        self.placement().line(0)
+    }
+
+    fn initial(&self) -> &Params {
+        self.whole.as_ref().unwrap_or(self.weights.local())
+    }
+
+    fn params(&self) -> &Params {
+        self.weights.local()
+    }
+
+    fn params_mut(&mut self) -> &mut Params {
+        self.weights.local_mut()
+    }
+
+    fn group(&self, _: &str) -> Option<usize> {
+        None
+    }
+
+    fn groups(&self) -> Range<usize> {
+        0..1
+    }
+
+    fn optimizer(&self, _: usize) -> (&dyn Optimizer, f64) {
+        (&*self.optimizer, self.lr)
+    }
+
+    fn optimizer_mut(&mut self, _: usize) -> &mut dyn Optimizer {
+        &mut *self.optimizer
+    }
+
+    fn restore(
+        &mut self,
+        ctx: &RankContext,
+        resumed: &Resumed,
+        shaping: &BTreeMap<String, String>,
+    ) -> Result<()> {
+        let Some(params) = &self.whole else {
+            return Ok(());
+        };
+        let (weights, optimizer) = (&self.weights, &mut self.optimizer);
+        resumed.update_with(ctx, params, shaping, |steps, updates, buffers| {
+            let parts = buffers
+                .iter()
+                .map(|(name, values)| Ok((*name, part_of(weights, params, values)?)));
+            let parts = parts.collect::<Result<Vec<_>>>()?;
+            let views: Vec<(&str, &[f32])> = parts.iter().map(|(n, v)| (*n, &v[..])).collect();
+            Ok(optimizer.restore(steps, updates, &views)?)
+        })?;
+        self.grads
+            .set_skipped_steps(resumed.history()?.skipped_steps());
+        Ok(())
+    }
+
+    fn describe(&self, ctx: &RankContext, settings: &Settings) -> Result<Description> {
+        let (mesh, own) = (&self.mesh, self.weights.local().numel());
+        let count = Mesh::range(ctx, own, thousands)?;
+        let size = Mesh::range(ctx, size_of::<f32>() * own, bytes)?;
+        let mut batch = format!(
+            "{} over data={}",
+            settings.global_batch(mesh.data),
+            mesh.data
+        );
+        if settings.split.accumulate > 1 {
+            batch.push_str(&format!(" in {} micro-batches", settings.split.accumulate));
+        }
+        let layouts = mesh.explain.then(|| explain::layouts(&self.weights));
+        Ok(Description {
+            model: String::new(),
+            lines: vec![
+                format!("mesh     {}", mesh.describe()),
+                format!(
+                    "         {count} parameters on each rank ({size}, and as much for gradients and each optimizer state)"
+                ),
+            ],
+            batch,
+            last: layouts.into_iter().collect(),
+        })
+    }
+
+    fn begin_epoch(&mut self, step_in_epoch: usize, cursor: Cursor) -> Result<()> {
+        // Rank 0 trains without it.
+        (self.whole, self.is_whole) = (None, false);
+        let (split, samplers) = &self.all;
+        self.plan = Some((split.rest(samplers, cursor)?, step_in_epoch));
+        Ok(())
+    }
+
+    fn gradients<M, D: Dataset + ?Sized>(
+        &mut self,
+        _: usize,
+        tools: StepTools<'_>,
+        model: &M,
+        batches: &mut LoadedMicroBatches<'_, '_, D>,
+        loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, Self>) -> Result<Global<'s>>,
+    ) -> Result<Gradients> {
+        let StepTools {
+            ctx,
+            tape,
+            split,
+            turn,
+            randomness,
+            clip,
+            mut log,
+            progress,
+        } = tools;
+        let all = turn.global.samples.max(1) as f64;
+        let accumulates = split.mine().len() > 1 && !self.samples(turn.index, 1).is_empty();
+        self.grads.set_accumulate(accumulates);
+        if accumulates {
+            self.grads.zero();
+        }
+        let (mut total, mut forward_ended) = (0.0, Instant::now());
+        let explains = std::mem::take(&mut self.mesh.explain);
+        let mut index = 0;
+        while let Some((_, loaded)) = batches.next()? {
+            let ids = self.samples(turn.index, index);
+            if ids.is_empty() {
+                break;
+            }
+            ctx.group.set_phase("forward");
+            let step = self.weights.step(tape, randomness.key(&ids));
+            let explained = explains && index == 0;
+            if explained {
+                step.keep_conversions();
+            }
+            // All ranks take part, also one that has no row.
+            let calls = Cell::new(0);
+            let micro = MicroBatch::new(&step, &*loaded, loaded.indices(), randomness, &calls);
+            let loss = loss(model, micro)?;
+            // The same on all ranks.
+            total += f64::from(loss.item()?) * ids.len() as f64;
+            forward_ended = Instant::now();
+            if let Some(log) = log.as_mut().filter(|log| log.wants_graph()) {
+                log.graph(step.local().graph());
+            }
+            if explained {
+                let text = explain::conversions(&step.explain());
+                progress.suspend(|| ctx.note(&text));
+            }
+            ctx.group.set_phase("backward");
+            // The mean over the step's samples.
+            match ids.len() as f64 / all {
+                1.0 => loss.backward(&mut self.grads)?,
+                share => loss.scale(share as f32)?.backward(&mut self.grads)?,
+            }
+            drop(step);
+            tape.update_buffers(self.weights.local_mut())?;
+            batches.keep(loaded);
+            index += 1;
+        }
+        ctx.group.set_phase("optimizer");
+        if accumulates {
+            self.grads.sum(&self.weights)?;
+        }
+        let (commit, factor) = match clip {
+            Some(limit) => {
+                let (commit, norm) = self.grads.commit_with_norm(&self.weights)?;
+                (commit, clip_factor(norm, limit))
+            }
+            None => (self.grads.commit(&self.weights)?, 1.0),
+        };
+        self.factor = factor;
+        let mut sums = vec![0.0; split.parts()];
+        if self.batch_group().rank() == 0 {
+            sums[0] = total;
+        }
+        Ok(Gradients {
+            commit,
+            sums,
+            mean: total / all,
+            forward_ended,
+        })
+    }
+
+    fn update(&mut self, _: usize, _: Option<f64>) -> Result<()> {
+        (self.whole, self.is_whole) = (None, false);
+        let local = self.weights.local_mut();
+        self.optimizer
+            .step_scaled(local, &self.grads, self.factor)?;
+        Ok(())
+    }
+
+    fn gradient_view(&self) -> Option<&dyn GradView> {
+        Some(&self.grads)
+    }
+
+    fn times(&self, _: usize) -> Option<&StepTimes> {
+        None
+    }
+
+    fn mean_buffers(&self, _: &RankContext, _: &BatchSplit) -> Result<Option<Vec<f32>>> {
+        // Batch norms have the statistics of all ranks.
+        Ok(None)
+    }
+
+    fn end_epoch(&mut self, ctx: &RankContext) -> Result<Option<String>> {
+        self.check_copies()?;
+        Ok(self.whole(ctx)?.map(checkpoint::weights_sha256))
+    }
+
+    fn whole(&mut self, ctx: &RankContext) -> Result<Option<&Params>> {
+        if !self.is_whole {
+            self.whole = self.gather(ctx.is_main())?;
+            self.is_whole = true;
+        }
+        Ok(self.whole.as_ref().filter(|_| ctx.is_main()))
+    }
+
+    fn measure<M, B>(
+        &self,
+        tape: &mut Tape,
+        model: &M,
+        (data, indices): (&B, &[u64]),
+        randomness: Randomness,
+        measure: &mut impl for<'s> FnMut(&M, MicroBatch<'s, B, Self>) -> Result<Measure>,
+    ) -> Result<Option<Measure>> {
+        let step = self.weights.inference(tape);
+        let calls = Cell::new(0);
+        let micro = MicroBatch::new(&step, data, indices, randomness, &calls);
+        // All ranks take part in the model, also one that has no row.
+        let measured = measure(model, micro)?;
+        Ok((!indices.is_empty()).then_some(measured))
+    }
+
+    fn prepare_saving(&self, _: &mut Saving<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn save(
+        &mut self,
+        ctx: &RankContext,
+        saving: &mut Saving<'_>,
+        action: SaveAction,
+        _: Option<&[f32]>,
+        place: Place,
+        history: History,
+    ) -> Result<()> {
+        self.whole(ctx)?;
+        let whole = self.whole.as_ref().filter(|_| ctx.is_main());
+        let state = self.state(whole)?;
+        let history = history.with_skipped_steps(self.grads.skipped_steps());
+        saving.save_whole(action, whole.zip(state), place, history)
+    }
+
+    fn optimizer_sha256(&mut self, ctx: &RankContext) -> Result<Option<String>> {
+        self.whole(ctx)?;
+        let whole = self.whole.as_ref().filter(|_| ctx.is_main());
+        Ok(self.state(whole)?.map(optimizer_sha256))
+    }
+
+    fn skipped_steps(&self) -> u64 {
+        self.grads.skipped_steps()
+    }
+
+    fn sent_bytes(&self, _: &RankContext) -> u64 {
+        let placement = self.placement();
+        let lines = (0..placement.sizes().len()).map(|dim| placement.line(dim));
+        let groups = match placement.sizes() {
+            // The line is the group itself.
+            [_] => vec![placement.group()],
+            _ => lines.chain([placement.group()]).collect(),
+        };
+        groups.iter().flat_map(|group| group.bytes_sent_to()).sum()
+    }
+
+    fn summary(&self, _: &Settings, _: &Timing, summary: &mut Map<String, Value>) {
+        summary.insert("mesh".to_owned(), json!(self.placement().to_string()));
+        summary.insert("fully_sharded".to_owned(), json!(self.mesh.fully_sharded));
+    }
+
+    fn ends(&self, _: &RankContext, _: &Timing) -> [String; 2] {
+        Default::default()
+    }
+}
