@@ -59,9 +59,11 @@ pub use phalanx_wire as wire;
 pub use program::{Program, main, main_with};
 pub use spawn::{Cause, SpawnError, Spawned, spawn};
 
-/// The pages of `docs/guide/`, whose Rust blocks are compiled and run as tests.
+/// The README and the pages of `docs/guide/`, whose Rust blocks are compiled and run as tests.
 #[cfg(doctest)]
 mod guide {
+    #[doc = include_str!("../../../README.md")]
+    struct Readme;
     #[doc = include_str!("../../../docs/guide/quick-start.md")]
     struct QuickStart;
     #[doc = include_str!("../../../docs/guide/own-model.md")]
