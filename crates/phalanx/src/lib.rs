@@ -59,7 +59,7 @@ pub use phalanx_wire as wire;
 pub use program::{Program, main, main_with};
 pub use spawn::{Cause, SpawnError, Spawned, spawn};
 
-/// The README and the pages of `docs/guide/`, whose Rust blocks are compiled and run as tests.
+/// The README and pages of `docs/`, whose Rust blocks are compiled and run as tests.
 #[cfg(doctest)]
 mod guide {
     #[doc = include_str!("../../../README.md")]
@@ -84,6 +84,8 @@ mod guide {
     struct GlobalTensors;
     #[doc = include_str!("../../../docs/guide/faq.md")]
     struct Faq;
+    #[doc = include_str!("../../../docs/design/global.md")]
+    struct GlobalDesign;
     #[cfg(feature = "flow")]
     #[doc = include_str!("../../../docs/guide/workflows.md")]
     struct Workflows;

@@ -429,7 +429,7 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
 /// Code lines of each crate at most, without tests, comments and blank lines. A commit that raises one says why; one that
 /// has made a crate smaller lowers it.
 const LINES: [(&str, usize); 20] = [
-    ("phalanx", 385),
+    ("phalanx", 387),
     ("phalanx-base", 1180),
     ("phalanx-checkpoint", 3556),
     ("phalanx-cli", 4090),
