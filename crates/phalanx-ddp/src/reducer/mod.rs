@@ -1,4 +1,5 @@
 //! Averages gradients over ranks, bucket by bucket, while backward still runs.
+//! `README.md` beside this file draws the ways of a gradient.
 //!
 //! # States of a bucket
 //!
