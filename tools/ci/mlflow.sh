@@ -46,7 +46,7 @@ start
 until grep -q "records are delivered again" away.log || ! kill -0 $training 2>/dev/null; do sleep 0.2; done
 kill -0 $training 2>/dev/null || { echo "the training was too short; set EPOCHS above 300"; exit 1; }
 wait $training || { cat away.log; exit 1; }
-grep -q "trying again while the training goes on" away.log || { echo "no warning"; cat away.log; exit 1; }
+grep -q "trying again while the training continues" away.log || { echo "no warning"; cat away.log; exit 1; }
 same away FINISHED
 
 # A resumed training goes on with the same run.

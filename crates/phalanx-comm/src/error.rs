@@ -34,7 +34,7 @@ pub enum ErrorKind {
     Excluded,
     /// Occurs when two ranks are in different operations (one took another
     /// branch of the program), or ranks wait for each other in a circle (each
-    /// sends and nobody receives). The message names both sides, or the circle.
+    /// sends and no rank receives). The message names both sides, or the circle.
     Desync,
     /// Occurs when a peer sent bytes that are not our protocol.
     Protocol,

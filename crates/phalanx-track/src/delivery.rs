@@ -373,7 +373,7 @@ fn deliver(
             Err(e) if !is_passing(&e) => {
                 if until.is_none() {
                     say::note(format_args!(
-                        "warning: {name}: nothing is delivered from now on: {}",
+                        "warning: {name}: delivery has stopped: {}",
                         e.chain()
                     ));
                 }
@@ -383,7 +383,7 @@ fn deliver(
                 let before = failing.lock().map(|mut failing| failing.replace(e.chain()));
                 if until.is_none() && matches!(before, Ok(None)) {
                     say::note(format_args!(
-                        "warning: {name}: {}; trying again while the training goes on",
+                        "warning: {name}: {}; trying again while the training continues",
                         e.chain()
                     ));
                 }

@@ -1,4 +1,4 @@
-//! `--exchange`: which rank gets which averaged gradients, and when.
+//! `--exchange`: gradient synchronization.
 
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::{Exchange, all_share_memory};
@@ -9,10 +9,11 @@ use super::split::Determinism;
 use crate::error::{Error, Result};
 use phalanx_launch::RankContext;
 
-/// Who gets which averaged gradients, and when ([`Exchange`]). The results are the same bits.
+/// Gradient synchronization: all-reduce, reduce-scatter, or inside the optimizer step ([`Exchange`]). The results are
+/// bit-identical.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum ExchangeArg {
-    /// `at-step` if the ranks of one host use all its cores, else and with --watch `all-reduce`
+    /// `at-step` if the ranks of one host use all its cores; otherwise, and with --watch, `all-reduce`
     Auto,
     /// Every rank gets all averaged gradients, bucket by bucket during backward
     AllReduce,

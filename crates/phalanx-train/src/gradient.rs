@@ -1,4 +1,4 @@
-//! As what gradients travel between ranks.
+//! Data type or compression for gradient exchange.
 
 use phalanx_ddp::{Bf16Gradients, F16Gradients, GradientHook, PowerSgd, PowerSgdOptions};
 

@@ -34,7 +34,7 @@ impl Update {
         })
     }
 
-    /// Takes the step that `ddp` has gradients for. BatchSplit over ranks it *blocks* until all of them take it.
+    /// Takes the step that `ddp` has gradients for. Where each rank has a part, it *blocks* until all ranks take it.
     ///
     /// # Errors
     ///
@@ -74,7 +74,7 @@ impl Update {
         }
     }
 
-    /// The state as one rank alone would have it. BatchSplit over ranks it *blocks* until all of them call it.
+    /// The state as one rank alone would have it. Where each rank has a part, it *blocks* until all ranks call it.
     ///
     /// # Errors
     ///

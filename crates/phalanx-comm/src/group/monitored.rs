@@ -114,7 +114,7 @@ impl Barrier<'_> {
                 SEEN => {}
                 GONE => gone.push(rank),
                 _ => {
-                    let text = format!("the store has lost that rank {rank} came");
+                    let text = format!("the store has lost the arrival of rank {rank}");
                     return Err(self.named(Error::new(ErrorKind::Protocol, text)));
                 }
             }
@@ -133,7 +133,7 @@ impl Barrier<'_> {
         }
         if !gone.is_empty() {
             verdict.push(format!(
-                "{} had given up before rank 0 came",
+                "{} gave up before rank 0 arrived",
                 name_ranks(&gone)
             ));
         }

@@ -290,7 +290,7 @@ impl ProcessGroup {
             .into_iter()
             .map(|(rank, length)| {
                 let len = usize::try_from(length).map_err(|_| {
-                    refuse(rank, "has nothing to send: its own error says why".into())
+                    refuse(rank, "sent nothing; its own error has the reason".into())
                 })?;
                 total = total.saturating_add(len);
                 if total > MAX_OBJECT_BYTES {

@@ -239,11 +239,11 @@ pub(super) fn describe(circle: &[Wait]) -> String {
     };
     let all = |is: fn(&What) -> bool| circle.iter().all(|wait| is(&wait.what));
     let advice = if all(|what| matches!(what, What::Sends(_))) {
-        "nobody receives; call recv first on one of them, or use batch_send_recv"
+        "none receives; call recv first on one of them, or use batch_send_recv"
     } else if all(|what| matches!(what, What::Receives(_))) {
-        "nobody sends; call send first on one of them, or use batch_send_recv"
+        "none sends; call send first on one of them, or use batch_send_recv"
     } else {
-        "none can go on; give one of them another order, or use batch_send_recv"
+        "none can continue; change the order of one, or use batch_send_recv"
     };
     format!("{PREFIX}: {}{more}: {advice}", named.join(", "))
 }
@@ -339,7 +339,7 @@ mod tests {
         assert_eq!(
             text_of(&said),
             "ranks wait for each other in a circle: rank 0 waits in send to rank 1 (seq 4), rank 1 \
-             waits in send to rank 0 (seq 7): nobody receives; call recv first on one of them, or \
+             waits in send to rank 0 (seq 7): none receives; call recv first on one of them, or \
              use batch_send_recv"
         );
         // Rank 0 receives message 4 of rank 1, which receives message 7 of rank 0.
@@ -352,7 +352,7 @@ mod tests {
             text.contains("rank 0 waits in recv from rank 1 (seq 4)"),
             "{text}"
         );
-        assert!(text.contains("nobody sends"), "{text}");
+        assert!(text.contains("none sends"), "{text}");
     }
 
     #[test]

@@ -64,7 +64,7 @@ const SHAPES: [Shape; 7] = [
         },
         &[
             "rank 0 waits in send to rank 1 (seq 0), rank 1 waits in send to rank 0 (seq 0)",
-            "nobody receives; call recv first on one of them, or use batch_send_recv",
+            "none receives; call recv first on one of them, or use batch_send_recv",
         ],
     ),
     (
@@ -73,7 +73,7 @@ const SHAPES: [Shape; 7] = [
         |g, over| g.send(&large(over), next(g)),
         &[
             "rank 0 waits in send to rank 1 (seq 0), rank 1 waits in send to rank 0 (seq 0)",
-            "nobody receives; call recv first on one of them, or use batch_send_recv",
+            "none receives; call recv first on one of them, or use batch_send_recv",
         ],
     ),
     (
@@ -83,7 +83,7 @@ const SHAPES: [Shape; 7] = [
         &[
             "rank 0 waits in send to rank 1 (seq 0), rank 1 waits in send to rank 2 (seq 0), \
              rank 2 waits in send to rank 0 (seq 0)",
-            "nobody receives",
+            "none receives",
         ],
     ),
     (
@@ -93,7 +93,7 @@ const SHAPES: [Shape; 7] = [
         &[
             "rank 0 waits in recv from rank 1 (seq 0), rank 1 waits in recv from rank 2 (seq 0), \
              rank 2 waits in recv from rank 0 (seq 0)",
-            "nobody sends",
+            "none sends",
         ],
     ),
     (
@@ -110,7 +110,7 @@ const SHAPES: [Shape; 7] = [
         &[
             "rank 0 waits in send to rank 1 (seq 0), rank 1 waits in recv from rank 2 (seq 0), \
              rank 2 waits in send to rank 0 (seq 0)",
-            "none can go on",
+            "none can continue",
         ],
     ),
     (
@@ -132,7 +132,7 @@ const SHAPES: [Shape; 7] = [
         &[
             "rank 0 waits in recv from rank 1 (seq 0), rank 1 waits in recv from rank 2 (seq 0), \
              rank 2 waits in broadcast (seq 0) for rank 0",
-            "none can go on",
+            "none can continue",
         ],
     ),
 ];

@@ -370,7 +370,7 @@ fn receives_that_face_each_other_name_both_sides_at_once() {
                 for side in ["from rank 1 (seq 0)", "from rank 0 (seq 1)"] {
                     assert!(text.contains(side), "{over:?}: {text}");
                 }
-                assert!(text.contains("nobody sends"), "{text}");
+                assert!(text.contains("none sends"), "{text}");
             }
             let kinds: Vec<_> = errors.iter().map(Error::kind).collect();
             assert!(kinds.contains(&ErrorKind::Desync), "{errors:?}");

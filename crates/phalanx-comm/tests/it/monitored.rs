@@ -92,7 +92,7 @@ fn rank_0_that_does_not_come_is_named_and_hears_of_it() {
             assert_eq!(error.kind(), ErrorKind::Timeout);
             let text = error.to_string();
             let wanted = if rank == 0 {
-                "ranks 1, 2 had given up before rank 0 came"
+                "ranks 1, 2 gave up before rank 0 arrived"
             } else {
                 "rank 0 did not arrive within 0.20 s"
             };

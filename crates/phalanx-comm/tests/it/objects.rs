@@ -97,7 +97,7 @@ fn who_has_nothing_to_send_is_named_and_nobody_waits() {
             if rank == culprit {
                 assert!(text.contains(own), "{text}");
             } else {
-                let others = format!("rank {culprit} has nothing to send: its own error says why");
+                let others = format!("rank {culprit} sent nothing; its own error has the reason");
                 assert!(text.contains(&others), "{text}");
                 assert_eq!(error.peer(), Some(culprit));
             }

@@ -517,7 +517,7 @@ impl DistributedDataParallel {
         self.reducer.gather_pieces(params.flat_mut(), &starts)
     }
 
-    /// Who gets which averaged gradients, and when.
+    /// How gradients are synchronized.
     pub fn exchange(&self) -> Exchange {
         self.exchange
     }

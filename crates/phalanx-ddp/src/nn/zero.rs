@@ -169,7 +169,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         }
         let own = scope
             .build()
-            .map_err(|e| Error::usage(format!("this rank's part cannot be laid out: {e}")))?;
+            .map_err(|e| Error::usage(format!("this rank's part cannot be built: {e}")))?;
         let mut places = own.infos().iter().zip(pieces);
         if own.flat().len() > len_of(pieces) || places.any(|(info, p)| info.offset != p.at) {
             return Err(not_in_lines());
@@ -501,7 +501,7 @@ fn refused(cause: phalanx_nn::Error) -> Error {
 }
 
 fn not_in_lines() -> Error {
-    Error::usage("parameters do not lie line by line, so their optimizer state cannot be cut")
+    Error::usage("parameters are not 64-byte aligned, so their optimizer state cannot be split")
 }
 
 /// A rank's part ends where its last piece does, or in a gap, which holds zeros.

@@ -102,13 +102,13 @@ pub struct ReducerOptions {
     pub unchecked: bool,
 }
 
-/// Who gets the averaged gradients.
+/// How gradients are synchronized: all-reduce, reduce-scatter, or inside the optimizer step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Exchange {
-    /// Every rank all of them.
+    /// Every rank gets all averaged gradients.
     #[default]
     AllReduce,
-    /// Every rank those of its part of each bucket, for
+    /// Every rank gets those of its part of each bucket, for
     /// [`ShardedOptimizer::for_wrapper`](crate::ShardedOptimizer::for_wrapper) or [`Reducer::visit_pieces`]: half the
     /// bytes; the other half travels after the optimizer's step, as parameters ([`Reducer::gather_pieces`]).
     ReduceScatter,

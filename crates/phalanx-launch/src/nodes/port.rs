@@ -41,11 +41,11 @@ impl PortForRanks {
                 Error::new(ErrorKind::System, "no free port for MASTER_PORT").caused_by(error)
             }),
             Some(port) => can_listen(port).and_then(|()| hold(port)).map_err(|error| {
-                Error::usage(format!("no program can listen on --master-port {port}"))
+                Error::usage(format!("cannot listen on --master-port {port}"))
                     .caused_by(error)
                     .note(
                         "fix",
-                        "leave --master-port out (a free port is taken then), or choose another",
+                        "leave --master-port out to use a free port, or choose another",
                     )
             }),
         }

@@ -70,7 +70,7 @@ impl<const N: usize> Slots<N> {
     /// The slot of what [`Operation::forward`] made besides the output.
     pub(crate) fn aux(&self) -> Result<SlotId> {
         self.aux
-            .ok_or_else(|| Error::internal("an operation lacks what its forward pass made"))
+            .ok_or_else(|| Error::internal("backward lacks memory that forward should have saved"))
     }
 }
 

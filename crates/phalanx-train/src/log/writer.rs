@@ -195,9 +195,7 @@ pub(crate) fn has_launcher() -> bool {
 }
 
 pub(crate) fn warn(file: &str, why: impl Display) {
-    say::note(format_args!(
-        "warning: {file} is not written from now on: {why}"
-    ));
+    say::note(format_args!("warning: {file} is no longer written: {why}"));
 }
 
 fn as_json(histograms: Histograms) -> Value {

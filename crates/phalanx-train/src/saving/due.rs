@@ -24,7 +24,7 @@ pub(super) enum What {
 }
 
 impl Due {
-    /// Every so many steps, if at all.
+    /// A checkpoint every `every` steps, or none.
     pub(super) fn new(every: Option<u64>) -> Due {
         Due {
             every,

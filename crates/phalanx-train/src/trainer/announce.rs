@@ -100,7 +100,7 @@ pub(super) fn announce_resumed(
             "the run is complete and stays as it is; --epochs {} continues it",
             epochs + 1
         ),
-        true => "no epoch is left; --epochs N for more".to_owned(),
+        true => "all epochs are done; a larger --epochs continues".to_owned(),
         false => format!(
             "epoch {}, step {}",
             place.epoch + 1,

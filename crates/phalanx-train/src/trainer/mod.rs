@@ -202,7 +202,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             return Err(Error::usage("the trainer was made with evaluate_only"));
         }
         if self.is_complete() {
-            let what = "the run is complete, and no epoch is left; loop over Trainer::epochs()";
+            let what = "the run is complete and has no epoch left; loop over Trainer::epochs()";
             return Err(Error::usage(what));
         }
         self.end_epoch()?;

@@ -234,9 +234,8 @@ fn a_given_port_is_used_and_an_occupied_one_is_named() {
     let done = family.run(&["launch", "--master-port", &port, "sh", "-c", "exit 0"]);
     assert_eq!(done.code(), 2, "{done:#?}");
     assert!(
-        done.err.starts_with(&format!(
-            "error: no program can listen on --master-port {port}: "
-        )),
+        done.err
+            .starts_with(&format!("error: cannot listen on --master-port {port}: ")),
         "{done:#?}"
     );
     assert!(done.err.contains("--master-port"), "{done:#?}");

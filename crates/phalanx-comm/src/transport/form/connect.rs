@@ -75,7 +75,7 @@ pub(crate) fn connect(
     let stop = AtomicBool::new(false);
     let check = || {
         if stop.load(Ordering::Relaxed) {
-            return Err(Error::internal("the other half of connecting failed first"));
+            return Err(Error::internal("accepting or dialling failed first"));
         }
         meeting.check()
     };
