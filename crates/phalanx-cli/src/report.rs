@@ -23,8 +23,8 @@ pub struct ReportArgs {
     /// Also send the runs to an MLflow tracking server: what was not delivered yet [default URI: MLFLOW_TRACKING_URI]
     #[arg(long, value_name = "URI", num_args = 0..=1, default_missing_value = "")]
     upload: Option<String>,
-    /// Also write offline runs into the folders' wandb/, which `wandb sync` uploads: again, where there is one, as after
-    /// the folder was moved
+    /// Also write offline runs into the folders' wandb/, for `wandb sync`; replaces existing ones, whose paths are wrong after
+    /// a folder was moved
     #[arg(long)]
     wandb: bool,
     #[command(flatten)]

@@ -172,7 +172,7 @@ pub struct LaunchCli {
     /// Address or host name on which the store and this node's ranks listen.
     #[arg(long, value_name = "ADDR", alias = "local-addr")]
     pub(crate) bind: Option<String>,
-    /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; after Ctrl-C or SIGTERM 30, if a rank or a process of its group handles SIGTERM, as with `train --save-every`, and more if a rank asks for more, as `train` does whose last checkpoint took longer].
+    /// Seconds between SIGTERM and SIGKILL when the ranks are stopped [default: 1.5; after Ctrl-C or SIGTERM 30, if a rank or a process of its group handles SIGTERM, as with `train --save-every`, and more if a rank announces more, as `train` does after a checkpoint that took long].
     #[arg(long, value_name = "S")]
     pub(crate) stop_grace_s: Option<String>,
     /// torchrun's name for --stop-grace-s.

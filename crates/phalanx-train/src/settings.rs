@@ -93,7 +93,7 @@ pub struct Settings {
     /// repeat
     #[arg(long, value_name = "FILE")]
     pub log_samples: Option<PathBuf>,
-    /// Measure by which best.safetensors has the weights of the best epoch, as evaluations name it; `:min` or `:max` says which value is best [default: accuracy, without it loss]
+    /// Measure that selects the best epoch, whose weights are saved as best.safetensors; `:min` or `:max` says which value is best [default: accuracy, or loss if there is none]
     #[arg(long, value_name = "METRIC[:min|max]")]
     pub best: Option<BestArg>,
     /// Folder for metrics, summary and weights; with --resume PATH, the resumed run's folder [default: runs/PROGRAM-<date>-<time>]

@@ -57,7 +57,7 @@ enum Command {
         override_usage = "phalanx launch [OPTIONS] [--] PROGRAM [ARGS]..."
     )]
     Launch(Box<launch::LaunchCli>),
-    /// Check this host, or the whole job as whose rank it is started: limits, network, clocks, data; with what to change.
+    /// Check this host, or, started as the ranks of a job, all its hosts: limits, network, clocks, data.
     Doctor(Box<doctor::DoctorArgs>),
     /// Show the chosen algorithm and predicted time of each collective, and the best bucket size.
     Plan(plan::PlanArgs),
