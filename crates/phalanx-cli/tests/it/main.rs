@@ -8,6 +8,7 @@ mod flight;
 mod flow;
 mod flow_export;
 mod flow_prune;
+mod guide;
 mod launch;
 mod layers;
 mod live;

@@ -10,10 +10,14 @@ use serde_json::Value;
 use crate::programs::example;
 use crate::support::{LIMIT, ended, phalanx, signal};
 
-/// The program with `args` in `dir`, as `phalanx` of the other tests is run.
 fn spirals(args: &[&str], dir: &Path) -> Command {
+    program("spirals", args, dir)
+}
+
+/// The example `name` with `args` in `dir`, as `phalanx` of the other tests is run.
+pub fn program(name: &str, args: &[&str], dir: &Path) -> Command {
     let like = phalanx(&[], dir);
-    let mut command = Command::new(example("spirals"));
+    let mut command = Command::new(example(name));
     command.args(args).current_dir(dir);
     for (name, value) in like.get_envs() {
         match value {
@@ -26,11 +30,11 @@ fn spirals(args: &[&str], dir: &Path) -> Command {
     command
 }
 
-fn run(mut command: Command) -> (i32, String, String) {
+pub fn run(mut command: Command) -> (i32, String, String) {
     ended(command.spawn().expect("it starts"))
 }
 
-fn succeed(command: Command) -> String {
+pub fn succeed(command: Command) -> String {
     let (code, out, err) = run(command);
     assert_eq!(code, 0, "{out}{err}");
     out + &err
