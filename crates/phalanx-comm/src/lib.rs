@@ -9,8 +9,8 @@
 //!
 //! * *Determinism.* Reductions are left folds in ascending rank order, with one
 //!   rounding at the end: the same bits on all ranks, in all runs, over all
-//!   transports and for all bucket layouts ([`ReduceOp`]). The ring, rails and
-//!   trees, which cannot do that, must be asked for ([`Algorithm`]).
+//!   transports and for all bucket layouts ([`ReduceOp`]). The ring and
+//!   rails, which cannot do that, must be asked for ([`Algorithm`]).
 //! * *No hangs.* Every operation has a deadline, and its error names the ranks
 //!   waited for. It is for ranks that say nothing ([`ProcessGroup::phase`]). Every frame says which operation it belongs to, so ranks in
 //!   different operations find out at once. The first failure ends the

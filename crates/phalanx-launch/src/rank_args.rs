@@ -65,8 +65,6 @@ pub enum AlgorithmArg {
     Hierarchical,
     /// Reduce on each host, then pass from host to host and back, in ascending rank order
     Chain,
-    /// Double binary tree: reduce and broadcast, half of the data in each tree
-    Tree,
     /// Recursive doubling: all data gathered in log2(ranks) rounds, then added
     Doubling,
     /// Chosen by size, in the fastest order of additions
@@ -432,7 +430,6 @@ impl RankArgs {
             AlgorithmArg::Ring => Algorithm::Ring,
             AlgorithmArg::Hierarchical => Algorithm::Hierarchical,
             AlgorithmArg::Chain => Algorithm::Chain,
-            AlgorithmArg::Tree => Algorithm::Tree,
             AlgorithmArg::Doubling => Algorithm::Doubling,
             AlgorithmArg::Fastest => Algorithm::Fastest,
         }

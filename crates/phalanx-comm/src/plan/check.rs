@@ -11,8 +11,8 @@
 //! * everything that [`RankPlan::check_local`] forbids;
 //! * a read of memory that nobody wrote, or a fold that mixes elements;
 //! * a result that is not what the collective promises, in canonical order
-//!   with one rounding (for chains one a host), or for the ring in ring order,
-//!   for rails by hosts and for trees by subtrees, and equal everywhere;
+//!   with one rounding (for chains one a host), or for the ring in ring order
+//!   and for rails by hosts, and equal everywhere;
 //! * more or fewer bytes sent than the method's file states, and a ring rank
 //!   that talks to anybody but its neighbours.
 
@@ -118,7 +118,7 @@ enum Expr {
     /// An element of this rank's initial data.
     Leaf(usize),
     /// A left fold; flattened when the first operand was itself a fold, but
-    /// for rails and trees, which fold folds.
+    /// for rails, which fold folds.
     Fold {
         operands: Vec<ExprId>,
         /// Fold steps it took, hence roundings of 16-bit types.
@@ -243,10 +243,7 @@ impl Simulation {
             known: (0..spec.world)
                 .map(|r| (0..spec.world).map(|q| q == r).collect())
                 .collect(),
-            nested: matches!(
-                spec.method,
-                Method::AllReduceRails | Method::AllReduceTree | Method::ReduceTree
-            ),
+            nested: spec.method == Method::AllReduceRails,
         };
         for plan in plans {
             let (buf, len) = if spec.method.collective().in_place() {
@@ -486,25 +483,6 @@ impl Simulation {
         if spec.method == Method::AllReduceRails && hosts.count() > 1 {
             return self.is_fold_of_hosts(hosts, cell.expr);
         }
-        // The rank in the first place of the tree.
-        let first = match spec.method {
-            Method::AllReduceTree => {
-                let second = super::all_reduce_tree::halves(spec)[1].clone();
-                let in_second = second.contains(&cell.start);
-                if !in_second && cell.end() > second.start {
-                    return false;
-                }
-                Some(if in_second { spec.world - 1 } else { 0 })
-            }
-            Method::ReduceTree => {
-                Some((spec.root + spec.world - super::tree::root(0, spec.world)) % spec.world)
-            }
-            _ => None,
-        };
-        if let Some(first) = first {
-            let ranks: Vec<usize> = (first..spec.world).chain(0..first).collect();
-            return self.is_fold_of_tree(&ranks, cell.expr, true);
-        }
         let Expr::Fold {
             operands,
             passes,
@@ -566,26 +544,6 @@ impl Simulation {
                             .all(|(id, rank)| *id as usize == rank)
                 })
             })
-    }
-
-    /// Whether it is the fold of a tree over `ranks`, as `tree.rs` makes them.
-    fn is_fold_of_tree(&self, ranks: &[usize], expr: ExprId, whole: bool) -> bool {
-        if let [leaf] = ranks {
-            return expr as usize == *leaf;
-        }
-        let root = super::tree::root(0, ranks.len());
-        let (left, right) = (&ranks[..root], &ranks[root + 1..]);
-        match &self.exprs[expr as usize] {
-            Expr::Fold {
-                operands, finished, ..
-            } if *finished == whole => {
-                operands.len() == 2 + usize::from(!right.is_empty())
-                    && self.is_fold_of_tree(left, operands[0], false)
-                    && operands[1] as usize == ranks[root]
-                    && (right.is_empty() || self.is_fold_of_tree(right, operands[2], false))
-            }
-            _ => false,
-        }
     }
 
     /// Whether the cell holds the unchanged data that belongs there.

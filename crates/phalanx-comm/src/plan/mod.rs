@@ -24,7 +24,6 @@ mod all_reduce_doubling;
 mod all_reduce_one_round;
 mod all_reduce_rails;
 mod all_reduce_ring;
-mod all_reduce_tree;
 mod barrier;
 mod broadcast_hosts;
 mod broadcast_scatter;
@@ -43,8 +42,6 @@ mod reduce_hosts;
 mod reduce_owners;
 mod reduce_root;
 mod reduce_scatter_hosts;
-mod reduce_tree;
-mod tree;
 mod uneven;
 
 pub(crate) use all_reduce_direct::segment_bytes as direct_segment_bytes;
@@ -215,13 +212,9 @@ pub enum Method {
     /// All-reduce over several hosts: the prefix of the fold goes from host to
     /// host.
     AllReduceChain,
-    /// All-reduce up and down two binary trees.
-    AllReduceTree,
     /// All-reduce: the inputs are collected in `⌈log₂ P⌉` rounds, everyone folds
     /// all.
     AllReduceDoubling,
-    /// Reduce up a binary tree.
-    ReduceTree,
     /// Broadcast to every host once, then inside it.
     BroadcastHosts,
     /// All-gather: every part to every host once, then inside it.
@@ -264,7 +257,7 @@ const fn row(method: Method, collective: Collective, name: &'static str, fold: F
 
 impl Method {
     /// Every method, in wire order.
-    const TABLE: [Row; 24] = [
+    const TABLE: [Row; 22] = [
         row(
             Method::AllReduceDirect,
             Collective::AllReduce,
@@ -357,18 +350,11 @@ impl Method {
             Fold::PerHost,
         ),
         row(
-            Method::AllReduceTree,
-            Collective::AllReduce,
-            "tree",
-            Fold::Other,
-        ),
-        row(
             Method::AllReduceDoubling,
             Collective::AllReduce,
             "doubling",
             Fold::Once,
         ),
-        row(Method::ReduceTree, Collective::Reduce, "tree", Fold::Other),
         row(
             Method::BroadcastHosts,
             Collective::Broadcast,
@@ -700,14 +686,12 @@ pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
         }
         Method::AllReduceOneRound => all_reduce_one_round::build(spec, rank),
         Method::AllReduceRing => all_reduce_ring::build(spec, rank),
-        Method::AllReduceTree => all_reduce_tree::build(spec, rank),
         Method::AllReduceDoubling => all_reduce_doubling::build(spec, rank),
         Method::BroadcastTree => broadcast_tree::build(spec, rank),
         Method::BroadcastScatter => broadcast_scatter::build(spec, rank),
         Method::BroadcastHosts => broadcast_hosts::build(spec, hosts, rank),
         Method::ReduceRoot => reduce_root::build(spec, rank),
         Method::ReduceOwners => reduce_owners::build(spec, rank),
-        Method::ReduceTree => reduce_tree::build(spec, rank),
         Method::ReduceHosts => reduce_hosts::build(spec, hosts, rank),
         Method::AllGatherHosts => all_gather_hosts::build(spec, hosts, rank),
         Method::ReduceScatterHosts => reduce_scatter_hosts::build(spec, hosts, rank),
@@ -733,14 +717,12 @@ fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
         }
         Method::AllReduceOneRound => all_reduce_one_round::sent_elems(spec),
         Method::AllReduceRing => all_reduce_ring::sent_elems(spec, rank),
-        Method::AllReduceTree => all_reduce_tree::sent_elems(spec, rank),
         Method::AllReduceDoubling => all_reduce_doubling::sent_elems(spec),
         Method::BroadcastTree => broadcast_tree::sent_elems(spec, rank),
         Method::BroadcastScatter => broadcast_scatter::sent_elems(spec, rank),
         Method::BroadcastHosts => broadcast_hosts::sent_elems(spec, hosts, rank),
         Method::ReduceRoot => reduce_root::sent_elems(spec, rank),
         Method::ReduceOwners => reduce_owners::sent_elems(spec, rank),
-        Method::ReduceTree => reduce_tree::sent_elems(spec, rank),
         Method::ReduceHosts => reduce_hosts::sent_elems(spec, hosts, rank),
         Method::AllGatherHosts => all_gather_hosts::sent_elems(spec, hosts, rank),
         Method::ReduceScatterHosts => reduce_scatter_hosts::sent_elems(spec, hosts, rank),

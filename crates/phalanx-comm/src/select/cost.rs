@@ -106,22 +106,9 @@ impl Costs {
                 let moved = card(if h > 2.0 { 2.0 * n } else { (h - 1.0) * n });
                 inside + hops * (wire + segment) + moved.max(core((5.0 + 1.0 / l) * n))
             }
-            Method::AllReduceTree => {
-                let levels = 2.0 * p.log2().floor();
-                let segment = card((n / 32.0).min(SEGMENT_BYTES)) + core(4.0 * (n / 32.0));
-                // Per host as well as per rank: few edges leave a subtree.
-                let moved = if p > 2.0 { 2.0 * n } else { n };
-                levels * (one + segment) + card(moved).max(core(6.0 * n))
-            }
             Method::AllReduceDoubling => {
                 let rounds = p.log2().ceil();
                 rounds * one + card(l * (p - 1.0) * n) + core((p + 4.0) * n)
-            }
-            Method::ReduceTree => {
-                let levels = p.log2().floor();
-                let segment = card((n / 16.0).min(SEGMENT_BYTES)) + core(4.0 * (n / 16.0));
-                let moved = if p > 2.0 { 2.0 * n } else { n };
-                levels * (one + segment) + card(moved).max(core(6.0 * n))
             }
             Method::BroadcastTree => {
                 let rounds = p.log2().ceil();
@@ -209,18 +196,6 @@ mod tests {
         for world in [64, 128, 1000] {
             assert!(better(world, 64), "{world}");
         }
-    }
-
-    #[test]
-    fn trees_pay_where_a_ring_has_many_hops() {
-        let costs = Costs::default();
-        let better = |world: usize, bytes| {
-            let hosts = Hosts::of_sizes(&vec![1; world]);
-            costs.predict(Method::AllReduceTree, bytes, &hosts)
-                < costs.predict(Method::AllReduceRing, bytes, &hosts)
-        };
-        assert!(better(64, 1 << 20) && better(8, 64 << 10));
-        assert!(!better(4, 25 << 20));
     }
 
     #[test]

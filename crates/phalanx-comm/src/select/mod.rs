@@ -44,11 +44,6 @@ pub enum Algorithm {
     /// bytes between more than two hosts. (f16 and bf16 are rounded once per
     /// host on the way.)
     Chain,
-    /// Up and down two binary trees, each with half of the data: `2·log₂ P`
-    /// steps and about the least bytes at any number of hosts. The order of
-    /// additions is fixed and the same on all ranks (by subtrees), but not
-    /// canonical.
-    Tree,
     /// The inputs are collected in `⌈log₂ P⌉` rounds and everyone folds them
     /// all: for small data among many hosts. Canonical order.
     Doubling,
@@ -60,7 +55,7 @@ pub enum Algorithm {
 
 impl Algorithm {
     /// Every choice.
-    pub const ALL: [Algorithm; 10] = [
+    pub const ALL: [Algorithm; 9] = [
         Algorithm::Auto,
         Algorithm::Direct,
         Algorithm::DirectShort,
@@ -68,7 +63,6 @@ impl Algorithm {
         Algorithm::Ring,
         Algorithm::Hierarchical,
         Algorithm::Chain,
-        Algorithm::Tree,
         Algorithm::Doubling,
         Algorithm::Fastest,
     ];
@@ -83,7 +77,6 @@ impl Algorithm {
             Algorithm::Ring => "ring",
             Algorithm::Hierarchical => "hierarchical",
             Algorithm::Chain => "chain",
-            Algorithm::Tree => "tree",
             Algorithm::Doubling => "doubling",
             Algorithm::Fastest => "fastest",
         }
@@ -98,7 +91,6 @@ impl Algorithm {
             Algorithm::Ring => Some(Method::AllReduceRing),
             Algorithm::Hierarchical => Some(Method::AllReduceRails),
             Algorithm::Chain => Some(Method::AllReduceChain),
-            Algorithm::Tree => Some(Method::AllReduceTree),
             Algorithm::Doubling => Some(Method::AllReduceDoubling),
         }
     }
@@ -120,7 +112,7 @@ impl std::str::FromStr for Algorithm {
             .ok_or_else(|| {
                 crate::Error::usage(format!(
                     "unknown all-reduce algorithm {text:?}: choose auto, direct, direct-short, one-round, \
-                     ring, hierarchical, chain, tree, doubling or fastest"
+                     ring, hierarchical, chain, doubling or fastest"
                 ))
             })
     }
@@ -299,14 +291,11 @@ impl Selector {
         // Where hosts have one rank each, rails are what direct is.
         let several = self.hosts.most_ranks() > 1;
         let rails = several.then_some(Method::AllReduceRails);
-        let others = [Method::AllReduceRing, Method::AllReduceTree];
-        others
-            .into_iter()
-            .chain(rails)
-            .fold(canonical, |best, other| {
-                let is_less = self.predict(other, bytes) < self.predict(best, bytes);
-                if is_less { other } else { best }
-            })
+        let others = [Some(Method::AllReduceRing), rails];
+        others.into_iter().flatten().fold(canonical, |best, other| {
+            let is_less = self.predict(other, bytes) < self.predict(best, bytes);
+            if is_less { other } else { best }
+        })
     }
 }
 

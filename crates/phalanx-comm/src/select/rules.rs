@@ -7,7 +7,7 @@ use crate::{Error, Result};
 pub(crate) const VARIABLE: &str = "PHALANX_ALGORITHM";
 
 /// What may be prescribed, by the names used in rules and options.
-const NAMES: [(Collective, &str, Method); 20] = [
+const NAMES: [(Collective, &str, Method); 18] = [
     (Collective::AllReduce, "direct", Method::AllReduceDirect),
     (
         Collective::AllReduce,
@@ -27,7 +27,6 @@ const NAMES: [(Collective, &str, Method); 20] = [
         Method::AllReduceRails,
     ),
     (Collective::AllReduce, "chain", Method::AllReduceChain),
-    (Collective::AllReduce, "tree", Method::AllReduceTree),
     (Collective::AllReduce, "doubling", Method::AllReduceDoubling),
     (Collective::Broadcast, "tree", Method::BroadcastTree),
     (Collective::Broadcast, "scatter", Method::BroadcastScatter),
@@ -36,7 +35,6 @@ const NAMES: [(Collective, &str, Method); 20] = [
     (Collective::AllGather, "hosts", Method::AllGatherHosts),
     (Collective::Reduce, "root", Method::ReduceRoot),
     (Collective::Reduce, "owners", Method::ReduceOwners),
-    (Collective::Reduce, "tree", Method::ReduceTree),
     (Collective::Reduce, "hosts", Method::ReduceHosts),
     (Collective::ReduceScatter, "direct", Method::ReduceScatter),
     (

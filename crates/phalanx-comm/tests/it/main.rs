@@ -21,7 +21,6 @@ mod registered;
 mod shrink;
 mod streams;
 mod subgroups;
-mod trees;
 mod unanswered;
 mod uneven;
 mod waiting;

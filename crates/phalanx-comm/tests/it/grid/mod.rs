@@ -25,7 +25,6 @@ use self::asked::*;
 use crate::common::{
     EVERYWHERE, Over, Value, assert_same_bits, groups, on_each, serial_fold, wild_values,
 };
-use crate::trees::all_reduce_tree_fold;
 
 /// Elements of every rank's data; a case takes the first so many.
 const LONGEST: usize = 10007;
@@ -48,13 +47,12 @@ enum Form {
     Message,
 }
 
-const REDUCING: [Form; 11] = [
+const REDUCING: [Form; 10] = [
     Form::AllReduce(Algorithm::Auto),
     Form::AllReduce(Algorithm::Direct),
     Form::AllReduce(Algorithm::DirectShort),
     Form::AllReduce(Algorithm::OneRound),
     Form::AllReduce(Algorithm::Ring),
-    Form::AllReduce(Algorithm::Tree),
     Form::AllReduce(Algorithm::Doubling),
     Form::AllReduceCoalesced,
     Form::Reduce,
@@ -138,9 +136,13 @@ impl<T: Value> Table<T> {
                 .for_each(|count| push(form, ReduceOp::Sum, count));
         }
         for (i, (op, _)) in folds.iter().enumerate() {
-            push(REDUCING[(i + world) % 10], *op, 1000);
-            push(REDUCING[(i + world + 3) % 10], *op, LONGEST);
-            push(MOVING[(i + world) % 8], *op, [1000, LONGEST][i % 2]);
+            push(REDUCING[(i + world) % REDUCING.len()], *op, 1000);
+            push(REDUCING[(i + world + 3) % REDUCING.len()], *op, LONGEST);
+            push(
+                MOVING[(i + world) % MOVING.len()],
+                *op,
+                [1000, LONGEST][i % 2],
+            );
         }
         cases.retain(|case| case.number % thin == world % thin);
         Table {
@@ -189,7 +191,6 @@ impl<T: Value> Table<T> {
             Form::AllReduce(algorithm) => {
                 let want = match algorithm {
                     Algorithm::Ring => ring_fold(op, &self.inputs, count),
-                    Algorithm::Tree => all_reduce_tree_fold(op, &self.inputs, count),
                     _ => fold().to_vec(),
                 };
                 (
