@@ -65,8 +65,6 @@ pub enum AlgorithmArg {
     Hierarchical,
     /// Reduce on each host, then pass from host to host and back, in ascending rank order
     Chain,
-    /// Recursive doubling: all data gathered in log2(ranks) rounds, then added
-    Doubling,
     /// Chosen by size, in the fastest order of additions
     Fastest,
 }
@@ -430,7 +428,6 @@ impl RankArgs {
             AlgorithmArg::Ring => Algorithm::Ring,
             AlgorithmArg::Hierarchical => Algorithm::Hierarchical,
             AlgorithmArg::Chain => Algorithm::Chain,
-            AlgorithmArg::Doubling => Algorithm::Doubling,
             AlgorithmArg::Fastest => Algorithm::Fastest,
         }
     }

@@ -20,7 +20,6 @@
 mod all_gather_hosts;
 mod all_reduce_chain;
 mod all_reduce_direct;
-mod all_reduce_doubling;
 mod all_reduce_one_round;
 mod all_reduce_rails;
 mod all_reduce_ring;
@@ -212,9 +211,6 @@ pub enum Method {
     /// All-reduce over several hosts: the prefix of the fold goes from host to
     /// host.
     AllReduceChain,
-    /// All-reduce: the inputs are collected in `⌈log₂ P⌉` rounds, everyone folds
-    /// all.
-    AllReduceDoubling,
     /// Broadcast to every host once, then inside it.
     BroadcastHosts,
     /// All-gather: every part to every host once, then inside it.
@@ -257,7 +253,7 @@ const fn row(method: Method, collective: Collective, name: &'static str, fold: F
 
 impl Method {
     /// Every method, in wire order.
-    const TABLE: [Row; 22] = [
+    const TABLE: [Row; 21] = [
         row(
             Method::AllReduceDirect,
             Collective::AllReduce,
@@ -348,12 +344,6 @@ impl Method {
             Collective::AllReduce,
             "chain",
             Fold::PerHost,
-        ),
-        row(
-            Method::AllReduceDoubling,
-            Collective::AllReduce,
-            "doubling",
-            Fold::Once,
         ),
         row(
             Method::BroadcastHosts,
@@ -686,7 +676,6 @@ pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
         }
         Method::AllReduceOneRound => all_reduce_one_round::build(spec, rank),
         Method::AllReduceRing => all_reduce_ring::build(spec, rank),
-        Method::AllReduceDoubling => all_reduce_doubling::build(spec, rank),
         Method::BroadcastTree => broadcast_tree::build(spec, rank),
         Method::BroadcastScatter => broadcast_scatter::build(spec, rank),
         Method::BroadcastHosts => broadcast_hosts::build(spec, hosts, rank),
@@ -717,7 +706,6 @@ fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
         }
         Method::AllReduceOneRound => all_reduce_one_round::sent_elems(spec),
         Method::AllReduceRing => all_reduce_ring::sent_elems(spec, rank),
-        Method::AllReduceDoubling => all_reduce_doubling::sent_elems(spec),
         Method::BroadcastTree => broadcast_tree::sent_elems(spec, rank),
         Method::BroadcastScatter => broadcast_scatter::sent_elems(spec, rank),
         Method::BroadcastHosts => broadcast_hosts::sent_elems(spec, hosts, rank),

@@ -184,7 +184,6 @@ fn without_the_dependencies_it_would_break() {
         Method::BroadcastTree,
         Method::AllReduceRails,
         Method::AllReduceChain,
-        Method::AllReduceDoubling,
         Method::BroadcastHosts,
         Method::AllGatherHosts,
         Method::ReduceHosts,

@@ -106,10 +106,6 @@ impl Costs {
                 let moved = card(if h > 2.0 { 2.0 * n } else { (h - 1.0) * n });
                 inside + hops * (wire + segment) + moved.max(core((5.0 + 1.0 / l) * n))
             }
-            Method::AllReduceDoubling => {
-                let rounds = p.log2().ceil();
-                rounds * one + card(l * (p - 1.0) * n) + core((p + 4.0) * n)
-            }
             Method::BroadcastTree => {
                 let rounds = p.log2().ceil();
                 rounds * (one + card(n) + core(2.0 * n))
@@ -178,23 +174,6 @@ mod tests {
                     <= costs.predict(Method::AllReduceDirect, bytes, &hosts)
             };
             assert!(better(kib * 0.95) && !better(kib * 1.05), "{world} ranks");
-        }
-    }
-
-    #[test]
-    fn doubling_pays_where_messages_are_many_and_small() {
-        let costs = Costs::default();
-        let better = |world: usize, bytes| {
-            let hosts = Hosts::of_sizes(&vec![1; world]);
-            costs.predict(Method::AllReduceDoubling, bytes, &hosts)
-                < costs.predict(Method::AllReduceOneRound, bytes, &hosts)
-        };
-        // ⌈log₂ P⌉ latencies of 30 µs against one and P − 2 messages of 4 µs.
-        for world in [2, 4, 8, 16] {
-            assert!(!better(world, 64), "{world}");
-        }
-        for world in [64, 128, 1000] {
-            assert!(better(world, 64), "{world}");
         }
     }
 

@@ -44,9 +44,6 @@ pub enum Algorithm {
     /// bytes between more than two hosts. (f16 and bf16 are rounded once per
     /// host on the way.)
     Chain,
-    /// The inputs are collected in `⌈log₂ P⌉` rounds and everyone folds them
-    /// all: for small data among many hosts. Canonical order.
-    Doubling,
     /// What is predicted to be fastest of all plans, whatever the order of
     /// additions: the same on all ranks, but a run whose wire was measured to be
     /// another, or whose data is cut into other sizes, may have other last bits.
@@ -55,7 +52,7 @@ pub enum Algorithm {
 
 impl Algorithm {
     /// Every choice.
-    pub const ALL: [Algorithm; 9] = [
+    pub const ALL: [Algorithm; 8] = [
         Algorithm::Auto,
         Algorithm::Direct,
         Algorithm::DirectShort,
@@ -63,7 +60,6 @@ impl Algorithm {
         Algorithm::Ring,
         Algorithm::Hierarchical,
         Algorithm::Chain,
-        Algorithm::Doubling,
         Algorithm::Fastest,
     ];
 
@@ -77,7 +73,6 @@ impl Algorithm {
             Algorithm::Ring => "ring",
             Algorithm::Hierarchical => "hierarchical",
             Algorithm::Chain => "chain",
-            Algorithm::Doubling => "doubling",
             Algorithm::Fastest => "fastest",
         }
     }
@@ -91,7 +86,6 @@ impl Algorithm {
             Algorithm::Ring => Some(Method::AllReduceRing),
             Algorithm::Hierarchical => Some(Method::AllReduceRails),
             Algorithm::Chain => Some(Method::AllReduceChain),
-            Algorithm::Doubling => Some(Method::AllReduceDoubling),
         }
     }
 }
@@ -112,7 +106,7 @@ impl std::str::FromStr for Algorithm {
             .ok_or_else(|| {
                 crate::Error::usage(format!(
                     "unknown all-reduce algorithm {text:?}: choose auto, direct, direct-short, one-round, \
-                     ring, hierarchical, chain, doubling or fastest"
+                     ring, hierarchical, chain or fastest"
                 ))
             })
     }
@@ -197,7 +191,6 @@ impl Selector {
                 Method::AllReduceOneRound,
                 Method::AllReduceDirect,
                 Method::AllReduceDirectShort,
-                Method::AllReduceDoubling,
                 Method::AllReduceChain,
             ],
             Collective::Broadcast => &[
@@ -225,7 +218,6 @@ impl Selector {
             Method::AllReduceOneRound => bytes <= ONE_ROUND_MAX_BYTES,
             // Measured with one rank a host.
             Method::AllReduceDirectShort => self.hosts.count() > 2 && !several,
-            Method::AllReduceDoubling => bytes <= ONE_ROUND_MAX_BYTES && self.hosts.count() > 1,
             method if method.rounds_per_host() => several && !wide,
             Method::BroadcastHosts | Method::AllGatherHosts => several,
             _ => true,
@@ -466,9 +458,9 @@ mod tests {
     }
 
     #[test]
-    fn small_data_of_many_hosts_is_collected_by_doubling() {
+    fn small_data_of_many_hosts_takes_one_round() {
         let many = selector(&[1; 64]);
-        assert_eq!(all_reduce(&many, 64), Method::AllReduceDoubling);
+        assert_eq!(all_reduce(&many, 64), Method::AllReduceOneRound);
         assert_eq!(all_reduce(&many, 25 << 20), Method::AllReduceDirect);
         let few = selector(&[1; 8]);
         assert_eq!(all_reduce(&few, 64), Method::AllReduceOneRound);

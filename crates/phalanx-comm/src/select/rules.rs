@@ -7,7 +7,7 @@ use crate::{Error, Result};
 pub(crate) const VARIABLE: &str = "PHALANX_ALGORITHM";
 
 /// What may be prescribed, by the names used in rules and options.
-const NAMES: [(Collective, &str, Method); 18] = [
+const NAMES: [(Collective, &str, Method); 17] = [
     (Collective::AllReduce, "direct", Method::AllReduceDirect),
     (
         Collective::AllReduce,
@@ -27,7 +27,6 @@ const NAMES: [(Collective, &str, Method); 18] = [
         Method::AllReduceRails,
     ),
     (Collective::AllReduce, "chain", Method::AllReduceChain),
-    (Collective::AllReduce, "doubling", Method::AllReduceDoubling),
     (Collective::Broadcast, "tree", Method::BroadcastTree),
     (Collective::Broadcast, "scatter", Method::BroadcastScatter),
     (Collective::Broadcast, "hosts", Method::BroadcastHosts),

@@ -47,13 +47,12 @@ enum Form {
     Message,
 }
 
-const REDUCING: [Form; 10] = [
+const REDUCING: [Form; 9] = [
     Form::AllReduce(Algorithm::Auto),
     Form::AllReduce(Algorithm::Direct),
     Form::AllReduce(Algorithm::DirectShort),
     Form::AllReduce(Algorithm::OneRound),
     Form::AllReduce(Algorithm::Ring),
-    Form::AllReduce(Algorithm::Doubling),
     Form::AllReduceCoalesced,
     Form::Reduce,
     Form::ReduceScatter,
