@@ -55,8 +55,6 @@ pub enum AlgorithmArg {
     Auto,
     /// Each rank adds one chunk of all ranks, then sends it to all
     Direct,
-    /// Like direct, in short segments, for a slow network of more than two hosts
-    DirectShort,
     /// Every rank sends its data to all and adds all; lowest latency
     OneRound,
     /// Ring: each rank exchanges data with its neighbours only
@@ -423,7 +421,6 @@ impl RankArgs {
         match self.algorithm {
             AlgorithmArg::Auto => Algorithm::Auto,
             AlgorithmArg::Direct => Algorithm::Direct,
-            AlgorithmArg::DirectShort => Algorithm::DirectShort,
             AlgorithmArg::OneRound => Algorithm::OneRound,
             AlgorithmArg::Ring => Algorithm::Ring,
             AlgorithmArg::Hierarchical => Algorithm::Hierarchical,

@@ -180,6 +180,7 @@ impl Runner {
         let batch = Operation {
             collective: first.collective,
             method: first.method,
+            short_segments: false,
             automatic: false,
             dtype: first.dtype,
             op: None,

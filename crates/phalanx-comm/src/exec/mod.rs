@@ -190,6 +190,7 @@ impl Executor {
                     elem_bytes,
                     root: operation.root,
                     target: operation.target,
+                    short_segments: operation.short_segments,
                 },
                 prepare,
             )?,

@@ -521,6 +521,7 @@ impl ProcessGroup {
         Operation {
             collective: method.collective(),
             method,
+            short_segments: selector.has_short_segments(method, bytes),
             automatic: prescribed.is_none() && selector.hosts().count() <= 1,
             dtype: Some(T::DTYPE),
             op: None,

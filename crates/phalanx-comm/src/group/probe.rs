@@ -86,6 +86,7 @@ fn all_reduce<T>(
     let operation = Operation {
         collective: method.collective(),
         method,
+        short_segments: false,
         automatic: false,
         dtype: Some(dtype),
         op: Some(op),

@@ -26,6 +26,8 @@ pub(crate) struct Limits {
 pub(crate) struct Operation {
     pub(crate) collective: Collective,
     pub(crate) method: Method,
+    /// As [`Spec::short_segments`](crate::plan::Spec::short_segments).
+    pub(crate) short_segments: bool,
     /// Whether the method may be replaced by shared memory: nobody asked for
     /// this one.
     pub(crate) automatic: bool,

@@ -1,8 +1,7 @@
 //! All-reduce, direct: reduce-scatter by chunk owners, then all-gather, a
 //! segment of every chunk at a time.
 //!
-//! With *short* segments ([`Method::AllReduceDirectShort`]) no connection gets far
-//! ahead of the others that share a card with it, which the last ones would
+//! With [short segments](Spec::short_segments) no connection gets far ahead of the others that share a card with it, which the last ones would
 //! then have to themselves; on a fast wire their number costs more than that.
 //!
 //! *Steps:* 2 rounds for every segment of a chunk, each with up to `P − 1`
@@ -17,7 +16,7 @@
 //! folded while it is still in the cache.
 //! *Source:* docs/design/collectives.md §4, "direct reduce-scatter + all-gather".
 
-use super::{Buf, Method, Part, RankPlan, Round, Spec, rotation, slot};
+use super::{Buf, Part, RankPlan, Round, Spec, rotation, slot};
 
 /// Bytes of a chunk that are folded at once, at most: these and what arrives
 /// meanwhile should stay in a core's L2 cache.
@@ -35,25 +34,25 @@ const SEGMENTS: usize = 4;
 const LAG: usize = 2;
 
 /// The longest that a segment may be.
-const fn most_bytes(method: Method) -> usize {
-    match method {
-        Method::AllReduceDirectShort => SEGMENT_MIN_BYTES,
-        _ => SEGMENT_MAX_BYTES,
+const fn most_bytes(is_short: bool) -> usize {
+    match is_short {
+        true => SEGMENT_MIN_BYTES,
+        false => SEGMENT_MAX_BYTES,
     }
 }
 
 /// Bytes of a segment of a chunk of `chunk_bytes`, about.
-pub(crate) fn segment_bytes(method: Method, chunk_bytes: usize) -> usize {
+pub(crate) fn segment_bytes(chunk_bytes: usize, is_short: bool) -> usize {
     chunk_bytes
         .div_ceil(SEGMENTS)
-        .clamp(SEGMENT_MIN_BYTES, most_bytes(method))
+        .clamp(SEGMENT_MIN_BYTES, most_bytes(is_short))
 }
 
 /// Elements of a segment, the same on all ranks.
 pub(super) fn segment_elems(spec: &Spec, longest: usize) -> usize {
     spec.segment_elems(
         longest.div_ceil(SEGMENTS),
-        SEGMENT_MIN_BYTES..=most_bytes(spec.method),
+        SEGMENT_MIN_BYTES..=most_bytes(spec.short_segments),
     )
 }
 

@@ -142,6 +142,7 @@ mod tests {
                     elem_bytes: 4,
                     root: 0,
                     target: 0,
+                    short_segments: false,
                 };
                 let mut all: Vec<Range<usize>> = Vec::new();
                 for unit in units(&spec, &hosts) {
@@ -181,6 +182,7 @@ mod tests {
             elem_bytes: 4,
             root: 0,
             target: 0,
+            short_segments: false,
         };
         let units = units(&spec, &hosts);
         assert_eq!(units.len(), 1);

@@ -219,8 +219,6 @@ pub enum Method {
     ReduceHosts,
     /// Reduce-scatter: the prefix of the fold passes every host once.
     ReduceScatterHosts,
-    /// [`Method::AllReduceDirect`] in short segments.
-    AllReduceDirectShort,
 }
 
 /// How a method adds.
@@ -253,7 +251,7 @@ const fn row(method: Method, collective: Collective, name: &'static str, fold: F
 
 impl Method {
     /// Every method, in wire order.
-    const TABLE: [Row; 21] = [
+    const TABLE: [Row; 20] = [
         row(
             Method::AllReduceDirect,
             Collective::AllReduce,
@@ -369,12 +367,6 @@ impl Method {
             "hosts",
             Fold::PerHost,
         ),
-        row(
-            Method::AllReduceDirectShort,
-            Collective::AllReduce,
-            "direct-short",
-            Fold::Once,
-        ),
     ];
 
     const fn row(self) -> &'static Row {
@@ -438,6 +430,8 @@ pub struct Spec {
     pub root: usize,
     /// The receiver of a point-to-point transfer; otherwise 0.
     pub target: usize,
+    /// Whether [`Method::AllReduceDirect`] cuts chunks into short segments.
+    pub short_segments: bool,
 }
 
 impl Spec {
@@ -671,9 +665,7 @@ pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
     match spec.method {
         Method::AllReduceRails => all_reduce_rails::build(spec, hosts, rank),
         Method::AllReduceChain => all_reduce_chain::build(spec, hosts, rank),
-        Method::AllReduceDirect | Method::AllReduceDirectShort => {
-            all_reduce_direct::build(spec, rank)
-        }
+        Method::AllReduceDirect => all_reduce_direct::build(spec, rank),
         Method::AllReduceOneRound => all_reduce_one_round::build(spec, rank),
         Method::AllReduceRing => all_reduce_ring::build(spec, rank),
         Method::BroadcastTree => broadcast_tree::build(spec, rank),
@@ -701,9 +693,7 @@ fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
     match spec.method {
         Method::AllReduceRails => all_reduce_rails::sent_elems(spec, hosts, rank),
         Method::AllReduceChain => all_reduce_chain::sent_elems(spec, hosts, rank),
-        Method::AllReduceDirect | Method::AllReduceDirectShort => {
-            all_reduce_direct::sent_elems(spec, rank)
-        }
+        Method::AllReduceDirect => all_reduce_direct::sent_elems(spec, rank),
         Method::AllReduceOneRound => all_reduce_one_round::sent_elems(spec),
         Method::AllReduceRing => all_reduce_ring::sent_elems(spec, rank),
         Method::BroadcastTree => broadcast_tree::sent_elems(spec, rank),

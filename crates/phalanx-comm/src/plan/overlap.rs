@@ -146,14 +146,22 @@ fn specs() -> Vec<Spec> {
         for world in [2, 3, 4, 5] {
             // Large enough for many segments, where there are any.
             for count in [7, 1000, (9 * world) << 16] {
-                all.push(Spec {
+                let spec = Spec {
                     method,
                     world,
                     count,
                     elem_bytes: 4,
                     root: 0,
                     target: 1,
-                });
+                    short_segments: false,
+                };
+                all.push(spec);
+                if method == Method::AllReduceDirect {
+                    all.push(Spec {
+                        short_segments: true,
+                        ..spec
+                    });
+                }
             }
         }
     }
@@ -178,7 +186,6 @@ fn any_order_that_is_left_keeps_the_promise() {
 fn without_the_dependencies_it_would_break() {
     for method in [
         Method::AllReduceDirect,
-        Method::AllReduceDirectShort,
         Method::AllReduceOneRound,
         Method::AllReduceRing,
         Method::BroadcastTree,
@@ -197,6 +204,7 @@ fn without_the_dependencies_it_would_break() {
             elem_bytes: 4,
             root: 0,
             target: 0,
+            short_segments: false,
         };
         let broken = |seed| {
             let mut orders = orders(&spec, &hosts);
@@ -219,6 +227,7 @@ fn a_signal_waits_for_the_signals_before_it() {
             elem_bytes: 1,
             root: 0,
             target: 0,
+            short_segments: false,
         };
         for rank in 0..world {
             let order = Order::of(&build_on(&spec, &Hosts::one(world), rank));

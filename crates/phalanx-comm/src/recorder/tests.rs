@@ -16,6 +16,7 @@ fn operation(count: usize, label: Option<&Arc<str>>) -> Operation {
     Operation {
         collective: Collective::AllReduce,
         method: Method::AllReduceDirect,
+        short_segments: false,
         automatic: true,
         dtype: Some(DType::F32),
         op: Some(ReduceOp::Sum),

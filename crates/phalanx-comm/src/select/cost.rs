@@ -73,22 +73,6 @@ impl Costs {
             Method::AllReduceDirect => {
                 2.0 * all + card(2.0 * l * far_share * n).max(core((5.0 + 1.0 / p) * n))
             }
-            Method::AllReduceDirectShort => {
-                let peers = p - l;
-                let segment = |method| direct_segment_bytes(method, bytes / world) as f64;
-                let long = segment(Method::AllReduceDirect);
-                let short = segment(Method::AllReduceDirectShort);
-                // What connections that share a card lose by getting ahead of each other: four
-                // segments, as measured with four hosts at 1 Gbit/s. In exchange every segment
-                // is a message more to each peer, twice.
-                let even = card(4.0 * (long - short));
-                let messages = 2.0 * peers * n / p * (1.0 / short - 1.0 / long);
-                let direct = self.predict(Method::AllReduceDirect, bytes, hosts);
-                // What is under way at once, a scatter and a gather each, must last for both
-                // latencies.
-                let windows = n / p / short / (WINDOW as f64 / 2.0);
-                (direct + messages * self.wire_message_s - even).max(windows * 2.0 * one)
-            }
             Method::AllReduceRing => {
                 let moved = 2.0 * (p - 1.0) / p * n;
                 2.0 * (p - 1.0) * one + card(moved).max(core(5.0 * n))
@@ -155,6 +139,28 @@ impl Costs {
             Method::Barrier => p.log2().ceil() * one,
             Method::PointToPoint => one + card(n) + core(2.0 * n),
         }
+    }
+
+    /// Whether short segments make [`Method::AllReduceDirect`] faster.
+    pub(crate) fn prefers_short_segments(&self, bytes: usize, hosts: &Hosts) -> bool {
+        // Measured with one rank a host.
+        if hosts.count() <= 2 || hosts.most_ranks() > 1 {
+            return false;
+        }
+        let (n, p) = (bytes as f64, hosts.world() as f64);
+        let segment = |is_short| direct_segment_bytes(bytes / hosts.world(), is_short) as f64;
+        let (long, short) = (segment(false), segment(true));
+        // What connections that share a card lose by getting ahead of each other: four
+        // segments, as measured with four hosts at 1 Gbit/s. In exchange every segment
+        // is a message more to each peer, twice.
+        let even = 4.0 * (long - short) / self.wire_bytes_per_s;
+        let messages = 2.0 * (p - 1.0) * n / p * (1.0 / short - 1.0 / long);
+        // What is under way at once, a scatter and a gather each, must last for both
+        // latencies.
+        let windows = n / p / short / (WINDOW as f64 / 2.0);
+        messages * self.wire_message_s < even
+            && windows * 2.0 * self.wire_latency_s
+                < self.predict(Method::AllReduceDirect, bytes, hosts)
     }
 }
 

@@ -27,8 +27,6 @@ pub enum Algorithm {
     /// Reduce-scatter by chunk owners, then all-gather: two rounds, least
     /// bytes, canonical order.
     Direct,
-    /// The same in short segments, for a slow wire between more than two hosts.
-    DirectShort,
     /// Everyone sends everything to everyone and folds it all: one round,
     /// canonical order.
     OneRound,
@@ -52,10 +50,9 @@ pub enum Algorithm {
 
 impl Algorithm {
     /// Every choice.
-    pub const ALL: [Algorithm; 8] = [
+    pub const ALL: [Algorithm; 7] = [
         Algorithm::Auto,
         Algorithm::Direct,
-        Algorithm::DirectShort,
         Algorithm::OneRound,
         Algorithm::Ring,
         Algorithm::Hierarchical,
@@ -68,7 +65,6 @@ impl Algorithm {
         match self {
             Algorithm::Auto => "auto",
             Algorithm::Direct => "direct",
-            Algorithm::DirectShort => "direct-short",
             Algorithm::OneRound => "one-round",
             Algorithm::Ring => "ring",
             Algorithm::Hierarchical => "hierarchical",
@@ -81,7 +77,6 @@ impl Algorithm {
         match self {
             Algorithm::Auto | Algorithm::Fastest => None,
             Algorithm::Direct => Some(Method::AllReduceDirect),
-            Algorithm::DirectShort => Some(Method::AllReduceDirectShort),
             Algorithm::OneRound => Some(Method::AllReduceOneRound),
             Algorithm::Ring => Some(Method::AllReduceRing),
             Algorithm::Hierarchical => Some(Method::AllReduceRails),
@@ -105,8 +100,8 @@ impl std::str::FromStr for Algorithm {
             .find(|a| a.name() == name)
             .ok_or_else(|| {
                 crate::Error::usage(format!(
-                    "unknown all-reduce algorithm {text:?}: choose auto, direct, direct-short, one-round, \
-                     ring, hierarchical, chain or fastest"
+                    "unknown all-reduce algorithm {text:?}: choose auto, direct, one-round, ring, \
+                     hierarchical, chain or fastest"
                 ))
             })
     }
@@ -179,6 +174,11 @@ impl Selector {
         self.costs.predict(method, bytes, &self.hosts)
     }
 
+    /// Whether `method` takes `bytes` per rank in short segments.
+    pub(crate) fn has_short_segments(&self, method: Method, bytes: usize) -> bool {
+        method == Method::AllReduceDirect && self.costs.prefers_short_segments(bytes, &self.hosts)
+    }
+
     /// What is chosen from for a collective of `bytes` per rank without a rule.
     pub fn candidates(
         &self,
@@ -190,7 +190,6 @@ impl Selector {
             Collective::AllReduce => &[
                 Method::AllReduceOneRound,
                 Method::AllReduceDirect,
-                Method::AllReduceDirectShort,
                 Method::AllReduceChain,
             ],
             Collective::Broadcast => &[
@@ -216,8 +215,6 @@ impl Selector {
         let wide = matches!(dtype, DType::F16 | DType::Bf16);
         all.iter().copied().filter(move |method| match method {
             Method::AllReduceOneRound => bytes <= ONE_ROUND_MAX_BYTES,
-            // Measured with one rank a host.
-            Method::AllReduceDirectShort => self.hosts.count() > 2 && !several,
             method if method.rounds_per_host() => several && !wide,
             Method::BroadcastHosts | Method::AllGatherHosts => several,
             _ => true,
@@ -393,23 +390,28 @@ mod tests {
                 wire_bytes_per_s: gbit * 1e9 / 8.0,
                 ..Costs::default()
             });
-            all_reduce(&selector, bytes)
+            let method = all_reduce(&selector, bytes);
+            (method, selector.has_short_segments(method, bytes))
         };
+        let (long, short) = (
+            (Method::AllReduceDirect, false),
+            (Method::AllReduceDirect, true),
+        );
         let at = |sizes: &[usize], gbit, bytes| over(sizes, gbit, 30e-6, bytes);
         for hosts in [3, 4, 16] {
             let sizes = vec![1; hosts];
-            assert_eq!(at(&sizes, 1.0, 25 << 20), Method::AllReduceDirectShort);
-            assert_eq!(at(&sizes, 10.0, 25 << 20), Method::AllReduceDirect);
+            assert_eq!(at(&sizes, 1.0, 25 << 20), short);
+            assert_eq!(at(&sizes, 10.0, 25 << 20), long);
             // A chunk has few segments anyway.
-            assert_eq!(at(&sizes, 1.0, 512 << 10), Method::AllReduceDirect);
+            assert_eq!(at(&sizes, 1.0, 512 << 10), long);
         }
         // Too little would be under way.
         let far = |latency_s| over(&[1; 4], 1.0, latency_s, 25 << 20);
-        assert_eq!(far(5e-3), Method::AllReduceDirectShort);
-        assert_eq!(far(50e-3), Method::AllReduceDirect);
+        assert_eq!(far(5e-3), short);
+        assert_eq!(far(50e-3), long);
         // Nothing shares a card.
-        assert_eq!(at(&[1, 1], 1.0, 25 << 20), Method::AllReduceDirect);
-        assert_ne!(at(&[4, 4, 4], 1.0, 25 << 20), Method::AllReduceDirectShort);
+        assert_eq!(at(&[1, 1], 1.0, 25 << 20), long);
+        assert!(!at(&[4, 4, 4], 1.0, 25 << 20).1);
     }
 
     #[test]

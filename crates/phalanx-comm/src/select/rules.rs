@@ -7,13 +7,8 @@ use crate::{Error, Result};
 pub(crate) const VARIABLE: &str = "PHALANX_ALGORITHM";
 
 /// What may be prescribed, by the names used in rules and options.
-const NAMES: [(Collective, &str, Method); 17] = [
+const NAMES: [(Collective, &str, Method); 16] = [
     (Collective::AllReduce, "direct", Method::AllReduceDirect),
-    (
-        Collective::AllReduce,
-        "direct-short",
-        Method::AllReduceDirectShort,
-    ),
     (
         Collective::AllReduce,
         "one-round",

@@ -301,6 +301,7 @@ impl<'a, 'b> Run<'a, 'b> {
             elem_bytes: self.elem_bytes,
             root: self.operation.root,
             target: self.operation.target,
+            short_segments: false,
         }
     }
 

@@ -37,6 +37,7 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
     let operation = Operation {
         collective: Collective::AllReduce,
         method: Method::AllReduceDirect,
+        short_segments: false,
         automatic: true,
         dtype: Some(DType::F32),
         op: Some(ReduceOp::Sum),

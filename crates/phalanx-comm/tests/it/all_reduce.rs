@@ -25,12 +25,7 @@ fn long_data_equals_the_serial_fold() {
 fn all_ranks_bitwise_equal() {
     // Also where numbers are not numbers: every rank holds the same bits.
     for over in EVERYWHERE {
-        for algorithm in [
-            Algorithm::Direct,
-            Algorithm::DirectShort,
-            Algorithm::OneRound,
-            Algorithm::Ring,
-        ] {
+        for algorithm in [Algorithm::Direct, Algorithm::OneRound, Algorithm::Ring] {
             let results = on_each(groups(over, 3), |group| {
                 let mut data: Vec<f32> = values(group.rank(), 3000);
                 data[7] = f32::NAN;

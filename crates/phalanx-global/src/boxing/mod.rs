@@ -438,6 +438,7 @@ fn all_reduce_bytes(selector: &Selector, elems: usize, rank: usize) -> usize {
         elem_bytes: ELEM_BYTES,
         root: 0,
         target: 0,
+        short_segments: false,
     };
     let plan = plan::build_on(&spec, hosts, rank);
     let sends = plan.rounds.iter().flat_map(|round| &round.sends);

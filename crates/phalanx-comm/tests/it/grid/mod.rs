@@ -47,10 +47,9 @@ enum Form {
     Message,
 }
 
-const REDUCING: [Form; 9] = [
+const REDUCING: [Form; 8] = [
     Form::AllReduce(Algorithm::Auto),
     Form::AllReduce(Algorithm::Direct),
-    Form::AllReduce(Algorithm::DirectShort),
     Form::AllReduce(Algorithm::OneRound),
     Form::AllReduce(Algorithm::Ring),
     Form::AllReduceCoalesced,
@@ -303,6 +302,7 @@ fn ring_fold<T: Value>(op: ReduceOp, inputs: &[Vec<T>], count: usize) -> Vec<T> 
         elem_bytes: size_of::<T>(),
         root: 0,
         target: 0,
+        short_segments: false,
     };
     let mut result = inputs[0][..count].to_vec();
     for chunk in (0..world).filter(|_| world > 1) {
