@@ -79,7 +79,7 @@ pub struct Header {
     pub seq: u64,
     /// Step of the plan within the operation.
     pub step: u32,
-    /// Number of the parallel stream between two ranks.
+    /// Which connection of the pair: 0 for data, 1 for control.
     pub stream: u16,
     /// Root rank of a rooted collective, otherwise 0.
     pub root: u32,

@@ -70,7 +70,7 @@ impl Backend for Native {
     }
 
     fn look(&mut self) -> Result<()> {
-        let nothing = vec![Interest::default(); self.mesh.lanes()];
+        let nothing = vec![Interest::default(); self.mesh.world()];
         self.mesh.idle(&nothing, 1, Instant::now())
     }
 

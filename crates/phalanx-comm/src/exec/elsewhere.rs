@@ -43,7 +43,7 @@ impl Elsewhere {
         let Some(shm) = shm else { return Ok(false) };
         let found = (0..shm.world())
             .filter(|&peer| peer != rank)
-            .filter(|&peer| want.iter().skip(peer).step_by(shm.world()).any(|w| w.any()))
+            .filter(|&peer| want[peer].any())
             .find_map(|peer| Some((peer, shm.ahead(peer)?)));
         match found {
             // Never the same: ours is a message.

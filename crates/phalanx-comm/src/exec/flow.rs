@@ -1,6 +1,6 @@
 //! A plan under way: which frames travel on which lane, and what may run now.
 //!
-//! A *lane* is one direction of one stream with one peer. Transfers are cut
+//! A *lane* is one direction of the link to one peer. Transfers are cut
 //! into frames; the frames of a lane are sent and received in the order of the
 //! plan. Both sides cut alike, from the plan and the frame size alone.
 
@@ -11,9 +11,6 @@ use crate::plan::{Part, RankPlan};
 
 use super::transfer::{Frame, Receiver, Sender};
 
-/// Pieces shorter than this are not worth a second stream (docs/design/collectives.md §4).
-const STRIPE_MIN_BYTES: usize = 64 << 10;
-
 /// How transfers are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Cut {
@@ -22,27 +19,16 @@ pub(super) struct Cut {
 }
 
 impl Cut {
-    /// Bytes of all frames but the last of a transfer.
-    fn frame_bytes(&self, total: usize, streams: usize) -> usize {
-        if streams <= 1 {
-            return self.segment_bytes;
-        }
-        let share = total.div_ceil(streams).next_multiple_of(64);
-        share.max(STRIPE_MIN_BYTES).min(self.segment_bytes)
-    }
-
     /// The frames of a transfer of `total` bytes in round `step`. Nothing still
     /// makes one, empty, frame.
     pub(super) fn frames(
         &self,
         step: u32,
         total: usize,
-        streams: usize,
     ) -> impl ExactSizeIterator<Item = Frame> + use<> {
-        let frame_bytes = self.frame_bytes(total, streams);
+        let frame_bytes = self.segment_bytes;
         (0..total.div_ceil(frame_bytes).max(1)).map(move |k| Frame {
             step,
-            stream: (k % streams) as u16,
             offset: (k * frame_bytes) as u64,
             // At most MAX_FRAME_BYTES: segment_bytes is clamped to it.
             length: frame_bytes.min(total - k * frame_bytes) as u32,
@@ -60,11 +46,10 @@ pub(super) struct Piece {
     pub(super) part: Part,
 }
 
-/// The frames of one direction of one stream with one peer.
+/// The frames of one direction of the link to one peer.
 #[derive(Clone, Debug)]
 pub(super) struct Lane {
     pub(super) peer: usize,
-    pub(super) stream: usize,
     pub(super) pieces: Vec<Piece>,
 }
 
@@ -78,8 +63,7 @@ pub(super) struct Schedule {
 }
 
 impl Schedule {
-    /// `streams` says how many streams there are with a peer.
-    pub(super) fn new(plan: &RankPlan, cut: Cut, streams: impl Fn(usize) -> usize) -> Schedule {
+    pub(super) fn new(plan: &RankPlan, cut: Cut) -> Schedule {
         let order = Order::of(plan);
         let mut pieces = vec![1u32; order.steps.len()];
         let (mut tx, mut rx) = (Vec::new(), Vec::new());
@@ -89,9 +73,8 @@ impl Schedule {
                 Step::Recv(i) => (&mut rx, &plan.rounds[round as usize].recvs[i]),
                 Step::Local(_) => continue,
             };
-            let streams = streams(transfer.peer);
             let total = transfer.part.len * cut.elem_bytes;
-            let frames = cut.frames(round, total, streams);
+            let frames = cut.frames(round, total);
             pieces[at] = frames.len() as u32;
             for frame in frames {
                 let piece = Piece {
@@ -99,8 +82,7 @@ impl Schedule {
                     frame,
                     part: transfer.part,
                 };
-                let stream = usize::from(frame.stream);
-                lane(lanes, transfer.peer, stream).pieces.push(piece);
+                lane(lanes, transfer.peer).pieces.push(piece);
             }
         }
         Schedule {
@@ -112,16 +94,13 @@ impl Schedule {
     }
 }
 
-/// The lane of a stream; lanes are in the order in which the plan first uses
+/// The lane of a peer; lanes are in the order in which the plan first uses
 /// them, which is rotated so that ranks do not all begin with the same peer.
-fn lane(lanes: &mut Vec<Lane>, peer: usize, stream: usize) -> &mut Lane {
-    let at = lanes
-        .iter()
-        .position(|lane| (lane.peer, lane.stream) == (peer, stream));
+fn lane(lanes: &mut Vec<Lane>, peer: usize) -> &mut Lane {
+    let at = lanes.iter().position(|lane| lane.peer == peer);
     let at = at.unwrap_or_else(|| {
         lanes.push(Lane {
             peer,
-            stream,
             pieces: Vec::new(),
         });
         lanes.len() - 1

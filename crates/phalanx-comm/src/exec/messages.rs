@@ -42,11 +42,10 @@ impl Message<'_> {
     }
 }
 
-/// The frames of one direction of one stream with one peer, in order; each
-/// belongs to a message.
+/// The frames of one direction of the link to one peer, in order; each belongs to
+/// a message.
 struct Lane<S> {
     peer: usize,
-    stream: usize,
     frames: VecDeque<(usize, Frame)>,
     side: S,
 }
@@ -59,34 +58,27 @@ fn enqueue<S>(
     frames: impl Iterator<Item = Frame>,
     new: fn() -> S,
 ) {
-    for frame in frames {
-        let stream = usize::from(frame.stream);
-        let at = lanes
-            .iter()
-            .position(|lane| (lane.peer, lane.stream) == (peer, stream))
-            .unwrap_or_else(|| {
-                lanes.push(Lane {
-                    peer,
-                    stream,
-                    frames: VecDeque::new(),
-                    side: new(),
-                });
-                lanes.len() - 1
-            });
-        lanes[at].frames.push_back((index, frame));
-    }
+    let at = lanes.iter().position(|lane| lane.peer == peer);
+    let at = at.unwrap_or_else(|| {
+        lanes.push(Lane {
+            peer,
+            frames: VecDeque::new(),
+            side: new(),
+        });
+        lanes.len() - 1
+    });
+    lanes[at].frames.extend(frames.map(|frame| (index, frame)));
 }
 
 impl Executor {
     /// Writes to `want` the lanes that are not through.
     fn want_lanes<S, R>(&mut self, tx: &[Lane<S>], rx: &[Lane<R>]) {
-        let world = self.world;
         self.want.fill(Interest::default());
         for lane in tx {
-            self.want[lane.stream * world + lane.peer].send = true;
+            self.want[lane.peer].send = true;
         }
         for lane in rx {
-            self.want[lane.stream * world + lane.peer].recv = true;
+            self.want[lane.peer].recv = true;
         }
     }
 
@@ -98,7 +90,7 @@ impl Executor {
         context: &mut RunContext<'_>,
     ) -> Error {
         self.want_lanes(tx, rx);
-        context.flight.waiting(&self.want, self.world);
+        context.flight.waiting(&self.want);
         // A peer may itself be waiting, so only a lone one is blamed.
         let (late, only) = self.late(context, "");
         let late = Error::timeout(late);
@@ -117,7 +109,7 @@ impl Executor {
         messages: &mut [Message<'_>],
         signatures: &[Signature],
     ) -> Result<()> {
-        let (world, deadline) = (self.world, context.deadline);
+        let deadline = context.deadline;
         let cut = Cut {
             segment_bytes: self.segment_bytes,
             // Messages are cut by bytes; nothing here counts elements.
@@ -125,7 +117,7 @@ impl Executor {
         };
         let (mut tx, mut rx) = (Vec::new(), Vec::new());
         for (index, message) in messages.iter().enumerate() {
-            let frames = cut.frames(0, message.bytes(), mesh.streams(message.peer));
+            let frames = cut.frames(0, message.bytes());
             match message.data {
                 Data::Send(_) => enqueue(&mut tx, index, message.peer, frames, Sender::new),
                 Data::Recv(_) => enqueue(&mut rx, index, message.peer, frames, Receiver::new),
@@ -146,7 +138,7 @@ impl Executor {
                 };
                 let start = frame.offset as usize;
                 let payload = &bytes[start..start + frame.length as usize];
-                let link = mesh.link(lane.stream * world + lane.peer);
+                let link = mesh.link(lane.peer);
                 let progress = lane.side.step(link, frame, payload, &contexts[*index])?;
                 moved |= progress.moved;
                 if progress.done {
@@ -164,7 +156,7 @@ impl Executor {
                 };
                 let start = frame.offset as usize;
                 let place = &mut bytes[start..start + frame.length as usize];
-                let link = mesh.link(lane.stream * world + lane.peer);
+                let link = mesh.link(lane.peer);
                 let frames = &contexts[*index];
                 let progress = lane.side.step(link, lane.peer, frame, place, frames)?;
                 moved |= progress.moved;
@@ -190,7 +182,7 @@ impl Executor {
             }
             self.want_lanes(&tx, &rx);
             if context.flight.notes_wait(spins) {
-                context.flight.waiting(&self.want, world);
+                context.flight.waiting(&self.want);
             }
             let now = Instant::now();
             if deadline.has_passed(now, 0, context.flight) {
@@ -206,20 +198,12 @@ impl Executor {
                 continue;
             }
             let since = *still_since.get_or_insert(now);
-            // Of several streams to one peer, the message that is due first.
-            let due = |peer, lanes: &mut dyn Iterator<Item = (usize, usize)>| {
-                let of_peer = lanes.filter(|(other, _)| *other == peer);
-                of_peer.map(|(_, index)| signatures[index].seq).min()
-            };
-            let awaits = (0..world).filter_map(|peer| {
-                let lanes = tx
-                    .iter()
-                    .filter_map(|lane| Some((lane.peer, next(&lane.frames)?)));
-                let gives = due(peer, &mut { lanes });
-                let lanes = rx
-                    .iter()
-                    .filter_map(|lane| Some((lane.peer, next(&lane.frames)?)));
-                let takes = due(peer, &mut { lanes });
+            let awaits = (0..self.world).filter_map(|peer| {
+                let seq = |index: usize| signatures[index].seq;
+                let gives = tx.iter().find(|lane| lane.peer == peer);
+                let gives = gives.and_then(|lane| next(&lane.frames)).map(seq);
+                let takes = rx.iter().find(|lane| lane.peer == peer);
+                let takes = takes.and_then(|lane| next(&lane.frames)).map(seq);
                 (gives.is_some() || takes.is_some()).then_some(Awaited {
                     peer,
                     data: takes.is_some(),

@@ -98,7 +98,7 @@ pub(crate) struct Executor {
     plans: PlanCache,
     scratch: Scratch,
     flow: Flow,
-    /// Per lane of the mesh.
+    /// By rank.
     want: Vec<Interest>,
     sources: Sources,
     bytes_sent: Arc<[AtomicU64]>,
@@ -133,7 +133,7 @@ impl Executor {
             plans: PlanCache::new(mesh.rank(), mesh.hosts().clone()),
             scratch: Scratch::new(),
             flow: Flow::default(),
-            want: vec![Interest::default(); mesh.lanes()],
+            want: vec![Interest::default(); world],
             sources: Sources(Vec::with_capacity(world)),
             bytes_sent: (0..world).map(|_| AtomicU64::new(0)).collect(),
         }
@@ -179,7 +179,7 @@ impl Executor {
             segment_bytes: self.segment_bytes,
             elem_bytes,
         };
-        let prepare = |plan: &RankPlan| Schedule::new(plan, cut, |peer| mesh.streams(peer));
+        let prepare = |plan: &RankPlan| Schedule::new(plan, cut);
         let prepared = match &operation.plan {
             Some(plan) => Arc::new(Prepared::new((**plan).clone(), signature, prepare)?),
             None => self.plans.get(
@@ -282,12 +282,12 @@ impl Executor {
                     // Of later rounds ranks may be waited for that wait themselves.
                     let base = self.flow.base;
                     self.note_wanted(schedule, |_, piece| piece.frame.step as usize == base);
-                    context.flight.waiting(&self.want, self.world);
+                    context.flight.waiting(&self.want);
                 }
                 self.note_wanted(schedule, |flow, piece| flow.may_run(piece));
                 let since = *still_since.get_or_insert(now);
                 let want = std::mem::take(&mut self.want);
-                let awaits = awaited(&want, self.world, context.signature);
+                let awaits = awaited(&want, context.signature);
                 let signature = context.signature;
                 self.compare_if_stalled(&mut context, signature, awaits, (since, now));
                 self.want = want;
@@ -343,7 +343,6 @@ impl Executor {
         context: &Context<'_>,
     ) -> Result<bool> {
         let mut moved = false;
-        let world = self.world;
         for (i, lane) in schedule.tx.iter().enumerate() {
             let Some(piece) = lane.pieces.get(self.flow.tx[i].0) else {
                 continue;
@@ -361,7 +360,7 @@ impl Executor {
                 std::slice::from_raw_parts(non_null(start), length)
             };
             let (next, sender) = &mut self.flow.tx[i];
-            let link = mesh.link(lane.stream * world + lane.peer);
+            let link = mesh.link(lane.peer);
             let progress = sender.step(link, &piece.frame, payload, context)?;
             moved |= progress.moved;
             if progress.done {
@@ -390,7 +389,7 @@ impl Executor {
                 )
             };
             let (next, receiver) = &mut self.flow.rx[i];
-            let link = mesh.link(lane.stream * world + lane.peer);
+            let link = mesh.link(lane.peer);
             let progress = receiver.step(link, lane.peer, &piece.frame, place, context)?;
             moved |= progress.moved;
             if progress.done {
@@ -403,18 +402,16 @@ impl Executor {
 
     /// Writes to `want` the lanes whose next piece is `wanted`.
     fn note_wanted(&mut self, schedule: &Schedule, wanted: impl Fn(&Flow, &Piece) -> bool) {
-        let world = self.world;
         self.want.fill(Interest::default());
         for (lane, (next, _)) in schedule.tx.iter().zip(&self.flow.tx) {
             let piece = lane.pieces.get(*next);
-            self.want[lane.stream * world + lane.peer].send =
-                piece.is_some_and(|piece| wanted(&self.flow, piece));
+            self.want[lane.peer].send = piece.is_some_and(|piece| wanted(&self.flow, piece));
         }
         for (lane, (next, receiver)) in schedule.rx.iter().zip(&self.flow.rx) {
             let Some(piece) = lane.pieces.get(*next) else {
                 continue;
             };
-            let want = &mut self.want[lane.stream * world + lane.peer];
+            let want = &mut self.want[lane.peer];
             want.recv = wanted(&self.flow, piece);
             want.coming_bytes = receiver.coming_bytes(&piece.frame);
         }
@@ -426,26 +423,19 @@ impl Executor {
     fn timeout(&mut self, schedule: &Schedule, context: &mut RunContext<'_>) -> Error {
         let base = self.flow.base;
         self.note_wanted(schedule, |_, piece| piece.frame.step as usize == base);
-        context.flight.waiting(&self.want, self.world);
+        context.flight.waiting(&self.want);
         let (late, only) = self.late(context, echo(base));
         missed(late, only, base)
     }
 
     /// Says who is wanted and what of, and who it is if that is only one.
     fn late(&self, context: &RunContext<'_>, echo: &str) -> (String, Option<usize>) {
-        let world = self.world;
-        let missing: Vec<(usize, &str)> = (0..world)
-            .filter_map(|peer| {
-                let lanes = self.want.iter().skip(peer).step_by(world);
-                let (send, recv) = lanes.fold((false, false), |(send, recv), want| {
-                    (send || want.send, recv || want.recv)
-                });
-                let what = match (send, recv) {
-                    (false, false) => return None,
-                    (true, false) => "to take data",
-                    (_, true) => "to send data",
-                };
-                Some((peer, what))
+        let wanted = self.want.iter().enumerate();
+        let missing: Vec<(usize, &str)> = wanted
+            .filter_map(|(peer, want)| match (want.send, want.recv) {
+                (false, false) => None,
+                (true, false) => Some((peer, "to take data")),
+                (_, true) => Some((peer, "to send data")),
             })
             .collect();
         let ranks: Vec<usize> = missing.iter().map(|(peer, _)| *peer).collect();
@@ -517,20 +507,15 @@ impl Executor {
 /// For whom `want` waits in one operation.
 fn awaited<'a>(
     want: &'a [Interest],
-    world: usize,
     signature: &Signature,
 ) -> impl Iterator<Item = Awaited> + use<'a> {
     let message = (signature.collective == Collective::SendRecv).then_some(signature.seq);
-    (0..world).filter_map(move |peer| {
-        let lanes = || want.iter().skip(peer).step_by(world);
-        let data = lanes().any(|want| want.recv);
-        let room = lanes().any(|want| want.send);
-        (data || room).then_some(Awaited {
-            peer,
-            data,
-            gives: message.filter(|_| room),
-            takes: message.filter(|_| data),
-        })
+    let wanted = want.iter().enumerate().filter(|(_, want)| want.any());
+    wanted.map(move |(peer, want)| Awaited {
+        peer,
+        data: want.recv,
+        gives: message.filter(|_| want.send),
+        takes: message.filter(|_| want.recv),
     })
 }
 

@@ -7,7 +7,7 @@
 //! header, for links that cannot take two places at once.
 //!
 //! A receiver knows the one legal header before it comes: operation, round,
-//! stream, offset and length. So nothing is ever asked for or announced, and
+//! offset and length. So nothing is ever asked for or announced, and
 //! the payload may be read together with the header; a frame that turns out to
 //! be another one ends the operation, whose buffers are then undefined anyway.
 
@@ -35,7 +35,6 @@ pub(super) struct Context<'a> {
 pub(super) struct Frame {
     /// Round of the plan.
     pub(super) step: u32,
-    pub(super) stream: u16,
     /// Bytes of the transfer before this piece.
     pub(super) offset: u64,
     /// At most `MAX_FRAME_BYTES`.
@@ -107,7 +106,6 @@ impl Sender {
     fn begin(&mut self, frame: &Frame, payload: &[u8], context: &Context<'_>) {
         let mut header = context.signature.header(context.generation, context.group);
         header.step = frame.step;
-        header.stream = frame.stream;
         header.offset = frame.offset;
         header.length = frame.length;
         self.stage.extend_from_slice(&header.encode());
@@ -206,25 +204,23 @@ impl Receiver {
         context.signature.compare(context.rank, peer, &theirs)?;
         let sent = Frame {
             step: header.step,
-            stream: header.stream,
             offset: header.offset,
             length: header.length,
         };
-        if sent != *due {
+        // Stream 0 is the data connection.
+        if sent != *due || header.stream != 0 {
             return Err(Error::protocol(
                 peer,
                 format!(
                     "rank {peer} sent {} bytes at offset {} of step {} on stream {} where {} bytes \
-                     at offset {} of step {} on stream {} were due (is the frame size the same on \
-                     all ranks?)",
+                     at offset {} of step {} were due (is the frame size the same on all ranks?)",
                     sent.length,
                     sent.offset,
                     sent.step,
-                    sent.stream,
+                    header.stream,
                     due.length,
                     due.offset,
                     due.step,
-                    due.stream
                 ),
             ));
         }
@@ -309,7 +305,6 @@ mod tests {
                 for offset in [0, 77] {
                     let frame = Frame {
                         step: 3,
-                        stream: 1,
                         offset,
                         length: total as u32,
                     };
@@ -340,7 +335,6 @@ mod tests {
         let context = context(&signature);
         let frame = Frame {
             step: 0,
-            stream: 0,
             offset: 0,
             length: 9000,
         };
@@ -367,7 +361,6 @@ mod tests {
         let signature = signature();
         let mut header = signature.header(1, 2);
         header.step = 3;
-        header.stream = 1;
         header.offset = 500;
         header.length = 100;
         change(&mut header);
@@ -384,7 +377,6 @@ mod tests {
         let mut rx = Receiver::new();
         let due = Frame {
             step: 3,
-            stream: 1,
             offset: 500,
             length: 100,
         };
@@ -406,7 +398,7 @@ mod tests {
     fn frames_out_of_place_are_refused() {
         let changes: [fn(&mut Header); 10] = [
             |h| h.step = 4,
-            |h| h.stream = 0,
+            |h| h.stream = 1,
             |h| h.offset = 0,
             |h| h.length = 99,
             |h| h.length = 101,

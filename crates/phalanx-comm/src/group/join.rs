@@ -9,7 +9,7 @@ use phalanx_store::{FileStore, MemStore, Store, TcpServer, TcpStore, host_port};
 use phalanx_wire::Token;
 
 use super::launch::{
-    Launch, Meeting, TokenSource, compute_threads, environment, no_token, port_range, streams,
+    Launch, Meeting, TokenSource, compute_threads, environment, no_token, port_range,
     token_variable,
 };
 use super::options::{InitOptions, Transport};
@@ -82,7 +82,6 @@ impl Processes {
                 ring_bytes: self.options.ring_bytes,
                 compute_threads: compute_threads(self.options.compute_threads, environment)?,
                 arena_bytes: self.options.arena_bytes,
-                streams: streams(self.options.streams, environment)?,
             },
         )?;
         mesh.agree_through(&self.store, self.generation, group);

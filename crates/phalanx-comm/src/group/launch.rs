@@ -22,7 +22,6 @@ const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 const GENERATION: &str = "PHALANX_EPOCH";
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
 const THREADS: &str = "PHALANX_THREADS";
-const STREAMS: &str = "PHALANX_STREAMS";
 /// `FIRST-LAST`: ports of ranks for other hosts.
 const PORT_RANGE: &str = "PHALANX_PORT_RANGE";
 /// Set by our launcher and by torchrun; may be a list, one number a level.
@@ -54,19 +53,6 @@ pub(super) fn compute_threads(
         ));
     }
     Ok(threads)
-}
-
-/// How many data connections a pair of ranks has: what it says itself, or the
-/// variable, or one.
-pub(super) fn streams(
-    given: Option<usize>,
-    variable: impl Fn(&str) -> Option<String>,
-) -> Result<usize> {
-    match (given, variable(STREAMS).filter(|t| !t.trim().is_empty())) {
-        (Some(streams), _) => Ok(streams),
-        (None, Some(text)) => parse(STREAMS, &text),
-        (None, None) => Ok(1),
-    }
 }
 
 /// On which ports a rank listens for other hosts: what it says itself, or the variable.
@@ -405,17 +391,6 @@ mod tests {
         let error = with(None, &[(THREADS, "two")]).unwrap_err();
         assert!(error.to_string().contains("PHALANX_THREADS"), "{error}");
         assert_eq!(with(Some(0), &[]).unwrap_err().kind(), ErrorKind::Usage);
-    }
-
-    #[test]
-    fn streams_come_from_options_then_the_variable() {
-        let says = |text: &'static str| move |_: &str| Some(text.to_owned());
-        assert_eq!(streams(None, |_| None).unwrap(), 1);
-        assert_eq!(streams(None, says("")).unwrap(), 1);
-        assert_eq!(streams(None, says("4")).unwrap(), 4);
-        assert_eq!(streams(Some(2), says("4")).unwrap(), 2);
-        let error = streams(None, says("two")).unwrap_err();
-        assert!(error.to_string().contains("PHALANX_STREAMS"), "{error}");
     }
 
     #[test]

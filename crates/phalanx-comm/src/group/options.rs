@@ -97,12 +97,6 @@ pub struct InitOptions {
     /// copy less. Default: chosen by measurement; the variable
     /// `PHALANX_SINGLE_COPY=0` and systems that forbid it say never.
     pub single_copy_min_bytes: Option<usize>,
-    /// Connections for data between two ranks that talk over TCP, 1 to 4; of
-    /// two ranks the smaller number counts. Messages from 128 KiB up are
-    /// striped over them. One fills the wires that were tried; more help where
-    /// a connection is held back on the way (losses over long distances,
-    /// limits per connection). Default: the variable `PHALANX_STREAMS`, then 1.
-    pub streams: Option<usize>,
     /// How all-reduce is carried out unless the call says otherwise.
     pub algorithm: Algorithm,
     /// Methods by operation and size, where neither the call nor `algorithm`
@@ -138,7 +132,6 @@ impl Default for InitOptions {
             ring_bytes: None,
             arena_bytes: None,
             single_copy_min_bytes: None,
-            streams: None,
             algorithm: Algorithm::Auto,
             rules: Rules::default(),
             probe: true,

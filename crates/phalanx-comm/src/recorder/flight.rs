@@ -172,12 +172,12 @@ impl Flight {
 
     /// Nothing moves: these ranks are waited for. To be called before every
     /// sleep that [`notes_wait`](Flight::notes_wait); repeated for the same
-    /// ranks it costs nothing. `want` has one or more lanes of `world` ranks each.
+    /// ranks it costs nothing.
     #[inline]
-    pub(crate) fn waiting(&mut self, want: &[Interest], world: usize) {
+    pub(crate) fn waiting(&mut self, want: &[Interest]) {
         let mut mask = NOBODY;
-        for (lane, _) in want.iter().enumerate().filter(|(_, want)| want.any()) {
-            set_rank(&mut mask, lane % world.max(1));
+        for (rank, _) in want.iter().enumerate().filter(|(_, want)| want.any()) {
+            set_rank(&mut mask, rank);
         }
         self.wait(mask);
     }

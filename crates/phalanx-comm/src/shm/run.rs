@@ -216,7 +216,7 @@ impl<'a, 'b> Run<'a, 'b> {
         for rank in 0..self.shm.world {
             self.shm.want[rank].recv = rank != self.shm.me && !self.is_there(rank);
         }
-        self.context.flight.waiting(&self.shm.want, self.shm.world);
+        self.context.flight.waiting(&self.shm.want);
     }
 
     /// Names exactly the ranks that have not come as far.

@@ -246,9 +246,7 @@ pub struct Mesh {
     hosts: Hosts,
     seat: usize,
     world: usize,
-    /// Data streams by rank.
-    streams: Vec<usize>,
-    /// By lane: the first stream of every rank, the second of every rank, …
+    /// By rank.
     peers: Vec<Peer>,
     budgets: Budgets,
     /// Operations run on the communication thread, beside compute.
@@ -305,19 +303,12 @@ pub(crate) struct SharedMemory {
 
 impl Mesh {
     pub(super) fn assemble(parts: Parts) -> Mesh {
-        let mut streams = vec![1; parts.world];
-        for link in &parts.sockets {
-            let most = &mut streams[link.peer()];
-            *most = (*most).max(link.index() + 1);
-        }
-        let lanes = parts.world * streams.iter().max().copied().unwrap_or(1);
-        let mut peers: Vec<Peer> = (0..lanes).map(|_| Peer::Own(NoLink)).collect();
-        // One for all streams of a pair.
-        let firsts = parts.sockets.iter().filter(|link| link.index() == 0);
-        let controls = firsts.map(|link| Arc::clone(link.control())).collect();
+        let mut peers: Vec<Peer> = (0..parts.world).map(|_| Peer::Own(NoLink)).collect();
+        let sockets = parts.sockets.iter();
+        let controls = sockets.map(|link| Arc::clone(link.control())).collect();
         for link in parts.sockets {
-            let lane = link.index() * parts.world + link.peer();
-            peers[lane] = Peer::Tcp(link);
+            let peer = link.peer();
+            peers[peer] = Peer::Tcp(link);
         }
         for (peer, seat) in parts.neighbours {
             let (tx, rx) = parts.segment.ends(parts.seat, seat);
@@ -345,7 +336,6 @@ impl Mesh {
             hosts: parts.hosts,
             seat: parts.seat,
             world: parts.world,
-            streams,
             peers,
             budgets: Budgets::new(parts.policy, parts.topology),
             beside: false,
@@ -376,19 +366,9 @@ impl Mesh {
         self.hosts = hosts;
     }
 
-    /// Streams with `peer`; a lane is `stream * world + peer`.
-    pub(crate) fn streams(&self, peer: usize) -> usize {
-        self.streams[peer]
-    }
-
-    /// Number of lanes: each has a link, and an interest in [`Mesh::idle`].
-    pub(crate) fn lanes(&self) -> usize {
-        self.peers.len()
-    }
-
-    /// The link of a lane; one to oneself only returns errors.
-    pub(crate) fn link(&mut self, lane: usize) -> &mut dyn Link {
-        match &mut self.peers[lane] {
+    /// The link to `peer`; one to oneself only returns errors.
+    pub(crate) fn link(&mut self, peer: usize) -> &mut dyn Link {
+        match &mut self.peers[peer] {
             Peer::Own(link) => link,
             Peer::Ring(link) => link,
             Peer::Tcp(link) => link,
@@ -404,7 +384,6 @@ impl Mesh {
         };
         self.peers
             .iter()
-            .take(self.world)
             .enumerate()
             .filter_map(|(i, p)| Some((i, kind(p)?)))
             .collect()
@@ -416,7 +395,6 @@ impl Mesh {
         let mut cells: Vec<Option<StatusCell>> = self
             .peers
             .iter()
-            .take(self.world())
             .map(|peer| match peer {
                 Peer::Ring(link) => cell(link.seat),
                 Peer::Own(_) | Peer::Tcp(_) => None,

@@ -85,7 +85,7 @@ impl std::fmt::Display for TransportKind {
     }
 }
 
-/// What a caller of `Mesh::idle` waits for on one stream with one peer.
+/// What a caller of `Mesh::idle` waits for from one peer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Interest {
     /// Room to send.

@@ -19,7 +19,6 @@ mod parts;
 mod phases;
 mod registered;
 mod shrink;
-mod streams;
 mod subgroups;
 mod unanswered;
 mod uneven;

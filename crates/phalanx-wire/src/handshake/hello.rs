@@ -43,7 +43,7 @@ impl Role {
 pub struct Hello {
     /// Role of this side.
     pub role: Role,
-    /// Number of the parallel connection between two ranks.
+    /// Which connection of the pair, as in frames.
     pub stream: u16,
     /// The job ([`Token::job_id`](crate::Token::job_id)).
     pub job: u64,

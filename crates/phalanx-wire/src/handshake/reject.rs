@@ -25,7 +25,7 @@ pub enum RejectReason {
     DuplicateRank = 7,
     /// This address serves another role.
     WrongRole = 8,
-    /// No such parallel stream.
+    /// No such stream: neither data nor control.
     WrongStream = 9,
     /// The acceptor has reached its limit of connections; a later attempt may succeed.
     Full = 10,

@@ -1,5 +1,5 @@
 //! TCP connections of the pairs that do not share memory: of each pair the
-//! higher rank connects to the lower, once per stream.
+//! higher rank connects to the lower, for data and for control.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, TcpListener, TcpStream};
@@ -12,7 +12,7 @@ use phalanx_wire::handshake::Hello;
 use super::super::admit::{Admitted, admit, lengthen_backlog};
 use super::super::segment::Segment;
 use super::super::tcp::{
-    CONTROL, Control, HostProbe, TcpLink, data, dial, keep_open, options, probe,
+    CONTROL, Control, DATA, HostProbe, TcpLink, dial, keep_open, options, probe,
 };
 use super::member::Member;
 use super::ports::{PortRange, listen_within};
@@ -40,13 +40,10 @@ pub(crate) fn listen(ip: IpAddr, ports: Option<PortRange>, rank: usize) -> Resul
     Ok(listener)
 }
 
-/// Data connections of the pair of us and `member`: as many as both want.
-fn streams(ours: usize, member: &Member) -> usize {
-    ours.min(member.streams)
-}
+/// The connections of a pair.
+const STREAMS: [u16; 2] = [DATA, CONTROL];
 
-/// Connects to all `peers`, to each by as many data connections as both want.
-#[expect(clippy::too_many_arguments, reason = "all of a forming's parts")]
+/// Connects to all `peers`.
 pub(crate) fn connect(
     meeting: &Rendezvous<'_>,
     me: Hello,
@@ -54,19 +51,14 @@ pub(crate) fn connect(
     listener: &TcpListener,
     members: &[Member],
     peers: &[usize],
-    ours: usize,
     segment: &Arc<Segment>,
 ) -> Result<(Vec<TcpLink>, Vec<HostProbe>)> {
     let rank = meeting.rank;
-    let wanted = |peer: usize| {
-        let all = (0..streams(ours, &members[peer])).map(data);
-        all.chain([CONTROL])
-    };
     let higher: Vec<usize> = peers.iter().copied().filter(|&peer| peer > rank).collect();
     let lower: Vec<usize> = peers.iter().copied().filter(|&peer| peer < rank).collect();
     let expected: Vec<(usize, u16)> = higher
         .iter()
-        .flat_map(|&peer| wanted(peer).map(move |stream| (peer, stream)))
+        .flat_map(|&peer| STREAMS.map(|stream| (peer, stream)))
         .collect();
     // Where it is on loopback, no firewall is between.
     let at = listener.local_addr().ok();
@@ -108,7 +100,7 @@ pub(crate) fn connect(
         let mut report = meeting.report("dialling");
         let mut result = Ok(());
         'all: for &peer in &lower {
-            for stream in wanted(peer) {
+            for stream in STREAMS {
                 match dial(
                     meeting,
                     me,
@@ -152,7 +144,7 @@ pub(crate) fn connect(
     let missing: Vec<usize> = higher
         .iter()
         .copied()
-        .filter(|&p| !wanted(p).all(|stream| came(p, stream)))
+        .filter(|&p| !STREAMS.iter().all(|stream| came(p, *stream)))
         .collect();
     if !missing.is_empty() {
         let at = at.map_or_else(String::new, |at| format!(" to {at}"));
@@ -185,10 +177,7 @@ pub(crate) fn connect(
         let which = (meeting.generation, meeting.group);
         let control = Arc::new(Control::new(peer, which, control, Arc::clone(segment)));
         probes.extend(address.map(|address| HostProbe::new(Arc::clone(&control), address)));
-        for index in 0..streams(ours, member) {
-            let socket = take(data(index))?;
-            links.push(TcpLink::new(rank, index, socket, Arc::clone(&control)));
-        }
+        links.push(TcpLink::new(rank, take(DATA)?, control));
     }
     Ok((links, probes))
 }
@@ -240,7 +229,6 @@ mod tests {
                 hint: String::new(),
             },
             share: Share::here(1),
-            streams: 1,
             address: Some(format!("10.0.0.{machine}:4000").parse().unwrap()),
         }
     }

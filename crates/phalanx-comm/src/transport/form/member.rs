@@ -2,13 +2,12 @@
 
 use std::net::SocketAddr;
 
-use super::super::tcp::MAX_STREAMS;
 use super::Prefer;
 use super::host::Host;
 use crate::wait::Share;
 use phalanx_base::host_name;
 
-const TITLE: &str = "phalanx-comm member 4";
+const TITLE: &str = "phalanx-comm member 5";
 /// Longest record that is read; ours have about 300 bytes, up to 3000 more when
 /// a rank may use every other core of a thousand.
 const MAX_BYTES: usize = 4096;
@@ -33,8 +32,6 @@ pub(crate) struct Member {
     pub(crate) host: Host,
     /// The cores it computes on.
     pub(crate) share: Share,
-    /// Data connections per pair that it wants over TCP.
-    pub(crate) streams: usize,
     /// Where it listens, unless it wants shared memory only.
     pub(crate) address: Option<SocketAddr>,
 }
@@ -43,7 +40,7 @@ impl Member {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let address = self.address.map(|a| a.to_string()).unwrap_or_default();
         format!(
-            "{TITLE}\ninstance={:016x}\nprocess={}\nworld={}\nprefer={}\nmachine={}\nhint={}\nshare={}\nstreams={}\naddress={address}\n",
+            "{TITLE}\ninstance={:016x}\nprocess={}\nworld={}\nprefer={}\nmachine={}\nhint={}\nshare={}\naddress={address}\n",
             self.instance,
             self.process,
             self.world,
@@ -51,7 +48,6 @@ impl Member {
             self.host.machine,
             self.host.hint,
             self.share.encode(),
-            self.streams,
         )
         .into_bytes()
     }
@@ -84,7 +80,6 @@ impl Member {
             hint: field("hint")?,
         };
         let share = Share::decode(&field("share")?);
-        let streams = field("streams")?.parse();
         let address = Some(field("address")?)
             .filter(|a| !a.is_empty())
             .map(|a| a.parse());
@@ -95,10 +90,6 @@ impl Member {
             prefer: prefer.ok_or("it prefers an unknown transport")?,
             host,
             share: share?,
-            streams: streams
-                .ok()
-                .filter(|streams| (1..=MAX_STREAMS).contains(streams))
-                .ok_or("it wants an impossible number of streams")?,
             address: address.transpose().map_err(|e| format!("address: {e}"))?,
         })
     }
@@ -119,7 +110,6 @@ mod tests {
                 hint: "b/1/0".to_owned(),
             },
             share: Share::here(2),
-            streams: 3,
             address: Some("127.0.0.1:4000".parse().unwrap()),
         }
     }
@@ -153,9 +143,5 @@ mod tests {
         assert!(Member::decode(text.replace("prefer=auto", "prefer=x").as_bytes()).is_err());
         assert!(Member::decode(text.replace("world=4", "world=-4").as_bytes()).is_err());
         assert!(Member::decode(text.replace("2 threads", "0 threads").as_bytes()).is_err());
-        for streams in ["0", "5", "-1", "many"] {
-            let text = text.replace("streams=3", &format!("streams={streams}"));
-            assert!(Member::decode(text.as_bytes()).is_err(), "{streams}");
-        }
     }
 }

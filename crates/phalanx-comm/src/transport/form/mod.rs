@@ -44,7 +44,6 @@ use super::TransportKind;
 use super::layout::Layout;
 use super::mesh::{Mesh, Parts};
 use super::segment::Segment;
-use super::tcp::MAX_STREAMS;
 use crate::kernel::Isa;
 use crate::notice::ranks as ranks_text;
 use crate::plan::Hosts;
@@ -115,9 +114,6 @@ pub struct FormOptions {
     /// none; by default 16 GiB, or what the system grants. Memory is used
     /// when it is touched. The lowest rank of a host decides.
     pub arena_bytes: Option<usize>,
-    /// Data connections per pair of ranks that talk over TCP, 1 to 4; of two
-    /// ranks the smaller number counts.
-    pub streams: usize,
 }
 
 /// Forms the links of one rank, together with all other ranks of the group.
@@ -141,12 +137,6 @@ pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<
         return Err(Error::usage(format!(
             "rank {} of a world of {}",
             o.rank, o.world
-        )));
-    }
-    if !(1..=MAX_STREAMS).contains(&o.streams) {
-        return Err(Error::usage(format!(
-            "{} streams per pair of ranks: choose 1 to {MAX_STREAMS}",
-            o.streams
         )));
     }
     limits::raise_open_files();
@@ -214,7 +204,6 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         prefer: o.prefer,
         host,
         share: Share::here(o.compute_threads),
-        streams: o.streams,
         address,
     };
     let (members, will) = meet(meeting, &record)?;
@@ -281,10 +270,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         (Some(listener), false) => {
             check_reachable(o.rank, &members, &peers)?;
             let me = hello(Role::Peer);
-            let (members, streams) = (&members, o.streams);
-            connect::connect(
-                meeting, me, &o.token, listener, members, &peers, streams, &segment,
-            )?
+            connect::connect(meeting, me, &o.token, listener, &members, &peers, &segment)?
         }
         (None, false) => return Err(Error::internal("some peers are left and nobody listens")),
     };

@@ -28,7 +28,6 @@ fn options(rank: usize, world: usize, token: &Token, prefer: Prefer) -> FormOpti
         ring_bytes: None,
         compute_threads: 1,
         arena_bytes: None,
-        streams: 1,
     }
 }
 
@@ -86,7 +85,6 @@ fn who_only_waits_is_not_blamed_for_a_late_forming() {
         prefer: Prefer::Tcp,
         host: Host::here(),
         share: Share::here(1),
-        streams: 1,
         address: Some(stopped.local_addr().unwrap()),
     };
     store.set("comm/1/0/4/member/2", &record.encode()).unwrap();
@@ -625,47 +623,4 @@ fn a_poisoned_rank_that_leaves_passes_the_first_cause_on() {
             }
         },
     );
-}
-
-/// Of two ranks the smaller number of streams counts, and each is a link of
-/// its own.
-#[test]
-fn pairs_have_the_streams_that_both_want() {
-    let (store, token) = (MemStore::new(), Token::generate().unwrap());
-    let wanted = [4, 2, 3];
-    let mut meshes: Vec<Mesh> = std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..3)
-            .map(|rank| {
-                let o = FormOptions {
-                    streams: wanted[rank],
-                    ..options(rank, 3, &token, Prefer::Tcp)
-                };
-                let store = &store;
-                scope.spawn(move || form(store, &o).unwrap())
-            })
-            .collect();
-        ranks.into_iter().map(|r| r.join().unwrap()).collect()
-    });
-    for (rank, mesh) in meshes.iter().enumerate() {
-        for peer in (0..3).filter(|&peer| peer != rank) {
-            assert_eq!(mesh.streams(peer), wanted[rank].min(wanted[peer]));
-        }
-        assert_eq!(mesh.describe().len(), 2);
-    }
-    // Ranks 0 and 2 share three: what is sent on one comes out there.
-    assert_eq!((meshes[0].lanes(), meshes[2].lanes()), (9, 9));
-    let (low, high) = meshes.split_at_mut(2);
-    for stream in [2, 0, 1] {
-        let byte = [stream as u8 + 10];
-        assert_eq!(low[0].link(3 * stream + 2).try_send(&byte).unwrap(), 1);
-    }
-    let began = Instant::now();
-    for stream in 0..3 {
-        let mut byte = [0_u8];
-        while high[0].link(3 * stream).try_recv(&mut byte).unwrap() == 0 {
-            assert!(began.elapsed() < PATIENCE);
-            std::thread::yield_now();
-        }
-        assert_eq!(byte, [stream as u8 + 10]);
-    }
 }

@@ -1,4 +1,4 @@
-//! A data connection of a pair.
+//! The data connection of a pair.
 
 use std::cell::Cell;
 use std::io::{ErrorKind as IoKind, IoSlice, IoSliceMut, Read, Write};
@@ -18,8 +18,6 @@ const BATCH_BYTES: usize = 512 << 10;
 /// A peer behind a socket.
 pub(crate) struct TcpLink {
     rank: usize,
-    /// Which of the pair's data connections.
-    index: usize,
     stream: TcpStream,
     control: Arc<Control>,
     /// Bytes from which on the kernel wakes us.
@@ -28,15 +26,9 @@ pub(crate) struct TcpLink {
 
 impl TcpLink {
     /// `stream` is connected, authenticated and non-blocking.
-    pub(crate) fn new(
-        rank: usize,
-        index: usize,
-        stream: TcpStream,
-        control: Arc<Control>,
-    ) -> TcpLink {
+    pub(crate) fn new(rank: usize, stream: TcpStream, control: Arc<Control>) -> TcpLink {
         TcpLink {
             rank,
-            index,
             stream,
             control,
             wakes_at: Cell::new(1),
@@ -45,10 +37,6 @@ impl TcpLink {
 
     pub(crate) fn peer(&self) -> usize {
         self.control.peer()
-    }
-
-    pub(crate) fn index(&self) -> usize {
-        self.index
     }
 
     pub(crate) fn control(&self) -> &Arc<Control> {
@@ -169,7 +157,7 @@ mod tests {
         let ((peer, data), (_, control)) = (connect(), connect());
         let segment = Arc::new(Segment::private(Layout::new(1, 64).unwrap()).unwrap());
         let control = Arc::new(Control::new(1, (0, 0), control, segment));
-        (peer, TcpLink::new(0, 0, data, control))
+        (peer, TcpLink::new(0, data, control))
     }
 
     #[test]
