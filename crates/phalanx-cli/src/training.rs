@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use clap::error::ErrorKind as ClapError;
-use phalanx_launch::{AlgorithmArg, RankArgs};
+use phalanx_comm::Algorithm;
+use phalanx_launch::RankArgs;
 use phalanx_recipes::{AnyRecipe, RECIPES, Recipe};
 use phalanx_train::prepare_run;
 
@@ -59,7 +60,7 @@ impl TrainArgs {
     fn settled(&mut self) -> Result<(&mut dyn AnyRecipe, &mut RankArgs)> {
         let (recipe, ranks) = (&mut *self.recipe, &mut self.ranks);
         recipe.settle();
-        if let (AlgorithmArg::Fastest, Some(settings)) = (ranks.algorithm, recipe.settings()) {
+        if let (Algorithm::Fastest, Some(settings)) = (ranks.algorithm, recipe.settings()) {
             settings.split.allow_any_order()?;
         }
         Ok((recipe, ranks))

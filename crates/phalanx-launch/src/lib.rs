@@ -72,9 +72,7 @@ pub use guard::Guard;
 pub use oom::memory_limit;
 pub use phalanx_base::env::{number, real_env};
 pub use phalanx_live::Address;
-pub use rank_args::{
-    AlgorithmArg, RankArgs, Speakers, TransportArg, check_local_ranks, run as run_ranks, start,
-};
+pub use rank_args::{RankArgs, Speakers, TransportArg, check_local_ranks, run as run_ranks, start};
 pub use reap::{adopt_orphans, reap_group};
 pub use threads::{Cores, ThreadSource, Threads};
 pub use token::write_token;

@@ -14,6 +14,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use phalanx_comm::{
     Algorithm, GroupOptions, InitOptions, MAX_LOCAL_RANKS, PortRange, ProcessGroup, Transport,
 };
@@ -48,23 +49,10 @@ pub enum TransportArg {
     Tcp,
 }
 
-/// Which all-reduce algorithm is used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum AlgorithmArg {
-    /// Chosen by size; always adds in ascending rank order
-    Auto,
-    /// Each rank adds one chunk of all ranks, then sends it to all
-    Direct,
-    /// Every rank sends its data to all and adds all; lowest latency
-    OneRound,
-    /// Ring: each rank exchanges data with its neighbours only
-    Ring,
-    /// Reduce-scatter on each host, all-reduce across hosts, all-gather on each host
-    Hierarchical,
-    /// Reduce on each host, then pass from host to host and back, in ascending rank order
-    Chain,
-    /// Chosen by size, in the fastest order of additions
-    Fastest,
+/// The all-reduce algorithms by name, with a line of help each.
+fn algorithms() -> impl TypedValueParser<Value = Algorithm> {
+    let value = |a: Algorithm| PossibleValue::new(a.name()).help(a.summary());
+    PossibleValuesParser::new(Algorithm::ALL.map(value)).try_map(|name| name.parse::<Algorithm>())
 }
 
 /// Flags about ranks, shared by all recipes and benchmarks.
@@ -80,8 +68,8 @@ pub struct RankArgs {
     #[arg(long, visible_alias = "backend", value_enum, default_value_t = TransportArg::Auto)]
     pub transport: TransportArg,
     /// All-reduce algorithm
-    #[arg(long, value_enum, default_value_t = AlgorithmArg::Auto)]
-    pub algorithm: AlgorithmArg,
+    #[arg(long, value_parser = algorithms(), default_value_t = Algorithm::Auto)]
+    pub algorithm: Algorithm,
     /// Compute threads per rank [default: SLURM_CPUS_PER_TASK, OMP_NUM_THREADS, or the cores divided by local ranks]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
@@ -416,18 +404,6 @@ impl RankArgs {
         }
         Ok(())
     }
-
-    fn algorithm(&self) -> Algorithm {
-        match self.algorithm {
-            AlgorithmArg::Auto => Algorithm::Auto,
-            AlgorithmArg::Direct => Algorithm::Direct,
-            AlgorithmArg::OneRound => Algorithm::OneRound,
-            AlgorithmArg::Ring => Algorithm::Ring,
-            AlgorithmArg::Hierarchical => Algorithm::Hierarchical,
-            AlgorithmArg::Chain => Algorithm::Chain,
-            AlgorithmArg::Fastest => Algorithm::Fastest,
-        }
-    }
 }
 
 /// How a command becomes ranks.
@@ -604,7 +580,7 @@ fn as_launched_rank(
         transport,
         bind: args.bind,
         port_range: args.port_range()?,
-        algorithm: args.algorithm(),
+        algorithm: args.algorithm,
         compute_threads: Some(threads),
         ..InitOptions::default()
     })?;
@@ -634,7 +610,7 @@ fn as_threads(
     let options = GroupOptions {
         op_timeout: Duration::from_secs_f64(args.timeout),
         first_op_timeout: Duration::from_secs_f64(args.init_timeout),
-        algorithm: args.algorithm(),
+        algorithm: args.algorithm,
         compute_threads: Some(threads),
         ..GroupOptions::default()
     };

@@ -8,10 +8,9 @@ use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 use phalanx_base::error::{Error, Result};
 use phalanx_base::say::{self, Secrets};
 use phalanx_base::stop;
+use phalanx_comm::Algorithm;
 use phalanx_launch::words::{dashed, taking_negative_numbers};
-use phalanx_launch::{
-    AlgorithmArg, RankArgs, Speakers, exit_code, log, run_helper, run_ranks, tell_other_nodes,
-};
+use phalanx_launch::{RankArgs, Speakers, exit_code, log, run_helper, run_ranks, tell_other_nodes};
 use phalanx_train::{Defaults, Job, Settings, prepare_run};
 
 /// Runs `train` on every rank, as the command line says: the body of a training program's `main`.
@@ -199,7 +198,7 @@ impl Program {
             ranks,
         } = typed;
         settings.defaults = self.defaults;
-        if ranks.algorithm == AlgorithmArg::Fastest {
+        if ranks.algorithm == Algorithm::Fastest {
             settings.split.allow_any_order()?;
         }
         settings.validate(ranks.known_world()?)?;

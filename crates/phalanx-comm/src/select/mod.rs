@@ -73,6 +73,23 @@ impl Algorithm {
         }
     }
 
+    /// A line of help.
+    pub const fn summary(self) -> &'static str {
+        match self {
+            Algorithm::Auto => "Chosen by size; always adds in ascending rank order",
+            Algorithm::Direct => "Each rank adds one chunk of all ranks, then sends it to all",
+            Algorithm::OneRound => "Every rank sends its data to all and adds all; lowest latency",
+            Algorithm::Ring => "Ring: each rank exchanges data with its neighbours only",
+            Algorithm::Hierarchical => {
+                "Reduce-scatter on each host, all-reduce across hosts, all-gather on each host"
+            }
+            Algorithm::Chain => {
+                "Reduce on each host, then pass from host to host and back, in ascending rank order"
+            }
+            Algorithm::Fastest => "Chosen by size, in the fastest order of additions",
+        }
+    }
+
     const fn method(self) -> Option<Method> {
         match self {
             Algorithm::Auto | Algorithm::Fastest => None,
@@ -95,15 +112,13 @@ impl std::str::FromStr for Algorithm {
     type Err = crate::Error;
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let name = text.replace('_', "-");
-        Self::ALL
-            .into_iter()
-            .find(|a| a.name() == name)
-            .ok_or_else(|| {
-                crate::Error::usage(format!(
-                    "unknown all-reduce algorithm {text:?}: choose auto, direct, one-round, ring, \
-                     hierarchical, chain or fastest"
-                ))
-            })
+        let found = Self::ALL.into_iter().find(|a| a.name() == name);
+        found.ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            crate::Error::usage(format!(
+                "unknown all-reduce algorithm {text:?}: choose one of {names}"
+            ))
+        })
     }
 }
 
@@ -483,6 +498,8 @@ mod tests {
         for a in Algorithm::ALL {
             assert_eq!(a.name().parse::<Algorithm>().ok(), Some(a));
         }
-        assert!("rings".parse::<Algorithm>().is_err());
+        let error = "rings".parse::<Algorithm>().unwrap_err();
+        assert_eq!(error.kind(), crate::ErrorKind::Usage);
+        assert!(error.to_string().contains("ring, hierarchical"), "{error}");
     }
 }
