@@ -106,22 +106,12 @@ impl Runner {
         }
     }
 
-    /// Runs one operation to its end.
+    /// Runs one operation to its end; `visit` as in [`Backend::run`].
     ///
     /// # Safety
     ///
     /// As [`Backend::run`].
-    pub(crate) unsafe fn run(&mut self, operation: &Operation, buffers: Buffers) -> Result<()> {
-        // SAFETY: handed on from the caller.
-        unsafe { self.run_visited(operation, buffers, None) }
-    }
-
-    /// [`Runner::run`] with a visitor of the results; see [`Backend::run`].
-    ///
-    /// # Safety
-    ///
-    /// As [`Backend::run`].
-    pub(crate) unsafe fn run_visited(
+    pub(crate) unsafe fn run(
         &mut self,
         operation: &Operation,
         buffers: Buffers,

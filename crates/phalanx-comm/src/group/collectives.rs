@@ -29,21 +29,7 @@ impl ProcessGroup {
     /// As for all operations, see [`ProcessGroup`]. `Usage` for the mean of
     /// integers or the bits of floats.
     pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
-        self.all_reduce_with(data, op, &Call::default())
-    }
-
-    /// [`ProcessGroup::all_reduce`] with an algorithm, a label or a deadline.
-    ///
-    /// # Errors
-    ///
-    /// As [`ProcessGroup::all_reduce`].
-    pub fn all_reduce_with<T: Element>(
-        &self,
-        data: &mut [T],
-        op: ReduceOp,
-        call: &Call,
-    ) -> Result<()> {
-        let operation = self.build_all_reduce::<T>(data.len(), op, call)?;
+        let operation = self.build_all_reduce::<T>(data.len(), op, &Call::default())?;
         self.run_blocking(&operation, &[], data)
     }
 
@@ -582,7 +568,7 @@ impl ProcessGroup {
             // SAFETY: the memory belongs to `held`, which this closure owns
             // until the run is over, and after an error drops unseen; lengths
             // were checked against the plan's.
-            let result = unsafe { runner.run(&operation, buffers) };
+            let result = unsafe { runner.run(&operation, buffers, None) };
             completer.finish(result.map(|()| held));
         }));
         work
@@ -672,7 +658,7 @@ pub(super) fn run_on<T: Element>(
     };
     // SAFETY: both slices are borrowed until this returns, the output
     // exclusively; their lengths were checked against the plan's.
-    unsafe { runner.run(operation, buffers) }
+    unsafe { runner.run(operation, buffers, None) }
 }
 
 impl Operation {

@@ -54,7 +54,7 @@ impl ProcessGroup {
                 // SAFETY: `data` is borrowed exclusively until this returns. Of it an all-gather in shared memory
                 // reads this rank's part, as long as `tail_padding` leaves it, and writes the others'; it copies no part
                 // to where it is.
-                return unsafe { runner.run(&operation, buffers) };
+                return unsafe { runner.run(&operation, buffers, None) };
             }
             let own: Vec<T> = data[(rank * part).min(len)..][..length(rank)].to_vec();
             if tail_padding == 0 {
@@ -111,7 +111,7 @@ impl ProcessGroup {
             // SAFETY: the input belongs to a bucket that is held here and not looked at until this returns; `room`
             // is borrowed exclusively; lengths were checked. Only the output is exposed in nobody's arena: others
             // are told of the input alone. After an error `after` drops the bucket.
-            unsafe { runner.run_visited(&operation, buffers, Some(&mut each)) }
+            unsafe { runner.run(&operation, buffers, Some(&mut each)) }
         });
         *input = after(&result, held, len);
         result?;

@@ -106,5 +106,5 @@ fn all_reduce<T>(
     // SAFETY: an all-reduce works in place on `count` elements of the type,
     // which are borrowed exclusively until this returns; floats support sums
     // and maxima.
-    unsafe { runner.run(&operation, buffers) }
+    unsafe { runner.run(&operation, buffers, None) }
 }

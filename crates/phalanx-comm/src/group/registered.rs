@@ -15,7 +15,7 @@ use crate::operation::Operation;
 use crate::{Bucket, Element, ErrorKind, ReduceOp, Result};
 
 impl ProcessGroup {
-    /// [`ProcessGroup::all_reduce_with`] on a bucket, without a copy when it
+    /// [`ProcessGroup::all_reduce`] on a bucket, without a copy when it
     /// is registered on all ranks.
     ///
     /// *Cost:* 2 synchronisations; each rank reads `1/P` of all ranks' data
@@ -23,7 +23,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`ProcessGroup::all_reduce_with`].
+    /// As [`ProcessGroup::all_reduce`].
     pub fn all_reduce_bucket<T: Element>(
         &self,
         data: &mut Bucket<T>,
@@ -137,7 +137,7 @@ impl ProcessGroup {
             // SAFETY: the memory belongs to buckets that the caller holds and
             // does not look at until this returns; lengths were checked against the
             // plan's. After an error `after` drops them.
-            unsafe { runner.run(operation, buffers) }
+            unsafe { runner.run(operation, buffers, None) }
         })
     }
 }

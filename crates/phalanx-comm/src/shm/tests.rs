@@ -73,7 +73,7 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
         exposed: false,
     };
     // SAFETY: `data` is as long as the operation says and ours until the end.
-    unsafe { runner.run(&operation, buffers) }.unwrap_err()
+    unsafe { runner.run(&operation, buffers, None) }.unwrap_err()
 }
 
 #[test]

@@ -40,7 +40,8 @@ fn all_ranks_bitwise_equal() {
                     ..Call::default()
                 };
                 group
-                    .all_reduce_with(&mut data, ReduceOp::Mean, &call)
+                    .with_call(call)
+                    .all_reduce(&mut data, ReduceOp::Mean)
                     .unwrap();
                 data.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
             });
@@ -84,7 +85,8 @@ fn ring_talks_to_neighbours_only() {
                     ..Call::default()
                 };
                 group
-                    .all_reduce_with(&mut data, ReduceOp::Sum, &call)
+                    .with_call(call)
+                    .all_reduce(&mut data, ReduceOp::Sum)
                     .unwrap();
                 let sent: Vec<u64> = group
                     .bytes_sent_to()

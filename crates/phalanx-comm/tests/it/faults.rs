@@ -64,7 +64,8 @@ fn late_rank_is_named() {
                 ..within(limit)
             };
             let error = group
-                .all_reduce_with(&mut data, ReduceOp::Sum, &call)
+                .with_call(call)
+                .all_reduce(&mut data, ReduceOp::Sum)
                 .unwrap_err();
             let took = started.elapsed();
             failed.wait();
@@ -108,7 +109,8 @@ fn fail_in_ring(group: &ProcessGroup, limit: Duration) -> Error {
         ..within(limit)
     };
     group
-        .all_reduce_with(&mut [1f32; 1000], ReduceOp::Sum, &call)
+        .with_call(call)
+        .all_reduce(&mut [1f32; 1000], ReduceOp::Sum)
         .unwrap_err()
 }
 
@@ -171,7 +173,8 @@ fn several_late_ranks_are_all_named() {
                 ..within(Duration::from_millis(150))
             };
             let error = group
-                .all_reduce_with(&mut [1u8], ReduceOp::Sum, &call)
+                .with_call(call)
+                .all_reduce(&mut [1u8], ReduceOp::Sum)
                 .unwrap_err();
             failed.wait();
             assert_eq!(error.kind(), ErrorKind::Timeout);
@@ -248,7 +251,7 @@ fn desync_covers_length_type_op_algorithm_and_order() {
                     algorithm: Algorithm::Ring,
                     ..Call::default()
                 };
-                g.all_reduce_with(&mut [0f32; 10], ReduceOp::Sum, &call)
+                g.with_call(call).all_reduce(&mut [0f32; 10], ReduceOp::Sum)
             },
         ),
         (
@@ -621,7 +624,8 @@ fn failures_agree_on_the_first_cause() {
             }
             let call = within(limit);
             let error = group
-                .all_reduce_with(&mut [1f32; 9000], ReduceOp::Sum, &call)
+                .with_call(call)
+                .all_reduce(&mut [1f32; 9000], ReduceOp::Sum)
                 .unwrap_err();
             (group.rank(), error)
         });

@@ -79,7 +79,7 @@ fn check<T: Value>(sizes: &[usize], counts: &[usize], chain_is_canonical: bool) 
                         algorithm,
                         ..Call::default()
                     };
-                    group.all_reduce_with(&mut data, op, &call).unwrap();
+                    group.with_call(call).all_reduce(&mut data, op).unwrap();
                     data
                 })
             });

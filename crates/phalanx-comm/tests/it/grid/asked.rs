@@ -42,7 +42,7 @@ pub fn all_reduce<T: Value>(
     };
     if let Asked::Slices = asked {
         let mut data = data.to_vec();
-        group.all_reduce_with(&mut data, op, &call).unwrap();
+        group.with_call(call).all_reduce(&mut data, op).unwrap();
         return data;
     }
     let work = group.all_reduce_async(asked.bucket(group, data), op, call);
