@@ -87,8 +87,8 @@ mod wait;
 pub use dtype::{DType, Element};
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
-    Call, Coalesced, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, PhaseGuard,
-    ProcessGroup, ShrinkOptions, Transport, Work, name_ranks, read_token, wait_all,
+    Call, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, PhaseGuard, ProcessGroup,
+    ShrinkOptions, Transport, Work, name_ranks, read_token,
 };
 pub use inherited::inherited_socket;
 pub use kernel::{all_finite, largest};

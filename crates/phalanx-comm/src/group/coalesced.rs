@@ -9,74 +9,21 @@ use crate::operation::Operation;
 use crate::plan::Method;
 use crate::{Bucket, Element, ReduceOp, Result};
 
-/// Tensors of one element type that go through a collective together; made
-/// by [`ProcessGroup::coalesced`].
-///
-/// All ranks must add as many tensors of the same lengths in the same order;
-/// that is checked.
-///
-/// ```
-/// use phalanx_comm::{GroupOptions, ProcessGroup, ReduceOp};
-///
-/// let group = ProcessGroup::threads(1, GroupOptions::default()).remove(0);
-/// let (mut weights, mut bias) = ([1.0f32; 6], [2.0f32; 3]);
-/// group
-///     .coalesced()
-///     .tensor(&mut weights)
-///     .tensor(&mut bias)
-///     .all_reduce(ReduceOp::Mean)
-///     .unwrap();
-/// assert_eq!((weights, bias), ([1.0; 6], [2.0; 3]));
-/// ```
-#[must_use = "nothing happens before `all_reduce`, `broadcast` or `reduce`"]
-pub struct Coalesced<'a, T: Element> {
-    group: &'a ProcessGroup,
-    tensors: Vec<&'a mut [T]>,
-}
-
-impl<'a, T: Element> Coalesced<'a, T> {
-    /// Adds one tensor.
-    pub fn tensor(mut self, tensor: &'a mut [T]) -> Self {
-        self.tensors.push(tensor);
-        self
-    }
-
-    /// Adds tensors.
-    pub fn tensors(mut self, tensors: impl IntoIterator<Item = &'a mut [T]>) -> Self {
-        self.tensors.extend(tensors);
-        self
-    }
-
-    /// [`ProcessGroup::all_reduce_coalesced`].
-    ///
-    /// # Errors
-    ///
-    /// As there.
-    pub fn all_reduce(mut self, op: ReduceOp) -> Result<()> {
-        self.group.all_reduce_coalesced(&mut self.tensors, op)
-    }
-
-    /// [`ProcessGroup::broadcast_coalesced`].
-    ///
-    /// # Errors
-    ///
-    /// As there.
-    pub fn broadcast(mut self, root: usize) -> Result<()> {
-        self.group.broadcast_coalesced(&mut self.tensors, root)
-    }
-}
-
 impl ProcessGroup {
-    /// Collects tensors for one operation.
-    pub fn coalesced<T: Element>(&self) -> Coalesced<'_, T> {
-        Coalesced {
-            group: self,
-            tensors: Vec::new(),
-        }
-    }
-
     /// [`all_reduce`](ProcessGroup::all_reduce) of every tensor, as one
-    /// operation. PyTorch: `all_reduce_coalesced`.
+    /// operation. All ranks must give as many tensors of the same lengths in the
+    /// same order; that is checked. PyTorch: `all_reduce_coalesced`.
+    ///
+    /// ```
+    /// use phalanx_comm::{GroupOptions, ProcessGroup, ReduceOp};
+    ///
+    /// let group = ProcessGroup::threads(1, GroupOptions::default()).remove(0);
+    /// let (mut weights, mut bias) = ([1.0f32; 6], [2.0f32; 3]);
+    /// group
+    ///     .all_reduce_coalesced(&mut [&mut weights, &mut bias], ReduceOp::Mean)
+    ///     .unwrap();
+    /// assert_eq!((weights, bias), ([1.0; 6], [2.0; 3]));
+    /// ```
     ///
     /// *Order:* see [`ReduceOp`]; the same bits as one by one. (The ring's
     /// depend on how data is cut: where it is asked for, tensors are reduced one

@@ -30,13 +30,12 @@ use std::time::Duration;
 use phalanx_store::{MemStore, Store};
 
 pub use self::batch::P2POp;
-pub use self::coalesced::Coalesced;
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::options::{Call, GroupOptions, InitOptions, Transport};
 pub use self::phase::PhaseGuard;
 pub use self::shrink::ShrinkOptions;
 pub use self::token::read_token;
-pub use self::work::{OpTimes, Work, wait_all};
+pub use self::work::{OpTimes, Work};
 pub use monitored::name_ranks;
 
 use self::join::{Processes, WORLD_GROUP};

@@ -1,4 +1,4 @@
-//! Objects: bytes of any length, and whatever serde can make of them.
+//! Objects: whatever serde can make bytes of.
 //!
 //! Lengths travel first, in the same turn, and are checked before anything is
 //! allocated. A rank whose object cannot be sent says so instead of its length,
@@ -23,59 +23,6 @@ const NONE: i64 = -1;
 type Brought<'a> = std::result::Result<&'a [u8], &'a Error>;
 
 impl ProcessGroup {
-    /// The root's bytes on every rank; the root gives them, the others `None`.
-    ///
-    /// # Errors
-    ///
-    /// As for all operations, see [`ProcessGroup`]. `Usage` on all ranks, with
-    /// the group still usable, when the root gives nothing or more than
-    /// [`MAX_OBJECT_BYTES`].
-    pub fn broadcast_bytes(&self, bytes: Option<&[u8]>, root: usize) -> Result<Vec<u8>> {
-        const NAME: &str = "broadcast_bytes";
-        self.check_peer(NAME, "root", root)?;
-        let nothing = self.usage(NAME, "the root needs bytes".into());
-        self.broadcast_brought(NAME, bytes.ok_or(&nothing), root)
-    }
-
-    /// Everybody's bytes on every rank, in rank order.
-    ///
-    /// # Errors
-    ///
-    /// As for all operations, see [`ProcessGroup`]. `Usage` on all ranks, with
-    /// the group still usable, for more than [`MAX_OBJECT_BYTES`] together.
-    pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.all_gather_brought("all_gather_bytes", Ok(bytes))
-    }
-
-    /// Everybody's bytes on the root, in rank order; `None` elsewhere.
-    ///
-    /// # Errors
-    ///
-    /// As [`ProcessGroup::all_gather_bytes`].
-    pub fn gather_bytes(&self, bytes: &[u8], root: usize) -> Result<Option<Vec<Vec<u8>>>> {
-        const NAME: &str = "gather_bytes";
-        self.check_peer(NAME, "root", root)?;
-        self.gather_brought(NAME, Ok(bytes), root)
-    }
-
-    /// Gives run `r` of the root's to rank `r`; the root gives one run for
-    /// each rank, the others `None`.
-    ///
-    /// # Errors
-    ///
-    /// As [`ProcessGroup::broadcast_bytes`].
-    pub fn scatter_bytes(&self, runs: Option<&[Vec<u8>]>, root: usize) -> Result<Vec<u8>> {
-        const NAME: &str = "scatter_bytes";
-        self.check_peer(NAME, "root", root)?;
-        let (world, given) = (self.core.world, runs.map_or(0, <[_]>::len));
-        let wrong = self.usage(
-            NAME,
-            format!("the root needs one run of bytes for each of {world} ranks, not {given}"),
-        );
-        let runs = runs.filter(|runs| runs.len() == world).ok_or(&wrong);
-        self.scatter_brought(NAME, runs, root)
-    }
-
     /// The root's object on every rank; the root gives it, the others `None`.
     /// PyTorch: `broadcast_object_list`.
     ///
@@ -100,9 +47,10 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`ProcessGroup::broadcast_bytes`]; also when the root's object cannot
-    /// be written (all ranks fail), and `Protocol` where it cannot be read as a
-    /// `T` (that rank fails).
+    /// As for all operations, see [`ProcessGroup`]. `Usage` on all ranks, with
+    /// the group still usable, when the root gives nothing, or what cannot be
+    /// written or takes more than [`MAX_OBJECT_BYTES`]; `Protocol` where it cannot
+    /// be read as a `T` (that rank fails).
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(
         &self,
         object: Option<&T>,

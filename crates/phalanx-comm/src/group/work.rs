@@ -186,27 +186,6 @@ impl<B> Work<B> {
     pub fn is_done(&self) -> bool {
         self.shared.lock().result.is_some()
     }
-
-    /// When it became this operation's turn, if it did.
-    pub fn started_at(&self) -> Option<Instant> {
-        self.shared.lock().started
-    }
-
-    /// When the operation was over, if it is.
-    pub fn finished_at(&self) -> Option<Instant> {
-        self.shared.lock().finished
-    }
-}
-
-/// Waits for all and returns what was handed over, in the order given.
-///
-/// # Errors
-///
-/// The first failure in that order, after all are over: no memory is in flight
-/// any more.
-pub fn wait_all<B>(works: impl IntoIterator<Item = Work<B>>) -> Result<Vec<B>> {
-    let results: Vec<Result<B>> = works.into_iter().map(Work::wait).collect();
-    results.into_iter().collect()
 }
 
 impl<B> std::fmt::Debug for Work<B> {
@@ -294,22 +273,6 @@ mod tests {
         let failed = Work::<u8>::failed(Error::usage("no"));
         let answer = failed.wait_for(Duration::ZERO).unwrap();
         assert_eq!(answer.unwrap_err().kind(), ErrorKind::Usage);
-    }
-
-    #[test]
-    fn waiting_for_all_keeps_their_order_and_the_first_failure() {
-        let pairs: Vec<_> = (0..3).map(|_| Work::new(Callers::default())).collect();
-        let (works, completers): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
-        for (i, completer) in completers.into_iter().enumerate().rev() {
-            completer.finish(Ok(i));
-        }
-        assert_eq!(wait_all(works).unwrap(), [0, 1, 2]);
-        let works = [
-            Work::failed(Error::usage("first")),
-            Work::failed(Error::timeout("second")),
-        ];
-        assert_eq!(wait_all::<u8>(works).unwrap_err().kind(), ErrorKind::Usage);
-        assert!(wait_all::<u8>([]).unwrap().is_empty());
     }
 
     #[test]

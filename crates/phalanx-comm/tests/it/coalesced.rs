@@ -35,8 +35,8 @@ fn check<T: Value>(group: &ProcessGroup, over: Over) {
     }
     for root in [0, world - 1] {
         let mut mine = tensors::<T>(rank);
-        let all = slices(&mut mine);
-        group.coalesced().tensors(all).broadcast(root).unwrap();
+        let mut all = slices(&mut mine);
+        group.broadcast_coalesced(&mut all, root).unwrap();
         for (a, b) in mine.iter().zip(&tensors::<T>(root)) {
             assert_same_bits(a, b, what("broadcast_coalesced"));
         }
@@ -84,8 +84,8 @@ fn the_ring_keeps_its_bits_too() {
 fn one_operation_carries_them_all() {
     let sent = on_each(groups(Over::Thread, 2), |group| {
         let mut mine = tensors::<f32>(group.rank());
-        let all = slices(&mut mine);
-        group.coalesced().tensors(all).all_reduce(ReduceOp::Sum)?;
+        let mut all = slices(&mut mine);
+        group.all_reduce_coalesced(&mut all, ReduceOp::Sum)?;
         // No tensors are an operation, too.
         group.all_reduce_coalesced::<f32>(&mut [], ReduceOp::Sum)?;
         Ok::<_, phalanx_comm::Error>(group.bytes_sent_to()[1 - group.rank()])
@@ -101,12 +101,11 @@ fn another_order_of_tensors_is_a_desync() {
     for over in EVERYWHERE {
         let errors = on_each(groups(over, 2), |group| {
             let (mut a, mut b) = ([0f32; 10], [0f32; 20]);
-            let all = group.coalesced();
-            if group.rank() == 0 {
-                all.tensor(&mut a).tensor(&mut b).all_reduce(ReduceOp::Sum)
-            } else {
-                all.tensor(&mut b).tensor(&mut a).all_reduce(ReduceOp::Sum)
+            let mut all: [&mut [f32]; 2] = [&mut a, &mut b];
+            if group.rank() == 1 {
+                all.reverse();
             }
+            group.all_reduce_coalesced(&mut all, ReduceOp::Sum)
         });
         let errors: Vec<_> = errors.into_iter().map(Result::unwrap_err).collect();
         assert!(errors.iter().any(|e| e.kind() == ErrorKind::Desync));

@@ -1,4 +1,4 @@
-//! Bytes of any length and objects.
+//! Objects of any length.
 
 use std::collections::BTreeMap;
 
@@ -13,21 +13,21 @@ fn bytes(rank: usize) -> Vec<u8> {
 }
 
 #[test]
-fn bytes_of_any_length_arrive() {
+fn objects_of_any_length_arrive() {
     for over in EVERYWHERE {
         for world in 1..=8 {
             on_each(groups(over, world), |group| {
                 let rank = group.rank();
                 let all: Vec<Vec<u8>> = (0..world).map(bytes).collect();
-                assert_eq!(group.all_gather_bytes(&all[rank]).unwrap(), all);
+                assert_eq!(group.all_gather_object(&all[rank]).unwrap(), all);
                 for root in [0, world - 1] {
                     let is_root = rank == root;
-                    let mine = is_root.then_some(&all[rank][..]);
-                    assert_eq!(group.broadcast_bytes(mine, root).unwrap(), all[root]);
-                    let gathered = group.gather_bytes(&all[rank], root).unwrap();
+                    let mine = is_root.then_some(&all[rank]);
+                    assert_eq!(group.broadcast_object(mine, root).unwrap(), all[root]);
+                    let gathered = group.gather_object(&all[rank], root).unwrap();
                     assert_eq!(gathered, is_root.then(|| all.clone()));
-                    let runs = is_root.then_some(&all[..]);
-                    assert_eq!(group.scatter_bytes(runs, root).unwrap(), all[rank]);
+                    let objects = is_root.then_some(&all[..]);
+                    assert_eq!(group.scatter_object(objects, root).unwrap(), all[rank]);
                 }
             });
         }
@@ -102,10 +102,6 @@ fn who_has_nothing_to_send_is_named_and_nobody_waits() {
                 assert_eq!(error.peer(), Some(culprit));
             }
         };
-        let error = group.broadcast_bytes(None, 1).unwrap_err();
-        check(1, error, "broadcast_bytes: the root needs bytes");
-        let error = group.scatter_bytes(Some(&[vec![]]), 2).unwrap_err();
-        check(2, error, "one run of bytes for each of 3 ranks, not 1");
         let error = group.broadcast_object::<u8>(None, 0).unwrap_err();
         check(0, error, "broadcast_object: the root needs an object");
         let error = group.scatter_object(Some(&[1u8, 2]), 0).unwrap_err();
@@ -147,7 +143,7 @@ fn an_unknown_root_is_a_mistake() {
     on_each(groups(Over::Thread, 2), |group| {
         let error = group.broadcast_object::<u8>(None, 5).unwrap_err();
         assert!(error.to_string().contains("root 5 does not exist"));
-        let error = group.gather_bytes(&[], 2).unwrap_err();
+        let error = group.gather_object(&0u8, 2).unwrap_err();
         assert!(error.to_string().contains("root 2 does not exist"));
     });
 }
