@@ -14,7 +14,7 @@ use phalanx_wire::frame::{Header, Kind};
 use phalanx_wire::handshake::{Hello, RejectReason, Role};
 
 use super::first_cause;
-use super::form::{Member, Rendezvous, list_sizes, parse_sizes};
+use super::form::{MEMBER_TITLE, Member, Rendezvous, list_sizes, parse_sizes};
 use super::layout::Layout;
 use super::poison::MAX_CAUSE_BYTES;
 use super::segment::Segment;
@@ -31,13 +31,13 @@ pub(crate) fn member(data: &[u8]) {
 
 pub(crate) fn member_seeds() -> Vec<Vec<u8>> {
     let texts = [
-        "instance=000000000000feed\nworld=4\nprefer=auto\nmachine=b/1\nhint=b/1/0\n\
+        "instance=000000000000feed\nprocess=process 7 on a\nworld=4\nprefer=auto\nmachine=b/1\nhint=b/1/0\n\
          share=2 threads on 0-3 quota 2\naddress=127.0.0.1:4000\n",
-        "instance=1\nworld=2\nprefer=shm\nmachine=\nhint=\nshare=1 threads on 0\naddress=\n",
-        "instance=f\nworld=2\nprefer=tcp\nmachine=m\nhint=h\nshare=1 threads on 0\naddress=[::1]:9\n",
+        "instance=1\nprocess=process 1 on b\nworld=2\nprefer=shm\nmachine=\nhint=\nshare=1 threads on 0\naddress=\n",
+        "instance=f\nprocess=\nworld=2\nprefer=tcp\nmachine=m\nhint=h\nshare=1 threads on 0\naddress=[::1]:9\n",
     ];
     texts
-        .map(|text| format!("phalanx-comm member 1\n{text}").into_bytes())
+        .map(|text| format!("{MEMBER_TITLE}\n{text}").into_bytes())
         .into()
 }
 

@@ -7,7 +7,7 @@ use super::host::Host;
 use crate::wait::Share;
 use phalanx_base::host_name;
 
-const TITLE: &str = "phalanx-comm member 5";
+pub(crate) const TITLE: &str = "phalanx-comm member 5";
 /// Longest record that is read; ours have about 300 bytes, up to 3000 more when
 /// a rank may use every other core of a thousand.
 const MAX_BYTES: usize = 4096;
@@ -124,6 +124,13 @@ mod tests {
             ..with
         };
         assert_eq!(Member::decode(&without.encode()), Ok(without));
+    }
+
+    #[test]
+    fn the_fuzz_target_starts_from_records() {
+        for seed in crate::transport::fuzzing::member_seeds() {
+            assert!(Member::decode(&seed).is_ok());
+        }
     }
 
     #[test]

@@ -23,6 +23,8 @@ pub use host::{
     BindAddr, host_addresses, is_own_address, local_address_towards, machine, what_loopback_means,
 };
 pub(super) use member::Member;
+#[cfg(any(test, fuzzing))]
+pub(super) use member::TITLE as MEMBER_TITLE;
 use member::this_process;
 pub use ports::PortRange;
 use rendezvous::ARRIVE;
