@@ -75,15 +75,12 @@ impl GptArgs {
 }
 
 /// Which modules are split over `tensor`.
-fn parallel(mesh: Mesh) -> Parallel {
-    match mesh.tensor {
-        1 => Parallel::new(),
-        _ => Parallel::new()
-            .attention("tensor", &["transformer.h.*.attn"])
-            .column("tensor", &["transformer.h.*.mlp.fc", "lm_head"])
-            .row("tensor", &["transformer.h.*.mlp.proj"])
-            .vocabulary("tensor", &["transformer.wte"]),
-    }
+fn parallel() -> Parallel {
+    Parallel::new()
+        .attention("tensor", &["transformer.h.*.attn"])
+        .column("tensor", &["transformer.h.*.mlp.fc", "lm_head"])
+        .row("tensor", &["transformer.h.*.mlp.proj"])
+        .vocabulary("tensor", &["transformer.wte"])
 }
 
 type Batch<'s> = MicroBatch<'s, TextBatch, OnMesh>;
@@ -110,7 +107,7 @@ pub fn run(
 ) -> Result<()> {
     let (settings, context) = (&args.settings, train.context());
     let mut trainer = TrainerBuilder::new(ctx, settings, RECIPE.name, &train, model, adam)
-        .on(mesh, parallel(mesh))
+        .on(mesh, parallel())
         .title(&args.title())
         .unit("sequences")
         .optimizer_title(&args.optimizer_title())

@@ -92,9 +92,7 @@ type Batch<'s> = MicroBatch<'s, ImageBatch, OnMesh>;
 
 /// The scores of all ranks' images.
 fn scores<'s>(net: &MobileNetV2, batch: &Batch<'s>) -> Result<Global<'s>> {
-    let [high, wide, channels] = batch.image_shape;
-    let shape = [batch.samples(), high, wide, channels];
-    Ok(net.forward(batch.input(&batch.images, &shape)?)?)
+    Ok(net.forward(batch.images()?)?)
 }
 
 /// The document's first program: the model whole on all ranks, batches split over them.

@@ -152,6 +152,13 @@ impl Parallel {
         self
     }
 
+    /// Leaves out what is split over mesh dimension `dim`: for a mesh that does not have it.
+    #[must_use]
+    pub fn without(mut self, dim: &str) -> Self {
+        self.splits.retain(|split| split.dim != dim);
+        self
+    }
+
     /// The parameters of a model, which every rank has in full and with equal values, laid out so.
     ///
     /// # Errors

@@ -64,3 +64,39 @@ fn a_table_trains_and_its_mistakes_name_the_line() {
         assert!(code != 0 && err.contains(why), "{code}: {err}");
     }
 }
+
+#[test]
+fn a_program_trains_on_a_mesh_and_resumes_on_another() {
+    let dir = tempfile::tempdir().expect("folder");
+    let train = |folder: &str, args: &str| {
+        let all = format!(
+            "--nproc-per-node 2 --epochs 1 --global-batch-size 512 --lr 0.2 --output-dir {folder} {args}"
+        );
+        let args: Vec<&str> = all.split(' ').collect();
+        succeed(program("mesh", &args, dir.path()))
+    };
+    let accuracy = |folder: &str| {
+        let text = fs::read_to_string(dir.path().join(folder).join("summary.json"));
+        let summary: serde_json::Value =
+            serde_json::from_str(&text.expect("a summary")).expect("JSON");
+        summary["accuracy"].as_f64().expect("an accuracy")
+    };
+    let text = train("whole", "--mesh data=2");
+    assert!(
+        text.contains("mesh     data=2: batches over data"),
+        "{text}"
+    );
+    let text = train(
+        "resumed",
+        "--mesh data=2 --fully-sharded --stop-after 40 --save-every 20",
+    );
+    assert!(text.contains("stopped as asked after 40 steps"), "{text}");
+    let text = train("resumed", "--mesh tensor=2 --accumulate 2 --resume auto");
+    assert!(text.contains("resumed  after 40 of 118 steps"), "{text}");
+    assert!(text.contains("--mesh data=2,tensor=1"), "{text}");
+    let (whole, resumed) = (accuracy("whole"), accuracy("resumed"));
+    assert!(
+        whole > 0.7 && (whole - resumed).abs() < 0.005,
+        "{whole} {resumed}"
+    );
+}

@@ -437,7 +437,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-data", 3861),
     ("phalanx-ddp", 5431),
     ("phalanx-flow", 6845),
-    ("phalanx-global", 4819),
+    ("phalanx-global", 4824),
     ("phalanx-http", 65),
     ("phalanx-launch", 9891),
     ("phalanx-live", 1775),
@@ -446,7 +446,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1175),
     ("phalanx-store", 3369),
     ("phalanx-track", 3360),
-    ("phalanx-train", 7944),
+    ("phalanx-train", 7954),
     ("phalanx-wire", 1695),
     ("recipes", 3655),
 ];

@@ -10,8 +10,8 @@ use phalanx_checkpoint as checkpoint;
 use phalanx_checkpoint::digest::optimizer_sha256;
 use phalanx_checkpoint::state::{OptimizerState, Place};
 use phalanx_comm::ProcessGroup;
-use phalanx_data::Dataset;
 use phalanx_data::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig};
+use phalanx_data::{Dataset, ImageBatch};
 use phalanx_ddp::{Fingerprint, StepTimes, broadcast_parameters, verify_equal};
 use phalanx_global::{
     Global, GlobalGrads, GlobalParams, GlobalStep, Indices, Parallel, Placement, Sbp,
@@ -53,7 +53,7 @@ pub struct OnMesh {
 
 impl<'j, M> TrainerBuilder<'j, M> {
     /// Trains on `mesh`: the ranks of its dimension `data` split each batch, and the parameters are laid out as `parallel`
-    /// says. The model computes with [`Global`] tensors; models that are generic over [`Value`](phalanx_nn::Value) stay as
+    /// says (splits over `tensor` are left out where the mesh has one rank there). The model computes with [`Global`] tensors; models that are generic over [`Value`](phalanx_nn::Value) stay as
     /// they are.
     pub fn on(self, mesh: Mesh, parallel: Parallel) -> TrainerBuilder<'j, M, OnMesh> {
         self.with_strategy((mesh, parallel))
@@ -100,6 +100,19 @@ impl<'s, B> MicroBatch<'s, B, OnMesh> {
     pub fn own_rows(&self, all: Global<'s>) -> Result<Option<Tensor<'s>>> {
         let own = all.to_global(&rows(self.step().placement()))?.to_local();
         Ok((self.samples() > 0).then_some(own))
+    }
+}
+
+impl<'s> MicroBatch<'s, ImageBatch, OnMesh> {
+    /// The images of all ranks: number, height, width, channels.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    pub fn images(&self) -> Result<Global<'s>> {
+        let [high, wide, channels] = self.data().image_shape;
+        let shape = [self.samples(), high, wide, channels];
+        self.input(&self.data().images, &shape)
     }
 }
 
@@ -247,6 +260,9 @@ impl Strategy for OnMesh {
         compared.map_err(different_arguments)?;
         broadcast_parameters(&ctx.group, &mut params, 0)?;
         let placement = mesh.placement(&ctx.group)?;
+        if mesh.tensor == 1 {
+            parallel = parallel.without("tensor");
+        }
         if mesh.fully_sharded {
             parallel = parallel.fully_sharded("data");
         }

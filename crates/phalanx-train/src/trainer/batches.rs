@@ -426,7 +426,9 @@ impl<'s> MicroBatch<'s, ImageBatch> {
     pub fn images(&self) -> phalanx_nn::Result<Tensor<'s>> {
         self.input(&self.data.images, &self.data.shape())
     }
+}
 
+impl<'s, S: Strategy> MicroBatch<'s, ImageBatch, S> {
     /// One label an image.
     pub fn labels(&self) -> &'s [u32] {
         &self.data.labels
