@@ -127,7 +127,7 @@ impl Snapshot {
     }
 
     /// Adds the metadata of the model's weights, which
-    /// [`read_tensors`](crate::weights::read_tensors) returns.
+    /// [`read_tensors`](crate::read_tensors) returns.
     #[must_use]
     pub fn with_metadata(mut self, metadata: BTreeMap<String, String>) -> Snapshot {
         self.metadata = metadata;
