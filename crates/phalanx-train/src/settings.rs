@@ -247,6 +247,21 @@ impl Settings {
         Ok(())
     }
 
+    /// Checks that batch norms can take the statistics of all ranks' samples.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub fn check_sync_batch_norm(&self) -> Result<()> {
+        match self.split.determinism() {
+            Determinism::Shards => Err(Error::usage(
+                "--deterministic shards takes the batch norm statistics of each shard, and synchronized batch norms those of all \
+                 ranks; leave out one of them",
+            )),
+            _ => Ok(()),
+        }
+    }
+
     /// Samples of a step over all ranks.
     pub fn global_batch(&self, world: usize) -> usize {
         self.global_batch_size.unwrap_or(self.batch_size() * world)

@@ -199,6 +199,14 @@ pub trait Lines: Reporter {
     }
 }
 
+/// Arguments about batch norms.
+#[derive(Debug, Clone, clap::Args)]
+pub struct NormArgs {
+    /// Batch norms take the mean and variance of all ranks' samples (PyTorch's SyncBatchNorm); on a mesh they always do
+    #[arg(long)]
+    pub sync_batch_norm: bool,
+}
+
 /// A program of `phalanx train` that classifies images.
 pub trait Program {
     /// Its network.
@@ -257,6 +265,11 @@ pub trait Program {
     /// Those that differ from a checkpoint's are told.
     fn must_agree(&self) -> Vec<String> {
         Vec::new()
+    }
+
+    /// Its flags about batch norms, if it has any.
+    fn norms(&self) -> Option<&NormArgs> {
+        None
     }
 
     /// Registers its parameters.
@@ -354,6 +367,9 @@ impl<P: Program + Send + Sync + std::fmt::Debug> AnyRecipe for P {
 
     fn validate(&self, world: usize) -> Result<()> {
         self.images().validate(world)?;
+        if self.norms().is_some_and(|norms| norms.sync_batch_norm) {
+            self.images().settings.check_sync_batch_norm()?;
+        }
         Program::validate(self)?;
         self.source().validate()
     }
@@ -437,6 +453,10 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
         |scope| program.net(scope),
         |params, lr| program.optimizer(params, lr),
     );
+    let builder = match program.norms() {
+        Some(norms) if norms.sync_batch_norm => builder.sync_batch_norm(),
+        _ => builder,
+    };
     let mut trainer = builder
         .title(P::NETWORK.title)
         .data(&data.description, &data.content)

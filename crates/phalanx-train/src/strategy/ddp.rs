@@ -35,6 +35,8 @@ pub struct Ddp {
     params: Params,
     /// The first has the optimizer that the trainer was made with.
     groups: Vec<ParamGroup>,
+    /// All ranks run as many micro-batches, since batch norms join them.
+    joins_batches: bool,
 }
 
 impl Strategy for Ddp {
@@ -62,6 +64,7 @@ impl Strategy for Ddp {
             facts,
             frozen,
             lr,
+            sync_batch_norm,
             optimizers,
             tape,
             ..
@@ -97,10 +100,14 @@ impl Strategy for Ddp {
                 lr,
             });
         }
+        if sync_batch_norm {
+            groups[0].ddp.sync_batch_norm(tape)?;
+        }
         Ok(Ddp {
             group: ctx.group.clone(),
             params,
             groups,
+            joins_batches: sync_batch_norm,
         })
     }
 
@@ -205,13 +212,18 @@ impl Strategy for Ddp {
         } = tools;
         let mut sums = vec![0.0; split.parts()];
         let mut forward_ended = Instant::now();
-        let busy = turn.sizes.iter().filter(|n| **n > 0).count();
+        // Of joined batches, those that are empty on some ranks only as well.
+        let count = match self.joins_batches {
+            true => turn.sizes.len().min(turn.global.samples),
+            false => turn.sizes.iter().filter(|n| **n > 0).count(),
+        };
         // The mean is taken over all samples, however unevenly they are split.
         let ddp = &mut self.groups[group].ddp;
-        let mut micro_batches = ddp.begin_known(&turn.sizes[..busy], turn.global)?;
+        let mut micro_batches = ddp.begin_known(&turn.sizes[..count], turn.global)?;
+        let mut index = 0;
         while let Some((part, loaded)) = batches.next()? {
             let indices = loaded.indices();
-            if !indices.is_empty() {
+            if index < count {
                 ctx.group.set_phase("forward");
                 let step = tape.step(&self.params, randomness.key(indices));
                 let calls = Cell::new(0);
@@ -220,12 +232,21 @@ impl Strategy for Ddp {
                 if let Some(log) = log.as_mut().filter(|log| log.wants_graph()) {
                     log.graph(step.graph());
                 }
-                sums[part] = f64::from(loss.item()?) * f64::from(indices.len() as f32);
+                if !indices.is_empty() {
+                    sums[part] = f64::from(loss.item()?) * f64::from(indices.len() as f32);
+                }
                 forward_ended = Instant::now();
-                loss.backward(micro_batches.micro_batch()?)?;
+                match self.joins_batches {
+                    true => {
+                        let (weight, sink) = micro_batches.weighed_micro_batch()?;
+                        loss.backward_with(&weight, sink)?;
+                    }
+                    false => loss.backward(micro_batches.micro_batch()?)?,
+                }
                 drop(step);
                 micro_batches.update_buffers(tape, &mut self.params)?;
             }
+            index += 1;
             batches.keep(loaded);
         }
         let samples: usize = turn.sizes.iter().sum();

@@ -240,6 +240,8 @@ impl Strategy for OnMesh {
             samples,
             optimizers,
             tape,
+            // They always do.
+            sync_batch_norm: _,
         } = parts;
         if !frozen.is_empty() {
             return Err(Error::usage(

@@ -51,9 +51,11 @@ pub struct Parts<'a, 'j> {
     pub(crate) lr: f64,
     /// Of the training set.
     pub(crate) samples: usize,
+    /// Batch norms take the statistics of all ranks' samples.
+    pub(crate) sync_batch_norm: bool,
     /// By the names of their groups of parameters, the training's own, without a name, first.
     pub(crate) optimizers: Vec<(String, MakeOptimizer<'j>)>,
-    pub(crate) tape: &'a Tape,
+    pub(crate) tape: &'a mut Tape,
 }
 
 /// What a step needs of its trainer.

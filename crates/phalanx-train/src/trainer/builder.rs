@@ -85,6 +85,7 @@ pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
     trackers: Vec<Box<dyn Tracker + Send>>,
     folder: Option<String>,
     only_evaluates: bool,
+    sync_batch_norm: bool,
     trainings: Rc<Trainings>,
     strategy: S::Setup,
 }
@@ -130,6 +131,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             trackers: Vec::new(),
             folder: None,
             only_evaluates: false,
+            sync_batch_norm: false,
             trainings: Rc::default(),
             strategy: (),
         }
@@ -165,6 +167,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             trackers: self.trackers,
             folder: self.folder,
             only_evaluates: self.only_evaluates,
+            sync_batch_norm: self.sync_batch_norm,
             trainings: self.trainings,
             strategy,
         }
@@ -247,6 +250,14 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     pub fn clip_grad_norm(mut self, limit: f64) -> Self {
         self.clip = Some(limit);
         self.shaping.push(format!("clip_grad_norm {limit}"));
+        self
+    }
+
+    /// Batch norms take the mean and variance of all ranks' samples (PyTorch's `convert_sync_batchnorm`), so that small
+    /// batches on each rank train as their sum does. On a [mesh](TrainerBuilder::on) they always do.
+    pub fn sync_batch_norm(mut self) -> Self {
+        self.sync_batch_norm = true;
+        self.shaping.push("sync_batch_norm true".to_owned());
         self
     }
 
@@ -367,6 +378,9 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let world = S::batch_ranks(&self.strategy, ctx.world());
         settings.validate(world)?;
         S::check(&self.strategy, settings)?;
+        if self.sync_batch_norm {
+            settings.check_sync_batch_norm()?;
+        }
         self.shaping.splice(0..0, S::shaping(&self.strategy));
         let mut trackers = std::mem::take(&mut self.trackers);
         if ctx.is_main() {
@@ -417,8 +431,9 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             frozen: &self.frozen,
             lr: self.lr,
             samples: self.samples,
+            sync_batch_norm: self.sync_batch_norm,
             optimizers: [main].into_iter().chain(self.groups).collect(),
-            tape: &tape,
+            tape: &mut tape,
         };
         let mut strategy = S::build(self.strategy, parts)?;
         let mut title = self.optimizer_title.unwrap_or_default();

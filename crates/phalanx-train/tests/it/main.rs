@@ -12,4 +12,5 @@ mod one_cycle;
 mod pth_common;
 mod records;
 mod scalars;
+mod sync_norm;
 mod trainer;
