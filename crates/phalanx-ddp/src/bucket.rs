@@ -5,11 +5,12 @@ use std::ops::Range;
 use phalanx_comm::{ProcessGroup, ReduceOp, TransportKind};
 
 use crate::error::{Error, Result};
-use crate::typed::GradType;
 
 /// Bytes of a line: every gradient starts on its own line, so neither
 /// SIMD nor the chunk owners of an all-reduce ever share one.
 const LINE_BYTES: usize = 64;
+/// Elements of a line.
+const LINE_ELEMS: usize = LINE_BYTES / size_of::<f32>();
 
 /// Size limits of buckets, in bytes of gradient (padding not counted).
 ///
@@ -66,98 +67,60 @@ pub struct BucketPlan {
     places: Vec<(usize, Range<usize>)>,
     /// Elements per bucket, padding included.
     bucket_elems: Vec<usize>,
-    /// What the gradients of each bucket are made of.
-    types: Vec<GradType>,
-}
-
-/// A bucket while it is being filled.
-#[derive(Default)]
-struct Open {
-    params: Vec<usize>,
-    bytes: usize,
-    /// Whether a bucket of its type is closed already.
-    is_later: bool,
 }
 
 impl BucketPlan {
     /// Fills buckets with the parameters in `order` (indices into `lens`, each
-    /// exactly once); `lens` are element counts of `f32` gradients.
+    /// exactly once); `lens` are element counts of gradients.
     ///
     /// Before the true order is known, `order` is the reverse of registration.
     pub fn new(lens: &[usize], order: &[usize], caps: BucketCaps) -> BucketPlan {
-        Self::mixed(lens, &vec![GradType::F32; lens.len()], order, caps)
-    }
-
-    /// As [`new`](Self::new), of gradients of several element types, one for each of `lens`: a bucket
-    /// holds one type only, and each type has a first bucket and closes its own as soon as they have
-    /// reached their cap (PyTorch's rule). Buckets are numbered by the place of their last parameter in
-    /// `order`, so that they are full in the order of their numbers.
-    pub fn mixed(
-        lens: &[usize],
-        types: &[GradType],
-        order: &[usize],
-        caps: BucketCaps,
-    ) -> BucketPlan {
-        let bytes = |p: usize| lens[p] * types[p].size_bytes();
+        let bytes = |p: usize| lens[p] * size_of::<f32>();
         let mut buckets: Vec<Vec<usize>> = Vec::new();
-        let mut open: [Open; GradType::ALL.len()] = Default::default();
+        let (mut open, mut open_bytes) = (Vec::new(), 0);
         for &param in order {
-            let open = &mut open[types[param] as usize];
-            open.params.push(param);
-            open.bytes += bytes(param);
-            let cap = if open.is_later {
-                caps.cap_bytes
-            } else {
+            open.push(param);
+            open_bytes += bytes(param);
+            let cap = if buckets.is_empty() {
                 caps.first_bytes
+            } else {
+                caps.cap_bytes
             };
-            if open.bytes >= cap {
-                buckets.push(std::mem::take(&mut open.params));
-                open.bytes = 0;
-                open.is_later = true;
+            if open_bytes >= cap {
+                buckets.push(std::mem::take(&mut open));
+                open_bytes = 0;
             }
         }
-        buckets.extend(open.into_iter().map(|open| open.params));
-        buckets.retain(|params| !params.is_empty());
-        let mut place = vec![0; lens.len()];
-        for (at, &param) in order.iter().enumerate() {
-            place[param] = at;
+        if !open.is_empty() {
+            buckets.push(open);
         }
-        let full_at = |params: &Vec<usize>| params.last().map(|&p| place[p]);
-        buckets.sort_by_key(full_at);
         if let (Some(last_bytes), Some(last)) = (caps.last_bytes, buckets.last_mut()) {
             let tail = tail_within(last, last_bytes, bytes);
             if tail > 0 && tail < last.len() {
                 let tail = last.split_off(last.len() - tail);
                 buckets.push(tail);
-                buckets.sort_by_key(full_at);
             }
         }
-        Self::lay_out(lens, types, buckets)
+        Self::lay_out(lens, buckets)
     }
 
     /// The same buckets with the parameters of each in the order of their numbers, as they lie in a model: what a
     /// rank gets of a bucket is one run of the model's memory then, but for parameters that are in no bucket.
     pub(crate) fn into_model_order(self) -> BucketPlan {
         let lens: Vec<usize> = self.places.iter().map(|(_, range)| range.len()).collect();
-        let mut types = vec![GradType::F32; lens.len()];
         let mut buckets = self.buckets;
-        for (params, of) in buckets.iter_mut().zip(&self.types) {
-            params.sort_unstable();
-            params.iter().for_each(|&p| types[p] = *of);
-        }
-        Self::lay_out(&lens, &types, buckets)
+        buckets.iter_mut().for_each(|params| params.sort_unstable());
+        Self::lay_out(&lens, buckets)
     }
 
-    fn lay_out(lens: &[usize], types: &[GradType], buckets: Vec<Vec<usize>>) -> BucketPlan {
+    fn lay_out(lens: &[usize], buckets: Vec<Vec<usize>>) -> BucketPlan {
         let mut places = vec![(0, 0..0); lens.len()];
         let mut bucket_elems = Vec::with_capacity(buckets.len());
-        // No bucket is empty.
-        let types: Vec<GradType> = buckets.iter().map(|params| types[params[0]]).collect();
         for (b, params) in buckets.iter().enumerate() {
             let mut at = 0;
             for &p in params {
                 places[p] = (b, at..at + lens[p]);
-                at = (at + lens[p]).next_multiple_of(line_elems(types[b]));
+                at = (at + lens[p]).next_multiple_of(LINE_ELEMS);
             }
             bucket_elems.push(at);
         }
@@ -165,18 +128,12 @@ impl BucketPlan {
             buckets,
             places,
             bucket_elems,
-            types,
         }
     }
 
     /// Parameters of each bucket, in the order in which they lie in it.
     pub fn buckets(&self) -> &[Vec<usize>] {
         &self.buckets
-    }
-
-    /// What the gradients of bucket `bucket` are made of.
-    pub fn bucket_type(&self, bucket: usize) -> GradType {
-        self.types[bucket]
     }
 
     /// Bucket of a parameter and the element range of its gradient in it.
@@ -193,10 +150,9 @@ impl BucketPlan {
     /// Elements of bucket `bucket` that each of `world` ranks gets when it is
     /// scattered: whole lines, of which the last rank's may be padding.
     pub fn chunk_elems(&self, bucket: usize, world: usize) -> usize {
-        let line = line_elems(self.types[bucket]);
         self.bucket_elems[bucket]
-            .div_ceil(line * world.max(1))
-            .saturating_mul(line)
+            .div_ceil(LINE_ELEMS * world.max(1))
+            .saturating_mul(LINE_ELEMS)
     }
 
     /// What of the gradients `rank` of `world` gets when buckets are scattered: parameters
@@ -227,14 +183,9 @@ impl BucketPlan {
     pub fn bucket_bytes(&self, bucket: usize) -> usize {
         self.buckets[bucket]
             .iter()
-            .map(|&p| self.places[p].1.len() * self.types[bucket].size_bytes())
+            .map(|&p| self.places[p].1.len() * size_of::<f32>())
             .sum()
     }
-}
-
-/// Elements of a line.
-fn line_elems(of: GradType) -> usize {
-    LINE_BYTES / of.size_bytes()
 }
 
 /// How many parameters at the end of `bucket` fit into `limit_bytes` together.
@@ -276,9 +227,6 @@ pub fn all_share_memory(group: &ProcessGroup) -> Result<bool> {
 mod tests {
     use super::*;
 
-    /// Elements of a line of floats.
-    const LINE_ELEMS: usize = 16;
-
     fn reversed(n: usize) -> Vec<usize> {
         (0..n).rev().collect()
     }
@@ -310,101 +258,6 @@ mod tests {
             [vec![0, 1, 2, 3, 4, 5], vec![6, 7]]
         );
         assert_eq!(plan(BucketCaps::uniform(1 << 20)), small);
-    }
-
-    #[test]
-    fn assignment_of_mixed_types_is_pytorchs() {
-        use GradType::{Bf16, F16, F32, F64};
-        // torch 2.15: dist._compute_bucket_assignment_by_size(tensors, caps, [False] * 14, []), which sorts
-        // buckets by their first tensor.
-        let model = [
-            (F32, 300_000),
-            (F16, 10),
-            (F64, 200_000),
-            (F16, 900_000),
-            (F32, 10),
-            (Bf16, 7_000_000),
-            (F64, 10),
-            (F32, 700_000),
-            (F16, 5),
-            (Bf16, 3),
-            (F32, 6_000_000),
-            (F64, 4_000_000),
-            (F16, 8),
-            (F32, 1),
-        ];
-        let (types, lens): (Vec<GradType>, Vec<usize>) = model.into_iter().unzip();
-        let order: Vec<usize> = (0..lens.len()).collect();
-        let plan = |caps| BucketPlan::mixed(&lens, &types, &order, caps);
-        let sorted = |caps| {
-            let mut buckets = plan(caps).buckets().to_vec();
-            buckets.sort();
-            buckets
-        };
-        let pytorch: [(BucketCaps, &[&[usize]]); 3] = [
-            (
-                BucketCaps::PYTORCH,
-                &[
-                    &[0],
-                    &[1, 3],
-                    &[2],
-                    &[4, 7, 10],
-                    &[5],
-                    &[6, 11],
-                    &[8, 12],
-                    &[9],
-                    &[13],
-                ],
-            ),
-            (
-                BucketCaps::uniform(25 << 20),
-                &[&[0, 4, 7, 10], &[1, 3, 8, 12], &[2, 6, 11], &[5, 9], &[13]],
-            ),
-            (
-                BucketCaps::uniform(1 << 20),
-                &[
-                    &[0],
-                    &[1, 3],
-                    &[2],
-                    &[4, 7],
-                    &[5],
-                    &[6, 11],
-                    &[8, 12],
-                    &[9],
-                    &[10],
-                    &[13],
-                ],
-            ),
-        ];
-        for (caps, want) in pytorch {
-            assert_eq!(sorted(caps), want, "{caps:?}");
-            let plan = plan(caps);
-            // Full one after the other, each of one type, each gradient on lines of its own.
-            let last: Vec<usize> = plan.buckets().iter().map(|b| b[b.len() - 1]).collect();
-            assert!(last.is_sorted(), "{last:?}");
-            for (b, params) in plan.buckets().iter().enumerate() {
-                let of = plan.bucket_type(b);
-                let mut bytes = 0;
-                for &p in params {
-                    assert_eq!(types[p], of);
-                    assert_eq!(plan.place(p).1.start * of.size_bytes() % LINE_BYTES, 0);
-                    bytes += lens[p] * of.size_bytes();
-                }
-                assert_eq!(plan.bucket_bytes(b), bytes);
-            }
-        }
-        // What is reduced last is small, and of one type.
-        let caps = BucketCaps {
-            last_bytes: Some(4_000),
-            ..BucketCaps::uniform(100 << 20)
-        };
-        let plan = BucketPlan::mixed(
-            &[50, 50, 5_000, 7],
-            &[F32, F16, F32, F16],
-            &[3, 2, 1, 0],
-            caps,
-        );
-        assert_eq!(plan.buckets(), [vec![2], vec![3, 1], vec![0]]);
     }
 
     #[test]

@@ -64,7 +64,6 @@ mod nn;
 mod parameters;
 mod reducer;
 mod trace;
-mod typed;
 mod vote;
 
 pub use bucket::{BucketCaps, BucketPlan, all_share_memory};
@@ -79,5 +78,4 @@ pub use nn::*;
 pub use parameters::{Parameters, broadcast_parameters};
 pub use reducer::{Exchange, ParamSpec, Reducer, ReducerOptions};
 pub use trace::{BucketTimes, StepTimes};
-pub use typed::{GradType, Gradient};
 pub use vote::{Commit, Veto};

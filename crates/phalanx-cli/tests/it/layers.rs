@@ -237,7 +237,6 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
         "phalanx-ddp",
         &[
             &["error"],
-            &["typed"],
             &["bucket"],
             &["parameters"],
             &["equal"],
@@ -435,7 +434,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-cli", 4091),
     ("phalanx-comm", 20386),
     ("phalanx-data", 3861),
-    ("phalanx-ddp", 5431),
+    ("phalanx-ddp", 5156),
     ("phalanx-flow", 6845),
     ("phalanx-global", 4824),
     ("phalanx-http", 65),

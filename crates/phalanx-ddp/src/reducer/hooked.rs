@@ -5,10 +5,10 @@ use std::time::Instant;
 use phalanx_comm::{OpTimes, ReduceOp};
 
 use super::Reducer;
+use super::memory::Memory;
 use crate::error::{Error, Result};
 use crate::hooks::{GradBucket, GradTensor, GradientHook};
 use crate::trace::BucketTimes;
-use crate::typed::{AnyMemory, Memory};
 
 /// A part of a hook's work on one bucket.
 #[derive(Clone, Copy)]
@@ -26,7 +26,7 @@ impl Reducer {
 
     /// Lets the hook work on a launched bucket; when its communication ran, if it says.
     pub(super) fn run_stage(&mut self, bucket: usize, stage: Stage) -> Result<Option<OpTimes>> {
-        let (Some(hook), AnyMemory::F32(Memory::Reduced(memory))) =
+        let (Some(hook), Memory::Reduced(memory)) =
             (self.hook.as_deref_mut(), &mut self.memory[bucket])
         else {
             return Ok(None);
@@ -76,7 +76,7 @@ impl Reducer {
                 started,
                 finished,
             });
-            let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] else {
+            let Memory::Reduced(memory) = &mut self.memory[bucket] else {
                 continue;
             };
             for &param in &self.plan.buckets()[bucket] {
@@ -86,7 +86,7 @@ impl Reducer {
                 }
             }
         }
-        let Some(AnyMemory::F32(Memory::Reduced(last))) = self.memory.last_mut() else {
+        let Some(Memory::Reduced(last)) = self.memory.last_mut() else {
             return Ok(());
         };
         let tail = &mut last[self.plan.bucket_elems(self.plan.buckets().len() - 1)..];
@@ -102,8 +102,7 @@ impl Reducer {
     ///
     /// # Errors
     ///
-    /// `Usage` when the backward of a step has begun already, or naming a parameter whose
-    /// gradient is not made of `f32`.
+    /// `Usage` when the backward of a step has begun already.
     pub fn set_hook(&mut self, hook: Option<Box<dyn GradientHook>>) -> Result<()> {
         self.check_usable()?;
         if self.in_backward {
@@ -115,15 +114,6 @@ impl Reducer {
             return Err(Error::usage(
                 "a gradient hook gives every rank whole gradients; leave it out, or Exchange::ReduceScatter and AtStep",
             ));
-        }
-        if let (Some(hook), Some(other)) = (&hook, self.not_f32()) {
-            return Err(Error::usage(format!(
-                "the gradient hook {} is for f32 gradients, but that of {} is made of {}; leave the hook out, or \
-                 average that parameter in another reducer",
-                hook.name(),
-                other.name,
-                other.dtype
-            )));
         }
         self.hook = hook;
         Ok(())

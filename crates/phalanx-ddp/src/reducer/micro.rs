@@ -1,8 +1,8 @@
 //! The micro-batches of a step, and what each counts.
 
 use super::Reducer;
+use super::memory::Memory;
 use crate::error::{Error, Result};
-use crate::typed::{Gradient, Memory};
 
 /// How the gradient of one step comes about.
 pub(super) struct Micro {
@@ -47,8 +47,8 @@ impl Reducer {
             ));
         }
         if weights.len() > 1 {
-            let runs = self.params.iter().map(|p| (p.dtype, p.len));
-            self.scratch.hold(runs);
+            let elems = self.params.iter().map(|p| p.len).sum();
+            self.scratch.resize(elems, 0.0);
         }
         self.micro = Micro {
             weights: weights.to_vec(),
@@ -81,10 +81,10 @@ impl Reducer {
         Ok(())
     }
 
-    pub(super) fn weigh_and_add<T: Gradient>(&mut self, param: usize, mut finite: bool) {
+    pub(super) fn weigh_and_add(&mut self, param: usize, mut finite: bool) {
         let (bucket, range) = self.plan.place(param);
         let weight = self.micro.weights.get(self.micro.index).copied();
-        let Some(Memory::Filling(memory)) = T::memory_mut(&mut self.memory[bucket]) else {
+        let Memory::Filling(memory) = &mut self.memory[bucket] else {
             return;
         };
         let at = self.scratch_at[param];
@@ -92,30 +92,32 @@ impl Reducer {
         let sum = &mut memory[range];
         let later = self.micro.index > 0;
         let new = if later {
-            &mut T::spare(&mut self.scratch)[scratch.clone()]
+            &mut self.scratch[scratch.clone()]
         } else {
             &mut *sum
         };
         match weight {
             // No sample, so no gradient, whatever the mean over none came to.
-            Some(0.0) => new.fill(T::default()),
+            Some(0.0) => new.fill(0.0),
             Some(weight) if weight != 1.0 => {
-                new.iter_mut().for_each(|g| *g = g.times(weight));
+                new.iter_mut().for_each(|g| *g *= weight);
                 finite = false; // no longer known
             }
             _ => {}
         }
         if later {
-            let new = &T::spare(&mut self.scratch)[scratch];
-            sum.iter_mut().zip(new).for_each(|(s, g)| *s = s.plus(*g));
+            let new = &self.scratch[scratch];
+            sum.iter_mut().zip(new).for_each(|(s, g)| *s += *g);
             finite = false;
         }
         // The sum, since that of finite numbers may not be; what is not finite stays so in it.
         if !finite && !self.options.unchecked {
-            let largest = T::largest(sum);
-            if largest.is_nan() || largest > 1.0 {
+            let largest = phalanx_comm::largest(sum);
+            let world = self.group.world_size() as f64;
+            if !largest.is_finite() {
                 self.ballot.not_finite(param);
-            } else if self.micro.is_last() && largest * self.group.world_size() as f64 > 0.5 {
+            } else if self.micro.is_last() && f64::from(largest) * world > 0.5 * f64::from(f32::MAX)
+            {
                 self.ballot.large();
             }
         }

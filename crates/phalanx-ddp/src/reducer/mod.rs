@@ -22,9 +22,6 @@
 //! one is finished in memory of its own and then added, so its bits do not
 //! depend on what was there before. Buckets are launched in the last.
 //!
-//! Gradients of several types lie in buckets of their own ([`GradType`]); votes then travel apart, unless
-//! the last bucket is of `f32`.
-//!
 //! After the first backward the buckets are laid out again in the order in
 //! which rank 0's gradients became ready (once; PyTorch's rule).
 //!
@@ -32,6 +29,7 @@
 //! `torch/csrc/distributed/c10d/reducer.cpp`.
 
 mod hooked;
+mod memory;
 mod micro;
 mod scattered;
 mod votes;
@@ -41,10 +39,10 @@ mod wrapped;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use half::{bf16, f16};
 use phalanx_comm::{Algorithm, Bucket, Call, ProcessGroup, ReduceOp};
 
 use self::hooked::Stage;
+use self::memory::Memory;
 use self::micro::Micro;
 use self::votes::Vote;
 use crate::bucket::{BucketCaps, BucketPlan};
@@ -52,7 +50,6 @@ use crate::error::{Error, Result};
 use crate::hooks::GradientHook;
 use crate::parameters::Parameters;
 use crate::trace::{BucketTimes, StepTimes};
-use crate::typed::{AnyMemory, GradType, Gradient, Memory, Spare, of_any};
 use crate::vote::{Ballot, Commit};
 
 /// Name and size of one parameter, as the reducer needs it.
@@ -62,8 +59,6 @@ pub struct ParamSpec {
     pub name: String,
     /// Number of elements.
     pub len: usize,
-    /// What its gradient is made of.
-    pub dtype: GradType,
     /// Length of a row where it is a matrix in memory, else 1; for hooks that
     /// compress matrices.
     pub columns: usize,
@@ -76,7 +71,6 @@ impl ParamSpec {
         ParamSpec {
             name: params.name(index).to_owned(),
             len,
-            dtype: GradType::F32,
             columns: match params.shape(index) {
                 [] | [_] => 1,
                 [first, ..] => (len / first.max(&1)).max(1),
@@ -144,20 +138,18 @@ impl Default for ReducerOptions {
 pub struct Reducer {
     group: ProcessGroup,
     params: Vec<ParamSpec>,
-    /// The first whose gradient is not made of `f32`.
-    not_f32: Option<usize>,
     options: ReducerOptions,
     plan: BucketPlan,
     labels: Vec<Arc<str>>,
-    memory: Vec<AnyMemory>,
+    memory: Vec<Memory>,
     /// What this rank has got of each scattered bucket.
     chunks: Vec<Option<Bucket<f32>>>,
     /// Whether gradients that are exchanged late were, in this step.
     exchanged: bool,
     /// Factor of late means.
     late_scale: f32,
-    /// The votes, where they cannot ride behind the last bucket since it is scattered, or not of `f32`.
-    votes: Option<Memory<f32>>,
+    /// The votes, where they cannot ride behind the last bucket since it is scattered.
+    votes: Option<Memory>,
     /// Gradients still missing, per bucket.
     missing: Vec<usize>,
     ready: Vec<bool>,
@@ -169,16 +161,14 @@ pub struct Reducer {
     rebuilt_plan: Option<BucketPlan>,
     was_rebuilt: bool,
     /// Where a gradient goes that should not come at all (see `slot`).
-    spill: Spare,
-    /// The first gradient of this backward that was asked for as another type than it is made of.
-    mistyped: Option<(usize, GradType)>,
+    spill: Vec<f32>,
     failed: bool,
     /// Averages buckets instead of the all-reduce.
     hook: Option<Box<dyn GradientHook>>,
     /// The step that runs, or that the next gradient begins.
     micro: Micro,
     /// Where micro-batches after the first are finished; parameter after parameter.
-    scratch: Spare,
+    scratch: Vec<f32>,
     scratch_at: Vec<usize>,
     /// Parameters that some micro-batch of this step used on this rank.
     used: Vec<bool>,
@@ -208,17 +198,20 @@ impl Reducer {
         if options.exchange.is_scattered() {
             plan = plan.into_model_order();
         }
+        let starts = params.iter().scan(0, |end, spec| {
+            *end += spec.len;
+            Some(*end - spec.len)
+        });
         let mut reducer = Reducer {
             group,
             ready: vec![false; params.len()],
             hook: None,
             micro: Micro::single(),
-            scratch: Spare::default(),
-            scratch_at: Spare::starts(params.iter().map(|p| (p.dtype, p.len))),
+            scratch: Vec::new(),
+            scratch_at: starts.collect(),
             used: vec![false; params.len()],
             untouched: vec![false; params.len()],
             order: Vec::with_capacity(params.len()),
-            not_f32: params.iter().position(|p| p.dtype != GradType::F32),
             params,
             options,
             plan,
@@ -233,8 +226,7 @@ impl Reducer {
             in_backward: false,
             rebuilt_plan: None,
             was_rebuilt: false,
-            spill: Spare::default(),
-            mistyped: None,
+            spill: Vec::new(),
             failed: false,
             ballot: Ballot::default(),
             veto_next: false,
@@ -259,20 +251,18 @@ impl Reducer {
         let world = self.group.world_size();
         let votes = world + self.params.len();
         let scattered = self.is_scattered();
-        let last = buckets.len().checked_sub(1);
-        let apart = scattered || last.is_some_and(|b| self.plan.bucket_type(b) != GradType::F32);
         self.memory = (0..buckets.len())
             .map(|b| {
                 let elems = match scattered {
                     true => self.plan.chunk_elems(b, world) * world,
-                    false if b + 1 == buckets.len() && !apart => self.plan.bucket_elems(b) + votes,
+                    false if b + 1 == buckets.len() => self.plan.bucket_elems(b) + votes,
                     false => self.plan.bucket_elems(b),
                 };
-                AnyMemory::new(&self.group, self.plan.bucket_type(b), elems)
+                Memory::Reduced(self.group.bucket(elems))
             })
             .collect();
         self.chunks = (0..buckets.len()).map(|_| None).collect();
-        self.votes = apart.then(|| Memory::Reduced(self.group.bucket(votes)));
+        self.votes = scattered.then(|| Memory::Reduced(self.group.bucket(votes)));
         self.missing = buckets.iter().map(Vec::len).collect();
     }
 
@@ -306,38 +296,29 @@ impl Reducer {
         &self.times
     }
 
-    /// Memory in which the `f32` gradient of `param` is to be produced, inside its
+    /// Memory in which the gradient of `param` is to be produced, inside its
     /// bucket. The first call after a [`finish`](Self::finish) begins a new step and makes all
     /// former gradients unreadable. Contents are those of the step before:
     /// write first, add later. Empty when there is no such parameter.
     pub fn slot(&mut self, param: usize) -> &mut [f32] {
-        self.slot_of::<f32>(param)
-    }
-
-    /// [`slot`](Self::slot) of a gradient of any type. Asked for as another type than it is made of,
-    /// it is empty, and [`ready`](Self::ready) and [`finish`](Self::finish) say so by name.
-    pub fn slot_of<T: Gradient>(&mut self, param: usize) -> &mut [T] {
         self.begin();
-        let Some(spec) = self.params.get(param) else {
-            return &mut [];
-        };
-        if spec.dtype != T::TYPE {
-            self.mistyped.get_or_insert((param, T::TYPE));
+        if param >= self.params.len() {
             return &mut [];
         }
         let (bucket, range) = self.plan.place(param);
         if self.micro.index > 0 {
             let at = self.scratch_at[param];
-            return &mut T::spare(&mut self.scratch)[at..at + range.len()];
+            return &mut self.scratch[at..at + range.len()];
         }
         // A gradient that arrives after its bucket was launched must not touch
         // it. `ready` will refuse it by name; until then it goes aside.
-        if let Some(Memory::Filling(memory)) = T::memory_mut(&mut self.memory[bucket]) {
+        if let Memory::Filling(memory) = &mut self.memory[bucket] {
             return &mut memory[range];
         }
-        let spill = T::spare(&mut self.spill);
-        spill.resize(range.len().max(spill.len()), T::default());
-        &mut spill[..range.len()]
+        if self.spill.len() < range.len() {
+            self.spill.resize(range.len(), 0.0);
+        }
+        &mut self.spill[..range.len()]
     }
 
     /// Says that the gradient of `param` is final. Launches every bucket that
@@ -346,8 +327,7 @@ impl Reducer {
     /// # Errors
     ///
     /// `Usage` when the parameter was ready before in this backward, when there
-    /// is no such parameter, when a gradient was asked for as another type than it is
-    /// made of, or when an earlier step failed.
+    /// is no such parameter, or when an earlier step failed.
     pub fn ready(&mut self, param: usize) -> Result<()> {
         self.report(param, true, false)
     }
@@ -365,7 +345,6 @@ impl Reducer {
     fn report(&mut self, param: usize, used: bool, finite: bool) -> Result<()> {
         self.begin();
         self.check_usable()?;
-        self.check_types()?;
         if param >= self.params.len() {
             return Err(Error::usage(format!(
                 "there is no parameter number {param}: the reducer was made for {}, numbered from 0",
@@ -393,27 +372,14 @@ impl Reducer {
     ///
     /// As [`ready`](Self::ready).
     pub fn unused(&mut self, param: usize) -> Result<()> {
-        self.begin();
-        if param < self.params.len() {
-            match self.params[param].dtype {
-                GradType::F32 => self.slot_of::<f32>(param).fill(0.0),
-                GradType::F64 => self.slot_of::<f64>(param).fill(0.0),
-                GradType::F16 => self.slot_of::<f16>(param).fill(f16::ZERO),
-                GradType::Bf16 => self.slot_of::<bf16>(param).fill(bf16::ZERO),
-            }
-        }
+        self.slot(param).fill(0.0);
         self.report(param, false, true)
     }
 
     /// Weighs a finished gradient, adds it to those of earlier micro-batches,
     /// and launches what is complete by it.
     fn take_gradient(&mut self, param: usize, finite: bool) -> Result<()> {
-        match self.params[param].dtype {
-            GradType::F32 => self.weigh_and_add::<f32>(param, finite),
-            GradType::F64 => self.weigh_and_add::<f64>(param, finite),
-            GradType::F16 => self.weigh_and_add::<f16>(param, finite),
-            GradType::Bf16 => self.weigh_and_add::<bf16>(param, finite),
-        }
+        self.weigh_and_add(param, finite);
         self.order.push(param);
         if !self.micro.is_last() {
             return Ok(());
@@ -446,36 +412,13 @@ impl Reducer {
         error
     }
 
-    fn check_types(&self) -> Result<()> {
-        let Some((param, asked)) = self.mistyped else {
-            return Ok(());
-        };
-        let ParamSpec { name, dtype, .. } = &self.params[param];
-        Err(Error::usage(format!(
-            "the gradient of {name} is made of {dtype} but was asked for as {asked}; use slot_of::<{dtype}>"
-        )))
-    }
-
     fn check_usable(&self) -> Result<()> {
         if self.failed {
             return Err(Error::usage(
                 "an earlier step failed, so gradients are undefined; form a new process group and a new reducer",
             ));
         }
-        if self.is_scattered()
-            && let Some(other) = self.not_f32()
-        {
-            return Err(Error::usage(format!(
-                "Exchange::{:?} is for f32 gradients, but that of {} is made of {}; use Exchange::AllReduce",
-                self.options.exchange, other.name, other.dtype
-            )));
-        }
         Ok(())
-    }
-
-    /// The first parameter whose gradient is not made of `f32`.
-    fn not_f32(&self) -> Option<&ParamSpec> {
-        self.params.get(self.not_f32?)
     }
 
     fn launch(&mut self, bucket: usize) {
@@ -490,7 +433,7 @@ impl Reducer {
         };
         if is_last
             && self.votes.is_none()
-            && let AnyMemory::F32(Memory::Filling(memory)) = &mut self.memory[bucket]
+            && let Memory::Filling(memory) = &mut self.memory[bucket]
         {
             vote.cast(&mut memory[self.plan.bucket_elems(bucket)..]);
         }
@@ -508,21 +451,17 @@ impl Reducer {
             algorithm,
             ..Call::default()
         };
-        let memory = std::mem::replace(&mut self.memory[bucket], AnyMemory::lost());
+        let memory = std::mem::replace(&mut self.memory[bucket], Memory::Lost);
         self.memory[bucket] = match memory {
-            memory if alone || late || self.hook.is_some() => {
-                of_any!(memory, m => m.left_alone().into())
-            }
-            AnyMemory::F32(Memory::Filling(memory)) if self.is_scattered() => {
+            memory if alone || late || self.hook.is_some() => memory.left_alone(),
+            Memory::Filling(memory) if self.is_scattered() => {
                 let chunk = self.chunk(bucket);
-                AnyMemory::F32(Memory::Scattering(self.group.reduce_scatter_async(
-                    memory,
-                    chunk,
-                    ReduceOp::Mean,
-                    call,
-                )))
+                let work = self
+                    .group
+                    .reduce_scatter_async(memory, chunk, ReduceOp::Mean, call);
+                Memory::Scattering(work)
             }
-            memory => of_any!(memory, m => m.all_reduced(&self.group, call).into()),
+            memory => memory.all_reduced(&self.group, call),
         };
         if is_last
             && !late
@@ -552,13 +491,11 @@ impl Reducer {
     ///
     /// `Usage` naming the parameters that got no gradient (nothing is waited
     /// for then, and the group is aborted, so that the other ranks do not wait
-    /// for the missing buckets either), or one that was asked for as another type; `Comm`
-    /// naming bucket and peer when an all-reduce failed. After an error the gradients are
-    /// undefined and the reducer refuses further steps.
+    /// for the missing buckets either); `Comm` naming bucket and peer when an all-reduce failed.
+    /// After an error the gradients are undefined and the reducer refuses further steps.
     pub fn finish(&mut self) -> Result<Commit> {
         self.begin();
         self.check_usable()?;
-        self.check_types().map_err(|e| self.fail(e))?;
         let ended = Instant::now();
         self.times.backward_ended = Some(ended);
         self.group.set_phase("averaging gradients");
@@ -609,19 +546,21 @@ impl Reducer {
 
     fn multiply(&mut self, scale: f32) {
         for (bucket, memory) in self.memory.iter_mut().enumerate() {
-            let elems = self.plan.bucket_elems(bucket);
-            match &mut self.chunks[bucket] {
-                Some(chunk) => chunk.iter_mut().for_each(|g| *g *= scale),
-                None => of_any!(memory, m => m.multiply(elems, scale)),
-            }
+            let gradients = match (&mut self.chunks[bucket], memory) {
+                (Some(chunk), _) => &mut chunk[..],
+                (None, Memory::Reduced(memory)) => &mut memory[..self.plan.bucket_elems(bucket)],
+                _ => continue,
+            };
+            gradients.iter_mut().for_each(|g| *g *= scale);
         }
     }
 
     /// This rank's part in a step it has no data for.
     fn fill_zeros(&mut self) {
         for (bucket, memory) in self.memory.iter_mut().enumerate() {
-            let elems = self.plan.bucket_elems(bucket);
-            of_any!(memory, m => m.fill_zeros(elems));
+            if let Memory::Filling(memory) = memory {
+                memory[..self.plan.bucket_elems(bucket)].fill(0.0);
+            }
         }
         self.order = (0..self.params.len()).rev().collect();
         self.missing.fill(0);
@@ -643,15 +582,13 @@ impl Reducer {
     }
 
     fn collect(&mut self, bucket: usize) -> Result<()> {
-        let memory = std::mem::replace(&mut self.memory[bucket], AnyMemory::lost());
+        let memory = std::mem::replace(&mut self.memory[bucket], Memory::Lost);
         let traced = match memory {
-            AnyMemory::F32(Memory::Scattering(work)) => {
-                work.wait_traced().map(|((memory, chunk), times)| {
-                    self.chunks[bucket] = Some(chunk);
-                    (AnyMemory::F32(Memory::Reduced(memory)), Some(times))
-                })
-            }
-            memory => of_any!(memory, m => m.collected().map(|(m, times)| (m.into(), times))),
+            Memory::Scattering(work) => work.wait_traced().map(|((memory, chunk), times)| {
+                self.chunks[bucket] = Some(chunk);
+                (Memory::Reduced(memory), Some(times))
+            }),
+            memory => memory.collected(),
         };
         let (memory, times) =
             traced.map_err(|e| not_averaged(&mut self.failed, &self.labels[bucket], e))?;
@@ -714,7 +651,6 @@ impl Reducer {
             *missing = params.len();
         }
         self.ready.fill(false);
-        self.mistyped = None;
         self.used.fill(false);
         self.order.clear();
         self.next_launch = 0;
@@ -728,30 +664,24 @@ impl Reducer {
         self.times.backward_began = Some(Instant::now());
         self.group.set_phase("backward");
         for memory in &mut self.memory {
-            of_any!(memory, m => m.begin());
+            memory.begin();
         }
         if let Some(votes) = &mut self.votes {
             votes.begin();
         }
     }
 
-    /// The averaged `f32` gradient of `param`; empty unless the last backward was
+    /// The averaged gradient of `param`, folded in rank order; empty unless the last backward was
     /// finished and not voted down, when there is no such parameter, and with
     /// [`Exchange::ReduceScatter`], where no rank has whole gradients.
     pub fn grad(&self, param: usize) -> &[f32] {
-        self.grad_of::<f32>(param)
-    }
-
-    /// [`grad`](Self::grad) of a gradient of any type; empty when it is not made of `T`. The mean is
-    /// folded in rank order (16-bit ones widened to `f32`, and rounded once).
-    pub fn grad_of<T: Gradient>(&self, param: usize) -> &[T] {
         if param >= self.params.len() || self.in_backward || !self.committed || self.is_scattered()
         {
             return &[];
         }
         let (bucket, range) = self.plan.place(param);
-        match T::memory(&self.memory[bucket]) {
-            Some(Memory::Reduced(memory)) => &memory[range],
+        match &self.memory[bucket] {
+            Memory::Reduced(memory) => &memory[range],
             _ => &[],
         }
     }
@@ -780,6 +710,5 @@ fn not_averaged(failed: &mut bool, label: &str, cause: phalanx_comm::Error) -> E
 
 fn plan(params: &[ParamSpec], order: &[usize], caps: BucketCaps) -> BucketPlan {
     let lens: Vec<usize> = params.iter().map(|p| p.len).collect();
-    let types: Vec<GradType> = params.iter().map(|p| p.dtype).collect();
-    BucketPlan::mixed(&lens, &types, order, caps)
+    BucketPlan::new(&lens, order, caps)
 }

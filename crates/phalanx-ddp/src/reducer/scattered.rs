@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::{Bucket, Call, ReduceOp};
 
+use super::memory::Memory;
 use super::{Exchange, Reducer, not_averaged};
 use crate::error::{Error, Result};
-use crate::typed::{AnyMemory, Memory};
 
 impl Reducer {
     pub(super) fn is_scattered(&self) -> bool {
@@ -27,7 +27,7 @@ impl Reducer {
         }
         for bucket in 0..self.memory.len() {
             let mut chunk = self.chunk(bucket);
-            let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] else {
+            let Memory::Reduced(memory) = &mut self.memory[bucket] else {
                 continue;
             };
             self.group
@@ -111,8 +111,8 @@ impl Reducer {
             };
             match (&self.chunks[bucket], &mut self.memory[bucket]) {
                 (Some(chunk), _) if self.exchanged => show(0, chunk),
-                (_, AnyMemory::F32(Memory::Reduced(memory))) if self.exchanged => show(0, memory),
-                (_, AnyMemory::F32(Memory::Reduced(memory))) => {
+                (_, Memory::Reduced(memory)) if self.exchanged => show(0, memory),
+                (_, Memory::Reduced(memory)) => {
                     let mut room = self.chunks[bucket]
                         .take()
                         .unwrap_or_else(|| self.group.bucket(plan.chunk_elems(bucket, world)));
@@ -176,7 +176,7 @@ impl Reducer {
             let run = begin..begin + plan.bucket_elems(bucket);
             let gathered = if params.iter().all(as_in_bucket) && run.end <= flat.len() {
                 self.group.all_gather_in_place(&mut flat[run], part)
-            } else if let AnyMemory::F32(Memory::Reduced(memory)) = &mut self.memory[bucket] {
+            } else if let Memory::Reduced(memory) = &mut self.memory[bucket] {
                 for (param, elems) in plan.within(bucket, rank * part..(rank + 1) * part) {
                     let (to, from) = (plan.place(param).1.start, starts[param]);
                     memory[to + elems.start..to + elems.end]

@@ -5,8 +5,8 @@ use std::ops::Range;
 use phalanx_comm::{Call, ReduceOp};
 
 use super::Reducer;
+use super::memory::Memory;
 use crate::error::{Error, Result};
-use crate::typed::{AnyMemory, Memory, OfType, of_any};
 use crate::vote::{self, Ballot, Commit, Veto};
 
 /// What one rank leaves in the last lanes.
@@ -44,7 +44,7 @@ impl Reducer {
     pub(super) fn count_votes(&mut self) -> (Commit, Vec<usize>) {
         let lanes = match (&self.votes, self.memory.last()) {
             (Some(Memory::Reduced(votes)), Some(_)) => &votes[..],
-            (None, Some(AnyMemory::F32(Memory::Reduced(last)))) => {
+            (None, Some(Memory::Reduced(last))) => {
                 &last[self.plan.bucket_elems(self.memory.len() - 1)..]
             }
             _ => return (Commit::Yes, Vec::new()), // there are no parameters
@@ -92,12 +92,10 @@ impl Reducer {
             match (&self.chunks[bucket], &self.memory[bucket]) {
                 (Some(chunk), _) => {
                     let first = self.group.rank() * chunk.len();
-                    f32::all_finite(&chunk[run.start - first..run.end - first])
+                    phalanx_comm::all_finite(&chunk[run.start - first..run.end - first])
                 }
-                (None, memory) => of_any!(memory, m => match m {
-                    Memory::Reduced(values) => OfType::all_finite(&values[run]),
-                    _ => true,
-                }),
+                (None, Memory::Reduced(values)) => phalanx_comm::all_finite(&values[run]),
+                _ => true,
             }
         };
         let of_bucket = |bucket: usize| {

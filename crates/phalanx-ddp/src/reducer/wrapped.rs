@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::Reducer;
+use super::memory::Memory;
 use crate::error::Result;
-use crate::typed::{AnyMemory, Memory};
 
 impl Reducer {
     /// There is a step without data, so without gradients.
@@ -61,7 +61,7 @@ impl Reducer {
                 run.and_then(|(from, to)| chunk.get(from..to))
                     .unwrap_or_default()
             }
-            (None, AnyMemory::F32(Memory::Reduced(memory))) => memory.get(run).unwrap_or_default(),
+            (None, Memory::Reduced(memory)) => memory.get(run).unwrap_or_default(),
             _ => &[],
         }
     }

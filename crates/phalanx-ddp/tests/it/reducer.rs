@@ -1,12 +1,10 @@
-//! The reducer over plain slices: order of launches, overlap, rebuild, misuse.
+//! The reducer over plain slices: order of launches, overlap, rebuild, micro-batches, votes, misuse.
 
 use std::sync::atomic::Ordering::SeqCst;
 
-use crate::common::{Over, ranks};
+use crate::common::{ALL, Over, ranks};
 use phalanx_comm::ProcessGroup;
-use phalanx_ddp::{
-    BucketCaps, Commit, ErrorKind, Fingerprint, GradType, ParamSpec, Reducer, ReducerOptions,
-};
+use phalanx_ddp::{BucketCaps, Commit, ErrorKind, Fingerprint, ParamSpec, Reducer, ReducerOptions};
 
 fn specs(lens: &[usize]) -> Vec<ParamSpec> {
     lens.iter()
@@ -14,7 +12,6 @@ fn specs(lens: &[usize]) -> Vec<ParamSpec> {
         .map(|(i, &len)| ParamSpec {
             name: format!("layer{i}.weight"),
             len,
-            dtype: GradType::F32,
             columns: 1,
         })
         .collect()
@@ -381,6 +378,126 @@ fn a_kept_layout_stays() {
                             .all(|g| (f64::from(*g) - want).abs() < 1e-6)
                     );
                 }
+            }
+        });
+    }
+}
+
+/// Element counts of a model; one tensor is empty, none fills a line.
+const LENS: [usize; 6] = [33, 70, 0, 129, 1, 7];
+
+/// A gradient that no fold of several ranks leaves without rounding.
+fn value(step: usize, rank: usize, micro: usize, param: usize, i: usize) -> f32 {
+    let at = ((((step * 8 + rank) * 4 + micro) * LENS.len() + param) * 131 + i) as f32;
+    (at * 0.754_877_7).fract() * 3.0 - 1.5
+}
+
+/// The mean of weighed sums of micro-batches, one rank and one operation after the other.
+fn serial(step: usize, weights: &[&[f32]], scale: f32, param: usize) -> Vec<u32> {
+    let of_rank = |rank: usize, i: usize| {
+        let weighed = (0..).zip(weights[rank]).map(|(micro, w)| {
+            let g = value(step, rank, micro, param, i);
+            if *w == 1.0 { g } else { g * w }
+        });
+        weighed.reduce(|a, b| a + b).unwrap_or(0.0)
+    };
+    let mean = |i| {
+        let sum = (0..weights.len()).map(|rank| of_rank(rank, i));
+        sum.reduce(|a, b| a + b).expect("a rank") * (1.0 / weights.len() as f32)
+    };
+    let bits = |i| (mean(i) * scale).to_bits();
+    (0..LENS[param]).map(bits).collect()
+}
+
+#[test]
+fn weighed_micro_batches_are_added_and_ranks_without_data_take_part() {
+    let weights: [&[f32]; 3] = [&[0.5, 2.0, 1.0], &[], &[0.75]];
+    for over in ALL {
+        ranks(3, over, |group| {
+            let rank = group.rank();
+            let options = ReducerOptions {
+                caps: BucketCaps::uniform(300),
+                ..ReducerOptions::default()
+            };
+            let mut reducer = Reducer::new(group, specs(&LENS), options);
+            for step in 0..2 {
+                reducer
+                    .plan_step(weights[rank], 3.0)
+                    .expect("between steps");
+                for micro in 0..weights[rank].len() {
+                    if micro > 0 {
+                        reducer.next_micro_batch().expect("declared");
+                    }
+                    for i in (0..LENS.len()).rev() {
+                        let param = (i + step * rank) % LENS.len();
+                        for (i, g) in reducer.slot(param).iter_mut().enumerate() {
+                            *g = value(step, rank, micro, param, i);
+                        }
+                        reducer.ready(param).expect("first report");
+                    }
+                }
+                assert_eq!(reducer.finish().expect("finish"), Commit::Yes);
+                for param in 0..LENS.len() {
+                    let got: Vec<u32> = reducer.grad(param).iter().map(|g| g.to_bits()).collect();
+                    let want = serial(step, &weights, 3.0, param);
+                    assert_eq!(got, want, "{over:?}, step {step}, parameter {param}");
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_nan_votes_the_step_down_and_unused_parameters_stay_untouched() {
+    ranks(2, Over::Thread, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, specs(&[3, 3]), one_tensor_a_bucket());
+        for bad in 0..2 {
+            for param in (0..2).rev() {
+                reducer.unused(param).expect("zeros");
+            }
+            assert_eq!(reducer.finish().expect("finish"), Commit::Yes);
+            assert!((0..2).all(|p| reducer.is_untouched(p)));
+            for param in (0..2).rev() {
+                if rank == 1 && param == bad {
+                    produce(&mut reducer, param, f32::NAN);
+                } else {
+                    reducer.unused(param).expect("once");
+                }
+            }
+            let commit = reducer.finish().expect("finish");
+            let want = format!("rank 1: the gradient of layer{bad}.weight is not finite");
+            assert_eq!(commit.to_string(), want);
+            assert!((0..2).all(|p| reducer.grad(p).is_empty()));
+        }
+    });
+}
+
+/// Two finite micro-batches whose sum is not, on one rank.
+#[test]
+fn a_sum_of_micro_batches_that_overflows_votes_the_step_down() {
+    for world in [1, 2, 3, 8] {
+        ranks(world, Over::Thread, |group| {
+            let rank = group.rank();
+            let mut reducer = Reducer::new(group, specs(&[3, 3]), ReducerOptions::default());
+            for bad in 0..2 {
+                reducer.plan_step(&[1.0, 1.0], 0.5).expect("plan");
+                for micro in 0..2 {
+                    if micro > 0 {
+                        reducer.next_micro_batch().expect("declared");
+                    }
+                    for param in (0..2).rev() {
+                        let large = param == bad && rank == world - 1;
+                        let value = if large { 0.75 * f32::MAX } else { 1.0 };
+                        produce(&mut reducer, param, value);
+                    }
+                }
+                let text = reducer.finish().expect("finish").to_string();
+                let culprit = world - 1;
+                let want =
+                    format!("rank {culprit}: the gradient of layer{bad}.weight is not finite");
+                assert_eq!(text, want);
+                assert!(reducer.grad(1).is_empty());
             }
         });
     }

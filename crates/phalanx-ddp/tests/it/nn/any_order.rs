@@ -5,7 +5,7 @@
 use crate::common::{Over, bits, ranks, value};
 use phalanx_comm::{Algorithm, GroupOptions, ProcessGroup};
 use phalanx_ddp::{DdpOptions, Deterministic, DistributedDataParallel, Reducer};
-use phalanx_ddp::{GradType, ParamSpec, ReducerOptions};
+use phalanx_ddp::{ParamSpec, ReducerOptions};
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::{GradSink, GradView, Grads, ParamId, Params, Reduction, Scope, Seed};
@@ -132,7 +132,6 @@ fn on_two_hosts(any_order: bool, algorithm: Algorithm) -> Vec<Vec<f32>> {
         let spec = |(i, &len): (usize, &usize)| ParamSpec {
             name: format!("p{i}"),
             len,
-            dtype: GradType::F32,
             columns: 1,
         };
         let rank = group.rank();

@@ -6,8 +6,8 @@ use crate::common::{ALL, Over, ranks};
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_ddp::{
     Bf16Gradients, BucketCaps, DdpOptions, Deterministic, DistributedDataParallel, ErrorKind,
-    F16Gradients, GradBucket, GradType, GradientHook, LocalGradients, LocalSgd, ParamSpec,
-    PowerSgd, PowerSgdOptions, Reducer, ReducerOptions, Result, ShardTree,
+    F16Gradients, GradBucket, GradientHook, LocalGradients, LocalSgd, ParamSpec, PowerSgd,
+    PowerSgdOptions, Reducer, ReducerOptions, Result, ShardTree,
 };
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::Sgd;
@@ -22,7 +22,6 @@ fn reducer(group: ProcessGroup) -> Reducer {
         .map(|(i, &len)| ParamSpec {
             name: format!("layer{i}.weight"),
             len,
-            dtype: GradType::F32,
             columns: 1,
         })
         .collect();
@@ -372,7 +371,6 @@ fn only_the_rank_whose_gradient_is_not_finite_is_named() {
                 let specs = LENS.iter().enumerate().map(|(i, &len)| ParamSpec {
                     name: format!("layer{i}.weight"),
                     len,
-                    dtype: GradType::F32,
                     columns: if len > 100 { 50 } else { 1 },
                 });
                 let options = ReducerOptions {

@@ -4,8 +4,8 @@
 use crate::common::{ALL, Over, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{
-    BucketCaps, DdpOptions, DistributedDataParallel, Error, GradType, GradientHook, HookState,
-    ParamSpec, PowerSgd, PowerSgdOptions, Reducer, ReducerOptions,
+    BucketCaps, DdpOptions, DistributedDataParallel, Error, GradientHook, HookState, ParamSpec,
+    PowerSgd, PowerSgdOptions, Reducer, ReducerOptions,
 };
 use phalanx_nn::layers::Linear;
 use phalanx_nn::{Reduction, Scope, Seed, StepKey, Tape, Threads};
@@ -30,7 +30,6 @@ fn reducer(group: ProcessGroup, shapes: &[(usize, usize)]) -> Reducer {
         .map(|(i, (rows, columns))| ParamSpec {
             name: format!("layer{i}"),
             len: rows * columns,
-            dtype: GradType::F32,
             columns: *columns,
         })
         .collect();

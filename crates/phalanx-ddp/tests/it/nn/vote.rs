@@ -3,8 +3,7 @@
 use crate::common::{ALL, Over, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{
-    BucketCaps, Commit, DdpOptions, DistributedDataParallel, GradType, ParamSpec, Reducer,
-    ReducerOptions,
+    BucketCaps, Commit, DdpOptions, DistributedDataParallel, ParamSpec, Reducer, ReducerOptions,
 };
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::{GradSink, ParamId, Params, Scope, Seed, layers::Linear};
@@ -13,7 +12,6 @@ fn specs() -> Vec<ParamSpec> {
     let spec = |(i, len)| ParamSpec {
         name: format!("layer{i}.weight"),
         len,
-        dtype: GradType::F32,
         columns: 1,
     };
     [70, 1, 33].into_iter().enumerate().map(spec).collect()
