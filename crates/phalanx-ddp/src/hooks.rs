@@ -188,7 +188,7 @@ impl GradientHook for F16Gradients {
 }
 
 /// Gradients stay where they are: for measuring what communication costs, and
-/// for [`LocalSgd`](crate::LocalSgd). The ranks' weights drift apart.
+/// for local SGD (`examples/local_sgd.rs`). The ranks' weights drift apart.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LocalGradients;
 

@@ -14,7 +14,7 @@
 //! # Without the engine
 //!
 //! Feature `nn`, on by default, adds all that needs `phalanx-nn`: [`DistributedDataParallel`] and its steps,
-//! [`PowerSgd`], [`LocalSgd`], [`ShardedOptimizer`], [`SyncBatchNorm`], [`DataParallel`] and pipeline stages. Without it
+//! [`PowerSgd`], [`ShardedOptimizer`] and [`SyncBatchNorm`]. Without it
 //! a model is anything that implements [`Parameters`] (names, shapes and slices), and a training does the wrapper's
 //! work itself; `examples/plain.rs` is one:
 //!

@@ -434,7 +434,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-cli", 4091),
     ("phalanx-comm", 20386),
     ("phalanx-data", 3861),
-    ("phalanx-ddp", 5156),
+    ("phalanx-ddp", 4804),
     ("phalanx-flow", 6845),
     ("phalanx-global", 4824),
     ("phalanx-http", 65),

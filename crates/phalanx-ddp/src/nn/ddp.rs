@@ -558,16 +558,6 @@ impl DistributedDataParallel {
         Ok(())
     }
 
-    /// Puts the mean over the ranks into the parameters whose gradients are reduced.
-    pub(crate) fn average_weights(&self, params: &mut Params) -> Result<()> {
-        let own = self.routes.values_not_reduced(params);
-        self.group()
-            .all_reduce(params.flat_mut(), ReduceOp::Mean)
-            .map_err(|e| Error::comm_while("weights could not be averaged", e))?;
-        self.routes.restore(params, own);
-        Ok(())
-    }
-
     /// Makes buffers equal, if that is to be done every step; with
     /// [`Deterministic::Shards`] puts the mean over shards into the model.
     /// Call it once a step, after [`finish`](Self::finish) and [`update_buffers`](Self::update_buffers). PyTorch

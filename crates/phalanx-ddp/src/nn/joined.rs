@@ -11,10 +11,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use phalanx_nn::{GradSink, Params, Tape, Threads};
+use phalanx_nn::{GradSink, GradView, Grads, Params, Tape, Threads};
 
 use super::meeting::{Meeting, Seat, with_causes};
-use super::own_grads::OwnGrads;
 use super::step::GlobalStep;
 use crate::error::{Error, Result};
 
@@ -31,7 +30,7 @@ pub struct JoinedShards {
 
 struct Lane {
     tape: Tape,
-    sink: OwnGrads,
+    grads: Grads,
 }
 
 impl JoinedShards {
@@ -114,7 +113,7 @@ impl GlobalStep<'_> {
         while team.lanes.len() < mine.len().max(1) {
             team.lanes.push(Lane {
                 tape: Tape::new(team.threads),
-                sink: OwnGrads::like(params),
+                grads: Grads::like(params),
             });
         }
         let lanes = &mut team.lanes[..mine.len().max(1)];
@@ -122,8 +121,8 @@ impl GlobalStep<'_> {
         let mut outcome: Vec<Result<()>> = std::thread::scope(|scope| {
             let (run, params, weights) = (&run, &*params, &weights);
             let start = |(member, lane): (usize, &mut Lane)| {
-                let Lane { tape, sink } = lane;
-                sink.begin();
+                let Lane { tape, grads } = lane;
+                grads.zero();
                 let seat = Seat {
                     meeting: Arc::clone(&meeting),
                     member,
@@ -145,7 +144,7 @@ impl GlobalStep<'_> {
                     tape,
                     params,
                     weight: [weights.get(member).copied().unwrap_or(0.0)],
-                    sink,
+                    sink: grads,
                 };
                 let done = run(given).map_err(|e| failed(shard, &*e));
                 match &done {
@@ -187,10 +186,26 @@ impl GlobalStep<'_> {
         for lane in lanes.iter().take(mine.len()) {
             // The weight was taken, and applied, above.
             let (_, sink) = self.weighed_micro_batch()?;
-            lane.sink.give(params, sink)?;
+            hand_on(&lane.grads, params, sink).map_err(|e| Error::usage(e.to_string()))?;
         }
         Ok(())
     }
+}
+
+/// Gives `sink` the gradients, the last parameter's first.
+fn hand_on(grads: &Grads, params: &Params, sink: &mut dyn GradSink) -> phalanx_base::Result<()> {
+    for param in params.ids().rev() {
+        if grads.untouched(param) {
+            sink.unused(param)?;
+            continue;
+        }
+        let (values, slot) = (grads.grad(param), sink.slot(param));
+        if slot.len() == values.len() {
+            slot.copy_from_slice(values);
+        }
+        sink.ready(param)?;
+    }
+    Ok(())
 }
 
 /// What a shard ended with; a collective's failure stays one.

@@ -126,24 +126,9 @@ impl Routes {
 
     /// Values of the ignored parameters, to outlive a broadcast.
     pub(crate) fn ignored_values(&self, params: &Params) -> Vec<(ParamId, Vec<f32>)> {
-        self.values(params, |selection| selection == Selection::Ignored)
-    }
-
-    /// Values of the ignored and frozen parameters, to outlive a mean.
-    pub(crate) fn values_not_reduced(&self, params: &Params) -> Vec<(ParamId, Vec<f32>)> {
-        self.values(params, |selection| {
-            !matches!(selection, Selection::Reduced(_))
-        })
-    }
-
-    fn values(
-        &self,
-        params: &Params,
-        which: impl Fn(Selection) -> bool,
-    ) -> Vec<(ParamId, Vec<f32>)> {
         params
             .ids()
-            .filter(|id| which(self.of(*id)))
+            .filter(|id| self.of(*id) == Selection::Ignored)
             .map(|id| (id, params.get(id).to_vec()))
             .collect()
     }

@@ -6,8 +6,8 @@ use crate::common::{ALL, Over, ranks};
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_ddp::{
     Bf16Gradients, BucketCaps, DdpOptions, Deterministic, DistributedDataParallel, ErrorKind,
-    F16Gradients, GradBucket, GradientHook, LocalGradients, LocalSgd, ParamSpec, PowerSgd,
-    PowerSgdOptions, Reducer, ReducerOptions, Result, ShardTree,
+    F16Gradients, GradBucket, GradientHook, LocalGradients, ParamSpec, PowerSgd, PowerSgdOptions,
+    Reducer, ReducerOptions, Result, ShardTree,
 };
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::Sgd;
@@ -218,16 +218,12 @@ fn model() -> (Linear, Params) {
 }
 
 /// Weights after `steps` steps, each rank with its own samples.
-fn train(
-    group: ProcessGroup,
-    hook: Option<Box<dyn GradientHook>>,
-    mut local: Option<LocalSgd>,
-    steps: usize,
-) -> Vec<f32> {
+fn train(group: ProcessGroup, hook: Option<Box<dyn GradientHook>>, steps: usize) -> Vec<f32> {
     let rank = group.rank();
     let (net, mut params) = model();
     let mut ddp =
         DistributedDataParallel::new(group, &mut params, DdpOptions::default()).expect("ddp");
+    let local = hook.as_ref().is_some_and(|hook| hook.name() == "local");
     ddp.set_hook(hook).expect("set");
     let mut optimizer = Sgd::new(&params, 0.1);
     let mut tape = Tape::new(Threads(1));
@@ -247,9 +243,9 @@ fn train(
         drop(step);
         assert!(ddp.finish().expect("finish").is_yes());
         optimizer.step(&mut params, &ddp).expect("step");
-        if let Some(local) = &mut local {
-            let averaged = local.after_step(&ddp, &mut params).expect("average");
-            assert_eq!(averaged, (i + 1) % 5 == 0);
+        if local && (i + 1) % 5 == 0 {
+            let mean = ddp.group().all_reduce(params.flat_mut(), ReduceOp::Mean);
+            mean.expect("average");
         }
     }
     params.flat().to_vec()
@@ -265,8 +261,8 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
 #[test]
 fn a_users_own_hook_replaces_the_mean() {
     ranks(4, Over::Thread, |group| {
-        let mean = train(group.clone(), None, None, 20);
-        let own = train(group, Some(Box::new(SumOf(0.25))), None, 20);
+        let mean = train(group.clone(), None, 20);
+        let own = train(group, Some(Box::new(SumOf(0.25))), 20);
         assert_eq!(mean, own, "a quarter of the sum is the mean of four");
     });
 }
@@ -274,22 +270,11 @@ fn a_users_own_hook_replaces_the_mean() {
 #[test]
 fn every_way_learns_the_same_function() {
     for all in ranks(3, Over::Thread, |group| {
-        let local = LocalSgd::new(5).expect("five");
         [
-            train(group.clone(), None, None, 400),
-            train(
-                group.clone(),
-                Some(Box::new(Bf16Gradients::default())),
-                None,
-                400,
-            ),
-            train(
-                group.clone(),
-                Some(Box::new(F16Gradients::default())),
-                None,
-                400,
-            ),
-            train(group, Some(Box::new(LocalGradients)), Some(local), 400),
+            train(group.clone(), None, 400),
+            train(group.clone(), Some(Box::new(Bf16Gradients::default())), 400),
+            train(group.clone(), Some(Box::new(F16Gradients::default())), 400),
+            train(group, Some(Box::new(LocalGradients)), 400),
         ]
     }) {
         // The function is linear, so all have one optimum to reach.
@@ -304,19 +289,13 @@ fn every_way_learns_the_same_function() {
 fn local_weights_are_equal_after_they_were_averaged_only() {
     let weights = |steps| {
         ranks(2, Over::Thread, |group| {
-            train(
-                group,
-                Some(Box::new(LocalGradients)),
-                Some(LocalSgd::new(5).expect("five")),
-                steps,
-            )
+            train(group, Some(Box::new(LocalGradients)), steps)
         })
     };
     let four = weights(4);
     assert_ne!(four[0], four[1]);
     let five = weights(5);
     assert_eq!(five[0], five[1]);
-    assert!(LocalSgd::new(0).is_err());
 }
 
 #[test]
@@ -417,7 +396,7 @@ struct Breaks(&'static str);
 impl Breaks {
     fn stage(&self, name: &str, group: &ProcessGroup) -> Result<()> {
         if self.0 == name && group.rank() == 1 {
-            LocalSgd::new(0)?; // an error of the crate's, as hooks have to give
+            ShardTree::new(0)?; // an error of the crate's, as hooks have to give
         }
         Ok(())
     }
@@ -463,12 +442,12 @@ fn a_hook_that_fails_in_any_stage_ends_the_step_for_all() {
         for (rank, error) in errors.iter().enumerate() {
             if rank == 1 {
                 assert_eq!(error.kind(), ErrorKind::Usage, "{stage}");
-                assert!(error.to_string().contains("every 0 steps"), "{error}");
+                assert!(error.to_string().contains("into 0 shards"), "{error}");
                 continue;
             }
             let cause = error.comm().expect("a collective's").to_string();
             assert!(
-                cause.contains("aborted by rank 1: weights cannot be averaged every 0 steps"),
+                cause.contains("aborted by rank 1: a global batch cannot be cut into 0 shards"),
                 "{stage}, rank {rank}: {cause}"
             );
         }
@@ -554,89 +533,6 @@ fn uneven_steps_are_weighed_with_every_hook() {
                 all.iter().all(|seen| *seen == all[0]),
                 "ranks got different gradients"
             );
-        }
-    }
-}
-
-/// Against ranks that are run one after the other, and whose weights are added in their order.
-#[test]
-fn local_training_has_the_bits_of_a_serial_simulation() {
-    const STEPS: usize = 7;
-    const EVERY: u64 = 3;
-    let model = || {
-        let mut scope = Scope::new(Seed(3));
-        for name in ["first", "own", "frozen", "last"] {
-            Linear::new(scope.enter(name), 3, 2);
-        }
-        scope.build().expect("model builds")
-    };
-    let is_own = |name: &str| name.starts_with("own");
-    let is_shared = |name: &str| !is_own(name) && !name.starts_with("frozen");
-    // Like a loss: it depends on the weight, the sample, and the rank.
-    let gradient =
-        |rank: usize, i: usize, at: usize, weight: f32| 0.5 * weight - value(rank, i, at);
-    for world in 1..=8 {
-        let got = ranks(world, Over::Thread, |group| {
-            let rank = group.rank();
-            let mut params = model();
-            let names = |is: &dyn Fn(&str) -> bool| -> Vec<String> {
-                let all = params.infos().iter().map(|info| info.name.clone());
-                all.filter(|name| is(name)).collect()
-            };
-            let options = DdpOptions {
-                ignored: names(&is_own),
-                frozen: names(&|name| !is_own(name) && !is_shared(name)),
-                ..DdpOptions::default()
-            };
-            let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
-            ddp.set_hook(Some(Box::new(LocalGradients))).expect("set");
-            let mut local = LocalSgd::new(EVERY).expect("three");
-            let mut optimizer = Sgd::new(&params, 0.1);
-            for i in 0..STEPS {
-                for (id, info) in params.ids().zip(params.infos()).rev() {
-                    let slot = ddp.slot(id);
-                    for (at, (g, w)) in slot.iter_mut().zip(params.get(id)).enumerate() {
-                        *g = gradient(rank, i, info.offset + at, *w);
-                    }
-                    ddp.ready(id).expect("ready");
-                }
-                assert!(ddp.finish().expect("finish").is_yes());
-                optimizer.step(&mut params, &ddp).expect("step");
-                let averaged = local.after_step(&ddp, &mut params).expect("average");
-                assert_eq!(averaged, (i as u64 + 1).is_multiple_of(EVERY));
-            }
-            params.flat().to_vec()
-        });
-        let layout = model();
-        let mut want = vec![layout.flat().to_vec(); world];
-        let runs = |is: &dyn Fn(&str) -> bool| -> Vec<usize> {
-            let all = layout.infos().iter().filter(|info| is(&info.name));
-            all.flat_map(|info| info.offset..info.offset + info.len)
-                .collect()
-        };
-        let (own, shared) = (runs(&is_own), runs(&is_shared));
-        for i in 0..STEPS {
-            for (rank, weights) in want.iter_mut().enumerate() {
-                for &at in own.iter().chain(&shared) {
-                    let g = gradient(rank, i, at, weights[at]);
-                    weights[at] = g.mul_add(-0.1, weights[at]);
-                }
-            }
-            if (i as u64 + 1).is_multiple_of(EVERY) && world > 1 {
-                for &at in &shared {
-                    let sum = want
-                        .iter()
-                        .skip(1)
-                        .fold(want[0][at], |sum, weights| sum + weights[at]);
-                    want.iter_mut()
-                        .for_each(|weights| weights[at] = sum * (1.0 / world as f32));
-                }
-            }
-        }
-        for (rank, (got, want)) in got.iter().zip(&want).enumerate() {
-            let bits =
-                |values: &[f32]| -> Vec<u32> { values.iter().map(|v| v.to_bits()).collect() };
-            assert_eq!(bits(got), bits(want), "rank {rank} of {world}");
         }
     }
 }
