@@ -12,6 +12,8 @@ pub mod digest;
 #[doc(hidden)]
 pub mod fuzzing;
 mod load;
+#[doc(hidden)]
+pub mod pickle;
 pub mod pth;
 pub mod state;
 mod weights;

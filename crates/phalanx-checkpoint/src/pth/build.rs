@@ -1,43 +1,123 @@
-//! The functions that a pickle may call.
+//! What the pickles of `torch.save` may name and call.
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
+use super::MAX_TENSORS;
 use super::archive::Archive;
 use super::tensor::{DType, MAX_DIMS, Storage, Tensor};
-use super::value::{Arena, Dict, Global, Node, NodeId};
+use super::value::Arena;
+use crate::pickle::{self, Called, Dialect, Dict, NodeId, Step, shortened};
 
-/// Storages by key.
-pub(super) type Storages = HashMap<String, Arc<Storage>>;
+type Node = pickle::Node<Object>;
 
-/// The function or class with this name.
-pub(super) fn global(module: &str, name: &str) -> std::result::Result<Global, String> {
-    match (module, name) {
-        ("collections", "OrderedDict") => return Ok(Global::OrderedDict),
-        ("torch._utils", "_rebuild_tensor_v2") => return Ok(Global::RebuildTensor),
-        ("torch._utils", "_rebuild_parameter") => return Ok(Global::RebuildParameter),
-        ("torch", class) => {
-            if let Some(dtype) = DType::from_storage_class(class) {
-                return Ok(Global::Storage(dtype));
-            }
+/// Functions and classes that a pickle may name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Global {
+    OrderedDict,
+    RebuildTensor,
+    RebuildParameter,
+    Storage(DType),
+}
+
+/// What a pickle has beside Python's own values.
+pub(super) enum Object {
+    Global(Global),
+    Storage(Arc<Storage>),
+    Tensor(Box<Tensor>),
+}
+
+impl pickle::Object for Object {
+    fn kind(&self) -> &'static str {
+        match self {
+            Object::Global(_) => "a function or class",
+            Object::Storage(_) => "a storage",
+            Object::Tensor(_) => "a tensor",
         }
-        _ => {}
     }
-    Err(format!(
-        "it names {module}.{name}; a file of tensors needs only OrderedDict, _rebuild_tensor_v2, _rebuild_parameter and \
-         the storages of float64, float32, float16, bfloat16, int64, int32, int16, int8, uint8 and bool"
-    ))
+}
+
+/// The pickle of an archive. Does not read storages.
+pub(super) struct Torch<'a> {
+    archive: &'a Archive,
+    /// By key.
+    storages: HashMap<String, Arc<Storage>>,
+    tensors: usize,
+}
+
+impl<'a> Torch<'a> {
+    pub(super) fn new(archive: &'a Archive) -> Torch<'a> {
+        Torch {
+            archive,
+            storages: HashMap::new(),
+            tensors: 0,
+        }
+    }
+}
+
+impl Dialect for Torch<'_> {
+    type Object = Object;
+
+    const MAX_NODES: usize = 1 << 21;
+
+    const OPCODES: &'static str = "one that torch.save writes";
+
+    fn has(op: u8) -> bool {
+        !matches!(op, b'U' | b'T')
+    }
+
+    fn global(&mut self, module: &str, name: &str) -> Step<Object> {
+        let global = match (module, name) {
+            ("collections", "OrderedDict") => Some(Global::OrderedDict),
+            ("torch._utils", "_rebuild_tensor_v2") => Some(Global::RebuildTensor),
+            ("torch._utils", "_rebuild_parameter") => Some(Global::RebuildParameter),
+            ("torch", class) => DType::from_storage_class(class).map(Global::Storage),
+            _ => None,
+        };
+        global.map(Object::Global).ok_or_else(|| {
+            format!(
+                "it names {module}.{name}; a file of tensors needs only OrderedDict, _rebuild_tensor_v2, _rebuild_parameter \
+                 and the storages of float64, float32, float16, bfloat16, int64, int32, int16, int8, uint8 and bool"
+            )
+        })
+    }
+
+    fn persistent(&mut self, arena: &Arena, id: NodeId) -> Step<Object> {
+        storage(arena, id, self.archive, &mut self.storages).map(Object::Storage)
+    }
+
+    fn call(&mut self, arena: &Arena, function: NodeId, args: NodeId) -> Step<Called<Object>> {
+        let called = call(arena, function, args)?;
+        let is_tensor = matches!(called, Called::New(Node::Object(Object::Tensor(_))));
+        self.tensors += usize::from(is_tensor);
+        if self.tensors > MAX_TENSORS {
+            return Err(format!("it has more than {MAX_TENSORS} tensors"));
+        }
+        Ok(called)
+    }
+
+    /// The `_metadata` of a module's state dict (versions of its layers), which is ignored.
+    fn build(&mut self, arena: &mut Arena, object: NodeId, state: NodeId) -> Step<()> {
+        match (arena.get(object), arena.get(state)) {
+            (Node::Dict(dict), Node::Dict(_)) if dict.ordered => Ok(()),
+            (object, state) => Err(format!(
+                "it sets attributes of {} from {}; expected an OrderedDict and a dict",
+                object.kind(),
+                state.kind()
+            )),
+        }
+    }
 }
 
 /// The storage of a persistent id: ('storage', class, key, location, length).
 ///
 /// The location (device) is ignored.
-pub(super) fn storage(
+fn storage(
     arena: &Arena,
     id: NodeId,
     archive: &Archive,
-    known: &mut Storages,
-) -> std::result::Result<Node, String> {
+    known: &mut HashMap<String, Arc<Storage>>,
+) -> Step<Arc<Storage>> {
     let refused = Err;
     let nodes = &arena.nodes;
     let node = &nodes[id as usize];
@@ -52,7 +132,7 @@ pub(super) fn storage(
     };
     let [
         Node::Text(word),
-        Node::Global(Global::Storage(dtype)),
+        Node::Object(Object::Global(Global::Storage(dtype))),
         Node::Text(key),
         _,
         Node::Int(len),
@@ -82,7 +162,7 @@ pub(super) fn storage(
                 storage.size_bytes, storage.dtype
             ));
         }
-        return Ok(Node::Storage(storage.clone()));
+        return Ok(storage.clone());
     }
     let storage = Arc::new(Storage {
         dtype: *dtype,
@@ -91,22 +171,12 @@ pub(super) fn storage(
         bytes: OnceLock::new(),
     });
     known.insert((**key).to_owned(), storage.clone());
-    Ok(Node::Storage(storage))
+    Ok(storage)
 }
 
-/// The result of `function(*args)`: a new object or one of the arguments.
-pub(super) enum Called {
-    New(Node),
-    Same(NodeId),
-}
-
-pub(super) fn call(
-    arena: &Arena,
-    function: NodeId,
-    args: NodeId,
-) -> std::result::Result<Called, String> {
+fn call(arena: &Arena, function: NodeId, args: NodeId) -> Step<Called<Object>> {
     let nodes = &arena.nodes;
-    let (Node::Global(function), Node::Tuple(args)) =
+    let (Node::Object(Object::Global(function)), Node::Tuple(args)) =
         (&nodes[function as usize], &nodes[args as usize])
     else {
         return Err(format!(
@@ -125,7 +195,7 @@ pub(super) fn call(
             Global::RebuildTensor,
             [storage, offset, shape, strides, _, _] | [storage, offset, shape, strides, _, _, _],
         ) => {
-            let Node::Storage(storage) = &nodes[*storage as usize] else {
+            let Node::Object(Object::Storage(storage)) = &nodes[*storage as usize] else {
                 return Err(format!(
                     "a tensor is built from {}; expected a storage",
                     nodes[*storage as usize].kind()
@@ -139,10 +209,10 @@ pub(super) fn call(
             let shape = sizes(nodes, *shape, "shape")?;
             let strides = sizes(nodes, *strides, "strides")?;
             let tensor = Tensor::view(storage.clone(), offset, shape, strides)?;
-            Ok(Called::New(Node::Tensor(Box::new(tensor))))
+            Ok(Called::New(Node::Object(Object::Tensor(Box::new(tensor)))))
         }
         (Global::RebuildParameter, [tensor, _, _]) => match &nodes[*tensor as usize] {
-            Node::Tensor(_) => Ok(Called::Same(*tensor)),
+            Node::Object(Object::Tensor(_)) => Ok(Called::Same(*tensor)),
             other => Err(format!(
                 "a parameter is built from {}; expected a tensor",
                 other.kind()
@@ -155,7 +225,7 @@ pub(super) fn call(
     }
 }
 
-fn sizes(nodes: &[Node], id: NodeId, what: &str) -> std::result::Result<Vec<usize>, String> {
+fn sizes(nodes: &[Node], id: NodeId, what: &str) -> Step<Vec<usize>> {
     let Node::Tuple(ids) = &nodes[id as usize] else {
         return Err(format!(
             "the {what} of a tensor is {}; expected a tuple",
@@ -178,13 +248,4 @@ fn sizes(nodes: &[Node], id: NodeId, what: &str) -> std::result::Result<Vec<usiz
             )),
         })
         .collect()
-}
-
-/// The start of a text, for messages.
-pub(super) fn shortened(text: &str) -> String {
-    const SHOWN: usize = 60;
-    match text.char_indices().nth(SHOWN) {
-        Some((at, _)) => format!("{}…", &text[..at]),
-        None => text.to_owned(),
-    }
 }

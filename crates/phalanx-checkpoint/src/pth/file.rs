@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::archive::Archive;
-use super::build::shortened;
-use super::machine;
+use super::build::{Object, Torch};
 use super::tensor::{Storage, Tensor};
-use super::value::{Arena, Node, NodeId, Value};
+use super::value::{Arena, Value};
+use crate::pickle::{self, Node, NodeId, shortened};
 use phalanx_base::files::open_regular;
 use phalanx_base::{Error, Result};
 
@@ -48,7 +48,7 @@ impl PthFile {
         let file = open_regular(path).map_err(|e| Error::not_opened("checkpoint", path, e))?;
         let file = PthFile::open(path, file)?;
         for node in &file.arena.nodes {
-            if let Node::Storage(storage) = node {
+            if let Node::Object(Object::Storage(storage)) = node {
                 file.load(storage)?;
             }
         }
@@ -60,7 +60,16 @@ impl PthFile {
     pub(crate) fn open(path: &Path, file: File) -> Result<PthFile> {
         let archive = Archive::open(path, file)?;
         let pickle = archive.pickle()?;
-        let (arena, root) = machine::run(path, &pickle, &archive)?;
+        let ran = pickle::run(&pickle, Torch::new(&archive)).map_err(|refused| {
+            Error::data(format!(
+                "{}: data.pkl at byte {} of {}: {}",
+                path.display(),
+                refused.at,
+                pickle.len(),
+                refused.what
+            ))
+        });
+        let (arena, root) = ran?;
         Ok(PthFile {
             path: path.to_path_buf(),
             arena,
@@ -129,7 +138,7 @@ impl PthFile {
 
     /// The saved object.
     pub fn root(&self) -> Value<'_> {
-        self.arena.value(self.root)
+        Value::of(&self.arena, self.root)
     }
 
     /// Warnings about the file.

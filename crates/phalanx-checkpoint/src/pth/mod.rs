@@ -23,7 +23,6 @@
 mod archive;
 mod build;
 mod file;
-mod machine;
 mod tensor;
 mod value;
 mod write;

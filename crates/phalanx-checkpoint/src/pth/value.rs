@@ -1,83 +1,11 @@
-//! The objects of a pickle.
+//! What a file holds, for its readers.
 
-use std::collections::HashSet;
-use std::sync::Arc;
-
-use super::tensor::{DType, Storage, Tensor};
-
-/// Index of a [`Node`] in its [`Arena`].
-pub(super) type NodeId = u32;
-
-/// Functions and classes that a pickle may name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Global {
-    OrderedDict,
-    RebuildTensor,
-    RebuildParameter,
-    Storage(DType),
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Key {
-    Int(i64),
-    Text(Arc<str>),
-}
-
-#[derive(Debug, Default)]
-pub(super) struct Dict {
-    /// Whether it is a `collections.OrderedDict`.
-    pub ordered: bool,
-    pub items: Vec<(Key, NodeId)>,
-    pub keys: HashSet<Key>,
-}
-
-/// One object. Objects refer to each other by index, so shared objects exist once, and
-/// cycles are harmless.
-#[derive(Debug)]
-pub(super) enum Node {
-    None,
-    Bool(bool),
-    Int(i64),
-    Float(f64),
-    Text(Arc<str>),
-    Tuple(Vec<NodeId>),
-    List(Vec<NodeId>),
-    Dict(Box<Dict>),
-    Global(Global),
-    Storage(Arc<Storage>),
-    Tensor(Box<Tensor>),
-}
-
-impl Node {
-    /// Name of its type in messages.
-    pub fn kind(&self) -> &'static str {
-        match self {
-            Node::None => "None",
-            Node::Bool(_) => "a bool",
-            Node::Int(_) => "an int",
-            Node::Float(_) => "a float",
-            Node::Text(_) => "a str",
-            Node::Tuple(_) => "a tuple",
-            Node::List(_) => "a list",
-            Node::Dict(_) => "a dict",
-            Node::Global(_) => "a function or class",
-            Node::Storage(_) => "a storage",
-            Node::Tensor(_) => "a tensor",
-        }
-    }
-}
+use super::build::Object;
+use super::tensor::Tensor;
+use crate::pickle::{Key, Node, NodeId};
 
 /// All objects of a pickle.
-#[derive(Debug, Default)]
-pub(super) struct Arena {
-    pub nodes: Vec<Node>,
-}
-
-impl Arena {
-    pub fn value(&self, id: NodeId) -> Value<'_> {
-        Value { arena: self, id }
-    }
-}
+pub(super) type Arena = crate::pickle::Arena<Object>;
 
 /// One object of a file: `None`, a number, a string, a tuple, a list, a dict or a tensor.
 ///
@@ -89,8 +17,12 @@ pub struct Value<'a> {
 }
 
 impl<'a> Value<'a> {
-    fn node(&self) -> &'a Node {
-        &self.arena.nodes[self.id as usize]
+    pub(super) fn of(arena: &'a Arena, id: NodeId) -> Value<'a> {
+        Value { arena, id }
+    }
+
+    fn node(&self) -> &'a Node<Object> {
+        self.arena.get(self.id)
     }
 
     /// Its Python type: `a dict`.
@@ -139,7 +71,7 @@ impl<'a> Value<'a> {
     /// Its value as a tensor, also from an `nn.Parameter`.
     pub fn as_tensor(&self) -> Option<&'a Tensor> {
         match self.node() {
-            Node::Tensor(tensor) => Some(tensor),
+            Node::Object(Object::Tensor(tensor)) => Some(tensor),
             _ => None,
         }
     }
@@ -148,7 +80,7 @@ impl<'a> Value<'a> {
     pub fn elements(&self) -> Option<impl ExactSizeIterator<Item = Value<'a>> + use<'a>> {
         let arena = self.arena;
         match self.node() {
-            Node::Tuple(ids) | Node::List(ids) => Some(ids.iter().map(|id| arena.value(*id))),
+            Node::Tuple(ids) | Node::List(ids) => Some(ids.iter().map(|id| Value::of(arena, *id))),
             _ => None,
         }
     }
@@ -158,7 +90,7 @@ impl<'a> Value<'a> {
         let arena = self.arena;
         match self.node() {
             Node::Dict(dict) => Some(dict.items.iter().filter_map(|(key, id)| match key {
-                Key::Text(text) => Some((&**text, arena.value(*id))),
+                Key::Text(text) => Some((&**text, Value::of(arena, *id))),
                 Key::Int(_) => None,
             })),
             _ => None,
@@ -170,7 +102,7 @@ impl<'a> Value<'a> {
         let arena = self.arena;
         match self.node() {
             Node::Dict(dict) => Some(dict.items.iter().filter_map(|(key, id)| match key {
-                Key::Int(number) => Some((*number, arena.value(*id))),
+                Key::Int(number) => Some((*number, Value::of(arena, *id))),
                 Key::Text(_) => None,
             })),
             _ => None,

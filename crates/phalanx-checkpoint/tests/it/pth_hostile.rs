@@ -39,6 +39,7 @@ fn pickles_that_do_something_else_are_refused() {
         (b"\x80\x02ctorch\nFloatStorage\n)R.", "with 0 arguments"),
         (b"\x80\x02i", "opcode 'i' (0x69)"),
         (b"\x80\x02\x93", "opcode 0x93"),
+        (b"\x80\x02U\x01a.", "opcode 'U' (0x55) is not one that torch.save writes"),
         (b"\x80\x01.", "protocol 1"),
         (b"\x80\x02N", "it ends early"),
         (b"\x80\x02N.N", "1 bytes follow its end"),
@@ -98,6 +99,8 @@ fn a_pickle_cannot_grow_beyond_its_length() {
     // More objects than are let through.
     let many = [&b"\x80\x02"[..], &vec![b')'; (1 << 21) + 1]].concat();
     assert!(why(&many).contains("more than 2097152 objects"));
+    let marks = [&b"\x80\x02"[..], &vec![b'('; (1 << 21) + 1]].concat();
+    assert!(why(&marks).contains("its stack has more than 2097152 objects"));
 }
 
 #[test]

@@ -124,7 +124,9 @@ fn every_shorter_pickle_is_refused_by_name() {
             "{len}: {text}"
         );
         assert!(
-            text.contains("truncated") || text.contains("expected"),
+            ["ends early", "expected", "a name has no end"]
+                .iter()
+                .any(|words| text.contains(words)),
             "{len}: {text}"
         );
     }
@@ -142,6 +144,7 @@ fn lies_in_a_pickle_are_named_with_their_place() {
     };
     let deep = [&b"\x80\x02N"[..], &[0x85; 100_000], b"."].concat();
     let many = [&b"\x80\x02("[..], &[b'N'; 1 << 19], b"t."].concat();
+    let marks = [&b"\x80\x02"[..], &[b'('; 1 << 19]].concat();
     for (bytes, words) in [
         (
             change(b"cnumpy\ndtype", b"cos\nsystem"),
@@ -165,11 +168,11 @@ fn lies_in_a_pickle_are_named_with_their_place() {
         ),
         (
             change(b"T\x00\x0c\x00\x00", b"T\xff\xff\xff\x7f"),
-            ["2,147,483,647 bytes should follow", "truncated"],
+            ["2147483647 bytes are needed", "ends early"],
         ),
         (
             change(b"T\x00\x0c\x00\x00", b"T\xff\xff\xff\xff"),
-            ["string of -1 bytes", "at byte"],
+            ["a str of -1 bytes", "at byte"],
         ),
         (
             change(b"u1", b"f4"),
@@ -185,19 +188,16 @@ fn lies_in_a_pickle_are_named_with_their_place() {
         ),
         (
             change(b"]q\x03K\x07a", b"K\x07"),
-            ["\"labels\" is a number", "expected a list"],
+            ["\"labels\" is an int", "expected a list"],
         ),
         (
             change(b"}q\x01", b"]q\x01"),
-            ["entries without a dictionary", "at byte"],
+            ["sets items of a list", "at byte"],
         ),
-        (
-            change(b"u.", b"u.x"),
-            ["1 bytes follow", "the end of the pickle"],
-        ),
+        (change(b"u.", b"u.x"), ["1 bytes follow its end", "at byte"]),
         (
             change(b"u.", b"uN."),
-            ["gives None", "expected one dictionary"],
+            ["1 objects are left on the stack", "at byte"],
         ),
         (
             change(b"\x80\x02", b"\x80\x04"),
@@ -205,14 +205,29 @@ fn lies_in_a_pickle_are_named_with_their_place() {
         ),
         (b"<html>".to_vec(), ["web page", "at byte 0"]),
         (Vec::new(), ["found an empty file", "at byte 0"]),
-        (deep, ["nested too deeply", "at byte 9"]),
-        (many, ["more than 262144 values", "at byte 262,"]),
-        (b"\x80\x02i\n.".to_vec(), ["opcode 69", "at byte 2"]),
+        (deep, ["gives a tuple", "expected one dict"]),
+        (
+            b"\x80\x02N.".to_vec(),
+            ["gives None", "at byte 3: the pickle"],
+        ),
+        (many, ["more than 262144 objects", "at byte 262,"]),
+        (marks, ["more than 262144 objects", "at byte 262,"]),
+        // What the machine knows, but not from these files: shared objects, strings of Python 3, persistent ids.
+        (b"\x80\x02}q\0h\0.".to_vec(), ["opcode 'h'", "at byte 5"]),
+        (
+            b"\x80\x02X\x01\0\0\0a.".to_vec(),
+            ["opcode 'X'", "at byte 2"],
+        ),
+        (b"\x80\x02NQ.".to_vec(), ["opcode 'Q'", "at byte 3"]),
+        (b"\x80\x02i\n.".to_vec(), ["opcode 'i' (0x69)", "at byte 2"]),
         (
             b"\x80\x02\x85.".to_vec(),
-            ["operand is missing", "at byte 2"],
+            ["pops an empty stack", "at byte 2"],
         ),
-        (b"\x80\x02t.".to_vec(), ["no mark", "at byte 2"]),
+        (
+            b"\x80\x02t.".to_vec(),
+            ["a mark that is not on the stack", "at byte 2"],
+        ),
     ] {
         let text = message(pickle::parse(Path::new("f"), &bytes));
         for word in words {
@@ -274,7 +289,7 @@ fn archives_that_are_cut_damaged_or_of_something_else_are_named() {
         .expect_err("cut inside")
         .to_string();
     assert!(
-        text.contains("x/test_batch: at byte") && text.contains("truncated"),
+        text.contains("x/test_batch: at byte") && text.contains("ends early"),
         "{text}"
     );
     let text = read(b"hello", Split::Test)

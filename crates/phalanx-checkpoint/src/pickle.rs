@@ -1,79 +1,193 @@
-//! A pickle machine for the opcodes that `torch.save` writes.
+//! A pickle machine that executes nothing: what a pickle may name, make and hold is up to a [`Dialect`].
 //!
-//! Opcodes as in CPython's `pickletools`; protocol 2. Anything else is refused with its
-//! offset.
+//! Opcodes as in CPython's `pickletools`; protocol 2, and that of Python 2's strings. Anything else is refused with its
+//! offset. Memory is limited by the number of objects, and nothing is recursive: objects refer to each other by index.
 
-use std::collections::HashMap;
-use std::path::Path;
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
-
-use super::MAX_TENSORS;
-use super::archive::Archive;
-use super::build::{self, Called, Storages, shortened};
-use super::value::{Arena, Key, Node, NodeId};
-use phalanx_base::{Error, Result};
-
-/// Maximum number of objects in a pickle; each takes about a hundred bytes.
-const MAX_NODES: usize = 1 << 21;
 
 /// Maximum length of a module's or function's name.
 const MAX_NAME_BYTES: usize = 256;
+
+/// Result of an opcode, or the reason to refuse the pickle.
+pub type Step<T> = std::result::Result<T, String>;
+
+/// Objects beside Python's own values: functions, tensors, arrays.
+pub trait Object {
+    /// Name of its type in messages.
+    fn kind(&self) -> &'static str;
+}
+
+/// What the pickles of one format may do.
+pub trait Dialect {
+    /// What they have beside Python's own values.
+    type Object: Object;
+
+    /// Maximum number of objects; each takes about a hundred bytes.
+    const MAX_NODES: usize;
+
+    /// What opcodes belong to, for messages: `one that torch.save writes`.
+    const OPCODES: &'static str;
+
+    /// Whether they have this opcode.
+    fn has(op: u8) -> bool;
+
+    /// `GLOBAL`: the function or class with this name.
+    fn global(&mut self, module: &str, name: &str) -> Step<Self::Object>;
+
+    /// `BINPERSID`: what lies outside of the pickle under this name.
+    fn persistent(&mut self, arena: &Arena<Self::Object>, id: NodeId) -> Step<Self::Object> {
+        let kind = arena.kind(id);
+        Err(format!("it has the persistent id {kind}; expected none"))
+    }
+
+    /// `REDUCE`: what `function(*args)` makes.
+    fn call(
+        &mut self,
+        arena: &Arena<Self::Object>,
+        function: NodeId,
+        args: NodeId,
+    ) -> Step<Called<Self::Object>>;
+
+    /// `BUILD`: sets the state of an object.
+    fn build(&mut self, arena: &mut Arena<Self::Object>, object: NodeId, state: NodeId)
+    -> Step<()>;
+}
+
+/// The result of a call: a new object or one of the arguments.
+pub enum Called<O> {
+    New(Node<O>),
+    Same(NodeId),
+}
+
+/// Index of a [`Node`] in its [`Arena`].
+pub type NodeId = u32;
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Key {
+    Int(i64),
+    Text(Arc<str>),
+}
+
+#[derive(Default)]
+pub struct Dict {
+    /// Whether it is a `collections.OrderedDict`.
+    pub ordered: bool,
+    pub items: Vec<(Key, NodeId)>,
+    pub keys: HashSet<Key>,
+}
+
+/// One object. Objects refer to each other by index, so shared objects exist once, and
+/// cycles are harmless.
+pub enum Node<O> {
+    None,
+    Bool(bool),
+    Int(i64),
+    Float(f64),
+    Text(Arc<str>),
+    /// A string of Python 2: where it lies in the pickle.
+    Bytes(Range<usize>),
+    Tuple(Vec<NodeId>),
+    List(Vec<NodeId>),
+    Dict(Box<Dict>),
+    Object(O),
+}
+
+impl<O: Object> Node<O> {
+    /// Name of its type in messages.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Node::None => "None",
+            Node::Bool(_) => "a bool",
+            Node::Int(_) => "an int",
+            Node::Float(_) => "a float",
+            Node::Text(_) | Node::Bytes(_) => "a str",
+            Node::Tuple(_) => "a tuple",
+            Node::List(_) => "a list",
+            Node::Dict(_) => "a dict",
+            Node::Object(object) => object.kind(),
+        }
+    }
+}
+
+/// All objects of a pickle.
+pub struct Arena<O> {
+    pub nodes: Vec<Node<O>>,
+}
+
+impl<O: Object> Arena<O> {
+    /// The object of this number.
+    pub fn get(&self, id: NodeId) -> &Node<O> {
+        &self.nodes[id as usize]
+    }
+
+    /// Name of its type in messages.
+    pub fn kind(&self, id: NodeId) -> &'static str {
+        self.get(id).kind()
+    }
+}
+
+/// Where and why a pickle was refused.
+pub struct Refused {
+    /// Offset of the opcode.
+    pub at: usize,
+    pub what: String,
+}
+
+/// Runs a pickle; all its objects, and which one it is.
+///
+/// # Errors
+///
+/// Anything that the dialect's files do not have.
+pub fn run<D: Dialect>(
+    pickle: &[u8],
+    dialect: D,
+) -> std::result::Result<(Arena<D::Object>, NodeId), Refused> {
+    let mut machine = Machine {
+        pickle,
+        at: 0,
+        arena: Arena { nodes: Vec::new() },
+        stack: Vec::new(),
+        memo: HashMap::new(),
+        dialect,
+    };
+    loop {
+        let at = machine.at;
+        match machine.step() {
+            Ok(None) => {}
+            Ok(Some(root)) => return Ok((machine.arena, root)),
+            Err(what) => return Err(Refused { at, what }),
+        }
+    }
+}
 
 enum Slot {
     Mark,
     Object(NodeId),
 }
 
-/// Result of an opcode, or the reason to refuse the pickle.
-type Step<T> = std::result::Result<T, String>;
-
 fn refuse<T>(what: impl Into<String>) -> Step<T> {
     Err(what.into())
 }
 
-/// Runs the pickle of `archive`; returns all objects and the root. Does not read storages.
-pub(super) fn run(path: &Path, pickle: &[u8], archive: &Archive) -> Result<(Arena, NodeId)> {
-    let mut machine = Machine {
-        pickle,
-        at: 0,
-        arena: Arena::default(),
-        stack: Vec::new(),
-        memo: HashMap::new(),
-        storages: Storages::new(),
-        tensors: 0,
-        archive,
-    };
-    loop {
-        let began = machine.at;
-        match machine.step() {
-            Ok(None) => {}
-            Ok(Some(root)) => return Ok((machine.arena, root)),
-            Err(what) => {
-                return Err(Error::data(format!(
-                    "{}: data.pkl at byte {began} of {}: {what}",
-                    path.display(),
-                    pickle.len()
-                )));
-            }
-        }
-    }
-}
-
-struct Machine<'a> {
+struct Machine<'a, D: Dialect> {
     pickle: &'a [u8],
     at: usize,
-    arena: Arena,
+    arena: Arena<D::Object>,
     stack: Vec<Slot>,
     memo: HashMap<u32, NodeId>,
-    storages: Storages,
-    tensors: usize,
-    archive: &'a Archive,
+    dialect: D,
 }
 
-impl<'a> Machine<'a> {
+impl<'a, D: Dialect> Machine<'a, D> {
     /// Runs one opcode; returns the root object after the last one.
     fn step(&mut self) -> Step<Option<NodeId>> {
         let [op] = self.take::<1>()?;
+        let unknown = || refuse(format!("opcode {} is not {}", name_of(op), D::OPCODES));
+        if !D::has(op) {
+            return unknown();
+        }
         match op {
             0x80 => {
                 let [protocol] = self.take::<1>()?;
@@ -83,8 +197,8 @@ impl<'a> Machine<'a> {
             }
             b'c' => {
                 let (module, name) = (self.line()?, self.line()?);
-                let global = build::global(module, name)?;
-                self.push(Node::Global(global))?;
+                let global = self.dialect.global(module, name)?;
+                self.push(Node::Object(global))?;
             }
             b'q' => {
                 let [key] = self.take::<1>()?;
@@ -102,7 +216,7 @@ impl<'a> Machine<'a> {
                 let key = u32::from_le_bytes(self.take()?);
                 self.get(key)?;
             }
-            b'(' => self.stack.push(Slot::Mark),
+            b'(' => self.push_slot(Slot::Mark)?,
             b')' => self.push(Node::Tuple(Vec::new()))?,
             0x85..=0x87 => {
                 let mut items = Vec::with_capacity(3);
@@ -147,6 +261,17 @@ impl<'a> Machine<'a> {
                 };
                 self.push(Node::Text(Arc::from(text)))?;
             }
+            b'U' => {
+                let [len] = self.take::<1>()?;
+                self.push_bytes(usize::from(len))?;
+            }
+            b'T' => {
+                let len = i32::from_le_bytes(self.take()?);
+                match usize::try_from(len) {
+                    Ok(len) => self.push_bytes(len)?,
+                    Err(_) => return refuse(format!("a str of {len} bytes")),
+                }
+            }
             b'N' => self.push(Node::None)?,
             0x88 => self.push(Node::Bool(true))?,
             0x89 => self.push(Node::Bool(false))?,
@@ -169,31 +294,24 @@ impl<'a> Machine<'a> {
             }
             b'Q' => {
                 let id = self.pop()?;
-                let node = build::storage(&self.arena, id, self.archive, &mut self.storages)?;
-                self.push(node)?;
+                let object = self.dialect.persistent(&self.arena, id)?;
+                self.push(Node::Object(object))?;
             }
             b'R' => {
                 let args = self.pop()?;
                 let function = self.pop()?;
-                match build::call(&self.arena, function, args)? {
-                    Called::New(node) => {
-                        self.tensors += usize::from(matches!(node, Node::Tensor(_)));
-                        if self.tensors > MAX_TENSORS {
-                            return refuse(format!("it has more than {MAX_TENSORS} tensors"));
-                        }
-                        self.push(node)?;
-                    }
-                    Called::Same(id) => self.stack.push(Slot::Object(id)),
+                match self.dialect.call(&self.arena, function, args)? {
+                    Called::New(node) => self.push(node)?,
+                    Called::Same(id) => self.push_slot(Slot::Object(id))?,
                 }
             }
-            b'b' => self.set_attributes()?,
-            b'.' => return self.finish().map(Some),
-            other => {
-                return refuse(format!(
-                    "opcode {} is not one that torch.save writes",
-                    name_of(other)
-                ));
+            b'b' => {
+                let state = self.pop()?;
+                let object = self.top()?;
+                self.dialect.build(&mut self.arena, object, state)?;
             }
+            b'.' => return self.finish().map(Some),
+            _ => return unknown(),
         }
         Ok(None)
     }
@@ -236,7 +354,7 @@ impl<'a> Machine<'a> {
         let rest = &self.pickle[self.at..];
         let shown = &rest[..rest.len().min(MAX_NAME_BYTES)];
         let Some(len) = shown.iter().position(|b| *b == b'\n') else {
-            return refuse(format!("a name has no end within {MAX_NAME_BYTES} bytes"));
+            return refuse(format!("a name has no end within {} bytes", shown.len()));
         };
         self.at += len + 1;
         match std::str::from_utf8(&shown[..len]) {
@@ -258,14 +376,27 @@ impl<'a> Machine<'a> {
         Ok(i64::from_le_bytes(all))
     }
 
-    fn push(&mut self, node: Node) -> Step<()> {
-        if self.arena.nodes.len() >= MAX_NODES {
-            return refuse(format!("it has more than {MAX_NODES} objects"));
+    fn push(&mut self, node: Node<D::Object>) -> Step<()> {
+        let id = self.arena.nodes.len();
+        if id >= D::MAX_NODES {
+            return refuse(format!("it has more than {} objects", D::MAX_NODES));
         }
-        self.stack
-            .push(Slot::Object(self.arena.nodes.len() as NodeId));
         self.arena.nodes.push(node);
+        self.push_slot(Slot::Object(id as NodeId))
+    }
+
+    fn push_slot(&mut self, slot: Slot) -> Step<()> {
+        if self.stack.len() >= D::MAX_NODES {
+            return refuse(format!("its stack has more than {} objects", D::MAX_NODES));
+        }
+        self.stack.push(slot);
         Ok(())
+    }
+
+    /// A string of Python 2 that follows.
+    fn push_bytes(&mut self, len: usize) -> Step<()> {
+        self.slice(len)?;
+        self.push(Node::Bytes(self.at - len..self.at))
     }
 
     fn pop(&mut self) -> Step<NodeId> {
@@ -300,8 +431,8 @@ impl<'a> Machine<'a> {
 
     fn put(&mut self, key: u32) -> Step<()> {
         let top = self.top()?;
-        if self.memo.len() >= MAX_NODES {
-            return refuse(format!("its memo has more than {MAX_NODES} objects"));
+        if self.memo.len() >= D::MAX_NODES {
+            return refuse(format!("its memo has more than {} objects", D::MAX_NODES));
         }
         self.memo.insert(key, top);
         Ok(())
@@ -309,10 +440,7 @@ impl<'a> Machine<'a> {
 
     fn get(&mut self, key: u32) -> Step<()> {
         match self.memo.get(&key) {
-            Some(id) => {
-                self.stack.push(Slot::Object(*id));
-                Ok(())
-            }
+            Some(id) => self.push_slot(Slot::Object(*id)),
             None => refuse(format!("it gets memo entry {key}, which was never put")),
         }
     }
@@ -340,6 +468,10 @@ impl<'a> Machine<'a> {
             let key = match &self.arena.nodes[*key as usize] {
                 Node::Text(text) => Key::Text(text.clone()),
                 Node::Int(number) => Key::Int(*number),
+                Node::Bytes(bytes) => match std::str::from_utf8(&self.pickle[bytes.clone()]) {
+                    Ok(text) => Key::Text(Arc::from(text)),
+                    Err(_) => return refuse("a key of a dict is not UTF-8"),
+                },
                 other => {
                     return refuse(format!(
                         "a key of a dict is {}; expected a str or an int",
@@ -365,21 +497,14 @@ impl<'a> Machine<'a> {
         }
         Ok(())
     }
+}
 
-    /// `BUILD`: the `_metadata` of a module's state dict (versions of its layers), which is
-    /// ignored.
-    fn set_attributes(&mut self) -> Step<()> {
-        let state = self.pop()?;
-        let object = self.top()?;
-        let nodes = &self.arena.nodes;
-        match (&nodes[object as usize], &nodes[state as usize]) {
-            (Node::Dict(dict), Node::Dict(_)) if dict.ordered => Ok(()),
-            (object, state) => refuse(format!(
-                "it sets attributes of {} from {}; expected an OrderedDict and a dict",
-                object.kind(),
-                state.kind()
-            )),
-        }
+/// The start of a text, for messages.
+pub(crate) fn shortened(text: &str) -> String {
+    const SHOWN: usize = 60;
+    match text.char_indices().nth(SHOWN) {
+        Some((at, _)) => format!("{}…", &text[..at]),
+        None => text.to_owned(),
     }
 }
 
