@@ -9,6 +9,8 @@ use phalanx_ddp::{
     SyncBatchNorm,
 };
 use phalanx_nn::layers::{BatchNorm, Linear};
+use phalanx_nn::models::CifarResNet;
+use phalanx_nn::optim::Sgd;
 use phalanx_nn::{GradView, Grads, Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
 use serde_json::Value;
 
@@ -222,6 +224,80 @@ fn a_step_of_uneven_ranks_is_that_of_the_joined_batch() {
             }
         });
     }
+}
+
+/// Three steps of a small ResNet on samples from a first to before a last one in each micro-batch, as a training loop takes
+/// them; weights and running statistics.
+fn train_resnet(group: ProcessGroup, micro_batches: &[(usize, usize)]) -> [Vec<f32>; 2] {
+    const SIDE: usize = 8;
+    let pixel = |i: usize| ((i * 37 + 11) % 1009) as f32 / 504.5 - 1.0;
+    let mut scope = Scope::new(Seed(1));
+    let net = CifarResNet::new(&mut scope, &[4, 8], 1, 10);
+    let mut params = scope.build().expect("model builds");
+    let options = DdpOptions::default();
+    let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+    let mut tape = Tape::new(Threads(1));
+    ddp.sync_batch_norm(&mut tape).expect("converted");
+    let mut optimizer = Sgd::new(&params, 0.1).momentum(0.9);
+    let sizes: Vec<usize> = micro_batches.iter().map(|(from, to)| to - from).collect();
+    for index in 0..3 {
+        let mut step = ddp.begin(&sizes).expect("begin");
+        for &(from, to) in micro_batches {
+            let at = |sample: usize| (index * 100 + sample) * SIDE * SIDE * 3;
+            let images: Vec<f32> = (at(from)..at(to)).map(pixel).collect();
+            let labels: Vec<u32> = (from..to).map(|s| (s * 7 % 10) as u32).collect();
+            let recorded = tape.step(&params, StepKey::new(0, index as u64));
+            let x = recorded.input(&images, &[labels.len(), SIDE, SIDE, 3]);
+            let loss = x
+                .and_then(|x| net.forward(x))
+                .and_then(phalanx_nn::Tensor::log_softmax)
+                .and_then(|x| x.nll_loss(&labels, labels.len() as f32))
+                .expect("forward");
+            let (weight, sink) = step.weighed_micro_batch().expect("declared");
+            loss.backward_with(&weight, sink).expect("backward");
+            drop(recorded);
+            step.update_buffers(&mut tape, &mut params)
+                .expect("buffers");
+        }
+        assert!(step.finish().expect("finish").is_yes());
+        ddp.sync_buffers(&mut params).expect("buffers");
+        optimizer.step(&mut params, &ddp).expect("step");
+    }
+    [params.flat().to_vec(), params.buffers_flat().to_vec()]
+}
+
+/// Convolutions, pooling and the loss run on no samples as well; ranks with several micro-batches join them one by one.
+#[test]
+fn a_resnet_of_uneven_ranks_trains_as_on_the_joined_batch() {
+    let serial = |micro_batches: &[(usize, usize)]| {
+        let alone = ProcessGroup::threads(1, Default::default()).remove(0);
+        train_resnet(alone, micro_batches)
+    };
+    let close = |got: &[Vec<f32>; 2], want: &[Vec<f32>; 2], what: &str| {
+        for (g, w) in got.iter().flatten().zip(want.iter().flatten()) {
+            assert!((g - w).abs() < 1e-4, "{what}: {g} for {w}");
+        }
+    };
+    // One micro-batch a rank: the third rank has none of the 6 samples.
+    let want = serial(&[(0, 6)]);
+    let cut = [[(0, 4)], [(4, 6)], [(6, 6)]];
+    let all = ranks(3, Over::Thread, |group| {
+        let mine = &cut[group.rank()];
+        train_resnet(group, mine)
+    });
+    all.iter()
+        .for_each(|got| close(got, &want, "one micro-batch"));
+    assert!(all[1..].iter().all(|got| *got == all[0]), "ranks differ");
+    // Two a rank; those of the same number are normalised together.
+    let want = serial(&[(0, 5), (5, 8)]);
+    let cut = [[(0, 3), (5, 8)], [(3, 5), (8, 8)]];
+    let all = ranks(2, Over::Thread, |group| {
+        let mine = &cut[group.rank()];
+        train_resnet(group, mine)
+    });
+    all.iter()
+        .for_each(|got| close(got, &want, "two micro-batches"));
+    assert_eq!(all[0], all[1]);
 }
 
 /// Statistics of some of the ranks only: PyTorch's `process_group` option.
