@@ -441,7 +441,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-launch", 9891),
     ("phalanx-live", 1775),
     ("phalanx-mpi", 65),
-    ("phalanx-nn", 16084),
+    ("phalanx-nn", 16085),
     ("phalanx-report", 1175),
     ("phalanx-store", 3369),
     ("phalanx-track", 3360),

@@ -232,7 +232,7 @@ fn train_resnet(group: ProcessGroup, micro_batches: &[(usize, usize)]) -> [Vec<f
     const SIDE: usize = 8;
     let pixel = |i: usize| ((i * 37 + 11) % 1009) as f32 / 504.5 - 1.0;
     let mut scope = Scope::new(Seed(1));
-    let net = CifarResNet::new(&mut scope, &[4, 8], 1, 10);
+    let net = CifarResNet::new(&mut scope, &[32, 64], 1, 10);
     let mut params = scope.build().expect("model builds");
     let options = DdpOptions::default();
     let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");

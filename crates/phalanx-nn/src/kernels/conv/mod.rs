@@ -84,6 +84,9 @@ pub(crate) fn forward(
     work: &mut [f32],
     y: ValuesMut<'_>,
 ) {
+    if s.images == 0 {
+        return;
+    }
     let (il, ol) = (s.in_len(), s.out_len());
     let (method, bias) = (Method::of(s), bias.unwrap_or(&[]));
     if method == Method::Bf16 {
@@ -152,6 +155,12 @@ pub(crate) fn weight_gradient(
     dw: &mut [f32],
     mode: Mode,
 ) {
+    if s.images == 0 {
+        if mode == Mode::Write {
+            dw.fill(0.0);
+        }
+        return;
+    }
     let method = Method::of(s);
     if method == Method::Bf16 {
         return bf16::weight_gradient(threads, s, x, dy, work, dw, mode);
@@ -225,6 +234,9 @@ pub(crate) fn input_gradient(
     (work, dx): (&mut [f32], ValuesMut<'_>),
     mode: Mode,
 ) {
+    if s.images == 0 {
+        return;
+    }
     let method = Method::of(s);
     if method == Method::Bf16 {
         return bf16::input_gradient(threads, s, w, dy, work, dx, mode);

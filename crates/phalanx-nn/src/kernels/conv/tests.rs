@@ -213,3 +213,37 @@ fn both_methods_are_used_and_no_images_are_fine() {
         assert!(dw.iter().all(|&v| v == 0.0) && db.iter().all(|&v| v == 1.0));
     }
 }
+
+/// A batch of none, which a rank without samples has: nothing is written but a weight gradient of zeros.
+#[test]
+fn no_images_have_no_outputs_and_gradients_of_zeros() {
+    let one = [1, 1];
+    let mut all = shapes();
+    // Winograd's, with its weights whole and by panels.
+    all.push(shape([8, 8], 64, 128, [3, 3], one, one, one, 1));
+    all.push(shape([4, 4], 512, 512, [3, 3], one, one, one, 1));
+    let threads = ThreadPool::new(Threads(2));
+    for mut s in all {
+        s.images = 0;
+        for precision in [Precision::F32, Precision::Bf16] {
+            s.precision = precision;
+            let stored = match in_bf16(&s) {
+                true => Precision::Bf16,
+                false => Precision::F32,
+            };
+            let (w, bias) = (vec![1.0; s.weight_len()], vec![1.0; s.out]);
+            let mut work = vec![f32::NAN; work_len(&s)];
+            let bias = (stored == Precision::F32).then_some(&bias[..]);
+            let (x, dy) = (Values::of(&[], stored, 0), Values::of(&[], stored, 0));
+            let none = ValuesMut::of(&mut [], stored, 0);
+            forward(&threads, &s, x, &w, (bias, false), &mut work, none);
+            for (mode, want) in [(Mode::Write, 0.0), (Mode::Add, 7.0)] {
+                let mut dw = vec![7.0; s.weight_len()];
+                weight_gradient(&threads, &s, x, dy, &mut work, &mut dw, mode);
+                assert!(dw.iter().all(|g| *g == want), "{s:?}");
+                let none = ValuesMut::of(&mut [], stored, 0);
+                input_gradient(&threads, &s, &w, dy, (&mut work, none), mode);
+            }
+        }
+    }
+}
