@@ -337,6 +337,20 @@ impl Error {
     }
 }
 
+/// An error's `Debug` form, as `fn main() -> Result<(), Error>` prints it: the message, and its cause unless the message has it.
+///
+/// # Errors
+///
+/// Those of `f`.
+pub fn debug(error: &dyn StdError, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let message = error.to_string();
+    f.write_str(&message)?;
+    match error.source().map(ToString::to_string) {
+        Some(cause) if !message.contains(&cause) => write!(f, ": {cause}"),
+        _ => Ok(()),
+    }
+}
+
 impl fmt::Debug for Error {
     /// As it is printed, notes included: what `fn main() -> Result<(), Error>` shows.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

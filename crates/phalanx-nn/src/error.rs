@@ -80,12 +80,7 @@ impl fmt::Display for Error {
 impl fmt::Debug for Error {
     /// The message, as `fn main() -> Result<(), Error>` prints it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let message = self.to_string();
-        f.write_str(&message)?;
-        match std::error::Error::source(self).map(ToString::to_string) {
-            Some(cause) if !message.contains(&cause) => write!(f, ": {cause}"),
-            _ => Ok(()),
-        }
+        phalanx_base::error::debug(self, f)
     }
 }
 
