@@ -172,7 +172,14 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
     ),
     (
         "phalanx-checkpoint",
-        &[&["pth"], &["weights"], &["state"], &["digest"], &["load"]],
+        &[
+            &["pickle"],
+            &["pth"],
+            &["weights"],
+            &["state"],
+            &["digest"],
+            &["load"],
+        ],
     ),
     (
         "phalanx-cli",
@@ -429,11 +436,11 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
 /// has made a crate smaller lowers it.
 const LINES: [(&str, usize); 20] = [
     ("phalanx", 387),
-    ("phalanx-base", 1180),
-    ("phalanx-checkpoint", 3556),
+    ("phalanx-base", 1188),
+    ("phalanx-checkpoint", 3641),
     ("phalanx-cli", 4091),
     ("phalanx-comm", 20386),
-    ("phalanx-data", 3861),
+    ("phalanx-data", 3632),
     ("phalanx-ddp", 4804),
     ("phalanx-flow", 6845),
     ("phalanx-global", 4824),
@@ -445,9 +452,9 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1175),
     ("phalanx-store", 3369),
     ("phalanx-track", 3360),
-    ("phalanx-train", 7954),
+    ("phalanx-train", 7996),
     ("phalanx-wire", 1695),
-    ("recipes", 3655),
+    ("recipes", 3680),
 ];
 
 /// How far a crate may be below its line.
