@@ -41,7 +41,7 @@ mod trainer;
 mod update;
 mod weights;
 
-pub use best::{Best, BestArg, BestEpoch};
+pub use best::BestArg;
 pub use exchange::ExchangeArg;
 pub use job::Job;
 pub use labels::LabelArgs;
@@ -56,11 +56,11 @@ pub use profile::Profiler;
 pub use reporter::{EpochLines, Reporter, StepFacts};
 pub use run_dir::{FolderArgs, RunDir, check_folder_of, default_output_dir};
 pub use saving::{
-    AUTO, CheckpointSource, FOLDER as CHECKPOINTS_DIR, History, Resumed, SaveAction, Saving,
-    SavingArgs, settings as settings_by_name,
+    CheckpointSource, FOLDER as CHECKPOINTS_DIR, History, Resumed, SaveAction, Saving, SavingArgs,
+    settings as settings_by_name,
 };
 pub use settings::{Defaults, SamplerKind, Settings, check_lr};
-pub use split::{BatchSplit, Determinism, SplitArgs};
+pub use split::{Determinism, SplitArgs};
 pub use strategy::{Ddp, Mesh, MeshArgs, OnMesh, Strategy};
 pub use trainer::{Batches, Evaluation, Measure, MicroBatch, StepBatch, Trainer, TrainerBuilder};
 pub use update::Update;

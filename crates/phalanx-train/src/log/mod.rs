@@ -141,23 +141,6 @@ impl RunLog {
         &self.counters
     }
 
-    /// Says what this rank's time went to so far, after `steps` more steps: training, waiting for batches, saving and
-    /// evaluation; and what it has sent to others.
-    pub fn count(&self, steps: u64, times: [Duration; 4], sent_bytes: u64) {
-        let counters = self.counters();
-        let [train, data, saving, evaluation] = times;
-        counters.steps.fetch_add(steps, Relaxed);
-        counters.sent_bytes.store(sent_bytes, Relaxed);
-        for (counter, time) in [
-            (&counters.train, train),
-            (&counters.data, data),
-            (&counters.saving, saving),
-            (&counters.evaluation, evaluation),
-        ] {
-            counter.store(time.as_nanos() as u64, Relaxed);
-        }
-    }
-
     /// Writes a record of a step (with `loss`), of an epoch (with `train_loss`), or of a program's own numbers.
     ///
     /// # Errors
