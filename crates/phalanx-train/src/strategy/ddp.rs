@@ -11,7 +11,7 @@ use phalanx_checkpoint::state::Place;
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_data::Dataset;
 use phalanx_data::sampler::Cursor;
-use phalanx_ddp::{DistributedDataParallel, Exchange, StepTimes, verify_equal};
+use phalanx_ddp::{Buffers, DistributedDataParallel, Exchange, StepTimes, verify_equal};
 use phalanx_launch::RankContext;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{GradView, Params, Step, Tape, Tensor};
@@ -80,7 +80,11 @@ impl Strategy for Ddp {
                 others.filter(|(id, info)| !own.contains(id) && !frozen.contains(&info.name));
             let others: Vec<String> = others.map(|(_, info)| info.name.clone()).collect();
             frozen.extend(others);
-            let options = settings.ddp_options(exchange, facts.to_vec(), frozen)?;
+            let mut options = settings.ddp_options(exchange, facts.to_vec(), frozen)?;
+            if sync_batch_norm {
+                // Those of all ranks are equal already.
+                options.buffers = Buffers::Never;
+            }
             let ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options);
             let mut ddp = ddp.map_err(different_arguments)?;
             if let Some(hook) = settings.gradients.hook(settings.seed)? {
@@ -275,7 +279,7 @@ impl Strategy for Ddp {
 
     fn mean_buffers(&self, ctx: &RankContext, split: &BatchSplit) -> Result<Option<Vec<f32>>> {
         let own = self.params.buffers_flat();
-        if split.tree().is_some() || ctx.world() == 1 || own.is_empty() {
+        if split.tree().is_some() || self.joins_batches || ctx.world() == 1 || own.is_empty() {
             return Ok(None);
         }
         let mut buffers = own.to_vec();
