@@ -338,7 +338,7 @@ impl<'a, D: Dialect> Machine<'a, D> {
                 Ok(bytes)
             }
             None => refuse(format!(
-                "it ends early: {len} bytes are needed, {} are left",
+                "it ends early: {len} bytes are expected, {} are left",
                 rest.len()
             )),
         }

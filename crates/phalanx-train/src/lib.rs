@@ -5,9 +5,8 @@
 //! ranks' vote, optimizer and schedule, evaluation over all ranks, checkpoints and resume,
 //! metrics and progress). [`Settings`] are the training flags that every program takes.
 //!
-//! Programs start with `phalanx::main`, which makes the job from the command line. What the
-//! trainer is made of ([`Saving`], [`Output`], [`BatchSplit`], [`Update`]) is there for loops that
-//! are written by hand.
+//! Programs start with `phalanx::main`, which makes the job from the command line. A [`Strategy`] distributes the training over
+//! the ranks: [`Ddp`], or [`OnMesh`]. [`Saving`], [`Output`] and [`Update`] are there for loops that are written by hand.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]

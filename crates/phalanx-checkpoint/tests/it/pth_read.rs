@@ -205,7 +205,7 @@ fn every_bad_file_is_refused_by_name() {
         ("missing_storage", "no entry data/3"),
         ("negative_offset", "the offset of a tensor is -1"),
         ("negative_stride", "the strides of a tensor contain -1"),
-        ("no_stop", "it ends early: 1 bytes are needed, 0 are left"),
+        ("no_stop", "it ends early: 1 bytes are expected, 0 are left"),
         (
             "offset_beyond_storage",
             "offset 5 reaches outside its storage of 6",
@@ -222,7 +222,7 @@ fn every_bad_file_is_refused_by_name() {
         ("truncated_file", "it has 546 bytes and may be truncated"),
         (
             "truncated_pickle",
-            "2147483647 bytes are needed, 3 are left",
+            "2147483647 bytes are expected, 3 are left",
         ),
         ("wrong_crc", "is damaged: its CRC-32 is"),
     ];

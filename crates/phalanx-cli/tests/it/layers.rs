@@ -452,7 +452,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1175),
     ("phalanx-store", 3369),
     ("phalanx-track", 3360),
-    ("phalanx-train", 7996),
+    ("phalanx-train", 7997),
     ("phalanx-wire", 1695),
     ("recipes", 3680),
 ];

@@ -168,7 +168,7 @@ fn lies_in_a_pickle_are_named_with_their_place() {
         ),
         (
             change(b"T\x00\x0c\x00\x00", b"T\xff\xff\xff\x7f"),
-            ["2147483647 bytes are needed", "ends early"],
+            ["2147483647 bytes are expected", "ends early"],
         ),
         (
             change(b"T\x00\x0c\x00\x00", b"T\xff\xff\xff\xff"),

@@ -125,7 +125,7 @@ pub(super) struct Record<'a> {
     pub(super) bytes: usize,
 }
 
-/// Decodes the record at the start of `bytes`; `None` if more bytes are needed.
+/// Decodes the record at the start of `bytes`; `None` if more bytes are expected.
 /// `at` is its offset in the file, for messages.
 pub(super) fn next<'a>(bytes: &'a [u8], location: &str, at: u64) -> Result<Option<Record<'a>>> {
     let Some((crc, rest)) = bytes.split_first_chunk::<CRC_BYTES>() else {

@@ -164,7 +164,7 @@ impl SavingArgs {
         ]
     }
 
-    /// What `--resume` names, if that is not [`AUTO`].
+    /// What `--resume` names, if that is not `auto`.
     pub fn resumed_path(&self) -> Option<&Path> {
         let typed = self.resume.as_ref().filter(|path| *path != AUTO);
         typed.map(Path::new)

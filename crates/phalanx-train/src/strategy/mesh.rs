@@ -238,6 +238,7 @@ impl Strategy for OnMesh {
             frozen,
             lr,
             samples,
+            drop_last,
             optimizers,
             tape,
             // They always do.
@@ -285,7 +286,7 @@ impl Strategy for OnMesh {
             shuffle: true,
             seed: settings.seed,
         };
-        let samplers = settings.samplers(&all, config, false)?;
+        let samplers = settings.samplers(&all, config, drop_last)?;
         Ok(OnMesh {
             mesh,
             grads: weights.grads(),

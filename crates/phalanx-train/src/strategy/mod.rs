@@ -51,6 +51,8 @@ pub struct Parts<'a, 'j> {
     pub(crate) lr: f64,
     /// Of the training set.
     pub(crate) samples: usize,
+    /// `--sampler torch` drops a last batch that is short.
+    pub(crate) drop_last: bool,
     /// Batch norms take the statistics of all ranks' samples.
     pub(crate) sync_batch_norm: bool,
     /// By the names of their groups of parameters, the training's own, without a name, first.

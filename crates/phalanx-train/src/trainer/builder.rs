@@ -363,6 +363,23 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         Ok(dir)
     }
 
+    /// The run's folder, and the training's: that one, or one in it. *Blocks* until all ranks call it.
+    fn folders(&self) -> Result<[PathBuf; 2]> {
+        let (ctx, settings) = (self.ctx, self.settings);
+        let dir = settings.output_dir.clone();
+        let dir = dir.unwrap_or_else(|| default_output_dir(&self.program));
+        let run = ctx.folder_of_rank_0(dir)?;
+        if !self.only_evaluates {
+            let dir = self.claim_folder(&run)?;
+            return Ok([run, dir]);
+        }
+        if settings.saving.enabled() {
+            let what = "--save-every, --stop-after and --resume are for training, and this program only evaluates";
+            return Err(Error::usage(what).note("fix", "--init FILE names the weights"));
+        }
+        Ok([run.clone(), run])
+    }
+
     /// Builds the training, new or from the checkpoint that `--resume` names, and announces it
     /// on standard error. Rank 0's parameters are sent to all ranks.
     ///
@@ -387,17 +404,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             trackers.extend(settings.track.trackers(&real_env())?);
         }
         let starting = ctx.phase("starting");
-        let dir = settings.output_dir.clone();
-        let dir = dir.unwrap_or_else(|| default_output_dir(&self.program));
-        let run = ctx.folder_of_rank_0(dir)?;
-        let dir = match self.only_evaluates {
-            true => run.clone(),
-            false => self.claim_folder(&run)?,
-        };
-        if self.only_evaluates && settings.saving.enabled() {
-            let what = "--save-every, --stop-after and --resume are for training, and this program only evaluates";
-            return Err(Error::usage(what).note("fix", "--init FILE names the weights"));
-        }
+        let [run, dir] = self.folders()?;
         let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
         let resumable = settings.resumable(&self.program, &self.content, world);
         let shaping = saving::settings(&[settings.shaping(), self.shaping.clone()].concat());
@@ -431,21 +438,13 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             frozen: &self.frozen,
             lr: self.lr,
             samples: self.samples,
+            drop_last: self.drop_last,
             sync_batch_norm: self.sync_batch_norm,
             optimizers: [main].into_iter().chain(self.groups).collect(),
             tape: &mut tape,
         };
         let mut strategy = S::build(self.strategy, parts)?;
-        let mut title = self.optimizer_title.unwrap_or_default();
-        for group in strategy.groups() {
-            let (optimizer, lr) = strategy.optimizer(group);
-            let own = format!("{} lr {}", optimizer.name(), number(lr));
-            match group {
-                0 if title.is_empty() => title = own,
-                0 => {}
-                _ => title.push_str(&format!(", of {} {own}", names[group - 1])),
-            }
-        }
+        let title = optimizers_title(&strategy, self.optimizer_title, &names);
         let group = strategy.batch_group();
         let split = BatchSplit::new(&settings.split, world, group.rank())?;
         let config = SamplerConfig {
@@ -620,4 +619,19 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             trainings: self.trainings,
         })
     }
+}
+
+/// The optimizers in words, where the first has the words `own`; the others are of the groups `names`.
+fn optimizers_title<S: Strategy>(strategy: &S, own: Option<String>, names: &[String]) -> String {
+    let mut title = own.unwrap_or_default();
+    for group in strategy.groups() {
+        let (optimizer, lr) = strategy.optimizer(group);
+        let words = format!("{} lr {}", optimizer.name(), number(lr));
+        match group {
+            0 if title.is_empty() => title = words,
+            0 => {}
+            _ => title.push_str(&format!(", of {} {words}", names[group - 1])),
+        }
+    }
+    title
 }
