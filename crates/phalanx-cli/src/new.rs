@@ -225,7 +225,8 @@ mod tests {
     fn the_manifest_names_the_repository_of_the_sources() {
         let dir = tempfile::tempdir().expect("folder");
         let path = dir.path();
-        std::fs::write(path.join("Cargo.toml"), "name = \"phalanx\"\n").expect("written");
+        let manifest = "[package]\nname = \"phalanx\"\n";
+        std::fs::write(path.join("Cargo.toml"), manifest).expect("written");
         let git = |args: &[&str]| {
             let mut command = Command::new("git");
             command
@@ -239,7 +240,7 @@ mod tests {
         };
         let note = || on_path(path).expect("sources").note;
         git(&["init", "-q"]);
-        assert!(note().contains("# phalanx = { git = \"ADDRESS OF THE REPOSITORY\","));
+        assert!(note().contains("# phalanx = { git = \"ADDRESS OF THE REPOSITORY\" }"));
         git(&["commit", "-q", "--allow-empty", "-m", "a"]);
         git(&["remote", "add", "origin", "https://a.org/x/phalanx"]);
         let (url, revision) = repository(path).expect("known");
