@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::format::number;
 use crate::oneflow::{self, OneFlow};
 use crate::shared::cifar::{self, CifarArgs};
-use crate::shared::image::{self, ImageArgs, Lines, NormArgs, Program, Source, Spec, fields};
+use crate::shared::image::{self, ImageArgs, Lines, Program, Source, Spec, fields};
 use crate::{Network, Pixels, Recipe};
 
 pub const RECIPE: Recipe =
@@ -27,8 +27,6 @@ struct MobileNet {
     /// Data parallel training by DistributedDataParallel, or on global tensors, as the document's first program: batch normalization then sees the batches of all ranks
     #[arg(long, value_enum, default_value_t = Parallel::Ddp)]
     parallel: Parallel,
-    #[command(flatten)]
-    norms: NormArgs,
     #[command(flatten)]
     images: ImageArgs,
 }
@@ -62,10 +60,6 @@ impl Program for MobileNet {
     const DEFAULTS: Defaults = Defaults::new(1, 64, 1e-3);
 
     fields!(cifar);
-
-    fn norms(&self) -> Option<&NormArgs> {
-        Some(&self.norms)
-    }
 
     fn spec(&self) -> Spec {
         Spec::new(&Self::NETWORK)

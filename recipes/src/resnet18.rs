@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::format::number;
 use crate::modelarts::DocumentArgs;
 use crate::shared::cifar::{self, CifarArgs};
-use crate::shared::image::{ImageArgs, Lines, NormArgs, Program, Source, Spec, Testers, fields};
+use crate::shared::image::{ImageArgs, Lines, Program, Source, Spec, Testers, fields};
 use crate::{Loss, Network, Pixels, Recipe as Registered};
 use phalanx_train::choice_name;
 
@@ -45,8 +45,6 @@ struct Resnet18 {
     #[arg(long)]
     recompute: bool,
     #[command(flatten)]
-    norms: NormArgs,
-    #[command(flatten)]
     images: ImageArgs,
 }
 
@@ -77,10 +75,6 @@ impl Program for Resnet18 {
     const DEFAULT_DIR: Option<&'static str> = Some("output_dir");
 
     fields!(cifar);
-
-    fn norms(&self) -> Option<&NormArgs> {
-        Some(&self.norms)
-    }
 
     fn files(&self) -> Files {
         Files {

@@ -14,7 +14,7 @@ use crate::format::number;
 use crate::modelarts::ModelArts;
 use crate::shared::cifar::{self, CifarArgs};
 use crate::shared::image::{
-    Data, ImageArgs, Lines, NormArgs, Program, Source, Spec, Testers, check_share, fields,
+    Data, ImageArgs, Lines, Program, Source, Spec, Testers, check_share, fields,
 };
 use crate::shared::whiten;
 use crate::{Loss, Network, Pixels, Recipe};
@@ -45,8 +45,6 @@ struct Resnet9 {
     #[arg(long, default_value_t = 0, value_name = "PIXELS")]
     cutout: usize,
     #[command(flatten)]
-    norms: NormArgs,
-    #[command(flatten)]
     images: ImageArgs,
 }
 
@@ -67,10 +65,6 @@ impl Program for Resnet9 {
     const DEFAULTS: Defaults = Defaults::new(3, 128, 0.4);
 
     fields!(cifar);
-
-    fn norms(&self) -> Option<&NormArgs> {
-        Some(&self.norms)
-    }
 
     fn spec(&self) -> Spec {
         let mut spec = Spec::new(&Self::NETWORK);

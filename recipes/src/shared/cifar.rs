@@ -15,7 +15,7 @@ use super::prepare::{Fetch, FetchArgs, Kind, unreadable};
 use crate::error::{Error, Result, check_count};
 use crate::format::thousands;
 
-/// Arguments about CIFAR-10.
+/// Arguments of programs for CIFAR-10, whose networks have batch norms.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CifarArgs {
     /// Folder with CIFAR-10 (pickles, binary version or original archive), the archive itself, or `synthetic` for
@@ -27,6 +27,9 @@ pub struct CifarArgs {
         value_name = "DIR|synthetic"
     )]
     data_url: String,
+    /// Batch norms take the mean and variance of all ranks' samples (PyTorch's SyncBatchNorm); on a mesh they always do
+    #[arg(long)]
+    sync_batch_norm: bool,
     /// Train on random data, as the ModelArts document does; accuracy stays at chance level
     #[arg(long, default_value_t = false, action = clap::ArgAction::Set, value_name = "true|false")]
     pub custom_data: bool,
@@ -53,6 +56,10 @@ pub const LOSS: Loss = Loss::CrossEntropy { smoothing: 0.0 };
 const SAMPLES: usize = 50_000;
 
 impl Source for CifarArgs {
+    fn sync_batch_norm(&self) -> bool {
+        self.sync_batch_norm
+    }
+
     fn validate(&self) -> Result<()> {
         for (flag, samples) in [
             ("--train-samples", self.train_samples),

@@ -129,6 +129,11 @@ pub trait Source {
     ///
     /// Usage or data, naming folder or file.
     fn load(&self, seed: u64, preparation: Preparation) -> Result<Data>;
+
+    /// Whether batch norms take the statistics of all ranks, where its programs have batch norms.
+    fn sync_batch_norm(&self) -> bool {
+        false
+    }
 }
 
 /// What is done to images before they are trained on.
@@ -199,14 +204,6 @@ pub trait Lines: Reporter {
     }
 }
 
-/// Arguments about batch norms.
-#[derive(Debug, Clone, clap::Args)]
-pub struct NormArgs {
-    /// Batch norms take the mean and variance of all ranks' samples (PyTorch's SyncBatchNorm); on a mesh they always do
-    #[arg(long)]
-    pub sync_batch_norm: bool,
-}
-
 /// A program of `phalanx train` that classifies images.
 pub trait Program {
     /// Its network.
@@ -233,7 +230,7 @@ pub trait Program {
     /// The same, to be changed.
     fn images_mut(&mut self) -> &mut ImageArgs;
 
-    /// Its flags about data.
+    /// Its flags about data, and about batch norms.
     fn source(&self) -> &dyn Source;
 
     /// The files it writes; the model's name in them is the network's.
@@ -265,11 +262,6 @@ pub trait Program {
     /// Those that differ from a checkpoint's are told.
     fn must_agree(&self) -> Vec<String> {
         Vec::new()
-    }
-
-    /// Its flags about batch norms, if it has any.
-    fn norms(&self) -> Option<&NormArgs> {
-        None
     }
 
     /// Registers its parameters.
@@ -367,7 +359,7 @@ impl<P: Program + Send + Sync + std::fmt::Debug> AnyRecipe for P {
 
     fn validate(&self, world: usize) -> Result<()> {
         self.images().validate(world)?;
-        if self.norms().is_some_and(|norms| norms.sync_batch_norm) {
+        if self.source().sync_batch_norm() {
             self.images().settings.check_sync_batch_norm()?;
         }
         Program::validate(self)?;
@@ -453,9 +445,9 @@ pub fn run<P: Program>(ctx: &RankContext, program: &P) -> Result<()> {
         |scope| program.net(scope),
         |params, lr| program.optimizer(params, lr),
     );
-    let builder = match program.norms() {
-        Some(norms) if norms.sync_batch_norm => builder.sync_batch_norm(),
-        _ => builder,
+    let builder = match source.sync_batch_norm() {
+        true => builder.sync_batch_norm(),
+        false => builder,
     };
     let mut trainer = builder
         .title(P::NETWORK.title)
