@@ -1,5 +1,6 @@
 //! Formats numbers and choices for output.
 
+use crate::text::grouped;
 pub use crate::text::{number, rounded};
 
 /// A number as Python's `repr` writes a float: shortest digits that round-trip, in
@@ -33,15 +34,7 @@ pub fn python_repr(value: f64) -> String {
 
 /// 1234567 as `1,234,567`.
 pub fn thousands(n: usize) -> String {
-    let digits = n.to_string();
-    let mut out = String::new();
-    for (i, c) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(c);
-    }
-    out
+    grouped(n as u64)
 }
 
 /// `on` or `off`.

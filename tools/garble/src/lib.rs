@@ -3,7 +3,7 @@
 //!
 //! Not a fuzzer (`tools/fuzz/` has those, and they look where the code branches):
 //! a few thousand changes of sound inputs in a second, on any toolchain, the
-//! same ones every time.
+//! same ones every time. Beside it, [`alone`] runs a test in a process of its own.
 #![forbid(unsafe_code)]
 
 /// Marsaglia's xorshift64: small, seeded, and good enough to spoil bytes.
@@ -134,6 +134,31 @@ pub fn feed(seeds: &[Vec<u8>], rounds: usize, mut feed: impl FnMut(&[u8])) {
         bytes.truncate(MOST_BYTES);
         feed(&bytes);
     }
+}
+
+/// Runs the test called `name` again in a process of its own, because peak memory is counted for the
+/// whole process, other tests included. True in that process; false in the first one, after it passed.
+///
+/// # Panics
+///
+/// If the test cannot be started, or fails.
+pub fn alone(name: &str) -> bool {
+    const CHILD: &str = "PHALANX_TEST_ALONE";
+    if std::env::var_os(CHILD).is_some() {
+        return true;
+    }
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name, "--nocapture"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&child.stdout);
+    assert!(
+        child.status.success() && said.contains("1 passed"),
+        "{said}{}",
+        String::from_utf8_lossy(&child.stderr)
+    );
+    false
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use safetensors::SafeTensors;
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
-use crate::alone;
+use phalanx_garble::alone;
 
 /// A convolution, a linear layer and a running mean; every layout is there.
 fn model(seed: u64) -> Params {

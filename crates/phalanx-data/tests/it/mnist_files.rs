@@ -318,7 +318,7 @@ fn files_of_another_kind_are_told_apart() {
 /// allocated (this test would need terabytes otherwise).
 #[test]
 fn absurd_headers_allocate_nothing() {
-    if !crate::alone("mnist_files::absurd_headers_allocate_nothing") {
+    if !phalanx_garble::alone("mnist_files::absurd_headers_allocate_nothing") {
         return;
     }
     let before = phalanx_base::process::peak_rss_bytes().unwrap();
