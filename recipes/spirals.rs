@@ -98,7 +98,7 @@ fn main() -> ExitCode {
         let train = Arc::new(Spirals::new(args.points, 0.0));
         let test = Arc::new(Spirals::new(args.points / 4, 0.5));
         let mut trainer = job
-            .trainer(&train, |scope| Network::new(scope, args.width), Adam::new)?
+            .trainer(&train, |scope| Network::new(scope, args.width), Adam::new)
             .schedule(|lr, steps| Schedule::cosine(lr, steps, 0.0))
             .shaped_by(vec![format!("--width {}", args.width)])
             .start()?;

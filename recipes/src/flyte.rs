@@ -1,10 +1,7 @@
 //! The Flyte document's MNIST program: what it prints. `train mnist` is its network and its training.
 
-use phalanx_launch::Speakers;
-use phalanx_train::{Evaluation, RankContext, Reporter, StepFacts};
-
-use crate::error::Result;
-use crate::shared::image::Lines;
+use phalanx::Speakers;
+use phalanx::prelude::*;
 
 /// The document's lines: rank 0 prints steps and tests, and with `--document` every rank its phases.
 #[derive(Debug, Clone, clap::Args)]
@@ -31,6 +28,49 @@ impl Flyte {
         } else {
             Ok(())
         }
+    }
+
+    /// Which ranks print.
+    pub fn speakers(&self) -> Speakers {
+        match self.document {
+            true => Speakers::Unmarked,
+            false => Speakers::Rank0,
+        }
+    }
+
+    /// The ranks have met; data is not loaded yet.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing to standard output.
+    pub fn started(&mut self, ctx: &RankContext) -> Result<()> {
+        let (rank, world) = (ctx.rank(), ctx.world());
+        // Its task prints these before it starts the ranks.
+        self.main(
+            ctx,
+            &format!("Start MNIST training:\nDevice count: {world}"),
+        )?;
+        let backend = if world > 1 { ctx.transport() } else { "local" };
+        self.all(
+            ctx,
+            &format!(
+                "Using distributed Phalanx with {backend} backend\n\
+                 Running MNIST training on rank {rank}, world size: {world}\n\
+                 Use cuda: False\n\
+                 Rank {}/{world} process initialized.\n\n\
+                 Getting data loaders",
+                rank + 1
+            ),
+        )
+    }
+
+    /// The data is loaded.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing to standard output.
+    pub fn loaded(&mut self, ctx: &RankContext) -> Result<()> {
+        self.all(ctx, "Defining model")
     }
 }
 
@@ -84,39 +124,5 @@ impl Reporter for Flyte {
             &format!("Rank {}/{world} process complete.\n", ctx.rank() + 1),
         )?;
         self.main(ctx, "Training Complete")
-    }
-}
-
-impl Lines for Flyte {
-    fn speakers(&self) -> Speakers {
-        match self.document {
-            true => Speakers::Unmarked,
-            false => Speakers::Rank0,
-        }
-    }
-
-    fn started(&mut self, ctx: &RankContext) -> Result<()> {
-        let (rank, world) = (ctx.rank(), ctx.world());
-        // Its task prints these before it starts the ranks.
-        self.main(
-            ctx,
-            &format!("Start MNIST training:\nDevice count: {world}"),
-        )?;
-        let backend = if world > 1 { ctx.transport() } else { "local" };
-        self.all(
-            ctx,
-            &format!(
-                "Using distributed Phalanx with {backend} backend\n\
-                 Running MNIST training on rank {rank}, world size: {world}\n\
-                 Use cuda: False\n\
-                 Rank {}/{world} process initialized.\n\n\
-                 Getting data loaders",
-                rank + 1
-            ),
-        )
-    }
-
-    fn loaded(&mut self, ctx: &RankContext) -> Result<()> {
-        self.all(ctx, "Defining model")
     }
 }

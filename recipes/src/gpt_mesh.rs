@@ -1,18 +1,13 @@
 //! `train gpt --mesh`: the same training on global tensors.
 
-use std::sync::Arc;
-
+use phalanx::data::{TextBatch, TextDataset};
+use phalanx::nn::{Tape, Threads};
+use phalanx::prelude::*;
 use phalanx_base::text::visible;
-use phalanx_data::{TextBatch, TextDataset};
-use phalanx_global::{Global, Parallel};
-use phalanx_nn::models::Gpt;
-use phalanx_nn::optim::Adam;
-use phalanx_nn::{Params, Reduction, Scope, Tape, Threads};
-use phalanx_train::{Measure, Mesh, MicroBatch, OnMesh, RankContext, Settings, TrainerBuilder};
 
-use crate::error::{Error, Result, check_count};
+use crate::error::check_count;
 use crate::format::{number, plural};
-use crate::gpt::{CLIP, GptArgs, RECIPE, schedule};
+use crate::gpt::GptArgs;
 use crate::shared::image::check_share;
 use crate::shared::text::{measure_scores, sample};
 
@@ -21,7 +16,7 @@ use crate::shared::text::{measure_scores, sample};
 /// # Errors
 ///
 /// Usage errors naming the flags.
-pub fn validate(mesh: Mesh, settings: &Settings, heads: usize) -> Result<()> {
+pub fn check(mesh: Mesh, settings: &Settings, heads: usize) -> Result<()> {
     if mesh.tensor > heads {
         return Err(Error::usage(format!(
             "--mesh tensor={} leaves ranks without an attention head, since there are --heads {heads}; use at most {heads}",
@@ -56,11 +51,8 @@ impl GptArgs {
     }
 
     /// The optimizer, for people.
-    pub fn optimizer_title(&self) -> String {
-        format!(
-            "Adam lr {}, falling along a cosine",
-            number(self.settings.lr())
-        )
+    pub fn optimizer_title(&self, lr: f64) -> String {
+        format!("Adam lr {}, falling along a cosine", number(lr))
     }
 
     /// Its flags that shape the result.
@@ -75,7 +67,7 @@ impl GptArgs {
 }
 
 /// Which modules are split over `tensor`.
-fn parallel() -> Parallel {
+pub fn parallel() -> Parallel {
     Parallel::new()
         .attention("tensor", &["transformer.h.*.attn"])
         .column("tensor", &["transformer.h.*.mlp.fc", "lm_head"])
@@ -92,32 +84,21 @@ fn scores<'s>(gpt: &Gpt, batch: &Batch<'s>, context: usize) -> Result<Global<'s>
     Ok(gpt.forward(batch.step(), &tokens, (rows, context))?)
 }
 
-/// Trains as one rank of `mesh`.
+/// Trains as one rank of a mesh.
 ///
 /// # Errors
 ///
 /// Anything that ends the training; the kind decides the exit code.
-pub fn run(
-    ctx: &RankContext,
+pub fn train(
+    job: &Job<'_>,
     args: &GptArgs,
-    mesh: Mesh,
-    (train, test): (Arc<TextDataset>, Arc<TextDataset>),
-    model: impl FnOnce(&mut Scope<'_>) -> Gpt,
-    adam: impl FnOnce(&Params, f64) -> Adam,
+    builder: TrainerBuilder<'_, Gpt, OnMesh>,
+    train: &Arc<TextDataset>,
+    test: &Arc<TextDataset>,
 ) -> Result<()> {
-    let (settings, context) = (&args.settings, train.context());
-    let mut trainer = TrainerBuilder::new(ctx, settings, RECIPE.name, &train, model, adam)
-        .on(mesh, parallel())
-        .title(&args.title())
-        .unit("sequences")
-        .optimizer_title(&args.optimizer_title())
-        .schedule(schedule)
-        .clip_grad_norm(CLIP)
-        .shaped_by(args.shaping())
-        .start()?;
-    trainer.add_to_summary("data", args.text.name());
-    let names: Vec<String> = train.vocabulary().iter().map(char::to_string).collect();
-    trainer.add_to_summary("classes", names);
+    let (ctx, settings, context) = (job.context(), job.settings(), train.context());
+    let mut trainer = builder.start()?;
+    args.text.name_in_summary(&mut trainer, train);
     let measure = |gpt: &Gpt, batch: Batch<'_>| {
         let Some(scores) = batch.own_rows(scores(gpt, &batch, context)?)? else {
             return Ok(Measure::nothing());
@@ -126,19 +107,15 @@ pub fn run(
         let scores = scores.reshape(&[rows, vocab])?;
         measure_scores(scores, &batch.targets, batch.samples())
     };
-    if trainer.epochs().is_empty() && trainer.last_evaluation().loss.is_nan() {
-        // Resumed after its last epoch, from an older checkpoint, which does not have its evaluation.
-        trainer.evaluate(&test, measure)?;
-    }
     for _epoch in trainer.epochs() {
-        for batch in trainer.batches(&train)? {
+        for batch in trainer.batches(train)? {
             trainer.step(&batch, |gpt, batch| {
                 let targets = batch.indices_of(&batch.targets, &[batch.samples(), context])?;
                 let scores = scores(gpt, &batch, context)?;
                 Ok(scores.cross_entropy(&targets, Reduction::Mean)?)
             })?;
         }
-        trainer.evaluate(&test, measure)?;
+        trainer.evaluate(test, measure)?;
     }
     let whole = match args.sample {
         0 => None,
@@ -149,7 +126,7 @@ pub fn run(
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(settings.precision.into());
         let step = tape.inference(&whole);
-        let text = sample(trainer.model(), &step, &train, args.sample, settings.seed)?;
+        let text = sample(trainer.model(), &step, train, args.sample, settings.seed)?;
         trainer.log_text("sample", &text);
         ctx.line(&format!("sample:\n{}", visible(&text)))?;
     }

@@ -5,138 +5,123 @@
 //! averaged over the ranks, which is what makes the printed losses come out to
 //! the last digit (golden test G1).
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
+use phalanx::data::Dataset;
+use phalanx::nn::models::LinearToy;
+use phalanx::prelude::*;
+use phalanx::{Speakers, Subcommand};
 
-use phalanx_launch::Speakers;
-use phalanx_nn::models::LinearToy;
-use phalanx_nn::{Reduction, Scope, Seed, StepKey, Tape, Threads};
-use phalanx_train::{Files, RankContext, SavingArgs, Settings, check_lr};
-use serde_json::json;
+use crate::error::check_count;
+use crate::format::python_repr;
 
-use crate::error::{Result, check_count};
-use crate::format::{number, python_repr};
-use crate::shared::by_hand::{ByHand, Facts};
-use crate::{AnyRecipe, Flags, Recipe};
-
-pub const RECIPE: Recipe = Recipe {
-    name: "linear",
-    about: "The OneFlow document's linear model: two weights, 500 steps",
-    help: &[(
-        "save_every",
-        "Save a resumable checkpoint every N steps, at the end, and on SIGTERM (exit code 130) or SIGUSR1, which stop the training",
-    )],
-    defaults: None,
-    flags: Flags::of::<Linear>(),
-    network: None,
-};
-
-/// Arguments of `train linear`.
-#[derive(Debug, Clone, clap::Args)]
-struct Linear {
-    /// Steps to train; a loss line is printed every 50
-    #[arg(long, default_value_t = 500, value_name = "N")]
-    iterations: usize,
-    /// Learning rate
-    #[arg(long, default_value_t = 0.01)]
-    lr: f64,
-    #[command(flatten)]
-    saving: SavingArgs,
-    /// Folder for metrics, summary and weights; with --resume PATH, the resumed run's folder [default: runs/linear-<date>-<time>]
-    #[arg(long, value_name = "DIR")]
-    output_dir: Option<PathBuf>,
+pub fn program() -> Subcommand {
+    Program::new()
+        .name("linear")
+        .about("The OneFlow document's linear model: two weights, 500 steps")
+        .defaults(Defaults::new(1, 2, 0.01))
+        .check(|args: &Linear, settings, world| {
+            settings.validate(world)?;
+            check_count("--iterations", args.iterations, 10_000_000)
+        })
+        .speakers(|_| Speakers::All)
+        .subcommand(train)
 }
 
-/// The document gives two ranks two samples each; further ranks get them
+/// Flags of `train linear`.
+#[derive(Debug, Clone, clap::Args)]
+struct Linear {
+    /// Steps of an epoch; a loss line is printed every 50
+    #[arg(long, default_value_t = 500, value_name = "N")]
+    iterations: usize,
+}
+
+/// The samples of an epoch. The document gives each of two ranks two samples, in every step; further ranks get them
 /// again, in turn.
-const TRAIN_X: [[f32; 4]; 2] = [[1., 2., 2., 3.], [4., 6., 3., 1.]];
+struct Samples {
+    steps: usize,
+    ranks: usize,
+    /// Samples of a rank and step.
+    batch: usize,
+}
+
+const TRAIN_X: [[[f32; 2]; 2]; 2] = [[[1., 2.], [2., 3.]], [[4., 6.], [3., 1.]]];
 const TRAIN_Y: [[f32; 2]; 2] = [[8., 13.], [26., 9.]];
+
+impl Dataset for Samples {
+    /// Inputs and targets.
+    type Batch = (Vec<f32>, Vec<f32>);
+
+    fn len(&self) -> usize {
+        self.steps * self.ranks * self.batch
+    }
+
+    fn read_batch(&self, _epoch: u64, indices: &[u64], batch: &mut Self::Batch) -> Result<()> {
+        let (x, y) = batch;
+        x.clear();
+        y.clear();
+        for index in indices {
+            // Consecutive samples go to consecutive ranks.
+            let (rank, own) = (*index as usize % self.ranks, *index as usize / self.ranks);
+            let (half, sample) = (rank % TRAIN_X.len(), own % self.batch % 2);
+            x.extend(TRAIN_X[half][sample]);
+            y.push(TRAIN_Y[half][sample]);
+        }
+        Ok(())
+    }
+
+    fn describe(&self) -> String {
+        "the document's samples".to_owned()
+    }
+
+    /// The same in every step, of however many.
+    fn content(&self) -> String {
+        self.describe()
+    }
+}
+
+fn train(job: &Job<'_>, args: &Linear) -> Result<()> {
+    let (settings, ranks) = (job.settings(), job.world_size());
+    let samples = Arc::new(Samples {
+        steps: args.iterations,
+        ranks,
+        batch: settings.global_batch(ranks).div_ceil(ranks),
+    });
+    let mut trainer = (job.trainer(&samples, LinearToy::new, Sgd::new))
+        .shuffle(false)
+        .shaped_by(vec![format!("--iterations {}", args.iterations)])
+        .reporter(Box::new(Lines {
+            iterations: args.iterations,
+        }))
+        .start()?;
+    for _epoch in trainer.epochs() {
+        for batch in trainer.batches(&samples)? {
+            trainer.step(&batch, |net, batch| {
+                let (x, y) = &*batch;
+                let x = batch.input(x, &[batch.samples(), 2])?;
+                Ok(net.forward(x)?.mse_loss(y, Reduction::Sum)?)
+            })?;
+        }
+    }
+    trainer.check_weights()?;
+    let weight = trainer.params().export(trainer.model().w);
+    let ctx = job.context();
+    ctx.line(&printed(&weight, ctx.local_rank))?;
+    trainer.finish().map(drop)
+}
+
+/// The document's lines, on every rank.
+struct Lines {
+    iterations: usize,
+}
 
 /// A loss line every so many steps, as in the document.
 const PRINT_EVERY: usize = 50;
 
-impl AnyRecipe for Linear {
-    fn name(&self) -> &'static str {
-        RECIPE.name
+impl Reporter for Lines {
+    fn step(&mut self, _ctx: &RankContext, facts: &StepFacts) -> Option<String> {
+        let (step, all) = (facts.index + 1, self.iterations);
+        let loss = || format!("{step}/{all} loss:{}", python_repr(facts.loss));
+        step.is_multiple_of(PRINT_EVERY).then(loss)
     }
-
-    fn settings(&mut self) -> Option<&mut Settings> {
-        None
-    }
-
-    fn folder(&mut self) -> (&mut Option<PathBuf>, &mut SavingArgs) {
-        (&mut self.output_dir, &mut self.saving)
-    }
-
-    fn validate(&self, _world: usize) -> Result<()> {
-        check_lr(self.lr)?;
-        self.saving.validate(self.output_dir.is_some())?;
-        check_count("--iterations", self.iterations, usize::MAX)
-    }
-
-    fn speakers(&self) -> Speakers {
-        Speakers::All
-    }
-
-    fn run_rank(&self, ctx: &RankContext) -> Result<()> {
-        let mut scope = Scope::new(Seed(0));
-        let net = LinearToy::new(&mut scope);
-        let facts = Facts {
-            name: self.name(),
-            files: Files {
-                model: "linear".into(),
-                weights: Some("linear.safetensors".into()),
-                ..Files::default()
-            },
-            steps: self.iterations,
-            lr: self.lr,
-            shaping: vec![
-                format!("--iterations {}", self.iterations),
-                format!("--lr {}", number(self.lr)),
-            ],
-            resumable: resumable(ctx.world()),
-        };
-        let (saving, dir) = (&self.saving, self.output_dir.clone());
-        let mut run = ByHand::open(ctx, saving, dir, scope.build()?, facts)?;
-        let mut tape = Tape::new(Threads(1));
-        let data = ctx.rank() % TRAIN_X.len();
-        for i in run.first..self.iterations {
-            let step = tape.step(&run.params, StepKey::new(0, i as u64));
-            let x = step.input(&TRAIN_X[data], &[2, 2])?;
-            let loss = net.forward(x)?.mse_loss(&TRAIN_Y[data], Reduction::Sum)?;
-            let value = f64::from(loss.item()?);
-            ctx.check_loss(value, format_args!("step {}", i + 1), self.lr)?;
-            if (i + 1) % PRINT_EVERY == 0 {
-                let text = python_repr(value);
-                ctx.line(&format!("{}/{} loss:{text}", i + 1, self.iterations))?;
-            }
-            if i % (self.iterations / 1000).clamp(1, PRINT_EVERY) == 0 {
-                run.log
-                    .event(&json!({"step": i, "loss": value, "lr": self.lr}))?;
-            }
-            loss.backward(&mut run.ddp)?;
-            drop(step);
-            if !run.end_step(i + 1)? {
-                return Ok(());
-            }
-        }
-        run.finish(|params| printed(&params.export(net.w), ctx.local_rank))
-    }
-}
-
-/// What a resumed run must share with the one that was saved. The gradient is
-/// the mean over all ranks' samples: any even number of ranks has both
-/// halves of them equally often, each odd number has a mean of its own.
-fn resumable(world: usize) -> BTreeMap<String, String> {
-    let ranks = if world.is_multiple_of(TRAIN_X.len()) {
-        "even".to_owned()
-    } else {
-        world.to_string()
-    };
-    BTreeMap::from([
-        ("program".to_owned(), "linear".to_owned()),
-        ("number of ranks".to_owned(), ranks),
-    ])
 }
 
 /// What the document's `print(f"\nw:{m.w}")` shows, its empty line first. A rank's

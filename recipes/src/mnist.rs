@@ -1,26 +1,41 @@
 //! `train mnist`: PyTorch's basic MNIST CNN with SGD.
 
-use phalanx_data::augment::{Augmentation, Edge, Flip};
-use phalanx_data::{mnist, synthetic};
-use phalanx_nn::models::MnistCnn;
-use phalanx_nn::optim::schedule::Schedule;
-use phalanx_nn::optim::{Optimizer, Sgd};
-use phalanx_nn::{Params, Scope};
-use phalanx_train::{Defaults, Files};
+use phalanx::Subcommand;
+use phalanx::data::augment::{Augmentation, Edge, Flip};
+use phalanx::prelude::*;
 
-use crate::error::{Error, Result};
 use crate::flyte::Flyte;
 use crate::format::{number, on_or_off};
 use crate::shared::digits::DigitArgs;
-use crate::shared::image::{ImageArgs, Lines, Program, Source, Spec, check_share, fields};
-use crate::{Loss, Network, Pixels, Recipe};
+use crate::shared::image::{ImageArgs, Tests, check_share};
+use crate::{Loss, Network, Pixels};
 
-pub const RECIPE: Recipe = Recipe::of::<Mnist>(
-    "PyTorch's basic MNIST CNN on MNIST, Fashion-MNIST or synthetic digits",
-    &[],
-);
+pub const NETWORK: Network = Network {
+    timed: Some("PyTorch's basic MNIST CNN"),
+    ..Network::new(
+        "mnist_cnn",
+        "MNIST CNN",
+        [28, 28, 1],
+        Pixels::Normalised,
+        Loss::Nll,
+        |scope, _| {
+            let net = MnistCnn::new(scope);
+            Box::new(move |images| net.forward(images))
+        },
+    )
+};
 
-/// Arguments of `train mnist`.
+pub fn program() -> Subcommand {
+    Program::new()
+        .name("mnist")
+        .about("PyTorch's basic MNIST CNN on MNIST, Fashion-MNIST or synthetic digits")
+        .defaults(Defaults::new(3, 64, 0.05))
+        .check(Mnist::check)
+        .speakers(|args| args.flyte.speakers())
+        .subcommand(train)
+}
+
+/// Flags of `train mnist`.
 #[derive(Debug, Clone, clap::Args)]
 struct Mnist {
     #[command(flatten)]
@@ -48,44 +63,46 @@ struct Mnist {
     images: ImageArgs,
 }
 
-impl Program for Mnist {
-    type Net = MnistCnn;
-    const NAME: &'static str = "mnist";
-    const NETWORK: Network = Network {
-        timed: Some("PyTorch's basic MNIST CNN"),
-        ..Network::new(
-            "mnist_cnn",
-            "MNIST CNN",
-            [28, 28, 1],
-            Pixels::Normalised,
-            Loss::Nll,
-            |scope, _| Box::new(MnistCnn::new(scope)),
-        )
-    };
-    const DEFAULTS: Defaults = Defaults::new(3, 64, 0.05);
-
-    fields!(data);
-
-    fn files(&self) -> Files {
-        Files {
-            weights: Some("mnist_cnn.safetensors".into()),
+fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
+    let mut lines = args.flyte.clone();
+    lines.started(job.context())?;
+    let data = args.data.load(job, args.augmentation())?;
+    lines.loaded(job.context())?;
+    // `check` has counted them.
+    let dropout = |i: usize| args.dropout.get(i).copied().unwrap_or_default();
+    let net = |scope: &mut Scope| MnistCnn::with_dropout(scope, dropout(0), dropout(1));
+    let sgd = |params: &Params, lr| Sgd::new(params, lr).momentum(args.momentum);
+    let builder = job.trainer(&data.train, net, sgd);
+    let mut trainer = (args.images.describe(builder, &NETWORK, &data))
+        .optimizer_title(&args.optimizer_title(job.settings().lr()))
+        .try_schedule(|lr, steps| {
+            let cosine = || Schedule::cosine(lr, steps, 0.0);
+            Ok(args.cosine.then(cosine).transpose()?)
+        })
+        .shaped_by(args.shaping())
+        .files(Files {
             accuracies: Some("mnist_cnn_accuracies.json".into()),
-            ..Files::default()
+            ..NETWORK.files(NETWORK.pixels, false)
+        })
+        .reporter(Box::new(lines))
+        .start()?;
+    let (images, loss) = (&args.images, NETWORK.loss);
+    let mut tests = Tests::of(&mut trainer, images, &data, loss, |net, x| net.forward(x))?;
+    for epoch in trainer.epochs() {
+        for batch in trainer.batches(&data.train)? {
+            trainer.step(&batch, |net, batch| {
+                let scores = net.forward(batch.images()?)?;
+                Ok(scores.nll_loss(batch.labels(), batch.samples() as f32)?)
+            })?;
         }
+        tests.run(&mut trainer, epoch)?;
     }
+    trainer.finish().map(drop)
+}
 
-    fn spec(&self) -> Spec {
-        let mut spec = Spec::new(&Self::NETWORK);
-        spec.preparation.augmentation = (self.shift > 0).then_some(Augmentation {
-            shift: self.shift,
-            edge: Edge::Constant([mnist::normalised()[0]; 3]),
-            flip: Flip::Never,
-            cutout: 0,
-        });
-        spec
-    }
-
-    fn validate(&self) -> Result<()> {
+impl Mnist {
+    fn check(&self, settings: &Settings, world: usize) -> Result<()> {
+        self.images.check(settings, world)?;
         check_share("--momentum", self.momentum)?;
         if self.dropout.len() != 2 || !self.dropout.iter().all(|p| (0.0..1.0).contains(p)) {
             return Err(Error::usage(
@@ -98,27 +115,16 @@ impl Program for Mnist {
                 synthetic::SIDE
             )));
         }
-        Ok(())
+        self.data.check()
     }
 
-    fn must_agree(&self) -> Vec<String> {
-        let dropout: Vec<String> = self.dropout.iter().map(f64::to_string).collect();
-        vec![
-            format!("--momentum {}", self.momentum),
-            format!("--dropout {}", dropout.join(",")),
-            format!("--cosine {}", on_or_off(self.cosine)),
-            format!("--shift {}", self.shift),
-        ]
-    }
-
-    fn net(&self, scope: &mut Scope) -> MnistCnn {
-        // `validate` has counted them.
-        let share = |i: usize| self.dropout.get(i).copied().unwrap_or_default();
-        MnistCnn::with_dropout(scope, share(0), share(1))
-    }
-
-    fn optimizer(&self, params: &Params, lr: f64) -> Box<dyn Optimizer> {
-        Box::new(Sgd::new(params, lr).momentum(self.momentum))
+    fn augmentation(&self) -> Option<Augmentation> {
+        (self.shift > 0).then_some(Augmentation {
+            shift: self.shift,
+            edge: Edge::Constant([mnist::normalised()[0]; 3]),
+            flip: Flip::Never,
+            cutout: 0,
+        })
     }
 
     fn optimizer_title(&self, lr: f64) -> String {
@@ -127,18 +133,17 @@ impl Program for Mnist {
         } else {
             ""
         };
-        let lr = number(lr);
-        format!("SGD lr {lr} momentum {}{falling}", self.momentum)
+        format!("SGD lr {} momentum {}{falling}", number(lr), self.momentum)
     }
 
-    fn schedule(&self, lr: f64, steps: u64) -> Result<Option<Schedule>> {
-        match self.cosine {
-            true => Ok(Some(Schedule::cosine(lr, steps, 0.0)?)),
-            false => Ok(None),
-        }
-    }
-
-    fn lines(&self) -> Box<dyn Lines> {
-        Box::new(self.flyte.clone())
+    /// The flags that shape the training, a flag and its value a line.
+    fn shaping(&self) -> Vec<String> {
+        let dropout: Vec<String> = self.dropout.iter().map(f64::to_string).collect();
+        vec![
+            format!("--momentum {}", self.momentum),
+            format!("--dropout {}", dropout.join(",")),
+            format!("--cosine {}", on_or_off(self.cosine)),
+            format!("--shift {}", self.shift),
+        ]
     }
 }

@@ -1,34 +1,53 @@
 //! `train mobilenetv2`: torchvision's MobileNetV2 on CIFAR-10 with plain SGD.
 
-use phalanx_data::cifar10;
-use phalanx_nn::models::MobileNetV2;
-use phalanx_nn::optim::{Optimizer, Sgd};
-use phalanx_nn::{Params, Scope};
-use phalanx_train::{Defaults, RankContext};
+use phalanx::Subcommand;
+use phalanx::nn::models::MobileNetV2;
+use phalanx::prelude::*;
 
-use crate::error::Result;
 use crate::format::number;
 use crate::oneflow::{self, OneFlow};
 use crate::shared::cifar::{self, CifarArgs};
-use crate::shared::image::{self, ImageArgs, Lines, Program, Source, Spec, fields};
-use crate::{Network, Pixels, Recipe};
+use crate::shared::image::{ImageArgs, Tests};
+use crate::{Network, Pixels};
 
-pub const RECIPE: Recipe =
-    Recipe::of::<MobileNet>("The OneFlow document's MobileNetV2 on CIFAR-10", &[]);
+pub const NETWORK: Network = Network {
+    has_blocks: true,
+    timed: Some("torchvision's MobileNetV2 on 32 x 32 images"),
+    ..Network::new(
+        "mobilenetv2",
+        "MobileNetV2",
+        cifar::IMAGE,
+        Pixels::Unit,
+        cifar::LOSS,
+        |scope, recompute| {
+            let net = MobileNetV2::new(scope, cifar10::CLASSES).recompute(recompute);
+            Box::new(move |images| net.forward(images))
+        },
+    )
+};
 
-/// Arguments of `train mobilenetv2`.
+pub fn program() -> Subcommand {
+    Program::new()
+        .name("mobilenetv2")
+        .about("The OneFlow document's MobileNetV2 on CIFAR-10")
+        .defaults(Defaults::new(1, 64, 1e-3))
+        .check(MobileNet::check)
+        .subcommand(train)
+}
+
+/// Flags of `train mobilenetv2`.
 #[derive(Debug, Clone, clap::Args)]
-struct MobileNet {
+pub struct MobileNet {
     #[command(flatten)]
-    cifar: CifarArgs,
+    pub cifar: CifarArgs,
     /// Recompute each block's activations in backward: less memory, more time, bit-identical results
     #[arg(long)]
-    recompute: bool,
+    pub recompute: bool,
     /// Data parallel training by DistributedDataParallel, or on global tensors, as the document's first program: batch normalization then sees the batches of all ranks
     #[arg(long, value_enum, default_value_t = Parallel::Ddp)]
     parallel: Parallel,
     #[command(flatten)]
-    images: ImageArgs,
+    pub images: ImageArgs,
 }
 
 /// How the ranks share the training.
@@ -40,61 +59,45 @@ enum Parallel {
     Ddp,
 }
 
-impl Program for MobileNet {
-    type Net = MobileNetV2;
-    const NAME: &'static str = "mobilenetv2";
-    const NETWORK: Network = Network {
-        has_blocks: true,
-        timed: Some("torchvision's MobileNetV2 on 32 x 32 images"),
-        ..Network::new(
-            "mobilenetv2",
-            "MobileNetV2",
-            cifar::IMAGE,
-            Pixels::Unit,
-            cifar::LOSS,
-            |scope, recompute| {
-                Box::new(MobileNetV2::new(scope, cifar10::CLASSES).recompute(recompute))
-            },
-        )
-    };
-    const DEFAULTS: Defaults = Defaults::new(1, 64, 1e-3);
-
-    fields!(cifar);
-
-    fn spec(&self) -> Spec {
-        Spec::new(&Self::NETWORK)
+fn train(job: &Job<'_>, args: &MobileNet) -> Result<()> {
+    oneflow::started(job)?;
+    let data = args.cifar.load(job, NETWORK.pixels, None)?;
+    // With a head for ten classes.
+    let recompute = args.recompute;
+    let net = |scope: &mut Scope| MobileNetV2::new(scope, cifar10::CLASSES).recompute(recompute);
+    let builder = job.trainer(&data.train, net, Sgd::new);
+    let builder = (args.images.describe(builder, &NETWORK, &data))
+        .optimizer_title(&format!("SGD lr {}", number(job.settings().lr())))
+        .files(NETWORK.files(NETWORK.pixels, false))
+        .reporter(Box::new(OneFlow {
+            batch: job.settings().batch_size(),
+        }))
+        .shaped_by(args.cifar.shaping());
+    if args.parallel == Parallel::Sbp {
+        return oneflow::train_by_sbp(job, builder, &data);
     }
-
-    fn validate(&self) -> Result<()> {
-        match self.parallel {
-            Parallel::Sbp => oneflow::check_sbp(&self.images),
-            Parallel::Ddp => Ok(()),
+    let builder = builder.sync_batch_norm(args.cifar.sync_batch_norm);
+    let mut trainer = builder.start()?;
+    let (images, loss) = (&args.images, NETWORK.loss);
+    let mut tests = Tests::of(&mut trainer, images, &data, loss, |net, x| net.forward(x))?;
+    for epoch in trainer.epochs() {
+        for batch in trainer.batches(&data.train)? {
+            trainer.step(&batch, |net, batch| {
+                let scores = net.forward(batch.images()?)?;
+                Ok(scores.cross_entropy(batch.labels(), batch.samples() as f32)?)
+            })?;
         }
+        tests.run(&mut trainer, epoch)?;
     }
+    trainer.finish().map(drop)
+}
 
-    fn train(&self, ctx: &RankContext) -> Result<()> {
-        match self.parallel {
-            Parallel::Sbp => oneflow::train_by_sbp(ctx, self),
-            Parallel::Ddp => image::run(ctx, self),
+impl MobileNet {
+    fn check(&self, settings: &Settings, world: usize) -> Result<()> {
+        self.images.check(settings, world)?;
+        if self.parallel == Parallel::Sbp {
+            oneflow::check_sbp(&self.images, settings)?;
         }
-    }
-
-    /// With a head for ten classes.
-    fn net(&self, scope: &mut Scope) -> MobileNetV2 {
-        MobileNetV2::new(scope, cifar10::CLASSES).recompute(self.recompute)
-    }
-
-    fn optimizer(&self, params: &Params, lr: f64) -> Box<dyn Optimizer> {
-        Box::new(Sgd::new(params, lr))
-    }
-
-    fn optimizer_title(&self, lr: f64) -> String {
-        format!("SGD lr {}", number(lr))
-    }
-
-    fn lines(&self) -> Box<dyn Lines> {
-        Box::new(OneFlow {
-            batch: self.images.settings.batch_size(),
-        })
+        self.cifar.check(settings)
     }
 }

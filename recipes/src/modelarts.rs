@@ -1,12 +1,10 @@
 //! The ModelArts document's ResNet-18 program: its flags and what it prints. `train resnet18` is its network and its
 //! training; `train resnet9` prints the same lines.
 
-use phalanx_launch::{Speakers, number, real_env};
-use phalanx_train::{Determinism, Evaluation, RankContext, Reporter, Settings};
-
-use crate::error::{Error, Result};
-use crate::shared::image::Lines;
-use phalanx_train::choice_name;
+use phalanx::Speakers;
+use phalanx::prelude::*;
+use phalanx::train::{Determinism, choice_name};
+use phalanx_base::env::{number, real_env};
 
 /// How the learning rate is scaled. The document has it both ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -36,8 +34,12 @@ pub struct DocumentArgs {
 
 impl DocumentArgs {
     /// Refuses `--lr-scaling` with `--deterministic shards`, whose results must not depend on the number of ranks.
-    pub fn validate(&self, determinism: Determinism) -> Result<()> {
-        number(&real_env(), "LOCAL_WORLD_SIZE")?;
+    ///
+    /// # Errors
+    ///
+    /// That one.
+    pub fn check(&self, settings: &Settings) -> Result<()> {
+        let determinism = settings.split.determinism();
         if determinism == Determinism::Shards && self.lr_scaling(determinism) != LrScaling::None {
             return Err(Error::usage(
                 "--lr-scaling makes weights depend on the number of ranks; leave it out with --deterministic shards",
@@ -62,24 +64,31 @@ impl DocumentArgs {
     }
 
     /// The learning rate when `world` ranks train.
-    pub fn lr(&self, settings: &Settings, world: usize) -> f64 {
+    ///
+    /// # Errors
+    ///
+    /// Usage, where `LOCAL_WORLD_SIZE` is no number.
+    pub fn lr(&self, settings: &Settings, world: usize) -> Result<f64> {
         let factor = match self.lr_scaling(settings.split.determinism()) {
             LrScaling::None => 1,
             LrScaling::World => world,
-            LrScaling::Node => {
-                // `validate` has read it.
-                let here = number(&real_env(), "LOCAL_WORLD_SIZE").ok().flatten();
-                here.unwrap_or(world)
-            }
+            LrScaling::Node => number(&real_env(), "LOCAL_WORLD_SIZE")?.unwrap_or(world),
         };
-        settings.lr() * factor as f64
+        Ok(settings.lr() * factor as f64)
     }
 
-    /// The document's lines; the warning where it trains on `random` data.
-    pub fn lines(&self, random: bool) -> ModelArts {
+    /// The document's lines.
+    pub fn lines(&self) -> ModelArts {
         ModelArts {
             everybody: self.document,
-            random,
+        }
+    }
+
+    /// Which ranks print.
+    pub fn speakers(&self) -> Speakers {
+        match self.document {
+            true => Speakers::Unmarked,
+            false => Speakers::Rank0,
         }
     }
 }
@@ -89,27 +98,6 @@ impl DocumentArgs {
 pub struct ModelArts {
     /// Every rank prints its own, as in the document; rank 0 otherwise.
     everybody: bool,
-    /// The data are random numbers.
-    random: bool,
-}
-
-impl Lines for ModelArts {
-    fn speakers(&self) -> Speakers {
-        match self.everybody {
-            true => Speakers::Unmarked,
-            false => Speakers::Rank0,
-        }
-    }
-
-    fn started(&mut self, ctx: &RankContext) -> Result<()> {
-        if self.random {
-            // The document's own sentence; its complete listing logs it.
-            ctx.note(
-                "[warning] you are training on custom random dataset, validation accuracy may range from 0.4 to 0.6.",
-            );
-        }
-        Ok(())
-    }
 }
 
 impl Reporter for ModelArts {

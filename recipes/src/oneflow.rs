@@ -1,17 +1,10 @@
 //! The OneFlow document's MobileNetV2 program: what it prints, and its training by SBP. `train mobilenetv2` is its network and its training,
 //! with the head for ten classes that the document's `model.classifer` (so spelled) never puts in its place.
 
-use phalanx_data::ImageBatch;
-use phalanx_global::{Global, Parallel};
-use phalanx_nn::Reduction;
-use phalanx_nn::models::MobileNetV2;
-use phalanx_train::{
-    Evaluation, Measure, Mesh, MicroBatch, OnMesh, RankContext, Reporter, StepFacts, TrainerBuilder,
-};
+use phalanx::nn::models::MobileNetV2;
+use phalanx::prelude::*;
 
-use crate::error::{Error, Result};
-use crate::shared::image::{self, ImageArgs, Lines, Program};
-use crate::shared::net::Loss;
+use crate::shared::image::{Data, ImageArgs};
 
 /// A loss line every so many steps, as in the document.
 const PRINT_EVERY: usize = 5;
@@ -22,13 +15,13 @@ pub struct OneFlow {
     pub batch: usize,
 }
 
-impl Lines for OneFlow {
-    fn started(&mut self, ctx: &RankContext) -> Result<()> {
-        match ctx.is_main() {
-            true => ctx.line("Using cpu device"),
-            false => Ok(()),
-        }
-    }
+/// The document's first line.
+///
+/// # Errors
+///
+/// Those of writing to standard output.
+pub fn started(job: &Job<'_>) -> Result<()> {
+    job.print("Using cpu device")
 }
 
 impl Reporter for OneFlow {
@@ -65,9 +58,8 @@ impl Reporter for OneFlow {
 /// # Errors
 ///
 /// Usage errors naming the flags.
-pub fn check_sbp(args: &ImageArgs) -> Result<()> {
+pub fn check_sbp(args: &ImageArgs, settings: &Settings) -> Result<()> {
     let ImageArgs {
-        settings,
         exact_validation,
         log_batches,
         log_images,
@@ -100,44 +92,16 @@ fn scores<'s>(net: &MobileNetV2, batch: &Batch<'s>) -> Result<Global<'s>> {
 /// # Errors
 ///
 /// Anything that ends the training; the kind decides the exit code.
-pub fn train_by_sbp<P: Program<Net = MobileNetV2>>(ctx: &RankContext, program: &P) -> Result<()> {
-    let (settings, mut lines) = (&program.images().settings, program.lines());
-    let data = image::load(ctx, program, &mut *lines)?;
-    let builder = TrainerBuilder::new(
-        ctx,
-        settings,
-        P::NAME,
-        &data.train,
-        |scope| program.net(scope),
-        |params, lr| program.optimizer(params, lr),
-    );
+pub fn train_by_sbp(
+    job: &Job<'_>,
+    builder: TrainerBuilder<'_, MobileNetV2>,
+    data: &Data,
+) -> Result<()> {
     let mut trainer = builder
-        .on(Mesh::of_data(ctx.world()), Parallel::new())
-        .title(P::NETWORK.title)
-        .data(&data.description, &data.content)
-        .unit("images")
-        .optimizer_title(&program.optimizer_title(settings.lr()))
-        .shaped_by([vec!["--parallel sbp".to_owned()], image::shaping(program)].concat())
-        .files(image::files(program, &data))
-        .reporter(lines)
+        .on(Mesh::of_data(job.world_size()), Parallel::new())
+        .shaped_by(vec!["--parallel sbp".to_owned()])
         .start()?;
-    trainer.add_to_summary("data", program.source().name());
-    let names = data.test.class_names();
-    if !names.is_empty() {
-        trainer.add_to_summary("classes", names);
-    }
-    let measure = |net: &MobileNetV2, batch: Batch<'_>| {
-        let Some(scores) = batch.own_rows(scores(net, &batch)?)? else {
-            return Ok(Measure::nothing());
-        };
-        let measure = Measure::of_scores(&scores, &batch.labels)?;
-        let loss = Loss::CrossEntropy { smoothing: 0.0 };
-        Ok(measure.with_loss(loss.of(scores, &batch.labels, 1.0)?))
-    };
-    if trainer.epochs().is_empty() && trainer.last_evaluation().loss.is_nan() {
-        // Resumed after its last epoch, from an older checkpoint, which does not have its evaluation.
-        trainer.evaluate(&data.test, measure)?;
-    }
+    data.name_in_summary(&mut trainer);
     for _epoch in trainer.epochs() {
         for batch in trainer.batches(&data.train)? {
             trainer.step(&batch, |net, batch| {
@@ -145,7 +109,13 @@ pub fn train_by_sbp<P: Program<Net = MobileNetV2>>(ctx: &RankContext, program: &
                 Ok(scores(net, &batch)?.cross_entropy(&labels, Reduction::Mean)?)
             })?;
         }
-        trainer.evaluate(&data.test, measure)?;
+        trainer.evaluate(&data.test, |net, batch| {
+            let Some(scores) = batch.own_rows(scores(net, &batch)?)? else {
+                return Ok(Measure::nothing());
+            };
+            let measure = Measure::of_scores(&scores, &batch.labels)?;
+            Ok(measure.with_loss(scores.cross_entropy(&batch.labels, 1.0)?))
+        })?;
     }
     trainer.finish().map(drop)
 }

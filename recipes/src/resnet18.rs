@@ -1,24 +1,49 @@
 //! `train resnet18`: the ResNet-18 for CIFAR-10, trained as the ModelArts document does or in a modern way.
 
-use phalanx_data::augment::Augmentation;
-use phalanx_nn::models::CifarResNet;
-use phalanx_nn::optim::schedule::Schedule;
-use phalanx_nn::optim::{Adam, Optimizer, Sgd};
-use phalanx_nn::{Params, Scope};
-use phalanx_train::{Defaults, Files};
+use phalanx::Subcommand;
+use phalanx::data::augment::Augmentation;
+use phalanx::nn::models::CifarResNet;
+use phalanx::prelude::*;
+use phalanx::train::choice_name;
 
-use crate::error::Result;
 use crate::format::number;
 use crate::modelarts::DocumentArgs;
 use crate::shared::cifar::{self, CifarArgs};
-use crate::shared::image::{ImageArgs, Lines, Program, Source, Spec, Testers, fields};
-use crate::{Loss, Network, Pixels, Recipe as Registered};
-use phalanx_train::choice_name;
+use crate::shared::image::{ImageArgs, Tests};
+use crate::{Loss, Network, Pixels};
 
-pub const RECIPE: Registered = Registered::of::<Resnet18>(
-    "The ModelArts document's ResNet-18 on CIFAR-10; --recipe fast for few epochs",
-    &[],
-);
+pub const NETWORK: Network = Network {
+    has_blocks: true,
+    other_pixels: true,
+    timed: Some("The CIFAR ResNet-18 of the distributed-training guide"),
+    ..Network::new(
+        "resnet18",
+        "CIFAR ResNet-18",
+        cifar::IMAGE,
+        Pixels::Unit,
+        cifar::LOSS,
+        |scope, recompute| {
+            let net = CifarResNet::resnet18(scope).recompute(recompute);
+            Box::new(move |images| net.forward(images))
+        },
+    )
+};
+
+pub fn program() -> Subcommand {
+    Program::new()
+        .name("resnet18")
+        .about("The ModelArts document's ResNet-18 on CIFAR-10; --recipe fast for few epochs")
+        .defaults(Defaults::new(100, 128, 0.01))
+        .defaults_with(
+            "--recipe fast",
+            Defaults::new(6, 64, 0.1),
+            Resnet18::is_fast,
+        )
+        .output_dir("output_dir")
+        .check(Resnet18::check)
+        .speakers(|args| args.document.speakers())
+        .subcommand(train)
+}
 
 /// How the network is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -31,7 +56,7 @@ enum Recipe {
     Fast,
 }
 
-/// Arguments of `train resnet18`.
+/// Flags of `train resnet18`.
 #[derive(Debug, Clone, clap::Args)]
 struct Resnet18 {
     #[command(flatten)]
@@ -48,103 +73,76 @@ struct Resnet18 {
     images: ImageArgs,
 }
 
-/// Epochs, batch size and learning rate of the fast recipe.
-const FAST: Defaults = Defaults::new(6, 64, 0.1);
-
-/// Weight decay of the fast recipe.
-const DECAY: f64 = 5e-4;
-
-impl Program for Resnet18 {
-    type Net = CifarResNet;
-    const NAME: &'static str = "resnet18";
-    const NETWORK: Network = Network {
-        has_blocks: true,
-        other_pixels: true,
-        timed: Some("The CIFAR ResNet-18 of the distributed-training guide"),
-        ..Network::new(
-            "resnet18",
-            "CIFAR ResNet-18",
-            cifar::IMAGE,
-            Pixels::Unit,
-            cifar::LOSS,
-            |scope, recompute| Box::new(CifarResNet::resnet18(scope).recompute(recompute)),
-        )
+fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
+    let augmentation = match args.recipe {
+        Recipe::Document => None,
+        Recipe::Standard => Some(Augmentation::standard(cifar::black())),
+        Recipe::Fast => Some(Augmentation::fast()),
     };
-    const DEFAULTS: Defaults = Defaults::new(100, 128, 0.01);
-    const OTHER_DEFAULTS: Option<(&'static str, Defaults)> = Some(("--recipe fast", FAST));
-    const DEFAULT_DIR: Option<&'static str> = Some("output_dir");
-
-    fields!(cifar);
-
-    fn files(&self) -> Files {
-        Files {
+    let pixels = augmentation.map_or(Pixels::Unit, |_| Pixels::Normalised);
+    let (is_fast, recompute, decay) = (args.is_fast(), args.recompute, 5e-4);
+    let smoothing = if is_fast { 0.1 } else { 0.0 };
+    args.cifar.warn_of_random(job.context());
+    let data = args.cifar.load(job, pixels, augmentation)?;
+    let lr = args.document.lr(job.settings(), job.world_size())?;
+    let net = |scope: &mut Scope| CifarResNet::resnet18(scope).recompute(recompute);
+    let optimizer = |params: &Params, lr| -> Box<dyn Optimizer> {
+        let sgd = || Sgd::new(params, lr).momentum(0.9).nesterov(true);
+        match is_fast {
+            true => Box::new(sgd().weight_decay(decay)),
+            false => Box::new(Adam::new(params, lr)),
+        }
+    };
+    let shown = number(lr);
+    let title = match is_fast {
+        true => format!("SGD one cycle to lr {shown}, Nesterov momentum 0.9, decay {decay}"),
+        false => format!("Adam lr {shown}"),
+    };
+    let cycle = |lr, steps| cifar::one_cycle(lr, steps, 0.25, 0.1, 0.02);
+    let builder = job.trainer(&data.train, net, optimizer);
+    let mut trainer = (args.images.describe(builder, &NETWORK, &data))
+        .sync_batch_norm(args.cifar.sync_batch_norm)
+        .lr(lr)
+        .optimizer_title(&title)
+        .try_schedule(|lr, steps| is_fast.then(|| cycle(lr, steps)).transpose())
+        .drop_last(true)
+        .shaped_by([args.cifar.shaping(), args.shaping(job.settings())].concat())
+        .files(Files {
+            weights: None,
             each_epoch: true,
-            ..Files::default()
+            ..NETWORK.files(pixels, is_fast)
+        })
+        .reporter(Box::new(args.document.lines()))
+        .start()?;
+    let (images, loss) = (&args.images, Loss::CrossEntropy { smoothing });
+    let tests = Tests::of(&mut trainer, images, &data, loss, |net, x| net.forward(x))?;
+    let mut tests = tests.mirrored(is_fast).on_every_rank();
+    for epoch in trainer.epochs() {
+        for batch in trainer.batches(&data.train)? {
+            trainer.step(&batch, |net, batch| {
+                let scores = net.forward(batch.images()?)?;
+                Ok(loss.of(scores, batch.labels(), batch.samples() as f32)?)
+            })?;
         }
+        tests.run(&mut trainer, epoch)?;
+    }
+    trainer.finish().map(drop)
+}
+
+impl Resnet18 {
+    fn is_fast(&self) -> bool {
+        self.recipe == Recipe::Fast
     }
 
-    fn spec(&self) -> Spec {
-        let mut spec = Spec::new(&Self::NETWORK);
-        spec.drops_last = true;
-        spec.testers = Testers::Everybody;
-        let (augmentation, smoothing) = match self.recipe {
-            Recipe::Document => return spec,
-            Recipe::Standard => (Augmentation::standard(cifar::black()), 0.0),
-            Recipe::Fast => (Augmentation::fast(), 0.1),
-        };
-        spec.preparation.pixels = Pixels::Normalised;
-        spec.preparation.augmentation = Some(augmentation);
-        spec.loss = Loss::CrossEntropy { smoothing };
-        spec.tests_mirrored = self.recipe == Recipe::Fast;
-        spec
+    fn check(&self, settings: &Settings, world: usize) -> Result<()> {
+        self.images.check(settings, world)?;
+        self.document.check(settings)?;
+        self.cifar.check(settings)
     }
 
-    fn defaults(&self) -> Defaults {
-        match self.recipe {
-            Recipe::Document | Recipe::Standard => Self::DEFAULTS,
-            Recipe::Fast => FAST,
-        }
-    }
-
-    fn validate(&self) -> Result<()> {
-        self.document.validate(self.images.determinism())
-    }
-
-    fn must_agree(&self) -> Vec<String> {
-        let scaling = self.document.must_agree(self.images.determinism());
+    /// The flags that shape the training, a flag and its value a line.
+    fn shaping(&self, settings: &Settings) -> Vec<String> {
+        let scaling = self.document.must_agree(settings.split.determinism());
         vec![format!("--recipe {}", choice_name(&self.recipe)), scaling]
-    }
-
-    fn net(&self, scope: &mut Scope) -> CifarResNet {
-        CifarResNet::resnet18(scope).recompute(self.recompute)
-    }
-
-    fn lr(&self, world: usize) -> f64 {
-        self.document.lr(&self.images.settings, world)
-    }
-
-    fn optimizer(&self, params: &Params, lr: f64) -> Box<dyn Optimizer> {
-        if self.recipe != Recipe::Fast {
-            return Box::new(Adam::new(params, lr));
-        }
-        let sgd = Sgd::new(params, lr).momentum(0.9).nesterov(true);
-        Box::new(sgd.weight_decay(DECAY))
-    }
-
-    fn optimizer_title(&self, lr: f64) -> String {
-        let lr = number(lr);
-        if self.recipe != Recipe::Fast {
-            return format!("Adam lr {lr}");
-        }
-        format!("SGD one cycle to lr {lr}, Nesterov momentum 0.9, decay {DECAY}")
-    }
-
-    fn schedule(&self, lr: f64, steps: u64) -> Result<Option<Schedule>> {
-        let cycle = || cifar::one_cycle(lr, steps, 0.25, 0.1, 0.02);
-        (self.recipe == Recipe::Fast).then(cycle).transpose()
-    }
-
-    fn lines(&self) -> Box<dyn Lines> {
-        Box::new(self.document.lines(self.cifar.custom_data))
     }
 }

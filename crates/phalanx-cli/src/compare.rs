@@ -196,6 +196,10 @@ impl Run {
             let value = summary[name].as_f64();
             value.ok_or_else(|| wrong(format!("lacks {name}")))
         };
+        if summary["accuracy"].is_null() {
+            let what = "the training measures no accuracy to compare; choose another recipe";
+            return Err(Error::usage(what));
+        }
         let duration_s = number("total_s")?;
         Ok(Run {
             workers,

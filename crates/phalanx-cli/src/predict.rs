@@ -17,7 +17,7 @@ use crate::format::plural;
 use crate::say;
 use phalanx_train::{check_folder_of, file_of};
 
-use phalanx_recipes::{Net, Network, Pixels, RECIPES, mirrored};
+use phalanx_recipes::{NETWORKS, Net, Network, Pixels, mirrored};
 
 /// Arguments of `phalanx predict`.
 #[derive(Debug, clap::Args)]
@@ -58,7 +58,7 @@ const MAX_SAMPLES: usize = 100_000_000;
 
 /// The networks that predictions can be made with.
 fn known() -> impl Iterator<Item = Network> {
-    RECIPES.iter().filter_map(|recipe| recipe.network)
+    NETWORKS.into_iter().map(|(_, network)| network)
 }
 
 /// How a checkpoint's network looks at images.
@@ -164,7 +164,7 @@ pub fn run(args: &PredictArgs) -> Result<()> {
 struct Predictor<'a> {
     args: &'a PredictArgs,
     known: Network,
-    net: Box<dyn Net>,
+    net: Net,
     params: Params,
     source: Source,
     mirrored: bool,
@@ -230,10 +230,10 @@ impl Predictor<'_> {
         }
         let step = self.tape.inference(&self.params);
         let shape = [batch, h, w, c];
-        let mut scores = self.net.forward(step.input(&images, &shape)?)?;
+        let mut scores = (self.net)(step.input(&images, &shape)?)?;
         if self.mirrored {
             let images = mirrored(&images, self.known.image);
-            let other = self.net.forward(step.input(&images, &shape)?)?;
+            let other = (self.net)(step.input(&images, &shape)?)?;
             scores = scores.add(other)?.scale(0.5)?;
         }
         let scores = scores.to_vec();
@@ -278,7 +278,7 @@ impl Predictor<'_> {
 }
 
 /// What [`network`] finds.
-type Found = (Network, Box<dyn Net>, Params, BTreeMap<String, String>);
+type Found = (Network, Net, Params, BTreeMap<String, String>);
 
 /// The network of the checkpoint with its weights, and what the checkpoint says besides.
 fn network(path: &Path, wanted: Option<&str>) -> Result<Found> {

@@ -105,19 +105,14 @@ impl<'a> Job<'a> {
     /// A training on `train` of the model whose parameters `model` registers, with the optimizer
     /// that `optimizer` makes for the learning rate (`--lr`). A program's second trainer needs a folder of its own
     /// ([`TrainerBuilder::folder`]).
-    ///
-    /// # Errors
-    ///
-    /// Usage, when the settings do not suit the number of ranks.
     pub fn trainer<D: Dataset + ?Sized, M, O: Optimizer + 'static>(
         &self,
         train: &Arc<D>,
         model: impl FnOnce(&mut Scope) -> M + 'a,
         optimizer: impl FnOnce(&Params, f64) -> O + 'a,
-    ) -> Result<TrainerBuilder<'a, M>> {
-        self.settings.validate(self.world_size())?;
+    ) -> TrainerBuilder<'a, M> {
         let (ctx, settings) = (self.ctx, self.settings);
         let builder = TrainerBuilder::new(ctx, settings, self.name, train, model, optimizer);
-        Ok(builder.of_program(Rc::clone(&self.trainings)))
+        builder.of_program(Rc::clone(&self.trainings))
     }
 }

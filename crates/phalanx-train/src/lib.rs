@@ -6,7 +6,7 @@
 //! metrics and progress). [`Settings`] are the training flags that every program takes.
 //!
 //! Programs start with `phalanx::main`, which makes the job from the command line. A [`Strategy`] distributes the training over
-//! the ranks: [`Ddp`], or [`OnMesh`]. [`Saving`], [`Output`] and [`Update`] are there for loops that are written by hand.
+//! the ranks: [`Ddp`], or [`OnMesh`].
 
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
@@ -44,8 +44,7 @@ pub use best::BestArg;
 pub use exchange::ExchangeArg;
 pub use job::Job;
 pub use labels::LabelArgs;
-pub use log::{RunInfo, RunLog};
-pub use output::{Files, Output};
+pub use output::Files;
 pub use phalanx_base::error::{Error, ErrorKind, Result};
 pub use phalanx_launch::RankContext;
 pub use phalanx_track::{TrackArgs, Tracker};
@@ -53,16 +52,12 @@ pub use precision::PrecisionArg;
 pub use prepare::{PreparedRun, prepare_run};
 pub use profile::Profiler;
 pub use reporter::{EpochLines, Reporter, StepFacts};
-pub use run_dir::{FolderArgs, RunDir, check_folder_of, default_output_dir};
-pub use saving::{
-    CheckpointSource, FOLDER as CHECKPOINTS_DIR, History, Resumed, SaveAction, Saving, SavingArgs,
-    settings as settings_by_name,
-};
-pub use settings::{Defaults, SamplerKind, Settings, check_lr};
+pub use run_dir::{FolderArgs, RunDir, check_folder_of};
+pub use saving::SavingArgs;
+pub use settings::{Defaults, SamplerKind, Settings};
 pub use split::{Determinism, SplitArgs};
 pub use strategy::{Ddp, Mesh, MeshArgs, OnMesh, Strategy};
 pub use trainer::{Batches, Evaluation, Measure, MicroBatch, StepBatch, Trainer, TrainerBuilder};
-pub use update::Update;
 pub use weights::file_of;
 
 use phalanx_base::{error, format, say, stop};
@@ -80,7 +75,7 @@ pub fn choice_name(choice: &impl clap::ValueEnum) -> String {
 
 /// The error of a comparison of all ranks at the start. Ranks that differ there were started with different arguments, which
 /// is a usage error.
-pub fn different_arguments(error: phalanx_ddp::Error) -> error::Error {
+pub(crate) fn different_arguments(error: phalanx_ddp::Error) -> error::Error {
     let is_mismatch = error.kind() == phalanx_ddp::ErrorKind::Mismatch;
     let error = error::Error::from(error);
     if is_mismatch {

@@ -193,7 +193,7 @@ impl Output {
     }
 
     /// Whether the run that is resumed is complete: it has ended with the weights `weights_sha256`, and with no fewer
-    /// epochs, or whatever `limit` is called in its summary, than it is to have now. Its files then stay as they are.
+    /// epochs than it is to have now, `epochs`. Its files then stay as they are.
     ///
     /// *Blocks* until all ranks call it.
     ///
@@ -204,16 +204,15 @@ impl Output {
         &mut self,
         ctx: &RankContext,
         weights_sha256: &str,
-        limit: (&str, usize),
+        epochs: usize,
     ) -> Result<()> {
         let mut text = None;
         if let Some(dir) = &self.opened {
-            let (name, wanted) = limit;
             let bytes = dir.read(SUMMARY_FILE, MAX_ROWS_BYTES)?.unwrap_or_default();
             let summary: Option<Value> = serde_json::from_slice(&bytes).ok();
             let summary = summary.filter(|summary| {
-                let had = summary[name].as_u64().unwrap_or_default();
-                summary["weights_sha256"] == weights_sha256 && had >= wanted as u64
+                let had = summary["epochs"].as_u64().unwrap_or_default();
+                summary["weights_sha256"] == weights_sha256 && had >= epochs as u64
             });
             text = summary.map(|summary| summary.to_string());
         }

@@ -137,7 +137,7 @@ pub struct RunDir {
 }
 
 impl RunDir {
-    /// [`default_output_dir`], or that with `-2` and so on where a training of the same second
+    /// `runs/PROGRAM-<date>-<time>`, or that with `-2` and so on where a training of the same second
     /// has it.
     pub fn claim(recipe: &str) -> RunDir {
         RunDir::unused(default_output_dir(recipe))

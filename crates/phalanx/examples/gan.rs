@@ -52,7 +52,7 @@ fn main() -> ExitCode {
         let (train, _) = mnist::open(&args.data, job.settings().seed)?;
         let adam = |params: &Params, lr| Adam::new(params, lr).betas(0.5, 0.999);
         let mut trainer = job
-            .trainer(&train, Gan::new, adam)?
+            .trainer(&train, Gan::new, adam)
             .optimizer_of("discriminator", adam)
             .start()?;
         for _epoch in trainer.epochs() {

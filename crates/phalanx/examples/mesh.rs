@@ -30,7 +30,7 @@ fn main() -> ExitCode {
         let layers = Parallel::new()
             .column("tensor", &["fc1"])
             .row("tensor", &["fc2"]);
-        let builder = job.trainer(&train, Mlp::new, Sgd::new)?;
+        let builder = job.trainer(&train, Mlp::new, Sgd::new);
         let mut trainer = builder.on(mesh, layers).start()?;
         for _epoch in trainer.epochs() {
             for batch in trainer.batches(&train)? {

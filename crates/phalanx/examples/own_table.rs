@@ -137,7 +137,7 @@ fn main() -> ExitCode {
         let features = table.columns.saturating_sub(1);
         let (train, test) = table.split();
         let model = |scope: &mut Scope| Network::new(scope, features);
-        let mut trainer = job.trainer(&train, model, Adam::new)?.start()?;
+        let mut trainer = job.trainer(&train, model, Adam::new).start()?;
         for _epoch in trainer.epochs() {
             for batch in trainer.batches(&train)? {
                 trainer.step(&batch, |net, batch| net.loss(&batch, Reduction::Mean))?;

@@ -9,7 +9,7 @@
 //! fn main() -> ExitCode {
 //!     phalanx::main(|job| {
 //!         let (train, test) = mnist::open("synthetic", job.settings().seed)?;
-//!         let mut trainer = job.trainer(&train, MnistCnn::new, Sgd::new)?.start()?;
+//!         let mut trainer = job.trainer(&train, MnistCnn::new, Sgd::new).start()?;
 //!         for _epoch in trainer.epochs() {
 //!             for batch in trainer.batches(&train)? {
 //!                 trainer.step(&batch, |model, batch| {
@@ -39,6 +39,7 @@
 pub mod prelude;
 mod program;
 mod spawn;
+mod training;
 
 /// The command-line parser, with which programs declare their own flags ([`main_with`]).
 pub use clap;
@@ -49,6 +50,7 @@ pub use phalanx_ddp as ddp;
 #[cfg(feature = "flow")]
 pub use phalanx_flow as flow;
 pub use phalanx_global as global;
+pub use phalanx_launch::Speakers;
 pub use phalanx_nn as nn;
 #[cfg(feature = "images")]
 pub use phalanx_report::image;
@@ -56,8 +58,9 @@ pub use phalanx_store as store;
 pub use phalanx_train as train;
 pub use phalanx_train::{Error, ErrorKind, Job, Result, Trainer};
 pub use phalanx_wire as wire;
-pub use program::{Program, main, main_with};
+pub use program::{NoArgs, Program, main, main_with};
 pub use spawn::{Cause, SpawnError, Spawned, spawn};
+pub use training::{Subcommand, Training};
 
 /// The README and pages of `docs/`, whose Rust blocks are compiled and run as tests.
 #[cfg(doctest)]

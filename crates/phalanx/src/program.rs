@@ -2,16 +2,18 @@
 
 use std::ffi::OsString;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::builder::Resettable;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 use phalanx_base::error::{Error, Result};
 use phalanx_base::say::{self, Secrets};
 use phalanx_base::stop;
-use phalanx_comm::Algorithm;
 use phalanx_launch::words::{dashed, taking_negative_numbers};
-use phalanx_launch::{RankArgs, Speakers, exit_code, log, run_helper, run_ranks, tell_other_nodes};
-use phalanx_train::{Defaults, Job, Settings, prepare_run};
+use phalanx_launch::{RankArgs, Speakers, exit_code, log, run_helper, tell_other_nodes};
+use phalanx_train::{Defaults, Job, Settings};
+
+use crate::training::{Subcommand, Training};
 
 /// Runs `train` on every rank, as the command line says: the body of a training program's `main`.
 ///
@@ -52,67 +54,141 @@ pub fn main(train: impl Fn(&Job<'_>) -> Result<()> + Sync) -> ExitCode {
 ///     phalanx::main_with(|job, args: &Args| job.print(&args.momentum.to_string()))
 /// }
 /// ```
-pub fn main_with<A: clap::Args + Sync>(
+pub fn main_with<A: clap::Args + Send + Sync>(
     train: impl Fn(&Job<'_>, &A) -> Result<()> + Sync,
 ) -> ExitCode {
     Program::new().main_with(train)
 }
 
-/// A training program with a name, description or defaults of its own.
-#[derive(Debug, Clone)]
-pub struct Program {
+/// A training program: its name, description and defaults, and what is checked before its ranks start. `A` are the flags
+/// of its own.
+///
+/// ```no_run
+/// use phalanx::prelude::*;
+///
+/// #[derive(clap::Args)]
+/// struct Args {
+///     /// SGD momentum
+///     #[arg(long, default_value_t = 0.9)]
+///     momentum: f64,
+/// }
+///
+/// fn main() -> ExitCode {
+///     Program::new()
+///         .about("Trains a toy")
+///         .defaults(Defaults::new(10, 32, 0.1))
+///         .check(|args: &Args, settings, world| match args.momentum < 1.0 {
+///             true => settings.validate(world),
+///             false => Err(Error::usage("--momentum must be less than 1")),
+///         })
+///         .main_with(|job, args| job.print(&format!("momentum {}", args.momentum)))
+/// }
+/// ```
+pub struct Program<A = NoArgs> {
     name: String,
     about: Option<String>,
     defaults: Defaults,
+    /// A flag with its value, and the defaults that hold with it.
+    others: Option<Others<A>>,
+    output_dir: Option<&'static str>,
+    /// Field and text of flags of ours.
+    help: Vec<(&'static str, &'static str)>,
+    check: fn(&A, &Settings, usize) -> Result<()>,
+    speakers: fn(&A) -> Speakers,
 }
 
-impl Default for Program {
-    fn default() -> Program {
+type Others<A> = (&'static str, Defaults, fn(&A) -> bool);
+
+impl<A> Default for Program<A> {
+    fn default() -> Program<A> {
         Program::new()
     }
 }
 
-impl Program {
+impl<A> Program<A> {
     /// A program with the name of this executable file.
-    pub fn new() -> Program {
+    pub fn new() -> Program<A> {
         let own = std::env::current_exe().ok();
         let name = own.as_deref().and_then(|path| path.file_stem());
         Program {
             name: name.map_or_else(|| "train".into(), |n| n.to_string_lossy().into_owned()),
             about: None,
             defaults: Defaults::default(),
+            others: None,
+            output_dir: None,
+            help: Vec::new(),
+            check: |_, settings, world| settings.validate(world),
+            speakers: |_| Speakers::Rank0,
         }
     }
 
     /// Sets its name: in its help, in `runs/NAME-<date>-<time>` and in checkpoints, which
     /// only a program of the same name resumes.
-    pub fn name(mut self, name: &str) -> Program {
+    pub fn name(mut self, name: &str) -> Self {
         self.name = name.to_owned();
         self
     }
 
     /// Sets the description in its help; without it, the doc comment of its own flags' type is that.
-    pub fn about(mut self, about: &str) -> Program {
+    pub fn about(mut self, about: &str) -> Self {
         self.about = Some(about.to_owned());
         self
     }
 
     /// Sets the defaults of `--epochs`, `--batch-size` and `--lr`.
-    pub fn defaults(mut self, defaults: Defaults) -> Program {
+    pub fn defaults(mut self, defaults: Defaults) -> Self {
         self.defaults = defaults;
         self
     }
 
-    /// As [`main`].
-    pub fn main(self, train: impl Fn(&Job<'_>) -> Result<()> + Sync) -> ExitCode {
-        self.main_with(|job, _: &NoArgs| train(job))
+    /// Sets other defaults for where `holds`; the help says that this is with `flag`, as `--recipe fast`.
+    pub fn defaults_with(
+        mut self,
+        flag: &'static str,
+        defaults: Defaults,
+        holds: fn(&A) -> bool,
+    ) -> Self {
+        self.others = Some((flag, defaults, holds));
+        self
     }
 
+    /// Sets the default of `--output-dir`; without it, each run has a new folder in `runs`.
+    pub fn output_dir(mut self, dir: &'static str) -> Self {
+        self.output_dir = Some(dir);
+        self
+    }
+
+    /// Sets the help of a flag of the trainer's, which clap calls `field`: `batch_size`.
+    pub fn help(mut self, field: &'static str, text: &'static str) -> Self {
+        self.help.push((field, text));
+        self
+    }
+
+    /// Sets what is checked before any rank is started, so that a wrong flag is one error and not one of each rank;
+    /// the number is that of ranks. It takes the place of [`Settings::validate`] and calls it, for the number of ranks that
+    /// divide a batch among them. Each rank calls it again.
+    pub fn check(mut self, check: fn(&A, &Settings, usize) -> Result<()>) -> Self {
+        self.check = check;
+        self
+    }
+
+    /// Sets which ranks print on standard output; without it, rank 0 does.
+    pub fn speakers(mut self, speakers: fn(&A) -> Speakers) -> Self {
+        self.speakers = speakers;
+        self
+    }
+}
+
+impl Program {
+    /// As [`main`].
+    pub fn main(self, train: impl Fn(&Job<'_>) -> Result<()> + Sync) -> ExitCode {
+        self.main_with(|job, _| train(job))
+    }
+}
+
+impl<A: clap::Args + Send + Sync> Program<A> {
     /// As [`main_with`].
-    pub fn main_with<A: clap::Args + Sync>(
-        self,
-        train: impl Fn(&Job<'_>, &A) -> Result<()> + Sync,
-    ) -> ExitCode {
+    pub fn main_with(self, train: impl Fn(&Job<'_>, &A) -> Result<()> + Sync) -> ExitCode {
         let outcome = match run_helper() {
             Some(outcome) => outcome,
             None => {
@@ -121,8 +197,11 @@ impl Program {
                 // A launcher has several for each rank.
                 phalanx_comm::raise_open_files();
                 log::warn_of_nonsense();
-                match self.parse::<A>() {
-                    Ok(typed) => self.run(typed, train),
+                match self
+                    .parse()
+                    .and_then(|matches| self.training(&matches, &train))
+                {
+                    Ok(training) => training.run(),
                     Err(error) => {
                         // A closed output is no second error.
                         let _ = error.print();
@@ -139,8 +218,19 @@ impl Program {
         exit_code(outcome)
     }
 
-    fn parse<A: clap::Args>(&self) -> std::result::Result<Typed<A>, clap::Error> {
-        let mut command = self.command::<A>();
+    /// The program as a subcommand of another, as those of `phalanx train`.
+    pub fn subcommand(self, train: fn(&Job<'_>, &A) -> Result<()>) -> Subcommand
+    where
+        A: 'static,
+    {
+        Subcommand {
+            command: self.command(),
+            parse: Box::new(move |matches| self.training(matches, train)),
+        }
+    }
+
+    fn parse(&self) -> std::result::Result<ArgMatches, clap::Error> {
+        let mut command = taking_negative_numbers(self.command()).args_override_self(true);
         let own = |name: &str| command.get_arguments().any(|a| a.get_long() == Some(name));
         let mut args = std::env::args_os();
         let mut words: Vec<OsString> = args.next().into_iter().collect();
@@ -153,64 +243,90 @@ impl Program {
         }
         let matches = command.try_get_matches_from_mut(words)?;
         say::hide(secrets(&command, &matches));
-        Typed::from_arg_matches(&matches)
+        Ok(matches)
     }
 
-    fn command<A: clap::Args>(&self) -> clap::Command {
-        let Defaults {
-            epochs,
-            batch_size,
-            lr,
-        } = self.defaults;
-        let mut command = taking_negative_numbers(Typed::<A>::command())
-            .name(self.name.clone())
-            .args_override_self(true)
-            .mut_arg("epochs", |a| {
-                a.help(format!("Number of epochs [default: {epochs}]"))
-            })
-            .mut_arg("batch_size", |a| {
-                a.help(format!("Samples per rank and step [default: {batch_size}]"))
-            })
-            .mut_arg("lr", |a| a.help(format!("Learning rate [default: {lr}]")))
-            .mut_arg("output_dir", |a| {
-                let dir = format!("runs/{}-<date>-<time>", self.name);
-                a.help(format!("Folder for metrics, summary and weights; with --resume PATH, the resumed run's folder [default: {dir}]"))
+    fn command(&self) -> clap::Command {
+        let of = |value: fn(&Defaults) -> String| {
+            let others = self.others.as_ref();
+            let others = others.map(|(flag, others, _)| format!("; {flag}: {}", value(others)));
+            let usual = value(&self.defaults);
+            format!("[default: {usual}{}]", others.unwrap_or_default())
+        };
+        let dir = self.output_dir.map_or_else(
+            || format!("runs/{}-<date>-<time>", self.name),
+            ToOwned::to_owned,
+        );
+        let texts = [
+            (
+                "epochs",
+                format!("Number of epochs {}", of(|d| d.epochs.to_string())),
+            ),
+            (
+                "batch_size",
+                format!(
+                    "Samples per rank and step {}",
+                    of(|d| d.batch_size.to_string())
+                ),
+            ),
+            ("lr", format!("Learning rate {}", of(|d| d.lr.to_string()))),
+            (
+                "output_dir",
+                format!(
+                    "Folder for metrics, summary and weights; with --resume PATH, the resumed run's folder [default: {dir}]"
+                ),
+            ),
+        ];
+        let own = self
+            .help
+            .iter()
+            .map(|(field, text)| (*field, (*text).to_owned()));
+        let command = Typed::<A>::command().name(self.name.clone());
+        let command = texts
+            .into_iter()
+            .chain(own)
+            .fold(command, |command, (field, text)| {
+                command.mut_arg(field, |arg| arg.help(text))
             });
+        if let Some(about) = &self.about {
+            return command.about(about.clone()).long_about(Resettable::Reset);
+        }
         // Without this, those of our own flags.
         let own = A::augment_args(clap::Command::new(self.name.clone()));
-        command = command
-            .about(Resettable::from(own.get_about().cloned()))
-            .long_about(Resettable::from(own.get_long_about().cloned()));
-        if let Some(about) = &self.about {
-            command = command.about(about.clone()).long_about(Resettable::Reset);
-        }
         command
+            .about(Resettable::from(own.get_about().cloned()))
+            .long_about(Resettable::from(own.get_long_about().cloned()))
     }
 
-    fn run<A: clap::Args + Sync>(
+    /// What was typed, and `train`, which trains on each rank.
+    fn training<'t>(
         &self,
-        typed: Typed<A>,
-        train: impl Fn(&Job<'_>, &A) -> Result<()> + Sync,
-    ) -> Result<()> {
+        matches: &ArgMatches,
+        train: impl Fn(&Job<'_>, &A) -> Result<()> + Sync + 't,
+    ) -> std::result::Result<Training<'t>, clap::Error>
+    where
+        A: 't,
+    {
         let Typed {
             own,
             mut settings,
             ranks,
-        } = typed;
-        settings.defaults = self.defaults;
-        if ranks.algorithm == Algorithm::Fastest {
-            settings.split.allow_any_order()?;
-        }
-        settings.validate(ranks.known_world()?)?;
-        let Settings {
-            output_dir, saving, ..
-        } = &mut *settings;
-        let prepared = prepare_run(ranks.has_first()?, output_dir, saving, &self.name)?;
-        let (extra, flight) = (&prepared.extra, Some(&*prepared.flight));
-        run_ranks(&ranks, Speakers::Rank0, extra, flight, |ctx| {
-            let job = Job::new(&self.name, ctx, &settings);
-            train(&job, &own)?;
-            job.check_finished()
+        } = Typed::<A>::from_arg_matches(matches)?;
+        settings.defaults = match &self.others {
+            Some((_, others, holds)) if holds(&own) => *others,
+            _ => self.defaults,
+        };
+        let (check, speakers) = (self.check, (self.speakers)(&own));
+        let own = Arc::new(own);
+        let checked = Arc::clone(&own);
+        Ok(Training {
+            name: self.name.clone(),
+            settings,
+            ranks,
+            output_dir: self.output_dir,
+            speakers,
+            check: Box::new(move |settings, world| check(&checked, settings, world)),
+            train: Box::new(move |job| train(job, &own)),
         })
     }
 }
@@ -249,7 +365,8 @@ struct Typed<A: clap::Args> {
 
 // Likewise.
 #[derive(clap::Args)]
-struct NoArgs {}
+#[allow(missing_docs, reason = "a doc comment would be the program's help")]
+pub struct NoArgs {}
 
 #[cfg(test)]
 mod tests {
@@ -269,34 +386,42 @@ mod tests {
 
     #[test]
     fn the_help_describes_the_program_and_not_our_flags() {
-        let program = Program::new().name("toy");
-        let help = |program: &Program| program.command::<NoArgs>().render_long_help().to_string();
-        assert!(
-            help(&program).starts_with("Usage: toy"),
-            "{}",
-            help(&program)
-        );
-        let named = program.clone().about("A toy");
-        assert!(
-            help(&named).starts_with("A toy\n\nUsage:"),
-            "{}",
-            help(&named)
-        );
-        let mut command = program.command::<Described>();
+        let program = || Program::<NoArgs>::new().name("toy");
+        let help = |program: Program| program.command().render_long_help().to_string();
+        let text = help(program());
+        assert!(text.starts_with("Usage: toy"), "{text}");
+        let text = help(program().about("A toy"));
+        assert!(text.starts_with("A toy\n\nUsage:"), "{text}");
+        let program = || Program::<Described>::new().name("toy");
+        let mut command = program().command();
         let long = command.render_long_help().to_string();
         assert!(
             long.starts_with("Trains a toy.\n\nOn paper.\n\nUsage:"),
             "{long}"
         );
-        assert!(
-            command
-                .render_help()
-                .to_string()
-                .starts_with("Trains a toy")
-        );
-        let mut command = named.command::<Described>();
+        let short = command.render_help().to_string();
+        assert!(short.starts_with("Trains a toy"), "{short}");
+        let mut command = program().about("A toy").command();
         let long = command.render_long_help().to_string();
         assert!(long.starts_with("A toy\n\nUsage:"), "{long}");
+    }
+
+    #[test]
+    fn help_names_the_defaults_that_hold() {
+        let other = Defaults::new(7, 8, 0.5);
+        let program = Program::new().defaults(Defaults::new(2, 3, 0.25));
+        let program = program.defaults_with("--toy", other, |args: &Described| args.toy);
+        let mut command = program.command();
+        let text = command.render_help().to_string();
+        for default in ["2; --toy: 7", "3; --toy: 8", "0.25; --toy: 0.5"] {
+            assert!(text.contains(&format!("[default: {default}]")), "{text}");
+        }
+        for (flag, epochs, batch) in [("--toy", 7, 8), ("--seed=1", 2, 3)] {
+            let matches = command.try_get_matches_from_mut(["toy", flag]);
+            let training = program.training(&matches.expect("flags"), |_, _| Ok(()));
+            let settings = training.expect("a training").settings;
+            assert_eq!((settings.epochs(), settings.batch_size()), (epochs, batch));
+        }
     }
 
     #[test]

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::say;
 use fetch::{Got, Patience};
 use meter::Meter;
-use phalanx_train::{FolderArgs, RunDir};
+use phalanx::train::{FolderArgs, RunDir};
 use sets::{DataSet, SETS};
 
 /// `phalanx download`.

@@ -3,16 +3,18 @@
 
 use std::sync::Arc;
 
-use phalanx_data::ImageDataset;
-use phalanx_data::augment::Augmented;
-use phalanx_data::cifar10::{self, Cifar10, Split};
-use phalanx_data::synthetic::{self, noise};
-use phalanx_nn::optim::schedule::{OneCycle, Schedule};
+use phalanx::data::ImageDataset;
+use phalanx::data::augment::{Augmentation, Augmented};
+use phalanx::data::cifar10::{self, Cifar10, Split};
+use phalanx::data::synthetic::{self, noise};
+use phalanx::nn::optim::schedule::{OneCycle, Schedule};
+use phalanx::train::{RankContext, Settings};
+use phalanx::{Error, Job, Result};
 
-use super::image::{Data, Preparation, Source, check_synthetic_samples};
-use super::net::Loss;
-use super::prepare::{Fetch, FetchArgs, Kind, unreadable};
-use crate::error::{Error, Result, check_count};
+use super::image::{Data, check_synthetic_samples};
+use super::net::{Loss, Pixels};
+use super::prepare::{FetchArgs, Kind, unreadable};
+use crate::error::check_count;
 use crate::format::thousands;
 
 /// Arguments of programs for CIFAR-10, whose networks have batch norms.
@@ -29,7 +31,7 @@ pub struct CifarArgs {
     data_url: String,
     /// Batch norms take the mean and variance of all ranks' samples (PyTorch's SyncBatchNorm); on a mesh they always do
     #[arg(long)]
-    sync_batch_norm: bool,
+    pub sync_batch_norm: bool,
     /// Train on random data, as the ModelArts document does; accuracy stays at chance level
     #[arg(long, default_value_t = false, action = clap::ArgAction::Set, value_name = "true|false")]
     pub custom_data: bool,
@@ -55,12 +57,16 @@ pub const LOSS: Loss = Loss::CrossEntropy { smoothing: 0.0 };
 /// Training samples of the synthetic set.
 const SAMPLES: usize = 50_000;
 
-impl Source for CifarArgs {
-    fn sync_batch_norm(&self) -> bool {
-        self.sync_batch_norm
-    }
-
-    fn validate(&self) -> Result<()> {
+impl CifarArgs {
+    /// Checks them before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag or the folder.
+    pub fn check(&self, settings: &Settings) -> Result<()> {
+        if self.sync_batch_norm {
+            settings.check_sync_batch_norm()?;
+        }
         for (flag, samples) in [
             ("--train-samples", self.train_samples),
             ("--test-samples", self.test_samples),
@@ -80,10 +86,7 @@ impl Source for CifarArgs {
         Ok(())
     }
 
-    fn fetch(&self) -> Option<Fetch> {
-        self.fetch.fetch(Kind::Cifar10, &self.data_url)
-    }
-
+    /// As the user typed it, for the summary.
     fn name(&self) -> String {
         if self.custom_data {
             "custom random data".to_owned()
@@ -92,7 +95,15 @@ impl Source for CifarArgs {
         }
     }
 
-    fn must_agree(&self) -> Vec<String> {
+    /// The document's own sentence on random data; its complete listing logs it.
+    pub fn warn_of_random(&self, ctx: &RankContext) {
+        if self.custom_data {
+            ctx.note("[warning] you are training on custom random dataset, validation accuracy may range from 0.4 to 0.6.");
+        }
+    }
+
+    /// The flags that shape the training, a flag and its value a line.
+    pub fn shaping(&self) -> Vec<String> {
         let images = |n: Option<usize>| n.map_or_else(|| "all".to_owned(), |n| n.to_string());
         vec![
             format!("--train-samples {}", images(self.train_samples)),
@@ -100,8 +111,20 @@ impl Source for CifarArgs {
         ]
     }
 
-    fn load(&self, seed: u64, preparation: Preparation) -> Result<Data> {
-        let (scaling, augmentation) = (preparation.pixels.scaling(), preparation.augmentation);
+    /// Downloads the data, where that is asked for, and reads or draws it. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage or data, naming folder or file.
+    pub fn load(
+        &self,
+        job: &Job<'_>,
+        pixels: Pixels,
+        augmentation: Option<Augmentation>,
+    ) -> Result<Data> {
+        self.fetch.run(job, Kind::Cifar10, &self.data_url)?;
+        let (_loading, seed) = (job.context().phase("loading data"), job.settings().seed);
+        let scaling = pixels.scaling();
         let drawn = self.synthetic_samples.unwrap_or(SAMPLES);
         let (train, test, mut description, content): (
             Arc<dyn ImageDataset>,
@@ -167,6 +190,7 @@ impl Source for CifarArgs {
         Ok(Data {
             train,
             test,
+            name: self.name(),
             description,
             content,
         })

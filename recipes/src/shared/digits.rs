@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use phalanx_data::augment::Augmented;
-use phalanx_data::{ImageDataset, mnist, synthetic};
+use phalanx::data::augment::{Augmentation, Augmented};
+use phalanx::data::{ImageDataset, mnist, synthetic};
+use phalanx::{Job, Result};
 
-use super::image::{Data, Preparation, Source, check_synthetic_samples};
-use super::prepare::{Fetch, FetchArgs, Kind, unreadable};
-use crate::error::Result;
+use super::image::{Data, check_synthetic_samples};
+use super::prepare::{FetchArgs, Kind, unreadable};
 use crate::format::thousands;
 
 /// Arguments about digits.
@@ -26,21 +26,16 @@ pub struct DigitArgs {
 /// Training samples of the synthetic set.
 const SAMPLES: usize = 60_000;
 
-impl Source for DigitArgs {
-    fn name(&self) -> String {
-        self.data.clone()
-    }
-
-    fn fetch(&self) -> Option<Fetch> {
-        self.fetch.fetch(Kind::Mnist, &self.data)
-    }
-
-    fn validate(&self) -> Result<()> {
+impl DigitArgs {
+    /// Checks them before any rank is started.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag or the folder.
+    pub fn check(&self) -> Result<()> {
         let is_synthetic = self.data == "synthetic";
         check_synthetic_samples(self.synthetic_samples, &self.data, is_synthetic)?;
         self.fetch.validate()?;
-        // The data is looked at once here, so that a wrong folder is one error and not
-        // one per rank.
         if is_synthetic {
             return self.fetch.refuse("synthetic");
         }
@@ -50,17 +45,19 @@ impl Source for DigitArgs {
         Ok(())
     }
 
-    fn must_agree(&self) -> Vec<String> {
-        Vec::new()
-    }
-
-    fn load(&self, seed: u64, preparation: Preparation) -> Result<Data> {
-        let mut data = if self.data == "synthetic" {
-            drawn(self.synthetic_samples.unwrap_or(SAMPLES), seed)
-        } else {
-            read(&self.data)?
+    /// Downloads the data, where that is asked for, and reads or draws it. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage or data, naming folder or file.
+    pub fn load(&self, job: &Job<'_>, augmentation: Option<Augmentation>) -> Result<Data> {
+        self.fetch.run(job, Kind::Mnist, &self.data)?;
+        let (_loading, seed) = (job.context().phase("loading data"), job.settings().seed);
+        let mut data = match &*self.data {
+            "synthetic" => drawn(self.synthetic_samples.unwrap_or(SAMPLES), seed),
+            folder => read(folder)?,
         };
-        if let Some(augmentation) = preparation.augmentation {
+        if let Some(augmentation) = augmentation {
             data.train = Arc::new(Augmented::new(data.train, augmentation, seed)?);
             let shifted = format!(", shifted by up to {}", augmentation.shift);
             data.description.push_str(&shifted);
@@ -75,6 +72,7 @@ fn drawn(n: usize, seed: u64) -> Data {
     Data {
         train: Arc::new(synthetic::digits(n, seed)),
         test: Arc::new(synthetic::range(n as u64, m, seed)),
+        name: "synthetic".to_owned(),
         description: format!(
             "synthetic digits, {} train / {} test, seed {seed}",
             thousands(n),
@@ -107,6 +105,7 @@ fn read(folder: &str) -> Result<Data> {
     Ok(Data {
         train: Arc::new(train),
         test: Arc::new(test),
+        name: folder.to_owned(),
         description,
         content,
     })

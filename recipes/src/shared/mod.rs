@@ -1,6 +1,5 @@
 //! What several recipes share.
 
-pub mod by_hand;
 pub mod cifar;
 pub mod digits;
 pub mod image;

@@ -1,30 +1,12 @@
 //! Networks from images to scores, and what commands other than `train` know of them.
 
-use phalanx_data::cifar10::Scaling;
-use phalanx_nn::losses::CrossEntropyOptions;
-use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2, ResNet9};
-use phalanx_nn::{Reduction, Result, Scope, Tensor};
+use phalanx::data::cifar10::Scaling;
+use phalanx::nn::losses::CrossEntropyOptions;
+use phalanx::nn::{Reduction, Result, Scope, Tensor};
+use phalanx::train::{Files, choice_name};
 
-/// A network from images to one score a class.
-pub trait Net {
-    /// Images (N, H, W, C) to scores (N, classes).
-    ///
-    /// # Errors
-    ///
-    /// `Usage` for other shapes.
-    fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>>;
-}
-
-macro_rules! nets {
-    ($($net:ty),*) => {$(
-        impl Net for $net {
-            fn forward<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
-                <$net>::forward(self, x)
-            }
-        }
-    )*};
-}
-nets!(MnistCnn, CifarResNet, ResNet9, MobileNetV2);
+/// A network: images (N, H, W, C) to scores (N, classes).
+pub type Net = Box<dyn for<'s> Fn(Tensor<'s>) -> Result<Tensor<'s>>>;
 
 /// A recipe's network.
 #[derive(Clone, Copy, Debug)]
@@ -36,7 +18,7 @@ pub struct Network {
     /// Height, width, channels.
     pub image: [usize; 3],
     /// Registers its parameters. With `true`, blocks recompute their activations in backward.
-    pub build: fn(&mut Scope, bool) -> Box<dyn Net>,
+    pub build: fn(&mut Scope, bool) -> Net,
     /// What it is trained with by default.
     pub pixels: Pixels,
     /// What training minimizes.
@@ -59,7 +41,7 @@ impl Network {
         image: [usize; 3],
         pixels: Pixels,
         loss: Loss,
-        build: fn(&mut Scope, bool) -> Box<dyn Net>,
+        build: fn(&mut Scope, bool) -> Net,
     ) -> Network {
         Network {
             model,
@@ -73,6 +55,23 @@ impl Network {
             mirrored: false,
             timed: None,
         }
+    }
+
+    /// The files of its training, which say what `phalanx predict` must know of the weights: the pixels, and whether it was
+    /// tested on mirrored images too.
+    pub fn files(&self, pixels: Pixels, mirrored: bool) -> Files {
+        let mut files = Files {
+            model: self.model.to_owned(),
+            weights: Some(format!("{}.safetensors", self.model)),
+            ..Files::default()
+        };
+        if self.image[2] > 1 {
+            files.about.push(("pixels", choice_name(&pixels)));
+            if mirrored {
+                files.about.push(("mirrored", "true".into()));
+            }
+        }
+        files
     }
 }
 

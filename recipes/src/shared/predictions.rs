@@ -1,16 +1,11 @@
 //! What the network makes of some test images after each evaluation.
 
-use std::sync::Arc;
-
-use phalanx_data::ImageDataset;
-use phalanx_data::metrics::argmax;
-use phalanx_report::image;
-use phalanx_train::Trainer;
+use phalanx::data::metrics::argmax;
+use phalanx::image;
+use phalanx::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::image::{ImageArgs, Spec, scores};
-use super::net::Net;
-use crate::error::Result;
+use super::image::ImageArgs;
 
 const FILE: &str = "predictions.jsonl";
 
@@ -55,18 +50,18 @@ impl Predictions {
         })
     }
 
-    /// Adds those of `epoch` and writes the files. One that cannot be written is a warning.
+    /// Adds those of `epoch`, with the scores of `forward`, and writes the files. One that cannot be written is a warning.
     ///
     /// # Errors
     ///
     /// Those of reading images.
-    pub fn add<N: Net>(
+    pub fn add<N>(
         &mut self,
         epoch: usize,
         args: &ImageArgs,
-        spec: &Spec,
         trainer: &mut Trainer<'_, N>,
         test: &Arc<dyn ImageDataset>,
+        forward: impl for<'s> Fn(&N, &'s Step<'s>, &[f32], [usize; 4]) -> Result<Tensor<'s>>,
     ) -> Result<()> {
         let ctx = trainer.context();
         if !ctx.is_main() {
@@ -76,7 +71,7 @@ impl Predictions {
         // Of an attempt that came further than its checkpoint.
         self.rows.retain(|row| row.epoch < epoch);
         let mut images = Vec::new();
-        let (batch, [h, w, c]) = (args.settings.test_batch_size, test.image_shape());
+        let (batch, [h, w, c]) = (trainer.settings().test_batch_size, test.image_shape());
         let mut pixels = vec![0.0; h * w * c];
         for number in 0..args.log_batches {
             let first = batch.saturating_mul(number).min(test.len());
@@ -91,7 +86,7 @@ impl Predictions {
             }
             let shape = [labels.len(), h, w, c];
             let scores =
-                trainer.infer(|net, step| Ok(scores(spec, net, step, &inputs, shape)?.to_vec()))?;
+                trainer.infer(|net, step| Ok(forward(net, step, &inputs, shape)?.to_vec()))?;
             if !self.has_pictures {
                 images.extend_from_slice(&inputs);
             }

@@ -6,13 +6,11 @@ use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
+use phalanx::prelude::*;
+use phalanx::train::FolderArgs;
 use phalanx_base::files::{Dir, as_typed};
-use phalanx_data::{cifar10, mnist};
-
-use phalanx_train::{FolderArgs, RankContext};
 
 use crate::download;
-use crate::error::{Error, ErrorKind, Result};
 
 /// How often a rank that downloads looks whether another has failed.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -56,13 +54,21 @@ impl FetchArgs {
         Ok(())
     }
 
-    /// What to do, for the published data set of that kind in `folder`.
-    pub fn fetch(&self, kind: Kind, folder: &str) -> Option<Fetch> {
-        self.wanted().then(|| Fetch {
+    /// Gets the data set of that kind into `folder` on the first rank of each host, if it is to be downloaded. *Blocks*
+    /// until all these have done it; all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// What went wrong, on the rank where it did; the loss of that rank, with its
+    /// reason, on the others.
+    pub fn run(&self, job: &Job<'_>, kind: Kind, folder: &str) -> Result<()> {
+        let (ctx, args) = (job.context(), job.settings().saving.folder);
+        let fetch = (self.wanted() && ctx.local_rank == 0).then(|| Fetch {
             kind,
             folder: folder.into(),
             from: self.download_from.clone(),
-        })
+        });
+        all_after(ctx, fetch.map(|fetch| move || fetch.run(args)))
     }
 }
 
@@ -76,8 +82,7 @@ pub enum Kind {
 }
 
 /// Getting one data set into one folder.
-#[derive(Debug, Clone)]
-pub struct Fetch {
+struct Fetch {
     kind: Kind,
     folder: PathBuf,
     from: Option<String>,
@@ -131,18 +136,6 @@ pub fn unreadable(kind: Kind, folder: &str, error: phalanx_base::Error) -> Error
     )
 }
 
-/// Runs `fetch` on the first rank of each host. *Blocks* until all these have
-/// done it; all ranks call it, whether or not they have anything to get.
-///
-/// # Errors
-///
-/// What went wrong, on the rank where it did; the loss of that rank, with its
-/// reason, on the others.
-pub fn data(ctx: &RankContext, fetch: Option<Fetch>, folder: FolderArgs) -> Result<()> {
-    let fetch = fetch.filter(|_| ctx.local_rank == 0);
-    all_after(ctx, fetch.map(|fetch| move || fetch.run(folder)))
-}
-
 /// Does `work`, where there is some, and waits until all ranks have done theirs.
 fn all_after(
     ctx: &RankContext,
@@ -187,7 +180,7 @@ mod tests {
     use std::sync::{Arc, Barrier};
     use std::time::Instant;
 
-    use phalanx_comm::{GroupOptions, ProcessGroup};
+    use phalanx::comm::{GroupOptions, ProcessGroup};
 
     use super::*;
 

@@ -1,15 +1,13 @@
 //! Text to train on, and text that a model makes.
 
 use std::f64::consts::LN_2;
-use std::sync::Arc;
 
-use phalanx_data::{TextBatch, TextDataset};
-use phalanx_nn::models::Gpt;
-use phalanx_nn::rng::philox::{philox4x32_10, unit_f32};
-use phalanx_nn::{Step, Tensor};
-use phalanx_train::{Measure, MicroBatch};
+use phalanx::data::{TextBatch, TextDataset};
+use phalanx::nn::rng::philox::{philox4x32_10, unit_f32};
+use phalanx::prelude::*;
+use phalanx::train::Strategy;
 
-use crate::error::{Error, Result, check_count};
+use crate::error::check_count;
 
 /// Separates the random numbers of generated text from others with the same seed.
 const STREAM: u32 = 0x7465_7874; // "text"
@@ -29,9 +27,15 @@ pub struct TextArgs {
 }
 
 impl TextArgs {
-    /// As the user typed it, for the summary.
-    pub fn name(&self) -> &str {
-        &self.data
+    /// Adds the names of the data and of its characters to the summary.
+    pub fn name_in_summary<M, S: Strategy>(
+        &self,
+        trainer: &mut Trainer<'_, M, S>,
+        text: &TextDataset,
+    ) {
+        trainer.add_to_summary("data", self.data.as_str());
+        let names: Vec<String> = text.vocabulary().iter().map(char::to_string).collect();
+        trainer.add_to_summary("classes", names);
     }
 
     /// Checks what can be checked before any rank is started.

@@ -1,10 +1,8 @@
 //! Directions in which patches of images vary equally: the first layer of the
 //! speed records' networks.
 
-use phalanx_data::ImageDataset;
-use phalanx_nn::models::resnet9::{PATCH, PATCH_LEN};
-
-use crate::error::Result;
+use phalanx::nn::models::resnet9::{PATCH, PATCH_LEN};
+use phalanx::prelude::*;
 
 /// Images looked at; more change nothing that matters.
 const IMAGES: usize = 2000;
@@ -94,8 +92,7 @@ fn eigen(mut a: Matrix) -> ([f64; PATCH_LEN], Matrix) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use phalanx_data::cifar10::Scaling;
-    use phalanx_data::synthetic;
+    use phalanx::data::cifar10::Scaling;
 
     #[test]
     fn patches_are_white_in_these_directions() {

@@ -76,7 +76,7 @@ fn main() -> ExitCode {
         let train = Arc::new(windows(0, args.windows));
         let test = Arc::new(windows(args.windows, 1000));
         let mut trainer = job
-            .trainer(&train, |scope| Forecaster::new(scope, args.width), Adam::new)?
+            .trainer(&train, |scope| Forecaster::new(scope, args.width), Adam::new)
             .shaped_by(vec![format!("--width {}", args.width)])
             .start()?;
         for _epoch in trainer.epochs() {

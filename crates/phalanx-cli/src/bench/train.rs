@@ -16,30 +16,24 @@ use serde_json::json;
 use super::overhead;
 use crate::error::{Error, ErrorKind, Result};
 use phalanx_launch::RankArgs;
-use phalanx_recipes::{Loss, Net, Network, RECIPES, Recipe};
+use phalanx_recipes::{Loss, NETWORKS, Net, Network};
 use phalanx_train::ExchangeArg;
 use phalanx_train::PrecisionArg;
 use phalanx_train::Profiler;
 use phalanx_train::RankContext;
 
-/// Recipes whose steps are timed, with their networks.
-fn timed() -> impl Iterator<Item = (&'static Recipe, Network, &'static str)> {
-    let networks = (const { &RECIPES }).iter();
-    networks.filter_map(|recipe| {
-        let network = recipe.network?;
-        Some((recipe, network, network.timed?))
-    })
+/// Recipes whose steps are timed, with their networks and lines of help.
+fn timed() -> impl Iterator<Item = (Timed, &'static str)> {
+    let all = NETWORKS.into_iter();
+    all.filter_map(|(name, network)| Some((Timed { name, network }, network.timed?)))
 }
 
 /// A recipe by its name at the command line.
 fn recipe_parser() -> impl TypedValueParser<Value = Timed> {
-    let names = timed().map(|(recipe, _, help)| PossibleValue::new(recipe.name).help(help));
+    let names = timed().map(|(recipe, help)| PossibleValue::new(recipe.name).help(help));
     PossibleValuesParser::new(names.collect::<Vec<_>>()).try_map(|name| {
-        let found = timed().find(|(recipe, ..)| recipe.name == name);
-        let found = found.map(|(recipe, network, _)| Timed {
-            name: recipe.name,
-            network,
-        });
+        let mut recipes = timed().map(|(recipe, _)| recipe);
+        let found = recipes.find(|recipe| recipe.name == name);
         found.ok_or("no such recipe")
     })
 }
@@ -59,7 +53,7 @@ struct Batches {
 
 /// All that one rank trains with.
 pub(super) struct Trainer {
-    net: Box<dyn Net>,
+    net: Net,
     loss: Loss,
     params: Params,
     ddp: DistributedDataParallel,
@@ -157,7 +151,7 @@ impl Trainer {
         let [h, w, c] = self.batches.image;
         let step = self.tape.step(&self.params, StepKey::new(0, i as u64));
         let x = step.input(images, &[self.batch, h, w, c])?;
-        let scores = self.net.forward(x)?;
+        let scores = (self.net)(x)?;
         let loss = self.loss.of(scores, labels, labels.len() as f32)?;
         let value = loss.item()?;
         let mut ddp = synced.then_some(&mut self.ddp);
@@ -285,8 +279,8 @@ impl TrainBenchArgs {
         crate::error::check_count("--steps", self.steps, 1 << 30)?;
         let network = &self.recipe.network;
         if self.recompute && !network.has_blocks {
-            let others = timed().filter(|(_, network, _)| network.has_blocks);
-            let others: Vec<&str> = others.map(|(recipe, ..)| recipe.name).collect();
+            let others = timed().filter(|(recipe, _)| recipe.network.has_blocks);
+            let others: Vec<&str> = others.map(|(recipe, _)| recipe.name).collect();
             return Err(Error::usage(format!(
                 "--recompute: the {} has no blocks to recompute; use {}",
                 network.title,

@@ -97,7 +97,7 @@ pub(crate) fn main() -> ExitCode {
 fn run(command: Command) -> Result<()> {
     launch::log::warn_of_nonsense();
     match command {
-        Command::Train(args) => training::run(*args),
+        Command::Train(args) => args.0.run(),
         Command::New(args) => new::run(&args),
         Command::Compare(args) => compare::run(&args),
         Command::Predict(args) => predict::run(&args),

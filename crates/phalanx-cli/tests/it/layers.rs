@@ -43,22 +43,6 @@ const MAY: [(&str, &[&str]); 20] = [
         ],
     ),
     (
-        "recipes",
-        &[
-            "base",
-            "comm",
-            "nn",
-            "ddp",
-            "global",
-            "checkpoint",
-            "data",
-            "report",
-            "http",
-            "launch",
-            "train",
-        ],
-    ),
-    (
         "",
         &[
             "base",
@@ -76,9 +60,11 @@ const MAY: [(&str, &[&str]); 20] = [
             "train",
         ],
     ),
+    ("recipes", &["", "base", "http"]),
     (
         "cli",
         &[
+            "",
             "base",
             "store",
             "comm",
@@ -115,10 +101,11 @@ fn no_crate_depends_on_one_above_it() {
             .split("\n[")
             .find(|part| part.starts_with("dependencies]"));
         for line in dependencies.unwrap_or_default().lines() {
-            let Some(other) = line.strip_prefix("phalanx-") else {
+            let Some(other) = line.strip_prefix("phalanx") else {
                 continue;
             };
             let other = other.split(['.', ' ']).next().unwrap_or_default();
+            let other = other.trim_start_matches('-');
             assert!(
                 may.contains(&other),
                 "{folder} must not depend on phalanx-{other}"
@@ -156,7 +143,10 @@ fn launcher_pages_and_trackers_are_built_without_the_engine() {
 /// The modules of each crate, from the bottom up: a module imports from those before it. Modules in the same brackets import
 /// each other; no further ones join them.
 const LAYERS: [(&str, &[&[&str]]); 17] = [
-    ("phalanx", &[&["program"], &["spawn"], &["prelude"]]),
+    (
+        "phalanx",
+        &[&["training"], &["program"], &["spawn"], &["prelude"]],
+    ),
     (
         "phalanx-base",
         &[
@@ -435,7 +425,7 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
 /// Code lines of each crate at most, without tests, comments and blank lines. A commit that raises one says why; one that
 /// has made a crate smaller lowers it.
 const LINES: [(&str, usize); 20] = [
-    ("phalanx", 387),
+    ("phalanx", 546),
     ("phalanx-base", 1181),
     ("phalanx-checkpoint", 3641),
     ("phalanx-cli", 4091),
@@ -452,9 +442,9 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1175),
     ("phalanx-store", 3369),
     ("phalanx-track", 3360),
-    ("phalanx-train", 7997),
+    ("phalanx-train", 8006),
     ("phalanx-wire", 1695),
-    ("recipes", 3680),
+    ("recipes", 3035),
 ];
 
 /// How far a crate may be below its line.

@@ -239,6 +239,7 @@ impl Strategy for OnMesh {
             lr,
             samples,
             drop_last,
+            shuffle,
             optimizers,
             tape,
             // They always do.
@@ -283,7 +284,7 @@ impl Strategy for OnMesh {
             samples,
             world: mesh.data,
             rank: 0,
-            shuffle: true,
+            shuffle,
             seed: settings.seed,
         };
         let samplers = settings.samplers(&all, config, drop_last)?;

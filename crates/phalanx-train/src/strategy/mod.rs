@@ -53,6 +53,8 @@ pub struct Parts<'a, 'j> {
     pub(crate) samples: usize,
     /// `--sampler torch` drops a last batch that is short.
     pub(crate) drop_last: bool,
+    /// Every epoch has another order of the samples.
+    pub(crate) shuffle: bool,
     /// Batch norms take the statistics of all ranks' samples.
     pub(crate) sync_batch_norm: bool,
     /// By the names of their groups of parameters, the training's own, without a name, first.

@@ -77,6 +77,7 @@ pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
     schedule: Option<MakeSchedule<'j>>,
     clip: Option<f64>,
     drop_last: bool,
+    shuffle: bool,
     unit: &'static str,
     shaping: Vec<String>,
     must_agree: Vec<String>,
@@ -93,7 +94,7 @@ pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
 impl<'j, M> TrainerBuilder<'j, M> {
     /// A training of the model that `model` registers, on `train`, with the optimizer that
     /// `optimizer` makes for a learning rate.
-    pub fn new<D: Dataset + ?Sized, O: Optimizer + 'static>(
+    pub(crate) fn new<D: Dataset + ?Sized, O: Optimizer + 'static>(
         ctx: &'j RankContext,
         settings: &'j Settings,
         program: &str,
@@ -119,6 +120,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             schedule: None,
             clip: None,
             drop_last: false,
+            shuffle: true,
             unit: "samples",
             shaping: Vec::new(),
             must_agree: Vec::new(),
@@ -159,6 +161,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             schedule: self.schedule,
             clip: self.clip,
             drop_last: self.drop_last,
+            shuffle: self.shuffle,
             unit: self.unit,
             shaping: self.shaping,
             must_agree: self.must_agree,
@@ -253,11 +256,17 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         self
     }
 
-    /// Batch norms take the mean and variance of all ranks' samples (PyTorch's `convert_sync_batchnorm`), so that small
+    /// Whether batch norms take the mean and variance of all ranks' samples (PyTorch's `convert_sync_batchnorm`), so that small
     /// batches on each rank train as their sum does. On a [mesh](TrainerBuilder::on) they always do.
-    pub fn sync_batch_norm(mut self) -> Self {
-        self.sync_batch_norm = true;
-        self.shaping.push("sync_batch_norm true".to_owned());
+    pub fn sync_batch_norm(mut self, sync: bool) -> Self {
+        self.sync_batch_norm = sync;
+        self
+    }
+
+    /// Whether every epoch has another order of the samples, as it has without this call; else they come in the data
+    /// set's.
+    pub fn shuffle(mut self, shuffle: bool) -> Self {
+        self.shuffle = shuffle;
         self
     }
 
@@ -337,7 +346,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             );
             return Err(Error::usage(what).note(
                 "fix",
-                r#"give this one a folder of its own: job.trainer(...)?.folder("NAME")"#,
+                r#"give this one a folder of its own: job.trainer(...).folder("NAME")"#,
             ));
         }
         let Some(name) = name else {
@@ -397,6 +406,10 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         S::check(&self.strategy, settings)?;
         if self.sync_batch_norm {
             settings.check_sync_batch_norm()?;
+            self.shaping.push("sync_batch_norm true".to_owned());
+        }
+        if !self.shuffle {
+            self.shaping.push("shuffle false".to_owned());
         }
         self.shaping.splice(0..0, S::shaping(&self.strategy));
         let mut trackers = std::mem::take(&mut self.trackers);
@@ -439,6 +452,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             lr: self.lr,
             samples: self.samples,
             drop_last: self.drop_last,
+            shuffle: self.shuffle,
             sync_batch_norm: self.sync_batch_norm,
             optimizers: [main].into_iter().chain(self.groups).collect(),
             tape: &mut tape,
@@ -451,7 +465,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             samples: self.samples,
             world,
             rank: group.rank(),
-            shuffle: true,
+            shuffle: self.shuffle,
             seed: settings.seed,
         };
         let samplers = settings.samplers(&split, config, self.drop_last)?;
@@ -502,7 +516,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         if let Some(resumed) = &resumed
             && (is_over || unchanged(resumed))
         {
-            output.find_complete(ctx, &weights, ("epochs", settings.epochs()))?;
+            output.find_complete(ctx, &weights, settings.epochs())?;
         }
         let is_complete = output.complete().is_some();
         let about = About {

@@ -64,7 +64,7 @@ use phalanx_launch::RankContext;
 /// # use std::sync::Arc;
 /// # fn train(job: &Job, train: Arc<dyn ImageDataset>, test: Arc<dyn ImageDataset>) -> Result<()> {
 /// let model = |scope: &mut Scope| Linear::new(scope.enter("linear"), 28 * 28, 10);
-/// let mut trainer = job.trainer(&train, model, Sgd::new)?.start()?;
+/// let mut trainer = job.trainer(&train, model, Sgd::new).start()?;
 /// for _epoch in trainer.epochs() {
 ///     for batch in trainer.batches(&train)? {
 ///         trainer.step(&batch, |model, batch| {
@@ -452,6 +452,11 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// The rank.
     pub fn context(&self) -> &'j RankContext {
         self.ctx
+    }
+
+    /// The training flags of the command line.
+    pub fn settings(&self) -> &'j Settings {
+        self.settings
     }
 
     /// Adds an entry to `summary.json`.

@@ -52,7 +52,7 @@ fn png() -> Vec<u8> {
 /// Two epochs of four steps. It logs at its start, in the loop before and after each step, and after each epoch.
 fn logging(job: &Job<'_>) -> Result<Evaluation> {
     let train = data(40);
-    let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+    let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
     trainer.log(&[("start", 1.0)])?;
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&train)? {
@@ -181,7 +181,7 @@ fn what_a_program_logs_is_there_once_wherever_the_training_was_resumed() {
 /// Epochs that are left early take fewer steps than they have.
 fn leaving(job: &Job<'_>) -> Result<Evaluation> {
     let train = data(40);
-    let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+    let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
     for _ in trainer.epochs() {
         for batch in trainer.batches(&train)? {
             if batch.index() == 2 {
@@ -293,7 +293,7 @@ fn a_run_that_was_killed_before_its_summary_is_completed() {
 /// Ends after the first of its epochs.
 fn early(job: &Job<'_>) -> Result<usize> {
     let train = data(40);
-    let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+    let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
     if let Some(_epoch) = trainer.epochs().next() {
         for batch in trainer.batches(&train)? {
             trainer.step(&batch, |model, batch| loss(model, &batch))?;
@@ -362,7 +362,7 @@ fn two(job: &Job<'_>, names: [Option<&str>; 2]) -> Result<Vec<u64>> {
     let train = data(40);
     let mut taken = Vec::new();
     for name in names {
-        let builder = job.trainer(&train, plane, Sgd::new)?;
+        let builder = job.trainer(&train, plane, Sgd::new);
         let mut trainer = match name {
             Some(name) => builder.folder(name),
             None => builder,
@@ -466,7 +466,7 @@ fn trainers_with_folders_of_their_own_are_started_again_each_for_itself() {
 /// Evaluations of these losses; the weights after each epoch.
 fn scored(job: &Job<'_>, losses: &[f64]) -> Result<Vec<Vec<f32>>> {
     let train = data(40);
-    let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+    let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
     let mut weights = Vec::new();
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&train)? {
@@ -562,7 +562,7 @@ fn a_flag_that_changes_the_model_is_named_by_a_resume() {
     let go = |width: usize, more: &[&str]| {
         start(dir.path(), more, |job| {
             let model = |scope: &mut Scope| Linear::new(scope.enter("plane"), 2, width);
-            let builder = job.trainer(&train, model, Sgd::new)?;
+            let builder = job.trainer(&train, model, Sgd::new);
             let mut trainer = builder
                 .shaped_by(vec![format!("--width {width}")])
                 .start()?;

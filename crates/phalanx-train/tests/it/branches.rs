@@ -14,7 +14,7 @@ use crate::trainer::ranks_in;
 fn train(job: &Job<'_>) -> Result<()> {
     let data: Arc<Vec<f32>> = Arc::new((0..16u8).map(f32::from).collect());
     let model = |scope: &mut Scope| Linear::new(scope.enter("fc"), 1, 1);
-    let mut trainer = job.trainer(&data, model, Sgd::new)?.start()?;
+    let mut trainer = job.trainer(&data, model, Sgd::new).start()?;
     for _ in trainer.epochs() {
         for batch in trainer.batches(&data)? {
             trainer.step(&batch, |fc, batch| {

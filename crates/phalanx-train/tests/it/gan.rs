@@ -157,7 +157,7 @@ fn two_optimizers_train_as_in_f64() {
         let steps: Mutex<Vec<Vec<u64>>> = Mutex::default();
         let trained = ranks(world, args, |job| {
             let builder = job
-                .trainer(&train, Lines::new, Adam::new)?
+                .trainer(&train, Lines::new, Adam::new)
                 .optimizer_of("discriminator", |params, lr| {
                     Sgd::new(params, 2.0 * lr).momentum(0.5)
                 })
@@ -249,7 +249,7 @@ impl Gan {
 }
 
 fn gan<'j>(job: &Job<'j>, train: &Arc<Vec<Sample>>) -> Result<Trainer<'j, Gan>> {
-    job.trainer(train, Gan::new, Adam::new)?
+    job.trainer(train, Gan::new, Adam::new)
         .optimizer_of("discriminator", |params, lr| {
             Sgd::new(params, 0.1 * lr).momentum(0.9)
         })
@@ -348,7 +348,7 @@ fn a_checkpoint_is_resumed_with_the_same_optimizers_only() {
         .expect("stopped");
     let args = ["--batch-size", "5", "--resume", "auto", "--save-every", "1"];
     let outcome = ranks_in(dir.path(), 1, &args, |job| {
-        job.trainer(&data, Gan::new, Adam::new)?.start().map(drop)
+        job.trainer(&data, Gan::new, Adam::new).start().map(drop)
     });
     let error = outcome.into_iter().next().and_then(Result::err);
     let text = error.expect("other optimizers").to_string();
@@ -361,7 +361,7 @@ fn groups_without_parameters_are_usage_errors() {
     let data = data(8);
     let wrong = |names: &[&str]| {
         let outcome = ranks(1, &[], |job| {
-            let builder = job.trainer(&data, Lines::new, Adam::new)?;
+            let builder = job.trainer(&data, Lines::new, Adam::new);
             let with_groups = names
                 .iter()
                 .fold(builder, |b, name| b.optimizer_of(name, Sgd::new));
@@ -402,7 +402,7 @@ fn noise(world: usize, args: &[&str]) -> Vec<(u64, Vec<u32>)> {
     let data = data(60);
     let all: Mutex<Vec<(u64, Vec<u32>)>> = Mutex::default();
     let drawn = ranks(world, args, |job| {
-        let mut trainer = job.trainer(&data, Lines::new, Adam::new)?.start()?;
+        let mut trainer = job.trainer(&data, Lines::new, Adam::new).start()?;
         for _ in trainer.epochs() {
             for batch in trainer.batches(&data)? {
                 trainer.step(&batch, |model, batch| {

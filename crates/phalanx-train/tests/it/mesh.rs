@@ -83,7 +83,7 @@ fn train(
             weight: scope.param("w", &[1, 1], Layout::Same, Init::Constant(FIRST_WEIGHT)),
             norm: BatchNorm::new(scope.enter("norm"), 1),
         };
-        let mut builder = job.trainer(&train, model, Sgd::new)?;
+        let mut builder = job.trainer(&train, model, Sgd::new);
         if let Some(limit) = clip {
             builder = builder.clip_grad_norm(limit);
         }

@@ -40,7 +40,7 @@ fn sum(model: &Normed, batch: MicroBatch<'_, Vec<Sample>>) -> Result<Measure> {
 /// The losses of evaluations after each step, if it evaluates, and the bits of the weights and statistics at the end.
 fn train(job: &Job<'_>, evaluates: bool) -> Result<(Vec<u64>, Vec<u32>)> {
     let (train, test) = (data(48), data(13));
-    let mut trainer = job.trainer(&train, Normed::new, Sgd::new)?.start()?;
+    let mut trainer = job.trainer(&train, Normed::new, Sgd::new).start()?;
     let mut losses = Vec::new();
     for _ in trainer.epochs() {
         for batch in trainer.batches(&train)? {
@@ -106,7 +106,7 @@ fn an_evaluation_between_steps_is_that_of_the_checkpoint() {
     ];
     let dir = tempfile::tempdir().expect("folder");
     let losses = crate::trainer::ranks_in(dir.path(), 3, &args, |job| {
-        let mut trainer = job.trainer(&train, Normed::new, Sgd::new)?.start()?;
+        let mut trainer = job.trainer(&train, Normed::new, Sgd::new).start()?;
         let mut losses = Vec::new();
         for _ in trainer.epochs() {
             for batch in trainer.batches(&train)? {
@@ -130,7 +130,7 @@ fn an_evaluation_between_steps_is_that_of_the_checkpoint() {
         }
         let init = checkpoint.display().to_string();
         let fresh = ranks(1, &["--init", &init], |job| {
-            let mut trainer = job.trainer(&train, Normed::new, Sgd::new)?.start()?;
+            let mut trainer = job.trainer(&train, Normed::new, Sgd::new).start()?;
             trainer.evaluate(&test, |model, batch| {
                 let loss = model.forward(&batch)?;
                 Ok(Measure::of_loss(

@@ -76,7 +76,7 @@ fn optimizer(case: &str, params: &Params, lr: f64) -> Box<dyn Optimizer> {
 fn train(job: &Job<'_>, [main, other]: [&str; 2]) -> Result<Vec<[f64; 2]>> {
     let data = data();
     let mut trainer = job
-        .trainer(&data, Nets::new, |params, lr| optimizer(main, params, lr))?
+        .trainer(&data, Nets::new, |params, lr| optimizer(main, params, lr))
         .optimizer_of("other", |params, lr| optimizer(other, params, 0.5 * lr))
         .schedule(|lr, steps| Schedule::one_cycle(OneCycle::new(lr, steps)))
         .init(copy)
@@ -162,7 +162,7 @@ fn a_learning_rate_of_zero_leaves_that_of_another_optimizer() {
     let data = data();
     let trained = ranks_in(dir.path(), 1, &args, |job| {
         let mut trainer = job
-            .trainer(&data, Nets::new, Sgd::new)?
+            .trainer(&data, Nets::new, Sgd::new)
             .optimizer_of("other", |params, _| Sgd::new(params, 0.05))
             .schedule(|lr, steps| Schedule::cosine(lr, steps, 0.0))
             .init(copy)

@@ -30,7 +30,7 @@ fn run(epochs: usize, steps: usize, more: &[&str]) -> (Vec<u64>, Vec<usize>) {
     let settings = settings(dir.path(), &args);
     let train = |job: &Job<'_>| -> Result<()> {
         let train = data(8 * steps);
-        let builder = job.trainer(&train, plane, Sgd::new)?;
+        let builder = job.trainer(&train, plane, Sgd::new);
         let mut trainer = builder.reporter(Box::new(Printed)).start()?;
         for _ in trainer.epochs() {
             for batch in trainer.batches(&train)? {
@@ -97,7 +97,7 @@ fn a_run_that_fails_has_a_report_and_says_where() {
     let train = |kind: ErrorKind| {
         let outcome = ranks_with(&settings(dir.path(), &["--overwrite"]), 1, |job| {
             let train = data(8);
-            let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+            let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
             let batch = trainer.batches(&train)?.next().expect("a batch");
             trainer.step(&batch, |_, _| Err(Error::new(kind, "no luck")))
         });

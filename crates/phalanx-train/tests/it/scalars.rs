@@ -21,12 +21,12 @@ fn a_loss_of_several_elements_is_an_error() {
     let data: Arc<Vec<f32>> = Arc::new((0..8u8).map(f32::from).collect());
     let model = |scope: &mut Scope| Linear::new(scope.enter("fc"), 1, 1);
     let train = |job: &Job<'_>| -> Result<()> {
-        let mut trainer = job.trainer(&data, model, Sgd::new)?.start()?;
+        let mut trainer = job.trainer(&data, model, Sgd::new).start()?;
         let batch = trainer.batches(&data)?.next().expect("a batch");
         trainer.step(&batch, errors).map(drop)
     };
     let evaluate = |job: &Job<'_>| -> Result<()> {
-        let mut trainer = job.trainer(&data, model, Sgd::new)?.start()?;
+        let mut trainer = job.trainer(&data, model, Sgd::new).start()?;
         let measure =
             |fc: &Linear, batch: MicroBatch<'_, Vec<f32>>| Ok(Measure::of_loss(errors(fc, batch)?));
         trainer.measure(&data, measure).map(drop)

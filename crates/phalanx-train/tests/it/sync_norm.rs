@@ -55,9 +55,9 @@ fn train(
                 Linear::new(scope.enter("out"), 4, 1),
             )
         };
-        let mut builder = job.trainer(&data, model, Sgd::new)?;
+        let mut builder = job.trainer(&data, model, Sgd::new);
         if sync {
-            builder = builder.sync_batch_norm();
+            builder = builder.sync_batch_norm(true);
         }
         let mut trainer = builder.start()?;
         for _epoch in trainer.epochs() {

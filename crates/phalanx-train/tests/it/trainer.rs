@@ -127,7 +127,7 @@ fn difference(world: usize, args: &[&str], clip: Option<f64>) -> (f64, f64) {
     // Samples of each step over all ranks.
     let steps: Mutex<Vec<Vec<u64>>> = Mutex::default();
     let trained = ranks(world, args, |job| {
-        let builder = job.trainer(&train, plane, Sgd::new)?;
+        let builder = job.trainer(&train, plane, Sgd::new);
         let builder = match clip {
             Some(limit) => builder.clip_grad_norm(limit),
             None => builder,
@@ -219,7 +219,7 @@ fn a_training_is_the_one_in_f64() {
 fn an_evaluation_counts_each_sample_once() {
     let (train, test) = (data(20), data(11));
     let evaluated = ranks(3, &["--test-batch-size", "2"], |job| {
-        let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+        let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
         let mut all = Vec::new();
         for _ in trainer.epochs() {
             for batch in trainer.batches(&train)? {
@@ -257,7 +257,7 @@ fn an_evaluation_counts_each_sample_once() {
 fn a_loop_may_be_left_early_and_batches_may_be_passed_over() {
     let train = data(40);
     let trained = ranks(2, &["--batch-size", "5"], |job| {
-        let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+        let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
         let mut epochs = 0;
         for _ in trainer.epochs() {
             for batch in trainer.batches(&train)? {
@@ -288,7 +288,7 @@ fn mistakes_of_the_program_are_usage_errors() {
         (error.kind(), error.to_string())
     };
     let (kind, text) = wrong("another set", &|job| {
-        let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+        let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
         trainer.batches(&other).map(drop)
     });
     assert_eq!(kind, ErrorKind::Usage);
@@ -297,7 +297,7 @@ fn mistakes_of_the_program_are_usage_errors() {
         "{text}"
     );
     let (kind, text) = wrong("a batch twice", &|job| {
-        let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+        let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
         let mut batches = trainer.batches(&train)?;
         let first = batches.next().expect("a batch");
         trainer.step(&first, |model, batch| loss(model, &batch))?;
@@ -308,7 +308,7 @@ fn mistakes_of_the_program_are_usage_errors() {
     assert_eq!(kind, ErrorKind::Usage);
     assert!(text.contains("epoch 1, step 1"), "{text}");
     let (_, text) = wrong("no finish", &|job| {
-        let mut trainer = job.trainer(&train, plane, Sgd::new)?.start()?;
+        let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
         for batch in trainer.batches(&train)? {
             trainer.step(&batch, |model, batch| loss(model, &batch))?;
         }
@@ -322,7 +322,7 @@ fn mistakes_of_the_program_are_usage_errors() {
 fn a_program_may_only_evaluate() {
     let test = data(6);
     let evaluated = ranks(2, &[], |job| {
-        let trainer = job.trainer(&test, plane, Sgd::new)?;
+        let trainer = job.trainer(&test, plane, Sgd::new);
         let mut trainer = trainer.evaluate_only().start()?;
         let evaluation = trainer.evaluate(&test, |model, batch| {
             let sum = answers(model, &batch)?.mse_loss(&targets(&batch), Reduction::Sum)?;
@@ -387,7 +387,7 @@ fn a_training_goes_on_from_its_last_finite_checkpoint() {
         ];
         let mut outcomes = ranks_in(dir, 2, &args.concat(), |job| {
             let sgd = |params: &Params, lr: f64| Sgd::new(params, lr * factor);
-            let (mut trainer, mut steps) = (job.trainer(&train, plane, sgd)?.start()?, 0);
+            let (mut trainer, mut steps) = (job.trainer(&train, plane, sgd).start()?, 0);
             for _ in trainer.epochs() {
                 for batch in trainer.batches(&train)? {
                     trainer.step(&batch, |model, batch| loss(model, &batch))?;

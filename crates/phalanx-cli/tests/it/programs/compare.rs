@@ -104,7 +104,6 @@ fn what_cannot_be_compared_is_refused_before_anything_runs() {
             "did you mean \"--epochs\"?",
         ),
         (vec!["compare", "minst"], "did you mean \"mnist\"?"),
-        (vec!["compare", "linear"], "no accuracy"),
         (vec!["compare"], "missing"),
     ] {
         let (code, out, err) = run(&args, dir.path());
@@ -112,6 +111,15 @@ fn what_cannot_be_compared_is_refused_before_anything_runs() {
         assert!(err.contains(reason), "{args:?}: {err}");
     }
     assert_eq!(std::fs::read_dir(dir.path()).expect("folder").count(), 0);
+}
+
+#[test]
+fn a_training_without_accuracy_is_not_compared() {
+    let dir = tempfile::tempdir().expect("folder");
+    let (code, _, err) = run(&["compare", "linear", "--iterations", "1"], dir.path());
+    assert_eq!(code, 2, "{err}");
+    let told = "the training measures no accuracy to compare; choose another recipe";
+    assert!(err.contains(told), "{err}");
 }
 
 #[test]

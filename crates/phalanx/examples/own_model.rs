@@ -1,5 +1,5 @@
-//! MNIST with a network of one's own: data parallel, resumable, with metrics and progress.
-//! `cargo run --release --example mnist -- --nproc-per-node 2`
+//! A network of your own on MNIST: data parallel, resumable, with metrics and progress.
+//! `cargo run --release -p phalanx --example own_model -- --nproc-per-node 2`
 
 use phalanx::prelude::*;
 
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     phalanx::main_with(|job, args: &Args| {
         let (train, test) = mnist::open(&args.data, job.settings().seed)?;
         let sgd = |params: &Params, lr| Sgd::new(params, lr).momentum(0.9);
-        let mut trainer = job.trainer(&train, Cnn::new, sgd)?.start()?;
+        let mut trainer = job.trainer(&train, Cnn::new, sgd).start()?;
         for _epoch in trainer.epochs() {
             for batch in trainer.batches(&train)? {
                 trainer.step(&batch, |model, batch| {
