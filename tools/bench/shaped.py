@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces on a shaped wire, for wire.py and overlap.py; needs root.
+"""Hosts that are network namespaces on a shaped wire, for wire.py; needs root.
 
 Every host is a network namespace whose only way out is a veth pair into a
 switch, a namespace of its own. Both ends of each pair are shaped with

@@ -162,7 +162,29 @@ pub fn check_lr(lr: f64) -> Result<()> {
 /// Samples of one step; a million images of 28 x 28 are 3 GB.
 const MAX_BATCH: usize = 1 << 20;
 
+/// A command line of nothing but [`Settings`].
+#[derive(clap::Parser)]
+struct OnlySettings {
+    #[command(flatten)]
+    settings: Settings,
+}
+
 impl Settings {
+    /// Those of a command line without flags, for programs that have other flags.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors of environment variables that stand for flags.
+    pub fn untyped() -> Result<Settings> {
+        use clap::Parser as _;
+        match OnlySettings::try_parse_from(["phalanx"]) {
+            Ok(only) => Ok(only.settings),
+            Err(e) => Err(Error::usage(
+                e.to_string().trim_start_matches("error: ").trim(),
+            )),
+        }
+    }
+
     /// Number of epochs.
     pub fn epochs(&self) -> usize {
         self.epochs.unwrap_or(self.defaults.epochs)

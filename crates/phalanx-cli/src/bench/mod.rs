@@ -2,7 +2,6 @@
 
 mod collective;
 pub(crate) mod memory;
-mod overhead;
 mod train;
 
 use crate::error::Result;

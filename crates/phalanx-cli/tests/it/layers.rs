@@ -428,7 +428,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx", 546),
     ("phalanx-base", 1181),
     ("phalanx-checkpoint", 3641),
-    ("phalanx-cli", 4091),
+    ("phalanx-cli", 3698),
     ("phalanx-comm", 20381),
     ("phalanx-data", 3632),
     ("phalanx-ddp", 4799),
@@ -442,7 +442,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1175),
     ("phalanx-store", 3369),
     ("phalanx-track", 3360),
-    ("phalanx-train", 8006),
+    ("phalanx-train", 8047),
     ("phalanx-wire", 1695),
     ("recipes", 3035),
 ];

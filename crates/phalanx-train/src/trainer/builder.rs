@@ -20,7 +20,7 @@ use phalanx_track::Tracker;
 
 use super::announce::{About, announce, announce_resumed};
 use super::evaluate::Evaluation;
-use super::{Reports, Results, Trainer};
+use super::{Purpose, Reports, Results, Trainer};
 use crate::best::Best;
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
@@ -85,7 +85,7 @@ pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
     reporter: Box<dyn Reporter>,
     trackers: Vec<Box<dyn Tracker + Send>>,
     folder: Option<String>,
-    only_evaluates: bool,
+    purpose: Purpose,
     sync_batch_norm: bool,
     trainings: Rc<Trainings>,
     strategy: S::Setup,
@@ -132,7 +132,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             reporter: Box::new(EpochLines),
             trackers: Vec::new(),
             folder: None,
-            only_evaluates: false,
+            purpose: Purpose::Train,
             sync_batch_norm: false,
             trainings: Rc::default(),
             strategy: (),
@@ -169,7 +169,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             reporter: self.reporter,
             trackers: self.trackers,
             folder: self.folder,
-            only_evaluates: self.only_evaluates,
+            purpose: self.purpose,
             sync_batch_norm: self.sync_batch_norm,
             trainings: self.trainings,
             strategy,
@@ -324,7 +324,15 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
 
     /// The program only evaluates, the weights that `--init` names: the trainer has no epochs and leaves no files.
     pub fn evaluate_only(mut self) -> Self {
-        self.only_evaluates = true;
+        self.purpose = Purpose::Evaluate;
+        self
+    }
+
+    /// The program measures the training: it has one of `--epochs` epochs, which leaves no files and prints nothing of its
+    /// own.
+    pub fn measure_only(mut self) -> Self {
+        self.purpose = Purpose::Measure;
+        self.reporter = Box::new(Silent);
         self
     }
 
@@ -378,12 +386,12 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let dir = settings.output_dir.clone();
         let dir = dir.unwrap_or_else(|| default_output_dir(&self.program));
         let run = ctx.folder_of_rank_0(dir)?;
-        if !self.only_evaluates {
+        if self.purpose == Purpose::Train {
             let dir = self.claim_folder(&run)?;
             return Ok([run, dir]);
         }
         if settings.saving.enabled() {
-            let what = "--save-every, --stop-after and --resume are for training, and this program only evaluates";
+            let what = "--save-every, --stop-after and --resume are for training, and this program only evaluates or measures";
             return Err(Error::usage(what).note("fix", "--init FILE names the weights"));
         }
         Ok([run.clone(), run])
@@ -489,9 +497,9 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             strategy.restore(ctx, resumed, &shaping)?;
         }
         let metadata = self.files.metadata();
-        let mut output = match self.only_evaluates {
-            true => Output::nowhere(dir),
-            false => Output::open(ctx, dir, self.files, &settings.saving)?,
+        let mut output = match self.purpose {
+            Purpose::Train => Output::open(ctx, dir, self.files, &settings.saving)?,
+            _ => Output::nowhere(dir),
         };
         let saving = Saving::open(
             ctx,
@@ -502,7 +510,9 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         )?
         .with_metadata(metadata);
         // A launcher looks for them, and for what a later attempt continues, in the run's folder.
-        ctx.group.set_flight_dir(&run.join(crate::FLIGHT_DIR));
+        if self.purpose != Purpose::Measure {
+            ctx.group.set_flight_dir(&run.join(crate::FLIGHT_DIR));
+        }
         output.begin(&run, &settings.saving)?;
         let weights = checkpoint::weights_sha256(strategy.initial());
         let initial = (ctx.is_main() && resumed.is_none()).then(|| weights.clone());
@@ -526,19 +536,15 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             initial: initial.as_deref(),
             steps,
             optimizer: &title,
-            only_evaluates: self.only_evaluates,
+            only_evaluates: self.purpose == Purpose::Evaluate,
         };
         let description = strategy.describe(ctx, settings)?;
-        announce(
-            ctx,
-            settings,
-            &about,
-            strategy.initial(),
-            &description,
-            &output,
-        );
+        if self.purpose != Purpose::Measure {
+            let initial = strategy.initial();
+            announce(ctx, settings, &about, initial, &description, &output);
+        }
         let mut reporter = self.reporter;
-        if !is_complete && !self.only_evaluates {
+        if !is_complete && self.purpose == Purpose::Train {
             reporter.trains(ctx, settings.epochs())?;
         }
         output.reopen()?;
@@ -576,7 +582,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let before = history.metrics();
         before.into_iter().for_each(|value| metrics.add(value));
         let log = output.log(ctx, resumed.as_ref().map(Resumed::place), &info)?;
-        if !ctx.is_main() || self.only_evaluates {
+        if !ctx.is_main() || self.purpose != Purpose::Train {
             trackers.clear();
         }
         let from = resumed.as_ref().map(Resumed::place);
@@ -585,7 +591,10 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             log,
             deliveries: Deliveries::start(output.dir(), trackers),
             samples: SampleLog::open(ctx, settings.log_samples.as_deref(), from)?,
-            progress: Progress::for_rank(ctx.rank()).with_unit(self.unit),
+            progress: match self.purpose {
+                Purpose::Measure => Progress::silent(),
+                _ => Progress::for_rank(ctx.rank()).with_unit(self.unit),
+            },
             trace: Trace::new(settings.trace.as_deref(), ctx),
             profiler: Profiler::new(settings.profile.as_deref(), ctx),
             reporter,
@@ -629,11 +638,16 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             results,
             reports,
             summary: serde_json::Map::new(),
-            only_evaluates: self.only_evaluates,
+            purpose: self.purpose,
             trainings: self.trainings,
         })
     }
 }
+
+/// Prints nothing.
+struct Silent;
+
+impl Reporter for Silent {}
 
 /// The optimizers in words, where the first has the words `own`; the others are of the groups `names`.
 fn optimizers_title<S: Strategy>(strategy: &S, own: Option<String>, names: &[String]) -> String {

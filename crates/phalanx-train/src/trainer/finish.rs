@@ -3,7 +3,7 @@
 use phalanx_base::process;
 use serde_json::json;
 
-use super::{Evaluation, Trainer};
+use super::{Evaluation, Purpose, Trainer};
 use crate::choice_name;
 use crate::error::Result;
 use crate::format::{rounded, thousands};
@@ -33,8 +33,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     ///
     /// As [`finish`](Self::finish), and those of `save`.
     pub fn finish_with(mut self, save: impl FnOnce(&Self) -> Result<()>) -> Result<Evaluation> {
-        if self.only_evaluates {
-            return Ok(self.results.last);
+        match self.purpose {
+            Purpose::Train => {}
+            Purpose::Evaluate => return Ok(self.results.last),
+            Purpose::Measure => return self.end_measurement(),
         }
         if self.is_complete() {
             return self.stay_complete();
@@ -54,6 +56,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.reports.reporter.ends(ctx)?;
         self.sum_up();
         self.reports.deliveries.finish();
+        self.trainings.unfinished.set(false);
+        Ok(self.results.last)
+    }
+
+    fn end_measurement(mut self) -> Result<Evaluation> {
+        self.end_epoch()?;
+        let profiler = &mut self.reports.profiler;
+        profiler.finish(self.ctx, &mut self.tape, self.strategy.params())?;
         self.trainings.unfinished.set(false);
         Ok(self.results.last)
     }

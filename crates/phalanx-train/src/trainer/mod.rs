@@ -25,6 +25,7 @@ use phalanx_data::Dataset;
 use phalanx_data::loader::Loader;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::Sampler;
+use phalanx_ddp::StepTimes;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Step, Tape};
 use serde_json::{Value, json};
@@ -123,8 +124,18 @@ pub struct Trainer<'j, M, S: Strategy = Ddp> {
     reports: Reports,
     /// Further entries of the summary.
     summary: serde_json::Map<String, serde_json::Value>,
-    only_evaluates: bool,
+    purpose: Purpose,
     trainings: Rc<Trainings>,
+}
+
+/// What a program has a trainer for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    Train,
+    /// To evaluate weights that are there: no epochs, no files.
+    Evaluate,
+    /// To time its steps: no files, and nothing is printed.
+    Measure,
 }
 
 /// An epoch between its first step and its last.
@@ -177,7 +188,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// in which the checkpoint was saved; of a complete run none.
     pub fn epochs(&self) -> RangeInclusive<usize> {
         let before = self.place.epoch as usize;
-        match self.is_complete() || self.only_evaluates {
+        match self.is_complete() || self.purpose == Purpose::Evaluate {
             true => before + 1..=before,
             false => before + 1..=self.settings.epochs(),
         }
@@ -198,7 +209,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// `Usage`, when `data` has another number of samples. Those of saving. After a stop (SIGTERM,
     /// `--stop-after`) the error that ends the program orderly.
     pub fn batches<D: Dataset + ?Sized>(&mut self, data: &Arc<D>) -> Result<Batches<'j, D>> {
-        if self.only_evaluates {
+        if self.purpose == Purpose::Evaluate {
             return Err(Error::usage("the trainer was made with evaluate_only"));
         }
         if self.is_complete() {
@@ -452,6 +463,12 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// The rank.
     pub fn context(&self) -> &'j RankContext {
         self.ctx
+    }
+
+    /// How long this rank waited in the last step for averaged gradients, after its own backward pass; none on a mesh, where
+    /// they are averaged on the way.
+    pub fn exposed_communication(&self) -> Option<Duration> {
+        self.strategy.times(0).map(StepTimes::exposed)
     }
 
     /// The training flags of the command line.
