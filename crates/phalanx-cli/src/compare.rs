@@ -9,10 +9,10 @@ use phalanx_data::metrics::write_summary_in;
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::cli;
 use crate::error::{Error, ErrorKind, Result};
 use crate::launch;
 use crate::say;
+use crate::training::TrainArgs;
 use phalanx_train::{FolderArgs, RunDir};
 
 /// The result file.
@@ -81,12 +81,15 @@ struct Comparison<'a> {
     runs: &'a [Run],
 }
 
-/// Runs `phalanx compare`.
+/// Runs `phalanx compare`; `parse` reads the words after `phalanx train`, and gives none where help was asked for.
 ///
 /// # Errors
 ///
 /// Usage, before anything is started; or what ended a run, which is named.
-pub(crate) fn run(args: &CompareArgs) -> Result<()> {
+pub(crate) fn run(
+    args: &CompareArgs,
+    parse: impl FnOnce(&[OsString]) -> Result<Option<Box<TrainArgs>>>,
+) -> Result<()> {
     for (i, workers) in args.workers.iter().enumerate() {
         launch::check_local_ranks("--workers", *workers)?;
         if args.workers[..i].contains(workers) {
@@ -104,7 +107,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
             "phalanx compare starts its ranks itself; start it once, not under a launcher",
         ));
     }
-    let Some(mut training) = cli::parse_training(&args.training)? else {
+    let Some(mut training) = parse(&args.training)? else {
         return Ok(());
     };
     let recipe = training.check_comparable(&args.workers)?;

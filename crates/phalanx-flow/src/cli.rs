@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches};
@@ -16,10 +17,10 @@ use crate::child::log_file;
 use crate::engine::{self, Options};
 use crate::export::{self, ExportArgs};
 use crate::file::FLOW_FILE;
-use crate::flow::Flow;
+use crate::flow::{Flow, helper};
 use crate::lock::Engine;
 use crate::objects::export_copy;
-use crate::page;
+use crate::page::{self, shown, time, took};
 use crate::prune::{self, Keep};
 use crate::resources::size;
 use crate::spec::{Action, Resources, Workflow, parse_size};
@@ -150,8 +151,19 @@ pub fn run(cli: &FlowCli) -> Result<()> {
     run_with(cli, None)
 }
 
+/// Runs the command line of a program with one workflow: `run`, `list`, `show`, `logs`, `cancel`,
+/// `rm`, `prune` and `cache`, as `phalanx flow`. Call it first in `main`: tasks are this program, started again.
+pub fn main(flow: Flow) -> ExitCode {
+    let outcome = helper(Some(&flow)).unwrap_or_else(|| {
+        phalanx_base::stop::tell_limits();
+        let args: Vec<OsString> = std::env::args_os().collect();
+        main_of(&flow, args)
+    });
+    phalanx_launch::exit_code(outcome)
+}
+
 /// As [`run`], of a program with one workflow of functions.
-pub(crate) fn main_of(flow: &Flow, args: Vec<OsString>) -> Result<()> {
+fn main_of(flow: &Flow, args: Vec<OsString>) -> Result<()> {
     // Not a doc comment: it would be the program's help.
     #[derive(clap::Parser)]
     #[command(disable_help_subcommand = true)]
@@ -268,15 +280,6 @@ fn check_program(id: &str, run: &Run, flow: Option<&Flow>) -> Result<()> {
     }
 }
 
-/// A value as text, a file or folder as its path.
-pub(crate) fn shown(store: &Store, item: &Item) -> String {
-    match item {
-        Item::Value(Json::String(text)) => text.clone(),
-        Item::Value(value) => value.to_string(),
-        Item::Object(object) => store.objects.path(object).display().to_string(),
-    }
-}
-
 fn json_of(store: &Store, items: &Items) -> Json {
     let item = |(name, item): (&String, &Item)| {
         let value = match item {
@@ -299,22 +302,6 @@ fn state_of(engine: Option<&Engine>, id: &str, run: &Run) -> State {
         State::Running if !engine.is_some_and(|engine| engine.runs(id)) => State::Interrupted,
         state => state,
     }
-}
-
-pub(crate) fn time(ms: u64) -> String {
-    let time = std::time::SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms));
-    time.map_or_else(String::new, |time| {
-        humantime::format_rfc3339_seconds(time).to_string()
-    })
-}
-
-/// `3.2 s`, from and to in milliseconds.
-pub(crate) fn took(from: u64, to: Option<u64>) -> String {
-    let Some(to) = to else { return "-".to_owned() };
-    format!(
-        "{:.1} s",
-        Duration::from_millis(to.saturating_sub(from)).as_secs_f64()
-    )
 }
 
 fn list(store: &Store, json: bool) -> Result<()> {

@@ -1,10 +1,8 @@
 //! Workflows of Rust functions.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::time::Duration;
 
 use phalanx_base::error::{Error, Result};
@@ -333,17 +331,6 @@ fn write_outputs(outputs: &Path, kinds: &BTreeMap<String, Type>, value: &Json) -
 
 fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(|error| cannot("write", path, error))
-}
-
-/// Runs the command line of a program with one workflow: `run`, `list`, `show`, `logs`, `cancel`,
-/// `rm`, `prune` and `cache`, as `phalanx flow`. Call it first in `main`: tasks are this program, started again.
-pub fn main(flow: Flow) -> ExitCode {
-    let outcome = helper(Some(&flow)).unwrap_or_else(|| {
-        phalanx_base::stop::tell_limits();
-        let args: Vec<OsString> = std::env::args_os().collect();
-        crate::cli::main_of(&flow, args)
-    });
-    phalanx_launch::exit_code(outcome)
 }
 
 /// The process of a task's attempt, and helpers of the launcher.

@@ -28,8 +28,8 @@ mod resources;
 pub mod spec;
 mod store;
 
-pub use cli::{FlowCli, run};
-pub use flow::{File, Flow, Folder, TaskSettings, main};
+pub use cli::{FlowCli, main, run};
+pub use flow::{File, Flow, Folder, TaskSettings};
 pub use phalanx_base::error::{Error, ErrorKind, Result};
 pub use spec::{Resources, Type, Workflow};
 

@@ -4,12 +4,12 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use phalanx_base::format;
 
 use crate::child::{log_file, outputs_dir};
-use crate::cli::{shown, time, took};
 use crate::engine::last_lines;
 use crate::resources::size;
 use crate::spec::{Resources, Task, Workflow};
@@ -440,6 +440,31 @@ pub(crate) fn page(
         inputs = line("Inputs", &values(&run.inputs)),
         outputs = line("Outputs", &values(&run.outputs)),
         timeline = timeline(run, nodes),
+    )
+}
+
+/// A value as text, a file or folder as its path.
+pub(crate) fn shown(store: &Store, item: &Item) -> String {
+    match item {
+        Item::Value(serde_json::Value::String(text)) => text.clone(),
+        Item::Value(value) => value.to_string(),
+        Item::Object(object) => store.objects.path(object).display().to_string(),
+    }
+}
+
+pub(crate) fn time(ms: u64) -> String {
+    let time = std::time::SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms));
+    time.map_or_else(String::new, |time| {
+        humantime::format_rfc3339_seconds(time).to_string()
+    })
+}
+
+/// `3.2 s`, from and to in milliseconds.
+pub(crate) fn took(from: u64, to: Option<u64>) -> String {
+    let Some(to) = to else { return "-".to_owned() };
+    format!(
+        "{:.1} s",
+        Duration::from_millis(to.saturating_sub(from)).as_secs_f64()
     )
 }
 

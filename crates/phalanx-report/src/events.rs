@@ -1,11 +1,10 @@
 //! `events.jsonl`: what happened besides the numbers.
 
-use std::borrow::Cow;
-
 use crate::Resumption;
 use phalanx_base::files::Dir;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
+use crate::line::Line;
 use crate::lines;
 use crate::logged::Logged;
 use crate::system::System;
@@ -44,29 +43,6 @@ pub struct Events {
     pub watch: Option<Watch>,
     pub logged: Vec<Logged>,
     pub logged_total: usize,
-}
-
-/// The names of all kinds of lines.
-#[derive(Debug, Deserialize)]
-pub struct Line<'a> {
-    #[serde(borrow)]
-    pub kind: Cow<'a, str>,
-    pub step: Option<f64>,
-    epoch: Option<f64>,
-    pub elapsed_s: Option<f64>,
-    attempt: Option<u64>,
-    resumed_at: Option<f64>,
-    #[serde(borrow)]
-    pub text: Option<Cow<'a, str>>,
-    #[serde(borrow)]
-    pub name: Option<Cow<'a, str>>,
-    #[serde(borrow)]
-    pub file: Option<Cow<'a, str>>,
-    pub rows: Option<u64>,
-    #[serde(borrow)]
-    status: Option<Cow<'a, str>>,
-    #[serde(borrow)]
-    error: Option<Cow<'a, str>>,
 }
 
 impl Events {

@@ -14,6 +14,7 @@ mod events;
 pub mod fuzzing;
 #[cfg(feature = "images")]
 pub mod image;
+mod line;
 mod logged;
 mod resumption;
 mod system;

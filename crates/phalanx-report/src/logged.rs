@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_json::value::RawValue;
 
 use crate::curve::spread;
-use crate::events::Line;
+use crate::line::Line;
 use crate::{base64, lines};
 
 /// Most names of each kind, and most entries of a name.

@@ -1,12 +1,6 @@
 //! `--tag` and `--note`: what a user says about a run.
 
-use std::path::Path;
-
-use phalanx_base::files::Dir;
 use serde_json::{Map, Value};
-
-use super::log::{MAX_RUN_BYTES, RUN_FILE, write};
-use crate::error::{Error, Result};
 
 /// In characters.
 const MOST_OF_A_TAG: usize = 250;
@@ -72,26 +66,6 @@ impl LabelArgs {
         if let Some(text) = &self.note {
             *note = text.as_str().into();
         }
-    }
-
-    /// Adds them to `run.json` in the folder `dir`.
-    ///
-    /// # Errors
-    ///
-    /// Usage, where the folder has no `run.json`; those of reading and writing.
-    pub fn add_to_folder(&self, dir: &Path) -> Result<()> {
-        if !dir.is_dir() {
-            return Err(Error::usage(format!("no folder {}", dir.display())));
-        }
-        let folder = Dir::open(dir)?;
-        let text = folder.read(RUN_FILE, MAX_RUN_BYTES)?;
-        let run = text.and_then(|text| serde_json::from_slice(&text).ok());
-        let Some(Value::Object(mut run)) = run else {
-            let what = format!("{} has no {RUN_FILE}", dir.display());
-            return Err(Error::usage(what).note("fix", "give the folder of a run"));
-        };
-        self.add_to(&mut run);
-        write(&folder, &run.into())
     }
 }
 

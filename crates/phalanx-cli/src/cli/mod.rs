@@ -99,7 +99,7 @@ fn run(command: Command) -> Result<()> {
     match command {
         Command::Train(args) => args.0.run(),
         Command::New(args) => new::run(&args),
-        Command::Compare(args) => compare::run(&args),
+        Command::Compare(args) => compare::run(&args, parse_training),
         Command::Predict(args) => predict::run(&args),
         Command::Export(args) => export::run(&args),
         Command::Report(args) => report::run(&args),
@@ -129,7 +129,7 @@ pub(crate) fn parse_only<'a>(words: impl Iterator<Item = &'a str>) {
 }
 
 /// Parses `words` as arguments of `phalanx train`. `Ok(None)`: help was asked for and printed.
-pub(crate) fn parse_training(words: &[OsString]) -> Result<Option<Box<training::TrainArgs>>> {
+fn parse_training(words: &[OsString]) -> Result<Option<Box<training::TrainArgs>>> {
     let typed = ["phalanx".into(), "train".into()].into_iter();
     Ok(match parse(typed.chain(words.iter().cloned()))? {
         Some(Cli {

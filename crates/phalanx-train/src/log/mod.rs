@@ -23,7 +23,7 @@ use phalanx_track::{Delivery, TensorBoard};
 use serde_json::{Value, json};
 
 pub use self::run::RunInfo;
-pub(crate) use self::run::{Attempt, MAX_RUN_BYTES, RUN_FILE, VERSION, document, write};
+pub(crate) use self::run::{Attempt, RUN_FILE, VERSION, document, write};
 pub(crate) use self::system::Counters;
 use self::system::System;
 pub(crate) use self::writer::{Files, has_launcher, warn};

@@ -11,7 +11,7 @@ use phalanx_launch::RankContext;
 use phalanx_nn::{GraphNode, Params};
 use serde_json::{Value, json};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::labels::LabelArgs;
 use crate::say;
 
@@ -179,6 +179,28 @@ pub(crate) fn document(
         info.labels.add_to(document);
     }
     document
+}
+
+impl LabelArgs {
+    /// Adds them to `run.json` in the folder `dir`.
+    ///
+    /// # Errors
+    ///
+    /// Usage, where the folder has no `run.json`; those of reading and writing.
+    pub fn add_to_folder(&self, dir: &Path) -> Result<()> {
+        if !dir.is_dir() {
+            return Err(Error::usage(format!("no folder {}", dir.display())));
+        }
+        let folder = Dir::open(dir)?;
+        let text = folder.read(RUN_FILE, MAX_RUN_BYTES)?;
+        let run = text.and_then(|text| serde_json::from_slice(&text).ok());
+        let Some(Value::Object(mut run)) = run else {
+            let what = format!("{} has no {RUN_FILE}", dir.display());
+            return Err(Error::usage(what).note("fix", "give the folder of a run"));
+        };
+        self.add_to(&mut run);
+        write(&folder, &run.into())
+    }
 }
 
 /// Writes the document.
