@@ -72,29 +72,7 @@ pub(super) fn explain(
             );
             Error::usage(format!("{line}   ({choices})"))
         }
-        ClapKind::InvalidValue | ClapKind::ValueValidation => {
-            let flag = typed_name(&text(ContextKind::InvalidArg).unwrap_or_default());
-            let value = text(ContextKind::InvalidValue).unwrap_or_default();
-            let mut ours = if value.is_empty() {
-                Error::usage(format!("{flag} needs a value"))
-            } else if path == ["bench", "train"] && is_recipe(parser, &value) {
-                // Nothing was misspelt.
-                Error::usage(format!("phalanx bench train does not time {value}"))
-            } else {
-                let mut line = format!("{flag} cannot be \"{value}\"");
-                if let Some(best) = best(error, ContextKind::SuggestedValue, &value) {
-                    line.push_str(&format!("; did you mean \"{best}\"?"));
-                }
-                Error::usage(line)
-            };
-            if let Some(cause) = std::error::Error::source(error) {
-                ours = ours.note("since", plain(cause, &value));
-            }
-            if let Some(valid) = text(ContextKind::ValidValue) {
-                ours = ours.note("one of", valid);
-            }
-            ours
-        }
+        ClapKind::InvalidValue | ClapKind::ValueValidation => invalid_value(error, parser, path),
         ClapKind::MissingRequiredArgument => {
             let what = text(ContextKind::InvalidArg).unwrap_or_else(|| "an argument".into());
             let what = typed_name(&what);
@@ -118,6 +96,32 @@ pub(super) fn explain(
         }
     };
     Some(ours.note("see", help))
+}
+
+/// The error of a flag's value.
+fn invalid_value(error: &clap::Error, parser: &clap::Command, path: &[String]) -> Error {
+    let text = |kind| context(error, kind);
+    let flag = typed_name(&text(ContextKind::InvalidArg).unwrap_or_default());
+    let value = text(ContextKind::InvalidValue).unwrap_or_default();
+    let mut ours = if value.is_empty() {
+        Error::usage(format!("{flag} needs a value"))
+    } else if path == ["bench", "train"] && is_recipe(parser, &value) {
+        // Nothing was misspelt.
+        Error::usage(format!("phalanx bench train does not time {value}"))
+    } else {
+        let mut line = format!("{flag} cannot be \"{value}\"");
+        if let Some(best) = best(error, ContextKind::SuggestedValue, &value) {
+            line.push_str(&format!("; did you mean \"{best}\"?"));
+        }
+        Error::usage(line)
+    };
+    if let Some(cause) = std::error::Error::source(error) {
+        ours = ours.note("since", plain(cause, &value));
+    }
+    if let Some(valid) = text(ContextKind::ValidValue) {
+        ours = ours.note("one of", valid);
+    }
+    ours
 }
 
 /// The name of an argument: clap writes `--epochs <N>` and `<PROGRAM>...`.

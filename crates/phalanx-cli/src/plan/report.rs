@@ -137,7 +137,6 @@ pub(super) fn as_json(selector: &Selector, sizes: &[ByteSize], measured: bool) -
 
 pub(super) fn as_text(selector: &Selector, sizes: &[ByteSize], measured: Option<&str>) -> String {
     let hosts = selector.hosts();
-    let costs = selector.costs();
     let most = hosts.most_ranks();
     let largest = if hosts.count() > 1 && hosts.count() * most != hosts.world() {
         format!(", {most} on the largest")
@@ -156,46 +155,7 @@ pub(super) fn as_text(selector: &Selector, sizes: &[ByteSize], measured: Option<
         );
         return lines.join("\n");
     }
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    lines.push(match measured {
-        Some(group) => format!("waiting  {group}"),
-        None if most <= cores => format!(
-            "waiting  {} on {} as here: they poll before they sleep",
-            format::plural(most, "rank"),
-            format::plural(cores, "core")
-        ),
-        None => format!(
-            "waiting  {} on {} as here: more ranks than cores, so they yield, then sleep",
-            format::plural(most, "rank"),
-            format::plural(cores, "core")
-        ),
-    });
-    let inside = format!(
-        "{} a synchronisation, {:.1} GB/s a core",
-        time(costs.sync_s),
-        costs.core_bytes_per_s / 1e9
-    );
-    let wire = format!(
-        "{} a message between hosts, {:.2} GB/s a network card",
-        time(costs.wire_latency_s),
-        costs.wire_bytes_per_s / 1e9
-    );
-    let how = if measured.is_some() {
-        "measured"
-    } else {
-        "given"
-    };
-    lines.push(match hosts.count() {
-        0 | 1 => format!("costs    {inside} (assumed)"),
-        _ => format!("costs    {wire} ({how}); {inside} (assumed)"),
-    });
-    if hosts.count() <= 1 {
-        lines.push(
-            "memory   ranks of one host work directly in the memory they share, faster than any plan: see phalanx bench.\n         \
-             Below is what --transport tcp would do"
-                .into(),
-        );
-    }
+    lines.extend(cost_lines(selector, measured));
     if !selector.rules().is_empty() {
         lines.push(format!("rules    {}", selector.rules()));
     }
@@ -235,6 +195,53 @@ pub(super) fn as_text(selector: &Selector, sizes: &[ByteSize], measured: Option<
         ));
     }
     lines.join("\n")
+}
+
+/// How ranks wait, and what a message and a step cost.
+fn cost_lines(selector: &Selector, measured: Option<&str>) -> Vec<String> {
+    let (hosts, costs) = (selector.hosts(), selector.costs());
+    let most = hosts.most_ranks();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut lines = vec![match measured {
+        Some(group) => format!("waiting  {group}"),
+        None if most <= cores => format!(
+            "waiting  {} on {} as here: they poll before they sleep",
+            format::plural(most, "rank"),
+            format::plural(cores, "core")
+        ),
+        None => format!(
+            "waiting  {} on {} as here: more ranks than cores, so they yield, then sleep",
+            format::plural(most, "rank"),
+            format::plural(cores, "core")
+        ),
+    }];
+    let inside = format!(
+        "{} a synchronisation, {:.1} GB/s a core",
+        time(costs.sync_s),
+        costs.core_bytes_per_s / 1e9
+    );
+    let wire = format!(
+        "{} a message between hosts, {:.2} GB/s a network card",
+        time(costs.wire_latency_s),
+        costs.wire_bytes_per_s / 1e9
+    );
+    let how = if measured.is_some() {
+        "measured"
+    } else {
+        "given"
+    };
+    lines.push(match hosts.count() {
+        0 | 1 => format!("costs    {inside} (assumed)"),
+        _ => format!("costs    {wire} ({how}); {inside} (assumed)"),
+    });
+    if hosts.count() <= 1 {
+        lines.push(
+            "memory   ranks of one host work directly in the memory they share, faster than any plan: see phalanx bench.\n         \
+             Below is what --transport tcp would do"
+                .into(),
+        );
+    }
+    lines
 }
 
 fn time(seconds: f64) -> String {

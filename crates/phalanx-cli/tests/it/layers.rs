@@ -434,7 +434,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx", 546),
     ("phalanx-base", 1181),
     ("phalanx-checkpoint", 3641),
-    ("phalanx-cli", 3701),
+    ("phalanx-cli", 3708),
     ("phalanx-comm", 20381),
     ("phalanx-data", 3632),
     ("phalanx-ddp", 4799),
