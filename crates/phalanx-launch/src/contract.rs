@@ -20,6 +20,8 @@ pub const TOKEN_FILE_VARIABLE: &str = "PHALANX_TOKEN_FILE";
 /// The process id of the rank. It need not print its last error: the launcher does, from the
 /// error file. [`LAUNCHER`], until the shim knows the process id.
 pub const ERRORS_VARIABLE: &str = "PHALANX_ERRORS";
+/// When the command was typed, in nanoseconds since 1970, for the ranks that it starts.
+pub const STARTED_VARIABLE: &str = "PHALANX_STARTED_NS";
 /// See [`ERRORS_VARIABLE`].
 pub const LAUNCHER: &str = "launcher";
 /// Whether PyTorch's store is there already, which rank 0 would host otherwise.

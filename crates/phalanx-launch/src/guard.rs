@@ -21,7 +21,7 @@
 //! | `done`            | the launcher ends by itself                        |
 
 use std::collections::BTreeSet;
-use std::io::{BufRead, Write};
+use std::io::{BufRead, ErrorKind as IoKind, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -34,8 +34,6 @@ use phalanx_wire::Token;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::ending::{self, Training};
-use super::folder;
-use super::nodes;
 use super::report::Verdict;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -217,7 +215,7 @@ pub fn guard() -> Result<()> {
         match input.read_until(b'\n', &mut line) {
             Ok(0) => break,
             Ok(_) => {}
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(error) if error.kind() == IoKind::Interrupted => continue,
             Err(_) => break,
         }
         // A line without its end was cut off by the launcher's death.
@@ -237,7 +235,7 @@ pub fn guard() -> Result<()> {
     }
     let run = told.training.as_ref().and_then(Training::folder);
     if let Some(folder) = &told.folder {
-        folder::remove(folder);
+        remove(folder);
     }
     let verdict = told.verdict.as_ref();
     let verdict = verdict.and_then(|verdict| serde_json::from_str::<Verdict>(verdict).ok());
@@ -245,7 +243,7 @@ pub fn guard() -> Result<()> {
         && let Ok(token) = Token::from_hex(token)
         && let Ok(store) = TcpStore::connect(store, token, TELL_LIMIT)
     {
-        let _ = nodes::put(&store, verdict);
+        let _ = verdict.publish(&store);
     }
     if let (Some(run), Some(training)) = (&run, &told.training) {
         // Nobody reads what it could say.
@@ -253,6 +251,18 @@ pub fn guard() -> Result<()> {
         ending::deliver(run);
     }
     Ok(())
+}
+
+/// Removes a private folder. A rank that was killed a moment ago may still make a last file in it.
+pub fn remove(path: &Path) {
+    for _ in 0..20 {
+        match std::fs::remove_dir_all(path) {
+            Err(error) if error.kind() != IoKind::NotFound => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            _ => return,
+        }
+    }
 }
 
 /// What a training failed by whose launcher was killed.

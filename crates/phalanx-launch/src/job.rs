@@ -23,9 +23,11 @@ use super::flight;
 use super::folder::RunFolder;
 use super::guard::Guard;
 use super::machine::{Action, End, Machine, Why};
-use super::nodes::{self, NodeInfo, Nodes, PortForRanks, check_range};
+use super::nodes::{self, NodeInfo, NodeStore, Nodes};
 use super::oom::OomWatch;
+use super::place::Meeting;
 use super::plan::LaunchPlan;
+use super::port::{PortForRanks, check_range};
 use super::pump::{Sink, Stream, Unwritten};
 use super::ranks::{POLL, Rank, Starter, catches, path_of};
 use super::reap;
@@ -70,12 +72,12 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     let alone = !reap::has_children();
     reap::adopt_orphans();
     let (sender, events) = channel();
-    let signals = SignalWatch::start_with_suspend(sender.clone(), &plan.torchrun.signals)?;
-    let binding = plan.torchrun.numa;
-    let processors = binding.map(|binding| binding.processors(plan.local_ranks));
+    let signals = SignalWatch::start_with_suspend(sender.clone(), &plan.args.torchrun.signals)?;
+    let binding = plan.args.torchrun.numa;
+    let processors = binding.map(|binding| binding.processors(plan.args.node.local_ranks));
     let processors = processors.transpose()?;
     let host = phalanx_base::host_name();
-    let page = match &plan.live {
+    let page = match &plan.args.live {
         None => None,
         Some(address) => Some(Page::open(address, &title(plan))?),
     };
@@ -95,85 +97,25 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         }
         _ => None,
     };
-    let mut has_file = false;
-    let mut place = match &plan.meeting {
-        None => match nodes::host_locally(plan.bind, &plan.token)? {
-            Some(place) => place,
-            None => {
-                has_file = true;
-                nodes::Place::without_network()
-            }
-        },
-        Some(meeting) => {
-            let deadline = Instant::now() + plan.meeting_timeout;
-            nodes::meeting_place(meeting, plan.bind, &plan.token, deadline, &mut interrupt)?
-        }
-    };
-    if let Some(warning) = &place.warning {
+    let (mut at, has_file) = open_store(plan, &mut interrupt)?;
+    if let Some(warning) = &at.warning {
         say::note(format_args!("warning: {warning}"));
     }
-    let mut port = None;
-    let nodes = match &plan.meeting {
-        None => None,
-        Some(meeting) => {
-            if let Some(engine) = meeting.engine {
-                say::note(format_args!(
-                    "node {} of {} ({engine}); node 0 is at {}:{}",
-                    meeting.node_rank.unwrap_or_default(),
-                    meeting.nodes,
-                    meeting.host,
-                    meeting.port
-                ));
-            }
-            let is_first = place.server.is_some();
-            let node = meeting.node_rank.unwrap_or(usize::from(!is_first));
-            let store = is_first.then_some(meeting.port);
-            let ports = meeting.ports.map_or(Ok(()), |range| {
-                check_range(range, node, plan.local_ranks, store)
-            });
-            let held = ports.and_then(|()| {
-                let port = is_first.then(|| PortForRanks::new(None, meeting.ports));
-                port.transpose()
-            });
-            port = match held {
-                Ok(port) => port,
-                Err(error) => {
-                    nodes::refuse(place, meeting.nodes, &plan.token, &error);
-                    return Err(error);
-                }
-            };
-            let info = NodeInfo {
-                nodes: meeting.nodes,
-                local_ranks: plan.local_ranks,
-                run_id: plan.run_id.clone(),
-                host: host.clone(),
-                address: None,
-                pid: std::process::id(),
-                master_port: port.as_ref().map(PortForRanks::number),
-                by_arrival: meeting.node_rank.is_none(),
-                version: env!("CARGO_PKG_VERSION").to_owned(),
-            };
-            let nodes = nodes::join(
-                &mut place,
-                meeting.node_rank,
-                info,
-                &plan.token,
-                plan.meeting_timeout,
-                interrupt,
-            )?;
-            nodes.watch(sender.clone())?;
-            drop(plan.until_met.take());
-            Some(nodes)
-        }
-    };
+    let (mut nodes, mut port) = (None, None);
+    if let Some(meeting) = &plan.args.node.meeting {
+        let (joined, held) = join_nodes(plan, meeting, &mut at, interrupt)?;
+        joined.watch(sender.clone())?;
+        drop(plan.until_met.take());
+        (nodes, port) = (Some(joined), held);
+    }
     let told = nodes.as_ref().and_then(|n| n.infos().first()?.master_port);
     let master_port = match told {
         Some(port) => port,
         None => port
-            .insert(PortForRanks::new(plan.master_port, None)?)
+            .insert(PortForRanks::new(plan.args.node.master_port, None)?)
             .number(),
     };
-    let shared = shared(plan, &place, nodes.as_ref(), master_port);
+    let shared = shared(plan, &at, nodes.as_ref(), master_port);
     let unwritten = Unwritten::default();
     let mut job = Job {
         plan,
@@ -181,8 +123,8 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         shared,
         port,
         nodes,
-        _server: place.server.take(),
-        dial: place.dial,
+        _server: at.server.take(),
+        dial: at.dial,
         has_file,
         token_fd,
         folder,
@@ -200,81 +142,106 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         events,
     };
     let result = job.attempts();
-    let page = job.page.take();
-    if let Some(nodes) = &job.nodes {
-        nodes.leave(
-            nodes.infos().len(),
-            job.decided.unwrap_or_else(Instant::now),
-        );
-    }
-    let result = match (result, job.unwritten.first()) {
-        (Ok(()), Some(what)) => Err(Error::new(
-            ErrorKind::Failed,
-            format!("all ranks succeeded, but {what}"),
-        )),
-        (result, _) => result,
-    };
-    let training = job.training();
-    let run = training.folder();
-    let result = result.map_err(|error| match &run {
-        Some(run) => ending::with_report(run, &training, error),
-        None => error,
-    });
-    if let Some(page) = page {
-        page.end(match &result {
-            Ok(()) => phalanx_live::End::Finished,
-            Err(error) if error.kind() == ErrorKind::Interrupted => {
-                phalanx_live::End::Stopped(error.chain())
-            }
-            Err(error) => phalanx_live::End::Failed(error.chain()),
-        });
-    }
-    if let (Err(_), Some(run)) = (&result, &run) {
-        ending::deliver(run);
-    }
+    let result = job.end(result);
     drop(signals);
     result
 }
 
+/// Hosts the store, or says how to reach it. Also returns whether it is a file.
+fn open_store(
+    plan: &LaunchPlan,
+    interrupt: &mut impl FnMut() -> Option<Error>,
+) -> Result<(NodeStore, bool)> {
+    if let Some(meeting) = &plan.args.node.meeting {
+        let deadline = Instant::now() + meeting.timeout;
+        let at = nodes::meeting_store(meeting, plan.bind, &plan.token, deadline, interrupt)?;
+        return Ok((at, false));
+    }
+    Ok(match nodes::host_locally(plan.bind, &plan.token)? {
+        Some(at) => (at, false),
+        None => (NodeStore::without_network(), true),
+    })
+}
+
+/// Meets the other nodes. On node 0, also holds the port that `MASTER_PORT` names.
+fn join_nodes(
+    plan: &LaunchPlan,
+    meeting: &Meeting,
+    at: &mut NodeStore,
+    interrupt: impl FnMut() -> Option<Error>,
+) -> Result<(Nodes, Option<PortForRanks>)> {
+    if let Some(engine) = meeting.engine {
+        say::note(format_args!(
+            "node {} of {} ({engine}); node 0 is at {}:{}",
+            meeting.node_rank.unwrap_or_default(),
+            meeting.nodes,
+            meeting.host,
+            meeting.port
+        ));
+    }
+    let local_ranks = plan.args.node.local_ranks;
+    let is_first = at.server.is_some();
+    let node = meeting.node_rank.unwrap_or(usize::from(!is_first));
+    let store = is_first.then_some(meeting.port);
+    let range = meeting.given.ports;
+    let checked = range.map_or(Ok(()), |range| check_range(range, node, local_ranks, store));
+    let held = checked.and_then(|()| {
+        let port = is_first.then(|| PortForRanks::new(None, range));
+        port.transpose()
+    });
+    let port = held.inspect_err(|error| nodes::refuse(at, meeting.nodes, &plan.token, error))?;
+    let info = NodeInfo {
+        nodes: meeting.nodes,
+        local_ranks,
+        run_id: plan.run_id.clone(),
+        host: phalanx_base::host_name(),
+        address: None,
+        pid: std::process::id(),
+        master_port: port.as_ref().map(PortForRanks::number),
+        by_arrival: meeting.node_rank.is_none(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    let (token, timeout) = (&plan.token, meeting.timeout);
+    let nodes = nodes::join(at, meeting.node_rank, info, token, timeout, interrupt)?;
+    Ok((nodes, port))
+}
+
 /// The program and its arguments, for the page.
 fn title(plan: &LaunchPlan) -> String {
-    let program = Path::new(&plan.program).file_name();
+    let program = Path::new(&plan.args.run.program).file_name();
     let words = program
         .into_iter()
-        .chain(plan.args.iter().map(OsString::as_os_str));
+        .chain(plan.args.run.args.iter().map(OsString::as_os_str));
     let words: Vec<_> = words.map(OsStr::to_string_lossy).collect();
     words.join(" ").chars().take(300).collect()
 }
 
-fn shared(
-    plan: &LaunchPlan,
-    place: &nodes::Place,
-    nodes: Option<&Nodes>,
-    master_port: u16,
-) -> Shared {
+fn shared(plan: &LaunchPlan, at: &NodeStore, nodes: Option<&Nodes>, master_port: u16) -> Shared {
     let node_rank = nodes.map_or(0, Nodes::node_rank);
     let ranks: Vec<usize> = match nodes {
-        None => vec![plan.local_ranks],
+        None => vec![plan.args.node.local_ranks],
         Some(nodes) => nodes.infos().iter().map(|info| info.local_ranks).collect(),
     };
     Shared {
         node_rank,
         nodes: ranks.len(),
         first_rank: ranks.iter().take(node_rank).sum(),
-        local_ranks: plan.local_ranks,
+        local_ranks: plan.args.node.local_ranks,
         world: ranks.iter().sum(),
-        role: plan.role.clone(),
-        store: place.store.clone(),
-        master_addr: place.master_addr.clone(),
+        role: plan.args.role.clone(),
+        store: at.store.clone(),
+        master_addr: at.master_addr.clone(),
         master_port,
         run_id: plan.run_id.clone(),
-        max_restarts: plan.max_restarts,
-        bind: place.bind.map(|ip| ip.to_string()),
+        max_restarts: plan.args.max_restarts,
+        bind: at.bind.map(|ip| ip.to_string()),
         ports: plan
+            .args
+            .node
             .meeting
             .as_ref()
-            .and_then(|meeting| ports_of_ranks(meeting.ports?, master_port)),
-        signals: plan.torchrun.signal_names(),
+            .and_then(|meeting| ports_of_ranks(meeting.given.ports?, master_port)),
+        signals: plan.args.torchrun.signal_names(),
         threads_set: plan.threads_set,
     }
 }
@@ -338,23 +305,62 @@ impl Job<'_> {
             match self.attempt(restarts)? {
                 Outcome::Success => return self.wait_for_others(),
                 Outcome::Final(error) => return Err(error),
-                Outcome::Failed(error) if restarts >= self.plan.max_restarts => return Err(error),
+                Outcome::Failed(error) if restarts >= self.plan.args.max_restarts => {
+                    return Err(error);
+                }
                 Outcome::Failed(error) => {
                     restarts += 1;
                     self.note(format!(
                         "restart {restarts} of {}: {}",
-                        self.plan.max_restarts,
+                        self.plan.args.max_restarts,
                         error.chain()
                     ));
                     self.clear_store()?;
                     // Ranks of the new attempt must not connect to remains of the old one.
-                    if self.plan.master_port.is_none() {
+                    if self.plan.args.node.master_port.is_none() {
                         let port = self.port.insert(PortForRanks::new(None, None)?);
                         self.shared.master_port = port.number();
                     }
                 }
             }
         }
+    }
+
+    /// After the last attempt: leaves the other nodes, and ends the page and the report of the training.
+    fn end(&mut self, result: Result<()>) -> Result<()> {
+        let page = self.page.take();
+        if let Some(nodes) = &self.nodes {
+            nodes.leave(
+                nodes.infos().len(),
+                self.decided.unwrap_or_else(Instant::now),
+            );
+        }
+        let result = match (result, self.unwritten.first()) {
+            (Ok(()), Some(what)) => Err(Error::new(
+                ErrorKind::Failed,
+                format!("all ranks succeeded, but {what}"),
+            )),
+            (result, _) => result,
+        };
+        let training = self.training();
+        let run = training.folder();
+        let result = result.map_err(|error| match &run {
+            Some(run) => ending::with_report(run, &training, error),
+            None => error,
+        });
+        if let Some(page) = page {
+            page.end(match &result {
+                Ok(()) => phalanx_live::End::Finished,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {
+                    phalanx_live::End::Stopped(error.chain())
+                }
+                Err(error) => phalanx_live::End::Failed(error.chain()),
+            });
+        }
+        if let (Err(_), Some(run)) = (&result, &run) {
+            ending::deliver(run);
+        }
+        result
     }
 
     /// Prints a message, and shows it on the page.
@@ -454,7 +460,7 @@ impl Job<'_> {
             }
             nodes.is_guarded();
         }
-        let mut ranks = Vec::with_capacity(self.plan.local_ranks);
+        let mut ranks = Vec::with_capacity(self.plan.args.node.local_ranks);
         let started = made.and_then(|()| self.start_ranks(restarts, &guard, &mut ranks));
         let mut children: HashSet<i32> = ranks
             .iter()
@@ -463,7 +469,7 @@ impl Job<'_> {
         children.extend(i32::try_from(guard.pid()));
         let mut watch = Supervision {
             children,
-            machine: Machine::new(ranks.len(), self.plan.stop_grace, ECHO_WAIT),
+            machine: Machine::new(ranks.len(), self.plan.args.stop_grace, ECHO_WAIT),
             ranks,
             reaped: 0,
             give_up: None,
@@ -474,8 +480,8 @@ impl Job<'_> {
             lone_said: false,
             lone_told: false,
             late: BTreeMap::new(),
-            handler_grace: self.plan.handler_grace,
-            grace_is_typed: self.plan.grace_is_typed,
+            handler_grace: self.plan.args.handler_grace,
+            grace_is_typed: self.plan.args.grace_is_typed,
         };
         if let Err(error) = started {
             // Those that did start must not outlive the attempt.
@@ -495,7 +501,7 @@ impl Job<'_> {
         if watch.machine.why().is_some() {
             let grace = match watch.is_interrupt() {
                 true => watch.handler_grace(),
-                false => self.plan.stop_grace,
+                false => self.plan.args.stop_grace,
             };
             self.end_strangers(&watch, grace);
         }
@@ -505,8 +511,8 @@ impl Job<'_> {
     fn start_ranks(&self, restarts: u32, guard: &Arc<Guard>, ranks: &mut Vec<Rank>) -> Result<()> {
         let token_file = path_of(&self.token_fd);
         let starter = Starter {
-            program: &self.plan.program,
-            args: &self.plan.args,
+            program: &self.plan.args.run.program,
+            args: &self.plan.args.run.args,
             token: self.token_fd.as_fd(),
             folder: &self.folder,
             out: &self.out,
@@ -515,8 +521,8 @@ impl Job<'_> {
             prefix: self.plan.prefix,
             rank0_owns_stderr: self.plan.rank0_owns_stderr,
             logs: self.plan.logs.as_ref(),
-            torchrun: &self.plan.torchrun,
-            role: &self.plan.role,
+            torchrun: &self.plan.args.torchrun,
+            role: &self.plan.args.role,
             processors: self.processors.as_deref(),
             page: self.page.as_ref(),
             guard,
@@ -524,8 +530,8 @@ impl Job<'_> {
         };
         let pointer = self.run_pointer().into_os_string();
         let pointer = (RUN_POINTER_VARIABLE.into(), pointer);
-        let devices = self.plan.torchrun.devices.as_ref();
-        for local_rank in 0..self.plan.local_ranks {
+        let devices = self.plan.args.torchrun.devices.as_ref();
+        for local_rank in 0..self.plan.args.node.local_ranks {
             let rank = self.shared.first_rank + local_rank;
             ranks.push(starter.start(local_rank, rank, restarts, |error_file| {
                 let own = Own {
@@ -690,10 +696,7 @@ impl Job<'_> {
             .collect();
         let message = format!("{}, and all other ranks have ended well", names.join(", "));
         let verdict = self.plain_verdict(ErrorKind::Timeout.exit_code(), &message);
-        watch.verdict = Some(match &self.nodes {
-            None => verdict,
-            Some(nodes) => nodes.publish(&verdict),
-        });
+        watch.verdict = Some(self.publish(verdict));
         let action = watch.machine.failed_elsewhere(Instant::now());
         watch.act(action);
     }
@@ -742,10 +745,7 @@ impl Job<'_> {
                 self.naming_a_lost_node(self.rank_verdict(watch, local), None)
             }
         };
-        watch.verdict = Some(match &self.nodes {
-            None => verdict,
-            Some(nodes) => nodes.publish(&verdict),
-        });
+        watch.verdict = Some(self.publish(verdict));
     }
 
     /// A verdict that only says that ranks were lost, as one that names the node which is.
@@ -786,7 +786,7 @@ impl Job<'_> {
         }
         // The rank, or a program that it has started as a shell.
         let killed = matches!(end, End::Signal(9) | End::Code(137));
-        let hint = || self.oom.hint(rank.pid, self.plan.local_ranks);
+        let hint = || self.oom.hint(rank.pid, self.plan.args.node.local_ranks);
         if let Some(hint) = killed.then(hint).flatten() {
             notes.push(("perhaps".to_owned(), hint));
         }
@@ -796,12 +796,9 @@ impl Job<'_> {
         if let (End::Code(2), Some(2), Some(text)) = (end, reported, &told) {
             let (message, notes) = report::taken_apart(text);
             return Verdict {
-                code: ErrorKind::Usage.exit_code(),
-                echo: false,
                 mistake: true,
-                node: self.shared.node_rank,
-                message,
                 notes,
+                ..self.plain_verdict(ErrorKind::Usage.exit_code(), &message)
             };
         }
         // The rank has printed why, as `phalanx doctor` does, and that is all there is to say.
@@ -809,14 +806,11 @@ impl Job<'_> {
             && reported == Some(code)
             && end.job_code(true) != ErrorKind::Interrupted.exit_code()
         {
+            // For the other nodes.
+            let message = format!("{} {}", self.who(rank), report::ended(end, true));
             return Verdict {
-                code: end.job_code(true),
-                echo: false,
                 mistake: true,
-                node: self.shared.node_rank,
-                // For the other nodes.
-                message: format!("{} {}", self.who(rank), report::ended(end, true)),
-                notes: Vec::new(),
+                ..self.plain_verdict(end.job_code(true), &message)
             };
         }
         let lines = rank.last_lines();
@@ -840,13 +834,10 @@ impl Job<'_> {
             _ => None,
         };
         Verdict {
-            code,
             // Another node may know more.
             echo: cause.is_none() && (end.is_echo() || ours && is_timeout),
-            mistake: false,
-            node: self.shared.node_rank,
-            message: cause.unwrap_or(own),
             notes,
+            ..self.plain_verdict(code, &cause.unwrap_or(own))
         }
     }
 
@@ -901,13 +892,14 @@ impl Job<'_> {
     }
 
     fn plain_verdict(&self, code: u8, message: &str) -> Verdict {
-        Verdict {
-            code,
-            echo: false,
-            mistake: false,
-            node: self.shared.node_rank,
-            message: message.to_owned(),
-            notes: Vec::new(),
+        Verdict::new(code, self.shared.node_rank, message)
+    }
+
+    /// Publishes the verdict to the other nodes, and returns the one that holds.
+    fn publish(&self, verdict: Verdict) -> Verdict {
+        match &self.nodes {
+            None => verdict,
+            Some(nodes) => nodes.publish(&verdict),
         }
     }
 
@@ -929,10 +921,7 @@ impl Job<'_> {
             let until = watch.stopping_since.map(|since| since + LOST_NODE_WAIT);
             let again = self.naming_a_lost_node(again, until);
             if !again.echo {
-                watch.verdict = Some(match &self.nodes {
-                    None => again,
-                    Some(nodes) => nodes.publish(&again),
-                });
+                watch.verdict = Some(self.publish(again));
             }
         }
         // Another node's verdict may explain more than ours.
@@ -1140,14 +1129,8 @@ impl Supervision {
             }
             Event::StoreLost(why) => {
                 if self.machine.why().is_none() {
-                    self.verdict = Some(Verdict {
-                        code: ErrorKind::PeerLost.exit_code(),
-                        echo: false,
-                        mistake: false,
-                        node: 0,
-                        message: why,
-                        notes: Vec::new(),
-                    });
+                    let code = ErrorKind::PeerLost.exit_code();
+                    self.verdict = Some(Verdict::new(code, 0, why));
                 }
                 self.machine.failed_elsewhere(now)
             }

@@ -13,8 +13,8 @@ use phalanx_base::files::as_typed;
 use phalanx_wire::Token;
 use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, memfd_create};
 
-use super::cluster::{Env, text};
 use super::contract::TOKEN_FILE_VARIABLE;
+use super::place::{Env, text};
 use crate::error::{Error, ErrorKind, Result};
 
 /// The documented fallback where no file can be shared.

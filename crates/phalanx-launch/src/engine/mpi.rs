@@ -16,8 +16,8 @@ use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 
 use super::child::{self, Ended};
 use super::{Waiting, by_hand};
-use crate::cluster::{self, Env};
 use crate::error::{Error, ErrorKind, Result};
+use crate::place::{self, Env};
 use crate::proc_stat::stat;
 
 /// Names of the library. Versions 1.10 to 5 have the first one.
@@ -46,7 +46,7 @@ pub(super) fn broadcast(
         .arg(&library);
     if let Some(folder) = library.parent().filter(|_| library.is_absolute()) {
         // Where the library finds the others of its version.
-        let others = cluster::text(env, "LD_LIBRARY_PATH");
+        let others = place::text(env, "LD_LIBRARY_PATH");
         let mut path = folder.as_os_str().to_owned();
         if let Some(others) = others {
             path.push(":");
@@ -95,7 +95,7 @@ pub(super) fn broadcast(
 /// the processes that started this one, one of which is `mpirun` or its daemon; else wherever the loader looks.
 fn library(env: &Env) -> PathBuf {
     let mut folders = Vec::new();
-    if let Some(prefix) = cluster::text(env, "OPAL_PREFIX") {
+    if let Some(prefix) = place::text(env, "OPAL_PREFIX") {
         folders.extend(["lib", "lib64"].map(|lib| Path::new(prefix).join(lib)));
     }
     let mut pid = std::process::id();

@@ -20,9 +20,9 @@ use rustix::fs::OFlags;
 use sha2::{Digest, Sha256};
 
 use super::{Waiting, by_hand, child};
-use crate::cluster::{Env, Place, is_set, text};
 use crate::error::{Error, ErrorKind, Result};
-use crate::plan::in_path;
+use crate::place::{Env, Process, is_set, text};
+use crate::program::in_path;
 use crate::token;
 
 /// Where every node has a folder of its own for files of all users.
@@ -235,8 +235,8 @@ pub(super) fn names_of_this_node(env: &Env, deadline: Instant) -> Vec<String> {
 }
 
 /// The host of task 0: the first node's name if it resolves, else its address in Slurm's configuration.
-pub(super) fn first_node_address(place: &Place, deadline: Instant) -> Result<String> {
-    let Some(node) = &place.first_host else {
+pub(super) fn first_node_address(process: &Process, deadline: Instant) -> Result<String> {
+    let Some(node) = &process.master_addr else {
         return Err(
             Error::usage("Slurm does not say on which nodes this step runs")
                 .note("fix", "set MASTER_ADDR to the host of task 0 in all tasks"),

@@ -19,14 +19,12 @@
 //! that is lost instead ([`Nodes::lost`]).
 
 mod info;
-mod place;
-mod port;
 mod pulse;
+mod store;
 mod tell;
 
 pub use info::NodeInfo;
-pub use place::{Place, host_locally, meeting_place};
-pub use port::{PortForRanks, check_range};
+pub use store::{NodeStore, host_locally, meeting_store};
 pub use tell::{refuse, tell};
 
 use std::collections::HashMap;
@@ -45,12 +43,9 @@ use serde::{Deserialize, Serialize};
 use self::info::{compare, mixed, name_of};
 use self::pulse::{BEAT, BEAT_LIMIT, Pulse, SILENT, gone_key};
 use super::Event;
-use super::report::Verdict;
+use super::report::{ABORT_KEY, Verdict};
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
-
-/// The first verdict, and the only one unless it was an echo.
-pub const ABORT_KEY: &str = "launch/abort";
 
 /// How many nodes without a number have arrived.
 const ARRIVED_KEY: &str = "launch/arrived";
@@ -98,7 +93,7 @@ pub struct Nodes {
 /// `Timeout` names the nodes that did not come, or the address where nobody
 /// listens; `Usage` names the node that was started differently.
 pub fn join(
-    place: &mut Place,
+    at: &mut NodeStore,
     me: Option<usize>,
     mut info: NodeInfo,
     token: &Token,
@@ -108,12 +103,12 @@ pub fn join(
     let started = Instant::now();
     let deadline = started + timeout;
     tell::has_joined();
-    let store = connect(&place.dial, token, started, deadline, &mut interrupted)?;
+    let store = connect(&at.dial, token, started, deadline, &mut interrupted)?;
     // The way to node 0 says by which of our addresses others reach us.
-    if place.server.is_none() {
-        place.bind = place.bind.or(store.local_ip());
+    if at.server.is_none() {
+        at.bind = at.bind.or(store.local_ip());
     }
-    info.address = place.bind;
+    info.address = at.bind;
     let total = info.nodes;
     // Until all are here the meeting's deadline holds for every question.
     let left = deadline.saturating_duration_since(Instant::now());
@@ -122,7 +117,7 @@ pub fn join(
     let _ = store.reserve_connections(ASKING_THREADS);
     let me = match me {
         Some(me) => me,
-        None if place.server.is_some() => 0,
+        None if at.server.is_some() => 0,
         None => arrive(&store, total)?,
     };
     // Before the entry, with which the others begin to count on us.
@@ -160,7 +155,7 @@ pub fn join(
     }
     let mut nodes = Nodes {
         store: Arc::new(store),
-        server: place.server.take(),
+        server: at.server.take(),
         me,
         infos: Vec::new(),
         stop: Arc::new(AtomicBool::new(false)),
@@ -176,15 +171,8 @@ pub fn join(
             Ok(nodes)
         }
         Err(error) => {
-            let verdict = Verdict {
-                code: error.exit_code(),
-                echo: false,
-                mistake: false,
-                node: me,
-                message: format!("node {me} (host {}): {}", info.host, error.chain()),
-                notes: Vec::new(),
-            };
-            nodes.publish(&verdict);
+            let message = format!("node {me} (host {}): {}", info.host, error.chain());
+            nodes.publish(&Verdict::new(error.exit_code(), me, message));
             nodes.leave(total, Instant::now());
             if error.kind() == ErrorKind::Usage && nodes.server.is_some() {
                 tell::keep(nodes.store.clone(), nodes.server.take(), total);
@@ -463,6 +451,7 @@ impl Nodes {
         let answered = self.answered.clone();
         let me = self.me;
         let infos = self.infos.clone();
+        let lost = ErrorKind::PeerLost.exit_code();
         let store_lost =
             move |infos: &[NodeInfo], error: phalanx_store::Error, silent: Duration| {
                 Event::StoreLost(match error.kind() {
@@ -481,12 +470,8 @@ impl Nodes {
                     match store.get(ABORT_KEY, BEAT / 2) {
                         Ok(bytes) => {
                             let verdict = decode(&bytes).unwrap_or_else(|| Verdict {
-                                code: ErrorKind::PeerLost.exit_code(),
                                 echo: true,
-                                mistake: false,
-                                node: me,
-                                message: "another node failed and gave no reason".into(),
-                                notes: Vec::new(),
+                                ..Verdict::new(lost, me, "another node failed and gave no reason")
                             });
                             let _ = events.send(Event::Abort(Box::new(verdict)));
                             return;
@@ -508,18 +493,13 @@ impl Nodes {
                     match pulse.beat(&*store, me, Instant::now()) {
                         Ok(None) => {}
                         Ok(Some(node)) => {
+                            let message = disconnected(&infos, node, BEAT_LIMIT);
+                            let perhaps = "the host or the network between is down";
                             let verdict = Verdict {
-                                code: ErrorKind::PeerLost.exit_code(),
-                                echo: false,
-                                mistake: false,
-                                node: me,
-                                message: disconnected(&infos, node, BEAT_LIMIT),
-                                notes: vec![(
-                                    "perhaps".into(),
-                                    "the host or the network between is down".into(),
-                                )],
+                                notes: vec![("perhaps".into(), perhaps.into())],
+                                ..Verdict::new(lost, me, message)
                             };
-                            let _ = put(&store, &verdict);
+                            let _ = verdict.publish(&store);
                         }
                         Err(error) => {
                             pulse.end();
@@ -554,7 +534,7 @@ impl Nodes {
     /// Writes the verdict unless there is a better one, and gives back the
     /// one that holds.
     pub fn publish(&self, verdict: &Verdict) -> Verdict {
-        let stored = self.reachable(|store| put(store, verdict));
+        let stored = self.reachable(|store| verdict.publish(store));
         stored.unwrap_or_else(|| verdict.clone())
     }
 
@@ -665,27 +645,6 @@ fn node_key(node: usize) -> String {
 
 fn left_key(node: usize) -> String {
     format!("launch/left/{node}")
-}
-
-/// Writes the verdict unless there is a better one, and gives the one that holds.
-pub fn put(store: &TcpStore, verdict: &Verdict) -> phalanx_store::Result<Verdict> {
-    let Ok(mine) = encode(verdict) else {
-        return Ok(verdict.clone());
-    };
-    let mut expected: Option<Vec<u8>> = None;
-    // Twice: once against nothing, once against an echo.
-    for _ in 0..2 {
-        let stored = store.compare_set(ABORT_KEY, expected.as_deref(), &mine)?;
-        if stored == mine {
-            break;
-        }
-        match decode::<Verdict>(&stored) {
-            Some(theirs) if theirs.echo && !verdict.echo => expected = Some(stored),
-            Some(theirs) => return Ok(theirs),
-            None => break,
-        }
-    }
-    Ok(verdict.clone())
 }
 
 /// Nothing has come from `node` for this long.

@@ -10,11 +10,10 @@ use std::time::{Duration, Instant};
 use phalanx_store::{Store, TcpServer, TcpStore};
 use phalanx_wire::Token;
 
-use super::{LAST_WORDS, NodeInfo, Place, decode, left_key, meeting_place, node_key, put};
-use crate::alone::Asking;
-use crate::args::{Meeting, NodeFlags, WhichNodes};
-use crate::cluster::{self, Env};
+use super::{LAST_WORDS, NodeInfo, NodeStore, decode, left_key, meeting_store, node_key};
 use crate::error::{Error, ErrorKind, Result};
+use crate::flags::{LaunchCli, NodeFlags};
+use crate::place::{Env, Meeting, NodeQuery, rank_place, real_env};
 use crate::report::{Verdict, taken_apart};
 use crate::{say, signals, token};
 
@@ -62,7 +61,7 @@ pub fn tell(error: &Error) {
     }
     let words = std::env::args_os().skip(1);
     let words: Vec<String> = words.filter_map(|word| word.into_string().ok()).collect();
-    let Some(way) = Way::of(&words, cluster::real_env()) else {
+    let Some(way) = Way::of(&words, real_env()) else {
         return;
     };
     let _ = signals::end_on_signals();
@@ -76,9 +75,11 @@ pub fn tell(error: &Error) {
 
 /// Keeps the store of node 0, which this is and cannot start for `error`, with that error for the other nodes. Of
 /// another node it does nothing: [`tell`] does.
-pub fn refuse(place: Place, nodes: usize, token: &Token, error: &Error) {
-    let Some(server) = place.server else { return };
-    let Ok(store) = TcpStore::connect(&place.dial, token.clone(), LAST_WORDS) else {
+pub fn refuse(at: &mut NodeStore, nodes: usize, token: &Token, error: &Error) {
+    let Some(server) = at.server.take() else {
+        return;
+    };
+    let Ok(store) = TcpStore::connect(&at.dial, token.clone(), LAST_WORDS) else {
         return;
     };
     let _ = leave_word(&store, Some(0), &phalanx_base::host_name(), error);
@@ -107,14 +108,15 @@ pub(super) fn leave_word(
         .local_ip()
         .map_or(String::new(), |ip| format!(", {ip}"));
     let verdict = Verdict {
-        code: error.exit_code(),
-        echo: false,
         mistake: true,
-        node: me.unwrap_or(usize::MAX),
-        message: format!("{node} (host {host}{address}): {message}"),
         notes,
+        ..Verdict::new(
+            error.exit_code(),
+            me.unwrap_or(usize::MAX),
+            format!("{node} (host {host}{address}): {message}"),
+        )
     };
-    put(store, &verdict)?;
+    verdict.publish(store)?;
     match me {
         Some(me) => store.set(&left_key(me), b""),
         None => Ok(()),
@@ -158,38 +160,31 @@ impl Way {
         }
         let is_launch = command == Some("launch");
         let typed = |flag: &str| typed(words, flag, is_launch);
-        let flags = NodeFlags {
-            nnodes: typed("nnodes"),
-            node_rank: typed("node-rank"),
-            master_addr: typed("master-addr"),
-            master_port: typed("master-port"),
-            port_range: typed("port-range"),
+        let cli = LaunchCli {
+            nodes: NodeFlags {
+                nnodes: typed("nnodes"),
+                node_rank: typed("node-rank"),
+                master_addr: typed("master-addr"),
+                master_port: typed("master-port"),
+                port_range: typed("port-range"),
+            },
+            rdzv_endpoint: typed("rdzv-endpoint"),
+            rdzv_backend: typed("rdzv-backend"),
+            ..LaunchCli::default()
         };
-        let endpoint = typed("rdzv-endpoint");
-        let is_c10d = typed("rdzv-backend").is_some_and(|name| name == "c10d");
-        let which = WhichNodes {
-            flags: &flags,
-            endpoint: &endpoint,
-            standalone: false,
-            default_port: match is_c10d {
-                true => crate::args::C10D_PORT,
-                false => crate::DEFAULT_PORT,
-            },
-            by_arrival: is_c10d,
-            asking: match is_launch {
-                true => Asking::Launch,
-                false => Asking::Ranks,
-            },
-            command: "",
+        let flags = &cli.nodes;
+        let query = NodeQuery {
+            launch: Some(&cli).filter(|_| is_launch),
+            ..NodeQuery::of_launch(&cli, &env)
         };
         // Ranks that an engine started are no nodes.
         let has_flags = flags.nnodes.is_some() || flags.node_rank.is_some();
-        if !is_launch && !has_flags && !matches!(cluster::rank_place(&env), Ok(None)) {
+        if !is_launch && !has_flags && !matches!(rank_place(&env), Ok(None)) {
             return None;
         }
-        let meeting = match which.resolve(&env) {
-            Ok((Some(meeting), _)) => Ok(meeting),
-            _ if has_flags && flags.nnodes.as_deref() != Some("1") => which.address_alone(&env),
+        let meeting = match query.node(1).map(|node| node.meeting) {
+            Ok(Some(meeting)) => Ok(meeting),
+            _ if has_flags && flags.nnodes.as_deref() != Some("1") => query.address_alone(),
             _ => return None,
         };
         Some(Way {
@@ -211,14 +206,14 @@ impl Way {
         let token = token::given(self.token_file.as_deref().map(Path::new), &self.env, true)?;
         let token = token.ok_or_else(|| Error::usage("there is no job token (--token-file)"))?;
         let deadline = Instant::now() + LIMIT;
-        let place = meeting_place(&meeting, self.bind, &token, deadline, &mut || None)?;
+        let at = meeting_store(&meeting, self.bind, &token, deadline, &mut || None)?;
         let failed = |_| {
             let seconds = LIMIT.as_secs();
-            let message = format!("node 0 did not answer at {} within {seconds} s", place.dial);
+            let message = format!("node 0 did not answer at {} within {seconds} s", at.dial);
             Error::new(ErrorKind::PeerLost, message)
         };
         let mut is_said = false;
-        let store = TcpStore::connect_with(&place.dial, token, LIMIT, |_| {
+        let store = TcpStore::connect_with(&at.dial, token, LIMIT, |_| {
             if !std::mem::replace(&mut is_said, true) {
                 say::note(format_args!(
                     "informing the other nodes (for up to {} s)",
@@ -229,7 +224,7 @@ impl Way {
         let store = store.map_err(failed)?;
         let host = phalanx_base::host_name();
         leave_word(&store, meeting.node_rank, &host, error).map_err(failed)?;
-        if place.server.is_some() {
+        if at.server.is_some() {
             until_all_have_left(&store, meeting.node_rank.unwrap_or(0), meeting.nodes);
         }
         Ok(())

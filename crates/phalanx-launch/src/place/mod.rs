@@ -1,0 +1,181 @@
+//! What this process is in its job: one [`Place`], from the command line and the environment.
+//!
+//! Pure functions of flags and a map of variables; no files, names or sockets.
+//!
+//! | file | reads |
+//! |---|---|
+//! | `process.rs` | `RANK` and `WORLD_SIZE`, else a cluster engine's numbers |
+//! | `node.rs` | which of how many nodes a launcher is, and where they meet |
+//! | `torchrun.rs` | torchrun's flags and the `PET_*` variables that stand for them |
+//! | `slurm.rs`, `mpi.rs` | engines that start one process for each rank |
+//! | `kubernetes.rs` | engines that start one process on each node |
+
+mod kubernetes;
+mod mpi;
+mod node;
+mod process;
+mod slurm;
+pub mod torchrun;
+
+pub use mpi::PMI_SOCKET;
+pub use node::{Address, Meeting, Node, NodeQuery};
+pub use phalanx_base::env::{Env, not_a_number, number, real_env};
+pub use process::{Channel, Process, detect, rank_place};
+pub use slurm::cores as slurm_cores;
+#[cfg(any(test, fuzzing))]
+pub use {kubernetes::node as among_nodes, slurm::first_host};
+
+use crate::contract::STARTED_VARIABLE;
+use crate::error::{Error, Result};
+use crate::flags::RankArgs;
+
+/// What a process is in its job.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Place {
+    /// One rank, which another program has started.
+    Rank(Process),
+    /// The launcher of one node, which starts its ranks.
+    Node(Node),
+}
+
+/// The text of a variable; an empty one counts as unset.
+pub fn text<'a>(env: &'a Env, name: &str) -> Option<&'a str> {
+    let text = env.get(name).map(String::as_str);
+    text.filter(|text| !text.is_empty())
+}
+
+/// Whether the variable has more than white space.
+pub fn is_set(env: &Env, name: &str) -> bool {
+    env.get(name).is_some_and(|text| !text.trim().is_empty())
+}
+
+impl Place {
+    /// The place of a command that becomes ranks: from a launcher's or cluster's variables, else from `--rank` and
+    /// `--world-size`, else from `--nnodes`. `command` is `phalanx train`, or the name of a user's program.
+    ///
+    /// # Errors
+    /// `Usage`, naming the flag or variable.
+    pub fn of_ranks(args: &RankArgs, env: &Env, command: &str) -> Result<Place> {
+        if let Some(rank) = started_rank(args, env)? {
+            return Ok(Place::Rank(rank));
+        }
+        let here = local_ranks(args, env)?;
+        if let Some(rank) = typed_rank(args, here)? {
+            return Ok(Place::Rank(rank));
+        }
+        if args.world_size.is_some() {
+            return Ok(Place::Node(Node::alone(here)));
+        }
+        // With --nproc-per-node above 1 the ranks are started here.
+        if here == 1 && args.nodes.nnodes.is_none() {
+            process::check_rank_variables(env)?;
+        }
+        let query = NodeQuery {
+            env,
+            flags: &args.nodes,
+            launch: None,
+            command,
+        };
+        let mut node = query.node(here)?;
+        let flags = [
+            (&args.nodes.node_rank, "--node-rank"),
+            (&args.nodes.master_addr, "--master-addr"),
+            (&args.nodes.master_port, "--master-port"),
+        ];
+        let typed = flags.iter().find(|(text, _)| text.is_some());
+        if let (None, None, Some((_, flag))) = (&node.meeting, &args.nodes.nnodes, typed) {
+            return Err(Error::usage(format!(
+                "{flag} requires --nnodes, the number of nodes"
+            )));
+        }
+        // Ranks of our own need none.
+        node.master_port = None;
+        Ok(Place::Node(node))
+    }
+}
+
+/// Number of ranks that a command starts on this node.
+pub fn local_ranks(args: &RankArgs, env: &Env) -> Result<usize> {
+    let typed = args.nproc_per_node;
+    typed.map_or_else(|| torchrun::local_ranks(env, &None, crate::cores()), Ok)
+}
+
+/// The rank that another program has started, checked against the command line.
+fn started_rank(args: &RankArgs, env: &Env) -> Result<Option<Process>> {
+    // Ranks that this command started have its arguments too.
+    let is_ours = env.contains_key(STARTED_VARIABLE);
+    let world_size = args.world_size.filter(|_| !is_ours);
+    let has_nodes = args.nodes.nnodes.is_some() && !is_ours;
+    // The only process of its node, which starts the ranks there: `RANK` and `WORLD_SIZE` without `LOCAL_RANK`
+    // may count nodes, too.
+    let is_node = |rank: &Process| match rank.is_by_variables() {
+        true => has_nodes && !is_set(env, "LOCAL_RANK"),
+        false => rank.local_world == Some(1) && (has_nodes || args.nproc_per_node > Some(1)),
+    };
+    let Some(rank) = rank_place(env)?.filter(|rank| !is_node(rank)) else {
+        return Ok(None);
+    };
+    rank.check(args.nproc_per_node, world_size, has_nodes)?;
+    if !is_ours {
+        rank.check_node_flags(&args.nodes)?;
+    }
+    let is_found = rank.is_by_variables() || rank.master_addr.is_some();
+    if args.init_method == "env://" && !is_found && rank.channel(env).is_none() {
+        return Err(Error::usage(format!(
+            "{} started {} ranks, and does not say on which host rank 0 runs",
+            rank.source, rank.world
+        ))
+        .note("fix", "set MASTER_ADDR to that host in all ranks (mpirun -x MASTER_ADDR=HOST), or add --init-method tcp://HOST:PORT"));
+    }
+    Ok(Some(rank))
+}
+
+/// The rank of `--rank`, one of several that the user starts; `here` ranks would be started on this node.
+fn typed_rank(args: &RankArgs, here: usize) -> Result<Option<Process>> {
+    let (rank, world_size) = (args.rank.unwrap_or(0), args.world_size.unwrap_or(1));
+    let is_by_environment = args.init_method == "env://";
+    let wrong = if rank >= world_size {
+        format!("--rank {rank} is not below --world-size {world_size}; ranks count from 0")
+    } else if let (Some(nodes), true) = (
+        &args.nodes.nnodes,
+        args.world_size.is_some() || args.rank.is_some(),
+    ) {
+        format!(
+            "--nnodes {nodes} cannot be combined with --rank and --world-size: with --nnodes, this command starts the ranks of its node"
+        )
+    } else if args.world_size.is_none() && !is_by_environment && here == 1 {
+        // Ranks that are started here get the init method themselves.
+        format!(
+            "--init-method {} requires --world-size N, the number of ranks that you start",
+            args.init_method
+        )
+    } else if args.world_size.is_none() && args.rank.is_some() {
+        format!("--rank {rank} requires --world-size N, the number of ranks that you start")
+    } else if world_size == 1 {
+        return Ok(None);
+    } else if here > 1 {
+        "--world-size cannot be combined with --nproc-per-node: each process that you start is one rank; use --nnodes for several ranks per node".to_owned()
+    } else if is_by_environment {
+        format!(
+            "--world-size {world_size} requires --init-method tcp://HOST:PORT, the same for all ranks"
+        )
+    } else {
+        return Ok(Some(Process::new("--rank", rank, world_size)));
+    };
+    Err(Error::usage(wrong))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::Env;
+
+    /// Pairs `NAME=value`, separated by blanks.
+    pub fn env(text: &str) -> Env {
+        text.split_whitespace()
+            .map(|pair| {
+                let (name, value) = pair.split_once('=').unwrap();
+                (name.to_owned(), value.to_owned())
+            })
+            .collect()
+    }
+}
