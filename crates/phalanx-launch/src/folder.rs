@@ -15,6 +15,7 @@ use rustix::fs::OFlags;
 
 use super::guard::{Guard, remove};
 use crate::error::{Error, ErrorKind, Result};
+use crate::system;
 
 /// Error files are short; no more than this is read of one.
 const ERROR_FILE_BYTES: u64 = 1 << 20;
@@ -157,8 +158,7 @@ pub fn for_logs(dir: &Path, run_id: &str, node: Option<&str>) -> Result<PathBuf>
 /// A name that no other job has, in the form of a UUID.
 pub fn random_id() -> Result<String> {
     let mut bytes = [0u8; 16];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::new(ErrorKind::System, "no random numbers").caused_by(error))?;
+    getrandom::fill(&mut bytes).map_err(system("no random numbers"))?;
     bytes[6] = bytes[6] & 0x0f | 0x40;
     bytes[8] = bytes[8] & 0x3f | 0x80;
     let hex = hex::encode(bytes);

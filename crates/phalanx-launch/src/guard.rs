@@ -26,7 +26,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use phalanx_store::TcpStore;
@@ -36,6 +36,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use super::ending::{self, Training};
 use super::report::Verdict;
 use crate::error::{Error, ErrorKind, Result};
+use crate::lock;
 
 /// How long the guard tries to tell the other nodes.
 const TELL_LIMIT: Duration = Duration::from_secs(2);
@@ -84,7 +85,7 @@ impl Guard {
 
     /// A writing end for a rank that is being started.
     pub fn end_for_rank(&self) -> std::io::Result<OwnedFd> {
-        let pipe = self.pipe.lock().unwrap_or_else(PoisonError::into_inner);
+        let pipe = lock(&self.pipe);
         match pipe.as_ref() {
             Some(pipe) => pipe.as_fd().try_clone_to_owned(),
             None => Err(std::io::Error::other("the guard's pipe is closed")),
@@ -121,9 +122,7 @@ impl Guard {
 
     fn say(&self, line: &str) {
         // A guard that died is not an error: the kernel kills the ranks too.
-        if let Ok(mut pipe) = self.pipe.lock()
-            && let Some(pipe) = pipe.as_mut()
-        {
+        if let Some(pipe) = lock(&self.pipe).as_mut() {
             let _ = pipe.write_all(format!("{line}\n").as_bytes());
         }
     }
@@ -132,9 +131,7 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         self.say("done");
-        if let Ok(mut pipe) = self.pipe.lock() {
-            drop(pipe.take());
-        }
+        drop(lock(&self.pipe).take());
         // It ends soon after its pipe, unless it is stopped (SIGSTOP).
         let until = Instant::now() + END_LIMIT;
         while matches!(self.child.try_wait(), Ok(None)) {
@@ -158,7 +155,7 @@ pub fn announce(end: impl AsFd) {
 
 /// The contents of the pipe so far.
 #[derive(Debug, Default, PartialEq)]
-struct Told {
+struct Messages {
     groups: BTreeSet<i32>,
     store: Option<String>,
     token: Option<String>,
@@ -168,7 +165,7 @@ struct Told {
     done: bool,
 }
 
-impl Told {
+impl Messages {
     fn line(&mut self, line: &str) {
         if let Some(pid) = line.strip_prefix('+') {
             // 0 and 1 would mean our own group and everybody's.
@@ -205,7 +202,7 @@ pub fn guard() -> Result<()> {
     ] {
         let _ = signal_hook::flag::register(signal, ignored.clone());
     }
-    let mut told = Told::default();
+    let mut told = Messages::default();
     let mut line = Vec::new();
     let mut input = std::io::stdin().lock();
     // Without a deadline: the guard lives as long as its launcher, whose end is
@@ -279,7 +276,7 @@ mod tests {
 
     #[test]
     fn only_living_groups_are_remembered() {
-        let mut told = Told::default();
+        let mut told = Messages::default();
         for line in [
             "+10",
             "+11",
@@ -297,7 +294,7 @@ mod tests {
         ] {
             told.line(line);
         }
-        let want = Told {
+        let want = Messages {
             groups: BTreeSet::from([11]),
             store: Some("a:1".into()),
             token: Some("ff".into()),

@@ -13,10 +13,11 @@ use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_base::files::as_typed;
 use phalanx_comm::PortRange;
 use phalanx_live::{Page, State};
-use phalanx_store::{Store, TcpServer, TcpStore};
+use phalanx_store::{Store, TcpStore};
 use rustix::process::{Signal, kill_process};
 
 use super::Event;
+use super::args::LaunchArgs;
 use super::contract::{self, Own, Shared};
 use super::ending::{self, Training};
 use super::flight;
@@ -35,7 +36,7 @@ use super::report::{self, Verdict, Who};
 use super::signals::{SignalWatch, can_be_continued, interrupted, suspend_self};
 use super::token;
 use crate::error::{Error, ErrorKind, Result};
-use crate::{say, stop};
+use crate::{say, stop, system};
 
 /// How long to wait for the sign that a node is lost, from when ranks are stopped because they have lost others.
 const LOST_NODE_WAIT: Duration = Duration::from_secs(1);
@@ -123,8 +124,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         shared,
         port,
         nodes,
-        _server: at.server.take(),
-        dial: at.dial,
+        at,
         has_file,
         token_fd,
         folder,
@@ -222,6 +222,7 @@ fn shared(plan: &LaunchPlan, at: &NodeStore, nodes: Option<&Nodes>, master_port:
         None => vec![plan.args.node.local_ranks],
         Some(nodes) => nodes.infos().iter().map(|info| info.local_ranks).collect(),
     };
+    let meeting = plan.args.node.meeting.as_ref();
     Shared {
         node_rank,
         nodes: ranks.len(),
@@ -235,12 +236,7 @@ fn shared(plan: &LaunchPlan, at: &NodeStore, nodes: Option<&Nodes>, master_port:
         run_id: plan.run_id.clone(),
         max_restarts: plan.args.max_restarts,
         bind: at.bind.map(|ip| ip.to_string()),
-        ports: plan
-            .args
-            .node
-            .meeting
-            .as_ref()
-            .and_then(|meeting| ports_of_ranks(meeting.given.ports?, master_port)),
+        ports: meeting.and_then(|meeting| ports_of_ranks(meeting.given.ports?, master_port)),
         signals: plan.args.torchrun.signal_names(),
         threads_set: plan.threads_set,
     }
@@ -261,9 +257,8 @@ struct Job<'a> {
     /// On the node of rank 0, what `MASTER_PORT` names.
     port: Option<PortForRanks>,
     nodes: Option<Nodes>,
-    /// The store of a launch on one node.
-    _server: Option<TcpServer>,
-    dial: String,
+    /// The store, on one node with its server.
+    at: NodeStore,
     /// The store is a file, a new one for each attempt.
     has_file: bool,
     token_fd: std::os::fd::OwnedFd,
@@ -330,10 +325,8 @@ impl Job<'_> {
     fn end(&mut self, result: Result<()>) -> Result<()> {
         let page = self.page.take();
         if let Some(nodes) = &self.nodes {
-            nodes.leave(
-                nodes.infos().len(),
-                self.decided.unwrap_or_else(Instant::now),
-            );
+            let decided = self.decided.unwrap_or_else(Instant::now);
+            nodes.leave(nodes.infos().len(), decided);
         }
         let result = match (result, self.unwritten.first()) {
             (Ok(()), Some(what)) => Err(Error::new(
@@ -382,7 +375,7 @@ impl Job<'_> {
     }
 
     /// Shows the states of the ranks on the page.
-    fn show(&self, watch: &mut Supervision) {
+    fn show(&self, watch: &mut Supervision<'_>) {
         let Some(page) = &self.page else { return };
         let late = flight::late(&watch.ranks);
         watch.late.retain(|rank, _| late.contains(rank));
@@ -428,13 +421,10 @@ impl Job<'_> {
         if self.has_file {
             return Ok(());
         }
-        TcpStore::connect(&self.dial, self.plan.token.clone(), LOCAL_STORE)
+        TcpStore::connect(&self.at.dial, self.plan.token.clone(), LOCAL_STORE)
             .and_then(|store| store.delete_prefix(""))
             .map(drop)
-            .map_err(|error| {
-                Error::new(ErrorKind::System, "cannot clear the store for a restart")
-                    .caused_by(error)
-            })
+            .map_err(system("cannot clear the store for a restart"))
     }
 
     fn attempt(&mut self, restarts: u32) -> Result<Outcome> {
@@ -456,7 +446,7 @@ impl Job<'_> {
         if let Some(nodes) = self.nodes.as_ref().filter(|_| self.shared.node_rank > 0) {
             let verdict = Verdict::of_killed(self.shared.node_rank, &self.host);
             if let Ok(text) = serde_json::to_string(&verdict) {
-                guard.tell(&self.dial, &self.plan.token, &text);
+                guard.tell(&self.at.dial, &self.plan.token, &text);
             }
             nodes.is_guarded();
         }
@@ -468,6 +458,7 @@ impl Job<'_> {
             .collect();
         children.extend(i32::try_from(guard.pid()));
         let mut watch = Supervision {
+            args: &self.plan.args,
             children,
             machine: Machine::new(ranks.len(), self.plan.args.stop_grace, ECHO_WAIT),
             ranks,
@@ -477,11 +468,8 @@ impl Job<'_> {
             verdict: None,
             halted: None,
             lone_at: None,
-            lone_said: false,
             lone_told: false,
             late: BTreeMap::new(),
-            handler_grace: self.plan.args.handler_grace,
-            grace_is_typed: self.plan.args.grace_is_typed,
         };
         if let Err(error) = started {
             // Those that did start must not outlive the attempt.
@@ -511,18 +499,12 @@ impl Job<'_> {
     fn start_ranks(&self, restarts: u32, guard: &Arc<Guard>, ranks: &mut Vec<Rank>) -> Result<()> {
         let token_file = path_of(&self.token_fd);
         let starter = Starter {
-            program: &self.plan.args.run.program,
-            args: &self.plan.args.run.args,
+            plan: self.plan,
             token: self.token_fd.as_fd(),
             folder: &self.folder,
             out: &self.out,
             err: &self.err,
             unwritten: &self.unwritten,
-            prefix: self.plan.prefix,
-            rank0_owns_stderr: self.plan.rank0_owns_stderr,
-            logs: self.plan.logs.as_ref(),
-            torchrun: &self.plan.args.torchrun,
-            role: &self.plan.args.role,
             processors: self.processors.as_deref(),
             page: self.page.as_ref(),
             guard,
@@ -554,7 +536,7 @@ impl Job<'_> {
 
     /// Watches the ranks until all have ended and were reaped. There is no deadline
     /// while nothing is wrong.
-    fn watch_to_the_end(&self, watch: &mut Supervision) {
+    fn watch_to_the_end(&self, watch: &mut Supervision<'_>) {
         let mut shown = None;
         loop {
             let now = Instant::now();
@@ -606,7 +588,7 @@ impl Job<'_> {
 
     /// Ends processes that the ranks of a failed or interrupted job have left in sessions of
     /// their own; those with a handler for SIGTERM get `grace`, unless another signal comes.
-    fn end_strangers(&self, watch: &Supervision, grace: Duration) {
+    fn end_strangers(&self, watch: &Supervision<'_>, grace: Duration) {
         if !self.alone {
             return;
         }
@@ -632,68 +614,45 @@ impl Job<'_> {
     }
 
     /// Writes the flight recorders of the running ranks and prints where they are.
-    fn show_flight(&self, watch: &Supervision) {
+    fn show_flight(&self, watch: &Supervision<'_>) {
         let none = vec![None; watch.ranks.len()];
-        let halted: Vec<usize> = watch
-            .ranks
-            .iter()
-            .filter(|rank| rank.is_stopped())
-            .map(|rank| rank.rank)
-            .collect();
-        match flight::keep(
-            &watch.ranks,
-            &none,
-            &halted,
-            self.plan.flight_dir.as_deref(),
-        ) {
+        let dir = self.plan.flight_dir.as_deref();
+        match flight::keep(&watch.ranks, &none, &watch.halted_now(), dir) {
             Some(text) => say::note(format_args!("flight recorders: {text}")),
             None => say::note(format_args!("flight recorders: no rank has one yet")),
         }
     }
 
     /// Prints which ranks have succeeded and which still run.
-    fn say_who_still_runs(&self, watch: &Supervision) {
-        let (running, ended): (Vec<usize>, Vec<usize>) =
-            (0..watch.ranks.len()).partition(|local| watch.machine.end(*local).is_none());
+    fn say_who_still_runs(&self, watch: &Supervision<'_>) {
+        let running = numbers(watch.running());
         if running.is_empty() || watch.machine.why().is_some() {
             return;
         }
-        let names = |locals: Vec<usize>| {
-            let ranks: Vec<usize> = locals.iter().map(|l| self.shared.first_rank + l).collect();
-            report::rank_list(&ranks)
-        };
+        let ended = watch.ranks.iter();
+        let ended = numbers(ended.filter(|rank| !running.contains(&rank.rank)));
+        let verb = if running.len() == 1 { "is" } else { "are" };
         self.note(format!(
-            "{} ended {} s ago with code 0; {} still running and may be waiting for it",
-            names(ended),
+            "{} ended {} s ago with code 0; {} {verb} still running and may be waiting for it",
+            report::rank_list(&ended),
             LONE_AFTER.as_secs(),
-            match running.len() {
-                1 => format!("{} is", names(running)),
-                _ => format!("{} are", names(running)),
-            }
+            report::rank_list(&running),
         ));
     }
 
     /// Ends the job if all ranks that still run are stopped by a signal: they will not end by
     /// themselves, and no other rank waits for them.
-    fn end_if_all_are_stopped(&self, watch: &mut Supervision) {
-        let running: Vec<&Rank> = (0..watch.ranks.len())
-            .filter(|local| watch.machine.end(*local).is_none())
-            .map(|local| &watch.ranks[local])
-            .collect();
+    fn end_if_all_are_stopped(&self, watch: &mut Supervision<'_>) {
+        let running: Vec<&Rank> = watch.running().collect();
         let stopped = !running.is_empty() && running.iter().all(|rank| rank.is_stopped_by_signal());
         if !stopped || watch.machine.why().is_some() {
             return;
         }
-        let names: Vec<String> = running
-            .iter()
-            .map(|rank| {
-                format!(
-                    "rank {} (pid {}) is stopped by a signal",
-                    rank.rank,
-                    rank.pid.as_raw_nonzero()
-                )
-            })
-            .collect();
+        let name = |rank: &&Rank| {
+            let pid = rank.pid.as_raw_nonzero();
+            format!("rank {} (pid {pid}) is stopped by a signal", rank.rank)
+        };
+        let names: Vec<String> = running.iter().map(name).collect();
         let message = format!("{}, and all other ranks have ended well", names.join(", "));
         let verdict = self.plain_verdict(ErrorKind::Timeout.exit_code(), &message);
         watch.verdict = Some(self.publish(verdict));
@@ -702,16 +661,14 @@ impl Job<'_> {
     }
 
     /// Once a stop has begun: makes the verdict and publishes it to the other nodes.
-    fn decide(&self, watch: &mut Supervision) {
+    fn decide(&self, watch: &mut Supervision<'_>) {
         let Some(why) = watch.machine.why() else {
             return;
         };
         let is_first = watch.halted.is_none();
         if is_first {
             // Later they will have been killed.
-            let is_stopped = |rank: &&Rank| rank.is_stopped();
-            let ranks = watch.ranks.iter().filter(is_stopped);
-            watch.halted = Some(ranks.map(|rank| rank.rank).collect());
+            watch.halted = Some(watch.halted_now());
         }
         let verdict = match (why, &watch.verdict) {
             (Why::Elsewhere, Some(theirs)) if is_first && theirs.echo => {
@@ -733,14 +690,7 @@ impl Job<'_> {
                 better
             }
             (Why::Elsewhere, _) | (_, Some(_)) => return,
-            (Why::Interrupt(signal), None) => {
-                let what = interrupted(signal);
-                let message = match self.node() {
-                    None => what.chain(),
-                    Some(node) => format!("node {node} (host {}) was {}", self.host, what.chain()),
-                };
-                self.plain_verdict(ErrorKind::Interrupted.exit_code(), &message)
-            }
+            (Why::Interrupt(signal), None) => self.interrupt_verdict(signal),
             (Why::Rank(local), None) => {
                 self.naming_a_lost_node(self.rank_verdict(watch, local), None)
             }
@@ -775,7 +725,7 @@ impl Job<'_> {
         }
     }
 
-    fn rank_verdict(&self, watch: &Supervision, local: usize) -> Verdict {
+    fn rank_verdict(&self, watch: &Supervision<'_>, local: usize) -> Verdict {
         let (Some(rank), Some(end)) = (watch.ranks.get(local), watch.machine.end(local)) else {
             return self.plain_verdict(1, "a rank failed");
         };
@@ -844,15 +794,13 @@ impl Job<'_> {
     /// `rank 2 (pid 4711, host node-a) is stopped by a signal or a debugger`: the ranks that others may have
     /// waited for. If none is stopped: the ranks that have not reached an operation in which others
     /// wait. `but`, a local rank, is left out.
-    fn stopped_or_late(&self, watch: &Supervision, but: Option<usize>) -> Option<String> {
+    fn stopped_or_late(&self, watch: &Supervision<'_>, but: Option<usize>) -> Option<String> {
         let late = flight::late(&watch.ranks);
-        let others = || {
-            let ranks = watch.ranks.iter().enumerate();
-            ranks.filter(|(local, _)| Some(*local) != but && watch.machine.end(*local).is_none())
-        };
+        let but = but.map(|local| watch.ranks[local].rank);
         let names = |wanted: &[usize]| -> Vec<String> {
-            let wanted = others().filter(|(_, rank)| wanted.contains(&rank.rank));
-            wanted.map(|(_, rank)| self.who(rank).to_string()).collect()
+            let others = watch.running().filter(|rank| Some(rank.rank) != but);
+            let wanted = others.filter(|rank| wanted.contains(&rank.rank));
+            wanted.map(|rank| self.who(rank).to_string()).collect()
         };
         let (names, what) = match names(watch.halted()) {
             stopped if stopped.is_empty() => (names(&late), "late"),
@@ -872,7 +820,7 @@ impl Job<'_> {
     }
 
     /// The rank that got the signal which stopped the job.
-    fn sent_a_signal(&self, watch: &Supervision) -> Option<String> {
+    fn sent_a_signal(&self, watch: &Supervision<'_>) -> Option<String> {
         let asked = watch.ranks.iter().find_map(|rank| {
             let signal = report::reported_signal(&rank.error_json()?)?;
             Some((rank, signal))
@@ -889,6 +837,16 @@ impl Job<'_> {
             host: &self.host,
             node: self.node(),
         }
+    }
+
+    /// The verdict of this launcher, which got `signal`.
+    fn interrupt_verdict(&self, signal: i32) -> Verdict {
+        let error = interrupted(signal);
+        let message = match self.node() {
+            None => error.chain(),
+            Some(node) => format!("node {node} (host {}) was {}", self.host, error.chain()),
+        };
+        self.plain_verdict(error.exit_code(), &message)
     }
 
     fn plain_verdict(&self, code: u8, message: &str) -> Verdict {
@@ -908,14 +866,12 @@ impl Job<'_> {
         (self.shared.nodes > 1).then_some(self.shared.node_rank)
     }
 
-    fn outcome(&self, mut watch: Supervision) -> Outcome {
-        let Some(why) = watch.machine.why() else {
-            return Outcome::Success;
-        };
+    /// The verdict that holds once all ranks here have ended.
+    fn last_verdict(&self, watch: &mut Supervision<'_>, why: Why) -> Verdict {
         // Another rank may have written its error file since, and a node's connection may have ended.
         if let Some(own) = watch.verdict.clone().filter(|own| own.echo) {
             let again = match why {
-                Why::Rank(local) => self.rank_verdict(&watch, local),
+                Why::Rank(local) => self.rank_verdict(watch, local),
                 _ => own,
             };
             let until = watch.stopping_since.map(|since| since + LOST_NODE_WAIT);
@@ -932,32 +888,36 @@ impl Job<'_> {
             std::thread::sleep(POLL);
             shared = self.nodes.as_ref().and_then(Nodes::verdict);
         }
-        let verdict = match (shared, watch.verdict.take()) {
+        match (shared, watch.verdict.take()) {
             (Some(shared), Some(own)) if shared.echo && !own.echo => own,
             (Some(shared), _) => shared,
             (None, Some(own)) => own,
             (None, None) => self.plain_verdict(3, "another node failed and gave no reason"),
-        };
-        let name = |local: &usize| self.shared.first_rank + local;
-        let stopped: Vec<usize> = watch.machine.stopped().iter().map(name).collect();
-        let took = watch
-            .stopping_since
-            .map_or(Duration::ZERO, |since| since.elapsed());
-        let mut so = report::stopped(&stopped, took);
-        let immortal: Vec<usize> = (0..watch.ranks.len())
-            .filter(|local| watch.machine.end(*local).is_none())
-            .map(|local| name(&local))
-            .collect();
+        }
+    }
+
+    /// Which ranks were stopped, or could not be.
+    fn stopped(&self, watch: &Supervision<'_>) -> Option<String> {
+        let immortal = numbers(watch.running());
         if !immortal.is_empty() {
-            so = Some(format!(
+            return Some(format!(
                 "{} did not end after SIGKILL: blocked in the kernel",
                 report::rank_list(&immortal)
             ));
         }
-        let culprit = match why {
-            Why::Rank(local) => Some(local),
-            _ => None,
+        let stopped = watch.machine.stopped();
+        let stopped = numbers(stopped.iter().map(|local| &watch.ranks[*local]));
+        let since = watch.stopping_since;
+        let took = since.map_or(Duration::ZERO, |since| since.elapsed());
+        report::stopped(&stopped, took)
+    }
+
+    fn outcome(&self, mut watch: Supervision<'_>) -> Outcome {
+        let Some(why) = watch.machine.why() else {
+            return Outcome::Success;
         };
+        let verdict = self.last_verdict(&mut watch, why);
+        let so = self.stopped(&watch);
         if self.plan.ranks_tell && watch.all_stopped_themselves() {
             return Outcome::Final(verdict.into_error(so).told());
         }
@@ -966,14 +926,15 @@ impl Job<'_> {
         if alone && watch.is_interrupt() && watch.all_ended_well() {
             return Outcome::Success;
         }
-        let (verdict, culprit) = match watch.failed_to_stop() {
-            Some(local) => {
+        let (verdict, culprit) = match (watch.failed_to_stop(), why) {
+            (Some(local), _) => {
                 let mut own = self.rank_verdict(&watch, local);
                 own.mistake = false;
                 own.notes.push(("asked".to_owned(), verdict.message));
                 (own, Some(local))
             }
-            None => (verdict, culprit),
+            (None, Why::Rank(local)) => (verdict, Some(local)),
+            (None, _) => (verdict, None),
         };
         if verdict.mistake {
             // This node's terminal has more than the message.
@@ -982,42 +943,29 @@ impl Job<'_> {
             let error = verdict.into_error(None);
             return Outcome::Final(if is_told { error.told() } else { error });
         }
-        let is_interrupt = verdict.code == ErrorKind::Interrupted.exit_code();
+        let interrupted = ErrorKind::Interrupted.exit_code();
+        let is_interrupt = verdict.code == interrupted;
         let mut error = verdict.into_error(so);
-        let also: Vec<String> = watch
-            .machine
-            .also_failed(culprit)
+        let also = watch.machine.also_failed(culprit);
+        // They stopped together with the rank that got the signal.
+        let stopped_too = |end: &End| is_interrupt && end.job_code(true) == interrupted;
+        let mut also: Vec<String> = also
             .iter()
-            // They stopped together with the rank that got the signal.
-            .filter(|(_, end)| {
-                !(is_interrupt && end.job_code(true) == ErrorKind::Interrupted.exit_code())
-            })
+            .filter(|(_, end)| !stopped_too(end))
             .map(|(local, end)| {
                 let ended = report::ended(*end, watch.ranks[*local].reported(*end));
-                format!("rank {} {ended}", name(local))
+                format!("rank {} {ended}", watch.ranks[*local].rank)
             })
             .collect();
-        if !also.is_empty() {
-            let more = also.len().saturating_sub(4);
-            let mut text = also.into_iter().take(4).collect::<Vec<_>>().join(", ");
-            if more > 0 {
-                text.push_str(&format!(", and {more} more"));
-            }
-            error = error.note("also", text);
+        let more = also.len().saturating_sub(MOST_NAMED);
+        if more > 0 {
+            also.truncate(MOST_NAMED);
+            also.push(format!("and {more} more"));
         }
-        let ends: Vec<Option<End>> = (0..watch.ranks.len())
-            .map(|local| {
-                let by_itself = !watch.machine.stopped().contains(&local);
-                watch.machine.end(local).filter(|_| by_itself)
-            })
-            .collect();
-        let kept = flight::keep(
-            &watch.ranks,
-            &ends,
-            watch.halted(),
-            self.plan.flight_dir.as_deref(),
-        );
-        if let Some(text) = kept {
+        if !also.is_empty() {
+            error = error.note("also", also.join(", "));
+        }
+        if let Some(text) = self.keep_flight(&watch) {
             error = error.note("inspect", text);
         }
         match why {
@@ -1026,6 +974,16 @@ impl Job<'_> {
             Why::Rank(_) if self.nodes.is_none() => Outcome::Failed(error),
             _ => Outcome::Final(error),
         }
+    }
+
+    /// Writes the flight recorders of the ranks, all of which have ended, and returns how to look at them.
+    fn keep_flight(&self, watch: &Supervision<'_>) -> Option<String> {
+        let by_itself = |local: &usize| !watch.machine.stopped().contains(local);
+        let ends: Vec<Option<End>> = (0..watch.ranks.len())
+            .map(|local| watch.machine.end(local).filter(|_| by_itself(&local)))
+            .collect();
+        let dir = self.plan.flight_dir.as_deref();
+        flight::keep(&watch.ranks, &ends, watch.halted(), dir)
     }
 
     /// All ranks here succeeded. With several nodes, each launcher waits until all nodes are
@@ -1044,15 +1002,8 @@ impl Job<'_> {
             }
             match self.events.try_recv() {
                 Ok(Event::Signal(signal, _)) => {
-                    let error = interrupted(signal);
-                    let message = format!(
-                        "node {} (host {}) was {}",
-                        self.shared.node_rank,
-                        self.host,
-                        error.chain()
-                    );
-                    let verdict = self.plain_verdict(error.exit_code(), &message);
-                    return Err(nodes.publish(&verdict).into_error(None));
+                    let verdict = nodes.publish(&self.interrupt_verdict(signal));
+                    return Err(verdict.into_error(None));
                 }
                 Ok(Event::Suspend) => suspend_self(),
                 Ok(Event::Abort(verdict)) => return Err(verdict.into_error(None)),
@@ -1064,7 +1015,8 @@ impl Job<'_> {
 }
 
 /// The ranks of one attempt, and the state of its end.
-struct Supervision {
+struct Supervision<'a> {
+    args: &'a LaunchArgs,
     ranks: Vec<Rank>,
     /// Child processes that other threads wait for.
     children: HashSet<i32>,
@@ -1077,17 +1029,29 @@ struct Supervision {
     halted: Option<Vec<usize>>,
     /// When to report that some ranks have ended and others have not.
     lone_at: Option<Instant>,
-    lone_said: bool,
     lone_told: bool,
     /// How many times in a row a rank was found late.
     late: BTreeMap<usize, usize>,
-    /// From SIGTERM to SIGKILL where a rank's group has a handler for it.
-    handler_grace: Duration,
-    /// It was given on the command line, so ranks cannot ask for more.
-    grace_is_typed: bool,
 }
 
-impl Supervision {
+/// The numbers of `ranks`.
+fn numbers<'a>(ranks: impl Iterator<Item = &'a Rank>) -> Vec<usize> {
+    ranks.map(|rank| rank.rank).collect()
+}
+
+impl Supervision<'_> {
+    /// The ranks that have not ended.
+    fn running(&self) -> impl Iterator<Item = &Rank> {
+        let ranks = self.ranks.iter().enumerate();
+        let running = ranks.filter(|(local, _)| self.machine.end(*local).is_none());
+        running.map(|(_, rank)| rank)
+    }
+
+    /// The ranks that are stopped (SIGSTOP, a debugger).
+    fn halted_now(&self) -> Vec<usize> {
+        numbers(self.ranks.iter().filter(|rank| rank.is_stopped()))
+    }
+
     fn halted(&self) -> &[usize] {
         self.halted.as_deref().unwrap_or_default()
     }
@@ -1095,8 +1059,8 @@ impl Supervision {
     fn take(&mut self, event: Event, now: Instant) -> Action {
         match event {
             Event::Ended(local, end, at) => {
-                if end.is_ok() && !std::mem::replace(&mut self.lone_said, true) {
-                    self.lone_at = Some(at + LONE_AFTER);
+                if end.is_ok() {
+                    self.lone_at.get_or_insert(at + LONE_AFTER);
                 }
                 self.machine.ended(local, end, at)
             }
@@ -1199,11 +1163,10 @@ impl Supervision {
     /// have asked for.
     fn handler_grace(&self) -> Duration {
         const LONGEST: Duration = Duration::from_secs(86_400);
-        let ranks = self.ranks.iter().filter(|_| !self.grace_is_typed);
+        let least = self.args.handler_grace;
+        let ranks = self.ranks.iter().filter(|_| !self.args.grace_is_typed);
         let asked = ranks.filter_map(|rank| rank.flight()?.stop_grace).max();
-        asked.map_or(self.handler_grace, |asked| {
-            asked.min(LONGEST).max(self.handler_grace)
-        })
+        asked.map_or(least, |asked| asked.min(LONGEST).max(least))
     }
 
     /// What asks the ranks to end: SIGTERM, or the SIGUSR1 or SIGUSR2 that ended the job, which a program may

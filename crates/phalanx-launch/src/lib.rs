@@ -64,6 +64,7 @@ pub mod words;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 pub use context::RankContext;
@@ -75,12 +76,12 @@ pub use phalanx_live::Address;
 pub use place::{Process, rank_place};
 pub use rank_args::{Speakers, check_local_ranks, run as run_ranks, start};
 pub use reap::{adopt_orphans, reap_group};
-pub use threads::{Cores, ThreadSource, Threads};
+pub use threads::{Cores, Threads};
 pub use token::write_token;
 
 use phalanx_base::{error, format, say, stop};
 
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 
 use args::LaunchArgs;
 use machine::End;
@@ -123,6 +124,26 @@ pub fn run(cli: &LaunchCli) -> Result<()> {
     let env = real_env();
     let args = LaunchArgs::resolve(cli, &env, cores())?;
     job::run(&LaunchPlan::prepare(args, &env)?)
+}
+
+/// Locks `mutex`; a thread that panicked leaves nothing half written in ours.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Starts a thread.
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
+    let started = std::thread::Builder::new().name(name.to_owned()).spawn(run);
+    started.map(drop).map_err(system("cannot start a thread"))
+}
+
+/// Makes the error with `message` of what a call of the system or a library gave.
+fn system<E>(message: impl Into<String>) -> impl FnOnce(E) -> Error
+where
+    E: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    let message = message.into();
+    move |cause| Error::new(ErrorKind::System, message).caused_by(cause)
 }
 
 /// The number of ranks for `auto`: the cores that this process may use.

@@ -15,7 +15,7 @@ use super::engine::{self, UntilMet};
 use super::folder;
 use super::place::{Env, Meeting, Node};
 use super::program::Program;
-use super::ranks::{Logs, Prefix};
+use super::streams::{Logs, Prefix};
 use super::token;
 use crate::error::{Error, Result};
 

@@ -180,13 +180,7 @@ fn interpreter_hint(error: Error, program: &OsStr, here: bool) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn env(pairs: &[(&str, &str)]) -> Env {
-        let pairs = pairs.iter();
-        pairs
-            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
-            .collect()
-    }
+    use crate::place::tests::env_of as env;
 
     #[test]
     fn python_runs_scripts_and_modules() {

@@ -13,6 +13,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::lock;
+
 /// How many lines of a rank's stderr are kept for the report.
 pub const TAIL_LINES: usize = 50;
 
@@ -48,7 +50,7 @@ impl Unwritten {
             );
             return;
         }
-        let mut first = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut first = lock(&self.0);
         if first.is_none() {
             let text = format!("{what} cannot be written: {error}");
             // stderr itself may be what is full.
@@ -62,10 +64,7 @@ impl Unwritten {
 
     /// What was recorded.
     pub fn first(&self) -> Option<String> {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        lock(&self.0).clone()
     }
 }
 
@@ -104,7 +103,7 @@ impl Sink {
 
     /// Writes all of `bytes`; after a failure, discards everything.
     fn write(&self, bytes: &[u8]) {
-        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut file = lock(&self.file);
         if let Some(open) = file.as_mut()
             && let Err(error) = open.write_all(bytes)
         {
@@ -274,9 +273,7 @@ impl Route {
             };
             let bytes = &chunk[..count];
             if let Some(tail) = &self.tail {
-                tail.lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push(bytes);
+                lock(tail).push(bytes);
             }
             if let Some((live, err)) = &self.live {
                 live.push(*err, bytes);
@@ -313,7 +310,7 @@ impl Open {
     /// open as long as any process that the rank started holds it.
     pub fn wait_closed(&self, until: Instant) -> bool {
         let (count, changed) = &*self.0;
-        let mut count = count.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut count = lock(count);
         while *count > 0 {
             let Some(left) = until.checked_duration_since(Instant::now()) else {
                 return false;
@@ -331,7 +328,7 @@ impl Open {
 
     fn add(&self, delta: isize) {
         let (count, changed) = &*self.0;
-        let mut count = count.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut count = lock(count);
         *count = count.saturating_add_signed(delta);
         changed.notify_all();
     }

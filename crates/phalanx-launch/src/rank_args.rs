@@ -30,8 +30,8 @@ use crate::error::{Error, ErrorKind, Result, check_count};
 use crate::flags::{RankArgs, TransportArg};
 use crate::place::{self, Address, Env, Node, Place, Process, is_set, real_env, text};
 use crate::plan::LaunchPlan;
-use crate::ranks::Prefix;
 use crate::same_host::store_file;
+use crate::streams::Prefix;
 use crate::threads::{self, Cores, Threads};
 use crate::{job, stop, token};
 

@@ -12,8 +12,9 @@ use signal_hook::iterator::{Handle, Signals};
 use super::Event;
 use super::proc_stat::stat;
 use crate::error::{Error, ErrorKind, Result};
-use crate::say;
-use crate::stop;
+use crate::{say, stop, system};
+
+const CANNOT_WATCH: &str = "cannot watch for signals";
 
 /// While it lives, the signals that end the job arrive as [`Event::Signal`] instead of ending
 /// the process, and SIGUSR2 as [`Event::Dump`].
@@ -33,13 +34,10 @@ impl SignalWatch {
     }
 
     fn watch(events: Sender<Event>, ends: &[i32], others: &[i32]) -> Result<Self> {
-        let failed = |error: std::io::Error| {
-            Error::new(ErrorKind::System, "cannot watch for signals").caused_by(error)
-        };
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         let mut watched: Vec<i32> = ends.iter().chain(others).copied().collect();
         watched.retain(|signal| *signal != SIGHUP || !stop::is_ignored(&status, SIGHUP));
-        let mut signals = Signals::new(watched).map_err(failed)?;
+        let mut signals = Signals::new(watched).map_err(system(CANNOT_WATCH))?;
         let ends = ends.to_vec();
         let handle = signals.handle();
         thread::Builder::new()
@@ -59,7 +57,7 @@ impl SignalWatch {
                     }
                 }
             })
-            .map_err(failed)?;
+            .map_err(system(CANNOT_WATCH))?;
         Ok(SignalWatch(handle))
     }
 }
@@ -158,8 +156,6 @@ pub fn end_on_signals() -> Result<()> {
             error.print();
             std::process::exit(i32::from(error.exit_code()));
         })
-        .map_err(|error| {
-            Error::new(ErrorKind::System, "cannot watch for signals").caused_by(error)
-        })?;
-    Ok(())
+        .map(drop)
+        .map_err(system(CANNOT_WATCH))
 }

@@ -209,13 +209,7 @@ impl VisibleDevices {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn env(pairs: &[(&str, &str)]) -> Env {
-        let pairs = pairs.iter();
-        pairs
-            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
-            .collect()
-    }
+    use crate::place::tests::env_of as env;
 
     #[test]
     fn signals_by_name() {

@@ -23,7 +23,7 @@ use super::{Waiting, by_hand, child};
 use crate::error::{Error, ErrorKind, Result};
 use crate::place::{Env, Process, is_set, text};
 use crate::program::in_path;
-use crate::token;
+use crate::{system, token};
 
 /// Where every node has a folder of its own for files of all users.
 const FOLDER: &str = "/tmp";
@@ -136,13 +136,8 @@ fn send(sbcast: &Path, step: &str, text: &str, path: &Path, deadline: Instant) -
     let source = format!("/proc/{}/fd/{}", std::process::id(), source.as_raw_fd());
     let mut command = Command::new(sbcast);
     command.args(["-p", "-j", step]).arg(source).arg(path);
-    let output = run(command, deadline).map_err(|error| {
-        Error::new(
-            ErrorKind::System,
-            "cannot run sbcast, which sends the job token",
-        )
-        .caused_by(error)
-    })?;
+    let output =
+        run(command, deadline).map_err(system("cannot run sbcast, which sends the job token"))?;
     let Err(why) = output else {
         return Ok(());
     };
@@ -285,12 +280,8 @@ pub(super) fn port(env: &Env, ports: Option<PortRange>) -> u16 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::place::tests::env_of as env;
     use std::os::unix::fs::PermissionsExt;
-
-    fn env(pairs: &[(&str, &str)]) -> Env {
-        let owned = |(name, text): &(&str, &str)| ((*name).to_owned(), (*text).to_owned());
-        pairs.iter().map(owned).collect()
-    }
 
     fn waiting() -> Waiting {
         Waiting {

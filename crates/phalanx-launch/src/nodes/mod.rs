@@ -32,7 +32,6 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::transport::what_loopback_means;
@@ -45,7 +44,7 @@ use self::pulse::{BEAT, BEAT_LIMIT, Pulse, SILENT, gone_key};
 use super::Event;
 use super::report::{ABORT_KEY, Verdict};
 use crate::error::{Error, ErrorKind, Result};
-use crate::say;
+use crate::{lock, say, spawn, system};
 
 /// How many nodes without a number have arrived.
 const ARRIVED_KEY: &str = "launch/arrived";
@@ -126,7 +125,7 @@ pub fn join(
         0 => None,
         _ => store
             .leave_will(ABORT_KEY, &encode(&Verdict::of_killed(me, &info.host))?)
-            .map_err(|error| lost_store("node 0", error))?,
+            .map_err(lost_node_0)?,
     };
     let mine = encode(&info)?;
     let stored = store
@@ -184,9 +183,7 @@ pub fn join(
 
 /// The number of a node that has none: the next one after those that have arrived.
 fn arrive(store: &TcpStore, total: usize) -> Result<usize> {
-    let arrived = store
-        .add(ARRIVED_KEY, 1)
-        .map_err(|error| lost_store("node 0", error))?;
+    let arrived = store.add(ARRIVED_KEY, 1).map_err(lost_node_0)?;
     let me = usize::try_from(arrived).unwrap_or(usize::MAX);
     if me < total {
         return Ok(me);
@@ -221,27 +218,24 @@ fn connect(
     let last = Arc::new(Mutex::new(None));
     let failure = last.clone();
     let (to, token) = (dial.to_owned(), token.clone());
-    thread::Builder::new()
-        .name("connect".into())
-        .spawn(move || {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let left = left.max(Duration::from_millis(20));
-            let mut is_first = true;
-            let store = TcpStore::connect_with(&to, token, left, |error| {
-                if std::mem::take(&mut is_first)
-                    && let Some(means) = means_this_host(&to)
-                {
-                    say::note(format_args!(
-                        "warning: {means}: if node 0 is on another host, give all nodes its address as --master-addr"
-                    ));
-                }
-                *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
-            });
-            // Nobody listens after an interrupt.
-            let _ = tell.send(store);
-        })
-        .map_err(|error| Error::new(ErrorKind::System, "cannot start a thread").caused_by(error))?;
-    let last = || last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    spawn("connect", move || {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = left.max(Duration::from_millis(20));
+        let mut is_first = true;
+        let store = TcpStore::connect_with(&to, token, left, |error| {
+            if std::mem::take(&mut is_first)
+                && let Some(means) = means_this_host(&to)
+            {
+                say::note(format_args!(
+                    "warning: {means}: if node 0 is on another host, give all nodes its address as --master-addr"
+                ));
+            }
+            *lock(&failure) = Some(error.to_string());
+        });
+        // Nobody listens after an interrupt.
+        let _ = tell.send(store);
+    })?;
+    let last = || lock(&last).clone();
     let mut say_at = QUIET;
     let error = loop {
         match told.recv_timeout(SLICE) {
@@ -325,16 +319,12 @@ impl Nodes {
                 Err(error) if error.kind() == StoreKind::Timeout => error.missing_keys().to_vec(),
                 // It says nothing of who came.
                 Err(error) if error.kind() == StoreKind::NoAnswer => missing.clone(),
-                Err(error) => return Err(lost_store("node 0", error)),
+                Err(error) => return Err(lost_node_0(error)),
             };
             // Look at entries as they come: a node that expects another world
             // must not keep us waiting for one that never comes.
             for key in missing.iter().filter(|key| !left.contains(key)) {
-                let Some(bytes) = self
-                    .store
-                    .try_get(key)
-                    .map_err(|error| lost_store("node 0", error))?
-                else {
+                let Some(bytes) = self.store.try_get(key).map_err(lost_node_0)? else {
                     continue;
                 };
                 let theirs = decode::<NodeInfo>(&bytes).ok_or_else(|| {
@@ -347,10 +337,7 @@ impl Nodes {
                 break;
             }
             missing = left;
-            let verdict = self
-                .store
-                .try_get(ABORT_KEY)
-                .map_err(|error| lost_store("node 0", error))?;
+            let verdict = self.store.try_get(ABORT_KEY).map_err(lost_node_0)?;
             if let Some(verdict) = verdict.and_then(|bytes| decode::<Verdict>(&bytes)) {
                 return Err(verdict.into_error(None));
             }
@@ -430,7 +417,7 @@ impl Nodes {
     /// Our guard has our verdict: from now on a broken connection to the store
     /// alone is nobody's death.
     pub fn is_guarded(&self) {
-        let mut will = self.will.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut will = lock(&self.will);
         drop(will.take());
     }
 
@@ -451,68 +438,54 @@ impl Nodes {
         let answered = self.answered.clone();
         let me = self.me;
         let infos = self.infos.clone();
-        let lost = ErrorKind::PeerLost.exit_code();
-        let store_lost =
-            move |infos: &[NodeInfo], error: phalanx_store::Error, silent: Duration| {
-                Event::StoreLost(match error.kind() {
-                    StoreKind::NoAnswer => format!("{}: {error}", disconnected(infos, 0, silent)),
-                    _ => lost_store(&name_of(infos, 0), error).chain(),
-                })
-            };
-        thread::Builder::new()
-            .name("nodes".into())
-            .spawn(move || {
-                let mut pulse = Pulse::new(infos.len());
-                // Leaves the will before the first wait; the loop reports a failure.
-                let _ = pulse.beat(&*store, me, Instant::now());
-                let mut last = Instant::now();
+        spawn("nodes", move || {
+            let mut pulse = Pulse::new(infos.len());
+            // Leaves the will before the first wait; the loop reports a failure.
+            let _ = pulse.beat(&*store, me, Instant::now());
+            let mut last = Instant::now();
+            let mut listen = || -> phalanx_store::Result<Option<Verdict>> {
+                let code = ErrorKind::PeerLost.exit_code();
                 while !stop.load(Ordering::Relaxed) {
                     match store.get(ABORT_KEY, BEAT / 2) {
                         Ok(bytes) => {
-                            let verdict = decode(&bytes).unwrap_or_else(|| Verdict {
+                            return Ok(Some(decode(&bytes).unwrap_or_else(|| Verdict {
                                 echo: true,
-                                ..Verdict::new(lost, me, "another node failed and gave no reason")
-                            });
-                            let _ = events.send(Event::Abort(Box::new(verdict)));
-                            return;
+                                ..Verdict::new(code, me, "another node failed and gave no reason")
+                            })));
                         }
-                        Err(error)
-                            if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) =>
-                        {
-                            if error.kind() == StoreKind::Timeout {
-                                last = Instant::now();
-                                *answered.lock().unwrap_or_else(PoisonError::into_inner) = last;
-                            }
+                        Err(error) if error.kind() == StoreKind::Timeout => {
+                            last = Instant::now();
+                            *lock(&answered) = last;
                         }
-                        Err(error) => {
-                            pulse.end();
-                            let _ = events.send(store_lost(&infos, error, last.elapsed()));
-                            return;
-                        }
+                        Err(error) if error.kind() == StoreKind::NoAnswer => {}
+                        Err(error) => return Err(error),
                     }
-                    match pulse.beat(&*store, me, Instant::now()) {
-                        Ok(None) => {}
-                        Ok(Some(node)) => {
-                            let message = disconnected(&infos, node, BEAT_LIMIT);
-                            let perhaps = "the host or the network between is down";
-                            let verdict = Verdict {
-                                notes: vec![("perhaps".into(), perhaps.into())],
-                                ..Verdict::new(lost, me, message)
-                            };
-                            let _ = verdict.publish(&store);
-                        }
-                        Err(error) => {
-                            pulse.end();
-                            let _ = events.send(store_lost(&infos, error, last.elapsed()));
-                            return;
-                        }
+                    if let Some(node) = pulse.beat(&*store, me, Instant::now())? {
+                        let perhaps = "the host or the network between is down";
+                        let verdict = Verdict {
+                            notes: vec![("perhaps".into(), perhaps.into())],
+                            ..Verdict::new(code, me, disconnected(&infos, node, BEAT_LIMIT))
+                        };
+                        let _ = verdict.publish(&store);
                     }
                 }
-            })
-            .map(drop)
-            .map_err(|error| {
-                Error::new(ErrorKind::System, "cannot start a thread").caused_by(error)
-            })
+                Ok(None)
+            };
+            let event = match listen() {
+                Ok(None) => return,
+                Ok(Some(verdict)) => Event::Abort(Box::new(verdict)),
+                Err(error) => {
+                    pulse.end();
+                    Event::StoreLost(match error.kind() {
+                        StoreKind::NoAnswer => {
+                            format!("{}: {error}", disconnected(&infos, 0, last.elapsed()))
+                        }
+                        _ => lost_store(&name_of(&infos, 0), error).chain(),
+                    })
+                }
+            };
+            let _ = events.send(event);
+        })
     }
 
     /// Whether there is any use in asking the store: once the end is decided,
@@ -541,7 +514,7 @@ impl Nodes {
     /// The node that is lost, where ranks of this node may have failed for that reason; the headline of a verdict.
     pub fn lost(&self) -> Option<String> {
         if self.me != 0 {
-            let answered = *self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+            let answered = *lock(&self.answered);
             let silent = answered.elapsed();
             if silent >= SILENT {
                 return Some(disconnected(&self.infos, 0, silent));
@@ -666,9 +639,13 @@ fn lost_store(node_0: &str, error: phalanx_store::Error) -> Error {
     Error::new(kind, format!("lost the launcher of {node_0}")).caused_by(error)
 }
 
+/// The same before the nodes know each other.
+fn lost_node_0(error: phalanx_store::Error) -> Error {
+    lost_store("node 0", error)
+}
+
 fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
-    serde_json::to_vec(value)
-        .map_err(|error| Error::new(ErrorKind::System, "cannot write JSON").caused_by(error))
+    serde_json::to_vec(value).map_err(system("cannot write JSON"))
 }
 
 fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Option<T> {

@@ -14,7 +14,7 @@ use phalanx_wire::Token;
 use super::{QUIET, SLICE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::place::Meeting;
-use crate::say;
+use crate::{say, spawn};
 
 /// Pause between two lookups of a name.
 const LOOKUP_PAUSE: Duration = Duration::from_millis(500);
@@ -223,16 +223,11 @@ fn resolve(
         // A lookup cannot be interrupted, so it runs on a thread.
         let (tell, told) = channel();
         let name = named.to_owned();
-        thread::Builder::new()
-            .name("lookup".into())
-            .spawn(move || {
-                let addresses = name.to_socket_addrs().map(Iterator::collect::<Vec<_>>);
-                // Nobody listens after an interrupt.
-                let _ = tell.send(addresses);
-            })
-            .map_err(|error| {
-                Error::new(ErrorKind::System, "cannot start a thread").caused_by(error)
-            })?;
+        spawn("lookup", move || {
+            let addresses = name.to_socket_addrs().map(Iterator::collect::<Vec<_>>);
+            // Nobody listens after an interrupt.
+            let _ = tell.send(addresses);
+        })?;
         let mut why = None;
         let pause = Instant::now() + LOOKUP_PAUSE;
         while why.is_none() || Instant::now() < pause {

@@ -4,7 +4,7 @@
 use std::net::IpAddr;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use phalanx_store::{Store, TcpServer, TcpStore};
@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::flags::{LaunchCli, NodeFlags};
 use crate::place::{Env, Meeting, NodeQuery, rank_place, real_env};
 use crate::report::{Verdict, taken_apart};
-use crate::{say, signals, token};
+use crate::{lock, say, signals, token};
 
 /// How long this node tries to reach node 0, and node 0 keeps its store for nodes that come later.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -40,7 +40,7 @@ pub(super) fn has_joined() {
 
 /// Keeps the store of node 0 until [`tell`] is called.
 pub(super) fn keep(store: Arc<TcpStore>, server: Option<TcpServer>, nodes: usize) {
-    *KEPT.lock().unwrap_or_else(PoisonError::into_inner) = Some(Kept {
+    *lock(&KEPT) = Some(Kept {
         store,
         _server: server,
         nodes,
@@ -50,7 +50,7 @@ pub(super) fn keep(store: Arc<TcpStore>, server: Option<TcpServer>, nodes: usize
 /// Tells the other nodes of the error that ends this process, if it is the launcher of one of several nodes which
 /// have not met. *Blocks* for at most [`LIMIT`].
 pub fn tell(error: &Error) {
-    let kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let kept = lock(&KEPT).take();
     if let Some(kept) = kept {
         let _ = signals::end_on_signals();
         return until_all_have_left(&kept.store, 0, kept.nodes);
@@ -254,15 +254,10 @@ fn typed(words: &[String], flag: &str, first: bool) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::place::tests::env;
 
     fn words(line: &str) -> Vec<String> {
         line.split_whitespace().map(str::to_owned).collect()
-    }
-
-    fn env(line: &str) -> Env {
-        let pairs = line.split_whitespace();
-        let pairs = pairs.map(|pair| pair.split_once('=').unwrap());
-        pairs.map(|(a, b)| (a.to_owned(), b.to_owned())).collect()
     }
 
     #[test]
@@ -295,6 +290,11 @@ mod tests {
                 "train mnist --nnodes 2 --node-rank 2 --master-addr h",
                 "",
                 at("h", 29500, Some(2), 2),
+            ),
+            (
+                "launch --nnodes 2 --node-rank 1 --master-addr h --master-port 7 --port-range 9-1",
+                "",
+                at("h", 7, Some(1), 2),
             ),
             (
                 "launch --bogus true",

@@ -258,13 +258,12 @@ impl Engine {
 mod tests {
     use super::*;
 
-    /// Pairs `NAME=value`, separated by blanks; `_` in a value is a line break.
+    /// As [`env`](super::super::tests::env); `_` in a value is a line break.
     fn env(text: &str) -> Env {
-        let pairs = text.split_whitespace().map(|pair| {
-            let (name, value) = pair.split_once('=').unwrap();
-            (name.to_owned(), value.replace('_', "\n"))
-        });
-        pairs.collect()
+        let mut env = super::super::tests::env(text);
+        env.values_mut()
+            .for_each(|value| *value = value.replace('_', "\n"));
+        env
     }
 
     /// What a table expects of an environment.

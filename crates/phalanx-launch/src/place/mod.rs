@@ -171,11 +171,14 @@ pub(crate) mod tests {
 
     /// Pairs `NAME=value`, separated by blanks.
     pub fn env(text: &str) -> Env {
-        text.split_whitespace()
-            .map(|pair| {
-                let (name, value) = pair.split_once('=').unwrap();
-                (name.to_owned(), value.to_owned())
-            })
-            .collect()
+        let pairs = text.split_whitespace();
+        let pairs = pairs.map(|pair| pair.split_once('=').unwrap());
+        env_of(&pairs.collect::<Vec<_>>())
+    }
+
+    /// Names and values.
+    pub fn env_of(pairs: &[(&str, &str)]) -> Env {
+        let owned = |(name, text): &(&str, &str)| ((*name).to_owned(), (*text).to_owned());
+        pairs.iter().map(owned).collect()
     }
 }

@@ -150,6 +150,7 @@ impl<'a> NodeQuery<'a> {
     /// `Usage`, naming the flag or variable.
     pub fn node(&self, local_ranks: usize) -> Result<Node> {
         let (env, is_standalone) = (self.env, self.is_standalone());
+        let ports = self.flags.port_range(env)?;
         let nnodes = setting(env, "nnodes", &self.flags.nnodes);
         let typed = nnodes.as_ref().map(Setting::nodes).transpose()?;
         if is_standalone && typed.is_some_and(|nodes| nodes > 1) {
@@ -184,12 +185,9 @@ impl<'a> NodeQuery<'a> {
             });
         }
         let by_engine = engine.as_ref().filter(|_| typed_rank.is_none());
-        let meeting = Meeting {
-            nodes,
-            node_rank,
-            engine: by_engine.map(|engine| engine.source),
-            ..self.meeting(nodes, node_rank, engine, nnodes.as_ref())?
-        };
+        let by_engine = by_engine.map(|engine| engine.source);
+        let mut meeting = self.meeting(nodes, node_rank, engine, nnodes.as_ref(), ports)?;
+        meeting.engine = by_engine;
         Ok(Node {
             meeting: Some(meeting),
             ..Node::alone(local_ranks)
@@ -256,8 +254,10 @@ impl<'a> NodeQuery<'a> {
         node_rank: Option<usize>,
         engine: Option<Process>,
         nnodes: Option<&Setting<'_>>,
+        ports: Option<PortRange>,
     ) -> Result<Meeting> {
         let mut given = self.given_address()?;
+        given.ports = ports;
         let who = match &engine {
             Some(engine) => format!(
                 "{} does not say on which host the first of the {nodes} nodes is",
@@ -281,8 +281,8 @@ impl<'a> NodeQuery<'a> {
                 "add --master-addr HOST, the same on all nodes (127.0.0.1 if all run on this host), or set MASTER_ADDR",
             ));
         };
-        let port = given.port.unwrap_or(self.default_port(given.ports));
-        if let Some(ports) = given.ports.filter(|ports| !ports.contains(port)) {
+        let port = given.port.unwrap_or_else(|| self.default_port(ports));
+        if let Some(ports) = ports.filter(|ports| !ports.contains(port)) {
             return Err(Error::usage(format!(
                 "the nodes would meet at port {port}, which is outside --port-range {ports}"
             ))
@@ -295,6 +295,8 @@ impl<'a> NodeQuery<'a> {
             given.host.get_or_insert(host.clone());
         }
         Ok(Meeting {
+            nodes,
+            node_rank,
             host,
             port,
             given,
@@ -325,12 +327,16 @@ impl<'a> NodeQuery<'a> {
         let Some(host) = given.host else {
             return Err(Error::usage("--master-addr is missing"));
         };
+        let port = match given.port {
+            Some(port) => port,
+            None => self.default_port(self.flags.port_range(self.env)?),
+        };
         let number = |flag, typed| setting(self.env, flag, typed)?.number::<usize>("").ok();
         Ok(Meeting {
             nodes: number("nnodes", &self.flags.nnodes).unwrap_or(0),
             node_rank: number("node-rank", &self.flags.node_rank),
             host,
-            port: given.port.unwrap_or(self.default_port(given.ports)),
+            port,
             ..Meeting::default()
         })
     }

@@ -137,7 +137,7 @@ impl NodeFlags {
         let mut found = Address {
             host: setting(env, "master-addr", &self.master_addr).map(|s| bare(s.text)),
             port: setting(env, "master-port", &self.master_port).map_or(Ok(None), port)?,
-            ports: self.port_range(env)?,
+            ports: None,
         };
         if let Some(given) = setting(env, "rdzv-endpoint", endpoint) {
             let (name, number) = match given.text.rsplit_once(':') {
