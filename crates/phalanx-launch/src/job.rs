@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::{OsStr, OsString};
+use std::io::{stderr, stdout};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,6 +16,7 @@ use phalanx_comm::PortRange;
 use phalanx_live::{Page, State};
 use phalanx_store::{Store, TcpStore};
 use rustix::process::{Signal, kill_process};
+use signal_hook::consts::{SIGTSTP, SIGUSR1, SIGUSR2};
 
 use super::Event;
 use super::args::LaunchArgs;
@@ -29,7 +31,7 @@ use super::oom::OomWatch;
 use super::place::Meeting;
 use super::plan::LaunchPlan;
 use super::port::{PortForRanks, check_range};
-use super::pump::{Sink, Stream, Unwritten};
+use super::pump::{Sink, Unwritten};
 use super::ranks::{POLL, Rank, Starter, catches, path_of};
 use super::reap;
 use super::report::{self, Verdict, Who};
@@ -73,7 +75,8 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     let alone = !reap::has_children();
     reap::adopt_orphans();
     let (sender, events) = channel();
-    let signals = SignalWatch::start_with_suspend(sender.clone(), &plan.args.torchrun.signals)?;
+    let others = [SIGTSTP, SIGUSR1, SIGUSR2];
+    let signals = SignalWatch::start(sender.clone(), &plan.args.torchrun.signals, &others)?;
     let binding = plan.args.torchrun.numa;
     let processors = binding.map(|binding| binding.processors(plan.args.node.local_ranks));
     let processors = processors.transpose()?;
@@ -128,8 +131,8 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         has_file,
         token_fd,
         folder,
-        out: Sink::of(Stream::Out, unwritten.clone()),
-        err: Sink::of(Stream::Err, unwritten.clone()),
+        out: Sink::new("standard output", stdout(), Some(unwritten.clone())),
+        err: Sink::new("standard error", stderr(), None),
         unwritten,
         oom: OomWatch::start(),
         processors,

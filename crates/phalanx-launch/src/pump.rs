@@ -25,15 +25,6 @@ const TAIL_LINE_BYTES: usize = 2000;
 /// A line that grows beyond this is passed on in pieces.
 const LINE_BYTES: usize = 1 << 20;
 
-/// Which of our own streams.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stream {
-    /// stdout.
-    Out,
-    /// stderr.
-    Err,
-}
-
 /// The first failure to write output, standard error excepted. The run continues without the
 /// output, but does not end as a success.
 #[derive(Clone, Debug, Default)]
@@ -78,26 +69,18 @@ pub struct Sink {
 }
 
 impl Sink {
-    /// A sink over a copy of `stream`'s descriptor. A stream that is closed
-    /// makes a sink that discards.
-    pub fn of(stream: Stream, unwritten: Unwritten) -> Arc<Sink> {
-        let (name, fd, terminal) = match stream {
-            Stream::Out => {
-                let own = std::io::stdout();
-                let fd = own.as_fd().try_clone_to_owned();
-                ("standard output", fd, own.is_terminal())
-            }
-            Stream::Err => {
-                let own = std::io::stderr();
-                let fd = own.as_fd().try_clone_to_owned();
-                ("standard error", fd, own.is_terminal())
-            }
-        };
+    /// A sink over a copy of the descriptor of `stream`. A stream that is closed makes a sink that discards.
+    pub fn new(
+        name: &'static str,
+        stream: impl AsFd + IsTerminal,
+        unwritten: Option<Unwritten>,
+    ) -> Arc<Sink> {
+        let fd = stream.as_fd().try_clone_to_owned();
         Arc::new(Sink {
             name,
             file: Mutex::new(fd.ok().map(File::from)),
-            colour: terminal && colour_wanted(),
-            unwritten: (stream == Stream::Out).then_some(unwritten),
+            colour: stream.is_terminal() && colour_wanted(),
+            unwritten,
         })
     }
 

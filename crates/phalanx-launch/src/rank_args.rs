@@ -190,7 +190,7 @@ impl RankArgs {
 
     fn validate(&self) -> Result<()> {
         check_local_ranks("--nproc-per-node", self.nproc_per_node.unwrap_or(1))?;
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = crate::cores();
         check_count("--threads", self.threads.unwrap_or(1), threads::most(cores))?;
         for (flag, seconds) in [
             ("--timeout", self.timeout),

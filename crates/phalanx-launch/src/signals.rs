@@ -21,19 +21,9 @@ const CANNOT_WATCH: &str = "cannot watch for signals";
 pub struct SignalWatch(Handle);
 
 impl SignalWatch {
-    /// Starts watching. SIGHUP is left alone where it is ignored: that is
-    /// what `nohup` asks for.
-    pub fn start(events: Sender<Event>) -> Result<Self> {
-        Self::watch(events, &[SIGINT, SIGTERM, SIGQUIT, SIGHUP], &[SIGUSR2])
-    }
-
-    /// As [`start`](Self::start) with the signals in `ends`; a Ctrl-Z is [`Event::Suspend`], SIGUSR1
-    /// [`Event::Checkpoint`].
-    pub fn start_with_suspend(events: Sender<Event>, ends: &[i32]) -> Result<Self> {
-        Self::watch(events, ends, &[SIGTSTP, SIGUSR1, SIGUSR2])
-    }
-
-    fn watch(events: Sender<Event>, ends: &[i32], others: &[i32]) -> Result<Self> {
+    /// Starts watching for the signals in `ends`, and for `others`: a Ctrl-Z (SIGTSTP) is [`Event::Suspend`], SIGUSR1
+    /// [`Event::Checkpoint`]. SIGHUP is left alone where it is ignored: that is what `nohup` asks for.
+    pub fn start(events: Sender<Event>, ends: &[i32], others: &[i32]) -> Result<Self> {
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         let mut watched: Vec<i32> = ends.iter().chain(others).copied().collect();
         watched.retain(|signal| *signal != SIGHUP || !stop::is_ignored(&status, SIGHUP));
@@ -116,7 +106,8 @@ pub(super) fn interrupted(signal: i32) -> Error {
 /// When the system refuses a thread.
 pub fn end_on_signals() -> Result<()> {
     let (sender, events) = channel();
-    let watch = SignalWatch::start(sender)?;
+    let ends = [SIGINT, SIGTERM, SIGQUIT, SIGHUP];
+    let watch = SignalWatch::start(sender, &ends, &[SIGUSR2])?;
     stop::is_watched();
     thread::Builder::new()
         .name("end on signal".into())

@@ -30,7 +30,7 @@ pub struct Cores {
 impl Cores {
     /// Those of this process.
     pub fn here(env: &Env) -> Cores {
-        let usable = std::thread::available_parallelism().map_or(1, usize::from);
+        let usable = crate::cores();
         let mask = |pid| sched_getaffinity(pid).map_or(0, |set| set.count() as usize);
         // A quota is that of a container around all ranks.
         let has_quota = usable < mask(None);

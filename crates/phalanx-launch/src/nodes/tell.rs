@@ -61,11 +61,11 @@ pub fn tell(error: &Error) {
     }
     let words = std::env::args_os().skip(1);
     let words: Vec<String> = words.filter_map(|word| word.into_string().ok()).collect();
-    let Some(way) = Way::of(&words, real_env()) else {
+    let Some(others) = OtherNodes::of(&words, real_env()) else {
         return;
     };
     let _ = signals::end_on_signals();
-    if let Err(why) = way.send(error) {
+    if let Err(why) = others.send(error) {
         say::note(format_args!(
             "cannot inform the other nodes: {}; they wait for this node until their --init-timeout (of `phalanx launch`: --rdzv-timeout)",
             why.chain()
@@ -141,18 +141,18 @@ fn until_all_have_left(store: &TcpStore, me: usize, nodes: usize) {
     }
 }
 
-/// The way to the other nodes, as far as the command line and the environment say it. The rest of the command line
+/// Where the other nodes meet, as far as the command line and the environment say it. The rest of the command line
 /// may be wrong.
-struct Way {
+struct OtherNodes {
     meeting: Result<Meeting>,
     bind: Option<IpAddr>,
     token_file: Option<String>,
     env: Env,
 }
 
-impl Way {
+impl OtherNodes {
     /// `None`: this is not one of several nodes.
-    fn of(words: &[String], env: Env) -> Option<Way> {
+    fn of(words: &[String], env: Env) -> Option<OtherNodes> {
         let command = words.first().map(String::as_str);
         // `phalanx plan` computes for other nodes.
         if command == Some("plan") {
@@ -187,7 +187,7 @@ impl Way {
             _ if has_flags && flags.nnodes.as_deref() != Some("1") => query.address_alone(),
             _ => return None,
         };
-        Some(Way {
+        Some(OtherNodes {
             meeting,
             bind: typed("bind").and_then(|text| text.parse().ok()),
             token_file: typed("token-file"),
@@ -316,13 +316,13 @@ mod tests {
                 None,
             ),
         ] {
-            let way = Way::of(&words(line), env(variables));
-            let found = way.map(|way| way.meeting.unwrap());
+            let others = OtherNodes::of(&words(line), env(variables));
+            let found = others.map(|others| others.meeting.unwrap());
             let found = found.map(|m| (m.host, m.port, m.node_rank, m.nodes));
             assert_eq!(found, want, "{line}");
         }
-        let way = Way::of(&words("train mnist --nnodes 2 --node-rank 1"), Env::new());
-        let error = way.unwrap().meeting.unwrap_err();
+        let others = OtherNodes::of(&words("train mnist --nnodes 2 --node-rank 1"), Env::new());
+        let error = others.unwrap().meeting.unwrap_err();
         assert!(error.chain().contains("--master-addr"), "{}", error.chain());
     }
 }

@@ -153,6 +153,9 @@ impl<'a> NodeQuery<'a> {
         let ports = self.flags.port_range(env)?;
         let nnodes = setting(env, "nnodes", &self.flags.nnodes);
         let typed = nnodes.as_ref().map(Setting::nodes).transpose()?;
+        let typed_rank = setting(env, "node-rank", &self.flags.node_rank);
+        let typed_rank = typed_rank.map(|given| given.number("not a node's number"));
+        let typed_rank: Option<usize> = typed_rank.transpose()?;
         if is_standalone && typed.is_some_and(|nodes| nodes > 1) {
             return Err(Error::usage(
                 "--standalone runs one node; it cannot be combined with --nnodes above 1",
@@ -164,9 +167,6 @@ impl<'a> NodeQuery<'a> {
         };
         let started = engine.as_ref().map(|engine| engine.world);
         let nodes = typed.or(started).unwrap_or(1);
-        let typed_rank = setting(env, "node-rank", &self.flags.node_rank);
-        let typed_rank = typed_rank.map(|given| given.number("not a node's number"));
-        let typed_rank: Option<usize> = typed_rank.transpose()?;
         let node_rank = match typed_rank {
             _ if is_standalone => Some(0),
             Some(rank) => Some(rank),
