@@ -20,7 +20,7 @@ use signal_hook::consts::{SIGTSTP, SIGUSR1, SIGUSR2};
 
 use super::Event;
 use super::args::LaunchArgs;
-use super::contract::{self, Own, Shared};
+use super::contract::{self, LauncherVariables, RankVariables};
 use super::ending::{self, Training};
 use super::flight;
 use super::folder::RunFolder;
@@ -219,14 +219,19 @@ fn title(plan: &LaunchPlan) -> String {
     words.join(" ").chars().take(300).collect()
 }
 
-fn shared(plan: &LaunchPlan, at: &NodeStore, nodes: Option<&Nodes>, master_port: u16) -> Shared {
+fn shared(
+    plan: &LaunchPlan,
+    at: &NodeStore,
+    nodes: Option<&Nodes>,
+    master_port: u16,
+) -> LauncherVariables {
     let node_rank = nodes.map_or(0, Nodes::node_rank);
     let ranks: Vec<usize> = match nodes {
         None => vec![plan.args.node.local_ranks],
         Some(nodes) => nodes.infos().iter().map(|info| info.local_ranks).collect(),
     };
     let meeting = plan.args.node.meeting.as_ref();
-    Shared {
+    LauncherVariables {
         node_rank,
         nodes: ranks.len(),
         first_rank: ranks.iter().take(node_rank).sum(),
@@ -256,7 +261,7 @@ fn ports_of_ranks(range: PortRange, held: u16) -> Option<PortRange> {
 struct Job<'a> {
     plan: &'a LaunchPlan,
     host: String,
-    shared: Shared,
+    shared: LauncherVariables,
     /// On the node of rank 0, what `MASTER_PORT` names.
     port: Option<PortForRanks>,
     nodes: Option<Nodes>,
@@ -519,7 +524,7 @@ impl Job<'_> {
         for local_rank in 0..self.plan.args.node.local_ranks {
             let rank = self.shared.first_rank + local_rank;
             ranks.push(starter.start(local_rank, rank, restarts, |error_file| {
-                let own = Own {
+                let own = RankVariables {
                     local_rank,
                     restarts,
                     error_file,

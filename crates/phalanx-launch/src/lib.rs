@@ -114,11 +114,6 @@ enum Event {
     Dump,
 }
 
-/// Whether our launcher has started this process or an ancestor of it.
-fn is_under_a_launcher_of_ours() -> bool {
-    std::env::var_os(contract::STORE_VARIABLE).is_some()
-}
-
 /// `phalanx launch`.
 pub fn run(cli: &LaunchCli) -> Result<()> {
     let env = real_env();

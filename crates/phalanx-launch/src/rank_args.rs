@@ -14,26 +14,22 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::{Args as _, FromArgMatches as _};
-use phalanx_comm::{
-    GroupOptions, InitOptions, MAX_LOCAL_RANKS, PortRange, ProcessGroup, Transport,
-};
+use phalanx_comm::{GroupOptions, InitOptions, MAX_LOCAL_RANKS, ProcessGroup, Transport};
 use phalanx_store::host_port;
 use phalanx_wire::Token;
 use rustix::process::{Resource, getrlimit};
 
 use crate::context::RankContext;
-use phalanx_base::say;
-
-use crate::contract::{PORTS_VARIABLE, STARTED_VARIABLE};
+use crate::contract::STARTED_VARIABLE;
 use crate::engine::{self, Agreement, UntilMet};
 use crate::error::{Error, ErrorKind, Result, check_count};
 use crate::flags::{RankArgs, TransportArg};
-use crate::place::{self, Address, Env, Node, Place, Process, is_set, real_env, text};
+use crate::place::{self, Env, Node, Place, Process, real_env};
 use crate::plan::LaunchPlan;
 use crate::same_host::store_file;
 use crate::streams::Prefix;
 use crate::threads::{self, Cores, Threads};
-use crate::{job, stop, token};
+use crate::{job, say, stop, token};
 
 impl RankArgs {
     /// The defaults, for commands without these flags.
@@ -94,27 +90,13 @@ impl RankArgs {
         Place::of_ranks(self, &real_env(), &typed_command())
     }
 
-    /// The ports for other hosts. A launcher of ours has left out those that its ranks may not use.
-    fn port_range(&self, env: &Env) -> Result<Option<PortRange>> {
-        match crate::is_under_a_launcher_of_ours() && is_set(env, PORTS_VARIABLE) {
-            true => Ok(None),
-            false => self.nodes.port_range(env),
-        }
-    }
-
     /// What a rank on several hosts agrees on with the others through the engine that started them.
     fn agree(&self, rank: &Process, token: Option<&Token>, env: &Env) -> Result<Option<Agreement>> {
         let is_by_hand = self.init_method != "env://" || rank.is_by_variables();
         if is_by_hand || rank.is_on_one_host() {
             return Ok(None);
         }
-        let given = Address {
-            host: text(env, "MASTER_ADDR").map(str::to_owned),
-            port: is_set(env, "MASTER_PORT")
-                .then_some(rank.master_port)
-                .filter(|port| *port > 0),
-            ports: self.port_range(env)?,
-        };
+        let given = rank.given_address(env, place::ports_of_rank(self, env)?);
         let limit = Duration::from_secs_f64(self.init_timeout);
         engine::agree(env, rank, token, &given, self.bind, limit)
     }
@@ -125,8 +107,7 @@ impl RankArgs {
             return Ok(self.init_method.clone());
         }
         // torchrun starts ranks as engines do; those of a launcher of ours have a token.
-        let is_started = !rank.is_by_variables() || env.contains_key("TORCHELASTIC_RUN_ID");
-        if is_started
+        if rank.is_by_engine(env)
             && !has_token
             && rank.is_on_one_host()
             && let Some(file) = store_file(env)?
@@ -355,7 +336,7 @@ fn as_launched_rank(
     stop::listen_early()?;
     // Ranks of a launcher of ours have that launcher's, whatever was typed.
     let typed = args.token_file.as_deref();
-    let typed = typed.filter(|_| !crate::is_under_a_launcher_of_ours());
+    let typed = typed.filter(|_| !place::is_under_launcher(env));
     let token = token::given(typed, env, true)?;
     let (init_method, token, until_met) = match args.agree(place, token.as_ref(), env)? {
         Some(agreed) => (agreed.url(), Some(agreed.token), agreed.until_met),
@@ -387,7 +368,7 @@ fn as_launched_rank(
         first_op_timeout: Duration::from_secs_f64(args.init_timeout),
         transport,
         bind: args.bind,
-        port_range: args.port_range(env)?,
+        port_range: place::ports_of_rank(args, env)?,
         algorithm: args.algorithm,
         compute_threads: Some(threads),
         ..InitOptions::default()

@@ -165,34 +165,57 @@ impl Starter<'_> {
         if let Some(pipe) = child.stderr.take() {
             pumped = pumped.and(pump::start(pipe, err, &open));
         }
-        let alive = Arc::new(Mutex::new(Some(pid)));
-        let patience: Arc<Mutex<Option<Instant>>> = Arc::default();
-        let watched = watch(Watch {
-            child,
-            pid,
-            local,
-            alive: alive.clone(),
-            patience: patience.clone(),
-            open: open.clone(),
-            guard: self.guard.clone(),
-            events: self.events.clone(),
-        });
         let rank = Rank {
             rank,
             pid,
-            alive,
-            patience,
+            alive: Arc::new(Mutex::new(Some(pid))),
+            patience: Arc::default(),
             tail,
             open,
             error_file,
             err_log,
             flight,
         };
-        if let Err(error) = pumped.and(watched) {
+        if let Err(error) = pumped.and(self.watch(child, local, &rank)) {
             rank.signal(Signal::KILL);
             return Err(failed("start a thread", error));
         }
         Ok(rank)
+    }
+
+    /// Waits for the rank on a thread of its own.
+    ///
+    /// The rank's end is reported at once, but the process stays a zombie until its
+    /// output was read and its group was killed: until then no other process can get its
+    /// number, so the group can be killed safely.
+    fn watch(&self, mut child: Child, local: usize, rank: &Rank) -> std::io::Result<()> {
+        let (guard, events) = (self.guard.clone(), self.events.clone());
+        let (pid, open) = (rank.pid, rank.open.clone());
+        let (alive, patience) = (rank.alive.clone(), rank.patience.clone());
+        let run = move || {
+            let end = wait_end(pid);
+            let _ = events.send(Event::Ended(local, end, Instant::now()));
+            let patience = *lock(&patience);
+            while patience.is_some_and(|until| Instant::now() < until)
+                && group_answers(pid, Signal::TERM)
+            {
+                thread::sleep(POLL);
+            }
+            open.wait_closed(Instant::now() + LINGER);
+            {
+                let mut alive = lock(&alive);
+                let _ = kill_process_group(pid, Signal::KILL);
+                let _ = child.wait();
+                *alive = None;
+            }
+            reap_group(pid);
+            guard.ended(pid);
+            // Dropped first: after the last `Reaped` the guard may be ended.
+            drop(guard);
+            let _ = events.send(Event::Reaped);
+        };
+        let thread = thread::Builder::new().name("rank".into());
+        thread.stack_size(64 << 10).spawn(run).map(drop)
     }
 
     /// This launcher as the process that becomes the rank's program.
@@ -423,55 +446,6 @@ pub fn path_of(fd: &impl AsFd) -> OsString {
     let me = std::fs::read_link("/proc/self")
         .unwrap_or_else(|_| PathBuf::from(std::process::id().to_string()));
     format!("/proc/{}/fd/{}", me.display(), fd.as_fd().as_raw_fd()).into()
-}
-
-/// The data of the thread that waits for one rank.
-struct Watch {
-    child: Child,
-    pid: Pid,
-    local: usize,
-    alive: Arc<Mutex<Option<Pid>>>,
-    patience: Arc<Mutex<Option<Instant>>>,
-    open: Open,
-    guard: Arc<Guard>,
-    events: Sender<Event>,
-}
-
-/// Waits for the rank on a thread of its own.
-///
-/// The rank's end is reported at once, but the process stays a zombie until its
-/// output was read and its group was killed: until then no other process can get its
-/// number, so the group can be killed safely.
-fn watch(mut watch: Watch) -> std::io::Result<()> {
-    let run = move || {
-        let end = wait_end(watch.pid);
-        let _ = watch
-            .events
-            .send(Event::Ended(watch.local, end, Instant::now()));
-        let patience = *lock(&watch.patience);
-        while patience.is_some_and(|until| Instant::now() < until)
-            && group_answers(watch.pid, Signal::TERM)
-        {
-            thread::sleep(POLL);
-        }
-        watch.open.wait_closed(Instant::now() + LINGER);
-        {
-            let mut alive = lock(&watch.alive);
-            let _ = kill_process_group(watch.pid, Signal::KILL);
-            let _ = watch.child.wait();
-            *alive = None;
-        }
-        reap_group(watch.pid);
-        watch.guard.ended(watch.pid);
-        // Dropped first: after the last `Reaped` the guard may be ended.
-        drop(watch.guard);
-        let _ = watch.events.send(Event::Reaped);
-    };
-    thread::Builder::new()
-        .name("rank".into())
-        .stack_size(64 << 10)
-        .spawn(run)
-        .map(drop)
 }
 
 /// Blocks until the process has ended, without reaping it. No deadline: a rank that

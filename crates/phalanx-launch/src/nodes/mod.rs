@@ -569,13 +569,10 @@ impl Nodes {
         }
     }
 
-    fn everybody(&self) -> Vec<usize> {
-        (0..self.infos.len()).collect()
-    }
-
     /// Whether all nodes said so; waits a moment for it.
     pub fn all_done(&self) -> Result<bool> {
-        self.wait_all("launch/done", &self.everybody(), SLICE)
+        let all: Vec<usize> = (0..self.infos.len()).collect();
+        self.wait_all("launch/done", &all, SLICE)
             .map_err(|error| lost_store(&name_of(&self.infos, 0), error))
     }
 

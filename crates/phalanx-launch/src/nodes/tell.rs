@@ -13,7 +13,7 @@ use phalanx_wire::Token;
 use super::{LAST_WORDS, NodeInfo, NodeStore, decode, left_key, meeting_store, node_key};
 use crate::error::{Error, ErrorKind, Result};
 use crate::flags::{LaunchCli, NodeFlags};
-use crate::place::{Env, Meeting, NodeQuery, rank_place, real_env};
+use crate::place::{Env, Meeting, NodeQuery, is_under_launcher, rank_place, real_env};
 use crate::report::{Verdict, taken_apart};
 use crate::{lock, say, signals, token};
 
@@ -55,13 +55,14 @@ pub fn tell(error: &Error) {
         let _ = signals::end_on_signals();
         return until_all_have_left(&kept.store, 0, kept.nodes);
     }
-    let is_late = HAS_JOINED.load(Ordering::Relaxed) || crate::is_under_a_launcher_of_ours();
+    let env = real_env();
+    let is_late = HAS_JOINED.load(Ordering::Relaxed) || is_under_launcher(&env);
     if error.kind() != ErrorKind::Usage || is_late {
         return;
     }
     let words = std::env::args_os().skip(1);
     let words: Vec<String> = words.filter_map(|word| word.into_string().ok()).collect();
-    let Some(others) = OtherNodes::of(&words, real_env()) else {
+    let Some(others) = OtherNodes::of(&words, env) else {
         return;
     };
     let _ = signals::end_on_signals();

@@ -20,12 +20,14 @@ pub mod torchrun;
 pub use mpi::PMI_SOCKET;
 pub use node::{Address, Meeting, Node, NodeQuery};
 pub use phalanx_base::env::{Env, not_a_number, number, real_env};
-pub use process::{Channel, Process, detect, rank_place};
+pub use process::{Channel, Process, detect, is_under_launcher, rank_place};
 pub use slurm::cores as slurm_cores;
 #[cfg(any(test, fuzzing))]
 pub use {kubernetes::node as among_nodes, slurm::first_host};
 
-use crate::contract::STARTED_VARIABLE;
+use phalanx_comm::PortRange;
+
+use crate::contract::{PORTS_VARIABLE, STARTED_VARIABLE};
 use crate::error::{Error, Result};
 use crate::flags::RankArgs;
 
@@ -98,6 +100,14 @@ impl Place {
 pub fn local_ranks(args: &RankArgs, env: &Env) -> Result<usize> {
     let typed = args.nproc_per_node;
     typed.map_or_else(|| torchrun::local_ranks(env, &None, crate::cores()), Ok)
+}
+
+/// The ports of a rank for other hosts. A launcher of ours has left out those that its ranks may not use.
+pub fn ports_of_rank(args: &RankArgs, env: &Env) -> Result<Option<PortRange>> {
+    match is_under_launcher(env) && is_set(env, PORTS_VARIABLE) {
+        true => Ok(None),
+        false => args.nodes.port_range(env),
+    }
 }
 
 /// The rank that another program has started, checked against the command line.

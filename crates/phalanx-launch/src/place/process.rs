@@ -1,6 +1,9 @@
 //! One of the processes that were started alike: by a launcher, which sets `RANK`, or by a cluster engine.
 
-use super::{Env, is_set, mpi, number, slurm, text};
+use phalanx_comm::PortRange;
+
+use super::{Address, Env, is_set, mpi, number, slurm, text};
+use crate::contract::STORE_VARIABLE;
 use crate::error::{Error, Result};
 use crate::flags::NodeFlags;
 
@@ -82,6 +85,11 @@ pub fn rank_place(env: &Env) -> Result<Option<Process>> {
     Ok(Some(found))
 }
 
+/// Whether our launcher has started this process or an ancestor of it.
+pub fn is_under_launcher(env: &Env) -> bool {
+    env.contains_key(STORE_VARIABLE)
+}
+
 /// The error of an environment that describes one rank of several without its number: `WORLD_SIZE`
 /// above 1 and `LOCAL_RANK` or `MASTER_ADDR`, but no `RANK`. PyTorch refuses that too; a training
 /// of one rank would go unnoticed for hours. `WORLD_SIZE` alone is left behind by many tools and
@@ -160,6 +168,21 @@ impl Process {
             "Slurm" | "PMI" if is_set(env, mpi::PMI_SOCKET) => Some(Channel::Pmi),
             "Slurm" => Some(Channel::Slurm),
             _ => None,
+        }
+    }
+
+    /// Whether an engine or torchrun started it, and not the user.
+    pub fn is_by_engine(&self, env: &Env) -> bool {
+        !self.is_by_variables() || env.contains_key("TORCHELASTIC_RUN_ID")
+    }
+
+    /// The address that `MASTER_ADDR` and `MASTER_PORT` give; `ports` are those for other hosts.
+    pub fn given_address(&self, env: &Env, ports: Option<PortRange>) -> Address {
+        let port = Some(self.master_port).filter(|port| *port > 0);
+        Address {
+            host: text(env, "MASTER_ADDR").map(str::to_owned),
+            port: port.filter(|_| is_set(env, "MASTER_PORT")),
+            ports,
         }
     }
 
