@@ -175,8 +175,9 @@ impl OtherNodes {
         };
         let flags = &cli.nodes;
         let query = NodeQuery {
-            launch: Some(&cli).filter(|_| is_launch),
-            ..NodeQuery::of_launch(&cli, &env)
+            env: &env,
+            cli: &cli,
+            command: (!is_launch).then_some(""),
         };
         // Ranks that an engine started are no nodes.
         let has_flags = flags.nnodes.is_some() || flags.node_rank.is_some();

@@ -29,7 +29,7 @@ use phalanx_comm::PortRange;
 
 use crate::contract::{PORTS_VARIABLE, STARTED_VARIABLE};
 use crate::error::{Error, Result};
-use crate::flags::RankArgs;
+use crate::flags::{LaunchCli, RankArgs};
 
 /// What a process is in its job.
 #[derive(Clone, Debug, PartialEq)]
@@ -72,13 +72,12 @@ impl Place {
         if here == 1 && args.nodes.nnodes.is_none() {
             process::check_rank_variables(env)?;
         }
-        let query = NodeQuery {
-            env,
-            flags: &args.nodes,
-            launch: None,
-            command,
+        let cli = &LaunchCli {
+            nodes: args.nodes.clone(),
+            ..LaunchCli::default()
         };
-        let mut node = query.node(here)?;
+        let command = Some(command);
+        let mut node = NodeQuery { env, cli, command }.node(here)?;
         let flags = [
             (&args.nodes.node_rank, "--node-rank"),
             (&args.nodes.master_addr, "--master-addr"),

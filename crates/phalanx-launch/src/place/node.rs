@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use phalanx_comm::PortRange;
 
-use super::torchrun::{self, RendezvousConf, Setting, setting, switch, variable};
+use super::torchrun::{self, RendezvousConf, setting, switch, variable};
 use super::{Env, Process, detect, is_set, kubernetes, text};
 use crate::error::{Error, Result};
-use crate::flags::{LaunchCli, NodeFlags};
+use crate::flags::LaunchCli;
 
 /// Where torchrun's c10d nodes meet, unless a port is given.
 const C10D_PORT: u16 = 29400;
@@ -61,11 +61,10 @@ pub struct Address {
 /// The flags and variables that tell a launcher its node.
 pub struct NodeQuery<'a> {
     pub env: &'a Env,
-    pub flags: &'a NodeFlags,
-    /// The other flags of `phalanx launch`; `None`: a command that starts ranks of its own.
-    pub launch: Option<&'a LaunchCli>,
-    /// That command, as typed: `phalanx train`, or the name of a user's program.
-    pub command: &'a str,
+    /// Those of `phalanx launch`; only the nodes' ones of a command that starts ranks of its own.
+    pub cli: &'a LaunchCli,
+    /// That command, as typed: `phalanx train`, or the name of a user's program. `None`: `phalanx launch`.
+    pub command: Option<&'a str>,
 }
 
 impl Node {
@@ -89,7 +88,8 @@ impl Node {
     /// `Usage`, naming the flag or variable.
     pub fn of_launch(cli: &LaunchCli, env: &Env, cores: usize) -> Result<Node> {
         let local_ranks = torchrun::local_ranks(env, &cli.nproc_per_node, cores)?;
-        let mut node = NodeQuery::of_launch(cli, env).node(local_ranks)?;
+        let command = None;
+        let mut node = NodeQuery { env, cli, command }.node(local_ranks)?;
         let conf = match setting(env, "rdzv-conf", &cli.rdzv_conf) {
             None => RendezvousConf::default(),
             Some(given) => {
@@ -108,32 +108,15 @@ impl Node {
     }
 }
 
-impl<'a> NodeQuery<'a> {
-    /// Of `phalanx launch`.
-    pub fn of_launch(cli: &'a LaunchCli, env: &'a Env) -> NodeQuery<'a> {
-        NodeQuery {
-            env,
-            flags: &cli.nodes,
-            launch: Some(cli),
-            command: "",
-        }
-    }
-
+impl NodeQuery<'_> {
     fn is_standalone(&self) -> bool {
-        let launch = self.launch;
-        launch.is_some_and(|cli| switch(self.env, "standalone", cli.standalone))
+        self.command.is_none() && switch(self.env, "standalone", self.cli.standalone)
     }
 
     /// Nodes without a number get one in order of arrival.
     fn is_c10d(&self) -> bool {
-        let backend = self.launch.map(|cli| &cli.rdzv_backend);
-        let backend = backend.and_then(|typed| setting(self.env, "rdzv-backend", typed));
-        backend.is_some_and(|given| given.text == "c10d")
-    }
-
-    /// torchrun's other form of an address.
-    fn endpoint(&self) -> &'a Option<String> {
-        self.launch.map_or(&None, |cli| &cli.rdzv_endpoint)
+        let backend = setting(self.env, "rdzv-backend", &self.cli.rdzv_backend);
+        self.command.is_none() && backend.is_some_and(|given| given.text == "c10d")
     }
 
     fn default_port(&self, ports: Option<PortRange>) -> u16 {
@@ -150,10 +133,10 @@ impl<'a> NodeQuery<'a> {
     /// `Usage`, naming the flag or variable.
     pub fn node(&self, local_ranks: usize) -> Result<Node> {
         let (env, is_standalone) = (self.env, self.is_standalone());
-        let ports = self.flags.port_range(env)?;
-        let nnodes = setting(env, "nnodes", &self.flags.nnodes);
-        let typed = nnodes.as_ref().map(Setting::nodes).transpose()?;
-        let typed_rank = setting(env, "node-rank", &self.flags.node_rank);
+        let ports = self.cli.nodes.port_range(env)?;
+        let typed = setting(env, "nnodes", &self.cli.nodes.nnodes);
+        let typed = typed.map(|given| given.nodes()).transpose()?;
+        let typed_rank = setting(env, "node-rank", &self.cli.nodes.node_rank);
         let typed_rank = typed_rank.map(|given| given.number("not a node's number"));
         let typed_rank: Option<usize> = typed_rank.transpose()?;
         if is_standalone && typed.is_some_and(|nodes| nodes > 1) {
@@ -170,7 +153,7 @@ impl<'a> NodeQuery<'a> {
         let node_rank = match typed_rank {
             _ if is_standalone => Some(0),
             Some(rank) => Some(rank),
-            None => self.number_of_node(nodes, engine.as_ref(), nnodes.as_ref())?,
+            None => self.number_of_node(nodes, engine.as_ref())?,
         };
         if let Some(node_rank) = node_rank.filter(|rank| *rank >= nodes) {
             return Err(Error::usage(format!(
@@ -178,7 +161,7 @@ impl<'a> NodeQuery<'a> {
             )));
         }
         if nodes == 1 {
-            let given = self.flags.address(self.endpoint(), env, true)?;
+            let given = self.cli.nodes.address(&self.cli.rdzv_endpoint, env, true)?;
             return Ok(Node {
                 master_port: given.port.filter(|_| !is_standalone),
                 ..Node::alone(local_ranks)
@@ -186,7 +169,7 @@ impl<'a> NodeQuery<'a> {
         }
         let by_engine = engine.as_ref().filter(|_| typed_rank.is_none());
         let by_engine = by_engine.map(|engine| engine.source);
-        let mut meeting = self.meeting(nodes, node_rank, engine, nnodes.as_ref(), ports)?;
+        let mut meeting = self.meeting(nodes, node_rank, engine, ports)?;
         meeting.engine = by_engine;
         Ok(Node {
             meeting: Some(meeting),
@@ -200,20 +183,14 @@ impl<'a> NodeQuery<'a> {
         if let Some(process) = detect(env)?.filter(|process| process.world > 1) {
             return Ok(Some(process));
         }
-        let has_host = setting(env, "master-addr", &self.flags.master_addr).is_some()
-            || setting(env, "rdzv-endpoint", self.endpoint()).is_some()
+        let has_host = setting(env, "master-addr", &self.cli.nodes.master_addr).is_some()
+            || setting(env, "rdzv-endpoint", &self.cli.rdzv_endpoint).is_some()
             || is_set(env, "MASTER_ADDR");
-        let command = Some(self.command).filter(|_| self.launch.is_none());
-        kubernetes::node(env, command, typed, has_host)
+        kubernetes::node(env, self.command, typed, has_host)
     }
 
     /// The number of this node, which was not given; `None`: by arrival.
-    fn number_of_node(
-        &self,
-        nodes: usize,
-        engine: Option<&Process>,
-        nnodes: Option<&Setting<'_>>,
-    ) -> Result<Option<usize>> {
+    fn number_of_node(&self, nodes: usize, engine: Option<&Process>) -> Result<Option<usize>> {
         match engine {
             Some(engine) if engine.world == nodes => return Ok(Some(engine.rank)),
             Some(engine) => {
@@ -229,7 +206,7 @@ impl<'a> NodeQuery<'a> {
         }
         let error = Error::usage(format!(
             "{} requires --node-rank, the number of this node",
-            as_typed(nnodes)
+            self.nnodes_as_typed()
         ))
         .note(
             "fix",
@@ -238,9 +215,9 @@ impl<'a> NodeQuery<'a> {
                 nodes - 1
             ),
         );
-        Err(match self.launch {
-            None => error,
-            Some(_) => error.note(
+        Err(match self.command {
+            Some(_) => error,
+            None => error.note(
                 "or",
                 "--rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on all nodes, HOST being one of them",
             ),
@@ -253,7 +230,6 @@ impl<'a> NodeQuery<'a> {
         nodes: usize,
         node_rank: Option<usize>,
         engine: Option<Process>,
-        nnodes: Option<&Setting<'_>>,
         ports: Option<PortRange>,
     ) -> Result<Meeting> {
         let mut given = self.given_address()?;
@@ -265,7 +241,7 @@ impl<'a> NodeQuery<'a> {
             ),
             None => format!(
                 "{} requires --master-addr, the host of node 0",
-                as_typed(nnodes)
+                self.nnodes_as_typed()
             ),
         };
         let first_host = engine.as_ref().and_then(|e| e.master_addr.clone());
@@ -307,7 +283,10 @@ impl<'a> NodeQuery<'a> {
 
     /// Node 0's address: flags, else `PET_*`, else MASTER_ADDR and MASTER_PORT, which name node 0 too.
     fn given_address(&self) -> Result<Address> {
-        let mut given = self.flags.address(self.endpoint(), self.env, false)?;
+        let mut given = self
+            .cli
+            .nodes
+            .address(&self.cli.rdzv_endpoint, self.env, false)?;
         if given.host.is_none() {
             given.host = text(self.env, "MASTER_ADDR").map(str::to_owned);
         }
@@ -329,27 +308,28 @@ impl<'a> NodeQuery<'a> {
         };
         let port = match given.port {
             Some(port) => port,
-            None => self.default_port(self.flags.port_range(self.env)?),
+            None => self.default_port(self.cli.nodes.port_range(self.env)?),
         };
         let number = |flag, typed| setting(self.env, flag, typed)?.number::<usize>("").ok();
         Ok(Meeting {
-            nodes: number("nnodes", &self.flags.nnodes).unwrap_or(0),
-            node_rank: number("node-rank", &self.flags.node_rank),
+            nodes: number("nnodes", &self.cli.nodes.nnodes).unwrap_or(0),
+            node_rank: number("node-rank", &self.cli.nodes.node_rank),
             host,
             port,
             ..Meeting::default()
         })
     }
-}
 
-/// `--nnodes 2` or `PET_NNODES=2`.
-fn as_typed(nnodes: Option<&Setting<'_>>) -> String {
-    nnodes.map_or(String::new(), |given| {
-        let equals = if given.name.starts_with("--") {
-            ' '
-        } else {
-            '='
-        };
-        format!("{}{equals}{}", given.name, given.text)
-    })
+    /// `--nnodes 2` or `PET_NNODES=2`.
+    fn nnodes_as_typed(&self) -> String {
+        let given = setting(self.env, "nnodes", &self.cli.nodes.nnodes);
+        given.map_or(String::new(), |given| {
+            let equals = if given.name.starts_with("--") {
+                ' '
+            } else {
+                '='
+            };
+            format!("{}{equals}{}", given.name, given.text)
+        })
+    }
 }
