@@ -4,7 +4,7 @@
 //! LaunchCli ─resolve─▶ LaunchArgs ─prepare─▶ LaunchPlan ─run─▶ ranks
 //!  (flags)    pure     (settings)   files     (checked)   store, nodes,
 //!              args, place, streams     plan, token         guard, ranks
-//! RankArgs ──────────────place────────────▶
+//! RankArgs ─place─▶ Place: one rank, or a node ────▶
 //! ```
 //!
 //! Threads and processes while ranks run:

@@ -1,6 +1,6 @@
 //! What this process is in its job: one [`Place`], from the command line and the environment.
 //!
-//! Pure functions of flags and a map of variables; no files, names or sockets.
+//! Functions of flags and a map of variables; no files, names or sockets.
 //!
 //! | file | reads |
 //! |---|---|
@@ -176,7 +176,9 @@ fn typed_rank(args: &RankArgs, here: usize) -> Result<Option<Process>> {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use super::Env;
+    use clap::{Args as _, FromArgMatches as _};
+
+    use super::*;
 
     /// Pairs `NAME=value`, separated by blanks.
     pub fn env(text: &str) -> Env {
@@ -189,5 +191,125 @@ pub(crate) mod tests {
     pub fn env_of(pairs: &[(&str, &str)]) -> Env {
         let owned = |(name, text): &(&str, &str)| ((*name).to_owned(), (*text).to_owned());
         pairs.iter().map(owned).collect()
+    }
+
+    /// The place of a command with these flags: `rank R of WORLD`, or `N ranks`, perhaps `on node R of NODES at HOST:PORT`.
+    fn place(flags: &str, variables: &str) -> Result<String> {
+        let command = RankArgs::augment_args(clap::Command::new("phalanx"));
+        let words = ["phalanx"].into_iter().chain(flags.split_whitespace());
+        let args = RankArgs::from_arg_matches(&command.get_matches_from(words)).unwrap();
+        Ok(
+            match Place::of_ranks(&args, &env(variables), "phalanx train")? {
+                Place::Rank(rank) => format!("rank {} of {}", rank.rank, rank.world),
+                Place::Node(node) => {
+                    let ranks = format!("{} ranks", node.local_ranks);
+                    node.meeting.map_or(ranks.clone(), |m| {
+                        let number = m.node_rank.unwrap();
+                        format!(
+                            "{ranks} on node {number} of {} at {}:{}",
+                            m.nodes, m.host, m.port
+                        )
+                    })
+                }
+            },
+        )
+    }
+
+    #[test]
+    fn places_by_flags_and_variables() {
+        let slurm = "SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NODEID=1 SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=a[1-2]";
+        let nodes = "--nnodes 2 --node-rank 0 --master-addr h";
+        for (flags, variables, want) in [
+            ("", "", "1 ranks"),
+            ("", "PET_NPROC_PER_NODE=3", "3 ranks"),
+            ("--nproc-per-node 2", "PET_NPROC_PER_NODE=3", "2 ranks"),
+            ("--nproc-per-node 2 --init-method tcp://h:1", "", "2 ranks"),
+            (nodes, "", "1 ranks on node 0 of 2 at h:29500"),
+            (
+                "--rank 1 --world-size 2 --init-method tcp://h:1",
+                "",
+                "rank 1 of 2",
+            ),
+            ("", "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1", "rank 1 of 2"),
+            // They count nodes.
+            (
+                "--nnodes 2",
+                "RANK=1 WORLD_SIZE=2 MASTER_ADDR=h",
+                "1 ranks on node 1 of 2 at h:29500",
+            ),
+            ("", slurm, "rank 1 of 2"),
+            (
+                "--nproc-per-node 2",
+                slurm,
+                "2 ranks on node 1 of 2 at a1:29500",
+            ),
+            (
+                "--nnodes 2 --master-port 7",
+                slurm,
+                "1 ranks on node 1 of 2 at a1:7",
+            ),
+            (
+                "",
+                "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2",
+                "rank 1 of 2",
+            ),
+            // A rank that the command itself has started, with its own arguments.
+            (
+                nodes,
+                "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 PHALANX_STARTED_NS=1",
+                "rank 1 of 2",
+            ),
+        ] {
+            assert_eq!(
+                place(flags, variables).unwrap(),
+                want,
+                "{flags} {variables}"
+            );
+        }
+        // Alone, even on a cluster.
+        let alone = "SLURM_JOB_NUM_NODES=2";
+        assert_eq!(place("--world-size 1", alone).unwrap(), "1 ranks");
+        for (flags, variables, want) in [
+            ("", alone, "srun did not start this process"),
+            (
+                "--rank 2 --world-size 2",
+                "",
+                "--rank 2 is not below --world-size 2",
+            ),
+            ("--rank 0", "", "--rank 0 requires --world-size N"),
+            ("--init-method tcp://h:1", "", "requires --world-size N"),
+            (
+                "--world-size 2",
+                "",
+                "requires --init-method tcp://HOST:PORT",
+            ),
+            (
+                "--world-size 2 --nproc-per-node 2 --init-method tcp://h:1",
+                "",
+                "cannot be combined with --nproc-per-node",
+            ),
+            ("--nnodes 2 --rank 0", "", "cannot be combined with --rank"),
+            ("--node-rank 0", "", "--node-rank requires --nnodes"),
+            ("", "WORLD_SIZE=2 LOCAL_RANK=0", "but not RANK"),
+            (
+                "--nnodes 2",
+                "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0",
+                "--nnodes contradicts",
+            ),
+            ("--world-size 3", slurm, "--world-size 3 contradicts Slurm"),
+            (
+                "",
+                "PMI_RANK=1 PMI_SIZE=2",
+                "does not say on which host rank 0 runs",
+            ),
+        ] {
+            let error = place(flags, variables).unwrap_err();
+            assert!(
+                error.chain().contains(want),
+                "{flags} {variables}: {}",
+                error.chain()
+            );
+            assert_eq!(error.exit_code(), 2, "{flags} {variables}");
+        }
     }
 }
