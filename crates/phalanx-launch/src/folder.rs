@@ -6,12 +6,12 @@
 //! Without `--log-dir` the folder is private (mode 0700) and is removed when the launcher ends. The guard
 //! removes it when the launcher was killed.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::DirBuilder;
 use std::io::Read;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::OFlags;
+use phalanx_base::files::open_regular;
 
 use super::guard::{Guard, remove};
 use crate::error::{Error, ErrorKind, Result};
@@ -175,14 +175,7 @@ pub fn random_id() -> Result<String> {
 /// What a rank wrote into its error file, if anything. The rank may have put anything there, such as a pipe
 /// without a writer.
 pub fn error_file_text(path: &Path) -> Option<String> {
-    let file: File = OpenOptions::new()
-        .read(true)
-        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
-        .open(path)
-        .ok()?;
-    if !file.metadata().ok()?.is_file() {
-        return None;
-    }
+    let file = open_regular(path).ok()?;
     let mut text = String::new();
     file.take(ERROR_FILE_BYTES).read_to_string(&mut text).ok()?;
     (!text.is_empty()).then_some(text)

@@ -147,28 +147,28 @@ pub fn ended(end: End, ours: bool) -> String {
     }
 }
 
+/// `a`, `a and b`, `a, b and c`.
+pub fn join(parts: &[String]) -> String {
+    match parts.split_last() {
+        None => String::new(),
+        Some((last, [])) => last.clone(),
+        Some((last, rest)) => format!("{} and {last}", rest.join(", ")),
+    }
+}
+
 /// `rank 0`, `ranks 0 and 2`, `ranks 0-6 and 9`.
 pub fn rank_list(ranks: &[usize]) -> String {
-    let mut runs: Vec<(usize, usize)> = Vec::new();
-    for &rank in ranks {
-        match runs.last_mut() {
-            Some((_, last)) if *last + 1 == rank => *last = rank,
-            _ => runs.push((rank, rank)),
-        }
-    }
-    let mut words: Vec<String> = Vec::new();
-    for (first, last) in runs {
-        match last - first {
-            0 => words.push(first.to_string()),
-            1 => words.extend([first.to_string(), last.to_string()]),
-            _ => words.push(format!("{first}-{last}")),
-        }
-    }
-    let plural = if ranks.len() == 1 { "" } else { "s" };
-    match words.split_last() {
-        None => "no rank".into(),
-        Some((last, [])) => format!("rank{plural} {last}"),
-        Some((last, rest)) => format!("rank{plural} {} and {last}", rest.join(", ")),
+    let runs = ranks.chunk_by(|a, b| a + 1 == *b);
+    let words: Vec<String> = runs
+        .flat_map(|run| match run {
+            [first, _, .., last] => vec![format!("{first}-{last}")],
+            few => few.iter().map(usize::to_string).collect(),
+        })
+        .collect();
+    match ranks.len() {
+        0 => "no rank".into(),
+        1 => format!("rank {}", ranks[0]),
+        _ => format!("ranks {}", join(&words)),
     }
 }
 

@@ -10,7 +10,7 @@ use phalanx_comm::recorder::{Dump, Entry, Failure, State};
 use serde::Serialize;
 
 use crate::format::plural;
-use crate::report::rank_list;
+use crate::report::{join, rank_list};
 
 /// The findings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -139,15 +139,6 @@ fn doing(dump: &Dump, phase: &str, for_ms: u64) -> String {
         "in {phase} for {}{at}",
         duration(for_ms.saturating_mul(1_000_000))
     )
-}
-
-/// `a`, `a and b`, `a, b and c`.
-fn join(parts: &[String]) -> String {
-    match parts.split_last() {
-        None => String::new(),
-        Some((last, [])) => last.clone(),
-        Some((last, rest)) => format!("{} and {last}", rest.join(", ")),
-    }
 }
 
 fn ranks_of<'a>(views: impl IntoIterator<Item = &'a &'a View<'a>>) -> Vec<usize> {
