@@ -6,11 +6,13 @@ use std::ffi::OsString;
 use std::io::IsTerminal as _;
 use std::net::{IpAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use phalanx_comm::transport::is_own_address;
 use phalanx_wire::Token;
 
 use super::args::LaunchArgs;
+use super::contract::STARTED_VARIABLE;
 use super::engine::{self, UntilMet};
 use super::folder;
 use super::place::{Env, Meeting, Node};
@@ -18,6 +20,7 @@ use super::program::Program;
 use super::streams::{Logs, Prefix};
 use super::token;
 use crate::error::{Error, Result};
+use crate::stop;
 
 /// Everything that a launch needs, checked.
 pub struct LaunchPlan {
@@ -117,6 +120,8 @@ impl LaunchPlan {
         bind: Option<IpAddr>,
         env: &Env,
     ) -> Result<Self> {
+        let started = SystemTime::now().duration_since(UNIX_EPOCH);
+        let started = started.map(|started| started.as_nanos().to_string().into());
         let (token, until_met) = match &mut node.meeting {
             // Variables belong to an outer job.
             None => (token::mint()?, UntilMet::default()),
@@ -130,8 +135,10 @@ impl LaunchPlan {
         };
         let run_id = run_id(None, node.meeting.is_some())?;
         let is_first = node.is_first();
+        let grace = stop::grace().unwrap_or(crate::STOP_GRACE);
         let args = LaunchArgs {
-            handler_grace: crate::STOP_GRACE,
+            stop_grace: grace,
+            handler_grace: grace,
             ..LaunchArgs::new(node, run)
         };
         Ok(LaunchPlan {
@@ -140,6 +147,7 @@ impl LaunchPlan {
             ranks_tell: true,
             prefix: Prefix::AllButRank0,
             rank0_owns_stderr: is_first && std::io::stderr().is_terminal(),
+            variables: Vec::from_iter(started.map(|started| (STARTED_VARIABLE.into(), started))),
             ..LaunchPlan::new(args, token, until_met, env)
         })
     }

@@ -275,7 +275,7 @@ pub fn run(
     // The page shows what rank 0 writes too.
     plan.rank0_owns_stderr &= plan.args.live.is_none();
     plan.flight_dir = flight_dir.map(Path::to_owned);
-    run_plan(plan)
+    run_plan(&plan)
 }
 
 /// Starts this program as `ranks` ranks with `args`, and *blocks* until all have ended. When these fail, their flight
@@ -290,19 +290,11 @@ pub fn start(ranks: usize, args: Vec<OsString>, flight_dir: PathBuf) -> Result<(
     let node = Node::alone(ranks);
     let mut plan = LaunchPlan::of_this_program(node, args, None, None, &real_env())?;
     plan.flight_dir = Some(flight_dir);
-    run_plan(plan)
+    run_plan(&plan)
 }
 
-fn run_plan(mut plan: LaunchPlan) -> Result<()> {
-    if let Some(grace) = stop::grace() {
-        plan.args.stop_grace = grace;
-        plan.args.handler_grace = grace;
-    }
-    if let Ok(now) = SystemTime::now().duration_since(UNIX_EPOCH) {
-        let started = (STARTED_VARIABLE.into(), now.as_nanos().to_string().into());
-        plan.variables.push(started);
-    }
-    let result = job::run(&plan);
+fn run_plan(plan: &LaunchPlan) -> Result<()> {
+    let result = job::run(plan);
     if result.is_err() && plan.rank0_owns_stderr {
         // Rank 0's progress bar may have left the cursor inside a line.
         say::note("");
@@ -312,17 +304,12 @@ fn run_plan(mut plan: LaunchPlan) -> Result<()> {
 
 /// How long ago the command was typed that started this rank; nothing when this is it.
 fn since_command_start() -> Duration {
-    std::env::var(STARTED_VARIABLE)
-        .ok()
-        .and_then(|text| text.parse().ok())
-        .map(Duration::from_nanos)
-        .and_then(|then| {
-            SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .ok()?
-                .checked_sub(then)
-        })
-        .unwrap_or_default()
+    let since = || {
+        let then = std::env::var(STARTED_VARIABLE).ok()?.parse().ok()?;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
+        now.checked_sub(Duration::from_nanos(then))
+    };
+    since().unwrap_or_default()
 }
 
 fn as_launched_rank(
