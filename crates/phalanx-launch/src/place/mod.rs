@@ -69,7 +69,7 @@ impl Place {
             return Ok(Place::Node(Node::alone(here)));
         }
         // With --nproc-per-node above 1 the ranks are started here.
-        if here == 1 && args.nodes.nnodes.is_none() {
+        if here == 1 && !has_nodes(args, env) {
             process::check_rank_variables(env)?;
         }
         let cli = &LaunchCli {
@@ -109,12 +109,16 @@ pub fn ports_of_rank(args: &RankArgs, env: &Env) -> Result<Option<PortRange>> {
     }
 }
 
+/// Whether `--nnodes` is typed for this process. Ranks that this command started have its arguments too.
+fn has_nodes(args: &RankArgs, env: &Env) -> bool {
+    args.nodes.nnodes.is_some() && !env.contains_key(STARTED_VARIABLE)
+}
+
 /// The rank that another program has started, checked against the command line.
 fn started_rank(args: &RankArgs, env: &Env) -> Result<Option<Process>> {
-    // Ranks that this command started have its arguments too.
     let is_ours = env.contains_key(STARTED_VARIABLE);
     let world_size = args.world_size.filter(|_| !is_ours);
-    let has_nodes = args.nodes.nnodes.is_some() && !is_ours;
+    let has_nodes = has_nodes(args, env);
     // The only process of its node, which starts the ranks there: `RANK` and `WORLD_SIZE` without `LOCAL_RANK`
     // may count nodes, too.
     let is_node = |rank: &Process| match rank.is_by_variables() {
