@@ -304,6 +304,11 @@ mod tests {
                 at("h", 29500, Some(2), 3),
             ),
             (
+                "launch --bogus true",
+                "PET_NNODES=2 PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=h",
+                at("h", 29400, None, 2),
+            ),
+            (
                 "launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:9 --bogus true",
                 "",
                 at("h", 9, None, 2),
