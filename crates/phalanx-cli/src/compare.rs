@@ -176,9 +176,8 @@ fn start(training: &[OsString], workers: usize, output_dir: &Path) -> Result<()>
     let mut flag = OsString::from("--output-dir=");
     flag.push(output_dir);
     own.push(flag);
-    let mut ranks = launch::LocalRun::new(workers, own);
-    ranks.flight_dir = Some(output_dir.join(phalanx_train::FLIGHT_DIR));
-    launch::start(ranks)
+    let flight_dir = output_dir.join(phalanx_train::FLIGHT_DIR);
+    launch::start(workers, own, flight_dir)
 }
 
 impl Run {

@@ -127,7 +127,7 @@ impl RankContext {
 
     /// "2 ranks on 1 host over shared memory, 1 thread each of 2 cores (AVX-512)"; `isa` is the instruction set in use.
     pub fn describe(&self, isa: &str) -> String {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = crate::cores();
         let mut text = plural(self.world(), "rank");
         let over = match self.transport() {
             "thread" => " as threads of one process",

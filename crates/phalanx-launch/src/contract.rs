@@ -20,6 +20,8 @@ pub const TOKEN_FILE_VARIABLE: &str = "PHALANX_TOKEN_FILE";
 /// The process id of the rank. It need not print its last error: the launcher does, from the
 /// error file. [`LAUNCHER`], until the shim knows the process id.
 pub const ERRORS_VARIABLE: &str = "PHALANX_ERRORS";
+/// When the command was typed, in nanoseconds since 1970, for the ranks that it starts.
+pub const STARTED_VARIABLE: &str = "PHALANX_STARTED_NS";
 /// See [`ERRORS_VARIABLE`].
 pub const LAUNCHER: &str = "launcher";
 /// Whether PyTorch's store is there already, which rank 0 would host otherwise.
@@ -31,9 +33,9 @@ pub const BIND_VARIABLE: &str = "PHALANX_BIND";
 /// The ports that this node's ranks listen on, when there are several nodes.
 pub const PORTS_VARIABLE: &str = "PHALANX_PORT_RANGE";
 
-/// What is the same for all ranks of one launcher.
+/// What the variables say that is the same for all ranks of one launcher.
 #[derive(Clone, Debug)]
-pub struct Shared {
+pub struct LauncherVariables {
     /// This node's number.
     pub node_rank: usize,
     /// Number of nodes.
@@ -66,9 +68,9 @@ pub struct Shared {
     pub threads_set: bool,
 }
 
-/// What differs between ranks and attempts.
+/// What they say that differs between ranks and attempts.
 #[derive(Clone, Debug)]
-pub struct Own {
+pub struct RankVariables {
     /// Number of the rank on this node.
     pub local_rank: usize,
     /// Restarts so far.
@@ -80,7 +82,10 @@ pub struct Own {
 }
 
 /// The variables to set for one rank.
-pub fn variables(shared: &Shared, own: &Own) -> BTreeMap<&'static str, OsString> {
+pub fn variables(
+    shared: &LauncherVariables,
+    own: &RankVariables,
+) -> BTreeMap<&'static str, OsString> {
     let rank = shared.first_rank + own.local_rank;
     let number = |n: usize| OsString::from(n.to_string());
     let mut set = BTreeMap::from([
@@ -172,7 +177,7 @@ mod tests {
                     // Ours is no store that PyTorch could talk to.
                     let theirs = want.insert(AGENT_STORE_VARIABLE.into(), "False".into());
                     assert_eq!(theirs.as_deref(), Some("True"));
-                    let shared = Shared {
+                    let shared = LauncherVariables {
                         node_rank,
                         nodes: nodes.len(),
                         first_rank: nodes[..node_rank].iter().sum(),
@@ -189,7 +194,7 @@ mod tests {
                         signals: TorchrunOptions::default().signal_names(),
                         threads_set: false,
                     };
-                    let own = Own {
+                    let own = RankVariables {
                         local_rank,
                         restarts: 0,
                         error_file: want["TORCHELASTIC_ERROR_FILE"].clone().into(),
@@ -209,7 +214,7 @@ mod tests {
 
     #[test]
     fn our_own_variables() {
-        let shared = Shared {
+        let shared = LauncherVariables {
             node_rank: 0,
             nodes: 1,
             first_rank: 0,
@@ -226,7 +231,7 @@ mod tests {
             signals: "SIGTERM".into(),
             threads_set: true,
         };
-        let own = Own {
+        let own = RankVariables {
             local_rank: 1,
             restarts: 2,
             error_file: "/proc/self/fd/8".into(),
@@ -238,7 +243,7 @@ mod tests {
         assert_eq!(set[TOKEN_FILE_VARIABLE], "/proc/self/fd/9");
         assert_eq!(set["TORCHELASTIC_RESTART_COUNT"], "2");
         assert_eq!(set["TORCHELASTIC_MAX_RESTARTS"], "3");
-        let several = Shared {
+        let several = LauncherVariables {
             ports: PortRange::new(20000, 20009).ok(),
             ..shared.clone()
         };

@@ -6,17 +6,16 @@
 //! Without `--log-dir` the folder is private (mode 0700) and is removed when the launcher ends. The guard
 //! removes it when the launcher was killed.
 
-use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::{ErrorKind as IoKind, Read};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::fs::DirBuilder;
+use std::io::Read;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use rustix::fs::OFlags;
+use phalanx_base::files::open_regular;
 
-use super::guard::Guard;
-use super::plan::random_id;
+use super::guard::{Guard, remove};
 use crate::error::{Error, ErrorKind, Result};
+use crate::system;
 
 /// Error files are short; no more than this is read of one.
 const ERROR_FILE_BYTES: u64 = 1 << 20;
@@ -156,29 +155,27 @@ pub fn for_logs(dir: &Path, run_id: &str, node: Option<&str>) -> Result<PathBuf>
     Ok(dir.join(format!("{run_id}{node}_{random}")))
 }
 
-/// Removes a private folder. A rank that was killed a moment ago may still make a last file in it.
-pub fn remove(path: &Path) {
-    for _ in 0..20 {
-        match std::fs::remove_dir_all(path) {
-            Err(error) if error.kind() != IoKind::NotFound => {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            _ => return,
-        }
-    }
+/// A name that no other job has, in the form of a UUID.
+pub fn random_id() -> Result<String> {
+    let mut bytes = [0u8; 16];
+    getrandom::fill(&mut bytes).map_err(system("no random numbers"))?;
+    bytes[6] = bytes[6] & 0x0f | 0x40;
+    bytes[8] = bytes[8] & 0x3f | 0x80;
+    let hex = hex::encode(bytes);
+    Ok(format!(
+        "{}-{}-{}-{}-{}",
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..]
+    ))
 }
 
 /// What a rank wrote into its error file, if anything. The rank may have put anything there, such as a pipe
 /// without a writer.
 pub fn error_file_text(path: &Path) -> Option<String> {
-    let file: File = OpenOptions::new()
-        .read(true)
-        .custom_flags(OFlags::NONBLOCK.bits().cast_signed())
-        .open(path)
-        .ok()?;
-    if !file.metadata().ok()?.is_file() {
-        return None;
-    }
+    let file = open_regular(path).ok()?;
     let mut text = String::new();
     file.take(ERROR_FILE_BYTES).read_to_string(&mut text).ok()?;
     (!text.is_empty()).then_some(text)
@@ -215,5 +212,13 @@ mod tests {
         let made = std::process::Command::new("mkfifo").arg(&path).status();
         assert!(made.unwrap().success());
         assert_eq!(error_file_text(&path), None);
+    }
+
+    #[test]
+    fn random_ids_look_like_uuids_and_differ() {
+        let (a, b) = (random_id().unwrap(), random_id().unwrap());
+        assert_ne!(a, b);
+        assert_eq!(a.len(), 36);
+        assert_eq!(a.as_bytes()[14], b'4');
     }
 }

@@ -2,11 +2,12 @@
 //! garbage: the bodies of the fuzz targets in `tools/fuzz/`, which the tests here run on garbled
 //! seeds.
 
-use super::alone::{Asking, node_place};
-use super::args::{LaunchArgs, LaunchCli};
-use super::cluster::{self, Env};
+use super::args::LaunchArgs;
+use super::flags::LaunchCli;
 use super::nodes::NodeInfo;
 use super::oom;
+use super::place::torchrun::rendezvous_conf;
+use super::place::{self, Env};
 use super::report::{self, Verdict};
 use super::streams::StreamChoice;
 use crate::inspect::fuzzing as inspect;
@@ -40,22 +41,22 @@ fn seeds(texts: &[&str]) -> Vec<Vec<u8>> {
 /// What a cluster engine says.
 pub fn cluster(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
-    if let Some(host) = cluster::first_host(&text) {
+    if let Some(host) = place::first_host(&text) {
         // It goes into a socket address, never into a shell; but still.
         let sound = |b: u8| b.is_ascii_alphanumeric() || b"-._".contains(&b);
         assert!(!host.is_empty() && host.bytes().all(sound), "{host:?}");
     }
     let env = env(&text);
-    if let Ok(Some(place)) = cluster::detect(&env) {
-        assert!(place.index < place.count);
+    if let Ok(Some(process)) = place::detect(&env) {
+        assert!(process.rank < process.world);
     }
-    if let Ok(Some(place)) = cluster::rank_place(&env) {
-        assert!(place.rank < place.world);
+    if let Ok(Some(rank)) = place::rank_place(&env) {
+        assert!(rank.rank < rank.world);
     }
-    for asking in [Asking::Launch, Asking::Ranks] {
+    for command in [None, Some("phalanx train")] {
         for typed in [None, Some(2)] {
-            match node_place(&env, asking, typed, false, "phalanx train") {
-                Ok(Some(place)) => assert!(place.index < place.count && place.count > 1),
+            match place::among_nodes(&env, command, typed, false) {
+                Ok(Some(node)) => assert!(node.rank < node.world && node.world > 1),
                 Ok(None) => {}
                 Err(error) => assert_eq!(error.exit_code(), 2),
             }
@@ -79,15 +80,15 @@ pub fn cluster_seeds() -> Vec<Vec<u8>> {
 pub fn args(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let _ = text.parse::<StreamChoice>();
-    let _ = torchrun::rendezvous_conf(&text);
+    let _ = rendezvous_conf(&text);
     let _ = torchrun::fill_in(&text, |name| (name == "rank").then(|| "0".to_owned()));
     let cli = LaunchCli {
         program: vec!["program".into()],
         ..LaunchCli::default()
     };
     if let Ok(args) = LaunchArgs::resolve(&cli, &env(&text), 2) {
-        assert!((1..=1024).contains(&args.local_ranks));
-        if let Some(meeting) = args.meeting {
+        assert!((1..=1024).contains(&args.node.local_ranks));
+        if let Some(meeting) = args.node.meeting {
             assert!(meeting.node_rank.is_none_or(|rank| rank < meeting.nodes));
             assert!(meeting.nodes <= 1024);
         }

@@ -21,12 +21,12 @@
 //! | `done`            | the launcher ends by itself                        |
 
 use std::collections::BTreeSet;
-use std::io::{BufRead, Write};
+use std::io::{BufRead, ErrorKind as IoKind, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use phalanx_store::TcpStore;
@@ -34,10 +34,9 @@ use phalanx_wire::Token;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::ending::{self, Training};
-use super::folder;
-use super::nodes;
 use super::report::Verdict;
 use crate::error::{Error, ErrorKind, Result};
+use crate::lock;
 
 /// How long the guard tries to tell the other nodes.
 const TELL_LIMIT: Duration = Duration::from_secs(2);
@@ -86,7 +85,7 @@ impl Guard {
 
     /// A writing end for a rank that is being started.
     pub fn end_for_rank(&self) -> std::io::Result<OwnedFd> {
-        let pipe = self.pipe.lock().unwrap_or_else(PoisonError::into_inner);
+        let pipe = lock(&self.pipe);
         match pipe.as_ref() {
             Some(pipe) => pipe.as_fd().try_clone_to_owned(),
             None => Err(std::io::Error::other("the guard's pipe is closed")),
@@ -123,9 +122,7 @@ impl Guard {
 
     fn say(&self, line: &str) {
         // A guard that died is not an error: the kernel kills the ranks too.
-        if let Ok(mut pipe) = self.pipe.lock()
-            && let Some(pipe) = pipe.as_mut()
-        {
+        if let Some(pipe) = lock(&self.pipe).as_mut() {
             let _ = pipe.write_all(format!("{line}\n").as_bytes());
         }
     }
@@ -134,9 +131,7 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         self.say("done");
-        if let Ok(mut pipe) = self.pipe.lock() {
-            drop(pipe.take());
-        }
+        drop(lock(&self.pipe).take());
         // It ends soon after its pipe, unless it is stopped (SIGSTOP).
         let until = Instant::now() + END_LIMIT;
         while matches!(self.child.try_wait(), Ok(None)) {
@@ -160,7 +155,7 @@ pub fn announce(end: impl AsFd) {
 
 /// The contents of the pipe so far.
 #[derive(Debug, Default, PartialEq)]
-struct Told {
+struct Messages {
     groups: BTreeSet<i32>,
     store: Option<String>,
     token: Option<String>,
@@ -170,7 +165,7 @@ struct Told {
     done: bool,
 }
 
-impl Told {
+impl Messages {
     fn line(&mut self, line: &str) {
         if let Some(pid) = line.strip_prefix('+') {
             // 0 and 1 would mean our own group and everybody's.
@@ -207,7 +202,7 @@ pub fn guard() -> Result<()> {
     ] {
         let _ = signal_hook::flag::register(signal, ignored.clone());
     }
-    let mut told = Told::default();
+    let mut told = Messages::default();
     let mut line = Vec::new();
     let mut input = std::io::stdin().lock();
     // Without a deadline: the guard lives as long as its launcher, whose end is
@@ -217,7 +212,7 @@ pub fn guard() -> Result<()> {
         match input.read_until(b'\n', &mut line) {
             Ok(0) => break,
             Ok(_) => {}
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            Err(error) if error.kind() == IoKind::Interrupted => continue,
             Err(_) => break,
         }
         // A line without its end was cut off by the launcher's death.
@@ -237,7 +232,7 @@ pub fn guard() -> Result<()> {
     }
     let run = told.training.as_ref().and_then(Training::folder);
     if let Some(folder) = &told.folder {
-        folder::remove(folder);
+        remove(folder);
     }
     let verdict = told.verdict.as_ref();
     let verdict = verdict.and_then(|verdict| serde_json::from_str::<Verdict>(verdict).ok());
@@ -245,7 +240,7 @@ pub fn guard() -> Result<()> {
         && let Ok(token) = Token::from_hex(token)
         && let Ok(store) = TcpStore::connect(store, token, TELL_LIMIT)
     {
-        let _ = nodes::put(&store, verdict);
+        let _ = verdict.publish(&store);
     }
     if let (Some(run), Some(training)) = (&run, &told.training) {
         // Nobody reads what it could say.
@@ -253,6 +248,18 @@ pub fn guard() -> Result<()> {
         ending::deliver(run);
     }
     Ok(())
+}
+
+/// Removes a private folder. A rank that was killed a moment ago may still make a last file in it.
+pub fn remove(path: &Path) {
+    for _ in 0..20 {
+        match std::fs::remove_dir_all(path) {
+            Err(error) if error.kind() != IoKind::NotFound => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            _ => return,
+        }
+    }
 }
 
 /// What a training failed by whose launcher was killed.
@@ -269,7 +276,7 @@ mod tests {
 
     #[test]
     fn only_living_groups_are_remembered() {
-        let mut told = Told::default();
+        let mut told = Messages::default();
         for line in [
             "+10",
             "+11",
@@ -287,7 +294,7 @@ mod tests {
         ] {
             told.line(line);
         }
-        let want = Told {
+        let want = Messages {
             groups: BTreeSet::from([11]),
             store: Some("a:1".into()),
             token: Some("ff".into()),

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::{OsStr, OsString};
+use std::io::{stderr, stdout};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,27 +14,31 @@ use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_base::files::as_typed;
 use phalanx_comm::PortRange;
 use phalanx_live::{Page, State};
-use phalanx_store::{Store, TcpServer, TcpStore};
+use phalanx_store::{Store, TcpStore};
 use rustix::process::{Signal, kill_process};
+use signal_hook::consts::{SIGTSTP, SIGUSR1, SIGUSR2};
 
 use super::Event;
-use super::contract::{self, Own, Shared};
+use super::args::LaunchArgs;
+use super::contract::{self, LauncherVariables, RankVariables};
 use super::ending::{self, Training};
 use super::flight;
 use super::folder::RunFolder;
 use super::guard::Guard;
 use super::machine::{Action, End, Machine, Why};
-use super::nodes::{self, NodeInfo, Nodes, PortForRanks, check_range};
+use super::nodes::{self, NodeInfo, NodeStore, Nodes};
 use super::oom::OomWatch;
+use super::place::Meeting;
 use super::plan::LaunchPlan;
-use super::pump::{Sink, Stream, Unwritten};
+use super::port::{PortForRanks, check_range};
+use super::pump::{Sink, Unwritten};
 use super::ranks::{POLL, Rank, Starter, catches, path_of};
 use super::reap;
 use super::report::{self, Verdict, Who};
 use super::signals::{SignalWatch, can_be_continued, interrupted, suspend_self};
 use super::token;
 use crate::error::{Error, ErrorKind, Result};
-use crate::{say, stop};
+use crate::{say, stop, system};
 
 /// How long to wait for the sign that a node is lost, from when ranks are stopped because they have lost others.
 const LOST_NODE_WAIT: Duration = Duration::from_secs(1);
@@ -70,12 +75,13 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     let alone = !reap::has_children();
     reap::adopt_orphans();
     let (sender, events) = channel();
-    let signals = SignalWatch::start_with_suspend(sender.clone(), &plan.torchrun.signals)?;
-    let binding = plan.torchrun.numa;
-    let processors = binding.map(|binding| binding.processors(plan.local_ranks));
+    let others = [SIGTSTP, SIGUSR1, SIGUSR2];
+    let signals = SignalWatch::start(sender.clone(), &plan.args.torchrun.signals, &others)?;
+    let binding = plan.args.torchrun.numa;
+    let processors = binding.map(|binding| binding.processors(plan.args.node.local_ranks));
     let processors = processors.transpose()?;
     let host = phalanx_base::host_name();
-    let page = match &plan.live {
+    let page = match &plan.args.live {
         None => None,
         Some(address) => Some(Page::open(address, &title(plan))?),
     };
@@ -95,85 +101,25 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         }
         _ => None,
     };
-    let mut has_file = false;
-    let mut place = match &plan.meeting {
-        None => match nodes::host_locally(plan.bind, &plan.token)? {
-            Some(place) => place,
-            None => {
-                has_file = true;
-                nodes::Place::without_network()
-            }
-        },
-        Some(meeting) => {
-            let deadline = Instant::now() + plan.meeting_timeout;
-            nodes::meeting_place(meeting, plan.bind, &plan.token, deadline, &mut interrupt)?
-        }
-    };
-    if let Some(warning) = &place.warning {
+    let (mut at, has_file) = open_store(plan, &mut interrupt)?;
+    if let Some(warning) = &at.warning {
         say::note(format_args!("warning: {warning}"));
     }
-    let mut port = None;
-    let nodes = match &plan.meeting {
-        None => None,
-        Some(meeting) => {
-            if let Some(engine) = meeting.engine {
-                say::note(format_args!(
-                    "node {} of {} ({engine}); node 0 is at {}:{}",
-                    meeting.node_rank.unwrap_or_default(),
-                    meeting.nodes,
-                    meeting.host,
-                    meeting.port
-                ));
-            }
-            let is_first = place.server.is_some();
-            let node = meeting.node_rank.unwrap_or(usize::from(!is_first));
-            let store = is_first.then_some(meeting.port);
-            let ports = meeting.ports.map_or(Ok(()), |range| {
-                check_range(range, node, plan.local_ranks, store)
-            });
-            let held = ports.and_then(|()| {
-                let port = is_first.then(|| PortForRanks::new(None, meeting.ports));
-                port.transpose()
-            });
-            port = match held {
-                Ok(port) => port,
-                Err(error) => {
-                    nodes::refuse(place, meeting.nodes, &plan.token, &error);
-                    return Err(error);
-                }
-            };
-            let info = NodeInfo {
-                nodes: meeting.nodes,
-                local_ranks: plan.local_ranks,
-                run_id: plan.run_id.clone(),
-                host: host.clone(),
-                address: None,
-                pid: std::process::id(),
-                master_port: port.as_ref().map(PortForRanks::number),
-                by_arrival: meeting.node_rank.is_none(),
-                version: env!("CARGO_PKG_VERSION").to_owned(),
-            };
-            let nodes = nodes::join(
-                &mut place,
-                meeting.node_rank,
-                info,
-                &plan.token,
-                plan.meeting_timeout,
-                interrupt,
-            )?;
-            nodes.watch(sender.clone())?;
-            drop(plan.until_met.take());
-            Some(nodes)
-        }
-    };
+    let (mut nodes, mut port) = (None, None);
+    if let Some(meeting) = &plan.args.node.meeting {
+        let (joined, held) = join_nodes(plan, meeting, &mut at, interrupt)?;
+        joined.watch(sender.clone())?;
+        drop(plan.until_met.take());
+        (nodes, port) = (Some(joined), held);
+    }
     let told = nodes.as_ref().and_then(|n| n.infos().first()?.master_port);
     let master_port = match told {
         Some(port) => port,
         None => port
-            .insert(PortForRanks::new(plan.master_port, None)?)
+            .insert(PortForRanks::new(plan.args.node.master_port, None)?)
             .number(),
     };
-    let shared = shared(plan, &place, nodes.as_ref(), master_port);
+    let shared = shared(plan, &at, nodes.as_ref(), master_port);
     let unwritten = Unwritten::default();
     let mut job = Job {
         plan,
@@ -181,13 +127,12 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         shared,
         port,
         nodes,
-        _server: place.server.take(),
-        dial: place.dial,
+        at,
         has_file,
         token_fd,
         folder,
-        out: Sink::of(Stream::Out, unwritten.clone()),
-        err: Sink::of(Stream::Err, unwritten.clone()),
+        out: Sink::new("standard output", stdout(), Some(unwritten.clone())),
+        err: Sink::new("standard error", stderr(), None),
         unwritten,
         oom: OomWatch::start(),
         processors,
@@ -200,81 +145,107 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         events,
     };
     let result = job.attempts();
-    let page = job.page.take();
-    if let Some(nodes) = &job.nodes {
-        nodes.leave(
-            nodes.infos().len(),
-            job.decided.unwrap_or_else(Instant::now),
-        );
-    }
-    let result = match (result, job.unwritten.first()) {
-        (Ok(()), Some(what)) => Err(Error::new(
-            ErrorKind::Failed,
-            format!("all ranks succeeded, but {what}"),
-        )),
-        (result, _) => result,
-    };
-    let training = job.training();
-    let run = training.folder();
-    let result = result.map_err(|error| match &run {
-        Some(run) => ending::with_report(run, &training, error),
-        None => error,
-    });
-    if let Some(page) = page {
-        page.end(match &result {
-            Ok(()) => phalanx_live::End::Finished,
-            Err(error) if error.kind() == ErrorKind::Interrupted => {
-                phalanx_live::End::Stopped(error.chain())
-            }
-            Err(error) => phalanx_live::End::Failed(error.chain()),
-        });
-    }
-    if let (Err(_), Some(run)) = (&result, &run) {
-        ending::deliver(run);
-    }
+    let result = job.end(result);
     drop(signals);
     result
 }
 
+/// Hosts the store, or says how to reach it. Also returns whether it is a file.
+fn open_store(
+    plan: &LaunchPlan,
+    interrupt: &mut impl FnMut() -> Option<Error>,
+) -> Result<(NodeStore, bool)> {
+    if let Some(meeting) = &plan.args.node.meeting {
+        let deadline = Instant::now() + meeting.timeout;
+        let at = nodes::meeting_store(meeting, plan.bind, &plan.token, deadline, interrupt)?;
+        return Ok((at, false));
+    }
+    Ok(match nodes::host_locally(plan.bind, &plan.token)? {
+        Some(at) => (at, false),
+        None => (NodeStore::without_network(), true),
+    })
+}
+
+/// Meets the other nodes. On node 0, also holds the port that `MASTER_PORT` names.
+fn join_nodes(
+    plan: &LaunchPlan,
+    meeting: &Meeting,
+    at: &mut NodeStore,
+    interrupt: impl FnMut() -> Option<Error>,
+) -> Result<(Nodes, Option<PortForRanks>)> {
+    if let Some(engine) = meeting.engine {
+        say::note(format_args!(
+            "node {} of {} ({engine}); node 0 is at {}:{}",
+            meeting.node_rank.unwrap_or_default(),
+            meeting.nodes,
+            meeting.host,
+            meeting.port
+        ));
+    }
+    let local_ranks = plan.args.node.local_ranks;
+    let is_first = at.server.is_some();
+    let node = meeting.node_rank.unwrap_or(usize::from(!is_first));
+    let store = is_first.then_some(meeting.port);
+    let range = meeting.given.ports;
+    let checked = range.map_or(Ok(()), |range| check_range(range, node, local_ranks, store));
+    let held = checked.and_then(|()| {
+        let port = is_first.then(|| PortForRanks::new(None, range));
+        port.transpose()
+    });
+    let port = held.inspect_err(|error| nodes::refuse(at, meeting.nodes, &plan.token, error))?;
+    let info = NodeInfo {
+        nodes: meeting.nodes,
+        local_ranks,
+        run_id: plan.run_id.clone(),
+        host: phalanx_base::host_name(),
+        address: None,
+        pid: std::process::id(),
+        master_port: port.as_ref().map(PortForRanks::number),
+        by_arrival: meeting.node_rank.is_none(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+    };
+    let (token, timeout) = (&plan.token, meeting.timeout);
+    let nodes = nodes::join(at, meeting.node_rank, info, token, timeout, interrupt)?;
+    Ok((nodes, port))
+}
+
 /// The program and its arguments, for the page.
 fn title(plan: &LaunchPlan) -> String {
-    let program = Path::new(&plan.program).file_name();
+    let program = Path::new(&plan.args.run.program).file_name();
     let words = program
         .into_iter()
-        .chain(plan.args.iter().map(OsString::as_os_str));
+        .chain(plan.args.run.args.iter().map(OsString::as_os_str));
     let words: Vec<_> = words.map(OsStr::to_string_lossy).collect();
     words.join(" ").chars().take(300).collect()
 }
 
 fn shared(
     plan: &LaunchPlan,
-    place: &nodes::Place,
+    at: &NodeStore,
     nodes: Option<&Nodes>,
     master_port: u16,
-) -> Shared {
+) -> LauncherVariables {
     let node_rank = nodes.map_or(0, Nodes::node_rank);
     let ranks: Vec<usize> = match nodes {
-        None => vec![plan.local_ranks],
+        None => vec![plan.args.node.local_ranks],
         Some(nodes) => nodes.infos().iter().map(|info| info.local_ranks).collect(),
     };
-    Shared {
+    let meeting = plan.args.node.meeting.as_ref();
+    LauncherVariables {
         node_rank,
         nodes: ranks.len(),
         first_rank: ranks.iter().take(node_rank).sum(),
-        local_ranks: plan.local_ranks,
+        local_ranks: plan.args.node.local_ranks,
         world: ranks.iter().sum(),
-        role: plan.role.clone(),
-        store: place.store.clone(),
-        master_addr: place.master_addr.clone(),
+        role: plan.args.role.clone(),
+        store: at.store.clone(),
+        master_addr: at.master_addr.clone(),
         master_port,
         run_id: plan.run_id.clone(),
-        max_restarts: plan.max_restarts,
-        bind: place.bind.map(|ip| ip.to_string()),
-        ports: plan
-            .meeting
-            .as_ref()
-            .and_then(|meeting| ports_of_ranks(meeting.ports?, master_port)),
-        signals: plan.torchrun.signal_names(),
+        max_restarts: plan.args.max_restarts,
+        bind: at.bind.map(|ip| ip.to_string()),
+        ports: meeting.and_then(|meeting| ports_of_ranks(meeting.given.ports?, master_port)),
+        signals: plan.args.torchrun.signal_names(),
         threads_set: plan.threads_set,
     }
 }
@@ -290,13 +261,12 @@ fn ports_of_ranks(range: PortRange, held: u16) -> Option<PortRange> {
 struct Job<'a> {
     plan: &'a LaunchPlan,
     host: String,
-    shared: Shared,
+    shared: LauncherVariables,
     /// On the node of rank 0, what `MASTER_PORT` names.
     port: Option<PortForRanks>,
     nodes: Option<Nodes>,
-    /// The store of a launch on one node.
-    _server: Option<TcpServer>,
-    dial: String,
+    /// The store, on one node with its server.
+    at: NodeStore,
     /// The store is a file, a new one for each attempt.
     has_file: bool,
     token_fd: std::os::fd::OwnedFd,
@@ -338,23 +308,60 @@ impl Job<'_> {
             match self.attempt(restarts)? {
                 Outcome::Success => return self.wait_for_others(),
                 Outcome::Final(error) => return Err(error),
-                Outcome::Failed(error) if restarts >= self.plan.max_restarts => return Err(error),
+                Outcome::Failed(error) if restarts >= self.plan.args.max_restarts => {
+                    return Err(error);
+                }
                 Outcome::Failed(error) => {
                     restarts += 1;
                     self.note(format!(
                         "restart {restarts} of {}: {}",
-                        self.plan.max_restarts,
+                        self.plan.args.max_restarts,
                         error.chain()
                     ));
                     self.clear_store()?;
                     // Ranks of the new attempt must not connect to remains of the old one.
-                    if self.plan.master_port.is_none() {
+                    if self.plan.args.node.master_port.is_none() {
                         let port = self.port.insert(PortForRanks::new(None, None)?);
                         self.shared.master_port = port.number();
                     }
                 }
             }
         }
+    }
+
+    /// After the last attempt: leaves the other nodes, and ends the page and the report of the training.
+    fn end(&mut self, result: Result<()>) -> Result<()> {
+        let page = self.page.take();
+        if let Some(nodes) = &self.nodes {
+            let decided = self.decided.unwrap_or_else(Instant::now);
+            nodes.leave(nodes.infos().len(), decided);
+        }
+        let result = match (result, self.unwritten.first()) {
+            (Ok(()), Some(what)) => Err(Error::new(
+                ErrorKind::Failed,
+                format!("all ranks succeeded, but {what}"),
+            )),
+            (result, _) => result,
+        };
+        let training = self.training();
+        let run = training.folder();
+        let result = result.map_err(|error| match &run {
+            Some(run) => ending::with_report(run, &training, error),
+            None => error,
+        });
+        if let Some(page) = page {
+            page.end(match &result {
+                Ok(()) => phalanx_live::End::Finished,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {
+                    phalanx_live::End::Stopped(error.chain())
+                }
+                Err(error) => phalanx_live::End::Failed(error.chain()),
+            });
+        }
+        if let (Err(_), Some(run)) = (&result, &run) {
+            ending::deliver(run);
+        }
+        result
     }
 
     /// Prints a message, and shows it on the page.
@@ -376,7 +383,7 @@ impl Job<'_> {
     }
 
     /// Shows the states of the ranks on the page.
-    fn show(&self, watch: &mut Supervision) {
+    fn show(&self, watch: &mut Supervision<'_>) {
         let Some(page) = &self.page else { return };
         let late = flight::late(&watch.ranks);
         watch.late.retain(|rank, _| late.contains(rank));
@@ -422,13 +429,10 @@ impl Job<'_> {
         if self.has_file {
             return Ok(());
         }
-        TcpStore::connect(&self.dial, self.plan.token.clone(), LOCAL_STORE)
+        TcpStore::connect(&self.at.dial, self.plan.token.clone(), LOCAL_STORE)
             .and_then(|store| store.delete_prefix(""))
             .map(drop)
-            .map_err(|error| {
-                Error::new(ErrorKind::System, "cannot clear the store for a restart")
-                    .caused_by(error)
-            })
+            .map_err(system("cannot clear the store for a restart"))
     }
 
     fn attempt(&mut self, restarts: u32) -> Result<Outcome> {
@@ -450,11 +454,11 @@ impl Job<'_> {
         if let Some(nodes) = self.nodes.as_ref().filter(|_| self.shared.node_rank > 0) {
             let verdict = Verdict::of_killed(self.shared.node_rank, &self.host);
             if let Ok(text) = serde_json::to_string(&verdict) {
-                guard.tell(&self.dial, &self.plan.token, &text);
+                guard.tell(&self.at.dial, &self.plan.token, &text);
             }
             nodes.is_guarded();
         }
-        let mut ranks = Vec::with_capacity(self.plan.local_ranks);
+        let mut ranks = Vec::with_capacity(self.plan.args.node.local_ranks);
         let started = made.and_then(|()| self.start_ranks(restarts, &guard, &mut ranks));
         let mut children: HashSet<i32> = ranks
             .iter()
@@ -462,8 +466,9 @@ impl Job<'_> {
             .collect();
         children.extend(i32::try_from(guard.pid()));
         let mut watch = Supervision {
+            args: &self.plan.args,
             children,
-            machine: Machine::new(ranks.len(), self.plan.stop_grace, ECHO_WAIT),
+            machine: Machine::new(ranks.len(), self.plan.args.stop_grace, ECHO_WAIT),
             ranks,
             reaped: 0,
             give_up: None,
@@ -471,11 +476,8 @@ impl Job<'_> {
             verdict: None,
             halted: None,
             lone_at: None,
-            lone_said: false,
             lone_told: false,
             late: BTreeMap::new(),
-            handler_grace: self.plan.handler_grace,
-            grace_is_typed: self.plan.grace_is_typed,
         };
         if let Err(error) = started {
             // Those that did start must not outlive the attempt.
@@ -495,7 +497,7 @@ impl Job<'_> {
         if watch.machine.why().is_some() {
             let grace = match watch.is_interrupt() {
                 true => watch.handler_grace(),
-                false => self.plan.stop_grace,
+                false => self.plan.args.stop_grace,
             };
             self.end_strangers(&watch, grace);
         }
@@ -505,18 +507,12 @@ impl Job<'_> {
     fn start_ranks(&self, restarts: u32, guard: &Arc<Guard>, ranks: &mut Vec<Rank>) -> Result<()> {
         let token_file = path_of(&self.token_fd);
         let starter = Starter {
-            program: &self.plan.program,
-            args: &self.plan.args,
+            plan: self.plan,
             token: self.token_fd.as_fd(),
             folder: &self.folder,
             out: &self.out,
             err: &self.err,
             unwritten: &self.unwritten,
-            prefix: self.plan.prefix,
-            rank0_owns_stderr: self.plan.rank0_owns_stderr,
-            logs: self.plan.logs.as_ref(),
-            torchrun: &self.plan.torchrun,
-            role: &self.plan.role,
             processors: self.processors.as_deref(),
             page: self.page.as_ref(),
             guard,
@@ -524,11 +520,11 @@ impl Job<'_> {
         };
         let pointer = self.run_pointer().into_os_string();
         let pointer = (RUN_POINTER_VARIABLE.into(), pointer);
-        let devices = self.plan.torchrun.devices.as_ref();
-        for local_rank in 0..self.plan.local_ranks {
+        let devices = self.plan.args.torchrun.devices.as_ref();
+        for local_rank in 0..self.plan.args.node.local_ranks {
             let rank = self.shared.first_rank + local_rank;
             ranks.push(starter.start(local_rank, rank, restarts, |error_file| {
-                let own = Own {
+                let own = RankVariables {
                     local_rank,
                     restarts,
                     error_file,
@@ -548,7 +544,7 @@ impl Job<'_> {
 
     /// Watches the ranks until all have ended and were reaped. There is no deadline
     /// while nothing is wrong.
-    fn watch_to_the_end(&self, watch: &mut Supervision) {
+    fn watch_to_the_end(&self, watch: &mut Supervision<'_>) {
         let mut shown = None;
         loop {
             let now = Instant::now();
@@ -600,7 +596,7 @@ impl Job<'_> {
 
     /// Ends processes that the ranks of a failed or interrupted job have left in sessions of
     /// their own; those with a handler for SIGTERM get `grace`, unless another signal comes.
-    fn end_strangers(&self, watch: &Supervision, grace: Duration) {
+    fn end_strangers(&self, watch: &Supervision<'_>, grace: Duration) {
         if !self.alone {
             return;
         }
@@ -626,89 +622,61 @@ impl Job<'_> {
     }
 
     /// Writes the flight recorders of the running ranks and prints where they are.
-    fn show_flight(&self, watch: &Supervision) {
+    fn show_flight(&self, watch: &Supervision<'_>) {
         let none = vec![None; watch.ranks.len()];
-        let halted: Vec<usize> = watch
-            .ranks
-            .iter()
-            .filter(|rank| rank.is_stopped())
-            .map(|rank| rank.rank)
-            .collect();
-        match flight::keep(
-            &watch.ranks,
-            &none,
-            &halted,
-            self.plan.flight_dir.as_deref(),
-        ) {
+        let dir = self.plan.flight_dir.as_deref();
+        match flight::keep(&watch.ranks, &none, &watch.halted_now(), dir) {
             Some(text) => say::note(format_args!("flight recorders: {text}")),
             None => say::note(format_args!("flight recorders: no rank has one yet")),
         }
     }
 
     /// Prints which ranks have succeeded and which still run.
-    fn say_who_still_runs(&self, watch: &Supervision) {
-        let (running, ended): (Vec<usize>, Vec<usize>) =
-            (0..watch.ranks.len()).partition(|local| watch.machine.end(*local).is_none());
+    fn say_who_still_runs(&self, watch: &Supervision<'_>) {
+        let running = numbers(watch.running());
         if running.is_empty() || watch.machine.why().is_some() {
             return;
         }
-        let names = |locals: Vec<usize>| {
-            let ranks: Vec<usize> = locals.iter().map(|l| self.shared.first_rank + l).collect();
-            report::rank_list(&ranks)
-        };
+        let ended = watch.ranks.iter();
+        let ended = numbers(ended.filter(|rank| !running.contains(&rank.rank)));
+        let verb = if running.len() == 1 { "is" } else { "are" };
         self.note(format!(
-            "{} ended {} s ago with code 0; {} still running and may be waiting for it",
-            names(ended),
+            "{} ended {} s ago with code 0; {} {verb} still running and may be waiting for it",
+            report::rank_list(&ended),
             LONE_AFTER.as_secs(),
-            match running.len() {
-                1 => format!("{} is", names(running)),
-                _ => format!("{} are", names(running)),
-            }
+            report::rank_list(&running),
         ));
     }
 
     /// Ends the job if all ranks that still run are stopped by a signal: they will not end by
     /// themselves, and no other rank waits for them.
-    fn end_if_all_are_stopped(&self, watch: &mut Supervision) {
-        let running: Vec<&Rank> = (0..watch.ranks.len())
-            .filter(|local| watch.machine.end(*local).is_none())
-            .map(|local| &watch.ranks[local])
-            .collect();
+    fn end_if_all_are_stopped(&self, watch: &mut Supervision<'_>) {
+        let running: Vec<&Rank> = watch.running().collect();
         let stopped = !running.is_empty() && running.iter().all(|rank| rank.is_stopped_by_signal());
         if !stopped || watch.machine.why().is_some() {
             return;
         }
-        let names: Vec<String> = running
-            .iter()
-            .map(|rank| {
-                format!(
-                    "rank {} (pid {}) is stopped by a signal",
-                    rank.rank,
-                    rank.pid.as_raw_nonzero()
-                )
-            })
-            .collect();
+        let name = |rank: &&Rank| {
+            let pid = rank.pid.as_raw_nonzero();
+            format!("rank {} (pid {pid}) is stopped by a signal", rank.rank)
+        };
+        let names: Vec<String> = running.iter().map(name).collect();
         let message = format!("{}, and all other ranks have ended well", names.join(", "));
         let verdict = self.plain_verdict(ErrorKind::Timeout.exit_code(), &message);
-        watch.verdict = Some(match &self.nodes {
-            None => verdict,
-            Some(nodes) => nodes.publish(&verdict),
-        });
+        watch.verdict = Some(self.publish(verdict));
         let action = watch.machine.failed_elsewhere(Instant::now());
         watch.act(action);
     }
 
     /// Once a stop has begun: makes the verdict and publishes it to the other nodes.
-    fn decide(&self, watch: &mut Supervision) {
+    fn decide(&self, watch: &mut Supervision<'_>) {
         let Some(why) = watch.machine.why() else {
             return;
         };
         let is_first = watch.halted.is_none();
         if is_first {
             // Later they will have been killed.
-            let is_stopped = |rank: &&Rank| rank.is_stopped();
-            let ranks = watch.ranks.iter().filter(is_stopped);
-            watch.halted = Some(ranks.map(|rank| rank.rank).collect());
+            watch.halted = Some(watch.halted_now());
         }
         let verdict = match (why, &watch.verdict) {
             (Why::Elsewhere, Some(theirs)) if is_first && theirs.echo => {
@@ -730,22 +698,12 @@ impl Job<'_> {
                 better
             }
             (Why::Elsewhere, _) | (_, Some(_)) => return,
-            (Why::Interrupt(signal), None) => {
-                let what = interrupted(signal);
-                let message = match self.node() {
-                    None => what.chain(),
-                    Some(node) => format!("node {node} (host {}) was {}", self.host, what.chain()),
-                };
-                self.plain_verdict(ErrorKind::Interrupted.exit_code(), &message)
-            }
+            (Why::Interrupt(signal), None) => self.interrupt_verdict(signal),
             (Why::Rank(local), None) => {
                 self.naming_a_lost_node(self.rank_verdict(watch, local), None)
             }
         };
-        watch.verdict = Some(match &self.nodes {
-            None => verdict,
-            Some(nodes) => nodes.publish(&verdict),
-        });
+        watch.verdict = Some(self.publish(verdict));
     }
 
     /// A verdict that only says that ranks were lost, as one that names the node which is.
@@ -775,7 +733,7 @@ impl Job<'_> {
         }
     }
 
-    fn rank_verdict(&self, watch: &Supervision, local: usize) -> Verdict {
+    fn rank_verdict(&self, watch: &Supervision<'_>, local: usize) -> Verdict {
         let (Some(rank), Some(end)) = (watch.ranks.get(local), watch.machine.end(local)) else {
             return self.plain_verdict(1, "a rank failed");
         };
@@ -786,7 +744,7 @@ impl Job<'_> {
         }
         // The rank, or a program that it has started as a shell.
         let killed = matches!(end, End::Signal(9) | End::Code(137));
-        let hint = || self.oom.hint(rank.pid, self.plan.local_ranks);
+        let hint = || self.oom.hint(rank.pid, self.plan.args.node.local_ranks);
         if let Some(hint) = killed.then(hint).flatten() {
             notes.push(("perhaps".to_owned(), hint));
         }
@@ -796,12 +754,9 @@ impl Job<'_> {
         if let (End::Code(2), Some(2), Some(text)) = (end, reported, &told) {
             let (message, notes) = report::taken_apart(text);
             return Verdict {
-                code: ErrorKind::Usage.exit_code(),
-                echo: false,
                 mistake: true,
-                node: self.shared.node_rank,
-                message,
                 notes,
+                ..self.plain_verdict(ErrorKind::Usage.exit_code(), &message)
             };
         }
         // The rank has printed why, as `phalanx doctor` does, and that is all there is to say.
@@ -809,14 +764,11 @@ impl Job<'_> {
             && reported == Some(code)
             && end.job_code(true) != ErrorKind::Interrupted.exit_code()
         {
+            // For the other nodes.
+            let message = format!("{} {}", self.who(rank), report::ended(end, true));
             return Verdict {
-                code: end.job_code(true),
-                echo: false,
                 mistake: true,
-                node: self.shared.node_rank,
-                // For the other nodes.
-                message: format!("{} {}", self.who(rank), report::ended(end, true)),
-                notes: Vec::new(),
+                ..self.plain_verdict(end.job_code(true), &message)
             };
         }
         let lines = rank.last_lines();
@@ -840,28 +792,23 @@ impl Job<'_> {
             _ => None,
         };
         Verdict {
-            code,
             // Another node may know more.
             echo: cause.is_none() && (end.is_echo() || ours && is_timeout),
-            mistake: false,
-            node: self.shared.node_rank,
-            message: cause.unwrap_or(own),
             notes,
+            ..self.plain_verdict(code, &cause.unwrap_or(own))
         }
     }
 
     /// `rank 2 (pid 4711, host node-a) is stopped by a signal or a debugger`: the ranks that others may have
     /// waited for. If none is stopped: the ranks that have not reached an operation in which others
     /// wait. `but`, a local rank, is left out.
-    fn stopped_or_late(&self, watch: &Supervision, but: Option<usize>) -> Option<String> {
+    fn stopped_or_late(&self, watch: &Supervision<'_>, but: Option<usize>) -> Option<String> {
         let late = flight::late(&watch.ranks);
-        let others = || {
-            let ranks = watch.ranks.iter().enumerate();
-            ranks.filter(|(local, _)| Some(*local) != but && watch.machine.end(*local).is_none())
-        };
+        let but = but.map(|local| watch.ranks[local].rank);
         let names = |wanted: &[usize]| -> Vec<String> {
-            let wanted = others().filter(|(_, rank)| wanted.contains(&rank.rank));
-            wanted.map(|(_, rank)| self.who(rank).to_string()).collect()
+            let others = watch.running().filter(|rank| Some(rank.rank) != but);
+            let wanted = others.filter(|rank| wanted.contains(&rank.rank));
+            wanted.map(|rank| self.who(rank).to_string()).collect()
         };
         let (names, what) = match names(watch.halted()) {
             stopped if stopped.is_empty() => (names(&late), "late"),
@@ -881,7 +828,7 @@ impl Job<'_> {
     }
 
     /// The rank that got the signal which stopped the job.
-    fn sent_a_signal(&self, watch: &Supervision) -> Option<String> {
+    fn sent_a_signal(&self, watch: &Supervision<'_>) -> Option<String> {
         let asked = watch.ranks.iter().find_map(|rank| {
             let signal = report::reported_signal(&rank.error_json()?)?;
             Some((rank, signal))
@@ -900,14 +847,25 @@ impl Job<'_> {
         }
     }
 
+    /// The verdict of this launcher, which got `signal`.
+    fn interrupt_verdict(&self, signal: i32) -> Verdict {
+        let error = interrupted(signal);
+        let message = match self.node() {
+            None => error.chain(),
+            Some(node) => format!("node {node} (host {}) was {}", self.host, error.chain()),
+        };
+        self.plain_verdict(error.exit_code(), &message)
+    }
+
     fn plain_verdict(&self, code: u8, message: &str) -> Verdict {
-        Verdict {
-            code,
-            echo: false,
-            mistake: false,
-            node: self.shared.node_rank,
-            message: message.to_owned(),
-            notes: Vec::new(),
+        Verdict::new(code, self.shared.node_rank, message)
+    }
+
+    /// Publishes the verdict to the other nodes, and returns the one that holds.
+    fn publish(&self, verdict: Verdict) -> Verdict {
+        match &self.nodes {
+            None => verdict,
+            Some(nodes) => nodes.publish(&verdict),
         }
     }
 
@@ -916,23 +874,18 @@ impl Job<'_> {
         (self.shared.nodes > 1).then_some(self.shared.node_rank)
     }
 
-    fn outcome(&self, mut watch: Supervision) -> Outcome {
-        let Some(why) = watch.machine.why() else {
-            return Outcome::Success;
-        };
+    /// The verdict that holds once all ranks here have ended.
+    fn last_verdict(&self, watch: &mut Supervision<'_>, why: Why) -> Verdict {
         // Another rank may have written its error file since, and a node's connection may have ended.
         if let Some(own) = watch.verdict.clone().filter(|own| own.echo) {
             let again = match why {
-                Why::Rank(local) => self.rank_verdict(&watch, local),
+                Why::Rank(local) => self.rank_verdict(watch, local),
                 _ => own,
             };
             let until = watch.stopping_since.map(|since| since + LOST_NODE_WAIT);
             let again = self.naming_a_lost_node(again, until);
             if !again.echo {
-                watch.verdict = Some(match &self.nodes {
-                    None => again,
-                    Some(nodes) => nodes.publish(&again),
-                });
+                watch.verdict = Some(self.publish(again));
             }
         }
         // Another node's verdict may explain more than ours.
@@ -943,32 +896,36 @@ impl Job<'_> {
             std::thread::sleep(POLL);
             shared = self.nodes.as_ref().and_then(Nodes::verdict);
         }
-        let verdict = match (shared, watch.verdict.take()) {
+        match (shared, watch.verdict.take()) {
             (Some(shared), Some(own)) if shared.echo && !own.echo => own,
             (Some(shared), _) => shared,
             (None, Some(own)) => own,
             (None, None) => self.plain_verdict(3, "another node failed and gave no reason"),
-        };
-        let name = |local: &usize| self.shared.first_rank + local;
-        let stopped: Vec<usize> = watch.machine.stopped().iter().map(name).collect();
-        let took = watch
-            .stopping_since
-            .map_or(Duration::ZERO, |since| since.elapsed());
-        let mut so = report::stopped(&stopped, took);
-        let immortal: Vec<usize> = (0..watch.ranks.len())
-            .filter(|local| watch.machine.end(*local).is_none())
-            .map(|local| name(&local))
-            .collect();
+        }
+    }
+
+    /// Which ranks were stopped, or could not be.
+    fn stopped(&self, watch: &Supervision<'_>) -> Option<String> {
+        let immortal = numbers(watch.running());
         if !immortal.is_empty() {
-            so = Some(format!(
+            return Some(format!(
                 "{} did not end after SIGKILL: blocked in the kernel",
                 report::rank_list(&immortal)
             ));
         }
-        let culprit = match why {
-            Why::Rank(local) => Some(local),
-            _ => None,
+        let stopped = watch.machine.stopped();
+        let stopped = numbers(stopped.iter().map(|local| &watch.ranks[*local]));
+        let since = watch.stopping_since;
+        let took = since.map_or(Duration::ZERO, |since| since.elapsed());
+        report::stopped(&stopped, took)
+    }
+
+    fn outcome(&self, mut watch: Supervision<'_>) -> Outcome {
+        let Some(why) = watch.machine.why() else {
+            return Outcome::Success;
         };
+        let verdict = self.last_verdict(&mut watch, why);
+        let so = self.stopped(&watch);
         if self.plan.ranks_tell && watch.all_stopped_themselves() {
             return Outcome::Final(verdict.into_error(so).told());
         }
@@ -977,14 +934,15 @@ impl Job<'_> {
         if alone && watch.is_interrupt() && watch.all_ended_well() {
             return Outcome::Success;
         }
-        let (verdict, culprit) = match watch.failed_to_stop() {
-            Some(local) => {
+        let (verdict, culprit) = match (watch.failed_to_stop(), why) {
+            (Some(local), _) => {
                 let mut own = self.rank_verdict(&watch, local);
                 own.mistake = false;
                 own.notes.push(("asked".to_owned(), verdict.message));
                 (own, Some(local))
             }
-            None => (verdict, culprit),
+            (None, Why::Rank(local)) => (verdict, Some(local)),
+            (None, _) => (verdict, None),
         };
         if verdict.mistake {
             // This node's terminal has more than the message.
@@ -993,42 +951,29 @@ impl Job<'_> {
             let error = verdict.into_error(None);
             return Outcome::Final(if is_told { error.told() } else { error });
         }
-        let is_interrupt = verdict.code == ErrorKind::Interrupted.exit_code();
+        let interrupted = ErrorKind::Interrupted.exit_code();
+        let is_interrupt = verdict.code == interrupted;
         let mut error = verdict.into_error(so);
-        let also: Vec<String> = watch
-            .machine
-            .also_failed(culprit)
+        let also = watch.machine.also_failed(culprit);
+        // They stopped together with the rank that got the signal.
+        let stopped_too = |end: &End| is_interrupt && end.job_code(true) == interrupted;
+        let mut also: Vec<String> = also
             .iter()
-            // They stopped together with the rank that got the signal.
-            .filter(|(_, end)| {
-                !(is_interrupt && end.job_code(true) == ErrorKind::Interrupted.exit_code())
-            })
+            .filter(|(_, end)| !stopped_too(end))
             .map(|(local, end)| {
                 let ended = report::ended(*end, watch.ranks[*local].reported(*end));
-                format!("rank {} {ended}", name(local))
+                format!("rank {} {ended}", watch.ranks[*local].rank)
             })
             .collect();
-        if !also.is_empty() {
-            let more = also.len().saturating_sub(4);
-            let mut text = also.into_iter().take(4).collect::<Vec<_>>().join(", ");
-            if more > 0 {
-                text.push_str(&format!(", and {more} more"));
-            }
-            error = error.note("also", text);
+        let more = also.len().saturating_sub(MOST_NAMED);
+        if more > 0 {
+            also.truncate(MOST_NAMED);
+            also.push(format!("and {more} more"));
         }
-        let ends: Vec<Option<End>> = (0..watch.ranks.len())
-            .map(|local| {
-                let by_itself = !watch.machine.stopped().contains(&local);
-                watch.machine.end(local).filter(|_| by_itself)
-            })
-            .collect();
-        let kept = flight::keep(
-            &watch.ranks,
-            &ends,
-            watch.halted(),
-            self.plan.flight_dir.as_deref(),
-        );
-        if let Some(text) = kept {
+        if !also.is_empty() {
+            error = error.note("also", also.join(", "));
+        }
+        if let Some(text) = self.keep_flight(&watch) {
             error = error.note("inspect", text);
         }
         match why {
@@ -1037,6 +982,16 @@ impl Job<'_> {
             Why::Rank(_) if self.nodes.is_none() => Outcome::Failed(error),
             _ => Outcome::Final(error),
         }
+    }
+
+    /// Writes the flight recorders of the ranks, all of which have ended, and returns how to look at them.
+    fn keep_flight(&self, watch: &Supervision<'_>) -> Option<String> {
+        let by_itself = |local: &usize| !watch.machine.stopped().contains(local);
+        let ends: Vec<Option<End>> = (0..watch.ranks.len())
+            .map(|local| watch.machine.end(local).filter(|_| by_itself(&local)))
+            .collect();
+        let dir = self.plan.flight_dir.as_deref();
+        flight::keep(&watch.ranks, &ends, watch.halted(), dir)
     }
 
     /// All ranks here succeeded. With several nodes, each launcher waits until all nodes are
@@ -1055,15 +1010,8 @@ impl Job<'_> {
             }
             match self.events.try_recv() {
                 Ok(Event::Signal(signal, _)) => {
-                    let error = interrupted(signal);
-                    let message = format!(
-                        "node {} (host {}) was {}",
-                        self.shared.node_rank,
-                        self.host,
-                        error.chain()
-                    );
-                    let verdict = self.plain_verdict(error.exit_code(), &message);
-                    return Err(nodes.publish(&verdict).into_error(None));
+                    let verdict = nodes.publish(&self.interrupt_verdict(signal));
+                    return Err(verdict.into_error(None));
                 }
                 Ok(Event::Suspend) => suspend_self(),
                 Ok(Event::Abort(verdict)) => return Err(verdict.into_error(None)),
@@ -1075,7 +1023,8 @@ impl Job<'_> {
 }
 
 /// The ranks of one attempt, and the state of its end.
-struct Supervision {
+struct Supervision<'a> {
+    args: &'a LaunchArgs,
     ranks: Vec<Rank>,
     /// Child processes that other threads wait for.
     children: HashSet<i32>,
@@ -1088,17 +1037,29 @@ struct Supervision {
     halted: Option<Vec<usize>>,
     /// When to report that some ranks have ended and others have not.
     lone_at: Option<Instant>,
-    lone_said: bool,
     lone_told: bool,
     /// How many times in a row a rank was found late.
     late: BTreeMap<usize, usize>,
-    /// From SIGTERM to SIGKILL where a rank's group has a handler for it.
-    handler_grace: Duration,
-    /// It was given on the command line, so ranks cannot ask for more.
-    grace_is_typed: bool,
 }
 
-impl Supervision {
+/// The numbers of `ranks`.
+fn numbers<'a>(ranks: impl Iterator<Item = &'a Rank>) -> Vec<usize> {
+    ranks.map(|rank| rank.rank).collect()
+}
+
+impl Supervision<'_> {
+    /// The ranks that have not ended.
+    fn running(&self) -> impl Iterator<Item = &Rank> {
+        let ranks = self.ranks.iter().enumerate();
+        let running = ranks.filter(|(local, _)| self.machine.end(*local).is_none());
+        running.map(|(_, rank)| rank)
+    }
+
+    /// The ranks that are stopped (SIGSTOP, a debugger).
+    fn halted_now(&self) -> Vec<usize> {
+        numbers(self.ranks.iter().filter(|rank| rank.is_stopped()))
+    }
+
     fn halted(&self) -> &[usize] {
         self.halted.as_deref().unwrap_or_default()
     }
@@ -1106,8 +1067,8 @@ impl Supervision {
     fn take(&mut self, event: Event, now: Instant) -> Action {
         match event {
             Event::Ended(local, end, at) => {
-                if end.is_ok() && !std::mem::replace(&mut self.lone_said, true) {
-                    self.lone_at = Some(at + LONE_AFTER);
+                if end.is_ok() {
+                    self.lone_at.get_or_insert(at + LONE_AFTER);
                 }
                 self.machine.ended(local, end, at)
             }
@@ -1140,14 +1101,8 @@ impl Supervision {
             }
             Event::StoreLost(why) => {
                 if self.machine.why().is_none() {
-                    self.verdict = Some(Verdict {
-                        code: ErrorKind::PeerLost.exit_code(),
-                        echo: false,
-                        mistake: false,
-                        node: 0,
-                        message: why,
-                        notes: Vec::new(),
-                    });
+                    let code = ErrorKind::PeerLost.exit_code();
+                    self.verdict = Some(Verdict::new(code, 0, why));
                 }
                 self.machine.failed_elsewhere(now)
             }
@@ -1216,11 +1171,10 @@ impl Supervision {
     /// have asked for.
     fn handler_grace(&self) -> Duration {
         const LONGEST: Duration = Duration::from_secs(86_400);
-        let ranks = self.ranks.iter().filter(|_| !self.grace_is_typed);
+        let least = self.args.handler_grace;
+        let ranks = self.ranks.iter().filter(|_| !self.args.grace_is_typed);
         let asked = ranks.filter_map(|rank| rank.flight()?.stop_grace).max();
-        asked.map_or(self.handler_grace, |asked| {
-            asked.min(LONGEST).max(self.handler_grace)
-        })
+        asked.map_or(least, |asked| asked.min(LONGEST).max(least))
     }
 
     /// What asks the ranks to end: SIGTERM, or the SIGUSR1 or SIGUSR2 that ended the job, which a program may

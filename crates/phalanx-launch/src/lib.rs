@@ -3,7 +3,8 @@
 //! ```text
 //! LaunchCli ─resolve─▶ LaunchArgs ─prepare─▶ LaunchPlan ─run─▶ ranks
 //!  (flags)    pure     (settings)   files     (checked)   store, nodes,
-//!              args, cluster, streams   plan, token         guard, ranks
+//!              args, place, streams     plan, token         guard, ranks
+//! RankArgs ─place─▶ Place: one rank, or a node ────▶
 //! ```
 //!
 //! Threads and processes while ranks run:
@@ -23,13 +24,12 @@
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
-mod alone;
 mod args;
-mod cluster;
 mod context;
 mod contract;
 mod ending;
 mod engine;
+mod flags;
 mod flight;
 mod folder;
 #[cfg(any(test, fuzzing))]
@@ -43,8 +43,11 @@ mod machine;
 mod nodes;
 mod numa;
 mod oom;
+mod place;
 mod plan;
+mod port;
 mod proc_stat;
+mod program;
 mod pump;
 mod rank_args;
 mod ranks;
@@ -60,31 +63,29 @@ mod torchrun;
 pub mod words;
 
 use std::ffi::OsString;
-use std::net::IpAddr;
-use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-pub use args::LaunchCli;
-pub use cluster::{RankPlace, rank_place};
 pub use context::RankContext;
+pub use flags::{LaunchCli, RankArgs, TransportArg};
 pub use guard::Guard;
 pub use oom::memory_limit;
 pub use phalanx_base::env::{number, real_env};
 pub use phalanx_live::Address;
-pub use rank_args::{RankArgs, Speakers, TransportArg, check_local_ranks, run as run_ranks, start};
+pub use place::{Process, rank_place};
+pub use rank_args::{Speakers, check_local_ranks, run as run_ranks, start};
 pub use reap::{adopt_orphans, reap_group};
-pub use threads::{Cores, ThreadSource, Threads};
+pub use threads::{Cores, Threads};
 pub use token::write_token;
 
 use phalanx_base::{error, format, say, stop};
 
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 
-use args::{LaunchArgs, Meeting};
+use args::LaunchArgs;
 use machine::End;
 use plan::LaunchPlan;
-use ranks::Prefix;
 use report::Verdict;
 
 /// torchrun's port, for jobs on several nodes.
@@ -113,134 +114,36 @@ enum Event {
     Dump,
 }
 
-/// Whether our launcher has started this process or an ancestor of it.
-fn is_under_a_launcher_of_ours() -> bool {
-    std::env::var_os(contract::STORE_VARIABLE).is_some()
-}
-
 /// `phalanx launch`.
 pub fn run(cli: &LaunchCli) -> Result<()> {
-    let env = cluster::real_env();
+    let env = real_env();
     let args = LaunchArgs::resolve(cli, &env, cores())?;
     job::run(&LaunchPlan::prepare(args, &env)?)
+}
+
+/// Locks `mutex`; a thread that panicked leaves nothing half written in ours.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Starts a thread.
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
+    let started = std::thread::Builder::new().name(name.to_owned()).spawn(run);
+    started.map(drop).map_err(system("cannot start a thread"))
+}
+
+/// Makes the error with `message` of what a call of the system or a library gave.
+fn system<E>(message: impl Into<String>) -> impl FnOnce(E) -> Error
+where
+    E: Into<Box<dyn std::error::Error + Send + Sync>>,
+{
+    let message = message.into();
+    move |cause| Error::new(ErrorKind::System, message).caused_by(cause)
 }
 
 /// The number of ranks for `auto`: the cores that this process may use.
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// Ranks on this host that a command starts for itself, perhaps as one of several nodes.
-#[derive(Clone, Debug)]
-pub struct LocalRun {
-    /// How many.
-    ranks: usize,
-    /// The program; this very binary if not set otherwise.
-    program: OsString,
-    /// Its arguments.
-    args: Vec<OsString>,
-    /// Variables in addition to the launcher's contract.
-    variables: Vec<(OsString, OsString)>,
-    /// Whose lines get a prefix.
-    prefix: Prefix,
-    /// Rank 0 writes to our stderr itself, so that its progress bar sees the
-    /// terminal. Its last lines are then not known to the report.
-    rank0_owns_stderr: bool,
-    /// From SIGTERM to SIGKILL.
-    stop_grace: Duration,
-    /// Where the ranks' flight recorders are written when the run fails.
-    pub flight_dir: Option<PathBuf>,
-    /// Where the job is shown while it runs.
-    live: Option<Address>,
-    /// Where several nodes meet; `None`: one node.
-    meeting: Option<Meeting>,
-    /// How long to wait for the others.
-    meeting_timeout: Duration,
-    /// The file with the job token, as typed.
-    token_file: Option<PathBuf>,
-    /// Listen address.
-    bind: Option<IpAddr>,
-}
-
-impl LocalRun {
-    /// `ranks` times this binary with `args`. Lines of rank 0, which reports for the job,
-    /// have no prefix, and on a terminal it writes to it directly.
-    pub fn new(ranks: usize, args: Vec<OsString>) -> LocalRun {
-        use std::io::IsTerminal;
-        LocalRun {
-            ranks,
-            program: std::env::current_exe()
-                .map_or_else(|_| own_program(), PathBuf::into_os_string),
-            args,
-            variables: Vec::new(),
-            prefix: Prefix::AllButRank0,
-            rank0_owns_stderr: std::io::stderr().is_terminal(),
-            stop_grace: STOP_GRACE,
-            flight_dir: None,
-            live: None,
-            meeting: None,
-            meeting_timeout: Duration::ZERO,
-            token_file: None,
-            bind: None,
-        }
-    }
-}
-
-/// Starts the ranks on this host and stays until all have ended. On one node the store is hosted on
-/// a free loopback port.
-///
-/// Must be called on a thread that lives as long as the process, best the
-/// main one.
-///
-/// # Errors
-/// The root cause; its [`exit_code`](crate::error::Error::exit_code) is the
-/// job's, printing it is the caller's.
-fn run_local(mut local: LocalRun) -> Result<()> {
-    let env = cluster::real_env();
-    let is_first = local
-        .meeting
-        .as_ref()
-        .is_none_or(|meeting| meeting.node_rank == Some(0));
-    let (token, until_met) = match &mut local.meeting {
-        // Variables belong to an outer job.
-        None => (token::mint()?, engine::UntilMet::default()),
-        Some(meeting) => {
-            let (file, limit) = (local.token_file.as_deref(), local.meeting_timeout);
-            plan::job_token(file, &env, Some(meeting), local.bind, limit)?
-        }
-    };
-    let plan = LaunchPlan {
-        run_id: plan::run_id(None, local.meeting.is_some())?,
-        meeting: local.meeting,
-        meeting_timeout: local.meeting_timeout,
-        master_port: None,
-        bind: local.bind,
-        local_ranks: local.ranks,
-        max_restarts: 0,
-        logs: None,
-        token,
-        until_met: until_met.into(),
-        stop_grace: local.stop_grace,
-        handler_grace: local.stop_grace,
-        grace_is_typed: false,
-        live: local.live,
-        ranks_tell: true,
-        flight_dir: local.flight_dir,
-        role: "default".to_owned(),
-        prefix: local.prefix,
-        rank0_owns_stderr: local.rank0_owns_stderr && is_first,
-        torchrun: torchrun::TorchrunOptions::default(),
-        program: local.program,
-        args: local.args,
-        variables: local.variables,
-        threads_set: env.contains_key("OMP_NUM_THREADS"),
-    };
-    let result = job::run(&plan);
-    if result.is_err() && plan.rank0_owns_stderr {
-        // Rank 0's progress bar may have left the cursor inside a line.
-        say::note("");
-    }
-    result
 }
 
 /// This binary, even when its file was replaced by a newer build meanwhile.

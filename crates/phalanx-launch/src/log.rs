@@ -6,7 +6,7 @@ use std::io::{IsTerminal, Write};
 use phalanx_base::text::visible;
 use tracing_subscriber::filter::LevelFilter;
 
-use crate as launch;
+use crate::place::{is_under_launcher, rank_place, real_env};
 use crate::say;
 
 /// `PHALANX_LOG=off|error|warn|info|debug|trace`.
@@ -67,11 +67,12 @@ pub fn warn_of_nonsense() {
     let Some(wanted) = std::env::var_os(VARIABLE) else {
         return;
     };
-    let is_first = match launch::rank_place(&launch::real_env()) {
+    let env = real_env();
+    let is_first = match rank_place(&env) {
         Ok(Some(place)) => place.rank == 0,
         _ => true,
     };
-    if !launch::is_under_a_launcher_of_ours() && is_first && !is_known(&wanted.to_string_lossy()) {
+    if !is_under_launcher(&env) && is_first && !is_known(&wanted.to_string_lossy()) {
         say::note(format_args!(
             "warning: {VARIABLE} cannot be \"{}\"; it is off, error, warn, info, debug or trace, and warn is taken",
             wanted.display()

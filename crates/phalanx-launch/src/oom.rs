@@ -16,25 +16,18 @@ pub struct OomWatch {
     /// That of our memory cgroup.
     group: Option<(PathBuf, u64)>,
     /// That of the host.
-    host: Host,
+    host: Option<u64>,
 }
 
 /// Where the kernel counts the kills on this host.
-struct Host {
-    file: &'static str,
-    before: Option<u64>,
-}
+const OF_HOST: &str = "/proc/vmstat";
 
 impl OomWatch {
     /// Notes the counts of the host and of our memory cgroup (version 2 or 1).
     pub fn start() -> Self {
-        let file = "/proc/vmstat";
         OomWatch {
             group: count_of(&read("/proc/self/cgroup")),
-            host: Host {
-                file,
-                before: kills(&read(file)),
-            },
+            host: kills(&read(OF_HOST)),
         }
     }
 
@@ -46,12 +39,9 @@ impl OomWatch {
         if let Some((file, before)) = ours
             && let Some(more) = risen(file, *before)
         {
-            let plural = if ranks == 1 { "" } else { "s" };
+            let ranks = format::plural(ranks, "rank");
             let limit = limit_above(file).map_or(String::new(), |bytes| {
-                format!(
-                    "; the limit is {} for {ranks} rank{plural} here",
-                    format::bytes(usize::try_from(bytes).unwrap_or(usize::MAX))
-                )
+                format!("; the limit is {} for {ranks} here", shown(bytes))
             });
             return Some(format!(
                 "the kernel's out-of-memory killer: the cgroup shows oom_kill {more}{limit}"
@@ -60,9 +50,9 @@ impl OomWatch {
         // The rank was put into a group of its own, whose count may be older than the rank. What
         // has ended is in the root group by version 1, which has no limit.
         let own = theirs.filter(|(file, _)| ours.is_none_or(|(other, _)| other != file));
-        let host = match self.host.before {
+        let host = match self.host {
             None => None,
-            Some(before) => Some(risen(self.host.file.as_ref(), before)?),
+            Some(before) => Some(risen(OF_HOST.as_ref(), before)?),
         };
         if let Some((file, count @ 1..)) = own
             && let Some(bytes) = limit_above(&file)
@@ -70,7 +60,7 @@ impl OomWatch {
             return Some(format!(
                 "the kernel's out-of-memory killer: the rank's own cgroup {} shows oom_kill {count}; its limit is {}",
                 file.parent().unwrap_or(&file).display(),
-                format::bytes(usize::try_from(bytes).unwrap_or(usize::MAX))
+                shown(bytes)
             ));
         }
         Some(match host {
@@ -83,6 +73,10 @@ impl OomWatch {
             }
         })
     }
+}
+
+fn shown(bytes: u64) -> String {
+    format::bytes(usize::try_from(bytes).unwrap_or(usize::MAX))
 }
 
 fn read(path: &str) -> String {
@@ -195,18 +189,15 @@ mod tests {
         fs::write(&file, "oom_kill 4\n").unwrap();
         let mut watch = OomWatch {
             group: Some((file.clone(), 4)),
-            host: Host {
-                file: "/proc/vmstat",
-                before: kills(&read("/proc/vmstat")),
-            },
+            host: kills(&read(OF_HOST)),
         };
         let me = rustix::process::getpid();
         let hint = |watch: &OomWatch, ranks| watch.hint(me, ranks);
         // The kernel shows the host's count since 4.13; in these tests it kills nobody.
-        if watch.host.before.is_some() {
+        if watch.host.is_some() {
             assert_eq!(hint(&watch, 2), None);
         }
-        watch.host.before = None;
+        watch.host = None;
         assert_eq!(hint(&watch, 2).as_deref(), Some(UNKNOWN));
         fs::write(&file, "oom_kill 5\n").unwrap();
         fs::write(dir.path().join("job/memory.max"), "max\n").unwrap();

@@ -13,6 +13,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::lock;
+
 /// How many lines of a rank's stderr are kept for the report.
 pub const TAIL_LINES: usize = 50;
 
@@ -22,15 +24,6 @@ const TAIL_LINE_BYTES: usize = 2000;
 
 /// A line that grows beyond this is passed on in pieces.
 const LINE_BYTES: usize = 1 << 20;
-
-/// Which of our own streams.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stream {
-    /// stdout.
-    Out,
-    /// stderr.
-    Err,
-}
 
 /// The first failure to write output, standard error excepted. The run continues without the
 /// output, but does not end as a success.
@@ -48,7 +41,7 @@ impl Unwritten {
             );
             return;
         }
-        let mut first = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut first = lock(&self.0);
         if first.is_none() {
             let text = format!("{what} cannot be written: {error}");
             // stderr itself may be what is full.
@@ -62,10 +55,7 @@ impl Unwritten {
 
     /// What was recorded.
     pub fn first(&self) -> Option<String> {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        lock(&self.0).clone()
     }
 }
 
@@ -79,32 +69,24 @@ pub struct Sink {
 }
 
 impl Sink {
-    /// A sink over a copy of `stream`'s descriptor. A stream that is closed
-    /// makes a sink that discards.
-    pub fn of(stream: Stream, unwritten: Unwritten) -> Arc<Sink> {
-        let (name, fd, terminal) = match stream {
-            Stream::Out => {
-                let own = std::io::stdout();
-                let fd = own.as_fd().try_clone_to_owned();
-                ("standard output", fd, own.is_terminal())
-            }
-            Stream::Err => {
-                let own = std::io::stderr();
-                let fd = own.as_fd().try_clone_to_owned();
-                ("standard error", fd, own.is_terminal())
-            }
-        };
+    /// A sink over a copy of the descriptor of `stream`. A stream that is closed makes a sink that discards.
+    pub fn new(
+        name: &'static str,
+        stream: impl AsFd + IsTerminal,
+        unwritten: Option<Unwritten>,
+    ) -> Arc<Sink> {
+        let fd = stream.as_fd().try_clone_to_owned();
         Arc::new(Sink {
             name,
             file: Mutex::new(fd.ok().map(File::from)),
-            colour: terminal && colour_wanted(),
-            unwritten: (stream == Stream::Out).then_some(unwritten),
+            colour: stream.is_terminal() && colour_wanted(),
+            unwritten,
         })
     }
 
     /// Writes all of `bytes`; after a failure, discards everything.
     fn write(&self, bytes: &[u8]) {
-        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut file = lock(&self.file);
         if let Some(open) = file.as_mut()
             && let Err(error) = open.write_all(bytes)
         {
@@ -274,9 +256,7 @@ impl Route {
             };
             let bytes = &chunk[..count];
             if let Some(tail) = &self.tail {
-                tail.lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push(bytes);
+                lock(tail).push(bytes);
             }
             if let Some((live, err)) = &self.live {
                 live.push(*err, bytes);
@@ -313,7 +293,7 @@ impl Open {
     /// open as long as any process that the rank started holds it.
     pub fn wait_closed(&self, until: Instant) -> bool {
         let (count, changed) = &*self.0;
-        let mut count = count.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut count = lock(count);
         while *count > 0 {
             let Some(left) = until.checked_duration_since(Instant::now()) else {
                 return false;
@@ -331,7 +311,7 @@ impl Open {
 
     fn add(&self, delta: isize) {
         let (count, changed) = &*self.0;
-        let mut count = count.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut count = lock(count);
         *count = count.saturating_add_signed(delta);
         changed.notify_all();
     }

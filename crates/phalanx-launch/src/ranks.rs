@@ -1,6 +1,6 @@
 //! One rank as a child process: started, signalled, waited for, reaped.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -8,7 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -25,14 +25,16 @@ use super::contract::{ERRORS_VARIABLE, LAUNCHER};
 use super::folder::{RunFolder, error_file_text};
 use super::guard::Guard;
 use super::machine::End;
+use super::plan::LaunchPlan;
 use super::proc_stat::stat;
 use super::pump::{self, Log, Open, Route, Sink, Tail, Unwritten};
 use super::reap::reap_group;
 use super::report;
 use super::shim;
 use super::streams::StreamChoice;
-use super::torchrun::{TorchrunOptions, fill_in};
+use super::torchrun::fill_in;
 use crate::error::{Error, ErrorKind, Result};
+use crate::lock;
 use crate::stop::is_caught;
 
 /// How long after a rank's end the output of processes that it left behind is read
@@ -43,27 +45,6 @@ const LINGER: Duration = Duration::from_secs(1);
 /// something.
 pub const POLL: Duration = Duration::from_millis(20);
 
-/// Which ranks' lines get a prefix.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Prefix {
-    /// None: bytes pass as they come.
-    Nobody,
-    /// Every rank's.
-    Everybody,
-    /// All but those of rank 0, which speaks for the job.
-    AllButRank0,
-}
-
-impl Prefix {
-    fn is_for(self, rank: usize) -> bool {
-        match self {
-            Prefix::Nobody => false,
-            Prefix::Everybody => true,
-            Prefix::AllButRank0 => rank > 0,
-        }
-    }
-}
-
 /// A rank of this launcher, for the places where its output goes.
 #[derive(Clone, Copy)]
 struct Local {
@@ -73,44 +54,20 @@ struct Local {
     rank: usize,
 }
 
-/// Files for the ranks' output.
-#[derive(Clone, Debug)]
-pub struct Logs {
-    /// `LOG_DIR/RUN_ID_xxxxxxxx`, which this run makes.
-    pub dir: PathBuf,
-    /// Streams that go to files only.
-    pub redirects: StreamChoice,
-    /// Streams that go to files and on.
-    pub tee: StreamChoice,
-}
-
 /// The settings for starting ranks of this launcher.
 pub struct Starter<'a> {
-    /// The program.
-    pub program: &'a OsStr,
-    /// Its arguments.
-    pub args: &'a [OsString],
+    /// The settings.
+    pub plan: &'a LaunchPlan,
     /// Our stdout.
     pub out: &'a Arc<Sink>,
     /// Our stderr.
     pub err: &'a Arc<Sink>,
     /// Records output that cannot be written.
     pub unwritten: &'a Unwritten,
-    /// Whose lines get a prefix.
-    pub prefix: Prefix,
-    /// Rank 0 writes to our stderr itself, for its progress bar, and to our
-    /// stdout too unless its lines need a prefix.
-    pub rank0_owns_stderr: bool,
     /// The token's file.
     pub token: BorrowedFd<'a>,
     /// Where error files and logs go.
     pub folder: &'a RunFolder,
-    /// Output files.
-    pub logs: Option<&'a Logs>,
-    /// What only torchrun's flags say.
-    pub torchrun: &'a TorchrunOptions,
-    /// ROLE_NAME.
-    pub role: &'a str,
     /// The processors of each local rank, where they are bound.
     pub processors: Option<&'a [Vec<usize>]>,
     /// The page that shows the job.
@@ -177,37 +134,10 @@ impl Starter<'_> {
         }
         let err_log = err.log.as_ref().map(|log| log.path.clone());
 
-        let inherit = self.rank0_owns_stderr && rank == 0;
-        let guard_end = self
-            .guard
-            .end_for_rank()
+        let mut command = self
+            .command(of)
             .map_err(|error| failed("reach the guard", error))?;
-        let mut command = Command::new(super::own_program());
         command
-            .arg0(super::HELPER_NAME)
-            .args([super::EXEC_RANK, &std::process::id().to_string()])
-            .arg(shim::processors_word(
-                self.processors.and_then(|all| all.get(local)),
-            ))
-            .arg(self.program)
-            .args(self.args)
-            .stdin(Stdio::from(guard_end))
-            // On one terminal a pipe would delay lines of results until the
-            // progress bar is drawn again, over them.
-            .stdout(if inherit && !self.prefix.is_for(rank) {
-                Stdio::inherit()
-            } else {
-                Stdio::piped()
-            })
-            .stderr(if inherit {
-                Stdio::inherit()
-            } else {
-                Stdio::piped()
-            })
-            .env_remove(super::token::TOKEN_VARIABLE)
-            // An outer launcher may have set it for its own network.
-            .env_remove(super::contract::BIND_VARIABLE)
-            .env_remove(RUN_POINTER_VARIABLE)
             .envs(variables(error_file.clone().into_os_string()))
             .env(ERRORS_VARIABLE, LAUNCHER)
             .env(phalanx_comm::recorder::FILE_VARIABLE, path_of(&flight));
@@ -235,47 +165,98 @@ impl Starter<'_> {
         if let Some(pipe) = child.stderr.take() {
             pumped = pumped.and(pump::start(pipe, err, &open));
         }
-        let alive = Arc::new(Mutex::new(Some(pid)));
-        let patience: Arc<Mutex<Option<Instant>>> = Arc::default();
-        let watched = watch(Watch {
-            child,
-            pid,
-            local,
-            alive: alive.clone(),
-            patience: patience.clone(),
-            open: open.clone(),
-            guard: self.guard.clone(),
-            events: self.events.clone(),
-        });
         let rank = Rank {
             rank,
             pid,
-            alive,
-            patience,
+            alive: Arc::new(Mutex::new(Some(pid))),
+            patience: Arc::default(),
             tail,
             open,
             error_file,
             err_log,
             flight,
         };
-        if let Err(error) = pumped.and(watched) {
+        if let Err(error) = pumped.and(self.watch(child, local, &rank)) {
             rank.signal(Signal::KILL);
             return Err(failed("start a thread", error));
         }
         Ok(rank)
     }
 
+    /// Waits for the rank on a thread of its own.
+    ///
+    /// The rank's end is reported at once, but the process stays a zombie until its
+    /// output was read and its group was killed: until then no other process can get its
+    /// number, so the group can be killed safely.
+    fn watch(&self, mut child: Child, local: usize, rank: &Rank) -> std::io::Result<()> {
+        let (guard, events) = (self.guard.clone(), self.events.clone());
+        let (pid, open) = (rank.pid, rank.open.clone());
+        let (alive, patience) = (rank.alive.clone(), rank.patience.clone());
+        let run = move || {
+            let end = wait_end(pid);
+            let _ = events.send(Event::Ended(local, end, Instant::now()));
+            let patience = *lock(&patience);
+            while patience.is_some_and(|until| Instant::now() < until)
+                && group_answers(pid, Signal::TERM)
+            {
+                thread::sleep(POLL);
+            }
+            open.wait_closed(Instant::now() + LINGER);
+            {
+                let mut alive = lock(&alive);
+                let _ = kill_process_group(pid, Signal::KILL);
+                let _ = child.wait();
+                *alive = None;
+            }
+            reap_group(pid);
+            guard.ended(pid);
+            // Dropped first: after the last `Reaped` the guard may be ended.
+            drop(guard);
+            let _ = events.send(Event::Reaped);
+        };
+        let thread = thread::Builder::new().name("rank".into());
+        thread.stack_size(64 << 10).spawn(run).map(drop)
+    }
+
+    /// This launcher as the process that becomes the rank's program.
+    fn command(&self, local: Local) -> std::io::Result<Command> {
+        let plan = self.plan;
+        let inherit = plan.rank0_owns_stderr && local.rank == 0;
+        let stream = |inherit| match inherit {
+            true => Stdio::inherit(),
+            false => Stdio::piped(),
+        };
+        let processors = self.processors.and_then(|all| all.get(local.number));
+        let mut command = Command::new(super::own_program());
+        command
+            .arg0(super::HELPER_NAME)
+            .args([super::EXEC_RANK, &std::process::id().to_string()])
+            .arg(shim::processors_word(processors))
+            .arg(&plan.args.run.program)
+            .args(&plan.args.run.args)
+            .stdin(Stdio::from(self.guard.end_for_rank()?))
+            // On one terminal a pipe would delay lines of results until the
+            // progress bar is drawn again, over them.
+            .stdout(stream(inherit && !plan.prefix.is_for(local.rank)))
+            .stderr(stream(inherit))
+            .env_remove(super::token::TOKEN_VARIABLE)
+            // An outer launcher may have set it for its own network.
+            .env_remove(super::contract::BIND_VARIABLE)
+            .env_remove(RUN_POINTER_VARIABLE);
+        Ok(command)
+    }
+
     /// What begins the rank's lines.
     fn line_prefix(&self, local: Local) -> Option<pump::Prefix> {
-        if !self.prefix.is_for(local.rank) {
+        if !self.plan.prefix.is_for(local.rank) {
             return None;
         }
-        let text = match &self.torchrun.prefix_template {
+        let text = match &self.plan.args.torchrun.prefix_template {
             None => format!("[rank {}] ", local.rank),
             Some(template) => fill_in(template, |name| match name {
                 "rank" => Some(local.rank.to_string()),
                 "local_rank" => Some(local.number.to_string()),
-                "role_name" => Some(self.role.to_owned()),
+                "role_name" => Some(self.plan.args.role.clone()),
                 "hostname" => Some(phalanx_base::host_name()),
                 _ => None,
             }),
@@ -308,7 +289,7 @@ impl Starter<'_> {
                 unwritten: self.unwritten.clone(),
             })
         };
-        let (hide, keep) = match self.logs {
+        let (hide, keep) = match &self.plan.logs {
             None => (false, false),
             Some(logs) => (
                 pick(&logs.redirects),
@@ -323,15 +304,15 @@ impl Starter<'_> {
             }
         };
         let (texts, name) = match out {
-            true => (&self.torchrun.out_filters, "filtered_stdout.log"),
-            false => (&self.torchrun.err_filters, "filtered_stderr.log"),
+            true => (&self.plan.args.torchrun.out_filters, "filtered_stdout.log"),
+            false => (&self.plan.args.torchrun.err_filters, "filtered_stderr.log"),
         };
         // Beside the folders of the attempt's ranks.
         let filtered = match folder.parent() {
             Some(attempt) if !texts.is_empty() => Some((texts.clone(), open(attempt.join(name))?)),
             _ => None,
         };
-        let hide = hide || !self.torchrun.shows(local.number);
+        let hide = hide || !self.plan.args.torchrun.shows(local.number);
         let sink = if out { self.out } else { self.err };
         Ok(Route {
             sink: (!hide).then(|| sink.clone()),
@@ -347,7 +328,7 @@ impl Starter<'_> {
 impl Rank {
     /// Sends `signal` to the rank and all that it started in its group.
     pub fn signal(&self, signal: Signal) {
-        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        let alive = lock(&self.alive);
         if let Some(pid) = *alive
             && kill_process_group(pid, signal) == Err(Errno::SRCH)
         {
@@ -359,7 +340,7 @@ impl Rank {
     /// Sends `signal` to the rank alone, if it has a handler for it (without one it would be
     /// killed). Returns whether it was sent.
     pub fn tell(&self, signal: Signal) -> bool {
-        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        let alive = lock(&self.alive);
         match *alive {
             Some(pid) if catches(pid, signal) => kill_process(pid, signal).is_ok(),
             _ => false,
@@ -368,14 +349,14 @@ impl Rank {
 
     /// Whether a process of the rank's group has a handler for `signal`.
     pub fn answers(&self, signal: Signal) -> bool {
-        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        let alive = lock(&self.alive);
         alive.is_some_and(|group| group_answers(group, signal))
     }
 
     /// Until `until`, processes of the rank's group that handle SIGTERM survive the rank's own
     /// end: a shell dies at once, and the training that it started may have something to save.
     pub fn spare_group_until(&self, until: Instant) {
-        let mut patience = self.patience.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut patience = lock(&self.patience);
         *patience = Some(until);
     }
 
@@ -390,7 +371,7 @@ impl Rank {
     }
 
     fn state_is(&self, states: &[char]) -> bool {
-        let alive = self.alive.lock().unwrap_or_else(PoisonError::into_inner);
+        let alive = lock(&self.alive);
         let Some(pid) = *alive else { return false };
         stat(pid.as_raw_nonzero()).is_some_and(|stat| states.contains(&stat.state))
     }
@@ -402,10 +383,7 @@ impl Rank {
 
     /// The last lines of its stderr.
     pub fn last_lines(&self) -> Vec<String> {
-        self.tail
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .lines()
+        lock(&self.tail).lines()
     }
 
     /// What its flight recorder holds, if it has one.
@@ -468,58 +446,6 @@ pub fn path_of(fd: &impl AsFd) -> OsString {
     let me = std::fs::read_link("/proc/self")
         .unwrap_or_else(|_| PathBuf::from(std::process::id().to_string()));
     format!("/proc/{}/fd/{}", me.display(), fd.as_fd().as_raw_fd()).into()
-}
-
-/// The data of the thread that waits for one rank.
-struct Watch {
-    child: Child,
-    pid: Pid,
-    local: usize,
-    alive: Arc<Mutex<Option<Pid>>>,
-    patience: Arc<Mutex<Option<Instant>>>,
-    open: Open,
-    guard: Arc<Guard>,
-    events: Sender<Event>,
-}
-
-/// Waits for the rank on a thread of its own.
-///
-/// The rank's end is reported at once, but the process stays a zombie until its
-/// output was read and its group was killed: until then no other process can get its
-/// number, so the group can be killed safely.
-fn watch(mut watch: Watch) -> std::io::Result<()> {
-    let run = move || {
-        let end = wait_end(watch.pid);
-        let _ = watch
-            .events
-            .send(Event::Ended(watch.local, end, Instant::now()));
-        let patience = *watch
-            .patience
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        while patience.is_some_and(|until| Instant::now() < until)
-            && group_answers(watch.pid, Signal::TERM)
-        {
-            thread::sleep(POLL);
-        }
-        watch.open.wait_closed(Instant::now() + LINGER);
-        {
-            let mut alive = watch.alive.lock().unwrap_or_else(PoisonError::into_inner);
-            let _ = kill_process_group(watch.pid, Signal::KILL);
-            let _ = watch.child.wait();
-            *alive = None;
-        }
-        reap_group(watch.pid);
-        watch.guard.ended(watch.pid);
-        // Dropped first: after the last `Reaped` the guard may be ended.
-        drop(watch.guard);
-        let _ = watch.events.send(Event::Reaped);
-    };
-    thread::Builder::new()
-        .name("rank".into())
-        .stack_size(64 << 10)
-        .spawn(run)
-        .map(drop)
 }
 
 /// Blocks until the process has ended, without reaping it. No deadline: a rank that

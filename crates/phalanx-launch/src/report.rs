@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use phalanx_store::{Store as _, TcpStore};
 use serde::{Deserialize, Serialize};
 
 use super::contract::{ERROR_FILE_VARIABLE, ERRORS_VARIABLE, LAUNCHER};
@@ -10,6 +11,8 @@ use super::machine::End;
 use crate::error::{Error, ErrorKind};
 use crate::stop::{self, signal_name};
 
+/// The key of the first verdict in the store of node 0, and the only one unless it was an echo.
+pub const ABORT_KEY: &str = "launch/abort";
 /// Label of the note that says what a rank was doing.
 pub const WHILE: &str = "while";
 /// Where a report of ours has the exit code.
@@ -40,19 +43,46 @@ pub struct Verdict {
 }
 
 impl Verdict {
-    /// The verdict if the launcher of `node`, this process, is killed or ends without publishing one.
-    pub fn of_killed(node: usize, host: &str) -> Verdict {
+    /// The verdict of `node` with one line of text.
+    pub fn new(code: u8, node: usize, message: impl Into<String>) -> Verdict {
         Verdict {
-            code: ErrorKind::PeerLost.exit_code(),
+            code,
             echo: false,
             mistake: false,
             node,
-            message: format!(
-                "the launcher of node {node} (pid {}, host {host}) ended unexpectedly, and its ranks with it",
-                std::process::id(),
-            ),
+            message: message.into(),
             notes: Vec::new(),
         }
+    }
+
+    /// The verdict if the launcher of `node`, this process, is killed or ends without publishing one.
+    pub fn of_killed(node: usize, host: &str) -> Verdict {
+        let message = format!(
+            "the launcher of node {node} (pid {}, host {host}) ended unexpectedly, and its ranks with it",
+            std::process::id(),
+        );
+        Verdict::new(ErrorKind::PeerLost.exit_code(), node, message)
+    }
+
+    /// Writes it to the store of node 0 unless there is a better one, and returns the one that holds.
+    pub fn publish(&self, store: &TcpStore) -> phalanx_store::Result<Verdict> {
+        let Ok(mine) = serde_json::to_vec(self) else {
+            return Ok(self.clone());
+        };
+        let mut expected: Option<Vec<u8>> = None;
+        // Twice: once against nothing, once against an echo.
+        for _ in 0..2 {
+            let stored = store.compare_set(ABORT_KEY, expected.as_deref(), &mine)?;
+            if stored == mine {
+                break;
+            }
+            match serde_json::from_slice::<Verdict>(&stored) {
+                Ok(theirs) if theirs.echo && !self.echo => expected = Some(stored),
+                Ok(theirs) => return Ok(theirs),
+                Err(_) => break,
+            }
+        }
+        Ok(self.clone())
     }
 
     /// Whether it is a rank's timeout whose cause is unknown on its node.
@@ -117,28 +147,28 @@ pub fn ended(end: End, ours: bool) -> String {
     }
 }
 
+/// `a`, `a and b`, `a, b and c`.
+pub fn join(parts: &[String]) -> String {
+    match parts.split_last() {
+        None => String::new(),
+        Some((last, [])) => last.clone(),
+        Some((last, rest)) => format!("{} and {last}", rest.join(", ")),
+    }
+}
+
 /// `rank 0`, `ranks 0 and 2`, `ranks 0-6 and 9`.
 pub fn rank_list(ranks: &[usize]) -> String {
-    let mut runs: Vec<(usize, usize)> = Vec::new();
-    for &rank in ranks {
-        match runs.last_mut() {
-            Some((_, last)) if *last + 1 == rank => *last = rank,
-            _ => runs.push((rank, rank)),
-        }
-    }
-    let mut words: Vec<String> = Vec::new();
-    for (first, last) in runs {
-        match last - first {
-            0 => words.push(first.to_string()),
-            1 => words.extend([first.to_string(), last.to_string()]),
-            _ => words.push(format!("{first}-{last}")),
-        }
-    }
-    let plural = if ranks.len() == 1 { "" } else { "s" };
-    match words.split_last() {
-        None => "no rank".into(),
-        Some((last, [])) => format!("rank{plural} {last}"),
-        Some((last, rest)) => format!("rank{plural} {} and {last}", rest.join(", ")),
+    let runs = ranks.chunk_by(|a, b| a + 1 == *b);
+    let words: Vec<String> = runs
+        .flat_map(|run| match run {
+            [first, _, .., last] => vec![format!("{first}-{last}")],
+            few => few.iter().map(usize::to_string).collect(),
+        })
+        .collect();
+    match ranks.len() {
+        0 => "no rank".into(),
+        1 => format!("rank {}", ranks[0]),
+        _ => format!("ranks {}", join(&words)),
     }
 }
 

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
-use super::cluster::Env;
+use super::place::Env;
 use crate::error::{Error, Result};
 use crate::proc_stat::stat;
 

@@ -16,6 +16,7 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use super::contract::ERRORS_VARIABLE;
 use super::guard;
 use crate::error::{Error, ErrorKind, Result};
+use crate::system;
 
 /// The word by which the shim is told the processors.
 pub fn processors_word(processors: Option<&Vec<usize>>) -> String {
@@ -35,13 +36,8 @@ fn bind_to(word: &str) -> Result<()> {
             set.set(number);
         }
     }
-    sched_setaffinity(None, &set).map_err(|error| {
-        Error::new(
-            ErrorKind::System,
-            format!("cannot bind the rank to processors {word}"),
-        )
-        .caused_by(std::io::Error::from(error))
-    })
+    let bound = sched_setaffinity(None, &set).map_err(std::io::Error::from);
+    bound.map_err(system(format!("cannot bind the rank to processors {word}")))
 }
 
 /// Binds this process to the launcher and becomes the program, both as `args` say. Returns
@@ -64,13 +60,12 @@ pub fn exec_rank(mut args: impl Iterator<Item = OsString>) -> Result<()> {
             "exec-rank needs a process id, processors and a program",
         ));
     };
-    let failed = |what: &str, error: rustix::io::Errno| {
-        Error::new(ErrorKind::System, what.to_owned()).caused_by(std::io::Error::from(error))
-    };
-    setsid().map_err(|error| failed("cannot start a session for the rank", error))?;
+    let session = setsid().map_err(std::io::Error::from);
+    session.map_err(system("cannot start a session for the rank"))?;
     guard::announce(std::io::stdin());
     set_parent_process_death_signal(Some(Signal::KILL))
-        .map_err(|error| failed("cannot tie the rank to its launcher", error))?;
+        .map_err(std::io::Error::from)
+        .map_err(system("cannot tie the rank to its launcher"))?;
     if getppid().map(|pid| pid.as_raw_nonzero().get()) != Some(parent) {
         return Err(Error::new(
             ErrorKind::PeerLost,

@@ -12,34 +12,22 @@ use signal_hook::iterator::{Handle, Signals};
 use super::Event;
 use super::proc_stat::stat;
 use crate::error::{Error, ErrorKind, Result};
-use crate::say;
-use crate::stop;
+use crate::{say, stop, system};
+
+const CANNOT_WATCH: &str = "cannot watch for signals";
 
 /// While it lives, the signals that end the job arrive as [`Event::Signal`] instead of ending
 /// the process, and SIGUSR2 as [`Event::Dump`].
 pub struct SignalWatch(Handle);
 
 impl SignalWatch {
-    /// Starts watching. SIGHUP is left alone where it is ignored: that is
-    /// what `nohup` asks for.
-    pub fn start(events: Sender<Event>) -> Result<Self> {
-        Self::watch(events, &[SIGINT, SIGTERM, SIGQUIT, SIGHUP], &[SIGUSR2])
-    }
-
-    /// As [`start`](Self::start) with the signals in `ends`; a Ctrl-Z is [`Event::Suspend`], SIGUSR1
-    /// [`Event::Checkpoint`].
-    pub fn start_with_suspend(events: Sender<Event>, ends: &[i32]) -> Result<Self> {
-        Self::watch(events, ends, &[SIGTSTP, SIGUSR1, SIGUSR2])
-    }
-
-    fn watch(events: Sender<Event>, ends: &[i32], others: &[i32]) -> Result<Self> {
-        let failed = |error: std::io::Error| {
-            Error::new(ErrorKind::System, "cannot watch for signals").caused_by(error)
-        };
+    /// Starts watching for the signals in `ends`, and for `others`: a Ctrl-Z (SIGTSTP) is [`Event::Suspend`], SIGUSR1
+    /// [`Event::Checkpoint`]. SIGHUP is left alone where it is ignored: that is what `nohup` asks for.
+    pub fn start(events: Sender<Event>, ends: &[i32], others: &[i32]) -> Result<Self> {
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         let mut watched: Vec<i32> = ends.iter().chain(others).copied().collect();
         watched.retain(|signal| *signal != SIGHUP || !stop::is_ignored(&status, SIGHUP));
-        let mut signals = Signals::new(watched).map_err(failed)?;
+        let mut signals = Signals::new(watched).map_err(system(CANNOT_WATCH))?;
         let ends = ends.to_vec();
         let handle = signals.handle();
         thread::Builder::new()
@@ -59,7 +47,7 @@ impl SignalWatch {
                     }
                 }
             })
-            .map_err(failed)?;
+            .map_err(system(CANNOT_WATCH))?;
         Ok(SignalWatch(handle))
     }
 }
@@ -118,7 +106,8 @@ pub(super) fn interrupted(signal: i32) -> Error {
 /// When the system refuses a thread.
 pub fn end_on_signals() -> Result<()> {
     let (sender, events) = channel();
-    let watch = SignalWatch::start(sender)?;
+    let ends = [SIGINT, SIGTERM, SIGQUIT, SIGHUP];
+    let watch = SignalWatch::start(sender, &ends, &[SIGUSR2])?;
     stop::is_watched();
     thread::Builder::new()
         .name("end on signal".into())
@@ -158,8 +147,6 @@ pub fn end_on_signals() -> Result<()> {
             error.print();
             std::process::exit(i32::from(error.exit_code()));
         })
-        .map_err(|error| {
-            Error::new(ErrorKind::System, "cannot watch for signals").caused_by(error)
-        })?;
-    Ok(())
+        .map(drop)
+        .map_err(system(CANNOT_WATCH))
 }

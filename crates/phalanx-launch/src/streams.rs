@@ -1,7 +1,8 @@
-//! Which output streams of which local ranks: `3`, `0:1,1:2` (torchrun's
-//! notation for `--redirects` and `--tee`).
+//! Where the ranks' output goes: which streams of which local ranks (`3`, `0:1,1:2`: torchrun's notation for
+//! `--redirects` and `--tee`), and whose lines get a prefix.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 /// A choice of stdout and/or stderr.
@@ -90,6 +91,39 @@ impl FromStr for StreamChoice {
             choice.ranks.insert(rank, streams);
         }
         Ok(choice)
+    }
+}
+
+/// Files for the ranks' output.
+#[derive(Clone, Debug)]
+pub struct Logs {
+    /// `LOG_DIR/RUN_ID_xxxxxxxx`, which this run makes.
+    pub dir: PathBuf,
+    /// Streams that go to files only.
+    pub redirects: StreamChoice,
+    /// Streams that go to files and on.
+    pub tee: StreamChoice,
+}
+
+/// Which ranks' lines get a prefix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Prefix {
+    /// None: bytes pass as they come.
+    Nobody,
+    /// Every rank's.
+    Everybody,
+    /// All but those of rank 0, which speaks for the job.
+    AllButRank0,
+}
+
+impl Prefix {
+    /// Whether they are those of `rank`, too.
+    pub fn is_for(self, rank: usize) -> bool {
+        match self {
+            Prefix::Nobody => false,
+            Prefix::Everybody => true,
+            Prefix::AllButRank0 => rank > 0,
+        }
     }
 }
 

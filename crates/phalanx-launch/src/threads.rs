@@ -12,9 +12,9 @@ use std::fmt;
 use rustix::process::Pid;
 use rustix::thread::sched_getaffinity;
 
-use crate::cluster::{Env, RankPlace, is_slurm_task, number, slurm_tasks, tasks_on_node};
 use crate::error::Result;
 use crate::format::plural;
+use crate::place::{Env, Process, slurm_cores};
 use crate::same_host::starter;
 
 /// The cores of this host.
@@ -30,7 +30,7 @@ pub struct Cores {
 impl Cores {
     /// Those of this process.
     pub fn here(env: &Env) -> Cores {
-        let usable = std::thread::available_parallelism().map_or(1, usize::from);
+        let usable = crate::cores();
         let mask = |pid| sched_getaffinity(pid).map_or(0, |set| set.count() as usize);
         // A quota is that of a container around all ranks.
         let has_quota = usable < mask(None);
@@ -109,7 +109,7 @@ pub fn most(usable: usize) -> usize {
 pub fn decide(
     typed: Option<usize>,
     env: &Env,
-    place: Option<&RankPlace>,
+    place: Option<&Process>,
     ranks: usize,
     cores: Cores,
 ) -> Result<Threads> {
@@ -121,14 +121,7 @@ pub fn decide(
     if let Some(typed) = typed {
         return Ok(made(typed, ThreadSource::Typed));
     }
-    if let Some(each) = number(env, "SLURM_CPUS_PER_TASK")?.filter(|each| *each > 0) {
-        let (tasks, ranks) = match place {
-            Some(place) if is_task(env, place)? => (1, 1),
-            _ if is_slurm_task(env)? => (1, ranks),
-            // The shell of a job, whose ranks have the cores of all of the node's tasks.
-            _ => (tasks_of_first_node(env), ranks),
-        };
-        let all = each.saturating_mul(tasks);
+    if let Some((all, ranks)) = slurm_cores(env, place, ranks)? {
         let source = ThreadSource::SlurmTask { cores: all, ranks };
         return Ok(made((all / ranks).min(cores.usable), source));
     }
@@ -148,24 +141,6 @@ pub fn decide(
     })
 }
 
-/// Whether the rank is a task of Slurm itself, and not one of several that a launcher has started in a task.
-fn is_task(env: &Env, place: &RankPlace) -> Result<bool> {
-    if !place.is_by_rank() {
-        return Ok(true);
-    }
-    let tasks = slurm_tasks(env)?;
-    let task = number(env, "SLURM_PROCID")?;
-    Ok(is_slurm_task(env)? && task == Some(place.rank) && tasks == Some(place.world))
-}
-
-/// The tasks that a job's first node may run, from a text such as `2(x3),1`.
-fn tasks_of_first_node(env: &Env) -> usize {
-    let list = env.get("SLURM_TASKS_PER_NODE");
-    list.and_then(|list| tasks_on_node(list, 0))
-        .unwrap_or(1)
-        .max(1)
-}
-
 /// What `OMP_NUM_THREADS` says, if a user or an engine has set it: torchrun and `phalanx launch` set 1 for several ranks
 /// unless it is set, which is about programs that would otherwise use all cores in each rank.
 fn openmp(env: &Env) -> Option<usize> {
@@ -182,7 +157,7 @@ fn openmp(env: &Env) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cluster::{rank_place, tests::env};
+    use crate::place::{rank_place, tests::env};
 
     /// Variables; `--threads`; ranks of this host; cores of this process and of all ranks; threads and why.
     type Row = (

@@ -13,9 +13,10 @@ use phalanx_base::files::as_typed;
 use phalanx_wire::Token;
 use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, memfd_create};
 
-use super::cluster::{Env, text};
 use super::contract::TOKEN_FILE_VARIABLE;
-use crate::error::{Error, ErrorKind, Result};
+use super::place::{Env, text};
+use crate::error::{Error, Result};
+use crate::system;
 
 /// The documented fallback where no file can be shared.
 pub const TOKEN_VARIABLE: &str = "PHALANX_TOKEN";
@@ -50,14 +51,13 @@ pub fn write_token(path: &Path) -> Result<()> {
     written.map_err(|error| {
         // Half a token is worse than none.
         let _ = std::fs::remove_file(path);
-        Error::new(ErrorKind::System, format!("cannot write {shown}")).caused_by(error)
+        system(format!("cannot write {shown}"))(error)
     })
 }
 
 /// A fresh token.
 pub fn mint() -> Result<Token> {
-    Token::generate()
-        .map_err(|error| Error::new(ErrorKind::System, "cannot mint a job token").caused_by(error))
+    Token::generate().map_err(system("cannot mint a job token"))
 }
 
 /// The token from `--token-file`, else from `PHALANX_TOKEN_FILE` or `PHALANX_TOKEN`. An outer
@@ -104,11 +104,8 @@ pub fn memory_file_of(line: &str) -> Result<OwnedFd> {
     let text = format!("{line}\n");
     sealed_file(&text)
         .or_else(|_| deleted_file(&text))
-        .map_err(|error| {
-            Error::new(ErrorKind::System, "cannot make a file for the job token")
-                .caused_by(error)
-                .note("fix", "set TMPDIR to a folder that can be written")
-        })
+        .map_err(system("cannot make a file for the job token"))
+        .map_err(|error| error.note("fix", "set TMPDIR to a folder that can be written"))
 }
 
 fn sealed_file(text: &str) -> std::io::Result<OwnedFd> {

@@ -1,15 +1,14 @@
-//! What torchrun's flags mean where their value is more than a number or a word: the command of a Python
-//! script, `--rdzv-conf`, `--signals-to-handle`, `--local-ranks-filter`, the template of the lines' prefix,
-//! the filters of duplicated lines, and `--virtual-local-rank`.
+//! What torchrun's flags mean where their value is more than a number or a word: `--signals-to-handle`,
+//! `--local-ranks-filter`, the template of the lines' prefix, the filters of duplicated lines, and
+//! `--virtual-local-rank`.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
-use std::time::Duration;
 
 use signal_hook::consts::{FORBIDDEN, SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
-use super::cluster::{Env, text};
 use super::numa::Binding;
+use super::place::{Env, text};
 use crate::error::{Error, Result};
 use crate::stop::signal_name;
 
@@ -61,130 +60,6 @@ impl TorchrunOptions {
     pub fn signal_names(&self) -> String {
         let names: Vec<String> = self.signals.iter().map(|s| signal_name(*s)).collect();
         names.join(",")
-    }
-}
-
-/// How PROGRAM is started.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Interpretation {
-    /// `--module`: PROGRAM is a Python module.
-    pub module: bool,
-    /// `--no-python`, or `--` before PROGRAM: as it is.
-    pub no_python: bool,
-    /// `--run-path`: PROGRAM is a Python script, whatever its name.
-    pub run_path: bool,
-}
-
-/// A program with its arguments, and the Python script among them.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Program {
-    /// What to start.
-    pub program: OsString,
-    /// Its arguments.
-    pub args: Vec<OsString>,
-    /// The script that an interpreter reads.
-    pub script: Option<OsString>,
-}
-
-impl Interpretation {
-    /// The command for PROGRAM, the first of `words`, and its arguments.
-    ///
-    /// # Errors
-    /// Usage, for flags that contradict each other and without a program.
-    pub fn command(self, words: &[OsString], env: &Env) -> Result<Program> {
-        let Some((first, rest)) = words.split_first() else {
-            return Err(Error::usage("no program to launch"));
-        };
-        if self.module && self.no_python && !self.run_path {
-            return Err(Error::usage(
-                "--module and --no-python contradict each other; give one of them",
-            ));
-        }
-        let is_script = self.run_path
-            || !self.module && !self.no_python && first.as_encoded_bytes().ends_with(b".py");
-        if !is_script && !self.module {
-            return Ok(Program {
-                program: first.clone(),
-                args: rest.to_vec(),
-                script: None,
-            });
-        }
-        let python = text(env, "PYTHON_EXEC");
-        let options: &[&str] = if is_script { &["-u"] } else { &["-u", "-m"] };
-        Ok(Program {
-            program: python.unwrap_or("python3").into(),
-            args: options
-                .iter()
-                .map(OsString::from)
-                .chain(words.iter().cloned())
-                .collect(),
-            script: is_script.then(|| first.clone()),
-        })
-    }
-}
-
-/// What `--rdzv-conf` says.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RendezvousConf {
-    /// How long to wait for the other nodes.
-    pub timeout: Option<Duration>,
-    /// Whether this launcher hosts the store.
-    pub is_host: Option<bool>,
-}
-
-/// The keys that change nothing here: nodes do not come and go, and the store has limits of its own.
-const WITHOUT_EFFECT: [&str; 6] = [
-    "close_timeout",
-    "heartbeat_timeout",
-    "keep_alive_interval",
-    "keep_alive_max_attempt",
-    "last_call_timeout",
-    "read_timeout",
-];
-
-/// Parses `--rdzv-conf`.
-///
-/// # Errors
-/// Why it is none.
-pub fn rendezvous_conf(text: &str) -> std::result::Result<RendezvousConf, String> {
-    let mut conf = RendezvousConf::default();
-    for item in text.split(',').map(str::trim).filter(|i| !i.is_empty()) {
-        let (key, value) = item
-            .split_once('=')
-            .map(|(key, value)| (key.trim(), value.trim()))
-            .filter(|(_, value)| !value.is_empty())
-            .ok_or_else(|| format!("{item} has no value; KEY=VALUE is expected"))?;
-        let seconds = || {
-            let number = value.parse::<u32>().ok();
-            number.ok_or_else(|| format!("{key} is a whole number of seconds"))
-        };
-        match key {
-            // torchrun reads one of them with static, the other with c10d.
-            "timeout" | "join_timeout" => {
-                conf.timeout = Some(Duration::from_secs(seconds()?.into()));
-            }
-            "is_host" => conf.is_host = Some(yes_or_no(value).ok_or("is_host is true or false")?),
-            "store_type" if value.eq_ignore_ascii_case("tcp") => {}
-            "store_type" => return Err("store_type can only be tcp".to_owned()),
-            key if WITHOUT_EFFECT.contains(&key) => {
-                seconds()?;
-            }
-            key => {
-                return Err(format!(
-                    "there is no key {key}; known are timeout, join_timeout and is_host, and without effect {} and store_type",
-                    WITHOUT_EFFECT.join(", ")
-                ));
-            }
-        }
-    }
-    Ok(conf)
-}
-
-fn yes_or_no(text: &str) -> Option<bool> {
-    match text.to_ascii_lowercase().as_str() {
-        "1" | "true" | "t" | "yes" | "y" => Some(true),
-        "0" | "false" | "f" | "no" | "n" => Some(false),
-        _ => None,
     }
 }
 
@@ -334,75 +209,7 @@ impl VisibleDevices {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn env(pairs: &[(&str, &str)]) -> Env {
-        let pairs = pairs.iter();
-        pairs
-            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
-            .collect()
-    }
-
-    #[test]
-    fn python_runs_scripts_and_modules() {
-        let with = |flag: &str| Interpretation {
-            module: flag.contains("-m"),
-            no_python: flag.contains("--no-python"),
-            run_path: flag.contains("--run-path"),
-        };
-        for (flags, words, want) in [
-            ("", "train.py --x 1", "python3 -u train.py --x 1"),
-            ("", "dir/train.py", "python3 -u dir/train.py"),
-            ("", "./prog a.py", "./prog a.py"),
-            ("", "python3 train.py", "python3 train.py"),
-            ("--no-python", "train.py --x", "train.py --x"),
-            ("-m", "pkg.train --x", "python3 -u -m pkg.train --x"),
-            ("-m", "odd.py", "python3 -u -m odd.py"),
-            ("--run-path", "script", "python3 -u script"),
-            ("--run-path --no-python", "script", "python3 -u script"),
-        ] {
-            let words: Vec<OsString> = words.split(' ').map(OsString::from).collect();
-            let got = with(flags).command(&words, &env(&[])).unwrap();
-            let line: Vec<&str> = std::iter::once(&got.program)
-                .chain(&got.args)
-                .map(|word| word.to_str().unwrap())
-                .collect();
-            assert_eq!(line.join(" "), want, "{flags}");
-            assert_eq!(
-                got.script.is_some(),
-                want.starts_with("python3 -u ") && flags != "-m"
-            );
-        }
-        let words = ["a.py".into()];
-        let python = env(&[("PYTHON_EXEC", "/opt/python")]);
-        let got = with("").command(&words, &python).unwrap();
-        assert_eq!(got.program, "/opt/python");
-        let error = with("-m --no-python").command(&words, &python).unwrap_err();
-        assert_eq!(error.exit_code(), 2);
-        assert!(with("").command(&[], &python).is_err());
-    }
-
-    #[test]
-    fn the_rendezvous_conf_acts_or_names_the_known_keys() {
-        let conf = rendezvous_conf("join_timeout=9, is_host=True,read_timeout=60").unwrap();
-        assert_eq!(conf.timeout, Some(Duration::from_secs(9)));
-        assert_eq!(conf.is_host, Some(true));
-        let conf = rendezvous_conf("timeout=900,is_host=0,store_type=TCP").unwrap();
-        assert_eq!(conf.timeout, Some(Duration::from_secs(900)));
-        assert_eq!(conf.is_host, Some(false));
-        assert_eq!(rendezvous_conf("").unwrap(), RendezvousConf::default());
-        for (text, want) in [
-            ("tiemout=9", "known are timeout, join_timeout and is_host"),
-            ("timeout", "timeout has no value"),
-            ("timeout=", "timeout= has no value"),
-            ("timeout=soon", "whole number of seconds"),
-            ("read_timeout=x", "whole number of seconds"),
-            ("is_host=perhaps", "true or false"),
-            ("store_type=file", "only be tcp"),
-        ] {
-            let error = rendezvous_conf(text).unwrap_err();
-            assert!(error.contains(want), "{text}: {error}");
-        }
-    }
+    use crate::place::tests::env_of as env;
 
     #[test]
     fn signals_by_name() {

@@ -8,7 +8,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use phalanx_comm::transport::local_address_towards;
-use phalanx_launch::{Cores, RankArgs, RankPlace};
+use phalanx_launch::{Cores, Process, RankArgs};
 use phalanx_nn::Precision;
 use phalanx_store::host_port;
 use rustix::fs::{Access, MemfdFlags, access, ftruncate, memfd_create, statvfs};
@@ -68,7 +68,7 @@ pub fn checks(args: &DoctorArgs) -> Result<Vec<Check>> {
 }
 
 /// Who started this process, and as which rank.
-fn engine(place: Option<&RankPlace>, ranks: &RankArgs, world: usize) -> Check {
+fn engine(place: Option<&Process>, ranks: &RankArgs, world: usize) -> Check {
     const NAME: &str = "engine";
     let env = launch::real_env();
     let is_set = |name: &str| env.get(name).is_some_and(|text| !text.is_empty());
@@ -340,7 +340,7 @@ fn clock() -> Check {
 }
 
 /// Whether other hosts could reach this one by its name: Debian's /etc/hosts maps it to 127.0.1.1.
-fn name(has_several_hosts: bool, place: Option<&RankPlace>, own: Option<IpAddr>) -> Check {
+fn name(has_several_hosts: bool, place: Option<&Process>, own: Option<IpAddr>) -> Check {
     let host = phalanx_base::host_name();
     let asked = host.clone();
     let (answer, answered) = channel();
@@ -384,7 +384,7 @@ fn name(has_several_hosts: bool, place: Option<&RankPlace>, own: Option<IpAddr>)
 }
 
 /// The address at which this rank is reached by ranks of other hosts.
-pub fn address(ranks: &RankArgs, place: Option<&RankPlace>) -> Option<IpAddr> {
+pub fn address(ranks: &RankArgs, place: Option<&Process>) -> Option<IpAddr> {
     if ranks.bind.is_some() {
         return ranks.bind;
     }

@@ -23,25 +23,13 @@ pub(crate) use mpi::helper;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use phalanx_comm::PortRange;
 use phalanx_store::host_port;
 use phalanx_wire::Token;
 
-use crate::args::Meeting;
-use crate::cluster::{Env, Place, is_set};
 use crate::error::{Error, ErrorKind, Result};
-use crate::nodes::PortForRanks;
+use crate::place::{Address, Channel, Env, Meeting, Process};
+use crate::port::PortForRanks;
 use crate::{say, token};
-
-/// What the user gave; only the rest is agreed on.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Given {
-    pub token: Option<Token>,
-    pub host: Option<String>,
-    pub port: Option<u16>,
-    /// Where a port that was not given lies.
-    pub ports: Option<PortRange>,
-}
 
 /// Where the processes of a job meet, and their secret.
 pub(crate) struct Agreement {
@@ -67,7 +55,7 @@ pub(crate) struct UntilMet {
     _file: Option<slurm::Delivered>,
 }
 
-/// Agrees on what was not `given`; every process of the job calls it. *Blocks* for at most `limit`. `None`: all
+/// Agrees on the token and the address, where they were not `given`; every process of the job calls it. *Blocks* for at most `limit`. `None`: all
 /// that is needed was given, or the engine has no channel.
 ///
 /// # Errors
@@ -75,24 +63,25 @@ pub(crate) struct UntilMet {
 /// `Usage` names what the engine's channel lacks, and the flags that replace it; `Timeout`.
 pub(crate) fn agree(
     env: &Env,
-    place: &Place,
-    given: &Given,
+    process: &Process,
+    token: Option<&Token>,
+    given: &Address,
     bind: Option<IpAddr>,
     limit: Duration,
 ) -> Result<Option<Agreement>> {
-    if given.token.is_some() && given.host.is_some() {
+    if token.is_some() && given.host.is_some() {
         return Ok(None);
     }
     let deadline = Instant::now() + limit;
-    let Some(channel) = Channel::of(env, place.engine) else {
+    let Some(channel) = process.channel(env) else {
         return Ok(None);
     };
-    if let (Channel::Slurm, Some(token)) = (&channel, &given.token) {
+    if let (Channel::Slurm, Some(token)) = (&channel, token) {
         // Slurm says the rest to every process.
         return Ok(Some(Agreement {
             host: match &given.host {
                 Some(host) => host.clone(),
-                None => slurm::first_node_address(place, deadline)?,
+                None => slurm::first_node_address(process, deadline)?,
             },
             port: match given.port {
                 Some(port) => port,
@@ -103,13 +92,13 @@ pub(crate) fn agree(
         }));
     }
     let mut until_met = UntilMet::default();
-    let offer = match place.index {
-        0 => Some(offer(env, given, bind, &mut until_met, deadline)?.text()),
+    let offer = match process.rank {
+        0 => Some(offer(env, token, given, bind, &mut until_met, deadline)?.text()),
         _ => None,
     };
-    let waiting = Waiting::new(place);
+    let waiting = Waiting::new(process);
     let text = match channel {
-        Channel::Mpi => mpi::broadcast(env, place.count, offer.as_deref(), deadline, waiting)?,
+        Channel::Mpi => mpi::broadcast(env, process.world, offer.as_deref(), deadline, waiting)?,
         Channel::Pmi => pmi::broadcast(env, offer.as_deref(), deadline, waiting)?,
         Channel::Slurm => {
             let (text, file) = slurm::broadcast(env, offer.as_deref(), deadline, waiting)?;
@@ -122,7 +111,7 @@ pub(crate) fn agree(
             ErrorKind::System,
             format!(
                 "process 0 sent no token, address and port through {}",
-                place.engine
+                process.source
             ),
         )
         .note(
@@ -133,14 +122,9 @@ pub(crate) fn agree(
     Ok(Some(Agreement {
         host: given.host.clone().unwrap_or(offer.host),
         port: given.port.unwrap_or(offer.port),
-        token: given.token.clone().unwrap_or(offer.token),
+        token: token.cloned().unwrap_or(offer.token),
         until_met,
     }))
-}
-
-/// Whether the engine that started this process can carry a token and an address.
-pub(crate) fn has_channel(env: &Env, engine: &str) -> bool {
-    Channel::of(env, engine).is_some()
 }
 
 /// Settles where the nodes of `meeting` meet, and their token, where the engine that started their launchers
@@ -154,36 +138,17 @@ pub(crate) fn settle(
     token: Option<Token>,
     env: &Env,
     bind: Option<IpAddr>,
-    limit: Duration,
 ) -> Result<(Option<Token>, UntilMet)> {
-    let Some(unsettled) = meeting.unsettled.take() else {
+    let Some(carrier) = meeting.carrier.take() else {
         return Ok((token, UntilMet::default()));
     };
-    let mut given = unsettled.given;
-    given.token = token;
-    let Some(agreed) = agree(env, &unsettled.place, &given, bind, limit)? else {
-        return Ok((given.token, UntilMet::default()));
+    let (given, limit) = (&meeting.given, meeting.timeout);
+    let Some(agreed) = agree(env, &carrier, token.as_ref(), given, bind, limit)? else {
+        return Ok((token, UntilMet::default()));
     };
     meeting.host = agreed.host;
     meeting.port = agreed.port;
     Ok((Some(agreed.token), agreed.until_met))
-}
-
-enum Channel {
-    Mpi,
-    Pmi,
-    Slurm,
-}
-
-impl Channel {
-    fn of(env: &Env, engine: &str) -> Option<Channel> {
-        match engine {
-            "Open MPI" => Some(Channel::Mpi),
-            "Slurm" | "PMI" if is_set(env, pmi::VARIABLE) => Some(Channel::Pmi),
-            "Slurm" => Some(Channel::Slurm),
-            _ => None,
-        }
-    }
 }
 
 /// What process 0 sends.
@@ -197,7 +162,8 @@ struct Offer {
 /// Process 0's part.
 fn offer(
     env: &Env,
-    given: &Given,
+    token: Option<&Token>,
+    given: &Address,
     bind: Option<IpAddr>,
     until_met: &mut UntilMet,
     deadline: Instant,
@@ -212,7 +178,7 @@ fn offer(
         }
     };
     Ok(Offer {
-        token: match &given.token {
+        token: match token {
             Some(token) => token.clone(),
             None => token::mint()?,
         },
@@ -263,11 +229,11 @@ struct Waiting {
 
 impl Waiting {
     /// One process of each host speaks.
-    fn new(place: &Place) -> Waiting {
+    fn new(process: &Process) -> Waiting {
         Waiting {
             started: Instant::now(),
-            is_told: place.local.is_some_and(|(rank, _)| rank != 0),
-            engine: place.engine,
+            is_told: process.local_rank != 0,
+            engine: process.source,
         }
     }
 
@@ -334,25 +300,28 @@ mod tests {
 
     #[test]
     fn nothing_is_agreed_where_all_is_given_or_the_engine_has_no_channel() {
-        let place = |engine| Place {
-            engine,
-            count: 2,
-            index: 1,
-            local: None,
-            first_host: None,
+        let process = |source| Process {
+            source,
+            rank: 1,
+            world: 2,
+            local_rank: 0,
+            local_world: None,
+            master_addr: None,
+            master_port: 0,
         };
         let limit = Duration::ZERO;
-        let given = Given {
-            token: Some(token::mint().unwrap()),
+        let token = token::mint().unwrap();
+        let given = Address {
             host: Some("h".to_owned()),
-            port: None,
-            ports: None,
+            ..Address::default()
         };
+        let agree =
+            |engine, token, given| agree(&Env::new(), &process(engine), token, given, None, limit);
         for engine in ["Open MPI", "PMI", "Slurm"] {
-            let agreed = agree(&Env::new(), &place(engine), &given, None, limit);
+            let agreed = agree(engine, Some(&token), &given);
             assert!(agreed.unwrap().is_none(), "{engine}");
         }
-        let agreed = agree(&Env::new(), &place("PMI"), &Given::default(), None, limit);
+        let agreed = agree("PMI", None, &Address::default());
         assert!(agreed.unwrap().is_none());
     }
 }

@@ -16,9 +16,10 @@ use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 
 use super::child::{self, Ended};
 use super::{Waiting, by_hand};
-use crate::cluster::{self, Env};
 use crate::error::{Error, ErrorKind, Result};
+use crate::place::{self, Env};
 use crate::proc_stat::stat;
+use crate::system;
 
 /// Names of the library. Versions 1.10 to 5 have the first one.
 const NAMES: [&str; 2] = ["libmpi.so.40", "libmpi.so"];
@@ -46,7 +47,7 @@ pub(super) fn broadcast(
         .arg(&library);
     if let Some(folder) = library.parent().filter(|_| library.is_absolute()) {
         // Where the library finds the others of its version.
-        let others = cluster::text(env, "LD_LIBRARY_PATH");
+        let others = place::text(env, "LD_LIBRARY_PATH");
         let mut path = folder.as_os_str().to_owned();
         if let Some(others) = others {
             path.push(":");
@@ -56,9 +57,7 @@ pub(super) fn broadcast(
     }
     let tick = || waiting.tick("the other processes of this job in MPI_Init", deadline);
     let ended = child::run(command, text.unwrap_or_default(), deadline, tick);
-    let ended = ended.map_err(|error| {
-        Error::new(ErrorKind::System, "cannot run a process that asks Open MPI").caused_by(error)
-    })?;
+    let ended = ended.map_err(system("cannot run a process that asks Open MPI"))?;
     let Some(Ended { status, out, err }) = ended else {
         return Err(by_hand(
             Error::new(
@@ -95,7 +94,7 @@ pub(super) fn broadcast(
 /// the processes that started this one, one of which is `mpirun` or its daemon; else wherever the loader looks.
 fn library(env: &Env) -> PathBuf {
     let mut folders = Vec::new();
-    if let Some(prefix) = cluster::text(env, "OPAL_PREFIX") {
+    if let Some(prefix) = place::text(env, "OPAL_PREFIX") {
         folders.extend(["lib", "lib64"].map(|lib| Path::new(prefix).join(lib)));
     }
     let mut pid = std::process::id();
@@ -140,10 +139,9 @@ pub(crate) fn helper(mut args: impl Iterator<Item = OsString>) -> Result<()> {
             "mpi-broadcast needs a process id, a number of processes and a library",
         ));
     };
-    set_parent_process_death_signal(Some(Signal::KILL)).map_err(|error| {
-        Error::new(ErrorKind::System, "cannot tie this process to its parent")
-            .caused_by(std::io::Error::from(error))
-    })?;
+    set_parent_process_death_signal(Some(Signal::KILL))
+        .map_err(std::io::Error::from)
+        .map_err(system("cannot tie this process to its parent"))?;
     if getppid().map(|pid| pid.as_raw_nonzero().get()) != Some(parent) {
         return Err(Error::new(ErrorKind::PeerLost, "the parent is gone"));
     }
@@ -151,11 +149,10 @@ pub(crate) fn helper(mut args: impl Iterator<Item = OsString>) -> Result<()> {
     std::io::stdin()
         .take(phalanx_mpi::MAX_BYTES as u64 + 1)
         .read_to_string(&mut text)
-        .map_err(|error| Error::new(ErrorKind::System, "cannot read the text").caused_by(error))?;
+        .map_err(system("cannot read the text"))?;
     let text = Some(text.as_str()).filter(|text| !text.is_empty());
     let got = phalanx_mpi::broadcast(Path::new(&library), processes, text).map_err(Error::usage)?;
-    writeln!(std::io::stdout(), "{MARK}{got}")
-        .map_err(|error| Error::new(ErrorKind::System, "cannot write the text").caused_by(error))
+    writeln!(std::io::stdout(), "{MARK}{got}").map_err(system("cannot write the text"))
 }
 
 #[cfg(test)]

@@ -10,11 +10,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::{Waiting, by_hand};
-use crate::cluster::{Env, number};
 use crate::error::{Error, ErrorKind, Result};
-
-/// The variable with the socket's number.
-pub(super) const VARIABLE: &str = "PMI_FD";
+use crate::place::{Env, PMI_SOCKET as VARIABLE, number};
 
 /// The value's name.
 const KEY: &str = "phalanx";

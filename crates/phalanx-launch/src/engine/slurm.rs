@@ -20,10 +20,10 @@ use rustix::fs::OFlags;
 use sha2::{Digest, Sha256};
 
 use super::{Waiting, by_hand, child};
-use crate::cluster::{Env, Place, is_set, text};
 use crate::error::{Error, ErrorKind, Result};
-use crate::plan::in_path;
-use crate::token;
+use crate::place::{Env, Process, is_set, text};
+use crate::program::in_path;
+use crate::{system, token};
 
 /// Where every node has a folder of its own for files of all users.
 const FOLDER: &str = "/tmp";
@@ -136,13 +136,8 @@ fn send(sbcast: &Path, step: &str, text: &str, path: &Path, deadline: Instant) -
     let source = format!("/proc/{}/fd/{}", std::process::id(), source.as_raw_fd());
     let mut command = Command::new(sbcast);
     command.args(["-p", "-j", step]).arg(source).arg(path);
-    let output = run(command, deadline).map_err(|error| {
-        Error::new(
-            ErrorKind::System,
-            "cannot run sbcast, which sends the job token",
-        )
-        .caused_by(error)
-    })?;
+    let output =
+        run(command, deadline).map_err(system("cannot run sbcast, which sends the job token"))?;
     let Err(why) = output else {
         return Ok(());
     };
@@ -235,8 +230,8 @@ pub(super) fn names_of_this_node(env: &Env, deadline: Instant) -> Vec<String> {
 }
 
 /// The host of task 0: the first node's name if it resolves, else its address in Slurm's configuration.
-pub(super) fn first_node_address(place: &Place, deadline: Instant) -> Result<String> {
-    let Some(node) = &place.first_host else {
+pub(super) fn first_node_address(process: &Process, deadline: Instant) -> Result<String> {
+    let Some(node) = &process.master_addr else {
         return Err(
             Error::usage("Slurm does not say on which nodes this step runs")
                 .note("fix", "set MASTER_ADDR to the host of task 0 in all tasks"),
@@ -285,12 +280,8 @@ pub(super) fn port(env: &Env, ports: Option<PortRange>) -> u16 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::place::tests::env_of as env;
     use std::os::unix::fs::PermissionsExt;
-
-    fn env(pairs: &[(&str, &str)]) -> Env {
-        let owned = |(name, text): &(&str, &str)| ((*name).to_owned(), (*text).to_owned());
-        pairs.iter().map(owned).collect()
-    }
 
     fn waiting() -> Waiting {
         Waiting {

@@ -9,7 +9,8 @@ use std::collections::BTreeMap;
 use phalanx_comm::recorder::{Dump, Entry, Failure, State};
 use serde::Serialize;
 
-use crate::report::rank_list;
+use crate::format::plural;
+use crate::report::{join, rank_list};
 
 /// The findings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -140,13 +141,8 @@ fn doing(dump: &Dump, phase: &str, for_ms: u64) -> String {
     )
 }
 
-/// `a`, `a and b`, `a, b and c`.
-fn join(parts: &[String]) -> String {
-    match parts.split_last() {
-        None => String::new(),
-        Some((last, [])) => last.clone(),
-        Some((last, rest)) => format!("{} and {last}", rest.join(", ")),
-    }
+fn ranks_of<'a>(views: impl IntoIterator<Item = &'a &'a View<'a>>) -> Vec<usize> {
+    views.into_iter().map(|view| view.rank()).collect()
 }
 
 fn collectives(dump: &Dump, generation: u32) -> impl Iterator<Item = &Entry> {
@@ -155,12 +151,16 @@ fn collectives(dump: &Dump, generation: u32) -> impl Iterator<Item = &Entry> {
         .filter(move |entry| entry.generation == generation && entry.op != "send/recv")
 }
 
+/// ` (bucket 4 of 7: layer3.0.conv1.weight)`, where the operation has a label.
+fn label(dump: &Dump, entry: &Entry) -> String {
+    let label = dump.label_of(entry);
+    label.map_or(String::new(), |label| format!(" ({label})"))
+}
+
 /// `all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight)`.
 fn named(dump: &Dump, entry: &Entry) -> String {
     let seq = entry.seq.map_or(String::new(), |seq| format!(" seq {seq}"));
-    let label = dump
-        .label_of(entry)
-        .map_or(String::new(), |label| format!(" ({label})"));
+    let label = label(dump, entry);
     let group = match entry.group {
         0 => String::new(),
         group => format!(" of group {group:#x}"),
@@ -211,14 +211,9 @@ pub fn tell(dumps: &[Dump]) -> Story {
     story.sentence = format!("generation {generation}: {plot}");
     let is_whole_group = group == 0;
     if is_whole_group && !story.missing.is_empty() {
-        let left = if story.missing.len() == 1 {
-            "left no dump"
-        } else {
-            "left no dumps"
-        };
-        story
-            .sentence
-            .push_str(&format!("; {} {left}", rank_list(&story.missing)));
+        let s = if story.missing.len() == 1 { "" } else { "s" };
+        let left = format!("; {} left no dump{s}", rank_list(&story.missing));
+        story.sentence.push_str(&left);
     }
     notes(&mut story, &dumps, &old);
     arrivals(&mut story, &views);
@@ -259,13 +254,7 @@ fn different_operations(story: &mut Story, views: &[View<'_>]) -> Option<String>
         let key = key(entry);
         match called.iter_mut().find(|(known, ..)| *known == key) {
             Some((.., ranks)) => ranks.push(view.rank()),
-            None => {
-                let label = view
-                    .dump
-                    .label_of(entry)
-                    .map_or(String::new(), |label| format!(" ({label})"));
-                called.push((key, label, vec![view.rank()]));
-            }
+            None => called.push((key, label(view.dump, entry), vec![view.rank()])),
         }
     }
     story.desync = true;
@@ -299,11 +288,7 @@ fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
     let what = named(leader.dump, leader.current?);
     let is_dead = |view: &&View<'_>| view.dump.ended.is_some();
     let inside: Vec<&View<'_>> = views.iter().filter(|view| view.is_in(seq)).collect();
-    let alive: Vec<usize> = inside
-        .iter()
-        .filter(|view| !is_dead(view))
-        .map(|view| view.rank())
-        .collect();
+    let alive = ranks_of(inside.iter().filter(|view| !is_dead(view)));
     let is_member = |view: &&View<'_>| story.group == 0 || !view.by_seq.is_empty();
     let absent: Vec<&View<'_>> = views
         .iter()
@@ -313,7 +298,7 @@ fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
         .collect();
     story.seq = Some(seq);
     story.waiting = alive.clone();
-    story.late = absent.iter().map(|view| view.rank()).collect();
+    story.late = ranks_of(&absent);
     let mut parts = Vec::new();
     if !alive.is_empty() {
         let verb = if alive.len() == 1 { "waits" } else { "wait" };
@@ -326,8 +311,8 @@ fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
         parts.push(format!("rank {} {}", view.rank(), view.excuse(Some(seq))));
     }
     if absent.len() > TOLD {
-        let more: Vec<usize> = absent[TOLD..].iter().map(|view| view.rank()).collect();
-        parts.push(format!("also not in it: {}", rank_list(&more)));
+        let more = rank_list(&ranks_of(&absent[TOLD..]));
+        parts.push(format!("also not in it: {more}"));
     }
     // A rank that died after it had done the same is named as well.
     let gone = views.iter().filter(is_dead);
@@ -408,11 +393,9 @@ fn notes(story: &mut Story, dumps: &[&Dump], old: &[&Dump]) {
             .filter(|entry| entry.state == State::Queued)
             .count();
         if queued > 0 && story.notes.len() < 8 {
-            let plural = if queued == 1 { "" } else { "s" };
-            story.notes.push(format!(
-                "rank {} has {queued} more operation{plural} queued",
-                dump.rank
-            ));
+            let queued = plural(queued, "more operation");
+            let note = format!("rank {} has {queued} queued", dump.rank);
+            story.notes.push(note);
         }
     }
     if !old.is_empty() {

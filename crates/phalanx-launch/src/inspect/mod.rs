@@ -10,8 +10,8 @@ use std::path::PathBuf;
 
 use phalanx_comm::recorder::Dump;
 
-use crate::error::{Error, ErrorKind, Result};
-use crate::say;
+use crate::error::Result;
+use crate::{say, system};
 use analysis::Story;
 
 /// Arguments of `phalanx inspect`.
@@ -42,9 +42,8 @@ pub fn run(args: &InspectArgs) -> Result<()> {
     let mut story = analysis::tell(&found.dumps);
     story.notes.extend(found.notes);
     if args.json {
-        let mut text = serde_json::to_string_pretty(&story).map_err(|e| {
-            Error::new(ErrorKind::System, "the findings cannot be written").caused_by(e)
-        })?;
+        let text = serde_json::to_string_pretty(&story);
+        let mut text = text.map_err(system("the findings cannot be written"))?;
         text.push('\n');
         return say::print_json(&text).map(|_| ());
     }

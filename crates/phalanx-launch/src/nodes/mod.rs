@@ -19,14 +19,12 @@
 //! that is lost instead ([`Nodes::lost`]).
 
 mod info;
-mod place;
-mod port;
 mod pulse;
+mod store;
 mod tell;
 
 pub use info::NodeInfo;
-pub use place::{Place, host_locally, meeting_place};
-pub use port::{PortForRanks, check_range};
+pub use store::{NodeStore, host_locally, meeting_store};
 pub use tell::{refuse, tell};
 
 use std::collections::HashMap;
@@ -34,7 +32,6 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::transport::what_loopback_means;
@@ -45,12 +42,9 @@ use serde::{Deserialize, Serialize};
 use self::info::{compare, mixed, name_of};
 use self::pulse::{BEAT, BEAT_LIMIT, Pulse, SILENT, gone_key};
 use super::Event;
-use super::report::Verdict;
+use super::report::{ABORT_KEY, Verdict};
 use crate::error::{Error, ErrorKind, Result};
-use crate::say;
-
-/// The first verdict, and the only one unless it was an echo.
-pub const ABORT_KEY: &str = "launch/abort";
+use crate::{lock, say, spawn, system};
 
 /// How many nodes without a number have arrived.
 const ARRIVED_KEY: &str = "launch/arrived";
@@ -98,7 +92,7 @@ pub struct Nodes {
 /// `Timeout` names the nodes that did not come, or the address where nobody
 /// listens; `Usage` names the node that was started differently.
 pub fn join(
-    place: &mut Place,
+    at: &mut NodeStore,
     me: Option<usize>,
     mut info: NodeInfo,
     token: &Token,
@@ -108,12 +102,12 @@ pub fn join(
     let started = Instant::now();
     let deadline = started + timeout;
     tell::has_joined();
-    let store = connect(&place.dial, token, started, deadline, &mut interrupted)?;
+    let store = connect(&at.dial, token, started, deadline, &mut interrupted)?;
     // The way to node 0 says by which of our addresses others reach us.
-    if place.server.is_none() {
-        place.bind = place.bind.or(store.local_ip());
+    if at.server.is_none() {
+        at.bind = at.bind.or(store.local_ip());
     }
-    info.address = place.bind;
+    info.address = at.bind;
     let total = info.nodes;
     // Until all are here the meeting's deadline holds for every question.
     let left = deadline.saturating_duration_since(Instant::now());
@@ -122,7 +116,7 @@ pub fn join(
     let _ = store.reserve_connections(ASKING_THREADS);
     let me = match me {
         Some(me) => me,
-        None if place.server.is_some() => 0,
+        None if at.server.is_some() => 0,
         None => arrive(&store, total)?,
     };
     // Before the entry, with which the others begin to count on us.
@@ -131,7 +125,7 @@ pub fn join(
         0 => None,
         _ => store
             .leave_will(ABORT_KEY, &encode(&Verdict::of_killed(me, &info.host))?)
-            .map_err(|error| lost_store("node 0", error))?,
+            .map_err(lost_node_0)?,
     };
     let mine = encode(&info)?;
     let stored = store
@@ -160,7 +154,7 @@ pub fn join(
     }
     let mut nodes = Nodes {
         store: Arc::new(store),
-        server: place.server.take(),
+        server: at.server.take(),
         me,
         infos: Vec::new(),
         stop: Arc::new(AtomicBool::new(false)),
@@ -176,15 +170,8 @@ pub fn join(
             Ok(nodes)
         }
         Err(error) => {
-            let verdict = Verdict {
-                code: error.exit_code(),
-                echo: false,
-                mistake: false,
-                node: me,
-                message: format!("node {me} (host {}): {}", info.host, error.chain()),
-                notes: Vec::new(),
-            };
-            nodes.publish(&verdict);
+            let message = format!("node {me} (host {}): {}", info.host, error.chain());
+            nodes.publish(&Verdict::new(error.exit_code(), me, message));
             nodes.leave(total, Instant::now());
             if error.kind() == ErrorKind::Usage && nodes.server.is_some() {
                 tell::keep(nodes.store.clone(), nodes.server.take(), total);
@@ -196,9 +183,7 @@ pub fn join(
 
 /// The number of a node that has none: the next one after those that have arrived.
 fn arrive(store: &TcpStore, total: usize) -> Result<usize> {
-    let arrived = store
-        .add(ARRIVED_KEY, 1)
-        .map_err(|error| lost_store("node 0", error))?;
+    let arrived = store.add(ARRIVED_KEY, 1).map_err(lost_node_0)?;
     let me = usize::try_from(arrived).unwrap_or(usize::MAX);
     if me < total {
         return Ok(me);
@@ -233,27 +218,24 @@ fn connect(
     let last = Arc::new(Mutex::new(None));
     let failure = last.clone();
     let (to, token) = (dial.to_owned(), token.clone());
-    thread::Builder::new()
-        .name("connect".into())
-        .spawn(move || {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let left = left.max(Duration::from_millis(20));
-            let mut is_first = true;
-            let store = TcpStore::connect_with(&to, token, left, |error| {
-                if std::mem::take(&mut is_first)
-                    && let Some(means) = means_this_host(&to)
-                {
-                    say::note(format_args!(
-                        "warning: {means}: if node 0 is on another host, give all nodes its address as --master-addr"
-                    ));
-                }
-                *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
-            });
-            // Nobody listens after an interrupt.
-            let _ = tell.send(store);
-        })
-        .map_err(|error| Error::new(ErrorKind::System, "cannot start a thread").caused_by(error))?;
-    let last = || last.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    spawn("connect", move || {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = left.max(Duration::from_millis(20));
+        let mut is_first = true;
+        let store = TcpStore::connect_with(&to, token, left, |error| {
+            if std::mem::take(&mut is_first)
+                && let Some(means) = means_this_host(&to)
+            {
+                say::note(format_args!(
+                    "warning: {means}: if node 0 is on another host, give all nodes its address as --master-addr"
+                ));
+            }
+            *lock(&failure) = Some(error.to_string());
+        });
+        // Nobody listens after an interrupt.
+        let _ = tell.send(store);
+    })?;
+    let last = || lock(&last).clone();
     let mut say_at = QUIET;
     let error = loop {
         match told.recv_timeout(SLICE) {
@@ -337,16 +319,12 @@ impl Nodes {
                 Err(error) if error.kind() == StoreKind::Timeout => error.missing_keys().to_vec(),
                 // It says nothing of who came.
                 Err(error) if error.kind() == StoreKind::NoAnswer => missing.clone(),
-                Err(error) => return Err(lost_store("node 0", error)),
+                Err(error) => return Err(lost_node_0(error)),
             };
             // Look at entries as they come: a node that expects another world
             // must not keep us waiting for one that never comes.
             for key in missing.iter().filter(|key| !left.contains(key)) {
-                let Some(bytes) = self
-                    .store
-                    .try_get(key)
-                    .map_err(|error| lost_store("node 0", error))?
-                else {
+                let Some(bytes) = self.store.try_get(key).map_err(lost_node_0)? else {
                     continue;
                 };
                 let theirs = decode::<NodeInfo>(&bytes).ok_or_else(|| {
@@ -359,10 +337,7 @@ impl Nodes {
                 break;
             }
             missing = left;
-            let verdict = self
-                .store
-                .try_get(ABORT_KEY)
-                .map_err(|error| lost_store("node 0", error))?;
+            let verdict = self.store.try_get(ABORT_KEY).map_err(lost_node_0)?;
             if let Some(verdict) = verdict.and_then(|bytes| decode::<Verdict>(&bytes)) {
                 return Err(verdict.into_error(None));
             }
@@ -442,7 +417,7 @@ impl Nodes {
     /// Our guard has our verdict: from now on a broken connection to the store
     /// alone is nobody's death.
     pub fn is_guarded(&self) {
-        let mut will = self.will.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut will = lock(&self.will);
         drop(will.take());
     }
 
@@ -463,76 +438,54 @@ impl Nodes {
         let answered = self.answered.clone();
         let me = self.me;
         let infos = self.infos.clone();
-        let store_lost =
-            move |infos: &[NodeInfo], error: phalanx_store::Error, silent: Duration| {
-                Event::StoreLost(match error.kind() {
-                    StoreKind::NoAnswer => format!("{}: {error}", disconnected(infos, 0, silent)),
-                    _ => lost_store(&name_of(infos, 0), error).chain(),
-                })
-            };
-        thread::Builder::new()
-            .name("nodes".into())
-            .spawn(move || {
-                let mut pulse = Pulse::new(infos.len());
-                // Leaves the will before the first wait; the loop reports a failure.
-                let _ = pulse.beat(&*store, me, Instant::now());
-                let mut last = Instant::now();
+        spawn("nodes", move || {
+            let mut pulse = Pulse::new(infos.len());
+            // Leaves the will before the first wait; the loop reports a failure.
+            let _ = pulse.beat(&*store, me, Instant::now());
+            let mut last = Instant::now();
+            let mut listen = || -> phalanx_store::Result<Option<Verdict>> {
+                let code = ErrorKind::PeerLost.exit_code();
                 while !stop.load(Ordering::Relaxed) {
                     match store.get(ABORT_KEY, BEAT / 2) {
                         Ok(bytes) => {
-                            let verdict = decode(&bytes).unwrap_or_else(|| Verdict {
-                                code: ErrorKind::PeerLost.exit_code(),
+                            return Ok(Some(decode(&bytes).unwrap_or_else(|| Verdict {
                                 echo: true,
-                                mistake: false,
-                                node: me,
-                                message: "another node failed and gave no reason".into(),
-                                notes: Vec::new(),
-                            });
-                            let _ = events.send(Event::Abort(Box::new(verdict)));
-                            return;
+                                ..Verdict::new(code, me, "another node failed and gave no reason")
+                            })));
                         }
-                        Err(error)
-                            if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) =>
-                        {
-                            if error.kind() == StoreKind::Timeout {
-                                last = Instant::now();
-                                *answered.lock().unwrap_or_else(PoisonError::into_inner) = last;
-                            }
+                        Err(error) if error.kind() == StoreKind::Timeout => {
+                            last = Instant::now();
+                            *lock(&answered) = last;
                         }
-                        Err(error) => {
-                            pulse.end();
-                            let _ = events.send(store_lost(&infos, error, last.elapsed()));
-                            return;
-                        }
+                        Err(error) if error.kind() == StoreKind::NoAnswer => {}
+                        Err(error) => return Err(error),
                     }
-                    match pulse.beat(&*store, me, Instant::now()) {
-                        Ok(None) => {}
-                        Ok(Some(node)) => {
-                            let verdict = Verdict {
-                                code: ErrorKind::PeerLost.exit_code(),
-                                echo: false,
-                                mistake: false,
-                                node: me,
-                                message: disconnected(&infos, node, BEAT_LIMIT),
-                                notes: vec![(
-                                    "perhaps".into(),
-                                    "the host or the network between is down".into(),
-                                )],
-                            };
-                            let _ = put(&store, &verdict);
-                        }
-                        Err(error) => {
-                            pulse.end();
-                            let _ = events.send(store_lost(&infos, error, last.elapsed()));
-                            return;
-                        }
+                    if let Some(node) = pulse.beat(&*store, me, Instant::now())? {
+                        let perhaps = "the host or the network between is down";
+                        let verdict = Verdict {
+                            notes: vec![("perhaps".into(), perhaps.into())],
+                            ..Verdict::new(code, me, disconnected(&infos, node, BEAT_LIMIT))
+                        };
+                        let _ = verdict.publish(&store);
                     }
                 }
-            })
-            .map(drop)
-            .map_err(|error| {
-                Error::new(ErrorKind::System, "cannot start a thread").caused_by(error)
-            })
+                Ok(None)
+            };
+            let event = match listen() {
+                Ok(None) => return,
+                Ok(Some(verdict)) => Event::Abort(Box::new(verdict)),
+                Err(error) => {
+                    pulse.end();
+                    Event::StoreLost(match error.kind() {
+                        StoreKind::NoAnswer => {
+                            format!("{}: {error}", disconnected(&infos, 0, last.elapsed()))
+                        }
+                        _ => lost_store(&name_of(&infos, 0), error).chain(),
+                    })
+                }
+            };
+            let _ = events.send(event);
+        })
     }
 
     /// Whether there is any use in asking the store: once the end is decided,
@@ -554,14 +507,14 @@ impl Nodes {
     /// Writes the verdict unless there is a better one, and gives back the
     /// one that holds.
     pub fn publish(&self, verdict: &Verdict) -> Verdict {
-        let stored = self.reachable(|store| put(store, verdict));
+        let stored = self.reachable(|store| verdict.publish(store));
         stored.unwrap_or_else(|| verdict.clone())
     }
 
     /// The node that is lost, where ranks of this node may have failed for that reason; the headline of a verdict.
     pub fn lost(&self) -> Option<String> {
         if self.me != 0 {
-            let answered = *self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+            let answered = *lock(&self.answered);
             let silent = answered.elapsed();
             if silent >= SILENT {
                 return Some(disconnected(&self.infos, 0, silent));
@@ -616,13 +569,10 @@ impl Nodes {
         }
     }
 
-    fn everybody(&self) -> Vec<usize> {
-        (0..self.infos.len()).collect()
-    }
-
     /// Whether all nodes said so; waits a moment for it.
     pub fn all_done(&self) -> Result<bool> {
-        self.wait_all("launch/done", &self.everybody(), SLICE)
+        let all: Vec<usize> = (0..self.infos.len()).collect();
+        self.wait_all("launch/done", &all, SLICE)
             .map_err(|error| lost_store(&name_of(&self.infos, 0), error))
     }
 
@@ -667,27 +617,6 @@ fn left_key(node: usize) -> String {
     format!("launch/left/{node}")
 }
 
-/// Writes the verdict unless there is a better one, and gives the one that holds.
-pub fn put(store: &TcpStore, verdict: &Verdict) -> phalanx_store::Result<Verdict> {
-    let Ok(mine) = encode(verdict) else {
-        return Ok(verdict.clone());
-    };
-    let mut expected: Option<Vec<u8>> = None;
-    // Twice: once against nothing, once against an echo.
-    for _ in 0..2 {
-        let stored = store.compare_set(ABORT_KEY, expected.as_deref(), &mine)?;
-        if stored == mine {
-            break;
-        }
-        match decode::<Verdict>(&stored) {
-            Some(theirs) if theirs.echo && !verdict.echo => expected = Some(stored),
-            Some(theirs) => return Ok(theirs),
-            None => break,
-        }
-    }
-    Ok(verdict.clone())
-}
-
 /// Nothing has come from `node` for this long.
 fn disconnected(infos: &[NodeInfo], node: usize, silent: Duration) -> String {
     format!(
@@ -707,9 +636,13 @@ fn lost_store(node_0: &str, error: phalanx_store::Error) -> Error {
     Error::new(kind, format!("lost the launcher of {node_0}")).caused_by(error)
 }
 
+/// The same before the nodes know each other.
+fn lost_node_0(error: phalanx_store::Error) -> Error {
+    lost_store("node 0", error)
+}
+
 fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
-    serde_json::to_vec(value)
-        .map_err(|error| Error::new(ErrorKind::System, "cannot write JSON").caused_by(error))
+    serde_json::to_vec(value).map_err(system("cannot write JSON"))
 }
 
 fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Option<T> {

@@ -4,19 +4,18 @@
 use std::net::IpAddr;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use phalanx_store::{Store, TcpServer, TcpStore};
 use phalanx_wire::Token;
 
-use super::{LAST_WORDS, NodeInfo, Place, decode, left_key, meeting_place, node_key, put};
-use crate::alone::Asking;
-use crate::args::{Meeting, NodeFlags, WhichNodes};
-use crate::cluster::{self, Env};
+use super::{LAST_WORDS, NodeInfo, NodeStore, decode, left_key, meeting_store, node_key};
 use crate::error::{Error, ErrorKind, Result};
+use crate::flags::{LaunchCli, NodeFlags};
+use crate::place::{Env, Meeting, NodeQuery, is_under_launcher, rank_place, real_env};
 use crate::report::{Verdict, taken_apart};
-use crate::{say, signals, token};
+use crate::{lock, say, signals, token};
 
 /// How long this node tries to reach node 0, and node 0 keeps its store for nodes that come later.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -41,7 +40,7 @@ pub(super) fn has_joined() {
 
 /// Keeps the store of node 0 until [`tell`] is called.
 pub(super) fn keep(store: Arc<TcpStore>, server: Option<TcpServer>, nodes: usize) {
-    *KEPT.lock().unwrap_or_else(PoisonError::into_inner) = Some(Kept {
+    *lock(&KEPT) = Some(Kept {
         store,
         _server: server,
         nodes,
@@ -51,22 +50,23 @@ pub(super) fn keep(store: Arc<TcpStore>, server: Option<TcpServer>, nodes: usize
 /// Tells the other nodes of the error that ends this process, if it is the launcher of one of several nodes which
 /// have not met. *Blocks* for at most [`LIMIT`].
 pub fn tell(error: &Error) {
-    let kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let kept = lock(&KEPT).take();
     if let Some(kept) = kept {
         let _ = signals::end_on_signals();
         return until_all_have_left(&kept.store, 0, kept.nodes);
     }
-    let is_late = HAS_JOINED.load(Ordering::Relaxed) || crate::is_under_a_launcher_of_ours();
+    let env = real_env();
+    let is_late = HAS_JOINED.load(Ordering::Relaxed) || is_under_launcher(&env);
     if error.kind() != ErrorKind::Usage || is_late {
         return;
     }
     let words = std::env::args_os().skip(1);
     let words: Vec<String> = words.filter_map(|word| word.into_string().ok()).collect();
-    let Some(way) = Way::of(&words, cluster::real_env()) else {
+    let Some(others) = OtherNodes::of(&words, env) else {
         return;
     };
     let _ = signals::end_on_signals();
-    if let Err(why) = way.send(error) {
+    if let Err(why) = others.send(error) {
         say::note(format_args!(
             "cannot inform the other nodes: {}; they wait for this node until their --init-timeout (of `phalanx launch`: --rdzv-timeout)",
             why.chain()
@@ -76,9 +76,11 @@ pub fn tell(error: &Error) {
 
 /// Keeps the store of node 0, which this is and cannot start for `error`, with that error for the other nodes. Of
 /// another node it does nothing: [`tell`] does.
-pub fn refuse(place: Place, nodes: usize, token: &Token, error: &Error) {
-    let Some(server) = place.server else { return };
-    let Ok(store) = TcpStore::connect(&place.dial, token.clone(), LAST_WORDS) else {
+pub fn refuse(at: &mut NodeStore, nodes: usize, token: &Token, error: &Error) {
+    let Some(server) = at.server.take() else {
+        return;
+    };
+    let Ok(store) = TcpStore::connect(&at.dial, token.clone(), LAST_WORDS) else {
         return;
     };
     let _ = leave_word(&store, Some(0), &phalanx_base::host_name(), error);
@@ -107,14 +109,15 @@ pub(super) fn leave_word(
         .local_ip()
         .map_or(String::new(), |ip| format!(", {ip}"));
     let verdict = Verdict {
-        code: error.exit_code(),
-        echo: false,
         mistake: true,
-        node: me.unwrap_or(usize::MAX),
-        message: format!("{node} (host {host}{address}): {message}"),
         notes,
+        ..Verdict::new(
+            error.exit_code(),
+            me.unwrap_or(usize::MAX),
+            format!("{node} (host {host}{address}): {message}"),
+        )
     };
-    put(store, &verdict)?;
+    verdict.publish(store)?;
     match me {
         Some(me) => store.set(&left_key(me), b""),
         None => Ok(()),
@@ -139,18 +142,18 @@ fn until_all_have_left(store: &TcpStore, me: usize, nodes: usize) {
     }
 }
 
-/// The way to the other nodes, as far as the command line and the environment say it. The rest of the command line
+/// Where the other nodes meet, as far as the command line and the environment say it. The rest of the command line
 /// may be wrong.
-struct Way {
+struct OtherNodes {
     meeting: Result<Meeting>,
     bind: Option<IpAddr>,
     token_file: Option<String>,
     env: Env,
 }
 
-impl Way {
+impl OtherNodes {
     /// `None`: this is not one of several nodes.
-    fn of(words: &[String], env: Env) -> Option<Way> {
+    fn of(words: &[String], env: Env) -> Option<OtherNodes> {
         let command = words.first().map(String::as_str);
         // `phalanx plan` computes for other nodes.
         if command == Some("plan") {
@@ -158,41 +161,35 @@ impl Way {
         }
         let is_launch = command == Some("launch");
         let typed = |flag: &str| typed(words, flag, is_launch);
-        let flags = NodeFlags {
-            nnodes: typed("nnodes"),
-            node_rank: typed("node-rank"),
-            master_addr: typed("master-addr"),
-            master_port: typed("master-port"),
-            port_range: typed("port-range"),
+        let cli = LaunchCli {
+            nodes: NodeFlags {
+                nnodes: typed("nnodes"),
+                node_rank: typed("node-rank"),
+                master_addr: typed("master-addr"),
+                master_port: typed("master-port"),
+                port_range: typed("port-range"),
+            },
+            rdzv_endpoint: typed("rdzv-endpoint"),
+            rdzv_backend: typed("rdzv-backend"),
+            ..LaunchCli::default()
         };
-        let endpoint = typed("rdzv-endpoint");
-        let is_c10d = typed("rdzv-backend").is_some_and(|name| name == "c10d");
-        let which = WhichNodes {
-            flags: &flags,
-            endpoint: &endpoint,
-            standalone: false,
-            default_port: match is_c10d {
-                true => crate::args::C10D_PORT,
-                false => crate::DEFAULT_PORT,
-            },
-            by_arrival: is_c10d,
-            asking: match is_launch {
-                true => Asking::Launch,
-                false => Asking::Ranks,
-            },
-            command: "",
+        let flags = &cli.nodes;
+        let query = NodeQuery {
+            env: &env,
+            cli: &cli,
+            command: (!is_launch).then_some(""),
         };
         // Ranks that an engine started are no nodes.
         let has_flags = flags.nnodes.is_some() || flags.node_rank.is_some();
-        if !is_launch && !has_flags && !matches!(cluster::rank_place(&env), Ok(None)) {
+        if !is_launch && !has_flags && !matches!(rank_place(&env), Ok(None)) {
             return None;
         }
-        let meeting = match which.resolve(&env) {
-            Ok((Some(meeting), _)) => Ok(meeting),
-            _ if has_flags && flags.nnodes.as_deref() != Some("1") => which.address_alone(&env),
+        let meeting = match query.node(1).map(|node| node.meeting) {
+            Ok(Some(meeting)) => Ok(meeting),
+            _ if has_flags && flags.nnodes.as_deref() != Some("1") => query.address_alone(),
             _ => return None,
         };
-        Some(Way {
+        Some(OtherNodes {
             meeting,
             bind: typed("bind").and_then(|text| text.parse().ok()),
             token_file: typed("token-file"),
@@ -211,14 +208,14 @@ impl Way {
         let token = token::given(self.token_file.as_deref().map(Path::new), &self.env, true)?;
         let token = token.ok_or_else(|| Error::usage("there is no job token (--token-file)"))?;
         let deadline = Instant::now() + LIMIT;
-        let place = meeting_place(&meeting, self.bind, &token, deadline, &mut || None)?;
+        let at = meeting_store(&meeting, self.bind, &token, deadline, &mut || None)?;
         let failed = |_| {
             let seconds = LIMIT.as_secs();
-            let message = format!("node 0 did not answer at {} within {seconds} s", place.dial);
+            let message = format!("node 0 did not answer at {} within {seconds} s", at.dial);
             Error::new(ErrorKind::PeerLost, message)
         };
         let mut is_said = false;
-        let store = TcpStore::connect_with(&place.dial, token, LIMIT, |_| {
+        let store = TcpStore::connect_with(&at.dial, token, LIMIT, |_| {
             if !std::mem::replace(&mut is_said, true) {
                 say::note(format_args!(
                     "informing the other nodes (for up to {} s)",
@@ -229,7 +226,7 @@ impl Way {
         let store = store.map_err(failed)?;
         let host = phalanx_base::host_name();
         leave_word(&store, meeting.node_rank, &host, error).map_err(failed)?;
-        if place.server.is_some() {
+        if at.server.is_some() {
             until_all_have_left(&store, meeting.node_rank.unwrap_or(0), meeting.nodes);
         }
         Ok(())
@@ -259,15 +256,10 @@ fn typed(words: &[String], flag: &str, first: bool) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::place::tests::env;
 
     fn words(line: &str) -> Vec<String> {
         line.split_whitespace().map(str::to_owned).collect()
-    }
-
-    fn env(line: &str) -> Env {
-        let pairs = line.split_whitespace();
-        let pairs = pairs.map(|pair| pair.split_once('=').unwrap());
-        pairs.map(|(a, b)| (a.to_owned(), b.to_owned())).collect()
     }
 
     #[test]
@@ -302,9 +294,19 @@ mod tests {
                 at("h", 29500, Some(2), 2),
             ),
             (
+                "launch --nnodes 2 --node-rank 1 --master-addr h --master-port 7 --port-range 9-1",
+                "",
+                at("h", 7, Some(1), 2),
+            ),
+            (
                 "launch --bogus true",
                 "PET_NNODES=3 PET_NODE_RANK=2 PET_MASTER_ADDR=h",
                 at("h", 29500, Some(2), 3),
+            ),
+            (
+                "launch --bogus true",
+                "PET_NNODES=2 PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=h",
+                at("h", 29400, None, 2),
             ),
             (
                 "launch --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:9 --bogus true",
@@ -321,13 +323,13 @@ mod tests {
                 None,
             ),
         ] {
-            let way = Way::of(&words(line), env(variables));
-            let found = way.map(|way| way.meeting.unwrap());
+            let others = OtherNodes::of(&words(line), env(variables));
+            let found = others.map(|others| others.meeting.unwrap());
             let found = found.map(|m| (m.host, m.port, m.node_rank, m.nodes));
             assert_eq!(found, want, "{line}");
         }
-        let way = Way::of(&words("train mnist --nnodes 2 --node-rank 1"), Env::new());
-        let error = way.unwrap().meeting.unwrap_err();
+        let others = OtherNodes::of(&words("train mnist --nnodes 2 --node-rank 1"), Env::new());
+        let error = others.unwrap().meeting.unwrap_err();
         assert!(error.chain().contains("--master-addr"), "{}", error.chain());
     }
 }

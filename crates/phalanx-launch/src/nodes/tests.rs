@@ -1,5 +1,6 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::thread;
 
 use super::*;
 
@@ -63,8 +64,8 @@ fn twins((from, into): (&TcpStream, &TcpStream)) -> (TcpStream, TcpStream) {
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-fn place_at(at: SocketAddr, server: Option<TcpServer>) -> Place {
-    Place {
+fn place_at(at: SocketAddr, server: Option<TcpServer>) -> NodeStore {
+    NodeStore {
         bind: server.is_some().then_some(at.ip()),
         server,
         dial: at.to_string(),

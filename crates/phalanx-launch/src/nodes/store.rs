@@ -12,16 +12,15 @@ use phalanx_store::{ErrorKind as StoreKind, TcpServer, host_port};
 use phalanx_wire::Token;
 
 use super::{QUIET, SLICE};
-
-use crate::args::Meeting;
 use crate::error::{Error, ErrorKind, Result};
-use crate::say;
+use crate::place::Meeting;
+use crate::{say, spawn};
 
 /// Pause between two lookups of a name.
 const LOOKUP_PAUSE: Duration = Duration::from_millis(500);
 
 /// Where the store listens, and how it is reached.
-pub struct Place {
+pub struct NodeStore {
     /// On node 0, the store itself.
     pub server: Option<TcpServer>,
     /// What this launcher dials.
@@ -36,11 +35,11 @@ pub struct Place {
     pub warning: Option<String>,
 }
 
-impl Place {
+impl NodeStore {
     /// That of ranks whose store is a file.
-    pub fn without_network() -> Place {
+    pub fn without_network() -> NodeStore {
         let loopback = "127.0.0.1".to_owned();
-        Place {
+        NodeStore {
             server: None,
             dial: loopback.clone(),
             store: loopback.clone(),
@@ -56,14 +55,14 @@ impl Place {
 
 /// Hosts the store of a launch on one node; `None`: not even this host can connect to its address, as where the
 /// loopback interface is down.
-pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<Option<Place>> {
+pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<Option<NodeStore>> {
     let ip = bind.unwrap_or(IpAddr::from([127, 0, 0, 1]));
     let server = listen(&[SocketAddr::new(ip, 0)], token).map_err(|(error, _)| error)?;
     let (dial, warning) = reachable(server.local_addr());
     if local_address_towards(dial).is_err() {
         return Ok(None);
     }
-    Ok(Some(Place {
+    Ok(Some(NodeStore {
         dial: dial.to_string(),
         store: dial.to_string(),
         master_addr: dial.ip().to_string(),
@@ -78,15 +77,15 @@ pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<Option<Place>
 ///
 /// # Errors
 /// `Timeout` for a name that did not resolve, `Usage` for an address on which this host cannot listen.
-pub fn meeting_place(
+pub fn meeting_store(
     meeting: &Meeting,
     bind: Option<IpAddr>,
     token: &Token,
     deadline: Instant,
     interrupted: &mut impl FnMut() -> Option<Error>,
-) -> Result<Place> {
+) -> Result<NodeStore> {
     let named = host_port(&meeting.host, meeting.port);
-    let elsewhere = || Place {
+    let elsewhere = || NodeStore {
         server: None,
         store: named.clone(),
         dial: named.clone(),
@@ -121,7 +120,7 @@ pub fn meeting_place(
             "{means}: if a node is on another host, add --bind {own} here, or give all nodes --master-addr {own}"
         ));
     }
-    Ok(Place {
+    Ok(NodeStore {
         store: match bind {
             Some(_) => dial.to_string(),
             None => named,
@@ -224,16 +223,11 @@ fn resolve(
         // A lookup cannot be interrupted, so it runs on a thread.
         let (tell, told) = channel();
         let name = named.to_owned();
-        thread::Builder::new()
-            .name("lookup".into())
-            .spawn(move || {
-                let addresses = name.to_socket_addrs().map(Iterator::collect::<Vec<_>>);
-                // Nobody listens after an interrupt.
-                let _ = tell.send(addresses);
-            })
-            .map_err(|error| {
-                Error::new(ErrorKind::System, "cannot start a thread").caused_by(error)
-            })?;
+        spawn("lookup", move || {
+            let addresses = name.to_socket_addrs().map(Iterator::collect::<Vec<_>>);
+            // Nobody listens after an interrupt.
+            let _ = tell.send(addresses);
+        })?;
         let mut why = None;
         let pause = Instant::now() + LOOKUP_PAUSE;
         while why.is_none() || Instant::now() < pause {

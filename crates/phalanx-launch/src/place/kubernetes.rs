@@ -1,55 +1,29 @@
-//! Engines that start one process on each node and number it by variables. What is complete and
-//! consistent is followed; what shows several nodes but cannot be followed is refused with the
-//! command to use, so that a job of several nodes never runs as several jobs of one node.
+//! Engines that start one process on each node and number it by variables: operators of Kubernetes, and clouds. What is
+//! complete and consistent is followed; what shows several nodes but cannot be followed is refused with the command
+//! to use, so that a job of several nodes never runs as several jobs of one node.
 
-use super::cluster::{Env, Place, SLURM_STEP, is_set, not_a_number};
+use super::{Env, Process, is_set, not_a_number, slurm};
 use crate::error::{Error, Result};
 
-/// Which command asks for its place among the nodes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Asking {
-    /// `phalanx launch`, one process a node.
-    Launch,
-    /// A command that becomes ranks.
-    Ranks,
-}
-
 /// The variables of an engine that starts one process on each node.
-struct Engine {
-    name: &'static str,
+pub struct Engine {
+    pub name: &'static str,
     /// Variables with the number of nodes. Where a `*` fits several names, theirs are added.
-    counts: &'static [&'static str],
+    pub counts: &'static [&'static str],
     /// Variables with a host for each node, separated by commas or white space.
-    hosts: &'static [&'static str],
+    pub hosts: &'static [&'static str],
     /// Variables with this node's number.
-    indices: &'static [&'static str],
+    pub indices: &'static [&'static str],
     /// If one of these is set, the others do not describe this process.
-    unless: &'static [&'static str],
+    pub unless: &'static [&'static str],
     /// If none of these is set, the others are leftovers of another tool; empty: they never are.
-    only_with: &'static [&'static str],
+    pub only_with: &'static [&'static str],
     /// Whether a command that becomes ranks reads its variables as those of a node without
     /// `--nnodes`, too.
-    for_ranks: bool,
-    /// What to type instead.
-    instead: Instead,
+    pub for_ranks: bool,
+    /// The flags to type instead; `None`: `srun` starts the processes.
+    pub flags: Option<&'static str>,
 }
-
-enum Instead {
-    /// The same command with these flags.
-    Flags(&'static str),
-    Srun,
-}
-
-const ENGINE: Engine = Engine {
-    name: "",
-    counts: &[],
-    hosts: &[],
-    indices: &[],
-    unless: &[],
-    only_with: &[],
-    for_ranks: true,
-    instead: Instead::Flags(""),
-};
 
 /// The first that has several nodes is followed or named. Kubeflow's `PET_*` variables stand for flags.
 const ENGINES: [Engine; 5] = [
@@ -61,104 +35,90 @@ const ENGINES: [Engine; 5] = [
         unless: &["LOCAL_RANK"],
         only_with: &["RANK", "MASTER_ADDR"],
         for_ranks: false,
-        instead: Instead::Flags(r#"--nnodes "$WORLD_SIZE" --node-rank "$RANK" "#),
-        ..ENGINE
+        flags: Some(r#"--nnodes "$WORLD_SIZE" --node-rank "$RANK" "#),
+        ..Engine::NONE
     },
     Engine {
         name: "SkyPilot",
         counts: &["SKYPILOT_NUM_NODES"],
         hosts: &["SKYPILOT_NODE_IPS"],
         indices: &["SKYPILOT_NODE_RANK"],
-        instead: Instead::Flags(
+        flags: Some(
             r#"--nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK" --master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n1)" "#,
         ),
-        ..ENGINE
+        ..Engine::NONE
     },
     Engine {
         name: "ModelArts or Volcano",
         counts: &["VC_*_NUM", "MA_NUM_HOSTS"],
         hosts: &["VC_*_HOSTS"],
         indices: &["VC_TASK_INDEX"],
-        instead: Instead::Flags(
+        flags: Some(
             r#"--nnodes "$VC_WORKER_NUM" --node-rank "$VC_TASK_INDEX" --master-addr "${VC_WORKER_HOSTS%%,*}" "#,
         ),
-        ..ENGINE
+        ..Engine::NONE
     },
-    Engine {
-        name: "Slurm",
-        counts: &["SLURM_JOB_NUM_NODES", "SLURM_NNODES"],
-        // `srun` and `mpirun` set the number of processes.
-        unless: &[
-            SLURM_STEP[0],
-            SLURM_STEP[1],
-            SLURM_STEP[2],
-            "OMPI_COMM_WORLD_SIZE",
-            "PMI_SIZE",
-        ],
-        instead: Instead::Srun,
-        ..ENGINE
-    },
+    slurm::SHELL,
     Engine {
         name: "Kubernetes",
         // Without counts: an Indexed Job does not set its number of pods, and number 0 may be
         // one of several, too.
         indices: &["JOB_COMPLETION_INDEX"],
-        instead: Instead::Flags(
+        flags: Some(
             r#"--nnodes PODS --node-rank "$JOB_COMPLETION_INDEX" --master-addr JOB-0.SERVICE "#,
         ),
-        ..ENGINE
+        ..Engine::NONE
     },
 ];
 
-/// This node's place among those of an engine that starts one process on each. `typed` is the number
-/// of nodes from the command line, `has_host` whether node 0's host is given; `command` is
-/// `phalanx train`, or the name of a user's program.
+/// This node among those of an engine that starts one process on each. `nodes` is their number
+/// from the command line, `has_host` whether node 0's host is given; `command` is
+/// `phalanx train`, or the name of a user's program; `None`: `phalanx launch`.
 /// `None`: there is no such engine, or only one node.
 ///
 /// # Errors
 ///
 /// Usage, for variables that show several nodes but are incomplete or contradict each other, unless
 /// the number of nodes was typed: then flags say the rest. Usage, for a variable that is no number.
-pub fn node_place(
+pub fn node(
     env: &Env,
-    asking: Asking,
-    typed: Option<usize>,
+    command: Option<&str>,
+    nodes: Option<usize>,
     has_host: bool,
-    command: &str,
-) -> Result<Option<Place>> {
+) -> Result<Option<Process>> {
     let mut is_counted = false;
     for engine in &ENGINES {
         let any_set = |names: &[&str]| names.iter().any(|name| is_set(env, name));
         let is_about_others =
             any_set(engine.unless) || !engine.only_with.is_empty() && !any_set(engine.only_with);
-        let is_for_us = engine.for_ranks || asking == Asking::Launch || typed.is_some();
+        let is_for_us = engine.for_ranks || command.is_none() || nodes.is_some();
         if is_about_others || !is_for_us {
             continue;
         }
-        match engine.follow(env, typed)? {
-            Some(place) if place.count == 1 => {
+        match engine.follow(env, nodes)? {
+            Some(node) if node.world == 1 => {
                 is_counted = true;
                 continue;
             }
-            Some(place) if has_host || typed.is_some() || place.first_host.is_some() => {
-                return Ok(Some(place));
+            Some(node) if has_host || nodes.is_some() || node.master_addr.is_some() => {
+                return Ok(Some(node));
             }
             _ => {}
         }
-        if typed.is_some() {
+        if nodes.is_some() {
             continue;
         }
-        let nodes = engine.nodes(env)?;
-        let found = engine.found(env);
+        let count = engine.nodes(env)?;
+        let found = set(env, &[engine.counts, engine.indices, engine.hosts].concat());
         let are_several = match engine.counts {
             // It cannot show that there is one node only.
             [] => !found.is_empty() && !is_counted,
-            _ => nodes > 1,
+            _ => count > 1,
         };
         if are_several {
-            return Err(engine.error(&found, nodes, asking, command));
+            return Err(engine.error(&found, count, command));
         }
-        is_counted |= nodes > 0;
+        is_counted |= count > 0;
     }
     Ok(None)
 }
@@ -190,9 +150,21 @@ fn number(name: &str, text: &str) -> Result<usize> {
 }
 
 impl Engine {
-    /// Our place, if the variables are complete and agree.
-    fn follow(&self, env: &Env, typed: Option<usize>) -> Result<Option<Place>> {
-        let mut counts = Vec::from_iter(typed);
+    /// No variables.
+    pub const NONE: Engine = Engine {
+        name: "",
+        counts: &[],
+        hosts: &[],
+        indices: &[],
+        unless: &[],
+        only_with: &[],
+        for_ranks: true,
+        flags: None,
+    };
+
+    /// This node, if the variables are complete and agree.
+    fn follow(&self, env: &Env, nodes: Option<usize>) -> Result<Option<Process>> {
+        let mut counts = Vec::from_iter(nodes);
         for pattern in self.counts {
             // Several tasks of one job (`VC_PS_NUM`, `VC_WORKER_NUM`) count their processes apart.
             match set(env, &[pattern])[..] {
@@ -201,7 +173,7 @@ impl Engine {
                 _ => return Ok(None),
             }
         }
-        let hosts = match set(env, self.hosts)[..] {
+        let hosts: Vec<&str> = match set(env, self.hosts)[..] {
             [] => Vec::new(),
             [(_, text)] => hosts_in(text).collect(),
             _ => return Ok(None),
@@ -213,15 +185,12 @@ impl Engine {
             return Ok(None);
         };
         let index = number(name, index)?;
-        let agreed = counts
-            .first()
-            .filter(|first| counts.iter().all(|count| count == *first));
-        Ok(agreed.filter(|count| index < **count).map(|count| Place {
-            engine: self.name,
-            count: *count,
-            index,
-            local: Some((0, 1)),
-            first_host: hosts.first().map(|host| (*host).to_owned()),
+        let is_equal = counts.windows(2).all(|pair| pair[0] == pair[1]);
+        let count = counts.first().filter(|count| is_equal && index < **count);
+        Ok(count.map(|count| Process {
+            local_world: Some(1),
+            master_addr: hosts.first().map(|host| (*host).to_owned()),
+            ..Process::new(self.name, index, *count)
         }))
     }
 
@@ -246,11 +215,7 @@ impl Engine {
         Ok(nodes)
     }
 
-    fn found<'a>(&self, env: &'a Env) -> Vec<(&'a str, &'a str)> {
-        set(env, &[self.counts, self.indices, self.hosts].concat())
-    }
-
-    fn error(&self, found: &[(&str, &str)], nodes: usize, asking: Asking, command: &str) -> Error {
+    fn error(&self, found: &[(&str, &str)], nodes: usize, command: Option<&str>) -> Error {
         let found: Vec<String> = found
             .iter()
             .map(|(name, text)| {
@@ -260,37 +225,28 @@ impl Engine {
             })
             .collect();
         let (name, found) = (self.name, found.join(", "));
-        let message = match self {
-            Engine {
-                instead: Instead::Srun,
-                ..
-            } => format!(
+        let message = match (self.flags, self.counts) {
+            (None, _) => format!(
                 "{name} gave this job {nodes} nodes ({found}), but srun did not start this process: it would run alone on one of them"
             ),
-            Engine { counts: [], .. } => format!(
+            (_, []) => format!(
                 "{name} started this process in a pod of an Indexed Job ({found}), which does not say how many pods it has: each would run alone"
             ),
             _ => format!(
                 "{name} started this process on one of {nodes} nodes, but its variables are incomplete or disagree ({found}): each node would run alone"
             ),
         };
-        let line = match (&self.instead, asking) {
-            (Instead::Srun, Asking::Launch) => {
-                "srun --ntasks-per-node=1 phalanx launch ...".to_owned()
-            }
-            (Instead::Srun, Asking::Ranks) => {
-                format!("srun {command} ...   (each task is a rank)")
-            }
-            (Instead::Flags(flags), Asking::Launch) => {
-                format!("phalanx launch {flags}--token-file job.token ...")
-            }
-            (Instead::Flags(flags), Asking::Ranks) => {
+        let line = match (self.flags, command) {
+            (None, None) => "srun --ntasks-per-node=1 phalanx launch ...".to_owned(),
+            (None, Some(command)) => format!("srun {command} ...   (each task is a rank)"),
+            (Some(flags), None) => format!("phalanx launch {flags}--token-file job.token ..."),
+            (Some(flags), Some(command)) => {
                 format!("{command} ... {flags}--token-file job.token")
             }
         };
-        let alone = match asking {
-            Asking::Launch => "--standalone, if this node is to run alone",
-            Asking::Ranks => "--world-size 1, if this process is to run alone",
+        let alone = match command {
+            None => "--standalone, if this node is to run alone",
+            Some(_) => "--world-size 1, if this process is to run alone",
         };
         Error::usage(message)
             .note("type", line)
@@ -302,13 +258,12 @@ impl Engine {
 mod tests {
     use super::*;
 
-    /// Pairs `NAME=value`, separated by blanks; `_` in a value is a line break.
+    /// As [`env`](super::super::tests::env); `_` in a value is a line break.
     fn env(text: &str) -> Env {
-        let pairs = text.split_whitespace().map(|pair| {
-            let (name, value) = pair.split_once('=').unwrap();
-            (name.to_owned(), value.replace('_', "\n"))
-        });
-        pairs.collect()
+        let mut env = super::super::tests::env(text);
+        env.values_mut()
+            .for_each(|value| *value = value.replace('_', "\n"));
+        env
     }
 
     /// What a table expects of an environment.
@@ -324,46 +279,48 @@ mod tests {
 
     #[test]
     fn several_nodes_are_followed_or_refused_and_never_alone() {
-        use Asking::{Launch, Ranks};
         use Want::{Alone, Node, Refused};
-        const BOTH: &[Asking] = &[Launch, Ranks];
-        let table: &[(&str, &[Asking], Option<usize>, Want)] = &[
+        type Command = Option<&'static str>;
+        const LAUNCH: Command = None;
+        const RANKS: Command = Some("phalanx train");
+        const BOTH: &[Command] = &[LAUNCH, RANKS];
+        let table: &[(&str, &[Command], Option<usize>, Want)] = &[
             ("", BOTH, None, Alone),
             ("HOME=/root LOCAL_RANK=1", BOTH, None, Alone),
             // PyTorchJob, Alibaba DLC: the numbers are those of nodes
             (
                 "RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1",
-                &[Launch],
+                &[LAUNCH],
                 None,
                 Node(1, 2, None),
             ),
             (
                 "RANK=1 WORLD_SIZE=2 MASTER_ADDR=a",
-                &[Ranks],
+                &[RANKS],
                 Some(2),
                 Node(1, 2, None),
             ),
             (
                 "RANK=1 WORLD_SIZE=2 MASTER_ADDR=a",
-                &[Ranks],
+                &[RANKS],
                 Some(3),
                 Alone,
             ),
             (
                 "WORLD_SIZE=2 MASTER_ADDR=a",
-                &[Launch],
+                &[LAUNCH],
                 None,
                 Refused(&["WORLD_SIZE=2", "--node-rank \"$RANK\""]),
             ),
-            ("RANK=1", &[Launch], None, Refused(&["2 nodes", "(RANK=1)"])),
+            ("RANK=1", &[LAUNCH], None, Refused(&["2 nodes", "(RANK=1)"])),
             (
                 "RANK=2 WORLD_SIZE=2 MASTER_ADDR=a",
-                &[Launch],
+                &[LAUNCH],
                 None,
                 Refused(&["WORLD_SIZE=2, RANK=2"]),
             ),
-            ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a", &[Launch], None, Alone),
-            ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1", &[Launch], None, Alone),
+            ("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a", &[LAUNCH], None, Alone),
+            ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1", &[LAUNCH], None, Alone),
             ("WORLD_SIZE=2", BOTH, None, Alone),
             (
                 "SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1 SKYPILOT_NODE_IPS=10.0.0.1_10.0.0.2",
@@ -513,40 +470,34 @@ mod tests {
             ("JOB_COMPLETION_INDEX=", BOTH, None, Alone),
         ];
         for (text, all, typed, want) in table {
-            for asking in *all {
+            for command in *all {
                 let got = {
                     let env = env(text);
                     let has_host = env.contains_key("MASTER_ADDR");
-                    node_place(&env, *asking, *typed, has_host, "phalanx train")
+                    node(&env, *command, *typed, has_host)
                 };
                 match (got, want) {
                     (Ok(None), Alone) => {}
                     (Ok(Some(place)), Node(index, count, host)) => {
-                        assert_eq!((place.index, place.count), (*index, *count), "{text}");
-                        assert_eq!(place.first_host.as_deref(), *host, "{text}");
+                        assert_eq!((place.rank, place.world), (*index, *count), "{text}");
+                        assert_eq!(place.master_addr.as_deref(), *host, "{text}");
                     }
                     (Err(error), Refused(words)) => {
                         assert_eq!(error.exit_code(), 2);
                         let said = error.render();
-                        let way_out = match asking {
-                            Launch => ["--standalone", "phalanx launch "],
-                            Ranks => ["--world-size 1", "phalanx train "],
+                        let way_out = match *command {
+                            LAUNCH => ["--standalone", "phalanx launch "],
+                            _ => ["--world-size 1", "phalanx train "],
                         };
                         for word in words.iter().chain(&["alone"]).chain(&way_out) {
-                            assert!(said.contains(word), "{asking:?} {text}: {said}");
+                            assert!(said.contains(word), "{command:?} {text}: {said}");
                         }
                     }
-                    (got, want) => panic!("{asking:?} {text}: {got:?}, expected {want:?}"),
+                    (got, want) => panic!("{command:?} {text}: {got:?}, expected {want:?}"),
                 }
             }
         }
-        let error = node_place(
-            &env("SKYPILOT_NUM_NODES=x"),
-            Ranks,
-            None,
-            false,
-            "phalanx train",
-        );
+        let error = node(&env("SKYPILOT_NUM_NODES=x"), RANKS, None, false);
         let error = error.unwrap_err();
         assert!(
             error.chain().contains("SKYPILOT_NUM_NODES=x"),

@@ -8,7 +8,8 @@ use rustix::io::Errno;
 use rustix::net::sockopt::set_socket_reuseaddr;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with};
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
+use crate::system;
 
 /// A port of this host for the program's own meeting, at which PyTorch's rank 0
 /// listens on all addresses. Until then, seconds later, nobody else comes upon it: a
@@ -37,9 +38,7 @@ impl PortForRanks {
             });
         }
         match given {
-            None => hold(0).map_err(|error| {
-                Error::new(ErrorKind::System, "no free port for MASTER_PORT").caused_by(error)
-            }),
+            None => hold(0).map_err(system("no free port for MASTER_PORT")),
             Some(port) => can_listen(port).and_then(|()| hold(port)).map_err(|error| {
                 Error::usage(format!("cannot listen on --master-port {port}"))
                     .caused_by(error)

@@ -1,0 +1,335 @@
+//! Which of how many nodes this is, and where they meet.
+
+use std::time::Duration;
+
+use phalanx_comm::PortRange;
+
+use super::torchrun::{self, RendezvousConf, setting, switch, variable};
+use super::{Env, Process, detect, is_set, kubernetes, text};
+use crate::error::{Error, Result};
+use crate::flags::LaunchCli;
+
+/// Where torchrun's c10d nodes meet, unless a port is given.
+const C10D_PORT: u16 = 29400;
+
+/// The launcher of the ranks of one node.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Node {
+    /// Ranks on this node.
+    pub local_ranks: usize,
+    /// Where it meets the others; `None`: one node.
+    pub meeting: Option<Meeting>,
+    /// The ranks' MASTER_PORT on one node, where it was given.
+    pub master_port: Option<u16>,
+}
+
+/// Where several nodes meet.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Meeting {
+    /// Number of launchers, two or more.
+    pub nodes: usize,
+    /// The number of this one; `None`: by arrival.
+    pub node_rank: Option<usize>,
+    /// Without a number: whether this launcher is node 0, where it was given.
+    pub is_host: Option<bool>,
+    /// Host of node 0; empty until the engine has carried it.
+    pub host: String,
+    /// The store's port there.
+    pub port: u16,
+    /// What was given of them.
+    pub given: Address,
+    /// The engine that gave this node its number.
+    pub engine: Option<&'static str>,
+    /// This launcher among those that an engine started which can carry token, host and port to all of them: see
+    /// [`engine::settle`](crate::engine::settle).
+    pub carrier: Option<Process>,
+    /// How long to wait for the other nodes.
+    pub timeout: Duration,
+}
+
+/// Where processes meet, as far as it is given.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Address {
+    /// Host of process 0.
+    pub host: Option<String>,
+    /// The store's port there.
+    pub port: Option<u16>,
+    /// Ports for everything that other hosts connect to; `None`: any.
+    pub ports: Option<PortRange>,
+}
+
+/// The flags and variables that tell a launcher its node.
+pub struct NodeQuery<'a> {
+    pub env: &'a Env,
+    /// Those of `phalanx launch`; only the nodes' ones of a command that starts ranks of its own.
+    pub cli: &'a LaunchCli,
+    /// That command, as typed: `phalanx train`, or the name of a user's program. `None`: `phalanx launch`.
+    pub command: Option<&'a str>,
+}
+
+impl Node {
+    /// One node with so many ranks.
+    pub fn alone(local_ranks: usize) -> Node {
+        Node {
+            local_ranks,
+            ..Node::default()
+        }
+    }
+
+    /// Whether rank 0 runs here.
+    pub fn is_first(&self) -> bool {
+        let meeting = self.meeting.as_ref();
+        meeting.is_none_or(|meeting| meeting.node_rank == Some(0))
+    }
+
+    /// The node of `phalanx launch`; `cores` is what `auto` means.
+    ///
+    /// # Errors
+    /// `Usage`, naming the flag or variable.
+    pub fn of_launch(cli: &LaunchCli, env: &Env, cores: usize) -> Result<Node> {
+        let local_ranks = torchrun::local_ranks(env, &cli.nproc_per_node, cores)?;
+        let command = None;
+        let mut node = NodeQuery { env, cli, command }.node(local_ranks)?;
+        let conf = match setting(env, "rdzv-conf", &cli.rdzv_conf) {
+            None => RendezvousConf::default(),
+            Some(given) => {
+                torchrun::rendezvous_conf(given.text).map_err(|why| given.wrong(&why))?
+            }
+        };
+        let timeout = match setting(env, "rdzv-timeout", &cli.rdzv_timeout) {
+            None => conf.timeout.unwrap_or(Duration::from_secs(300)),
+            Some(given) => given.seconds(86_400.0)?,
+        };
+        if let Some(meeting) = &mut node.meeting {
+            meeting.is_host = conf.is_host;
+            meeting.timeout = timeout;
+        }
+        Ok(node)
+    }
+}
+
+impl NodeQuery<'_> {
+    fn is_standalone(&self) -> bool {
+        self.command.is_none() && switch(self.env, "standalone", self.cli.standalone)
+    }
+
+    /// Nodes without a number get one in order of arrival.
+    fn is_c10d(&self) -> bool {
+        let backend = setting(self.env, "rdzv-backend", &self.cli.rdzv_backend);
+        self.command.is_none() && backend.is_some_and(|given| given.text == "c10d")
+    }
+
+    fn default_port(&self, ports: Option<PortRange>) -> u16 {
+        match (ports, self.is_c10d()) {
+            (Some(ports), _) => ports.first(),
+            (None, true) => C10D_PORT,
+            (None, false) => crate::DEFAULT_PORT,
+        }
+    }
+
+    /// The node, which starts so many ranks.
+    ///
+    /// # Errors
+    /// `Usage`, naming the flag or variable.
+    pub fn node(&self, local_ranks: usize) -> Result<Node> {
+        let (env, is_standalone) = (self.env, self.is_standalone());
+        let ports = self.cli.nodes.port_range(env)?;
+        let typed = setting(env, "nnodes", &self.cli.nodes.nnodes);
+        let typed = typed.map(|given| given.nodes()).transpose()?;
+        let typed_rank = setting(env, "node-rank", &self.cli.nodes.node_rank);
+        let typed_rank = typed_rank.map(|given| given.number("not a node's number"));
+        let typed_rank: Option<usize> = typed_rank.transpose()?;
+        if is_standalone && typed.is_some_and(|nodes| nodes > 1) {
+            return Err(Error::usage(
+                "--standalone runs one node; it cannot be combined with --nnodes above 1",
+            ));
+        }
+        let engine = match is_standalone || typed == Some(1) {
+            true => None,
+            false => self.among_nodes(typed)?,
+        };
+        let started = engine.as_ref().map(|engine| engine.world);
+        let nodes = typed.or(started).unwrap_or(1);
+        let node_rank = match typed_rank {
+            _ if is_standalone => Some(0),
+            Some(rank) => Some(rank),
+            None => self.number_of_node(nodes, engine.as_ref())?,
+        };
+        if let Some(node_rank) = node_rank.filter(|rank| *rank >= nodes) {
+            return Err(Error::usage(format!(
+                "--node-rank {node_rank} is outside --nnodes {nodes} (nodes count from 0)"
+            )));
+        }
+        if nodes == 1 {
+            let given = self.cli.nodes.address(&self.cli.rdzv_endpoint, env, true)?;
+            return Ok(Node {
+                master_port: given.port.filter(|_| !is_standalone),
+                ..Node::alone(local_ranks)
+            });
+        }
+        let by_engine = engine.as_ref().filter(|_| typed_rank.is_none());
+        let by_engine = by_engine.map(|engine| engine.source);
+        let mut meeting = self.meeting(nodes, node_rank, engine, ports)?;
+        meeting.engine = by_engine;
+        Ok(Node {
+            meeting: Some(meeting),
+            ..Node::alone(local_ranks)
+        })
+    }
+
+    /// This launcher among several that an engine started. `typed`: the number of nodes that was given.
+    fn among_nodes(&self, typed: Option<usize>) -> Result<Option<Process>> {
+        let env = self.env;
+        if let Some(process) = detect(env)?.filter(|process| process.world > 1) {
+            return Ok(Some(process));
+        }
+        let has_host = setting(env, "master-addr", &self.cli.nodes.master_addr).is_some()
+            || setting(env, "rdzv-endpoint", &self.cli.rdzv_endpoint).is_some()
+            || is_set(env, "MASTER_ADDR");
+        kubernetes::node(env, self.command, typed, has_host)
+    }
+
+    /// The number of this node, which was not given; `None`: by arrival.
+    fn number_of_node(&self, nodes: usize, engine: Option<&Process>) -> Result<Option<usize>> {
+        match engine {
+            Some(engine) if engine.world == nodes => return Ok(Some(engine.rank)),
+            Some(engine) => {
+                return Err(Error::usage(format!(
+                    "--nnodes is {nodes}, but {} started {} processes",
+                    engine.source, engine.world
+                ))
+                .note("fix", "start one process a node, or give --node-rank too"));
+            }
+            None if nodes == 1 => return Ok(Some(0)),
+            None if self.is_c10d() => return Ok(None),
+            None => {}
+        }
+        let error = Error::usage(format!(
+            "{} requires --node-rank, the number of this node",
+            self.nnodes_as_typed()
+        ))
+        .note(
+            "fix",
+            format!(
+                "add --node-rank 0 on the first node, ... {} on the last",
+                nodes - 1
+            ),
+        );
+        Err(match self.command {
+            Some(_) => error,
+            None => error.note(
+                "or",
+                "--rdzv-backend c10d --rdzv-endpoint HOST:PORT, the same on all nodes, HOST being one of them",
+            ),
+        })
+    }
+
+    /// Host and port of the meeting, and what carries them.
+    fn meeting(
+        &self,
+        nodes: usize,
+        node_rank: Option<usize>,
+        engine: Option<Process>,
+        ports: Option<PortRange>,
+    ) -> Result<Meeting> {
+        let mut given = self.given_address()?;
+        given.ports = ports;
+        let who = match &engine {
+            Some(engine) => format!(
+                "{} does not say on which host the first of the {nodes} nodes is",
+                engine.source
+            ),
+            None => format!(
+                "{} requires --master-addr, the host of node 0",
+                self.nnodes_as_typed()
+            ),
+        };
+        let first_host = engine.as_ref().and_then(|e| e.master_addr.clone());
+        // Only where the launchers are numbered as the engine numbers them.
+        let carrier = engine.filter(|engine| {
+            let is_same = engine.world == nodes && Some(engine.rank) == node_rank;
+            is_same && engine.channel(self.env).is_some()
+        });
+        let host = given.host.clone().or(first_host);
+        let Some(host) = host.or_else(|| carrier.as_ref().map(|_| String::new())) else {
+            return Err(Error::usage(who).note(
+                "fix",
+                "add --master-addr HOST, the same on all nodes (127.0.0.1 if all run on this host), or set MASTER_ADDR",
+            ));
+        };
+        let port = given.port.unwrap_or_else(|| self.default_port(ports));
+        if let Some(ports) = ports.filter(|ports| !ports.contains(port)) {
+            return Err(Error::usage(format!(
+                "the nodes would meet at port {port}, which is outside --port-range {ports}"
+            ))
+            .note(
+                "fix",
+                "leave --master-port and MASTER_PORT out, or choose one of these",
+            ));
+        }
+        if carrier.as_ref().is_some_and(Process::is_on_one_host) {
+            given.host.get_or_insert(host.clone());
+        }
+        Ok(Meeting {
+            nodes,
+            node_rank,
+            host,
+            port,
+            given,
+            carrier,
+            ..Meeting::default()
+        })
+    }
+
+    /// Node 0's address: flags, else `PET_*`, else MASTER_ADDR and MASTER_PORT, which name node 0 too.
+    fn given_address(&self) -> Result<Address> {
+        let mut given = self
+            .cli
+            .nodes
+            .address(&self.cli.rdzv_endpoint, self.env, false)?;
+        if given.host.is_none() {
+            given.host = text(self.env, "MASTER_ADDR").map(str::to_owned);
+        }
+        if let (None, Some(port)) = (given.port, variable(self.env, "MASTER_PORT")) {
+            given.port = port.port(false)?;
+        }
+        Ok(given)
+    }
+
+    /// Where the nodes meet, from what says only that: of a command line that is wrong otherwise. An unknown number of
+    /// nodes is 0.
+    ///
+    /// # Errors
+    /// `Usage`, where host or port are missing or wrong.
+    pub fn address_alone(&self) -> Result<Meeting> {
+        let given = self.given_address()?;
+        let Some(host) = given.host else {
+            return Err(Error::usage("--master-addr is missing"));
+        };
+        let port = match given.port {
+            Some(port) => port,
+            None => self.default_port(self.cli.nodes.port_range(self.env)?),
+        };
+        let number = |flag, typed| setting(self.env, flag, typed)?.number::<usize>("").ok();
+        Ok(Meeting {
+            nodes: number("nnodes", &self.cli.nodes.nnodes).unwrap_or(0),
+            node_rank: number("node-rank", &self.cli.nodes.node_rank),
+            host,
+            port,
+            ..Meeting::default()
+        })
+    }
+
+    /// `--nnodes 2` or `PET_NNODES=2`.
+    fn nnodes_as_typed(&self) -> String {
+        let given = setting(self.env, "nnodes", &self.cli.nodes.nnodes);
+        given.map_or(String::new(), |given| {
+            let equals = if given.name.starts_with("--") {
+                ' '
+            } else {
+                '='
+            };
+            format!("{}{equals}{}", given.name, given.text)
+        })
+    }
+}
