@@ -1,6 +1,6 @@
 //! The Flyte document's MNIST program: what it prints. `train mnist` is its network and its training.
 
-use phalanx::Speakers;
+use phalanx::PrintingRanks;
 use phalanx::prelude::*;
 
 /// The document's lines: rank 0 prints steps and tests, and with `--document` every rank its phases.
@@ -31,10 +31,10 @@ impl Flyte {
     }
 
     /// Which ranks print.
-    pub fn speakers(&self) -> Speakers {
+    pub fn printing(&self) -> PrintingRanks {
         match self.document {
-            true => Speakers::Unmarked,
-            false => Speakers::Rank0,
+            true => PrintingRanks::AllUnmarked,
+            false => PrintingRanks::Rank0,
         }
     }
 

@@ -8,7 +8,7 @@
 use phalanx::data::Dataset;
 use phalanx::nn::models::LinearToy;
 use phalanx::prelude::*;
-use phalanx::{Speakers, Subcommand};
+use phalanx::{PrintingRanks, Subcommand};
 
 use crate::error::check_count;
 use crate::format::python_repr;
@@ -22,7 +22,7 @@ pub fn program() -> Subcommand {
             settings.validate(world)?;
             check_count("--iterations", args.iterations, 10_000_000)
         })
-        .speakers(|_| Speakers::All)
+        .printing(|_| PrintingRanks::All)
         .subcommand(train)
 }
 

@@ -31,7 +31,7 @@ pub fn program() -> Subcommand {
         .about("PyTorch's basic MNIST CNN on MNIST, Fashion-MNIST or synthetic digits")
         .defaults(Defaults::new(3, 64, 0.05))
         .check(Mnist::check)
-        .speakers(|args| args.flyte.speakers())
+        .printing(|args| args.flyte.printing())
         .subcommand(train)
 }
 

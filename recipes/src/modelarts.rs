@@ -1,7 +1,7 @@
 //! The ModelArts document's ResNet-18 program: its flags and what it prints. `train resnet18` is its network and its
 //! training; `train resnet9` prints the same lines.
 
-use phalanx::Speakers;
+use phalanx::PrintingRanks;
 use phalanx::prelude::*;
 use phalanx::train::{Determinism, choice_name};
 use phalanx_base::env::{number, real_env};
@@ -85,10 +85,10 @@ impl DocumentArgs {
     }
 
     /// Which ranks print.
-    pub fn speakers(&self) -> Speakers {
+    pub fn printing(&self) -> PrintingRanks {
         match self.document {
-            true => Speakers::Unmarked,
-            false => Speakers::Rank0,
+            true => PrintingRanks::AllUnmarked,
+            false => PrintingRanks::Rank0,
         }
     }
 }

@@ -41,7 +41,7 @@ pub fn program() -> Subcommand {
         )
         .output_dir("output_dir")
         .check(Resnet18::check)
-        .speakers(|args| args.document.speakers())
+        .printing(|args| args.document.printing())
         .subcommand(train)
 }
 

@@ -74,7 +74,7 @@ pub use oom::memory_limit;
 pub use phalanx_base::env::{number, real_env};
 pub use phalanx_live::Address;
 pub use place::{Process, rank_place};
-pub use rank_args::{Speakers, check_local_ranks, run as run_ranks, start};
+pub use rank_args::{PrintingRanks, check_local_ranks, run as run_ranks, start};
 pub use reap::{adopt_orphans, reap_group};
 pub use threads::{Cores, Threads};
 pub use token::write_token;

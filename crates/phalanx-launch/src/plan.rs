@@ -101,8 +101,8 @@ impl LaunchPlan {
             logs,
             flight_dir,
             prefix: match prefix {
-                true => Prefix::Everybody,
-                false => Prefix::Nobody,
+                true => Prefix::All,
+                false => Prefix::None,
             },
             ..LaunchPlan::new(args, token, until_met, env)
         })
@@ -162,7 +162,7 @@ impl LaunchPlan {
             until_met: until_met.into(),
             flight_dir: None,
             ranks_tell: false,
-            prefix: Prefix::Nobody,
+            prefix: Prefix::None,
             rank0_owns_stderr: false,
             variables: Vec::new(),
             threads_set: env.contains_key("OMP_NUM_THREADS"),

@@ -201,18 +201,18 @@ fn typed_command() -> String {
     }
 }
 
-/// Which ranks write results, and so which lines need the rank in front.
+/// Which ranks print on standard output, and whether each line begins with its rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Speakers {
-    /// Only rank 0 does.
+pub enum PrintingRanks {
+    /// Rank 0.
     Rank0,
-    /// Every rank does; each line gets its rank.
+    /// All ranks; each line begins with the rank.
     All,
-    /// Every rank does, in lines that name the rank themselves.
-    Unmarked,
+    /// All ranks, their lines as they are.
+    AllUnmarked,
 }
 
-/// A usage error unless so many ranks can share the memory of one host.
+/// A usage error unless this number of ranks can share the memory of one host.
 pub fn check_local_ranks(flag: &str, value: usize) -> Result<()> {
     if value > MAX_LOCAL_RANKS {
         return Err(Error::usage(format!(
@@ -231,7 +231,7 @@ pub fn check_local_ranks(flag: &str, value: usize) -> Result<()> {
 /// The root cause.
 pub fn run(
     args: &RankArgs,
-    speakers: Speakers,
+    printing: PrintingRanks,
     extra: &[OsString],
     flight_dir: Option<&Path>,
     rank: impl Fn(&RankContext) -> Result<()> + Sync,
@@ -252,12 +252,12 @@ pub fn run(
             (None, false) => {
                 "--transport thread runs all ranks in one process; leave it out on several nodes"
             }
-            (None, true) => return as_threads(args, node.local_ranks, speakers, started, rank),
+            (None, true) => return as_threads(args, node.local_ranks, printing, started, rank),
         };
         return Err(Error::usage(why));
     }
     if node.local_ranks == 1 && !is_limited && args.live.is_none() && is_one_node {
-        return as_threads(args, 1, speakers, started, rank);
+        return as_threads(args, 1, printing, started, rank);
     }
     if let Some(meeting) = &mut node.meeting {
         meeting.timeout = Duration::from_secs_f64(args.init_timeout);
@@ -266,10 +266,10 @@ pub fn run(
     let own = own.chain(extra.iter().cloned()).collect();
     let (env, token_file) = (real_env(), args.token_file.as_deref());
     let mut plan = LaunchPlan::of_this_program(node, own, token_file, args.bind, &env)?;
-    plan.prefix = match speakers {
-        Speakers::Rank0 => Prefix::AllButRank0,
-        Speakers::All => Prefix::Everybody,
-        Speakers::Unmarked => Prefix::Nobody,
+    plan.prefix = match printing {
+        PrintingRanks::Rank0 => Prefix::AllButRank0,
+        PrintingRanks::All => Prefix::All,
+        PrintingRanks::AllUnmarked => Prefix::None,
     };
     plan.args.live = args.live.clone().map(Option::unwrap_or_default);
     // The page shows what rank 0 writes too.
@@ -376,7 +376,7 @@ fn as_launched_rank(
 fn as_threads(
     args: &RankArgs,
     world: usize,
-    speakers: Speakers,
+    printing: PrintingRanks,
     started: Instant,
     rank: impl Fn(&RankContext) -> Result<()> + Sync,
 ) -> Result<()> {
@@ -398,7 +398,7 @@ fn as_threads(
                     phase_limit: Duration::from_secs_f64(args.phase_timeout),
                     threads,
                     local_rank: group.rank(),
-                    prefix: (world > 1 && speakers == Speakers::All)
+                    prefix: (world > 1 && printing == PrintingRanks::All)
                         .then(|| format!("[rank {}] ", group.rank())),
                     started,
                     group,

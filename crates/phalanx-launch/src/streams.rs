@@ -109,9 +109,9 @@ pub struct Logs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prefix {
     /// None: bytes pass as they come.
-    Nobody,
+    None,
     /// Every rank's.
-    Everybody,
+    All,
     /// All but those of rank 0, which speaks for the job.
     AllButRank0,
 }
@@ -120,8 +120,8 @@ impl Prefix {
     /// Whether they are those of `rank`, too.
     pub fn is_for(self, rank: usize) -> bool {
         match self {
-            Prefix::Nobody => false,
-            Prefix::Everybody => true,
+            Prefix::None => false,
+            Prefix::All => true,
             Prefix::AllButRank0 => rank > 0,
         }
     }

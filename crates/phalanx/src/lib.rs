@@ -50,7 +50,7 @@ pub use phalanx_ddp as ddp;
 #[cfg(feature = "flow")]
 pub use phalanx_flow as flow;
 pub use phalanx_global as global;
-pub use phalanx_launch::Speakers;
+pub use phalanx_launch::PrintingRanks;
 pub use phalanx_nn as nn;
 #[cfg(feature = "images")]
 pub use phalanx_report::image;

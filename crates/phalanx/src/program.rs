@@ -10,7 +10,7 @@ use phalanx_base::error::{Error, Result};
 use phalanx_base::say::{self, Secrets};
 use phalanx_base::stop;
 use phalanx_launch::words::{dashed, taking_negative_numbers};
-use phalanx_launch::{RankArgs, Speakers, exit_code, log, run_helper, tell_other_nodes};
+use phalanx_launch::{PrintingRanks, RankArgs, exit_code, log, run_helper, tell_other_nodes};
 use phalanx_train::{Defaults, Job, Settings};
 
 use crate::training::{Subcommand, Training};
@@ -94,7 +94,7 @@ pub struct Program<A = NoArgs> {
     /// Field and text of flags of ours.
     help: Vec<(&'static str, &'static str)>,
     check: fn(&A, &Settings, usize) -> Result<()>,
-    speakers: fn(&A) -> Speakers,
+    printing: fn(&A) -> PrintingRanks,
 }
 
 type Others<A> = (&'static str, Defaults, fn(&A) -> bool);
@@ -118,7 +118,7 @@ impl<A> Program<A> {
             output_dir: None,
             help: Vec::new(),
             check: |_, settings, world| settings.validate(world),
-            speakers: |_| Speakers::Rank0,
+            printing: |_| PrintingRanks::Rank0,
         }
     }
 
@@ -173,8 +173,8 @@ impl<A> Program<A> {
     }
 
     /// Sets which ranks print on standard output; without it, rank 0 does.
-    pub fn speakers(mut self, speakers: fn(&A) -> Speakers) -> Self {
-        self.speakers = speakers;
+    pub fn printing(mut self, printing: fn(&A) -> PrintingRanks) -> Self {
+        self.printing = printing;
         self
     }
 }
@@ -316,7 +316,7 @@ impl<A: clap::Args + Send + Sync> Program<A> {
             Some((_, others, holds)) if holds(&own) => *others,
             _ => self.defaults,
         };
-        let (check, speakers) = (self.check, (self.speakers)(&own));
+        let (check, printing) = (self.check, (self.printing)(&own));
         let own = Arc::new(own);
         let checked = Arc::clone(&own);
         Ok(Training {
@@ -324,7 +324,7 @@ impl<A: clap::Args + Send + Sync> Program<A> {
             settings,
             ranks,
             output_dir: self.output_dir,
-            speakers,
+            printing,
             check: Box::new(move |settings, world| check(&checked, settings, world)),
             train: Box::new(move |job| train(job, &own)),
         })

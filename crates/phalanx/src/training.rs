@@ -4,7 +4,7 @@ use std::fmt;
 
 use phalanx_base::error::Result;
 use phalanx_comm::Algorithm;
-use phalanx_launch::{RankArgs, Speakers, run_ranks};
+use phalanx_launch::{PrintingRanks, RankArgs, run_ranks};
 use phalanx_train::{Job, Settings, prepare_run};
 
 type Parse = dyn Fn(&clap::ArgMatches) -> std::result::Result<Training<'static>, clap::Error>;
@@ -51,7 +51,7 @@ pub struct Training<'t> {
     /// The flags about ranks.
     pub ranks: RankArgs,
     pub(crate) output_dir: Option<&'static str>,
-    pub(crate) speakers: Speakers,
+    pub(crate) printing: PrintingRanks,
     pub(crate) check: Box<Check<'t>>,
     pub(crate) train: Box<Train<'t>>,
 }
@@ -96,7 +96,7 @@ impl Training<'_> {
             name,
             mut settings,
             ranks,
-            speakers,
+            printing,
             check,
             train,
             ..
@@ -106,7 +106,7 @@ impl Training<'_> {
         } = &mut *settings;
         let prepared = prepare_run(ranks.has_first()?, output_dir, saving, &name)?;
         let (extra, flight) = (&prepared.extra, Some(&*prepared.flight));
-        run_ranks(&ranks, speakers, extra, flight, |ctx| {
+        run_ranks(&ranks, printing, extra, flight, |ctx| {
             check(&settings, ctx.world())?;
             let job = Job::new(&name, ctx, &settings);
             train(&job)?;

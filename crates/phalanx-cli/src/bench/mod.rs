@@ -5,7 +5,7 @@ pub(crate) mod memory;
 mod train;
 
 use crate::error::Result;
-use phalanx_launch::Speakers;
+use phalanx_launch::PrintingRanks;
 
 use crate::launch;
 
@@ -46,7 +46,7 @@ pub fn run(args: BenchArgs) -> Result<()> {
     let (op, args) = match args.what {
         What::Train(args) => {
             args.validate()?;
-            return launch::run_ranks(&args.ranks, Speakers::Rank0, &[], None, |ctx| {
+            return launch::run_ranks(&args.ranks, PrintingRanks::Rank0, &[], None, |ctx| {
                 train::run_rank(ctx, &args)
             });
         }
@@ -59,7 +59,7 @@ pub fn run(args: BenchArgs) -> Result<()> {
         What::Barrier(args) => (Op::Barrier, args),
     };
     args.validate(op)?;
-    launch::run_ranks(&args.ranks, Speakers::Rank0, &[], None, |ctx| {
+    launch::run_ranks(&args.ranks, PrintingRanks::Rank0, &[], None, |ctx| {
         collective::run_rank(ctx, op, &args)
     })
 }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::launch;
 use crate::say;
 use crate::units::{ByteSize, Delay, Rate};
-use phalanx_launch::{RankArgs, Speakers};
+use phalanx_launch::{PrintingRanks, RankArgs};
 
 /// Arguments of `phalanx plan`.
 #[derive(Debug, clap::Args)]
@@ -75,7 +75,7 @@ pub fn run(args: &PlanArgs) -> Result<()> {
         return say::print(&format!("{}\n", report(&selector, args, None)));
     }
     let ranks: RankArgs = RankArgs::untyped()?;
-    launch::run_ranks(&ranks, Speakers::Rank0, &[], None, |ctx| {
+    launch::run_ranks(&ranks, PrintingRanks::Rank0, &[], None, |ctx| {
         if ctx.is_main() {
             let text = report(ctx.group.selector(), args, Some(&ctx.group.describe()));
             ctx.line(&text)?;
