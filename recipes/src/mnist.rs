@@ -10,6 +10,7 @@ use crate::shared::digits::DigitArgs;
 use crate::shared::image::{ImageArgs, Tests, check_share};
 use crate::{Loss, Network, Pixels};
 
+/// For `predict` and `bench train`; the training below has its own dropout.
 pub const NETWORK: Network = Network {
     timed: Some("PyTorch's basic MNIST CNN"),
     ..Network::new(
@@ -68,7 +69,7 @@ fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
     lines.started(job.context())?;
     let data = args.data.load(job, args.augmentation())?;
     lines.loaded(job.context())?;
-    // `check` has counted them.
+    // `check` has made sure that there are two.
     let dropout = |i: usize| args.dropout.get(i).copied().unwrap_or_default();
     let net = |scope: &mut Scope| MnistCnn::with_dropout(scope, dropout(0), dropout(1));
     let sgd = |params: &Params, lr| Sgd::new(params, lr).momentum(args.momentum);

@@ -13,7 +13,7 @@ use phalanx_launch::RankContext;
 /// bit-identical.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum ExchangeArg {
-    /// `at-step` if the ranks of one host use all its cores; otherwise, and with --watch, `all-reduce`
+    /// `at-step` if the ranks of one host use all its cores with at most 2 threads each; otherwise, and with --watch or --bucket-cap-mb, `all-reduce`
     Auto,
     /// Every rank gets all averaged gradients, bucket by bucket during backward
     AllReduce,

@@ -29,8 +29,7 @@
 //! }
 //! ```
 //!
-//! The crates below are here under one name; what lies below the trainer (tape, reducer, process
-//! group) can be used without it. The command `phalanx` is the crate `phalanx-cli`.
+//! The crate re-exports the others; what the trainer uses (tape, reducer, process group) can be used without it. The command `phalanx` is the crate `phalanx-cli`.
 //!
 //! Features, none of them a default: `flow`, workflows; `images`, `phalanx::image` for PNG and netpbm files; `mlflow`, a
 //! program's `--mlflow`, and `https` for servers with TLS.

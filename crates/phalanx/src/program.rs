@@ -141,7 +141,7 @@ impl<A> Program<A> {
         self
     }
 
-    /// Sets other defaults for where `holds`; the help says that this is with `flag`, as `--recipe fast`.
+    /// Sets other defaults that apply when `holds` returns true; `flag`, as `--recipe fast`, names the case in the help.
     pub fn defaults_with(
         mut self,
         flag: &'static str,
@@ -158,7 +158,7 @@ impl<A> Program<A> {
         self
     }
 
-    /// Sets the help of a flag of the trainer's, which clap calls `field`: `batch_size`.
+    /// Replaces the help of a training flag; `field` is its name in [`Settings`].
     pub fn help(mut self, field: &'static str, text: &'static str) -> Self {
         self.help.push((field, text));
         self
@@ -298,7 +298,7 @@ impl<A: clap::Args + Send + Sync> Program<A> {
             .long_about(Resettable::from(own.get_long_about().cloned()))
     }
 
-    /// What was typed, and `train`, which trains on each rank.
+    /// The parsed flags, and the function that runs on each rank.
     fn training<'t>(
         &self,
         matches: &ArgMatches,

@@ -1,4 +1,4 @@
-//! A program with what was typed: one training, from its flags to its ranks.
+//! A training program with its parsed flags, from these to its ranks.
 
 use std::fmt;
 
