@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use phalanx_base::files::as_typed;
 use phalanx_comm::recorder::{Dump, State};
 
-use super::machine::End;
+use super::machine::ExitStatus;
 use super::ranks::Rank;
 use super::report;
 use crate::inspect::analysis;
@@ -21,10 +21,10 @@ const MESSENGERS: [i32; 2] = [3, 4];
 pub(super) fn last_known(
     ranks: &[Rank],
     rank: &Rank,
-    end: End,
+    end: ExitStatus,
     stopped: &[usize],
 ) -> Option<String> {
-    let is_messenger = matches!(end, End::Code(code) if MESSENGERS.contains(&code));
+    let is_messenger = matches!(end, ExitStatus::Code(code) if MESSENGERS.contains(&code));
     if !is_messenger {
         return analysis::last_known(&rank.flight()?);
     }
@@ -63,7 +63,7 @@ fn dumps(ranks: &[Rank], stopped: &[usize]) -> Vec<Dump> {
 /// itself; `stopped` are those that somebody had stopped. Nothing when no rank recorded anything.
 pub(super) fn keep(
     ranks: &[Rank],
-    ends: &[Option<End>],
+    ends: &[Option<ExitStatus>],
     stopped: &[usize],
     dir: Option<&Path>,
 ) -> Option<String> {
@@ -109,9 +109,9 @@ pub(super) fn keep(
 }
 
 /// Whether the rank's end explains why others wait for it.
-fn is_own_fate(end: &End) -> bool {
+fn is_own_fate(end: &ExitStatus) -> bool {
     match end {
-        End::Signal(_) => true,
-        End::Code(code) => *code != 0 && !MESSENGERS.contains(code),
+        ExitStatus::Signal(_) => true,
+        ExitStatus::Code(code) => *code != 0 && !MESSENGERS.contains(code),
     }
 }

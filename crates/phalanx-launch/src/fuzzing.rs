@@ -8,7 +8,7 @@ use super::nodes::NodeInfo;
 use super::oom;
 use super::place::torchrun::rendezvous_conf;
 use super::place::{self, Env};
-use super::report::{self, Verdict};
+use super::report::{self, JobFailure};
 use super::streams::StreamChoice;
 use crate::inspect::fuzzing as inspect;
 use crate::stop;
@@ -109,7 +109,7 @@ pub fn args_seeds() -> Vec<Vec<u8>> {
 
 /// JSON of other launchers and of ranks.
 pub fn messages(data: &[u8]) {
-    if let Ok(verdict) = serde_json::from_slice::<Verdict>(data) {
+    if let Ok(verdict) = serde_json::from_slice::<JobFailure>(data) {
         let error = verdict.into_error(None);
         assert!(!error.render().is_empty());
         assert_ne!(error.exit_code(), 0, "a verdict is never a success");

@@ -34,7 +34,7 @@ use phalanx_wire::Token;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::ending::{self, Training};
-use super::report::Verdict;
+use super::report::JobFailure;
 use crate::error::{Error, ErrorKind, Result};
 use crate::lock;
 
@@ -235,7 +235,7 @@ pub fn guard() -> Result<()> {
         remove(folder);
     }
     let verdict = told.verdict.as_ref();
-    let verdict = verdict.and_then(|verdict| serde_json::from_str::<Verdict>(verdict).ok());
+    let verdict = verdict.and_then(|verdict| serde_json::from_str::<JobFailure>(verdict).ok());
     if let (Some(store), Some(token), Some(verdict)) = (&told.store, &told.token, &verdict)
         && let Ok(token) = Token::from_hex(token)
         && let Ok(store) = TcpStore::connect(store, token, TELL_LIMIT)

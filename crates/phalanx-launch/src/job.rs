@@ -25,16 +25,16 @@ use super::ending::{self, Training};
 use super::flight;
 use super::folder::RunFolder;
 use super::guard::Guard;
-use super::machine::{Action, End, Machine, Why};
+use super::machine::{Action, ExitStatus, ShutdownState, StopCause};
 use super::nodes::{self, NodeInfo, NodeStore, Nodes};
 use super::oom::OomWatch;
 use super::place::Meeting;
 use super::plan::LaunchPlan;
 use super::port::{PortForRanks, check_range};
-use super::pump::{Sink, Unwritten};
-use super::ranks::{POLL, Rank, Starter, catches, path_of};
+use super::pump::{Sink, WriteError};
+use super::ranks::{POLL, Rank, RankSpawner, catches, path_of};
 use super::reap;
-use super::report::{self, Verdict, Who};
+use super::report::{self, JobFailure, RankName};
 use super::signals::{SignalWatch, can_be_continued, interrupted, suspend_self};
 use super::token;
 use crate::error::{Error, ErrorKind, Result};
@@ -54,7 +54,7 @@ const SWEEP: Duration = Duration::from_secs(30);
 /// How many ranks a headline names.
 const MOST_NAMED: usize = 4;
 /// The exit of a Phalanx rank whose deadline passed.
-const TIMED_OUT: End = End::Code(4);
+const TIMED_OUT: ExitStatus = ExitStatus::Code(4);
 /// How long a local store takes to answer.
 const LOCAL_STORE: Duration = Duration::from_secs(10);
 /// How often the states of the ranks are looked at for the live page.
@@ -120,7 +120,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
             .number(),
     };
     let shared = shared(plan, &at, nodes.as_ref(), master_port);
-    let unwritten = Unwritten::default();
+    let unwritten = WriteError::default();
     let mut job = Job {
         plan,
         host,
@@ -274,7 +274,7 @@ struct Job<'a> {
     folder: RunFolder,
     out: Arc<Sink>,
     err: Arc<Sink>,
-    unwritten: Unwritten,
+    unwritten: WriteError,
     oom: OomWatch,
     /// The processors of each rank, where they are bound.
     processors: Option<Vec<Vec<usize>>>,
@@ -452,7 +452,7 @@ impl Job<'_> {
         // This drops the guard of the attempt before.
         self.guard = Some(guard.clone());
         if let Some(nodes) = self.nodes.as_ref().filter(|_| self.shared.node_rank > 0) {
-            let verdict = Verdict::of_killed(self.shared.node_rank, &self.host);
+            let verdict = JobFailure::of_killed(self.shared.node_rank, &self.host);
             if let Ok(text) = serde_json::to_string(&verdict) {
                 guard.tell(&self.at.dial, &self.plan.token, &text);
             }
@@ -468,7 +468,7 @@ impl Job<'_> {
         let mut watch = Supervision {
             args: &self.plan.args,
             children,
-            machine: Machine::new(ranks.len(), self.plan.args.stop_grace, ECHO_WAIT),
+            machine: ShutdownState::new(ranks.len(), self.plan.args.stop_grace, ECHO_WAIT),
             ranks,
             reaped: 0,
             give_up: None,
@@ -482,7 +482,7 @@ impl Job<'_> {
         if let Err(error) = started {
             // Those that did start must not outlive the attempt.
             watch.kill();
-            watch.machine = Machine::new(watch.ranks.len(), Duration::ZERO, Duration::ZERO);
+            watch.machine = ShutdownState::new(watch.ranks.len(), Duration::ZERO, Duration::ZERO);
             self.watch_to_the_end(&mut watch);
             self.end_strangers(&watch, Duration::ZERO);
             if let Some(nodes) = &self.nodes {
@@ -506,7 +506,7 @@ impl Job<'_> {
 
     fn start_ranks(&self, restarts: u32, guard: &Arc<Guard>, ranks: &mut Vec<Rank>) -> Result<()> {
         let token_file = path_of(&self.token_fd);
-        let starter = Starter {
+        let starter = RankSpawner {
             plan: self.plan,
             token: self.token_fd.as_fd(),
             folder: &self.folder,
@@ -679,12 +679,12 @@ impl Job<'_> {
             watch.halted = Some(watch.halted_now());
         }
         let verdict = match (why, &watch.verdict) {
-            (Why::Elsewhere, Some(theirs)) if is_first && theirs.echo => {
+            (StopCause::Elsewhere, Some(theirs)) if is_first && theirs.echo => {
                 // Another node's ranks have waited for ours.
                 let late = theirs.is_unexplained_timeout();
                 let late = late.then(|| self.stopped_or_late(watch, None)).flatten();
                 let better = match late {
-                    Some(message) => Verdict {
+                    Some(message) => JobFailure {
                         echo: false,
                         node: self.shared.node_rank,
                         message: format!("{message}; {}", theirs.message),
@@ -697,9 +697,9 @@ impl Job<'_> {
                 }
                 better
             }
-            (Why::Elsewhere, _) | (_, Some(_)) => return,
-            (Why::Interrupt(signal), None) => self.interrupt_verdict(signal),
-            (Why::Rank(local), None) => {
+            (StopCause::Elsewhere, _) | (_, Some(_)) => return,
+            (StopCause::Interrupt(signal), None) => self.interrupt_verdict(signal),
+            (StopCause::Rank(local), None) => {
                 self.naming_a_lost_node(self.rank_verdict(watch, local), None)
             }
         };
@@ -708,7 +708,7 @@ impl Job<'_> {
 
     /// A verdict that only says that ranks were lost, as one that names the node which is.
     /// Waits for the sign of that until `until`, if given: a rank may notice the lost node before the store does.
-    fn naming_a_lost_node(&self, verdict: Verdict, until: Option<Instant>) -> Verdict {
+    fn naming_a_lost_node(&self, verdict: JobFailure, until: Option<Instant>) -> JobFailure {
         let codes = [ErrorKind::PeerLost, ErrorKind::Timeout].map(ErrorKind::exit_code);
         if !verdict.echo || !codes.contains(&verdict.code) {
             return verdict;
@@ -724,7 +724,7 @@ impl Job<'_> {
             }
         };
         let so = ("so".to_owned(), verdict.message);
-        Verdict {
+        JobFailure {
             echo: false,
             node: self.shared.node_rank,
             message,
@@ -733,7 +733,7 @@ impl Job<'_> {
         }
     }
 
-    fn rank_verdict(&self, watch: &Supervision<'_>, local: usize) -> Verdict {
+    fn rank_verdict(&self, watch: &Supervision<'_>, local: usize) -> JobFailure {
         let (Some(rank), Some(end)) = (watch.ranks.get(local), watch.machine.end(local)) else {
             return self.plain_verdict(1, "a rank failed");
         };
@@ -743,7 +743,7 @@ impl Job<'_> {
             notes.push((report::WHILE.to_owned(), text));
         }
         // The rank, or a program that it has started as a shell.
-        let killed = matches!(end, End::Signal(9) | End::Code(137));
+        let killed = matches!(end, ExitStatus::Signal(9) | ExitStatus::Code(137));
         let hint = || self.oom.hint(rank.pid, self.plan.args.node.local_ranks);
         if let Some(hint) = killed.then(hint).flatten() {
             notes.push(("perhaps".to_owned(), hint));
@@ -751,22 +751,22 @@ impl Job<'_> {
         let error_json = rank.error_json();
         let reported = error_json.as_deref().and_then(report::reported_code);
         let told = error_json.as_deref().and_then(report::error_file_message);
-        if let (End::Code(2), Some(2), Some(text)) = (end, reported, &told) {
+        if let (ExitStatus::Code(2), Some(2), Some(text)) = (end, reported, &told) {
             let (message, notes) = report::taken_apart(text);
-            return Verdict {
+            return JobFailure {
                 mistake: true,
                 notes,
                 ..self.plain_verdict(ErrorKind::Usage.exit_code(), &message)
             };
         }
         // The rank has printed why, as `phalanx doctor` does, and that is all there is to say.
-        if let (true, End::Code(code @ 1..), None) = (self.plan.ranks_tell, end, &told)
+        if let (true, ExitStatus::Code(code @ 1..), None) = (self.plan.ranks_tell, end, &told)
             && reported == Some(code)
             && end.job_code(true) != ErrorKind::Interrupted.exit_code()
         {
             // For the other nodes.
             let message = format!("{} {}", self.who(rank), report::ended(end, true));
-            return Verdict {
+            return JobFailure {
                 mistake: true,
                 ..self.plain_verdict(end.job_code(true), &message)
             };
@@ -791,9 +791,9 @@ impl Job<'_> {
             _ if code == ErrorKind::Interrupted.exit_code() => self.sent_a_signal(watch),
             _ => None,
         };
-        Verdict {
+        JobFailure {
             // Another node may know more.
-            echo: cause.is_none() && (end.is_echo() || ours && is_timeout),
+            echo: cause.is_none() && (end.is_secondary() || ours && is_timeout),
             notes,
             ..self.plain_verdict(code, &cause.unwrap_or(own))
         }
@@ -838,8 +838,8 @@ impl Job<'_> {
         Some(format!("{} was sent {name}", self.who(rank)))
     }
 
-    fn who(&self, rank: &Rank) -> Who<'_> {
-        Who {
+    fn who(&self, rank: &Rank) -> RankName<'_> {
+        RankName {
             rank: rank.rank,
             pid: rank.pid.as_raw_nonzero().get(),
             host: &self.host,
@@ -848,7 +848,7 @@ impl Job<'_> {
     }
 
     /// The verdict of this launcher, which got `signal`.
-    fn interrupt_verdict(&self, signal: i32) -> Verdict {
+    fn interrupt_verdict(&self, signal: i32) -> JobFailure {
         let error = interrupted(signal);
         let message = match self.node() {
             None => error.chain(),
@@ -857,12 +857,12 @@ impl Job<'_> {
         self.plain_verdict(error.exit_code(), &message)
     }
 
-    fn plain_verdict(&self, code: u8, message: &str) -> Verdict {
-        Verdict::new(code, self.shared.node_rank, message)
+    fn plain_verdict(&self, code: u8, message: &str) -> JobFailure {
+        JobFailure::new(code, self.shared.node_rank, message)
     }
 
     /// Publishes the verdict to the other nodes, and returns the one that holds.
-    fn publish(&self, verdict: Verdict) -> Verdict {
+    fn publish(&self, verdict: JobFailure) -> JobFailure {
         match &self.nodes {
             None => verdict,
             Some(nodes) => nodes.publish(&verdict),
@@ -875,11 +875,11 @@ impl Job<'_> {
     }
 
     /// The verdict that holds once all ranks here have ended.
-    fn last_verdict(&self, watch: &mut Supervision<'_>, why: Why) -> Verdict {
+    fn last_verdict(&self, watch: &mut Supervision<'_>, why: StopCause) -> JobFailure {
         // Another rank may have written its error file since, and a node's connection may have ended.
         if let Some(own) = watch.verdict.clone().filter(|own| own.echo) {
             let again = match why {
-                Why::Rank(local) => self.rank_verdict(watch, local),
+                StopCause::Rank(local) => self.rank_verdict(watch, local),
                 _ => own,
             };
             let until = watch.stopping_since.map(|since| since + LOST_NODE_WAIT);
@@ -891,7 +891,10 @@ impl Job<'_> {
         // Another node's verdict may explain more than ours.
         let until = Instant::now() + ECHO_WAIT;
         let mut shared = self.nodes.as_ref().and_then(Nodes::verdict);
-        while shared.as_ref().is_some_and(Verdict::is_unexplained_timeout) && Instant::now() < until
+        while shared
+            .as_ref()
+            .is_some_and(JobFailure::is_unexplained_timeout)
+            && Instant::now() < until
         {
             std::thread::sleep(POLL);
             shared = self.nodes.as_ref().and_then(Nodes::verdict);
@@ -941,7 +944,7 @@ impl Job<'_> {
                 own.notes.push(("asked".to_owned(), verdict.message));
                 (own, Some(local))
             }
-            (None, Why::Rank(local)) => (verdict, Some(local)),
+            (None, StopCause::Rank(local)) => (verdict, Some(local)),
             (None, _) => (verdict, None),
         };
         if verdict.mistake {
@@ -956,7 +959,7 @@ impl Job<'_> {
         let mut error = verdict.into_error(so);
         let also = watch.machine.also_failed(culprit);
         // They stopped together with the rank that got the signal.
-        let stopped_too = |end: &End| is_interrupt && end.job_code(true) == interrupted;
+        let stopped_too = |end: &ExitStatus| is_interrupt && end.job_code(true) == interrupted;
         let mut also: Vec<String> = also
             .iter()
             .filter(|(_, end)| !stopped_too(end))
@@ -978,8 +981,8 @@ impl Job<'_> {
         }
         match why {
             // Another attempt would fail the same way.
-            Why::Rank(local) if watch.is_usage_error(local) => Outcome::Final(error),
-            Why::Rank(_) if self.nodes.is_none() => Outcome::Failed(error),
+            StopCause::Rank(local) if watch.is_usage_error(local) => Outcome::Final(error),
+            StopCause::Rank(_) if self.nodes.is_none() => Outcome::Failed(error),
             _ => Outcome::Final(error),
         }
     }
@@ -987,7 +990,7 @@ impl Job<'_> {
     /// Writes the flight recorders of the ranks, all of which have ended, and returns how to look at them.
     fn keep_flight(&self, watch: &Supervision<'_>) -> Option<String> {
         let by_itself = |local: &usize| !watch.machine.stopped().contains(local);
-        let ends: Vec<Option<End>> = (0..watch.ranks.len())
+        let ends: Vec<Option<ExitStatus>> = (0..watch.ranks.len())
             .map(|local| watch.machine.end(local).filter(|_| by_itself(&local)))
             .collect();
         let dir = self.plan.flight_dir.as_deref();
@@ -1028,11 +1031,11 @@ struct Supervision<'a> {
     ranks: Vec<Rank>,
     /// Child processes that other threads wait for.
     children: HashSet<i32>,
-    machine: Machine,
+    machine: ShutdownState,
     reaped: usize,
     give_up: Option<Instant>,
     stopping_since: Option<Instant>,
-    verdict: Option<Verdict>,
+    verdict: Option<JobFailure>,
     /// Ranks that were stopped (SIGSTOP, a debugger) when the end was decided.
     halted: Option<Vec<usize>>,
     /// When to report that some ranks have ended and others have not.
@@ -1102,7 +1105,7 @@ impl Supervision<'_> {
             Event::StoreLost(why) => {
                 if self.machine.why().is_none() {
                     let code = ErrorKind::PeerLost.exit_code();
-                    self.verdict = Some(Verdict::new(code, 0, why));
+                    self.verdict = Some(JobFailure::new(code, 0, why));
                 }
                 self.machine.failed_elsewhere(now)
             }
@@ -1129,8 +1132,8 @@ impl Supervision<'_> {
     /// Whether the job was interrupted, here or on another node, and did not fail.
     fn is_interrupt(&self) -> bool {
         match self.machine.why() {
-            Some(Why::Interrupt(_)) => true,
-            Some(Why::Elsewhere) => {
+            Some(StopCause::Interrupt(_)) => true,
+            Some(StopCause::Elsewhere) => {
                 let code = ErrorKind::Interrupted.exit_code();
                 self.verdict.as_ref().is_some_and(|v| v.code == code)
             }
@@ -1141,18 +1144,18 @@ impl Supervision<'_> {
     /// Whether all ranks ended by themselves with the code of an interrupt: they have reported
     /// it then.
     fn all_stopped_themselves(&self) -> bool {
-        let end = End::Code(ErrorKind::Interrupted.exit_code().into());
+        let end = ExitStatus::Code(ErrorKind::Interrupted.exit_code().into());
         (0..self.ranks.len()).all(|local| self.machine.end(local) == Some(end))
     }
 
     /// Whether the rank is a Phalanx program that reported a usage error.
     fn is_usage_error(&self, local: usize) -> bool {
-        let end = End::Code(ErrorKind::Usage.exit_code().into());
+        let end = ExitStatus::Code(ErrorKind::Usage.exit_code().into());
         self.machine.end(local) == Some(end) && self.ranks[local].reported(end)
     }
 
     fn all_ended_well(&self) -> bool {
-        (0..self.ranks.len()).all(|local| self.machine.end(local).is_some_and(End::is_ok))
+        (0..self.ranks.len()).all(|local| self.machine.end(local).is_some_and(ExitStatus::is_ok))
     }
 
     /// A rank that reported an error while it was stopping: it could not save a checkpoint, for
@@ -1161,7 +1164,7 @@ impl Supervision<'_> {
         let failed = |local: &usize| {
             let end = self.machine.end(*local);
             end.is_some_and(|end| {
-                matches!(end, End::Code(1 | 2)) && self.ranks[*local].reported(end)
+                matches!(end, ExitStatus::Code(1 | 2)) && self.ranks[*local].reported(end)
             })
         };
         (0..self.ranks.len()).find(|local| self.is_interrupt() && failed(local))
@@ -1181,8 +1184,8 @@ impl Supervision<'_> {
     /// handle apart.
     fn stop_signal(&self) -> Signal {
         match self.machine.why() {
-            Some(Why::Interrupt(signal)) if signal == Signal::USR1.as_raw() => Signal::USR1,
-            Some(Why::Interrupt(signal)) if signal == Signal::USR2.as_raw() => Signal::USR2,
+            Some(StopCause::Interrupt(signal)) if signal == Signal::USR1.as_raw() => Signal::USR1,
+            Some(StopCause::Interrupt(signal)) if signal == Signal::USR2.as_raw() => Signal::USR2,
             _ => Signal::TERM,
         }
     }

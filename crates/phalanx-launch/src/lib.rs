@@ -84,9 +84,9 @@ use phalanx_base::{error, format, say, stop};
 use crate::error::{Error, ErrorKind, Result};
 
 use args::LaunchArgs;
-use machine::End;
+use machine::ExitStatus;
 use plan::LaunchPlan;
-use report::Verdict;
+use report::JobFailure;
 
 /// torchrun's port, for jobs on several nodes.
 const DEFAULT_PORT: u16 = 29500;
@@ -97,7 +97,7 @@ const STOP_GRACE: Duration = Duration::from_millis(1500);
 /// Events for the main thread.
 enum Event {
     /// A local rank ended at this time.
-    Ended(usize, End, Instant),
+    Ended(usize, ExitStatus, Instant),
     /// A rank was reaped, and its process group is gone.
     Reaped,
     /// This launcher got this signal at this time.
@@ -107,7 +107,7 @@ enum Event {
     /// SIGUSR1, to be forwarded to the ranks, which may save and end.
     Checkpoint,
     /// Another node wrote a verdict.
-    Abort(Box<Verdict>),
+    Abort(Box<JobFailure>),
     /// The store does not answer any more; the headline.
     StoreLost(String),
     /// SIGUSR2: write the flight recorders.

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum ExitStatus {
     /// It returned this code.
     Code(i32),
     /// This signal killed it.
@@ -39,10 +39,10 @@ const PEER_LOST: i32 = 3;
 /// Exit code of a rank that was asked to end, or whose job was.
 const INTERRUPTED: i32 = 130;
 
-impl End {
+impl ExitStatus {
     /// Whether the process succeeded.
     pub fn is_ok(self) -> bool {
-        self == End::Code(0)
+        self == ExitStatus::Code(0)
     }
 
     /// How little this end explains: 0 is a failure of its own, 1 was asked
@@ -50,15 +50,15 @@ impl End {
     /// another rank's failure.
     fn echo(self) -> u8 {
         match self {
-            End::Code(PEER_LOST) => 2,
-            End::Code(INTERRUPTED) => 1,
-            End::Signal(signal) if TOLD.contains(&signal) => 1,
+            ExitStatus::Code(PEER_LOST) => 2,
+            ExitStatus::Code(INTERRUPTED) => 1,
+            ExitStatus::Signal(signal) if TOLD.contains(&signal) => 1,
             _ => 0,
         }
     }
 
     /// Whether the failure is probably the consequence of another one.
-    pub fn is_echo(self) -> bool {
+    pub fn is_secondary(self) -> bool {
         self.echo() > 0
     }
 
@@ -66,17 +66,17 @@ impl End {
     /// it is a program of `ours`.
     pub fn job_code(self, ours: bool) -> u8 {
         match self {
-            End::Signal(_) => 3,
-            End::Code(3 | 4) if !ours => 1,
-            End::Code(code @ (1..=4 | 130)) => code as u8,
-            End::Code(_) => 1,
+            ExitStatus::Signal(_) => 3,
+            ExitStatus::Code(3 | 4) if !ours => 1,
+            ExitStatus::Code(code @ (1..=4 | 130)) => code as u8,
+            ExitStatus::Code(_) => 1,
         }
     }
 }
 
 /// What started the stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Why {
+pub enum StopCause {
     /// This local rank failed.
     Rank(usize),
     /// We got this signal.
@@ -104,7 +104,7 @@ enum Phase {
         since: Instant,
     },
     Stopping {
-        why: Why,
+        why: StopCause,
         kill_at: Instant,
         killed: bool,
     },
@@ -112,8 +112,8 @@ enum Phase {
 
 /// The ranks of one launcher during one attempt.
 #[derive(Debug)]
-pub struct Machine {
-    ends: Vec<Option<(End, Instant)>>,
+pub struct ShutdownState {
+    ends: Vec<Option<(ExitStatus, Instant)>>,
     /// Which ranks ended before the stop began.
     ended_alone: Vec<bool>,
     phase: Phase,
@@ -122,10 +122,10 @@ pub struct Machine {
     echo_wait: Duration,
 }
 
-impl Machine {
+impl ShutdownState {
     /// `ranks` processes, all running.
     pub fn new(ranks: usize, grace: Duration, echo_wait: Duration) -> Self {
-        Machine {
+        ShutdownState {
             ends: vec![None; ranks],
             ended_alone: vec![false; ranks],
             phase: Phase::Running,
@@ -136,7 +136,7 @@ impl Machine {
     }
 
     /// Local rank `rank` ended.
-    pub fn ended(&mut self, rank: usize, end: End, now: Instant) -> Action {
+    pub fn ended(&mut self, rank: usize, end: ExitStatus, now: Instant) -> Action {
         let Some(slot) = self.ends.get_mut(rank) else {
             return Action::None;
         };
@@ -145,9 +145,9 @@ impl Machine {
             return Action::None;
         }
         self.ended_alone[rank] = true;
-        match (end.is_ok(), end.is_echo(), self.phase) {
+        match (end.is_ok(), end.is_secondary(), self.phase) {
             (true, ..) => Action::None,
-            (false, false, _) => self.stop(Why::Rank(rank), now),
+            (false, false, _) => self.stop(StopCause::Rank(rank), now),
             (false, true, Phase::Running) => {
                 self.phase = Phase::Deciding { since: now };
                 Action::None
@@ -165,14 +165,14 @@ impl Machine {
         match &mut self.phase {
             // Job systems signal all nodes, one after the other; another node was first.
             Phase::Stopping {
-                why: Why::Elsewhere,
+                why: StopCause::Elsewhere,
                 ..
             } if first => Action::None,
             Phase::Stopping { killed, .. } => {
                 *killed = true;
                 Action::Kill
             }
-            _ => self.stop(Why::Interrupt(signal), now),
+            _ => self.stop(StopCause::Interrupt(signal), now),
         }
     }
 
@@ -180,7 +180,7 @@ impl Machine {
     pub fn failed_elsewhere(&mut self, now: Instant) -> Action {
         match self.phase {
             Phase::Stopping { .. } => Action::None,
-            _ => self.stop(Why::Elsewhere, now),
+            _ => self.stop(StopCause::Elsewhere, now),
         }
     }
 
@@ -196,7 +196,7 @@ impl Machine {
         match &mut self.phase {
             Phase::Deciding { since } if now >= *since + self.echo_wait => {
                 match self.root_cause() {
-                    Some(rank) => self.stop(Why::Rank(rank), now),
+                    Some(rank) => self.stop(StopCause::Rank(rank), now),
                     None => Action::None,
                 }
             }
@@ -229,7 +229,7 @@ impl Machine {
     }
 
     /// Why the ranks were stopped; `None` while nothing is wrong.
-    pub fn why(&self) -> Option<Why> {
+    pub fn why(&self) -> Option<StopCause> {
         match self.phase {
             Phase::Stopping { why, .. } => Some(why),
             _ => None,
@@ -237,12 +237,12 @@ impl Machine {
     }
 
     /// How local rank `rank` ended.
-    pub fn end(&self, rank: usize) -> Option<End> {
+    pub fn end(&self, rank: usize) -> Option<ExitStatus> {
         self.ends.get(rank).copied().flatten().map(|(end, _)| end)
     }
 
     /// Ranks that failed before the stop began, without `but`.
-    pub fn also_failed(&self, but: Option<usize>) -> Vec<(usize, End)> {
+    pub fn also_failed(&self, but: Option<usize>) -> Vec<(usize, ExitStatus)> {
         self.failures()
             .filter(|(rank, ..)| Some(*rank) != but)
             .map(|(rank, end, _)| (rank, end))
@@ -256,7 +256,7 @@ impl Machine {
             .collect()
     }
 
-    fn stop(&mut self, why: Why, now: Instant) -> Action {
+    fn stop(&mut self, why: StopCause, now: Instant) -> Action {
         let first = match self.phase {
             Phase::Deciding { since } => since,
             _ => now,
@@ -269,7 +269,7 @@ impl Machine {
         Action::Terminate
     }
 
-    fn failures(&self) -> impl Iterator<Item = (usize, End, Instant)> {
+    fn failures(&self) -> impl Iterator<Item = (usize, ExitStatus, Instant)> {
         self.ends.iter().enumerate().filter_map(|(rank, end)| {
             let (end, at) = (*end)?;
             (self.ended_alone[rank] && !end.is_ok()).then_some((rank, end, at))
@@ -290,16 +290,19 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    fn machine(ranks: usize) -> (Machine, Instant) {
-        (Machine::new(ranks, 1500 * MS, 200 * MS), Instant::now())
+    fn machine(ranks: usize) -> (ShutdownState, Instant) {
+        (
+            ShutdownState::new(ranks, 1500 * MS, 200 * MS),
+            Instant::now(),
+        )
     }
 
     #[test]
     fn all_zero_is_success() {
         let (mut m, t) = machine(2);
-        assert_eq!(m.ended(1, End::Code(0), t), Action::None);
+        assert_eq!(m.ended(1, ExitStatus::Code(0), t), Action::None);
         assert!(!m.finished());
-        assert_eq!(m.ended(0, End::Code(0), t + MS), Action::None);
+        assert_eq!(m.ended(0, ExitStatus::Code(0), t + MS), Action::None);
         assert!(m.finished());
         assert_eq!(m.why(), None);
         assert_eq!(m.next_tick(), None);
@@ -308,35 +311,43 @@ mod tests {
     #[test]
     fn the_first_failure_stops_all_at_once() {
         let (mut m, t) = machine(3);
-        assert_eq!(m.ended(1, End::Signal(9), t), Action::Terminate);
-        assert_eq!(m.why(), Some(Why::Rank(1)));
+        assert_eq!(m.ended(1, ExitStatus::Signal(9), t), Action::Terminate);
+        assert_eq!(m.why(), Some(StopCause::Rank(1)));
         assert_eq!(m.stopped(), [0, 2]);
         // what the others do when told to stop changes nothing
-        assert_eq!(m.ended(0, End::Signal(11), t + MS), Action::None);
+        assert_eq!(m.ended(0, ExitStatus::Signal(11), t + MS), Action::None);
         assert_eq!(m.next_tick(), Some(t + 1500 * MS));
         assert_eq!(m.tick(t + 1499 * MS), Action::None);
         assert_eq!(m.tick(t + 1500 * MS), Action::Kill);
         assert_eq!(m.tick(t + 1600 * MS), Action::None);
-        assert_eq!(m.ended(2, End::Signal(9), t + 1600 * MS), Action::None);
+        assert_eq!(
+            m.ended(2, ExitStatus::Signal(9), t + 1600 * MS),
+            Action::None
+        );
         assert!(m.finished());
-        assert_eq!(m.why(), Some(Why::Rank(1)));
+        assert_eq!(m.why(), Some(StopCause::Rank(1)));
         assert_eq!(m.also_failed(Some(1)), []);
     }
 
     #[test]
     fn an_echo_waits_for_the_cause() {
-        for cause in [End::Signal(9), End::Code(1), End::Code(4), End::Code(77)] {
+        for cause in [
+            ExitStatus::Signal(9),
+            ExitStatus::Code(1),
+            ExitStatus::Code(4),
+            ExitStatus::Code(77),
+        ] {
             let (mut m, t) = machine(3);
-            assert_eq!(m.ended(0, End::Code(3), t), Action::None);
-            assert_eq!(m.ended(2, End::Code(3), t + MS), Action::None);
+            assert_eq!(m.ended(0, ExitStatus::Code(3), t), Action::None);
+            assert_eq!(m.ended(2, ExitStatus::Code(3), t + MS), Action::None);
             assert!(!m.finished());
             assert_eq!(m.ended(1, cause, t + 100 * MS), Action::Terminate);
-            assert_eq!(m.why(), Some(Why::Rank(1)));
+            assert_eq!(m.why(), Some(StopCause::Rank(1)));
             // the grace counts from the first sign of trouble
             assert_eq!(m.tick(t + 1500 * MS), Action::Kill);
             assert_eq!(
                 m.also_failed(Some(1)),
-                [(0, End::Code(3)), (2, End::Code(3))]
+                [(0, ExitStatus::Code(3)), (2, ExitStatus::Code(3))]
             );
         }
     }
@@ -344,28 +355,28 @@ mod tests {
     #[test]
     fn without_another_cause_the_first_echo_is_it() {
         let (mut m, t) = machine(2);
-        assert_eq!(m.ended(1, End::Code(3), t), Action::None);
-        assert_eq!(m.ended(0, End::Code(3), t + MS), Action::None);
+        assert_eq!(m.ended(1, ExitStatus::Code(3), t), Action::None);
+        assert_eq!(m.ended(0, ExitStatus::Code(3), t + MS), Action::None);
         assert!(!m.finished());
         assert_eq!(m.next_tick(), Some(t + 200 * MS));
         assert_eq!(m.tick(t + 200 * MS), Action::Terminate);
-        assert_eq!(m.why(), Some(Why::Rank(1)));
+        assert_eq!(m.why(), Some(StopCause::Rank(1)));
         assert!(m.finished());
     }
 
     #[test]
     fn a_told_rank_explains_more_than_an_echo_and_less_than_an_interrupt() {
         let (mut m, t) = machine(2);
-        assert_eq!(m.ended(0, End::Code(3), t), Action::None);
-        assert_eq!(m.ended(1, End::Signal(15), t + MS), Action::None);
+        assert_eq!(m.ended(0, ExitStatus::Code(3), t), Action::None);
+        assert_eq!(m.ended(1, ExitStatus::Signal(15), t + MS), Action::None);
         assert_eq!(m.tick(t + 200 * MS), Action::Terminate);
-        assert_eq!(m.why(), Some(Why::Rank(1)));
+        assert_eq!(m.why(), Some(StopCause::Rank(1)));
 
-        for told in [End::Signal(15), End::Code(130)] {
+        for told in [ExitStatus::Signal(15), ExitStatus::Code(130)] {
             let (mut m, t) = machine(2);
             assert_eq!(m.ended(1, told, t), Action::None);
             assert_eq!(m.interrupted(15, t + MS), Action::Terminate);
-            assert_eq!(m.why(), Some(Why::Interrupt(15)));
+            assert_eq!(m.why(), Some(StopCause::Interrupt(15)));
         }
     }
 
@@ -376,12 +387,12 @@ mod tests {
         assert_eq!(m.interrupted(2, t + 199 * MS), Action::None, "a twin");
         assert_eq!(m.interrupted(2, t + 200 * MS), Action::Kill);
         assert_eq!(m.next_tick(), None);
-        assert_eq!(m.why(), Some(Why::Interrupt(2)));
+        assert_eq!(m.why(), Some(StopCause::Interrupt(2)));
         // and the first one, when a stop is under way
         let (mut m, t) = machine(2);
-        assert_eq!(m.ended(0, End::Code(1), t), Action::Terminate);
+        assert_eq!(m.ended(0, ExitStatus::Code(1), t), Action::Terminate);
         assert_eq!(m.interrupted(2, t + MS), Action::Kill);
-        assert_eq!(m.why(), Some(Why::Rank(0)));
+        assert_eq!(m.why(), Some(StopCause::Rank(0)));
     }
 
     #[test]
@@ -404,10 +415,10 @@ mod tests {
     #[test]
     fn another_node_stops_us_once() {
         let (mut m, t) = machine(2);
-        assert_eq!(m.ended(0, End::Code(3), t), Action::None);
+        assert_eq!(m.ended(0, ExitStatus::Code(3), t), Action::None);
         assert_eq!(m.failed_elsewhere(t + MS), Action::Terminate);
         assert_eq!(m.failed_elsewhere(t + 2 * MS), Action::None);
-        assert_eq!(m.why(), Some(Why::Elsewhere));
+        assert_eq!(m.why(), Some(StopCause::Elsewhere));
     }
 
     #[test]
@@ -418,25 +429,25 @@ mod tests {
         assert_eq!(m.interrupted(15, t + 20 * MS), Action::None);
         assert_eq!(m.next_tick(), Some(t + 5000 * MS));
         assert_eq!(m.interrupted(15, t + 900 * MS), Action::Kill, "asked again");
-        assert_eq!(m.why(), Some(Why::Elsewhere));
+        assert_eq!(m.why(), Some(StopCause::Elsewhere));
     }
 
     #[test]
     fn job_codes() {
         for (end, code) in [
-            (End::Signal(9), 3),
-            (End::Signal(11), 3),
-            (End::Code(1), 1),
-            (End::Code(2), 2),
-            (End::Code(3), 3),
-            (End::Code(4), 4),
-            (End::Code(130), 130),
-            (End::Code(7), 1),
-            (End::Code(137), 1),
-            (End::Code(255), 1),
+            (ExitStatus::Signal(9), 3),
+            (ExitStatus::Signal(11), 3),
+            (ExitStatus::Code(1), 1),
+            (ExitStatus::Code(2), 2),
+            (ExitStatus::Code(3), 3),
+            (ExitStatus::Code(4), 4),
+            (ExitStatus::Code(130), 130),
+            (ExitStatus::Code(7), 1),
+            (ExitStatus::Code(137), 1),
+            (ExitStatus::Code(255), 1),
         ] {
             assert_eq!(end.job_code(true), code, "{end:?}");
-            let others = if matches!(code, 3 | 4) && !matches!(end, End::Signal(_)) {
+            let others = if matches!(code, 3 | 4) && !matches!(end, ExitStatus::Signal(_)) {
                 1
             } else {
                 code

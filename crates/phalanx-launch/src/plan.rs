@@ -13,7 +13,7 @@ use phalanx_wire::Token;
 
 use super::args::LaunchArgs;
 use super::contract::STARTED_VARIABLE;
-use super::engine::{self, UntilMet};
+use super::engine::{self, RendezvousResources};
 use super::folder;
 use super::place::{Env, Meeting, Node};
 use super::program::Program;
@@ -35,7 +35,7 @@ pub struct LaunchPlan {
     /// The job's secret.
     pub token: Token,
     /// Dropped when the nodes have met.
-    pub until_met: Cell<UntilMet>,
+    pub until_met: Cell<RendezvousResources>,
     /// Where flight recorders are written; `None`: where the ranks ask for.
     pub flight_dir: Option<PathBuf>,
     /// Ranks that end with code 130 have printed why.
@@ -124,7 +124,7 @@ impl LaunchPlan {
         let started = started.map(|started| started.as_nanos().to_string().into());
         let (token, until_met) = match &mut node.meeting {
             // Variables belong to an outer job.
-            None => (token::mint()?, UntilMet::default()),
+            None => (token::mint()?, RendezvousResources::default()),
             meeting => job_token(token_file, env, meeting.as_mut(), bind)?,
         };
         let program = std::env::current_exe();
@@ -152,7 +152,12 @@ impl LaunchPlan {
         })
     }
 
-    fn new(args: LaunchArgs, token: Token, until_met: UntilMet, env: &Env) -> LaunchPlan {
+    fn new(
+        args: LaunchArgs,
+        token: Token,
+        until_met: RendezvousResources,
+        env: &Env,
+    ) -> LaunchPlan {
         LaunchPlan {
             args,
             bind: None,
@@ -180,11 +185,11 @@ fn job_token(
     env: &Env,
     meeting: Option<&mut Meeting>,
     bind: Option<IpAddr>,
-) -> Result<(Token, UntilMet)> {
+) -> Result<(Token, RendezvousResources)> {
     let given = token::given(file, env, meeting.is_some())?;
     let Some(meeting) = meeting else {
         let token = given.map_or_else(token::mint, Ok)?;
-        return Ok((token, UntilMet::default()));
+        return Ok((token, RendezvousResources::default()));
     };
     match engine::settle(meeting, given, env, bind)? {
         (Some(token), until_met) => Ok((token, until_met)),

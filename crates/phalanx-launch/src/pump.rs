@@ -28,9 +28,9 @@ const LINE_BYTES: usize = 1 << 20;
 /// The first failure to write output, standard error excepted. The run continues without the
 /// output, but does not end as a success.
 #[derive(Clone, Debug, Default)]
-pub struct Unwritten(Arc<Mutex<Option<String>>>);
+pub struct WriteError(Arc<Mutex<Option<String>>>);
 
-impl Unwritten {
+impl WriteError {
     /// Records and prints the first failure. A closed pipe (`| head`) is printed only: it is
     /// not a failure of the run.
     fn record(&self, what: &str, error: &std::io::Error) {
@@ -65,7 +65,7 @@ pub struct Sink {
     file: Mutex<Option<File>>,
     colour: bool,
     /// `None`: failures are ignored.
-    unwritten: Option<Unwritten>,
+    unwritten: Option<WriteError>,
 }
 
 impl Sink {
@@ -73,7 +73,7 @@ impl Sink {
     pub fn new(
         name: &'static str,
         stream: impl AsFd + IsTerminal,
-        unwritten: Option<Unwritten>,
+        unwritten: Option<WriteError>,
     ) -> Arc<Sink> {
         let fd = stream.as_fd().try_clone_to_owned();
         Arc::new(Sink {
@@ -190,7 +190,7 @@ pub struct Log {
     /// For messages.
     pub path: PathBuf,
     /// Records a failure.
-    pub unwritten: Unwritten,
+    pub unwritten: WriteError,
 }
 
 impl Log {
@@ -286,9 +286,9 @@ impl Route {
 
 /// Counts the pumps of one rank that still have an open pipe.
 #[derive(Clone, Default)]
-pub struct Open(Arc<(Mutex<usize>, Condvar)>);
+pub struct OpenPipes(Arc<(Mutex<usize>, Condvar)>);
 
-impl Open {
+impl OpenPipes {
     /// Waits until all pipes have ended, at most until `until`. A pipe stays
     /// open as long as any process that the rank started holds it.
     pub fn wait_closed(&self, until: Instant) -> bool {
@@ -321,7 +321,11 @@ impl Open {
 ///
 /// # Errors
 /// When no thread can be started.
-pub fn start(from: impl Read + Send + 'static, route: Route, open: &Open) -> std::io::Result<()> {
+pub fn start(
+    from: impl Read + Send + 'static,
+    route: Route,
+    open: &OpenPipes,
+) -> std::io::Result<()> {
     open.add(1);
     let mine = open.clone();
     let started = thread::Builder::new()
@@ -421,7 +425,7 @@ mod tests {
             Log {
                 file: copy.try_clone().unwrap(),
                 path: PathBuf::from("copy"),
-                unwritten: Unwritten::default(),
+                unwritten: WriteError::default(),
             },
         ));
         let pieces: [&[u8]; 4] = [b"an ap", b"ple\nplum\n", b"a pear\n", b"last apple"];
@@ -440,7 +444,7 @@ mod tests {
     #[test]
     fn lines_of_ranks_never_mix() {
         let (sink, file) = sink();
-        let open = Open::default();
+        let open = OpenPipes::default();
         for rank in 0..8 {
             let line = format!("{}\n", "abcdefgh".repeat(40));
             let bytes = line.repeat(200).into_bytes();

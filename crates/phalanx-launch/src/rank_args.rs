@@ -21,7 +21,7 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::context::RankContext;
 use crate::contract::STARTED_VARIABLE;
-use crate::engine::{self, Agreement, UntilMet};
+use crate::engine::{self, Agreement, RendezvousResources};
 use crate::error::{Error, ErrorKind, Result, check_count};
 use crate::flags::{RankArgs, TransportArg};
 use crate::place::{self, Env, Node, Place, Process, real_env};
@@ -329,7 +329,7 @@ fn as_launched_rank(
         Some(agreed) => (agreed.url(), Some(agreed.token), agreed.until_met),
         None => {
             let url = args.rank_init_method(place, token.is_some(), env)?;
-            (url, token, UntilMet::default())
+            (url, token, RendezvousResources::default())
         }
     };
     let transport = match args.transport {

@@ -24,10 +24,10 @@ use super::Event;
 use super::contract::{ERRORS_VARIABLE, LAUNCHER};
 use super::folder::{RunFolder, error_file_text};
 use super::guard::Guard;
-use super::machine::End;
+use super::machine::ExitStatus;
 use super::plan::LaunchPlan;
 use super::proc_stat::stat;
-use super::pump::{self, Log, Open, Route, Sink, Tail, Unwritten};
+use super::pump::{self, Log, OpenPipes, Route, Sink, Tail, WriteError};
 use super::reap::reap_group;
 use super::report;
 use super::shim;
@@ -55,7 +55,7 @@ struct Local {
 }
 
 /// The settings for starting ranks of this launcher.
-pub struct Starter<'a> {
+pub struct RankSpawner<'a> {
     /// The settings.
     pub plan: &'a LaunchPlan,
     /// Our stdout.
@@ -63,7 +63,7 @@ pub struct Starter<'a> {
     /// Our stderr.
     pub err: &'a Arc<Sink>,
     /// Records output that cannot be written.
-    pub unwritten: &'a Unwritten,
+    pub unwritten: &'a WriteError,
     /// The token's file.
     pub token: BorrowedFd<'a>,
     /// Where error files and logs go.
@@ -89,7 +89,7 @@ pub struct Rank {
     /// See [`spare_group_until`](Self::spare_group_until).
     patience: Arc<Mutex<Option<Instant>>>,
     tail: Arc<Mutex<Tail>>,
-    open: Open,
+    open: OpenPipes,
     /// Where it may write why it failed.
     error_file: PathBuf,
     /// The log of its stderr.
@@ -98,7 +98,7 @@ pub struct Rank {
     flight: OwnedFd,
 }
 
-impl Starter<'_> {
+impl RankSpawner<'_> {
     /// Starts one rank. Must be called on the thread that lives as long as
     /// the launcher: the kernel's parent-death signal goes by thread.
     ///
@@ -157,7 +157,7 @@ impl Starter<'_> {
             return Err(Error::new(ErrorKind::System, "a process has no number"));
         };
 
-        let open = Open::default();
+        let open = OpenPipes::default();
         let mut pumped = Ok(());
         if let Some(pipe) = child.stdout.take() {
             pumped = pumped.and(pump::start(pipe, out, &open));
@@ -392,9 +392,9 @@ impl Rank {
     }
 
     /// Whether it is a Phalanx program that has reported this exit code.
-    pub fn reported(&self, end: End) -> bool {
+    pub fn reported(&self, end: ExitStatus) -> bool {
         let code = self.error_json().as_deref().and_then(report::reported_code);
-        code.is_some_and(|code| end == End::Code(code))
+        code.is_some_and(|code| end == ExitStatus::Code(code))
     }
 
     /// Writes its last error into the log of its stderr, as a Phalanx program leaves printing it
@@ -450,7 +450,7 @@ pub fn path_of(fd: &impl AsFd) -> OsString {
 
 /// Blocks until the process has ended, without reaping it. No deadline: a rank that
 /// must end gets a signal.
-fn wait_end(pid: Pid) -> End {
+fn wait_end(pid: Pid) -> ExitStatus {
     loop {
         match waitid(
             WaitId::Pid(pid),
@@ -458,14 +458,14 @@ fn wait_end(pid: Pid) -> End {
         ) {
             Ok(Some(status)) => {
                 return match (status.exit_status(), status.terminating_signal()) {
-                    (Some(code), _) => End::Code(code),
-                    (None, Some(signal)) => End::Signal(signal),
+                    (Some(code), _) => ExitStatus::Code(code),
+                    (None, Some(signal)) => ExitStatus::Signal(signal),
                     (None, None) => continue,
                 };
             }
             Ok(None) | Err(Errno::INTR) => {}
             // Impossible, as it is our child; do not loop.
-            Err(_) => return End::Code(255),
+            Err(_) => return ExitStatus::Code(255),
         }
     }
 }

@@ -7,7 +7,7 @@ use phalanx_store::{Store as _, TcpStore};
 use serde::{Deserialize, Serialize};
 
 use super::contract::{ERROR_FILE_VARIABLE, ERRORS_VARIABLE, LAUNCHER};
-use super::machine::End;
+use super::machine::ExitStatus;
 use crate::error::{Error, ErrorKind};
 use crate::stop::{self, signal_name};
 
@@ -26,7 +26,7 @@ const LAST_LINES: usize = 10;
 
 /// Why the job ended, as launchers tell each other through the store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Verdict {
+pub struct JobFailure {
     /// The exit code for every launcher.
     pub code: u8,
     /// Probably the consequence of something not yet reported.
@@ -42,10 +42,10 @@ pub struct Verdict {
     pub notes: Vec<(String, String)>,
 }
 
-impl Verdict {
+impl JobFailure {
     /// The verdict of `node` with one line of text.
-    pub fn new(code: u8, node: usize, message: impl Into<String>) -> Verdict {
-        Verdict {
+    pub fn new(code: u8, node: usize, message: impl Into<String>) -> JobFailure {
+        JobFailure {
             code,
             echo: false,
             mistake: false,
@@ -56,16 +56,16 @@ impl Verdict {
     }
 
     /// The verdict if the launcher of `node`, this process, is killed or ends without publishing one.
-    pub fn of_killed(node: usize, host: &str) -> Verdict {
+    pub fn of_killed(node: usize, host: &str) -> JobFailure {
         let message = format!(
             "the launcher of node {node} (pid {}, host {host}) ended unexpectedly, and its ranks with it",
             std::process::id(),
         );
-        Verdict::new(ErrorKind::PeerLost.exit_code(), node, message)
+        JobFailure::new(ErrorKind::PeerLost.exit_code(), node, message)
     }
 
     /// Writes it to the store of node 0 unless there is a better one, and returns the one that holds.
-    pub fn publish(&self, store: &TcpStore) -> phalanx_store::Result<Verdict> {
+    pub fn publish(&self, store: &TcpStore) -> phalanx_store::Result<JobFailure> {
         let Ok(mine) = serde_json::to_vec(self) else {
             return Ok(self.clone());
         };
@@ -76,7 +76,7 @@ impl Verdict {
             if stored == mine {
                 break;
             }
-            match serde_json::from_slice::<Verdict>(&stored) {
+            match serde_json::from_slice::<JobFailure>(&stored) {
                 Ok(theirs) if theirs.echo && !self.echo => expected = Some(stored),
                 Ok(theirs) => return Ok(theirs),
                 Err(_) => break,
@@ -108,7 +108,7 @@ impl Verdict {
 
 /// How messages name a rank.
 #[derive(Clone, Debug)]
-pub struct Who<'a> {
+pub struct RankName<'a> {
     /// Global rank.
     pub rank: usize,
     /// Process id.
@@ -119,10 +119,10 @@ pub struct Who<'a> {
     pub node: Option<usize>,
 }
 
-impl fmt::Display for Who<'_> {
+impl fmt::Display for RankName<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let node = self.node.map_or(String::new(), |n| format!("node {n}, "));
-        let Who {
+        let RankName {
             rank, pid, host, ..
         } = self;
         write!(f, "rank {rank} ({node}pid {pid}, host {host})")
@@ -131,19 +131,19 @@ impl fmt::Display for Who<'_> {
 
 /// `was killed by SIGKILL`, `exited with code 7`. Codes mean what ours do for `ours`, a
 /// program that has reported one.
-pub fn ended(end: End, ours: bool) -> String {
+pub fn ended(end: ExitStatus, ours: bool) -> String {
     match end {
-        End::Signal(signal) => format!("was killed by {}", signal_name(signal)),
-        End::Code(130) if ours => "exited with code 130 (interrupted)".into(),
-        End::Code(code @ 129..=159) => format!(
+        ExitStatus::Signal(signal) => format!("was killed by {}", signal_name(signal)),
+        ExitStatus::Code(130) if ours => "exited with code 130 (interrupted)".into(),
+        ExitStatus::Code(code @ 129..=159) => format!(
             "exited with code {code} (128 + {})",
             signal_name(code - 128)
         ),
-        End::Code(126) => "exited with code 126 (the program cannot be run)".into(),
-        End::Code(127) => "exited with code 127 (no such program)".into(),
-        End::Code(3) if ours => "exited with code 3 (it lost a peer)".into(),
-        End::Code(4) if ours => "exited with code 4 (a deadline passed)".into(),
-        End::Code(code) => format!("exited with code {code}"),
+        ExitStatus::Code(126) => "exited with code 126 (the program cannot be run)".into(),
+        ExitStatus::Code(127) => "exited with code 127 (no such program)".into(),
+        ExitStatus::Code(3) if ours => "exited with code 3 (it lost a peer)".into(),
+        ExitStatus::Code(4) if ours => "exited with code 4 (a deadline passed)".into(),
+        ExitStatus::Code(code) => format!("exited with code {code}"),
     }
 }
 
@@ -287,7 +287,7 @@ mod tests {
 
     #[test]
     fn headlines() {
-        let mut who = Who {
+        let mut who = RankName {
             rank: 1,
             pid: 4711,
             host: "node-a",
@@ -296,19 +296,19 @@ mod tests {
         assert_eq!(who.to_string(), "rank 1 (pid 4711, host node-a)");
         who.node = Some(2);
         assert_eq!(who.to_string(), "rank 1 (node 2, pid 4711, host node-a)");
-        assert_eq!(ended(End::Signal(9), false), "was killed by SIGKILL");
-        assert_eq!(ended(End::Code(7), true), "exited with code 7");
+        assert_eq!(ended(ExitStatus::Signal(9), false), "was killed by SIGKILL");
+        assert_eq!(ended(ExitStatus::Code(7), true), "exited with code 7");
         assert_eq!(
-            ended(End::Code(139), false),
+            ended(ExitStatus::Code(139), false),
             "exited with code 139 (128 + SIGSEGV)"
         );
         assert_eq!(
-            ended(End::Code(130), true),
+            ended(ExitStatus::Code(130), true),
             "exited with code 130 (interrupted)"
         );
-        assert_eq!(ended(End::Code(3), false), "exited with code 3");
+        assert_eq!(ended(ExitStatus::Code(3), false), "exited with code 3");
         assert_eq!(
-            ended(End::Code(3), true),
+            ended(ExitStatus::Code(3), true),
             "exited with code 3 (it lost a peer)"
         );
         assert_eq!(signal_name(11), "SIGSEGV");
@@ -401,7 +401,7 @@ mod tests {
 
     #[test]
     fn a_verdict_becomes_the_same_error_everywhere() {
-        let verdict = Verdict {
+        let verdict = JobFailure {
             code: 3,
             echo: false,
             mistake: false,
@@ -411,7 +411,7 @@ mod tests {
         };
         let json = serde_json::to_string(&verdict).unwrap();
         assert!(!json.contains('\n'), "one line, for the guard's pipe");
-        let back: Verdict = serde_json::from_str(&json).unwrap();
+        let back: JobFailure = serde_json::from_str(&json).unwrap();
         assert_eq!(back, verdict);
         let error = back.into_error(stopped(&[0], Duration::from_millis(200)));
         assert_eq!(error.exit_code(), 3);

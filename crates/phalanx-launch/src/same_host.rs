@@ -60,9 +60,9 @@ const STARTERS: [&str; 10] = [
 /// started the ranks.
 pub fn store_file(env: &Env) -> Result<Option<PathBuf>> {
     let (pid, started) = match find_starter(env, std::process::id(), look) {
-        Starter::Found(pid, started) => (pid, started),
-        Starter::Gone => return Ok(None),
-        Starter::Hidden { pid, name } => {
+        ParentProcess::Found(pid, started) => (pid, started),
+        ParentProcess::Gone => return Ok(None),
+        ParentProcess::Hidden { pid, name } => {
             return Err(Error::usage(format!(
                 "cannot find the process that started this rank: process {pid} ({name}) above it does not let this user read its environment"
             ))
@@ -111,14 +111,14 @@ fn private_folder(path: &Path, uid: u32) -> Result<()> {
 /// Process id and start of the process that started this rank on this host.
 pub(super) fn starter(env: &Env) -> Option<(u32, u64)> {
     match find_starter(env, std::process::id(), look) {
-        Starter::Found(pid, started) => Some((pid, started)),
-        Starter::Gone | Starter::Hidden { .. } => None,
+        ParentProcess::Found(pid, started) => Some((pid, started)),
+        ParentProcess::Gone | ParentProcess::Hidden { .. } => None,
     }
 }
 
 /// The process that started the ranks.
 #[derive(Debug, PartialEq)]
-enum Starter {
+enum ParentProcess {
     /// Its number and start.
     Found(u32, u64),
     /// It has ended, or `/proc` cannot be read.
@@ -152,13 +152,13 @@ fn look(pid: u32) -> Option<Process> {
 }
 
 /// The first process above `rank` that is no wrapper.
-fn find_starter(env: &Env, rank: u32, look: impl Fn(u32) -> Option<Process>) -> Starter {
+fn find_starter(env: &Env, rank: u32, look: impl Fn(u32) -> Option<Process>) -> ParentProcess {
     let own: Vec<Vec<u8>> = OF_A_RANK
         .iter()
         .filter_map(|name| Some(format!("{name}={}", env.get(*name)?).into_bytes()))
         .collect();
     let Some(mut below) = look(rank) else {
-        return Starter::Gone;
+        return ParentProcess::Gone;
     };
     let mut hidden = None;
     loop {
@@ -175,7 +175,7 @@ fn find_starter(env: &Env, rank: u32, look: impl Fn(u32) -> Option<Process>) -> 
         };
         // Process 1 has started everything.
         if !is_wrapper && (pid > 1 || hidden.is_none()) {
-            return Starter::Found(pid, process.started);
+            return ParentProcess::Found(pid, process.started);
         }
         if !is_wrapper {
             break;
@@ -186,8 +186,8 @@ fn find_starter(env: &Env, rank: u32, look: impl Fn(u32) -> Option<Process>) -> 
         below = process;
     }
     match hidden {
-        None => Starter::Gone,
-        Some((pid, name)) => Starter::Hidden { pid, name },
+        None => ParentProcess::Gone,
+        Some((pid, name)) => ParentProcess::Hidden { pid, name },
     }
 }
 
@@ -231,13 +231,16 @@ mod tests {
                 })
             })
         };
-        let mpirun = Starter::Found(10, 1010);
+        let mpirun = ParentProcess::Found(10, 1010);
         assert_eq!(find(("mpirun", Some(of_job)), Some(of_rank)), mpirun);
         assert_eq!(find(("mpirun", Some(of_job)), None), mpirun);
         // Of another user, as slurmstepd is.
-        assert_eq!(find(("slurmstepd", None), None), Starter::Found(10, 1010));
+        assert_eq!(
+            find(("slurmstepd", None), None),
+            ParentProcess::Found(10, 1010)
+        );
         // It may be any of them.
-        let hidden = Starter::Hidden {
+        let hidden = ParentProcess::Hidden {
             pid: 20,
             name: "sudo".to_owned(),
         };

@@ -448,7 +448,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-flow", 6845),
     ("phalanx-global", 4819),
     ("phalanx-http", 65),
-    ("phalanx-launch", 9332),
+    ("phalanx-launch", 9348),
     ("phalanx-live", 1775),
     ("phalanx-mpi", 65),
     ("phalanx-nn", 16080),

@@ -12,7 +12,7 @@ use crate::token;
 const OUTPUT_BYTES: u64 = 64 << 10;
 
 /// How a program ended, and what it printed.
-pub(super) struct Ended {
+pub(super) struct ProcessOutput {
     pub status: ExitStatus,
     pub out: String,
     pub err: String,
@@ -25,7 +25,7 @@ pub(super) fn run(
     input: &str,
     deadline: Instant,
     mut tick: impl FnMut(),
-) -> Result<Option<Ended>> {
+) -> Result<Option<ProcessOutput>> {
     let mut child = command
         .env_remove(token::TOKEN_VARIABLE)
         .stdin(Stdio::piped())
@@ -58,7 +58,7 @@ pub(super) fn run(
     }
     let [out, err] = texts;
     let status = child.wait()?;
-    Ok(Some(Ended { status, out, err }))
+    Ok(Some(ProcessOutput { status, out, err }))
 }
 
 /// Reads to the end in a thread of its own.

@@ -37,7 +37,7 @@ pub(crate) struct Agreement {
     pub port: u16,
     pub token: Token,
     /// What process 0 holds and what lies on this node until all have met.
-    pub until_met: UntilMet,
+    pub until_met: RendezvousResources,
 }
 
 impl Agreement {
@@ -50,9 +50,9 @@ impl Agreement {
 /// Kept until all processes have met: the port that process 0 named is its own until then, and
 /// the file that `sbcast` made is removed afterwards.
 #[derive(Default)]
-pub(crate) struct UntilMet {
+pub(crate) struct RendezvousResources {
     _port: Option<PortForRanks>,
-    _file: Option<slurm::Delivered>,
+    _file: Option<slurm::BroadcastFile>,
 }
 
 /// Agrees on the token and the address, where they were not `given`; every process of the job calls it. *Blocks* for at most `limit`. `None`: all
@@ -88,15 +88,15 @@ pub(crate) fn agree(
                 None => slurm::port(env, given.ports),
             },
             token: token.clone(),
-            until_met: UntilMet::default(),
+            until_met: RendezvousResources::default(),
         }));
     }
-    let mut until_met = UntilMet::default();
+    let mut until_met = RendezvousResources::default();
     let offer = match process.rank {
         0 => Some(offer(env, token, given, bind, &mut until_met, deadline)?.text()),
         _ => None,
     };
-    let waiting = Waiting::new(process);
+    let waiting = WaitNotice::new(process);
     let text = match channel {
         Channel::Mpi => mpi::broadcast(env, process.world, offer.as_deref(), deadline, waiting)?,
         Channel::Pmi => pmi::broadcast(env, offer.as_deref(), deadline, waiting)?,
@@ -106,7 +106,7 @@ pub(crate) fn agree(
             text
         }
     };
-    let offer = Offer::parse(&text).ok_or_else(|| {
+    let offer = RendezvousInfo::parse(&text).ok_or_else(|| {
         Error::new(
             ErrorKind::System,
             format!(
@@ -138,13 +138,13 @@ pub(crate) fn settle(
     token: Option<Token>,
     env: &Env,
     bind: Option<IpAddr>,
-) -> Result<(Option<Token>, UntilMet)> {
+) -> Result<(Option<Token>, RendezvousResources)> {
     let Some(carrier) = meeting.carrier.take() else {
-        return Ok((token, UntilMet::default()));
+        return Ok((token, RendezvousResources::default()));
     };
     let (given, limit) = (&meeting.given, meeting.timeout);
     let Some(agreed) = agree(env, &carrier, token.as_ref(), given, bind, limit)? else {
-        return Ok((token, UntilMet::default()));
+        return Ok((token, RendezvousResources::default()));
     };
     meeting.host = agreed.host;
     meeting.port = agreed.port;
@@ -153,7 +153,7 @@ pub(crate) fn settle(
 
 /// What process 0 sends.
 #[derive(Debug, PartialEq)]
-struct Offer {
+struct RendezvousInfo {
     token: Token,
     port: u16,
     host: String,
@@ -165,9 +165,9 @@ fn offer(
     token: Option<&Token>,
     given: &Address,
     bind: Option<IpAddr>,
-    until_met: &mut UntilMet,
+    until_met: &mut RendezvousResources,
     deadline: Instant,
-) -> Result<Offer> {
+) -> Result<RendezvousInfo> {
     let port = match given.port {
         Some(port) => port,
         None => {
@@ -177,7 +177,7 @@ fn offer(
             number
         }
     };
-    Ok(Offer {
+    Ok(RendezvousInfo {
         token: match token {
             Some(token) => token.clone(),
             None => token::mint()?,
@@ -193,7 +193,7 @@ fn offer(
 /// The first word of an offer's text.
 const VERSION: &str = "phalanx-1";
 
-impl Offer {
+impl RendezvousInfo {
     /// One word: PMI's values have no blanks.
     fn text(&self) -> String {
         format!(
@@ -204,7 +204,7 @@ impl Offer {
         )
     }
 
-    fn parse(text: &str) -> Option<Offer> {
+    fn parse(text: &str) -> Option<RendezvousInfo> {
         let mut parts = text.trim().splitn(4, '/');
         let is_ours = parts.next()? == VERSION;
         let token = Token::from_hex(parts.next()?).ok()?;
@@ -212,7 +212,7 @@ impl Offer {
         let host = parts.next()?;
         let is_host = |byte: u8| byte.is_ascii_alphanumeric() || b".:-_%".contains(&byte);
         let is_sound = !host.is_empty() && host.len() < 256 && host.bytes().all(is_host);
-        (is_ours && is_sound).then(|| Offer {
+        (is_ours && is_sound).then(|| RendezvousInfo {
             token,
             port,
             host: host.to_owned(),
@@ -221,16 +221,16 @@ impl Offer {
 }
 
 /// Says once, after two seconds, what this process waits for.
-struct Waiting {
+struct WaitNotice {
     started: Instant,
     is_told: bool,
     engine: &'static str,
 }
 
-impl Waiting {
+impl WaitNotice {
     /// One process of each host speaks.
-    fn new(process: &Process) -> Waiting {
-        Waiting {
+    fn new(process: &Process) -> WaitNotice {
+        WaitNotice {
             started: Instant::now(),
             is_told: process.local_rank != 0,
             engine: process.source,
@@ -271,17 +271,17 @@ mod tests {
     #[test]
     fn offers_are_one_word_and_read_back() {
         for host in ["10.0.0.1", "fd00::1", "node-1.cluster_a"] {
-            let offer = Offer {
+            let offer = RendezvousInfo {
                 token: token::mint().unwrap(),
                 port: 65535,
                 host: host.to_owned(),
             };
             let text = offer.text();
             assert!(text.len() < 256 && !text.contains([' ', '=', '\n']));
-            assert_eq!(Offer::parse(&format!("{text}\n")), Some(offer));
+            assert_eq!(RendezvousInfo::parse(&format!("{text}\n")), Some(offer));
         }
         let token = "00".repeat(32);
-        let parse = |text: &str| Offer::parse(&text.replace("TOKEN", &token));
+        let parse = |text: &str| RendezvousInfo::parse(&text.replace("TOKEN", &token));
         assert!(parse("phalanx-1/TOKEN/1/h").is_some());
         for wrong in [
             "",

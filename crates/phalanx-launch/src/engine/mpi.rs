@@ -14,8 +14,8 @@ use std::time::Instant;
 
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 
-use super::child::{self, Ended};
-use super::{Waiting, by_hand};
+use super::child::{self, ProcessOutput};
+use super::{WaitNotice, by_hand};
 use crate::error::{Error, ErrorKind, Result};
 use crate::place::{self, Env};
 use crate::proc_stat::stat;
@@ -36,7 +36,7 @@ pub(super) fn broadcast(
     processes: usize,
     text: Option<&str>,
     deadline: Instant,
-    mut waiting: Waiting,
+    mut waiting: WaitNotice,
 ) -> Result<String> {
     let library = library(env);
     let mut command = Command::new(crate::own_program());
@@ -58,7 +58,7 @@ pub(super) fn broadcast(
     let tick = || waiting.tick("the other processes of this job in MPI_Init", deadline);
     let ended = child::run(command, text.unwrap_or_default(), deadline, tick);
     let ended = ended.map_err(system("cannot run a process that asks Open MPI"))?;
-    let Some(Ended { status, out, err }) = ended else {
+    let Some(ProcessOutput { status, out, err }) = ended else {
         return Err(by_hand(
             Error::new(
                 ErrorKind::Timeout,

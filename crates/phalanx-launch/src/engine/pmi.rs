@@ -9,7 +9,7 @@ use phalanx_comm::inherited_socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use super::{Waiting, by_hand};
+use super::{WaitNotice, by_hand};
 use crate::error::{Error, ErrorKind, Result};
 use crate::place::{Env, PMI_SOCKET as VARIABLE, number};
 
@@ -30,7 +30,7 @@ pub(super) fn broadcast(
     env: &Env,
     text: Option<&str>,
     deadline: Instant,
-    waiting: Waiting,
+    waiting: WaitNotice,
 ) -> Result<String> {
     let descriptor = number(env, VARIABLE)?.and_then(|fd| i32::try_from(fd).ok());
     let socket = inherited_socket(descriptor.unwrap_or(-1)).map_err(|error| {
@@ -53,7 +53,7 @@ fn talk(
     socket: UnixStream,
     text: Option<&str>,
     deadline: Instant,
-    waiting: Waiting,
+    waiting: WaitNotice,
     answer_limit: Duration,
 ) -> Result<String> {
     let mut server = Server {
@@ -88,7 +88,7 @@ struct Server {
     socket: UnixStream,
     /// What has arrived beyond the last line.
     read: Vec<u8>,
-    waiting: Waiting,
+    waiting: WaitNotice,
     deadline: Instant,
     answer_limit: Duration,
 }
@@ -217,8 +217,8 @@ mod tests {
     const LONG: Duration = Duration::from_secs(30);
     const SHORT: Duration = Duration::from_secs(1);
 
-    fn waiting() -> Waiting {
-        Waiting {
+    fn waiting() -> WaitNotice {
+        WaitNotice {
             started: Instant::now(),
             is_told: true,
             engine: "PMI",

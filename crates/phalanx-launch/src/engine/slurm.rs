@@ -19,7 +19,7 @@ use phalanx_comm::PortRange;
 use rustix::fs::OFlags;
 use sha2::{Digest, Sha256};
 
-use super::{Waiting, by_hand, child};
+use super::{WaitNotice, by_hand, child};
 use crate::error::{Error, ErrorKind, Result};
 use crate::place::{Env, Process, is_set, text};
 use crate::program::in_path;
@@ -45,9 +45,9 @@ const MAX_BYTES: u64 = 1024;
 const FIRST_PORT: u16 = 61440;
 
 /// The file on this node. The first task of the node removes it when all have met, or when this one gives up.
-pub(super) struct Delivered(Option<PathBuf>);
+pub(super) struct BroadcastFile(Option<PathBuf>);
 
-impl Drop for Delivered {
+impl Drop for BroadcastFile {
     fn drop(&mut self) {
         if let Some(path) = &self.0 {
             let _ = std::fs::remove_file(path);
@@ -60,8 +60,8 @@ pub(super) fn broadcast(
     env: &Env,
     text: Option<&str>,
     deadline: Instant,
-    mut waiting: Waiting,
-) -> Result<(String, Delivered)> {
+    mut waiting: WaitNotice,
+) -> Result<(String, BroadcastFile)> {
     // Every task looks, so that none waits for a task 0 that cannot send.
     let folders = env.get("PATH").map(String::as_str);
     let Some(sbcast) = in_path("sbcast".as_ref(), folders) else {
@@ -73,7 +73,7 @@ pub(super) fn broadcast(
     let (job, step) = job_and_step(env)?;
     let path = path(env, &job, &step);
     let is_first_here = env.get("SLURM_LOCALID").is_some_and(|id| id.trim() == "0");
-    let file = Delivered(is_first_here.then(|| path.clone()));
+    let file = BroadcastFile(is_first_here.then(|| path.clone()));
     let deadline = deadline.min(Instant::now() + LIMIT);
     if let Some(text) = text {
         send(&sbcast, &format!("{job}.{step}"), text, &path, deadline)?;
@@ -283,8 +283,8 @@ mod tests {
     use crate::place::tests::env_of as env;
     use std::os::unix::fs::PermissionsExt;
 
-    fn waiting() -> Waiting {
-        Waiting {
+    fn waiting() -> WaitNotice {
+        WaitNotice {
             started: Instant::now(),
             is_told: true,
             engine: "Slurm",

@@ -14,7 +14,7 @@ use crate::report::{join, rank_list};
 
 /// The findings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Story {
+pub struct Diagnosis {
     /// All of it in one sentence.
     pub sentence: String,
     /// Generation of the process group.
@@ -51,7 +51,7 @@ pub struct Arrivals {
 }
 
 /// One rank's collectives in the group that matters.
-struct View<'a> {
+struct RankTimeline<'a> {
     dump: &'a Dump,
     by_seq: BTreeMap<u64, &'a Entry>,
     done: Option<u64>,
@@ -61,8 +61,8 @@ struct View<'a> {
     elsewhere: Option<&'a Entry>,
 }
 
-impl<'a> View<'a> {
-    fn new(dump: &'a Dump, generation: u32, group: u32) -> View<'a> {
+impl<'a> RankTimeline<'a> {
+    fn new(dump: &'a Dump, generation: u32, group: u32) -> RankTimeline<'a> {
         let by_seq: BTreeMap<u64, &Entry> = collectives(dump, generation)
             .filter(|entry| entry.group == group)
             .filter_map(|entry| Some((entry.seq?, entry)))
@@ -77,7 +77,7 @@ impl<'a> View<'a> {
         let elsewhere = collectives(dump, generation)
             .filter(|entry| matches!(entry.state, State::Running | State::Aborted))
             .find(|entry| entry.group != group);
-        View {
+        RankTimeline {
             dump,
             by_seq,
             done,
@@ -141,7 +141,7 @@ fn doing(dump: &Dump, phase: &str, for_ms: u64) -> String {
     )
 }
 
-fn ranks_of<'a>(views: impl IntoIterator<Item = &'a &'a View<'a>>) -> Vec<usize> {
+fn ranks_of<'a>(views: impl IntoIterator<Item = &'a &'a RankTimeline<'a>>) -> Vec<usize> {
     views.into_iter().map(|view| view.rank()).collect()
 }
 
@@ -181,7 +181,7 @@ pub fn duration(ns: u64) -> String {
 }
 
 /// Says what happened, from at most one dump a rank.
-pub fn tell(dumps: &[Dump]) -> Story {
+pub fn tell(dumps: &[Dump]) -> Diagnosis {
     let generation = dumps.iter().map(|dump| dump.generation).max().unwrap_or(0);
     let (dumps, old): (Vec<&Dump>, Vec<&Dump>) =
         dumps.iter().partition(|dump| dump.generation == generation);
@@ -195,15 +195,15 @@ pub fn tell(dumps: &[Dump]) -> Story {
         .filter(|rank| is_member(*rank) && !has(*rank))
         .collect();
     let group = group_of_interest(&dumps, generation);
-    let views: Vec<View<'_>> = dumps
+    let views: Vec<RankTimeline<'_>> = dumps
         .iter()
-        .map(|dump| View::new(dump, generation, group))
+        .map(|dump| RankTimeline::new(dump, generation, group))
         .collect();
-    let mut story = Story {
+    let mut story = Diagnosis {
         generation,
         group,
         missing,
-        ..Story::default()
+        ..Diagnosis::default()
     };
     let plot = different_operations(&mut story, &views)
         .or_else(|| waiting(&mut story, &views))
@@ -233,8 +233,8 @@ fn group_of_interest(dumps: &[&Dump], generation: u32) -> u32 {
 }
 
 /// Different operations under one number: the first such number.
-fn different_operations(story: &mut Story, views: &[View<'_>]) -> Option<String> {
-    let mut first: BTreeMap<u64, (&View<'_>, &Entry)> = BTreeMap::new();
+fn different_operations(story: &mut Diagnosis, views: &[RankTimeline<'_>]) -> Option<String> {
+    let mut first: BTreeMap<u64, (&RankTimeline<'_>, &Entry)> = BTreeMap::new();
     let mut parted: Option<u64> = None;
     let key = |entry: &Entry| (entry.describe(), entry.method.clone());
     for view in views {
@@ -279,18 +279,18 @@ fn different_operations(story: &mut Story, views: &[View<'_>]) -> Option<String>
 }
 
 /// Some ranks are in an operation to which others have not come.
-fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
+fn waiting(story: &mut Diagnosis, views: &[RankTimeline<'_>]) -> Option<String> {
     let newest = views
         .iter()
         .filter_map(|view| Some((view.current?.seq?, view)))
         .max_by_key(|(seq, view)| (*seq, std::cmp::Reverse(view.rank())));
     let (seq, leader) = newest?;
     let what = named(leader.dump, leader.current?);
-    let is_dead = |view: &&View<'_>| view.dump.ended.is_some();
-    let inside: Vec<&View<'_>> = views.iter().filter(|view| view.is_in(seq)).collect();
+    let is_dead = |view: &&RankTimeline<'_>| view.dump.ended.is_some();
+    let inside: Vec<&RankTimeline<'_>> = views.iter().filter(|view| view.is_in(seq)).collect();
     let alive = ranks_of(inside.iter().filter(|view| !is_dead(view)));
-    let is_member = |view: &&View<'_>| story.group == 0 || !view.by_seq.is_empty();
-    let absent: Vec<&View<'_>> = views
+    let is_member = |view: &&RankTimeline<'_>| story.group == 0 || !view.by_seq.is_empty();
+    let absent: Vec<&RankTimeline<'_>> = views
         .iter()
         .filter(|view| is_dead(view) || !view.is_in(seq))
         .filter(|view| view.done.is_none_or(|done| done < seq))
@@ -324,7 +324,7 @@ fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
         // All came; they say themselves whom they wait for. But where a
         // connection broke, both its ends left, and the others wait for those
         // or for each other as it happens: the first failure tells then.
-        let broke = |view: &View<'_>| view.dump.failure == Some(Failure::PeerLost);
+        let broke = |view: &RankTimeline<'_>| view.dump.failure == Some(Failure::PeerLost);
         let mut votes: BTreeMap<usize, usize> = BTreeMap::new();
         let asked = if views.iter().any(broke) {
             &[][..]
@@ -349,12 +349,12 @@ fn waiting(story: &mut Story, views: &[View<'_>]) -> Option<String> {
     Some(parts.join("; "))
 }
 
-fn nothing_in_progress(views: &[View<'_>]) -> String {
+fn nothing_in_progress(views: &[RankTimeline<'_>]) -> String {
     let newest = views.iter().filter_map(|view| view.done).max();
     let Some(newest) = newest else {
         return "no operation was recorded".to_owned();
     };
-    let behind: Vec<&View<'_>> = views
+    let behind: Vec<&RankTimeline<'_>> = views
         .iter()
         .filter(|view| view.done != Some(newest) || view.dump.ended.is_some())
         .collect();
@@ -373,7 +373,7 @@ fn nothing_in_progress(views: &[View<'_>]) -> String {
     parts.join("; ")
 }
 
-fn notes(story: &mut Story, dumps: &[&Dump], old: &[&Dump]) {
+fn notes(story: &mut Diagnosis, dumps: &[&Dump], old: &[&Dump]) {
     // The first rank that failed knows why; the others only noticed.
     let first = dumps
         .iter()
@@ -408,7 +408,7 @@ fn notes(story: &mut Story, dumps: &[&Dump], old: &[&Dump]) {
 }
 
 /// Finds the last rank to arrive at each operation that all dumps have.
-fn arrivals(story: &mut Story, views: &[View<'_>]) {
+fn arrivals(story: &mut Diagnosis, views: &[RankTimeline<'_>]) {
     let Some((first, rest)) = views.split_first() else {
         return;
     };
@@ -416,7 +416,7 @@ fn arrivals(story: &mut Story, views: &[View<'_>]) {
         return;
     }
     let one_host = rest.iter().all(|view| view.dump.host == first.dump.host);
-    let came = |view: &View<'_>, seq: u64| -> Option<u64> {
+    let came = |view: &RankTimeline<'_>, seq: u64| -> Option<u64> {
         let started = view.by_seq.get(&seq)?.started_ns?;
         Some(if one_host {
             started

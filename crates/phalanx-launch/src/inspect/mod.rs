@@ -12,7 +12,7 @@ use phalanx_comm::recorder::Dump;
 
 use crate::error::Result;
 use crate::{say, system};
-use analysis::Story;
+use analysis::Diagnosis;
 
 /// Arguments of `phalanx inspect`.
 #[derive(clap::Args, Debug)]
@@ -50,7 +50,7 @@ pub fn run(args: &InspectArgs) -> Result<()> {
     say::print(&render(&story, &found.dumps))
 }
 
-fn render(story: &Story, dumps: &[Dump]) -> String {
+fn render(story: &Diagnosis, dumps: &[Dump]) -> String {
     let mut text = format!("{}\n", story.sentence);
     for note in &story.notes {
         text.push_str(&format!("  {note}\n"));

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use phalanx_comm::recorder::{Dump, Entry, State};
 
-use super::analysis::{Story, duration};
+use super::analysis::{Diagnosis, duration};
 use crate::report::rank_list;
 
 /// Rows shown.
@@ -14,7 +14,7 @@ const ROWS: usize = 6;
 const COLUMNS: usize = 6;
 
 /// A table, or nothing when no collective was recorded.
-pub(super) fn last_operations(story: &Story, dumps: &[Dump]) -> String {
+pub(super) fn last_operations(story: &Diagnosis, dumps: &[Dump]) -> String {
     let mut rows: BTreeMap<u64, Vec<Option<&Entry>>> = BTreeMap::new();
     let dumps: Vec<&Dump> = dumps
         .iter()
@@ -115,7 +115,7 @@ fn cell(dump: &Dump, entry: Option<&Entry>) -> String {
 }
 
 /// `came last: rank 2 in 71 % of 4012 operations, 3.1 ms after the first; ...`.
-pub(super) fn slowest(story: &Story) -> Option<String> {
+pub(super) fn slowest(story: &Diagnosis) -> Option<String> {
     if story.compared == 0 {
         return None;
     }

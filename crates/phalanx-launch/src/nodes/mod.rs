@@ -42,7 +42,7 @@ use serde::{Deserialize, Serialize};
 use self::info::{compare, mixed, name_of};
 use self::pulse::{BEAT, BEAT_LIMIT, Pulse, SILENT, gone_key};
 use super::Event;
-use super::report::{ABORT_KEY, Verdict};
+use super::report::{ABORT_KEY, JobFailure};
 use crate::error::{Error, ErrorKind, Result};
 use crate::{lock, say, spawn, system};
 
@@ -124,7 +124,7 @@ pub fn join(
         // Its store would die with it.
         0 => None,
         _ => store
-            .leave_will(ABORT_KEY, &encode(&Verdict::of_killed(me, &info.host))?)
+            .leave_will(ABORT_KEY, &encode(&JobFailure::of_killed(me, &info.host))?)
             .map_err(lost_node_0)?,
     };
     let mine = encode(&info)?;
@@ -171,7 +171,7 @@ pub fn join(
         }
         Err(error) => {
             let message = format!("node {me} (host {}): {}", info.host, error.chain());
-            nodes.publish(&Verdict::new(error.exit_code(), me, message));
+            nodes.publish(&JobFailure::new(error.exit_code(), me, message));
             nodes.leave(total, Instant::now());
             if error.kind() == ErrorKind::Usage && nodes.server.is_some() {
                 tell::keep(nodes.store.clone(), nodes.server.take(), total);
@@ -338,7 +338,7 @@ impl Nodes {
             }
             missing = left;
             let verdict = self.store.try_get(ABORT_KEY).map_err(lost_node_0)?;
-            if let Some(verdict) = verdict.and_then(|bytes| decode::<Verdict>(&bytes)) {
+            if let Some(verdict) = verdict.and_then(|bytes| decode::<JobFailure>(&bytes)) {
                 return Err(verdict.into_error(None));
             }
             if let Some(error) = interrupted() {
@@ -443,14 +443,18 @@ impl Nodes {
             // Leaves the will before the first wait; the loop reports a failure.
             let _ = pulse.beat(&*store, me, Instant::now());
             let mut last = Instant::now();
-            let mut listen = || -> phalanx_store::Result<Option<Verdict>> {
+            let mut listen = || -> phalanx_store::Result<Option<JobFailure>> {
                 let code = ErrorKind::PeerLost.exit_code();
                 while !stop.load(Ordering::Relaxed) {
                     match store.get(ABORT_KEY, BEAT / 2) {
                         Ok(bytes) => {
-                            return Ok(Some(decode(&bytes).unwrap_or_else(|| Verdict {
+                            return Ok(Some(decode(&bytes).unwrap_or_else(|| JobFailure {
                                 echo: true,
-                                ..Verdict::new(code, me, "another node failed and gave no reason")
+                                ..JobFailure::new(
+                                    code,
+                                    me,
+                                    "another node failed and gave no reason",
+                                )
                             })));
                         }
                         Err(error) if error.kind() == StoreKind::Timeout => {
@@ -462,9 +466,9 @@ impl Nodes {
                     }
                     if let Some(node) = pulse.beat(&*store, me, Instant::now())? {
                         let perhaps = "the host or the network between is down";
-                        let verdict = Verdict {
+                        let verdict = JobFailure {
                             notes: vec![("perhaps".into(), perhaps.into())],
-                            ..Verdict::new(code, me, disconnected(&infos, node, BEAT_LIMIT))
+                            ..JobFailure::new(code, me, disconnected(&infos, node, BEAT_LIMIT))
                         };
                         let _ = verdict.publish(&store);
                     }
@@ -506,7 +510,7 @@ impl Nodes {
 
     /// Writes the verdict unless there is a better one, and gives back the
     /// one that holds.
-    pub fn publish(&self, verdict: &Verdict) -> Verdict {
+    pub fn publish(&self, verdict: &JobFailure) -> JobFailure {
         let stored = self.reachable(|store| verdict.publish(store));
         stored.unwrap_or_else(|| verdict.clone())
     }
@@ -556,7 +560,7 @@ impl Nodes {
     }
 
     /// The verdict that holds now.
-    pub fn verdict(&self) -> Option<Verdict> {
+    pub fn verdict(&self) -> Option<JobFailure> {
         decode(&self.reachable(|store| store.try_get(ABORT_KEY))??)
     }
 

@@ -14,7 +14,7 @@ use super::{LAST_WORDS, NodeInfo, NodeStore, decode, left_key, meeting_store, no
 use crate::error::{Error, ErrorKind, Result};
 use crate::flags::{LaunchCli, NodeFlags};
 use crate::place::{Env, Meeting, NodeQuery, is_under_launcher, rank_place, real_env};
-use crate::report::{Verdict, taken_apart};
+use crate::report::{JobFailure, taken_apart};
 use crate::{lock, say, signals, token};
 
 /// How long this node tries to reach node 0, and node 0 keeps its store for nodes that come later.
@@ -25,9 +25,9 @@ const LONGEST: usize = 4000;
 /// The launcher of this process has reached the store: the other nodes know of it.
 static HAS_JOINED: AtomicBool = AtomicBool::new(false);
 /// Node 0's store, which holds the reason why the job does not start.
-static KEPT: Mutex<Option<Kept>> = Mutex::new(None);
+static KEPT: Mutex<Option<HeldStore>> = Mutex::new(None);
 
-struct Kept {
+struct HeldStore {
     store: Arc<TcpStore>,
     _server: Option<TcpServer>,
     nodes: usize,
@@ -40,7 +40,7 @@ pub(super) fn has_joined() {
 
 /// Keeps the store of node 0 until [`tell`] is called.
 pub(super) fn keep(store: Arc<TcpStore>, server: Option<TcpServer>, nodes: usize) {
-    *lock(&KEPT) = Some(Kept {
+    *lock(&KEPT) = Some(HeldStore {
         store,
         _server: server,
         nodes,
@@ -108,10 +108,10 @@ pub(super) fn leave_word(
     let address = store
         .local_ip()
         .map_or(String::new(), |ip| format!(", {ip}"));
-    let verdict = Verdict {
+    let verdict = JobFailure {
         mistake: true,
         notes,
-        ..Verdict::new(
+        ..JobFailure::new(
             error.exit_code(),
             me.unwrap_or(usize::MAX),
             format!("{node} (host {host}{address}): {message}"),

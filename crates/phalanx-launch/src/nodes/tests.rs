@@ -183,7 +183,7 @@ fn is_known_to_be_gone(connections: usize) {
     });
     direct.wait(&["launch/node/1"], PATIENCE).unwrap();
     let _others = way.cut(connections);
-    let verdict: Verdict = decode(&direct.get(ABORT_KEY, PATIENCE).unwrap()).unwrap();
+    let verdict: JobFailure = decode(&direct.get(ABORT_KEY, PATIENCE).unwrap()).unwrap();
     assert_eq!(verdict.node, 1);
     assert!(joining.join().unwrap().is_err());
 }
