@@ -48,8 +48,8 @@ impl Error {
         Self::with(ErrorKind::Comm, what, Some(Cause::Comm(cause)))
     }
 
-    /// What another rank told.
-    pub(crate) fn told(kind: ErrorKind, message: String) -> Self {
+    /// The failure of another rank.
+    pub(crate) fn remote(kind: ErrorKind, message: String) -> Self {
         Self::with(kind, message, None)
     }
 

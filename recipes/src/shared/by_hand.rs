@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use phalanx_checkpoint as checkpoint;
 use phalanx_checkpoint::digest::optimizer_sha256;
 use phalanx_checkpoint::state::Place;
+use phalanx_checkpoint::{self as checkpoint, Outline, full_values};
 use phalanx_ddp::{DdpOptions, DistributedDataParallel, verify_equal};
 use phalanx_nn::Params;
 use phalanx_nn::optim::Sgd;
@@ -115,7 +115,7 @@ impl<'a> ByHand<'a> {
             data: "",
             steps: facts.steps,
             settings: shown,
-            params: &params,
+            params: params.infos(),
             frozen: &[],
             labels: &LabelArgs::default(),
         };
@@ -214,7 +214,9 @@ impl<'a> ByHand<'a> {
             return Ok(ctx.group.barrier()?);
         }
         self.saving.finish()?;
-        self.output.save_weights(&self.params)?;
+        let outline = Outline::of(&self.params);
+        let values = &mut |tensor| Ok(full_values(&self.params, tensor));
+        self.output.save_weights(&outline, values)?;
         self.log.finish();
         self.output
             .save_summary(&self.summary(&digest, optimizer))?;

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use phalanx_base::files::as_typed;
 use phalanx_checkpoint::state::{Folder, Manifest, Place, State};
 use phalanx_ddp::{DdpState, DistributedDataParallel, HookState};
+use phalanx_global::GlobalParams;
 use phalanx_nn::Params;
+use phalanx_nn::optim::Optimizer;
 use serde::Deserialize;
 
 use super::history::Hook;
@@ -228,13 +230,36 @@ impl Resumed {
         let Some(state) = &self.state else {
             return Ok(());
         };
-        state.restore_params(params).map_err(|error| {
-            let (error, changed) = (error, self.changed(settings));
-            match changed.is_empty() {
-                true => error,
-                false => error.into_usage().note("changed", changed.join("\n")),
-            }
+        let restored = state.restore_params(params);
+        restored.map_err(|error| self.another_model(error, settings))
+    }
+
+    /// Loads parameters and optimizer of a mesh: rank 0 reads a tensor at a time, and each rank gets its parts. *Blocks*
+    /// until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// As [`params`](Self::params) and [`update`](Self::update), on all ranks.
+    pub(crate) fn mesh(
+        &self,
+        weights: &mut GlobalParams,
+        optimizer: &mut dyn Optimizer,
+        settings: &BTreeMap<String, String>,
+    ) -> Result<()> {
+        let loaded = weights.load_state(self.state.as_ref(), &self.manifest, optimizer);
+        loaded.map_err(|error| match error.kind() {
+            phalanx_global::ErrorKind::File => self.another_model(error.into(), settings),
+            phalanx_global::ErrorKind::Usage => self.another_optimizer(error.into(), settings),
+            _ => error.into(),
         })
+    }
+
+    fn another_model(&self, error: Error, settings: &BTreeMap<String, String>) -> Error {
+        let changed = self.changed(settings);
+        match changed.is_empty() {
+            true => error,
+            false => error.into_usage().note("changed", changed.join("\n")),
+        }
     }
 
     /// Sets the wrapper's state on all ranks. *Blocks* until all call it.
@@ -314,28 +339,11 @@ impl Resumed {
         update: &mut Update,
         settings: &BTreeMap<String, String>,
     ) -> Result<()> {
-        self.update_with(ctx, params, settings, |steps, updates, buffers| {
-            update.restore(steps, updates, buffers)
-        })
-    }
-
-    /// As [`update`](Self::update), of an optimizer whose state is split otherwise: `restore` gets its steps, the updates
-    /// of each parameter, and its buffers by name, laid out as the whole `params`.
-    ///
-    /// # Errors
-    ///
-    /// As [`update`](Self::update).
-    pub fn update_with(
-        &self,
-        ctx: &RankContext,
-        params: &Params,
-        settings: &BTreeMap<String, String>,
-        restore: impl FnOnce(u64, &[u64], &[(&str, &[f32])]) -> Result<()>,
-    ) -> Result<()> {
         let buffers = self.buffers(ctx, params)?;
         let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (&n[..], &v[..])).collect();
         let (steps, updates) = (self.manifest.optimizer_steps, self.manifest.updates(params));
-        restore(steps, &updates, &views).map_err(|cause| self.another_optimizer(cause, settings))
+        let restored = update.restore(steps, &updates, &views);
+        restored.map_err(|cause| self.another_optimizer(cause, settings))
     }
 
     fn another_optimizer(&self, cause: Error, settings: &BTreeMap<String, String>) -> Error {

@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use phalanx_base::env::real_env;
 use phalanx_base::files::as_typed;
-use phalanx_checkpoint as checkpoint;
 use phalanx_checkpoint::digest::MetricsDigest;
 use phalanx_checkpoint::state::Place;
 use phalanx_data::Dataset;
@@ -414,7 +413,6 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let mut params = scope.build()?;
         if let Some(resumed) = &resumed {
             resumed.check(&resumable)?;
-            resumed.params(&mut params, &shaping)?;
         } else {
             if let Some(init) = self.init {
                 init(&mut params)?;
@@ -433,6 +431,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let parts = Parts {
             ctx,
             settings,
+            resumed: resumed.as_ref().map(|resumed| (resumed, &shaping)),
             params,
             facts: &facts,
             frozen: &self.frozen,
@@ -490,8 +489,10 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         // A launcher looks for them, and for what a later attempt continues, in the run's folder.
         ctx.group.set_flight_dir(&run.join(crate::FLIGHT_DIR));
         output.begin(&run, &settings.saving)?;
-        let weights = checkpoint::weights_sha256(strategy.initial());
-        let initial = (ctx.is_main() && resumed.is_none()).then(|| weights.clone());
+        let weights = strategy.weights_sha256(ctx)?;
+        let initial = weights.clone().filter(|_| resumed.is_none());
+        let weights = weights.unwrap_or_default();
+        let infos = strategy.infos();
         let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
         let is_over = place.epoch as usize >= settings.epochs();
         // A program may have ended before its last epoch.
@@ -515,14 +516,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             only_evaluates: self.only_evaluates,
         };
         let description = strategy.describe(ctx, settings)?;
-        announce(
-            ctx,
-            settings,
-            &about,
-            strategy.initial(),
-            &description,
-            &output,
-        );
+        announce(ctx, settings, &about, &infos, &description, &output);
         let mut reporter = self.reporter;
         if !is_complete && !self.only_evaluates {
             reporter.trains(ctx, settings.epochs())?;
@@ -531,9 +525,22 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let history = resumed.as_ref().map(Resumed::history).transpose()?;
         let history = history.unwrap_or_default();
         let best = history.best();
-        let at_end = (place.step_in_epoch == 0).then_some(place.epoch as usize);
-        let begun = output.begin_best(ctx, best.as_ref(), at_end, strategy.initial());
-        saving.handle_weights_error("the best", begun)?;
+        let mut lacks_best = output.lacks_best(ctx, best.as_ref());
+        let at_end = place.step_in_epoch == 0;
+        if let Some(best) = best
+            .as_ref()
+            .filter(|best| at_end && best.epoch() as u64 == place.epoch)
+        {
+            // The weights now are the best; only rank 0 knows whether their file is missing.
+            let lacks = lacks_best.as_ref().is_ok_and(|lacks| *lacks);
+            if ctx.group.broadcast_object(Some(&lacks), 0)? {
+                let saved = strategy.gather_weights(ctx, |outline, values| {
+                    output.save_best(best, outline, values)
+                });
+                lacks_best = saved.map(|_| true);
+            }
+        }
+        saving.handle_weights_error("the best", lacks_best.map(drop))?;
         if let Some(resumed) = &resumed {
             announce_resumed(ctx, resumed, steps, settings.epochs(), is_complete);
             resumed.announce_changes(ctx, &shaping);
@@ -555,7 +562,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             data: &self.data,
             steps,
             settings: shown,
-            params: strategy.initial(),
+            params: &infos,
             frozen: &self.frozen,
             labels: &settings.labels,
         };
