@@ -202,8 +202,7 @@ impl<'a> ByHand<'a> {
         let digest = checkpoint::weights_digest(&self.params);
         verify_equal(&ctx.group, &self.params, digest)?;
         ctx.line(&last_line(&self.params))?;
-        // Its parts are gathered by all.
-        let optimizer = optimizer_sha256(self.update.state()?);
+        let optimizer = self.update.state(Vec::new())?.map(optimizer_sha256);
         let phase = ctx.phase("saving");
         if self.output.complete().is_some() {
             self.log.finish();
@@ -227,7 +226,7 @@ impl<'a> ByHand<'a> {
         Ok(())
     }
 
-    fn summary(&self, digest: &[u8], optimizer: String) -> Value {
+    fn summary(&self, digest: &[u8], optimizer: Option<String>) -> Value {
         json!({
             "recipe": self.facts.name,
             "version": env!("CARGO_PKG_VERSION"),

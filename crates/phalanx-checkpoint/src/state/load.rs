@@ -4,8 +4,8 @@ use std::collections::HashSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use phalanx_nn::Params;
 use phalanx_nn::optim::Optimizer;
+use phalanx_nn::{ParamInfo, Params};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
@@ -145,7 +145,15 @@ impl State {
     /// `Data` when the checkpoint belongs to another model or optimizer; `optimizer` is
     /// then unchanged.
     pub fn restore_optimizer(&self, params: &Params, optimizer: &mut dyn Optimizer) -> Result<()> {
-        let buffers = self.optimizer_buffers(params)?;
+        let mut buffers = Vec::new();
+        for buffer in &self.manifest.optimizer_buffers {
+            let mut flat = Vec::with_capacity(params.flat().len());
+            for info in params.infos() {
+                let region = info.region(&self.optimizer_values(buffer, info)?);
+                flat.extend(region.map_err(|e| Error::internal(e.to_string()).with_source(e))?);
+            }
+            buffers.push((&buffer[..], flat));
+        }
         let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (*n, &v[..])).collect();
         optimizer
             .restore(
@@ -159,27 +167,14 @@ impl State {
             })
     }
 
-    /// The optimizer's buffers by name, each laid out like [`Params::flat`] of `params`.
+    /// What the optimizer's `buffer` has of a parameter, in PyTorch's row-major order.
     ///
     /// # Errors
     ///
-    /// `Data` when the checkpoint belongs to another model.
-    pub fn optimizer_buffers(&self, params: &Params) -> Result<Vec<(&str, Vec<f32>)>> {
-        let mut as_params = params.clone();
-        let mut buffers = Vec::new();
-        for buffer in &self.manifest.optimizer_buffers {
-            as_params.flat_mut().fill(0.0);
-            for id in params.ids() {
-                let info = &params.infos()[id.index()];
-                let name = format!("{OPTIMIZER}{buffer}.{}", info.name);
-                let values = self.values(self.tensor(&name, &info.shape)?)?;
-                as_params.import(id, &values).map_err(|source| {
-                    Error::internal(format!("cannot import {name}: {source}")).with_source(source)
-                })?;
-            }
-            buffers.push((buffer.as_str(), as_params.flat().to_vec()));
-        }
-        Ok(buffers)
+    /// `Data` when the checkpoint belongs to another model; `System`.
+    pub fn optimizer_values(&self, buffer: &str, param: &ParamInfo) -> Result<Vec<f32>> {
+        let name = format!("{OPTIMIZER}{buffer}.{}", param.name);
+        self.values(self.tensor(&name, &param.shape)?)
     }
 
     /// Reads it tensor by tensor: `take` gets the values of parameters, buffers and the

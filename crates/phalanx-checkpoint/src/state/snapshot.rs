@@ -1,5 +1,6 @@
 //! A copy of a training's state.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io::Write;
 
@@ -34,7 +35,7 @@ impl Snapshot {
 
     /// As [`take`](Snapshot::take), reusing the memory of `old` if it is of the same model
     /// and optimizer: copying into touched memory is several times as fast as into new
-    /// memory.
+    /// memory. Buffers that `optimizer` owns are not copied.
     pub fn take_into<'a>(
         old: Option<Snapshot>,
         params: &Params,
@@ -60,20 +61,32 @@ impl Snapshot {
             }
             None => params.clone(),
         };
-        let buffers = optimizer.buffers.iter().map(|(name, values)| {
-            let at = old_buffers.iter().position(|(old, _)| old == name);
-            let mut memory = at.map_or(Vec::new(), |at| old_buffers.swap_remove(at).1);
-            memory.clear();
-            memory.extend_from_slice(values);
-            ((*name).to_owned(), memory)
-        });
-        let buffers = buffers.collect();
         let outline = Outline::of(&params);
+        let state = Streamed::new(outline, &optimizer, place, facts, progress);
+        let buffers = optimizer.buffers.into_iter().map(|(name, values)| {
+            let at = old_buffers.iter().position(|(old, _)| old == name);
+            let values = match values {
+                Cow::Owned(values) => values,
+                Cow::Borrowed(values) => {
+                    let mut memory = at.map_or(Vec::new(), |at| old_buffers.swap_remove(at).1);
+                    memory.clear();
+                    memory.extend_from_slice(values);
+                    memory
+                }
+            };
+            (name.to_owned(), values)
+        });
         Snapshot {
             params,
-            state: Streamed::new(outline, &optimizer, place, facts, progress),
-            optimizer: buffers,
+            optimizer: buffers.collect(),
+            state,
         }
+    }
+
+    /// The memory of the optimizer's buffers, which the snapshot no longer has.
+    pub fn take_memory(&mut self) -> Vec<Vec<f32>> {
+        let buffers = std::mem::take(&mut self.optimizer).into_iter();
+        buffers.map(|(_, values)| values).collect()
     }
 
     /// Replaces the values of the model's buffers (running statistics), in the layout of

@@ -437,11 +437,11 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
 const LINES: [(&str, usize); 20] = [
     ("phalanx", 387),
     ("phalanx-base", 1181),
-    ("phalanx-checkpoint", 3562),
+    ("phalanx-checkpoint", 3568),
     ("phalanx-cli", 4091),
     ("phalanx-comm", 20381),
     ("phalanx-data", 3632),
-    ("phalanx-ddp", 4799),
+    ("phalanx-ddp", 4787),
     ("phalanx-flow", 6845),
     ("phalanx-global", 4815),
     ("phalanx-http", 65),
@@ -452,7 +452,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1175),
     ("phalanx-store", 3369),
     ("phalanx-track", 3360),
-    ("phalanx-train", 7996),
+    ("phalanx-train", 8023),
     ("phalanx-wire", 1695),
     ("recipes", 3680),
 ];

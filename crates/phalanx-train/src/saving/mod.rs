@@ -226,7 +226,7 @@ impl<'a> Saving<'a> {
     /// After the first step of a run that saves on the way, when the optimizer has all
     /// its state: finds rank 0 the memory for a checkpoint, so that no later step has to
     /// wait while the system clears each of its pages. *Blocks* until all ranks call it, if
-    /// the optimizer is cut over them.
+    /// the optimizer is sharded.
     ///
     /// # Errors
     ///
@@ -235,10 +235,11 @@ impl<'a> Saving<'a> {
         if self.steps > 0 || self.args.save_every.is_none() {
             return Ok(());
         }
-        let optimizer = update.state()?;
-        let bytes = size_of_val(params.flat()) * (1 + optimizer.buffers.len());
+        let buffers = update.optimizer().state().len();
+        let bytes = size_of_val(params.flat()) * (1 + buffers);
         self.estimate = Duration::from_secs_f64(bytes as f64 / SLOW_DISK_BYTES);
-        if let Some(background) = &mut self.background {
+        let optimizer = update.state(Vec::new())?;
+        if let (Some(background), Some(optimizer)) = (&mut self.background, optimizer) {
             let (place, nothing) = (Place::default(), serde_json::Value::Null);
             let spare = Snapshot::take(params, optimizer, place, BTreeMap::new(), nothing);
             background.set_spare(spare);
@@ -273,11 +274,22 @@ impl<'a> Saving<'a> {
         place: Place,
         mut history: History,
     ) -> Result<()> {
+        // For its memory.
+        let (before, mut old) = match &mut self.background {
+            Some(background) => (background.wait(), background.spare()),
+            None => (Ok(None), None),
+        };
+        let memory = match (source.update, &mut old) {
+            (Update::Part(_), Some(old)) => old.take_memory(),
+            _ => Vec::new(),
+        };
         let mut more = Vec::new();
         let state = source.ddp.gather_state()?;
         history.skipped_steps = state.skipped_steps;
         history.hook = Hook::new(state, "", &mut more);
-        let (optimizer, mut saved) = joined_state(source.update, groups, source.params)?;
+        let joined = joined_state(source.update, groups, source.params, memory)?;
+        let (optimizer, mut saved) = joined.unzip();
+        let saved = saved.get_or_insert_default();
         if let Some(main) = saved.first_mut() {
             main.skipped_steps = history.skipped_steps;
             main.hook = history.hook.take();
@@ -287,14 +299,12 @@ impl<'a> Saving<'a> {
             saved.skipped_steps = state.skipped_steps;
             saved.hook = Hook::new(state, &group.name, &mut more);
         }
-        history.groups = saved;
-        let Some(background) = &mut self.background else {
+        history.groups = std::mem::take(saved);
+        let (Some(background), Some(optimizer)) = (&mut self.background, optimizer) else {
             return Ok(());
         };
         let progress = serde_json::to_value(&history).map_err(no_json)?;
-        // For its memory.
-        let before = background.wait();
-        let (old, facts, params) = (background.spare(), self.facts.clone(), source.params);
+        let (facts, params) = (self.facts.clone(), source.params);
         let mut snapshot = Snapshot::take_into(old, params, optimizer, place, facts, progress);
         if let Some(buffers) = source.buffers {
             snapshot = snapshot.with_buffers(buffers)?;

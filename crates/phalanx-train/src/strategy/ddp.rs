@@ -353,10 +353,9 @@ impl Strategy for Ddp {
     }
 
     fn optimizer_sha256(&mut self, _: &RankContext) -> Result<Option<String>> {
-        // Its parts are gathered by all.
         let (main, more) = (&self.groups[0].update, &self.groups[1..]);
-        let (state, _) = joined_state(main, more, &self.params)?;
-        Ok(Some(optimizer_sha256(state)))
+        let joined = joined_state(main, more, &self.params, Vec::new())?;
+        Ok(joined.map(|(state, _)| optimizer_sha256(state)))
     }
 
     fn skipped_steps(&self) -> u64 {
