@@ -393,7 +393,7 @@ impl GlobalParams {
         let outcome = write(&self.outline(), &mut |tensor| {
             self.gather(tensor, &state).map_err(|error| {
                 let text = error.to_string();
-                lost = Some(error);
+                lost = Some(error).filter(|error| error.kind() == ErrorKind::Comm);
                 std::io::Error::other(text)
             })
         });
@@ -493,12 +493,14 @@ impl GlobalParams {
 
     /// A full tensor, on rank 0.
     fn gather(&self, tensor: TensorId, state: &[(&str, &[f32])]) -> Result<Vec<f32>> {
-        if let TensorId::State { buffer, .. } = tensor
-            && buffer >= state.len()
-        {
-            return Err(Error::usage(format!(
-                "there is no optimizer's buffer {buffer}"
-            )));
+        let (params, buffers) = (self.local().len(), self.local().buffer_infos().len());
+        let exists = match tensor {
+            TensorId::Param(i) => i < params,
+            TensorId::Buffer(i) => i < buffers,
+            TensorId::State { buffer, param } => buffer < state.len() && param < params,
+        };
+        if !exists {
+            return Err(Error::usage(format!("there is no tensor {tensor:?}")));
         }
         self.broadcast_index(self.index_of(tensor))?;
         let own = self.part(tensor, state);

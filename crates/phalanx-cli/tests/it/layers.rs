@@ -443,7 +443,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-data", 3632),
     ("phalanx-ddp", 4787),
     ("phalanx-flow", 6845),
-    ("phalanx-global", 4815),
+    ("phalanx-global", 4817),
     ("phalanx-http", 65),
     ("phalanx-launch", 9891),
     ("phalanx-live", 1775),

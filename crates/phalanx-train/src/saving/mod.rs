@@ -1,9 +1,13 @@
-//! Resumable checkpoints of a running training: when one is taken, where the
-//! last one is found, and how a training goes on from it.
+//! Resumable checkpoints of a running training: when one is saved, where the
+//! last one is found, and how a training continues from it.
 //!
-//! Rank 0 reads and writes; the others hear of it, so only its host needs to
-//! see the folder. Ranks agree at the end of each step on what to do next:
-//! nothing, save, or save and stop, because somebody asked one of them to.
+//! Only rank 0 reads and writes files, so only its host needs the folder. Ranks
+//! agree at the end of each step on what to do next: nothing, save, or save and
+//! stop, because a signal or a flag asked one of them to.
+//!
+//! With DDP rank 0 copies the state, and saves the copy while training continues.
+//! On a mesh no rank has all of it: rank 0 writes the file a tensor at a time, and
+//! the ranks send their parts.
 
 pub(crate) mod args;
 mod due;
