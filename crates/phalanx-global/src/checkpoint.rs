@@ -355,7 +355,15 @@ impl GlobalParams {
             other => other,
         };
         let failure = mine.as_ref().err().map(Failure::of);
-        let all = self.group().all_gather_object(&failure).map_err(failed)?;
+        let all = match (
+            self.group().all_gather_object(&failure),
+            mine.as_ref().err(),
+        ) {
+            (Ok(all), _) => all,
+            // A rank that has seen the failure may have left already.
+            (Err(_), Some(_)) => return mine,
+            (Err(lost), None) => return Err(failed(lost)),
+        };
         let first = all
             .iter()
             .enumerate()
@@ -381,7 +389,7 @@ impl GlobalParams {
         write: impl FnOnce(&Outline, &mut Values<'_>) -> phalanx_base::Result<R>,
     ) -> Result<Option<R>> {
         let state = optimizer.map_or(Vec::new(), |optimizer| optimizer.state());
-        self.compared(call, optimizer.and_then(|o| self.is_of_others(o)))?;
+        self.compared(call, optimizer.and_then(|o| self.optimizer_mismatch(o)))?;
         if self.group().rank() != 0 {
             while let Some(tensor) = self.next_tensor(state.len())? {
                 self.send_part(tensor, &state)?;
@@ -401,7 +409,7 @@ impl GlobalParams {
     }
 
     /// Why `optimizer` cannot be the one of these parameters.
-    fn is_of_others(&self, optimizer: &dyn Optimizer) -> Option<String> {
+    fn optimizer_mismatch(&self, optimizer: &dyn Optimizer) -> Option<String> {
         let (elements, params) = (self.local().flat().len(), self.local().len());
         let state = optimizer.state();
         let wrong = match state.iter().find(|(_, values)| values.len() != elements) {

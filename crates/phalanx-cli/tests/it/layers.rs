@@ -443,7 +443,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-data", 3632),
     ("phalanx-ddp", 4787),
     ("phalanx-flow", 6845),
-    ("phalanx-global", 4817),
+    ("phalanx-global", 4824),
     ("phalanx-http", 65),
     ("phalanx-launch", 9891),
     ("phalanx-live", 1775),
@@ -452,7 +452,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1175),
     ("phalanx-store", 3369),
     ("phalanx-track", 3360),
-    ("phalanx-train", 8023),
+    ("phalanx-train", 8020),
     ("phalanx-wire", 1695),
     ("recipes", 3680),
 ];

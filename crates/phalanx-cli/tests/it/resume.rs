@@ -1260,7 +1260,6 @@ fn a_disk_too_small_ends_the_training_or_is_warned_of() {
         assert!(text.lines().any(|line| line == "left"), "{text}");
         if name == "mesh-stop" {
             assert!(text.contains("error: rank 0 (pid "), "{text}");
-            assert!(text.contains("rank 1 exited with code 3"), "{text}");
         }
         let summary = dir.path().join(name).join("summary.json");
         assert_eq!(summary.exists(), policy == "warn");

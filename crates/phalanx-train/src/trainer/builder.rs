@@ -525,22 +525,19 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let history = resumed.as_ref().map(Resumed::history).transpose()?;
         let history = history.unwrap_or_default();
         let best = history.best();
-        let mut lacks_best = output.lacks_best(ctx, best.as_ref());
-        let at_end = place.step_in_epoch == 0;
-        if let Some(best) = best
-            .as_ref()
-            .filter(|best| at_end && best.epoch() as u64 == place.epoch)
-        {
-            // The weights now are the best; only rank 0 knows whether their file is missing.
-            let lacks = lacks_best.as_ref().is_ok_and(|lacks| *lacks);
-            if ctx.group.broadcast_object(Some(&lacks), 0)? {
-                let saved = strategy.gather_weights(ctx, |outline, values| {
-                    output.save_best(best, outline, values)
-                });
-                lacks_best = saved.map(|_| true);
-            }
-        }
+        // Only rank 0 knows whether the file of the best weights is missing. It is written if they are the weights now.
+        let lacks_best = output.lacks_best(ctx, best.as_ref());
+        let lacks = lacks_best.as_ref().is_ok_and(|lacks| *lacks);
         saving.handle_weights_error("the best", lacks_best.map(drop))?;
+        let epoch = (place.step_in_epoch == 0).then_some(place.epoch as usize);
+        if let Some(best) = best.as_ref().filter(|best| Some(best.epoch()) == epoch)
+            && ctx.group.broadcast_object(Some(&lacks), 0)?
+        {
+            strategy.gather_weights(ctx, |outline, values| {
+                let saved = output.save_best(best, outline, values);
+                saving.handle_weights_error("the best", saved)
+            })?;
+        }
         if let Some(resumed) = &resumed {
             announce_resumed(ctx, resumed, steps, settings.epochs(), is_complete);
             resumed.announce_changes(ctx, &shaping);
