@@ -119,7 +119,7 @@ pub fn train(
     }
     let whole = match args.sample {
         0 => None,
-        _ => trainer.full_params()?.filter(|_| ctx.is_main()).cloned(),
+        _ => trainer.full_params()?,
     };
     if let Some(whole) = whole {
         let _phase = ctx.phase("evaluating");

@@ -1,21 +1,18 @@
 //! SHA-256 of the optimizer's state and of metrics, to compare runs bit for bit.
 
+use phalanx_base::{Error, Result};
+use phalanx_nn::ParamInfo;
 use sha2::{Digest, Sha256};
 
 use crate::state::OptimizerState;
+use crate::weights::{TensorId, little_endian};
 
 /// SHA-256 of an optimizer's state, in hexadecimal: the number of steps (u64), the number
 /// of updates of each parameter (u64) unless all are equal to it, then name and float32
 /// values of each buffer, in the optimizer's order and memory layout, little-endian.
 pub fn optimizer_sha256<'a>(optimizer: impl Into<OptimizerState<'a>>) -> String {
     let state = optimizer.into();
-    let mut hash = Sha256::new();
-    hash.update(state.steps.to_le_bytes());
-    if state.updates.iter().any(|count| *count != state.steps) {
-        for count in state.updates.iter() {
-            hash.update(count.to_le_bytes());
-        }
-    }
+    let mut hash = hash_of_counts(&state);
     for (name, values) in &state.buffers {
         hash.update(name.as_bytes());
         for value in values.iter() {
@@ -23,6 +20,40 @@ pub fn optimizer_sha256<'a>(optimizer: impl Into<OptimizerState<'a>>) -> String 
         }
     }
     hex::encode(hash.finalize())
+}
+
+/// As [`optimizer_sha256`], of an optimizer of `params` whose buffers `values` returns a parameter at a time: in full,
+/// and in PyTorch's order. Of `state` only the counts and the names of its buffers are used.
+///
+/// # Errors
+///
+/// Those of `values`; `Internal` when the number of values does not match a parameter's shape.
+pub fn optimizer_sha256_with(
+    state: &OptimizerState<'_>,
+    params: &[ParamInfo],
+    mut values: impl FnMut(TensorId) -> std::io::Result<Vec<f32>>,
+) -> Result<String> {
+    let mut hash = hash_of_counts(state);
+    for (buffer, (name, _)) in state.buffers.iter().enumerate() {
+        hash.update(name.as_bytes());
+        for (param, info) in params.iter().enumerate() {
+            let region = info.region(&values(TensorId::State { buffer, param })?);
+            let region = region.map_err(|e| Error::internal(e.to_string()).with_source(e))?;
+            hash.update(little_endian(&region));
+        }
+    }
+    Ok(hex::encode(hash.finalize()))
+}
+
+fn hash_of_counts(state: &OptimizerState<'_>) -> Sha256 {
+    let mut hash = Sha256::new();
+    hash.update(state.steps.to_le_bytes());
+    if state.updates.iter().any(|count| *count != state.steps) {
+        for count in state.updates.iter() {
+            hash.update(count.to_le_bytes());
+        }
+    }
+    hash
 }
 
 /// SHA-256 of a sequence of metrics.

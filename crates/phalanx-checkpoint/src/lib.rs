@@ -20,6 +20,7 @@ mod weights;
 
 pub use load::{Loaded, load_params, read_each, read_metadata, read_tensors};
 pub use weights::{
-    Outline, Piece, first_not_finite, save_params, save_params_with, save_pth, save_pth_with,
-    save_tensors, weights_digest, weights_sha256, write_params, write_pth,
+    Outline, TensorId, Values, full_values, save_params, save_params_with, save_pth, save_pth_with,
+    save_tensors, weights_digest, weights_digest_with, weights_sha256, write_params_with,
+    write_pth_with,
 };

@@ -10,7 +10,7 @@ use safetensors::Dtype;
 
 use crate::pth::{DType, LEGACY_START, PthFile, Saved, ZIP_START, strip_module};
 use crate::state::{MODEL, State};
-use crate::weights::{Outline, Piece, TensorsFile, put};
+use crate::weights::{Outline, TensorId, TensorsFile, put};
 use phalanx_base::files::open_regular;
 use phalanx_base::text::one_line;
 use phalanx_base::{Error, Result};
@@ -50,16 +50,12 @@ struct Found<'a> {
 pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
     let outline = Outline::of(params);
     let mut all = Vec::new();
-    let loaded = read_each(path, &outline, |piece, values| {
-        all.push((piece, values));
+    let loaded = read_each(path, &outline, |tensor, values| {
+        all.push((tensor, values));
         Ok(())
     })?;
-    for (piece, values) in all {
-        let name = match piece {
-            Piece::Buffer(i) => &outline.buffers()[i].0,
-            Piece::Param(i) | Piece::State { param: i, .. } => &outline.params()[i].0,
-        };
-        put(params, name, &values)?;
+    for (tensor, values) in all {
+        put(params, outline.name(tensor), &values)?;
     }
     Ok(loaded)
 }
@@ -236,12 +232,12 @@ fn dtype(of: Dtype) -> Option<DType> {
 pub fn read_each(
     path: &Path,
     outline: &Outline,
-    mut take: impl FnMut(Piece, Vec<f32>) -> Result<()>,
+    mut take: impl FnMut(TensorId, Vec<f32>) -> Result<()>,
 ) -> Result<Loaded> {
     let each = |found: AllFound<'_>| {
         let found = found.into_iter().collect();
-        for (piece, dtype, found) in matched(path, outline, &found)? {
-            take(piece, dtype.to_f32(&(found.bytes)()?))?;
+        for (tensor, dtype, found) in matched(path, outline, &found)? {
+            take(tensor, dtype.to_f32(&(found.bytes)()?))?;
         }
         Ok(())
     };
@@ -253,7 +249,7 @@ fn matched<'f, 'a>(
     path: &Path,
     outline: &Outline,
     found: &'f HashMap<String, Found<'a>>,
-) -> Result<Vec<(Piece, DType, &'f Found<'a>)>> {
+) -> Result<Vec<(TensorId, DType, &'f Found<'a>)>> {
     let expected = outline.by_name();
     let missing: Vec<&str> = expected
         .iter()
@@ -282,17 +278,17 @@ fn matched<'f, 'a>(
         )));
     }
     let mut all = Vec::with_capacity(expected.len());
-    for (piece, (name, shape)) in expected {
+    for (tensor, (name, shape)) in expected {
         let Some(found) = found.get(name) else {
             continue;
         };
         // Only buffers such as counts may be integers.
-        let is_parameter = matches!(piece, Piece::Param(_));
+        let is_parameter = matches!(tensor, TensorId::Param(_));
         let dtype = found
             .dtype
             .filter(|dtype| dtype.is_float() || !is_parameter);
         match dtype {
-            Some(dtype) if found.shape == *shape => all.push((piece, dtype, found)),
+            Some(dtype) if found.shape == *shape => all.push((tensor, dtype, found)),
             _ => {
                 return Err(Error::data(format!(
                     "{}: {name} is {} of shape {:?}, the model has F32 of shape {shape:?}",

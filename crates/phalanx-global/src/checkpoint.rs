@@ -1,9 +1,8 @@
 //! Checkpoints and files of weights that do not depend on the mesh.
 //!
-//! A file has full tensors in PyTorch's order, as a training on one rank writes it. Rank 0 reads and
-//! writes, so only its host needs to see the file, and has one full tensor at a time in memory. It
-//! calls the other ranks to each tensor: those that have parts send them, or all get theirs. So a
-//! failure of rank 0 ends the calls, and then all ranks agree on the outcome.
+//! A file has full tensors in PyTorch's order, as a training on one rank writes it. Only rank 0 reads and writes files, and
+//! it has one full tensor in memory at a time. For each tensor it broadcasts an index; then the ranks send it their parts, or
+//! it sends each rank its part. An index of -1 ends this, also after a failure of rank 0, and all ranks agree on the outcome.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -14,7 +13,7 @@ use std::time::Duration;
 use phalanx_checkpoint::state::{
     Folder, Manifest, OptimizerState, Place, SavedCheckpoint, State, Streamed,
 };
-use phalanx_checkpoint::{self as checkpoint, Loaded, Outline, Piece};
+use phalanx_checkpoint::{self as checkpoint, Loaded, Outline, TensorId, Values};
 use phalanx_comm::ProcessGroup;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{BufferId, ParamId, ParamInfo, Params};
@@ -30,7 +29,7 @@ use crate::sbp::Sbp;
 /// How long the other ranks wait for rank 0's disk, beyond their deadline.
 const DISK: Duration = Duration::from_secs(3600);
 
-/// Rank 0 calls for no more tensors.
+/// The index after the last tensor.
 const END: i64 = -1;
 
 /// What a checkpoint has besides tensors and the optimizer's counts.
@@ -48,7 +47,7 @@ pub struct CheckpointInfo {
 }
 
 /// A checkpoint that was loaded.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Checkpoint {
     /// Its manifest: where the training continues, and what was saved besides tensors.
@@ -62,7 +61,7 @@ pub struct Checkpoint {
 /// What ranks compare before they save or load.
 #[derive(Serialize, Deserialize)]
 struct Summary {
-    /// What this rank does.
+    /// What this rank calls.
     call: String,
     /// A hash of names, shapes and layouts.
     model: u64,
@@ -72,21 +71,9 @@ struct Summary {
 
 /// A failure, for other ranks.
 #[derive(Serialize, Deserialize)]
-struct Told {
+struct Failure {
     kind: u8,
     text: String,
-}
-
-/// What rank 0 found.
-#[derive(Serialize, Deserialize)]
-enum Opened {
-    Nothing,
-    Failed(Told),
-    Found {
-        manifest: Box<Manifest>,
-        path: String,
-        warnings: Vec<String>,
-    },
 }
 
 /// Kinds of failures that one rank has alone.
@@ -97,10 +84,10 @@ const KINDS: [ErrorKind; 4] = [
     ErrorKind::Engine,
 ];
 
-impl Told {
+impl Failure {
     fn of(error: &Error) -> Self {
         let kind = KINDS.iter().position(|k| *k == error.kind()).unwrap_or(0);
-        Told {
+        Failure {
             kind: kind as u8,
             text: error.to_string(),
         }
@@ -108,7 +95,7 @@ impl Told {
 
     fn error(&self) -> Error {
         let kind = KINDS.get(usize::from(self.kind));
-        Error::told(kind.copied().unwrap_or(ErrorKind::File), self.text.clone())
+        Error::remote(kind.copied().unwrap_or(ErrorKind::File), self.text.clone())
     }
 }
 
@@ -156,38 +143,21 @@ impl GlobalParams {
     ) -> Result<SavedCheckpoint> {
         let state = optimizer.state();
         let names: Vec<&str> = state.iter().map(|(name, _)| *name).collect();
-        let elements = self.local().flat().len();
-        let wrong = match state.iter().find(|(_, values)| values.len() != elements) {
-            Some((name, values)) => Some(format!(
-                "the optimizer's {name} has {} elements, the parameters {elements}; save the optimizer of these parameters",
-                values.len()
-            )),
-            None if optimizer.updates().len() != self.local().len() => Some(format!(
-                "the optimizer counts the updates of {} parameters, expected {}; save the optimizer of these parameters",
-                optimizer.updates().len(),
-                self.local().len()
-            )),
-            None => None,
-        };
         let call = format!(
             "save step {} (optimizer: {} steps, {names:?})",
             info.place.step,
             optimizer.steps()
         );
-        self.compared(call, wrong)?;
-        let streamed = || {
+        let saved = self.gathered(call, Some(optimizer), |outline, values| {
             // Rank 0 has elements of each parameter, so it counts all updates.
             let counts = OptimizerState::from(optimizer);
             let (facts, progress) = (info.facts.clone(), info.progress.clone());
-            Streamed::new(self.outline(), &counts, info.place, facts, progress)
-                .with_metadata(info.metadata.clone())
-        };
-        let saved = self.written(&state, |values| folder.save_streamed(&streamed(), values))?;
+            let state = Streamed::new(outline.clone(), &counts, info.place, facts, progress)
+                .with_metadata(info.metadata.clone());
+            folder.save_streamed(&state, values)
+        })?;
         let not_finite = saved.as_ref().map(|saved| &saved.not_finite);
-        let not_finite = self
-            .group()
-            .broadcast_object(not_finite, 0)
-            .map_err(failed)?;
+        let not_finite = (self.group().broadcast_object(not_finite, 0)).map_err(failed)?;
         Ok(saved.unwrap_or_else(|| {
             let name = phalanx_checkpoint::state::manifest_name(info.place.step);
             SavedCheckpoint {
@@ -212,8 +182,24 @@ impl GlobalParams {
     /// `Mismatch` when ranks have different models. `Comm` when a collective fails.
     pub fn load(&mut self, path: &Path, optimizer: &mut dyn Optimizer) -> Result<Checkpoint> {
         let open = || State::load(path).map(|state| (Some(state), Vec::new()));
-        let loaded = self.resumed("load", open, optimizer)?;
+        let loaded = self.loaded("load", open, optimizer)?;
         loaded.ok_or_else(|| Error::usage(format!("no checkpoint {}", path.display())))
+    }
+
+    /// As [`load`](Self::load), a checkpoint that rank 0 has opened: `state` is only used there, `manifest` on all ranks.
+    ///
+    /// *Blocks until* all ranks of the mesh call it.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_state(
+        &mut self,
+        state: Option<&State>,
+        manifest: &Manifest,
+        optimizer: &mut dyn Optimizer,
+    ) -> Result<()> {
+        self.compared("load a checkpoint".to_owned(), None)?;
+        self.restored(state, manifest, optimizer)
     }
 
     /// As [`load`](Self::load), the newest complete checkpoint in `folder` with finite weights, or else the newest
@@ -228,7 +214,7 @@ impl GlobalParams {
         folder: &Folder,
         optimizer: &mut dyn Optimizer,
     ) -> Result<Option<Checkpoint>> {
-        self.resumed("load the newest", || folder.newest(), optimizer)
+        self.loaded("load the newest", || folder.newest(), optimizer)
     }
 
     /// Writes the full model to `path` as `torch.save(model.state_dict())` does.
@@ -242,11 +228,10 @@ impl GlobalParams {
     /// # Errors
     /// As [`save`](Self::save).
     pub fn save_pth(&self, path: &Path) -> Result<()> {
-        self.compared("save_pth".to_owned(), None)?;
-        self.written(&[], |values| {
-            checkpoint::save_pth_with(path, &self.outline(), values)
+        self.gathered("save_pth".to_owned(), None, |outline, values| {
+            checkpoint::save_pth_with(path, outline, values)
         })
-        .map(|_| ())
+        .map(drop)
     }
 
     /// Writes the full model to `path` as safetensors, as [`save_pth`](Self::save_pth) does in
@@ -258,11 +243,26 @@ impl GlobalParams {
     /// # Errors
     /// As [`save`](Self::save).
     pub fn save_weights(&self, path: &Path, metadata: &BTreeMap<String, String>) -> Result<()> {
-        self.compared("save_weights".to_owned(), None)?;
-        self.written(&[], |values| {
-            checkpoint::save_params_with(path, &self.outline(), metadata, values)
+        self.gathered("save_weights".to_owned(), None, |outline, values| {
+            checkpoint::save_params_with(path, outline, metadata, values)
         })
-        .map(|_| ())
+        .map(drop)
+    }
+
+    /// Runs `write` on rank 0, which may ask for any parameter and buffer, and for the state of `optimizer`, in full: only
+    /// one tensor at a time is in its memory. Of buffers it gets its own values. Returns the result of `write` on rank 0,
+    /// `None` on other ranks.
+    ///
+    /// *Blocks until* all ranks of the mesh call it, and `write` has returned.
+    ///
+    /// # Errors
+    /// On all ranks alike: `File` when `write` fails; otherwise as [`save`](Self::save).
+    pub fn gather_each<R>(
+        &self,
+        optimizer: Option<&dyn Optimizer>,
+        write: impl FnOnce(&Outline, &mut Values<'_>) -> phalanx_base::Result<R>,
+    ) -> Result<Option<R>> {
+        self.gathered("gather tensors".to_owned(), optimizer, write)
     }
 
     /// Loads parameters and buffers from a file of the full model: PyTorch's `.pth`, safetensors
@@ -279,7 +279,8 @@ impl GlobalParams {
     pub fn load_weights(&mut self, path: &Path) -> Result<Loaded> {
         self.compared("load_weights".to_owned(), None)?;
         let outline = self.outline();
-        let (staged, loaded) = self.read(0, |take| checkpoint::read_each(path, &outline, take))?;
+        let (staged, loaded) =
+            self.scattered(0, |take| checkpoint::read_each(path, &outline, take))?;
         let said = loaded.map(|l| (l.metadata, l.warnings));
         let (metadata, warnings) = (self.group())
             .broadcast_object(said.as_ref(), 0)
@@ -294,19 +295,17 @@ impl GlobalParams {
 
     /// Names and shapes of the full tensors.
     fn outline(&self) -> Outline {
-        let local = self.local();
-        let params = local.ids().zip(local.infos());
-        let buffers = local.buffer_infos().iter();
-        let named = |info: &ParamInfo, shape: &[usize]| (info.name.clone(), shape.to_vec());
+        let named = |infos: &[ParamInfo]| {
+            let all = infos.iter().map(|i| (i.name.clone(), i.shape.clone()));
+            all.collect()
+        };
         Outline::new(
-            params
-                .map(|(id, info)| named(info, self.layout(id).shape()))
-                .collect(),
-            buffers.map(|info| named(info, &info.shape)).collect(),
+            named(&self.full_infos()),
+            named(self.local().buffer_infos()),
         )
     }
 
-    /// What all ranks are about to do, which must be the same.
+    /// Checks that all ranks call the same function, with the same model. `wrong` is why this rank cannot take part.
     fn compared(&self, call: String, wrong: Option<String>) -> Result<()> {
         // The ranks run the same program, so equal values have equal hashes.
         let mut model = DefaultHasher::new();
@@ -351,113 +350,138 @@ impl GlobalParams {
     /// The outcome of all ranks: the first failure, on all of them, or this rank's value.
     fn agreed<T>(&self, mine: Result<T>) -> Result<T> {
         let mine = match mine {
-            // Nobody can be told.
+            // The other ranks cannot be reached.
             Err(error) if error.kind() == ErrorKind::Comm => return Err(error),
             other => other,
         };
-        let told = mine.as_ref().err().map(Told::of);
-        let all = self.group().all_gather_object(&told).map_err(failed)?;
+        let failure = mine.as_ref().err().map(Failure::of);
+        let all = match (
+            self.group().all_gather_object(&failure),
+            mine.as_ref().err(),
+        ) {
+            (Ok(all), _) => all,
+            // A rank that has seen the failure may have left already.
+            (Err(_), Some(_)) => return mine,
+            (Err(lost), None) => return Err(failed(lost)),
+        };
         let first = all
             .iter()
             .enumerate()
-            .find_map(|(rank, told)| Some((rank, told.as_ref()?)));
+            .find_map(|(rank, failure)| Some((rank, failure.as_ref()?)));
         let own = self.group().rank();
         match (first, mine) {
             (None, mine) => mine,
-            (Some((rank, told)), Err(error)) if rank == own => {
-                Err(error.with_message(self.on_rank(rank, &told.text)))
+            (Some((rank, failure)), Err(error)) if rank == own => {
+                Err(error.with_message(self.on_rank(rank, &failure.text)))
             }
-            (Some((rank, told)), _) => {
-                let text = self.on_rank(rank, &told.text);
-                Err(told.error().with_message(text))
+            (Some((rank, failure)), _) => {
+                let text = self.on_rank(rank, &failure.text);
+                Err(failure.error().with_message(text))
             }
         }
     }
 
-    /// Saves by `write` on rank 0, which asks for tensors; `state` are the optimizer's buffers.
-    fn written<R>(
+    /// [`gather_each`](Self::gather_each) for `call`.
+    fn gathered<R>(
         &self,
-        state: &[(&str, &[f32])],
-        write: impl FnOnce(
-            &mut dyn FnMut(Piece) -> std::io::Result<Vec<f32>>,
-        ) -> phalanx_base::Result<R>,
+        call: String,
+        optimizer: Option<&dyn Optimizer>,
+        write: impl FnOnce(&Outline, &mut Values<'_>) -> phalanx_base::Result<R>,
     ) -> Result<Option<R>> {
+        let state = optimizer.map_or(Vec::new(), |optimizer| optimizer.state());
+        self.compared(call, optimizer.and_then(|o| self.optimizer_mismatch(o)))?;
         if self.group().rank() != 0 {
-            while let Some(piece) = self.called(state.len())? {
-                self.give(piece, state)?;
+            while let Some(tensor) = self.next_tensor(state.len())? {
+                self.send_part(tensor, &state)?;
             }
             return self.agreed(Ok(None));
         }
         let _phase = self.group().phase("saving", DISK);
         let mut lost = None;
-        let outcome = write(&mut |piece| {
-            self.collect(piece, state).map_err(|error| {
+        let outcome = write(&self.outline(), &mut |tensor| {
+            self.gather(tensor, &state).map_err(|error| {
                 let text = error.to_string();
-                lost = Some(error);
+                lost = Some(error).filter(|error| error.kind() == ErrorKind::Comm);
                 std::io::Error::other(text)
             })
         });
         self.agreed(self.ended(outcome, lost).map(Some))
     }
 
-    /// Tells the others that rank 0 calls for no more tensors; `lost` is a failure of the
-    /// communication, which `outcome` only repeats.
+    /// Why `optimizer` cannot be the one of these parameters.
+    fn optimizer_mismatch(&self, optimizer: &dyn Optimizer) -> Option<String> {
+        let (elements, params) = (self.local().flat().len(), self.local().len());
+        let state = optimizer.state();
+        let wrong = match state.iter().find(|(_, values)| values.len() != elements) {
+            Some((name, values)) => format!(
+                "the optimizer's {name} has {} elements, the parameters {elements}",
+                values.len()
+            ),
+            None if optimizer.updates().len() != params => format!(
+                "the optimizer counts the updates of {} parameters, expected {params}",
+                optimizer.updates().len()
+            ),
+            None => return None,
+        };
+        Some(format!("{wrong}; save the optimizer of these parameters"))
+    }
+
+    /// Ends the tensors on all ranks, on rank 0; `lost` is a failure of the communication, which `outcome` only repeats.
     fn ended<R>(&self, outcome: phalanx_base::Result<R>, lost: Option<Error>) -> Result<R> {
         if let Some(error) = lost {
             return Err(error);
         }
-        self.call(END)?;
+        self.broadcast_index(END)?;
         outcome.map_err(Error::from)
     }
 
-    /// Rank 0's number of the next tensor on all ranks.
-    fn call(&self, number: i64) -> Result<i64> {
-        let mut numbers = [number];
-        self.group().broadcast(&mut numbers, 0).map_err(failed)?;
-        Ok(numbers[0])
+    /// Rank 0's index of the next tensor on all ranks.
+    fn broadcast_index(&self, index: i64) -> Result<i64> {
+        let mut indices = [index];
+        self.group().broadcast(&mut indices, 0).map_err(failed)?;
+        Ok(indices[0])
     }
 
-    fn number(&self, piece: Piece) -> i64 {
+    fn index_of(&self, tensor: TensorId) -> i64 {
         let (params, buffers) = (self.local().len(), self.local().buffer_infos().len());
-        let number = match piece {
-            Piece::Param(i) => i,
-            Piece::Buffer(i) => params + i,
-            Piece::State { buffer, param } => params + buffers + buffer * params + param,
+        let index = match tensor {
+            TensorId::Param(i) => i,
+            TensorId::Buffer(i) => params + i,
+            TensorId::State { buffer, param } => params + buffers + buffer * params + param,
         };
-        number as i64
+        index as i64
     }
 
-    /// The tensor that rank 0 calls for, on other ranks; none at the end. The optimizer has `state`
-    /// buffers.
-    fn called(&self, state: usize) -> Result<Option<Piece>> {
-        let number = self.call(END)?;
-        if number == END {
+    /// Rank 0's next tensor, on other ranks; none at the end. The optimizer has `state` buffers.
+    fn next_tensor(&self, state: usize) -> Result<Option<TensorId>> {
+        let index = self.broadcast_index(END)?;
+        if index == END {
             return Ok(None);
         }
         let (params, buffers) = (self.local().len(), self.local().buffer_infos().len());
-        let piece = match usize::try_from(number).unwrap_or(usize::MAX) {
-            i if i < params => Piece::Param(i),
-            i if i - params < buffers => Piece::Buffer(i - params),
-            i if i - params - buffers < state * params => Piece::State {
+        let tensor = match usize::try_from(index).unwrap_or(usize::MAX) {
+            i if i < params => TensorId::Param(i),
+            i if i - params < buffers => TensorId::Buffer(i - params),
+            i if i - params - buffers < state * params => TensorId::State {
                 buffer: (i - params - buffers) / params,
                 param: (i - params - buffers) % params,
             },
             _ => {
                 return Err(Error::mismatch(format!(
-                    "rank 0 calls for tensor {number}, which this rank does not have"
+                    "rank 0 asks for tensor {index}, which this rank does not have"
                 )));
             }
         };
-        Ok(Some(piece))
+        Ok(Some(tensor))
     }
 
     /// This rank's part of a tensor.
-    fn part(&self, piece: Piece, state: &[(&str, &[f32])]) -> Vec<f32> {
+    fn part(&self, tensor: TensorId, state: &[(&str, &[f32])]) -> Vec<f32> {
         let mut part = Vec::new();
-        match piece {
-            Piece::Param(i) => part = self.local().export(param(self.local(), i)),
-            Piece::Buffer(i) => part.extend(self.local().buffer(buffer(self.local(), i))),
-            Piece::State { buffer, param: i } => {
+        match tensor {
+            TensorId::Param(i) => part = self.local().export(param(self.local(), i)),
+            TensorId::Buffer(i) => part.extend(self.local().buffer(buffer(self.local(), i))),
+            TensorId::State { buffer, param: i } => {
                 let id = param(self.local(), i);
                 self.local().export_of(id, state[buffer].1, &mut part);
             }
@@ -465,21 +489,30 @@ impl GlobalParams {
         part
     }
 
-    /// How a tensor lies; none for buffers, which are whole.
-    fn lies(&self, piece: Piece) -> Option<&Layout> {
-        match piece {
-            Piece::Param(i) | Piece::State { param: i, .. } => {
+    /// The layout of a tensor; none of buffers, which every rank has in full.
+    fn layout_of(&self, tensor: TensorId) -> Option<&Layout> {
+        match tensor {
+            TensorId::Param(i) | TensorId::State { param: i, .. } => {
                 Some(self.layout(param(self.local(), i)))
             }
-            Piece::Buffer(_) => None,
+            TensorId::Buffer(_) => None,
         }
     }
 
     /// A full tensor, on rank 0.
-    fn collect(&self, piece: Piece, state: &[(&str, &[f32])]) -> Result<Vec<f32>> {
-        self.call(self.number(piece))?;
-        let own = self.part(piece, state);
-        let Some(layout) = self.lies(piece) else {
+    fn gather(&self, tensor: TensorId, state: &[(&str, &[f32])]) -> Result<Vec<f32>> {
+        let (params, buffers) = (self.local().len(), self.local().buffer_infos().len());
+        let exists = match tensor {
+            TensorId::Param(i) => i < params,
+            TensorId::Buffer(i) => i < buffers,
+            TensorId::State { buffer, param } => buffer < state.len() && param < params,
+        };
+        if !exists {
+            return Err(Error::usage(format!("there is no tensor {tensor:?}")));
+        }
+        self.broadcast_index(self.index_of(tensor))?;
+        let own = self.part(tensor, state);
+        let Some(layout) = self.layout_of(tensor) else {
             return Ok(own);
         };
         let owners = owners(layout);
@@ -504,23 +537,23 @@ impl GlobalParams {
         Ok(full)
     }
 
-    /// Sends this rank's part of it to rank 0, if that has none like it.
-    fn give(&self, piece: Piece, state: &[(&str, &[f32])]) -> Result<()> {
-        match self.lies(piece) {
+    /// Sends this rank's part of a tensor to rank 0, unless a lower rank has the same part.
+    fn send_part(&self, tensor: TensorId, state: &[(&str, &[f32])]) -> Result<()> {
+        match self.layout_of(tensor) {
             Some(layout) if owners(layout).contains(&self.group().rank()) => {
-                let part = self.part(piece, state);
+                let part = self.part(tensor, state);
                 self.group().send(&part, 0).map_err(failed)
             }
             _ => Ok(()),
         }
     }
 
-    /// Gives all ranks their parts of a full tensor, on rank 0; returns its own.
-    fn spread(&self, piece: Piece, mut values: Vec<f32>) -> Result<Vec<f32>> {
-        // Nothing may fail between the call and what follows it.
-        let expected = match (self.lies(piece), piece) {
+    /// Sends all ranks their parts of a full tensor, on rank 0; returns its own.
+    fn scatter(&self, tensor: TensorId, mut values: Vec<f32>) -> Result<Vec<f32>> {
+        // Nothing may fail between the index and what follows it.
+        let expected = match (self.layout_of(tensor), tensor) {
             (Some(layout), _) => layout.numel(),
-            (None, Piece::Buffer(i)) => self.local().buffer_infos()[i].len,
+            (None, TensorId::Buffer(i)) => self.local().buffer_infos()[i].len,
             (None, _) => 0,
         };
         if values.len() != expected {
@@ -529,8 +562,9 @@ impl GlobalParams {
                 values.len()
             )));
         }
-        self.call(self.number(piece))?;
-        let Some(layout) = self.lies(piece).filter(|layout| !is_whole(layout)) else {
+        self.broadcast_index(self.index_of(tensor))?;
+        let layout = self.layout_of(tensor);
+        let Some(layout) = layout.filter(|layout| !is_whole(layout)) else {
             self.group().broadcast(&mut values, 0).map_err(failed)?;
             return Ok(values);
         };
@@ -544,12 +578,12 @@ impl GlobalParams {
         Ok(boxing::slice(&values, &whole, &layout.block(0)))
     }
 
-    /// This rank's part of a tensor that rank 0 spreads, on other ranks.
-    fn receive(&self, piece: Piece) -> Result<Vec<f32>> {
+    /// This rank's part of a tensor that rank 0 scatters, on other ranks.
+    fn receive(&self, tensor: TensorId) -> Result<Vec<f32>> {
         let (group, rank) = (self.group(), self.group().rank());
-        let (len, is_whole) = match (self.lies(piece), piece) {
+        let (len, is_whole) = match (self.layout_of(tensor), tensor) {
             (Some(layout), _) => (layout.numel_of(rank), is_whole(layout)),
-            (None, Piece::Buffer(i)) => (self.local().buffer_infos()[i].len, true),
+            (None, TensorId::Buffer(i)) => (self.local().buffer_infos()[i].len, true),
             (None, _) => (0, true),
         };
         let mut part = vec![0.0; len];
@@ -561,21 +595,20 @@ impl GlobalParams {
         Ok(part)
     }
 
-    /// Reads by `read` on rank 0, which hands out tensors; the optimizer has `state` buffers. What
-    /// was read is staged on all ranks.
-    fn read<R>(
+    /// Reads by `read` on rank 0, which passes tensors on; the optimizer has `state` buffers. Returns this rank's parts.
+    fn scattered<R>(
         &self,
         state: usize,
         read: impl FnOnce(
-            &mut dyn FnMut(Piece, Vec<f32>) -> phalanx_base::Result<()>,
+            &mut dyn FnMut(TensorId, Vec<f32>) -> phalanx_base::Result<()>,
         ) -> phalanx_base::Result<R>,
     ) -> Result<(Staged, Option<R>)> {
         let mut staged = Staged::new(self.local(), state);
         if self.group().rank() != 0 {
             let mut outcome = Ok(());
-            while let Some(piece) = self.called(state)? {
-                let part = self.receive(piece)?;
-                outcome = outcome.and_then(|()| staged.put(piece, &part));
+            while let Some(tensor) = self.next_tensor(state)? {
+                let part = self.receive(tensor)?;
+                outcome = outcome.and_then(|()| staged.put(tensor, &part));
             }
             self.agreed(outcome)?;
             return Ok((staged, None));
@@ -583,18 +616,18 @@ impl GlobalParams {
         let _phase = self.group().phase("loading", DISK);
         let mut lost = None;
         let mut wrong = None;
-        let outcome = read(&mut |piece, values| {
+        let outcome = read(&mut |tensor, values| {
             let put = |error: Error, to: &mut Option<Error>| {
                 let text = error.to_string();
                 *to = Some(error);
                 phalanx_base::Error::new(phalanx_base::ErrorKind::Internal, text)
             };
-            let part = self.spread(piece, values).map_err(|error| {
+            let part = self.scatter(tensor, values).map_err(|error| {
                 let is_lost = error.kind() == ErrorKind::Comm;
                 put(error, if is_lost { &mut lost } else { &mut wrong })
             })?;
             staged
-                .put(piece, &part)
+                .put(tensor, &part)
                 .map_err(|error| put(error, &mut wrong))
         });
         let outcome = self.ended(outcome, lost);
@@ -606,70 +639,56 @@ impl GlobalParams {
         Ok((staged, Some(read)))
     }
 
-    fn resumed(
+    /// Loads the checkpoint that `open` finds on rank 0, if there is one.
+    fn loaded(
         &mut self,
         call: &str,
         open: impl FnOnce() -> phalanx_base::Result<(Option<State>, Vec<String>)>,
         optimizer: &mut dyn Optimizer,
     ) -> Result<Option<Checkpoint>> {
         self.compared(call.to_owned(), None)?;
-        let outline = self.outline();
-        let (mut state, mut own) = (None, None);
-        let opened = (self.group().rank() == 0).then(|| {
-            let _phase = self.group().phase("loading", DISK);
-            let found = open().and_then(|(found, mut warnings)| {
-                if let Some(state) = &found {
-                    state.check(&outline)?;
-                    warnings.extend(state.warning());
-                }
-                Ok((found, warnings))
-            });
-            match found {
-                Ok((None, _)) => Opened::Nothing,
-                Ok((Some(found), warnings)) => {
-                    let manifest = Box::new(found.manifest().clone());
-                    let path = found.path().to_string_lossy().into_owned();
-                    state = Some(found);
-                    Opened::Found {
-                        manifest,
-                        path,
-                        warnings,
-                    }
-                }
-                Err(error) => {
-                    let error = Error::from(error);
-                    let told = Told::of(&error);
-                    own = Some(error);
-                    Opened::Failed(told)
-                }
+        let opened = match self.group().rank() {
+            0 => {
+                let _phase = self.group().phase("loading", DISK);
+                open().map_err(Error::from)
             }
-        });
-        let opened = self.group().broadcast_object(opened.as_ref(), 0);
-        let (manifest, path, warnings) = match opened.map_err(failed)? {
-            Opened::Nothing => return Ok(None),
-            Opened::Failed(told) => {
-                let error = own.unwrap_or_else(|| told.error());
-                return Err(error.with_message(self.on_rank(0, &told.text)));
-            }
-            Opened::Found {
-                manifest,
-                path,
-                warnings,
-            } => (*manifest, path, warnings),
+            _ => Ok((None, Vec::new())),
         };
+        let (state, mut warnings) = self.agreed(opened)?;
+        warnings.extend(state.as_ref().and_then(State::warning));
+        let found = state.as_ref().map(|state| Checkpoint {
+            manifest: state.manifest().clone(),
+            path: state.path().to_owned(),
+            warnings,
+        });
+        let found: Option<Checkpoint> =
+            (self.group().broadcast_object(Some(&found), 0)).map_err(failed)?;
+        if let Some(found) = &found {
+            self.restored(state.as_ref(), &found.manifest, optimizer)?;
+        }
+        Ok(found)
+    }
+
+    fn restored(
+        &mut self,
+        state: Option<&State>,
+        manifest: &Manifest,
+        optimizer: &mut dyn Optimizer,
+    ) -> Result<()> {
+        let outline = self.outline();
         let buffers = &manifest.optimizer_buffers;
-        let (staged, _) = self.read(buffers.len(), |take| match &state {
+        let (staged, _) = self.scattered(buffers.len(), |take| match state {
             Some(state) => state.read_each(&outline, take),
-            None => Ok(()),
+            None => Err(phalanx_base::Error::usage("rank 0 has no checkpoint")),
         })?;
-        let old = Saved::of(optimizer);
+        let old = OptimizerCopy::of(optimizer);
         let flats = staged.state.iter().map(Params::flat);
         let views: Vec<(&str, &[f32])> = buffers.iter().map(|b| &b[..]).zip(flats).collect();
         let updates = manifest.updates(self.local());
         let restored = optimizer.restore(manifest.optimizer_steps, &updates, &views);
         let is_new = restored.is_ok();
-        let restored =
-            restored.map_err(|e| Error::usage(format!("{path}: it is of another optimizer: {e}")));
+        let restored = restored
+            .map_err(|e| Error::usage(format!("the checkpoint is of another optimizer: {e}")));
         if let Err(error) = self.agreed(restored) {
             if is_new {
                 old.put_back(optimizer)?;
@@ -677,11 +696,7 @@ impl GlobalParams {
             return Err(error);
         }
         *self.local_mut() = staged.params;
-        Ok(Some(Checkpoint {
-            manifest,
-            path: path.into(),
-            warnings,
-        }))
+        Ok(())
     }
 }
 
@@ -702,14 +717,14 @@ impl Staged {
         }
     }
 
-    fn put(&mut self, piece: Piece, part: &[f32]) -> Result<()> {
-        match piece {
-            Piece::Param(i) => self.params.import(param(&self.params, i), part)?,
-            Piece::Buffer(i) => {
+    fn put(&mut self, tensor: TensorId, part: &[f32]) -> Result<()> {
+        match tensor {
+            TensorId::Param(i) => self.params.import(param(&self.params, i), part)?,
+            TensorId::Buffer(i) => {
                 let id = buffer(&self.params, i);
                 self.params.buffer_mut(id).copy_from_slice(part);
             }
-            Piece::State { buffer, param: i } => {
+            TensorId::State { buffer, param: i } => {
                 let to = &mut self.state[buffer];
                 to.import(param(to, i), part)?;
             }
@@ -718,17 +733,17 @@ impl Staged {
     }
 }
 
-/// An optimizer's state.
-struct Saved {
+/// A copy of an optimizer's state.
+struct OptimizerCopy {
     steps: u64,
     updates: Vec<u64>,
     buffers: Vec<(&'static str, Vec<f32>)>,
 }
 
-impl Saved {
+impl OptimizerCopy {
     fn of(optimizer: &dyn Optimizer) -> Self {
         let buffers = optimizer.state().into_iter();
-        Saved {
+        OptimizerCopy {
             steps: optimizer.steps(),
             updates: optimizer.updates().to_vec(),
             buffers: buffers
@@ -745,7 +760,7 @@ impl Saved {
 }
 
 fn failed(cause: phalanx_comm::Error) -> Error {
-    Error::comm_while("the ranks' parts of a checkpoint did not travel", cause)
+    Error::comm_while("the ranks' parts of a tensor could not be exchanged", cause)
 }
 
 /// The parameter with this index, which the model has.

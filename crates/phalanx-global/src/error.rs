@@ -48,8 +48,8 @@ impl Error {
         Self::with(ErrorKind::Comm, what, Some(Cause::Comm(cause)))
     }
 
-    /// What another rank told.
-    pub(crate) fn told(kind: ErrorKind, message: String) -> Self {
+    /// The failure of another rank.
+    pub(crate) fn remote(kind: ErrorKind, message: String) -> Self {
         Self::with(kind, message, None)
     }
 
@@ -123,6 +123,8 @@ impl From<Error> for phalanx_base::Error {
         let kind = match (&error.source, error.kind) {
             (Some(Cause::Comm(comm)), _) => Self::from(comm.clone()).kind(),
             (_, ErrorKind::Usage) => Kind::Usage,
+            // Of a file that another rank could not read or write.
+            (None, ErrorKind::File) => Kind::PeerLost,
             _ => Kind::Failed,
         };
         Self::from_library(kind, error)

@@ -17,6 +17,9 @@ use crate::prefetch::Prefetch;
 use crate::sbp::Sbp;
 use crate::step::GlobalStep;
 
+/// Elements of a line: each parameter begins with one.
+const LINE_ELEMS: usize = 16;
+
 /// The parameters of a model as global tensors: this rank's parts, and their layouts.
 ///
 /// Buffers (running statistics) are whole on every rank.
@@ -219,6 +222,25 @@ impl GlobalParams {
         &self.layouts[id.index()]
     }
 
+    /// The parameters in full, as [`Params::infos`] has them on one rank.
+    pub fn full_infos(&self) -> Vec<ParamInfo> {
+        let mut offset = 0;
+        let full = |(info, layout): (&ParamInfo, &Layout)| {
+            let mut info = info.clone();
+            info.shape = layout.shape().to_vec();
+            info.len = layout.numel();
+            info.offset = offset;
+            offset += info.len.next_multiple_of(LINE_ELEMS);
+            info
+        };
+        self.local
+            .infos()
+            .iter()
+            .zip(&self.layouts)
+            .map(full)
+            .collect()
+    }
+
     /// Gradients of this rank's parts.
     pub fn grads(&self) -> GlobalGrads {
         GlobalGrads::new(self)
@@ -262,25 +284,6 @@ impl GlobalParams {
         let mut part = Vec::new();
         self.local.export_of(id, flat, &mut part);
         self.plans.get(layout, &whole)?.run(&self.placement, &part)
-    }
-
-    /// This rank's part of a parameter's values, given in full and in PyTorch's order.
-    ///
-    /// # Errors
-    /// `Usage` when `values` has another length than the parameter.
-    pub fn part_of(&self, id: ParamId, values: &[f32]) -> Result<Vec<f32>> {
-        let layout = self.layout(id);
-        if values.len() != layout.numel() {
-            return Err(Error::usage(format!(
-                "parameter {} has {} elements, got {}",
-                self.local.infos()[id.index()].name,
-                layout.numel(),
-                values.len()
-            )));
-        }
-        let full: Vec<_> = layout.shape().iter().map(|n| 0..*n).collect();
-        let block = layout.block(self.placement.rank());
-        Ok(boxing::slice(values, &full, &block))
     }
 
     pub(crate) fn engine_layout(&self, id: ParamId) -> Result<&Rc<Layout>> {

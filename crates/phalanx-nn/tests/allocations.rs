@@ -1,33 +1,14 @@
 //! Whole steps, counted by the allocator itself: in steady state nobody asks it.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
+#[allow(dead_code, reason = "other tests use the rest")]
+#[path = "../../phalanx-comm/tests/counting/mod.rs"]
+mod counting;
 
 use phalanx_nn::models::{CifarResNet, MnistCnn, MobileNetV2};
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::{Grads, Precision, Result, Scope, Seed, StepKey, Tape, Tensor, Threads};
 
-struct Counting;
-
-thread_local! {
-    static ASKED: Cell<u64> = const { Cell::new(0) };
-}
-
-// SAFETY: everything is passed on to the system's allocator; counting allocates nothing.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ASKED.set(ASKED.get() + 1);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
+use counting::requests;
 
 /// Requests of each of some steps.
 fn count(
@@ -46,7 +27,7 @@ fn count(
     let images = vec![0.25; 2 * h * w * c];
     (0..5)
         .map(|i| {
-            let before = ASKED.get();
+            let before = requests();
             let step = tape.step(&params, StepKey::new(0, i));
             let x = step.input(&images, &[2, h, w, c]).unwrap();
             let loss = model.loss(x, &[1, 2]).unwrap();
@@ -54,7 +35,7 @@ fn count(
             drop(step);
             tape.update_buffers(&mut params).unwrap();
             sgd.step(&mut params, &grads).unwrap();
-            ASKED.get() - before
+            requests() - before
         })
         .collect()
 }

@@ -4,10 +4,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use phalanx_base::files::{Dir, as_typed, atomic_write};
-use phalanx_checkpoint as checkpoint;
 use phalanx_checkpoint::state::{Folder, Place};
+use phalanx_checkpoint::{self as checkpoint, Outline, Values};
 use phalanx_data::metrics::{MetricsLog, write_summary_in};
-use phalanx_nn::Params;
 use phalanx_report::Resumption;
 use phalanx_report::{PICTURES_FILE, REPORT_FILE};
 use phalanx_track::EVENT_FILE_PREFIX;
@@ -343,44 +342,60 @@ impl Output {
     /// # Errors
     ///
     /// Those of writing.
-    pub fn save_epoch(&mut self, epoch: usize, params: &Params) -> Result<()> {
+    pub fn save_epoch(
+        &mut self,
+        epoch: usize,
+        outline: &Outline,
+        values: &mut Values<'_>,
+    ) -> Result<()> {
         if self.files.each_epoch {
-            self.save(
-                &Files::epoch(epoch),
-                params,
-                &[("epoch", epoch.to_string())],
-            )?;
+            let about = [("epoch", epoch.to_string())];
+            self.save(&Files::epoch(epoch), outline, values, &about)?;
         }
         Ok(())
     }
 
-    /// Saves the weights at the end, where the program does so.
+    /// Saves the weights at the end, where the program does so: those of `outline`, which `values` returns a tensor at a
+    /// time.
     ///
     /// # Errors
     ///
-    /// Those of writing.
-    pub fn save_weights(&mut self, params: &Params) -> Result<()> {
+    /// Those of writing, and of `values`.
+    pub fn save_weights(&mut self, outline: &Outline, values: &mut Values<'_>) -> Result<()> {
         match self.files.weights.clone() {
-            Some(name) => self.save(&name, params, &[]),
+            Some(name) => self.save(&name, outline, values, &[]),
             None => Ok(()),
         }
     }
 
-    fn save(&mut self, name: &str, params: &Params, more: &[(&str, String)]) -> Result<()> {
+    fn save(
+        &mut self,
+        name: &str,
+        outline: &Outline,
+        values: &mut Values<'_>,
+        more: &[(&str, String)],
+    ) -> Result<()> {
         if let Some(dir) = &self.opened {
-            if let Some(tensor) = checkpoint::first_not_finite(params) {
-                say::note(format_args!(
-                    "warning: {name} gets infinite or NaN weights (first in {tensor})"
-                ));
-            }
             let mut metadata = self.files.metadata();
             metadata.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
-            dir.write(name, |out| checkpoint::write_params(out, params, &metadata))?;
+            let mut not_finite = None;
+            dir.write(name, |out| {
+                not_finite = checkpoint::write_params_with(out, outline, &metadata, &mut *values)?;
+                Ok(())
+            })?;
+            if let Some(tensor) = not_finite {
+                say::note(format_args!(
+                    "warning: {name} gets infinite or NaN weights (first in {})",
+                    outline.name(tensor)
+                ));
+            }
             let pytorch = pytorch(Path::new(name));
             let pytorch = pytorch.to_string_lossy();
             let root = Path::new(name).file_stem().unwrap_or_default();
             let root = root.to_string_lossy();
-            let saved = dir.write(&*pytorch, |out| checkpoint::write_pth(out, &root, params));
+            let saved = dir.write(&*pytorch, |out| {
+                checkpoint::write_pth_with(out, &root, outline, values)
+            });
             if let Err(error) = saved {
                 // What lies there is of other weights than the file beside it.
                 let _ = dir.remove(&pytorch);
@@ -396,29 +411,27 @@ impl Output {
     /// # Errors
     ///
     /// Those of writing.
-    pub fn save_best(&mut self, best: &BestEpoch, params: &Params) -> Result<()> {
+    pub fn save_best(
+        &mut self,
+        best: &BestEpoch,
+        outline: &Outline,
+        values: &mut Values<'_>,
+    ) -> Result<()> {
         let saved = self.saved.clone();
-        let outcome = self.save(BEST_FILE, params, &best.metadata());
+        let outcome = self.save(BEST_FILE, outline, values, &best.metadata());
         self.saved = saved;
         outcome
     }
 
-    /// Before the first step: sees to it that the file of the best weights is that of `best`, the best epoch until
-    /// here, or is not there. One of a branch that this run leaves is renamed to `aside-best`. `params` are those of the
-    /// end of epoch `epoch`, if the run begins at one.
+    /// Before the first step: whether the file of the best weights, those of `best`, is missing. One of a branch that
+    /// this run leaves is renamed to `aside-best`. Only rank 0 looks.
     ///
     /// # Errors
     ///
-    /// Those of writing.
-    pub fn begin_best(
-        &mut self,
-        ctx: &RankContext,
-        best: Option<&BestEpoch>,
-        epoch: Option<usize>,
-        params: &Params,
-    ) -> Result<()> {
+    /// Those of renaming.
+    pub fn lacks_best(&self, ctx: &RankContext, best: Option<&BestEpoch>) -> Result<bool> {
         let Some(dir) = self.opened.as_ref().filter(|_| self.complete.is_none()) else {
-            return Ok(());
+            return Ok(false);
         };
         let path = dir.path().join(BEST_FILE);
         if path.is_file() {
@@ -429,7 +442,7 @@ impl Output {
                     .all(|(name, value)| there.get(*name) == Some(value))
             };
             if best.is_some_and(is_its) {
-                return Ok(());
+                return Ok(false);
             }
             for (from, to) in [(BEST_FILE, ASIDE_BEST_FILE), ("best.pth", "aside-best.pth")] {
                 if dir.has(from) {
@@ -440,10 +453,7 @@ impl Output {
                 "set aside {BEST_FILE}, of a branch that this run leaves, as {ASIDE_BEST_FILE}"
             ));
         }
-        match best {
-            Some(best) if Some(best.epoch()) == epoch => self.save_best(best, params),
-            _ => Ok(()),
-        }
+        Ok(best.is_some())
     }
 
     /// Saves the list of accuracies, where the document has one.

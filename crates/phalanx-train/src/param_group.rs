@@ -49,7 +49,8 @@ pub(crate) fn split(params: &Params, names: &[&str]) -> Result<Vec<Vec<ParamId>>
 }
 
 /// The state of all optimizers as if they were one, and what else is saved of each: `main`'s and
-/// that of `more` groups, if there are any. Each parameter's part is that of its own optimizer.
+/// that of `more` groups, if there are any. Each parameter's part is that of its own optimizer. Where each rank has a
+/// part of the state, only rank 0 gets it; it is put into `memory`.
 ///
 /// # Errors
 ///
@@ -58,14 +59,19 @@ pub(crate) fn joined_state<'a>(
     main: &'a Update,
     more: &'a [ParamGroup],
     params: &Params,
-) -> Result<(OptimizerState<'a>, Vec<SavedGroup>)> {
-    let mut joined = main.state()?;
+    memory: Vec<Vec<f32>>,
+) -> Result<Option<(OptimizerState<'a>, Vec<SavedGroup>)>> {
+    let states = more.iter().map(|group| group.update.state(Vec::new()));
+    let joined = main.state(memory)?;
+    let states: Option<Vec<_>> = states.collect::<Result<_>>()?;
+    let (Some(mut joined), Some(states)) = (joined, states) else {
+        return Ok(None);
+    };
     if more.is_empty() {
-        return Ok((joined, Vec::new()));
+        return Ok(Some((joined, Vec::new())));
     }
     let mut saved = vec![SavedGroup::new("", &joined)];
-    for group in more {
-        let state = group.update.state()?;
+    for (group, state) in more.iter().zip(states) {
         saved.push(SavedGroup::new(&group.name, &state));
         for id in &group.params {
             joined.updates.to_mut()[id.index()] = state.updates[id.index()];
@@ -80,11 +86,11 @@ pub(crate) fn joined_state<'a>(
             copy_own(params, &group.params, values, joined.buffers[at].1.to_mut());
         }
     }
-    Ok((joined, saved))
+    Ok(Some((joined, saved)))
 }
 
 /// Copies the elements of the parameters `own`, in memory laid out like `params`.
-pub(crate) fn copy_own(params: &Params, own: &[ParamId], from: &[f32], to: &mut [f32]) {
+fn copy_own(params: &Params, own: &[ParamId], from: &[f32], to: &mut [f32]) {
     for id in own {
         let info = &params.infos()[id.index()];
         let range = info.offset..info.offset + info.len;

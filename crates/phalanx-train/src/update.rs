@@ -4,8 +4,8 @@ use std::borrow::Cow;
 
 use phalanx_checkpoint::state::OptimizerState;
 use phalanx_ddp::{DistributedDataParallel, ShardedOptimizer};
-use phalanx_nn::Params;
 use phalanx_nn::optim::{Optimizer, step_clipped};
+use phalanx_nn::{ParamId, Params};
 
 use crate::error::Result;
 
@@ -74,39 +74,62 @@ impl Update {
         }
     }
 
-    /// The state as one rank alone would have it. Where each rank has a part, it *blocks* until all ranks call it.
+    /// The state as one rank alone would have it. Where each rank has a part, only rank 0 gets it, and it *blocks* until
+    /// all ranks call it; it is put into `memory`, as far as there is any.
     ///
     /// # Errors
     ///
     /// Peers that are lost.
-    pub fn state(&self) -> Result<OptimizerState<'_>> {
+    pub fn state(&self, memory: Vec<Vec<f32>>) -> Result<Option<OptimizerState<'_>>> {
         Ok(match self {
-            Update::Whole(optimizer) => optimizer.as_ref().into(),
+            Update::Whole(optimizer) => Some(optimizer.as_ref().into()),
             Update::Part(optimizer) => {
-                let gathered = optimizer.gather_state()?.into_iter();
-                OptimizerState {
+                let updates = optimizer.gather_updates()?;
+                optimizer.gather_state(memory)?.map(|state| OptimizerState {
                     steps: optimizer.steps(),
-                    updates: Cow::Owned(optimizer.gather_updates()?),
-                    buffers: gathered.map(|(name, v)| (name, Cow::Owned(v))).collect(),
-                }
+                    updates: Cow::Owned(updates),
+                    buffers: (state.into_iter())
+                        .map(|(name, v)| (name, Cow::Owned(v)))
+                        .collect(),
+                })
             }
         })
     }
 
-    /// Puts a state back, at any number of ranks. Local.
+    /// Elements of a buffer of this rank's state, where `params` are all parameters.
+    pub(crate) fn part_len(&self, params: &Params) -> usize {
+        match self {
+            Update::Whole(_) => params.flat().len(),
+            Update::Part(optimizer) => optimizer.part_len(),
+        }
+    }
+
+    /// Copies what this rank needs of the state of parameter `id`, `values` in the engine's order, into its `part` of a
+    /// buffer.
+    pub(crate) fn copy_part(&self, params: &Params, id: ParamId, values: &[f32], part: &mut [f32]) {
+        match self {
+            Update::Whole(_) => {
+                let info = &params.infos()[id.index()];
+                part[info.offset..][..info.len].copy_from_slice(&values[..info.len]);
+            }
+            Update::Part(optimizer) => optimizer.copy_part(id, values, part),
+        }
+    }
+
+    /// Puts a state back, at any number of ranks; `parts` are this rank's parts of the buffers. Local.
     ///
     /// # Errors
     ///
     /// Usage, when it is another optimizer's.
-    pub fn restore(
+    pub(crate) fn restore(
         &mut self,
         steps: u64,
         updates: &[u64],
-        buffers: &[(&str, &[f32])],
+        parts: &[(&str, &[f32])],
     ) -> Result<()> {
         match self {
-            Update::Whole(optimizer) => optimizer.restore(steps, updates, buffers)?,
-            Update::Part(optimizer) => optimizer.restore(steps, updates, buffers)?,
+            Update::Whole(optimizer) => optimizer.restore(steps, updates, parts)?,
+            Update::Part(optimizer) => optimizer.restore(steps, updates, parts)?,
         }
         Ok(())
     }

@@ -31,7 +31,7 @@ pub use file::PthFile;
 pub(crate) use file::strip_module;
 pub use tensor::{DType, Tensor};
 pub use value::Value;
-pub(crate) use write::{Head, save_state_dict_with};
+pub(crate) use write::{Head, root_of, write_state_dict_with};
 pub use write::{Saved, save_state_dict, write_state_dict};
 #[cfg(any(test, fuzzing))]
 pub(crate) use write::{pickle, write_archive};

@@ -69,20 +69,8 @@ pub fn save_state_dict(path: &Path, tensors: &[Saved]) -> Result<()> {
     atomic_write_with(path, |out| write_state_dict(out, &root_of(path), tensors))
 }
 
-/// As [`save_state_dict`], of tensors whose bytes `bytes` gives, one after the other.
-pub(crate) fn save_state_dict_with(
-    path: &Path,
-    heads: &[Head<'_>],
-    bytes: impl FnMut(usize) -> std::io::Result<Vec<u8>>,
-) -> Result<()> {
-    let root = root_of(path);
-    atomic_write_with(path, |out| {
-        write_archive(out, &root, &pickle(heads), heads.len(), bytes)
-    })
-}
-
 /// The root folder of an archive.
-fn root_of(path: &Path) -> String {
+pub(crate) fn root_of(path: &Path) -> String {
     path.file_stem().map_or_else(
         || "archive".into(),
         |stem| stem.to_string_lossy().into_owned(),
@@ -115,6 +103,16 @@ pub fn write_state_dict(out: &mut dyn Write, root: &str, tensors: &[Saved]) -> s
     write_archive(out, root, &pickle(&heads), tensors.len(), |i| {
         Ok(&tensors[i].bytes)
     })
+}
+
+/// As [`write_state_dict`], of tensors whose bytes `bytes` returns, one after the other.
+pub(crate) fn write_state_dict_with(
+    out: &mut dyn Write,
+    root: &str,
+    heads: &[Head<'_>],
+    bytes: impl FnMut(usize) -> std::io::Result<Vec<u8>>,
+) -> std::io::Result<()> {
+    write_archive(out, root, &pickle(heads), heads.len(), bytes)
 }
 
 /// Writes the archive of a pickle and its storages, which `storage` gives.

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use super::load::{MAX_MANIFEST_BYTES, State};
 use super::manifest::Manifest;
 use super::pace::Pacer;
-use super::snapshot::{Snapshot, Written};
-use super::streamed::Streamed;
-use crate::weights::Piece;
+use super::snapshot::Snapshot;
+use super::streamed::{Streamed, Written};
+use crate::weights::TensorId;
 use phalanx_base::files::Dir;
 use phalanx_base::{Error, Result};
 
@@ -84,17 +84,14 @@ impl Folder {
         snapshot: &Snapshot,
         pacer: Option<&Pacer>,
     ) -> Result<SavedCheckpoint> {
-        let step = snapshot.place().step;
         let write = |out: &mut dyn Write| match pacer {
             Some(pacer) => snapshot.write(&mut pacer.writer(out)),
             None => snapshot.write(out),
         };
-        self.save_data(step, write, |file, written| {
-            snapshot.manifest(file, written)
-        })
+        self.save_data(snapshot.state(), write)
     }
 
-    /// As [`save`](Self::save), of a training whose full tensors `values` gives, one after the
+    /// As [`save`](Self::save), of a training whose tensors `values` returns in full, one after the
     /// other: only one of them is in memory. An error of `values` ends the saving.
     ///
     /// # Errors
@@ -103,23 +100,18 @@ impl Folder {
     pub fn save_streamed(
         &self,
         state: &Streamed,
-        mut values: impl FnMut(Piece) -> std::io::Result<Vec<f32>>,
+        mut values: impl FnMut(TensorId) -> std::io::Result<Vec<f32>>,
     ) -> Result<SavedCheckpoint> {
-        self.save_data(
-            state.step(),
-            |out| state.write(out, &mut values),
-            |file, written| state.manifest(file, written),
-        )
+        self.save_data(state, |out| state.write(out, &mut values))
     }
 
-    /// Writes the data file of the checkpoint after `step` steps, then its manifest.
+    /// Writes the data file of a checkpoint by `write`, then its manifest.
     fn save_data(
         &self,
-        step: u64,
+        state: &Streamed,
         write: impl FnOnce(&mut dyn Write) -> std::io::Result<Written>,
-        manifest: impl FnOnce(&str, Written) -> Manifest,
     ) -> Result<SavedCheckpoint> {
-        let dir = self.made()?;
+        let (dir, step) = (self.made()?, state.place().step);
         let name = format!("{PREFIX}{step:09}");
         let manifest_name = manifest_name(step);
         let file = free_name(&dir, &name);
@@ -132,7 +124,7 @@ impl Folder {
             return Err(Error::internal("a checkpoint was saved but not written"));
         };
         let not_finite = written.not_finite.clone();
-        let manifest = manifest(&file, written);
+        let manifest = state.manifest(&file, written);
         let text = manifest
             .to_text()
             .map_err(|e| Error::internal(format!("a manifest is not JSON: {e}")).with_source(e));

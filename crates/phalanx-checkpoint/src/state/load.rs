@@ -4,16 +4,16 @@ use std::collections::HashSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use phalanx_nn::Params;
 use phalanx_nn::optim::Optimizer;
+use phalanx_nn::{ParamInfo, Params};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
 
 use super::manifest::Manifest;
-use super::snapshot::{MODEL, MORE, OPTIMIZER};
+use super::streamed::{MODEL, MORE, OPTIMIZER};
 use crate::pth::DType;
-use crate::weights::{Outline, Piece, TensorsFile, put, tensors};
+use crate::weights::{Outline, TensorId, TensorsFile, put};
 use phalanx_base::files::{open_regular, read_open};
 use phalanx_base::text::one_line;
 use phalanx_base::{Error, Result};
@@ -115,10 +115,10 @@ impl State {
     /// `Data` when the checkpoint belongs to another model, naming the first tensor that
     /// differs; `params` is then unchanged.
     pub fn restore_params(&self, params: &mut Params) -> Result<()> {
+        let outline = Outline::of(params);
         let mut all = Vec::new();
-        for tensor in tensors(params) {
-            let found = self.tensor(&format!("{MODEL}{}", tensor.name), &tensor.shape)?;
-            all.push((tensor.name, found));
+        for (tensor, (name, shape)) in outline.by_name() {
+            all.push((tensor, self.tensor(&format!("{MODEL}{name}"), shape)?));
         }
         let names = self.file.tensors();
         let saved = names.iter().filter(|(n, _)| n.starts_with(MODEL)).count();
@@ -131,8 +131,8 @@ impl State {
         // Nothing is read for another model, and nothing is changed before everything is
         // read.
         let values: Result<Vec<_>> = all.iter().map(|(_, found)| self.values(found)).collect();
-        for ((name, _), values) in all.iter().zip(values?) {
-            put(params, name, &values)?;
+        for ((tensor, _), values) in all.iter().zip(values?) {
+            put(params, outline.name(*tensor), &values)?;
         }
         Ok(())
     }
@@ -145,7 +145,15 @@ impl State {
     /// `Data` when the checkpoint belongs to another model or optimizer; `optimizer` is
     /// then unchanged.
     pub fn restore_optimizer(&self, params: &Params, optimizer: &mut dyn Optimizer) -> Result<()> {
-        let buffers = self.optimizer_buffers(params)?;
+        let mut buffers = Vec::new();
+        for buffer in &self.manifest.optimizer_buffers {
+            let mut flat = Vec::with_capacity(params.flat().len());
+            for info in params.infos() {
+                let region = info.region(&self.optimizer_values(buffer, info)?);
+                flat.extend(region.map_err(|e| Error::internal(e.to_string()).with_source(e))?);
+            }
+            buffers.push((&buffer[..], flat));
+        }
         let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (*n, &v[..])).collect();
         optimizer
             .restore(
@@ -159,62 +167,39 @@ impl State {
             })
     }
 
-    /// The optimizer's buffers by name, each laid out like [`Params::flat`] of `params`.
+    /// What the optimizer's `buffer` has of a parameter, in PyTorch's row-major order.
     ///
     /// # Errors
     ///
-    /// `Data` when the checkpoint belongs to another model.
-    pub fn optimizer_buffers(&self, params: &Params) -> Result<Vec<(&str, Vec<f32>)>> {
-        let mut as_params = params.clone();
-        let mut buffers = Vec::new();
-        for buffer in &self.manifest.optimizer_buffers {
-            as_params.flat_mut().fill(0.0);
-            for id in params.ids() {
-                let info = &params.infos()[id.index()];
-                let name = format!("{OPTIMIZER}{buffer}.{}", info.name);
-                let values = self.values(self.tensor(&name, &info.shape)?)?;
-                as_params.import(id, &values).map_err(|source| {
-                    Error::internal(format!("cannot import {name}: {source}")).with_source(source)
-                })?;
-            }
-            buffers.push((buffer.as_str(), as_params.flat().to_vec()));
-        }
-        Ok(buffers)
+    /// `Data` when the checkpoint belongs to another model; `System`.
+    pub fn optimizer_values(&self, buffer: &str, param: &ParamInfo) -> Result<Vec<f32>> {
+        let name = format!("{OPTIMIZER}{buffer}.{}", param.name);
+        self.values(self.tensor(&name, &param.shape)?)
     }
 
-    /// Compares names, types and shapes with the full tensors of `outline` and the buffers of
-    /// an optimizer of its parameters, without reading values.
+    /// Reads it tensor by tensor: `take` gets the values of parameters, buffers and the
+    /// optimizer's state, in the order of `outline`. Names, types and shapes are compared before
+    /// any values are read; only one tensor is in memory.
     ///
     /// # Errors
     ///
     /// `Data` when the checkpoint belongs to another model, naming the first tensor that
-    /// differs.
-    pub fn check(&self, outline: &Outline) -> Result<()> {
-        self.matched(outline).map(|_| ())
-    }
-
-    /// Reads it tensor by tensor: `take` gets the values of parameters, buffers and the
-    /// optimizer's state, in the order of `outline`. Everything is compared before, as by
-    /// [`check`](Self::check); only one tensor is in memory.
-    ///
-    /// # Errors
-    ///
-    /// As [`check`](Self::check); `System`; those of `take`, which end the reading.
+    /// differs; `System`; those of `take`, which end the reading.
     pub fn read_each(
         &self,
         outline: &Outline,
-        mut take: impl FnMut(Piece, Vec<f32>) -> Result<()>,
+        mut take: impl FnMut(TensorId, Vec<f32>) -> Result<()>,
     ) -> Result<()> {
-        for (piece, found) in self.matched(outline)? {
-            take(piece, self.values(found)?)?;
+        for (tensor, found) in self.matched(outline)? {
+            take(tensor, self.values(found)?)?;
         }
         Ok(())
     }
 
-    fn matched(&self, outline: &Outline) -> Result<Vec<(Piece, &TensorInfo)>> {
+    fn matched(&self, outline: &Outline) -> Result<Vec<(TensorId, &TensorInfo)>> {
         let mut all = Vec::new();
-        for (piece, (name, shape)) in outline.by_name() {
-            all.push((piece, self.tensor(&format!("{MODEL}{name}"), shape)?));
+        for (tensor, (name, shape)) in outline.by_name() {
+            all.push((tensor, self.tensor(&format!("{MODEL}{name}"), shape)?));
         }
         let model = outline.params().iter().chain(outline.buffers());
         let known: HashSet<&str> = model.map(|(name, _)| &name[..]).collect();
@@ -235,7 +220,7 @@ impl State {
             }
             for (param, (name, shape)) in outline.params().iter().enumerate() {
                 let found = self.tensor(&format!("{OPTIMIZER}{of}.{name}"), shape)?;
-                all.push((Piece::State { buffer, param }, found));
+                all.push((TensorId::State { buffer, param }, found));
             }
         }
         Ok(all)

@@ -6,7 +6,7 @@ use phalanx_nn::{ParamInfo, Params};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::snapshot::Written;
+use super::streamed::Written;
 use phalanx_base::text::one_line;
 
 /// Value of the field `format`.

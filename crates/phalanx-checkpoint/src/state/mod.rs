@@ -30,6 +30,6 @@ pub(crate) use fuzzing::{fuzz, fuzz_seeds};
 pub use load::State;
 pub use manifest::{Manifest, Place};
 pub use optimizer::OptimizerState;
-pub(crate) use snapshot::MODEL;
 pub use snapshot::Snapshot;
+pub(crate) use streamed::MODEL;
 pub use streamed::Streamed;

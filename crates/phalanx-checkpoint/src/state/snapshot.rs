@@ -4,32 +4,20 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io::Write;
 
-use phalanx_nn::{ParamId, ParamInfo, Params};
-use sha2::{Digest, Sha256};
+use phalanx_nn::Params;
 
 use super::OptimizerState;
-use super::manifest::{Manifest, Place};
-use crate::pth::DType;
-use crate::weights::{all_finite, write_header, write_values};
+use super::manifest::Place;
+use super::streamed::{Streamed, Written};
+use crate::weights::{Outline, TensorId, full_values};
 use phalanx_base::{Error, Result};
-
-/// Prefix of parameters and buffers in the data file.
-pub(crate) const MODEL: &str = "model.";
-
-/// Prefix of the optimizer's buffers: `optimizer.BUFFER.PARAMETER`.
-pub(super) const OPTIMIZER: &str = "optimizer.";
-
-/// Prefix of other values of the program.
-pub(super) const MORE: &str = "more.";
 
 /// A copy of the state between two steps. Taking it costs one copy in memory; it can be
 /// saved later by another thread.
 pub struct Snapshot {
     params: Params,
     optimizer: Vec<(String, Vec<f32>)>,
-    more: Vec<(String, Vec<f32>)>,
-    metadata: BTreeMap<String, String>,
-    manifest: Manifest,
+    state: Streamed,
 }
 
 impl Snapshot {
@@ -47,7 +35,7 @@ impl Snapshot {
 
     /// As [`take`](Snapshot::take), reusing the memory of `old` if it is of the same model
     /// and optimizer: copying into touched memory is several times as fast as into new
-    /// memory.
+    /// memory. Buffers that `optimizer` owns are not copied.
     pub fn take_into<'a>(
         old: Option<Snapshot>,
         params: &Params,
@@ -56,11 +44,7 @@ impl Snapshot {
         facts: BTreeMap<String, String>,
         progress: serde_json::Value,
     ) -> Snapshot {
-        let OptimizerState {
-            steps,
-            updates,
-            buffers: state,
-        } = optimizer.into();
+        let optimizer = optimizer.into();
         let (old_params, mut old_buffers) = match old {
             Some(old) => (Some(old.params), old.optimizer),
             None => (None, Vec::new()),
@@ -77,27 +61,32 @@ impl Snapshot {
             }
             None => params.clone(),
         };
-        let buffers = state.iter().map(|(name, values)| {
+        let outline = Outline::of(&params);
+        let state = Streamed::new(outline, &optimizer, place, facts, progress);
+        let buffers = optimizer.buffers.into_iter().map(|(name, values)| {
             let at = old_buffers.iter().position(|(old, _)| old == name);
-            let mut memory = at.map_or(Vec::new(), |at| old_buffers.swap_remove(at).1);
-            memory.clear();
-            memory.extend_from_slice(values);
-            ((*name).to_owned(), memory)
+            let values = match values {
+                Cow::Owned(values) => values,
+                Cow::Borrowed(values) => {
+                    let mut memory = at.map_or(Vec::new(), |at| old_buffers.swap_remove(at).1);
+                    memory.clear();
+                    memory.extend_from_slice(values);
+                    memory
+                }
+            };
+            (name.to_owned(), values)
         });
-        let names = params.infos().iter().map(|info| &info.name[..]);
-        let buffer_names = state.iter().map(|b| b.0.to_owned()).collect();
-        let manifest = Manifest::new(place, (steps, &updates), names, buffer_names);
         Snapshot {
             params,
             optimizer: buffers.collect(),
-            more: Vec::new(),
-            metadata: BTreeMap::new(),
-            manifest: Manifest {
-                facts,
-                progress,
-                ..manifest
-            },
+            state,
         }
+    }
+
+    /// The memory of the optimizer's buffers, which the snapshot no longer has.
+    pub fn take_memory(&mut self) -> Vec<Vec<f32>> {
+        let buffers = std::mem::take(&mut self.optimizer).into_iter();
+        buffers.map(|(_, values)| values).collect()
     }
 
     /// Replaces the values of the model's buffers (running statistics), in the layout of
@@ -119,24 +108,23 @@ impl Snapshot {
         Ok(self)
     }
 
-    /// Adds named values, which [`State::extra`](super::State::extra) returns.
+    /// As [`Streamed::with_extra`].
     #[must_use]
     pub fn with_extra(mut self, more: Vec<(String, Vec<f32>)>) -> Snapshot {
-        self.more = more;
+        self.state = self.state.with_extra(more);
         self
     }
 
-    /// Adds the metadata of the model's weights, which
-    /// [`read_tensors`](crate::read_tensors) returns.
+    /// As [`Streamed::with_metadata`].
     #[must_use]
     pub fn with_metadata(mut self, metadata: BTreeMap<String, String>) -> Snapshot {
-        self.metadata = metadata;
+        self.state = self.state.with_metadata(metadata);
         self
     }
 
-    /// The position at which it was taken.
-    pub fn place(&self) -> Place {
-        self.manifest.place
+    /// The state without values.
+    pub(super) fn state(&self) -> &Streamed {
+        &self.state
     }
 
     /// Location and length of its values.
@@ -151,145 +139,16 @@ impl Snapshot {
     /// Writes the data file's content to `out`, a tensor at a time: beside the
     /// snapshot there is never more than one of them in memory.
     pub(super) fn write(&self, out: &mut dyn Write) -> std::io::Result<Written> {
-        let parts = self.parts();
-        let heads: Vec<_> = parts.iter().map(|p| (&p.name[..], &p.shape[..])).collect();
-        let mut values = Vec::new();
-        write_data(out, &self.metadata, &heads, |i, write| {
-            match parts[i].from {
-                Numbers::Flat(flat, id) => {
-                    self.params.export_of(id, flat, &mut values);
-                    write(&values)
-                }
-                Numbers::List(list) => write(list),
+        self.state.write(out, &mut |tensor| {
+            let TensorId::State { buffer, param } = tensor else {
+                return Ok(full_values(&self.params, tensor));
+            };
+            let mut values = Vec::new();
+            if let Some(id) = self.params.ids().nth(param) {
+                let flat = &self.optimizer[buffer].1;
+                self.params.export_of(id, flat, &mut values);
             }
+            Ok(values)
         })
-    }
-
-    /// All tensors in the file's order: the model's by name, then the optimizer's
-    /// buffer by buffer, then the rest.
-    fn parts(&self) -> Vec<Part<'_>> {
-        let mut parts = Vec::new();
-        for (info, from) in in_order(&self.params) {
-            parts.push(Part {
-                name: format!("{MODEL}{}", info.name),
-                shape: Cow::Borrowed(&info.shape),
-                from,
-            });
-        }
-        for (buffer, values) in &self.optimizer {
-            for (id, info) in self.params.ids().zip(self.params.infos()) {
-                parts.push(Part {
-                    name: format!("{OPTIMIZER}{buffer}.{}", info.name),
-                    shape: Cow::Borrowed(&info.shape),
-                    from: Numbers::Flat(values, id),
-                });
-            }
-        }
-        for (name, values) in &self.more {
-            parts.push(Part {
-                name: format!("{MORE}{name}"),
-                shape: Cow::Owned(vec![values.len()]),
-                from: Numbers::List(values),
-            });
-        }
-        parts
-    }
-
-    /// The manifest for a data file of that name.
-    pub(super) fn manifest(&self, file: &str, written: Written) -> Manifest {
-        self.manifest.for_file(file, written)
-    }
-}
-
-/// A tensor of the file.
-struct Part<'a> {
-    name: String,
-    shape: Cow<'a, [usize]>,
-    from: Numbers<'a>,
-}
-
-/// Where a tensor's numbers are.
-#[derive(Clone, Copy)]
-enum Numbers<'a> {
-    /// In flat memory, in the place of that parameter and in the engine's order.
-    Flat(&'a [f32], ParamId),
-    /// Here, in PyTorch's order.
-    List(&'a [f32]),
-}
-
-/// Parameters and buffers in ascending order of their names.
-fn in_order(params: &Params) -> Vec<(&ParamInfo, Numbers<'_>)> {
-    let parameters = params.ids().zip(params.infos());
-    let parameters = parameters.map(|(id, info)| (info, Numbers::Flat(params.flat(), id)));
-    let buffers = params.buffer_ids().zip(params.buffer_infos());
-    let buffers = buffers.map(|(id, info)| (info, Numbers::List(params.buffer(id))));
-    let mut all: Vec<_> = parameters.chain(buffers).collect();
-    all.sort_by(|a, b| a.0.name.cmp(&b.0.name));
-    all
-}
-
-/// Writes a data file of float32 tensors with these names and shapes to `out`. `each` gives the
-/// values of the tensor with this index to its second argument. Tensors of the model are checked for values that are
-/// not finite.
-pub(super) fn write_data(
-    out: &mut dyn Write,
-    metadata: &BTreeMap<String, String>,
-    tensors: &[(&str, &[usize])],
-    mut each: impl FnMut(usize, &mut dyn FnMut(&[f32]) -> std::io::Result<()>) -> std::io::Result<()>,
-) -> std::io::Result<Written> {
-    let mut out = Hashed {
-        out,
-        hash: Sha256::new(),
-        bytes: 0,
-    };
-    let heads = tensors.iter().map(|(name, shape)| {
-        let elements: usize = shape.iter().product();
-        (*name, DType::F32, *shape, 4 * elements)
-    });
-    write_header(&mut out, metadata, heads)?;
-    let mut not_finite = None;
-    for (i, (name, _)) in tensors.iter().enumerate() {
-        let model = name.strip_prefix(MODEL);
-        each(i, &mut |values| {
-            if let Some(name) = model
-                && not_finite.is_none()
-                && !all_finite(values)
-            {
-                not_finite = Some(name.to_owned());
-            }
-            write_values(&mut out, values)
-        })?;
-    }
-    Ok(Written {
-        not_finite,
-        bytes: out.bytes,
-        sha256: hex::encode(out.hash.finalize()),
-    })
-}
-
-/// What was written.
-pub(super) struct Written {
-    pub(super) bytes: u64,
-    pub(super) sha256: String,
-    /// Name of the model's first tensor with an infinite or NaN value.
-    pub(super) not_finite: Option<String>,
-}
-
-struct Hashed<'a> {
-    out: &'a mut dyn Write,
-    hash: Sha256,
-    bytes: u64,
-}
-
-impl Write for Hashed<'_> {
-    fn write(&mut self, buffer: &[u8]) -> std::io::Result<usize> {
-        let taken = self.out.write(buffer)?;
-        self.hash.update(&buffer[..taken]);
-        self.bytes += taken as u64;
-        Ok(taken)
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        self.out.flush()
     }
 }

@@ -1,18 +1,31 @@
-//! A checkpoint whose values are given while it is written.
+//! A checkpoint whose values are read while it is written.
 
 use std::collections::BTreeMap;
 use std::io::Write;
 
+use sha2::{Digest, Sha256};
+
 use super::OptimizerState;
 use super::manifest::{Manifest, Place};
-use super::snapshot::{MODEL, OPTIMIZER, Written, write_data};
-use crate::weights::{NamedShape, Outline, Piece, check_len};
+use crate::pth::DType;
+use crate::weights::{
+    Outline, TensorId, Values, all_finite, check_len, write_header, write_values,
+};
 
-/// A training's state without its values, which
-/// [`Folder::save_streamed`](super::Folder::save_streamed) asks for tensor by tensor. The file
-/// is the one of a [`Snapshot`](super::Snapshot).
+/// Prefix of parameters and buffers in the data file.
+pub(crate) const MODEL: &str = "model.";
+
+/// Prefix of the optimizer's buffers: `optimizer.BUFFER.PARAMETER`.
+pub(super) const OPTIMIZER: &str = "optimizer.";
+
+/// Prefix of other values of the program.
+pub(super) const MORE: &str = "more.";
+
+/// A training's state without the values of its tensors:
+/// [`Folder::save_streamed`](super::Folder::save_streamed) asks for them one after the other.
 pub struct Streamed {
     outline: Outline,
+    more: Vec<(String, Vec<f32>)>,
     metadata: BTreeMap<String, String>,
     manifest: Manifest,
 }
@@ -37,54 +50,114 @@ impl Streamed {
         };
         Streamed {
             outline,
+            more: Vec::new(),
             metadata: BTreeMap::new(),
             manifest,
         }
     }
 
-    /// Adds the metadata of the model's weights, as
-    /// [`Snapshot::with_metadata`](super::Snapshot::with_metadata).
+    /// Adds named values, which [`State::extra`](super::State::extra) returns.
+    #[must_use]
+    pub fn with_extra(mut self, more: Vec<(String, Vec<f32>)>) -> Streamed {
+        self.more = more;
+        self
+    }
+
+    /// Adds the metadata of the model's weights, which
+    /// [`read_tensors`](crate::read_tensors) returns.
     #[must_use]
     pub fn with_metadata(mut self, metadata: BTreeMap<String, String>) -> Streamed {
         self.metadata = metadata;
         self
     }
 
-    /// Number of steps taken.
-    pub(super) fn step(&self) -> u64 {
-        self.manifest.place.step
+    /// The position at which it was taken.
+    pub(super) fn place(&self) -> Place {
+        self.manifest.place
     }
 
     /// Writes the data file's content to `out`: the model's tensors by name, then the
-    /// optimizer's buffer by buffer.
+    /// optimizer's buffer by buffer, then the rest. Tensors of the model are checked for values
+    /// that are not finite.
     pub(super) fn write(
         &self,
         out: &mut dyn Write,
-        values: &mut dyn FnMut(Piece) -> std::io::Result<Vec<f32>>,
+        values: &mut Values<'_>,
     ) -> std::io::Result<Written> {
-        let model = self.outline.by_name().into_iter();
-        let mut all: Vec<(Piece, String, &NamedShape)> = model
-            .map(|(piece, named)| (piece, format!("{MODEL}{}", named.0), named))
-            .collect();
+        let mut all = Vec::new();
+        for (tensor, named) in self.outline.by_name() {
+            all.push((tensor, (format!("{MODEL}{}", named.0), named.1.clone())));
+        }
         for (buffer, of) in self.manifest.optimizer_buffers.iter().enumerate() {
-            for (param, named) in self.outline.params().iter().enumerate() {
-                let name = format!("{OPTIMIZER}{of}.{}", named.0);
-                all.push((Piece::State { buffer, param }, name, named));
+            for (param, (name, shape)) in self.outline.params().iter().enumerate() {
+                let name = format!("{OPTIMIZER}{of}.{name}");
+                all.push((TensorId::State { buffer, param }, (name, shape.clone())));
             }
         }
-        let heads: Vec<_> = all
-            .iter()
-            .map(|(_, name, named)| (&name[..], &named.1[..]))
-            .collect();
-        write_data(out, &self.metadata, &heads, |i, write| {
-            let values = values(all[i].0)?;
-            check_len(all[i].2, &values)?;
-            write(&values)
+        let more = self.more.iter();
+        let more = more.map(|(name, values)| (format!("{MORE}{name}"), [values.len()], values));
+        let more: Vec<_> = more.collect();
+        let mut out = Hashed {
+            out,
+            hash: Sha256::new(),
+            bytes: 0,
+        };
+        let tensors = all.iter().map(|(_, (name, shape))| (&name[..], &shape[..]));
+        let tensors = tensors.chain(more.iter().map(|(name, shape, _)| (&name[..], &shape[..])));
+        let heads = tensors.map(|(name, shape)| {
+            let elements: usize = shape.iter().product();
+            (name, DType::F32, shape, 4 * elements)
+        });
+        write_header(&mut out, &self.metadata, heads)?;
+        let mut not_finite = None;
+        for (tensor, named) in &all {
+            let values = values(*tensor)?;
+            check_len(named, &values)?;
+            let is_model = !matches!(tensor, TensorId::State { .. });
+            if is_model && not_finite.is_none() && !all_finite(&values) {
+                not_finite = Some(self.outline.name(*tensor).to_owned());
+            }
+            write_values(&mut out, &values)?;
+        }
+        for (_, _, values) in more {
+            write_values(&mut out, values)?;
+        }
+        Ok(Written {
+            not_finite,
+            bytes: out.bytes,
+            sha256: hex::encode(out.hash.finalize()),
         })
     }
 
     /// The manifest for a data file of that name.
     pub(super) fn manifest(&self, file: &str, written: Written) -> Manifest {
         self.manifest.for_file(file, written)
+    }
+}
+
+/// What was written.
+pub(super) struct Written {
+    pub(super) bytes: u64,
+    pub(super) sha256: String,
+    /// Name of the model's first tensor with an infinite or NaN value.
+    pub(super) not_finite: Option<String>,
+}
+
+struct Hashed<'a> {
+    out: &'a mut dyn Write,
+    hash: Sha256,
+    bytes: u64,
+}
+
+impl Write for Hashed<'_> {
+    fn write(&mut self, buffer: &[u8]) -> std::io::Result<usize> {
+        let taken = self.out.write(buffer)?;
+        self.hash.update(&buffer[..taken]);
+        self.bytes += taken as u64;
+        Ok(taken)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.out.flush()
     }
 }

@@ -8,6 +8,7 @@ mod file;
 mod outline;
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::io::Write;
 use std::path::Path;
 
@@ -21,49 +22,10 @@ use phalanx_base::{Error, Result};
 
 pub(crate) use file::TensorsFile;
 pub(crate) use outline::{NamedShape, check_len};
-pub use outline::{Outline, Piece};
+pub use outline::{Outline, TensorId, Values, full_values};
 
 /// The key of the metadata in the format.
 const METADATA: &str = "__metadata__";
-
-/// A parameter or buffer in PyTorch's form.
-pub(crate) struct Tensor {
-    pub name: String,
-    pub shape: Vec<usize>,
-    /// Row-major.
-    pub values: Vec<f32>,
-}
-
-impl From<Tensor> for Saved {
-    fn from(tensor: Tensor) -> Saved {
-        Saved {
-            name: tensor.name,
-            dtype: DType::F32,
-            shape: tensor.shape,
-            bytes: little_endian(&tensor.values),
-        }
-    }
-}
-
-/// Parameters and buffers in ascending order of their names.
-pub(crate) fn tensors(params: &Params) -> Vec<Tensor> {
-    let parameters = params.ids().zip(params.infos()).map(|(id, info)| Tensor {
-        name: info.name.clone(),
-        shape: info.shape.clone(),
-        values: params.export(id),
-    });
-    let buffers = params
-        .buffer_ids()
-        .zip(params.buffer_infos())
-        .map(|(id, info)| Tensor {
-            name: info.name.clone(),
-            shape: info.shape.clone(),
-            values: params.buffer(id).to_vec(),
-        });
-    let mut all: Vec<Tensor> = parameters.chain(buffers).collect();
-    all.sort_by(|a, b| a.name.cmp(&b.name));
-    all
-}
 
 /// Atomically writes all parameters and buffers to `path` as `torch.save(state_dict())`
 /// does: float32, except for `num_batches_tracked`, which is int64. Buffers follow the
@@ -73,20 +35,13 @@ pub(crate) fn tensors(params: &Params) -> Vec<Tensor> {
 ///
 /// `DiskFull` or `System`, naming the path; the file is then unchanged.
 pub fn save_pth(path: &Path, params: &Params) -> Result<()> {
-    pth::save_state_dict(path, &state_dict(params))
+    save_pth_with(path, &Outline::of(params), |tensor| {
+        Ok(full_values(params, tensor))
+    })
 }
 
-/// As [`save_pth`], to `out`; `root` is the file's name without extension.
-///
-/// # Errors
-///
-/// As [`write_state_dict`](pth::write_state_dict).
-pub fn write_pth(out: &mut dyn Write, root: &str, params: &Params) -> std::io::Result<()> {
-    pth::write_state_dict(out, root, &state_dict(params))
-}
-
-/// As [`save_pth`], of a model whose full values `values` gives, tensor by tensor: only one of
-/// them is in memory. An error of `values` ends the writing.
+/// As [`save_pth`], of a model whose tensors `values` returns in full, one after the other: only one of them is in
+/// memory. An error of `values` ends the writing.
 ///
 /// # Errors
 ///
@@ -94,38 +49,33 @@ pub fn write_pth(out: &mut dyn Write, root: &str, params: &Params) -> std::io::R
 pub fn save_pth_with(
     path: &Path,
     outline: &Outline,
-    mut values: impl FnMut(Piece) -> std::io::Result<Vec<f32>>,
+    values: impl FnMut(TensorId) -> std::io::Result<Vec<f32>>,
 ) -> Result<()> {
+    let root = pth::root_of(path);
+    atomic_write_with(path, |out| write_pth_with(out, &root, outline, values))
+}
+
+/// As [`save_pth_with`], to `out`; `root` is the file's name without extension.
+///
+/// # Errors
+///
+/// Errors of `out` and `values`; `InvalidInput` when the number of values does not match a tensor's shape, or a name
+/// exceeds the format's limits.
+pub fn write_pth_with(
+    out: &mut dyn Write,
+    root: &str,
+    outline: &Outline,
+    mut values: impl FnMut(TensorId) -> std::io::Result<Vec<f32>>,
+) -> std::io::Result<()> {
     let all = outline.as_in_state_dict();
     let heads: Vec<Head<'_>> = all.iter().map(|(_, named)| head(named)).collect();
     let bytes = |i: usize| {
-        let (piece, named) = all[i];
-        let values = values(piece)?;
+        let (tensor, named) = all[i];
+        let values = values(tensor)?;
         check_len(named, &values)?;
         Ok(saved_bytes(&named.0, &values))
     };
-    pth::save_state_dict_with(path, &heads, bytes)
-}
-
-/// All parameters and buffers in PyTorch's order.
-fn state_dict(params: &Params) -> Vec<Saved> {
-    let outline = Outline::of(params);
-    let (ids, buffers): (Vec<_>, Vec<_>) = (params.ids().collect(), params.buffer_ids().collect());
-    let saved = |(piece, named): (Piece, &NamedShape)| {
-        let bytes = match piece {
-            Piece::Buffer(i) => saved_bytes(&named.0, params.buffer(buffers[i])),
-            Piece::Param(i) | Piece::State { param: i, .. } => {
-                saved_bytes(&named.0, &params.export(ids[i]))
-            }
-        };
-        Saved {
-            name: named.0.clone(),
-            dtype: head(named).dtype,
-            shape: named.1.clone(),
-            bytes,
-        }
-    };
-    outline.as_in_state_dict().into_iter().map(saved).collect()
+    pth::write_state_dict_with(out, root, &heads, bytes)
 }
 
 /// A tensor in PyTorch's format.
@@ -151,17 +101,6 @@ fn saved_bytes(name: &str, values: &[f32]) -> Vec<u8> {
     }
 }
 
-/// Name of the first parameter or buffer with an infinite or NaN value, if there is one.
-pub fn first_not_finite(params: &Params) -> Option<&str> {
-    let buffers = params.buffer_ids().zip(params.buffer_infos());
-    let buffers = buffers.map(|(id, info)| (info, params.buffer(id)));
-    let parameters = params.ids().zip(params.infos());
-    let parameters = parameters.map(|(id, info)| (info, params.get(id)));
-    let mut all = parameters.chain(buffers);
-    let found = all.find(|(_, values)| !all_finite(values));
-    found.map(|(info, _)| &info.name[..])
-}
-
 /// Whether none of `values` is infinite or NaN. No early end, so that the compiler uses vectors.
 pub(crate) fn all_finite(values: &[f32]) -> bool {
     values
@@ -180,11 +119,25 @@ pub(crate) fn all_finite(values: &[f32]) -> bool {
 /// for name in sorted(state): h.update(state[name].contiguous().numpy().tobytes())
 /// ```
 pub fn weights_digest(params: &Params) -> [u8; 32] {
+    let values = |tensor| Ok::<_, Infallible>(full_values(params, tensor));
+    let Ok(digest) = weights_digest_with(&Outline::of(params), values);
+    digest
+}
+
+/// As [`weights_digest`], of a model whose tensors `values` returns in full, one after the other.
+///
+/// # Errors
+///
+/// Those of `values`.
+pub fn weights_digest_with<E>(
+    outline: &Outline,
+    mut values: impl FnMut(TensorId) -> std::result::Result<Vec<f32>, E>,
+) -> std::result::Result<[u8; 32], E> {
     let mut hash = Sha256::new();
-    for tensor in tensors(params) {
-        hash.update(little_endian(&tensor.values));
+    for (tensor, _) in outline.by_name() {
+        hash.update(little_endian(&values(tensor)?));
     }
-    hash.finalize().into()
+    Ok(hash.finalize().into())
 }
 
 /// [`weights_digest`] in hexadecimal.
@@ -202,25 +155,13 @@ pub fn save_params(
     params: &Params,
     metadata: &BTreeMap<String, String>,
 ) -> Result<()> {
-    atomic_write_with(path, |out| write_params(out, params, metadata))
+    save_params_with(path, &Outline::of(params), metadata, |tensor| {
+        Ok(full_values(params, tensor))
+    })
 }
 
-/// As [`save_params`], to `out`.
-///
-/// # Errors
-///
-/// Those of `out`.
-pub fn write_params(
-    out: &mut dyn Write,
-    params: &Params,
-    metadata: &BTreeMap<String, String>,
-) -> std::io::Result<()> {
-    let tensors: Vec<Saved> = tensors(params).into_iter().map(Saved::from).collect();
-    write_tensors(out, metadata, &tensors)
-}
-
-/// As [`save_params`], of a model whose full values `values` gives, tensor by tensor: only one of
-/// them is in memory. An error of `values` ends the writing.
+/// As [`save_params`], of a model whose tensors `values` returns in full, one after the other: only one of them is in
+/// memory. An error of `values` ends the writing.
 ///
 /// # Errors
 ///
@@ -229,22 +170,41 @@ pub fn save_params_with(
     path: &Path,
     outline: &Outline,
     metadata: &BTreeMap<String, String>,
-    mut values: impl FnMut(Piece) -> std::io::Result<Vec<f32>>,
+    values: impl FnMut(TensorId) -> std::io::Result<Vec<f32>>,
 ) -> Result<()> {
+    atomic_write_with(path, |out| {
+        write_params_with(out, outline, metadata, values).map(drop)
+    })
+}
+
+/// As [`save_params_with`], to `out`. Returns the first tensor, parameters before buffers, with an infinite or NaN
+/// value, if there is one.
+///
+/// # Errors
+///
+/// Errors of `out` and `values`; `InvalidInput` when the number of values does not match a tensor's shape.
+pub fn write_params_with(
+    out: &mut dyn Write,
+    outline: &Outline,
+    metadata: &BTreeMap<String, String>,
+    mut values: impl FnMut(TensorId) -> std::io::Result<Vec<f32>>,
+) -> std::io::Result<Option<TensorId>> {
     let all = outline.by_name();
     let heads = all.iter().map(|(_, (name, shape))| {
         let elements: usize = shape.iter().product();
         (&name[..], DType::F32, &shape[..], 4 * elements)
     });
-    atomic_write_with(path, |out| {
-        write_header(out, metadata, heads)?;
-        for (piece, named) in &all {
-            let values = values(*piece)?;
-            check_len(named, &values)?;
-            write_values(out, &values)?;
+    write_header(out, metadata, heads)?;
+    let mut not_finite = None;
+    for (tensor, named) in &all {
+        let values = values(*tensor)?;
+        check_len(named, &values)?;
+        if !all_finite(&values) && not_finite.is_none_or(|first| *tensor < first) {
+            not_finite = Some(*tensor);
         }
-        Ok(())
-    })
+        write_values(out, &values)?;
+    }
+    Ok(not_finite)
 }
 
 /// Atomically writes `tensors` to `path`: in PyTorch's format if its name ends in `.pth` or

@@ -12,14 +12,14 @@ pub struct Outline {
     buffers: Vec<NamedShape>,
 }
 
-/// One tensor of an [`Outline`], or of the optimizer's state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Piece {
+/// A tensor of an [`Outline`], or of the optimizer's state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum TensorId {
     /// The parameter with this index.
     Param(usize),
     /// The buffer (running statistics) with this index.
     Buffer(usize),
-    /// What one of the optimizer's buffers has of a parameter.
+    /// An optimizer's buffer of a parameter.
     State {
         /// Index of the optimizer's buffer.
         buffer: usize,
@@ -28,6 +28,9 @@ pub enum Piece {
     },
 }
 
+/// Returns a tensor in full, in PyTorch's row-major order.
+pub type Values<'a> = dyn FnMut(TensorId) -> std::io::Result<Vec<f32>> + 'a;
+
 impl Outline {
     /// Parameters and buffers, in the order of their indices.
     pub fn new(params: Vec<(String, Vec<usize>)>, buffers: Vec<(String, Vec<usize>)>) -> Outline {
@@ -35,7 +38,7 @@ impl Outline {
     }
 
     /// That of `params`.
-    pub(crate) fn of(params: &Params) -> Outline {
+    pub fn of(params: &Params) -> Outline {
         let named = |infos: &[phalanx_nn::ParamInfo]| {
             let all = infos.iter().map(|i| (i.name.clone(), i.shape.clone()));
             all.collect()
@@ -53,12 +56,20 @@ impl Outline {
         &self.buffers
     }
 
+    /// The name of a parameter or buffer, or of the parameter that a state belongs to.
+    pub fn name(&self, tensor: TensorId) -> &str {
+        match tensor {
+            TensorId::Buffer(i) => &self.buffers[i].0,
+            TensorId::Param(i) | TensorId::State { param: i, .. } => &self.params[i].0,
+        }
+    }
+
     /// Parameters and buffers in ascending order of their names.
-    pub(crate) fn by_name(&self) -> Vec<(Piece, &NamedShape)> {
+    pub(crate) fn by_name(&self) -> Vec<(TensorId, &NamedShape)> {
         let params = self.params.iter().enumerate();
-        let params = params.map(|(i, named)| (Piece::Param(i), named));
+        let params = params.map(|(i, named)| (TensorId::Param(i), named));
         let buffers = self.buffers.iter().enumerate();
-        let buffers = buffers.map(|(i, named)| (Piece::Buffer(i), named));
+        let buffers = buffers.map(|(i, named)| (TensorId::Buffer(i), named));
         let mut all: Vec<_> = params.chain(buffers).collect();
         all.sort_by(|a, b| a.1.0.cmp(&b.1.0));
         all
@@ -66,13 +77,13 @@ impl Outline {
 
     /// Parameters and buffers as in PyTorch's `state_dict()`: buffers follow the parameters of
     /// their layer.
-    pub(crate) fn as_in_state_dict(&self) -> Vec<(Piece, &NamedShape)> {
+    pub(crate) fn as_in_state_dict(&self) -> Vec<(TensorId, &NamedShape)> {
         let buffers = self.buffers.iter().enumerate();
-        let mut buffers: Vec<_> = buffers.map(|(i, b)| (Piece::Buffer(i), b)).collect();
+        let mut buffers: Vec<_> = buffers.map(|(i, b)| (TensorId::Buffer(i), b)).collect();
         let mut all = Vec::with_capacity(self.params.len() + buffers.len());
         let mut params = self.params.iter().enumerate().peekable();
         while let Some((i, param)) = params.next() {
-            all.push((Piece::Param(i), param));
+            all.push((TensorId::Param(i), param));
             let layer = layer_of(&param.0);
             if params
                 .peek()
@@ -84,6 +95,19 @@ impl Outline {
         all.append(&mut buffers);
         all
     }
+}
+
+/// A copy of a parameter or buffer of `params` in PyTorch's row-major order; empty for a state.
+pub fn full_values(params: &Params, tensor: TensorId) -> Vec<f32> {
+    let values = match tensor {
+        TensorId::Param(i) => params.ids().nth(i).map(|id| params.export(id)),
+        TensorId::Buffer(i) => params
+            .buffer_ids()
+            .nth(i)
+            .map(|id| params.buffer(id).to_vec()),
+        TensorId::State { .. } => None,
+    };
+    values.unwrap_or_default()
 }
 
 /// `bn1` of `bn1.weight`.

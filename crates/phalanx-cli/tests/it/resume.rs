@@ -1213,24 +1213,38 @@ fn model() -> Params {
 
 #[test]
 fn a_disk_too_small_ends_the_training_or_is_warned_of() {
-    let dir = tempfile::tempdir().expect("a temporary folder");
-    for (policy, code) in [("stop", 1), ("warn", 0)] {
-        let folder = dir.path().join(policy).join("checkpoints");
+    let (one_rank, mesh) = (
+        &["mnist", "--synthetic-samples", "640"][..],
+        &[
+            "gpt",
+            "--synthetic-characters",
+            "6000",
+            "--context",
+            "16",
+            "--nproc-per-node",
+            "2",
+            "--mesh",
+            "data=2",
+            "--fully-sharded",
+        ][..],
+    );
+    for (name, program, policy, code) in [
+        ("one-stop", one_rank, "stop", 1),
+        ("one-warn", one_rank, "warn", 0),
+        ("mesh-stop", mesh, "stop", 1),
+        ("mesh-warn", mesh, "warn", 0),
+    ] {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let folder = dir.path().join(name).join("checkpoints");
         std::fs::create_dir_all(&folder).expect("folder");
-        let args = [
-            "--epochs",
-            "1",
-            "--save-every",
-            "3",
-            "--save-errors",
-            policy,
-        ];
-        let inner = train(dir.path(), policy, &args);
+        let more = ["--threads", "1", "--epochs", "1", "--save-every", "3"];
+        let mut inner = phalanx(&[&["train"], program, &more].concat(), dir.path());
+        inner.args(["--output-dir", name, "--save-errors", policy]);
         // In a mount namespace of its own, which ends with the command.
         let mut command = Command::new("unshare");
         command
             .args(["--mount", "sh", "-c"])
-            .arg("mount -t tmpfs -o size=1m none \"$0\" && echo mounted && exec \"$@\"")
+            .arg("mount -t tmpfs -o size=1m none \"$0\" && echo mounted && \"$@\"; code=$?; echo left $(ls -A \"$0\"); exit $code")
             .arg(&folder)
             .arg(inner.get_program())
             .args(inner.get_args())
@@ -1252,10 +1266,13 @@ fn a_disk_too_small_ends_the_training_or_is_warned_of() {
             text.contains("checkpoints/step-000000003.safetensors: the disk is full"),
             "{text}"
         );
-        assert_eq!(
-            dir.path().join(policy).join("summary.json").exists(),
-            policy == "warn"
-        );
+        // Neither half a checkpoint nor a temporary file.
+        assert!(text.lines().any(|line| line == "left"), "{text}");
+        if name == "mesh-stop" {
+            assert!(text.contains("error: rank 0 (pid "), "{text}");
+        }
+        let summary = dir.path().join(name).join("summary.json");
+        assert_eq!(summary.exists(), policy == "warn");
     }
 }
 

@@ -25,6 +25,9 @@ use crate::error::{Error, Result};
 
 const LINE_ELEMS: usize = 16;
 
+/// An optimizer's buffers by name.
+type Buffers = Vec<(&'static str, Vec<f32>)>;
+
 /// An optimizer of which each rank holds a part of the state. The optimizer
 /// must treat every element by itself (SGD, Adam; not LARS or LAMB).
 pub struct ShardedOptimizer<O> {
@@ -373,30 +376,6 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         )))
     }
 
-    /// Puts what all ranks have of their pieces, `own` on this one, where it
-    /// belongs in `whole`.
-    fn join(&self, own: &[f32], whole: &mut [f32]) -> phalanx_comm::Result<()> {
-        let own = padded(own, self.lengths[self.group.rank()]);
-        if !self.scattered && self.group.world_size() > 1 {
-            // The runs of the flat region, one behind the other, are the flat region.
-            return self.group.all_gather_v(&own, &self.lengths, whole);
-        }
-        let mut all = own;
-        if self.group.world_size() > 1 {
-            let mine = std::mem::replace(&mut all, vec![0.0; self.lengths.iter().sum()]);
-            self.group.all_gather_v(&mine, &self.lengths, &mut all)?;
-        }
-        let mut begin = 0;
-        for (pieces, len) in self.cut.iter().zip(&self.lengths) {
-            for piece in pieces {
-                let from = begin + piece.at..begin + piece.own().end;
-                whole[piece.whole()].copy_from_slice(&all[from]);
-            }
-            begin += len;
-        }
-        Ok(())
-    }
-
     /// The optimizer of this rank's part.
     pub fn optimizer(&self) -> &O {
         &self.optimizer
@@ -440,31 +419,63 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         Ok(updates.into_iter().map(i64::cast_unsigned).collect())
     }
 
-    /// The whole state on every rank, as the unsharded optimizer would give it
-    /// to a checkpoint.
+    /// The whole state on rank 0, as the unsharded optimizer would give it to a checkpoint; nothing on other ranks, which
+    /// send it piece by piece. Buffers are made in `memory`, as far as there is any.
     ///
     /// *Blocks* until all ranks of the group call it.
     ///
     /// # Errors
     ///
     /// `Comm` when a peer is lost or late.
-    pub fn gather_state(&self) -> Result<Vec<(&'static str, Vec<f32>)>> {
-        let gather = |(name, values): (&'static str, &[f32])| {
-            let mut all = vec![0.0; self.total];
-            self.join(values, &mut all)
-                .map_err(|e| Error::comm_while("optimizer state could not be gathered", e))?;
-            Ok((name, all))
-        };
-        self.optimizer.state().into_iter().map(gather).collect()
+    pub fn gather_state(&self, memory: Vec<Vec<f32>>) -> Result<Option<Buffers>> {
+        let failed = |e| Error::comm_while("optimizer state could not be gathered", e);
+        let own = self.optimizer.state();
+        if self.group.rank() != 0 {
+            for (_, values) in own {
+                for piece in self.pieces() {
+                    self.group.send(&values[piece.own()], 0).map_err(failed)?;
+                }
+            }
+            return Ok(None);
+        }
+        let (mut all, mut memory) = (Vec::new(), memory.into_iter());
+        for (name, values) in own {
+            let mut whole = memory.next().unwrap_or_default();
+            whole.clear();
+            whole.resize(self.total, 0.0);
+            for (rank, pieces) in self.cut.iter().enumerate() {
+                for piece in pieces {
+                    let to = &mut whole[piece.whole()];
+                    match rank {
+                        0 => to.copy_from_slice(&values[piece.own()]),
+                        _ => self.group.recv(to, rank).map_err(failed)?,
+                    }
+                }
+            }
+            all.push((name, whole));
+        }
+        Ok(Some(all))
     }
 
-    /// Puts back what [`steps`](Self::steps), [`gather_updates`](Self::gather_updates) and
-    /// [`gather_state`](Self::gather_state) gave, at any number of ranks. Local.
+    /// Elements of each of this rank's buffers.
+    pub fn part_len(&self) -> usize {
+        self.own.flat().len()
+    }
+
+    /// Copies this rank's piece of a parameter's state, `values` in the engine's order, into its `part` of a buffer.
+    pub fn copy_part(&self, param: ParamId, values: &[f32], part: &mut [f32]) {
+        if let Some(piece) = self.piece_of[param.index()].map(|at| &self.pieces()[at]) {
+            part[piece.own()].copy_from_slice(&values[piece.elems.clone()]);
+        }
+    }
+
+    /// Puts back [`steps`](Self::steps), [`gather_updates`](Self::gather_updates) and this rank's part of each buffer
+    /// ([`copy_part`](Self::copy_part)), at any number of ranks. Local.
     ///
     /// # Errors
     ///
     /// `Usage` for state of another optimizer or model.
-    pub fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()> {
+    pub fn restore(&mut self, steps: u64, updates: &[u64], parts: &[(&str, &[f32])]) -> Result<()> {
         if updates.len() != self.piece_of.len() {
             return Err(Error::usage(format!(
                 "saved optimizer state counts the updates of {} parameters, expected {}",
@@ -474,24 +485,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         }
         let own_updates = self.pieces().iter().map(|p| updates[p.param.index()]);
         let own_updates: Vec<u64> = own_updates.collect();
-        if let Some((name, values)) = state.iter().find(|(_, v)| v.len() != self.total) {
-            return Err(Error::usage(format!(
-                "saved optimizer state {name} has {} elements, expected {}",
-                values.len(),
-                self.total
-            )));
-        }
-        let part = |whole: &[f32]| {
-            let mut own = vec![0.0; self.own.flat().len()];
-            for piece in self.pieces() {
-                own[piece.own()].copy_from_slice(&whole[piece.whole()]);
-            }
-            own
-        };
-        let own: Vec<(&str, Vec<f32>)> = state.iter().map(|(n, v)| (*n, part(v))).collect();
-        let own: Vec<(&str, &[f32])> = own.iter().map(|(n, v)| (*n, v.as_slice())).collect();
         self.optimizer
-            .restore(steps, &own_updates, &own)
+            .restore(steps, &own_updates, parts)
             .map_err(|e| Error::usage(e.to_string()))
     }
 }
@@ -502,13 +497,6 @@ fn refused(cause: phalanx_nn::Error) -> Error {
 
 fn not_in_lines() -> Error {
     Error::usage("parameters are not 64-byte aligned, so their optimizer state cannot be split")
-}
-
-/// A rank's part ends where its last piece does, or in a gap, which holds zeros.
-fn padded(values: &[f32], len: usize) -> Vec<f32> {
-    let mut all = values.to_vec();
-    all.resize(len, 0.0);
-    all
 }
 
 /// A wrapper's gradients of pieces.

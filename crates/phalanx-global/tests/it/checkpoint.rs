@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use phalanx_checkpoint::state::{Folder, Place, Snapshot, State};
-use phalanx_checkpoint::{load_params, save_params, save_pth};
+use phalanx_checkpoint::{TensorId, load_params, save_params, save_pth};
 use phalanx_global::{CheckpointInfo, ErrorKind, GlobalGrads, GlobalParams, Placement, Sbp};
 use phalanx_nn::models::{Gpt, GptConfig};
 use phalanx_nn::optim::{Adam, Optimizer, Sgd};
@@ -386,6 +386,18 @@ fn a_failing_save_is_everybodys_error_and_harms_nothing() {
         let foreign = Adam::new(&odd(1), 1e-2);
         let error = weights.save(&folder, &foreign, &at(2)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
+        // A tensor that does not exist.
+        for tensor in [
+            TensorId::Param(99),
+            TensorId::State {
+                buffer: 0,
+                param: 0,
+            },
+        ] {
+            let error = weights.gather_each(None, |_, values| Ok(values(tensor)?));
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("there is no tensor"), "{error}");
+        }
         // What was saved still loads, and the group is usable.
         let then = training.full();
         let mut other = Training::new(kind, p, 2);

@@ -6,5 +6,6 @@ mod common;
 mod ddp;
 mod dtensor_bugs;
 mod gpt;
+mod lost;
 mod oracle;
 mod vote;

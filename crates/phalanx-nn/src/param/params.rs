@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::layout::Layout;
 use super::scope::Section;
 use crate::error::{Error, Result};
-use crate::pool::AlignedBuf;
+use crate::pool::{AlignedBuf, round_up};
 
 /// The model of a parameter or buffer: a unique number of each root [`Scope`](crate::Scope) of the
 /// process. Clones of [`Params`] are the same model.
@@ -72,6 +72,17 @@ impl ParamInfo {
             [] => self.shape.clone(),
             order => order.iter().map(|&i| self.shape[i]).collect(),
         }
+    }
+
+    /// The region of [`Params::flat`] from this parameter to the next: `values`, which are in PyTorch's row-major order,
+    /// in the engine's order, and the gap of zeros.
+    ///
+    /// # Errors
+    /// `Usage` when the number of values is not the parameter's.
+    pub fn region(&self, values: &[f32]) -> Result<Vec<f32>> {
+        let mut region = vec![0.0; round_up(self.len)];
+        import(self, values, &mut region)?;
+        Ok(region)
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::SystemTime;
 use phalanx_base::files::Dir;
 use phalanx_data::metrics::write_summary_in;
 use phalanx_launch::RankContext;
-use phalanx_nn::{GraphNode, Params};
+use phalanx_nn::{GraphNode, ParamInfo};
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
@@ -49,7 +49,7 @@ pub struct RunInfo<'a> {
     /// Settings by name, defaults included.
     pub settings: BTreeMap<String, String>,
     /// The model's parameters.
-    pub params: &'a Params,
+    pub params: &'a [ParamInfo],
     /// Names of the parameters that are not trained.
     pub frozen: &'a [String],
     /// `--tag` and `--note`.
@@ -139,7 +139,7 @@ pub(crate) fn document(
     let typed: Vec<&str> = typed
         .map(|word| word.split('=').next().unwrap_or_default())
         .collect();
-    let infos = info.params.infos();
+    let infos = info.params;
     let tensors = infos.iter().map(|tensor| {
         let trained = !info.frozen.contains(&tensor.name);
         json!({ "name": tensor.name, "shape": tensor.shape, "dtype": "f32", "trained": trained })

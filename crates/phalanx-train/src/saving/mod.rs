@@ -1,9 +1,13 @@
-//! Resumable checkpoints of a running training: when one is taken, where the
-//! last one is found, and how a training goes on from it.
+//! Resumable checkpoints of a running training: when one is saved, where the
+//! last one is found, and how a training continues from it.
 //!
-//! Rank 0 reads and writes; the others hear of it, so only its host needs to
-//! see the folder. Ranks agree at the end of each step on what to do next:
-//! nothing, save, or save and stop, because somebody asked one of them to.
+//! Only rank 0 reads and writes files, so only its host needs the folder. Ranks
+//! agree at the end of each step on what to do next: nothing, save, or save and
+//! stop, because a signal or a flag asked one of them to.
+//!
+//! With DDP rank 0 copies the state, and saves the copy while training continues.
+//! On a mesh no rank has all of it: rank 0 writes the file a tensor at a time, and
+//! the ranks send their parts.
 
 pub(crate) mod args;
 mod due;
@@ -16,14 +20,12 @@ pub(crate) use history::SavedGroup;
 pub use resumed::{GRADIENT_TYPE, Resumed, facts, newest, settings};
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use phalanx_checkpoint::state::{
-    Background, Folder, OptimizerState, Place, SavedCheckpoint, Snapshot,
-};
+use phalanx_checkpoint::state::{Background, Folder, Place, SavedCheckpoint, Snapshot};
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::DistributedDataParallel;
+use phalanx_global::CheckpointInfo;
 use phalanx_nn::Params;
 
 use self::due::{Due, What};
@@ -74,12 +76,14 @@ pub struct Saving<'a> {
     metadata: BTreeMap<String, String>,
     /// On rank 0, if there are checkpoints at all.
     background: Option<Background>,
-    path: PathBuf,
+    folder: Folder,
     /// Steps of this run.
     steps: u64,
     due: Due,
     /// Why all ranks stop, once they do: the signal that one of them got, or [`FLAG`].
     why: i32,
+    /// How long the last save took that all ranks waited for.
+    took: Duration,
     /// What a stop may take before a save was measured.
     estimate: Duration,
     /// Milliseconds that all ranks have asked their launchers for.
@@ -126,8 +130,9 @@ impl<'a> Saving<'a> {
             args,
             facts,
             metadata: BTreeMap::new(),
-            path: folder.path().to_owned(),
-            background: (args.enabled() && ctx.is_main()).then(|| Background::new(folder)),
+            background: (args.enabled() && ctx.is_main()).then(|| Background::new(folder.clone())),
+            folder,
+            took: Duration::ZERO,
             steps: 0,
             due: Due::new(args.save_every),
             why: 0,
@@ -178,7 +183,7 @@ impl<'a> Saving<'a> {
                 What::Hurry => background.hurry(),
                 What::Warn { since } => self.ctx.note(&format!(
                     "warning: a checkpoint is due since step {since}, and after step {step} the previous one is still being written\n  the disk ({}) is too slow for this interval; raise --save-every",
-                    self.path.display()
+                    self.folder.path().display()
                 )),
             }
             let outcome = background.poll();
@@ -210,11 +215,8 @@ impl<'a> Saving<'a> {
     /// Milliseconds from SIGTERM to SIGKILL that this rank needs for a save: what was typed, or what the last one took
     /// (before the first, what its size lets expect) with some room, and not less than usual.
     fn grace_wanted(&self) -> i32 {
-        let took = self
-            .background
-            .as_ref()
-            .map_or(Duration::ZERO, Background::took);
-        let needed = match took {
+        let background = self.background.as_ref().map(Background::took);
+        let needed = match background.unwrap_or_default().max(self.took) {
             Duration::ZERO => self.estimate,
             took => took.saturating_mul(SAVES_PER_STOP),
         };
@@ -228,7 +230,7 @@ impl<'a> Saving<'a> {
     /// After the first step of a run that saves on the way, when the optimizer has all
     /// its state: finds rank 0 the memory for a checkpoint, so that no later step has to
     /// wait while the system clears each of its pages. *Blocks* until all ranks call it, if
-    /// the optimizer is cut over them.
+    /// the optimizer is sharded.
     ///
     /// # Errors
     ///
@@ -237,10 +239,11 @@ impl<'a> Saving<'a> {
         if self.steps > 0 || self.args.save_every.is_none() {
             return Ok(());
         }
-        let optimizer = update.state()?;
-        let bytes = size_of_val(params.flat()) * (1 + optimizer.buffers.len());
+        let buffers = update.optimizer().state().len();
+        let bytes = size_of_val(params.flat()) * (1 + buffers);
         self.estimate = Duration::from_secs_f64(bytes as f64 / SLOW_DISK_BYTES);
-        if let Some(background) = &mut self.background {
+        let optimizer = update.state(Vec::new())?;
+        if let (Some(background), Some(optimizer)) = (&mut self.background, optimizer) {
             let (place, nothing) = (Place::default(), serde_json::Value::Null);
             let spare = Snapshot::take(params, optimizer, place, BTreeMap::new(), nothing);
             background.set_spare(spare);
@@ -275,11 +278,22 @@ impl<'a> Saving<'a> {
         place: Place,
         mut history: History,
     ) -> Result<()> {
+        // For its memory.
+        let (before, mut old) = match &mut self.background {
+            Some(background) => (background.wait(), background.spare()),
+            None => (Ok(None), None),
+        };
+        let memory = match (source.update, &mut old) {
+            (Update::Part(_), Some(old)) => old.take_memory(),
+            _ => Vec::new(),
+        };
         let mut more = Vec::new();
         let state = source.ddp.gather_state()?;
         history.skipped_steps = state.skipped_steps;
         history.hook = Hook::new(state, "", &mut more);
-        let (optimizer, mut saved) = joined_state(source.update, groups, source.params)?;
+        let joined = joined_state(source.update, groups, source.params, memory)?;
+        let (optimizer, mut saved) = joined.unzip();
+        let saved = saved.get_or_insert_default();
         if let Some(main) = saved.first_mut() {
             main.skipped_steps = history.skipped_steps;
             main.hook = history.hook.take();
@@ -289,53 +303,14 @@ impl<'a> Saving<'a> {
             saved.skipped_steps = state.skipped_steps;
             saved.hook = Hook::new(state, &group.name, &mut more);
         }
-        history.groups = saved;
-        let buffers = source.buffers;
-        self.write(
-            action,
-            Some((source.params, optimizer)),
-            buffers,
-            more,
-            place,
-            history,
-        )
-    }
-
-    /// [`save`](Self::save) of a training whose model or optimizer is split over the ranks. `whole` has both as one rank
-    /// alone would have them; only rank 0's is needed.
-    ///
-    /// # Errors
-    ///
-    /// As [`save`](Self::save).
-    pub fn save_whole(
-        &mut self,
-        action: SaveAction,
-        whole: Option<(&Params, OptimizerState<'_>)>,
-        place: Place,
-        history: History,
-    ) -> Result<()> {
-        self.write(action, whole, None, Vec::new(), place, history)
-    }
-
-    /// Saves on rank 0 with buffers in the place of the model's own and further numbers.
-    fn write(
-        &mut self,
-        action: SaveAction,
-        whole: Option<(&Params, OptimizerState<'_>)>,
-        buffers: Option<&[f32]>,
-        more: Vec<(String, Vec<f32>)>,
-        place: Place,
-        history: History,
-    ) -> Result<()> {
-        let (Some(background), Some((params, optimizer))) = (&mut self.background, whole) else {
+        history.groups = std::mem::take(saved);
+        let (Some(background), Some(optimizer)) = (&mut self.background, optimizer) else {
             return Ok(());
         };
         let progress = serde_json::to_value(&history).map_err(no_json)?;
-        // For its memory.
-        let before = background.wait();
-        let (old, facts) = (background.spare(), self.facts.clone());
+        let (facts, params) = (self.facts.clone(), source.params);
         let mut snapshot = Snapshot::take_into(old, params, optimizer, place, facts, progress);
-        if let Some(buffers) = buffers {
+        if let Some(buffers) = source.buffers {
             snapshot = snapshot.with_buffers(buffers)?;
         }
         let snapshot = snapshot
@@ -347,6 +322,38 @@ impl<'a> Saving<'a> {
         };
         self.handle_saved(before)?;
         self.handle_saved(begun)
+    }
+
+    /// Saves a training whose model and optimizer are split over the ranks, by `save`. Returns when the checkpoint is on
+    /// the disk. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// As [`save`](Self::save), on all ranks.
+    pub(crate) fn save_streamed(
+        &mut self,
+        action: SaveAction,
+        place: Place,
+        history: &History,
+        save: impl FnOnce(&Folder, &CheckpointInfo) -> phalanx_global::Result<SavedCheckpoint>,
+    ) -> Result<()> {
+        if !self.enabled() {
+            return Ok(());
+        }
+        let info = CheckpointInfo {
+            place,
+            facts: self.facts.clone(),
+            progress: serde_json::to_value(history).map_err(no_json)?,
+            metadata: self.metadata.clone(),
+        };
+        let began = Instant::now();
+        let saved = save(&self.folder, &info);
+        self.took = began.elapsed();
+        match saved {
+            // Without it, or the other ranks, the training cannot continue.
+            Err(error) if action == SaveAction::Stop || error.comm().is_some() => Err(error.into()),
+            saved => self.handle_saved(saved.map(Some).map_err(Error::from)),
+        }
     }
 
     /// Waits until what was begun is on the disk.
@@ -379,7 +386,7 @@ impl<'a> Saving<'a> {
         let steps = plural(usize::try_from(place.step).unwrap_or(usize::MAX), "step");
         self.ctx.note(&format!(
             "stopped {why} after {steps}; saved in {}\n  go on with --resume auto and the same --output-dir",
-            self.path.display()
+            self.folder.path().display()
         ));
         match self.why {
             stop::SIGTERM => {

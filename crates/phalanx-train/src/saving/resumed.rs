@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use phalanx_base::files::as_typed;
 use phalanx_checkpoint::state::{Folder, Manifest, Place, State};
 use phalanx_ddp::{DdpState, DistributedDataParallel, HookState};
-use phalanx_nn::Params;
+use phalanx_global::GlobalParams;
+use phalanx_nn::optim::Optimizer;
+use phalanx_nn::{ParamId, Params};
 use serde::Deserialize;
 
 use super::history::Hook;
@@ -15,7 +17,7 @@ use super::{AUTO, FOLDER, History, SavingArgs, no_json};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
 use crate::gradient::{RANK_FLAG, START_FLAG};
-use crate::param_group::{ParamGroup, copy_own};
+use crate::param_group::ParamGroup;
 use crate::run_dir::Found;
 use crate::update::Update;
 use phalanx_launch::RankContext;
@@ -228,13 +230,36 @@ impl Resumed {
         let Some(state) = &self.state else {
             return Ok(());
         };
-        state.restore_params(params).map_err(|error| {
-            let (error, changed) = (error, self.changed(settings));
-            match changed.is_empty() {
-                true => error,
-                false => error.into_usage().note("changed", changed.join("\n")),
-            }
+        let restored = state.restore_params(params);
+        restored.map_err(|error| self.another_model(error, settings))
+    }
+
+    /// Loads parameters and optimizer of a mesh: rank 0 reads a tensor at a time, and each rank gets its parts. *Blocks*
+    /// until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// As [`params`](Self::params) and [`update`](Self::update), on all ranks.
+    pub(crate) fn mesh(
+        &self,
+        weights: &mut GlobalParams,
+        optimizer: &mut dyn Optimizer,
+        settings: &BTreeMap<String, String>,
+    ) -> Result<()> {
+        let loaded = weights.load_state(self.state.as_ref(), &self.manifest, optimizer);
+        loaded.map_err(|error| match error.kind() {
+            phalanx_global::ErrorKind::File => self.another_model(error.into(), settings),
+            phalanx_global::ErrorKind::Usage => self.another_optimizer(error.into(), settings),
+            _ => error.into(),
         })
+    }
+
+    fn another_model(&self, error: Error, settings: &BTreeMap<String, String>) -> Error {
+        let changed = self.changed(settings);
+        match changed.is_empty() {
+            true => error,
+            false => error.into_usage().note("changed", changed.join("\n")),
+        }
     }
 
     /// Sets the wrapper's state on all ranks. *Blocks* until all call it.
@@ -277,28 +302,42 @@ impl Resumed {
         Ok(())
     }
 
-    /// The optimizer's buffers by name, whole on all ranks. *Blocks* until all call it.
+    /// Restores an optimizer of the parameters `own` after `steps` steps, with the buffers `names`. Rank 0 reads them a
+    /// parameter at a time, and each rank keeps its part. *Blocks* until all ranks call it.
     ///
     /// # Errors
     ///
-    /// Data, when it is of another model; peers that are lost.
-    fn buffers(&self, ctx: &RankContext, params: &Params) -> Result<Vec<Buffer>> {
-        let saved = match &self.state {
-            Some(state) => {
-                let _phase = ctx.phase("reading the checkpoint");
-                Some(state.optimizer_buffers(params)?)
+    /// Data, when it is of another model; usage, when it is of another optimizer; peers that are lost.
+    fn optimizer(
+        &self,
+        ctx: &RankContext,
+        (params, own): (&Params, &[ParamId]),
+        update: &mut Update,
+        (steps, names): (u64, &[String]),
+        settings: &BTreeMap<String, String>,
+    ) -> Result<()> {
+        let _phase = ctx.is_main().then(|| ctx.phase("reading the checkpoint"));
+        let (all, mut updates) = (self.manifest.updates(params), vec![0; params.len()]);
+        own.iter()
+            .for_each(|id| updates[id.index()] = all[id.index()]);
+        let mut parts = Vec::new();
+        for name in names {
+            let mut part = vec![0.0; update.part_len(params)];
+            for id in own {
+                let info = &params.infos()[id.index()];
+                let mut values = match &self.state {
+                    Some(state) => info.region(&state.optimizer_values(name, info)?)?,
+                    None => Vec::new(),
+                };
+                values.resize(info.len, 0.0);
+                ctx.group.broadcast(&mut values, 0)?;
+                update.copy_part(params, *id, &values, &mut part);
             }
-            None => None,
-        };
-        let mut saved = saved.into_iter().flatten().map(|(_, values)| values);
-        let mut buffers = Vec::new();
-        for name in &self.manifest.optimizer_buffers {
-            let nothing = || vec![0.0; params.flat().len()];
-            let mut values = saved.next().unwrap_or_else(nothing);
-            ctx.group.broadcast(&mut values, 0)?;
-            buffers.push((name.clone(), values));
+            parts.push((&name[..], part));
         }
-        Ok(buffers)
+        let views: Vec<(&str, &[f32])> = parts.iter().map(|(n, v)| (*n, &v[..])).collect();
+        let restored = update.restore(steps, &updates, &views);
+        restored.map_err(|cause| self.another_optimizer(cause, settings))
     }
 
     /// Gives the optimizer its state, on all ranks. *Blocks* until all call it.
@@ -314,28 +353,10 @@ impl Resumed {
         update: &mut Update,
         settings: &BTreeMap<String, String>,
     ) -> Result<()> {
-        self.update_with(ctx, params, settings, |steps, updates, buffers| {
-            update.restore(steps, updates, buffers)
-        })
-    }
-
-    /// As [`update`](Self::update), of an optimizer whose state is split otherwise: `restore` gets its steps, the updates
-    /// of each parameter, and its buffers by name, laid out as the whole `params`.
-    ///
-    /// # Errors
-    ///
-    /// As [`update`](Self::update).
-    pub fn update_with(
-        &self,
-        ctx: &RankContext,
-        params: &Params,
-        settings: &BTreeMap<String, String>,
-        restore: impl FnOnce(u64, &[u64], &[(&str, &[f32])]) -> Result<()>,
-    ) -> Result<()> {
-        let buffers = self.buffers(ctx, params)?;
-        let views: Vec<(&str, &[f32])> = buffers.iter().map(|(n, v)| (&n[..], &v[..])).collect();
-        let (steps, updates) = (self.manifest.optimizer_steps, self.manifest.updates(params));
-        restore(steps, &updates, &views).map_err(|cause| self.another_optimizer(cause, settings))
+        let own: Vec<ParamId> = params.ids().collect();
+        let manifest = &self.manifest;
+        let saved = (manifest.optimizer_steps, &manifest.optimizer_buffers[..]);
+        self.optimizer(ctx, (params, &own), update, saved, settings)
     }
 
     fn another_optimizer(&self, cause: Error, settings: &BTreeMap<String, String>) -> Error {
@@ -377,34 +398,15 @@ impl Resumed {
             self.wrapper(ctx, &mut only.ddp)?;
             return self.update(ctx, params, &mut only.update, settings);
         }
-        let buffers = self.buffers(ctx, params)?;
-        let all = self.manifest.updates(params);
         for (group, saved) in groups.iter_mut().zip(saved) {
             let (ddp, skipped) = (&mut group.ddp, saved.skipped_steps);
             self.wrapper_of(ctx, ddp, &group.name, skipped, saved.hook)?;
-            let mut updates = vec![0; all.len()];
-            for id in &group.params {
-                updates[id.index()] = all[id.index()];
-            }
-            let mut own = Vec::new();
-            for (name, values) in buffers
-                .iter()
-                .filter(|(name, _)| saved.buffers.contains(name))
-            {
-                let mut masked = vec![0.0; values.len()];
-                copy_own(params, &group.params, values, &mut masked);
-                own.push((&name[..], masked));
-            }
-            let views: Vec<(&str, &[f32])> = own.iter().map(|(n, v)| (*n, &v[..])).collect();
-            let restored = group.update.restore(saved.steps, &updates, &views);
-            restored.map_err(|cause| self.another_optimizer(cause, settings))?;
+            let (own, update) = ((params, &group.params[..]), &mut group.update);
+            self.optimizer(ctx, own, update, (saved.steps, &saved.buffers), settings)?;
         }
         Ok(())
     }
 }
-
-/// An optimizer's buffer of this name.
-type Buffer = (String, Vec<f32>);
 
 /// The newest checkpoint with finite weights of a run's folder, or of its folder of checkpoints, and the folder;
 /// without any, the newest one. `note` gets a line for each that is passed over.

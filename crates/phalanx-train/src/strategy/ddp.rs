@@ -5,16 +5,16 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Instant;
 
-use phalanx_checkpoint as checkpoint;
 use phalanx_checkpoint::digest::optimizer_sha256;
 use phalanx_checkpoint::state::Place;
+use phalanx_checkpoint::{self as checkpoint, Outline, Values, full_values};
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_data::Dataset;
 use phalanx_data::sampler::Cursor;
 use phalanx_ddp::{Buffers, DistributedDataParallel, Exchange, StepTimes, verify_equal};
 use phalanx_launch::RankContext;
 use phalanx_nn::optim::Optimizer;
-use phalanx_nn::{GradView, Params, Step, Tape, Tensor};
+use phalanx_nn::{GradView, ParamInfo, Params, Step, Tape, Tensor};
 use serde_json::{Map, Value, json};
 
 use super::{Description, Gradients, Parts, StepTools, Strategy};
@@ -60,6 +60,7 @@ impl Strategy for Ddp {
         let Parts {
             ctx,
             settings,
+            resumed,
             mut params,
             facts,
             frozen,
@@ -69,6 +70,9 @@ impl Strategy for Ddp {
             tape,
             ..
         } = parts;
+        if let Some((resumed, shaping)) = resumed {
+            resumed.params(&mut params, shaping)?;
+        }
         let exchange = settings.exchange.choose_for(ctx, settings)?;
         let names: Vec<&str> = optimizers.iter().skip(1).map(|(n, _)| &n[..]).collect();
         let split = param_group::split(&params, &names)?;
@@ -119,8 +123,8 @@ impl Strategy for Ddp {
         &self.group
     }
 
-    fn initial(&self) -> &Params {
-        &self.params
+    fn infos(&self) -> Vec<ParamInfo> {
+        self.params.infos().to_vec()
     }
 
     fn params(&self) -> &Params {
@@ -294,8 +298,18 @@ impl Strategy for Ddp {
         Ok(Some(hex::encode(digest)))
     }
 
-    fn whole(&mut self, _: &RankContext) -> Result<Option<&Params>> {
-        Ok(Some(&self.params))
+    fn gather_weights<R>(
+        &self,
+        ctx: &RankContext,
+        write: impl FnOnce(&Outline, &mut Values<'_>) -> Result<R>,
+    ) -> Result<Option<R>> {
+        let values = &mut |tensor| Ok(full_values(&self.params, tensor));
+        let write = || write(&Outline::of(&self.params), values);
+        ctx.is_main().then(write).transpose()
+    }
+
+    fn full_params(&self, ctx: &RankContext) -> Result<Option<Params>> {
+        Ok(ctx.is_main().then(|| self.params.clone()))
     }
 
     fn measure<M, B>(
@@ -339,10 +353,9 @@ impl Strategy for Ddp {
     }
 
     fn optimizer_sha256(&mut self, _: &RankContext) -> Result<Option<String>> {
-        // Its parts are gathered by all.
         let (main, more) = (&self.groups[0].update, &self.groups[1..]);
-        let (state, _) = joined_state(main, more, &self.params)?;
-        Ok(Some(optimizer_sha256(state)))
+        let joined = joined_state(main, more, &self.params, Vec::new())?;
+        Ok(joined.map(|(state, _)| optimizer_sha256(state)))
     }
 
     fn skipped_steps(&self) -> u64 {

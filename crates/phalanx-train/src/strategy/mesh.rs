@@ -1,14 +1,13 @@
 //! Training on a mesh of ranks: batches are split over one dimension, layers and weights over others, as global tensors.
 
-use std::borrow::Cow;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Instant;
 
-use phalanx_checkpoint as checkpoint;
-use phalanx_checkpoint::digest::optimizer_sha256;
-use phalanx_checkpoint::state::{OptimizerState, Place};
+use phalanx_checkpoint::digest::optimizer_sha256_with;
+use phalanx_checkpoint::state::Place;
+use phalanx_checkpoint::{self as checkpoint, Outline, Values};
 use phalanx_comm::ProcessGroup;
 use phalanx_data::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig};
 use phalanx_data::{Dataset, ImageBatch};
@@ -18,7 +17,7 @@ use phalanx_global::{
 };
 use phalanx_launch::RankContext;
 use phalanx_nn::optim::{Optimizer, clip_factor};
-use phalanx_nn::{GradView, Params, Tape, Tensor, Value as _};
+use phalanx_nn::{GradView, ParamInfo, Params, Tape, Tensor, Value as _};
 use serde_json::{Map, Value, json};
 
 use super::{Description, Gradients, Mesh, Parts, StepTools, Strategy, explain};
@@ -41,10 +40,6 @@ pub struct OnMesh {
     lr: f64,
     /// Of the gradients, for the next update.
     factor: f32,
-    /// The model in full: on all ranks before the first step, on rank 0 where it was gathered since the last one.
-    whole: Option<Params>,
-    /// No step was taken since.
-    is_whole: bool,
     /// The parts that the ranks of `data` have of each batch, all on one rank.
     all: (BatchSplit, Vec<Sampler>),
     /// The samples of the running epoch over all ranks, and the step with which they begin.
@@ -142,24 +137,6 @@ impl OnMesh {
         slices.flat_map(|(ids, _)| ids.iter().copied()).collect()
     }
 
-    /// All parameters in full, on rank 0: gathered one by one.
-    fn gather(&self, is_main: bool) -> Result<Option<Params>> {
-        let weights = &self.weights;
-        let mut ids = weights.local().ids();
-        let whole = weights.local().map(|info, own| {
-            let Some(id) = ids.next() else {
-                return Ok((info.shape.clone(), own));
-            };
-            let values = weights.full(id)?;
-            let shape = weights.layout(id).shape();
-            Ok(match is_main {
-                true => (shape.to_vec(), values),
-                false => (vec![0; shape.len()], Vec::new()),
-            })
-        })?;
-        Ok(is_main.then_some(whole))
-    }
-
     /// Compares what several ranks have of the parameters, over each dimension of the mesh.
     fn check_copies(&self) -> Result<()> {
         let (weights, placement) = (&self.weights, self.placement());
@@ -177,39 +154,6 @@ impl OnMesh {
         }
         Ok(())
     }
-
-    /// The optimizer's state in full, on rank 0, where `whole` are the parameters.
-    fn state(&self, whole: Option<&Params>) -> Result<Option<OptimizerState<'_>>> {
-        let own = OptimizerState::from(&*self.optimizer);
-        let mut buffers = Vec::new();
-        for (name, values) in &own.buffers {
-            let mut all = whole.cloned();
-            for id in self.weights.local().ids() {
-                let full = self.weights.full_of(id, values)?;
-                if let Some(all) = &mut all {
-                    all.import(id, &full)?;
-                }
-            }
-            buffers.extend(all.map(|all| (*name, Cow::Owned(all.flat().to_vec()))));
-        }
-        let (steps, updates) = (own.steps, own.updates);
-        Ok(whole.map(|_| OptimizerState {
-            steps,
-            updates,
-            buffers,
-        }))
-    }
-}
-
-/// This rank's part of an optimizer's buffer that is laid out as the whole `params`.
-fn part_of(weights: &GlobalParams, params: &Params, values: &[f32]) -> Result<Vec<f32>> {
-    let (mut local, mut full) = (weights.local().clone(), Vec::new());
-    for id in params.ids() {
-        full.clear();
-        params.export_of(id, values, &mut full);
-        local.import(id, &weights.part_of(id, &full)?)?;
-    }
-    Ok(local.flat().to_vec())
 }
 
 impl Strategy for OnMesh {
@@ -233,6 +177,7 @@ impl Strategy for OnMesh {
         let Parts {
             ctx,
             settings,
+            resumed,
             mut params,
             facts,
             frozen,
@@ -262,7 +207,9 @@ impl Strategy for OnMesh {
         }
         let compared = fingerprint.parameters(&params).compare(&ctx.group);
         compared.map_err(different_arguments)?;
-        broadcast_parameters(&ctx.group, &mut params, 0)?;
+        if resumed.is_none() {
+            broadcast_parameters(&ctx.group, &mut params, 0)?;
+        }
         let placement = mesh.placement(&ctx.group)?;
         if mesh.tensor == 1 {
             parallel = parallel.without("tensor");
@@ -295,8 +242,6 @@ impl Strategy for OnMesh {
             optimizer,
             lr,
             factor: 1.0,
-            whole: Some(params),
-            is_whole: true,
             all: (all, samplers),
             plan: None,
         })
@@ -306,8 +251,8 @@ impl Strategy for OnMesh {
         self.placement().line(0)
     }
 
-    fn initial(&self) -> &Params {
-        self.whole.as_ref().unwrap_or(self.weights.local())
+    fn infos(&self) -> Vec<ParamInfo> {
+        self.weights.full_infos()
     }
 
     fn params(&self) -> &Params {
@@ -336,22 +281,11 @@ impl Strategy for OnMesh {
 
     fn restore(
         &mut self,
-        ctx: &RankContext,
+        _: &RankContext,
         resumed: &Resumed,
         shaping: &BTreeMap<String, String>,
     ) -> Result<()> {
-        let Some(params) = &self.whole else {
-            return Ok(());
-        };
-        let (weights, optimizer) = (&self.weights, &mut self.optimizer);
-        resumed.update_with(ctx, params, shaping, |steps, updates, buffers| {
-            let parts = buffers
-                .iter()
-                .map(|(name, values)| Ok((*name, part_of(weights, params, values)?)));
-            let parts = parts.collect::<Result<Vec<_>>>()?;
-            let views: Vec<(&str, &[f32])> = parts.iter().map(|(n, v)| (*n, &v[..])).collect();
-            Ok(optimizer.restore(steps, updates, &views)?)
-        })?;
+        resumed.mesh(&mut self.weights, &mut *self.optimizer, shaping)?;
         self.grads
             .set_skipped_steps(resumed.history()?.skipped_steps());
         Ok(())
@@ -384,8 +318,6 @@ impl Strategy for OnMesh {
     }
 
     fn begin_epoch(&mut self, step_in_epoch: usize, cursor: Cursor) -> Result<()> {
-        // Rank 0 trains without it.
-        (self.whole, self.is_whole) = (None, false);
         let (split, samplers) = &self.all;
         self.plan = Some((split.rest(samplers, cursor)?, step_in_epoch));
         Ok(())
@@ -479,7 +411,6 @@ impl Strategy for OnMesh {
     }
 
     fn update(&mut self, _: usize, _: Option<f64>) -> Result<()> {
-        (self.whole, self.is_whole) = (None, false);
         let local = self.weights.local_mut();
         self.optimizer
             .step_scaled(local, &self.grads, self.factor)?;
@@ -501,15 +432,32 @@ impl Strategy for OnMesh {
 
     fn end_epoch(&mut self, ctx: &RankContext) -> Result<Option<String>> {
         self.check_copies()?;
-        Ok(self.whole(ctx)?.map(checkpoint::weights_sha256))
+        self.weights_sha256(ctx)
     }
 
-    fn whole(&mut self, ctx: &RankContext) -> Result<Option<&Params>> {
-        if !self.is_whole {
-            self.whole = self.gather(ctx.is_main())?;
-            self.is_whole = true;
-        }
-        Ok(self.whole.as_ref().filter(|_| ctx.is_main()))
+    fn gather_weights<R>(
+        &self,
+        _: &RankContext,
+        write: impl FnOnce(&Outline, &mut Values<'_>) -> Result<R>,
+    ) -> Result<Option<R>> {
+        Ok(self.weights.gather_each(None, write)?)
+    }
+
+    fn full_params(&self, ctx: &RankContext) -> Result<Option<Params>> {
+        let weights = &self.weights;
+        let mut ids = weights.local().ids();
+        let full = weights.local().map(|info, own| {
+            let Some(id) = ids.next() else {
+                return Ok((info.shape.clone(), own));
+            };
+            let values = weights.full(id)?;
+            let shape = weights.layout(id).shape();
+            Ok(match ctx.is_main() {
+                true => (shape.to_vec(), values),
+                false => (vec![0; shape.len()], Vec::new()),
+            })
+        })?;
+        Ok(ctx.is_main().then_some(full))
     }
 
     fn measure<M, B>(
@@ -534,24 +482,25 @@ impl Strategy for OnMesh {
 
     fn save(
         &mut self,
-        ctx: &RankContext,
+        _: &RankContext,
         saving: &mut Saving<'_>,
         action: SaveAction,
         _: Option<&[f32]>,
         place: Place,
         history: History,
     ) -> Result<()> {
-        self.whole(ctx)?;
-        let whole = self.whole.as_ref().filter(|_| ctx.is_main());
-        let state = self.state(whole)?;
         let history = history.with_skipped_steps(self.grads.skipped_steps());
-        saving.save_whole(action, whole.zip(state), place, history)
+        saving.save_streamed(action, place, &history, |folder, info| {
+            self.weights.save(folder, &*self.optimizer, info)
+        })
     }
 
-    fn optimizer_sha256(&mut self, ctx: &RankContext) -> Result<Option<String>> {
-        self.whole(ctx)?;
-        let whole = self.whole.as_ref().filter(|_| ctx.is_main());
-        Ok(self.state(whole)?.map(optimizer_sha256))
+    fn optimizer_sha256(&mut self, _: &RankContext) -> Result<Option<String>> {
+        let (weights, optimizer) = (&self.weights, &*self.optimizer);
+        let digest = weights.gather_each(Some(optimizer), |_, values| {
+            optimizer_sha256_with(&optimizer.into(), &weights.full_infos(), values)
+        })?;
+        Ok(digest)
     }
 
     fn skipped_steps(&self) -> u64 {

@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use phalanx_checkpoint::{Outline, Values, weights_digest_with};
 use phalanx_comm::ProcessGroup;
 use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
@@ -20,7 +21,7 @@ use phalanx_data::sampler::Cursor;
 use phalanx_ddp::{Commit, StepTimes};
 use phalanx_launch::RankContext;
 use phalanx_nn::optim::Optimizer;
-use phalanx_nn::{GradView, Params, Tape};
+use phalanx_nn::{GradView, ParamInfo, Params, Tape};
 use serde_json::{Map, Value};
 
 pub use self::ddp::Ddp;
@@ -42,6 +43,8 @@ pub(crate) type MakeOptimizer<'j> = Box<dyn FnOnce(&Params, f64) -> Box<dyn Opti
 pub struct Parts<'a, 'j> {
     pub(crate) ctx: &'a RankContext,
     pub(crate) settings: &'a Settings,
+    /// The checkpoint that the training continues, and the settings now.
+    pub(crate) resumed: Option<(&'a Resumed, &'a BTreeMap<String, String>)>,
     /// As rank 0 starts with them; other ranks' values are replaced.
     pub(crate) params: Params,
     /// Settings that all ranks must have in common, one a line.
@@ -133,8 +136,8 @@ pub trait Strategy: Sized {
     /// The ranks that split a batch, this one included.
     fn batch_group(&self) -> &ProcessGroup;
 
-    /// The model before the first step, in full.
-    fn initial(&self) -> &Params;
+    /// The parameters of the model, in full.
+    fn infos(&self) -> Vec<ParamInfo>;
 
     /// The parameters of this rank.
     fn params(&self) -> &Params;
@@ -154,11 +157,12 @@ pub trait Strategy: Sized {
     /// The same, to change its settings.
     fn optimizer_mut(&mut self, group: usize) -> &mut dyn Optimizer;
 
-    /// Takes over the state of optimizers and gradient exchange from a checkpoint. *Blocks* until all ranks call it.
+    /// Restores optimizers, gradient exchange, and the parameters unless [`build`](Self::build) has, from a checkpoint.
+    /// *Blocks* until all ranks call it.
     ///
     /// # Errors
     ///
-    /// Usage, when the checkpoint is of other optimizers; peers that are lost.
+    /// Usage, when the checkpoint is of other optimizers; data, when it is of another model; peers that are lost.
     fn restore(
         &mut self,
         ctx: &RankContext,
@@ -223,12 +227,34 @@ pub trait Strategy: Sized {
     /// Ranks whose weights differ, by name; peers that are lost.
     fn end_epoch(&mut self, ctx: &RankContext) -> Result<Option<String>>;
 
-    /// The whole model, on rank 0 at least. *Blocks* until all ranks call it.
+    /// Runs `write` on rank 0, which asks for the weights a tensor at a time. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Those of `write`; peers that are lost.
+    fn gather_weights<R>(
+        &self,
+        ctx: &RankContext,
+        write: impl FnOnce(&Outline, &mut Values<'_>) -> Result<R>,
+    ) -> Result<Option<R>>;
+
+    /// SHA-256 of the weights, on rank 0. *Blocks* until all ranks call it.
     ///
     /// # Errors
     ///
     /// Peers that are lost.
-    fn whole(&mut self, ctx: &RankContext) -> Result<Option<&Params>>;
+    fn weights_sha256(&self, ctx: &RankContext) -> Result<Option<String>> {
+        self.gather_weights(ctx, |outline, values| {
+            Ok(hex::encode(weights_digest_with(outline, values)?))
+        })
+    }
+
+    /// The whole model, on rank 0. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    fn full_params(&self, ctx: &RankContext) -> Result<Option<Params>>;
 
     /// Measures one batch of an evaluation; nothing if it is empty.
     ///

@@ -1,6 +1,6 @@
 //! What is said before the first step.
 
-use phalanx_nn::Params;
+use phalanx_nn::ParamInfo;
 
 use crate::choice_name;
 use crate::format::{plural, thousands};
@@ -30,11 +30,11 @@ pub(super) fn announce(
     ctx: &RankContext,
     settings: &Settings,
     about: &About<'_>,
-    params: &Params,
+    params: &[ParamInfo],
     description: &Description,
     output: &Output,
 ) {
-    let count: usize = params.infos().iter().map(|i| i.len).sum();
+    let count: usize = params.iter().map(|i| i.len).sum();
     ctx.note(&format!(
         "phalanx {}  {}  {}",
         env!("CARGO_PKG_VERSION"),
@@ -47,7 +47,7 @@ pub(super) fn announce(
         about.title,
         settings.precision.describe(),
         thousands(count),
-        params.infos().len(),
+        params.len(),
         description.model,
     ));
     description.lines.iter().for_each(|line| ctx.note(line));

@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use phalanx_base::env::real_env;
 use phalanx_base::files::as_typed;
-use phalanx_checkpoint as checkpoint;
 use phalanx_checkpoint::digest::MetricsDigest;
 use phalanx_checkpoint::state::Place;
 use phalanx_data::Dataset;
@@ -435,7 +434,6 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let mut params = scope.build()?;
         if let Some(resumed) = &resumed {
             resumed.check(&resumable)?;
-            resumed.params(&mut params, &shaping)?;
         } else {
             if let Some(init) = self.init {
                 init(&mut params)?;
@@ -454,6 +452,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let parts = Parts {
             ctx,
             settings,
+            resumed: resumed.as_ref().map(|resumed| (resumed, &shaping)),
             params,
             facts: &facts,
             frozen: &self.frozen,
@@ -514,8 +513,10 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             ctx.group.set_flight_dir(&run.join(crate::FLIGHT_DIR));
         }
         output.begin(&run, &settings.saving)?;
-        let weights = checkpoint::weights_sha256(strategy.initial());
-        let initial = (ctx.is_main() && resumed.is_none()).then(|| weights.clone());
+        let weights = strategy.weights_sha256(ctx)?;
+        let initial = weights.clone().filter(|_| resumed.is_none());
+        let weights = weights.unwrap_or_default();
+        let infos = strategy.infos();
         let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
         let is_over = place.epoch as usize >= settings.epochs();
         // A program may have ended before its last epoch.
@@ -540,8 +541,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         };
         let description = strategy.describe(ctx, settings)?;
         if self.purpose != Purpose::Measure {
-            let initial = strategy.initial();
-            announce(ctx, settings, &about, initial, &description, &output);
+            announce(ctx, settings, &about, &infos, &description, &output);
         }
         let mut reporter = self.reporter;
         if !is_complete && self.purpose == Purpose::Train {
@@ -551,9 +551,19 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let history = resumed.as_ref().map(Resumed::history).transpose()?;
         let history = history.unwrap_or_default();
         let best = history.best();
-        let at_end = (place.step_in_epoch == 0).then_some(place.epoch as usize);
-        let begun = output.begin_best(ctx, best.as_ref(), at_end, strategy.initial());
-        saving.handle_weights_error("the best", begun)?;
+        // Only rank 0 knows whether the file of the best weights is missing. It is written if they are the weights now.
+        let lacks_best = output.lacks_best(ctx, best.as_ref());
+        let lacks = lacks_best.as_ref().is_ok_and(|lacks| *lacks);
+        saving.handle_weights_error("the best", lacks_best.map(drop))?;
+        let epoch = (place.step_in_epoch == 0).then_some(place.epoch as usize);
+        if let Some(best) = best.as_ref().filter(|best| Some(best.epoch()) == epoch)
+            && ctx.group.broadcast_object(Some(&lacks), 0)?
+        {
+            strategy.gather_weights(ctx, |outline, values| {
+                let saved = output.save_best(best, outline, values);
+                saving.handle_weights_error("the best", saved)
+            })?;
+        }
         if let Some(resumed) = &resumed {
             announce_resumed(ctx, resumed, steps, settings.epochs(), is_complete);
             resumed.announce_changes(ctx, &shaping);
@@ -575,7 +585,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             data: &self.data,
             steps,
             settings: shown,
-            params: strategy.initial(),
+            params: &infos,
             frozen: &self.frozen,
             labels: &settings.labels,
         };

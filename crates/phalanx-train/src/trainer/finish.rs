@@ -103,9 +103,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         }
         let (reporter, output) = (&mut self.reports.reporter, &mut self.reports.output);
         reporter.saves(ctx, true)?;
-        if let Some(whole) = self.strategy.whole(ctx)? {
-            output.save_weights(whole)?;
-        }
+        self.strategy
+            .gather_weights(ctx, |outline, values| output.save_weights(outline, values))?;
         reporter.saves(ctx, false)?;
         output.save_accuracies(&self.results.accuracies)?;
         save(self)?;

@@ -366,20 +366,22 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         let is_last = epoch >= self.settings.epochs();
         let output = &mut self.reports.output;
         let best = self.results.best.take_new();
-        if let Some(whole) = self.strategy.whole(self.ctx)? {
-            let saved = output.save_epoch(epoch, whole);
+        let saving = &self.saving;
+        self.strategy.gather_weights(self.ctx, |outline, values| {
+            let saved = output.save_epoch(epoch, outline, values);
             match is_last {
-                false => self
-                    .saving
-                    .handle_weights_error(&format!("epoch {epoch}'s"), saved)?,
+                false => saving.handle_weights_error(&format!("epoch {epoch}'s"), saved)?,
                 // What the training was for.
                 true => saved?,
             }
-            if let Some(best) = best {
-                let saved = output.save_best(best, whole);
-                self.saving.handle_weights_error("the best", saved)?;
+            match best {
+                Some(best) => {
+                    let saved = output.save_best(best, outline, values);
+                    saving.handle_weights_error("the best", saved)
+                }
+                None => Ok(()),
             }
-        }
+        })?;
         if !self.saving.enabled() {
             return Ok(());
         }
@@ -441,13 +443,13 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         self.strategy.params()
     }
 
-    /// The parameters in full, on rank 0 at least. On a mesh they are gathered, and *block* until all ranks call it.
+    /// A copy of the parameters in full, on rank 0. *Blocks* until all ranks call it.
     ///
     /// # Errors
     ///
     /// Peers that are lost.
-    pub fn full_params(&mut self) -> Result<Option<&Params>> {
-        self.strategy.whole(self.ctx)
+    pub fn full_params(&self) -> Result<Option<Params>> {
+        self.strategy.full_params(self.ctx)
     }
 
     /// The optimizer steps that were taken, those before a resume included.

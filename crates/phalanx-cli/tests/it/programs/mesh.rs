@@ -112,6 +112,41 @@ fn a_checkpoint_of_a_mesh_goes_on_with_another_mesh_or_ddp() {
     assert_eq!(digests(whole.path()), digests(parts.path()));
 }
 
+/// A run that is resumed after its last step loads the checkpoint, and writes weights and digests again.
+#[test]
+fn a_checkpoint_has_the_same_bits_on_any_mesh_and_with_ddp() {
+    let dir = tempfile::tempdir().expect("folder");
+    let go = |out: &str, more: &[&str]| {
+        let to = ["--output-dir", out];
+        succeed(&[&TINY[..], &to, more].concat(), dir.path());
+        let folder = dir.path().join(out);
+        let summary = json(&folder.join("summary.json"));
+        let files = ["gpt.safetensors", "gpt.pt"];
+        let files = files.map(|name| std::fs::read(folder.join(name)).expect(name));
+        (summary["optimizer_sha256"].clone(), files)
+    };
+    let saves = ["--save-every", "100", "--mesh", "data=2", "--fully-sharded"];
+    let whole = go("out", &[&["--nproc-per-node", "2"], &saves[..]].concat());
+    let checkpoints = std::fs::read_dir(dir.path().join("out/checkpoints")).expect("folder");
+    let names = checkpoints.map(|entry| entry.expect("entry").path());
+    let manifests = names.filter(|path| path.extension().is_some_and(|e| e == "json"));
+    let newest = manifests.max().expect("a manifest").display().to_string();
+    for (out, more) in [
+        ("tensor", &["2", "--mesh", "tensor=2"][..]),
+        (
+            "both",
+            &["4", "--mesh", "data=2,tensor=2", "--fully-sharded"],
+        ),
+        ("three", &["3", "--mesh", "data=3", "--fully-sharded"]),
+        ("one", &["1", "--mesh", "data=1"]),
+        ("at-step", &["3", "--exchange", "at-step"]),
+        ("all-reduce", &["2", "--exchange", "all-reduce"]),
+    ] {
+        let resumed = ["--resume", &newest, "--nproc-per-node"];
+        assert!(go(out, &[&resumed[..], more].concat()) == whole, "{out}");
+    }
+}
+
 /// Training continues from the last finite checkpoint, says so, and has the bits of one that was never spoiled.
 #[test]
 fn weights_that_are_not_finite_are_told_of_and_passed_over() {

@@ -51,7 +51,7 @@ impl GradView for Made {
 }
 
 /// Buffers, and how often each parameter was updated.
-type State = (Vec<(&'static str, Vec<f32>)>, Vec<u64>);
+pub type State = (Vec<(&'static str, Vec<f32>)>, Vec<u64>);
 
 /// Weights and state after steps `from..to` without sharding.
 fn whole<O: Optimizer>(make: impl Fn(&Params) -> O, steps: usize) -> (Params, State) {
@@ -69,6 +69,45 @@ fn whole<O: Optimizer>(make: impl Fn(&Params) -> O, steps: usize) -> (Params, St
     (params, (state, optimizer.updates().to_vec()))
 }
 
+/// The whole state of a sharded optimizer, on all ranks.
+pub fn gathered<O: Optimizer>(
+    group: &ProcessGroup,
+    params: &Params,
+    optimizer: &ShardedOptimizer<O>,
+) -> State {
+    let updates = optimizer.gather_updates().expect("gather");
+    let used = vec![vec![f32::NAN; 3]];
+    let state = optimizer.gather_state(used).expect("gather");
+    assert_eq!(state.is_some(), group.rank() == 0);
+    let names = optimizer.optimizer().state().into_iter().map(|(n, _)| n);
+    let empty = names.map(|name| (name, vec![0.0; params.flat().len()]));
+    let mut state = state.unwrap_or_else(|| empty.collect());
+    for (_, values) in &mut state {
+        group.broadcast(values, 0).expect("broadcast");
+    }
+    (state, updates)
+}
+
+/// Restores a sharded optimizer a parameter at a time.
+pub fn restore<O: Optimizer>(
+    optimizer: &mut ShardedOptimizer<O>,
+    steps: u64,
+    params: &Params,
+    (state, updates): &State,
+) {
+    let part = |(name, values): &(&'static str, Vec<f32>)| {
+        let mut part = vec![0.0; optimizer.part_len()];
+        for (id, info) in params.ids().zip(params.infos()) {
+            let values = &values[info.offset..info.offset + info.len];
+            optimizer.copy_part(id, values, &mut part);
+        }
+        (*name, part)
+    };
+    let parts: Vec<(&str, Vec<f32>)> = state.iter().map(part).collect();
+    let parts: Vec<(&str, &[f32])> = parts.iter().map(|(n, v)| (*n, &v[..])).collect();
+    optimizer.restore(steps, updates, &parts).expect("restore");
+}
+
 /// The same on a rank; stops after five steps and goes on in a new optimizer.
 fn sharded<O: Optimizer>(
     group: ProcessGroup,
@@ -79,20 +118,16 @@ fn sharded<O: Optimizer>(
     let mut optimizer = new(&params);
     for step in 0..10 {
         if step == 5 {
-            let updates = optimizer.gather_updates().expect("gather");
-            let state = optimizer.gather_state().expect("gather");
-            let state: Vec<(&str, &[f32])> =
-                state.iter().map(|(n, v)| (*n, v.as_slice())).collect();
+            let state = gathered(&group, &params, &optimizer);
             optimizer = new(&params);
-            optimizer.restore(5, &updates, &state).expect("restore");
+            restore(&mut optimizer, 5, &params, &state);
         }
         let grads = Made::new(&params, step);
         optimizer.step(&mut params, &grads).expect("step");
     }
     let bytes = optimizer.state_bytes();
-    let updates = optimizer.gather_updates().expect("gather");
-    let state = optimizer.gather_state().expect("gather");
-    (params, (state, updates), bytes)
+    let state = gathered(&group, &params, &optimizer);
+    (params, state, bytes)
 }
 
 /// Two lines of parameters leave two of four ranks without any: they gather all the same.
@@ -106,13 +141,12 @@ fn ranks_without_a_part_gather_the_state_of_the_others() {
     let make = |params: &Params| Sgd::new(params, 0.1).momentum(0.9);
     let states = ranks(4, Over::Thread, |group| {
         let mut params = model();
-        let mut optimizer = ShardedOptimizer::new(group, &params, make).expect("cut");
+        let mut optimizer = ShardedOptimizer::new(group.clone(), &params, make).expect("cut");
         for step in 0..3 {
             let grads = Made::new(&params, step);
             optimizer.step(&mut params, &grads).expect("step");
         }
-        let updates = optimizer.gather_updates().expect("gather");
-        (optimizer.gather_state().expect("gather"), updates)
+        gathered(&group, &params, &optimizer)
     });
     let mut params = model();
     let mut whole = make(&params);

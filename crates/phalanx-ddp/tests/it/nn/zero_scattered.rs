@@ -1,5 +1,6 @@
 //! Sharded optimizers whose gradients are scattered, not given to all ranks.
 
+use super::zero::{State, gathered, restore};
 use crate::common::{ALL, Over, bits, ranks, value};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{
@@ -80,9 +81,6 @@ fn backward(
     micro_batches.finish().expect("finish")
 }
 
-/// Buffers, and how often each parameter was updated.
-type State = (Vec<(&'static str, Vec<f32>)>, Vec<u64>);
-
 /// Parameters, optimizer state, and norms, after ten steps; the fourth is voted down.
 fn whole<O: Optimizer>(
     group: ProcessGroup,
@@ -132,12 +130,9 @@ fn scattered<O: Optimizer>(
     let (mut tape, mut norms) = (Tape::new(Threads(1)), Vec::new());
     for index in 0..10 {
         if index == 5 {
-            let (state, steps) = (optimizer.gather_state().expect("gather"), optimizer.steps());
-            let updates = optimizer.gather_updates().expect("gather");
-            let state: Vec<(&str, &[f32])> =
-                state.iter().map(|(n, v)| (*n, v.as_slice())).collect();
+            let (state, steps) = (gathered(&group, &params, &optimizer), optimizer.steps());
             (ddp, optimizer) = new(&mut params);
-            optimizer.restore(steps, &updates, &state).expect("restore");
+            restore(&mut optimizer, steps, &params, &state);
         }
         let bad = index == 3 && group.world_size() > 1;
         let commit = backward(&net, &params, &mut tape, &mut ddp, index, bad);
@@ -161,8 +156,7 @@ fn scattered<O: Optimizer>(
         }
     }
     let bytes = optimizer.state_bytes();
-    let state = optimizer.gather_state().expect("gather");
-    let state = (state, optimizer.gather_updates().expect("gather"));
+    let state = gathered(&group, &params, &optimizer);
     (params.flat().to_vec(), state, norms, bytes)
 }
 
