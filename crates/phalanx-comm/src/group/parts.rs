@@ -107,9 +107,10 @@ impl ProcessGroup {
             });
         };
         let result = self.core.queue.run(|runner| {
-            // SAFETY: the input belongs to a bucket that is held here and not read until this returns; `room` is
-            // borrowed exclusively; lengths were checked. Although marked exposed, the output is published to no
-            // other rank: they get the place of the input alone. After an error `after` drops the bucket.
+            // SAFETY: the input belongs to a bucket that is held here and not accessed until this returns;
+            // `room` is borrowed exclusively; lengths were checked. Although marked exposed, the output is
+            // published to no other rank: they get the place of the input alone. After an error `after` drops
+            // the bucket.
             unsafe { runner.run(&operation, buffers, Some(&mut each)) }
         });
         *input = after(&result, held, len);

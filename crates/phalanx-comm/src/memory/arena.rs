@@ -67,8 +67,9 @@ impl Arena {
             // SAFETY: this advice changes no byte. Refused, it costs speed.
             let _ = unsafe { region.advise(base + start, end - start, Advice::LinuxHugepage) };
         }
-        // A lack of memory is noticed here, where the heap can be used instead; noticed
-        // at a store it would be a SIGBUS. SAFETY: this advice changes no byte.
+        // A lack of memory is noticed here, where the heap can be used instead;
+        // noticed at a store it would be a SIGBUS.
+        // SAFETY: this advice changes no byte.
         let populated = unsafe { region.advise(base + offset, bytes, Advice::LinuxPopulateWrite) };
         match populated {
             // Kernels before 5.14 do not know it.

@@ -2,8 +2,9 @@
 //!
 //! *Steps:* 2 rounds.
 //! *Bytes sent:* the root `(n − n_root) + (P − 1)·n_root`, about `2n`
-//! whatever `P`; another rank `r` sends its chunk to all ranks but the root, `(P −
-//! 2)·n_r`. The root needs nothing back. *Use:* large data and three ranks or more.
+//! whatever `P`; another rank `r` sends its chunk to all ranks but the root,
+//! `(P − 2)·n_r`. The root needs nothing back.
+//! *Use:* large data and three ranks or more.
 //! *Source:* van de Geijn's scatter–all-gather broadcast, as in MPICH for long
 //! messages, with the direct exchange in place of a ring.
 

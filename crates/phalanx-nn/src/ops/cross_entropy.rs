@@ -74,8 +74,8 @@ impl<'s> Tensor<'s> {
     }
 
     /// PyTorch's `cross_entropy` with probabilities as targets: one share per score, in
-    /// the scores' order. A row's loss is `sum_c w[c] ((1 - e) t[c] + e / C) (-log
-    /// p[c])`; shares need not add up to 1.
+    /// the scores' order. A row's loss is
+    /// `sum_c w[c] ((1 - e) t[c] + e / C) (-log p[c])`; shares need not add up to 1.
     ///
     /// *Order*: rows in order; in f64, rounded once.
     ///
