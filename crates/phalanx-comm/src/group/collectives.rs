@@ -522,8 +522,8 @@ impl ProcessGroup {
         }
     }
 
-    /// Runs an operation in this thread. The slices have the lengths of the operation's
-    /// plan: the `build_` functions have checked.
+    /// Runs an operation in this thread. The slices have the lengths that the
+    /// operation's plan needs: the `build_` functions have checked.
     pub(super) fn run_blocking<T: Element>(
         &self,
         operation: &Operation,
@@ -643,8 +643,8 @@ impl ProcessGroup {
     }
 }
 
-/// Runs an operation whose ticket is served. The slices have the lengths of its plan:
-/// the caller has checked.
+/// Runs an operation whose ticket is served. The slices have the lengths that its plan
+/// needs: the caller has checked.
 pub(super) fn run_on<T: Element>(
     runner: &mut Runner,
     operation: &Operation,

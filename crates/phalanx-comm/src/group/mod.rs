@@ -406,7 +406,7 @@ impl ProcessGroup {
         self.core.world
     }
 
-    /// This rank's number in the job's first generation, which messages to users show;
+    /// This rank's number in the job's first generation, as messages name it;
     /// [`ProcessGroup::shrink`] renumbers ranks.
     pub fn global_rank(&self) -> usize {
         self.core.identity.global_rank

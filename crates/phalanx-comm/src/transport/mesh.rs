@@ -428,7 +428,7 @@ impl Mesh {
         self.budgets = self.budgets.within(topology);
     }
 
-    /// The sharing of our cores, and the resulting budgets of waits.
+    /// How our cores are shared, and the resulting budgets of waits.
     pub(crate) fn budgets(&self) -> Budgets {
         self.budgets
     }

@@ -62,9 +62,9 @@ fn yields_core(start: Instant, spent: &mut Duration) -> bool {
 pub(crate) struct Budget {
     /// Polling phase.
     pause: Duration,
-    /// Yields after the polling phase, and then more of them
+    /// Yields after the polling phase.
     yields: u32,
-    /// until the wait has taken this long.
+    /// Time of the wait up to which further yields follow.
     yielding: Duration,
 }
 

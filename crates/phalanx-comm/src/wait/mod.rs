@@ -63,8 +63,8 @@ impl Policy {
     }
 }
 
-/// The moment at which `limit` has passed; if the clock cannot represent it, one far in
-/// the future.
+/// The moment at which `limit` has passed; if the clock cannot represent that, a moment
+/// far in the future.
 pub(crate) fn deadline_in(limit: Duration) -> Instant {
     const NEVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
     let now = Instant::now();

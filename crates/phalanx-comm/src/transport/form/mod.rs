@@ -326,7 +326,7 @@ fn hosts(prefer: Prefer, members: &[Member]) -> Hosts {
     Hosts::of_names(&hints).unwrap_or_else(alone)
 }
 
-/// The sharing of our cores: with all ranks under the same kernel, also those that
+/// How our cores are shared: with all ranks under the same kernel, also those that
 /// share no memory with us.
 fn topology(rank: usize, members: &[Member]) -> Topology {
     let kernel = members[rank].host.kernel();
