@@ -1,4 +1,4 @@
-//! What one operation is run with, beside its memory.
+//! The context of a running operation, without its memory.
 
 use crate::deadline::Deadline;
 use crate::operation::{Operation, Signature};
@@ -11,7 +11,7 @@ pub(crate) struct RunContext<'a> {
     pub(crate) signature: &'a Signature,
     pub(crate) deadline: &'a Deadline,
     pub(crate) flight: &'a mut Flight,
-    /// Where stalled ranks say what they wait in; absent in a group of one.
+    /// Where stalled ranks publish the operation they wait in; absent in a group of one.
     pub(crate) board: Option<&'a mut Board>,
     /// What this rank has begun so far, this operation included.
     pub(crate) begun: Begun<'a>,

@@ -8,8 +8,8 @@ use crate::recorder::Flight;
 use crate::wait::deadline_in;
 
 /// One limit for one whole operation, on the monotonic clock. It counts from when the operation first waited, or from the
-/// last moment at which another rank of the group was in a declared phase: alive, and busy for as long as it said. An
-/// operation that never waits does not read the clock, which would take a twentieth of its time.
+/// last moment at which another rank of the group was in a declared phase. An operation that never waits does not read
+/// the clock, which would take a twentieth of its time.
 pub(crate) struct Deadline {
     started: OnceCell<Instant>,
     limit: Duration,
@@ -21,15 +21,13 @@ pub(crate) struct Deadline {
     is_put_off: Cell<bool>,
 }
 
-/// Ranks in a phase say so once or twice a second: a limit shorter than this cannot tell one that is silent from one that
-/// has just not spoken.
+/// Ranks in a phase report it once or twice a second. A shorter limit could expire between two reports.
 const SILENCE: Duration = Duration::from_secs(3);
 
 impl Deadline {
-    /// In the first round every rank sends without waiting for anybody, so
-    /// who is waited for then is the culprit. Later a peer may only be
-    /// waiting itself. Hence ranks in later rounds are a little more patient:
-    /// if another rank knows better, its error comes first.
+    /// In the first round every rank sends without waiting, so a missing peer is the
+    /// culprit. In later rounds a missing peer may itself be waiting. So later rounds
+    /// get a little more time: a rank that knows the culprit reports it first.
     pub(crate) fn in_(limit: Duration) -> Self {
         Deadline {
             started: OnceCell::new(),
@@ -63,7 +61,7 @@ impl Deadline {
         }
     }
 
-    /// Whether it has passed in a round. It is put off while another rank is in a declared phase.
+    /// Whether it has passed in a round. It is postponed while another rank is in a declared phase.
     pub(crate) fn has_passed(&self, now: Instant, round: usize, flight: &Flight) -> bool {
         if now < self.at(round) {
             return false;
@@ -80,8 +78,8 @@ impl Deadline {
         now >= self.at(round)
     }
 
-    /// Says that it has passed, names who is to `blame` and what the `missing`
-    /// ranks are waited for, and who it is if that is only one.
+    /// The message that it has passed, which names the `culprits` and what is awaited
+    /// from the `missing` ranks; and the culprit, if there is only one.
     pub(crate) fn late(
         &self,
         missing: &[(usize, &'static str)],
@@ -106,7 +104,7 @@ impl Deadline {
             [one] => format!("; rank {one} seems to wait as well"),
             many => format!("; ranks {} seem to wait as well", many.join(", ")),
         };
-        // First of all who is to blame, and why.
+        // The culprit and the reason come first.
         let excuse = excuse.map_or(String::new(), |excuse| format!("{excuse}; "));
         let late = format!(
             "{excuse}timed out after {:.2} s (limit {:.2} s{}) waiting for {}{echo}{others}",
@@ -140,7 +138,7 @@ impl Deadline {
     }
 }
 
-/// Who is waited for in a later round may be waiting for somebody else.
+/// In a later round, the awaited rank may itself be waiting for another.
 pub(crate) fn echo(round: usize) -> &'static str {
     match round {
         0 => "",

@@ -1,9 +1,8 @@
 //! The one error type of this crate.
 //!
-//! A failed collective has a culprit, and it is rarely the rank that prints
-//! the message. So an error always tries to say: which kind of thing went
-//! wrong (whose fault), on which rank it was seen, which peer is to blame,
-//! and during which operation.
+//! The rank that causes a failed collective is rarely the one that prints the message.
+//! So an error names, where known, the kind of failure, the rank that saw it, the peer
+//! to blame, and the operation.
 
 use std::fmt;
 use std::sync::Arc;
@@ -25,18 +24,17 @@ pub enum ErrorKind {
     Timeout,
     /// Occurs when a peer's connection ended or its process died.
     PeerLost,
-    /// Occurs when another rank failed first, or somebody called `abort`.
-    /// [`Error::origin_rank`] says who.
+    /// Occurs when another rank failed first, or called `abort`. [`Error::origin_rank`]
+    /// returns that rank.
     Aborted,
-    /// Occurs when the others formed the group anew without this rank, because
-    /// it came too late. It cannot join any more; the message says what they
-    /// waited for.
+    /// Occurs when the other ranks formed a new group without this rank, because it
+    /// came too late. It cannot join any more; the message says what they waited for.
     Excluded,
-    /// Occurs when two ranks are in different operations (one took another
-    /// branch of the program), or ranks wait for each other in a circle (each
-    /// sends and no rank receives). The message names both sides, or the circle.
+    /// Occurs when two ranks are in different operations (one took another branch of
+    /// the program), or ranks wait for each other in a cycle (each sends and no rank
+    /// receives). The message names both sides, or the cycle.
     Desync,
-    /// Occurs when a peer sent bytes that are not our protocol.
+    /// Occurs when a peer sent bytes that do not follow the protocol.
     Protocol,
     /// Occurs when the operating system refused something on this host.
     Io,
@@ -65,8 +63,8 @@ struct Inner {
 }
 
 impl Error {
-    /// A new error; `message` is lower case, names the culprit and, where one
-    /// exists, the way out.
+    /// A new error; `message` is lower case, names the culprit and, if there is one,
+    /// the remedy.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Error {
             inner: Box::new(Inner {
@@ -101,7 +99,7 @@ impl Error {
         Self::new(ErrorKind::PeerLost, message).with_peer(peer)
     }
 
-    /// Rank `peer` sent bytes that are not our protocol.
+    /// Rank `peer` sent bytes that do not follow the protocol.
     pub fn protocol(peer: usize, message: impl Into<String>) -> Self {
         Self::new(ErrorKind::Protocol, message).with_peer(peer)
     }
@@ -182,7 +180,7 @@ impl Error {
 }
 
 impl ErrorKind {
-    /// Whose fault a store's failure is.
+    /// The kind for a failure of the store.
     pub(crate) fn of_store(e: &phalanx_store::Error) -> ErrorKind {
         use phalanx_store::ErrorKind as Store;
         match e.kind() {

@@ -1,5 +1,5 @@
-//! What reads bytes of others here, fed with garbage: the bodies of the fuzz
-//! targets in `tools/fuzz/`, which the tests here run on garbled seeds.
+//! The fuzz targets of `tools/fuzz/` for the code that reads untrusted bytes; the tests
+//! here run them on garbled seeds.
 
 use crate::group::fuzzing as group;
 use crate::recorder::fuzzing as recorder;

@@ -25,17 +25,17 @@ fn same_number(path: &Path) -> Option<PathBuf> {
     Some(format!("/proc/self/fd/{fd}").into())
 }
 
-/// Whether it is a regular file that no folder has: a memory file, or a deleted one.
+/// Whether it is a regular file without a directory entry: a memory file, or a deleted one.
 fn is_unnamed(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|about| about.is_file() && about.nlink() == 0)
 }
 
-/// The connected socket that this process has inherited as descriptor `number`, as a descriptor of its own (which
-/// programs that this process starts do not inherit).
+/// Duplicates the connected socket that this process inherited as descriptor `number`. Child processes do not
+/// inherit the duplicate.
 ///
 /// # Errors
 ///
-/// `InvalidInput`, if the descriptor is no socket or is not open.
+/// `InvalidInput` if the descriptor is not a socket or not open.
 pub fn inherited_socket(number: RawFd) -> io::Result<UnixStream> {
     let about = std::fs::metadata(format!("/proc/self/fd/{number}"));
     if number < 0 || !about.is_ok_and(|about| about.file_type().is_socket()) {

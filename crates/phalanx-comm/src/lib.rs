@@ -9,12 +9,11 @@
 //!
 //! * *Determinism.* Reductions are left folds in ascending rank order, with one
 //!   rounding at the end: the same bits on all ranks, in all runs, over all
-//!   transports and for all bucket layouts ([`ReduceOp`]). The ring and
-//!   rails, which cannot do that, must be asked for ([`Algorithm`]).
-//! * *No hangs.* Every operation has a deadline, and its error names the ranks
-//!   waited for. It is for ranks that say nothing ([`ProcessGroup::phase`]). Every frame says which operation it belongs to, so ranks in
-//!   different operations find out at once. The first failure ends the
-//!   operations of all ranks, and all report *that* failure.
+//!   transports and for all bucket layouts ([`ReduceOp`]). The ring and rails add in
+//!   another order and must be requested ([`Algorithm`]).
+//! * *No hangs.* Every operation has a deadline, and its error names the ranks waited for; ranks in a declared phase are
+//!   waited for longer ([`ProcessGroup::phase`]). Every frame names its operation, so ranks in different operations find
+//!   out at once. The first failure ends the operations of all ranks, and all report *that* failure.
 //! * *Plans as data.* What each rank sends, receives and adds is a value
 //!   ([`plan`]), checked for every world size up to 64 without any I/O.
 //!
@@ -45,13 +44,13 @@
 //! | layer | does |
 //! |---|---|
 //! | `group` | [`ProcessGroup`]: checks arguments, queues operations |
-//! | `backend` | numbers operations, keeps deadlines, ends a group that failed; the seam below which other libraries could move the data |
+//! | `backend` | numbers operations, enforces deadlines, ends a group that failed; other libraries could move the data below it |
 //! | `exec`, `shm` | run a plan over links; collectives in memory that all ranks share |
-//! | `stall`, [`recorder`] | who is late, which ranks are in different operations |
-//! | `select` | which method, by predicted cost |
-//! | `memory` | buckets and where they lie |
+//! | `stall`, [`recorder`] | find late ranks, and ranks in different operations |
+//! | `select` | chooses the method, by predicted cost |
+//! | `memory` | buckets and their memory |
 //! | [`transport`] | thread, shared-memory and TCP links; how groups form |
-//! | `status` | what each rank does now, as the ranks of its host see it |
+//! | `status` | what each rank is doing, readable by the ranks of its host |
 //! | `operation` | an operation, and what ranks compare of it |
 //! | [`plan`] | what each rank sends, receives and folds, as data |
 //! | `kernel`, `wait`, `region` | arithmetic; sleeping and waking; mapped memory |

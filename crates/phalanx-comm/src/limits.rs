@@ -1,4 +1,4 @@
-//! Limits that the system sets a process, and how errors name them.
+//! The system's resource limits for a process, and how errors name them.
 
 use std::io;
 
@@ -6,8 +6,8 @@ pub(crate) use phalanx_store::auth::is_out_of_files;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Raises the soft limit for open files of this process to the hard limit, as forming a group does: a rank has two
-/// connections to every rank of another host, and a handle of every process of its own, in each group. For programs that
+/// Raises the soft limit for open files of this process to the hard limit, as forming a group does: in each group, a
+/// rank has two connections to every rank of another host and a pidfd for every rank of its own host. For programs that
 /// start ranks and keep pipes to them.
 pub fn raise_open_files() {
     let limit = getrlimit(Resource::Nofile);
@@ -23,7 +23,7 @@ pub fn raise_open_files() {
     }
 }
 
-/// The error's text; with the limit and the way out where that is what was hit.
+/// The error's text; for a limit that was hit, with the limit and the remedy.
 pub(crate) fn explain(e: &io::Error) -> String {
     match Errno::from_io_error(e) {
         Some(Errno::MFILE) => format!("{e}: {}", open_files()),
@@ -32,7 +32,7 @@ pub(crate) fn explain(e: &io::Error) -> String {
     }
 }
 
-/// The way out if `e` comes from a limit for open files, to be put behind its text.
+/// The remedy, to be appended to the text, if `e` comes from a limit for open files.
 pub(crate) fn hint(e: &(dyn std::error::Error + 'static)) -> String {
     let chain = std::iter::successors(Some(e), |e| e.source());
     let is_full = chain
@@ -54,8 +54,8 @@ pub(crate) fn open_files() -> String {
     )
 }
 
-/// An error where a file of `bytes` would be larger than this process may make one. Making it
-/// would not fail but end the process (SIGXFSZ).
+/// Fails if a file of `bytes` exceeds this process's file size limit. Creating it would not
+/// fail but kill the process (SIGXFSZ).
 pub(crate) fn check_file_size(bytes: usize) -> io::Result<()> {
     match getrlimit(Resource::Fsize).current {
         Some(limit) if limit < bytes as u64 => Err(io::Error::other(format!(

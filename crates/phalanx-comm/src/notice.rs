@@ -1,5 +1,5 @@
-//! What is said to a person on standard error while ranks wait, and how ranks,
-//! times and hosts are written there.
+//! Notices on standard error while ranks wait, and how they print ranks, times and
+//! hosts.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::ErrorKind as IoKind;
@@ -8,7 +8,7 @@ use std::os::unix::net::{SocketAddr, UnixListener};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// Gets the lines that are printed on standard error about ranks that are late or lost.
+/// Receives the lines printed on standard error about late or lost ranks.
 pub type NoticeListener = Arc<dyn Fn(&str) + Send + Sync>;
 
 static LISTENER: RwLock<Option<NoticeListener>> = RwLock::new(None);
@@ -19,12 +19,12 @@ pub fn set_notice_listener(listener: Option<NoticeListener>) {
     *LISTENER.write().unwrap_or_else(PoisonError::into_inner) = listener;
 }
 
-/// When it is first said that a group does not form.
+/// Time until the first notice that a group does not form.
 const FORMING_AFTER: Duration = Duration::from_secs(2);
-/// Seconds after which a waiting rank says for whom it waits.
+/// Seconds after which a waiting rank reports the ranks it waits for.
 const LATE_VARIABLE: &str = "PHALANX_LATE_AFTER_S";
 
-/// What [`LATE_VARIABLE`] says.
+/// The value of [`LATE_VARIABLE`].
 pub(crate) fn late_variable() -> Option<Duration> {
     std::env::var(LATE_VARIABLE)
         .ok()
@@ -33,8 +33,8 @@ pub(crate) fn late_variable() -> Option<Duration> {
         .filter(|time| !time.is_zero())
 }
 
-/// When it is to be said that a group does not form: after 2 s ([`LATE_VARIABLE`]), and each
-/// time that the wait has become twice as long.
+/// When to report that a group does not form: after 2 s ([`LATE_VARIABLE`]), and each time
+/// the wait has doubled.
 pub(crate) struct Waiting {
     since: Instant,
     next: Duration,
@@ -48,7 +48,7 @@ impl Waiting {
         }
     }
 
-    /// How long the wait has been, if that is to be said now.
+    /// How long the wait has been, if it is to be reported now.
     pub(crate) fn due(&mut self) -> Option<Duration> {
         let waited = self.since.elapsed();
         if waited < self.next {
@@ -59,8 +59,9 @@ impl Waiting {
     }
 }
 
-/// The right to report a wait for all processes of a job that wait for the same on this host: the first one that
-/// asks has it, until this is dropped. It is an abstract Unix socket, which ends with its process.
+/// The right to report a wait on behalf of all processes of a job on this host that wait for the same thing. The
+/// first process that asks has it, until this is dropped. It is an abstract Unix socket, which ends with its
+/// process.
 pub(crate) struct HostSpeaker {
     name: String,
     held: Option<UnixListener>,
@@ -87,7 +88,7 @@ impl HostSpeaker {
         match name.and_then(|name| UnixListener::bind_addr(&name)) {
             Ok(held) => self.held = Some(held),
             Err(e) if e.kind() == IoKind::AddrInUse => return false,
-            // Rather too many lines than none.
+            // Duplicate lines are better than none.
             Err(e) => tracing::debug!("cannot find out who reports a wait on this host: {e}"),
         }
         true
@@ -111,7 +112,7 @@ pub(crate) fn say(text: &str) {
     } else {
         ""
     };
-    // A closed stderr is no second trouble.
+    // A closed stderr is not an error.
     let _ = stderr.write_all(format!("{clear}{text}\n").as_bytes());
 }
 
@@ -147,7 +148,7 @@ mod tests {
         let (mut first, mut second) = (HostSpeaker::new(job, "a"), HostSpeaker::new(job, "a"));
         assert!(first.speaks() && !second.speaks() && first.speaks());
         assert!(HostSpeaker::new(job, "b").speaks());
-        // Another one goes on where it ends.
+        // Another process takes over.
         drop(first);
         assert!(second.speaks());
     }

@@ -2,7 +2,7 @@
 
 use crate::DType;
 
-/// How the elements of all ranks become one.
+/// How the elements of all ranks are combined.
 ///
 /// *Order.* Canonical algorithms (all except the ring) compute
 /// `((x₀ ∘ x₁) ∘ x₂) ∘ …`, the left fold in ascending rank order, with f16
@@ -68,7 +68,7 @@ impl ReduceOp {
         }
     }
 
-    /// Whether elements of type `dtype` can be reduced so.
+    /// Whether elements of type `dtype` support this reduction.
     pub const fn supports(self, dtype: DType) -> bool {
         match self {
             ReduceOp::Sum | ReduceOp::Min | ReduceOp::Max | ReduceOp::Product => true,

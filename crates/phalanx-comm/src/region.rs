@@ -1,8 +1,7 @@
 //! A piece of mapped memory that other threads or processes may write.
 //!
-//! Nothing here hands out references to plain bytes: only to atomics (which
-//! may change under us by definition) and raw pointers that the ring copies
-//! through.
+//! Nothing here hands out references to plain bytes: only to atomics, which others may
+//! change at any time, and raw pointers that the ring copies through.
 
 use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
@@ -50,9 +49,9 @@ impl Region {
         Region::adopt(base.cast(), bytes)
     }
 
-    /// The first `bytes` of the object behind `fd`, shared with everyone who
-    /// maps it. The caller has checked that the object is that large and can
-    /// no longer shrink (touching a truncated page would kill the process).
+    /// The first `bytes` of the object behind `fd`, shared with every process that maps
+    /// it. The caller has checked that the object is that large and can no longer
+    /// shrink (touching a truncated page would kill the process).
     pub(crate) fn shared(fd: BorrowedFd<'_>, bytes: usize) -> std::io::Result<Region> {
         // SAFETY: a new mapping at an address of the kernel's choice; it
         // overlaps nothing we own.
@@ -111,7 +110,7 @@ impl Region {
         let too_large = || std::io::Error::other("more than the address space");
         let wide = bytes.checked_add(HUGE_BYTES).ok_or_else(too_large)?;
         // SAFETY: a new mapping at an address of the kernel's choice, which
-        // nobody can access; it overlaps nothing we own.
+        // no code can access; it overlaps nothing we own.
         let start = unsafe {
             rustix::mm::mmap_anonymous(
                 std::ptr::null_mut(),
@@ -186,8 +185,8 @@ impl Region {
     /// # Safety
     ///
     /// By the protocol of this memory the place belongs to the caller now:
-    /// nobody else reads or writes it. (A peer in another process that breaks
-    /// the protocol can spoil the bytes, not us.)
+    /// no other thread or process reads or writes it. (A peer process that breaks the
+    /// protocol can corrupt the bytes, not this process.)
     #[inline]
     pub(crate) unsafe fn write_at(&self, offset: usize, bytes: &[u8]) {
         let target = self.bytes_at(offset, bytes.len());
@@ -196,11 +195,11 @@ impl Region {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len()) }
     }
 
-    /// Copies what lies at `offset`; panics when that is not inside.
+    /// Copies the bytes at `offset`; panics when they are not inside.
     ///
     /// # Safety
     ///
-    /// By the protocol of this memory nobody writes the place now.
+    /// By the protocol of this memory no thread or process writes the place now.
     #[inline]
     pub(crate) unsafe fn read_at(&self, offset: usize, into: &mut [u8]) {
         let source = self.bytes_at(offset, into.len());
@@ -221,8 +220,8 @@ impl Region {
     }
 
     /// Makes huge pages of `[offset, offset + bytes)`, whole ones of the mapping, at once and for
-    /// everybody who maps them (Linux 6.1). Shared memory gets none otherwise where
-    /// `shmem_enabled` says `never`, as it mostly does. Best effort.
+    /// every process that maps them (Linux 6.1). Otherwise shared memory gets none where
+    /// `shmem_enabled` is `never`, the usual setting. Best effort.
     pub(crate) fn join_pages(&self, offset: usize, bytes: usize) {
         /// `MADV_COLLAPSE` of `<linux/mman.h>`, which the libc crate names for some C libraries only.
         const COLLAPSE: libc::c_int = 25;
@@ -231,11 +230,11 @@ impl Region {
         let _ = unsafe { libc::madvise(address.cast(), bytes, COLLAPSE) };
     }
 
-    /// Tells the kernel something about whole pages of this mapping.
+    /// Calls `madvise` for whole pages of this mapping.
     ///
     /// # Safety
     ///
-    /// When the advice throws contents away, nobody refers to them.
+    /// When the advice discards contents, nothing refers to them.
     ///
     /// # Panics
     ///
@@ -255,8 +254,8 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: we own the mapping, and whoever holds pointers into it also
-        // holds an `Arc` of this region.
+        // SAFETY: we own the mapping, and every holder of pointers into it also holds
+        // an `Arc` of this region.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }

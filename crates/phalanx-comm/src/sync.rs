@@ -1,6 +1,6 @@
-//! What the wait protocol and the rings need of the machine: atomics and the
-//! futex. The loom tests (`tests/loom`) compile the same protocol code over a
-//! model of this module; see `wait/README.md`, "checked by loom".
+//! The primitives of the wait protocol and the rings: atomics and the futex. The loom
+//! tests (`tests/loom`) compile the same protocol code over a model of this module; see
+//! `wait/README.md`, "checked by loom".
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use rustix::thread::futex;
 
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// Who shares a futex word.
+/// Which threads share a futex word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FutexKind {
     /// Threads of this process.
@@ -26,9 +26,9 @@ impl FutexKind {
     }
 }
 
-/// Sleeps while `word` is `expected`, until woken or `timeout`; true if not the
-/// timeout ended it. The comparison and the queueing are one step with respect
-/// to [`futex_wake`].
+/// Sleeps while `word` is `expected`, until woken or `timeout`; false if the timeout
+/// ended it. The comparison and the queueing are one step with respect to
+/// [`futex_wake`].
 pub(crate) fn futex_wait(
     word: &AtomicU32,
     kind: FutexKind,
@@ -43,8 +43,8 @@ pub(crate) fn futex_wait(
     result != Err(rustix::io::Errno::TIMEDOUT)
 }
 
-/// Wakes everybody who sleeps on `word`.
+/// Wakes all threads that sleep on `word`.
 pub(crate) fn futex_wake(word: &AtomicU32, kind: FutexKind) {
-    // Cannot fail on a mapped word; and a sleeper's slice ends anyway.
+    // Cannot fail on a mapped word; and every sleep is limited anyway.
     let _ = futex::wake(word, kind.flags(), i32::MAX as u32);
 }

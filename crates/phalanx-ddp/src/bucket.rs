@@ -1,4 +1,4 @@
-//! Which parameter's gradient lies in which bucket. Pure arithmetic, but for [`all_share_memory`].
+//! The assignment of gradients to buckets. Pure arithmetic, except [`all_share_memory`].
 
 use std::ops::Range;
 
@@ -24,8 +24,8 @@ pub struct BucketCaps {
     pub first_bytes: usize,
     /// Cap of the others.
     pub cap_bytes: usize,
-    /// The last bucket is cut so that what is reduced last is at most this
-    /// large, where tensor borders allow it. `None` leaves it as it comes.
+    /// The last bucket is split so that the part reduced last is at most this large, if
+    /// tensor borders allow it. `None` does not split it.
     pub last_bytes: Option<usize>,
 }
 
@@ -104,8 +104,8 @@ impl BucketPlan {
         Self::lay_out(lens, buckets)
     }
 
-    /// The same buckets with the parameters of each in the order of their numbers, as they lie in a model: what a
-    /// rank gets of a bucket is one run of the model's memory then, but for parameters that are in no bucket.
+    /// The same buckets with the parameters of each in the order of their numbers, as in a model: a rank's part
+    /// of a bucket is then one run of the model's memory, except for parameters that are in no bucket.
     pub(crate) fn into_model_order(self) -> BucketPlan {
         let lens: Vec<usize> = self.places.iter().map(|(_, range)| range.len()).collect();
         let mut buckets = self.buckets;
@@ -131,7 +131,7 @@ impl BucketPlan {
         }
     }
 
-    /// Parameters of each bucket, in the order in which they lie in it.
+    /// Parameters of each bucket, in their order in the bucket.
     pub fn buckets(&self) -> &[Vec<usize>] {
         &self.buckets
     }
@@ -155,8 +155,8 @@ impl BucketPlan {
             .saturating_mul(LINE_ELEMS)
     }
 
-    /// What of the gradients `rank` of `world` gets when buckets are scattered: parameters
-    /// and the runs of their elements, bucket by bucket.
+    /// The gradients that `rank` of `world` gets when buckets are scattered: parameters
+    /// and runs of their elements, bucket by bucket.
     pub fn scattered(&self, world: usize, rank: usize) -> Vec<(usize, Range<usize>)> {
         let mut pieces = Vec::new();
         for bucket in 0..self.buckets.len() {
@@ -166,7 +166,7 @@ impl BucketPlan {
         pieces
     }
 
-    /// What of the gradients lies in the elements `run` of a bucket.
+    /// The gradients in the elements `run` of a bucket.
     pub(crate) fn within(
         &self,
         bucket: usize,
@@ -202,7 +202,7 @@ fn tail_within(bucket: &[usize], limit_bytes: usize, bytes: impl Fn(usize) -> us
 }
 
 /// Whether all ranks of `group` reach each other through memory. A rank sees only its own links; the ranks
-/// agree by maximum, since they must go on alike.
+/// agree by maximum, since all must decide alike.
 ///
 /// *Blocks* until all ranks of the group call it.
 ///
@@ -269,7 +269,7 @@ mod tests {
         };
         let plan = BucketPlan::new(&[50, 50, 500, 1], &reversed(4), caps);
         assert_eq!(plan.buckets(), [vec![3], vec![2], vec![1, 0]]);
-        // A last tensor above the cap cannot be cut.
+        // A last tensor above the cap cannot be split.
         let plan = BucketPlan::new(&[500, 50, 1], &reversed(3), caps);
         assert_eq!(plan.buckets(), [vec![2], vec![1, 0]]);
     }

@@ -1,4 +1,4 @@
-//! Are the weights still the same on all ranks?
+//! Checks that the weights are the same on all ranks.
 
 use phalanx_comm::ProcessGroup;
 use sha2::{Digest, Sha256};
@@ -6,21 +6,21 @@ use sha2::{Digest, Sha256};
 use crate::error::{Error, Result};
 use crate::parameters::Parameters;
 
-/// What keeps buffers equal.
+/// How to keep buffers equal.
 const EQUAL_BUFFERS: &str = if cfg!(feature = "nn") {
     "call DistributedDataParallel::sync_buffers after each step, with other Buffers than Never"
 } else {
     "broadcast or average them after each step"
 };
 
-/// SHA-256 of all values of a model, parameters and buffers, as little-endian bytes. Local.
+/// SHA-256 of all values of a model, parameters and buffers, as little-endian bytes. Does not communicate.
 pub fn digest(params: &dyn Parameters) -> [u8; 32] {
     let values: Vec<&[f32]> = (0..params.tensors()).map(|i| params.values(i)).collect();
     hash_elems(&values)
 }
 
 /// Compares `digest` (any hash of the weights, such as [`digest`]) with all other ranks. Costs one all-gather of
-/// 32 bytes a rank when the ranks agree.
+/// 32 bytes per rank when the ranks agree.
 ///
 /// *Blocks* until all ranks of the group call it.
 ///

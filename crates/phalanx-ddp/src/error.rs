@@ -5,7 +5,7 @@ use std::fmt;
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong, for callers that must decide.
+/// The kind of an [`Error`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -50,7 +50,7 @@ impl Error {
         }
     }
 
-    /// What went wrong.
+    /// The kind of this error.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }

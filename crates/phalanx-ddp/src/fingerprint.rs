@@ -1,7 +1,7 @@
-//! Do all ranks train the same model with the same settings?
+//! Checks that all ranks train the same model with the same settings.
 //!
-//! Each rank writes down names, shapes and options as lines of text; only the
-//! hashes travel. When they differ, the texts of rank 0 and of the first rank that
+//! Each rank writes names, shapes and options as lines of text; the ranks compare
+//! hashes of them. When they differ, the texts of rank 0 and of the first rank that
 //! differs are broadcast, so that every rank can name the first difference.
 
 use phalanx_comm::ProcessGroup;
@@ -11,10 +11,10 @@ use crate::error::{Error, Result};
 use crate::parameters::Parameters;
 
 /// Longest text that is compared line by line (8 MiB is about 100,000
-/// parameters); a peer's length is checked against it before it is believed.
+/// parameters); a peer's length is checked against it before it is used.
 const MAX_TEXT_BYTES: i64 = 8 << 20;
 
-/// What must be equal on all ranks, one fact a line.
+/// The facts that must be equal on all ranks, one per line.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Fingerprint {
     lines: Vec<String>,
@@ -72,8 +72,8 @@ impl Fingerprint {
         };
         let reference = share_text(group, &text, 0)?;
         let different = share_text(group, &text, other)?;
-        // Whoever fails aborts the group: not before all have both texts. Should that come early all the same,
-        // this rank knows what is wrong.
+        // A rank that fails aborts the group; the barrier keeps it from doing so before all have both texts.
+        // If an abort comes early nevertheless, this rank knows the difference.
         let _ = group.barrier();
         Err(Error::mismatch(describe(&reference, &different, other)))
     }
@@ -118,7 +118,7 @@ fn describe(reference: &str, different: &str, other: usize) -> String {
     }
 }
 
-/// A peer's line as it is printed: quoted, control characters escaped, not endless.
+/// A peer's line as it is printed: quoted, control characters escaped, of limited length.
 fn shown(line: Option<&str>) -> String {
     const SHOWN_CHARS: usize = 300;
     let Some(line) = line else {

@@ -1,11 +1,11 @@
-//! What travels instead of float32 gradients.
+//! Gradient hooks: other ways to average gradients than float32 all-reduces.
 //!
 //! A hook averages each bucket over the ranks in its own way. It is called in
 //! three stages, each bucket by bucket in index order, so that all ranks issue
 //! the same collectives: [`launch`](GradientHook::launch) inside backward, the moment a bucket is
-//! full; [`advance`](GradientHook::advance) and [`average`](GradientHook::average) when backward has ended. What a hook
-//! sends in `launch` is hidden behind backward as the default's all-reduces
-//! are. The votes of a step travel apart from it, as they are.
+//! full; [`advance`](GradientHook::advance) and [`average`](GradientHook::average) when backward has ended.
+//! Communication that a hook starts in `launch` overlaps with backward, as the default all-reduces do. The votes of a
+//! step are sent separately, uncompressed.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,13 +21,13 @@ use crate::vote::Commit;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct GradTensor<'a> {
-    /// Number of the parameter among those reduced; it keeps it when buckets are laid out anew.
+    /// Number of the parameter among those reduced; it does not change when buckets are rebuilt.
     pub param: usize,
     /// Name of the parameter.
     pub name: &'a str,
-    /// Where its gradient lies in the bucket.
+    /// The place of its gradient in the bucket.
     pub range: Range<usize>,
-    /// Length of a row, seen as a matrix in memory; 1 for what is none.
+    /// Length of a row of the tensor as a matrix in memory; 1 if it is not a matrix.
     pub columns: usize,
 }
 
@@ -37,21 +37,21 @@ pub struct GradTensor<'a> {
 pub struct GradBucket<'a> {
     /// Its number, in the order of launching.
     pub index: usize,
-    /// This rank's own gradients; after [`GradientHook::average`] what the optimizer is to
-    /// get. Gaps between tensors are zeros or finite leftovers.
+    /// This rank's own gradients; after [`GradientHook::average`] the gradients for the
+    /// optimizer. Gaps between tensors are zeros or other finite values.
     pub gradients: &'a mut [f32],
-    /// What lies in it.
+    /// The gradients in the bucket.
     pub tensors: &'a [GradTensor<'a>],
-    /// What error messages call it.
+    /// Its name in error messages.
     pub label: &'a Arc<str>,
-    /// What the reducer will multiply the mean by, the same on all ranks
-    /// (1 but for accumulation and uneven data).
+    /// The factor by which the reducer will multiply the mean, the same on all ranks (1
+    /// except for accumulation and uneven data).
     pub scale: f32,
-    /// When its communication ran, for traces; the hook may say.
+    /// When its communication ran, for traces; the hook may set it.
     pub ran: Option<OpTimes>,
 }
 
-/// What a resumed training needs of a hook, the same on all ranks.
+/// State of a hook for resuming a training, the same on all ranks.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct HookState {
     /// Steps that the hook has averaged.
@@ -62,8 +62,8 @@ pub struct HookState {
 
 /// Averages the gradients of one bucket over the ranks.
 pub trait GradientHook: Send {
-    /// What messages and fingerprints call it, settings included; must be the
-    /// same on all ranks.
+    /// Its name in messages and fingerprints, settings included; must be the same on
+    /// all ranks.
     fn name(&self) -> String;
 
     /// Starts the work on a bucket that is full, inside backward. It must not
@@ -76,9 +76,9 @@ pub trait GradientHook: Send {
         Ok(())
     }
 
-    /// Goes on with a bucket, after backward and before the first
-    /// [`average`](Self::average) of the step: for hooks of two collectives, so that the
-    /// second of one bucket runs beside that of the next.
+    /// Continues with a bucket, after backward and before the first
+    /// [`average`](Self::average) of the step. For hooks with two collectives, so that
+    /// the second collectives of all buckets overlap.
     ///
     /// # Errors
     ///
@@ -87,18 +87,18 @@ pub trait GradientHook: Send {
         Ok(())
     }
 
-    /// Replaces `bucket.gradients`, this rank's own, by what the optimizer is to
-    /// get: on all ranks the same bits, if the ranks' weights are to stay equal.
+    /// Replaces `bucket.gradients`, this rank's own, by the gradients for the
+    /// optimizer. They must have the same bits on all ranks if the ranks' weights are
+    /// to stay equal.
     ///
     /// # Errors
     ///
     /// `Comm` when a collective failed.
     fn average(&mut self, group: &ProcessGroup, bucket: &mut GradBucket<'_>) -> Result<()>;
 
-    /// The ranks have voted on the step: what it changed in the hook is kept,
-    /// or dropped with its gradients.
-    /// `untouched` says of each parameter whether no rank used it: optimizers leave those alone,
-    /// so what a hook sent for them reaches nobody.
+    /// The ranks have voted on the step: the hook keeps the changes to its state, or drops them
+    /// with the gradients. `untouched` is true for each parameter that no rank used: optimizers
+    /// skip those, so what a hook sent for them has no effect.
     fn decided(&mut self, _commit: &Commit, _untouched: &[bool]) {}
 
     /// State for a checkpoint, valid at any number of ranks. *Blocks* until
@@ -111,7 +111,8 @@ pub trait GradientHook: Send {
         Ok(HookState::default())
     }
 
-    /// Puts back what [`gather_state`](Self::gather_state) gave, before the first step. Local.
+    /// Restores the state from [`gather_state`](Self::gather_state), before the first step.
+    /// Does not communicate.
     ///
     /// # Errors
     ///
@@ -127,8 +128,8 @@ pub trait GradientHook: Send {
     }
 }
 
-/// Gradients travel as bfloat16: half the bytes, 8 bits of precision, the
-/// range of float32. The mean is folded in rank order and rounded to bfloat16.
+/// Sends gradients as bfloat16: half the bytes, 8 bits of precision, the range of
+/// float32. The mean is folded in rank order and rounded to bfloat16.
 #[derive(Debug, Default)]
 pub struct Bf16Gradients {
     wire: Messages<bf16>,
@@ -156,9 +157,9 @@ impl GradientHook for Bf16Gradients {
     }
 }
 
-/// Gradients travel as float16: half the bytes, 11 bits of precision. They are
-/// divided by the number of ranks first, so that their sum does not overflow
-/// where none of them does; one beyond 65,504 times the number of ranks votes the step down.
+/// Sends gradients as float16: half the bytes, 11 bits of precision. They are divided by the
+/// number of ranks first, so that their sum does not overflow if none of them does. A
+/// gradient beyond 65,504 times the number of ranks makes the vote on the step a no.
 #[derive(Debug, Default)]
 pub struct F16Gradients {
     wire: Messages<f16>,
@@ -187,8 +188,8 @@ impl GradientHook for F16Gradients {
     }
 }
 
-/// Gradients stay where they are: for measuring what communication costs, and
-/// for local SGD (`examples/local_sgd.rs`). The ranks' weights drift apart.
+/// Sends no gradients: for measuring the cost of communication, and for local SGD
+/// (`examples/local_sgd.rs`). The ranks' weights diverge.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LocalGradients;
 

@@ -2,21 +2,21 @@
 //!
 //! Three layers, each usable without the one above it:
 //!
-//! * [`BucketPlan`]: which parameter's gradient lies in which bucket. Pure.
-//! * [`Reducer`]: owns the bucket memory, hands out the slice in which a
-//!   gradient is to be produced, starts a bucket's all-reduce the moment its
-//!   last gradient is final, and gives the averaged gradients back. It speaks
-//!   parameter indices and plain slices, so any engine can drive it.
+//! * [`BucketPlan`]: assigns gradients to buckets. Pure.
+//! * [`Reducer`]: owns the bucket memory, returns the slice in which a gradient is to
+//!   be produced, starts a bucket's all-reduce the moment its last gradient is final,
+//!   and returns the averaged gradients. It uses parameter indices and plain slices, so
+//!   any engine can drive it.
 //! * [`DistributedDataParallel`]: the reducer as gradient sink and gradient view
 //!   of a `phalanx-nn` model; compares the ranks' models and broadcasts rank
 //!   0's parameters and buffers when it is built.
 //!
 //! # Without the engine
 //!
-//! Feature `nn`, on by default, adds all that needs `phalanx-nn`: [`DistributedDataParallel`] and its steps,
-//! [`PowerSgd`], [`ShardedOptimizer`] and [`SyncBatchNorm`]. Without it
-//! a model is anything that implements [`Parameters`] (names, shapes and slices), and a training does the wrapper's
-//! work itself; `examples/plain.rs` is one:
+//! Feature `nn`, on by default, adds everything that needs `phalanx-nn`: [`DistributedDataParallel`] and its steps,
+//! [`PowerSgd`], [`ShardedOptimizer`] and [`SyncBatchNorm`]. Without it a model is any type that implements
+//! [`Parameters`] (names, shapes and slices), and the training loop does the wrapper's work; `examples/plain.rs` is
+//! an example:
 //!
 //! 1. [`Fingerprint`] compares the ranks' models and options.
 //! 2. [`broadcast_parameters`] gives every rank the values of rank 0.
@@ -24,15 +24,15 @@
 //! 4. [`verify_equal`] checks that the ranks still have the same weights.
 //!
 //! Micro-batches ([`Reducer::plan_step`]), votes, hooks ([`GradientHook`]) and scattered gradients ([`Exchange`]) are
-//! there as well.
+//! available as well.
 //!
 //! # Order
 //!
-//! The average over ranks is the process group's: with its default (canonical)
-//! algorithms a left fold in ascending rank order followed by one
-//! multiplication by `1 / world`. It depends on neither bucket layout nor timing,
-//! so training on P ranks equals accumulating P micro-batches in one process,
-//! bit for bit, and `tests/it/nn/accumulation.rs` proves it.
+//! The process group averages over ranks: with its default (canonical) algorithms a
+//! left fold in ascending rank order, followed by one multiplication by `1 / world`. It
+//! depends on neither bucket layout nor timing, so training on P ranks equals
+//! accumulating P micro-batches in one process, bit for bit, and
+//! `tests/it/nn/accumulation.rs` proves it.
 //!
 //! With [`Deterministic::Shards`] it does not depend on the number of ranks
 //! either: gradients are added over logical shards of the global batch in one
@@ -40,9 +40,9 @@
 //!
 //! # Steps
 //!
-//! `backward(&mut ddp)` and `finish` are a step of one micro-batch, averaged
-//! plainly over ranks. [`DistributedDataParallel::begin`] starts one of
-//! several, weighted by samples (`nn/step.rs` has the rule).
+//! `backward(&mut ddp)` and `finish` are a step of one micro-batch, with the plain mean
+//! over ranks. [`DistributedDataParallel::begin`] starts a step of several, weighted by
+//! samples (`nn/step.rs` has the rule).
 //!
 //! # Blocking
 //!
@@ -50,7 +50,7 @@
 //! construction of [`DistributedDataParallel`] and `begin` do, each under the process group's
 //! deadlines.
 #![forbid(unsafe_code)]
-// Links to what needs the engine.
+// Links to items that need the engine.
 #![cfg_attr(not(feature = "nn"), allow(rustdoc::broken_intra_doc_links))]
 
 mod bucket;

@@ -1,4 +1,4 @@
-//! One message a bucket, in memory that is kept from step to step.
+//! One message per bucket, in memory that is reused from step to step.
 
 use std::fmt;
 
@@ -32,7 +32,7 @@ impl<T: Element> fmt::Debug for Messages<T> {
 
 impl<T: Element> Messages<T> {
     /// Memory for the next message of bucket `index`, of `elems` elements.
-    /// Holds whatever the one before held.
+    /// Contains the data of the previous message.
     pub(crate) fn prepare(&mut self, group: &ProcessGroup, index: usize, elems: usize) -> &mut [T] {
         while self.slots.len() <= index {
             self.slots.push(Slot::Empty);
@@ -48,7 +48,7 @@ impl<T: Element> Messages<T> {
         }
     }
 
-    /// Starts the all-reduce of what was prepared for `bucket`. Does not block.
+    /// Starts the all-reduce of the message prepared for `bucket`. Does not block.
     pub(crate) fn launch(&mut self, group: &ProcessGroup, bucket: &GradBucket<'_>, op: ReduceOp) {
         let Some(slot) = self.slots.get_mut(bucket.index) else {
             return;
@@ -65,8 +65,8 @@ impl<T: Element> Messages<T> {
         };
     }
 
-    /// Waits for the message of `bucket`, notes when it ran, and gives it; nothing, if
-    /// none was launched. `what` it carries is for the error.
+    /// Waits for the message of `bucket`, records when it ran, and returns it; empty if
+    /// none was launched. `what` names its contents in errors.
     pub(crate) fn wait(&mut self, bucket: &mut GradBucket<'_>, what: &str) -> Result<&[T]> {
         let Some(slot) = self.slots.get_mut(bucket.index) else {
             return Ok(&[]);

@@ -1,16 +1,16 @@
-//! A model as this crate sees it, whatever engine computes with it.
+//! A model as this crate sees it, independent of the engine.
 
 use phalanx_comm::ProcessGroup;
 
 use crate::error::{Error, Result};
 
-/// Names, shapes and values of a model's tensors. Parameters come first, buffers (state without gradients, such as
-/// running statistics) behind them. All values are `f32`.
+/// Names, shapes and values of a model's tensors. Parameters come first, then buffers (state without gradients,
+/// such as running statistics). All values are `f32`.
 ///
 /// Every rank has the same tensors in the same order; [`Fingerprint::parameters`](crate::Fingerprint::parameters)
-/// checks that. Each `index` is below [`tensors`](Self::tensors), and a parameter has the same one in the
-/// [`Reducer`](crate::Reducer) if all of them are given to it. `phalanx_nn::Params` implements this
-/// with feature `nn`.
+/// checks that. Each `index` is below [`tensors`](Self::tensors), and a parameter has the same index in
+/// the [`Reducer`](crate::Reducer) if all parameters are given to it. `phalanx_nn::Params` implements
+/// this with feature `nn`.
 pub trait Parameters {
     /// Number of parameters and buffers.
     fn tensors(&self) -> usize;
@@ -32,13 +32,13 @@ pub trait Parameters {
     /// The values for writing.
     fn values_mut(&mut self, index: usize) -> &mut [f32];
 
-    /// Calls `f` with the memory of all values, one tensor after the other, until it fails. Where several tensors lie
-    /// in one memory, an implementation may give it as a whole (gaps included, the same on all ranks): it then travels
-    /// as one message.
+    /// Calls `f` with the memory of all values, one tensor after the other, until it fails. If several tensors share
+    /// one allocation, an implementation may pass it as a whole (gaps included, the same on all ranks): it is then
+    /// sent as one message.
     ///
     /// # Errors
     ///
-    /// That of `f`.
+    /// The error of `f`.
     fn try_for_each_mut(&mut self, f: &mut dyn FnMut(&mut [f32]) -> Result<()>) -> Result<()> {
         (0..self.tensors()).try_for_each(|index| f(self.values_mut(index)))
     }
@@ -51,7 +51,7 @@ pub trait Parameters {
 /// # Errors
 ///
 /// `Comm` when a peer is lost or late, when a rank has another number of values (they are undefined then), or when
-/// `root` is no rank of the group.
+/// `root` is not a rank of the group.
 pub fn broadcast_parameters(
     group: &ProcessGroup,
     params: &mut dyn Parameters,

@@ -1,9 +1,9 @@
-//! When things happened in one step, for traces and for the honest figure:
-//! communication that was *not* hidden behind backward.
+//! The times of one step, for traces and for the exposed communication: the part that
+//! did *not* overlap with backward.
 
 use std::time::{Duration, Instant};
 
-/// When one bucket went through its stages.
+/// The times of one bucket.
 #[derive(Debug, Clone)]
 pub struct BucketTimes {
     /// Bucket index (launch order).
@@ -20,26 +20,26 @@ pub struct BucketTimes {
     pub finished: Instant,
 }
 
-/// When one step's backward and communication happened.
+/// The times of one step's backward and communication.
 #[derive(Debug, Clone, Default)]
 pub struct StepTimes {
-    /// The first gradient was asked for.
+    /// The first gradient was requested.
     pub backward_began: Option<Instant>,
     /// All gradients were produced.
     pub backward_ended: Option<Instant>,
     /// All gradients were averaged.
     pub reduced: Option<Instant>,
-    /// What the exchange within the optimizer's step took, without the updates themselves: with
+    /// Time of the exchange within the optimizer's step, without the updates themselves: with
     /// [`Exchange::AtStep`](crate::Exchange::AtStep) that of gradients and parameters, with
     /// [`Exchange::ReduceScatter`](crate::Exchange::ReduceScatter) that of parameters.
     pub in_step: Duration,
-    /// One entry a bucket, in launch order. Empty with a world of one, unless a hook averages.
+    /// One entry per bucket, in launch order. Empty with a world of one, unless a hook averages.
     pub buckets: Vec<BucketTimes>,
 }
 
 impl StepTimes {
-    /// Time of the training thread that communication took after backward: waiting for it, and
-    /// taking part in it in the optimizer's step.
+    /// Time that the training thread spent on communication after backward: waiting for it,
+    /// and taking part in it in the optimizer's step.
     pub fn exposed(&self) -> Duration {
         let waited = match (self.backward_ended, self.reduced) {
             (Some(from), Some(to)) => to.saturating_duration_since(from),

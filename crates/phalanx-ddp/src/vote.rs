@@ -1,10 +1,10 @@
-//! The commit vote: may the optimizer take this step?
+//! The commit vote: whether the optimizer may take this step.
 //!
-//! One lane per rank rides behind the gradients of the last bucket, so the
-//! vote costs no collective of its own. A rank leaves 0 in its lane, or says
-//! why not; all other ranks leave 0 there. A lane is thus the sum of one
-//! number and zeros, exact in every algorithm and undone from the mean by one
-//! rounded multiplication. All ranks get the same lanes, hence decide alike.
+//! The last bucket has one element (*lane*) per rank behind its gradients, so the vote
+//! costs no extra collective. A rank writes 0, or the code of its reason, to its own
+//! lane, and 0 to all others. A lane is thus the sum of one number and zeros, which is
+//! exact in every algorithm and recovered from the mean by one rounded multiplication.
+//! All ranks get the same lanes, hence decide alike.
 //!
 //! | lane · world      | means                                         |
 //! |-------------------|-----------------------------------------------|
@@ -15,7 +15,7 @@
 //! | `-2²³`            | yes, but some of its numbers are so large that their sum over the ranks may overflow |
 //! | `-(p + 1)`        | what a hook made of parameter `p`'s gradients is not finite; counts if no rank has a reason of its own |
 //!
-//! Source: torchft's `should_commit`, which is a collective of its own.
+//! Source: torchft's `should_commit`, which is a separate collective.
 
 use std::fmt;
 
@@ -25,9 +25,9 @@ use crate::reducer::ParamSpec;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use = "a step that was voted down must not reach the optimizer"]
 pub enum Commit {
-    /// All ranks are content: give the gradients to the optimizer.
+    /// No rank objects: pass the gradients to the optimizer.
     Yes,
-    /// Some are not, and all ranks know: the gradients are dropped, and every rank skips the step.
+    /// Some ranks object: the gradients are dropped, and every rank skips the step.
     No(Vec<Veto>),
 }
 
@@ -41,7 +41,7 @@ impl Commit {
 /// Why one rank voted against a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Veto {
-    /// Who.
+    /// The rank that voted no.
     pub rank: usize,
     /// The first parameter, in the order of backward, whose gradient had an
     /// infinity or a NaN; `None` when the rank had another reason.
@@ -76,32 +76,32 @@ impl fmt::Display for Commit {
     }
 }
 
-/// This rank's vote in the making.
+/// This rank's vote during the step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Ballot(i32);
 
-/// A vote for the step, after which its gradients are to be looked at.
+/// A vote for the step that requires a check of the averaged gradients.
 const LARGE: i32 = -(1 << 23);
 
 impl Ballot {
-    /// Votes no because of parameter number `param`, unless it did before.
+    /// Votes no because of parameter number `param`, unless it already has.
     pub(crate) fn not_finite(&mut self, param: usize) {
         self.no(param);
     }
 
-    /// Votes no for the caller's own reason; `params` is how many there are.
+    /// Votes no for the caller's own reason; `params` is the number of parameters.
     pub(crate) fn veto(&mut self, params: usize) {
         self.no(params);
     }
 
     /// Votes no because of number `index` of the parameters that each rank trains for itself; `params`
-    /// is how many are averaged.
+    /// is the number of averaged parameters.
     #[cfg(feature = "nn")]
     pub(crate) fn own_not_finite(&mut self, params: usize, index: usize) {
         self.no(params + 1 + index);
     }
 
-    /// Says that this rank has numbers so large that their sum over the ranks may overflow.
+    /// Declares that this rank has numbers so large that their sum over the ranks may overflow.
     pub(crate) fn large(&mut self) {
         if self.0 == 0 {
             self.0 = LARGE;
@@ -114,7 +114,7 @@ impl Ballot {
         }
     }
 
-    /// Votes no because of what became of parameter number `param` on all ranks, unless it did before.
+    /// Votes no because the mean of parameter number `param` is not finite, unless it already has.
     pub(crate) fn mean_not_finite(&mut self, param: usize) {
         if self.is_yes() {
             self.0 = -lane_of(param);
@@ -125,7 +125,7 @@ impl Ballot {
         self.0 == 0 || self.0 == LARGE
     }
 
-    /// Leaves the vote of `rank` in the lanes.
+    /// Writes the vote of `rank` to the lanes.
     pub(crate) fn cast(self, lanes: &mut [f32], rank: usize) {
         lanes.fill(0.0);
         if let Some(lane) = lanes.get_mut(rank) {
@@ -134,7 +134,7 @@ impl Ballot {
     }
 }
 
-/// The parameter that a lane of `code` plus 1 speaks of, among those that are averaged and each rank's own.
+/// The parameter of a lane with `code` plus 1, among those that are averaged and each rank's own.
 pub(crate) fn name_of(code: usize, params: &[ParamSpec], own: &[String]) -> Option<String> {
     match code.checked_sub(params.len()) {
         None => Some(params[code].name.clone()),
@@ -158,9 +158,9 @@ fn is_large(lane: f32, world: usize) -> bool {
     (f64::from(lane) * world as f64 - f64::from(LARGE)).abs() <= 16.0
 }
 
-/// Counts the votes in the averaged `lanes`; `name` knows parameters by number.
+/// Counts the votes in the averaged `lanes`; `name` maps numbers to parameters.
 pub(crate) fn count(lanes: &[f32], world: usize, name: impl Fn(usize) -> Option<String>) -> Commit {
-    // A NaN is no yes.
+    // A NaN does not count as a yes.
     let lanes = || {
         lanes[..world]
             .iter()
@@ -170,7 +170,7 @@ pub(crate) fn count(lanes: &[f32], world: usize, name: impl Fn(usize) -> Option<
     let is_own = |lane: f32| lane > 0.0 || lane.is_nan();
     let any_own = lanes().any(|(_, lane)| is_own(*lane));
     let vetoes: Vec<Veto> = lanes()
-        // What one rank gave spoils the mean of all.
+        // A non-finite gradient of one rank makes the mean of all not finite.
         .filter(|(_, lane)| is_own(**lane) == any_own)
         .map(|(rank, lane)| {
             let code = (f64::from(lane.abs()) * world as f64).round();

@@ -5,7 +5,7 @@ use std::fmt;
 /// `Result` with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Whose mistake an [`Error`] is.
+/// The kind of an [`Error`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -23,7 +23,7 @@ pub enum ErrorKind {
     Internal,
 }
 
-/// What went wrong, in one sentence that names the cause.
+/// An error of this crate, with a message of one sentence that names the cause.
 pub struct Error {
     kind: ErrorKind,
     message: String,
@@ -32,7 +32,7 @@ pub struct Error {
 
 impl Error {
     /// A mistake of the caller, for crates built on the engine. `message` is a sentence
-    /// that names the culprit.
+    /// that names the wrong argument.
     pub fn usage(message: impl Into<String>) -> Self {
         Self::with(ErrorKind::Usage, message)
     }
@@ -65,7 +65,7 @@ impl Error {
         }
     }
 
-    /// Whose mistake it is.
+    /// The kind of this error.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }

@@ -1,7 +1,7 @@
 //! Training engine of Phalanx: tensors from a caching pool, a tape whose
 //! backward pass reports each parameter's gradient the moment it is final,
-//! layers, losses and optimizers, and CPU kernels that give the same bits
-//! whatever the number of threads.
+//! layers, losses and optimizers, and CPU kernels that give the same bits for any
+//! number of threads.
 //!
 //! ```
 //! use phalanx_nn::{Grads, Scope, Seed, StepKey, Tape, Threads, models::LinearToy, optim::Sgd};
@@ -25,8 +25,8 @@
 //! # }
 //! ```
 //!
-//! Images are channels-last (N, H, W, C) inside; PyTorch's layouts appear only
-//! at the edges ([`Params::export`], [`Params::import`], [`Tensor::flatten`]).
+//! Images are channels-last (N, H, W, C); PyTorch's layouts are used only by
+//! [`Params::export`], [`Params::import`] and [`Tensor::flatten`].
 //!
 //! A weight cannot change between forward and backward, because the step
 //! borrows the parameters:
@@ -74,7 +74,7 @@ pub use tape::{GraphNode, Precision, Step, StepKey, Tape};
 pub use tensor::Tensor;
 pub use value::{Value, ValueStep};
 
-/// The instruction set that the kernels use, as people write it.
+/// The name of the instruction set that the kernels use.
 pub fn isa_name() -> &'static str {
     match kernels::isa::isa() {
         kernels::isa::Isa::Scalar => "no SIMD",

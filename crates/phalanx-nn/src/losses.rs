@@ -1,21 +1,21 @@
-//! Losses: how they are reduced, and those made of several operations.
+//! Reductions of losses, and losses composed of several operations.
 
 pub use crate::ops::cross_entropy::CrossEntropyOptions;
 use crate::{Result, Tensor};
 
-/// A label that counts for nothing (PyTorch's -100).
+/// A label that is ignored (PyTorch's -100).
 pub const IGNORE_LABEL: u32 = u32::MAX;
 
 /// How the losses of elements (of rows, in losses over classes) are combined.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Reduction {
-    /// One loss an element, or a row; ignored rows have 0.
+    /// One loss per element, or per row; ignored rows have 0.
     None,
     /// Their sum.
     Sum,
-    /// The sum over the number of elements (NaN for none, as in PyTorch).
+    /// The sum divided by the number of elements (NaN if there are none, as in PyTorch).
     Mean,
-    /// The sum over a given number, such as the size of the batch over all ranks.
+    /// The sum divided by a given number, such as the size of the batch over all ranks.
     Over(f32),
 }
 

@@ -1,8 +1,8 @@
 //! Time of every operation of a step, forward and backward, by operation and by
 //! layer.
 //!
-//! An operation's forward time runs from the end of the one before (or the start
-//! of the step): what the model does in between counts towards it.
+//! An operation's forward time counts from the end of the one before (or the start of
+//! the step), so it includes what the model does in between.
 
 use std::fmt::Write;
 use std::time::{Duration, Instant};
@@ -44,8 +44,8 @@ impl Profile {
         &self.spans
     }
 
-    /// Two tables, by operation and by layer (the `most` longest): milliseconds a
-    /// step forward, backward and together, and their share. `steps` is how many
+    /// Two tables, by operation and by layer (the `most` longest): milliseconds per
+    /// step in forward, backward and together, and their share. `steps` is how many
     /// steps were profiled.
     pub fn table(&self, steps: usize, most: usize) -> String {
         let mut text = String::new();
@@ -118,7 +118,7 @@ impl Profile {
     }
 }
 
-/// Takes times while steps run.
+/// Measures times while steps run.
 #[derive(Default)]
 pub(crate) struct Clock {
     /// End of the operation before.

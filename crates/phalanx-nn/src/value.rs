@@ -1,4 +1,4 @@
-//! What layers and models need of the values that they compute with.
+//! The operations that layers and models need from their values.
 
 use std::ops::Range;
 
@@ -99,7 +99,7 @@ macro_rules! forward {
 /// Operations are those of [`Tensor`], with the same shapes and errors. Images are
 /// (N, H, W, C).
 pub trait Value<'s>: Sized {
-    /// A second handle on the same value.
+    /// A second handle to the same value.
     #[must_use]
     fn share(&self) -> Self;
 
@@ -121,7 +121,7 @@ pub trait Value<'s>: Sized {
     /// As [`Step::concat`].
     fn concat(values: Vec<Self>, dim: usize) -> Result<Self>;
 
-    /// Runs `part` of a model, whose inner values backward recomputes, as
+    /// Runs `part` of a model whose inner values backward recomputes, as
     /// [`Tensor::recompute`].
     ///
     /// # Errors
@@ -225,8 +225,8 @@ impl<'s> Value<'s> for Tensor<'s> {
     }
 }
 
-/// A step that looks up rows of a parameter, such as `&Step`: what embeddings and models
-/// of tokens take beside the tokens.
+/// A step that looks up rows of a parameter, such as `&Step`: embeddings and models of
+/// tokens take it in addition to the tokens.
 pub trait ValueStep<'s>: Copy {
     /// Result of a look-up.
     type Value: Value<'s>;
@@ -245,7 +245,7 @@ pub trait ValueStep<'s>: Copy {
         padding: Option<u32>,
     ) -> Result<Self::Value>;
 
-    /// As [`embedding`](Self::embedding) of numbers that are equal on all ranks, such as
+    /// As [`embedding`](Self::embedding) of indices that are equal on all ranks, such as
     /// positions.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Which unauthenticated connection is closed to make room for a new one.
+//! Chooses the unauthenticated connection to close for a new one.
 //!
 //! Anyone can connect, so an unauthenticated connection keeps its slot only until
 //! another one needs it. They are closed in this order:

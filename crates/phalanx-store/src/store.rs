@@ -63,7 +63,7 @@ pub trait Store: Send + Sync + 'static {
     /// Leaves a will: if this process ends, in any way, before it drops the returned
     /// [`Will`], the store sets `key` to `value` (at most 4 KiB) unless the key
     /// exists. The same happens, some time later, if this host cannot be reached any
-    /// more. `None`: this kind of store cannot do it.
+    /// more. Returns `None` if this kind of store does not support wills.
     ///
     /// # Errors
     /// As [`set`](Self::set).

@@ -1,9 +1,9 @@
-//! What carries out the operations of a group.
+//! Carries out the operations of a group.
 //!
-//! [`Runner`] is what the group calls: it numbers operations, writes the
-//! flight recorder, keeps deadlines, names errors, and ends the group after a
-//! failure. Below it is a [`Backend`], which only moves and folds data.
-//! [`Native`] is ours: shared memory on one host, plans over links otherwise.
+//! [`Runner`] is what the group calls: it numbers operations, writes the flight
+//! recorder, enforces deadlines, completes errors, and ends the group after a failure.
+//! Below it is a [`Backend`], which only moves and folds data. [`Native`] is ours:
+//! shared memory on one host, plans over links otherwise.
 
 mod native;
 mod runner;
@@ -41,10 +41,10 @@ pub(crate) trait Backend: Send {
     /// The operation's reduction supports its type. Input and output are valid, for reading and for writing, for
     /// as many elements as [`Spec::input_elems`](crate::plan::Spec::input_elems) and
     /// [`Spec::output_elems`](crate::plan::Spec::output_elems) (or the operation's own plan) say, aligned,
-    /// initialised and disjoint; and nobody else writes the input or touches the output until this returns.
-    /// When they are exposed, nobody refers to them until this returns, and after an error nobody does ever again: a
-    /// peer that does not know yet may still be at them. `visit` touches neither the input nor anything of the output
-    /// but the piece.
+    /// initialised and disjoint; and no other code writes the input or touches the output until this returns. When
+    /// they are exposed, no reference to them exists until this returns, and after an error never again: a peer that
+    /// has not noticed the failure yet may still access them. `visit` touches neither the input nor anything of the
+    /// output but the piece.
     unsafe fn run(
         &mut self,
         context: RunContext<'_>,
@@ -61,11 +61,11 @@ pub(crate) trait Backend: Send {
         signatures: &[Signature],
     ) -> Result<()>;
 
-    /// Looks for poison and for peers that are gone, without waiting.
+    /// Checks for poison and for lost peers, without waiting.
     fn look(&mut self) -> Result<()>;
 
-    /// Says which thread runs the next operations: the communication thread
-    /// (`beside` compute) or a caller's.
+    /// Sets which thread runs the next operations: the communication thread (`beside`
+    /// compute threads) or the caller's.
     fn run_beside(&mut self, beside: bool);
 
     /// Ends the group from any thread.

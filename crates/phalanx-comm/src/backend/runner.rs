@@ -1,8 +1,7 @@
 //! Runs the operations of one rank in one group, one after another.
 //!
-//! On any failure the group is poisoned before the error is returned, so that
-//! the other ranks leave too, with the first cause; afterwards every operation
-//! is refused.
+//! On any failure the group is poisoned before the error is returned, so that the other
+//! ranks fail too, with the first cause. Afterwards every operation is refused.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -29,8 +28,8 @@ pub(crate) struct Runner {
     rank: usize,
     flight: Flight,
     limits: Limits,
-    /// Of collectives; point-to-point messages are counted per peer, because
-    /// only two ranks take part in each.
+    /// Sequence number of collectives. Point-to-point messages are counted per peer,
+    /// because only two ranks take part in each.
     seq: u64,
     sent_to: Vec<u64>,
     received_from: Vec<u64>,
@@ -195,7 +194,7 @@ impl Runner {
         })
     }
 
-    /// Runs one operation under the eyes of the flight recorder and within its deadline.
+    /// Runs one operation, recorded by the flight recorder, within its deadline.
     fn observed(
         &mut self,
         operation: &Operation,
@@ -260,8 +259,8 @@ impl Runner {
         seq
     }
 
-    /// Looks whether the group is poisoned or a peer is gone; for operations
-    /// that wait for something else than their links.
+    /// Checks whether the group is poisoned or a peer is lost; for operations that wait
+    /// for something other than their links.
     pub(crate) fn look(&mut self) -> Result<()> {
         let rank = self.rank;
         if let Some(error) = self.refusal() {
@@ -273,9 +272,9 @@ impl Runner {
         })
     }
 
-    /// Ends the group over an error: the other ranks hear `cause`, the flight
-    /// recorder what this rank reports. That is returned, and is the first
-    /// cause where another rank was earlier.
+    /// Ends the group over an error: the other ranks get `cause`, the flight recorder
+    /// the error that this rank reports. Returns that error: the first cause, if
+    /// another rank failed earlier.
     pub(crate) fn fail(
         &mut self,
         error: Error,
@@ -288,8 +287,8 @@ impl Runner {
         error
     }
 
-    /// The group has ended while this rank was in none of its operations: for the
-    /// flight recorder that is when it failed here.
+    /// The group has ended while this rank was in none of its operations. The flight
+    /// recorder counts this as the time of the failure here.
     fn heard(&mut self, error: Error) -> Error {
         if self.failed.is_none() {
             self.flight.failed(&error);
@@ -298,10 +297,10 @@ impl Runner {
         error
     }
 
-    /// Poisons the group over an error; returns what to report.
+    /// Poisons the group over an error; returns the error to report.
     fn poison_over(&self, error: Error, cause: String) -> Error {
-        // Poison first, then look: of several ranks that fail at the same
-        // time one is the first, and all others report its failure.
+        // Poison first, then check: of several ranks that fail at the same time one is
+        // the first, and all others report its failure.
         let cause = match error.kind() {
             // Names both operations already, and both must fit.
             ErrorKind::Desync => error.message().to_owned(),

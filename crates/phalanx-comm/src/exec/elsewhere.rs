@@ -1,13 +1,12 @@
-//! Finds a rank that waits in a collective for us while we wait for a message
-//! of it, or for room for one of ours.
+//! Finds a rank that waits for us in a collective while we wait for a message from it,
+//! or for room to send it one.
 //!
-//! In shared memory a collective sends no frame that would tell: its ranks
-//! meet in their cells, and one that is in a send or a receive does not look
-//! there by itself. So it looks here whenever nothing moves. A rank that has
-//! entered a collective which we have not begun cannot leave it without us,
-//! and what it sent before was in its ring before it entered; so if after
-//! that was seen a look at the rings still finds nothing, we wait for each
-//! other for ever.
+//! In shared memory a collective sends no frames: its ranks meet in their cells, which
+//! a send or receive does not read. So a send or receive checks the cells here whenever
+//! nothing moves. A rank that has entered a collective which we have not begun cannot
+//! leave it without us, and what it sent before was in its ring before it entered. So
+//! if the rings are still empty after its entry was seen, both ranks wait for each
+//! other forever.
 
 use std::time::Duration;
 
@@ -16,19 +15,19 @@ use crate::operation::Signature;
 use crate::shm::Shm;
 use crate::transport::Interest;
 
-/// Longest time between two looks: who enters a collective does not wake who
-/// waits for a message.
+/// Longest time between two checks: a rank that enters a collective does not wake one
+/// that waits for a message.
 pub(super) const LOOK: Duration = Duration::from_millis(20);
 
-/// The looks of one send, receive or batch of them.
+/// The state of these checks for one send, receive or batch of them.
 #[derive(Default)]
 pub(super) struct Elsewhere {
     suspect: Option<usize>,
 }
 
 impl Elsewhere {
-    /// To be asked when nothing moved. True if the rings must be looked at
-    /// once more before waiting.
+    /// To be called when nothing moved. True if the rings must be checked once more
+    /// before waiting.
     ///
     /// # Errors
     ///

@@ -1,8 +1,8 @@
-//! A plan under way: which frames travel on which lane, and what may run now.
+//! The state of a running plan: which frames travel on which lane, and what may run now.
 //!
-//! A *lane* is one direction of the link to one peer. Transfers are cut
-//! into frames; the frames of a lane are sent and received in the order of the
-//! plan. Both sides cut alike, from the plan and the frame size alone.
+//! A *lane* is one direction of the link to one peer. Transfers are split into frames;
+//! the frames of a lane are sent and received in the order of the plan. Both sides
+//! split alike, from the plan and the frame size alone.
 
 use std::collections::VecDeque;
 
@@ -11,7 +11,7 @@ use crate::plan::{Part, RankPlan};
 
 use super::transfer::{Frame, Receiver, Sender};
 
-/// How transfers are cut.
+/// How transfers are split into frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Cut {
     pub(super) segment_bytes: usize,
@@ -19,8 +19,8 @@ pub(super) struct Cut {
 }
 
 impl Cut {
-    /// The frames of a transfer of `total` bytes in round `step`. Nothing still
-    /// makes one, empty, frame.
+    /// The frames of a transfer of `total` bytes in round `step`. A transfer of zero
+    /// bytes has one empty frame.
     pub(super) fn frames(
         &self,
         step: u32,
@@ -53,7 +53,7 @@ pub(super) struct Lane {
     pub(super) pieces: Vec<Piece>,
 }
 
-/// A plan prepared for running; reused for every operation of its shape.
+/// A plan prepared to run; reused for every operation of its shape.
 pub(super) struct Schedule {
     pub(super) order: Order,
     pub(super) tx: Vec<Lane>,
@@ -119,7 +119,7 @@ pub(super) struct Flow {
     in_round: Vec<u32>,
     /// The first unfinished round.
     pub(super) base: usize,
-    /// Local steps that may run, in the order in which they came free.
+    /// Local steps that may run, in the order in which they became ready.
     ready: VecDeque<u32>,
     /// Local steps beyond the window that wait for nothing else.
     later: Vec<u32>,
@@ -203,7 +203,7 @@ impl Flow {
         self.advance(order);
     }
 
-    /// Moves on over finished rounds.
+    /// Skips finished rounds.
     fn advance(&mut self, order: &Order) {
         while self.in_round.get(self.base) == Some(&0) {
             self.base += 1;

@@ -1,9 +1,8 @@
 //! Many messages between pairs of ranks at the same time.
 //!
-//! Messages to one peer keep their order, and so do those from it; apart from
-//! that all of them progress at once, so that no order of sends and receives can
-//! block another. Each is cut and numbered as a lone send or receive is, and
-//! may meet one on the other side.
+//! Messages to one peer keep their order, and so do those from it. Otherwise all of
+//! them progress at once, so no order of sends and receives can block. Each is split
+//! and numbered like a single send or receive, and may match one on the other side.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -42,8 +41,8 @@ impl Message<'_> {
     }
 }
 
-/// The frames of one direction of the link to one peer, in order; each belongs to
-/// a message.
+/// The frames of one direction of the link to one peer, in order, each with the index
+/// of its message.
 struct Lane<S> {
     peer: usize,
     frames: VecDeque<(usize, Frame)>,
@@ -71,7 +70,7 @@ fn enqueue<S>(
 }
 
 impl Executor {
-    /// Writes to `want` the lanes that are not through.
+    /// Writes to `want` the lanes that are not finished.
     fn want_lanes<S, R>(&mut self, tx: &[Lane<S>], rx: &[Lane<R>]) {
         self.want.fill(Interest::default());
         for lane in tx {
@@ -91,7 +90,7 @@ impl Executor {
     ) -> Error {
         self.want_lanes(tx, rx);
         context.flight.waiting(&self.want);
-        // A peer may itself be waiting, so only a lone one is blamed.
+        // A peer may itself be waiting, so a peer is blamed only if it is the only one.
         let (late, only) = self.late(context, "");
         let late = Error::timeout(late);
         match only {
@@ -112,7 +111,7 @@ impl Executor {
         let deadline = context.deadline;
         let cut = Cut {
             segment_bytes: self.segment_bytes,
-            // Messages are cut by bytes; nothing here counts elements.
+            // Messages are split by bytes; nothing here counts elements.
             elem_bytes: 1,
         };
         let (mut tx, mut rx) = (Vec::new(), Vec::new());

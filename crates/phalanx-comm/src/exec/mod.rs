@@ -1,11 +1,10 @@
 //! The executor: runs one rank's plan over its mesh.
 //!
-//! All transfers that may run progress at the same time: the executor goes
-//! round the lanes, moves what each link takes or gives without blocking, runs
-//! the local steps that have come free, and sleeps in the mesh when nothing
-//! could move. Rounds overlap as far as the plan's memory allows
-//! (`plan::order`), so that the wire is busy while a rank folds. One deadline
-//! covers the whole operation.
+//! All transfers that may run progress at the same time: the executor loops over the
+//! lanes, moves what each link takes or gives without blocking, runs the local steps
+//! that are ready, and sleeps in the mesh when nothing could move. Rounds overlap as
+//! far as the plan's memory allows (`plan::order`), so that the wire is busy while a
+//! rank folds. One deadline covers the whole operation.
 
 mod cache;
 mod elsewhere;
@@ -38,8 +37,8 @@ use crate::stall::Awaited;
 use crate::transport::{AbortHandle, Interest, Mesh};
 use crate::{DType, Error, Result};
 
-/// Turns with progress after which a rank looks at the clock, and whether the
-/// group has failed, although nothing was idle.
+/// Iterations with progress after which a rank checks the clock and whether the group
+/// has failed, although nothing was idle.
 const TURNS_PER_CLOCK: u32 = 64;
 
 /// Base addresses of a plan's buffers.
@@ -107,7 +106,7 @@ pub(crate) struct Executor {
 /// What one plan is run with.
 struct Links<'a, 'b> {
     mesh: &'a mut Mesh,
-    /// Looked at for ranks that wait for us in a collective in shared memory.
+    /// Checked for ranks that wait for us in a collective in shared memory.
     shm: Option<&'a Shm>,
     context: RunContext<'b>,
 }
@@ -115,9 +114,9 @@ struct Links<'a, 'b> {
 /// Room for the addresses of a fold's sources, kept to allocate it once.
 struct Sources(Vec<Source>);
 
-// SAFETY: addresses are in it only while a fold runs, which borrows the
-// executor, so that it cannot go to another thread meanwhile. What a panic
-// leaves behind is cleared before it is used.
+// SAFETY: addresses are in it only while a fold runs, which borrows the executor, so it
+// cannot move to another thread meanwhile. What a panic leaves behind is cleared before
+// it is used.
 unsafe impl Send for Sources {}
 
 impl Executor {
@@ -144,9 +143,9 @@ impl Executor {
         Arc::clone(&self.bytes_sent)
     }
 
-    /// Whether so many turns in which something moved are enough to look up: at
-    /// the clock, and (here) whether the group has failed meanwhile. Only idle
-    /// turns look by themselves.
+    /// Whether to check the clock after this number of iterations with progress. If so,
+    /// this checks whether the group has failed. Idle iterations check both by
+    /// themselves.
     fn looks_up(&self, turns: u32) -> Result<bool> {
         if !turns.is_multiple_of(TURNS_PER_CLOCK) {
             return Ok(false);
@@ -247,7 +246,7 @@ impl Executor {
         while !self.flow.is_done() {
             // SAFETY: handed on from the caller.
             let mut moved = unsafe { self.move_frames(mesh, schedule, memory, &frames)? };
-            // One at a time: the next frames may have come meanwhile.
+            // One at a time: more frames may have arrived meanwhile.
             if let Some(at) = self.flow.next_local() {
                 if let (round, Step::Local(i)) = order.steps[at as usize] {
                     let step = &plan.rounds[round as usize].local[i];
@@ -271,15 +270,16 @@ impl Executor {
                     return Err(self.timeout(schedule, &mut context));
                 }
             } else {
-                // Only after a fruitless turn: a rank that was stopped beyond
-                // its deadline must not blame peers whose data lies there.
+                // Only after an iteration without progress: a rank that was stopped
+                // beyond its deadline must not blame peers whose data has arrived.
                 let now = Instant::now();
                 if deadline.has_passed(now, self.flow.base, context.flight) {
                     return Err(self.timeout(schedule, &mut context));
                 }
                 let until = deadline.at(self.flow.base);
                 if context.flight.notes_wait(spins) {
-                    // Of later rounds ranks may be waited for that wait themselves.
+                    // Only the first unfinished round: ranks awaited for later ones may
+                    // themselves be waiting.
                     let base = self.flow.base;
                     self.note_wanted(schedule, |_, piece| piece.frame.step as usize == base);
                     context.flight.waiting(&self.want);
@@ -309,8 +309,8 @@ impl Executor {
         Ok(())
     }
 
-    /// Nothing has moved since the first of the `times`, and `awaits` says for
-    /// whom we wait in the operation of `signature`.
+    /// Nothing has moved since the first of the `times`; `awaits` lists the ranks we
+    /// wait for in the operation of `signature`.
     fn compare_if_stalled(
         &self,
         context: &mut RunContext<'_>,
@@ -330,7 +330,7 @@ impl Executor {
         }
     }
 
-    /// Goes round the lanes once, at most a frame each; true if a byte moved.
+    /// Serves every lane once, at most one frame each; true if a byte moved.
     ///
     /// # Safety
     ///
@@ -418,8 +418,8 @@ impl Executor {
     }
 
     /// Names exactly the ranks whose transfers of the first unfinished round
-    /// are unfinished. Blames one only in the very first round: later it may be
-    /// waiting for somebody else.
+    /// are unfinished. Blames a single rank only in the very first round: later it may
+    /// itself be waiting for another.
     fn timeout(&mut self, schedule: &Schedule, context: &mut RunContext<'_>) -> Error {
         let base = self.flow.base;
         self.note_wanted(schedule, |_, piece| piece.frame.step as usize == base);
@@ -428,7 +428,7 @@ impl Executor {
         missed(late, only, base)
     }
 
-    /// Says who is wanted and what of, and who it is if that is only one.
+    /// The message with the awaited ranks and what is awaited from each; and the rank, if there is only one.
     fn late(&self, context: &RunContext<'_>, echo: &str) -> (String, Option<usize>) {
         let wanted = self.want.iter().enumerate();
         let missing: Vec<(usize, &str)> = wanted
@@ -447,9 +447,9 @@ impl Executor {
     ///
     /// # Safety
     ///
-    /// Its parts lie within `memory` and nobody else writes or, where it
-    /// writes, reads them; folds overlap their sources exactly or not at all,
-    /// copies not at all.
+    /// Its parts lie within `memory`; no other code writes them or, where the step
+    /// writes, reads them; folds overlap their sources exactly or not at all, copies
+    /// not at all.
     unsafe fn compute(
         &mut self,
         step: &Local,
@@ -504,7 +504,7 @@ impl Executor {
     }
 }
 
-/// For whom `want` waits in one operation.
+/// The ranks that `want` waits for in one operation.
 fn awaited<'a>(
     want: &'a [Interest],
     signature: &Signature,

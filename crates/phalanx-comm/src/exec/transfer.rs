@@ -1,15 +1,15 @@
 //! One frame in progress.
 //!
 //! A frame is a 64-byte header and at most `segment_bytes` of payload, a piece
-//! of one transfer. Payload is never copied here: it leaves from where the
-//! plan has it and is read to where the plan wants it, with its header in the
-//! same system call. Only the payload of a small frame is staged behind the
-//! header, for links that cannot take two places at once.
+//! of one transfer. Payload is not copied here: it is sent from and received into the
+//! buffers of the plan, with its header in the same system call. Only the payload of a
+//! small frame is staged behind the header, for links that cannot take two buffers at
+//! once.
 //!
-//! A receiver knows the one legal header before it comes: operation, round,
-//! offset and length. So nothing is ever asked for or announced, and
-//! the payload may be read together with the header; a frame that turns out to
-//! be another one ends the operation, whose buffers are then undefined anyway.
+//! A receiver knows the only valid header before it arrives: operation, round, offset
+//! and length. So no frame is requested or announced, and the payload may be read
+//! together with the header. Any other frame ends the operation, whose buffers are then
+//! undefined anyway.
 
 use phalanx_wire::frame::{Header, Kind};
 
@@ -41,7 +41,7 @@ pub(super) struct Frame {
     pub(super) length: u32,
 }
 
-/// How far a frame came in one turn.
+/// The progress of a frame in one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Progress {
     /// Whether any byte moved.
@@ -52,9 +52,9 @@ pub(super) struct Progress {
 
 /// The sending side of one lane. Reused from frame to frame.
 pub(super) struct Sender {
-    /// Header, and a small payload behind it.
+    /// Header, followed by a small payload.
     stage: Vec<u8>,
-    /// Bytes sent of header and payload; a frame is under way if any are staged.
+    /// Bytes sent of header and payload; a frame is in progress if any are staged.
     sent: usize,
 }
 
@@ -66,7 +66,7 @@ impl Sender {
         }
     }
 
-    /// Forgets a frame that an operation before left half sent.
+    /// Discards a frame that an earlier operation left half sent.
     pub(super) fn reset(&mut self) {
         self.stage.clear();
     }
@@ -131,12 +131,13 @@ impl Receiver {
         }
     }
 
-    /// Forgets a frame that an operation before left half received.
+    /// Discards a frame that an earlier operation left half received.
     pub(super) fn reset(&mut self) {
         self.received = 0;
     }
 
-    /// Bytes that are still to come of `frame`; 0 as long as its header is: what comes may be another one.
+    /// Bytes of `frame` still to be received; 0 until its header is here, since another frame may arrive
+    /// instead.
     pub(super) fn coming_bytes(&self, frame: &Frame) -> usize {
         match self.received >= Header::BYTES {
             true => Header::BYTES + frame.length as usize - self.received,
@@ -177,7 +178,7 @@ impl Receiver {
         Ok(Progress { moved, done: true })
     }
 
-    /// Compares a frame with the one that is due.
+    /// Compares a frame with the expected one.
     fn check_header(&self, peer: usize, due: &Frame, context: &Context<'_>) -> Result<()> {
         let header = Header::decode(&self.header).map_err(|e| {
             Error::protocol(peer, format!("rank {peer} sent a garbled frame: {e}")).with_source(e)

@@ -47,12 +47,11 @@ impl ProcessGroup {
     /// Runs sends and receives together. PyTorch: `batch_isend_irecv` and
     /// waiting for all of its requests.
     ///
-    /// The list may have any order on both sides: nothing in it waits for
-    /// anything else in it, except that messages *to* one rank leave in the
-    /// order of the list, and those *from* one rank arrive in it. (There are no
-    /// tags: order says what belongs together.) A message may meet a lone
-    /// [`send`](ProcessGroup::send) or [`recv`](ProcessGroup::recv) of the other
-    /// side.
+    /// The list may have any order on both sides: its messages do not wait for each
+    /// other, except that messages *to* one rank are sent, and those *from* one rank
+    /// are received, in the order of the list. (There are no tags: messages are matched
+    /// by order.) A message may match a single [`send`](ProcessGroup::send) or
+    /// [`recv`](ProcessGroup::recv) on the other side.
     ///
     /// ```
     /// use phalanx_comm::{GroupOptions, P2POp, ProcessGroup};
@@ -76,7 +75,7 @@ impl ProcessGroup {
     /// });
     /// ```
     ///
-    /// *Blocks until* all of them are done; one deadline for all.
+    /// *Blocks until* all messages are done, with one deadline for all.
     ///
     /// # Errors
     ///

@@ -1,8 +1,8 @@
 //! Many small tensors in one operation.
 //!
-//! A collective of a few elements costs a hand-over or two, whatever is in it;
-//! a hundred of them cost a hundred. Packed one behind the other they cost one,
-//! and two copies of a few kilobytes.
+//! A small collective costs one or two synchronisations, whatever its size; a hundred
+//! of them cost a hundred times that. Packed one behind the other they cost as much as
+//! one, and two copies of a few kilobytes.
 
 use super::{Call, ProcessGroup, lengths_hash};
 use crate::operation::Operation;
@@ -11,8 +11,8 @@ use crate::{Bucket, Element, ReduceOp, Result};
 
 impl ProcessGroup {
     /// [`all_reduce`](ProcessGroup::all_reduce) of every tensor, as one
-    /// operation. All ranks must give as many tensors of the same lengths in the
-    /// same order; that is checked. PyTorch: `all_reduce_coalesced`.
+    /// operation. All ranks must give the same number of tensors with the same lengths
+    /// in the same order; that is checked. PyTorch: `all_reduce_coalesced`.
     ///
     /// ```
     /// use phalanx_comm::{GroupOptions, ProcessGroup, ReduceOp};
@@ -25,9 +25,8 @@ impl ProcessGroup {
     /// assert_eq!((weights, bias), ([1.0; 6], [2.0; 3]));
     /// ```
     ///
-    /// *Order:* see [`ReduceOp`]; the same bits as one by one. (The ring's
-    /// depend on how data is cut: where it is asked for, tensors are reduced one
-    /// by one.)
+    /// *Order:* see [`ReduceOp`]; the same bits as one by one. (The ring's result
+    /// depends on how data is split, so with it tensors are reduced one by one.)
     ///
     /// # Errors
     ///
@@ -50,7 +49,7 @@ impl ProcessGroup {
     }
 
     /// [`broadcast`](ProcessGroup::broadcast) of every tensor, as one
-    /// operation: what PyTorch's `DistributedDataParallel` does with buffers
+    /// operation, as PyTorch's `DistributedDataParallel` broadcasts buffers
     /// (`_broadcast_coalesced`).
     ///
     /// # Errors
@@ -72,9 +71,9 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`ProcessGroup::all_gather`]; `Usage` where there are not as many
-    /// outputs as inputs; `Desync` where ranks have tensors of other lengths or
-    /// in another order of lengths.
+    /// As [`ProcessGroup::all_gather`]; `Usage` where the numbers of outputs and inputs
+    /// differ; `Desync` where ranks have tensors of other lengths or in another order
+    /// of lengths.
     pub fn all_gather_coalesced<T: Element>(
         &self,
         inputs: &[&[T]],

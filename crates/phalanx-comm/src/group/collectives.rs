@@ -2,9 +2,9 @@
 //! runner works on bytes.
 //!
 //! Every collective has a blocking form on slices and an asynchronous one on
-//! [`Bucket`]s, which it takes and gives back. Mistakes that are visible here
-//! are `Usage` errors: nothing was sent and the group stays usable, but the
-//! *other* ranks, if they made no mistake, wait for this one.
+//! [`Bucket`]s, which it takes and gives back. Mistakes found here are `Usage` errors:
+//! nothing was sent and the group stays usable, but the *other* ranks, if they made no
+//! mistake, wait for this one.
 
 use std::sync::Arc;
 
@@ -378,7 +378,7 @@ impl ProcessGroup {
         Ok(self.build::<T>(Method::AllToAll, input / world, call))
     }
 
-    /// Waits until all ranks have come.
+    /// Waits until all ranks have reached the barrier.
     ///
     /// *Cost:* `⌈log₂ P⌉` rounds of empty messages.
     ///
@@ -410,19 +410,19 @@ impl ProcessGroup {
         self.run_blocking::<u8>(&operation, &[], &mut [])
     }
 
-    /// Sends `data` to rank `to`, which must [`recv`](ProcessGroup::recv) as
-    /// many elements.
+    /// Sends `data` to rank `to`, which must [`recv`](ProcessGroup::recv) the same
+    /// number of elements.
     ///
-    /// *Blocks until* the data is on its way. What the receiver has not asked for yet fits only as
-    /// far as there are buffers: a ring of 64 KiB to 1 MiB between threads or in shared memory,
-    /// several megabytes of the system over TCP. Never count on them: let one of two ranks receive
-    /// first, or use [`batch_send_recv`](ProcessGroup::batch_send_recv), which sends and receives
-    /// at the same time.
+    /// *Blocks until* the data is received or buffered. Buffers are limited: a ring of 64 KiB to 1
+    /// MiB between threads or in shared memory, several megabytes of the system over TCP. Do not
+    /// rely on them: let one of two ranks receive first, or use
+    /// [`batch_send_recv`](ProcessGroup::batch_send_recv), which sends and receives at the same
+    /// time.
     ///
     /// # Errors
     ///
-    /// As for all operations, see [`ProcessGroup`]; `Desync` after a moment when rank `to` itself
-    /// sends and neither finds room.
+    /// As for all operations, see [`ProcessGroup`]; `Desync` after a moment when rank `to` also
+    /// sends to this rank and the buffers of both are full.
     pub fn send<T: Element>(&self, data: &[T], to: usize) -> Result<()> {
         let operation = self.build_send::<T>(data.len(), to, &Call::default())?;
         self.run_blocking(&operation, data, &mut [])
@@ -460,19 +460,19 @@ impl ProcessGroup {
 
     /// Receives what rank `from` [`send`](ProcessGroup::send)s.
     ///
-    /// *Blocks until* the data is there.
+    /// *Blocks until* the data has arrived.
     ///
     /// # Errors
     ///
-    /// As for all operations, see [`ProcessGroup`]; `Desync` after a moment when
-    /// rank `from` itself receives what we have not sent.
+    /// As for all operations, see [`ProcessGroup`]; `Desync` after a moment when rank
+    /// `from` also receives from this rank, which has not sent.
     pub fn recv<T: Element>(&self, data: &mut [T], from: usize) -> Result<()> {
         let operation = self.build_recv::<T>(data.len(), from, &Call::default())?;
         self.run_blocking(&operation, &[], data)
     }
 
-    /// [`ProcessGroup::recv`] in the background, after all that was issued before; see
-    /// [`send_async`](ProcessGroup::send_async).
+    /// [`ProcessGroup::recv`] in the background, after all operations issued before;
+    /// see [`send_async`](ProcessGroup::send_async).
     pub fn recv_async<T: Element>(
         &self,
         data: Bucket<T>,
@@ -522,8 +522,8 @@ impl ProcessGroup {
         }
     }
 
-    /// Runs an operation in this thread. The slices are as long as the
-    /// operation's plan wants them: the `build_` functions have checked.
+    /// Runs an operation in this thread. The slices have the lengths that the
+    /// operation's plan needs: the `build_` functions have checked.
     pub(super) fn run_blocking<T: Element>(
         &self,
         operation: &Operation,
@@ -536,8 +536,8 @@ impl ProcessGroup {
     }
 
     /// Runs an operation on the communication thread, which owns `held`
-    /// meanwhile. `buffers` points into memory that `held` owns, as long as
-    /// the plan wants it.
+    /// meanwhile. `buffers` points into memory that `held` owns, with the lengths of
+    /// the plan.
     fn spawn<B: Send + 'static>(
         &self,
         operation: Result<Operation>,
@@ -565,9 +565,9 @@ impl ProcessGroup {
             runner.adopt(ticket);
             let mut held = held;
             let buffers = buffers(&mut held);
-            // SAFETY: the memory belongs to `held`, which this closure owns
-            // until the run is over, and after an error drops unseen; lengths
-            // were checked against the plan's.
+            // SAFETY: the memory belongs to `held`, which this closure owns until the
+            // run is over, and drops unread after an error; lengths were checked
+            // against the plan's.
             let result = unsafe { runner.run(&operation, buffers, None) };
             completer.finish(result.map(|()| held));
         }));
@@ -576,7 +576,7 @@ impl ProcessGroup {
 
     pub(super) fn check_op<T: Element>(&self, name: &str, op: ReduceOp) -> Result<()> {
         if op.supports(T::DTYPE) {
-            // Ranks that are threads have no other place to hear of it.
+            // Ranks that are threads have no other place to report it.
             return match Isa::chosen() {
                 Ok(_) => Ok(()),
                 Err(message) => Err(self.usage(name, message.into())),
@@ -643,8 +643,8 @@ impl ProcessGroup {
     }
 }
 
-/// Runs an operation whose turn it is. The slices are as long as its plan wants
-/// them: the caller has checked.
+/// Runs an operation whose ticket is served. The slices have the lengths that its plan
+/// needs: the caller has checked.
 pub(super) fn run_on<T: Element>(
     runner: &mut Runner,
     operation: &Operation,

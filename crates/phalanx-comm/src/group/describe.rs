@@ -1,4 +1,4 @@
-//! What a group says about itself in one line.
+//! A one-line description of a group.
 
 use std::fmt::Write as _;
 
@@ -45,7 +45,7 @@ impl ProcessGroup {
         text
     }
 
-    /// How often the job had been formed anew when this group was.
+    /// How many times the job had been re-formed when this group was formed.
     pub fn generation(&self) -> u32 {
         self.core.generation
     }

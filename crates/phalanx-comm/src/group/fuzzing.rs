@@ -1,5 +1,5 @@
-//! The environment and the init method, as anybody may have set them, and the
-//! list of those with whom a rank goes on.
+//! Fuzzes the environment and the init method, and the member list of the next
+//! generation.
 
 use super::launch::Launch;
 use super::options::InitOptions;

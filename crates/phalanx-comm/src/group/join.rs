@@ -21,7 +21,7 @@ use crate::transport::{
 };
 use crate::{Error, Result, limits};
 
-/// Id of the group of all ranks; subgroups have other ones.
+/// Id of the group of all ranks; subgroups have other ids.
 pub(super) const WORLD_GROUP: u32 = 0;
 
 /// Shortest and longest time that a store may take to answer a rank.
@@ -29,12 +29,12 @@ const STORE_MIN: Duration = Duration::from_secs(1);
 /// See [`STORE_MIN`].
 const STORE_MAX: Duration = Duration::from_secs(10);
 
-/// Threads of a rank that ask the store at once: its own, and one that beats or
-/// watches.
+/// Threads of a rank that use the store at once: its own, and one that sends heartbeats
+/// or watches.
 const ASKING_THREADS: usize = 2;
-/// Pause after a name did not resolve.
+/// Pause after a name failed to resolve.
 const RESOLVE_PAUSE: Duration = Duration::from_millis(500);
-/// Distance between two looks at whether a wait is to be reported.
+/// Interval at which to check whether a wait is to be reported.
 const TURN: Duration = Duration::from_millis(100);
 
 /// What later subgroups, and later generations, need to form their own links.
@@ -45,8 +45,8 @@ pub(super) struct Processes {
     pub(super) generation: u32,
     pub(super) bind: BindAddr,
     pub(super) options: InitOptions,
-    /// Rank 0 hosts the store unless the launcher does; it ends with the last
-    /// of its groups.
+    /// Rank 0 hosts the store unless the launcher does; the store ends with the last of
+    /// the groups.
     pub(super) server: Option<Arc<TcpServer>>,
 }
 
@@ -96,7 +96,7 @@ pub(super) fn lone_mesh() -> Result<Mesh> {
         .ok_or_else(|| Error::internal("no mesh for a group of one"))
 }
 
-/// What [`meet`] found out.
+/// The result of [`meet`].
 pub(super) struct Met {
     pub(super) rank: usize,
     pub(super) world: usize,
@@ -170,7 +170,7 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
                 );
                 Error::new(error.kind(), message).with_source(error)
             })?;
-            // No single question may use up the time in which all must come.
+            // No single request may use up the time in which all ranks must join.
             store.set_response_timeout((options.timeout / 5).clamp(STORE_MIN, STORE_MAX));
             if let Err(e) = store.reserve_connections(ASKING_THREADS) {
                 tracing::debug!("cannot reserve connections to the store: {e}");
@@ -202,13 +202,13 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
     };
     let mesh = processes.form(WORLD_GROUP, launch.rank, launch.world, left())?;
     if launch.rank == 0 && matches!(launch.meeting, Meeting::File(_)) {
-        // Everyone has it, and the file may outlive the job.
+        // All ranks have it, and the file may outlive the job.
         processes.store.delete(&token_key(launch.generation))?;
     }
     Ok((mesh, processes))
 }
 
-/// Says what this rank waits for before it has a store, unless another rank of its host does.
+/// Reports what this rank waits for before it has a store, unless another rank of its host does.
 struct WaitLines<'a> {
     speaker: Mutex<HostSpeaker>,
     /// Time until the deadline.
@@ -228,8 +228,8 @@ impl WaitLines<'_> {
         speaker.speaks()
     }
 
-    /// Runs `work`, which gives the reason of each failed attempt to its argument; while that takes long, says that
-    /// this rank waits for `what`, and the last reason.
+    /// Runs `work`, which passes the reason of each failed attempt to its argument. While it takes long, reports
+    /// that this rank waits for `what`, and the last reason.
     fn during<R>(&self, what: &str, work: impl FnOnce(&dyn Fn(String)) -> R) -> R {
         let last = Mutex::new("no answer yet".to_owned());
         let waits = |waited: Duration| {
@@ -297,8 +297,8 @@ impl First<'_> {
         }
     }
 
-    /// Listens on the first of the addresses that is one of ours. Until the deadline the name may
-    /// still be unknown, as that of a pod that has just started.
+    /// Listens on the first of the addresses that is local. The name may stay unknown until the
+    /// deadline, like that of a pod that has just started.
     fn host_store(&self, token: &Token, report: &WaitLines<'_>) -> Result<TcpServer> {
         let what = format!("the name {} of this host to resolve", self.host);
         let addresses = report.during(&what, |failed| {
@@ -352,7 +352,7 @@ impl First<'_> {
         .with_source(last))
     }
 
-    /// Says so at once if the name means this host here, where rank 0 does not answer.
+    /// Warns at once if the name resolves to this host, where rank 0 does not answer.
     fn warn_of_loopback(&self, report: &WaitLines<'_>) {
         let Ok(addresses) = self.resolve() else {
             return;
@@ -405,8 +405,8 @@ fn token_key(generation: u32) -> String {
     format!("join/{generation}/token")
 }
 
-/// The ranks of one private file agree on a token through it: whoever may
-/// read the file may join, which is what its mode is for.
+/// The ranks of one private file agree on a token through it. Every process that may
+/// read the file may join; its mode restricts this.
 fn agree_on_token(store: &dyn Store, generation: u32) -> Result<Token> {
     let mine = mint()?.to_hex();
     let agreed = store.compare_set(&token_key(generation), None, mine.as_bytes())?;

@@ -1,4 +1,4 @@
-//! What the options and the environment say: pure, nothing is opened here.
+//! Resolves the options and the environment, without opening anything.
 
 use std::path::PathBuf;
 
@@ -24,7 +24,7 @@ const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
 const THREADS: &str = "PHALANX_THREADS";
 /// `FIRST-LAST`: ports of ranks for other hosts.
 const PORT_RANGE: &str = "PHALANX_PORT_RANGE";
-/// Set by our launcher and by torchrun; may be a list, one number a level.
+/// Set by our launcher and by torchrun; may be a list with one number per nesting level.
 const OMP_THREADS: &str = "OMP_NUM_THREADS";
 
 /// Looks up a variable of this process.
@@ -32,8 +32,7 @@ pub(super) fn environment(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// How many threads a rank computes with: what it says itself, or what
-/// `variable`s say, or one.
+/// How many threads a rank computes with: its option, or the `variable`s, or one.
 pub(super) fn compute_threads(
     given: Option<usize>,
     variable: impl Fn(&str) -> Option<String>,
@@ -43,7 +42,7 @@ pub(super) fn compute_threads(
         (Some(threads), _) => threads,
         (None, Some(text)) => parse(THREADS, &text)?,
         (None, None) => variable(OMP_THREADS)
-            // Not ours: what OpenMP makes of nonsense is its business.
+            // An OpenMP variable: an invalid value is not our error.
             .and_then(|text| text.split(',').next()?.trim().parse().ok())
             .unwrap_or(1),
     };
@@ -55,7 +54,7 @@ pub(super) fn compute_threads(
     Ok(threads)
 }
 
-/// On which ports a rank listens for other hosts: what it says itself, or the variable.
+/// The ports on which a rank listens for other hosts: its option, or the variable.
 pub(super) fn port_range(
     given: Option<PortRange>,
     variable: impl Fn(&str) -> Option<String>,
@@ -74,7 +73,7 @@ pub(super) fn port_range(
 /// Where the ranks meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Meeting {
-    /// Nobody else is expected.
+    /// No other rank is expected.
     Alone,
     Tcp {
         host: String,
@@ -99,7 +98,7 @@ pub(super) struct Launch {
     pub(super) generation: u32,
     pub(super) meeting: Meeting,
     pub(super) token: TokenSource,
-    /// Somebody else hosts the TCP store.
+    /// Another process hosts the TCP store.
     pub(super) external_store: bool,
 }
 
@@ -149,7 +148,7 @@ impl Launch {
         })
     }
 
-    /// The meeting, and whether somebody else hosts its store.
+    /// The meeting, and whether another process hosts its store.
     fn meeting(
         method: &str,
         world: usize,
@@ -216,15 +215,15 @@ impl Launch {
     }
 }
 
-/// The parts of `host:port`; an IPv6 address stands in brackets.
+/// The parts of `host:port`; an IPv6 address is in brackets.
 fn host_and_port(address: &str) -> Option<(String, &str)> {
     let (host, port) = address.rsplit_once(':')?;
     let host = host.trim_start_matches('[').trim_end_matches(']');
     (!host.is_empty()).then(|| (host.to_owned(), port))
 }
 
-/// Where rank 0 hosts our store when torchrun's own, which speaks another
-/// protocol, has `port`: all ranks must come to the same without a word.
+/// The port of our store on rank 0 when torchrun's own store, with another protocol,
+/// has `port`. All ranks must derive the same port without communication.
 fn beside(port: u16) -> u16 {
     port.checked_add(1).unwrap_or(port - 1)
 }
@@ -260,7 +259,7 @@ pub(super) fn token_variable() -> Option<String> {
     std::env::var(TOKEN).ok()
 }
 
-/// Says how to make a token.
+/// The error that explains how to make a token.
 pub(super) fn no_token() -> Error {
     Error::usage(format!(
         "no job token: ranks that meet over tcp must prove that they belong together. Start them \
@@ -331,7 +330,7 @@ mod tests {
         assert_eq!(launch.meeting, Meeting::File("/f/store".into()));
         let external = [(RANK, "0"), (WORLD_SIZE, "2"), (STORE, "external")];
         assert!(resolve("tcp://h:1", &external).unwrap().external_store);
-        // Who names another place hosts the store there.
+        // With another address, rank 0 hosts the store there.
         let elsewhere = resolve("tcp://h:1", &variables).unwrap();
         assert!(!elsewhere.external_store);
     }

@@ -1,4 +1,4 @@
-//! Process groups: the ranks, and what they can do together.
+//! Process groups.
 
 mod batch;
 mod coalesced;
@@ -64,8 +64,8 @@ use crate::{Bucket, Element, Error, Result};
 /// the first rank to notice gets an error that names both sides
 /// ([`ErrorKind::Desync`](crate::ErrorKind::Desync)).
 ///
-/// *Deadlines.* Every operation has one; see [`InitOptions`] and [`Call`]. It is for ranks that say nothing: one that is in
-/// a [`phase`](ProcessGroup::phase) of its own is waited for.
+/// *Deadlines.* Every operation has one; see [`InitOptions`] and [`Call`]. A rank in a declared
+/// [`phase`](ProcessGroup::phase) is waited for longer.
 ///
 /// *Failure.* After any failure but a usage error the group is poisoned: all
 /// ranks leave their operations with
@@ -74,10 +74,9 @@ use crate::{Bucket, Element, Error, Result};
 /// given to a failed operation are undefined. A poisoned group never recovers;
 /// [`ProcessGroup::shrink`] makes a new one of the ranks that are left.
 ///
-/// *End.* [`ProcessGroup::shutdown`] on all ranks is the orderly end. Dropping
-/// the last handle finishes what was issued and leaves; ranks that still expect
-/// something of this one then get a lost-peer error. Dropped by a panic it
-/// aborts the group.
+/// *End.* [`ProcessGroup::shutdown`] on all ranks is the orderly end. Dropping the last
+/// handle finishes the issued operations and leaves the group; ranks that still wait
+/// for this one then get a `PeerLost` error. A drop during a panic aborts the group.
 ///
 /// ```
 /// use phalanx_comm::{GroupOptions, ProcessGroup, ReduceOp};
@@ -99,8 +98,8 @@ pub struct ProcessGroup {
     defaults: Call,
 }
 
-/// Fields are dropped in this order: first the queue finishes and leaves the
-/// group, then the store goes.
+/// Fields are dropped in this order: first the queue finishes and leaves the group,
+/// then the store is closed.
 struct Core {
     queue: Queue,
     rank: usize,
@@ -119,7 +118,7 @@ struct Core {
     selector: Selector,
     limits: Limits,
     callers: Callers,
-    /// How this rank waits, and who shares its cores.
+    /// How this rank waits, and which ranks share its cores.
     budgets: Budgets,
     /// Subgroups made so far; part of their identity.
     subgroups: AtomicU64,
@@ -151,14 +150,14 @@ enum Origin {
     Processes(Box<Processes>),
 }
 
-/// Who a rank is over all generations of a job, in which its number may change.
+/// The identity of a rank over all generations of a job, in which its number may change.
 #[derive(Clone, Debug)]
 struct Identity {
     /// Its rank in the first generation.
     global_rank: usize,
     /// The first ranks of this generation's members, by rank.
     roster: Arc<[usize]>,
-    /// Tells the job from others that used the same store.
+    /// Distinguishes the job from others that used the same store.
     job: u64,
 }
 
@@ -392,7 +391,7 @@ impl ProcessGroup {
         })
     }
 
-    /// What chooses the plan of an operation: hosts, agreed costs and rules.
+    /// Chooses the plan of an operation, by hosts, agreed costs and rules.
     pub fn selector(&self) -> &Selector {
         &self.core.selector
     }
@@ -407,8 +406,8 @@ impl ProcessGroup {
         self.core.world
     }
 
-    /// This rank's number in the job's first generation, by which people know it;
-    /// [`ProcessGroup::shrink`] gives other ones.
+    /// This rank's number in the job's first generation, as messages name it;
+    /// [`ProcessGroup::shrink`] renumbers ranks.
     pub fn global_rank(&self) -> usize {
         self.core.identity.global_rank
     }
@@ -418,7 +417,7 @@ impl ProcessGroup {
         self.core.origin.store()
     }
 
-    /// How all-reduces are carried out that are not told otherwise.
+    /// The algorithm of all-reduces whose [`Call`] sets none.
     pub fn algorithm(&self) -> Algorithm {
         match self.defaults.algorithm {
             Algorithm::Auto => self.core.algorithm,
@@ -440,8 +439,7 @@ impl ProcessGroup {
             .collect()
     }
 
-    /// A handle to the same group whose operations use `call` where they are
-    /// not told otherwise.
+    /// A handle to the same group whose operations use `call` by default.
     ///
     /// ```
     /// use phalanx_comm::{Call, GroupOptions, ProcessGroup};
@@ -458,11 +456,10 @@ impl ProcessGroup {
         }
     }
 
-    /// A zeroed bucket for operations of this group. Where all ranks share
-    /// memory it is *registered*: it lies where the others can read and write
-    /// it in place, so that collectives on it need not copy
-    /// ([`Bucket::is_registered`]). It keeps that memory alive, and may be
-    /// used with any group.
+    /// A zeroed bucket for operations of this group. Where all ranks share memory it is
+    /// *registered*: the others can read and write it in place, so that collectives on
+    /// it need not copy ([`Bucket::is_registered`]). It keeps that memory alive, and
+    /// may be used with any group.
     ///
     /// # Panics
     ///
@@ -486,17 +483,16 @@ impl ProcessGroup {
         core.abort.poison(&Poison::new(core.rank, cause));
     }
 
-    /// Ties this group to `parent`, of which it is a [subgroup](Self::new_group) that has a part in the same work: from now on
-    /// it ends for all its ranks when `parent` ends by [`abort`](Self::abort) or by an error of any rank, with the same cause,
-    /// as soon as this rank waits in either group. So ranks that wait for each other in one group do not miss what happened in
-    /// the other. Local.
+    /// Ties this [subgroup](Self::new_group) to its `parent`: when `parent` ends by [`abort`](Self::abort) or by an error
+    /// of any rank, this group ends for all its ranks too, with the same cause, as soon as this rank waits in either
+    /// group. So ranks that wait in one group notice a failure of the other. Does not communicate.
     pub fn end_with(&self, parent: &ProcessGroup) {
         self.core.abort.follow(&parent.core.abort);
     }
 
-    /// Whether the group still works: looks for an abort and for peers that are gone. For code that waits for something else
-    /// than an operation of this group. Does not wait for other ranks: while operations are in flight, also those of other
-    /// threads, it looks for an abort only, and they find out who is gone.
+    /// Checks for an abort and for lost peers. For code that waits for something other than an operation of this group.
+    /// Does not wait for other ranks. While operations are in flight, also those of other threads, it checks for an abort
+    /// only; those operations notice lost peers.
     ///
     /// # Errors
     ///
@@ -509,37 +505,36 @@ impl ProcessGroup {
         looked.unwrap_or(Ok(()))
     }
 
-    /// Says what this rank is doing from now on (`backward`, `optimizer`),
-    /// of which 24 bytes are shown. When the rank is late or dies, others are told. They do not wait longer for it:
-    /// see [`phase`](Self::phase).
+    /// Sets what this rank is doing from now on (`backward`, `optimizer`), of which 24 bytes are shown. Other ranks
+    /// report it when this rank is late or dies. It extends no deadline: see [`phase`](Self::phase).
     ///
     /// *Cost:* tens of nanoseconds.
     pub fn set_phase(&self, name: &str) {
         self.core.recorder.set_phase(name);
     }
 
-    /// Says that this rank is in a phase `name` of its own (`loading data`, `evaluating`, `saving`, of which 24 bytes are
-    /// shown), for at most `limit`, until the guard is dropped. Other ranks wait for it meanwhile.
+    /// Declares that this rank works alone in a phase `name` (`loading data`, `evaluating`, `saving`, of which 24 bytes
+    /// are shown), for at most `limit`, until the guard is dropped. Other ranks wait for it meanwhile.
     ///
     /// *Deadlines.* The deadline of an operation, also one of a [`Call`] or of the first operation, counts from when the
     /// operation began, or from the last moment at which another rank of the group was in such a phase, whichever is
-    /// later. So a phase may take longer than the deadline, while a rank that says nothing is found within it:
+    /// later. So a phase may take longer than the deadline, while a rank in no phase is reported within it:
     ///
     /// | a rank in a phase | the others' operations end |
     /// |---|---|
-    /// | leaves it and comes | well |
-    /// | leaves it and does not come | after the deadline, from the end of the phase |
-    /// | is still in it at `limit` | after the deadline, from there |
-    /// | is stopped (SIGSTOP), or its host hangs | after the deadline, from its last sign of life |
+    /// | leaves it and joins the operation | successfully |
+    /// | leaves it and does not join | after the deadline, counted from the end of the phase |
+    /// | is still in it at `limit` | after the deadline, counted from `limit` |
+    /// | is stopped (SIGSTOP), or its host hangs | after the deadline, counted from its last heartbeat |
     /// | dies | at once |
     ///
-    /// A thread of the process gives the signs of life: twice a second through memory on one host; through the
-    /// store, where ranks share no memory, as often in small groups and every five seconds in large ones. Deadlines below ten seconds are too short for the latter,
-    /// and below three seconds count as three while ranks are in phases.
+    /// A thread of the process sends the heartbeats: through memory on one host, twice a second; through the store where
+    /// ranks share no memory, as often in small groups and every five seconds in large ones. Deadlines below ten seconds
+    /// are too short for the latter, and below three seconds count as three while ranks are in phases.
     ///
-    /// A rank has one phase at a time: one that begins inside another takes its place until it ends. It does not count
-    /// while the rank is in an operation itself. [`monitored_barrier`](Self::monitored_barrier) and the forming of groups
-    /// keep their own limits.
+    /// A rank has one phase at a time: a nested phase replaces the outer one until it ends. A phase does not count while
+    /// its rank is in an operation. [`monitored_barrier`](Self::monitored_barrier) and the forming of groups keep their
+    /// own limits.
     ///
     /// ```
     /// use phalanx_comm::{GroupOptions, ProcessGroup};
@@ -557,35 +552,34 @@ impl ProcessGroup {
         PhaseGuard::begin(&self.core.recorder, name, limit)
     }
 
-    /// Asks the launcher to allow this rank so long between SIGTERM and SIGKILL when the job is interrupted, for what it
-    /// saves then. `phalanx launch` and `phalanx train` take the longest that their ranks ask for, unless
-    /// `--stop-grace-s` was typed; other launchers (torchrun, Slurm) do not hear of it.
+    /// Asks the launcher for the time `grace` between SIGTERM and SIGKILL when the job is interrupted, to save a
+    /// checkpoint. `phalanx launch` and `phalanx train` use the longest time that a rank asks for, unless
+    /// `--stop-grace-s` is given. Other launchers (torchrun, Slurm) ignore it.
     pub fn set_stop_grace(&self, grace: Duration) {
         self.core.recorder.set_stop_grace(grace);
     }
 
-    /// Says where in the training this rank is; both are counted from 1.
+    /// Sets this rank's position in the training; both are counted from 1.
     pub fn set_position(&self, epoch: u64, step: u64) {
         self.core.recorder.set_position(epoch, step);
     }
 
-    /// Where this rank writes its flight recorder when it fails, as
-    /// `rank-N.json`, unless `PHALANX_FLIGHT_DIR` (or an earlier call) says
-    /// otherwise. Under a launcher that reads the recorders itself, nothing is
-    /// written here.
+    /// Sets the directory to which this rank writes its flight recorder when it fails,
+    /// as `rank-N.json`, unless `PHALANX_FLIGHT_DIR` or an earlier call has set it.
+    /// Under a launcher that reads the recorders itself, nothing is written here.
     pub fn set_flight_dir(&self, dir: &std::path::Path) {
         self.core.recorder.set_dir(dir);
     }
 
-    /// What this rank's flight recorder holds: its last 4096 operations in
-    /// all groups. *Cost:* a few milliseconds.
+    /// The contents of this rank's flight recorder: its last 4096 operations in all
+    /// groups. *Cost:* a few milliseconds.
     pub fn flight(&self) -> crate::recorder::Dump {
         self.core.recorder.dump()
     }
 
-    /// The orderly end: finishes what was issued, waits for all ranks to do
-    /// the same, and leaves. Other handles to this group take no more
-    /// operations; this one is used up:
+    /// Ends the group in order: finishes the issued operations, waits for all ranks to
+    /// do the same, and leaves. Other handles to this group accept no more operations;
+    /// this one is consumed:
     ///
     /// ```compile_fail,E0382
     /// fn end(group: phalanx_comm::ProcessGroup) {
@@ -596,7 +590,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As any operation; the group is left all the same.
+    /// As any operation; the rank leaves the group nevertheless.
     pub fn shutdown(self) -> Result<()> {
         let result = self.goodbye();
         self.core.queue.close();
@@ -621,7 +615,7 @@ impl std::fmt::Debug for ProcessGroup {
     }
 }
 
-/// Who a rank is in a group, and what its operations may take.
+/// A rank's membership in a group, and the limits of its operations.
 #[derive(Clone)]
 struct Member {
     rank: usize,
@@ -634,7 +628,7 @@ struct Member {
     identity: Option<Identity>,
 }
 
-/// FNV-1a, for telling apart what ranks should have alike.
+/// FNV-1a, to compare values that should be equal on all ranks.
 fn fnv(words: impl Iterator<Item = u64>) -> u64 {
     words
         .flat_map(u64::to_le_bytes)
@@ -650,7 +644,7 @@ fn lengths_hash(lengths: impl Iterator<Item = usize>) -> u16 {
     (folded as u16).max(1)
 }
 
-/// Ranks for people: `0, 2-4, 7`.
+/// Ranks as text: `0, 2-4, 7`.
 fn rank_list(ranks: &[usize]) -> String {
     let runs = ranks.chunk_by(|a, b| a + 1 == *b);
     let texts: Vec<String> = runs

@@ -1,16 +1,16 @@
-//! A barrier that says who did not come.
+//! A barrier that names the missing ranks.
 //!
-//! It goes through the store, not over the links between ranks: a rank that
-//! comes late leaves nothing behind there that would be taken for another
-//! operation, so the group stays usable. Rank 0 keeps the list:
+//! It uses the store, not the links between ranks: a late rank leaves no frame on a
+//! link that the next operation could mistake for its own, so the group stays usable.
+//! Rank 0 keeps the list:
 //!
 //! | key | written by | says |
 //! |---|---|---|
-//! | `here/r` | rank r: `here`, or `gone` when it has lost patience; rank 0: `seen` | whether r has come |
-//! | `verdict` | rank 0 | who was missing, or nobody |
-//! | `left` | everybody | how many have read it; the last one removes all keys |
+//! | `here/r` | rank r: `here`, or `gone` after its timeout; rank 0: `seen` | whether r has come |
+//! | `verdict` | rank 0 | the missing ranks, if any |
+//! | `left` | all ranks | how many have read the verdict; the last one removes all keys |
 //!
-//! Of a barrier to which somebody never comes the keys stay until the group ends.
+//! If a rank never reaches the barrier, the keys stay until the group ends.
 //!
 //! `here → gone` and `here → seen` are compare-and-set: a rank that gives up
 //! and rank 0 agree on which came first.
@@ -26,11 +26,11 @@ use crate::{Error, ErrorKind, Result};
 
 const NAME: &str = "monitored_barrier";
 
-/// Longest wait for the store without looking at poison and peers' lives.
+/// Longest wait for the store without checking for poison and lost peers.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// How much longer than rank 0 the others wait for its verdict: it takes a few
-/// round trips to the store for every rank.
+/// How much longer than rank 0 the others wait for its verdict, which takes rank 0 a
+/// few round trips to the store per rank.
 const GRACE: Duration = Duration::from_secs(2);
 
 const HERE: &[u8] = b"here";
@@ -48,13 +48,12 @@ struct Barrier<'a> {
 impl ProcessGroup {
     /// A [`barrier`](ProcessGroup::barrier) after which rank 0 names every
     /// rank that did not come within `timeout`. PyTorch: `monitored_barrier`
-    /// with `wait_all_ranks=True`. Meant for finding out who hangs; it costs
-    /// several round trips to the store, where `barrier` costs a microsecond.
+    /// with `wait_all_ranks=True`. Meant for finding ranks that hang; it costs several
+    /// round trips to the store, where `barrier` costs a microsecond.
     ///
-    /// The clock of each rank runs from when it comes. When somebody does not
-    /// come, *all* ranks get an error, also those that come later; nothing is
-    /// poisoned and the group stays usable: go on, try again, or
-    /// [`abort`](ProcessGroup::abort).
+    /// The timeout of each rank counts from its call. When a rank does not come, *all*
+    /// ranks get an error, also those that come later. Nothing is poisoned and the
+    /// group stays usable: continue, try again, or [`abort`](ProcessGroup::abort).
     ///
     /// # Errors
     ///
@@ -84,7 +83,7 @@ impl ProcessGroup {
             };
             let result = result.and(barrier.leave());
             if result.is_err() {
-                // Somebody may never come, and so nobody be the last to leave.
+                // A rank may never come; then no rank is the last to leave.
                 self.core.keys.remove_at_end(barrier.prefix);
             }
             result
@@ -153,7 +152,7 @@ impl Barrier<'_> {
         self.set(&mine, HERE)?;
         let absent = self.wait(runner, &[0], deadline_in(self.timeout))?;
         if !absent.is_empty() {
-            // Rank 0 may have seen us in this very moment: then it answers.
+            // Rank 0 may have seen us just now; then it answers.
             if self.swap(&mine, HERE, GONE)? == GONE {
                 let text = format!(
                     "rank 0 did not arrive within {:.2} s, so the other missing ranks are not known",
@@ -179,7 +178,7 @@ impl Barrier<'_> {
         if verdict.is_empty() {
             return Ok(());
         }
-        // From another rank, but only to be shown.
+        // Untrusted, but only displayed.
         let verdict = String::from_utf8_lossy(&verdict).into_owned();
         Err(self.late(format!("rank 0 says: {verdict}")).with_peer(0))
     }
@@ -200,7 +199,7 @@ impl Barrier<'_> {
                         return Ok(ranks.iter().filter(is_missing).copied().collect());
                     }
                 }
-                // Nobody knows who came; the store may say so later.
+                // It is unknown which ranks came; a later request may find out.
                 Err(e) if is_late(&e) && !left.is_zero() => {}
                 Err(e) => return Err(self.named(e.into())),
             }
@@ -243,7 +242,7 @@ fn is_late(error: &phalanx_store::Error) -> bool {
     matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer)
 }
 
-/// Ranks for people: `rank 3`, `ranks 0, 2-4, 7`.
+/// Ranks as text: `rank 3`, `ranks 0, 2-4, 7`.
 pub fn name_ranks(list: &[usize]) -> String {
     let plural = if list.len() == 1 { "rank" } else { "ranks" };
     format!("{plural} {}", rank_list(list))

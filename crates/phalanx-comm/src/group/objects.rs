@@ -1,9 +1,8 @@
-//! Objects: whatever serde can make bytes of.
+//! Collectives on objects: any values that serde can serialize.
 //!
-//! Lengths travel first, in the same turn, and are checked before anything is
-//! allocated. A rank whose object cannot be sent says so instead of its length,
-//! so that nobody waits for what will not come: all ranks fail alike, and the
-//! group stays usable.
+//! Lengths are exchanged first, under the same ticket, and are checked before anything
+//! is allocated. A rank whose object cannot be sent announces that instead of its
+//! length. Then all ranks fail alike, none waits, and the group stays usable.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -16,19 +15,19 @@ use crate::{Error, ErrorKind, Result};
 /// Most bytes of all objects of one operation together (1 GiB).
 pub const MAX_OBJECT_BYTES: usize = 1 << 30;
 
-/// In place of a length: this rank has no object, for a reason it knows.
+/// In place of a length: this rank has no object to send.
 const NONE: i64 = -1;
 
-/// What a rank brings: its bytes, or why it has none.
+/// A rank's contribution: its bytes, or the reason why it has none.
 type Brought<'a> = std::result::Result<&'a [u8], &'a Error>;
 
 impl ProcessGroup {
     /// The root's object on every rank; the root gives it, the others `None`.
     /// PyTorch: `broadcast_object_list`.
     ///
-    /// It travels as JSON, and every rank, the root included, gets what was
-    /// read from that, so that all have the same to the last bit. JSON has no
-    /// NaN and no infinities.
+    /// It is sent as JSON, and every rank, the root included, gets the object read from
+    /// that, so that all have the same to the last bit. JSON has no NaN and no
+    /// infinities.
     ///
     /// ```
     /// use phalanx_comm::{GroupOptions, ProcessGroup};
@@ -48,9 +47,9 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// As for all operations, see [`ProcessGroup`]. `Usage` on all ranks, with
-    /// the group still usable, when the root gives nothing, or what cannot be
-    /// written or takes more than [`MAX_OBJECT_BYTES`]; `Protocol` where it cannot
-    /// be read as a `T` (that rank fails).
+    /// the group still usable, when the root gives no object, or one that cannot be
+    /// serialized or takes more than [`MAX_OBJECT_BYTES`]; `Protocol` on a rank that
+    /// cannot deserialize it as a `T`.
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(
         &self,
         object: Option<&T>,
@@ -70,7 +69,7 @@ impl ProcessGroup {
         self.read(NAME, root, &bytes)
     }
 
-    /// Everybody's object on every rank, in rank order. PyTorch:
+    /// The objects of all ranks on every rank, in rank order. PyTorch:
     /// `all_gather_object`. See [`ProcessGroup::broadcast_object`].
     ///
     /// # Errors
@@ -83,8 +82,8 @@ impl ProcessGroup {
         self.read_all(NAME, &all)
     }
 
-    /// Everybody's object on the root, in rank order; `None` elsewhere.
-    /// PyTorch: `gather_object`. See [`ProcessGroup::broadcast_object`].
+    /// The objects of all ranks on the root, in rank order; `None` elsewhere. PyTorch:
+    /// `gather_object`. See [`ProcessGroup::broadcast_object`].
     ///
     /// # Errors
     ///
@@ -103,8 +102,8 @@ impl ProcessGroup {
         }
     }
 
-    /// Gives object `r` of the root's to rank `r`; the root gives one for each
-    /// rank, the others `None`. PyTorch: `scatter_object_list`. See
+    /// Gives object `r` of the root to rank `r`; the root gives one for each rank, the
+    /// others `None`. PyTorch: `scatter_object_list`. See
     /// [`ProcessGroup::broadcast_object`].
     ///
     /// # Errors
@@ -204,7 +203,7 @@ impl ProcessGroup {
         })
     }
 
-    /// Everybody's length, checked.
+    /// The lengths of all ranks, checked.
     fn exchange_lengths(
         &self,
         runner: &mut Runner,
@@ -218,8 +217,8 @@ impl ProcessGroup {
         self.accept(name, lengths.into_iter().enumerate(), mine.err())
     }
 
-    /// Checks what ranks announced. All see the same, so all fail or none; the
-    /// rank whose fault it is says its `own` reason.
+    /// Checks the announced lengths. All ranks see the same, so all fail or none does;
+    /// the rank at fault reports its `own` reason.
     fn accept(
         &self,
         name: &str,

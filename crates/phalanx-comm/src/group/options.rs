@@ -1,4 +1,4 @@
-//! What callers may choose.
+//! Options of groups and calls.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -49,7 +49,7 @@ impl std::str::FromStr for Transport {
     }
 }
 
-/// How a group of processes is formed and what its operations may take.
+/// How a group of processes is formed, and the limits of its operations.
 #[derive(Clone, Debug)]
 pub struct InitOptions {
     /// Where the ranks meet: `env://` (the variables `MASTER_ADDR` and
@@ -63,9 +63,9 @@ pub struct InitOptions {
     /// then the variable `PHALANX_TOKEN`. With `file://` the ranks agree on
     /// one through the file itself.
     pub token: Option<Token>,
-    /// How often the job has been formed anew; default: the variables
-    /// `PHALANX_EPOCH`, then `TORCHELASTIC_RESTART_COUNT`, then 0. Ranks of
-    /// different generations do not meet.
+    /// How many times the job has been re-formed; default: the variables
+    /// `PHALANX_EPOCH`, then `TORCHELASTIC_RESTART_COUNT`, then 0. Ranks of different
+    /// generations do not meet.
     pub generation: Option<u32>,
     /// Deadline for all ranks to join; 300 s.
     pub timeout: Duration,
@@ -88,29 +88,29 @@ pub struct InitOptions {
     pub ring_bytes: Option<usize>,
     /// Address space for the registered buckets of each rank, where ranks
     /// share memory; default: 16 GiB, or what the system grants. 0 turns
-    /// registration off. Memory is used when it is touched; buckets that do
-    /// not fit lie on the heap. The lowest rank of a host decides.
+    /// registration off. Memory is used when it is touched; buckets that do not fit are
+    /// on the heap. The lowest rank of a host decides.
     pub arena_bytes: Option<usize>,
-    /// Least bytes of a rank's input from which the others of its host read it
-    /// where it lies (broadcast, all-gather, gather, scatter, all-to-all;
-    /// `process_vm_readv`), registered or not, instead of from a stage: one
-    /// copy less. Default: chosen by measurement; the variable
-    /// `PHALANX_SINGLE_COPY=0` and systems that forbid it say never.
+    /// Least size of a rank's input for the other ranks of its host to read it in
+    /// place, registered or not (broadcast, all-gather, gather, scatter, all-to-all;
+    /// `process_vm_readv`), instead of from a stage, which saves one copy. Default:
+    /// chosen by measurement. Never used with `PHALANX_SINGLE_COPY=0` and on systems
+    /// that forbid it.
     pub single_copy_min_bytes: Option<usize>,
-    /// How all-reduce is carried out unless the call says otherwise.
+    /// The algorithm of all-reduces whose [`Call`] sets none.
     pub algorithm: Algorithm,
-    /// Methods by operation and size, where neither the call nor `algorithm`
-    /// says otherwise; the variable `PHALANX_ALGORITHM` adds to them and counts
-    /// more. The same on all ranks.
+    /// Methods by operation and size, where neither the call nor `algorithm` sets one;
+    /// those of the variable `PHALANX_ALGORITHM` take precedence. The same on all
+    /// ranks.
     pub rules: Rules,
-    /// Whether the wire between hosts is measured while the group forms (a few
-    /// milliseconds; not on one host); the variable `PHALANX_PROBE=0` says no. The
+    /// Whether the network between hosts is measured while the group forms (a few
+    /// milliseconds; not on one host); the variable `PHALANX_PROBE=0` turns it off. The
     /// same on all ranks.
     pub probe: bool,
     /// Threads with which this rank computes; default: the variables
-    /// `PHALANX_THREADS`, then `OMP_NUM_THREADS`, then 1. Together with those of
-    /// the other ranks of the host it decides whether a waiting rank may poll
-    /// or must leave its core to somebody who computes.
+    /// `PHALANX_THREADS`, then `OMP_NUM_THREADS`, then 1. Together with those of the
+    /// other ranks of the host it decides whether a waiting rank may poll or must leave
+    /// its core to a compute thread.
     pub compute_threads: Option<usize>,
 }
 
@@ -151,7 +151,7 @@ impl InitOptions {
     }
 }
 
-/// What the operations of a group of threads may take.
+/// Options of a group of threads.
 #[derive(Clone, Debug)]
 pub struct GroupOptions {
     /// Deadline of an operation; 600 s.
@@ -165,22 +165,21 @@ pub struct GroupOptions {
     pub ring_bytes: Option<usize>,
     /// Address space for the registered buckets of each rank, where ranks
     /// share memory; default: 16 GiB, or what the system grants. 0 turns
-    /// registration off. Memory is used when it is touched; buckets that do
-    /// not fit lie on the heap. The lowest rank of a host decides.
+    /// registration off. Memory is used when it is touched; buckets that do not fit are
+    /// on the heap. The lowest rank of a host decides.
     pub arena_bytes: Option<usize>,
-    /// Least bytes of a rank's input from which the others of its host read it
-    /// where it lies (broadcast, all-gather, gather, scatter, all-to-all;
-    /// `process_vm_readv`), registered or not, instead of from a stage: one
-    /// copy less. Default: chosen by measurement; the variable
-    /// `PHALANX_SINGLE_COPY=0` and systems that forbid it say never.
+    /// Least size of a rank's input for the other ranks of its host to read it in
+    /// place, registered or not (broadcast, all-gather, gather, scatter, all-to-all;
+    /// `process_vm_readv`), instead of from a stage, which saves one copy. Default:
+    /// chosen by measurement. Never used with `PHALANX_SINGLE_COPY=0` and on systems
+    /// that forbid it.
     pub single_copy_min_bytes: Option<usize>,
-    /// How all-reduce is carried out unless the call says otherwise.
+    /// The algorithm of all-reduces whose [`Call`] sets none.
     pub algorithm: Algorithm,
-    /// Methods by operation and size, where neither the call nor `algorithm`
-    /// says otherwise.
+    /// Methods by operation and size, where neither the call nor `algorithm` sets one.
     pub rules: Rules,
     /// Ranks per host, to try out plans for several hosts in one process; empty: all
-    /// ranks are on one host. Memory and waiting stay what they are.
+    /// ranks are on one host. It changes neither memory nor waiting.
     pub ranks_per_host: Vec<usize>,
     /// Threads with which each rank computes; see
     /// [`InitOptions::compute_threads`].
@@ -215,16 +214,16 @@ impl GroupOptions {
     }
 }
 
-/// What one call may set. What is left out comes from the group.
+/// Options of one call. The group has the defaults.
 #[derive(Clone, Debug, Default)]
 pub struct Call {
     /// How an all-reduce is carried out; other collectives ignore it. All
     /// ranks must choose alike.
     pub algorithm: Algorithm,
-    /// What errors call this operation, e.g. the bucket and its parameters.
+    /// The name of this operation in errors, e.g. the bucket and its parameters.
     pub label: Option<Arc<str>>,
-    /// Deadline of this operation, counted from when its turn comes. An error
-    /// may come up to a sixteenth (at most a second) later: ranks that only
-    /// wait for waiting ranks let those speak first that know whom to blame.
+    /// Deadline of this operation, counted from when it starts to run. An error may
+    /// come up to a sixteenth (at most a second) later, so that ranks that know the
+    /// culprit report it first.
     pub timeout: Option<Duration>,
 }

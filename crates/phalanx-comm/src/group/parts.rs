@@ -1,6 +1,5 @@
-//! Collectives on parts of one run of memory, for optimizers that are cut over the ranks
-//! (ZeRO: Rajbhandari et al., 2020): gradients are reduced to the rank that updates them, and what has become of
-//! the parameters is gathered where they lie.
+//! Collectives on parts of one slice, for optimizers that are sharded over the ranks (ZeRO: Rajbhandari et al.,
+//! 2020): gradients are reduced to the rank that updates them, and the updated parameters are gathered in place.
 
 use super::registered::after;
 use super::{Call, ProcessGroup, lengths_hash};
@@ -12,11 +11,11 @@ use crate::{Bucket, Element, ReduceOp, Result};
 
 impl ProcessGroup {
     /// [`all_gather`](ProcessGroup::all_gather) in place: rank `r` gives the `part` elements of `data` from
-    /// `r · part` on, and gets those of all others. Parts may reach beyond the end of `data`, and are cut there.
+    /// `r · part` on, and gets those of all others. Parts that reach beyond the end of `data` are truncated.
     /// `part` and the length of `data` must be the same everywhere.
     ///
-    /// *Cost:* 1 round, `(P − 1)` times its own part sent per rank; in shared memory each rank copies what it gets,
-    /// once where the system lets ranks read each other's memory.
+    /// *Cost:* 1 round, `(P − 1)` times its own part sent per rank; in shared memory each rank copies the parts of
+    /// the others, once if the system lets ranks read each other's memory.
     ///
     /// # Errors
     ///
@@ -51,9 +50,8 @@ impl ProcessGroup {
                     output: output.cast(),
                     exposed: false,
                 };
-                // SAFETY: `data` is borrowed exclusively until this returns. Of it an all-gather in shared memory
-                // reads this rank's part, as long as `tail_padding` leaves it, and writes the others'; it copies no part
-                // to where it is.
+                // SAFETY: `data` is borrowed exclusively until this returns. An all-gather in shared memory reads this
+                // rank's part of it, shortened by `tail_padding`, and writes the others'; it copies no part onto itself.
                 return unsafe { runner.run(&operation, buffers, None) };
             }
             let own: Vec<T> = data[(rank * part).min(len)..][..length(rank)].to_vec();
@@ -70,16 +68,17 @@ impl ProcessGroup {
     /// [`reduce_scatter`](ProcessGroup::reduce_scatter) that shows `visit` this rank's part of the reduction, in
     /// one or several pieces, first to last, each with the place of its first element in the part. Where all
     /// ranks' inputs are registered a piece is shown while it is still in the processor's cache.
-    /// What `visit` leaves in a piece is lost. `room` is as long as the part; its contents are undefined then.
+    /// Changes that `visit` makes to a piece are lost. `room` is as long as the part; its contents are
+    /// undefined afterwards.
     ///
-    /// *Blocks* in this thread, `visit` included: the others wait for it.
+    /// *Blocks* in this thread, `visit` included: the other ranks wait for it.
     ///
     /// *Order:* canonical, see [`ReduceOp`]: the bits of a reduce-scatter.
     ///
     /// # Errors
     ///
-    /// As [`reduce_scatter_bucket`](ProcessGroup::reduce_scatter_bucket). Some pieces may have been shown then:
-    /// an operation that fails may do so after a part of it.
+    /// As [`reduce_scatter_bucket`](ProcessGroup::reduce_scatter_bucket). Some pieces may have been shown
+    /// before an error.
     pub fn reduce_scatter_visited<T: Element>(
         &self,
         input: &mut Bucket<T>,
@@ -91,7 +90,7 @@ impl ProcessGroup {
         let operation = self.build_reduce_scatter::<T>(input.len(), room.len(), op, call)?;
         let (len, all) = (input.len(), room.len());
         let start = room.as_mut_ptr();
-        // Taken, so that whatever happens nobody else sees it meanwhile.
+        // Taken, so that no other code can access it meanwhile, even after a panic.
         let held = std::mem::take(input);
         let buffers = Buffers {
             input: held.as_ptr().cast(),
@@ -101,16 +100,17 @@ impl ProcessGroup {
         let mut shown = 0;
         let mut each = |first: usize, elems: usize| {
             shown += elems;
-            // SAFETY: `room` is ours until the end, begins with that many elements, and nobody else has a
-            // reference into it.
+            // SAFETY: `room` is ours until the end, begins with that many elements, and no other
+            // reference into it exists.
             visit(first, unsafe {
                 std::slice::from_raw_parts_mut(start, elems)
             });
         };
         let result = self.core.queue.run(|runner| {
-            // SAFETY: the input belongs to a bucket that is held here and not looked at until this returns; `room`
-            // is borrowed exclusively; lengths were checked. Only the output is exposed in nobody's arena: others
-            // are told of the input alone. After an error `after` drops the bucket.
+            // SAFETY: the input belongs to a bucket that is held here and not accessed until this returns;
+            // `room` is borrowed exclusively; lengths were checked. Although marked exposed, the output is
+            // published to no other rank: they get the place of the input alone. After an error `after` drops
+            // the bucket.
             unsafe { runner.run(&operation, buffers, Some(&mut each)) }
         });
         *input = after(&result, held, len);

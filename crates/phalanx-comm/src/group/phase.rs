@@ -1,11 +1,11 @@
-//! A phase in which a rank is busy on its own, and in which others wait for it.
+//! A phase in which a rank works alone while the others wait for it.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::recorder::{Earlier, Recorder};
 
-/// A rank is in a phase of its own until this is dropped; see [`ProcessGroup::phase`](super::ProcessGroup::phase).
+/// A rank is in a declared phase until this is dropped; see [`ProcessGroup::phase`](super::ProcessGroup::phase).
 #[must_use = "the phase ends when this is dropped"]
 pub struct PhaseGuard {
     recorder: Arc<Recorder>,

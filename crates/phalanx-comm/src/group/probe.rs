@@ -1,4 +1,4 @@
-//! Measures the wire when a group forms, so that all ranks choose alike by it.
+//! Measures the network when a group forms, so that all ranks choose methods by the same numbers.
 
 use std::time::{Duration, Instant};
 
@@ -14,9 +14,9 @@ const VARIABLE: &str = "PHALANX_PROBE";
 
 /// Small all-reduces that are timed; the shortest counts.
 const SMALL_ROUNDS: usize = 5;
-/// Large ones.
+/// Large all-reduces that are timed; the shortest counts.
 const LARGE_ROUNDS: usize = 2;
-/// Elements of a large one: 128 KiB, 2 ms at 1 Gbit/s.
+/// Elements of a large all-reduce: 128 KiB, 2 ms at 1 Gbit/s.
 const LARGE_ELEMS: usize = 32 << 10;
 
 /// Whether the environment allows a probe.
@@ -39,10 +39,10 @@ pub(super) fn measure(runner: &mut Runner, hosts: &Hosts) -> Result<Costs> {
     let (p, l) = (hosts.world() as f64, hosts.most_ranks() as f64);
     let latency = small.as_secs_f64() - (p - l - 1.0).max(0.0) * costs.wire_message_s;
     let latency = latency.max(costs.wire_message_s);
-    // What passes the network card of the largest host, each way.
+    // Bytes through the network card of the largest host, each way.
     let bytes = 2.0 * l * (p - l) / p * size_of_val(&data[..]) as f64;
     let moving = (large.as_secs_f64() - 2.0 * small.as_secs_f64()).max(1e-6);
-    // The slowest rank counts, for all.
+    // All ranks use the numbers of the slowest.
     let mut agreed = [latency, moving / bytes];
     all_reduce(
         runner,
@@ -64,7 +64,7 @@ fn fastest(
     rounds: usize,
 ) -> Result<Duration> {
     let mut best = Duration::MAX;
-    // The first opens windows and fills caches.
+    // The first round opens TCP windows and fills caches.
     for round in 0..=rounds {
         let began = Instant::now();
         all_reduce(runner, data, DType::F32, ReduceOp::Sum, method)?;

@@ -1,16 +1,15 @@
 //! One operation at a time, in the order of issue.
 //!
 //! Every operation takes a *ticket* when it is issued and runs when its
-//! ticket is served. A blocking call runs in its caller's thread, so that with
-//! nothing else going on it costs two uncontended locks and no thread switch.
-//! Asynchronous ones run on one communication thread per group, started at
-//! the first of them.
+//! ticket is served. A blocking call runs in its caller's thread, so without contention
+//! it costs two uncontended locks and no thread switch. Asynchronous operations run on
+//! one communication thread per group, started at the first of them.
 //!
 //! | event            | tickets                  | who runs                     |
 //! |------------------|--------------------------|------------------------------|
 //! | blocking call    | takes the next, waits    | the caller, when served      |
 //! | asynchronous     | takes the next, returns  | the communication thread     |
-//! | operation over   | serves the next          | whoever holds it             |
+//! | operation over   | serves the next          | the thread that ran it       |
 //! | last handle gone | no new ones              | the thread finishes its jobs |
 
 use std::collections::VecDeque;
@@ -23,7 +22,7 @@ use crate::transport::{AbortHandle, Poison};
 use crate::wait::{Callers, take_short_turns};
 use crate::{Error, Result};
 
-/// An asynchronous operation. It is told when it cannot run.
+/// An asynchronous operation. It gets an error when it cannot run.
 pub(super) type Job = Box<dyn FnOnce(Result<&mut Runner>) + Send>;
 
 /// The queue of one rank in one group. Dropping it finishes the jobs issued.
@@ -48,16 +47,16 @@ struct State {
     next_ticket: u64,
     serving: u64,
     jobs: VecDeque<(u64, Job)>,
-    /// The thread that has the turn.
+    /// The thread whose ticket is served, while it runs.
     holder: Option<usize>,
-    /// Threads asleep on `turn`: nobody is woken for nothing.
+    /// Threads asleep on `turn`: without any, no wake-up is sent.
     sleepers: usize,
     closed: bool,
 }
 
 impl State {
-    /// Whether this thread may issue an operation. Who has the turn would wait
-    /// for itself.
+    /// Checks that this thread may issue an operation. The thread whose ticket is
+    /// served would wait for itself.
     fn takes_calls(&self) -> Result<()> {
         if self.closed {
             return Err(closed());
@@ -71,7 +70,7 @@ impl State {
     }
 }
 
-/// Tells the threads that live at one time apart, for next to nothing.
+/// Identifies the current thread among those alive, at almost no cost.
 fn this_thread() -> usize {
     thread_local!(static HERE: u8 = const { 0 });
     HERE.with(|here| std::ptr::from_ref(here).addr())
@@ -79,7 +78,7 @@ fn this_thread() -> usize {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // No code of others runs under this lock.
+        // Only our own code runs under this lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -91,9 +90,9 @@ impl Shared {
 
     fn sleep<'a>(&self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         state.sleepers += 1;
-        // Without a deadline of its own: who has the turn is another thread, has
-        // one, and gives the turn on even by a panic. The communication thread sleeps until
-        // the last handle is gone.
+        // Needs no deadline: the thread whose ticket is served is another one, has a
+        // deadline, and serves the next ticket even on a panic. The communication thread
+        // sleeps until the last handle is dropped.
         let mut state = self
             .turn
             .wait(state)
@@ -116,7 +115,7 @@ impl Shared {
     }
 }
 
-/// Whoever holds it may run; dropping it serves the next ticket.
+/// The right to run an operation; dropping it serves the next ticket.
 struct Turn<'a>(&'a Shared);
 
 impl Drop for Turn<'_> {
@@ -159,7 +158,7 @@ impl Queue {
         Self::take_turn(shared, state, operation)
     }
 
-    /// As [`run`](Self::run), when nothing is issued that is not over: else `None`, at once.
+    /// As [`run`](Self::run) if all issued operations are over; otherwise returns `None` at once.
     pub(super) fn run_if_idle<R>(
         &self,
         operation: impl FnOnce(&mut Runner) -> Result<R>,
@@ -230,7 +229,7 @@ impl Queue {
         self.shared.wake(state);
     }
 
-    /// Takes no more operations. Those issued still run.
+    /// Accepts no more operations. Those already issued still run.
     pub(super) fn close(&self) {
         let mut state = self.shared.lock();
         state.closed = true;
@@ -273,7 +272,7 @@ fn work(shared: &Shared) {
 impl Drop for Queue {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // The other ranks shall not wait for what will never come.
+            // The other ranks must not wait for data that will never come.
             let cause = format!("rank {} panicked", self.shared.rank);
             self.shared
                 .abort
@@ -287,7 +286,7 @@ impl Drop for Queue {
             .take();
         if let Some(worker) = worker {
             // It catches panics of jobs, so there is nothing to learn here. Each
-            // job that is left has its deadline.
+            // remaining job has its deadline.
             let _ = worker.join();
         }
     }

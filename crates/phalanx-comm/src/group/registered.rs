@@ -1,12 +1,12 @@
 //! Blocking collectives on buckets.
 //!
-//! The same operations as on slices, but the other ranks may read and write
-//! the memory in place where it is registered: a slice is borrowed by its
-//! caller meanwhile, a bucket is given to the operation as a whole.
+//! The same operations as on slices, but the other ranks may read and write registered
+//! memory in place: references to a slice may exist meanwhile, but a bucket is moved
+//! into the operation.
 //!
-//! After an error a bucket is a new one, of zeros, on the heap: a rank that has
-//! not heard of the failure yet may still be at the old memory, which is not
-//! used again while the group lives.
+//! After an error the bucket is replaced by a new one of zeros on the heap: a rank that
+//! has not noticed the failure yet may still access the old memory, which is not used
+//! again while the group lives.
 
 use super::collectives::{both, in_place};
 use super::{Call, ProcessGroup};
@@ -109,7 +109,7 @@ impl ProcessGroup {
     }
 
     fn run_on_bucket<T: Element>(&self, operation: &Operation, data: &mut Bucket<T>) -> Result<()> {
-        // Taken, so that whatever happens nobody else sees it meanwhile.
+        // Taken, so that no other code can access it meanwhile, even after a panic.
         let mut held = std::mem::take(data);
         let len = held.len();
         let result = self.run_owned(operation, in_place(&mut held));
@@ -134,18 +134,18 @@ impl ProcessGroup {
     /// Runs an operation in this thread on buckets that the caller has taken.
     fn run_owned(&self, operation: &Operation, buffers: Buffers) -> Result<()> {
         self.core.queue.run(|runner| {
-            // SAFETY: the memory belongs to buckets that the caller holds and
-            // does not look at until this returns; lengths were checked against the
-            // plan's. After an error `after` drops them.
+            // SAFETY: the memory belongs to buckets that the caller holds and does not
+            // access until this returns; lengths were checked against the plan's. After
+            // an error `after` drops them.
             unsafe { runner.run(operation, buffers, None) }
         })
     }
 }
 
-/// What an operation leaves of a bucket of `len` elements.
+/// The bucket of `len` elements to return after an operation.
 pub(super) fn after<T: Element>(result: &Result<()>, bucket: Bucket<T>, len: usize) -> Bucket<T> {
     match result {
-        // Refused before it began: nobody has touched it.
+        // Refused before it began: no rank has accessed it.
         Err(error) if error.kind() != ErrorKind::Usage => Bucket::zeroed(len),
         _ => bucket,
     }

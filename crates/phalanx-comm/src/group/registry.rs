@@ -13,8 +13,8 @@ pub(super) struct Registry {
 }
 
 impl Registry {
-    /// The mesh of member `index` of the group `id` with `world` members. The
-    /// first to come makes all; the last to come leaves no trace.
+    /// The mesh of member `index` of the group `id` with `world` members. The first
+    /// member to call creates the meshes of all; the last one removes the entry.
     pub(super) fn take(
         &self,
         id: u32,

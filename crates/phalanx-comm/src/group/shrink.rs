@@ -1,27 +1,26 @@
-//! A new group of the ranks that are left, in the same processes.
+//! Forms a new group of the remaining ranks, in the same processes.
 //!
 //! A poisoned group never recovers; a new one is formed under the next generation.
 //! The ranks meet in the store through which the job was formed:
 //!
 //! | key                           | value              | written by                     |
 //! |-------------------------------|--------------------|--------------------------------|
-//! | `shrink/JOB/GENERATION/here/F`     | `1`                | every rank that wants to go on |
+//! | `shrink/JOB/GENERATION/here/F`     | `1`                | every rank that wants to continue |
 //! | `shrink/JOB/GENERATION/members`    | `F F F …`, by rank | one of them, by compare-and-set |
 //!
 //! `F` is a rank's number in the first generation, which never changes; the new
 //! ranks are the indices in the list, in the old order.
 //!
-//! *Who decides.* Whoever sees all ranks of the old group come, or enough of
-//! them and then waits for stragglers in vain, proposes those that are there.
-//! The first proposal is the decision: one store, one list, hence one group,
-//! and at most one side of a split has enough ranks where a majority is asked
-//! for. A rank that is not in the list is told so. When forming the links fails
-//! after all (another rank died meanwhile), those that are left go on to the
-//! next generation.
+//! *Who decides.* A rank that sees all ranks of the old group, or enough of them and no
+//! more during the wait for stragglers, proposes the ranks present. The first proposal
+//! is the decision: one store, one list, hence one group. Where a majority is required,
+//! at most one side of a split has enough ranks. A rank that is not in the list gets an
+//! error. When forming the links fails (another rank died meanwhile), the remaining
+//! ranks try the next generation.
 //!
-//! *The store must live.* `phalanx launch` hosts it, apart from all ranks. When
-//! rank 0 hosts it (`tcp://` without a launcher) its death is the job's end,
-//! and the error says so; a `file://` store outlives everybody.
+//! *The store must live.* `phalanx launch` hosts it, apart from all ranks. When rank 0
+//! hosts it (`tcp://` without a launcher) its death ends the job, and the error says
+//! so; a `file://` store outlives all ranks.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -35,14 +34,14 @@ use crate::transport::{Mesh, Poison, remove_generation};
 use crate::wait::deadline_in;
 use crate::{Error, ErrorKind, Result};
 
-/// How a group is formed anew. All ranks must choose alike.
+/// How a group is re-formed. All ranks must give the same options.
 #[derive(Clone, Debug)]
 pub struct ShrinkOptions {
-    /// Fewest ranks with which to go on; default: more than half of the group
-    /// that ended, so that two parts of it can never both go on.
+    /// Least size of the new group; default: more than half of the group that ended, so
+    /// that two parts of it can never both continue.
     pub min_world: Option<usize>,
-    /// How long to wait for more ranks once there are enough; 1 s. Whoever
-    /// comes later is refused with [`ErrorKind::Excluded`].
+    /// How long to wait for more ranks once there are enough; 1 s. Ranks that come
+    /// later get [`ErrorKind::Excluded`].
     pub straggler_wait: Duration,
     /// Deadline for the whole; 60 s.
     pub timeout: Duration,
@@ -58,21 +57,20 @@ impl Default for ShrinkOptions {
     }
 }
 
-/// Distance between two looks at who has come.
+/// Interval at which to check which ranks have come.
 const LOOK: Duration = Duration::from_millis(20);
-/// Shortest deadline for forming the links; there is another generation to go on to.
+/// Shortest deadline for forming the links; after a failure the next generation is tried.
 const FORMING_MIN: Duration = Duration::from_secs(1);
 
 impl ProcessGroup {
-    /// Forms a new group of the ranks that are left, without a new process:
-    /// after a rank was lost, or after any other failure of this group. All
-    /// that want to go on must call it. The ranks keep their order and are
-    /// numbered from 0; the new group has the next [`generation`](Self::generation).
-    /// Subgroups must be made again.
+    /// Forms a new group of the remaining ranks, without new processes, after a rank
+    /// was lost or after any other failure of this group. All ranks that want to
+    /// continue must call it. The ranks keep their order and are numbered from 0; the
+    /// new group has the next [`generation`](Self::generation). Subgroups must be made
+    /// again.
     ///
-    /// This handle is used up. Other handles to the old group refuse
-    /// operations; the old group is aborted if it was not, so that no rank
-    /// stays in it.
+    /// This handle is consumed. Other handles to the old group refuse operations; the
+    /// old group is aborted if it was not, so that no rank stays in it.
     ///
     /// *Blocks until* all ranks of the old group have come, or at least
     /// [`ShrinkOptions::min_world`] and no other for
@@ -81,8 +79,8 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// `Timeout` naming the ranks that did not come when too few did;
-    /// `Excluded` when the others went on without this rank; `PeerLost` when
-    /// the store is gone (rank 0 hosted it and died); `Usage` for a subgroup.
+    /// `Excluded` when the others continued without this rank; `PeerLost` when the
+    /// store is gone (rank 0 hosted it and died); `Usage` for a subgroup.
     pub fn shrink(self, options: ShrinkOptions) -> Result<ProcessGroup> {
         let (rank, old) = (self.core.rank, self.core.generation);
         let named = |e: Error| e.with_rank(rank).with_operation("forming the group anew");
@@ -92,7 +90,7 @@ impl ProcessGroup {
             )));
         }
         let global_rank = self.core.identity.global_rank;
-        // No failure of this rank: the recorder is not told.
+        // Not a failure of this rank: the recorder does not record one.
         let cause = format!("rank {rank} leaves generation {old} to form the next");
         self.core.abort.poison(&Poison::new(rank, cause));
         self.core.queue.close();
@@ -107,7 +105,7 @@ impl ProcessGroup {
         let (limits, algorithm) = (self.core.limits, self.core.algorithm);
         let (defaults, recorder) = (self.defaults.clone(), Arc::clone(&self.core.recorder));
         let chosen_by = self.core.selector.clone();
-        // The old links go before new ones are made.
+        // The old links are closed before new ones are made.
         drop(self);
         let mut generation = old;
         loop {
@@ -134,12 +132,12 @@ impl ProcessGroup {
                 Ok((mesh, origin)) => {
                     tracing::info!(generation, rank, ?members, "formed the group anew");
                     if rank == 0 {
-                        // Those of the ranks that are gone, in subgroups too.
+                        // The keys of the lost ranks, in subgroups too.
                         let job = meeting.identity.job;
                         (old..generation)
                             .for_each(|over| remove_generation(&*origin.store(), over, job));
                     }
-                    // The wire is still the one that was measured.
+                    // The network is the one that was measured before.
                     let selector = Selector::new(
                         mesh.hosts().clone(),
                         *chosen_by.costs(),
@@ -178,7 +176,7 @@ impl Reform<'_> {
         format!("shrink/{:016x}/{generation}", self.identity.job)
     }
 
-    /// Comes to the meeting of `generation` and returns its members, by first rank.
+    /// Joins the meeting of `generation` and returns its members, by first rank.
     fn meet(&self, origin: &Origin, generation: u32) -> Result<Vec<usize>> {
         let store = origin.store();
         let prefix = self.prefix(generation);
@@ -211,7 +209,7 @@ impl Reform<'_> {
             let missing = match store.wait(&names, LOOK.min(self.left())) {
                 Ok(()) => Vec::new(),
                 Err(e) if e.kind() == StoreKind::Timeout => e.missing_keys().to_vec(),
-                // It says nothing of who came, and may answer in time.
+                // This says nothing about the other ranks, and the store may still answer in time.
                 Err(e) if e.kind() == StoreKind::NoAnswer && !self.left().is_zero() => continue,
                 Err(e) => return Err(lost(e)),
             };
@@ -314,7 +312,7 @@ pub(super) fn encode(members: &[usize]) -> String {
     names.join(" ")
 }
 
-/// Reads the decision; ascending, or it is none of ours.
+/// Parses the decision; a list that is not ascending is not ours.
 pub(super) fn decode(bytes: &[u8]) -> Result<Vec<usize>> {
     let text = String::from_utf8_lossy(bytes);
     let members: Option<Vec<usize>> = text.split(' ').map(|f| f.parse().ok()).collect();

@@ -14,8 +14,8 @@ impl ProcessGroup {
     ///
     /// In the new group ranks are numbered in ascending order of their number
     /// here, whatever the order of `ranks` (as in PyTorch), so that canonical
-    /// order stays ascending. It has links of its own: operations of the two
-    /// groups do not wait for each other, and one can fail without the other.
+    /// order stays ascending. It has its own links: operations of the two groups do not
+    /// wait for each other, and one can fail without the other.
     ///
     /// *Blocks until* all ranks of this group have come and the members are
     /// connected; deadlines as for an operation, then
@@ -82,10 +82,10 @@ impl ProcessGroup {
                 .form(member.id, rank, member.world, processes.options.timeout)
                 .map_err(named)?,
         };
-        // The ranks that are not members compute all the same.
+        // The ranks that are not members still compute.
         mesh.share_cores(self.core.budgets.topology());
         let parent = &self.core.selector;
-        // The wire is that of the group it comes from.
+        // The network is that of the parent group.
         let selector = Selector::new(
             mesh.hosts().clone(),
             *parent.costs(),
@@ -96,8 +96,8 @@ impl ProcessGroup {
         Self::from_mesh(member, mesh, selector, origin, recorder, false).map(Some)
     }
 
-    /// Compares what all ranks ask for. All see the same answers, so all
-    /// succeed or all fail, and this group stays usable.
+    /// Compares the requests of all ranks. All see the same answers, so all succeed or
+    /// all fail, and this group stays usable.
     fn agree(&self, print: u64) -> Result<()> {
         let mine = [print.cast_signed()];
         let mut all = vec![0i64; self.core.world];

@@ -53,8 +53,8 @@ fn read_text(path: &Path) -> Result<String> {
             "the token file {shown} is not a file"
         )));
     }
-    // What has no name in any folder is private: memfds, pipes of a launcher
-    // (whose mode is 600).
+    // A file without a directory entry is private: memfds, pipes of a launcher (whose
+    // mode is 600).
     if about.nlink() > 0 && about.mode() & 0o077 != 0 && !is_container_secret(&file, &about) {
         return Err(Error::usage(format!(
             "others can read or write the token file {shown} (mode {:04o}): chmod 600 it; in a container, mount it \
@@ -63,7 +63,7 @@ fn read_text(path: &Path) -> Result<String> {
         )));
     }
     check_owner(path, about.uid(), rustix::process::geteuid().as_raw())?;
-    // Exactly what is needed: a pipe whose writer stays must not block us.
+    // Exactly the bytes needed: a pipe whose writer stays open must not block us.
     let mut text = vec![0; TOKEN_TEXT_BYTES];
     let mut have = 0;
     let until = deadline_in(TOKEN_WITHIN);
@@ -96,8 +96,9 @@ fn read_text(path: &Path) -> Result<String> {
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// Whether it is a secret as Kubernetes and other container engines mount it: everybody in
-/// the container may read it, and nobody else sees the mount. Its mode cannot be changed there.
+/// Whether it is a secret as Kubernetes and other container engines mount it: every process in
+/// the container may read it, and no other process sees the mount. Its mode cannot be changed
+/// there.
 fn is_container_secret(file: &File, about: &Metadata) -> bool {
     let (Ok(system), Ok(mount)) = (fstatfs(file), fstatvfs(file)) else {
         return false;
@@ -108,7 +109,7 @@ fn is_container_secret(file: &File, about: &Metadata) -> bool {
     about.uid() == 0 && about.mode() & 0o022 == 0 && in_memory && is_read_only
 }
 
-/// Whoever owns the file may write another token into it, and knows this one.
+/// The owner of the file knows the token and may replace it.
 fn check_owner(path: &Path, owner: u32, me: u32) -> Result<()> {
     // Root may run the job of a user, whose file is then as good.
     if owner == me || owner == 0 || me == 0 {

@@ -1,7 +1,7 @@
 //! Collectives whose lengths differ by rank.
 //!
-//! Lengths are part of what all ranks must agree on: a short hash of them is
-//! in every frame, so that ranks with different opinions find out at once.
+//! All ranks must agree on the lengths: every frame has a short hash of them, so a
+//! difference is detected at once.
 
 use std::sync::Arc;
 
@@ -14,9 +14,8 @@ use crate::{Element, Error, ErrorKind, ReduceOp, Result};
 
 impl ProcessGroup {
     /// [`all_gather`](ProcessGroup::all_gather) of inputs that differ in
-    /// length: rank `r` gives `lengths[r]` elements, and all of them lie one
-    /// behind the other in `output` on every rank. `lengths` must be the same
-    /// everywhere.
+    /// length: rank `r` gives `lengths[r]` elements, and `output` gets all of them, one
+    /// behind the other, on every rank. `lengths` must be the same everywhere.
     ///
     /// PyTorch: `all_gather` with tensors of different sizes in the list.
     ///
@@ -46,9 +45,8 @@ impl ProcessGroup {
     }
 
     /// [`reduce_scatter`](ProcessGroup::reduce_scatter) into parts that differ
-    /// in length: rank `r` gets `lengths[r]` elements of the reduction. The
-    /// parts lie one behind the other in `input`. `lengths` must be the same
-    /// everywhere.
+    /// in length: rank `r` gets `lengths[r]` elements of the reduction. The parts are
+    /// one behind the other in `input`. `lengths` must be the same everywhere.
     ///
     /// PyTorch: `reduce_scatter` with tensors of different sizes in the list.
     ///
@@ -57,8 +55,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`ProcessGroup::all_gather_v`], and `Usage` for an operation that
-    /// the type does not have.
+    /// As [`ProcessGroup::all_gather_v`], and `Usage` for a reduction that the type
+    /// does not support.
     pub fn reduce_scatter_v<T: Element>(
         &self,
         input: &[T],
@@ -83,8 +81,8 @@ impl ProcessGroup {
     }
 
     /// Gives `input_lengths[r]` elements of the input to rank `r` and receives
-    /// `output_lengths[r]` from it; the parts lie one behind the other, in rank
-    /// order. What a rank sends to another must be what that one expects.
+    /// `output_lengths[r]` from it; the parts are one behind the other, in rank order.
+    /// The length that a rank sends to another must be the one expected there.
     ///
     /// PyTorch: `all_to_all_single` with `input_split_sizes` and
     /// `output_split_sizes`.
@@ -96,8 +94,8 @@ impl ProcessGroup {
     ///
     /// As for all operations, see [`ProcessGroup`]. `Usage` for lengths that
     /// do not fit the slices. `Desync` where two ranks disagree about a length,
-    /// before any data moves: the rank that expects something else names the
-    /// sender, the others hear of it as `Aborted`.
+    /// before any data moves: the rank that expects another length names the sender,
+    /// the others get `Aborted`.
     pub fn all_to_all_v<T: Element>(
         &self,
         input: &[T],
@@ -135,7 +133,7 @@ impl ProcessGroup {
             lengths: 1,
             ..self.build_uneven::<T>(Method::AllToAll, &[], 0, kind)
         };
-        // Both in one turn: nothing of another thread comes between.
+        // Both under one ticket: no operation of another thread comes between.
         self.core.queue.run(|runner| {
             run_on(runner, &compare, &mine, &mut theirs)?;
             let expected = lens(output_lengths);
@@ -156,9 +154,9 @@ impl ProcessGroup {
         })
     }
 
-    /// Gathers what differs in length on the root, as
-    /// [`all_gather_v`](ProcessGroup::all_gather_v) does everywhere; all know
-    /// the `lengths`.
+    /// Gathers inputs of different lengths on the root, as
+    /// [`all_gather_v`](ProcessGroup::all_gather_v) does on all ranks; all know the
+    /// `lengths`.
     pub(super) fn gather_v_on<T: Element>(
         &self,
         runner: &mut Runner,
@@ -174,7 +172,7 @@ impl ProcessGroup {
         run_on(runner, &operation, input, output)
     }
 
-    /// Scatters what differs in length; all know the `lengths`.
+    /// Scatters parts of different lengths; all ranks know the `lengths`.
     pub(super) fn scatter_v_on<T: Element>(
         &self,
         runner: &mut Runner,
@@ -190,7 +188,7 @@ impl ProcessGroup {
         run_on(runner, &operation, input, output)
     }
 
-    /// [`ProcessGroup::all_gather_v`] whose turn it is; lengths were checked.
+    /// [`ProcessGroup::all_gather_v`] when its ticket is served; lengths were checked.
     pub(super) fn all_gather_v_on<T: Element>(
         &self,
         runner: &mut Runner,

@@ -11,20 +11,20 @@ use crate::{Error, Result};
 pub struct OpTimes {
     /// When the caller issued it.
     pub issued: Instant,
-    /// When it was its turn.
+    /// When it started to run.
     pub started: Instant,
     /// When it was complete.
     pub finished: Instant,
 }
 
-/// An operation in flight. It holds what was handed over; [`Work::wait`] gives
-/// it back.
+/// An operation in flight. It owns the buffers given to it; [`Work::wait`] returns
+/// them.
 ///
-/// Operations of one group run, and complete, in the order in which they were
-/// issued. Dropping a `Work` without waiting is safe: the operation still runs
-/// (the other ranks count on it), its memory is freed when it is over, and a
-/// failure shows in the next operation of the group. As that is rarely what
-/// was meant, the compiler warns. This compiles:
+/// Operations of one group run, and complete, in the order in which they were issued.
+/// Dropping a `Work` without waiting is safe: the operation still runs (the other ranks
+/// expect it), its memory is freed when it is over, and a failure is reported by the
+/// next operation of the group. As that is rarely intended, the compiler warns. This
+/// compiles:
 ///
 /// ```
 /// #![deny(unused_must_use)]
@@ -70,8 +70,7 @@ impl<B> Shared<B> {
 }
 
 impl<B> Work<B> {
-    /// A handle and the means to complete it. Who waits for it is counted
-    /// among `callers`.
+    /// A handle and its completer. Threads that wait for it are counted in `callers`.
     pub(super) fn new(callers: Callers) -> (Work<B>, Completer<B>) {
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
@@ -95,15 +94,15 @@ impl<B> Work<B> {
         work
     }
 
-    /// Waits for the end of the operation and returns what was handed over.
+    /// Waits for the end of the operation and returns its buffers.
     ///
     /// *Blocks until* this operation and all issued before it are over; each
     /// has its own deadline.
     ///
     /// # Errors
     ///
-    /// What went wrong. The memory is gone then: its contents would be
-    /// undefined.
+    /// The error of the operation. Its buffers are dropped then: their contents would
+    /// be undefined.
     pub fn wait(self) -> Result<B> {
         self.wait_traced().map(|(value, _)| value)
     }
@@ -165,8 +164,8 @@ impl<B> Work<B> {
             waiting.get_or_insert_with(|| self.callers.wait());
             let changed = &self.shared.changed;
             state = match until.map(|until| until.saturating_duration_since(Instant::now())) {
-                // Without a deadline of its own: every operation before this
-                // one has one, and a completer that is dropped completes too.
+                // Needs no deadline: this operation and all before it have one, and a
+                // dropped completer completes too.
                 None => changed.wait(state).unwrap_or_else(PoisonError::into_inner),
                 Some(Duration::ZERO) => {
                     drop(state);
@@ -200,8 +199,8 @@ impl<B> std::fmt::Debug for Work<B> {
     }
 }
 
-/// The executing side of a [`Work`]. Dropped without an answer it completes
-/// the work with an error, so that nobody waits for ever.
+/// The executing side of a [`Work`]. Dropped without a result it completes the work
+/// with an error, so that no thread waits forever.
 pub(super) struct Completer<B> {
     shared: Arc<Shared<B>>,
 }

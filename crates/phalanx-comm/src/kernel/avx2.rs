@@ -26,8 +26,8 @@ impl Set for Avx2 {
     }
 }
 
-// `vminps` gives its second operand when one is a NaN or both are zeros; so
-// with the accumulator second only a NaN in the first must be put back.
+// `vminps` returns its second operand when one is a NaN or both are zeros. So with the
+// accumulator second, only a NaN in the first must be restored.
 vector! {
     F32 of [f32; 8] in __m256;
     memory {

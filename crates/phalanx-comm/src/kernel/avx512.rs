@@ -32,8 +32,8 @@ fn first(n: usize) -> u64 {
     !(u64::MAX << n)
 }
 
-// `vminps` gives its second operand when one is a NaN or both are zeros; so
-// with the accumulator second only a NaN in the first must be put back.
+// `vminps` returns its second operand when one is a NaN or both are zeros. So with the
+// accumulator second, only a NaN in the first must be restored.
 vector! {
     F32 of [f32; 16] in __m512;
     memory {
@@ -216,8 +216,8 @@ impl Wide for F32 {
         }
     }
 
-    // Not `vcvtne2ps2bf16`: it takes denormal numbers for zero (a test in
-    // this folder shows it).
+    // Not `vcvtne2ps2bf16`: it treats denormal numbers as zero (a test in this
+    // directory shows it).
     #[inline(always)]
     unsafe fn store_bf16([even, odd]: [Self; 2], to: *mut bf16) {
         // SAFETY: handed on from the caller.

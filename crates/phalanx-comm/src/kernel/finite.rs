@@ -1,12 +1,12 @@
-//! Whether all numbers are finite, and how large they are: asked of every gradient
-//! in every step, so it must cost next to nothing.
+//! Tests whether all numbers are finite, and how large they are. Every gradient is
+//! tested in every step, so it must cost almost nothing.
 
 use super::Isa;
 use super::pass::ask_for;
 
-/// Elements that are looked at together.
+/// Elements tested together.
 const BLOCK: usize = 256;
-/// How far ahead to ask, in elements.
+/// Prefetch distance, in elements.
 const AHEAD: usize = 2048;
 
 /// Whether none of `values` is an infinity or a NaN; as fast as [`largest`].
@@ -14,11 +14,11 @@ pub fn all_finite(values: &[f32]) -> bool {
     largest(values).is_finite()
 }
 
-/// The largest magnitude of `values`: a NaN if one of them is, 0 of none. Reads them once, in
-/// order, with the processor's widest vectors; of megabytes that were just
-/// written it is twice as fast as what the compiler makes of the loop for any processor.
+/// The largest magnitude of `values`: a NaN if one of them is a NaN, 0 if empty. Reads them
+/// once, in order, with the processor's widest vectors; for megabytes that were just written
+/// it is twice as fast as the portable loop.
 pub fn largest(values: &[f32]) -> f32 {
-    // An unknown instruction set is refused where the group is formed.
+    // An unknown instruction set is refused when the group is formed.
     on(Isa::chosen().unwrap_or(Isa::Scalar), values)
 }
 
@@ -53,17 +53,17 @@ unsafe fn avx2(values: &[f32]) -> f32 {
     look(values)
 }
 
-/// The loop; inlined where it is to use more than every processor has.
+/// The loop; inlined into functions compiled for more than the baseline instruction set.
 #[inline(always)]
 fn look(values: &[f32]) -> f32 {
-    // Without the sign, bits are in the order of magnitudes, and those of every NaN the most.
+    // Without the sign, the bits are ordered by magnitude, and those of every NaN are the largest.
     let magnitude = |value: &f32| (value.to_bits() & 0x7fff_ffff) as i32;
     let of_block = |block: &[f32]| {
         ask_for(
             block.as_ptr().wrapping_add(AHEAD).cast(),
             size_of_val(block),
         );
-        // Without an exit inside it becomes vector code.
+        // Without an early exit it compiles to vector code.
         block.iter().map(magnitude).fold(0, i32::max)
     };
     let most = values.chunks(BLOCK).map(of_block).fold(0, i32::max);

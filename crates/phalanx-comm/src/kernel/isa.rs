@@ -1,5 +1,4 @@
-//! Which instruction set folds, and the way from a type and an operator to
-//! the code for it.
+//! Chooses the instruction set, and dispatches a type and an operator to their code.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -18,10 +17,10 @@ use crate::{DType, ReduceOp};
 /// Environment variable that names the instruction set to use.
 const VARIABLE: &str = "PHALANX_ISA";
 
-/// Instruction sets with kernels of their own, from the plainest up.
+/// Instruction sets with their own kernels, from the simplest up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Isa {
-    /// What every processor has.
+    /// Portable code.
     Scalar,
     /// AVX2 with F16C.
     #[cfg(target_arch = "x86_64")]
@@ -35,7 +34,7 @@ pub(crate) enum Isa {
 }
 
 impl Isa {
-    /// Those of this processor, from the plainest up.
+    /// The instruction sets of this processor, from the simplest up.
     pub(crate) fn available() -> Vec<Isa> {
         let mut all = vec![Isa::Scalar];
         #[cfg(target_arch = "x86_64")]
@@ -53,7 +52,7 @@ impl Isa {
         all
     }
 
-    /// As `PHALANX_ISA` names it.
+    /// The name in `PHALANX_ISA`.
     fn name(self) -> &'static str {
         match self {
             Isa::Scalar => "scalar",
@@ -66,8 +65,8 @@ impl Isa {
         }
     }
 
-    /// The one that `text`, a value of `PHALANX_ISA`, names among
-    /// `available`; the error is a message for the user.
+    /// Parses `text`, a value of `PHALANX_ISA`, to one of `available`; the error is a
+    /// message for the user.
     fn parse(text: &str, available: &[Isa]) -> Result<Isa, String> {
         let best = available.last().copied().unwrap_or(Isa::Scalar);
         if matches!(text, "" | "auto") {
@@ -88,7 +87,7 @@ impl Isa {
     ///
     /// # Errors
     ///
-    /// A message for the user when it names none of this processor's.
+    /// A message for the user when this processor does not have the named one.
     pub(crate) fn chosen() -> Result<Isa, &'static str> {
         static CHOSEN: OnceLock<Result<Isa, String>> = OnceLock::new();
         let chosen = CHOSEN.get_or_init(|| {
@@ -109,12 +108,12 @@ impl fmt::Display for Isa {
     }
 }
 
-/// One fold: what [`super::fold_to_many`] was asked for.
+/// The arguments of one [`super::fold_to_many`].
 pub(super) struct Job<'a> {
     pub(super) into: &'a [*mut u8],
     pub(super) sources: &'a [Source],
     pub(super) count: usize,
-    /// For the mean; otherwise of no account.
+    /// For the mean; otherwise unused.
     pub(super) world: usize,
 }
 
@@ -234,7 +233,7 @@ mod tests {
                 "{error}"
             );
         }
-        // Known, but not this processor's.
+        // Known, but not available on this processor.
         let error = Isa::parse("avx512", &[Isa::Scalar]).unwrap_err();
         assert!(error.ends_with("use scalar or auto"), "{error}");
     }

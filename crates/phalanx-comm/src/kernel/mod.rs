@@ -1,16 +1,15 @@
 //! Fold kernels: the arithmetic of reductions.
 //!
 //! [`fold`] computes, element by element, the left fold of its sources in the
-//! order given; [`fold_to_many`] writes it to several places. One pass reads
-//! every source once: the accumulators stay in registers, where they are
-//! scaled, rounded and from which they are stored. So 16-bit types are widened
-//! to f32, kept there over *all* sources, and rounded once.
+//! order given; [`fold_to_many`] writes it to several places. One pass reads every
+//! source once: the accumulators stay in registers, where they are scaled and rounded
+//! before they are stored. So 16-bit types are widened to f32, kept there over *all*
+//! sources, and rounded once.
 //!
 //! `pass` is that loop, written once over `vector::Vector`; `scalar`, `avx2`,
-//! `avx512` and `neon` say what a vector is; `isa` chooses. Nothing is ever
-//! contracted to a fused multiply-add or reassociated, and every NaN in a
-//! result is the same one, so all instruction sets give the same bits.
-//! [`largest`] only looks.
+//! `avx512` and `neon` implement the vectors; `isa` chooses one. No operation is
+//! contracted to a fused multiply-add or reassociated, and every NaN in a result is the
+//! same one, so all instruction sets give the same bits. [`largest`] only reads.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -51,7 +50,7 @@ pub(crate) unsafe fn fold(
 
 /// Folds `count` elements of every source, in order, and writes the result to
 /// every place of `into`. `scale_by_inverse_of` is the world size when a mean
-/// is to be finished; without it the mean is a sum that somebody else scales.
+/// is to be finished; without it the mean is a sum that the caller scales later.
 ///
 /// # Safety
 ///
@@ -59,7 +58,7 @@ pub(crate) unsafe fn fold(
 ///   elements of `dtype`, aligned for it.
 /// * A place of `into` is either disjoint from a source or exactly equal to
 ///   it, and disjoint from the other places.
-/// * Nobody writes the sources or touches `into` meanwhile.
+/// * No other code writes the sources or touches `into` meanwhile.
 /// * `op` supports `dtype`, and `sources` is not empty.
 pub(crate) unsafe fn fold_to_many(
     dtype: DType,
@@ -69,7 +68,7 @@ pub(crate) unsafe fn fold_to_many(
     count: usize,
     scale_by_inverse_of: Option<usize>,
 ) {
-    // An unknown instruction set is refused long before anything is folded.
+    // An unknown instruction set is refused when the group is formed.
     let isa = Isa::chosen().unwrap_or(Isa::Scalar);
     // SAFETY: handed on from the caller; only instruction sets that this
     // processor has are chosen.

@@ -26,8 +26,8 @@ impl Set for Neon {
     }
 }
 
-// `fmin` orders zeros by their sign, where the first is to be kept; hence a
-// comparison and a choice: less, or a NaN, which does not equal itself.
+// `fmin` orders zeros by their sign, but the first must be kept. Hence a comparison and
+// a select: less, or a NaN, which does not equal itself.
 vector! {
     F32 of [f32; 4] in float32x4_t;
     memory {
@@ -104,7 +104,7 @@ integer!(
     vorrq_s64, veorq_s64
 );
 
-/// There is no such instruction: one lane after the other.
+/// There is no such instruction, so this takes one lane after the other.
 ///
 /// # Safety
 ///
@@ -138,8 +138,8 @@ unsafe fn max_s64(a: int64x2_t, x: int64x2_t) -> int64x2_t {
 }
 
 impl Wide for F32 {
-    // The intrinsics for f16 wait for Rust's own f16 type; the instructions
-    // have always been there.
+    // The intrinsics for f16 need Rust's unstable f16 type; every processor has the
+    // instructions.
     #[inline(always)]
     unsafe fn load_f16(from: *const f16) -> Self {
         // SAFETY: handed on from the caller; the instruction reads and writes

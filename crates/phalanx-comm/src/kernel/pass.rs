@@ -9,20 +9,20 @@ use super::vector::{Op, Vector};
 /// mask.
 const AT_ONCE: usize = 4;
 
-/// From this many bytes per source on they are not in a cache of the core's
-/// own, and it pays to ask for them early (figures in README.md).
+/// From this many bytes per source on, sources are not in a private cache of the core,
+/// and prefetching pays off (figures in README.md).
 const FAR_BYTES: usize = 256 << 10;
-/// How far ahead to ask. Half and twice as far were no better.
+/// Prefetch distance. Half and twice the distance were no better.
 const AHEAD_BYTES: usize = 1024;
 
-/// Asks for the `bytes` at `at` to be brought near; any address will do.
+/// Prefetches the `bytes` at `at`, which may be any address.
 #[inline(always)]
 pub(super) fn ask_for(at: *const u8, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in 0..bytes.div_ceil(64) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: part of every x86-64 processor; it changes nothing and
-        // ignores addresses where there is no memory.
+        // SAFETY: every x86-64 processor has the instruction; it changes nothing and
+        // ignores addresses without memory.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(line * 64).cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]

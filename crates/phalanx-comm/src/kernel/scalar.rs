@@ -1,5 +1,5 @@
-//! The reference: one element at a time, in portable arithmetic. Every
-//! instruction set must give its bits; processors without one run it.
+//! The reference: one element at a time, in portable arithmetic. Every instruction set
+//! must give the same bits; processors without one run it.
 
 use half::{bf16, f16};
 
@@ -35,8 +35,8 @@ macro_rules! float {
             arithmetic {
                 sum(a, x) = a + x;
                 product(a, x) = a * x;
-                // `x != x` lets a NaN in; once in, no comparison is true, so it
-                // stays. Bitwise `|` keeps the loop free of branches.
+                // `x.is_nan()` takes a NaN over; after that no comparison is true, so
+                // it stays. Bitwise `|` keeps the loop free of branches.
                 min(a, x) = if (x < a) | x.is_nan() { x } else { a };
                 max(a, x) = if (x > a) | x.is_nan() { x } else { a };
                 canonical(a) = if a.is_nan() { $nan } else { a };
@@ -115,9 +115,9 @@ pub(super) fn bf16_to_f32(x: bf16) -> f32 {
 #[inline(always)]
 pub(super) fn bf16_from_f32(x: f32) -> bf16 {
     let bits = x.to_bits();
-    // Adding half a unit, less one when the kept part is even, carries into
-    // the kept part exactly when rounding up is due. The canonical NaN has
-    // only zeros in the part that is dropped, so nothing carries into it.
+    // Adding half a unit, less one when the kept part is even, carries into the kept
+    // part exactly when the number is to be rounded up. The canonical NaN has only
+    // zeros in the dropped part, so nothing carries.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     bf16::from_bits(rounded as u16)
 }

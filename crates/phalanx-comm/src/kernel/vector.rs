@@ -1,4 +1,4 @@
-//! What the kernels are made of: a register of accumulators, and the operators.
+//! The parts of the kernels: a register of accumulators, and the operators.
 //!
 //! [`Vector`] is one register's worth (or two) of elements with its
 //! arithmetic. Every instruction set implements it for the plain types; the
@@ -6,19 +6,19 @@
 
 use half::{bf16, f16};
 
-/// The one NaN that results contain, whatever NaN went in and whichever
-/// processor made it; see [`Vector::canonical`].
+/// The only NaN in results, whatever the inputs and the processor; see
+/// [`Vector::canonical`].
 pub(super) const NAN_F32: f32 = f32::from_bits(0x7fc0_0000);
 /// As [`NAN_F32`].
 pub(super) const NAN_F64: f64 = f64::from_bits(0x7ff8_0000_0000_0000);
 
 /// Several elements, widened to their accumulator type.
 ///
-/// Only [`Vector::load`] and its like make values, and they demand that the
-/// processor has the instruction set: a value proves that it does, so the
-/// other methods are safe.
+/// Only unsafe methods such as [`Vector::load`] make values, and they require that the
+/// processor has the instruction set. So a value proves that it does, and the other
+/// methods are safe.
 pub(super) trait Vector: Copy {
-    /// What lies in memory.
+    /// The type of an element in memory.
     type Elem: Copy;
     /// Elements at a time, at most 64.
     const LANES: usize;
@@ -36,7 +36,7 @@ pub(super) trait Vector: Copy {
     /// `LANES` elements are writable.
     unsafe fn store(self, to: *mut Self::Elem);
 
-    /// The first `count < LANES` elements; the other lanes hold anything.
+    /// The first `count < LANES` elements; the other lanes have arbitrary values.
     ///
     /// # Safety
     ///
@@ -79,9 +79,9 @@ pub(super) trait Vector: Copy {
     /// `x` where it is greater or a NaN, otherwise `self`.
     fn max(self, x: Self) -> Self;
 
-    /// Every NaN becomes the same one. Which of two NaNs an addition passes
-    /// on, and with which sign a new one is born, differs between processors
-    /// and with the order in which the compiler names the operands.
+    /// Every NaN becomes the same one. Which of two NaNs an addition returns, and the
+    /// sign of a new one, depend on the processor and on the order of the operands that
+    /// the compiler chooses.
     #[inline(always)]
     fn canonical(self) -> Self {
         self
@@ -128,7 +128,7 @@ pub(super) trait Wide: Float<Elem = f32> {
     /// As [`Vector::store`].
     unsafe fn store_f16(self, to: *mut f16);
 
-    /// Widens `2 * LANES` elements, in an order of the instruction set's own.
+    /// Widens `2 * LANES` elements, in an order that depends on the instruction set.
     ///
     /// # Safety
     ///
@@ -192,9 +192,8 @@ impl<V: Wide> Float for F16<V> {
     }
 }
 
-/// bf16 elements as f32 accumulators, two vectors of them: whole registers of
-/// them are taken apart and put together with shifts, which is cheaper than
-/// widening half a register.
+/// bf16 elements as f32 accumulators, two vectors of them: whole registers are split
+/// and merged with shifts, which is cheaper than widening half a register.
 #[derive(Clone, Copy)]
 pub(super) struct Bf16<V>(V, V);
 
@@ -246,16 +245,16 @@ impl<V: Wide> Float for Bf16<V> {
 
 /// One reduction on vectors of one kind.
 pub(super) trait Op<V: Vector> {
-    /// What it needs beside the elements.
+    /// Its operands other than the elements.
     type State: Copy;
 
     /// # Safety
     ///
     /// The processor has the instruction set.
     unsafe fn state(world: usize) -> Self::State;
-    /// Of an accumulator and the next source.
+    /// Combines an accumulator and the next source.
     fn apply(a: V, x: V) -> V;
-    /// After the last source.
+    /// Runs after the last source.
     fn finish(a: V, state: Self::State) -> V;
 }
 
@@ -307,8 +306,8 @@ impl<V: Float> Op<V> for Mean {
     }
 }
 
-/// Writes the three traits down for one register type: each method is an
-/// expression over the raw register (`a`, `x`) or an address (`p`).
+/// Implements the three traits for one register type: each method is an expression over
+/// the raw register (`a`, `x`) or an address (`p`).
 macro_rules! vector {
     (
         $name:ident of [$elem:ty; $lanes:expr] in $reg:ty;

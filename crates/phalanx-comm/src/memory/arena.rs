@@ -1,4 +1,4 @@
-//! Where one rank's registered buckets come from.
+//! The allocator of one rank's registered buckets.
 //!
 //! The bookkeeping is private to the rank; only the bytes are shared. Large
 //! pieces are taken from the low end, next to each other and as huge pages
@@ -24,8 +24,8 @@ pub(crate) struct Arena {
     seat: usize,
     /// Free pieces by where they begin, with their size. Neighbours are merged.
     free: Mutex<BTreeMap<usize, usize>>,
-    /// Set when the group has failed: a peer that does not know yet may still
-    /// write to what was in flight, so nothing is used a second time.
+    /// Set when the group has failed: a peer that has not noticed yet may still write
+    /// to memory that was in flight, so no memory is used a second time.
     closed: AtomicBool,
 }
 
@@ -67,8 +67,8 @@ impl Arena {
             // SAFETY: this advice changes no byte. Refused, it costs speed.
             let _ = unsafe { region.advise(base + start, end - start, Advice::LinuxHugepage) };
         }
-        // Memory that cannot be had is noticed here, where there is a way
-        // out; noticed at a store it would be a SIGBUS.
+        // A lack of memory is noticed here, where the heap can be used instead;
+        // noticed at a store it would be a SIGBUS.
         // SAFETY: this advice changes no byte.
         let populated = unsafe { region.advise(base + offset, bytes, Advice::LinuxPopulateWrite) };
         match populated {
@@ -93,8 +93,8 @@ impl Arena {
         } else {
             Advice::LinuxDontNeed
         };
-        // SAFETY: the lease is being dropped, and no operation owns it: nobody
-        // refers to these bytes. Removed pages read as zeros afterwards.
+        // SAFETY: the lease is being dropped, and no operation owns it: nothing refers
+        // to these bytes. Removed pages read as zeros afterwards.
         if unsafe { region.advise(base + offset, bytes, advice) }.is_err() {
             // SAFETY: as above; the piece lies within our arena.
             unsafe { region.bytes_at(base + offset, bytes).write_bytes(0, bytes) };
@@ -109,7 +109,7 @@ impl Arena {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, usize>> {
-        // No code of others runs under this lock, and none of ours panics.
+        // Only our own code runs under this lock, and it does not panic.
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

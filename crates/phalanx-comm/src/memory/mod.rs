@@ -1,5 +1,5 @@
 //! Aligned memory: [`Bucket`] for callers, [`Scratch`] for the executor, and
-//! the [`Arena`] in which registered buckets lie.
+//! the [`Arena`] for registered buckets.
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::fmt;
@@ -19,8 +19,8 @@ use self::arena::Lease;
 use crate::Element;
 use crate::region::{ALIGN_BYTES, HUGE_BYTES};
 
-/// From here on memory of one's own begins on a huge page's boundary, so that
-/// the system can back it with huge pages where it is set to.
+/// From this size on, private memory begins on a huge page's boundary, so that the
+/// system can back it with huge pages if it is configured to.
 const LARGE_BYTES: usize = HUGE_BYTES;
 
 /// Owned, zeroed, 64-byte aligned bytes.
@@ -30,7 +30,7 @@ struct Block {
     place: Place,
 }
 
-/// Where a block lies, and how it is given back.
+/// The kind of memory a block is in, and how it is freed.
 enum Place {
     Heap,
     /// In memory that other ranks map. The lease gives it back.
@@ -56,7 +56,7 @@ impl Block {
         let Some(start) = NonNull::new(raw) else {
             handle_alloc_error(layout)
         };
-        // Before the zeros, which bring the pages into being.
+        // Before zeroing, which allocates the pages.
         huge_pages(raw, bytes);
         // SAFETY: `bytes` bytes that were just allocated.
         unsafe { raw.write_bytes(0, bytes) };
@@ -185,8 +185,8 @@ impl<T: Element> Bucket<T> {
         }
     }
 
-    /// Whether the bucket lies in memory that the other ranks of the group
-    /// that made it can read and write in place.
+    /// Whether the other ranks of the group that made the bucket can read and write it
+    /// in place.
     pub fn is_registered(&self) -> bool {
         matches!(self.block.place, Place::Arena(_))
     }
@@ -243,7 +243,7 @@ impl Scratch {
     /// At least `bytes` bytes; earlier contents are lost when it grows.
     pub(crate) fn reserve(&mut self, bytes: usize) -> (*mut u8, usize) {
         if bytes > self.block.bytes {
-            // The old block goes first, so that the peak is one block.
+            // The old block is freed first, so that the peak is one block.
             self.block = Block::zeroed(0);
             self.block = Block::zeroed(bytes);
         }

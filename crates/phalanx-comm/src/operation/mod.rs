@@ -1,5 +1,4 @@
-//! One operation of a group: what the caller asked for, and what all ranks
-//! compare.
+//! One operation of a group: what the caller requested, and what all ranks compare.
 
 mod signature;
 
@@ -21,14 +20,14 @@ pub(crate) struct Limits {
     pub(crate) single_copy_min_bytes: Option<usize>,
 }
 
-/// One operation as the caller asked for it, but for its memory.
+/// One operation as the caller requested it, without its memory.
 #[derive(Clone, Debug)]
 pub(crate) struct Operation {
     pub(crate) collective: Collective,
     pub(crate) method: Method,
     /// As [`Spec::short_segments`](crate::plan::Spec::short_segments).
     pub(crate) short_segments: bool,
-    /// Whether the method may be replaced by shared memory: nobody asked for
+    /// Whether the method may be replaced by shared memory: the caller did not request
     /// this one.
     pub(crate) automatic: bool,
     pub(crate) dtype: Option<DType>,
@@ -39,16 +38,16 @@ pub(crate) struct Operation {
     /// Elements that the last parts lack, where the parts that are gathered do not all have `count`
     /// (in shared memory only).
     pub(crate) tail_padding: usize,
-    /// How the elements are made up, where that is not by the world size
+    /// How the elements are divided, where that does not follow from the world size
     /// alone; see [`Signature::lengths`].
     pub(crate) lengths: u16,
-    /// The plan, where the method does not say everything.
+    /// The plan, where the method does not determine it.
     pub(crate) plan: Option<Arc<RankPlan>>,
     pub(crate) label: Option<Arc<str>>,
     pub(crate) timeout: Option<Duration>,
 }
 
-/// Is told of each piece of a result: its first element, and how many it has.
+/// Called for each piece of a result with its first element and its length.
 pub(crate) type Visit<'a> = dyn FnMut(usize, usize) + 'a;
 
 /// Base addresses of an operation's buffers.
@@ -56,8 +55,8 @@ pub(crate) type Visit<'a> = dyn FnMut(usize, usize) + 'a;
 pub(crate) struct Buffers {
     pub(crate) input: *const u8,
     pub(crate) output: *mut u8,
-    /// Whether no reference into them exists, so that other ranks may read
-    /// and write them where they lie in our arena.
+    /// Whether no reference into them exists, so that other ranks may read and write
+    /// them in place in our arena.
     pub(crate) exposed: bool,
 }
 

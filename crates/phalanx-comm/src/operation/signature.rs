@@ -7,8 +7,8 @@ use phalanx_wire::frame::{Header, Kind};
 use crate::plan::{Collective, Method};
 use crate::{DType, Error, ErrorKind, ReduceOp, Result};
 
-/// Room of the sequence number in a cell: enough for a million a second for
-/// eight years.
+/// Bits of the sequence number in a cell: enough for a million a second for eight
+/// years.
 const SEQ_BITS: u32 = 48;
 const SEQ_MAX: u64 = (1 << SEQ_BITS) - 1;
 
@@ -80,7 +80,7 @@ impl Signature {
         self.words() == theirs.0
     }
 
-    /// Compares with a peer's operation; the one place where that ends a group.
+    /// Compares with a peer's operation; the only place where a mismatch ends a group.
     ///
     /// # Errors
     ///
@@ -126,9 +126,8 @@ impl fmt::Display for Signature {
     }
 }
 
-/// A peer's operation in the words of [`Signature::words`], as its cell, its
-/// frames or the store tell it. Shown like [`Signature`]; nothing in it is
-/// trusted.
+/// A peer's operation in the words of [`Signature::words`], read from its cell, its
+/// frames or the store. Displayed like [`Signature`]; nothing in it is trusted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PeerOperation(pub(crate) [u64; 3]);
 
@@ -137,7 +136,7 @@ impl PeerOperation {
     #[inline]
     pub(crate) fn of_frame(header: &Header) -> PeerOperation {
         let codes = [header.collective, header.plan, header.dtype, header.op];
-        // A number that no operation has stays one that none has.
+        // A number beyond the maximum stays one that no operation has.
         let seq = header.seq.min(SEQ_MAX);
         PeerOperation([
             u64::from(u32::from_le_bytes(codes)) | u64::from(header.root) << 32,
@@ -215,7 +214,7 @@ fn describe(
         write!(f, " by {}", method.name())?;
     }
     if lengths != 0 {
-        // Only to be compared: it tells two layouts of one size apart.
+        // Only for comparison: it distinguishes two layouts of one size.
         write!(f, " in lengths #{lengths:04x}")?;
     }
     write!(f, " (seq {seq})")

@@ -13,7 +13,7 @@
 
 use super::{Buf, Hosts, Part, RankPlan, Round, Spec};
 
-/// Who on `host` receives what the `local`th rank of another host has.
+/// The rank of `host` that receives the part of the `local`th rank of another host.
 fn partner(hosts: &Hosts, host: usize, local: usize) -> usize {
     let ranks = hosts.ranks(host);
     ranks.start + local % ranks.len()

@@ -1,8 +1,8 @@
 //! All-reduce, direct: reduce-scatter by chunk owners, then all-gather, a
 //! segment of every chunk at a time.
 //!
-//! With [short segments](Spec::short_segments) no connection gets far ahead of the others that share a card with it, which the last ones would
-//! then have to themselves; on a fast wire their number costs more than that.
+//! With [short segments](Spec::short_segments) no connection gets far ahead of the others that share its network card, so
+//! none is left to finish alone. On a fast network the number of segments costs more than that saves.
 //!
 //! *Steps:* 2 rounds for every segment of a chunk, each with up to `P − 1`
 //! sends and receives in flight. A segment is gathered [`LAG`] rounds of
@@ -22,12 +22,12 @@ use super::{Buf, Part, RankPlan, Round, Spec, rotation, slot};
 /// meanwhile should stay in a core's L2 cache.
 const SEGMENT_MAX_BYTES: usize = 256 << 10;
 
-/// And at least, if the chunk has as many: less would spend its time on
-/// synchronisation. Short segments are this long.
+/// At least, if the chunk has that many: with less, synchronisation would take most of
+/// the time. Short segments have this length.
 const SEGMENT_MIN_BYTES: usize = 64 << 10;
 
-/// Segments of a chunk that is long enough, so that something travels while
-/// something else is folded.
+/// Segments of a chunk that is long enough, so that one travels while another is
+/// folded.
 const SEGMENTS: usize = 4;
 
 /// Segments that are scattered before the first is gathered.
@@ -41,7 +41,7 @@ const fn most_bytes(is_short: bool) -> usize {
     }
 }
 
-/// Bytes of a segment of a chunk of `chunk_bytes`, about.
+/// Approximate bytes of a segment of a chunk of `chunk_bytes`.
 pub(crate) fn segment_bytes(chunk_bytes: usize, is_short: bool) -> usize {
     chunk_bytes
         .div_ceil(SEGMENTS)

@@ -1,5 +1,5 @@
-//! All-reduce in one round: everyone sends everything to everyone, and
-//! everyone folds all of it.
+//! All-reduce in one round: every rank sends all its data to every other, and folds all
+//! of it.
 //!
 //! *Steps:* 1 round with `P − 1` sends and receives in flight.
 //! *Bytes sent per rank:* `(P − 1)·n`: only for small data.

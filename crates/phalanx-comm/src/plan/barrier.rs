@@ -1,7 +1,7 @@
 //! Dissemination barrier.
 //!
 //! *Steps:* `⌈log₂ P⌉` rounds; in round `k` rank `r` sends an empty message to
-//! `r + 2^k` and waits for one from `r − 2^k`. After round `k` it has heard,
+//! `r + 2^k` and waits for one from `r − 2^k`. After round `k` it knows,
 //! directly or not, of the `2^(k+1) − 1` ranks before it.
 //! *Bytes of payload:* none.
 //! *Source:* Hensgen, Finkel and Manber, "Two algorithms for barrier

@@ -21,16 +21,16 @@ use super::grid::{self, Unit};
 use super::local_stage;
 use super::{Hosts, RankPlan, Round, Spec};
 
-/// Data whose latency matters more than how often the root's network card sends it.
+/// Up to this size, latency matters more than how often the root's network card sends the data.
 pub(crate) const TREE_MAX_BYTES: usize = 64 << 10;
 
-/// Where a host stands.
+/// The place of a host in the route of the data.
 struct Route {
     parent: Option<usize>,
     children: Vec<usize>,
     /// Hops from the root's host.
     depth: usize,
-    /// Of all hosts the most hops.
+    /// The largest depth of a host.
     deepest: usize,
 }
 

@@ -1,8 +1,8 @@
-//! Broadcast of large data: the root scatters chunks, then everyone gathers.
+//! Broadcast of large data: the root scatters chunks, then all ranks gather.
 //!
 //! *Steps:* 2 rounds.
 //! *Bytes sent:* the root `(n − n_root) + (P − 1)·n_root`, about `2n`
-//! whatever `P`; another rank `r` sends its chunk to everyone but the root,
+//! whatever `P`; another rank `r` sends its chunk to all ranks but the root,
 //! `(P − 2)·n_r`. The root needs nothing back.
 //! *Use:* large data and three ranks or more.
 //! *Source:* van de Geijn's scatter–all-gather broadcast, as in MPICH for long

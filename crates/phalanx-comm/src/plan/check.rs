@@ -9,12 +9,12 @@
 //! * a send without its receive in the same round, or the other way round, or
 //!   of another length (so: no deadlock);
 //! * everything that [`RankPlan::check_local`] forbids;
-//! * a read of memory that nobody wrote, or a fold that mixes elements;
+//! * a read of memory that was not written, or a fold that mixes elements;
 //! * a result that is not what the collective promises, in canonical order
 //!   with one rounding (for chains one a host), or for the ring in ring order
 //!   and for rails by hosts, and equal everywhere;
-//! * more or fewer bytes sent than the method's file states, and a ring rank
-//!   that talks to anybody but its neighbours.
+//! * more or fewer bytes sent than the method's file states, and a ring rank that talks
+//!   to a rank other than its neighbours.
 
 use std::collections::HashMap;
 
@@ -112,7 +112,7 @@ fn check_neighbours(plans: &[RankPlan]) -> Result {
 /// An interned [`Expr`].
 type ExprId = u32;
 
-/// What an element is.
+/// The value of an element.
 #[derive(Clone, PartialEq, Eq, Hash)]
 enum Expr {
     /// An element of this rank's initial data.
@@ -228,7 +228,7 @@ struct Simulation {
     memory: Vec<[Memory; 3]>,
     exprs: Vec<Expr>,
     ids: HashMap<Expr, ExprId>,
-    /// Per rank: of which ranks' arrival it knows (for barriers).
+    /// Per rank: the ranks whose arrival it knows of (for barriers).
     known: Vec<Vec<bool>>,
     /// Whether folds of folds are kept as such.
     nested: bool,
@@ -548,8 +548,8 @@ impl Simulation {
 
     /// Whether the cell holds the unchanged data that belongs there.
     fn is_moved(&self, spec: &Spec, rank: usize, cell: &Cell) -> bool {
-        // Which rank's data, and from which of its elements on, must lie at
-        // `cell.start`; and where that stops.
+        // The rank whose data must be at `cell.start`, the first of its elements there,
+        // and the end of that run.
         let n = spec.count;
         let block = cell.start.checked_div(n).unwrap_or(0);
         let inside = cell.start - block * n;

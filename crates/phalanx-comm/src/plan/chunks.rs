@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-/// Cuts `count` elements into `world` consecutive chunks, in rank order.
+/// Splits `count` elements into `world` consecutive chunks, in rank order.
 ///
 /// Boundaries are multiples of a 64-byte line, so that no line and no vector
-/// register is split between two owners. Lines are dealt as evenly as
-/// possible, the first chunks getting one more; with fewer lines than ranks
-/// the last chunks are empty.
+/// register is split between two owners. Lines are distributed as evenly as possible,
+/// the first chunks getting one more; with fewer lines than ranks the last chunks are
+/// empty.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunks {
     count: usize,

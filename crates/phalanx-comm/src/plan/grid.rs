@@ -1,10 +1,9 @@
-//! Hosts × ranks: who handles which elements on every host.
+//! Hosts × ranks: which rank handles which elements on every host.
 //!
-//! On a host with L ranks, local rank `l` is the *holder* of slice `l` of L. Where
-//! all hosts have as many ranks, the holders of a slice form a *rail*. Where
-//! not, slices of different hosts overlap; then the data is cut at all borders
-//! of all hosts, and each run of elements between two borders has one holder on
-//! every host.
+//! On a host with L ranks, local rank `l` is the *holder* of slice `l` of L. If all
+//! hosts have the same number of ranks, the holders of a slice form a *rail*. Otherwise
+//! slices of different hosts overlap; then the data is split at all borders of all
+//! hosts, and each run of elements between two borders has one holder on every host.
 
 use super::{Chunks, Hosts, Spec};
 use std::ops::Range;
@@ -38,7 +37,7 @@ pub(super) fn held(spec: &Spec, hosts: &Hosts, rank: usize) -> Range<usize> {
     slices(spec, hosts, host).range(rank - hosts.ranks(host).start)
 }
 
-/// Everything, in the order in which it is handled; the same on all ranks.
+/// All units, in the order in which they are handled; the same on all ranks.
 pub(super) fn units(spec: &Spec, hosts: &Hosts) -> Vec<Unit> {
     units_within(spec, hosts, std::iter::empty())
 }

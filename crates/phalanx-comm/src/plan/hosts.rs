@@ -2,9 +2,8 @@
 
 use std::ops::Range;
 
-/// The ranks of a group, host by host. Ranks are numbered host by host, as
-/// launchers do; where they are not, a group counts as one host, and plans for
-/// several are not offered.
+/// The ranks of a group, host by host. Ranks are numbered host by host, as launchers
+/// do. Otherwise a group counts as one host, and plans for several hosts are not used.
 ///
 /// ```
 /// use phalanx_comm::plan::Hosts;
@@ -25,7 +24,7 @@ impl Hosts {
         Hosts::of_sizes(&[world])
     }
 
-    /// Hosts with so many ranks each; empty ones are left out.
+    /// Hosts with the given numbers of ranks; empty ones are left out.
     pub fn of_sizes(sizes: &[usize]) -> Hosts {
         let mut firsts = vec![0];
         for size in sizes.iter().filter(|size| **size > 0) {
@@ -37,8 +36,8 @@ impl Hosts {
         Hosts { firsts }
     }
 
-    /// From a name of every rank's host, in rank order. `None` when the ranks of a
-    /// host are not neighbours in number.
+    /// From the name of every rank's host, in rank order. `None` when the ranks of a
+    /// host are not numbered consecutively.
     pub fn of_names<T: PartialEq>(names: &[T]) -> Option<Hosts> {
         let mut sizes: Vec<usize> = Vec::new();
         for (rank, name) in names.iter().enumerate() {
@@ -71,7 +70,7 @@ impl Hosts {
         self.firsts.partition_point(|first| *first <= rank) - 1
     }
 
-    /// Ranks of the host with the most.
+    /// Number of ranks of the largest host.
     pub fn most_ranks(&self) -> usize {
         (0..self.count())
             .map(|host| self.ranks(host).len())

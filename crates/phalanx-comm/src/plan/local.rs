@@ -1,5 +1,4 @@
-//! What must hold of one rank's plan on its own, for the executor to be
-//! allowed to run it over raw memory.
+//! The properties of one rank's plan that let the executor run it over raw memory.
 
 use std::fmt;
 
@@ -34,8 +33,8 @@ impl RankPlan {
     /// one receive per peer and round, and that local steps do not overlap
     /// their own sources other than exactly.
     ///
-    /// The executor turns parts into raw memory accesses; these are the
-    /// facts that its safety rests on.
+    /// The executor turns parts into raw memory accesses; its safety depends on these
+    /// facts.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! What hierarchical plans do inside one host.
+//! The steps of hierarchical plans inside one host.
 
 use std::ops::Range;
 
@@ -20,8 +20,8 @@ impl Inbox {
     }
 }
 
-/// Scratch of a rank on a chain of hosts: for every unit under way an inbox, and
-/// behind it the prefix over the hosts before.
+/// Scratch of a rank on a chain of hosts: for every unit in progress an inbox, followed
+/// by the prefix over the previous hosts.
 pub(super) struct ChainScratch {
     locals: usize,
     stride: usize,
@@ -29,8 +29,9 @@ pub(super) struct ChainScratch {
 }
 
 impl ChainScratch {
-    /// Of a rank on `host`. Data is scattered in one tick, folded `host` ticks later, and what
-    /// that gave is used in the tick after: units that many ticks apart share a place.
+    /// The scratch of a rank on `host`. Data is scattered in one tick, folded `host` ticks
+    /// later, and the result is used one tick later. Units that many ticks apart share a
+    /// place.
     pub(super) fn new(spec: &Spec, hosts: &Hosts, units: &[Unit], host: usize) -> ChainScratch {
         let longest = units.iter().flatten().map(|run| run.elems.len()).max();
         ChainScratch {
@@ -64,9 +65,8 @@ pub(super) fn run_of(unit: &Unit, host: usize, rank: usize) -> Option<&Run> {
     unit.iter().find(|run| run.holders[host] == rank)
 }
 
-/// Everyone sends each run of its data, which lies in `from`, to its holder on
-/// this host. Returns what the holder's own run has to be folded from, in ascending
-/// rank order.
+/// Every rank sends each run of its data, which is in `from`, to its holder on this
+/// host. Returns the parts from which the rank's own run is folded, in ascending rank order.
 pub(super) fn scatter(
     round: &mut Round,
     unit: &Unit,

@@ -14,8 +14,8 @@
 //! `check` simulates all ranks symbolically and compares the result
 //! with what the collective promises.
 //!
-//! Vocabulary: a *bucket* (what the caller hands over) consists of *chunks*
-//! (one per rank); a transfer moves as *segments* (one frame each).
+//! Terms: a *bucket* (the caller's data) consists of *chunks* (one per rank); a
+//! transfer moves as *segments* (one frame each).
 
 mod all_gather_hosts;
 mod all_reduce_chain;
@@ -56,23 +56,23 @@ use crate::region::ALIGN_BYTES;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Collective {
-    /// Everyone ends with the reduction of everyone's data.
+    /// All ranks end with the reduction of all ranks' data.
     AllReduce,
-    /// Everyone ends with the root's data.
+    /// All ranks end with the root's data.
     Broadcast,
     /// The root ends with the reduction; the others' data is unchanged.
     Reduce,
-    /// Everyone ends with everyone's data, in rank order.
+    /// All ranks end with the data of all ranks, in rank order.
     AllGather,
     /// Rank `r` ends with part `r` of the reduction.
     ReduceScatter,
-    /// The root ends with everyone's data, in rank order.
+    /// The root ends with the data of all ranks, in rank order.
     Gather,
     /// Rank `r` ends with part `r` of the root's data.
     Scatter,
-    /// Rank `r` ends with part `r` of everyone's data, in rank order.
+    /// Rank `r` ends with part `r` of the data of all ranks, in rank order.
     AllToAll,
-    /// Nobody leaves before everybody has come.
+    /// No rank leaves before all ranks have come.
     Barrier,
     /// One rank's data goes to one other rank.
     SendRecv,
@@ -113,7 +113,7 @@ impl Collective {
         }
     }
 
-    /// Whether one rank plays a special part.
+    /// Whether one rank has a special role.
     pub const fn has_root(self) -> bool {
         matches!(
             self,
@@ -129,7 +129,7 @@ impl Collective {
         )
     }
 
-    /// Whether data goes from rank to rank as it is.
+    /// Whether data is moved unchanged from rank to rank.
     pub const fn moves(self) -> bool {
         matches!(
             self,
@@ -141,8 +141,8 @@ impl Collective {
         )
     }
 
-    /// Whether data is replaced where it lies, so that `Output` holds the
-    /// input at first and there is no `Input`.
+    /// Whether data is replaced in place, so that `Output` initially holds the input
+    /// and there is no `Input`.
     pub const fn in_place(self) -> bool {
         matches!(
             self,
@@ -173,14 +173,14 @@ impl Collective {
     }
 }
 
-/// How a collective is carried out. One file each in this folder, whose head
-/// comment gives steps, bytes and order of additions.
+/// How a collective is carried out. Each method has a file in this directory, whose
+/// head comment gives steps, bytes and order of additions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Method {
     /// All-reduce: reduce-scatter by chunk owners, then all-gather.
     AllReduceDirect,
-    /// All-reduce: everyone gets everything and folds it all.
+    /// All-reduce: every rank gets all data and folds it.
     AllReduceOneRound,
     /// All-reduce over neighbours only.
     AllReduceRing,
@@ -188,7 +188,7 @@ pub enum Method {
     BroadcastTree,
     /// Broadcast: scatter of chunks, then all-gather.
     BroadcastScatter,
-    /// Reduce: everyone sends to the root, which folds.
+    /// Reduce: all ranks send to the root, which folds.
     ReduceRoot,
     /// Reduce: chunk owners fold, then send to the root.
     ReduceOwners,
@@ -221,7 +221,7 @@ pub enum Method {
     ReduceScatterHosts,
 }
 
-/// How a method adds.
+/// The order and rounding of a method's additions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fold {
     /// The left fold in ascending rank order, rounded once.
@@ -232,7 +232,7 @@ enum Fold {
     Other,
 }
 
-/// What is to say of a method beside its plan.
+/// The properties of a method, apart from its plan.
 struct Row {
     method: Method,
     collective: Collective,
@@ -414,7 +414,7 @@ impl Method {
     }
 }
 
-/// One collective, seen from nowhere: what all ranks agree on.
+/// One collective, independent of the rank: what all ranks agree on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Spec {
     /// How it is carried out.
@@ -460,7 +460,7 @@ impl Spec {
         }
     }
 
-    /// How `count` elements are cut into one chunk per rank.
+    /// How `count` elements are split into one chunk per rank.
     pub fn chunks(&self) -> Chunks {
         Chunks::new(self.count, self.world, self.line_elems())
     }
@@ -494,7 +494,7 @@ fn padded_elems(elems: usize, elem_bytes: usize) -> usize {
     elems.next_multiple_of(line_elems(elem_bytes))
 }
 
-/// Which memory a [`Part`] lies in.
+/// The memory of a [`Part`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Buf {
     /// The caller's input; only read.
@@ -508,7 +508,7 @@ pub enum Buf {
 /// A run of elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Part {
-    /// The memory it lies in.
+    /// Its memory.
     pub buf: Buf,
     /// Its first element.
     pub start: usize,
@@ -538,8 +538,8 @@ impl Part {
     }
 }
 
-/// One message, seen from one side. Zero elements still make one (empty)
-/// frame: that is what barriers are made of.
+/// One message, seen from one side. A message of zero elements is still one (empty)
+/// frame: barriers consist of these.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfer {
     /// The other rank.

@@ -1,9 +1,9 @@
-//! What must wait for what: the order that is left when rounds may overlap.
+//! The dependencies between operations that remain when rounds may overlap.
 //!
-//! A plan is written in rounds because that is easy to check. To wait for the
-//! end of each round before the next begins, however, would leave the wire idle
-//! while a rank folds. So the executor runs ahead: an operation (a send, a
-//! receive, a local step) may begin as soon as
+//! A plan is written in rounds because that is easy to check. But waiting for the end
+//! of each round before the next begins would leave the network idle while a rank
+//! folds. So the executor runs ahead: an operation (a send, a receive, a local step)
+//! may begin as soon as
 //!
 //! * every *earlier* operation of this rank is complete that touches the same
 //!   memory, unless both only read it,
@@ -11,20 +11,19 @@
 //!   order of the plan, because that is how the peer expects them, and
 //! * its round is less than [`WINDOW`] rounds ahead of the first unfinished one.
 //!
-//! Then every operation reads what it would have read in the order of the
-//! rounds, so results are the same to the last bit. Nothing can get stuck: of
-//! all unfinished operations of all ranks, one of the lowest round waits
-//! for none but finished ones, and it is the first of its direction on both
-//! sides.
+//! Then every operation reads the same data as in the order of the rounds, so results
+//! are the same to the last bit. There is no deadlock: of all unfinished operations of
+//! all ranks, one of the lowest round waits only for finished ones, and it is the first
+//! of its direction on both sides.
 //!
-//! A transfer of *nothing* is a signal (barriers are made of those): it waits for
-//! everything in earlier rounds.
+//! A transfer of zero elements is a *signal* (barriers consist of these): it waits for
+//! all operations of earlier rounds.
 
 use std::ops::Range;
 
 use super::{Local, Part, RankPlan, Round};
 
-/// Rounds that may be under way at the same time.
+/// Rounds that may be in progress at the same time.
 pub(crate) const WINDOW: usize = 16;
 
 /// One operation of a rank, numbered in program order: the rounds one after
@@ -48,7 +47,7 @@ pub(crate) struct Order {
     pub(crate) waits: Vec<u32>,
     /// Operations of every round.
     pub(crate) in_round: Vec<u32>,
-    /// Who waits for an operation: `followers[starts[i]..starts[i + 1]]`.
+    /// The operations that wait for operation `i`: `followers[starts[i]..starts[i + 1]]`.
     followers: Vec<u32>,
     starts: Vec<u32>,
 }
@@ -104,7 +103,7 @@ impl Order {
         &self.followers[self.range(step)]
     }
 
-    /// As if nothing had to wait.
+    /// An order without any dependencies.
     #[cfg(test)]
     pub(crate) fn forget(&mut self) {
         self.waits.fill(0);
@@ -142,7 +141,7 @@ fn conflict(in_a: &Round, a: Step, in_b: &Round, b: Step) -> bool {
     found
 }
 
-/// A transfer without data, whose coming is the message.
+/// A transfer without data, whose arrival is the message.
 fn is_signal(round: &Round, step: Step) -> bool {
     match step {
         Step::Send(i) => round.sends[i].part.len == 0,

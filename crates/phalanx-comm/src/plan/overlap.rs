@@ -1,6 +1,6 @@
-//! Runs all ranks' plans on symbols with rounds overlapping: at every turn one
-//! of the operations that may run, anywhere, is picked at random. Whatever the
-//! order, the result must be the one promised.
+//! Runs all ranks' plans on symbols with overlapping rounds: each step runs a random
+//! one of the operations, of any rank, that may run. The result must be correct in
+//! every order.
 
 use std::collections::VecDeque;
 

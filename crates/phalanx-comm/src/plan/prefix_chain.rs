@@ -1,22 +1,22 @@
-//! A fold in canonical order that passes every host once, and whose result goes to
-//! the ranks that want it: what reduce and reduce-scatter over hosts have in common.
+//! A fold in canonical order that passes every host once, and whose result goes to the
+//! ranks that take it: the common part of reduce and reduce-scatter over hosts.
 //!
 //! The data is cut into runs (`grid.rs`), each with a holder on every host. The
 //! ranks of a host send a run to its holder; the holder on host `h` receives the
 //! prefix over hosts `0..h`, folds its own ranks onto it and passes it on; the one
-//! on the last host has the result and sends it to its *taker*. Nobody's data is
-//! overwritten but by a result that is taken.
+//! on the last host has the result and sends it to its *taker*. A rank's data is
+//! overwritten only by a result that it takes.
 
 use super::grid::{Run, Unit};
 use super::local_stage::{self, ChainScratch};
 use super::{Buf, Hosts, Local, Part, RankPlan, Round, Spec};
 
-/// What is folded, and where to.
+/// The source and the destination of the fold.
 pub(super) struct Chain<'a, T> {
     pub(super) units: Vec<Unit>,
     /// Where every rank has its data.
     pub(super) from: Buf,
-    /// Who takes the result of a run, and where it wants it.
+    /// The rank that takes the result of a run, and the place for it.
     pub(super) taker: T,
     pub(super) hosts: &'a Hosts,
 }
@@ -36,7 +36,7 @@ impl<T: Fn(&Run) -> (usize, Part)> Chain<'_, T> {
             let sources = local_stage::scatter(&mut round, unit, self.from, at, &scratch.inbox(u));
             (round, sources)
         };
-        // Of a single rank there is nothing to fold on the first host.
+        // With a single rank there is nothing to fold on the first host.
         let folds = locals > 0 || host > 0 || last == 0;
         let across = |tick: usize| {
             let mut round = Round::default();
@@ -45,7 +45,7 @@ impl<T: Fn(&Run) -> (usize, Part)> Chain<'_, T> {
                 let unit = units.get(u)?;
                 Some((u, unit, local_stage::run_of(unit, host, rank)?))
             };
-            // What was folded here one tick ago: onwards, or to who takes it.
+            // The result folded here one tick ago goes to the next host, or to its taker.
             if let Some((u, _, run)) = unit_in(host + 1) {
                 let part = match folds {
                     true => scratch.prefix(u, run),

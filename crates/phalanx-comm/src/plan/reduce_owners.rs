@@ -5,7 +5,7 @@
 //! unless it is the root: `n`, and `n − n_root` for the root.
 //! *Order of additions:* canonical.
 //! *Scratch:* `P` chunks: the data of ranks other than the root is not
-//! touched, so an owner's result needs a place of its own.
+//! touched, so an owner's result needs a separate place.
 
 use super::{Buf, Part, RankPlan, Round, Spec, rotation};
 
@@ -19,7 +19,7 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     let chunk = |owner| Part::of(Buf::Output, chunks.range(owner));
     let mine = chunk(rank);
     let stride = spec.padded(mine.len);
-    // The own slot is free for the result.
+    // The rank's own slot is free for the result.
     let inbox = |peer: usize| Part::new(Buf::Scratch, peer * stride, mine.len);
     plan.scratch_elems = stride * spec.world;
 

@@ -1,4 +1,4 @@
-//! Reduce of small data: everyone sends to the root, which folds.
+//! Reduce of small data: all ranks send to the root, which folds.
 //!
 //! *Steps:* 1 round.
 //! *Bytes sent:* `n` by every rank but the root.

@@ -206,8 +206,8 @@ fn a_changed_hierarchical_plan_is_noticed() {
     }
 }
 
-/// Calls `change` with a copy of the plans for every place in them, and wants
-/// the checker to refuse each changed copy.
+/// Calls `change` with a copy of the plans for every place in them; the checker must
+/// refuse each changed copy.
 fn refuses(
     spec: &Spec,
     what: &str,

@@ -1,8 +1,8 @@
-//! Collectives in one round, of lengths that are equal or differ by rank.
+//! Collectives in one round, with lengths that are equal or differ by rank.
 //!
-//! Where they differ they are no [`Spec`]s: the lengths are part of them. All
-//! ranks know the same lengths (or, for all-to-all, have compared them), so
-//! both sides of every transfer agree on its size.
+//! If lengths differ there is no [`Spec`]: the lengths are part of the collective. All
+//! ranks know the same lengths (or, for all-to-all, have compared them), so both sides
+//! of every transfer agree on its size.
 //!
 //! *Steps:* 1 round.
 //! *Bytes sent per rank:* all-gather: `(P − 1)·n_r`; reduce-scatter: all
@@ -60,7 +60,7 @@ pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
     }
 }
 
-/// Where each rank's run begins when `lengths` lie one behind the other.
+/// Where each rank's run begins when runs of `lengths` are one behind the other.
 fn starts(lengths: &[usize]) -> Vec<usize> {
     lengths
         .iter()

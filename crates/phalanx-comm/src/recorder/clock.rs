@@ -1,12 +1,12 @@
-//! The recorder's clock: readable in a few nanoseconds, and alike in all
-//! processes of a host, so that one may read what another wrote.
+//! The recorder's clock: readable in a few nanoseconds, and the same in all processes
+//! of a host, so that one can read the times of another.
 
 use std::sync::OnceLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// What a tick is.
+/// The unit of a tick.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Clock {
     /// A nanosecond of the kernel's monotonic clock: about 25 ns a reading.
@@ -24,8 +24,8 @@ pub(crate) struct Anchor {
 }
 
 impl Clock {
-    /// The counter where the kernel itself keeps time by it: then it runs
-    /// evenly and alike on all cores.
+    /// The counter, if the kernel itself uses it as its clock source: then it runs
+    /// evenly and the same on all cores.
     pub(crate) fn best() -> Clock {
         static BEST: OnceLock<Clock> = OnceLock::new();
         *BEST.get_or_init(|| {
@@ -166,7 +166,7 @@ mod tests {
     fn a_reading_costs_nanoseconds() {
         let clock = Clock::best();
         let mut last = 0;
-        // The fastest of many tries: tests run beside compilers, unoptimised.
+        // The fastest of many tries: tests run unoptimised, at the same time as compilers.
         let fastest = (0..100).map(|_| {
             let started = Instant::now();
             for _ in 0..1000 {

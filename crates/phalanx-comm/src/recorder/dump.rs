@@ -14,17 +14,17 @@ use crate::status::words::{Mask, printable, ranks_of, read_text};
 use crate::{DType, ErrorKind, ReduceOp};
 use phalanx_base::host_name;
 
-/// How far an operation came.
+/// The state of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
-    /// Issued; earlier ones are not over.
+    /// Issued; earlier operations are not over.
     Queued,
     /// In progress, or waiting.
     Running,
     /// Complete.
     Done,
-    /// Failed, here or elsewhere.
+    /// Failed, on this rank or another.
     Aborted,
 }
 
@@ -37,7 +37,7 @@ pub struct Phase {
     pub for_ms: u64,
 }
 
-/// Where in the training a rank is; both counted from 1.
+/// A rank's position in the training; both are counted from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
     /// Pass over the data.
@@ -85,11 +85,11 @@ pub struct Entry {
     pub state: State,
     /// When it was issued.
     pub queued_ns: u64,
-    /// When it was its turn.
+    /// When it started to run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub started_ns: Option<u64>,
-    /// When first something moved after a wait. Operations below 32 KiB are
-    /// not timed so finely.
+    /// When data first moved after a wait. Operations below 32 KiB are not timed this
+    /// finely.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub progress_ns: Option<u64>,
     /// When it was over.
@@ -110,12 +110,12 @@ pub struct Entry {
     pub slowest: Option<u32>,
 }
 
-/// Why a rank gave up, as far as a reader of dumps must tell it apart.
+/// The kind of failure of a rank, as a reader of dumps distinguishes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Failure {
-    /// It lost a peer: that died, left, or the connection to it broke.
+    /// A peer died or left, or the connection to it broke.
     PeerLost,
     /// A deadline passed.
     Timeout,
@@ -125,7 +125,7 @@ pub enum Failure {
     Aborted,
     /// Its thread panicked.
     Panicked,
-    /// Anything else, also what a newer version may call it.
+    /// Any other failure, also kinds of newer versions.
     #[serde(other)]
     Other,
 }
@@ -153,7 +153,7 @@ impl Failure {
         Some(Self::ALL.get(at).copied().unwrap_or(Failure::Other))
     }
 
-    /// What an error is.
+    /// The failure of an error's kind.
     pub(crate) fn of(kind: ErrorKind) -> Failure {
         match kind {
             ErrorKind::PeerLost => Failure::PeerLost,
@@ -165,7 +165,7 @@ impl Failure {
     }
 }
 
-/// What one rank's recorder held at one moment.
+/// The contents of one rank's recorder at one moment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dump {
     /// [`Dump::FORMAT`].
@@ -177,7 +177,7 @@ pub struct Dump {
     /// Generation of its newest group.
     #[serde(rename = "epoch")]
     pub generation: u32,
-    /// The ranks that are in this generation, where the group was formed anew; empty: all.
+    /// The ranks in this generation, if the group was re-formed; empty: all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub members: Vec<usize>,
     /// Host name.
@@ -190,33 +190,33 @@ pub struct Dump {
     /// What kind of failure that was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<Failure>,
-    /// How the process ended, if whoever took the dump knows.
+    /// How the process ended, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<String>,
     /// When it was taken (when it failed, if it did), on the host's monotonic
     /// clock...
     pub taken_ns: u64,
-    /// ...and in nanoseconds since 1970: with both, dumps of several hosts
-    /// can be laid side by side.
+    /// ...and in nanoseconds since 1970: with both, dumps of several hosts can be
+    /// compared.
     pub taken_unix_ns: u64,
-    /// Where the rank wants its dumps; not part of a file.
+    /// The directory for the rank's dumps; not part of a file.
     #[serde(skip)]
     pub folder: Option<PathBuf>,
-    /// How long the rank asked for between SIGTERM and SIGKILL
+    /// The time that the rank requested between SIGTERM and SIGKILL
     /// ([`ProcessGroup::set_stop_grace`](crate::ProcessGroup::set_stop_grace)); not part of a file.
     #[serde(skip)]
     pub stop_grace: Option<Duration>,
     /// What the rank was doing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase: Option<Phase>,
-    /// Where in the training.
+    /// The rank's position in the training.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub position: Option<Position>,
     /// Operations ever recorded.
     pub recorded: u64,
     /// Texts that operations refer to.
     pub labels: Vec<String>,
-    /// The newest first, so that a truncated file still tells the end.
+    /// The newest first, so that a truncated file still has the last operations.
     pub entries: Vec<Entry>,
 }
 
@@ -224,19 +224,19 @@ impl Dump {
     /// Name and version of the format.
     pub const FORMAT: &'static str = "phalanx flight 1";
 
-    /// What the rank that has this memory recorded, whatever became of it.
+    /// Reads the recorder of the rank that uses this memory, even if the rank is dead.
     ///
     /// # Errors
     ///
-    /// A text that says why there is nothing to read.
+    /// The reason why there is nothing to read, as text.
     pub fn from_memory(file: &OwnedFd) -> Result<Dump, String> {
         let words = memory::read_words(file)?;
         let clock = Clock::from_code(words[head::CLOCK]).unwrap_or(Clock::Monotonic);
         Ok(Dump::decode(&words, clock.anchor()))
     }
 
-    /// Reads all `WORDS` words; they may say anything. `now` is on the
-    /// recorder's clock.
+    /// Reads all `WORDS` words, which are not trusted. `now` is on the recorder's
+    /// clock.
     pub(crate) fn decode(words: &[u64], now: Anchor) -> Dump {
         debug_assert_eq!(words.len(), WORDS);
         let first = Anchor {
@@ -317,10 +317,9 @@ impl Dump {
     }
 }
 
-/// Whether the rank has gone on after what is noted as its failure: a subgroup
-/// failed, and an operation of another group was begun afterwards and carried
-/// out. The group of all ranks is outlived by a new generation only, which clears
-/// the note.
+/// Whether the rank has continued after its recorded failure: a subgroup failed, and an
+/// operation of another group was begun afterwards and completed. After a failure of
+/// the group of all ranks only a new generation continues, which clears the record.
 pub(super) fn is_outlived(word: impl Fn(usize) -> u64) -> bool {
     let (failed_at, failed) = (word(head::FAILED_AT), word(head::FAILED_GROUP));
     let is_of_all = failed & u64::from(u32::MAX) == 0;
@@ -342,7 +341,7 @@ pub(crate) fn position(packed: u64) -> Option<Position> {
     })
 }
 
-/// For whom the operation with this ticket and entry waits; `word` gives the recorder's.
+/// The ranks that the operation with this ticket and entry waits for; `word` reads the recorder's words.
 fn awaited(entry: &[u64], ticket: u64, word: impl Fn(usize) -> u64) -> Vec<u32> {
     let mut mask = Mask::default();
     let (low, wide) = mask.split_at_mut(entry::AWAITED_WORDS);
@@ -355,7 +354,7 @@ fn awaited(entry: &[u64], ticket: u64, word: impl Fn(usize) -> u64) -> Vec<u32> 
 }
 
 impl Entry {
-    /// `word` gives the recorder's words, `words` are those of the entry.
+    /// `word` reads the recorder's words, `words` are those of the entry.
     pub(crate) fn decode(
         words: &[u64],
         ticket: u64,

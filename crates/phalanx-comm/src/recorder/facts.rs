@@ -1,4 +1,4 @@
-//! What is known of another rank that does not come, and how it is said.
+//! What is known about another rank that is late, and how it is reported.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -15,7 +15,7 @@ pub(super) const MAX_RECORD_BYTES: usize = 2048;
 /// A record older than this does not say what its rank is doing now.
 const STALE: Duration = Duration::from_secs(12);
 
-/// What `entry` is for the other groups of its rank.
+/// `entry` as seen by the other groups of its rank.
 pub(super) fn elsewhere(entry: &Entry) -> Option<Elsewhere> {
     Some(Elsewhere {
         op: entry.op.clone(),
@@ -25,22 +25,22 @@ pub(super) fn elsewhere(entry: &Entry) -> Option<Elsewhere> {
     })
 }
 
-/// What a rank tells the ranks that share no memory with it, through the store.
+/// What a rank publishes through the store for the ranks that share no memory with it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
     pub(super) host: String,
-    /// Kernel and pid namespace: where the pid means something.
+    /// Kernel and pid namespace in which the pid is valid.
     pub(super) machine: String,
     pub(super) pid: u32,
     pub(super) phase: Option<String>,
-    /// For how long, when it was said.
+    /// How long the phase had lasted when this was written.
     pub(super) phase_ms: u64,
     pub(super) position: u64,
     pub(super) entered: Option<u64>,
     pub(super) done: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) elsewhere: Option<Elsewhere>,
-    /// When it was said.
+    /// When this was written.
     pub(super) unix_ms: u64,
 }
 
@@ -64,7 +64,7 @@ pub(super) fn machine() -> String {
     format!("{}/{}", boot.trim(), pid_space())
 }
 
-/// What is known of one rank.
+/// What is known about one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fact {
     pub(crate) rank: usize,
@@ -77,7 +77,7 @@ pub(crate) struct Fact {
     /// The last collective it entered, and the last it completed.
     pub(crate) entered: Option<u64>,
     pub(crate) done: Option<u64>,
-    /// For whom it waits now itself; of ranks whose cell we see.
+    /// The ranks it waits for now; known only for ranks whose cell we can read.
     pub(crate) awaits: Vec<usize>,
     pub(crate) elsewhere: Option<Elsewhere>,
 }
@@ -119,7 +119,7 @@ impl Fact {
             position: if is_fresh { record.position } else { 0 },
             entered: record.entered.filter(|_| is_fresh),
             done: record.done.filter(|_| is_fresh),
-            // It has told so seconds ago; who it was then would be a guess.
+            // The record is seconds old, so the ranks awaited now would be a guess.
             awaits: Vec::new(),
             elsewhere: record.elsewhere.filter(|_| is_fresh),
         }
@@ -140,12 +140,12 @@ impl Fact {
         self.entered == Some(seq) && self.done != Some(seq)
     }
 
-    /// Whether the kernel says that it cannot go on by itself.
+    /// Whether, according to the kernel, it is stopped or dead.
     pub(super) fn is_halted(&self) -> bool {
         self.is_local && matches!(Process::look(self.pid), Process::Stopped | Process::Dead)
     }
 
-    /// What it is doing instead of coming to `seq`, without its name.
+    /// What it is doing instead of joining operation `seq`, without its name.
     pub(super) fn doing(&self, seq: Option<u64>) -> String {
         let process = if self.is_local {
             Process::look(self.pid)
@@ -187,10 +187,10 @@ impl Fact {
     }
 }
 
-/// Who holds everybody up when `missing` ranks do not come to rank `me`: those
-/// that the kernel holds, and else those that do not wait themselves. A rank of
-/// which nothing is known is taken for one of these. When all wait for each
-/// other, or for `me`, it is the missing ones.
+/// The ranks to blame when the `missing` ranks do not reach rank `me`: those that are
+/// stopped or dead, otherwise those that do not wait themselves. A rank about which
+/// nothing is known counts as not waiting. When all wait for each other, or for `me`,
+/// these are the missing ones.
 pub(super) fn culprits(facts: &[Fact], me: usize, missing: &[usize]) -> Vec<usize> {
     let mut seen = BTreeSet::from([me]);
     let mut next: Vec<usize> = missing.to_vec();
@@ -213,7 +213,7 @@ pub(super) fn culprits(facts: &[Fact], me: usize, missing: &[usize]) -> Vec<usiz
     found
 }
 
-/// What the kernel says of a process.
+/// The state of a process according to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Process {
     Unknown,
@@ -229,7 +229,7 @@ impl Process {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Process::Dead,
             Err(_) => return Process::Unknown,
         };
-        // The state follows the name, which is in parentheses and may hold any.
+        // The state follows the name, which is in parentheses and may contain parentheses.
         let state = stat
             .rsplit_once(") ")
             .and_then(|(_, rest)| rest.chars().next());
@@ -268,15 +268,15 @@ mod tests {
             awaits: awaits.to_vec(),
             ..fact()
         };
-        // 3 waits for 2, which waits for 0, of which nothing is known.
+        // 3 waits for 2, which waits for 0, about which nothing is known.
         let facts = [rank(1, &[]), rank(2, &[0, 3])];
         assert_eq!(culprits(&facts, 3, &[2]), [0]);
         assert_eq!(culprits(&facts, 3, &[2, 1]), [0, 1]);
-        // In a circle: as it is.
+        // In a cycle: the missing ranks.
         let facts = [rank(1, &[2]), rank(2, &[3, 1])];
         assert_eq!(culprits(&facts, 3, &[2]), [2]);
         assert_eq!(culprits(&facts, 3, &[]), [0; 0]);
-        // What the kernel says is beyond doubt.
+        // The kernel's state takes precedence.
         let dead = Fact {
             is_local: true,
             pid: u32::MAX,

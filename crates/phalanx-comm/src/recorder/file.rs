@@ -1,7 +1,7 @@
 //! Dumps as files: `rank-N.json`, one JSON document each.
 //!
-//! The newest operation comes first and every operation has a line of its
-//! own, so that a file which was cut off can still be read up to the cut.
+//! The newest operation comes first and every operation has its own line, so that a
+//! truncated file can still be read up to the cut.
 
 use std::fmt;
 use std::fs::File;
@@ -19,10 +19,10 @@ use crate::status::words::{MASK_WORDS, printable};
 /// Largest file that is read; ours have at most two megabytes.
 pub const MAX_DUMP_BYTES: u64 = 8 << 20;
 
-/// Longest text kept of a file's strings.
+/// Longest string kept from a file.
 const MAX_TEXT_BYTES: usize = 1024;
 
-/// Why a file is no dump.
+/// Why a file is not a dump.
 #[derive(Debug)]
 pub struct DumpError(String);
 
@@ -35,14 +35,14 @@ impl fmt::Display for DumpError {
 impl std::error::Error for DumpError {}
 
 impl Dump {
-    /// Writes `rank-N.json` into `dir`, which is made if need be; replaces an
-    /// older one as a whole.
+    /// Writes `rank-N.json` into `dir`, which is created if needed; atomically replaces
+    /// an older file.
     ///
     /// # Errors
     ///
     /// Those of the file system.
     pub fn write_into(&self, dir: &Path) -> std::io::Result<PathBuf> {
-        // A link of the folder's owner could lead anywhere.
+        // A symbolic link could lead anywhere.
         if let Ok(about) = std::fs::symlink_metadata(dir)
             && about.is_symlink()
             && ![0, geteuid().as_raw()].contains(&about.uid())
@@ -60,8 +60,8 @@ impl Dump {
         let name = format!("rank-{}.json", self.rank);
         let path = dir.join(&name);
         let temporary = dir.join(format!(".{name}.{}.tmp", std::process::id()));
-        // Made, never opened: where others may write to the folder, a link may lie
-        // there, and what it leads to is not ours. One of an earlier process is removed.
+        // Created, never opened: where others may write to the directory, the name may
+        // be a link to a file that is not ours. A file of an earlier process is removed.
         let _ = std::fs::remove_file(&temporary);
         let written = File::create_new(&temporary)
             .and_then(|mut file| file.write_all(self.to_json()?.as_bytes()))
@@ -91,7 +91,7 @@ impl Dump {
         Ok(text)
     }
 
-    /// Reads a dump. The flag says that the file was cut off and only the newest
+    /// Reads a dump. The flag is true if the file was truncated and only the newest
     /// operations could be read.
     ///
     /// # Errors
@@ -184,10 +184,10 @@ impl Dump {
     }
 }
 
-/// More ranks than any job has; a limit for tables that are made of it.
+/// More ranks than any job has; a limit for tables sized by it.
 const MAX_WORLD: usize = 1 << 20;
 
-/// Reads the complete lines of a file that was cut off.
+/// Reads the complete lines of a truncated file.
 fn salvage(bytes: &[u8]) -> Option<Dump> {
     let end = bytes.iter().rposition(|byte| *byte == b'\n')?;
     let kept = bytes[..end].strip_suffix(b",").unwrap_or(&bytes[..end]);

@@ -1,4 +1,4 @@
-//! The executor's side: what is noted of one operation while it runs.
+//! The executor's side: records one operation while it runs.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -13,18 +13,17 @@ use crate::status::StatusCell;
 use crate::status::words::{MASK_WORDS, Mask, ranks_of, set_rank};
 use crate::transport::Interest;
 
-/// An operation of fewer bytes takes microseconds: its parts are not timed,
-/// and if it ever waited, it did nothing else worth speaking of.
+/// An operation of fewer bytes takes microseconds: its parts are not timed, and if it
+/// waited, all of its time counts as waiting.
 const BRIEF_BYTES: usize = 32 << 10;
 
-/// No rank is waited for.
+/// No rank is awaited.
 const NOBODY: Mask = [0; MASK_WORDS];
 
-/// Notes the operations of one group, one after another.
+/// Records the operations of one group, one after another.
 ///
-/// Whatever path an operation takes, it calls [`begin`](Flight::begin), then
-/// [`waiting`](Flight::waiting) each time before it sleeps and [`progress`](Flight::progress) when it goes on, and
-/// [`end`](Flight::end).
+/// Every operation calls [`begin`](Flight::begin), then [`waiting`](Flight::waiting) each time before it sleeps
+/// and [`progress`](Flight::progress) when it continues, and [`end`](Flight::end).
 pub(crate) struct Flight {
     recorder: Arc<Recorder>,
     watched: Arc<Watched>,
@@ -42,14 +41,14 @@ pub(crate) struct Flight {
     started: u64,
     waiting: bool,
     ever_waited: bool,
-    /// Whether ranks from 128 up were noted as awaited.
+    /// Whether ranks from 128 up were recorded as awaited.
     noted_wide: bool,
     since: u64,
     waited: u64,
     progressed: u64,
     folded: u64,
     awaited: Mask,
-    /// Words of a mask that this group's ranks have.
+    /// Words of a mask that this group's ranks need.
     mask_words: usize,
     /// The rank waited for longest, plus 1, and how long.
     slowest: (u64, u64),
@@ -110,7 +109,7 @@ impl Flight {
         }
     }
 
-    /// It is this operation's turn.
+    /// The operation starts to run.
     #[inline]
     pub(crate) fn begin(&mut self, operation: &Operation, signature: &Signature) {
         let recorder = &*self.recorder;
@@ -155,7 +154,7 @@ impl Flight {
             .current
             .store(self.ticket.wrapping_add(1), Release);
         if let Some(cell) = &self.cell {
-            // An operation that failed left whom it had waited for.
+            // A failed operation left the ranks that it had waited for.
             cell.await_ranks(&self.awaited[..self.mask_words]);
             if self.is_collective {
                 cell.enter(signature.seq);
@@ -163,16 +162,16 @@ impl Flight {
         }
     }
 
-    /// Whether a wait after so many fruitless attempts is worth a note: the
-    /// first, short one of a brief operation is not.
+    /// Whether to record a wait after this number of attempts without progress: the
+    /// first, short one of a brief operation is not recorded.
     #[inline]
     pub(crate) fn notes_wait(&self, spins: u32) -> bool {
         !self.brief || spins > 0
     }
 
-    /// Nothing moves: these ranks are waited for. To be called before every
-    /// sleep that [`notes_wait`](Flight::notes_wait); repeated for the same
-    /// ranks it costs nothing.
+    /// Nothing moves: these ranks are awaited. To be called before a sleep if
+    /// [`notes_wait`](Flight::notes_wait) is true; repeated for the same ranks it costs
+    /// nothing.
     #[inline]
     pub(crate) fn waiting(&mut self, want: &[Interest]) {
         let mut mask = NOBODY;
@@ -193,7 +192,7 @@ impl Flight {
             self.recorder.clock.ticks()
         };
         if self.waiting {
-            // Somebody came; the time goes to those who did not.
+            // A rank has come; the time is attributed to the ranks that have not.
             let still: Mask = std::array::from_fn(|i| self.awaited[i] & mask[i]);
             if still != NOBODY {
                 self.awaited = still;
@@ -216,7 +215,7 @@ impl Flight {
         }
     }
 
-    /// Notes which ranks from 128 up this operation waits for.
+    /// Records which ranks from 128 up this operation waits for.
     fn note_wide(&mut self, wide: &[u64]) {
         if !self.noted_wide && wide.iter().all(|word| *word == 0) {
             return;
@@ -231,7 +230,7 @@ impl Flight {
         word(head::AWAITED_WIDE_OF).store(self.ticket.wrapping_add(1), Release);
     }
 
-    /// The same ranks by the numbers that people know, as far as there is room.
+    /// The same ranks by their numbers in the first generation, as far as there is room.
     fn first_ranks(&self, mask: Mask) -> Mask {
         let Some(roster) = &self.roster else {
             return mask;
@@ -272,7 +271,7 @@ impl Flight {
             cell.await_ranks(&NOBODY[..self.mask_words]);
         }
         if !self.brief {
-            // Also tells watchers that a long transfer is not a stuck one.
+            // Also lets watchers distinguish a long transfer from a stuck one.
             let words = self.recorder.memory.entry(self.ticket);
             if self.progressed == 0 {
                 words[entry::PROGRESS].store(now, Relaxed);
@@ -310,7 +309,7 @@ impl Flight {
         }
     }
 
-    /// The operation is over, well or not.
+    /// The operation is over, successfully or not.
     #[inline]
     pub(crate) fn end(&mut self, signature: &Signature, is_ok: bool) {
         let now = self.recorder.clock.ticks();
@@ -371,9 +370,8 @@ impl Flight {
         Instant::now().checked_sub(ago).filter(|_| busy > 0)
     }
 
-    /// Of the `missing` ranks and those for whom they wait themselves, the ones
-    /// that hold everybody up, as far as that is known, and what they are
-    /// doing instead. Never empty unless `missing` is.
+    /// The ranks to blame among the `missing` ones and those they wait for, as far as
+    /// known, and what they are doing instead. Never empty unless `missing` is.
     #[cold]
     pub(crate) fn blame(
         &self,
@@ -384,7 +382,7 @@ impl Flight {
         self.watched.blame(missing, seq)
     }
 
-    /// Writes the reason down, and the recorder out.
+    /// Records the reason and writes the dump.
     #[cold]
     pub(crate) fn failed(&self, error: &Error) {
         let failure = Failure::of(error.kind());

@@ -1,4 +1,4 @@
-//! What ranks say of themselves to each other and to the launcher, from an enemy.
+//! Fuzzes what ranks publish about themselves for each other and for the launcher.
 
 use super::clock::Clock;
 use super::dump::Dump;
@@ -6,8 +6,8 @@ use super::facts::{Fact, Record};
 use super::layout::{ENTRIES, LABELS, MAGIC, VERSION, WORDS, entry, entry_at, head, state};
 use crate::status::Elsewhere;
 
-/// What a rank of another host does, through the store: what is printed of it
-/// has no control characters.
+/// The record of a rank of another host, from the store: the printed text has no
+/// control characters.
 pub(crate) fn record(data: &[u8]) {
     let Some(record) = Record::decode(data) else {
         return;
@@ -50,8 +50,8 @@ pub(crate) fn record_seeds() -> Vec<Vec<u8>> {
     .collect()
 }
 
-/// A rank's memory as the launcher reads it: words, each of two bytes for its
-/// place and eight for its value, over an empty one.
+/// A rank's memory as the launcher reads it: an empty one with words written to it,
+/// each as two bytes of index and eight of value.
 pub(crate) fn memory(data: &[u8]) {
     let mut words = vec![0_u64; WORDS];
     (words[head::MAGIC], words[head::VERSION]) = (MAGIC, VERSION);

@@ -1,4 +1,4 @@
-//! Where things lie in a recorder's memory, in 64-bit words.
+//! The layout of a recorder's memory, in 64-bit words.
 //!
 //! ```text
 //! header   who, which clock, phase, why it failed        4 KiB
@@ -6,14 +6,14 @@
 //! labels   255 texts of at most 248 B                     64 KiB
 //! ```
 //!
-//! The memory may be shared with the launcher, which reads it when the rank
-//! was killed and cannot speak any more.
+//! The memory may be shared with the launcher, which can still read it after the rank
+//! was killed.
 
 /// Operations remembered.
 pub(crate) const ENTRIES: usize = 4096;
 /// Different labels remembered.
 pub(crate) const LABELS: usize = 255;
-/// Says that an operation had a label for which there was no room.
+/// The operation had a label for which there was no room.
 pub(crate) const LABEL_LOST: u16 = u16::MAX;
 
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"PHLXFLT\0");
@@ -23,7 +23,7 @@ pub(crate) const VERSION: u64 = 1;
 pub(crate) mod head {
     pub(crate) const MAGIC: usize = 0;
     pub(crate) const VERSION: usize = 1;
-    /// The process that writes; 0: nobody yet.
+    /// The process that writes; 0: none yet.
     pub(crate) const OWNER: usize = 2;
     /// `world << 32 | rank`.
     pub(crate) const RANK: usize = 3;
@@ -45,22 +45,22 @@ pub(crate) mod head {
     /// Why: text, padded with zeros.
     pub(crate) const REASON: usize = 17;
     pub(crate) const REASON_WORDS: usize = 64;
-    /// What kind of failure it was; 0: not said. See `Failure`.
+    /// The kind of failure; 0: not set. See `Failure`.
     pub(crate) const FAILURE: usize = 81;
     /// `generation << 32 | group` in which it failed.
     pub(crate) const FAILED_GROUP: usize = 82;
-    /// Milliseconds that the rank wants between SIGTERM and SIGKILL; 0: not said.
+    /// Milliseconds that the rank requests between SIGTERM and SIGKILL; 0: not set.
     pub(crate) const STOP_GRACE_MS: usize = 83;
-    /// Tickets given out; on a cache line of its own.
+    /// Tickets issued; on its own cache line.
     pub(crate) const TICKETS: usize = 96;
-    /// The operation, by ticket + 1, of which [`AWAITED_WIDE`] tells; 0: of none.
+    /// The operation that [`AWAITED_WIDE`] belongs to, as ticket + 1; 0: none.
     pub(crate) const AWAITED_WIDE_OF: usize = 104;
-    /// Ranks from 128 up that it waits for, as bits: the last operation that waited for such.
+    /// Ranks from 128 up that the operation waits for, as bits.
     pub(crate) const AWAITED_WIDE: usize = 105;
-    /// Where the rank wants its dumps: a path, padded with zeros.
+    /// The directory for the rank's dumps: a path, padded with zeros.
     pub(crate) const DIR: usize = 128;
     pub(crate) const DIR_WORDS: usize = 128;
-    /// Members of the newest generation by their first ranks, as bits; none: not said.
+    /// Members of the newest generation by their first ranks, as bits; none: not set.
     pub(crate) const MEMBERS: usize = 256;
     pub(crate) const MEMBERS_WORDS: usize = 256;
     pub(crate) const WORDS: usize = 512;
@@ -68,7 +68,7 @@ pub(crate) mod head {
 
 /// Words of an entry.
 pub(crate) mod entry {
-    /// Ticket + 1, or [`BUSY`](super::BUSY) while the entry is being made; 0: never used.
+    /// Ticket + 1, or [`BUSY`](super::BUSY) while the entry is being written; 0: never used.
     pub(crate) const STAMP: usize = 0;
     pub(crate) const SEQ: usize = 1;
     /// `generation << 32 | group`.
@@ -93,10 +93,10 @@ pub(crate) mod entry {
     pub(crate) const WORDS: usize = 16;
 }
 
-/// In a stamp: somebody is making this entry.
+/// In a stamp: a thread is writing this entry.
 pub(crate) const BUSY: u64 = 1 << 63;
-/// The ticket of an operation for which there was no room; its entry is a
-/// spare one that nobody reads.
+/// The ticket of an operation for which there was no room; its entry is a spare one
+/// that is never read.
 pub(crate) const NO_TICKET: u64 = u64::MAX;
 
 /// States of an operation, as stored.

@@ -28,7 +28,7 @@ impl Memory {
         Region::anonymous(BYTES).map(|region| Memory { region })
     }
 
-    /// The memory file at `path`, unless another process writes it already.
+    /// The memory file at `path`, unless another process already writes it.
     pub(crate) fn shared(path: &str) -> std::io::Result<Memory> {
         let wrong = |what: &str| Err(std::io::Error::other(what.to_owned()));
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
@@ -96,8 +96,8 @@ impl Memory {
         let _ = ticket;
     }
 
-    /// A copy of the entry, if it is still (or again) that of `ticket` and
-    /// nobody was writing it meanwhile.
+    /// A copy of the entry, if it is still (or again) that of `ticket` and was not
+    /// written meanwhile.
     pub(crate) fn read_entry(&self, ticket: u64) -> Option<[u64; entry::WORDS]> {
         let words = self.entry(ticket);
         let before = words[entry::STAMP].load(Acquire);
@@ -130,15 +130,15 @@ impl Memory {
 ///
 /// # Errors
 ///
-/// When the system has no memory. Where it refuses memory files (a container's seccomp
-/// filter) there is no error: the rank keeps its recorder to itself, and writes dumps itself.
+/// When the system has no memory. If it forbids memory files (a container's seccomp filter)
+/// there is no error: the rank's recorder is private, and the rank writes dumps itself.
 pub fn create_memory() -> std::io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = match rustix::fs::memfd_create("phalanx-flight", flags | MemfdFlags::NOEXEC_SEAL)
         .or_else(|_| rustix::fs::memfd_create("phalanx-flight", flags))
     {
         Ok(file) => file,
-        // What no rank takes for a recorder, and no launcher for one that was written.
+        // A file that no rank accepts as a recorder, and no launcher as one that was written.
         Err(Errno::PERM | Errno::ACCESS | Errno::NOSYS) => {
             let none = rustix::fs::open("/dev/null", OFlags::CLOEXEC, rustix::fs::Mode::empty())?;
             return Ok(none);
@@ -151,7 +151,7 @@ pub fn create_memory() -> std::io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// All words of a memory file; an error says what is wrong with it.
+/// All words of a memory file; the error describes what is wrong with it.
 pub(crate) fn read_words(file: &OwnedFd) -> Result<Vec<u64>, String> {
     let failed = |e: std::io::Error| format!("the recorder's memory cannot be read: {e}");
     let file = File::from(file.try_clone().map_err(failed)?);

@@ -1,4 +1,4 @@
-//! The flight recorder: what this rank's last 4096 operations were, always on.
+//! The flight recorder: records this rank's last 4096 operations, always on.
 //!
 //! | part | does |
 //! |---|---|
@@ -6,22 +6,20 @@
 //! | `memory`, `layout` | a fixed piece of memory, private or shared with the launcher |
 //! | `clock` | a clock that costs a few nanoseconds |
 //! | `dump`, `file` | the memory as a value, as JSON, and back |
-//! | `monitor`, `watch`, `facts` | a thread that says who is late, in what, and what it is doing instead |
+//! | `monitor`, `watch`, `facts` | a thread that reports which ranks are late, for which operation, and what they are doing instead |
 //!
-//! *Cost:* an operation makes some twenty relaxed stores into memory of its
-//! own and reads the processor's counter twice; nothing is allocated, and no
-//! lock is taken unless the operation has a label.
+//! *Cost:* an operation makes some twenty relaxed stores into its own entry and reads
+//! the processor's counter twice; it allocates nothing, and takes no lock unless it has
+//! a label.
 //!
-//! *Who writes the dumps.* A rank writes its own when it fails
+//! *Dumps.* A rank writes its own when it fails
 //! ([`ProcessGroup::set_flight_dir`](crate::ProcessGroup::set_flight_dir),
-//! `PHALANX_FLIGHT_DIR`). Under `phalanx launch` and `phalanx train` the
-//! memory is shared with the launcher (`PHALANX_FLIGHT_FILE`), which writes
-//! them instead: also for ranks that were killed or stopped, and on SIGUSR2 to
-//! the *launcher*. No signal handler is installed in a rank: SIGUSR2 to a rank
-//! ends it, as any process that does not expect it; a program that was not
-//! started by the launcher reads
-//! [`ProcessGroup::flight`](crate::ProcessGroup::flight) from a thread or a
-//! handler of its own.
+//! `PHALANX_FLIGHT_DIR`). Under `phalanx launch` and `phalanx train` the memory is
+//! shared with the launcher (`PHALANX_FLIGHT_FILE`), which writes them instead: also
+//! for ranks that were killed or stopped, and on SIGUSR2 to the *launcher*. No signal
+//! handler is installed in a rank: SIGUSR2 to a rank ends it, like any process without
+//! a handler. A program that was not started by the launcher can call
+//! [`ProcessGroup::flight`](crate::ProcessGroup::flight) from a thread.
 
 pub(crate) mod clock;
 mod dump;
@@ -57,9 +55,9 @@ use layout::{
 };
 use memory::Memory;
 
-/// Names the memory file of a rank's recorder; set by the launcher.
+/// Environment variable with the memory file of a rank's recorder; set by the launcher.
 pub const FILE_VARIABLE: &str = "PHALANX_FLIGHT_FILE";
-/// Names the folder into which a failing rank writes its recorder.
+/// Environment variable with the directory into which a failing rank writes its recorder.
 pub const DIR_VARIABLE: &str = "PHALANX_FLIGHT_DIR";
 
 /// One rank's recorder, shared by its groups.
@@ -70,20 +68,20 @@ pub(crate) struct Recorder {
     late_after: Duration,
     /// When the declared phase must be over, on the monotonic clock; 0: there is none.
     busy_until_ns: AtomicU64,
-    /// The launcher sees the memory, so it writes the dumps.
+    /// The launcher shares the memory, so it writes the dumps.
     is_shared: bool,
     labels: Mutex<Vec<Arc<str>>>,
-    /// What others see of this rank, one cell a group.
+    /// This rank's status cells, which others read; one per group.
     cells: Mutex<Vec<Weak<StatusCell>>>,
     dir: Mutex<Option<PathBuf>>,
-    /// Whether the failure in the memory was written into a file.
+    /// Whether the recorded failure was written into a file.
     dumped: Mutex<bool>,
 }
 
-/// The text of a phase, as it lies in memory.
+/// The text of a phase, as stored in memory.
 type PhaseName = [u64; head::PHASE_WORDS];
 
-/// What a rank did before a declared phase.
+/// What a rank was doing before a declared phase.
 pub(crate) struct Earlier {
     name: PhaseName,
     busy_until_ns: u64,
@@ -92,7 +90,7 @@ pub(crate) struct Earlier {
 /// Where a recorder's memory comes from.
 pub(crate) enum Place {
     Private,
-    /// What the launcher offers, if it does.
+    /// The launcher's memory file, if there is one.
     Launcher,
 }
 
@@ -140,9 +138,9 @@ impl Recorder {
         })
     }
 
-    /// A group of this generation is formed of the ranks that had the numbers in
-    /// `roster` in the first one; others see `cell` in it. The first group of an
-    /// generation is of all that are left: what failed before is over.
+    /// A group of this generation is formed of the ranks with the numbers in `roster`
+    /// in the first one; its other ranks read `cell`. The first group of a generation
+    /// has all remaining ranks: earlier failures are cleared.
     pub(crate) fn join(&self, generation: u32, roster: &[usize], cell: Option<&Arc<StatusCell>>) {
         let mut dumped = lock(&self.dumped);
         let word = self.memory.word(head::GENERATION);
@@ -172,7 +170,7 @@ impl Recorder {
         self.show_phase(words);
     }
 
-    /// No name: the rank does not say what it is doing.
+    /// An empty name: what the rank is doing is unknown.
     fn show_phase(&self, name: PhaseName) {
         let memory = &self.memory;
         let is_said = name[0] != 0;
@@ -204,7 +202,7 @@ impl Recorder {
         earlier
     }
 
-    /// The phase has ended; the rank does what it did `earlier`.
+    /// The phase has ended; the rank is again doing what it did `earlier`.
     pub(crate) fn end_phase(&self, earlier: &Earlier) {
         self.beat();
         self.busy_until_ns.store(earlier.busy_until_ns, Relaxed);
@@ -216,7 +214,7 @@ impl Recorder {
         self.busy_until_ns.load(Relaxed) > clock::monotonic_ns()
     }
 
-    /// Tells the ranks of this host that this one is in a declared phase, if it is.
+    /// Publishes to the ranks of this host that this one is in a declared phase, if it is.
     fn beat(&self) {
         let until = self.busy_until_ns.load(Relaxed);
         if until > 0 {
@@ -228,13 +226,13 @@ impl Recorder {
         }
     }
 
-    /// What the launcher shall allow this rank between SIGTERM and SIGKILL.
+    /// Requests the time between SIGTERM and SIGKILL from the launcher.
     pub(crate) fn set_stop_grace(&self, grace: Duration) {
         let ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         self.memory.word(head::STOP_GRACE_MS).store(ms, Relaxed);
     }
 
-    /// Where in the training the rank is; both counted from 1.
+    /// Sets the rank's position in the training; both are counted from 1.
     pub(crate) fn set_position(&self, epoch: u64, step: u64) {
         let packed = (epoch << 40 | step & ((1 << 40) - 1)) + 1;
         self.memory.word(head::POSITION).store(packed, Relaxed);
@@ -269,12 +267,12 @@ impl Recorder {
         words[entry::STATE].store(state::ABORTED, Release);
     }
 
-    /// A ticket whose entry belongs to the caller: until it stores the stamp
-    /// as a writer, and until it ends the operation as the only one to change it.
+    /// A ticket whose entry belongs to the caller: no other thread writes it until the
+    /// caller stores the stamp, and none changes it until the caller ends the
+    /// operation.
     ///
-    /// Entries of operations that are not over are left alone, however many
-    /// came since: they tell where a rank hangs. [`NO_TICKET`] when all are
-    /// of this kind.
+    /// Entries of operations that are not over are kept, however many were issued
+    /// since: they show where a rank hangs. [`NO_TICKET`] when all are of this kind.
     #[inline]
     fn claim(&self) -> u64 {
         for _ in 0..ENTRIES {
@@ -356,8 +354,8 @@ impl Recorder {
     pub(crate) fn set_dir(&self, dir: &Path) {
         let mut own = lock(&self.dir);
         let dir = own.get_or_insert_with(|| absolute(dir));
-        // A launcher that has no folder of its own takes this one. A path that
-        // is cut would be another one.
+        // A launcher without its own directory uses this one. A truncated path would be
+        // another one.
         if let Some(text) = dir.to_str().filter(|t| t.len() < 8 * head::DIR_WORDS) {
             write_text(text, head::DIR_WORDS, |i, word| {
                 self.memory.word(head::DIR + i).store(word, Relaxed);
@@ -365,8 +363,8 @@ impl Recorder {
         }
     }
 
-    /// The rank failed in a group: the first reason is kept, and the recorder
-    /// written. It is the first again when the rank has outlived the earlier one.
+    /// The rank failed in a group: records the first reason and writes the dump. After
+    /// the rank has continued from a failure, the next one counts as the first.
     #[cold]
     pub(crate) fn failed(&self, (generation, group): (u32, u32), reason: &str, failure: Failure) {
         let memory = &self.memory;
@@ -376,7 +374,7 @@ impl Recorder {
         }
         let word = |at: usize| memory.word(at).load(Relaxed);
         if word(head::FAILED_AT) == 0 || dump::is_outlived(word) {
-            // Readers see no reason without its moment.
+            // Readers see no reason without its time.
             memory.word(head::FAILED_AT).store(0, Relaxed);
             std::sync::atomic::fence(Release);
             write_text(reason, head::REASON_WORDS, |i, word| {
@@ -398,7 +396,7 @@ impl Recorder {
         }
     }
 
-    /// Writes the recorder into its folder; `None` when it has none.
+    /// Writes the recorder into its directory; `None` when it has none.
     pub(crate) fn write(&self) -> Option<std::io::Result<PathBuf>> {
         let dir = lock(&self.dir).clone()?;
         Some(self.dump().write_into(&dir))
@@ -415,7 +413,7 @@ fn root(operation: &Operation) -> u64 {
     (operation.target as u64) << 32 | operation.root as u64
 }
 
-/// Ranks may change their folder.
+/// Ranks may change their working directory.
 fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }

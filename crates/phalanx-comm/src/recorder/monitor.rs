@@ -1,8 +1,8 @@
-//! One thread a process that looks at all its groups twice a second.
+//! One thread per process that checks all its groups twice a second.
 //!
-//! It only reads what ranks have noted, so it costs the ranks nothing, and it
-//! runs while they are busy: a late rank can say what it is doing. A process that is
-//! stopped says nothing.
+//! It only reads what ranks have recorded, so it costs the ranks nothing. It runs while
+//! they are busy, so a late rank can report what it is doing. A stopped process reports
+//! nothing.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::Thread;
@@ -22,12 +22,12 @@ static GROUPS: Mutex<Groups> = Mutex::new(Groups {
     thread: None,
 });
 
-/// Looks at this group from now on, as long as it exists.
+/// Checks this group from now on, as long as it exists.
 pub(crate) fn watch(group: Weak<Watched>) {
     let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
     groups.watched.push(group);
     if let Some(thread) = &groups.thread {
-        // Now: a rank that is stopped in a moment cannot say who it is then.
+        // At once: a rank that is stopped soon could not publish its identity later.
         thread.unpark();
         return;
     }
@@ -59,21 +59,21 @@ fn run() {
             let others = watched.iter().map(Arc::as_ref);
             others.filter(move |other| other.is_same_rank_as(&group))
         };
-        // A rank that waits itself holds nobody up by its phase.
+        // A rank that waits itself delays no other rank by its phase.
         let is_busy = |group: &Arc<Watched>| {
             group.recorder.is_busy()
                 && !group.is_in_operation()
                 && !others(group).any(Watched::is_in_operation)
         };
         let busy: Vec<bool> = watched.iter().map(is_busy).collect();
-        // Before anything that may wait for the store.
+        // Before any call that may wait for the store.
         for (group, _) in watched.iter().zip(&busy).filter(|(_, busy)| **busy) {
             group.beat();
         }
         for (group, busy) in watched.iter().zip(busy) {
             group.look(others(group), busy);
         }
-        // Who leaves its group meanwhile is the last to hold it.
+        // A thread that leaves its group meanwhile is the last to hold it.
         drop(watched);
         std::thread::park_timeout(TURN);
     }

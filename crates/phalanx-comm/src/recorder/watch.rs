@@ -1,5 +1,5 @@
-//! One group as its watcher sees it: the operation in progress, what the
-//! other ranks are doing, and what is said when one does not come.
+//! One group as its watcher sees it: the operation in progress, what the other ranks
+//! are doing, and the report when one is late.
 
 use std::sync::Arc;
 use std::sync::Mutex;
@@ -20,14 +20,14 @@ use crate::status::words::read_text;
 use crate::status::{Elsewhere, StatusCell, pid_space};
 use crate::transport::GroupKeys;
 
-/// When a waiting rank first says for whom; see [`LATE_VARIABLE`].
+/// Time after which a waiting rank first reports the ranks it waits for; see [`LATE_VARIABLE`].
 const LATE_AFTER: Duration = Duration::from_secs(10);
 /// The topic of its keys in the store.
 const TOPIC: &str = "flight";
-/// Idle or in one phase for so long, a rank says so in the store.
+/// After this time idle or in one phase, a rank publishes that in the store.
 const QUIET: Duration = Duration::from_secs(5);
-/// How often a rank in a declared phase says so in the store, and a waiting rank looks there, in a group of up to
-/// [`BEAT_RANKS`] ranks; in larger ones less often, up to [`BEAT_MAX`].
+/// How often a rank in a declared phase publishes it in the store, and a waiting rank reads it, in a group of up
+/// to [`BEAT_RANKS`] ranks; in larger ones less often, up to [`BEAT_MAX`].
 const BEAT: Duration = Duration::from_millis(400);
 const BEAT_RANKS: usize = 64;
 const BEAT_MAX: Duration = Duration::from_secs(5);
@@ -40,7 +40,7 @@ pub(crate) struct Watched {
     rank: usize,
     /// Of the ranks on this host, ours included.
     cells: Vec<Option<Arc<StatusCell>>>,
-    /// Present when some rank can only be asked through the store.
+    /// Present when some rank can only be reached through the store.
     keys: Option<Arc<GroupKeys>>,
     /// The running operation's ticket, plus 1; 0: none.
     pub(super) current: AtomicU64,
@@ -49,26 +49,26 @@ pub(crate) struct Watched {
     /// When something last moved in a long operation, in ticks.
     pub(super) moved: AtomicU64,
     talk: Mutex<Talk>,
-    /// What the store said of ranks without a cell.
+    /// The records read from the store of ranks without a cell.
     heard: Mutex<Vec<Fact>>,
     beats: Mutex<Beats>,
-    /// When a rank without a cell was last heard of in a declared phase, on the monotonic clock; 0: never.
+    /// When a rank without a cell was last known to be in a declared phase, on the monotonic clock; 0: never.
     heard_busy_ns: AtomicU64,
 }
 
-/// What the store says of declared phases: a number that grows while any rank of the group is in one.
+/// The store's record of declared phases: a number that grows while any rank of the group is in one.
 #[derive(Default)]
 struct Beats {
     told_ns: u64,
     asked_ns: u64,
-    /// What was read last; none before the first look.
+    /// The last value read; none before the first read.
     count: Option<Vec<u8>>,
 }
 
-/// What was said, so that it is said once.
+/// What was reported, so that it is reported once.
 #[derive(Default)]
 struct Talk {
-    /// The ticket spoken about, and how often.
+    /// The ticket reported, and how often.
     late: (u64, u32),
     published_ns: Option<u64>,
 }
@@ -122,7 +122,7 @@ impl Watched {
         self.current.load(Relaxed) > 0
     }
 
-    /// Tells the ranks of this host that the rank is in a declared phase, if it is.
+    /// Publishes to the ranks of this host that the rank is in a declared phase, if it is.
     pub(super) fn beat(&self) {
         let until = self.recorder.busy_until_ns.load(Relaxed);
         if let Some(cell) = self.own_cell().filter(|_| until > 0) {
@@ -130,7 +130,8 @@ impl Watched {
         }
     }
 
-    /// The same through the store, and looks whether another rank is in one while an operation waits here for `waited`.
+    /// The same through the store; also checks whether another rank is in one, if an operation has waited here for
+    /// `waited`.
     fn beat_through_store(&self, is_busy: bool, waited: Duration, now_ns: u64) {
         let Some(keys) = &self.keys else { return };
         let ranks = u32::try_from(self.cells.len().div_ceil(BEAT_RANKS)).unwrap_or(u32::MAX);
@@ -148,7 +149,7 @@ impl Watched {
         if waited < every || !is_due(beats.asked_ns) {
             return;
         }
-        // What has grown since an earlier wait may have done so long ago.
+        // A change since an earlier wait may be old.
         if Duration::from_nanos(now_ns.saturating_sub(beats.asked_ns)) > every * 4 {
             beats.count = None;
         }
@@ -156,7 +157,7 @@ impl Watched {
         match keys.store().try_get(&key) {
             Ok(count) => {
                 let count = count.unwrap_or_default();
-                // Whoever leaves the group removes it.
+                // A rank that leaves the group removes it.
                 let is_there = !count.is_empty();
                 if is_there && beats.count.as_ref().is_some_and(|before| *before != count) {
                     self.heard_busy_ns.store(clock::monotonic_ns(), Relaxed);
@@ -173,7 +174,7 @@ impl Watched {
         let others = others.filter(|(rank, _)| *rank != self.rank);
         let of_cells = others.filter_map(|(_, cell)| Some(cell.as_ref()?.busy_ns()));
         let heard = self.heard_busy_ns.load(Relaxed);
-        // A moment to come would put deadlines off for ever.
+        // A time in the future would postpone deadlines forever.
         of_cells.fold(heard, u64::max).min(clock::monotonic_ns())
     }
 
@@ -185,8 +186,8 @@ impl Watched {
         Entry::decode(&words, ticket, scale, word).filter(|e| e.state == State::Running)
     }
 
-    /// Looks at the group; from the watching thread, twice a second. `others` are the
-    /// other groups of the same rank, which `is_busy` in a declared phase and in no operation.
+    /// Checks the group; called by the watching thread, twice a second. `others` are the other
+    /// groups of the same rank, which `is_busy` in a declared phase and in no operation.
     pub(super) fn look<'a>(&self, others: impl Iterator<Item = &'a Watched>, is_busy: bool) {
         let recorder = &*self.recorder;
         let now = recorder.clock.anchor();
@@ -221,10 +222,10 @@ impl Watched {
         self.beat_through_store(is_busy, waited, now.monotonic_ns);
         let Some(entry) = running else { return };
         let limit = Duration::from_nanos(self.limit_ns.load(Relaxed));
-        // The deadline counts from there.
+        // The deadline counts from the last sign of a phase.
         let silent = now.monotonic_ns.saturating_sub(self.others_busy_ns());
         let left = limit.saturating_sub(waited.min(Duration::from_nanos(silent)));
-        // Soon an error will want to know.
+        // An error will soon need it.
         if left < Duration::from_secs(2) {
             self.ask();
         }
@@ -243,7 +244,7 @@ impl Watched {
         }
     }
 
-    /// What is known of all other ranks.
+    /// What is known about all other ranks.
     fn facts(&self) -> Vec<Fact> {
         let (space, now) = (pid_space(), clock::monotonic_ns());
         let mut facts: Vec<Fact> = self
@@ -261,8 +262,8 @@ impl Watched {
         facts
     }
 
-    /// Who of the `missing` ranks, and of those for whom they wait, is to
-    /// blame, and what they are doing instead of coming to `seq`, for an error.
+    /// For an error: the ranks to blame among the `missing` ones and those they wait
+    /// for, and what they are doing instead of joining `seq`.
     pub(super) fn blame(
         &self,
         missing: &[usize],
@@ -274,8 +275,8 @@ impl Watched {
         (culprits, excuse)
     }
 
-    /// What to say of an operation that does not go on; nothing if a lower
-    /// rank of this host waits in it too, and says it.
+    /// The report on an operation without progress; none if a lower rank of this host
+    /// also waits in it and reports it.
     fn report(&self, entry: &Entry, waited: Duration, left: Duration) -> Option<String> {
         let facts = self.facts();
         let is_collective = entry.op != Collective::SendRecv.name();
@@ -342,7 +343,7 @@ impl Watched {
         }
         let wait = if waiting.len() == 1 { "waits" } else { "wait" };
         text.push_str(&format!("\n  {} {wait}", ranks(&waiting)));
-        // Who is in a phase has said so since this wait began, and not long ago.
+        // A rank now in a phase has published it recently and since this wait began.
         let fresh = match self.keys {
             Some(_) => BEAT_MAX,
             None => 3 * BEAT,
@@ -356,8 +357,8 @@ impl Watched {
         Some(text)
     }
 
-    /// Tells ranks that share no memory with us what we are doing, when that
-    /// has not changed for a while.
+    /// Publishes what we are doing to ranks that share no memory with us, when that has
+    /// not changed for a while.
     fn publish(
         &self,
         (running, elsewhere): (Option<&Entry>, Option<Elsewhere>),
@@ -376,7 +377,7 @@ impl Watched {
         let quiet = QUIET.min(if limit.is_zero() { QUIET } else { limit / 4 });
         let is_quiet = waited.max(phase_for) >= quiet;
         let due = match lock(&self.talk).published_ns {
-            // Who we are, once: a rank that is stopped cannot say it any more.
+            // Our identity, once: a rank that is stopped could not publish it later.
             None => true,
             Some(last) => is_quiet && Duration::from_nanos(now_ns.saturating_sub(last)) >= quiet,
         };
@@ -409,7 +410,7 @@ impl Watched {
                     .map_err(|e| e.to_string())
             });
         if let Err(e) = published {
-            // The store may have ended with its rank: no news then.
+            // The store may have ended with its rank: then nothing is published.
             tracing::debug!("the store does not take what rank {} does: {e}", self.rank);
         }
     }
@@ -438,10 +439,10 @@ impl Watched {
     }
 }
 
-/// What `ranks` are doing instead of coming to `seq`; of many ranks, the first
-/// two. What the store has to say was asked before.
+/// What `ranks` are doing instead of joining `seq`; of many ranks, the first two. The
+/// store was read before.
 fn excuse(facts: &[Fact], ranks: &[usize], seq: Option<u64>) -> Option<String> {
-    // Who is waited for may wait itself, for somebody who has not come.
+    // An awaited rank may itself wait for one that has not come.
     let absent = |fact: &&Fact| {
         seq.is_some_and(|seq| !fact.is_in(seq) && fact.done.is_none_or(|done| done < seq))
     };
@@ -467,7 +468,7 @@ fn excuse(facts: &[Fact], ranks: &[usize], seq: Option<u64>) -> Option<String> {
     (!known.is_empty()).then(|| known.join("; ") + advice)
 }
 
-/// After 10 s, 30 s, 60 s and then every minute, if the first is 10 s.
+/// Times of the reports: 10 s, 30 s, 60 s and then every minute, if the first is 10 s.
 fn threshold(first: Duration, said: u32) -> Duration {
     match said {
         0 => first,

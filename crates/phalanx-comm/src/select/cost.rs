@@ -1,4 +1,4 @@
-//! What a plan costs, by formulas (docs/design/collectives.md §1, §4, §5) and constants.
+//! Predicts the cost of a plan, by formulas (docs/design/collectives.md §1, §4, §5) and constants.
 //!
 //! Symbols: n bytes per rank, P ranks, H hosts, L ranks on the largest host.
 //! Wire and memory work of the same plan overlap (`plan::order`), so of the
@@ -18,7 +18,7 @@ pub struct Costs {
     pub core_bytes_per_s: f64,
     /// A message to another host, without its bytes, s.
     pub wire_latency_s: f64,
-    /// What each further message of a round costs its sender, s.
+    /// Cost to the sender of each further message of a round, s.
     pub wire_message_s: f64,
     /// Bytes that a host's network card moves in a second, each way.
     pub wire_bytes_per_s: f64,
@@ -55,7 +55,7 @@ impl Costs {
         let far = hosts.count() > 1;
         let sync = if l > 1.0 || !far { self.sync_s } else { 0.0 };
         let wire = if far { self.wire_latency_s } else { 0.0 };
-        // A round in which everyone talks to everyone.
+        // A round in which all ranks exchange data with all others.
         let all = sync.max(wire) + (p - l - 1.0).max(0.0) * self.wire_message_s;
         let one = sync.max(wire);
         // Seconds for bytes through a host's network card, and through a core.
@@ -150,12 +150,12 @@ impl Costs {
         let (n, p) = (bytes as f64, hosts.world() as f64);
         let segment = |is_short| direct_segment_bytes(bytes / hosts.world(), is_short) as f64;
         let (long, short) = (segment(false), segment(true));
-        // What connections that share a card lose by getting ahead of each other: four
-        // segments, as measured with four hosts at 1 Gbit/s. In exchange every segment
-        // is a message more to each peer, twice.
+        // Connections that share a card drift apart, which costs four segments
+        // (measured with four hosts at 1 Gbit/s). Short segments make this cheaper, but
+        // each segment is one more message to each peer, twice.
         let even = 4.0 * (long - short) / self.wire_bytes_per_s;
         let messages = 2.0 * (p - 1.0) * n / p * (1.0 / short - 1.0 / long);
-        // What is under way at once, a scatter and a gather each, must last for both
+        // The data in flight at once, a scatter and a gather each, must cover both
         // latencies.
         let windows = n / p / short / (WINDOW as f64 / 2.0);
         messages * self.wire_message_s < even
@@ -213,7 +213,7 @@ mod tests {
         let pair = Hosts::of_sizes(&[4, 4]);
         let chain = costs.predict(Method::AllReduceChain, n, &pair);
         assert!(chain < 1.15 * bound(2.0), "{chain}");
-        // Everyone to everyone passes the card L times.
+        // An exchange of all ranks with all others passes the card L times.
         let direct = costs.predict(Method::AllReduceDirect, n, &grid);
         assert!(direct > 3.9 * bound(4.0), "{direct}");
     }

@@ -1,12 +1,12 @@
-//! Which method carries out a collective.
+//! Chooses the method that carries out a collective.
 //!
 //! Pure functions of what all ranks know alike (sizes, hosts, agreed costs,
 //! rules), so all ranks choose alike. What was chosen is in every frame header;
 //! ranks that were configured differently find out at the first frame.
 //!
-//! Only plans in canonical order are chosen unless another is asked for
-//! ([`Algorithm::Fastest`] asks for any), and all of those give the same bits: so it
-//! does not matter for a result what was measured, or chosen.
+//! Only plans in canonical order are chosen unless another is requested
+//! ([`Algorithm::Fastest`] allows any). All canonical plans give the same bits, so
+//! measurements and choices do not affect results.
 
 mod cost;
 mod rules;
@@ -21,13 +21,13 @@ use crate::plan::{Collective, Hosts, Method};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Algorithm {
-    /// What is predicted to be fastest of the plans in canonical order.
+    /// The plan predicted to be fastest among those in canonical order.
     #[default]
     Auto,
     /// Reduce-scatter by chunk owners, then all-gather: two rounds, least
     /// bytes, canonical order.
     Direct,
-    /// Everyone sends everything to everyone and folds it all: one round,
+    /// Every rank sends all its data to every other and folds all of it: one round,
     /// canonical order.
     OneRound,
     /// Over a ring: each rank sends only to its successor and receives only
@@ -42,9 +42,9 @@ pub enum Algorithm {
     /// bytes between more than two hosts. (f16 and bf16 are rounded once per
     /// host on the way.)
     Chain,
-    /// What is predicted to be fastest of all plans, whatever the order of
-    /// additions: the same on all ranks, but a run whose wire was measured to be
-    /// another, or whose data is cut into other sizes, may have other last bits.
+    /// The plan predicted to be fastest, whatever its order of additions. It is the
+    /// same on all ranks, but the last bits may differ between runs whose network
+    /// measurements or data sizes differ.
     Fastest,
 }
 
@@ -122,13 +122,13 @@ impl std::str::FromStr for Algorithm {
     }
 }
 
-/// Most data that is folded in one round: beyond it the scratch memory, not the
-/// synchronisation, decides.
+/// Most data that is folded in one round: beyond it the scratch memory costs more than
+/// the synchronisation.
 const ONE_ROUND_MAX_BYTES: usize = 64 << 10;
 /// Data that is always folded in one round on one host (docs/design/collectives.md §1).
 const ONE_ROUND_MIN_BYTES: usize = 2 << 10;
-/// What one synchronisation costs, in bytes that could be moved meanwhile:
-/// 5 µs at 10 GB/s (docs/design/collectives.md §1).
+/// Cost of one synchronisation, in bytes that could be moved meanwhile: 5 µs at 10 GB/s
+/// (docs/design/collectives.md §1).
 const SYNC_COST_BYTES: f64 = 50_000.0;
 /// Up to this size a tree of whole messages beats two rounds of chunks on one host: the
 /// data is no longer than a few latencies.
@@ -156,7 +156,7 @@ pub struct Selector {
 }
 
 impl Selector {
-    /// All ranks of a group must give the same.
+    /// All ranks of a group must give the same arguments.
     pub fn new(hosts: Hosts, costs: Costs, rules: Rules) -> Selector {
         Selector {
             hosts,
@@ -175,7 +175,7 @@ impl Selector {
         &self.costs
     }
 
-    /// What was prescribed.
+    /// The rules in use.
     pub fn rules(&self) -> &Rules {
         &self.rules
     }
@@ -194,7 +194,7 @@ impl Selector {
         method == Method::AllReduceDirect && self.costs.prefers_short_segments(bytes, &self.hosts)
     }
 
-    /// What is chosen from for a collective of `bytes` per rank without a rule.
+    /// The methods considered for a collective of `bytes` per rank without a rule.
     pub fn candidates(
         &self,
         collective: Collective,
@@ -236,7 +236,7 @@ impl Selector {
         })
     }
 
-    /// What carries out a collective of `bytes` per rank.
+    /// The method for a collective of `bytes` per rank.
     pub fn choose(&self, collective: Collective, bytes: usize, dtype: DType) -> Method {
         if let Some(method) = self.rules.method(collective, bytes) {
             return method;
@@ -286,7 +286,7 @@ impl Selector {
         }
     }
 
-    /// What takes less time than `canonical`, unless that was prescribed. On one host nothing does.
+    /// A method that takes less time than `canonical`, unless that was prescribed. On one host none does.
     fn faster_in_any_order(&self, canonical: Method, bytes: usize) -> Method {
         let prescribed = self.rules.method(Collective::AllReduce, bytes).is_some();
         if prescribed || self.hosts.count() <= 1 {

@@ -1,4 +1,4 @@
-//! What a user prescribes: a method for an operation and a range of sizes.
+//! User rules: a method for an operation and a range of sizes.
 
 use crate::plan::{Collective, Method};
 use crate::{Error, Result};
@@ -49,8 +49,8 @@ struct Rule {
 }
 
 /// Which method carries out which operation in which range of sizes, e.g.
-/// `all_reduce=ring:1MiB-,broadcast=tree`. Of rules that apply the last counts.
-/// All ranks must have the same.
+/// `all_reduce=ring:1MiB-,broadcast=tree`. If several rules apply, the last one counts.
+/// All ranks must have the same rules.
 ///
 /// ```
 /// use phalanx_comm::Rules;
@@ -92,7 +92,7 @@ impl Rules {
         }
     }
 
-    /// These rules, and behind them `others`, which count more.
+    /// These rules followed by `others`, which take precedence.
     #[must_use]
     pub(crate) fn then(mut self, others: Rules) -> Rules {
         self.rules.extend(others.rules);

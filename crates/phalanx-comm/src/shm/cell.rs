@@ -1,15 +1,15 @@
-//! The cell of a rank: what it does, how far it is, and tiny data.
+//! The cell of a rank: its operation, its progress, and tiny data.
 //!
 //! | word | is |
 //! |---|---|
 //! | 0 | phase: how often the rank has published; written last |
 //! | 1–3 | the operation's signature |
-//! | 4 | where its data lies: a [`Place`] |
-//! | 5 | the stage size it wishes for; highest bit: it can read all others' memory |
+//! | 4 | where its data is: a [`Place`] |
+//! | 5 | the stage size it prefers; highest bit: it can read all others' memory |
 //! | 6–14 | data of at most 72 bytes; before the first operation a [`Sign`] |
-//! | 15 | the phase to which it was the last to come, if it had to wake others |
+//! | 15 | the last phase in which it arrived last and had to wake others |
 //!
-//! Each rank has two cells and uses them in turn, one for each collective.
+//! Each rank has two cells and alternates between them, one for each collective.
 
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
@@ -23,7 +23,7 @@ const WISH: usize = 5;
 const PAYLOAD: usize = 6;
 const LAST: usize = 15;
 
-/// Data up to this size rides in the cell.
+/// Data up to this size is stored in the cell.
 pub(super) const PAYLOAD_BYTES: usize = (LAST - PAYLOAD) * 8;
 
 /// A place that is staged.
@@ -67,14 +67,14 @@ impl<'a> Cell<'a> {
         word.load(SeqCst)
     }
 
-    /// Makes everything written before visible to who sees `phase`.
+    /// Makes everything written before visible to readers of `phase`.
     #[inline]
     pub(super) fn publish(self, phase: u64) {
         let word = self.segment.cell_word(self.rank, self.which, PHASE);
         word.store(phase, SeqCst);
     }
 
-    /// Tells those who slept that this rank was the last to come to `phase`.
+    /// Publishes, for the ranks that slept, that this rank was the last to reach `phase`.
     pub(super) fn was_last(self, phase: u64) {
         let word = self.segment.cell_word(self.rank, self.which, LAST);
         word.store(phase, Relaxed);
@@ -109,7 +109,7 @@ impl<'a> Cell<'a> {
         })
     }
 
-    /// Where the rank says that its data lies; not checked.
+    /// The published place of the rank's data; not checked.
     pub(super) fn place(self) -> Place {
         let word = self.segment.cell_word(self.rank, self.which, PLACE);
         match word.load(Relaxed) {
@@ -119,19 +119,19 @@ impl<'a> Cell<'a> {
         }
     }
 
-    /// The stage size it wishes for; not checked.
+    /// The stage size it prefers; not checked.
     pub(super) fn wish(self) -> usize {
         let word = self.segment.cell_word(self.rank, self.which, WISH);
         usize::try_from(word.load(Relaxed) & !READS).unwrap_or(usize::MAX)
     }
 
-    /// Whether it says that it can read all others' memory.
+    /// Whether it claims to read all others' memory; not checked.
     pub(super) fn reads(self) -> bool {
         let word = self.segment.cell_word(self.rank, self.which, WISH);
         word.load(Relaxed) & READS != 0
     }
 
-    /// Puts a sign where data comes later.
+    /// Writes a sign into the room for data.
     pub(super) fn show(self, sign: Sign) {
         for (i, value) in sign.words().into_iter().enumerate() {
             let word = self.segment.cell_word(self.rank, self.which, PAYLOAD + i);
@@ -139,7 +139,7 @@ impl<'a> Cell<'a> {
         }
     }
 
-    /// The sign that is there; not checked.
+    /// The sign in the cell; not checked.
     pub(super) fn shown(self) -> Sign {
         Sign::of(std::array::from_fn(|i| {
             let word = self.segment.cell_word(self.rank, self.which, PAYLOAD + i);
@@ -147,7 +147,7 @@ impl<'a> Cell<'a> {
         }))
     }
 
-    /// Where tiny data lies: [`PAYLOAD_BYTES`], aligned to 16.
+    /// The room for tiny data: [`PAYLOAD_BYTES`], aligned to 16.
     pub(super) fn payload(self) -> *mut u8 {
         self.segment.cell_bytes(self.rank, self.which, PAYLOAD)
     }

@@ -1,4 +1,4 @@
-//! What collectives in shared memory move.
+//! Counts the bytes that collectives in shared memory move.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct CollectiveBytes {
     /// Copied into memory that the others read, and out of it.
     pub staged_bytes: u64,
-    /// Copied from where they lay straight to where they belong.
+    /// Copied directly from input to output.
     pub moved_bytes: u64,
     /// Read by reductions, all ranks' inputs together.
     pub folded_bytes: u64,
 }
 
-/// Counted by the rank's executor, read by anyone.
+/// Written by the rank's executor, readable from any thread.
 #[derive(Default)]
 pub(crate) struct Counters {
     staged: AtomicU64,

@@ -1,26 +1,24 @@
-//! Reading memory that a peer has not registered, where it lies.
+//! Reads memory of a peer in place, without registration.
 //!
-//! `process_vm_readv` copies once, from the peer's buffer into ours, where a
-//! stage takes two copies; the kernel looks at each page on the way. It needs
-//! no shared mapping, and a wrong or vanished address is an error of the call
-//! and not of this process.
+//! `process_vm_readv` copies once, from the peer's buffer into ours, where a stage
+//! takes two copies; the kernel handles each page. It needs no shared mapping, and an
+//! invalid address is an error of the call, not a fault of this process.
 //!
-//! The kernel grants it among processes of one user, unless it is told not to
-//! (Yama's `ptrace_scope`, a container's seccomp filter, other user or PID
-//! namespaces). So each rank *tries*: it reads a random number from all others
-//! and says whether it found them; only if all could read all is anything
-//! read this way. The number also shows that a process id means the same
-//! process here and there.
+//! The kernel allows it between processes of one user, unless forbidden (Yama's
+//! `ptrace_scope`, a container's seccomp filter, other user or PID namespaces). So each
+//! rank *tries*: it reads a random number from all others and publishes whether it
+//! found them. Only if all ranks could read all others is this path used. The number
+//! also shows that a process id means the same process on both sides.
 
 use std::io;
 
-/// `0` has everything staged, for comparison.
+/// `0` stages everything, for comparison.
 const VARIABLE: &str = "PHALANX_SINGLE_COPY";
 
-/// A number that the others read to see whether they can, and where it lies.
+/// A number, and its place, that the other ranks read to test whether they can.
 pub(super) struct Mark(Box<u64>);
 
-/// Where and in which process a rank's [`Mark`] lies, and its value.
+/// The address, process and value of a rank's [`Mark`].
 #[derive(Clone, Copy, Default)]
 pub(super) struct Sign {
     pub(super) process: u64,
@@ -29,12 +27,12 @@ pub(super) struct Sign {
 }
 
 impl Mark {
-    /// `None` if the user says no, or if there is no random number to be had.
+    /// `None` if the user turned it off, or if there is no random number.
     pub(super) fn new() -> Option<Mark> {
         if std::env::var_os(VARIABLE).is_some_and(|value| value == "0") {
             return None;
         }
-        // Zero is what a rank says that does not take part.
+        // Zero means that a rank does not take part.
         let value = getrandom::u64().ok()? | 1;
         Some(Mark(Box::new(value)))
     }
@@ -61,7 +59,7 @@ impl Sign {
         [self.process, self.address, self.value]
     }
 
-    /// Whether this process can read it where it is said to be.
+    /// Whether this process can read the number at its published place.
     pub(super) fn is_readable(self) -> bool {
         let mut found = [0_u8; 8];
         // SAFETY: `found` is ours and as long as said.
@@ -78,7 +76,7 @@ impl Sign {
 ///
 /// # Safety
 ///
-/// `bytes` at `into` are writable, and touched by nobody else meanwhile.
+/// `bytes` at `into` are writable, and no other code touches them meanwhile.
 pub(super) unsafe fn read(process: u64, from: u64, into: *mut u8, bytes: usize) -> io::Result<()> {
     let pid = libc::pid_t::try_from(process).map_err(|_| io::ErrorKind::InvalidInput)?;
     let mut done = 0;

@@ -1,13 +1,13 @@
 //! The collectives that only move data: broadcast, all-gather, gather,
 //! scatter, all-to-all.
 //!
-//! All have one shape: some ranks *give* an input of one part (which everyone
-//! who takes gets) or of one part per rank, and some ranks *take* a part from
-//! each giver. They differ in who gives, who takes, and where a part goes.
+//! All have one shape: some ranks *give* an input of one part (for all takers) or of
+//! one part per rank, and some ranks *take* a part from each giver. They differ in the
+//! givers, the takers, and where a part goes.
 //!
 //! | inputs | steps | bytes copied per rank |
 //! |---|---|---|
-//! | all registered, or large and readable through the kernel (`direct`) | 2: takers copy from where inputs lie | what it takes |
+//! | all registered, or large and readable through the kernel (`direct`) | 2: takers copy from inputs in place | what it takes |
 //! | otherwise | S for S segments (+ 1 if some are registered): givers stage segment i, takers copy i − 1 | what it gives and takes |
 
 use std::ops::Range;
@@ -24,9 +24,9 @@ use crate::{Error, Result};
 struct Shape {
     /// Whether a part for each rank is given, rather than one for all.
     parts: bool,
-    /// Who gives; everyone if absent.
+    /// The giver; all ranks if absent.
     giver: Option<usize>,
-    /// Who takes; everyone if absent.
+    /// The taker; all ranks if absent.
     taker: Option<usize>,
     /// Whether a giver takes its own part, too.
     own: bool,
@@ -66,26 +66,26 @@ impl Shape {
     }
 }
 
-/// From and below which size of a rank's input the others read it through the
-/// kernel: a system call and a look at each page have to be worth one copy
-/// less. Measured on two cores (README.md, "What was measured").
+/// The sizes of a rank's input for which the others read it through the kernel: saving
+/// one copy must be worth a system call and the work per page. Measured on two cores
+/// (README.md, "What was measured").
 fn read_bytes(collective: Collective, world: usize, is_oversubscribed: bool) -> Range<usize> {
     match (collective, is_oversubscribed) {
-        // Everyone reads the same: it stays in a cache once it is staged.
+        // All ranks read the same data, which stays in a cache once it is staged.
         (Collective::Broadcast, true) => 0..0,
         (Collective::AllGather, true) => 512 << 10..usize::MAX,
         (_, true) => 128 << 10..usize::MAX,
         (Collective::AllGather | Collective::AllToAll, false) => 16 << 10..usize::MAX,
-        // One rank gives or takes: what is large had better keep both busy,
-        // the one with copying in, the other with copying out.
+        // One rank gives or takes: large data is faster if both are busy, one copying
+        // in, the other copying out.
         (_, false) if world == 2 => 16 << 10..2 << 20,
         (_, false) => 0..0,
     }
 }
 
 impl Run<'_, '_> {
-    /// Whether the others read our `total` bytes of input through the kernel
-    /// where they are not registered.
+    /// Whether the others read our `total` bytes of input through the kernel if they
+    /// are not registered.
     fn is_read(&self, total: usize) -> bool {
         let shm = &self.shm;
         let range = match shm.read_min_bytes {
@@ -112,7 +112,7 @@ impl Run<'_, '_> {
             self.buffers.input = self.buffers.output;
         }
         let gives = shape.gives(me);
-        // What only this rank takes need not be shown to others.
+        // Data that only this rank takes need not be published.
         let shows = gives && shape.taker != Some(me);
         let place = match self.place_of(self.buffers.input, total) {
             _ if !shows => Place::Staged,
@@ -128,7 +128,7 @@ impl Run<'_, '_> {
         let stride = if segments == 1 { part } else { slot };
         let stages = shows && place == Place::Staged;
         if stages && part > 0 {
-            // SAFETY: our next stage has been read by everyone.
+            // SAFETY: our next stage has been read by all ranks.
             unsafe { self.stage_given(shape, piece(0), stride, 0, total) };
         }
         self.enter(place)?;
@@ -141,7 +141,7 @@ impl Run<'_, '_> {
                 self.buffers.input.wrapping_add(from),
                 self.buffers.output.wrapping_add(to),
             );
-            // What is gathered in place lies there.
+            // For a gather in place the part is already there.
             if !std::ptr::eq(from, to) {
                 // SAFETY: the part lies inside both buffers, which are disjoint.
                 unsafe { std::ptr::copy_nonoverlapping(from, to, part) };
@@ -165,7 +165,7 @@ impl Run<'_, '_> {
                     self.take_from_all(shape, range, stride, i - 1, total)?;
                 }
             }
-            // Inputs that lie where they are read are read until here.
+            // Inputs that are read in place are read until here.
             if i < rounds || some {
                 self.step()?;
             }
@@ -181,7 +181,7 @@ impl Run<'_, '_> {
     ///
     /// # Safety
     ///
-    /// The input is the caller's, and nobody reads that stage.
+    /// The input is the caller's, and no rank reads that stage.
     unsafe fn stage_given(
         &mut self,
         shape: Shape,
@@ -214,7 +214,7 @@ impl Run<'_, '_> {
     ///
     /// # Safety
     ///
-    /// They are staged as number `turn`, or their owners wait until they are read.
+    /// They are in stage number `turn`, or their owners wait until they are read.
     unsafe fn take_from_all(
         &mut self,
         shape: Shape,
@@ -266,7 +266,7 @@ impl Run<'_, '_> {
         Ok(())
     }
 
-    /// What `rank` has of the bytes `range` of a part.
+    /// The bytes of the range `range` of a part that `rank` has.
     fn given(&self, rank: usize, range: Range<usize>) -> Range<usize> {
         let behind = (self.shm.world - 1 - rank) * self.operation.count;
         let lacks = self.operation.tail_padding.saturating_sub(behind);

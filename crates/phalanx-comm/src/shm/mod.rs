@@ -1,10 +1,10 @@
 //! Collectives directly in the memory that the ranks of one host share.
 //!
-//! No frames, no rings: each rank says in its *cell* what it is doing and how
-//! far it is, and the others read its data where it lies. Who owns a chunk
-//! folds it from all ranks and writes the result to all of them. Algorithms,
-//! protocol, why no byte is overwritten too early, and what was measured are
-//! in `README.md` beside this file.
+//! No frames, no rings: each rank publishes its operation and its progress in its
+//! *cell*, and the others read its data in place. The owner of a chunk folds it from
+//! all ranks and writes the result to all of them. `README.md` in this directory has
+//! the algorithms, the protocol, the reason why no byte is overwritten too early, and
+//! the measurements.
 //!
 //! | file | does |
 //! |---|---|
@@ -12,7 +12,7 @@
 //! | `run` | one operation: publish, wait, compare, time out |
 //! | `reduce` | all-reduce, reduce, reduce-scatter |
 //! | `exchange` | broadcast, all-gather, gather, scatter, all-to-all |
-//! | `direct` | reading what is not registered, through the kernel |
+//! | `direct` | reading unregistered memory through the kernel |
 
 mod cell;
 mod counters;
@@ -46,15 +46,14 @@ const STAGE_BYTES: usize = 256 << 10;
 /// Least bytes of a segment then: about 2 µs of copying, for a
 /// synchronisation of 0.2 µs.
 const SEGMENT_MIN_BYTES: usize = 16 << 10;
-/// Segments into which data is cut at least, so that one rank copies in while
-/// another copies out.
+/// Least number of segments, so that one rank copies in while another copies out.
 const SEGMENTS_MIN: usize = 4;
-/// Data up to this size is staged also where it is registered: one
-/// synchronisation less is worth a copy. (Where ranks share cores, up to where
-/// everyone folds everything.)
+/// Data up to this size is staged also where it is registered: saving one
+/// synchronisation is worth a copy. (Where ranks share cores, the limit is that up to
+/// which every rank folds everything.)
 const COPIED_MAX_BYTES: usize = 8 << 10;
-/// Most bytes of a result that is visited at a time: with what its visitor has to it, in the second-level
-/// caches in use, and long enough for a fold to ask for its sources early.
+/// Most bytes of a result that is visited at a time: it fits the second-level caches in use together with
+/// the visitor's own data, and is long enough for a fold to prefetch its sources.
 const VISITED_BYTES: usize = 256 << 10;
 /// The same when ranks share cores: a synchronisation costs several switches
 /// then, so there should be few.
@@ -68,20 +67,19 @@ pub(crate) struct Shm {
     arena: Option<Arc<Arena>>,
     me: usize,
     world: usize,
-    /// How often this rank has published; the same on all ranks in the same
-    /// place of an operation.
+    /// How many times this rank has published; the same on all ranks at the same point
+    /// of an operation.
     phase: u64,
     /// Collectives begun; their parity selects the cell.
     operations: u64,
     /// Stages filled; the parity selects the next one.
     turn: usize,
-    /// Bytes of a stage: what we wish for, then what all agreed on.
+    /// Bytes of a stage: our preference, then the size that all agreed on.
     stage_bytes: usize,
     agreed: bool,
-    /// What the others read to see whether they can.
+    /// The number that the others read to test whether they can.
     mark: Option<Mark>,
-    /// Least bytes of our input that the others read where it lies, if the
-    /// user says so.
+    /// Least size of our input for the others to read it in place, if the user sets it.
     read_min_bytes: Option<usize>,
     /// Whether this rank can read the memory of all others.
     reads: bool,
@@ -89,10 +87,10 @@ pub(crate) struct Shm {
     all_read: bool,
     /// Process ids of the ranks, if they can.
     processes: Vec<u64>,
-    /// Where the peers' data of the current operation lies, checked.
+    /// The checked places of the peers' data in the current operation.
     places: Vec<Place>,
     lists: Lists,
-    /// Who is waited for, as the flight recorder reads it.
+    /// The awaited ranks, for the flight recorder.
     want: Vec<Interest>,
     counters: Arc<Counters>,
 }
@@ -104,13 +102,13 @@ struct Lists {
     intos: Vec<*mut u8>,
 }
 
-// SAFETY: addresses are in it only while a fold runs, which borrows the host,
-// so that it cannot go to another thread meanwhile. What a panic leaves behind
-// is cleared before it is used.
+// SAFETY: addresses are in it only while a fold runs, which borrows the host, so it
+// cannot move to another thread meanwhile. What a panic leaves behind is cleared before
+// it is used.
 unsafe impl Send for Lists {}
 
 /// After a failure or a panic a peer may still write to what was in flight:
-/// none of that memory is used again, unless this is lifted.
+/// none of that memory is used again, unless the quarantine is lifted.
 struct Quarantine(Option<Arc<Arena>>);
 
 impl Quarantine {
@@ -129,7 +127,7 @@ impl Drop for Quarantine {
 
 impl Shm {
     /// `None` unless all ranks of the group share this host's memory.
-    /// `segment_bytes` limits the stages; ranks may wish for different ones.
+    /// `segment_bytes` limits the stages; ranks may prefer different sizes.
     pub(crate) fn new(mesh: &Mesh, limits: &Limits) -> Option<Shm> {
         let memory = mesh.memory()?;
         let (me, world) = (mesh.rank(), mesh.world());
@@ -194,8 +192,8 @@ impl Shm {
         self.world
     }
 
-    /// What `rank` is doing, as its cell says, if that is a collective which
-    /// this rank has not begun.
+    /// The operation in the cell of `rank`, if it is a collective that this rank has
+    /// not begun.
     pub(crate) fn ahead(&self, rank: usize) -> Option<PeerOperation> {
         let cell = Cell::new(&self.segment, rank, (self.operations % 2) as usize);
         (cell.phase() > self.phase).then(|| PeerOperation(cell.signature()))
@@ -223,7 +221,7 @@ impl Shm {
                 Collective::AllReduce | Collective::Reduce => run.reduce(),
                 Collective::ReduceScatter => run.reduce_scatter(visit),
                 _ if collective.moves() => run.exchange(),
-                // Nothing but to be there.
+                // A barrier: only enter.
                 _ => run.enter(Place::Staged),
             }
         };
@@ -233,10 +231,9 @@ impl Shm {
         result
     }
 
-    /// Says that this rank runs an operation by its plan, so that peers who
-    /// wait here for another one find out. An all-reduce of data needs no
-    /// waiting: its plans end on no rank before all have begun, so that cells are not
-    /// overwritten unread.
+    /// Publishes that this rank runs an operation by its plan, so that peers that wait
+    /// here in another one notice. An all-reduce of data needs no waiting: its plans
+    /// end on no rank before all have begun, so cells are not overwritten unread.
     pub(crate) fn announce(&mut self, mesh: &mut Mesh, context: &mut RunContext<'_>) -> Result<()> {
         let operation = context.operation;
         let mut run = Run::begin(self, mesh, context, Buffers::none());

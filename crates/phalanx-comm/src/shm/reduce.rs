@@ -17,8 +17,8 @@ impl Run<'_, '_> {
     ///
     /// | data | steps | bytes copied per rank |
     /// |---|---|---|
-    /// | small, none registered (or very small) | 1: copy to own stage; then everyone folds all stages | n |
-    /// | all registered | 2: owners fold their chunk where it lies, and write it to all | 0 |
+    /// | small, none registered (or very small) | 1: copy to own stage; then every rank folds all stages | n |
+    /// | all registered | 2: owners fold their chunk in place, and write it to all | 0 |
     /// | otherwise | S + 1 for S segments: stage segment i, fold i − 1, fetch i − 2 | 2n(1 − 1/P) |
     ///
     /// # Safety
@@ -41,7 +41,7 @@ impl Run<'_, '_> {
         let piece = |i: usize| i * segment..count.min((i + 1) * segment);
         if stages {
             // SAFETY: the data is the caller's; our next stage and cell have been read
-            // by everyone (README.md, "why nothing is overwritten too early").
+            // by all ranks (README.md, "why nothing is overwritten too early").
             unsafe {
                 if in_one_round {
                     let stage = self.stage(self.shm.me, self.shm.turn, bytes);
@@ -53,22 +53,21 @@ impl Run<'_, '_> {
         }
         self.enter(place)?;
         if in_one_round && !self.any_registered() {
-            // SAFETY: handed on from the caller, and everyone has staged all.
+            // SAFETY: handed on from the caller, and every rank has staged all its data.
             unsafe { self.fold_everything(bytes) };
             self.shm.turn += 1;
             return Ok(());
         }
         if self.all_registered() {
             let mine = self.chunks(count).range(self.shm.me);
-            // SAFETY: all are here and none touches its data; nobody but us
-            // touches chunk `me` on any rank before the next step.
+            // SAFETY: all ranks are here and none touches its own data; only we touch
+            // chunk `me` on any rank before the next step.
             unsafe { self.fold_chunk(mine, None, 0) };
             return self.step();
         }
         for i in 1..=segments {
-            // SAFETY: as told in README.md: what is staged, folded and fetched
-            // here are three different segments, and stages and results are
-            // used in turn.
+            // SAFETY: as README.md explains: the segments staged, folded and fetched
+            // here are three different ones, and stages and results alternate.
             unsafe {
                 if i < segments && stages {
                     self.stage_for_owners(piece(i), i);
@@ -89,13 +88,13 @@ impl Run<'_, '_> {
         Ok(())
     }
 
-    /// Up to this size one synchronisation is saved at the price of folding
-    /// everything everywhere, where nobody's data is registered.
+    /// Up to this size, if no rank's data is registered, every rank folds everything,
+    /// which saves one synchronisation.
     fn one_round_bytes(&self) -> usize {
         crate::select::one_round_max_bytes(self.shm.world).min(self.shm.stage_bytes)
     }
 
-    /// Up to this size it is saved where data is registered, too.
+    /// Up to this size this is also done if data is registered.
     fn copied_bytes(&self) -> usize {
         match self.shm.is_oversubscribed() {
             true => self.one_round_bytes(),
@@ -108,11 +107,11 @@ impl Run<'_, '_> {
         self.operation.collective != Collective::Reduce || rank == self.operation.root
     }
 
-    /// Folds all of everyone's data, staged as a whole.
+    /// Folds the data of all ranks, staged as a whole.
     ///
     /// # Safety
     ///
-    /// As [`Run::reduce`], and everyone has staged its data.
+    /// As [`Run::reduce`], and every rank has staged its data.
     unsafe fn fold_everything(&mut self, bytes: usize) {
         let (me, turn, data) = (self.shm.me, self.shm.turn, self.buffers.output);
         if bytes == 0 || !self.receives(me) {
@@ -125,18 +124,17 @@ impl Run<'_, '_> {
             false => self.stage(rank, turn, bytes).cast_const(),
         });
         lists.sources.extend(places);
-        // SAFETY: nobody writes there before it has seen us in the next
-        // operation.
+        // SAFETY: no rank writes there before it has seen us in the next operation.
         unsafe { self.fold(&[data], &lists.sources, self.operation.count) };
         self.shm.lists = lists;
     }
 
-    /// Copies what others own of the elements `piece` to our stage number
-    /// `turn` of this operation.
+    /// Copies the elements of `piece` that others own to our stage number `turn` of
+    /// this operation.
     ///
     /// # Safety
     ///
-    /// The data is the caller's, and nobody reads that stage.
+    /// The data is the caller's, and no rank reads that stage.
     unsafe fn stage_for_owners(&mut self, piece: std::ops::Range<usize>, turn: usize) {
         let chunks = self.chunks(piece.len());
         let mine = chunks.range(self.shm.me);
@@ -154,11 +152,11 @@ impl Run<'_, '_> {
         }
     }
 
-    /// Folds what we own of the elements `piece`, segment number `turn`.
+    /// Folds the elements that we own of `piece`, segment number `turn`.
     ///
     /// # Safety
     ///
-    /// The segment is staged, and nobody else touches our chunk of it.
+    /// The segment is staged, and no other rank touches our chunk of it.
     unsafe fn fold_piece(&mut self, piece: std::ops::Range<usize>, turn: usize) {
         let mine = self.chunks(piece.len()).range(self.shm.me);
         // SAFETY: handed on from the caller.
@@ -171,10 +169,10 @@ impl Run<'_, '_> {
         }
     }
 
-    /// Folds the elements `range`, which we own, from all ranks; writes them
-    /// to all ranks that get the result and said where, and, when others get
-    /// it too, to our result number `turn`. `in_stage` is where unregistered
-    /// ranks have staged them; `None` when all are registered.
+    /// Folds the elements `range`, which we own, from all ranks; writes them to all
+    /// ranks that get the result and published a place for it, and, if others get it
+    /// too, to our result number `turn`. `in_stage` is where unregistered ranks have
+    /// staged them; `None` when all are registered.
     ///
     /// # Safety
     ///
@@ -232,12 +230,12 @@ impl Run<'_, '_> {
     /// As [`kernel::fold_to_many`], for `count` elements of the operation's type.
     unsafe fn fold(&mut self, intos: &[*mut u8], sources: &[kernel::Source], count: usize) {
         let (Some(dtype), Some(op)) = (self.operation.dtype, self.operation.op) else {
-            // Only collectives that reduce come here; these have both.
+            // Only collectives that reduce get here; these have both.
             unreachable!("a fold in {}", self.operation.collective.name())
         };
         let began = self.context.flight.fold_begins();
         // SAFETY: handed on from the caller; that the op supports the type was
-        // checked when the operation was asked for.
+        // checked when the operation was requested.
         unsafe {
             kernel::fold_to_many(dtype, op, intos, sources, count, Some(self.shm.world));
         }
@@ -246,12 +244,12 @@ impl Run<'_, '_> {
         self.shm.counters.folded(bytes);
     }
 
-    /// Fetches what others own of the elements `piece` from their results,
-    /// unless they wrote it to us.
+    /// Fetches the elements of `piece` that others own from their results, unless they
+    /// wrote them to us.
     ///
     /// # Safety
     ///
-    /// The segment number `turn` is folded, and nobody else touches our data.
+    /// The segment number `turn` is folded, and no other rank touches our data.
     unsafe fn fetch_results(&mut self, piece: std::ops::Range<usize>, turn: usize) {
         if !self.receives(self.shm.me) {
             return;
@@ -276,7 +274,7 @@ impl Run<'_, '_> {
     ///
     /// | inputs | steps | bytes copied per rank |
     /// |---|---|---|
-    /// | all registered | 2: fold our part from where all inputs lie; visited, piece by piece | 0 |
+    /// | all registered | 2: fold our part from all inputs in place; visited, piece by piece | 0 |
     /// | otherwise | S for S segments (+ 1 if some are registered): stage segment i of every part, fold i − 1 of ours | n(P − 1) |
     ///
     /// # Safety
@@ -288,7 +286,7 @@ impl Run<'_, '_> {
         let total = part_bytes * world;
         let place = self.place_of(self.buffers.input, total);
         let stages = place == Place::Staged;
-        // Of every part as much as fits, in whole lines.
+        // As much of every part as fits, in whole cache lines.
         let slot_bytes = self.segment_bytes(total) / world / ALIGN_BYTES * ALIGN_BYTES;
         let slot = slot_bytes / self.elem_bytes;
         let segments = count.div_ceil(slot);
@@ -300,7 +298,7 @@ impl Run<'_, '_> {
             slot_bytes
         };
         if stages && count > 0 {
-            // SAFETY: our next stage has been read by everyone.
+            // SAFETY: our next stage has been read by all ranks.
             unsafe { self.stage_parts(piece(0), stride, 0, total) };
         }
         self.enter(place)?;
@@ -351,7 +349,7 @@ impl Run<'_, '_> {
     ///
     /// # Safety
     ///
-    /// All are inside inputs and stages, and nobody writes them; there is room for them.
+    /// All are inside inputs and stages, and no rank writes them; there is room for them.
     unsafe fn fold_ours(
         &mut self,
         piece: std::ops::Range<usize>,
@@ -382,7 +380,7 @@ impl Run<'_, '_> {
     ///
     /// # Safety
     ///
-    /// The input is the caller's, and nobody reads that stage.
+    /// The input is the caller's, and no rank reads that stage.
     pub(super) unsafe fn stage_parts(
         &mut self,
         piece: std::ops::Range<usize>,

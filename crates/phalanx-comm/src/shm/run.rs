@@ -1,5 +1,5 @@
-//! One operation of one rank: where its memory is, what it has published,
-//! whom it waits for.
+//! One operation of one rank: its memory, what it has published, and the ranks it waits
+//! for.
 
 use std::time::{Duration, Instant};
 
@@ -14,13 +14,13 @@ use crate::transport::Mesh;
 use crate::wait::Bell;
 use crate::{DType, Error, Result};
 
-/// Looks at the others' cells before the clock is read for the first time:
-/// the others are mostly there within a microsecond.
+/// Checks of the others' cells before the clock is read for the first time: the others
+/// mostly arrive within a microsecond.
 const QUICK_LOOKS: u32 = 64;
 
-/// How often a sleeper looks who is still missing while the wait doubles.
+/// How often a sleeper checks which ranks are still missing while the wait doubles.
 const TURNS_PER_WAIT: f64 = 8.0;
-/// Shortest time between two such looks.
+/// Shortest time between two such checks.
 const TURN_MIN: Duration = Duration::from_millis(1);
 
 /// An operation in progress.
@@ -67,14 +67,14 @@ impl<'a, 'b> Run<'a, 'b> {
         }
         let sign = self.shm.mark.as_ref().map(Mark::sign);
         self.cell(self.shm.me).show(sign.unwrap_or_default());
-        // No data is shown yet; whoever is faster may already show some.
+        // This publishes no data yet, but a faster rank may already do so.
         self.meet(Place::Staged)?;
         self.step = 0;
         let least = (0..self.shm.world)
             .map(|rank| self.cell(rank).wish())
             .min()
             .unwrap_or(0);
-        // Every rank has a line in it, and no peer makes us write beyond it.
+        // Every rank has a cache line in it, and no peer can make us write beyond it.
         let line = |bytes: usize| bytes / ALIGN_BYTES * ALIGN_BYTES;
         self.shm.stage_bytes = line(least)
             .max(ALIGN_BYTES * self.shm.world)
@@ -85,7 +85,7 @@ impl<'a, 'b> Run<'a, 'b> {
             .collect();
         self.shm.reads = sign.is_some() && { others }.all(|rank| signs[rank].is_readable());
         self.shm.processes = signs.iter().map(|sign| sign.process).collect();
-        // What was shown is overwritten, and what each found is told.
+        // The signs are overwritten by the results of the tests.
         self.meet(Place::Staged)?;
         self.step = 0;
         self.shm.all_read = (0..self.shm.world).all(|rank| self.cell(rank).reads());
@@ -101,7 +101,7 @@ impl<'a, 'b> Run<'a, 'b> {
         self.shm.segment.bell(rank)
     }
 
-    /// Writes what this rank is doing, and where its data lies.
+    /// Writes this rank's operation and the place of its data.
     pub(super) fn describe(&self, place: Place) {
         self.cell(self.shm.me).describe(
             self.context.signature.words(),
@@ -111,14 +111,14 @@ impl<'a, 'b> Run<'a, 'b> {
         );
     }
 
-    /// Says that everything up to here is done. True if all others are there.
+    /// Publishes that everything up to here is done. True if all others are there.
     pub(super) fn publish(&mut self) -> bool {
         self.shm.phase += 1;
         let phase = self.shm.phase;
         self.cell(self.shm.me).publish(phase);
-        // Everyone waits for the same: that all have come as far. Of several
+        // All ranks wait for the same: that all have reached this phase. Of several
         // that publish at the same time, the last in the order of sequential
-        // consistency sees all others, so somebody wakes the sleepers.
+        // consistency sees all others, so one of them wakes the sleepers.
         let all = self.all_there();
         if all {
             let others = (0..self.shm.world).filter(|&rank| rank != self.shm.me);
@@ -139,21 +139,20 @@ impl<'a, 'b> Run<'a, 'b> {
         (0..self.shm.world).all(|rank| rank == self.shm.me || self.is_there(rank))
     }
 
-    /// Publishes what this rank is doing, waits until all have come, and
-    /// compares.
+    /// Publishes this rank's operation, waits until all have come, and compares.
     pub(super) fn enter(&mut self, place: Place) -> Result<()> {
         self.meet(place)?;
         self.learn_places()
     }
 
-    /// [`Run::enter`], but for reading where the others' data lies.
+    /// [`Run::enter`] without reading the places of the others' data.
     fn meet(&mut self, place: Place) -> Result<()> {
         self.describe(place);
         self.step()?;
         self.compare()
     }
 
-    /// Publishes that this rank is as far as here, and waits for the others.
+    /// Publishes that this rank has reached this step, and waits for the others.
     pub(super) fn step(&mut self) -> Result<()> {
         if !self.publish() && !self.look() {
             self.wait()?;
@@ -177,7 +176,7 @@ impl<'a, 'b> Run<'a, 'b> {
                 break;
             }
             if self.step == 0 {
-                // Who is there and does something else will not come.
+                // A rank that is there with another operation will not join this one.
                 self.compare()?;
             }
             let now = Instant::now();
@@ -193,15 +192,15 @@ impl<'a, 'b> Run<'a, 'b> {
             }
             let (segment, which, phase) = (&self.shm.segment, self.which, self.shm.phase);
             let me = self.shm.me;
-            // Only the last to come wakes us: without a look now and then the
-            // recorder would blame those, too, who came long before.
+            // Only the last rank to come wakes us: without checks in between, the
+            // recorder would also blame ranks that came long before.
             let turn = (now - began).div_f64(TURNS_PER_WAIT).max(TURN_MIN);
             let until = self.context.deadline.at(self.step).min(now + turn);
             self.mesh.idle_for(spins, until, |rank| {
                 rank != me && Cell::new(segment, rank, which).phase() < phase
             })?;
         }
-        // Nobody is woken before the last has come, so whom we noted when we
+        // No rank is woken before the last has come, so a rank that was missing when we
         // fell asleep may have come long before.
         let last = |rank: &usize| self.cell(*rank).last() == self.shm.phase;
         if let Some(rank) = (0..self.shm.world).find(last) {
@@ -211,7 +210,7 @@ impl<'a, 'b> Run<'a, 'b> {
         Ok(())
     }
 
-    /// Tells the flight recorder who is waited for.
+    /// Records the awaited ranks in the flight recorder.
     fn note_missing(&mut self) {
         for rank in 0..self.shm.world {
             self.shm.want[rank].recv = rank != self.shm.me && !self.is_there(rank);
@@ -219,7 +218,7 @@ impl<'a, 'b> Run<'a, 'b> {
         self.context.flight.waiting(&self.shm.want);
     }
 
-    /// Names exactly the ranks that have not come as far.
+    /// The error that names exactly the ranks that have not reached this step.
     fn timeout(&mut self) -> Error {
         self.note_missing();
         let missing = (0..self.shm.world).filter(|&rank| self.shm.want[rank].recv);
@@ -228,7 +227,7 @@ impl<'a, 'b> Run<'a, 'b> {
         self.context.deadline.missed(missing, self.step, blame)
     }
 
-    /// Compares with what those do who are there.
+    /// Compares our operation with those of the ranks that are there.
     fn compare(&self) -> Result<()> {
         for rank in 0..self.shm.world {
             if rank == self.shm.me || !self.is_there(rank) {
@@ -240,8 +239,8 @@ impl<'a, 'b> Run<'a, 'b> {
         Ok(())
     }
 
-    /// Reads where the others' data lies. What they say is checked here, once,
-    /// against the size of their data, which follows from the operation.
+    /// Reads the places of the others' data and checks them, once, against the size of
+    /// their data, which follows from the operation.
     fn learn_places(&mut self) -> Result<()> {
         for rank in 0..self.shm.world {
             let place = self.cell(rank).place();
@@ -276,8 +275,8 @@ impl<'a, 'b> Run<'a, 'b> {
         Ok(())
     }
 
-    /// Whether ranks may read each other's data where it lies, registered or
-    /// not, in this operation. The same on all ranks.
+    /// Whether ranks may read each other's data in place, registered or not, in this
+    /// operation. The same on all ranks.
     pub(super) fn reads_memory(&self) -> bool {
         self.shm.all_read && self.operation.collective.moves()
     }
@@ -317,13 +316,13 @@ impl<'a, 'b> Run<'a, 'b> {
             .min(stage)
     }
 
-    /// How `count` elements are shared among the owners.
+    /// How `count` elements are divided among the owners.
     pub(super) fn chunks(&self, count: usize) -> Chunks {
         self.spec(count).chunks()
     }
 
-    /// Where the `bytes` at `start` lie in our arena, if others may access
-    /// them there.
+    /// The place of the `bytes` at `start` in our arena, if others may access them
+    /// there.
     pub(super) fn place_of(&self, start: *const u8, bytes: usize) -> Place {
         let offset = || {
             let arenas = self.shm.arenas.as_ref()?;
@@ -376,8 +375,8 @@ impl<'a, 'b> Run<'a, 'b> {
     ///
     /// # Safety
     ///
-    /// `bytes` at `from` are readable, as many at `into` writable, disjoint,
-    /// and touched by nobody else meanwhile.
+    /// `bytes` at `from` are readable, as many at `into` writable, disjoint, and no
+    /// other code touches them meanwhile.
     pub(super) unsafe fn copy_staged(&self, from: *const u8, into: *mut u8, bytes: usize) {
         if bytes > 0 {
             // SAFETY: handed on from the caller.

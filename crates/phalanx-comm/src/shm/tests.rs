@@ -15,11 +15,11 @@ use crate::{DType, ErrorKind, ReduceOp};
 const COUNT: usize = 100_000;
 const ARENA_BYTES: usize = 2 << 20;
 
-/// Rank 0 of two does an all-reduce while rank 1 says in its cell that its
-/// data lies at `offset` and stages are `wish` bytes.
+/// Rank 0 of two does an all-reduce while rank 1 claims in its cell that its data is at
+/// `offset` and stages are `wish` bytes.
 fn meet(offset: u64, wish: usize) -> crate::Error {
     let mut meshes = thread_mesh_with(2, 64, Some(ARENA_BYTES));
-    // The other one stays: a peer that has left is another story.
+    // The other one stays: a peer that has left is another case.
     let mesh = meshes.remove(0);
     let segment = mesh.memory().unwrap().segment;
     let recorder = Arc::new(Recorder::new(0, 2, &Place::Private).unwrap());
@@ -63,7 +63,7 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
     };
     let cell = Cell::new(&segment, 1, 0);
     cell.describe(signature.words(), cell::Place::Arena(offset), wish, false);
-    // It agrees on the stage (two steps) and enters, and is never heard of again. (Where
+    // It agrees on the stage (two steps) and enters, and then does nothing more. (Where
     // ranks share cores one more step could already be the last.)
     cell.publish(3);
     let mut data = vec![1f32; COUNT];
@@ -86,7 +86,7 @@ fn data_outside_the_arena_is_refused() {
         u64::MAX - 1,
         u64::MAX - bytes,
         1 << 63,
-        // Not on a line.
+        // Not on a cache line.
         32,
     ] {
         let error = meet(offset, 4096);
@@ -98,7 +98,7 @@ fn data_outside_the_arena_is_refused() {
 
 #[test]
 fn any_stage_size_is_survived() {
-    // The last possible place is accepted; then the peer goes silent.
+    // The last possible place is accepted; then the peer does nothing more.
     let last = (ARENA_BYTES - (4 * COUNT).next_multiple_of(64)) as u64;
     for wish in [0, 1, 63, 4096, usize::MAX] {
         let error = meet(last, wish);

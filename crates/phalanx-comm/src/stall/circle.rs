@@ -1,8 +1,8 @@
-//! Who waits for whom, and whether that is a circle.
+//! Finds cycles of ranks that wait for each other.
 //!
-//! A rank *waits for* another if it cannot leave its operation before the
-//! other has left its own. Then a circle of such waits never ends. What each
-//! says of itself tells whether it waits:
+//! A rank *waits for* another if it cannot leave its operation before the other has
+//! left its own. A cycle of such waits never ends. The ranks' posts show whether they
+//! wait:
 //!
 //! | rank `x` is | and `y` | so | is it certain |
 //! |---|---|---|---|
@@ -12,18 +12,17 @@
 //! | in collective s, which ends on `x` only after `y` has begun it | has not begun s | `x` waits for `y` | yes |
 //! | in collective s, without room to `y` | has not begun s | `x` waits for `y` | while `x` finds no room |
 //!
-//! *A circle of certain waits is for ever, however old the words are.* Each word
-//! is about one operation of a rank, in which it begins nothing else. So each
-//! leaves its operation after the next one in the circle has left its own: none
-//! can be the first.
+//! *A cycle of certain waits never ends, however old the posts are.* Each post
+//! describes one operation of a rank, in which it begins nothing else. So each rank
+//! leaves its operation only after the next one in the cycle has left its own: none can
+//! be the first.
 //!
-//! *Room* may have come since a rank said that it has none: its peer took what was
-//! there before and then began something else. So a circle with such a wait
-//! counts only if every rank in it has looked in vain once more after all were
-//! seen in it ([`Suspect`]). In shared memory it is certain then: nobody in it
-//! reads what another waits to write. Over TCP the systems between may
-//! still take bytes after a silence that long; who counts on it sends to a rank that
-//! does not receive.
+//! *Room* may have become free since a rank reported that it has none: its peer read
+//! the earlier data and then began another operation. So a cycle with such a wait
+//! counts only if every rank in it has checked once more without progress after all
+//! were seen in it ([`Suspect`]). In shared memory it is certain then: no rank in it
+//! reads what another waits to write. Over TCP the network may still accept bytes after
+//! such a silence; a program that relies on this sends to a rank that does not receive.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -31,18 +30,18 @@ use std::collections::{HashMap, HashSet};
 use super::post::Post;
 use crate::plan::Collective;
 
-/// Turns of a rank after which one of them began after the first was seen: one
-/// report may be under way to the store and one wait for it. Twice as many,
-/// because a network may be silent for a moment.
+/// Reports of a rank after which at least one was made after the first was seen: one
+/// report may be on its way to the store and one may wait for it. Doubled, because a
+/// network may be silent for a moment.
 const TURNS: u64 = 6;
 
-/// Ranks of a circle that its text names.
+/// Ranks of a cycle that the message names.
 const NAMED: usize = 5;
 
-/// The first words of the cause.
+/// The beginning of the cause.
 pub(super) const PREFIX: &str = "ranks wait for each other in a circle";
 
-/// One rank of a circle, and how it waits for the next.
+/// One rank of a cycle, and how it waits for the next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Wait {
     pub(super) rank: usize,
@@ -76,7 +75,7 @@ fn depends((rank, post): (usize, &Post), other: usize) -> bool {
     let Some(collective) = Collective::from_wire(header.collective) else {
         return false;
     };
-    // Of uneven lengths some may be nothing, and nothing may wait for nobody.
+    // Some uneven lengths may be zero; then a rank may wait for no other.
     if collective != Collective::Barrier && (header.count == 0 || header.flags != 0) {
         return false;
     }
@@ -96,8 +95,8 @@ fn waits((x, mine): (usize, &Post), (y, theirs): (usize, &Post)) -> Option<What>
         let seq = mine.header.seq;
         let is_due = theirs.begun <= seq
             && (awaited.is_some() || depends((x, mine), y))
-            // In a collective of the same number they are in different ones,
-            // which is said better.
+            // In a collective of the same number the ranks are in different ones, which
+            // has a better message.
             && (theirs.is_message() || theirs.header.seq != seq);
         return is_due.then(|| What::Meets {
             code: mine.header.collective,
@@ -114,8 +113,8 @@ fn waits((x, mine): (usize, &Post), (y, theirs): (usize, &Post)) -> Option<What>
     gives.filter(|_| !takes_other).map(What::Sends)
 }
 
-/// A circle of at most `most` ranks through rank `me`, which begins with the
-/// lowest rank. `ask` gives what a rank said of itself last.
+/// A cycle of at most `most` ranks through rank `me`, beginning with the lowest rank.
+/// `ask` returns the last post of a rank.
 pub(super) fn find<E>(
     (me, mine): (usize, &Post),
     most: usize,
@@ -127,8 +126,8 @@ pub(super) fn find<E>(
     let mut seen = HashSet::from([me]);
     let mut asked: HashMap<usize, Option<Post>> = HashMap::new();
     while let Some((x, post, tried)) = path.last_mut() {
-        // Back to where it began first: that may also be by a collective's
-        // nature, whomever it waits for by its plan.
+        // The way back to `me` is tried first: in a collective it may exist although
+        // the plan does not wait for `me` directly.
         if *tried == 0
             && *x != me
             && let Some(what) = waits((*x, post), (me, mine))
@@ -154,7 +153,7 @@ pub(super) fn find<E>(
         let Some(theirs) = theirs else { continue };
         let from = path.last().map(|(_, post, _)| post);
         if let Some(what) = from.and_then(|from| waits((x, from), (y, theirs))) {
-            // Only now: another on the path may wait for it where this one does not.
+            // Only now: another rank on the path may wait for it even if this one does not.
             seen.insert(y);
             ways.push(what);
             path.push((y, theirs.clone(), 0));
@@ -183,14 +182,14 @@ fn in_order(path: &[(usize, Post, usize)], ways: &[What]) -> Vec<Wait> {
     circle
 }
 
-/// A circle that was seen, and may still end.
+/// A cycle that was seen and may still end.
 #[derive(Default)]
 pub(super) struct Suspect {
     first_seen: Vec<Wait>,
 }
 
 impl Suspect {
-    /// Whether the `circle` seen now never ends.
+    /// Whether the `circle` seen now will never end.
     pub(super) fn is_for_ever(&mut self, circle: &[Wait]) -> bool {
         if circle.iter().all(|wait| wait.what.is_certain()) {
             return true;
@@ -208,13 +207,13 @@ impl Suspect {
         both.all(|(then, now)| now.turn.saturating_sub(then.turn) >= TURNS)
     }
 
-    /// None is seen any more.
+    /// No cycle is seen any more.
     pub(super) fn forget(&mut self) {
         self.first_seen.clear();
     }
 }
 
-/// Names the whole circle, and the way out.
+/// The message that names the cycle and the remedy.
 pub(super) fn describe(circle: &[Wait]) -> String {
     let named: Vec<String> = circle
         .iter()
@@ -256,7 +255,7 @@ mod tests {
 
     const NOBODY: [usize; 0] = [];
 
-    /// Of rank numbers and what they said, as the store has it.
+    /// Rank numbers with their posts, as in the store.
     type Said = Vec<(usize, Post)>;
 
     fn post(
@@ -319,7 +318,7 @@ mod tests {
         waits.map(|wait| wait.rank).collect()
     }
 
-    /// Every rank of it finds the same circle.
+    /// Every rank of it finds the same cycle.
     fn text_of(said: &Said) -> String {
         let texts: Vec<String> = said
             .iter()
@@ -393,13 +392,13 @@ mod tests {
                 assert_eq!(ranks(&seen_by(me, &said)), [0, 1, 2]);
             }
         }
-        // Rank 3 waits for them and is no part of it.
+        // Rank 3 waits for them and is not part of the cycle.
         let mut said: Said = (0..3)
             .map(|rank| (rank, sends(next(rank), 0, &[])))
             .collect();
         said.push((3, receives(0, 0, &[])));
         assert_eq!(seen_by(3, &said), None);
-        // One has not said anything, so it may compute.
+        // One has no post, so it may be computing.
         said.retain(|(rank, _)| *rank != 1);
         assert_eq!(seen_by(0, &said), None);
         assert_eq!(seen_by(2, &said), None);
@@ -425,7 +424,7 @@ mod tests {
         assert_eq!(found(batch(&[(0, 0), (0, 1), (1, 1)])), NOBODY);
     }
 
-    /// Rank 2 is met on a way that does not wait for it before the one that does.
+    /// Rank 2 is reached on a path that does not wait for it before the one that does.
     #[test]
     fn a_rank_is_left_out_only_where_nobody_waits_for_it() {
         let takes = |peer| Awaited {
@@ -435,7 +434,7 @@ mod tests {
             takes: Some(0),
         };
         let awaits = [takes(2), takes(1)];
-        // Message 0 of rank 2 was begun to be sent; rank 1 has not begun its own.
+        // Rank 2 has begun to send message 0; rank 1 has not begun its own.
         let batch = post(Collective::SendRecv, (0, 0, 9), (5, 1), &awaits, &[]);
         let said = vec![
             (0, batch),
@@ -484,7 +483,7 @@ mod tests {
         assert!(!is_sure(root(false)), "there may be room in a moment");
     }
 
-    /// By its plan a leaf waits for another rank than the root, which has not begun.
+    /// By its plan a leaf waits for a rank other than the root, which has not begun.
     #[test]
     fn a_collective_leads_back_to_whom_it_needs() {
         let leaf = inside(Collective::Broadcast, 5, 1, true);
@@ -503,7 +502,7 @@ mod tests {
             (2, inside(Collective::Broadcast, 5, 3, true)),
         ];
         assert_eq!(seen_by(1, &said), None);
-        // Of no elements nothing is said.
+        // With zero elements nothing is certain.
         let mut none = inside(Collective::AllReduce, 5, 1, true);
         none.header.count = 0;
         let said = vec![(0, sends(2, 0, &[])), (2, none)];
@@ -531,7 +530,7 @@ mod tests {
         suspect.forget();
         assert!(!suspect.is_for_ever(&circle([200, 200], 4)));
         assert!(suspect.is_for_ever(&circle([206, 206], 4)));
-        // Two that receive cannot ever go on.
+        // Two receiving ranks can never continue.
         let said = vec![(0, receives(1, 0, &[])), (1, receives(0, 0, &[]))];
         assert!(Suspect::default().is_for_ever(&seen_by(0, &said).unwrap()));
     }
@@ -560,7 +559,7 @@ mod tests {
         assert!(text.contains(", and 35 more"), "{text}");
         let poison = crate::transport::Poison::new(0, text.clone());
         assert_eq!(poison.cause, text, "{} bytes", text.len());
-        // And longer than what is followed.
+        // A cycle longer than the limit.
         let short = find::<()>((10_000, &mine), 32, |rank| Ok(of(rank))).unwrap();
         assert_eq!(short, None);
     }

@@ -1,12 +1,12 @@
-//! What stalled ranks say of themselves, from an enemy: read by every rank that waits.
+//! Fuzzes the posts of stalled ranks, which every waiting rank reads.
 
 use super::circle;
 use super::post::{AWAITED_MAX, Awaited, Post};
 use crate::plan::Collective;
 use phalanx_wire::frame::{Header, Kind};
 
-/// Posts of ranks 0, 1, ..., each after its length in two bytes: what is taken for
-/// a post reads back the same, and what is taken for a circle is one.
+/// Posts of ranks 0, 1, ..., each after its length in two bytes: an accepted post
+/// encodes to the same bytes, and a reported cycle is one.
 pub(crate) fn posts(mut data: &[u8]) {
     const RANKS: usize = 12;
     let mut table: Vec<Option<Post>> = Vec::new();
@@ -39,7 +39,7 @@ pub(crate) fn posts(mut data: &[u8]) {
     }
 }
 
-/// Circles of receives, of sends, through a collective; nobody waiting.
+/// Cycles of receives, of sends, through a collective; no rank waiting.
 pub(crate) fn posts_seeds() -> Vec<Vec<u8>> {
     let post = |collective: Collective, peer: usize, gives: bool, takes: bool| {
         let mut header = Header::new(Kind::Data);

@@ -1,19 +1,17 @@
-//! Finds ranks in different operations that all only wait.
+//! Finds ranks in different operations that wait for each other.
 //!
-//! A frame tells its receiver what the sender is doing, so most mistakes are
-//! found by the first one. But when two ranks both wait to receive (each took
-//! another for the root of a broadcast), no frame is ever sent. So a rank
-//! that has waited without a byte moving for [`AFTER`] leaves in the store
-//! which operation it is in and for whom it waits there ([`Post`]), again and again
-//! as long as nothing moves, and looks what those say for whom it waits. The
-//! same number of an operation with another content is a desync for certain,
-//! however late either of them is. Ranks that wait for each other in a circle are
-//! found by following what each says ([`circle`]): sends that face each other,
-//! receives in a circle of three, a message against a collective. Who
-//! computes says nothing, and so is in no circle.
+//! A frame names its sender's operation, so the first frame reveals most mistakes. But
+//! when two ranks both wait to receive (each expects another root of a broadcast), no
+//! frame is ever sent. So a rank that has waited for [`AFTER`] without progress writes
+//! a [`Post`] to the store, with its operation and the ranks it waits for, and repeats
+//! that while nothing moves. It also reads the posts of the ranks it waits for. Two
+//! different operations with the same number are certainly a desync, however late
+//! either rank is. Ranks that wait for each other in a cycle are found by following the
+//! posts ([`circle`]): sends that face each other, a cycle of three receives, a message
+//! against a collective. A rank that computes posts nothing, and so is in no cycle.
 //!
-//! Asking is the business of a thread of its own, started at the first stall:
-//! a store whose host is gone must not hold up an operation's deadline.
+//! A separate thread, started at the first stall, uses the store: a store whose host is
+//! gone must not delay an operation's deadline.
 
 mod circle;
 #[cfg(any(test, fuzzing))]
@@ -34,28 +32,28 @@ use self::post::Post;
 use crate::operation::Signature;
 use crate::transport::{AbortHandle, GroupKeys, Poison};
 
-/// Waiting without progress before anybody is asked. Slow networks and late
-/// ranks cause more than this; it only costs a question then.
+/// Waiting time without progress before the store is asked. Slow networks and late
+/// ranks also cause such waits; then it only costs a request.
 const AFTER: Duration = Duration::from_millis(150);
-/// Distance between two questions.
+/// Interval between two requests.
 const AGAIN: Duration = Duration::from_millis(250);
-/// Ranks of the longest circle that is found: each costs every other a question.
+/// Ranks of the longest cycle that is found: each costs every other a request.
 const CIRCLE_MAX: usize = 32;
 
-/// Where the ranks of a group say what they wait in.
+/// Publishes what this rank waits in, for the other ranks of a group.
 pub(crate) struct Board {
     desk: Option<Desk>,
     tell: Option<SyncSender<Report>>,
     told: Option<Instant>,
-    /// Since when nothing has moved, and which stall that is.
+    /// Since when nothing has moved, and the number of this stall.
     stall: (Option<Instant>, u64),
-    /// Reports that were handed on. Not those that the asking thread had no time
-    /// for: of which turns it has told the store, at most two may be older.
+    /// Number of reports passed to the asking thread, not counting those it had no time
+    /// for: at most two of them may be newer than the post in the store.
     turn: u64,
     found: Arc<AtomicBool>,
 }
 
-/// What the asking thread needs.
+/// The state of the asking thread.
 struct Desk {
     keys: Arc<GroupKeys>,
     rank: usize,
@@ -77,8 +75,8 @@ pub(crate) struct Begun<'a> {
     pub(crate) received: &'a [u64],
 }
 
-/// Whether `cause` is a circle of ranks of which this is one: then it is our
-/// program's mistake as well.
+/// Whether `cause` is a cycle of ranks that includes this one: then it is an error of
+/// this rank's program too.
 pub(crate) fn is_circle_with(cause: &str, rank: usize) -> bool {
     let named = format!(" rank {rank} waits in ");
     cause.starts_with(circle::PREFIX) && cause.contains(&named)
@@ -102,8 +100,7 @@ impl Board {
         }
     }
 
-    /// Nothing has moved `since` then, as a look at all links has just shown.
-    /// Never blocks.
+    /// Nothing has moved `since` then: all links were just checked. Never blocks.
     pub(crate) fn stalled(
         &mut self,
         signature: &Signature,
@@ -147,20 +144,20 @@ impl Board {
         };
         match tell.try_send(report) {
             Ok(()) => self.turn += 1,
-            // The store is slow, and the question before this one open.
+            // The store is slow, and the previous request is still open.
             Err(TrySendError::Full(_)) => {}
             Err(TrySendError::Disconnected(_)) => self.tell = None,
         }
     }
 
-    /// Whether it was us who found the ranks in different operations.
+    /// Whether this rank found the ranks in different operations.
     pub(crate) fn found(&self) -> bool {
         self.found.load(Ordering::Acquire)
     }
 }
 
 impl Desk {
-    /// Until the group ends.
+    /// Runs until the group ends.
     fn serve(&self, reports: &Receiver<Report>) {
         let mine = self.key(self.rank);
         let mut suspect = Suspect::default();
@@ -181,21 +178,21 @@ impl Desk {
         self.keys.key("stall", rank)
     }
 
-    /// What `rank` said last, if anything.
+    /// The last post of `rank`, if there is one.
     fn ask(&self, rank: usize) -> phalanx_store::Result<Option<Post>> {
         let bytes = self.keys.store().try_get(&self.key(rank))?;
         Ok(bytes.and_then(|bytes| Post::decode(&bytes)))
     }
 
-    /// Why this never ends, if that is so.
+    /// The reason why this wait never ends, if it does not.
     fn look(
         &self,
         report: &Report,
         suspect: &mut Suspect,
     ) -> phalanx_store::Result<Option<String>> {
         let (mine, me) = (&report.post, self.rank);
-        // From whoever is in a collective only ways to its peers are followed: the
-        // others of a longer circle find it, and ranks in one collective are many.
+        // From a rank in a collective only direct peers are followed: the other ranks
+        // of a longer cycle find it, and a collective has many ranks.
         let most = if mine.is_message() { CIRCLE_MAX } else { 2 };
         let mut asked: Vec<(usize, Post)> = Vec::new();
         let found = circle::find((me, mine), most, |rank| -> phalanx_store::Result<_> {
@@ -221,7 +218,7 @@ impl Desk {
         if !suspect.is_for_ever(&circle) {
             return Ok(None);
         }
-        // Of two ranks of which one is in a collective, the calls say more.
+        // For two ranks of which one is in a collective, naming the calls says more.
         let other = |(rank, post): &&(usize, Post)| {
             let is_in = circle.iter().any(|wait| wait.rank == *rank);
             is_in && post.is_message() != mine.is_message()
@@ -239,8 +236,8 @@ mod tests {
     use crate::plan::{Collective, Method};
     use phalanx_wire::frame::Kind;
 
-    /// Who compares turns must know how many of them may be older than what lies
-    /// in the store.
+    /// A reader that compares turns must know how many reports may be missing in the
+    /// store.
     #[test]
     fn what_was_not_handed_on_is_no_turn_and_what_moved_is_another_stall() {
         let (tell, told) = sync_channel(1);

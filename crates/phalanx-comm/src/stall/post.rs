@@ -1,28 +1,28 @@
-//! What a stalled rank says of itself, and how it lies in the store.
+//! The post of a stalled rank, and its encoding in the store.
 
 use phalanx_wire::frame::Header;
 
 use crate::operation::PeerOperation;
 use crate::plan::Collective;
 
-/// Ranks in a post that are waited for, of messages. Of a batch of more, a circle
-/// may be seen only when the first are done.
+/// Awaited ranks in a post, for messages. In a larger batch a cycle may be seen only
+/// when the first are done.
 pub(super) const AWAITED_MAX: usize = 64;
-/// The same in a collective. Those in another operation wait for each other, so one
-/// of a few is enough.
+/// The same in a collective. Ranks in another operation wait for each other, so a few
+/// are enough.
 const AWAITED_MAX_INSIDE: usize = 8;
 /// Ranks in a post with which messages were exchanged.
 const COUNTED_MAX: usize = 1024;
 
-/// One rank for which another waits.
+/// One rank that another waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Awaited {
     pub(crate) peer: usize,
-    /// Whether for data of it, rather than only for room.
+    /// Whether it waits for data, rather than only for room.
     pub(crate) data: bool,
-    /// The number of the message to it that is under way; none in a collective.
+    /// The number of the message being sent to it; none in a collective.
     pub(crate) gives: Option<u64>,
-    /// The number of the message of it that is due; none in a collective.
+    /// The number of the message expected from it; none in a collective.
     pub(crate) takes: Option<u64>,
 }
 
@@ -34,7 +34,7 @@ pub(super) struct Counted {
     pub(super) received: u64,
 }
 
-/// What a stalled rank says of itself.
+/// The post of a stalled rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Post {
     pub(super) header: Header,
@@ -42,10 +42,10 @@ pub(super) struct Post {
     pub(super) begun: u64,
     /// The number of this stall; another one if a byte moved since.
     pub(super) stall: u64,
-    /// Grows whenever the rank says this after it looked once more in vain.
+    /// Grows whenever the rank posts this again after another check without progress.
     pub(super) turn: u64,
     pub(super) awaits: Vec<Awaited>,
-    /// Those with any.
+    /// Only peers with messages.
     counts: Vec<Counted>,
     /// Whether there was room for all counts.
     is_complete: bool,
@@ -126,7 +126,7 @@ impl Post {
         bytes
     }
 
-    /// Nothing in it is trusted; no more is read than a post may have.
+    /// Decodes untrusted bytes; reads no more than a post may have.
     pub(super) fn decode(bytes: &[u8]) -> Option<Post> {
         let (header, mut rest) = bytes.split_first_chunk()?;
         let mut number = || {
@@ -182,7 +182,7 @@ impl Post {
         self.awaits.iter().find(|awaited| awaited.peer == peer)
     }
 
-    /// Messages begun to and from `peer`, if it says.
+    /// Messages begun to and from `peer`, if the post has them.
     pub(super) fn counted(&self, peer: usize) -> Option<Counted> {
         let found = self.counts.iter().find(|counted| counted.peer == peer);
         let none = self.is_complete.then_some(Counted {

@@ -1,7 +1,7 @@
-//! The status record of a rank, as the ranks of its host see it: spare words of its seat.
+//! The status record of a rank, which the ranks of its host read: spare words of its seat.
 //!
 //! One rank writes, all others read, and only when they have waited for
-//! seconds. What changes with every operation lies on another cache line than
+//! seconds. The words that change with every operation are on another cache line than
 //! the seat's state, which waiting peers poll.
 
 pub(crate) mod words;
@@ -31,7 +31,7 @@ const ENTERED: usize = 8;
 const DONE: usize = 9;
 /// Of ranks 0 to 127; see [`mask_word`].
 const AWAITED: usize = 10;
-/// Group and collective, for [`Elsewhere`]; the number plus 1, or 0; for whom.
+/// For [`Elsewhere`]: group and collective; the sequence number plus 1, or 0; the awaited ranks.
 const ELSEWHERE: usize = 12;
 const ELSEWHERE_SEQ: usize = 13;
 const ELSEWHERE_AWAITED: usize = 14;
@@ -41,7 +41,7 @@ const ELSEWHERE_AWAITED_WIDE: usize = 32;
 /// Bytes from the seat's state on.
 pub(crate) const SEAT_BYTES: usize = 8 * 48;
 
-/// Where word `index` of a mask lies whose first two are at `first`, the others at `wide`.
+/// The place of word `index` of a mask whose first two are at `first`, the others at `wide`.
 fn mask_word(index: usize, first: usize, wide: usize) -> usize {
     match index {
         0 | 1 => first + index,
@@ -49,13 +49,13 @@ fn mask_word(index: usize, first: usize, wide: usize) -> usize {
     }
 }
 
-/// The operation of another group in which a rank is, so that it comes to none of this one.
+/// The operation of another group that a rank is in, which keeps it from joining one of this group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Elsewhere {
     pub(crate) op: String,
     pub(crate) group: u32,
     pub(crate) seq: u64,
-    /// For whom it waits there, by their first ranks.
+    /// The ranks it waits for there, by their first ranks.
     pub(crate) awaited: Vec<u32>,
 }
 
@@ -82,7 +82,7 @@ pub(crate) struct StatusCell {
     offset: usize,
 }
 
-/// What was read of a rank; nothing in it is trusted.
+/// The status read from a rank; nothing in it is trusted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Status {
     pub(crate) pid: u32,
@@ -109,7 +109,7 @@ impl StatusCell {
         self.region.u64_at(self.offset + 8 * index)
     }
 
-    /// This process takes the cell.
+    /// Marks the cell as this process's.
     pub(crate) fn sit(&self) {
         let space = u64::from(pid_space()) << 32;
         let word = space | u64::from(std::process::id());
@@ -126,7 +126,7 @@ impl StatusCell {
         self.word(BUSY).load(Relaxed)
     }
 
-    /// As much of `name` as there is room for; not at all since moment 0.
+    /// Stores as much of `name` as there is room for; a time of 0 means no phase.
     pub(crate) fn set_phase(&self, name: &[u64], since_ns: u64) {
         self.word(PHASE_SINCE).store(since_ns, Relaxed);
         for (i, word) in name.iter().take(PHASE_WORDS).enumerate() {

@@ -1,6 +1,6 @@
 //! Ranks and texts as 64-bit words of memory that several processes map.
 
-/// Ranks as bits, of which the lowest 1024 are noted.
+/// Ranks as bits, for the lowest 1024 ranks.
 pub(crate) type Mask = [u64; MASK_WORDS];
 pub(crate) const MASK_WORDS: usize = 16;
 
@@ -21,7 +21,7 @@ pub(crate) fn set_rank(words: &mut [u64], rank: usize) {
     }
 }
 
-/// `text` cut at a character to at most `bytes` bytes.
+/// `text` truncated at a character boundary to at most `bytes` bytes.
 pub(crate) fn cut(text: &str, bytes: usize) -> &str {
     &text[..text.floor_char_boundary(bytes)]
 }
@@ -38,8 +38,8 @@ pub(crate) fn write_text(text: &str, words: usize, mut store: impl FnMut(usize, 
     }
 }
 
-/// The text in `words`, up to the first zero. Whatever is no text becomes
-/// question marks, control characters included: it will be printed.
+/// The text in `words`, up to the first zero. Invalid text and control characters
+/// become question marks, since it will be printed.
 pub(crate) fn read_text(words: impl Iterator<Item = u64>) -> String {
     let bytes: Vec<u8> = words
         .flat_map(u64::to_le_bytes)

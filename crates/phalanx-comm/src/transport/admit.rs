@@ -1,9 +1,9 @@
 //! Accepting connections of members while strangers connect too.
 //!
-//! One thread reads all handshakes as they go on, so a stranger that sends garbage,
-//! nothing, or one byte a second costs an open file for at most five seconds and
-//! delays no member. Where there is no place for one more, one that is not a member's
-//! is closed ([`closable`]). Used for TCP and for the Unix socket of a host.
+//! One thread reads all handshakes as bytes arrive, so a stranger that sends garbage,
+//! nothing, or one byte a second costs an open file for at most five seconds and delays
+//! no member. When the table is full, a connection that is not a member's is closed
+//! ([`closable`]). Used for TCP and for the Unix socket of a host.
 
 use std::net::{IpAddr, Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
@@ -20,21 +20,21 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::{Error, Result};
 
-/// Connections that may wait to be accepted. The ranks listen while they wait
-/// for the last of them to come: strangers should not fill the queue that fast.
+/// Connections that may wait to be accepted. The ranks listen while they wait for the
+/// last one: strangers should not fill the queue that fast.
 const BACKLOG: i32 = 4096;
-/// Connections accepted before those that are there are served again.
+/// Connections accepted before the open ones are served again.
 const ACCEPT_BATCH: usize = 256;
-/// Pause after a connection could not be accepted.
+/// Pause after a failed accept.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(2);
-/// Distance between two calls of the caller's `check`, which asks the store.
+/// Interval between two calls of the caller's `check`, which reads the store.
 const CHECK_EVERY: Duration = Duration::from_millis(100);
 
 /// A socket that can be accepted here.
 pub(super) trait Socket: Channel + AsFd {
-    /// Prepares a fresh one; an error closes it.
+    /// Prepares a new socket; an error closes it.
     fn prepare(&self) -> std::io::Result<()>;
-    /// Whether its reads and writes wait.
+    /// Sets whether reads and writes block.
     fn set_blocking(&self, blocking: bool) -> std::io::Result<()>;
 }
 
@@ -62,9 +62,9 @@ impl Socket for UnixStream {
 
 /// A listener whose sockets can be accepted here.
 pub(super) trait Listener: AsFd {
-    /// What it accepts.
+    /// The type of an accepted socket.
     type Stream: Socket;
-    /// One waiting connection and where it comes from.
+    /// Accepts one waiting connection and returns it with its address.
     fn take(&self) -> std::io::Result<(Self::Stream, IpAddr)>;
 }
 
@@ -85,7 +85,7 @@ impl Listener for UnixListener {
     }
 }
 
-/// Who is let in: rank and stream, and whether it already was.
+/// The expected members, by rank and stream, and whether each has been admitted.
 struct Guests {
     me: Hello,
     list: Vec<(usize, u16, bool)>,
@@ -120,7 +120,7 @@ impl Guests {
         }
     }
 
-    /// Its handshake failed after all.
+    /// The handshake failed after the decision.
     fn forget(&mut self, peer: &Hello) {
         for (rank, stream, taken) in &mut self.list {
             if (*rank, *stream) == (peer.rank as usize, peer.stream) {
@@ -139,7 +139,7 @@ pub(super) fn role_of(mine: Role, stream: u16) -> Role {
     }
 }
 
-/// One member that was let in.
+/// One admitted member.
 pub(super) struct Admitted<S> {
     pub(super) rank: usize,
     pub(super) stream: u16,
@@ -195,8 +195,8 @@ impl<'a, S: Socket> Door<'a, S> {
         })
     }
 
-    /// Waits until something is to be done, at most until then; says which handshakes
-    /// go on, and whether somebody can be accepted.
+    /// Waits for events, at most until `until`; returns which handshakes are ready, and
+    /// whether a connection can be accepted.
     fn sleep<L: AsFd>(&self, listener: &L, mut until: Instant) -> (Vec<bool>, bool) {
         let now = Instant::now();
         let mut fds: Vec<PollFd<'_>> = Vec::with_capacity(self.pending.len() + 1);
@@ -220,18 +220,18 @@ impl<'a, S: Socket> Door<'a, S> {
             tv_sec: left.as_secs().cast_signed(),
             tv_nsec: left.subsec_nanos().into(),
         };
-        // Interrupted: as if nothing had happened.
+        // An interruption counts as no event.
         let _ = rustix::event::poll(&mut fds, Some(&timeout));
         let mut ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         let knocked = has_room && ready.pop().unwrap_or(false);
         (ready, knocked)
     }
 
-    /// Goes on with the handshakes that are `ready`, and ends those that take too
-    /// long; returns the members whose handshake is complete.
+    /// Continues the handshakes that are `ready`, and ends those that take too long;
+    /// returns the members whose handshake is complete.
     fn attend(&mut self, ready: &[bool]) -> Vec<Admitted<S>> {
         let mut members = Vec::new();
-        // From the end: who leaves makes room for the last one.
+        // From the end: a removed entry is replaced by the last one.
         for at in (0..self.pending.len()).rev() {
             if ready.get(at).is_some_and(|ready| *ready) {
                 match self.advance(at) {
@@ -282,7 +282,7 @@ impl<'a, S: Socket> Door<'a, S> {
         let mine = match self.guests.decide(&peer) {
             Ok(mine) => mine,
             Err(reason) => {
-                // Whether it arrives changes nothing here.
+                // It does not matter here whether it arrives.
                 let _ = auth::send(&mut socket, &proven.reject(reason));
                 let why = format_args!("refused a member (rank {}): {reason}", peer.rank);
                 self.strangers.warn(from, &self.place, &why);
@@ -309,9 +309,9 @@ impl<'a, S: Socket> Door<'a, S> {
         self.strangers.warn(pending.from, &self.place, why);
     }
 
-    /// Accepts who wants to connect; where there is no place, in the place of another.
+    /// Accepts waiting connections; when the table is full, in the place of another.
     fn accept<L: Listener<Stream = S>>(&mut self, listener: &L) -> Result<()> {
-        // Listed once, when it is needed: those accepted here are too new.
+        // Listed once, when needed: connections accepted here are too new.
         let mut closable = None;
         for _ in 0..ACCEPT_BATCH {
             if self.pending.len() >= self.places && !self.make_place(&mut closable) {
@@ -326,7 +326,7 @@ impl<'a, S: Socket> Door<'a, S> {
                     }
                     return Err(Error::io("accepting a connection", e));
                 }
-                // It went away again.
+                // The peer has closed it again.
                 Err(e) => {
                     tracing::debug!("accept: {e}");
                     std::thread::sleep(ACCEPT_PAUSE);
@@ -351,7 +351,7 @@ impl<'a, S: Socket> Door<'a, S> {
         Ok(())
     }
 
-    /// Closes one for another; false: none may be closed now.
+    /// Closes one to make place for another; false: none may be closed now.
     fn make_place(&mut self, list: &mut Option<Vec<u64>>) -> bool {
         let list = list.get_or_insert_with(|| closable(self.standings(), Instant::now()));
         let Some(id) = list.pop() else { return false };
@@ -362,19 +362,19 @@ impl<'a, S: Socket> Door<'a, S> {
     }
 }
 
-/// Makes the queue in front of a listening socket longer than the standard
-/// library does. Best effort: a short one costs time, not members.
+/// Makes the queue of a listening socket longer than the standard library does. Best
+/// effort: a short queue costs time, not members.
 pub(super) fn lengthen_backlog(listener: &impl AsFd) {
     if let Err(e) = rustix::net::listen(listener, BACKLOG) {
         tracing::debug!("listen: {e}");
     }
 }
 
-/// Lets the `expected` members (rank, stream) in. `me` is how this side
-/// introduces itself. From time to time `check` is told who is missing; it
-/// returns false to give up on those, or an error to end the whole thing.
+/// Admits the `expected` members (rank, stream). `me` is this side's hello. From time
+/// to time `check` is called with the missing members; it returns false to give up on
+/// them, or an error to end all.
 ///
-/// Returns those who came by `deadline`; the caller sees who did not.
+/// Returns the members that came by `deadline`.
 pub(super) fn admit<L: Listener>(
     listener: &L,
     me: Hello,

@@ -1,4 +1,4 @@
-//! Who is let in, and who disturbs nobody.
+//! Tests that members are admitted and strangers disturb no member.
 
 use std::io::{Read, Write};
 use std::net::SocketAddr;
@@ -108,7 +108,7 @@ fn strangers_disturb_nobody() {
         }
         let start = Instant::now();
         for rank in [1, 2] {
-            // A member tries again when it is turned away, as `dial` does.
+            // A member tries again when it is rejected, as `dial` does.
             while scene.call(scene.hello(rank), &scene.token).is_err() {
                 assert!(start.elapsed() < LIMIT);
             }
@@ -173,9 +173,8 @@ impl Drop for SetOnDrop<'_> {
     }
 }
 
-/// Says hello with another token on `count` connections at a time and nothing more,
-/// and again on each that is closed, until it is over; `up` says that each was
-/// challenged.
+/// Keeps `count` connections open that only say hello with another token, and reopens
+/// each that is closed, until `over`; `up` is set when each was challenged.
 fn half_open(scene: &Scene, count: usize, up: &AtomicBool, over: &AtomicBool) {
     let token = Token::generate().unwrap();
     let (_, hello) = Initiator::start(scene.hello(1), &token).unwrap();
@@ -204,8 +203,8 @@ fn half_open(scene: &Scene, count: usize, up: &AtomicBool, over: &AtomicBool) {
     }
 }
 
-/// Many more strangers than places, all with a hello, that come again when they are
-/// closed: with 64 places and 250 ms for each it took seconds for each member.
+/// Many more strangers than places, all with a hello, that reconnect when they are
+/// closed: with 64 places and 250 ms for each, each member took seconds.
 #[test]
 fn members_get_through_half_open_handshakes() {
     const MEMBERS: u32 = 20;

@@ -16,7 +16,7 @@ use crate::region::{HUGE_BYTES, Region};
 const ARENA_MAX_BYTES: usize = 16 << 30;
 /// Address space of all arenas of a host: 1/128 of what x86-64 has.
 const TOTAL_MAX_BYTES: usize = 1 << 40;
-/// Where address space is scarcer than this, there is no arena.
+/// With less address space than this there is no arena.
 const ARENA_MIN_BYTES: usize = 64 << 20;
 
 /// All arenas of a host, as one rank maps them.
@@ -28,7 +28,7 @@ pub(crate) struct Arenas {
 }
 
 impl Arenas {
-    /// Arenas among threads of this process; `None` where the system refuses.
+    /// Arenas of threads of this process; `None` if the system refuses.
     pub(super) fn private(seats: usize, requested: Option<usize>) -> Option<Arenas> {
         let mut each = first_size(seats, requested)?;
         loop {
@@ -43,7 +43,7 @@ impl Arenas {
         }
     }
 
-    /// Arenas that other processes will map, and the descriptor to hand out.
+    /// Arenas that other processes will map, and the descriptor to pass to them.
     pub(super) fn create(seats: usize, requested: Option<usize>) -> Option<(OwnedFd, Arenas)> {
         let mut each = first_size(seats, requested)?;
         loop {
@@ -61,7 +61,7 @@ impl Arenas {
         }
     }
 
-    /// The arenas that another process made. The error says what is wrong.
+    /// The arenas that another process made. The error describes what is wrong.
     pub(super) fn open(fd: &OwnedFd, seats: usize) -> Result<Arenas, String> {
         let bytes = shm::sealed_size(fd, TOTAL_MAX_BYTES)?;
         let each_bytes = bytes / seats.max(1);
@@ -95,8 +95,8 @@ impl Arenas {
         (&self.region, seat * self.each_bytes)
     }
 
-    /// Address of `bytes` bytes at `offset` of the arena of `seat`; `None`
-    /// when they are not inside, whoever says they are.
+    /// Address of `bytes` bytes at `offset` of the arena of `seat`; `None` when they
+    /// are not inside. The arguments may come from a peer.
     pub(crate) fn at(&self, seat: usize, offset: u64, bytes: usize) -> Option<*mut u8> {
         let offset = usize::try_from(offset).ok()?;
         let end = offset.checked_add(bytes)?;
@@ -111,8 +111,8 @@ fn first_size(seats: usize, requested: Option<usize>) -> Option<usize> {
     size_within(limit, seats, requested)
 }
 
-/// The same in a process that may have `limit` bytes of address space (`ulimit -v`): arenas
-/// take a quarter at most, as all else needs some.
+/// The same in a process with a limit of `limit` bytes of address space (`ulimit -v`):
+/// arenas take at most a quarter.
 fn size_within(limit: u64, seats: usize, requested: Option<usize>) -> Option<usize> {
     let share = usize::try_from(limit / 4).unwrap_or(usize::MAX);
     let most = ARENA_MAX_BYTES.min(TOTAL_MAX_BYTES.min(share) / seats.max(1));

@@ -1,14 +1,13 @@
 //! One first cause for the ranks of all hosts.
 //!
-//! Shared memory knows one first cause per host. When ranks of two hosts
-//! fail at the same time, each host would keep its own, and each rank would
-//! blame another. So whoever wants to poison a group with several hosts first
-//! puts the cause into the store, by compare-and-set: the first one stays, and
-//! everybody goes on with that. Only then is memory poisoned and are control
-//! connections told.
+//! Shared memory has one first cause per host. When ranks of two hosts fail at the same
+//! time, each host would keep its own, and ranks would blame different ones. So a rank
+//! that poisons a group on several hosts first writes the cause to the store, by
+//! compare-and-set: the first one stays, and all ranks use it. Only then is memory
+//! poisoned and the cause sent over the control connections.
 //!
-//! The store may be what has just died. It gets [`PATIENCE`]; without an answer
-//! each host goes on with the cause that it knows.
+//! The store itself may have just died. After [`PATIENCE`] without an answer each host
+//! uses the cause that it knows.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -18,19 +17,19 @@ use phalanx_store::Store;
 
 use super::poison::Poison;
 
-/// How long an abort waits for the store. Part of the 100 ms within which all
-/// ranks shall know.
+/// How long an abort waits for the store. Part of the 100 ms within which all ranks
+/// must learn of it.
 const PATIENCE: Duration = Duration::from_millis(40);
 
-/// Where the ranks of one group agree.
+/// Agreement of the ranks of one group on the first cause.
 pub(super) struct FirstCause {
     store: Arc<dyn Store>,
     key: String,
 }
 
 impl FirstCause {
-    /// `instance` tells this forming from every other that has the same generation
-    /// and group, as in a store file that outlived its job.
+    /// `instance` distinguishes this forming from others with the same generation and
+    /// group, as in a store file that outlived its job.
     pub(super) fn new(
         store: Arc<dyn Store>,
         generation: u32,
@@ -43,14 +42,13 @@ impl FirstCause {
         }
     }
 
-    /// Records `cause` unless there is one already; gives back the one that
-    /// holds.
+    /// Records `cause` unless there is one already; returns the recorded one.
     pub(super) fn agree(&self, cause: &Poison) -> Poison {
         let (tell, told) = channel();
         let (store, key) = (Arc::clone(&self.store), self.key.clone());
         let mine = encode(cause);
-        // On a thread of its own: a store whose host vanished may take much
-        // longer to fail than an abort may take.
+        // On a separate thread: a store whose host vanished may take much longer to
+        // fail than an abort may take.
         let asked = std::thread::Builder::new()
             .name("phalanx-abort".to_owned())
             .stack_size(128 << 10)
@@ -82,7 +80,7 @@ pub(super) fn encode(poison: &Poison) -> Vec<u8> {
     format!("{}\n{}", poison.origin_rank, poison.cause).into_bytes()
 }
 
-/// What another rank wrote; `None` for anything else.
+/// Parses what another rank wrote; `None` if it is invalid.
 pub(super) fn decode(bytes: &[u8]) -> Option<Poison> {
     let text = String::from_utf8_lossy(bytes);
     let (rank, cause) = text.split_once('\n')?;
@@ -113,7 +111,7 @@ mod tests {
             agreed[0].cause,
             format!("cause\nof {}", agreed[0].origin_rank)
         );
-        // Another forming is another matter.
+        // Another forming has its own cause.
         let other = Poison::new(1, "other");
         assert_eq!(first(8).agree(&other), other);
     }

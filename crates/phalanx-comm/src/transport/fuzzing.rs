@@ -1,5 +1,5 @@
-//! What a rank reads of its peers while a group forms and ends, and the
-//! memory that it shares with them.
+//! Fuzzes what a rank reads from its peers while a group forms and ends, and the memory
+//! that it shares with them.
 
 use std::io::Write;
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -41,7 +41,7 @@ pub(crate) fn member_seeds() -> Vec<Vec<u8>> {
         .into()
 }
 
-/// For how many ranks others say that they were started.
+/// The list of sizes for which processes were started.
 pub(crate) fn sizes(data: &[u8]) {
     let sizes = parse_sizes(data);
     assert!(sizes.iter().all(|size| *size > 0));
@@ -110,9 +110,8 @@ fn layout() -> Option<Layout> {
     Layout::new(SEATS, RING_BYTES)
 }
 
-/// Memory that says of itself whatever it likes, and changes its mind: the
-/// first half of `data` is its header and rings when it is opened, the second
-/// half what they are afterwards.
+/// Untrusted memory that also changes: the first half of `data` is its header and rings
+/// when it is opened, the second half their contents afterwards.
 pub(crate) fn segment(data: &[u8]) {
     let Some(layout) = layout() else { return };
     let (before, after) = data.split_at(data.len() / 2);
@@ -147,8 +146,8 @@ pub(crate) fn segment(data: &[u8]) {
     let (mut producer, mut consumer) = segment.ends(0, 1);
     let mut bytes = [0; 3 * RING_BYTES];
     let _ = producer.writable();
-    // A ring that claims to be larger is believed where that changes nothing
-    // about the size of the whole: every access is inside all the same.
+    // A larger ring capacity is accepted if the total size does not change: every
+    // access is still inside.
     if let Ok(count) = producer.write(&bytes, || ()) {
         assert!(count <= bytes.len());
     }
@@ -156,8 +155,8 @@ pub(crate) fn segment(data: &[u8]) {
         assert!(count <= bytes.len());
     }
     let _ = consumer.readable();
-    // Anything but a cause that is set, or none, is waited for as a writer at
-    // its work; not in a fuzz target.
+    // In any state other than set or clear a reader would wait for the writer; not in a
+    // fuzz target.
     const SET: u8 = 2;
     let state = after.get(Layout::POISON_STATE..Layout::POISON_STATE + 4);
     if state.is_some_and(|state| state[0] & 3 == SET) && segment.is_poisoned() {
@@ -182,7 +181,7 @@ pub(crate) fn segment_seeds() -> Vec<Vec<u8>> {
     whole().into_iter().collect()
 }
 
-/// What the host of a segment hands over, bytes and one descriptor.
+/// The message by which the host passes a segment: bytes and one descriptor.
 pub(crate) fn roster(data: &[u8]) {
     let Some((first, rest)) = data.split_first() else {
         return;
@@ -197,7 +196,7 @@ pub(crate) fn roster(data: &[u8]) {
     let Ok((memory, _)) = shm::create(layout, &[7; 32]) else {
         return;
     };
-    // Some of the same descriptor, as pidfds too.
+    // Several copies of one descriptor, as pidfds too.
     let fds = vec![memory.as_fd(); usize::from(first % 4)];
     if rest.is_empty() || shm::send(&host, rest, &fds).is_err() {
         return;
@@ -263,7 +262,7 @@ pub(crate) fn control(data: &[u8]) {
     }
     let _ = control.pump();
     drop(peer);
-    // Whatever it said, it is gone.
+    // Whatever it sent, it is gone.
     let start = Instant::now();
     while control.pump().is_none() && start.elapsed() < Duration::from_secs(1) {
         std::thread::yield_now();
@@ -285,9 +284,9 @@ pub(crate) fn control_seeds() -> Vec<Vec<u8>> {
     ]
 }
 
-/// At the door of the Unix socket where a host hands out its memory. The first
-/// byte says who comes: a stranger, whose bytes all the rest is, or a member
-/// with a hello of these bytes, whose greeting is what is left of them.
+/// The Unix socket over which a host passes its memory. The first byte selects the
+/// peer: a stranger that sends the other bytes, or a member whose hello and then
+/// greeting are made of them.
 pub(crate) fn unix_hello(data: &[u8]) {
     let (Some((first, rest)), Ok((mut host, mut guest))) = (data.split_first(), UnixStream::pair())
     else {

@@ -1,8 +1,9 @@
-//! What the ranks of a group have in the store while it lives, and its removal.
+//! The keys of a group's ranks in the store while it lives, and their removal.
 //!
-//! A store takes 128 Ki keys, and a job may make groups as long as it runs. A rank
-//! removes its keys when it leaves the group. A rank that died cannot, so whoever
-//! leaves a poisoned group removes those of all its ranks: nobody needs them then.
+//! A store holds at most 128 Ki keys, and a job may make groups as long as it runs. A
+//! rank removes its keys when it leaves the group. A rank that died cannot, so a rank
+//! that leaves a poisoned group removes those of all its ranks: no rank needs them
+//! then.
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,11 +16,11 @@ use super::AbortHandle;
 /// How long leaving a group waits for the store: its host may have vanished.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// All that a group has keys for while it lives.
+/// The topics of a group's keys while it lives.
 const TOPICS: [&str; 3] = ["flight", "stall", "monitored"];
 
-/// The keys of one rank in one group. Everything that may write one holds this;
-/// dropping the last handle removes them.
+/// The keys of one rank in one group. All code that may write one holds this; dropping
+/// the last handle removes them.
 pub(crate) struct GroupKeys {
     store: Arc<dyn Store>,
     abort: AbortHandle,
@@ -28,7 +29,7 @@ pub(crate) struct GroupKeys {
     mine: Mutex<Mine>,
 }
 
-/// What this rank is to remove.
+/// The keys that this rank has to remove.
 #[derive(Default)]
 struct Mine {
     keys: Vec<String>,
@@ -36,7 +37,7 @@ struct Mine {
 }
 
 impl GroupKeys {
-    /// `job` tells this job from others that used the same store.
+    /// `job` distinguishes this job from others that used the same store.
     pub(crate) fn new(
         store: Arc<dyn Store>,
         (generation, group, job): (u32, u32, u64),
@@ -66,7 +67,7 @@ impl GroupKeys {
         self.store.set(key, value)
     }
 
-    /// Counts up a number until this rank leaves the group.
+    /// Increments a number that is kept until this rank leaves the group.
     pub(crate) fn count_up(&self, key: &str) -> phalanx_store::Result<()> {
         self.note(key);
         self.store.add(key, 1).map(drop)
@@ -79,7 +80,7 @@ impl GroupKeys {
         }
     }
 
-    /// All keys below `prefix` go when this rank leaves the group.
+    /// Removes all keys below `prefix` when this rank leaves the group.
     pub(crate) fn remove_at_end(&self, prefix: String) {
         let mut mine = self.mine.lock().unwrap_or_else(PoisonError::into_inner);
         mine.prefixes.push(prefix);
@@ -124,7 +125,7 @@ impl Drop for GroupKeys {
                 drop(done);
             });
         match removing {
-            // It says nothing, it ends.
+            // The thread sends nothing; the wait ends with it.
             Ok(_) => drop(removed.recv_timeout(PATIENCE)),
             Err(e) => tracing::debug!("cannot start a thread to remove keys: {e}"),
         }

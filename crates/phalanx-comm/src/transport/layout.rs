@@ -1,4 +1,4 @@
-//! Where things lie in the segment that the ranks of one host share.
+//! The layout of the segment that the ranks of one host share.
 //!
 //! ```text
 //! header   magic, version, seats, ring bytes, nonce                   128 B
@@ -16,14 +16,14 @@ use crate::region::PAGE_BYTES;
 use crate::status;
 use crate::wait::BELL_BYTES;
 
-/// Most ranks of one host that share memory: their rings have `RINGS_MAX_BYTES` of address
-/// space, and each rank a handle of every other's process.
+/// Most ranks of one host that share memory: their rings take `RINGS_MAX_BYTES` of address
+/// space, and each rank has a pidfd of every other.
 pub const MAX_LOCAL_RANKS: usize = 1024;
 
 const HEADER_BYTES: usize = 128;
 const POISON_BYTES: usize = 512;
 const SEAT_BYTES: usize = BELL_BYTES + status::SEAT_BYTES;
-/// Room of one cell: a line and its neighbour, which x86 prefetches with it.
+/// Size of one cell: a cache line and its neighbour, which x86 prefetches with it.
 pub(crate) const CELL_BYTES: usize = 128;
 
 /// Room for the staging of all ranks; touched only when it is used.
@@ -33,16 +33,17 @@ const STAGE_MAX_BYTES: usize = 1 << 20;
 /// Two stages and two results.
 const STAGES: usize = 4;
 
-/// Room for all rings of a segment unless the caller says otherwise.
+/// Default size of all rings of a segment.
 const RINGS_BYTES: usize = 64 << 20;
 const DEFAULT_RING_MIN_BYTES: usize = 64 << 10;
-/// What rings of [`DEFAULT_RING_MIN_BYTES`] may take; they are smaller where ranks are more than 512.
+/// Largest total size of rings by default; with more than 512 ranks it makes them smaller than
+/// [`DEFAULT_RING_MIN_BYTES`].
 const RINGS_MAX_BYTES: usize = 16 << 30;
 const DEFAULT_RING_MAX_BYTES: usize = 1 << 20;
 
-/// Capacity of each of the rings among `seats` ranks: what the caller asked
-/// for, made a power of two in range, or a share of 64 MiB between 64 KiB and
-/// 1 MiB, less where there are more than 512 ranks.
+/// Capacity of each of the rings among `seats` ranks: the requested one, rounded down
+/// to a power of two in range, or a share of 64 MiB between 64 KiB and 1 MiB, less with
+/// more than 512 ranks.
 pub(crate) fn ring_capacity(seats: usize, requested: Option<usize>) -> usize {
     let bytes = requested.unwrap_or_else(|| {
         let pairs = seats * seats.saturating_sub(1);
@@ -53,7 +54,7 @@ pub(crate) fn ring_capacity(seats: usize, requested: Option<usize>) -> usize {
             .min(most)
     });
     let bytes = bytes.clamp(MIN_CAPACITY_BYTES, MAX_CAPACITY_BYTES);
-    // Down, not up: the caller gave a limit. Exact for powers of two.
+    // Rounded down: the caller gave a limit. Exact for powers of two.
     1 << bytes.ilog2()
 }
 
@@ -65,8 +66,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// `None` when the numbers cannot be those of a segment: they may come
-    /// from a peer.
+    /// `None` when no segment can have these numbers, which may come from a peer.
     pub(crate) fn new(seats: usize, capacity: usize) -> Option<Layout> {
         let capacity_ok = capacity.is_power_of_two()
             && (MIN_CAPACITY_BYTES..=MAX_CAPACITY_BYTES).contains(&capacity);

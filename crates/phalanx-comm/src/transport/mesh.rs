@@ -20,17 +20,17 @@ use crate::status::StatusCell;
 use crate::wait::{Budget, Budgets, Callers, Policy, SLICE, Topology, Wake};
 use crate::{Error, Result};
 
-/// Longest wait when sockets and shared memory must both be watched: a wait
-/// for one of them cannot be ended by the other.
+/// Longest wait when sockets and shared memory must both be watched: an event on one
+/// does not end a wait for the other.
 const MIXED_SLICE: Duration = Duration::from_millis(50);
 
-/// First and longest turn of shared memory when both are awaited.
+/// First and longest wait on shared memory between two checks of sockets when both are awaited.
 const TURN_MIN: Duration = Duration::from_micros(50);
 /// See [`TURN_MIN`].
 const TURN_MAX: Duration = Duration::from_millis(1);
 
-/// Fruitless rounds over sockets before the kernel is asked to wait, when the
-/// core would otherwise be idle.
+/// Checks of sockets without progress before waiting in the kernel, when the core would
+/// otherwise be idle.
 const SOCKET_ROUNDS: u32 = 8;
 
 /// A peer in memory that we share with it.
@@ -60,7 +60,7 @@ impl RingLink {
             || (want.send && self.tx.writable().unwrap_or(true))
     }
 
-    /// The peer left and what we want of it can never happen.
+    /// The peer left, so the awaited event can never happen.
     fn abandoned(&mut self, want: Interest) -> bool {
         // `has_left` first: what the peer wrote before leaving is then visible.
         self.segment.has_left(self.seat)
@@ -89,7 +89,7 @@ impl Link for RingLink {
     }
 }
 
-/// What stands where a rank would have a link to itself.
+/// The placeholder for a rank's link to itself.
 struct NoLink;
 
 impl Link for NoLink {
@@ -112,12 +112,12 @@ enum Peer {
     Tcp(TcpLink),
 }
 
-/// What abort handles share with their mesh.
+/// State that abort handles share with their mesh.
 struct Shared {
     rank: usize,
     segment: Arc<Segment>,
     controls: Vec<Arc<Control>>,
-    /// Present where ranks of several hosts must agree.
+    /// Present if ranks of several hosts must agree.
     first_cause: OnceLock<FirstCause>,
     /// Groups that end with this one.
     dependents: Mutex<Vec<Weak<Shared>>>,
@@ -128,7 +128,7 @@ struct Shared {
 impl Shared {
     /// True if `cause` is the first.
     fn poison(&self, cause: &Poison) -> bool {
-        // Only the first cause travels; a later one is an echo of it.
+        // Only the first cause is sent; a later one is a consequence of it.
         if self.poisoned().is_some() {
             return false;
         }
@@ -157,10 +157,10 @@ impl Shared {
         Some(poison)
     }
 
-    /// Looks whether a group with which this one ends was aborted, also by ranks that are
-    /// not in this one.
+    /// Checks whether a group with which this one ends was aborted, also by ranks that
+    /// are not in this one.
     fn look_at_parents(&self) {
-        // Locked: a circle of groups has led back here.
+        // Locked: a cycle of groups has led back here.
         let Ok(mut parents) = self.parents.try_lock() else {
             return;
         };
@@ -174,8 +174,8 @@ impl Shared {
         }
     }
 
-    /// The error to report for a peer's end: the group's first cause if there
-    /// is one, of which that end is probably the echo.
+    /// The error to report for a peer's end: the group's first cause if there is one,
+    /// since it probably made the peer end.
     #[cold]
     fn blame(&self, end: Error) -> Error {
         self.check().err().unwrap_or(end.with_rank(self.rank))
@@ -193,7 +193,7 @@ impl Shared {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What these guard is whole between statements.
+    // The guarded data is consistent between statements.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -204,9 +204,9 @@ pub struct AbortHandle {
 }
 
 impl AbortHandle {
-    /// Poisons the group: first cause wins, over all hosts; those who wait for
-    /// shared memory wake up at once, those who wait for sockets when the
-    /// message arrives, or within 50 ms. May wait 40 ms for the store.
+    /// Poisons the group: first cause wins, over all hosts; ranks that wait for shared
+    /// memory wake up at once, ranks that wait for sockets when the message arrives, or
+    /// within 50 ms. May wait 40 ms for the store.
     pub fn poison(&self, cause: &Poison) -> bool {
         self.shared.poison(cause)
     }
@@ -216,7 +216,7 @@ impl AbortHandle {
         self.shared.poisoned()
     }
 
-    /// From now on, what poisons `parent` poisons this group too.
+    /// From now on, poisoning `parent` poisons this group too.
     pub(crate) fn follow(&self, parent: &AbortHandle) {
         lock(&self.shared.parents).push(Arc::downgrade(&parent.shared));
         let mut dependents = lock(&parent.shared.dependents);
@@ -237,9 +237,9 @@ impl std::fmt::Debug for AbortHandle {
 
 /// All links of one rank in one group.
 ///
-/// Dropping a mesh leaves the group: peers that expect nothing more of this
-/// rank notice nothing, the others get a lost-peer error. Dropped by a panic
-/// it poisons the group instead.
+/// Dropping a mesh leaves the group: peers that still wait for this rank get a
+/// `PeerLost` error, the others are not affected. A drop during a panic poisons the
+/// group instead.
 pub struct Mesh {
     shared: Arc<Shared>,
     arenas: Option<Arc<Arenas>>,
@@ -249,7 +249,7 @@ pub struct Mesh {
     /// By rank.
     peers: Vec<Peer>,
     budgets: Budgets,
-    /// Operations run on the communication thread, beside compute.
+    /// Operations run on the communication thread, while other threads compute.
     beside: bool,
     callers: Callers,
     watches: Vec<Watch>,
@@ -268,13 +268,13 @@ impl std::fmt::Debug for Mesh {
     }
 }
 
-/// What a mesh is made of.
+/// The parts of a mesh.
 pub(super) struct Parts {
     pub(super) rank: usize,
     pub(super) world: usize,
     /// The memory shared with other ranks of this host, or one of our own.
     pub(super) segment: Arc<Segment>,
-    /// Where buckets come from.
+    /// The memory for buckets.
     pub(super) arenas: Option<Arc<Arenas>>,
     /// Our seat there.
     pub(super) seat: usize,
@@ -285,12 +285,12 @@ pub(super) struct Parts {
     /// Which ranks share a host.
     pub(super) hosts: Hosts,
     pub(super) watches: Vec<Watch>,
-    /// The hosts that this rank looks after for all of its own.
+    /// The hosts that this rank probes on behalf of its own host.
     pub(super) probes: Vec<HostProbe>,
-    /// Who shares our cores, however they are reached.
+    /// The ranks that share our cores, by whatever transport.
     pub(super) topology: Topology,
     pub(super) policy: Policy,
-    /// Random, the same on all ranks: tells this forming from all others.
+    /// Random, the same on all ranks: identifies this forming.
     pub(super) instance: u64,
 }
 
@@ -361,7 +361,7 @@ impl Mesh {
         &self.hosts
     }
 
-    /// Says which ranks share a host, as far as plans go.
+    /// Sets which ranks share a host, for plans.
     pub(crate) fn set_hosts(&mut self, hosts: Hosts) {
         self.hosts = hosts;
     }
@@ -389,7 +389,7 @@ impl Mesh {
             .collect()
     }
 
-    /// What ranks of this host tell each other, by rank; our own included.
+    /// The status cells of the ranks of this host, by rank, ours included.
     pub(crate) fn cells(&self) -> Vec<Option<StatusCell>> {
         let cell = |seat| Some(self.shared.segment.cell(seat));
         let mut cells: Vec<Option<StatusCell>> = self
@@ -406,7 +406,7 @@ impl Mesh {
         cells
     }
 
-    /// Random, the same on all ranks: tells this forming from all others.
+    /// Random, the same on all ranks: identifies this forming.
     pub(crate) fn instance(&self) -> u64 {
         self.instance
     }
@@ -414,32 +414,32 @@ impl Mesh {
     /// From now on ranks of several hosts agree through `store` on the first
     /// cause of an abort.
     pub(crate) fn agree_through(&self, store: &Arc<dyn Store>, generation: u32, group: u32) {
-        // On one host memory is the judge.
+        // On one host, shared memory decides the first cause.
         if !self.shared.controls.is_empty() {
             let first = FirstCause::new(Arc::clone(store), generation, group, self.instance);
-            // Set once, by the one that formed the group.
+            // Set once, by the caller that formed the group.
             let _ = self.shared.first_cause.set(first);
         }
     }
 
-    /// Says that the cores are also shared as `topology` says: whichever
-    /// leaves less room counts.
+    /// Adds that the cores are also shared as in `topology`: the one with more threads
+    /// per core counts.
     pub(crate) fn share_cores(&mut self, topology: Topology) {
         self.budgets = self.budgets.within(topology);
     }
 
-    /// Who shares our cores, and how we wait because of that.
+    /// How our cores are shared, and the resulting budgets of waits.
     pub(crate) fn budgets(&self) -> Budgets {
         self.budgets
     }
 
-    /// Says which thread the next waits are on: the communication thread
-    /// (`beside` compute) or a caller's.
+    /// Sets which thread does the next waits: the communication thread (`beside`
+    /// compute threads) or a caller's.
     pub(crate) fn run_beside(&mut self, beside: bool) {
         self.beside = beside;
     }
 
-    /// Where threads that wait for the communication thread are counted.
+    /// The counter of threads that wait for the communication thread.
     pub(crate) fn callers(&self) -> Callers {
         self.callers.clone()
     }
@@ -459,9 +459,9 @@ impl Mesh {
     /// Sleeps until some link may have progressed, `until` has passed, or at
     /// most 100 ms.
     ///
-    /// `want[peer]` says what is waited for. `spins` counts the caller's
-    /// fruitless rounds so far: 0 polls and yields first, as far as the wait
-    /// policy allows; later ones sleep at once.
+    /// `want[peer]` is what to wait for. `spins` counts the caller's rounds without
+    /// progress so far: at 0 it polls and yields first, as far as the wait policy
+    /// allows; later it sleeps at once.
     ///
     /// # Errors
     ///
@@ -504,7 +504,7 @@ impl Mesh {
                 self.wait_sockets(want, timeout)?;
             }
         } else {
-            // Turns: memory gets the time, sockets a look after each turn.
+            // Waits on memory, and checks sockets after each such wait.
             let end = now + timeout;
             let mut turn = TURN_MIN;
             loop {
@@ -526,7 +526,7 @@ impl Mesh {
         self.budget().polls()
     }
 
-    /// Whether all ranks of the group share this host's memory, and it.
+    /// The shared memory, if all ranks of the group are on this host and share it.
     pub(crate) fn memory(&self) -> Option<SharedMemory> {
         let shares = |(rank, peer): (usize, &Peer)| match peer {
             Peer::Own(_) => rank == self.seat,
@@ -543,7 +543,7 @@ impl Mesh {
     }
 
     /// Sleeps until `missing` holds for no rank, `until` has passed, or at
-    /// most 100 ms; for groups whose [`Mesh::memory`] is shared. Who makes
+    /// most 100 ms; for groups whose [`Mesh::memory`] is shared. A rank that makes
     /// `missing` false rings our bell. `spins` as in [`Mesh::idle`].
     ///
     /// # Errors
@@ -577,7 +577,7 @@ impl Mesh {
         self.shared.check()
     }
 
-    /// What every wait looks at: poison, and now and then the peers' lives.
+    /// The checks of every wait: poison, and now and then whether the peers live.
     fn look_around(&mut self) -> Result<Instant> {
         let now = Instant::now();
         let is_due = now >= self.next_watch;
@@ -613,16 +613,16 @@ impl Mesh {
         })
     }
 
-    /// Waits for sockets: awaited data, and news on any control socket. True
-    /// if there was something.
+    /// Waits for sockets: awaited data, and frames on any control socket. True if there
+    /// was an event.
     fn wait_sockets(&self, want: &[Interest], timeout: Duration) -> Result<bool> {
-        // Without a core of its own every wake-up interrupts somebody who computes.
+        // Without its own core, every wake-up interrupts a compute thread.
         let batched = self.beside && !self.budgets.at(true).polls();
         let mut fds = Vec::with_capacity(2 * self.shared.controls.len());
         let mut controls = Vec::with_capacity(self.shared.controls.len());
         for control in &self.shared.controls {
             if !control.is_open() {
-                // A group that ends with this one may have read what came.
+                // A group that ends with this one may have read the frame.
                 self.check_fate(control)?;
                 continue;
             }
@@ -660,7 +660,7 @@ impl Mesh {
         }
     }
 
-    /// Looks at the lives of all peers, awaited or not.
+    /// Checks whether all peers live, awaited or not.
     fn watch(&mut self, now: Instant) -> Result<()> {
         let segment = Arc::clone(&self.shared.segment);
         self.watches.retain(|watch| !segment.has_left(watch.seat));
@@ -675,7 +675,7 @@ impl Mesh {
         }
         let dead = fds.iter().position(|fd| !fd.revents().is_empty());
         if let Some(watch) = dead.map(|i| &self.watches[i]) {
-            // It may have left between our look at its seat and its end.
+            // It may have left between our check of its seat and its end.
             if !segment.has_left(watch.seat) {
                 let message = format!("rank {} (process {}) died", watch.rank, watch.pid);
                 return Err(self.shared.blame(Error::peer_lost(watch.rank, message)));
@@ -723,8 +723,8 @@ fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> std::io::Result<()> {
 }
 
 /// A group of `world` ranks that are threads of this process. `ring_bytes`
-/// is the capacity of each ring; 0 chooses it by the number of ranks. Each is
-/// taken to compute with one thread.
+/// is the capacity of each ring; 0 chooses it by the number of ranks. Each is assumed
+/// to compute with one thread.
 ///
 /// # Panics
 ///
@@ -764,7 +764,7 @@ pub(crate) fn thread_mesh_with(
     } else {
         None
     };
-    // All seats first: nobody may see a peer as absent.
+    // All seats first: no rank may see a peer as absent.
     (0..world).for_each(|seat| segment.sit(seat));
     (0..world)
         .map(|rank| {

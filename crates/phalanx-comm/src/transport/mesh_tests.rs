@@ -2,8 +2,8 @@
 
 use super::super::testing::{PATIENCE, SOON, exchange, loiter, on_all, recv_byte};
 
-/// How often a wake-up is tried: one that is missed costs a slice of 100 ms
-/// every time, a busy machine so much now and then.
+/// How often a wake-up is tried: a missed wake-up costs 100 ms every time, a busy
+/// machine only now and then.
 const TRIES: usize = 200;
 use super::*;
 use crate::ErrorKind;

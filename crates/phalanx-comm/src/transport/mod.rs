@@ -1,20 +1,20 @@
 //! Transports: how bytes get from one rank to another.
 //!
-//! A [`Mesh`] holds one link per peer, a full-duplex ordered byte stream
-//! that never blocks, and knows how to sleep until one of them may have
-//! progressed. What the bytes mean is the business of the layers above.
+//! A [`Mesh`] holds one link per peer, a full-duplex ordered byte stream that never
+//! blocks, and can sleep until one of them may have progressed. The layers above give
+//! the bytes their meaning.
 //!
 //! * *thread*: ranks are threads of this process; rings in private memory.
-//! * *shm*: ranks are processes of one host; the same rings in a memfd that no
-//!   file system knows, passed over an authenticated Unix socket.
-//! * *tcp*: ranks are anywhere; two sockets per pair (up to five on request), one for the bytes and
-//!   one that says why they ended.
+//! * *shm*: ranks are processes of one host; the same rings in a memfd, passed over an
+//!   authenticated Unix socket.
+//! * *tcp*: ranks are on any host; two sockets per pair, one for the bytes and one for the reason
+//!   why they ended.
 //!
-//! Architecture invariants: no call of a link blocks (but for a quarter of a
-//! second, once, to learn why a connection ended); nothing read from
-//! shared memory or from a socket is used before it was checked; no name in
-//! any file system; every wait has a deadline, and at least every 100 ms looks
-//! at the group's poison and at its peers' lives.
+//! Architecture invariants: no call of a link blocks (except once for a quarter of a
+//! second, to learn why a connection ended); nothing read from shared memory or from a
+//! socket is used before it was checked; no name in any file system; every wait has a
+//! deadline, and checks at least every 100 ms whether the group is poisoned and its
+//! peers live.
 
 mod admit;
 mod arenas;
@@ -48,7 +48,7 @@ pub(crate) use segment::Segment;
 
 use crate::Result;
 
-/// How two ranks talk.
+/// How two ranks communicate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TransportKind {
     /// Memory of one process.
@@ -60,7 +60,7 @@ pub enum TransportKind {
 }
 
 impl TransportKind {
-    /// A set of kinds is a sum of these.
+    /// A set of kinds is the sum of their bits.
     pub(crate) const fn bit(self) -> u8 {
         match self {
             TransportKind::Thread => 1,
@@ -85,15 +85,15 @@ impl std::fmt::Display for TransportKind {
     }
 }
 
-/// What a caller of `Mesh::idle` waits for from one peer.
+/// The events of one peer that a caller of `Mesh::idle` waits for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Interest {
     /// Room to send.
     pub send: bool,
     /// Bytes to receive.
     pub recv: bool,
-    /// At least how many bytes are on their way here for sure, 0 if that is not known: nobody need be woken
-    /// for each of them.
+    /// The least number of bytes that are certain to come, 0 if unknown: the waiter need not be woken for
+    /// each of them.
     pub coming_bytes: usize,
 }
 
@@ -105,9 +105,9 @@ impl Interest {
 
 /// One peer as a full-duplex ordered byte stream. All calls are non-blocking.
 pub(crate) trait Link: Send {
-    /// Takes as many of `bytes` as fit now and says how many; 0 = full now.
+    /// Takes as many of `bytes` as fit now and returns how many; 0 = full now.
     fn try_send(&mut self, bytes: &[u8]) -> Result<usize>;
-    /// Gives what is there, at most `into.len()` bytes; 0 = nothing now.
+    /// Reads the available bytes, at most `into.len()`; 0 = nothing now.
     fn try_recv(&mut self, into: &mut [u8]) -> Result<usize>;
 
     /// [`Link::try_send`] of two runs of bytes, one behind the other.

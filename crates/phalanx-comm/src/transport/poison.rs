@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use super::layout::Layout;
 use crate::region::Region;
 
-/// Bytes kept of a cause; longer ones are cut.
+/// Most bytes of a cause; longer ones are truncated.
 pub const MAX_CAUSE_BYTES: usize = 400;
 
 const CLEAR: u32 = 0;
@@ -40,7 +40,7 @@ pub struct Poison {
 }
 
 impl Poison {
-    /// A poison whose cause is cut to [`MAX_CAUSE_BYTES`] at a character.
+    /// A poison whose cause is truncated to [`MAX_CAUSE_BYTES`] at a character boundary.
     pub fn new(origin_rank: usize, cause: impl Into<String>) -> Poison {
         let mut cause = cause.into();
         if cause.len() > MAX_CAUSE_BYTES {
@@ -74,7 +74,7 @@ pub(super) fn set(region: &Region, poison: &Poison) -> bool {
     {
         return false;
     }
-    // Cuts a cause that was not made by `Poison::new`.
+    // Truncates a cause that was not made by `Poison::new`.
     let poison = Poison::new(poison.origin_rank, poison.cause.as_str());
     let mut words = [0_u8; MAX_CAUSE_BYTES];
     words[..poison.cause.len()].copy_from_slice(poison.cause.as_bytes());

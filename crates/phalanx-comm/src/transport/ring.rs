@@ -8,9 +8,9 @@
 //!
 //! Positions only grow; the byte at position p lives at `p % capacity`. Each
 //! side keeps its own position privately and never reads it back, so a peer
-//! cannot move it. The other side's position is checked on every read: it may
-//! neither go back nor claim more than the ring holds. A peer that breaks
-//! this is a protocol error, not a memory error.
+//! cannot move it. The other side's position is checked on every read: it may neither
+//! decrease nor claim more than the ring holds. A violation is a protocol error, not a
+//! memory error.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,10 +18,10 @@ use std::sync::Arc;
 use crate::region::Region;
 use crate::sync::{AtomicU64, Ordering};
 
-/// Distance between the positions, so that each has cache lines of its own
-/// (two 64-byte lines: x86 prefetches them in pairs).
+/// Distance between the positions, so that each has its own cache lines (two 64-byte
+/// lines: x86 prefetches them in pairs).
 const LINE_BYTES: usize = 128;
-/// Room of the positions in front of the data.
+/// Size of the positions before the data.
 const HEADER_BYTES: usize = 2 * LINE_BYTES;
 /// A transfer is published in pieces of this size, so that the other side
 /// works on the first piece while the second is copied.
@@ -32,12 +32,12 @@ pub(crate) const MIN_CAPACITY_BYTES: usize = 64;
 /// See [`MIN_CAPACITY_BYTES`].
 pub(crate) const MAX_CAPACITY_BYTES: usize = 1 << 30;
 
-/// Room that a ring with `capacity` bytes takes in a region.
+/// Bytes that a ring with `capacity` bytes takes in a region.
 pub(crate) const fn ring_bytes(capacity: usize) -> usize {
     HEADER_BYTES + capacity
 }
 
-/// The other side's position cannot be true.
+/// The other side's position is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Corrupt {
     claimed: u64,
@@ -55,7 +55,7 @@ impl fmt::Display for Corrupt {
     }
 }
 
-/// What both ends know about their ring.
+/// The place and capacity of a ring, known to both ends.
 struct Shape {
     region: Arc<Region>,
     offset: usize,
@@ -65,8 +65,8 @@ struct Shape {
 impl Shape {
     /// # Panics
     ///
-    /// When the ring is not inside the region or its capacity is no power of
-    /// two: layouts are computed by us, never read from a peer.
+    /// When the ring is not inside the region or its capacity is not a power of two:
+    /// layouts are computed here, never read from a peer.
     fn new(region: Arc<Region>, offset: usize, capacity: usize) -> Shape {
         assert!(capacity.is_power_of_two() && capacity >= MIN_CAPACITY_BYTES);
         assert!(offset.is_multiple_of(LINE_BYTES));
@@ -96,7 +96,7 @@ impl Shape {
     }
 }
 
-/// Reads the other side's position and refuses what cannot be.
+/// Reads the other side's position and refuses invalid ones.
 fn checked(position: &AtomicU64, lowest: u64, highest: u64) -> Result<u64, Corrupt> {
     // SeqCst: also the re-check of the sleep protocol (wait/README.md, W2).
     let claimed = position.load(Ordering::SeqCst);
@@ -113,10 +113,10 @@ fn checked(position: &AtomicU64, lowest: u64, highest: u64) -> Result<u64, Corru
 /// The sending end. There must be only one per ring.
 pub(crate) struct Producer {
     shape: Shape,
-    /// Bytes ever written; the truth, of which the shared `tail` is a copy.
+    /// Bytes ever written; the shared `tail` is a copy of it.
     tail: u64,
-    /// The last `head` seen: spares a look at the consumer's cache line while
-    /// there is room by what we already know.
+    /// The last `head` seen: saves reading the consumer's cache line while it leaves
+    /// enough room.
     head: u64,
 }
 
@@ -147,8 +147,8 @@ impl Producer {
         Ok(self.room() > 0)
     }
 
-    /// Writes as much of `bytes` as fits and returns how much that was.
-    /// `published` is called after each piece the consumer can see.
+    /// Writes as much of `bytes` as fits and returns the number of bytes. `published`
+    /// is called after each piece that the consumer can see.
     pub(crate) fn write(
         &mut self,
         bytes: &[u8],
@@ -188,7 +188,7 @@ impl Producer {
 /// The receiving end. There must be only one per ring.
 pub(crate) struct Consumer {
     shape: Shape,
-    /// Bytes ever read; the truth, of which the shared `head` is a copy.
+    /// Bytes ever read; the shared `head` is a copy of it.
     head: u64,
     /// The last `tail` seen.
     tail: u64,
@@ -219,8 +219,8 @@ impl Consumer {
         Ok(self.tail != self.head)
     }
 
-    /// Reads what is there, at most `into.len()` bytes, and returns how much
-    /// that was. `freed` is called after each piece the producer may reuse.
+    /// Reads the available bytes, at most `into.len()`, and returns their number.
+    /// `freed` is called after each piece that the producer may reuse.
     pub(crate) fn read(
         &mut self,
         into: &mut [u8],

@@ -14,15 +14,15 @@ use crate::wait::{Bell, FutexKind};
 const MAGIC: u64 = u64::from_le_bytes(*b"PHLXSEG\0");
 const VERSION: u32 = 3;
 
-/// Memory of a process is claimed in advance up to here.
+/// Up to this size, private memory is reserved in advance.
 const SPARSE_ABOVE_BYTES: usize = 1 << 30;
 
-/// A seat nobody took yet.
+/// A seat that no rank has taken yet.
 #[cfg(any(test, fuzzing))]
 const ABSENT: u32 = 0;
 /// The rank takes part.
 const PRESENT: u32 = 1;
-/// The rank left in good order; what it wrote stays readable.
+/// The rank left in good order; its data stays readable.
 const LEFT: u32 = 2;
 
 /// A segment as one of its ranks sees it.
@@ -33,9 +33,9 @@ pub(crate) struct Segment {
 }
 
 impl Segment {
-    /// A segment among threads of this process.
+    /// A segment for threads of this process.
     pub(crate) fn private(layout: Layout) -> std::io::Result<Segment> {
-        // Of many ranks only few rings are ever used: no claim on memory for the others.
+        // With many ranks only few rings are used: no memory is reserved for the others.
         let region = match layout.total() {
             total if total > SPARSE_ABOVE_BYTES => Region::sparse(total)?,
             total => Region::anonymous(total)?,
@@ -61,8 +61,8 @@ impl Segment {
         segment
     }
 
-    /// The segment that another process made in `region`. The error says what
-    /// is wrong with it.
+    /// The segment that another process made in `region`. The error describes what is
+    /// wrong with it.
     pub(crate) fn open(region: Region, seats: usize, nonce: &[u8; 32]) -> Result<Segment, String> {
         if region.len() < Layout::NONCE + 32 {
             return Err(format!("the segment has only {} bytes", region.len()));
@@ -85,7 +85,7 @@ impl Segment {
                 "the segment has {claimed} seats where {seats} are expected"
             ));
         }
-        // Each value is read once; what was checked is what is used.
+        // Each value is read once, so the checked value is the one used.
         let capacity = usize::try_from(region.u64_at(Layout::CAPACITY).load(Relaxed))
             .ok()
             .and_then(|capacity| Layout::new(seats, capacity));
@@ -133,12 +133,12 @@ impl Segment {
         Bell::new(self.region.u32_at(self.layout.bell(seat)), self.futex)
     }
 
-    /// What the rank on `seat` tells the others of this host.
+    /// The status of the rank on `seat`, for the others of this host.
     pub(crate) fn cell(&self, seat: usize) -> StatusCell {
         StatusCell::new(Arc::clone(&self.region), self.layout.seat_state(seat))
     }
 
-    /// Wakes everyone.
+    /// Wakes all ranks.
     pub(crate) fn ring_all(&self) {
         for seat in 0..self.seats() {
             self.bell(seat).ring();
@@ -152,7 +152,7 @@ impl Segment {
             .store(PRESENT, SeqCst);
     }
 
-    /// Gives the seat up in good order and wakes whoever still waits for us.
+    /// Leaves the seat in good order and wakes the ranks that still wait for us.
     pub(crate) fn leave(&self, seat: usize) {
         self.region
             .u32_at(self.layout.seat_state(seat))
@@ -188,16 +188,16 @@ impl Segment {
         poison::get(&self.region)
     }
 
-    /// Poisons the group on this host and wakes everyone. True if `cause` is
-    /// the first.
+    /// Poisons the group on this host and wakes all ranks. True if `cause` is the
+    /// first.
     pub(crate) fn poison(&self, cause: &Poison) -> bool {
         let first = poison::set(&self.region, cause);
         self.ring_all();
         first
     }
 
-    /// Our ends of the two rings between `mine` and `other`. To be taken once
-    /// per pair, while the segment is fresh.
+    /// Our ends of the two rings between `mine` and `other`. To be taken once per pair,
+    /// while the segment is new.
     pub(crate) fn ends(&self, mine: usize, other: usize) -> (Producer, Consumer) {
         let capacity = self.layout.capacity();
         (
@@ -245,7 +245,7 @@ impl Segment {
             .bytes_at(self.layout.result(seat, which), self.stage_capacity())
     }
 
-    /// Its first bytes as they are now: header, poison, seats.
+    /// A copy of the first bytes: header, poison, seats.
     #[cfg(any(test, fuzzing))]
     pub(crate) fn head(&self) -> Vec<u8> {
         (0..self.region.len().min(4096) / 8)
@@ -253,7 +253,7 @@ impl Segment {
             .collect()
     }
 
-    /// What a hostile peer may do: any write anywhere.
+    /// Any write anywhere, as a hostile peer may do.
     #[cfg(any(test, fuzzing))]
     pub(crate) fn scribble(&self, offset: usize, value: u64) {
         self.region.u64_at(offset).store(value, SeqCst);

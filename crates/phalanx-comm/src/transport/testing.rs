@@ -7,10 +7,10 @@ use crate::Result;
 
 /// Longest wait of a test; reaching it is a failure.
 pub(super) const PATIENCE: Duration = Duration::from_secs(120);
-/// What happens at once is over by then, also on a busy machine.
+/// Limit for events that happen at once, also on a busy machine.
 pub(super) const SOON: Duration = Duration::from_secs(30);
 
-/// Byte `i` of what `from` sends to `to`.
+/// Byte `i` of the data that `from` sends to `to`.
 pub(super) fn pattern(from: usize, to: usize, i: usize) -> u8 {
     (i.wrapping_mul(31) ^ (i >> 8) ^ (from * 7 + to * 13)) as u8
 }
@@ -69,8 +69,7 @@ pub(super) fn exchange(mesh: &mut Mesh, bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Runs `body` for every mesh in a thread of its own and returns the results
-/// in rank order.
+/// Runs `body` for every mesh in its own thread and returns the results in rank order.
 pub(super) fn on_all<T: Send>(meshes: Vec<Mesh>, body: impl Fn(Mesh) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let body = &body;
@@ -98,7 +97,7 @@ pub(super) fn recv_byte(mesh: &mut Mesh, peer: usize) -> Result<u8> {
     Ok(byte[0])
 }
 
-/// Waits without wanting anything, for `duration`.
+/// Waits for `duration` without awaiting any peer.
 pub(super) fn loiter(mesh: &mut Mesh, duration: Duration) -> Result<()> {
     let want = vec![Interest::default(); mesh.world()];
     let until = Instant::now() + duration;

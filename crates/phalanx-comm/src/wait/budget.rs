@@ -15,19 +15,18 @@ use super::{Bell, Policy, Wake};
 /// (docs/design/collectives.md §2), a longer one only burns a core.
 const PAUSE: Duration = Duration::from_micros(50);
 
-/// Polls between two yields (and looks at the clock) of the polling phase.
-/// About 2 µs: longer than the answer of a peer that runs, short against the
-/// time slice that a peer without a core would otherwise wait for.
+/// Polls between two yields (and clock readings) of the polling phase. About 2 µs:
+/// longer than the answer of a running peer takes, and short against the time slice
+/// that a peer without a core would otherwise wait for.
 const POLLS_PER_YIELD: u32 = 64;
 
 /// Yields before sleeping.
 const YIELDS: u32 = 10;
 
-/// How long ranks that share cores with each other, and with nobody else, hand
-/// those cores on before they sleep. A round of them takes a few microseconds,
-/// a wake-up ten times that: once one rank slept, all would sleep in every
-/// operation after it. A yield that takes longer went to somebody who
-/// computes, then it is time to sleep.
+/// How long ranks that share cores only with each other yield before they sleep. A
+/// round of yields takes a few microseconds, a wake-up ten times that: once one rank
+/// slept, all would sleep in every following operation. A yield that takes longer gave
+/// the core to a thread that computes; then it is time to sleep.
 const YIELDING: Duration = Duration::from_micros(100);
 
 /// A yield that took this long gave the core to a thread outside of the group,
@@ -35,19 +34,18 @@ const YIELDING: Duration = Duration::from_micros(100);
 /// for each other after each piece of a fold.
 const TIME_SLICE: Duration = Duration::from_micros(1500);
 
-/// How long a thread sleeps at once after a yield took a [`TIME_SLICE`]: the
-/// next yield would take one, too, while a sleeper is let in as soon as it is
-/// woken.
+/// How long a thread sleeps without yielding after a yield took a [`TIME_SLICE`]: the
+/// next yield would take as long, but a sleeper runs as soon as it is woken.
 const CROWDED: Duration = Duration::from_millis(20);
 
 thread_local! {
-    /// Until when this thread sleeps at once.
+    /// Until when this thread sleeps without yielding.
     static CROWDED_UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
-/// Yields once, and returns whether it is time to sleep: some thread computed
-/// on the core meanwhile. `spent` is the time since `start`, before (without the
-/// polls since then) and after.
+/// Yields once, and returns whether it is time to sleep because another thread computed
+/// on the core. `spent` is the time since `start`, on entry (without the polls since
+/// then) and on return.
 fn yields_core(start: Instant, spent: &mut Duration) -> bool {
     let before = *spent;
     std::thread::yield_now();
@@ -64,9 +62,9 @@ fn yields_core(start: Instant, spent: &mut Duration) -> bool {
 pub(crate) struct Budget {
     /// Polling phase.
     pause: Duration,
-    /// Yields after the polling phase, and then more of them
+    /// Yields after the polling phase.
     yields: u32,
-    /// until the wait has taken this long.
+    /// Time of the wait up to which further yields follow.
     yielding: Duration,
 }
 
@@ -78,8 +76,8 @@ impl Budget {
         Self::chosen(policy, threads <= cores, false)
     }
 
-    /// `fits`: every thread has a core. `beside`: threads that are not in the
-    /// wait compute meanwhile, so a yield is a core given away.
+    /// `fits`: every thread has a core. `beside`: threads outside of the wait compute
+    /// meanwhile, so a yield gives a core away.
     fn chosen(policy: Policy, fits: bool, beside: bool) -> Budget {
         let sleep = Budget {
             pause: Duration::ZERO,
@@ -117,13 +115,13 @@ impl Budget {
         !self.pause.is_zero()
     }
 
-    /// Waits on `bell` until `ready` (checked with sequentially consistent
-    /// loads), somebody rang, or `timeout` passed. `fresh` is false when the
-    /// caller has already spent its budget on this wait.
+    /// Waits on `bell` until `ready` (checked with sequentially consistent loads), a
+    /// ring, or `timeout`. `fresh` is false when the caller has already spent its
+    /// budget on this wait.
     ///
-    /// Guaranteed: returns within `timeout` plus scheduling delay, and a
-    /// publication after which the bell was rung is never slept through. Not
-    /// guaranteed: that `ready` holds on return.
+    /// Guaranteed: returns within `timeout` plus scheduling delay, and never sleeps
+    /// through a publication after which the bell was rung. Not guaranteed: that
+    /// `ready` holds on return.
     pub(crate) fn wait(
         &self,
         bell: Bell<'_>,
@@ -151,7 +149,7 @@ impl Budget {
                         return Wake::Ready;
                     }
                 }
-                // "Enough cores" is a guess: somebody else may use them.
+                // "Enough cores" is a guess: other processes may use them.
                 sleepy = yields_core(start, &mut spent) && !unlimited;
             }
             while (yields < self.yields || spent < yielding) && !sleepy {
@@ -192,14 +190,14 @@ impl fmt::Display for Budget {
     }
 }
 
-/// The budgets of one rank: which one holds depends on who waits.
+/// The budgets of one rank, by the thread that waits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Budgets {
     policy: Policy,
     topology: Topology,
-    /// Of a caller that has nothing else to do.
+    /// For a caller that has nothing else to do.
     alone: Budget,
-    /// Of the communication thread while its caller computes.
+    /// For the communication thread while its caller computes.
     beside: Budget,
 }
 
@@ -229,8 +227,8 @@ impl Budgets {
     }
 }
 
-/// `2 ranks x 1 thread on 2 cores: spin 50 us, 10 yields, futex`, and what
-/// differs beside compute.
+/// `2 ranks x 1 thread on 2 cores: spin 50 us, 10 yields, futex`, and the differences
+/// while others compute.
 impl fmt::Display for Budgets {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.topology, self.alone)?;
@@ -241,16 +239,15 @@ impl fmt::Display for Budgets {
     }
 }
 
-/// Counts the threads of one rank that wait for an operation which the
-/// communication thread carries out: as long as there is one, that thread has
-/// its core.
+/// Counts the threads of one rank that wait for an operation of the communication
+/// thread: while there is one, the communication thread can use its core.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Callers {
     waiting: Arc<AtomicUsize>,
 }
 
 impl Callers {
-    /// The calling thread waits until the answer is dropped.
+    /// Counts the calling thread as waiting until the guard is dropped.
     pub(crate) fn wait(&self) -> impl Drop + use<> {
         struct Waiting(Arc<AtomicUsize>);
         impl Drop for Waiting {
@@ -262,7 +259,7 @@ impl Callers {
         Waiting(Arc::clone(&self.waiting))
     }
 
-    /// Whether some thread waits. A hint: it decides how long one polls.
+    /// Whether any thread waits. A hint: it decides how long to poll.
     #[inline]
     pub(crate) fn some(&self) -> bool {
         self.waiting.load(Ordering::Relaxed) > 0

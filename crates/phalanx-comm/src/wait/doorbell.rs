@@ -5,13 +5,13 @@ use std::time::Duration;
 use crate::sync::Ordering::SeqCst;
 use crate::sync::{AtomicU32, FutexKind, futex_wait, futex_wake};
 
-/// The waiter runs; nobody needs to wake it.
+/// The waiter runs; no wake-up is needed.
 const AWAKE: u32 = 0;
-/// The waiter sleeps or is about to: whoever publishes must wake it.
+/// The waiter sleeps or is about to: a thread that publishes must wake it.
 const ASLEEP: u32 = 1;
 
-/// Room of one bell: two 64-byte lines, because x86 prefetches them in pairs.
-/// A guess on other machines; wrong, it costs speed only.
+/// Size of one bell: two 64-byte lines, because x86 prefetches them in pairs. A guess
+/// on other machines; a wrong guess costs speed only.
 pub(crate) const BELL_BYTES: usize = 128;
 
 /// A view of one rank's bell.
@@ -36,7 +36,7 @@ impl<'a> Bell<'a> {
         }
     }
 
-    /// Whether the owner sleeps or is about to; a hint, not a promise.
+    /// Whether the owner sleeps or is about to; a hint, not a guarantee.
     #[inline]
     pub(crate) fn is_asleep(self) -> bool {
         self.word.load(SeqCst) != AWAKE
@@ -53,21 +53,21 @@ impl<'a> Bell<'a> {
         }
     }
 
-    /// Says that the owner is about to sleep (step W1). Conditions must be
-    /// read again afterwards.
+    /// Announces that the owner is about to sleep (step W1). Conditions must be read
+    /// again afterwards.
     pub(crate) fn announce(self) -> Announced<'a> {
         self.word.store(ASLEEP, SeqCst);
         Announced { bell: self }
     }
 }
 
-/// Proof that the bell says `ASLEEP`; takes it back when dropped.
+/// Proof that the bell is `ASLEEP`; resets it when dropped.
 pub(crate) struct Announced<'a> {
     bell: Bell<'a>,
 }
 
 impl Announced<'_> {
-    /// Sleeps until rung or `timeout`; true if not the timeout ended it.
+    /// Sleeps until rung or `timeout`; false if the timeout ended it.
     pub(crate) fn sleep(self, timeout: Duration) -> bool {
         #[cfg(test)]
         super::jitter::step();

@@ -1,8 +1,8 @@
-//! What other ranks say about their cores, from an enemy.
+//! Fuzzes the core descriptions that other ranks send.
 
 use super::topology::{Share, Topology};
 
-/// Lines, one a rank: whatever is believed can be reckoned with.
+/// Lines, one per rank: computing with every accepted line must not panic.
 pub(crate) fn cores(data: &[u8]) {
     let text = String::from_utf8_lossy(&data[..data.len().min(1024)]);
     let shares: Vec<Share> = text

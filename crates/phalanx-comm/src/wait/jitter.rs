@@ -1,8 +1,8 @@
 //! Random delays between the steps of the protocol, for stress tests.
 //!
 //! The windows in which a wake-up could be lost are a few nanoseconds wide;
-//! a stress test that does not widen them proves nothing (one that lacked the
-//! delays passed with the re-check removed).
+//! a stress test that does not widen them proves nothing (without the delays it passed
+//! with the re-check removed).
 
 use std::cell::Cell;
 

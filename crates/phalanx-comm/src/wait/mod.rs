@@ -1,5 +1,5 @@
-//! How a rank waits for its peers: poll, yield, sleep. The reasoning,
-//! protocol and proof are in `README.md` beside this file.
+//! How a rank waits for its peers: poll, yield, sleep. The reasoning, protocol and
+//! proof are in `README.md` in this directory.
 
 mod budget;
 mod doorbell;
@@ -20,13 +20,13 @@ pub(crate) use turns::take_short_turns;
 
 use std::time::{Duration, Instant};
 
-/// Longest sleep without looking at poison, liveness and deadline again.
+/// Longest sleep before checking poison, liveness and deadline again.
 pub(crate) const SLICE: Duration = Duration::from_millis(100);
 
 /// Environment variable that overrides the wait policy.
 const POLICY_VARIABLE: &str = "PHALANX_WAIT";
 
-/// The wait policy a user may ask for.
+/// The wait policy a user may choose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Policy {
     /// Derived from cores, ranks and threads.
@@ -53,7 +53,7 @@ impl Policy {
         }
     }
 
-    /// What the environment asks for.
+    /// The policy that the environment sets.
     pub(crate) fn from_env() -> Result<Policy, String> {
         match std::env::var(POLICY_VARIABLE) {
             Ok(text) => Policy::parse(text.trim()),
@@ -63,8 +63,8 @@ impl Policy {
     }
 }
 
-/// The moment at which `limit` has passed; one beyond what the clock can
-/// express is as good as never.
+/// The moment at which `limit` has passed; if the clock cannot represent that, a moment
+/// far in the future.
 pub(crate) fn deadline_in(limit: Duration) -> Instant {
     const NEVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
     let now = Instant::now();
@@ -92,10 +92,9 @@ mod tests {
         assert!(Policy::parse("nap").unwrap_err().contains("nap"));
     }
 
-    /// Two threads hand a counter back and forth, with random delays between
-    /// all steps; every hand-over may be slept through if the protocol has a
-    /// hole. A lost wake-up shows as a wait that ran into the (long) timeout
-    /// although the condition holds.
+    /// Two threads pass a counter back and forth, with random delays between all steps;
+    /// if the protocol has a hole, any wake-up may be lost. A lost wake-up shows as a
+    /// wait that ran into the (long) timeout although the condition holds.
     #[test]
     fn no_lost_wakeup() {
         const ROUNDS: u64 = 30_000;

@@ -9,7 +9,7 @@ use super::Bell;
 pub(crate) enum Wake {
     /// The condition holds.
     Ready,
-    /// Somebody rang the bell (or the kernel woke us for its own reasons).
+    /// The bell was rung (or a spurious wake-up).
     Rung,
     /// The timeout passed.
     Elapsed,

@@ -1,28 +1,28 @@
-//! Who shares the cores of a host, as far as its ranks can tell each other.
+//! Which ranks of a host share its cores, according to their own descriptions.
 
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// Highest core number that is believed; far beyond any machine.
+/// Highest core number that is accepted; far beyond any machine.
 const MAX_CORES: u32 = 1 << 16;
 
 /// Most compute threads a rank may claim.
 const MAX_THREADS: usize = 1 << 16;
 
-/// What one rank says about the cores it computes on. Ranks exchange it when
-/// they meet.
+/// One rank's description of the cores it computes on. Ranks exchange it when the group
+/// forms.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Share {
     /// Its compute threads, at least one.
     threads: usize,
     /// Its affinity mask.
     cores: BTreeSet<u32>,
-    /// Cores that its cgroup pays for, where that is fewer.
+    /// Cores that its cgroup quota allows, if fewer.
     quota: Option<usize>,
 }
 
 impl Share {
-    /// That of this process with so many compute threads.
+    /// The share of this process with the given number of compute threads.
     pub(crate) fn here(threads: usize) -> Share {
         let usable = super::usable_cores();
         let cores: BTreeSet<u32> = rustix::thread::sched_getaffinity(None)
@@ -33,7 +33,7 @@ impl Share {
             })
             .ok()
             .filter(|cores: &BTreeSet<u32>| !cores.is_empty())
-            // More cores than the set can hold: then it is no limit either.
+            // More cores than the mask can hold: then it is no limit.
             .unwrap_or_else(|| (0..usable as u32).collect());
         Share {
             threads: threads.clamp(1, MAX_THREADS),
@@ -68,7 +68,7 @@ impl Share {
         format!("{} threads on {}{quota}", self.threads, cores.join(","))
     }
 
-    /// Inverse of [`Share::encode`]; the error quotes what is wrong.
+    /// Inverse of [`Share::encode`]; the error quotes the wrong part.
     pub(crate) fn decode(text: &str) -> Result<Share, String> {
         let wrong = || format!("{text:?} is not a list of cores");
         let (threads, rest) = text.split_once(" threads on ").ok_or_else(wrong)?;
@@ -120,9 +120,8 @@ impl Topology {
 
     /// As rank `shares[mine]` sees it, `shares` being all ranks of its host.
     ///
-    /// Ranks that a launcher has pinned to cores of their own do not compete:
-    /// those count whose mask overlaps ours. A quota is taken for that of a
-    /// container around all of them.
+    /// Ranks pinned to separate cores do not compete: only ranks whose mask overlaps
+    /// ours count. A quota is assumed to belong to a container around all of them.
     pub(crate) fn of_host(mine: usize, shares: &[Share]) -> Topology {
         let total = |shares: &[&Share]| shares.iter().map(|share| share.threads).sum::<usize>();
         let rivals: Vec<&Share> = shares
@@ -146,7 +145,7 @@ impl Topology {
         }
     }
 
-    /// The one with more threads for each core.
+    /// The one with more threads per core.
     pub(crate) fn tighter(self, other: Topology) -> Topology {
         if other.threads * self.cores > self.threads * other.cores {
             other
@@ -155,8 +154,8 @@ impl Topology {
         }
     }
 
-    /// Whether every thread has a core of its own; `beside` counts one
-    /// communication thread more for every rank.
+    /// Whether every thread has its own core; `beside` counts one more thread, for
+    /// communication, for every rank.
     pub(crate) fn fits(&self, beside: bool) -> bool {
         self.threads + if beside { self.ranks } else { 0 } <= self.cores
     }
@@ -274,7 +273,7 @@ mod tests {
         let ranks = vec![share(1, &cores, Some(2)); 4];
         assert_eq!(seen(0, &ranks), "4 ranks x 1 thread on 2 cores");
         assert!(!Topology::of_host(0, &ranks).fits(false));
-        // Pinned apart, but paid for two cores all together.
+        // Pinned to separate cores, with a quota of two cores for all.
         let pinned: Vec<Share> = (0..4)
             .map(|core| share(1, &[core, core + 10], Some(1)))
             .collect();

@@ -1,15 +1,16 @@
-//! Short turns for a thread that shares its core with one that computes.
+//! Short scheduling slices for a thread that shares its core with one that computes.
 
-/// Turn that is asked for, in ns; the kernel takes no less. What arrives in it at 10 Gbit/s takes less to handle.
+/// Requested slice in ns, the kernel's minimum. The data that arrives within it at 10 Gbit/s takes less time to
+/// handle.
 const TURN_NS: u64 = 100_000;
 
-/// Asks the scheduler to let the calling thread have its core as soon as it is woken, for a short time each, instead of
-/// when the thread that computes there has had its turn: that ends at a timer tick, 4 ms later where there are 250 of them a
-/// second, and meanwhile the wire runs dry. Its share of the core stays what it was, so no privilege is needed.
+/// Asks the scheduler to run the calling thread as soon as it is woken, for short slices, instead of after the slice of
+/// the thread that computes on its core. That slice ends at a timer tick, up to 4 ms later at 250 ticks a second, and
+/// meanwhile the network is idle. The thread's share of the core does not change, so no privilege is needed.
 ///
 /// Linux 6.12 and later honour it (`sched_runtime` of `sched_setattr(2)` for ordinary threads: the slice of EEVDF,
-/// by which a thread with a shorter one preempts); elsewhere, and where the call is forbidden, nothing changes. A
-/// thread of another policy than the ordinary one keeps what it has.
+/// by which a thread with a shorter one preempts). Elsewhere, and where the call is forbidden, nothing changes. A
+/// thread with another policy than the ordinary one keeps its setting.
 pub(crate) fn take_short_turns() {
     if let Err(e) = try_take() {
         tracing::debug!("the communication thread has turns as long as any other: {e}");
@@ -59,7 +60,7 @@ mod tests {
         });
         let inside = inside.join().unwrap();
         assert_eq!((inside.0, inside.1), (before.0, before.1));
-        // Older kernels have no slices of threads, and say 0.
+        // Older kernels have no slices of threads, and return 0.
         assert!(inside.2 == super::TURN_NS || inside.2 == before.2);
         assert_eq!(now(), before);
     }

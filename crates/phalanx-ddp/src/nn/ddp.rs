@@ -26,35 +26,35 @@ use crate::vote::Commit;
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct DdpOptions {
     /// Bucket caps; `None` takes [`BucketCaps::ONE_HOST`] or
-    /// [`BucketCaps::ACROSS_HOSTS`] by where the ranks are.
+    /// [`BucketCaps::ACROSS_HOSTS`], whichever applies.
     pub caps: Option<BucketCaps>,
     /// Keep the first layout instead of rebuilding it in observed order.
     pub keep_layout: bool,
     /// What the mean of gradients is taken over, in steps that
     /// [`begin`](DistributedDataParallel::begin) starts.
     pub average: Average,
-    /// How far results are the same from run to run.
+    /// How reproducible results are.
     pub deterministic: Deterministic,
     /// Whether a rank may have no data while another has.
     pub uneven: Uneven,
-    /// What becomes of parameters that a loss does not depend on.
+    /// How to handle parameters that a loss does not depend on.
     pub unused: Unused,
     /// How and when buffers (running statistics) are made equal over the ranks by
     /// [`sync_buffers`](DistributedDataParallel::sync_buffers). With
-    /// [`Deterministic::Shards`] they are the mean over shards after every step, whatever is set here.
+    /// [`Deterministic::Shards`] they are the mean over shards after every step, and this is ignored.
     pub buffers: Buffers,
     /// Parameters by name that each rank trains for itself: their gradients
     /// are neither averaged nor clipped, and rank 0's values are not broadcast.
     pub ignored: Vec<String>,
-    /// Parameters by name that are not trained: they are in no bucket, and
-    /// optimizers leave them alone.
+    /// Parameters by name that are not trained: they are in no bucket, and optimizers
+    /// skip them.
     pub frozen: Vec<String>,
-    /// Whether every rank gets all gradients, or a part of them
-    /// for a sharded optimizer.
+    /// How gradients are synchronized: every rank gets all of them, or a part for a
+    /// sharded optimizer.
     pub exchange: Exchange,
-    /// Do not look for infinities and NaNs in gradients, for callers who look themselves and
-    /// [veto](DistributedDataParallel::veto) (not with [`Deterministic::Shards`], which always looks). It saves one pass
-    /// over the gradients, less than 1 % of a step.
+    /// Do not check gradients for infinities and NaNs, for callers that check them and
+    /// [veto](DistributedDataParallel::veto) (not with [`Deterministic::Shards`], which always checks). It saves one
+    /// pass over the gradients, less than 1 % of a step.
     pub unchecked: bool,
     /// Further facts that must be equal on all ranks (hyperparameters, data
     /// set): compared with the model at construction.
@@ -64,46 +64,44 @@ pub struct DdpOptions {
 /// State of a wrapper ([`DistributedDataParallel::gather_state`]).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct DdpState {
-    /// Steps that were voted down.
+    /// Steps that were skipped by vote.
     pub skipped_steps: u64,
     /// Name and state of the gradient hook.
     pub hook: Option<(String, HookState)>,
 }
 
-/// What becomes of parameters that a rank's loss does not depend on.
+/// How to handle parameters that a rank's loss does not depend on.
 ///
-/// Finding them costs nothing: the tape knows them, and one lane a parameter
+/// Finding them costs nothing: the tape knows them, and one element per parameter
 /// behind the last bucket counts the ranks that used it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Unused {
-    /// A rank that does not use one gives zeros; one that no rank uses has no
-    /// gradient, and optimizers leave it alone (PyTorch:
+    /// A rank that does not use one contributes zeros. A parameter that no rank uses
+    /// has no gradient, and optimizers skip it (PyTorch:
     /// `find_unused_parameters=True`).
     #[default]
     Allow,
     /// An error naming them (PyTorch's default, which does not name them).
     Refuse,
-    /// Allowed, but the same ones in every step; an error names the first
-    /// that changes (PyTorch: `static_graph=True`).
+    /// Allowed, but they must be the same in every step; an error names the first that
+    /// changes (PyTorch: `static_graph=True`).
     SameEveryStep,
 }
 
-/// How far the bits of a step are fixed. Everything else being equal:
+/// What the bits of a step depend on, everything else being equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Deterministic {
-    /// They depend on the number of ranks, and on nothing else: gradients are
-    /// added in the order of the ranks.
+    /// Only the number of ranks: gradients are added in the order of the ranks.
     #[default]
     Ranks,
-    /// They do not even depend on the number of ranks: the global batch is
-    /// cut into this many logical shards, one micro-batch each, whose
-    /// gradients and buffers are added in one fixed tree ([`ShardTree`]).
-    /// Steps are started with [`DistributedDataParallel::begin`].
+    /// Not even the number of ranks: the global batch is split into this many logical
+    /// shards, one micro-batch each, whose gradients and buffers are added in one fixed
+    /// tree ([`ShardTree`]). Steps are started with [`DistributedDataParallel::begin`].
     Shards(ShardTree),
-    /// They are the same on all ranks, and that is all: where it is predicted to be faster
-    /// ([`Algorithm::Fastest`]; between hosts only), gradients are added in another
-    /// order. It follows from bucket sizes, hosts and the measured wire, so the last bits may be others in
-    /// another run, and with other buckets. An algorithm that the group was given goes before.
+    /// Bits are the same on all ranks, but not guaranteed between runs: if it is predicted to be faster
+    /// ([`Algorithm::Fastest`]; between hosts only), gradients are added in another order. The order
+    /// depends on bucket sizes, hosts and the measured network, so the last bits may differ in another
+    /// run, and with other buckets. An algorithm set for the group takes precedence.
     Off,
 }
 
@@ -111,11 +109,11 @@ pub enum Deterministic {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Buffers {
     /// Never: each rank keeps its own (PyTorch: `broadcast_buffers=False`).
-    /// [`verify_equal`](crate::verify_equal) finds them different.
+    /// [`verify_equal`](crate::verify_equal) then reports a difference.
     Never,
-    /// All take rank 0's (PyTorch: `broadcast_buffers=True`, its default and, every step, ours).
+    /// All ranks take rank 0's (PyTorch: `broadcast_buffers=True`, its default and, every step, ours).
     RankZero(Every),
-    /// All take the mean.
+    /// All ranks take the mean.
     Mean(Every),
 }
 
@@ -134,10 +132,10 @@ pub enum Every {
     Epoch,
 }
 
-/// Keeps one model per rank in step: equal parameters at the start, averaged
+/// Keeps the models of all ranks equal: the same parameters at the start, averaged
 /// gradients in every step.
 ///
-/// Use as sink of `backward`, call [`finish`](Self::finish), then give it to the optimizer:
+/// Pass it to `backward` as gradient sink, call [`finish`](Self::finish), then pass it to the optimizer:
 ///
 /// ```no_run
 /// # use phalanx_nn::{layers::Linear, optim::Sgd, Scope, Seed, StepKey, Tape, Threads};
@@ -159,16 +157,16 @@ pub enum Every {
 ///         optimizer.step(&mut params, &ddp)?;
 ///     }
 ///     ddp.update_buffers(&mut tape, &mut params)?; // running statistics, if the model has any
-///     ddp.sync_buffers(&mut params)?;              // and rank 0's are everybody's
+///     ddp.sync_buffers(&mut params)?;              // rank 0's buffers on all ranks
 /// }
 /// # Ok(()) }
 /// ```
 ///
-/// [`begin`](Self::begin) starts steps of several micro-batches, of uneven ranks, and
-/// of ranks that have run out of data.
+/// [`begin`](Self::begin) starts steps with several micro-batches, with uneven ranks,
+/// and with ranks that have run out of data.
 pub struct DistributedDataParallel {
     reducer: Reducer,
-    /// Does the reducer's work where gradients are folded over shards.
+    /// Replaces the reducer when gradients are folded over shards.
     shards: Option<Box<Shards>>,
     routes: Routes,
     /// Parameters that are reduced, by their number in the reducer.
@@ -200,11 +198,11 @@ impl DistributedDataParallel {
         if options.exchange.is_scattered() {
             check_scattered(&options)?;
         }
-        // First of all: whether the ranks agree on anything that follows.
+        // First of all, the ranks must agree on everything that follows.
         fingerprint(&group, params, &options).compare(&group)?;
         let caps = match options.caps {
             Some(caps) => caps,
-            // Nothing can start earlier in several.
+            // Several buckets would not start earlier.
             None if options.exchange == Exchange::AtStep => BucketCaps::uniform(usize::MAX),
             None => default_caps(&group)?,
         };
@@ -246,8 +244,8 @@ impl DistributedDataParallel {
     }
 
     /// Starts a step in which this rank has one micro-batch of each of `sizes`
-    /// samples (or tokens). None means that it has run out of data; it takes
-    /// part with zeros until [`GlobalStep::is_over`] says that all have.
+    /// samples (or tokens). An empty list means that it has run out of data; it takes
+    /// part with zeros until [`GlobalStep::is_over`] returns that all have.
     ///
     /// ```no_run
     /// # fn f(ddp: &mut phalanx_ddp::DistributedDataParallel, backward: impl Fn(usize, &mut dyn phalanx_nn::GradSink)) -> phalanx_ddp::Result<()> {
@@ -273,10 +271,10 @@ impl DistributedDataParallel {
         self.begin_known(sizes, global)
     }
 
-    /// [`begin`](Self::begin) without communication, for callers that know
-    /// the sizes over all ranks, as [`GlobalBatch`] must say on each alike. Where
-    /// [batches are joined](Self::sync_batch_norm), that all ranks have as many micro-batches is for them to
-    /// see to: ranks that have more wait for the others until the deadline.
+    /// [`begin`](Self::begin) without communication, for callers that know the sizes over all ranks;
+    /// `global` must be the same on all ranks. Where [batches are joined](Self::sync_batch_norm), the
+    /// callers must ensure that all ranks have the same number of micro-batches: ranks that have more wait
+    /// for the others until the deadline.
     ///
     /// # Errors
     ///
@@ -286,7 +284,7 @@ impl DistributedDataParallel {
         let world = self.reducer.group().world_size();
         self.check_begin(sizes, global)?;
         if global.samples == 0 {
-            // Nothing of the step before is to be applied again.
+            // No gradient of the step before may be applied again.
             match &mut self.shards {
                 Some(shards) => shards.drop_gradients()?,
                 None => self.reducer.drop_gradients()?,
@@ -309,7 +307,7 @@ impl DistributedDataParallel {
         })
     }
 
-    /// Whether a step may be begun so.
+    /// Checks that a step may begin with these sizes.
     fn check_begin(&self, sizes: &[usize], global: GlobalBatch) -> Result<()> {
         let group = self.reducer.group();
         let world = group.world_size();
@@ -326,7 +324,7 @@ impl DistributedDataParallel {
                  ranks; begin it with one of no samples (&[0]) and run the model on it",
                 group.rank()
             ));
-            // The others wait for it in the first normalisation.
+            // The other ranks wait for this one in the first normalisation.
             group.abort(&error.to_string());
             return Err(error);
         }
@@ -354,7 +352,7 @@ impl DistributedDataParallel {
         }
     }
 
-    /// Leaves it to the caller to weigh micro-batch `index`; the weight.
+    /// Leaves it to the caller to weigh micro-batch `index`; returns the weight.
     pub(crate) fn weigh_at_loss(&mut self, index: usize) -> f32 {
         self.routes.weighed_at_loss();
         match &mut self.shards {
@@ -363,27 +361,27 @@ impl DistributedDataParallel {
         }
     }
 
-    /// The tree, and the samples of the step that runs in it.
+    /// The tree, and the samples of the running step.
     pub(crate) fn shards_in_step(&self) -> Option<(ShardTree, usize)> {
         let shards = self.shards.as_ref()?;
         Some((shards.tree(), shards.samples()?))
     }
 
-    /// Takes the running statistics that all shards together have come to.
+    /// Takes the running statistics of all shards together.
     pub(crate) fn keep_joined_buffers(&mut self, params: &mut Params, before: &[f32]) {
         if let Some(shards) = &mut self.shards {
             shards.keep_joined_buffers(params, before);
         }
     }
 
-    /// [`Tape::update_buffers`](phalanx_nn::Tape::update_buffers) as the wrapper
-    /// needs it: with [`Deterministic::Shards`] every shard starts from the
-    /// buffers of the step's beginning. Call it after the backward of each
-    /// micro-batch, and [`sync_buffers`](Self::sync_buffers) at the end of the step.
+    /// Calls [`Tape::update_buffers`](phalanx_nn::Tape::update_buffers) for the
+    /// wrapper: with [`Deterministic::Shards`] every shard starts from the buffers at
+    /// the beginning of the step. Call it after the backward of each micro-batch, and
+    /// [`sync_buffers`](Self::sync_buffers) at the end of the step.
     ///
     /// # Errors
     ///
-    /// `Usage` when `params` are another model's or no micro-batch has run.
+    /// `Usage` when `params` belong to another model or no micro-batch has run.
     pub fn update_buffers(&mut self, tape: &mut Tape, params: &mut Params) -> Result<()> {
         let before = match &self.shards {
             Some(_) => params.buffers_flat().to_vec(),
@@ -397,8 +395,8 @@ impl DistributedDataParallel {
         }
     }
 
-    /// Lets `hook` average gradients from the next step on ([`GradientHook`]);
-    /// `None` goes back to float32 all-reduces that start inside backward.
+    /// Lets `hook` average gradients from the next step on ([`GradientHook`]); `None`
+    /// returns to float32 all-reduces that start inside backward.
     ///
     /// *Blocks* until all ranks of the group call it, to compare names.
     ///
@@ -425,9 +423,9 @@ impl DistributedDataParallel {
         self.reducer.hook_mut()
     }
 
-    /// What a checkpoint needs of the wrapper itself, the same on all ranks and
-    /// valid for any number of them. Parameters, buffers and optimizer are
-    /// saved apart; the layout of buckets and which parameters are unused are found anew.
+    /// The wrapper's own state for a checkpoint, the same on all ranks and valid for any
+    /// number of them. Parameters, buffers and optimizer are saved separately; the bucket
+    /// layout and the unused parameters are found again.
     ///
     /// *Blocks* until all ranks of the group call it, if there is a hook with state.
     ///
@@ -445,12 +443,12 @@ impl DistributedDataParallel {
         })
     }
 
-    /// Puts back what [`gather_state`](Self::gather_state) gave, after
-    /// [`set_hook`](Self::set_hook) and before the first step. Local.
+    /// Restores the state from [`gather_state`](Self::gather_state), after
+    /// [`set_hook`](Self::set_hook) and before the first step. Does not communicate.
     ///
     /// # Errors
     ///
-    /// `Usage` when the state is of another hook, or of one with other settings.
+    /// `Usage` when the state is that of another hook, or of one with other settings.
     pub fn restore_state(&mut self, state: &DdpState) -> Result<()> {
         let name = |hook: Option<&str>| hook.map_or("no gradient hook".to_owned(), str::to_owned);
         let own = self.reducer.hook().map(GradientHook::name);
@@ -472,7 +470,7 @@ impl DistributedDataParallel {
         Ok(())
     }
 
-    /// Which elements of which parameters `rank` gets the gradients of, with
+    /// The parameters and elements whose gradients `rank` gets, with
     /// [`Exchange::ReduceScatter`] and [`Exchange::AtStep`].
     pub(crate) fn scattered(&self, rank: usize) -> Vec<(ParamId, Range<usize>)> {
         let pieces = self
@@ -510,7 +508,7 @@ impl DistributedDataParallel {
             .visit_pieces(|p, elems, gradient| visit(reduced[p], elems, gradient))
     }
 
-    /// Puts the updated pieces of all ranks into `params`, of which each rank has updated its own.
+    /// Gathers the updated pieces of all ranks into `params`, of which each rank has updated its own.
     pub(crate) fn gather_pieces(&mut self, params: &mut Params) -> Result<()> {
         let start = |id: &ParamId| params.infos()[id.index()].offset;
         let starts: Vec<usize> = self.reduced.iter().map(start).collect();
@@ -528,9 +526,9 @@ impl DistributedDataParallel {
 
     /// Makes every batch normalisation of the model use the batch of all ranks,
     /// from the next training step of `tape` on ([`SyncBatchNorm`]; PyTorch:
-    /// `convert_sync_batchnorm`). The wrapper's own group forms another for it, which ends with it. All ranks
-    /// have to [begin](Self::begin) as many micro-batches then: one without data takes one of no samples (`&[0]`), and
-    /// runs the model on it.
+    /// `convert_sync_batchnorm`). This forms another group from the wrapper's, which ends with it. All ranks must then
+    /// [begin](Self::begin) the same number of micro-batches: a rank without data takes one of no samples (`&[0]`),
+    /// and runs the model on it.
     ///
     /// *Blocks* until all ranks of the group call it.
     ///
@@ -558,10 +556,10 @@ impl DistributedDataParallel {
         Ok(())
     }
 
-    /// Makes buffers equal, if that is to be done every step; with
-    /// [`Deterministic::Shards`] puts the mean over shards into the model.
-    /// Call it once a step, after [`finish`](Self::finish) and [`update_buffers`](Self::update_buffers). PyTorch
-    /// broadcasts rank 0's buffers before each forward; after each step they are the same ones.
+    /// Makes buffers equal, if the options ask for it every step; with [`Deterministic::Shards`] puts the mean
+    /// over shards into the model. Call it once per step, after [`finish`](Self::finish) and
+    /// [`update_buffers`](Self::update_buffers). PyTorch broadcasts rank 0's buffers before each forward, which
+    /// gives the same values.
     ///
     /// *Blocks* until all ranks call it, if there is anything to do.
     ///
@@ -572,7 +570,7 @@ impl DistributedDataParallel {
         self.equal_buffers(params, Every::Step)
     }
 
-    /// Makes buffers equal, if that is to be done at all, also when it is
+    /// Makes buffers equal unless the option is [`Buffers::Never`], also when that is
     /// done every step.
     ///
     /// *Blocks* until all ranks call it, if there is anything to do.
@@ -605,8 +603,8 @@ impl DistributedDataParallel {
         done.map_err(|e| Error::comm_while("buffers could not be made equal", e))
     }
 
-    /// Waits until all gradients of this step are averaged, and says whether
-    /// the optimizer may have them ([`Reducer::finish`]).
+    /// Waits until all gradients of this step are averaged, and returns whether the
+    /// optimizer may apply them ([`Reducer::finish`]).
     ///
     /// # Errors
     ///
@@ -624,7 +622,7 @@ impl DistributedDataParallel {
         Ok(commit)
     }
 
-    /// Votes against the step that runs, between steps against the next one ([`Reducer::veto`]).
+    /// Votes against the running step, or between steps against the next one ([`Reducer::veto`]).
     pub fn veto(&mut self) {
         match &mut self.shards {
             Some(shards) => shards.veto(),
@@ -632,7 +630,7 @@ impl DistributedDataParallel {
         }
     }
 
-    /// How many steps were voted down so far.
+    /// Number of steps skipped by vote so far.
     pub fn skipped_steps(&self) -> u64 {
         match &self.shards {
             Some(shards) => shards.skipped_steps(),
@@ -650,7 +648,7 @@ impl DistributedDataParallel {
         self.reducer.group()
     }
 
-    /// A gradient is final; `finite`: its maker has seen that all of it is.
+    /// A gradient is final; `finite`: the caller has checked that all of it is finite.
     fn used(&mut self, param: ParamId, finite: bool) -> Result<()> {
         self.routes.used(param);
         match (self.routes.of(param), &mut self.shards) {
@@ -741,7 +739,7 @@ impl GradView for DistributedDataParallel {
     }
 }
 
-/// What goes with scattered gradients?
+/// Checks the options for scattered gradients.
 fn check_scattered(options: &DdpOptions) -> Result<()> {
     if matches!(options.deterministic, Deterministic::Shards(_)) {
         return Err(Error::usage(
@@ -759,8 +757,8 @@ fn check_scattered(options: &DdpOptions) -> Result<()> {
     Ok(())
 }
 
-/// What the reducer needs of a parameter. A convolution's first dimension lies innermost, so its matrix is the
-/// transpose.
+/// The reducer's description of a parameter. A convolution's first dimension is innermost in memory, so its
+/// matrix is the transpose.
 fn spec(params: &Params, id: ParamId) -> ParamSpec {
     let info = &params.infos()[id.index()];
     let mut spec = ParamSpec::of(params, id.index());
@@ -772,7 +770,7 @@ fn spec(params: &Params, id: ParamId) -> ParamSpec {
     spec
 }
 
-/// Communication across hosts has a higher fixed cost, so wants larger buckets.
+/// Communication across hosts has a higher fixed cost, so buckets are larger.
 fn default_caps(group: &ProcessGroup) -> Result<BucketCaps> {
     Ok(match all_share_memory(group)? {
         true => BucketCaps::ONE_HOST,
@@ -784,7 +782,7 @@ fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> F
     let mut print = Fingerprint::new();
     print.line(format!("phalanx-ddp {}", env!("CARGO_PKG_VERSION")));
     print.line(format!("world of {} ranks", group.world_size()));
-    // What a person typed tells more than what follows from it.
+    // First the facts that the user set: they explain the others.
     for fact in &options.must_agree {
         print.line(fact.as_str());
     }

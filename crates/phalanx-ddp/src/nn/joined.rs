@@ -1,12 +1,11 @@
 //! Batch statistics of the whole global batch under
 //! [`Deterministic::Shards`](crate::Deterministic::Shards).
 //!
-//! A shard by itself has statistics of its own few samples. For those of all,
-//! every shard has to be at the same layer at the same time, so the shards of
-//! a rank run side by side, each on a thread and a tape of its own, and meet
-//! in each batch normalisation (`meeting.rs`). Each keeps its own gradient,
-//! and those are added in the same tree as ever: no bit depends on the number
-//! of ranks.
+//! A single shard has only the statistics of its own few samples. For those of the
+//! global batch, every shard must be at the same layer at the same time. So the shards
+//! of a rank run concurrently, each with its own thread and tape, and meet in each
+//! batch normalisation (`meeting.rs`). Each keeps its own gradient, and those are added
+//! in the same tree as otherwise: no bit depends on the number of ranks.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,12 +16,12 @@ use super::meeting::{Meeting, Seat, with_causes};
 use super::step::GlobalStep;
 use crate::error::{Error, Result};
 
-/// What a user's shard may fail with.
+/// The error of a user's shard.
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Tapes and gradients of shards that run side by side; made once, used for
-/// every step ([`GlobalStep::run_joined`]). Each shard has memory of its own for
-/// activations and gradients.
+/// Tapes and gradients of shards that run concurrently; made once, used for every step
+/// ([`GlobalStep::run_joined`]). Each shard has its own memory for activations and
+/// gradients.
 pub struct JoinedShards {
     threads: Threads,
     lanes: Vec<Lane>,
@@ -34,8 +33,7 @@ struct Lane {
 }
 
 impl JoinedShards {
-    /// For shards that compute on `threads` threads each. Tapes are made as
-    /// they are needed.
+    /// For shards that compute on `threads` threads each. Tapes are created as needed.
     pub fn new(threads: Threads) -> JoinedShards {
         JoinedShards {
             threads,
@@ -47,30 +45,28 @@ impl JoinedShards {
 /// One shard of a step, on its thread.
 pub struct JoinedShard<'a> {
     /// Its number; its samples are `shard, shard + S, shard + 2S, …` of the
-    /// global batch cut into `S` shards. On a rank that has no samples in a short batch, one
-    /// that no rank has: such a rank runs the model on a batch of none.
+    /// global batch cut into `S` shards. A rank that has no samples in a short batch gets a
+    /// number that no shard has: it runs the model on an empty batch.
     pub shard: usize,
-    /// How many they are.
+    /// The number of its samples.
     pub samples: usize,
-    /// To record the step on.
+    /// The tape on which to record the step.
     pub tape: &'a mut Tape,
-    /// Of the model.
+    /// The parameters of the model.
     pub params: &'a Params,
-    /// What backward of the *mean* loss over the shard's samples starts with
-    /// ([`Tensor::backward_with`](phalanx_nn::Tensor::backward_with)).
+    /// The gradient with which backward of the *mean* loss over the shard's samples
+    /// starts ([`Tensor::backward_with`](phalanx_nn::Tensor::backward_with)).
     pub weight: [f32; 1],
-    /// Where its gradient goes.
+    /// The sink for its gradient.
     pub sink: &'a mut dyn GradSink,
 }
 
 impl GlobalStep<'_> {
-    /// Runs all micro-batches of this rank at once with `run`, each on a
-    /// thread of its own; batch normalisations take the statistics of the
-    /// global batch, the same bits on all ranks and for any number of them.
-    /// Running statistics, joined likewise, are put into the model by
-    /// [`sync_buffers`](crate::DistributedDataParallel::sync_buffers). In place of
-    /// [`micro_batch`](Self::micro_batch) and [`update_buffers`](Self::update_buffers); every step of a training does it
-    /// either way.
+    /// Runs all micro-batches of this rank at once with `run`, each on its own thread; batch normalisations take the
+    /// statistics of the global batch, the same bits on all ranks and for any number of them.
+    /// [`sync_buffers`](crate::DistributedDataParallel::sync_buffers) puts running statistics, joined likewise, into the
+    /// model. Replaces [`micro_batch`](Self::micro_batch) and [`update_buffers`](Self::update_buffers); all steps of a
+    /// training must use the same way.
     ///
     /// *Blocks* until all ranks of the group run it, if the model has batch
     /// normalisations.
@@ -167,7 +163,7 @@ impl GlobalStep<'_> {
             });
             ended.collect()
         });
-        // The others' errors only say that this one failed.
+        // The errors of the others only report that this one failed.
         if let Some(culprit) = meeting.culprit() {
             outcome.swap(0, culprit);
         }
@@ -176,7 +172,7 @@ impl GlobalStep<'_> {
         }
         let before = params.buffers_flat().to_vec();
         for lane in lanes.iter_mut() {
-            // The same statistics on all; each tape has to be rid of its own.
+            // All have the same statistics; each tape must drop its own.
             params.buffers_flat_mut().copy_from_slice(&before);
             lane.tape
                 .update_buffers(params)
@@ -192,7 +188,7 @@ impl GlobalStep<'_> {
     }
 }
 
-/// Gives `sink` the gradients, the last parameter's first.
+/// Passes the gradients to `sink`, the last parameter's first.
 fn hand_on(grads: &Grads, params: &Params, sink: &mut dyn GradSink) -> phalanx_base::Result<()> {
     for param in params.ids().rev() {
         if grads.untouched(param) {
@@ -208,7 +204,7 @@ fn hand_on(grads: &Grads, params: &Params, sink: &mut dyn GradSink) -> phalanx_b
     Ok(())
 }
 
-/// What a shard ended with; a collective's failure stays one.
+/// The error of a shard; a failure of a collective keeps its kind.
 fn failed(shard: usize, cause: &(dyn std::error::Error + 'static)) -> Error {
     let mut next = Some(cause);
     while let Some(error) = next {
@@ -224,7 +220,7 @@ fn did_not_end(shard: usize) -> String {
     format!("shard {shard} did not end its step")
 }
 
-/// Says that a shard has panicked.
+/// Reports that a shard has panicked.
 struct Guard<'a> {
     meeting: &'a Meeting,
     member: usize,

@@ -1,10 +1,10 @@
 //! Matrices as products of two thin ones. Thin matrices are kept column by
-//! column (`k` runs of `n`), matrices row by row, so that every loop runs along memory.
+//! column (`k` runs of `n`), matrices row by row, so that every loop runs over contiguous memory.
 //!
-//! Nothing here is contracted or reordered by the compiler: the same input has
-//! the same bits on all ranks, whatever their processors.
+//! The compiler contracts and reorders no operation here: the same input gives the same
+//! bits on all ranks, whatever their processors.
 
-/// Partial sums side by side, so that a dot product is not one long chain.
+/// Number of partial sums, so that a dot product is not one long chain.
 const LANES: usize = 16;
 
 /// `a · b`: sixteen sums, folded in order.
@@ -69,15 +69,15 @@ pub(crate) fn product(p: &[f32], q: &[f32], columns: usize, m: &mut [f32]) {
 
 /// Makes the columns of length `n` orthonormal, each against those before
 /// (Gram and Schmidt, in float64, twice: Giraud et al., "The loss of
-/// orthogonality in the Gram-Schmidt orthogonalization process", 2005). A
-/// column that adds nothing to those before becomes zeros, which `replace` may
-/// fill anew, once.
+/// orthogonality in the Gram-Schmidt orthogonalization process", 2005). A column that
+/// depends on those before becomes zeros, which `replace` may fill with new values,
+/// once.
 pub(crate) fn orthonormalize(
     columns: &mut [f32],
     n: usize,
     mut replace: impl FnMut(usize, &mut [f32]),
 ) {
-    /// What float32 leaves of a column that lies in the span of the others.
+    /// The relative rounding error in float32 of a column in the span of the others.
     const DEPENDENT: f64 = 1e-6;
     for k in 0..columns.len() / n.max(1) {
         let (before, rest) = columns.split_at_mut(k * n);
@@ -92,7 +92,7 @@ pub(crate) fn orthonormalize(
                 }
             }
             let left = dot_f64(column, column).sqrt();
-            // A NaN goes on, for the vote to find it.
+            // A NaN is kept, so that the vote finds it.
             if left > DEPENDENT * whole || left.is_nan() {
                 column
                     .iter_mut()
@@ -175,7 +175,7 @@ mod tests {
                     assert!((dot_f64(a_, b_) - want).abs() < 1e-6, "{n} {a} {b}");
                 }
             }
-            // What lies in the span of the columns is its own projection.
+            // A vector in the span of the columns is its own projection.
             for column in before.chunks_exact(n) {
                 let mut rest = column.to_vec();
                 for c in columns.chunks_exact(n) {

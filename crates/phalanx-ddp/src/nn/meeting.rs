@@ -1,6 +1,6 @@
-//! Where the shards of one rank meet the shards of all others inside forward
-//! and backward: each shard runs on a thread of its own, brings its part, and
-//! gets the parts of all shards in shard order, which no number of ranks changes.
+//! Exchange between the shards of all ranks inside forward and backward: each shard
+//! runs on its own thread, contributes its part, and gets the parts of all shards in
+//! shard order, which does not depend on the number of ranks.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,9 +11,9 @@ use phalanx_nn::layers::JoinStatistics;
 use super::sync_norm::combine;
 use crate::error::{Error, Result};
 
-/// How often a waiting shard looks whether another rank has failed.
+/// How often a waiting shard checks whether another rank has failed.
 const LOOK: Duration = Duration::from_millis(100);
-/// Longest wait for the shards of this same rank, which compute meanwhile.
+/// Longest wait for the other shards of this rank, which compute meanwhile.
 const LIMIT: Duration = Duration::from_secs(1800);
 
 /// One rank's shards in one step.
@@ -29,23 +29,23 @@ pub(crate) struct Meeting {
 
 #[derive(Default)]
 struct State {
-    /// Parts of the meeting that is being held, by member.
+    /// Parts of the current meeting, by member.
     parts: Vec<Option<Vec<f64>>>,
-    /// How many meetings are over, and the outcome of the last. Nobody misses one: the
-    /// next needs all members.
+    /// How many meetings are over, and the outcome of the last. No member misses one:
+    /// the next needs all members.
     held: u64,
     outcome: Arc<Vec<f64>>,
-    /// Members that have run to their end: no meeting is complete without them.
+    /// Members that have finished: no meeting can be completed without them.
     ended: Vec<bool>,
     failed: Option<Failed>,
 }
 
-/// What went wrong first among the shards of this rank.
+/// The first failure among the shards of this rank.
 #[derive(Clone)]
 enum Failed {
-    /// In one shard, which has the error itself.
+    /// In one shard, which returns the error itself.
     In { member: usize, why: String },
-    /// Between them.
+    /// In no single shard.
     Apart(String),
 }
 
@@ -67,17 +67,17 @@ impl Meeting {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Whoever panics says so through `fail`; the state is whole between statements.
+        // A thread that panics reports it through `fail`; the state is consistent between statements.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets all others know that they need not wait for `member`.
+    /// Notifies all others that `member` has failed.
     pub(crate) fn fail(&self, member: usize, why: &str) {
         let why = why.to_owned();
         self.end_with(&mut self.lock(), Failed::In { member, why });
     }
 
-    /// `member` has run to its end, and comes to no more meetings.
+    /// `member` has finished, and takes part in no more meetings.
     pub(crate) fn end(&self, member: usize) {
         let mut state = self.lock();
         state.ended[member] = true;
@@ -87,7 +87,7 @@ impl Meeting {
         }
     }
 
-    /// The member in which things went wrong first, if it was in one.
+    /// The member that failed first, if the failure was in one.
     pub(crate) fn culprit(&self) -> Option<usize> {
         match self.lock().failed {
             Some(Failed::In { member, .. }) => Some(member),
@@ -148,7 +148,7 @@ impl Meeting {
                 .filter_map(Option::take)
                 .flatten()
                 .collect();
-            // Nobody needs the lock: all others wait for this.
+            // No other thread needs the lock: all wait for this.
             match self.exchange(mine, part.len()) {
                 Ok(all) => state.outcome = Arc::new(all),
                 Err(error) => {
@@ -209,13 +209,13 @@ impl Meeting {
     }
 }
 
-/// An error's message with those of its causes, for others to whom only text gets.
+/// An error's message with those of its causes, for receivers that only get text.
 pub(crate) fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(inner) = cause {
         let words = inner.to_string();
-        // Some messages carry their cause's already.
+        // Some messages already contain that of their cause.
         if !text.contains(&words) {
             text.push_str(": ");
             text.push_str(&words);
@@ -225,7 +225,7 @@ pub(crate) fn with_causes(error: &(dyn std::error::Error + 'static)) -> String {
     text
 }
 
-/// One shard's seat.
+/// One shard's handle to the meeting.
 pub(crate) struct Seat {
     pub(crate) meeting: Arc<Meeting>,
     pub(crate) member: usize,
@@ -240,7 +240,7 @@ impl JoinStatistics for Seat {
         Ok(combine(&all, mean, squares))
     }
 
-    /// Left to right over the shards.
+    /// Adds left to right over the shards.
     fn sum(&self, sums: &mut [f64]) -> phalanx_base::Result<()> {
         let all = self.meeting.gather(self.member, sums)?;
         let mut shards = all.chunks_exact(sums.len().max(1));

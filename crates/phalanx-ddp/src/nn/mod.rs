@@ -1,4 +1,4 @@
-//! What needs the engine `phalanx-nn`.
+//! The part that needs the engine `phalanx-nn`.
 
 mod ddp;
 mod joined;

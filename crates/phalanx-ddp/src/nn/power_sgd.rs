@@ -1,22 +1,22 @@
-//! PowerSGD: gradients travel as products of two thin matrices.
+//! PowerSGD: sends gradients as products of two thin matrices.
 //!
 //! Each step, every rank adds what compression dropped in earlier steps to
 //! its gradient `M` (error feedback), projects it on the thin matrix `Q` that
 //! all ranks share, and the ranks average `P = M·Q`; `P` is made orthonormal,
-//! the ranks average `Q = Mᵀ·P`, and `P·Qᵀ` is the gradient that all get. The
-//! next step starts from this `Q` (warm start).
+//! the ranks average `Q = Mᵀ·P`, and `P·Qᵀ` is the gradient on all ranks. The next step
+//! starts from this `Q` (warm start).
 //!
 //! Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank
 //! Gradient Compression for Distributed Optimization", 2019; PyTorch's
 //! `powerSGD_hook.py`, from which it differs in these points:
 //!
-//! * errors and factors belong to parameters, not to buckets, so buckets may
-//!   be laid out anew at any time;
+//! * errors and factors belong to parameters, not to buckets, so buckets may be rebuilt
+//!   at any time;
 //! * tensors that are not compressed have no error, since their mean has none;
-//! * a step that is voted down changes neither errors nor factors, so one
-//!   infinity does not stay in the errors for ever;
-//! * a column of `Q` that has died (no gradient for a while) is drawn anew;
-//! * a convolution's matrix is the transpose of PyTorch's, as it lies in memory.
+//! * a step that is skipped by vote changes neither errors nor factors, so one infinity
+//!   does not stay in the errors forever;
+//! * a column of `Q` that has become zero (no gradient for a while) is drawn again;
+//! * a convolution's matrix is the transpose of PyTorch's, as in memory.
 
 use std::collections::BTreeMap;
 
@@ -34,17 +34,17 @@ use crate::vote::Commit;
 pub struct PowerSgdOptions {
     /// Columns of the thin matrices (PyTorch: `matrix_approximation_rank`).
     pub rank: usize,
-    /// Steps before it with plain means, while gradients change fast
+    /// Steps with plain means before compression starts, while gradients change fast
     /// (`start_powerSGD_iter`).
     pub start_step: u64,
-    /// A tensor travels as it is unless this many times fewer elements
-    /// would (`min_compression_rate`).
+    /// A tensor is compressed only if that divides its elements by more than this
+    /// number (`min_compression_rate`).
     pub min_compression_rate: f64,
     /// Add to each gradient what compression dropped before (`use_error_feedback`).
     pub error_feedback: bool,
     /// Start from the factor of the step before (`warm_start`).
     pub warm_start: bool,
-    /// Of the first factors.
+    /// Seed of the first factors.
     pub seed: u64,
 }
 
@@ -61,20 +61,20 @@ impl Default for PowerSgdOptions {
     }
 }
 
-/// Gradients travel as products of two thin matrices ([`PowerSgdOptions`]);
-/// vectors, and tensors that would gain too little, as they are.
+/// Sends gradients as products of two thin matrices ([`PowerSgdOptions`]); vectors, and
+/// tensors that would gain too little, uncompressed.
 ///
-/// Memory: three times the compressed gradients beside the buckets' own.
-/// The first message of each bucket goes out inside backward.
+/// Memory: three times the compressed gradients, in addition to the buckets. The first
+/// message of each bucket is sent inside backward.
 #[derive(Debug)]
 pub struct PowerSgd {
     options: PowerSgdOptions,
     steps: u64,
-    /// By parameter; `None` for what is not compressed or was not seen yet.
+    /// By parameter; `None` if it is not compressed or was not seen yet.
     factors: Vec<Option<Factor>>,
     first: Messages<f32>,
     second: Messages<f32>,
-    /// Restored tensors that no factor has asked for yet.
+    /// Restored tensors that no factor has taken yet.
     saved: BTreeMap<String, Vec<f32>>,
 }
 
@@ -86,21 +86,21 @@ struct Factor {
     columns: usize,
     rank: usize,
     p: Vec<f32>,
-    /// Of the last step that was taken, and of the one that runs.
+    /// `Q` of the last applied step, and of the running one.
     q: Vec<f32>,
     next_q: Vec<f32>,
-    /// What the steps so far have dropped, in units of the final mean.
+    /// What compression has dropped so far, in units of the final mean.
     error: Vec<f32>,
-    /// `M` of the step that runs, then what is dropped of it.
+    /// `M` of the running step, then what is dropped of it.
     next_error: Vec<f32>,
 }
 
 impl PowerSgd {
-    /// With `options`.
+    /// A hook with `options`.
     ///
     /// # Errors
     ///
-    /// `Usage` for rank 0 or a compression rate that is no number of at least 0.
+    /// `Usage` for rank 0 or a compression rate that is not a number of at least 0.
     pub fn new(options: PowerSgdOptions) -> Result<PowerSgd> {
         if options.rank == 0 {
             return Err(Error::usage(
@@ -123,7 +123,7 @@ impl PowerSgd {
         })
     }
 
-    /// The rank at which `tensor` travels; `None` when it does as it is.
+    /// The rank of the compression of `tensor`; `None` when it is not compressed.
     fn rank_of(&self, tensor: &GradTensor<'_>) -> Option<usize> {
         let columns = tensor.columns.max(1);
         let rows = tensor.range.len() / columns;
@@ -137,7 +137,7 @@ impl PowerSgd {
         self.steps >= self.options.start_step
     }
 
-    /// Elements of the first message of a bucket: tensors that travel as they are, then `P`s.
+    /// Elements of the first message of a bucket: uncompressed tensors, then `P`s.
     fn first_elems(&self, bucket: &GradBucket<'_>) -> usize {
         let each = |t: &GradTensor<'_>| match self.rank_of(t) {
             Some(rank) => t.range.len() / t.columns * rank,
@@ -185,7 +185,7 @@ impl PowerSgd {
 }
 
 impl Factor {
-    /// Takes this rank's `gradient` and leaves its part of `P` in `p`.
+    /// Takes this rank's `gradient` and writes its part of `P` to `p`.
     fn start(
         &mut self,
         options: &PowerSgdOptions,
@@ -204,7 +204,7 @@ impl Factor {
             }
         }
         let (seed, number, rank) = (options.seed, self.number, self.rank);
-        // The same on all ranks, another for each parameter, step and column.
+        // The same on all ranks, different for each parameter, step and column.
         let draw = |column: usize, values: &mut [f32]| {
             let key = (step.wrapping_mul(1 << 20) ^ number).wrapping_mul(1 << 10) + column as u64;
             let mix = key.wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
@@ -222,7 +222,7 @@ impl Factor {
         low_rank::multiply(&self.next_error, self.columns, &self.next_q, p);
     }
 
-    /// Takes the mean `p` and leaves this rank's part of `Q` in `q`.
+    /// Takes the mean `p` and writes this rank's part of `Q` to `q`.
     fn go_on(&mut self, p: &[f32], q: &mut [f32]) {
         self.p.copy_from_slice(p);
         let rows = self.p.len() / self.rank;
@@ -230,7 +230,7 @@ impl Factor {
         low_rank::multiply_transposed(&self.next_error, self.columns, &self.p, q);
     }
 
-    /// Takes the mean `q` and leaves the mean gradient in `gradient`.
+    /// Takes the mean `q` and writes the mean gradient to `gradient`.
     fn end(&mut self, q: &[f32], scale: f32, gradient: &mut [f32]) {
         self.next_q.copy_from_slice(q);
         low_rank::product(&self.p, &self.next_q, self.columns, gradient);
@@ -258,7 +258,7 @@ impl GradientHook for PowerSgd {
         }
         let mut at = 0;
         let elems = self.first_elems(bucket);
-        // Taken out for as long as factors are looked up.
+        // Taken out while factors are looked up.
         let mut messages = std::mem::take(&mut self.first);
         let wire = messages.prepare(group, bucket.index, elems);
         for tensor in bucket.tensors {
@@ -339,13 +339,13 @@ impl GradientHook for PowerSgd {
 
     fn decided(&mut self, commit: &Commit, untouched: &[bool]) {
         if self.is_started() && commit.is_yes() {
-            // Nothing was taken of an untouched one's gradient: its error stays whole.
+            // The gradient of an untouched parameter was not applied: its error does not change.
             let factors = self.factors.iter_mut().zip(untouched);
             let taken =
                 factors.filter_map(|(factor, untouched)| factor.as_mut().filter(|_| !untouched));
             for factor in taken {
                 std::mem::swap(&mut factor.error, &mut factor.next_error);
-                // Empty until the first step was taken.
+                // Empty until the first step was applied.
                 factor.q.resize(factor.next_q.len(), 0.0);
                 std::mem::swap(&mut factor.q, &mut factor.next_q);
             }
@@ -354,8 +354,8 @@ impl GradientHook for PowerSgd {
     }
 
     /// `q.NAME` and `error.NAME` of each compressed parameter. The errors of the ranks
-    /// are averaged, which is what counts of them, so that any number of
-    /// ranks can go on.
+    /// are averaged, since only their mean matters, so that any number of ranks can
+    /// resume.
     fn gather_state(&self, group: &ProcessGroup) -> Result<HookState> {
         let mut tensors: Vec<(String, Vec<f32>)> = self.saved.clone().into_iter().collect();
         for factor in self.factors.iter().flatten() {

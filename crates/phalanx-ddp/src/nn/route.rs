@@ -1,4 +1,4 @@
-//! Which way each parameter's gradient goes, and which parameters are used.
+//! Where each parameter's gradient goes, and which parameters are used.
 
 use phalanx_nn::{ParamId, Params};
 
@@ -14,7 +14,7 @@ pub(crate) enum Selection {
     Ignored,
     /// Nowhere.
     Frozen,
-    /// Of a model that the wrapper was not made for.
+    /// Belongs to a model that the wrapper was not made for.
     Unknown,
 }
 
@@ -26,7 +26,7 @@ pub(crate) struct Routes {
     own: Vec<Vec<f32>>,
     /// Where later micro-batches of them, and frozen gradients, are written.
     scratch: Vec<f32>,
-    /// Of the micro-batches of this step.
+    /// Weights of the micro-batches of this step.
     weights: Vec<f32>,
     micro: usize,
     at_loss: bool,
@@ -184,8 +184,8 @@ impl Routes {
             .map(|(i, _)| i)
     }
 
-    /// The gradient of an ignored or frozen parameter is final. Its number among the ignored ones, if what this step's
-    /// micro-batches have come to is not finite.
+    /// The gradient of an ignored or frozen parameter is final. Returns its number among the ignored ones if the sum
+    /// over this step's micro-batches is not finite.
     pub(crate) fn ready(&mut self, param: ParamId) -> Option<usize> {
         let index = param.index();
         if self.selection[index] != Selection::Ignored {
@@ -227,7 +227,7 @@ impl Routes {
         }
     }
 
-    /// Looks at the step that ends.
+    /// Checks the used parameters of the ending step.
     pub(crate) fn check_unused(&mut self, rank: usize) -> Result<()> {
         if !self.any {
             return Ok(()); // a rank without data
@@ -290,8 +290,8 @@ impl Routes {
         self.own.get(param.index()).map_or(&[], Vec::as_slice)
     }
 
-    /// Whether an optimizer must leave a parameter alone that is not reduced: it is frozen,
-    /// or this rank's last step had no gradient for it.
+    /// Whether an optimizer must skip a parameter that is not reduced: it is frozen, or
+    /// this rank's last step had no gradient for it.
     pub(crate) fn untouched(&self, param: ParamId) -> bool {
         match self.of(param) {
             Selection::Frozen => true,

@@ -1,25 +1,23 @@
-//! Gradients with the same bits for every world size: one micro-batch a
-//! logical shard, added in the fixed tree of [`ShardTree`].
+//! Gradients with the same bits for every world size: one micro-batch per logical
+//! shard, added in the fixed tree of [`ShardTree`].
 //!
 //! # Memory
 //!
-//! Each shard's gradient is finished in memory of its own. Two siblings are
-//! added as soon as both are there, so a rank with `n` shards holds at most
-//! `log2 n + 1` gradients and, where its range is not aligned, as many
-//! partial sums, which is what it sends.
+//! Each shard's gradient is computed in separate memory. Two siblings are added as soon
+//! as both are finished, so a rank with `n` shards holds at most `log2 n + 1` gradients
+//! and, if its range is not aligned, as many partial sums, which it sends.
 //!
 //! # Exchange
 //!
-//! When the last shard is done, every rank sends its partial sums of each
-//! chunk to the chunk's owner, who finishes the tree, scales once, and gives
-//! the result to all. With as many ranks as a power of two that divides the
-//! shards, this moves what an all-reduce moves; else up to twice that on the
-//! way to the owners.
+//! When the last shard is done, every rank sends its partial sums of each chunk to the
+//! chunk's owner, which finishes the tree, scales once, and sends the result to all. If
+//! the number of ranks is a power of two that divides the number of shards, this moves
+//! as much as an all-reduce; otherwise up to twice that on the way to the owners.
 //!
 //! # Buffers
 //!
-//! Every shard starts from the buffers of the step's beginning; the step ends
-//! with the mean over shards of what each has made of them.
+//! Every shard starts from the buffers at the beginning of the step; the step ends with
+//! the mean of the shards' updated buffers.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -33,7 +31,7 @@ use crate::reducer::ParamSpec;
 use crate::trace::StepTimes;
 use crate::vote::{self, Ballot, Commit, Veto};
 
-/// Borders between chunks lie on 64-byte lines.
+/// Borders between chunks are multiples of 64 bytes.
 const LINE_ELEMS: usize = 16;
 
 pub(crate) struct Shards {
@@ -63,12 +61,12 @@ pub(crate) struct Shards {
     times: StepTimes,
 }
 
-/// The step that runs.
+/// The running step.
 struct Step {
     weights: Vec<f32>,
     samples: usize,
     present: usize,
-    /// The shard in work and its gradient.
+    /// The current shard and its gradient.
     current: Option<(usize, Vec<f32>)>,
     given: usize,
     ready: Vec<bool>,
@@ -182,7 +180,7 @@ impl Shards {
         Ok(())
     }
 
-    /// There is a step without data, so without gradients.
+    /// A step without data, so without gradients.
     pub(crate) fn drop_gradients(&mut self) -> Result<()> {
         self.check_usable()?;
         if self.step.is_some() {
@@ -232,7 +230,7 @@ impl Shards {
         match self.step.as_mut().and_then(|s| s.current.as_mut()) {
             Some((_, memory)) => &mut memory[start..start + spec.len],
             None => {
-                // `ready` will refuse it; until then it goes aside.
+                // `ready` will refuse it; until then it is written elsewhere.
                 if self.free.is_empty() {
                     self.free
                         .push(vec![0.0; self.grad_elems + self.buffer_elems]);
@@ -287,7 +285,7 @@ impl Shards {
         self.own = names;
     }
 
-    /// Votes against the step that runs because of number `index` of this rank's own gradients.
+    /// Votes against the running step because of number `index` of this rank's own gradients.
     pub(crate) fn own_not_finite(&mut self, index: usize) {
         let params = self.params.len();
         if let Some(step) = &mut self.step {
@@ -295,8 +293,8 @@ impl Shards {
         }
     }
 
-    /// Takes what the shard that has just run made of the buffers, and puts
-    /// those of the step's beginning back.
+    /// Takes the buffers that the last shard has updated, and restores those of the
+    /// beginning of the step.
     pub(crate) fn keep_buffers(&mut self, params: &mut Params, before: &[f32]) -> Result<()> {
         let Some(step) = &mut self.step else {
             return Err(no_step());
@@ -311,8 +309,8 @@ impl Shards {
         Ok(())
     }
 
-    /// Takes the buffers that all shards together have come to, the same on
-    /// all ranks, and puts those of the step's beginning back.
+    /// Takes the joint buffers of all shards, the same on all ranks, and restores those
+    /// of the beginning of the step.
     pub(crate) fn keep_joined_buffers(&mut self, params: &mut Params, before: &[f32]) {
         if let Some(step) = &mut self.step {
             step.joined = true;
@@ -321,12 +319,12 @@ impl Shards {
         }
     }
 
-    /// Samples of the global batch of the step that runs.
+    /// Samples of the global batch of the running step.
     pub(crate) fn samples(&self) -> Option<usize> {
         Some(self.step.as_ref()?.samples)
     }
 
-    /// Adds the finished shard to its sibling, if that is there.
+    /// Adds the finished shard to its sibling, if that is finished.
     fn complete_shard(&mut self) -> Result<()> {
         let Some(step) = &mut self.step else {
             return Ok(());
@@ -497,7 +495,8 @@ impl Shards {
             .map_err(failed)
     }
 
-    /// Sums of finite gradients need not be finite. All ranks have the same ones, so they decide alike without a word.
+    /// Sums of finite gradients need not be finite. All ranks have the same sums, so they decide alike without
+    /// communication.
     fn look_at_result(&self) -> Commit {
         let is_finite = |(start, spec): (&usize, &ParamSpec)| {
             phalanx_comm::all_finite(&self.result[*start..*start + spec.len])

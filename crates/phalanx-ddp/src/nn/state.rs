@@ -1,4 +1,4 @@
-//! Which state do the ranks go on from, after a group was formed anew?
+//! Agrees on a common state after a group was re-formed.
 
 use phalanx_comm::ProcessGroup;
 use phalanx_nn::Params;
@@ -9,14 +9,13 @@ use crate::error::{Error, Result};
 /// Longest name of an optimizer's state; a peer's length is checked against it.
 const MAX_NAME_BYTES: usize = 256;
 
-/// Gives every rank the state of the one whose optimizer has taken most steps
-/// (the lowest of them): parameters, buffers, optimizer state and step counts.
-/// Returns that count, from which the sampler goes on.
+/// Gives every rank the state of the rank whose optimizer has taken most steps (the
+/// lowest of those): parameters, buffers, optimizer state and step counts. Returns that
+/// number of steps, at which the sampler continues.
 ///
-/// After [`ProcessGroup::shrink`]: a rank may have committed a step whose
-/// last all-reduce another rank no longer saw the end of. Every step was
-/// committed with the same bits by all that did, so the one that is furthest
-/// has what all would have.
+/// After [`ProcessGroup::shrink`]: a rank may have applied a step whose last all-reduce
+/// did not complete on another rank. All ranks that applied a step have the same bits,
+/// so the state of the furthest rank is the one that all would have.
 ///
 /// *Blocks* until all ranks of the group call it.
 ///
@@ -45,7 +44,7 @@ pub fn agree_on_state(
     group
         .broadcast(params.buffers_flat_mut(), best)
         .map_err(failed)?;
-    // Of as many parameters as all ranks have.
+    // All ranks have the same number of parameters.
     let mut updates: Vec<i64> = optimizer
         .updates()
         .iter()
@@ -63,7 +62,7 @@ pub fn agree_on_state(
             name[..len].copy_from_slice(&text.as_bytes()[..len]);
         }
         group.broadcast(&mut name, best).map_err(failed)?;
-        // Laid out like the parameters, which all ranks have alike.
+        // Laid out like the parameters, which are the same on all ranks.
         let mut values = own.map_or_else(|| vec![0.0; params.flat().len()], |(_, v)| v.to_vec());
         group.broadcast(&mut values, best).map_err(failed)?;
         let end = name.iter().position(|b| *b == 0).unwrap_or(name.len());

@@ -3,12 +3,12 @@
 //!
 //! # The rule
 //!
-//! With [`Average::Samples`] the gradient is that of the mean loss over all
-//! samples of all ranks, however they are cut: micro-batch `i` of `n_i` samples
-//! weighs `n_i / N`. So that equal cuts cost nothing and round once, this is
-//! computed as `u_i = n_i · M / N` for each micro-batch (1 when all are of one
-//! size), the mean over the `P` ranks, and a factor `P / M` at the end, where
-//! `M` counts the micro-batches that are not empty.
+//! With [`Average::Samples`] the gradient is that of the mean loss over all samples of
+//! all ranks, however they are split: micro-batch `i` of `n_i` samples has weight `n_i
+//! / N`. So that equal splits cost nothing and round once, this is computed as `u_i =
+//! n_i · M / N` for each micro-batch (1 when all are of one size), the mean over the
+//! `P` ranks, and a factor `P / M` at the end, where `M` counts the micro-batches that
+//! are not empty.
 //!
 //! P ranks of one micro-batch, and one rank of P, thus both add P gradients in
 //! order and multiply once by `1 / P`: the same bits.
@@ -21,17 +21,17 @@ use super::tree::ShardTree;
 use crate::error::{Error, Result};
 use crate::vote::Commit;
 
-/// What the mean of gradients is taken over.
+/// How gradients are averaged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Average {
-    /// Samples (or tokens): the gradient of the joined batch.
+    /// Mean over samples (or tokens): the gradient of the joined batch.
     #[default]
     Samples,
-    /// The plain mean over ranks and micro-batches, whatever their sizes, as
-    /// PyTorch takes it. Ranks without data count among those divided by.
+    /// The plain mean over ranks and micro-batches, whatever their sizes, as in
+    /// PyTorch. Ranks without data count in the divisor.
     Ranks,
-    /// The same, but only ranks with data are divided by (PyTorch's `join`
-    /// with `divide_by_initial_world_size=False`).
+    /// The same, but only ranks with data count in the divisor (PyTorch's `join` with
+    /// `divide_by_initial_world_size=False`).
     ActiveRanks,
 }
 
@@ -45,7 +45,7 @@ pub enum Uneven {
     Refuse,
 }
 
-/// Sizes of a step over all ranks, where the caller knows them.
+/// Sizes of a step over all ranks, for callers that know them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GlobalBatch {
     /// Samples of all ranks.
@@ -56,8 +56,8 @@ pub struct GlobalBatch {
     pub active_ranks: usize,
 }
 
-/// What each rank brings to a step: samples, non-empty micro-batches and all of them, of
-/// which each must have as many where they `join` their batches.
+/// Gathers each rank's samples, non-empty micro-batches and all micro-batches, whose
+/// number must be the same on all ranks if they `join` their batches.
 pub(crate) fn exchange(
     group: &ProcessGroup,
     sizes: &[usize],
@@ -98,7 +98,7 @@ pub(crate) fn exchange(
             ranks[fewest].2, ranks[most].2
         )));
     }
-    // A peer's counts are not believed beyond what can be counted.
+    // A peer's counts are limited so that sums do not overflow.
     let sum = |of: fn(&(i64, i64, i64)) -> i64| {
         let total: i128 = ranks.iter().map(|r| i128::from(of(r).max(0))).sum();
         usize::try_from(total).unwrap_or(usize::MAX)
@@ -139,7 +139,7 @@ pub(crate) fn weigh(
     }
 }
 
-/// Weights of this rank's shards; the same for a shard whoever computes it.
+/// Weights of this rank's shards; a shard's weight does not depend on the rank that computes it.
 pub(crate) fn weigh_shards(
     average: Average,
     sizes: &[usize],
@@ -165,8 +165,8 @@ pub struct GlobalStep<'a> {
 }
 
 impl GlobalStep<'_> {
-    /// Whether no rank has data: the epoch is over for all, and nothing is to
-    /// be finished.
+    /// Whether no rank has data: the epoch is over for all ranks, and there is nothing
+    /// to finish.
     pub fn is_over(&self) -> bool {
         self.global.samples == 0
     }
@@ -182,8 +182,8 @@ impl GlobalStep<'_> {
     ///
     /// # Errors
     ///
-    /// `Usage` when all declared ones were given, in a step that [is over](Self::is_over), or naming the
-    /// parameters that the one before gave no gradient for.
+    /// `Usage` when all declared micro-batches were used, in a step that [is over](Self::is_over), or
+    /// naming the parameters for which the previous micro-batch gave no gradient.
     pub fn micro_batch(&mut self) -> Result<&mut DistributedDataParallel> {
         if self.is_over() {
             return Err(Error::usage(
@@ -195,12 +195,11 @@ impl GlobalStep<'_> {
         Ok(self.ddp)
     }
 
-    /// [`micro_batch`](Self::micro_batch) for callers that weigh the loss
-    /// themselves: gives the gradient to start its backward with
-    /// ([`Tensor::backward_with`](phalanx_nn::Tensor::backward_with)) besides the sink. Uneven
-    /// batches under [`sync_batch_norm`](DistributedDataParallel::sync_batch_norm) need it: there the
-    /// gradients of different ranks meet inside backward, and have to be
-    /// weighed by then.
+    /// [`micro_batch`](Self::micro_batch) for callers that weigh the loss themselves: also returns
+    /// the gradient with which to start its backward
+    /// ([`Tensor::backward_with`](phalanx_nn::Tensor::backward_with)). Uneven batches under
+    /// [`sync_batch_norm`](DistributedDataParallel::sync_batch_norm) need it: there the gradients of
+    /// different ranks are combined inside backward, and must be weighed before.
     ///
     /// # Errors
     ///
@@ -221,9 +220,9 @@ impl GlobalStep<'_> {
         self.ddp.update_buffers(tape, params)
     }
 
-    /// Waits until the gradients of all ranks are averaged, and says whether
-    /// the optimizer may have them ([`DistributedDataParallel::finish`]). A
-    /// step that [is over](Self::is_over) is a yes without gradients.
+    /// Waits until the gradients of all ranks are averaged, and returns whether the
+    /// optimizer may apply them ([`DistributedDataParallel::finish`]). A step that [is
+    /// over](Self::is_over) returns yes, without gradients.
     ///
     /// # Errors
     ///

@@ -1,10 +1,10 @@
 //! Synchronised batch normalisation: statistics of the batch of all ranks.
 //!
-//! Forward, each rank gives count, mean and sum of squared deviations of every
-//! channel; all gather them and combine them in rank order, with the spread
-//! of the means (Chan, Golub and LeVeque, "Updating formulae and a pairwise
-//! algorithm for computing sample variances", 1979). Backward, two sums a
-//! channel are added over the ranks. All in float64, the same bits on all ranks.
+//! In forward, all ranks gather the count, mean and sum of squared deviations of every
+//! channel and combine them in rank order, with the spread of the means (Chan, Golub
+//! and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+//! variances", 1979). In backward, two sums per channel are added over the ranks. All
+//! in float64, the same bits on all ranks.
 
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_nn::layers::JoinStatistics;
@@ -12,9 +12,9 @@ use phalanx_nn::layers::JoinStatistics;
 use crate::error::Error;
 
 /// Joins the batches of the ranks of one group in every batch normalisation
-/// of a model. Give it to [`Tape::join_statistics`](phalanx_nn::Tape::join_statistics), or let
-/// [`DistributedDataParallel::sync_batch_norm`](crate::DistributedDataParallel::sync_batch_norm)
-/// do all of it.
+/// of a model. Pass it to [`Tape::join_statistics`](phalanx_nn::Tape::join_statistics), or call
+/// [`DistributedDataParallel::sync_batch_norm`](crate::DistributedDataParallel::sync_batch_norm),
+/// which does everything.
 ///
 /// Batches may differ in size. A rank without data must still run the model,
 /// on a batch of no samples, since every rank takes part in every
@@ -25,8 +25,8 @@ pub struct SyncBatchNorm {
 
 impl SyncBatchNorm {
     /// Over the ranks of `group`. If gradients are averaged in the same group,
-    /// normalisations wait for the buckets launched before them; a group of
-    /// their own ([`ProcessGroup::new_group`]) does not.
+    /// normalisations wait for the buckets launched before them; in a separate group
+    /// ([`ProcessGroup::new_group`]) they do not.
     pub fn new(group: ProcessGroup) -> SyncBatchNorm {
         SyncBatchNorm { group }
     }
@@ -57,14 +57,14 @@ impl JoinStatistics for SyncBatchNorm {
     }
 }
 
-/// Combines `all`, for each rank (or shard) its count, means and sums of squared
-/// deviations, in that order; the joined count.
+/// Combines `all`, which has for each rank (or shard) its count, means and sums of
+/// squared deviations, in that order; returns the joined count.
 pub(crate) fn combine(all: &[f64], mean: &mut [f64], squares: &mut [f64]) -> f64 {
     let c = mean.len();
     let ranks = || all.chunks_exact(1 + 2 * c).filter(|r| r[0] > 0.0);
     let rows: f64 = ranks().map(|r| r[0]).sum();
     for i in 0..c {
-        // Around the first rank's mean, so that large offsets cost no digits.
+        // Relative to the first rank's mean, so that large offsets cost no digits.
         let origin = ranks().next().map_or(0.0, |r| r[1 + i]);
         let shift: f64 = ranks().map(|r| r[0] * (r[1 + i] - origin)).sum();
         let shift = shift / rows.max(1.0);

@@ -4,9 +4,8 @@
 //! Shard `s` of `S` has samples `s, s + S, s + 2S, …` of the global batch, so
 //! a short batch leaves the *last* shards empty. Rank `r` of `P` computes the
 //! shards `r·S/P .. (r+1)·S/P`. Values are added in the complete binary tree
-//! over the shards; an empty shard's sibling goes up alone. Neither the
-//! shards nor the tree know the ranks, so the sum has the same bits for every
-//! world size.
+//! over the shards; an empty shard's sibling is passed up alone. Neither the shards nor
+//! the tree depend on the ranks, so the sum has the same bits for every world size.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -50,7 +49,7 @@ impl Node {
     }
 }
 
-/// How a global batch is cut into logical shards and folded over them.
+/// How a global batch is split into logical shards and folded over them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShardTree {
     shards: usize,
@@ -96,7 +95,7 @@ impl ShardTree {
         samples.min(self.shards)
     }
 
-    /// What is left when `rank` has added whatever of its shards can be added
+    /// The nodes that remain when `rank` has added all of its shards that can be added
     /// without another rank's.
     pub(crate) fn partial_nodes(&self, world: usize, rank: usize, present: usize) -> Vec<Node> {
         let range = self.range(world, rank);
@@ -112,8 +111,8 @@ impl ShardTree {
         stack
     }
 
-    /// Adds up nodes that cover the present shards, in ascending order, in the
-    /// tree. `None` when there are none.
+    /// Adds nodes that cover the present shards, in ascending order, in the tree.
+    /// `None` when there are none.
     pub(crate) fn fold<T>(
         &self,
         mut nodes: VecDeque<(Node, T)>,
@@ -126,7 +125,7 @@ impl ShardTree {
         fold(root, &mut nodes, &mut add)
     }
 
-    /// Adds one value a shard, `values[s]` of shard `s`, in the tree; 0 for none.
+    /// Adds one value per shard, `values[s]` for shard `s`, in the tree; 0 for none.
     pub fn sum(&self, values: &[f64]) -> f64 {
         let leaves = values.iter().enumerate();
         self.fold(
@@ -136,9 +135,9 @@ impl ShardTree {
         .unwrap_or(0.0)
     }
 
-    /// Gives every rank the values that each rank has in places of its own:
-    /// `values` is as long everywhere, and each place holds a value on one
-    /// rank and 0 on all others. Exact, since nothing but zeros is added.
+    /// Gives every rank the values of all ranks: `values` has the same length
+    /// everywhere, and each element has a value on one rank and 0 on all others. Exact,
+    /// since only zeros are added.
     ///
     /// *Blocks* until all ranks of the group call it.
     ///

@@ -1,17 +1,17 @@
-//! Optimizer state cut over the ranks (ZeRO stage 1: Rajbhandari et al.,
-//! "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020).
+//! Optimizer state sharded over the ranks (ZeRO stage 1: Rajbhandari et al., "ZeRO:
+//! Memory Optimizations Toward Training Trillion Parameter Models", 2020).
 //!
-//! A rank's optimizer knows pieces of the parameters only, cut through tensors
-//! where need be; after its step the pieces are gathered. Since optimizers
-//! treat each element by itself, weights have the bits that they would have
-//! without. There are two cuts:
+//! A rank's optimizer has only pieces of the parameters, split inside tensors if
+//! needed; after its step the pieces are gathered. Since optimizers treat each element
+//! by itself, weights have the same bits as without sharding. There are two ways to
+//! split:
 //!
-//! * [`ShardedOptimizer::new`]: the flat region of all parameters in one run of 64-byte
-//!   lines a rank. Every rank has all averaged gradients ([`ShardedOptimizer::step`]).
-//! * [`ShardedOptimizer::for_wrapper`]: a part of each bucket, which is what a
-//!   reduce-scatter leaves ([`Exchange::ReduceScatter`](crate::Exchange::ReduceScatter)). A step moves
-//!   what an all-reduce moves, gradients one way and parameters the other, and
-//!   the parameters are gathered where they lie
+//! * [`ShardedOptimizer::new`]: the flat region of all parameters, one run of 64-byte
+//!   lines per rank. Every rank has all averaged gradients
+//!   ([`ShardedOptimizer::step`]).
+//! * [`ShardedOptimizer::for_wrapper`]: a part of each bucket, as a reduce-scatter leaves it
+//!   ([`Exchange::ReduceScatter`](crate::Exchange::ReduceScatter)). A step moves as much as an
+//!   all-reduce, gradients one way and parameters the other, and the parameters are gathered in place
 //!   ([`ShardedOptimizer::step_scattered`]).
 
 use std::ops::Range;
@@ -28,21 +28,21 @@ const LINE_ELEMS: usize = 16;
 /// An optimizer's buffers by name.
 type Buffers = Vec<(&'static str, Vec<f32>)>;
 
-/// An optimizer of which each rank holds a part of the state. The optimizer
-/// must treat every element by itself (SGD, Adam; not LARS or LAMB).
+/// An optimizer whose state is sharded over the ranks. The optimizer must treat every
+/// element by itself (SGD, Adam; not LARS or LAMB).
 pub struct ShardedOptimizer<O> {
     group: ProcessGroup,
     optimizer: O,
-    /// What the optimizer believes to be its parameters: this rank's pieces, named as those that they are pieces
-    /// of. The elements themselves are the model's.
+    /// The parameters given to the optimizer: this rank's pieces, with the names of the whole parameters. The
+    /// elements themselves are the model's.
     own: Params,
     /// Every rank's pieces.
     cut: Vec<Vec<Piece>>,
     /// Elements of the flat region of all parameters.
     total: usize,
-    /// Elements that each rank gives when parts are gathered.
+    /// Elements that each rank contributes when parts are gathered.
     lengths: Vec<usize>,
-    /// Whether the cut is a wrapper's.
+    /// Whether the pieces are those of a wrapper.
     scattered: bool,
     /// This rank's piece of each parameter, if it has one.
     piece_of: Vec<Option<usize>>,
@@ -53,7 +53,7 @@ pub struct ShardedOptimizer<O> {
 struct Piece {
     param: ParamId,
     elems: Range<usize>,
-    /// Where it begins among the rank's own.
+    /// Where it begins among the rank's own pieces.
     at: usize,
     /// Where it begins in the flat region of all parameters.
     flat: usize,
@@ -69,7 +69,7 @@ impl Piece {
     }
 }
 
-/// Lays pieces one behind the other, each on lines of its own.
+/// Places pieces one behind the other, each starting on a cache line.
 fn lay_out(params: &Params, pieces: Vec<(ParamId, Range<usize>)>) -> Vec<Piece> {
     let mut next = 0;
     let piece = |(param, elems): (ParamId, Range<usize>)| {
@@ -92,8 +92,8 @@ fn len_of(pieces: &[Piece]) -> usize {
 }
 
 impl<O: Optimizer> ShardedOptimizer<O> {
-    /// Cuts `params`, and has `make` make the optimizer of this rank's part.
-    /// Local: no communication. Params and group must be the same everywhere.
+    /// Splits `params`, and calls `make` to make the optimizer of this rank's part.
+    /// Does not communicate. Params and group must be the same everywhere.
     ///
     /// # Errors
     ///
@@ -128,9 +128,9 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         Self::build(group, params, cut, lengths, make)
     }
 
-    /// Cuts `params` as `wrapper` scatters their gradients, and has `make`
-    /// make the optimizer of this rank's part. Local: no communication. Frozen
-    /// parameters are no rank's.
+    /// Splits `params` as `wrapper` scatters their gradients, and calls `make` to make
+    /// the optimizer of this rank's part. Does not communicate. Frozen parameters
+    /// belong to no rank.
     ///
     /// # Errors
     ///
@@ -212,7 +212,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     }
 
     /// [`step`](Self::step) with gradients scaled down to a norm of at most `limit`;
-    /// gives the norm before ([`grad_norm`]). The bits are those of
+    /// returns the norm before ([`grad_norm`]). The bits are those of
     /// [`step_clipped`](phalanx_nn::optim::step_clipped) on the optimizer as a whole.
     ///
     /// # Errors
@@ -265,16 +265,15 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             .map_err(|e| Error::comm_while("updated parameters could not be gathered", e))
     }
 
-    /// Updates this rank's part of `params` from what `wrapper` has left of
-    /// the gradients on this rank, then gathers the parts of all ranks.
+    /// Updates this rank's part of `params` from its part of the gradients in
+    /// `wrapper`, then gathers the parts of all ranks.
     ///
     /// *Blocks* until all ranks of the group call it.
     ///
     /// # Errors
     ///
-    /// `Usage` when `params` have another layout or `wrapper` is another's, or
-    /// has no gradients; `Comm` when a peer is lost or late. `params` is
-    /// undefined then.
+    /// `Usage` when `params` have another layout, `wrapper` is another one, or has no
+    /// gradients; `Comm` when a peer is lost or late. `params` is undefined then.
     pub fn step_scattered(
         &mut self,
         params: &mut Params,
@@ -284,10 +283,10 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     }
 
     /// [`step_scattered`](Self::step_scattered) with gradients scaled down to a norm of at most
-    /// `limit`, the norm of the joined gradient of all ranks; gives the norm
-    /// before. Squares are added up in another order than in [`grad_norm`],
-    /// in f64: the norm differs from it in the last digits, the float32
-    /// factor made of it next to never.
+    /// `limit`, the norm of the joined gradient of all ranks; returns the norm before.
+    /// Squares are added in another order than in [`grad_norm`], in f64: the norm
+    /// differs from it in the last digits, the float32 factor computed from it almost
+    /// never.
     ///
     /// *Blocks* until all ranks of the group call it.
     ///
@@ -301,7 +300,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         limit: f64,
     ) -> Result<f64> {
         self.check_wrapper(wrapper)?;
-        // No factor is known before all gradients are.
+        // The factor needs all gradients.
         wrapper.exchange_late()?;
         let view = Pieces {
             pieces: self.pieces(),
@@ -333,7 +332,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         let (pieces, piece_of) = (&self.cut[self.group.rank()], &self.piece_of);
         let (optimizer, mut done) = (&mut self.optimizer, Ok(()));
         wrapper.visit_pieces(|param, elems, grads| {
-            // It gets what the cut says; nothing is to be done about another's.
+            // A rank gets exactly its own pieces; others are ignored.
             let Some(piece) = piece_of[param.index()].map(|at| &pieces[at]) else {
                 return;
             };
@@ -398,7 +397,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     }
 
     /// Steps that updated each parameter, as the unsharded optimizer counts them for a
-    /// checkpoint. None updated a frozen one of a wrapper, which is no rank's.
+    /// checkpoint. It is 0 for a frozen parameter of a wrapper, which belongs to no rank.
     ///
     /// *Blocks* until all ranks of the group call it.
     ///
@@ -406,7 +405,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ///
     /// `Comm` when a peer is lost or late.
     pub fn gather_updates(&self) -> Result<Vec<u64>> {
-        // Ranks that have pieces of the same parameter count alike.
+        // Ranks with pieces of the same parameter have the same count.
         let mut updates = vec![0i64; self.piece_of.len()];
         for (piece, count) in self.pieces().iter().zip(self.optimizer.updates()) {
             updates[piece.param.index()] = count.cast_signed();

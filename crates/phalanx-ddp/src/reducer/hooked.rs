@@ -1,4 +1,4 @@
-//! What a gradient hook does in a step.
+//! The part of a gradient hook in a step.
 
 use std::time::Instant;
 
@@ -19,12 +19,13 @@ pub(super) enum Stage {
 }
 
 impl Reducer {
-    /// One rank alone has its hook run too: it goes on from what several have saved, and they from its state.
+    /// The hook also runs with a single rank: it can resume from the state of several, and they from its
+    /// state.
     pub(super) fn has_hook_to_run(&self) -> bool {
         self.hook.is_some()
     }
 
-    /// Lets the hook work on a launched bucket; when its communication ran, if it says.
+    /// Runs a stage of the hook on a launched bucket; returns when its communication ran, if the hook set it.
     pub(super) fn run_stage(&mut self, bucket: usize, stage: Stage) -> Result<Option<OpTimes>> {
         let (Some(hook), Memory::Reduced(memory)) =
             (self.hook.as_deref_mut(), &mut self.memory[bucket])
@@ -54,8 +55,8 @@ impl Reducer {
         Ok(view.ran)
     }
 
-    /// Lets the hook average every bucket, then the ranks vote: on what it made of the
-    /// gradients, if nobody has a reason of its own.
+    /// Lets the hook average every bucket, then the ranks vote: on the hook's result,
+    /// if no rank has a reason of its own.
     pub(super) fn run_hook(&mut self) -> Result<()> {
         let mut first = Vec::with_capacity(self.memory.len());
         for bucket in 0..self.memory.len() {
@@ -97,8 +98,8 @@ impl Reducer {
             .map_err(|e| Error::comm_while("the ranks could not vote on the step", e))
     }
 
-    /// Lets `hook` average the buckets of the steps that follow; `None` goes
-    /// back to all-reduces. Must be the same on all ranks.
+    /// Lets `hook` average the buckets of the following steps; `None` returns to
+    /// all-reduces. Must be the same on all ranks.
     ///
     /// # Errors
     ///

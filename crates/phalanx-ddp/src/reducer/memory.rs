@@ -2,7 +2,7 @@
 
 use phalanx_comm::{Bucket, Call, OpTimes, ProcessGroup, ReduceOp, Work};
 
-/// Memory of one bucket; the reducer's page has the states.
+/// Memory of one bucket; the module doc of the reducer has the states.
 pub(super) enum Memory {
     Filling(Bucket<f32>),
     InFlight(Work<Bucket<f32>>),
@@ -21,7 +21,7 @@ impl Memory {
         }
     }
 
-    /// What backward wrote, as if it were the mean.
+    /// Treats what backward wrote as the mean.
     pub(super) fn left_alone(self) -> Memory {
         match self {
             Memory::Filling(bucket) => Memory::Reduced(bucket),
@@ -39,7 +39,7 @@ impl Memory {
         }
     }
 
-    /// Waits for it; when it ran.
+    /// Waits for the collective; returns when it ran.
     pub(super) fn collected(self) -> phalanx_comm::Result<(Memory, Option<OpTimes>)> {
         match self {
             Memory::InFlight(work) => {

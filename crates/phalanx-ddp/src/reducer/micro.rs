@@ -1,16 +1,16 @@
-//! The micro-batches of a step, and what each counts.
+//! The micro-batches of a step, and their weights.
 
 use super::Reducer;
 use super::memory::Memory;
 use crate::error::{Error, Result};
 
-/// How the gradient of one step comes about.
+/// How the gradient of one step is computed.
 pub(super) struct Micro {
     /// Factor of each micro-batch's gradient; 0 drops it.
     pub(super) weights: Vec<f32>,
     /// Factor of the mean over ranks.
     pub(super) scale: f32,
-    /// Which one runs.
+    /// The running micro-batch.
     pub(super) index: usize,
 }
 
@@ -58,12 +58,12 @@ impl Reducer {
         Ok(())
     }
 
-    /// Goes on to the next micro-batch of the step.
+    /// Starts the next micro-batch of the step.
     ///
     /// # Errors
     ///
-    /// `Usage` when there is none, or naming the parameters that the one
-    /// before gave no gradient for.
+    /// `Usage` when there is none, or naming the parameters for which the previous one
+    /// gave no gradient.
     pub fn next_micro_batch(&mut self) -> Result<()> {
         self.check_usable()?;
         if self.micro.is_last() {
@@ -97,7 +97,7 @@ impl Reducer {
             &mut *sum
         };
         match weight {
-            // No sample, so no gradient, whatever the mean over none came to.
+            // No sample, so no gradient, even if the mean over no samples is NaN.
             Some(0.0) => new.fill(0.0),
             Some(weight) if weight != 1.0 => {
                 new.iter_mut().for_each(|g| *g *= weight);
@@ -110,7 +110,8 @@ impl Reducer {
             sum.iter_mut().zip(new).for_each(|(s, g)| *s += *g);
             finite = false;
         }
-        // The sum, since that of finite numbers may not be; what is not finite stays so in it.
+        // Checks the sum, since that of finite numbers may not be finite; a number that is not
+        // finite stays so in the sum.
         if !finite && !self.options.unchecked {
             let largest = phalanx_comm::largest(sum);
             let world = self.group.world_size() as f64;

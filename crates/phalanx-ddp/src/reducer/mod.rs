@@ -1,5 +1,5 @@
 //! Averages gradients over ranks, bucket by bucket, while backward still runs.
-//! `README.md` beside this file draws the ways of a gradient.
+//! `README.md` in this directory shows the path of a gradient.
 //!
 //! # States of a bucket
 //!
@@ -12,18 +12,18 @@
 //! Buckets are launched strictly in index order, even when a later one fills
 //! first, so that all ranks issue the same sequence of collectives.
 //!
-//! Behind the gradients of the last bucket ride the ranks' votes on the step
-//! (`votes.rs`), and one lane a parameter that counts the ranks that used it.
+//! Behind its gradients, the last bucket has the ranks' votes on the step (`votes.rs`),
+//! and one element per parameter that counts the ranks that used it.
 //!
 //! # Micro-batches
 //!
 //! A step of several micro-batches is declared before its first gradient
-//! ([`Reducer::plan_step`]). The first writes into the buckets; each later
-//! one is finished in memory of its own and then added, so its bits do not
-//! depend on what was there before. Buckets are launched in the last.
+//! ([`Reducer::plan_step`]). The first writes into the buckets; each later one is
+//! computed in separate memory and then added, so its bits do not depend on earlier
+//! ones. Buckets are launched in the last.
 //!
-//! After the first backward the buckets are laid out again in the order in
-//! which rank 0's gradients became ready (once; PyTorch's rule).
+//! After the first backward the buckets are rebuilt in the order in which rank 0's
+//! gradients became ready (once; PyTorch's rule).
 //!
 //! Source: Li et al., "PyTorch Distributed", VLDB 2020, §3.2; PyTorch's
 //! `torch/csrc/distributed/c10d/reducer.cpp`.
@@ -59,13 +59,14 @@ pub struct ParamSpec {
     pub name: String,
     /// Number of elements.
     pub len: usize,
-    /// Length of a row where it is a matrix in memory, else 1; for hooks that
-    /// compress matrices.
+    /// Length of a row if it is a matrix in memory, else 1; for hooks that compress
+    /// matrices.
     pub columns: usize,
 }
 
 impl ParamSpec {
-    /// Of tensor `index` of a model, whose values lie row by row: a matrix of its first dimension by all others.
+    /// The spec of tensor `index` of a model whose values are stored row by row: a matrix of its first dimension
+    /// by all others.
     pub fn of(params: &dyn Parameters, index: usize) -> ParamSpec {
         let len = params.values(index).len();
         ParamSpec {
@@ -84,15 +85,15 @@ impl ParamSpec {
 pub struct ReducerOptions {
     /// Bucket caps.
     pub caps: BucketCaps,
-    /// Lay the buckets out again after the first backward, in the order in
-    /// which gradients were observed to become ready.
+    /// Rebuild the buckets after the first backward, in the order in which gradients
+    /// became ready.
     pub rebuild: bool,
-    /// What becomes of a bucket. [`Exchange::ReduceScatter`] keeps the first layout.
+    /// How gradients are synchronized. [`Exchange::ReduceScatter`] keeps the first layout.
     pub exchange: Exchange,
-    /// Let all-reduces add in another order than that of the ranks where that is predicted to be
-    /// faster ([`Algorithm::Fastest`]), unless the group was given an algorithm.
+    /// Let all-reduces add in an order other than that of the ranks if that is predicted to be
+    /// faster ([`Algorithm::Fastest`]), unless an algorithm is set for the group.
     pub any_order: bool,
-    /// Do not look for infinities and NaNs in gradients: no rank votes against a step because of them.
+    /// Do not check gradients for infinities and NaNs: no rank votes against a step because of them.
     pub unchecked: bool,
 }
 
@@ -102,21 +103,21 @@ pub enum Exchange {
     /// Every rank gets all averaged gradients.
     #[default]
     AllReduce,
-    /// Every rank gets those of its part of each bucket, for
+    /// Every rank gets the averaged gradients of its part of each bucket, for
     /// [`ShardedOptimizer::for_wrapper`](crate::ShardedOptimizer::for_wrapper) or [`Reducer::visit_pieces`]: half the
-    /// bytes; the other half travels after the optimizer's step, as parameters ([`Reducer::gather_pieces`]).
+    /// bytes; the other half is sent after the optimizer's step, as parameters ([`Reducer::gather_pieces`]).
     ReduceScatter,
-    /// The same, but nothing travels under backward: gradients are exchanged by the optimizer's step
-    /// ([`ShardedOptimizer::step_scattered`](crate::ShardedOptimizer::step_scattered) or [`Reducer::visit_pieces`]), which updates
-    /// each piece of parameters as soon as their gradient is folded, while it is still in the processor's cache.
-    /// Meant for ranks of one host whose threads use all of its cores, so that nothing can be hidden
-    /// (`tools/runs/2026-11-22-overhead`). Between hosts, and where cores are idle, use another. Without [caps](ReducerOptions::caps) of
-    /// its own there is one bucket.
+    /// The same, but nothing is sent during backward: gradients are exchanged by the optimizer's step
+    /// ([`ShardedOptimizer::step_scattered`](crate::ShardedOptimizer::step_scattered) or [`Reducer::visit_pieces`]),
+    /// which updates each piece of parameters as soon as their gradient is folded, while it is still in the processor's
+    /// cache. Meant for ranks of one host whose threads use all of its cores, so that communication cannot
+    /// overlap with backward (`tools/runs/2026-11-22-overhead`). Between hosts, and if cores are idle, use
+    /// another. Without explicit [caps](ReducerOptions::caps) there is one bucket.
     AtStep,
 }
 
 impl Exchange {
-    /// Whether each rank gets a part of the gradients only.
+    /// Whether each rank gets only a part of the gradients.
     pub fn is_scattered(self) -> bool {
         self != Exchange::AllReduce
     }
@@ -142,13 +143,13 @@ pub struct Reducer {
     plan: BucketPlan,
     labels: Vec<Arc<str>>,
     memory: Vec<Memory>,
-    /// What this rank has got of each scattered bucket.
+    /// This rank's part of each scattered bucket.
     chunks: Vec<Option<Bucket<f32>>>,
-    /// Whether gradients that are exchanged late were, in this step.
+    /// Whether late gradients were exchanged in this step.
     exchanged: bool,
     /// Factor of late means.
     late_scale: f32,
-    /// The votes, where they cannot ride behind the last bucket since it is scattered.
+    /// The votes, if they cannot be in the last bucket because it is scattered.
     votes: Option<Memory>,
     /// Gradients still missing, per bucket.
     missing: Vec<usize>,
@@ -160,26 +161,26 @@ pub struct Reducer {
     /// Layout to change to before the next backward.
     rebuilt_plan: Option<BucketPlan>,
     was_rebuilt: bool,
-    /// Where a gradient goes that should not come at all (see `slot`).
+    /// Memory for a gradient that must not be written to a bucket (see `slot`).
     spill: Vec<f32>,
     failed: bool,
-    /// Averages buckets instead of the all-reduce.
+    /// Averages buckets in place of the all-reduce.
     hook: Option<Box<dyn GradientHook>>,
-    /// The step that runs, or that the next gradient begins.
+    /// The running step, or the one that the next gradient begins.
     micro: Micro,
-    /// Where micro-batches after the first are finished; parameter after parameter.
+    /// Memory for micro-batches after the first; parameter after parameter.
     scratch: Vec<f32>,
     scratch_at: Vec<usize>,
     /// Parameters that some micro-batch of this step used on this rank.
     used: Vec<bool>,
     /// Parameters that no rank used in the last finished step.
     untouched: Vec<bool>,
-    /// This rank's vote on the step that runs.
+    /// This rank's vote on the running step.
     ballot: Ballot,
     /// Whether it votes against the next one.
     veto_next: bool,
-    /// Names of parameters that each rank trains for itself. While there are any the last bucket, with the vote,
-    /// waits for the end of backward, since any of them may still be against the step.
+    /// Names of parameters that each rank trains for itself. While there are any, the last bucket, which has the
+    /// vote, waits for the end of backward, since any of them may still make the vote a no.
     own: Vec<String>,
     /// Whether the gradients of the last step may be read.
     committed: bool,
@@ -189,8 +190,8 @@ pub struct Reducer {
 }
 
 impl Reducer {
-    /// Allocates buckets for `params`, given in registration order. Local: no
-    /// communication. All ranks must pass the same parameters and options
+    /// Allocates buckets for `params`, given in registration order. Does not
+    /// communicate. All ranks must pass the same parameters and options
     /// ([`crate::Fingerprint`] compares them).
     pub fn new(group: ProcessGroup, params: Vec<ParamSpec>, options: ReducerOptions) -> Reducer {
         let order: Vec<usize> = (0..params.len()).rev().collect();
@@ -266,7 +267,7 @@ impl Reducer {
         self.missing = buckets.iter().map(Vec::len).collect();
     }
 
-    /// What error messages and traces call a bucket.
+    /// The name of a bucket in error messages and traces.
     fn label(&self, bucket: usize, of: usize, params: &[usize]) -> Arc<str> {
         const SHOWN: usize = 4;
         let mut names: Vec<&str> = params
@@ -296,10 +297,10 @@ impl Reducer {
         &self.times
     }
 
-    /// Memory in which the gradient of `param` is to be produced, inside its
-    /// bucket. The first call after a [`finish`](Self::finish) begins a new step and makes all
-    /// former gradients unreadable. Contents are those of the step before:
-    /// write first, add later. Empty when there is no such parameter.
+    /// Memory in which to produce the gradient of `param`, inside its bucket. The first call
+    /// after a [`finish`](Self::finish) begins a new step and makes all earlier gradients
+    /// unreadable. It contains data of the previous step: overwrite it before adding to it.
+    /// Empty when there is no such parameter.
     pub fn slot(&mut self, param: usize) -> &mut [f32] {
         self.begin();
         if param >= self.params.len() {
@@ -310,8 +311,8 @@ impl Reducer {
             let at = self.scratch_at[param];
             return &mut self.scratch[at..at + range.len()];
         }
-        // A gradient that arrives after its bucket was launched must not touch
-        // it. `ready` will refuse it by name; until then it goes aside.
+        // A gradient that arrives after its bucket was launched must not touch it.
+        // `ready` will refuse it by name; until then it is written elsewhere.
         if let Memory::Filling(memory) = &mut self.memory[bucket] {
             return &mut memory[range];
         }
@@ -321,19 +322,19 @@ impl Reducer {
         &mut self.spill[..range.len()]
     }
 
-    /// Says that the gradient of `param` is final. Launches every bucket that
-    /// is full by now and whose predecessors are launched. Does not block.
+    /// Marks the gradient of `param` as final. Launches every bucket that is now full
+    /// and whose predecessors are launched. Does not block.
     ///
     /// # Errors
     ///
-    /// `Usage` when the parameter was ready before in this backward, when there
-    /// is no such parameter, or when an earlier step failed.
+    /// `Usage` when the parameter was already ready in this backward, when there is no
+    /// such parameter, or when an earlier step failed.
     pub fn ready(&mut self, param: usize) -> Result<()> {
         self.report(param, true, false)
     }
 
-    /// [`ready`](Self::ready), when whoever made the gradient has seen that the squares of all of it are finite,
-    /// and so is its sum over any ranks: it is not read again for that.
+    /// [`ready`](Self::ready) for a gradient whose producer has checked that all its squares are finite, so that
+    /// its sum over any number of ranks is too: it is not checked again.
     ///
     /// # Errors
     ///
@@ -358,15 +359,16 @@ impl Reducer {
                 self.params[param].name
             )));
         }
-        // Before the last bucket is launched, which says so to the other ranks. What has no sample uses nothing.
+        // Before the last bucket is launched, which sends this to the other ranks. A micro-batch without samples
+        // uses no parameter.
         let weight = self.micro.weights.get(self.micro.index);
         self.used[param] |= used && weight != Some(&0.0);
         self.take_gradient(param, finite)
     }
 
-    /// Says that this rank's loss does not depend on `param`: its part of the
-    /// gradient is zero. When all ranks say so, the mean is not zero but
-    /// absent ([`is_untouched`](Self::is_untouched)). Otherwise as [`ready`](Self::ready).
+    /// Declares that this rank's loss does not depend on `param`: its part of the gradient
+    /// is zero. When all ranks do so, the mean is not zero but absent
+    /// ([`is_untouched`](Self::is_untouched)). Otherwise as [`ready`](Self::ready).
     ///
     /// # Errors
     ///
@@ -376,8 +378,8 @@ impl Reducer {
         self.report(param, false, true)
     }
 
-    /// Weighs a finished gradient, adds it to those of earlier micro-batches,
-    /// and launches what is complete by it.
+    /// Weighs a finished gradient, adds it to those of earlier micro-batches, and
+    /// launches the buckets that it completes.
     fn take_gradient(&mut self, param: usize, finite: bool) -> Result<()> {
         self.weigh_and_add(param, finite);
         self.order.push(param);
@@ -388,7 +390,7 @@ impl Reducer {
         self.launch_full(false)
     }
 
-    /// Launches what is full and whose turn it is; `ended`: backward has.
+    /// Launches the full buckets that are next in order; `ended`: backward has ended.
     fn launch_full(&mut self, ended: bool) -> Result<()> {
         while self.missing.get(self.next_launch) == Some(&0) {
             let is_last = self.next_launch + 1 == self.memory.len();
@@ -405,7 +407,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// Makes the reducer unusable and lets the other ranks know.
+    /// Makes the reducer unusable and aborts the group for the other ranks.
     fn fail(&mut self, error: Error) -> Error {
         self.failed = true;
         self.group.abort(&error.to_string());
@@ -424,7 +426,7 @@ impl Reducer {
     fn launch(&mut self, bucket: usize) {
         self.launched_at.push(Instant::now());
         let is_last = bucket + 1 == self.memory.len();
-        // Launched last: all gradients are final and have been looked at.
+        // Launched last: all gradients are final and have been checked.
         let vote = Vote {
             ballot: self.ballot,
             rank: self.group.rank(),
@@ -479,20 +481,20 @@ impl Reducer {
         }
     }
 
-    /// Ends backward: waits until every gradient is averaged over all ranks.
-    /// All ranks learn alike whether the step may be applied: not if a gradient
-    /// of some rank, or the mean of all, has an infinity or a NaN, or if a rank [vetoed](Self::veto)
-    /// it. The gradients are dropped then, and [`grad`](Self::grad) gives none.
+    /// Ends backward: waits until every gradient is averaged over all ranks. Returns, alike on all
+    /// ranks, whether the step may be applied: not if a gradient of some rank, or the mean of all,
+    /// has an infinity or a NaN, or if a rank [vetoed](Self::veto) it. The gradients are dropped
+    /// then, and [`grad`](Self::grad) returns none.
     ///
     /// *Blocks* until all ranks have launched all their buckets, under the
     /// group's operation deadline.
     ///
     /// # Errors
     ///
-    /// `Usage` naming the parameters that got no gradient (nothing is waited
-    /// for then, and the group is aborted, so that the other ranks do not wait
-    /// for the missing buckets either); `Comm` naming bucket and peer when an all-reduce failed.
-    /// After an error the gradients are undefined and the reducer refuses further steps.
+    /// `Usage` naming the parameters that got no gradient (this returns at once and aborts the
+    /// group, so that the other ranks do not wait for the missing buckets either); `Comm` naming
+    /// bucket and peer when an all-reduce failed. After an error the gradients are undefined and
+    /// the reducer refuses further steps.
     pub fn finish(&mut self) -> Result<Commit> {
         self.begin();
         self.check_usable()?;
@@ -555,7 +557,7 @@ impl Reducer {
         }
     }
 
-    /// This rank's part in a step it has no data for.
+    /// This rank's part in a step for which it has no data.
     fn fill_zeros(&mut self) {
         for (bucket, memory) in self.memory.iter_mut().enumerate() {
             if let Memory::Filling(memory) = memory {
@@ -607,8 +609,8 @@ impl Reducer {
         Ok(())
     }
 
-    /// Plans the layout in rank 0's observed order; taken on by the next `begin`, since
-    /// this step's gradients are still to be read from the old buckets.
+    /// Plans the layout in rank 0's observed order; the next `begin` applies it, since
+    /// this step's gradients are still read from the old buckets.
     fn plan_rebuild(&mut self) -> Result<()> {
         self.was_rebuilt = true;
         if self.group.world_size() > 1 {
@@ -671,8 +673,8 @@ impl Reducer {
         }
     }
 
-    /// The averaged gradient of `param`, folded in rank order; empty unless the last backward was
-    /// finished and not voted down, when there is no such parameter, and with
+    /// The averaged gradient of `param`, folded in rank order. Empty unless the last backward was
+    /// finished and the vote was yes, when there is no such parameter, and with
     /// [`Exchange::ReduceScatter`], where no rank has whole gradients.
     pub fn grad(&self, param: usize) -> &[f32] {
         if param >= self.params.len() || self.in_backward || !self.committed || self.is_scattered()
@@ -686,13 +688,13 @@ impl Reducer {
         }
     }
 
-    /// Whether no rank used `param` in the last finished step, so that there
-    /// is no gradient of it and an optimizer must leave it alone.
+    /// Whether no rank used `param` in the last finished step, so that it has no
+    /// gradient and an optimizer must skip it.
     pub fn is_untouched(&self, param: usize) -> bool {
         self.untouched.get(param).copied().unwrap_or_default()
     }
 
-    /// How many steps were voted down so far, the same number on all ranks.
+    /// Number of steps skipped by vote so far, the same on all ranks.
     pub fn skipped_steps(&self) -> u64 {
         self.skipped
     }

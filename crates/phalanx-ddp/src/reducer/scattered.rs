@@ -1,4 +1,4 @@
-//! Gradients of which each rank gets its part only.
+//! Gradients of which each rank gets only its part.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -14,12 +14,12 @@ impl Reducer {
         self.options.exchange.is_scattered()
     }
 
-    /// Whether buckets stay where they are until the optimizer's step.
+    /// Whether buckets are not sent before the optimizer's step.
     pub(super) fn is_late(&self) -> bool {
         self.options.exchange == Exchange::AtStep && self.group.world_size() > 1
     }
 
-    /// Exchanges gradients that are exchanged late, so that [`piece`](Self::piece) gives them.
+    /// Exchanges late gradients, so that [`piece`](Self::piece) returns them.
     pub(crate) fn exchange_late(&mut self) -> Result<()> {
         self.check_usable()?;
         if self.exchanged || !self.committed {
@@ -50,7 +50,7 @@ impl Reducer {
         })
     }
 
-    /// Whether there is anything to take a step with.
+    /// Checks that there are gradients for a step.
     pub(crate) fn check_pieces(&self) -> Result<()> {
         self.check_scattered()?;
         self.check_usable()?;
@@ -74,15 +74,16 @@ impl Reducer {
 
     /// Calls `visit(param, elements, gradient)` for each piece of the averaged gradients that this rank gets with
     /// [`Exchange::ReduceScatter`] or [`Exchange::AtStep`], so that the rank updates these elements of its parameters.
-    /// Parameters that [no rank used](Self::is_untouched) are left out. The gradients are gone then.
-    /// [`BucketPlan::scattered`](crate::BucketPlan::scattered) has the same pieces without the gradients.
+    /// Parameters that [no rank used](Self::is_untouched) are left out. The gradients are dropped
+    /// afterwards. [`BucketPlan::scattered`](crate::BucketPlan::scattered) has the same pieces without
+    /// the gradients.
     ///
     /// *Blocks* with [`Exchange::AtStep`] until all ranks of the group call it.
     ///
     /// # Errors
     ///
-    /// `Usage` with [`Exchange::AllReduce`], and when there are no gradients: none were finished, or the ranks voted the
-    /// step down; `Comm` when a peer is lost or late.
+    /// `Usage` with [`Exchange::AllReduce`], and when there are no gradients: none were finished, or the ranks voted
+    /// against the step; `Comm` when a peer is lost or late.
     pub fn visit_pieces(
         &mut self,
         mut visit: impl FnMut(usize, Range<usize>, &[f32]),
@@ -144,13 +145,13 @@ impl Reducer {
     }
 
     /// Gives every rank the pieces of parameters that the ranks have updated after [`visit_pieces`](Self::visit_pieces).
-    /// `flat` has all parameters; number `p` begins at `starts[p]`. Gradients are gone then.
+    /// `flat` has all parameters; number `p` begins at `starts[p]`. Gradients are dropped.
     ///
     /// *Blocks* until all ranks of the group call it.
     ///
     /// # Errors
     ///
-    /// `Usage` with [`Exchange::AllReduce`], or naming a parameter that does not lie in `flat`; `Comm` when a peer is
+    /// `Usage` with [`Exchange::AllReduce`], or naming a parameter that is not inside `flat`; `Comm` when a peer is
     /// lost or late. `flat` is undefined then.
     pub fn gather_pieces(&mut self, flat: &mut [f32], starts: &[usize]) -> Result<()> {
         self.check_scattered()?;
@@ -164,8 +165,8 @@ impl Reducer {
                 )));
             }
         }
-        // In place where a bucket's parameters lie as in the bucket, else in the bucket's memory.
-        self.committed = false; // nothing is to be read as a gradient any more
+        // In place if a bucket's parameters have the same layout as the bucket, else in the bucket's memory.
+        self.committed = false; // no memory may be read as a gradient any more
         let began = Instant::now();
         let (world, rank) = (self.group.world_size(), self.group.rank());
         for bucket in 0..self.memory.len() * usize::from(world > 1) {

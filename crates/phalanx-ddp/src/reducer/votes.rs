@@ -1,4 +1,4 @@
-//! The ranks' vote on a step, in the last lanes of its last bucket.
+//! The ranks' vote on a step, in the last elements (*lanes*) of its last bucket.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use super::memory::Memory;
 use crate::error::{Error, Result};
 use crate::vote::{self, Ballot, Commit, Veto};
 
-/// What one rank leaves in the last lanes.
+/// What one rank writes to the last lanes.
 pub(super) struct Vote<'a> {
     pub(super) ballot: Ballot,
     pub(super) rank: usize,
@@ -29,9 +29,9 @@ impl Vote<'_> {
 }
 
 impl Reducer {
-    /// Votes against the step that runs, or between steps against the next one, for a reason of
-    /// the caller's own: no rank will apply it. Counts if it comes before this rank's last gradient
-    /// is [`ready`](Self::ready).
+    /// Votes against the running step, or between steps against the next one, for a reason of the
+    /// caller: no rank will apply it. It counts if it comes before this rank's last gradient is
+    /// [`ready`](Self::ready).
     pub fn veto(&mut self) {
         if self.in_backward {
             self.ballot.veto(self.params.len());
@@ -40,7 +40,7 @@ impl Reducer {
         }
     }
 
-    /// What the ranks want; and which of them have numbers so large that their means may not be finite.
+    /// The result of the vote, and the ranks with numbers so large that the means may not be finite.
     pub(super) fn count_votes(&mut self) -> (Commit, Vec<usize>) {
         let lanes = match (&self.votes, self.memory.last()) {
             (Some(Memory::Reduced(votes)), Some(_)) => &votes[..],
@@ -58,13 +58,14 @@ impl Reducer {
         (vote::count(votes, world, name), vote::large(votes, world))
     }
 
-    /// Looks at the means themselves, after numbers of the ranks `large` that are finite each: no rank is to apply one
-    /// that is not. Rare, so it may cost a pass over the gradients, and a word where each rank has its part of them.
+    /// Checks the means themselves, if the ranks `large` have large, finite numbers: no rank may apply a mean that is
+    /// not finite. Rare, so it may cost a pass over the gradients, and a collective if each rank has only its part of
+    /// them.
     pub(super) fn look_at_means(&mut self, large: &[usize]) -> Result<Commit> {
         self.exchange_late()?;
         let mut bad = self.first_mean_not_finite();
         if self.is_scattered() && self.group.world_size() > 1 {
-            // One beyond all means none.
+            // A number beyond all parameters means none.
             let mut first = [bad.unwrap_or(self.params.len()) as i64];
             self.group
                 .all_reduce(&mut first, ReduceOp::Min)
@@ -84,7 +85,7 @@ impl Reducer {
         Ok(Commit::No(large.iter().map(veto).collect()))
     }
 
-    /// The first parameter of whose mean this rank has a part that is not finite.
+    /// The first parameter whose mean is not finite in this rank's part.
     fn first_mean_not_finite(&self) -> Option<usize> {
         let finite_in = |bucket: usize, param: usize, elems: Range<usize>| {
             let place = self.plan.place(param).1;
@@ -117,7 +118,7 @@ impl Reducer {
     pub(super) fn collect_votes(&mut self) -> Result<()> {
         if let Some(votes) = self.votes.take() {
             let votes = match votes {
-                // Not launched: nothing runs beside a late step.
+                // Not launched: a late step runs no collective during backward.
                 Memory::Filling(mut votes) if self.is_late() => {
                     let call = Call {
                         label: Some("votes on the step".into()),

@@ -1,4 +1,4 @@
-//! What only `DistributedDataParallel` needs.
+//! Methods that only `DistributedDataParallel` needs.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use super::memory::Memory;
 use crate::error::Result;
 
 impl Reducer {
-    /// There is a step without data, so without gradients.
+    /// A step without data, so without gradients.
     ///
     /// # Errors
     ///
@@ -38,7 +38,7 @@ impl Reducer {
         self.own = names;
     }
 
-    /// Votes against the step that runs because of number `index` of this rank's own gradients.
+    /// Votes against the running step because of number `index` of this rank's own gradients.
     pub(crate) fn own_not_finite(&mut self, index: usize) {
         self.begin();
         if !self.options.unchecked {
@@ -46,8 +46,8 @@ impl Reducer {
         }
     }
 
-    /// What this rank has of the averaged gradient of `param`; empty for elements that
-    /// are another rank's, and whenever [`grad`](Self::grad) would be.
+    /// This rank's part of the averaged gradient of `param`; empty for elements of
+    /// another rank, and whenever [`grad`](Self::grad) would be.
     pub(crate) fn piece(&self, param: usize, elems: Range<usize>) -> &[f32] {
         if param >= self.params.len() || self.in_backward || !self.committed || !self.exchanged {
             return &[];

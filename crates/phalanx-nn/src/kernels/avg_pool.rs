@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::par::ThreadPool;
 
-/// Which inputs an output averages, along one dimension.
+/// The inputs that an output averages, along one dimension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Windows {
     /// `kernel` inputs from `at * stride - padding` on.

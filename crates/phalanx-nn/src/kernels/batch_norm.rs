@@ -118,7 +118,7 @@ fn statistics_of<const W: usize, T: Element>(
         }
     }
     for i in 0..W {
-        // What rounding left between the mean and the true one.
+        // The rounding error of the mean.
         means[at + i] = rest[i].mul_add(n, mean[i]);
         squares[at + i] = (-rest[i] * n).mul_add(rest[i], square[i]);
     }
@@ -174,8 +174,8 @@ pub(crate) fn statistics<T: Element>(
     combine(work, &[cut.per as f64, last], mean, squares);
 }
 
-/// `(x - mean) * scale + shift`: forward and backward must agree in every bit
-/// on where an activation let something through.
+/// `(x - mean) * scale + shift`: forward and backward must agree in every bit on the
+/// activation's mask.
 #[inline(always)]
 fn affine(x: f32, mean: f32, scale: f32, shift: f32) -> f32 {
     (x - mean).mul_add(scale, shift)
@@ -403,7 +403,7 @@ pub(crate) fn gradient<T: Element>(
     });
 }
 
-/// The gradient of `x` into memory of its own; `dz` is gated already.
+/// The gradient of `x` into separate memory; `dz` is gated already.
 pub(crate) fn gradient_to<T: Element>(
     threads: &ThreadPool,
     x: &[T],
@@ -437,7 +437,7 @@ mod tests {
             let mut first: Option<(Vec<f64>, Vec<f64>)> = None;
             on_each_isa(|isa| {
                 for threads in [1, 3] {
-                    // The pool's threads choose for themselves: only bits tell.
+                    // The threads choose chunks themselves, so only the bits can be compared.
                     let threads = ThreadPool::new(Threads(threads));
                     let mut work = vec![f32::NAN; partials_len(x.len(), c)];
                     let (mut mean, mut squares) = (vec![f64::NAN; c], vec![f64::NAN; c]);

@@ -1,5 +1,5 @@
-//! Arithmetic of two arrays whose shapes are stretched to each other, as NumPy
-//! and PyTorch do: aligned at the last dimension, sizes of 1 repeat.
+//! Arithmetic of two arrays with broadcasting, as in NumPy and PyTorch: aligned at the
+//! last dimension, sizes of 1 repeat.
 
 use super::reduce::RANK;
 use crate::par::{PIECE, ThreadPool};

@@ -1,4 +1,4 @@
-//! Passes in which elements do not touch each other.
+//! Element-wise passes.
 
 use super::element::Element;
 use crate::par::{PIECE, ThreadPool};
@@ -92,8 +92,8 @@ pub(crate) fn fold(threads: &ThreadPool, partials: &[f32], out: &mut [f32], mode
                 (1..count).for_each(|i| add_piece(piece, part(i)));
             }
             super::Mode::Write => piece.fill(0.0),
-            // The sum of this use is made first, then added: the same bits as
-            // two backward passes whose gradients are added.
+            // The sum of this use is computed first, then added: the same bits as two
+            // backward passes whose gradients are added.
             super::Mode::Add if count > 0 => crate::par::scratch(size, |sum| {
                 sum.copy_from_slice(part(0));
                 (1..count).for_each(|i| add_piece(sum, part(i)));

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-/// Instruction sets, from the plainest up.
+/// Instruction sets, from the simplest up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Isa {
     Scalar,

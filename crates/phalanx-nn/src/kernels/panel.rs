@@ -152,7 +152,7 @@ vectorised! {
     /// The product; `depth` is a multiple of sixteen.
     ///
     /// # Safety
-    /// The three matrices are valid for their sizes, and `c` is touched by nobody else.
+    /// The three matrices are valid for their sizes, and `c` is touched by no other code.
     pub(crate) unsafe fn multiply(p: &Panels) = multiply_body
 }
 

@@ -86,7 +86,7 @@ pub(crate) fn product(c: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, mode
 ///
 /// # Safety
 /// `c` points to a row-major block of `a.rows` x `b.cols` with rows `stride`
-/// apart that is valid for writes and touched by nobody else.
+/// apart that is valid for writes and touched by no other code.
 unsafe fn product_at(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, mode: Mode) -> bool {
     let (m, n, k) = (a.rows, b.cols, a.cols);
     assert_eq!(k, b.rows, "inner sizes of a product differ");
@@ -361,7 +361,7 @@ vectorised! {
     /// All rows of the strip times all panels; whether all that was written is finite.
     ///
     /// # Safety
-    /// The matrices hold what the strip names, and nobody else touches its part of `c`.
+    /// The matrices hold what the strip names, and no other code touches its part of `c`.
     unsafe fn strips(s: &Strip) -> bool = strips_body
 }
 

@@ -1,4 +1,4 @@
-//! Plain references, kept for ever: what the kernels are compared with.
+//! Simple reference implementations with which the kernels are compared.
 
 /// Values in (-1, 1) that look random, from a seed.
 pub(crate) fn noise(len: usize, seed: u64) -> Vec<f32> {

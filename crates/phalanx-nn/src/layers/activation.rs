@@ -1,10 +1,10 @@
-//! Functions of one number as layers.
+//! Element-wise activation functions as layers.
 
 use super::Activation;
 use crate::{Result, Value};
 
 impl Activation {
-    /// The function of every element of `x`.
+    /// Applies the function to every element of `x`.
     ///
     /// # Errors
     /// As [`Value::activation`].

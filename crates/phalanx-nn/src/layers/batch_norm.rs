@@ -12,9 +12,9 @@ pub struct BatchNorm {
     options: BatchNormOptions,
 }
 
-/// Over images, as PyTorch calls it.
+/// PyTorch's name for the layer over images.
 pub type BatchNorm2d = BatchNorm;
-/// Over rows, as PyTorch calls it.
+/// PyTorch's name for the layer over rows.
 pub type BatchNorm1d = BatchNorm;
 
 impl BatchNorm {
@@ -60,7 +60,7 @@ impl BatchNorm {
         self
     }
 
-    /// Sets what is added to the variance.
+    /// Sets eps, which is added to the variance.
     #[must_use]
     pub fn eps(mut self, eps: f64) -> Self {
         self.options.eps = eps;

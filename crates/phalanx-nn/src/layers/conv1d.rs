@@ -16,7 +16,7 @@ pub struct Conv1d {
 }
 
 impl Conv1d {
-    /// `options`: a kernel size, or [`Conv2dOptions`], whose second direction counts.
+    /// `options`: a kernel size, or [`Conv2dOptions`], of which the second dimension is used.
     pub fn new(
         scope: Scope,
         inputs: usize,

@@ -29,7 +29,7 @@ impl ConvTranspose2d {
         let group_out = outputs / options.groups.max(1);
         let weight = (&[inputs, group_out, kh, kw][..], Layout::Conv);
         let bias = options.bias.then_some(outputs);
-        // PyTorch takes the second dimension for the inputs here too.
+        // PyTorch treats the second dimension as the inputs here too.
         let (weight, bias) = weight_and_bias(&mut scope, weight, group_out * kh * kw, bias);
         ConvTranspose2d {
             weight,

@@ -27,7 +27,7 @@ impl GroupNorm {
         }
     }
 
-    /// Sets what is added to the variance.
+    /// Sets eps, which is added to the variance.
     #[must_use]
     pub fn eps(self, eps: f64) -> Self {
         GroupNorm { eps, ..self }

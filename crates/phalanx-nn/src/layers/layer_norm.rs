@@ -26,14 +26,14 @@ impl LayerNorm {
         }
     }
 
-    /// Sets what is added to the variance.
+    /// Sets eps, which is added to the variance.
     #[must_use]
     pub fn eps(self, eps: f64) -> Self {
         LayerNorm { eps, ..self }
     }
 
     /// # Errors
-    /// `Usage` when the last sizes are others.
+    /// `Usage` when the last sizes differ.
     pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         x.layer_norm(&self.shape, (Some(self.weight), Some(self.bias)), self.eps)
     }

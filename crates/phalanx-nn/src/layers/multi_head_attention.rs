@@ -9,11 +9,11 @@ use crate::{Error, Result, Value};
 /// `out_proj.weight`, `out_proj.bias`, and its initial values.
 #[derive(Clone, Copy, Debug)]
 pub struct MultiHeadAttention {
-    /// Weight of query, key and value, one below the other.
+    /// Weights of query, key and value, concatenated in this order.
     pub in_weight: ParamId,
     /// Their biases.
     pub in_bias: ParamId,
-    /// What mixes the heads at the end.
+    /// The output projection.
     pub out: Linear,
     width: usize,
     heads: usize,
@@ -27,7 +27,7 @@ impl MultiHeadAttention {
         let in_weight = scope.param("in_proj_weight", &[3 * width, width], same, zero);
         let in_bias = scope.param("in_proj_bias", &[3 * width], same, zero);
         let out = Linear::new(scope.enter("out_proj"), width, width);
-        // PyTorch draws the last layer first, its bias for nothing.
+        // PyTorch draws the output projection first, also a bias that it then discards.
         if let Some(bias) = out.bias {
             scope.redraw(bias, zero);
         }
@@ -44,7 +44,7 @@ impl MultiHeadAttention {
         }
     }
 
-    /// Every position of `x` (N, L, E) looks at all of them, or with `causal` at
+    /// Every position of `x` (N, L, E) attends to all positions, or with `causal` to
     /// itself and those before it.
     ///
     /// # Errors
@@ -60,9 +60,9 @@ impl MultiHeadAttention {
         self.out.forward(y)
     }
 
-    /// Positions of `query` (N, L, E) look at those of `key` (N, S, E) and take
-    /// from `value` (N, S, E). `mask` is added to the scores (N, heads, L, S);
-    /// sizes of 1 repeat.
+    /// Positions of `query` (N, L, E) attend to those of `key` (N, S, E) with the
+    /// values of `value` (N, S, E). `mask` is added to the scores (N, heads, L, S);
+    /// sizes of 1 are broadcast.
     ///
     /// # Errors
     /// `Usage` when the sizes do not fit.
@@ -73,7 +73,7 @@ impl MultiHeadAttention {
         value: V,
         mask: Option<V>,
     ) -> Result<V> {
-        // All three projections of each are made, and one is taken.
+        // All three projections of each are computed, and one is used.
         let part = |x: V, i: usize| {
             x.linear(self.in_weight, Some(self.in_bias), Act::None)?
                 .slice(2, i * self.width..(i + 1) * self.width)
@@ -83,8 +83,8 @@ impl MultiHeadAttention {
     }
 }
 
-/// What is added to scores (.., length, length) so that each position looks at itself and
-/// those before it.
+/// The mask added to scores (.., length, length) so that each position attends to itself
+/// and those before it.
 pub(crate) fn causal_mask<'s, V: Value<'s>>(of: &V, length: usize) -> Result<V> {
     let above = |i: usize| i % length > i / length;
     let closed = |i| if above(i) { f32::NEG_INFINITY } else { 0.0 };

@@ -1,6 +1,6 @@
 //! A decoder-only transformer as GPT-2 (A. Radford et al., "Language models are
-//! unsupervised multitask learners", 2019) and nanoGPT (A. Karpathy, 2022) build it, with a
-//! projection each for query, key and value.
+//! unsupervised multitask learners", 2019) and nanoGPT (A. Karpathy, 2022) build it, with
+//! separate projections for query, key and value.
 
 use crate::layers::{Dropout, Embedding, LayerNorm, Linear, attend, causal_mask};
 use crate::param::{Init, ParamId, Scope};
@@ -84,11 +84,11 @@ impl Block {
     }
 }
 
-/// GPT-2: learned positions, layer norms before attention and MLP, GELU in its tanh form, and
-/// an output layer `lm_head` with a weight of its own. Names are nanoGPT's
-/// (`transformer.wte.weight`, `transformer.h.0.ln_1.weight`, `transformer.ln_f.bias`), with
-/// `attn.q`, `attn.k`, `attn.v` and `attn.proj` for its `attn.c_attn` and `attn.c_proj`, `mlp.fc`
-/// and `mlp.proj` for its `mlp.c_fc` and `mlp.c_proj`.
+/// GPT-2: learned positions, layer norms before attention and MLP, GELU in its tanh form, and an
+/// output layer `lm_head` with its own weight. Names are nanoGPT's (`transformer.wte.weight`,
+/// `transformer.h.0.ln_1.weight`, `transformer.ln_f.bias`), with `attn.q`, `attn.k`, `attn.v` and
+/// `attn.proj` for its `attn.c_attn` and `attn.c_proj`, `mlp.fc` and `mlp.proj` for its
+/// `mlp.c_fc` and `mlp.c_proj`.
 #[derive(Clone, Debug)]
 pub struct Gpt {
     wte: Embedding,
@@ -143,7 +143,7 @@ impl Gpt {
                 scope.redraw(bias, Init::Constant(0.0));
             }
         }
-        // Each adds to the sum that runs through all blocks.
+        // Each adds to the residual sum over all blocks.
         let std = STD / ((2 * self.blocks.len()) as f64).sqrt();
         for block in &self.blocks {
             normal(scope, block.attn_proj.weight, std);

@@ -51,11 +51,11 @@ impl ConvNorm {
     }
 }
 
-/// An inverted residual: 1x1 up, depthwise 3x3, 1x1 down, and around them where
-/// sizes allow.
+/// An inverted residual: 1x1 up, depthwise 3x3, 1x1 down, with a residual connection
+/// where sizes allow.
 #[derive(Clone, Debug)]
 struct Block {
-    /// Followed by ReLU6 each.
+    /// Each is followed by ReLU6.
     path: Vec<ConvNorm>,
     end: ConvNorm,
     residual: bool,

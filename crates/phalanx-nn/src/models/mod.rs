@@ -16,8 +16,8 @@ pub use resnet9::ResNet9;
 
 use crate::{Result, Value};
 
-/// One block of a model after the other; backward makes the values inside each again if so
-/// wished.
+/// Runs the blocks of a model one after another; on request backward recomputes the values
+/// inside each.
 fn through<'s, B, V: Value<'s>>(
     blocks: &[B],
     recomputes: bool,

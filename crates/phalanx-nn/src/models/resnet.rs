@@ -31,10 +31,10 @@ impl ConvNorm {
     }
 }
 
-/// Two or three convolutions and a way around them.
+/// Two or three convolutions and a residual connection.
 #[derive(Clone, Debug)]
 struct Block {
-    /// All but the last have a ReLU of their own.
+    /// All but the last are followed by a ReLU.
     path: Vec<ConvNorm>,
     shortcut: Option<ConvNorm>,
 }
@@ -136,8 +136,8 @@ impl CifarResNet {
 /// torchvision's residual networks for large images, under its names
 /// (`layer1.0.conv1.weight`, `fc.bias`).
 ///
-/// Initial weights are PyTorch's layer defaults; torchvision draws its own
-/// (normal, fan-out) on top.
+/// Initial weights are PyTorch's layer defaults; torchvision draws others (normal,
+/// fan-out) afterwards.
 #[derive(Clone, Debug)]
 pub struct ResNet {
     stem: ConvNorm,

@@ -71,13 +71,13 @@ impl ResNet9 {
         }
     }
 
-    /// Sets what does not start at random: every 3x3 convolution passes its
-    /// inputs through its first filters, and the first layer's filters are
-    /// `directions` (each [`PATCH_LEN`] numbers: of each channel, row by row) and their
-    /// opposites, with bias 0.
+    /// Sets the weights that are not random: every 3x3 convolution passes its inputs
+    /// through its first filters, and the first layer's filters are `directions` (each
+    /// [`PATCH_LEN`] numbers: of each channel, row by row) and their opposites, with
+    /// bias 0.
     ///
     /// # Errors
-    /// `Usage` for other than [`PATCH_LEN`] directions, or parameters of another model.
+    /// `Usage` unless there are [`PATCH_LEN`] directions, or for parameters of another model.
     pub fn initialise(params: &mut Params, directions: &[[f32; PATCH_LEN]]) -> Result<()> {
         let find = |params: &Params, name: &str| {
             let id = params.find(name);

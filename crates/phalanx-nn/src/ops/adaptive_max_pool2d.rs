@@ -10,12 +10,12 @@ use crate::{Error, Result, Tensor};
 pub(crate) struct AdaptiveMaxPool2d(AvgShape);
 
 impl<'s> Tensor<'s> {
-    /// The largest values of windows chosen so that images (N, H, W, C) become
-    /// `height` x `width`: PyTorch's, which may overlap. The first maximum in
+    /// The largest values of windows chosen so that images (N, H, W, C) become `height`
+    /// x `width`. The windows are PyTorch's and may overlap. The first maximum in
     /// row-major order takes the gradient; NaN wins.
     ///
     /// # Errors
-    /// `Usage` when that is nothing, or the operand is no image of at most 2^32 pixels.
+    /// `Usage` when a size is 0, or the operand is not an image of at most 2^32 pixels.
     pub fn adaptive_max_pool2d(self, height: usize, width: usize) -> Result<Tensor<'s>> {
         let [images, h, w, channels] = self.image_dims("adaptive_max_pool2d")?;
         if [height, width, h, w].contains(&0) || u32::try_from(h * w).is_err() {

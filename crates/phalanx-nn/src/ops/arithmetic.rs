@@ -1,5 +1,5 @@
-//! `+ - * /` of two tensors whose shapes are stretched to each other. Sums and
-//! differences save nothing; products and quotients what their gradients need.
+//! `+ - * /` of two tensors with broadcasting. Sums and differences save nothing;
+//! products and quotients save what their gradients need.
 
 use crate::kernels::broadcast::{Arithmetic, Stretch, arithmetic};
 use crate::kernels::elementwise;
@@ -20,7 +20,7 @@ pub(crate) struct Binary {
 }
 
 impl<'s> Tensor<'s> {
-    /// `self + other`; sizes of 1 repeat, shapes are aligned at the last dimension.
+    /// `self + other`; sizes of 1 are broadcast, shapes are aligned at the last dimension.
     ///
     /// # Errors
     /// `Usage` when the shapes do not fit or the steps differ.
@@ -29,7 +29,7 @@ impl<'s> Tensor<'s> {
         self.binary(other, Arithmetic::Add)
     }
 
-    /// `self - other`; sizes of 1 repeat, shapes are aligned at the last dimension.
+    /// `self - other`; sizes of 1 are broadcast, shapes are aligned at the last dimension.
     ///
     /// # Errors
     /// `Usage` when the shapes do not fit or the steps differ.
@@ -38,7 +38,7 @@ impl<'s> Tensor<'s> {
         self.binary(other, Arithmetic::Sub)
     }
 
-    /// `self * other`, element by element; stretched as in [`sub`](Tensor::sub).
+    /// `self * other`, element by element; broadcast as in [`sub`](Tensor::sub).
     ///
     /// # Errors
     /// As [`sub`](Tensor::sub).
@@ -47,7 +47,7 @@ impl<'s> Tensor<'s> {
         self.binary(other, Arithmetic::Mul)
     }
 
-    /// `self / other`, element by element; stretched as in [`sub`](Tensor::sub).
+    /// `self / other`, element by element; broadcast as in [`sub`](Tensor::sub).
     ///
     /// # Errors
     /// As [`sub`](Tensor::sub).
@@ -96,7 +96,7 @@ impl<'s> Tensor<'s> {
     }
 }
 
-/// Gives `grad`, of the stretched `shape`, to an operand: sums where it was repeated.
+/// Adds `grad`, of the broadcast `shape`, to an operand's gradient: summed where the operand was repeated.
 fn give_back(ctx: &mut BackwardContext<'_>, to: SlotId, shape: &[usize], grad: Buf) {
     let own = ctx.shape(to);
     if *own == *shape {

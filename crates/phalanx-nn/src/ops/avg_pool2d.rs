@@ -17,7 +17,7 @@ pub struct AvgPool2dOptions {
 }
 
 impl AvgPool2dOptions {
-    /// A square window, moved by its own size; zeros of the padding count.
+    /// A square window with a stride of its own size; zeros of the padding count.
     pub fn new(kernel: usize) -> Self {
         AvgPool2dOptions {
             kernel,
@@ -60,7 +60,7 @@ impl AvgPool2dOptions {
     }
 }
 
-/// Windows that fit along a dimension, as PyTorch counts them; `None` when PyTorch refuses.
+/// Number of windows along a dimension, as in PyTorch; `None` when PyTorch refuses.
 pub(super) fn window_count(
     input: usize,
     kernel: usize,
@@ -83,7 +83,7 @@ pub(super) fn window_count(
     Some(out - usize::from(past_the_end))
 }
 
-/// A square window of this size, moved by its own size.
+/// A square window of this size, with a stride of its own size.
 impl From<usize> for AvgPool2dOptions {
     fn from(kernel: usize) -> Self {
         Self::new(kernel)
@@ -122,7 +122,7 @@ impl<'s> Tensor<'s> {
     /// Means of windows chosen so that the output is `height` x `width`.
     ///
     /// # Errors
-    /// `Usage` when that is nothing, or the operand is no image.
+    /// `Usage` when a size is 0, or the operand is not an image.
     pub fn adaptive_avg_pool2d(self, height: usize, width: usize) -> Result<Tensor<'s>> {
         let [images, h, w, channels] = self.image_dims("adaptive_avg_pool2d")?;
         if [height, width, h, w].contains(&0) {
@@ -139,10 +139,10 @@ impl<'s> Tensor<'s> {
         })
     }
 
-    /// The mean over all pixels, one row a sample: (N, H, W, C) to (N, C).
+    /// The mean over all pixels, one row per sample: (N, H, W, C) to (N, C).
     ///
     /// # Errors
-    /// `Usage` when the operand is no image.
+    /// `Usage` when the operand is not an image.
     pub fn global_avg_pool(self) -> Result<Tensor<'s>> {
         let [images, .., channels] = self.image_dims("global_avg_pool")?;
         self.adaptive_avg_pool2d(1, 1)?.reshape(&[images, channels])

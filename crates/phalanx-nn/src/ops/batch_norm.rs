@@ -1,10 +1,10 @@
 //! Batch normalisation over all but the last dimension, with a residual and an
 //! activation fused to its end: `y = act((x - mean) / sqrt(var + eps) * w + b + r)`.
 //!
-//! Saves its input and four numbers a channel; its output only when an activation
-//! follows a residual (else the backward pass recomputes what it let
-//! through). Its output, and the residual it adds, are of its input's precision;
-//! parameters, statistics and all arithmetic are f32. Running statistics change after the step, in
+//! Saves its input and four numbers per channel; its output only when an activation follows a
+//! residual (otherwise the backward pass recomputes the activation's mask). Its output, and the
+//! residual it adds, are of its input's precision; parameters, statistics and all arithmetic are
+//! f32. Running statistics change after the step, in
 //! [`Tape::update_buffers`](crate::Tape::update_buffers).
 
 use super::weight::known_vector;
@@ -18,7 +18,7 @@ use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Recorded, SlotId, State, Visit};
 use crate::{Error, Precision, Result, Tensor};
 
-/// Where the running statistics of a batch normalisation live.
+/// The buffers of a batch normalisation's running statistics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunningStats {
     /// Mean of every channel.
@@ -36,7 +36,7 @@ pub struct BatchNormOptions {
     pub weight: Option<ParamId>,
     /// Offset of every channel, if there is one.
     pub bias: Option<ParamId>,
-    /// Statistics to evaluate with; without any the batch's own are used.
+    /// Running statistics for evaluation; without them the batch's own are used.
     pub running: Option<RunningStats>,
     /// Share of a new batch in the running statistics; `None` gives all batches the same weight.
     pub momentum: Option<f64>,
@@ -44,18 +44,18 @@ pub struct BatchNormOptions {
     pub eps: f64,
 }
 
-/// Makes the statistics of a training batch those of a larger one, of which
-/// this batch is a part (synchronised batch normalisation). Evaluation never asks.
+/// Replaces the statistics of a training batch by those of a larger one, of which this
+/// batch is a part (synchronised batch normalisation). Not used in evaluation.
 pub trait JoinStatistics: Send + Sync {
-    /// Gets mean and sum of squared deviations from it of every channel, over
-    /// `rows` values each (0 of an empty batch); leaves those of the joined
+    /// Takes the mean and the sum of squared deviations from it of every channel, over
+    /// `rows` values each (0 for an empty batch); replaces them by those of the joined
     /// batch, and returns its `rows`.
     ///
     /// # Errors
     /// Whatever stops the training step.
     fn join(&self, rows: f64, mean: &mut [f64], squares: &mut [f64]) -> phalanx_base::Result<f64>;
 
-    /// Leaves the sums over all parts of the joined batch.
+    /// Replaces `sums` by the sums over all parts of the joined batch.
     ///
     /// # Errors
     /// Whatever stops the training step.
@@ -76,7 +76,7 @@ pub(crate) struct BatchNorm {
     bias: Option<Operand>,
     act: Act,
     channels: usize,
-    /// Values a channel of the joined batch, if this one is part of one.
+    /// Values per channel of the joined batch, if this one is part of one.
     joined: Option<f64>,
 }
 
@@ -96,12 +96,13 @@ fn parts(constants: &[f32], c: usize) -> (Channels<'_>, &[f32]) {
 impl<'s> Tensor<'s> {
     /// Normalises every channel (last dimension), adds `residual`, applies `act`.
     ///
-    /// A training step uses the batch's mean and biased variance and notes both
-    /// for [`Tape::update_buffers`](crate::Tape::update_buffers); an evaluation uses the running ones.
+    /// A training step uses the batch's mean and biased variance and keeps both for
+    /// [`Tape::update_buffers`](crate::Tape::update_buffers); an evaluation uses the running ones.
     ///
     /// # Errors
-    /// `Usage` when sizes do not fit, a training batch has only one value a
-    /// channel, or the statistics of the step before were never taken over.
+    /// `Usage` when sizes do not fit, a training batch has only one value per channel,
+    /// or [`Tape::update_buffers`](crate::Tape::update_buffers) was not called after
+    /// the step before.
     pub fn batch_norm(
         self,
         options: &BatchNormOptions,
@@ -317,7 +318,7 @@ impl BatchNorm {
     }
 }
 
-/// Gives a weight its gradient, made in f64.
+/// Writes the gradient of a weight, computed in f64.
 pub(super) fn one_gradient(
     ctx: &mut BackwardContext<'_>,
     weight: Option<Operand>,
@@ -458,14 +459,14 @@ impl BatchNorm {
     }
 }
 
-/// Batch statistics of a step, to be taken over into the buffers after it.
-/// Vectors keep their capacity.
+/// Batch statistics of a step, to be merged into the running ones after it. Vectors
+/// keep their capacity.
 #[derive(Default)]
 pub(crate) struct Statistics {
     notes: Vec<Note>,
     /// Means, then unbiased variances, of each note.
     values: Vec<f32>,
-    /// The step that noted them is over.
+    /// The step that recorded them is over.
     old: bool,
 }
 
@@ -500,9 +501,9 @@ impl Statistics {
         self.old = !self.notes.is_empty();
     }
 
-    /// Moves every noted statistic into the running ones, in recording order.
+    /// Merges every recorded statistic into the running ones, in recording order.
     pub(crate) fn apply(&mut self, params: &mut crate::Params) -> Result<()> {
-        // Their lengths were checked when they were noted.
+        // Their lengths were checked when they were recorded.
         for RunningStats { mean, var, batches } in self.notes.iter().map(|n| n.running) {
             for id in [mean, var, batches] {
                 params.buffer_info(id)?;

@@ -1,7 +1,7 @@
 //! Products of two tensors, matrix by matrix. Saves both.
 //!
-//! *Order*: a matrix of the result belongs to one thread, or (of a single one)
-//! its rows or columns do, cut by shape.
+//! *Order*: a matrix of the result belongs to one thread; a single matrix is split into
+//! rows or columns, by shape.
 
 use crate::kernels::Mode;
 use crate::kernels::product::{Mat, product, product_threaded};

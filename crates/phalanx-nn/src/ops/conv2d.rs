@@ -1,5 +1,5 @@
 //! Two-dimensional convolution: `y = act(conv(x, W) + b)`. Saves its input, a weight that is
-//! no parameter, and its output when an activation is fused.
+//! not a parameter, and its output when an activation is fused.
 //!
 //! Where products are computed in bf16, an output without bias and activation is stored as
 //! bf16: a normalisation follows such a convolution.
@@ -164,8 +164,8 @@ impl<'s> Tensor<'s> {
     }
 
     /// `act(conv(x, W) + b)` of sequences (N, L, C), for a weight of PyTorch's
-    /// shape (out, in / groups, k) registered with [`Layout::Conv1d`](crate::Layout::Conv1d); of
-    /// `options` the second direction counts.
+    /// shape (out, in / groups, k) registered with [`Layout::Conv1d`](crate::Layout::Conv1d). Of
+    /// `options` the second dimension is used.
     ///
     /// # Errors
     /// `Usage` when the sizes do not fit.

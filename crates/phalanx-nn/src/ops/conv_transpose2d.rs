@@ -1,5 +1,5 @@
-//! Transposed two-dimensional convolution: a convolution's input gradient as a
-//! forward pass, and the other way round. Saves its input, and a weight that is no parameter.
+//! Transposed two-dimensional convolution: a convolution's input gradient as a forward pass,
+//! and vice versa. Saves its input, and a weight that is not a parameter.
 
 use crate::kernels::Mode;
 use crate::kernels::bias::finish;

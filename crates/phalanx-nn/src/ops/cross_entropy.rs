@@ -9,13 +9,13 @@ use crate::{Error, Precision, Result, Tensor};
 /// Settings of [`Tensor::cross_entropy_with`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CrossEntropyOptions<'a> {
-    /// Share of the target that is spread evenly over all classes.
+    /// Share of the target that is distributed evenly over all classes.
     pub label_smoothing: f64,
-    /// Weight of each class; none means 1.
+    /// Weight of each class; `None` means 1.
     pub class_weights: Option<&'a [f32]>,
     /// `Mean` divides by the sum of the weights of the rows' labels (without
-    /// weights, the number of rows), ignored rows left out; with shares of classes
-    /// for targets always by the number of rows.
+    /// weights, the number of rows), without ignored rows; with probabilities as
+    /// targets always by the number of rows.
     pub reduction: Reduction,
 }
 
@@ -38,7 +38,7 @@ impl<'s> Tensor<'s> {
     /// *Order*: rows in order; in f64, rounded once.
     ///
     /// # Errors
-    /// `Usage` when there is not one label a row, a label is no class, or settings do not fit.
+    /// `Usage` when there is not one label per row, a label is not a class, or settings do not fit.
     pub fn cross_entropy_with(
         self,
         labels: &[u32],
@@ -73,14 +73,14 @@ impl<'s> Tensor<'s> {
         })
     }
 
-    /// PyTorch's `cross_entropy` with classes' probabilities for targets: one share a
-    /// score, in the scores' order. A row's loss is
+    /// PyTorch's `cross_entropy` with probabilities as targets: one share per score, in
+    /// the scores' order. A row's loss is
     /// `sum_c w[c] ((1 - e) t[c] + e / C) (-log p[c])`; shares need not add up to 1.
     ///
     /// *Order*: rows in order; in f64, rounded once.
     ///
     /// # Errors
-    /// `Usage` when there is not one share a score, or settings do not fit.
+    /// `Usage` when there is not one share per score, or settings do not fit.
     pub fn cross_entropy_shares(
         self,
         shares: &[f32],

@@ -1,4 +1,4 @@
-//! Operations that users bring. They choose what they save, and whether they can be run again.
+//! User-defined operations. They choose what they save, and whether they can be run again.
 
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Recorded, SlotId, State, Step, Visit};
@@ -13,8 +13,8 @@ pub trait CustomOp: Send {
     /// arbitrary.
     ///
     /// # Errors
-    /// Whatever stops the training step. The caller gets an [`Error`] of kind
-    /// [`Custom`](crate::ErrorKind::Custom) whose source it is.
+    /// Any error stops the training step. The caller gets an [`Error`] of kind
+    /// [`Custom`](crate::ErrorKind::Custom) with it as source.
     fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> phalanx_base::Result<()>;
 
     /// Fills `d_inputs[i]`, the gradient of input i, from the gradient of the
@@ -46,8 +46,8 @@ pub trait CustomOp: Send {
         true
     }
 
-    /// Whether `forward` may run a second time during backward, and then makes the same bits.
-    /// Parts under [`Tensor::recompute`] free the output of such an operation.
+    /// Whether `forward` may run a second time during backward, with the same bits. Parts
+    /// under [`Tensor::recompute`] free the output of such an operation.
     fn can_recompute(&self) -> bool {
         false
     }
@@ -57,7 +57,7 @@ pub(crate) struct Custom {
     op: Box<dyn CustomOp>,
     inputs: Vec<SlotId>,
     out: SlotId,
-    // Asked once: what is saved must not change while the node is recorded.
+    // Queried once: what is saved must not change while the node is recorded.
     saves_inputs: bool,
     saves_output: bool,
     can_recompute: bool,
@@ -102,7 +102,7 @@ impl Step<'_> {
     }
 }
 
-/// Runs the operation; its output.
+/// Runs the operation; returns its output.
 fn forward(op: &dyn CustomOp, inputs: &[SlotId], len: usize, st: &mut State) -> Result<Buf> {
     let mut buf = st.pool.get(len);
     let values: Vec<&[f32]> = inputs.iter().map(|&s| st.value(s)).collect();

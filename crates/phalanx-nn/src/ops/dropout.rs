@@ -25,8 +25,8 @@ impl<'s> Tensor<'s> {
     /// this random operation within the step and the element's place.
     ///
     /// # Errors
-    /// `Usage` when `p` is not within 0 and 1, or the key names another number
-    /// of samples than the outermost dimension has.
+    /// `Usage` when `p` is not within 0 and 1, or the key's number of samples differs
+    /// from the outermost dimension.
     pub fn dropout(self, p: f64) -> Result<Tensor<'s>> {
         let dims = self.dims();
         self.drop_out(p, (&dims, &[0; 6][..dims.len()]), false)
@@ -41,12 +41,12 @@ impl<'s> Tensor<'s> {
         self.drop_out(p, (&dims, &[0; 4]), true)
     }
 
-    /// This tensor is the block that begins at `start` of a tensor of shape `full`: its
-    /// elements are dropped as [`dropout`](Tensor::dropout) of that tensor drops them. The
-    /// step's key, if it names samples, names all `full[0]` of them. The block may be empty.
+    /// This tensor is the block that begins at `start` of a tensor of shape `full`: the same
+    /// elements are dropped as by [`dropout`](Tensor::dropout) of that tensor. The step's
+    /// key, if it has samples, has all `full[0]` of them. The block may be empty.
     ///
     /// # Errors
-    /// `Usage` when `p` is not within 0 and 1, the block does not lie in `full`, or the key names
+    /// `Usage` when `p` is not within 0 and 1, the block is not inside `full`, or the key has
     /// another number of samples.
     pub fn dropout_block(self, p: f64, full: &[usize], start: &[usize]) -> Result<Tensor<'s>> {
         self.drop_out(p, (full, start), false)

@@ -51,7 +51,7 @@ impl<'s> Tensor<'s> {
     }
 
     /// `-(p t log s(x) + (1 - t) log(1 - s(x)))` with the sigmoid s, reduced.
-    /// `positive` holds p of each element of the last dimension; none means 1.
+    /// `positive` holds p of each element of the last dimension; `None` means 1.
     ///
     /// # Errors
     /// `Usage` when `target` has another number of elements, or `positive` does not fit.

@@ -1,6 +1,6 @@
-//! Rows of a table, chosen by numbers; the gradient is dense. Saves the numbers' bits.
+//! Rows of a table, selected by indices; the gradient is dense. Saves the indices.
 //!
-//! *Order*: gradients of a row are added in the order of the numbers.
+//! *Order*: gradients of a row are added in the order of the indices.
 
 use super::Weight;
 use crate::kernels::Mode;
@@ -20,8 +20,8 @@ impl Step<'_> {
     /// tensor of `shape` with the width added. The row `padding` gets no gradient.
     ///
     /// # Errors
-    /// `Usage` when a number is no row, their count is not the shape's, or the weight belongs
-    /// to another step or model.
+    /// `Usage` when an index is not a row, their number does not match the shape, or the
+    /// weight belongs to another step or model.
     pub fn embedding<'s>(
         &'s self,
         weight: impl Into<Weight<'s>>,

@@ -1,6 +1,6 @@
 //! Layer and group normalisation: `y = (x - mean) / sqrt(var + eps) * w + b` over
-//! the last dimensions, or over groups of channels of an image. Save their
-//! input, a weight that is no parameter, and two numbers a group.
+//! the last dimensions, or over groups of channels of an image. Save their input, a
+//! weight that is not a parameter, and two numbers per group.
 
 use super::Weight;
 use super::batch_norm::one_gradient;

@@ -1,4 +1,4 @@
-//! Products with a weight: `y = act(x W + b)`. Saves its input, a weight that is no
+//! Products with a weight: `y = act(x W + b)`. Saves its input, a weight that is not a
 //! parameter, and its output when an activation is fused.
 
 use super::weight::{Known, known_vector};
@@ -24,7 +24,7 @@ pub(crate) struct Linear {
     precision: Precision,
 }
 
-/// How the weight lies in memory.
+/// The weight's memory layout.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
     /// `[in][out]`, as a matrix is written.
@@ -63,7 +63,7 @@ impl Sizes {
 /// Products in bf16: those of a 1x1 convolution whose weights lie as these do. PyTorch's
 /// order is that of the convolution back, from `out` channels to `inp`.
 impl Sizes {
-    /// That convolution, if products are made in bf16.
+    /// That convolution, if products are computed in bf16.
     fn rounded(self, rows: usize, precision: Precision) -> Option<ConvShape> {
         let (inp, out) = self.sides(self.inp, self.out);
         let s = ConvShape {

@@ -21,7 +21,7 @@ pub struct MaxPool2dOptions {
 }
 
 impl MaxPool2dOptions {
-    /// A square window, moved by its own size.
+    /// A square window with a stride of its own size.
     pub fn new(kernel: usize) -> Self {
         MaxPool2dOptions {
             kernel: [kernel; 2],
@@ -73,7 +73,7 @@ impl MaxPool2dOptions {
     }
 }
 
-/// A square window of this size, moved by its own size.
+/// A square window of this size, with a stride of its own size.
 impl From<usize> for MaxPool2dOptions {
     fn from(kernel: usize) -> Self {
         Self::new(kernel)

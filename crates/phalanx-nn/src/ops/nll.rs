@@ -9,7 +9,7 @@ use crate::{Error, Precision, Result, Tensor};
 pub(crate) struct Nll {
     labels: (usize, usize),
     classes: usize,
-    /// None: one loss a row.
+    /// `None`: one loss per row.
     divisor: Option<f32>,
 }
 
@@ -18,13 +18,13 @@ impl<'s> Tensor<'s> {
     /// for `reduction` divides the sum: [`Reduction::Over`].
     ///
     /// For PyTorch's mean, divide by the number of samples of the batch; with several ranks
-    /// of unequal batches, by a number that makes the ranks' sum right. Rows labelled
-    /// [`IGNORE_LABEL`] count for nothing.
+    /// of unequal batches, by a number that makes the ranks' combined loss right. Rows
+    /// labelled [`IGNORE_LABEL`] are ignored.
     ///
     /// *Order*: rows in order, summed in f64, rounded once.
     ///
     /// # Errors
-    /// `Usage` when there is not one label per row or a label is no class.
+    /// `Usage` when there is not one label per row or a label is not a class.
     pub fn nll_loss(self, labels: &[u32], reduction: impl Into<Reduction>) -> Result<Tensor<'s>> {
         let (step, x, dims) = (self.step(), self.slot(), self.dims());
         let Some((&classes, outer)) = dims.split_last() else {

@@ -126,7 +126,7 @@ impl<'s> Tensor<'s> {
     /// Dimensions `a` and `b` exchanged.
     ///
     /// # Errors
-    /// `Usage` when one of them is not there.
+    /// `Usage` when one of them does not exist.
     pub fn transpose(self, a: usize, b: usize) -> Result<Tensor<'s>> {
         let rank = self.dims().len();
         let mut order = [0, 1, 2, 3, 4, 5];

@@ -18,11 +18,11 @@ pub(crate) struct Reduction {
 }
 
 impl<'s> Tensor<'s> {
-    /// The sum over dimensions `dims` (0 is the outermost; none means all).
-    /// `keep`: they stay, with size 1.
+    /// The sum over dimensions `dims` (0 is the outermost; an empty list means all).
+    /// With `keep` they are kept with size 1.
     ///
     /// # Errors
-    /// `Usage` for a dimension that is not there or named twice.
+    /// `Usage` for a dimension that does not exist or is named twice.
     pub fn sum(self, dims: &[usize], keep: bool) -> Result<Tensor<'s>> {
         self.reduction(Fold::Sum, false, dims, keep)
     }
@@ -39,7 +39,7 @@ impl<'s> Tensor<'s> {
     /// elements share the gradient, as in PyTorch's `amax`.
     ///
     /// # Errors
-    /// As [`sum`](Tensor::sum), and when there is nothing to choose from.
+    /// As [`sum`](Tensor::sum), and when there are no elements.
     pub fn max(self, dims: &[usize], keep: bool) -> Result<Tensor<'s>> {
         self.reduction(Fold::Max, false, dims, keep)
     }
@@ -150,7 +150,7 @@ impl Operation for Reduction {
         );
         let groups = count.slice().iter().zip(most);
         for (d, (n, most)) in dy.slice_mut().iter_mut().zip(groups) {
-            // Of not-a-number there is no largest, nor a gradient of it.
+            // If the maximum is NaN, so is its gradient.
             *d = if most.is_nan() { f32::NAN } else { *d / n };
         }
         let dx = self.spread(ctx, shape, Arithmetic::Mul, hits.slice(), dy.slice())?;

@@ -1,5 +1,4 @@
-//! A range of one dimension, and its opposite: tensors joined along one.
-//! Save nothing.
+//! A range of one dimension, and the inverse: concatenation along one. Save nothing.
 
 use std::ops::Range;
 
@@ -66,10 +65,10 @@ pub(crate) struct Concat {
 }
 
 impl<'s> Tensor<'s> {
-    /// Elements `range` of dimension `dim`, all of the others.
+    /// Elements `range` of dimension `dim`, and all of the other dimensions.
     ///
     /// # Errors
-    /// `Usage` when that is not there.
+    /// `Usage` when the range does not exist.
     pub fn slice(self, dim: usize, range: Range<usize>) -> Result<Tensor<'s>> {
         let dims = self.dims();
         if dim >= dims.len() || range.start > range.end || range.end > dims[dim] {
@@ -86,7 +85,7 @@ impl<'s> Tensor<'s> {
 }
 
 impl Step<'_> {
-    /// Tensors one after another along dimension `dim`; their other sizes agree.
+    /// Concatenates tensors along dimension `dim`; their other sizes must agree.
     /// (Allocates a list of its operands.)
     ///
     /// # Errors

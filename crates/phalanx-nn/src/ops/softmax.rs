@@ -19,7 +19,7 @@ impl<'s> Tensor<'s> {
     /// `exp(x) / sum(exp(x))` along dimension `dim` (0 is the outermost).
     ///
     /// # Errors
-    /// `Usage` for a dimension that is not there.
+    /// `Usage` for a dimension that does not exist.
     pub fn softmax(self, dim: usize) -> Result<Tensor<'s>> {
         self.softmax_of(dim, false)
     }
@@ -38,7 +38,7 @@ impl<'s> Tensor<'s> {
     /// [`log_softmax`](Tensor::log_softmax) along dimension `dim` (0 is the outermost).
     ///
     /// # Errors
-    /// `Usage` for a dimension that is not there.
+    /// `Usage` for a dimension that does not exist.
     pub fn log_softmax_dim(self, dim: usize) -> Result<Tensor<'s>> {
         self.softmax_of(dim, true)
     }
@@ -62,7 +62,7 @@ impl<'s> Tensor<'s> {
 }
 
 impl Softmax {
-    /// The logarithm over the last dimension has kernels of its own, with exponentials in f64.
+    /// The logarithm over the last dimension has separate kernels, with exponentials in f64.
     fn is_log_of_rows(&self) -> bool {
         self.log && self.last
     }

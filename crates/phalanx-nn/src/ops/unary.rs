@@ -1,6 +1,5 @@
-//! Functions of one number, element by element, in place if no other operation needs the
-//! operand. Save their input, or (relu, sigmoid, tanh, exp) their output; a factor saves
-//! nothing.
+//! Element-wise functions, in place if no other operation needs the operand. Save their
+//! input, or (relu, sigmoid, tanh, exp) their output; a factor saves nothing.
 
 use crate::kernels::activation::{self, Activation};
 use crate::kernels::elementwise;

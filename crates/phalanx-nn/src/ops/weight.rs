@@ -8,8 +8,8 @@ use crate::{Error, Result, Tensor};
 /// A weight or bias of an operation: a parameter, or a tensor of the same step.
 ///
 /// A tensor has the parameter's shape in the engine's memory order
-/// ([`ParamInfo::engine_shape`]). Its values and gradients are the same bits as those of a
-/// parameter with the same values. Where it wants no gradient, none is computed.
+/// ([`ParamInfo::engine_shape`]). Its values and gradients have the same bits as those of
+/// a parameter with the same values. If it needs no gradient, none is computed.
 #[derive(Debug)]
 pub enum Weight<'s> {
     /// A parameter of the step's model.
@@ -97,7 +97,7 @@ pub(crate) fn known_vector<'w>(
 }
 
 impl<'w> Known<'w> {
-    /// What messages call it.
+    /// Its name in messages.
     pub(crate) fn name(&self) -> &'w str {
         match self.source {
             Source::Param(info) => &info.name,

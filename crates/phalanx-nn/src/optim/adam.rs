@@ -11,8 +11,8 @@
 //! p   = round(p + round(round(-lr / (1 - beta1^t) * m) / den))
 //! ```
 //!
-//! `t` counts the steps that updated the parameter: one without a gradient is left alone and
-//! keeps its own count, as in PyTorch.
+//! `t` counts the steps that updated the parameter: a parameter without a gradient is
+//! skipped and keeps its own count, as in PyTorch.
 
 use super::check_setting;
 use super::rule::{Rule, RuleOptimizer};
@@ -198,7 +198,7 @@ simd! {
 }
 
 impl Scalars {
-    /// Updates both running averages; gives the weight after AdamW's decay.
+    /// Updates both running averages; returns the weight after AdamW's decay.
     #[inline(always)]
     fn moments(&self, p: f32, g: f32, m: &mut f32, v: &mut f32) -> f32 {
         // A zero decay must not touch the gradient: infinity * 0 is NaN.
@@ -207,7 +207,7 @@ impl Scalars {
         } else {
             p.mul_add(self.decay, g)
         };
-        // torch.lerp goes from the nearer end.
+        // torch.lerp starts from the nearer end.
         *m = if self.weight < 0.5 {
             self.weight.mul_add(g - *m, *m)
         } else {

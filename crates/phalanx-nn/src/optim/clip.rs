@@ -1,4 +1,4 @@
-//! The norm of all gradients, and its limit.
+//! Gradient clipping by norm.
 
 use super::Optimizer;
 use crate::Result;
@@ -24,11 +24,11 @@ simd! {
     }
 }
 
-/// The Euclidean norm of all gradients together, but for those that are
-/// [one rank's own](GradView::is_local) and those of [untouched](GradView::untouched) parameters.
+/// The Euclidean norm of all gradients together, except [local](GradView::is_local) ones and
+/// those of [untouched](GradView::untouched) parameters.
 ///
-/// *Order*: sixteen sums of squares a parameter, folded in order, parameters in
-/// order; in f64. The same on all ranks whose gradients are.
+/// *Order*: sixteen sums of squares per parameter, folded in order, parameters in
+/// order; in f64. The same on all ranks if the gradients are.
 pub fn grad_norm(params: &Params, grads: &dyn GradView) -> f64 {
     let counts = |id: &ParamId| !grads.untouched(*id) && !grads.is_local(*id);
     let all = params
@@ -39,7 +39,7 @@ pub fn grad_norm(params: &Params, grads: &dyn GradView) -> f64 {
     all.fold(0.0f64, |sum, next| sum + next).sqrt()
 }
 
-/// What PyTorch's `clip_grad_norm_` multiplies gradients of this norm by:
+/// The factor by which PyTorch's `clip_grad_norm_` multiplies gradients of this norm:
 /// `min(1, limit / (norm + 1e-6))`.
 pub fn clip_factor(norm: f64, limit: f64) -> f32 {
     let factor = limit / (norm + 1e-6);
@@ -47,9 +47,9 @@ pub fn clip_factor(norm: f64, limit: f64) -> f32 {
     (if factor > 1.0 { 1.0 } else { factor }) as f32
 }
 
-/// A step with gradients scaled down to a norm of at most `limit`; gives the norm
-/// before. The gradients themselves stay as they are: the optimizer scales them
-/// as it reads them.
+/// A step with gradients scaled down to a norm of at most `limit`; returns the norm
+/// before. The gradients themselves do not change: the optimizer scales them as it
+/// reads them.
 ///
 /// # Errors
 /// As [`Optimizer::step`].

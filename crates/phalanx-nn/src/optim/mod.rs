@@ -1,15 +1,15 @@
-//! Optimizers: one pass over flat parameter memory a step.
+//! Optimizers: one pass over flat parameter memory per step.
 //!
 //! [`Sgd`] equals PyTorch's single-tensor CPU path bit for bit, fused
-//! multiply-adds included. [`Adam`] does too, except that PyTorch takes its
-//! float32 square root from MKL, which is one unit low for 0.6 % of inputs;
-//! ours is correctly rounded.
+//! multiply-adds included. So does [`Adam`], except that PyTorch takes its float32
+//! square root from MKL, which is one unit low for 0.6 % of inputs; ours is correctly
+//! rounded.
 //!
-//! State lies in memory of the same layout as [`Params::flat`], so it can be
-//! hashed, saved and sharded like the parameters themselves.
+//! State has the same memory layout as [`Params::flat`], so it can be hashed, saved and
+//! sharded like the parameters themselves.
 //!
-//! Results depend neither on the instruction set nor on the number of threads: a
-//! fused multiply-add is one rounding everywhere, and elements do not touch each other.
+//! Results depend neither on the instruction set nor on the number of threads: a fused
+//! multiply-add is one rounding everywhere, and elements are independent.
 
 mod adam;
 mod clip;
@@ -32,16 +32,15 @@ pub trait Optimizer {
     ///
     /// # Errors
     ///
-    /// Usage: the settings are impossible, or `params` or `grads` have
-    /// another layout than the parameters the optimizer was made for. Nothing
-    /// was changed then.
+    /// Usage: the settings are invalid, or `params` or `grads` have another layout than
+    /// the parameters the optimizer was made for. Nothing was changed then.
     fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
         self.step_scaled(params, grads, 1.0)
     }
 
     /// As [`step`](Self::step) with every gradient multiplied by `factor` as it
-    /// is read (rounded, as if it had been multiplied before), but for those that are
-    /// [one rank's own](GradView::is_local).
+    /// is read (rounded, as if it had been multiplied before), except
+    /// [local](GradView::is_local) ones.
     ///
     /// # Errors
     ///
@@ -69,27 +68,26 @@ pub trait Optimizer {
         Ok(())
     }
 
-    /// Checks that `params` and `grads` have the layout the state was sized for, so that a
-    /// step over all of them cannot fail half way.
+    /// Checks that `params` and `grads` have the layout of the state, so that a step over
+    /// all of them cannot fail halfway.
     ///
     /// # Errors
     ///
-    /// Usage: they have another one, naming what differs.
+    /// Usage: they have another layout, naming the difference.
     fn check_layout(&self, params: &Params, grads: &dyn GradView) -> Result<()>;
 
-    /// Begins a step whose elements are handed over in runs, by
-    /// [`step_run`](Self::step_run), until the next one begins. The
-    /// settings are those of now.
+    /// Begins a step whose elements are passed in runs to [`step_run`](Self::step_run),
+    /// until the next step begins. It uses the current settings.
     ///
     /// # Errors
     ///
-    /// Usage: the settings are impossible. Nothing was changed then.
+    /// Usage: the settings are invalid. Nothing was changed then.
     fn begin_step(&mut self) -> Result<()>;
 
     /// Updates one run of elements, with gradients multiplied by `factor` as in
-    /// [`step_scaled`](Self::step_scaled). Elements do not touch each other, so runs of any
-    /// length in any order leave the bits of one step over all of them, if each element is
-    /// in one run at most. A parameter without a run is one without a gradient.
+    /// [`step_scaled`](Self::step_scaled). Elements are independent, so runs of any length
+    /// in any order give the bits of one step over all of them, if each element is in at
+    /// most one run. A parameter without a run counts as one without a gradient.
     ///
     /// # Errors
     ///
@@ -97,9 +95,9 @@ pub trait Optimizer {
     /// gradient. Nothing was changed then.
     fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()>;
 
-    /// Lets the steps that follow run on a tape's threads
-    /// ([`Tape::thread_pool`](crate::Tape::thread_pool)); until then they run on the caller's.
-    /// The results are the same.
+    /// Lets the following steps run on a tape's threads
+    /// ([`Tape::thread_pool`](crate::Tape::thread_pool)); until then they run on the caller's
+    /// thread. The results are the same.
     fn set_thread_pool(&mut self, threads: ThreadPool);
 
     /// The learning rate of the next step.
@@ -108,8 +106,8 @@ pub trait Optimizer {
     /// Sets the learning rate of the next step (schedules do).
     fn set_lr(&mut self, lr: f64);
 
-    /// Sets the momentum of the next step, or Adam's first beta, which is its momentum: one-cycle
-    /// schedules do. Without an implementation it is an error, as it is in PyTorch.
+    /// Sets the momentum of the next step, or Adam's first beta, for one-cycle schedules. Without
+    /// an implementation it is an error, as in PyTorch.
     ///
     /// # Errors
     ///
@@ -121,7 +119,7 @@ pub trait Optimizer {
         )))
     }
 
-    /// What it is called in logs: the type's name without path and generics.
+    /// Its name in logs: the type's name without path and generics.
     fn name(&self) -> &'static str {
         let name = std::any::type_name::<Self>().split('<').next();
         let name = name.and_then(|name| name.rsplit("::").next());
@@ -132,15 +130,15 @@ pub trait Optimizer {
     fn steps(&self) -> u64;
 
     /// Steps that updated each parameter so far, in registration order: less than
-    /// [`steps`](Self::steps) where a parameter had no gradient.
+    /// [`steps`](Self::steps) if a parameter had no gradient.
     fn updates(&self) -> &[u64];
 
     /// State buffers by PyTorch's names, in a fixed order, each laid out like
     /// [`Params::flat`]. A buffer that no step has written yet is absent.
     fn state(&self) -> Vec<(&'static str, &[f32])>;
 
-    /// Puts saved state back: what [`steps`](Self::steps), [`updates`](Self::updates) and
-    /// [`state`](Self::state) gave.
+    /// Restores saved state: the values of [`steps`](Self::steps),
+    /// [`updates`](Self::updates) and [`state`](Self::state).
     ///
     /// # Errors
     ///
@@ -202,12 +200,12 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
 /// Neighbouring elements of one parameter, in any memory.
 #[derive(Debug)]
 pub struct Run<'a> {
-    /// Where the first has its state: its index in memory laid out like [`Params::flat`]
+    /// The index of the first element's state, in memory laid out like [`Params::flat`]
     /// of the parameters that the optimizer was made for.
     pub at: usize,
     /// The elements.
     pub values: &'a mut [f32],
-    /// Their gradient.
+    /// Their gradients.
     pub grads: &'a [f32],
 }
 

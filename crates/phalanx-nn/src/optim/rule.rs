@@ -5,7 +5,7 @@ use super::{Optimizer, Run};
 use crate::param::{GradView, Params};
 use crate::{Error, Result, ThreadPool};
 
-/// How an optimizer changes elements: its settings but the learning rate.
+/// How an optimizer changes elements: its settings except the learning rate.
 pub trait Rule: Copy {
     /// Everything that is the same for all elements of a parameter in a step.
     type Scalars: Copy + Send + Sync;
@@ -13,13 +13,13 @@ pub trait Rule: Copy {
     /// Checks the settings.
     ///
     /// # Errors
-    /// `Usage`, naming the setting that is impossible.
+    /// `Usage`, naming the invalid setting.
     fn check(&self, lr: f64) -> Result<()>;
 
     /// PyTorch's name of the optimizer.
     fn name(&self) -> &'static str;
 
-    /// Sets the momentum, or what takes its place.
+    /// Sets the momentum, or its equivalent.
     fn set_momentum(&mut self, momentum: f64);
 
     /// PyTorch's names of the state buffers, three at most.
@@ -68,9 +68,8 @@ impl<R: Rule> RuleOptimizer<R> {
     ///
     /// # Errors
     ///
-    /// Usage: the settings are impossible, or `params` or `grads` have
-    /// another layout than the parameters the optimizer was made for. Nothing
-    /// was changed then.
+    /// Usage: the settings are invalid, or `params` or `grads` have another layout than
+    /// the parameters the optimizer was made for. Nothing was changed then.
     pub fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
         Optimizer::step(self, params, grads)
     }

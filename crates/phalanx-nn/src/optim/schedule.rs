@@ -14,7 +14,7 @@ use super::Optimizer;
 use crate::{Error, Result};
 
 /// A rate that changes from step to step. Its state is the number of steps
-/// taken: to resume, [`advance`](Schedule::advance) as often.
+/// taken: to resume, call [`advance`](Schedule::advance) that many times.
 #[derive(Clone, Debug)]
 pub struct Schedule {
     kind: Kind,
@@ -68,10 +68,10 @@ pub struct OneCycle {
     pub final_divisor: f64,
     /// Along half a cosine; a straight line otherwise.
     pub cosine: bool,
-    /// Falls to the first rate as fast as it rose, then on to the last.
+    /// Falls to the first rate as fast as it rose, then to the last.
     pub three_phase: bool,
-    /// Lowest and highest momentum, which falls while the rate rises; Adam's first beta is its momentum. `None`: the
-    /// optimizer keeps its own, as with PyTorch's `cycle_momentum=False`.
+    /// Lowest and highest momentum (Adam's first beta), which falls while the rate rises. `None`: the optimizer
+    /// keeps its own, as with PyTorch's `cycle_momentum=False`.
     pub momentum: Option<[f64; 2]>,
 }
 
@@ -215,7 +215,7 @@ impl Schedule {
     /// One schedule after another: the next one begins at its milestone.
     ///
     /// # Errors
-    /// `Usage` when there is not one milestone, rising, between each two.
+    /// `Usage` unless there is one milestone between each two schedules, in ascending order.
     pub fn sequential(parts: Vec<Schedule>, milestones: &[u64]) -> Result<Self> {
         let rising = milestones.windows(2).all(|w| w[0] < w[1]) && milestones.first() != Some(&0);
         let Some(first) = parts
@@ -236,7 +236,7 @@ impl Schedule {
         self.lr
     }
 
-    /// The momentum now, where the schedule changes it: in a one-cycle schedule.
+    /// The momentum now, if the schedule changes it, as a one-cycle schedule does.
     pub fn momentum(&self) -> Option<f64> {
         match &self.kind {
             Kind::OneCycle(c) => c.at(self.steps).1,
@@ -264,7 +264,7 @@ impl Schedule {
         self.steps
     }
 
-    /// Moves on by one step. A cycle stays at its end.
+    /// Advances by one step. A cycle stays at its end.
     pub fn advance(&mut self) {
         self.steps += 1;
         let (t, lr) = (self.steps, self.lr);

@@ -11,7 +11,7 @@
 //! p   = fma(d, -lr, p)
 //! ```
 //!
-//! The first step is each parameter's own: one without a gradient is left alone, as in PyTorch.
+//! The first step is counted per parameter: a parameter without a gradient is skipped, as in PyTorch.
 
 use super::check_setting;
 use super::rule::{Rule, RuleOptimizer};
@@ -63,7 +63,7 @@ impl RuleOptimizer<SgdRule> {
         self
     }
 
-    /// Switches Nesterov's momentum; it needs momentum and no dampening.
+    /// Turns Nesterov's momentum on or off; it needs momentum and no dampening.
     #[must_use]
     pub fn nesterov(mut self, nesterov: bool) -> Self {
         self.rule.nesterov = nesterov;

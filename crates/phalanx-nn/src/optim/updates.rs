@@ -63,8 +63,8 @@ impl Updates {
         &self.counts
     }
 
-    /// Counts that the optimizer's step `step`, from 1, updates a parameter, however often it
-    /// says so; gives the number of that update, from 1.
+    /// Counts that the optimizer's step `step`, from 1, updates a parameter, once per step;
+    /// returns the number of that update, from 1.
     pub(super) fn count(&mut self, param: usize, step: u64) -> u64 {
         if self.last[param] != step {
             self.last[param] = step;
@@ -77,7 +77,7 @@ impl Updates {
     ///
     /// # Errors
     ///
-    /// Usage: it does not lie in one parameter.
+    /// Usage: it is not inside one parameter.
     pub(super) fn param_of(&self, run: &Run<'_>) -> Result<Option<usize>> {
         if run.values.is_empty() {
             return Ok(None);
@@ -95,7 +95,7 @@ impl Updates {
         }
     }
 
-    /// Begins anew.
+    /// Resets all counts.
     pub(super) fn clear(&mut self) {
         self.counts.fill(0);
         self.last.fill(0);
@@ -122,7 +122,7 @@ impl Updates {
         }
     }
 
-    /// Goes on from saved counts that were checked.
+    /// Restores saved counts that were checked.
     pub(super) fn restore(&mut self, counts: &[u64]) {
         self.clear();
         self.counts.copy_from_slice(counts);

@@ -76,10 +76,10 @@ impl Shared {
             if taken.is_err() {
                 continue;
             }
-            // SAFETY: the ticket stood still between the two looks at it, and the
-            // three values change only between a call whose chunks have all
-            // ended and the next ticket: they are this call's. Its caller
-            // waits for this chunk before the closure goes.
+            // SAFETY: the ticket did not change between the two loads of it, and the
+            // three values change only between a call whose chunks have all ended and
+            // the next ticket: they are this call's. Its caller waits for this chunk
+            // before the closure is dropped.
             let run = || unsafe { std::mem::transmute::<*mut (), Call>(call)(closure, chunk) };
             if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
                 lock(&self.panic).get_or_insert(panic);
@@ -101,7 +101,7 @@ impl Shared {
                 continue;
             }
             self.asleep[me].store(true, Ordering::SeqCst);
-            // Either this look sees the new ticket, or its maker sees the flag.
+            // Either this load sees the new ticket, or the thread that made it sees the flag.
             fence(Ordering::SeqCst);
             while !self.wanted() && self.asleep[me].load(Ordering::SeqCst) {
                 std::thread::park();
@@ -161,7 +161,7 @@ impl Helpers {
             panic: Mutex::default(),
             stop: AtomicBool::new(false),
             asleep: (0..helpers).map(|_| AtomicBool::new(false)).collect(),
-            // Where threads outnumber cores, watching takes time from working.
+            // If threads outnumber cores, polling takes time from working threads.
             spins: if helpers < cores { SPINS } else { 0 },
         });
         let start = |i| {
@@ -180,8 +180,8 @@ impl Helpers {
     }
 
     /// Runs `f(0)`, …, `f(chunks - 1)`, each once, in any order; returns when all
-    /// have ended. A chunk's own call, or one while another thread's is under
-    /// way, runs on its thread alone.
+    /// have ended. A call from inside a chunk, or during another thread's call, runs on
+    /// its own thread alone.
     ///
     /// # Panics
     /// With the first panic of `f`, after all chunks have ended.

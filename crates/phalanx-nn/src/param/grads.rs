@@ -3,28 +3,28 @@
 use super::params::{ParamId, ParamInfo, Params};
 use crate::pool::AlignedBuf;
 
-/// Receives gradients in memory of its own choosing.
+/// Receives gradients, in memory that it supplies.
 ///
-/// *Order*: `ready` (or `ready_finite`) fires exactly once per parameter per backward pass, in true
-/// backward order, the moment that gradient is final; parameters that the loss
-/// does not depend on come first, filled with zeros.
+/// *Order*: `ready` (or `ready_finite`) is called exactly once per parameter per backward pass, in
+/// true backward order, the moment that gradient is final; parameters that the loss does not depend
+/// on come first, filled with zeros.
 ///
 /// An implementation must not touch tensors of the step that is running
 /// backward: that panics.
 pub trait GradSink {
     /// Memory for this parameter's gradient, as long as the parameter (another
-    /// length ends the pass with an error). Asked once per write: the first use
-    /// of a pass overwrites it (whatever it holds), later uses add to it.
+    /// length ends the pass with an error). Called once per write: the first use of a
+    /// pass overwrites the memory, later uses add to it.
     fn slot(&mut self, param: ParamId) -> &mut [f32];
 
     /// The gradient of `param` is final and will not be touched again.
     ///
     /// # Errors
-    /// Whatever stops the training step; backward ends with it at once.
+    /// Any error stops the training step; backward returns it at once.
     fn ready(&mut self, param: ParamId) -> phalanx_base::Result<()>;
 
     /// As [`ready`](Self::ready); the layer has checked that the squares of the gradient's values are
-    /// finite, and so is its sum over any ranks. A sink need not check it again.
+    /// finite, so that its sum over any number of ranks is too. A sink need not check it again.
     ///
     /// # Errors
     /// As [`ready`](Self::ready).
@@ -32,9 +32,9 @@ pub trait GradSink {
         self.ready(param)
     }
 
-    /// The loss does not depend on `param`. Unless a sink wants to know, it
-    /// sees a gradient of zeros (or, accumulating, one that adds nothing). A sink that writes into
-    /// another one's memory passes this on, so that the other one knows too.
+    /// The loss does not depend on `param`. By default a sink gets a gradient of zeros (or,
+    /// accumulating, one that adds nothing). A sink that writes into another one's memory must
+    /// forward this call to it.
     ///
     /// # Errors
     /// As [`ready`](Self::ready).
@@ -64,9 +64,9 @@ pub trait GradView {
         false
     }
 
-    /// Whether the gradient is this rank's own, where others are the same on all ranks. Such a
-    /// parameter counts in no [norm](crate::optim::grad_norm), and its gradient is not
-    /// [scaled](crate::optim::Optimizer::step_scaled): the ranks would scale what they share differently.
+    /// Whether the gradient is local to this rank, while others are the same on all ranks. Such a
+    /// parameter does not count in the [norm](crate::optim::grad_norm), which would otherwise differ
+    /// between ranks, and its gradient is not [scaled](crate::optim::Optimizer::step_scaled).
     fn is_local(&self, _param: ParamId) -> bool {
         false
     }
@@ -75,8 +75,8 @@ pub trait GradView {
 /// Gradients of all parameters in one flat region laid out like the parameters'.
 ///
 /// A parameter [has a gradient](GradView::untouched) if a backward pass that counts used it: the last one, or when
-/// [accumulating](Self::set_accumulate) any since [`zero`](Self::zero). A gradient that happens to be zero is one.
-/// Optimizers leave parameters without a gradient alone.
+/// [accumulating](Self::set_accumulate) any since [`zero`](Self::zero). A gradient of zeros counts too. Optimizers
+/// skip parameters without a gradient.
 #[derive(Clone)]
 pub struct Grads {
     values: AlignedBuf,
@@ -102,14 +102,14 @@ impl Grads {
         &self.values
     }
 
-    /// The whole region for writing; gaps must stay zero. Every parameter has a gradient then.
+    /// The whole region for writing; gaps must stay zero. Every parameter has a gradient afterwards.
     pub fn flat_mut(&mut self) -> &mut [f32] {
         self.present.fill(true);
         &mut self.values
     }
 
-    /// Sets every gradient to zero; no parameter has one then (PyTorch's `zero_grad`). Needed only
-    /// before accumulating: a plain backward pass overwrites.
+    /// Sets every gradient to zero; no parameter has one afterwards (PyTorch's `zero_grad`).
+    /// Needed only before accumulating: a plain backward pass overwrites.
     pub fn zero(&mut self) {
         self.values.fill(0.0);
         self.present.fill(false);

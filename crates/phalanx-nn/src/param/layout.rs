@@ -2,8 +2,8 @@
 
 use crate::pool::ALIGN_ELEMS;
 
-/// Memory order of a parameter inside the engine. PyTorch's order is seen only
-/// through [`Params::export`](crate::Params::export) and
+/// Memory order of a parameter inside the engine. PyTorch's order is used only by
+/// [`Params::export`](crate::Params::export) and
 /// [`Params::import`](crate::Params::import).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]

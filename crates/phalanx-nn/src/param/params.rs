@@ -105,7 +105,7 @@ impl Params {
         self.infos.len()
     }
 
-    /// Whether there is no parameter at all.
+    /// Whether there are no parameters.
     pub fn is_empty(&self) -> bool {
         self.infos.is_empty()
     }
@@ -120,7 +120,7 @@ impl Params {
         &self.values
     }
 
-    /// The whole region for writing. Whoever writes the gaps must write zeros.
+    /// The whole region for writing; gaps must stay zero.
     pub fn flat_mut(&mut self) -> &mut [f32] {
         &mut self.values
     }
@@ -218,8 +218,8 @@ impl Params {
 
     /// A copy of the same model in which each parameter may have another shape (a shard of it,
     /// say): ids, names, layouts and buffers stay. `f` gets a parameter's values in PyTorch's
-    /// row-major order and gives its new shape and values in the same order; it may leave no
-    /// values. [`Grads`](crate::Grads) and optimizers made from the copy have its shapes.
+    /// row-major order and returns its new shape and values in the same order; there may be
+    /// none. [`Grads`](crate::Grads) and optimizers made from the copy have its shapes.
     ///
     /// # Errors
     /// Those of `f`; `Usage` when the values do not fit the shape, or the shape the layout.
@@ -312,7 +312,7 @@ impl std::fmt::Debug for Params {
     }
 }
 
-/// A layer's `kind` number `index` is of another model; `here` has that number in this one.
+/// A layer's `kind` number `index` belongs to another model; `here` has that number in this one.
 fn foreign(kind: &str, index: usize, here: Option<&ParamInfo>) -> Error {
     let here = match here {
         Some(info) => format!("{} is {kind} {index} of the model in use", info.name),

@@ -18,7 +18,7 @@ pub struct Seed(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Init {
-    /// Every element this value; draws nothing.
+    /// Sets every element to this value; draws nothing.
     Constant(f32),
     /// PyTorch's default for weights of linear and convolution layers:
     /// uniform, Kaiming with a = sqrt 5, for this fan-in.
@@ -47,7 +47,7 @@ pub enum Init {
     },
 }
 
-/// A module's place to register parameters: a name prefix over the model's list.
+/// Registers the parameters of a module, with a name prefix.
 ///
 /// Mistakes (a name used twice, an impossible shape) are reported by
 /// [`build`](Scope::build), so that model constructors need no error handling.
@@ -151,13 +151,13 @@ impl Scope<'static> {
         }
     }
 
-    /// Lays everything out and hands over the parameters.
+    /// Lays everything out and returns the parameters.
     ///
     /// # Errors
     /// `Usage`: the first mistake made while registering, or `PHALANX_ISA`
     /// names an instruction set that this processor does not have.
     pub fn build(self) -> Result<Params> {
-        // Every model passes here before anything is computed.
+        // Every model is built here before anything is computed.
         isa::chosen().map_err(Error::usage)?;
         let Held::Own(r) = self.registry else {
             return Err(Error::usage(format!(
@@ -182,7 +182,7 @@ impl Scope<'static> {
 }
 
 impl Scope<'_> {
-    /// A view that puts `name.` before everything registered through it.
+    /// A scope that puts `name.` before every name registered through it.
     pub fn enter(&mut self, name: &str) -> Scope<'_> {
         Scope {
             prefix: self.full(name),
@@ -207,8 +207,8 @@ impl Scope<'_> {
         }
     }
 
-    /// Draws the values of a registered parameter again, as models do that
-    /// start from other numbers than their layers' defaults.
+    /// Draws the values of a registered parameter again, for models whose initial
+    /// values differ from their layers' defaults.
     pub fn redraw(&mut self, param: ParamId, init: Init) {
         let r = self.registry();
         match r.params.values.get_mut(param.index()) {

@@ -8,9 +8,8 @@ use std::ptr::NonNull;
 pub(crate) const ALIGN_BYTES: usize = 64;
 /// The same in elements.
 pub(crate) const ALIGN_ELEMS: usize = ALIGN_BYTES / size_of::<f32>();
-/// From here on a region starts on a huge page's boundary, so that the system
-/// can back it with huge pages where it is set to (first touch is several times
-/// faster).
+/// From this size on a region starts on a huge page's boundary, so that the system can
+/// back it with huge pages if configured to (first touch is several times faster).
 const HUGE_BYTES: usize = 2 << 20;
 /// The same in elements.
 const HUGE_ELEMS: usize = HUGE_BYTES / size_of::<f32>();
@@ -131,7 +130,7 @@ mod mapped {
         let end = unsafe { start.add(bytes) };
         for (from, len) in [(raw, before), (end, HUGE_BYTES - before)] {
             if len > 0 {
-                // SAFETY: whole pages of our own mapping that nobody has seen.
+                // SAFETY: whole pages of our own mapping that nothing refers to yet.
                 unsafe { libc::munmap(from.cast(), len) };
             }
         }
@@ -150,13 +149,13 @@ mod mapped {
         }
     }
 
-    /// Gives back what `zeroed` gave for the same layout.
+    /// Frees what `zeroed` returned for the same layout.
     ///
     /// # Safety
-    /// Nobody uses the memory any more.
+    /// The memory is not used any more.
     pub(super) unsafe fn free(at: NonNull<u8>, layout: Layout) {
         if let Some(bytes) = bytes(layout) {
-            // SAFETY: what `zeroed` left of its mapping, which nobody uses any more.
+            // SAFETY: what `zeroed` left of its mapping, which is not used any more.
             unsafe { libc::munmap(at.as_ptr().cast(), bytes) };
         }
     }

@@ -11,7 +11,7 @@ use super::aligned::{ALIGN_ELEMS, AlignedBuf};
 use super::region::{Extent, Region};
 
 /// A buffer handed out by a [`Pool`]. Not `Clone`, no `Drop`: the tape gives it
-/// back with [`Pool::put`]. Its contents are whatever the last user left.
+/// back with [`Pool::put`]. Its contents are arbitrary.
 ///
 /// The memory lives until the pool is dropped; the tape owns both, and never
 /// lets a reference outlive its borrow of the step.
@@ -34,7 +34,7 @@ unsafe impl Send for Buf {}
 impl Buf {
     pub(crate) fn slice(&self) -> &[f32] {
         // SAFETY: `ptr` is valid for `len` initialised elements of a slab or region that
-        // outlives every `Buf` (see the type), and nobody else has this buffer.
+        // outlives every `Buf` (see the type), and no other `Buf` has this memory.
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
     }
 
@@ -75,7 +75,7 @@ pub(crate) struct Pool {
     free: Vec<Vec<u32>>,
     /// One, unless address space is scarce.
     regions: Vec<Region>,
-    /// Large buffers that are out.
+    /// Large buffers in use.
     large: usize,
     allocations: u64,
     bytes: u64,
@@ -202,7 +202,7 @@ impl Pool {
         self.bytes
     }
 
-    /// Buffers that are out.
+    /// Buffers in use.
     pub(crate) fn in_use(&self) -> usize {
         self.large + self.slabs.len() - self.free.iter().map(Vec::len).sum::<usize>()
     }

@@ -2,7 +2,7 @@
 //!
 //! Bits are equal to PyTorch's on x86-64 for raw words, permutations, uniform
 //! numbers, Bernoulli masks and normal numbers of whole tensors (checked
-//! against PyTorch 2.15 in `tests/rng_torch.rs`). Single normal numbers, and
+//! against PyTorch 2.15 in `tests/it/rng_torch.rs`). Single normal numbers, and
 //! those of tensors of fewer than 16, come from the platform's logarithm, sine
 //! and cosine, as PyTorch's do.
 

@@ -1,8 +1,8 @@
 //! The key of a step's random numbers.
 
 /// Epoch, step, seed and sample ids: the key of every random decision of a
-/// step. Nothing else enters, so a sample's dropout mask is the same on
-/// whatever rank and at whatever place of the batch it is computed.
+/// step. Nothing else enters, so a sample's dropout mask is the same on every rank and
+/// at every place in the batch.
 ///
 /// Epoch, step and sample ids count modulo 2^32 here.
 #[derive(Clone, Copy, Debug)]

@@ -1,5 +1,5 @@
-//! The tape: recording a step and walking it backwards. `README.md` beside
-//! this file has the states of a slot.
+//! The tape: recording a step and walking it backwards. `README.md` in this directory
+//! has the states of a slot.
 
 mod backward;
 mod graph;
@@ -34,8 +34,8 @@ pub struct Tape {
 }
 
 impl Tape {
-    /// A tape whose operations run on `threads` threads. Results do not depend
-    /// on the number; should the system refuse threads, one is used.
+    /// A tape whose operations run on `threads` threads. Results do not depend on the
+    /// number; if the system refuses threads, fewer are used.
     pub fn new(threads: Threads) -> Self {
         Tape {
             threads: ThreadPool::new(threads),
@@ -44,7 +44,7 @@ impl Tape {
     }
 
     /// Sets the data type of the operands of convolutions and linear layers, and of some
-    /// stored values, in the steps that follow (f32 at first): see [`Precision`].
+    /// stored values, in the following steps (f32 by default): see [`Precision`].
     pub fn set_precision(&mut self, precision: Precision) {
         self.state.get_mut().precision = precision;
     }
@@ -69,18 +69,18 @@ impl Tape {
         Step { tape: self, params }
     }
 
-    /// Moves the batch statistics of the training step that just ended into
-    /// the running ones (batch normalisation). After each training step, before
-    /// the next one or an evaluation; does nothing where there are none.
+    /// Merges the batch statistics of the training step that just ended into the
+    /// running ones (batch normalisation). Call it after each training step, before the
+    /// next one or an evaluation; it does nothing if there are none.
     ///
     /// # Errors
-    /// `Usage` when `params` are another model's.
+    /// `Usage` when `params` belong to another model.
     pub fn update_buffers(&mut self, params: &mut Params) -> Result<()> {
         self.state.get_mut().statistics.apply(params)
     }
 
-    /// Joins the batch statistics of every batch normalisation in the training
-    /// steps that follow (the whole model at once), or no longer does.
+    /// Joins the batch statistics of every batch normalisation in the following
+    /// training steps (of the whole model), or with `None` stops doing so.
     pub fn join_statistics(&mut self, join: Option<Arc<dyn JoinStatistics>>) {
         self.state.get_mut().join = join;
     }
@@ -107,21 +107,21 @@ impl Tape {
         self.threads.clone()
     }
 
-    /// Starts (or stops) taking the time of every operation of training steps:
-    /// two readings of the clock each. What was taken before is dropped.
+    /// Starts (or stops) measuring the time of every operation of training steps, with
+    /// two clock readings each. Earlier measurements are dropped.
     pub fn profile(&mut self, on: bool) {
         self.state.get_mut().clock = on.then(Clock::default);
     }
 
-    /// The times taken so far, which are forgotten; empty without
+    /// Returns and clears the times measured so far; empty without
     /// [`profile`](Tape::profile). `params` are those of the steps.
     pub fn take_profile(&mut self, params: &Params) -> Profile {
         let clock = self.state.get_mut().clock.as_mut();
         clock.map_or_else(Profile::default, |c| c.take(params))
     }
 
-    /// Fills buffers with NaN when they return to the pool, so that reading
-    /// one afterwards shows. For tests.
+    /// Fills buffers with NaN when they return to the pool, so that tests detect later
+    /// reads.
     pub fn poison(&mut self, on: bool) {
         self.state.get_mut().pool.set_poison(on);
     }
@@ -152,8 +152,8 @@ impl<'a> Step<'a> {
         self.leaf(data, shape, false)
     }
 
-    /// An input whose own gradient is wanted: [`Tensor::grad`] of a shared
-    /// handle gives it after the backward pass.
+    /// An input with a gradient: [`Tensor::grad`] of a shared handle returns it after
+    /// the backward pass.
     ///
     /// # Errors
     /// `Usage` when data and shape disagree.

@@ -11,7 +11,7 @@ use crate::param::ParamId;
 use crate::pool::Buf;
 use crate::tensor::{Shape, Tensor};
 
-/// What a node refers to.
+/// A reference of a node.
 pub(crate) enum Visit {
     /// Its output slot.
     Output(SlotId),

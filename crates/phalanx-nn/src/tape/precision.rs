@@ -5,18 +5,17 @@
 /// Weights, their gradients, sums and statistics are f32 either way: with bf16 the
 /// operands of a product are rounded (nearest, ties to even), and their products
 /// are added in f32. Convolutions with groups, and products of two activations
-/// ([`Tensor::bmm`](crate::Tensor::bmm)), multiply f32 always.
+/// ([`Tensor::bmm`](crate::Tensor::bmm)), always multiply f32.
 ///
-/// With bf16 a convolution without bias and activation leaves its output in
-/// memory as bf16, rounded once; the batch normalisation after it computes in f32,
-/// and rounds its output (with residual and activation) once, too; and the
-/// gradients of both are bf16 between operations: half the memory, and half the
-/// bytes to move. Other operations, and [`Tensor::data`](crate::Tensor::data), get the
-/// same values as f32.
+/// With bf16 a convolution without bias and activation stores its output as bf16,
+/// rounded once; the batch normalisation after it computes in f32, and rounds its
+/// output (with residual and activation) once, too; and the gradients of both are bf16
+/// between operations: half the memory, and half the bytes to move. Other operations,
+/// and [`Tensor::data`](crate::Tensor::data), get the same values as f32.
 ///
 /// Processors with AMX tiles compute the products with them. Others use f32 arithmetic,
 /// slower than the kernels of f32, with the same bits except for subnormal numbers,
-/// which AMX takes for zero.
+/// which AMX treats as zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Precision {
     /// 24 bits of mantissa.

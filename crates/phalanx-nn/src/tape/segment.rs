@@ -82,7 +82,7 @@ impl Compute<'_> {
 }
 
 impl State {
-    /// Starts a segment; what it is called for [`close`](Self::close).
+    /// Starts a segment; returns its index for [`close`](Self::close).
     pub(crate) fn open(&mut self) -> u32 {
         let first = self.nodes.len() as u32;
         let segments = &mut self.segments;

@@ -59,7 +59,7 @@ pub(crate) struct State {
     samples: Vec<u64>,
     numbered: bool,
     random_ops: u32,
-    /// Batch statistics that the running ones have yet to take over.
+    /// Batch statistics not yet merged into the running ones.
     pub(crate) statistics: Statistics,
     /// Joins batch statistics with those of other ranks.
     pub(crate) join: Option<Arc<dyn JoinStatistics>>,

@@ -1,4 +1,4 @@
-//! The handle users hold: an index and a borrow of the step.
+//! The tensor handle: an index and a borrow of the step.
 
 use std::cell::Cell;
 
@@ -10,8 +10,8 @@ use crate::{Error, Precision, Result};
 /// A value of one training step: images are (N, H, W, C), everything else is
 /// row-major with the batch outermost.
 ///
-/// Operations take their operands by value, so that they can overwrite memory
-/// that is not needed any more; [`share`](Tensor::share) makes a second handle.
+/// Operations take their operands by value, so that they can reuse memory that is not
+/// needed any more; [`share`](Tensor::share) makes a second handle.
 pub struct Tensor<'s> {
     step: &'s Step<'s>,
     /// Changes at most once, from a value in bf16 to the same in f32 or back, before
@@ -97,23 +97,23 @@ impl<'s> Tensor<'s> {
         }
     }
 
-    /// A second handle on the same value.
+    /// A second handle to the same value.
     #[must_use]
     pub fn share(&self) -> Self {
         Tensor::new(self.step, self.slot.get())
     }
 
-    /// Runs `part` of a model on this tensor, and frees the values that backward would read
-    /// of it, all but its result; backward recomputes them just before it reads them. The
-    /// step needs less memory, and the time of the part's forward pass (or less) more; `part` may use other tensors too, and parts within it again.
+    /// Runs `part` of a model on this tensor, and frees its inner values that backward would read; backward recomputes
+    /// them just before it reads them. The step needs less memory, and more time: at most that of the part's forward
+    /// pass. `part` may use other tensors too, and may contain further parts.
     ///
     /// No bit changes, of gradients or anything else: the recorded operations run
     /// again, not the code. Dropout drops the same elements, batch norms keep
     /// their statistics (running ones change once, and joined ones are not
-    /// joined twice). Values that `part` hands out or holds are kept, and so are those that
-    /// the part is given; also outputs of operations that are not run again:
-    /// losses, embeddings, concatenations, and a user's own unless they
-    /// [can be](crate::CustomOp::can_recompute). In an evaluation it just runs `part`.
+    /// joined twice). Values that `part` returns, holds or takes are kept; so are outputs
+    /// of operations that cannot be run again: losses, embeddings, concatenations, and
+    /// custom operations unless they [can be](crate::CustomOp::can_recompute). In an
+    /// evaluation it just runs `part`.
     ///
     /// # Errors
     /// Those of `part`.
@@ -125,8 +125,8 @@ impl<'s> Tensor<'s> {
         result
     }
 
-    /// The gradient of a [`Step::variable`] after the backward pass; `None` for
-    /// other tensors, before it, and where the loss does not depend on it.
+    /// The gradient of a [`Step::variable`] after the backward pass; `None` for other
+    /// tensors, before that, and if the loss does not depend on it.
     pub fn grad(&self) -> Option<Vec<f32>> {
         self.step
             .state()
@@ -134,8 +134,8 @@ impl<'s> Tensor<'s> {
             .map(<[f32]>::to_vec)
     }
 
-    /// Runs the backward pass from this loss (one element). Gradients are
-    /// written into memory that `sink` supplies; `sink.ready` fires inside.
+    /// Runs the backward pass from this loss (one element). Gradients are written into
+    /// memory that `sink` supplies; `sink.ready` is called inside.
     ///
     /// *Order*: nodes in exact reverse of recording; parameters that the loss
     /// does not depend on are zero-filled and reported first.
@@ -143,8 +143,8 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// `Usage` when this is not one element, depends on nothing that has a
     /// gradient, or the step already ran its backward pass; `Sink` when the
-    /// sink refused a gradient, `Custom` when a user's operation failed (the step is then of no
-    /// further use).
+    /// sink refused a gradient, `Custom` when a user's operation failed (the step cannot be
+    /// used after that).
     pub fn backward(self, sink: &mut dyn GradSink) -> Result<()> {
         if self.numel() != 1 {
             return Err(Error::usage(format!(

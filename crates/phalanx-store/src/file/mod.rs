@@ -5,10 +5,10 @@
 //! process dies:
 //!
 //! * the data file, locked exclusively for every change and shared for every read;
-//! * a file `NAME.lock` beside it, locked shared by every member until it ends. A
-//!   member that opens the store and finds no other starts an empty store, so keys
-//!   of a crashed job are never used; the last member to leave removes both files.
-//!   Both happen while the data file is locked.
+//! * a file `NAME.lock` next to it, locked shared by every member until it ends. A
+//!   member that opens the store and finds no other starts an empty store, so keys of a
+//!   crashed job are never used; the last member to leave removes both files. Both
+//!   happen while the data file is locked.
 //!
 //! *Guaranteed:* changes are atomic among processes that use the locks, and a
 //! damaged or replaced file is an error. *Not guaranteed:* survival of a power
@@ -117,8 +117,8 @@ impl FileStore {
             let members = open_file(&lock_path)?;
             let file = open_file(&path)?;
             lock::exclusive(&file, &location, LOCK_TIMEOUT)?;
-            // The last member of another life may have removed the files
-            // after we opened them: what we hold then is nobody else's.
+            // The last member of the previous store may have removed the files after
+            // this process opened them; then no other process uses the open ones.
             if path_state(&path, &file)? != PathState::Same
                 || path_state(&lock_path, &members)? != PathState::Same
             {

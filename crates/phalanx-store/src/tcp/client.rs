@@ -47,8 +47,8 @@ const MAX_IDLE: usize = 8;
 
 /// A client of a [`TcpServer`](crate::TcpServer).
 ///
-/// Each call uses a connection of its own from a pool, so a thread that waits does
-/// not block others. *Cost:* one round trip per call.
+/// Each call uses a separate connection from a pool, so a thread that waits does not
+/// block others. *Cost:* one round trip per call.
 ///
 /// Broken connections are not reopened: the store is in the server's memory, so a
 /// new server would be empty.
@@ -235,7 +235,7 @@ impl TcpStore {
                 }
             }
             // The last attempt is often cut short by the deadline; the error of the
-            // previous one says more.
+            // previous one is more specific.
             let error = match before.take() {
                 Some(before) if is_late(&error) => before,
                 _ => error,

@@ -1,4 +1,4 @@
-//! RefusedConnections connections by source and reason, to explain why a member is missing.
+//! Counts refused connections by source and reason, to explain why a member is missing.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -22,7 +22,7 @@ pub enum RefusalReason {
     Unfinished,
 }
 
-/// RefusedConnections connections of one source and reason.
+/// Refused connections of one source and reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RefusedConnections {

@@ -1,4 +1,4 @@
-//! Which member is closed when the buffer limit is reached.
+//! Chooses the member to close when the buffer limit is reached.
 //!
 //! The memory for all members together is limited: incomplete requests, responses
 //! not yet received, and keys of waits. The member that uses the most is closed

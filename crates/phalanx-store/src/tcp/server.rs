@@ -259,7 +259,7 @@ struct ServerLoop {
     /// Connections whose wait was ended by another connection: they have a response
     /// to send, and may have further requests.
     answered: Vec<ConnId>,
-    /// Members with complete requests left after their turn.
+    /// Members with complete requests left after an iteration.
     unfinished: BTreeSet<ConnId>,
     /// Total length of the keys of waits; an upper bound between two counts.
     waited_bytes: u64,
@@ -319,7 +319,7 @@ impl ServerLoop {
         }
     }
 
-    /// Ends a turn: timeouts, remaining requests, ended waits, memory limit.
+    /// Ends an iteration of the loop: timeouts, remaining requests, ended waits, memory limit.
     fn finish_turn(&mut self) {
         self.expire();
         for id in std::mem::take(&mut self.unfinished) {
@@ -430,7 +430,7 @@ impl ServerLoop {
         let accept = listening && fds.last().is_some_and(|fd| !fd.revents().is_empty());
         if !fds[0].revents().is_empty() {
             let mut sink = [0; 16];
-            // The flag `stop` tells why.
+            // The flag `stop` has the reason.
             let _ = (&self.woken).read(&mut sink);
         }
         Ok(accept)
@@ -533,7 +533,7 @@ impl ServerLoop {
         }
     }
 
-    /// Serves the received requests of a connection, up to the limit of a turn.
+    /// Serves the received requests of a connection, up to the limit per iteration.
     fn advance(&mut self, id: ConnId) {
         let more = self.serve_turn(id);
         if let Some(conn) = self.conns.get_mut(&id) {
@@ -544,7 +544,7 @@ impl ServerLoop {
         }
     }
 
-    /// Serves one turn of a connection. Returns whether requests are left.
+    /// Serves a connection in one iteration. Returns whether requests are left.
     fn serve_turn(&mut self, id: ConnId) -> bool {
         for _ in 0..REQUESTS_PER_TURN {
             if self.step(id) == Step::Idle {

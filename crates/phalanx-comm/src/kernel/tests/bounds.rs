@@ -1,10 +1,10 @@
-//! No byte beyond the ends is touched: the memory after the last element
-//! belongs to nobody.
+//! No byte beyond the ends is touched: the memory after the last element is not
+//! accessible.
 
 use super::oracle::Oracle;
 use super::*;
 
-/// Elements that end where a page begins that may not be touched.
+/// Elements that end at an inaccessible page.
 struct Edge {
     start: *mut u8,
     page: usize,

@@ -1,4 +1,4 @@
-//! Every instruction set against an oracle that is not us.
+//! Tests every instruction set against an independent oracle.
 
 mod bounds;
 mod conversions;
@@ -12,11 +12,11 @@ use half::{bf16, f16};
 /// Where the results go.
 #[derive(Clone, Copy, Debug)]
 enum Into {
-    /// To memory of their own.
+    /// To separate memory.
     Apart,
     /// Over the source of this number.
     Over(usize),
-    /// Over all sources, and to memory of their own.
+    /// Over all sources, and to separate memory.
     Everywhere,
 }
 

@@ -1,4 +1,4 @@
-//! The fold as one would write it without a thought for speed.
+//! A naive implementation of the fold.
 
 use half::{bf16, f16};
 

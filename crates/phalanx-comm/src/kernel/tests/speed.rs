@@ -1,5 +1,5 @@
-//! How fast the kernels are beside the memory they run on; see the README of
-//! this folder's parent for figures.
+//! Speed of the kernels compared with that of memory; see the README of the parent
+//! directory for figures.
 
 use std::hint::black_box;
 use std::time::Instant;

@@ -5,8 +5,8 @@
 //! | `host/R` | the host, rank R | `at NAME` of the Unix socket, or `no REASON` |
 //! | `seat/R` | every rank of the host | `ok`, `ok without arenas`, or `no REASON` |
 //!
-//! A pair uses shared memory only when both say `ok`. Arenas are used only
-//! when everybody has them.
+//! A pair uses shared memory only when both say `ok`. Arenas are used only when all
+//! ranks have them.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
@@ -30,9 +30,9 @@ const OK: &str = "ok";
 /// See [`OK`].
 const OK_WITHOUT_ARENAS: &str = "ok without arenas";
 
-/// Longest wait for a message that is due at once.
+/// Longest wait for a message that should come at once.
 const PROMPT: Duration = Duration::from_secs(5);
-/// Turn of a member that waits for its host: how often it looks into the store.
+/// Interval at which a member that waits for its host reads the store.
 const TURN: Duration = Duration::from_millis(100);
 /// Rings are touched in advance when they are not larger than this, in total
 /// per rank: first touch costs 0.5 ms per MiB, once, here or in the first
@@ -42,18 +42,18 @@ const POPULATE_BYTES: usize = 8 << 20;
 /// Pause before another attempt at the host's socket.
 const AGAIN: Duration = Duration::from_millis(20);
 
-/// What this rank got.
+/// The result for this rank.
 pub(crate) struct Attached {
     pub(crate) segment: Segment,
-    /// Where buckets come from; all ranks have it, or none.
+    /// The memory for buckets; all ranks have it, or none.
     pub(crate) arenas: Option<Arenas>,
     pub(crate) seat: usize,
-    /// Peers to be reached through the segment: rank and seat.
+    /// Peers reached through the segment: rank and seat.
     pub(crate) neighbours: Vec<(usize, usize)>,
     pub(crate) watches: Vec<Watch>,
 }
 
-/// What is tried, and as whom.
+/// The arguments of one attempt.
 pub(crate) struct Attempt<'a> {
     pub(crate) meeting: &'a Rendezvous<'a>,
     pub(crate) me: Hello,
@@ -67,7 +67,7 @@ pub(crate) struct Attempt<'a> {
 /// A rank without shared memory, and why.
 pub(crate) type Reason = (usize, String);
 
-/// What a host has before anybody comes.
+/// What a host prepares before the members come.
 struct Prepared {
     listener: UnixListener,
     memory: OwnedFd,
@@ -76,8 +76,8 @@ struct Prepared {
     nonce: [u8; 32],
 }
 
-/// A probe ends with an error only when forming as a whole ends; otherwise
-/// with the reason why there is no shared memory.
+/// The outer error ends forming as a whole; the inner one is the reason why there is no
+/// shared memory.
 type Probe<T> = Result<std::result::Result<T, String>>;
 
 /// Unwraps the inner result or returns its reason.
@@ -138,7 +138,7 @@ impl Attempt<'_> {
         Ok((Some(attached), reasons))
     }
 
-    /// The lowest rank: makes the memory and hands it to those who come.
+    /// The lowest rank: creates the memory and passes it to the members that come.
     fn host(&self) -> Probe<Attached> {
         let Prepared {
             listener,
@@ -163,7 +163,7 @@ impl Attempt<'_> {
             self.meeting.deadline,
             |missing| {
                 self.meeting.check()?;
-                // Who has said "no" will not come any more.
+                // A member that published "no" will not come.
                 for &(rank, _) in missing {
                     if self.meeting.peek("seat", rank)?.is_none() {
                         return Ok(true);
@@ -191,7 +191,7 @@ impl Attempt<'_> {
                     seated.push((seat, pid, process));
                     sockets.push((member.rank, member.socket));
                 }
-                // It sees its socket close, and says "no" with its own reason.
+                // The member sees its socket close, and publishes "no" with its own reason.
                 (Err(e), _) => tracing::warn!("rank {} cannot share memory: {e}", member.rank),
                 (Ok(_), None) => {}
             }
@@ -210,7 +210,7 @@ impl Attempt<'_> {
         Ok(Ok(self.seated(segment, arenas, 0, seated)))
     }
 
-    /// Everything the host can fail at before anybody comes.
+    /// All steps of the host that can fail before the members come.
     fn prepare(&self) -> std::result::Result<Prepared, String> {
         let seats = self.ranks.len();
         let capacity = ring_capacity(seats, self.ring_bytes);
@@ -296,8 +296,8 @@ impl Attempt<'_> {
         Ok(Ok(self.seated(segment, arenas, seat, roster.members)))
     }
 
-    /// Connects to the host's socket and shows who we are; again where a crowd
-    /// before its door has cost us our place.
+    /// Connects to the host's socket and authenticates; tries again if too many
+    /// connections have cost us our place.
     fn call(&self, host: usize, name: &str) -> std::result::Result<UnixStream, String> {
         let until = Instant::now() + self.meeting.left().min(PROMPT);
         loop {
@@ -368,7 +368,7 @@ mod tests {
     use super::*;
     use phalanx_store::MemStore;
 
-    /// The door makes room by closing who waits longest; that one comes again.
+    /// The host makes room by closing the connection that has waited longest; that member tries again.
     #[test]
     fn who_lost_its_place_before_the_door_calls_again() {
         let token = Token::generate().unwrap();

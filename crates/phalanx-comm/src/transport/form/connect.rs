@@ -20,7 +20,7 @@ use super::rendezvous::Rendezvous;
 use crate::notice::ranks;
 use crate::{Error, Result};
 
-/// Ends messages about ranks of other hosts that do not come through.
+/// The end of messages about unreachable ranks of other hosts.
 const FIREWALL: &str = "; if a firewall is between the hosts, let that port through, or choose ports with --port-range";
 
 /// Listens on a free port of `ip`; where other hosts can reach it, on one of `ports` if there are any.
@@ -60,7 +60,7 @@ pub(crate) fn connect(
         .iter()
         .flat_map(|&peer| STREAMS.map(|stream| (peer, stream)))
         .collect();
-    // Where it is on loopback, no firewall is between.
+    // On loopback there is no firewall in between.
     let at = listener.local_addr().ok();
     let firewall = at.is_some_and(|at| !at.ip().is_loopback());
     let firewall = if firewall { FIREWALL } else { "" };
@@ -123,13 +123,13 @@ pub(crate) fn connect(
                 }
             }
         }
-        // It keeps to the meeting's deadline.
+        // It observes the meeting's deadline.
         let accepted = accepting
             .join()
             .unwrap_or_else(|_| Err(Error::internal("the accepting thread panicked")));
         (accepted, result.map(|()| dialled))
     });
-    // Whichever half failed first tells the reason; the other was stopped.
+    // The half that failed first has the reason; the other was stopped.
     let (accepted, dialled) = match (accepted, dialled) {
         (Ok(accepted), Ok(dialled)) => (accepted, dialled),
         (Err(e), Ok(_)) | (Ok(_), Err(e)) => return Err(e),
@@ -187,7 +187,7 @@ fn host_of(member: &Member) -> (&str, Option<IpAddr>) {
     (&member.host.machine, member.address.map(|a| a.ip()))
 }
 
-/// The ranks whose hosts `rank` looks after: of each pair of hosts only the lowest ranks do.
+/// The ranks whose hosts `rank` probes: of each pair of hosts only the lowest ranks do.
 fn probed(rank: usize, members: &[Member]) -> Vec<usize> {
     let mut lowest: BTreeMap<_, usize> = BTreeMap::new();
     for (rank, member) in members.iter().enumerate() {

@@ -1,11 +1,11 @@
-//! Which host is this? A hint only: whether two ranks really share memory is
+//! Identifies the host. This is only a hint: whether two ranks really share memory is
 //! decided by trying.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
 use crate::{Error, Result};
 
-/// What a rank says about where it runs.
+/// A rank's description of where it runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Host {
     /// Kernel and network name space: a loopback address is meaningful among
@@ -41,7 +41,7 @@ impl Host {
         }
     }
 
-    /// Ranks with the same one (unless empty) run on the same cores.
+    /// The kernel: ranks with the same one (unless empty) run on the same cores.
     pub(crate) fn kernel(&self) -> &str {
         self.machine.split('/').next().unwrap_or_default()
     }
@@ -80,7 +80,7 @@ pub fn machine() -> String {
 /// Names of networks of containers and virtual machines on this host, which other hosts do not reach.
 const VIRTUAL: [&str; 5] = ["docker", "br-", "virbr", "podman", "cni"];
 
-/// The addresses by which other hosts may know this one, IPv4 first; none where the system does not list them.
+/// The addresses at which other hosts may reach this one, IPv4 first; empty if the system does not list them.
 pub fn host_addresses() -> Vec<IpAddr> {
     let mut all = if_addrs::get_if_addrs().unwrap_or_default();
     all.retain(|one| !one.is_loopback() && !one.is_link_local());
@@ -91,8 +91,8 @@ pub fn host_addresses() -> Vec<IpAddr> {
     all.iter().map(if_addrs::Interface::ip).collect()
 }
 
-/// Whether `ip` is an address of this host: of one of its interfaces, loopback, or all of them (unspecified). Not asked
-/// of `bind`, which takes any address where `net.ipv4.ip_nonlocal_bind` is set.
+/// Whether `ip` is an address of this host: of one of its interfaces, loopback, or all of them (unspecified). `bind`
+/// would not show this: it accepts any address if `net.ipv4.ip_nonlocal_bind` is set.
 pub fn is_own_address(ip: IpAddr) -> bool {
     let all = || if_addrs::get_if_addrs().unwrap_or_default();
     ip.is_loopback() || ip.is_unspecified() || all().iter().any(|one| one.ip() == ip)
@@ -109,8 +109,8 @@ pub fn local_address_towards(target: SocketAddr) -> std::io::Result<IpAddr> {
     Ok(socket.local_addr()?.ip())
 }
 
-/// Says so if `name`, the first host's, means only this host to those who ask here: `ip` is a loopback address.
-/// `None` for 127.0.0.1 and localhost too, which are given where all is on one host.
+/// A warning if `name`, the first host's, resolves on this host to the loopback address `ip`, so that it means
+/// only this host. `None` also for 127.0.0.1 and localhost, which are used when all ranks are on one host.
 pub fn what_loopback_means(name: &str, ip: IpAddr) -> Option<String> {
     let is_meant = name.parse::<IpAddr>().is_ok() || name == "localhost";
     (ip.is_loopback() && !is_meant).then(|| {

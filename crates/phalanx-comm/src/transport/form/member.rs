@@ -15,7 +15,7 @@ const MAX_BYTES: usize = 4096;
 /// This process as [`Member::process`] names it.
 pub(crate) fn this_process() -> String {
     let id = std::process::id();
-    // It goes into a line of its own, and the kernel takes any bytes.
+    // The name is written on its own line, and the kernel allows any bytes in it.
     let host = host_name().replace(char::is_control, "");
     format!("process {id} on {host}")
 }
@@ -25,7 +25,7 @@ pub(crate) fn this_process() -> String {
 pub(crate) struct Member {
     /// Random: two processes that claim one rank differ in it.
     pub(crate) instance: u64,
-    /// Which process it is, for people: "process 4711 on node7".
+    /// The process, for messages: "process 4711 on node7".
     pub(crate) process: String,
     pub(crate) world: usize,
     pub(crate) prefer: Prefer,
@@ -52,7 +52,7 @@ impl Member {
         .into_bytes()
     }
 
-    /// The error says what is wrong with the record.
+    /// Parses a record; the error describes what is wrong with it.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Member, String> {
         if bytes.len() > MAX_BYTES {
             return Err(format!("its record has {} bytes", bytes.len()));

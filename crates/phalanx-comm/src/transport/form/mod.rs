@@ -1,15 +1,14 @@
-//! Forming a group through a store: who is here, who is on my host, connect.
+//! Forms a group through a store.
 //!
-//! 1. Every rank claims its number with a record of where it is.
+//! 1. Every rank claims its number with a record of where it runs.
 //! 2. Ranks with the same hint try shared memory ([`attach`]).
 //! 3. All other pairs connect over TCP ([`connect`]).
-//! 4. When all are through, the last one removes the keys.
+//! 4. When all are finished, the last one removes the keys.
 //!
-//! One deadline covers everything; its error names the missing ranks. The
-//! first failure is marked in the store and ends the wait of all. A process
-//! whose rank is taken is no such failure: it is refused, and the others form
-//! with the one that came first. Nor is one that was started for another number
-//! of ranks than most ([`sizes`]).
+//! One deadline covers everything; its error names the missing ranks. The first failure
+//! is marked in the store and ends the wait of all. A process whose rank is taken is
+//! not such a failure: it is refused, and the others form with the one that came first.
+//! Nor is a process with a world size other than that of most ([`sizes`]).
 
 mod attach;
 mod connect;
@@ -92,8 +91,8 @@ pub struct FormOptions {
     pub world: usize,
     /// The job's secret.
     pub token: Token,
-    /// How often the job has formed its groups anew. A failed forming leaves
-    /// its mark: form again with the next generation.
+    /// How many times the job has re-formed its groups. A failed forming leaves its
+    /// mark in the store: form again with the next generation.
     pub generation: u32,
     /// The group within the generation.
     pub group: u32,
@@ -103,7 +102,7 @@ pub struct FormOptions {
     pub bind: BindAddr,
     /// The ports to listen on, unless that is on loopback; by default any.
     pub ports: Option<PortRange>,
-    /// The server of the store, where this rank hosts it: it knows which connections were refused.
+    /// The server of the store, if this rank hosts it: it knows which connections were refused.
     pub server: Option<Arc<TcpServer>>,
     /// Which transport to use.
     pub prefer: Prefer,
@@ -126,14 +125,14 @@ pub struct FormOptions {
 ///
 /// `Timeout` naming the ranks that did not come; `Usage` when ranks disagree
 /// (world size, transport, a rank taken twice) or an address cannot be used;
-/// `Aborted` with the first cause when another rank failed. Who finds its rank
-/// taken fails alone; its error names the process that has it. So does who was
-/// started for another world size than most of the others.
+/// `Aborted` with the first cause when another rank failed. A process whose rank is
+/// taken fails alone; its error names the process that has the rank. So does a process
+/// with a world size other than that of most others.
 pub fn form(store: &dyn Store, o: &FormOptions) -> Result<Mesh> {
     form_at(store, o, Host::here())
 }
 
-/// [`form`] for a rank that says it is on `host`; tests say what they like.
+/// [`form`] for a rank on `host`; tests may give any.
 pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<Mesh> {
     if o.rank >= o.world || u32::try_from(o.world).is_err() {
         return Err(Error::usage(format!(
@@ -143,7 +142,7 @@ pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<
     }
     limits::raise_open_files();
     let policy = Policy::from_env().map_err(Error::usage)?;
-    // Nothing folds here, but now is the time to say it.
+    // Nothing folds here, but an error should come now.
     Isa::chosen().map_err(Error::usage)?;
     let meeting = Rendezvous {
         store,
@@ -244,7 +243,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
                     ),
                 ));
             }
-            // Every rank of the host knows the same.
+            // Every rank of the host has the same reasons.
             if local[0] == o.rank {
                 for (reason, ranks) in by_reason(&reasons) {
                     let ranks = ranks_text(&ranks);
@@ -304,7 +303,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
     }))
 }
 
-/// The ranks that have each reason.
+/// The ranks of each reason.
 fn by_reason(reasons: &[attach::Reason]) -> BTreeMap<&str, Vec<usize>> {
     let mut ranks: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (rank, reason) in reasons {
@@ -313,8 +312,8 @@ fn by_reason(reasons: &[attach::Reason]) -> BTreeMap<&str, Vec<usize>> {
     ranks
 }
 
-/// Which ranks share a host and its memory. Where all talk over TCP, or ranks are
-/// not numbered host by host, each counts as a host of its own.
+/// Which ranks share a host and its memory. If all use TCP, or ranks are not numbered
+/// host by host, each rank counts as a separate host.
 fn hosts(prefer: Prefer, members: &[Member]) -> Hosts {
     let alone = || Hosts::of_sizes(&vec![1; members.len()]);
     if prefer == Prefer::Tcp {
@@ -327,7 +326,7 @@ fn hosts(prefer: Prefer, members: &[Member]) -> Hosts {
     Hosts::of_names(&hints).unwrap_or_else(alone)
 }
 
-/// Who shares our cores: all ranks under the same kernel, also those that
+/// How our cores are shared: with all ranks under the same kernel, also those that
 /// share no memory with us.
 fn topology(rank: usize, members: &[Member]) -> Topology {
     let kernel = members[rank].host.kernel();
@@ -339,7 +338,7 @@ fn topology(rank: usize, members: &[Member]) -> Topology {
     Topology::of_host(near.partition_point(|&r| r < rank), &shares)
 }
 
-/// Most characters of a holder's name that are repeated.
+/// Most characters of a holder's name in a message.
 const HOLDER_CHARS: usize = 100;
 
 /// The error of a process whose rank another one has, whose record is `theirs`.
@@ -356,11 +355,11 @@ fn is_taken(generation: u32, rank: usize, theirs: &[u8]) -> Error {
     ))
 }
 
-/// Publishes our record and reads everybody's. Until the will is dropped the
-/// others hear of it when we end.
+/// Publishes our record and reads those of all ranks. Until the will is dropped the
+/// others are notified when we end.
 fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<(Vec<Member>, Option<Will>)> {
     let mut sizes = Sizes::enter(meeting)?;
-    // Before the others know of us, so that from then on they hear of our end.
+    // Before the others know of us, so that they are notified of our end from then on.
     let will = meeting.leave_will(&record.process)?;
     if let Some(theirs) = meeting.claim("member", &record.encode())? {
         return Err(is_taken(meeting.generation, meeting.rank, &theirs));
@@ -395,8 +394,8 @@ fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<(Vec<Member>, Optio
     Ok((members, will))
 }
 
-/// A loopback address is only reached from its own host: better said now than
-/// after minutes of refused connections.
+/// A loopback address can only be reached from its own host: reported now, not after
+/// minutes of refused connections.
 fn check_reachable(rank: usize, members: &[Member], peers: &[usize]) -> Result<()> {
     let mine = &members[rank].host.machine;
     for &peer in peers {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::{Error, Result};
 
-/// How long all ports may be in use: other ranks of this host give theirs back when their groups have formed.
+/// How long all ports may be in use: other ranks of this host free theirs when their groups have formed.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Pause after all ports were in use.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -146,7 +146,7 @@ mod tests {
         }
     }
 
-    /// As many neighbouring ports as are free now.
+    /// `count` neighbouring ports that are free now.
     fn free_ports(count: u16) -> PortRange {
         loop {
             let any = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
@@ -164,7 +164,7 @@ mod tests {
         }
     }
 
-    /// Threads that choose at once, all from the same start, get a port each; one more is told why not.
+    /// Threads that choose at once, all from the same start, get a port each; one more gets an error.
     #[test]
     fn ranks_that_choose_at_once_get_one_port_each() {
         const RANKS: u16 = 8;
@@ -193,7 +193,7 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::Usage);
         let taken = format!("(in use: {}, ", ports.first());
         assert!(error.message().contains(&taken), "{error}");
-        // One that is given back is found.
+        // A port that was freed is found.
         drop(listeners);
         assert!(listen_within(ip, ports, 3).is_ok());
     }

@@ -1,5 +1,5 @@
-//! The store as a forming group uses it: waits with one deadline, errors that
-//! name ranks, and a mark by which the first failure ends everyone's wait.
+//! The store as a forming group uses it: waits with one deadline, errors that name
+//! ranks, and a mark by which the first failure ends the wait of all ranks.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -12,26 +12,26 @@ use super::member::Member;
 use crate::notice::{HostSpeaker, Waiting, ranks, say, seconds};
 use crate::{Error, ErrorKind, Result, limits};
 
-/// Distance between two signs of life of a rank that forms a group. The first
-/// comes after one of these: most formings are over by then.
+/// Interval between two heartbeats of a rank that forms a group. The first comes after
+/// one interval: most formings are over by then.
 const BEAT: Duration = Duration::from_millis(100);
-/// How long a rank is listened to before it is called silent.
+/// How long to wait for a rank's heartbeat before it counts as silent.
 const LISTEN: Duration = Duration::from_millis(350);
-/// Shorter deadlines are not lengthened by listening.
+/// Shorter deadlines are not extended by this wait.
 const LISTEN_ABOVE: Duration = Duration::from_secs(2);
 
-/// Begins a failure mark that a rank did not write itself.
+/// The beginning of a failure mark that a rank did not write itself.
 const LOST: &str = "lost ";
 
-/// Distance between two looks at the failure mark while waiting.
+/// Interval between two reads of the failure mark while waiting.
 const SLICE: Duration = Duration::from_millis(250);
 
-/// Most kinds of refused connections that are named at a time.
+/// Most kinds of refused connections in a message.
 const REFUSED_SHOWN: usize = 3;
 /// Ranks come to the store: the first wait of a forming.
 pub(super) const ARRIVE: &str = "arrive";
 
-/// Says what a rank waits for while it connects to others, unless another rank of its host does.
+/// Reports what a rank waits for while it connects to others, unless another rank of its host does.
 pub(crate) struct WaitReport<'a> {
     meeting: &'a Rendezvous<'a>,
     waiting: Waiting,
@@ -39,7 +39,7 @@ pub(crate) struct WaitReport<'a> {
 }
 
 impl WaitReport<'_> {
-    /// Prints `what` if that is due.
+    /// Prints `what` if a report is due.
     pub(crate) fn due(&mut self, what: impl FnOnce() -> String) {
         if let Some(waited) = self.waiting.due()
             && self.speaker.speaks()
@@ -69,28 +69,28 @@ pub(crate) struct Rendezvous<'a> {
     pub(crate) job: u64,
     /// Whether another process has our rank.
     pub(crate) taken: AtomicBool,
-    /// Whether ranks of another size are right. This forming is others' then, as
-    /// where our rank is taken, and our failure nobody else's.
+    /// Whether our world size is the wrong one. Then, as when our rank is taken, our
+    /// failure does not end the forming of others.
     pub(crate) misfit: AtomicBool,
 }
 
 impl Rendezvous<'_> {
-    /// Of all that form this group, whatever its size.
+    /// The key prefix of all processes that form this group, whatever its size.
     fn root(&self) -> String {
         format!("comm/{}/{}/", self.generation, self.group)
     }
 
-    /// Of those that form it with our size.
+    /// The key prefix of those with our size.
     fn prefix(&self) -> String {
         format!("{}{}/", self.root(), self.world)
     }
 
-    /// Where the sizes are listed for which processes were started.
+    /// The key of the list of sizes for which processes were started.
     pub(super) fn sizes_key(&self) -> String {
         format!("{}sizes", self.root())
     }
 
-    /// Where a process that was turned away leaves its name.
+    /// The key where a refused process leaves its note.
     pub(super) fn note_key(&self) -> String {
         format!("{}turned_away", self.prefix())
     }
@@ -99,7 +99,7 @@ impl Rendezvous<'_> {
         format!("{}came", self.prefix())
     }
 
-    /// This group as processes form it that were started for another size.
+    /// This group as formed by processes that were started for another size.
     pub(super) fn of_size(&self, world: usize) -> Rendezvous<'_> {
         Rendezvous {
             world,
@@ -116,7 +116,7 @@ impl Rendezvous<'_> {
         Ok(())
     }
 
-    /// Ranks of this size that have come.
+    /// Number of ranks of this size that have come.
     pub(super) fn came(&self) -> Result<usize> {
         let count = self.read(&self.came_key())?.unwrap_or_default();
         Ok(String::from_utf8_lossy(&count).parse().unwrap_or(0))
@@ -132,7 +132,7 @@ impl Rendezvous<'_> {
         stored.map_err(|e| self.store_failed("publishing to the store", e))
     }
 
-    /// Ranks of another size are right.
+    /// Our size is the wrong one.
     pub(super) fn is_misfit(&self) {
         self.misfit.store(true, Ordering::Relaxed);
     }
@@ -153,7 +153,7 @@ impl Rendezvous<'_> {
     }
 
     /// Publishes `value` unless another process has done so for this rank:
-    /// the first one keeps the rank, and what it published is returned.
+    /// the first one keeps the rank, and its value is returned.
     pub(crate) fn claim(&self, topic: &str, value: &[u8]) -> Result<Option<Vec<u8>>> {
         let stored = self
             .store
@@ -166,8 +166,8 @@ impl Rendezvous<'_> {
         Ok(Some(stored))
     }
 
-    /// Has the others told at once if this process ends while the group forms.
-    /// What is returned is to be dropped when it has formed.
+    /// Leaves a will, by which the others are notified at once if this process ends
+    /// while the group forms. Drop it when the group has formed.
     pub(crate) fn leave_will(&self, process: &str) -> Result<Option<Will>> {
         let text = format!(
             "{LOST}{}\nrank {} ({process}) is gone: it ended before the group had formed, or its \
@@ -186,8 +186,8 @@ impl Rendezvous<'_> {
         self.collect_while(topic, ranks, what, |_| Ok(()))
     }
 
-    /// [`collect`](Self::collect) as long as `look` has nothing against it, which
-    /// is told now and then who is missing.
+    /// [`collect`](Self::collect) that calls `look` with the missing ranks now and
+    /// then, and ends with its error.
     pub(super) fn collect_while(
         &self,
         topic: &str,
@@ -202,8 +202,8 @@ impl Rendezvous<'_> {
             match self.store.wait(&names, self.left().min(SLICE)) {
                 Ok(()) => break,
                 Err(e) if e.kind() == StoreKind::Timeout => {
-                    // Ranks with the same deadline see for themselves who is
-                    // missing; those with a later one hear it from us.
+                    // Ranks with the same deadline find the missing ranks themselves;
+                    // those with a later one learn of them from us.
                     let is_missing = |rank: &&usize| {
                         let key = self.key(topic, **rank);
                         e.missing_keys().contains(&key)
@@ -220,7 +220,7 @@ impl Rendezvous<'_> {
                         say(&self.waits(&missing, what, waited));
                     }
                 }
-                // It says nothing of who came, and may answer in time.
+                // This says nothing about the other ranks, and the store may still answer in time.
                 Err(e) if e.kind() == StoreKind::NoAnswer && !self.left().is_zero() => {}
                 Err(e) => return Err(self.store_failed("waiting for the other ranks", e)),
             }
@@ -241,8 +241,8 @@ impl Rendezvous<'_> {
             .collect()
     }
 
-    /// Whether this rank is the one of its host that says who is `missing`: the lowest that is
-    /// not missing itself.
+    /// Whether this rank reports the `missing` ranks for its host: the lowest rank that is not
+    /// missing itself.
     fn speaks(&self, missing: &[usize]) -> Result<bool> {
         let mine = Host::here().machine;
         for rank in (0..self.rank).rev().filter(|rank| !missing.contains(rank)) {
@@ -286,7 +286,7 @@ impl Rendezvous<'_> {
         shown.join("; ")
     }
 
-    /// For a wait in which ranks of this host wait for the same (`what` tells such waits apart).
+    /// A report for a wait that ranks of this host have in common; `what` identifies the wait.
     pub(crate) fn report(&self, what: &str) -> WaitReport<'_> {
         WaitReport {
             meeting: self,
@@ -303,19 +303,20 @@ impl Rendezvous<'_> {
         self.read(&self.key(topic, rank))
     }
 
-    /// Shows that this rank lives until `stopped` is disconnected. Who is missed
-    /// at the deadline may be waiting itself; who is silent is to blame.
+    /// Sends heartbeats of this rank until `stopped` is disconnected. A rank that is
+    /// missing at the deadline may itself be waiting; a rank without heartbeats is to
+    /// blame.
     pub(crate) fn beat(&self, stopped: &Receiver<()>) {
         let key = self.beat_key(self.rank);
         let mut beaten = false;
         while stopped.recv_timeout(BEAT) == Err(RecvTimeoutError::Timeout) {
-            // Without a store forming fails, and says so.
+            // Without a store forming fails with its own error.
             if self.store.add(&key, 1).is_err() {
                 return;
             }
             beaten = true;
         }
-        // Of a rank with two processes the beat is the other one's.
+        // If our rank is taken, the heartbeats are those of the other process.
         if beaten && !self.taken.load(Ordering::Relaxed) && self.left() > Duration::ZERO {
             let _ = self.store.delete(&key);
         }
@@ -326,15 +327,15 @@ impl Rendezvous<'_> {
     }
 
     fn beat_key(&self, rank: usize) -> String {
-        // Not below the prefix: the last rank removes that when others may
-        // still be about to beat.
+        // Not below the prefix: the last rank removes that when others may still send a
+        // heartbeat.
         format!(
             "beat/{}/{}/{}/{rank}",
             self.generation, self.group, self.world
         )
     }
 
-    /// Those of `ranks` that show no sign of life; all when it is not known.
+    /// Those of `ranks` without heartbeats; all if that is not known.
     fn silent(&self, ranks: &[usize]) -> Vec<usize> {
         let look = |rank: &usize| self.store.try_get(&self.beat_key(*rank)).ok().flatten();
         let before: Vec<_> = ranks.iter().map(look).collect();
@@ -352,8 +353,8 @@ impl Rendezvous<'_> {
         }
     }
 
-    /// The error for ranks that were waited for too long. Where some of them
-    /// only wait for the others, those are named.
+    /// The error for ranks that did not come in time. If some of them only wait for the
+    /// others, the others are named.
     pub(crate) fn late(&self, ranks: &[usize], missing: &[usize], what: &str) -> Error {
         let arrived: Vec<usize> = ranks
             .iter()
@@ -392,9 +393,9 @@ impl Rendezvous<'_> {
         }
     }
 
-    /// Ends the forming of all ranks, unless somebody was first. Also after a
-    /// missed deadline: a rank that comes later would wait for us in vain. Not
-    /// when we were refused: the others form without us.
+    /// Ends the forming of all ranks, unless another rank did first. Also after a
+    /// missed deadline: a rank that comes later would wait for us in vain. Not when we
+    /// were refused: the others form without us.
     pub(crate) fn fail(&self, error: &Error) {
         if error.kind() == ErrorKind::Aborted || self.is_refused() {
             return;
@@ -428,8 +429,8 @@ impl Rendezvous<'_> {
         })
     }
 
-    /// Waits until all ranks are through, then removes every key of this
-    /// forming; the last one does it, when nobody reads any more.
+    /// Waits until all ranks are finished, then removes every key of this forming; the
+    /// last rank does it, when no rank reads them any more.
     pub(crate) fn finish(&self) -> Result<()> {
         self.publish("ready", b"1")?;
         let all: Vec<usize> = (0..self.world).collect();

@@ -1,22 +1,20 @@
-//! Processes that were started for groups of different size.
+//! Handles processes that were started with different world sizes.
 //!
-//! Each size forms by itself, under keys of its own, so that one process with a
-//! wrong size (left over, or mistyped) cannot end what the others form, even if
-//! it came first. Only the list of sizes is shared. While a rank waits and the
-//! list has others, it looks whether it can be told who is right:
+//! Each size forms by itself, under separate keys, so one process with a wrong size
+//! (left over, or mistyped) cannot end the forming of the others, even if it came
+//! first. Only the list of sizes is shared. While a rank waits and the list has other
+//! sizes, it checks which size is right:
 //!
 //! * more than half of the ranks of another size have come, and more than of
-//!   ours: this process is the wrong one. It is refused, and says so in the
-//!   store for the others;
-//! * more than half of ours have come, and more than of any other: the wrong
-//!   ones are named in a warning, and the right ones waited for until the
-//!   deadline;
-//! * neither, and only such processes stand where ranks of ours are missing:
-//!   one half may be as right as the other. After [`patience`] that ends the
-//!   forming of both.
+//!   ours: this process is the wrong one. It is refused, and leaves a note in the store
+//!   for the others;
+//! * more than half of ours have come, and more than of any other: the wrong ones are
+//!   named in a warning, and the missing ones waited for until the deadline;
+//! * neither, and processes of another size have the numbers of all our missing ranks:
+//!   either size may be right. After [`patience`] that ends the forming of both.
 //!
-//! Whose group has formed is right in any case: the last of its ranks
-//! removes the keys of all.
+//! A size whose group has formed is right in any case: the last of its ranks removes
+//! the keys of all sizes.
 
 use std::time::{Duration, Instant};
 
@@ -24,32 +22,32 @@ use super::Rendezvous;
 use super::member::{Member, this_process};
 use crate::{Error, ErrorKind, Result};
 
-/// Different sizes that are kept apart.
+/// Most different sizes that are handled.
 const MOST_SIZES: usize = 8;
-/// Missing ranks that are looked for in another size at a time.
+/// Missing ranks that are looked up in another size at a time.
 const MOST_LOOKS: usize = 64;
 /// Longest list of sizes that is read.
 const MAX_LIST_BYTES: usize = 256;
-/// Most characters of what a refused process says that are repeated.
+/// Most characters of a refused process's note in a message.
 const NOTE_CHARS: usize = 300;
 
-/// How long nobody being right is put up with.
+/// How long to wait while no size is known to be right.
 fn patience(timeout: Duration) -> Duration {
     (timeout / 4).min(Duration::from_secs(10))
 }
 
-/// What is known of other sizes.
+/// What is known about other sizes.
 pub(super) struct Sizes<'a> {
     meeting: &'a Rendezvous<'a>,
-    /// Since when only wrong ones are where ranks are missing.
+    /// Since when processes of another size have the numbers of all missing ranks.
     stuck_since: Option<Instant>,
-    /// Who was turned away.
+    /// The note of a refused process.
     note: Option<String>,
     warned: Vec<(usize, usize)>,
 }
 
 impl<'a> Sizes<'a> {
-    /// Enters our size in the list. Before our record is there.
+    /// Adds our size to the list, before our record is published.
     pub(super) fn enter(meeting: &'a Rendezvous<'a>) -> Result<Sizes<'a>> {
         let key = meeting.sizes_key();
         loop {
@@ -85,16 +83,16 @@ impl<'a> Sizes<'a> {
         })
     }
 
-    /// Our record is there.
+    /// Our record is published.
     pub(super) fn count_in(&self) -> Result<()> {
         self.meeting.count_in()
     }
 
-    /// Looks for other sizes; `missing` ranks have not come yet.
+    /// Checks other sizes; `missing` ranks have not come yet.
     ///
     /// # Errors
     ///
-    /// When this process is the wrong one, or nobody can be told to be.
+    /// When this process is the wrong one, or it stays unknown which size is right.
     pub(super) fn look(&mut self, missing: &[usize]) -> Result<()> {
         let meeting = self.meeting;
         if meeting.peek("member", meeting.rank)?.is_none() {
@@ -110,7 +108,7 @@ impl<'a> Sizes<'a> {
         let mut is_first = 2 * ours > meeting.world;
         let mut standing: Vec<(usize, usize, String)> = Vec::new();
         for other in others {
-            // Those that gave up, or whose processes ended, stand in nobody's way.
+            // Sizes whose processes gave up or ended do not count.
             if other.check().is_err() {
                 continue;
             }
@@ -153,7 +151,7 @@ impl<'a> Sizes<'a> {
         }
     }
 
-    /// Adds who was turned away to the error of a missed deadline.
+    /// Adds the note of a refused process to the error of a missed deadline.
     pub(super) fn explain(&mut self, error: Error) -> Error {
         if error.kind() != ErrorKind::Timeout {
             return error;
@@ -167,7 +165,7 @@ impl<'a> Sizes<'a> {
         }
     }
 
-    /// Others are more.
+    /// Another size has more ranks.
     fn turn_away(&self, other: &Rendezvous<'_>, theirs: usize) -> Result<()> {
         let meeting = self.meeting;
         let note = format!(
@@ -181,8 +179,8 @@ impl<'a> Sizes<'a> {
             other.world
         ));
         other.set(&other.note_key(), note.as_bytes())?;
-        // So that nobody takes it for one who waits. If it is gone, so are all
-        // keys of this forming, and nothing may stay.
+        // So that no other rank counts this one as waiting. If the key is gone, so are
+        // all keys of this forming, and none may be left behind.
         let failed = |e| meeting.store_failed("publishing to the store", e);
         let record = meeting.key("member", meeting.rank);
         if !meeting.store.delete(&record).map_err(failed)? {
@@ -191,7 +189,7 @@ impl<'a> Sizes<'a> {
         Err(error)
     }
 
-    /// This process is the wrong one; nobody else's forming ends by it.
+    /// This process is the wrong one; this does not end the forming of others.
     fn refused(&self, because: &str) -> Error {
         self.meeting.is_misfit();
         Error::usage(format!(
@@ -217,7 +215,7 @@ impl<'a> Sizes<'a> {
         self.read_note()
     }
 
-    /// Looks whether somebody was turned away.
+    /// Reads the note of a refused process, if there is one.
     fn read_note(&mut self) -> Result<()> {
         let meeting = self.meeting;
         if self.note.is_some() {
@@ -244,7 +242,7 @@ fn process_of(record: &[u8]) -> String {
     )
 }
 
-/// Nothing in it is trusted.
+/// Parses an untrusted list.
 pub(in crate::transport) fn parse(text: &[u8]) -> Vec<usize> {
     let text = String::from_utf8_lossy(&text[..text.len().min(MAX_LIST_BYTES)]);
     let sizes = text.split(", ").filter_map(|size| size.parse().ok());

@@ -31,7 +31,7 @@ fn options(rank: usize, world: usize, token: &Token, prefer: Prefer) -> FormOpti
     }
 }
 
-/// Forms a group whose rank r says it is on `hosts[r]`.
+/// Forms a group whose rank r claims to be on `hosts[r]`.
 fn form_on(store: &MemStore, prefer: Prefer, hosts: &[&str]) -> Vec<Result<Mesh>> {
     let token = Token::generate().unwrap();
     std::thread::scope(|scope| {
@@ -69,7 +69,7 @@ fn kinds(mesh: &Mesh) -> Vec<TransportKind> {
     mesh.describe().into_iter().map(|(_, kind)| kind).collect()
 }
 
-/// Rank 2 comes and then shows no life; rank 1 cannot finish without it.
+/// Rank 2 comes and then sends no heartbeats; rank 1 cannot finish without it.
 #[test]
 fn who_only_waits_is_not_blamed_for_a_late_forming() {
     let store = MemStore::new();
@@ -267,7 +267,7 @@ fn who_comes_after_the_others_gave_up_hears_it_at_once() {
     }
 }
 
-/// Whichever claims the rank first keeps it, and nobody else notices.
+/// The first to claim the rank keeps it, and no other rank is affected.
 #[test]
 fn of_a_rank_taken_twice_only_the_second_is_refused() {
     for prefer in [Prefer::Auto, Prefer::Tcp] {
@@ -305,7 +305,7 @@ fn of_a_rank_taken_twice_only_the_second_is_refused() {
     }
 }
 
-/// Waits until so many processes of a size have been counted in.
+/// Waits until `come` processes of a size have been counted in.
 fn wait_for(store: &MemStore, size: usize, come: usize) {
     let started = Instant::now();
     let key = format!("comm/1/0/{size}/came");
@@ -353,7 +353,7 @@ fn a_complete_group_is_right_whoever_came_first() {
     let token = Token::generate().unwrap();
     let form_as = |rank, world| form(&store, &options(rank, world, &token, Prefer::Auto));
     std::thread::scope(|scope| {
-        // Of a hundred, so they are no majority of anything.
+        // Of a hundred, so they are not a majority.
         let strays = [0, 1].map(|rank| {
             let stray = scope.spawn(move || form_as(rank, 100).map(drop).unwrap_err());
             wait_for(&store, 100, rank + 1);
@@ -375,7 +375,7 @@ fn a_complete_group_is_right_whoever_came_first() {
 fn a_missed_deadline_says_who_was_turned_away() {
     let store = MemStore::new();
     let token = Token::generate().unwrap();
-    // What a process leaves that was started for another size.
+    // The note of a process that was started for another size.
     let note = "process 7 on node7 was started as rank 2 of 4 and takes no part";
     store
         .set("comm/1/0/3/turned_away", note.as_bytes())
@@ -386,7 +386,7 @@ fn a_missed_deadline_says_who_was_turned_away() {
             o.timeout = Duration::from_secs(1);
             scope.spawn(move || {
                 let text = form(store, &o).map(drop).unwrap_err().to_string();
-                // Whose deadline comes first ends the other's wait.
+                // The rank whose deadline comes first ends the other's wait.
                 assert!(text.contains("rank 2 did not arrive"), "{text}");
                 assert!(text.contains(note), "{text}");
             });
@@ -409,7 +409,7 @@ fn disagreement_is_named_and_ends_everyones_wait() {
         errors
     };
     let auto = |rank, world| FormOptions {
-        // A quarter of it passes before nobody is taken to be right.
+        // A quarter of it passes before the forming of both ends.
         timeout: Duration::from_secs(10),
         ..options(rank, world, &token, Prefer::Auto)
     };
@@ -546,7 +546,7 @@ fn abort_reaches_all_hosts_of_a_mixed_mesh() {
             std::thread::sleep(Duration::from_millis(20));
             mesh.abort_handle().poison(&Poison::new(3, "enough"));
         }
-        // Everybody waits for its neighbour in shared memory only.
+        // Every rank waits for its neighbour in shared memory only.
         let peer = mesh.rank() ^ 1;
         let e = recv_byte(&mut mesh, peer).unwrap_err();
         assert_eq!(e.origin_rank(), Some(3), "{e}");
@@ -613,7 +613,7 @@ fn a_poisoned_rank_that_leaves_passes_the_first_cause_on() {
         formed(Prefer::Auto, &["a", "a", "b"]),
         |mut mesh| match mesh.rank() {
             0 => assert!(mesh.abort_handle().poison(&Poison::new(0, "root"))),
-            // Hears it in shared memory, and leaves.
+            // Learns it through shared memory, and leaves.
             1 => {
                 assert!(loiter(&mut mesh, PATIENCE).is_err());
             }

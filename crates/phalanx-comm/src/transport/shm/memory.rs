@@ -9,28 +9,28 @@ use super::super::segment::Segment;
 use crate::limits;
 use crate::region::Region;
 
-/// What must be sealed before anybody maps: its size, and the seals.
+/// The seals required before mapping: of the size, and of the seals.
 const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
 
-/// A fresh segment and the descriptor to hand out. Errors are texts for the
-/// store, where other ranks read why there is no shared memory.
+/// A new segment and the descriptor to pass on. Errors are texts for the store, where
+/// other ranks read why there is no shared memory.
 pub(crate) fn create(layout: Layout, nonce: &[u8; 32]) -> Result<(OwnedFd, Segment), String> {
     let fd = sealed_memfd("phalanx", layout.total())?;
     let region = Region::shared(fd.as_fd(), layout.total()).map_err(|e| format!("mmap: {e}"))?;
     Ok((fd, Segment::create(region, layout, nonce)))
 }
 
-/// Opens a segment that another process made, after checking that nobody can
-/// change its size any more and that it is the one that was promised.
+/// Opens a segment that another process made, after checking that no process can change
+/// its size any more and that it is the expected one.
 pub(crate) fn open(fd: &OwnedFd, seats: usize, nonce: &[u8; 32]) -> Result<Segment, String> {
     let size = sealed_size(fd, Layout::MAX_TOTAL)?;
     let region = Region::shared(fd.as_fd(), size).map_err(|e| format!("mmap: {e}"))?;
     Segment::open(region, seats, nonce)
 }
 
-/// A memfd of `bytes` zeros whose size nobody can change.
+/// A memfd of `bytes` zeros whose size no process can change.
 pub(crate) fn sealed_memfd(name: &str, bytes: usize) -> Result<OwnedFd, String> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Old kernels do not know NOEXEC_SEAL; some new ones insist on it.
@@ -44,8 +44,8 @@ pub(crate) fn sealed_memfd(name: &str, bytes: usize) -> Result<OwnedFd, String> 
     Ok(fd)
 }
 
-/// Size of a memfd that another process made, after checking that nobody can
-/// change it any more and that it is at most `most`.
+/// Size of a memfd that another process made, after checking that no process can change
+/// it any more and that it is at most `most`.
 pub(crate) fn sealed_size(fd: &OwnedFd, most: usize) -> Result<usize, String> {
     let seals = rustix::fs::fcntl_get_seals(fd)
         .map_err(|e| format!("the descriptor is not a memfd: {e}"))?;

@@ -2,9 +2,9 @@
 //!
 //! The lowest rank of a host makes the segment: a memfd, sealed against
 //! growing and shrinking (a peer that truncated it would kill us with SIGBUS),
-//! with no name in any file system, hence nothing to squat on, nothing stale
-//! and no dependence on the size of a container's `/dev/shm`. It travels over
-//! an abstract Unix socket, whose name is random and worthless without the
+//! with no name in any file system. So no other process can take its name, nothing
+//! stale is left behind, and the size of a container's `/dev/shm` does not matter. It
+//! is passed over an abstract Unix socket, whose name is random and useless without the
 //! job's token:
 //!
 //! | step | from | message | descriptors |
@@ -14,9 +14,9 @@
 //! | 3 | host | nonce (32 bytes), number of seats taken, whether there are arenas | the segment, the arenas if there are any |
 //! | 4 | host | for each 128 such seats: seat and pid of each | one pidfd per seat |
 //!
-//! A pidfd becomes readable when its process ends, whoever that process's
-//! parent is and whatever pid namespace it lives in, and pids cannot be
-//! reused under it. That replaces the end-of-stream that memory has not.
+//! A pidfd becomes readable when its process ends, whatever that process's parent and
+//! pid namespace, and is not affected by reuse of the pid. It replaces the
+//! end-of-stream, which memory does not have.
 
 mod memory;
 mod passing;
@@ -33,7 +33,7 @@ use std::os::unix::net::UnixStream;
 pub(super) struct Watch {
     pub(super) rank: usize,
     pub(super) seat: usize,
-    /// As that process knows itself.
+    /// The pid in that process's own namespace.
     pub(super) pid: u32,
     pub(super) process: OwnedFd,
 }
@@ -42,8 +42,8 @@ pub(super) struct Watch {
 /// handshake would refuse it too; this costs no thread.
 pub(super) fn check_same_user(socket: &UnixStream) -> std::io::Result<()> {
     use std::os::fd::AsRawFd;
-    // `libc` rather than `rustix`: the kernel says pid 0 for a process of
-    // another pid namespace, which rustix's type cannot hold.
+    // `libc` rather than `rustix`: the kernel returns pid 0 for a process of another
+    // pid namespace, which rustix's type cannot hold.
     let mut peer = libc::ucred {
         pid: 0,
         uid: u32::MAX,

@@ -22,15 +22,15 @@ const PID_BYTES: usize = 4;
 const MEMBER_BYTES: usize = 4 + PID_BYTES;
 /// Members listed in one message; the kernel passes at most 253 descriptors with one.
 const MEMBERS_PER_MESSAGE: usize = 128;
-/// How long sending waits for others to take the descriptors that are on their way to them: the
-/// kernel limits how many a user may have there.
+/// How long sending waits for others to receive descriptors in flight: the kernel limits how
+/// many a user may have in flight.
 const FULL_PATIENCE: Duration = Duration::from_secs(5);
 
-/// What a member learns from its host.
+/// What a member receives from its host.
 pub(crate) struct Roster {
     pub(crate) nonce: [u8; NONCE_BYTES],
     pub(crate) memory: OwnedFd,
-    /// Where buckets come from, if the host has that.
+    /// The memory for buckets, if the host has it.
     pub(crate) arenas: Option<OwnedFd>,
     /// Seat, pid, pidfd of each member that came, the host and us included.
     pub(crate) members: Vec<(usize, u32, OwnedFd)>,
@@ -58,7 +58,7 @@ pub(crate) fn connect(name: &str, until: Instant) -> std::io::Result<UnixStream>
     Ok(stream)
 }
 
-/// Step 2: the member shows its process.
+/// Step 2: the member sends its pid and pidfd.
 pub(crate) fn greet(socket: &UnixStream) -> Result<(), String> {
     let own = rustix::process::getpid();
     let process =
@@ -80,7 +80,7 @@ pub(crate) fn receive_greeting(socket: &mut UnixStream) -> Result<(u32, OwnedFd)
     }
 }
 
-/// Step 3: the host hands the segment to one member.
+/// Step 3: the host passes the segment to one member.
 pub(crate) fn hand_over(
     socket: &UnixStream,
     nonce: &[u8; NONCE_BYTES],

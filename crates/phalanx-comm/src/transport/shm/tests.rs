@@ -1,4 +1,4 @@
-//! Shared memory: seals, passing, what a hostile other end may try.
+//! Shared memory: seals, passing of descriptors, and attacks by a hostile peer.
 
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
@@ -167,7 +167,7 @@ fn a_full_host_is_listed_in_several_messages() {
     assert_eq!(seats, (0..list.len()).collect::<Vec<_>>());
 }
 
-/// `ftruncate` beyond the limit would end the process: so this one asks for what no limit allows.
+/// `ftruncate` beyond the limit would end the process: so this test requests a size that no limit allows.
 #[test]
 fn a_segment_beyond_the_file_size_limit_is_refused() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -244,7 +244,7 @@ fn a_host_that_does_not_accept_is_given_up() {
     assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock, "{error}");
     assert!(!waiting.is_empty());
     assert!(start.elapsed() < Duration::from_secs(60));
-    // There is room again as soon as somebody is taken in.
+    // There is room again as soon as a connection is accepted.
     let _taken = listener.accept().unwrap();
     let socket = connect(&name, Instant::now()).unwrap();
     assert!(

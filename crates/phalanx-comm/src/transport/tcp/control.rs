@@ -13,14 +13,14 @@ use super::super::poison::{MAX_CAUSE_BYTES, Poison};
 use super::super::segment::Segment;
 use crate::Error;
 
-/// How long after the end of a data stream its reason may still be under way
-/// on the control stream.
+/// How long after the end of a data stream its reason may still be in transit on the
+/// control stream.
 const REASON_PATIENCE: Duration = Duration::from_millis(250);
 
 /// How a peer ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Fate {
-    /// It aborted the group, or passed another rank's abort on.
+    /// It aborted the group, or forwarded another rank's abort.
     Aborted(Poison),
     /// It left in good order.
     Left,
@@ -42,7 +42,7 @@ impl Fate {
     }
 }
 
-/// What came in so far.
+/// The bytes received so far.
 struct Inbox {
     bytes: [u8; Header::BYTES + MAX_CAUSE_BYTES],
     filled: usize,
@@ -93,18 +93,17 @@ impl Control {
         self.stream.as_fd()
     }
 
-    /// Whether news may still come.
+    /// Whether a frame may still come.
     pub(crate) fn is_open(&self) -> bool {
         self.open.load(Ordering::Acquire)
     }
 
-    /// Tells the peer the cause of the group's end, best effort, and ends our
-    /// side.
+    /// Sends the cause of the group's end to the peer, best effort, and ends our side.
     pub(crate) fn send_abort(&self, poison: &Poison) {
         self.say(Kind::Abort, poison);
     }
 
-    /// Tells the peer that we leave in good order.
+    /// Notifies the peer that we leave in good order.
     pub(crate) fn send_goodbye(&self) {
         self.say(Kind::Goodbye, &Poison::new(0, ""));
     }
@@ -130,8 +129,8 @@ impl Control {
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 
-    /// Reads what has come; the peer's fate once it is known. An abort also
-    /// poisons this host.
+    /// Reads the bytes that have come; returns the peer's fate once it is known. An
+    /// abort also poisons this host.
     pub(crate) fn pump(&self) -> Option<Fate> {
         let mut inbox = self.inbox.lock().unwrap_or_else(PoisonError::into_inner);
         if inbox.fate.is_none() {
@@ -162,8 +161,8 @@ impl Control {
         }
     }
 
-    /// The fate, if a whole frame is there. A frame that is not ours is a
-    /// loss too: the peer cannot be talked to.
+    /// The fate, if a whole frame has come. An invalid frame counts as a lost peer:
+    /// communication with it is impossible.
     fn parse(&self, inbox: &Inbox) -> Option<Fate> {
         let bytes = &inbox.bytes[..inbox.filled];
         let header = match Header::decode(bytes.first_chunk()?) {
@@ -196,8 +195,8 @@ impl Control {
         })
     }
 
-    /// The reason why the data stream ended with `how`; waits a little for it,
-    /// because the two streams are not ordered with each other.
+    /// The reason why the data stream ended with `how`; waits briefly for it, because
+    /// the two streams are not ordered with each other.
     pub(crate) fn reason(&self, how: &str) -> Fate {
         let start = Instant::now();
         loop {
@@ -206,7 +205,7 @@ impl Control {
                 None if start.elapsed() < REASON_PATIENCE => {
                     std::thread::sleep(Duration::from_millis(1));
                 }
-                // Perhaps another rank has told us the first cause already.
+                // Another rank may already have sent us the first cause.
                 Some(Fate::Lost(_)) | None => {
                     let first = self.segment.poisoned().map(Fate::Aborted);
                     return first.unwrap_or_else(|| Fate::Lost(how.to_owned()));
@@ -222,7 +221,7 @@ mod tests {
     use super::*;
     use std::net::TcpListener;
 
-    /// What becomes of a peer that writes `bytes` on its control stream.
+    /// The fate of a peer that writes `bytes` on its control stream.
     fn fate_of(bytes: &[u8]) -> (Fate, Option<Poison>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -266,7 +265,7 @@ mod tests {
         assert_eq!(fate_of(&frame(Kind::Goodbye, |_| ())), (Fate::Left, None));
     }
 
-    /// One frame decides: nothing that a peer keeps sending keeps us reading.
+    /// The first frame decides: a peer that keeps sending does not keep us reading.
     #[test]
     fn anything_else_is_a_loss() {
         let cases = [

@@ -20,9 +20,9 @@ const PAUSE_MIN: Duration = Duration::from_millis(5);
 /// See [`PAUSE_MIN`].
 const PAUSE_MAX: Duration = Duration::from_millis(250);
 
-/// Connects `stream` to `peer` and proves who we are. Tries until the
-/// deadline: the peer's backlog may be full, or strangers may keep it busy. A
-/// reason that time does not change ends it at once. `hint` ends the messages about waiting.
+/// Connects `stream` to `peer` and authenticates. Tries until the deadline: the peer's
+/// backlog may be full, or strangers may keep it busy. A permanent error ends it at once.
+/// `hint` is the end of the messages about waiting.
 pub(crate) fn dial(
     meeting: &Rendezvous<'_>,
     me: Hello,

@@ -11,8 +11,8 @@ use super::control::Control;
 use super::options::set_recv_low_water;
 use crate::{Error, Result};
 
-/// Most bytes that come before who waits for them is woken: a frame of usual size, which is handled as a whole
-/// anyway. Of 128 KiB, 512 KiB and none, this one left most of the core to compute (tools/runs/2026-11-21-overlap-why).
+/// Most bytes that arrive before the waiter is woken: a frame of usual size, which is handled as a whole anyway. Of 128
+/// KiB, 512 KiB and no limit, this one left most of the core to computation (tools/runs/2026-11-21-overlap-why).
 const BATCH_BYTES: usize = 512 << 10;
 
 /// A peer behind a socket.
@@ -20,7 +20,7 @@ pub(crate) struct TcpLink {
     rank: usize,
     stream: TcpStream,
     control: Arc<Control>,
-    /// Bytes from which on the kernel wakes us.
+    /// The number of bytes at which the kernel wakes us.
     wakes_at: Cell<usize>,
 }
 
@@ -47,8 +47,8 @@ impl TcpLink {
         self.stream.as_fd()
     }
 
-    /// Lets the kernel call the socket readable only when [`BATCH_BYTES`] of `coming_bytes` are there, or all of them
-    /// where they are fewer; 0 is for the first byte. Those bytes must be certain to come.
+    /// Lets the kernel report the socket readable only when [`BATCH_BYTES`] of `coming_bytes` have arrived, or all of
+    /// them if they are fewer; 0 means at the first byte. Those bytes must be certain to come.
     pub(crate) fn wake_at(&self, coming_bytes: usize) {
         let bytes = coming_bytes.clamp(1, BATCH_BYTES);
         if self.wakes_at.get() != bytes && set_recv_low_water(&self.stream, bytes).is_ok() {
@@ -123,7 +123,7 @@ impl Link for TcpLink {
 
 impl Drop for TcpLink {
     fn drop(&mut self) {
-        // The peer sees the end even where a forked child still holds the socket.
+        // The peer sees the end even if a forked child still holds the socket.
         let _ = self.stream.shutdown(Shutdown::Write);
     }
 }
@@ -165,13 +165,13 @@ mod tests {
         let (mut peer, mut link) = pair();
         link.wake_at(1000);
         peer.write_all(&[7; 999]).unwrap();
-        // However late it looks.
+        // However late the check is.
         assert!(!is_readable(&link, 0));
         peer.write_all(&[7]).unwrap();
         assert!(is_readable(&link, 60));
         let mut got = [0; 2000];
         assert_eq!(link.try_recv(&mut got).unwrap(), 1000);
-        // Bytes that are there are given whatever was asked for.
+        // Available bytes are read, whatever was requested.
         link.wake_at(1000);
         peer.write_all(&[8; 3]).unwrap();
         link.wake_at(0);

@@ -1,11 +1,11 @@
-//! Whether the host of a peer is still there.
+//! Checks whether the host of a peer still lives.
 //!
 //! A process that dies closes its connections, and its peers see that at once. A host that loses
 //! power or its network closes none. So of each pair of hosts one connection of a group, the
 //! control connection of their lowest ranks, is probed by the kernel (TCP keep-alive). Lost
-//! probes alone are no verdict, because a busy host may drop them: after some of them a new
+//! probes alone prove nothing, because a busy host may drop them: after some of them a new
 //! connection is tried, which the other kernel answers by itself, also by refusing it. A host
-//! that answers neither is gone, 25 to 36 s after the last sign of it.
+//! that answers neither is considered gone, 25 to 36 s after its last answer.
 
 use std::io::{Error, ErrorKind as IoKind};
 use std::net::{SocketAddr, TcpStream};
@@ -17,19 +17,19 @@ use super::control::Control;
 use super::options::{keep_alive, unanswered_probes};
 use crate::{Result, limits};
 
-/// Least silence after which the kernel probes, and least distance of its probes; see [`jitter`].
+/// Least silence after which the kernel probes, and least interval of its probes; see [`jitter`].
 const PROBE_EVERY: Duration = Duration::from_secs(5);
-/// Probes sent in vain after which a new connection is tried; the last may still be under way.
+/// Unanswered probes after which a new connection is tried; the last may still be in flight.
 const SUSPICIOUS: u32 = 5;
-/// How long a new connection may go unanswered; it is asked for at 0, 1 and 3 s.
+/// How long a new connection may go unanswered; the kernel sends a SYN at 0, 1 and 3 s.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
-/// Distance between two looks at the number of lost probes.
+/// Interval between two checks of the number of lost probes.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Silence after which other connections between hosts are probed: only so that firewalls, which
-/// forget idle connections after some minutes, do not forget them.
+/// Silence after which other connections between hosts are probed, only so that firewalls, which
+/// drop idle connections after some minutes, do not drop them.
 const KEEP_OPEN_EVERY: Duration = Duration::from_secs(240);
 
-/// Keeps firewalls between hosts from forgetting an idle connection.
+/// Keeps firewalls between hosts from dropping an idle connection.
 pub(in super::super) fn keep_open(stream: &TcpStream) -> std::io::Result<()> {
     keep_alive(stream, KEEP_OPEN_EVERY + jitter(60), KEEP_OPEN_EVERY)
 }
@@ -44,7 +44,7 @@ fn jitter(most_s: u64) -> Duration {
     Duration::from_secs(getrandom::u64().unwrap_or(0) % (most_s + 1))
 }
 
-/// Looks after the host of one peer.
+/// Checks the host of one peer.
 pub(in super::super) struct HostProbe {
     control: Arc<Control>,
     /// Where the peer listened while the group formed.
@@ -108,7 +108,7 @@ impl HostProbe {
     }
 }
 
-/// Tries to connect to `address`, on a thread of its own; an error says that nobody answers.
+/// Tries to connect to `address`, on a separate thread; an error means that the host does not answer.
 fn ask(address: SocketAddr) -> Option<Receiver<std::io::Result<()>>> {
     let (tell, told) = channel();
     let started = std::thread::Builder::new()
@@ -129,7 +129,7 @@ fn ask(address: SocketAddr) -> Option<Receiver<std::io::Result<()>>> {
     }
 }
 
-/// What the end of an attempt to connect says of the host; nothing where it failed here.
+/// What the result of an attempt to connect shows about the host; `None` if it failed on this host.
 fn verdict(failure: Option<Error>) -> Option<std::io::Result<()>> {
     match failure {
         None => Some(Ok(())),
@@ -156,7 +156,7 @@ mod tests {
         HostProbe::new(Arc::new(Control::new(1, (0, 0), stream, segment)), address)
     }
 
-    /// Judges until `done` says that the question that was asked has been answered.
+    /// Judges until `done` returns that the attempt to connect has ended.
     fn judged(probe: &mut HostProbe, done: impl Fn(&HostProbe) -> bool) -> Option<String> {
         let start = Instant::now();
         loop {
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn lost_probes_alone_are_no_verdict() {
-        // Nobody listens there any more, as when a group has formed: the kernel refuses.
+        // No process listens there any more, as when a group has formed: the kernel refuses.
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         drop(listener);
@@ -187,7 +187,7 @@ mod tests {
         assert!(probe.asked.is_none());
     }
 
-    /// A queue that is full answers as a host that is gone: not at all.
+    /// A full queue, like a host that is gone, does not answer.
     #[test]
     fn a_host_that_answers_nothing_is_gone() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -221,7 +221,7 @@ mod tests {
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         probe(&stream).unwrap();
         use rustix::net::sockopt;
-        // Zero: the kernel never gives up a window that stays closed.
+        // Zero: the kernel never gives up on a window that stays closed.
         assert_eq!(sockopt::tcp_user_timeout(&stream).unwrap(), 0);
         assert!(sockopt::socket_keepalive(&stream).unwrap());
         assert_eq!(unanswered_probes(&stream).unwrap(), 0);
@@ -234,7 +234,7 @@ mod tests {
             (25..=36).contains(&found_after.as_secs()),
             "{found_after:?}"
         );
-        // The kernel's own verdict comes much later.
+        // The kernel's own timeout comes much later.
         let own = interval * sockopt::tcp_keepcnt(&stream).unwrap();
         assert!(own > Duration::from_secs(300), "{own:?}");
     }

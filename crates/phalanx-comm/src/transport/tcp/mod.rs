@@ -1,7 +1,7 @@
 //! TCP between two ranks: two connections per pair.
 //!
 //! *Data* (stream 0) carries the bytes of a link and nothing else. *Control* (stream 1)
-//! carries at most one frame per direction: why the sender ends. It is a connection of its own
+//! carries at most one frame per direction: why the sender ends. It is a separate connection
 //! because an abort may come from another thread in the middle of a half-written frame on the
 //! data stream.
 

@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use rustix::net::sockopt;
 
-/// Probes that go unanswered before the kernel gives a connection up by itself: as many as it allows. Who
-/// is gone is decided elsewhere (`liveness`).
+/// Unanswered probes before the kernel itself ends a connection: the maximum. `liveness` decides which
+/// hosts are gone.
 const KEEPALIVE_PROBES: u32 = 127;
 
-/// Small frames at once, and no blocking. Buffer sizes stay with the kernel's autotuning, which
-/// measured as good or better.
+/// Sends small frames at once, and does not block. Buffer sizes are left to the kernel's
+/// autotuning, which measured as good or better.
 ///
 /// Nothing here ends a connection whose peer is silent. A limit for unacknowledged data
 /// (`TCP_USER_TIMEOUT`) would end those to ranks that compute: Linux applies it to closed windows
@@ -53,8 +53,8 @@ pub(super) fn unanswered_probes(stream: &impl AsFd) -> Result<u32> {
     }
 }
 
-/// Says how many bytes must have come before the kernel calls `stream` readable, as `SO_RCVLOWAT`; a window that
-/// is full, or the end of the stream, always wakes.
+/// Sets how many bytes must arrive before the kernel reports `stream` readable (`SO_RCVLOWAT`); a full window,
+/// or the end of the stream, always wakes.
 pub(super) fn set_recv_low_water(stream: &TcpStream, bytes: usize) -> Result<()> {
     let bytes = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
     // SAFETY: the descriptor is open, and the option's value is read from an integer of the length given.

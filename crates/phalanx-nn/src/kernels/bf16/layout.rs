@@ -8,7 +8,7 @@
 //!
 //! Where slots are neighbours in a tile's row (weight gradients), rows that do not begin
 //! on a cache line take twice as long to load: lines are added until every unit begins
-//! on one, and shifts that do not keep to lines get copies of their own.
+//! on one, and shifts that are not whole lines get separate copies.
 
 use super::DEPTH;
 use super::window::{MAX_TAPS, Window};

@@ -9,8 +9,8 @@
 //! *Order*: the inner dimension is cut into blocks of 32. Of a block, products
 //! at even and at odd places form one chain of fused multiply-adds each; the two
 //! are added, then added to the sum so far. That is how `tdpbf16ps` is defined,
-//! so every instruction set gives the same bits, except that AMX takes subnormal
-//! numbers for zero. Chunks, blocks and threads do not enter.
+//! so every instruction set gives the same bits, except that AMX treats subnormal
+//! numbers as zero. Chunks, blocks and threads do not affect it.
 
 mod forward;
 mod layout;

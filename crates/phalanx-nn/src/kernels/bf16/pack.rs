@@ -1,4 +1,4 @@
-//! Rounding to bf16, and the orders in which tiles want their operands.
+//! Rounding to bf16, and the packed orders of the tiles' operands.
 
 use super::layout::Layout;
 use super::window::{MAX_RUNS, Window};
@@ -24,13 +24,13 @@ pub(super) trait Pack {
     unsafe fn pair<S: Element>(low: *const S, high: *const S) -> Self::Reg;
     /// 32 values in their order.
     unsafe fn narrow<S: Element>(from: *const S) -> Self::Reg;
-    /// 32 values in their order, each added to what lies in `to`.
+    /// 32 values in their order, each added to the value in `to`.
     unsafe fn add_narrow(from: *const f32, to: *const Bf16) -> Self::Reg;
     /// Stores 64 bytes.
     unsafe fn store(r: Self::Reg, to: *mut u32);
     /// 32 words, zero where the mask is.
     unsafe fn masked(from: *const u16, mask: u32) -> Self::Reg;
-    /// Asks for a line that will be read soon; any address will do.
+    /// Prefetches a line that will be read soon; any address is allowed.
     unsafe fn fetch<S: Element>(at: *const S);
     /// Transposes sixteen registers of sixteen lanes.
     unsafe fn transpose(rows: [Self::Reg; LANES]) -> [Self::Reg; LANES];
@@ -297,7 +297,7 @@ fn element(w: &Window, k: usize) -> (usize, usize) {
 
 packing! {
     /// # Safety
-    /// `to` holds all panels; nobody else touches this block of them.
+    /// `to` holds all panels; no other code touches this block of them.
     unsafe fn row_block(w: &Window, from: &[f32], columns: usize, block: usize, to: *mut u32) = row_block_body
 }
 
@@ -751,7 +751,7 @@ packing! {
     /// what lies there.
     ///
     /// # Safety
-    /// The places are valid and nobody else's.
+    /// The places are valid, and no other code touches them.
     unsafe fn outputs(sums: &[f32; SIDE * SIDE], at: &[usize], width: usize, to: *mut Bf16, mode: Mode) = outputs_body
 }
 

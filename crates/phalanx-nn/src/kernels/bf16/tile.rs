@@ -135,7 +135,7 @@ impl Tiles {
     /// # Safety
     /// `offsets` names `runs` offsets; 32 rows of `a` hold `run` blocks behind each
     /// of them; two panels of `b` hold `runs * run` blocks; 32 rows of 32 sums are
-    /// valid and touched by nobody else. Rows of `c` may coincide.
+    /// valid and touched by no other code. Rows of `c` may coincide.
     pub(super) unsafe fn multiply(&self, b: &Block) {
         debug_assert!(b.runs > 0 && b.run > 0);
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -152,7 +152,7 @@ impl Drop for Tiles {
     fn drop(&mut self) {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         if self.amx {
-            // SAFETY: tiles are configured on this thread; nobody's are in use.
+            // SAFETY: tiles are configured on this thread; none is in use.
             unsafe { std::arch::asm!("tilerelease", options(nostack, nomem)) };
         }
     }

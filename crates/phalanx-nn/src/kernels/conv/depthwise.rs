@@ -1,5 +1,5 @@
-//! Depthwise convolution: every channel has a kernel of its own. Sixteen
-//! channels are a vector; any kernel (up to 49 taps), stride, padding and dilation.
+//! Depthwise convolution: every channel has its own kernel. Sixteen channels are a
+//! vector; any kernel (up to 49 taps), stride, padding and dilation.
 //!
 //! Rows of pixels whose windows lie inside the image keep a 3x3 kernel (in the
 //! weight gradient: its sums) in registers; pixels at a border go through lists

@@ -15,10 +15,10 @@ const PLACE: &str = "PHALANX_TEST_STORE";
 const TOKEN: &str = "PHALANX_TEST_TOKEN";
 const RANK: &str = "PHALANX_TEST_RANK";
 const PREFER: &str = "PHALANX_TEST_PREFER";
-/// How many files more the child may open than it has when it begins to form.
+/// How many more files the child may open when it begins to form.
 const FILES: &str = "PHALANX_TEST_FILES";
 
-/// How a child ends that cannot form the group; a panic has another status.
+/// Exit status of a child that cannot form the group; a panic has another.
 const NOT_FORMED: i32 = 3;
 
 /// A child that does not outlive its test.
@@ -93,7 +93,7 @@ fn child() {
         .poison(&Poison::new(rank, e.to_string()));
 }
 
-/// Lets this process open so many files more.
+/// Lets this process open `more` more files.
 fn allow_files(more: u64) {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let open = names(Path::new("/proc/self/fd"));
@@ -102,7 +102,7 @@ fn allow_files(more: u64) {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = Some(end);
     setrlimit(Resource::Nofile, limit).unwrap();
-    // Numbers below that are free are none that may be used.
+    // Uses up the free descriptor numbers below the limit.
     while let Ok(file) = std::fs::File::open("/dev/null") {
         std::mem::forget(file);
     }
@@ -141,13 +141,13 @@ fn kill_one(prefer: Prefer, kind: TransportKind) {
 
     let start = Instant::now();
     let pid = victim.kill();
-    // We wait for the innocent one; the dead one is named all the same.
+    // We wait for the innocent one; the dead one is named nevertheless.
     let e = recv_byte(&mut mesh, 1).unwrap_err();
     let elapsed = start.elapsed();
     assert!(elapsed < SOON, "{elapsed:?}");
     match e.kind() {
         ErrorKind::PeerLost => assert_eq!(e.peer(), Some(2), "{e}"),
-        // The bystander saw it first and told us.
+        // The bystander saw it first and notified us.
         _ => assert_eq!(e.origin_rank(), Some(1), "{e}"),
     }
     let named = match kind {
@@ -156,7 +156,7 @@ fn kill_one(prefer: Prefer, kind: TransportKind) {
     };
     assert!(e.to_string().contains(&named), "{e}");
     mesh.abort_handle().poison(&Poison::new(0, e.to_string()));
-    // The bystander ends too: it saw the same, or hears it from us.
+    // The bystander ends too: it saw the same, or is notified by us.
     drop(mesh);
     let status = bystander.0.wait().unwrap();
     assert!(status.success(), "{status}");
@@ -218,7 +218,7 @@ fn a_killed_process_is_named_at_once_over_tcp() {
     kill_one(Prefer::Tcp, TransportKind::Tcp);
 }
 
-/// Ranks 1 and 2 wait on one host: one of them says so, the other is silent.
+/// Ranks 1 and 2 wait on one host: one of them reports it, the other is silent.
 #[test]
 fn a_rank_that_starts_late_is_named_while_the_group_forms() {
     let token = Token::generate().unwrap();
@@ -255,7 +255,7 @@ fn a_rank_that_starts_late_is_named_while_the_group_forms() {
     }
 }
 
-/// Wherever forming meets the limit for open files, it ends at once and says so to all.
+/// Wherever forming reaches the limit for open files, it ends at once for all ranks.
 #[test]
 fn running_out_of_files_ends_forming_and_names_the_limit() {
     for more in [0, 1, 3] {

@@ -41,7 +41,7 @@ pub(super) fn fits(s: &ConvShape) -> bool {
         && s.output.iter().all(|&o| o >= STEP - 1)
 }
 
-/// Tiles of a block whose transforms stay in L2 beside each other.
+/// Tiles of a block whose transforms fit into L2 together.
 fn block_tiles(channels: usize) -> usize {
     if channels <= 128 { 48 } else { 96 }
 }
@@ -357,8 +357,8 @@ fn gradient_keeps(s: &ConvShape) -> bool {
     s.inp * s.out >= STORED_WEIGHTS && TileMap::forward(s).grid.tiles() <= KEPT_TILES
 }
 
-/// Elements that all partial sums of a weight gradient may take: more would
-/// cost more to fold than threads gain by not meeting at every block of tiles.
+/// Elements that all partial sums of a weight gradient may take: more would cost more
+/// to fold than threads gain by not synchronising at every block of tiles.
 const PARTIAL_ELEMS: usize = 640 * 1024;
 /// Blocks of tiles that a partial sum is worth.
 const PARTIAL_BLOCKS: usize = 8;
@@ -439,8 +439,8 @@ fn both_domains(
 /// `sums (+)=` the products of one position's tiles, the first `count` of a block.
 ///
 /// # Safety
-/// The domains hold `block` tiles of the layer's inputs and outputs, and nobody
-/// else touches the position's sums.
+/// The domains hold `block` tiles of the layer's inputs and outputs, and no other code
+/// touches the position's sums.
 unsafe fn sum_position(
     s: &ConvShape,
     p: usize,
@@ -659,11 +659,11 @@ fn transform_all(
     });
 }
 
-/// A pointer that chunks read through, or write through to places of their own.
+/// A pointer that chunks read through, or write through to disjoint places.
 #[derive(Clone, Copy)]
 struct Shared<T>(T);
 
-// SAFETY: every use says which part of the memory is whose.
+// SAFETY: every use states which part of the memory belongs to which chunk.
 unsafe impl<T> Sync for Shared<T> {}
 
 impl<T: Copy> Shared<T> {

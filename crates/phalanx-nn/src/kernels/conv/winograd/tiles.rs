@@ -47,8 +47,8 @@ pub(super) struct Domain {
 }
 
 impl Domain {
-    /// Floats of one position: a line more than it holds, because positions a
-    /// multiple of 4 KiB apart would fight for the same cache sets.
+    /// Floats of one position: a line more than it holds, because positions a multiple
+    /// of 4 KiB apart would share the same cache sets.
     pub(super) const fn plane(rows: usize, channels: usize) -> usize {
         rows * channels + LANES
     }
@@ -236,7 +236,7 @@ vectorised! {
     /// `finish.bias` starts with theirs).
     ///
     /// # Safety
-    /// `y` holds the grid's output images and nobody else touches these tiles' channels.
+    /// `y` holds the grid's output images and no other code touches these tiles' channels.
     pub(super) unsafe fn output(
         g: &Grid, from: Domain, s: Span, y: *mut f32, pixel: usize, finish: Finish<'_>,
     ) = output_body

@@ -178,11 +178,11 @@ unsafe fn fetch_body<V: Vector>(rows: Rows, share: usize) {
 }
 
 vectorised! {
-    /// Asks for one of [`POSITIONS`] shares of the rows: to be called once for each
-    /// while something else is computed.
+    /// Prefetches one of [`POSITIONS`] shares of the rows: to be called once for each
+    /// during other computation.
     ///
     /// # Safety
-    /// None to keep: memory is not touched.
+    /// No requirements: memory is not accessed.
     pub(super) unsafe fn fetch(rows: Rows, share: usize) = fetch_body
 }
 
@@ -256,8 +256,8 @@ vectorised! {
     /// Adds up partial sums of part of the kernels' gradients and transforms them back.
     ///
     /// # Safety
-    /// `u` holds the part in each of its sums, `dw` all `9 * inp * out` values, and
-    /// nobody else touches the part of `dw`.
+    /// `u` holds the part in each of its sums, `dw` all `9 * inp * out` values, and no
+    /// other code touches the part of `dw`.
     pub(super) unsafe fn gradient(
         u: Sums, p: Part, dw: *mut f32, size: [usize; 2], mode: Mode,
     ) = gradient_body
