@@ -100,7 +100,7 @@ fn main() -> ExitCode {
         let mut trainer = job
             .trainer(&train, |scope| Network::new(scope, args.width), Adam::new)
             .schedule(|lr, steps| Schedule::cosine(lr, steps, 0.0))
-            .shaped_by(vec![format!("--width {}", args.width)])
+            .hyperparameters(vec![format!("--width {}", args.width)])
             .start()?;
         for _epoch in trainer.epochs() {
             for batch in trainer.batches(&train)? {

@@ -75,11 +75,11 @@ impl Flyte {
 }
 
 impl Reporter for Flyte {
-    fn trains(&mut self, ctx: &RankContext, epochs: usize) -> Result<()> {
+    fn on_train_start(&mut self, ctx: &RankContext, epochs: usize) -> Result<()> {
         self.all(ctx, &format!("Training for {epochs} epochs"))
     }
 
-    fn step(&mut self, ctx: &RankContext, facts: &StepFacts) -> Option<String> {
+    fn on_step(&mut self, ctx: &RankContext, facts: &StepInfo) -> Option<String> {
         if !(facts.logged && ctx.is_main()) {
             return None;
         }
@@ -96,7 +96,12 @@ impl Reporter for Flyte {
         ))
     }
 
-    fn evaluated(&mut self, ctx: &RankContext, _epoch: usize, tested: &Evaluation) -> Result<()> {
+    fn on_evaluation(
+        &mut self,
+        ctx: &RankContext,
+        _epoch: usize,
+        tested: &Evaluation,
+    ) -> Result<()> {
         if !ctx.is_main() {
             return Ok(());
         }
@@ -106,7 +111,7 @@ impl Reporter for Flyte {
         ))
     }
 
-    fn saves(&mut self, ctx: &RankContext, weights: bool) -> Result<()> {
+    fn on_save(&mut self, ctx: &RankContext, weights: bool) -> Result<()> {
         self.main(
             ctx,
             if weights {
@@ -117,7 +122,7 @@ impl Reporter for Flyte {
         )
     }
 
-    fn ends(&mut self, ctx: &RankContext) -> Result<()> {
+    fn on_train_end(&mut self, ctx: &RankContext) -> Result<()> {
         let world = ctx.world();
         self.all(
             ctx,

@@ -74,7 +74,7 @@ fn train(job: &Job<'_>, args: &GptArgs) -> Result<()> {
         .optimizer_title(&args.optimizer_title(settings.lr()))
         .schedule(|lr, steps| Schedule::cosine(lr, steps, lr / 10.0))
         .clip_grad_norm(CLIP)
-        .shaped_by(args.shaping());
+        .hyperparameters(args.shaping());
     if let Some(mesh) = args.mesh.mesh(ctx.world())? {
         return gpt_mesh::train(
             job,

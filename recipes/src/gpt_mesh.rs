@@ -101,7 +101,7 @@ pub fn train(
     args.text.name_in_summary(&mut trainer, train);
     let measure = |gpt: &Gpt, batch: Batch<'_>| {
         let Some(scores) = batch.own_rows(scores(gpt, &batch, context)?)? else {
-            return Ok(Measure::nothing());
+            return Ok(Measure::empty());
         };
         let (rows, vocab) = (batch.targets.len(), scores.shape()[2]);
         let scores = scores.reshape(&[rows, vocab])?;

@@ -87,7 +87,7 @@ fn train(job: &Job<'_>, args: &Linear) -> Result<()> {
     });
     let mut trainer = (job.trainer(&samples, LinearToy::new, Sgd::new))
         .shuffle(false)
-        .shaped_by(vec![format!("--iterations {}", args.iterations)])
+        .hyperparameters(vec![format!("--iterations {}", args.iterations)])
         .reporter(Box::new(Lines {
             iterations: args.iterations,
         }))
@@ -117,7 +117,7 @@ struct Lines {
 const PRINT_EVERY: usize = 50;
 
 impl Reporter for Lines {
-    fn step(&mut self, _ctx: &RankContext, facts: &StepFacts) -> Option<String> {
+    fn on_step(&mut self, _ctx: &RankContext, facts: &StepInfo) -> Option<String> {
         let (step, all) = (facts.index + 1, self.iterations);
         let loss = || format!("{step}/{all} loss:{}", python_repr(facts.loss));
         step.is_multiple_of(PRINT_EVERY).then(loss)

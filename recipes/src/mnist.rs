@@ -80,7 +80,7 @@ fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
             let cosine = || Schedule::cosine(lr, steps, 0.0);
             Ok(args.cosine.then(cosine).transpose()?)
         })
-        .shaped_by(args.shaping())
+        .hyperparameters(args.shaping())
         .files(Files {
             accuracies: Some("mnist_cnn_accuracies.json".into()),
             ..NETWORK.files(NETWORK.pixels, false)

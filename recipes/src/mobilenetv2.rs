@@ -72,7 +72,7 @@ fn train(job: &Job<'_>, args: &MobileNet) -> Result<()> {
         .reporter(Box::new(OneFlow {
             batch: job.settings().batch_size(),
         }))
-        .shaped_by(args.cifar.shaping());
+        .hyperparameters(args.cifar.shaping());
     if args.parallel == Parallel::Sbp {
         return oneflow::train_by_sbp(job, builder, &data);
     }

@@ -101,7 +101,7 @@ pub struct ModelArts {
 }
 
 impl Reporter for ModelArts {
-    fn trained(&mut self, ctx: &RankContext, epoch: usize, loss: f64, own: f64) -> Result<()> {
+    fn on_epoch_end(&mut self, ctx: &RankContext, epoch: usize, loss: f64, own: f64) -> Result<()> {
         let loss = if self.everybody { own } else { loss };
         if self.everybody || ctx.is_main() {
             ctx.line(&format!("train | epoch: {epoch} | loss: {loss:.4}"))?;
@@ -109,7 +109,12 @@ impl Reporter for ModelArts {
         Ok(())
     }
 
-    fn evaluated(&mut self, ctx: &RankContext, epoch: usize, tested: &Evaluation) -> Result<()> {
+    fn on_evaluation(
+        &mut self,
+        ctx: &RankContext,
+        epoch: usize,
+        tested: &Evaluation,
+    ) -> Result<()> {
         if self.everybody || ctx.is_main() {
             // Python's print puts a space before the empty line.
             ctx.line(&format!(

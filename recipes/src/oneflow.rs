@@ -25,14 +25,14 @@ pub fn started(job: &Job<'_>) -> Result<()> {
 }
 
 impl Reporter for OneFlow {
-    fn epoch(&mut self, ctx: &RankContext, epoch: usize) -> Result<()> {
+    fn on_epoch_start(&mut self, ctx: &RankContext, epoch: usize) -> Result<()> {
         if ctx.is_main() {
             ctx.line(&format!("Epoch {epoch}\n-------------------------------"))?;
         }
         Ok(())
     }
 
-    fn step(&mut self, ctx: &RankContext, facts: &StepFacts) -> Option<String> {
+    fn on_step(&mut self, ctx: &RankContext, facts: &StepInfo) -> Option<String> {
         if !ctx.is_main() || !facts.index.is_multiple_of(PRINT_EVERY) {
             return None;
         }
@@ -43,7 +43,12 @@ impl Reporter for OneFlow {
         ))
     }
 
-    fn evaluated(&mut self, ctx: &RankContext, _epoch: usize, tested: &Evaluation) -> Result<()> {
+    fn on_evaluation(
+        &mut self,
+        ctx: &RankContext,
+        _epoch: usize,
+        tested: &Evaluation,
+    ) -> Result<()> {
         ctx.note(&format!(
             "test loss {:.4}, accuracy {:.2} %",
             tested.loss,
@@ -64,7 +69,7 @@ pub fn check_sbp(args: &ImageArgs, settings: &Settings) -> Result<()> {
         log_batches,
         log_images,
     } = args;
-    Mesh::of_data(1).refuse(settings, "--parallel sbp")?;
+    Mesh::data_parallel(1).refuse(settings, "--parallel sbp")?;
     // Other values than the defaults were typed.
     for (flag, is_typed) in [
         ("--exact-validation false", !exact_validation),
@@ -98,8 +103,8 @@ pub fn train_by_sbp(
     data: &Data,
 ) -> Result<()> {
     let mut trainer = builder
-        .on(Mesh::of_data(job.world_size()), Parallel::new())
-        .shaped_by(vec!["--parallel sbp".to_owned()])
+        .on(Mesh::data_parallel(job.world_size()), Parallel::new())
+        .hyperparameters(vec!["--parallel sbp".to_owned()])
         .start()?;
     data.name_in_summary(&mut trainer);
     for _epoch in trainer.epochs() {
@@ -111,7 +116,7 @@ pub fn train_by_sbp(
         }
         trainer.evaluate(&data.test, |net, batch| {
             let Some(scores) = batch.own_rows(scores(net, &batch)?)? else {
-                return Ok(Measure::nothing());
+                return Ok(Measure::empty());
             };
             let measure = Measure::of_scores(&scores, &batch.labels)?;
             Ok(measure.with_loss(scores.cross_entropy(&batch.labels, 1.0)?))

@@ -106,7 +106,7 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
         .optimizer_title(&title)
         .try_schedule(|lr, steps| is_fast.then(|| cycle(lr, steps)).transpose())
         .drop_last(true)
-        .shaped_by([args.cifar.shaping(), args.shaping(job.settings())].concat())
+        .hyperparameters([args.cifar.shaping(), args.shaping(job.settings())].concat())
         .files(Files {
             weights: None,
             each_epoch: true,

@@ -91,7 +91,7 @@ fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
         ))
         .try_schedule(|lr, steps| cifar::one_cycle(lr, steps, 0.23, 0.2, 0.05).map(Some))
         .drop_last(true)
-        .shaped_by([args.cifar.shaping(), args.shaping()].concat())
+        .hyperparameters([args.cifar.shaping(), args.shaping()].concat())
         .files(NETWORK.files(NETWORK.pixels, NETWORK.mirrored))
         .reporter(Box::new(ModelArts::default()))
         .start()?;

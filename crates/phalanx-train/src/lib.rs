@@ -51,7 +51,7 @@ pub use phalanx_track::{TrackArgs, Tracker};
 pub use precision::PrecisionArg;
 pub use prepare::{PreparedRun, prepare_run};
 pub use profile::Profiler;
-pub use reporter::{EpochLines, Reporter, StepFacts};
+pub use reporter::{EpochLines, Reporter, StepInfo};
 pub use run_dir::{FolderArgs, RunDir, check_folder_of};
 pub use saving::SavingArgs;
 pub use settings::{Defaults, SamplerKind, Settings};

@@ -5,9 +5,9 @@ use crate::format::rounded;
 use crate::trainer::Evaluation;
 use phalanx_launch::RankContext;
 
-/// A step that was just taken.
+/// What a step has done.
 #[derive(Debug, Clone, Copy)]
-pub struct StepFacts {
+pub struct StepInfo {
     /// Counted from 1.
     pub epoch: usize,
     /// In the epoch, from 0.
@@ -21,70 +21,81 @@ pub struct StepFacts {
     /// Mean loss of this rank's samples of the step; of the global batch
     /// where results do not depend on the ranks and this step is logged.
     pub loss: f64,
-    /// Whether it is this step's turn in the log.
+    /// Whether `--log-interval` logs this step.
     pub logged: bool,
 }
 
 /// What a program prints on standard output, and when. Every method is called on all ranks.
 pub trait Reporter {
-    /// The model is there, training begins.
+    /// Called once before the first step.
     ///
     /// # Errors
     ///
     /// Those of writing to standard output; so for all of these.
-    fn trains(&mut self, _ctx: &RankContext, _epochs: usize) -> Result<()> {
+    fn on_train_start(&mut self, _ctx: &RankContext, _epochs: usize) -> Result<()> {
         Ok(())
     }
 
-    /// Epoch `epoch`, from 1, begins.
+    /// Called before the first step of epoch `epoch`, from 1.
     ///
     /// # Errors
     ///
-    /// As [`trains`](Self::trains).
-    fn epoch(&mut self, _ctx: &RankContext, _epoch: usize) -> Result<()> {
+    /// As [`on_train_start`](Self::on_train_start).
+    fn on_epoch_start(&mut self, _ctx: &RankContext, _epoch: usize) -> Result<()> {
         Ok(())
     }
 
-    /// What to print about a step, if anything. `facts.logged` is the only
+    /// Called after each step; gives what to print of it, if anything. `facts.logged` is the only
     /// hint; a program with an interval of its own may ignore it.
-    fn step(&mut self, _ctx: &RankContext, _facts: &StepFacts) -> Option<String> {
+    fn on_step(&mut self, _ctx: &RankContext, _facts: &StepInfo) -> Option<String> {
         None
     }
 
-    /// All steps of an epoch are done. `loss` is the mean over all samples,
+    /// Called after the last step of an epoch. `loss` is the mean over all samples,
     /// `own` the mean of this rank's steps.
     ///
     /// # Errors
     ///
-    /// As [`trains`](Self::trains).
-    fn trained(&mut self, _ctx: &RankContext, _epoch: usize, _loss: f64, _own: f64) -> Result<()> {
+    /// As [`on_train_start`](Self::on_train_start).
+    fn on_epoch_end(
+        &mut self,
+        _ctx: &RankContext,
+        _epoch: usize,
+        _loss: f64,
+        _own: f64,
+    ) -> Result<()> {
         Ok(())
     }
 
-    /// An epoch's evaluation is done.
+    /// Called after the evaluation of an epoch.
     ///
     /// # Errors
     ///
-    /// As [`trains`](Self::trains).
-    fn evaluated(&mut self, _ctx: &RankContext, _epoch: usize, _tested: &Evaluation) -> Result<()> {
+    /// As [`on_train_start`](Self::on_train_start).
+    fn on_evaluation(
+        &mut self,
+        _ctx: &RankContext,
+        _epoch: usize,
+        _tested: &Evaluation,
+    ) -> Result<()> {
         Ok(())
     }
 
-    /// Weights (`true`) or accuracies are being saved at the end.
+    /// Called before the weights (`true`) or the accuracies are saved at the end.
     ///
     /// # Errors
     ///
-    /// As [`trains`](Self::trains).
-    fn saves(&mut self, _ctx: &RankContext, _weights: bool) -> Result<()> {
+    /// As [`on_train_start`](Self::on_train_start).
+    fn on_save(&mut self, _ctx: &RankContext, _weights: bool) -> Result<()> {
         Ok(())
     }
 
-    /// All is saved on all ranks.
+    /// Called when all files of all ranks are saved.
     ///
     /// # Errors
     ///
-    /// As [`trains`](Self::trains).
-    fn ends(&mut self, _ctx: &RankContext) -> Result<()> {
+    /// As [`on_train_start`](Self::on_train_start).
+    fn on_train_end(&mut self, _ctx: &RankContext) -> Result<()> {
         Ok(())
     }
 }
@@ -95,14 +106,20 @@ pub trait Reporter {
 pub struct EpochLines;
 
 impl Reporter for EpochLines {
-    fn trained(&mut self, ctx: &RankContext, epoch: usize, loss: f64, _own: f64) -> Result<()> {
+    fn on_epoch_end(
+        &mut self,
+        ctx: &RankContext,
+        epoch: usize,
+        loss: f64,
+        _own: f64,
+    ) -> Result<()> {
         match ctx.is_main() {
             true => ctx.line(&format!("epoch {epoch}: train loss {}", rounded(loss))),
             false => Ok(()),
         }
     }
 
-    fn evaluated(
+    fn on_evaluation(
         &mut self,
         ctx: &RankContext,
         epoch: usize,

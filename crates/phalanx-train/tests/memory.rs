@@ -54,7 +54,7 @@ fn peaks(dir: &Path, args: &[&str]) -> [isize; 3] {
         };
         let mesh = Mesh {
             fully_sharded: true,
-            ..Mesh::of_data(RANKS)
+            ..Mesh::data_parallel(RANKS)
         };
         let builder = job.trainer(&train, model, Adam::new);
         let (trainer, starting) = peak_bytes(|| builder.on(mesh, Parallel::new()).start());

@@ -26,7 +26,7 @@ fn main() -> ExitCode {
     phalanx::main_with(|job, args: &Args| {
         let (train, test) = mnist::open("synthetic", job.settings().seed)?;
         let mesh = args.mesh.mesh(job.world_size())?;
-        let mesh = mesh.unwrap_or(Mesh::of_data(job.world_size()));
+        let mesh = mesh.unwrap_or(Mesh::data_parallel(job.world_size()));
         let layers = Parallel::new()
             .column("tensor", &["fc1"])
             .row("tensor", &["fc2"]);
@@ -43,7 +43,7 @@ fn main() -> ExitCode {
             trainer.evaluate(&test, |model, batch| {
                 let scores = model.forward(batch.images()?)?;
                 let Some(scores) = batch.own_rows(scores)? else {
-                    return Ok(Measure::nothing());
+                    return Ok(Measure::empty());
                 };
                 let measure = Measure::of_scores(&scores, batch.labels())?;
                 Ok(measure.with_loss(scores.cross_entropy(batch.labels(), 1.0)?))

@@ -18,7 +18,7 @@ pub use phalanx_nn::{
 };
 pub use phalanx_train::{
     Defaults, EpochLines, Error, ErrorKind, Evaluation, Files, Job, Measure, Mesh, MeshArgs,
-    MicroBatch, OnMesh, RankContext, Reporter, Result, Settings, StepBatch, StepFacts, Trainer,
+    MicroBatch, OnMesh, RankContext, Reporter, Result, Settings, StepBatch, StepInfo, Trainer,
     TrainerBuilder,
 };
 

@@ -78,11 +78,11 @@ impl ImageArgs {
             .title(network.title)
             .data(&data.description, &data.content)
             .unit("images")
-            .shaped_by(vec![format!(
+            .hyperparameters(vec![format!(
                 "--exact-validation {}",
                 self.exact_validation
             )])
-            .must_agree(vec![
+            .same_on_all_ranks(vec![
                 format!("--log-batches {}", self.log_batches),
                 format!("--log-images {}", self.log_images),
             ])

@@ -77,7 +77,7 @@ fn main() -> ExitCode {
         let test = Arc::new(windows(args.windows, 1000));
         let mut trainer = job
             .trainer(&train, |scope| Forecaster::new(scope, args.width), Adam::new)
-            .shaped_by(vec![format!("--width {}", args.width)])
+            .hyperparameters(vec![format!("--width {}", args.width)])
             .start()?;
         for _epoch in trainer.epochs() {
             for batch in trainer.batches(&train)? {

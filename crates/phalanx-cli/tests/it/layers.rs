@@ -455,9 +455,9 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1178),
     ("phalanx-store", 3369),
     ("phalanx-track", 3360),
-    ("phalanx-train", 8074),
+    ("phalanx-train", 8120),
     ("phalanx-wire", 1695),
-    ("recipes", 3035),
+    ("recipes", 3050),
 ];
 
 /// How far a crate may be below its line.

@@ -113,7 +113,7 @@ pub struct Mesh {
 
 impl Mesh {
     /// `world` ranks that split batches.
-    pub fn of_data(world: usize) -> Mesh {
+    pub fn data_parallel(world: usize) -> Mesh {
         Mesh {
             data: world,
             tensor: 1,

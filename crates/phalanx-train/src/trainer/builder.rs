@@ -20,7 +20,7 @@ use phalanx_track::Tracker;
 use super::announce::{About, announce, announce_resumed};
 use super::evaluate::Evaluation;
 use super::{Purpose, Reports, Results, Trainer};
-use crate::best::Best;
+use crate::best::{Best, BestEpoch};
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
 use crate::format::{number, thousands};
@@ -281,16 +281,16 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         self
     }
 
-    /// Settings of the program's own that shape the training, one a line, its name first:
+    /// Hyperparameters of the program's own, one a line, its name first:
     /// `--momentum 0.9`. They must be the same on all ranks, and a resumed run says which have
     /// changed.
-    pub fn shaped_by(mut self, settings: Vec<String>) -> Self {
+    pub fn hyperparameters(mut self, settings: Vec<String>) -> Self {
         self.shaping.extend(settings);
         self
     }
 
     /// Further settings that must be the same on all ranks.
-    pub fn must_agree(mut self, settings: Vec<String>) -> Self {
+    pub fn same_on_all_ranks(mut self, settings: Vec<String>) -> Self {
         self.must_agree.extend(settings);
         self
     }
@@ -396,6 +396,32 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         Ok([run.clone(), run])
     }
 
+    /// Checks the settings for `world` ranks that split a batch, and completes what shapes the training.
+    fn settle(&mut self, world: usize) -> Result<()> {
+        let settings = self.settings;
+        settings.validate(world)?;
+        S::check(&self.strategy, settings)?;
+        if self.sync_batch_norm {
+            settings.check_sync_batch_norm()?;
+            self.shaping.push("sync_batch_norm true".to_owned());
+        }
+        if !self.shuffle {
+            self.shaping.push("shuffle false".to_owned());
+        }
+        self.shaping.splice(0..0, S::shaping(&self.strategy));
+        Ok(())
+    }
+
+    /// What must be the same on all ranks, a fact a line.
+    fn facts(&self) -> Vec<String> {
+        let mut facts = vec![format!("train {}", self.program)];
+        facts.extend(self.settings.must_agree());
+        facts.extend_from_slice(&self.must_agree);
+        facts.extend_from_slice(&self.shaping);
+        facts.push(format!("data {}", self.content));
+        facts
+    }
+
     /// Builds the training, new or from the checkpoint that `--resume` names, and announces it
     /// on standard error. Rank 0's parameters are sent to all ranks.
     ///
@@ -409,16 +435,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let (ctx, settings) = (self.ctx, self.settings);
         // Ranks that share a part of a batch count as one.
         let world = S::batch_ranks(&self.strategy, ctx.world());
-        settings.validate(world)?;
-        S::check(&self.strategy, settings)?;
-        if self.sync_batch_norm {
-            settings.check_sync_batch_norm()?;
-            self.shaping.push("sync_batch_norm true".to_owned());
-        }
-        if !self.shuffle {
-            self.shaping.push("shuffle false".to_owned());
-        }
-        self.shaping.splice(0..0, S::shaping(&self.strategy));
+        self.settle(world)?;
         let mut trackers = std::mem::take(&mut self.trackers);
         if ctx.is_main() {
             trackers.extend(settings.track.trackers(&real_env())?);
@@ -429,6 +446,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let resumable = settings.resumable(&self.program, &self.content, world);
         let shaping = saving::settings(&[settings.shaping(), self.shaping.clone()].concat());
 
+        let facts = self.facts();
         let mut scope = Scope::new(Seed(settings.seed));
         let model = (self.model)(&mut scope);
         let mut params = scope.build()?;
@@ -440,11 +458,6 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             }
             settings.init.fill(ctx, &mut params)?;
         }
-        let mut facts = vec![format!("train {}", self.program)];
-        facts.extend(settings.must_agree());
-        facts.extend(self.must_agree);
-        facts.extend(self.shaping);
-        facts.push(format!("data {}", self.content));
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(settings.precision.into());
         let names: Vec<String> = self.groups.iter().map(|(name, _)| name.clone()).collect();
@@ -483,15 +496,12 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         if let Some(resumed) = &resumed {
             resumed.fits(steps)?;
         }
+        let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
         let all = (steps * settings.epochs()) as u64;
         let schedule = self.schedule.map(|make| make(self.lr, all)).transpose()?;
-        let mut schedule = schedule.flatten();
-        if let Some(momentum) = schedule.as_ref().and_then(Schedule::momentum) {
-            // An optimizer without momentum of its own has it from now on, and state for it.
-            for group in strategy.groups() {
-                strategy.optimizer_mut(group).set_momentum(momentum)?;
-            }
-        }
+        let schedule = schedule.flatten();
+        let schedule = schedule.map(|schedule| prepare_schedule(schedule, &mut strategy, place));
+        let schedule = schedule.transpose()?;
         if let Some(resumed) = &resumed {
             strategy.restore(ctx, resumed, &shaping)?;
         }
@@ -517,7 +527,6 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let initial = weights.clone().filter(|_| resumed.is_none());
         let weights = weights.unwrap_or_default();
         let infos = strategy.infos();
-        let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
         let is_over = place.epoch as usize >= settings.epochs();
         // A program may have ended before its last epoch.
         let unchanged = |resumed: &Resumed| {
@@ -545,32 +554,17 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         }
         let mut reporter = self.reporter;
         if !is_complete && self.purpose == Purpose::Train {
-            reporter.trains(ctx, settings.epochs())?;
+            reporter.on_train_start(ctx, settings.epochs())?;
         }
         output.reopen()?;
         let history = resumed.as_ref().map(Resumed::history).transpose()?;
         let history = history.unwrap_or_default();
         let best = history.best();
-        // Only rank 0 knows whether the file of the best weights is missing. It is written if they are the weights now.
-        let lacks_best = output.lacks_best(ctx, best.as_ref());
-        let lacks = lacks_best.as_ref().is_ok_and(|lacks| *lacks);
-        saving.handle_weights_error("the best", lacks_best.map(drop))?;
-        let epoch = (place.step_in_epoch == 0).then_some(place.epoch as usize);
-        if let Some(best) = best.as_ref().filter(|best| Some(best.epoch()) == epoch)
-            && ctx.group.broadcast_object(Some(&lacks), 0)?
-        {
-            strategy.gather_weights(ctx, |outline, values| {
-                let saved = output.save_best(best, outline, values);
-                saving.handle_weights_error("the best", saved)
-            })?;
-        }
+        restore_best(ctx, &mut output, &saving, &strategy, best.as_ref(), place)?;
         if let Some(resumed) = &resumed {
             announce_resumed(ctx, resumed, steps, settings.epochs(), is_complete);
             resumed.announce_changes(ctx, &shaping);
             settings.init.announce_unused(ctx);
-        }
-        if let Some(schedule) = &mut schedule {
-            (0..place.step).for_each(|_| schedule.advance());
         }
         let mut metrics = MetricsDigest::new();
         let mut shown = saving::settings(&facts);
@@ -658,6 +652,47 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
 struct Silent;
 
 impl Reporter for Silent {}
+
+/// The schedule at `place`; optimizers have its momentum, where it has one.
+fn prepare_schedule<S: Strategy>(
+    mut schedule: Schedule,
+    strategy: &mut S,
+    place: Place,
+) -> Result<Schedule> {
+    if let Some(momentum) = schedule.momentum() {
+        // An optimizer without momentum of its own has it from now on, and state for it.
+        for group in strategy.groups() {
+            strategy.optimizer_mut(group).set_momentum(momentum)?;
+        }
+    }
+    (0..place.step).for_each(|_| schedule.advance());
+    Ok(schedule)
+}
+
+/// Writes the file of the best weights where it is missing and they are the weights at `place`.
+fn restore_best<S: Strategy>(
+    ctx: &RankContext,
+    output: &mut Output,
+    saving: &Saving<'_>,
+    strategy: &S,
+    best: Option<&BestEpoch>,
+    place: Place,
+) -> Result<()> {
+    // Only rank 0 knows whether it is missing.
+    let lacks_best = output.lacks_best(ctx, best);
+    let lacks = lacks_best.as_ref().is_ok_and(|lacks| *lacks);
+    saving.handle_weights_error("the best", lacks_best.map(drop))?;
+    let epoch = (place.step_in_epoch == 0).then_some(place.epoch as usize);
+    if let Some(best) = best.filter(|best| Some(best.epoch()) == epoch)
+        && ctx.group.broadcast_object(Some(&lacks), 0)?
+    {
+        strategy.gather_weights(ctx, |outline, values| {
+            let saved = output.save_best(best, outline, values);
+            saving.handle_weights_error("the best", saved)
+        })?;
+    }
+    Ok(())
+}
 
 /// The optimizers in words, where the first has the words `own`; the others are of the groups `names`.
 fn optimizers_title<S: Strategy>(strategy: &S, own: Option<String>, names: &[String]) -> String {

@@ -109,7 +109,7 @@ impl Measure {
     }
 
     /// Of no sample, where a rank has none of a batch.
-    pub fn nothing() -> Measure {
+    pub fn empty() -> Measure {
         Measure::of_sum(0.0)
     }
 

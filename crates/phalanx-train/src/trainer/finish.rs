@@ -53,7 +53,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.noted(saved)?;
         drop(phase);
         ctx.group.barrier()?; // No rank leaves before the files are complete.
-        self.reports.reporter.ends(ctx)?;
+        self.reports.reporter.on_train_end(ctx)?;
         self.sum_up();
         self.reports.deliveries.finish();
         self.trainings.unfinished.set(false);
@@ -76,7 +76,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             self.results.weights,
             dir.display()
         ));
-        self.reports.reporter.ends(ctx)?;
+        self.reports.reporter.on_train_end(ctx)?;
         self.reports.log.finish();
         self.reports.deliveries.finish();
         Ok(self.results.last)
@@ -102,10 +102,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             ctx.note(&format!("warning: {advice}"));
         }
         let (reporter, output) = (&mut self.reports.reporter, &mut self.reports.output);
-        reporter.saves(ctx, true)?;
+        reporter.on_save(ctx, true)?;
         self.strategy
             .gather_weights(ctx, |outline, values| output.save_weights(outline, values))?;
-        reporter.saves(ctx, false)?;
+        reporter.on_save(ctx, false)?;
         output.save_accuracies(&self.results.accuracies)?;
         save(self)?;
         self.reports.log.finish();

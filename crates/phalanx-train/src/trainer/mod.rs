@@ -225,7 +225,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             )));
         }
         let epoch = self.place.epoch as usize + 1;
-        self.reports.reporter.epoch(self.ctx, epoch)?;
+        self.reports.reporter.on_epoch_start(self.ctx, epoch)?;
         let epochs = self.settings.epochs();
         let progress = &mut self.reports.progress;
         progress.begin(epoch as u64, epochs as u64, self.steps);
@@ -305,7 +305,9 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             results.metrics.add(evaluation.accuracy);
             results.accuracies.push(evaluation.accuracy);
         }
-        self.reports.reporter.evaluated(ctx, epoch, &evaluation)?;
+        self.reports
+            .reporter
+            .on_evaluation(ctx, epoch, &evaluation)?;
         let record = json!({
             "step": epoch * self.steps, "epoch": epoch, "train_loss": train_loss, "weights_sha256": results.weights,
             "train_s": results.timing.trained.as_secs_f64(), "elapsed_s": ctx.started.elapsed().as_secs_f64(),

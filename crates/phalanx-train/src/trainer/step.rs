@@ -11,7 +11,7 @@ use serde_json::json;
 use super::batches::{LoadedMicroBatches, MicroBatch, Randomness, StepBatch, StepContext};
 use super::{Ended, Reports, Running, Trainer};
 use crate::error::{Error, Result};
-use crate::reporter::StepFacts;
+use crate::reporter::StepInfo;
 use crate::saving::SaveAction;
 use crate::strategy::{Gradients, StepTools, Strategy, exposed};
 
@@ -268,7 +268,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             }
             _ => own,
         };
-        let facts = StepFacts {
+        let facts = StepInfo {
             epoch,
             index,
             steps: self.steps,
@@ -277,7 +277,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             loss: if logged { mean } else { own },
             logged,
         };
-        if let Some(text) = reports.reporter.step(ctx, &facts) {
+        if let Some(text) = reports.reporter.on_step(ctx, &facts) {
             reports.progress.suspend(|| ctx.line(&text))?;
         }
         if logged {
@@ -350,7 +350,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let own = running.losses.own();
         self.reports
             .reporter
-            .trained(self.ctx, epoch, train_loss, own)?;
+            .on_epoch_end(self.ctx, epoch, train_loss, own)?;
         self.ended = Some(Ended {
             epoch,
             train_loss,

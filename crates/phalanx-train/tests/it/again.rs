@@ -564,7 +564,7 @@ fn a_flag_that_changes_the_model_is_named_by_a_resume() {
             let model = |scope: &mut Scope| Linear::new(scope.enter("plane"), 2, width);
             let builder = job.trainer(&train, model, Sgd::new);
             let mut trainer = builder
-                .shaped_by(vec![format!("--width {width}")])
+                .hyperparameters(vec![format!("--width {width}")])
                 .start()?;
             for batch in trainer.batches(&train)? {
                 trainer.step(&batch, |model, batch| {

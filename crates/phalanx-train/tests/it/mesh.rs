@@ -87,7 +87,9 @@ fn train(
         if let Some(limit) = clip {
             builder = builder.clip_grad_norm(limit);
         }
-        let mut trainer = builder.on(Mesh::of_data(ranks), Parallel::new()).start()?;
+        let mut trainer = builder
+            .on(Mesh::data_parallel(ranks), Parallel::new())
+            .start()?;
         let mut at = 0;
         for _epoch in trainer.epochs() {
             for batch in trainer.batches(&train)? {
@@ -104,7 +106,7 @@ fn train(
             trainer.evaluate(&test, |model, batch| {
                 match batch.own_rows(scores(model, &batch)?)? {
                     Some(own) => Ok(Measure::of_loss(own.sum(&[], false)?)),
-                    None => Ok(Measure::nothing()),
+                    None => Ok(Measure::empty()),
                 }
             })?;
         }

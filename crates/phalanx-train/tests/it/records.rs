@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use phalanx_nn::optim::Sgd;
-use phalanx_train::{Error, ErrorKind, Job, RankContext, Reporter, Result, StepFacts};
+use phalanx_train::{Error, ErrorKind, Job, RankContext, Reporter, Result, StepInfo};
 use serde_json::Value;
 
 use crate::trainer::{data, loss, plane, ranks_with, settings};
@@ -14,7 +14,7 @@ struct Printed;
 static PRINTED: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 
 impl Reporter for Printed {
-    fn step(&mut self, ctx: &RankContext, facts: &StepFacts) -> Option<String> {
+    fn on_step(&mut self, ctx: &RankContext, facts: &StepInfo) -> Option<String> {
         if facts.logged && ctx.is_main() {
             PRINTED.lock().expect("no panic").push(facts.index);
         }

@@ -284,7 +284,7 @@ fn ranks_that_ask_for_more_time_to_save_get_it() {
     let family = Family::new();
     let mut command = family.command(&["launch", "--nproc-per-node", "2", "--"]);
     command.arg(env!("CARGO_BIN_EXE_phalanx"));
-    command.args("train linear --iterations 1000000000 --save-every 999999999".split(' '));
+    command.args("train linear --epochs 1000000000 --save-every 999999999".split(' '));
     command.args(["--stop-grace-s", "200", "--output-dir", "out"]);
     command.current_dir(dir.path());
     let running = Running::new(command);
