@@ -32,7 +32,7 @@ pub struct Folder(pub PathBuf);
 
 type Function = Box<dyn Fn(Map<String, Json>, &Path) -> Result<()>>;
 
-/// A workflow of Rust functions, built step by step; [`main`] runs it.
+/// A workflow of Rust functions, built step by step; [`main`](crate::main) runs it.
 ///
 /// A function takes a struct with its inputs and returns one with its outputs. Field names are
 /// the names, and field types the types: integers, floats, `bool`, `String`, vectors of these,
