@@ -1,4 +1,5 @@
 //! The memory that gathering sharded optimizer state needs, counted by the allocator.
+#![cfg(feature = "nn")]
 
 #[allow(dead_code, reason = "other tests use the rest")]
 #[path = "../../phalanx-comm/tests/counting/mod.rs"]
