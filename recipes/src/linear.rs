@@ -8,6 +8,7 @@
 use phalanx::data::Dataset;
 use phalanx::nn::models::LinearToy;
 use phalanx::prelude::*;
+use phalanx::train::Determinism;
 use phalanx::{PrintingRanks, Subcommand};
 
 use crate::error::check_count;
@@ -18,10 +19,7 @@ pub fn program() -> Subcommand {
         .name("linear")
         .about("The OneFlow document's linear model: two weights, 500 steps")
         .defaults(Defaults::new(1, 2, 0.01))
-        .check(|args: &Linear, settings, world| {
-            settings.validate(world)?;
-            check_count("--iterations", args.iterations, 10_000_000)
-        })
+        .check(Linear::check)
         .printing(|_| PrintingRanks::All)
         .subcommand(train)
 }
@@ -32,6 +30,23 @@ struct Linear {
     /// Steps of an epoch; a loss line is printed every 50
     #[arg(long, default_value_t = 500, value_name = "N")]
     iterations: usize,
+}
+
+impl Linear {
+    fn check(&self, settings: &Settings, world: usize) -> Result<()> {
+        settings.validate(world)?;
+        check_count("--iterations", self.iterations, 10_000_000)?;
+        check_count("--batch-size", settings.batch_size(), 1000)?;
+        // Every rank has samples of its own, whose losses are added up.
+        let split = &settings.split;
+        let other_batches = split.accumulate > 1 || split.determinism() == Determinism::Shards;
+        if other_batches || settings.global_batch_size.is_some() || settings.best.is_some() {
+            return Err(Error::usage(
+                "train linear has no --accumulate, --deterministic shards, --global-batch-size or --best",
+            ));
+        }
+        Ok(())
+    }
 }
 
 /// The samples of an epoch. The document gives each of two ranks two samples, in every step; further ranks get them
@@ -74,7 +89,7 @@ impl Dataset for Samples {
 
     /// The same in every step, of however many.
     fn content(&self) -> String {
-        self.describe()
+        format!("{} of {} ranks", self.describe(), self.ranks)
     }
 }
 
@@ -83,7 +98,7 @@ fn train(job: &Job<'_>, args: &Linear) -> Result<()> {
     let samples = Arc::new(Samples {
         steps: args.iterations,
         ranks,
-        batch: settings.global_batch(ranks).div_ceil(ranks),
+        batch: settings.batch_size(),
     });
     let mut trainer = (job.trainer(&samples, LinearToy::new, Sgd::new))
         .shuffle(false)

@@ -39,6 +39,7 @@ impl DocumentArgs {
     ///
     /// That one.
     pub fn check(&self, settings: &Settings) -> Result<()> {
+        self.lr(settings, 1)?;
         let determinism = settings.split.determinism();
         if determinism == Determinism::Shards && self.lr_scaling(determinism) != LrScaling::None {
             return Err(Error::usage(

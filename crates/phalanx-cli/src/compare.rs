@@ -85,7 +85,7 @@ struct Comparison<'a> {
 ///
 /// # Errors
 ///
-/// Usage, before anything is started; or what ended a run, which is named.
+/// Usage, before anything is started, but for a training that measures no accuracy; or what ended a run, which is named.
 pub(crate) fn run(
     args: &CompareArgs,
     parse: impl FnOnce(&[OsString]) -> Result<Option<Box<TrainArgs>>>,

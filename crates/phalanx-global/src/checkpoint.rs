@@ -5,8 +5,10 @@
 //! it sends each rank its part. An index of -1 ends this, also after a failure of rank 0, and all ranks agree on the outcome.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -14,7 +16,7 @@ use phalanx_checkpoint::state::{
     Folder, Manifest, OptimizerState, Place, SavedCheckpoint, State, Streamed,
 };
 use phalanx_checkpoint::{self as checkpoint, Loaded, Outline, TensorId, Values};
-use phalanx_comm::ProcessGroup;
+use phalanx_comm::{PhaseGuard, ProcessGroup};
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{BufferId, ParamId, ParamInfo, Params};
 use serde::{Deserialize, Serialize};
@@ -26,7 +28,7 @@ use crate::params::GlobalParams;
 use crate::placement::coordinates;
 use crate::sbp::Sbp;
 
-/// How long the other ranks wait for rank 0's disk, beyond their deadline.
+/// How long the other ranks wait for rank 0's disk, beyond their deadline, where the program has declared no phase.
 const DISK: Duration = Duration::from_secs(3600);
 
 /// The index after the last tensor.
@@ -47,7 +49,7 @@ pub struct CheckpointInfo {
 }
 
 /// A checkpoint that was loaded.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Checkpoint {
     /// Its manifest: where the training continues, and what was saved besides tensors.
@@ -396,7 +398,7 @@ impl GlobalParams {
             }
             return self.agreed(Ok(None));
         }
-        let _phase = self.group().phase("saving", DISK);
+        let _phase = self.disk_phase("saving");
         let mut lost = None;
         let outcome = write(&self.outline(), &mut |tensor| {
             self.gather(tensor, &state).map_err(|error| {
@@ -578,6 +580,12 @@ impl GlobalParams {
         Ok(boxing::slice(&values, &whole, &layout.block(0)))
     }
 
+    /// The phase `name`, unless the program is in one, whose limit holds then.
+    fn disk_phase(&self, name: &str) -> Option<PhaseGuard> {
+        let group = self.group();
+        (!group.in_phase()).then(|| group.phase(name, DISK))
+    }
+
     /// This rank's part of a tensor that rank 0 scatters, on other ranks.
     fn receive(&self, tensor: TensorId) -> Result<Vec<f32>> {
         let (group, rank) = (self.group(), self.group().rank());
@@ -613,7 +621,7 @@ impl GlobalParams {
             self.agreed(outcome)?;
             return Ok((staged, None));
         }
-        let _phase = self.group().phase("loading", DISK);
+        let _phase = self.disk_phase("loading");
         let mut lost = None;
         let mut wrong = None;
         let outcome = read(&mut |tensor, values| {
@@ -649,20 +657,25 @@ impl GlobalParams {
         self.compared(call.to_owned(), None)?;
         let opened = match self.group().rank() {
             0 => {
-                let _phase = self.group().phase("loading", DISK);
+                let _phase = self.disk_phase("loading");
                 open().map_err(Error::from)
             }
             _ => Ok((None, Vec::new())),
         };
         let (state, mut warnings) = self.agreed(opened)?;
         warnings.extend(state.as_ref().and_then(State::warning));
-        let found = state.as_ref().map(|state| Checkpoint {
-            manifest: state.manifest().clone(),
-            path: state.path().to_owned(),
+        // JSON has no text for a path that is not UTF-8.
+        let found = state.as_ref().map(|state| {
+            let path = state.path().as_os_str().as_bytes();
+            (state.manifest().clone(), path.to_vec(), warnings)
+        });
+        let found: Option<(Manifest, Vec<u8>, Vec<String>)> =
+            (self.group().broadcast_object(Some(&found), 0)).map_err(failed)?;
+        let found = found.map(|(manifest, path, warnings)| Checkpoint {
+            manifest,
+            path: OsString::from_vec(path).into(),
             warnings,
         });
-        let found: Option<Checkpoint> =
-            (self.group().broadcast_object(Some(&found), 0)).map_err(failed)?;
         if let Some(found) = &found {
             self.restored(state.as_ref(), &found.manifest, optimizer)?;
         }

@@ -50,7 +50,6 @@ pub use phalanx_launch::RankContext;
 pub use phalanx_track::{TrackArgs, Tracker};
 pub use precision::PrecisionArg;
 pub use prepare::{PreparedRun, prepare_run};
-pub use profile::Profiler;
 pub use reporter::{EpochLines, Reporter, StepInfo};
 pub use run_dir::{FolderArgs, RunDir, check_folder_of};
 pub use saving::SavingArgs;

@@ -165,7 +165,7 @@ impl Output {
         })
     }
 
-    /// One that nothing is written into, of a program that only evaluates.
+    /// One that nothing is written into, of a program that only evaluates or measures.
     pub(crate) fn nowhere(dir: PathBuf) -> Output {
         Output {
             saved: dir.clone(),

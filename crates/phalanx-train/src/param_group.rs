@@ -61,9 +61,11 @@ pub(crate) fn joined_state<'a>(
     params: &Params,
     memory: Vec<Vec<f32>>,
 ) -> Result<Option<(OptimizerState<'a>, Vec<SavedGroup>)>> {
-    let states = more.iter().map(|group| group.update.state(Vec::new()));
     let joined = main.state(memory)?;
-    let states: Option<Vec<_>> = states.collect::<Result<_>>()?;
+    // On all ranks for all groups, whether or not this rank gets one.
+    let states = more.iter().map(|group| group.update.state(Vec::new()));
+    let states: Vec<Option<_>> = states.collect::<Result<_>>()?;
+    let states: Option<Vec<_>> = states.into_iter().collect();
     let (Some(mut joined), Some(states)) = (joined, states) else {
         return Ok(None);
     };

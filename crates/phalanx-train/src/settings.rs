@@ -174,7 +174,7 @@ impl Settings {
     ///
     /// # Errors
     ///
-    /// Usage errors of environment variables that stand for flags.
+    /// None, unless a default is not a value of its flag.
     pub fn untyped() -> Result<Settings> {
         use clap::Parser as _;
         match OnlySettings::try_parse_from(["phalanx"]) {

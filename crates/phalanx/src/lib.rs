@@ -59,6 +59,7 @@ pub use phalanx_train::{Error, ErrorKind, Job, Result, Trainer};
 pub use phalanx_wire as wire;
 pub use program::{NoArgs, Program, main, main_with};
 pub use spawn::{Cause, SpawnError, Spawned, spawn};
+#[doc(hidden)]
 pub use training::{Subcommand, Training};
 
 /// The README and pages of `docs/`, whose Rust blocks are compiled and run as tests.

@@ -159,6 +159,10 @@ impl<A> Program<A> {
     }
 
     /// Replaces the help of a training flag; `field` is its name in [`Settings`].
+    ///
+    /// # Panics
+    ///
+    /// When the program starts, if there is no such flag.
     pub fn help(mut self, field: &'static str, text: &'static str) -> Self {
         self.help.push((field, text));
         self
@@ -218,7 +222,8 @@ impl<A: clap::Args + Send + Sync> Program<A> {
         exit_code(outcome)
     }
 
-    /// The program as a subcommand of another, as those of `phalanx train`.
+    /// The program as a subcommand of `phalanx train`, whose `main` does what [`main_with`](Self::main_with) does besides.
+    #[doc(hidden)]
     pub fn subcommand(self, train: fn(&Job<'_>, &A) -> Result<()>) -> Subcommand
     where
         A: 'static,
@@ -241,9 +246,7 @@ impl<A: clap::Args + Send + Sync> Program<A> {
                 _ => words.push(word),
             }
         }
-        let matches = command.try_get_matches_from_mut(words)?;
-        say::hide(secrets(&command, &matches));
-        Ok(matches)
+        command.try_get_matches_from_mut(words)
     }
 
     fn command(&self) -> clap::Command {
@@ -307,6 +310,7 @@ impl<A: clap::Args + Send + Sync> Program<A> {
     where
         A: 't,
     {
+        say::hide(secrets(&self.command(), matches));
         let Typed {
             own,
             mut settings,

@@ -9,7 +9,7 @@ use phalanx_train::{Job, Settings, prepare_run};
 
 type Parse = dyn Fn(&clap::ArgMatches) -> std::result::Result<Training<'static>, clap::Error>;
 
-/// A training program as a subcommand of another program ([`Program::subcommand`](crate::Program::subcommand)).
+/// A training program as a subcommand, for the command `phalanx`.
 pub struct Subcommand {
     pub(crate) command: clap::Command,
     pub(crate) parse: Box<Parse>,

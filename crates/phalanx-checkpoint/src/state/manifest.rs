@@ -15,6 +15,9 @@ const FORMAT: &str = "phalanx state";
 /// Version of the format; only this one is read.
 const VERSION: u32 = 1;
 
+/// Far above any optimizer: Adam with AMSGrad has three.
+const MAX_OPTIMIZER_BUFFERS: usize = 16;
+
 /// Position of a training between two steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
@@ -135,6 +138,15 @@ impl Manifest {
             return Err(format!(
                 "it is {:?} of version {}; expected {FORMAT:?} of version {VERSION}",
                 manifest.format, manifest.version
+            ));
+        }
+        // All ranks make room for each, before any is read.
+        let buffers = &manifest.optimizer_buffers;
+        let has_twice = (1..buffers.len()).any(|i| buffers[..i].contains(&buffers[i]));
+        if buffers.len() > MAX_OPTIMIZER_BUFFERS || has_twice {
+            return Err(format!(
+                "it names {} buffers of the optimizer; expected at most {MAX_OPTIMIZER_BUFFERS}, each once",
+                buffers.len()
             ));
         }
         let saved = &manifest.manifest_sha256;

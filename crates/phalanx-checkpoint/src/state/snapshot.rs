@@ -83,7 +83,7 @@ impl Snapshot {
         }
     }
 
-    /// The memory of the optimizer's buffers, which the snapshot no longer has.
+    /// The memory of the optimizer's buffers, without which the snapshot cannot be saved.
     pub fn take_memory(&mut self) -> Vec<Vec<f32>> {
         let buffers = std::mem::take(&mut self.optimizer).into_iter();
         buffers.map(|(_, values)| values).collect()
@@ -145,7 +145,9 @@ impl Snapshot {
             };
             let mut values = Vec::new();
             if let Some(id) = self.params.ids().nth(param) {
-                let flat = &self.optimizer[buffer].1;
+                let flat = self.optimizer.get(buffer).map(|(_, flat)| flat);
+                let flat =
+                    flat.ok_or_else(|| std::io::Error::other("the snapshot's memory was taken"))?;
                 self.params.export_of(id, flat, &mut values);
             }
             Ok(values)

@@ -120,6 +120,14 @@ impl TrainBenchArgs {
     pub fn validate(&self) -> Result<()> {
         crate::error::check_count("--batch", self.batch, 1 << 20)?;
         crate::error::check_count("--steps", self.steps, 1 << 30)?;
+        // The order of all samples is made before the first step.
+        let steps = self.steps.saturating_add(self.warmup);
+        if steps.saturating_mul(self.batch) > 1 << 26 {
+            return Err(Error::usage(format!(
+                "{steps} steps of {} samples are too many; use fewer --steps",
+                self.batch
+            )));
+        }
         let network = &self.recipe.network;
         if self.recompute && !network.has_blocks {
             let others = timed().filter(|(recipe, _)| recipe.network.has_blocks);

@@ -135,7 +135,7 @@ fn plan_shows_given_hosts_and_those_of_a_launcher() {
     assert_eq!(out.matches('{').count(), json.matches('{').count());
 }
 
-/// Every exchange trains, with and without the other kind of step between, and the checks are told.
+/// Every exchange trains, and says which it is.
 #[test]
 fn steps_of_every_exchange_are_timed() {
     let train = |more: &[&str]| {

@@ -438,15 +438,15 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
 /// Code lines of each crate at most, without tests, comments and blank lines. A commit that raises one says why; one that
 /// has made a crate smaller lowers it.
 const LINES: [(&str, usize); 20] = [
-    ("phalanx", 546),
+    ("phalanx", 547),
     ("phalanx-base", 1181),
-    ("phalanx-checkpoint", 3568),
-    ("phalanx-cli", 3708),
-    ("phalanx-comm", 20381),
-    ("phalanx-data", 3632),
+    ("phalanx-checkpoint", 3579),
+    ("phalanx-cli", 3714),
+    ("phalanx-comm", 20384),
+    ("phalanx-data", 3644),
     ("phalanx-ddp", 4787),
     ("phalanx-flow", 6845),
-    ("phalanx-global", 4824),
+    ("phalanx-global", 4834),
     ("phalanx-http", 65),
     ("phalanx-launch", 9348),
     ("phalanx-live", 1775),
@@ -455,9 +455,9 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1178),
     ("phalanx-store", 3369),
     ("phalanx-track", 3360),
-    ("phalanx-train", 8120),
+    ("phalanx-train", 8126),
     ("phalanx-wire", 1695),
-    ("recipes", 3050),
+    ("recipes", 3064),
 ];
 
 /// How far a crate may be below its line.

@@ -552,6 +552,11 @@ impl ProcessGroup {
         PhaseGuard::begin(&self.core.recorder, name, limit)
     }
 
+    /// Whether this rank is in a declared [`phase`](Self::phase) whose limit is not over.
+    pub fn in_phase(&self) -> bool {
+        self.core.recorder.is_busy()
+    }
+
     /// Asks the launcher for the time `grace` between SIGTERM and SIGKILL when the job is interrupted, to save a
     /// checkpoint. `phalanx launch` and `phalanx train` use the longest time that a rank asks for, unless
     /// `--stop-grace-s` is given. Other launchers (torchrun, Slurm) ignore it.

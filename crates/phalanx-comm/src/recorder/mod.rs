@@ -210,7 +210,7 @@ impl Recorder {
     }
 
     /// Whether the rank is in a declared phase that may still last.
-    fn is_busy(&self) -> bool {
+    pub(crate) fn is_busy(&self) -> bool {
         self.busy_until_ns.load(Relaxed) > clock::monotonic_ns()
     }
 

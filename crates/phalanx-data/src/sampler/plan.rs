@@ -104,6 +104,20 @@ impl EpochPlan {
         self.parts
     }
 
+    /// The cursor after optimizer step `index`, before which it is `cursor`; after the last, the start of the next epoch.
+    pub fn cursor_after_step(&self, cursor: Cursor, index: usize) -> Cursor {
+        match self.steps.get(index * self.parts) {
+            Some(step) if (index + 1) * self.parts < self.len() => Cursor {
+                epoch: self.epoch,
+                samples: cursor.samples + step.global_len as u64,
+            },
+            _ => Cursor {
+                epoch: self.epoch + 1,
+                samples: 0,
+            },
+        }
+    }
+
     /// The cursor after `steps` steps of this plan; at its end, the start of the next
     /// epoch.
     pub fn cursor_after(&self, steps: usize) -> Cursor {

@@ -7,6 +7,7 @@ use clap::builder::NonEmptyStringValueParser;
 
 use super::{AUTO, FOLDER};
 use crate::attempt::Attempt;
+use crate::choice_name;
 use crate::error::{Error, Result, check_count};
 use crate::run_dir::FolderArgs;
 use crate::run_dir::{Found, Fresh};
@@ -141,9 +142,9 @@ impl SavingArgs {
             save_every,
             stop_after,
             resume,
+            save_errors,
             // Of rank 0 alone.
             keep: _,
-            save_errors: _,
             overwrite: _,
             found: _,
             // The largest counts.
@@ -158,6 +159,7 @@ impl SavingArgs {
             None => format!("no {flag}"),
         };
         vec![
+            format!("--save-errors {}", choice_name(save_errors)),
             typed("--save-every", steps(*save_every)),
             typed("--stop-after", steps(*stop_after)),
             typed("--resume", resume.clone()),

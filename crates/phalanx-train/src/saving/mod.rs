@@ -298,8 +298,10 @@ impl<'a> Saving<'a> {
             main.skipped_steps = history.skipped_steps;
             main.hook = history.hook.take();
         }
-        for (group, saved) in groups.iter().zip(saved.iter_mut().skip(1)) {
-            let state = group.ddp.gather_state()?;
+        // On all ranks, of which only rank 0 may have something to save.
+        let states = groups.iter().map(|group| group.ddp.gather_state());
+        let states = states.collect::<phalanx_ddp::Result<Vec<_>>>()?;
+        for ((group, state), saved) in groups.iter().zip(states).zip(saved.iter_mut().skip(1)) {
             saved.skipped_steps = state.skipped_steps;
             saved.hook = Hook::new(state, &group.name, &mut more);
         }

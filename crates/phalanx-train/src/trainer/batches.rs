@@ -82,6 +82,8 @@ pub struct Batches<'j, D: Dataset + ?Sized> {
     /// The step of the epoch with which `plan` begins.
     first: usize,
     index: usize,
+    /// Before step `index`.
+    cursor: Cursor,
     steps: usize,
     /// The trainer's.
     position: Rc<Cell<BatchPosition>>,
@@ -107,6 +109,7 @@ impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
             ctx,
             source: Rc::new(RefCell::new(source)),
             split,
+            cursor: plan.cursor_after(0),
             plan,
             epoch,
             first,
@@ -139,8 +142,9 @@ impl<'j, D: Dataset + ?Sized> Iterator for Batches<'j, D> {
             index: self.index,
             sizes,
             global,
-            cursor: self.plan.cursor_after((in_plan + 1) * parts),
+            cursor: self.plan.cursor_after_step(self.cursor, in_plan),
         };
+        self.cursor = context.cursor;
         self.index += 1;
         Some(StepBatch {
             ctx: self.ctx,

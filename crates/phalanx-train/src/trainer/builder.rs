@@ -327,8 +327,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         self
     }
 
-    /// The program measures the training: it has one of `--epochs` epochs, which leaves no files and prints nothing of its
-    /// own.
+    /// The program measures the training, which leaves no files and prints nothing.
     pub fn measure_only(mut self) -> Self {
         self.purpose = Purpose::Measure;
         self.reporter = Box::new(Silent);
@@ -391,7 +390,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         }
         if settings.saving.enabled() {
             let what = "--save-every, --stop-after and --resume are for training, and this program only evaluates or measures";
-            return Err(Error::usage(what).note("fix", "--init FILE names the weights"));
+            return Err(Error::usage(what).note("fix", "leave them out; --init FILE names weights"));
         }
         Ok([run.clone(), run])
     }

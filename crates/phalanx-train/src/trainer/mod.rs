@@ -202,7 +202,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
 
     /// This rank's batches of the next epoch of `data`, the training set that the trainer was
     /// made for; of a resumed training's first epoch those that are left. Every epoch has another
-    /// order, which follows from `--seed`. The epoch before is saved first, if it is to be.
+    /// order, which follows from `--seed`, unless the trainer was made with [`shuffle(false)`](TrainerBuilder::shuffle). The epoch before is saved first, if it is to be.
     ///
     /// # Errors
     ///

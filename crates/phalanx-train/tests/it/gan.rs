@@ -397,6 +397,47 @@ fn groups_without_parameters_are_usage_errors() {
     );
 }
 
+/// The mean square of what `part` makes of the real numbers.
+fn distance<'s>(part: &Linear, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
+    let real: Vec<f32> = batch.iter().map(|s| s[0]).collect();
+    let made = part.forward(batch.input(&real, &[real.len(), 1])?)?;
+    Ok(made.mse_loss(&vec![0.0; 3 * real.len()], Reduction::Mean)?)
+}
+
+/// Three parts with an optimizer each, of which every rank has a piece.
+#[test]
+fn sharded_state_of_several_groups_is_gathered_by_all_ranks() {
+    let data = data(20);
+    let three =
+        |scope: &mut Scope| ["a", "b", "c"].map(|name| Linear::new(scope.enter(name), 1, 3));
+    let digests = |exchange: &str| {
+        let dir = tempfile::tempdir().expect("a folder");
+        let args = ["--epochs", "2", "--save-every", "3", "--exchange", exchange];
+        let ended = ranks_in(dir.path(), 2, &args, |job| {
+            let builder = job.trainer(&data, three, Adam::new);
+            let builder = builder.optimizer_of("b", Adam::new);
+            let mut trainer = builder.optimizer_of("c", Adam::new).start()?;
+            for _ in trainer.epochs() {
+                for batch in trainer.batches(&data)? {
+                    trainer.step_of("b", &batch, |parts, batch| distance(&parts[1], &batch))?;
+                    trainer.step_of("c", &batch, |parts, batch| distance(&parts[2], &batch))?;
+                    trainer.step(&batch, |parts, batch| distance(&parts[0], &batch))?;
+                }
+            }
+            trainer.finish().map(drop)
+        });
+        ended.into_iter().for_each(|rank| rank.expect("trained"));
+        let summary = std::fs::read(dir.path().join("run/summary.json")).expect("a summary");
+        let summary: serde_json::Value = serde_json::from_slice(&summary).expect("JSON");
+        ["weights_sha256", "optimizer_sha256"].map(|name| summary[name].clone())
+    };
+    let whole = digests("all-reduce");
+    assert!(whole.iter().all(serde_json::Value::is_string), "{whole:?}");
+    for exchange in ["reduce-scatter", "at-step"] {
+        assert_eq!(digests(exchange), whole, "{exchange}");
+    }
+}
+
 /// Noise by sample, in the order of the samples, of two calls in each of two steps.
 fn noise(world: usize, args: &[&str]) -> Vec<(u64, Vec<u32>)> {
     let data = data(60);
