@@ -217,6 +217,10 @@ pub(crate) mod tests {
     fn what_ranks_must_agree_on_is_as_it_is_typed() {
         let args = saving(&["--save-every", "5", "--resume", "a b"]);
         let facts = args.must_agree();
-        assert_eq!(facts, ["--save-every 5", "no --stop-after", "--resume a b"]);
+        let [errors, typed @ ..] = &facts[..] else {
+            panic!("{facts:?}")
+        };
+        assert_eq!(errors, "--save-errors stop");
+        assert_eq!(typed, ["--save-every 5", "no --stop-after", "--resume a b"]);
     }
 }
