@@ -453,7 +453,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-mpi", 65),
     ("phalanx-nn", 16085),
     ("phalanx-report", 1178),
-    ("phalanx-store", 3369),
+    ("phalanx-store", 3371),
     ("phalanx-track", 3360),
     ("phalanx-train", 8126),
     ("phalanx-wire", 1695),

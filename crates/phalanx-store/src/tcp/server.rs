@@ -297,6 +297,8 @@ impl ServerLoop {
     }
 
     fn run(mut self) {
+        // Launchers know by its answers that this host lives, also while ranks use all processors.
+        let _ = rustix::process::setpriority_process(None, -20);
         let mut ready = Vec::new();
         while !self.shared.stop.load(Ordering::Acquire) {
             let accept = match self.sleep(&mut ready) {
