@@ -57,8 +57,8 @@ host=$(hostname)
 start_both link
 ip -n "$b" link set "v$$b" down
 wait
-expect link 0 4 "lost the connection to node 1 (host $host, 10.77.0.2, ranks 2 and 3): nothing has come from it for "
-expect link 1 4 "lost the connection to node 0 (host $host, 10.77.0.1, ranks 0 and 1): nothing has come from it for "
+expect link 0 3 "lost the connection to node 1 (host $host, 10.77.0.2, ranks 2 and 3): nothing has come from it for "
+expect link 1 3 "lost the connection to node 0 (host $host, 10.77.0.1, ranks 0 and 1): nothing has come from it for "
 ip -n "$b" link set "v$$b" up
 start_both killed
 ip netns pids "$b" | xargs kill -STOP

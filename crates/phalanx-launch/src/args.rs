@@ -263,6 +263,7 @@ mod tests {
                 "addr" => cli.nodes.master_addr = value,
                 "port" => cli.nodes.master_port = value,
                 "ports" => cli.nodes.port_range = value,
+                "lost" => cli.nodes.lost_after = value,
                 "endpoint" => cli.rdzv_endpoint = value,
                 "backend" => cli.rdzv_backend = value,
                 "restarts" => cli.max_restarts = value,
@@ -499,6 +500,18 @@ mod tests {
                 "port 77, which is outside --port-range 80-90",
             ),
             ("node-rank=1", "", "outside --nnodes 1"),
+            (
+                "nnodes=2 node-rank=0 addr=h lost=9:8",
+                "",
+                "--lost-after cannot be \"9:8\"",
+            ),
+            ("nnodes=2 node-rank=0 addr=h lost=0.5", "", "from 1 to"),
+            ("nnodes=2 node-rank=0 addr=h lost=2:NaN", "", "--lost-after"),
+            (
+                "nnodes=2 node-rank=0 addr=h",
+                "PET_LOST_AFTER=soon",
+                "PET_LOST_AFTER",
+            ),
             ("", "PET_NNODES=none", "PET_NNODES"),
             ("nproc=0", "", "--nproc-per-node"),
             ("nproc=gpu", "", "CPUs"),
@@ -600,6 +613,22 @@ mod tests {
         }
         let args = resolve("nnodes=2 node-rank=0 addr=h conf=timeout=9", "").unwrap();
         assert_eq!(args.node.meeting.unwrap().timeout, Duration::from_secs(9));
+    }
+
+    #[test]
+    fn bounds_of_a_nodes_silence() {
+        for (flags, want) in [
+            ("", (1800, 2000)),
+            ("lost=10", (1800, 10_000)),
+            ("lost=1.5", (1500, 1500)),
+            ("lost=5:5", (5000, 5000)),
+            ("lost=4:60", (4000, 60_000)),
+        ] {
+            let args = resolve(&format!("nnodes=2 node-rank=0 addr=h {flags}"), "").unwrap();
+            let bounds = args.node.meeting.unwrap().lost_after;
+            let got = (bounds.least.as_millis(), bounds.most.as_millis());
+            assert_eq!(got, want, "{flags}");
+        }
     }
 
     #[test]

@@ -108,7 +108,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     let (mut nodes, mut port) = (None, None);
     if let Some(meeting) = &plan.args.node.meeting {
         let (joined, held) = join_nodes(plan, meeting, &mut at, interrupt)?;
-        joined.watch(sender.clone())?;
+        joined.watch(meeting.lost_after, sender.clone())?;
         drop(plan.until_met.take());
         (nodes, port) = (Some(joined), held);
     }
@@ -572,6 +572,7 @@ impl Job<'_> {
                     self.show_flight(watch);
                     Action::None
                 }
+                Ok(Event::NodeLost(node)) => self.lose_node(watch, node),
                 Ok(event) => watch.take(event, Instant::now()),
                 Err(RecvTimeoutError::Timeout) => {
                     reap::reap_strangers(&watch.children);
@@ -666,6 +667,18 @@ impl Job<'_> {
         watch.verdict = Some(self.publish(verdict));
         let action = watch.machine.failed_elsewhere(Instant::now());
         watch.act(action);
+    }
+
+    /// A node is lost with its ranks, and with them the job.
+    fn lose_node(&self, watch: &mut Supervision<'_>, node: usize) -> Action {
+        if let Some(nodes) = self
+            .nodes
+            .as_ref()
+            .filter(|_| watch.machine.why().is_none())
+        {
+            watch.verdict = Some(nodes.publish(&nodes.verdict_of_lost(node)));
+        }
+        watch.machine.failed_elsewhere(Instant::now())
     }
 
     /// Once a stop has begun: makes the verdict and publishes it to the other nodes.
@@ -1005,7 +1018,7 @@ impl Job<'_> {
             return Ok(());
         };
         let mut told = false;
-        // No deadline: node 0 notices lost nodes by their beats.
+        // No deadline: lost nodes are noticed.
         loop {
             told = told || nodes.done()?;
             if told && nodes.all_done()? {
@@ -1019,6 +1032,10 @@ impl Job<'_> {
                 Ok(Event::Suspend) => suspend_self(),
                 Ok(Event::Abort(verdict)) => return Err(verdict.into_error(None)),
                 Ok(Event::StoreLost(why)) => return Err(Error::new(ErrorKind::PeerLost, why)),
+                Ok(Event::NodeLost(node)) => {
+                    let verdict = nodes.publish(&nodes.verdict_of_lost(node));
+                    return Err(verdict.into_error(None));
+                }
                 _ => {}
             }
         }
@@ -1095,7 +1112,7 @@ impl Supervision<'_> {
                 Action::None
             }
             // Handled by the caller.
-            Event::Dump => Action::None,
+            Event::Dump | Event::NodeLost(_) => Action::None,
             Event::Abort(verdict) => {
                 if self.machine.why().is_none() {
                     self.verdict = Some(*verdict);

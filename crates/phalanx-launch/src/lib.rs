@@ -13,7 +13,7 @@
 //!   goes by thread, so it must be one that lives as long as the launcher),
 //!   then takes events one by one and asks `machine` what to do;
 //! * a thread for each rank waits for its end, two more pump its output;
-//! * one thread waits for signals; with several nodes, one for the others;
+//! * one thread waits for signals; with several nodes, up to three for the others;
 //! * a **guard** process ends what is left when the launcher is killed.
 //!
 //! Each run has a folder of its own (`folder.rs`) for the ranks' error files: under
@@ -108,8 +108,10 @@ enum Event {
     Checkpoint,
     /// Another node wrote a verdict.
     Abort(Box<JobFailure>),
-    /// The store does not answer any more; the headline.
+    /// The connection to the store has ended; the headline.
     StoreLost(String),
+    /// Nothing comes from this node any more.
+    NodeLost(usize),
     /// SIGUSR2: write the flight recorders.
     Dump,
 }

@@ -1,6 +1,7 @@
 //! What each node publishes when it joins, and what must be equal on all.
 
 use std::net::IpAddr;
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
@@ -32,13 +33,19 @@ pub struct NodeInfo {
     pub version: String,
 }
 
+/// The ranks of a node.
+pub(super) fn ranks_of(infos: &[NodeInfo], node: usize) -> Range<usize> {
+    let ranks = infos.iter().map(|info| info.local_ranks);
+    let first = ranks.clone().take(node).sum();
+    first..first + ranks.clone().nth(node).unwrap_or(0)
+}
+
 /// `node 1 (host b, 10.0.0.2, ranks 2 and 3)`.
 pub(super) fn name_of(infos: &[NodeInfo], node: usize) -> String {
     let Some(info) = infos.get(node) else {
         return format!("node {node}");
     };
-    let first: usize = infos[..node].iter().map(|info| info.local_ranks).sum();
-    let ranks: Vec<usize> = (first..first + info.local_ranks).collect();
+    let ranks: Vec<usize> = ranks_of(infos, node).collect();
     let address = info.address.map_or(String::new(), |ip| format!(", {ip}"));
     format!(
         "node {node} (host {}{address}, {})",

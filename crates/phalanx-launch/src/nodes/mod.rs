@@ -5,21 +5,22 @@
 //! |-------------------|--------------------------------|-----------------------|
 //! | `launch/arrived`  | a count that rises             | nodes without a number, to get one |
 //! | `launch/node/R`   | the node's NodeInfo (JSON)     | node R, once          |
-//! | `launch/beat/R`   | a count that rises             | node R, every second  |
+//! | `launch/beat/R`   | nothing                        | node R, every 200 ms; node 0 removes it when it has seen it |
 //! | `launch/abort`    | the verdict (JSON)             | the first to fail     |
 //! | `launch/done/R`   | all ranks of node R ended well | node R                |
 //! | `launch/left/R`   | node R needs the store no more | node R                |
 //! | `launch/gone/R`   | nothing comes from node R: for how many seconds, or `closed` | node 0, the store (node R's will) |
 //!
 //! When a launcher dies, its guard writes the verdict, or, before there is a guard, the
-//! store does (the launcher's will). A host that dies or is cut off stops beating, which
-//! node 0 notices. When node 0 dies, the store dies with it, which all others notice.
+//! store does (the launcher's will). A host that vanishes or is cut off stops beating, which
+//! node 0 notices (`pulse.rs`, `silence.rs`). All others notice when node 0's answers end, or its store.
 //!
-//! Ranks notice a lost node sooner than launchers do. A verdict that only says so (an echo) names the node
+//! Ranks may notice a lost node sooner than launchers do. A verdict that only says so (an echo) names the node
 //! that is lost instead ([`Nodes::lost`]).
 
 mod info;
 mod pulse;
+mod silence;
 mod store;
 mod tell;
 
@@ -40,10 +41,11 @@ use phalanx_wire::Token;
 use serde::{Deserialize, Serialize};
 
 use self::info::{compare, mixed, name_of};
-use self::pulse::{BEAT, BEAT_LIMIT, Pulse, SILENT, gone_key};
+use self::pulse::{Heard, Pulse, SILENT, gone_key};
 use super::Event;
 use super::report::{ABORT_KEY, JobFailure};
 use crate::error::{Error, ErrorKind, Result};
+use crate::place::LostAfter;
 use crate::{lock, say, spawn, system};
 
 /// How many nodes without a number have arrived.
@@ -53,14 +55,16 @@ const ARRIVED_KEY: &str = "launch/arrived";
 const SLICE: Duration = Duration::from_millis(200);
 /// How much longer than its deadline connecting may take: resolving a name has none.
 const LOOKUP_LIMIT: Duration = Duration::from_secs(1);
-/// Threads of a launcher that ask the store at once: the one that beats, and the
+/// Threads of a launcher that ask the store at once: the one that beats, the one that waits for the verdict, and the
 /// main one.
-const ASKING_THREADS: usize = 2;
+const ASKING_THREADS: usize = 3;
+/// How long one question for the verdict waits.
+const VERDICT_WAIT: Duration = Duration::from_millis(500);
 /// How long node 0 keeps the store, from the moment on when all is decided,
 /// so that every launcher can read the end of the story there.
 const LEAVE_LIMIT: Duration = Duration::from_secs(1);
 
-/// How long the store may take to answer while ranks run.
+/// How long the store may take to answer while the nodes meet.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// How long the store may take to answer once this node's end is decided: it
 /// may be out of reach, and an end must not wait for that.
@@ -78,8 +82,7 @@ pub struct Nodes {
     me: usize,
     infos: Vec<NodeInfo>,
     stop: Arc<AtomicBool>,
-    /// When the store answered last.
-    answered: Arc<Mutex<Instant>>,
+    heard: Arc<Heard>,
     /// The store did not answer our last words.
     out_of_reach: AtomicBool,
     /// Our verdict, should we be killed before we have a guard.
@@ -158,14 +161,13 @@ pub fn join(
         me,
         infos: Vec::new(),
         stop: Arc::new(AtomicBool::new(false)),
-        answered: Arc::new(Mutex::new(Instant::now())),
+        heard: Arc::new(Heard::new(total)),
         out_of_reach: AtomicBool::new(false),
         will: Mutex::new(will),
     };
     // From here on the others count on us: a failure must reach them.
     match nodes.gather(total, &info, started, deadline, &mut interrupted) {
         Ok(infos) => {
-            nodes.store.set_response_timeout(ANSWER_LIMIT);
             nodes.infos = infos;
             Ok(nodes)
         }
@@ -431,65 +433,74 @@ impl Nodes {
         &self.infos
     }
 
-    /// Starts the thread that beats and listens.
-    pub fn watch(&self, events: Sender<Event>) -> Result<()> {
-        let store = self.store.clone();
-        let stop = self.stop.clone();
-        let answered = self.answered.clone();
-        let me = self.me;
-        let infos = self.infos.clone();
+    /// Starts the threads that beat and listen. `bounds` are those of the silence after which a node is lost.
+    pub fn watch(&self, bounds: LostAfter, events: Sender<Event>) -> Result<()> {
+        self.heard.watch(self.infos.len(), bounds);
+        // A node that is lost is waited for no longer.
+        self.store.set_response_timeout(bounds.most);
+        let pulse = || Pulse {
+            store: self.store.clone(),
+            heard: self.heard.clone(),
+            stop: self.stop.clone(),
+            me: self.me,
+            nodes: self.infos.len(),
+        };
+        // Where the main thread has ended, nobody listens.
+        let tell = move |event: Event| drop(events.send(event));
+        let node_0 = name_of(&self.infos, 0);
+        let store_lost = move |error| Event::StoreLost(lost_store(&node_0, error).chain());
+        let (beating, tell_of_beats, beats_failed) = (pulse(), tell.clone(), store_lost.clone());
+        if self.me == 0 {
+            spawn("beat", move || match beating.hear() {
+                Ok(Some(node)) => tell_of_beats(Event::NodeLost(node)),
+                Ok(None) => {}
+                Err(error) => tell_of_beats(beats_failed(error)),
+            })?;
+        } else {
+            spawn("beat", move || {
+                if let Err(error) = beating.beat() {
+                    tell_of_beats(beats_failed(error));
+                }
+            })?;
+            let (looking, tell_of_silence) = (pulse(), tell.clone());
+            spawn("silence", move || {
+                if looking.is_node_0_lost() {
+                    tell_of_silence(Event::NodeLost(0));
+                }
+            })?;
+        }
+        let (store, stop, me) = (self.store.clone(), self.stop.clone(), self.me);
         spawn("nodes", move || {
-            let mut pulse = Pulse::new(infos.len());
-            // Leaves the will before the first wait; the loop reports a failure.
-            let _ = pulse.beat(&*store, me, Instant::now());
-            let mut last = Instant::now();
-            let mut listen = || -> phalanx_store::Result<Option<JobFailure>> {
-                let code = ErrorKind::PeerLost.exit_code();
-                while !stop.load(Ordering::Relaxed) {
-                    match store.get(ABORT_KEY, BEAT / 2) {
-                        Ok(bytes) => {
-                            return Ok(Some(decode(&bytes).unwrap_or_else(|| JobFailure {
-                                echo: true,
-                                ..JobFailure::new(
-                                    code,
-                                    me,
-                                    "another node failed and gave no reason",
-                                )
-                            })));
-                        }
-                        Err(error) if error.kind() == StoreKind::Timeout => {
-                            last = Instant::now();
-                            *lock(&answered) = last;
-                        }
-                        Err(error) if error.kind() == StoreKind::NoAnswer => {}
-                        Err(error) => return Err(error),
+            while !stop.load(Ordering::Relaxed) {
+                match store.get(ABORT_KEY, VERDICT_WAIT) {
+                    Ok(bytes) => {
+                        let code = ErrorKind::PeerLost.exit_code();
+                        let verdict = decode(&bytes).unwrap_or_else(|| JobFailure {
+                            echo: true,
+                            ..JobFailure::new(code, me, "another node failed and gave no reason")
+                        });
+                        return tell(Event::Abort(Box::new(verdict)));
                     }
-                    if let Some(node) = pulse.beat(&*store, me, Instant::now())? {
-                        let perhaps = "the host or the network between is down";
-                        let verdict = JobFailure {
-                            notes: vec![("perhaps".into(), perhaps.into())],
-                            ..JobFailure::new(code, me, disconnected(&infos, node, BEAT_LIMIT))
-                        };
-                        let _ = verdict.publish(&store);
-                    }
+                    Err(error)
+                        if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {}
+                    Err(error) => return tell(store_lost(error)),
                 }
-                Ok(None)
-            };
-            let event = match listen() {
-                Ok(None) => return,
-                Ok(Some(verdict)) => Event::Abort(Box::new(verdict)),
-                Err(error) => {
-                    pulse.end();
-                    Event::StoreLost(match error.kind() {
-                        StoreKind::NoAnswer => {
-                            format!("{}: {error}", disconnected(&infos, 0, last.elapsed()))
-                        }
-                        _ => lost_store(&name_of(&infos, 0), error).chain(),
-                    })
-                }
-            };
-            let _ = events.send(event);
+            }
         })
+    }
+
+    /// The verdict that `node`, from which nothing comes any more, is lost. Without the store of node 0 nothing else
+    /// is asked there.
+    pub fn verdict_of_lost(&self, node: usize) -> JobFailure {
+        if node == 0 {
+            self.out_of_reach.store(true, Ordering::Relaxed);
+        }
+        let message = disconnected(&self.infos, node, self.heard.silent(node));
+        let perhaps = "the host or the network between is down";
+        JobFailure {
+            notes: vec![("perhaps".into(), perhaps.into())],
+            ..JobFailure::new(ErrorKind::PeerLost.exit_code(), self.me, message)
+        }
     }
 
     /// Whether there is any use in asking the store: once the end is decided,
@@ -517,12 +528,9 @@ impl Nodes {
 
     /// The node that is lost, where ranks of this node may have failed for that reason; the headline of a verdict.
     pub fn lost(&self) -> Option<String> {
-        if self.me != 0 {
-            let answered = *lock(&self.answered);
-            let silent = answered.elapsed();
-            if silent >= SILENT {
-                return Some(disconnected(&self.infos, 0, silent));
-            }
+        let silent = self.heard.silent(0);
+        if self.me != 0 && silent >= SILENT {
+            return Some(disconnected(&self.infos, 0, silent));
         }
         let others = (0..self.infos.len()).filter(|node| *node != self.me);
         let others: Vec<usize> = others.collect();
@@ -549,8 +557,8 @@ impl Nodes {
                 return None;
             }
             let seconds = String::from_utf8(why).ok()?.parse().ok();
-            Some(match seconds {
-                Some(seconds) => disconnected(&self.infos, *node, Duration::from_secs(seconds)),
+            Some(match seconds.map(Duration::try_from_secs_f64) {
+                Some(silent) => disconnected(&self.infos, *node, silent.ok()?),
                 None => format!(
                     "lost {}: the connection of its launcher was closed, and it gave no reason",
                     name_of(&self.infos, *node)
@@ -590,7 +598,8 @@ impl Nodes {
             return;
         }
         let joined = |node: &usize| matches!(self.store.try_get(&node_key(*node)), Ok(Some(_)));
-        let joined: Vec<usize> = (0..total).filter(joined).collect();
+        let is_there = |node: &usize| joined(node) && !self.heard.is_lost(*node);
+        let joined: Vec<usize> = (0..total).filter(is_there).collect();
         let limit = (decided + LEAVE_LIMIT).saturating_duration_since(Instant::now());
         let _ = self.wait_all("launch/left", &joined, limit);
     }
@@ -624,9 +633,9 @@ fn left_key(node: usize) -> String {
 /// Nothing has come from `node` for this long.
 fn disconnected(infos: &[NodeInfo], node: usize, silent: Duration) -> String {
     format!(
-        "lost the connection to {}: nothing has come from it for {} s",
+        "lost the connection to {}: nothing has come from it for {:.1} s",
         name_of(infos, node),
-        silent.as_secs()
+        silent.as_secs_f64()
     )
 }
 

@@ -1,93 +1,211 @@
-//! Signs of life: each node's own, and node 0's watch over all.
+//! Heartbeats between the launchers, through the store of node 0: its host hears those of all others, which hear its
+//! answers. `silence.rs` decides what they mean.
+//!
+//! | thread    | on          | does                                                         |
+//! |-----------|-------------|--------------------------------------------------------------|
+//! | `nodes`   | all nodes   | waits for the verdict                                        |
+//! | `beat`    | node 0      | looks which nodes have beaten, and for how long others have not |
+//! | `beat`    | other nodes | beats; waits for the answer as long as it takes              |
+//! | `silence` | other nodes | looks for how long no answer has come                        |
 
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use phalanx_store::{Store, Will};
+use phalanx_store::{ErrorKind as StoreKind, Store, Will};
+use rustix::process::setpriority_process;
 
-/// How often a launcher shows that it lives.
-pub(super) const BEAT: Duration = Duration::from_secs(1);
-/// A node that did not beat for this long is lost. Only a dead or cut-off
-/// host gets here, so it may be patient with a busy one.
-pub(super) const BEAT_LIMIT: Duration = Duration::from_secs(15);
+use super::silence::{BEAT, LOOK, Silence};
+use crate::lock;
+use crate::place::LostAfter;
+
 /// A node that did not beat for this long is the reason why ranks have lost those of that node.
-pub(super) const SILENT: Duration = Duration::from_secs(3);
+pub(super) const SILENT: Duration = Duration::from_secs(1);
+/// How many beats there are to one check of [`gone_key`].
+const CHECK_EVERY: u32 = 5;
 /// The value of [`gone_key`] of a node whose connection ended.
 const CLOSED: &[u8] = b"closed";
+/// The nodes that have beaten since node 0 looked last.
+const BEATEN: &str = "launch/beat/";
 
 /// Says that nothing comes from the node: see the table in `mod.rs`.
 pub(super) fn gone_key(node: usize) -> String {
     format!("launch/gone/{node}")
 }
 
-/// Our own beat and, on node 0, everybody's.
-pub(super) struct Pulse {
-    next: Option<Instant>,
-    /// Tells the others that our connection to the store has ended.
-    will: Option<Will>,
-    heard: Vec<(Option<Vec<u8>>, Option<Instant>)>,
+pub(super) fn beat_key(node: usize) -> String {
+    format!("{BEATEN}{node}")
 }
 
-impl Pulse {
-    /// Of `nodes` nodes, none of which was heard yet.
-    pub(super) fn new(nodes: usize) -> Self {
-        Pulse {
-            next: None,
-            will: None,
-            heard: vec![(None, None); nodes],
+/// How long the others have been silent, as this launcher's threads know it.
+pub(super) struct Heard {
+    pub(super) silence: Mutex<Silence>,
+    start: Instant,
+}
+
+impl Heard {
+    pub(super) fn new(nodes: usize) -> Heard {
+        Heard {
+            silence: Mutex::new(Silence::new(nodes, LostAfter::default(), Duration::ZERO)),
+            start: Instant::now(),
         }
     }
 
-    /// Nothing more will come from this node, which has lost the store.
-    pub(super) fn end(self) {
-        self.will.into_iter().for_each(Will::execute);
+    /// From now on.
+    pub(super) fn watch(&self, nodes: usize, bounds: LostAfter) {
+        *lock(&self.silence) = Silence::new(nodes, bounds, self.start.elapsed());
     }
 
-    /// Beats when it is time. `Some(node)`: that node is lost.
-    pub(super) fn beat(
-        &mut self,
-        store: &dyn Store,
-        me: usize,
-        now: Instant,
-    ) -> phalanx_store::Result<Option<usize>> {
-        if self.next.is_some_and(|next| now < next) {
-            return Ok(None);
+    pub(super) fn silent(&self, node: usize) -> Duration {
+        lock(&self.silence).of(node)
+    }
+
+    pub(super) fn is_lost(&self, node: usize) -> bool {
+        lock(&self.silence).is_lost(node)
+    }
+
+    /// Whether `node` is lost, unless it has beaten.
+    fn look(&self, node: usize, has_beaten: bool) -> bool {
+        let mut silence = lock(&self.silence);
+        // Under the lock: the times of two threads are in order.
+        let now = self.start.elapsed();
+        match has_beaten {
+            true => silence.heard(node, now),
+            false => silence.look(now),
         }
-        self.next = Some(now + BEAT);
-        if me != 0 {
-            let gone = gone_key(me);
-            if store.try_get(&gone)?.is_some() {
-                // This node is alive: a connection broke, or its beats were late.
-                self.will = None;
-                store.delete(&gone)?;
+        silence.is_lost(node)
+    }
+}
+
+/// The threads' common ground; `me` is this node.
+pub(super) struct Pulse<S> {
+    pub(super) store: Arc<S>,
+    pub(super) heard: Arc<Heard>,
+    pub(super) stop: Arc<AtomicBool>,
+    pub(super) me: usize,
+    pub(super) nodes: usize,
+}
+
+impl<S: Store> Pulse<S> {
+    fn goes_on(&self) -> bool {
+        !self.stop.load(Ordering::Relaxed)
+    }
+
+    /// On node 0: watches the others until the end, or until `Some(node)` is lost.
+    ///
+    /// # Errors
+    /// That of the store.
+    pub(super) fn hear(&self) -> phalanx_store::Result<Option<usize>> {
+        raise_priority();
+        let others: Vec<usize> = (0..self.nodes).filter(|node| *node != self.me).collect();
+        let keys: Vec<String> = others.iter().map(|node| beat_key(*node)).collect();
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        while self.goes_on() {
+            let looked = self.store.wait(&keys, Duration::ZERO);
+            let missing = match &looked {
+                Ok(()) => Some(HashSet::new()),
+                Err(error) if error.kind() == StoreKind::Timeout => {
+                    Some(error.missing_keys().iter().map(String::as_str).collect())
+                }
+                // This process has not run; the next look knows.
+                Err(error) if error.kind() == StoreKind::NoAnswer => None,
+                Err(_) => return looked.map(|()| None),
+            };
+            if let Some(missing) = missing {
+                if missing.len() < keys.len() {
+                    // One that comes in between is lost, which does not matter.
+                    answered(self.store.delete_prefix(BEATEN).map(drop))?;
+                }
+                for (node, key) in others.iter().zip(&keys) {
+                    if self.heard.look(*node, !missing.contains(key)) {
+                        return Ok(Some(*node));
+                    }
+                    let silent = self.heard.silent(*node);
+                    if silent >= SILENT {
+                        let silent = silent.as_secs_f64().to_string();
+                        answered(self.store.set(&gone_key(*node), silent.as_bytes()))?;
+                    }
+                }
             }
-            if self.will.is_none() {
-                self.will = store.leave_will(&gone, CLOSED)?;
-            }
-        }
-        store.add(&format!("launch/beat/{me}"), 1)?;
-        if me != 0 {
-            return Ok(None);
-        }
-        for (node, (value, since)) in self.heard.iter_mut().enumerate() {
-            if node == me {
-                continue;
-            }
-            let beat = store.try_get(&format!("launch/beat/{node}"))?;
-            if beat != *value || since.is_none() {
-                *value = beat;
-                *since = Some(now);
-                continue;
-            }
-            let silent = since.map_or(Duration::ZERO, |since| now.duration_since(since));
-            if silent > BEAT_LIMIT {
-                return Ok(Some(node));
-            }
-            if silent >= SILENT {
-                store.set(&gone_key(node), silent.as_secs().to_string().as_bytes())?;
-            }
+            sleep(LOOK);
         }
         Ok(None)
     }
+
+    /// On another node: beats until the end.
+    ///
+    /// # Errors
+    /// That of the store.
+    pub(super) fn beat(&self) -> phalanx_store::Result<()> {
+        raise_priority();
+        // Tells the others that our connection to the store has ended.
+        let mut will = None;
+        let result = self.beats(&mut will);
+        if result.is_err() {
+            // Nothing more will come from this node.
+            will.into_iter().for_each(Will::execute);
+        }
+        result
+    }
+
+    fn beats(&self, will: &mut Option<Will>) -> phalanx_store::Result<()> {
+        let (beat, gone) = (beat_key(self.me), gone_key(self.me));
+        let mut count = 0;
+        while self.goes_on() {
+            let began = Instant::now();
+            if count % CHECK_EVERY == 0 {
+                answered(self.check_will(will, &gone))?;
+            }
+            count = count.wrapping_add(1);
+            match self.store.set(&beat, b"") {
+                Ok(()) => {
+                    self.heard.look(0, true);
+                }
+                Err(error) => answered(Err(error))?,
+            }
+            sleep(BEAT.saturating_sub(began.elapsed()));
+        }
+        Ok(())
+    }
+
+    fn check_will(&self, will: &mut Option<Will>, gone: &str) -> phalanx_store::Result<()> {
+        if self.store.try_get(gone)?.is_some() {
+            // This node is alive: a connection broke, or its beats were late.
+            *will = None;
+            self.store.delete(gone)?;
+        }
+        if will.is_none() {
+            *will = self.store.leave_will(gone, CLOSED)?;
+        }
+        Ok(())
+    }
+
+    /// On another node: whether node 0 is lost before the end.
+    pub(super) fn is_node_0_lost(&self) -> bool {
+        raise_priority();
+        while self.goes_on() {
+            if self.heard.look(0, false) {
+                return true;
+            }
+            sleep(LOOK);
+        }
+        false
+    }
+}
+
+/// That the store did not answer is for `silence.rs` to judge.
+fn answered(result: phalanx_store::Result<()>) -> phalanx_store::Result<()> {
+    result.or_else(|error| match error.kind() {
+        StoreKind::NoAnswer => Ok(()),
+        _ => Err(error),
+    })
+}
+
+/// Puts this thread before those that compute, where that is permitted.
+fn raise_priority() {
+    let _ = setpriority_process(None, -20);
 }
 
 #[cfg(test)]
@@ -96,53 +214,48 @@ mod tests {
 
     use super::*;
 
+    /// The threads of node `me` of two.
+    fn pulse(store: &Arc<MemStore>, me: usize) -> Pulse<MemStore> {
+        Pulse {
+            store: Arc::clone(store),
+            heard: Arc::new(Heard::new(2)),
+            stop: Arc::default(),
+            me,
+            nodes: 2,
+        }
+    }
+
     #[test]
-    fn a_silent_node_is_lost_and_a_beating_one_is_not() {
-        let store = MemStore::new();
-        let mut pulse = Pulse::new(3);
-        let start = Instant::now();
-        let mut now = start;
-        let mut lost = None;
-        while lost.is_none() && now < start + 2 * BEAT_LIMIT {
-            // node 1 beats, node 2 does for three seconds
-            store.add("launch/beat/1", 1).unwrap();
-            if now < start + 3 * BEAT {
-                store.add("launch/beat/2", 1).unwrap();
+    fn a_node_that_beats_is_not_lost_and_one_that_stops_is() {
+        let store = Arc::new(MemStore::new());
+        let (node_0, node_1) = (pulse(&store, 0), pulse(&store, 1));
+        let (stop_0, stop_1) = (node_0.stop.clone(), node_1.stop.clone());
+        let lost = std::thread::scope(|scope| {
+            let hears = scope.spawn(|| node_0.hear().unwrap());
+            scope.spawn(|| node_1.beat().unwrap());
+            let beat = beat_key(1);
+            store.wait(&[&beat], Duration::from_secs(60)).unwrap();
+            // Node 0 removes what it has seen.
+            while store.try_get(&beat).unwrap().is_some() {
+                sleep(LOOK);
             }
-            lost = pulse.beat(&store, 0, now).unwrap();
-            now += BEAT;
-        }
-        assert_eq!(lost, Some(2));
-        assert!(now > start + BEAT_LIMIT + 3 * BEAT);
-        // So do those whose ranks have lost node 2 sooner, for the same reason.
-        assert_eq!(store.try_get(&gone_key(2)).unwrap().unwrap(), b"15");
-        assert_eq!(store.try_get(&gone_key(1)).unwrap(), None);
+            // Here the test ends in time even if it is not noticed.
+            stop_1.store(true, Ordering::Relaxed);
+            let until = Instant::now() + Duration::from_secs(60);
+            while !hears.is_finished() && Instant::now() < until {
+                sleep(LOOK);
+            }
+            stop_0.store(true, Ordering::Relaxed);
+            hears.join().unwrap()
+        });
+        assert_eq!(lost, Some(1));
+        assert!(node_0.heard.is_lost(1));
+        // Those whose ranks have lost node 1 sooner learn why.
+        let silent = store.try_get(&gone_key(1)).unwrap().unwrap();
+        let silent: f64 = String::from_utf8(silent).unwrap().parse().unwrap();
+        assert!(silent >= SILENT.as_secs_f64(), "{silent}");
         // It is heard again.
-        Pulse::new(3).beat(&store, 2, now).unwrap();
-        assert_eq!(store.try_get(&gone_key(2)).unwrap(), None);
-    }
-
-    #[test]
-    fn a_node_that_never_beat_is_lost_too() {
-        let store = MemStore::new();
-        let mut pulse = Pulse::new(2);
-        let start = Instant::now();
-        assert_eq!(pulse.beat(&store, 0, start).unwrap(), None);
-        assert_eq!(pulse.beat(&store, 0, start + BEAT_LIMIT).unwrap(), None);
-        assert_eq!(
-            pulse.beat(&store, 0, start + 2 * BEAT_LIMIT).unwrap(),
-            Some(1)
-        );
-    }
-
-    #[test]
-    fn other_nodes_only_beat() {
-        let store = MemStore::new();
-        let mut pulse = Pulse::new(2);
-        let start = Instant::now();
-        for n in 0..40 {
-            assert_eq!(pulse.beat(&store, 1, start + n * BEAT).unwrap(), None);
-        }
-        assert_eq!(store.try_get("launch/beat/1").unwrap().unwrap(), b"40");
+        node_1.check_will(&mut None, &gone_key(1)).unwrap();
+        assert_eq!(store.try_get(&gone_key(1)).unwrap(), None);
     }
 }

@@ -168,6 +168,7 @@ impl OtherNodes {
                 master_addr: typed("master-addr"),
                 master_port: typed("master-port"),
                 port_range: typed("port-range"),
+                lost_after: None,
             },
             rdzv_endpoint: typed("rdzv-endpoint"),
             rdzv_backend: typed("rdzv-backend"),

@@ -123,11 +123,11 @@ fn eventually<T>(mut ask: impl FnMut() -> Option<T>) -> T {
 fn a_node_whose_connections_have_ended_is_lost() {
     let (a, b, way) = two_nodes();
     let (events, _told) = channel();
-    a.watch(events.clone()).unwrap();
+    a.watch(LostAfter::default(), events.clone()).unwrap();
     b.is_guarded();
-    b.watch(events).unwrap();
+    b.watch(LostAfter::default(), events).unwrap();
     // The will that tells of it.
-    eventually(|| b.store.try_get("launch/beat/1").unwrap());
+    b.store.wait(&["launch/beat/1"], PATIENCE).unwrap();
     assert_eq!(a.lost(), None);
     assert_eq!(b.lost(), None);
     let _others = way.cut(usize::MAX);
@@ -151,11 +151,11 @@ fn a_node_that_has_left_is_not_lost() {
 fn a_node_from_which_nothing_comes_is_lost() {
     let (a, b, _way) = two_nodes();
     a.store.set(&gone_key(1), b"8").unwrap();
-    let want = "lost the connection to node 1 (host b, 127.0.0.1, ranks 1 and 2): nothing has come from it for 8 s";
+    let want = "lost the connection to node 1 (host b, 127.0.0.1, ranks 1 and 2): nothing has come from it for 8.0 s";
     assert_eq!(a.lost().unwrap(), want);
     assert_eq!(b.lost(), None, "the key is about itself");
-    *b.answered.lock().unwrap() = Instant::now() - Duration::from_secs(9);
-    let want = "lost the connection to node 0 (host a, 127.0.0.1, rank 0): nothing has come from it for 9 s";
+    (1..=180).for_each(|n| lock(&b.heard.silence).look(n * silence::LOOK));
+    let want = "lost the connection to node 0 (host a, 127.0.0.1, rank 0): nothing has come from it for 9.0 s";
     assert_eq!(b.lost().unwrap(), want);
 }
 

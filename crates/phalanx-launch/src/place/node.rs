@@ -45,6 +45,27 @@ pub struct Meeting {
     pub carrier: Option<Process>,
     /// How long to wait for the other nodes.
     pub timeout: Duration,
+    /// Bounds of the silence after which another node is lost.
+    pub lost_after: LostAfter,
+}
+
+/// Bounds of a node's silence, from which on it is lost.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LostAfter {
+    /// No silence is a loss before.
+    pub least: Duration,
+    /// Every silence is a loss after.
+    pub most: Duration,
+}
+
+impl Default for LostAfter {
+    /// A loss is noticed within two seconds, and a pause of 1.5 s is none.
+    fn default() -> LostAfter {
+        LostAfter {
+            least: Duration::from_millis(1800),
+            most: Duration::from_secs(2),
+        }
+    }
 }
 
 /// Where processes meet, as far as it is given.
@@ -234,6 +255,8 @@ impl NodeQuery<'_> {
     ) -> Result<Meeting> {
         let mut given = self.given_address()?;
         given.ports = ports;
+        let lost_after = setting(self.env, "lost-after", &self.cli.nodes.lost_after);
+        let lost_after = lost_after.map(|given| given.lost_after()).transpose()?;
         let who = match &engine {
             Some(engine) => format!(
                 "{} does not say on which host the first of the {nodes} nodes is",
@@ -277,6 +300,7 @@ impl NodeQuery<'_> {
             port,
             given,
             carrier,
+            lost_after: lost_after.unwrap_or_default(),
             ..Meeting::default()
         })
     }

@@ -8,6 +8,7 @@ mod command_line;
 mod contract;
 mod failures;
 mod interrupts;
+mod lost;
 mod nodes;
 mod orphans;
 mod output;

@@ -573,7 +573,7 @@ fn half_open_handshakes_do_not_keep_nodes_apart() {
     assert!(b.took < Duration::from_secs(10), "{b:#?}");
 }
 
-struct SetOnDrop<'a>(&'a AtomicBool);
+pub struct SetOnDrop<'a>(pub &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
     fn drop(&mut self) {
