@@ -448,7 +448,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-flow", 6845),
     ("phalanx-global", 4834),
     ("phalanx-http", 65),
-    ("phalanx-launch", 9587),
+    ("phalanx-launch", 9566),
     ("phalanx-live", 1775),
     ("phalanx-mpi", 65),
     ("phalanx-nn", 16085),

@@ -447,28 +447,23 @@ impl Nodes {
         };
         // Where the main thread has ended, nobody listens.
         let tell = move |event: Event| drop(events.send(event));
-        let node_0 = name_of(&self.infos, 0);
-        let store_lost = move |error| Event::StoreLost(lost_store(&node_0, error).chain());
-        let (beating, tell_of_beats, beats_failed) = (pulse(), tell.clone(), store_lost.clone());
+        let (beating, tell_of_loss) = (pulse(), tell.clone());
         if self.me == 0 {
-            spawn("beat", move || match beating.hear() {
-                Ok(Some(node)) => tell_of_beats(Event::NodeLost(node)),
-                Ok(None) => {}
-                Err(error) => tell_of_beats(beats_failed(error)),
-            })?;
-        } else {
             spawn("beat", move || {
-                if let Err(error) = beating.beat() {
-                    tell_of_beats(beats_failed(error));
+                if let Some(node) = beating.hear() {
+                    tell_of_loss(Event::NodeLost(node));
                 }
             })?;
-            let (looking, tell_of_silence) = (pulse(), tell.clone());
+        } else {
+            spawn("beat", move || beating.beat())?;
+            let looking = pulse();
             spawn("silence", move || {
                 if looking.is_node_0_lost() {
-                    tell_of_silence(Event::NodeLost(0));
+                    tell_of_loss(Event::NodeLost(0));
                 }
             })?;
         }
+        let node_0 = name_of(&self.infos, 0);
         let (store, stop, me) = (self.store.clone(), self.stop.clone(), self.me);
         spawn("nodes", move || {
             while !stop.load(Ordering::Relaxed) {
@@ -483,7 +478,9 @@ impl Nodes {
                     }
                     Err(error)
                         if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {}
-                    Err(error) => return tell(store_lost(error)),
+                    Err(error) => {
+                        return tell(Event::StoreLost(lost_store(&node_0, error).chain()));
+                    }
                 }
             }
         })

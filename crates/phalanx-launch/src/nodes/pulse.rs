@@ -94,80 +94,61 @@ impl<S: Store> Pulse<S> {
     }
 
     /// On node 0: watches the others until the end, or until `Some(node)` is lost.
-    ///
-    /// # Errors
-    /// That of the store.
-    pub(super) fn hear(&self) -> phalanx_store::Result<Option<usize>> {
+    pub(super) fn hear(&self) -> Option<usize> {
         raise_priority();
         let others: Vec<usize> = (0..self.nodes).filter(|node| *node != self.me).collect();
         let keys: Vec<String> = others.iter().map(|node| beat_key(*node)).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         while self.goes_on() {
-            let looked = self.store.wait(&keys, Duration::ZERO);
-            let missing = match &looked {
-                Ok(()) => Some(HashSet::new()),
+            let missing: HashSet<String> = match self.store.wait(&keys, Duration::ZERO) {
+                Ok(()) => HashSet::new(),
                 Err(error) if error.kind() == StoreKind::Timeout => {
-                    Some(error.missing_keys().iter().map(String::as_str).collect())
+                    error.missing_keys().iter().cloned().collect()
                 }
-                // This process has not run; the next look knows.
-                Err(error) if error.kind() == StoreKind::NoAnswer => None,
-                Err(_) => return looked.map(|()| None),
+                // Without an answer of the store, which is in this process, this was no look.
+                Err(_) => {
+                    sleep(LOOK);
+                    continue;
+                }
             };
-            if let Some(missing) = missing {
-                if missing.len() < keys.len() {
-                    // One that comes in between is lost, which does not matter.
-                    answered(self.store.delete_prefix(BEATEN).map(drop))?;
+            if missing.len() < keys.len() {
+                // A beat that comes in between is lost, which does not matter.
+                let _ = self.store.delete_prefix(BEATEN);
+            }
+            for (node, key) in others.iter().zip(&keys) {
+                if self.heard.look(*node, !missing.contains(*key)) {
+                    return Some(*node);
                 }
-                for (node, key) in others.iter().zip(&keys) {
-                    if self.heard.look(*node, !missing.contains(key)) {
-                        return Ok(Some(*node));
-                    }
-                    let silent = self.heard.silent(*node);
-                    if silent >= SILENT {
-                        let silent = silent.as_secs_f64().to_string();
-                        answered(self.store.set(&gone_key(*node), silent.as_bytes()))?;
-                    }
+                let silent = self.heard.silent(*node);
+                if silent >= SILENT {
+                    let silent = silent.as_secs_f64().to_string();
+                    let _ = self.store.set(&gone_key(*node), silent.as_bytes());
                 }
             }
             sleep(LOOK);
         }
-        Ok(None)
+        None
     }
 
-    /// On another node: beats until the end.
-    ///
-    /// # Errors
-    /// That of the store.
-    pub(super) fn beat(&self) -> phalanx_store::Result<()> {
+    /// On another node: beats until the end. Each beat is an attempt of its own; that node 0 does not answer is noticed by
+    /// its silence, and that its store has ended by the thread that waits for the verdict, after it has read it.
+    pub(super) fn beat(&self) {
         raise_priority();
+        let (beat, gone) = (beat_key(self.me), gone_key(self.me));
         // Tells the others that our connection to the store has ended.
         let mut will = None;
-        let result = self.beats(&mut will);
-        if result.is_err() {
-            // Nothing more will come from this node.
-            will.into_iter().for_each(Will::execute);
-        }
-        result
-    }
-
-    fn beats(&self, will: &mut Option<Will>) -> phalanx_store::Result<()> {
-        let (beat, gone) = (beat_key(self.me), gone_key(self.me));
-        let mut count = 0;
+        let mut count = 0_u32;
         while self.goes_on() {
             let began = Instant::now();
             if count % CHECK_EVERY == 0 {
-                answered(self.check_will(will, &gone))?;
+                let _ = self.check_will(&mut will, &gone);
             }
             count = count.wrapping_add(1);
-            match self.store.set(&beat, b"") {
-                Ok(()) => {
-                    self.heard.look(0, true);
-                }
-                Err(error) => answered(Err(error))?,
+            if self.store.set(&beat, b"").is_ok() {
+                self.heard.look(0, true);
             }
             sleep(BEAT.saturating_sub(began.elapsed()));
         }
-        Ok(())
     }
 
     fn check_will(&self, will: &mut Option<Will>, gone: &str) -> phalanx_store::Result<()> {
@@ -193,14 +174,6 @@ impl<S: Store> Pulse<S> {
         }
         false
     }
-}
-
-/// That the store did not answer is for `silence.rs` to judge.
-fn answered(result: phalanx_store::Result<()>) -> phalanx_store::Result<()> {
-    result.or_else(|error| match error.kind() {
-        StoreKind::NoAnswer => Ok(()),
-        _ => Err(error),
-    })
 }
 
 /// Puts this thread before those that compute, where that is permitted.
@@ -231,8 +204,8 @@ mod tests {
         let (node_0, node_1) = (pulse(&store, 0), pulse(&store, 1));
         let (stop_0, stop_1) = (node_0.stop.clone(), node_1.stop.clone());
         let lost = std::thread::scope(|scope| {
-            let hears = scope.spawn(|| node_0.hear().unwrap());
-            scope.spawn(|| node_1.beat().unwrap());
+            let hears = scope.spawn(|| node_0.hear());
+            scope.spawn(|| node_1.beat());
             let beat = beat_key(1);
             store.wait(&[&beat], Duration::from_secs(60)).unwrap();
             // Node 0 removes what it has seen.

@@ -64,7 +64,7 @@ impl Silence {
     /// The watcher runs, and has seen all that arrived before `now`.
     pub(super) fn look(&mut self, now: Duration) {
         let since = now.saturating_sub(self.looked);
-        self.looked = self.looked.max(now);
+        self.looked = now;
         if since > LATE {
             for node in &mut self.nodes {
                 node.last += since - LOOK;
@@ -166,27 +166,25 @@ mod tests {
             }
         }
 
-        /// Looks once, after `pause`; heartbeats arrive at intervals that `interval` gives.
-        fn step(&mut self, pause: Duration, interval: impl FnOnce() -> Duration) {
+        /// Looks once, after `pause`, and says whether the node is lost; heartbeats arrive at intervals that `interval`
+        /// gives.
+        fn step(&mut self, pause: Duration, interval: impl FnOnce() -> Duration) -> bool {
             self.now += pause;
             self.silence.look(self.now);
+            let is_lost = self.silence.is_lost(1);
             if self.next <= self.now {
                 self.silence.heard(1, self.now);
                 self.next = self.now + interval();
             }
+            is_lost
         }
 
         /// Runs for `time`, and fails at an alarm.
         fn runs(&mut self, time: Duration, mut interval: impl FnMut() -> Duration) {
             let end = self.now + time;
             while self.now < end {
-                self.step(LOOK, &mut interval);
-                assert!(
-                    !self.silence.is_lost(1),
-                    "at {:?}: {:?}",
-                    self.now,
-                    self.silence.of(1)
-                );
+                let is_lost = self.step(LOOK, &mut interval);
+                assert!(!is_lost, "at {:?}: {:?}", self.now, self.silence.of(1));
             }
         }
 
@@ -194,8 +192,7 @@ mod tests {
         fn lost_after(mut self) -> Duration {
             let cut = self.now;
             self.next = Duration::MAX;
-            while !self.silence.is_lost(1) {
-                self.step(LOOK, || unreachable!());
+            while !self.step(LOOK, || unreachable!()) {
                 assert!(self.now < cut + ms(60_000), "never lost");
             }
             self.now - cut
@@ -302,8 +299,8 @@ mod tests {
                     _ => BEAT + jitter,
                 }
             };
-            simulation.step(pause, &mut interval);
-            assert!(!simulation.silence.is_lost(1), "at {:?}", simulation.now);
+            let is_lost = simulation.step(pause, &mut interval);
+            assert!(!is_lost, "at {:?}", simulation.now);
         }
         assert!(pauses > 300 && stops > 100, "{pauses} {stops}");
         assert!(simulation.lost_after() <= ms(2100));
@@ -349,9 +346,7 @@ mod tests {
         simulation.runs(ms(10_000), || BEAT);
         simulation.next = Duration::MAX;
         let cut = simulation.now;
-        while !simulation.silence.is_lost(1) {
-            simulation.step(ms(400), || unreachable!());
-        }
+        while !simulation.step(ms(400), || unreachable!()) {}
         assert!(
             simulation.now - cut < ms(17_000),
             "{:?}",
