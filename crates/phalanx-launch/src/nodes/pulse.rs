@@ -140,7 +140,7 @@ impl<S: Store> Pulse<S> {
         let mut count = 0_u32;
         while self.goes_on() {
             let began = Instant::now();
-            if count % CHECK_EVERY == 0 {
+            if count.is_multiple_of(CHECK_EVERY) {
                 let _ = self.check_will(&mut will, &gone);
             }
             count = count.wrapping_add(1);
