@@ -245,7 +245,7 @@ impl From<Error> for phalanx_base::Error {
         let kind = match error.kind() {
             ErrorKind::Usage => Kind::Usage,
             ErrorKind::Timeout => Kind::Timeout,
-            ErrorKind::PeerLost | ErrorKind::Aborted => Kind::PeerLost,
+            ErrorKind::PeerLost | ErrorKind::Aborted | ErrorKind::Excluded => Kind::PeerLost,
             ErrorKind::Io => Kind::System,
             _ => Kind::Failed,
         };

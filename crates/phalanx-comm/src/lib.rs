@@ -86,8 +86,9 @@ mod wait;
 pub use dtype::{DType, Element};
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
-    Call, GroupOptions, InitOptions, MAX_OBJECT_BYTES, OpTimes, P2POp, PhaseGuard, ProcessGroup,
-    ShrinkOptions, Transport, Work, name_ranks, read_token,
+    Call, GroupOptions, InitOptions, JoinRequests, MAX_OBJECT_BYTES, Newcomer, OpTimes, P2POp,
+    PhaseGuard, ProcessGroup, ShrinkOptions, Transport, Work, goes_on_with, is_over, name_ranks,
+    read_token, report_lost, report_over,
 };
 pub use inherited::inherited_socket;
 pub use kernel::{all_finite, largest};

@@ -3,7 +3,7 @@
 
 use super::launch::Launch;
 use super::options::InitOptions;
-use super::shrink;
+use super::reform;
 
 /// The first line is the init method, the others are `NAME=value`.
 pub(crate) fn environment(data: &[u8]) {
@@ -41,9 +41,9 @@ pub(crate) fn environment_seeds() -> Vec<Vec<u8>> {
 
 /// The members of the next generation.
 pub(crate) fn members(data: &[u8]) {
-    if let Ok(members) = shrink::decode(data) {
+    if let Ok(members) = reform::decode(data) {
         assert!(!members.is_empty() && members.is_sorted_by(|a, b| a < b));
-        let again = shrink::decode(shrink::encode(&members).as_bytes());
+        let again = reform::decode(reform::encode(&members).as_bytes());
         assert_eq!(again.ok(), Some(members));
     }
 }

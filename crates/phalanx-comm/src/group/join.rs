@@ -51,6 +51,18 @@ pub(super) struct Processes {
 }
 
 impl Processes {
+    /// Those that meet in a `store` which was opened before.
+    pub(super) fn within(store: Arc<dyn Store>, token: Token, options: InitOptions) -> Processes {
+        Processes {
+            store,
+            token,
+            generation: options.generation.unwrap_or(0),
+            bind: options.bind.map_or(BindAddr::Loopback, BindAddr::Ip),
+            server: None,
+            options,
+        }
+    }
+
     /// Forms the links of one group.
     pub(super) fn form(
         &self,
@@ -121,12 +133,25 @@ pub(super) fn meet(options: InitOptions) -> Result<Met> {
 }
 
 fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(Mesh, Processes)> {
+    let timeout = options.timeout;
+    let processes = open(launch, options, started)?;
+    let left = timeout.saturating_sub(started.elapsed());
+    let mesh = processes.form(WORLD_GROUP, launch.rank, launch.world, left)?;
+    if launch.rank == 0 && matches!(launch.meeting, Meeting::File(_)) {
+        // All ranks have it, and the file may outlive the job.
+        processes.store.delete(&token_key(launch.generation))?;
+    }
+    Ok((mesh, processes))
+}
+
+/// Opens the store of the job, which rank 0 hosts where nothing else does.
+pub(super) fn open(launch: &Launch, options: InitOptions, started: Instant) -> Result<Processes> {
     let left = || options.timeout.saturating_sub(started.elapsed());
     let known = match &options.token {
         Some(token) => Some(token.clone()),
         None => known_token(&launch.token)?,
     };
-    let processes = match &launch.meeting {
+    Ok(match &launch.meeting {
         Meeting::Alone => Processes {
             store: Arc::new(MemStore::new()),
             token: known.map_or_else(mint, Ok)?,
@@ -199,13 +224,7 @@ fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(M
                 server: None,
             }
         }
-    };
-    let mesh = processes.form(WORLD_GROUP, launch.rank, launch.world, left())?;
-    if launch.rank == 0 && matches!(launch.meeting, Meeting::File(_)) {
-        // All ranks have it, and the file may outlive the job.
-        processes.store.delete(&token_key(launch.generation))?;
-    }
-    Ok((mesh, processes))
+    })
 }
 
 /// Reports what this rank waits for before it has a store, unless another rank of its host does.

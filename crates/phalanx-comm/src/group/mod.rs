@@ -15,9 +15,9 @@ mod parts;
 mod phase;
 mod probe;
 mod queue;
+mod reform;
 mod registered;
 mod registry;
-mod shrink;
 mod subgroup;
 mod token;
 mod uneven;
@@ -33,7 +33,9 @@ pub use self::batch::P2POp;
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::options::{Call, GroupOptions, InitOptions, Transport};
 pub use self::phase::PhaseGuard;
-pub use self::shrink::ShrinkOptions;
+pub use self::reform::{
+    JoinRequests, Newcomer, ShrinkOptions, goes_on_with, is_over, report_lost, report_over,
+};
 pub use self::token::read_token;
 pub use self::work::{OpTimes, Work};
 pub use monitored::name_ranks;
@@ -50,9 +52,7 @@ use crate::recorder::{Failure, Flight, Place, Recorder, Watched};
 use crate::select::{Algorithm, Costs, Rules, Selector};
 use crate::shm::{CollectiveBytes, Counters};
 use crate::stall::Board;
-use crate::transport::{
-    AbortHandle, BindAddr, GroupKeys, Mesh, Poison, TransportKind, thread_mesh_with,
-};
+use crate::transport::{AbortHandle, GroupKeys, Mesh, Poison, TransportKind, thread_mesh_with};
 use crate::wait::{Budgets, Callers, Topology};
 use crate::{Bucket, Element, Error, Result};
 
@@ -200,14 +200,7 @@ impl ProcessGroup {
             None if world == 1 => join::mint()?,
             None => return Err(launch::no_token().with_rank(rank)),
         };
-        let processes = Processes {
-            store,
-            token,
-            generation: options.generation.unwrap_or(0),
-            bind: options.bind.map_or(BindAddr::Loopback, BindAddr::Ip),
-            server: None,
-            options,
-        };
+        let processes = Processes::within(store, token, options);
         let mesh = processes.form(WORLD_GROUP, rank, world, processes.options.timeout)?;
         Self::assemble(rank, world, mesh, processes, &Place::Private)
     }

@@ -463,11 +463,17 @@ impl DistributedDataParallel {
         if let (Some(hook), Some((_, saved))) = (self.reducer.hook_mut(), &state.hook) {
             hook.restore_state(saved)?;
         }
-        match &mut self.shards {
-            Some(shards) => shards.set_skipped_steps(state.skipped_steps),
-            None => self.reducer.set_skipped_steps(state.skipped_steps),
-        }
+        self.set_skipped_steps(state.skipped_steps);
         Ok(())
+    }
+
+    /// Sets the number of steps skipped by vote so far, of a wrapper that takes another one's place. It must be the same on
+    /// all ranks.
+    pub fn set_skipped_steps(&mut self, steps: u64) {
+        match &mut self.shards {
+            Some(shards) => shards.set_skipped_steps(steps),
+            None => self.reducer.set_skipped_steps(steps),
+        }
     }
 
     /// The parameters and elements whose gradients `rank` gets, with

@@ -1,5 +1,5 @@
-//! A new group of the ranks that are left: generations, majorities, stragglers,
-//! ranks as threads and as processes that are killed.
+//! A new group of the ranks that are left and of newcomers: generations, majorities, stragglers, lost ranks, ranks as threads
+//! and as processes that are killed.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -7,7 +7,10 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{Call, Error, ErrorKind, InitOptions, ProcessGroup, ReduceOp, ShrinkOptions};
+use phalanx_comm::{
+    Call, Error, ErrorKind, InitOptions, Newcomer, ProcessGroup, ReduceOp, ShrinkOptions,
+    goes_on_with, is_over, report_lost, report_over,
+};
 use phalanx_store::{MemStore, TcpServer};
 use phalanx_wire::Token;
 
@@ -143,6 +146,182 @@ fn all_may_go_on_after_an_abort() {
             group.shutdown().unwrap();
         });
     }
+}
+
+/// Nobody waits for a rank that is reported lost, and no majority is needed where all that do not come are.
+#[test]
+fn ranks_that_are_reported_lost_are_not_waited_for() {
+    everywhere(|over| {
+        let gate = Barrier::new(4);
+        on_each(groups(over, 4), |group| {
+            all_ready(&group, &gate);
+            if group.rank() != 3 {
+                if group.rank() == 0 {
+                    for rank in 0..3 {
+                        report_lost(&*group.store(), rank, "it is a test").unwrap();
+                    }
+                }
+                // In its place a rank that is still there, and hears nothing.
+                gate.wait();
+                return;
+            }
+            let options = ShrinkOptions {
+                straggler_wait: Duration::MAX,
+                timeout: PATIENCE,
+                ..ShrinkOptions::default()
+            };
+            let group = group.shrink(options).unwrap();
+            gate.wait();
+            assert_eq!(
+                (group.rank(), group.world_size(), group.global_rank()),
+                (0, 1, 3)
+            );
+            assert_eq!(sum_of_members(&group), 3);
+        });
+    });
+}
+
+#[test]
+fn ranks_that_form_anew_hear_that_the_job_ends() {
+    everywhere(|over| {
+        let gate = Barrier::new(2);
+        on_each(groups(over, 2), |group| {
+            all_ready(&group, &gate);
+            if group.rank() == 1 {
+                report_over(&*group.store(), "nobody needs it").unwrap();
+                gate.wait();
+                return;
+            }
+            let error = group.shrink(ShrinkOptions::default()).unwrap_err();
+            gate.wait();
+            assert_eq!(error.kind(), ErrorKind::Aborted, "{error}");
+            assert!(
+                error.to_string().contains("the job ends: nobody needs it"),
+                "{error}"
+            );
+        });
+    });
+}
+
+/// The options of `hasty`, with which nobody is left out.
+fn patient() -> ShrinkOptions {
+    ShrinkOptions {
+        straggler_wait: Duration::MAX,
+        timeout: PATIENCE,
+        ..ShrinkOptions::default()
+    }
+}
+
+/// A store of its own, a token, and two ranks that have formed a group there.
+fn two_with_store(over: Over) -> (Arc<dyn phalanx_store::Store>, Token, Vec<ProcessGroup>) {
+    let token = Token::generate().unwrap();
+    let store: Arc<dyn phalanx_store::Store> = Arc::new(MemStore::new());
+    let groups = std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..2)
+            .map(|rank| {
+                let (store, options) = (Arc::clone(&store), init_options(over, &token));
+                scope.spawn(move || ProcessGroup::from_store(store, rank, 2, options).unwrap())
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    (store, token, groups)
+}
+
+#[test]
+fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
+    for over in [Over::Shm, Over::Tcp] {
+        let (store, token, groups) = two_with_store(over);
+        let newcomer = |number| {
+            Newcomer::from_store(Arc::clone(&store), number, init_options(over, &token)).unwrap()
+        };
+        assert!(!goes_on_with(&*store, 2, [0, 1]).unwrap(), "nobody said so");
+        groups[0].announce_elastic().unwrap();
+        assert!(goes_on_with(&*store, 2, [1, 7]).unwrap());
+        assert!(
+            !goes_on_with(&*store, 2, [5, 7]).unwrap(),
+            "they are in no group"
+        );
+        let gate = &Barrier::new(4);
+        std::thread::scope(|scope| {
+            for group in groups {
+                scope.spawn(move || {
+                    let requests = group.join_requests();
+                    while requests.read().unwrap() != [5, 7] {
+                        std::thread::sleep(Duration::from_millis(2));
+                    }
+                    group.barrier().unwrap();
+                    let group = group.grow(&[5, 7], patient()).unwrap();
+                    assert_eq!((group.world_size(), group.generation()), (4, 1));
+                    assert_eq!(sum_of_members(&group), 13);
+                    assert!(group.join_requests().read().unwrap().is_empty());
+                    gate.wait();
+                    // Rank 5 goes.
+                    group.barrier().unwrap_err();
+                    let group = group.shrink(patient()).unwrap();
+                    assert_eq!(sum_of_members(&group), 8);
+                    group.shutdown().unwrap();
+                });
+            }
+            for number in [5, 7] {
+                let newcomer = newcomer(number);
+                let store = &store;
+                scope.spawn(move || {
+                    let group = newcomer.join(&patient()).unwrap().expect("the job runs");
+                    assert_eq!(
+                        (group.rank(), group.global_rank()),
+                        ((number - 1) / 2, number)
+                    );
+                    assert_eq!(sum_of_members(&group), 13);
+                    gate.wait();
+                    if number == 5 {
+                        report_lost(&**store, 5, "it is a test").unwrap();
+                        return;
+                    }
+                    group.announce_joined().unwrap();
+                    group.barrier().unwrap_err();
+                    let group = group.shrink(patient()).unwrap();
+                    assert_eq!((group.rank(), group.world_size()), (2, 3));
+                    assert_eq!(sum_of_members(&group), 8);
+                    group.shutdown().unwrap();
+                });
+            }
+        });
+        assert!(!goes_on_with(&*store, 2, [5]).unwrap(), "it has no state");
+        assert!(goes_on_with(&*store, 2, [7]).unwrap());
+    }
+}
+
+#[test]
+fn a_newcomer_that_is_lost_before_it_joins_holds_nobody_up() {
+    let (store, _, groups) = two_with_store(Over::Shm);
+    on_each(groups, |group| {
+        group.barrier().unwrap();
+        report_lost(&*store, 4, "it is a test").unwrap();
+        let group = group.grow(&[4], patient()).unwrap();
+        assert_eq!((group.world_size(), sum_of_members(&group)), (2, 1));
+        group.shutdown().unwrap();
+    });
+}
+
+#[test]
+fn a_newcomer_hears_that_the_job_is_over() {
+    let (store, token, _groups) = two_with_store(Over::Shm);
+    assert!(!is_over(&*store).unwrap());
+    report_over(&*store, "all is done").unwrap();
+    assert!(is_over(&*store).unwrap());
+    let newcomer = Newcomer::from_store(store, 2, init_options(Over::Shm, &token)).unwrap();
+    assert!(newcomer.join(&patient()).unwrap().is_none());
+}
+
+/// A garbled invitation is an error and no wait.
+#[test]
+fn an_invitation_that_is_none_is_refused() {
+    let (store, token, _groups) = two_with_store(Over::Shm);
+    store.set("reform/invited/2", b"{\"job\": 1}").unwrap();
+    let newcomer = Newcomer::from_store(store, 2, init_options(Over::Shm, &token)).unwrap();
+    let error = newcomer.join(&patient()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
 }
 
 #[test]
@@ -447,7 +626,7 @@ fn kill_two_of_four(over: &str, victims: [usize; 2]) {
     let mut ranks: Vec<Rank> = (0..PROCESSES)
         .map(|rank| {
             let child = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "shrink::child", "--nocapture"])
+                .args(["--exact", "reform::child", "--nocapture"])
                 .env(PLACE, &place)
                 .env(TOKEN, token.to_hex())
                 .env(RANK, rank.to_string())

@@ -1,0 +1,752 @@
+//! Forms a new group of the remaining ranks and of newcomers, without new processes for those that remain.
+//!
+//! A poisoned group never recovers; a new one is formed under the next generation.
+//! The ranks meet in the store through which the job was formed:
+//!
+//! | key                              | value              | written by                     |
+//! |----------------------------------|--------------------|--------------------------------|
+//! | `reform/JOB/GENERATION/here/F`   | `1`                | every rank that takes part     |
+//! | `reform/JOB/GENERATION/members`  | `F F F …`, by rank | one of them, by compare-and-set |
+//! | `reform/lost/F`                  | why                | whoever watches the processes ([`report_lost`]) |
+//! | `reform/over`                    | why                | the same, when the job ends    |
+//! | `reform/elastic`                 | `1`                | rank 0, when ranks may be lost  |
+//! | `reform/joined/F`                | `1`                | a newcomer that has the others' state |
+//! | `reform/joining`, `reform/joining/N` | a count, F     | a newcomer                     |
+//! | `reform/invited/F`               | an [`Invitation`]  | all members of the old group   |
+//!
+//! `F` is a rank's number among all that the job has started: its rank in the first
+//! generation, or the number that a newcomer was started with. It never changes; the new
+//! ranks are the indices in the list, in the order of these numbers.
+//!
+//! *Who decides.* A rank that sees all ranks of the old group which are not reported lost,
+//! or enough of them and no more during the wait for stragglers, proposes the ranks
+//! present. The first proposal is the decision: one store, one list, hence one group.
+//! Where a majority is required, at most one side of a split has enough ranks. A rank that
+//! is not in the list gets an error. When forming the links fails (another rank died
+//! meanwhile), the remaining ranks try the next generation.
+//!
+//! *The store must live.* `phalanx launch` hosts it, apart from all ranks. When rank 0
+//! hosts it (`tcp://` without a launcher) its death ends the job, and the error says
+//! so; a `file://` store outlives all ranks.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use phalanx_store::{ErrorKind as StoreKind, Store};
+use serde::{Deserialize, Serialize};
+
+use super::join::{Processes, WORLD_GROUP, lone_mesh, open};
+use super::launch::{Launch, environment, no_token};
+use super::options::InitOptions;
+use super::{Identity, Member, Origin, ProcessGroup};
+use crate::recorder::{Place, Recorder};
+use crate::select::{Costs, Rules, Selector};
+use crate::transport::{Mesh, Poison, remove_generation};
+use crate::wait::deadline_in;
+use crate::{Error, ErrorKind, Result};
+
+/// How a group is re-formed. All ranks must give the same options.
+#[derive(Clone, Debug)]
+pub struct ShrinkOptions {
+    /// Least size of the new group; default: more than half of the group that ended, so
+    /// that two parts of it can never both continue, and 1 where all ranks that do not come
+    /// were [reported lost](report_lost).
+    pub min_world: Option<usize>,
+    /// How long to wait for more ranks once there are enough; 1 s. Ranks that were reported
+    /// lost are not waited for. Ranks that come later get [`ErrorKind::Excluded`].
+    pub straggler_wait: Duration,
+    /// Deadline for the whole; 60 s.
+    pub timeout: Duration,
+}
+
+impl Default for ShrinkOptions {
+    fn default() -> Self {
+        ShrinkOptions {
+            min_world: None,
+            straggler_wait: Duration::from_secs(1),
+            timeout: Duration::from_secs(60),
+        }
+    }
+}
+
+/// Interval at which to check which ranks have come.
+const LOOK: Duration = Duration::from_millis(5);
+/// Shortest deadline for forming the links; after a failure the next generation is tried.
+const FORMING_MIN: Duration = Duration::from_secs(1);
+
+/// Says in `store`, which the ranks of a job use, that the process with the number `rank` has ended, and `why`: ranks that
+/// [form a new group](ProcessGroup::shrink) do not wait for it. For launchers, which know it at once.
+///
+/// # Errors
+///
+/// Those of the store.
+pub fn report_lost(store: &dyn Store, rank: usize, why: &str) -> phalanx_store::Result<()> {
+    store.set(&lost_key(rank), why.as_bytes())
+}
+
+/// Says in `store` that the job ends, and `why`: ranks that form a new group, and newcomers, do not wait any longer.
+///
+/// # Errors
+///
+/// Those of the store.
+pub fn report_over(store: &dyn Store, why: &str) -> phalanx_store::Result<()> {
+    store.set(OVER, why.as_bytes())
+}
+
+/// Whether the ranks that use `store` go on without lost ones ([`ProcessGroup::announce_elastic`]), as far as any of the
+/// processes `numbers` has what is needed: it is one of the first, or has [announced](ProcessGroup::announce_joined) it.
+///
+/// # Errors
+///
+/// Those of the store.
+pub fn goes_on_with(
+    store: &dyn Store,
+    first_world: usize,
+    numbers: impl IntoIterator<Item = usize>,
+) -> phalanx_store::Result<bool> {
+    if store.try_get(ELASTIC)?.is_none() {
+        return Ok(false);
+    }
+    for number in numbers {
+        if number < first_world || store.try_get(&joined_key(number))?.is_some() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Whether the job has been [reported](report_over) to end.
+///
+/// # Errors
+///
+/// Those of the store.
+pub fn is_over(store: &dyn Store) -> phalanx_store::Result<bool> {
+    Ok(store.try_get(OVER)?.is_some())
+}
+
+/// Set when the ranks go on without lost ones.
+const ELASTIC: &str = "reform/elastic";
+/// Set when the job ends.
+const OVER: &str = "reform/over";
+/// Number of newcomers that have announced themselves.
+const JOINING: &str = "reform/joining";
+
+fn lost_key(rank: usize) -> String {
+    format!("reform/lost/{rank}")
+}
+
+fn joined_key(rank: usize) -> String {
+    format!("reform/joined/{rank}")
+}
+
+fn invited_key(rank: usize) -> String {
+    format!("reform/invited/{rank}")
+}
+
+/// What a newcomer must know to meet the members of the group that ends.
+#[derive(Serialize, Deserialize)]
+struct Invitation {
+    job: u64,
+    /// Of the group that ends.
+    generation: u32,
+    /// Its members and all newcomers.
+    roster: Vec<usize>,
+    /// The size of the group that ends.
+    world: usize,
+    /// The bits of its measured costs.
+    costs: [u64; 5],
+}
+
+impl ProcessGroup {
+    /// Forms a new group of the remaining ranks, without new processes, after a rank
+    /// was lost or after any other failure of this group. All ranks that want to
+    /// continue must call it. The ranks keep their order and are numbered from 0; the
+    /// new group has the next [`generation`](Self::generation). Subgroups must be made
+    /// again.
+    ///
+    /// This handle is consumed. Other handles to the old group refuse operations; the
+    /// old group is aborted if it was not, so that no rank stays in it.
+    ///
+    /// *Blocks until* all ranks of the old group that were not [reported lost](report_lost)
+    /// have come, or at least [`ShrinkOptions::min_world`] and no other for
+    /// [`ShrinkOptions::straggler_wait`]; at most [`ShrinkOptions::timeout`].
+    ///
+    /// # Errors
+    ///
+    /// `Timeout` naming the ranks that did not come when too few did;
+    /// `Excluded` when the others continued without this rank; `PeerLost` when the
+    /// store is gone (rank 0 hosted it and died); `Aborted` when the job [ends](report_over);
+    /// `Usage` for a subgroup.
+    pub fn shrink(self, options: ShrinkOptions) -> Result<ProcessGroup> {
+        let cause = format!(
+            "rank {} leaves generation {} to form the next",
+            self.core.rank, self.core.generation
+        );
+        // Not a failure of this rank: the recorder does not record one.
+        self.core.abort.poison(&Poison::new(self.core.rank, cause));
+        self.reform(&[], options)
+    }
+
+    /// Forms a new group of all ranks of this one and the `newcomers`, by their numbers, which wait in
+    /// [`Newcomer::join`] ([`join_requests`](Self::join_requests) lists them). All ranks must call it, with the same newcomers,
+    /// while no operation is in flight. Newcomers get the last ranks. Otherwise as [`shrink`](Self::shrink): a rank that is lost
+    /// meanwhile, old or new, is left out.
+    ///
+    /// # Errors
+    ///
+    /// As [`shrink`](Self::shrink).
+    pub fn grow(self, newcomers: &[usize], options: ShrinkOptions) -> Result<ProcessGroup> {
+        if self.core.id == WORLD_GROUP {
+            // A rank may still wait for the last operation. If one was lost, all find out below.
+            let left = self.goodbye();
+            tracing::debug!(?left, ?newcomers, "leaving the group to grow it");
+        }
+        self.reform(newcomers, options)
+    }
+
+    /// Says in the store that the ranks of this group go on without lost ones from now on: a launcher need not end the job
+    /// then.
+    ///
+    /// # Errors
+    ///
+    /// Those of the store.
+    pub fn announce_elastic(&self) -> Result<()> {
+        Ok(self.store().set(ELASTIC, b"1")?)
+    }
+
+    /// Says in the store that this rank, a [`Newcomer`], has all that it needs to go on if the others are lost.
+    ///
+    /// # Errors
+    ///
+    /// Those of the store.
+    pub fn announce_joined(&self) -> Result<()> {
+        Ok(self.store().set(&joined_key(self.global_rank()), b"1")?)
+    }
+
+    /// The processes that ask to be taken in by [`grow`](Self::grow). Any thread may ask; it keeps no link open.
+    pub fn join_requests(&self) -> JoinRequests {
+        JoinRequests {
+            store: self.store(),
+            roster: Arc::clone(&self.core.identity.roster),
+        }
+    }
+
+    fn reform(self, newcomers: &[usize], options: ShrinkOptions) -> Result<ProcessGroup> {
+        let (rank, old) = (self.core.rank, self.core.generation);
+        let named = |e: Error| e.with_rank(rank).with_operation("forming the group anew");
+        if self.core.id != WORLD_GROUP {
+            return Err(named(Error::usage(
+                "only the group of all ranks can be formed anew; make its subgroups again then",
+            )));
+        }
+        self.core.queue.close();
+        let identity = self.core.identity.clone();
+        let mut roster: Vec<usize> = identity.roster.to_vec();
+        roster.extend_from_slice(newcomers);
+        roster.sort_unstable();
+        roster.dedup();
+        let meeting = Reform {
+            identity: Identity {
+                roster: roster.into(),
+                ..identity
+            },
+            world: self.core.world,
+            options: &options,
+            deadline: deadline_in(options.timeout),
+        };
+        let origin = Arc::clone(&self.core.origin);
+        let costs = *self.core.selector.costs();
+        if !newcomers.is_empty() {
+            let invitation = meeting.invitation(old, costs);
+            let text = serde_json::to_vec(&invitation)
+                .map_err(|e| named(Error::internal(format!("an invitation is not JSON: {e}"))))?;
+            // All members write it: any of them may be lost now.
+            for number in newcomers {
+                let invited = origin.store().set(&invited_key(*number), &text);
+                invited.map_err(|e| named(e.into()))?;
+            }
+        }
+        let (limits, algorithm) = (self.core.limits, self.core.algorithm);
+        let (defaults, recorder) = (self.defaults.clone(), Arc::clone(&self.core.recorder));
+        let rules = self.core.selector.rules().clone();
+        // The old links are closed before new ones are made.
+        drop(self);
+        let member = |identity| Member {
+            rank: 0,
+            world: 0,
+            id: WORLD_GROUP,
+            generation: old,
+            limits,
+            algorithm,
+            identity: Some(identity),
+        };
+        let formed = meeting.form(&origin, member).map_err(named)?;
+        let (member, mesh, origin) = formed;
+        if member.rank == 0 {
+            // The keys of the lost ranks, in subgroups too.
+            let job = meeting.identity.job;
+            (old..member.generation)
+                .for_each(|over| remove_generation(&*origin.store(), over, job));
+        }
+        // The network is the one that was measured before.
+        let selector = Selector::new(mesh.hosts().clone(), costs, rules);
+        let group = Self::from_mesh(member, mesh, selector, origin, recorder, false)?;
+        Ok(ProcessGroup { defaults, ..group })
+    }
+}
+
+/// Tells which processes ask to join a group ([`ProcessGroup::join_requests`]).
+pub struct JoinRequests {
+    store: Arc<dyn Store>,
+    /// The numbers of the group's members.
+    roster: Arc<[usize]>,
+}
+
+impl JoinRequests {
+    /// Their numbers, in ascending order. *Costs* a request to the store, and two for each process that has ever asked.
+    ///
+    /// # Errors
+    ///
+    /// Those of the store.
+    pub fn read(&self) -> Result<Vec<usize>> {
+        let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).parse().ok();
+        let count: u64 = self.store.try_get(JOINING)?.and_then(text).unwrap_or(0);
+        let mut found = Vec::new();
+        for index in 1..=count {
+            let number = self.store.try_get(&format!("{JOINING}/{index}"))?;
+            let number = number.and_then(|bytes| String::from_utf8_lossy(&bytes).parse().ok());
+            let Some(number) = number else { continue };
+            let is_known = found.contains(&number) || self.roster.contains(&number);
+            if !is_known && self.store.try_get(&lost_key(number))?.is_none() {
+                found.push(number);
+            }
+        }
+        found.sort_unstable();
+        Ok(found)
+    }
+}
+
+/// A process that joins a group which other processes have formed.
+pub struct Newcomer {
+    number: usize,
+    processes: Processes,
+}
+
+impl Newcomer {
+    /// Opens the store of the job, as [`ProcessGroup::init`] does. `number` is this process's among all that the job has
+    /// started, which no other process has or had.
+    ///
+    /// # Errors
+    ///
+    /// As [`ProcessGroup::init`].
+    pub fn new(number: usize, options: InitOptions) -> Result<Newcomer> {
+        let started = Instant::now();
+        let options = InitOptions {
+            rank: Some(number),
+            world_size: Some(number + 1),
+            ..options
+        };
+        let launch = Launch::resolve(&options, environment)?;
+        let processes = open(&launch, options, started)?;
+        Ok(Newcomer { number, processes })
+    }
+
+    /// The same through a store that the caller has opened; `options` must have a token.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when they have none.
+    pub fn from_store(
+        store: Arc<dyn Store>,
+        number: usize,
+        options: InitOptions,
+    ) -> Result<Newcomer> {
+        let token = options.token.clone().ok_or_else(no_token)?;
+        let processes = Processes::within(store, token, options);
+        Ok(Newcomer { number, processes })
+    }
+
+    /// This process's number among all that the job has started.
+    pub fn number(&self) -> usize {
+        self.number
+    }
+
+    /// Waits for the members to call [`ProcessGroup::grow`], and joins; `None` when the job ends before.
+    ///
+    /// *Blocks* as long as the job runs.
+    ///
+    /// # Errors
+    ///
+    /// `PeerLost` when the store is gone; those of forming links.
+    pub fn join(self, options: &ShrinkOptions) -> Result<Option<ProcessGroup>> {
+        let named = |e: Error| e.with_operation("joining the group");
+        let store = Arc::clone(&self.processes.store);
+        let index = store.add(JOINING, 1).map_err(|e| named(e.into()))?;
+        let number = self.number.to_string();
+        let announced = store.set(&format!("{JOINING}/{index}"), number.as_bytes());
+        announced.map_err(|e| named(e.into()))?;
+        let (key, origin) = (
+            invited_key(self.number),
+            Arc::new(Origin::Processes(Box::new(self.processes))),
+        );
+        let mut declined = None;
+        loop {
+            let invitation = loop {
+                match store.get(&key, LISTEN) {
+                    Ok(text) if Some(&text) == declined.as_ref() => std::thread::sleep(LISTEN),
+                    Ok(text) => break text,
+                    Err(e) if matches!(e.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {}
+                    Err(e) => return Err(named(e.into())),
+                }
+                match store.try_get(OVER) {
+                    Ok(None) => {}
+                    Ok(Some(_)) => return Ok(None),
+                    Err(e) => return Err(named(e.into())),
+                }
+            };
+            let text = invitation;
+            let invitation: Invitation = serde_json::from_slice(&text).map_err(|e| {
+                let what = format!("the store holds a garbled invitation: {e}");
+                named(Error::new(ErrorKind::Protocol, what))
+            })?;
+            let meeting = Reform {
+                identity: Identity {
+                    global_rank: self.number,
+                    roster: invitation.roster.into(),
+                    job: invitation.job,
+                },
+                world: invitation.world,
+                options,
+                deadline: deadline_in(options.timeout),
+            };
+            let Origin::Processes(processes) = &*origin else {
+                return Err(Error::internal("newcomers are processes"));
+            };
+            let init = &processes.options;
+            let member = |identity| Member {
+                rank: 0,
+                world: 0,
+                id: WORLD_GROUP,
+                generation: invitation.generation,
+                limits: init.limits(),
+                algorithm: init.algorithm,
+                identity: Some(identity),
+            };
+            let (member, mesh, origin) = match meeting.form(&origin, member) {
+                Ok(formed) => formed,
+                // They have gone on without this rank, and will invite it again.
+                Err(e) if e.kind() == ErrorKind::Excluded => {
+                    declined = Some(text);
+                    continue;
+                }
+                Err(e) => return Err(named(e)),
+            };
+            let recorder = Recorder::new(member.rank, member.world, &Place::Launcher)
+                .map_err(|e| Error::io("mapping the flight recorder", e))?;
+            let rules = init.rules.clone().then(Rules::from_env()?);
+            let costs = costs_of(invitation.costs);
+            let selector = Selector::new(mesh.hosts().clone(), costs, rules);
+            let recorder = Arc::new(recorder);
+            return ProcessGroup::from_mesh(member, mesh, selector, origin, recorder, false)
+                .map(Some);
+        }
+    }
+}
+
+impl std::fmt::Debug for Newcomer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Newcomer")
+            .field("number", &self.number)
+            .finish_non_exhaustive()
+    }
+}
+
+/// How long a newcomer waits for an invitation before it looks whether the job is over.
+const LISTEN: Duration = Duration::from_millis(200);
+
+fn bits_of(costs: Costs) -> [u64; 5] {
+    let Costs {
+        sync_s,
+        core_bytes_per_s,
+        wire_latency_s,
+        wire_message_s,
+        wire_bytes_per_s,
+    } = costs;
+    [
+        sync_s,
+        core_bytes_per_s,
+        wire_latency_s,
+        wire_message_s,
+        wire_bytes_per_s,
+    ]
+    .map(f64::to_bits)
+}
+
+fn costs_of(bits: [u64; 5]) -> Costs {
+    let [
+        sync_s,
+        core_bytes_per_s,
+        wire_latency_s,
+        wire_message_s,
+        wire_bytes_per_s,
+    ] = bits.map(f64::from_bits);
+    Costs {
+        sync_s,
+        core_bytes_per_s,
+        wire_latency_s,
+        wire_message_s,
+        wire_bytes_per_s,
+    }
+}
+
+/// One rank's view of the meeting.
+struct Reform<'a> {
+    /// Its roster has all that are expected: the members of the group that ended, and newcomers.
+    identity: Identity,
+    /// Size of the group that ended.
+    world: usize,
+    options: &'a ShrinkOptions,
+    deadline: Instant,
+}
+
+impl Reform<'_> {
+    fn left(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
+    }
+
+    fn prefix(&self, generation: u32) -> String {
+        format!("reform/{:016x}/{generation}", self.identity.job)
+    }
+
+    fn invitation(&self, generation: u32, costs: Costs) -> Invitation {
+        Invitation {
+            job: self.identity.job,
+            generation,
+            roster: self.identity.roster.to_vec(),
+            world: self.world,
+            costs: bits_of(costs),
+        }
+    }
+
+    /// Meets and connects under the next generations, until one has formed. `member` makes the record of an identity.
+    fn form(
+        &self,
+        origin: &Arc<Origin>,
+        member: impl Fn(Identity) -> Member,
+    ) -> Result<(Member, Mesh, Arc<Origin>)> {
+        let mut generation = member(self.identity.clone()).generation;
+        loop {
+            generation = generation
+                .checked_add(1)
+                .ok_or_else(|| Error::usage("there are no more generations"))?;
+            let members = self.meet(origin, generation)?;
+            let own = self.identity.global_rank;
+            let Some(rank) = members.iter().position(|f| *f == own) else {
+                return Err(self.excluded(generation, &members));
+            };
+            let member = Member {
+                rank,
+                world: members.len(),
+                generation,
+                ..member(Identity {
+                    roster: members.as_slice().into(),
+                    ..self.identity.clone()
+                })
+            };
+            match self.connect(origin, &member) {
+                Ok((mesh, origin)) => {
+                    tracing::info!(generation, rank, ?members, "formed the group anew");
+                    return Ok((member, mesh, origin));
+                }
+                Err(e) if self.left().is_zero() || e.kind() == ErrorKind::Usage => return Err(e),
+                Err(e) => {
+                    tracing::warn!("generation {generation} could not be formed, going on: {e}")
+                }
+            }
+        }
+    }
+
+    /// Least size of the new group, if `unexplained` ranks do not come and are not known to be lost.
+    fn min_world(&self, unexplained: usize) -> usize {
+        let least = match unexplained {
+            0 => 1,
+            _ => self.world / 2 + 1,
+        };
+        self.options.min_world.unwrap_or(least).max(1)
+    }
+
+    /// Joins the meeting of `generation` and returns its members, by first rank.
+    fn meet(&self, origin: &Origin, generation: u32) -> Result<Vec<usize>> {
+        let store = origin.store();
+        let prefix = self.prefix(generation);
+        let decision = format!("{prefix}/members");
+        let lost = |e: phalanx_store::Error| {
+            let hint = match e.kind() {
+                StoreKind::PeerLost => {
+                    "; a job whose rank 0 hosts the store ends with it: `phalanx launch` \
+                     hosts it apart, and a file:// store outlives all ranks"
+                }
+                _ => "",
+            };
+            Error::new(
+                ErrorKind::of_store(&e),
+                format!("the ranks cannot meet again: {e}{hint}"),
+            )
+            .with_source(e)
+        };
+        let here = |global_rank: usize| format!("{prefix}/here/{global_rank}");
+        store
+            .set(&here(self.identity.global_rank), b"1")
+            .map_err(lost)?;
+        let keys: Vec<String> = self.identity.roster.iter().map(|f| here(*f)).collect();
+        let names: Vec<&str> = keys.iter().map(String::as_str).collect();
+        let mut enough_since: Option<Instant> = None;
+        loop {
+            if let Some(list) = store.try_get(&decision).map_err(lost)? {
+                return decode(&list);
+            }
+            let missing = match store.wait(&names, LOOK.min(self.left())) {
+                Ok(()) => Vec::new(),
+                Err(e) if e.kind() == StoreKind::Timeout => e.missing_keys().to_vec(),
+                // This says nothing about the other ranks, and the store may still answer in time.
+                Err(e) if e.kind() == StoreKind::NoAnswer && !self.left().is_zero() => continue,
+                Err(e) => return Err(lost(e)),
+            };
+            let is_missing = |f: &&usize| missing.contains(&here(**f));
+            let (absent, present): (Vec<usize>, Vec<usize>) =
+                self.identity.roster.iter().partition(|f| is_missing(f));
+            let mut unexplained = 0;
+            for rank in &absent {
+                let why = store.try_get(&lost_key(*rank)).map_err(lost)?;
+                unexplained += usize::from(why.is_none());
+            }
+            if present.len() >= self.min_world(unexplained) {
+                let since = *enough_since.get_or_insert_with(Instant::now);
+                if unexplained == 0 || since.elapsed() >= self.options.straggler_wait {
+                    let list = encode(&present);
+                    let decided = store
+                        .compare_set(&decision, None, list.as_bytes())
+                        .map_err(lost)?;
+                    return decode(&decided);
+                }
+            }
+            if let Some(why) = store.try_get(OVER).map_err(lost)? {
+                let why = String::from_utf8_lossy(&why);
+                let what = format!("the job ends: {why}");
+                return Err(Error::new(ErrorKind::Aborted, what));
+            }
+            if self.left().is_zero() {
+                return Err(self.too_few(&present, &absent));
+            }
+        }
+    }
+
+    /// Connects the members of the new generation.
+    fn connect(&self, origin: &Arc<Origin>, member: &Member) -> Result<(Mesh, Arc<Origin>)> {
+        let limit = (self.left() / 2).max(FORMING_MIN).min(self.left());
+        match &**origin {
+            Origin::Threads {
+                registry,
+                ring_bytes,
+                arena_bytes,
+                ..
+            } => {
+                // Even: the ids of subgroups are odd.
+                let id = member.generation << 1;
+                let mesh = registry
+                    .take(id, member.rank, member.world, *ring_bytes, *arena_bytes)
+                    .ok_or_else(|| Error::internal("two generations have the same id"))?;
+                Ok((mesh, Arc::clone(origin)))
+            }
+            Origin::Processes(processes) => {
+                let mut processes = processes.clone();
+                processes.generation = member.generation;
+                let mesh = if member.world == 1 {
+                    lone_mesh()?
+                } else {
+                    processes.form(WORLD_GROUP, member.rank, member.world, limit)?
+                };
+                Ok((mesh, Arc::new(Origin::Processes(processes))))
+            }
+        }
+    }
+
+    fn too_few(&self, present: &[usize], absent: &[usize]) -> Error {
+        let majority = if self.options.min_world.is_none() {
+            ", more than half"
+        } else {
+            ""
+        };
+        Error::timeout(format!(
+            "{} of {} ranks came within {:.1} s, {} are needed{majority}; first ranks that did not come: {}",
+            present.len(),
+            self.world,
+            self.options.timeout.as_secs_f64(),
+            self.min_world(absent.len()),
+            list(absent),
+        ))
+    }
+
+    fn excluded(&self, generation: u32, members: &[usize]) -> Error {
+        Error::new(
+            ErrorKind::Excluded,
+            format!(
+                "generation {generation} was formed without this rank (first rank {}): the others (first ranks {}) waited \
+                 {:.1} s for it; start it anew to take part in a later run",
+                self.identity.global_rank,
+                list(members),
+                self.options.straggler_wait.as_secs_f64(),
+            ),
+        )
+    }
+}
+
+impl Origin {
+    /// The store of the group, also of one of threads.
+    pub(super) fn store(&self) -> Arc<dyn Store> {
+        match self {
+            Origin::Threads { store, .. } => Arc::clone(store),
+            Origin::Processes(processes) => Arc::clone(&processes.store),
+        }
+    }
+}
+
+fn list(ranks: &[usize]) -> String {
+    let names: Vec<String> = ranks.iter().map(usize::to_string).collect();
+    names.join(", ")
+}
+
+pub(super) fn encode(members: &[usize]) -> String {
+    let names: Vec<String> = members.iter().map(usize::to_string).collect();
+    names.join(" ")
+}
+
+/// Parses the decision; a list that is not ascending is not ours.
+pub(super) fn decode(bytes: &[u8]) -> Result<Vec<usize>> {
+    let text = String::from_utf8_lossy(bytes);
+    let members: Option<Vec<usize>> = text.split(' ').map(|f| f.parse().ok()).collect();
+    members
+        .filter(|m| m.is_sorted_by(|a, b| a < b))
+        .ok_or_else(|| {
+            Error::new(
+                ErrorKind::Protocol,
+                format!("the store holds a garbled list of members: {text:?}"),
+            )
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_round_trip_and_garbage_is_refused() {
+        for members in [vec![0], vec![0, 2, 5], vec![7]] {
+            assert_eq!(decode(encode(&members).as_bytes()).unwrap(), members);
+        }
+        for garbage in ["", "0 0", "2 1", "0,1", "0  1", "-1", "x"] {
+            let error = decode(garbage.as_bytes()).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Protocol, "{garbage:?}");
+        }
+    }
+}
