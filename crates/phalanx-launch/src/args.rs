@@ -25,6 +25,8 @@ pub struct LaunchArgs {
     pub run_id: Option<String>,
     /// Restarts allowed.
     pub max_restarts: u32,
+    /// A lost rank does not end the job.
+    pub elastic: bool,
     /// Where logs go.
     pub log_dir: Option<PathBuf>,
     /// Streams that go to files only.
@@ -60,6 +62,7 @@ impl LaunchArgs {
             node,
             run_id: None,
             max_restarts: 0,
+            elastic: false,
             log_dir: None,
             redirects: StreamChoice::default(),
             tee: StreamChoice::default(),
@@ -104,14 +107,7 @@ impl LaunchArgs {
         if let Some(given) = given("max-restarts", &cli.max_restarts) {
             args.max_restarts = given.number("not a number of restarts")?;
         }
-        if args.max_restarts > 0 && args.node.meeting.is_some() {
-            return Err(Error::usage("--max-restarts works on one node only")
-                .note(
-                    "since",
-                    "restarting a job of several nodes is not supported yet",
-                )
-                .note("fix", "leave it out, or set it to 0"));
-        }
+        args.elastic = cli.elastic;
         if let Some(given) = given("role", &cli.role) {
             args.role = owned(given);
         }
@@ -479,7 +475,10 @@ mod tests {
     #[test]
     fn mistakes_are_usage_errors_that_name_the_culprit() {
         for (flags, variables, want) in [
-            ("nnodes=1:2", "", "elastic"),
+            ("nnodes=1:2", "", "--nnodes 1:2 requires --master-addr"),
+            ("nnodes=0:2", "", "--nnodes cannot be \"0:2\""),
+            ("nnodes=1:2000", "", "--nnodes cannot be"),
+            ("nnodes=1:2 standalone", "", "--standalone"),
             ("nnodes=0", "", "--nnodes"),
             ("nnodes=2:1", "", "--nnodes"),
             ("nnodes=x", "", "--nnodes"),
@@ -525,11 +524,6 @@ mod tests {
             ("endpoint=h:x nnodes=2 node-rank=0", "", "--rdzv-endpoint"),
             ("backend=etcd", "", "--rdzv-backend"),
             ("standalone nnodes=2 node-rank=0", "", "--standalone"),
-            (
-                "nnodes=2 node-rank=0 addr=h restarts=1",
-                "",
-                "one node only",
-            ),
             ("restarts=-1", "", "--max-restarts"),
             ("tee=7 log-dir=x", "", "--tee"),
             ("nproc=2 tee=5:1 log-dir=x", "", "no rank 5 on this node"),
@@ -610,6 +604,34 @@ mod tests {
                 meeting.port,
             );
             assert_eq!(got, want, "{flags} {variables}");
+        }
+        for (flags, least, seconds, last_call, is_host) in [
+            ("nnodes=2 node-rank=0", None, 300, 30, None),
+            ("nnodes=1:4", Some(1), 600, 30, None),
+            (
+                "nnodes=2:4 conf=last_call_timeout=5,join_timeout=7 node-rank=3",
+                Some(2),
+                7,
+                5,
+                Some(false),
+            ),
+            ("nnodes=1:2 node-rank=0", Some(1), 600, 30, Some(true)),
+        ] {
+            let slurm = "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_NODELIST=a[1-2] SLURM_STEP_ID=0";
+            let args = resolve(&format!("addr=h {flags}"), slurm).unwrap();
+            let meeting = args.node.meeting.unwrap();
+            assert_eq!(
+                (meeting.least, meeting.is_host),
+                (least, is_host),
+                "{flags}"
+            );
+            let [want, call] = [seconds, last_call].map(Duration::from_secs);
+            assert_eq!(
+                (meeting.timeout, meeting.last_call),
+                (want, call),
+                "{flags}"
+            );
+            assert_eq!(meeting.node_rank.is_none(), least.is_some(), "{flags}");
         }
         let args = resolve("nnodes=2 node-rank=0 addr=h conf=timeout=9", "").unwrap();
         assert_eq!(args.node.meeting.unwrap().timeout, Duration::from_secs(9));

@@ -4,17 +4,19 @@ use std::ffi::OsString;
 use std::fmt;
 use std::os::unix::ffi::OsStringExt as _;
 use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use phalanx_base::error::{Error, ErrorKind, Result};
 use phalanx_base::format::{number, plural};
 use phalanx_base::say;
-use phalanx_comm::{PhaseGuard, ProcessGroup, TransportKind};
+use phalanx_comm::{Newcomer, PhaseGuard, ProcessGroup, ShrinkOptions, TransportKind};
 
 /// One rank of a training run.
 pub struct RankContext {
-    /// The world's process group.
-    pub group: ProcessGroup,
+    membership: Mutex<Membership>,
+    /// Whether the training goes on without ranks that are lost, and with ranks that join.
+    pub elastic: Option<Elastic>,
     /// How long the other ranks wait while this rank is busy on its own (`--phase-timeout`).
     pub phase_limit: Duration,
     /// Compute threads of this rank.
@@ -28,20 +30,145 @@ pub struct RankContext {
     pub started: Instant,
 }
 
+/// How a training goes on when ranks are lost or join (`--elastic`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Elastic {
+    /// Number of ranks that the job was started with: what its batches are made for.
+    pub first_world: usize,
+    /// How long ranks wait for one that is neither there nor known to be lost.
+    pub patience: Duration,
+}
+
+impl Elastic {
+    fn options(self) -> ShrinkOptions {
+        ShrinkOptions {
+            min_world: None,
+            straggler_wait: Duration::MAX,
+            timeout: self.patience,
+        }
+    }
+}
+
+/// The group that this rank is in, and the process that it is until it has joined one.
+struct Membership {
+    group: ProcessGroup,
+    newcomer: Option<Newcomer>,
+}
+
 impl RankContext {
-    /// This rank, 0-based.
-    pub fn rank(&self) -> usize {
-        self.group.rank()
+    /// The member of `group` that computes with `threads` threads, without a launcher.
+    pub fn new(group: ProcessGroup, threads: usize) -> RankContext {
+        RankContext {
+            local_rank: group.rank(),
+            membership: Mutex::new(Membership {
+                group,
+                newcomer: None,
+            }),
+            elastic: None,
+            phase_limit: Duration::from_secs(600),
+            threads,
+            prefix: None,
+            started: Instant::now(),
+        }
     }
 
-    /// Number of ranks.
+    /// One that is alone until it [joins](Self::join) the others.
+    pub(crate) fn of_newcomer(newcomer: Newcomer, alone: ProcessGroup, threads: usize) -> Self {
+        let ctx = RankContext::new(alone, threads);
+        ctx.membership().newcomer = Some(newcomer);
+        ctx
+    }
+
+    fn membership(&self) -> MutexGuard<'_, Membership> {
+        (self.membership.lock()).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The process group of all ranks. In an elastic training another one takes its place when ranks are lost or join.
+    pub fn group(&self) -> ProcessGroup {
+        self.membership().group.clone()
+    }
+
+    /// This rank, 0-based. A newcomer that has not joined yet has its [number](Self::number).
+    pub fn rank(&self) -> usize {
+        let membership = self.membership();
+        let newcomer = membership.newcomer.as_ref();
+        newcomer.map_or_else(|| membership.group.rank(), Newcomer::number)
+    }
+
+    /// Number of ranks; 1 for a newcomer that has not joined yet.
     pub fn world(&self) -> usize {
-        self.group.world_size()
+        self.membership().group.world_size()
     }
 
     /// Whether this rank reports and saves.
     pub fn is_main(&self) -> bool {
         self.rank() == 0
+    }
+
+    /// This rank's number among all that the job has started: at first the rank. It never changes.
+    pub fn number(&self) -> usize {
+        let membership = self.membership();
+        let newcomer = membership.newcomer.as_ref();
+        newcomer.map_or_else(|| membership.group.global_rank(), Newcomer::number)
+    }
+
+    /// Whether this rank has yet to [join](Self::join) the others.
+    pub fn is_newcomer(&self) -> bool {
+        self.membership().newcomer.is_some()
+    }
+
+    /// Number of ranks that batches are made for: those that the job was started with.
+    pub fn first_world(&self) -> usize {
+        let elastic = self.elastic.map(|elastic| elastic.first_world);
+        elastic.unwrap_or_else(|| self.world())
+    }
+
+    fn elastic_options(&self) -> Result<ShrinkOptions> {
+        let elastic = self.elastic.map(Elastic::options);
+        elastic.ok_or_else(|| Error::usage("the ranks were started without --elastic"))
+    }
+
+    /// Takes the place of the group, after a failure, with that of the ranks which are left. *Blocks* until all of these
+    /// call it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`ProcessGroup::shrink`].
+    pub fn shrink(&self) -> Result<()> {
+        let options = self.elastic_options()?;
+        let group = self.group().shrink(options)?;
+        self.membership().group = group;
+        Ok(())
+    }
+
+    /// Takes in the processes with the numbers `newcomers`. *Blocks* until all ranks call it, between two operations.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`ProcessGroup::grow`].
+    pub fn grow(&self, newcomers: &[usize]) -> Result<()> {
+        let options = self.elastic_options()?;
+        let group = self.group().grow(newcomers, options)?;
+        self.membership().group = group;
+        Ok(())
+    }
+
+    /// Joins the others, if this is a newcomer; `false` when the job has ended before. *Blocks* until they take it in.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Newcomer::join`].
+    pub fn join(&self) -> Result<bool> {
+        let Some(newcomer) = self.membership().newcomer.take() else {
+            return Ok(true);
+        };
+        let options = self.elastic_options()?;
+        let joined = newcomer.join(&options)?;
+        let is_in = joined.is_some();
+        if let Some(group) = joined {
+            self.membership().group = group;
+        }
+        Ok(is_in)
     }
 
     /// Writes results to standard output, whole lines at a time.
@@ -89,7 +216,7 @@ impl RankContext {
     /// This rank is busy on its own until the guard is dropped, and the others wait for it: up to `--phase-timeout`, as
     /// long as its process is alive.
     pub fn phase(&self, name: &str) -> PhaseGuard {
-        self.group.phase(name, self.phase_limit)
+        self.group().phase(name, self.phase_limit)
     }
 
     /// Rank 0's folder, on all ranks. *Blocks* until all call it.
@@ -99,13 +226,13 @@ impl RankContext {
     /// Peers that are lost.
     pub fn folder_of_rank_0(&self, dir: PathBuf) -> Result<PathBuf> {
         let bytes = dir.into_os_string().into_vec();
-        let bytes: Vec<u8> = self.group.broadcast_object(Some(&bytes), 0)?;
+        let bytes: Vec<u8> = self.group().broadcast_object(Some(&bytes), 0)?;
         Ok(PathBuf::from(OsString::from_vec(bytes)))
     }
 
     /// The transports of this rank's links: `thread`, `shm`, `tcp` or `shm+tcp`.
     pub fn transport(&self) -> &'static str {
-        let links = self.group.transports();
+        let links = self.group().transports();
         let any = |kind| links.iter().any(|(_, k)| *k == kind);
         match (
             any(TransportKind::Thread),

@@ -22,6 +22,10 @@ pub const TOKEN_FILE_VARIABLE: &str = "PHALANX_TOKEN_FILE";
 pub const ERRORS_VARIABLE: &str = "PHALANX_ERRORS";
 /// When the command was typed, in nanoseconds since 1970, for the ranks that it starts.
 pub const STARTED_VARIABLE: &str = "PHALANX_STARTED_NS";
+/// `1` where the launcher does not end the job when a rank is lost: the others go on without it.
+pub const ELASTIC_VARIABLE: &str = "PHALANX_ELASTIC";
+/// The number of a process that was started in place of a lost rank, among all that the job has started.
+pub const JOIN_VARIABLE: &str = "PHALANX_JOIN";
 /// See [`ERRORS_VARIABLE`].
 pub const LAUNCHER: &str = "launcher";
 /// Whether PyTorch's store is there already, which rank 0 would host otherwise.
@@ -66,6 +70,8 @@ pub struct LauncherVariables {
     pub signals: String,
     /// OMP_NUM_THREADS is set outside and stays.
     pub threads_set: bool,
+    /// Ranks go on without those that are lost.
+    pub elastic: bool,
 }
 
 /// What they say that differs between ranks and attempts.
@@ -79,6 +85,8 @@ pub struct RankVariables {
     pub error_file: OsString,
     /// Where it reads the token.
     pub token_file: OsString,
+    /// Its number, if it is started in place of a lost one.
+    pub joins_as: Option<usize>,
 }
 
 /// The variables to set for one rank.
@@ -122,6 +130,9 @@ pub fn variables(
     if let Some(bind) = &shared.bind {
         set.insert(BIND_VARIABLE, OsString::from(bind));
     }
+    // Also where an outer job has set them.
+    set.insert(ELASTIC_VARIABLE, number(usize::from(shared.elastic)));
+    set.insert(JOIN_VARIABLE, own.joins_as.map(number).unwrap_or_default());
     if let Some(ports) = shared.ports {
         set.insert(PORTS_VARIABLE, ports.to_string().into());
     }
@@ -140,7 +151,9 @@ mod tests {
     const FIXTURE: &str = include_str!("../tests/fixtures/torchrun.json");
 
     /// Ours that torchrun does not know.
-    const OWN: [&str; 4] = [
+    const OWN: [&str; 6] = [
+        ELASTIC_VARIABLE,
+        JOIN_VARIABLE,
         STORE_VARIABLE,
         TOKEN_FILE_VARIABLE,
         BIND_VARIABLE,
@@ -193,12 +206,14 @@ mod tests {
                         ports: PortRange::new(1, 2).ok(),
                         signals: TorchrunOptions::default().signal_names(),
                         threads_set: false,
+                        elastic: false,
                     };
                     let own = RankVariables {
                         local_rank,
                         restarts: 0,
                         error_file: want["TORCHELASTIC_ERROR_FILE"].clone().into(),
                         token_file: "/proc/self/fd/9".into(),
+                        joins_as: None,
                     };
                     let got: BTreeMap<String, String> = variables(&shared, &own)
                         .into_iter()
@@ -230,12 +245,14 @@ mod tests {
             ports: None,
             signals: "SIGTERM".into(),
             threads_set: true,
+            elastic: false,
         };
         let own = RankVariables {
             local_rank: 1,
             restarts: 2,
             error_file: "/proc/self/fd/8".into(),
             token_file: "/proc/self/fd/9".into(),
+            joins_as: None,
         };
         let set = variables(&shared, &own);
         assert_eq!(set[STORE_VARIABLE], "127.0.0.1:4");
@@ -254,5 +271,20 @@ mod tests {
             "the user's own setting stays"
         );
         assert!(!names.contains(BIND_VARIABLE), "one node stays on loopback");
+        assert_eq!(
+            (&*set[ELASTIC_VARIABLE], &*set[JOIN_VARIABLE]),
+            ("0".as_ref(), "".as_ref())
+        );
+        let elastic = LauncherVariables {
+            elastic: true,
+            ..shared
+        };
+        let joining = RankVariables {
+            joins_as: Some(5),
+            ..own
+        };
+        let set = variables(&elastic, &joining);
+        let got = (&*set[ELASTIC_VARIABLE], &*set[JOIN_VARIABLE]);
+        assert_eq!(got, ("1".as_ref(), "5".as_ref()));
     }
 }

@@ -78,7 +78,7 @@ pub fn deliver(run: &Path) {
 }
 
 /// What the terminal says of the error, on one line.
-fn sentence(error: &Error) -> String {
+pub fn sentence(error: &Error) -> String {
     let said = error.note_of("said").and_then(|text| text.lines().next());
     match said {
         Some(said) => format!("{}: {said}", error.chain()),

@@ -13,7 +13,7 @@ use phalanx_live::Address;
 /// The nodes of a job, as typed: `phalanx launch` and commands that start ranks of their own.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct NodeFlags {
-    /// Number of nodes; run the same command on each [default: 1, or set by the cluster engine]
+    /// Number of nodes; run the same command on each [default: 1, or set by the cluster engine]. `phalanx launch` takes MIN:MAX, too: nodes may come and go
     #[arg(long, value_name = "N")]
     pub(crate) nnodes: Option<String>,
     /// Number of this node, from 0 [default: set by the cluster engine]
@@ -52,7 +52,7 @@ pub struct LaunchCli {
     /// Name of the job; launchers with different names do not join.
     #[arg(long, value_name = "ID")]
     pub(crate) rdzv_id: Option<String>,
-    /// Settings of the rendezvous, separated by commas: timeout or join_timeout (seconds, as --rdzv-timeout); is_host (true or false: this launcher is node 0 with --rdzv-backend c10d); torchrun's other keys have no effect.
+    /// Settings of the rendezvous, separated by commas: timeout or join_timeout (seconds, as --rdzv-timeout); last_call_timeout (seconds to wait for more than MIN nodes of --nnodes MIN:MAX [default: 30]); is_host (true or false: this launcher is node 0 with --rdzv-backend c10d); torchrun's other keys have no effect.
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub(crate) rdzv_conf: Option<String>,
     /// Accepted for compatibility with torchrun; no effect (the exit of a rank is noticed at once).
@@ -61,13 +61,16 @@ pub struct LaunchCli {
     /// Accepted for compatibility with torchrun; no effect (every rank is a new process).
     #[arg(long, value_name = "spawn|fork|forkserver")]
     pub(crate) start_method: Option<String>,
-    /// Seconds to wait for all nodes [default: 300].
+    /// Seconds to wait for all nodes, or for MIN of --nnodes MIN:MAX [default: 300, with MIN:MAX 600].
     #[arg(long, value_name = "S")]
     pub(crate) rdzv_timeout: Option<String>,
     /// Run on this node only, on a free port, ignoring cluster variables.
     #[arg(long)]
     pub(crate) standalone: bool,
-    /// Number of restarts after a failure (one node only) [default: 0].
+    /// Do not end the job when the process of a rank is lost: ranks of Phalanx trainings go on without it, and with it when --max-restarts starts it again.
+    #[arg(long)]
+    pub(crate) elastic: bool,
+    /// Number of restarts after a failure: the ranks of all nodes are stopped and started again [default: 0]. With --elastic, a lost rank alone is started again.
     #[arg(long, value_name = "K")]
     pub(crate) max_restarts: Option<String>,
     /// Folder for the ranks' output and error files; each run makes a new folder in it.
@@ -169,6 +172,14 @@ pub struct RankArgs {
     pub(crate) nproc_per_node: Option<usize>,
     #[command(flatten)]
     pub(crate) nodes: NodeFlags,
+    /// Go on without a rank whose process is lost, in the processes of the others: the step is taken again with the same
+    /// samples, and nothing is lost
+    #[arg(long)]
+    pub elastic: bool,
+    /// Number of restarts: with --elastic of lost ranks, which join the others; without it of all ranks, which go on from
+    /// the last checkpoint
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    pub(crate) max_restarts: u32,
     /// Transport between ranks
     #[arg(long, visible_alias = "backend", value_enum, default_value_t = TransportArg::Auto)]
     pub transport: TransportArg,

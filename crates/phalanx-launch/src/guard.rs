@@ -15,6 +15,7 @@
 //! | `-PID`            | it has ended and its number may belong to another  |
 //! | `store HOST:PORT` | other nodes meet there                             |
 //! | `token HEX`       | the job token, needed to talk to them              |
+//! | `key KEY`         | under which key there                              |
 //! | `verdict TEXT`    | what to tell them (one line of JSON)               |
 //! | `folder "PATH"`   | the launcher's private folder (a JSON string)      |
 //! | `training {...}`  | a [`Training`] as JSON                             |
@@ -97,10 +98,10 @@ impl Guard {
         self.say(&format!("-{}", group.as_raw_nonzero()));
     }
 
-    /// Sets the store and the verdict to publish there when this launcher is killed.
-    pub fn tell(&self, store: &str, token: &Token, verdict: &str) {
+    /// Sets the store and the verdict to publish there under `key` when this launcher is killed.
+    pub fn tell(&self, store: &str, token: &Token, key: &str, verdict: &str) {
         self.say(&format!(
-            "store {store}\ntoken {}\nverdict {verdict}",
+            "store {store}\ntoken {}\nkey {key}\nverdict {verdict}",
             token.to_hex()
         ));
     }
@@ -159,6 +160,7 @@ struct Messages {
     groups: BTreeSet<i32>,
     store: Option<String>,
     token: Option<String>,
+    key: Option<String>,
     verdict: Option<String>,
     folder: Option<PathBuf>,
     training: Option<Training>,
@@ -180,6 +182,7 @@ impl Messages {
         } else if let Some((what, text)) = line.split_once(' ') {
             match what {
                 "store" => self.store = Some(text.to_owned()),
+                "key" => self.key = Some(text.to_owned()),
                 "token" => self.token = Some(text.to_owned()),
                 "verdict" => self.verdict = Some(text.to_owned()),
                 "folder" => self.folder = serde_json::from_str(text).ok(),
@@ -236,11 +239,12 @@ pub fn guard() -> Result<()> {
     }
     let verdict = told.verdict.as_ref();
     let verdict = verdict.and_then(|verdict| serde_json::from_str::<JobFailure>(verdict).ok());
-    if let (Some(store), Some(token), Some(verdict)) = (&told.store, &told.token, &verdict)
+    if let (Some(store), Some(token)) = (&told.store, &told.token)
+        && let (Some(key), Some(verdict)) = (&told.key, &verdict)
         && let Ok(token) = Token::from_hex(token)
         && let Ok(store) = TcpStore::connect(store, token, TELL_LIMIT)
     {
-        let _ = verdict.publish(&store);
+        let _ = verdict.publish_at(&store, key);
     }
     if let (Some(run), Some(training)) = (&run, &told.training) {
         // Nobody reads what it could say.
@@ -289,6 +293,7 @@ mod tests {
             "",
             "store a:1",
             "token ff",
+            "key k/1",
             "verdict {\"a b\":1}",
             "folder \"/tmp/a\\nb\"",
         ] {
@@ -298,6 +303,7 @@ mod tests {
             groups: BTreeSet::from([11]),
             store: Some("a:1".into()),
             token: Some("ff".into()),
+            key: Some("k/1".into()),
             verdict: Some("{\"a b\":1}".into()),
             folder: Some("/tmp/a\nb".into()),
             training: None,

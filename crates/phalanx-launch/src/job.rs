@@ -12,9 +12,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_base::files::as_typed;
-use phalanx_comm::PortRange;
+use phalanx_comm::{PortRange, goes_on_with, report_lost, report_over};
 use phalanx_live::{Page, State};
-use phalanx_store::{Store, TcpStore};
+use phalanx_store::{FileStore, Store, TcpStore};
 use rustix::process::{Signal, kill_process};
 use signal_hook::consts::{SIGTSTP, SIGUSR1, SIGUSR2};
 
@@ -26,7 +26,7 @@ use super::flight;
 use super::folder::RunFolder;
 use super::guard::Guard;
 use super::machine::{Action, ExitStatus, ShutdownState, StopCause};
-use super::nodes::{self, NodeInfo, NodeStore, Nodes};
+use super::nodes::{self, Attempt, Next, NodeInfo, NodeStore, Nodes, Rules};
 use super::oom::OomWatch;
 use super::place::Meeting;
 use super::plan::LaunchPlan;
@@ -49,19 +49,23 @@ const ECHO_WAIT: Duration = Duration::from_millis(400);
 const REAP_LIMIT: Duration = Duration::from_secs(5);
 /// How long the report waits for the last output of the rank that failed.
 const LAST_OUTPUT: Duration = Duration::from_millis(100);
+/// When a wait for the next attempt is reported; then again each time it has doubled.
+const SAY_WAITING: Duration = Duration::from_secs(5);
 /// How often to look for ended orphans while nothing else happens.
 const SWEEP: Duration = Duration::from_secs(30);
+/// How long a local store takes to answer.
+const LOCAL_STORE: Duration = Duration::from_secs(10);
 /// How many ranks a headline names.
 const MOST_NAMED: usize = 4;
 /// The exit of a Phalanx rank whose deadline passed.
 const TIMED_OUT: ExitStatus = ExitStatus::Code(4);
-/// How long a local store takes to answer.
-const LOCAL_STORE: Duration = Duration::from_secs(10);
 /// How often the states of the ranks are looked at for the live page.
 const LIVE_EVERY: Duration = Duration::from_secs(1);
 /// How many times in a row a rank is found late before the page says so: in a collective, one rank
 /// is always the last.
 const LATE_LOOKS: usize = 3;
+/// Counts the processes that were started in place of lost ones.
+const STARTED_KEY: &str = "launch/restarted";
 /// How long after the first successful exit the ranks that still run are reported, once:
 /// they may be waiting for it.
 const LONE_AFTER: Duration = Duration::from_secs(10);
@@ -108,13 +112,17 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     let (mut nodes, mut port) = (None, None);
     if let Some(meeting) = &plan.args.node.meeting {
         let (joined, held) = join_nodes(plan, meeting, &mut at, interrupt)?;
-        joined.watch(meeting.lost_after, sender.clone())?;
+        if !joined.is_elastic() {
+            joined.watch(meeting.lost_after, sender.clone())?;
+        }
+        joined.await_end_of_attempt(sender.clone())?;
+        joined.coordinate(rules(plan, meeting))?;
         drop(plan.until_met.take());
         (nodes, port) = (Some(joined), held);
     }
-    let told = nodes.as_ref().and_then(|n| n.infos().first()?.master_port);
+    let told = nodes.as_ref().map(|nodes| nodes.infos().first());
     let master_port = match told {
-        Some(port) => port,
+        Some(first) => first.and_then(|info| info.master_port).unwrap_or(0),
         None => port
             .insert(PortForRanks::new(plan.args.node.master_port, None)?)
             .number(),
@@ -141,6 +149,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         decided: None,
         page,
         began,
+        restarts: 0,
         sender,
         events,
     };
@@ -195,18 +204,31 @@ fn join_nodes(
     let port = held.inspect_err(|error| nodes::refuse(at, meeting.nodes, &plan.token, error))?;
     let info = NodeInfo {
         nodes: meeting.nodes,
+        least: meeting.least,
         local_ranks,
         run_id: plan.run_id.clone(),
         host: phalanx_base::host_name(),
         address: None,
         pid: std::process::id(),
         master_port: port.as_ref().map(PortForRanks::number),
+        max_restarts: plan.args.max_restarts,
         by_arrival: meeting.node_rank.is_none(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };
     let (token, timeout) = (&plan.token, meeting.timeout);
     let nodes = nodes::join(at, meeting.node_rank, info, token, timeout, interrupt)?;
     Ok((nodes, port))
+}
+
+/// When the nodes start their ranks again.
+fn rules(plan: &LaunchPlan, meeting: &Meeting) -> Rules {
+    Rules {
+        least: meeting.least.unwrap_or(meeting.nodes),
+        most: meeting.nodes,
+        join: meeting.timeout,
+        last_call: meeting.last_call,
+        max_restarts: plan.args.max_restarts,
+    }
 }
 
 /// The program and its arguments, for the page.
@@ -247,6 +269,7 @@ fn shared(
         ports: meeting.and_then(|meeting| ports_of_ranks(meeting.given.ports?, master_port)),
         signals: plan.args.torchrun.signal_names(),
         threads_set: plan.threads_set,
+        elastic: plan.args.elastic,
     }
 }
 
@@ -288,6 +311,8 @@ struct Job<'a> {
     /// Shows the job.
     page: Option<Page>,
     began: SystemTime,
+    /// On one node: restarts so far, of all ranks or of one.
+    restarts: u32,
     sender: Sender<Event>,
     events: Receiver<Event>,
 }
@@ -297,28 +322,46 @@ enum Outcome {
     Success,
     /// A rank failed; another attempt may help.
     Failed(Error),
-    /// Not worth another attempt: interrupted, or failed on another node.
+    /// Not worth another attempt: interrupted, for example.
     Final(Error),
 }
 
 impl Job<'_> {
     fn attempts(&mut self) -> Result<()> {
-        let mut restarts = 0;
+        let mut number = 0;
+        if self.nodes.as_ref().is_some_and(Nodes::is_elastic) {
+            match self.next_attempt(None)? {
+                Some(first) => number = first,
+                None => return Ok(()),
+            }
+        }
+        let most = self.plan.args.max_restarts;
         loop {
-            match self.attempt(restarts)? {
-                Outcome::Success => return self.wait_for_others(),
-                Outcome::Final(error) => return Err(error),
-                Outcome::Failed(error) if restarts >= self.plan.args.max_restarts => {
+            let outcome = match self.attempt(number)? {
+                Outcome::Success => self.wait_for_others()?,
+                outcome => outcome,
+            };
+            match outcome {
+                Outcome::Success => return Ok(()),
+                Outcome::Final(error) => {
+                    // The others wait for the next attempt otherwise.
+                    if let Some(nodes) = self.nodes.as_ref().filter(|nodes| nodes.can_restart()) {
+                        nodes.publish(&self.plain_verdict(error.exit_code(), &error.chain()), true);
+                    }
                     return Err(error);
                 }
+                Outcome::Failed(error) if self.nodes.is_some() => {
+                    number = self.next_attempt(Some(error))?.unwrap_or(number);
+                }
+                Outcome::Failed(error) if self.restarts >= most => return Err(error),
                 Outcome::Failed(error) => {
-                    restarts += 1;
-                    self.note(format!(
-                        "restart {restarts} of {}: {}",
-                        self.plan.args.max_restarts,
-                        error.chain()
-                    ));
-                    self.clear_store()?;
+                    self.restarts += 1;
+                    number = self.restarts;
+                    let why = ending::sentence(&error);
+                    self.note(format!("restart {number} of {most}: {why}"));
+                    if let Some(server) = &self.at.server {
+                        server.clear_all_but("launch/");
+                    }
                     // Ranks of the new attempt must not connect to remains of the old one.
                     if self.plan.args.node.master_port.is_none() {
                         let port = self.port.insert(PortForRanks::new(None, None)?);
@@ -327,6 +370,81 @@ impl Job<'_> {
                 }
             }
         }
+    }
+
+    /// Waits until the ranks of all nodes have ended, here after `error`, and for what node 0 decides then. Returns the
+    /// number of the next attempt; `None`: the job has done without this launcher.
+    fn next_attempt(&mut self, error: Option<Error>) -> Result<Option<u32>> {
+        let mut told = false;
+        let (began, mut say_at) = (Instant::now(), SAY_WAITING);
+        // No deadline: node 0 has one, and notices lost nodes.
+        loop {
+            let Some(nodes) = &mut self.nodes else {
+                return Ok(None);
+            };
+            if let Some(error) = error.as_ref().filter(|_| !told) {
+                let (code, node) = (error.exit_code(), self.shared.node_rank);
+                told = nodes.ended(&JobFailure::new(code, node, error.chain()))?;
+            }
+            if let Some(attempt) = nodes.to_begin() {
+                self.begin(attempt)?;
+                continue;
+            }
+            match nodes.next()? {
+                Some(Next::Attempt(attempt)) => return self.enter(&attempt).map(Some),
+                Some(Next::End(verdict)) if verdict.code == 0 => {
+                    self.note("the job has ended, and did without this node".to_owned());
+                    return Ok(None);
+                }
+                Some(Next::End(verdict)) => {
+                    // With what this node knows of it.
+                    let own = error.filter(|own| own.chain().starts_with(&verdict.message));
+                    return Err(own.unwrap_or_else(|| verdict.into_error(None)));
+                }
+                None => self.take_events()?,
+            }
+            if began.elapsed() >= say_at {
+                say_at *= 2;
+                say::note("waiting for the other nodes, and for node 0 to start the next attempt");
+            }
+        }
+    }
+
+    /// On node 0: lets all nodes start the ranks of `attempt`.
+    fn begin(&mut self, mut attempt: Attempt) -> Result<()> {
+        let meeting = self.plan.args.node.meeting.as_ref();
+        let range = meeting.and_then(|meeting| meeting.given.ports);
+        // Ranks of the new attempt must not connect to remains of the old one, unless ports are few.
+        if range.is_some() {
+            self.port = None;
+        }
+        let port = PortForRanks::new(None, range);
+        let Some(nodes) = &self.nodes else {
+            return Ok(());
+        };
+        let port = port.inspect_err(|error| {
+            nodes.publish(&self.plain_verdict(error.exit_code(), &error.chain()), true);
+        })?;
+        attempt.master_port = self.port.insert(port).number();
+        nodes.begin(&attempt)
+    }
+
+    fn enter(&mut self, attempt: &Attempt) -> Result<u32> {
+        if let Some(nodes) = &mut self.nodes {
+            nodes.enter(attempt);
+            if nodes.is_elastic() {
+                let meeting = self.plan.args.node.meeting.as_ref();
+                let bounds = meeting.map(|meeting| meeting.lost_after);
+                nodes.watch(bounds.unwrap_or_default(), self.sender.clone())?;
+            }
+            nodes.await_end_of_attempt(self.sender.clone())?;
+        }
+        let nodes = self.nodes.as_ref();
+        self.shared = shared(self.plan, &self.at, nodes, attempt.master_port);
+        if !attempt.why.is_empty() {
+            self.note(attempt.why.clone());
+        }
+        Ok(attempt.number)
     }
 
     /// After the last attempt: leaves the other nodes, and ends the page and the report of the training.
@@ -424,28 +542,18 @@ impl Job<'_> {
         page.set_ranks(all);
     }
 
-    /// Removes the keys of the last attempt.
-    fn clear_store(&self) -> Result<()> {
-        if self.has_file {
-            return Ok(());
-        }
-        TcpStore::connect(&self.at.dial, self.plan.token.clone(), LOCAL_STORE)
-            .and_then(|store| store.delete_prefix(""))
-            .map(drop)
-            .map_err(system("cannot clear the store for a restart"))
-    }
-
-    fn attempt(&mut self, restarts: u32) -> Result<Outcome> {
+    /// Runs the ranks once; `number` counts the attempts before and, on one node, restarts of one rank.
+    fn attempt(&mut self, number: u32) -> Result<Outcome> {
         let guard = Arc::new(Guard::start()?);
         let made = self.folder.make(&guard);
-        if made.is_ok() && restarts == 0 && self.plan.logs.is_some() {
+        if made.is_ok() && self.guard.is_none() && self.plan.logs.is_some() {
             say::note(format_args!("logs: {}", as_typed(self.folder.path())));
         }
         if let Some(page) = &self.page {
             page.set_pointer(self.run_pointer());
         }
         if self.has_file {
-            let path = self.folder.path().join(format!("attempt_{restarts}/store"));
+            let path = self.folder.path().join(format!("attempt_{number}/store"));
             self.shared.store = format!("file://{}", path.display());
         }
         guard.training(&self.training());
@@ -454,12 +562,17 @@ impl Job<'_> {
         if let Some(nodes) = self.nodes.as_ref().filter(|_| self.shared.node_rank > 0) {
             let verdict = JobFailure::of_killed(self.shared.node_rank, &self.host);
             if let Ok(text) = serde_json::to_string(&verdict) {
-                guard.tell(&self.at.dial, &self.plan.token, &text);
+                guard.tell(&self.at.dial, &self.plan.token, &nodes.death_key(), &text);
             }
             nodes.is_guarded();
         }
         let mut ranks = Vec::with_capacity(self.plan.args.node.local_ranks);
-        let started = made.and_then(|()| self.start_ranks(restarts, &guard, &mut ranks));
+        let started = made.and_then(|()| {
+            (0..self.plan.args.node.local_ranks).try_for_each(|local| {
+                ranks.push(self.start_rank(local, number, None, &guard)?);
+                Ok(())
+            })
+        });
         let mut children: HashSet<i32> = ranks
             .iter()
             .map(|rank| rank.pid.as_raw_nonzero().get())
@@ -467,8 +580,15 @@ impl Job<'_> {
         children.extend(i32::try_from(guard.pid()));
         let mut watch = Supervision {
             args: &self.plan.args,
+            attempt: number,
+            is_final: false,
+            asked_to_end: None,
             children,
-            machine: ShutdownState::new(ranks.len(), self.plan.args.stop_grace, ECHO_WAIT),
+            machine: ShutdownState::new(ranks.len(), self.plan.args.stop_grace, ECHO_WAIT)
+                .elastic(self.plan.args.elastic),
+            started: ranks.len(),
+            restarts: self.restarts,
+            store: None,
             ranks,
             reaped: 0,
             give_up: None,
@@ -486,7 +606,7 @@ impl Job<'_> {
             self.watch_to_the_end(&mut watch);
             self.end_strangers(&watch, Duration::ZERO);
             if let Some(nodes) = &self.nodes {
-                nodes.publish(&self.plain_verdict(error.exit_code(), &error.chain()));
+                nodes.publish(&self.plain_verdict(error.exit_code(), &error.chain()), true);
             }
             return Err(error);
         }
@@ -494,6 +614,9 @@ impl Job<'_> {
         self.show(&mut watch);
         watch.ranks.iter().for_each(Rank::log_last_error);
         self.decided = watch.stopping_since;
+        if self.nodes.is_none() {
+            self.restarts = watch.restarts;
+        }
         if watch.machine.why().is_some() {
             let grace = match watch.is_interrupt() {
                 true => watch.handler_grace(),
@@ -504,7 +627,14 @@ impl Job<'_> {
         Ok(self.outcome(watch))
     }
 
-    fn start_ranks(&self, restarts: u32, guard: &Arc<Guard>, ranks: &mut Vec<Rank>) -> Result<()> {
+    /// Starts the local rank `local_rank`; in place of a lost one with the number `joins_as`.
+    fn start_rank(
+        &self,
+        local_rank: usize,
+        restarts: u32,
+        joins_as: Option<usize>,
+        guard: &Arc<Guard>,
+    ) -> Result<Rank> {
         let token_file = path_of(&self.token_fd);
         let starter = RankSpawner {
             plan: self.plan,
@@ -521,24 +651,110 @@ impl Job<'_> {
         let pointer = self.run_pointer().into_os_string();
         let pointer = (RUN_POINTER_VARIABLE.into(), pointer);
         let devices = self.plan.args.torchrun.devices.as_ref();
-        for local_rank in 0..self.plan.args.node.local_ranks {
-            let rank = self.shared.first_rank + local_rank;
-            ranks.push(starter.start(local_rank, rank, restarts, |error_file| {
-                let own = RankVariables {
-                    local_rank,
-                    restarts,
-                    error_file,
-                    token_file: token_file.clone(),
-                };
-                contract::variables(&self.shared, &own)
-                    .into_iter()
-                    .map(|(name, value)| (name.into(), value))
-                    .chain(self.plan.variables.iter().cloned())
-                    .chain(devices.map_or(Vec::new(), |d| d.variables(local_rank)))
-                    .chain([pointer.clone()])
-                    .collect()
-            })?);
+        let rank = self.shared.first_rank + local_rank;
+        starter.start(local_rank, rank, restarts, |error_file| {
+            let own = RankVariables {
+                local_rank,
+                restarts,
+                error_file,
+                token_file: token_file.clone(),
+                joins_as,
+            };
+            contract::variables(&self.shared, &own)
+                .into_iter()
+                .map(|(name, value)| (name.into(), value))
+                .chain(self.plan.variables.iter().cloned())
+                .chain(devices.map_or(Vec::new(), |d| d.variables(local_rank)))
+                .chain([pointer.clone()])
+                .collect()
+        })
+    }
+
+    /// The store, for what the ranks of an elastic job hear from this launcher.
+    fn store_of<'w>(&self, watch: &'w mut Supervision<'_>) -> Result<&'w Arc<dyn Store>> {
+        if watch.store.is_none() {
+            let failed = "cannot reach the store";
+            let store: Arc<dyn Store> = match self.shared.store.strip_prefix("file://") {
+                Some(path) => Arc::new(FileStore::open(path).map_err(system(failed))?),
+                None => {
+                    let token = self.plan.token.clone();
+                    let store = TcpStore::connect(&self.at.dial, token, LOCAL_STORE);
+                    Arc::new(store.map_err(system(failed))?)
+                }
+            };
+            watch.store = Some(store);
         }
+        let store = watch.store.as_ref();
+        store.ok_or_else(|| Error::new(ErrorKind::Failed, "no store"))
+    }
+
+    /// The others need not wait for the local rank `local` of an elastic job, which has succeeded.
+    fn is_done(&self, watch: &mut Supervision<'_>, local: usize) {
+        let number = watch.ranks[local].number;
+        // Ranks that do not hear it wait for a deadline.
+        let _ = self.store_of(watch).map(|store| {
+            let _ = report_lost(store, number, "it has succeeded");
+        });
+    }
+
+    /// The job goes on without the local rank `local`, or with another process in its place.
+    fn lose(&self, watch: &mut Supervision<'_>, local: usize) {
+        let (number, pid) = (watch.ranks[local].number, watch.ranks[local].pid);
+        let alive: Vec<usize> = watch.machine.alive().collect();
+        let alive: Vec<usize> = alive.iter().map(|l| watch.ranks[*l].number).collect();
+        let told = self.store_of(watch).and_then(|store| {
+            let failed = || system("cannot report a lost rank");
+            let goes_on = goes_on_with(store, self.shared.world, alive).map_err(failed())?;
+            if goes_on {
+                let why = format!("pid {} has ended", pid.as_raw_nonzero());
+                report_lost(store, number, &why).map_err(failed())?;
+            }
+            Ok(goes_on)
+        });
+        if let Ok(false) = told {
+            let action = watch.machine.fail(local, Instant::now());
+            return watch.act(action);
+        }
+        let JobFailure { message, notes, .. } = self.rank_verdict(watch, local);
+        let hint = notes.iter().find(|(name, _)| name == "perhaps");
+        let hint = hint.map_or(String::new(), |(_, hint)| format!(" ({hint})"));
+        let most = self.plan.args.max_restarts;
+        let starts = watch.restarts < most && watch.machine.why().is_none();
+        let then = match starts {
+            true => format!("restart {} of {most}", watch.restarts + 1),
+            false => "the others go on without it".to_owned(),
+        };
+        self.note(format!("{message}{hint}; {then}"));
+        let restarted = told.and_then(|_| match starts {
+            true => self.replace(watch, local),
+            false => Ok(()),
+        });
+        if let Err(error) = restarted {
+            self.note(format!("warning: {}", error.chain()));
+        }
+    }
+
+    /// Starts another process in place of the lost local rank `local`.
+    fn replace(&self, watch: &mut Supervision<'_>, local: usize) -> Result<()> {
+        let Some(guard) = &self.guard else {
+            return Ok(());
+        };
+        // Numbers that no process of any node has.
+        let joined = self.store_of(watch)?.add(STARTED_KEY, 1);
+        let joined = joined.map_err(system("cannot number a rank that is started again"))?;
+        let number = self.shared.world + usize::try_from(joined).unwrap_or(0) - 1;
+        watch.restarts += 1;
+        // Those of all nodes have the number of the attempt.
+        let restarts = match self.nodes {
+            None => watch.restarts,
+            Some(_) => watch.attempt,
+        };
+        let mut rank = self.start_rank(local, restarts, Some(number), guard)?;
+        rank.number = number;
+        watch.children.insert(rank.pid.as_raw_nonzero().get());
+        watch.started += 1;
+        watch.ranks[local] = rank;
+        watch.machine.restarted(local);
         Ok(())
     }
 
@@ -552,7 +768,7 @@ impl Job<'_> {
                 self.show(watch);
                 shown = Some(now);
             }
-            let over = watch.machine.finished() && watch.reaped == watch.ranks.len();
+            let over = watch.machine.finished() && watch.reaped == watch.started;
             if over || watch.give_up.is_some_and(|at| now >= at) {
                 return;
             }
@@ -573,7 +789,15 @@ impl Job<'_> {
                     Action::None
                 }
                 Ok(Event::NodeLost(node)) => self.lose_node(watch, node),
-                Ok(event) => watch.take(event, Instant::now()),
+                Ok(event) => {
+                    if let Event::Ended(local, end, _) = &event
+                        && self.plan.args.elastic
+                        && end.is_ok()
+                    {
+                        self.is_done(watch, *local);
+                    }
+                    watch.take(event, Instant::now())
+                }
                 Err(RecvTimeoutError::Timeout) => {
                     reap::reap_strangers(&watch.children);
                     Action::None
@@ -581,7 +805,10 @@ impl Job<'_> {
                 // Impossible: this process holds a sender.
                 Err(RecvTimeoutError::Disconnected) => Action::None,
             };
-            watch.act(action);
+            match action {
+                Action::Lose(local) => self.lose(watch, local),
+                action => watch.act(action),
+            }
             let action = watch.machine.tick(Instant::now());
             watch.act(action);
             self.decide(watch);
@@ -603,11 +830,12 @@ impl Job<'_> {
         }
         let until = Instant::now() + grace;
         let mut told = HashSet::new();
+        let mut later = Vec::new();
         loop {
             let left = reap::reap_strangers(&watch.children);
             let answering = left.iter().filter(|pid| catches(**pid, Signal::TERM));
             if answering.count() == 0 || Instant::now() >= until {
-                return reap::kill_strangers(&watch.children);
+                break;
             }
             for pid in left {
                 if told.insert(pid) {
@@ -615,10 +843,19 @@ impl Job<'_> {
                 }
             }
             match self.events.recv_timeout(POLL) {
-                Ok(Event::Signal(..)) => return reap::kill_strangers(&watch.children),
+                Ok(Event::Signal(..)) => break,
                 Ok(Event::Suspend) => suspend_self(),
+                Ok(event @ (Event::Abort(_) | Event::StoreLost(_) | Event::NodeLost(_))) => {
+                    later.push(event);
+                }
                 _ => {}
             }
+        }
+        reap::kill_strangers(&watch.children);
+        // Where another attempt would follow, they end the job.
+        for event in later {
+            // This process holds the receiver.
+            let _ = self.sender.send(event);
         }
     }
 
@@ -664,19 +901,23 @@ impl Job<'_> {
         let names: Vec<String> = running.iter().map(name).collect();
         let message = format!("{}, and all other ranks have ended well", names.join(", "));
         let verdict = self.plain_verdict(ErrorKind::Timeout.exit_code(), &message);
-        watch.verdict = Some(self.publish(verdict));
+        watch.is_final = true;
+        watch.verdict = Some(self.publish(verdict, true));
         let action = watch.machine.failed_elsewhere(Instant::now());
         watch.act(action);
     }
 
     /// A node is lost with its ranks, and with them the job.
     fn lose_node(&self, watch: &mut Supervision<'_>, node: usize) -> Action {
-        if let Some(nodes) = self
-            .nodes
-            .as_ref()
-            .filter(|_| watch.machine.why().is_none())
-        {
-            watch.verdict = Some(nodes.publish(&nodes.verdict_of_lost(node)));
+        watch.is_final = true;
+        let is_first = watch.machine.why().is_none();
+        // The others would wait for the lost node before they start again.
+        let nodes = self.nodes.as_ref();
+        if let Some(nodes) = nodes.filter(|nodes| is_first || nodes.can_restart()) {
+            let verdict = nodes.publish(&nodes.verdict_of_lost(node), true);
+            if is_first {
+                watch.verdict = Some(verdict);
+            }
         }
         watch.machine.failed_elsewhere(Instant::now())
     }
@@ -690,6 +931,12 @@ impl Job<'_> {
         if is_first {
             // Later they will have been killed.
             watch.halted = Some(watch.halted_now());
+            if self.plan.args.elastic {
+                // Ranks that do not hear it are killed after the grace.
+                let _ = self.store_of(watch).map(|store| {
+                    let _ = report_over(store, "a rank has failed, or the job was interrupted");
+                });
+            }
         }
         let verdict = match (why, &watch.verdict) {
             (StopCause::Elsewhere, Some(theirs)) if is_first && theirs.echo => {
@@ -711,12 +958,18 @@ impl Job<'_> {
                 better
             }
             (StopCause::Elsewhere, _) | (_, Some(_)) => return,
-            (StopCause::Interrupt(signal), None) => self.interrupt_verdict(signal),
+            (StopCause::Interrupt(signal), None) => {
+                watch.is_final = true;
+                self.interrupt_verdict(signal)
+            }
             (StopCause::Rank(local), None) => {
-                self.naming_a_lost_node(self.rank_verdict(watch, local), None)
+                let verdict = self.rank_verdict(watch, local);
+                // Another attempt would fail the same way.
+                watch.is_final |= verdict.mistake || watch.is_usage_error(local);
+                self.naming_a_lost_node(verdict, None)
             }
         };
-        watch.verdict = Some(self.publish(verdict));
+        watch.verdict = Some(self.publish(verdict, watch.is_final));
     }
 
     /// A verdict that only says that ranks were lost, as one that names the node which is.
@@ -875,10 +1128,10 @@ impl Job<'_> {
     }
 
     /// Publishes the verdict to the other nodes, and returns the one that holds.
-    fn publish(&self, verdict: JobFailure) -> JobFailure {
+    fn publish(&self, verdict: JobFailure, is_final: bool) -> JobFailure {
         match &self.nodes {
             None => verdict,
-            Some(nodes) => nodes.publish(&verdict),
+            Some(nodes) => nodes.publish(&verdict, is_final),
         }
     }
 
@@ -898,7 +1151,7 @@ impl Job<'_> {
             let until = watch.stopping_since.map(|since| since + LOST_NODE_WAIT);
             let again = self.naming_a_lost_node(again, until);
             if !again.echo {
-                watch.verdict = Some(self.publish(again));
+                watch.verdict = Some(self.publish(again, watch.is_final));
             }
         }
         // Another node's verdict may explain more than ours.
@@ -992,11 +1245,23 @@ impl Job<'_> {
         if let Some(text) = self.keep_flight(&watch) {
             error = error.note("inspect", text);
         }
-        match why {
-            // Another attempt would fail the same way.
-            StopCause::Rank(local) if watch.is_usage_error(local) => Outcome::Final(error),
-            StopCause::Rank(_) if self.nodes.is_none() => Outcome::Failed(error),
-            _ => Outcome::Final(error),
+        let can_restart = self.nodes.as_ref().is_none_or(Nodes::can_restart);
+        match watch.asked_to_end {
+            _ if watch.is_final || !can_restart => Outcome::Final(error),
+            Some(signal) if self.may_follow(&watch) => {
+                let verdict = self.publish(self.interrupt_verdict(signal), true);
+                Outcome::Final(verdict.into_error(None))
+            }
+            _ => Outcome::Failed(error),
+        }
+    }
+
+    /// Whether another attempt may follow this one.
+    fn may_follow(&self, watch: &Supervision<'_>) -> bool {
+        let most = self.plan.args.max_restarts;
+        match &self.nodes {
+            None => watch.restarts < most,
+            Some(nodes) => nodes.is_elastic() || watch.attempt < most,
         }
     }
 
@@ -1012,32 +1277,50 @@ impl Job<'_> {
 
     /// All ranks here succeeded. With several nodes, each launcher waits until all nodes are
     /// done: the store must not vanish under running ranks, and all launchers must end with the
-    /// same code.
-    fn wait_for_others(&mut self) -> Result<()> {
+    /// same code, or start again together.
+    fn wait_for_others(&self) -> Result<Outcome> {
         let Some(nodes) = &self.nodes else {
-            return Ok(());
+            return Ok(Outcome::Success);
         };
         let mut told = false;
         // No deadline: lost nodes are noticed.
         loop {
             told = told || nodes.done()?;
-            if told && nodes.all_done()? {
-                return Ok(());
-            }
-            match self.events.try_recv() {
-                Ok(Event::Signal(signal, _)) => {
-                    let verdict = nodes.publish(&self.interrupt_verdict(signal));
-                    return Err(verdict.into_error(None));
+            if nodes.can_restart() {
+                // Node 0 decides, so that all know the same.
+                match nodes.end_of_attempt()? {
+                    Some(verdict) if verdict.code == 0 => return Ok(Outcome::Success),
+                    Some(verdict) => return Ok(Outcome::Failed(verdict.into_error(None))),
+                    None => {}
                 }
-                Ok(Event::Suspend) => suspend_self(),
-                Ok(Event::Abort(verdict)) => return Err(verdict.into_error(None)),
-                Ok(Event::StoreLost(why)) => return Err(Error::new(ErrorKind::PeerLost, why)),
-                Ok(Event::NodeLost(node)) => {
-                    let verdict = nodes.publish(&nodes.verdict_of_lost(node));
-                    return Err(verdict.into_error(None));
-                }
-                _ => {}
+            } else if told && nodes.all_done()? {
+                return Ok(Outcome::Success);
             }
+            self.take_events()?;
+        }
+    }
+
+    /// While no rank runs.
+    fn take_events(&self) -> Result<()> {
+        match self.events.try_recv() {
+            Ok(Event::Signal(signal, _)) => {
+                let verdict = self.publish(self.interrupt_verdict(signal), true);
+                Err(verdict.into_error(None))
+            }
+            Ok(Event::Suspend) => {
+                suspend_self();
+                Ok(())
+            }
+            Ok(Event::Abort(verdict)) => Err(verdict.into_error(None)),
+            Ok(Event::StoreLost(why)) => Err(Error::new(ErrorKind::PeerLost, why)),
+            Ok(Event::NodeLost(node)) => match &self.nodes {
+                Some(nodes) => {
+                    let verdict = nodes.publish(&nodes.verdict_of_lost(node), true);
+                    Err(verdict.into_error(None))
+                }
+                None => Ok(()),
+            },
+            _ => Ok(()),
         }
     }
 }
@@ -1045,10 +1328,21 @@ impl Job<'_> {
 /// The ranks of one attempt, and the state of its end.
 struct Supervision<'a> {
     args: &'a LaunchArgs,
+    attempt: u32,
+    /// No other attempt may follow.
+    is_final: bool,
+    /// The signal that this launcher got while the ranks were stopped for another reason.
+    asked_to_end: Option<i32>,
     ranks: Vec<Rank>,
     /// Child processes that other threads wait for.
     children: HashSet<i32>,
     machine: ShutdownState,
+    /// Processes that were started.
+    started: usize,
+    /// Restarts that count for those of one rank: with several nodes, of single ranks here in this attempt.
+    restarts: u32,
+    /// The connection by which ranks of an elastic job hear of lost ones.
+    store: Option<Arc<dyn Store>>,
     reaped: usize,
     give_up: Option<Instant>,
     stopping_since: Option<Instant>,
@@ -1097,7 +1391,12 @@ impl Supervision<'_> {
                 Action::None
             }
             // Two signals at once count as one, even if handling the first took long.
-            Event::Signal(signal, at) => self.machine.interrupted(signal, at),
+            Event::Signal(signal, at) => {
+                if self.machine.why().is_some() {
+                    self.asked_to_end.get_or_insert(signal);
+                }
+                self.machine.interrupted(signal, at)
+            }
             Event::Suspend => {
                 self.suspend();
                 Action::None
@@ -1113,20 +1412,28 @@ impl Supervision<'_> {
             }
             // Handled by the caller.
             Event::Dump | Event::NodeLost(_) => Action::None,
+            // Of the attempt before, or our own end.
+            Event::Over(attempt, verdict) if attempt != self.attempt || verdict.code == 0 => {
+                Action::None
+            }
+            Event::Over(_, verdict) => self.end_elsewhere(*verdict, now),
             Event::Abort(verdict) => {
-                if self.machine.why().is_none() {
-                    self.verdict = Some(*verdict);
-                }
-                self.machine.failed_elsewhere(now)
+                self.is_final = true;
+                self.end_elsewhere(*verdict, now)
             }
             Event::StoreLost(why) => {
-                if self.machine.why().is_none() {
-                    let code = ErrorKind::PeerLost.exit_code();
-                    self.verdict = Some(JobFailure::new(code, 0, why));
-                }
-                self.machine.failed_elsewhere(now)
+                self.is_final = true;
+                let code = ErrorKind::PeerLost.exit_code();
+                self.end_elsewhere(JobFailure::new(code, 0, why), now)
             }
         }
+    }
+
+    fn end_elsewhere(&mut self, verdict: JobFailure, now: Instant) -> Action {
+        if self.machine.why().is_none() {
+            self.verdict = Some(verdict);
+        }
+        self.machine.failed_elsewhere(now)
     }
 
     /// Stops the ranks with the launcher at a Ctrl-Z, which reaches only the launcher as ranks
@@ -1209,7 +1516,7 @@ impl Supervision<'_> {
 
     fn act(&mut self, action: Action) {
         match action {
-            Action::None => {}
+            Action::None | Action::Lose(_) => {}
             Action::Terminate => {
                 let now = Instant::now();
                 self.stopping_since = Some(now);

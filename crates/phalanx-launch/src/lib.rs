@@ -13,7 +13,8 @@
 //!   goes by thread, so it must be one that lives as long as the launcher),
 //!   then takes events one by one and asks `machine` what to do;
 //! * a thread for each rank waits for its end, two more pump its output;
-//! * one thread waits for signals; with several nodes, up to three for the others;
+//! * one thread waits for signals; with several nodes, up to three for the others, and
+//!   where they may start again one for the end of the attempt; on node 0 one decides what follows;
 //! * a **guard** process ends what is left when the launcher is killed.
 //!
 //! Each run has a folder of its own (`folder.rs`) for the ranks' error files: under
@@ -67,7 +68,7 @@ use std::process::ExitCode;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-pub use context::RankContext;
+pub use context::{Elastic, RankContext};
 pub use flags::{LaunchCli, RankArgs, TransportArg};
 pub use guard::Guard;
 pub use oom::memory_limit;
@@ -108,6 +109,8 @@ enum Event {
     Checkpoint,
     /// Another node wrote a verdict.
     Abort(Box<JobFailure>),
+    /// This attempt has ended, and another one may follow.
+    Over(u32, Box<JobFailure>),
     /// The connection to the store has ended; the headline.
     StoreLost(String),
     /// Nothing comes from this node any more.

@@ -13,6 +13,9 @@
 //! | Stopping | the first interrupt, sent twice   | Stopping |           |
 //! | Stopping | our first, after another node's   | Stopping |           |
 //!
+//! In an elastic job, a rank that was killed, or that the others have gone on without, is lost instead, as long as
+//! another one is left: nothing is stopped.
+//!
 //! The grace counts from the first failure, so that deciding does not lengthen the stop.
 
 use std::time::{Duration, Instant};
@@ -95,6 +98,8 @@ pub enum Action {
     Terminate,
     /// SIGKILL to every process group.
     Kill,
+    /// The job goes on without this local rank.
+    Lose(usize),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -120,6 +125,7 @@ pub struct ShutdownState {
     last_interrupt: Option<Instant>,
     grace: Duration,
     echo_wait: Duration,
+    elastic: bool,
 }
 
 impl ShutdownState {
@@ -132,7 +138,41 @@ impl ShutdownState {
             last_interrupt: None,
             grace,
             echo_wait,
+            elastic: false,
         }
+    }
+
+    /// The same of an elastic job, if `elastic`.
+    pub fn elastic(self, elastic: bool) -> Self {
+        ShutdownState { elastic, ..self }
+    }
+
+    /// A process was started in place of the lost local rank `rank`.
+    pub fn restarted(&mut self, rank: usize) {
+        if let Some(slot) = self.ends.get_mut(rank) {
+            *slot = None;
+            self.ended_alone[rank] = false;
+        }
+    }
+
+    /// The job cannot go on without the lost local rank `rank`.
+    pub fn fail(&mut self, rank: usize, now: Instant) -> Action {
+        match self.phase {
+            Phase::Stopping { .. } => Action::None,
+            _ => self.stop(StopCause::Rank(rank), now),
+        }
+    }
+
+    /// The local ranks that have not failed.
+    pub fn alive(&self) -> impl Iterator<Item = usize> + '_ {
+        let alive = |(_, end): &(usize, &Option<(ExitStatus, Instant)>)| {
+            end.is_none_or(|(end, _)| end.is_ok())
+        };
+        self.ends
+            .iter()
+            .enumerate()
+            .filter(alive)
+            .map(|(rank, _)| rank)
     }
 
     /// Local rank `rank` ended.
@@ -145,6 +185,10 @@ impl ShutdownState {
             return Action::None;
         }
         self.ended_alone[rank] = true;
+        let is_loss = matches!(end, ExitStatus::Signal(_) | ExitStatus::Code(PEER_LOST));
+        if self.elastic && is_loss && self.alive().next().is_some() {
+            return Action::Lose(rank);
+        }
         match (end.is_ok(), end.is_secondary(), self.phase) {
             (true, ..) => Action::None,
             (false, false, _) => self.stop(StopCause::Rank(rank), now),
@@ -393,6 +437,31 @@ mod tests {
         assert_eq!(m.ended(0, ExitStatus::Code(1), t), Action::Terminate);
         assert_eq!(m.interrupted(2, t + MS), Action::Kill);
         assert_eq!(m.why(), Some(StopCause::Rank(0)));
+    }
+
+    #[test]
+    fn an_elastic_job_loses_ranks_and_goes_on_until_the_last() {
+        let t = Instant::now();
+        let elastic = || ShutdownState::new(3, 1500 * MS, 200 * MS).elastic(true);
+        let mut m = elastic();
+        assert_eq!(m.ended(1, ExitStatus::Signal(9), t), Action::Lose(1));
+        assert_eq!(m.ended(0, ExitStatus::Code(3), t + MS), Action::Lose(0));
+        assert_eq!((m.why(), m.next_tick()), (None, None));
+        m.restarted(1);
+        assert!(!m.finished());
+        assert_eq!(m.ended(2, ExitStatus::Code(0), t + MS), Action::None);
+        assert_eq!(m.ended(1, ExitStatus::Signal(9), t + MS), Action::Lose(1));
+        assert!(m.finished() && m.why().is_none());
+        // The last one.
+        let mut m = elastic();
+        assert_eq!(m.ended(1, ExitStatus::Signal(9), t), Action::Lose(1));
+        assert_eq!(m.ended(0, ExitStatus::Signal(9), t), Action::Lose(0));
+        assert_eq!(m.ended(2, ExitStatus::Signal(6), t), Action::Terminate);
+        assert_eq!(m.why(), Some(StopCause::Rank(2)));
+        // A program that reports an error would report it again.
+        let mut m = elastic();
+        assert_eq!(m.ended(1, ExitStatus::Code(1), t), Action::Terminate);
+        assert_eq!(m.ended(0, ExitStatus::Signal(15), t), Action::None);
     }
 
     #[test]

@@ -14,13 +14,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::{Args as _, FromArgMatches as _};
-use phalanx_comm::{GroupOptions, InitOptions, MAX_LOCAL_RANKS, ProcessGroup, Transport};
+use phalanx_comm::{GroupOptions, InitOptions, MAX_LOCAL_RANKS, Newcomer, ProcessGroup, Transport};
 use phalanx_store::host_port;
 use phalanx_wire::Token;
 use rustix::process::{Resource, getrlimit};
 
-use crate::context::RankContext;
-use crate::contract::STARTED_VARIABLE;
+use crate::context::{Elastic, RankContext};
+use crate::contract::{ELASTIC_VARIABLE, JOIN_VARIABLE, STARTED_VARIABLE};
 use crate::engine::{self, Agreement, RendezvousResources};
 use crate::error::{Error, ErrorKind, Result, check_count};
 use crate::flags::{RankArgs, TransportArg};
@@ -189,6 +189,9 @@ impl RankArgs {
     }
 }
 
+/// How many times `--timeout` ranks that form a new group wait for one that is alive: it may be evaluating or saving on its own.
+const PATIENCE_IN_TIMEOUTS: u32 = 10;
+
 /// `phalanx train`, or the name of a program of a user's own.
 fn typed_command() -> String {
     let mut args = std::env::args_os();
@@ -239,13 +242,18 @@ pub fn run(
     args.validate()?;
     let started = Instant::now() - since_command_start();
     let mut node = match args.place()? {
-        Place::Node(node) => node,
+        Place::Node(node) => *node,
         Place::Rank(place) => return as_launched_rank(args, &place, started, rank),
     };
     check_count("--nproc-per-node", node.local_ranks, MAX_LOCAL_RANKS)?;
     let is_one_node = node.meeting.is_none();
     // With a limit, the launcher must survive to report a rank that got no memory.
     let is_limited = getrlimit(Resource::As).current.is_some();
+    if args.transport == TransportArg::Thread && (args.elastic || args.max_restarts > 0) {
+        return Err(Error::usage(
+            "--elastic and --max-restarts are for ranks that are processes; leave out --transport thread",
+        ));
+    }
     if args.transport == TransportArg::Thread {
         let why = match (&args.live, is_one_node) {
             (Some(_), _) => "--live shows ranks that are processes; leave out --transport thread",
@@ -256,7 +264,8 @@ pub fn run(
         };
         return Err(Error::usage(why));
     }
-    if node.local_ranks == 1 && !is_limited && args.live.is_none() && is_one_node {
+    let is_supervised = is_limited || args.live.is_some() || args.elastic || args.max_restarts > 0;
+    if node.local_ranks == 1 && !is_supervised && is_one_node {
         return as_threads(args, 1, printing, started, rank);
     }
     if let Some(meeting) = &mut node.meeting {
@@ -271,6 +280,8 @@ pub fn run(
         PrintingRanks::All => Prefix::All,
         PrintingRanks::AllUnmarked => Prefix::None,
     };
+    plan.args.elastic = args.elastic;
+    plan.args.max_restarts = args.max_restarts;
     plan.args.live = args.live.clone().map(Option::unwrap_or_default);
     // The page shows what rank 0 writes too.
     plan.rank0_owns_stderr &= plan.args.live.is_none();
@@ -345,7 +356,7 @@ fn as_launched_rank(
     };
     let threads = args.threads_of(Some(place), place.local_world.unwrap_or(1))?;
     let threads = threads.count;
-    let group = ProcessGroup::init(InitOptions {
+    let init = InitOptions {
         init_method,
         rank: Some(place.rank),
         world_size: Some(place.world),
@@ -359,16 +370,26 @@ fn as_launched_rank(
         algorithm: args.algorithm,
         compute_threads: Some(threads),
         ..InitOptions::default()
-    })?;
-    drop(until_met);
-    let ctx = RankContext {
-        phase_limit: Duration::from_secs_f64(args.phase_timeout),
-        threads,
-        local_rank: place.local_rank,
-        prefix: None,
-        started,
-        group,
     };
+    let mut ctx = match place::number(env, JOIN_VARIABLE)? {
+        Some(number) => {
+            let newcomer = Newcomer::new(number, init)?;
+            let alone = ProcessGroup::threads(1, GroupOptions::default()).remove(0);
+            RankContext::of_newcomer(newcomer, alone, threads)
+        }
+        None => RankContext::new(ProcessGroup::init(init)?, threads),
+    };
+    let is_elastic = env.get(ELASTIC_VARIABLE).is_some_and(|value| value == "1");
+    ctx.elastic = is_elastic.then(|| Elastic {
+        first_world: place.world,
+        patience: Duration::from_secs_f64(args.timeout)
+            .saturating_mul(PATIENCE_IN_TIMEOUTS)
+            .min(Duration::from_secs_f64(args.phase_timeout)),
+    });
+    drop(until_met);
+    ctx.phase_limit = Duration::from_secs_f64(args.phase_timeout);
+    ctx.local_rank = place.local_rank;
+    ctx.started = started;
     let outcome = rank(&ctx);
     finish(ctx, outcome)
 }
@@ -394,15 +415,11 @@ fn as_threads(
         let handles: Vec<_> = ProcessGroup::threads(world, options)
             .into_iter()
             .map(|group| {
-                let ctx = RankContext {
-                    phase_limit: Duration::from_secs_f64(args.phase_timeout),
-                    threads,
-                    local_rank: group.rank(),
-                    prefix: (world > 1 && printing == PrintingRanks::All)
-                        .then(|| format!("[rank {}] ", group.rank())),
-                    started,
-                    group,
-                };
+                let prefix = format!("[rank {}] ", group.rank());
+                let mut ctx = RankContext::new(group, threads);
+                ctx.phase_limit = Duration::from_secs_f64(args.phase_timeout);
+                ctx.prefix = (world > 1 && printing == PrintingRanks::All).then_some(prefix);
+                ctx.started = started;
                 let rank = &rank;
                 scope.spawn(move || {
                     let outcome = rank(&ctx);
@@ -447,11 +464,15 @@ fn panicked(rank: usize, panic: &(dyn Any + Send)) -> Error {
 fn finish(ctx: RankContext, outcome: Result<()>) -> Result<()> {
     match outcome {
         Err(error) if !error.is_told() => {
-            ctx.group.abort(&error.to_string());
+            ctx.group().abort(&error.to_string());
             Err(error)
         }
         outcome => {
-            let left = ctx.group.shutdown().map_err(Error::from);
+            let left = match ctx.group().shutdown() {
+                // What an elastic training leaves is complete.
+                Err(_) if ctx.elastic.is_some() => Ok(()),
+                left => left.map_err(Error::from),
+            };
             match outcome {
                 // All is saved.
                 Err(error) if error.kind() == ErrorKind::Stopped => left,

@@ -82,6 +82,8 @@ pub struct RankSpawner<'a> {
 pub struct Rank {
     /// Global rank.
     pub rank: usize,
+    /// Its number among all processes that were started: the rank, unless it takes the place of a lost one.
+    pub number: usize,
     /// Process id, also that of its group.
     pub pid: Pid,
     /// The pid while it is ours to signal: until the process is reaped.
@@ -115,6 +117,8 @@ impl RankSpawner<'_> {
         };
         let folder = self.folder.of_rank(restarts, local)?;
         let error_file = folder.join("error.json");
+        // That of a lost rank whose place this one takes; mostly there is none.
+        let _ = std::fs::remove_file(&error_file);
 
         // Readable here even when the rank was killed or stopped.
         let flight = phalanx_comm::recorder::create_memory()
@@ -167,6 +171,7 @@ impl RankSpawner<'_> {
         }
         let rank = Rank {
             rank,
+            number: rank,
             pid,
             alive: Arc::new(Mutex::new(Some(pid))),
             patience: Arc::default(),

@@ -66,13 +66,18 @@ impl JobFailure {
 
     /// Writes it to the store of node 0 unless there is a better one, and returns the one that holds.
     pub fn publish(&self, store: &TcpStore) -> phalanx_store::Result<JobFailure> {
+        self.publish_at(store, ABORT_KEY)
+    }
+
+    /// The same for the verdict of `key`.
+    pub fn publish_at(&self, store: &TcpStore, key: &str) -> phalanx_store::Result<JobFailure> {
         let Ok(mine) = serde_json::to_vec(self) else {
             return Ok(self.clone());
         };
         let mut expected: Option<Vec<u8>> = None;
         // Twice: once against nothing, once against an echo.
         for _ in 0..2 {
-            let stored = store.compare_set(ABORT_KEY, expected.as_deref(), &mine)?;
+            let stored = store.compare_set(key, expected.as_deref(), &mine)?;
             if stored == mine {
                 break;
             }

@@ -167,6 +167,13 @@ impl Table {
         }
         keys.len() as u64
     }
+
+    /// Removes all keys without this prefix.
+    pub(crate) fn retain_prefix(&mut self, prefix: &str) {
+        self.map.retain(|key, _| key.starts_with(prefix));
+        let sizes = self.map.iter().map(|(k, v)| (k.len() + v.len()) as u64);
+        self.bytes = sizes.sum();
+    }
 }
 
 #[cfg(test)]
@@ -239,7 +246,9 @@ mod tests {
         assert_eq!(table.delete_prefix("a/"), 3);
         assert_eq!(table.delete_prefix("%"), 0);
         assert!(table.contains("a") && table.contains("a0") && table.contains("b"));
-        assert_eq!(table.delete_prefix(""), 4);
+        table.retain_prefix("a");
+        recount(&table);
+        assert_eq!(table.delete_prefix(""), 2);
         recount(&table);
     }
 }

@@ -62,7 +62,8 @@ impl ExchangeArg {
     /// Peers that are lost.
     pub fn choose_for(self, ctx: &RankContext, settings: &Settings) -> Result<Exchange> {
         let chosen = self.choose(ctx)?;
-        let wants_whole = settings.watch > 0 || settings.bucket_cap_mb.is_some();
+        let wants_whole =
+            settings.watch > 0 || settings.bucket_cap_mb.is_some() || ctx.elastic.is_some();
         Ok(match self {
             ExchangeArg::Auto if needs_whole(settings).is_some() || wants_whole => {
                 Exchange::AllReduce
@@ -98,8 +99,8 @@ fn memory_and_no_idle_core(ctx: &RankContext) -> Result<bool> {
     let idle = world * ctx.threads < cores || ctx.threads > MAX_THREADS;
     // Some ranks may see fewer cores than others.
     let mut any_idle = [u8::from(idle)];
-    ctx.group.all_reduce(&mut any_idle, ReduceOp::Max)?;
-    Ok(all_share_memory(&ctx.group)? && any_idle[0] == 0)
+    ctx.group().all_reduce(&mut any_idle, ReduceOp::Max)?;
+    Ok(all_share_memory(&ctx.group())? && any_idle[0] == 0)
 }
 
 /// The flag, if any, with which every rank must have whole gradients.

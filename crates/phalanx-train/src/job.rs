@@ -65,9 +65,13 @@ impl<'a> Job<'a> {
         self.ctx.rank()
     }
 
-    /// Number of ranks; 1 without a launcher.
+    /// Number of ranks; 1 without a launcher. For a process that has yet to join an elastic training, that with which this was
+    /// started.
     pub fn world_size(&self) -> usize {
-        self.ctx.world()
+        match self.ctx.is_newcomer() {
+            true => self.ctx.first_world(),
+            false => self.ctx.world(),
+        }
     }
 
     /// Whether this is rank 0, which reports and saves.
@@ -75,9 +79,10 @@ impl<'a> Job<'a> {
         self.ctx.is_main()
     }
 
-    /// The process group of all ranks, for collectives of the program's own.
-    pub fn group(&self) -> &'a ProcessGroup {
-        &self.ctx.group
+    /// The process group of all ranks, for collectives of the program's own. In an elastic training another one takes its
+    /// place when ranks are lost or join: ask for it anew before each use.
+    pub fn group(&self) -> ProcessGroup {
+        self.ctx.group()
     }
 
     /// The training flags of the command line.

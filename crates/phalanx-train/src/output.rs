@@ -135,7 +135,7 @@ impl Output {
         args: &SavingArgs,
     ) -> Result<Output> {
         let fresh = args.fresh();
-        ctx.group.set_flight_dir(&dir.join(crate::FLIGHT_DIR));
+        ctx.group().set_flight_dir(&dir.join(crate::FLIGHT_DIR));
         let (mut opened, mut lock) = (None, None);
         if ctx.is_main() {
             let dir = Dir::create(&dir)?;
@@ -215,7 +215,7 @@ impl Output {
             });
             text = summary.map(|summary| summary.to_string());
         }
-        let text: Option<String> = ctx.group.broadcast_object(Some(&text), 0)?;
+        let text: Option<String> = ctx.group().broadcast_object(Some(&text), 0)?;
         self.complete = text.and_then(|text| serde_json::from_str(&text).ok());
         Ok(())
     }
@@ -290,6 +290,17 @@ impl Output {
         resumed: Option<Place>,
         info: &RunInfo<'_>,
     ) -> Result<RunLog> {
+        self.log_from(ctx, resumed, info, false)
+    }
+
+    /// The same; records other than steps' losses are all kept, if `keeps_own`.
+    fn log_from(
+        &self,
+        ctx: &RankContext,
+        resumed: Option<Place>,
+        info: &RunInfo<'_>,
+        keeps_own: bool,
+    ) -> Result<RunLog> {
         let next = resumed.map(|place| next_step(place, info.steps));
         let start = |attempt: u64| {
             let (step, epoch) = next.unzip();
@@ -305,7 +316,8 @@ impl Output {
         });
         let metrics = match from {
             Some(from) => MetricsLog::resume(dir, METRICS_FILE, 1, |record| {
-                keeps(from, attempt.version, record)
+                let is_own = record.get("loss").is_none();
+                keeps_own && is_own || keeps(from, attempt.version, record)
             })?,
             None => {
                 if !self.is_fresh && dir.has(METRICS_FILE) {
@@ -335,6 +347,52 @@ impl Output {
             Some(files),
             start(attempt.number()),
         ))
+    }
+
+    /// The log of the run on the rank that takes the place of rank 0, at `place`; `records` are the last ones of metrics, which
+    /// rank 0 may not have written.
+    ///
+    /// # Errors
+    ///
+    /// As [`log`](Self::log).
+    pub fn log_of_lost(
+        &self,
+        ctx: &RankContext,
+        place: Place,
+        info: &RunInfo<'_>,
+        records: &[Value],
+    ) -> Result<RunLog> {
+        let names = |record: &Value| -> Vec<String> {
+            let record = record.as_object().into_iter().flatten();
+            record.map(|(name, _)| name.clone()).collect()
+        };
+        let same = |a: &Value, b: &Value| step_of(a) == step_of(b) && names(a) == names(b);
+        let written = match &self.opened {
+            Some(dir) => dir.read(METRICS_FILE, MAX_ROWS_BYTES)?.unwrap_or_default(),
+            None => Vec::new(),
+        };
+        let written: Vec<Value> = written
+            .split(|byte| *byte == b'\n')
+            .filter_map(|line| serde_json::from_slice(line).ok())
+            .collect();
+        let mut log = self.log_from(ctx, Some(place), info, true)?;
+        for record in records {
+            if !written.iter().any(|known| same(known, record)) {
+                log.event(record)?;
+            }
+        }
+        Ok(log)
+    }
+
+    /// Sets the folder, of a rank that does not write there.
+    pub fn set_dir(&mut self, dir: PathBuf) {
+        self.saved.clone_from(&dir);
+        self.dir = dir;
+    }
+
+    /// Whether this rank writes into the folder.
+    pub fn is_opened(&self) -> bool {
+        self.opened.is_some()
     }
 
     /// Saves the weights of a finished epoch, where the program does so.

@@ -1,6 +1,6 @@
 //! Which samples each step trained on, for those who want to check.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use phalanx_base::files::atomic_write;
 use phalanx_checkpoint::state::Place;
@@ -31,9 +31,15 @@ impl SampleLog {
     ) -> Result<SampleLog> {
         let log = match file {
             Some(file) => {
-                let file = crate::of_rank(file, ctx.rank(), "jsonl");
+                let name = file;
+                let file = crate::of_rank(name, ctx.number(), "jsonl");
                 if let Some(place) = resumed {
                     cut(&file, place)?;
+                    if ctx.elastic.is_some() && ctx.is_main() {
+                        of_newcomers(name, ctx.first_world())
+                            .iter()
+                            .try_for_each(|file| cut(file, place))?;
+                    }
                 }
                 MetricsLog::append(&file)?
             }
@@ -53,19 +59,45 @@ impl SampleLog {
         }
     }
 
-    /// The step is over. `epoch` counts from 1, `index` from 0.
+    /// The step is over. `epoch` counts from 1, `index` from 0. In an elastic training a step may be begun several times, by
+    /// groups of other generations; the last counts.
     ///
     /// # Errors
     ///
     /// Those of writing.
-    pub fn step(&mut self, epoch: usize, index: usize) -> Result<()> {
+    pub fn step(&mut self, epoch: usize, index: usize, generation: u32) -> Result<()> {
         if self.wanted {
-            let record = json!({"epoch": epoch, "step": index, "samples": self.samples});
+            let mut record = json!({"epoch": epoch, "step": index, "samples": self.samples});
+            if generation > 0 {
+                record["generation"] = json!(generation);
+            }
             self.log.event(&record)?;
             self.samples.clear();
         }
         Ok(())
     }
+
+    /// The running step is begun again.
+    pub fn begin_again(&mut self) {
+        self.samples.clear();
+    }
+}
+
+/// The files `FILE.N.jsonl` of processes that an attempt before has started in place of lost ranks: from number `first` on.
+fn of_newcomers(file: &Path, first: usize) -> Vec<PathBuf> {
+    let folder = match file.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let prefix = file.file_name().unwrap_or_default().to_string_lossy();
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let number = |path: &PathBuf| {
+        let name = path.file_name()?.to_str()?;
+        let rest = name.strip_prefix(&*prefix)?.strip_prefix('.')?;
+        rest.strip_suffix(".jsonl")?.parse::<usize>().ok()
+    };
+    let paths = entries.map(|entry| entry.path());
+    paths.filter(|path| number(path) >= Some(first)).collect()
 }
 
 /// Takes the last lines off the file that are of steps from `place` on, and one that a kill

@@ -284,6 +284,28 @@ impl Settings {
         }
     }
 
+    /// Checks that the training can go on when ranks are lost or join, on a mesh or not.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    pub fn check_elastic(&self, is_ddp: bool) -> Result<()> {
+        let why = match (self.exchange, self.gradients.gradient_type) {
+            _ if !is_ddp => "goes on only where every rank has the whole model; leave out --mesh",
+            _ if self.sampler == SamplerKind::Torch => {
+                "divides every batch among the ranks that are left; use --sampler exact"
+            }
+            (ExchangeArg::ReduceScatter | ExchangeArg::AtStep, _) => {
+                "needs the whole optimizer state on every rank; leave out --exchange, or use --exchange all-reduce"
+            }
+            (_, GradientType::Powersgd) => {
+                "cannot keep what PowerSGD has on a lost rank; use another --gradient-type"
+            }
+            _ => return Ok(()),
+        };
+        Err(Error::usage(format!("--elastic {why}")))
+    }
+
     /// Samples of a step over all ranks.
     pub fn global_batch(&self, world: usize) -> usize {
         self.global_batch_size.unwrap_or(self.batch_size() * world)

@@ -6,7 +6,6 @@ mod counting;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use clap::Parser;
 use phalanx_comm::{GroupOptions, ProcessGroup};
@@ -38,14 +37,7 @@ fn peaks(dir: &Path, args: &[&str]) -> [isize; 3] {
     let typed = ["test", "--global-batch-size", "4", "--output-dir", &dir];
     let settings = Cli::parse_from(typed.iter().chain(args)).settings;
     let rank = |group: ProcessGroup| -> Result<[isize; 3]> {
-        let ctx = RankContext {
-            phase_limit: Duration::from_secs(60),
-            threads: 1,
-            local_rank: group.rank(),
-            prefix: None,
-            started: Instant::now(),
-            group,
-        };
+        let ctx = RankContext::new(group, 1);
         let train = Arc::new((0..8).map(|i| i as f32 / 8.0).collect::<Vec<f32>>());
         let job = Job::new("test", &ctx, &settings);
         let model = |scope: &mut phalanx_nn::Scope<'_>| -> Vec<Linear> {

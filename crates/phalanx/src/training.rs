@@ -76,6 +76,9 @@ impl Training<'_> {
         if self.ranks.algorithm == Algorithm::Fastest {
             self.settings.split.allow_any_order()?;
         }
+        if self.ranks.elastic {
+            self.settings.check_elastic(true)?;
+        }
         (self.check)(&self.settings, world)
     }
 

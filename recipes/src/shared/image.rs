@@ -227,18 +227,16 @@ impl<'a, N> Tests<'a, N> {
                 Evaluation::new(means / batches, confusion(test.classes(), &measured)?)
             }
             Testers::Rank0 => {
-                let mut counts = Confusion::new(test.classes());
-                let mut loss = [0.0];
-                if ctx.is_main() {
+                let (loss, counts): (u64, Vec<i64>) = trainer.on_rank_0(|trainer| {
                     let measured = trainer.measure_here(test, measure)?;
                     let sum: f64 = measured.iter().map(|m| m.loss).sum();
-                    loss = [sum / test.len() as f64];
-                    counts = confusion(test.classes(), &measured)?;
-                }
-                // The collective is also the barrier in which the others wait.
-                ctx.group.broadcast(&mut loss, 0)?;
-                ctx.group.broadcast(counts.counts_mut(), 0)?;
-                Evaluation::new(loss[0], counts)
+                    let counts = confusion(test.classes(), &measured)?;
+                    let loss = sum / test.len() as f64;
+                    Ok((loss.to_bits(), counts.counts().to_vec()))
+                })?;
+                let mut confusion = Confusion::new(test.classes());
+                confusion.counts_mut().copy_from_slice(&counts);
+                Evaluation::new(f64::from_bits(loss), confusion)
             }
         };
         trainer.record(evaluation)

@@ -145,7 +145,7 @@ fn all_after(
         return work.map_or(Ok(()), |work| work());
     }
     // Who fails at once must not be gone before all have met: they could not hear why.
-    ctx.group.barrier()?;
+    ctx.group().barrier()?;
     if let Some(work) = work {
         let _phase = ctx.phase("downloading data");
         let (done, outcome) = channel();
@@ -160,7 +160,7 @@ fn all_after(
             match outcome.recv_timeout(LOOK_EVERY) {
                 // A failure ends this rank, and the barrier of the others by name.
                 Ok(result) => break result?,
-                Err(RecvTimeoutError::Timeout) => ctx.group.check()?,
+                Err(RecvTimeoutError::Timeout) => ctx.group().check()?,
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::new(
                         ErrorKind::Failed,
@@ -170,7 +170,7 @@ fn all_after(
             }
         }
     }
-    ctx.group.barrier()?;
+    ctx.group().barrier()?;
     Ok(())
 }
 
@@ -178,7 +178,6 @@ fn all_after(
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{Arc, Barrier};
-    use std::time::Instant;
 
     use phalanx::comm::{GroupOptions, ProcessGroup};
 
@@ -195,19 +194,13 @@ mod tests {
                 .map(|(group, local_rank)| {
                     let work = work.clone();
                     scope.spawn(move || {
-                        let ctx = RankContext {
-                            group,
-                            phase_limit: Duration::from_secs(600),
-                            threads: 1,
-                            local_rank,
-                            prefix: None,
-                            started: Instant::now(),
-                        };
+                        let mut ctx = RankContext::new(group, 1);
+                        ctx.local_rank = local_rank;
                         let rank = ctx.rank();
                         let work = (local_rank == 0).then_some(move || work(rank));
                         let outcome = all_after(&ctx, work);
                         if let Err(error) = &outcome {
-                            ctx.group.abort(&error.to_string());
+                            ctx.group().abort(&error.to_string());
                         }
                         outcome
                     })

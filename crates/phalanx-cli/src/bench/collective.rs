@@ -164,18 +164,19 @@ pub fn run_rank(ctx: &RankContext, op: Op, args: &CollectiveArgs) -> Result<()> 
         &args.bytes
     };
     for size in sizes {
-        let mut run = Run::new(&ctx.group, op, size.0, args.registered);
+        let group = ctx.group();
+        let mut run = Run::new(&group, op, size.0, args.registered);
         run.check_registered()?;
         run.verify()?;
-        let iters = agree_on_iterations(&ctx.group, &mut run, args.iters)?;
+        let iters = agree_on_iterations(&group, &mut run, args.iters)?;
         let mut times_us = Vec::with_capacity(iters);
         for _ in 0..iters {
-            ctx.group.barrier()?;
+            ctx.group().barrier()?;
             let began = Instant::now();
             run.once()?;
             times_us.push(began.elapsed().as_secs_f64() * 1e6);
         }
-        ctx.group.all_reduce(&mut times_us, ReduceOp::Max)?;
+        ctx.group().all_reduce(&mut times_us, ReduceOp::Max)?;
         if ctx.is_main() {
             times_us.sort_by(f64::total_cmp);
             report(ctx, op, transport, &run, &times_us, args.json)?;

@@ -236,9 +236,9 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     let mut peak_mib = [peak_rss_bytes().map_or(f64::NAN, |b| b as f64 / f64::from(1 << 20))];
     trainer.finish()?;
     // A step lasts as long as on its slowest rank.
-    ctx.group.all_reduce(&mut times_ms, ReduceOp::Max)?;
-    ctx.group.all_reduce(&mut exposed_ms, ReduceOp::Mean)?;
-    ctx.group.all_reduce(&mut peak_mib, ReduceOp::Max)?;
+    ctx.group().all_reduce(&mut times_ms, ReduceOp::Max)?;
+    ctx.group().all_reduce(&mut exposed_ms, ReduceOp::Mean)?;
+    ctx.group().all_reduce(&mut peak_mib, ReduceOp::Max)?;
     if !ctx.is_main() {
         return Ok(());
     }

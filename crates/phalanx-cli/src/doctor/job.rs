@@ -66,7 +66,7 @@ struct Measured {
 ///
 /// Failed collectives; problems that were found, on rank 0.
 pub fn examine(ctx: &RankContext, args: &DoctorArgs) -> Result<()> {
-    let group = &ctx.group;
+    let group = &ctx.group();
     let all = group.all_gather_object(&facts(ctx, args)?)?;
     let hosts = hosts_of(&all);
     let mut mine = Measured::default();
@@ -92,7 +92,7 @@ pub fn examine(ctx: &RankContext, args: &DoctorArgs) -> Result<()> {
 fn facts(ctx: &RankContext, args: &DoctorArgs) -> Result<RankFacts> {
     let place = launch::rank_place(&launch::real_env())?;
     let is_first = ctx.local_rank == 0;
-    let links = ctx.group.transports();
+    let links = ctx.group().transports();
     let mut checks = host::checks(args)?;
     for check in checks.iter_mut().filter(|c| c.name == host::HOST_NAME) {
         *check = Check::ok(host::HOST_NAME, check.found.as_str());
@@ -168,11 +168,11 @@ fn single_copy(ctx: &RankContext) -> Result<Option<bool>> {
     if ctx.world() == 1 || ctx.transport() != "shm" {
         return Ok(None);
     }
-    let before = ctx.group.counters().staged_bytes;
+    let before = ctx.group().counters().staged_bytes;
     let input = vec![ctx.rank() as u8; COPIED_BYTES / ctx.world() * ctx.world()];
     let mut output = vec![0; input.len()];
-    ctx.group.all_to_all(&input, &mut output)?;
-    Ok(Some(ctx.group.counters().staged_bytes == before))
+    ctx.group().all_to_all(&input, &mut output)?;
+    Ok(Some(ctx.group().counters().staged_bytes == before))
 }
 
 /// The first rank of each host with that of each other host, then two ranks of each host; on one host, all ranks with

@@ -77,7 +77,7 @@ pub fn run(args: &PlanArgs) -> Result<()> {
     let ranks: RankArgs = RankArgs::untyped()?;
     launch::run_ranks(&ranks, PrintingRanks::Rank0, &[], None, |ctx| {
         if ctx.is_main() {
-            let text = report(ctx.group.selector(), args, Some(&ctx.group.describe()));
+            let text = report(ctx.group().selector(), args, Some(&ctx.group().describe()));
             ctx.line(&text)?;
         }
         Ok(())

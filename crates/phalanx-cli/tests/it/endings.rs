@@ -5,7 +5,7 @@ use std::process::Child;
 
 use serde_json::Value;
 
-use crate::support::{ended, eventually, phalanx, run, signal, succeed};
+use crate::support::{ended, eventually, phalanx, process_of, run, signal, succeed};
 
 /// A training that does not end by itself.
 fn start(dir: &Path, more: &str) -> Child {
@@ -20,22 +20,6 @@ fn start(dir: &Path, more: &str) -> Child {
         std::fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 2)
     });
     child
-}
-
-/// The process of rank `rank` of the job whose folder is `dir`.
-fn process_of(rank: usize, dir: &Path) -> u32 {
-    let wanted = [format!("RANK={rank}"), format!("TMPDIR={}", dir.display())];
-    let is_it = |pid: &u32| {
-        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        let has = |wanted: &String| {
-            let mut variables = environment.split(|byte| *byte == 0);
-            variables.any(|variable| variable == wanted.as_bytes())
-        };
-        wanted.iter().all(has)
-    };
-    let names = std::fs::read_dir("/proc").expect("processes").flatten();
-    let mut pids = names.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.find(is_it).expect("the rank runs")
 }
 
 /// The last event of the run, once it is an end.

@@ -2,6 +2,7 @@
 
 mod bench;
 mod doctor;
+mod elastic;
 mod endings;
 mod events;
 mod flight;

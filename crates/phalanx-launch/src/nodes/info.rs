@@ -11,8 +11,11 @@ use crate::report::rank_list;
 /// What a node publishes when it joins.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeInfo {
-    /// How many nodes it expects.
+    /// How many nodes it expects, at most.
     pub nodes: usize,
+    /// The fewest, where launchers may come and go.
+    #[serde(default)]
+    pub least: Option<usize>,
     /// Ranks that it starts.
     pub local_ranks: usize,
     /// The job's name.
@@ -26,6 +29,9 @@ pub struct NodeInfo {
     pub pid: u32,
     /// On node 0, a free port for rank 0 (`MASTER_PORT`).
     pub master_port: Option<u16>,
+    /// Restarts that it allows.
+    #[serde(default)]
+    pub max_restarts: u32,
     /// Whether its number is by arrival.
     #[serde(default)]
     pub by_arrival: bool,
@@ -84,8 +90,15 @@ pub(super) fn compare(mine: &NodeInfo, me: usize, theirs: &NodeInfo, key: &str) 
     if theirs.by_arrival != mine.by_arrival {
         return Err(mixed(mine, theirs));
     }
-    if theirs.nodes != mine.nodes {
-        return differ("--nnodes", &theirs.nodes, &mine.nodes);
+    let nnodes = |info: &NodeInfo| match info.least {
+        Some(least) => format!("{least}:{}", info.nodes),
+        None => info.nodes.to_string(),
+    };
+    if nnodes(theirs) != nnodes(mine) {
+        return differ("--nnodes", &nnodes(theirs), &nnodes(mine));
+    }
+    if theirs.max_restarts != mine.max_restarts {
+        return differ("--max-restarts", &theirs.max_restarts, &mine.max_restarts);
     }
     if theirs.run_id != mine.run_id {
         return differ("--rdzv-id", &theirs.run_id, &mine.run_id);
@@ -103,12 +116,14 @@ mod tests {
     fn info() -> NodeInfo {
         NodeInfo {
             nodes: 2,
+            least: None,
             local_ranks: 2,
             run_id: "none".into(),
             host: "a".into(),
             address: None,
             pid: 1,
             master_port: None,
+            max_restarts: 0,
             by_arrival: false,
             version: "0.1.0".into(),
         }
@@ -146,6 +161,20 @@ mod tests {
         );
         for (theirs, want) in [
             (NodeInfo { nodes: 3, ..info() }, "--nnodes 3"),
+            (
+                NodeInfo {
+                    least: Some(1),
+                    ..info()
+                },
+                "--nnodes 1:2",
+            ),
+            (
+                NodeInfo {
+                    max_restarts: 1,
+                    ..info()
+                },
+                "--max-restarts 1",
+            ),
             (
                 NodeInfo {
                     run_id: "x".into(),

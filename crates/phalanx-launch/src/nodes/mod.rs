@@ -3,13 +3,15 @@
 //!
 //! | key               | value                          | written by            |
 //! |-------------------|--------------------------------|-----------------------|
-//! | `launch/arrived`  | a count that rises             | nodes without a number, to get one |
+//! | `launch/arrived`  | a count that rises             | launchers without a number, to get one |
 //! | `launch/node/R`   | the node's NodeInfo (JSON)     | node R, once          |
 //! | `launch/beat/R`   | nothing                        | node R, every 200 ms; node 0 removes it when it has seen it |
 //! | `launch/abort`    | the verdict (JSON)             | the first to fail     |
 //! | `launch/done/R`   | all ranks of node R ended well | node R                |
 //! | `launch/left/R`   | node R needs the store no more | node R                |
 //! | `launch/gone/R`   | nothing comes from node R: for how many seconds, or `closed` | node 0, the store (node R's will) |
+//!
+//! Those of jobs that start their ranks again are in `attempts.rs`.
 //!
 //! When a launcher dies, its guard writes the verdict, or, before there is a guard, the
 //! store does (the launcher's will). A host that vanishes or is cut off stops beating, which
@@ -18,13 +20,17 @@
 //! Ranks may notice a lost node sooner than launchers do. A verdict that only says so (an echo) names the node
 //! that is lost instead ([`Nodes::lost`]).
 
+mod attempts;
 mod info;
+mod membership;
 mod pulse;
 mod silence;
 mod store;
 mod tell;
 
+pub use attempts::{Attempt, Next};
 pub use info::NodeInfo;
+pub use membership::Rules;
 pub use store::{NodeStore, host_locally, meeting_store};
 pub use tell::{refuse, tell};
 
@@ -79,14 +85,28 @@ const REFUSED_SHOWN: usize = 3;
 pub struct Nodes {
     store: Arc<TcpStore>,
     server: Option<TcpServer>,
+    /// The number of this launcher, and those of all, by node. They are the nodes' unless launchers come and go.
+    id: usize,
+    ids: Vec<usize>,
     me: usize,
     infos: Vec<NodeInfo>,
     stop: Arc<AtomicBool>,
+    /// Ends the threads that watch the launchers of this attempt.
+    is_watched: Arc<AtomicBool>,
     heard: Arc<Heard>,
+    /// Tells the others that our connection to the store has ended.
+    gone: Arc<Mutex<Option<Will>>>,
     /// The store did not answer our last words.
     out_of_reach: AtomicBool,
     /// Our verdict, should we be killed before we have a guard.
     will: Mutex<Option<Will>>,
+    /// The number of the next attempt, where one may follow.
+    next: Option<u32>,
+    /// Launchers may come and go.
+    is_elastic: bool,
+    /// This one has said that it goes.
+    has_left: AtomicBool,
+    to_begin: attempts::ToBegin,
 }
 
 /// Joins as node `me`, or as the next one that arrives; `interrupted` is asked often and ends it.
@@ -120,14 +140,20 @@ pub fn join(
     let me = match me {
         Some(me) => me,
         None if at.server.is_some() => 0,
-        None => arrive(&store, total)?,
+        None => arrive(&store, info.least.map_or(total, |_| usize::MAX))?,
     };
+    if info.least.is_some() && me != 0 {
+        let first = store.get(&node_key(0), left).map_err(lost_node_0)?;
+        let first = decode::<NodeInfo>(&first).ok_or_else(|| no_node(&node_key(0)))?;
+        compare(&info, me, &first, &node_key(0))?;
+    }
+    let death_key = attempts::death_key(me, info.least.is_some());
     // Before the entry, with which the others begin to count on us.
     let mut will = match me {
         // Its store would die with it.
         0 => None,
         _ => store
-            .leave_will(ABORT_KEY, &encode(&JobFailure::of_killed(me, &info.host))?)
+            .leave_will(&death_key, &encode(&JobFailure::of_killed(me, &info.host))?)
             .map_err(lost_node_0)?,
     };
     let mine = encode(&info)?;
@@ -158,13 +184,26 @@ pub fn join(
     let mut nodes = Nodes {
         store: Arc::new(store),
         server: at.server.take(),
+        id: me,
+        ids: (0..total).collect(),
         me,
         infos: Vec::new(),
         stop: Arc::new(AtomicBool::new(false)),
+        is_watched: Arc::new(AtomicBool::new(true)),
         heard: Arc::new(Heard::new(total)),
+        gone: Arc::default(),
         out_of_reach: AtomicBool::new(false),
         will: Mutex::new(will),
+        next: (info.max_restarts > 0).then_some(1),
+        is_elastic: info.least.is_some(),
+        has_left: AtomicBool::new(false),
+        to_begin: attempts::ToBegin::default(),
     };
+    if nodes.is_elastic {
+        nodes.store.set_response_timeout(ANSWER_LIMIT);
+        nodes.next = Some(0);
+        return Ok(nodes);
+    }
     // From here on the others count on us: a failure must reach them.
     match nodes.gather(total, &info, started, deadline, &mut interrupted) {
         Ok(infos) => {
@@ -173,7 +212,7 @@ pub fn join(
         }
         Err(error) => {
             let message = format!("node {me} (host {}): {}", info.host, error.chain());
-            nodes.publish(&JobFailure::new(error.exit_code(), me, message));
+            nodes.publish(&JobFailure::new(error.exit_code(), me, message), true);
             nodes.leave(total, Instant::now());
             if error.kind() == ErrorKind::Usage && nodes.server.is_some() {
                 tell::keep(nodes.store.clone(), nodes.server.take(), total);
@@ -329,9 +368,7 @@ impl Nodes {
                 let Some(bytes) = self.store.try_get(key).map_err(lost_node_0)? else {
                     continue;
                 };
-                let theirs = decode::<NodeInfo>(&bytes).ok_or_else(|| {
-                    Error::new(ErrorKind::System, format!("{key} does not describe a node"))
-                })?;
+                let theirs = decode::<NodeInfo>(&bytes).ok_or_else(|| no_node(key))?;
                 compare(info, self.me, &theirs, key)?;
                 seen.insert(key.clone(), theirs);
             }
@@ -441,18 +478,30 @@ impl Nodes {
         let pulse = || Pulse {
             store: self.store.clone(),
             heard: self.heard.clone(),
+            gone: self.gone.clone(),
             stop: self.stop.clone(),
-            me: self.me,
-            nodes: self.infos.len(),
+            is_watched: self.is_watched.clone(),
+            id: self.id,
+            ids: self.ids.clone(),
         };
         // Where the main thread has ended, nobody listens.
         let tell = move |event: Event| drop(events.send(event));
         let (beating, tell_of_loss) = (pulse(), tell.clone());
-        if self.me == 0 {
+        if self.id == 0 {
+            let (store, heard) = (self.store.clone(), self.heard.clone());
+            let (is_elastic, me) = (self.is_elastic, self.me);
+            let (ids, infos) = (self.ids.clone(), self.infos.clone());
             spawn("beat", move || {
-                if let Some(node) = beating.hear() {
-                    tell_of_loss(Event::NodeLost(node));
-                }
+                beating.hear(|node| {
+                    if !is_elastic {
+                        tell_of_loss(Event::NodeLost(node));
+                        return true;
+                    }
+                    // The job goes on without it.
+                    let verdict = verdict_of_lost(&infos, me, node, heard.silent(node));
+                    let key = attempts::death_key(ids[node], is_elastic);
+                    verdict.publish_at(&store, &key).is_ok()
+                });
             })?;
         } else {
             spawn("beat", move || beating.beat())?;
@@ -464,9 +513,9 @@ impl Nodes {
             })?;
         }
         let node_0 = name_of(&self.infos, 0);
-        let (store, stop, me) = (self.store.clone(), self.stop.clone(), self.me);
+        let (store, me, listening) = (self.store.clone(), self.me, pulse());
         spawn("nodes", move || {
-            while !stop.load(Ordering::Relaxed) {
+            while listening.goes_on() {
                 match store.get(ABORT_KEY, VERDICT_WAIT) {
                     Ok(bytes) => {
                         let code = ErrorKind::PeerLost.exit_code();
@@ -492,12 +541,7 @@ impl Nodes {
         if node == 0 {
             self.out_of_reach.store(true, Ordering::Relaxed);
         }
-        let message = disconnected(&self.infos, node, self.heard.silent(node));
-        let perhaps = "the host or the network between is down";
-        JobFailure {
-            notes: vec![("perhaps".into(), perhaps.into())],
-            ..JobFailure::new(ErrorKind::PeerLost.exit_code(), self.me, message)
-        }
+        verdict_of_lost(&self.infos, self.me, node, self.heard.silent(node))
     }
 
     /// Whether there is any use in asking the store: once the end is decided,
@@ -517,9 +561,15 @@ impl Nodes {
     }
 
     /// Writes the verdict unless there is a better one, and gives back the
-    /// one that holds.
-    pub fn publish(&self, verdict: &JobFailure) -> JobFailure {
-        let stored = self.reachable(|store| verdict.publish(store));
+    /// one that holds. One that is not final may be followed by another attempt.
+    pub fn publish(&self, verdict: &JobFailure, is_final: bool) -> JobFailure {
+        let mut key = self.verdict_key(is_final);
+        if is_final && self.is_elastic && verdict.code == ErrorKind::Interrupted.exit_code() {
+            // The others go on without this launcher, unless it is node 0's.
+            key = attempts::death_key(self.id, true);
+            self.has_left.store(self.id != 0, Ordering::Relaxed);
+        }
+        let stored = self.reachable(|store| verdict.publish_at(store, &key));
         stored.unwrap_or_else(|| verdict.clone())
     }
 
@@ -531,7 +581,8 @@ impl Nodes {
         }
         let others = (0..self.infos.len()).filter(|node| *node != self.me);
         let others: Vec<usize> = others.collect();
-        let keys: Vec<String> = others.iter().map(|node| gone_key(*node)).collect();
+        let keys = others.iter().map(|node| gone_key(self.ids[*node]));
+        let keys: Vec<String> = keys.collect();
         let missing = self.reachable(|store| {
             let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
             match store.wait(&keys, Duration::ZERO) {
@@ -548,7 +599,7 @@ impl Nodes {
             let why = self.reachable(|store| store.try_get(key))??;
             // It has ended as it should.
             if self
-                .reachable(|store| store.try_get(&left_key(*node)))?
+                .reachable(|store| store.try_get(&left_key(self.ids[*node])))?
                 .is_some()
             {
                 return None;
@@ -566,23 +617,26 @@ impl Nodes {
 
     /// The verdict that holds now.
     pub fn verdict(&self) -> Option<JobFailure> {
-        decode(&self.reachable(|store| store.try_get(ABORT_KEY))??)
+        if self.has_left.load(Ordering::Relaxed) {
+            return None;
+        }
+        let look = |is_final| {
+            let key = self.verdict_key(is_final);
+            self.reachable(|store| store.try_get(&key))?
+        };
+        decode(&look(true).or_else(|| look(false))?)
     }
 
     /// Says that all ranks here ended well; false: the store has not answered.
     pub fn done(&self) -> Result<bool> {
-        match self.store.set(&format!("launch/done/{}", self.me), b"") {
-            Ok(()) => Ok(true),
-            Err(error) if error.kind() == StoreKind::NoAnswer => Ok(false),
-            Err(error) => Err(lost_store(&name_of(&self.infos, 0), error)),
-        }
+        self.say(&self.done_key())
     }
 
     /// Whether all nodes said so; waits a moment for it.
     pub fn all_done(&self) -> Result<bool> {
         let all: Vec<usize> = (0..self.infos.len()).collect();
         self.wait_all("launch/done", &all, SLICE)
-            .map_err(|error| lost_store(&name_of(&self.infos, 0), error))
+            .map_err(|error| self.lost_store(error))
     }
 
     /// The last words: nothing is asked of the store after this. Node 0 keeps
@@ -590,13 +644,23 @@ impl Nodes {
     /// is when the others could know how it ends.
     pub fn leave(&self, total: usize, decided: Instant) {
         self.stop.store(true, Ordering::Relaxed);
-        self.reachable(|store| store.set(&left_key(self.me), b""));
+        self.reachable(|store| store.set(&left_key(self.id), b""));
         if self.server.is_none() {
             return;
         }
-        let joined = |node: &usize| matches!(self.store.try_get(&node_key(*node)), Ok(Some(_)));
-        let is_there = |node: &usize| joined(node) && !self.heard.is_lost(*node);
-        let joined: Vec<usize> = (0..total).filter(is_there).collect();
+        let total = match self.is_elastic {
+            true => attempts::arrived(&self.store).unwrap_or(0) + 1,
+            false => total,
+        };
+        let is_there = |key: &str| matches!(self.store.try_get(key), Ok(Some(_)));
+        let is_lost = |id: usize| {
+            let node = self.ids.iter().position(|other| *other == id);
+            node.is_some_and(|node| self.heard.is_lost(node))
+        };
+        let joined = |id: &usize| {
+            is_there(&node_key(*id)) && !is_lost(*id) && !is_there(&attempts::death_key(*id, true))
+        };
+        let joined: Vec<usize> = (0..total).filter(joined).collect();
         let limit = (decided + LEAVE_LIMIT).saturating_duration_since(Instant::now());
         let _ = self.wait_all("launch/left", &joined, limit);
     }
@@ -619,6 +683,10 @@ impl Nodes {
     }
 }
 
+fn no_node(key: &str) -> Error {
+    Error::new(ErrorKind::System, format!("{key} does not describe a node"))
+}
+
 fn node_key(node: usize) -> String {
     format!("launch/node/{node}")
 }
@@ -634,6 +702,16 @@ fn disconnected(infos: &[NodeInfo], node: usize, silent: Duration) -> String {
         name_of(infos, node),
         silent.as_secs_f64()
     )
+}
+
+/// The verdict of node `me` that nothing has come from `node` for this long.
+fn verdict_of_lost(infos: &[NodeInfo], me: usize, node: usize, silent: Duration) -> JobFailure {
+    let perhaps = "the host or the network between is down";
+    let message = disconnected(infos, node, silent);
+    JobFailure {
+        notes: vec![("perhaps".into(), perhaps.into())],
+        ..JobFailure::new(ErrorKind::PeerLost.exit_code(), me, message)
+    }
 }
 
 /// The store does not answer any more: `node_0` is gone. The store's own words

@@ -62,6 +62,11 @@ impl Heard {
         lock(&self.silence).of(node)
     }
 
+    /// After which silence every node is lost.
+    pub(super) fn limit(&self) -> Duration {
+        lock(&self.silence).most()
+    }
+
     pub(super) fn is_lost(&self, node: usize) -> bool {
         lock(&self.silence).is_lost(node)
     }
@@ -79,27 +84,37 @@ impl Heard {
     }
 }
 
-/// The threads' common ground; `me` is this node.
+/// The threads' common ground.
 pub(super) struct Pulse<S> {
     pub(super) store: Arc<S>,
     pub(super) heard: Arc<Heard>,
+    /// The will for [`gone_key`]; it outlives the threads of an attempt.
+    pub(super) gone: Arc<Mutex<Option<Will>>>,
+    /// The end of the job.
     pub(super) stop: Arc<AtomicBool>,
-    pub(super) me: usize,
-    pub(super) nodes: usize,
+    /// False: other threads watch the next attempt.
+    pub(super) is_watched: Arc<AtomicBool>,
+    /// The number of this launcher, and those of all, by node: their keys have it.
+    pub(super) id: usize,
+    pub(super) ids: Vec<usize>,
 }
 
 impl<S: Store> Pulse<S> {
-    fn goes_on(&self) -> bool {
-        !self.stop.load(Ordering::Relaxed)
+    pub(super) fn goes_on(&self) -> bool {
+        !self.stop.load(Ordering::Relaxed) && self.is_watched.load(Ordering::Relaxed)
     }
 
-    /// On node 0: watches the others until the end, or until `Some(node)` is lost.
-    pub(super) fn hear(&self) -> Option<usize> {
+    /// On node 0: watches the others until the end, and calls `lost` with each node that is lost, again if it gives
+    /// false. One that is told of is watched no more.
+    pub(super) fn hear(&self, mut lost: impl FnMut(usize) -> bool) {
         raise_priority();
-        let others: Vec<usize> = (0..self.nodes).filter(|node| *node != self.me).collect();
-        let keys: Vec<String> = others.iter().map(|node| beat_key(*node)).collect();
-        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        while self.goes_on() {
+        let others = self.ids.iter().enumerate();
+        let others = others.filter(|(_, id)| **id != self.id);
+        let mut others: Vec<(usize, usize, String)> = others
+            .map(|(node, id)| (node, *id, beat_key(*id)))
+            .collect();
+        while self.goes_on() && !others.is_empty() {
+            let keys: Vec<&str> = others.iter().map(|(.., key)| key.as_str()).collect();
             let missing: HashSet<String> = match self.store.wait(&keys, Duration::ZERO) {
                 Ok(()) => HashSet::new(),
                 Err(error) if error.kind() == StoreKind::Timeout => {
@@ -115,33 +130,29 @@ impl<S: Store> Pulse<S> {
                 // A beat that comes in between is lost, which does not matter.
                 let _ = self.store.delete_prefix(BEATEN);
             }
-            for (node, key) in others.iter().zip(&keys) {
-                if self.heard.look(*node, !missing.contains(*key)) {
-                    return Some(*node);
-                }
+            others.retain(|(node, id, key)| {
+                let is_lost = self.heard.look(*node, !missing.contains(key));
                 let silent = self.heard.silent(*node);
                 if silent >= SILENT {
                     let silent = silent.as_secs_f64().to_string();
-                    let _ = self.store.set(&gone_key(*node), silent.as_bytes());
+                    let _ = self.store.set(&gone_key(*id), silent.as_bytes());
                 }
-            }
+                !(is_lost && lost(*node))
+            });
             sleep(LOOK);
         }
-        None
     }
 
     /// On another node: beats until the end. Each beat is an attempt of its own; that node 0 does not answer is noticed by
     /// its silence, and that its store has ended by the thread that waits for the verdict, after it has read it.
     pub(super) fn beat(&self) {
         raise_priority();
-        let (beat, gone) = (beat_key(self.me), gone_key(self.me));
-        // Tells the others that our connection to the store has ended.
-        let mut will = None;
+        let beat = beat_key(self.id);
         let mut count = 0_u32;
         while self.goes_on() {
             let began = Instant::now();
             if count.is_multiple_of(CHECK_EVERY) {
-                let _ = self.check_will(&mut will, &gone);
+                let _ = self.check_will();
             }
             count = count.wrapping_add(1);
             if self.store.set(&beat, b"").is_ok() {
@@ -151,14 +162,16 @@ impl<S: Store> Pulse<S> {
         }
     }
 
-    fn check_will(&self, will: &mut Option<Will>, gone: &str) -> phalanx_store::Result<()> {
-        if self.store.try_get(gone)?.is_some() {
+    fn check_will(&self) -> phalanx_store::Result<()> {
+        let gone = gone_key(self.id);
+        let mut will = lock(&self.gone);
+        if self.store.try_get(&gone)?.is_some() {
             // This node is alive: a connection broke, or its beats were late.
             *will = None;
-            self.store.delete(gone)?;
+            self.store.delete(&gone)?;
         }
         if will.is_none() {
-            *will = self.store.leave_will(gone, CLOSED)?;
+            *will = self.store.leave_will(&gone, CLOSED)?;
         }
         Ok(())
     }
@@ -187,48 +200,93 @@ mod tests {
 
     use super::*;
 
-    /// The threads of node `me` of two.
-    fn pulse(store: &Arc<MemStore>, me: usize) -> Pulse<MemStore> {
+    /// The threads of launcher `id`.
+    fn pulse(store: &Arc<MemStore>, id: usize, ids: &[usize]) -> Pulse<MemStore> {
         Pulse {
             store: Arc::clone(store),
-            heard: Arc::new(Heard::new(2)),
+            heard: Arc::new(Heard::new(ids.len())),
+            gone: Arc::default(),
             stop: Arc::default(),
-            me,
-            nodes: 2,
+            is_watched: Arc::new(AtomicBool::new(true)),
+            id,
+            ids: ids.to_vec(),
         }
     }
 
     #[test]
     fn a_node_that_beats_is_not_lost_and_one_that_stops_is() {
         let store = Arc::new(MemStore::new());
-        let (node_0, node_1) = (pulse(&store, 0), pulse(&store, 1));
-        let (stop_0, stop_1) = (node_0.stop.clone(), node_1.stop.clone());
-        let lost = std::thread::scope(|scope| {
-            let hears = scope.spawn(|| node_0.hear());
+        let [node_0, node_1] = [0, 4].map(|id| pulse(&store, id, &[0, 4]));
+        let (stop_0, stop_1) = (node_0.stop.clone(), node_1.is_watched.clone());
+        let mut lost = Vec::new();
+        std::thread::scope(|scope| {
+            let hears = scope.spawn(|| {
+                node_0.hear(|node| {
+                    lost.push(node);
+                    true
+                });
+            });
             scope.spawn(|| node_1.beat());
-            let beat = beat_key(1);
+            let beat = beat_key(4);
             store.wait(&[&beat], Duration::from_secs(60)).unwrap();
             // Node 0 removes what it has seen.
             while store.try_get(&beat).unwrap().is_some() {
                 sleep(LOOK);
             }
             // Here the test ends in time even if it is not noticed.
-            stop_1.store(true, Ordering::Relaxed);
+            stop_1.store(false, Ordering::Relaxed);
             let until = Instant::now() + Duration::from_secs(60);
             while !hears.is_finished() && Instant::now() < until {
                 sleep(LOOK);
             }
             stop_0.store(true, Ordering::Relaxed);
-            hears.join().unwrap()
         });
-        assert_eq!(lost, Some(1));
+        assert_eq!(lost, [1]);
         assert!(node_0.heard.is_lost(1));
         // Those whose ranks have lost node 1 sooner learn why.
-        let silent = store.try_get(&gone_key(1)).unwrap().unwrap();
+        let silent = store.try_get(&gone_key(4)).unwrap().unwrap();
         let silent: f64 = String::from_utf8(silent).unwrap().parse().unwrap();
         assert!(silent >= SILENT.as_secs_f64(), "{silent}");
         // It is heard again.
-        node_1.check_will(&mut None, &gone_key(1)).unwrap();
-        assert_eq!(store.try_get(&gone_key(1)).unwrap(), None);
+        node_1.check_will().unwrap();
+        assert_eq!(store.try_get(&gone_key(4)).unwrap(), None);
+    }
+
+    /// Two of them at once, each told of once and again where that has failed, and not those that beat on.
+    #[test]
+    fn each_of_several_lost_nodes_is_told_of() {
+        let store = Arc::new(MemStore::new());
+        let ids = [0, 3, 5, 8];
+        let node_0 = pulse(&store, 0, &ids);
+        let (stop, over) = (node_0.stop.clone(), AtomicBool::new(false));
+        let told = Mutex::new(Vec::new());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    store.set(&beat_key(5), b"").unwrap();
+                    sleep(BEAT / 2);
+                }
+            });
+            for id in [3, 8] {
+                store.set(&beat_key(id), b"").unwrap();
+            }
+            scope.spawn(|| {
+                node_0.hear(|node| {
+                    let mut told = lock(&told);
+                    told.push(node);
+                    told.len() > 1
+                });
+            });
+            let until = Instant::now() + Duration::from_secs(60);
+            while lock(&told).len() < 3 && Instant::now() < until {
+                sleep(LOOK);
+            }
+            sleep(4 * LOOK);
+            stop.store(true, Ordering::Relaxed);
+            over.store(true, Ordering::Relaxed);
+        });
+        let mut told = told.into_inner().unwrap();
+        told.sort_unstable();
+        assert_eq!(told, [1, 1, 3]);
     }
 }

@@ -61,6 +61,11 @@ impl Silence {
         }
     }
 
+    /// A longer silence is always a loss.
+    pub(super) fn most(&self) -> Duration {
+        self.bounds.most
+    }
+
     /// The watcher runs, and has seen all that arrived before `now`.
     pub(super) fn look(&mut self, now: Duration) {
         let since = now.saturating_sub(self.looked);

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use phalanx_store::{Store, TcpServer, TcpStore};
 use phalanx_wire::Token;
 
+use super::attempts::attempt_key;
 use super::{LAST_WORDS, NodeInfo, NodeStore, decode, left_key, meeting_store, node_key};
 use crate::error::{Error, ErrorKind, Result};
 use crate::flags::{LaunchCli, NodeFlags};
@@ -94,6 +95,10 @@ pub(super) fn leave_word(
     host: &str,
     error: &Error,
 ) -> phalanx_store::Result<()> {
+    // Nodes that come and go: it runs without this one.
+    if store.try_get(&attempt_key(0))?.is_some() {
+        return Ok(());
+    }
     let first = store.try_get(&node_key(0))?;
     if let Some(first) = first.and_then(|bytes| decode::<NodeInfo>(&bytes)) {
         let keys: Vec<String> = (0..first.nodes).map(node_key).collect();

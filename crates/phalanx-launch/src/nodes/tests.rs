@@ -78,12 +78,14 @@ fn place_at(at: SocketAddr, server: Option<TcpServer>) -> NodeStore {
 fn info(host: &str, local_ranks: usize) -> NodeInfo {
     NodeInfo {
         nodes: 2,
+        least: None,
         local_ranks,
         run_id: "none".into(),
         host: host.into(),
         address: None,
         pid: 1,
         master_port: None,
+        max_restarts: 0,
         by_arrival: false,
         version: "1".into(),
     }

@@ -37,7 +37,7 @@ pub enum Place {
     /// One rank, which another program has started.
     Rank(Process),
     /// The launcher of one node, which starts its ranks.
-    Node(Node),
+    Node(Box<Node>),
 }
 
 /// The text of a variable; an empty one counts as unset.
@@ -66,7 +66,7 @@ impl Place {
             return Ok(Place::Rank(rank));
         }
         if args.world_size.is_some() {
-            return Ok(Place::Node(Node::alone(here)));
+            return Ok(Place::Node(Box::new(Node::alone(here))));
         }
         // With --nproc-per-node above 1 the ranks are started here.
         if here == 1 && !has_nodes(args, env) {
@@ -91,7 +91,7 @@ impl Place {
         }
         // Ranks of our own need none.
         node.master_port = None;
-        Ok(Place::Node(node))
+        Ok(Place::Node(Box::new(node)))
     }
 }
 

@@ -12,6 +12,10 @@ use crate::flags::LaunchCli;
 /// Where torchrun's c10d nodes meet, unless a port is given.
 const C10D_PORT: u16 = 29400;
 
+/// torchrun's time-outs of a job with a range of nodes.
+const JOIN: Duration = Duration::from_secs(600);
+const LAST_CALL: Duration = Duration::from_secs(30);
+
 /// The launcher of the ranks of one node.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Node {
@@ -26,8 +30,10 @@ pub struct Node {
 /// Where several nodes meet.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Meeting {
-    /// Number of launchers, two or more.
+    /// Number of launchers, two or more; the most, where they may come and go.
     pub nodes: usize,
+    /// The fewest launchers, where they may come and go.
+    pub least: Option<usize>,
     /// The number of this one; `None`: by arrival.
     pub node_rank: Option<usize>,
     /// Without a number: whether this launcher is node 0, where it was given.
@@ -45,6 +51,8 @@ pub struct Meeting {
     pub carrier: Option<Process>,
     /// How long to wait for the other nodes.
     pub timeout: Duration,
+    /// How long to wait for more than the fewest.
+    pub last_call: Duration,
     /// Bounds of the silence after which another node is lost.
     pub lost_after: LostAfter,
 }
@@ -117,13 +125,16 @@ impl Node {
                 torchrun::rendezvous_conf(given.text).map_err(|why| given.wrong(&why))?
             }
         };
-        let timeout = match setting(env, "rdzv-timeout", &cli.rdzv_timeout) {
-            None => conf.timeout.unwrap_or(Duration::from_secs(300)),
-            Some(given) => given.seconds(86_400.0)?,
-        };
+        let timeout = setting(env, "rdzv-timeout", &cli.rdzv_timeout);
+        let timeout = timeout.map(|given| given.seconds(86_400.0)).transpose()?;
         if let Some(meeting) = &mut node.meeting {
-            meeting.is_host = conf.is_host;
-            meeting.timeout = timeout;
+            let default = match meeting.least {
+                Some(_) => JOIN,
+                None => Duration::from_secs(300),
+            };
+            meeting.is_host = conf.is_host.or(meeting.is_host);
+            meeting.timeout = timeout.or(conf.timeout).unwrap_or(default);
+            meeting.last_call = conf.last_call.unwrap_or(LAST_CALL);
         }
         Ok(node)
     }
@@ -156,7 +167,18 @@ impl NodeQuery<'_> {
         let (env, is_standalone) = (self.env, self.is_standalone());
         let ports = self.cli.nodes.port_range(env)?;
         let typed = setting(env, "nnodes", &self.cli.nodes.nnodes);
-        let typed = typed.map(|given| given.nodes()).transpose()?;
+        let range = typed.as_ref().map(|given| given.nodes()).transpose()?;
+        let least = range.filter(|(least, most)| least < most);
+        let least = least.map(|(least, _)| least);
+        if let (Some(_), Some(given), Some(_)) = (least, &typed, self.command) {
+            return Err(given
+                .wrong("a range of nodes is for phalanx launch only")
+                .note(
+                    "fix",
+                    "give one number, or start the program by phalanx launch",
+                ));
+        }
+        let typed = range.map(|(_, most)| most);
         let typed_rank = setting(env, "node-rank", &self.cli.nodes.node_rank);
         let typed_rank = typed_rank.map(|given| given.number("not a node's number"));
         let typed_rank: Option<usize> = typed_rank.transpose()?;
@@ -165,7 +187,8 @@ impl NodeQuery<'_> {
                 "--standalone runs one node; it cannot be combined with --nnodes above 1",
             ));
         }
-        let engine = match is_standalone || typed == Some(1) {
+        // Nodes that come and go are not those that an engine has numbered.
+        let engine = match is_standalone || typed == Some(1) || least.is_some() {
             true => None,
             false => self.among_nodes(typed)?,
         };
@@ -173,6 +196,7 @@ impl NodeQuery<'_> {
         let nodes = typed.or(started).unwrap_or(1);
         let node_rank = match typed_rank {
             _ if is_standalone => Some(0),
+            _ if least.is_some() => None,
             Some(rank) => Some(rank),
             None => self.number_of_node(nodes, engine.as_ref())?,
         };
@@ -192,6 +216,10 @@ impl NodeQuery<'_> {
         let by_engine = by_engine.map(|engine| engine.source);
         let mut meeting = self.meeting(nodes, node_rank, engine, ports)?;
         meeting.engine = by_engine;
+        meeting.least = least;
+        if least.is_some() {
+            meeting.is_host = typed_rank.map(|rank| rank == 0);
+        }
         Ok(Node {
             meeting: Some(meeting),
             ..Node::alone(local_ranks)

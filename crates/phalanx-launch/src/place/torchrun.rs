@@ -101,8 +101,8 @@ impl Setting<'_> {
         }
     }
 
-    /// The number of nodes of `--nnodes`, which torchrun also takes as `LOW:HIGH`.
-    pub fn nodes(&self) -> Result<usize> {
+    /// The number of nodes of `--nnodes`, or the fewest and the most: `MIN:MAX`.
+    pub fn nodes(&self) -> Result<(usize, usize)> {
         let what = "not a number of nodes";
         let (low, high) = match self.text.split_once(':') {
             None => {
@@ -119,15 +119,7 @@ impl Setting<'_> {
                 "not between 1 and {MAX_NODES}, the smaller one first"
             )));
         }
-        if low != high {
-            return Err(self
-                .wrong("a range of nodes (an elastic run) is not supported yet")
-                .note(
-                    "fix",
-                    format!("give one number, for instance --nnodes {high}"),
-                ));
-        }
-        Ok(low)
+        Ok((low, high))
     }
 }
 
@@ -213,17 +205,18 @@ impl NodeFlags {
 pub struct RendezvousConf {
     /// How long to wait for the other nodes.
     pub timeout: Option<Duration>,
+    /// How long to wait for more nodes than the fewest.
+    pub last_call: Option<Duration>,
     /// Whether this launcher hosts the store.
     pub is_host: Option<bool>,
 }
 
-/// The keys that change nothing here: nodes do not come and go, and the store has limits of its own.
-const WITHOUT_EFFECT: [&str; 6] = [
+/// The keys that change nothing here: the store has limits of its own.
+const WITHOUT_EFFECT: [&str; 5] = [
     "close_timeout",
     "heartbeat_timeout",
     "keep_alive_interval",
     "keep_alive_max_attempt",
-    "last_call_timeout",
     "read_timeout",
 ];
 
@@ -248,6 +241,9 @@ pub fn rendezvous_conf(text: &str) -> std::result::Result<RendezvousConf, String
             "timeout" | "join_timeout" => {
                 conf.timeout = Some(Duration::from_secs(seconds()?.into()));
             }
+            "last_call_timeout" => {
+                conf.last_call = Some(Duration::from_secs(seconds()?.into()));
+            }
             "is_host" => conf.is_host = Some(yes_or_no(value).ok_or("is_host is true or false")?),
             "store_type" if value.eq_ignore_ascii_case("tcp") => {}
             "store_type" => return Err("store_type can only be tcp".to_owned()),
@@ -256,7 +252,7 @@ pub fn rendezvous_conf(text: &str) -> std::result::Result<RendezvousConf, String
             }
             key => {
                 return Err(format!(
-                    "there is no key {key}; known are timeout, join_timeout and is_host, and without effect {} and store_type",
+                    "there is no key {key}; known are timeout, join_timeout, last_call_timeout and is_host, and without effect {} and store_type",
                     WITHOUT_EFFECT.join(", ")
                 ));
             }
@@ -279,6 +275,8 @@ mod tests {
 
     #[test]
     fn the_rendezvous_conf_acts_or_names_the_known_keys() {
+        let conf = rendezvous_conf("last_call_timeout=0").unwrap();
+        assert_eq!(conf.last_call, Some(Duration::ZERO));
         let conf = rendezvous_conf("join_timeout=9, is_host=True,read_timeout=60").unwrap();
         assert_eq!(conf.timeout, Some(Duration::from_secs(9)));
         assert_eq!(conf.is_host, Some(true));
@@ -287,7 +285,7 @@ mod tests {
         assert_eq!(conf.is_host, Some(false));
         assert_eq!(rendezvous_conf("").unwrap(), RendezvousConf::default());
         for (text, want) in [
-            ("tiemout=9", "known are timeout, join_timeout and is_host"),
+            ("tiemout=9", "known are timeout, join_timeout, "),
             ("timeout", "timeout has no value"),
             ("timeout=", "timeout= has no value"),
             ("timeout=soon", "whole number of seconds"),

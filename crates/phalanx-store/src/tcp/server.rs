@@ -4,8 +4,9 @@ use std::collections::{BTreeSet, HashMap};
 use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -33,6 +34,9 @@ pub(crate) mod fuzzing;
 /// Pause after the process ran out of file descriptors. The listener stays readable
 /// meanwhile, so polling it would spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// How long clearing the store may take.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Size of the read buffer.
 const SCRATCH_BYTES: usize = 128 << 10;
@@ -87,6 +91,8 @@ struct Shared {
     pending_waits: AtomicUsize,
     buffered_bytes: AtomicU64,
     refusals: Refusals,
+    /// A prefix: all keys without it are to be removed, and then this is to be answered.
+    clear: Mutex<Option<(String, SyncSender<()>)>>,
 }
 
 /// A store server. It runs in its own thread until it is dropped, which closes all
@@ -215,6 +221,21 @@ impl TcpServer {
     pub fn buffered_bytes(&self) -> u64 {
         self.shared.buffered_bytes.load(Ordering::Relaxed)
     }
+
+    /// Removes all keys that do not start with `keep`. *Blocks* for one turn of the server's thread.
+    pub fn clear_all_but(&self, keep: &str) {
+        let (done, is_done) = sync_channel(1);
+        let asked = Some((keep.to_owned(), done));
+        *self
+            .shared
+            .clear
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = asked;
+        // A full buffer means that the thread wakes up anyway.
+        let _ = (&self.waker).write(&[1]);
+        // The thread never blocks on a client; where it has ended, nobody reads the keys.
+        let _ = is_done.recv_timeout(CLEAR_TIMEOUT);
+    }
 }
 
 impl Drop for TcpServer {
@@ -313,11 +334,22 @@ impl ServerLoop {
             for (id, flags) in ready.drain(..) {
                 self.handle_ready(id, flags);
             }
+            self.clear_if_asked();
             self.finish_turn();
             if accept {
                 self.accept();
             }
             self.publish();
+        }
+    }
+
+    fn clear_if_asked(&mut self) {
+        let asked = self.shared.clear.lock();
+        let asked = asked.unwrap_or_else(PoisonError::into_inner).take();
+        if let Some((keep, done)) = asked {
+            self.table.retain_prefix(&keep);
+            // Whoever asked may have given up.
+            let _ = done.try_send(());
         }
     }
 

@@ -42,6 +42,19 @@ fn server_gone_while_a_client_waits() {
 }
 
 #[test]
+fn all_but_the_keys_of_a_prefix_are_removed_at_once() {
+    let (server, token) = serve();
+    let store = join(&server, &token);
+    for key in ["a", "keep/a", "keeper", "z"] {
+        store.set(key, b"x").unwrap();
+    }
+    server.clear_all_but("keep/");
+    let left = ["a", "keep/a", "keeper", "z"].map(|key| store.try_get(key).unwrap().is_some());
+    assert_eq!(left, [false, true, false, false]);
+    assert_eq!(store.delete_prefix("").unwrap(), 1);
+}
+
+#[test]
 fn address_in_use_says_which_and_what_to_do() {
     let (server, token) = serve();
     let addr = server.local_addr();

@@ -150,12 +150,12 @@ impl RunLog {
         self.metrics.event(record)
     }
 
-    /// Writes numbers of the program's own at `step` of `epoch`.
+    /// Writes numbers of the program's own at `step` of `epoch`, and gives the record.
     pub(crate) fn values(
         &mut self,
         (step, epoch): (u64, usize),
         values: &[(&str, f64)],
-    ) -> Result<()> {
+    ) -> Result<Value> {
         let elapsed = self.started.elapsed().as_secs_f64();
         let mut record = json!({ "step": step, "epoch": epoch, "elapsed_s": elapsed });
         for (name, value) in values {
@@ -165,7 +165,8 @@ impl RunLog {
             }
             record[*name] = json!(value);
         }
-        self.event(&record)
+        self.event(&record)?;
+        Ok(record)
     }
 
     /// Writes histograms of all parameters and of the gradients that there are.

@@ -69,8 +69,8 @@ impl System {
         System {
             rank: ctx.rank(),
             world: ctx.world(),
-            store: ctx.group.store(),
-            prefix: format!("system/{}", ctx.group.generation()),
+            store: ctx.group().store(),
+            prefix: format!("system/{}", ctx.group().generation()),
             counters,
             host: host_name(),
             interval: interval

@@ -1,6 +1,5 @@
 use std::io::Read as _;
 use std::path::Path;
-use std::time::Duration;
 
 use phalanx_base::files::Dir;
 use phalanx_comm::{GroupOptions, ProcessGroup};
@@ -11,14 +10,7 @@ use super::*;
 use crate::error::ErrorKind;
 
 fn context(group: ProcessGroup) -> RankContext {
-    RankContext {
-        group,
-        phase_limit: Duration::from_secs(60),
-        threads: 1,
-        local_rank: 0,
-        prefix: None,
-        started: Instant::now(),
-    }
+    RankContext::new(group, 1)
 }
 
 fn alone() -> RankContext {
@@ -75,7 +67,7 @@ fn rank_0_writes_what_all_ranks_use_and_how_the_run_ended() {
                     log.counters().steps.store(10 + ctx.rank() as u64, Relaxed);
                     log.counters().train.store(2_500_000_000, Relaxed);
                     log.flush();
-                    ctx.group.barrier().expect("all there");
+                    ctx.group().barrier().expect("all there");
                     match fails {
                         true => log.failed_by(&Error::new(ErrorKind::Failed, "out of luck")),
                         false => log.finish(),

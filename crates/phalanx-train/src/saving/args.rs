@@ -91,7 +91,7 @@ impl SavingArgs {
             return Ok(false);
         }
         let found = matches!(self.found, Found::Attempt);
-        Ok(ctx.group.broadcast_object(Some(&found), 0)?)
+        Ok(ctx.group().broadcast_object(Some(&found), 0)?)
     }
 
     /// How long a stop may take before a save was measured.

@@ -23,7 +23,6 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use phalanx_checkpoint::state::{Background, Folder, Place, SavedCheckpoint, Snapshot};
-use phalanx_comm::ReduceOp;
 use phalanx_ddp::DistributedDataParallel;
 use phalanx_global::CheckpointInfo;
 use phalanx_nn::Params;
@@ -120,7 +119,7 @@ impl<'a> Saving<'a> {
             stop::listen()?;
         }
         if args.enabled() {
-            ctx.group.set_stop_grace(args.stop_grace());
+            ctx.group().set_stop_grace(args.stop_grace());
         }
         if let Some(resumed) = resumed {
             resumed.set_aside(ctx, &folder)?;
@@ -153,14 +152,30 @@ impl<'a> Saving<'a> {
         self.args.enabled()
     }
 
-    /// What to do after the training's step number `step`, counted from 1; the same on all
-    /// ranks. *Blocks* until all ranks call it, if there are checkpoints.
+    /// Steps since the run was started or resumed.
+    pub(crate) fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Sets their number, of a rank that joins.
+    pub(crate) fn set_steps(&mut self, steps: u64) {
+        self.steps = steps;
+    }
+
+    /// This rank saves into `folder` from now on, as rank 0 that was lost has done.
+    pub(crate) fn take_over(&mut self, folder: Folder) {
+        self.background = self.enabled().then(|| Background::new(folder.clone()));
+        self.folder = folder;
+    }
+
+    /// What this rank wants to do after the training's step number `step`, counted from 1, for
+    /// [`decide`](Self::decide); nothing where there are no checkpoints.
     ///
     /// # Errors
     ///
-    /// A save that failed, unless these are only warned of; peers that are lost; `Interrupted` by a signal, if there are
+    /// A save that failed, unless these are only warned of; `Interrupted` by a signal, if there are
     /// no checkpoints.
-    pub fn after_step(&mut self, step: u64) -> Result<SaveAction> {
+    pub fn wishes(&mut self, step: u64) -> Result<Option<[i32; 3]>> {
         if !self.enabled() {
             return match stop::asked().filter(|_| self.ctx.world() == 1) {
                 Some(signal) => Err(Error::new(
@@ -170,7 +185,7 @@ impl<'a> Saving<'a> {
                         signal_name(stop::received().unwrap_or(signal))
                     ),
                 )),
-                None => Ok(SaveAction::Continue),
+                None => Ok(None),
             };
         }
         self.steps += 1;
@@ -192,24 +207,25 @@ impl<'a> Saving<'a> {
         let enough = self.args.stop_after.is_some_and(|n| self.steps >= n);
         // Of several, the largest: SIGTERM before SIGUSR1.
         let why = stop::asked().unwrap_or(0).max(i32::from(enough) * FLAG);
-        let mut wishes = [i32::from(save), why, self.grace_wanted()];
-        if self.ctx.world() > 1 {
-            self.ctx.group.all_reduce(&mut wishes, ReduceOp::Max)?;
-        }
+        Ok(Some([i32::from(save), why, self.grace_wanted()]))
+    }
+
+    /// What to do, by the wishes of all ranks: the largest of each.
+    pub fn decide(&mut self, wishes: [i32; 3]) -> SaveAction {
         if wishes[2] != self.grace_ms {
             self.grace_ms = wishes[2];
             let grace = Duration::from_millis(u64::try_from(self.grace_ms).unwrap_or(0));
-            self.ctx.group.set_stop_grace(grace);
+            self.ctx.group().set_stop_grace(grace);
         }
         if self.why <= FLAG && wishes[1] > FLAG {
             stop::heard();
         }
         self.why = wishes[1];
-        Ok(match wishes {
+        match wishes {
             [0, 0, _] => SaveAction::Continue,
             [_, 0, _] => SaveAction::Save,
             _ => SaveAction::Stop,
-        })
+        }
     }
 
     /// Milliseconds from SIGTERM to SIGKILL that this rank needs for a save: what was typed, or what the last one took
@@ -257,7 +273,7 @@ impl<'a> Saving<'a> {
     ///
     /// # Errors
     ///
-    /// As [`after_step`](Self::after_step); before a stop also a save that failed: there
+    /// As [`wishes`](Self::wishes); before a stop also a save that failed: there
     /// is nothing to go on from.
     pub fn save(
         &mut self,
@@ -362,7 +378,7 @@ impl<'a> Saving<'a> {
     ///
     /// # Errors
     ///
-    /// As [`after_step`](Self::after_step).
+    /// As [`wishes`](Self::wishes).
     pub fn finish(&mut self) -> Result<()> {
         let Some(background) = &mut self.background else {
             return Ok(());
@@ -371,14 +387,13 @@ impl<'a> Saving<'a> {
         self.handle_saved(outcome)
     }
 
-    /// Says how to go on from what was saved. *Blocks* until all ranks call it.
+    /// Says how to go on from what was saved, after a barrier.
     ///
     /// # Errors
     ///
-    /// Peers that are lost. After SIGTERM, on all ranks, `Interrupted`, which is told:
+    /// After SIGTERM, on all ranks, `Interrupted`, which is told:
     /// whatever was to come after the training must not take it for complete.
     pub fn stop(&mut self, place: Place) -> Result<()> {
-        self.ctx.group.barrier()?;
         let why = match self.why {
             FLAG => "as asked".to_owned(),
             // Ctrl-C counts as this, and a launcher sends this for it.
@@ -402,7 +417,7 @@ impl<'a> Saving<'a> {
     ///
     /// # Errors
     ///
-    /// As [`after_step`](Self::after_step).
+    /// As [`wishes`](Self::wishes).
     pub fn handle_weights_error(&self, whose: &str, outcome: Result<()>) -> Result<()> {
         match outcome {
             Err(error) if self.args.save_errors == SaveErrors::Warn => {

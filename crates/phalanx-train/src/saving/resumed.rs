@@ -88,7 +88,7 @@ impl Resumed {
             Some(state) => Some(serde_json::to_string(state.manifest()).map_err(no_json)?),
             None => None,
         };
-        let text: Option<String> = ctx.group.broadcast_object(Some(&text), 0)?;
+        let text: Option<String> = ctx.group().broadcast_object(Some(&text), 0)?;
         let Some(text) = text else {
             return Ok(None);
         };
@@ -289,7 +289,7 @@ impl Resumed {
                     Some(state) => state.extra(&Hook::key(group, &name), len)?,
                     None => vec![0.0; len],
                 };
-                ctx.group.broadcast(&mut values, 0)?;
+                ctx.group().broadcast(&mut values, 0)?;
                 tensors.push((name, values));
             }
             let steps = saved.steps;
@@ -330,7 +330,7 @@ impl Resumed {
                     None => Vec::new(),
                 };
                 values.resize(info.len, 0.0);
-                ctx.group.broadcast(&mut values, 0)?;
+                ctx.group().broadcast(&mut values, 0)?;
                 update.copy_part(params, *id, &values, &mut part);
             }
             parts.push((&name[..], part));

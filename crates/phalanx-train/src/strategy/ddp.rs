@@ -11,7 +11,9 @@ use phalanx_checkpoint::{self as checkpoint, Outline, Values, full_values};
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_data::Dataset;
 use phalanx_data::sampler::Cursor;
-use phalanx_ddp::{Buffers, DistributedDataParallel, Exchange, StepTimes, verify_equal};
+use phalanx_ddp::{
+    Buffers, DdpOptions, DistributedDataParallel, Exchange, StepTimes, take_state, verify_equal,
+};
 use phalanx_launch::RankContext;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{GradView, ParamInfo, Params, Step, Tape, Tensor};
@@ -35,6 +37,8 @@ pub struct Ddp {
     params: Params,
     /// The first has the optimizer that the trainer was made with.
     groups: Vec<ParamGroup>,
+    /// What the wrapper of each group is made with.
+    options: Vec<DdpOptions>,
     /// All ranks run as many micro-batches, since batch norms join them.
     joins_batches: bool,
 }
@@ -76,7 +80,7 @@ impl Strategy for Ddp {
         let exchange = settings.exchange.choose_for(ctx, settings)?;
         let names: Vec<&str> = optimizers.iter().skip(1).map(|(n, _)| &n[..]).collect();
         let split = param_group::split(&params, &names)?;
-        let mut groups = Vec::new();
+        let (mut groups, mut all_options) = (Vec::new(), Vec::new());
         for ((name, make), own) in optimizers.into_iter().zip(split) {
             let mut frozen = frozen.to_vec();
             let others = params.ids().zip(params.infos());
@@ -89,7 +93,8 @@ impl Strategy for Ddp {
                 // Those of all ranks are equal already.
                 options.buffers = Buffers::Never;
             }
-            let ddp = DistributedDataParallel::new(ctx.group.clone(), &mut params, options);
+            all_options.push(options.clone());
+            let ddp = DistributedDataParallel::new(ctx.group(), &mut params, options);
             let mut ddp = ddp.map_err(different_arguments)?;
             if let Some(hook) = settings.gradients.hook(settings.seed)? {
                 ddp.set_hook(Some(hook))?;
@@ -112,11 +117,50 @@ impl Strategy for Ddp {
             groups[0].ddp.sync_batch_norm(tape)?;
         }
         Ok(Ddp {
-            group: ctx.group.clone(),
+            group: ctx.group(),
             params,
             groups,
+            options: all_options,
             joins_batches: sync_batch_norm,
         })
+    }
+
+    const IS_ELASTIC: bool = true;
+
+    fn take_state(&mut self, group: &ProcessGroup, donor: usize) -> Result<()> {
+        let optimizers = self.groups.iter_mut().map(|g| g.update.optimizer_mut());
+        let mut optimizers: Vec<&mut dyn Optimizer> = optimizers.collect();
+        Ok(take_state(group, donor, &mut self.params, &mut optimizers)?)
+    }
+
+    fn reform(&mut self, ctx: &RankContext, settings: &Settings, tape: &mut Tape) -> Result<()> {
+        let skipped = self.skipped_of_groups();
+        let buffers = self.params.buffers_flat().to_vec();
+        self.group = ctx.group();
+        for (group, options) in self.groups.iter_mut().zip(&self.options) {
+            let params = &mut self.params;
+            let mut ddp = DistributedDataParallel::new(ctx.group(), params, options.clone())?;
+            if let Some(hook) = settings.gradients.hook(settings.seed)? {
+                ddp.set_hook(Some(hook))?;
+            }
+            group.ddp = ddp;
+        }
+        self.params.buffers_flat_mut().copy_from_slice(&buffers);
+        self.set_skipped_steps(&skipped);
+        if self.joins_batches {
+            self.groups[0].ddp.sync_batch_norm(tape)?;
+        }
+        Ok(())
+    }
+
+    fn skipped_of_groups(&self) -> Vec<u64> {
+        self.groups.iter().map(|g| g.ddp.skipped_steps()).collect()
+    }
+
+    fn set_skipped_steps(&mut self, skipped: &[u64]) {
+        for (group, skipped) in self.groups.iter_mut().zip(skipped) {
+            group.ddp.set_skipped_steps(*skipped);
+        }
     }
 
     fn batch_group(&self) -> &ProcessGroup {
@@ -232,7 +276,7 @@ impl Strategy for Ddp {
         while let Some((part, loaded)) = batches.next()? {
             let indices = loaded.indices();
             if index < count {
-                ctx.group.set_phase("forward");
+                ctx.group().set_phase("forward");
                 let step = tape.step(&self.params, randomness.key(indices));
                 let calls = Cell::new(0);
                 let micro = MicroBatch::new(&step, &*loaded, indices, randomness, &calls);
@@ -281,20 +325,24 @@ impl Strategy for Ddp {
         Some(self.groups[group].ddp.times())
     }
 
+    fn has_own_buffers(&self, ctx: &RankContext, split: &BatchSplit) -> bool {
+        let are_joint = split.tree().is_some() || self.joins_batches || ctx.world() == 1;
+        !are_joint && !self.params.buffers_flat().is_empty()
+    }
+
     fn mean_buffers(&self, ctx: &RankContext, split: &BatchSplit) -> Result<Option<Vec<f32>>> {
-        let own = self.params.buffers_flat();
-        if split.tree().is_some() || self.joins_batches || ctx.world() == 1 || own.is_empty() {
+        if !self.has_own_buffers(ctx, split) {
             return Ok(None);
         }
-        let mut buffers = own.to_vec();
-        ctx.group.all_reduce(&mut buffers, ReduceOp::Mean)?;
+        let mut buffers = self.params.buffers_flat().to_vec();
+        ctx.group().all_reduce(&mut buffers, ReduceOp::Mean)?;
         Ok(Some(buffers))
     }
 
     fn end_epoch(&mut self, ctx: &RankContext) -> Result<Option<String>> {
         self.groups[0].ddp.end_epoch(&mut self.params)?;
         let digest = checkpoint::weights_digest(&self.params);
-        verify_equal(&ctx.group, &self.params, digest)?;
+        verify_equal(&ctx.group(), &self.params, digest)?;
         Ok(Some(hex::encode(digest)))
     }
 
@@ -359,11 +407,11 @@ impl Strategy for Ddp {
     }
 
     fn skipped_steps(&self) -> u64 {
-        self.groups.iter().map(|g| g.ddp.skipped_steps()).sum()
+        self.skipped_of_groups().iter().sum()
     }
 
     fn sent_bytes(&self, ctx: &RankContext) -> u64 {
-        ctx.group.bytes_sent_to().iter().sum()
+        ctx.group().bytes_sent_to().iter().sum()
     }
 
     fn summary(&self, settings: &Settings, timing: &Timing, summary: &mut Map<String, Value>) {

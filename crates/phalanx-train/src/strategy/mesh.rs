@@ -205,12 +205,12 @@ impl Strategy for OnMesh {
         for fact in facts {
             fingerprint.line(fact.as_str());
         }
-        let compared = fingerprint.parameters(&params).compare(&ctx.group);
+        let compared = fingerprint.parameters(&params).compare(&ctx.group());
         compared.map_err(different_arguments)?;
         if resumed.is_none() {
-            broadcast_parameters(&ctx.group, &mut params, 0)?;
+            broadcast_parameters(&ctx.group(), &mut params, 0)?;
         }
-        let placement = mesh.placement(&ctx.group)?;
+        let placement = mesh.placement(&ctx.group())?;
         if mesh.tensor == 1 {
             parallel = parallel.without("tensor");
         }
@@ -355,7 +355,7 @@ impl Strategy for OnMesh {
             if ids.is_empty() {
                 break;
             }
-            ctx.group.set_phase("forward");
+            ctx.group().set_phase("forward");
             let step = self.weights.step(tape, randomness.key(&ids));
             let explained = explains && index == 0;
             if explained {
@@ -375,7 +375,7 @@ impl Strategy for OnMesh {
                 let text = explain::conversions(&step.explain());
                 progress.suspend(|| ctx.note(&text));
             }
-            ctx.group.set_phase("backward");
+            ctx.group().set_phase("backward");
             // The mean over the step's samples.
             match ids.len() as f64 / all {
                 1.0 => loss.backward(&mut self.grads)?,
@@ -386,7 +386,7 @@ impl Strategy for OnMesh {
             batches.keep(loaded);
             index += 1;
         }
-        ctx.group.set_phase("optimizer");
+        ctx.group().set_phase("optimizer");
         if accumulates {
             self.grads.sum(&self.weights)?;
         }

@@ -233,7 +233,7 @@ impl Mesh {
     ///
     /// Peers that are lost.
     pub fn range(ctx: &RankContext, own: usize, show: impl Fn(usize) -> String) -> Result<String> {
-        let all: Vec<usize> = ctx.group.all_gather_object(&own)?;
+        let all: Vec<usize> = ctx.group().all_gather_object(&own)?;
         let least = all.iter().min().copied().unwrap_or(own);
         let most = all.iter().max().copied().unwrap_or(own);
         Ok(match least == most {

@@ -133,6 +133,36 @@ pub trait Strategy: Sized {
     /// Usage, when ranks were started with different settings; peers that are lost.
     fn build(setup: Self::Setup, parts: Parts<'_, '_>) -> Result<Self>;
 
+    /// Whether it can go on with other ranks.
+    const IS_ELASTIC: bool = false;
+
+    /// Takes over parameters and optimizers of rank `donor` of `group`, with which the training goes on. *Blocks* until all
+    /// ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost; this rank's state is as before then.
+    fn take_state(&mut self, _group: &ProcessGroup, _donor: usize) -> Result<()> {
+        Err(not_elastic())
+    }
+
+    /// Goes on with the ranks that there are now. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    fn reform(&mut self, _: &RankContext, _: &Settings, _: &mut Tape) -> Result<()> {
+        Err(not_elastic())
+    }
+
+    /// Steps of each group of parameters that the ranks voted down.
+    fn skipped_of_groups(&self) -> Vec<u64> {
+        Vec::new()
+    }
+
+    /// Sets these numbers.
+    fn set_skipped_steps(&mut self, _skipped: &[u64]) {}
+
     /// The ranks that split a batch, this one included.
     fn batch_group(&self) -> &ProcessGroup;
 
@@ -211,6 +241,11 @@ pub trait Strategy: Sized {
 
     /// When communication began and ended in the last step of a group, where that is measured.
     fn times(&self, group: usize) -> Option<&StepTimes>;
+
+    /// Whether each rank has buffers of its own, of which [`mean_buffers`](Self::mean_buffers) takes the mean.
+    fn has_own_buffers(&self, _ctx: &RankContext, _split: &BatchSplit) -> bool {
+        false
+    }
 
     /// The model's buffers for a checkpoint or an evaluation between two steps, where each rank has its own.
     ///
@@ -311,6 +346,10 @@ pub trait Strategy: Sized {
 
     /// What the line `done in …` says of communication, and the line `weights …` of the ranks' weights.
     fn ends(&self, ctx: &RankContext, timing: &Timing) -> [String; 2];
+}
+
+fn not_elastic() -> crate::error::Error {
+    crate::error::Error::usage("a mesh of ranks cannot go on with other ranks")
 }
 
 /// Communication of a step that backward did not hide.

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use phalanx_data::loader::{LoadedBatch, Loader};
-use phalanx_data::sampler::{Cursor, EpochPlan};
+use phalanx_data::sampler::{Cursor, EpochPlan, Sampler};
 use phalanx_data::{Dataset, ImageBatch};
 use phalanx_ddp::GlobalBatch;
 use phalanx_nn::rng::philox::philox4x32_10;
@@ -29,6 +29,8 @@ pub struct StepContext {
     pub(crate) sizes: Vec<usize>,
     /// Over all ranks.
     pub(crate) global: GlobalBatch,
+    /// Where the data continue with it.
+    pub(crate) before: Cursor,
     /// Where the data continue after it.
     pub(crate) cursor: Cursor,
 }
@@ -55,9 +57,15 @@ pub(super) enum BatchPosition {
 /// What the batches of an epoch are read from.
 struct Source<D: Dataset + ?Sized> {
     loader: Loader<D>,
-    /// Micro-batches that were taken in this epoch.
+    split: BatchSplit,
+    plan: EpochPlan,
+    /// The step of the epoch with which `plan` begins.
+    first: usize,
+    /// Micro-batches of the plan that were taken.
     taken: usize,
     waited: Rc<Cell<Duration>>,
+    /// Of the group that it was divided for.
+    generation: u32,
 }
 
 impl<D: Dataset + ?Sized> Source<D> {
@@ -69,6 +77,16 @@ impl<D: Dataset + ?Sized> Source<D> {
         self.taken += 1;
         batch
     }
+
+    /// The place of the first micro-batch of the epoch's step `index` in the plan.
+    fn micro_batch(&self, index: usize) -> usize {
+        (index - self.first) * self.plan.parts()
+    }
+
+    /// Sizes of this rank's micro-batches in the epoch's step `index`, and those of the step over all ranks.
+    fn sizes(&self, index: usize) -> (Vec<usize>, GlobalBatch) {
+        self.split.sizes(&self.plan, index - self.first)
+    }
 }
 
 /// The steps of one epoch, or of the rest of it where a training was resumed. Made by
@@ -76,11 +94,7 @@ impl<D: Dataset + ?Sized> Source<D> {
 pub struct Batches<'j, D: Dataset + ?Sized> {
     ctx: &'j RankContext,
     source: Rc<RefCell<Source<D>>>,
-    split: BatchSplit,
-    plan: EpochPlan,
     epoch: usize,
-    /// The step of the epoch with which `plan` begins.
-    first: usize,
     index: usize,
     /// Before step `index`.
     cursor: Cursor,
@@ -100,19 +114,21 @@ impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
         position: Rc<Cell<BatchPosition>>,
     ) -> Self {
         loader.start(plan.clone());
+        let cursor = plan.cursor_after(0);
         let source = Source {
             loader,
+            split,
+            plan,
+            first,
             taken: 0,
             waited,
+            generation: ctx.group().generation(),
         };
         Batches {
             ctx,
             source: Rc::new(RefCell::new(source)),
-            split,
-            cursor: plan.cursor_after(0),
-            plan,
+            cursor,
             epoch,
-            first,
             index: first,
             steps,
             position,
@@ -135,23 +151,25 @@ impl<'j, D: Dataset + ?Sized> Iterator for Batches<'j, D> {
             return None;
         }
         self.position.set(BatchPosition::At(self.index));
-        let (in_plan, parts) = (self.index - self.first, self.plan.parts());
-        let (sizes, global) = self.split.sizes(&self.plan, in_plan);
+        let source = self.source.borrow();
+        let in_plan = self.index - source.first;
+        let (sizes, global) = source.sizes(self.index);
         let context = StepContext {
             epoch: self.epoch,
             index: self.index,
             sizes,
             global,
-            cursor: self.plan.cursor_after_step(self.cursor, in_plan),
+            before: self.cursor,
+            cursor: source.plan.cursor_after_step(self.cursor, in_plan),
         };
         self.cursor = context.cursor;
         self.index += 1;
         Some(StepBatch {
             ctx: self.ctx,
+            generation: source.generation.into(),
             source: Rc::clone(&self.source),
             kept: RefCell::default(),
-            first: in_plan * parts,
-            context,
+            context: RefCell::new(Rc::new(context)),
         })
     }
 
@@ -169,25 +187,58 @@ pub struct StepBatch<'j, D: Dataset + ?Sized> {
     source: Rc<RefCell<Source<D>>>,
     /// The micro-batches, for the next step on them ([`Trainer::step_of`](crate::Trainer::step_of)).
     pub(super) kept: RefCell<Vec<LoadedBatch<D>>>,
-    /// The place of its first micro-batch in the plan.
-    first: usize,
-    pub(super) context: StepContext,
+    context: RefCell<Rc<StepContext>>,
+    /// Of the group that it was divided for.
+    generation: Cell<u32>,
 }
 
 impl<D: Dataset + ?Sized> StepBatch<'_, D> {
     /// The epoch, from 1.
     pub fn epoch(&self) -> usize {
-        self.context.epoch
+        self.context().epoch
     }
 
     /// The step in the epoch, from 0.
     pub fn index(&self) -> usize {
-        self.context.index
+        self.context().index
+    }
+
+    pub(super) fn context(&self) -> Rc<StepContext> {
+        Rc::clone(&self.context.borrow())
+    }
+
+    /// Divides it, and what is left of its epoch, by `split`, unless it was divided for the group of this `generation`.
+    pub(super) fn renew(
+        &self,
+        generation: u32,
+        split: &BatchSplit,
+        samplers: &[Sampler],
+    ) -> Result<()> {
+        if self.generation.replace(generation) == generation {
+            return Ok(());
+        }
+        let old = self.context();
+        self.kept.take();
+        let mut source = self.source.borrow_mut();
+        if source.generation != generation {
+            let plan = split.rest(samplers, old.before)?;
+            source.loader.start(plan.clone());
+            (source.plan, source.split) = (plan, split.clone());
+            (source.first, source.taken) = (old.index, 0);
+            source.generation = generation;
+        }
+        let (sizes, global) = source.sizes(old.index);
+        self.context.replace(Rc::new(StepContext {
+            sizes,
+            global,
+            ..(*old).clone()
+        }));
+        Ok(())
     }
 
     /// Samples on this rank.
     pub fn len(&self) -> usize {
-        self.context.sizes.iter().sum()
+        self.context().sizes.iter().sum()
     }
 
     /// Whether this rank has no sample in this step, as in the last one of an epoch.
@@ -197,22 +248,23 @@ impl<D: Dataset + ?Sized> StepBatch<'_, D> {
 
     /// Samples over all ranks.
     pub fn global_len(&self) -> usize {
-        self.context.global.samples
+        self.context().global.samples
     }
 
     /// Goes to its first micro-batch, past those of steps that were not taken.
     pub(super) fn seek(&self) -> Result<()> {
         let mut source = self.source.borrow_mut();
-        while source.taken < self.first {
+        let first = source.micro_batch(self.index());
+        while source.taken < first {
             let _ = source.next()?;
         }
-        match source.taken == self.first {
+        match source.taken == first {
             true => Ok(()),
             false => Err(Error::new(
                 ErrorKind::Usage,
                 format!(
                     "{} was taken before; each batch is for one step",
-                    self.context.name()
+                    self.context().name()
                 ),
             )),
         }
@@ -264,6 +316,11 @@ impl<'b, 'j, D: Dataset + ?Sized> LoadedMicroBatches<'b, 'j, D> {
     /// The next one, and which part of the global batch it is. *Blocks* until it is read.
     pub(crate) fn next(&mut self) -> Result<Option<(usize, LoadedBatch<D>)>> {
         let Some(part) = self.parts.next() else {
+            // Before the ranks agree on the step: it is in the files of all, or of none.
+            if let Some(samples) = self.samples.take_if(|_| self.batch.ctx.elastic.is_some()) {
+                let step = self.batch.context();
+                samples.step(step.epoch, step.index, self.batch.generation.get())?;
+            }
             return Ok(None);
         };
         let next = match self.is_fresh {

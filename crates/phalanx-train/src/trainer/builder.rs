@@ -9,6 +9,7 @@ use phalanx_base::env::real_env;
 use phalanx_base::files::as_typed;
 use phalanx_checkpoint::digest::MetricsDigest;
 use phalanx_checkpoint::state::Place;
+use phalanx_checkpoint::weights_digest;
 use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::SamplerConfig;
@@ -18,6 +19,7 @@ use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
 use phalanx_track::Tracker;
 
 use super::announce::{About, announce, announce_resumed};
+use super::elastic::{Elasticity, Opening};
 use super::evaluate::Evaluation;
 use super::{Purpose, Reports, Results, Trainer};
 use crate::best::{Best, BestEpoch};
@@ -400,6 +402,12 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let settings = self.settings;
         settings.validate(world)?;
         S::check(&self.strategy, settings)?;
+        if self.ctx.elastic.is_some() && self.purpose == Purpose::Train {
+            settings.check_elastic(S::IS_ELASTIC)?;
+            if !self.trainings.folders.borrow().is_empty() {
+                return Err(Error::usage("--elastic is for programs with one trainer"));
+            }
+        }
         if self.sync_batch_norm {
             settings.check_sync_batch_norm()?;
             self.shaping.push("sync_batch_norm true".to_owned());
@@ -433,7 +441,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     pub fn start(mut self) -> Result<Trainer<'j, M, S>> {
         let (ctx, settings) = (self.ctx, self.settings);
         // Ranks that share a part of a batch count as one.
-        let world = S::batch_ranks(&self.strategy, ctx.world());
+        let world = S::batch_ranks(&self.strategy, ctx.first_world());
         self.settle(world)?;
         let mut trackers = std::mem::take(&mut self.trackers);
         if ctx.is_main() {
@@ -479,7 +487,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let mut strategy = S::build(self.strategy, parts)?;
         let title = optimizers_title(&strategy, self.optimizer_title, &names);
         let group = strategy.batch_group();
-        let split = BatchSplit::new(&settings.split, world, group.rank())?;
+        let split = BatchSplit::new(&settings.split, group.world_size(), group.rank())?;
         let config = SamplerConfig {
             samples: self.samples,
             world,
@@ -505,6 +513,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             strategy.restore(ctx, resumed, &shaping)?;
         }
         let metadata = self.files.metadata();
+        let files = ctx.elastic.map(|_| self.files.clone());
         let mut output = match self.purpose {
             Purpose::Train => Output::open(ctx, dir, self.files, &settings.saving)?,
             _ => Output::nowhere(dir),
@@ -519,10 +528,14 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         .with_metadata(metadata);
         // A launcher looks for them, and for what a later attempt continues, in the run's folder.
         if self.purpose != Purpose::Measure {
-            ctx.group.set_flight_dir(&run.join(crate::FLIGHT_DIR));
+            ctx.group().set_flight_dir(&run.join(crate::FLIGHT_DIR));
         }
         output.begin(&run, &settings.saving)?;
         let weights = strategy.weights_sha256(ctx)?;
+        let all_know = ctx
+            .elastic
+            .map(|_| hex::encode(weights_digest(strategy.params())));
+        let weights = weights.or(all_know);
         let initial = weights.clone().filter(|_| resumed.is_none());
         let weights = weights.unwrap_or_default();
         let infos = strategy.infos();
@@ -585,8 +598,20 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let before = history.metrics();
         before.into_iter().for_each(|value| metrics.add(value));
         let log = output.log(ctx, resumed.as_ref().map(Resumed::place), &info)?;
+        let settings_shown = info.settings;
+        let mut opening = files.map(|files| Opening {
+            title: self.title.clone(),
+            data: self.data.clone(),
+            settings: settings_shown,
+            frozen: self.frozen.clone(),
+            files,
+            trackers: Vec::new(),
+        });
         if !ctx.is_main() || self.purpose != Purpose::Train {
-            trackers.clear();
+            let trackers = std::mem::take(&mut trackers);
+            if let Some(opening) = &mut opening {
+                opening.trackers = trackers;
+            }
         }
         let from = resumed.as_ref().map(Resumed::place);
         let from = from.or(settings.saving.begins_again(ctx)?.then(Place::default));
@@ -615,7 +640,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             timing: Timing::default(),
         };
         drop(starting);
-        Ok(Trainer {
+        let mut trainer = Trainer {
             ctx,
             settings,
             program: self.program,
@@ -643,7 +668,13 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             summary: serde_json::Map::new(),
             purpose: self.purpose,
             trainings: self.trainings,
-        })
+            sampler_config: config,
+            drop_last: self.drop_last,
+            global_batch: settings.global_batch(world),
+            elastic: Elasticity::new(opening),
+        };
+        trainer.join()?;
+        Ok(trainer)
     }
 }
 
@@ -683,7 +714,7 @@ fn restore_best<S: Strategy>(
     saving.handle_weights_error("the best", lacks_best.map(drop))?;
     let epoch = (place.step_in_epoch == 0).then_some(place.epoch as usize);
     if let Some(best) = best.filter(|best| Some(best.epoch()) == epoch)
-        && ctx.group.broadcast_object(Some(&lacks), 0)?
+        && ctx.group().broadcast_object(Some(&lacks), 0)?
     {
         strategy.gather_weights(ctx, |outline, values| {
             let saved = output.save_best(best, outline, values);

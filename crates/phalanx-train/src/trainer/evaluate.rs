@@ -16,6 +16,7 @@ use serde_json::Value;
 use super::Trainer;
 use super::batches::{MicroBatch, Randomness};
 use crate::error::{Error, ErrorKind, Result};
+use crate::saving::History;
 use crate::strategy::Strategy;
 
 /// Result of one pass over a test set.
@@ -191,6 +192,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<Measure>,
     ) -> Result<Evaluation> {
         let began = Instant::now();
+        self.admit()?;
         self.check_weights()?;
         // Between two steps of an epoch each rank has statistics of its own, with which it trains on.
         let joined = match self.running {
@@ -198,7 +200,19 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             None => None,
         };
         let own = joined.map(|joined| self.replace_buffers(&joined));
-        let measured = self.measure_all(data, measure);
+        let (mut measure, mut own_result) = (measure, None);
+        let measured = self.together(|trainer| {
+            let evaluation = trainer.measure_all(data, &mut measure)?;
+            let is_elastic = trainer.ctx.elastic.is_some();
+            let shared = is_elastic.then(|| History::default().with_last(&evaluation));
+            own_result = Some(evaluation);
+            Ok(shared)
+        });
+        let measured = measured.map(|shared| {
+            let of_another = || shared.and_then(|history| history.last());
+            let evaluation = own_result.or_else(of_another);
+            evaluation.unwrap_or_else(Evaluation::nothing)
+        });
         if let Some(own) = own {
             self.replace_buffers(&own);
         }
@@ -223,7 +237,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     fn measure_all<D: Dataset + ?Sized>(
         &mut self,
         data: &Arc<D>,
-        mut measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<Measure>,
+        measure: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<Measure>,
     ) -> Result<Evaluation> {
         let config = SamplerConfig {
             samples: data.len(),
@@ -241,7 +255,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let mut losses = vec![0.0; plan.len() / parts * split.parts()];
         let mut values: BTreeMap<String, Vec<f64>> = BTreeMap::new();
         let (mut confusion, slots): (Option<Confusion>, _) = (None, losses.len());
-        self.pass(data, plan, &mut measure, |index, measured| {
+        self.pass(data, plan, measure, |index, measured| {
             let slot = index / parts * split.parts() + split.mine().start + index % parts;
             losses[slot] = measured.loss;
             for (name, sum) in measured.values {

@@ -32,7 +32,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// # Errors
     ///
     /// As [`finish`](Self::finish), and those of `save`.
-    pub fn finish_with(mut self, save: impl FnOnce(&Self) -> Result<()>) -> Result<Evaluation> {
+    pub fn finish_with(mut self, mut save: impl FnMut(&Self) -> Result<()>) -> Result<Evaluation> {
         match self.purpose {
             Purpose::Train => {}
             Purpose::Evaluate => return Ok(self.results.last),
@@ -48,11 +48,21 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let optimizer = self.strategy.optimizer_sha256(ctx)?;
         self.count_time(0);
         self.reports.log.flush();
-        ctx.group.barrier()?; // Rank 0 knows what all ranks used.
-        let saved = self.save_files(optimizer.as_deref(), save);
+        // Rank 0 knows what all ranks used.
+        self.together(|trainer| Ok(trainer.ctx.group().barrier()?))?;
+        let saved = self.by_rank_0(|trainer| trainer.save_files(optimizer.as_deref(), &mut save));
+        // No rank leaves before the files are complete.
+        let saved = saved.and_then(|()| match ctx.elastic {
+            None => Ok(ctx.group().barrier()?),
+            Some(_) => Ok(()),
+        });
+        let saved = saved.or_else(|error| match self.is_over() {
+            true => Ok(()),
+            false => Err(error),
+        });
         self.noted(saved)?;
         drop(phase);
-        ctx.group.barrier()?; // No rank leaves before the files are complete.
+        self.end_joining();
         self.reports.reporter.on_train_end(ctx)?;
         self.sum_up();
         self.reports.deliveries.finish();
@@ -85,7 +95,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     fn save_files(
         &mut self,
         optimizer_sha256: Option<&str>,
-        save: impl FnOnce(&Self) -> Result<()>,
+        save: &mut impl FnMut(&Self) -> Result<()>,
     ) -> Result<()> {
         let (ctx, settings) = (self.ctx, self.settings);
         self.saving.finish()?;

@@ -12,16 +12,19 @@ use phalanx_launch::RankContext;
 /// who had which part.
 pub(super) struct EpochLoss {
     sums: Vec<f64>,
+    /// Whether these are those of all ranks, and not of this one's parts only.
+    of_all: bool,
     samples: usize,
     own: f64,
     steps: usize,
 }
 
 impl EpochLoss {
-    /// None yet, in an epoch whose batches have `parts` parts.
-    pub(super) fn new(parts: usize) -> EpochLoss {
+    /// None yet, in an epoch whose batches have `parts` parts; each rank is given those `of_all` ranks, or its own.
+    pub(super) fn new(parts: usize, of_all: bool) -> EpochLoss {
         EpochLoss {
             sums: vec![0.0; parts],
+            of_all,
             samples: 0,
             own: 0.0,
             steps: 0,
@@ -42,8 +45,24 @@ impl EpochLoss {
     /// The sums of all ranks, and the samples in them.
     pub(super) fn gathered(&self, group: &ProcessGroup) -> Result<(Vec<f64>, usize)> {
         let mut sums = self.sums.clone();
-        ShardTree::gather_values(group, &mut sums)?;
+        if !self.of_all {
+            ShardTree::gather_values(group, &mut sums)?;
+        }
         Ok((sums, self.samples))
+    }
+
+    /// The sums of all ranks, and the samples in them, where each rank has them.
+    pub(super) fn full(&self) -> (Vec<f64>, usize) {
+        (self.sums.clone(), self.samples)
+    }
+
+    /// Batches have `parts` parts from now on.
+    pub(super) fn divide(&mut self, parts: usize) {
+        if parts != self.sums.len() {
+            let total = self.sums.iter().sum();
+            self.sums = vec![0.0; parts];
+            self.sums[0] = total;
+        }
     }
 
     /// Goes on from what a checkpoint says. Whoever has a part has its sum;
@@ -51,7 +70,10 @@ impl EpochLoss {
     pub(super) fn resume(&mut self, ctx: &RankContext, split: &BatchSplit, history: &History) {
         let (sums, samples) = history.losses();
         self.samples = samples;
-        if split.tree().is_some() && sums.len() == self.sums.len() {
+        if self.of_all {
+            self.sums = sums;
+            self.divide(split.parts());
+        } else if split.tree().is_some() && sums.len() == self.sums.len() {
             let mine = split.mine();
             self.sums[mine.clone()].copy_from_slice(&sums[mine]);
         } else if ctx.is_main() {
@@ -66,7 +88,9 @@ impl EpochLoss {
 
     /// Mean over the samples of all ranks, the same on all.
     pub(super) fn mean(&mut self, group: &ProcessGroup, split: &BatchSplit) -> Result<f64> {
-        ShardTree::gather_values(group, &mut self.sums)?;
+        if !self.of_all {
+            ShardTree::gather_values(group, &mut self.sums)?;
+        }
         let total = match split.tree() {
             Some(tree) => tree.sum(&self.sums),
             None => self.sums.iter().sum(),

@@ -7,6 +7,7 @@
 mod announce;
 mod batches;
 mod builder;
+mod elastic;
 mod evaluate;
 mod finish;
 mod losses;
@@ -24,7 +25,7 @@ use phalanx_checkpoint::state::{Place, manifest_name};
 use phalanx_data::Dataset;
 use phalanx_data::loader::Loader;
 use phalanx_data::progress::Progress;
-use phalanx_data::sampler::Sampler;
+use phalanx_data::sampler::{Sampler, SamplerConfig};
 use phalanx_ddp::StepTimes;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Step, Tape};
@@ -34,6 +35,7 @@ use self::batches::BatchPosition;
 pub use self::batches::{Batches, MicroBatch, StepBatch};
 pub(crate) use self::batches::{LoadedMicroBatches, Randomness, StepContext};
 pub use self::builder::TrainerBuilder;
+use self::elastic::Elasticity;
 pub use self::evaluate::{Evaluation, Measure};
 use self::losses::EpochLoss;
 use crate::best::Best;
@@ -95,6 +97,10 @@ pub struct Trainer<'j, M, S: Strategy = Ddp> {
     /// The rank's parts of the training set.
     split: BatchSplit,
     samplers: Vec<Sampler>,
+    sampler_config: SamplerConfig,
+    drop_last: bool,
+    /// Samples of a step over all ranks.
+    global_batch: usize,
     samples: usize,
     /// Steps of an epoch.
     steps: usize,
@@ -126,6 +132,7 @@ pub struct Trainer<'j, M, S: Strategy = Ddp> {
     summary: serde_json::Map<String, serde_json::Value>,
     purpose: Purpose,
     trainings: Rc<Trainings>,
+    elastic: Elasticity,
 }
 
 /// What a program has a trainer for.
@@ -236,7 +243,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         self.strategy.begin_epoch(first, cursor)?;
         let plan = self.split.rest(&self.samplers, cursor)?;
         let loader = Loader::new(Arc::clone(data), self.loader_options())?;
-        let mut losses = EpochLoss::new(self.split.parts());
+        let mut losses = EpochLoss::new(self.split.parts(), self.ctx.elastic.is_some());
         if first > 0 {
             losses.resume(self.ctx, &self.split, &self.history);
         }
@@ -269,7 +276,16 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             return Ok(());
         };
         ended.is_checked = true;
-        if let Some(digest) = self.strategy.end_epoch(self.ctx)? {
+        let digest = self.together(|trainer| {
+            let buffers = trainer.strategy.params().buffers_flat().to_vec();
+            let digest = trainer.strategy.end_epoch(trainer.ctx);
+            if digest.is_err() {
+                let params = trainer.strategy.params_mut();
+                params.buffers_flat_mut().copy_from_slice(&buffers);
+            }
+            digest
+        })?;
+        if let Some(digest) = digest {
             self.results.weights = digest;
         }
         Ok(())
@@ -290,7 +306,9 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
                 let (step, epoch) = self.now();
                 let elapsed = ctx.started.elapsed().as_secs_f64();
                 let record = json!({ "step": step, "epoch": epoch, "elapsed_s": elapsed });
-                self.reports.log.event(&with_results(record, &evaluation))?;
+                let record = with_results(record, &evaluation);
+                self.keep_record(&record);
+                self.reports.log.event(&record)?;
             }
             self.results.last = evaluation;
             return Ok(());
@@ -312,9 +330,10 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             "step": epoch * self.steps, "epoch": epoch, "train_loss": train_loss, "weights_sha256": results.weights,
             "train_s": results.timing.trained.as_secs_f64(), "elapsed_s": ctx.started.elapsed().as_secs_f64(),
         });
-        self.reports.log.event(&with_results(record, &evaluation))?;
+        let record = with_results(record, &evaluation);
         results.last = evaluation;
-        Ok(())
+        self.keep_record(&record);
+        self.reports.log.event(&record)
     }
 
     /// Ends the running epoch, if its loop was left before its last step.
@@ -366,23 +385,27 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             return Ok(());
         };
         let is_last = epoch >= self.settings.epochs();
-        let output = &mut self.reports.output;
-        let best = self.results.best.take_new();
-        let saving = &self.saving;
-        self.strategy.gather_weights(self.ctx, |outline, values| {
-            let saved = output.save_epoch(epoch, outline, values);
-            match is_last {
-                false => saving.handle_weights_error(&format!("epoch {epoch}'s"), saved)?,
-                // What the training was for.
-                true => saved?,
-            }
-            match best {
-                Some(best) => {
-                    let saved = output.save_best(best, outline, values);
-                    saving.handle_weights_error("the best", saved)
-                }
-                None => Ok(()),
-            }
+        let best = self.results.best.take_new().cloned();
+        self.by_rank_0(|trainer| {
+            let (output, saving) = (&mut trainer.reports.output, &trainer.saving);
+            let saved = trainer
+                .strategy
+                .gather_weights(trainer.ctx, |outline, values| {
+                    let saved = output.save_epoch(epoch, outline, values);
+                    match is_last {
+                        false => saving.handle_weights_error(&format!("epoch {epoch}'s"), saved)?,
+                        // What the training was for.
+                        true => saved?,
+                    }
+                    match &best {
+                        Some(best) => {
+                            let saved = output.save_best(best, outline, values);
+                            saving.handle_weights_error("the best", saved)
+                        }
+                        None => Ok(()),
+                    }
+                });
+            saved.map(drop)
         })?;
         if !self.saving.enabled() {
             return Ok(());
@@ -392,10 +415,26 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             true => SaveAction::Stop,
             false => SaveAction::Save,
         };
-        self.save(action, None, &[], 0)?;
+        self.save_for(action, None, &[], 0)?;
         match stop {
             true => Err(self.stopped()),
             false => Ok(()),
+        }
+    }
+
+    /// [`save`](Self::save); before a stop the checkpoint is on the disk on all ranks' return.
+    fn save_for(
+        &mut self,
+        action: SaveAction,
+        buffers: Option<&[f32]>,
+        sums: &[f64],
+        samples: usize,
+    ) -> Result<()> {
+        match action {
+            SaveAction::Stop => {
+                self.by_rank_0(|trainer| trainer.save(action, buffers, sums, samples))
+            }
+            _ => self.save(action, buffers, sums, samples),
         }
     }
 
@@ -428,8 +467,14 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// error's exit code, which is 0 unless a SIGTERM was the cause.
     fn stopped(&mut self) -> Error {
         self.reports.trace.finish(self.ctx);
+        let waited = self.together(|trainer| Ok(trainer.ctx.group().barrier()?));
+        let waited = waited.or_else(|error| match self.is_over() {
+            true => Ok(()),
+            false => Err(error),
+        });
         self.reports.log.stop();
-        match self.saving.stop(self.place) {
+        self.end_joining();
+        match waited.and_then(|()| self.saving.stop(self.place)) {
             Ok(()) => Error::stopped(),
             Err(error) => error,
         }
@@ -494,7 +539,9 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// `Usage` for a name that the trainer uses itself (`loss`, `step`); those of writing.
     pub fn log(&mut self, values: &[(&str, f64)]) -> Result<()> {
         let now = self.now();
-        self.reports.log.values(now, values)
+        let record = self.reports.log.values(now, values)?;
+        self.keep_record(&record);
+        Ok(())
     }
 
     /// Logs an image, a PNG file's bytes, to the run's folder and all trackers, from rank 0. It never waits for the disk.

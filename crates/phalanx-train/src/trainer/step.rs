@@ -4,8 +4,10 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use phalanx_checkpoint::state::Place;
+use phalanx_comm::ReduceOp;
 use phalanx_data::Dataset;
 use phalanx_ddp::{Commit, ShardTree};
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::batches::{LoadedMicroBatches, MicroBatch, Randomness, StepBatch, StepContext};
@@ -14,6 +16,19 @@ use crate::error::{Error, Result};
 use crate::reporter::StepInfo;
 use crate::saving::SaveAction;
 use crate::strategy::{Gradients, StepTools, Strategy, exposed};
+
+/// A step that was taken.
+#[derive(Serialize, Deserialize)]
+struct Taken {
+    /// The bits of the losses' sums, by part of the global batch.
+    sums: Vec<u64>,
+    /// Those of the mean loss of this rank's samples; in an elastic training of all samples.
+    mean: u64,
+    /// A process wants to join.
+    wanted: bool,
+    #[serde(skip)]
+    forward_ended: Option<Instant>,
+}
 
 impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Takes a step: forward and backward of `loss` for each of this rank's micro-batches,
@@ -45,21 +60,23 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
     ) -> Result<f64> {
         let ctx = self.ctx;
-        let turn = &batch.context;
-        self.begin(0, turn)?;
+        self.admit()?;
+        self.begin(0, &batch.context())?;
         let marks = self.reports.trace.begin();
         self.reports.profiler.before(&mut self.tape);
-        let Gradients {
-            sums,
-            mean,
-            forward_ended,
-            ..
-        } = self.train(0, batch, loss)?;
+        let taken = self.together(|trainer| trainer.train(0, batch, loss))?;
+        let turn = &*batch.context();
+        self.set_wanted(taken.wanted);
+        let sums: Vec<f64> = taken.sums.into_iter().map(f64::from_bits).collect();
+        let mean = f64::from_bits(taken.mean);
         // Files and terminals may be slow.
         let phase = ctx.phase("reporting");
-        self.reports.samples.step(turn.epoch, turn.index)?;
+        if ctx.elastic.is_none() {
+            self.reports.samples.step(turn.epoch, turn.index, 0)?;
+        }
         let times = self.strategy.times(0);
         let exposed = exposed(times);
+        let forward_ended = taken.forward_ended.unwrap_or_else(Instant::now);
         self.reports.trace.end(marks, forward_ended, times)?;
         let profiler = &mut self.reports.profiler;
         profiler.after(ctx, &mut self.tape, self.strategy.params())?;
@@ -72,6 +89,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         timing.add(exposed, turn.global.samples);
         self.count_time(1);
         self.report(turn, sums, mean)?;
+        self.report_change(turn)?;
         if let Some(schedule) = &mut self.schedule {
             schedule.advance();
         }
@@ -105,11 +123,13 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 "step_of(\"{name}\"): the trainer was made without optimizer_of(\"{name}\", ...)"
             )));
         };
-        self.begin(group, &batch.context)?;
-        let mean = self.train(group, batch, &mut loss)?.mean;
+        self.admit()?;
+        self.begin(group, &batch.context())?;
+        let taken = self.together(|trainer| trainer.train(group, batch, &mut loss))?;
+        let mean = f64::from_bits(taken.mean);
         let exposed = exposed(self.strategy.times(group));
         self.results.timing.add(exposed, 0);
-        self.check_mean(group, &batch.context, mean)?;
+        self.check_mean(group, &batch.context(), mean)?;
         Ok(mean)
     }
 
@@ -122,7 +142,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         }
         self.trainings.unfinished.set(true);
         let position = (turn.epoch as u64, turn.index as u64 + 1);
-        self.ctx.group.set_position(position.0, position.1);
+        self.ctx.group().set_position(position.0, position.1);
         if let Some(schedule) = &self.schedule {
             let lr = self.strategy.optimizer(group).1;
             let optimizer = self.strategy.optimizer_mut(group);
@@ -146,15 +166,49 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             .check_loss(mean, format_args!("{}", turn.name()), lr)
     }
 
-    /// Forward, backward and the optimizer's step of the group number `group`.
+    /// Forward, backward and the optimizer's step of the group number `group`. After an error the parameters are as before.
     fn train<D: Dataset + ?Sized>(
         &mut self,
         group: usize,
         batch: &StepBatch<'_, D>,
         loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
-    ) -> Result<Gradients> {
-        let turn = &batch.context;
+    ) -> Result<Taken> {
         let buffers = self.strategy.params().buffers_flat().to_vec();
+        let (gradients, wanted) = match self.average_gradients(group, batch, loss) {
+            Ok(averaged) => averaged,
+            Err(error) => {
+                let params = self.strategy.params_mut();
+                params.buffers_flat_mut().copy_from_slice(&buffers);
+                return Err(error);
+            }
+        };
+        let turn = &*batch.context();
+        if self.settings.watch > 0 && group == 0 && gradients.commit.is_yes() {
+            self.watch(turn);
+        }
+        self.update(group, turn, &gradients.commit, &buffers)?;
+        Ok(Taken {
+            sums: gradients.sums.into_iter().map(f64::to_bits).collect(),
+            mean: gradients.mean.to_bits(),
+            wanted,
+            forward_ended: Some(gradients.forward_ended),
+        })
+    }
+
+    /// Forward and backward, and what the ranks agree on: in an elastic training the losses of all too, and whether a process
+    /// wants to join.
+    fn average_gradients<D: Dataset + ?Sized>(
+        &mut self,
+        group: usize,
+        batch: &StepBatch<'_, D>,
+        loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
+    ) -> Result<(Gradients, bool)> {
+        let is_elastic = self.ctx.elastic.is_some();
+        if is_elastic {
+            self.renew(batch)?;
+            self.reports.samples.begin_again();
+        }
+        let turn = &*batch.context();
         let reports = &mut self.reports;
         let samples = (group == 0).then_some(&mut reports.samples);
         let mut batches = LoadedMicroBatches::new(batch, self.split.mine(), samples)?;
@@ -173,13 +227,15 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             log: (group == 0).then_some(&mut reports.log),
             progress: &reports.progress,
         };
-        let gradients = (self.strategy).gradients(group, tools, &self.model, &mut batches, loss)?;
+        let gradients = (self.strategy).gradients(group, tools, &self.model, &mut batches, loss);
+        let mut gradients = gradients?;
         drop(batches);
-        if self.settings.watch > 0 && group == 0 && gradients.commit.is_yes() {
-            self.watch(turn);
+        let mut wanted = false;
+        if is_elastic {
+            let samples = turn.global.samples;
+            (gradients.mean, wanted) = self.share_losses(&mut gradients.sums, samples)?;
         }
-        self.update(group, turn, &gradients.commit, &buffers)?;
-        Ok(gradients)
+        Ok((gradients, wanted))
     }
 
     /// Updates the model, if the ranks want the step; `buffers` were its own before.
@@ -190,7 +246,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         commit: &Commit,
         buffers: &[f32],
     ) -> Result<()> {
-        self.ctx.group.set_phase("optimizer");
+        self.ctx.group().set_phase("optimizer");
         if commit.is_yes() {
             self.strategy.update(group, self.clip)?;
         } else {
@@ -262,7 +318,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let recorded = logged || index.is_multiple_of(settings.record_interval(self.steps));
         let mean = match self.split.tree() {
             // The loss of the global batch, whichever rank had which shard.
-            Some(tree) if recorded => {
+            Some(tree) if recorded && ctx.elastic.is_none() => {
                 ShardTree::gather_values(self.strategy.batch_group(), &mut sums)?;
                 tree.sum(&sums) / global.samples as f64
             }
@@ -272,7 +328,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             epoch,
             index,
             steps: self.steps,
-            done: index * settings.global_batch(self.split.world()),
+            done: index * self.global_batch,
             samples: self.samples,
             loss: if logged { mean } else { own },
             logged,
@@ -293,7 +349,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             if let Some(times) = self.strategy.times(0) {
                 record["exposed_comm_ms"] = json!(times.exposed().as_secs_f64() * 1e3);
             }
-            reports.log.event(&record)?;
+            self.keep_record(&record);
+            self.reports.log.event(&record)?;
         }
         Ok(())
     }
@@ -309,7 +366,19 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             step: self.place.step + 1,
         };
         self.strategy.prepare_saving(&mut self.saving)?;
-        let action = self.saving.after_step(self.place.step)?;
+        let action = match self.saving.wishes(self.place.step)? {
+            None => SaveAction::Continue,
+            Some(wishes) => {
+                let all = self.together(|trainer| {
+                    let (mut all, ctx) = (wishes, trainer.ctx);
+                    if ctx.world() > 1 {
+                        ctx.group().all_reduce(&mut all, ReduceOp::Max)?;
+                    }
+                    Ok(all)
+                })?;
+                self.saving.decide(all)
+            }
+        };
         if ended {
             self.stop = action == SaveAction::Stop;
             return match self.running.take() {
@@ -327,7 +396,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             Some(running) => running.losses.gathered(self.strategy.batch_group())?,
             None => (Vec::new(), 0),
         };
-        self.save(action, buffers.as_deref(), &sums, samples)?;
+        self.save_for(action, buffers.as_deref(), &sums, samples)?;
         drop(phase);
         self.results.timing.saved += began.elapsed();
         self.count_time(0);
@@ -364,7 +433,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// are other than the rank's: running statistics that are each rank's own until the
     /// epoch ends become their mean, in the checkpoint only. A resumed rank may stand for
     /// any of them.
-    pub(super) fn mean_buffers(&self) -> Result<Option<Vec<f32>>> {
-        self.strategy.mean_buffers(self.ctx, &self.split)
+    pub(super) fn mean_buffers(&mut self) -> Result<Option<Vec<f32>>> {
+        if !self.strategy.has_own_buffers(self.ctx, &self.split) {
+            return Ok(None);
+        }
+        let bits = self.together(|trainer| {
+            let mean = trainer.strategy.mean_buffers(trainer.ctx, &trainer.split)?;
+            Ok(mean.map(|mean| mean.into_iter().map(f32::to_bits).collect::<Vec<u32>>()))
+        })?;
+        Ok(bits.map(|bits| bits.into_iter().map(f32::from_bits).collect()))
     }
 }

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
 use clap::Parser;
 use phalanx_comm::{GroupOptions, ProcessGroup};
@@ -68,14 +67,7 @@ fn train(
     let more = ["--global-batch-size", "4", "--output-dir", &dir];
     let settings = Cli::parse_from(typed.iter().chain(&more).chain(args)).settings;
     let rank = |group: ProcessGroup| -> Result<[f32; 2]> {
-        let ctx = RankContext {
-            phase_limit: Duration::from_secs(60),
-            threads: 1,
-            local_rank: group.rank(),
-            prefix: None,
-            started: Instant::now(),
-            group,
-        };
+        let ctx = RankContext::new(group, 1);
         let train = data(bad);
         let test = Arc::new(vec![(1e-10, 1.0); 3]);
         let job = Job::new("test", &ctx, &settings);

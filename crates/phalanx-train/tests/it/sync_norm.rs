@@ -2,7 +2,6 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use clap::Parser;
 use phalanx_comm::{GroupOptions, ProcessGroup};
@@ -39,14 +38,7 @@ fn train(
             .collect(),
     );
     let rank = |group: ProcessGroup| -> Result<Vec<f32>> {
-        let ctx = RankContext {
-            phase_limit: Duration::from_secs(60),
-            threads: 1,
-            local_rank: group.rank(),
-            prefix: None,
-            started: Instant::now(),
-            group,
-        };
+        let ctx = RankContext::new(group, 1);
         let job = Job::new("test", &ctx, &settings);
         let model = |scope: &mut Scope<'_>| {
             Model(

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
 use clap::Parser;
 use phalanx_comm::{GroupOptions, ProcessGroup};
@@ -55,18 +54,11 @@ pub(crate) fn ranks_with<R: Send>(
         let one = |group: ProcessGroup| {
             let rank = &rank;
             scope.spawn(move || {
-                let ctx = RankContext {
-                    phase_limit: Duration::from_secs(60),
-                    threads: 1,
-                    local_rank: group.rank(),
-                    prefix: None,
-                    started: Instant::now(),
-                    group,
-                };
+                let ctx = RankContext::new(group, 1);
                 let job = Job::new("test", &ctx, settings);
                 let outcome = rank(&job);
                 if let Err(error) = &outcome {
-                    ctx.group.abort(&error.to_string());
+                    ctx.group().abort(&error.to_string());
                 }
                 outcome
             })

@@ -38,7 +38,10 @@ fn unknown_words_are_usage_errors_with_a_suggestion() {
             &["launch", "--nproc-per-node", "two", "sh"],
             "--nproc-per-node cannot be \"two\"",
         ),
-        (&["launch", "--nnodes", "1:4", "sh"], "elastic"),
+        (
+            &["launch", "--nnodes", "4:1", "sh"],
+            "the smaller one first",
+        ),
         (
             &["launch", "--nnodes", "2", "sh"],
             "--nnodes 2 requires --node-rank, the number of this node",

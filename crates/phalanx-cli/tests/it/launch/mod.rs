@@ -12,4 +12,5 @@ mod lost;
 mod nodes;
 mod orphans;
 mod output;
+mod restarts;
 mod torchrun;

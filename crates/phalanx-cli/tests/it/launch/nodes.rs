@@ -19,15 +19,15 @@ use crate::launch::harness::{Done, Family, REACH_MASTER, Running};
 use crate::support::{SOON, eventually, free_port};
 
 /// Two nodes' common ground: a port and a token file.
-struct Job {
-    family: Family,
-    port: String,
+pub struct Job {
+    pub family: Family,
+    pub port: String,
     _dir: tempfile::TempDir,
-    token: PathBuf,
+    pub token: PathBuf,
 }
 
 impl Job {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let family = Family::new();
         let dir = tempfile::tempdir().unwrap();
         let token = dir.path().join("job.token");
@@ -42,23 +42,23 @@ impl Job {
         }
     }
 
-    fn token(&self) -> Token {
+    pub fn token(&self) -> Token {
         Token::from_hex(std::fs::read_to_string(&self.token).unwrap().trim()).unwrap()
     }
 
     /// A named pipe, by which ranks wait for each other.
-    fn pipe(&self) -> String {
+    pub fn pipe(&self) -> String {
         let path = self.token.with_file_name("pipe");
         let made = std::process::Command::new("mkfifo").arg(&path).status();
         assert!(made.unwrap().success());
         path.display().to_string()
     }
 
-    fn node(&self, node: &str, more: &[&str], script: &str) -> Running {
+    pub fn node(&self, node: &str, more: &[&str], script: &str) -> Running {
         self.node_of("2", node, self.token.to_str().unwrap(), more, script)
     }
 
-    fn node_of(
+    pub fn node_of(
         &self,
         nodes: &str,
         node: &str,
@@ -107,7 +107,7 @@ fn catches(pid: Pid, signal: Signal) -> bool {
     caught.unwrap_or(0) >> (signal.as_raw() - 1) & 1 == 1
 }
 
-fn both(a: Running, b: Running) -> (Done, Done) {
+pub fn both(a: Running, b: Running) -> (Done, Done) {
     (a.wait(), b.wait())
 }
 

@@ -290,7 +290,9 @@ fn what_is_wrong_is_named_with_what_is_known() {
             &["--nproc-per-node", "gpu"],
             "--nproc-per-node cannot be \"gpu\"",
         ),
-        (&["--nnodes", "1:4"], "elastic"),
+        (&["--nnodes", "4:1"], "--nnodes cannot be \"4:1\""),
+        (&["--nnodes", "0:2"], "--nnodes cannot be \"0:2\""),
+        (&["--nnodes", "1:4"], "--nnodes 1:4 requires --master-addr"),
     ] {
         let done = place.run(&[&["launch"], flags, &["echo", "ran"]].concat());
         assert_eq!((done.code(), done.out.as_str()), (2, ""), "{done:#?}");

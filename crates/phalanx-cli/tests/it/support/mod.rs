@@ -126,6 +126,29 @@ pub fn free_port() -> u16 {
     }
 }
 
+/// The process of rank `rank` of the job whose folder is `dir`.
+#[track_caller]
+pub fn process_of(rank: usize, dir: &Path) -> u32 {
+    find_process(rank, dir).expect("the rank runs")
+}
+
+/// The same, if it runs. A rank that was started again is another one.
+pub fn find_process(rank: usize, dir: &Path) -> Option<u32> {
+    let wanted = [format!("RANK={rank}"), format!("TMPDIR={}", dir.display())];
+    let is_it = |pid: &u32| {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let has = |wanted: &String| {
+            let mut variables = environment.split(|byte| *byte == 0);
+            variables.any(|variable| variable == wanted.as_bytes())
+        };
+        wanted.iter().all(has)
+    };
+    let names = std::fs::read_dir("/proc").expect("processes").flatten();
+    let mut pids = names.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    // A zombie has an empty environment.
+    pids.find(is_it)
+}
+
 /// Runs `test` on all `cases` at the same time, where most of the time is spent waiting. A panic in one is a panic here.
 pub fn at_once<C: Sync>(cases: &[C], test: impl Fn(&C) + Sync) {
     std::thread::scope(|scope| {

@@ -1,0 +1,293 @@
+//! Trainings that go on without ranks that are lost, and with ranks that are started in their place.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Child;
+
+use serde_json::Value;
+
+use crate::support::{ended, eventually, find_process, phalanx, process_of, run, signal};
+
+/// Samples of the drawn training set.
+const SAMPLES: u64 = 480;
+const EPOCHS: usize = 6;
+
+/// The words of a training whose result does not depend on the ranks, in the folder `run`.
+fn words(run: &str, ranks: usize, more: &str) -> Vec<String> {
+    let line = format!(
+        "train mnist --synthetic-samples {SAMPLES} --global-batch-size 48 --epochs {EPOCHS} --threads 1 --log-interval 1 \
+         --deterministic shards --test-batch-size 50 --output-dir {run} --nproc-per-node {ranks} {more}"
+    );
+    line.split_whitespace().map(str::to_owned).collect()
+}
+
+fn start(dir: &Path, ranks: usize, more: &str) -> Child {
+    let words = words(
+        "run",
+        ranks,
+        &format!("--elastic --log-samples seen {more}"),
+    );
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    phalanx(&words, dir).spawn().expect("phalanx starts")
+}
+
+fn records(path: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    let lines = text
+        .split_inclusive('\n')
+        .filter(|line| line.ends_with('\n'));
+    lines
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .collect()
+}
+
+/// The records of all sample logs.
+fn logged(dir: &Path) -> Vec<Value> {
+    let entries = std::fs::read_dir(dir).expect("a folder").flatten();
+    let logs = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("seen."));
+    logs.flat_map(|entry| records(&entry.path())).collect()
+}
+
+/// Waits until the training has logged this step of this epoch (from 1 and 0).
+fn wait_for_step(dir: &Path, epoch: u64, step: u64) {
+    eventually("the training comes so far", || {
+        let at = |record: &Value| (record["epoch"].as_u64(), record["step"].as_u64());
+        logged(dir)
+            .iter()
+            .any(|record| at(record) >= (Some(epoch), Some(step)))
+    });
+}
+
+/// Waits until the job has as many processes in its group as these lines of the metrics say.
+fn wait_for_ranks(dir: &Path, changes: usize, ranks: u64) {
+    eventually("the ranks have formed a new group", || {
+        let metrics = records(&dir.join("run/metrics.jsonl"));
+        let changed: Vec<&Value> = metrics
+            .iter()
+            .filter(|r| r.get("ranks").is_some())
+            .collect();
+        changed.len() >= changes && changed.last().is_some_and(|r| r["ranks"] == ranks)
+    });
+}
+
+/// That each epoch has trained on each sample once: of a step that was begun several times, the last generation counts.
+fn check_samples(dir: &Path) {
+    let mut steps: BTreeMap<(u64, u64), BTreeMap<u64, Vec<u64>>> = BTreeMap::new();
+    for record in logged(dir) {
+        let number = |name: &str| record[name].as_u64();
+        let step = (
+            number("epoch").expect("an epoch"),
+            number("step").expect("a step"),
+        );
+        let samples = record["samples"].as_array().expect("samples");
+        let generation = number("generation").unwrap_or(0);
+        let seen = steps
+            .entry(step)
+            .or_default()
+            .entry(generation)
+            .or_default();
+        seen.extend(samples.iter().filter_map(Value::as_u64));
+    }
+    let mut epochs: BTreeMap<u64, Vec<u64>> = BTreeMap::new();
+    for ((epoch, _), generations) in steps {
+        let (_, last) = generations.into_iter().next_back().expect("a generation");
+        epochs.entry(epoch).or_default().extend(last);
+    }
+    assert_eq!(epochs.len(), EPOCHS);
+    let all: Vec<u64> = (0..SAMPLES).collect();
+    for (epoch, mut seen) in epochs {
+        seen.sort_unstable();
+        assert_eq!(seen, all, "epoch {epoch}");
+    }
+}
+
+/// The hashes that a run ends with, and its ranks.
+fn result(run: &Path) -> (Vec<Value>, Value) {
+    let text = std::fs::read_to_string(run.join("summary.json")).expect("summary.json");
+    let summary: Value = serde_json::from_str(&text).expect("JSON");
+    let hashes = [
+        "weights_sha256",
+        "optimizer_sha256",
+        "metrics_sha256",
+        "initial_sha256",
+    ];
+    (
+        hashes.map(|name| summary[name].clone()).into(),
+        summary["world_size"].clone(),
+    )
+}
+
+/// That the run in `dir` has ended as one that nothing happened to, with `ranks` ranks, and that its metrics have each step
+/// once.
+fn check_result(dir: &Path, ranks: usize) {
+    let words = words("undisturbed", 1, "");
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let (code, out, err) = run(&words, dir);
+    assert_eq!(code, 0, "{out}{err}");
+    let (hashes, world) = result(&dir.join("run"));
+    assert_eq!(hashes, result(&dir.join("undisturbed")).0);
+    assert_eq!(world, ranks);
+    check_samples(dir);
+    let losses = |run: &str| -> Vec<(u64, Value, Value)> {
+        let all = records(&dir.join(run).join("metrics.jsonl"));
+        let all = all.iter().filter(|record| record.get("ranks").is_none());
+        let mut all: Vec<_> = all
+            .map(|r| {
+                (
+                    r["step"].as_u64().expect("a step"),
+                    r["loss"].clone(),
+                    r["train_loss"].clone(),
+                )
+            })
+            .collect();
+        all.sort_by_key(|(step, loss, _)| (*step, loss.is_null()));
+        all
+    };
+    assert_eq!(losses("run"), losses("undisturbed"));
+}
+
+#[test]
+fn the_ranks_that_are_left_go_on_and_the_result_is_the_same() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let job = start(dir, 3, "");
+    wait_for_step(dir, 1, 3);
+    // The one that reports and saves.
+    let first = process_of(0, dir);
+    signal(first, "KILL");
+    wait_for_ranks(dir, 1, 2);
+    wait_for_step(dir, 3, 1);
+    signal(process_of(2, dir), "KILL");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 0, "{out}{err}");
+    let lost = format!("rank 0 (pid {first}, host ");
+    assert!(err.contains(&lost), "{err}");
+    assert!(
+        err.contains("was killed by SIGKILL; the others go on without it"),
+        "{err}"
+    );
+    assert!(err.contains("2 ranks instead of 3"), "{err}");
+    assert!(err.contains("1 rank instead of 2"), "{err}");
+    check_result(dir, 1);
+}
+
+#[test]
+fn lost_ranks_are_started_again_and_join_the_others() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let job = start(dir, 3, "--max-restarts 4 --save-every 3");
+    wait_for_step(dir, 1, 2);
+    // In the end all of the first ranks are gone.
+    for (change, rank) in [(2, 1), (4, 0), (6, 2)] {
+        signal(process_of(rank, dir), "KILL");
+        wait_for_ranks(dir, change, 3);
+    }
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 0, "{out}{err}");
+    assert!(
+        err.contains("was killed by SIGKILL; restart 3 of 4"),
+        "{err}"
+    );
+    assert!(err.contains("3 ranks instead of 2"), "{err}");
+    check_result(dir, 3);
+}
+
+/// A process that joins does before it what the others did as three ranks: the data of `linear` are named by these.
+#[test]
+fn a_newcomer_trains_the_same_model() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let line = "train linear --epochs 1000000 --iterations 50 --threads 1 --nproc-per-node 3 --elastic --max-restarts 1 \
+                --log-samples seen --output-dir run";
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let job = phalanx(&words, dir).spawn().expect("phalanx starts");
+    wait_for_step(dir, 2, 1);
+    signal(process_of(1, dir), "KILL");
+    wait_for_ranks(dir, 2, 3);
+    // The weights of all ranks are compared after each epoch.
+    let metrics = dir.join("run/metrics.jsonl");
+    let last = || {
+        records(&metrics)
+            .last()
+            .and_then(|r| r["epoch"].as_u64())
+            .unwrap_or(0)
+    };
+    let joined_in = last();
+    eventually("two more epochs", || last() > joined_in + 2);
+    signal(job.id(), "INT");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 130, "{out}{err}");
+}
+
+#[test]
+fn the_loss_of_all_ranks_ends_the_job() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let job = start(dir.path(), 2, "--epochs 1000000");
+    wait_for_step(dir.path(), 1, 1);
+    for rank in [0, 1] {
+        signal(process_of(rank, dir.path()), "KILL");
+    }
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 3, "{out}{err}");
+    assert!(err.contains("was killed by SIGKILL"), "{err}");
+}
+
+#[test]
+fn ranks_that_have_not_begun_to_train_cannot_go_on_without_one() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let job = start(dir.path(), 3, "--epochs 1000000 --max-restarts 0");
+    eventually("a rank runs", || find_process(1, dir.path()).is_some());
+    if let Some(rank) = find_process(1, dir.path()) {
+        signal(rank, "KILL");
+    }
+    // Unless the group had formed already, on a fast machine.
+    let (code, out, err) = match std::fs::exists(dir.path().join("run/metrics.jsonl")) {
+        Ok(true) => {
+            signal(job.id(), "INT");
+            ended(job)
+        }
+        _ => ended(job),
+    };
+    assert!(code != 0, "{out}{err}");
+    assert!(err.contains("rank 1"), "{err}");
+}
+
+#[test]
+fn an_error_of_the_program_ends_the_job_at_once() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let job = start(dir.path(), 2, "--lr 1e30 --max-restarts 0");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 1, "{out}{err}");
+    assert!(err.contains("the loss became"), "{err}");
+}
+
+#[test]
+fn what_cannot_go_on_without_a_rank_is_refused_before_it_begins() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    for (more, want) in [
+        (
+            "--exchange at-step",
+            "--elastic needs the whole optimizer state on every rank",
+        ),
+        (
+            "--sampler torch",
+            "--elastic divides every batch among the ranks that are left",
+        ),
+        (
+            "--gradient-type powersgd",
+            "--elastic cannot keep what PowerSGD has",
+        ),
+        (
+            "--transport thread",
+            "--elastic and --max-restarts are for ranks that are processes",
+        ),
+    ] {
+        let line = format!(
+            "train mnist --synthetic-samples 64 --epochs 1 --nproc-per-node 2 --elastic --output-dir a {more}"
+        );
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let (code, out, err) = run(&words, dir.path());
+        assert_eq!(code, 2, "{more}: {out}{err}");
+        assert!(err.contains(want), "{more}: {err}");
+    }
+}

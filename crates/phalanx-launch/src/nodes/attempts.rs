@@ -1,0 +1,507 @@
+//! Attempts of a job on several nodes: why one has ended, and who starts the ranks again.
+//!
+//! | key                 | value                                             | written by                        |
+//! |---------------------|---------------------------------------------------|-----------------------------------|
+//! | `launch/over/A`     | why attempt A has ended (JSON); code 0: as it should | the first rank's launcher that failed, or node 0 |
+//! | `launch/done/A/I`   | all ranks of launcher I have succeeded            | launcher I                        |
+//! | `launch/ended/A/I`  | all ranks of launcher I have ended after the attempt | launcher I                     |
+//! | `launch/attempt/A`  | the attempt (JSON)                                | node 0, once                      |
+//! | `launch/lost/I`     | why launcher I is not there any more (JSON)       | itself, its guard, its will, or node 0 |
+//!
+//! All launchers stop their ranks when `over` is there. When all have said `ended`, a thread of node 0 decides
+//! (`membership.rs`); node 0 then removes the keys of the ranks and writes the next attempt, or the verdict of the job,
+//! which all others wait for. A verdict that no attempt can mend is written to `launch/abort` at once.
+//!
+//! Where launchers come and go (`--nnodes MIN:MAX`) they are numbered by arrival, and keys have that number; a node has
+//! its place among the launchers of the attempt. A launcher that is not part of an attempt waits for the next one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use phalanx_store::{ErrorKind as StoreKind, Store, TcpStore};
+use serde::{Deserialize, Serialize};
+
+use super::info::name_of;
+use super::membership::{Decision, Id, Membership, Rules};
+use super::pulse::Heard;
+use super::{ARRIVED_KEY, NodeInfo, Nodes, SLICE, decode, encode, lost_store, no_node, node_key};
+use crate::error::{ErrorKind, Result};
+use crate::report::{ABORT_KEY, JobFailure};
+use crate::{Event, format::plural, lock, spawn};
+
+/// What launchers write begins so; everything else in the store belongs to ranks.
+const LAUNCHERS: &str = "launch/";
+/// How often node 0 looks what has happened.
+const LOOK: Duration = Duration::from_millis(50);
+/// For how many keys node 0 asks at once.
+const ASKED_AT_ONCE: usize = 256;
+/// How many times node 0 asks its own store again that does not answer.
+const TRIES: u32 = 20;
+/// How long a question for the end of an attempt waits.
+const OVER_WAIT: Duration = Duration::from_millis(500);
+
+/// One attempt, as all its launchers read it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Attempt {
+    /// Its number, from 0.
+    pub number: u32,
+    /// Why it begins, in one line; empty for the first.
+    pub why: String,
+    /// Its launchers, by node rank.
+    ids: Vec<Id>,
+    infos: Vec<NodeInfo>,
+    /// The ranks' `MASTER_PORT` on node 0.
+    pub master_port: u16,
+}
+
+/// What follows an attempt.
+pub enum Next {
+    /// Another one, of which this launcher is part.
+    Attempt(Attempt),
+    /// The end of the job; the code is 0 where it did without this launcher.
+    End(JobFailure),
+}
+
+/// The attempt that node 0 is to begin.
+pub(super) type ToBegin = Arc<Mutex<Option<Attempt>>>;
+
+impl Nodes {
+    /// Whether another attempt may follow this one.
+    pub fn can_restart(&self) -> bool {
+        self.next.is_some()
+    }
+
+    /// The attempt that runs.
+    fn attempt(&self) -> u32 {
+        self.next.map_or(0, |next| next.saturating_sub(1))
+    }
+
+    /// Whether launchers may come and go.
+    pub fn is_elastic(&self) -> bool {
+        self.is_elastic
+    }
+
+    /// Where the verdict is written if this launcher is killed.
+    pub fn death_key(&self) -> String {
+        death_key(self.id, self.is_elastic)
+    }
+
+    /// Where the verdict of this attempt is written; a final one ends the job.
+    pub(super) fn verdict_key(&self, is_final: bool) -> String {
+        match is_final || !self.can_restart() {
+            true => ABORT_KEY.to_owned(),
+            false => over_key(self.attempt()),
+        }
+    }
+
+    /// Where this launcher says that its ranks have succeeded.
+    pub(super) fn done_key(&self) -> String {
+        match self.can_restart() {
+            true => of_attempt("done", self.attempt(), self.id),
+            false => format!("launch/done/{}", self.me),
+        }
+    }
+
+    /// Starts the thread that waits for the end of this attempt, where another one may follow.
+    pub fn await_end_of_attempt(&self, events: Sender<Event>) -> Result<()> {
+        if !self.can_restart() {
+            return Ok(());
+        }
+        let attempt = self.attempt();
+        let (store, stop) = (self.store.clone(), self.stop.clone());
+        spawn("attempt", move || {
+            while !stop.load(Ordering::Relaxed) {
+                match store.get(&over_key(attempt), OVER_WAIT) {
+                    Ok(bytes) => {
+                        let why = Box::new(verdict(&bytes));
+                        // Where the main thread has ended, nobody listens.
+                        return drop(events.send(Event::Over(attempt, why)));
+                    }
+                    Err(error)
+                        if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {}
+                    // The thread that waits for the verdict says so.
+                    Err(_) => return,
+                }
+            }
+        })
+    }
+
+    /// Why this attempt has ended, once it has; waits a moment for it. The code is 0 where all ranks have succeeded.
+    pub fn end_of_attempt(&self) -> Result<Option<JobFailure>> {
+        let key = over_key(self.attempt());
+        Ok(self.look_at(&key, SLICE)?.map(|bytes| verdict(&bytes)))
+    }
+
+    /// Says that the ranks of this launcher have ended after the attempt, for `why` if nobody has said that yet; false:
+    /// the store has not answered.
+    pub fn ended(&self, why: &JobFailure) -> Result<bool> {
+        // The last words were none.
+        self.store.set_response_timeout(self.heard.limit());
+        let key = over_key(self.attempt());
+        match self.store.compare_set(&key, None, &encode(why)?) {
+            Ok(_) => self.say(&of_attempt("ended", self.attempt(), self.id)),
+            Err(error) if error.kind() == StoreKind::NoAnswer => Ok(false),
+            Err(error) => Err(self.lost_store(error)),
+        }
+    }
+
+    /// What follows this attempt, once that is decided; waits a moment for it.
+    pub fn next(&mut self) -> Result<Option<Next>> {
+        let next = self.next.unwrap_or(0);
+        let is_member = !self.infos.is_empty();
+        if let Some(bytes) = self.look_at(&attempt_key(next), SLICE)? {
+            let attempt = decode::<Attempt>(&bytes).ok_or_else(|| no_node(&attempt_key(next)))?;
+            if attempt.ids.contains(&self.id) {
+                return Ok(Some(Next::Attempt(attempt)));
+            }
+            if is_member {
+                let verdict = JobFailure::new(
+                    ErrorKind::PeerLost.exit_code(),
+                    self.me,
+                    "the other nodes go on without this one, which they had lost",
+                );
+                return Ok(Some(Next::End(verdict)));
+            }
+            self.next = Some(next + 1);
+            return Ok(None);
+        }
+        let look = |key: &str| -> Result<Option<JobFailure>> {
+            let verdict = self.look_at(key, Duration::ZERO)?;
+            Ok(verdict.and_then(|bytes| decode(&bytes)))
+        };
+        let mut verdict = look(ABORT_KEY)?;
+        if verdict.is_none() && !is_member {
+            verdict = look(&over_key(self.attempt()))?.filter(|verdict| verdict.code == 0);
+        }
+        Ok(verdict.map(Next::End))
+    }
+
+    /// On node 0: the attempt that is to begin with [`begin`](Self::begin).
+    pub fn to_begin(&self) -> Option<Attempt> {
+        lock(&self.to_begin).take()
+    }
+
+    /// Removes what ranks have left in the store and lets all launchers start theirs.
+    pub fn begin(&self, attempt: &Attempt) -> Result<()> {
+        if let Some(server) = &self.server {
+            server.clear_all_but(LAUNCHERS);
+        }
+        let written = (|| {
+            if let Some(last) = attempt.number.checked_sub(1) {
+                for what in ["done", "ended"] {
+                    self.store
+                        .delete_prefix(&format!("launch/{what}/{last}/"))?;
+                }
+            }
+            let text = encode(attempt).unwrap_or_default();
+            self.store
+                .compare_set(&attempt_key(attempt.number), None, &text)
+        })();
+        written.map(drop).map_err(|error| self.lost_store(error))
+    }
+
+    /// This launcher is part of the attempt.
+    pub fn enter(&mut self, attempt: &Attempt) {
+        self.next = Some(attempt.number + 1);
+        self.infos.clone_from(&attempt.infos);
+        self.ids.clone_from(&attempt.ids);
+        let node = self.ids.iter().position(|id| *id == self.id);
+        self.me = node.unwrap_or(self.me);
+        if self.is_elastic {
+            self.is_watched.store(false, Ordering::Relaxed);
+            self.is_watched = Arc::new(AtomicBool::new(true));
+            // The threads of the last attempt count by other places.
+            self.heard = Arc::new(Heard::new(self.infos.len()));
+        }
+        self.out_of_reach.store(false, Ordering::Relaxed);
+    }
+
+    /// On node 0 of a job whose nodes may start again: starts the thread that decides when they do.
+    pub fn coordinate(&self, rules: Rules) -> Result<()> {
+        if !self.can_restart() || self.server.is_none() {
+            return Ok(());
+        }
+        let mut coordinator = Coordinator {
+            store: self.store.clone(),
+            machine: match self.is_elastic {
+                true => Membership::forming(rules, Duration::ZERO),
+                false => Membership::running(rules),
+            },
+            rules,
+            next: self.next.unwrap_or(0),
+            restarts: 0,
+            infos: self.infos.iter().cloned().enumerate().collect(),
+            is_elastic: self.is_elastic,
+            arrived: 0,
+            arriving: BTreeSet::from([0]),
+            changes: Vec::new(),
+            to_begin: self.to_begin.clone(),
+        };
+        let (stop, began) = (self.stop.clone(), Instant::now());
+        spawn("attempts", move || coordinator.run(&stop, began))
+    }
+
+    fn look_at(&self, key: &str, wait: Duration) -> Result<Option<Vec<u8>>> {
+        match self.store.get(key, wait) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {
+                Ok(None)
+            }
+            Err(error) => Err(self.lost_store(error)),
+        }
+    }
+
+    /// Sets a key; false: the store has not answered.
+    pub(super) fn say(&self, key: &str) -> Result<bool> {
+        match self.store.set(key, b"") {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == StoreKind::NoAnswer => Ok(false),
+            Err(error) => Err(self.lost_store(error)),
+        }
+    }
+
+    pub(super) fn lost_store(&self, error: phalanx_store::Error) -> crate::error::Error {
+        lost_store(&name_of(&self.infos, 0), error)
+    }
+}
+
+/// The thread of node 0 that tells the machine what is in the store, and does what it decides.
+struct Coordinator {
+    store: Arc<TcpStore>,
+    machine: Membership,
+    rules: Rules,
+    /// The number of the next attempt.
+    next: u32,
+    /// Failures before this attempt.
+    restarts: u32,
+    /// Of all launchers that were there, by number.
+    infos: BTreeMap<Id, NodeInfo>,
+    is_elastic: bool,
+    /// The highest number of a launcher.
+    arrived: Id,
+    /// Launchers that have a number and are not there yet.
+    arriving: BTreeSet<Id>,
+    /// Who has come and gone since the last attempt began.
+    changes: Vec<String>,
+    to_begin: ToBegin,
+}
+
+impl Coordinator {
+    fn run(&mut self, stop: &AtomicBool, began: Instant) {
+        while !stop.load(Ordering::Relaxed) {
+            match self.look() {
+                Ok(()) => {
+                    // Without its own store node 0 is at an end, as its other threads say.
+                    if self.act(began.elapsed()).is_err() {
+                        return;
+                    }
+                }
+                // This process was stopped, or the machine is busy.
+                Err(error) if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {}
+                Err(_) => return,
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    fn attempt(&self) -> u32 {
+        self.next.saturating_sub(1)
+    }
+
+    fn look(&mut self) -> phalanx_store::Result<()> {
+        let (attempt, is_running) = (self.attempt(), self.machine.is_running());
+        if is_running && self.store.try_get(&over_key(attempt))?.is_some() {
+            self.machine.failed();
+        }
+        let what = if is_running { "done" } else { "ended" };
+        let ids: Vec<Id> = self.machine.ids().collect();
+        for id in self.present(&ids, |id| of_attempt(what, attempt, id))? {
+            match is_running {
+                true => self.machine.done(id),
+                false => self.machine.ended(id),
+            }
+        }
+        if self.is_elastic {
+            self.look_who_goes(&ids)?;
+            self.look_who_comes()?;
+        }
+        Ok(())
+    }
+
+    fn look_who_goes(&mut self, ids: &[Id]) -> phalanx_store::Result<()> {
+        // Without node 0 there is no job.
+        let others: Vec<Id> = ids.iter().copied().filter(|id| *id != 0).collect();
+        for id in self.present(&others, |id| death_key(id, true))? {
+            let why = self.store.try_get(&death_key(id, true))?;
+            self.changes.push(verdict(&why.unwrap_or_default()).message);
+            self.machine.lost(id);
+        }
+        Ok(())
+    }
+
+    fn look_who_comes(&mut self) -> phalanx_store::Result<()> {
+        let arrived = arrived(&self.store)?;
+        self.arriving.extend(self.arrived + 1..=arrived);
+        self.arrived = arrived;
+        let arriving: Vec<Id> = self.arriving.iter().copied().collect();
+        for id in self.present(&arriving, node_key)? {
+            let card = self.store.try_get(&node_key(id))?;
+            self.arriving.remove(&id);
+            let Some(info) = card.and_then(|card| decode::<NodeInfo>(&card)) else {
+                continue;
+            };
+            let (host, pid) = (&info.host, info.pid);
+            self.changes
+                .push(format!("a node has joined (host {host}, pid {pid})"));
+            self.infos.insert(id, info);
+            self.machine.arrived(id);
+        }
+        Ok(())
+    }
+
+    fn act(&mut self, now: Duration) -> phalanx_store::Result<()> {
+        while let Some(decision) = self.machine.decide(now) {
+            match decision {
+                Decision::Start(ids) => self.start(ids)?,
+                Decision::Succeed => {
+                    let good = JobFailure::new(0, 0, "all ranks have succeeded");
+                    self.publish(&good, &over_key(self.attempt()))?;
+                }
+                Decision::Fail => {
+                    self.publish(&self.why()?, ABORT_KEY)?;
+                }
+                Decision::Stop => {
+                    let code = ErrorKind::PeerLost.exit_code();
+                    let why = JobFailure::new(code, 0, self.changes.join("; "));
+                    if self.publish(&why, &over_key(self.attempt()))? != why {
+                        self.machine.failed();
+                    }
+                }
+                Decision::TooFew(there) => {
+                    self.publish(&self.too_few(there), ABORT_KEY)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Why the attempt has ended.
+    fn why(&self) -> phalanx_store::Result<JobFailure> {
+        let key = over_key(self.attempt());
+        let bytes = insist(|| self.store.try_get(&key))?;
+        Ok(verdict(&bytes.unwrap_or_default()))
+    }
+
+    fn publish(&self, verdict: &JobFailure, key: &str) -> phalanx_store::Result<JobFailure> {
+        insist(|| verdict.publish_at(&self.store, key))
+    }
+
+    fn too_few(&self, there: usize) -> JobFailure {
+        let (least, seconds) = (self.rules.least, self.rules.join.as_secs());
+        let code = ErrorKind::Timeout.exit_code();
+        let message = format!("{there} of at least {least} nodes have joined within {seconds} s");
+        let mut notes = vec![(
+            "fix".to_owned(),
+            "start more launchers, or wait longer with --rdzv-conf join_timeout=S".to_owned(),
+        )];
+        if self.next > 0 && !self.changes.is_empty() {
+            notes.insert(0, ("since".to_owned(), self.changes.join("; ")));
+        }
+        JobFailure {
+            notes,
+            ..JobFailure::new(code, 0, message)
+        }
+    }
+
+    fn start(&mut self, ids: Vec<Id>) -> phalanx_store::Result<()> {
+        let changes = std::mem::take(&mut self.changes).join("; ");
+        let (restarts, most) = (self.machine.restarts(), self.rules.max_restarts);
+        let infos = ids.iter().filter_map(|id| self.infos.get(id).cloned());
+        let infos: Vec<NodeInfo> = infos.collect();
+        let why = if self.next == 0 {
+            String::new()
+        } else if std::mem::replace(&mut self.restarts, restarts) != restarts {
+            format!("restart {restarts} of {most}: {}", self.why()?.message)
+        } else {
+            let ranks: usize = infos.iter().map(|info| info.local_ranks).sum();
+            let (ranks, nodes) = (plural(ranks, "rank"), plural(ids.len(), "node"));
+            format!("restart with {ranks} on {nodes}: {changes}")
+        };
+        *lock(&self.to_begin) = Some(Attempt {
+            number: self.next,
+            why,
+            infos,
+            ids,
+            master_port: 0,
+        });
+        self.next += 1;
+        Ok(())
+    }
+
+    /// Those of `ids` whose key is there.
+    fn present(&self, ids: &[Id], key: impl Fn(Id) -> String) -> phalanx_store::Result<Vec<Id>> {
+        let keys: Vec<String> = ids.iter().map(|id| key(*id)).collect();
+        let asked: Vec<&str> = keys.iter().map(String::as_str).collect();
+        let mut missing = Vec::new();
+        for asked in asked.chunks(ASKED_AT_ONCE) {
+            match self.store.wait(asked, Duration::ZERO) {
+                Ok(()) => {}
+                Err(error) if error.kind() == StoreKind::Timeout => {
+                    missing.extend_from_slice(error.missing_keys());
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let found = ids.iter().zip(&keys);
+        let found = found.filter(|(_, key)| !missing.contains(key));
+        Ok(found.map(|(id, _)| *id).collect())
+    }
+}
+
+/// Asks until there is an answer: a decision is taken once.
+fn insist<T>(mut ask: impl FnMut() -> phalanx_store::Result<T>) -> phalanx_store::Result<T> {
+    let mut tries = 0;
+    loop {
+        match ask() {
+            Err(error) if error.kind() == StoreKind::NoAnswer && tries < TRIES => tries += 1,
+            answer => return answer,
+        }
+    }
+}
+
+fn over_key(attempt: u32) -> String {
+    format!("launch/over/{attempt}")
+}
+
+/// Where the verdict of a launcher that has died is written: without it the job ends, unless launchers come and go.
+pub(super) fn death_key(id: Id, is_elastic: bool) -> String {
+    match is_elastic && id != 0 {
+        true => format!("launch/lost/{id}"),
+        false => ABORT_KEY.to_owned(),
+    }
+}
+
+/// The highest number of a launcher.
+pub(super) fn arrived(store: &TcpStore) -> phalanx_store::Result<Id> {
+    let count = store.try_get(ARRIVED_KEY)?;
+    let count = count.and_then(|text| String::from_utf8(text).ok());
+    Ok(count.and_then(|text| text.parse().ok()).unwrap_or(0))
+}
+
+pub(super) fn attempt_key(attempt: u32) -> String {
+    format!("launch/attempt/{attempt}")
+}
+
+fn of_attempt(what: &str, attempt: u32, id: Id) -> String {
+    format!("launch/{what}/{attempt}/{id}")
+}
+
+fn verdict(bytes: &[u8]) -> JobFailure {
+    decode(bytes).unwrap_or_else(|| {
+        let code = ErrorKind::PeerLost.exit_code();
+        JobFailure::new(code, 0, "another node failed and gave no reason")
+    })
+}

@@ -1,0 +1,597 @@
+//! An elastic training (`--elastic`): ranks go on without those that are lost, and with those that join.
+//!
+//! All that ranks do together is cut into *units*: a step, an evaluation, a vote on saving. The last thing in a unit is a
+//! collective that no rank leaves before all have entered it. So if one rank has completed a unit, all have begun it, and
+//! ranks are never more than one unit apart. When a rank is lost, the others form a new group and compare how many units
+//! they have completed. Those that are one behind take over the result of the unit, and the state of the training, from
+//! one that is not; nothing that a rank has completed is done again. Then all go on with the unit that none has completed,
+//! its samples divided among the ranks that are left.
+//!
+//! A process that joins does so between two steps. It takes over the same state and what the training has measured, as if
+//! it were resumed from a checkpoint.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use phalanx_base::env::real_env;
+use phalanx_checkpoint::state::Place;
+use phalanx_comm::{JoinRequests, ReduceOp, is_over, report_over};
+use phalanx_data::Dataset;
+use phalanx_data::progress::Progress;
+use phalanx_data::sampler::SamplerConfig;
+use phalanx_track::Tracker;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::batches::{BatchPosition, StepBatch, StepContext};
+use super::{Purpose, Trainer};
+use crate::best::Best;
+use crate::deliveries::Deliveries;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::plural;
+use crate::log::RunInfo;
+use crate::output::{Files, Output};
+use crate::saving::{self, History};
+use crate::split::{BatchSplit, Determinism, SplitArgs};
+use crate::strategy::Strategy;
+
+/// How often rank 0 asks whether a process wants to join.
+const ASK_EVERY: Duration = Duration::from_millis(100);
+
+/// Records of `metrics.jsonl` that each rank keeps, in case rank 0 was lost before it wrote them.
+const KEPT_RECORDS: usize = 8;
+
+/// What an elastic training keeps on each rank.
+#[derive(Default)]
+pub(super) struct Elasticity {
+    /// Units that this rank has completed.
+    completed: u64,
+    /// The result of the last one, as JSON.
+    result: String,
+    /// On rank 0.
+    requests: Option<Requests>,
+    /// A process wants to join, as all ranks know from the last step.
+    wanted: bool,
+    /// Epoch and step of the batch with which the program is, or was last.
+    batch: Option<(usize, usize)>,
+    /// This rank has yet to take over the state of the others.
+    joining: bool,
+    /// What is reported when the next step is taken.
+    change: Option<Change>,
+    /// The last records of metrics.
+    records: VecDeque<Value>,
+    /// How the run is reported where this rank becomes rank 0.
+    opening: Option<Opening>,
+}
+
+impl Elasticity {
+    pub(super) fn new(opening: Option<Opening>) -> Elasticity {
+        Elasticity {
+            opening,
+            ..Elasticity::default()
+        }
+    }
+}
+
+/// How a run is reported: what rank 0 needs to begin with it.
+pub(super) struct Opening {
+    pub(super) title: String,
+    pub(super) data: String,
+    pub(super) settings: BTreeMap<String, String>,
+    pub(super) frozen: Vec<String>,
+    pub(super) files: Files,
+    pub(super) trackers: Vec<Box<dyn Tracker + Send>>,
+}
+
+/// A change of the ranks.
+struct Change {
+    before: usize,
+    noticed: Instant,
+    agreed: Instant,
+    state: Instant,
+}
+
+/// Asks the store in a thread of its own, until it is dropped.
+struct Requests {
+    any: Arc<AtomicBool>,
+    _stop: Sender<()>,
+}
+
+impl Requests {
+    fn watch(requests: JoinRequests) -> Requests {
+        let any = Arc::new(AtomicBool::new(false));
+        let (stop, stopped) = channel::<()>();
+        let found = Arc::clone(&any);
+        let watching = std::thread::Builder::new().name("phalanx-joins".to_owned());
+        // Without the thread nobody joins.
+        let _ = watching.spawn(move || {
+            while stopped.recv_timeout(ASK_EVERY) == Err(RecvTimeoutError::Timeout) {
+                let waiting = requests.read().is_ok_and(|numbers| !numbers.is_empty());
+                found.store(waiting, Relaxed);
+            }
+        });
+        Requests { any, _stop: stop }
+    }
+}
+
+/// What a rank that is behind, or joins, takes over besides the model and the optimizers.
+#[derive(Serialize, Deserialize)]
+struct Handover {
+    completed: u64,
+    result: String,
+    place: [u64; 4],
+    history: History,
+    /// Of each group of parameters.
+    skipped: Vec<u64>,
+    initial: Option<String>,
+    weights: String,
+    /// Steps since the run was started or resumed.
+    saved_steps: u64,
+    /// The training's folder.
+    folder: PathBuf,
+}
+
+impl<M, S: Strategy> Trainer<'_, M, S> {
+    /// Runs `work` on rank 0, and gives its result to all ranks, as JSON, which rounds some floats and has no NaN. In an elastic
+    /// training another rank does it again where rank 0 is lost meanwhile. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Those of `work`, on rank 0; peers that are lost.
+    pub fn on_rank_0<R: Serialize + DeserializeOwned>(
+        &mut self,
+        mut work: impl FnMut(&mut Self) -> Result<R>,
+    ) -> Result<R> {
+        self.admit()?;
+        self.together(|trainer| {
+            let ctx = trainer.ctx;
+            let own = ctx.is_main().then(|| work(trainer)).transpose()?;
+            let result = ctx.group().broadcast_object(own.as_ref(), 0)?;
+            if ctx.elastic.is_some() {
+                ctx.group().barrier()?;
+            }
+            Ok(result)
+        })
+    }
+
+    /// Runs `work`, in which all ranks take part: a unit. When a rank is lost it is done again by the others, unless one of
+    /// them has completed it, whose result all take over then.
+    pub(super) fn together<R: Serialize + DeserializeOwned>(
+        &mut self,
+        mut work: impl FnMut(&mut Self) -> Result<R>,
+    ) -> Result<R> {
+        if self.ctx.elastic.is_none() {
+            return work(self);
+        }
+        loop {
+            let error = match work(self) {
+                Ok(result) => {
+                    self.elastic.completed += 1;
+                    self.elastic.result = serde_json::to_string(&result).map_err(not_json)?;
+                    return Ok(result);
+                }
+                Err(error) => error,
+            };
+            if self.recover(error)? {
+                return serde_json::from_str(&self.elastic.result).map_err(not_json);
+            }
+        }
+    }
+
+    /// Forms a new group after `error`, if that is the loss of a rank. Gives whether the unit that failed here was completed by
+    /// another rank.
+    fn recover(&mut self, mut error: Error) -> Result<bool> {
+        let (before, noticed) = (self.ctx.world(), Instant::now());
+        let completed = self.elastic.completed;
+        loop {
+            if error.kind() != ErrorKind::PeerLost {
+                return Err(error);
+            }
+            let phase = self.ctx.phase("forming the group anew");
+            if let Err(why) = self.ctx.shrink() {
+                return Err(why.note("since", error.chain()));
+            }
+            drop(phase);
+            let agreed = Instant::now();
+            match self.take_up() {
+                Ok(()) => {
+                    self.changed(before, noticed, agreed);
+                    return Ok(self.elastic.completed != completed);
+                }
+                Err(again) => error = again,
+            }
+        }
+    }
+
+    fn changed(&mut self, before: usize, noticed: Instant, agreed: Instant) {
+        let state = Instant::now();
+        self.elastic.change = Some(Change {
+            before,
+            noticed,
+            agreed,
+            state,
+        });
+    }
+
+    /// Compares with the other ranks of a new group, takes over from them what this rank lacks, and prepares to go on.
+    fn take_up(&mut self) -> Result<()> {
+        let group = self.ctx.group();
+        let mut all = vec![0i64; group.world_size()];
+        let own = self.elastic.completed;
+        group.all_gather(&[own.cast_signed()], &mut all)?;
+        let most = all.iter().copied().max().unwrap_or(0);
+        let donor = all.iter().position(|units| *units == most).unwrap_or(0);
+        if most == 0 && self.elastic.joining {
+            self.elastic.joining = false;
+            let what =
+                "the ranks that this one was to join were lost, and the training's state with them";
+            return Err(Error::new(ErrorKind::Failed, what));
+        }
+        if all.iter().any(|units| *units != most) {
+            let given = (group.rank() == donor).then(|| self.handover());
+            let taken: Handover = group.broadcast_object(given.as_ref(), donor)?;
+            self.strategy.take_state(&group, donor)?;
+            // From here on this rank can give it to others.
+            if taken.completed != own {
+                self.adopt(taken)?;
+            }
+        }
+        self.strategy
+            .reform(self.ctx, self.settings, &mut self.tape)?;
+        self.divide()?;
+        let parts = self.split.parts();
+        if let Some(running) = &mut self.running {
+            running.losses.divide(parts);
+        }
+        if self.ctx.is_main() && !self.reports.output.is_opened() {
+            self.take_over_reports()?;
+        }
+        self.watch_requests();
+        Ok(())
+    }
+
+    /// Asks from now on whether a process wants to join, on rank 0.
+    fn watch_requests(&mut self) {
+        self.elastic.requests = (self.ctx.elastic.is_some() && self.ctx.is_main())
+            .then(|| Requests::watch(self.ctx.group().join_requests()));
+    }
+
+    fn handover(&self) -> Handover {
+        let Place {
+            epoch,
+            samples,
+            step_in_epoch,
+            step,
+        } = self.place;
+        let (sums, count) = match &self.running {
+            Some(running) => running.losses.full(),
+            None => (Vec::new(), 0),
+        };
+        let results = &self.results;
+        let history = History::new(&results.accuracies, results.metrics.values(), &sums, count);
+        Handover {
+            completed: self.elastic.completed,
+            result: self.elastic.result.clone(),
+            place: [epoch, samples, step_in_epoch, step],
+            history: history
+                .with_last(&results.last)
+                .with_best(results.best.so_far()),
+            skipped: self.strategy.skipped_of_groups(),
+            initial: results.initial.clone(),
+            weights: results.weights.clone(),
+            saved_steps: self.saving.steps(),
+            folder: self.reports.output.dir().to_owned(),
+        }
+    }
+
+    /// Takes over the result of the unit that another rank has completed, and where this one joins, what the training has
+    /// measured until then.
+    fn adopt(&mut self, handover: Handover) -> Result<()> {
+        let own = std::mem::replace(&mut self.elastic.completed, handover.completed);
+        self.elastic.result = handover.result;
+        self.strategy.set_skipped_steps(&handover.skipped);
+        if !std::mem::take(&mut self.elastic.joining) {
+            return match handover.completed == own + 1 {
+                true => Ok(()),
+                false => Err(Error::internal(format!(
+                    "this rank has completed {own} units of the training and another {}",
+                    handover.completed
+                ))),
+            };
+        }
+        let [epoch, samples, step_in_epoch, step] = handover.place;
+        self.place = Place {
+            epoch,
+            samples,
+            step_in_epoch,
+            step,
+        };
+        if let Some(schedule) = &mut self.schedule {
+            (0..step).for_each(|_| schedule.advance());
+        }
+        let (history, results) = (handover.history, &mut self.results);
+        results.accuracies = history.accuracies();
+        for value in history.metrics() {
+            results.metrics.add(value);
+        }
+        results.last = history.last().unwrap_or_else(super::Evaluation::nothing);
+        results.best = Best::new(self.settings.best.clone(), history.best());
+        (results.initial, results.weights) = (handover.initial, handover.weights);
+        self.saving.set_steps(handover.saved_steps);
+        self.reports.output.set_dir(handover.folder);
+        self.history = history;
+        Ok(())
+    }
+
+    /// Divides the batches among the ranks that there are. No rank computes with more samples at a time than at first.
+    fn divide(&mut self) -> Result<()> {
+        let group = self.strategy.batch_group();
+        let (world, rank) = (group.world_size(), group.rank());
+        let args = divided(&self.settings.split, self.ctx.first_world(), world);
+        self.split = BatchSplit::new(&args, world, rank)?;
+        let config = SamplerConfig {
+            rank,
+            ..self.sampler_config
+        };
+        self.samplers = self
+            .settings
+            .samplers(&self.split, config, self.drop_last)?;
+        Ok(())
+    }
+
+    /// Begins to write the run's files, as rank 0 that was lost has done.
+    fn take_over_reports(&mut self) -> Result<()> {
+        let (ctx, settings) = (self.ctx, self.settings);
+        let Some(opening) = &mut self.elastic.opening else {
+            return Ok(());
+        };
+        if self.purpose != Purpose::Train {
+            return Ok(());
+        }
+        let dir = self.reports.output.dir().to_owned();
+        let output = Output::open(ctx, dir, opening.files.clone(), &settings.saving)?;
+        let infos = self.strategy.infos();
+        let info = RunInfo {
+            program: &self.program,
+            title: &opening.title,
+            data: &opening.data,
+            steps: self.steps,
+            settings: opening.settings.clone(),
+            params: &infos,
+            frozen: &opening.frozen,
+            labels: &settings.labels,
+        };
+        let records: Vec<Value> = self.elastic.records.drain(..).collect();
+        let log = output.log_of_lost(ctx, self.place, &info, &records)?;
+        let mut trackers = std::mem::take(&mut opening.trackers);
+        trackers.extend(settings.track.trackers(&real_env())?);
+        self.saving
+            .take_over(output.checkpoints(saving::FOLDER, settings.saving.keep()));
+        let mut progress = Progress::for_rank(ctx.rank()).with_unit(self.unit);
+        if let Some(running) = &self.running {
+            progress.begin(running.epoch as u64, settings.epochs() as u64, self.steps);
+            progress.skip(self.place.step_in_epoch as usize);
+        }
+        let reports = &mut self.reports;
+        reports.log = log;
+        reports.deliveries = Deliveries::start(output.dir(), trackers);
+        reports.output = output;
+        reports.progress = progress;
+        Ok(())
+    }
+
+    /// Joins the other ranks, if this process was started in place of a lost one.
+    pub(super) fn join(&mut self) -> Result<()> {
+        if self.ctx.elastic.is_none() || self.purpose != Purpose::Train || self.is_complete() {
+            return Ok(());
+        }
+        if !self.ctx.is_newcomer() {
+            if self.ctx.is_main() {
+                self.ctx.group().announce_elastic()?;
+            }
+            self.watch_requests();
+            return Ok(());
+        }
+        if !self.ctx.join()? {
+            self.reports.log.stop();
+            return Err(Error::stopped());
+        }
+        self.elastic.joining = true;
+        if let Err(error) = self.take_up() {
+            self.recover(error)?;
+        }
+        self.elastic.change = None;
+        self.ctx.group().announce_joined()?;
+        Ok(())
+    }
+
+    /// Before what ranks do together: takes in the processes that want to join, if the program begins with another batch.
+    /// A newcomer begins with that batch too.
+    pub(super) fn admit(&mut self) -> Result<()> {
+        let (BatchPosition::At(index), Some(running)) = (self.position.get(), &self.running) else {
+            return Ok(());
+        };
+        let batch = (running.epoch, index);
+        let is_first = self.elastic.batch.replace(batch) != Some(batch);
+        let is_next = self.place.step_in_epoch as usize == index;
+        if !(is_first && is_next && std::mem::take(&mut self.elastic.wanted)) {
+            return Ok(());
+        }
+        let (before, noticed) = (self.ctx.world(), Instant::now());
+        let (numbers, generation): (Vec<usize>, u32) = self.together(|trainer| {
+            let group = trainer.ctx.group();
+            let asking = trainer.ctx.is_main().then(|| group.join_requests().read());
+            let asking = asking.transpose()?;
+            let numbers = group.broadcast_object(asking.as_ref(), 0)?;
+            // No rank grows the group before all know the newcomers.
+            group.barrier()?;
+            Ok((numbers, group.generation()))
+        })?;
+        // If a rank was lost since, those that grow the group have formed one with the others.
+        if numbers.is_empty() || self.ctx.group().generation() != generation {
+            return Ok(());
+        }
+        self.ctx.grow(&numbers)?;
+        let agreed = Instant::now();
+        match self.take_up() {
+            Ok(()) => {
+                self.changed(before, noticed, agreed);
+                Ok(())
+            }
+            Err(error) => self.recover(error).map(drop),
+        }
+    }
+
+    /// The losses of all ranks for the step, and whether a process wants to join: the end of a step's unit.
+    pub(super) fn share_losses(&mut self, sums: &mut [f64], samples: usize) -> Result<(f64, bool)> {
+        let asked = self.elastic.requests.as_ref();
+        let wanted = asked.is_some_and(|requests| requests.any.load(Relaxed));
+        let mut all = sums.to_vec();
+        all.push(f64::from(u8::from(wanted)));
+        self.ctx.group().all_reduce(&mut all, ReduceOp::Sum)?;
+        let wanted = all.pop().is_some_and(|wanted| wanted > 0.0);
+        sums.copy_from_slice(&all);
+        let total = match self.split.tree() {
+            Some(tree) => tree.sum(sums),
+            None => sums.iter().sum(),
+        };
+        Ok((total / samples.max(1) as f64, wanted))
+    }
+
+    /// Whether a process wants to join, as the ranks agreed in the step that was taken.
+    pub(super) fn set_wanted(&mut self, wanted: bool) {
+        self.elastic.wanted = wanted;
+    }
+
+    /// Runs `work`, by which rank 0 writes files, on all ranks. In an elastic training another rank does it again where rank 0
+    /// is lost before it has ended.
+    pub(super) fn by_rank_0(
+        &mut self,
+        mut work: impl FnMut(&mut Self) -> Result<()>,
+    ) -> Result<()> {
+        if self.ctx.elastic.is_none() {
+            return work(self);
+        }
+        let mut done_as_main = None;
+        self.together(|trainer| {
+            let is_main = trainer.ctx.is_main();
+            if done_as_main != Some(is_main) {
+                work(trainer)?;
+                done_as_main = Some(is_main);
+            }
+            Ok(trainer.ctx.group().barrier()?)
+        })
+    }
+
+    /// Divides `batch` anew, if ranks were lost or joined since it was made.
+    pub(super) fn renew<D: Dataset + ?Sized>(&self, batch: &StepBatch<'_, D>) -> Result<()> {
+        let generation = self.ctx.group().generation();
+        batch.renew(generation, &self.split, &self.samplers)
+    }
+
+    /// Keeps a record of metrics, in case rank 0 is lost before it writes it.
+    pub(super) fn keep_record(&mut self, record: &Value) {
+        if self.ctx.elastic.is_some() && !self.ctx.is_main() {
+            let records = &mut self.elastic.records;
+            if records.len() == KEPT_RECORDS {
+                records.pop_front();
+            }
+            records.push_back(record.clone());
+        }
+    }
+
+    /// After a step: reports a change of the ranks before it.
+    pub(super) fn report_change(&mut self, turn: &StepContext) -> Result<()> {
+        let Some(change) = self.elastic.change.take() else {
+            return Ok(());
+        };
+        let ctx = self.ctx;
+        let redone = Instant::now();
+        let ms =
+            |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64() * 1e3;
+        let at = |time: Instant| time.saturating_duration_since(ctx.started).as_secs_f64();
+        let world = ctx.world();
+        let text = format!(
+            "elastic  {}: {} instead of {}; agreed after {:.0} ms, state after {:.0} ms, step taken after {:.0} ms",
+            turn.name(),
+            plural(world, "rank"),
+            change.before,
+            ms(change.noticed, change.agreed),
+            ms(change.noticed, change.state),
+            ms(change.noticed, redone),
+        );
+        let reports = &mut self.reports;
+        reports.progress.suspend(|| ctx.note(&text));
+        let step = (turn.epoch - 1) * self.steps + turn.index;
+        reports.log.notice(step as u64, &text);
+        reports.log.event(&json!({
+            "step": step, "epoch": turn.epoch, "elapsed_s": at(redone),
+            "ranks": world, "ranks_before": change.before, "noticed_s": at(change.noticed), "agreed_s": at(change.agreed),
+            "state_s": at(change.state), "redone_s": at(redone),
+        }))
+    }
+
+    /// The training has ended: processes that want to join need not wait any longer.
+    pub(super) fn end_joining(&self) {
+        if self.ctx.elastic.is_some() {
+            // Otherwise they end with the launcher.
+            let _ = report_over(&*self.ctx.group().store(), "the training has ended");
+        }
+    }
+
+    /// Whether another rank has ended the training.
+    pub(super) fn is_over(&self) -> bool {
+        let over = |elastic| is_over(&*self.ctx.group().store()).ok().filter(|_| elastic);
+        over(self.ctx.elastic.is_some()).unwrap_or(false)
+    }
+}
+
+/// `args` for `world` ranks of a training that `first` were started for.
+fn divided(args: &SplitArgs, first: usize, world: usize) -> SplitArgs {
+    let mut args = args.clone();
+    if args.determinism() != Determinism::Shards {
+        args.accumulate = (first * args.accumulate).div_ceil(world.max(1));
+    }
+    args
+}
+
+fn not_json(error: serde_json::Error) -> Error {
+    Error::new(ErrorKind::Internal, "the result of a unit is not JSON").caused_by(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_rank_computes_with_more_samples_at_a_time_than_at_first() {
+        let args = |accumulate| SplitArgs {
+            accumulate,
+            deterministic: None,
+            shards: None,
+        };
+        for (first, accumulate) in [(3, 1), (4, 1), (4, 2), (8, 3), (1, 1)] {
+            let batch = 64 * first * accumulate;
+            for world in 1..=first {
+                let now = divided(&args(accumulate), first, world);
+                let parts = now.accumulate * world;
+                assert!(batch.div_ceil(parts) <= 64, "{first} {accumulate} {world}");
+            }
+            assert_eq!(
+                divided(&args(accumulate), first, first).accumulate,
+                accumulate
+            );
+        }
+        let shards = SplitArgs {
+            deterministic: Some(Determinism::Shards),
+            ..args(1)
+        };
+        assert_eq!(divided(&shards, 4, 3).accumulate, 1);
+    }
+}
