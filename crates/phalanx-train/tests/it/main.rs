@@ -3,6 +3,7 @@
 mod again;
 mod branches;
 mod damage;
+mod elastic;
 mod gan;
 mod mesh;
 mod normed;
