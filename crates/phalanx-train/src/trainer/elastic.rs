@@ -392,9 +392,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             return Ok(());
         }
         if !self.ctx.is_newcomer() {
-            if self.ctx.is_main() {
-                self.ctx.group().announce_elastic()?;
-            }
+            // A rank may still be in the last collective of the start when another one is lost in a step.
+            self.together(|trainer| Ok(trainer.ctx.group().barrier()?))?;
+            self.ctx.group().announce_elastic()?;
             self.watch_requests();
             return Ok(());
         }
