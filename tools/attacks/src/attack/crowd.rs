@@ -153,18 +153,25 @@ pub fn half_open(scene: &Scene, tallies: &Tallies, connections: usize) {
 
 /// So many connections at once, held, then reset.
 pub fn crowd(scene: &Scene, tallies: &Tallies, connections: usize) {
-    // Not in the first moment: that belongs to the door.
-    while scene.sleep(Duration::from_millis(2500)) {
+    // Not in the first moment: that belongs to the door. But before a short job has ended.
+    let mut pause = Duration::from_millis(1200);
+    while scene.sleep(pause) {
+        pause = Duration::from_millis(2500);
         let targets = scene.targets();
         if targets.is_empty() {
             continue;
         }
         let each = connections / targets.len();
         let mut held = Vec::with_capacity(connections);
+        // The store may close a connection before anybody looks again.
+        let mut came = Vec::with_capacity(connections);
         'open: for target in &targets {
             for i in 0..each {
                 match start(&target.place) {
-                    Some(socket) => held.push(socket),
+                    Some(socket) => {
+                        came.push(socket.peer_addr().is_ok());
+                        held.push(socket);
+                    }
                     None => break 'open,
                 }
                 if i % 256 == 0 && scene.is_over() {
@@ -172,7 +179,6 @@ pub fn crowd(scene: &Scene, tallies: &Tallies, connections: usize) {
                 }
             }
         }
-        let mut came = vec![false; held.len()];
         let since = Instant::now();
         while since.elapsed() < HOLD && scene.sleep(Duration::from_millis(200)) {
             for (came, socket) in came.iter_mut().zip(&held) {
