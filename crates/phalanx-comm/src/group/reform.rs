@@ -9,7 +9,7 @@
 //! | `reform/JOB/GENERATION/members`  | `F F F …`, by rank | one of them, by compare-and-set |
 //! | `reform/lost/F`                  | why                | whoever watches the processes ([`report_lost`]) |
 //! | `reform/over`                    | why                | the same, when the job ends    |
-//! | `reform/elastic`                 | `1`                | rank 0, when ranks may be lost  |
+//! | `reform/elastic`                 | `1`                | all ranks, once they may be lost |
 //! | `reform/joined/F`                | `1`                | a newcomer that has the others' state |
 //! | `reform/joining`, `reform/joining/N` | a count, F     | a newcomer                     |
 //! | `reform/invited/F`               | an [`Invitation`]  | all members of the old group   |
@@ -280,8 +280,7 @@ impl ProcessGroup {
             algorithm,
             identity: Some(identity),
         };
-        let formed = meeting.form(&origin, member).map_err(named)?;
-        let (member, mesh, origin) = formed;
+        let (member, mesh, origin) = meeting.form(&origin, member).map_err(named)?;
         if member.rank == 0 {
             // The keys of the lost ranks, in subgroups too.
             let job = meeting.identity.job;
@@ -309,13 +308,15 @@ impl JoinRequests {
     ///
     /// Those of the store.
     pub fn read(&self) -> Result<Vec<usize>> {
-        let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).parse().ok();
-        let count: u64 = self.store.try_get(JOINING)?.and_then(text).unwrap_or(0);
+        let number_at = |key: &str| -> Result<Option<usize>> {
+            let bytes = self.store.try_get(key)?.unwrap_or_default();
+            Ok(String::from_utf8_lossy(&bytes).parse().ok())
+        };
         let mut found = Vec::new();
-        for index in 1..=count {
-            let number = self.store.try_get(&format!("{JOINING}/{index}"))?;
-            let number = number.and_then(|bytes| String::from_utf8_lossy(&bytes).parse().ok());
-            let Some(number) = number else { continue };
+        for index in 1..=number_at(JOINING)?.unwrap_or(0) {
+            let Some(number) = number_at(&format!("{JOINING}/{index}"))? else {
+                continue;
+            };
             let is_known = found.contains(&number) || self.roster.contains(&number);
             if !is_known && self.store.try_get(&lost_key(number))?.is_none() {
                 found.push(number);
@@ -391,7 +392,7 @@ impl Newcomer {
         );
         let mut declined = None;
         loop {
-            let invitation = loop {
+            let text = loop {
                 match store.get(&key, LISTEN) {
                     Ok(text) if Some(&text) == declined.as_ref() => std::thread::sleep(LISTEN),
                     Ok(text) => break text,
@@ -404,7 +405,6 @@ impl Newcomer {
                     Err(e) => return Err(named(e.into())),
                 }
             };
-            let text = invitation;
             let invitation: Invitation = serde_json::from_slice(&text).map_err(|e| {
                 let what = format!("the store holds a garbled invitation: {e}");
                 named(Error::new(ErrorKind::Protocol, what))
