@@ -86,9 +86,10 @@ mod wait;
 pub use dtype::{DType, Element};
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
-    Call, GroupOptions, InitOptions, JoinRequests, MAX_OBJECT_BYTES, Newcomer, OpTimes, P2POp,
-    PhaseGuard, ProcessGroup, ShrinkOptions, Transport, Work, goes_on_with, is_over, name_ranks,
-    read_token, report_lost, report_over,
+    Call, GroupOptions, InitOptions, MAX_OBJECT_BYTES, MembershipRequests, Newcomer, OpTimes,
+    P2POp, PhaseGuard, ProcessGroup, RequestedChange, ShrinkOptions, Transport, Work, goes_on_with,
+    is_elastic, is_over, name_ranks, read_token, report_hold, report_leaving, report_lost,
+    report_over,
 };
 pub use inherited::inherited_socket;
 pub use kernel::{all_finite, largest};

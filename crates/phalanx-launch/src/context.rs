@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use phalanx_base::error::{Error, ErrorKind, Result};
 use phalanx_base::format::{number, plural};
 use phalanx_base::say;
-use phalanx_comm::{Newcomer, PhaseGuard, ProcessGroup, ShrinkOptions, TransportKind};
+use phalanx_comm::{Newcomer, PhaseGuard, ProcessGroup, ShrinkOptions, TransportKind, report_lost};
 
 /// One rank of a training run.
 pub struct RankContext {
@@ -141,14 +141,20 @@ impl RankContext {
         Ok(())
     }
 
-    /// Takes in the processes with the numbers `newcomers`. *Blocks* until all ranks call it, between two operations.
+    /// Takes in the processes with the numbers `joining`, and goes on without those with the numbers `leaving`. *Blocks*
+    /// until all ranks that stay call it, between two operations.
     ///
     /// # Errors
     ///
     /// Those of [`ProcessGroup::grow`].
-    pub fn grow(&self, newcomers: &[usize]) -> Result<()> {
+    pub fn change(&self, joining: &[usize], leaving: &[usize]) -> Result<()> {
         let options = self.elastic_options()?;
-        let group = self.group().grow(newcomers, options)?;
+        let group = self.group();
+        for number in leaving {
+            report_lost(&*group.store(), *number, "it has left")
+                .map_err(crate::system("cannot reach the store"))?;
+        }
+        let group = group.grow(joining, options)?;
         self.membership().group = group;
         Ok(())
     }

@@ -22,9 +22,10 @@ pub const TOKEN_FILE_VARIABLE: &str = "PHALANX_TOKEN_FILE";
 pub const ERRORS_VARIABLE: &str = "PHALANX_ERRORS";
 /// When the command was typed, in nanoseconds since 1970, for the ranks that it starts.
 pub const STARTED_VARIABLE: &str = "PHALANX_STARTED_NS";
-/// `1` where the launcher does not end the job when a rank is lost: the others go on without it.
+/// Where the launcher does not end the job when a rank is lost, as the others go on without it: the number of ranks that the
+/// job began with; 0 elsewhere.
 pub const ELASTIC_VARIABLE: &str = "PHALANX_ELASTIC";
-/// The number of a process that was started in place of a lost rank, among all that the job has started.
+/// The number of a process that is to join the others, among all that the job has started.
 pub const JOIN_VARIABLE: &str = "PHALANX_JOIN";
 /// See [`ERRORS_VARIABLE`].
 pub const LAUNCHER: &str = "launcher";
@@ -85,7 +86,7 @@ pub struct RankVariables {
     pub error_file: OsString,
     /// Where it reads the token.
     pub token_file: OsString,
-    /// Its number, if it is started in place of a lost one.
+    /// Its number, if it is to join the others.
     pub joins_as: Option<usize>,
 }
 
@@ -95,6 +96,8 @@ pub fn variables(
     own: &RankVariables,
 ) -> BTreeMap<&'static str, OsString> {
     let rank = shared.first_rank + own.local_rank;
+    // Ranks of a node that has joined later.
+    let world = shared.world.max(rank + 1);
     let number = |n: usize| OsString::from(n.to_string());
     let mut set = BTreeMap::from([
         ("RANK", number(rank)),
@@ -102,10 +105,10 @@ pub fn variables(
         ("GROUP_RANK", number(shared.node_rank)),
         ("ROLE_RANK", number(rank)),
         ("ROLE_NAME", OsString::from(&shared.role)),
-        ("WORLD_SIZE", number(shared.world)),
+        ("WORLD_SIZE", number(world)),
         ("LOCAL_WORLD_SIZE", number(shared.local_ranks)),
         ("GROUP_WORLD_SIZE", number(shared.nodes)),
-        ("ROLE_WORLD_SIZE", number(shared.world)),
+        ("ROLE_WORLD_SIZE", number(world)),
         ("MASTER_ADDR", OsString::from(&shared.master_addr)),
         ("MASTER_PORT", number(usize::from(shared.master_port))),
         (
@@ -131,7 +134,8 @@ pub fn variables(
         set.insert(BIND_VARIABLE, OsString::from(bind));
     }
     // Also where an outer job has set them.
-    set.insert(ELASTIC_VARIABLE, number(usize::from(shared.elastic)));
+    let elastic = if shared.elastic { shared.world } else { 0 };
+    set.insert(ELASTIC_VARIABLE, number(elastic));
     set.insert(JOIN_VARIABLE, own.joins_as.map(number).unwrap_or_default());
     if let Some(ports) = shared.ports {
         set.insert(PORTS_VARIABLE, ports.to_string().into());
@@ -284,7 +288,18 @@ mod tests {
             ..own
         };
         let set = variables(&elastic, &joining);
+        let world = OsString::from(elastic.world.to_string());
         let got = (&*set[ELASTIC_VARIABLE], &*set[JOIN_VARIABLE]);
-        assert_eq!(got, ("1".as_ref(), "5".as_ref()));
+        assert_eq!(got, (&*world, "5".as_ref()));
+        assert_eq!(set["WORLD_SIZE"], world);
+        // Of a node that came when the others had begun.
+        let late = LauncherVariables {
+            first_rank: 7,
+            ..elastic
+        };
+        let set = variables(&late, &joining);
+        let got = ["RANK", "WORLD_SIZE"].map(|name| set[name].to_str().unwrap().to_owned());
+        assert_eq!(got, ["8", "9"]);
+        assert_eq!(set[ELASTIC_VARIABLE], world);
     }
 }

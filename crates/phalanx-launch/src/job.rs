@@ -12,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_base::files::as_typed;
-use phalanx_comm::{PortRange, goes_on_with, report_lost, report_over};
+use phalanx_comm::{PortRange, goes_on_with, report_leaving, report_lost, report_over};
 use phalanx_live::{Page, State};
 use phalanx_store::{FileStore, Store, TcpStore};
 use rustix::process::{Signal, kill_process};
@@ -26,7 +26,9 @@ use super::flight;
 use super::folder::RunFolder;
 use super::guard::Guard;
 use super::machine::{Action, ExitStatus, ShutdownState, StopCause};
-use super::nodes::{self, Attempt, Next, NodeInfo, NodeStore, Nodes, Rules};
+use super::nodes::{
+    self, Attempt, Next, NodeInfo, NodeStore, Nodes, Rules, all_numbers, number_newcomers,
+};
 use super::oom::OomWatch;
 use super::place::Meeting;
 use super::plan::LaunchPlan;
@@ -64,8 +66,6 @@ const LIVE_EVERY: Duration = Duration::from_secs(1);
 /// How many times in a row a rank is found late before the page says so: in a collective, one rank
 /// is always the last.
 const LATE_LOOKS: usize = 3;
-/// Counts the processes that were started in place of lost ones.
-const STARTED_KEY: &str = "launch/restarted";
 /// How long after the first successful exit the ranks that still run are reported, once:
 /// they may be waiting for it.
 const LONE_AFTER: Duration = Duration::from_secs(10);
@@ -112,11 +112,11 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     let (mut nodes, mut port) = (None, None);
     if let Some(meeting) = &plan.args.node.meeting {
         let (joined, held) = join_nodes(plan, meeting, &mut at, interrupt)?;
-        if !joined.is_elastic() {
+        if joined.has_begun() {
             joined.watch(meeting.lost_after, sender.clone())?;
         }
         joined.await_end_of_attempt(sender.clone())?;
-        joined.coordinate(rules(plan, meeting))?;
+        joined.coordinate(rules(plan, meeting), sender.clone())?;
         drop(plan.until_met.take());
         (nodes, port) = (Some(joined), held);
     }
@@ -213,6 +213,8 @@ fn join_nodes(
         master_port: port.as_ref().map(PortForRanks::number),
         max_restarts: plan.args.max_restarts,
         by_arrival: meeting.node_rank.is_none(),
+        elastic: plan.args.elastic,
+        joins_as: None,
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };
     let (token, timeout) = (&plan.token, meeting.timeout);
@@ -223,11 +225,15 @@ fn join_nodes(
 /// When the nodes start their ranks again.
 fn rules(plan: &LaunchPlan, meeting: &Meeting) -> Rules {
     Rules {
-        least: meeting.least.unwrap_or(meeting.nodes),
+        least: meeting.least.unwrap_or(match plan.args.elastic {
+            true => 1,
+            false => meeting.nodes,
+        }),
         most: meeting.nodes,
         join: meeting.timeout,
         last_call: meeting.last_call,
         max_restarts: plan.args.max_restarts,
+        in_place: plan.args.elastic,
     }
 }
 
@@ -250,13 +256,13 @@ fn shared(
     let node_rank = nodes.map_or(0, Nodes::node_rank);
     let ranks: Vec<usize> = match nodes {
         None => vec![plan.args.node.local_ranks],
-        Some(nodes) => nodes.infos().iter().map(|info| info.local_ranks).collect(),
+        Some(nodes) => nodes.first_infos().map(|info| info.local_ranks).collect(),
     };
     let meeting = plan.args.node.meeting.as_ref();
     LauncherVariables {
         node_rank,
         nodes: ranks.len(),
-        first_rank: ranks.iter().take(node_rank).sum(),
+        first_rank: nodes.map_or(0, |nodes| nodes.ranks().start),
         local_ranks: plan.args.node.local_ranks,
         world: ranks.iter().sum(),
         role: plan.args.role.clone(),
@@ -324,12 +330,14 @@ enum Outcome {
     Failed(Error),
     /// Not worth another attempt: interrupted, for example.
     Final(Error),
+    /// The ranks of other nodes go on without those of this one.
+    Left(Error),
 }
 
 impl Job<'_> {
     fn attempts(&mut self) -> Result<()> {
         let mut number = 0;
-        if self.nodes.as_ref().is_some_and(Nodes::is_elastic) {
+        if self.nodes.as_ref().is_some_and(|nodes| !nodes.has_begun()) {
             match self.next_attempt(None)? {
                 Some(first) => number = first,
                 None => return Ok(()),
@@ -343,6 +351,15 @@ impl Job<'_> {
             };
             match outcome {
                 Outcome::Success => return Ok(()),
+                Outcome::Left(error) => {
+                    let verdict = self.plain_verdict(error.exit_code(), &error.chain());
+                    self.nodes.iter().for_each(|nodes| nodes.go(&verdict));
+                    self.note(format!("{}; the other nodes go on", error.chain()));
+                    return match error.kind() {
+                        ErrorKind::Stopped => Ok(()),
+                        _ => Err(error),
+                    };
+                }
                 Outcome::Final(error) => {
                     // The others wait for the next attempt otherwise.
                     if let Some(nodes) = self.nodes.as_ref().filter(|nodes| nodes.can_restart()) {
@@ -441,10 +458,26 @@ impl Job<'_> {
         }
         let nodes = self.nodes.as_ref();
         self.shared = shared(self.plan, &self.at, nodes, attempt.master_port);
-        if !attempt.why.is_empty() {
-            self.note(attempt.why.clone());
+        match self.nodes.as_ref().filter(|nodes| nodes.has_joined_late()) {
+            Some(nodes) => self.note(format!("joining the job as {}", nodes.name())),
+            None if !attempt.why.is_empty() => self.note(attempt.why.clone()),
+            None => {}
         }
         Ok(attempt.number)
+    }
+
+    /// On node 0: the last launcher of `attempt` joins it.
+    fn admit(&mut self, attempt: &Attempt) -> Result<()> {
+        let Some(nodes) = &mut self.nodes else {
+            return Ok(());
+        };
+        nodes.enter(attempt);
+        let bounds = self.plan.args.node.meeting.as_ref();
+        let bounds = bounds.map(|meeting| meeting.lost_after);
+        nodes.watch(bounds.unwrap_or_default(), self.sender.clone())?;
+        let name = nodes.let_in(attempt)?;
+        self.note(format!("{name} joins"));
+        Ok(())
     }
 
     /// After the last attempt: leaves the other nodes, and ends the page and the report of the training.
@@ -569,7 +602,10 @@ impl Job<'_> {
         let mut ranks = Vec::with_capacity(self.plan.args.node.local_ranks);
         let started = made.and_then(|()| {
             (0..self.plan.args.node.local_ranks).try_for_each(|local| {
-                ranks.push(self.start_rank(local, number, None, &guard)?);
+                let nodes = self.nodes.as_ref();
+                let joins = nodes.is_some_and(Nodes::has_joined_late);
+                let joins_as = joins.then_some(self.shared.first_rank + local);
+                ranks.push(self.start_rank(local, number, joins_as, &guard)?);
                 Ok(())
             })
         });
@@ -578,14 +614,16 @@ impl Job<'_> {
             .map(|rank| rank.pid.as_raw_nonzero().get())
             .collect();
         children.extend(i32::try_from(guard.pid()));
+        let plan = self.plan;
         let mut watch = Supervision {
-            args: &self.plan.args,
+            args: &plan.args,
             attempt: number,
             is_final: false,
             asked_to_end: None,
             children,
             machine: ShutdownState::new(ranks.len(), self.plan.args.stop_grace, ECHO_WAIT)
-                .elastic(self.plan.args.elastic),
+                .elastic(self.plan.args.elastic)
+                .with_others(self.goes_on_in_place()),
             started: ranks.len(),
             restarts: self.restarts,
             store: None,
@@ -598,6 +636,7 @@ impl Job<'_> {
             lone_at: None,
             lone_told: false,
             late: BTreeMap::new(),
+            leaving: None,
         };
         if let Err(error) = started {
             // Those that did start must not outlive the attempt.
@@ -652,7 +691,7 @@ impl Job<'_> {
         let pointer = (RUN_POINTER_VARIABLE.into(), pointer);
         let devices = self.plan.args.torchrun.devices.as_ref();
         let rank = self.shared.first_rank + local_rank;
-        starter.start(local_rank, rank, restarts, |error_file| {
+        let started = starter.start(local_rank, rank, restarts, |error_file| {
             let own = RankVariables {
                 local_rank,
                 restarts,
@@ -667,7 +706,53 @@ impl Job<'_> {
                 .chain(devices.map_or(Vec::new(), |d| d.variables(local_rank)))
                 .chain([pointer.clone()])
                 .collect()
+        });
+        started.map(|mut rank| {
+            rank.number = joins_as.unwrap_or(rank.number);
+            rank
         })
+    }
+
+    /// Whether the ranks of other nodes go on without those of this one.
+    fn goes_on_in_place(&self) -> bool {
+        self.nodes.as_ref().is_some_and(Nodes::goes_on_in_place)
+    }
+
+    /// Asks the ranks of this node to leave the others after a step, if the job goes on without them; false: it does not.
+    fn leave(&self, watch: &mut Supervision<'_>, signal: i32) -> bool {
+        let is_first = self.nodes.as_ref().is_none_or(|nodes| nodes.id() == 0);
+        if is_first || !self.goes_on_in_place() || watch.machine.why().is_some() {
+            return false;
+        }
+        if watch.leaving.is_some() {
+            // The second signal.
+            watch.kill();
+            return true;
+        }
+        let world = self.shared.world;
+        let own: Vec<usize> = watch.running().map(|rank| rank.number).collect();
+        let asked = self.store_of(watch).and_then(|store| {
+            let failed = || system("cannot leave the other nodes");
+            let others = all_numbers(store, world).map_err(failed())?;
+            let others = others.filter(|number| !own.contains(number));
+            let goes_on = goes_on_with(store, world, others).map_err(failed())?;
+            for number in own.iter().filter(|_| goes_on) {
+                report_leaving(store, *number).map_err(failed())?;
+            }
+            Ok(goes_on)
+        });
+        if !asked.unwrap_or(false) {
+            return false;
+        }
+        let grace = watch.handler_grace();
+        watch.leaving = Some((signal, Instant::now() + grace));
+        let name = stop::signal_name(signal);
+        let ranks = report::rank_list(&own);
+        let verb = if own.len() == 1 { "leaves" } else { "leave" };
+        self.note(format!(
+            "{name}: {ranks} {verb} after a step, and the others go on"
+        ));
+        true
     }
 
     /// The store, for what the ranks of an elastic job hear from this launcher.
@@ -700,11 +785,18 @@ impl Job<'_> {
     /// The job goes on without the local rank `local`, or with another process in its place.
     fn lose(&self, watch: &mut Supervision<'_>, local: usize) {
         let (number, pid) = (watch.ranks[local].number, watch.ranks[local].pid);
+        let (in_place, world) = (self.goes_on_in_place(), self.shared.world);
         let alive: Vec<usize> = watch.machine.alive().collect();
-        let alive: Vec<usize> = alive.iter().map(|l| watch.ranks[*l].number).collect();
+        let alive = alive.iter().map(|local| watch.ranks[*local].number);
+        let alive: Vec<usize> = alive.collect();
         let told = self.store_of(watch).and_then(|store| {
             let failed = || system("cannot report a lost rank");
-            let goes_on = goes_on_with(store, self.shared.world, alive).map_err(failed())?;
+            let others = match in_place {
+                true => all_numbers(store, world).map_err(failed())?.collect(),
+                false => alive,
+            };
+            let others = others.into_iter().filter(|other| *other != number);
+            let goes_on = goes_on_with(store, world, others).map_err(failed())?;
             if goes_on {
                 let why = format!("pid {} has ended", pid.as_raw_nonzero());
                 report_lost(store, number, &why).map_err(failed())?;
@@ -719,7 +811,8 @@ impl Job<'_> {
         let hint = notes.iter().find(|(name, _)| name == "perhaps");
         let hint = hint.map_or(String::new(), |(_, hint)| format!(" ({hint})"));
         let most = self.plan.args.max_restarts;
-        let starts = watch.restarts < most && watch.machine.why().is_none();
+        let stays = watch.machine.why().is_none() && watch.leaving.is_none();
+        let starts = watch.restarts < most && stays;
         let then = match starts {
             true => format!("restart {} of {most}", watch.restarts + 1),
             false => "the others go on without it".to_owned(),
@@ -739,18 +832,16 @@ impl Job<'_> {
         let Some(guard) = &self.guard else {
             return Ok(());
         };
-        // Numbers that no process of any node has.
-        let joined = self.store_of(watch)?.add(STARTED_KEY, 1);
-        let joined = joined.map_err(system("cannot number a rank that is started again"))?;
-        let number = self.shared.world + usize::try_from(joined).unwrap_or(0) - 1;
+        let (id, world) = (self.nodes.as_ref().map_or(0, Nodes::id), self.shared.world);
+        let number = number_newcomers(self.store_of(watch)?, id, world, 1);
+        let number = number.map_err(system("cannot number a rank that is started again"))?;
         watch.restarts += 1;
         // Those of all nodes have the number of the attempt.
         let restarts = match self.nodes {
             None => watch.restarts,
             Some(_) => watch.attempt,
         };
-        let mut rank = self.start_rank(local, restarts, Some(number), guard)?;
-        rank.number = number;
+        let rank = self.start_rank(local, restarts, Some(number), guard)?;
         watch.children.insert(rank.pid.as_raw_nonzero().get());
         watch.started += 1;
         watch.ranks[local] = rank;
@@ -760,7 +851,7 @@ impl Job<'_> {
 
     /// Watches the ranks until all have ended and were reaped. There is no deadline
     /// while nothing is wrong.
-    fn watch_to_the_end(&self, watch: &mut Supervision<'_>) {
+    fn watch_to_the_end(&mut self, watch: &mut Supervision<'_>) {
         let mut shown = None;
         loop {
             let now = Instant::now();
@@ -778,6 +869,7 @@ impl Job<'_> {
                 watch.give_up,
                 watch.lone_at,
                 show_at,
+                watch.leaving.map(|(_, until)| until),
             ]
             .into_iter()
             .flatten()
@@ -789,6 +881,13 @@ impl Job<'_> {
                     Action::None
                 }
                 Ok(Event::NodeLost(node)) => self.lose_node(watch, node),
+                Ok(Event::Admit(attempt)) => {
+                    if let Err(error) = self.admit(&attempt) {
+                        self.note(format!("warning: {}", error.chain()));
+                    }
+                    Action::None
+                }
+                Ok(Event::Signal(signal, _)) if self.leave(watch, signal) => Action::None,
                 Ok(event) => {
                     if let Event::Ended(local, end, _) = &event
                         && self.plan.args.elastic
@@ -812,6 +911,16 @@ impl Job<'_> {
             let action = watch.machine.tick(Instant::now());
             watch.act(action);
             self.decide(watch);
+            if let Some((signal, until)) = watch.leaving
+                && watch.give_up.is_none()
+                && Instant::now() >= until
+            {
+                let name = stop::signal_name(signal);
+                self.note(format!(
+                    "warning: the ranks have not left within the grace after {name} and are killed"
+                ));
+                watch.kill();
+            }
             if watch.lone_at.is_some_and(|at| Instant::now() >= at) {
                 watch.lone_at = Some(Instant::now() + LONE_AFTER);
                 if !std::mem::replace(&mut watch.lone_told, true) {
@@ -1137,7 +1246,8 @@ impl Job<'_> {
 
     /// Our node's number, when there are several.
     fn node(&self) -> Option<usize> {
-        (self.shared.nodes > 1).then_some(self.shared.node_rank)
+        let are_several = self.shared.nodes > 1 || self.goes_on_in_place();
+        are_several.then_some(self.shared.node_rank)
     }
 
     /// The verdict that holds once all ranks here have ended.
@@ -1191,7 +1301,7 @@ impl Job<'_> {
 
     fn outcome(&self, mut watch: Supervision<'_>) -> Outcome {
         let Some(why) = watch.machine.why() else {
-            return Outcome::Success;
+            return self.outcome_without_failure(&watch);
         };
         let verdict = self.last_verdict(&mut watch, why);
         let so = self.stopped(&watch);
@@ -1256,6 +1366,30 @@ impl Job<'_> {
         }
     }
 
+    /// The job has not ended for a failure of these ranks.
+    fn outcome_without_failure(&self, watch: &Supervision<'_>) -> Outcome {
+        let node = match self.node() {
+            Some(node) => format!("node {node} (host {})", self.host),
+            None => format!("host {}", self.host),
+        };
+        let was_told = |(signal, _)| format!("{node} has left after {}", stop::signal_name(signal));
+        let is_term = |(signal, _): &(i32, Instant)| *signal == Signal::TERM.as_raw();
+        let any_good = (0..watch.ranks.len())
+            .any(|local| watch.machine.end(local).is_some_and(ExitStatus::is_ok));
+        let is_first = self.nodes.as_ref().is_none_or(|nodes| nodes.id() == 0);
+        match watch.leaving {
+            Some(left) if is_term(&left) => {
+                Outcome::Left(Error::new(ErrorKind::Stopped, was_told(left)))
+            }
+            Some(left) => Outcome::Left(Error::new(ErrorKind::Interrupted, was_told(left))),
+            None if is_first || any_good => Outcome::Success,
+            None => {
+                let what = format!("{node} has lost all its ranks");
+                Outcome::Left(Error::new(ErrorKind::PeerLost, what))
+            }
+        }
+    }
+
     /// Whether another attempt may follow this one.
     fn may_follow(&self, watch: &Supervision<'_>) -> bool {
         let most = self.plan.args.max_restarts;
@@ -1278,13 +1412,13 @@ impl Job<'_> {
     /// All ranks here succeeded. With several nodes, each launcher waits until all nodes are
     /// done: the store must not vanish under running ranks, and all launchers must end with the
     /// same code, or start again together.
-    fn wait_for_others(&self) -> Result<Outcome> {
-        let Some(nodes) = &self.nodes else {
-            return Ok(Outcome::Success);
-        };
+    fn wait_for_others(&mut self) -> Result<Outcome> {
         let mut told = false;
         // No deadline: lost nodes are noticed.
         loop {
+            let Some(nodes) = &self.nodes else {
+                return Ok(Outcome::Success);
+            };
             told = told || nodes.done()?;
             if nodes.can_restart() {
                 // Node 0 decides, so that all know the same.
@@ -1301,8 +1435,9 @@ impl Job<'_> {
     }
 
     /// While no rank runs.
-    fn take_events(&self) -> Result<()> {
+    fn take_events(&mut self) -> Result<()> {
         match self.events.try_recv() {
+            Ok(Event::Admit(attempt)) => self.admit(&attempt),
             Ok(Event::Signal(signal, _)) => {
                 let verdict = self.publish(self.interrupt_verdict(signal), true);
                 Err(verdict.into_error(None))
@@ -1354,6 +1489,8 @@ struct Supervision<'a> {
     lone_told: bool,
     /// How many times in a row a rank was found late.
     late: BTreeMap<usize, usize>,
+    /// The signal after which the ranks leave the others, and until when.
+    leaving: Option<(i32, Instant)>,
 }
 
 /// The numbers of `ranks`.
@@ -1411,7 +1548,7 @@ impl Supervision<'_> {
                 Action::None
             }
             // Handled by the caller.
-            Event::Dump | Event::NodeLost(_) => Action::None,
+            Event::Dump | Event::NodeLost(_) | Event::Admit(_) => Action::None,
             // Of the attempt before, or our own end.
             Event::Over(attempt, verdict) if attempt != self.attempt || verdict.code == 0 => {
                 Action::None

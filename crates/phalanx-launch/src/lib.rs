@@ -86,6 +86,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 use args::LaunchArgs;
 use machine::ExitStatus;
+use nodes::Attempt;
 use plan::LaunchPlan;
 use report::JobFailure;
 
@@ -115,6 +116,8 @@ enum Event {
     StoreLost(String),
     /// Nothing comes from this node any more.
     NodeLost(usize),
+    /// On node 0: the last launcher of the attempt joins it.
+    Admit(Box<Attempt>),
     /// SIGUSR2: write the flight recorders.
     Dump,
 }

@@ -14,7 +14,7 @@
 //! | Stopping | our first, after another node's   | Stopping |           |
 //!
 //! In an elastic job, a rank that was killed, or that the others have gone on without, is lost instead, as long as
-//! another one is left: nothing is stopped.
+//! another one is left, here or with other launchers: nothing is stopped.
 //!
 //! The grace counts from the first failure, so that deciding does not lengthen the stop.
 
@@ -126,6 +126,7 @@ pub struct ShutdownState {
     grace: Duration,
     echo_wait: Duration,
     elastic: bool,
+    has_others: bool,
 }
 
 impl ShutdownState {
@@ -139,12 +140,18 @@ impl ShutdownState {
             grace,
             echo_wait,
             elastic: false,
+            has_others: false,
         }
     }
 
     /// The same of an elastic job, if `elastic`.
     pub fn elastic(self, elastic: bool) -> Self {
         ShutdownState { elastic, ..self }
+    }
+
+    /// The same where, if `has_others`, other launchers have ranks of the job too, so that none of these need be left.
+    pub fn with_others(self, has_others: bool) -> Self {
+        ShutdownState { has_others, ..self }
     }
 
     /// A process was started in place of the lost local rank `rank`.
@@ -186,7 +193,8 @@ impl ShutdownState {
         }
         self.ended_alone[rank] = true;
         let is_loss = matches!(end, ExitStatus::Signal(_) | ExitStatus::Code(PEER_LOST));
-        if self.elastic && is_loss && self.alive().next().is_some() {
+        let is_left = self.has_others || self.alive().next().is_some();
+        if self.elastic && is_loss && is_left {
             return Action::Lose(rank);
         }
         match (end.is_ok(), end.is_secondary(), self.phase) {

@@ -58,11 +58,12 @@ impl RankArgs {
         place::local_ranks(self, &real_env())
     }
 
-    /// Whether the first rank is this process or one that it starts.
-    pub fn has_first(&self) -> Result<bool> {
+    /// Whether the first rank is this process or one that it starts; `None` before nodes that come and go have met.
+    pub fn has_first(&self) -> Result<Option<bool>> {
         Ok(match self.place()? {
-            Place::Rank(rank) => rank.rank == 0,
-            Place::Node(node) => node.is_first(),
+            Place::Rank(rank) => Some(rank.rank == 0),
+            Place::Node(node) if node.comes_and_goes() => None,
+            Place::Node(node) => Some(node.is_first()),
         })
     }
 
@@ -247,9 +248,11 @@ pub fn run(
     };
     check_count("--nproc-per-node", node.local_ranks, MAX_LOCAL_RANKS)?;
     let is_one_node = node.meeting.is_none();
+    // Its nodes come and go.
+    let elastic = args.elastic || node.comes_and_goes();
     // With a limit, the launcher must survive to report a rank that got no memory.
     let is_limited = getrlimit(Resource::As).current.is_some();
-    if args.transport == TransportArg::Thread && (args.elastic || args.max_restarts > 0) {
+    if args.transport == TransportArg::Thread && (elastic || args.max_restarts > 0) {
         return Err(Error::usage(
             "--elastic and --max-restarts are for ranks that are processes; leave out --transport thread",
         ));
@@ -264,7 +267,7 @@ pub fn run(
         };
         return Err(Error::usage(why));
     }
-    let is_supervised = is_limited || args.live.is_some() || args.elastic || args.max_restarts > 0;
+    let is_supervised = is_limited || args.live.is_some() || elastic || args.max_restarts > 0;
     if node.local_ranks == 1 && !is_supervised && is_one_node {
         return as_threads(args, 1, printing, started, rank);
     }
@@ -280,7 +283,7 @@ pub fn run(
         PrintingRanks::All => Prefix::All,
         PrintingRanks::AllUnmarked => Prefix::None,
     };
-    plan.args.elastic = args.elastic;
+    plan.args.elastic = elastic;
     plan.args.max_restarts = args.max_restarts;
     plan.args.live = args.live.clone().map(Option::unwrap_or_default);
     // The page shows what rank 0 writes too.
@@ -379,9 +382,9 @@ fn as_launched_rank(
         }
         None => RankContext::new(ProcessGroup::init(init)?, threads),
     };
-    let is_elastic = env.get(ELASTIC_VARIABLE).is_some_and(|value| value == "1");
-    ctx.elastic = is_elastic.then(|| Elastic {
-        first_world: place.world,
+    let first_world = place::number(env, ELASTIC_VARIABLE)?.filter(|world| *world > 0);
+    ctx.elastic = first_world.map(|first_world| Elastic {
+        first_world,
         patience: Duration::from_secs_f64(args.timeout)
             .saturating_mul(PATIENCE_IN_TIMEOUTS)
             .min(Duration::from_secs_f64(args.phase_timeout)),

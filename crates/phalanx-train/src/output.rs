@@ -116,7 +116,7 @@ pub struct Output {
     complete: Option<Value>,
     /// On rank 0.
     opened: Option<Dir>,
-    _lock: Option<Lock>,
+    lock: Option<Lock>,
     /// What was saved last, for the closing line.
     saved: PathBuf,
 }
@@ -161,7 +161,7 @@ impl Output {
             opened,
             complete: None,
             is_fresh: fresh.is_some(),
-            _lock: lock,
+            lock,
         })
     }
 
@@ -174,7 +174,7 @@ impl Output {
             opened: None,
             complete: None,
             is_fresh: false,
-            _lock: None,
+            lock: None,
         }
     }
 
@@ -388,6 +388,11 @@ impl Output {
     pub fn set_dir(&mut self, dir: PathBuf) {
         self.saved.clone_from(&dir);
         self.dir = dir;
+    }
+
+    /// Another rank writes into the folder from now on.
+    pub fn close(&mut self) {
+        (self.opened, self.lock) = (None, None);
     }
 
     /// Whether this rank writes into the folder.

@@ -12,13 +12,14 @@ use crate::stop;
 
 /// Settles what must be the same for all ranks before they start: the output
 /// folder (a new `runs/PROGRAM-<date>-<time>`, where none is typed and no run is resumed), and
-/// whether they will save when they are asked to stop. Ranks that are started again go on from their last checkpoint.
+/// whether they will save when they are asked to stop. `has_first`: whether rank 0 is among them, if that is known yet; it
+/// settles the folder by itself otherwise. Ranks that are started again go on from their last checkpoint.
 ///
 /// # Errors
 ///
 /// Usage, naming what is in the folder's way.
 pub fn prepare_run(
-    has_first: bool,
+    has_first: Option<bool>,
     output_dir: &mut Option<PathBuf>,
     saving: &mut SavingArgs,
     program: &str,
@@ -33,25 +34,27 @@ pub fn prepare_run(
         (None, resumed) => {
             let dir = match resumed {
                 Some(resumed) => RunDir::given(resumed),
-                None if has_first => RunDir::of_attempt(program, &attempt),
+                None if has_first == Some(true) => RunDir::of_attempt(program, &attempt),
                 // Which one it is, rank 0 tells.
                 None => RunDir::given(default_output_dir(program)),
             };
-            let mut flag = OsString::from("--output-dir=");
-            flag.push(dir.path());
-            extra.push(flag);
+            if has_first.is_some() {
+                let mut flag = OsString::from("--output-dir=");
+                flag.push(dir.path());
+                extra.push(flag);
+            }
             *output_dir = Some(dir.path().to_owned());
             dir
         }
     };
     // Nobody else writes there, or needs to see it.
-    if has_first {
+    if has_first == Some(true) {
         let prepared = dir.prepare(saving.folder);
         prepared.map_err(|error| error.note("try", "another folder with --output-dir"))?;
         saving.found = dir.settle(&attempt, saving)?;
     }
     saving.attempt = attempt;
-    let flight = dir.path().join(FLIGHT_DIR);
+    let flight = has_first.map(|_| dir.path().join(FLIGHT_DIR));
     Ok(PreparedRun {
         extra,
         flight,
@@ -63,7 +66,7 @@ pub fn prepare_run(
 pub struct PreparedRun {
     /// The flags that tell them the folder.
     pub extra: Vec<OsString>,
-    /// Where flight recorders go.
-    pub flight: PathBuf,
+    /// Where flight recorders go, if that is known yet.
+    pub flight: Option<PathBuf>,
     _dir: RunDir,
 }

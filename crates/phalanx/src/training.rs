@@ -108,7 +108,7 @@ impl Training<'_> {
             output_dir, saving, ..
         } = &mut *settings;
         let prepared = prepare_run(ranks.has_first()?, output_dir, saving, &name)?;
-        let (extra, flight) = (&prepared.extra, Some(&*prepared.flight));
+        let (extra, flight) = (&prepared.extra, prepared.flight.as_deref());
         run_ranks(&ranks, printing, extra, flight, |ctx| {
             check(&settings, ctx.world())?;
             let job = Job::new(&name, ctx, &settings);

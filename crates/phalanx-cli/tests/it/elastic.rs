@@ -6,7 +6,9 @@ use std::process::Child;
 
 use serde_json::Value;
 
-use crate::support::{ended, eventually, find_process, phalanx, process_of, run, signal};
+use crate::support::{
+    ended, eventually, find_process, free_port, phalanx, process_of, run, signal, succeed,
+};
 
 /// Samples of the drawn training set.
 const SAMPLES: u64 = 480;
@@ -29,6 +31,36 @@ fn start(dir: &Path, ranks: usize, more: &str) -> Child {
     );
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     phalanx(&words, dir).spawn().expect("phalanx starts")
+}
+
+/// The same by the launcher of one of several nodes, with their `flags`.
+fn start_node(dir: &Path, ranks: usize, port: u16, flags: &str) -> Child {
+    let more = format!(
+        "{flags} --master-addr 127.0.0.1 --master-port {port} --token-file token --save-every 50"
+    );
+    start(dir, ranks, &more)
+}
+
+/// Waits until a launcher listens.
+fn wait_for_store(port: u16) {
+    eventually("node 0 listens", || {
+        std::net::TcpStream::connect(("127.0.0.1", port)).is_ok()
+    });
+}
+
+/// A folder with a token.
+fn folder_of_nodes() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    succeed(&["token", "--out", "token"], dir.path());
+    dir
+}
+
+/// Waits until the run's log has `text` `times` times.
+fn wait_for_log(dir: &Path, text: &str, times: usize) {
+    eventually("the log says so", || {
+        let log = std::fs::read_to_string(dir.join("run/events.jsonl"));
+        log.unwrap_or_default().matches(text).count() >= times
+    });
 }
 
 fn records(path: &Path) -> Vec<Value> {
@@ -117,15 +149,20 @@ fn result(run: &Path) -> (Vec<Value>, Value) {
     )
 }
 
-/// That the run in `dir` has ended as one that nothing happened to, with `ranks` ranks, and that its metrics have each step
-/// once.
-fn check_result(dir: &Path, ranks: usize) {
+/// The hashes of a run that nothing happens to.
+fn undisturbed(dir: &Path) -> Vec<Value> {
     let words = words("undisturbed", 1, "");
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let (code, out, err) = run(&words, dir);
     assert_eq!(code, 0, "{out}{err}");
+    result(&dir.join("undisturbed")).0
+}
+
+/// That the run in `dir` has ended as one that nothing happened to, with `ranks` ranks, and that its metrics have each step
+/// once.
+fn check_result(dir: &Path, ranks: usize) {
     let (hashes, world) = result(&dir.join("run"));
-    assert_eq!(hashes, result(&dir.join("undisturbed")).0);
+    assert_eq!(hashes, undisturbed(dir));
     assert_eq!(world, ranks);
     check_samples(dir);
     let losses = |run: &str| -> Vec<(u64, Value, Value)> {
@@ -250,6 +287,95 @@ fn ranks_that_have_not_begun_to_train_cannot_go_on_without_one() {
     };
     assert!(code != 0, "{out}{err}");
     assert!(err.contains("rank 1"), "{err}");
+}
+
+/// While fewer than two are there, the ranks of the others wait.
+#[test]
+fn nodes_come_and_go_and_the_result_is_the_same() {
+    let (dir, port) = (folder_of_nodes(), free_port());
+    let dir = dir.path();
+    let node = |ranks| start_node(dir, ranks, port, "--nnodes 2:3");
+    let first = node(2);
+    wait_for_store(port);
+    let leaves = node(1);
+    wait_for_step(dir, 1, 2);
+    signal(leaves.id(), "TERM");
+    let (code, out, err) = ended(leaves);
+    assert_eq!(code, 0, "{out}{err}");
+    assert!(err.contains("SIGTERM: rank 2 leaves after a step"), "{err}");
+    wait_for_log(dir, "waiting: 1 of at least 2 nodes are there", 1);
+    let killed = node(1);
+    wait_for_log(dir, "going on with 3 ranks", 1);
+    wait_for_ranks(dir, 2, 3);
+    signal(killed.id(), "KILL");
+    ended(killed);
+    wait_for_log(dir, "waiting: 1 of at least 2 nodes are there", 2);
+    let last = node(2);
+    let (code, out, err) = ended(last);
+    assert_eq!(code, 0, "{out}{err}");
+    assert!(err.contains("joining the job as node 3 (host "), "{err}");
+    let (code, out, err) = ended(first);
+    assert_eq!(code, 0, "{out}{err}");
+    for said in [
+        "has left after SIGTERM; the ranks of the other nodes go on",
+        "ended unexpectedly, and its ranks with it; the ranks of the other nodes go on",
+        "elastic  going on with 4 ranks",
+    ] {
+        assert!(err.contains(said), "{said}: {err}");
+    }
+    check_result(dir, 4);
+}
+
+#[test]
+fn ranks_that_wait_for_nodes_can_be_stopped_and_resumed() {
+    let (dir, port) = (folder_of_nodes(), free_port());
+    let dir = dir.path();
+    let node = || start_node(dir, 1, port, "--nnodes 2:3 --resume auto");
+    for is_first in [true, false] {
+        let first = node();
+        wait_for_store(port);
+        let other = node();
+        if !is_first {
+            for job in [first, other] {
+                let (code, out, err) = ended(job);
+                assert_eq!(code, 0, "{out}{err}");
+            }
+            break;
+        }
+        wait_for_step(dir, 1, 2);
+        signal(other.id(), "KILL");
+        ended(other);
+        wait_for_log(dir, "waiting: 1 of at least 2 nodes are there", 1);
+        signal(first.id(), "INT");
+        let (code, out, err) = ended(first);
+        assert_eq!(code, 130, "{out}{err}");
+        assert!(err.contains("go on with --resume auto"), "{err}");
+    }
+    // One that is resumed does not know its initial weights.
+    let (hashes, world) = result(&dir.join("run"));
+    assert_eq!((&hashes[..3], world), (&undisturbed(dir)[..3], 2.into()));
+}
+
+/// Of a fixed number of nodes too, with ranks of the first one lost besides.
+#[test]
+fn the_ranks_of_a_lost_node_are_done_without() {
+    let (dir, port) = (folder_of_nodes(), free_port());
+    let dir = dir.path();
+    let nodes: Vec<Child> = (0..3)
+        .map(|rank| start_node(dir, 1, port, &format!("--nnodes 3 --node-rank {rank}")))
+        .collect();
+    wait_for_step(dir, 1, 2);
+    signal(nodes[1].id(), "KILL");
+    wait_for_ranks(dir, 1, 2);
+    // Its launcher hosts the store, and stays.
+    signal(process_of(0, dir), "KILL");
+    for (node, job) in nodes.into_iter().enumerate() {
+        let (code, out, err) = ended(job);
+        if node != 1 {
+            assert_eq!(code, 0, "{node}: {out}{err}");
+        }
+    }
+    check_result(dir, 1);
 }
 
 #[test]

@@ -12,6 +12,8 @@
 //! | `reform/elastic`                 | `1`                | all ranks, once they may be lost |
 //! | `reform/joined/F`                | `1`                | a newcomer that has the others' state |
 //! | `reform/joining`, `reform/joining/N` | a count, F     | a newcomer                     |
+//! | `reform/leaving`, `reform/leaving/N` | a count, F     | whoever wants the rank to leave ([`report_leaving`]) |
+//! | `reform/hold`                    | why                | whoever wants the ranks to wait ([`report_hold`]) |
 //! | `reform/invited/F`               | an [`Invitation`]  | all members of the old group   |
 //!
 //! `F` is a rank's number among all that the job has started: its rank in the first
@@ -93,8 +95,37 @@ pub fn report_over(store: &dyn Store, why: &str) -> phalanx_store::Result<()> {
     store.set(OVER, why.as_bytes())
 }
 
+/// Says in `store` that the process with the number `rank` is to leave: the ranks learn it from
+/// [`membership_requests`](ProcessGroup::membership_requests).
+///
+/// # Errors
+///
+/// Those of the store.
+pub fn report_leaving(store: &dyn Store, rank: usize) -> phalanx_store::Result<()> {
+    ask_for(store, LEAVING, rank)
+}
+
+/// Says in `store` that the ranks are to wait between two steps, and `why`; `None`: they are to go on.
+///
+/// # Errors
+///
+/// Those of the store.
+pub fn report_hold(store: &dyn Store, why: Option<&str>) -> phalanx_store::Result<()> {
+    match why {
+        Some(why) => store.set(HOLD, why.as_bytes()),
+        None => store.delete(HOLD).map(drop),
+    }
+}
+
+/// Adds `rank` to the list `what`.
+fn ask_for(store: &dyn Store, what: &str, rank: usize) -> phalanx_store::Result<()> {
+    let index = store.add(what, 1)?;
+    store.set(&format!("{what}/{index}"), rank.to_string().as_bytes())
+}
+
 /// Whether the ranks that use `store` go on without lost ones ([`ProcessGroup::announce_elastic`]), as far as any of the
-/// processes `numbers` has what is needed: it is one of the first, or has [announced](ProcessGroup::announce_joined) it.
+/// processes `numbers` that is not [lost](report_lost) has what is needed: it is one of the first, or has
+/// [announced](ProcessGroup::announce_joined) it.
 ///
 /// # Errors
 ///
@@ -104,15 +135,25 @@ pub fn goes_on_with(
     first_world: usize,
     numbers: impl IntoIterator<Item = usize>,
 ) -> phalanx_store::Result<bool> {
-    if store.try_get(ELASTIC)?.is_none() {
+    if !is_elastic(store)? {
         return Ok(false);
     }
     for number in numbers {
-        if number < first_world || store.try_get(&joined_key(number))?.is_some() {
+        let has_state = number < first_world || store.try_get(&joined_key(number))?.is_some();
+        if has_state && store.try_get(&lost_key(number))?.is_none() {
             return Ok(true);
         }
     }
     Ok(false)
+}
+
+/// Whether the ranks that use `store` have [announced](ProcessGroup::announce_elastic) that they go on without lost ones.
+///
+/// # Errors
+///
+/// Those of the store.
+pub fn is_elastic(store: &dyn Store) -> phalanx_store::Result<bool> {
+    Ok(store.try_get(ELASTIC)?.is_some())
 }
 
 /// Whether the job has been [reported](report_over) to end.
@@ -130,6 +171,10 @@ const ELASTIC: &str = "reform/elastic";
 const OVER: &str = "reform/over";
 /// Number of newcomers that have announced themselves.
 const JOINING: &str = "reform/joining";
+/// Number of ranks that were asked to leave.
+const LEAVING: &str = "reform/leaving";
+/// Set while the ranks are to wait.
+const HOLD: &str = "reform/hold";
 
 fn lost_key(rank: usize) -> String {
     format!("reform/lost/{rank}")
@@ -188,7 +233,7 @@ impl ProcessGroup {
     }
 
     /// Forms a new group of all ranks of this one and the `newcomers`, by their numbers, which wait in
-    /// [`Newcomer::join`] ([`join_requests`](Self::join_requests) lists them). All ranks must call it, with the same newcomers,
+    /// [`Newcomer::join`] ([`membership_requests`](Self::membership_requests) lists them). All ranks must call it, with the same newcomers,
     /// while no operation is in flight. Newcomers get the last ranks. Otherwise as [`shrink`](Self::shrink): a rank that is lost
     /// meanwhile, old or new, is left out.
     ///
@@ -223,9 +268,10 @@ impl ProcessGroup {
         Ok(self.store().set(&joined_key(self.global_rank()), b"1")?)
     }
 
-    /// The processes that ask to be taken in by [`grow`](Self::grow). Any thread may ask; it keeps no link open.
-    pub fn join_requests(&self) -> JoinRequests {
-        JoinRequests {
+    /// The processes that ask to be taken in by [`grow`](Self::grow), and the ranks that are to leave or wait. Any thread
+    /// may ask; it keeps no link open.
+    pub fn membership_requests(&self) -> MembershipRequests {
+        MembershipRequests {
             store: self.store(),
             roster: Arc::clone(&self.core.identity.roster),
         }
@@ -294,31 +340,62 @@ impl ProcessGroup {
     }
 }
 
-/// Tells which processes ask to join a group ([`ProcessGroup::join_requests`]).
-pub struct JoinRequests {
+/// Tells who is to join or to leave a group ([`ProcessGroup::membership_requests`]).
+pub struct MembershipRequests {
     store: Arc<dyn Store>,
     /// The numbers of the group's members.
     roster: Arc<[usize]>,
 }
 
-impl JoinRequests {
-    /// Their numbers, in ascending order. *Costs* a request to the store, and two for each process that has ever asked.
+/// What is asked of the ranks of a group, which they must agree on before they act.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RequestedChange {
+    /// The numbers of the processes that want to join, in ascending order.
+    pub joining: Vec<usize>,
+    /// Those of the ranks that are to leave.
+    pub leaving: Vec<usize>,
+    /// Why the ranks are to wait.
+    pub hold: Option<String>,
+}
+
+impl RequestedChange {
+    /// Whether nothing is asked.
+    pub fn is_none(&self) -> bool {
+        *self == RequestedChange::default()
+    }
+}
+
+impl MembershipRequests {
+    /// What is asked now. *Costs* three requests to the store, and two for each process that has ever asked.
     ///
     /// # Errors
     ///
     /// Those of the store.
-    pub fn read(&self) -> Result<Vec<usize>> {
+    pub fn read(&self) -> Result<RequestedChange> {
+        let mut joining = self.list(JOINING)?;
+        joining.retain(|number| !self.roster.contains(number));
+        let mut leaving = self.list(LEAVING)?;
+        leaving.retain(|number| self.roster.contains(number));
+        let hold = self.store.try_get(HOLD)?;
+        Ok(RequestedChange {
+            joining,
+            leaving,
+            hold: hold.map(|why| String::from_utf8_lossy(&why).into_owned()),
+        })
+    }
+
+    /// The processes in the list `what` that are not lost.
+    fn list(&self, what: &str) -> Result<Vec<usize>> {
         let number_at = |key: &str| -> Result<Option<usize>> {
             let bytes = self.store.try_get(key)?.unwrap_or_default();
             Ok(String::from_utf8_lossy(&bytes).parse().ok())
         };
         let mut found = Vec::new();
-        for index in 1..=number_at(JOINING)?.unwrap_or(0) {
-            let Some(number) = number_at(&format!("{JOINING}/{index}"))? else {
+        for index in 1..=number_at(what)?.unwrap_or(0) {
+            let Some(number) = number_at(&format!("{what}/{index}"))? else {
                 continue;
             };
-            let is_known = found.contains(&number) || self.roster.contains(&number);
-            if !is_known && self.store.try_get(&lost_key(number))?.is_none() {
+            if !found.contains(&number) && self.store.try_get(&lost_key(number))?.is_none() {
                 found.push(number);
             }
         }
@@ -382,10 +459,7 @@ impl Newcomer {
     pub fn join(self, options: &ShrinkOptions) -> Result<Option<ProcessGroup>> {
         let named = |e: Error| e.with_operation("joining the group");
         let store = Arc::clone(&self.processes.store);
-        let index = store.add(JOINING, 1).map_err(|e| named(e.into()))?;
-        let number = self.number.to_string();
-        let announced = store.set(&format!("{JOINING}/{index}"), number.as_bytes());
-        announced.map_err(|e| named(e.into()))?;
+        ask_for(&*store, JOINING, self.number).map_err(|e| named(e.into()))?;
         let (key, origin) = (
             invited_key(self.number),
             Arc::new(Origin::Processes(Box::new(self.processes))),

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::{
     Call, Error, ErrorKind, InitOptions, Newcomer, ProcessGroup, ReduceOp, ShrinkOptions,
-    goes_on_with, is_over, report_lost, report_over,
+    goes_on_with, is_over, report_hold, report_leaving, report_lost, report_over,
 };
 use phalanx_store::{MemStore, TcpServer};
 use phalanx_wire::Token;
@@ -246,15 +246,15 @@ fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
         std::thread::scope(|scope| {
             for group in groups {
                 scope.spawn(move || {
-                    let requests = group.join_requests();
-                    while requests.read().unwrap() != [5, 7] {
+                    let requests = group.membership_requests();
+                    while requests.read().unwrap().joining != [5, 7] {
                         std::thread::sleep(Duration::from_millis(2));
                     }
                     group.barrier().unwrap();
                     let group = group.grow(&[5, 7], patient()).unwrap();
                     assert_eq!((group.world_size(), group.generation()), (4, 1));
                     assert_eq!(sum_of_members(&group), 13);
-                    assert!(group.join_requests().read().unwrap().is_empty());
+                    assert!(group.membership_requests().read().unwrap().is_none());
                     gate.wait();
                     // Rank 5 goes.
                     group.barrier().unwrap_err();
@@ -302,6 +302,31 @@ fn a_newcomer_that_is_lost_before_it_joins_holds_nobody_up() {
         assert_eq!((group.world_size(), sum_of_members(&group)), (2, 1));
         group.shutdown().unwrap();
     });
+}
+
+#[test]
+fn a_rank_that_is_asked_to_leaves_and_holds_nobody_up() {
+    for over in [Over::Shm, Over::Tcp] {
+        let (store, _, groups) = two_with_store(over);
+        // Numbers that are no members' are not those of this group.
+        [0, 9].map(|number| report_leaving(&*store, number).unwrap());
+        report_hold(&*store, Some("it is a test")).unwrap();
+        on_each(groups, |group| {
+            let asked = group.membership_requests().read().unwrap();
+            assert_eq!((asked.joining, asked.leaving), (vec![], vec![0]));
+            assert_eq!(asked.hold.as_deref(), Some("it is a test"));
+            group.barrier().unwrap();
+            if group.rank() == 0 {
+                return group.shutdown().unwrap();
+            }
+            report_lost(&*store, 0, "it has left").unwrap();
+            report_hold(&*store, None).unwrap();
+            let group = group.grow(&[], patient()).unwrap();
+            assert_eq!((group.rank(), group.world_size()), (0, 1));
+            assert!(group.membership_requests().read().unwrap().is_none());
+            group.shutdown().unwrap();
+        });
+    }
 }
 
 #[test]

@@ -6,6 +6,9 @@
 //! | `launch/done/A/I`   | all ranks of launcher I have succeeded            | launcher I                        |
 //! | `launch/ended/A/I`  | all ranks of launcher I have ended after the attempt | launcher I                     |
 //! | `launch/attempt/A`  | the attempt (JSON)                                | node 0, once                      |
+//! | `launch/joins/A/I`  | the same, with launcher I, which joins it         | node 0, once                      |
+//! | `launch/restarted`  | a count of processes that have joined the others  | launchers                         |
+//! | `launch/number/N`   | the launcher of the process with the number N     | launchers                         |
 //! | `launch/lost/I`     | why launcher I is not there any more (JSON)       | itself, its guard, its will, or node 0 |
 //!
 //! All launchers stop their ranks when `over` is there. When all have said `ended`, a thread of node 0 decides
@@ -14,6 +17,9 @@
 //!
 //! Where launchers come and go (`--nnodes MIN:MAX`) they are numbered by arrival, and keys have that number; a node has
 //! its place among the launchers of the attempt. A launcher that is not part of an attempt waits for the next one.
+//!
+//! Where ranks go on in place (`--elastic` too), the ranks of a launcher that is lost are reported so, and one that comes
+//! starts ranks that join the others: the attempt goes on. Its list of launchers only grows.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,19 +27,24 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use phalanx_comm::{goes_on_with, is_elastic, report_hold, report_lost};
 use phalanx_store::{ErrorKind as StoreKind, Store, TcpStore};
 use serde::{Deserialize, Serialize};
 
-use super::info::name_of;
+use super::info::{name_of, ranks_of};
 use super::membership::{Decision, Id, Membership, Rules};
-use super::pulse::Heard;
+use super::pulse::{Heard, gone_key};
 use super::{ARRIVED_KEY, NodeInfo, Nodes, SLICE, decode, encode, lost_store, no_node, node_key};
 use crate::error::{ErrorKind, Result};
 use crate::report::{ABORT_KEY, JobFailure};
-use crate::{Event, format::plural, lock, spawn};
+use crate::{Event, format::plural, lock, say, spawn};
 
 /// What launchers write begins so; everything else in the store belongs to ranks.
 const LAUNCHERS: &str = "launch/";
+/// Counts the processes that have joined an attempt, in place of lost ones or on nodes that came.
+const STARTED_KEY: &str = "launch/restarted";
+/// The launchers of these processes.
+const NUMBERS: &str = "launch/number/";
 /// How often node 0 looks what has happened.
 const LOOK: Duration = Duration::from_millis(50);
 /// For how many keys node 0 asks at once.
@@ -53,8 +64,58 @@ pub struct Attempt {
     /// Its launchers, by node rank.
     ids: Vec<Id>,
     infos: Vec<NodeInfo>,
+    /// Those of them that are lost.
+    lost: Vec<Id>,
     /// The ranks' `MASTER_PORT` on node 0.
     pub master_port: u16,
+}
+
+impl Attempt {
+    /// With how many ranks it began.
+    fn world(&self) -> usize {
+        let first = self.infos.iter().filter(|info| info.joins_as.is_none());
+        first.map(|info| info.local_ranks).sum()
+    }
+}
+
+/// The number of the first of `ranks` processes that launcher `id` starts to join an attempt which began with `world`
+/// ranks. No other process has theirs.
+///
+/// # Errors
+///
+/// Those of the store.
+pub fn number_newcomers(
+    store: &dyn Store,
+    id: Id,
+    world: usize,
+    ranks: usize,
+) -> phalanx_store::Result<usize> {
+    let count = i64::try_from(ranks).unwrap_or(i64::MAX);
+    let last = insist(|| store.add(STARTED_KEY, count))?;
+    let first = world + usize::try_from(last - count).unwrap_or(0);
+    for number in first..first + ranks {
+        let key = format!("{NUMBERS}{number}");
+        insist(|| store.set(&key, id.to_string().as_bytes()))?;
+    }
+    Ok(first)
+}
+
+/// The numbers of all processes of an attempt that began with `world` ranks.
+///
+/// # Errors
+///
+/// Those of the store.
+pub fn all_numbers(
+    store: &dyn Store,
+    world: usize,
+) -> phalanx_store::Result<std::ops::Range<usize>> {
+    Ok(0..world + count(store, STARTED_KEY)?)
+}
+
+fn count(store: &dyn Store, key: &str) -> phalanx_store::Result<usize> {
+    let count = store.try_get(key)?;
+    let count = count.and_then(|text| String::from_utf8(text).ok());
+    Ok(count.and_then(|text| text.parse().ok()).unwrap_or(0))
 }
 
 /// What follows an attempt.
@@ -79,9 +140,52 @@ impl Nodes {
         self.next.map_or(0, |next| next.saturating_sub(1))
     }
 
-    /// Whether launchers may come and go.
+    /// Whether launchers may go, or come and go.
     pub fn is_elastic(&self) -> bool {
         self.is_elastic
+    }
+
+    /// Whether this launcher is part of an attempt.
+    pub fn has_begun(&self) -> bool {
+        !self.infos.is_empty()
+    }
+
+    /// Whether ranks go on without those of lost launchers, and with those of others.
+    pub fn goes_on_in_place(&self) -> bool {
+        self.is_elastic && self.infos.iter().all(|info| info.elastic)
+    }
+
+    /// The number of this launcher.
+    pub fn id(&self) -> Id {
+        self.id
+    }
+
+    /// The nodes with which the attempt began, by node rank.
+    pub fn first_infos(&self) -> impl Iterator<Item = &NodeInfo> {
+        self.infos.iter().filter(|info| info.joins_as.is_none())
+    }
+
+    /// The numbers of the first ranks of this node in the attempt.
+    pub fn ranks(&self) -> std::ops::Range<usize> {
+        ranks_of(&self.infos, self.me)
+    }
+
+    /// This node, with its host and ranks.
+    pub fn name(&self) -> String {
+        name_of(&self.infos, self.me)
+    }
+
+    /// Whether this launcher has joined an attempt that had begun.
+    pub fn has_joined_late(&self) -> bool {
+        let own = self.infos.get(self.me);
+        own.is_some_and(|info| info.joins_as.is_some())
+    }
+
+    /// This launcher goes, for the reason in `verdict`, and the others go on.
+    pub fn go(&self, verdict: &JobFailure) {
+        self.has_left.store(true, Ordering::Relaxed);
+        let key = self.death_key();
+        self.reachable(|store| verdict.publish_at(store, &key));
     }
 
     /// Where the verdict is written if this launcher is killed.
@@ -151,7 +255,7 @@ impl Nodes {
     /// What follows this attempt, once that is decided; waits a moment for it.
     pub fn next(&mut self) -> Result<Option<Next>> {
         let next = self.next.unwrap_or(0);
-        let is_member = !self.infos.is_empty();
+        let is_member = self.has_begun();
         if let Some(bytes) = self.look_at(&attempt_key(next), SLICE)? {
             let attempt = decode::<Attempt>(&bytes).ok_or_else(|| no_node(&attempt_key(next)))?;
             if attempt.ids.contains(&self.id) {
@@ -167,6 +271,13 @@ impl Nodes {
             }
             self.next = Some(next + 1);
             return Ok(None);
+        }
+        if let Some(last) = next.checked_sub(1).filter(|_| !is_member) {
+            let key = of_attempt("joins", last, self.id);
+            if let Some(bytes) = self.look_at(&key, Duration::ZERO)? {
+                let attempt = decode::<Attempt>(&bytes).ok_or_else(|| no_node(&key))?;
+                return Ok(Some(Next::Attempt(attempt)));
+            }
         }
         let look = |key: &str| -> Result<Option<JobFailure>> {
             let verdict = self.look_at(key, Duration::ZERO)?;
@@ -195,6 +306,8 @@ impl Nodes {
                     self.store
                         .delete_prefix(&format!("launch/{what}/{last}/"))?;
                 }
+                self.store.delete(STARTED_KEY)?;
+                self.store.delete_prefix(NUMBERS)?;
             }
             let text = encode(attempt).unwrap_or_default();
             self.store
@@ -203,9 +316,10 @@ impl Nodes {
         written.map(drop).map_err(|error| self.lost_store(error))
     }
 
-    /// This launcher is part of the attempt.
+    /// This launcher is part of the attempt, or, on node 0, others have joined it.
     pub fn enter(&mut self, attempt: &Attempt) {
         self.next = Some(attempt.number + 1);
+        self.lost.clone_from(&attempt.lost);
         self.infos.clone_from(&attempt.infos);
         self.ids.clone_from(&attempt.ids);
         let node = self.ids.iter().position(|id| *id == self.id);
@@ -219,26 +333,51 @@ impl Nodes {
         self.out_of_reach.store(false, Ordering::Relaxed);
     }
 
+    /// On node 0: lets the last launcher of `attempt` start its ranks. Its name.
+    pub fn let_in(&self, attempt: &Attempt) -> Result<String> {
+        let node = attempt.ids.len().saturating_sub(1);
+        let id = attempt.ids.last().copied().unwrap_or_default();
+        let key = of_attempt("joins", attempt.number, id);
+        let text = encode(attempt)?;
+        let written = insist(|| self.store.set(&key, &text));
+        written.map_err(|error| self.lost_store(error))?;
+        Ok(name_of(&attempt.infos, node))
+    }
+
     /// On node 0 of a job whose nodes may start again: starts the thread that decides when they do.
-    pub fn coordinate(&self, rules: Rules) -> Result<()> {
+    pub fn coordinate(&self, rules: Rules, events: Sender<Event>) -> Result<()> {
         if !self.can_restart() || self.server.is_none() {
             return Ok(());
         }
+        let has_begun = self.has_begun();
+        let running = has_begun.then(|| Attempt {
+            number: self.attempt(),
+            why: String::new(),
+            ids: self.ids.clone(),
+            infos: self.infos.clone(),
+            lost: Vec::new(),
+            master_port: 0,
+        });
         let mut coordinator = Coordinator {
             store: self.store.clone(),
-            machine: match self.is_elastic {
-                true => Membership::forming(rules, Duration::ZERO),
-                false => Membership::running(rules),
+            machine: match has_begun {
+                false => Membership::forming(rules, Duration::ZERO),
+                true => Membership::running(rules),
             },
             rules,
             next: self.next.unwrap_or(0),
             restarts: 0,
             infos: self.infos.iter().cloned().enumerate().collect(),
             is_elastic: self.is_elastic,
+            takes_others: !has_begun,
             arrived: 0,
             arriving: BTreeSet::from([0]),
             changes: Vec::new(),
             to_begin: self.to_begin.clone(),
+            running,
+            is_enough: false,
+            joining: Vec::new(),
+            events,
         };
         let (stop, began) = (self.stop.clone(), Instant::now());
         spawn("attempts", move || coordinator.run(&stop, began))
@@ -279,7 +418,10 @@ struct Coordinator {
     restarts: u32,
     /// Of all launchers that were there, by number.
     infos: BTreeMap<Id, NodeInfo>,
+    /// Launchers may go.
     is_elastic: bool,
+    /// Others may come.
+    takes_others: bool,
     /// The highest number of a launcher.
     arrived: Id,
     /// Launchers that have a number and are not there yet.
@@ -287,6 +429,13 @@ struct Coordinator {
     /// Who has come and gone since the last attempt began.
     changes: Vec<String>,
     to_begin: ToBegin,
+    /// The attempt that was begun last, with those that have joined it.
+    running: Option<Attempt>,
+    /// The ranks that wait may go on once those that are joining have joined.
+    is_enough: bool,
+    /// Launchers that were admitted, and whose ranks may not have joined yet.
+    joining: Vec<usize>,
+    events: Sender<Event>,
 }
 
 impl Coordinator {
@@ -326,6 +475,8 @@ impl Coordinator {
         }
         if self.is_elastic {
             self.look_who_goes(&ids)?;
+        }
+        if self.takes_others {
             self.look_who_comes()?;
         }
         Ok(())
@@ -346,6 +497,10 @@ impl Coordinator {
         let arrived = arrived(&self.store)?;
         self.arriving.extend(self.arrived + 1..=arrived);
         self.arrived = arrived;
+        // Ranks that have not begun cannot take in others yet.
+        if self.rules.in_place && self.machine.is_running() && !is_elastic(&*self.store)? {
+            return Ok(());
+        }
         let arriving: Vec<Id> = self.arriving.iter().copied().collect();
         for id in self.present(&arriving, node_key)? {
             let card = self.store.try_get(&node_key(id))?;
@@ -362,7 +517,43 @@ impl Coordinator {
         Ok(())
     }
 
+    /// Lets ranks that wait go on when those of each admitted launcher have joined.
+    fn release(&mut self) -> phalanx_store::Result<()> {
+        while let Some(id) = self.joining.last().filter(|_| self.is_enough) {
+            let numbers = self.numbers_of(*id)?;
+            if !insist(|| goes_on_with(&*self.store, 0, numbers.iter().copied()))? {
+                return Ok(());
+            }
+            self.joining.pop();
+        }
+        if std::mem::take(&mut self.is_enough) {
+            insist(|| report_hold(&*self.store, None))?;
+        }
+        Ok(())
+    }
+
+    /// The numbers of the processes that launcher `id` has started in the attempt.
+    fn numbers_of(&self, id: Id) -> phalanx_store::Result<Vec<usize>> {
+        let Some(running) = &self.running else {
+            return Ok(Vec::new());
+        };
+        let (world, own) = (running.world(), Some(id.to_string().into_bytes()));
+        let node = running.ids.iter().position(|other| *other == id);
+        let mut numbers: Vec<usize> = match node {
+            Some(node) => ranks_of(&running.infos, node).collect(),
+            None => Vec::new(),
+        };
+        for number in insist(|| all_numbers(&*self.store, world))?.skip(world) {
+            let key = format!("{NUMBERS}{number}");
+            if insist(|| self.store.try_get(&key))? == own && !numbers.contains(&number) {
+                numbers.push(number);
+            }
+        }
+        Ok(numbers)
+    }
+
     fn act(&mut self, now: Duration) -> phalanx_store::Result<()> {
+        self.release()?;
         while let Some(decision) = self.machine.decide(now) {
             match decision {
                 Decision::Start(ids) => self.start(ids)?,
@@ -383,8 +574,70 @@ impl Coordinator {
                 Decision::TooFew(there) => {
                     self.publish(&self.too_few(there), ABORT_KEY)?;
                 }
+                Decision::Lose(id) => self.lose(id)?,
+                Decision::Admit(id) => self.admit(id)?,
+                Decision::Hold(there) => {
+                    self.is_enough = false;
+                    let least = self.rules.least;
+                    let why = format!("{there} of at least {least} nodes are there");
+                    insist(|| report_hold(&*self.store, Some(&why)))?;
+                }
+                Decision::GoOn => self.is_enough = true,
             }
         }
+        Ok(())
+    }
+
+    /// The ranks go on without those of launcher `id`, if one that is left has what is needed.
+    fn lose(&mut self, id: Id) -> phalanx_store::Result<()> {
+        let own = self.numbers_of(id)?;
+        self.joining.retain(|joining| *joining != id);
+        let Some(running) = &mut self.running else {
+            return Ok(());
+        };
+        running.lost.push(id);
+        let world = running.world();
+        let others = insist(|| all_numbers(&*self.store, world))?;
+        let others = others.filter(|number| !own.contains(number));
+        let goes_on = insist(|| goes_on_with(&*self.store, world, others.clone()))?;
+        let why = insist(|| self.store.try_get(&death_key(id, true)))?;
+        let why = verdict(&why.unwrap_or_default());
+        match (goes_on, self.takes_others) {
+            (true, _) => {}
+            (false, true) => {
+                self.machine.cannot_go_on();
+                return Ok(());
+            }
+            (false, false) => return self.publish(&why, ABORT_KEY).map(drop),
+        }
+        let why = why.message;
+        for number in own {
+            insist(|| report_lost(&*self.store, number, &why))?;
+        }
+        // It is no reason for what fails later.
+        insist(|| self.store.delete(&gone_key(id)))?;
+        self.changes.clear();
+        say::note(format_args!("{why}; the ranks of the other nodes go on"));
+        Ok(())
+    }
+
+    /// Launcher `id` joins the attempt.
+    fn admit(&mut self, id: Id) -> phalanx_store::Result<()> {
+        let (Some(running), Some(info)) = (&mut self.running, self.infos.get(&id)) else {
+            return Ok(());
+        };
+        let world = running.world();
+        let first = number_newcomers(&*self.store, id, world, info.local_ranks)?;
+        self.joining.push(id);
+        running.ids.push(id);
+        running.infos.push(NodeInfo {
+            joins_as: Some(first),
+            ..info.clone()
+        });
+        self.changes.clear();
+        let event = Event::Admit(Box::new(running.clone()));
+        // Where the main thread has ended, the job has.
+        let _ = self.events.send(event);
         Ok(())
     }
 
@@ -430,13 +683,16 @@ impl Coordinator {
             let (ranks, nodes) = (plural(ranks, "rank"), plural(ids.len(), "node"));
             format!("restart with {ranks} on {nodes}: {changes}")
         };
-        *lock(&self.to_begin) = Some(Attempt {
+        let attempt = Attempt {
             number: self.next,
             why,
             infos,
             ids,
+            lost: Vec::new(),
             master_port: 0,
-        });
+        };
+        self.running = Some(attempt.clone());
+        *lock(&self.to_begin) = Some(attempt);
         self.next += 1;
         Ok(())
     }
@@ -486,9 +742,7 @@ pub(super) fn death_key(id: Id, is_elastic: bool) -> String {
 
 /// The highest number of a launcher.
 pub(super) fn arrived(store: &TcpStore) -> phalanx_store::Result<Id> {
-    let count = store.try_get(ARRIVED_KEY)?;
-    let count = count.and_then(|text| String::from_utf8(text).ok());
-    Ok(count.and_then(|text| text.parse().ok()).unwrap_or(0))
+    count(store, ARRIVED_KEY)
 }
 
 pub(super) fn attempt_key(attempt: u32) -> String {

@@ -35,15 +35,24 @@ pub struct NodeInfo {
     /// Whether its number is by arrival.
     #[serde(default)]
     pub by_arrival: bool,
+    /// Whether ranks go on in place.
+    #[serde(default)]
+    pub elastic: bool,
+    /// Of a launcher that joins an attempt: the number of its first rank.
+    #[serde(default)]
+    pub joins_as: Option<usize>,
     /// Our version: launchers of different builds do not mix.
     pub version: String,
 }
 
 /// The ranks of a node.
 pub(super) fn ranks_of(infos: &[NodeInfo], node: usize) -> Range<usize> {
-    let ranks = infos.iter().map(|info| info.local_ranks);
-    let first = ranks.clone().take(node).sum();
-    first..first + ranks.clone().nth(node).unwrap_or(0)
+    let Some(info) = infos.get(node) else {
+        return 0..0;
+    };
+    let before = infos.iter().take(node).map(|info| info.local_ranks);
+    let first = info.joins_as.unwrap_or_else(|| before.sum());
+    first..first + info.local_ranks
 }
 
 /// `node 1 (host b, 10.0.0.2, ranks 2 and 3)`.
@@ -100,6 +109,10 @@ pub(super) fn compare(mine: &NodeInfo, me: usize, theirs: &NodeInfo, key: &str) 
     if theirs.max_restarts != mine.max_restarts {
         return differ("--max-restarts", &theirs.max_restarts, &mine.max_restarts);
     }
+    if theirs.elastic != mine.elastic {
+        let flag = |info: &NodeInfo| if info.elastic { "given" } else { "left out" };
+        return differ("--elastic", &flag(theirs), &flag(mine));
+    }
     if theirs.run_id != mine.run_id {
         return differ("--rdzv-id", &theirs.run_id, &mine.run_id);
     }
@@ -125,6 +138,8 @@ mod tests {
             master_port: None,
             max_restarts: 0,
             by_arrival: false,
+            elastic: false,
+            joins_as: None,
             version: "0.1.0".into(),
         }
     }
@@ -184,6 +199,8 @@ mod tests {
             ),
             (
                 NodeInfo {
+                    elastic: false,
+                    joins_as: None,
                     version: "9".into(),
                     ..info()
                 },

@@ -14,6 +14,17 @@
 //! | Stopping | all have ended, `least` or more are there | Running  | start       |
 //! | Stopping | all have ended, fewer are there           | Forming  |             |
 //!
+//! Where ranks go on in place, an attempt has other launchers in its course:
+//!
+//! | phase    | event                                     | next     | decision    |
+//! |----------|-------------------------------------------|----------|-------------|
+//! | Running  | a member is lost                          | Running  | lose        |
+//! | Running  | a launcher arrives, and there is room     | Running  | admit       |
+//! | Running  | fewer than `least` are left               | Running  | hold        |
+//! | Running  | `least` are there again                   | Running  | go on       |
+//! | Running  | the join time-out, fewer than `least`     | Over     | too few     |
+//! | Running  | no rank that is left has the state        | Stopping | stop        |
+//!
 //! As under torchrun, the last call begins when `least` launchers are there, and a launcher that arrives does not count
 //! as a restart. Other than there, neither does a lost one, and what is left of an attempt starts the next without a
 //! last call, as it waits for nobody. A launcher that arrives after ranks of a member have succeeded interrupts nobody.
@@ -37,6 +48,8 @@ pub struct Rules {
     pub last_call: Duration,
     /// How many failures start another attempt.
     pub max_restarts: u32,
+    /// Ranks go on without those that are lost, and with others.
+    pub in_place: bool,
 }
 
 /// What node 0 must do now.
@@ -52,6 +65,14 @@ pub enum Decision {
     Fail,
     /// The job ends: so many launchers are there.
     TooFew(usize),
+    /// The ranks go on without those of this launcher.
+    Lose(Id),
+    /// They go on with those of this launcher.
+    Admit(Id),
+    /// They wait until more launchers are there than this.
+    Hold(usize),
+    /// They go on.
+    GoOn,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -75,6 +96,8 @@ enum Phase {
     Running {
         /// The ranks of a member have succeeded.
         ending: bool,
+        /// Since when there are too few, in place.
+        short: Option<Duration>,
     },
     Stopping {
         failed: bool,
@@ -85,6 +108,12 @@ enum Phase {
     Over,
 }
 
+/// A new attempt.
+const RUNNING: Phase = Phase::Running {
+    ending: false,
+    short: None,
+};
+
 /// The launchers of a job. Times are since any moment.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Membership {
@@ -93,6 +122,8 @@ pub struct Membership {
     phase: Phase,
     /// Failures that have started another attempt.
     restarts: u32,
+    /// Those for which [`Decision::Lose`] is still to be taken.
+    lost: Vec<Id>,
 }
 
 impl Membership {
@@ -104,6 +135,7 @@ impl Membership {
             members: BTreeMap::new(),
             phase: Phase::Forming { since: now, quorum },
             restarts: 0,
+            lost: Vec::new(),
         }
     }
 
@@ -111,7 +143,7 @@ impl Membership {
     pub fn running(rules: Rules) -> Membership {
         Membership {
             members: (0..rules.most).map(|id| (id, Member::Running)).collect(),
-            phase: Phase::Running { ending: false },
+            phase: RUNNING,
             ..Membership::forming(rules, Duration::ZERO)
         }
     }
@@ -120,7 +152,7 @@ impl Membership {
     pub fn arrived(&mut self, id: Id) {
         self.members.entry(id).or_insert(Member::Waiting);
         let is_full = self.of_attempt().len() >= self.rules.most;
-        if self.phase == (Phase::Running { ending: false }) && !is_full {
+        if self.phase == RUNNING && !is_full && !self.rules.in_place {
             self.stop(false, false);
         }
     }
@@ -128,6 +160,9 @@ impl Membership {
     /// Nothing more will come from a launcher.
     pub fn lost(&mut self, id: Id) {
         match (self.members.remove(&id), &mut self.phase) {
+            (Some(Member::Running), Phase::Running { .. }) if self.rules.in_place => {
+                self.lost.push(id);
+            }
             (Some(Member::Running), Phase::Running { .. }) => self.stop(false, true),
             (Some(state), Phase::Stopping { lost, .. }) if state != Member::Waiting => *lost = true,
             _ => {}
@@ -144,11 +179,18 @@ impl Membership {
         }
     }
 
+    /// No rank that is left has what is needed to go on without the last one that was lost.
+    pub fn cannot_go_on(&mut self) {
+        if self.is_running() {
+            self.stop(false, true);
+        }
+    }
+
     /// All ranks of a member have succeeded.
     pub fn done(&mut self, id: Id) {
         if let Some(state @ Member::Running) = self.members.get_mut(&id) {
             *state = Member::Done;
-            if let Phase::Running { ending } = &mut self.phase {
+            if let Phase::Running { ending, .. } = &mut self.phase {
                 *ending = true;
             }
         }
@@ -181,10 +223,40 @@ impl Membership {
         let there = self.members.len();
         match &mut self.phase {
             Phase::Over => None,
-            Phase::Running { .. } => {
-                let members = self.of_attempt();
-                let is_done = members.iter().all(|(_, state)| *state == Member::Done);
-                is_done.then(|| self.end(Decision::Succeed))
+            Phase::Running { .. } if !self.lost.is_empty() => {
+                Some(Decision::Lose(self.lost.remove(0)))
+            }
+            Phase::Running { ending, short } => {
+                let of_attempt = self.members.values();
+                let of_attempt = of_attempt.filter(|state| **state != Member::Waiting);
+                let is_done = of_attempt.clone().all(|state| *state == Member::Done);
+                let count = of_attempt.count();
+                if is_done {
+                    return Some(self.end(Decision::Succeed));
+                }
+                if !self.rules.in_place || *ending {
+                    return None;
+                }
+                let waiting = self.members.iter_mut();
+                let mut waiting = waiting.filter(|(_, state)| **state == Member::Waiting);
+                if let Some((id, state)) = waiting.next().filter(|_| count < self.rules.most) {
+                    *state = Member::Running;
+                    return Some(Decision::Admit(*id));
+                }
+                match (count < self.rules.least, *short) {
+                    (true, None) => {
+                        *short = Some(now);
+                        Some(Decision::Hold(count))
+                    }
+                    (true, Some(since)) if now >= since + self.rules.join => {
+                        Some(self.end(Decision::TooFew(count)))
+                    }
+                    (false, Some(_)) => {
+                        *short = None;
+                        Some(Decision::GoOn)
+                    }
+                    _ => None,
+                }
             }
             Phase::Stopping { asked, .. } if *asked => {
                 *asked = false;
@@ -227,7 +299,8 @@ impl Membership {
     }
 
     fn stop(&mut self, failed: bool, lost: bool) {
-        let asked = !failed;
+        let (asked, lost) = (!failed, lost || !self.lost.is_empty());
+        self.lost.clear();
         self.phase = Phase::Stopping {
             failed,
             lost,
@@ -249,7 +322,7 @@ impl Membership {
         for id in &chosen {
             self.members.insert(*id, Member::Running);
         }
-        self.phase = Phase::Running { ending: false };
+        self.phase = RUNNING;
         Decision::Start(chosen)
     }
 }
@@ -269,6 +342,7 @@ mod tests {
             join: 4 * SECOND,
             last_call: 2 * SECOND,
             max_restarts,
+            in_place: false,
         }
     }
 
@@ -287,6 +361,8 @@ mod tests {
         stopped_by_failure: bool,
         counted: u32,
         lost_in_attempt: bool,
+        /// The ranks wait.
+        held: bool,
     }
 
     impl World {
@@ -302,7 +378,12 @@ mod tests {
                 stopped_by_failure: false,
                 counted: 0,
                 lost_in_attempt: false,
+                held: false,
             }
+        }
+
+        fn running(&self) -> usize {
+            self.launchers.keys().filter(|id| self.runs(**id)).count()
         }
 
         fn runs(&self, id: Id) -> bool {
@@ -318,6 +399,24 @@ mod tests {
                     Decision::Stop => {
                         assert!(!self.is_over, "{self:?}");
                         self.is_over = true;
+                    }
+                    Decision::Lose(id) => {
+                        assert!(!self.launchers.contains_key(&id), "{self:?}");
+                        self.lost_in_attempt = false;
+                    }
+                    Decision::Admit(id) => {
+                        assert!(self.running() < self.machine.rules.most, "{self:?}");
+                        let state = self.launchers.insert(id, Some((self.attempts, true)));
+                        assert!(!self.is_over && state.is_some(), "{self:?}");
+                    }
+                    Decision::Hold(count) => {
+                        assert!(!self.held && count < self.machine.rules.least, "{self:?}");
+                        self.held = true;
+                    }
+                    Decision::GoOn => {
+                        let there = self.running();
+                        assert!(self.held && there >= self.machine.rules.least, "{self:?}");
+                        self.held = false;
                     }
                     Decision::Succeed => {
                         assert!(!self.is_over, "{self:?}");
@@ -353,6 +452,7 @@ mod tests {
                         self.attempts += 1;
                         self.is_over = false;
                         (self.stopped_by_failure, self.lost_in_attempt) = (false, false);
+                        self.held = false;
                         for id in members {
                             let launcher = self.launchers.get_mut(&id).expect("a living launcher");
                             *launcher = Some((self.attempts, true));
@@ -360,8 +460,20 @@ mod tests {
                     }
                 }
             }
+            let Rules {
+                least,
+                most,
+                in_place,
+                ..
+            } = self.machine.rules;
             if self.machine.is_running() {
                 assert_eq!(self.counted, self.machine.restarts(), "{self:?}");
+            }
+            let is_ending = matches!(self.machine.phase, Phase::Running { ending: true, .. });
+            if self.machine.is_running() && in_place && !is_ending {
+                let running = self.running();
+                assert_eq!(running, self.launchers.len().min(most), "{self:?}");
+                assert_eq!(self.held, running < least, "{self:?}");
             }
             self
         }
@@ -413,6 +525,15 @@ mod tests {
                             w.machine.failed();
                         });
                     }
+                    if faults && !self.is_over && self.machine.rules.in_place && id > 0 {
+                        // With the last rank that has the state.
+                        add(&|w| {
+                            w.launchers.remove(&id);
+                            w.lost_in_attempt = true;
+                            w.machine.lost(id);
+                            w.machine.cannot_go_on();
+                        });
+                    }
                 }
                 // Done before the attempt has ended otherwise.
                 let is_done = self.launchers[&id] == Some((self.attempts, false));
@@ -429,7 +550,7 @@ mod tests {
             for _ in 0..40 {
                 let running = world.launchers.keys().filter(|id| world.runs(**id));
                 let room = world.machine.rules.most;
-                let done = world.machine.phase == Phase::Running { ending: true };
+                let done = matches!(world.machine.phase, Phase::Running { ending: true, .. });
                 if world.end.is_some()
                     || !world.is_over && running.count() == world.launchers.len().min(room)
                     || !world.is_over && done
@@ -449,15 +570,25 @@ mod tests {
     #[test]
     fn every_attempt_has_one_membership_whatever_comes_first() {
         let mut count = 0;
-        for (least, most, restarts, length) in [
-            (1, 1, 1, 12),
-            (1, 2, 0, 14),
-            (1, 3, 1, 12),
-            (2, 2, 1, 14),
-            (2, 3, 1, 13),
-            (3, 3, 1, 14),
+        for (least, most, restarts, length, in_place) in [
+            (1, 1, 1, 12, false),
+            (1, 2, 0, 14, false),
+            (1, 3, 1, 12, false),
+            (2, 2, 1, 14, false),
+            (2, 3, 1, 13, false),
+            (3, 3, 1, 14, false),
+            (1, 1, 1, 12, true),
+            (1, 2, 0, 14, true),
+            (1, 3, 1, 12, true),
+            (2, 2, 1, 14, true),
+            (2, 3, 1, 13, true),
+            (3, 3, 0, 14, true),
         ] {
-            let mut states = BTreeSet::from([World::new(rules(least, most, restarts))]);
+            let rules = Rules {
+                in_place,
+                ..rules(least, most, restarts)
+            };
+            let mut states = BTreeSet::from([World::new(rules)]);
             let mut seen = BTreeSet::new();
             for _ in 0..length {
                 let next = states.iter().flat_map(|world| world.next(true, most + 1));
@@ -467,7 +598,38 @@ mod tests {
             }
             count += seen.len();
         }
-        assert!(count > 20_000, "{count}");
+        assert!(count > 40_000, "{count}");
+    }
+
+    #[test]
+    fn in_place_the_ranks_of_others_go_on() {
+        let mut m = Membership::running(Rules {
+            in_place: true,
+            ..rules(2, 3, 0)
+        });
+        m.lost(1);
+        assert_eq!(m.decide(SECOND), Some(Decision::Lose(1)));
+        assert_eq!(m.decide(SECOND), None);
+        m.lost(2);
+        assert_eq!(m.decide(SECOND), Some(Decision::Lose(2)));
+        assert_eq!(m.decide(SECOND), Some(Decision::Hold(1)));
+        m.arrived(3);
+        m.arrived(4);
+        m.arrived(5);
+        assert_eq!(m.decide(2 * SECOND), Some(Decision::Admit(3)));
+        assert_eq!(m.decide(2 * SECOND), Some(Decision::Admit(4)));
+        assert_eq!(m.decide(2 * SECOND), Some(Decision::GoOn));
+        assert_eq!(m.decide(9 * SECOND), None, "there is no room");
+        m.lost(3);
+        assert_eq!(m.decide(9 * SECOND), Some(Decision::Lose(3)));
+        assert_eq!(m.decide(9 * SECOND), Some(Decision::Admit(5)));
+        m.lost(4);
+        m.lost(5);
+        m.decide(9 * SECOND);
+        m.decide(9 * SECOND);
+        assert_eq!(m.decide(9 * SECOND), Some(Decision::Hold(1)));
+        assert_eq!(m.decide(12 * SECOND), None);
+        assert_eq!(m.decide(13 * SECOND), Some(Decision::TooFew(1)));
     }
 
     #[test]

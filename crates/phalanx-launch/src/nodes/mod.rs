@@ -28,7 +28,7 @@ mod silence;
 mod store;
 mod tell;
 
-pub use attempts::{Attempt, Next};
+pub use attempts::{Attempt, Next, all_numbers, number_newcomers};
 pub use info::NodeInfo;
 pub use membership::Rules;
 pub use store::{NodeStore, host_locally, meeting_store};
@@ -88,6 +88,8 @@ pub struct Nodes {
     /// The number of this launcher, and those of all, by node. They are the nodes' unless launchers come and go.
     id: usize,
     ids: Vec<usize>,
+    /// On node 0, those of them that are lost.
+    lost: Vec<usize>,
     me: usize,
     infos: Vec<NodeInfo>,
     stop: Arc<AtomicBool>,
@@ -102,7 +104,7 @@ pub struct Nodes {
     will: Mutex<Option<Will>>,
     /// The number of the next attempt, where one may follow.
     next: Option<u32>,
-    /// Launchers may come and go.
+    /// Launchers may go, or come and go.
     is_elastic: bool,
     /// This one has said that it goes.
     has_left: AtomicBool,
@@ -186,6 +188,7 @@ pub fn join(
         server: at.server.take(),
         id: me,
         ids: (0..total).collect(),
+        lost: Vec::new(),
         me,
         infos: Vec::new(),
         stop: Arc::new(AtomicBool::new(false)),
@@ -208,6 +211,9 @@ pub fn join(
     match nodes.gather(total, &info, started, deadline, &mut interrupted) {
         Ok(infos) => {
             nodes.infos = infos;
+            if info.elastic {
+                (nodes.is_elastic, nodes.next) = (true, Some(1));
+            }
             Ok(nodes)
         }
         Err(error) => {
@@ -483,6 +489,7 @@ impl Nodes {
             is_watched: self.is_watched.clone(),
             id: self.id,
             ids: self.ids.clone(),
+            lost: self.lost.clone(),
         };
         // Where the main thread has ended, nobody listens.
         let tell = move |event: Event| drop(events.send(event));
@@ -579,7 +586,8 @@ impl Nodes {
         if self.me != 0 && silent >= SILENT {
             return Some(disconnected(&self.infos, 0, silent));
         }
-        let others = (0..self.infos.len()).filter(|node| *node != self.me);
+        let is_lost = |node: &usize| self.lost.contains(&self.ids[*node]);
+        let others = (0..self.infos.len()).filter(|node| *node != self.me && !is_lost(node));
         let others: Vec<usize> = others.collect();
         let keys = others.iter().map(|node| gone_key(self.ids[*node]));
         let keys: Vec<String> = keys.collect();
@@ -649,7 +657,7 @@ impl Nodes {
             return;
         }
         let total = match self.is_elastic {
-            true => attempts::arrived(&self.store).unwrap_or(0) + 1,
+            true => total.max(attempts::arrived(&self.store).unwrap_or(0) + 1),
             false => total,
         };
         let is_there = |key: &str| matches!(self.store.try_get(key), Ok(Some(_)));

@@ -97,6 +97,8 @@ pub(super) struct Pulse<S> {
     /// The number of this launcher, and those of all, by node: their keys have it.
     pub(super) id: usize,
     pub(super) ids: Vec<usize>,
+    /// Those of them that are lost already.
+    pub(super) lost: Vec<usize>,
 }
 
 impl<S: Store> Pulse<S> {
@@ -109,7 +111,7 @@ impl<S: Store> Pulse<S> {
     pub(super) fn hear(&self, mut lost: impl FnMut(usize) -> bool) {
         raise_priority();
         let others = self.ids.iter().enumerate();
-        let others = others.filter(|(_, id)| **id != self.id);
+        let others = others.filter(|(_, id)| **id != self.id && !self.lost.contains(id));
         let mut others: Vec<(usize, usize, String)> = others
             .map(|(node, id)| (node, *id, beat_key(*id)))
             .collect();
@@ -210,6 +212,7 @@ mod tests {
             is_watched: Arc::new(AtomicBool::new(true)),
             id,
             ids: ids.to_vec(),
+            lost: Vec::new(),
         }
     }
 

@@ -87,6 +87,8 @@ fn info(host: &str, local_ranks: usize) -> NodeInfo {
         master_port: None,
         max_restarts: 0,
         by_arrival: false,
+        elastic: false,
+        joins_as: None,
         version: "1".into(),
     }
 }

@@ -15,6 +15,8 @@ const C10D_PORT: u16 = 29400;
 /// torchrun's time-outs of a job with a range of nodes.
 const JOIN: Duration = Duration::from_secs(600);
 const LAST_CALL: Duration = Duration::from_secs(30);
+/// The same where a node that comes later joins the others.
+const LAST_CALL_IN_PLACE: Duration = Duration::from_secs(3);
 
 /// The launcher of the ranks of one node.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -105,6 +107,12 @@ impl Node {
         }
     }
 
+    /// Whether the nodes of the job come and go.
+    pub fn comes_and_goes(&self) -> bool {
+        let meeting = self.meeting.as_ref();
+        meeting.is_some_and(|meeting| meeting.least.is_some())
+    }
+
     /// Whether rank 0 runs here.
     pub fn is_first(&self) -> bool {
         let meeting = self.meeting.as_ref();
@@ -170,14 +178,6 @@ impl NodeQuery<'_> {
         let range = typed.as_ref().map(|given| given.nodes()).transpose()?;
         let least = range.filter(|(least, most)| least < most);
         let least = least.map(|(least, _)| least);
-        if let (Some(_), Some(given), Some(_)) = (least, &typed, self.command) {
-            return Err(given
-                .wrong("a range of nodes is for phalanx launch only")
-                .note(
-                    "fix",
-                    "give one number, or start the program by phalanx launch",
-                ));
-        }
         let typed = range.map(|(_, most)| most);
         let typed_rank = setting(env, "node-rank", &self.cli.nodes.node_rank);
         let typed_rank = typed_rank.map(|given| given.number("not a node's number"));
@@ -217,6 +217,7 @@ impl NodeQuery<'_> {
         let mut meeting = self.meeting(nodes, node_rank, engine, ports)?;
         meeting.engine = by_engine;
         meeting.least = least;
+        meeting.last_call = LAST_CALL_IN_PLACE;
         if least.is_some() {
             meeting.is_host = typed_rank.map(|rank| rank == 0);
         }

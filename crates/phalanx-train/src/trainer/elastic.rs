@@ -8,7 +8,8 @@
 //! its samples divided among the ranks that are left.
 //!
 //! A process that joins does so between two steps. It takes over the same state and what the training has measured, as if
-//! it were resumed from a checkpoint.
+//! it were resumed from a checkpoint. A rank that is asked to leave does so there too, and all ranks wait there while they
+//! are too few.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
@@ -20,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_base::env::real_env;
 use phalanx_checkpoint::state::Place;
-use phalanx_comm::{JoinRequests, ReduceOp, is_over, report_over};
+use phalanx_comm::{MembershipRequests, ReduceOp, RequestedChange, is_over, report_over};
 use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::SamplerConfig;
@@ -37,12 +38,16 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
 use crate::log::RunInfo;
 use crate::output::{Files, Output};
-use crate::saving::{self, History};
+use crate::saving::{self, History, SaveAction};
 use crate::split::{BatchSplit, Determinism, SplitArgs};
+use crate::stop;
 use crate::strategy::Strategy;
 
-/// How often rank 0 asks whether a process wants to join.
+/// How often rank 0 asks who is to join or to leave.
 const ASK_EVERY: Duration = Duration::from_millis(100);
+
+/// How often ranks that wait agree that they still do.
+const WAIT_EVERY: Duration = Duration::from_secs(5);
 
 /// Records of `metrics.jsonl` that each rank keeps, in case rank 0 was lost before it wrote them.
 const KEPT_RECORDS: usize = 8;
@@ -56,7 +61,7 @@ pub(super) struct Elasticity {
     result: String,
     /// On rank 0.
     requests: Option<Requests>,
-    /// A process wants to join, as all ranks know from the last step.
+    /// Ranks are to join, leave or wait, as all know from the last step.
     wanted: bool,
     /// Epoch and step of the batch with which the program is, or was last.
     batch: Option<(usize, usize)>,
@@ -104,7 +109,7 @@ struct Requests {
 }
 
 impl Requests {
-    fn watch(requests: JoinRequests) -> Requests {
+    fn watch(requests: MembershipRequests) -> Requests {
         let any = Arc::new(AtomicBool::new(false));
         let (stop, stopped) = channel::<()>();
         let found = Arc::clone(&any);
@@ -112,8 +117,8 @@ impl Requests {
         // Without the thread nobody joins.
         let _ = watching.spawn(move || {
             while stopped.recv_timeout(ASK_EVERY) == Err(RecvTimeoutError::Timeout) {
-                let waiting = requests.read().is_ok_and(|numbers| !numbers.is_empty());
-                found.store(waiting, Relaxed);
+                let asked = requests.read().is_ok_and(|asked| !asked.is_none());
+                found.store(asked, Relaxed);
             }
         });
         Requests { any, _stop: stop }
@@ -135,6 +140,16 @@ struct Handover {
     saved_steps: u64,
     /// The training's folder.
     folder: PathBuf,
+}
+
+/// What all ranks know before they act.
+#[derive(Serialize, Deserialize)]
+struct Agreed {
+    asked: RequestedChange,
+    /// They did not wait before.
+    begins_to_wait: bool,
+    /// A signal asks one of them to stop.
+    is_stop: bool,
 }
 
 impl<M, S: Strategy> Trainer<'_, M, S> {
@@ -256,10 +271,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         Ok(())
     }
 
-    /// Asks from now on whether a process wants to join, on rank 0.
+    /// Asks from now on who is to join or to leave, on rank 0.
     fn watch_requests(&mut self) {
         self.elastic.requests = (self.ctx.elastic.is_some() && self.ctx.is_main())
-            .then(|| Requests::watch(self.ctx.group().join_requests()));
+            .then(|| Requests::watch(self.ctx.group().membership_requests()));
     }
 
     fn handover(&self) -> Handover {
@@ -407,12 +422,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             self.recover(error)?;
         }
         self.elastic.change = None;
+        // As the others do next.
+        self.elastic.wanted = true;
         self.ctx.group().announce_joined()?;
         Ok(())
     }
 
-    /// Before what ranks do together: takes in the processes that want to join, if the program begins with another batch.
-    /// A newcomer begins with that batch too.
+    /// Before what ranks do together: takes in the processes that want to join, if the program begins with another batch,
+    /// and lets ranks leave. A newcomer begins with that batch too. *Blocks* while the ranks are to wait.
     pub(super) fn admit(&mut self) -> Result<()> {
         let (BatchPosition::At(index), Some(running)) = (self.position.get(), &self.running) else {
             return Ok(());
@@ -423,32 +440,117 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if !(is_first && is_next && std::mem::take(&mut self.elastic.wanted)) {
             return Ok(());
         }
-        let (before, noticed) = (self.ctx.world(), Instant::now());
-        let (numbers, generation): (Vec<usize>, u32) = self.together(|trainer| {
-            let group = trainer.ctx.group();
-            let asking = trainer.ctx.is_main().then(|| group.join_requests().read());
-            let asking = asking.transpose()?;
-            let numbers = group.broadcast_object(asking.as_ref(), 0)?;
-            // No rank grows the group before all know the newcomers.
-            group.barrier()?;
-            Ok((numbers, group.generation()))
-        })?;
-        // If a rank was lost since, those that grow the group have formed one with the others.
-        if numbers.is_empty() || self.ctx.group().generation() != generation {
-            return Ok(());
-        }
-        self.ctx.grow(&numbers)?;
-        let agreed = Instant::now();
-        match self.take_up() {
-            Ok(()) => {
-                self.changed(before, noticed, agreed);
-                Ok(())
+        let mut waiting = None;
+        loop {
+            let agreed = self.agree_on_requests(waiting.is_some())?;
+            let asked = agreed.asked;
+            if !(asked.joining.is_empty() && asked.leaving.is_empty()) {
+                // Those that join agree with the others on what follows.
+                self.change_ranks(&asked)?;
+                continue;
             }
-            Err(error) => self.recover(error).map(drop),
+            let Some(why) = asked.hold.filter(|_| !agreed.is_stop) else {
+                break;
+            };
+            waiting.get_or_insert_with(Instant::now);
+            if agreed.begins_to_wait {
+                self.say(&format!("waiting: {why}"));
+                self.save_between_steps(SaveAction::Save)?;
+            }
         }
+        if let Some(since) = waiting {
+            let ranks = plural(self.ctx.world(), "rank");
+            let waited = since.elapsed().as_secs_f64();
+            self.say(&format!("going on with {ranks} after {waited:.1} s"));
+        }
+        Ok(())
     }
 
-    /// The losses of all ranks for the step, and whether a process wants to join: the end of a step's unit.
+    fn say(&self, text: &str) {
+        let text = format!("elastic  {text}");
+        self.ctx.note(&text);
+        self.reports.log.notice(self.place.step, &text);
+    }
+
+    /// What is asked of the ranks. While they wait already, rank 0 looks for [`WAIT_EVERY`] for something new.
+    fn agree_on_requests(&mut self, waits: bool) -> Result<Agreed> {
+        self.together(|trainer| {
+            let (ctx, group) = (trainer.ctx, trainer.ctx.group());
+            let _phase = waits.then(|| ctx.phase("waiting for more nodes"));
+            let requests = group.membership_requests();
+            let began = Instant::now();
+            let asked = ctx.is_main().then(|| {
+                loop {
+                    let asked = requests.read()?;
+                    let is_new = !asked.joining.is_empty() || !asked.leaving.is_empty();
+                    let is_same = asked.hold.is_some() && !is_new && stop::asked().is_none();
+                    if !(waits && is_same) || began.elapsed() >= WAIT_EVERY {
+                        return Ok::<_, Error>((asked, !waits));
+                    }
+                    std::thread::sleep(ASK_EVERY);
+                }
+            });
+            let (asked, begins_to_wait) = group.broadcast_object(asked.transpose()?.as_ref(), 0)?;
+            // No rank acts before all know.
+            let mut stops = [u8::from(stop::asked().is_some())];
+            group.all_reduce(&mut stops, ReduceOp::Max)?;
+            Ok(Agreed {
+                asked,
+                begins_to_wait,
+                is_stop: stops[0] > 0,
+            })
+        })
+    }
+
+    /// Takes in the ranks that join, and goes on without those that leave; on these, ends the program. Changes nothing if a
+    /// rank is lost before.
+    fn change_ranks(&mut self, asked: &RequestedChange) -> Result<()> {
+        let RequestedChange {
+            joining, leaving, ..
+        } = asked;
+        let (before, noticed) = (self.ctx.world(), Instant::now());
+        if leaving.len() == before {
+            self.save_between_steps(SaveAction::Stop)?;
+            return Err(self.stopped());
+        }
+        let is_leaving = leaving.contains(&self.ctx.number());
+        let generation = self.together(|trainer| {
+            if is_leaving && trainer.ctx.is_main() {
+                trainer.hand_over_reports()?;
+            }
+            let group = trainer.ctx.group();
+            group.barrier()?;
+            Ok(group.generation())
+        })?;
+        // If a rank was lost since, the others have formed a group without it.
+        if self.ctx.group().generation() != generation {
+            return Ok(());
+        }
+        if is_leaving {
+            self.reports.log.stop();
+            return Err(Error::stopped());
+        }
+        self.ctx.change(joining, leaving)?;
+        let agreed = Instant::now();
+        match self.take_up() {
+            Ok(()) => self.changed(before, noticed, agreed),
+            Err(error) => drop(self.recover(error)?),
+        }
+        Ok(())
+    }
+
+    /// Completes the run's files as far as they are, for the rank that becomes rank 0.
+    fn hand_over_reports(&mut self) -> Result<()> {
+        self.saving.finish()?;
+        let reports = &mut self.reports;
+        reports.progress.end();
+        reports.log.stop();
+        reports.deliveries.finish();
+        reports.output.close();
+        Ok(())
+    }
+
+    /// The losses of all ranks for the step, and whether ranks are to join, leave or wait: the end of a step's unit.
     pub(super) fn share_losses(&mut self, sums: &mut [f64], samples: usize) -> Result<(f64, bool)> {
         let asked = self.elastic.requests.as_ref();
         let wanted = asked.is_some_and(|requests| requests.any.load(Relaxed));
@@ -464,7 +566,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         Ok((total / samples.max(1) as f64, wanted))
     }
 
-    /// Whether a process wants to join, as the ranks agreed in the step that was taken.
+    /// Whether ranks are to join, leave or wait, as all agreed in the step that was taken.
     pub(super) fn set_wanted(&mut self, wanted: bool) {
         self.elastic.wanted = wanted;
     }

@@ -24,7 +24,7 @@ struct Taken {
     sums: Vec<u64>,
     /// Those of the mean loss of this rank's samples; in an elastic training of all samples.
     mean: u64,
-    /// A process wants to join.
+    /// Ranks are to join, leave or wait.
     wanted: bool,
     #[serde(skip)]
     forward_ended: Option<Instant>,
@@ -389,6 +389,16 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if action == SaveAction::Continue {
             return Ok(());
         }
+        self.save_between_steps(action)?;
+        if action == SaveAction::Stop {
+            self.reports.progress.end();
+            return Err(self.stopped());
+        }
+        Ok(())
+    }
+
+    /// Takes a checkpoint between two steps of an epoch, if there are checkpoints.
+    pub(super) fn save_between_steps(&mut self, action: SaveAction) -> Result<()> {
         let began = Instant::now();
         let phase = self.ctx.phase("saving");
         let buffers = self.mean_buffers()?;
@@ -400,10 +410,6 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         drop(phase);
         self.results.timing.saved += began.elapsed();
         self.count_time(0);
-        if action == SaveAction::Stop {
-            self.reports.progress.end();
-            return Err(self.stopped());
-        }
         Ok(())
     }
 

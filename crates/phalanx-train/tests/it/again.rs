@@ -24,7 +24,7 @@ fn start<R: Send>(
 ) -> Result<R> {
     let mut settings = settings(dir, args);
     let (output_dir, saving) = (&mut settings.output_dir, &mut settings.saving);
-    let _prepared = prepare_run(true, output_dir, saving, "test")?;
+    let _prepared = prepare_run(Some(true), output_dir, saving, "test")?;
     // One that fails takes the others with it.
     let mut ranks = ranks_with(&settings, 2, program);
     let is_lost = |rank: &Result<R>| {

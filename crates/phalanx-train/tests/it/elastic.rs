@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
-use phalanx_comm::{GroupOptions, ProcessGroup, report_lost};
+use phalanx_comm::{GroupOptions, ProcessGroup, report_hold, report_leaving, report_lost};
 use phalanx_launch::Elastic;
 use phalanx_nn::optim::{Adam, schedule::Schedule};
 use phalanx_train::{Error, ErrorKind, Job, Measure, RankContext, Result};
@@ -13,14 +13,16 @@ use serde_json::Value;
 
 use crate::trainer::{answers, data, loss, settings, targets};
 
-/// Where a rank is lost: in the forward pass of a step, or in an evaluation.
+/// Where a rank is lost: in the forward pass of a step, or in an evaluation. Or where it asks to leave, or all to wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Point {
     Step(usize, usize),
     Evaluation(usize),
+    Leave(usize, usize),
+    Hold(usize, usize),
 }
 
-use Point::{Evaluation, Step};
+use Point::{Evaluation, Hold, Leave, Step};
 
 const SAMPLES: usize = 37;
 const SHARDS: [&str; 6] = [
@@ -53,14 +55,41 @@ fn train(
                 });
                 let own = losses.iter().find(|(rank, _)| *rank == number);
                 let (is_lost, point) = (AtomicBool::new(false), own.map(|(_, point)| *point));
-                let here = |at: Point| match point == Some(at) {
-                    true => {
-                        is_lost.store(true, SeqCst);
-                        Err(Error::new(ErrorKind::Failed, "this rank is lost"))
+                let here = |at: Point| {
+                    let is_here = |point: Option<Point>| match (point, at) {
+                        (Some(Leave(epoch, step) | Hold(epoch, step)), at) => {
+                            at == Step(epoch, step)
+                        }
+                        (point, at) => point == Some(at),
+                    };
+                    match point.filter(|_| is_here(point)) {
+                        Some(Leave(..)) => {
+                            report_leaving(&*store, number).expect("a store");
+                            rank_0_looks();
+                        }
+                        Some(Hold(..)) => {
+                            report_hold(&*store, Some("it is a test")).expect("a store");
+                            let store = store.clone();
+                            std::thread::spawn(move || {
+                                std::thread::sleep(Duration::from_millis(700));
+                                report_hold(&*store, None).expect("a store");
+                            });
+                            rank_0_looks();
+                        }
+                        Some(_) => {
+                            is_lost.store(true, SeqCst);
+                            return Err(Error::new(ErrorKind::Failed, "this rank is lost"));
+                        }
+                        None => {}
                     }
-                    false => Ok(()),
+                    Ok(())
                 };
                 let outcome = run(&Job::new("test", &ctx, settings), here);
+                if matches!(&outcome, Err(error) if error.kind() == ErrorKind::Stopped) {
+                    assert!(matches!(point, Some(Leave(..))), "{outcome:?}");
+                    ctx.group().shutdown().expect("the others wait for it");
+                    return None;
+                }
                 // The links end with the last handle.
                 drop(ctx);
                 match (outcome, is_lost.load(SeqCst)) {
@@ -79,6 +108,11 @@ fn train(
             .map(|rank| rank.join().expect("no panic"))
             .collect()
     })
+}
+
+/// Waits until rank 0 has seen what is asked.
+fn rank_0_looks() {
+    std::thread::sleep(Duration::from_millis(300));
 }
 
 fn run(job: &Job<'_>, here: impl Fn(Point) -> Result<()>) -> Result<(Vec<u32>, u64)> {
@@ -149,13 +183,23 @@ fn wherever_ranks_are_lost_the_others_end_with_the_bits_of_one() {
         cases.push(vec![(0, point), (1, point)]);
     }
     cases.push(vec![(0, Step(1, 1)), (2, Evaluation(1))]);
+    // In the first and last steps of an epoch, and one after the other.
+    for rank in 0..3 {
+        cases.push(vec![(rank, Leave(1, 1))]);
+        cases.push(vec![(rank, Leave(2, 3)), ((rank + 1) % 3, Leave(1, 4))]);
+        cases.push(vec![(rank, Leave(1, 2)), ((rank + 1) % 3, Step(1, 3))]);
+        cases.push(vec![(rank, Leave(1, 2)), ((rank + 1) % 3, Hold(1, 3))]);
+        cases.push(vec![(rank, Hold(1, 2)), ((rank + 1) % 3, Leave(1, 2))]);
+    }
     cases.push(vec![(2, Step(1, 1)), (0, Step(2, 1))]);
     for losses in cases {
         let dir = tempfile::tempdir().expect("a folder");
         let got = train(dir.path(), &SHARDS, 3, &losses);
         for (rank, result) in got.iter().enumerate() {
-            let is_lost = losses.iter().any(|(lost, _)| *lost == rank);
-            let want = if is_lost { &None } else { &want };
+            let ends = losses
+                .iter()
+                .any(|(lost, at)| *lost == rank && !matches!(at, Hold(..)));
+            let want = if ends { &None } else { &want };
             assert_eq!(result, want, "rank {rank} of {losses:?}");
         }
         assert_eq!(metrics(dir.path()), metrics(alone.path()), "{losses:?}");
