@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
-"""Kills ranks of an elastic training at random moments; the result must be that of an undisturbed one.
+"""Faults of an elastic training at random moments; the result must be that of an undisturbed one.
 
-    tools/ci/elastic.py --phalanx target/release/phalanx --kills 200 [--hosts 2] [--seed 1] [--data DIR] [--gap 1.5]
+    tools/ci/elastic.py --phalanx target/release/phalanx --kills 200 [--hosts 3 --faults kill,stop,node,term,blink,cut]
+                        [--seed 1] [--recipe resnet18] [--data DIR] [--gap 1.5]
 
-Four ranks train the MNIST CNN with --deterministic shards, on this host, or on two (network namespaces; needs root).
-Killed ranks are started again and join. Checked: exit code 0; the hashes of weights, optimizer and metrics; each sample
-once an epoch in the samples' logs; one loss a step. Reported: how long after a kill it was noticed, and how long it took
-from there until the ranks went on with the step (without the step itself). Exits 1 when a check failed.
+Ranks train with --deterministic shards on this host, or on several, which are network namespaces (needs root) and
+launchers with --nnodes 1:HOSTS. Faults, of which there are as many as --kills says: `kill` and `stop` (up to 1.4 s) a rank;
+`node` kills all processes of a host but the first, `term` ends its launcher by SIGTERM, `blink` and `cut` take its link down
+for up to 1.2 s, or for longer than --lost-after. Killed ranks are started again and join, and so do launchers. Checked: exit
+codes; the hashes of weights, optimizer and metrics; each sample once an epoch in the samples' logs; one loss a step.
+Reported: how long after a kill it was noticed, and how long it took from there until the ranks went on with the step
+(without the step itself). Exits 1 when a check failed.
 """
 
 import argparse
 import collections
+import contextlib
 import glob
 import json
 import os
@@ -42,23 +47,112 @@ def ranks_of(folder):
 
 
 def words(args, folder, run, epochs):
-    return [args.phalanx, "train", "mnist", *(["--data", args.data] if args.data else ["--synthetic-samples", "4800"]),
-            "--epochs", str(epochs), "--global-batch-size", "96", "--deterministic", "shards", "--shards", "8",
+    return [args.phalanx, "train", args.recipe, *(["--data", args.data] if args.data else ["--synthetic-samples", str(args.samples)]),
+            "--epochs", str(epochs), "--global-batch-size", str(args.batch), "--deterministic", "shards", "--shards", "8",
             "--threads", "1", "--log-interval", "1", "--output-dir", f"{folder}/{run}"]
 
 
-def start(args, folder, epochs):
-    elastic = ["--elastic", "--max-restarts", str(10 * args.kills), "--log-samples", f"{folder}/seen"]
-    environment = {**os.environ, "TMPDIR": folder}
-    jobs = []
-    for node in range(args.hosts):
-        line = words(args, folder, "run", epochs) + elastic + ["--nproc-per-node", str(4 // args.hosts)]
+def ip(*args):
+    subprocess.run(["ip", *args], check=True, stdout=subprocess.DEVNULL)
+
+
+class Hosts:
+    """This host, or network namespaces that a bridge in the first one joins."""
+
+    def __init__(self, count):
+        self.names = [f"phx-{os.getpid()}-{n}" for n in range(count)] if count > 1 else []
+        for n, name in enumerate(self.names):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            if n == 0:
+                ip("-n", name, "link", "add", "name", "br0", "type", "bridge")
+                ip("-n", name, "addr", "add", "10.79.0.1/24", "dev", "br0")
+                ip("-n", name, "link", "set", "br0", "up")
+            else:
+                ip("link", "add", "name", f"w{n}", "netns", self.names[0], "type", "veth", "peer", "name", "v0", "netns", name)
+                ip("-n", self.names[0], "link", "set", f"w{n}", "master", "br0", "up")
+                ip("-n", name, "addr", "add", f"10.79.0.{n + 1}/24", "dev", "v0")
+                ip("-n", name, "link", "set", "v0", "up")
+
+    def prefix(self, n):
+        return ["ip", "netns", "exec", self.names[n]] if self.names else []
+
+    def link(self, n, state):
+        ip("-n", self.names[0], "link", "set", f"w{n}", state)
+
+    def kill_all(self, n):
+        pids = subprocess.run(["ip", "netns", "pids", self.names[n]], capture_output=True, text=True).stdout.split()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+    def remove(self):
+        for n, name in enumerate(self.names):
+            self.kill_all(n)
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+class Job:
+    def __init__(self, args, folder, epochs):
+        self.args, self.folder, self.epochs = args, folder, epochs
+        self.hosts, self.launchers, self.wrong = Hosts(args.hosts), {}, []
+        for node in range(args.hosts):
+            self.start(node)
+
+    def start(self, node):
+        args, folder = self.args, self.folder
+        line = self.hosts.prefix(node) + words(args, folder, "run", self.epochs)
+        line += ["--elastic", "--max-restarts", str(10 * args.kills), "--log-samples", f"{folder}/seen",
+                 "--nproc-per-node", str(args.ranks // args.hosts)]
         if args.hosts > 1:
-            line = ["ip", "netns", "exec", args.namespaces[node]] + line + [
-                "--nnodes", "2", "--node-rank", str(node), "--master-addr", "10.78.0.1", "--token-file", f"{folder}/token"]
-        out = open(f"{folder}/out.{node}", "w")
-        jobs.append(subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, env=environment))
-    return jobs
+            line += ["--nnodes", f"1:{args.hosts}", "--master-addr", "10.79.0.1", "--token-file", f"{folder}/token"]
+        out = open(f"{folder}/out.{node}", "a")
+        self.launchers[node] = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT,
+                                                env={**os.environ, "TMPDIR": folder})
+
+    def again(self, node, codes):
+        """The launcher ends with one of `codes`, and another one comes."""
+        code = self.launchers[node].wait()
+        if code not in codes and not self.is_over():
+            self.wrong.append(f"the launcher of host {node} ended with {code}, not one of {codes}")
+        time.sleep(random.uniform(0, 1))
+        if not self.is_over():
+            self.start(node)
+
+    def is_over(self):
+        return self.launchers[0].poll() is not None
+
+    def fault(self, kind):
+        """Gives whether there was one."""
+        node = random.randrange(1, self.args.hosts) if self.args.hosts > 1 else 0
+        ranks = ranks_of(self.folder)
+        if kind in ["kill", "stop"]:
+            # One that is left must have the state.
+            if len(ranks) < 2:
+                return False
+            pid = random.choice(ranks)
+            os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            if kind == "stop":
+                time.sleep(random.uniform(0.1, 1.4))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        elif kind == "node":
+            self.hosts.kill_all(node)
+            self.again(node, [-9])
+        elif kind == "term":
+            self.launchers[node].terminate()
+            # 130: before its ranks had joined.
+            self.again(node, [0, 130])
+        else:
+            self.hosts.link(node, "down")
+            time.sleep({"blink": random.uniform(0.1, 1.2), "cut": random.uniform(4, 7)}[kind])
+            self.hosts.link(node, "up")
+            if kind == "cut":
+                self.again(node, [3])
+            elif self.launchers[node].poll() is not None:
+                self.wrong.append(f"a link that was down for a moment ended host {node}")
+                self.again(node, [3])
+        return True
 
 
 def metrics(folder, run):
@@ -66,9 +160,10 @@ def metrics(folder, run):
         return [json.loads(line) for line in file]
 
 
-def check(args, folder, epochs, jobs):
+def check(args, folder, epochs, job):
     """What is wrong."""
-    wrong = [f"node {node} ended with {job.returncode}" for node, job in enumerate(jobs) if job.returncode]
+    codes = [(node, launcher.wait()) for node, launcher in job.launchers.items()]
+    wrong = job.wrong + [f"node {node} ended with {code}" for node, code in codes if code]
     if wrong:
         return wrong + [open(f"{folder}/out.{node}").read()[-3000:] for node in range(args.hosts)]
     line = words(args, folder, "base", epochs) + ["--nproc-per-node", "1"]
@@ -85,7 +180,7 @@ def check(args, folder, epochs, jobs):
     for (epoch, _), generations in steps.items():
         epochs_seen[epoch] += generations[max(generations)]
     for epoch in range(1, epochs + 1):
-        if sorted(epochs_seen[epoch]) != list(range(4800)):
+        if sorted(epochs_seen[epoch]) != list(range(len(epochs_seen[1]))) or len(epochs_seen[1]) < args.batch:
             wrong.append(f"epoch {epoch} has {len(epochs_seen[epoch])} samples")
     losses = [[(r["step"], r["loss"]) for r in metrics(folder, run) if "loss" in r] for run in ("run", "base")]
     if sorted(losses[0]) != sorted(losses[1]):
@@ -102,33 +197,42 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--phalanx", required=True)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--hosts", type=int, choices=[1, 2], default=1)
-    parser.add_argument("--namespaces", nargs=2)
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=4, help="of all hosts")
+    parser.add_argument("--faults", default="kill", help="kill, stop: of a rank; node, term, blink, cut: of a host")
+    parser.add_argument("--recipe", default="mnist")
+    parser.add_argument("--samples", type=int, default=4800)
+    parser.add_argument("--batch", type=int, default=96)
+    parser.add_argument("--epochs", type=int)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data")
-    parser.add_argument("--gap", type=float, default=1.5, help="mean seconds between two kills")
+    parser.add_argument("--gap", type=float, default=1.5, help="mean seconds between two faults")
     args = parser.parse_args()
     args.phalanx = os.path.realpath(args.phalanx)
     random.seed(args.seed)
     folder = tempfile.mkdtemp()
-    epochs = max(2, int(args.kills * args.gap / 1.2))
+    epochs = args.epochs or max(2, int(args.kills * args.gap / 1.2))
     if args.hosts > 1:
         subprocess.run([args.phalanx, "token", "--out", f"{folder}/token"], check=True)
     began = time.time()
-    jobs = start(args, folder, epochs)
-    while not os.path.exists(f"{folder}/run/metrics.jsonl") and all(job.poll() is None for job in jobs):
+    job = Job(args, folder, epochs)
+    try:
+        run(args, folder, epochs, job, began)
+    finally:
+        job.hosts.remove()
+
+
+def run(args, folder, epochs, job, began):
+    while not os.path.exists(f"{folder}/run/metrics.jsonl") and not job.is_over():
         time.sleep(0.05)
-    kills = []
-    while len(kills) < args.kills and all(job.poll() is None for job in jobs):
+    faults, kills = collections.Counter(), []
+    while sum(faults.values()) < args.kills and not job.is_over():
         time.sleep(random.uniform(0.2, 1.8) * args.gap)
-        ranks = ranks_of(folder)
-        # One that is left must have the state.
-        if len(ranks) > 1:
-            kills.append(time.time() - began)
-            os.kill(random.choice(ranks), signal.SIGKILL)
-    for job in jobs:
-        job.wait()
-    wrong = check(args, folder, epochs, jobs)
+        kind, now = random.choice(args.faults.split(",")), time.time() - began
+        if not job.is_over() and job.fault(kind):
+            faults[kind] += 1
+            kills += [now] if kind == "kill" else []
+    wrong = check(args, folder, epochs, job)
     changes = [r for r in metrics(folder, "run") if "ranks" in r] if os.path.exists(f"{folder}/run/metrics.jsonl") else []
     losses = [r for r in changes if r["ranks"] < r["ranks_before"]]
     noticed = []
@@ -138,12 +242,12 @@ def main():
             noticed.append(min(after))
     again = [r["state_s"] - r["noticed_s"] for r in losses]
     joined = [r["state_s"] - r["noticed_s"] for r in changes if r["ranks"] > r["ranks_before"]]
-    print(f"{len(kills)} kills, {args.hosts} host(s), {epochs} epochs, seed {args.seed}")
+    print(f"{dict(faults)}, {args.hosts} host(s), {epochs} epochs, seed {args.seed}")
     for name, values in [("noticed after the kill", noticed), ("from there to going on", again), ("a rank joins", joined)]:
         p50, p99 = (1e3 * percentile(values, share) for share in (0.5, 0.99))
         print(f"{name}: p50 {p50:.0f} ms, p99 {p99:.0f} ms, of {len(values)}")
-    if wrong or len(kills) < args.kills:
-        print("\n".join(wrong) or "the training ended before all kills", f"\nkept in {folder}")
+    if wrong or sum(faults.values()) < args.kills:
+        print("\n".join(wrong) or "the training ended before all faults", f"\nkept in {folder}")
         sys.exit(1)
     shutil.rmtree(folder)
     print("the result is that of an undisturbed run")

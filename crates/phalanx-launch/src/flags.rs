@@ -13,7 +13,7 @@ use phalanx_live::Address;
 /// The nodes of a job, as typed: `phalanx launch` and commands that start ranks of their own.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct NodeFlags {
-    /// Number of nodes; run the same command on each [default: 1, or set by the cluster engine]. `phalanx launch` takes MIN:MAX, too: nodes may come and go
+    /// Number of nodes; run the same command on each [default: 1, or set by the cluster engine]. MIN:MAX: nodes may come and go
     #[arg(long, value_name = "N")]
     pub(crate) nnodes: Option<String>,
     /// Number of this node, from 0 [default: set by the cluster engine]
@@ -67,7 +67,7 @@ pub struct LaunchCli {
     /// Run on this node only, on a free port, ignoring cluster variables.
     #[arg(long)]
     pub(crate) standalone: bool,
-    /// Do not end the job when the process of a rank is lost: ranks of Phalanx trainings go on without it, and with it when --max-restarts starts it again.
+    /// Do not end the job when a rank or node is lost: ranks of Phalanx trainings go on without it, with a rank that --max-restarts starts again, and with nodes that come (--nnodes MIN:MAX).
     #[arg(long)]
     pub(crate) elastic: bool,
     /// Number of restarts after a failure: the ranks of all nodes are stopped and started again [default: 0]. With --elastic, a lost rank alone is started again.
@@ -172,8 +172,8 @@ pub struct RankArgs {
     pub(crate) nproc_per_node: Option<usize>,
     #[command(flatten)]
     pub(crate) nodes: NodeFlags,
-    /// Go on without a rank whose process is lost, in the processes of the others: the step is taken again with the same
-    /// samples, and nothing is lost
+    /// Go on without a rank or node that is lost, in the processes of the others: the step is taken again with the same
+    /// samples, and nothing is lost. Implied by --nnodes MIN:MAX
     #[arg(long)]
     pub elastic: bool,
     /// Number of restarts: with --elastic of lost ranks, which join the others; without it of all ranks, which go on from

@@ -44,6 +44,8 @@ use crate::{say, stop, system};
 
 /// How long to wait for the sign that a node is lost, from when ranks are stopped because they have lost others.
 const LOST_NODE_WAIT: Duration = Duration::from_secs(1);
+/// When the store is asked again that did not answer.
+const TELL_AGAIN: Duration = Duration::from_millis(100);
 /// How long to wait for the cause of an exit that may be its consequence.
 const ECHO_WAIT: Duration = Duration::from_millis(400);
 /// How long to wait for processes after SIGKILL; one that is blocked in the kernel for
@@ -637,6 +639,8 @@ impl Job<'_> {
             lone_told: false,
             late: BTreeMap::new(),
             leaving: None,
+            untold: Vec::new(),
+            was_lost: false,
         };
         if let Err(error) = started {
             // Those that did start must not outlive the attempt.
@@ -759,9 +763,12 @@ impl Job<'_> {
     fn store_of<'w>(&self, watch: &'w mut Supervision<'_>) -> Result<&'w Arc<dyn Store>> {
         if watch.store.is_none() {
             let failed = "cannot reach the store";
-            let store: Arc<dyn Store> = match self.shared.store.strip_prefix("file://") {
-                Some(path) => Arc::new(FileStore::open(path).map_err(system(failed))?),
-                None => {
+            let file = self.shared.store.strip_prefix("file://");
+            let store: Arc<dyn Store> = match (file, &self.nodes) {
+                // Its silence ends the wait for an answer.
+                (_, Some(nodes)) => nodes.store(),
+                (Some(path), None) => Arc::new(FileStore::open(path).map_err(system(failed))?),
+                (None, None) => {
                     let token = self.plan.token.clone();
                     let store = TcpStore::connect(&self.at.dial, token, LOCAL_STORE);
                     Arc::new(store.map_err(system(failed))?)
@@ -805,6 +812,15 @@ impl Job<'_> {
         });
         if let Ok(false) = told {
             let action = watch.machine.fail(local, Instant::now());
+            return watch.act(action);
+        }
+        if told.is_err() && in_place && watch.machine.why().is_none() {
+            // The network to node 0 is down, for a moment or longer.
+            return watch.untold.push(local);
+        }
+        if self.nodes.as_ref().is_some_and(Nodes::was_lost) {
+            watch.was_lost = true;
+            let action = watch.machine.failed_elsewhere(Instant::now());
             return watch.act(action);
         }
         let JobFailure { message, notes, .. } = self.rank_verdict(watch, local);
@@ -870,12 +886,19 @@ impl Job<'_> {
                 watch.lone_at,
                 show_at,
                 watch.leaving.map(|(_, until)| until),
+                (!watch.untold.is_empty()).then(|| now + TELL_AGAIN),
             ]
             .into_iter()
             .flatten()
             .min();
             let limit = wake.map_or(SWEEP, |at| at.saturating_duration_since(now));
-            let action = match self.events.recv_timeout(limit) {
+            let next = self.events.recv_timeout(limit);
+            if next.is_err() {
+                for local in std::mem::take(&mut watch.untold) {
+                    self.lose(watch, local);
+                }
+            }
+            let action = match next {
                 Ok(Event::Dump) => {
                     self.show_flight(watch);
                     Action::None
@@ -1037,6 +1060,9 @@ impl Job<'_> {
             return;
         };
         let is_first = watch.halted.is_none();
+        if watch.was_lost {
+            return;
+        }
         if is_first {
             // Later they will have been killed.
             watch.halted = Some(watch.halted_now());
@@ -1300,7 +1326,7 @@ impl Job<'_> {
     }
 
     fn outcome(&self, mut watch: Supervision<'_>) -> Outcome {
-        let Some(why) = watch.machine.why() else {
+        let Some(why) = watch.machine.why().filter(|_| !watch.was_lost) else {
             return self.outcome_without_failure(&watch);
         };
         let verdict = self.last_verdict(&mut watch, why);
@@ -1378,6 +1404,10 @@ impl Job<'_> {
             .any(|local| watch.machine.end(local).is_some_and(ExitStatus::is_ok));
         let is_first = self.nodes.as_ref().is_none_or(|nodes| nodes.id() == 0);
         match watch.leaving {
+            _ if watch.was_lost => {
+                let what = format!("{node} was cut off from the others for too long");
+                Outcome::Left(Error::new(ErrorKind::PeerLost, what))
+            }
             Some(left) if is_term(&left) => {
                 Outcome::Left(Error::new(ErrorKind::Stopped, was_told(left)))
             }
@@ -1491,6 +1521,10 @@ struct Supervision<'a> {
     late: BTreeMap<usize, usize>,
     /// The signal after which the ranks leave the others, and until when.
     leaving: Option<(i32, Instant)>,
+    /// Lost local ranks that were not reported yet, as the store did not answer.
+    untold: Vec<usize>,
+    /// The other nodes have lost this one, and go on.
+    was_lost: bool,
 }
 
 /// The numbers of `ranks`.

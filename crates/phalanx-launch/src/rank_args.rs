@@ -61,7 +61,11 @@ impl RankArgs {
     /// Whether the first rank is this process or one that it starts; `None` before nodes that come and go have met.
     pub fn has_first(&self) -> Result<Option<bool>> {
         Ok(match self.place()? {
-            Place::Rank(rank) => Some(rank.rank == 0),
+            // In place of a lost rank 0 there is another one.
+            Place::Rank(rank) => {
+                let joins = place::number(&real_env(), JOIN_VARIABLE)?.is_some();
+                Some(rank.rank == 0 && !joins)
+            }
             Place::Node(node) if node.comes_and_goes() => None,
             Place::Node(node) => Some(node.is_first()),
         })

@@ -16,8 +16,8 @@ use super::options::{InitOptions, Transport};
 use super::token::read_token;
 use crate::notice::{HostSpeaker, Waiting, say, seconds};
 use crate::transport::{
-    BindAddr, FormOptions, Mesh, PortRange, Prefer, form, host_addresses, thread_mesh,
-    what_loopback_means,
+    BindAddr, FormOptions, Lost, Mesh, PortRange, Prefer, form_unless, host_addresses, none_lost,
+    thread_mesh, what_loopback_means,
 };
 use crate::{Error, Result, limits};
 
@@ -71,10 +71,22 @@ impl Processes {
         world: usize,
         timeout: Duration,
     ) -> Result<Mesh> {
+        self.form_unless(group, rank, world, timeout, &none_lost)
+    }
+
+    /// The same, which fails as soon as `lost` names a rank.
+    pub(super) fn form_unless(
+        &self,
+        group: u32,
+        rank: usize,
+        world: usize,
+        timeout: Duration,
+        lost: Lost<'_>,
+    ) -> Result<Mesh> {
         if world == 1 {
             return lone_mesh();
         }
-        let mesh = form(
+        let mesh = form_unless(
             &*self.store,
             &FormOptions {
                 rank,
@@ -95,6 +107,7 @@ impl Processes {
                 compute_threads: compute_threads(self.options.compute_threads, environment)?,
                 arena_bytes: self.options.arena_bytes,
             },
+            lost,
         )?;
         mesh.agree_through(&self.store, self.generation, group);
         Ok(mesh)

@@ -7,7 +7,7 @@
 //! |----------------------------------|--------------------|--------------------------------|
 //! | `reform/JOB/GENERATION/here/F`   | `1`                | every rank that takes part     |
 //! | `reform/JOB/GENERATION/members`  | `F F F …`, by rank | one of them, by compare-and-set |
-//! | `reform/lost/F`                  | why                | whoever watches the processes ([`report_lost`]) |
+//! | `reform/lost/F`, `reform/lost`   | why, and a count   | whoever watches the processes ([`report_lost`]) |
 //! | `reform/over`                    | why                | the same, when the job ends    |
 //! | `reform/elastic`                 | `1`                | all ranks, once they may be lost |
 //! | `reform/joined/F`                | `1`                | a newcomer that has the others' state |
@@ -32,12 +32,13 @@
 //! so; a `file://` store outlives all ranks.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
 use phalanx_store::{ErrorKind as StoreKind, Store};
 use serde::{Deserialize, Serialize};
 
-use super::join::{Processes, WORLD_GROUP, lone_mesh, open};
+use super::join::{Processes, WORLD_GROUP, open};
 use super::launch::{Launch, environment, no_token};
 use super::options::InitOptions;
 use super::{Identity, Member, Origin, ProcessGroup};
@@ -83,7 +84,8 @@ const FORMING_MIN: Duration = Duration::from_secs(1);
 ///
 /// Those of the store.
 pub fn report_lost(store: &dyn Store, rank: usize, why: &str) -> phalanx_store::Result<()> {
-    store.set(&lost_key(rank), why.as_bytes())
+    store.set(&lost_key(rank), why.as_bytes())?;
+    store.add(LOST, 1).map(drop)
 }
 
 /// Says in `store` that the job ends, and `why`: ranks that form a new group, and newcomers, do not wait any longer.
@@ -169,6 +171,8 @@ pub fn is_over(store: &dyn Store) -> phalanx_store::Result<bool> {
 const ELASTIC: &str = "reform/elastic";
 /// Set when the job ends.
 const OVER: &str = "reform/over";
+/// How many times a rank was reported lost.
+const LOST: &str = "reform/lost";
 /// Number of newcomers that have announced themselves.
 const JOINING: &str = "reform/joining";
 /// Number of ranks that were asked to leave.
@@ -372,9 +376,9 @@ impl MembershipRequests {
     ///
     /// Those of the store.
     pub fn read(&self) -> Result<RequestedChange> {
-        let mut joining = self.list(JOINING)?;
+        let mut joining = list(&*self.store, JOINING)?;
         joining.retain(|number| !self.roster.contains(number));
-        let mut leaving = self.list(LEAVING)?;
+        let mut leaving = list(&*self.store, LEAVING)?;
         leaving.retain(|number| self.roster.contains(number));
         let hold = self.store.try_get(HOLD)?;
         Ok(RequestedChange {
@@ -383,25 +387,25 @@ impl MembershipRequests {
             hold: hold.map(|why| String::from_utf8_lossy(&why).into_owned()),
         })
     }
+}
 
-    /// The processes in the list `what` that are not lost.
-    fn list(&self, what: &str) -> Result<Vec<usize>> {
-        let number_at = |key: &str| -> Result<Option<usize>> {
-            let bytes = self.store.try_get(key)?.unwrap_or_default();
-            Ok(String::from_utf8_lossy(&bytes).parse().ok())
+/// The processes in the list `what` that are not lost, in ascending order.
+fn list(store: &dyn Store, what: &str) -> phalanx_store::Result<Vec<usize>> {
+    let number_at = |key: &str| -> phalanx_store::Result<Option<usize>> {
+        let bytes = store.try_get(key)?.unwrap_or_default();
+        Ok(String::from_utf8_lossy(&bytes).parse().ok())
+    };
+    let mut found = Vec::new();
+    for index in 1..=number_at(what)?.unwrap_or(0) {
+        let Some(number) = number_at(&format!("{what}/{index}"))? else {
+            continue;
         };
-        let mut found = Vec::new();
-        for index in 1..=number_at(what)?.unwrap_or(0) {
-            let Some(number) = number_at(&format!("{what}/{index}"))? else {
-                continue;
-            };
-            if !found.contains(&number) && self.store.try_get(&lost_key(number))?.is_none() {
-                found.push(number);
-            }
+        if !found.contains(&number) && store.try_get(&lost_key(number))?.is_none() {
+            found.push(number);
         }
-        found.sort_unstable();
-        Ok(found)
     }
+    found.sort_unstable();
+    Ok(found)
 }
 
 /// A process that joins a group which other processes have formed.
@@ -473,9 +477,15 @@ impl Newcomer {
                     Err(e) if matches!(e.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {}
                     Err(e) => return Err(named(e.into())),
                 }
-                match store.try_get(OVER) {
-                    Ok(None) => {}
-                    Ok(Some(_)) => return Ok(None),
+                // Of ranks that are in a group, these are to leave.
+                let leaves = || Ok(list(&*store, LEAVING)?.contains(&self.number));
+                match store.try_get(OVER).and_then(|over| match over {
+                    None => leaves(),
+                    Some(_) => Ok(true),
+                }) {
+                    Ok(false) => {}
+                    Ok(true) => return Ok(None),
+                    Err(e) if e.kind() == StoreKind::NoAnswer => {}
                     Err(e) => return Err(named(e.into())),
                 }
             };
@@ -649,6 +659,19 @@ impl Reform<'_> {
         self.options.min_world.unwrap_or(least).max(1)
     }
 
+    /// Asks the store again while it does not answer, until the deadline.
+    fn insist<T>(
+        &self,
+        mut ask: impl FnMut() -> phalanx_store::Result<T>,
+    ) -> phalanx_store::Result<T> {
+        loop {
+            match ask() {
+                Err(e) if e.kind() == StoreKind::NoAnswer && !self.left().is_zero() => {}
+                answer => return answer,
+            }
+        }
+    }
+
     /// Joins the meeting of `generation` and returns its members, by first rank.
     fn meet(&self, origin: &Origin, generation: u32) -> Result<Vec<usize>> {
         let store = origin.store();
@@ -669,14 +692,13 @@ impl Reform<'_> {
             .with_source(e)
         };
         let here = |global_rank: usize| format!("{prefix}/here/{global_rank}");
-        store
-            .set(&here(self.identity.global_rank), b"1")
-            .map_err(lost)?;
+        let own = here(self.identity.global_rank);
+        self.insist(|| store.set(&own, b"1")).map_err(lost)?;
         let keys: Vec<String> = self.identity.roster.iter().map(|f| here(*f)).collect();
         let names: Vec<&str> = keys.iter().map(String::as_str).collect();
         let mut enough_since: Option<Instant> = None;
         loop {
-            if let Some(list) = store.try_get(&decision).map_err(lost)? {
+            if let Some(list) = self.insist(|| store.try_get(&decision)).map_err(lost)? {
                 return decode(&list);
             }
             let missing = match store.wait(&names, LOOK.min(self.left())) {
@@ -691,20 +713,21 @@ impl Reform<'_> {
                 self.identity.roster.iter().partition(|f| is_missing(f));
             let mut unexplained = 0;
             for rank in &absent {
-                let why = store.try_get(&lost_key(*rank)).map_err(lost)?;
+                let key = lost_key(*rank);
+                let why = self.insist(|| store.try_get(&key)).map_err(lost)?;
                 unexplained += usize::from(why.is_none());
             }
             if present.len() >= self.min_world(unexplained) {
                 let since = *enough_since.get_or_insert_with(Instant::now);
                 if unexplained == 0 || since.elapsed() >= self.options.straggler_wait {
                     let list = encode(&present);
-                    let decided = store
-                        .compare_set(&decision, None, list.as_bytes())
-                        .map_err(lost)?;
+                    let decided =
+                        self.insist(|| store.compare_set(&decision, None, list.as_bytes()));
+                    let decided = decided.map_err(lost)?;
                     return decode(&decided);
                 }
             }
-            if let Some(why) = store.try_get(OVER).map_err(lost)? {
+            if let Some(why) = self.insist(|| store.try_get(OVER)).map_err(lost)? {
                 let why = String::from_utf8_lossy(&why);
                 let what = format!("the job ends: {why}");
                 return Err(Error::new(ErrorKind::Aborted, what));
@@ -735,11 +758,30 @@ impl Reform<'_> {
             Origin::Processes(processes) => {
                 let mut processes = processes.clone();
                 processes.generation = member.generation;
-                let mesh = if member.world == 1 {
-                    lone_mesh()?
-                } else {
-                    processes.form(WORLD_GROUP, member.rank, member.world, limit)?
+                let roster = member.identity.as_ref().map(|identity| &identity.roster);
+                let numbers: &[usize] = roster.map_or(&[], |roster| roster);
+                let store = Arc::clone(&processes.store);
+                let looked = AtomicI64::new(-1);
+                // A member that is lost before it has come leaves nothing there.
+                let find_lost = || -> phalanx_store::Result<Option<(usize, String)>> {
+                    let count = store.add(LOST, 0)?;
+                    if looked.load(Ordering::Relaxed) == count {
+                        return Ok(None);
+                    }
+                    for (rank, number) in numbers.iter().enumerate() {
+                        if let Some(why) = store.try_get(&lost_key(*number))? {
+                            return Ok(Some((rank, String::from_utf8_lossy(&why).into_owned())));
+                        }
+                    }
+                    looked.store(count, Ordering::Relaxed);
+                    Ok(None)
                 };
+                let lost = || match find_lost() {
+                    Err(e) if e.kind() == StoreKind::NoAnswer => Ok(None),
+                    found => Ok(found?),
+                };
+                let (rank, world) = (member.rank, member.world);
+                let mesh = processes.form_unless(WORLD_GROUP, rank, world, limit, &lost)?;
                 Ok((mesh, Arc::new(Origin::Processes(processes))))
             }
         }
@@ -757,7 +799,7 @@ impl Reform<'_> {
             self.world,
             self.options.timeout.as_secs_f64(),
             self.min_world(absent.len()),
-            list(absent),
+            names(absent),
         ))
     }
 
@@ -768,7 +810,7 @@ impl Reform<'_> {
                 "generation {generation} was formed without this rank (first rank {}): the others (first ranks {}) waited \
                  {:.1} s for it; start it anew to take part in a later run",
                 self.identity.global_rank,
-                list(members),
+                names(members),
                 self.options.straggler_wait.as_secs_f64(),
             ),
         )
@@ -785,7 +827,7 @@ impl Origin {
     }
 }
 
-fn list(ranks: &[usize]) -> String {
+fn names(ranks: &[usize]) -> String {
     let names: Vec<String> = ranks.iter().map(usize::to_string).collect();
     names.join(", ")
 }

@@ -86,6 +86,7 @@ pub(crate) fn failure_mark(data: &[u8]) {
         group: 0,
         timeout,
         deadline: Instant::now() + timeout,
+        lost: &super::none_lost,
         taken: Default::default(),
         misfit: Default::default(),
     };

@@ -304,12 +304,43 @@ fn a_newcomer_that_is_lost_before_it_joins_holds_nobody_up() {
     });
 }
 
+/// It has come to the meeting, and is lost before it connects to the others.
+#[test]
+fn a_member_that_is_lost_before_it_connects_is_not_waited_for() {
+    let (store, _, groups) = two_with_store(Over::Tcp);
+    let started = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let text = store.get("reform/invited/7", PATIENCE).unwrap();
+            let invitation: serde_json::Value = serde_json::from_slice(&text).unwrap();
+            let meeting = format!("reform/{:016x}/1", invitation["job"].as_u64().unwrap());
+            store.set(&format!("{meeting}/here/7"), b"1").unwrap();
+            let decided = store.get(&format!("{meeting}/members"), PATIENCE);
+            assert_eq!(decided.unwrap(), b"0 1 7");
+            std::thread::sleep(Duration::from_millis(300));
+            report_lost(&*store, 7, "it is a test").unwrap();
+        });
+        for group in groups {
+            scope.spawn(|| {
+                group.barrier().unwrap();
+                let group = group.grow(&[7], patient()).unwrap();
+                assert_eq!((group.world_size(), group.generation()), (2, 2));
+                assert_eq!(sum_of_members(&group), 1);
+                group.shutdown().unwrap();
+            });
+        }
+    });
+    assert!(started.elapsed() < PATIENCE / 4, "{:?}", started.elapsed());
+}
+
 #[test]
 fn a_rank_that_is_asked_to_leaves_and_holds_nobody_up() {
     for over in [Over::Shm, Over::Tcp] {
         let (store, _, groups) = two_with_store(over);
         // Numbers that are no members' are not those of this group.
-        [0, 9].map(|number| report_leaving(&*store, number).unwrap());
+        for number in [0, 9] {
+            report_leaving(&*store, number).unwrap();
+        }
         report_hold(&*store, Some("it is a test")).unwrap();
         on_each(groups, |group| {
             let asked = group.membership_requests().read().unwrap();

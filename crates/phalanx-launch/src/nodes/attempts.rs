@@ -181,6 +181,18 @@ impl Nodes {
         own.is_some_and(|info| info.joins_as.is_some())
     }
 
+    /// The store, for what ranks hear from this launcher.
+    pub fn store(&self) -> Arc<dyn Store> {
+        self.store.clone()
+    }
+
+    /// Whether the others go on without this launcher.
+    pub fn was_lost(&self) -> bool {
+        let key = self.death_key();
+        let is_first = self.id == 0;
+        !is_first && self.is_elastic && matches!(self.store.try_get(&key), Ok(Some(_)))
+    }
+
     /// This launcher goes, for the reason in `verdict`, and the others go on.
     pub fn go(&self, verdict: &JobFailure) {
         self.has_left.store(true, Ordering::Relaxed);

@@ -387,6 +387,7 @@ mod tests {
             group: 0,
             timeout,
             deadline: Instant::now() + timeout,
+            lost: &crate::transport::none_lost,
             taken: Default::default(),
             misfit: Default::default(),
         };

@@ -27,6 +27,7 @@ pub(super) use member::TITLE as MEMBER_TITLE;
 use member::this_process;
 pub use ports::PortRange;
 use rendezvous::ARRIVE;
+pub(crate) use rendezvous::{Lost, none_lost};
 pub(super) use rendezvous::{Rendezvous, WaitReport};
 #[cfg(any(test, fuzzing))]
 pub(super) use sizes::{list as list_sizes, parse as parse_sizes};
@@ -129,11 +130,21 @@ pub struct FormOptions {
 /// taken fails alone; its error names the process that has the rank. So does a process
 /// with a world size other than that of most others.
 pub fn form(store: &dyn Store, o: &FormOptions) -> Result<Mesh> {
-    form_at(store, o, Host::here())
+    form_unless(store, o, &none_lost)
+}
+
+/// [`form`] that fails as soon as `lost` names a rank.
+pub(crate) fn form_unless(store: &dyn Store, o: &FormOptions, lost: Lost<'_>) -> Result<Mesh> {
+    form_at(store, o, Host::here(), lost)
 }
 
 /// [`form`] for a rank on `host`; tests may give any.
-pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<Mesh> {
+pub(crate) fn form_at(
+    store: &dyn Store,
+    o: &FormOptions,
+    host: Host,
+    lost: Lost<'_>,
+) -> Result<Mesh> {
     if o.rank >= o.world || u32::try_from(o.world).is_err() {
         return Err(Error::usage(format!(
             "rank {} of a world of {}",
@@ -154,6 +165,7 @@ pub(crate) fn form_at(store: &dyn Store, o: &FormOptions, host: Host) -> Result<
         deadline: deadline_in(o.timeout),
         server: o.server.as_deref(),
         job: o.token.job_id(),
+        lost,
         taken: AtomicBool::new(false),
         misfit: AtomicBool::new(false),
     };

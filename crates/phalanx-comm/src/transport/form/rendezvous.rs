@@ -54,6 +54,14 @@ impl WaitReport<'_> {
     }
 }
 
+/// Looks whether a rank of the group that forms is known to be lost, and why.
+pub(crate) type Lost<'a> = &'a (dyn Fn() -> Result<Option<(usize, String)>> + Sync);
+
+/// Nobody knows of lost ranks.
+pub(crate) fn none_lost() -> Result<Option<(usize, String)>> {
+    Ok(None)
+}
+
 /// One rank's view of its forming group.
 pub(crate) struct Rendezvous<'a> {
     pub(crate) store: &'a dyn Store,
@@ -69,6 +77,8 @@ pub(crate) struct Rendezvous<'a> {
     pub(crate) job: u64,
     /// Whether another process has our rank.
     pub(crate) taken: AtomicBool,
+    /// Gives a rank that is known to be lost, and why.
+    pub(crate) lost: Lost<'a>,
     /// Whether our world size is the wrong one. Then, as when our rank is taken, our
     /// failure does not end the forming of others.
     pub(crate) misfit: AtomicBool,
@@ -410,8 +420,12 @@ impl Rendezvous<'_> {
     /// Errors if another rank has failed.
     pub(crate) fn check(&self) -> Result<()> {
         let key = format!("{}failed", self.prefix());
-        let mark = self.read(&key)?;
-        let Some(mark) = mark else { return Ok(()) };
+        let Some(mark) = self.read(&key)? else {
+            return match (self.lost)()? {
+                Some((rank, why)) => Err(Error::peer_lost(rank, why)),
+                None => Ok(()),
+            };
+        };
         let mark = String::from_utf8_lossy(&mark);
         let (mark, is_lost) = match mark.strip_prefix(LOST) {
             Some(rest) => (rest, true),

@@ -44,7 +44,7 @@ fn form_on(store: &MemStore, prefer: Prefer, hosts: &[&str]) -> Vec<Result<Mesh>
                     machine: "this".to_owned(),
                     hint: (*hint).to_owned(),
                 };
-                scope.spawn(move || form_at(store, &o, host))
+                scope.spawn(move || form_at(store, &o, host, &none_lost))
             })
             .collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
@@ -444,7 +444,7 @@ fn loopback_between_machines_is_refused_at_once() {
             };
             let store = &store;
             scope.spawn(move || {
-                let e = form_at(store, &o, host).unwrap_err();
+                let e = form_at(store, &o, host, &none_lost).unwrap_err();
                 assert!(e.to_string().contains("loopback only"), "{e}");
             });
         }
