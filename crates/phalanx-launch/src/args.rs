@@ -16,6 +16,9 @@ use crate::error::{Error, Result};
 use crate::flags::LaunchCli;
 use crate::stop;
 
+/// The least that `--evict-after` may be.
+const SHORTEST_EVICTION: Duration = Duration::from_secs(1);
+
 /// The settings of a launch, checked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LaunchArgs {
@@ -27,6 +30,8 @@ pub struct LaunchArgs {
     pub max_restarts: u32,
     /// A lost rank does not end the job.
     pub elastic: bool,
+    /// When a rank for which the others wait is taken out of an elastic job.
+    pub evict_after: Option<Duration>,
     /// Where logs go.
     pub log_dir: Option<PathBuf>,
     /// Streams that go to files only.
@@ -63,6 +68,7 @@ impl LaunchArgs {
             run_id: None,
             max_restarts: 0,
             elastic: false,
+            evict_after: None,
             log_dir: None,
             redirects: StreamChoice::default(),
             tee: StreamChoice::default(),
@@ -108,6 +114,11 @@ impl LaunchArgs {
             args.max_restarts = given.number("not a number of restarts")?;
         }
         args.elastic = cli.elastic;
+        if let Some(given) = given("evict-after", &cli.evict_after) {
+            let after = given.seconds(86_400.0)?;
+            check_evict_after(after, args.elastic)?;
+            args.evict_after = Some(after);
+        }
         if let Some(given) = given("role", &cli.role) {
             args.role = owned(given);
         }
@@ -146,6 +157,19 @@ impl LaunchArgs {
             args.grace_is_typed = true;
         }
         Ok(args)
+    }
+}
+
+/// Checks `--evict-after`.
+pub fn check_evict_after(after: Duration, is_elastic: bool) -> Result<()> {
+    match is_elastic {
+        _ if after < SHORTEST_EVICTION => Err(Error::usage(
+            "--evict-after must be at least 1 second: ranks wait for each other in every step",
+        )),
+        false => Err(Error::usage(
+            "--evict-after takes a rank out of a job that goes on without it: add --elastic",
+        )),
+        true => Ok(()),
     }
 }
 
@@ -263,6 +287,7 @@ mod tests {
                 "endpoint" => cli.rdzv_endpoint = value,
                 "backend" => cli.rdzv_backend = value,
                 "restarts" => cli.max_restarts = value,
+                "evict" => cli.evict_after = value,
                 "log-dir" => cli.log_dir = value,
                 "tee" => cli.tee = value,
                 "redirects" => cli.redirects = value,
@@ -525,6 +550,9 @@ mod tests {
             ("backend=etcd", "", "--rdzv-backend"),
             ("standalone nnodes=2 node-rank=0", "", "--standalone"),
             ("restarts=-1", "", "--max-restarts"),
+            ("evict=10", "", "add --elastic"),
+            ("evict=0.9", "", "--evict-after must be at least 1 second"),
+            ("evict=x", "", "--evict-after"),
             ("tee=7 log-dir=x", "", "--tee"),
             ("nproc=2 tee=5:1 log-dir=x", "", "no rank 5 on this node"),
             (

@@ -12,6 +12,9 @@ use phalanx_base::format::{number, plural};
 use phalanx_base::say;
 use phalanx_comm::{Newcomer, PhaseGuard, ProcessGroup, ShrinkOptions, TransportKind, report_lost};
 
+/// The phase of ranks that form a new group.
+pub(crate) const FORMING: &str = "forming the group anew";
+
 /// One rank of a training run.
 pub struct RankContext {
     membership: Mutex<Membership>,
@@ -135,10 +138,7 @@ impl RankContext {
     ///
     /// Those of [`ProcessGroup::shrink`].
     pub fn shrink(&self) -> Result<()> {
-        let options = self.elastic_options()?;
-        let group = self.group().shrink(options)?;
-        self.membership().group = group;
-        Ok(())
+        self.reform(ProcessGroup::shrink)
     }
 
     /// Takes in the processes with the numbers `joining`, and goes on without those with the numbers `leaving`. *Blocks*
@@ -148,13 +148,21 @@ impl RankContext {
     ///
     /// Those of [`ProcessGroup::grow`].
     pub fn change(&self, joining: &[usize], leaving: &[usize]) -> Result<()> {
-        let options = self.elastic_options()?;
-        let group = self.group();
+        let store = self.group().store();
         for number in leaving {
-            report_lost(&*group.store(), *number, "it has left")
-                .map_err(crate::system("cannot reach the store"))?;
+            let told = report_lost(&*store, *number, "it has left");
+            told.map_err(crate::system("cannot reach the store"))?;
         }
-        let group = group.grow(joining, options)?;
+        self.reform(|group, options| group.grow(joining, options))
+    }
+
+    fn reform(
+        &self,
+        form: impl FnOnce(ProcessGroup, ShrinkOptions) -> phalanx_comm::Result<ProcessGroup>,
+    ) -> Result<()> {
+        let options = self.elastic_options()?;
+        let _phase = self.phase(FORMING);
+        let group = form(self.group(), options)?;
         self.membership().group = group;
         Ok(())
     }

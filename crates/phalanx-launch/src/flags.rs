@@ -70,6 +70,9 @@ pub struct LaunchCli {
     /// Do not end the job when a rank or node is lost: ranks of Phalanx trainings go on without it, with a rank that --max-restarts starts again, and with nodes that come (--nnodes MIN:MAX).
     #[arg(long)]
     pub(crate) elastic: bool,
+    /// With --elastic: kill a rank for which the others have waited for S seconds and that is stopped, or is not in a phase that it has declared; it counts as lost. Less than the ranks' own deadline for a collective.
+    #[arg(long, value_name = "S")]
+    pub(crate) evict_after: Option<String>,
     /// Number of restarts after a failure: the ranks of all nodes are stopped and started again [default: 0]. With --elastic, a lost rank alone is started again.
     #[arg(long, value_name = "K")]
     pub(crate) max_restarts: Option<String>,
@@ -176,6 +179,10 @@ pub struct RankArgs {
     /// samples, and nothing is lost. Implied by --nnodes MIN:MAX
     #[arg(long)]
     pub elastic: bool,
+    /// With --elastic: kill a rank for which the others have waited for S seconds, if it is stopped or hangs; it counts as
+    /// lost. Ranks that load data, evaluate or save are waited for (--phase-timeout)
+    #[arg(long, value_name = "S")]
+    pub(crate) evict_after: Option<f64>,
     /// Number of restarts: with --elastic of lost ranks, which join the others; without it of all ranks, which go on from
     /// the last checkpoint
     #[arg(long, value_name = "K", default_value_t = 0)]

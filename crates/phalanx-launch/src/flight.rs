@@ -12,7 +12,7 @@ use super::report;
 use crate::inspect::analysis;
 
 /// Describes a rank that is stopped and has not ended.
-const STOPPED: &str = "is stopped (SIGSTOP or a debugger)";
+pub(super) const STOPPED: &str = "is stopped (SIGSTOP or a debugger)";
 /// Exit codes of ranks that report another rank's failure: a lost peer, a deadline.
 const MESSENGERS: [i32; 2] = [3, 4];
 
@@ -45,8 +45,13 @@ pub(super) fn late(ranks: &[Rank]) -> Vec<usize> {
     };
     let waiting: Vec<usize> = dumps.iter().filter(waits).map(|dump| dump.rank).collect();
     let story = analysis::tell(&dumps);
-    let is_late = |rank: &usize| story.waiting.contains(rank) || !waiting.contains(rank);
-    story.late.iter().copied().filter(is_late).collect()
+    let is_late = |number: &usize| story.waiting.contains(number) || !waiting.contains(number);
+    let late = ranks
+        .iter()
+        .filter(|rank| story.late.contains(&rank.number));
+    late.filter(|rank| is_late(&rank.number))
+        .map(|rank| rank.rank)
+        .collect()
 }
 
 fn dumps(ranks: &[Rank], stopped: &[usize]) -> Vec<Dump> {

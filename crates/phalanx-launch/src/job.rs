@@ -22,6 +22,7 @@ use super::Event;
 use super::args::LaunchArgs;
 use super::contract::{self, LauncherVariables, RankVariables};
 use super::ending::{self, Training};
+use super::evict::{Evictions, Seen};
 use super::flight;
 use super::folder::RunFolder;
 use super::guard::Guard;
@@ -641,6 +642,8 @@ impl Job<'_> {
             leaving: None,
             untold: Vec::new(),
             was_lost: false,
+            evictions: self.plan.args.evict_after.map(Evictions::new),
+            evicted: BTreeMap::new(),
         };
         if let Err(error) = started {
             // Those that did start must not outlive the attempt.
@@ -824,6 +827,10 @@ impl Job<'_> {
             return watch.act(action);
         }
         let JobFailure { message, notes, .. } = self.rank_verdict(watch, local);
+        let message = match watch.evicted.remove(&local) {
+            Some(_) => format!("{} was taken out", self.who(&watch.ranks[local])),
+            None => message,
+        };
         let hint = notes.iter().find(|(name, _)| name == "perhaps");
         let hint = hint.map_or(String::new(), |(_, hint)| format!(" ({hint})"));
         let most = self.plan.args.max_restarts;
@@ -840,6 +847,45 @@ impl Job<'_> {
         });
         if let Err(error) = restarted {
             self.note(format!("warning: {}", error.chain()));
+        }
+    }
+
+    /// Kills the ranks for which the others have waited for too long (`--evict-after`): they are lost then.
+    fn evict(&self, watch: &mut Supervision<'_>, now: Instant) {
+        let Some(evictions) = &mut watch.evictions else {
+            return;
+        };
+        if now < evictions.next_look(now) || watch.machine.why().is_some() {
+            return;
+        }
+        let ranks = watch.ranks.iter().enumerate();
+        let running = ranks.filter(|(local, _)| {
+            watch.machine.end(*local).is_none() && !watch.evicted.contains_key(local)
+        });
+        let seen: Vec<Seen> = running.map(|(local, rank)| Seen::of(local, rank)).collect();
+        let late = evictions.look(&seen, now);
+        if late.is_empty() {
+            return;
+        }
+        let is_late = |seen: &&Seen| late.iter().any(|(local, _)| *local == seen.local);
+        let others = seen
+            .iter()
+            .filter(|seen| !is_late(seen))
+            .map(|seen| seen.number);
+        let others: Vec<usize> = others.collect();
+        // Not before the training has begun: without the rank the job would end.
+        let store = self.store_of(watch);
+        if !store.is_ok_and(|store| goes_on_with(store, self.shared.world, others).unwrap_or(false))
+        {
+            return;
+        }
+        for (local, why) in late {
+            let rank = &watch.ranks[local];
+            let after = self.plan.args.evict_after.unwrap_or_default().as_secs_f64();
+            let why = format!("{why}: taken out (--evict-after {after})");
+            self.note(format!("{} {why}", self.who(rank)));
+            rank.signal(Signal::KILL);
+            watch.evicted.insert(local, why);
         }
     }
 
@@ -880,7 +926,10 @@ impl Job<'_> {
                 return;
             }
             let show_at = shown.map(|at| at + LIVE_EVERY);
+            self.evict(watch, now);
+            let evictions = watch.evictions.as_ref();
             let wake = [
+                evictions.map(|evictions| evictions.next_look(now)),
                 watch.machine.next_tick(),
                 watch.give_up,
                 watch.lone_at,
@@ -1525,6 +1574,9 @@ struct Supervision<'a> {
     untold: Vec<usize>,
     /// The other nodes have lost this one, and go on.
     was_lost: bool,
+    evictions: Option<Evictions>,
+    /// Why local ranks were killed by this launcher.
+    evicted: BTreeMap<usize, String>,
 }
 
 /// The numbers of `ranks`.

@@ -30,6 +30,7 @@ mod context;
 mod contract;
 mod ending;
 mod engine;
+mod evict;
 mod flags;
 mod flight;
 mod folder;

@@ -19,6 +19,7 @@ use phalanx_store::host_port;
 use phalanx_wire::Token;
 use rustix::process::{Resource, getrlimit};
 
+use crate::args::check_evict_after;
 use crate::context::{Elastic, RankContext};
 use crate::contract::{ELASTIC_VARIABLE, JOIN_VARIABLE, STARTED_VARIABLE};
 use crate::engine::{self, Agreement, RendezvousResources};
@@ -190,6 +191,16 @@ impl RankArgs {
                 "{flag} must be a number of seconds above 0"
             )));
         }
+        if let Some(seconds) = self.evict_after {
+            let after = Duration::try_from_secs_f64(seconds).unwrap_or_default();
+            check_evict_after(after, self.elastic)?;
+            if seconds >= self.timeout {
+                return Err(Error::usage(format!(
+                    "--evict-after {seconds} is not less than --timeout {}, after which the other ranks give up",
+                    self.timeout
+                )));
+            }
+        }
         Ok(())
     }
 }
@@ -288,6 +299,7 @@ pub fn run(
         PrintingRanks::AllUnmarked => Prefix::None,
     };
     plan.args.elastic = elastic;
+    plan.args.evict_after = args.evict_after.map(Duration::from_secs_f64);
     plan.args.max_restarts = args.max_restarts;
     plan.args.live = args.live.clone().map(Option::unwrap_or_default);
     // The page shows what rank 0 writes too.

@@ -1,8 +1,12 @@
 //! Trainings that go on without ranks that are lost, and with ranks that are started in their place.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::process::Child;
+use std::process::{Child, Command};
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -257,6 +261,112 @@ fn a_newcomer_trains_the_same_model() {
 }
 
 #[test]
+fn a_stopped_rank_is_taken_out_and_the_result_is_the_same() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let job = start(dir, 3, "--evict-after 2");
+    wait_for_step(dir, 1, 3);
+    let stopped = process_of(1, dir);
+    signal(stopped, "STOP");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 0, "{out}{err}");
+    let name = format!("rank 1 (pid {stopped}, host ");
+    let why = ") is stopped (SIGSTOP or a debugger) and has kept others waiting in ";
+    assert!(err.contains(&name) && err.contains(why), "{err}");
+    assert!(
+        err.contains(" for 2 s: taken out (--evict-after 2)\n"),
+        "{err}"
+    );
+    assert!(
+        err.contains(") was taken out; the others go on without it\n"),
+        "{err}"
+    );
+    assert!(err.contains("2 ranks instead of 3"), "{err}");
+    check_result(dir, 2);
+}
+
+/// The one that reports and saves; another process takes its place.
+#[test]
+fn a_stopped_rank_0_is_taken_out_and_started_again() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let job = start(dir, 3, "--evict-after 2 --max-restarts 1 --save-every 3");
+    wait_for_step(dir, 2, 1);
+    signal(process_of(0, dir), "STOP");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 0, "{out}{err}");
+    assert_eq!(
+        err.matches(": taken out (--evict-after 2)\n").count(),
+        1,
+        "{err}"
+    );
+    assert!(err.contains(") was taken out; restart 1 of 1\n"), "{err}");
+    // Unless the training has ended before the new process had started.
+    let is_in = err.contains("3 ranks instead of 2");
+    check_result(dir, if is_in { 3 } else { 2 });
+}
+
+/// Its own code is here a write into a pipe that nobody reads.
+#[test]
+fn a_rank_that_hangs_in_its_own_code_is_taken_out() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let log = dir.join("seen.1.jsonl");
+    let made = Command::new("mkfifo").arg(&log).status();
+    assert!(made.expect("mkfifo").success());
+    let mut options = File::options();
+    let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+    let options = options.read(true).write(true).custom_flags(flags);
+    let mut pipe = options.open(&log).expect("a pipe");
+    let size = rustix::pipe::fcntl_setpipe_size(&pipe, 4096).expect("a small pipe");
+    let filled = size - 2048;
+    pipe.write_all(&vec![b'\n'; filled]).expect("room");
+    let job = start(dir, 3, "--evict-after 2");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 0, "{out}{err}");
+    assert!(err.contains(") is in "), "{err}");
+    let why = ", where others wait, for 2 s: taken out (--evict-after 2)\n";
+    assert!(
+        err.contains(" and has not come to ") && err.contains(why),
+        "{err}"
+    );
+    assert!(err.contains("rank 1 (pid "), "{err}");
+    let mut written = vec![0; size];
+    // All of it at once.
+    let count = pipe.read(&mut written).expect("what was written");
+    std::fs::remove_file(&log).expect("removed");
+    std::fs::write(&log, &written[filled..count]).expect("written");
+    check_result(dir, 2);
+}
+
+#[test]
+fn a_short_stop_and_one_of_all_ranks_take_nobody_out() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let job = start(dir, 3, "--evict-after 3 --timeout 60");
+    wait_for_step(dir, 1, 3);
+    let ranks = [0, 1, 2].map(|rank| process_of(rank, dir));
+    let all = |name: &str| ranks.iter().for_each(|rank| signal(*rank, name));
+    // The launcher runs.
+    all("STOP");
+    std::thread::sleep(Duration::from_secs(5));
+    all("CONT");
+    wait_for_step(dir, 2, 1);
+    signal(ranks[1], "STOP");
+    std::thread::sleep(Duration::from_millis(700));
+    // With the launcher, as when a host is suspended.
+    signal(job.id(), "STOP");
+    all("STOP");
+    std::thread::sleep(Duration::from_secs(4));
+    signal(job.id(), "CONT");
+    all("CONT");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 0, "{out}{err}");
+    assert!(!err.contains("taken out"), "{err}");
+    check_result(dir, 3);
+}
+
+#[test]
 fn the_loss_of_all_ranks_ends_the_job() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let job = start(dir.path(), 2, "--epochs 1000000");
@@ -407,6 +517,14 @@ fn what_cannot_go_on_without_a_rank_is_refused_before_it_begins() {
             "--transport thread",
             "--elastic and --max-restarts are for ranks that are processes",
         ),
+        (
+            "--evict-after 0.5",
+            "--evict-after must be at least 1 second",
+        ),
+        (
+            "--evict-after 60",
+            "--evict-after 60 is not less than --timeout 60",
+        ),
     ] {
         let line = format!(
             "train mnist --synthetic-samples 64 --epochs 1 --nproc-per-node 2 --elastic --output-dir a {more}"
@@ -415,5 +533,19 @@ fn what_cannot_go_on_without_a_rank_is_refused_before_it_begins() {
         let (code, out, err) = run(&words, dir.path());
         assert_eq!(code, 2, "{more}: {out}{err}");
         assert!(err.contains(want), "{more}: {err}");
+    }
+}
+
+#[test]
+fn ranks_are_taken_out_of_elastic_jobs_only() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    for line in [
+        "train mnist --synthetic-samples 64 --evict-after 5",
+        "launch --evict-after 5 -- true",
+    ] {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let (code, out, err) = run(&words, dir.path());
+        assert_eq!(code, 2, "{line}: {out}{err}");
+        assert!(err.contains("add --elastic"), "{line}: {err}");
     }
 }

@@ -525,7 +525,7 @@ impl Newcomer {
                 }
                 Err(e) => return Err(named(e)),
             };
-            let recorder = Recorder::new(member.rank, member.world, &Place::Launcher)
+            let recorder = Recorder::new(self.number, member.world, &Place::Launcher)
                 .map_err(|e| Error::io("mapping the flight recorder", e))?;
             let rules = init.rules.clone().then(Rules::from_env()?);
             let costs = costs_of(invitation.costs);

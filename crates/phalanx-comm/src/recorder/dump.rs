@@ -170,14 +170,21 @@ impl Failure {
 pub struct Dump {
     /// [`Dump::FORMAT`].
     pub format: String,
-    /// The rank: its number in the first generation, as all ranks in a dump.
+    /// The number of the process, as of all ranks in a dump: its rank in the first generation, or what it was started with
+    /// in place of a lost one ([`Newcomer`](crate::Newcomer)).
     pub rank: usize,
-    /// Ranks in the job's first generation.
+    /// Ranks in the first generation that it was in.
     pub world: usize,
     /// Generation of its newest group.
     #[serde(rename = "epoch")]
     pub generation: u32,
-    /// The ranks in this generation, if the group was re-formed; empty: all.
+    /// When that was formed, in nanoseconds since 1970; 0: not known.
+    #[serde(default)]
+    pub formed_unix_ns: u64,
+    /// Generation of its first group.
+    #[serde(default)]
+    pub joined: u32,
+    /// The ranks in the newest generation, if the group was re-formed; empty: all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub members: Vec<usize>,
     /// Host name.
@@ -206,6 +213,10 @@ pub struct Dump {
     /// ([`ProcessGroup::set_stop_grace`](crate::ProcessGroup::set_stop_grace)); not part of a file.
     #[serde(skip)]
     pub stop_grace: Option<Duration>,
+    /// Whether the rank was in a declared phase ([`ProcessGroup::phase`](crate::ProcessGroup::phase)) that could still last;
+    /// not part of a file.
+    #[serde(skip)]
+    pub is_busy: bool,
     /// What the rank was doing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase: Option<Phase>,
@@ -252,6 +263,10 @@ impl Dump {
         } else {
             now.monotonic_ns
         };
+        let unix_ns = |monotonic_ns: u64| {
+            let ago = now.monotonic_ns.saturating_sub(monotonic_ns);
+            now.wall_ns.saturating_sub(ago)
+        };
         let phase = (words[head::PHASE_SINCE] > 0).then(|| Phase {
             name: text(head::PHASE, head::PHASE_WORDS),
             for_ms: taken_ns.saturating_sub(scale.moment(words[head::PHASE_SINCE])) / 1_000_000,
@@ -281,6 +296,11 @@ impl Dump {
             rank: (words[head::RANK] & u64::from(u32::MAX)) as usize,
             world: (words[head::RANK] >> 32) as usize,
             generation: words[head::GENERATION] as u32,
+            formed_unix_ns: match words[head::FORMED] {
+                0 => 0,
+                ticks => unix_ns(scale.moment(ticks).min(now.monotonic_ns)),
+            },
+            joined: words[head::JOINED] as u32,
             host: host_name(),
             pid: words[head::OWNER] as u32,
             members: (0..64 * head::MEMBERS_WORDS)
@@ -291,14 +311,13 @@ impl Dump {
             failure: Failure::from_code(words[head::FAILURE]).filter(|_| has_failed),
             ended: None,
             taken_ns,
-            taken_unix_ns: now
-                .wall_ns
-                .saturating_sub(now.monotonic_ns.saturating_sub(taken_ns)),
+            taken_unix_ns: unix_ns(taken_ns),
             folder: Some(text(head::DIR, head::DIR_WORDS))
                 .filter(|text| !text.is_empty())
                 .map(PathBuf::from),
             stop_grace: Some(Duration::from_millis(words[head::STOP_GRACE_MS]))
                 .filter(|grace| !grace.is_zero()),
+            is_busy: words[head::BUSY_UNTIL] > now.monotonic_ns,
             phase,
             position: position(words[head::POSITION]),
             recorded: next,

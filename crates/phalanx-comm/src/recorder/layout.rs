@@ -51,6 +51,12 @@ pub(crate) mod head {
     pub(crate) const FAILED_GROUP: usize = 82;
     /// Milliseconds that the rank requests between SIGTERM and SIGKILL; 0: not set.
     pub(crate) const STOP_GRACE_MS: usize = 83;
+    /// When the declared phase must be over, on the monotonic clock in nanoseconds; 0: there is none.
+    pub(crate) const BUSY_UNTIL: usize = 84;
+    /// Generation of the first group.
+    pub(crate) const JOINED: usize = 85;
+    /// When the first group of the newest generation was formed, in ticks; 0: none was.
+    pub(crate) const FORMED: usize = 86;
     /// Tickets issued; on its own cache line.
     pub(crate) const TICKETS: usize = 96;
     /// The operation that [`AWAITED_WIDE`] belongs to, as ticket + 1; 0: none.
@@ -141,7 +147,7 @@ mod tests {
             let wide = MASK_WORDS - entry::AWAITED_WORDS;
             assert!(head::AWAITED_WIDE + wide <= head::DIR);
         };
-        const { assert!(head::STOP_GRACE_MS < head::TICKETS) };
+        const { assert!(head::FORMED < head::TICKETS) };
         const { assert!(head::DIR + head::DIR_WORDS <= head::MEMBERS) };
         const { assert!(head::MEMBERS + head::MEMBERS_WORDS <= head::WORDS) };
         const { assert!(head::PHASE + head::PHASE_WORDS <= head::POSITION) };

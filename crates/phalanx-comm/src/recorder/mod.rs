@@ -66,8 +66,6 @@ pub(crate) struct Recorder {
     clock: Clock,
     anchor: Anchor,
     late_after: Duration,
-    /// When the declared phase must be over, on the monotonic clock; 0: there is none.
-    busy_until_ns: AtomicU64,
     /// The launcher shares the memory, so it writes the dumps.
     is_shared: bool,
     labels: Mutex<Vec<Arc<str>>>,
@@ -129,7 +127,6 @@ impl Recorder {
             clock,
             anchor,
             late_after: watch::late_after(),
-            busy_until_ns: AtomicU64::new(0),
             is_shared,
             labels: Mutex::new(Vec::with_capacity(LABELS)),
             cells: Mutex::default(),
@@ -143,15 +140,23 @@ impl Recorder {
     /// has all remaining ranks: earlier failures are cleared.
     pub(crate) fn join(&self, generation: u32, roster: &[usize], cell: Option<&Arc<StatusCell>>) {
         let mut dumped = lock(&self.dumped);
-        let word = self.memory.word(head::GENERATION);
-        if word.fetch_max(u64::from(generation), Relaxed) < u64::from(generation) {
-            self.memory.word(head::FAILED_AT).store(0, Relaxed);
+        let (generation, word) = (u64::from(generation), |at| self.memory.word(at));
+        let is_first = word(head::FORMED).load(Relaxed) == 0;
+        if is_first {
+            word(head::JOINED).store(generation, Relaxed);
+        }
+        let is_newest = word(head::GENERATION).fetch_max(generation, Relaxed) < generation;
+        if is_first || is_newest {
+            word(head::FORMED).store(self.clock.ticks().max(1), Relaxed);
+        }
+        if is_newest {
+            word(head::FAILED_AT).store(0, Relaxed);
             *dumped = false;
             for index in 0..head::MEMBERS_WORDS {
                 let ranks = 64 * index..64 * (index + 1);
                 let of_word = roster.iter().filter(|rank| ranks.contains(rank));
                 let mask = of_word.fold(0, |mask, rank| mask | 1_u64 << (rank % 64));
-                self.memory.word(head::MEMBERS + index).store(mask, Relaxed);
+                word(head::MEMBERS + index).store(mask, Relaxed);
             }
         }
         drop(dumped);
@@ -195,7 +200,7 @@ impl Recorder {
         let until = clock::monotonic_ns().saturating_add(limit);
         let earlier = Earlier {
             name: std::array::from_fn(|i| self.memory.word(head::PHASE + i).load(Relaxed)),
-            busy_until_ns: self.busy_until_ns.swap(until, Relaxed),
+            busy_until_ns: self.busy_until().swap(until, Relaxed),
         };
         self.set_phase(name);
         self.beat();
@@ -205,18 +210,23 @@ impl Recorder {
     /// The phase has ended; the rank is again doing what it did `earlier`.
     pub(crate) fn end_phase(&self, earlier: &Earlier) {
         self.beat();
-        self.busy_until_ns.store(earlier.busy_until_ns, Relaxed);
+        self.busy_until().store(earlier.busy_until_ns, Relaxed);
         self.show_phase(earlier.name);
+    }
+
+    /// When the declared phase must be over, on the monotonic clock; 0: there is none.
+    fn busy_until(&self) -> &AtomicU64 {
+        self.memory.word(head::BUSY_UNTIL)
     }
 
     /// Whether the rank is in a declared phase that may still last.
     pub(crate) fn is_busy(&self) -> bool {
-        self.busy_until_ns.load(Relaxed) > clock::monotonic_ns()
+        self.busy_until().load(Relaxed) > clock::monotonic_ns()
     }
 
     /// Publishes to the ranks of this host that this one is in a declared phase, if it is.
     fn beat(&self) {
-        let until = self.busy_until_ns.load(Relaxed);
+        let until = self.busy_until().load(Relaxed);
         if until > 0 {
             let now = clock::monotonic_ns().min(until);
             let cells = lock(&self.cells);

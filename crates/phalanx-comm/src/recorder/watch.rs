@@ -124,7 +124,7 @@ impl Watched {
 
     /// Publishes to the ranks of this host that the rank is in a declared phase, if it is.
     pub(super) fn beat(&self) {
-        let until = self.recorder.busy_until_ns.load(Relaxed);
+        let until = self.recorder.busy_until().load(Relaxed);
         if let Some(cell) = self.own_cell().filter(|_| until > 0) {
             cell.set_busy(clock::monotonic_ns().min(until));
         }

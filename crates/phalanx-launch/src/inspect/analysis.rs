@@ -131,7 +131,7 @@ impl<'a> RankTimeline<'a> {
 }
 
 /// `in loading data for 58 s (epoch 1 step 212)`.
-fn doing(dump: &Dump, phase: &str, for_ms: u64) -> String {
+pub(crate) fn doing(dump: &Dump, phase: &str, for_ms: u64) -> String {
     let at = dump.position.map_or(String::new(), |at| {
         format!(" (epoch {} step {})", at.epoch, at.step)
     });
@@ -158,7 +158,7 @@ fn label(dump: &Dump, entry: &Entry) -> String {
 }
 
 /// `all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight)`.
-fn named(dump: &Dump, entry: &Entry) -> String {
+pub(crate) fn named(dump: &Dump, entry: &Entry) -> String {
     let seq = entry.seq.map_or(String::new(), |seq| format!(" seq {seq}"));
     let label = label(dump, entry);
     let group = match entry.group {

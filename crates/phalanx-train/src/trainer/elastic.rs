@@ -166,7 +166,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.admit()?;
         self.together(|trainer| {
             let ctx = trainer.ctx;
+            let phase = ctx.is_main().then(|| ctx.phase("working alone"));
             let own = ctx.is_main().then(|| work(trainer)).transpose()?;
+            drop(phase);
             let result = ctx.group().broadcast_object(own.as_ref(), 0)?;
             if ctx.elastic.is_some() {
                 ctx.group().barrier()?;
@@ -208,11 +210,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             if error.kind() != ErrorKind::PeerLost {
                 return Err(error);
             }
-            let phase = self.ctx.phase("forming the group anew");
             if let Err(why) = self.ctx.shrink() {
                 return Err(why.note("since", error.chain()));
             }
-            drop(phase);
             let agreed = Instant::now();
             match self.take_up() {
                 Ok(()) => {
@@ -369,6 +369,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if self.purpose != Purpose::Train {
             return Ok(());
         }
+        let _phase = self.ctx.phase("reporting");
         let dir = self.reports.output.dir().to_owned();
         let output = Output::open(ctx, dir, opening.files.clone(), &settings.saving)?;
         let infos = self.strategy.infos();
