@@ -40,8 +40,9 @@ pub(super) fn last_known(
 pub(super) fn late(ranks: &[Rank]) -> Vec<usize> {
     let dumps = dumps(ranks, &[]);
     let waits = |dump: &&Dump| {
-        let mut states = dump.entries.iter().map(|entry| entry.state);
-        states.any(|state| matches!(state, State::Running | State::Aborted))
+        let entries = dump.entries.iter();
+        let mut newest = entries.filter(|entry| entry.generation == dump.generation);
+        newest.any(|entry| matches!(entry.state, State::Running | State::Aborted))
     };
     let waiting: Vec<usize> = dumps.iter().filter(waits).map(|dump| dump.rank).collect();
     let story = analysis::tell(&dumps);
@@ -60,7 +61,20 @@ fn dumps(ranks: &[Rank], stopped: &[usize]) -> Vec<Dump> {
         dump.ended = stopped.contains(&rank.rank).then(|| STOPPED.to_owned());
         Some(dump)
     };
-    ranks.iter().filter_map(dump_of).collect()
+    let ranks = ranks.iter().filter(|rank| !rank.is_lost);
+    ranks.filter_map(dump_of).collect()
+}
+
+/// Writes the recorder of a rank that the job has lost because of `why` into `dir`, or where the rank asked for it.
+pub(super) fn keep_lost(dump: Option<Dump>, why: String, dir: Option<&Path>) {
+    let Some(mut dump) = dump else {
+        return;
+    };
+    dump.ended = Some(why);
+    if let Some(dir) = dir.map(Path::to_owned).or_else(|| dump.folder.clone()) {
+        // The report of a failure says where recorders cannot be written.
+        let _ = dump.write_into(&dir);
+    }
 }
 
 /// Writes the recorders of this node's ranks into `dir`, or where the ranks
@@ -74,7 +88,8 @@ pub(super) fn keep(
 ) -> Option<String> {
     let mut folder: Option<PathBuf> = dir.map(Path::to_owned);
     let mut dumps = Vec::new();
-    for (rank, end) in ranks.iter().zip(ends) {
+    // Those of lost ranks were written when they were lost.
+    for (rank, end) in ranks.iter().zip(ends).filter(|(rank, _)| !rank.is_lost) {
         let Some(mut dump) = rank.flight() else {
             continue;
         };

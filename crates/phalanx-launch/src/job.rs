@@ -827,9 +827,14 @@ impl Job<'_> {
             return watch.act(action);
         }
         let JobFailure { message, notes, .. } = self.rank_verdict(watch, local);
-        let message = match watch.evicted.remove(&local) {
-            Some(_) => format!("{} was taken out", self.who(&watch.ranks[local])),
-            None => message,
+        let ended = watch.machine.end(local);
+        let ended = ended.map_or(String::new(), |end| report::ended(end, true));
+        let (message, why) = match watch.evicted.remove(&local) {
+            Some(why) => (
+                format!("{} was taken out", self.who(&watch.ranks[local])),
+                why,
+            ),
+            None => (message, ended),
         };
         let hint = notes.iter().find(|(name, _)| name == "perhaps");
         let hint = hint.map_or(String::new(), |(_, hint)| format!(" ({hint})"));
@@ -840,6 +845,8 @@ impl Job<'_> {
             true => format!("restart {} of {most}", watch.restarts + 1),
             false => "the others go on without it".to_owned(),
         };
+        watch.ranks[local].is_lost = true;
+        let dump = watch.ranks[local].flight();
         self.note(format!("{message}{hint}; {then}"));
         let restarted = told.and_then(|_| match starts {
             true => self.replace(watch, local),
@@ -848,6 +855,7 @@ impl Job<'_> {
         if let Err(error) = restarted {
             self.note(format!("warning: {}", error.chain()));
         }
+        flight::keep_lost(dump, why + &hint, self.plan.flight_dir.as_deref());
     }
 
     /// Kills the ranks for which the others have waited for too long (`--evict-after`): they are lost then.
@@ -903,7 +911,8 @@ impl Job<'_> {
             None => watch.restarts,
             Some(_) => watch.attempt,
         };
-        let rank = self.start_rank(local, restarts, Some(number), guard)?;
+        let mut rank = self.start_rank(local, restarts, Some(number), guard)?;
+        rank.instead_of = Some(watch.ranks[local].number);
         watch.children.insert(rank.pid.as_raw_nonzero().get());
         watch.started += 1;
         watch.ranks[local] = rank;

@@ -84,6 +84,10 @@ pub struct Rank {
     pub rank: usize,
     /// Its number among all processes that were started: the rank, unless it takes the place of a lost one.
     pub number: usize,
+    /// The number of the lost process whose place it takes.
+    pub instead_of: Option<usize>,
+    /// The job has gone on without it.
+    pub is_lost: bool,
     /// Process id, also that of its group.
     pub pid: Pid,
     /// The pid while it is ours to signal: until the process is reaped.
@@ -172,6 +176,8 @@ impl RankSpawner<'_> {
         let rank = Rank {
             rank,
             number: rank,
+            instead_of: None,
+            is_lost: false,
             pid,
             alive: Arc::new(Mutex::new(Some(pid))),
             patience: Arc::default(),
@@ -393,7 +399,12 @@ impl Rank {
 
     /// What its flight recorder holds, if it has one.
     pub fn flight(&self) -> Option<Dump> {
-        Dump::from_memory(&self.flight).ok()
+        let dump = Dump::from_memory(&self.flight).ok()?;
+        Some(Dump {
+            instead_of: self.instead_of,
+            is_lost: self.is_lost,
+            ..dump
+        })
     }
 
     /// Whether it is a Phalanx program that has reported this exit code.

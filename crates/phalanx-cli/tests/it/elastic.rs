@@ -367,6 +367,54 @@ fn a_short_stop_and_one_of_all_ranks_take_nobody_out() {
 }
 
 #[test]
+fn inspect_tells_which_ranks_were_lost_and_joined() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let job = start(dir, 3, "--epochs 1000000 --max-restarts 1");
+    wait_for_step(dir, 1, 2);
+    let (first, third) = (process_of(1, dir), process_of(2, dir));
+    signal(first, "KILL");
+    wait_for_ranks(dir, 2, 3);
+    let joined = process_of(1, dir);
+    signal(third, "KILL");
+    wait_for_ranks(dir, 3, 2);
+    signal(job.id(), "USR2");
+    let newest = dir.join("run/flight/rank-3.json");
+    eventually("the recorders are written", || newest.exists());
+    let inspect = |more: &[&str]| succeed(&[&["inspect", "run"][..], more].concat(), dir).0;
+    let text = inspect(&[]);
+    let lost = |rank: usize, pid: u32, generation: usize| {
+        let who = format!(" UTC  rank {rank} (pid {pid}, host ");
+        let how = format!(") was lost in generation {generation}: was killed by SIGKILL; epoch ");
+        text.lines()
+            .position(|line| line.contains(&who) && line.contains(&how))
+    };
+    let line = |what: &str| text.lines().position(|line| line.contains(what));
+    let joins = line(&format!("rank 3 (pid {joined}, host "));
+    let formed =
+        line(" UTC  generation 3 was formed of ranks 0 and 3, which the group numbers from 0");
+    assert!(text.starts_with("generation 3: "), "{text}");
+    assert!(
+        text.contains(") joined generation 2 in place of rank 1\n"),
+        "{text}"
+    );
+    let order = [lost(1, first, 0), joins, lost(2, third, 2), formed];
+    assert!(order.is_sorted() && order[0].is_some(), "{order:?}\n{text}");
+    // The newest generation only.
+    assert!(line("rank 0          rank 3").is_some(), "{text}");
+    let story: Value = serde_json::from_str(&inspect(&["--json"])).expect("JSON");
+    assert_eq!(story["members"], serde_json::json!([0, 3]));
+    assert_eq!(story["missing"], serde_json::json!([]));
+    assert!(
+        story["notes"].as_array().is_some_and(Vec::is_empty),
+        "{story}"
+    );
+    signal(job.id(), "INT");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 130, "{out}{err}");
+}
+
+#[test]
 fn the_loss_of_all_ranks_ends_the_job() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let job = start(dir.path(), 2, "--epochs 1000000");

@@ -335,6 +335,7 @@ impl ProcessGroup {
             asked,
         );
         let kinds = transports.iter().fold(0, |sum, (_, kind)| sum | kind.bit());
+        recorder.set_job(identity.job);
         let flight = Flight::new(watched, kinds, &identity.roster);
         let board =
             (member.world > 1).then(|| Board::new(Arc::clone(&keys), member.rank, abort.clone()));

@@ -184,6 +184,18 @@ pub struct Dump {
     /// Generation of its first group.
     #[serde(default)]
     pub joined: u32,
+    /// When it was in that, in nanoseconds since 1970.
+    #[serde(default)]
+    pub joined_unix_ns: u64,
+    /// A number that all ranks have from their start to their end, and that those of another attempt do not have; 0: not known.
+    #[serde(default)]
+    pub job: u64,
+    /// The lost rank in whose place the process was started, if the launcher knows it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub instead_of: Option<usize>,
+    /// Whether the job has gone on without it, as the launcher knows.
+    #[serde(default)]
+    pub is_lost: bool,
     /// The ranks in the newest generation, if the group was re-formed; empty: all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub members: Vec<usize>,
@@ -301,6 +313,10 @@ impl Dump {
                 ticks => unix_ns(scale.moment(ticks).min(now.monotonic_ns)),
             },
             joined: words[head::JOINED] as u32,
+            joined_unix_ns: first.wall_ns,
+            job: words[head::JOB],
+            instead_of: None,
+            is_lost: false,
             host: host_name(),
             pid: words[head::OWNER] as u32,
             members: (0..64 * head::MEMBERS_WORDS)

@@ -147,7 +147,9 @@ impl Dump {
                 Dump::FORMAT
             ));
         }
-        if dump.world > MAX_WORLD || dump.rank >= dump.world {
+        // A newcomer has a higher number than the first ranks.
+        let is_known = dump.rank < dump.world || dump.members.contains(&dump.rank);
+        if dump.world > MAX_WORLD || !is_known {
             return refused(format!(
                 "claims to be of rank {} of {}",
                 dump.rank, dump.world

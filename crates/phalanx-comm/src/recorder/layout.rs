@@ -57,6 +57,8 @@ pub(crate) mod head {
     pub(crate) const JOINED: usize = 85;
     /// When the first group of the newest generation was formed, in ticks; 0: none was.
     pub(crate) const FORMED: usize = 86;
+    /// See [`Dump::job`](super::Dump::job).
+    pub(crate) const JOB: usize = 87;
     /// Tickets issued; on its own cache line.
     pub(crate) const TICKETS: usize = 96;
     /// The operation that [`AWAITED_WIDE`] belongs to, as ticket + 1; 0: none.
@@ -147,7 +149,7 @@ mod tests {
             let wide = MASK_WORDS - entry::AWAITED_WORDS;
             assert!(head::AWAITED_WIDE + wide <= head::DIR);
         };
-        const { assert!(head::FORMED < head::TICKETS) };
+        const { assert!(head::JOB < head::TICKETS) };
         const { assert!(head::DIR + head::DIR_WORDS <= head::MEMBERS) };
         const { assert!(head::MEMBERS + head::MEMBERS_WORDS <= head::WORDS) };
         const { assert!(head::PHASE + head::PHASE_WORDS <= head::POSITION) };

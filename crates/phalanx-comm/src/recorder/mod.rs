@@ -168,6 +168,11 @@ impl Recorder {
         }
     }
 
+    /// The number that all ranks of the job have.
+    pub(crate) fn set_job(&self, job: u64) {
+        self.memory.word(head::JOB).store(job, Relaxed);
+    }
+
     /// What the rank is doing from now on.
     pub(crate) fn set_phase(&self, name: &str) {
         let mut words = PhaseName::default();

@@ -182,6 +182,42 @@ fn phase_position_and_reason_are_in_the_dump() {
 }
 
 #[test]
+fn a_launcher_sees_declared_phases_and_when_groups_were_formed() {
+    let recorder = recorder();
+    assert_eq!(
+        (recorder.dump().is_busy, recorder.dump().formed_unix_ns),
+        (false, 0)
+    );
+    recorder.join(2, &[0, 1], None);
+    let first = recorder.dump();
+    assert_eq!((first.generation, first.joined), (2, 2));
+    assert!(first.joined_unix_ns > 0 && first.formed_unix_ns > 0);
+    std::thread::sleep(Duration::from_millis(30));
+    // A subgroup, and the next generation.
+    recorder.join(2, &[0, 1], None);
+    assert!(
+        recorder
+            .dump()
+            .formed_unix_ns
+            .abs_diff(first.formed_unix_ns)
+            < 5_000_000
+    );
+    recorder.join(3, &[1], None);
+    let next = recorder.dump();
+    assert_eq!((next.generation, next.joined), (3, 2));
+    assert!(next.formed_unix_ns > first.formed_unix_ns + 5_000_000);
+
+    let short = recorder.begin_phase("saving", Duration::from_millis(20));
+    std::thread::sleep(Duration::from_millis(30));
+    assert!(!recorder.dump().is_busy, "its time is over");
+    let long = recorder.begin_phase("evaluating", Duration::from_secs(60));
+    assert!(recorder.dump().is_busy);
+    recorder.end_phase(&long);
+    recorder.end_phase(&short);
+    assert!(!recorder.dump().is_busy);
+}
+
+#[test]
 fn a_launcher_reads_what_a_dead_rank_wrote() {
     use std::os::fd::AsRawFd;
     let file = create_memory().unwrap();

@@ -272,6 +272,9 @@ fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
                         (group.rank(), group.global_rank()),
                         ((number - 1) / 2, number)
                     );
+                    let dump = group.flight();
+                    assert_eq!((dump.rank, dump.joined), (number, 1));
+                    assert_eq!(dump.members, [0, 1, 5, 7]);
                     assert_eq!(sum_of_members(&group), 13);
                     gate.wait();
                     if number == 5 {

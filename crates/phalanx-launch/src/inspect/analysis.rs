@@ -4,11 +4,12 @@
 //! the operation with the highest number wait for those that have not reached it; and
 //! where two ranks have different operations with one number, their programs diverged.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use phalanx_comm::recorder::{Dump, Entry, Failure, State};
 use serde::Serialize;
 
+use super::history::{self, Change};
 use crate::format::plural;
 use crate::report::{join, rank_list};
 
@@ -29,6 +30,10 @@ pub struct Diagnosis {
     pub late: Vec<usize>,
     /// Ranks without a dump.
     pub missing: Vec<usize>,
+    /// Members of the generation, where ranks were lost or joined; in the group they are numbered from 0, in this order.
+    pub members: Vec<usize>,
+    /// What happened to the ranks of an elastic job, in the order of time.
+    pub changes: Vec<Change>,
     /// Whether ranks called different operations with one sequence number.
     pub desync: bool,
     /// How often each rank was the last to arrive.
@@ -181,19 +186,22 @@ pub fn duration(ns: u64) -> String {
 }
 
 /// Says what happened, from at most one dump a rank.
-pub fn tell(dumps: &[Dump]) -> Diagnosis {
-    let generation = dumps.iter().map(|dump| dump.generation).max().unwrap_or(0);
+pub fn tell(all: &[Dump]) -> Diagnosis {
+    let in_job = all.iter().filter(|dump| !dump.is_lost);
+    let newest = in_job.map(|dump| dump.generation).max();
+    let generation = newest.unwrap_or_else(|| {
+        let lost = all.iter().map(|dump| dump.generation);
+        lost.max().unwrap_or(0)
+    });
     let (dumps, old): (Vec<&Dump>, Vec<&Dump>) =
-        dumps.iter().partition(|dump| dump.generation == generation);
-    let world = dumps.iter().map(|dump| dump.world).max().unwrap_or(0);
-    let has = |rank: usize| dumps.binary_search_by_key(&rank, |dump| dump.rank).is_ok();
-    // Who was left behind when the group was formed anew need not be there.
-    let everybody = dumps.iter().any(|dump| dump.members.is_empty());
-    let is_member =
-        |rank: usize| everybody || dumps.iter().any(|dump| dump.members.contains(&rank));
-    let missing: Vec<usize> = (0..world)
-        .filter(|rank| is_member(*rank) && !has(*rank))
-        .collect();
+        all.iter().partition(|dump| dump.generation == generation);
+    let members = members(&dumps);
+    let changes = history::changes(all, generation, &members);
+    if newest.is_none() && !all.is_empty() {
+        return history::of_lost_ranks(generation, changes);
+    }
+    let has = |rank: usize| dumps.iter().any(|dump| dump.rank == rank);
+    let missing: Vec<usize> = members.iter().copied().filter(|rank| !has(*rank)).collect();
     let group = group_of_interest(&dumps, generation);
     let views: Vec<RankTimeline<'_>> = dumps
         .iter()
@@ -203,6 +211,11 @@ pub fn tell(dumps: &[Dump]) -> Diagnosis {
         generation,
         group,
         missing,
+        members: match changes.is_empty() {
+            true => Vec::new(),
+            false => members,
+        },
+        changes,
         ..Diagnosis::default()
     };
     let plot = different_operations(&mut story, &views)
@@ -215,9 +228,22 @@ pub fn tell(dumps: &[Dump]) -> Diagnosis {
         let left = format!("; {} left no dump{s}", rank_list(&story.missing));
         story.sentence.push_str(&left);
     }
+    let old: Vec<&Dump> = old.into_iter().filter(|dump| !dump.is_lost).collect();
     notes(&mut story, &dumps, &old);
     arrivals(&mut story, &views);
     story
+}
+
+/// The ranks of the generation that `dumps` are of.
+fn members(dumps: &[&Dump]) -> Vec<usize> {
+    // A group that was not formed anew has all ranks.
+    if dumps.iter().any(|dump| dump.members.is_empty()) {
+        let world = dumps.iter().map(|dump| dump.world).max();
+        return (0..world.unwrap_or(0)).collect();
+    }
+    let members = dumps.iter().flat_map(|dump| &dump.members);
+    let members: BTreeSet<usize> = members.copied().collect();
+    members.into_iter().collect()
 }
 
 /// The world, unless only a subgroup is in an operation.

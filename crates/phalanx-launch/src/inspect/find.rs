@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use phalanx_comm::recorder::Dump;
 
 use crate::error::{Error, Result};
+use crate::report::rank_list;
 
 /// More files than any job leaves.
 const MAX_FILES: usize = 4096;
@@ -69,10 +70,25 @@ pub(super) fn read(paths: &[PathBuf]) -> Result<Found> {
         return Err(error);
     }
     found.dumps.sort_by_key(|dump| dump.rank);
+    found.leave_out_other_attempts();
     Ok(found)
 }
 
 impl Found {
+    /// Leaves only what the attempt (or job) of the newest dump has left: ranks that it never had would be taken for lost.
+    fn leave_out_other_attempts(&mut self) {
+        let newest = self.dumps.iter().max_by_key(|dump| dump.taken_unix_ns);
+        let job = newest.map_or(0, |dump| dump.job);
+        let (dumps, others): (Vec<Dump>, Vec<Dump>) =
+            self.dumps.drain(..).partition(|dump| dump.job == job);
+        self.dumps = dumps;
+        if !others.is_empty() {
+            let ranks: Vec<usize> = others.iter().map(|dump| dump.rank).collect();
+            let note = format!("ignored: {} of another attempt or job", rank_list(&ranks));
+            self.notes.push(note);
+        }
+    }
+
     /// Adds a dump; of two dumps of one rank, the newer one is kept.
     fn add(&mut self, dump: Dump, file: &Path) {
         let Some(other) = self.dumps.iter_mut().find(|other| other.rank == dump.rank) else {

@@ -62,10 +62,32 @@ pub fn dumps_seeds() -> Vec<Vec<u8>> {
         dump["entries"] = json!([entry(812, newest), entry(811, "done")]);
         dump.to_string().into_bytes()
     };
+    let elastic = |rank: usize, extra: serde_json::Value| {
+        let mut dump: serde_json::Value =
+            serde_json::from_slice(&dump(rank, "done")).unwrap_or_default();
+        let extra = extra.as_object().into_iter().flatten();
+        extra.for_each(|(name, value)| dump[name] = value.clone());
+        dump.to_string().into_bytes()
+    };
+    let changed = [
+        elastic(0, json!({"members": [0, 3], "formed_unix_ns": 1_900_000})),
+        elastic(1, json!({"is_lost": true, "job": 7})),
+        elastic(
+            3,
+            json!({"members": [0, 3], "joined": 2, "joined_unix_ns": 1_800_000, "instead_of": 1}),
+        ),
+    ]
+    .join(&0);
     let together = [dump(0, "running"), dump(1, "aborted"), dump(2, "queued")].join(&0);
     let mut cut = dump(0, "running");
     cut.truncate(cut.len() - 40);
-    vec![together, cut, dump(1, "done"), b"{\"format\": 7}".to_vec()]
+    vec![
+        together,
+        cut,
+        dump(1, "done"),
+        changed,
+        b"{\"format\": 7}".to_vec(),
+    ]
 }
 
 #[cfg(test)]

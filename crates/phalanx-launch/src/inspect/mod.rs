@@ -4,6 +4,7 @@ pub mod analysis;
 mod find;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
+mod history;
 mod table;
 
 use std::path::PathBuf;
@@ -22,7 +23,9 @@ use analysis::Diagnosis;
     last completed seq 811 and is in loading data for 58 s (epoch 3 step 101)\n\n\
     Recorders are written when a rank fails, and for a living job on SIGUSR2 to its launcher\n\
     (not to a rank, which it would end); with several launchers each has the ranks of its node:\n  \
-    kill -USR2 PID_OF_PHALANX_LAUNCH_OR_TRAIN")]
+    kill -USR2 PID_OF_PHALANX_LAUNCH_OR_TRAIN\n\n\
+    In an elastic job ranks are named by their first number, which they keep when others are lost;\n\
+    a process that takes the place of a lost one has a new number.")]
 pub struct InspectArgs {
     /// A run's output folder, a folder of dumps, or dumps (rank-N.json), also of several hosts
     #[arg(required = true, value_name = "DIR|FILE")]
@@ -52,6 +55,10 @@ pub fn run(args: &InspectArgs) -> Result<()> {
 
 fn render(story: &Diagnosis, dumps: &[Dump]) -> String {
     let mut text = format!("{}\n", story.sentence);
+    for change in &story.changes {
+        let at = history::time_of_day(change.unix_ms);
+        text.push_str(&format!("  {at}  {}\n", change.text));
+    }
     for note in &story.notes {
         text.push_str(&format!("  {note}\n"));
     }

@@ -48,6 +48,10 @@ fn dump(rank: usize, done: u64, running: Option<u64>) -> Dump {
         generation: 3,
         formed_unix_ns: 0,
         joined: 0,
+        joined_unix_ns: 0,
+        job: 0,
+        instead_of: None,
+        is_lost: false,
         members: Vec::new(),
         host: "node-a".into(),
         pid: 100,
@@ -192,6 +196,107 @@ fn nobody_misses_the_dump_of_a_rank_that_was_left_behind() {
         "{}",
         story.sentence
     );
+}
+
+/// Of an elastic job that has lost rank 1 in generation 1, and started process 4 in its place: those in it, and the lost one.
+fn elastic() -> Vec<Dump> {
+    let mut dumps: Vec<Dump> = [0, 2, 3, 4]
+        .map(|rank| Dump {
+            members: vec![0, 2, 3, 4],
+            formed_unix_ns: 1300 * S,
+            joined: 1,
+            ..dump(rank, 811, Some(812))
+        })
+        .into();
+    dumps[3].joined = 3;
+    dumps[3].joined_unix_ns = 1300 * S;
+    dumps[3].instead_of = Some(1);
+    let lost = Dump {
+        generation: 1,
+        joined: 1,
+        ended: Some("was killed by SIGKILL".into()),
+        is_lost: true,
+        taken_unix_ns: 1200 * S,
+        entries: Vec::new(),
+        ..late_loader()
+    };
+    dumps.insert(1, Dump { rank: 1, ..lost });
+    dumps
+}
+
+#[test]
+fn ranks_that_were_lost_and_joined_are_told_in_the_order_of_time() {
+    let mut dumps = elastic();
+    dumps[2].entries.remove(0);
+    let story = tell(&dumps);
+    assert_eq!(
+        story.sentence,
+        "generation 3: ranks 0, 3 and 4 wait in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, \
+         layer3.0.bn1.bias); rank 2 last completed seq 811"
+    );
+    assert_eq!(
+        (&story.members[..], &story.late[..]),
+        (&[0, 2, 3, 4][..], &[2][..])
+    );
+    assert!(
+        story.missing.is_empty() && story.notes.is_empty(),
+        "{story:?}"
+    );
+    let text = super::super::render(&story, &dumps);
+    let lines: Vec<&str> = text.lines().skip(1).take(3).collect();
+    assert_eq!(
+        lines,
+        [
+            "  00:20:00 UTC  rank 1 (pid 100, host node-a) was lost in generation 1: was killed by SIGKILL; loading data",
+            "  00:21:40 UTC  rank 4 (pid 100, host node-a) joined generation 3 in place of rank 1",
+            "  00:21:40 UTC  generation 3 was formed of ranks 0 and 2-4, which the group numbers from 0 in this order",
+        ]
+    );
+    // The table has those that are in it.
+    assert!(
+        text.contains("rank 0          rank 2          rank 3          rank 4\n"),
+        "{text}"
+    );
+    // One that has joined and left nothing is missing, though there were four ranks at first.
+    dumps.pop();
+    let story = tell(&dumps);
+    assert_eq!(story.missing, [4]);
+    assert!(
+        story.sentence.ends_with("; rank 4 left no dump"),
+        "{}",
+        story.sentence
+    );
+}
+
+#[test]
+fn only_lost_ranks_have_left_dumps() {
+    let dumps = vec![elastic().remove(1)];
+    let story = tell(&dumps);
+    assert_eq!(
+        story.sentence,
+        "the job went on without rank 1; no other rank has left a dump, as when a job succeeds"
+    );
+    assert_eq!(story.changes.len(), 1);
+    assert!(story.missing.is_empty());
+}
+
+/// The others have not formed a new group yet.
+#[test]
+fn a_rank_that_was_just_lost_is_one_of_its_generation() {
+    let mut dumps = hang();
+    dumps[2].ended = Some("was killed by SIGKILL".into());
+    dumps[2].is_lost = true;
+    let story = tell(&dumps);
+    assert_eq!(
+        (&story.late[..], &story.waiting[..]),
+        (&[2][..], &[0, 1, 3][..])
+    );
+    assert!(
+        story
+            .sentence
+            .contains("; rank 2 was killed by SIGKILL, last completed")
+    );
+    assert_eq!(story.changes.len(), 1);
 }
 
 #[test]
