@@ -62,7 +62,9 @@ fn dumps(ranks: &[Rank], stopped: &[usize]) -> Vec<Dump> {
         Some(dump)
     };
     let ranks = ranks.iter().filter(|rank| !rank.is_lost);
-    ranks.filter_map(dump_of).collect()
+    let mut dumps: Vec<Dump> = ranks.filter_map(dump_of).collect();
+    dumps.sort_by_key(|dump| dump.rank);
+    dumps
 }
 
 /// Writes the recorder of a rank that the job has lost because of `why` into `dir`, or where the rank asked for it.

@@ -937,6 +937,7 @@ impl Job<'_> {
             let show_at = shown.map(|at| at + LIVE_EVERY);
             self.evict(watch, now);
             let evictions = watch.evictions.as_ref();
+            let evictions = evictions.filter(|_| watch.machine.why().is_none());
             let wake = [
                 evictions.map(|evictions| evictions.next_look(now)),
                 watch.machine.next_tick(),

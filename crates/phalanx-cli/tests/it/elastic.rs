@@ -306,6 +306,24 @@ fn a_stopped_rank_0_is_taken_out_and_started_again() {
     check_result(dir, if is_in { 3 } else { 2 });
 }
 
+#[test]
+fn a_stopped_rank_does_not_keep_the_others_from_a_new_group() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let job = start(dir, 3, "--evict-after 2");
+    wait_for_step(dir, 1, 3);
+    let (killed, stopped) = (process_of(1, dir), process_of(2, dir));
+    signal(stopped, "STOP");
+    signal(killed, "KILL");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 0, "{out}{err}");
+    let name = format!("rank 2 (pid {stopped}, host ");
+    let why = ") is stopped (SIGSTOP or a debugger) and has kept others waiting in the new group for 2 s: taken out";
+    assert!(err.contains(&name) && err.contains(why), "{err}");
+    assert!(err.contains("1 rank instead of 3"), "{err}");
+    check_result(dir, 1);
+}
+
 /// Its own code is here a write into a pipe that nobody reads.
 #[test]
 fn a_rank_that_hangs_in_its_own_code_is_taken_out() {

@@ -449,7 +449,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-flow", 6845),
     ("phalanx-global", 4834),
     ("phalanx-http", 65),
-    ("phalanx-launch", 11141),
+    ("phalanx-launch", 11144),
     ("phalanx-live", 1775),
     ("phalanx-mpi", 65),
     ("phalanx-nn", 16085),
