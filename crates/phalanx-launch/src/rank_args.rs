@@ -193,7 +193,8 @@ impl RankArgs {
         }
         if let Some(seconds) = self.evict_after {
             let after = Duration::try_from_secs_f64(seconds).unwrap_or_default();
-            check_evict_after(after, self.elastic)?;
+            let nodes = self.nodes.nnodes.as_deref().unwrap_or_default();
+            check_evict_after(after, self.elastic || nodes.contains(':'))?;
             if seconds >= self.timeout {
                 return Err(Error::usage(format!(
                     "--evict-after {seconds} is not less than --timeout {}, after which the other ranks give up",
