@@ -157,20 +157,15 @@ fn show<'a>(dims: impl Iterator<Item = (&'a str, usize)>) -> String {
 
 /// Makes the groups of all lines along `dim`, as every rank must; returns this rank's.
 fn line(group: &ProcessGroup, sizes: &[usize], dim: usize) -> Result<ProcessGroup> {
-    let own = coordinates(sizes, group.rank());
-    let mut found = None;
-    for other in 0..sizes[1 - dim] {
-        let members: Vec<usize> = (0..group.world_size())
-            .filter(|r| coordinates(sizes, *r)[1 - dim] == other)
-            .collect();
-        let made = group
-            .new_group(&members)
-            .map_err(|e| Error::comm_while("the groups of the mesh could not be formed", e))?;
-        if other == own[1 - dim] {
-            found = made;
-        }
-    }
-    found.ok_or_else(|| Error::usage("this rank is in no line of its mesh"))
+    let other = coordinates(sizes, group.rank())[1 - dim];
+    let color = u32::try_from(other).unwrap_or(u32::MAX);
+    let line = group
+        .split(Some(color))
+        .map_err(|e| Error::comm_while("the groups of the mesh could not be formed", e))?
+        .ok_or_else(|| Error::usage("this rank is in no line of its mesh"))?;
+    // A rank that waits here notices a failure elsewhere on the mesh.
+    line.end_with(group);
+    Ok(line)
 }
 
 /// The coordinates of a rank.

@@ -49,7 +49,7 @@ impl RankArgs {
     /// as many ranks as this one.
     pub fn known_world(&self) -> Result<usize> {
         Ok(match self.place()? {
-            Place::Rank(rank) => rank.world,
+            Place::Rank(rank) => first_world(&real_env())?.unwrap_or(rank.world),
             Place::Node(node) => node.local_ranks * node.meeting.map_or(1, |meeting| meeting.nodes),
         })
     }
@@ -204,6 +204,12 @@ impl RankArgs {
         }
         Ok(())
     }
+}
+
+/// With how many ranks an elastic job began.
+fn first_world(env: &Env) -> Result<Option<usize>> {
+    let first = place::number(env, ELASTIC_VARIABLE)?;
+    Ok(first.filter(|world| *world > 0))
 }
 
 /// How many times `--timeout` ranks that form a new group wait for one that is alive: it may be evaluating or saving on its own.
@@ -399,8 +405,7 @@ fn as_launched_rank(
         }
         None => RankContext::new(ProcessGroup::init(init)?, threads),
     };
-    let first_world = place::number(env, ELASTIC_VARIABLE)?.filter(|world| *world > 0);
-    ctx.elastic = first_world.map(|first_world| Elastic {
+    ctx.elastic = first_world(env)?.map(|first_world| Elastic {
         first_world,
         patience: Duration::from_secs_f64(args.timeout)
             .saturating_mul(PATIENCE_IN_TIMEOUTS)

@@ -407,6 +407,11 @@ impl ProcessGroup {
         self.core.identity.global_rank
     }
 
+    /// The same numbers of all ranks of the group, by rank.
+    pub fn global_ranks(&self) -> &[usize] {
+        &self.core.identity.roster
+    }
+
     /// The store through which the group met; for ranks that are threads, one in memory.
     pub fn store(&self) -> Arc<dyn Store> {
         self.core.origin.store()

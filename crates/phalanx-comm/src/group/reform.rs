@@ -11,7 +11,9 @@
 //! | `reform/over`                    | why                | the same, when the job ends    |
 //! | `reform/elastic`                 | `1`                | all ranks, once they may be lost |
 //! | `reform/joined/F`                | `1`                | a newcomer that has the others' state |
-//! | `reform/joining`, `reform/joining/N` | a count, F     | a newcomer                     |
+//! | `reform/joining`, `reform/joining/N` | a count, F     | a newcomer, until it is in     |
+//! | `reform/taken/F`                 | its N              | the newcomer that has number F |
+//! | `reform/refused/N`               | why                | a member                       |
 //! | `reform/leaving`, `reform/leaving/N` | a count, F     | whoever wants the rank to leave ([`report_leaving`]) |
 //! | `reform/hold`                    | why                | whoever wants the ranks to wait ([`report_hold`]) |
 //! | `reform/invited/F`               | an [`Invitation`]  | all members of the old group   |
@@ -188,6 +190,18 @@ fn joined_key(rank: usize) -> String {
     format!("reform/joined/{rank}")
 }
 
+fn taken_key(rank: usize) -> String {
+    format!("reform/taken/{rank}")
+}
+
+fn joining_key(index: i64) -> String {
+    format!("{JOINING}/{index}")
+}
+
+fn refused_key(index: i64) -> String {
+    format!("reform/refused/{index}")
+}
+
 fn invited_key(rank: usize) -> String {
     format!("reform/invited/{rank}")
 }
@@ -243,8 +257,16 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`shrink`](Self::shrink).
+    /// As [`shrink`](Self::shrink); `Usage` when a newcomer has the number of a member, or is given twice.
     pub fn grow(self, newcomers: &[usize], options: ShrinkOptions) -> Result<ProcessGroup> {
+        for (index, number) in newcomers.iter().enumerate() {
+            let what = match newcomers[..index].contains(number) {
+                true => "is given twice",
+                false if self.global_ranks().contains(number) => "is that of a member",
+                false => continue,
+            };
+            return Err(self.usage("grow", format!("process number {number} {what}")));
+        }
         if self.core.id == WORLD_GROUP {
             // A rank may still wait for the last operation. If one was lost, all find out below.
             let left = self.goodbye();
@@ -261,6 +283,16 @@ impl ProcessGroup {
     /// Those of the store.
     pub fn announce_elastic(&self) -> Result<()> {
         Ok(self.store().set(ELASTIC, b"1")?)
+    }
+
+    /// Takes [`announce_elastic`](Self::announce_elastic) back: a launcher ends the job when it loses the next rank.
+    ///
+    /// # Errors
+    ///
+    /// Those of the store.
+    pub fn withdraw_elastic(&self) -> Result<()> {
+        self.store().delete(ELASTIC)?;
+        Ok(())
     }
 
     /// Says in the store that this rank, a [`Newcomer`], has all that it needs to go on if the others are lost.
@@ -370,16 +402,27 @@ impl RequestedChange {
 }
 
 impl MembershipRequests {
-    /// What is asked now. *Costs* three requests to the store, and two for each process that has ever asked.
+    /// What is asked now. Refuses processes that have the number of a member. *Costs* three requests to the store, and two for each process that has ever asked.
     ///
     /// # Errors
     ///
     /// Those of the store.
     pub fn read(&self) -> Result<RequestedChange> {
-        let mut joining = list(&*self.store, JOINING)?;
-        joining.retain(|number| !self.roster.contains(number));
-        let mut leaving = list(&*self.store, LEAVING)?;
-        leaving.retain(|number| self.roster.contains(number));
+        let is_member = |number: &usize| self.roster.contains(number);
+        let mut joining = Vec::new();
+        for (index, number) in list(&*self.store, JOINING)? {
+            match is_member(&number) {
+                true => (self.store).set(&refused_key(index), b"is that of a member")?,
+                false => joining.push(number),
+            }
+        }
+        let leaving = list(&*self.store, LEAVING)?.into_iter();
+        let leaving = leaving.map(|(_, number)| number).filter(is_member);
+        let mut leaving: Vec<usize> = leaving.collect();
+        for numbers in [&mut joining, &mut leaving] {
+            numbers.sort_unstable();
+            numbers.dedup();
+        }
         let hold = self.store.try_get(HOLD)?;
         Ok(RequestedChange {
             joining,
@@ -389,9 +432,9 @@ impl MembershipRequests {
     }
 }
 
-/// The processes in the list `what` that are not lost, in ascending order.
-fn list(store: &dyn Store, what: &str) -> phalanx_store::Result<Vec<usize>> {
-    let number_at = |key: &str| -> phalanx_store::Result<Option<usize>> {
+/// The processes in the list `what` that are not lost, each with its place there.
+fn list(store: &dyn Store, what: &str) -> phalanx_store::Result<Vec<(i64, usize)>> {
+    let number_at = |key: &str| -> phalanx_store::Result<Option<u32>> {
         let bytes = store.try_get(key)?.unwrap_or_default();
         Ok(String::from_utf8_lossy(&bytes).parse().ok())
     };
@@ -400,11 +443,10 @@ fn list(store: &dyn Store, what: &str) -> phalanx_store::Result<Vec<usize>> {
         let Some(number) = number_at(&format!("{what}/{index}"))? else {
             continue;
         };
-        if !found.contains(&number) && store.try_get(&lost_key(number))?.is_none() {
-            found.push(number);
+        if store.try_get(&lost_key(number))?.is_none() {
+            found.push((index.into(), number as usize));
         }
     }
-    found.sort_unstable();
     Ok(found)
 }
 
@@ -453,19 +495,47 @@ impl Newcomer {
         self.number
     }
 
+    /// Asks to be taken in. Gives the number of the request; nothing if another process has or had this one's number.
+    fn announce(&self) -> Result<Option<i64>> {
+        let store = &self.processes.store;
+        if store.try_get(&lost_key(self.number))?.is_some() {
+            return Ok(None);
+        }
+        let index = store.add(JOINING, 1)?;
+        let own = index.to_string();
+        let taken = store.compare_set(&taken_key(self.number), None, own.as_bytes())?;
+        if taken != own.as_bytes() {
+            return Ok(None);
+        }
+        store.set(&joining_key(index), self.number.to_string().as_bytes())?;
+        Ok(Some(index))
+    }
+
     /// Waits for the members to call [`ProcessGroup::grow`], and joins; `None` when the job ends before.
     ///
     /// *Blocks* as long as the job runs.
     ///
     /// # Errors
     ///
-    /// `PeerLost` when the store is gone; those of forming links.
+    /// `Usage` when another process has, or had, this number; `PeerLost` when the store is gone; those of forming links.
     pub fn join(self, options: &ShrinkOptions) -> Result<Option<ProcessGroup>> {
         let named = |e: Error| e.with_operation("joining the group");
+        let number = self.number;
+        let refused = |why: &str| {
+            let what = format!(
+                "process number {number} {why}; a process that joins needs a number that no other process has or had"
+            );
+            named(Error::usage(what))
+        };
         let store = Arc::clone(&self.processes.store);
-        ask_for(&*store, JOINING, self.number).map_err(|e| named(e.into()))?;
+        let index = self.announce().map_err(named)?;
+        let Some(index) = index else {
+            return Err(refused(
+                "is that of another process that joins, has joined or was lost",
+            ));
+        };
         let (key, origin) = (
-            invited_key(self.number),
+            invited_key(number),
             Arc::new(Origin::Processes(Box::new(self.processes))),
         );
         let mut declined = None;
@@ -478,15 +548,22 @@ impl Newcomer {
                     Err(e) => return Err(named(e.into())),
                 }
                 // Of ranks that are in a group, these are to leave.
-                let leaves = || Ok(list(&*store, LEAVING)?.contains(&self.number));
-                match store.try_get(OVER).and_then(|over| match over {
+                let leaves = || -> phalanx_store::Result<bool> {
+                    let leaving = list(&*store, LEAVING)?;
+                    Ok(leaving.iter().any(|(_, leaving)| *leaving == number))
+                };
+                let over = store.try_get(OVER).and_then(|over| match over {
                     None => leaves(),
                     Some(_) => Ok(true),
-                }) {
-                    Ok(false) => {}
-                    Ok(true) => return Ok(None),
-                    Err(e) if e.kind() == StoreKind::NoAnswer => {}
-                    Err(e) => return Err(named(e.into())),
+                });
+                match (over, store.try_get(&refused_key(index))) {
+                    (Ok(false), Ok(None)) => {}
+                    (Ok(false), Ok(Some(why))) => {
+                        return Err(refused(&String::from_utf8_lossy(&why)));
+                    }
+                    (Ok(true), _) => return Ok(None),
+                    (Err(e), _) | (_, Err(e)) if e.kind() == StoreKind::NoAnswer => {}
+                    (Err(e), _) | (_, Err(e)) => return Err(named(e.into())),
                 }
             };
             let invitation: Invitation = serde_json::from_slice(&text).map_err(|e| {
@@ -495,7 +572,7 @@ impl Newcomer {
             })?;
             let meeting = Reform {
                 identity: Identity {
-                    global_rank: self.number,
+                    global_rank: number,
                     roster: invitation.roster.into(),
                     job: invitation.job,
                 },
@@ -527,6 +604,10 @@ impl Newcomer {
             };
             let recorder = Recorder::new(self.number, member.world, &Place::Launcher)
                 .map_err(|e| Error::io("mapping the flight recorder", e))?;
+            // From now on a request for this number is another process's.
+            store
+                .delete(&joining_key(index))
+                .map_err(|e| named(e.into()))?;
             let rules = init.rules.clone().then(Rules::from_env()?);
             let costs = costs_of(invitation.costs);
             let selector = Selector::new(mesh.hosts().clone(), costs, rules);

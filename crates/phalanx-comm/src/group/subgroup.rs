@@ -44,14 +44,58 @@ impl ProcessGroup {
                 ),
             ));
         }
-        let number = self.core.subgroups.fetch_add(1, Ordering::Relaxed);
-        let call = number | u64::from(self.core.generation) << 32;
-        let print = fingerprint(self.core.id, call, &members);
+        let print = fingerprint(self.core.id, self.next_call(), &members);
         self.agree(print).map_err(|e| e.with_operation(NAME))?;
 
-        let Ok(rank) = members.binary_search(&self.core.rank) else {
+        match members.contains(&self.core.rank) {
+            true => self.form_subgroup(NAME, &members, print).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// Forms a group of all ranks that give the same `color`, as MPI's `MPI_Comm_split`; ranks that give `None` are in no
+    /// group. All ranks of *this* group must call it. Otherwise as [`new_group`](Self::new_group), with one exchange for all
+    /// groups.
+    ///
+    /// ```
+    /// use phalanx_comm::{GroupOptions, ProcessGroup};
+    ///
+    /// let group = ProcessGroup::threads(1, GroupOptions::default()).remove(0);
+    /// let half = group.split(Some(group.rank() as u32 % 2))?.expect("a color");
+    /// assert_eq!(half.world_size(), 1);
+    /// # Ok::<(), phalanx_comm::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// `Desync` when ranks have formed different numbers of subgroups before.
+    pub fn split(&self, color: Option<u32>) -> Result<Option<ProcessGroup>> {
+        const NAME: &str = "split";
+        let call = self.next_call();
+        let mine = [call.cast_signed(), color.map_or(-1, i64::from)];
+        let mut all = vec![0i64; 2 * self.core.world];
+        self.all_gather(&mine, &mut all)
+            .map_err(|e| e.with_operation(NAME))?;
+        let (calls, colors): (Vec<i64>, Vec<i64>) = all.chunks(2).map(|c| (c[0], c[1])).unzip();
+        self.are_equal(&calls).map_err(|e| e.with_operation(NAME))?;
+        if color.is_none() {
             return Ok(None);
-        };
+        }
+        let members = colors.iter().enumerate().filter(|(_, c)| **c == mine[1]);
+        let members: Vec<usize> = members.map(|(rank, _)| rank).collect();
+        let print = fingerprint(self.core.id, call, &members);
+        self.form_subgroup(NAME, &members, print).map(Some)
+    }
+
+    /// The number of this call, which must be the same on all ranks.
+    fn next_call(&self) -> u64 {
+        let number = self.core.subgroups.fetch_add(1, Ordering::Relaxed);
+        number | u64::from(self.core.generation) << 32
+    }
+
+    /// Forms the group of `members`, of which this rank is one, on all of them.
+    fn form_subgroup(&self, name: &str, members: &[usize], print: u64) -> Result<ProcessGroup> {
+        let rank = members.iter().filter(|m| **m < self.core.rank).count();
         let member = Member {
             rank,
             world: members.len(),
@@ -67,7 +111,7 @@ impl ProcessGroup {
                 ..self.core.identity.clone()
             }),
         };
-        let named = |e: Error| e.with_rank(self.core.rank).with_operation(NAME);
+        let named = |e: Error| e.with_rank(self.core.rank).with_operation(name);
         let mut mesh = match &*self.core.origin {
             _ if member.world == 1 => lone_mesh().map_err(named)?,
             Origin::Threads {
@@ -93,7 +137,7 @@ impl ProcessGroup {
         );
         let origin = Arc::clone(&self.core.origin);
         let recorder = Arc::clone(&self.core.recorder);
-        Self::from_mesh(member, mesh, selector, origin, recorder, false).map(Some)
+        Self::from_mesh(member, mesh, selector, origin, recorder, false)
     }
 
     /// Compares the requests of all ranks. All see the same answers, so all succeed or
@@ -102,6 +146,10 @@ impl ProcessGroup {
         let mine = [print.cast_signed()];
         let mut all = vec![0i64; self.core.world];
         self.all_gather(&mine, &mut all)?;
+        self.are_equal(&all)
+    }
+
+    fn are_equal(&self, all: &[i64]) -> Result<()> {
         match all.iter().position(|other| *other != all[0]) {
             None => Ok(()),
             Some(other) => Err(Error::new(

@@ -237,6 +237,12 @@ fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
         };
         assert!(!goes_on_with(&*store, 2, [0, 1]).unwrap(), "nobody said so");
         groups[0].announce_elastic().unwrap();
+        groups[1].withdraw_elastic().unwrap();
+        assert!(
+            !goes_on_with(&*store, 2, [0, 1]).unwrap(),
+            "it was taken back"
+        );
+        groups[0].announce_elastic().unwrap();
         assert!(goes_on_with(&*store, 2, [1, 7]).unwrap());
         assert!(
             !goes_on_with(&*store, 2, [5, 7]).unwrap(),
@@ -253,6 +259,7 @@ fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
                     group.barrier().unwrap();
                     let group = group.grow(&[5, 7], patient()).unwrap();
                     assert_eq!((group.world_size(), group.generation()), (4, 1));
+                    assert_eq!(group.global_ranks(), [0, 1, 5, 7]);
                     assert_eq!(sum_of_members(&group), 13);
                     assert!(group.membership_requests().read().unwrap().is_none());
                     gate.wait();
@@ -360,6 +367,63 @@ fn a_rank_that_is_asked_to_leaves_and_holds_nobody_up() {
             assert!(group.membership_requests().read().unwrap().is_none());
             group.shutdown().unwrap();
         });
+    }
+}
+
+#[test]
+fn a_process_number_that_is_used_twice_is_refused() {
+    for over in [Over::Shm, Over::Tcp] {
+        let (store, token, groups) = two_with_store(over);
+        let newcomer = |number| {
+            Newcomer::from_store(Arc::clone(&store), number, init_options(over, &token)).unwrap()
+        };
+        let refused = |error: Error, number: usize, why: &str| {
+            assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
+            let words = format!("process number {number} is {why}");
+            assert!(error.to_string().contains(&words), "{error}");
+        };
+        const OTHER: &str = "that of another process";
+        for (newcomers, number, why) in [
+            (&[1][..], 1, "that of a member"),
+            (&[7, 5, 7][..], 7, "given twice"),
+        ] {
+            let error = groups[0].clone().grow(newcomers, patient()).unwrap_err();
+            refused(error, number, why);
+        }
+        report_lost(&*store, 9, "it is a test").unwrap();
+        refused(newcomer(9).join(&patient()).unwrap_err(), 9, OTHER);
+        let requests = groups[0].membership_requests();
+        let wait_for = |numbers: &[usize]| {
+            while requests.read().unwrap().joining != numbers {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        };
+        std::thread::scope(|scope| {
+            let [member, five] = [1, 5].map(|number| {
+                let newcomer = newcomer(number);
+                scope.spawn(move || newcomer.join(&patient()))
+            });
+            while !member.is_finished() {
+                requests.read().unwrap();
+            }
+            refused(member.join().unwrap().unwrap_err(), 1, "that of a member");
+            wait_for(&[5]);
+            // It waits, it has joined, it was lost.
+            refused(newcomer(5).join(&patient()).unwrap_err(), 5, OTHER);
+            for group in groups {
+                scope.spawn(move || {
+                    let group = group.grow(&[5], patient()).unwrap();
+                    assert_eq!(sum_of_members(&group), 6);
+                    group.shutdown().unwrap();
+                });
+            }
+            let group = five.join().unwrap().unwrap().expect("the job runs");
+            assert_eq!(sum_of_members(&group), 6);
+            refused(newcomer(5).join(&patient()).unwrap_err(), 5, OTHER);
+            group.shutdown().unwrap();
+        });
+        report_lost(&*store, 5, "it is a test").unwrap();
+        refused(newcomer(5).join(&patient()).unwrap_err(), 5, OTHER);
     }
 }
 

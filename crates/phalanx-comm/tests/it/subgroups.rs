@@ -35,6 +35,39 @@ fn subgroups_reduce_among_themselves() {
 }
 
 #[test]
+fn ranks_of_one_color_are_a_group() {
+    for over in EVERYWHERE {
+        on_each(groups(over, 5), |group| {
+            let rank = group.rank();
+            let part = group.split((rank != 3).then_some(rank as u32 % 2)).unwrap();
+            // Rank 1 is alone.
+            let want: &[usize] = match rank {
+                3 => &[],
+                1 => &[1],
+                _ => &[0, 2, 4],
+            };
+            assert_eq!(part.is_none(), want.is_empty());
+            if let Some(part) = part {
+                assert_eq!(part.global_ranks(), want);
+                let mut sum = [rank as i32];
+                part.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+                assert_eq!(sum, [want.iter().sum::<usize>() as i32]);
+                // The last two of them.
+                let pair = part.split((part.rank() > 0).then_some(9)).unwrap();
+                assert_eq!(
+                    pair.map(|pair| pair.world_size()),
+                    (part.rank() > 0).then_some(2)
+                );
+            }
+            // Groups that are made otherwise count too.
+            assert_eq!(group.new_group(&[0, 3]).unwrap().is_some(), rank % 3 == 0);
+            assert_eq!(group.split(Some(0)).unwrap().unwrap().world_size(), 5);
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
 fn subgroups_can_be_nested_and_repeated() {
     for over in EVERYWHERE {
         on_each(groups(over, 4), |group| {
