@@ -204,6 +204,39 @@ impl GlobalParams {
         &self.placement
     }
 
+    /// Goes on with the same parameters on `placement`, a mesh that has another size where all of them are whole, as when
+    /// ranks were lost. This rank keeps its parts, and its coordinates in the other dimensions. Does not communicate.
+    ///
+    /// # Errors
+    /// `Usage` when this rank would have other parts there; nothing has changed then.
+    pub fn move_to(&mut self, placement: &Placement) -> Result<()> {
+        let (rank, mesh) = (placement.rank(), placement.sizes());
+        let on = |layout: &Layout| {
+            Layout::cut_by(mesh, layout.shape(), layout.sbp(), |axis| {
+                layout.shared_cuts(axis)
+            })
+        };
+        let mut layouts = Vec::with_capacity(self.layouts.len());
+        for (layout, info) in self.layouts.iter().zip(self.local.infos()) {
+            let moved = on(layout).ok();
+            let same = |moved: &Layout| moved.block(rank) == layout.block(self.placement.rank());
+            layouts.push(moved.filter(same).ok_or_else(|| {
+                Error::usage(format!(
+                    "parameter {} lies otherwise on the mesh {placement} than on {}",
+                    info.name, self.placement
+                ))
+            })?);
+        }
+        let all_on = |of: &[Rc<Layout>]| of.iter().map(|l| on(l).map(Rc::new)).collect();
+        let engine: Result<Vec<Rc<Layout>>> = all_on(&self.engine);
+        let used: Result<Vec<Rc<Layout>>> = all_on(&self.used);
+        (self.engine, self.used) = (engine?, used?);
+        self.layouts = layouts;
+        self.placement = placement.clone();
+        self.plans = Plans::new(placement);
+        Ok(())
+    }
+
     /// This rank's parts: what an optimizer is made for and updates.
     pub fn local(&self) -> &Params {
         &self.local

@@ -18,6 +18,11 @@ const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
 /// How often they may be.
 const MAX_RESTARTS: &str = "TORCHELASTIC_MAX_RESTARTS";
 
+/// Whether a launcher starts ranks again.
+pub(super) fn restarts_ranks() -> bool {
+    std::env::var(MAX_RESTARTS).is_ok_and(|most| most != "0")
+}
+
 /// What a launcher gives each rank of an attempt, and what the rank's own children inherit.
 const OF_A_RANK: [&str; 4] = [RESTARTS, RUN_ID, "RANK", "MASTER_PORT"];
 

@@ -116,7 +116,7 @@ pub struct Output {
     complete: Option<Value>,
     /// On rank 0.
     opened: Option<Dir>,
-    lock: Option<Lock>,
+    _lock: Option<Lock>,
     /// What was saved last, for the closing line.
     saved: PathBuf,
 }
@@ -161,7 +161,7 @@ impl Output {
             opened,
             complete: None,
             is_fresh: fresh.is_some(),
-            lock,
+            _lock: lock,
         })
     }
 
@@ -174,7 +174,7 @@ impl Output {
             opened: None,
             complete: None,
             is_fresh: false,
-            lock: None,
+            _lock: None,
         }
     }
 
@@ -388,11 +388,6 @@ impl Output {
     pub fn set_dir(&mut self, dir: PathBuf) {
         self.saved.clone_from(&dir);
         self.dir = dir;
-    }
-
-    /// Another rank writes into the folder from now on.
-    pub fn close(&mut self) {
-        (self.opened, self.lock) = (None, None);
     }
 
     /// Whether this rank writes into the folder.

@@ -284,14 +284,13 @@ impl Settings {
         }
     }
 
-    /// Checks that the training can go on when ranks are lost or join, on a mesh or not.
+    /// Checks that the training can go on when ranks are lost or join.
     ///
     /// # Errors
     ///
     /// Usage errors naming the flag.
-    pub fn check_elastic(&self, is_ddp: bool) -> Result<()> {
+    pub fn check_elastic(&self) -> Result<()> {
         let why = match (self.exchange, self.gradients.gradient_type) {
-            _ if !is_ddp => "goes on only where every rank has the whole model; leave out --mesh",
             _ if self.sampler == SamplerKind::Torch => {
                 "divides every batch among the ranks that are left; use --sampler exact"
             }

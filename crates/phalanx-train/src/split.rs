@@ -52,6 +52,15 @@ impl SplitArgs {
         self.shards.unwrap_or(SHARDS)
     }
 
+    /// The same for `world` ranks of a training that `first` were started for: no rank computes with more samples at a time.
+    pub(crate) fn divided(&self, first: usize, world: usize) -> SplitArgs {
+        let mut args = self.clone();
+        if args.determinism() != Determinism::Shards {
+            args.accumulate = (first * args.accumulate).div_ceil(world.max(1));
+        }
+        args
+    }
+
     /// Heeds that gradients may be added in any order (`--algorithm fastest`): it follows from the
     /// measured wire, so that bits are not fixed from run to run.
     ///
@@ -256,5 +265,36 @@ impl BatchSplit {
             active_ranks: micro_batches.div_ceil(per_rank).min(self.world),
         };
         (sizes, global)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_rank_computes_with_more_samples_at_a_time_than_at_first() {
+        let args = |accumulate| SplitArgs {
+            accumulate,
+            deterministic: None,
+            shards: None,
+        };
+        for (first, accumulate) in [(3, 1), (4, 1), (4, 2), (8, 3), (1, 1)] {
+            let batch = 64 * first * accumulate;
+            for world in 1..=first {
+                let now = args(accumulate).divided(first, world);
+                let parts = now.accumulate * world;
+                assert!(batch.div_ceil(parts) <= 64, "{first} {accumulate} {world}");
+            }
+            assert_eq!(
+                args(accumulate).divided(first, first).accumulate,
+                accumulate
+            );
+        }
+        let shards = SplitArgs {
+            deterministic: Some(Determinism::Shards),
+            ..args(1)
+        };
+        assert_eq!(shards.divided(4, 3).accumulate, 1);
     }
 }

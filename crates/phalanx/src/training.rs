@@ -77,7 +77,7 @@ impl Training<'_> {
             self.settings.split.allow_any_order()?;
         }
         if self.ranks.elastic {
-            self.settings.check_elastic(true)?;
+            self.settings.check_elastic()?;
         }
         (self.check)(&self.settings, world)
     }

@@ -260,6 +260,80 @@ fn a_newcomer_trains_the_same_model() {
     assert_eq!(code, 130, "{out}{err}");
 }
 
+/// A training on a mesh of two ranks for each copy of the model, in the folder `run`.
+fn on_mesh(run: &str, more: &str) -> Vec<String> {
+    let line = format!(
+        "train gpt --synthetic-characters 4000 --context 16 --layers 1 --heads 2 --width 16 --sample 0 --epochs 3 \
+         --global-batch-size 8 --threads 1 --log-interval 1 --save-every 5 --output-dir {run} {more}"
+    );
+    line.split_whitespace().map(str::to_owned).collect()
+}
+
+fn start_on_mesh(dir: &Path, copies: usize, more: &str) -> Child {
+    let ranks = 2 * copies;
+    let more = format!(
+        "--mesh data={copies},tensor=2 --nproc-per-node {ranks} --elastic --log-samples seen {more}"
+    );
+    let words = on_mesh("run", &more);
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    phalanx(&words, dir).spawn().expect("phalanx starts")
+}
+
+#[test]
+fn the_copies_of_a_mesh_that_are_whole_go_on() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let job = start_on_mesh(dir, 3, "");
+    wait_for_step(dir, 1, 3);
+    // The one that reports and saves goes, and then the one that does so next leaves.
+    signal(process_of(0, dir), "KILL");
+    wait_for_ranks(dir, 1, 4);
+    wait_for_step(dir, 2, 2);
+    signal(process_of(3, dir), "KILL");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 0, "{out}{err}");
+    for words in [
+        "4 ranks instead of 6",
+        "2 ranks instead of 4",
+        "this rank leaves the training",
+    ] {
+        assert!(err.contains(words), "{err}");
+    }
+    let words = on_mesh("undisturbed", "--mesh tensor=2 --nproc-per-node 2");
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let (code, out, err) = run(&words, dir);
+    assert_eq!(code, 0, "{out}{err}");
+    let losses = |run: &str| -> BTreeMap<(u64, bool), f64> {
+        let all = records(&dir.join(run).join("metrics.jsonl"));
+        let losses = all.iter().filter(|r| r.get("ranks").is_none()).map(|r| {
+            let loss = r.get("loss").or(r.get("test_loss"));
+            let step = r["step"].as_u64().expect("a step");
+            let loss = loss.and_then(Value::as_f64).expect("a loss");
+            ((step, r.get("loss").is_none()), loss)
+        });
+        losses.collect()
+    };
+    let (got, want) = (losses("run"), losses("undisturbed"));
+    assert!(got.keys().eq(want.keys()), "{got:?} {want:?}");
+    for (step, loss) in got {
+        assert!((loss - want[&step]).abs() < 1e-3, "{step:?}: {loss}");
+    }
+}
+
+#[test]
+fn a_mesh_of_which_no_copy_is_whole_ends_the_job() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let job = start_on_mesh(dir, 2, "--epochs 1000000");
+    wait_for_step(dir, 1, 3);
+    signal(process_of(3, dir), "KILL");
+    wait_for_ranks(dir, 1, 2);
+    signal(process_of(1, dir), "KILL");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 3, "{out}{err}");
+    assert!(err.contains("no copy of the model is whole"), "{err}");
+}
+
 #[test]
 fn a_stopped_rank_is_taken_out_and_the_result_is_the_same() {
     let dir = tempfile::tempdir().expect("a temporary folder");
@@ -566,6 +640,17 @@ fn an_error_of_the_program_ends_the_job_at_once() {
 #[test]
 fn what_cannot_go_on_without_a_rank_is_refused_before_it_begins() {
     let dir = tempfile::tempdir().expect("a temporary folder");
+    for (more, want) in [
+        ("--fully-sharded", "leave out --fully-sharded"),
+        ("--max-restarts 1", "leave out --max-restarts"),
+    ] {
+        let more = format!("--mesh data=2 --nproc-per-node 2 --elastic {more}");
+        let words = on_mesh("a", &more);
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let (code, out, err) = run(&words, dir.path());
+        assert_eq!(code, 2, "{more}: {out}{err}");
+        assert!(err.contains(want), "{more}: {err}");
+    }
     for (more, want) in [
         (
             "--exchange at-step",

@@ -434,17 +434,18 @@ impl MembershipRequests {
 
 /// The processes in the list `what` that are not lost, each with its place there.
 fn list(store: &dyn Store, what: &str) -> phalanx_store::Result<Vec<(i64, usize)>> {
-    let number_at = |key: &str| -> phalanx_store::Result<Option<u32>> {
+    let number_at = |key: &str| -> phalanx_store::Result<Option<i64>> {
         let bytes = store.try_get(key)?.unwrap_or_default();
         Ok(String::from_utf8_lossy(&bytes).parse().ok())
     };
     let mut found = Vec::new();
     for index in 1..=number_at(what)?.unwrap_or(0) {
-        let Some(number) = number_at(&format!("{what}/{index}"))? else {
+        let number = number_at(&format!("{what}/{index}"))?;
+        let Some(number) = number.and_then(|number| usize::try_from(number).ok()) else {
             continue;
         };
         if store.try_get(&lost_key(number))?.is_none() {
-            found.push((index.into(), number as usize));
+            found.push((index, number));
         }
     }
     Ok(found)

@@ -125,7 +125,11 @@ impl Strategy for Ddp {
         })
     }
 
-    const IS_ELASTIC: bool = true;
+    const IS_SHARDED: bool = false;
+
+    fn check_elastic((): &()) -> Result<()> {
+        Ok(())
+    }
 
     fn take_state(&mut self, group: &ProcessGroup, donor: usize) -> Result<()> {
         let optimizers = self.groups.iter_mut().map(|g| g.update.optimizer_mut());
@@ -404,10 +408,6 @@ impl Strategy for Ddp {
         let (main, more) = (&self.groups[0].update, &self.groups[1..]);
         let joined = joined_state(main, more, &self.params, Vec::new())?;
         Ok(joined.map(|(state, _)| optimizer_sha256(state)))
-    }
-
-    fn skipped_steps(&self) -> u64 {
-        self.skipped_of_groups().iter().sum()
     }
 
     fn sent_bytes(&self, ctx: &RankContext) -> u64 {

@@ -21,12 +21,13 @@ use phalanx_nn::{GradView, ParamInfo, Params, Tape, Tensor, Value as _};
 use serde_json::{Map, Value, json};
 
 use super::{Description, Gradients, Mesh, Parts, StepTools, Strategy, explain};
+use crate::attempt::restarts_ranks;
 use crate::different_arguments;
 use crate::error::{Error, Result};
 use crate::format::{bytes, thousands};
 use crate::saving::{History, Resumed, SaveAction, Saving};
 use crate::settings::Settings;
-use crate::split::{BatchSplit, SplitArgs};
+use crate::split::BatchSplit;
 use crate::timing::Timing;
 use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness, TrainerBuilder};
 
@@ -42,6 +43,9 @@ pub struct OnMesh {
     factor: f32,
     /// The parts that the ranks of `data` have of each batch, all on one rank.
     all: (BatchSplit, Vec<Sampler>),
+    /// That rank, of as many as `data` had at first.
+    config: SamplerConfig,
+    drop_last: bool,
     /// The samples of the running epoch over all ranks, and the step with which they begin.
     plan: Option<(EpochPlan, usize)>,
 }
@@ -123,6 +127,20 @@ fn rows(placement: &Placement) -> Vec<Sbp> {
 impl OnMesh {
     fn placement(&self) -> &Placement {
         self.weights.placement()
+    }
+
+    /// One logical rank that takes the parts of all `data` ranks that there are now.
+    fn all_parts(
+        data: usize,
+        settings: &Settings,
+        config: SamplerConfig,
+        drop_last: bool,
+    ) -> Result<(BatchSplit, Vec<Sampler>)> {
+        let mut args = settings.split.divided(config.world, data);
+        args.accumulate *= data;
+        let all = BatchSplit::new(&args, 1, 0)?;
+        let samplers = settings.samplers(&all, config, drop_last)?;
+        Ok((all, samplers))
     }
 
     /// The samples of all ranks in micro-batch `index` of the step.
@@ -221,12 +239,14 @@ impl Strategy for OnMesh {
         let mut optimizer = make(weights.local(), lr);
         optimizer.set_thread_pool(tape.thread_pool());
         let lr = optimizer.lr();
-        // One logical rank that takes the parts of all.
-        let all = SplitArgs {
-            accumulate: mesh.data * settings.split.accumulate,
-            ..settings.split.clone()
-        };
-        let all = BatchSplit::new(&all, 1, 0)?;
+        let whole = |id| weights.layout(id).sbp()[0] == Sbp::Broadcast;
+        let mut ids = weights.local().ids().zip(weights.local().infos());
+        if let (Some(_), Some((_, info))) = (ctx.elastic, ids.find(|(id, _)| !whole(*id))) {
+            return Err(Error::usage(format!(
+                "--elastic needs each part of the model on all ranks of data, and {} is split over them",
+                info.name
+            )));
+        }
         let config = SamplerConfig {
             samples,
             world: mesh.data,
@@ -234,7 +254,6 @@ impl Strategy for OnMesh {
             shuffle,
             seed: settings.seed,
         };
-        let samplers = settings.samplers(&all, config, drop_last)?;
         Ok(OnMesh {
             mesh,
             grads: weights.grads(),
@@ -242,9 +261,55 @@ impl Strategy for OnMesh {
             optimizer,
             lr,
             factor: 1.0,
-            all: (all, samplers),
+            all: Self::all_parts(mesh.data, settings, config, drop_last)?,
+            config,
+            drop_last,
             plan: None,
         })
+    }
+
+    const IS_SHARDED: bool = true;
+
+    fn check_elastic((mesh, _): &Self::Setup) -> Result<()> {
+        let why = match mesh.fully_sharded {
+            true => "needs each part of the model on all ranks of data; leave out --fully-sharded",
+            false if restarts_ranks() => {
+                "starts no rank of a mesh again: the others go on without it; leave out --max-restarts"
+            }
+            false => return Ok(()),
+        };
+        Err(Error::usage(format!("--elastic {why}")))
+    }
+
+    fn broken_copies(&self, group: &ProcessGroup) -> Vec<usize> {
+        let (numbers, each) = (group.global_ranks(), self.mesh.tensor);
+        let is_broken = |number: usize| {
+            let first = number / each * each;
+            (first..first + each).any(|peer| !numbers.contains(&peer))
+        };
+        let ranks = numbers.iter().enumerate();
+        let broken = ranks.filter(|(_, number)| is_broken(**number));
+        broken.map(|(rank, _)| rank).collect()
+    }
+
+    fn reform(&mut self, ctx: &RankContext, settings: &Settings, _: &mut Tape) -> Result<()> {
+        let (group, skipped) = (ctx.group(), self.skipped_of_groups());
+        self.mesh.data = group.world_size() / self.mesh.tensor;
+        let placement = self.mesh.placement(&group)?;
+        self.weights.move_to(&placement)?;
+        self.grads = self.weights.grads();
+        self.set_skipped_steps(&skipped);
+        self.all = Self::all_parts(self.mesh.data, settings, self.config, self.drop_last)?;
+        self.plan = None;
+        Ok(())
+    }
+
+    fn skipped_of_groups(&self) -> Vec<u64> {
+        vec![self.grads.skipped_steps()]
+    }
+
+    fn set_skipped_steps(&mut self, skipped: &[u64]) {
+        self.grads.set_skipped_steps(skipped.iter().sum());
     }
 
     fn batch_group(&self) -> &ProcessGroup {
@@ -501,10 +566,6 @@ impl Strategy for OnMesh {
             optimizer_sha256_with(&optimizer.into(), &weights.full_infos(), values)
         })?;
         Ok(digest)
-    }
-
-    fn skipped_steps(&self) -> u64 {
-        self.grads.skipped_steps()
     }
 
     fn sent_bytes(&self, _: &RankContext) -> u64 {

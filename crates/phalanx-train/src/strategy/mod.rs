@@ -133,17 +133,30 @@ pub trait Strategy: Sized {
     /// Usage, when ranks were started with different settings; peers that are lost.
     fn build(setup: Self::Setup, parts: Parts<'_, '_>) -> Result<Self>;
 
-    /// Whether it can go on with other ranks.
-    const IS_ELASTIC: bool = false;
+    /// Whether ranks have parts of the parameters: all of them take part in a save, and a rank whose gradients are averaged
+    /// completes the step itself, as those that have completed it may have other parts.
+    const IS_SHARDED: bool;
 
-    /// Takes over parameters and optimizers of rank `donor` of `group`, with which the training goes on. *Blocks* until all
-    /// ranks call it.
+    /// Checks that it can go on with other ranks.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flag.
+    fn check_elastic(setup: &Self::Setup) -> Result<()>;
+
+    /// The ranks of `group`, which was formed of those that are left, whose copy of the model has lost a part.
+    fn broken_copies(&self, _group: &ProcessGroup) -> Vec<usize> {
+        Vec::new()
+    }
+
+    /// Takes over parameters and optimizers of rank `donor` of `group`, with which the training goes on; nothing where it is
+    /// [sharded](Self::IS_SHARDED). *Blocks* until all ranks call it.
     ///
     /// # Errors
     ///
     /// Peers that are lost; this rank's state is as before then.
     fn take_state(&mut self, _group: &ProcessGroup, _donor: usize) -> Result<()> {
-        Err(not_elastic())
+        Ok(())
     }
 
     /// Goes on with the ranks that there are now. *Blocks* until all ranks call it.
@@ -151,17 +164,13 @@ pub trait Strategy: Sized {
     /// # Errors
     ///
     /// Peers that are lost.
-    fn reform(&mut self, _: &RankContext, _: &Settings, _: &mut Tape) -> Result<()> {
-        Err(not_elastic())
-    }
+    fn reform(&mut self, ctx: &RankContext, settings: &Settings, tape: &mut Tape) -> Result<()>;
 
     /// Steps of each group of parameters that the ranks voted down.
-    fn skipped_of_groups(&self) -> Vec<u64> {
-        Vec::new()
-    }
+    fn skipped_of_groups(&self) -> Vec<u64>;
 
     /// Sets these numbers.
-    fn set_skipped_steps(&mut self, _skipped: &[u64]) {}
+    fn set_skipped_steps(&mut self, skipped: &[u64]);
 
     /// The ranks that split a batch, this one included.
     fn batch_group(&self) -> &ProcessGroup;
@@ -207,7 +216,7 @@ pub trait Strategy: Sized {
     /// Peers that are lost.
     fn describe(&self, ctx: &RankContext, settings: &Settings) -> Result<Description>;
 
-    /// Begins an epoch, or the rest of one, at `cursor`.
+    /// Begins an epoch, or the rest of one, at `cursor`; in an elastic training again when its ranks have changed.
     ///
     /// # Errors
     ///
@@ -336,7 +345,9 @@ pub trait Strategy: Sized {
     fn optimizer_sha256(&mut self, ctx: &RankContext) -> Result<Option<String>>;
 
     /// Steps that the ranks voted down.
-    fn skipped_steps(&self) -> u64;
+    fn skipped_steps(&self) -> u64 {
+        self.skipped_of_groups().iter().sum()
+    }
 
     /// Bytes that this rank has sent to all others.
     fn sent_bytes(&self, ctx: &RankContext) -> u64;
@@ -346,10 +357,6 @@ pub trait Strategy: Sized {
 
     /// What the line `done in …` says of communication, and the line `weights …` of the ranks' weights.
     fn ends(&self, ctx: &RankContext, timing: &Timing) -> [String; 2];
-}
-
-fn not_elastic() -> crate::error::Error {
-    crate::error::Error::usage("a mesh of ranks cannot go on with other ranks")
 }
 
 /// Communication of a step that backward did not hide.

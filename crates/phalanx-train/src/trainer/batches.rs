@@ -207,20 +207,22 @@ impl<D: Dataset + ?Sized> StepBatch<'_, D> {
         Rc::clone(&self.context.borrow())
     }
 
-    /// Divides it, and what is left of its epoch, by `split`, unless it was divided for the group of this `generation`.
+    /// Divides it, and what is left of its epoch, by `split`, unless it was divided for the group of this `generation`. Gives
+    /// the step with which the rest of the epoch begins, if that was divided anew, and where.
     pub(super) fn renew(
         &self,
         generation: u32,
         split: &BatchSplit,
         samplers: &[Sampler],
-    ) -> Result<()> {
+    ) -> Result<Option<(usize, Cursor)>> {
         if self.generation.replace(generation) == generation {
-            return Ok(());
+            return Ok(None);
         }
         let old = self.context();
         self.kept.take();
         let mut source = self.source.borrow_mut();
-        if source.generation != generation {
+        let divides = source.generation != generation;
+        if divides {
             let plan = split.rest(samplers, old.before)?;
             source.loader.start(plan.clone());
             (source.plan, source.split) = (plan, split.clone());
@@ -233,7 +235,7 @@ impl<D: Dataset + ?Sized> StepBatch<'_, D> {
             global,
             ..(*old).clone()
         }));
-        Ok(())
+        Ok(divides.then_some((old.index, old.before)))
     }
 
     /// Samples on this rank.

@@ -403,7 +403,8 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         settings.validate(world)?;
         S::check(&self.strategy, settings)?;
         if self.ctx.elastic.is_some() && self.purpose == Purpose::Train {
-            settings.check_elastic(S::IS_ELASTIC)?;
+            settings.check_elastic()?;
+            S::check_elastic(&self.strategy)?;
             if !self.trainings.folders.borrow().is_empty() {
                 return Err(Error::usage("--elastic is for programs with one trainer"));
             }
@@ -532,10 +533,12 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         }
         output.begin(&run, &settings.saving)?;
         let weights = strategy.weights_sha256(ctx)?;
-        let all_know = ctx
-            .elastic
-            .map(|_| hex::encode(weights_digest(strategy.params())));
-        let weights = weights.or(all_know);
+        // Any rank may become rank 0.
+        let weights = match ctx.elastic {
+            Some(_) if S::IS_SHARDED => Some(ctx.group().broadcast_object(weights.as_ref(), 0)?),
+            Some(_) => Some(hex::encode(weights_digest(strategy.params()))),
+            None => weights,
+        };
         let initial = weights.clone().filter(|_| resumed.is_none());
         let weights = weights.unwrap_or_default();
         let infos = strategy.infos();

@@ -7,12 +7,16 @@
 //! one that is not; nothing that a rank has completed is done again. Then all go on with the unit that none has completed,
 //! its samples divided among the ranks that are left.
 //!
+//! On a mesh the parameters are not whole on a rank. Those that are one step behind complete it with the gradients that they
+//! have averaged before that last collective. Ranks whose copy of the model has lost a part leave.
+//!
 //! A process that joins does so between two steps. It takes over the same state and what the training has measured, as if
 //! it were resumed from a checkpoint. A rank that is asked to leave does so there too, and all ranks wait there while they
 //! are too few.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -21,10 +25,13 @@ use std::time::{Duration, Instant};
 
 use phalanx_base::env::real_env;
 use phalanx_checkpoint::state::Place;
-use phalanx_comm::{MembershipRequests, ReduceOp, RequestedChange, is_over, report_over};
+use phalanx_comm::{
+    MembershipRequests, ReduceOp, RequestedChange, is_over, report_lost, report_over,
+};
 use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::SamplerConfig;
+use phalanx_ddp::Commit;
 use phalanx_track::Tracker;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -39,9 +46,10 @@ use crate::format::plural;
 use crate::log::RunInfo;
 use crate::output::{Files, Output};
 use crate::saving::{self, History, SaveAction};
-use crate::split::{BatchSplit, Determinism, SplitArgs};
+use crate::say;
+use crate::split::BatchSplit;
 use crate::stop;
-use crate::strategy::Strategy;
+use crate::strategy::{Gradients, Strategy};
 
 /// How often rank 0 asks who is to join or to leave.
 const ASK_EVERY: Duration = Duration::from_millis(100);
@@ -67,6 +75,8 @@ pub(super) struct Elasticity {
     batch: Option<(usize, usize)>,
     /// This rank has yet to take over the state of the others.
     joining: bool,
+    /// A step that this rank can complete if another one has.
+    averaged: Option<Averaged>,
     /// What is reported when the next step is taken.
     change: Option<Change>,
     /// The last records of metrics.
@@ -100,6 +110,15 @@ struct Change {
     noticed: Instant,
     agreed: Instant,
     state: Instant,
+}
+
+/// A step whose gradients are averaged.
+struct Averaged {
+    group: usize,
+    turn: Rc<StepContext>,
+    commit: Commit,
+    /// The model's buffers before the step and after it.
+    buffers: [Vec<f32>; 2],
 }
 
 /// Asks the store in a thread of its own, until it is dropped.
@@ -187,6 +206,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             return work(self);
         }
         loop {
+            self.elastic.averaged = None;
             let error = match work(self) {
                 Ok(result) => {
                     self.elastic.completed += 1;
@@ -213,6 +233,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             if let Err(why) = self.ctx.shrink() {
                 return Err(why.note("since", error.chain()));
             }
+            let broken = self.strategy.broken_copies(&self.ctx.group());
+            if !broken.is_empty() {
+                self.leave(&broken)?;
+                continue;
+            }
             let agreed = Instant::now();
             match self.take_up() {
                 Ok(()) => {
@@ -222,6 +247,32 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 Err(again) => error = again,
             }
         }
+    }
+
+    /// Leaves the training if this rank is one of the `broken`, whose copy of the model has lost a part.
+    fn leave(&mut self, broken: &[usize]) -> Result<()> {
+        let group = self.ctx.group();
+        if self.is_over() {
+            return Err(Error::new(ErrorKind::PeerLost, "the training has ended"));
+        }
+        if broken.len() == group.world_size() {
+            group.withdraw_elastic()?;
+            let what = "no copy of the model is whole: of each a rank was lost";
+            self.ctx.note(what);
+            let error = Error::new(ErrorKind::PeerLost, what);
+            return Err(error.note("fix", "start the training again, from its last checkpoint"));
+        }
+        if broken.contains(&group.rank()) {
+            // If this was rank 0, another one writes the run's files from now on.
+            self.hand_over_reports()?;
+            let what = "this rank leaves the training: a rank with another part of the same copy of the model was lost; the \
+                        other copies are trained on";
+            say::note(what);
+            report_lost(&*group.store(), group.global_rank(), what)
+                .map_err(phalanx_comm::Error::from)?;
+            return Err(Error::new(ErrorKind::PeerLost, what));
+        }
+        Ok(())
     }
 
     fn changed(&mut self, before: usize, noticed: Instant, agreed: Instant) {
@@ -271,10 +322,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         Ok(())
     }
 
-    /// Asks from now on who is to join or to leave, on rank 0.
+    /// Asks from now on who is to join or to leave, on rank 0. None joins a mesh.
     fn watch_requests(&mut self) {
-        self.elastic.requests = (self.ctx.elastic.is_some() && self.ctx.is_main())
-            .then(|| Requests::watch(self.ctx.group().membership_requests()));
+        let asks = self.ctx.elastic.is_some() && self.ctx.is_main() && !S::IS_SHARDED;
+        let requests = || self.ctx.group().membership_requests();
+        self.elastic.requests = asks.then(|| Requests::watch(requests()));
     }
 
     fn handover(&self) -> Handover {
@@ -312,12 +364,15 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.elastic.result = handover.result;
         self.strategy.set_skipped_steps(&handover.skipped);
         if !std::mem::take(&mut self.elastic.joining) {
-            return match handover.completed == own + 1 {
-                true => Ok(()),
-                false => Err(Error::internal(format!(
+            if handover.completed != own + 1 {
+                return Err(Error::internal(format!(
                     "this rank has completed {own} units of the training and another {}",
                     handover.completed
-                ))),
+                )));
+            }
+            return match self.elastic.averaged.take() {
+                Some(averaged) => self.complete(averaged),
+                None => Ok(()),
             };
         }
         let [epoch, samples, step_in_epoch, step] = handover.place;
@@ -344,11 +399,20 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         Ok(())
     }
 
+    /// Completes the step that another rank has completed.
+    fn complete(&mut self, averaged: Averaged) -> Result<()> {
+        let [before, after] = averaged.buffers;
+        let params = self.strategy.params_mut();
+        params.buffers_flat_mut().copy_from_slice(&after);
+        self.update(averaged.group, &averaged.turn, &averaged.commit, &before)
+    }
+
     /// Divides the batches among the ranks that there are. No rank computes with more samples at a time than at first.
     fn divide(&mut self) -> Result<()> {
         let group = self.strategy.batch_group();
         let (world, rank) = (group.world_size(), group.rank());
-        let args = divided(&self.settings.split, self.ctx.first_world(), world);
+        let first = self.sampler_config.world;
+        let args = self.settings.split.divided(first, world);
         self.split = BatchSplit::new(&args, world, rank)?;
         let config = SamplerConfig {
             rank,
@@ -547,24 +611,61 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         reports.progress.end();
         reports.log.stop();
         reports.deliveries.finish();
-        reports.output.close();
+        reports.output = Output::nowhere(reports.output.dir().to_owned());
         Ok(())
     }
 
-    /// The losses of all ranks for the step, and whether ranks are to join, leave or wait: the end of a step's unit.
-    pub(super) fn share_losses(&mut self, sums: &mut [f64], samples: usize) -> Result<(f64, bool)> {
+    /// Makes the losses of a step those of all ranks, and gives whether ranks are to join, leave or wait: the end of a step's unit.
+    /// `buffers` are the model's before it.
+    pub(super) fn share_losses(
+        &mut self,
+        group: usize,
+        turn: &Rc<StepContext>,
+        gradients: &mut Gradients,
+        buffers: &[f32],
+    ) -> Result<bool> {
+        let (world, rank) = (self.ctx.world(), self.ctx.rank());
+        let mut all = gradients.sums.clone();
+        // The other ranks of a part of the batch have the same.
+        if !rank.is_multiple_of(world / self.strategy.batch_group().world_size()) {
+            all.fill(0.0);
+        }
         let asked = self.elastic.requests.as_ref();
         let wanted = asked.is_some_and(|requests| requests.any.load(Relaxed));
-        let mut all = sums.to_vec();
         all.push(f64::from(u8::from(wanted)));
-        self.ctx.group().all_reduce(&mut all, ReduceOp::Sum)?;
+        let shared = self.ctx.group().all_reduce(&mut all, ReduceOp::Sum);
+        let shared = shared.map_err(Error::from);
+        #[cfg(test)]
+        let shared = shared.and_then(|()| tests::lose_result());
+        shared.inspect_err(|_| {
+            let after = self.strategy.params().buffers_flat().to_vec();
+            self.elastic.averaged = S::IS_SHARDED.then(|| Averaged {
+                group,
+                turn: Rc::clone(turn),
+                commit: gradients.commit.clone(),
+                buffers: [buffers.to_vec(), after],
+            });
+        })?;
         let wanted = all.pop().is_some_and(|wanted| wanted > 0.0);
-        sums.copy_from_slice(&all);
         let total = match self.split.tree() {
-            Some(tree) => tree.sum(sums),
-            None => sums.iter().sum(),
+            Some(tree) => tree.sum(&all),
+            None => all.iter().sum(),
         };
-        Ok((total / samples.max(1) as f64, wanted))
+        gradients.sums = all;
+        gradients.mean = total / turn.global.samples.max(1) as f64;
+        Ok(wanted)
+    }
+
+    /// `digest` of rank 0, on all ranks of an elastic training whose ranks have parts of the model: the end of a unit.
+    pub(super) fn share_digest(&self, digest: Option<String>) -> Result<Option<String>> {
+        let group = self.ctx.group();
+        let digest = match (self.ctx.elastic, S::IS_SHARDED) {
+            (None, _) => return Ok(digest),
+            (Some(_), true) => Some(group.broadcast_object(digest.as_ref(), 0)?),
+            (Some(_), false) => digest,
+        };
+        group.barrier()?;
+        Ok(digest)
     }
 
     /// Whether ranks are to join, leave or wait, as all agreed in the step that was taken.
@@ -584,7 +685,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let mut done_as_main = None;
         self.together(|trainer| {
             let is_main = trainer.ctx.is_main();
-            if done_as_main != Some(is_main) {
+            // All ranks may take part in the work of rank 0.
+            let mut is_left = [i32::from(done_as_main != Some(is_main))];
+            (trainer.ctx.group()).all_reduce(&mut is_left, ReduceOp::Max)?;
+            if is_left != [0] {
                 work(trainer)?;
                 done_as_main = Some(is_main);
             }
@@ -593,9 +697,12 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     }
 
     /// Divides `batch` anew, if ranks were lost or joined since it was made.
-    pub(super) fn renew<D: Dataset + ?Sized>(&self, batch: &StepBatch<'_, D>) -> Result<()> {
+    pub(super) fn renew<D: Dataset + ?Sized>(&mut self, batch: &StepBatch<'_, D>) -> Result<()> {
         let generation = self.ctx.group().generation();
-        batch.renew(generation, &self.split, &self.samplers)
+        match batch.renew(generation, &self.split, &self.samplers)? {
+            Some((index, cursor)) => self.strategy.begin_epoch(index, cursor),
+            None => Ok(()),
+        }
     }
 
     /// Keeps a record of metrics, in case rank 0 is lost before it writes it.
@@ -655,46 +762,117 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     }
 }
 
-/// `args` for `world` ranks of a training that `first` were started for.
-fn divided(args: &SplitArgs, first: usize, world: usize) -> SplitArgs {
-    let mut args = args.clone();
-    if args.determinism() != Determinism::Shards {
-        args.accumulate = (first * args.accumulate).div_ceil(world.max(1));
-    }
-    args
-}
-
 fn not_json(error: serde_json::Error) -> Error {
     Error::new(ErrorKind::Internal, "the result of a unit is not JSON").caused_by(error)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+    use std::path::Path;
+
+    use clap::Parser as _;
+    use phalanx_comm::{GroupOptions, ProcessGroup};
+    use phalanx_global::Parallel;
+    use phalanx_launch::{Elastic, RankContext};
+    use phalanx_nn::Value as _;
+    use phalanx_nn::layers::{Act, Linear};
+    use phalanx_nn::optim::Adam;
+
     use super::*;
+    use crate::{Job, Mesh, Settings};
+
+    thread_local! {
+        static LOSES_RESULT: Cell<bool> = const { Cell::new(false) };
+    }
+
+    /// As if a peer had been lost in a rank's last collective of a step, which the other ranks have completed.
+    pub(super) fn lose_result() -> Result<()> {
+        match LOSES_RESULT.replace(false) {
+            true => Err(Error::new(ErrorKind::PeerLost, "it is a test")),
+            false => Ok(()),
+        }
+    }
+
+    #[derive(clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        settings: Settings,
+    }
+
+    /// The bits of each rank's parts of the weights after a training in which a rank of `losers` loses the result of a step.
+    fn train(dir: &Path, losers: &[usize]) -> Vec<Vec<u32>> {
+        let dir = dir.display().to_string();
+        let typed = [
+            "test",
+            "--lr",
+            "0.1",
+            "--epochs",
+            "2",
+            "--global-batch-size",
+            "4",
+        ];
+        let settings = Cli::parse_from(typed.iter().chain(&["--output-dir", &dir])).settings;
+        let rank = |group: ProcessGroup| -> Result<Vec<u32>> {
+            let number = group.rank();
+            let mut ctx = RankContext::new(group, 1);
+            ctx.elastic = Some(Elastic {
+                first_world: 4,
+                patience: Duration::from_secs(120),
+            });
+            let data: Arc<Vec<f32>> = Arc::new((0..12).map(|i| i as f32 / 12.0).collect());
+            let layers = |scope: &mut phalanx_nn::Scope<'_>| {
+                let up = Linear::new(scope.enter("up"), 1, 4);
+                (up, Linear::new(scope.enter("down"), 4, 1))
+            };
+            let mesh = Mesh {
+                tensor: 2,
+                ..Mesh::data_parallel(2)
+            };
+            let split = Parallel::new()
+                .column("tensor", &["up"])
+                .row("tensor", &["down"]);
+            let job = Job::new("test", &ctx, &settings);
+            let builder = job.trainer(&data, layers, Adam::new).on(mesh, split);
+            let mut trainer = builder.start()?;
+            for epoch in trainer.epochs() {
+                for batch in trainer.batches(&data)? {
+                    let loses = epoch == 1 && batch.index() == 1 && losers.contains(&number);
+                    LOSES_RESULT.set(loses);
+                    trainer.step(&batch, |(up, down), batch| {
+                        let x = batch.input(batch.data(), &[batch.samples(), 1])?;
+                        let x = x.linear(up.weight, up.bias, Act::Relu)?;
+                        Ok(down.forward(x)?.mean(&[], false)?)
+                    })?;
+                }
+                trainer.check_weights()?;
+            }
+            let bits = trainer
+                .params()
+                .flat()
+                .iter()
+                .map(|w| w.to_bits())
+                .collect();
+            trainer.finish()?;
+            Ok(bits)
+        };
+        std::thread::scope(|scope| {
+            let groups = ProcessGroup::threads(4, GroupOptions::default());
+            let all: Vec<_> = groups
+                .into_iter()
+                .map(|group| scope.spawn(|| rank(group)))
+                .collect();
+            let all = all.into_iter().map(|rank| rank.join().expect("no panic"));
+            all.collect::<Result<_>>().expect("it ends")
+        })
+    }
 
     #[test]
-    fn no_rank_computes_with_more_samples_at_a_time_than_at_first() {
-        let args = |accumulate| SplitArgs {
-            accumulate,
-            deterministic: None,
-            shards: None,
-        };
-        for (first, accumulate) in [(3, 1), (4, 1), (4, 2), (8, 3), (1, 1)] {
-            let batch = 64 * first * accumulate;
-            for world in 1..=first {
-                let now = divided(&args(accumulate), first, world);
-                let parts = now.accumulate * world;
-                assert!(batch.div_ceil(parts) <= 64, "{first} {accumulate} {world}");
-            }
-            assert_eq!(
-                divided(&args(accumulate), first, first).accumulate,
-                accumulate
-            );
+    fn a_rank_of_a_mesh_completes_the_step_that_others_have_completed() {
+        let folders = [(); 4].map(|()| tempfile::tempdir().expect("a folder"));
+        let want = train(folders[0].path(), &[]);
+        for (dir, losers) in folders[1..].iter().zip([&[1][..], &[0, 1], &[0, 2, 3]]) {
+            assert_eq!(train(dir.path(), losers), want, "{losers:?}");
         }
-        let shards = SplitArgs {
-            deterministic: Some(Determinism::Shards),
-            ..args(1)
-        };
-        assert_eq!(divided(&shards, 4, 3).accumulate, 1);
     }
 }

@@ -204,6 +204,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let measured = self.together(|trainer| {
             let evaluation = trainer.measure_all(data, &mut measure)?;
             let is_elastic = trainer.ctx.elastic.is_some();
+            if is_elastic && S::IS_SHARDED {
+                // Until here, ranks have met those of their part of the batch only.
+                trainer.ctx.group().barrier()?;
+            }
             let shared = is_elastic.then(|| History::default().with_last(&evaluation));
             own_result = Some(evaluation);
             Ok(shared)

@@ -45,7 +45,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let ctx = self.ctx;
         let phase = ctx.phase("saving");
         self.results.timing.sent_bytes = self.strategy.sent_bytes(ctx);
-        let optimizer = self.strategy.optimizer_sha256(ctx)?;
+        let optimizer = self.together(|trainer| {
+            let digest = trainer.strategy.optimizer_sha256(ctx)?;
+            trainer.share_digest(digest)
+        })?;
         self.count_time(0);
         self.reports.log.flush();
         // Rank 0 knows what all ranks used.

@@ -279,6 +279,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         let digest = self.together(|trainer| {
             let buffers = trainer.strategy.params().buffers_flat().to_vec();
             let digest = trainer.strategy.end_epoch(trainer.ctx);
+            let digest = digest.and_then(|digest| trainer.share_digest(digest));
             if digest.is_err() {
                 let params = trainer.strategy.params_mut();
                 params.buffers_flat_mut().copy_from_slice(&buffers);
@@ -431,7 +432,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         samples: usize,
     ) -> Result<()> {
         match action {
-            SaveAction::Stop => {
+            _ if action == SaveAction::Stop || S::IS_SHARDED => {
                 self.by_rank_0(|trainer| trainer.save(action, buffers, sums, samples))
             }
             _ => self.save(action, buffers, sums, samples),

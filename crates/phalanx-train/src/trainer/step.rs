@@ -174,15 +174,22 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
     ) -> Result<Taken> {
         let buffers = self.strategy.params().buffers_flat().to_vec();
-        let (gradients, wanted) = match self.average_gradients(group, batch, loss) {
-            Ok(averaged) => averaged,
-            Err(error) => {
-                let params = self.strategy.params_mut();
-                params.buffers_flat_mut().copy_from_slice(&buffers);
-                return Err(error);
-            }
-        };
-        let turn = &*batch.context();
+        let skipped = self.strategy.skipped_of_groups();
+        let averaged = self.average_gradients(group, batch, loss);
+        let turn = batch.context();
+        let shared = averaged.and_then(|mut gradients| {
+            let wanted = match self.ctx.elastic {
+                Some(_) => self.share_losses(group, &turn, &mut gradients, &buffers)?,
+                None => false,
+            };
+            Ok((gradients, wanted))
+        });
+        let (gradients, wanted) = shared.inspect_err(|_| {
+            let params = self.strategy.params_mut();
+            params.buffers_flat_mut().copy_from_slice(&buffers);
+            self.strategy.set_skipped_steps(&skipped);
+        })?;
+        let turn = &*turn;
         if self.settings.watch > 0 && group == 0 && gradients.commit.is_yes() {
             self.watch(turn);
         }
@@ -195,16 +202,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         })
     }
 
-    /// Forward and backward, and what the ranks agree on: in an elastic training the losses of all too, and whether a process
-    /// wants to join.
+    /// Forward and backward, and what the ranks agree on.
     fn average_gradients<D: Dataset + ?Sized>(
         &mut self,
         group: usize,
         batch: &StepBatch<'_, D>,
         loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
-    ) -> Result<(Gradients, bool)> {
-        let is_elastic = self.ctx.elastic.is_some();
-        if is_elastic {
+    ) -> Result<Gradients> {
+        if self.ctx.elastic.is_some() {
             self.renew(batch)?;
             self.reports.samples.begin_again();
         }
@@ -227,19 +232,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             log: (group == 0).then_some(&mut reports.log),
             progress: &reports.progress,
         };
-        let gradients = (self.strategy).gradients(group, tools, &self.model, &mut batches, loss);
-        let mut gradients = gradients?;
-        drop(batches);
-        let mut wanted = false;
-        if is_elastic {
-            let samples = turn.global.samples;
-            (gradients.mean, wanted) = self.share_losses(&mut gradients.sums, samples)?;
-        }
-        Ok((gradients, wanted))
+        (self.strategy).gradients(group, tools, &self.model, &mut batches, loss)
     }
 
     /// Updates the model, if the ranks want the step; `buffers` were its own before.
-    fn update(
+    pub(super) fn update(
         &mut self,
         group: usize,
         turn: &StepContext,

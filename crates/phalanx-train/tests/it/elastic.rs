@@ -15,7 +15,7 @@ use crate::trainer::{answers, data, loss, settings, targets};
 
 /// Where a rank is lost: in the forward pass of a step, or in an evaluation. Or where it asks to leave, or all to wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Point {
+pub(crate) enum Point {
     Step(usize, usize),
     Evaluation(usize),
     Leave(usize, usize),
@@ -144,7 +144,7 @@ fn run(job: &Job<'_>, here: impl Fn(Point) -> Result<()>) -> Result<(Vec<u32>, u
 }
 
 /// The losses of all steps and epochs, in order.
-fn metrics(dir: &Path) -> Vec<(u64, Value, Value)> {
+pub(crate) fn metrics(dir: &Path) -> Vec<(u64, Value, Value)> {
     let text = std::fs::read_to_string(dir.join("run/metrics.jsonl")).expect("metrics");
     let lines = text
         .lines()

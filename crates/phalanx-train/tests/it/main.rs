@@ -4,6 +4,7 @@ mod again;
 mod branches;
 mod damage;
 mod elastic;
+mod elastic_mesh;
 mod gan;
 mod mesh;
 mod normed;
