@@ -88,8 +88,8 @@ pub use error::{Error, ErrorKind, Result};
 pub use group::{
     Call, GroupOptions, InitOptions, MAX_OBJECT_BYTES, MembershipRequests, Newcomer, OpTimes,
     P2POp, PhaseGuard, ProcessGroup, RequestedChange, ShrinkOptions, Transport, Work, goes_on_with,
-    is_elastic, is_over, name_ranks, read_token, report_hold, report_leaving, report_lost,
-    report_over,
+    is_over, name_ranks, read_token, report_hold, report_leaving, report_lost, report_over,
+    takes_others,
 };
 pub use inherited::inherited_socket;
 pub use kernel::{all_finite, largest};

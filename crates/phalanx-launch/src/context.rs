@@ -11,9 +11,13 @@ use phalanx_base::error::{Error, ErrorKind, Result};
 use phalanx_base::format::{number, plural};
 use phalanx_base::say;
 use phalanx_comm::{Newcomer, PhaseGuard, ProcessGroup, ShrinkOptions, TransportKind, report_lost};
+use phalanx_store::ErrorKind as StoreKind;
 
 /// The phase of ranks that form a new group.
 pub(crate) const FORMING: &str = "forming the group anew";
+
+/// How many times a store is asked that does not answer.
+const TRIES: u32 = 6;
 
 /// One rank of a training run.
 pub struct RankContext {
@@ -150,8 +154,14 @@ impl RankContext {
     pub fn change(&self, joining: &[usize], leaving: &[usize]) -> Result<()> {
         let store = self.group().store();
         for number in leaving {
-            let told = report_lost(&*store, *number, "it has left");
-            told.map_err(crate::system("cannot reach the store"))?;
+            let mut tries = 0;
+            loop {
+                tries += 1;
+                match report_lost(&*store, *number, "it has left") {
+                    Err(error) if error.kind() == StoreKind::NoAnswer && tries < TRIES => {}
+                    told => break told.map_err(crate::system("cannot reach the store"))?,
+                }
+            }
         }
         self.reform(|group, options| group.grow(joining, options))
     }

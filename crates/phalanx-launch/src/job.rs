@@ -12,7 +12,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_base::files::as_typed;
-use phalanx_comm::{PortRange, goes_on_with, report_leaving, report_lost, report_over};
+use phalanx_comm::{
+    PortRange, goes_on_with, is_over, report_leaving, report_lost, report_over, takes_others,
+};
 use phalanx_live::{Page, State};
 use phalanx_store::{FileStore, Store, TcpStore};
 use rustix::process::{Signal, kill_process};
@@ -26,7 +28,7 @@ use super::evict::{Evictions, Seen};
 use super::flight;
 use super::folder::RunFolder;
 use super::guard::Guard;
-use super::machine::{Action, ExitStatus, ShutdownState, StopCause};
+use super::machine::{Action, ExitStatus, ShutdownState, StopCause, TWIN};
 use super::nodes::{
     self, Attempt, Next, NodeInfo, NodeStore, Nodes, Rules, all_numbers, number_newcomers,
 };
@@ -335,6 +337,8 @@ enum Outcome {
     Final(Error),
     /// The ranks of other nodes go on without those of this one.
     Left(Error),
+    /// The same, and this one has the store.
+    Without,
 }
 
 impl Job<'_> {
@@ -349,11 +353,12 @@ impl Job<'_> {
         let most = self.plan.args.max_restarts;
         loop {
             let outcome = match self.attempt(number)? {
-                Outcome::Success => self.wait_for_others()?,
+                Outcome::Success => self.wait_for_others(true)?,
+                Outcome::Without => self.wait_for_others(false)?,
                 outcome => outcome,
             };
             match outcome {
-                Outcome::Success => return Ok(()),
+                Outcome::Success | Outcome::Without => return Ok(()),
                 Outcome::Left(error) => {
                     let verdict = self.plain_verdict(error.exit_code(), &error.chain());
                     self.nodes.iter().for_each(|nodes| nodes.go(&verdict));
@@ -469,16 +474,12 @@ impl Job<'_> {
         Ok(attempt.number)
     }
 
-    /// On node 0: the last launcher of `attempt` joins it.
+    /// On node 0: the last launcher of `attempt` joins it, unless another attempt has begun.
     fn admit(&mut self, attempt: &Attempt) -> Result<()> {
-        let Some(nodes) = &mut self.nodes else {
+        let Some(nodes) = self.nodes.as_mut().filter(|nodes| nodes.runs(attempt)) else {
             return Ok(());
         };
-        nodes.enter(attempt);
-        let bounds = self.plan.args.node.meeting.as_ref();
-        let bounds = bounds.map(|meeting| meeting.lost_after);
-        nodes.watch(bounds.unwrap_or_default(), self.sender.clone())?;
-        let name = nodes.let_in(attempt)?;
+        let name = nodes.admit(attempt, self.sender.clone())?;
         self.note(format!("{name} joins"));
         Ok(())
     }
@@ -726,14 +727,15 @@ impl Job<'_> {
     }
 
     /// Asks the ranks of this node to leave the others after a step, if the job goes on without them; false: it does not.
-    fn leave(&self, watch: &mut Supervision<'_>, signal: i32) -> bool {
+    fn leave(&self, watch: &mut Supervision<'_>, signal: i32, at: Instant) -> bool {
         let is_first = self.nodes.as_ref().is_none_or(|nodes| nodes.id() == 0);
         if is_first || !self.goes_on_in_place() || watch.machine.why().is_some() {
             return false;
         }
-        if watch.leaving.is_some() {
-            // The second signal.
-            watch.kill();
+        if let Some(leaving) = watch.leaving {
+            if at >= leaving.asked + TWIN {
+                watch.kill();
+            }
             return true;
         }
         let world = self.shared.world;
@@ -742,7 +744,8 @@ impl Job<'_> {
             let failed = || system("cannot leave the other nodes");
             let others = all_numbers(store, world).map_err(failed())?;
             let others = others.filter(|number| !own.contains(number));
-            let goes_on = goes_on_with(store, world, others).map_err(failed())?;
+            let goes_on = takes_others(store).map_err(failed())?
+                && goes_on_with(store, world, others).map_err(failed())?;
             for number in own.iter().filter(|_| goes_on) {
                 report_leaving(store, *number).map_err(failed())?;
             }
@@ -752,7 +755,11 @@ impl Job<'_> {
             return false;
         }
         let grace = watch.handler_grace();
-        watch.leaving = Some((signal, Instant::now() + grace));
+        watch.leaving = Some(Leaving {
+            signal,
+            asked: at,
+            until: Instant::now() + grace,
+        });
         let name = stop::signal_name(signal);
         let ranks = report::rank_list(&own);
         let verb = if own.len() == 1 { "leaves" } else { "leave" };
@@ -930,11 +937,14 @@ impl Job<'_> {
                 self.show(watch);
                 shown = Some(now);
             }
-            let over = watch.machine.finished() && watch.reaped == watch.started;
+            let is_told = watch.untold.is_empty() || watch.machine.why().is_some();
+            let over = watch.machine.finished() && watch.reaped == watch.started && is_told;
             if over || watch.give_up.is_some_and(|at| now >= at) {
                 return;
             }
             let show_at = shown.map(|at| at + LIVE_EVERY);
+            let leaving = watch.leaving.filter(|_| watch.give_up.is_none());
+            let leave_until = leaving.map(|leaving| leaving.until);
             self.evict(watch, now);
             let evictions = watch.evictions.as_ref();
             let evictions = evictions.filter(|_| watch.machine.why().is_none());
@@ -944,7 +954,7 @@ impl Job<'_> {
                 watch.give_up,
                 watch.lone_at,
                 show_at,
-                watch.leaving.map(|(_, until)| until),
+                leave_until,
                 (!watch.untold.is_empty()).then(|| now + TELL_AGAIN),
             ]
             .into_iter()
@@ -966,10 +976,18 @@ impl Job<'_> {
                 Ok(Event::Admit(attempt)) => {
                     if let Err(error) = self.admit(&attempt) {
                         self.note(format!("warning: {}", error.chain()));
+                        let why = self.plain_verdict(error.exit_code(), &error.chain());
+                        self.nodes
+                            .iter()
+                            .for_each(|nodes| nodes.refuse_last(&attempt, &why));
                     }
                     Action::None
                 }
-                Ok(Event::Signal(signal, _)) if self.leave(watch, signal) => Action::None,
+                Ok(Event::Signal(signal, at)) if self.leave(watch, signal, at) => Action::None,
+                Ok(Event::WasLost) => {
+                    watch.was_lost = true;
+                    watch.machine.failed_elsewhere(Instant::now())
+                }
                 Ok(event) => {
                     if let Event::Ended(local, end, _) = &event
                         && self.plan.args.elastic
@@ -993,11 +1011,11 @@ impl Job<'_> {
             let action = watch.machine.tick(Instant::now());
             watch.act(action);
             self.decide(watch);
-            if let Some((signal, until)) = watch.leaving
+            if let Some(leaving) = watch.leaving
                 && watch.give_up.is_none()
-                && Instant::now() >= until
+                && Instant::now() >= leaving.until
             {
-                let name = stop::signal_name(signal);
+                let name = stop::signal_name(leaving.signal);
                 self.note(format!(
                     "warning: the ranks have not left within the grace after {name} and are killed"
                 ));
@@ -1036,7 +1054,13 @@ impl Job<'_> {
             match self.events.recv_timeout(POLL) {
                 Ok(Event::Signal(..)) => break,
                 Ok(Event::Suspend) => suspend_self(),
-                Ok(event @ (Event::Abort(_) | Event::StoreLost(_) | Event::NodeLost(_))) => {
+                Ok(
+                    event @ (Event::Abort(_)
+                    | Event::StoreLost(_)
+                    | Event::NodeLost(_)
+                    | Event::WasLost
+                    | Event::Admit(_)),
+                ) => {
                     later.push(event);
                 }
                 _ => {}
@@ -1441,7 +1465,8 @@ impl Job<'_> {
             error = error.note("inspect", text);
         }
         let can_restart = self.nodes.as_ref().is_none_or(Nodes::can_restart);
-        match watch.asked_to_end {
+        let leaving = watch.leaving.map(|leaving| leaving.signal);
+        match watch.asked_to_end.or(leaving) {
             _ if watch.is_final || !can_restart => Outcome::Final(error),
             Some(signal) if self.may_follow(&watch) => {
                 let verdict = self.publish(self.interrupt_verdict(signal), true);
@@ -1457,25 +1482,34 @@ impl Job<'_> {
             Some(node) => format!("node {node} (host {})", self.host),
             None => format!("host {}", self.host),
         };
-        let was_told = |(signal, _)| format!("{node} has left after {}", stop::signal_name(signal));
-        let is_term = |(signal, _): &(i32, Instant)| *signal == Signal::TERM.as_raw();
-        let any_good = (0..watch.ranks.len())
-            .any(|local| watch.machine.end(local).is_some_and(ExitStatus::is_ok));
-        let is_first = self.nodes.as_ref().is_none_or(|nodes| nodes.id() == 0);
+        let left = |kind, what: String| Outcome::Left(Error::new(kind, format!("{node} {what}")));
+        if watch.was_lost {
+            let what = "was cut off from the others for too long".to_owned();
+            return left(ErrorKind::PeerLost, what);
+        }
+        let mut ends = (0..watch.ranks.len()).map(|local| watch.machine.end(local));
+        let any_good = ends.any(|end| end.is_some_and(ExitStatus::is_ok));
+        let store = self.nodes.as_ref().map(Nodes::store);
+        let is_over = || store.is_some_and(|store| is_over(&*store).unwrap_or(false));
         match watch.leaving {
-            _ if watch.was_lost => {
-                let what = format!("{node} was cut off from the others for too long");
-                Outcome::Left(Error::new(ErrorKind::PeerLost, what))
+            // It had ended before they could leave.
+            Some(_) if watch.all_ended_well() && is_over() => Outcome::Success,
+            Some(Leaving { signal, .. }) => {
+                let name = stop::signal_name(signal);
+                match watch.give_up {
+                    Some(_) => {
+                        let what = format!("has left after {name}, and its ranks were killed");
+                        left(ErrorKind::PeerLost, what)
+                    }
+                    None if signal == Signal::TERM.as_raw() => {
+                        left(ErrorKind::Stopped, format!("has left after {name}"))
+                    }
+                    None => left(ErrorKind::Interrupted, format!("has left after {name}")),
+                }
             }
-            Some(left) if is_term(&left) => {
-                Outcome::Left(Error::new(ErrorKind::Stopped, was_told(left)))
-            }
-            Some(left) => Outcome::Left(Error::new(ErrorKind::Interrupted, was_told(left))),
-            None if is_first || any_good => Outcome::Success,
-            None => {
-                let what = format!("{node} has lost all its ranks");
-                Outcome::Left(Error::new(ErrorKind::PeerLost, what))
-            }
+            None if any_good => Outcome::Success,
+            None if self.nodes.as_ref().is_none_or(|nodes| nodes.id() == 0) => Outcome::Without,
+            None => left(ErrorKind::PeerLost, "has lost all its ranks".to_owned()),
         }
     }
 
@@ -1501,14 +1535,16 @@ impl Job<'_> {
     /// All ranks here succeeded. With several nodes, each launcher waits until all nodes are
     /// done: the store must not vanish under running ranks, and all launchers must end with the
     /// same code, or start again together.
-    fn wait_for_others(&mut self) -> Result<Outcome> {
+    /// Unless they are `done`, which all know when the job is over.
+    fn wait_for_others(&mut self, done: bool) -> Result<Outcome> {
         let mut told = false;
         // No deadline: lost nodes are noticed.
         loop {
             let Some(nodes) = &self.nodes else {
                 return Ok(Outcome::Success);
             };
-            told = told || nodes.done()?;
+            let is_done = || done || is_over(&*nodes.store()).unwrap_or(false);
+            told = told || (is_done() && nodes.done()?);
             if nodes.can_restart() {
                 // Node 0 decides, so that all know the same.
                 match nodes.end_of_attempt()? {
@@ -1527,6 +1563,10 @@ impl Job<'_> {
     fn take_events(&mut self) -> Result<()> {
         match self.events.try_recv() {
             Ok(Event::Admit(attempt)) => self.admit(&attempt),
+            Ok(Event::WasLost) => {
+                let what = "this node was cut off from the others for too long; they go on";
+                Err(Error::new(ErrorKind::PeerLost, what))
+            }
             Ok(Event::Signal(signal, _)) => {
                 let verdict = self.publish(self.interrupt_verdict(signal), true);
                 Err(verdict.into_error(None))
@@ -1578,8 +1618,7 @@ struct Supervision<'a> {
     lone_told: bool,
     /// How many times in a row a rank was found late.
     late: BTreeMap<usize, usize>,
-    /// The signal after which the ranks leave the others, and until when.
-    leaving: Option<(i32, Instant)>,
+    leaving: Option<Leaving>,
     /// Lost local ranks that were not reported yet, as the store did not answer.
     untold: Vec<usize>,
     /// The other nodes have lost this one, and go on.
@@ -1587,6 +1626,16 @@ struct Supervision<'a> {
     evictions: Option<Evictions>,
     /// Why local ranks were killed by this launcher.
     evicted: BTreeMap<usize, String>,
+}
+
+/// The ranks of this launcher leave the others.
+#[derive(Clone, Copy)]
+struct Leaving {
+    /// After this signal.
+    signal: i32,
+    asked: Instant,
+    /// Then they are killed.
+    until: Instant,
 }
 
 /// The numbers of `ranks`.
@@ -1644,7 +1693,7 @@ impl Supervision<'_> {
                 Action::None
             }
             // Handled by the caller.
-            Event::Dump | Event::NodeLost(_) | Event::Admit(_) => Action::None,
+            Event::Dump | Event::NodeLost(_) | Event::WasLost | Event::Admit(_) => Action::None,
             // Of the attempt before, or our own end.
             Event::Over(attempt, verdict) if attempt != self.attempt || verdict.code == 0 => {
                 Action::None

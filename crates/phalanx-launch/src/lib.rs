@@ -117,6 +117,8 @@ enum Event {
     StoreLost(String),
     /// Nothing comes from this node any more.
     NodeLost(usize),
+    /// The other nodes have lost this one, and go on.
+    WasLost,
     /// On node 0: the last launcher of the attempt joins it.
     Admit(Box<Attempt>),
     /// SIGUSR2: write the flight recorders.

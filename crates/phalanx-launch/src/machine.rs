@@ -34,7 +34,7 @@ const TOLD: [i32; 3] = [1, 2, 15];
 
 /// A second interrupt that comes sooner is the same one, sent twice: to us
 /// and to our process group, as `timeout` and some job systems do.
-const TWIN: Duration = Duration::from_millis(200);
+pub const TWIN: Duration = Duration::from_millis(200);
 
 /// Exit code of a rank that lost a peer: the peer is to blame.
 const PEER_LOST: i32 = 3;

@@ -9,7 +9,7 @@
 //! | `reform/JOB/GENERATION/members`  | `F F F …`, by rank | one of them, by compare-and-set |
 //! | `reform/lost/F`, `reform/lost`   | why, and a count   | whoever watches the processes ([`report_lost`]) |
 //! | `reform/over`                    | why                | the same, when the job ends    |
-//! | `reform/elastic`                 | `1`                | all ranks, once they may be lost |
+//! | `reform/elastic`                 | `1`; `0`: without others | all ranks, once they may be lost |
 //! | `reform/joined/F`                | `1`                | a newcomer that has the others' state |
 //! | `reform/joining`, `reform/joining/N` | a count, F     | a newcomer, until it is in     |
 //! | `reform/taken/F`                 | its N              | the newcomer that has number F |
@@ -139,7 +139,7 @@ pub fn goes_on_with(
     first_world: usize,
     numbers: impl IntoIterator<Item = usize>,
 ) -> phalanx_store::Result<bool> {
-    if !is_elastic(store)? {
+    if store.try_get(ELASTIC)?.is_none() {
         return Ok(false);
     }
     for number in numbers {
@@ -151,13 +151,16 @@ pub fn goes_on_with(
     Ok(false)
 }
 
-/// Whether the ranks that use `store` have [announced](ProcessGroup::announce_elastic) that they go on without lost ones.
+/// Whether the ranks that use `store` have [announced](ProcessGroup::announce_elastic) that they take in others, and let
+/// ranks leave.
 ///
 /// # Errors
 ///
 /// Those of the store.
-pub fn is_elastic(store: &dyn Store) -> phalanx_store::Result<bool> {
-    Ok(store.try_get(ELASTIC)?.is_some())
+pub fn takes_others(store: &dyn Store) -> phalanx_store::Result<bool> {
+    Ok(store
+        .try_get(ELASTIC)?
+        .is_some_and(|value| value == TAKES_OTHERS))
 }
 
 /// Whether the job has been [reported](report_over) to end.
@@ -169,6 +172,8 @@ pub fn is_over(store: &dyn Store) -> phalanx_store::Result<bool> {
     Ok(store.try_get(OVER)?.is_some())
 }
 
+/// The value of [`ELASTIC`] where the ranks take in others.
+const TAKES_OTHERS: &[u8] = b"1";
 /// Set when the ranks go on without lost ones.
 const ELASTIC: &str = "reform/elastic";
 /// Set when the job ends.
@@ -276,13 +281,14 @@ impl ProcessGroup {
     }
 
     /// Says in the store that the ranks of this group go on without lost ones from now on: a launcher need not end the job
-    /// then.
+    /// then. Whether they also act on [`membership_requests`](Self::membership_requests) says `takes_others`.
     ///
     /// # Errors
     ///
     /// Those of the store.
-    pub fn announce_elastic(&self) -> Result<()> {
-        Ok(self.store().set(ELASTIC, b"1")?)
+    pub fn announce_elastic(&self, takes_others: bool) -> Result<()> {
+        let value = if takes_others { TAKES_OTHERS } else { b"0" };
+        Ok(self.store().set(ELASTIC, value)?)
     }
 
     /// Takes [`announce_elastic`](Self::announce_elastic) back: a launcher ends the job when it loses the next rank.
@@ -344,7 +350,8 @@ impl ProcessGroup {
                 .map_err(|e| named(Error::internal(format!("an invitation is not JSON: {e}"))))?;
             // All members write it: any of them may be lost now.
             for number in newcomers {
-                let invited = origin.store().set(&invited_key(*number), &text);
+                let (store, key) = (origin.store(), invited_key(*number));
+                let invited = meeting.insist(|| store.set(&key, &text));
                 invited.map_err(|e| named(e.into()))?;
             }
         }
@@ -606,9 +613,9 @@ impl Newcomer {
             let recorder = Recorder::new(self.number, member.world, &Place::Launcher)
                 .map_err(|e| Error::io("mapping the flight recorder", e))?;
             // From now on a request for this number is another process's.
-            store
-                .delete(&joining_key(index))
-                .map_err(|e| named(e.into()))?;
+            let own = joining_key(index);
+            let deleted = meeting.insist(|| store.delete(&own));
+            deleted.map_err(|e| named(e.into()))?;
             let rules = init.rules.clone().then(Rules::from_env()?);
             let costs = costs_of(invitation.costs);
             let selector = Selector::new(mesh.hosts().clone(), costs, rules);
@@ -779,6 +786,7 @@ impl Reform<'_> {
         let keys: Vec<String> = self.identity.roster.iter().map(|f| here(*f)).collect();
         let names: Vec<&str> = keys.iter().map(String::as_str).collect();
         let mut enough_since: Option<Instant> = None;
+        let (mut looked, mut gone) = (-1, Vec::new());
         loop {
             if let Some(list) = self.insist(|| store.try_get(&decision)).map_err(lost)? {
                 return decode(&list);
@@ -790,15 +798,28 @@ impl Reform<'_> {
                 Err(e) if e.kind() == StoreKind::NoAnswer && !self.left().is_zero() => continue,
                 Err(e) => return Err(lost(e)),
             };
-            let is_missing = |f: &&usize| missing.contains(&here(**f));
-            let (absent, present): (Vec<usize>, Vec<usize>) =
-                self.identity.roster.iter().partition(|f| is_missing(f));
-            let mut unexplained = 0;
-            for rank in &absent {
-                let key = lost_key(*rank);
-                let why = self.insist(|| store.try_get(&key)).map_err(lost)?;
-                unexplained += usize::from(why.is_none());
+            // One that was reported lost may live still, and is none of those that go on.
+            let count = self.insist(|| store.add(LOST, 0)).map_err(lost)?;
+            if std::mem::replace(&mut looked, count) != count {
+                gone.clear();
+                for number in self.identity.roster.iter() {
+                    let key = lost_key(*number);
+                    if self.insist(|| store.try_get(&key)).map_err(lost)?.is_some() {
+                        gone.push(*number);
+                    }
+                }
             }
+            if gone.contains(&self.identity.global_rank) {
+                let what = format!(
+                    "this rank (first rank {}) was reported lost, and the others go on without it",
+                    self.identity.global_rank
+                );
+                return Err(Error::new(ErrorKind::Excluded, what));
+            }
+            let comes = |f: &&usize| !missing.contains(&here(**f)) && !gone.contains(*f);
+            let (present, absent): (Vec<usize>, Vec<usize>) =
+                self.identity.roster.iter().partition(comes);
+            let unexplained = absent.iter().filter(|f| !gone.contains(*f)).count();
             if present.len() >= self.min_world(unexplained) {
                 let since = *enough_since.get_or_insert_with(Instant::now);
                 if unexplained == 0 || since.elapsed() >= self.options.straggler_wait {

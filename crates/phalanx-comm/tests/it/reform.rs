@@ -236,13 +236,13 @@ fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
             Newcomer::from_store(Arc::clone(&store), number, init_options(over, &token)).unwrap()
         };
         assert!(!goes_on_with(&*store, 2, [0, 1]).unwrap(), "nobody said so");
-        groups[0].announce_elastic().unwrap();
+        groups[0].announce_elastic(true).unwrap();
         groups[1].withdraw_elastic().unwrap();
         assert!(
             !goes_on_with(&*store, 2, [0, 1]).unwrap(),
             "it was taken back"
         );
-        groups[0].announce_elastic().unwrap();
+        groups[0].announce_elastic(true).unwrap();
         assert!(goes_on_with(&*store, 2, [1, 7]).unwrap());
         assert!(
             !goes_on_with(&*store, 2, [5, 7]).unwrap(),

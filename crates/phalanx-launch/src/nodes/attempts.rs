@@ -27,7 +27,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{goes_on_with, is_elastic, report_hold, report_lost};
+use phalanx_comm::{goes_on_with, is_over, report_hold, report_lost, takes_others};
 use phalanx_store::{ErrorKind as StoreKind, Store, TcpStore};
 use serde::{Deserialize, Serialize};
 
@@ -328,7 +328,7 @@ impl Nodes {
         written.map(drop).map_err(|error| self.lost_store(error))
     }
 
-    /// This launcher is part of the attempt, or, on node 0, others have joined it.
+    /// This launcher is part of the attempt.
     pub fn enter(&mut self, attempt: &Attempt) {
         self.next = Some(attempt.number + 1);
         self.lost.clone_from(&attempt.lost);
@@ -345,8 +345,28 @@ impl Nodes {
         self.out_of_reach.store(false, Ordering::Relaxed);
     }
 
-    /// On node 0: lets the last launcher of `attempt` start its ranks. Its name.
-    pub fn let_in(&self, attempt: &Attempt) -> Result<String> {
+    /// Whether `attempt` is the one that runs.
+    pub fn runs(&self, attempt: &Attempt) -> bool {
+        self.next == Some(attempt.number + 1)
+    }
+
+    /// On node 0: the last launcher of `attempt` could not join it, for the reason in `why`.
+    pub fn refuse_last(&self, attempt: &Attempt, why: &JobFailure) {
+        if let Some(id) = attempt.ids.last() {
+            // Without its own store node 0 is at an end.
+            let _ = insist(|| why.publish_at(&self.store, &death_key(*id, true)));
+        }
+    }
+
+    /// On node 0: the last launcher of `attempt` may start its ranks. Its name.
+    pub fn admit(&mut self, attempt: &Attempt, events: Sender<Event>) -> Result<String> {
+        self.infos.clone_from(&attempt.infos);
+        self.ids.clone_from(&attempt.ids);
+        self.lost.clone_from(&attempt.lost);
+        self.heard.extend(self.infos.len());
+        self.is_watched.store(false, Ordering::Relaxed);
+        self.is_watched = Arc::new(AtomicBool::new(true));
+        self.start_watching(events)?;
         let node = attempt.ids.len().saturating_sub(1);
         let id = attempt.ids.last().copied().unwrap_or_default();
         let key = of_attempt("joins", attempt.number, id);
@@ -510,7 +530,7 @@ impl Coordinator {
         self.arriving.extend(self.arrived + 1..=arrived);
         self.arrived = arrived;
         // Ranks that have not begun cannot take in others yet.
-        if self.rules.in_place && self.machine.is_running() && !is_elastic(&*self.store)? {
+        if self.rules.in_place && self.machine.is_running() && !takes_others(&*self.store)? {
             return Ok(());
         }
         let arriving: Vec<Id> = self.arriving.iter().copied().collect();
@@ -588,6 +608,9 @@ impl Coordinator {
                 }
                 Decision::Lose(id) => self.lose(id)?,
                 Decision::Admit(id) => self.admit(id)?,
+                Decision::Hold(_) if !insist(|| takes_others(&*self.store))? => {
+                    self.machine.never_holds();
+                }
                 Decision::Hold(there) => {
                     self.is_enough = false;
                     let least = self.rules.least;
@@ -611,6 +634,10 @@ impl Coordinator {
         let world = running.world();
         let others = insist(|| all_numbers(&*self.store, world))?;
         let others = others.filter(|number| !own.contains(number));
+        // Its ranks have ended with those of the others.
+        if insist(|| is_over(&*self.store))? {
+            return Ok(());
+        }
         let goes_on = insist(|| goes_on_with(&*self.store, world, others.clone()))?;
         let why = insist(|| self.store.try_get(&death_key(id, true)))?;
         let why = verdict(&why.unwrap_or_default());
@@ -703,6 +730,8 @@ impl Coordinator {
             lost: Vec::new(),
             master_port: 0,
         };
+        self.joining.clear();
+        self.is_enough = false;
         self.running = Some(attempt.clone());
         *lock(&self.to_begin) = Some(attempt);
         self.next += 1;

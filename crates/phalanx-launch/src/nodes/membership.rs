@@ -179,6 +179,11 @@ impl Membership {
         }
     }
 
+    /// Ranks that take in no others do not wait for them.
+    pub fn never_holds(&mut self) {
+        self.rules.least = 1;
+    }
+
     /// No rank that is left has what is needed to go on without the last one that was lost.
     pub fn cannot_go_on(&mut self) {
         if self.is_running() {

@@ -481,6 +481,10 @@ impl Nodes {
         self.heard.watch(self.infos.len(), bounds);
         // A node that is lost is waited for no longer.
         self.store.set_response_timeout(bounds.most);
+        self.start_watching(events)
+    }
+
+    fn start_watching(&self, events: Sender<Event>) -> Result<()> {
         let pulse = || Pulse {
             store: self.store.clone(),
             heard: self.heard.clone(),
@@ -507,11 +511,24 @@ impl Nodes {
                     // The job goes on without it.
                     let verdict = verdict_of_lost(&infos, me, node, heard.silent(node));
                     let key = attempts::death_key(ids[node], is_elastic);
-                    verdict.publish_at(&store, &key).is_ok()
+                    let is_told = verdict.publish_at(&store, &key).is_ok();
+                    // It is no reason for what fails later.
+                    is_told && store.delete(&gone_key(ids[node])).is_ok()
                 });
             })?;
         } else {
-            spawn("beat", move || beating.beat())?;
+            let (store, tell_of_own_loss) = (self.store.clone(), tell.clone());
+            let lost_key = self.is_elastic.then(|| self.death_key());
+            spawn("beat", move || {
+                beating.beat(|| {
+                    let key = lost_key.as_ref();
+                    let is_lost = key.is_some_and(|key| matches!(store.try_get(key), Ok(Some(_))));
+                    if is_lost {
+                        tell_of_own_loss(Event::WasLost);
+                    }
+                    !is_lost
+                });
+            })?;
             let looking = pulse();
             spawn("silence", move || {
                 if looking.is_node_0_lost() {

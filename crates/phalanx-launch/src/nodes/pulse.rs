@@ -62,6 +62,11 @@ impl Heard {
         lock(&self.silence).of(node)
     }
 
+    /// As many nodes as that, the new ones from now on.
+    pub(super) fn extend(&self, nodes: usize) {
+        lock(&self.silence).extend(nodes, self.start.elapsed());
+    }
+
     /// After which silence every node is lost.
     pub(super) fn limit(&self) -> Duration {
         lock(&self.silence).most()
@@ -147,7 +152,8 @@ impl<S: Store> Pulse<S> {
 
     /// On another node: beats until the end. Each beat is an attempt of its own; that node 0 does not answer is noticed by
     /// its silence, and that its store has ended by the thread that waits for the verdict, after it has read it.
-    pub(super) fn beat(&self) {
+    /// Ends when `goes_on`, which it asks now and then, gives false.
+    pub(super) fn beat(&self, goes_on: impl Fn() -> bool) {
         raise_priority();
         let beat = beat_key(self.id);
         let mut count = 0_u32;
@@ -155,6 +161,9 @@ impl<S: Store> Pulse<S> {
             let began = Instant::now();
             if count.is_multiple_of(CHECK_EVERY) {
                 let _ = self.check_will();
+                if !goes_on() {
+                    return;
+                }
             }
             count = count.wrapping_add(1);
             if self.store.set(&beat, b"").is_ok() {
@@ -229,7 +238,7 @@ mod tests {
                     true
                 });
             });
-            scope.spawn(|| node_1.beat());
+            scope.spawn(|| node_1.beat(|| true));
             let beat = beat_key(4);
             store.wait(&[&beat], Duration::from_secs(60)).unwrap();
             // Node 0 removes what it has seen.

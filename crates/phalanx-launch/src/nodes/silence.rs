@@ -49,16 +49,23 @@ struct Arrivals {
 impl Silence {
     /// Of `nodes` nodes, watched from `now` on.
     pub(super) fn new(nodes: usize, bounds: LostAfter, now: Duration) -> Silence {
+        let mut silence = Silence {
+            bounds,
+            looked: now,
+            nodes: Vec::new(),
+        };
+        silence.extend(nodes, now);
+        silence
+    }
+
+    /// As many nodes as that, the new ones watched from `now` on.
+    pub(super) fn extend(&mut self, nodes: usize, now: Duration) {
         let arrivals = Arrivals {
             last: now,
             has_beaten: false,
             intervals: VecDeque::new(),
         };
-        Silence {
-            bounds,
-            looked: now,
-            nodes: vec![arrivals; nodes],
-        }
+        self.nodes.resize(nodes.max(self.nodes.len()), arrivals);
     }
 
     /// A longer silence is always a loss.

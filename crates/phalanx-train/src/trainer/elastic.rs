@@ -78,7 +78,7 @@ pub(super) struct Elasticity {
     /// A step that this rank can complete if another one has.
     averaged: Option<Averaged>,
     /// What is reported when the next step is taken.
-    change: Option<Change>,
+    changes: Vec<Change>,
     /// The last records of metrics.
     records: VecDeque<Value>,
     /// How the run is reported where this rank becomes rank 0.
@@ -107,6 +107,7 @@ pub(super) struct Opening {
 /// A change of the ranks.
 struct Change {
     before: usize,
+    after: usize,
     noticed: Instant,
     agreed: Instant,
     state: Instant,
@@ -277,8 +278,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     fn changed(&mut self, before: usize, noticed: Instant, agreed: Instant) {
         let state = Instant::now();
-        self.elastic.change = Some(Change {
+        self.elastic.changes.push(Change {
             before,
+            after: self.ctx.world(),
             noticed,
             agreed,
             state,
@@ -474,7 +476,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if !self.ctx.is_newcomer() {
             // A rank may still be in the last collective of the start when another one is lost in a step.
             self.together(|trainer| Ok(trainer.ctx.group().barrier()?))?;
-            self.ctx.group().announce_elastic()?;
+            self.ctx.group().announce_elastic(!S::IS_SHARDED)?;
             self.watch_requests();
             return Ok(());
         }
@@ -486,7 +488,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if let Err(error) = self.take_up() {
             self.recover(error)?;
         }
-        self.elastic.change = None;
+        self.elastic.changes.clear();
         // As the others do next.
         self.elastic.wanted = true;
         self.ctx.group().announce_joined()?;
@@ -546,7 +548,16 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             let began = Instant::now();
             let asked = ctx.is_main().then(|| {
                 loop {
-                    let asked = requests.read()?;
+                    let asked = match requests.read() {
+                        // It may answer later.
+                        Err(error) if error.kind() == phalanx_comm::ErrorKind::Timeout => {
+                            RequestedChange {
+                                hold: waits.then(|| "the store does not answer".to_owned()),
+                                ..RequestedChange::default()
+                            }
+                        }
+                        asked => asked?,
+                    };
                     let is_new = !asked.joining.is_empty() || !asked.leaving.is_empty();
                     let is_same = asked.hold.is_some() && !is_new && stop::asked().is_none();
                     if !(waits && is_same) || began.elapsed() >= WAIT_EVERY {
@@ -574,22 +585,26 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             joining, leaving, ..
         } = asked;
         let (before, noticed) = (self.ctx.world(), Instant::now());
-        if leaving.len() == before {
-            self.save_between_steps(SaveAction::Stop)?;
-            return Err(self.stopped());
-        }
         let is_leaving = leaving.contains(&self.ctx.number());
-        let generation = self.together(|trainer| {
-            if is_leaving && trainer.ctx.is_main() {
+        let (generation, all_leave) = self.together(|trainer| {
+            let group = trainer.ctx.group();
+            let all_leave = group
+                .global_ranks()
+                .iter()
+                .all(|rank| leaving.contains(rank));
+            if is_leaving && group.rank() == 0 && !all_leave {
                 trainer.hand_over_reports()?;
             }
-            let group = trainer.ctx.group();
             group.barrier()?;
-            Ok(group.generation())
+            Ok((group.generation(), all_leave))
         })?;
         // If a rank was lost since, the others have formed a group without it.
         if self.ctx.group().generation() != generation {
             return Ok(());
+        }
+        if all_leave {
+            self.save_between_steps(SaveAction::Stop)?;
+            return Err(self.stopped());
         }
         if is_leaving {
             self.reports.log.stop();
@@ -718,15 +733,17 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// After a step: reports a change of the ranks before it.
     pub(super) fn report_change(&mut self, turn: &StepContext) -> Result<()> {
-        let Some(change) = self.elastic.change.take() else {
-            return Ok(());
-        };
+        let changes = std::mem::take(&mut self.elastic.changes);
+        (changes.into_iter()).try_for_each(|change| self.report_one(turn, &change))
+    }
+
+    fn report_one(&mut self, turn: &StepContext, change: &Change) -> Result<()> {
         let ctx = self.ctx;
         let redone = Instant::now();
         let ms =
             |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64() * 1e3;
         let at = |time: Instant| time.saturating_duration_since(ctx.started).as_secs_f64();
-        let world = ctx.world();
+        let world = change.after;
         let text = format!(
             "elastic  {}: {} instead of {}; agreed after {:.0} ms, state after {:.0} ms, step taken after {:.0} ms",
             turn.name(),
