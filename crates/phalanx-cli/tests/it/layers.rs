@@ -456,7 +456,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1178),
     ("phalanx-store", 3399),
     ("phalanx-track", 3360),
-    ("phalanx-train", 9239),
+    ("phalanx-train", 9243),
     ("phalanx-wire", 1695),
     ("recipes", 3064),
 ];

@@ -186,7 +186,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.admit()?;
         self.together(|trainer| {
             let ctx = trainer.ctx;
-            let phase = ctx.is_main().then(|| ctx.phase("working alone"));
+            let is_phase = ctx.is_main() && ctx.elastic.is_some();
+            let phase = is_phase.then(|| ctx.phase("working alone"));
             let own = ctx.is_main().then(|| work(trainer)).transpose()?;
             drop(phase);
             let result = ctx.group().broadcast_object(own.as_ref(), 0)?;
