@@ -360,7 +360,9 @@ impl Job<'_> {
             match outcome {
                 Outcome::Success | Outcome::Without => return Ok(()),
                 Outcome::Left(error) => {
-                    let verdict = self.plain_verdict(error.exit_code(), &error.chain());
+                    // Nobody is interrupted by it.
+                    let code = ErrorKind::PeerLost.exit_code();
+                    let verdict = self.plain_verdict(code, &error.chain());
                     self.nodes.iter().for_each(|nodes| nodes.go(&verdict));
                     self.note(format!("{}; the other nodes go on", error.chain()));
                     return match error.kind() {

@@ -606,6 +606,25 @@ fn ranks_that_wait_for_nodes_can_be_stopped_and_resumed() {
     assert_eq!((&hashes[..3], world), (&undisturbed(dir)[..3], 2.into()));
 }
 
+/// There is nobody to whom it could hand over.
+#[test]
+fn sigterm_to_the_node_with_the_last_rank_ends_the_job() {
+    let (dir, port) = (folder_of_nodes(), free_port());
+    let dir = dir.path();
+    let node = |ranks| start_node(dir, ranks, port, "--nnodes 2:3 --epochs 1000000");
+    let first = node(1);
+    wait_for_store(port);
+    let last = node(1);
+    wait_for_step(dir, 1, 2);
+    signal(process_of(0, dir), "KILL");
+    wait_for_ranks(dir, 1, 1);
+    signal(last.id(), "TERM");
+    for job in [first, last] {
+        let (code, out, err) = ended(job);
+        assert_eq!(code, 130, "{out}{err}");
+    }
+}
+
 /// Of a fixed number of nodes too, with ranks of the first one lost besides.
 #[test]
 fn the_ranks_of_a_lost_node_are_done_without() {

@@ -634,20 +634,27 @@ impl Coordinator {
         let world = running.world();
         let others = insist(|| all_numbers(&*self.store, world))?;
         let others = others.filter(|number| !own.contains(number));
-        // Its ranks have ended with those of the others.
-        if insist(|| is_over(&*self.store))? {
-            return Ok(());
-        }
         let goes_on = insist(|| goes_on_with(&*self.store, world, others.clone()))?;
         let why = insist(|| self.store.try_get(&death_key(id, true)))?;
         let why = verdict(&why.unwrap_or_default());
+        if !goes_on && insist(|| is_over(&*self.store))? {
+            // Its ranks have ended with those of the others, or have stopped the training.
+            if why.code == ErrorKind::Interrupted.exit_code() {
+                self.machine.end_now();
+                self.publish(&why, ABORT_KEY)?;
+            }
+            return Ok(());
+        }
         match (goes_on, self.takes_others) {
             (true, _) => {}
             (false, true) => {
                 self.machine.cannot_go_on();
                 return Ok(());
             }
-            (false, false) => return self.publish(&why, ABORT_KEY).map(drop),
+            (false, false) => {
+                self.machine.end_now();
+                return self.publish(&why, ABORT_KEY).map(drop);
+            }
         }
         let why = why.message;
         for number in own {

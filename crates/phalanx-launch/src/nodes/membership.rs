@@ -179,6 +179,11 @@ impl Membership {
         }
     }
 
+    /// Nothing is decided any more: the job has its verdict.
+    pub fn end_now(&mut self) {
+        self.phase = Phase::Over;
+    }
+
     /// Ranks that take in no others do not wait for them.
     pub fn never_holds(&mut self) {
         self.rules.least = 1;
