@@ -56,6 +56,8 @@ pub enum ErrorKind {
     WrongProtocol,
     /// *A peer's failure*: a member broke the protocol after the handshake.
     Protocol,
+    /// The server goes on without this [`Follower`](crate::Follower).
+    Dropped,
     /// A store file is truncated, damaged, or not a store file.
     Corrupt,
     /// An error of the operating system.
@@ -137,6 +139,18 @@ impl Error {
     pub(crate) fn context(mut self, what: impl fmt::Display) -> Self {
         self.0.message = format!("{what}: {}", self.0.message);
         self
+    }
+
+    /// Whether the connection was refused: nothing listens at the address.
+    pub fn is_refused(&self) -> bool {
+        let mut source = std::error::Error::source(self);
+        while let Some(error) = source {
+            if let Some(error) = error.downcast_ref::<std::io::Error>() {
+                return error.kind() == std::io::ErrorKind::ConnectionRefused;
+            }
+            source = error.source();
+        }
+        false
     }
 
     /// Kind of the error.

@@ -132,6 +132,9 @@ fn session_seeds() -> Vec<Vec<u8>> {
         Request::TryGet { key: "a" },
         Request::Delete { key: "a" },
         Request::DeletePrefix { prefix: "k" },
+        Request::Add { key: "n", delta: 5 },
+        Request::Follow { id: 7 },
+        Request::Ack { seq: 1 },
     ];
     let mut all = vec![1, 16];
     let mut seeds = Vec::new();

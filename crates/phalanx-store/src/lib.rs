@@ -11,7 +11,8 @@
 //! | [`TcpStore`] with a [`TcpServer`] | processes on any host | `env://`, `tcp://` |
 //!
 //! All enforce the limits of [`phalanx_wire::store_msg`] and pass the same tests
-//! (`tests/it/conformance.rs`).
+//! (`tests/it/conformance.rs`). A [`Follower`] keeps a copy of a [`TcpServer`]'s keys,
+//! with which another server can go on.
 //!
 //! Every wait has a timeout, and its error names exactly the missing keys
 //! ([`Error::missing_keys`]), so a failed join can name the missing ranks. A
@@ -50,5 +51,6 @@ pub use mem::MemStore;
 pub use store::Store;
 pub use table::Limits;
 pub use tcp::{
-    RefusalReason, RefusedConnections, ServerOptions, TcpServer, TcpStore, Will, host_port,
+    Follower, RefusalReason, RefusedConnections, ServerOptions, ServerState, TcpServer, TcpStore,
+    Will, host_port,
 };

@@ -67,6 +67,13 @@ impl Table {
         self.map.iter().map(|(k, v)| (k.as_str(), v.as_slice()))
     }
 
+    /// The keys after this one, with their values.
+    pub(crate) fn after(&self, key: &str) -> impl Iterator<Item = (&str, &[u8])> {
+        let range = (Bound::Excluded(key), Bound::Unbounded);
+        let range = self.map.range::<str, _>(range);
+        range.map(|(k, v)| (k.as_str(), v.as_slice()))
+    }
+
     /// Total size of keys and values.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
@@ -153,26 +160,20 @@ impl Table {
         }
     }
 
-    pub(crate) fn delete_prefix(&mut self, prefix: &str) -> u64 {
+    /// All keys with this prefix.
+    pub(crate) fn with_prefix(&self, prefix: &str) -> Vec<String> {
         let range = (Bound::Included(prefix), Bound::Unbounded);
-        let keys: Vec<String> = self
-            .map
-            .range::<str, _>(range)
-            .map(|(key, _)| key)
-            .take_while(|key| key.starts_with(prefix))
-            .cloned()
-            .collect();
+        let keys = self.map.range::<str, _>(range).map(|(key, _)| key);
+        let keys = keys.take_while(|key| key.starts_with(prefix));
+        keys.cloned().collect()
+    }
+
+    pub(crate) fn delete_prefix(&mut self, prefix: &str) -> u64 {
+        let keys = self.with_prefix(prefix);
         for key in &keys {
             self.delete(key);
         }
         keys.len() as u64
-    }
-
-    /// Removes all keys without this prefix.
-    pub(crate) fn retain_prefix(&mut self, prefix: &str) {
-        self.map.retain(|key, _| key.starts_with(prefix));
-        let sizes = self.map.iter().map(|(k, v)| (k.len() + v.len()) as u64);
-        self.bytes = sizes.sum();
     }
 }
 
@@ -246,9 +247,9 @@ mod tests {
         assert_eq!(table.delete_prefix("a/"), 3);
         assert_eq!(table.delete_prefix("%"), 0);
         assert!(table.contains("a") && table.contains("a0") && table.contains("b"));
-        table.retain_prefix("a");
-        recount(&table);
-        assert_eq!(table.delete_prefix(""), 2);
+        let after: Vec<&str> = table.after("a").map(|(key, _)| key).collect();
+        assert_eq!(after, ["a0", "b", "é/x"]);
+        assert_eq!(table.delete_prefix(""), 4);
         recount(&table);
     }
 }

@@ -225,6 +225,9 @@ fn request_seeds() -> Vec<Vec<u8>> {
         },
         Request::Delete { key: "k" },
         Request::DeletePrefix { prefix: "" },
+        Request::Follow { id: 3 },
+        Request::Ack { seq: 9 },
+        Request::Leave,
     ];
     let body = |request: &Request<'_>| {
         let mut bytes = Vec::new();
@@ -257,6 +260,17 @@ fn response_seeds() -> Vec<Vec<u8>> {
         Response::Existed(true),
         Response::Removed(9),
         Response::Missing(vec!["rank/0", "rank/1"]),
+        Response::Change {
+            seq: 4,
+            key: "rank/0",
+            value: Some(b"127.0.0.1:4000"),
+        },
+        Response::Change {
+            seq: 5,
+            key: "k",
+            value: None,
+        },
+        Response::Copied { seq: 5 },
     ];
     responses.extend(Failure::ALL.map(Response::Failed));
     let body = |response: &Response<'_>| {
@@ -299,7 +313,7 @@ mod tests {
             assert!(Header::decode(bytes.first_chunk().unwrap()).is_ok());
         }
         assert!(request_seeds().iter().all(|s| Request::decode(s).is_ok()));
-        assert_eq!(request_seeds().len(), 11);
+        assert_eq!(request_seeds().len(), 14);
         assert!(response_seeds().iter().all(|s| Response::decode(s).is_ok()));
         assert_eq!(handshake_seeds().len(), 7);
     }

@@ -454,10 +454,10 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-mpi", 65),
     ("phalanx-nn", 16085),
     ("phalanx-report", 1178),
-    ("phalanx-store", 3399),
+    ("phalanx-store", 4180),
     ("phalanx-track", 3360),
     ("phalanx-train", 9243),
-    ("phalanx-wire", 1695),
+    ("phalanx-wire", 1770),
     ("recipes", 3064),
 ];
 

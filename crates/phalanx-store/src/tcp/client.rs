@@ -2,8 +2,9 @@
 
 use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use phalanx_wire::Token;
@@ -12,6 +13,7 @@ use phalanx_wire::store_msg::{
     Failure, LENGTH_BYTES, MAX_WAIT_KEYS, Request, Response, check_key, response_bytes,
 };
 
+use super::FOLLOWER_STREAM;
 use super::socket::tune;
 use crate::auth;
 use crate::{Error, ErrorKind, Result, Store};
@@ -39,11 +41,17 @@ const MISMATCH_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Maximum timeout: longer than a server waits (49 days), and short enough to be
 /// added to an `Instant`.
-const MAX_TIMEOUT: Duration = Duration::from_secs(50 * 24 * 3600);
+pub(super) const MAX_TIMEOUT: Duration = Duration::from_secs(50 * 24 * 3600);
 
 /// Maximum number of idle connections. More are opened when more threads use the
 /// store at once, and closed again.
 const MAX_IDLE: usize = 8;
+
+/// How often the file with the server's address is read while the server is sought.
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// How often a request in progress looks whether the file names another address.
+const WAIT_SLICE: Duration = Duration::from_millis(200);
 
 /// A client of a [`TcpServer`](crate::TcpServer).
 ///
@@ -51,23 +59,58 @@ const MAX_IDLE: usize = 8;
 /// block others. *Cost:* one round trip per call.
 ///
 /// Broken connections are not reopened: the store is in the server's memory, so a
-/// new server would be empty.
+/// new server would be empty. [`move_with`](Self::move_with) says where a server with
+/// a copy is.
 #[derive(Debug)]
 pub struct TcpStore {
-    /// As given by the caller.
-    addr: String,
-    /// Name of the store in messages.
+    /// Where the server is.
+    place: Mutex<Place>,
+    /// Name of the store in messages, with its first address.
     location: String,
+    /// The stream of its hellos.
+    stream: u16,
     token: Token,
     /// Our address of the first connection.
     local_ip: Option<IpAddr>,
-    idle: Mutex<Vec<Connection>>,
     /// Timeout of a response, in milliseconds.
     response_ms: AtomicU32,
 }
 
+/// Where a server is, and the connections to it.
+#[derive(Debug)]
+struct Place {
+    addr: String,
+    /// The number that its server has chosen, once it is known.
+    instance: Option<u16>,
+    /// How often the address has changed.
+    moves: u64,
+    idle: Vec<Connection>,
+    /// The file that names the address, and how long a request seeks it.
+    file: Option<(PathBuf, Duration)>,
+    /// When the file was read.
+    looked: Option<Instant>,
+}
+
+/// What is known of a server by an attempt to connect to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ServerState {
+    /// It serves members. With the number that it has chosen: another one at the same
+    /// address is another server.
+    Open(u16),
+    /// It is [closed](crate::TcpServer::bind_closed), or serves followers only.
+    Closed,
+    /// No process listens at its address, as the host there says.
+    Ended,
+    /// There was no answer in time, or one that says nothing.
+    Unknown,
+}
+
+/// Of a closed server.
+const NOT_OPEN: ErrorKind = ErrorKind::Rejected(RejectReason::NotOpen);
+
 /// A value that is stored when this process ends; see [`Store::leave_will`].
-/// Dropping it removes the will.
+/// Dropping it removes the will. It belongs to one connection: when the store moves to
+/// another server ([`TcpStore::move_with`]), it is lost, and another one must be left.
 #[derive(Debug)]
 pub struct Will {
     connection: Connection,
@@ -105,6 +148,8 @@ impl Drop for Will {
 #[derive(Debug)]
 struct Connection {
     stream: TcpStream,
+    /// [`Place::moves`] when it was opened.
+    moves: u64,
     /// The last request, then the last response.
     buffer: Vec<u8>,
     /// Current read timeout of the socket.
@@ -135,11 +180,75 @@ impl TcpStore {
         addr: &str,
         token: Token,
         timeout: Duration,
+        on_failure: impl FnMut(&Error),
+    ) -> Result<TcpStore> {
+        Self::unconnected(addr, token)?.connected(timeout, on_failure)
+    }
+
+    /// As [`connect_with`](Self::connect_with), and then [`move_with`](Self::move_with): the address in `file` is tried as
+    /// soon as there is one.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect).
+    pub fn connect_moving(
+        addr: &str,
+        token: Token,
+        timeout: Duration,
+        (file, limit): (PathBuf, Duration),
+        on_failure: impl FnMut(&Error),
+    ) -> Result<TcpStore> {
+        let store = Self::unconnected(addr, token)?;
+        store.move_with(file, limit);
+        store.connected(timeout, on_failure)
+    }
+
+    /// With its first connection.
+    fn connected(
+        mut self,
+        timeout: Duration,
         mut on_failure: impl FnMut(&Error),
     ) -> Result<TcpStore> {
-        if !addr.rsplit_once(':').is_some_and(|(host, port)| {
-            !host.is_empty() && port.parse::<u16>().is_ok_and(|p| p > 0)
-        }) {
+        self.look();
+        let first = self.open(timeout, true, &mut |error| {
+            on_failure(error);
+            self.look();
+            true
+        })?;
+        self.local_ip = first.stream.local_addr().ok().map(|addr| addr.ip());
+        self.keep(first);
+        Ok(self)
+    }
+
+    /// A connection for a follower, and the name of the store. A refused connection and a
+    /// closed server are final.
+    pub(super) fn dial_to_follow(
+        addr: &str,
+        token: Token,
+        timeout: Duration,
+    ) -> Result<(String, u16, TcpStream)> {
+        let mut store = Self::unconnected(addr, token)?;
+        store.stream = FOLLOWER_STREAM;
+        let goes_on = &mut |error: &Error| !error.is_refused() && error.kind() != NOT_OPEN;
+        let connection = store.open(timeout, true, goes_on)?;
+        let instance = store.place().instance.unwrap_or_default();
+        Ok((store.location, instance, connection.stream))
+    }
+
+    /// Whether members can connect to `addr`, as one attempt of up to `timeout` shows.
+    pub fn state_of(addr: &str, token: Token, timeout: Duration) -> ServerState {
+        let Ok(store) = Self::unconnected(addr, token) else {
+            return ServerState::Unknown;
+        };
+        match store.open(timeout, true, &mut |_| false) {
+            Ok(_) => ServerState::Open(store.place().instance.unwrap_or_default()),
+            Err(error) if error.kind() == NOT_OPEN => ServerState::Closed,
+            Err(error) if error.is_refused() => ServerState::Ended,
+            Err(_) => ServerState::Unknown,
+        }
+    }
+
+    fn unconnected(addr: &str, token: Token) -> Result<TcpStore> {
+        if !is_address(addr) {
             return Err(Error::new(
                 ErrorKind::Usage,
                 format!(
@@ -147,18 +256,67 @@ impl TcpStore {
                 ),
             ));
         }
-        let mut store = TcpStore {
+        Ok(TcpStore {
+            place: Mutex::new(Place {
+                addr: addr.to_owned(),
+                instance: None,
+                moves: 0,
+                idle: Vec::new(),
+                file: None,
+                looked: None,
+            }),
+            location: name(addr),
+            stream: 0,
             local_ip: None,
-            addr: addr.to_owned(),
-            location: format!("the store at {addr}"),
             token,
-            idle: Mutex::default(),
             response_ms: AtomicU32::new(millis(RESPONSE_TIMEOUT)),
-        };
-        let first = store.open(timeout, Some(&mut on_failure))?;
-        store.local_ip = first.stream.local_addr().ok().map(|addr| addr.ip());
-        store.keep(first);
-        Ok(store)
+        })
+    }
+
+    /// From now on the server may change. When it does not answer or has ended, or when
+    /// `file` names another address ("host:port" on one line), requests go to the
+    /// address in the file, for up to `limit` after the first failure; then the first
+    /// error is returned. The file may be missing or empty; it must be replaced as a
+    /// whole, by renaming another one. A wait in progress notices a changed file within
+    /// 500 ms, and goes on at the new address with the time that is left.
+    ///
+    /// A request that is repeated may have been executed before: an addition may count
+    /// twice, a deletion may say that the key did not exist, and a compare-and-set may
+    /// find its own value. A [`Will`] is not moved.
+    pub fn move_with(&self, file: PathBuf, limit: Duration) {
+        self.place().file = Some((file, limit));
+    }
+
+    fn place(&self) -> MutexGuard<'_, Place> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Name of the store in messages, with its current address.
+    fn name(&self) -> String {
+        name(&self.place().addr)
+    }
+
+    /// Reads the file, if it was not read just before, and takes the address in it.
+    /// Returns how often the address has changed.
+    fn look(&self) -> u64 {
+        let mut place = self.place();
+        if let Some((file, _)) = &place.file
+            && place
+                .looked
+                .is_none_or(|then| then.elapsed() >= LOOK_INTERVAL)
+        {
+            let text = std::fs::read_to_string(file).unwrap_or_default();
+            place.looked = Some(Instant::now());
+            let addr = text.trim();
+            if addr != place.addr && is_address(addr) {
+                tracing::info!("the store moves from {} to {addr}", place.addr);
+                place.addr = addr.to_owned();
+                place.instance = None;
+                place.moves += 1;
+                place.idle.clear();
+            }
+        }
+        place.moves
     }
 
     /// Opens connections in advance, so that `threads` threads can use the store at
@@ -168,12 +326,8 @@ impl TcpStore {
     /// # Errors
     /// As for a request.
     pub fn reserve_connections(&self, threads: usize) -> Result<()> {
-        let idle = || {
-            let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-            idle.len()
-        };
-        while idle() < threads.min(MAX_IDLE) {
-            let more = self.open(self.response_timeout(), None)?;
+        while self.place().idle.len() < threads.min(MAX_IDLE) {
+            let more = self.open(self.response_timeout(), false, &mut |_| true)?;
             self.keep(more);
         }
         Ok(())
@@ -194,18 +348,19 @@ impl TcpStore {
         self.local_ip
     }
 
-    /// The address as given to [`connect`](Self::connect).
-    pub fn addr(&self) -> &str {
-        &self.addr
+    /// The address in use: as given to [`connect`](Self::connect), or the one it has
+    /// moved to.
+    pub fn addr(&self) -> String {
+        self.place().addr.clone()
     }
 
-    /// Opens a connection, trying up to `timeout`. Only the first one of a store has
-    /// `on_failure`. For later ones a refused connection is final: the server has
-    /// ended.
+    /// Opens a connection, trying up to `timeout` while `go_on` returns true. After the
+    /// first one of a store, a refused connection is final: the server has ended.
     fn open(
         &self,
         timeout: Duration,
-        mut on_failure: Option<&mut dyn FnMut(&Error)>,
+        is_first: bool,
+        go_on: &mut dyn FnMut(&Error) -> bool,
     ) -> Result<Connection> {
         let start = Instant::now();
         let deadline = start + timeout.min(MAX_TIMEOUT);
@@ -217,21 +372,22 @@ impl TcpStore {
             attempts += 1;
             let error = match self.attempt(deadline) {
                 Ok(connection) => return Ok(connection),
-                Err(error) if is_final(error.kind()) => return Err(error.context(&self.location)),
-                Err(error) if is_out_of_files(&error) => return Err(error.context(&self.location)),
-                Err(error) if on_failure.is_none() && is_refused(&error) => {
-                    return Err(self.describe(Fault::Closed(None), Duration::ZERO));
+                Err(error) if is_final(error.kind()) => return Err(error.context(self.name())),
+                Err(error) if is_out_of_files(&error) => return Err(error.context(self.name())),
+                Err(error) if !is_first && error.is_refused() => {
+                    let closed = self.describe(Fault::Closed(None), Duration::ZERO);
+                    return Err(closed.caused_by(error));
                 }
                 Err(error) => error,
             };
-            if let Some(on_failure) = &mut on_failure {
-                on_failure(&error);
+            if !go_on(&error) {
+                return Err(error.context(self.name()));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if is_mismatch(error.kind()) {
                 let since = *mismatch_since.get_or_insert_with(Instant::now);
                 if left.is_zero() || since.elapsed() >= MISMATCH_TIMEOUT {
-                    return Err(error.context(&self.location));
+                    return Err(error.context(self.name()));
                 }
             }
             // The last attempt is often cut short by the deadline; the error of the
@@ -242,7 +398,7 @@ impl TcpStore {
             };
             if left.is_zero() {
                 // A server that has answered before may do so again.
-                let kind = if on_failure.is_some() {
+                let kind = if is_first {
                     ErrorKind::Timeout
                 } else {
                     ErrorKind::NoAnswer
@@ -253,7 +409,7 @@ impl TcpStore {
                         "could not reach {} within {:.1?} ({attempts} attempt{}, last: {error}); \
                          does rank 0 or the launcher run there, are address and port the same on all \
                          hosts, and does a firewall let the port through?",
-                        self.location,
+                        self.name(),
                         start.elapsed(),
                         if attempts == 1 { "" } else { "s" },
                     ),
@@ -268,8 +424,11 @@ impl TcpStore {
 
     /// Tries each address of the name once.
     fn attempt(&self, deadline: Instant) -> Result<Connection> {
-        let addrs: Vec<SocketAddr> = self
-            .addr
+        let (addr, moves) = {
+            let place = self.place();
+            (place.addr.clone(), place.moves)
+        };
+        let addrs: Vec<SocketAddr> = addr
             .to_socket_addrs()
             .map_err(|e| Error::io("resolving the host name", e))?
             .collect();
@@ -280,8 +439,24 @@ impl TcpStore {
         let mut last = None;
         for addr in addrs {
             match self.attempt_one(addr, deadline, handshake_timeout) {
-                Ok(connection) => return Ok(connection),
+                Ok((stream, instance)) => {
+                    let mut place = self.place();
+                    if place.moves == moves && *place.instance.get_or_insert(instance) != instance {
+                        // Its keys are not those that this client has seen.
+                        let why = "connecting: another server listens there now";
+                        return Err(Error::io(why, IoKind::ConnectionRefused.into()));
+                    }
+                    drop(place);
+                    return Ok(Connection {
+                        stream,
+                        moves,
+                        buffer: Vec::new(),
+                        timeout: None,
+                    });
+                }
                 Err(error) if is_final(error.kind()) => return Err(error),
+                // Nobody listens there only where that is so of all.
+                Err(error) if last.is_some() && error.is_refused() => {}
                 Err(error) => last = Some(error),
             }
         }
@@ -294,7 +469,7 @@ impl TcpStore {
         addr: SocketAddr,
         deadline: Instant,
         handshake_timeout: Duration,
-    ) -> Result<Connection> {
+    ) -> Result<(TcpStream, u16)> {
         let left = |most: Duration| {
             deadline
                 .saturating_duration_since(Instant::now())
@@ -306,13 +481,10 @@ impl TcpStore {
         // On loopback, connecting to a port where nothing listens can connect to
         // itself: the system may choose that port for this side.
         if stream.local_addr().ok() == stream.peer_addr().ok() {
-            return Err(Error::new(
-                ErrorKind::Io,
-                "connecting: nothing listens there",
-            ));
+            return Err(Error::io("connecting", IoKind::ConnectionRefused.into()));
         }
         tune(&stream).map_err(|e| Error::io("setting up a connection", e))?;
-        let hello = Hello::new(Role::StoreClient, self.token.job_id());
+        let hello = Hello::new(Role::StoreClient, self.token.job_id()).stream(self.stream);
         let server = auth::initiate(&mut stream, hello, &self.token, left(handshake_timeout))?;
         if server.role != Role::StoreServer {
             return Err(Error::new(
@@ -320,18 +492,88 @@ impl TcpStore {
                 "a member of this job listens there, but it is not a store",
             ));
         }
-        Ok(Connection {
-            stream,
-            buffer: Vec::new(),
-            timeout: None,
-        })
+        Ok((stream, server.stream))
     }
 
     fn keep(&self, connection: Connection) {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        if idle.len() < MAX_IDLE {
-            idle.push(connection);
+        let mut place = self.place();
+        if place.moves == connection.moves && place.idle.len() < MAX_IDLE {
+            place.idle.push(connection);
         }
+    }
+
+    /// Sends a request and receives the response on a connection, at another address if
+    /// the server moves. With a will, the connection must be a `fresh` one.
+    fn exchange(&self, request: &Request<'_>, wait: Duration, fresh: bool) -> Result<Connection> {
+        let Some((_, limit)) = self.place().file.clone() else {
+            return self.exchange_here(request, wait, self.response_timeout(), fresh);
+        };
+        let start = Instant::now();
+        // The first failure.
+        let mut failed: Option<(Instant, Error)> = None;
+        let mut request = request.clone();
+        loop {
+            let moves = self.look();
+            let left = wait.saturating_sub(start.elapsed());
+            if let Request::Get { timeout_ms, .. } | Request::Wait { timeout_ms, .. } = &mut request
+            {
+                *timeout_ms = millis(left);
+            }
+            let mut patience = self.response_timeout();
+            if let Some((since, _)) = &failed {
+                patience = patience.min(limit.saturating_sub(since.elapsed()));
+            }
+            let error = match self.exchange_here(&request, left, patience, fresh) {
+                Ok(connection) => return Ok(connection),
+                Err(error) if !may_move(&error) => return Err(error),
+                Err(error) => error,
+            };
+            if self.look() != moves {
+                continue;
+            }
+            let (since, error) = failed.take().unwrap_or_else(|| (Instant::now(), error));
+            if since.elapsed() >= limit {
+                return Err(error);
+            }
+            failed = Some((since, error));
+            // The other connections have probably ended too.
+            self.place().idle.clear();
+            std::thread::sleep(LOOK_INTERVAL);
+        }
+    }
+
+    /// Sends a request and receives the response, within `wait` plus `patience`.
+    fn exchange_here(
+        &self,
+        request: &Request<'_>,
+        wait: Duration,
+        patience: Duration,
+        fresh: bool,
+    ) -> Result<Connection> {
+        let (idle, moves, slice) = {
+            let mut place = self.place();
+            let idle = if fresh { None } else { place.idle.pop() };
+            let slice = place.file.as_ref().map_or(MAX_TIMEOUT, |_| WAIT_SLICE);
+            (idle, place.moves, slice)
+        };
+        let mut connection = match idle {
+            Some(connection) => connection,
+            None => {
+                // One attempt does not notice that the server has moved.
+                let most = match slice {
+                    WAIT_SLICE => ATTEMPT_TIMEOUT,
+                    _ => MAX_TIMEOUT,
+                };
+                self.open(patience.min(most), false, &mut |_| self.look() == moves)?
+            }
+        };
+        let moves = connection.moves;
+        connection
+            .round_trip(request, wait.saturating_add(patience), slice, &mut || {
+                self.look() != moves
+            })
+            .map_err(|fault| self.describe(fault, wait))?;
+        Ok(connection)
     }
 
     /// Sends a request, waits up to `wait` plus the response timeout, and passes the
@@ -342,19 +584,8 @@ impl TcpStore {
         wait: Duration,
         read: impl FnOnce(Response<'_>) -> Option<Result<T>>,
     ) -> Result<T> {
-        let idle = self
-            .idle
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop();
-        let mut connection = match idle {
-            Some(connection) => connection,
-            None => self.open(self.response_timeout(), None)?,
-        };
-        let body = connection
-            .round_trip(request, wait.saturating_add(self.response_timeout()))
-            .map_err(|fault| self.describe(fault, wait))?;
-        let response = match Response::decode(body) {
+        let connection = self.exchange(request, wait, false)?;
+        let response = match Response::decode(&connection.buffer) {
             Ok(response) => response,
             Err(e) => return Err(self.broken(e)),
         };
@@ -362,12 +593,7 @@ impl TcpStore {
         let usable = response != Response::Failed(Failure::BadRequest);
         let result = match read(response) {
             Some(result) => result,
-            None => {
-                return Err(Error::new(
-                    ErrorKind::Protocol,
-                    format!("{} sent a response of the wrong type", self.location),
-                ));
-            }
+            None => return Err(self.wrong_type()),
         };
         if usable {
             self.keep(connection);
@@ -375,10 +601,17 @@ impl TcpStore {
         result
     }
 
+    fn wrong_type(&self) -> Error {
+        Error::new(
+            ErrorKind::Protocol,
+            format!("{} sent a response of the wrong type", self.name()),
+        )
+    }
+
     fn broken(&self, source: phalanx_wire::Error) -> Error {
         Error::new(
             ErrorKind::Protocol,
-            format!("{} sent a malformed response: {source}", self.location),
+            format!("{} sent a malformed response: {source}", self.name()),
         )
         .caused_by(source)
     }
@@ -392,7 +625,7 @@ impl TcpStore {
                     ErrorKind::PeerLost,
                     format!(
                         "{} closed the connection: the process that hosts it (rank 0 or the launcher) has ended",
-                        self.location
+                        self.name()
                     ),
                 );
                 match source {
@@ -404,11 +637,12 @@ impl TcpStore {
                 ErrorKind::NoAnswer,
                 format!(
                     "{} did not answer within {:.1?}: its process is stopped, or its host out of reach",
-                    self.location,
+                    self.name(),
                     wait.saturating_add(self.response_timeout())
                 ),
             ),
-            Fault::Io(e) => Error::io(format_args!("a request to {}", self.location), e),
+            Fault::Io(e) => Error::io(format_args!("a request to {}", self.name()), e),
+            Fault::Moved => Error::new(ErrorKind::PeerLost, "the store has moved"),
         }
     }
 
@@ -420,7 +654,7 @@ impl TcpStore {
     ) -> Result<T> {
         request.check().map_err(|e| Error::bad_request(key, e))?;
         self.request(request, Duration::ZERO, |response| match response {
-            Response::Failed(failure) => Some(Err(Error::failed(&self.location, key, failure))),
+            Response::Failed(failure) => Some(Err(Error::failed(&self.name(), key, failure))),
             other => read(other).map(Ok),
         })
     }
@@ -430,7 +664,7 @@ impl TcpStore {
         if missing.is_empty() {
             return Ok(());
         }
-        Err(Error::missing(&self.location, keys.len(), timeout, missing))
+        Err(Error::missing(&self.name(), keys.len(), timeout, missing))
     }
 
     /// Waits for up to [`MAX_WAIT_KEYS`] keys; returns the missing ones.
@@ -444,7 +678,7 @@ impl TcpStore {
             Response::Missing(missing) => {
                 Some(Ok(missing.into_iter().map(str::to_owned).collect()))
             }
-            Response::Failed(failure) => Some(Err(Error::failed(&self.location, keys[0], failure))),
+            Response::Failed(failure) => Some(Err(Error::failed(&self.name(), keys[0], failure))),
             _ => None,
         })
     }
@@ -455,7 +689,10 @@ fn is_final(kind: ErrorKind) -> bool {
     match kind {
         ErrorKind::Rejected(reason) => !matches!(
             reason,
-            RejectReason::Full | RejectReason::ShuttingDown | RejectReason::WrongVersion
+            RejectReason::Full
+                | RejectReason::ShuttingDown
+                | RejectReason::NotOpen
+                | RejectReason::WrongVersion
         ),
         ErrorKind::Timeout | ErrorKind::PeerLost | ErrorKind::Io | ErrorKind::WrongProtocol => {
             false
@@ -476,9 +713,27 @@ fn is_out_of_files(error: &Error) -> bool {
     source.is_some_and(crate::auth::is_out_of_files)
 }
 
-/// Whether nothing listens at the address.
-fn is_refused(error: &Error) -> bool {
-    io_kind(error) == Some(IoKind::ConnectionRefused)
+/// Errors after which the server may be found elsewhere.
+fn may_move(error: &Error) -> bool {
+    let is_of_peer = matches!(
+        error.kind(),
+        ErrorKind::PeerLost | ErrorKind::NoAnswer | ErrorKind::Io
+    );
+    let is_of_another = matches!(
+        error.kind(),
+        ErrorKind::Timeout | ErrorKind::Rejected(_) | ErrorKind::WrongProtocol
+    );
+    (is_of_peer || is_of_another || is_mismatch(error.kind())) && !is_out_of_files(error)
+}
+
+/// Whether this is "host:port".
+fn is_address(addr: &str) -> bool {
+    addr.rsplit_once(':')
+        .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok_and(|p| p > 0))
+}
+
+fn name(addr: &str) -> String {
+    format!("the store at {addr}")
 }
 
 /// Whether an attempt timed out.
@@ -503,43 +758,65 @@ enum Fault {
     Closed(Option<std::io::Error>),
     Late,
     Io(std::io::Error),
+    /// The server is at another address now.
+    Moved,
 }
 
 impl Connection {
-    /// Sends the request and returns the body of the response. After an error the
-    /// connection cannot be used: a response may still arrive.
-    fn round_trip(&mut self, request: &Request<'_>, limit: Duration) -> Result<&[u8], Fault> {
+    /// Sends the request and receives the body of the response into the buffer. Asks
+    /// every `slice` whether the server has moved. After an error the connection cannot
+    /// be used: a response may still arrive.
+    fn round_trip(
+        &mut self,
+        request: &Request<'_>,
+        limit: Duration,
+        slice: Duration,
+        has_moved: &mut dyn FnMut() -> bool,
+    ) -> Result<(), Fault> {
         let deadline = Instant::now() + limit.min(MAX_TIMEOUT);
         self.buffer.clear();
         request.encode(&mut self.buffer).map_err(Fault::Encode)?;
-        self.set_timeout(limit.min(MAX_TIMEOUT))?;
+        self.set_timeout(limit.min(slice))?;
+        // Returns an error unless the call may be tried again.
+        let mut again = |connection: &mut Connection, error| {
+            connection.check_error(error, deadline, slice)?;
+            match has_moved() {
+                true => Err(Fault::Moved),
+                false => Ok(()),
+            }
+        };
         let mut sent = 0;
         while sent < self.buffer.len() {
             match self.stream.write(&self.buffer[sent..]) {
                 Ok(0) => return Err(Fault::Closed(None)),
                 Ok(n) => sent += n,
-                Err(e) => self.check_error(e, deadline)?,
+                Err(e) => again(self, e)?,
             }
         }
         let mut length = [0; LENGTH_BYTES];
-        self.fill(&mut length, deadline)?;
+        self.fill(&mut length, deadline, &mut again)?;
         let bytes = response_bytes(length).map_err(Fault::Decode)?;
         // At most MAX_RESPONSE_BYTES, from a peer with the token.
         let mut body = std::mem::take(&mut self.buffer);
         body.clear();
         body.resize(bytes, 0);
-        self.fill(&mut body, deadline)?;
+        self.fill(&mut body, deadline, &mut again)?;
         self.buffer = body;
-        Ok(&self.buffer)
+        Ok(())
     }
 
-    fn fill(&mut self, into: &mut [u8], deadline: Instant) -> Result<(), Fault> {
+    fn fill(
+        &mut self,
+        into: &mut [u8],
+        deadline: Instant,
+        again: &mut dyn FnMut(&mut Self, std::io::Error) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
         let mut have = 0;
         while have < into.len() {
             match self.stream.read(&mut into[have..]) {
                 Ok(0) => return Err(Fault::Closed(None)),
                 Ok(n) => have += n,
-                Err(e) => self.check_error(e, deadline)?,
+                Err(e) => again(self, e)?,
             }
             if have < into.len() && Instant::now() >= deadline {
                 return Err(Fault::Late);
@@ -559,14 +836,19 @@ impl Connection {
     }
 
     /// Returns an error unless the call may be tried again.
-    fn check_error(&mut self, error: std::io::Error, deadline: Instant) -> Result<(), Fault> {
+    fn check_error(
+        &mut self,
+        error: std::io::Error,
+        deadline: Instant,
+        slice: Duration,
+    ) -> Result<(), Fault> {
         match error.kind() {
             IoKind::Interrupted | IoKind::WouldBlock => {
                 let left = deadline.saturating_duration_since(Instant::now());
                 if left.is_zero() {
                     return Err(Fault::Late);
                 }
-                self.set_timeout(left)
+                self.set_timeout(left.min(slice))
             }
             IoKind::ConnectionReset | IoKind::ConnectionAborted | IoKind::BrokenPipe => {
                 Err(Fault::Closed(Some(error)))
@@ -598,12 +880,12 @@ impl Store for TcpStore {
         self.request(&request, timeout, |response| match response {
             Response::Value(value) => Some(Ok(value.to_vec())),
             Response::Missing(_) => Some(Err(Error::missing(
-                &self.location,
+                &self.name(),
                 1,
                 timeout,
                 vec![key.to_owned()],
             ))),
-            Response::Failed(failure) => Some(Err(Error::failed(&self.location, key, failure))),
+            Response::Failed(failure) => Some(Err(Error::failed(&self.name(), key, failure))),
             _ => None,
         })
     }
@@ -683,21 +965,15 @@ impl Store for TcpStore {
         };
         request.check().map_err(|e| Error::bad_request(key, e))?;
         // Its own connection, which is not returned to the pool.
-        let mut connection = self.open(self.response_timeout(), None)?;
-        let body = connection
-            .round_trip(&request, self.response_timeout())
-            .map_err(|fault| self.describe(fault, Duration::ZERO))?;
-        match Response::decode(body) {
+        let connection = self.exchange(&request, Duration::ZERO, true)?;
+        match Response::decode(&connection.buffer) {
             Ok(Response::Done) => Ok(Some(Will {
                 connection,
                 key: key.to_owned(),
                 executed: false,
             })),
-            Ok(Response::Failed(failure)) => Err(Error::failed(&self.location, key, failure)),
-            Ok(_) => Err(Error::new(
-                ErrorKind::Protocol,
-                format!("{} sent a response of the wrong type", self.location),
-            )),
+            Ok(Response::Failed(failure)) => Err(Error::failed(&self.name(), key, failure)),
+            Ok(_) => Err(self.wrong_type()),
             Err(e) => Err(self.broken(e)),
         }
     }

@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::Instant;
 
 use phalanx_wire::handshake::TAG_BYTES;
-use phalanx_wire::store_msg::{LENGTH_BYTES, MAX_REQUEST_BYTES, request_bytes};
+use phalanx_wire::store_msg::{LENGTH_BYTES, MAX_REQUEST_BYTES, Response, request_bytes};
 
 use crate::auth::{HelloState, PendingHandshake};
 
@@ -20,6 +20,8 @@ pub(super) enum State {
     Member,
     /// A member with a wait in progress.
     Waiting(Wait),
+    /// A follower with this identifier.
+    Follower(u64),
     /// To be closed when the queued response has been sent.
     Closing,
 }
@@ -60,6 +62,8 @@ pub(super) struct Conn {
     /// Bytes to send; the first `sent` of them have been.
     pub(super) outbox: Vec<u8>,
     sent: usize,
+    /// The response is not sent before the followers have this change.
+    pub(super) held_until: Option<u64>,
 }
 
 /// Result of reading or writing.
@@ -87,6 +91,7 @@ impl Conn {
             parsed: 0,
             outbox: Vec::new(),
             sent: 0,
+            held_until: None,
         }
     }
 
@@ -148,6 +153,22 @@ impl Conn {
         self.sent < self.outbox.len()
     }
 
+    /// Whether it has output that may be sent.
+    pub(super) fn wants_output(&self) -> bool {
+        self.has_output() && self.held_until.is_none()
+    }
+
+    /// Queues a message to a follower, behind others.
+    pub(super) fn queue(&mut self, message: &Response<'_>) {
+        if self.sent > self.outbox.len() / 2 {
+            self.outbox.drain(..self.sent);
+            self.sent = 0;
+        }
+        let encoded = message.encode(&mut self.outbox);
+        debug_assert!(encoded.is_ok(), "the table has the limits of the codec");
+        self.stalled.get_or_insert_with(Instant::now);
+    }
+
     /// Reads available bytes, up to the limit. Memory grows with the bytes received,
     /// not with announced lengths.
     pub(super) fn pull(&mut self, chunk: &mut [u8]) -> IoState {
@@ -177,8 +198,11 @@ impl Conn {
         }
     }
 
-    /// Sends as much as the socket takes.
+    /// Sends as much as the socket takes, unless the response is held.
     pub(super) fn push(&mut self) -> IoState {
+        if self.held_until.is_some() {
+            return IoState::Open;
+        }
         while self.has_output() {
             match self.stream.write(&self.outbox[self.sent..]) {
                 Ok(0) => return IoState::Gone,

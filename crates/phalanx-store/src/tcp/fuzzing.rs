@@ -5,12 +5,13 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use phalanx_wire::store_msg::{LENGTH_BYTES, Response, response_bytes};
 
 use super::super::conn::{Conn, State};
-use super::{PollFlags, ServerLoop, ServerOptions, Shared};
+use super::{Followers, PollFlags, ServerLoop, ServerOptions, Shared};
 use crate::table::Limits;
 
 /// Small limits, so that they are reached.
@@ -30,7 +31,8 @@ fn server() -> std::io::Result<(TcpListener, ServerLoop)> {
     let (_, woken) = UnixStream::pair()?;
     let ours = (listener.try_clone()?, listener.local_addr()?);
     let token = crate::fuzzing::token();
-    let serving = ServerLoop::new(ours, woken, token, options, Arc::new(Shared::default()));
+    let shared = Arc::new(Shared::default());
+    let serving = ServerLoop::new(ours, woken, token, options, shared, channel().1);
     Ok((listener, serving))
 }
 
@@ -109,6 +111,8 @@ pub(crate) fn session(member: bool, piece: usize, input: &[u8]) {
         assert!(serving.conns.is_empty(), "the connection stayed");
         assert_eq!(serving.waiters.len(), 0, "a wait stayed");
         assert!(serving.unfinished.is_empty());
+        // Later sessions would wait for this one's followers.
+        serving.followers = Followers::default();
     });
 }
 

@@ -6,14 +6,20 @@
 
 mod client;
 mod conn;
+mod follower;
+mod followers;
 mod refused;
 mod room;
 mod server;
 mod socket;
 mod waiters;
 
-pub use client::{TcpStore, Will, host_port};
+pub use client::{ServerState, TcpStore, Will, host_port};
+pub use follower::Follower;
 pub use refused::{RefusalReason, RefusedConnections};
 #[cfg(any(test, fuzzing))]
 pub(crate) use server::fuzzing;
 pub use server::{ServerOptions, TcpServer};
+
+/// The stream in a follower's hello; that of other members is 0.
+const FOLLOWER_STREAM: u16 = 1;

@@ -1,12 +1,13 @@
 //! The store server: a thread around `poll`.
 
 use std::collections::{BTreeSet, HashMap};
+use std::hash::{BuildHasher, RandomState};
 use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,9 @@ use phalanx_wire::handshake::{Hello, Proven, RejectReason, Role, TAG_BYTES};
 use phalanx_wire::store_msg::{Failure, Request, Response};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::FOLLOWER_STREAM;
 use super::conn::{Conn, IoState, State, Wait};
+use super::followers::Followers;
 use super::refused::{RefusalReason, Refusals, RefusedConnections};
 use super::room;
 use super::socket::{listen, tune};
@@ -35,8 +38,8 @@ pub(crate) mod fuzzing;
 /// meanwhile, so polling it would spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// How long clearing the store may take.
-const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a task of the server's owner may take.
+const TASK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Size of the read buffer.
 const SCRATCH_BYTES: usize = 128 << 10;
@@ -91,8 +94,17 @@ struct Shared {
     pending_waits: AtomicUsize,
     buffered_bytes: AtomicU64,
     refusals: Refusals,
-    /// A prefix: all keys without it are to be removed, and then this is to be answered.
-    clear: Mutex<Option<(String, SyncSender<()>)>>,
+}
+
+/// What the server's owner has its thread do.
+type Task = Box<dyn FnOnce(&mut ServerLoop) + Send>;
+
+/// Whom a server serves.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Nobody,
+    Followers,
+    Everybody,
 }
 
 /// A store server. It runs in its own thread until it is dropped, which closes all
@@ -104,6 +116,7 @@ struct Shared {
 pub struct TcpServer {
     addr: SocketAddr,
     shared: Arc<Shared>,
+    tasks: Sender<Task>,
     waker: UnixStream,
     thread: Option<JoinHandle<()>>,
 }
@@ -125,16 +138,18 @@ impl TcpServer {
     /// # Errors
     /// As [`bind`](Self::bind).
     pub fn bind_with(addr: SocketAddr, token: Token, options: ServerOptions) -> Result<TcpServer> {
-        if addr.ip().is_unspecified() {
-            return Err(Error::new(
-                ErrorKind::Usage,
-                format!(
-                    "{addr} means all interfaces of this host: give the address that the other hosts \
-                     know, or ask for all interfaces explicitly (TcpServer::bind_all_interfaces)"
-                ),
-            ));
-        }
-        Self::from_listener_with(listen(addr)?, token, options)
+        Self::from_listener_with(listen_here(addr)?, token, options)
+    }
+
+    /// A server that serves nobody yet: it rejects members with
+    /// [`RejectReason::NotOpen`], and clients try again until their deadline. So a
+    /// refused connection to its address means that its process has ended.
+    ///
+    /// # Errors
+    /// As [`bind`](Self::bind).
+    pub fn bind_closed(addr: SocketAddr, token: Token) -> Result<TcpServer> {
+        let options = ServerOptions::default();
+        Self::start(listen_here(addr)?, token, options, Mode::Nobody)
     }
 
     /// Serves on all IPv4 interfaces of this host, and logs a warning.
@@ -164,6 +179,15 @@ impl TcpServer {
         token: Token,
         options: ServerOptions,
     ) -> Result<TcpServer> {
+        Self::start(listener, token, options, Mode::Everybody)
+    }
+
+    fn start(
+        listener: TcpListener,
+        token: Token,
+        options: ServerOptions,
+        mode: Mode,
+    ) -> Result<TcpServer> {
         let addr = listener
             .local_addr()
             .map_err(|e| Error::io("reading the address of a listening socket", e))?;
@@ -176,7 +200,16 @@ impl TcpServer {
         woken.set_nonblocking(true).map_err(fail)?;
         waker.set_nonblocking(true).map_err(fail)?;
         let shared = Arc::new(Shared::default());
-        let serving = ServerLoop::new((listener, addr), woken, token, options, shared.clone());
+        let (tasks, asked) = channel();
+        let mut serving = ServerLoop::new(
+            (listener, addr),
+            woken,
+            token,
+            options,
+            shared.clone(),
+            asked,
+        );
+        serving.mode = mode;
         let thread = std::thread::Builder::new()
             .name("phalanx-store".to_owned())
             .spawn(move || serving.run())
@@ -184,6 +217,7 @@ impl TcpServer {
         Ok(TcpServer {
             addr,
             shared,
+            tasks,
             waker,
             thread: Some(thread),
         })
@@ -224,17 +258,90 @@ impl TcpServer {
 
     /// Removes all keys that do not start with `keep`. *Blocks* for one turn of the server's thread.
     pub fn clear_all_but(&self, keep: &str) {
+        let keep = keep.to_owned();
+        self.ask(move |server| {
+            let keys = server.table.iter().map(|(key, _)| key);
+            let keys = keys.filter(|key| !key.starts_with(&keep));
+            let keys = keys.map(str::to_owned).collect();
+            server.remove(keys);
+        });
+    }
+
+    /// A closed server takes these keys and values, a follower's copy, and serves
+    /// followers only. *Blocks* for one turn of the server's thread, as all methods
+    /// about followers.
+    pub fn admit_followers(&self, entries: Vec<(String, Vec<u8>)>) {
+        self.ask(|server| server.admit_followers(entries));
+    }
+
+    /// Serves everybody.
+    pub fn open(&self) {
+        self.ask(|server| server.mode = Mode::Everybody);
+    }
+
+    /// A server that serves followers only closes again, and their connections with it.
+    pub fn close(&self) {
+        self.ask(ServerLoop::close_to_followers);
+    }
+
+    /// The followers that are connected and have the whole copy, sorted.
+    pub fn followers(&self) -> Vec<u64> {
+        self.ask(|server| server.followers.complete())
+    }
+
+    /// The followers whose connection has ended, unless they have [left](crate::Follower::leave), until they follow again. All responses wait for them until they follow again or are
+    /// dropped ([`drop_follower`](Self::drop_follower)): a server that is cut off from
+    /// its followers does not go on alone.
+    pub fn broken_followers(&self) -> Vec<u64> {
+        self.ask(|server| server.followers.broken())
+    }
+
+    /// Goes on without a follower: responses do not wait for it any more, its connection
+    /// is closed, and from now on it is refused with
+    /// [`ErrorKind::Dropped`].
+    pub fn drop_follower(&self, id: u64) {
+        self.ask(move |server| {
+            if let Some(conn) = server.followers.remove(id) {
+                server.close(conn);
+            }
+        });
+    }
+
+    /// Goes on without any follower, and takes none any more.
+    pub fn drop_followers(&self) {
+        self.ask(|server| {
+            server.is_alone = true;
+            server.followers.clear();
+            let conns = server.conns.iter();
+            let follow = conns.filter(|(_, conn)| matches!(conn.state, State::Follower(_)));
+            for id in follow.map(|(id, _)| *id).collect::<Vec<_>>() {
+                server.close(id);
+            }
+        });
+    }
+
+    /// Keys with this prefix are not copied to followers, and responses about them wait for none. To be called before the
+    /// first one follows.
+    pub fn leave_out(&self, prefix: &str) {
+        let prefix = prefix.to_owned();
+        self.ask(|server| server.followers.leave_out(prefix));
+    }
+
+    /// Has the server's thread do this, between two turns, and returns the result.
+    fn ask<T: Default + Send + 'static>(
+        &self,
+        what: impl FnOnce(&mut ServerLoop) -> T + Send + 'static,
+    ) -> T {
         let (done, is_done) = sync_channel(1);
-        let asked = Some((keep.to_owned(), done));
-        *self
-            .shared
-            .clear
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = asked;
+        let task = move |server: &mut ServerLoop| {
+            // Whoever asked may have given up.
+            let _ = done.try_send(what(server));
+        };
+        let _ = self.tasks.send(Box::new(task));
         // A full buffer means that the thread wakes up anyway.
         let _ = (&self.waker).write(&[1]);
-        // The thread never blocks on a client; where it has ended, nobody reads the keys.
-        let _ = is_done.recv_timeout(CLEAR_TIMEOUT);
+        // The thread never blocks on a client; where it has ended, nobody is served.
+        is_done.recv_timeout(TASK_TIMEOUT).unwrap_or_default()
     }
 }
 
@@ -249,6 +356,20 @@ impl Drop for TcpServer {
             let _ = thread.join();
         }
     }
+}
+
+/// Listens on one address of this host.
+fn listen_here(addr: SocketAddr) -> Result<TcpListener> {
+    if addr.ip().is_unspecified() {
+        return Err(Error::new(
+            ErrorKind::Usage,
+            format!(
+                "{addr} means all interfaces of this host: give the address that the other hosts \
+                 know, or ask for all interfaces explicitly (TcpServer::bind_all_interfaces)"
+            ),
+        ));
+    }
+    listen(addr)
 }
 
 /// Result of one step of a connection.
@@ -270,8 +391,15 @@ struct ServerLoop {
     token: Token,
     options: ServerOptions,
     shared: Arc<Shared>,
+    tasks: Receiver<Task>,
+    mode: Mode,
+    /// It takes no followers any more.
+    is_alone: bool,
+    /// A number by which clients tell this server from another one at its address.
+    instance: u16,
     log: RefusalLog,
     table: Table,
+    followers: Followers,
     waiters: Waiters,
     conns: HashMap<ConnId, Conn>,
     next_id: ConnId,
@@ -295,6 +423,7 @@ impl ServerLoop {
         token: Token,
         options: ServerOptions,
         shared: Arc<Shared>,
+        tasks: Receiver<Task>,
     ) -> ServerLoop {
         ServerLoop {
             location: format!("store server {addr}"),
@@ -304,8 +433,13 @@ impl ServerLoop {
             token,
             options,
             shared,
+            tasks,
+            mode: Mode::Everybody,
+            is_alone: false,
+            instance: RandomState::new().hash_one(()) as u16,
             log: RefusalLog::new(),
             table: Table::new(options.limits),
+            followers: Followers::default(),
             waiters: Waiters::default(),
             conns: HashMap::new(),
             next_id: 0,
@@ -334,7 +468,9 @@ impl ServerLoop {
             for (id, flags) in ready.drain(..) {
                 self.handle_ready(id, flags);
             }
-            self.clear_if_asked();
+            while let Ok(task) = self.tasks.try_recv() {
+                task(&mut self);
+            }
             self.finish_turn();
             if accept {
                 self.accept();
@@ -343,13 +479,50 @@ impl ServerLoop {
         }
     }
 
-    fn clear_if_asked(&mut self) {
-        let asked = self.shared.clear.lock();
-        let asked = asked.unwrap_or_else(PoisonError::into_inner).take();
-        if let Some((keep, done)) = asked {
-            self.table.retain_prefix(&keep);
-            // Whoever asked may have given up.
-            let _ = done.try_send(());
+    fn admit_followers(&mut self, entries: Vec<(String, Vec<u8>)>) {
+        if self.mode != Mode::Nobody {
+            return;
+        }
+        self.mode = Mode::Followers;
+        self.table.clear();
+        for (key, value) in entries {
+            if let Err(e) = self.table.set(&key, &value) {
+                tracing::error!(location = self.location, "cannot take over {key}: {e:?}");
+            }
+        }
+    }
+
+    fn close_to_followers(&mut self) {
+        if self.mode != Mode::Followers {
+            return;
+        }
+        self.mode = Mode::Nobody;
+        self.followers.clear();
+        let members = self.conns.iter().filter(|(_, conn)| !conn.is_pending());
+        for id in members.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.close(id);
+        }
+    }
+
+    /// Removes keys. Returns how many there were.
+    fn remove(&mut self, keys: Vec<String>) -> u64 {
+        for key in &keys {
+            self.table.delete(key);
+            self.followers.changed(&mut self.conns, &self.table, key);
+        }
+        keys.len() as u64
+    }
+
+    /// Lets go the responses whose changes all followers have.
+    fn release(&mut self) {
+        let Some(acked) = self.followers.take_grown() else {
+            return;
+        };
+        for (id, conn) in &mut self.conns {
+            if conn.held_until.is_some_and(|seq| seq <= acked) {
+                conn.held_until = None;
+                self.answered.push(*id);
+            }
         }
     }
 
@@ -360,7 +533,11 @@ impl ServerLoop {
             self.advance(id);
             self.close_if_ended(id);
         }
-        while let Some(id) = self.answered.pop() {
+        loop {
+            self.release();
+            let Some(id) = self.answered.pop() else {
+                break;
+            };
             self.advance(id);
         }
         self.make_room();
@@ -423,11 +600,11 @@ impl ServerLoop {
                 }
                 State::Waiting(wait) => sooner(wait.deadline),
                 State::Closing => sooner(conn.since + self.options.handshake_timeout),
-                State::Member => {}
+                State::Member | State::Follower(_) => {}
             }
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, conn.wants_input());
-            flags.set(PollFlags::OUT, conn.has_output());
+            flags.set(PollFlags::OUT, conn.wants_output());
             ids.push(*id);
             fds.push(PollFd::new(&conn.stream, flags));
         }
@@ -597,6 +774,9 @@ impl ServerLoop {
             self.close(id);
             return Step::Idle;
         }
+        if let State::Follower(follower) = conn.state {
+            return self.step_follower(id, follower);
+        }
         // One response at a time, so that a member that does not read its responses
         // cannot fill the memory.
         if conn.has_output() {
@@ -625,10 +805,35 @@ impl ServerLoop {
                 Ok(Some(body)) => self.serve(id, &body),
                 Err(e) => self.protocol_error(id, &e),
             },
-            State::Waiting(_) => return Step::Idle,
+            State::Waiting(_) | State::Follower(_) => return Step::Idle,
             State::Closing => {
                 self.close(id);
                 return Step::Idle;
+            }
+        }
+        Step::Continue
+    }
+
+    /// Reads a follower's acknowledgement, or sends it more of its copy.
+    fn step_follower(&mut self, id: ConnId, follower: u64) -> Step {
+        let Some(conn) = self.conns.get_mut(&id) else {
+            return Step::Idle;
+        };
+        let body = match conn.next_request() {
+            Ok(Some(body)) => body,
+            Ok(None) if !conn.has_output() && self.followers.copy(follower, conn, &self.table) => {
+                return Step::Continue;
+            }
+            Ok(None) => return Step::Idle,
+            // No request.
+            Err(_) => Vec::new(),
+        };
+        match Request::decode(&body) {
+            Ok(Request::Ack { seq }) if self.followers.acknowledge(follower, seq) => {}
+            Ok(Request::Leave) => self.followers.leave(follower),
+            other => {
+                tracing::warn!(location = self.location, peer = %conn.peer, "follower {follower} broke the protocol: {other:?}");
+                self.close(id);
             }
         }
         Step::Continue
@@ -651,11 +856,15 @@ impl ServerLoop {
     fn decide(&mut self, id: ConnId, proven: Proven) {
         let members = self.conns.values().filter(|c| !c.is_pending()).count();
         let peer = proven.peer();
-        let mine = Hello::new(Role::StoreServer, self.token.job_id());
+        let mine = Hello::new(Role::StoreServer, self.token.job_id()).stream(self.instance);
         let verdict = if peer.role != Role::StoreClient {
             Err(RejectReason::WrongRole)
         } else if peer.job != mine.job {
             Err(RejectReason::WrongJob)
+        } else if self.mode == Mode::Nobody
+            || (self.mode == Mode::Followers && peer.stream != FOLLOWER_STREAM)
+        {
+            Err(RejectReason::NotOpen)
         } else if members >= self.options.max_clients {
             Err(RejectReason::Full)
         } else {
@@ -670,8 +879,11 @@ impl ServerLoop {
                 conn.state = State::Member;
             }
             Err(reason) => {
-                self.shared.rejected.fetch_add(1, Ordering::Relaxed);
-                tracing::warn!(location = self.location, peer = %conn.peer, "rejected a member: {reason}");
+                // Before it opens, members come again and again.
+                if reason != RejectReason::NotOpen {
+                    self.shared.rejected.fetch_add(1, Ordering::Relaxed);
+                    tracing::warn!(location = self.location, peer = %conn.peer, "rejected a member: {reason}");
+                }
                 conn.outbox.extend_from_slice(&proven.reject(reason));
                 conn.state = State::Closing;
             }
@@ -684,11 +896,18 @@ impl ServerLoop {
             Ok(request) => request,
             Err(e) => return self.protocol_error(id, &e),
         };
+        if let Request::Follow { id: follower } = request {
+            return self.follow(id, follower);
+        } else if self.mode != Mode::Everybody {
+            return self.protocol_error(id, &"a request before the store is open");
+        }
         let mut appeared = None;
+        let about = key_of(&request);
         let result = match request {
             Request::Set { key, value } => {
-                appeared = Some(key);
-                self.table.set(key, value).map(|()| Response::Done)
+                let done = self.table.set(key, value);
+                appeared = done.is_ok().then_some(key);
+                done.map(|()| Response::Done)
             }
             Request::Get { key, timeout_ms } => {
                 return self.wait(id, &[key], timeout_ms, true);
@@ -701,22 +920,30 @@ impl ServerLoop {
                 Ok(value.map_or(Response::NotFound, Response::Value))
             }
             Request::Add { key, delta } => {
-                appeared = Some(key);
-                self.table.add(key, delta).map(Response::Number)
+                let sum = self.table.add(key, delta);
+                appeared = sum.is_ok().then_some(key);
+                sum.map(Response::Number)
             }
             Request::CompareSet {
                 key,
                 expected,
                 desired,
             } => {
-                appeared = Some(key);
                 let stored = self.table.compare_set(key, expected, desired);
+                appeared = (stored == Ok(true)).then_some(key);
                 let now = self.table.get(key);
                 stored.map(|_| now.map_or(Response::NotFound, Response::Value))
             }
-            Request::Delete { key } => Ok(Response::Existed(self.table.delete(key))),
+            Request::Delete { key } => {
+                let existed = self.table.delete(key);
+                if existed {
+                    self.followers.changed(&mut self.conns, &self.table, key);
+                }
+                Ok(Response::Existed(existed))
+            }
             Request::DeletePrefix { prefix } => {
-                Ok(Response::Removed(self.table.delete_prefix(prefix)))
+                let keys = self.table.with_prefix(prefix);
+                Ok(Response::Removed(self.remove(keys)))
             }
             Request::Will { key, value } => {
                 if let Some(conn) = self.conns.get_mut(&id) {
@@ -724,14 +951,29 @@ impl ServerLoop {
                 }
                 Ok(Response::Done)
             }
-            _ => Err(Failure::BadRequest),
+            _ => return self.protocol_error(id, &"only a follower sends this request"),
         };
+        if let Some(key) = appeared {
+            self.followers.changed(&mut self.conns, &self.table, key);
+        }
         let response = result.unwrap_or_else(Response::Failed);
-        answer(&mut self.conns, &self.location, id, &response);
-        if let Some(key) = appeared
-            && self.table.contains(key)
-        {
+        let hold = self.followers.hold(about);
+        answer(&mut self.conns, &self.location, hold, id, &response);
+        if let Some(key) = appeared {
             self.key_appeared(key);
+        }
+    }
+
+    /// Makes a member a follower.
+    fn follow(&mut self, id: ConnId, follower: u64) {
+        if self.is_alone || self.followers.is_dropped(follower) {
+            return self.fail(id, Failure::Dropped);
+        }
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.state = State::Follower(follower);
+        }
+        if let Some(previous) = self.followers.add(follower, id) {
+            self.close(previous);
         }
     }
 
@@ -741,16 +983,14 @@ impl ServerLoop {
         while self.waited_bytes + key_bytes > self.options.max_buffered_bytes / 2 {
             // The wait with the most bytes fails: this one, or another.
             let Some((other, bytes)) = room::longest_wait(&self.conns, key_bytes) else {
-                let response = Response::Failed(Failure::StoreFull);
-                return answer(&mut self.conns, &self.location, id, &response);
+                return self.answer_failed(id, Failure::StoreFull);
             };
             self.waited_bytes = self.waited_bytes.saturating_sub(bytes);
             self.remove_wait(other);
             if let Some(conn) = self.conns.get_mut(&other) {
                 conn.state = State::Member;
             }
-            let response = Response::Failed(Failure::StoreFull);
-            answer(&mut self.conns, &self.location, other, &response);
+            self.answer_failed(other, Failure::StoreFull);
             self.answered.push(other);
         }
         self.waited_bytes += key_bytes;
@@ -792,6 +1032,7 @@ impl ServerLoop {
         let mut out = std::mem::take(&mut conn.outbox);
         let encoded = response.encode(&mut out);
         conn.outbox = out;
+        conn.held_until = self.followers.hold(wait.keys.iter().map(String::as_str));
         conn.state = State::Member;
         if let Err(e) = encoded {
             self.protocol_error(id, &e);
@@ -852,7 +1093,8 @@ impl ServerLoop {
         };
         let missing = self.table.missing(wait.keys.iter().map(String::as_str));
         let response = Response::Missing(missing);
-        answer(&mut self.conns, &self.location, id, &response);
+        let hold = self.followers.hold(wait.keys.iter().map(String::as_str));
+        answer(&mut self.conns, &self.location, hold, id, &response);
     }
 
     /// Removes a connection's wait from the table of waiters.
@@ -877,36 +1119,72 @@ impl ServerLoop {
                 _ => RefusalReason::Unfinished,
             });
             self.shared.refusals.note(conn.peer.ip(), reason);
-            self.log.warn(conn.peer.ip(), &self.location, why);
+            // A closed one is only looked at.
+            if self.mode != Mode::Nobody {
+                self.log.warn(conn.peer.ip(), &self.location, why);
+            }
         }
         self.close(id);
     }
 
     /// Closes the connection of a member that broke the protocol.
     fn protocol_error(&mut self, id: ConnId, why: &dyn std::fmt::Display) {
-        let Some(conn) = self.conns.get_mut(&id) else {
+        let Some(conn) = self.conns.get(&id) else {
             return;
         };
         tracing::warn!(location = self.location, peer = %conn.peer, "a member broke the protocol: {why}");
-        conn.state = State::Closing;
-        conn.since = Instant::now();
-        let response = Response::Failed(Failure::BadRequest);
-        answer(&mut self.conns, &self.location, id, &response);
+        self.fail(id, Failure::BadRequest);
+    }
+
+    /// Closes a connection after this response.
+    fn fail(&mut self, id: ConnId, failure: Failure) {
+        if let Some(conn) = self.conns.get_mut(&id) {
+            conn.state = State::Closing;
+            conn.since = Instant::now();
+        }
+        // It says nothing about the keys, so it is not held.
+        let response = Response::Failed(failure);
+        answer(&mut self.conns, &self.location, None, id, &response);
+    }
+
+    fn answer_failed(&mut self, id: ConnId, failure: Failure) {
+        let hold = self.followers.hold([""]);
+        let response = Response::Failed(failure);
+        answer(&mut self.conns, &self.location, hold, id, &response);
     }
 
     fn close(&mut self, id: ConnId) {
         self.remove_wait(id);
         let closed = self.conns.remove(&id);
+        self.followers.ended(id);
         debug_assert!(!self.conns.is_empty() || self.waiters.len() == 0);
         if let Some((key, value)) = closed.and_then(|conn| conn.will) {
             // Without room in the store, the will is lost.
-            if let Err(e) = self.table.compare_set(&key, None, &value) {
-                tracing::warn!(location = self.location, "cannot execute a will: {e:?}");
-            }
-            if self.table.contains(&key) {
-                self.key_appeared(&key);
+            match self.table.compare_set(&key, None, &value) {
+                Ok(true) => {
+                    self.followers.changed(&mut self.conns, &self.table, &key);
+                    self.key_appeared(&key);
+                }
+                Ok(false) => {}
+                Err(e) => {
+                    tracing::warn!(location = self.location, "cannot execute a will: {e:?}");
+                }
             }
         }
+    }
+}
+
+/// The key, or prefix, that a request which is answered at once is about.
+fn key_of<'a>(request: &Request<'a>) -> Option<&'a str> {
+    match request {
+        Request::Set { key, .. }
+        | Request::TryGet { key }
+        | Request::Add { key, .. }
+        | Request::CompareSet { key, .. }
+        | Request::Delete { key }
+        | Request::Will { key, .. }
+        | Request::DeletePrefix { prefix: key } => Some(key),
+        _ => None,
     }
 }
 
@@ -921,11 +1199,20 @@ fn pending_conns(conns: &HashMap<ConnId, Conn>) -> impl Iterator<Item = Pending<
     })
 }
 
-/// Queues a response. Not a method, because the response may borrow from the table.
-fn answer(conns: &mut HashMap<ConnId, Conn>, location: &str, id: ConnId, response: &Response<'_>) {
-    if let Some(conn) = conns.get_mut(&id)
-        && let Err(e) = response.encode(&mut conn.outbox)
-    {
+/// Queues a response, to be held until the followers have the change `hold`. Not a
+/// method, because the response may borrow from the table.
+fn answer(
+    conns: &mut HashMap<ConnId, Conn>,
+    location: &str,
+    hold: Option<u64>,
+    id: ConnId,
+    response: &Response<'_>,
+) {
+    let Some(conn) = conns.get_mut(&id) else {
+        return;
+    };
+    conn.held_until = hold;
+    if let Err(e) = response.encode(&mut conn.outbox) {
         // The table has the same limits as the codec, so this is a bug. Close the
         // connection, so that the member does not hang.
         tracing::error!(location, "cannot encode a response: {e}");

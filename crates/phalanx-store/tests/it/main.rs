@@ -5,4 +5,5 @@ mod auth;
 mod common;
 mod conformance;
 mod file;
+mod followers;
 mod tcp;

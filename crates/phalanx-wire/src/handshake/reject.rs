@@ -31,11 +31,13 @@ pub enum RejectReason {
     Full = 10,
     /// The acceptor is shutting down.
     ShuttingDown = 11,
+    /// The store does not serve this member yet; a later attempt may succeed.
+    NotOpen = 12,
 }
 
 impl RejectReason {
     /// All reasons, in the order of their codes.
-    pub const ALL: [RejectReason; 11] = [
+    pub const ALL: [RejectReason; 12] = [
         RejectReason::WrongVersion,
         RejectReason::WrongJob,
         RejectReason::WrongGeneration,
@@ -47,6 +49,7 @@ impl RejectReason {
         RejectReason::WrongStream,
         RejectReason::Full,
         RejectReason::ShuttingDown,
+        RejectReason::NotOpen,
     ];
 
     /// The code that is sent.
@@ -88,6 +91,7 @@ impl fmt::Display for RejectReason {
             RejectReason::WrongStream => "no such stream",
             RejectReason::Full => "too many connections",
             RejectReason::ShuttingDown => "the other side is shutting down",
+            RejectReason::NotOpen => "the store is not open yet",
         })
     }
 }

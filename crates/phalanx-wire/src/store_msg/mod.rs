@@ -3,7 +3,8 @@
 //! A message is the length of its body as a little-endian `u32`, then the body: one
 //! code byte and fields. A key is a `u16` length and UTF-8 bytes, a value a `u32`
 //! length and bytes. A connection carries one request at a time; the next one
-//! follows the response.
+//! follows the response. After [`Request::Follow`] the server sends the changes of the
+//! store, and the client acknowledges them.
 //!
 //! The limits below apply in both directions and to every kind of store.
 
@@ -34,9 +35,12 @@ pub const MAX_REQUEST_BYTES: usize = max(
     2 * MAX_VALUE_BYTES + MAX_KEY_BYTES,
     MAX_WAIT_KEYS * (MAX_KEY_BYTES + 2),
 ) + 64;
-/// Maximum length of a response body: one value, or the names of all keys of a wait.
-pub const MAX_RESPONSE_BYTES: usize =
-    max(MAX_VALUE_BYTES, MAX_WAIT_KEYS * (MAX_KEY_BYTES + 2)) + 64;
+/// Maximum length of a response body: a key and its value, or the names of all keys of
+/// a wait.
+pub const MAX_RESPONSE_BYTES: usize = max(
+    MAX_VALUE_BYTES + MAX_KEY_BYTES,
+    MAX_WAIT_KEYS * (MAX_KEY_BYTES + 2),
+) + 64;
 
 /// Length of the length field in front of a body.
 pub const LENGTH_BYTES: usize = 4;
@@ -205,6 +209,20 @@ fn put_keys(out: &mut Vec<u8>, keys: &[&str]) {
     out.extend_from_slice(&(keys.len() as u16).to_le_bytes());
     for key in keys {
         put_key(out, key);
+    }
+}
+
+fn put_optional(out: &mut Vec<u8>, value: Option<&[u8]>) {
+    out.push(u8::from(value.is_some()));
+    if let Some(value) = value {
+        put_value(out, value);
+    }
+}
+
+fn take_optional<'a>(r: &mut Reader<'a>) -> Result<Option<&'a [u8]>> {
+    match take_flag(r)? {
+        true => take_value(r).map(Some),
+        false => Ok(None),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::{
     check_key, check_prefix, check_value, check_wait, check_will, message, put_key, put_keys,
-    put_value, take_flag, take_key, take_keys, take_prefix, take_value,
+    put_optional, put_value, take_key, take_keys, take_optional, take_prefix, take_value,
 };
 use crate::bytes::Reader;
 use crate::{Error, ErrorKind, Result};
@@ -72,6 +72,21 @@ pub enum Request<'a> {
         /// `None` removes the will.
         value: Option<&'a [u8]>,
     },
+    /// Follow the store: be sent all its keys, then [`Response::Copied`], then every
+    /// change.
+    ///
+    /// [`Response::Copied`]: super::Response::Copied
+    Follow {
+        /// Identifier of the follower; a new connection replaces the previous one.
+        id: u64,
+    },
+    /// A follower has applied all changes up to this one. There is no response.
+    Ack {
+        /// Number of the change.
+        seq: u64,
+    },
+    /// A follower ends its connection to go on without the server. There is no response.
+    Leave,
 }
 
 const SET: u8 = 1;
@@ -83,6 +98,9 @@ const COMPARE_SET: u8 = 6;
 const DELETE: u8 = 7;
 const DELETE_PREFIX: u8 = 8;
 const WILL: u8 = 9;
+const FOLLOW: u8 = 10;
+const ACK: u8 = 11;
+const LEAVE: u8 = 12;
 
 impl<'a> Request<'a> {
     /// Checks the limits.
@@ -118,6 +136,7 @@ impl<'a> Request<'a> {
                 check_key(key)?;
                 value.map_or(Ok(()), check_will)
             }
+            Request::Follow { .. } | Request::Ack { .. } | Request::Leave => Ok(()),
         }
     }
 
@@ -159,10 +178,7 @@ impl<'a> Request<'a> {
             } => {
                 out.push(COMPARE_SET);
                 put_key(out, key);
-                out.push(u8::from(expected.is_some()));
-                if let Some(expected) = expected {
-                    put_value(out, expected);
-                }
+                put_optional(out, *expected);
                 put_value(out, desired);
             }
             Request::Delete { key } => {
@@ -176,11 +192,17 @@ impl<'a> Request<'a> {
             Request::Will { key, value } => {
                 out.push(WILL);
                 put_key(out, key);
-                out.push(u8::from(value.is_some()));
-                if let Some(value) = value {
-                    put_value(out, value);
-                }
+                put_optional(out, *value);
             }
+            Request::Follow { id } => {
+                out.push(FOLLOW);
+                out.extend_from_slice(&id.to_le_bytes());
+            }
+            Request::Ack { seq } => {
+                out.push(ACK);
+                out.extend_from_slice(&seq.to_le_bytes());
+            }
+            Request::Leave => out.push(LEAVE),
         });
         Ok(())
     }
@@ -216,11 +238,7 @@ impl<'a> Request<'a> {
             },
             COMPARE_SET => {
                 let key = take_key(&mut r)?;
-                let expected = if take_flag(&mut r)? {
-                    Some(take_value(&mut r)?)
-                } else {
-                    None
-                };
+                let expected = take_optional(&mut r)?;
                 Request::CompareSet {
                     key,
                     expected,
@@ -235,14 +253,13 @@ impl<'a> Request<'a> {
             },
             WILL => {
                 let key = take_key(&mut r)?;
-                let value = if take_flag(&mut r)? {
-                    Some(take_value(&mut r)?)
-                } else {
-                    None
-                };
+                let value = take_optional(&mut r)?;
                 value.map_or(Ok(()), check_will)?;
                 Request::Will { key, value }
             }
+            FOLLOW => Request::Follow { id: r.u64()? },
+            ACK => Request::Ack { seq: r.u64()? },
+            LEAVE => Request::Leave,
             other => return Err(Error::with(ErrorKind::UnknownCode, u64::from(other), 0)),
         };
         r.end()?;

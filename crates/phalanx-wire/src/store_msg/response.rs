@@ -1,6 +1,9 @@
 //! Responses of a store.
 
-use super::{check_value, message, put_keys, put_value, take_flag, take_keys, take_value};
+use super::{
+    check_key, check_value, check_wait, message, put_key, put_keys, put_optional, put_value,
+    take_flag, take_key, take_keys, take_optional, take_value,
+};
 use crate::bytes::Reader;
 use crate::{Error, ErrorKind, Result};
 
@@ -24,6 +27,20 @@ pub enum Response<'a> {
     Missing(Vec<&'a str>),
     /// The request failed.
     Failed(Failure),
+    /// For a follower: the key has this value now, or does not exist.
+    Change {
+        /// Number of the newest change.
+        seq: u64,
+        /// The key.
+        key: &'a str,
+        /// The value; `None` if the key was removed.
+        value: Option<&'a [u8]>,
+    },
+    /// For a follower: the copy is complete.
+    Copied {
+        /// Number of the newest change.
+        seq: u64,
+    },
 }
 
 /// Why a store could not do a well-formed request.
@@ -41,16 +58,19 @@ pub enum Failure {
     AddOverflow = 4,
     /// The request is malformed; the server closes the connection.
     BadRequest = 5,
+    /// The server goes on without this follower; it closes the connection.
+    Dropped = 6,
 }
 
 impl Failure {
     /// All failures, in the order of their codes.
-    pub const ALL: [Failure; 5] = [
+    pub const ALL: [Failure; 6] = [
         Failure::TooManyKeys,
         Failure::StoreFull,
         Failure::NotANumber,
         Failure::AddOverflow,
         Failure::BadRequest,
+        Failure::Dropped,
     ];
 }
 
@@ -62,6 +82,8 @@ const EXISTED: u8 = 0x85;
 const REMOVED: u8 = 0x86;
 const MISSING: u8 = 0x87;
 const FAILED: u8 = 0x88;
+const CHANGE: u8 = 0x89;
+const COPIED: u8 = 0x8a;
 
 impl<'a> Response<'a> {
     /// Appends length and body to `out`.
@@ -73,8 +95,12 @@ impl<'a> Response<'a> {
         match self {
             Response::Value(value) => check_value(value)?,
             Response::Missing(keys) => {
-                super::check_wait(keys.len())?;
-                keys.iter().try_for_each(|key| super::check_key(key))?;
+                check_wait(keys.len())?;
+                keys.iter().try_for_each(|key| check_key(key))?;
+            }
+            Response::Change { key, value, .. } => {
+                check_key(key)?;
+                value.map_or(Ok(()), check_value)?;
             }
             _ => {}
         }
@@ -99,6 +125,16 @@ impl<'a> Response<'a> {
                 put_keys(out, keys);
             }
             Response::Failed(failure) => out.extend_from_slice(&[FAILED, *failure as u8]),
+            Response::Change { seq, key, value } => {
+                out.push(CHANGE);
+                out.extend_from_slice(&seq.to_le_bytes());
+                put_key(out, key);
+                put_optional(out, *value);
+            }
+            Response::Copied { seq } => {
+                out.push(COPIED);
+                out.extend_from_slice(&seq.to_le_bytes());
+            }
         });
         Ok(())
     }
@@ -129,6 +165,12 @@ impl<'a> Response<'a> {
                     0,
                 ))?)
             }
+            CHANGE => Response::Change {
+                seq: r.u64()?,
+                key: take_key(&mut r)?,
+                value: take_optional(&mut r)?,
+            },
+            COPIED => Response::Copied { seq: r.u64()? },
             other => return Err(Error::with(ErrorKind::UnknownCode, u64::from(other), 0)),
         };
         r.end()?;

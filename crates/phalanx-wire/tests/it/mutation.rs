@@ -148,7 +148,7 @@ fn garbled_requests() {
         let key = ["k", "rank/0", "a/long/key/é"][dice.below(3)];
         let value = [&b""[..], b"1", b"some value"][dice.below(3)];
         let timeout_ms = dice.roll() as u32;
-        let request = match dice.below(9) {
+        let request = match dice.below(11) {
             0 => Request::Set { key, value },
             1 => Request::Get { key, timeout_ms },
             2 => Request::TryGet { key },
@@ -170,6 +170,9 @@ fn garbled_requests() {
                 key,
                 value: (value.len() <= MAX_WILL_BYTES && dice.below(2) == 0).then_some(value),
             },
+            8 => Request::Follow { id: dice.roll() },
+            9 => Request::Ack { seq: dice.roll() },
+            10 => Request::Leave,
             _ => Request::DeletePrefix { prefix: key },
         };
         let mut message = Vec::new();
@@ -195,7 +198,7 @@ fn garbled_responses() {
     let mut dice = Dice(0xdead_10cc_dead_10cc);
     let mut accepted = 0;
     for _ in 0..100_000 {
-        let response = match dice.below(8) {
+        let response = match dice.below(10) {
             0 => Response::Done,
             1 => Response::Value(b"some value"),
             2 => Response::NotFound,
@@ -203,6 +206,12 @@ fn garbled_responses() {
             4 => Response::Existed(dice.below(2) == 0),
             5 => Response::Removed(dice.roll()),
             6 => Response::Missing(vec!["rank/3"; 1 + dice.below(9)]),
+            7 => Response::Copied { seq: dice.roll() },
+            8 => Response::Change {
+                seq: dice.roll(),
+                key: "k",
+                value: (dice.below(2) == 0).then_some(&b"1"[..]),
+            },
             _ => Response::Failed(Failure::ALL[dice.below(Failure::ALL.len())]),
         };
         let mut message = Vec::new();

@@ -77,6 +77,9 @@ fn samples<'a>(key: &'a str, value: &'a [u8]) -> Vec<Request<'a>> {
         Request::Delete { key },
         Request::DeletePrefix { prefix: key },
         Request::DeletePrefix { prefix: "" },
+        Request::Follow { id: u64::MAX },
+        Request::Ack { seq: 1 << 40 },
+        Request::Leave,
     ]
 }
 
@@ -120,6 +123,17 @@ fn responses_round_trip() {
         Response::Removed(u64::MAX),
         Response::Missing(vec!["a"]),
         Response::Missing(vec![&key; MAX_WAIT_KEYS]),
+        Response::Change {
+            seq: u64::MAX,
+            key: &key,
+            value: Some(&value),
+        },
+        Response::Change {
+            seq: 0,
+            key: "k",
+            value: None,
+        },
+        Response::Copied { seq: 7 },
     ];
     all.extend(Failure::ALL.map(Response::Failed));
     for response in &all {
@@ -170,6 +184,11 @@ fn refused_before_it_is_sent() {
     assert!(Response::Value(value).encode(&mut out).is_err());
     assert!(Response::Missing(vec![]).encode(&mut out).is_err());
     assert!(Response::Missing(vec![""]).encode(&mut out).is_err());
+    for (key, value) in [("", None), (&long_key, None), ("k", Some(&value[..]))] {
+        let seq = 1;
+        let change = Response::Change { seq, key, value };
+        assert!(change.encode(&mut out).is_err());
+    }
     assert!(out.is_empty());
 }
 
@@ -208,14 +227,14 @@ fn empty_message() {
 
 #[test]
 fn unknown_request_and_response() {
-    for code in [0, 10, 0x81, 0xff] {
+    for code in [0, 13, 0x81, 0xff] {
         assert_eq!(malformed(&[code]), ErrorKind::UnknownCode);
     }
-    for code in [0, 1, 0x80, 0x89, 0xff] {
+    for code in [0, 1, 0x80, 0x8b, 0xff] {
         let error = Response::decode(&[code]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::UnknownCode);
     }
-    for failure in [0, 6, 255] {
+    for failure in [0, 7, 255] {
         let error = Response::decode(&[0x88, failure]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::UnknownCode);
     }
@@ -286,6 +305,50 @@ fn bad_flag() {
     assert_eq!(malformed(&[6, 1, 0, b'k', 2]), ErrorKind::BadFlag);
     let error = Response::decode(&[0x85, 7]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::BadFlag);
+}
+
+/// The bytes of the messages between a server and its followers, and their limits.
+#[test]
+fn messages_of_followers() {
+    assert_eq!(
+        body(&Request::Follow { id: 0x0102 }),
+        [10, 2, 1, 0, 0, 0, 0, 0, 0]
+    );
+    assert_eq!(body(&Request::Ack { seq: 3 }), [11, 3, 0, 0, 0, 0, 0, 0, 0]);
+    assert_eq!(body(&Request::Leave), [12]);
+    let seq = 4;
+    let mut out = Vec::new();
+    for value in [Some(&b"v"[..]), None] {
+        let change = Response::Change {
+            seq,
+            key: "k",
+            value,
+        };
+        change.encode(&mut out).unwrap();
+    }
+    Response::Copied { seq }.encode(&mut out).unwrap();
+    let change = [0x89, 4, 0, 0, 0, 0, 0, 0, 0, 1, 0, b'k'];
+    let golden = [
+        &[18, 0, 0, 0][..],
+        &change,
+        &[1, 1, 0, 0, 0, b'v', 13, 0, 0, 0],
+        &change,
+        &[0, 9, 0, 0, 0, 0x8a, 4, 0, 0, 0, 0, 0, 0, 0],
+    ]
+    .concat();
+    assert_eq!(out, golden);
+    let broken = |at: usize, with: u8| {
+        let mut change = [&change[..], &[1, 1, 0, 0, 0, b'v']].concat();
+        change[at] = with;
+        Response::decode(&change).unwrap_err().kind()
+    };
+    assert_eq!(broken(9, 0), ErrorKind::KeyEmpty);
+    assert_eq!(broken(10, 0xff), ErrorKind::KeyTooLong);
+    assert_eq!(broken(11, 0xff), ErrorKind::KeyNotUtf8);
+    assert_eq!(broken(12, 2), ErrorKind::BadFlag);
+    assert_eq!(broken(13, 2), ErrorKind::Truncated);
+    assert_eq!(broken(16, 1), ErrorKind::ValueTooLong);
+    assert_eq!(broken(12, 0), ErrorKind::TrailingBytes);
 }
 
 #[test]
