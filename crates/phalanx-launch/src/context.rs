@@ -33,8 +33,7 @@ pub struct RankContext {
     /// Prefix for each line of results, where several ranks share one standard output without a
     /// launcher that adds it.
     pub prefix: Option<String>,
-    /// When the command was started.
-    pub started: Instant,
+    started: Mutex<Instant>,
 }
 
 /// How a training goes on when ranks are lost or join (`--elastic`).
@@ -75,7 +74,7 @@ impl RankContext {
             phase_limit: Duration::from_secs(600),
             threads,
             prefix: None,
-            started: Instant::now(),
+            started: Mutex::new(Instant::now()),
         }
     }
 
@@ -105,6 +104,18 @@ impl RankContext {
     /// Number of ranks; 1 for a newcomer that has not joined yet.
     pub fn world(&self) -> usize {
         self.membership().group.world_size()
+    }
+
+    /// When the command was started.
+    pub fn started(&self) -> Instant {
+        *crate::lock(&self.started)
+    }
+
+    /// The command was started so long ago: of a rank that joins others, theirs.
+    pub fn runs_since(&self, elapsed: Duration) {
+        if let Some(started) = Instant::now().checked_sub(elapsed) {
+            *crate::lock(&self.started) = started;
+        }
     }
 
     /// Whether this rank reports and saves.

@@ -414,7 +414,7 @@ fn as_launched_rank(
     drop(until_met);
     ctx.phase_limit = Duration::from_secs_f64(args.phase_timeout);
     ctx.local_rank = place.local_rank;
-    ctx.started = started;
+    ctx.runs_since(started.elapsed());
     let outcome = rank(&ctx);
     finish(ctx, outcome)
 }
@@ -444,7 +444,7 @@ fn as_threads(
                 let mut ctx = RankContext::new(group, threads);
                 ctx.phase_limit = Duration::from_secs_f64(args.phase_timeout);
                 ctx.prefix = (world > 1 && printing == PrintingRanks::All).then_some(prefix);
-                ctx.started = started;
+                ctx.runs_since(started.elapsed());
                 let rank = &rank;
                 scope.spawn(move || {
                     let outcome = rank(&ctx);

@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::advice::Spent;
 
 /// Sums over the steps of a run, on this rank.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Timing {
     /// In steps, validation left out.
     pub trained: Duration,

@@ -214,7 +214,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     for i in 0..args.warmup + args.steps {
         let began = Instant::now();
         if i == 0 {
-            first_began = ctx.started.elapsed();
+            first_began = ctx.started().elapsed();
         }
         let Some(batch) = batches.next() else { break };
         trainer.step(&batch, |net, batch| {
@@ -224,7 +224,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
                 .of(scores, batch.labels(), batch.samples() as f32)?)
         })?;
         if i == 0 {
-            first_step = ctx.started.elapsed();
+            first_step = ctx.started().elapsed();
         }
         if i >= args.warmup {
             times_ms.push(began.elapsed().as_secs_f64() * 1e3);

@@ -456,7 +456,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1178),
     ("phalanx-store", 4180),
     ("phalanx-track", 3360),
-    ("phalanx-train", 9243),
+    ("phalanx-train", 9251),
     ("phalanx-wire", 1770),
     ("recipes", 3064),
 ];

@@ -89,7 +89,7 @@ impl RunLog {
         let first = start["resumed_at"].as_u64().unwrap_or(0);
         // Before anything reads the file: what is logged again from `first` on is left out then.
         if let Some(files) = &mut files {
-            files.event(&event("start", ctx.started, None, start));
+            files.event(&event("start", ctx.started(), None, start));
         }
         let counters = Arc::new(Counters::default());
         let (queue, messages) = sync_channel(QUEUE);
@@ -112,7 +112,7 @@ impl RunLog {
         }
         let dropped = Arc::new(AtomicU64::new(0));
         if ctx.is_main() && spawned.is_ok() {
-            let (queue, dropped, started) = (queue.clone(), Arc::clone(&dropped), ctx.started);
+            let (queue, dropped, started) = (queue.clone(), Arc::clone(&dropped), ctx.started());
             set_notice_listener(Some(Arc::new(move |text| {
                 let event = event("notice", started, None, json!({ "text": text }));
                 if queue.try_send(Message::Event(event)).is_err() {
@@ -130,7 +130,7 @@ impl RunLog {
             counters,
             tensorboard,
             is_main: ctx.is_main(),
-            started: ctx.started,
+            started: ctx.started(),
             has_graph: false,
             error: None,
         }

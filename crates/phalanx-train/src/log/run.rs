@@ -154,7 +154,7 @@ pub(crate) fn document(
         "branches": attempt.branches(&info.settings, resumed_at),
         "program": info.program,
         "phalanx": env!("CARGO_PKG_VERSION"),
-        "started": now() - ctx.started.elapsed().as_secs_f64(),
+        "started": now() - ctx.started().elapsed().as_secs_f64(),
         "command": super::source::command(),
         "arguments": arguments,
         "git": super::source::git(Path::new(".")),

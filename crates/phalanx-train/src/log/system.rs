@@ -75,7 +75,7 @@ impl System {
             host: host_name(),
             interval: interval
                 .unwrap_or_else(|| INTERVAL.max(INTERVAL_OF_A_RANK * ctx.world() as u32)),
-            started: ctx.started,
+            started: ctx.started(),
             used: processor_time().map(|used| (Instant::now(), used)),
             seen: vec![(Vec::new(), 0); ctx.world()],
         }

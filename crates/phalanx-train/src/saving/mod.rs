@@ -191,7 +191,7 @@ impl<'a> Saving<'a> {
         self.steps += 1;
         let mut save = false;
         if let Some(background) = &mut self.background {
-            let warns = self.ctx.started.elapsed() > TRIAL;
+            let warns = self.ctx.started().elapsed() > TRIAL;
             match self.due.after(step, background.is_busy(), warns) {
                 What::Nothing => {}
                 What::Save => save = true,

@@ -50,6 +50,7 @@ use crate::say;
 use crate::split::BatchSplit;
 use crate::stop;
 use crate::strategy::{Gradients, Strategy};
+use crate::timing::Timing;
 
 /// How often rank 0 asks who is to join or to leave.
 const ASK_EVERY: Duration = Duration::from_millis(100);
@@ -160,6 +161,9 @@ struct Handover {
     saved_steps: u64,
     /// The training's folder.
     folder: PathBuf,
+    /// Since the command was started.
+    elapsed: Duration,
+    timing: Timing,
 }
 
 /// What all ranks know before they act.
@@ -357,6 +361,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             weights: results.weights.clone(),
             saved_steps: self.saving.steps(),
             folder: self.reports.output.dir().to_owned(),
+            elapsed: self.ctx.started().elapsed(),
+            timing: results.timing.clone(),
         }
     }
 
@@ -398,6 +404,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         (results.initial, results.weights) = (handover.initial, handover.weights);
         self.saving.set_steps(handover.saved_steps);
         self.reports.output.set_dir(handover.folder);
+        // Should this rank write the run's files, its times go on from there.
+        self.ctx.runs_since(handover.elapsed);
+        results.timing = handover.timing;
         self.history = history;
         Ok(())
     }
@@ -743,7 +752,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let redone = Instant::now();
         let ms =
             |from: Instant, to: Instant| to.saturating_duration_since(from).as_secs_f64() * 1e3;
-        let at = |time: Instant| time.saturating_duration_since(ctx.started).as_secs_f64();
+        let at = |time: Instant| time.saturating_duration_since(ctx.started()).as_secs_f64();
         let world = change.after;
         let text = format!(
             "elastic  {}: {} instead of {}; agreed after {:.0} ms, state after {:.0} ms, step taken after {:.0} ms",

@@ -152,7 +152,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             "images_per_s": timing.images_per_s(),
             "train_s": timing.trained.as_secs_f64(),
             "test_s": timing.tested.as_secs_f64(),
-            "total_s": ctx.started.elapsed().as_secs_f64(),
+            "total_s": ctx.started().elapsed().as_secs_f64(),
             "data_wait_s": timing.waited.as_secs_f64(),
             "saving_s": timing.saved.as_secs_f64(),
             "sent_bytes": timing.sent_bytes,
@@ -192,7 +192,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let [exposed, equal] = self.strategy.ends(ctx, &results.timing);
         ctx.note(&format!(
             "done in {:.1} s: {}{} {}/s{exposed}",
-            ctx.started.elapsed().as_secs_f64(),
+            ctx.started().elapsed().as_secs_f64(),
             self.result(),
             thousands(results.timing.images_per_s() as usize),
             self.unit,

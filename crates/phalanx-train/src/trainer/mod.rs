@@ -305,7 +305,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             // Elsewhere it is of no epoch of this run: it was resumed after its last one, or only evaluates.
             if let (Some(_), BatchPosition::At(_)) = (&self.running, self.position.get()) {
                 let (step, epoch) = self.now();
-                let elapsed = ctx.started.elapsed().as_secs_f64();
+                let elapsed = ctx.started().elapsed().as_secs_f64();
                 let record = json!({ "step": step, "epoch": epoch, "elapsed_s": elapsed });
                 let record = with_results(record, &evaluation);
                 self.keep_record(&record);
@@ -329,7 +329,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             .on_evaluation(ctx, epoch, &evaluation)?;
         let record = json!({
             "step": epoch * self.steps, "epoch": epoch, "train_loss": train_loss, "weights_sha256": results.weights,
-            "train_s": results.timing.trained.as_secs_f64(), "elapsed_s": ctx.started.elapsed().as_secs_f64(),
+            "train_s": results.timing.trained.as_secs_f64(), "elapsed_s": ctx.started().elapsed().as_secs_f64(),
         });
         let record = with_results(record, &evaluation);
         results.last = evaluation;

@@ -339,7 +339,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if recorded {
             let mut record = json!({
                 "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.strategy.optimizer(0).0.lr(),
-                "elapsed_s": ctx.started.elapsed().as_secs_f64(),
+                "elapsed_s": ctx.started().elapsed().as_secs_f64(),
                 "data_wait_total_ms": self.waited.get().as_secs_f64() * 1e3,
                 "saving_total_ms": self.results.timing.saved.as_secs_f64() * 1e3,
             });
