@@ -6,8 +6,8 @@
 
 Ranks train with --deterministic shards on this host, or on several, which are network namespaces (needs root) and
 launchers with --nnodes 1:HOSTS. Faults, of which there are as many as --kills says: `kill` and `stop` (up to 1.4 s) a rank;
-`node` kills all processes of a host but the first, `term` ends its launcher by SIGTERM, `blink` and `cut` take its link down
-for up to 1.2 s, or for longer than --lost-after. Killed ranks are started again and join, and so do launchers. Checked: exit
+`node` kills all processes of a host, `launcher` its launcher only, `term` ends that by SIGTERM, `blink` and `cut` take its
+link down for up to 1.2 s, or for longer than --lost-after. Killed ranks are started again and join, and so do launchers. Checked: exit
 codes; the hashes of weights, optimizer and metrics; each sample once an epoch in the samples' logs; one loss a step.
 Reported: how long after a kill it was noticed, and how long it took from there until the ranks went on with the step
 (without the step itself). Exits 1 when a check failed.
@@ -61,24 +61,24 @@ class Hosts:
 
     def __init__(self, count):
         self.names = [f"phx-{os.getpid()}-{n}" for n in range(count)] if count > 1 else []
+        self.switch = f"phx-{os.getpid()}-s"
+        if self.names:
+            ip("netns", "add", self.switch)
+            ip("-n", self.switch, "link", "add", "name", "br0", "type", "bridge")
+            ip("-n", self.switch, "link", "set", "br0", "up")
         for n, name in enumerate(self.names):
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
-            if n == 0:
-                ip("-n", name, "link", "add", "name", "br0", "type", "bridge")
-                ip("-n", name, "addr", "add", "10.79.0.1/24", "dev", "br0")
-                ip("-n", name, "link", "set", "br0", "up")
-            else:
-                ip("link", "add", "name", f"w{n}", "netns", self.names[0], "type", "veth", "peer", "name", "v0", "netns", name)
-                ip("-n", self.names[0], "link", "set", f"w{n}", "master", "br0", "up")
-                ip("-n", name, "addr", "add", f"10.79.0.{n + 1}/24", "dev", "v0")
-                ip("-n", name, "link", "set", "v0", "up")
+            ip("link", "add", "name", f"w{n}", "netns", self.switch, "type", "veth", "peer", "name", "v0", "netns", name)
+            ip("-n", self.switch, "link", "set", f"w{n}", "master", "br0", "up")
+            ip("-n", name, "addr", "add", f"10.79.0.{n + 1}/24", "dev", "v0")
+            ip("-n", name, "link", "set", "v0", "up")
 
     def prefix(self, n):
         return ["ip", "netns", "exec", self.names[n]] if self.names else []
 
     def link(self, n, state):
-        ip("-n", self.names[0], "link", "set", f"w{n}", state)
+        ip("-n", self.switch, "link", "set", f"w{n}", state)
 
     def kill_all(self, n):
         pids = subprocess.run(["ip", "netns", "pids", self.names[n]], capture_output=True, text=True).stdout.split()
@@ -90,6 +90,8 @@ class Hosts:
         for n, name in enumerate(self.names):
             self.kill_all(n)
             subprocess.run(["ip", "netns", "del", name], check=False)
+        if self.names:
+            subprocess.run(["ip", "netns", "del", self.switch], check=False)
 
 
 class Job:
@@ -112,7 +114,7 @@ class Job:
 
     def again(self, node, codes):
         """The launcher ends with one of `codes`, and another one comes."""
-        code = self.launchers[node].wait()
+        code = self.launchers.pop(node).wait()
         if code not in codes and not self.is_over():
             self.wrong.append(f"the launcher of host {node} ended with {code}, not one of {codes}")
         time.sleep(random.uniform(0, 1))
@@ -120,12 +122,21 @@ class Job:
             self.start(node)
 
     def is_over(self):
-        return self.launchers[0].poll() is not None
+        """A launcher that nobody has ended has ended."""
+        return any(launcher.poll() is not None for launcher in self.launchers.values())
+
+    def is_whole(self):
+        """All hosts are part of the training."""
+        changes = [r["ranks"] for r in metrics(self.folder, "run") if "ranks" in r]
+        return not changes or changes[-1] == self.args.ranks
 
     def fault(self, kind):
         """Gives whether there was one."""
-        node = random.randrange(1, self.args.hosts) if self.args.hosts > 1 else 0
+        node = random.randrange(self.args.hosts)
         ranks = ranks_of(self.folder)
+        # Of two hosts that are cut off from one another, the wrong one might go on.
+        if kind in ["cut", "node"] and not self.is_whole():
+            return False
         if kind in ["kill", "stop"]:
             # One that is left must have the state.
             if len(ranks) < 2:
@@ -138,6 +149,9 @@ class Job:
                     os.kill(pid, signal.SIGCONT)
         elif kind == "node":
             self.hosts.kill_all(node)
+            self.again(node, [-9])
+        elif kind == "launcher":
+            self.launchers[node].kill()
             self.again(node, [-9])
         elif kind == "term":
             self.launchers[node].terminate()
@@ -165,7 +179,7 @@ def check(args, folder, epochs, job):
     codes = [(node, launcher.wait()) for node, launcher in job.launchers.items()]
     wrong = job.wrong + [f"node {node} ended with {code}" for node, code in codes if code]
     if wrong:
-        return wrong + [open(f"{folder}/out.{node}").read()[-3000:] for node in range(args.hosts)]
+        return [open(f"{folder}/out.{node}").read()[-3000:] for node in range(args.hosts)] + wrong
     line = words(args, folder, "base", epochs) + ["--nproc-per-node", "1"]
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     ours, base = (json.load(open(f"{folder}/{run}/summary.json")) for run in ("run", "base"))
@@ -199,7 +213,7 @@ def main():
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=4, help="of all hosts")
-    parser.add_argument("--faults", default="kill", help="kill, stop: of a rank; node, term, blink, cut: of a host")
+    parser.add_argument("--faults", default="kill", help="kill, stop: of a rank; node, launcher, term, blink, cut: of a host")
     parser.add_argument("--recipe", default="mnist")
     parser.add_argument("--samples", type=int, default=4800)
     parser.add_argument("--batch", type=int, default=96)

@@ -15,6 +15,8 @@ use phalanx_comm::PortRange;
 /// Says where the launcher hosts the store, so that rank 0 connects like
 /// everybody else.
 pub const STORE_VARIABLE: &str = "PHALANX_STORE";
+/// Names the file that says where the store is, once it has moved.
+pub const STORE_FILE_VARIABLE: &str = "PHALANX_STORE_FILE";
 /// Names the file with the job token.
 pub const TOKEN_FILE_VARIABLE: &str = "PHALANX_TOKEN_FILE";
 /// The process id of the rank. It need not print its last error: the launcher does, from the
@@ -55,6 +57,8 @@ pub struct LauncherVariables {
     pub role: String,
     /// The store, as the ranks should dial it.
     pub store: String,
+    /// The file that says where it has moved, if it may move.
+    pub store_file: Option<OsString>,
     /// The host of rank 0.
     pub master_addr: String,
     /// A port there that is left to the program.
@@ -134,6 +138,10 @@ pub fn variables(
         set.insert(BIND_VARIABLE, OsString::from(bind));
     }
     // Also where an outer job has set them.
+    set.insert(
+        STORE_FILE_VARIABLE,
+        shared.store_file.clone().unwrap_or_default(),
+    );
     let elastic = if shared.elastic { shared.world } else { 0 };
     set.insert(ELASTIC_VARIABLE, number(elastic));
     set.insert(JOIN_VARIABLE, own.joins_as.map(number).unwrap_or_default());
@@ -155,7 +163,8 @@ mod tests {
     const FIXTURE: &str = include_str!("../tests/fixtures/torchrun.json");
 
     /// Ours that torchrun does not know.
-    const OWN: [&str; 6] = [
+    const OWN: [&str; 7] = [
+        STORE_FILE_VARIABLE,
         ELASTIC_VARIABLE,
         JOIN_VARIABLE,
         STORE_VARIABLE,
@@ -202,6 +211,7 @@ mod tests {
                         world,
                         role: "default".into(),
                         store: "127.0.0.1:4".into(),
+                        store_file: None,
                         master_addr: want["MASTER_ADDR"].clone(),
                         master_port: want["MASTER_PORT"].parse().unwrap(),
                         run_id: want["TORCHELASTIC_RUN_ID"].clone(),
@@ -241,6 +251,7 @@ mod tests {
             world: 2,
             role: "default".into(),
             store: "127.0.0.1:4".into(),
+            store_file: None,
             master_addr: "127.0.0.1".into(),
             master_port: 5,
             run_id: "x".into(),
@@ -279,8 +290,10 @@ mod tests {
             (&*set[ELASTIC_VARIABLE], &*set[JOIN_VARIABLE]),
             ("0".as_ref(), "".as_ref())
         );
+        assert_eq!(set[STORE_FILE_VARIABLE], "");
         let elastic = LauncherVariables {
             elastic: true,
+            store_file: Some("/tmp/a".into()),
             ..shared
         };
         let joining = RankVariables {
@@ -292,6 +305,7 @@ mod tests {
         let got = (&*set[ELASTIC_VARIABLE], &*set[JOIN_VARIABLE]);
         assert_eq!(got, (&*world, "5".as_ref()));
         assert_eq!(set["WORLD_SIZE"], world);
+        assert_eq!(set[STORE_FILE_VARIABLE], "/tmp/a");
         // Of a node that came when the others had begun.
         let late = LauncherVariables {
             first_rank: 7,

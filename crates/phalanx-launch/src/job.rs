@@ -16,7 +16,7 @@ use phalanx_comm::{
     PortRange, goes_on_with, is_over, report_leaving, report_lost, report_over, takes_others,
 };
 use phalanx_live::{Page, State};
-use phalanx_store::{FileStore, Store, TcpStore};
+use phalanx_store::{FileStore, Store, TcpServer, TcpStore};
 use rustix::process::{Signal, kill_process};
 use signal_hook::consts::{SIGTSTP, SIGUSR1, SIGUSR2};
 
@@ -30,7 +30,7 @@ use super::folder::RunFolder;
 use super::guard::Guard;
 use super::machine::{Action, ExitStatus, ShutdownState, StopCause, TWIN};
 use super::nodes::{
-    self, Attempt, Next, NodeInfo, NodeStore, Nodes, Rules, all_numbers, number_newcomers,
+    self, Attempt, Moved, Next, NodeInfo, NodeStore, Nodes, Rules, all_numbers, number_newcomers,
 };
 use super::oom::OomWatch;
 use super::place::Meeting;
@@ -140,6 +140,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         shared,
         port,
         nodes,
+        signpost: None,
         at,
         has_file,
         token_fd,
@@ -151,6 +152,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         processors,
         alone,
         guard: None,
+        may_go_on_elsewhere: false,
         decided: None,
         page,
         began,
@@ -201,7 +203,9 @@ fn join_nodes(
     let node = meeting.node_rank.unwrap_or(usize::from(!is_first));
     let store = is_first.then_some(meeting.port);
     let range = meeting.given.ports;
-    let checked = range.map_or(Ok(()), |range| check_range(range, node, local_ranks, store));
+    let checked = range.map_or(Ok(()), |range| {
+        check_range(range, node, local_ranks, store, plan.args.elastic)
+    });
     let held = checked.and_then(|()| {
         let port = is_first.then(|| PortForRanks::new(None, range));
         port.transpose()
@@ -220,10 +224,12 @@ fn join_nodes(
         by_arrival: meeting.node_rank.is_none(),
         elastic: plan.args.elastic,
         joins_as: None,
+        standby: None,
         version: env!("CARGO_PKG_VERSION").to_owned(),
     };
     let (token, timeout) = (&plan.token, meeting.timeout);
-    let nodes = nodes::join(at, meeting.node_rank, info, token, timeout, interrupt)?;
+    let node = meeting.node_rank;
+    let nodes = nodes::join(at, node, info, token, timeout, range, interrupt)?;
     Ok((nodes, port))
 }
 
@@ -272,6 +278,7 @@ fn shared(
         world: ranks.iter().sum(),
         role: plan.args.role.clone(),
         store: at.store.clone(),
+        store_file: nodes.and_then(|nodes| Some(nodes.moves()?.as_os_str().to_owned())),
         master_addr: at.master_addr.clone(),
         master_port,
         run_id: plan.run_id.clone(),
@@ -299,6 +306,8 @@ struct Job<'a> {
     /// On the node of rank 0, what `MASTER_PORT` names.
     port: Option<PortForRanks>,
     nodes: Option<Nodes>,
+    /// The store at node 0's address, where this launcher has found the job elsewhere.
+    signpost: Option<Arc<TcpServer>>,
     /// The store, on one node with its server.
     at: NodeStore,
     /// The store is a file, a new one for each attempt.
@@ -317,6 +326,8 @@ struct Job<'a> {
     /// The guard of the last attempt. It is kept to the end, as it must tell the other nodes
     /// and remove the folder if this launcher is killed.
     guard: Option<Arc<Guard>>,
+    /// The other nodes go on without this one, or may do so.
+    may_go_on_elsewhere: bool,
     /// When the last stop began.
     decided: Option<Instant>,
     /// Shows the job.
@@ -360,6 +371,7 @@ impl Job<'_> {
             match outcome {
                 Outcome::Success | Outcome::Without => return Ok(()),
                 Outcome::Left(error) => {
+                    self.may_go_on_elsewhere = true;
                     // Nobody is interrupted by it.
                     let code = ErrorKind::PeerLost.exit_code();
                     let verdict = self.plain_verdict(code, &error.chain());
@@ -419,6 +431,7 @@ impl Job<'_> {
             }
             match nodes.next()? {
                 Some(Next::Attempt(attempt)) => return self.enter(&attempt).map(Some),
+                Some(Next::Elsewhere(at)) => self.join_elsewhere(&at)?,
                 Some(Next::End(verdict)) if verdict.code == 0 => {
                     self.note("the job has ended, and did without this node".to_owned());
                     return Ok(None);
@@ -432,7 +445,9 @@ impl Job<'_> {
             }
             if began.elapsed() >= say_at {
                 say_at *= 2;
-                say::note("waiting for the other nodes, and for node 0 to start the next attempt");
+                say::note(
+                    "waiting for the other nodes, and for the one with the store to start the next attempt",
+                );
             }
         }
     }
@@ -501,7 +516,8 @@ impl Job<'_> {
             (result, _) => result,
         };
         let training = self.training();
-        let run = training.folder();
+        // Not where the training may go on elsewhere.
+        let run = training.folder().filter(|_| !self.may_go_on_elsewhere);
         let result = result.map_err(|error| match &run {
             Some(run) => ending::with_report(run, &training, error),
             None => error,
@@ -591,20 +607,21 @@ impl Job<'_> {
         if let Some(page) = &self.page {
             page.set_pointer(self.run_pointer());
         }
+        if let Some(nodes) = self.nodes.as_mut().filter(|_| made.is_ok()) {
+            let file = self.folder.path().join("store-address");
+            nodes.stand_by(file, self.sender.clone())?;
+            self.shared.store_file = nodes.moves().map(|file| file.as_os_str().to_owned());
+        }
         if self.has_file {
             let path = self.folder.path().join(format!("attempt_{number}/store"));
             self.shared.store = format!("file://{}", path.display());
         }
-        guard.training(&self.training());
+        if !self.goes_on_in_place() {
+            guard.training(&self.training());
+        }
         // This drops the guard of the attempt before.
         self.guard = Some(guard.clone());
-        if let Some(nodes) = self.nodes.as_ref().filter(|_| self.shared.node_rank > 0) {
-            let verdict = JobFailure::of_killed(self.shared.node_rank, &self.host);
-            if let Ok(text) = serde_json::to_string(&verdict) {
-                guard.tell(&self.at.dial, &self.plan.token, &nodes.death_key(), &text);
-            }
-            nodes.is_guarded();
-        }
+        self.instruct_guard();
         let mut ranks = Vec::with_capacity(self.plan.args.node.local_ranks);
         let started = made.and_then(|()| {
             (0..self.plan.args.node.local_ranks).try_for_each(|local| {
@@ -676,6 +693,56 @@ impl Job<'_> {
         Ok(self.outcome(watch))
     }
 
+    /// Tells the guard how to tell the other nodes if this launcher is killed, unless the store ends with it.
+    fn instruct_guard(&self) {
+        let nodes = self.nodes.as_ref().filter(|nodes| !nodes.hosts_store());
+        let (Some(nodes), Some(guard)) = (nodes, &self.guard) else {
+            return;
+        };
+        let verdict = JobFailure::of_killed(self.shared.node_rank, &self.host);
+        if let Ok(text) = serde_json::to_string(&verdict) {
+            guard.tell(&self.at.dial, &self.plan.token, &nodes.death_key(), &text);
+        }
+        nodes.is_guarded();
+    }
+
+    /// The store is at another launcher, or here.
+    fn store_moved(&mut self, moved: Moved) -> Result<()> {
+        let (Some(nodes), Some(meeting)) = (&mut self.nodes, &self.plan.args.node.meeting) else {
+            return Ok(());
+        };
+        let rules = rules(self.plan, meeting);
+        let (name, at) = nodes.store_moved(moved, rules, self.sender.clone())?;
+        self.at.moved(&at);
+        self.shared.master_addr.clone_from(&self.at.master_addr);
+        self.shared.store.clone_from(&self.at.store);
+        self.note(format!("the store of the job is on {name} now, at {at}"));
+        self.instruct_guard();
+        Ok(())
+    }
+
+    /// Joins the job whose store has moved to `at`, in place of one that this launcher was about to start. Launchers that
+    /// come to the old address learn it there.
+    fn join_elsewhere(&mut self, at: &str) -> Result<()> {
+        let Some(meeting) = &self.plan.args.node.meeting else {
+            return Ok(());
+        };
+        let old = self.nodes.take();
+        self.signpost = old
+            .and_then(|nodes| nodes.give_up())
+            .or(self.signpost.take());
+        self.note(format!("the job runs already: its store is at {at}"));
+        let events = &self.events;
+        let interrupt = || match events.try_recv() {
+            Ok(Event::Signal(signal, _)) => Some(interrupted(signal)),
+            _ => None,
+        };
+        let (nodes, _) = join_nodes(self.plan, meeting, &mut self.at, interrupt)?;
+        nodes.await_end_of_attempt(self.sender.clone())?;
+        self.nodes = Some(nodes);
+        Ok(())
+    }
+
     /// Starts the local rank `local_rank`; in place of a lost one with the number `joins_as`.
     fn start_rank(
         &self,
@@ -730,8 +797,11 @@ impl Job<'_> {
 
     /// Asks the ranks of this node to leave the others after a step, if the job goes on without them; false: it does not.
     fn leave(&self, watch: &mut Supervision<'_>, signal: i32, at: Instant) -> bool {
-        let is_first = self.nodes.as_ref().is_none_or(|nodes| nodes.id() == 0);
-        if is_first || !self.goes_on_in_place() || watch.machine.why().is_some() {
+        let nodes = self.nodes.as_ref().filter(|nodes| nodes.goes_on_in_place());
+        // Ctrl-C where the store is means the job.
+        let ends = |nodes: &Nodes| nodes.hosts_store() && signal != Signal::TERM.as_raw();
+        if nodes.is_none_or(|nodes| ends(nodes) || !nodes.may_go()) || watch.machine.why().is_some()
+        {
             return false;
         }
         if let Some(leaving) = watch.leaving {
@@ -974,7 +1044,25 @@ impl Job<'_> {
                     self.show_flight(watch);
                     Action::None
                 }
-                Ok(Event::NodeLost(node)) => self.lose_node(watch, node),
+                Ok(Event::NodeLost(node)) => {
+                    self.end_by(watch, |nodes| nodes.verdict_of_lost(node))
+                }
+                Ok(Event::Parted) => {
+                    self.may_go_on_elsewhere = true;
+                    let is_first = watch.machine.why().is_none();
+                    let action = self.end_by(watch, Nodes::verdict_of_parted);
+                    if is_first {
+                        // What the ranks could still do is done elsewhere.
+                        watch.kill();
+                    }
+                    action
+                }
+                Ok(Event::StoreMoved(moved)) => {
+                    if let Err(error) = self.store_moved(moved) {
+                        self.note(format!("warning: {}", error.chain()));
+                    }
+                    Action::None
+                }
                 Ok(Event::Admit(attempt)) => {
                     if let Err(error) = self.admit(&attempt) {
                         self.note(format!("warning: {}", error.chain()));
@@ -1061,6 +1149,8 @@ impl Job<'_> {
                     | Event::StoreLost(_)
                     | Event::NodeLost(_)
                     | Event::WasLost
+                    | Event::StoreMoved(..)
+                    | Event::Parted
                     | Event::Admit(_)),
                 ) => {
                     later.push(event);
@@ -1124,14 +1214,18 @@ impl Job<'_> {
         watch.act(action);
     }
 
-    /// A node is lost with its ranks, and with them the job.
-    fn lose_node(&self, watch: &mut Supervision<'_>, node: usize) -> Action {
+    /// A node is lost, and with it the job, for the reason in `verdict`.
+    fn end_by(
+        &self,
+        watch: &mut Supervision<'_>,
+        verdict: impl FnOnce(&Nodes) -> JobFailure,
+    ) -> Action {
         watch.is_final = true;
         let is_first = watch.machine.why().is_none();
         // The others would wait for the lost node before they start again.
         let nodes = self.nodes.as_ref();
         if let Some(nodes) = nodes.filter(|nodes| is_first || nodes.can_restart()) {
-            let verdict = nodes.publish(&nodes.verdict_of_lost(node), true);
+            let verdict = nodes.publish(&verdict(nodes), true);
             if is_first {
                 watch.verdict = Some(verdict);
             }
@@ -1510,7 +1604,7 @@ impl Job<'_> {
                 }
             }
             None if any_good => Outcome::Success,
-            None if self.nodes.as_ref().is_none_or(|nodes| nodes.id() == 0) => Outcome::Without,
+            None if self.nodes.as_ref().is_none_or(Nodes::hosts_store) => Outcome::Without,
             None => left(ErrorKind::PeerLost, "has lost all its ranks".to_owned()),
         }
     }
@@ -1579,13 +1673,21 @@ impl Job<'_> {
             }
             Ok(Event::Abort(verdict)) => Err(verdict.into_error(None)),
             Ok(Event::StoreLost(why)) => Err(Error::new(ErrorKind::PeerLost, why)),
-            Ok(Event::NodeLost(node)) => match &self.nodes {
-                Some(nodes) => {
+            Ok(Event::StoreMoved(moved)) => self.store_moved(moved),
+            Ok(Event::NodeLost(node)) => {
+                let nodes = self.nodes.as_ref();
+                nodes.map_or(Ok(()), |nodes| {
                     let verdict = nodes.publish(&nodes.verdict_of_lost(node), true);
                     Err(verdict.into_error(None))
-                }
-                None => Ok(()),
-            },
+                })
+            }
+            Ok(Event::Parted) => {
+                self.may_go_on_elsewhere = true;
+                let nodes = self.nodes.as_ref();
+                nodes.map_or(Ok(()), |nodes| {
+                    Err(nodes.verdict_of_parted().into_error(None))
+                })
+            }
             _ => Ok(()),
         }
     }
@@ -1695,7 +1797,12 @@ impl Supervision<'_> {
                 Action::None
             }
             // Handled by the caller.
-            Event::Dump | Event::NodeLost(_) | Event::WasLost | Event::Admit(_) => Action::None,
+            Event::Dump
+            | Event::NodeLost(_)
+            | Event::WasLost
+            | Event::StoreMoved(..)
+            | Event::Parted
+            | Event::Admit(_) => Action::None,
             // Of the attempt before, or our own end.
             Event::Over(attempt, verdict) if attempt != self.attempt || verdict.code == 0 => {
                 Action::None

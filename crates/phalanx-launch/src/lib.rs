@@ -87,7 +87,7 @@ use crate::error::{Error, ErrorKind, Result};
 
 use args::LaunchArgs;
 use machine::ExitStatus;
-use nodes::Attempt;
+use nodes::{Attempt, Moved};
 use plan::LaunchPlan;
 use report::JobFailure;
 
@@ -119,6 +119,10 @@ enum Event {
     NodeLost(usize),
     /// The other nodes have lost this one, and go on.
     WasLost,
+    /// The store is at another launcher now.
+    StoreMoved(Moved),
+    /// This launcher reaches too few of the others to go on.
+    Parted,
     /// On node 0: the last launcher of the attempt joins it.
     Admit(Box<Attempt>),
     /// SIGUSR2: write the flight recorders.

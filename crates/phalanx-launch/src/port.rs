@@ -60,7 +60,8 @@ impl PortForRanks {
 const SHOWN: usize = 8;
 
 /// Checks that a node with `local_ranks` ranks finds a free port of `range` for everything that other hosts connect to.
-/// Node 0 needs two more, one of which is `store`, where its store listens already.
+/// Node 0 needs two more, one of which is `store`, where its store listens already; another one needs one more where the
+/// store `moves`.
 ///
 /// # Errors
 /// `Usage`, with the number of ports that are needed and those that are in use.
@@ -69,9 +70,10 @@ pub fn check_range(
     node: usize,
     local_ranks: usize,
     store: Option<u16>,
+    moves: bool,
 ) -> Result<()> {
     let is_first = node == 0;
-    let needed = local_ranks + if is_first { 2 } else { 0 };
+    let needed = local_ranks + if is_first { 2 } else { usize::from(moves) };
     let (mut free, mut taken) = (0, Vec::new());
     for port in range.first()..=range.last() {
         if free == needed {
@@ -87,6 +89,7 @@ pub fn check_range(
     }
     let why = match is_first {
         true => "1 for the store, 1 for MASTER_PORT and 1 for each of its ranks",
+        false if moves => "1 for the store, should it move, and 1 for each of its ranks",
         false => "1 for each of its ranks",
     };
     let error = Error::usage(format!(
@@ -176,12 +179,16 @@ mod tests {
         let number = used.local_addr().unwrap().port();
         let range = PortRange::new(number, number).unwrap();
         // Where the store itself listens there.
-        let error = check_range(range, 0, 4, Some(number)).unwrap_err().render();
+        let error = check_range(range, 0, 4, Some(number), false)
+            .unwrap_err()
+            .render();
         assert!(error.contains("node 0 needs 6 free ports"), "{error}");
         assert!(error.contains("1 of 1 are free"), "{error}");
-        let error = check_range(range, 1, 1, None).unwrap_err().render();
+        let error = check_range(range, 1, 1, None, false).unwrap_err().render();
         assert!(error.contains("node 1 needs 1 free ports"), "{error}");
+        let moves = check_range(range, 1, 1, None, true).unwrap_err().render();
+        assert!(moves.contains("node 1 needs 2 free ports"), "{moves}");
         assert!(error.contains(&number.to_string()), "{error}");
-        assert!(check_range(PortRange::new(1, 65535).unwrap(), 0, 8, None).is_ok());
+        assert!(check_range(PortRange::new(1, 65535).unwrap(), 0, 8, None, true).is_ok());
     }
 }

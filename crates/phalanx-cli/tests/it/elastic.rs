@@ -153,9 +153,9 @@ fn result(run: &Path) -> (Vec<Value>, Value) {
     )
 }
 
-/// The hashes of a run that nothing happens to.
-fn undisturbed(dir: &Path) -> Vec<Value> {
-    let words = words("undisturbed", 1, "");
+/// The hashes of a run that nothing happens to, with `more` words.
+fn undisturbed(dir: &Path, more: &str) -> Vec<Value> {
+    let words = words("undisturbed", 1, more);
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let (code, out, err) = run(&words, dir);
     assert_eq!(code, 0, "{out}{err}");
@@ -166,7 +166,7 @@ fn undisturbed(dir: &Path) -> Vec<Value> {
 /// once.
 fn check_result(dir: &Path, ranks: usize) {
     let (hashes, world) = result(&dir.join("run"));
-    assert_eq!(hashes, undisturbed(dir));
+    assert_eq!(hashes, undisturbed(dir, ""));
     assert_eq!(world, ranks);
     check_samples(dir);
     let losses = |run: &str| -> Vec<(u64, Value, Value)> {
@@ -603,7 +603,10 @@ fn ranks_that_wait_for_nodes_can_be_stopped_and_resumed() {
     }
     // One that is resumed does not know its initial weights.
     let (hashes, world) = result(&dir.join("run"));
-    assert_eq!((&hashes[..3], world), (&undisturbed(dir)[..3], 2.into()));
+    assert_eq!(
+        (&hashes[..3], world),
+        (&undisturbed(dir, "")[..3], 2.into())
+    );
 }
 
 /// There is nobody to whom it could hand over.
@@ -645,6 +648,93 @@ fn the_ranks_of_a_lost_node_are_done_without() {
         }
     }
     check_result(dir, 1);
+}
+
+/// The launchers that have the store are killed one after the other.
+#[test]
+fn the_store_moves_when_its_launcher_is_killed() {
+    let (dir, port) = (folder_of_nodes(), free_port());
+    let dir = dir.path();
+    let nodes =
+        (0..3).map(|rank| start_node(dir, 1, port, &format!("--nnodes 3 --node-rank {rank}")));
+    let nodes: Vec<Child> = nodes.collect();
+    for (node, step) in [(0, 2), (1, 4)] {
+        wait_for_step(dir, step, 2);
+        signal(nodes[node].id(), "KILL");
+        wait_for_ranks(dir, node + 1, 2 - node as u64);
+    }
+    for (node, job) in nodes.into_iter().enumerate() {
+        let (code, out, err) = ended(job);
+        if node == 2 {
+            assert_eq!(code, 0, "{out}{err}");
+            for host in [1, 2] {
+                let said = format!("the store of the job is on node {host} (host ");
+                assert!(err.contains(&said), "{err}");
+            }
+            let said = "the connection of its launcher was closed, and it gave no reason; the ranks of the other nodes go on";
+            assert!(err.contains(said), "{err}");
+        }
+    }
+    check_result(dir, 1);
+}
+
+#[test]
+fn nodes_find_the_store_where_it_has_moved() {
+    let (dir, port) = (folder_of_nodes(), free_port());
+    let dir = dir.path();
+    // The ranks wait before the training is over.
+    let node = || start_node(dir, 1, port, "--nnodes 2:3 --epochs 40");
+    let first = node();
+    wait_for_store(port);
+    let other = node();
+    wait_for_step(dir, 1, 2);
+    signal(first.id(), "TERM");
+    let (code, out, err) = ended(first);
+    assert_eq!(code, 0, "{out}{err}");
+    assert!(
+        err.contains("has left after SIGTERM; the other nodes go on"),
+        "{err}"
+    );
+    wait_for_log(dir, "waiting: 1 of at least 2 nodes are there", 1);
+    // Without the others it would start a job of its own.
+    let again = node();
+    let (code, out, err) = ended(other);
+    assert_eq!(code, 0, "{out}{err}");
+    let (code, out, err) = ended(again);
+    assert_eq!(code, 0, "{out}{err}");
+    assert!(
+        err.contains("the job runs already: its store is at "),
+        "{err}"
+    );
+    let (hashes, world) = result(&dir.join("run"));
+    assert_eq!((hashes, world), (undisturbed(dir, "--epochs 40"), 2.into()));
+}
+
+/// For longer than a launcher may be silent: the others go on, and it must not.
+#[test]
+fn a_launcher_with_the_store_that_was_stopped_ends() {
+    let (dir, port) = (folder_of_nodes(), free_port());
+    let dir = dir.path();
+    let nodes =
+        (0..3).map(|rank| start_node(dir, 1, port, &format!("--nnodes 3 --node-rank {rank}")));
+    let mut nodes: Vec<Child> = nodes.collect();
+    wait_for_step(dir, 1, 2);
+    let (launcher, rank) = (nodes[0].id(), process_of(0, dir));
+    signal(launcher, "STOP");
+    signal(rank, "KILL");
+    wait_for_ranks(dir, 1, 2);
+    signal(launcher, "CONT");
+    let (code, out, err) = ended(nodes.remove(0));
+    assert_eq!(code, 3, "{out}{err}");
+    assert!(
+        err.contains("this node reaches no majority of the ranks"),
+        "{err}"
+    );
+    for job in nodes {
+        let (code, out, err) = ended(job);
+        assert_eq!(code, 0, "{out}{err}");
+    }
+    check_result(dir, 2);
 }
 
 #[test]

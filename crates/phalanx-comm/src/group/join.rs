@@ -9,7 +9,7 @@ use phalanx_store::{FileStore, MemStore, Store, TcpServer, TcpStore, host_port};
 use phalanx_wire::Token;
 
 use super::launch::{
-    Launch, Meeting, TokenSource, compute_threads, environment, no_token, port_range,
+    Launch, Meeting, STORE_FILE, TokenSource, compute_threads, environment, no_token, port_range,
     token_variable,
 };
 use super::options::{InitOptions, Transport};
@@ -188,12 +188,21 @@ pub(super) fn open(launch: &Launch, options: InitOptions, started: Instant) -> R
             };
             let store = report.during(&format!("the store of rank 0 at {place}"), |failed| {
                 let mut is_first = true;
-                TcpStore::connect_with(&place, token.clone(), left(), |error| {
+                let failed = |error: &phalanx_store::Error| {
                     if std::mem::take(&mut is_first) && !hosts_it {
                         name.warn_of_loopback(&report);
                     }
                     failed(error.to_string());
-                })
+                };
+                let file = environment(STORE_FILE).filter(|file| !file.is_empty());
+                match file {
+                    // The launcher ends its ranks if there is no other store.
+                    Some(file) => {
+                        let moves = (file.into(), options.timeout);
+                        TcpStore::connect_moving(&place, token.clone(), left(), moves, failed)
+                    }
+                    None => TcpStore::connect_with(&place, token.clone(), left(), failed),
+                }
             });
             let store = store.map_err(|e| {
                 let hint = if launch.rank == 0 || launch.external_store {

@@ -17,6 +17,8 @@ pub(super) const TOKEN: &str = "PHALANX_TOKEN";
 /// `host:port`: the launcher hosts the store there, and `MASTER_PORT` is left to
 /// the program. `file:///path`: it is this file. `external`: it hosts the store at `MASTER_ADDR:MASTER_PORT`.
 const STORE: &str = "PHALANX_STORE";
+/// The file that says where the store is, once it has moved to another launcher.
+pub(super) const STORE_FILE: &str = "PHALANX_STORE_FILE";
 /// `True`: torchrun hosts PyTorch's store at `MASTER_ADDR:MASTER_PORT`.
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 const GENERATION: &str = "PHALANX_EPOCH";

@@ -22,19 +22,24 @@
 //! starts ranks that join the others: the attempt goes on. Its list of launchers only grows.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use phalanx_comm::{goes_on_with, is_over, report_hold, report_lost, takes_others};
-use phalanx_store::{ErrorKind as StoreKind, Store, TcpStore};
+use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore};
 use serde::{Deserialize, Serialize};
 
 use super::info::{name_of, ranks_of};
 use super::membership::{Decision, Id, Membership, Rules};
 use super::pulse::{Heard, gone_key};
-use super::{ARRIVED_KEY, NodeInfo, Nodes, SLICE, decode, encode, lost_store, no_node, node_key};
+use super::standby::{self, HOST_KEY, MOVED_KEY, Moved, Roster, Standby, point_here};
+use super::{
+    ARRIVED_KEY, NodeInfo, Nodes, SLICE, decode, encode, lost_store, no_node, node_key,
+    verdict_of_lost,
+};
 use crate::error::{ErrorKind, Result};
 use crate::report::{ABORT_KEY, JobFailure};
 use crate::{Event, format::plural, lock, say, spawn};
@@ -68,9 +73,23 @@ pub struct Attempt {
     lost: Vec<Id>,
     /// The ranks' `MASTER_PORT` on node 0.
     pub master_port: u16,
+    /// Failures before it.
+    #[serde(default)]
+    restarts: u32,
 }
 
 impl Attempt {
+    /// The number and description of each of its launchers.
+    pub(super) fn launchers(&self) -> impl Iterator<Item = (Id, &NodeInfo)> {
+        self.ids.iter().copied().zip(&self.infos)
+    }
+
+    /// The node of launcher `id`, with its host and ranks.
+    pub(super) fn name_of(&self, id: Id) -> String {
+        let node = self.ids.iter().position(|other| *other == id);
+        name_of(&self.infos, node.unwrap_or(0))
+    }
+
     /// With how many ranks it began.
     fn world(&self) -> usize {
         let first = self.infos.iter().filter(|info| info.joins_as.is_none());
@@ -118,10 +137,33 @@ fn count(store: &dyn Store, key: &str) -> phalanx_store::Result<usize> {
     Ok(count.and_then(|text| text.parse().ok()).unwrap_or(0))
 }
 
+/// The attempt `number` as its last launcher has joined it, if one has that is not `known`; `get` gives the values of the
+/// store.
+pub(super) fn newest_of<T: AsRef<[u8]>>(
+    number: u32,
+    known: impl Fn(Id) -> bool,
+    get: impl Fn(&str) -> Option<T>,
+) -> Option<Attempt> {
+    let arrived = get(ARRIVED_KEY).map(|text| String::from_utf8_lossy(text.as_ref()).into_owned());
+    let arrived: Id = arrived.and_then(|text| text.parse().ok()).unwrap_or(0);
+    let unknown = (1..=arrived).filter(|id| !known(*id));
+    let joins = unknown.filter_map(|id| get(&of_attempt("joins", number, id)));
+    let joins = joins.filter_map(|text| decode::<Attempt>(text.as_ref()));
+    joins.max_by_key(|attempt| attempt.ids.len())
+}
+
+/// Whether the job has its verdict, or the attempt `number` has ended as it should; `get` gives the values of the store.
+pub(super) fn is_decided<'a>(number: u32, get: impl Fn(&str) -> Option<&'a [u8]>) -> bool {
+    let is_good = |bytes| verdict(bytes).code == 0;
+    get(ABORT_KEY).is_some() || get(&over_key(number)).is_some_and(is_good)
+}
+
 /// What follows an attempt.
 pub enum Next {
     /// Another one, of which this launcher is part.
     Attempt(Attempt),
+    /// The job runs already, and its store is at this address.
+    Elsewhere(String),
     /// The end of the job; the code is 0 where it did without this launcher.
     End(JobFailure),
 }
@@ -152,7 +194,7 @@ impl Nodes {
 
     /// Whether ranks go on without those of lost launchers, and with those of others.
     pub fn goes_on_in_place(&self) -> bool {
-        self.is_elastic && self.infos.iter().all(|info| info.elastic)
+        self.is_elastic && self.has_begun() && self.infos.iter().all(|info| info.elastic)
     }
 
     /// The number of this launcher.
@@ -189,8 +231,7 @@ impl Nodes {
     /// Whether the others go on without this launcher.
     pub fn was_lost(&self) -> bool {
         let key = self.death_key();
-        let is_first = self.id == 0;
-        !is_first && self.is_elastic && matches!(self.store.try_get(&key), Ok(Some(_)))
+        !self.hosts_store() && self.is_elastic && matches!(self.store.try_get(&key), Ok(Some(_)))
     }
 
     /// This launcher goes, for the reason in `verdict`, and the others go on.
@@ -202,7 +243,22 @@ impl Nodes {
 
     /// Where the verdict is written if this launcher is killed.
     pub fn death_key(&self) -> String {
-        death_key(self.id, self.is_elastic)
+        self.death_key_of(self.id)
+    }
+
+    pub(super) fn death_key_of(&self, id: Id) -> String {
+        death_key(id, self.is_elastic, self.goes_on_in_place())
+    }
+
+    /// Whether this launcher has the store.
+    pub fn hosts_store(&self) -> bool {
+        self.server.is_some()
+    }
+
+    /// Whether the job can go on without this launcher: the store moves, if it is here.
+    pub fn may_go(&self) -> bool {
+        let server = self.server.as_ref();
+        server.is_none_or(|server| self.moves.is_some() && !server.followers().is_empty())
     }
 
     /// Where the verdict of this attempt is written; a final one ends the job.
@@ -238,8 +294,8 @@ impl Nodes {
                     }
                     Err(error)
                         if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {}
-                    // The thread that waits for the verdict says so.
-                    Err(_) => return,
+                    // The thread that waits for the verdict says so, unless the store has moved.
+                    Err(_) => std::thread::sleep(SLICE),
                 }
             }
         })
@@ -284,6 +340,11 @@ impl Nodes {
             self.next = Some(next + 1);
             return Ok(None);
         }
+        if !is_member && let Some(at) = self.look_at(MOVED_KEY, Duration::ZERO)? {
+            return Ok(Some(Next::Elsewhere(
+                String::from_utf8_lossy(&at).into_owned(),
+            )));
+        }
         if let Some(last) = next.checked_sub(1).filter(|_| !is_member) {
             let key = of_attempt("joins", last, self.id);
             if let Some(bytes) = self.look_at(&key, Duration::ZERO)? {
@@ -313,19 +374,24 @@ impl Nodes {
             server.clear_all_but(LAUNCHERS);
         }
         let written = (|| {
-            if let Some(last) = attempt.number.checked_sub(1) {
-                for what in ["done", "ended"] {
-                    self.store
-                        .delete_prefix(&format!("launch/{what}/{last}/"))?;
-                }
+            let last = attempt.number.checked_sub(1);
+            if last.is_some() {
                 self.store.delete(STARTED_KEY)?;
                 self.store.delete_prefix(NUMBERS)?;
             }
             let text = encode(attempt).unwrap_or_default();
-            self.store
-                .compare_set(&attempt_key(attempt.number), None, &text)
+            let key = attempt_key(attempt.number);
+            self.store.compare_set(&key, None, &text)?;
+            // Not before: another host of the store would wait for them.
+            for what in ["done", "ended"] {
+                if let Some(last) = last {
+                    let prefix = format!("launch/{what}/{last}/");
+                    self.store.delete_prefix(&prefix)?;
+                }
+            }
+            Ok(())
         })();
-        written.map(drop).map_err(|error| self.lost_store(error))
+        written.map_err(|error| self.lost_store(error))
     }
 
     /// This launcher is part of the attempt.
@@ -334,6 +400,7 @@ impl Nodes {
         self.lost.clone_from(&attempt.lost);
         self.infos.clone_from(&attempt.infos);
         self.ids.clone_from(&attempt.ids);
+        self.note_members(attempt);
         let node = self.ids.iter().position(|id| *id == self.id);
         self.me = node.unwrap_or(self.me);
         if self.is_elastic {
@@ -354,7 +421,7 @@ impl Nodes {
     pub fn refuse_last(&self, attempt: &Attempt, why: &JobFailure) {
         if let Some(id) = attempt.ids.last() {
             // Without its own store node 0 is at an end.
-            let _ = insist(|| why.publish_at(&self.store, &death_key(*id, true)));
+            let _ = insist(|| why.publish_at(&self.store, &self.death_key_of(*id)));
         }
     }
 
@@ -363,10 +430,9 @@ impl Nodes {
         self.infos.clone_from(&attempt.infos);
         self.ids.clone_from(&attempt.ids);
         self.lost.clone_from(&attempt.lost);
+        self.note_members(attempt);
         self.heard.extend(self.infos.len());
-        self.is_watched.store(false, Ordering::Relaxed);
-        self.is_watched = Arc::new(AtomicBool::new(true));
-        self.start_watching(events)?;
+        self.watch_anew(events)?;
         let node = attempt.ids.len().saturating_sub(1);
         let id = attempt.ids.last().copied().unwrap_or_default();
         let key = of_attempt("joins", attempt.number, id);
@@ -376,22 +442,16 @@ impl Nodes {
         Ok(name_of(&attempt.infos, node))
     }
 
-    /// On node 0 of a job whose nodes may start again: starts the thread that decides when they do.
+    /// On the host of the store of a job whose nodes may start again: starts the thread that decides when they do.
     pub fn coordinate(&self, rules: Rules, events: Sender<Event>) -> Result<()> {
         if !self.can_restart() || self.server.is_none() {
             return Ok(());
         }
         let has_begun = self.has_begun();
-        let running = has_begun.then(|| Attempt {
-            number: self.attempt(),
-            why: String::new(),
-            ids: self.ids.clone(),
-            infos: self.infos.clone(),
-            lost: Vec::new(),
-            master_port: 0,
-        });
-        let mut coordinator = Coordinator {
+        self.start_coordinator(Coordinator {
             store: self.store.clone(),
+            roster: self.roster.clone(),
+            id: self.id,
             machine: match has_begun {
                 false => Membership::forming(rules, Duration::ZERO),
                 true => Membership::running(rules),
@@ -402,17 +462,193 @@ impl Nodes {
             infos: self.infos.iter().cloned().enumerate().collect(),
             is_elastic: self.is_elastic,
             takes_others: !has_begun,
+            told: BTreeSet::new(),
             arrived: 0,
             arriving: BTreeSet::from([0]),
             changes: Vec::new(),
             to_begin: self.to_begin.clone(),
-            running,
+            running: has_begun.then(|| self.running()),
             is_enough: false,
             joining: Vec::new(),
             events,
-        };
+        })
+    }
+
+    /// The attempt that runs, with those that have joined it, and the number of the next one, as the store says.
+    fn stored_attempt(&self) -> (Attempt, u32) {
+        let get = |key: &str| insist(|| self.store.try_get(key)).ok().flatten();
+        let mut running = self.running();
+        let mut next = self.next.unwrap_or(0);
+        while let Some(attempt) = get(&attempt_key(next)).and_then(|bytes| decode(&bytes)) {
+            running = attempt;
+            next += 1;
+        }
+        let newest = newest_of(running.number, |id| running.ids.contains(&id), get);
+        (newest.unwrap_or(running), next)
+    }
+
+    /// As [`coordinate`](Self::coordinate), where the store has moved to this launcher in the course of `running`.
+    fn coordinate_on(
+        &self,
+        (running, next): (Attempt, u32),
+        told: BTreeSet<Id>,
+        rules: Rules,
+        events: Sender<Event>,
+    ) -> Result<()> {
+        let failed = |error| self.lost_store(error);
+        let arrived = insist(|| arrived(&self.store)).map_err(failed)?;
+        let infos = running.launchers().map(|(id, info)| {
+            let joins_as = None;
+            let info = info.clone();
+            (id, NodeInfo { joins_as, ..info })
+        });
+        let joined = running.launchers();
+        let joined = joined.filter(|(_, info)| info.joins_as.is_some());
+        self.start_coordinator(Coordinator {
+            store: self.store.clone(),
+            roster: self.roster.clone(),
+            id: self.id,
+            machine: Membership::resumed(rules, &running.ids, running.restarts),
+            rules,
+            next,
+            restarts: running.restarts,
+            infos: infos.collect(),
+            is_elastic: true,
+            takes_others: running.infos.iter().any(|info| info.least.is_some()),
+            told,
+            arrived,
+            // Those that waited for a place end with the last host.
+            arriving: BTreeSet::new(),
+            changes: Vec::new(),
+            to_begin: self.to_begin.clone(),
+            joining: joined.map(|(id, _)| id).collect(),
+            running: Some(running),
+            // If they wait, that is decided anew.
+            is_enough: true,
+            events,
+        })
+    }
+
+    /// This launcher starts no job, as there is one. Its store.
+    pub fn give_up(mut self) -> Option<Arc<TcpServer>> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.server.take()
+    }
+
+    fn start_coordinator(&self, mut coordinator: Coordinator) -> Result<()> {
         let (stop, began) = (self.stop.clone(), Instant::now());
         spawn("attempts", move || coordinator.run(&stop, began))
+    }
+
+    /// From now on the store may move: to a launcher that follows it, which this one does unless it has it. `file` is to
+    /// say where the store is, once it has moved.
+    pub fn stand_by(&mut self, file: PathBuf, events: Sender<Event>) -> Result<()> {
+        let is_possible = self.standby.is_some() || self.server.is_some();
+        if !is_possible || self.moves.is_some() || !self.goes_on_in_place() {
+            return Ok(());
+        }
+        let host =
+            insist(|| self.store.try_get(HOST_KEY)).map_err(|error| self.lost_store(error))?;
+        self.last_host = lock(&self.roster).note_host(host);
+        let limit = standby::longest_election(self.host.limit()) * 2;
+        self.store.move_with(file.clone(), limit);
+        self.moves = Some(file.clone());
+        self.watch_anew(events.clone())?;
+        let Some(server) = self.standby.clone() else {
+            return Ok(());
+        };
+        let standby = Standby {
+            server,
+            token: self.token.clone(),
+            id: self.id,
+            roster: self.roster.clone(),
+            heard: self.host.clone(),
+            file,
+            stop: self.stop.clone(),
+        };
+        spawn("standby", move || {
+            // Where the main thread has ended, nobody listens.
+            standby.run(|event| drop(events.send(event)));
+        })
+    }
+
+    /// Where the ranks of this launcher read where the store is, if it may move.
+    pub fn moves(&self) -> Option<&Path> {
+        self.moves.as_deref()
+    }
+
+    /// The store has moved. Returns the name of the node where it is, and its address.
+    pub fn store_moved(
+        &mut self,
+        moved: Moved,
+        rules: Rules,
+        events: Sender<Event>,
+    ) -> Result<(String, String)> {
+        let host = moved.host;
+        let old = std::mem::replace(&mut self.last_host, host);
+        // Its will was left at the old place. A thread may be about to leave one there.
+        self.gone = Arc::default();
+        self.out_of_reach.store(false, Ordering::Relaxed);
+        if host == self.id {
+            self.server = self.standby.take();
+            let told: BTreeSet<Id> = lock(&self.roster).lost.clone();
+            self.lost = told.iter().copied().chain([old]).collect();
+            self.heard.watch_again(self.infos.len());
+            // From here on nothing is held for a launcher that is lost now.
+            self.watch_anew(events.clone())?;
+            let (running, next) = self.stored_attempt();
+            if running.number == self.attempt() {
+                self.infos.clone_from(&running.infos);
+                self.ids.clone_from(&running.ids);
+                self.heard.extend(self.infos.len());
+            }
+            for id in moved.ended {
+                let verdict = verdict_of_lost(&running.name_of(id), self.me, Duration::ZERO);
+                let told = insist(|| verdict.publish_at(&self.store, &lost_key(id)));
+                told.map_err(|error| self.lost_store(error))?;
+            }
+            self.coordinate_on((running, next), told, rules, events.clone())?;
+            let here = self.server.as_ref().map(|server| server.local_addr());
+            let comes = self.infos.iter().any(|info| info.least.is_some());
+            if let Some(here) = here.filter(|_| comes) {
+                let (first, token, stop) =
+                    (self.first.clone(), self.token.clone(), self.stop.clone());
+                let here = here.to_string();
+                spawn("signpost", move || point_here(&first, &token, &here, &stop))?;
+            }
+        }
+        self.watch_anew(events)?;
+        let at = lock(&self.roster).address_of(host).unwrap_or_default();
+        let node = self.ids.iter().position(|id| *id == host);
+        let name = node.map_or_else(
+            || "another node".to_owned(),
+            |node| name_of(&self.infos, node),
+        );
+        Ok((name, at))
+    }
+
+    /// Starts the threads that watch, in place of those that do.
+    fn watch_anew(&mut self, events: Sender<Event>) -> Result<()> {
+        self.is_watched.store(false, Ordering::Relaxed);
+        self.is_watched = Arc::new(AtomicBool::new(true));
+        self.start_watching(events)
+    }
+
+    /// The attempt that runs, as this launcher knows it.
+    pub(super) fn running(&self) -> Attempt {
+        Attempt {
+            number: self.attempt(),
+            why: String::new(),
+            ids: self.ids.clone(),
+            infos: self.infos.clone(),
+            lost: self.lost.clone(),
+            master_port: 0,
+            restarts: 0,
+        }
+    }
+
+    pub(super) fn note_members(&self, attempt: &Attempt) {
+        lock(&self.roster).enter(attempt, &self.first);
     }
 
     fn look_at(&self, key: &str, wait: Duration) -> Result<Option<Vec<u8>>> {
@@ -435,13 +671,16 @@ impl Nodes {
     }
 
     pub(super) fn lost_store(&self, error: phalanx_store::Error) -> crate::error::Error {
-        lost_store(&name_of(&self.infos, 0), error)
+        lost_store(&name_of(&self.infos, self.node_of_host()), error)
     }
 }
 
-/// The thread of node 0 that tells the machine what is in the store, and does what it decides.
+/// The thread of the store's host that tells the machine what is in the store, and does what it decides.
 struct Coordinator {
     store: Arc<TcpStore>,
+    roster: Arc<Mutex<Roster>>,
+    /// The number of this launcher.
+    id: Id,
     machine: Membership,
     rules: Rules,
     /// The number of the next attempt.
@@ -454,6 +693,8 @@ struct Coordinator {
     is_elastic: bool,
     /// Others may come.
     takes_others: bool,
+    /// Lost launchers of which the last host of the store has told.
+    told: BTreeSet<Id>,
     /// The highest number of a launcher.
     arrived: Id,
     /// Launchers that have a number and are not there yet.
@@ -515,11 +756,12 @@ impl Coordinator {
     }
 
     fn look_who_goes(&mut self, ids: &[Id]) -> phalanx_store::Result<()> {
-        // Without node 0 there is no job.
-        let others: Vec<Id> = ids.iter().copied().filter(|id| *id != 0).collect();
-        for id in self.present(&others, |id| death_key(id, true))? {
-            let why = self.store.try_get(&death_key(id, true))?;
+        let others: Vec<Id> = ids.iter().copied().filter(|id| *id != self.id).collect();
+        let in_place = self.rules.in_place;
+        for id in self.present(&others, |id| death_key(id, true, in_place))? {
+            let why = self.store.try_get(&death_key(id, true, in_place))?;
             self.changes.push(verdict(&why.unwrap_or_default()).message);
+            lock(&self.roster).lost.insert(id);
             self.machine.lost(id);
         }
         Ok(())
@@ -635,7 +877,7 @@ impl Coordinator {
         let others = insist(|| all_numbers(&*self.store, world))?;
         let others = others.filter(|number| !own.contains(number));
         let goes_on = insist(|| goes_on_with(&*self.store, world, others.clone()))?;
-        let why = insist(|| self.store.try_get(&death_key(id, true)))?;
+        let why = insist(|| self.store.try_get(&lost_key(id)))?;
         let why = verdict(&why.unwrap_or_default());
         if !goes_on && insist(|| is_over(&*self.store))? {
             // Its ranks have ended with those of the others, or have stopped the training.
@@ -663,7 +905,9 @@ impl Coordinator {
         // It is no reason for what fails later.
         insist(|| self.store.delete(&gone_key(id)))?;
         self.changes.clear();
-        say::note(format_args!("{why}; the ranks of the other nodes go on"));
+        if !self.told.contains(&id) {
+            say::note(format_args!("{why}; the ranks of the other nodes go on"));
+        }
         Ok(())
     }
 
@@ -736,6 +980,7 @@ impl Coordinator {
             ids,
             lost: Vec::new(),
             master_port: 0,
+            restarts,
         };
         self.joining.clear();
         self.is_enough = false;
@@ -780,12 +1025,18 @@ fn over_key(attempt: u32) -> String {
     format!("launch/over/{attempt}")
 }
 
-/// Where the verdict of a launcher that has died is written: without it the job ends, unless launchers come and go.
-pub(super) fn death_key(id: Id, is_elastic: bool) -> String {
-    match is_elastic && id != 0 {
-        true => format!("launch/lost/{id}"),
+/// Where the verdict of a launcher that has died is written: without it the job ends, unless launchers come and go, and
+/// without node 0 unless ranks go on in place.
+pub(super) fn death_key(id: Id, is_elastic: bool, in_place: bool) -> String {
+    match is_elastic && (id != 0 || in_place) {
+        true => lost_key(id),
         false => ABORT_KEY.to_owned(),
     }
+}
+
+/// Where it is written that the others go on without launcher `id`.
+pub(super) fn lost_key(id: Id) -> String {
+    format!("launch/lost/{id}")
 }
 
 /// The highest number of a launcher.

@@ -1,6 +1,6 @@
 //! What each node publishes when it joins, and what must be equal on all.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
@@ -41,6 +41,9 @@ pub struct NodeInfo {
     /// Of a launcher that joins an attempt: the number of its first rank.
     #[serde(default)]
     pub joins_as: Option<usize>,
+    /// Where the store moves to when its host is lost and this launcher takes its place.
+    #[serde(default)]
+    pub standby: Option<SocketAddr>,
     /// Our version: launchers of different builds do not mix.
     pub version: String,
 }
@@ -140,6 +143,7 @@ mod tests {
             by_arrival: false,
             elastic: false,
             joins_as: None,
+            standby: None,
             version: "0.1.0".into(),
         }
     }

@@ -1,5 +1,6 @@
 //! Which launchers make an attempt, and when one begins or the job ends: a state machine without sockets and clocks. Only
-//! node 0 has one, so no two memberships of an attempt can differ.
+//! the launcher that hosts the store has one, so no two memberships of an attempt can differ: that is node 0's, until the
+//! store moves (`standby.rs`).
 //!
 //! | phase    | event                                     | next     | decision    |
 //! |----------|-------------------------------------------|----------|-------------|
@@ -52,7 +53,7 @@ pub struct Rules {
     pub in_place: bool,
 }
 
-/// What node 0 must do now.
+/// What the launcher with the store must do now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// Begin the attempt with these launchers, by node rank.
@@ -144,6 +145,16 @@ impl Membership {
         Membership {
             members: (0..rules.most).map(|id| (id, Member::Running)).collect(),
             phase: RUNNING,
+            ..Membership::forming(rules, Duration::ZERO)
+        }
+    }
+
+    /// The attempt of these launchers runs, after so many failures.
+    pub fn resumed(rules: Rules, ids: &[Id], restarts: u32) -> Membership {
+        Membership {
+            members: ids.iter().map(|id| (*id, Member::Running)).collect(),
+            phase: RUNNING,
+            restarts,
             ..Membership::forming(rules, Duration::ZERO)
         }
     }

@@ -11,7 +11,8 @@
 //! | `launch/left/R`   | node R needs the store no more | node R                |
 //! | `launch/gone/R`   | nothing comes from node R: for how many seconds, or `closed` | node 0, the store (node R's will) |
 //!
-//! Those of jobs that start their ranks again are in `attempts.rs`.
+//! Those of jobs that start their ranks again are in `attempts.rs`. In all of these, node 0 is the one whose launcher hosts
+//! the store: where ranks go on in place it may be another one later (`standby.rs`).
 //!
 //! When a launcher dies, its guard writes the verdict, or, before there is a guard, the
 //! store does (the launcher's will). A host that vanishes or is cut off stops beating, which
@@ -25,29 +26,35 @@ mod info;
 mod membership;
 mod pulse;
 mod silence;
+mod standby;
 mod store;
 mod tell;
 
 pub use attempts::{Attempt, Next, all_numbers, number_newcomers};
 pub use info::NodeInfo;
 pub use membership::Rules;
+pub use standby::Moved;
 pub use store::{NodeStore, host_locally, meeting_store};
 pub use tell::{refuse, tell};
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use phalanx_comm::PortRange;
 use phalanx_comm::transport::what_loopback_means;
 use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore, Will};
 use phalanx_wire::Token;
 use serde::{Deserialize, Serialize};
 
+use self::attempts::lost_key;
 use self::info::{compare, mixed, name_of};
 use self::pulse::{Heard, Pulse, SILENT, gone_key};
+use self::standby::{Fence, Roster};
 use super::Event;
 use super::report::{ABORT_KEY, JobFailure};
 use crate::error::{Error, ErrorKind, Result};
@@ -84,7 +91,19 @@ const REFUSED_SHOWN: usize = 3;
 /// The nodes of the job, after all have joined.
 pub struct Nodes {
     store: Arc<TcpStore>,
-    server: Option<TcpServer>,
+    /// On the host of the store, the store.
+    server: Option<Arc<TcpServer>>,
+    /// Of another launcher, where the store may move to.
+    standby: Option<Arc<TcpServer>>,
+    /// The launchers of the attempt, and which of them hosts the store.
+    roster: Arc<Mutex<Roster>>,
+    /// The address of node 0.
+    first: String,
+    token: Token,
+    /// Who hosted it when the main thread heard of it last.
+    last_host: usize,
+    /// Where this launcher and its ranks read where the store is, once it may move.
+    moves: Option<PathBuf>,
     /// The number of this launcher, and those of all, by node. They are the nodes' unless launchers come and go.
     id: usize,
     ids: Vec<usize>,
@@ -96,6 +115,7 @@ pub struct Nodes {
     /// Ends the threads that watch the launchers of this attempt.
     is_watched: Arc<AtomicBool>,
     heard: Arc<Heard>,
+    host: Arc<Heard>,
     /// Tells the others that our connection to the store has ended.
     gone: Arc<Mutex<Option<Will>>>,
     /// The store did not answer our last words.
@@ -122,17 +142,45 @@ pub fn join(
     mut info: NodeInfo,
     token: &Token,
     timeout: Duration,
+    ports: Option<PortRange>,
     mut interrupted: impl FnMut() -> Option<Error>,
 ) -> Result<Nodes> {
     let started = Instant::now();
     let deadline = started + timeout;
     tell::has_joined();
-    let store = connect(&at.dial, token, started, deadline, &mut interrupted)?;
+    let store = loop {
+        let store = connect(&at.first, token, started, deadline, &mut interrupted)?;
+        let moved = store.try_get(standby::MOVED_KEY).map_err(lost_node_0)?;
+        let Some(address) = moved.filter(|_| info.least.is_some()) else {
+            break store;
+        };
+        let address = String::from_utf8_lossy(&address).into_owned();
+        match TcpStore::connect(&address, token.clone(), ANSWER_LIMIT) {
+            Ok(store) => {
+                at.moved(&address);
+                break store;
+            }
+            // It has moved once more.
+            Err(_) if Instant::now() < deadline => std::thread::sleep(SLICE),
+            Err(error) => return Err(lost_store("the node with the store", error)),
+        }
+        if let Some(error) = interrupted() {
+            return Err(error);
+        }
+    };
     // The way to node 0 says by which of our addresses others reach us.
     if at.server.is_none() {
         at.bind = at.bind.or(store.local_ip());
     }
     info.address = at.bind;
+    let standby = match (&at.server, at.bind) {
+        (None, Some(ip)) if info.elastic => standby::bind(ip, ports, token),
+        _ => None,
+    };
+    info.standby = standby.as_ref().map(TcpServer::local_addr);
+    if let Some(server) = at.server.as_ref().filter(|_| info.elastic) {
+        standby::leave_out_beats(server);
+    }
     let total = info.nodes;
     // Until all are here the meeting's deadline holds for every question.
     let left = deadline.saturating_duration_since(Instant::now());
@@ -149,7 +197,7 @@ pub fn join(
         let first = decode::<NodeInfo>(&first).ok_or_else(|| no_node(&node_key(0)))?;
         compare(&info, me, &first, &node_key(0))?;
     }
-    let death_key = attempts::death_key(me, info.least.is_some());
+    let death_key = attempts::death_key(me, info.least.is_some(), false);
     // Before the entry, with which the others begin to count on us.
     let mut will = match me {
         // Its store would die with it.
@@ -185,7 +233,13 @@ pub fn join(
     }
     let mut nodes = Nodes {
         store: Arc::new(store),
-        server: at.server.take(),
+        server: at.server.take().map(Arc::new),
+        standby: standby.map(Arc::new),
+        roster: Arc::default(),
+        first: at.first.clone(),
+        token: token.clone(),
+        last_host: 0,
+        moves: None,
         id: me,
         ids: (0..total).collect(),
         lost: Vec::new(),
@@ -194,6 +248,7 @@ pub fn join(
         stop: Arc::new(AtomicBool::new(false)),
         is_watched: Arc::new(AtomicBool::new(true)),
         heard: Arc::new(Heard::new(total)),
+        host: Arc::new(Heard::new(1)),
         gone: Arc::default(),
         out_of_reach: AtomicBool::new(false),
         will: Mutex::new(will),
@@ -213,6 +268,7 @@ pub fn join(
             nodes.infos = infos;
             if info.elastic {
                 (nodes.is_elastic, nodes.next) = (true, Some(1));
+                nodes.note_members(&nodes.running());
             }
             Ok(nodes)
         }
@@ -453,7 +509,7 @@ impl Nodes {
 
     /// The connections that our store refused.
     fn refused(&self) -> Vec<String> {
-        let refused = self.server.as_ref().map(TcpServer::refused);
+        let refused = self.server.as_ref().map(|server| server.refused());
         let refused = refused.unwrap_or_default();
         let most = refused.iter().take(REFUSED_SHOWN);
         most.map(ToString::to_string).collect()
@@ -479,6 +535,7 @@ impl Nodes {
     /// Starts the threads that beat and listen. `bounds` are those of the silence after which a node is lost.
     pub fn watch(&self, bounds: LostAfter, events: Sender<Event>) -> Result<()> {
         self.heard.watch(self.infos.len(), bounds);
+        self.host.watch(1, bounds);
         // A node that is lost is waited for no longer.
         self.store.set_response_timeout(bounds.most);
         self.start_watching(events)
@@ -488,6 +545,7 @@ impl Nodes {
         let pulse = || Pulse {
             store: self.store.clone(),
             heard: self.heard.clone(),
+            host: self.host.clone(),
             gone: self.gone.clone(),
             stop: self.stop.clone(),
             is_watched: self.is_watched.clone(),
@@ -498,48 +556,57 @@ impl Nodes {
         // Where the main thread has ended, nobody listens.
         let tell = move |event: Event| drop(events.send(event));
         let (beating, tell_of_loss) = (pulse(), tell.clone());
-        if self.id == 0 {
-            let (store, heard) = (self.store.clone(), self.heard.clone());
-            let (is_elastic, me) = (self.is_elastic, self.me);
-            let (ids, infos) = (self.ids.clone(), self.infos.clone());
-            spawn("beat", move || {
-                beating.hear(|node| {
-                    if !is_elastic {
-                        tell_of_loss(Event::NodeLost(node));
-                        return true;
+        if self.server.is_some() {
+            let lost = self.on_loss(tell_of_loss);
+            spawn("beat", move || beating.hear(lost))?;
+            if let Some(fence) = self.fence() {
+                let watching = pulse();
+                let (store, me, infos) = (self.store.clone(), self.me, self.infos.clone());
+                let ids = self.ids.clone();
+                spawn("fence", move || {
+                    while watching.goes_on() {
+                        for id in fence.drop_ended() {
+                            let node = ids.iter().position(|other| *other == id);
+                            let name = node.map(|node| name_of(&infos, node));
+                            let (store, left) = (store.clone(), left_key(id));
+                            // The answer may wait for another one.
+                            let told = spawn("lost", move || {
+                                // Or it has ended as it should.
+                                if let Some(name) = name
+                                    && matches!(store.try_get(&left), Ok(None))
+                                {
+                                    let verdict = verdict_of_lost(&name, me, Duration::ZERO);
+                                    let _ = verdict.publish_at(&store, &lost_key(id));
+                                }
+                            });
+                            // Its silence says so later.
+                            let _ = told;
+                        }
+                        std::thread::sleep(silence::LOOK);
                     }
-                    // The job goes on without it.
-                    let verdict = verdict_of_lost(&infos, me, node, heard.silent(node));
-                    let key = attempts::death_key(ids[node], is_elastic);
-                    let is_told = verdict.publish_at(&store, &key).is_ok();
-                    // It is no reason for what fails later.
-                    is_told && store.delete(&gone_key(ids[node])).is_ok()
-                });
-            })?;
+                })?;
+            }
         } else {
-            let (store, tell_of_own_loss) = (self.store.clone(), tell.clone());
-            let lost_key = self.is_elastic.then(|| self.death_key());
-            spawn("beat", move || {
-                beating.beat(|| {
-                    let key = lost_key.as_ref();
-                    let is_lost = key.is_some_and(|key| matches!(store.try_get(key), Ok(Some(_))));
-                    if is_lost {
-                        tell_of_own_loss(Event::WasLost);
+            spawn("beat", move || beating.beat())?;
+            let (looking, host) = (pulse(), self.node_of_host());
+            // The thread that follows the host looks otherwise.
+            if self.moves.is_none() {
+                spawn("silence", move || {
+                    if looking.is_host_lost() {
+                        tell_of_loss(Event::NodeLost(host));
                     }
-                    !is_lost
-                });
-            })?;
-            let looking = pulse();
-            spawn("silence", move || {
-                if looking.is_node_0_lost() {
-                    tell_of_loss(Event::NodeLost(0));
-                }
-            })?;
+                })?;
+            }
         }
-        let node_0 = name_of(&self.infos, 0);
+        let host = name_of(&self.infos, self.node_of_host());
+        let lost_key = (self.is_elastic && self.server.is_none()).then(|| self.death_key());
         let (store, me, listening) = (self.store.clone(), self.me, pulse());
         spawn("nodes", move || {
             while listening.goes_on() {
+                let key = lost_key.as_ref();
+                if key.is_some_and(|key| matches!(store.try_get(key), Ok(Some(_)))) {
+                    return tell(Event::WasLost);
+                }
                 match store.get(ABORT_KEY, VERDICT_WAIT) {
                     Ok(bytes) => {
                         let code = ErrorKind::PeerLost.exit_code();
@@ -551,21 +618,124 @@ impl Nodes {
                     }
                     Err(error)
                         if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {}
+                    // It has moved since the question.
+                    Err(_) if !listening.goes_on() => return,
                     Err(error) => {
-                        return tell(Event::StoreLost(lost_store(&node_0, error).chain()));
+                        return tell(Event::StoreLost(lost_store(&host, error).chain()));
                     }
                 }
             }
         })
     }
 
-    /// The verdict that `node`, from which nothing comes any more, is lost. Without the store of node 0 nothing else
-    /// is asked there.
-    pub fn verdict_of_lost(&self, node: usize) -> JobFailure {
-        if node == 0 {
-            self.out_of_reach.store(true, Ordering::Relaxed);
+    /// What the host of the store does about a node from which nothing comes any more.
+    fn on_loss<T>(&self, tell: T) -> impl FnMut(usize) -> bool + use<T>
+    where
+        T: Fn(Event) + Send + 'static,
+    {
+        let (store, heard, roster) = (self.store.clone(), self.heard.clone(), self.roster.clone());
+        let (is_elastic, in_place, me) = (self.is_elastic, self.goes_on_in_place(), self.me);
+        let (ids, infos) = (self.ids.clone(), self.infos.clone());
+        let (fence, stop, is_watched) = (self.fence(), self.stop.clone(), self.is_watched.clone());
+        move |node| {
+            if !is_elastic {
+                tell(Event::NodeLost(node));
+                return true;
+            }
+            let is_silent = |node: &usize| *node != me && heard.is_lost(*node);
+            let silent = (0..ids.len()).filter(is_silent).map(|node| ids[node]);
+            let silent: BTreeSet<usize> = silent.collect();
+            if let Some(fence) = &fence
+                && !fence.drop_silent(ids[node], &silent)
+            {
+                is_watched.store(false, Ordering::Relaxed);
+                tell(Event::Parted);
+                return true;
+            }
+            // The job goes on without it.
+            let verdict = verdict_of_lost(&name_of(&infos, node), me, heard.silent(node));
+            let key = attempts::death_key(ids[node], is_elastic, in_place);
+            let gone = gone_key(ids[node]);
+            let (store, roster, id) = (store.clone(), roster.clone(), ids[node]);
+            let stop = stop.clone();
+            let publish = move || {
+                let is_told = verdict.publish_at(&store, &key).is_ok();
+                // It is no reason for what fails later.
+                is_told && store.delete(&gone).is_ok()
+            };
+            if fence.is_none() {
+                return publish();
+            }
+            // The answer may wait for another one that is silent.
+            spawn("lost", move || {
+                while !stop.load(Ordering::Relaxed) {
+                    if publish() {
+                        lock(&roster).lost.insert(id);
+                        return;
+                    }
+                    std::thread::sleep(SLICE);
+                }
+            })
+            .is_ok()
         }
-        verdict_of_lost(&self.infos, self.me, node, self.heard.silent(node))
+    }
+
+    fn fence(&self) -> Option<Fence> {
+        let server = self.server.as_ref().filter(|_| self.moves.is_some())?;
+        Some(Fence {
+            server: server.clone(),
+            roster: self.roster.clone(),
+            token: self.token.clone(),
+            id: self.id,
+        })
+    }
+
+    /// The node whose launcher hosts the store.
+    fn node_of_host(&self) -> usize {
+        let host = lock(&self.roster).host;
+        self.ids.iter().position(|id| *id == host).unwrap_or(0)
+    }
+
+    /// The verdict that `node`, from which nothing comes any more, is lost. Without its host nothing else is asked of the
+    /// store.
+    pub fn verdict_of_lost(&self, node: usize) -> JobFailure {
+        let silent = match node == self.node_of_host() && self.server.is_none() {
+            true => {
+                self.ask_no_more();
+                self.host.silent(0)
+            }
+            false => self.heard.silent(node),
+        };
+        verdict_of_lost(&name_of(&self.infos, node), self.me, silent)
+    }
+
+    /// The verdict that this launcher reaches too few of the others to go on.
+    pub fn verdict_of_parted(&self) -> JobFailure {
+        self.ask_no_more();
+        let node = match &self.server {
+            None => self.node_of_host(),
+            Some(_) => {
+                let lost = &lock(&self.roster).lost;
+                let is_lost = |node: &usize| {
+                    let is_other = *node != self.me && !lost.contains(&self.ids[*node]);
+                    is_other && self.heard.is_lost(*node)
+                };
+                (0..self.infos.len()).find(is_lost).unwrap_or(0)
+            }
+        };
+        let mut verdict = self.verdict_of_lost(node);
+        let why = "this node reaches no majority of the ranks, and the others may go on without it";
+        verdict.notes.push(("so".into(), why.into()));
+        verdict
+    }
+
+    /// From now on nothing waits for the store.
+    fn ask_no_more(&self) {
+        self.out_of_reach.store(true, Ordering::Relaxed);
+        self.store.set_response_timeout(LAST_WORDS);
+        if let Some(file) = &self.moves {
+            self.store.move_with(file.clone(), Duration::ZERO);
+        }
     }
 
     /// Whether there is any use in asking the store: once the end is decided,
@@ -589,9 +759,11 @@ impl Nodes {
     pub fn publish(&self, verdict: &JobFailure, is_final: bool) -> JobFailure {
         let mut key = self.verdict_key(is_final);
         if is_final && self.is_elastic && verdict.code == ErrorKind::Interrupted.exit_code() {
-            // The others go on without this launcher, unless it is node 0's.
-            key = attempts::death_key(self.id, true);
-            self.has_left.store(self.id != 0, Ordering::Relaxed);
+            // The others go on without this launcher, unless they need its store.
+            if !self.hosts_store() {
+                key = self.death_key();
+                self.has_left.store(true, Ordering::Relaxed);
+            }
         }
         let stored = self.reachable(|store| verdict.publish_at(store, &key));
         stored.unwrap_or_else(|| verdict.clone())
@@ -599,9 +771,12 @@ impl Nodes {
 
     /// The node that is lost, where ranks of this node may have failed for that reason; the headline of a verdict.
     pub fn lost(&self) -> Option<String> {
-        let silent = self.heard.silent(0);
-        if self.me != 0 && silent >= SILENT {
-            return Some(disconnected(&self.infos, 0, silent));
+        let silent = self.host.silent(0);
+        if self.server.is_none() && silent >= SILENT {
+            return Some(disconnected(
+                &name_of(&self.infos, self.node_of_host()),
+                silent,
+            ));
         }
         let is_lost = |node: &usize| self.lost.contains(&self.ids[*node]);
         let others = (0..self.infos.len()).filter(|node| *node != self.me && !is_lost(node));
@@ -631,11 +806,8 @@ impl Nodes {
             }
             let seconds = String::from_utf8(why).ok()?.parse().ok();
             Some(match seconds.map(Duration::try_from_secs_f64) {
-                Some(silent) => disconnected(&self.infos, *node, silent.ok()?),
-                None => format!(
-                    "lost {}: the connection of its launcher was closed, and it gave no reason",
-                    name_of(&self.infos, *node)
-                ),
+                Some(silent) => disconnected(&name_of(&self.infos, *node), silent.ok()?),
+                None => closed(&name_of(&self.infos, *node)),
             })
         })
     }
@@ -669,10 +841,20 @@ impl Nodes {
     /// is when the others could know how it ends.
     pub fn leave(&self, total: usize, decided: Instant) {
         self.stop.store(true, Ordering::Relaxed);
+        if let Some(file) = &self.moves {
+            self.store.move_with(file.clone(), LAST_WORDS);
+        }
         self.reachable(|store| store.set(&left_key(self.id), b""));
-        if self.server.is_none() {
+        let Some(server) = &self.server else {
+            return;
+        };
+        let is_alone = self.out_of_reach.load(Ordering::Relaxed);
+        if self.has_left.load(Ordering::Relaxed) || (is_alone && self.moves.is_some()) {
             return;
         }
+        // The store moves no more.
+        server.drop_followers();
+        self.ask_no_more();
         let total = match self.is_elastic {
             true => total.max(attempts::arrived(&self.store).unwrap_or(0) + 1),
             false => total,
@@ -682,9 +864,8 @@ impl Nodes {
             let node = self.ids.iter().position(|other| *other == id);
             node.is_some_and(|node| self.heard.is_lost(node))
         };
-        let joined = |id: &usize| {
-            is_there(&node_key(*id)) && !is_lost(*id) && !is_there(&attempts::death_key(*id, true))
-        };
+        let joined =
+            |id: &usize| is_there(&node_key(*id)) && !is_lost(*id) && !is_there(&lost_key(*id));
         let joined: Vec<usize> = (0..total).filter(joined).collect();
         let limit = (decided + LEAVE_LIMIT).saturating_duration_since(Instant::now());
         let _ = self.wait_all("launch/left", &joined, limit);
@@ -720,22 +901,26 @@ fn left_key(node: usize) -> String {
     format!("launch/left/{node}")
 }
 
-/// Nothing has come from `node` for this long.
-fn disconnected(infos: &[NodeInfo], node: usize, silent: Duration) -> String {
-    format!(
-        "lost the connection to {}: nothing has come from it for {:.1} s",
-        name_of(infos, node),
-        silent.as_secs_f64()
-    )
+/// Nothing has come from the node `name` for this long.
+fn disconnected(name: &str, silent: Duration) -> String {
+    let silent = silent.as_secs_f64();
+    format!("lost the connection to {name}: nothing has come from it for {silent:.1} s")
 }
 
-/// The verdict of node `me` that nothing has come from `node` for this long.
-fn verdict_of_lost(infos: &[NodeInfo], me: usize, node: usize, silent: Duration) -> JobFailure {
+fn closed(name: &str) -> String {
+    format!("lost {name}: the connection of its launcher was closed, and it gave no reason")
+}
+
+/// The verdict of node `me` that nothing has come from the node `name` for this long.
+fn verdict_of_lost(name: &str, me: usize, silent: Duration) -> JobFailure {
+    let code = ErrorKind::PeerLost.exit_code();
+    if silent < SILENT {
+        return JobFailure::new(code, me, closed(name));
+    }
     let perhaps = "the host or the network between is down";
-    let message = disconnected(infos, node, silent);
     JobFailure {
         notes: vec![("perhaps".into(), perhaps.into())],
-        ..JobFailure::new(ErrorKind::PeerLost.exit_code(), me, message)
+        ..JobFailure::new(code, me, disconnected(name, silent))
     }
 }
 

@@ -27,12 +27,14 @@ pub(super) const SILENT: Duration = Duration::from_secs(1);
 const CHECK_EVERY: u32 = 5;
 /// The value of [`gone_key`] of a node whose connection ended.
 const CLOSED: &[u8] = b"closed";
-/// The nodes that have beaten since node 0 looked last.
-const BEATEN: &str = "launch/beat/";
+/// See [`gone_key`].
+pub(super) const GONE: &str = "launch/gone/";
+/// The nodes that have beaten since the host looked last.
+pub(super) const BEATEN: &str = "launch/beat/";
 
 /// Says that nothing comes from the node: see the table in `mod.rs`.
 pub(super) fn gone_key(node: usize) -> String {
-    format!("launch/gone/{node}")
+    format!("{GONE}{node}")
 }
 
 pub(super) fn beat_key(node: usize) -> String {
@@ -51,6 +53,12 @@ impl Heard {
             silence: Mutex::new(Silence::new(nodes, LostAfter::default(), Duration::ZERO)),
             start: Instant::now(),
         }
+    }
+
+    /// From now on, with the same bounds.
+    pub(super) fn watch_again(&self, nodes: usize) {
+        let mut silence = lock(&self.silence);
+        *silence = Silence::new(nodes, silence.bounds(), self.start.elapsed());
     }
 
     /// From now on.
@@ -77,7 +85,7 @@ impl Heard {
     }
 
     /// Whether `node` is lost, unless it has beaten.
-    fn look(&self, node: usize, has_beaten: bool) -> bool {
+    pub(super) fn look(&self, node: usize, has_beaten: bool) -> bool {
         let mut silence = lock(&self.silence);
         // Under the lock: the times of two threads are in order.
         let now = self.start.elapsed();
@@ -92,7 +100,10 @@ impl Heard {
 /// The threads' common ground.
 pub(super) struct Pulse<S> {
     pub(super) store: Arc<S>,
+    /// The silence of all nodes, as the host of the store knows it.
     pub(super) heard: Arc<Heard>,
+    /// That of the host of the store.
+    pub(super) host: Arc<Heard>,
     /// The will for [`gone_key`]; it outlives the threads of an attempt.
     pub(super) gone: Arc<Mutex<Option<Will>>>,
     /// The end of the job.
@@ -111,8 +122,8 @@ impl<S: Store> Pulse<S> {
         !self.stop.load(Ordering::Relaxed) && self.is_watched.load(Ordering::Relaxed)
     }
 
-    /// On node 0: watches the others until the end, and calls `lost` with each node that is lost, again if it gives
-    /// false. One that is told of is watched no more.
+    /// On the host of the store: watches the others until the end, and calls `lost` with each node that is lost, again if
+    /// it gives false. One that is told of is watched no more.
     pub(super) fn hear(&self, mut lost: impl FnMut(usize) -> bool) {
         raise_priority();
         let others = self.ids.iter().enumerate();
@@ -152,8 +163,7 @@ impl<S: Store> Pulse<S> {
 
     /// On another node: beats until the end. Each beat is an attempt of its own; that node 0 does not answer is noticed by
     /// its silence, and that its store has ended by the thread that waits for the verdict, after it has read it.
-    /// Ends when `goes_on`, which it asks now and then, gives false.
-    pub(super) fn beat(&self, goes_on: impl Fn() -> bool) {
+    pub(super) fn beat(&self) {
         raise_priority();
         let beat = beat_key(self.id);
         let mut count = 0_u32;
@@ -161,13 +171,10 @@ impl<S: Store> Pulse<S> {
             let began = Instant::now();
             if count.is_multiple_of(CHECK_EVERY) {
                 let _ = self.check_will();
-                if !goes_on() {
-                    return;
-                }
             }
             count = count.wrapping_add(1);
             if self.store.set(&beat, b"").is_ok() {
-                self.heard.look(0, true);
+                self.host.look(0, true);
             }
             sleep(BEAT.saturating_sub(began.elapsed()));
         }
@@ -187,11 +194,11 @@ impl<S: Store> Pulse<S> {
         Ok(())
     }
 
-    /// On another node: whether node 0 is lost before the end.
-    pub(super) fn is_node_0_lost(&self) -> bool {
+    /// On another node: whether the host of the store is lost before the end.
+    pub(super) fn is_host_lost(&self) -> bool {
         raise_priority();
         while self.goes_on() {
-            if self.heard.look(0, false) {
+            if self.host.look(0, false) {
                 return true;
             }
             sleep(LOOK);
@@ -201,7 +208,7 @@ impl<S: Store> Pulse<S> {
 }
 
 /// Puts this thread before those that compute, where that is permitted.
-fn raise_priority() {
+pub(super) fn raise_priority() {
     let _ = setpriority_process(None, -20);
 }
 
@@ -216,6 +223,7 @@ mod tests {
         Pulse {
             store: Arc::clone(store),
             heard: Arc::new(Heard::new(ids.len())),
+            host: Arc::new(Heard::new(1)),
             gone: Arc::default(),
             stop: Arc::default(),
             is_watched: Arc::new(AtomicBool::new(true)),
@@ -238,7 +246,7 @@ mod tests {
                     true
                 });
             });
-            scope.spawn(|| node_1.beat(|| true));
+            scope.spawn(|| node_1.beat());
             let beat = beat_key(4);
             store.wait(&[&beat], Duration::from_secs(60)).unwrap();
             // Node 0 removes what it has seen.

@@ -68,6 +68,11 @@ impl Silence {
         self.nodes.resize(nodes.max(self.nodes.len()), arrivals);
     }
 
+    /// Within which the limits of all nodes lie.
+    pub(super) fn bounds(&self) -> LostAfter {
+        self.bounds
+    }
+
     /// A longer silence is always a loss.
     pub(super) fn most(&self) -> Duration {
         self.bounds.most

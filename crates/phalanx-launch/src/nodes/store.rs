@@ -25,6 +25,8 @@ pub struct NodeStore {
     pub server: Option<TcpServer>,
     /// What this launcher dials.
     pub dial: String,
+    /// What it dialled first: the address of node 0.
+    pub first: String,
     /// What the ranks of this node dial.
     pub store: String,
     /// The host of node 0, as its ranks and those of other nodes know it.
@@ -36,12 +38,22 @@ pub struct NodeStore {
 }
 
 impl NodeStore {
+    /// The store is at `address` now, on another node or this one.
+    pub fn moved(&mut self, address: &str) {
+        let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+        host.trim_matches(['[', ']'])
+            .clone_into(&mut self.master_addr);
+        address.clone_into(&mut self.dial);
+        address.clone_into(&mut self.store);
+    }
+
     /// That of ranks whose store is a file.
     pub fn without_network() -> NodeStore {
         let loopback = "127.0.0.1".to_owned();
         NodeStore {
             server: None,
             dial: loopback.clone(),
+            first: loopback.clone(),
             store: loopback.clone(),
             master_addr: loopback,
             bind: None,
@@ -64,6 +76,7 @@ pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<Option<NodeSt
     }
     Ok(Some(NodeStore {
         dial: dial.to_string(),
+        first: dial.to_string(),
         store: dial.to_string(),
         master_addr: dial.ip().to_string(),
         bind: None,
@@ -89,6 +102,7 @@ pub fn meeting_store(
         server: None,
         store: named.clone(),
         dial: named.clone(),
+        first: named.clone(),
         master_addr: meeting.host.clone(),
         bind,
         warning: None,
@@ -126,6 +140,7 @@ pub fn meeting_store(
             None => named,
         },
         dial: dial.to_string(),
+        first: dial.to_string(),
         master_addr: match bind {
             Some(_) => dial.ip().to_string(),
             None => meeting.host.clone(),

@@ -30,7 +30,7 @@ static KEPT: Mutex<Option<HeldStore>> = Mutex::new(None);
 
 struct HeldStore {
     store: Arc<TcpStore>,
-    _server: Option<TcpServer>,
+    _server: Option<Arc<TcpServer>>,
     nodes: usize,
 }
 
@@ -40,7 +40,7 @@ pub(super) fn has_joined() {
 }
 
 /// Keeps the store of node 0 until [`tell`] is called.
-pub(super) fn keep(store: Arc<TcpStore>, server: Option<TcpServer>, nodes: usize) {
+pub(super) fn keep(store: Arc<TcpStore>, server: Option<Arc<TcpServer>>, nodes: usize) {
     *lock(&KEPT) = Some(HeldStore {
         store,
         _server: server,
@@ -85,7 +85,7 @@ pub fn refuse(at: &mut NodeStore, nodes: usize, token: &Token, error: &Error) {
         return;
     };
     let _ = leave_word(&store, Some(0), &phalanx_base::host_name(), error);
-    keep(Arc::new(store), Some(server), nodes);
+    keep(Arc::new(store), Some(Arc::new(server)), nodes);
 }
 
 /// Leaves `error` of node `me` in the store, unless the nodes have met.

@@ -69,6 +69,7 @@ fn place_at(at: SocketAddr, server: Option<TcpServer>) -> NodeStore {
         bind: server.is_some().then_some(at.ip()),
         server,
         dial: at.to_string(),
+        first: at.to_string(),
         store: at.to_string(),
         master_addr: at.ip().to_string(),
         warning: None,
@@ -89,6 +90,7 @@ fn info(host: &str, local_ranks: usize) -> NodeInfo {
         by_arrival: false,
         elastic: false,
         joins_as: None,
+        standby: None,
         version: "1".into(),
     }
 }
@@ -102,9 +104,28 @@ fn two_nodes() -> (Nodes, Nodes, Forwarder) {
     let mut places = [place_at(at, Some(server)), place_at(way.at, None)];
     let [place_0, place_1] = &mut places;
     let (a, b) = thread::scope(|scope| {
-        let other = scope
-            .spawn(|| join(place_1, Some(1), info("b", 2), &token, PATIENCE, || None).unwrap());
-        let mine = join(place_0, Some(0), info("a", 1), &token, PATIENCE, || None).unwrap();
+        let other = scope.spawn(|| {
+            join(
+                place_1,
+                Some(1),
+                info("b", 2),
+                &token,
+                PATIENCE,
+                None,
+                || None,
+            )
+            .unwrap()
+        });
+        let mine = join(
+            place_0,
+            Some(0),
+            info("a", 1),
+            &token,
+            PATIENCE,
+            None,
+            || None,
+        )
+        .unwrap();
         (mine, other.join().unwrap())
     });
     (a, b, way)
@@ -158,7 +179,7 @@ fn a_node_from_which_nothing_comes_is_lost() {
     let want = "lost the connection to node 1 (host b, 127.0.0.1, ranks 1 and 2): nothing has come from it for 8.0 s";
     assert_eq!(a.lost().unwrap(), want);
     assert_eq!(b.lost(), None, "the key is about itself");
-    (1..=180).for_each(|n| lock(&b.heard.silence).look(n * silence::LOOK));
+    (1..=180).for_each(|n| lock(&b.host.silence).look(n * silence::LOOK));
     let want = "lost the connection to node 0 (host a, 127.0.0.1, rank 0): nothing has come from it for 9.0 s";
     assert_eq!(b.lost().unwrap(), want);
 }
@@ -183,7 +204,16 @@ fn is_known_to_be_gone(connections: usize) {
     let way = Forwarder::start(server.local_addr());
     let mut place = place_at(way.at, None);
     let joining = thread::spawn(move || {
-        join(&mut place, Some(1), info("b", 1), &token, PATIENCE, || None).map(drop)
+        join(
+            &mut place,
+            Some(1),
+            info("b", 1),
+            &token,
+            PATIENCE,
+            None,
+            || None,
+        )
+        .map(drop)
     });
     direct.wait(&["launch/node/1"], PATIENCE).unwrap();
     let _others = way.cut(connections);

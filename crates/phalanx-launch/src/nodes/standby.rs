@@ -1,0 +1,540 @@
+//! The store moves when the launcher that hosts it is lost, where ranks go on in place (`--elastic`).
+//!
+//! Every other launcher keeps a copy of the store, and has a server that is closed. Responses of the store wait until each
+//! copy has what they tell of. When the host of the store is lost, the launchers that are left elect another one: the
+//! lowest that can be reached asks the others to follow it, and opens its server once it [may](may_go_on). Only a
+//! launcher that has lost the host follows another one, and it follows one at a time.
+//!
+//! | file or key    | value                                            | written by        |
+//! |----------------|--------------------------------------------------|-------------------|
+//! | `launch/store` | how often the store has moved, and the number of the launcher that hosts it | it, once it does  |
+//! | `launch/moved` | in a new store of node 0: the address of the job's | the host of the store |
+//! | a file of each launcher | the address of the store, for its ranks and itself | its launcher |
+//!
+//! The host of the store goes on without a launcher that is lost only if those that are left may go on.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use phalanx_comm::PortRange;
+use phalanx_store::{Follower, ServerState, Store, TcpServer, TcpStore};
+use phalanx_wire::Token;
+
+use super::attempts::{Attempt, is_decided, lost_key, newest_of};
+use super::membership::Id;
+use super::pulse::{BEATEN, GONE, Heard, raise_priority};
+use super::silence::LOOK;
+use super::{encode, verdict_of_lost};
+use crate::report::JobFailure;
+use crate::{Event, lock, say};
+
+/// Says which launcher hosts the store, where it is not node 0.
+pub(super) const HOST_KEY: &str = "launch/store";
+/// In a store that a new launcher of node 0 has opened, where that of the job is: there it is to join.
+pub(super) const MOVED_KEY: &str = "launch/moved";
+/// How often the host of the store looks whether there is such a store.
+const LOOK_BACK: Duration = Duration::from_millis(500);
+/// How long one attempt to reach another launcher takes.
+const ATTEMPT: Duration = Duration::from_millis(500);
+/// How long an election takes, beyond twice the time after which a silent launcher is lost.
+const ELECTION: Duration = Duration::from_secs(4);
+
+/// A launcher that may host the store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Member {
+    pub(super) id: Id,
+    /// The node, for messages.
+    name: String,
+    /// How many ranks it has started.
+    pub(super) ranks: usize,
+    /// Its server; `None`: it has none.
+    pub(super) at: Option<String>,
+}
+
+/// Whether `group` goes on without the rest of `members`, which may be alive elsewhere: it has more than half of the
+/// ranks, or half of them and the lowest. Two groups without a common member never may both.
+pub(super) fn may_go_on(members: &[Member], group: &BTreeSet<Id>) -> bool {
+    let all: usize = members.iter().map(|member| member.ranks).sum();
+    let own = members.iter().filter(|member| group.contains(&member.id));
+    let own: usize = own.map(|member| member.ranks).sum();
+    let lowest = members.iter().map(|member| member.id).min();
+    2 * own > all || (2 * own == all && lowest.is_some_and(|lowest| group.contains(&lowest)))
+}
+
+/// How long an election takes where a silent launcher is lost after `lost_after`.
+pub(super) fn longest_election(lost_after: Duration) -> Duration {
+    2 * lost_after + ELECTION
+}
+
+/// The closed server of a launcher, in `ports`; `None`: no port is free.
+pub(super) fn bind(ip: IpAddr, ports: Option<PortRange>, token: &Token) -> Option<TcpServer> {
+    let bind = |port| TcpServer::bind_closed((ip, port).into(), token.clone()).ok();
+    let server = match ports {
+        None => bind(0),
+        Some(ports) => (ports.first()..=ports.last()).rev().find_map(bind),
+    };
+    server.inspect(leave_out_beats)
+}
+
+/// Heartbeats are nobody's to copy: they begin anew where the store has moved, and must not wait for copies.
+pub(super) fn leave_out_beats(server: &TcpServer) {
+    server.leave_out(BEATEN);
+    server.leave_out(GONE);
+}
+
+/// The launchers of the attempt that runs.
+#[derive(Debug, Default)]
+pub(super) struct Roster {
+    attempt: u32,
+    pub(super) members: Vec<Member>,
+    /// Who hosts the store.
+    pub(super) host: Id,
+    /// Those that the store says are lost.
+    pub(super) lost: BTreeSet<Id>,
+    /// On the host, those of which is known that they have ended.
+    ended: BTreeSet<Id>,
+}
+
+impl Roster {
+    /// Those of `attempt`; node 0 is reached at `first`.
+    pub(super) fn enter(&mut self, attempt: &Attempt, first: &str) {
+        self.attempt = attempt.number;
+        let members = attempt.launchers().map(|(id, info)| Member {
+            id,
+            name: attempt.name_of(id),
+            ranks: info.local_ranks,
+            at: match id {
+                0 => Some(first.to_owned()),
+                _ => info.standby.map(|at| at.to_string()),
+            },
+        });
+        self.members = members.collect();
+    }
+
+    /// As the store says, whose values `get` gives.
+    fn read<'a>(&mut self, get: impl Fn(&str) -> Option<&'a [u8]>) {
+        let is_member = |id: Id| self.members.iter().any(|member| member.id == id);
+        if let Some(attempt) = newest_of(self.attempt, is_member, &get) {
+            let first = self.members.iter().find(|member| member.id == 0);
+            let first = first.and_then(|first| first.at.clone()).unwrap_or_default();
+            self.enter(&attempt, &first);
+        }
+        let members = self.members.iter().map(|member| member.id);
+        self.lost = members.filter(|id| get(&lost_key(*id)).is_some()).collect();
+    }
+
+    /// Who hosts the store, as it says in [`HOST_KEY`].
+    pub(super) fn note_host(&mut self, stored: Option<Vec<u8>>) -> Id {
+        self.host = Reign::stored(stored.as_deref()).host;
+        self.host
+    }
+
+    /// What launcher `me` says of the lost one `id`, from which nothing had come for so long.
+    fn verdict_of_lost(&self, me: Id, id: Id, silent: Duration) -> JobFailure {
+        let node = |id| self.members.iter().position(|member| member.id == id);
+        let name = node(id).map(|node| self.members[node].name.clone());
+        let name = name.unwrap_or_else(|| "another node".to_owned());
+        verdict_of_lost(&name, node(me).unwrap_or(0), silent)
+    }
+
+    pub(super) fn address_of(&self, id: Id) -> Option<String> {
+        let member = self.members.iter().find(|member| member.id == id)?;
+        member.at.clone()
+    }
+
+    /// Those that are not lost.
+    fn living(&self) -> Vec<Member> {
+        let all = self.members.iter();
+        all.filter(|member| !self.lost.contains(&member.id))
+            .cloned()
+            .collect()
+    }
+}
+
+/// On the host of the store: which launchers it may do without.
+pub(super) struct Fence {
+    pub(super) server: Arc<TcpServer>,
+    pub(super) roster: Arc<Mutex<Roster>>,
+    pub(super) token: Token,
+    pub(super) id: Id,
+}
+
+impl Fence {
+    /// Responses wait no longer for launchers that have ended, as their hosts say, which it returns.
+    pub(super) fn drop_ended(&self) -> Vec<Id> {
+        let broken = self.server.broken_followers().into_iter();
+        let ended = broken.map(|id| id as Id).filter(|id| {
+            let at = lock(&self.roster).address_of(*id);
+            let state = |at: String| TcpStore::state_of(&at, self.token.clone(), ATTEMPT);
+            at.is_none_or(|at| state(at) == ServerState::Ended)
+        });
+        let ended: Vec<Id> = ended.collect();
+        for id in &ended {
+            lock(&self.roster).ended.insert(*id);
+            self.server.drop_follower(*id as u64);
+        }
+        ended
+    }
+
+    /// Responses wait no longer for launcher `id`, from which nothing comes, if those that are left may go on without it
+    /// and all that are `silent` too. Those that have ended are not counted.
+    pub(super) fn drop_silent(&self, id: Id, silent: &BTreeSet<Id>) -> bool {
+        let counted = {
+            let roster = lock(&self.roster);
+            let mut living = roster.living();
+            living.retain(|member| !roster.ended.contains(&member.id));
+            living
+        };
+        let left = counted.iter().map(|member| member.id);
+        let left: BTreeSet<Id> = left
+            .filter(|other| *other != id && !silent.contains(other))
+            .collect();
+        let goes_on = left.contains(&self.id) && may_go_on(&counted, &left);
+        if goes_on {
+            self.server.drop_follower(id as u64);
+        }
+        goes_on
+    }
+}
+
+/// The store is at another launcher.
+#[derive(Debug)]
+pub struct Moved {
+    /// Its number.
+    pub host: Id,
+    /// The others that have ended.
+    pub ended: Vec<Id>,
+}
+
+/// On another launcher: follows the host of the store, and takes its place or follows the next one when it is lost.
+pub(super) struct Standby {
+    pub(super) server: Arc<TcpServer>,
+    pub(super) token: Token,
+    pub(super) id: Id,
+    pub(super) roster: Arc<Mutex<Roster>>,
+    /// The silence of the host.
+    pub(super) heard: Arc<Heard>,
+    /// Read by the ranks of this launcher, and by its own client of the store.
+    pub(super) file: PathBuf,
+    pub(super) stop: Arc<AtomicBool>,
+}
+
+/// Who hosts the store, as it says itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Reign {
+    /// How often the store has moved.
+    term: u64,
+    host: Id,
+}
+
+impl Reign {
+    fn stored(value: Option<&[u8]>) -> Reign {
+        let text = value.and_then(|text| std::str::from_utf8(text).ok());
+        let parts = text.and_then(|text| text.split_once(' '));
+        let reign = parts.and_then(|(term, host)| {
+            let (term, host) = (term.parse().ok()?, host.parse().ok()?);
+            Some(Reign { term, host })
+        });
+        reign.unwrap_or_default()
+    }
+
+    fn of(copy: &Follower) -> Reign {
+        Reign::stored(copy.get(HOST_KEY))
+    }
+}
+
+/// An election, as one launcher takes part in it.
+struct Election {
+    /// The host that is lost, and the number of its server.
+    lost: Id,
+    instance: Option<u16>,
+    /// What this launcher goes on with; without it, it cannot be the host.
+    entries: Option<Vec<(String, Vec<u8>)>>,
+    term: u64,
+    ended: BTreeSet<Id>,
+    until: Instant,
+}
+
+impl Standby {
+    /// Follows until the end of the job, and calls `tell` each time the store has moved. Ends when this launcher hosts it,
+    /// or cannot go on.
+    pub(super) fn run(&self, tell: impl Fn(Event)) {
+        raise_priority();
+        let mut copy: Option<Follower> = None;
+        let mut instance = None;
+        while !self.stop.load(Ordering::Relaxed) {
+            let host = lock(&self.roster).host;
+            let address = || lock(&self.roster).address_of(host);
+            let is_there = match &mut copy {
+                Some(copy) => copy.follow(LOOK).is_ok(),
+                None => false,
+            };
+            if let Some(copy) = &copy {
+                let is_over = {
+                    let mut roster = lock(&self.roster);
+                    roster.read(|key| copy.get(key));
+                    is_decided(roster.attempt, |key| copy.get(key))
+                };
+                // All that is left is to hear how the job ends.
+                if is_over {
+                    if !is_there {
+                        sleep(LOOK);
+                    }
+                    continue;
+                }
+            }
+            if !is_there {
+                let again = address().and_then(|at| self.follow(&at).ok());
+                // Another server at its address is that of another launcher.
+                let is_same = |new: &Follower| instance.is_none_or(|known| known == new.instance());
+                if let Some(again) = again.filter(is_same) {
+                    instance = Some(again.instance());
+                    copy = Some(again);
+                } else {
+                    sleep(2 * LOOK);
+                }
+            }
+            let ended = || address().is_some_and(|at| has_ended(self.state_of(&at), instance));
+            if !(self.heard.look(0, false) || (!is_there && ended())) {
+                continue;
+            }
+            let silent = self.heard.silent(0);
+            let term = copy.as_ref().map_or(0, |copy| Reign::of(copy).term);
+            let entries = copy.as_ref().map(|copy| {
+                let mut entries = copy.entries();
+                // As a change of its own it might be lost with the next host.
+                if copy.get(&lost_key(host)).is_none() {
+                    let verdict = lock(&self.roster).verdict_of_lost(self.id, host, silent);
+                    entries.push((lost_key(host), encode(&verdict).unwrap_or_default()));
+                }
+                entries
+            });
+            // Where the host was only stopped, it must not take what follows for the end of this launcher.
+            copy.take().into_iter().for_each(Follower::leave);
+            let mut election = Election {
+                lost: host,
+                instance,
+                entries,
+                term,
+                ended: BTreeSet::new(),
+                until: Instant::now() + longest_election(self.heard.limit()),
+            };
+            let Some((new, follower)) = self.elect(&mut election) else {
+                return match self.stop.load(Ordering::Relaxed) {
+                    true => {}
+                    false => tell(Event::Parted),
+                };
+            };
+            instance = follower.as_ref().map(Follower::instance);
+            copy = follower;
+            let at = {
+                let mut roster = lock(&self.roster);
+                roster.host = new;
+                roster.address_of(new).unwrap_or_default()
+            };
+            self.heard.watch_again(1);
+            if let Err(error) = write_address(&self.file, &at) {
+                let file = self.file.display();
+                say::note(format_args!(
+                    "warning: cannot write {file}, by which the ranks of this node find the store: {error}"
+                ));
+            }
+            let ended = election.ended.into_iter().filter(|id| *id != host);
+            tell(Event::StoreMoved(Moved {
+                host: new,
+                ended: ended.collect(),
+            }));
+            if new == self.id {
+                return;
+            }
+        }
+    }
+
+    fn state_of(&self, at: &str) -> ServerState {
+        TcpStore::state_of(at, self.token.clone(), ATTEMPT)
+    }
+
+    fn follow(&self, at: &str) -> phalanx_store::Result<Follower> {
+        Follower::connect(at, self.token.clone(), self.id as u64, ATTEMPT)
+    }
+
+    /// The new host of the store, and the copy that follows it unless this launcher is it. `None`: there is none.
+    fn elect(&self, election: &mut Election) -> Option<(Id, Option<Follower>)> {
+        let mut is_candidate = false;
+        while Instant::now() < election.until && !self.stop.load(Ordering::Relaxed) {
+            let living = lock(&self.roster).living();
+            for member in &living {
+                if is_candidate && self.may_open(&living, election) {
+                    return self.open(election).then_some((self.id, None));
+                }
+                let (id, is_lost) = (member.id, member.id == election.lost);
+                let at = member.at.as_deref();
+                let Some(at) = at.filter(|_| id != self.id && !election.ended.contains(&id)) else {
+                    continue;
+                };
+                let state = self.state_of(at);
+                if has_ended(state, election.instance.filter(|_| is_lost)) {
+                    election.ended.insert(id);
+                    continue;
+                }
+                // Two candidates must not follow one another.
+                let may_lead = id < self.id || matches!(state, ServerState::Open(_));
+                let Some(mut copy) = self.follow(at).ok().filter(|_| may_lead && !is_lost) else {
+                    continue;
+                };
+                // What it has is older.
+                if Reign::of(&copy).term < election.term {
+                    copy.leave();
+                    continue;
+                }
+                if std::mem::take(&mut is_candidate) {
+                    self.server.close();
+                }
+                if self.is_host(id, &mut copy, election) {
+                    return Some((id, Some(copy)));
+                }
+            }
+            if let Some(entries) = election.entries.as_ref().filter(|_| !is_candidate) {
+                self.server.admit_followers(entries.clone());
+                is_candidate = true;
+            }
+            if is_candidate && self.may_open(&living, election) {
+                return self.open(election).then_some((self.id, None));
+            }
+            sleep(LOOK);
+        }
+        if is_candidate {
+            self.server.close();
+        }
+        None
+    }
+
+    /// Whether those of the `living` that follow this candidate may go on with it.
+    fn may_open(&self, living: &[Member], election: &Election) -> bool {
+        let mut group: BTreeSet<Id> = BTreeSet::from([self.id]);
+        group.extend(self.server.followers().iter().map(|id| *id as Id));
+        let counted = living.iter();
+        let counted = counted.filter(|member| !election.ended.contains(&member.id));
+        let counted: Vec<Member> = counted.cloned().collect();
+        may_go_on(&counted, &group)
+    }
+
+    /// Whether the candidate `id`, which `copy` follows, becomes the host.
+    fn is_host(&self, id: Id, copy: &mut Follower, election: &Election) -> bool {
+        loop {
+            let reign = Reign::of(copy);
+            if reign.host == id && reign.term > election.term {
+                return true;
+            }
+            let is_over = Instant::now() >= election.until || self.stop.load(Ordering::Relaxed);
+            if is_over || copy.follow(LOOK).is_err() {
+                return false;
+            }
+        }
+    }
+
+    /// Opens the own server, and tells its followers; false: one of them has not heard it in time.
+    fn open(&self, election: &Election) -> bool {
+        self.server.open();
+        let fence = Fence {
+            server: self.server.clone(),
+            roster: self.roster.clone(),
+            token: self.token.clone(),
+            id: self.id,
+        };
+        let at = self.server.local_addr().to_string();
+        let Ok(store) = TcpStore::connect(&at, self.token.clone(), ATTEMPT * 4) else {
+            return false;
+        };
+        store.set_response_timeout(ATTEMPT);
+        let reign = format!("{} {}", election.term + 1, self.id);
+        while Instant::now() < election.until {
+            if store.set(HOST_KEY, reign.as_bytes()).is_ok() {
+                return true;
+            }
+            fence.drop_ended();
+        }
+        false
+    }
+}
+
+/// Whether `state`, which was seen at the address of a launcher, shows that this has ended: where the number of its server
+/// is known, by another server too.
+fn has_ended(state: ServerState, instance: Option<u16>) -> bool {
+    match state {
+        ServerState::Ended => true,
+        ServerState::Open(other) => instance.is_some_and(|known| known != other),
+        _ => false,
+    }
+}
+
+/// Tells launchers that come to the address of node 0, `first`, that the store of the job is at `here`, until the end.
+pub(super) fn point_here(first: &str, token: &Token, here: &str, stop: &AtomicBool) {
+    while !stop.load(Ordering::Relaxed) {
+        let state = TcpStore::state_of(first, token.clone(), ATTEMPT);
+        if matches!(state, ServerState::Open(_))
+            && let Ok(store) = TcpStore::connect(first, token.clone(), ATTEMPT)
+        {
+            store.set_response_timeout(ATTEMPT);
+            let _ = store.set(MOVED_KEY, here.as_bytes());
+        }
+        sleep(LOOK_BACK);
+    }
+}
+
+/// Writes `address` into `file`, whole at all times.
+fn write_address(file: &Path, address: &str) -> std::io::Result<()> {
+    let new = file.with_extension("new");
+    std::fs::write(&new, address)?;
+    std::fs::rename(new, file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All of up to five launchers with one to three ranks: whatever groups they part into, two that have no member in
+    /// common do not both go on, and all together do.
+    #[test]
+    fn two_halves_never_go_on() {
+        for count in 1..=5_u32 {
+            for code in 0..3_usize.pow(count) {
+                let members: Vec<Member> = (0..count)
+                    .map(|n| Member {
+                        id: 2 * n as usize + 1,
+                        name: String::new(),
+                        ranks: code / 3_usize.pow(n) % 3 + 1,
+                        at: None,
+                    })
+                    .collect();
+                let group = |bits: u32| -> BTreeSet<Id> {
+                    let of = (0..count).filter(|n| bits >> n & 1 == 1);
+                    of.map(|n| members[n as usize].id).collect()
+                };
+                let goes_on: Vec<u32> = (0..1 << count)
+                    .filter(|bits| may_go_on(&members, &group(*bits)))
+                    .collect();
+                assert!(goes_on.contains(&((1 << count) - 1)));
+                for (a, b) in goes_on
+                    .iter()
+                    .flat_map(|a| goes_on.iter().map(move |b| (a, b)))
+                {
+                    assert!(a & b != 0, "{members:?}: {a:b} and {b:b}");
+                }
+                // One of two parts goes on.
+                for bits in 0..1 << count {
+                    let rest = !bits & ((1 << count) - 1);
+                    assert!(
+                        goes_on.contains(&bits) != goes_on.contains(&rest),
+                        "{bits:b}"
+                    );
+                }
+            }
+        }
+    }
+}
