@@ -49,7 +49,8 @@ def ranks_of(folder):
 def words(args, folder, run, epochs):
     return [args.phalanx, "train", args.recipe, *(["--data", args.data] if args.data else ["--synthetic-samples", str(args.samples)]),
             "--epochs", str(epochs), "--global-batch-size", str(args.batch), "--deterministic", "shards", "--shards", "8",
-            "--threads", "1", "--log-interval", "1", "--output-dir", f"{folder}/{run}"]
+            "--threads", "1", "--log-interval", "1", "--output-dir", f"{folder}/{run}",
+            *(["--save-every", str(args.save_every)] if args.save_every else [])]
 
 
 def ip(*args):
@@ -220,6 +221,7 @@ def main():
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data")
+    parser.add_argument("--save-every", type=int, default=0, help="steps from one checkpoint to the next")
     parser.add_argument("--gap", type=float, default=1.5, help="mean seconds between two faults")
     args = parser.parse_args()
     args.phalanx = os.path.realpath(args.phalanx)
