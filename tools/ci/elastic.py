@@ -7,7 +7,7 @@
 Ranks train with --deterministic shards on this host, or on several, which are network namespaces (needs root) and
 launchers with --nnodes 1:HOSTS. Faults, of which there are as many as --kills says: `kill` and `stop` (up to 1.4 s) a rank;
 `node` kills all processes of a host, `launcher` its launcher only, `term` ends that by SIGTERM, `blink` and `cut` take its
-link down for up to 1.2 s, or for longer than --lost-after. Killed ranks are started again and join, and so do launchers. Checked: exit
+link down for up to 0.9 s, or for longer than --lost-after. Killed ranks are started again and join, and so do launchers. Checked: exit
 codes; the hashes of weights, optimizer and metrics; each sample once an epoch in the samples' logs; one loss a step.
 Reported: how long after a kill it was noticed, and how long it took from there until the ranks went on with the step
 (without the step itself). Exits 1 when a check failed.
@@ -98,7 +98,7 @@ class Hosts:
 class Job:
     def __init__(self, args, folder, epochs):
         self.args, self.folder, self.epochs = args, folder, epochs
-        self.hosts, self.launchers, self.wrong = Hosts(args.hosts), {}, []
+        self.hosts, self.launchers, self.wrong, self.log = Hosts(args.hosts), {}, [], []
         for node in range(args.hosts):
             self.start(node)
 
@@ -110,17 +110,23 @@ class Job:
         if args.hosts > 1:
             line += ["--nnodes", f"1:{args.hosts}", "--master-addr", "10.79.0.1", "--token-file", f"{folder}/token"]
         out = open(f"{folder}/out.{node}", "a")
+        self.note(f"a launcher starts on host {node}")
         self.launchers[node] = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT,
                                                 env={**os.environ, "TMPDIR": folder})
 
     def again(self, node, codes):
         """The launcher ends with one of `codes`, and another one comes."""
         code = self.launchers.pop(node).wait()
+        self.note(f"the launcher of host {node} has ended with {code}")
         if code not in codes and not self.is_over():
             self.wrong.append(f"the launcher of host {node} ended with {code}, not one of {codes}")
         time.sleep(random.uniform(0, 1))
         if not self.is_over():
             self.start(node)
+
+    def note(self, what):
+        """Remembers an event, with the time that the ranks' events have too."""
+        self.log.append(f"{time.time():.3f} {what}")
 
     def is_over(self):
         """A launcher that nobody has ended has ended."""
@@ -143,12 +149,15 @@ class Job:
             if len(ranks) < 2:
                 return False
             pid = random.choice(ranks)
+            self.note(f"{kind} of process {pid}")
             os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             if kind == "stop":
                 time.sleep(random.uniform(0.1, 1.4))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
-        elif kind == "node":
+            return True
+        self.note(f"{kind} of host {node}")
+        if kind == "node":
             self.hosts.kill_all(node)
             self.again(node, [-9])
         elif kind == "launcher":
@@ -160,8 +169,9 @@ class Job:
             self.again(node, [0, 130])
         else:
             self.hosts.link(node, "down")
-            time.sleep({"blink": random.uniform(0.1, 1.2), "cut": random.uniform(4, 7)}[kind])
+            time.sleep({"blink": random.uniform(0.1, 0.9), "cut": random.uniform(4, 7)}[kind])
             self.hosts.link(node, "up")
+            self.note(f"the link of host {node} is up")
             if kind == "cut":
                 self.again(node, [3])
             elif self.launchers[node].poll() is not None:
@@ -180,7 +190,7 @@ def check(args, folder, epochs, job):
     codes = [(node, launcher.wait()) for node, launcher in job.launchers.items()]
     wrong = job.wrong + [f"node {node} ended with {code}" for node, code in codes if code]
     if wrong:
-        return [open(f"{folder}/out.{node}").read()[-3000:] for node in range(args.hosts)] + wrong
+        return [open(f"{folder}/out.{node}").read()[-3000:] for node in range(args.hosts)] + job.log + wrong
     line = words(args, folder, "base", epochs) + ["--nproc-per-node", "1"]
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     ours, base = (json.load(open(f"{folder}/{run}/summary.json")) for run in ("run", "base"))
