@@ -68,6 +68,7 @@ mod group;
 mod inherited;
 mod kernel;
 mod limits;
+mod lost;
 mod memory;
 mod notice;
 mod op;
@@ -88,12 +89,12 @@ pub use error::{Error, ErrorKind, Result};
 pub use group::{
     Call, GroupOptions, InitOptions, MAX_OBJECT_BYTES, MembershipRequests, Newcomer, OpTimes,
     P2POp, PhaseGuard, ProcessGroup, RequestedChange, ShrinkOptions, Transport, Work, goes_on_with,
-    is_over, name_ranks, read_token, report_hold, report_leaving, report_lost, report_over,
-    takes_others,
+    is_over, name_ranks, read_token, report_hold, report_leaving, report_over, takes_others,
 };
 pub use inherited::inherited_socket;
 pub use kernel::{all_finite, largest};
 pub use limits::raise_open_files;
+pub use lost::report_lost;
 pub use memory::Bucket;
 pub use notice::{NoticeListener, set_notice_listener};
 pub use op::ReduceOp;

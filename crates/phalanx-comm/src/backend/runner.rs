@@ -17,7 +17,7 @@ use crate::operation::{Buffers, Limits, Operation, Signature, Visit};
 use crate::plan::{Collective, Method};
 use crate::recorder::Flight;
 use crate::shm::Counters;
-use crate::stall::{Begun, Board, is_circle_with};
+use crate::stall::{Begun, Board, Found, is_circle_with};
 use crate::transport::{AbortHandle, Poison};
 use crate::{Error, ErrorKind, Result};
 
@@ -307,15 +307,18 @@ impl Runner {
             _ => cause,
         };
         let is_first = self.abort.poison(&Poison::new(self.rank, cause));
-        let found = self.board.as_ref().is_some_and(Board::found);
-        match self.abort.poisoned() {
-            Some(p)
-                if found && p.origin_rank == self.rank || is_circle_with(&p.cause, self.rank) =>
-            {
+        let found = self.board.as_ref().and_then(Board::found);
+        let Some(p) = self.abort.poisoned() else {
+            return error;
+        };
+        match found.filter(|_| p.origin_rank == self.rank) {
+            Some(Found::Lost(peer)) => Error::peer_lost(peer, p.cause).with_source(error),
+            Some(Found::Desync) => Error::new(ErrorKind::Desync, p.cause).with_source(error),
+            None if is_circle_with(&p.cause, self.rank) => {
                 Error::new(ErrorKind::Desync, p.cause).with_source(error)
             }
-            Some(p) if !is_first => Error::aborted(p.origin_rank, p.cause).with_source(error),
-            _ => error,
+            None if is_first => error,
+            None => Error::aborted(p.origin_rank, p.cause).with_source(error),
         }
     }
 

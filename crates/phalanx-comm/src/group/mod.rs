@@ -35,7 +35,7 @@ pub use self::options::{Call, GroupOptions, InitOptions, Transport};
 pub use self::phase::PhaseGuard;
 pub use self::reform::{
     MembershipRequests, Newcomer, RequestedChange, ShrinkOptions, goes_on_with, is_over,
-    report_hold, report_leaving, report_lost, report_over, takes_others,
+    report_hold, report_leaving, report_over, takes_others,
 };
 pub use self::token::read_token;
 pub use self::work::{OpTimes, Work};
@@ -337,8 +337,10 @@ impl ProcessGroup {
         let kinds = transports.iter().fold(0, |sum, (_, kind)| sum | kind.bit());
         recorder.set_job(identity.job);
         let flight = Flight::new(watched, kinds, &identity.roster);
-        let board =
-            (member.world > 1).then(|| Board::new(Arc::clone(&keys), member.rank, abort.clone()));
+        let board = (member.world > 1).then(|| {
+            let ranks = (member.rank, &identity.roster[..]);
+            Board::new(Arc::clone(&keys), ranks, abort.clone())
+        });
         let native = Native::new(mesh, member.generation, member.id, &member.limits);
         let numbers = (member.rank, member.world);
         let mut runner = Runner::new(Box::new(native), flight, numbers, member.limits, board);

@@ -7,7 +7,6 @@
 //! |----------------------------------|--------------------|--------------------------------|
 //! | `reform/JOB/GENERATION/here/F`   | `1`                | every rank that takes part     |
 //! | `reform/JOB/GENERATION/members`  | `F F F …`, by rank | one of them, by compare-and-set |
-//! | `reform/lost/F`, `reform/lost`   | why, and a count   | whoever watches the processes ([`report_lost`]) |
 //! | `reform/over`                    | why                | the same, when the job ends    |
 //! | `reform/elastic`                 | `1`; `0`: without others | all ranks, once they may be lost |
 //! | `reform/joined/F`                | `1`                | a newcomer that has the others' state |
@@ -17,6 +16,8 @@
 //! | `reform/leaving`, `reform/leaving/N` | a count, F     | whoever wants the rank to leave ([`report_leaving`]) |
 //! | `reform/hold`                    | why                | whoever wants the ranks to wait ([`report_hold`]) |
 //! | `reform/invited/F`               | an [`Invitation`]  | all members of the old group   |
+//!
+//! Keys of ranks that were reported lost are in `lost.rs`.
 //!
 //! `F` is a rank's number among all that the job has started: its rank in the first
 //! generation, or the number that a newcomer was started with. It never changes; the new
@@ -33,8 +34,7 @@
 //! hosts it (`tcp://` without a launcher) its death ends the job, and the error says
 //! so; a `file://` store outlives all ranks.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use phalanx_store::{ErrorKind as StoreKind, Store};
@@ -44,6 +44,7 @@ use super::join::{Processes, WORLD_GROUP, open};
 use super::launch::{Launch, environment, no_token};
 use super::options::InitOptions;
 use super::{Identity, Member, Origin, ProcessGroup};
+use crate::lost::{LostRanks, lost_key};
 use crate::recorder::{Place, Recorder};
 use crate::select::{Costs, Rules, Selector};
 use crate::transport::{Mesh, Poison, remove_generation};
@@ -55,7 +56,7 @@ use crate::{Error, ErrorKind, Result};
 pub struct ShrinkOptions {
     /// Least size of the new group; default: more than half of the group that ended, so
     /// that two parts of it can never both continue, and 1 where all ranks that do not come
-    /// were [reported lost](report_lost).
+    /// were [reported lost](crate::report_lost).
     pub min_world: Option<usize>,
     /// How long to wait for more ranks once there are enough; 1 s. Ranks that were reported
     /// lost are not waited for. Ranks that come later get [`ErrorKind::Excluded`].
@@ -78,17 +79,6 @@ impl Default for ShrinkOptions {
 const LOOK: Duration = Duration::from_millis(5);
 /// Shortest deadline for forming the links; after a failure the next generation is tried.
 const FORMING_MIN: Duration = Duration::from_secs(1);
-
-/// Says in `store`, which the ranks of a job use, that the process with the number `rank` has ended, and `why`: ranks that
-/// [form a new group](ProcessGroup::shrink) do not wait for it. For launchers, which know it at once.
-///
-/// # Errors
-///
-/// Those of the store.
-pub fn report_lost(store: &dyn Store, rank: usize, why: &str) -> phalanx_store::Result<()> {
-    store.set(&lost_key(rank), why.as_bytes())?;
-    store.add(LOST, 1).map(drop)
-}
 
 /// Says in `store` that the job ends, and `why`: ranks that form a new group, and newcomers, do not wait any longer.
 ///
@@ -128,7 +118,7 @@ fn ask_for(store: &dyn Store, what: &str, rank: usize) -> phalanx_store::Result<
 }
 
 /// Whether the ranks that use `store` go on without lost ones ([`ProcessGroup::announce_elastic`]), as far as any of the
-/// processes `numbers` that is not [lost](report_lost) has what is needed: it is one of the first, or has
+/// processes `numbers` that is not [lost](crate::report_lost) has what is needed: it is one of the first, or has
 /// [announced](ProcessGroup::announce_joined) it.
 ///
 /// # Errors
@@ -178,18 +168,12 @@ const TAKES_OTHERS: &[u8] = b"1";
 const ELASTIC: &str = "reform/elastic";
 /// Set when the job ends.
 const OVER: &str = "reform/over";
-/// How many times a rank was reported lost.
-const LOST: &str = "reform/lost";
 /// Number of newcomers that have announced themselves.
 const JOINING: &str = "reform/joining";
 /// Number of ranks that were asked to leave.
 const LEAVING: &str = "reform/leaving";
 /// Set while the ranks are to wait.
 const HOLD: &str = "reform/hold";
-
-fn lost_key(rank: usize) -> String {
-    format!("reform/lost/{rank}")
-}
 
 fn joined_key(rank: usize) -> String {
     format!("reform/joined/{rank}")
@@ -235,7 +219,7 @@ impl ProcessGroup {
     /// This handle is consumed. Other handles to the old group refuse operations; the
     /// old group is aborted if it was not, so that no rank stays in it.
     ///
-    /// *Blocks until* all ranks of the old group that were not [reported lost](report_lost)
+    /// *Blocks until* all ranks of the old group that were not [reported lost](crate::report_lost)
     /// have come, or at least [`ShrinkOptions::min_world`] and no other for
     /// [`ShrinkOptions::straggler_wait`]; at most [`ShrinkOptions::timeout`].
     ///
@@ -786,7 +770,7 @@ impl Reform<'_> {
         let keys: Vec<String> = self.identity.roster.iter().map(|f| here(*f)).collect();
         let names: Vec<&str> = keys.iter().map(String::as_str).collect();
         let mut enough_since: Option<Instant> = None;
-        let (mut looked, mut gone) = (-1, Vec::new());
+        let mut lost_ranks = LostRanks::of(&self.identity.roster);
         loop {
             if let Some(list) = self.insist(|| store.try_get(&decision)).map_err(lost)? {
                 return decode(&list);
@@ -799,16 +783,9 @@ impl Reform<'_> {
                 Err(e) => return Err(lost(e)),
             };
             // One that was reported lost may live still, and is none of those that go on.
-            let count = self.insist(|| store.add(LOST, 0)).map_err(lost)?;
-            if std::mem::replace(&mut looked, count) != count {
-                gone.clear();
-                for number in self.identity.roster.iter() {
-                    let key = lost_key(*number);
-                    if self.insist(|| store.try_get(&key)).map_err(lost)?.is_some() {
-                        gone.push(*number);
-                    }
-                }
-            }
+            let gone = self.insist(|| lost_ranks.look(&*store).map(<[_]>::to_vec));
+            let gone = gone.map_err(lost)?.into_iter().map(|lost| lost.number);
+            let gone: Vec<usize> = gone.collect();
             if gone.contains(&self.identity.global_rank) {
                 let what = format!(
                     "this rank (first rank {}) was reported lost, and the others go on without it",
@@ -864,20 +841,12 @@ impl Reform<'_> {
                 let roster = member.identity.as_ref().map(|identity| &identity.roster);
                 let numbers: &[usize] = roster.map_or(&[], |roster| roster);
                 let store = Arc::clone(&processes.store);
-                let looked = AtomicI64::new(-1);
                 // A member that is lost before it has come leaves nothing there.
+                let ranks = Mutex::new(LostRanks::of(numbers));
                 let find_lost = || -> phalanx_store::Result<Option<(usize, String)>> {
-                    let count = store.add(LOST, 0)?;
-                    if looked.load(Ordering::Relaxed) == count {
-                        return Ok(None);
-                    }
-                    for (rank, number) in numbers.iter().enumerate() {
-                        if let Some(why) = store.try_get(&lost_key(*number))? {
-                            return Ok(Some((rank, String::from_utf8_lossy(&why).into_owned())));
-                        }
-                    }
-                    looked.store(count, Ordering::Relaxed);
-                    Ok(None)
+                    let mut ranks = ranks.lock().unwrap_or_else(PoisonError::into_inner);
+                    let lost = ranks.look(&*store)?.first();
+                    Ok(lost.map(|lost| (lost.rank, lost.why.clone())))
                 };
                 let lost = || match find_lost() {
                     Err(e) if e.kind() == StoreKind::NoAnswer => Ok(None),

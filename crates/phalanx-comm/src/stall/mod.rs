@@ -10,6 +10,10 @@
 //! posts ([`circle`]): sends that face each other, a cycle of three receives, a message
 //! against a collective. A rank that computes posts nothing, and so is in no cycle.
 //!
+//! A rank of the group that was [reported lost](crate::report_lost) ends the wait too: nothing says that its host is
+//! down, or stopped with its launcher, before the deadline. It must be lost for two looks at the same wait, as the last
+//! that a rank sends may come after the report that it has ended.
+//!
 //! A separate thread, started at the first stall, uses the store: a store whose host is
 //! gone must not delay an operation's deadline.
 
@@ -18,9 +22,8 @@ mod circle;
 pub(crate) mod fuzzing;
 mod post;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use phalanx_wire::frame::Header;
@@ -29,6 +32,7 @@ pub(crate) use self::post::Awaited;
 
 use self::circle::Suspect;
 use self::post::Post;
+use crate::lost::LostRanks;
 use crate::operation::Signature;
 use crate::transport::{AbortHandle, GroupKeys, Poison};
 
@@ -50,7 +54,16 @@ pub(crate) struct Board {
     /// Number of reports passed to the asking thread, not counting those it had no time
     /// for: at most two of them may be newer than the post in the store.
     turn: u64,
-    found: Arc<AtomicBool>,
+    found: Arc<OnceLock<Found>>,
+}
+
+/// Why a wait never ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// Ranks are in different operations.
+    Desync,
+    /// This rank was reported lost.
+    Lost(usize),
 }
 
 /// The state of the asking thread.
@@ -58,7 +71,10 @@ struct Desk {
     keys: Arc<GroupKeys>,
     rank: usize,
     abort: AbortHandle,
-    found: Arc<AtomicBool>,
+    found: Arc<OnceLock<Found>>,
+    lost: LostRanks,
+    /// The stall in which a rank was found lost.
+    lost_in: Option<u64>,
 }
 
 struct Report {
@@ -83,14 +99,21 @@ pub(crate) fn is_circle_with(cause: &str, rank: usize) -> bool {
 }
 
 impl Board {
-    pub(crate) fn new(keys: Arc<GroupKeys>, rank: usize, abort: AbortHandle) -> Board {
-        let found = Arc::new(AtomicBool::new(false));
+    /// For `rank` of a group whose ranks are the processes `numbers`.
+    pub(crate) fn new(
+        keys: Arc<GroupKeys>,
+        (rank, numbers): (usize, &[usize]),
+        abort: AbortHandle,
+    ) -> Board {
+        let found = Arc::new(OnceLock::new());
         Board {
             desk: Some(Desk {
                 keys,
                 rank,
                 abort,
                 found: Arc::clone(&found),
+                lost: LostRanks::of(numbers),
+                lost_in: None,
             }),
             tell: None,
             told: None,
@@ -120,7 +143,7 @@ impl Board {
         if self.stall.0 != Some(since) {
             self.stall = (Some(since), self.stall.1 + 1);
         }
-        if let Some(desk) = self.desk.take() {
+        if let Some(mut desk) = self.desk.take() {
             let (tell, told) = sync_channel(1);
             let started = std::thread::Builder::new()
                 .name("phalanx-stall".to_owned())
@@ -150,28 +173,48 @@ impl Board {
         }
     }
 
-    /// Whether this rank found the ranks in different operations.
-    pub(crate) fn found(&self) -> bool {
-        self.found.load(Ordering::Acquire)
+    /// What this rank has found, for which it has ended the group.
+    pub(crate) fn found(&self) -> Option<Found> {
+        self.found.get().copied()
     }
 }
 
 impl Desk {
     /// Runs until the group ends.
-    fn serve(&self, reports: &Receiver<Report>) {
+    fn serve(&mut self, reports: &Receiver<Report>) {
         let mine = self.key(self.rank);
         let mut suspect = Suspect::default();
         while let Ok(report) = reports.recv() {
             let looked = self.keys.set(&mine, &report.post.encode());
-            match looked.and_then(|()| self.look(&report, &mut suspect)) {
+            let looked = looked.and_then(|()| self.look_for_lost(&report));
+            let looked = looked.and_then(|lost| match lost {
+                Some(lost) => Ok(Some(lost)),
+                None => {
+                    let cause = self.look(&report, &mut suspect)?;
+                    Ok(cause.map(|cause| (Found::Desync, cause)))
+                }
+            });
+            match looked {
                 Ok(None) => {}
-                Ok(Some(cause)) => {
-                    self.found.store(true, Ordering::Release);
+                Ok(Some((found, cause))) => {
+                    let _ = self.found.set(found);
                     self.abort.poison(&Poison::new(self.rank, cause));
                 }
                 Err(e) => tracing::debug!("cannot look for a desync: {e}"),
             }
         }
+    }
+
+    /// A rank that was reported lost, and why.
+    fn look_for_lost(&mut self, report: &Report) -> phalanx_store::Result<Option<(Found, String)>> {
+        let Some(lost) = self.lost.look(self.keys.store())?.first() else {
+            return Ok(None);
+        };
+        let stall = report.post.stall;
+        let is_same = self.lost_in.replace(stall) == Some(stall);
+        let (rank, why) = (lost.rank, &lost.why);
+        let cause = format!("rank {rank} was reported lost: {why}");
+        Ok(is_same.then_some((Found::Lost(rank), cause)))
     }
 
     fn key(&self, rank: usize) -> String {

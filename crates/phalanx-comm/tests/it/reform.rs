@@ -228,6 +228,26 @@ fn two_with_store(over: Over) -> (Arc<dyn phalanx_store::Store>, Token, Vec<Proc
     (store, token, groups)
 }
 
+/// A host that is down, or stopped with its launcher, closes no connection.
+#[test]
+fn a_rank_that_is_reported_lost_is_not_waited_for_in_an_operation() {
+    let (store, _, mut groups) = two_with_store(Over::Tcp);
+    let silent = groups.pop().unwrap();
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| groups[0].barrier().unwrap_err());
+        std::thread::sleep(Duration::from_millis(50));
+        report_lost(&*store, 1, "its host is down").unwrap();
+        let error = waits.join().unwrap();
+        assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+        assert_eq!(error.peer(), Some(1), "{error}");
+        let message = error.message();
+        assert_eq!(message, "rank 1 was reported lost: its host is down");
+    });
+    // It lives, and learns that the group has ended; the first barrier is one that the other has begun.
+    let error = (0..2).find_map(|_| silent.barrier().err()).unwrap();
+    assert_eq!(error.kind(), ErrorKind::Aborted, "{error}");
+}
+
 #[test]
 fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
     for over in [Over::Shm, Over::Tcp] {
