@@ -6,9 +6,9 @@
 
 Ranks train with --deterministic shards on this host, or on several, which are network namespaces (needs root) and
 launchers with --nnodes 1:HOSTS. Faults, of which there are as many as --kills says: `kill` and `stop` (up to 1.4 s) a rank;
-`node` kills all processes of a host, `launcher` its launcher only, `term` ends that by SIGTERM, `blink` and `cut` take its
-link down for up to 0.9 s, or for longer than --lost-after. Killed ranks are started again and join, and so do launchers. Checked: exit
-codes; the hashes of weights, optimizer and metrics; each sample once an epoch in the samples' logs; one loss a step.
+`node` kills all processes of a host, `freeze` stops them for longer than --lost-after, `launcher` kills its launcher only,
+`term` ends that by SIGTERM, `blink` and `cut` take its link down for up to 0.9 s, or for longer than --lost-after. Killed ranks
+are started again and join, and so do launchers. Checked: exit codes; the hashes of weights, optimizer and metrics; each sample once an epoch in the samples' logs; one loss a step.
 Reported: how long after a kill it was noticed, and how long it took from there until the ranks went on with the step
 (without the step itself). Exits 1 when a check failed.
 """
@@ -81,15 +81,15 @@ class Hosts:
     def link(self, n, state):
         ip("-n", self.switch, "link", "set", f"w{n}", state)
 
-    def kill_all(self, n):
+    def signal_all(self, n, number):
         pids = subprocess.run(["ip", "netns", "pids", self.names[n]], capture_output=True, text=True).stdout.split()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(int(pid), number)
 
     def remove(self):
         for n, name in enumerate(self.names):
-            self.kill_all(n)
+            self.signal_all(n, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], check=False)
         if self.names:
             subprocess.run(["ip", "netns", "del", self.switch], check=False)
@@ -142,7 +142,7 @@ class Job:
         node = random.randrange(self.args.hosts)
         ranks = ranks_of(self.folder)
         # Of two hosts that are cut off from one another, the wrong one might go on.
-        if kind in ["cut", "node"] and not self.is_whole():
+        if kind in ["cut", "freeze", "node"] and not self.is_whole():
             return False
         if kind in ["kill", "stop"]:
             # One that is left must have the state.
@@ -158,8 +158,13 @@ class Job:
             return True
         self.note(f"{kind} of host {node}")
         if kind == "node":
-            self.hosts.kill_all(node)
+            self.hosts.signal_all(node, signal.SIGKILL)
             self.again(node, [-9])
+        elif kind == "freeze":
+            self.hosts.signal_all(node, signal.SIGSTOP)
+            time.sleep(random.uniform(4, 7))
+            self.hosts.signal_all(node, signal.SIGCONT)
+            self.again(node, [3])
         elif kind == "launcher":
             self.launchers[node].kill()
             self.again(node, [-9])
@@ -224,7 +229,7 @@ def main():
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=4, help="of all hosts")
-    parser.add_argument("--faults", default="kill", help="kill, stop: of a rank; node, launcher, term, blink, cut: of a host")
+    parser.add_argument("--faults", default="kill", help="kill, stop: of a rank; node, freeze, launcher, term, blink, cut: of a host")
     parser.add_argument("--recipe", default="mnist")
     parser.add_argument("--samples", type=int, default=4800)
     parser.add_argument("--batch", type=int, default=96)

@@ -57,7 +57,7 @@ const REAP_LIMIT: Duration = Duration::from_secs(5);
 /// How long the report waits for the last output of the rank that failed.
 const LAST_OUTPUT: Duration = Duration::from_millis(100);
 /// When a wait for the next attempt is reported; then again each time it has doubled.
-const SAY_WAITING: Duration = Duration::from_secs(5);
+const SAY_WAITING: Duration = Duration::from_secs(2);
 /// How often to look for ended orphans while nothing else happens.
 const SWEEP: Duration = Duration::from_secs(30);
 /// How long a local store takes to answer.
@@ -140,7 +140,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         shared,
         port,
         nodes,
-        signpost: None,
+        redirect: None,
         at,
         has_file,
         token_fd,
@@ -307,7 +307,7 @@ struct Job<'a> {
     port: Option<PortForRanks>,
     nodes: Option<Nodes>,
     /// The store at node 0's address, where this launcher has found the job elsewhere.
-    signpost: Option<Arc<TcpServer>>,
+    redirect: Option<Arc<TcpServer>>,
     /// The store, on one node with its server.
     at: NodeStore,
     /// The store is a file, a new one for each attempt.
@@ -445,9 +445,13 @@ impl Job<'_> {
             }
             if began.elapsed() >= say_at {
                 say_at *= 2;
-                say::note(
-                    "waiting for the other nodes, and for the one with the store to start the next attempt",
-                );
+                let waits_for_place = self.nodes.as_ref().is_some_and(Nodes::waits_for_place);
+                say::note(match waits_for_place {
+                    true => "waiting for a place: the job has all of its nodes",
+                    false => {
+                        "waiting for the other nodes, and for the one with the store to start the next attempt"
+                    }
+                });
             }
         }
     }
@@ -721,17 +725,20 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Joins the job whose store has moved to `at`, in place of one that this launcher was about to start. Launchers that
-    /// come to the old address learn it there.
+    /// Joins the job whose store is at `at` now: in place of one that this launcher was about to start, whose store says so to
+    /// launchers that come, or for another place to wait at.
     fn join_elsewhere(&mut self, at: &str) -> Result<()> {
         let Some(meeting) = &self.plan.args.node.meeting else {
             return Ok(());
         };
         let old = self.nodes.take();
-        self.signpost = old
+        self.redirect = old
             .and_then(|nodes| nodes.give_up())
-            .or(self.signpost.take());
-        self.note(format!("the job runs already: its store is at {at}"));
+            .or(self.redirect.take());
+        if self.redirect.is_none() {
+            self.at.moved(at);
+        }
+        self.note(format!("the store of the job is at {at} now"));
         let events = &self.events;
         let interrupt = || match events.try_recv() {
             Ok(Event::Signal(signal, _)) => Some(interrupted(signal)),
@@ -1057,12 +1064,10 @@ impl Job<'_> {
                     }
                     action
                 }
-                Ok(Event::StoreMoved(moved)) => {
-                    if let Err(error) = self.store_moved(moved) {
-                        self.note(format!("warning: {}", error.chain()));
-                    }
-                    Action::None
-                }
+                Ok(Event::StoreMoved(moved)) => match self.store_moved(moved) {
+                    Ok(()) => Action::None,
+                    Err(error) => watch.take(Event::StoreLost(error.chain()), Instant::now()),
+                },
                 Ok(Event::Admit(attempt)) => {
                     if let Err(error) = self.admit(&attempt) {
                         self.note(format!("warning: {}", error.chain()));

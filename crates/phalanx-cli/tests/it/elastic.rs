@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::{Child, Command};
@@ -683,7 +683,7 @@ fn nodes_find_the_store_where_it_has_moved() {
     let (dir, port) = (folder_of_nodes(), free_port());
     let dir = dir.path();
     // The ranks wait before the training is over.
-    let node = || start_node(dir, 1, port, "--nnodes 2:3 --epochs 40");
+    let node = || start_node(dir, 1, port, "--nnodes 2:3 --epochs 20");
     let first = node();
     wait_for_store(port);
     let other = node();
@@ -702,12 +702,40 @@ fn nodes_find_the_store_where_it_has_moved() {
     assert_eq!(code, 0, "{out}{err}");
     let (code, out, err) = ended(again);
     assert_eq!(code, 0, "{out}{err}");
-    assert!(
-        err.contains("the job runs already: its store is at "),
-        "{err}"
-    );
+    assert!(err.contains("the store of the job is at "), "{err}");
     let (hashes, world) = result(&dir.join("run"));
-    assert_eq!((hashes, world), (undisturbed(dir, "--epochs 40"), 2.into()));
+    assert_eq!((hashes, world), (undisturbed(dir, "--epochs 20"), 2.into()));
+}
+
+#[test]
+fn a_node_that_waits_for_a_place_finds_the_store_where_it_has_moved() {
+    let (dir, port) = (folder_of_nodes(), free_port());
+    let dir = dir.path();
+    let node = || start_node(dir, 1, port, "--nnodes 1:2 --epochs 10");
+    let first = node();
+    wait_for_store(port);
+    let other = node();
+    eventually("the second node runs", || find_process(1, dir).is_some());
+    wait_for_step(dir, 1, 2);
+    // The training goes on when the third node is there.
+    let stopped = process_of(1, dir);
+    signal(stopped, "STOP");
+    let mut third = node();
+    let mut said = BufReader::new(third.stderr.take().expect("a pipe")).lines();
+    let mut hears = |what: &str| said.any(|line| line.is_ok_and(|line| line.contains(what)));
+    assert!(hears("waiting for a place"));
+    signal(first.id(), "KILL");
+    ended(first);
+    assert!(hears("the store of the job is at "));
+    assert!(hears("joining the job as node 2 (host "));
+    eventually("its rank runs", || find_process(2, dir).is_some());
+    signal(stopped, "CONT");
+    for job in [other, third] {
+        let (code, out, err) = ended(job);
+        assert_eq!(code, 0, "{out}{err}");
+    }
+    let (hashes, world) = result(&dir.join("run"));
+    assert_eq!((hashes, world), (undisturbed(dir, "--epochs 10"), 2.into()));
 }
 
 /// For longer than a launcher may be silent: the others go on, and it must not.

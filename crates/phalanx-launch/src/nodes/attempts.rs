@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use phalanx_comm::{goes_on_with, is_over, report_hold, report_lost, takes_others};
-use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore};
+use phalanx_store::{ErrorKind as StoreKind, ServerState, Store, TcpServer, TcpStore};
 use serde::{Deserialize, Serialize};
 
 use super::info::{name_of, ranks_of};
@@ -192,6 +192,11 @@ impl Nodes {
         !self.infos.is_empty()
     }
 
+    /// Whether an attempt runs without this launcher.
+    pub fn waits_for_place(&self) -> bool {
+        !self.has_begun() && !self.servers.is_empty()
+    }
+
     /// Whether ranks go on without those of lost launchers, and with those of others.
     pub fn goes_on_in_place(&self) -> bool {
         self.is_elastic && self.has_begun() && self.infos.iter().all(|info| info.elastic)
@@ -322,6 +327,13 @@ impl Nodes {
 
     /// What follows this attempt, once that is decided; waits a moment for it.
     pub fn next(&mut self) -> Result<Option<Next>> {
+        match self.look_for_next() {
+            Err(error) if self.waits_for_place() => self.search(error),
+            found => found,
+        }
+    }
+
+    fn look_for_next(&mut self) -> Result<Option<Next>> {
         let next = self.next.unwrap_or(0);
         let is_member = self.has_begun();
         if let Some(bytes) = self.look_at(&attempt_key(next), SLICE)? {
@@ -338,6 +350,8 @@ impl Nodes {
                 return Ok(Some(Next::End(verdict)));
             }
             self.next = Some(next + 1);
+            let servers = attempt.infos.iter().filter_map(|info| info.standby);
+            self.servers = servers.map(|at| at.to_string()).collect();
             return Ok(None);
         }
         if !is_member && let Some(at) = self.look_at(MOVED_KEY, Duration::ZERO)? {
@@ -361,6 +375,22 @@ impl Nodes {
             verdict = look(&over_key(self.attempt()))?.filter(|verdict| verdict.code == 0);
         }
         Ok(verdict.map(Next::End))
+    }
+
+    /// Looks where the store is that a launcher which waits for a place has lost.
+    fn search(&mut self, error: crate::error::Error) -> Result<Option<Next>> {
+        let limit = 2 * standby::longest_election(self.host.limit());
+        let until = *(self.searches_until).get_or_insert_with(|| Instant::now() + limit);
+        let state = |at: &String| TcpStore::state_of(at, self.token.clone(), SLICE);
+        let is_open = |at: &&String| matches!(state(at), ServerState::Open(_));
+        match self.servers.iter().find(is_open) {
+            Some(at) => Ok(Some(Next::Elsewhere(at.clone()))),
+            None if Instant::now() >= until => Err(error),
+            None => {
+                std::thread::sleep(SLICE);
+                Ok(None)
+            }
+        }
     }
 
     /// On node 0: the attempt that is to begin with [`begin`](Self::begin).
@@ -448,29 +478,17 @@ impl Nodes {
             return Ok(());
         }
         let has_begun = self.has_begun();
+        let machine = match has_begun {
+            false => Membership::forming(rules, Duration::ZERO),
+            true => Membership::running(rules),
+        };
         self.start_coordinator(Coordinator {
-            store: self.store.clone(),
-            roster: self.roster.clone(),
-            id: self.id,
-            machine: match has_begun {
-                false => Membership::forming(rules, Duration::ZERO),
-                true => Membership::running(rules),
-            },
-            rules,
             next: self.next.unwrap_or(0),
-            restarts: 0,
             infos: self.infos.iter().cloned().enumerate().collect(),
-            is_elastic: self.is_elastic,
             takes_others: !has_begun,
-            told: BTreeSet::new(),
-            arrived: 0,
             arriving: BTreeSet::from([0]),
-            changes: Vec::new(),
-            to_begin: self.to_begin.clone(),
             running: has_begun.then(|| self.running()),
-            is_enough: false,
-            joining: Vec::new(),
-            events,
+            ..self.coordinator(machine, rules, events)
         })
     }
 
@@ -504,29 +522,46 @@ impl Nodes {
         });
         let joined = running.launchers();
         let joined = joined.filter(|(_, info)| info.joins_as.is_some());
+        let machine = Membership::resumed(rules, &running.ids, running.restarts);
         self.start_coordinator(Coordinator {
-            store: self.store.clone(),
-            roster: self.roster.clone(),
-            id: self.id,
-            machine: Membership::resumed(rules, &running.ids, running.restarts),
-            rules,
             next,
             restarts: running.restarts,
             infos: infos.collect(),
-            is_elastic: true,
             takes_others: running.infos.iter().any(|info| info.least.is_some()),
             told,
             arrived,
+            joining: joined.map(|(id, _)| id).collect(),
+            // If they wait, that is decided anew.
+            is_enough: true,
+            running: Some(running),
             // Those that waited for a place end with the last host.
+            ..self.coordinator(machine, rules, events)
+        })
+    }
+
+    /// One that knows of no launcher and no attempt yet.
+    fn coordinator(&self, machine: Membership, rules: Rules, events: Sender<Event>) -> Coordinator {
+        Coordinator {
+            store: self.store.clone(),
+            roster: self.roster.clone(),
+            id: self.id,
+            machine,
+            rules,
+            next: 0,
+            restarts: 0,
+            infos: BTreeMap::new(),
+            is_elastic: self.is_elastic,
+            takes_others: false,
+            told: BTreeSet::new(),
+            arrived: 0,
             arriving: BTreeSet::new(),
             changes: Vec::new(),
             to_begin: self.to_begin.clone(),
-            joining: joined.map(|(id, _)| id).collect(),
-            running: Some(running),
-            // If they wait, that is decided anew.
-            is_enough: true,
+            running: None,
+            is_enough: false,
+            joining: Vec::new(),
             events,
-        })
+        }
     }
 
     /// This launcher starts no job, as there is one. Its store.
@@ -614,7 +649,7 @@ impl Nodes {
                 let (first, token, stop) =
                     (self.first.clone(), self.token.clone(), self.stop.clone());
                 let here = here.to_string();
-                spawn("signpost", move || point_here(&first, &token, &here, &stop))?;
+                spawn("redirect", move || point_here(&first, &token, &here, &stop))?;
             }
         }
         self.watch_anew(events)?;

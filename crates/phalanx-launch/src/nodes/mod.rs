@@ -54,7 +54,7 @@ use serde::{Deserialize, Serialize};
 use self::attempts::lost_key;
 use self::info::{compare, mixed, name_of};
 use self::pulse::{Heard, Pulse, SILENT, gone_key};
-use self::standby::{Fence, Roster};
+use self::standby::{Quorum, Roster};
 use super::Event;
 use super::report::{ABORT_KEY, JobFailure};
 use crate::error::{Error, ErrorKind, Result};
@@ -129,6 +129,9 @@ pub struct Nodes {
     /// This one has said that it goes.
     has_left: AtomicBool,
     to_begin: attempts::ToBegin,
+    /// Where the store may be next, for a launcher that waits for a place, and until when it looks there.
+    servers: Vec<String>,
+    searches_until: Option<Instant>,
 }
 
 /// Joins as node `me`, or as the next one that arrives; `interrupted` is asked often and ends it.
@@ -149,7 +152,7 @@ pub fn join(
     let deadline = started + timeout;
     tell::has_joined();
     let store = loop {
-        let store = connect(&at.first, token, started, deadline, &mut interrupted)?;
+        let store = connect(&at.dial, token, started, deadline, &mut interrupted)?;
         let moved = store.try_get(standby::MOVED_KEY).map_err(lost_node_0)?;
         let Some(address) = moved.filter(|_| info.least.is_some()) else {
             break store;
@@ -256,6 +259,8 @@ pub fn join(
         is_elastic: info.least.is_some(),
         has_left: AtomicBool::new(false),
         to_begin: attempts::ToBegin::default(),
+        servers: Vec::new(),
+        searches_until: None,
     };
     if nodes.is_elastic {
         nodes.store.set_response_timeout(ANSWER_LIMIT);
@@ -559,28 +564,16 @@ impl Nodes {
         if self.server.is_some() {
             let lost = self.on_loss(tell_of_loss);
             spawn("beat", move || beating.hear(lost))?;
-            if let Some(fence) = self.fence() {
-                let watching = pulse();
-                let (store, me, infos) = (self.store.clone(), self.me, self.infos.clone());
-                let ids = self.ids.clone();
-                spawn("fence", move || {
+            if let Some(quorum) = self.quorum() {
+                let (watching, publish, me) = (pulse(), self.publish_loss(), self.me);
+                let (ids, infos) = (self.ids.clone(), self.infos.clone());
+                spawn("quorum", move || {
                     while watching.goes_on() {
-                        for id in fence.drop_ended() {
-                            let node = ids.iter().position(|other| *other == id);
-                            let name = node.map(|node| name_of(&infos, node));
-                            let (store, left) = (store.clone(), left_key(id));
-                            // The answer may wait for another one.
-                            let told = spawn("lost", move || {
-                                // Or it has ended as it should.
-                                if let Some(name) = name
-                                    && matches!(store.try_get(&left), Ok(None))
-                                {
-                                    let verdict = verdict_of_lost(&name, me, Duration::ZERO);
-                                    let _ = verdict.publish_at(&store, &lost_key(id));
-                                }
-                            });
-                            // Its silence says so later.
-                            let _ = told;
+                        for id in quorum.drop_ended() {
+                            if let Some(node) = ids.iter().position(|other| *other == id) {
+                                let name = name_of(&infos, node);
+                                publish(id, verdict_of_lost(&name, me, Duration::ZERO));
+                            }
                         }
                         std::thread::sleep(silence::LOOK);
                     }
@@ -633,10 +626,11 @@ impl Nodes {
     where
         T: Fn(Event) + Send + 'static,
     {
-        let (store, heard, roster) = (self.store.clone(), self.heard.clone(), self.roster.clone());
+        let (store, heard) = (self.store.clone(), self.heard.clone());
         let (is_elastic, in_place, me) = (self.is_elastic, self.goes_on_in_place(), self.me);
         let (ids, infos) = (self.ids.clone(), self.infos.clone());
-        let (fence, stop, is_watched) = (self.fence(), self.stop.clone(), self.is_watched.clone());
+        let (quorum, publish_loss) = (self.quorum(), self.publish_loss());
+        let is_watched = self.is_watched.clone();
         move |node| {
             if !is_elastic {
                 tell(Event::NodeLost(node));
@@ -645,8 +639,8 @@ impl Nodes {
             let is_silent = |node: &usize| *node != me && heard.is_lost(*node);
             let silent = (0..ids.len()).filter(is_silent).map(|node| ids[node]);
             let silent: BTreeSet<usize> = silent.collect();
-            if let Some(fence) = &fence
-                && !fence.drop_silent(ids[node], &silent)
+            if let Some(quorum) = &quorum
+                && !quorum.drop_silent(ids[node], &silent)
             {
                 is_watched.store(false, Ordering::Relaxed);
                 tell(Event::Parted);
@@ -654,35 +648,45 @@ impl Nodes {
             }
             // The job goes on without it.
             let verdict = verdict_of_lost(&name_of(&infos, node), me, heard.silent(node));
-            let key = attempts::death_key(ids[node], is_elastic, in_place);
-            let gone = gone_key(ids[node]);
-            let (store, roster, id) = (store.clone(), roster.clone(), ids[node]);
-            let stop = stop.clone();
-            let publish = move || {
-                let is_told = verdict.publish_at(&store, &key).is_ok();
-                // It is no reason for what fails later.
-                is_told && store.delete(&gone).is_ok()
-            };
-            if fence.is_none() {
-                return publish();
+            if quorum.is_some() {
+                publish_loss(ids[node], verdict);
+                return true;
             }
-            // The answer may wait for another one that is silent.
-            spawn("lost", move || {
-                while !stop.load(Ordering::Relaxed) {
-                    if publish() {
-                        lock(&roster).lost.insert(id);
-                        return;
-                    }
-                    std::thread::sleep(SLICE);
-                }
-            })
-            .is_ok()
+            let key = attempts::death_key(ids[node], is_elastic, in_place);
+            let is_told = verdict.publish_at(&store, &key).is_ok();
+            // It is no reason for what fails later.
+            is_told && store.delete(&gone_key(ids[node])).is_ok()
         }
     }
 
-    fn fence(&self) -> Option<Fence> {
+    /// Publishes that a launcher is lost, unless it has ended as it should: on a thread of its own, since the answer may wait
+    /// for another launcher that is silent, and again until it is told.
+    fn publish_loss(&self) -> impl Fn(usize, JobFailure) + Send + use<> {
+        let (store, roster, stop) = (self.store.clone(), self.roster.clone(), self.stop.clone());
+        move |id, verdict| {
+            let (store, roster, stop) = (store.clone(), roster.clone(), stop.clone());
+            let publish = move || -> phalanx_store::Result<()> {
+                if store.try_get(&left_key(id))?.is_none() {
+                    verdict.publish_at(&store, &lost_key(id))?;
+                    lock(&roster).lost.insert(id);
+                }
+                // It is no reason for what fails later.
+                store.delete(&gone_key(id)).map(drop)
+            };
+            let publishing = spawn("lost", move || {
+                while !stop.load(Ordering::Relaxed) && publish().is_err() {
+                    std::thread::sleep(SLICE);
+                }
+            });
+            if let Err(error) = publishing {
+                say::note(format_args!("warning: {}", error.chain()));
+            }
+        }
+    }
+
+    fn quorum(&self) -> Option<Quorum> {
         let server = self.server.as_ref().filter(|_| self.moves.is_some())?;
-        Some(Fence {
+        Some(Quorum {
             server: server.clone(),
             roster: self.roster.clone(),
             token: self.token.clone(),

@@ -18,7 +18,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::sleep;
+use std::thread::{ScopedJoinHandle, sleep};
 use std::time::{Duration, Instant};
 
 use phalanx_comm::PortRange;
@@ -130,7 +130,7 @@ impl Roster {
 
     /// Who hosts the store, as it says in [`HOST_KEY`].
     pub(super) fn note_host(&mut self, stored: Option<Vec<u8>>) -> Id {
-        self.host = Reign::stored(stored.as_deref()).host;
+        self.host = Term::stored(stored.as_deref()).host;
         self.host
     }
 
@@ -157,14 +157,14 @@ impl Roster {
 }
 
 /// On the host of the store: which launchers it may do without.
-pub(super) struct Fence {
+pub(super) struct Quorum {
     pub(super) server: Arc<TcpServer>,
     pub(super) roster: Arc<Mutex<Roster>>,
     pub(super) token: Token,
     pub(super) id: Id,
 }
 
-impl Fence {
+impl Quorum {
     /// Responses wait no longer for launchers that have ended, as their hosts say, which it returns.
     pub(super) fn drop_ended(&self) -> Vec<Id> {
         let broken = self.server.broken_followers().into_iter();
@@ -226,25 +226,25 @@ pub(super) struct Standby {
 
 /// Who hosts the store, as it says itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Reign {
+struct Term {
     /// How often the store has moved.
-    term: u64,
+    number: u64,
     host: Id,
 }
 
-impl Reign {
-    fn stored(value: Option<&[u8]>) -> Reign {
+impl Term {
+    fn stored(value: Option<&[u8]>) -> Term {
         let text = value.and_then(|text| std::str::from_utf8(text).ok());
         let parts = text.and_then(|text| text.split_once(' '));
-        let reign = parts.and_then(|(term, host)| {
-            let (term, host) = (term.parse().ok()?, host.parse().ok()?);
-            Some(Reign { term, host })
+        let term = parts.and_then(|(number, host)| {
+            let (number, host) = (number.parse().ok()?, host.parse().ok()?);
+            Some(Term { number, host })
         });
-        reign.unwrap_or_default()
+        term.unwrap_or_default()
     }
 
-    fn of(copy: &Follower) -> Reign {
-        Reign::stored(copy.get(HOST_KEY))
+    fn of(copy: &Follower) -> Term {
+        Term::stored(copy.get(HOST_KEY))
     }
 }
 
@@ -304,7 +304,7 @@ impl Standby {
                 continue;
             }
             let silent = self.heard.silent(0);
-            let term = copy.as_ref().map_or(0, |copy| Reign::of(copy).term);
+            let term = copy.as_ref().map_or(0, |copy| Term::of(copy).number);
             let entries = copy.as_ref().map(|copy| {
                 let mut entries = copy.entries();
                 // As a change of its own it might be lost with the next host.
@@ -368,27 +368,30 @@ impl Standby {
         let mut is_candidate = false;
         while Instant::now() < election.until && !self.stop.load(Ordering::Relaxed) {
             let living = lock(&self.roster).living();
-            for member in &living {
+            let others = living.iter().filter(|member| member.id != self.id);
+            let others = others.filter(|member| !election.ended.contains(&member.id));
+            for (id, at, state) in self.states_of(others) {
                 if is_candidate && self.may_open(&living, election) {
                     return self.open(election).then_some((self.id, None));
                 }
-                let (id, is_lost) = (member.id, member.id == election.lost);
-                let at = member.at.as_deref();
-                let Some(at) = at.filter(|_| id != self.id && !election.ended.contains(&id)) else {
-                    continue;
-                };
-                let state = self.state_of(at);
+                let is_lost = id == election.lost;
                 if has_ended(state, election.instance.filter(|_| is_lost)) {
                     election.ended.insert(id);
                     continue;
                 }
                 // Two candidates must not follow one another.
-                let may_lead = id < self.id || matches!(state, ServerState::Open(_));
-                let Some(mut copy) = self.follow(at).ok().filter(|_| may_lead && !is_lost) else {
+                let may_lead = match state {
+                    ServerState::Open(_) => !is_lost,
+                    // It would keep the others waiting.
+                    ServerState::Unknown => false,
+                    _ => id < self.id && !is_lost,
+                };
+                let copy = may_lead.then(|| self.follow(at).ok());
+                let Some(mut copy) = copy.flatten() else {
                     continue;
                 };
                 // What it has is older.
-                if Reign::of(&copy).term < election.term {
+                if Term::of(&copy).number < election.term {
                     copy.leave();
                     continue;
                 }
@@ -414,6 +417,25 @@ impl Standby {
         None
     }
 
+    /// The state of each of `members` that has a server, with its address. All are asked at once: each may be silent.
+    fn states_of<'a>(
+        &self,
+        members: impl Iterator<Item = &'a Member>,
+    ) -> Vec<(Id, &'a str, ServerState)> {
+        std::thread::scope(|scope| {
+            let asked = members.filter_map(|member| {
+                let at = member.at.as_deref()?;
+                Some((member.id, at, scope.spawn(|| self.state_of(at))))
+            });
+            let asked: Vec<_> = asked.collect();
+            let state = |asked: ScopedJoinHandle<'_, _>| asked.join();
+            let answers = asked
+                .into_iter()
+                .map(|(id, at, asked)| (id, at, state(asked).unwrap_or(ServerState::Unknown)));
+            answers.collect()
+        })
+    }
+
     /// Whether those of the `living` that follow this candidate may go on with it.
     fn may_open(&self, living: &[Member], election: &Election) -> bool {
         let mut group: BTreeSet<Id> = BTreeSet::from([self.id]);
@@ -427,8 +449,8 @@ impl Standby {
     /// Whether the candidate `id`, which `copy` follows, becomes the host.
     fn is_host(&self, id: Id, copy: &mut Follower, election: &Election) -> bool {
         loop {
-            let reign = Reign::of(copy);
-            if reign.host == id && reign.term > election.term {
+            let term = Term::of(copy);
+            if term.host == id && term.number > election.term {
                 return true;
             }
             let is_over = Instant::now() >= election.until || self.stop.load(Ordering::Relaxed);
@@ -441,7 +463,7 @@ impl Standby {
     /// Opens the own server, and tells its followers; false: one of them has not heard it in time.
     fn open(&self, election: &Election) -> bool {
         self.server.open();
-        let fence = Fence {
+        let quorum = Quorum {
             server: self.server.clone(),
             roster: self.roster.clone(),
             token: self.token.clone(),
@@ -452,12 +474,21 @@ impl Standby {
             return false;
         };
         store.set_response_timeout(ATTEMPT);
-        let reign = format!("{} {}", election.term + 1, self.id);
+        lock(&self.roster).ended.extend(&election.ended);
+        let (term, began) = (format!("{} {}", election.term + 1, self.id), Instant::now());
         while Instant::now() < election.until {
-            if store.set(HOST_KEY, reign.as_bytes()).is_ok() {
+            if store.set(HOST_KEY, term.as_bytes()).is_ok() {
                 return true;
             }
-            fence.drop_ended();
+            quorum.drop_ended();
+            if began.elapsed() > self.heard.limit() {
+                let behind = self.server.followers_behind().into_iter();
+                let silent = behind.map(|id| id as Id).chain([election.lost]);
+                let silent: BTreeSet<Id> = silent.collect();
+                for id in &silent {
+                    quorum.drop_silent(*id, &silent);
+                }
+            }
         }
         false
     }

@@ -216,6 +216,12 @@ impl Followers {
         complete.map(|(id, _)| *id).collect()
     }
 
+    /// Those that lack a change.
+    pub(super) fn behind(&self) -> Vec<u64> {
+        let behind = self.all.iter().filter(|(_, f)| f.acked < self.seq);
+        behind.map(|(id, _)| *id).collect()
+    }
+
     pub(super) fn broken(&self) -> Vec<u64> {
         self.broken.iter().copied().collect()
     }

@@ -296,6 +296,11 @@ impl TcpServer {
         self.ask(|server| server.followers.broken())
     }
 
+    /// The followers that have not acknowledged all changes, in ascending order: responses wait for them.
+    pub fn followers_behind(&self) -> Vec<u64> {
+        self.ask(|server| server.followers.behind())
+    }
+
     /// Goes on without a follower: responses do not wait for it any more, its connection
     /// is closed, and from now on it is refused with
     /// [`ErrorKind::Dropped`].
