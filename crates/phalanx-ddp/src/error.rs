@@ -16,6 +16,8 @@ pub enum ErrorKind {
     Mismatch,
     /// Occurs when a collective failed; [`Error::comm`] has the details.
     Comm,
+    /// Occurs when a part of the optimizer state was lost with all ranks that had it.
+    StateLost,
 }
 
 /// A failure of the reducer or the wrapper.
@@ -37,6 +39,15 @@ impl Error {
     pub(crate) fn mismatch(message: impl Into<String>) -> Self {
         Error {
             kind: ErrorKind::Mismatch,
+            message: message.into(),
+            comm: None,
+        }
+    }
+
+    #[cfg(feature = "nn")]
+    pub(crate) fn state_lost(message: impl Into<String>) -> Self {
+        Error {
+            kind: ErrorKind::StateLost,
             message: message.into(),
             comm: None,
         }
@@ -86,6 +97,7 @@ impl From<Error> for phalanx_base::Error {
         let kind = match (&error.comm, error.kind) {
             (Some(comm), _) => Self::from(comm.clone()).kind(),
             (None, ErrorKind::Usage) => Kind::Usage,
+            (None, ErrorKind::StateLost) => Kind::PeerLost,
             (None, _) => Kind::Failed,
         };
         Self::from_library(kind, error)

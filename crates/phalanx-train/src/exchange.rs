@@ -17,10 +17,11 @@ pub enum ExchangeArg {
     Auto,
     /// Every rank gets all averaged gradients, bucket by bucket during backward
     AllReduce,
-    /// Every rank gets a part of each bucket during backward; updated parameters are gathered after the step (ZeRO stage 1)
+    /// Every rank gets a part of each bucket during backward; updated parameters are gathered after the step (ZeRO stage 1).
+    /// With --elastic another rank has a copy of each part
     ReduceScatter,
     /// Every rank averages its part inside the optimizer step (ZeRO stage 1): the least work, but no overlap with
-    /// backward
+    /// backward. With --elastic it is `reduce-scatter` after backward
     AtStep,
 }
 

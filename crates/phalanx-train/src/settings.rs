@@ -290,14 +290,11 @@ impl Settings {
     ///
     /// Usage errors naming the flag.
     pub fn check_elastic(&self) -> Result<()> {
-        let why = match (self.exchange, self.gradients.gradient_type) {
+        let why = match self.gradients.gradient_type {
             _ if self.sampler == SamplerKind::Torch => {
                 "divides every batch among the ranks that are left; use --sampler exact"
             }
-            (ExchangeArg::ReduceScatter | ExchangeArg::AtStep, _) => {
-                "needs the whole optimizer state on every rank; leave out --exchange, or use --exchange all-reduce"
-            }
-            (_, GradientType::Powersgd) => {
+            GradientType::Powersgd => {
                 "cannot keep what PowerSGD has on a lost rank; use another --gradient-type"
             }
             _ => return Ok(()),

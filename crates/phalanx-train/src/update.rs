@@ -18,7 +18,8 @@ pub enum Update {
 }
 
 impl Update {
-    /// By the optimizer that `make` makes of parameters, as `ddp` exchanges gradients. Local.
+    /// By the optimizer that `make` makes of parameters, as `ddp` exchanges gradients; `is_elastic`: each part of its state is on
+    /// two ranks. Local.
     ///
     /// # Errors
     ///
@@ -26,15 +27,29 @@ impl Update {
     pub fn new(
         ddp: &DistributedDataParallel,
         params: &Params,
+        is_elastic: bool,
         make: impl FnOnce(&Params) -> Box<dyn Optimizer>,
     ) -> Result<Update> {
-        Ok(match ddp.exchange().is_scattered() {
-            false => Update::Whole(make(params)),
-            true => Update::Part(Box::new(ShardedOptimizer::for_wrapper(ddp, params, make)?)),
-        })
+        if !ddp.exchange().is_scattered() {
+            return Ok(Update::Whole(make(params)));
+        }
+        let part = ShardedOptimizer::for_wrapper(ddp, params, make)?;
+        Ok(Update::Part(Box::new(match is_elastic {
+            true => part.with_copies(params)?,
+            false => part,
+        })))
     }
 
-    /// Takes the step that `ddp` has gradients for. Where each rank has a part, it *blocks* until all ranks take it.
+    /// The optimizer of a part, of which another rank has a copy.
+    pub(crate) fn with_copies(&mut self) -> Option<&mut ShardedOptimizer<Box<dyn Optimizer>>> {
+        match self {
+            Update::Part(optimizer) if optimizer.has_copies() => Some(optimizer),
+            _ => None,
+        }
+    }
+
+    /// Takes the step that `ddp` has gradients for. Where each rank has a part, it *blocks* until all ranks take it, unless
+    /// there are copies: with these the step was prepared, and the parameters are gathered later.
     ///
     /// # Errors
     ///
@@ -45,6 +60,9 @@ impl Update {
         ddp: &mut DistributedDataParallel,
         clip: Option<f64>,
     ) -> Result<()> {
+        if let Some(optimizer) = self.with_copies() {
+            return Ok(optimizer.step_prepared(params, ddp)?);
+        }
         match (self, clip) {
             (Update::Whole(optimizer), None) => optimizer.step(params, ddp)?,
             (Update::Part(optimizer), None) => optimizer.step_scattered(params, ddp)?,

@@ -260,6 +260,86 @@ fn a_newcomer_trains_the_same_model() {
     assert_eq!(code, 130, "{out}{err}");
 }
 
+/// The words of a training whose ranks have parts of the optimizer's state, in the folder `run`.
+fn with_parts(run: &str, ranks: usize, more: &str) -> Vec<String> {
+    let line = format!(
+        "train mnist --synthetic-samples {SAMPLES} --global-batch-size 48 --epochs {EPOCHS} --threads 1 --log-interval 1 \
+         --test-batch-size 50 --lr 0.01 --output-dir {run} --nproc-per-node {ranks} {more}"
+    );
+    line.split_whitespace().map(str::to_owned).collect()
+}
+
+fn start_with_parts(dir: &Path, more: &str) -> Child {
+    let more = format!("--elastic --exchange reduce-scatter --log-samples seen {more}");
+    let words = with_parts("run", 4, &more);
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    phalanx(&words, dir).spawn().expect("phalanx starts")
+}
+
+/// The losses of the steps and epochs of a run, by step and whether it is an epoch's.
+fn losses(run: &Path) -> BTreeMap<(u64, bool), f64> {
+    let all = records(&run.join("metrics.jsonl"));
+    let losses = all.iter().filter(|r| r.get("ranks").is_none()).map(|r| {
+        let loss = r.get("loss").or(r.get("test_loss"));
+        let step = r["step"].as_u64().expect("a step");
+        let loss = loss.and_then(Value::as_f64).expect("a loss");
+        ((step, r.get("loss").is_none()), loss)
+    });
+    losses.collect()
+}
+
+/// That the run in `dir` has the losses of the one that `words` start, up to rounding, which grows after the step `near`.
+fn check_losses(dir: &Path, words: &[String], near: u64) {
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let (code, out, err) = run(&words, dir);
+    assert_eq!(code, 0, "{out}{err}");
+    let (got, want) = (losses(&dir.join("run")), losses(&dir.join("undisturbed")));
+    assert!(got.keys().eq(want.keys()), "{got:?} {want:?}");
+    for (step, loss) in got {
+        let most = if step.0 <= near { 1e-3 } else { 0.1 };
+        assert!((loss - want[&step]).abs() < most, "{step:?}: {loss}");
+    }
+}
+
+#[test]
+fn ranks_with_parts_of_the_state_are_lost_and_started_again() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let job = start_with_parts(dir, "--max-restarts 2 --save-every 3");
+    wait_for_step(dir, 1, 2);
+    for (change, rank) in [(2, 1), (4, 0)] {
+        signal(process_of(rank, dir), "KILL");
+        wait_for_ranks(dir, change, 4);
+    }
+    // No process takes its place.
+    signal(process_of(3, dir), "KILL");
+    wait_for_ranks(dir, 5, 3);
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 0, "{out}{err}");
+    check_samples(dir);
+    check_losses(dir, &with_parts("undisturbed", 1, ""), 30);
+}
+
+#[test]
+fn the_loss_of_a_part_and_its_copy_ends_the_job() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let job = start_with_parts(dir, "--epochs 1000000");
+    wait_for_step(dir, 1, 3);
+    let lost = [1, 2].map(|rank| process_of(rank, dir));
+    // So that no group is formed between the two.
+    lost.iter().for_each(|rank| signal(*rank, "STOP"));
+    lost.iter().for_each(|rank| signal(*rank, "KILL"));
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 3, "{out}{err}");
+    for words in [
+        "rank 1 had it and rank 2 the copy, and both were lost",
+        "start the training again, from its last checkpoint",
+    ] {
+        assert!(err.contains(words), "{err}");
+    }
+}
+
 /// A training on a mesh of two ranks for each copy of the model, in the folder `run`.
 fn on_mesh(run: &str, more: &str) -> Vec<String> {
     let line = format!(
@@ -300,24 +380,7 @@ fn the_copies_of_a_mesh_that_are_whole_go_on() {
         assert!(err.contains(words), "{err}");
     }
     let words = on_mesh("undisturbed", "--mesh tensor=2 --nproc-per-node 2");
-    let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    let (code, out, err) = run(&words, dir);
-    assert_eq!(code, 0, "{out}{err}");
-    let losses = |run: &str| -> BTreeMap<(u64, bool), f64> {
-        let all = records(&dir.join(run).join("metrics.jsonl"));
-        let losses = all.iter().filter(|r| r.get("ranks").is_none()).map(|r| {
-            let loss = r.get("loss").or(r.get("test_loss"));
-            let step = r["step"].as_u64().expect("a step");
-            let loss = loss.and_then(Value::as_f64).expect("a loss");
-            ((step, r.get("loss").is_none()), loss)
-        });
-        losses.collect()
-    };
-    let (got, want) = (losses("run"), losses("undisturbed"));
-    assert!(got.keys().eq(want.keys()), "{got:?} {want:?}");
-    for (step, loss) in got {
-        assert!((loss - want[&step]).abs() < 1e-3, "{step:?}: {loss}");
-    }
+    check_losses(dir, &words, u64::MAX);
 }
 
 #[test]
@@ -789,10 +852,6 @@ fn what_cannot_go_on_without_a_rank_is_refused_before_it_begins() {
         assert!(err.contains(want), "{more}: {err}");
     }
     for (more, want) in [
-        (
-            "--exchange at-step",
-            "--elastic needs the whole optimizer state on every rank",
-        ),
         (
             "--sampler torch",
             "--elastic divides every batch among the ranks that are left",

@@ -499,6 +499,11 @@ impl DistributedDataParallel {
         self.reducer.exchange_late()
     }
 
+    /// [`Reducer::pass_copies`].
+    pub(crate) fn pass_copies(&mut self, to: usize, from: usize) -> Result<()> {
+        self.reducer.pass_copies(to, from)
+    }
+
     /// [`Reducer::check_pieces`].
     pub(crate) fn check_pieces(&self) -> Result<()> {
         self.reducer.check_pieces()

@@ -6,6 +6,7 @@ mod low_rank;
 mod meeting;
 mod params;
 mod power_sgd;
+mod recut;
 mod route;
 mod shards;
 mod state;

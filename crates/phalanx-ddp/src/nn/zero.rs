@@ -13,6 +13,11 @@
 //!   ([`Exchange::ReduceScatter`](crate::Exchange::ReduceScatter)). A step moves as much as an
 //!   all-reduce, gradients one way and parameters the other, and the parameters are gathered in place
 //!   ([`ShardedOptimizer::step_scattered`]).
+//!
+//! [`ShardedOptimizer::with_copies`] gives each part to a second rank as well (`recut.rs`), so that the others have all parts
+//! when a rank is lost. A step has three phases then: [`prepare_step`](ShardedOptimizer::prepare_step) gives both ranks the
+//! part's gradients, [`step_prepared`](ShardedOptimizer::step_prepared) updates both parts of a rank without communication, and
+//! [`gather`](ShardedOptimizer::gather) gathers the parameters.
 
 use std::ops::Range;
 
@@ -21,6 +26,7 @@ use phalanx_nn::optim::{Optimizer, Run, clip_factor, grad_norm};
 use phalanx_nn::{GradView, Init, Layout, ParamId, Params, Scope, Seed};
 
 use super::ddp::DistributedDataParallel;
+use super::recut::Recut;
 use crate::error::{Error, Result};
 
 const LINE_ELEMS: usize = 16;
@@ -31,46 +37,61 @@ type Buffers = Vec<(&'static str, Vec<f32>)>;
 /// An optimizer whose state is sharded over the ranks. The optimizer must treat every
 /// element by itself (SGD, Adam; not LARS or LAMB).
 pub struct ShardedOptimizer<O> {
-    group: ProcessGroup,
-    optimizer: O,
-    /// The parameters given to the optimizer: this rank's pieces, with the names of the whole parameters. The
-    /// elements themselves are the model's.
-    own: Params,
-    /// Every rank's pieces.
-    cut: Vec<Vec<Piece>>,
+    pub(super) optimizer: O,
+    pub(super) cut: Cut,
     /// Elements of the flat region of all parameters.
     total: usize,
-    /// Elements that each rank contributes when parts are gathered.
-    lengths: Vec<usize>,
     /// Whether the pieces are those of a wrapper.
     scattered: bool,
-    /// This rank's piece of each parameter, if it has one.
-    piece_of: Vec<Option<usize>>,
+    /// Whether each part has a copy, if there are several ranks.
+    pub(super) has_copies: bool,
+    /// Of the gradients of a step that is prepared.
+    prepared: Option<f32>,
+    /// Whether other ranks lack the parameters that this one has updated.
+    pub(super) ungathered: bool,
+    /// A cut that all ranks may have changed to, of which this one does not know it yet.
+    pub(super) next: Option<Box<Recut>>,
+}
+
+/// Which rank has which pieces.
+pub(super) struct Cut {
+    pub(super) group: ProcessGroup,
+    /// Every rank's own pieces.
+    pub(super) parts: Vec<Vec<Piece>>,
+    /// The copy of a part is on the rank this many further; 0: there are none.
+    pub(super) shift: usize,
+    /// This rank's pieces: its own, then those of which it has the copy.
+    pub(super) held: Vec<Piece>,
+    /// The parameters given to the optimizer: these pieces, with the names of the whole parameters. The elements
+    /// themselves are the model's; where there are copies, here are those that this rank has updated last.
+    pub(super) own: Params,
+    /// Of each parameter, this rank's own piece and the one of which it has the copy.
+    pub(super) piece_of: Vec<[Option<usize>; 2]>,
 }
 
 /// A parameter, or the part of it that one rank has.
 #[derive(Debug, Clone)]
-struct Piece {
-    param: ParamId,
-    elems: Range<usize>,
-    /// Where it begins among the rank's own pieces.
-    at: usize,
+pub(super) struct Piece {
+    pub(super) param: ParamId,
+    pub(super) elems: Range<usize>,
+    /// Where it begins among the rank's pieces.
+    pub(super) at: usize,
     /// Where it begins in the flat region of all parameters.
-    flat: usize,
+    pub(super) flat: usize,
 }
 
 impl Piece {
-    fn own(&self) -> Range<usize> {
+    pub(super) fn own(&self) -> Range<usize> {
         self.at..self.at + self.elems.len()
     }
 
-    fn whole(&self) -> Range<usize> {
+    pub(super) fn whole(&self) -> Range<usize> {
         self.flat..self.flat + self.elems.len()
     }
 }
 
 /// Places pieces one behind the other, each starting on a cache line.
-fn lay_out(params: &Params, pieces: Vec<(ParamId, Range<usize>)>) -> Vec<Piece> {
+pub(super) fn lay_out(params: &Params, pieces: Vec<(ParamId, Range<usize>)>) -> Vec<Piece> {
     let mut next = 0;
     let piece = |(param, elems): (ParamId, Range<usize>)| {
         let at = next;
@@ -85,10 +106,72 @@ fn lay_out(params: &Params, pieces: Vec<(ParamId, Range<usize>)>) -> Vec<Piece> 
     pieces.into_iter().map(piece).collect()
 }
 
-fn len_of(pieces: &[Piece]) -> usize {
+pub(super) fn len_of(pieces: &[Piece]) -> usize {
     pieces
         .last()
         .map_or(0, |p| p.own().end.next_multiple_of(LINE_ELEMS))
+}
+
+impl Cut {
+    pub(super) fn new(
+        group: ProcessGroup,
+        params: &Params,
+        parts: Vec<Vec<Piece>>,
+        shift: usize,
+    ) -> Result<Cut> {
+        let rank = group.rank();
+        let held = held(&parts, shift, rank);
+        let mut piece_of = vec![[None; 2]; params.len()];
+        let mut scope = Scope::new(Seed(0));
+        for (at, piece) in held.iter().enumerate() {
+            let name = &params.infos()[piece.param.index()].name;
+            let (which, name) = match at < parts[rank].len() {
+                true => (0, name.clone()),
+                false => (1, format!("copy of {name}")),
+            };
+            piece_of[piece.param.index()][which] = Some(at);
+            let shape = [piece.elems.len()];
+            scope.param(&name, &shape, Layout::Same, Init::Constant(0.0));
+        }
+        let own = scope
+            .build()
+            .map_err(|e| Error::usage(format!("this rank's part cannot be built: {e}")))?;
+        let mut places = own.infos().iter().zip(&held);
+        if own.flat().len() > len_of(&held) || places.any(|(info, p)| info.offset != p.at) {
+            return Err(not_in_lines());
+        }
+        Ok(Cut {
+            group,
+            parts,
+            shift,
+            held,
+            own,
+            piece_of,
+        })
+    }
+
+    fn mine(&self) -> &[Piece] {
+        &self.parts[self.group.rank()]
+    }
+
+    fn pieces_of(&self, param: ParamId) -> impl Iterator<Item = &Piece> {
+        let places = self.piece_of[param.index()].iter().flatten();
+        places.map(|at| &self.held[*at])
+    }
+}
+
+/// The pieces that `rank` has: its own, then the copy of those of another rank.
+pub(super) fn held(parts: &[Vec<Piece>], shift: usize, rank: usize) -> Vec<Piece> {
+    let mut held = parts[rank].clone();
+    if shift > 0 {
+        let begin = len_of(&held);
+        let of = (rank + parts.len() - shift) % parts.len();
+        held.extend(parts[of].iter().map(|piece| Piece {
+            at: begin + piece.at,
+            ..piece.clone()
+        }));
+    }
+    held
 }
 
 impl<O: Optimizer> ShardedOptimizer<O> {
@@ -107,7 +190,6 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         let lines = elems.div_ceil(LINE_ELEMS);
         let part = lines.div_ceil(world) * LINE_ELEMS;
         let border = |r: usize| (r * part).min(elems);
-        let lengths = (0..world).map(|r| border(r + 1) - border(r)).collect();
         let pieces = |rank: usize| {
             let mut pieces = Vec::new();
             for (param, info) in params.ids().zip(params.infos()) {
@@ -125,7 +207,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         if !cut.iter().enumerate().all(as_in_flat) {
             return Err(not_in_lines());
         }
-        Self::build(group, params, cut, lengths, make)
+        Self::build(group, params, cut, make)
     }
 
     /// Splits `params` as `wrapper` scatters their gradients, and calls `make` to make
@@ -148,10 +230,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             ));
         }
         let group = wrapper.group().clone();
-        let pieces = |rank| lay_out(params, wrapper.scattered(rank));
-        let cut: Vec<Vec<Piece>> = (0..group.world_size()).map(pieces).collect();
-        let lengths = cut.iter().map(|pieces| len_of(pieces)).collect();
-        let mut optimizer = Self::build(group, params, cut, lengths, make)?;
+        let parts = parts_of(wrapper, params);
+        let mut optimizer = Self::build(group, params, parts, make)?;
         optimizer.scattered = true;
         Ok(optimizer)
     }
@@ -159,42 +239,20 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     fn build(
         group: ProcessGroup,
         params: &Params,
-        cut: Vec<Vec<Piece>>,
-        lengths: Vec<usize>,
+        parts: Vec<Vec<Piece>>,
         make: impl FnOnce(&Params) -> O,
     ) -> Result<ShardedOptimizer<O>> {
-        let mut scope = Scope::new(Seed(0));
-        let pieces = &cut[group.rank()];
-        for piece in pieces {
-            let name = &params.infos()[piece.param.index()].name;
-            let shape = [piece.elems.len()];
-            scope.param(name, &shape, Layout::Same, Init::Constant(0.0));
-        }
-        let own = scope
-            .build()
-            .map_err(|e| Error::usage(format!("this rank's part cannot be built: {e}")))?;
-        let mut places = own.infos().iter().zip(pieces);
-        if own.flat().len() > len_of(pieces) || places.any(|(info, p)| info.offset != p.at) {
-            return Err(not_in_lines());
-        }
-        let mut piece_of = vec![None; params.len()];
-        for (at, piece) in pieces.iter().enumerate() {
-            piece_of[piece.param.index()] = Some(at);
-        }
+        let cut = Cut::new(group, params, parts, 0)?;
         Ok(ShardedOptimizer {
-            optimizer: make(&own),
-            piece_of,
-            group,
-            own,
+            optimizer: make(&cut.own),
             cut,
-            lengths,
             total: params.flat().len(),
             scattered: false,
+            has_copies: false,
+            prepared: None,
+            ungathered: false,
+            next: None,
         })
-    }
-
-    fn pieces(&self) -> &[Piece] {
-        &self.cut[self.group.rank()]
     }
 
     /// Updates this rank's part of `params` from the averaged `grads`, then
@@ -249,7 +307,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             }
         }
         self.optimizer.begin_step().map_err(refused)?;
-        for piece in &self.cut[self.group.rank()] {
+        for piece in self.cut.mine() {
             if grads.untouched(piece.param) {
                 continue;
             }
@@ -260,8 +318,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             };
             self.optimizer.step_run(run, factor).map_err(refused)?;
         }
-        self.group
-            .all_gather_in_place(params.flat_mut(), self.lengths[0])
+        (self.cut.group)
+            .all_gather_in_place(params.flat_mut(), len_of(&self.cut.parts[0]))
             .map_err(|e| Error::comm_while("updated parameters could not be gathered", e))
     }
 
@@ -302,23 +360,112 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         self.check_wrapper(wrapper)?;
         // The factor needs all gradients.
         wrapper.exchange_late()?;
-        let view = Pieces {
-            pieces: self.pieces(),
-            source: wrapper,
-        };
-        let norm = grad_norm(&self.own, &view);
-        let mut squares = [norm * norm];
-        if self.group.world_size() > 1 {
-            self.group
-                .all_reduce(&mut squares, ReduceOp::Sum)
-                .map_err(|e| Error::comm_while("the gradients' norm could not be joined", e))?;
-        }
-        let norm = squares[0].sqrt();
+        let norm = self.joined_norm(wrapper)?;
         self.step_scattered_with(params, wrapper, clip_factor(norm, limit))?;
         Ok(norm)
     }
 
+    /// The norm of the exchanged gradients of all ranks.
+    fn joined_norm(&self, wrapper: &DistributedDataParallel) -> Result<f64> {
+        let view = Pieces {
+            pieces: self.cut.mine(),
+            source: wrapper,
+        };
+        let norm = grad_norm(&self.cut.own, &view);
+        let (mut squares, group) = ([norm * norm], &self.cut.group);
+        if group.world_size() > 1 {
+            group
+                .all_reduce(&mut squares, ReduceOp::Sum)
+                .map_err(|e| Error::comm_while("the gradients' norm could not be joined", e))?;
+        }
+        Ok(squares[0].sqrt())
+    }
+
     fn step_scattered_with(
+        &mut self,
+        params: &mut Params,
+        wrapper: &mut DistributedDataParallel,
+        factor: f32,
+    ) -> Result<()> {
+        if self.has_copies {
+            return Err(Error::usage(
+                "an optimizer with copies takes its steps with ShardedOptimizer::step_prepared",
+            ));
+        }
+        self.update(params, wrapper, factor)?;
+        wrapper.gather_pieces(params)
+    }
+
+    /// Prepares a step of an optimizer with [copies](Self::with_copies), for which `wrapper` has gradients: exchanges them,
+    /// passes each part on to the rank with its copy, and with a `limit` takes the norm as
+    /// [`step_scattered_clipped`](Self::step_scattered_clipped) does.
+    ///
+    /// *Blocks* until all ranks of the group call it. *Cost:* what a reduce-scatter of the gradients takes, and 1/world of
+    /// the gradients sent and received.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_scattered`](Self::step_scattered). Nothing was changed then.
+    pub fn prepare_step(
+        &mut self,
+        wrapper: &mut DistributedDataParallel,
+        limit: Option<f64>,
+    ) -> Result<()> {
+        self.check_wrapper(wrapper)?;
+        wrapper.exchange_late()?;
+        let (rank, world) = (self.cut.group.rank(), self.cut.parts.len());
+        if self.cut.shift > 0 {
+            let [to, from] = [self.cut.shift, world - self.cut.shift];
+            wrapper.pass_copies((rank + to) % world, (rank + from) % world)?;
+        }
+        self.prepared = Some(match limit {
+            Some(limit) => clip_factor(self.joined_norm(wrapper)?, limit),
+            None => 1.0,
+        });
+        Ok(())
+    }
+
+    /// Takes the [prepared](Self::prepare_step) step with the part of this rank and the copy that it has. Local: call it when
+    /// all ranks have prepared the step. Then call [`gather`](Self::gather).
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when no step is prepared, `params` have another layout, or `wrapper` is another one or has no gradients.
+    pub fn step_prepared(
+        &mut self,
+        params: &mut Params,
+        wrapper: &mut DistributedDataParallel,
+    ) -> Result<()> {
+        let Some(factor) = self.prepared.take() else {
+            return Err(Error::usage(
+                "a step of an optimizer with copies begins with ShardedOptimizer::prepare_step",
+            ));
+        };
+        self.update(params, wrapper, factor)?;
+        self.ungathered = true;
+        Ok(())
+    }
+
+    /// Gathers the parts of all ranks into `params`, if [`step_prepared`](Self::step_prepared) has changed them since.
+    ///
+    /// *Blocks* until all ranks of the group call it.
+    ///
+    /// # Errors
+    ///
+    /// `Comm` when a peer is lost or late. `params` is undefined then, until [`recut`](Self::recut).
+    pub fn gather(
+        &mut self,
+        params: &mut Params,
+        wrapper: &mut DistributedDataParallel,
+    ) -> Result<()> {
+        if std::mem::take(&mut self.ungathered) {
+            wrapper.gather_pieces(params)?;
+        }
+        Ok(())
+    }
+
+    /// Updates the pieces that this rank has.
+    fn update(
         &mut self,
         params: &mut Params,
         wrapper: &mut DistributedDataParallel,
@@ -329,31 +476,41 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         // Before the optimizer counts the step.
         wrapper.check_pieces()?;
         self.optimizer.begin_step().map_err(refused)?;
-        let (pieces, piece_of) = (&self.cut[self.group.rank()], &self.piece_of);
-        let (optimizer, mut done) = (&mut self.optimizer, Ok(()));
+        let (held, piece_of) = (&self.cut.held, &self.cut.piece_of);
+        let kept = self.has_copies.then(|| self.cut.own.flat_mut());
+        let (optimizer, mut kept, mut done) = (&mut self.optimizer, kept, Ok(()));
         wrapper.visit_pieces(|param, elems, grads| {
-            // A rank gets exactly its own pieces; others are ignored.
-            let Some(piece) = piece_of[param.index()].map(|at| &pieces[at]) else {
+            // A rank gets exactly the pieces that it has; others are ignored.
+            let mut pieces = piece_of[param.index()].iter().flatten();
+            let Some(at) = pieces.find(|at| held[**at].elems.contains(&elems.start)) else {
                 return;
             };
+            let at = held[*at].at + elems.start - held[*at].elems.start;
+            let values = &mut params.get_mut(param)[elems];
             let run = Run {
-                at: piece.at + elems.start - piece.elems.start,
-                values: &mut params.get_mut(param)[elems],
+                at,
+                values: &mut *values,
                 grads,
             };
             let step = optimizer.step_run(run, factor);
+            if let Some(kept) = &mut kept {
+                kept[at..at + values.len()].copy_from_slice(values);
+            }
             if done.is_ok() {
                 done = step;
             }
         })?;
-        done.map_err(refused)?;
-        wrapper.gather_pieces(params)
+        done.map_err(refused)
+    }
+
+    pub(super) fn is_scattered(&self) -> bool {
+        self.scattered
     }
 
     fn check_wrapper(&self, wrapper: &DistributedDataParallel) -> Result<()> {
         let fits = self.scattered && {
-            let theirs = wrapper.scattered(self.group.rank());
-            let mine = self.pieces().iter().map(|p| (p.param, p.elems.clone()));
+            let theirs = wrapper.scattered(self.cut.group.rank());
+            let mine = self.cut.mine().iter().map(|p| (p.param, p.elems.clone()));
             wrapper.is_scattered() && mine.eq(theirs)
         };
         if fits {
@@ -406,12 +563,17 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// `Comm` when a peer is lost or late.
     pub fn gather_updates(&self) -> Result<Vec<u64>> {
         // Ranks with pieces of the same parameter have the same count.
-        let mut updates = vec![0i64; self.piece_of.len()];
-        for (piece, count) in self.pieces().iter().zip(self.optimizer.updates()) {
+        self.gather_updates_in(&self.cut.group)
+    }
+
+    /// The same over the ranks of `group`, which may have other parts now.
+    pub(super) fn gather_updates_in(&self, group: &ProcessGroup) -> Result<Vec<u64>> {
+        let mut updates = vec![0i64; self.cut.piece_of.len()];
+        for (piece, count) in self.cut.held.iter().zip(self.optimizer.updates()) {
             updates[piece.param.index()] = count.cast_signed();
         }
-        if self.group.world_size() > 1 {
-            self.group
+        if group.world_size() > 1 {
+            group
                 .all_reduce(&mut updates, ReduceOp::Max)
                 .map_err(|e| Error::comm_while("optimizer state could not be gathered", e))?;
         }
@@ -428,11 +590,11 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// `Comm` when a peer is lost or late.
     pub fn gather_state(&self, memory: Vec<Vec<f32>>) -> Result<Option<Buffers>> {
         let failed = |e| Error::comm_while("optimizer state could not be gathered", e);
-        let own = self.optimizer.state();
-        if self.group.rank() != 0 {
+        let (own, group) = (self.optimizer.state(), &self.cut.group);
+        if group.rank() != 0 {
             for (_, values) in own {
-                for piece in self.pieces() {
-                    self.group.send(&values[piece.own()], 0).map_err(failed)?;
+                for piece in self.cut.mine() {
+                    group.send(&values[piece.own()], 0).map_err(failed)?;
                 }
             }
             return Ok(None);
@@ -442,12 +604,12 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             let mut whole = memory.next().unwrap_or_default();
             whole.clear();
             whole.resize(self.total, 0.0);
-            for (rank, pieces) in self.cut.iter().enumerate() {
+            for (rank, pieces) in self.cut.parts.iter().enumerate() {
                 for piece in pieces {
                     let to = &mut whole[piece.whole()];
                     match rank {
                         0 => to.copy_from_slice(&values[piece.own()]),
-                        _ => self.group.recv(to, rank).map_err(failed)?,
+                        _ => group.recv(to, rank).map_err(failed)?,
                     }
                 }
             }
@@ -458,12 +620,12 @@ impl<O: Optimizer> ShardedOptimizer<O> {
 
     /// Elements of each of this rank's buffers.
     pub fn part_len(&self) -> usize {
-        self.own.flat().len()
+        self.cut.own.flat().len()
     }
 
-    /// Copies this rank's piece of a parameter's state, `values` in the engine's order, into its `part` of a buffer.
+    /// Copies this rank's pieces of a parameter's state, `values` in the engine's order, into its `part` of a buffer.
     pub fn copy_part(&self, param: ParamId, values: &[f32], part: &mut [f32]) {
-        if let Some(piece) = self.piece_of[param.index()].map(|at| &self.pieces()[at]) {
+        for piece in self.cut.pieces_of(param) {
             part[piece.own()].copy_from_slice(&values[piece.elems.clone()]);
         }
     }
@@ -475,14 +637,14 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ///
     /// `Usage` for state of another optimizer or model.
     pub fn restore(&mut self, steps: u64, updates: &[u64], parts: &[(&str, &[f32])]) -> Result<()> {
-        if updates.len() != self.piece_of.len() {
+        if updates.len() != self.cut.piece_of.len() {
             return Err(Error::usage(format!(
                 "saved optimizer state counts the updates of {} parameters, expected {}",
                 updates.len(),
-                self.piece_of.len()
+                self.cut.piece_of.len()
             )));
         }
-        let own_updates = self.pieces().iter().map(|p| updates[p.param.index()]);
+        let own_updates = self.cut.held.iter().map(|p| updates[p.param.index()]);
         let own_updates: Vec<u64> = own_updates.collect();
         self.optimizer
             .restore(steps, &own_updates, parts)
@@ -490,7 +652,13 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     }
 }
 
-fn refused(cause: phalanx_nn::Error) -> Error {
+/// The pieces of each rank, as `wrapper` scatters gradients.
+pub(super) fn parts_of(wrapper: &DistributedDataParallel, params: &Params) -> Vec<Vec<Piece>> {
+    let pieces = |rank| lay_out(params, wrapper.scattered(rank));
+    (0..wrapper.group().world_size()).map(pieces).collect()
+}
+
+pub(super) fn refused(cause: phalanx_nn::Error) -> Error {
     Error::usage(format!("the optimizer refused its part: {cause}"))
 }
 

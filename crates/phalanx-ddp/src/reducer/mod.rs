@@ -145,6 +145,9 @@ pub struct Reducer {
     memory: Vec<Memory>,
     /// This rank's part of each scattered bucket.
     chunks: Vec<Option<Bucket<f32>>>,
+    /// The parts of the buckets that another rank has, and which rank it is; of none unless they are
+    /// [passed](Self::pass_copies).
+    copies: (usize, Vec<Vec<f32>>),
     /// Whether late gradients were exchanged in this step.
     exchanged: bool,
     /// Factor of late means.
@@ -219,6 +222,7 @@ impl Reducer {
             labels: Vec::new(),
             memory: Vec::new(),
             chunks: Vec::new(),
+            copies: (0, Vec::new()),
             exchanged: true,
             late_scale: 1.0,
             votes: None,

@@ -25,6 +25,7 @@ impl Reducer {
         if self.exchanged || !self.committed {
             return Ok(());
         }
+        let began = Instant::now();
         for bucket in 0..self.memory.len() {
             let mut chunk = self.chunk(bucket);
             let Memory::Reduced(memory) = &mut self.memory[bucket] else {
@@ -39,6 +40,35 @@ impl Reducer {
         if self.late_scale != 1.0 {
             self.multiply(self.late_scale);
         }
+        self.times.in_step += began.elapsed();
+        Ok(())
+    }
+
+    /// Passes this rank's part of the exchanged gradients on to rank `to`, and takes the part of rank `from`, which
+    /// [`visit_pieces`](Self::visit_pieces) shows after this rank's own.
+    #[cfg(feature = "nn")]
+    pub(crate) fn pass_copies(&mut self, to: usize, from: usize) -> Result<()> {
+        use phalanx_comm::P2POp;
+        self.check_usable()?;
+        let began = Instant::now();
+        let (own, copies) = (&self.chunks, &mut self.copies);
+        copies.0 = from;
+        copies.1.resize(own.len(), Vec::new());
+        let mut messages = Vec::with_capacity(2 * own.len());
+        for (own, copy) in own.iter().zip(&mut copies.1) {
+            let own: &[f32] = own.as_deref().unwrap_or_default();
+            copy.resize(own.len(), 0.0);
+            messages.push(P2POp::send(own, to));
+            messages.push(P2POp::recv(copy, from));
+        }
+        self.group.batch_send_recv(messages).map_err(|e| {
+            self.failed = true;
+            Error::comm_while(
+                "gradients could not be passed on to the rank with the copy",
+                e,
+            )
+        })?;
+        self.times.in_step += began.elapsed();
         Ok(())
     }
 
@@ -94,12 +124,12 @@ impl Reducer {
         let (world, rank) = (self.group.world_size(), self.group.rank());
         for bucket in 0..self.memory.len() {
             let (plan, untouched) = (&self.plan, &self.untouched);
-            let first = match world {
-                1 => 0,
-                _ => rank * plan.chunk_elems(bucket, world),
-            };
-            let mut show = |at: usize, values: &[f32]| {
+            let mut show = |rank: usize, at: usize, values: &[f32]| {
                 let began = Instant::now();
+                let first = match world {
+                    1 => 0,
+                    _ => rank * plan.chunk_elems(bucket, world),
+                };
                 let run = first + at..first + at + values.len();
                 for (param, elems) in plan.within(bucket, run.clone()) {
                     let from = plan.place(param).1.start + elems.start - run.start;
@@ -111,8 +141,8 @@ impl Reducer {
                 updates += began.elapsed();
             };
             match (&self.chunks[bucket], &mut self.memory[bucket]) {
-                (Some(chunk), _) if self.exchanged => show(0, chunk),
-                (_, Memory::Reduced(memory)) if self.exchanged => show(0, memory),
+                (Some(chunk), _) if self.exchanged => show(rank, 0, chunk),
+                (_, Memory::Reduced(memory)) if self.exchanged => show(rank, 0, memory),
                 (_, Memory::Reduced(memory)) => {
                     let mut room = self.chunks[bucket]
                         .take()
@@ -131,13 +161,16 @@ impl Reducer {
                             if scale != 1.0 {
                                 values.iter_mut().for_each(|g| *g *= scale);
                             }
-                            show(at, values);
+                            show(rank, at, values);
                         },
                     );
                     shown.map_err(|e| not_averaged(&mut self.failed, &self.labels[bucket], e))?;
                     self.chunks[bucket] = Some(room);
                 }
                 _ => {}
+            }
+            if let Some(copy) = self.copies.1.get(bucket) {
+                show(self.copies.0, 0, copy);
             }
         }
         self.times.in_step += began.elapsed().saturating_sub(updates);

@@ -145,6 +145,19 @@ pub trait Optimizer {
     /// Usage: a name that this optimizer with these settings does not have,
     /// a missing one, or another length. Nothing was changed then.
     fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()>;
+
+    /// Changes to the layout of `params`: keeps the settings, and has neither state nor steps, as if it were new. Ranks that
+    /// divide optimizer state anew call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage: the optimizer does not implement it. Nothing was changed then.
+    fn lay_out(&mut self, _params: &Params) -> Result<()> {
+        Err(Error::usage(format!(
+            "{} does not implement Optimizer::lay_out, so its state cannot be divided anew among other ranks",
+            self.name()
+        )))
+    }
 }
 
 impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
@@ -194,6 +207,10 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
 
     fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()> {
         (**self).restore(steps, updates, state)
+    }
+
+    fn lay_out(&mut self, params: &Params) -> Result<()> {
+        (**self).lay_out(params)
     }
 }
 

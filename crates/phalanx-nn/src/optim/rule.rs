@@ -179,6 +179,14 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
         self.running = None;
         Ok(())
     }
+
+    fn lay_out(&mut self, params: &Params) -> Result<()> {
+        *self = Self {
+            threads: self.threads.clone(),
+            ..Self::with_rule(params, self.lr, self.rule)
+        };
+        Ok(())
+    }
 }
 
 /// Finds the saved buffer `name` of the right length among `state`.

@@ -243,6 +243,11 @@ impl<'a> Saving<'a> {
         i32::try_from(grace.as_millis()).unwrap_or(i32::MAX)
     }
 
+    /// Whether there is nothing to [prepare](Self::prepare).
+    pub(crate) fn is_prepared(&self) -> bool {
+        self.steps > 0 || self.args.save_every.is_none()
+    }
+
     /// After the first step of a run that saves on the way, when the optimizer has all
     /// its state: finds rank 0 the memory for a checkpoint, so that no later step has to
     /// wait while the system clears each of its pages. *Blocks* until all ranks call it, if
@@ -252,7 +257,7 @@ impl<'a> Saving<'a> {
     ///
     /// Peers that are lost.
     pub fn prepare(&mut self, params: &Params, update: &Update) -> Result<()> {
-        if self.steps > 0 || self.args.save_every.is_none() {
+        if self.is_prepared() {
             return Ok(());
         }
         let buffers = update.optimizer().state().len();

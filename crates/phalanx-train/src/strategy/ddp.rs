@@ -12,7 +12,8 @@ use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_data::Dataset;
 use phalanx_data::sampler::Cursor;
 use phalanx_ddp::{
-    Buffers, DdpOptions, DistributedDataParallel, Exchange, StepTimes, take_state, verify_equal,
+    Buffers, DdpOptions, DistributedDataParallel, ErrorKind, Exchange, StepTimes, take_state,
+    verify_equal,
 };
 use phalanx_launch::RankContext;
 use phalanx_nn::optim::Optimizer;
@@ -99,7 +100,7 @@ impl Strategy for Ddp {
             if let Some(hook) = settings.gradients.hook(settings.seed)? {
                 ddp.set_hook(Some(hook))?;
             }
-            let update = Update::new(&ddp, &params, |params| {
+            let update = Update::new(&ddp, &params, ctx.elastic.is_some(), |params| {
                 let mut optimizer = make(params, lr);
                 optimizer.set_thread_pool(tape.thread_pool());
                 optimizer
@@ -125,19 +126,41 @@ impl Strategy for Ddp {
         })
     }
 
-    const IS_SHARDED: bool = false;
+    const TAKES_OTHERS: bool = true;
+
+    fn is_sharded(&self) -> bool {
+        matches!(self.groups[0].update, Update::Part(_))
+    }
+
+    fn may_leave(&self, leaving: &[usize]) -> Vec<usize> {
+        match &self.groups[0].update {
+            Update::Part(optimizer) => optimizer.may_leave(leaving),
+            Update::Whole(_) => leaving.to_vec(),
+        }
+    }
 
     fn check_elastic((): &()) -> Result<()> {
         Ok(())
     }
 
     fn take_state(&mut self, group: &ProcessGroup, donor: usize) -> Result<()> {
+        if self.is_sharded() {
+            let mut buffers = self.params.buffers_flat().to_vec();
+            group.broadcast(&mut buffers, donor)?;
+            self.params.buffers_flat_mut().copy_from_slice(&buffers);
+            return Ok(());
+        }
         let optimizers = self.groups.iter_mut().map(|g| g.update.optimizer_mut());
         let mut optimizers: Vec<&mut dyn Optimizer> = optimizers.collect();
         Ok(take_state(group, donor, &mut self.params, &mut optimizers)?)
     }
 
-    fn reform(&mut self, ctx: &RankContext, settings: &Settings, tape: &mut Tape) -> Result<()> {
+    fn reform(
+        &mut self,
+        ctx: &RankContext,
+        settings: &Settings,
+        tape: &mut Tape,
+    ) -> Result<Option<String>> {
         let skipped = self.skipped_of_groups();
         let buffers = self.params.buffers_flat().to_vec();
         self.group = ctx.group();
@@ -147,6 +170,14 @@ impl Strategy for Ddp {
             if let Some(hook) = settings.gradients.hook(settings.seed)? {
                 ddp.set_hook(Some(hook))?;
             }
+            if let Some(optimizer) = group.update.with_copies() {
+                match optimizer.recut(params, &mut ddp) {
+                    Err(error) if error.kind() == ErrorKind::StateLost => {
+                        return Ok(Some(error.to_string()));
+                    }
+                    divided => divided?,
+                }
+            }
             group.ddp = ddp;
         }
         self.params.buffers_flat_mut().copy_from_slice(&buffers);
@@ -154,7 +185,7 @@ impl Strategy for Ddp {
         if self.joins_batches {
             self.groups[0].ddp.sync_batch_norm(tape)?;
         }
-        Ok(())
+        Ok(None)
     }
 
     fn skipped_of_groups(&self) -> Vec<u64> {
@@ -263,6 +294,7 @@ impl Strategy for Ddp {
             split,
             turn,
             randomness,
+            clip,
             mut log,
             ..
         } = tools;
@@ -306,8 +338,13 @@ impl Strategy for Ddp {
             batches.keep(loaded);
         }
         let samples: usize = turn.sizes.iter().sum();
+        let commit = micro_batches.finish()?;
+        let group = &mut self.groups[group];
+        if let (true, Some(optimizer)) = (commit.is_yes(), group.update.with_copies()) {
+            optimizer.prepare_step(&mut group.ddp, clip)?;
+        }
         Ok(Gradients {
-            commit: micro_batches.finish()?,
+            commit,
             mean: sums.iter().sum::<f64>() / samples.max(1) as f64,
             sums,
             forward_ended,
@@ -318,6 +355,14 @@ impl Strategy for Ddp {
         let (params, group) = (&mut self.params, &mut self.groups[group]);
         group.ddp.sync_buffers(params)?;
         group.update.step(params, &mut group.ddp, clip)
+    }
+
+    fn gather_updated(&mut self, group: usize) -> Result<()> {
+        let (params, group) = (&mut self.params, &mut self.groups[group]);
+        match group.update.with_copies() {
+            Some(optimizer) => Ok(optimizer.gather(params, &mut group.ddp)?),
+            None => Ok(()),
+        }
     }
 
     fn gradient_view(&self) -> Option<&dyn GradView> {

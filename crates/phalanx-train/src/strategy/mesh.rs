@@ -268,7 +268,11 @@ impl Strategy for OnMesh {
         })
     }
 
-    const IS_SHARDED: bool = true;
+    const TAKES_OTHERS: bool = false;
+
+    fn is_sharded(&self) -> bool {
+        true
+    }
 
     fn check_elastic((mesh, _): &Self::Setup) -> Result<()> {
         let why = match mesh.fully_sharded {
@@ -292,7 +296,12 @@ impl Strategy for OnMesh {
         broken.map(|(rank, _)| rank).collect()
     }
 
-    fn reform(&mut self, ctx: &RankContext, settings: &Settings, _: &mut Tape) -> Result<()> {
+    fn reform(
+        &mut self,
+        ctx: &RankContext,
+        settings: &Settings,
+        _: &mut Tape,
+    ) -> Result<Option<String>> {
         let (group, skipped) = (ctx.group(), self.skipped_of_groups());
         self.mesh.data = group.world_size() / self.mesh.tensor;
         let placement = self.mesh.placement(&group)?;
@@ -301,7 +310,7 @@ impl Strategy for OnMesh {
         self.set_skipped_steps(&skipped);
         self.all = Self::all_parts(self.mesh.data, settings, self.config, self.drop_last)?;
         self.plan = None;
-        Ok(())
+        Ok(None)
     }
 
     fn skipped_of_groups(&self) -> Vec<u64> {

@@ -133,9 +133,12 @@ pub trait Strategy: Sized {
     /// Usage, when ranks were started with different settings; peers that are lost.
     fn build(setup: Self::Setup, parts: Parts<'_, '_>) -> Result<Self>;
 
-    /// Whether ranks have parts of the parameters: all of them take part in a save, and a rank whose gradients are averaged
-    /// completes the step itself, as those that have completed it may have other parts.
-    const IS_SHARDED: bool;
+    /// Whether ranks take in others in an elastic training, and leave it when they are asked to.
+    const TAKES_OTHERS: bool;
+
+    /// Whether ranks have parts of the parameters or of the optimizers' state: all of them take part in a save, and a rank
+    /// whose gradients are averaged completes the step itself, as those that have completed it may have other parts.
+    fn is_sharded(&self) -> bool;
 
     /// Checks that it can go on with other ranks.
     ///
@@ -149,8 +152,13 @@ pub trait Strategy: Sized {
         Vec::new()
     }
 
-    /// Takes over parameters and optimizers of rank `donor` of `group`, with which the training goes on; nothing where it is
-    /// [sharded](Self::IS_SHARDED). *Blocks* until all ranks call it.
+    /// Those of `leaving`, numbers of ranks in the job, that can leave at the same time.
+    fn may_leave(&self, leaving: &[usize]) -> Vec<usize> {
+        leaving.to_vec()
+    }
+
+    /// Takes over of rank `donor` of `group`, with which the training goes on, what is not [sharded](Self::is_sharded).
+    /// *Blocks* until all ranks call it.
     ///
     /// # Errors
     ///
@@ -159,12 +167,18 @@ pub trait Strategy: Sized {
         Ok(())
     }
 
-    /// Goes on with the ranks that there are now. *Blocks* until all ranks call it.
+    /// Goes on with the ranks that there are now, unless none of them has a part of the state: gives what was lost then, on all
+    /// ranks. *Blocks* until all ranks call it.
     ///
     /// # Errors
     ///
     /// Peers that are lost.
-    fn reform(&mut self, ctx: &RankContext, settings: &Settings, tape: &mut Tape) -> Result<()>;
+    fn reform(
+        &mut self,
+        ctx: &RankContext,
+        settings: &Settings,
+        tape: &mut Tape,
+    ) -> Result<Option<String>>;
 
     /// Steps of each group of parameters that the ranks voted down.
     fn skipped_of_groups(&self) -> Vec<u64>;
@@ -238,12 +252,22 @@ pub trait Strategy: Sized {
         loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, Self>) -> Result<Self::Tensor<'s>>,
     ) -> Result<Gradients>;
 
-    /// The optimizer's step of a group. *Blocks* until all ranks call it.
+    /// The optimizer's step of a group. *Blocks* until all ranks call it, but not in an elastic training.
     ///
     /// # Errors
     ///
     /// Impossible settings; peers that are lost.
     fn update(&mut self, group: usize, clip: Option<f64>) -> Result<()>;
+
+    /// Gives all ranks what each has updated, in an elastic training. [`reform`](Self::reform) does it too. *Blocks* until all
+    /// ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost.
+    fn gather_updated(&mut self, _group: usize) -> Result<()> {
+        Ok(())
+    }
 
     /// The averaged gradients, where this rank has them in full.
     fn gradient_view(&self) -> Option<&dyn GradView>;

@@ -535,8 +535,8 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let weights = strategy.weights_sha256(ctx)?;
         // Any rank may become rank 0.
         let weights = match ctx.elastic {
-            Some(_) if S::IS_SHARDED => Some(ctx.group().broadcast_object(weights.as_ref(), 0)?),
-            Some(_) => Some(hex::encode(weights_digest(strategy.params()))),
+            Some(_) if S::TAKES_OTHERS => Some(hex::encode(weights_digest(strategy.params()))),
+            Some(_) => Some(ctx.group().broadcast_object(weights.as_ref(), 0)?),
             None => weights,
         };
         let initial = weights.clone().filter(|_| resumed.is_none());

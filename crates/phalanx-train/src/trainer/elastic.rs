@@ -7,8 +7,11 @@
 //! one that is not; nothing that a rank has completed is done again. Then all go on with the unit that none has completed,
 //! its samples divided among the ranks that are left.
 //!
-//! On a mesh the parameters are not whole on a rank. Those that are one step behind complete it with the gradients that they
-//! have averaged before that last collective. Ranks whose copy of the model has lost a part leave.
+//! On a mesh the parameters are not whole on a rank, and with `--exchange reduce-scatter` the optimizer's state is not. Those that
+//! are one step behind complete it with the gradients that they have averaged before that last collective. On a mesh, ranks
+//! whose copy of the model has lost a part leave. Otherwise two ranks have each part of the state, and update it in the unit;
+//! after it all ranks gather the parameters. When a rank is lost then, the others gather them in the new group, in which they
+//! also divide the state anew.
 //!
 //! A process that joins does so between two steps. It takes over the same state and what the training has measured, as if
 //! it were resumed from a checkpoint. A rank that is asked to leave does so there too, and all ranks wait there while they
@@ -80,6 +83,8 @@ pub(super) struct Elasticity {
     averaged: Option<Averaged>,
     /// What is reported when the next step is taken.
     changes: Vec<Change>,
+    /// The state is lost: no group is formed any more.
+    is_lost: bool,
     /// The last records of metrics.
     records: VecDeque<Value>,
     /// How the run is reported where this rank becomes rank 0.
@@ -233,7 +238,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let (before, noticed) = (self.ctx.world(), Instant::now());
         let completed = self.elastic.completed;
         loop {
-            if error.kind() != ErrorKind::PeerLost {
+            if error.kind() != ErrorKind::PeerLost || self.elastic.is_lost {
                 return Err(error);
             }
             if let Err(why) = self.ctx.shrink() {
@@ -262,11 +267,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             return Err(Error::new(ErrorKind::PeerLost, "the training has ended"));
         }
         if broken.len() == group.world_size() {
-            group.withdraw_elastic()?;
-            let what = "no copy of the model is whole: of each a rank was lost";
-            self.ctx.note(what);
-            let error = Error::new(ErrorKind::PeerLost, what);
-            return Err(error.note("fix", "start the training again, from its last checkpoint"));
+            return Err(self.end("no copy of the model is whole: of each a rank was lost")?);
         }
         if broken.contains(&group.rank()) {
             // If this was rank 0, another one writes the run's files from now on.
@@ -279,6 +280,15 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             return Err(Error::new(ErrorKind::PeerLost, what));
         }
         Ok(())
+    }
+
+    /// The error that ends the training on all ranks, since what none of them has cannot be restored.
+    fn end(&mut self, what: &str) -> Result<Error> {
+        self.elastic.is_lost = true;
+        self.ctx.group().withdraw_elastic()?;
+        self.ctx.note(what);
+        let error = Error::new(ErrorKind::PeerLost, what);
+        Ok(error.note("fix", "start the training again, from its last checkpoint"))
     }
 
     fn changed(&mut self, before: usize, noticed: Instant, agreed: Instant) {
@@ -315,8 +325,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 self.adopt(taken)?;
             }
         }
-        self.strategy
-            .reform(self.ctx, self.settings, &mut self.tape)?;
+        let (ctx, settings) = (self.ctx, self.settings);
+        if let Some(what) = self.strategy.reform(ctx, settings, &mut self.tape)? {
+            return Err(self.end(&what)?);
+        }
         self.divide()?;
         let parts = self.split.parts();
         if let Some(running) = &mut self.running {
@@ -331,7 +343,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// Asks from now on who is to join or to leave, on rank 0. None joins a mesh.
     fn watch_requests(&mut self) {
-        let asks = self.ctx.elastic.is_some() && self.ctx.is_main() && !S::IS_SHARDED;
+        let asks = self.ctx.elastic.is_some() && self.ctx.is_main() && S::TAKES_OTHERS;
         let requests = || self.ctx.group().membership_requests();
         self.elastic.requests = asks.then(|| Requests::watch(requests()));
     }
@@ -486,7 +498,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if !self.ctx.is_newcomer() {
             // A rank may still be in the last collective of the start when another one is lost in a step.
             self.together(|trainer| Ok(trainer.ctx.group().barrier()?))?;
-            self.ctx.group().announce_elastic(!S::IS_SHARDED)?;
+            self.ctx.group().announce_elastic(S::TAKES_OTHERS)?;
             self.watch_requests();
             return Ok(());
         }
@@ -591,9 +603,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Takes in the ranks that join, and goes on without those that leave; on these, ends the program. Changes nothing if a
     /// rank is lost before.
     fn change_ranks(&mut self, asked: &RequestedChange) -> Result<()> {
-        let RequestedChange {
-            joining, leaving, ..
-        } = asked;
+        let joining = &asked.joining;
+        // The others leave next.
+        let leaving = self.strategy.may_leave(&asked.leaving);
         let (before, noticed) = (self.ctx.world(), Instant::now());
         let is_leaving = leaving.contains(&self.ctx.number());
         let (generation, all_leave) = self.together(|trainer| {
@@ -601,7 +613,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             let all_leave = group
                 .global_ranks()
                 .iter()
-                .all(|rank| leaving.contains(rank));
+                .all(|rank| asked.leaving.contains(rank));
             if is_leaving && group.rank() == 0 && !all_leave {
                 trainer.hand_over_reports()?;
             }
@@ -620,7 +632,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             self.reports.log.stop();
             return Err(Error::stopped());
         }
-        self.ctx.change(joining, leaving)?;
+        self.ctx.change(joining, &leaving)?;
         let agreed = Instant::now();
         match self.take_up() {
             Ok(()) => self.changed(before, noticed, agreed),
@@ -664,7 +676,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let shared = shared.and_then(|()| tests::lose_result());
         shared.inspect_err(|_| {
             let after = self.strategy.params().buffers_flat().to_vec();
-            self.elastic.averaged = S::IS_SHARDED.then(|| Averaged {
+            self.elastic.averaged = self.strategy.is_sharded().then(|| Averaged {
                 group,
                 turn: Rc::clone(turn),
                 commit: gradients.commit.clone(),
@@ -684,13 +696,25 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// `digest` of rank 0, on all ranks of an elastic training whose ranks have parts of the model: the end of a unit.
     pub(super) fn share_digest(&self, digest: Option<String>) -> Result<Option<String>> {
         let group = self.ctx.group();
-        let digest = match (self.ctx.elastic, S::IS_SHARDED) {
+        let digest = match (self.ctx.elastic, self.strategy.is_sharded()) {
             (None, _) => return Ok(digest),
             (Some(_), true) => Some(group.broadcast_object(digest.as_ref(), 0)?),
             (Some(_), false) => digest,
         };
         group.barrier()?;
         Ok(digest)
+    }
+
+    /// Gives all ranks what each has updated in the unit before, a step of the group number `group`. When a rank is lost they get
+    /// it in the new group.
+    pub(super) fn gather_updated(&mut self, group: usize) -> Result<()> {
+        let gathered = self.strategy.gather_updated(group);
+        #[cfg(test)]
+        let gathered = gathered.and_then(|()| tests::lose_gathered(self));
+        match gathered {
+            Err(error) if self.ctx.elastic.is_some() => self.recover(error).map(drop),
+            gathered => gathered,
+        }
     }
 
     /// Whether ranks are to join, leave or wait, as all agreed in the step that was taken.
@@ -796,7 +820,6 @@ fn not_json(error: serde_json::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
-    use std::path::Path;
 
     use clap::Parser as _;
     use phalanx_comm::{GroupOptions, ProcessGroup};
@@ -811,6 +834,7 @@ mod tests {
 
     thread_local! {
         static LOSES_RESULT: Cell<bool> = const { Cell::new(false) };
+        static LOSES_GATHERED: Cell<bool> = const { Cell::new(false) };
     }
 
     /// As if a peer had been lost in a rank's last collective of a step, which the other ranks have completed.
@@ -821,15 +845,31 @@ mod tests {
         }
     }
 
+    /// As if a peer had been lost while this rank gathered the parameters.
+    pub(super) fn lose_gathered<M, S: Strategy>(trainer: &mut Trainer<'_, M, S>) -> Result<()> {
+        if !LOSES_GATHERED.replace(false) {
+            return Ok(());
+        }
+        let params = trainer.strategy.params_mut();
+        for id in params.ids().collect::<Vec<_>>() {
+            params.get_mut(id).fill(f32::NAN);
+        }
+        Err(Error::new(ErrorKind::PeerLost, "it is a test"))
+    }
+
     #[derive(clap::Parser)]
     struct Cli {
         #[command(flatten)]
         settings: Settings,
     }
 
-    /// The bits of each rank's parts of the weights after a training in which a rank of `losers` loses the result of a step.
-    fn train(dir: &Path, losers: &[usize]) -> Vec<Vec<u32>> {
-        let dir = dir.display().to_string();
+    /// What `rank` gives on each of four ranks.
+    fn on_ranks(
+        more: &[&str],
+        rank: impl Fn(&Job<'_>) -> Result<Vec<u32>> + Sync,
+    ) -> Vec<Vec<u32>> {
+        let dir = tempfile::tempdir().expect("a folder");
+        let dir = dir.path().display().to_string();
         let typed = [
             "test",
             "--lr",
@@ -839,15 +879,41 @@ mod tests {
             "--global-batch-size",
             "4",
         ];
-        let settings = Cli::parse_from(typed.iter().chain(&["--output-dir", &dir])).settings;
-        let rank = |group: ProcessGroup| -> Result<Vec<u32>> {
-            let number = group.rank();
+        let folder = ["--output-dir", &dir];
+        let settings = Cli::parse_from(typed.iter().chain(&folder).chain(more)).settings;
+        let rank = |group: ProcessGroup| {
             let mut ctx = RankContext::new(group, 1);
             ctx.elastic = Some(Elastic {
                 first_world: 4,
                 patience: Duration::from_secs(120),
             });
-            let data: Arc<Vec<f32>> = Arc::new((0..12).map(|i| i as f32 / 12.0).collect());
+            rank(&Job::new("test", &ctx, &settings))
+        };
+        std::thread::scope(|scope| {
+            let groups = ProcessGroup::threads(4, GroupOptions::default());
+            let all: Vec<_> = groups
+                .into_iter()
+                .map(|group| scope.spawn(|| rank(group)))
+                .collect();
+            let all = all.into_iter().map(|rank| rank.join().expect("no panic"));
+            all.collect::<Result<_>>().expect("it ends")
+        })
+    }
+
+    fn data() -> Arc<Vec<f32>> {
+        Arc::new((0..12).map(|i| i as f32 / 12.0).collect())
+    }
+
+    fn bits<M, S: Strategy>(trainer: &Trainer<'_, M, S>) -> Vec<u32> {
+        let weights = trainer.params().flat().iter();
+        weights.map(|w| w.to_bits()).collect()
+    }
+
+    /// The bits of each rank's parts of the weights after a training in which a rank of `losers` loses the result of a step.
+    fn train_on_mesh(losers: &[usize]) -> Vec<Vec<u32>> {
+        on_ranks(&[], |job| {
+            let number = job.context().rank();
+            let data = data();
             let layers = |scope: &mut phalanx_nn::Scope<'_>| {
                 let up = Linear::new(scope.enter("up"), 1, 4);
                 (up, Linear::new(scope.enter("down"), 4, 1))
@@ -859,7 +925,6 @@ mod tests {
             let split = Parallel::new()
                 .column("tensor", &["up"])
                 .row("tensor", &["down"]);
-            let job = Job::new("test", &ctx, &settings);
             let builder = job.trainer(&data, layers, Adam::new).on(mesh, split);
             let mut trainer = builder.start()?;
             for epoch in trainer.epochs() {
@@ -874,32 +939,68 @@ mod tests {
                 }
                 trainer.check_weights()?;
             }
-            let bits = trainer
-                .params()
-                .flat()
-                .iter()
-                .map(|w| w.to_bits())
-                .collect();
+            let bits = bits(&trainer);
             trainer.finish()?;
             Ok(bits)
-        };
-        std::thread::scope(|scope| {
-            let groups = ProcessGroup::threads(4, GroupOptions::default());
-            let all: Vec<_> = groups
-                .into_iter()
-                .map(|group| scope.spawn(|| rank(group)))
-                .collect();
-            let all = all.into_iter().map(|rank| rank.join().expect("no panic"));
-            all.collect::<Result<_>>().expect("it ends")
+        })
+    }
+
+    /// The weights of all ranks after a training in which a rank of `losers` loses the result of a step, and one of
+    /// `gatherers` the parameters that it gathers after it.
+    fn train_with_parts(exchange: &str, [losers, gatherers]: [&[usize]; 2]) -> Vec<Vec<u32>> {
+        on_ranks(&["--exchange", exchange], |job| {
+            let number = job.context().rank();
+            let data = data();
+            let layers = |scope: &mut phalanx_nn::Scope<'_>| {
+                let up = Linear::new(scope.enter("up"), 1, 40);
+                (up, Linear::new(scope.enter("down"), 40, 1))
+            };
+            let builder = job.trainer(&data, layers, Adam::new);
+            let mut trainer = builder.clip_grad_norm(0.5).start()?;
+            for epoch in trainer.epochs() {
+                for batch in trainer.batches(&data)? {
+                    let is_here = epoch == 1 && batch.index() == 1;
+                    LOSES_RESULT.set(is_here && losers.contains(&number));
+                    LOSES_GATHERED.set(is_here && gatherers.contains(&number));
+                    trainer.step(&batch, |(up, down), batch| {
+                        let x = batch.input(batch.data(), &[batch.samples(), 1])?;
+                        let x = up.forward_act(x, Act::Relu)?;
+                        Ok(down.forward(x)?.mean(&[], false)?)
+                    })?;
+                }
+                trainer.check_weights()?;
+            }
+            let bits = bits(&trainer);
+            trainer.finish()?;
+            Ok(bits)
         })
     }
 
     #[test]
     fn a_rank_of_a_mesh_completes_the_step_that_others_have_completed() {
-        let folders = [(); 4].map(|()| tempfile::tempdir().expect("a folder"));
-        let want = train(folders[0].path(), &[]);
-        for (dir, losers) in folders[1..].iter().zip([&[1][..], &[0, 1], &[0, 2, 3]]) {
-            assert_eq!(train(dir.path(), losers), want, "{losers:?}");
+        let want = train_on_mesh(&[]);
+        for losers in [&[1][..], &[0, 1], &[0, 2, 3]] {
+            assert_eq!(train_on_mesh(losers), want, "{losers:?}");
+        }
+    }
+
+    #[test]
+    fn a_rank_with_parts_completes_the_step_that_others_have_completed() {
+        let want = train_with_parts("all-reduce", [&[], &[]]);
+        for exchange in ["reduce-scatter", "at-step"] {
+            for [losers, gatherers] in [
+                [&[][..], &[]],
+                [&[1], &[]],
+                [&[0, 1], &[]],
+                [&[0, 2, 3], &[]],
+                [&[], &[0]],
+                [&[], &[1, 2]],
+                [&[], &[0, 1, 2, 3]],
+                [&[0], &[3]],
+            ] {
+                let got = train_with_parts(exchange, [losers, gatherers]);
+                assert!(got == want, "{exchange}: {losers:?}, {gatherers:?}");
+            }
         }
     }
 }

@@ -204,7 +204,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let measured = self.together(|trainer| {
             let evaluation = trainer.measure_all(data, &mut measure)?;
             let is_elastic = trainer.ctx.elastic.is_some();
-            if is_elastic && S::IS_SHARDED {
+            if is_elastic && trainer.strategy.is_sharded() {
                 // Until here, ranks have met those of their part of the batch only.
                 trainer.ctx.group().barrier()?;
             }

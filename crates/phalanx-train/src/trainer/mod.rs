@@ -432,7 +432,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         samples: usize,
     ) -> Result<()> {
         match action {
-            _ if action == SaveAction::Stop || S::IS_SHARDED => {
+            _ if action == SaveAction::Stop || self.strategy.is_sharded() => {
                 self.by_rank_0(|trainer| trainer.save(action, buffers, sums, samples))
             }
             _ => self.save(action, buffers, sums, samples),

@@ -65,6 +65,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let marks = self.reports.trace.begin();
         self.reports.profiler.before(&mut self.tape);
         let taken = self.together(|trainer| trainer.train(0, batch, loss))?;
+        self.gather_updated(0)?;
         let turn = &*batch.context();
         self.set_wanted(taken.wanted);
         let sums: Vec<f64> = taken.sums.into_iter().map(f64::from_bits).collect();
@@ -126,6 +127,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.admit()?;
         self.begin(group, &batch.context())?;
         let taken = self.together(|trainer| trainer.train(group, batch, &mut loss))?;
+        self.gather_updated(group)?;
         let mean = f64::from_bits(taken.mean);
         let exposed = exposed(self.strategy.times(group));
         self.results.timing.add(exposed, 0);
@@ -362,7 +364,15 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             step_in_epoch: if ended { 0 } else { turn.index as u64 + 1 },
             step: self.place.step + 1,
         };
-        self.strategy.prepare_saving(&mut self.saving)?;
+        if !self.saving.is_prepared() {
+            self.together(|trainer| {
+                trainer.strategy.prepare_saving(&mut trainer.saving)?;
+                match trainer.ctx.elastic {
+                    Some(_) => Ok(trainer.ctx.group().barrier()?),
+                    None => Ok(()),
+                }
+            })?;
+        }
         let action = match self.saving.wishes(self.place.step)? {
             None => SaveAction::Continue,
             Some(wishes) => {

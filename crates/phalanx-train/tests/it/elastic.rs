@@ -1,17 +1,22 @@
 //! Trainings whose ranks are lost at chosen points, on ranks that are threads: the others go on, and the result has the bits
-//! of a training of one rank. Processes that are killed, and that join, are in the tests of phalanx-cli.
+//! of a training of one rank; those with parts of the optimizer's state have the bits of those with all of it. Processes that
+//! are killed, and that join, are in the tests of phalanx-cli.
 
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 use phalanx_comm::{GroupOptions, ProcessGroup, report_hold, report_leaving, report_lost};
 use phalanx_launch::Elastic;
-use phalanx_nn::optim::{Adam, schedule::Schedule};
-use phalanx_train::{Error, ErrorKind, Job, Measure, RankContext, Result};
+use phalanx_nn::layers::{Act, Linear};
+use phalanx_nn::optim::{Adam, Sgd, schedule::Schedule};
+use phalanx_nn::{Reduction, Scope, Tensor};
+use phalanx_train::{Error, ErrorKind, Job, Measure, MicroBatch, RankContext, Result};
 use serde_json::Value;
 
-use crate::trainer::{answers, data, loss, settings, targets};
+use crate::trainer::{Sample, data, settings, targets};
 
 /// Where a rank is lost: in the forward pass of a step, or in an evaluation. Or where it asks to leave, or all to wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,18 +39,39 @@ const SHARDS: [&str; 6] = [
     "4",
 ];
 
-/// Trains on `world` ranks, of which each `(rank, point)` of `losses` is lost there. The bits of the weights of each rank
-/// that ends, and the last evaluation's.
+/// The bits of a rank's weights, and of the last evaluation.
+type Trained = (Vec<u32>, u64);
+
+/// Trains on `world` ranks, of which each `(rank, point)` of `losses` is lost there. What each rank has that ends.
 fn train(
     dir: &Path,
     args: &[&str],
     world: usize,
     losses: &[(usize, Point)],
-) -> Vec<Option<(Vec<u32>, u64)>> {
+) -> Vec<Option<Trained>> {
+    let ended = outcomes(dir, args, world, losses).into_iter();
+    ended
+        .map(|rank| rank.map(|outcome| outcome.expect("it goes on")))
+        .collect()
+}
+
+/// The same; nothing of ranks that are lost or leave.
+fn outcomes(
+    dir: &Path,
+    args: &[&str],
+    world: usize,
+    losses: &[(usize, Point)],
+) -> Vec<Option<Result<Trained>>> {
     let settings = settings(dir, args);
+    // Ranks that are lost at the same point are lost together.
+    let meets = losses.iter().map(|(_, point)| {
+        let together = losses.iter().filter(|(_, at)| at == point);
+        (*point, Barrier::new(together.count()))
+    });
+    let meets: Vec<(Point, Barrier)> = meets.collect();
     std::thread::scope(|scope| {
         let one = |group: ProcessGroup| {
-            let settings = &settings;
+            let (settings, meets) = (&settings, &meets);
             scope.spawn(move || {
                 let (number, store) = (group.rank(), group.store());
                 let mut ctx = RankContext::new(group, 1);
@@ -76,7 +102,9 @@ fn train(
                             });
                             rank_0_looks();
                         }
-                        Some(_) => {
+                        Some(point) => {
+                            let meet = meets.iter().find(|(at, _)| *at == point);
+                            meet.expect("it is one of them").1.wait();
                             is_lost.store(true, SeqCst);
                             return Err(Error::new(ErrorKind::Failed, "this rank is lost"));
                         }
@@ -97,7 +125,7 @@ fn train(
                         report_lost(&*store, number, "it is a test").expect("a store");
                         None
                     }
-                    (outcome, _) => Some(outcome.expect("it goes on")),
+                    (outcome, _) => Some(outcome),
                 }
             })
         };
@@ -115,16 +143,43 @@ fn rank_0_looks() {
     std::thread::sleep(Duration::from_millis(300));
 }
 
-fn run(job: &Job<'_>, here: impl Fn(Point) -> Result<()>) -> Result<(Vec<u32>, u64)> {
+/// Wide enough for each of a few ranks to have a part.
+struct Net {
+    up: Linear,
+    down: Linear,
+}
+
+fn net(scope: &mut Scope<'_>) -> Net {
+    Net {
+        up: Linear::new(scope.enter("up"), 2, 40),
+        down: Linear::new(scope.enter("down"), 40, 1),
+    }
+}
+
+fn answers<'s>(net: &Net, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
+    let x: Vec<f32> = batch.iter().flat_map(|(x, _)| *x).collect();
+    let x = batch.input(&x, &[batch.samples(), 2])?;
+    Ok(net.down.forward(net.up.forward_act(x, Act::Relu)?)?)
+}
+
+fn loss<'s>(net: &Net, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
+    Ok(answers(net, batch)?.mse_loss(&targets(batch), Reduction::Mean)?)
+}
+
+/// The layers have optimizers of their own, with a step each for a batch.
+fn run(job: &Job<'_>, here: impl Fn(Point) -> Result<()>) -> Result<Trained> {
     let (samples, test) = (data(SAMPLES), data(11));
-    let plane = crate::trainer::plane;
-    let builder = job.trainer(&samples, plane, Adam::new);
+    let momentum = |params: &_, lr| Sgd::new(params, lr).momentum(0.9);
+    let builder = job.trainer(&samples, net, Adam::new);
     let mut trainer = builder
+        .optimizer_of("up", momentum)
+        .clip_grad_norm(0.5)
         .schedule(|lr, steps| Schedule::cosine(lr, steps, 0.0))
         .start()?;
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&samples)? {
             let at = Step(epoch, batch.index());
+            trainer.step_of("up", &batch, |model, batch| loss(model, &batch))?;
             trainer.step(&batch, |model, batch| {
                 here(at)?;
                 loss(model, &batch)
@@ -132,8 +187,7 @@ fn run(job: &Job<'_>, here: impl Fn(Point) -> Result<()>) -> Result<(Vec<u32>, u
         }
         trainer.evaluate(&test, |model, batch| {
             here(Evaluation(epoch))?;
-            let sum =
-                answers(model, &batch)?.mse_loss(&targets(&batch), phalanx_nn::Reduction::Sum);
+            let sum = answers(model, &batch)?.mse_loss(&targets(&batch), Reduction::Sum);
             Ok(Measure::of_loss(sum?))
         })?;
     }
@@ -221,5 +275,104 @@ fn a_batch_of_one_sample_a_rank_is_divided_among_the_others() {
     for (got, want) in got.into_iter().zip(want) {
         let (got, want) = (f32::from_bits(got), f32::from_bits(want));
         assert!((got - want).abs() < 1e-4, "{got} {want}");
+    }
+}
+
+/// The files of weights and state below `dir`, and the hashes of the summary.
+fn saved(dir: &Path) -> (BTreeMap<String, Vec<u8>>, Vec<Value>) {
+    let (mut files, mut folders) = (BTreeMap::new(), vec![dir.join("run")]);
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).expect("a folder").flatten() {
+            let path = entry.path();
+            match path.extension() {
+                _ if path.is_dir() => folders.push(path),
+                Some(end) if end == "safetensors" => {
+                    let name = path.strip_prefix(dir).expect("it is below").display();
+                    files.insert(name.to_string(), std::fs::read(&path).expect("a file"));
+                }
+                _ => {}
+            }
+        }
+    }
+    let text = std::fs::read_to_string(dir.join("run/summary.json")).expect("a summary");
+    let summary: Value = serde_json::from_str(&text).expect("JSON");
+    let names = ["initial", "weights", "optimizer", "metrics"];
+    let hashes = names.map(|name| summary[format!("{name}_sha256")].clone());
+    (files, hashes.into())
+}
+
+#[test]
+fn parts_of_the_state_are_taken_over_with_the_bits_of_whole_state() {
+    let mut cases: Vec<Vec<(usize, Point)>> = vec![Vec::new()];
+    for point in [
+        Step(1, 0),
+        Step(1, 3),
+        Evaluation(1),
+        Step(2, 4),
+        Evaluation(2),
+    ] {
+        cases.extend((0..4).map(|rank| vec![(rank, point)]));
+        cases.push(vec![(0, point), (2, point)]);
+    }
+    // One after the other, until one is left.
+    cases.push(vec![(1, Step(1, 1)), (2, Evaluation(1)), (3, Step(2, 1))]);
+    cases.push(vec![(3, Step(1, 1)), (0, Step(1, 2)), (1, Step(1, 3))]);
+    // Neighbours that leave at the same time, and all but one.
+    cases.push(vec![(1, Leave(1, 1)), (2, Leave(1, 1)), (0, Step(2, 1))]);
+    cases.push((0..3).map(|rank| (rank, Leave(1, 4))).collect());
+    cases.push(vec![(0, Leave(1, 2)), (3, Hold(1, 2)), (2, Step(1, 3))]);
+    for (i, losses) in cases.into_iter().enumerate() {
+        let train = |exchange: &str| {
+            let dir = tempfile::tempdir().expect("a folder");
+            let args = [
+                "--batch-size",
+                "2",
+                "--save-every",
+                "3",
+                "--exchange",
+                exchange,
+            ];
+            let trained = train(dir.path(), &args, 4, &losses);
+            (trained, metrics(dir.path()), saved(dir.path()))
+        };
+        let exchange = ["reduce-scatter", "at-step"][i % 2];
+        let (want, got) = (train("all-reduce"), train(exchange));
+        assert_eq!(got.0, want.0, "{exchange}: {losses:?}");
+        assert_eq!(got.1, want.1, "{exchange}: {losses:?}");
+        let ((files, hashes), (want, want_hashes)) = (got.2, want.2);
+        assert_eq!(hashes, want_hashes, "{exchange}: {losses:?}");
+        // A save may be late, and then another file has its state.
+        let both = files.keys().filter(|name| want.contains_key(*name));
+        assert!(
+            both.clone().count() > 1,
+            "{:?} {:?}",
+            files.keys(),
+            want.keys()
+        );
+        for name in both {
+            assert!(files[name] == want[name], "{name}, {exchange}: {losses:?}");
+        }
+    }
+}
+
+#[test]
+fn the_loss_of_a_part_and_its_copy_ends_the_training_with_an_error() {
+    for (first, second) in [(0, 1), (1, 2), (3, 0)] {
+        let dir = tempfile::tempdir().expect("a folder");
+        let losses = [(first, Step(1, 2)), (second, Step(1, 2))];
+        let args = ["--batch-size", "2", "--exchange", "reduce-scatter"];
+        let ended = outcomes(dir.path(), &args, 4, &losses);
+        let errors: Vec<Error> = ended
+            .into_iter()
+            .flatten()
+            .map(|outcome| outcome.expect_err("it ends"))
+            .collect();
+        assert_eq!(errors.len(), 2);
+        let words = format!("rank {first} had it and rank {second} the copy, and both were lost");
+        for error in errors {
+            assert_eq!(error.kind(), ErrorKind::PeerLost);
+            let text = error.chain();
+            assert!(text.contains(&words), "{text}");
+        }
     }
 }
