@@ -447,7 +447,7 @@ impl Job<'_> {
                 say_at *= 2;
                 let waits_for_place = self.nodes.as_ref().is_some_and(Nodes::waits_for_place);
                 say::note(match waits_for_place {
-                    true => "waiting for a place: the job has all of its nodes",
+                    true => "waiting as a spare: the job has all of its nodes",
                     false => {
                         "waiting for the other nodes, and for the one with the store to start the next attempt"
                     }
@@ -1064,10 +1064,14 @@ impl Job<'_> {
                     }
                     action
                 }
-                Ok(Event::StoreMoved(moved)) => match self.store_moved(moved) {
-                    Ok(()) => Action::None,
-                    Err(error) => watch.take(Event::StoreLost(error.chain()), Instant::now()),
-                },
+                Ok(Event::StoreMoved(moved)) => {
+                    if let Err(error) = self.store_moved(moved) {
+                        self.note(format!("warning: {}", error.chain()));
+                        // The others elect another one. This process holds the receiver.
+                        let _ = self.sender.send(Event::Parted);
+                    }
+                    Action::None
+                }
                 Ok(Event::Admit(attempt)) => {
                     if let Err(error) = self.admit(&attempt) {
                         self.note(format!("warning: {}", error.chain()));

@@ -307,12 +307,12 @@ impl Runner {
             _ => cause,
         };
         let is_first = self.abort.poison(&Poison::new(self.rank, cause));
-        let found = self.board.as_ref().and_then(Board::found);
         let Some(p) = self.abort.poisoned() else {
             return error;
         };
-        match found.filter(|_| p.origin_rank == self.rank) {
-            Some(Found::Lost(peer)) => Error::peer_lost(peer, p.cause).with_source(error),
+        let found = self.board.as_ref().and_then(Board::found);
+        match found.filter(|(_, own)| *own == p).map(|(found, _)| found) {
+            Some(Found::Lost(peer)) => Error::peer_lost(*peer, p.cause).with_source(error),
             Some(Found::Desync) => Error::new(ErrorKind::Desync, p.cause).with_source(error),
             None if is_circle_with(&p.cause, self.rank) => {
                 Error::new(ErrorKind::Desync, p.cause).with_source(error)

@@ -10,7 +10,7 @@
 //! posts ([`circle`]): sends that face each other, a cycle of three receives, a message
 //! against a collective. A rank that computes posts nothing, and so is in no cycle.
 //!
-//! A rank of the group that was [reported lost](crate::report_lost) ends the wait too: nothing says that its host is
+//! An awaited rank that was [reported lost](crate::report_lost) ends the wait too: nothing says that its host is
 //! down, or stopped with its launcher, before the deadline. It must be lost for two looks at the same wait, as the last
 //! that a rank sends may come after the report that it has ended.
 //!
@@ -54,7 +54,7 @@ pub(crate) struct Board {
     /// Number of reports passed to the asking thread, not counting those it had no time
     /// for: at most two of them may be newer than the post in the store.
     turn: u64,
-    found: Arc<OnceLock<Found>>,
+    found: Arc<OnceLock<(Found, Poison)>>,
 }
 
 /// Why a wait never ends.
@@ -62,7 +62,7 @@ pub(crate) struct Board {
 pub(crate) enum Found {
     /// Ranks are in different operations.
     Desync,
-    /// This rank was reported lost.
+    /// This rank, which others wait for, was reported lost.
     Lost(usize),
 }
 
@@ -71,7 +71,7 @@ struct Desk {
     keys: Arc<GroupKeys>,
     rank: usize,
     abort: AbortHandle,
-    found: Arc<OnceLock<Found>>,
+    found: Arc<OnceLock<(Found, Poison)>>,
     lost: LostRanks,
     /// The stall in which a rank was found lost.
     lost_in: Option<u64>,
@@ -174,8 +174,8 @@ impl Board {
     }
 
     /// What this rank has found, for which it has ended the group.
-    pub(crate) fn found(&self) -> Option<Found> {
-        self.found.get().copied()
+    pub(crate) fn found(&self) -> Option<&(Found, Poison)> {
+        self.found.get()
     }
 }
 
@@ -197,8 +197,9 @@ impl Desk {
             match looked {
                 Ok(None) => {}
                 Ok(Some((found, cause))) => {
-                    let _ = self.found.set(found);
-                    self.abort.poison(&Poison::new(self.rank, cause));
+                    let poison = Poison::new(self.rank, cause);
+                    let _ = self.found.set((found, poison.clone()));
+                    self.abort.poison(&poison);
                 }
                 Err(e) => tracing::debug!("cannot look for a desync: {e}"),
             }
@@ -207,7 +208,10 @@ impl Desk {
 
     /// A rank that was reported lost, and why.
     fn look_for_lost(&mut self, report: &Report) -> phalanx_store::Result<Option<(Found, String)>> {
-        let Some(lost) = self.lost.look(self.keys.store())?.first() else {
+        // Those that wait for another one end the group for all.
+        let awaits = |rank: usize| report.post.awaits.iter().any(|a| a.peer == rank);
+        let mut lost = self.lost.look(self.keys.store())?.iter();
+        let Some(lost) = lost.find(|lost| awaits(lost.rank)) else {
             return Ok(None);
         };
         let stall = report.post.stall;

@@ -37,8 +37,8 @@ use super::membership::{Decision, Id, Membership, Rules};
 use super::pulse::{Heard, gone_key};
 use super::standby::{self, HOST_KEY, MOVED_KEY, Moved, Roster, Standby, point_here};
 use super::{
-    ARRIVED_KEY, NodeInfo, Nodes, SLICE, decode, encode, lost_store, no_node, node_key,
-    verdict_of_lost,
+    ANSWER_LIMIT, ARRIVED_KEY, NodeInfo, Nodes, SLICE, decode, encode, lost_store, no_node,
+    node_key, verdict_of_lost,
 };
 use crate::error::{ErrorKind, Result};
 use crate::report::{ABORT_KEY, JobFailure};
@@ -194,7 +194,12 @@ impl Nodes {
 
     /// Whether an attempt runs without this launcher.
     pub fn waits_for_place(&self) -> bool {
-        !self.has_begun() && !self.servers.is_empty()
+        !self.has_begun() && self.is_spare
+    }
+
+    fn note_servers(&mut self, attempt: &Attempt) {
+        let servers = attempt.infos.iter().filter_map(|info| info.standby);
+        self.servers = servers.map(|at| at.to_string()).collect();
     }
 
     /// Whether ranks go on without those of lost launchers, and with those of others.
@@ -327,9 +332,17 @@ impl Nodes {
 
     /// What follows this attempt, once that is decided; waits a moment for it.
     pub fn next(&mut self) -> Result<Option<Next>> {
+        let began = Instant::now();
         match self.look_for_next() {
-            Err(error) if self.waits_for_place() => self.search(error),
-            found => found,
+            Err(error) if self.waits_for_place() => self.search(Some(error)),
+            // The store has not answered.
+            Ok(None) if self.waits_for_place() && began.elapsed() > ANSWER_LIMIT => {
+                self.search(None)
+            }
+            found => {
+                self.searches_until = None;
+                found
+            }
         }
     }
 
@@ -350,8 +363,8 @@ impl Nodes {
                 return Ok(Some(Next::End(verdict)));
             }
             self.next = Some(next + 1);
-            let servers = attempt.infos.iter().filter_map(|info| info.standby);
-            self.servers = servers.map(|at| at.to_string()).collect();
+            self.is_spare = true;
+            self.note_servers(&attempt);
             return Ok(None);
         }
         if !is_member && let Some(at) = self.look_at(MOVED_KEY, Duration::ZERO)? {
@@ -364,6 +377,10 @@ impl Nodes {
             if let Some(bytes) = self.look_at(&key, Duration::ZERO)? {
                 let attempt = decode::<Attempt>(&bytes).ok_or_else(|| no_node(&key))?;
                 return Ok(Some(Next::Attempt(attempt)));
+            }
+            let get = |key: &str| self.look_at(key, Duration::ZERO).ok().flatten();
+            if let Some(attempt) = newest_of(last, |id| id == self.id, get) {
+                self.note_servers(&attempt);
             }
         }
         let look = |key: &str| -> Result<Option<JobFailure>> {
@@ -378,14 +395,14 @@ impl Nodes {
     }
 
     /// Looks where the store is that a launcher which waits for a place has lost.
-    fn search(&mut self, error: crate::error::Error) -> Result<Option<Next>> {
+    fn search(&mut self, error: Option<crate::error::Error>) -> Result<Option<Next>> {
         let limit = 2 * standby::longest_election(self.host.limit());
         let until = *(self.searches_until).get_or_insert_with(|| Instant::now() + limit);
         let state = |at: &String| TcpStore::state_of(at, self.token.clone(), SLICE);
         let is_open = |at: &&String| matches!(state(at), ServerState::Open(_));
         match self.servers.iter().find(is_open) {
             Some(at) => Ok(Some(Next::Elsewhere(at.clone()))),
-            None if Instant::now() >= until => Err(error),
+            None if Instant::now() >= until => error.map_or(Ok(None), Err),
             None => {
                 std::thread::sleep(SLICE);
                 Ok(None)

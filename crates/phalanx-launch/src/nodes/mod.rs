@@ -129,7 +129,9 @@ pub struct Nodes {
     /// This one has said that it goes.
     has_left: AtomicBool,
     to_begin: attempts::ToBegin,
-    /// Where the store may be next, for a launcher that waits for a place, and until when it looks there.
+    /// An attempt runs without this launcher, which waits for a place.
+    is_spare: bool,
+    /// Where the store may be next, for a spare, and until when it looks there.
     servers: Vec<String>,
     searches_until: Option<Instant>,
 }
@@ -259,6 +261,7 @@ pub fn join(
         is_elastic: info.least.is_some(),
         has_left: AtomicBool::new(false),
         to_begin: attempts::ToBegin::default(),
+        is_spare: false,
         servers: Vec::new(),
         searches_until: None,
     };

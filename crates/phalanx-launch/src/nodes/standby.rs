@@ -18,7 +18,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::{ScopedJoinHandle, sleep};
+use std::thread::{Builder, sleep};
 use std::time::{Duration, Instant};
 
 use phalanx_comm::PortRange;
@@ -425,13 +425,14 @@ impl Standby {
         std::thread::scope(|scope| {
             let asked = members.filter_map(|member| {
                 let at = member.at.as_deref()?;
-                Some((member.id, at, scope.spawn(|| self.state_of(at))))
+                let ask = Builder::new().spawn_scoped(scope, || self.state_of(at));
+                Some((member.id, at, ask.ok()))
             });
             let asked: Vec<_> = asked.collect();
-            let state = |asked: ScopedJoinHandle<'_, _>| asked.join();
-            let answers = asked
-                .into_iter()
-                .map(|(id, at, asked)| (id, at, state(asked).unwrap_or(ServerState::Unknown)));
+            let answers = asked.into_iter().map(|(id, at, asked)| {
+                let state = asked.and_then(|asked| asked.join().ok());
+                (id, at, state.unwrap_or(ServerState::Unknown))
+            });
             answers.collect()
         })
     }

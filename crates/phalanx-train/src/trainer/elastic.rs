@@ -426,8 +426,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Completes the step that another rank has completed.
     fn complete(&mut self, averaged: Averaged) -> Result<()> {
         let [before, after] = averaged.buffers;
-        let params = self.strategy.params_mut();
-        params.buffers_flat_mut().copy_from_slice(&after);
+        // Where parameters are whole, those of the other rank were taken over.
+        if !S::TAKES_OTHERS {
+            let params = self.strategy.params_mut();
+            params.buffers_flat_mut().copy_from_slice(&after);
+        }
         self.update(averaged.group, &averaged.turn, &averaged.commit, &before)
     }
 
@@ -603,12 +606,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Takes in the ranks that join, and goes on without those that leave; on these, ends the program. Changes nothing if a
     /// rank is lost before.
     fn change_ranks(&mut self, asked: &RequestedChange) -> Result<()> {
-        let joining = &asked.joining;
-        // The others leave next.
-        let leaving = self.strategy.may_leave(&asked.leaving);
         let (before, noticed) = (self.ctx.world(), Instant::now());
-        let is_leaving = leaving.contains(&self.ctx.number());
-        let (generation, all_leave) = self.together(|trainer| {
+        let (generation, all_leave, leaving) = self.together(|trainer| {
+            // The others leave next.
+            let leaving = trainer.strategy.may_leave(&asked.leaving);
+            let is_leaving = leaving.contains(&trainer.ctx.number());
             let group = trainer.ctx.group();
             let all_leave = group
                 .global_ranks()
@@ -618,7 +620,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 trainer.hand_over_reports()?;
             }
             group.barrier()?;
-            Ok((group.generation(), all_leave))
+            Ok((group.generation(), all_leave, leaving))
         })?;
         // If a rank was lost since, the others have formed a group without it.
         if self.ctx.group().generation() != generation {
@@ -628,11 +630,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             self.save_between_steps(SaveAction::Stop)?;
             return Err(self.stopped());
         }
-        if is_leaving {
+        if leaving.contains(&self.ctx.number()) {
             self.reports.log.stop();
             return Err(Error::stopped());
         }
-        self.ctx.change(joining, &leaving)?;
+        self.ctx.change(&asked.joining, &leaving)?;
         let agreed = Instant::now();
         match self.take_up() {
             Ok(()) => self.changed(before, noticed, agreed),
