@@ -9,6 +9,11 @@ if ! cargo deny --version >/dev/null 2>&1 &&
     echo "skipped: cargo-deny is not installed, and '${install[*]}' failed or took more than four minutes"
     exit 0
 fi
+# A build fetches the crates of its own target only; the check is of all targets' crates.
+if ! timeout 120 cargo fetch --locked >/dev/null 2>&1; then
+    echo "skipped: 'cargo fetch --locked' failed or took more than two minutes"
+    exit 0
+fi
 deny() { cargo deny --color never --locked --offline check --hide-inclusion-graph "$@"; }
 deny licenses bans sources
 if timeout 60 cargo deny --locked fetch db >/dev/null 2>&1; then
