@@ -444,7 +444,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-base", 1181),
     ("phalanx-checkpoint", 3579),
     ("phalanx-cli", 3715),
-    ("phalanx-comm", 21018),
+    ("phalanx-comm", 21062),
     ("phalanx-data", 3644),
     ("phalanx-ddp", 5242),
     ("phalanx-flow", 6845),

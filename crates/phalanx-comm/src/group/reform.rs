@@ -5,7 +5,7 @@
 //!
 //! | key                              | value              | written by                     |
 //! |----------------------------------|--------------------|--------------------------------|
-//! | `reform/JOB/GENERATION/here/F`   | `1`                | every rank that takes part     |
+//! | `reform/JOB/GENERATION/here/F`   | its host           | every rank that takes part     |
 //! | `reform/JOB/GENERATION/members`  | `F F F …`, by rank | one of them, by compare-and-set |
 //! | `reform/over`                    | why                | the same, when the job ends    |
 //! | `reform/elastic`                 | `1`; `0`: without others | all ranks, once they may be lost |
@@ -21,7 +21,8 @@
 //!
 //! `F` is a rank's number among all that the job has started: its rank in the first
 //! generation, or the number that a newcomer was started with. It never changes; the new
-//! ranks are the indices in the list, in the order of these numbers.
+//! ranks are the indices in the list. Members of the old group keep their order, and a newcomer
+//! follows those of its host: where ranks are numbered host by host, they stay so.
 //!
 //! *Who decides.* A rank that sees all ranks of the old group which are not reported lost,
 //! or enough of them and no more during the wait for stragglers, proposes the ranks
@@ -34,6 +35,7 @@
 //! hosts it (`tcp://` without a launcher) its death ends the job, and the error says
 //! so; a `file://` store outlives all ranks.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -47,7 +49,7 @@ use super::{Identity, Member, Origin, ProcessGroup};
 use crate::lost::{LostRanks, lost_key};
 use crate::recorder::{Place, Recorder};
 use crate::select::{Costs, Rules, Selector};
-use crate::transport::{Mesh, Poison, remove_generation};
+use crate::transport::{Mesh, Poison, machine, remove_generation};
 use crate::wait::deadline_in;
 use crate::{Error, ErrorKind, Result};
 
@@ -77,6 +79,8 @@ impl Default for ShrinkOptions {
 
 /// Interval at which to check which ranks have come.
 const LOOK: Duration = Duration::from_millis(5);
+/// How long the store takes at most, usually, to say where a rank is.
+const ASK: Duration = Duration::from_millis(2);
 /// Shortest deadline for forming the links; after a failure the next generation is tried.
 const FORMING_MIN: Duration = Duration::from_secs(1);
 
@@ -201,7 +205,7 @@ struct Invitation {
     job: u64,
     /// Of the group that ends.
     generation: u32,
-    /// Its members and all newcomers.
+    /// Its members by rank, and all newcomers.
     roster: Vec<usize>,
     /// The size of the group that ends.
     world: usize,
@@ -241,7 +245,8 @@ impl ProcessGroup {
 
     /// Forms a new group of all ranks of this one and the `newcomers`, by their numbers, which wait in
     /// [`Newcomer::join`] ([`membership_requests`](Self::membership_requests) lists them). All ranks must call it, with the same newcomers,
-    /// while no operation is in flight. Newcomers get the last ranks. Otherwise as [`shrink`](Self::shrink): a rank that is lost
+    /// while no operation is in flight. A newcomer gets the rank after the last one of its host, or where it is the first there,
+    /// after all; the ranks behind it move on. Otherwise as [`shrink`](Self::shrink): a rank that is lost
     /// meanwhile, old or new, is left out.
     ///
     /// # Errors
@@ -313,10 +318,9 @@ impl ProcessGroup {
         }
         self.core.queue.close();
         let identity = self.core.identity.clone();
-        let mut roster: Vec<usize> = identity.roster.to_vec();
-        roster.extend_from_slice(newcomers);
-        roster.sort_unstable();
-        roster.dedup();
+        let mut newcomers = newcomers.to_vec();
+        newcomers.sort_unstable();
+        let roster = [&identity.roster[..], &newcomers].concat();
         let meeting = Reform {
             identity: Identity {
                 roster: roster.into(),
@@ -333,7 +337,7 @@ impl ProcessGroup {
             let text = serde_json::to_vec(&invitation)
                 .map_err(|e| named(Error::internal(format!("an invitation is not JSON: {e}"))))?;
             // All members write it: any of them may be lost now.
-            for number in newcomers {
+            for number in &newcomers {
                 let (store, key) = (origin.store(), invited_key(*number));
                 let invited = meeting.insist(|| store.set(&key, &text));
                 invited.map_err(|e| named(e.into()))?;
@@ -658,7 +662,7 @@ fn costs_of(bits: [u64; 5]) -> Costs {
 
 /// One rank's view of the meeting.
 struct Reform<'a> {
-    /// Its roster has all that are expected: the members of the group that ended, and newcomers.
+    /// Its roster has all that are expected: the members of the group that ended by rank, and newcomers.
     identity: Identity,
     /// Size of the group that ended.
     world: usize,
@@ -723,6 +727,10 @@ impl Reform<'_> {
         }
     }
 
+    fn newcomers(&self) -> &[usize] {
+        self.identity.roster.get(self.world..).unwrap_or_default()
+    }
+
     /// Least size of the new group, if `unexplained` ranks do not come and are not known to be lost.
     fn min_world(&self, unexplained: usize) -> usize {
         let least = match unexplained {
@@ -745,7 +753,7 @@ impl Reform<'_> {
         }
     }
 
-    /// Joins the meeting of `generation` and returns its members, by first rank.
+    /// Joins the meeting of `generation` and returns its members, by rank.
     fn meet(&self, origin: &Origin, generation: u32) -> Result<Vec<usize>> {
         let store = origin.store();
         let prefix = self.prefix(generation);
@@ -766,7 +774,9 @@ impl Reform<'_> {
         };
         let here = |global_rank: usize| format!("{prefix}/here/{global_rank}");
         let own = here(self.identity.global_rank);
-        self.insist(|| store.set(&own, b"1")).map_err(lost)?;
+        let host = machine();
+        self.insist(|| store.set(&own, host.as_bytes()))
+            .map_err(lost)?;
         let keys: Vec<String> = self.identity.roster.iter().map(|f| here(*f)).collect();
         let names: Vec<&str> = keys.iter().map(String::as_str).collect();
         let mut enough_since: Option<Instant> = None;
@@ -799,8 +809,23 @@ impl Reform<'_> {
             let unexplained = absent.iter().filter(|f| !gone.contains(*f)).count();
             if present.len() >= self.min_world(unexplained) {
                 let since = *enough_since.get_or_insert_with(Instant::now);
-                if unexplained == 0 || since.elapsed() >= self.options.straggler_wait {
-                    let list = encode(&present);
+                let waited = match unexplained {
+                    0 => Duration::ZERO,
+                    _ => self.options.straggler_wait,
+                };
+                let joins = (present.last()).is_some_and(|last| self.newcomers().contains(last));
+                // One asks where they are; should it be lost, the others do.
+                let is_first = present.first() == Some(&self.identity.global_rank);
+                let patience = 4 * LOOK + ASK * present.len() as u32;
+                if joins && !is_first && since.elapsed() < waited + patience {
+                    let _ = store.wait(&[&decision], LOOK.min(self.left()));
+                } else if since.elapsed() >= waited {
+                    let host_of = |number: usize| {
+                        let key = here(number);
+                        let host = self.insist(|| store.try_get(&key)).map_err(lost)?;
+                        Ok(host.unwrap_or_default())
+                    };
+                    let list = encode(&place(present, self.newcomers(), host_of)?);
                     let decided =
                         self.insist(|| store.compare_set(&decision, None, list.as_bytes()));
                     let decided = decided.map_err(lost)?;
@@ -909,18 +934,43 @@ pub(super) fn encode(members: &[usize]) -> String {
     names.join(" ")
 }
 
-/// Parses the decision; a list that is not ascending is not ours.
+/// `present` by their new ranks: each of the `newcomers` follows the last one of its host.
+fn place(
+    present: Vec<usize>,
+    newcomers: &[usize],
+    host_of: impl Fn(usize) -> Result<Vec<u8>>,
+) -> Result<Vec<usize>> {
+    let is_new = |number: &usize| newcomers.contains(number);
+    let (new, mut placed): (Vec<usize>, Vec<usize>) = present.into_iter().partition(is_new);
+    if new.is_empty() {
+        return Ok(placed);
+    }
+    let hosts = placed.iter().map(|number| host_of(*number));
+    let mut hosts: Vec<Vec<u8>> = hosts.collect::<Result<_>>()?;
+    for number in new {
+        let host = host_of(number)?;
+        let last = hosts.iter().rposition(|known| *known == host);
+        let at = last.map_or(placed.len(), |last| last + 1);
+        placed.insert(at, number);
+        hosts.insert(at, host);
+    }
+    Ok(placed)
+}
+
+/// Parses the decision; a list with a number twice is not ours.
 pub(super) fn decode(bytes: &[u8]) -> Result<Vec<usize>> {
     let text = String::from_utf8_lossy(bytes);
     let members: Option<Vec<usize>> = text.split(' ').map(|f| f.parse().ok()).collect();
-    members
-        .filter(|m| m.is_sorted_by(|a, b| a < b))
-        .ok_or_else(|| {
-            Error::new(
-                ErrorKind::Protocol,
-                format!("the store holds a garbled list of members: {text:?}"),
-            )
-        })
+    let is_once = |members: &Vec<usize>| {
+        let mut seen = BTreeSet::new();
+        members.iter().all(|number| seen.insert(number))
+    };
+    members.filter(is_once).ok_or_else(|| {
+        Error::new(
+            ErrorKind::Protocol,
+            format!("the store holds a garbled list of members: {text:?}"),
+        )
+    })
 }
 
 #[cfg(test)]
@@ -928,11 +978,42 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_newcomer_follows_the_ranks_of_its_host() {
+        let placed = |present: &[usize], newcomers: &[usize], hosts: &[(usize, &str)]| {
+            let host_of = |number: usize| {
+                let host = hosts.iter().find(|(known, _)| *known == number);
+                Ok(host.map_or("", |(_, host)| *host).as_bytes().to_vec())
+            };
+            place(present.to_vec(), newcomers, host_of).unwrap()
+        };
+        let hosts = [
+            (1, "a"),
+            (2, "b"),
+            (3, "b"),
+            (4, "a"),
+            (5, "b"),
+            (6, "c"),
+            (7, "a"),
+        ];
+        // Nobody is asked for.
+        assert_eq!(placed(&[3, 1, 2], &[9], &[]), [3, 1, 2]);
+        assert_eq!(placed(&[1, 2, 3, 4], &[4], &hosts), [1, 4, 2, 3]);
+        assert_eq!(
+            placed(&[1, 4, 2, 3, 5, 6, 7], &[5, 6, 7], &hosts),
+            [1, 4, 7, 2, 3, 5, 6]
+        );
+        // All of a host were lost.
+        assert_eq!(placed(&[2, 3, 4, 7], &[4, 7], &hosts), [2, 3, 4, 7]);
+        // Members keep their order.
+        assert_eq!(placed(&[1, 2, 4, 7], &[7], &hosts), [1, 2, 4, 7]);
+    }
+
+    #[test]
     fn lists_round_trip_and_garbage_is_refused() {
-        for members in [vec![0], vec![0, 2, 5], vec![7]] {
+        for members in [vec![0], vec![0, 2, 5], vec![7], vec![2, 1]] {
             assert_eq!(decode(encode(&members).as_bytes()).unwrap(), members);
         }
-        for garbage in ["", "0 0", "2 1", "0,1", "0  1", "-1", "x"] {
+        for garbage in ["", "0 0", "0 1 0", "0,1", "0  1", "-1", "x"] {
             let error = decode(garbage.as_bytes()).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Protocol, "{garbage:?}");
         }

@@ -1,7 +1,7 @@
 //! Copies of the parts of a sharded optimizer, and how other ranks take the parts over.
 //!
 //! The copy of part `r` is on the rank `shift` further: the next one, or where there are several hosts as many further as
-//! the largest has ranks, so that a host does not have both as long as it has no more than half of the ranks.
+//! the largest has ranks, so that a host does not have both as long as it has no more than half of the ranks. Groups keep the ranks of a host together.
 //!
 //! When ranks were lost or joined, the new group has another cut. Each rank sends what it has of the old pieces to the ranks
 //! that have those elements now, buffer by buffer, and keeps its old pieces until all ranks have their new ones: the last
