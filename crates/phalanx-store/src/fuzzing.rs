@@ -135,6 +135,7 @@ fn session_seeds() -> Vec<Vec<u8>> {
         Request::Add { key: "n", delta: 5 },
         Request::Follow { id: 7 },
         Request::Ack { seq: 1 },
+        Request::Retire { key: "a" },
     ];
     let mut all = vec![1, 16];
     let mut seeds = Vec::new();

@@ -228,6 +228,7 @@ fn request_seeds() -> Vec<Vec<u8>> {
         Request::Follow { id: 3 },
         Request::Ack { seq: 9 },
         Request::Leave,
+        Request::Retire { key: "k" },
     ];
     let body = |request: &Request<'_>| {
         let mut bytes = Vec::new();
@@ -313,7 +314,7 @@ mod tests {
             assert!(Header::decode(bytes.first_chunk().unwrap()).is_ok());
         }
         assert!(request_seeds().iter().all(|s| Request::decode(s).is_ok()));
-        assert_eq!(request_seeds().len(), 14);
+        assert_eq!(request_seeds().len(), 15);
         assert!(response_seeds().iter().all(|s| Response::decode(s).is_ok()));
         assert_eq!(handshake_seeds().len(), 7);
     }

@@ -450,15 +450,15 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-flow", 6845),
     ("phalanx-global", 4855),
     ("phalanx-http", 65),
-    ("phalanx-launch", 12696),
+    ("phalanx-launch", 12775),
     ("phalanx-live", 1775),
     ("phalanx-mpi", 65),
     ("phalanx-nn", 16101),
     ("phalanx-report", 1178),
-    ("phalanx-store", 4187),
+    ("phalanx-store", 4239),
     ("phalanx-track", 3360),
     ("phalanx-train", 9352),
-    ("phalanx-wire", 1770),
+    ("phalanx-wire", 1783),
     ("recipes", 3064),
 ];
 

@@ -618,7 +618,10 @@ impl Nodes {
             file,
             stop: self.stop.clone(),
         };
+        let (ends, standing_by) = std::sync::mpsc::channel();
+        self.standing_by = Some(standing_by);
         spawn("standby", move || {
+            let _ends: Sender<()> = ends;
             // Where the main thread has ended, nobody listens.
             standby.run(|event| drop(events.send(event)));
         })
@@ -1086,9 +1089,12 @@ pub(super) fn death_key(id: Id, is_elastic: bool, in_place: bool) -> String {
     }
 }
 
+/// See [`lost_key`].
+pub(super) const LOST: &str = "launch/lost/";
+
 /// Where it is written that the others go on without launcher `id`.
 pub(super) fn lost_key(id: Id) -> String {
-    format!("launch/lost/{id}")
+    format!("{LOST}{id}")
 }
 
 /// The highest number of a launcher.

@@ -41,7 +41,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -95,6 +95,8 @@ pub struct Nodes {
     server: Option<Arc<TcpServer>>,
     /// Of another launcher, where the store may move to.
     standby: Option<Arc<TcpServer>>,
+    /// Disconnected when the thread that follows the host of the store has ended.
+    standing_by: Option<Receiver<()>>,
     /// The launchers of the attempt, and which of them hosts the store.
     roster: Arc<Mutex<Roster>>,
     /// The address of node 0.
@@ -182,6 +184,11 @@ pub fn join(
         (None, Some(ip)) if info.elastic => standby::bind(ip, ports, token),
         _ => None,
     };
+    if at.server.is_none() && info.elastic && standby.is_none() {
+        say::note(
+            "warning: no port is free for this node's copy of the job's store: the store cannot move here, and the ranks of this node do not count where the network breaks; give --port-range one port more",
+        );
+    }
     info.standby = standby.as_ref().map(TcpServer::local_addr);
     if let Some(server) = at.server.as_ref().filter(|_| info.elastic) {
         standby::leave_out_beats(server);
@@ -240,6 +247,7 @@ pub fn join(
         store: Arc::new(store),
         server: at.server.take().map(Arc::new),
         standby: standby.map(Arc::new),
+        standing_by: None,
         roster: Arc::default(),
         first: at.first.clone(),
         token: token.clone(),
@@ -572,6 +580,7 @@ impl Nodes {
                 let (ids, infos) = (self.ids.clone(), self.infos.clone());
                 spawn("quorum", move || {
                     while watching.goes_on() {
+                        quorum.note_dropped();
                         for id in quorum.drop_ended() {
                             if let Some(node) = ids.iter().position(|other| *other == id) {
                                 let name = name_of(&infos, node);
@@ -643,7 +652,7 @@ impl Nodes {
             let silent = (0..ids.len()).filter(is_silent).map(|node| ids[node]);
             let silent: BTreeSet<usize> = silent.collect();
             if let Some(quorum) = &quorum
-                && !quorum.drop_silent(ids[node], &silent)
+                && !quorum.drop(ids[node], &silent)
             {
                 is_watched.store(false, Ordering::Relaxed);
                 tell(Event::Parted);
@@ -848,6 +857,10 @@ impl Nodes {
     /// is when the others could know how it ends.
     pub fn leave(&self, total: usize, decided: Instant) {
         self.stop.store(true, Ordering::Relaxed);
+        if let Some(standing_by) = &self.standing_by {
+            // Until it has retired.
+            let _ = standing_by.recv_timeout(LAST_WORDS);
+        }
         if let Some(file) = &self.moves {
             self.store.move_with(file.clone(), LAST_WORDS);
         }

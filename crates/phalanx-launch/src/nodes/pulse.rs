@@ -75,6 +75,11 @@ impl Heard {
         lock(&self.silence).extend(nodes, self.start.elapsed());
     }
 
+    /// Before which silence none is.
+    pub(super) fn least(&self) -> Duration {
+        lock(&self.silence).bounds().least
+    }
+
     /// After which silence every node is lost.
     pub(super) fn limit(&self) -> Duration {
         lock(&self.silence).most()

@@ -8,10 +8,13 @@
 //! | file or key    | value                                            | written by        |
 //! |----------------|--------------------------------------------------|-------------------|
 //! | `launch/store` | how often the store has moved, and the number of the launcher that hosts it | it, once it does  |
+//! | `launch/dropped/ID` | the store waits for launcher ID no more, and no copy of it goes on | the host of the store |
 //! | `launch/moved` | in a new store of node 0: the address of the job's | the host of the store |
 //! | a file of each launcher | the address of the store, for its ranks and itself | its launcher |
 //!
-//! The host of the store goes on without a launcher that is lost only if those that are left may go on.
+//! A launcher that leaves says that it goes on nowhere. The host of the store goes on without one that is lost only if those
+//! that follow it may go on. Before anything else is answered, all of them know who was dropped, and who is the new host.
+//! `model_tests.rs` tries all orders of events.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -25,7 +28,7 @@ use phalanx_comm::PortRange;
 use phalanx_store::{Follower, ServerState, Store, TcpServer, TcpStore};
 use phalanx_wire::Token;
 
-use super::attempts::{Attempt, is_decided, lost_key, newest_of};
+use super::attempts::{Attempt, LOST, is_decided, lost_key, newest_of};
 use super::membership::Id;
 use super::pulse::{BEATEN, GONE, Heard, raise_priority};
 use super::silence::LOOK;
@@ -35,6 +38,8 @@ use crate::{Event, lock, say};
 
 /// Says which launcher hosts the store, where it is not node 0.
 pub(super) const HOST_KEY: &str = "launch/store";
+/// See the table above.
+const DROPPED: &str = "launch/dropped/";
 /// In a store that a new launcher of node 0 has opened, where that of the job is: there it is to join.
 pub(super) const MOVED_KEY: &str = "launch/moved";
 /// How often the host of the store looks whether there is such a store.
@@ -57,13 +62,47 @@ pub(super) struct Member {
 }
 
 /// Whether `group` goes on without the rest of `members`, which may be alive elsewhere: it has more than half of the
-/// ranks, or half of them and the lowest. Two groups without a common member never may both.
-pub(super) fn may_go_on(members: &[Member], group: &BTreeSet<Id>) -> bool {
+/// ranks, or half of them and the lowest, or all others have `ended`. Two groups without a common member that is alive
+/// never may both.
+///
+/// Ranks of launchers that have ended are not taken off, since these may have been part of another group before.
+pub(super) fn may_go_on(members: &[Member], ended: &BTreeSet<Id>, group: &BTreeSet<Id>) -> bool {
     let all: usize = members.iter().map(|member| member.ranks).sum();
     let own = members.iter().filter(|member| group.contains(&member.id));
     let own: usize = own.map(|member| member.ranks).sum();
     let lowest = members.iter().map(|member| member.id).min();
-    2 * own > all || (2 * own == all && lowest.is_some_and(|lowest| group.contains(&lowest)))
+    2 * own > all
+        || (2 * own == all && lowest.is_some_and(|lowest| group.contains(&lowest)))
+        || (members.iter()).all(|member| group.contains(&member.id) || ended.contains(&member.id))
+}
+
+/// Whether the host of the store, `me`, goes on without launcher `id`: if those of its `followers` may that are neither
+/// `silent` nor have `ended`. Of the `living`, those count that may have a copy: followers, and those that `had_copy`.
+fn may_drop(
+    (me, id): (Id, Id),
+    living: &[Member],
+    [followers, had_copy, silent, ended]: [&BTreeSet<Id>; 4],
+) -> bool {
+    let has_copy =
+        |other: &Id| *other == me || followers.contains(other) || had_copy.contains(other);
+    let counted = living.iter().filter(|member| has_copy(&member.id));
+    let counted: Vec<Member> = counted.cloned().collect();
+    let is_left = |other: &Id| *other != id && !silent.contains(other) && !ended.contains(other);
+    let left = followers.iter().copied().chain([me]).filter(is_left);
+    may_go_on(&counted, ended, &left.collect())
+}
+
+fn dropped_key(id: Id) -> String {
+    format!("{DROPPED}{id}")
+}
+
+/// The launchers that the others go on without, as `entries` of the store say.
+fn dropped_in(entries: &[(String, Vec<u8>)]) -> Vec<u64> {
+    let ids = entries.iter().filter_map(|(key, _)| {
+        let id = key.strip_prefix(DROPPED).or(key.strip_prefix(LOST))?;
+        id.parse().ok()
+    });
+    ids.collect()
 }
 
 /// How long an election takes where a silent launcher is lost after `lost_after`.
@@ -92,10 +131,17 @@ pub(super) fn leave_out_beats(server: &TcpServer) {
 pub(super) struct Roster {
     attempt: u32,
     pub(super) members: Vec<Member>,
-    /// Who hosts the store.
+    /// Who hosts the store, and how often it had moved when this launcher asked.
     pub(super) host: Id,
+    term: u64,
     /// Those that the store says are lost.
     pub(super) lost: BTreeSet<Id>,
+    /// Those of which the copy says that the store waits for them no more; on the host, of which all followers know it.
+    pub(super) dropped: BTreeSet<Id>,
+    /// On the host, those that it has dropped.
+    drops: BTreeSet<Id>,
+    /// On a host that was elected, those that were living then.
+    voters: BTreeSet<Id>,
     /// On the host, those of which is known that they have ended.
     ended: BTreeSet<Id>,
 }
@@ -124,13 +170,17 @@ impl Roster {
             let first = first.and_then(|first| first.at.clone()).unwrap_or_default();
             self.enter(&attempt, &first);
         }
-        let members = self.members.iter().map(|member| member.id);
-        self.lost = members.filter(|id| get(&lost_key(*id)).is_some()).collect();
+        let with = |key: fn(Id) -> String| {
+            let members = self.members.iter().map(|member| member.id);
+            members.filter(|id| get(&key(*id)).is_some()).collect()
+        };
+        (self.lost, self.dropped) = (with(lost_key), with(dropped_key));
     }
 
     /// Who hosts the store, as it says in [`HOST_KEY`].
     pub(super) fn note_host(&mut self, stored: Option<Vec<u8>>) -> Id {
-        self.host = Term::stored(stored.as_deref()).host;
+        let term = Term::stored(stored.as_deref());
+        (self.host, self.term) = (term.host, term.number);
         self.host
     }
 
@@ -147,12 +197,11 @@ impl Roster {
         member.at.clone()
     }
 
-    /// Those that are not lost.
+    /// Those that are not lost, and can follow another one.
     fn living(&self) -> Vec<Member> {
-        let all = self.members.iter();
-        all.filter(|member| !self.lost.contains(&member.id))
-            .cloned()
-            .collect()
+        let all = self.members.iter().filter(|member| member.at.is_some());
+        let is_out = |id| self.lost.contains(id) || self.dropped.contains(id);
+        all.filter(|member| !is_out(&member.id)).cloned().collect()
     }
 }
 
@@ -165,38 +214,48 @@ pub(super) struct Quorum {
 }
 
 impl Quorum {
-    /// Responses wait no longer for launchers that have ended, as their hosts say, which it returns.
+    /// Notes who was dropped, if all followers know.
+    pub(super) fn note_dropped(&self) {
+        let keys = self.server.known_keys(DROPPED).into_iter().flatten();
+        let ids = keys.filter_map(|key| key.strip_prefix(DROPPED)?.parse::<Id>().ok());
+        lock(&self.roster).dropped.extend(ids);
+    }
+
+    /// Responses wait no longer for launchers that have ended, as their hosts say, which it returns. They have not left for
+    /// another host of the store before, so no vote is needed.
     pub(super) fn drop_ended(&self) -> Vec<Id> {
         let broken = self.server.broken_followers().into_iter();
         let ended = broken.map(|id| id as Id).filter(|id| {
             let at = lock(&self.roster).address_of(*id);
             let state = |at: String| TcpStore::state_of(&at, self.token.clone(), ATTEMPT);
-            at.is_none_or(|at| state(at) == ServerState::Ended)
+            at.is_some_and(|at| state(at) == ServerState::Ended)
         });
         let ended: Vec<Id> = ended.collect();
         for id in &ended {
-            lock(&self.roster).ended.insert(*id);
-            self.server.drop_follower(*id as u64);
+            let mut roster = lock(&self.roster);
+            roster.ended.insert(*id);
+            roster.drops.insert(*id);
+            self.server.drop_follower(*id as u64, &dropped_key(*id));
         }
         ended
     }
 
-    /// Responses wait no longer for launcher `id`, from which nothing comes, if those that are left may go on without it
-    /// and all that are `silent` too. Those that have ended are not counted.
-    pub(super) fn drop_silent(&self, id: Id, silent: &BTreeSet<Id>) -> bool {
-        let counted = {
-            let roster = lock(&self.roster);
-            let mut living = roster.living();
-            living.retain(|member| !roster.ended.contains(&member.id));
-            living
-        };
-        let left = counted.iter().map(|member| member.id);
-        let left: BTreeSet<Id> = left
-            .filter(|other| *other != id && !silent.contains(other))
-            .collect();
-        let goes_on = left.contains(&self.id) && may_go_on(&counted, &left);
+    /// Responses wait no longer for launcher `id`, if those that follow may go on without it and all that are `silent`.
+    pub(super) fn drop(&self, id: Id, silent: &BTreeSet<Id>) -> bool {
+        self.note_dropped();
+        // Held until `id` is dropped: two threads must not each count the launcher that the other one drops.
+        let mut roster = lock(&self.roster);
+        if roster.drops.contains(&id) {
+            return true;
+        }
+        let followers = self.server.registered_followers().into_iter();
+        let followers: BTreeSet<Id> = followers.map(|id| id as Id).collect();
+        let had_copy = roster.voters.union(&roster.drops).copied().collect();
+        let sets = [&followers, &had_copy, silent, &roster.ended];
+        let goes_on = may_drop((self.id, id), &roster.living(), sets);
         if goes_on {
-            self.server.drop_follower(id as u64);
+            self.server.drop_follower(id as u64, &dropped_key(id));
+            roster.drops.insert(id);
         }
         goes_on
     }
@@ -257,7 +316,18 @@ struct Election {
     entries: Option<Vec<(String, Vec<u8>)>>,
     term: u64,
     ended: BTreeSet<Id>,
+    /// The host was seen to end. Otherwise it may have dropped this launcher and taken in others before it ended, of which
+    /// this launcher does not know: that all which it knows have ended says nothing then.
+    saw_end: bool,
     until: Instant,
+}
+
+impl Election {
+    /// Those whose end matters.
+    fn minded(&self) -> &BTreeSet<Id> {
+        static NONE: BTreeSet<Id> = BTreeSet::new();
+        if self.saw_end { &self.ended } else { &NONE }
+    }
 }
 
 impl Standby {
@@ -265,6 +335,13 @@ impl Standby {
     /// or cannot go on.
     pub(super) fn run(&self, tell: impl Fn(Event)) {
         raise_priority();
+        if let Some(copy) = self.follow_all(tell) {
+            copy.retire(&dropped_key(self.id));
+        }
+    }
+
+    /// As [`run`](Self::run). Returns the copy at the end of the job.
+    fn follow_all(&self, tell: impl Fn(Event)) -> Option<Follower> {
         let mut copy: Option<Follower> = None;
         let mut instance = None;
         while !self.stop.load(Ordering::Relaxed) {
@@ -300,11 +377,13 @@ impl Standby {
                 }
             }
             let ended = || address().is_some_and(|at| has_ended(self.state_of(&at), instance));
-            if !(self.heard.look(0, false) || (!is_there && ended())) {
+            let is_silent = self.heard.look(0, false);
+            if !is_silent && (is_there || !ended()) {
                 continue;
             }
             let silent = self.heard.silent(0);
-            let term = copy.as_ref().map_or(0, |copy| Term::of(copy).number);
+            let known = lock(&self.roster).term;
+            let term = copy.as_ref().map_or(known, |copy| Term::of(copy).number);
             let entries = copy.as_ref().map(|copy| {
                 let mut entries = copy.entries();
                 // As a change of its own it might be lost with the next host.
@@ -322,13 +401,15 @@ impl Standby {
                 entries,
                 term,
                 ended: BTreeSet::new(),
+                // Before that the host has not dropped this launcher, of which it has heard as lately.
+                saw_end: !is_silent && silent < self.heard.least(),
                 until: Instant::now() + longest_election(self.heard.limit()),
             };
             let Some((new, follower)) = self.elect(&mut election) else {
-                return match self.stop.load(Ordering::Relaxed) {
-                    true => {}
-                    false => tell(Event::Parted),
-                };
+                if !self.stop.load(Ordering::Relaxed) {
+                    tell(Event::Parted);
+                }
+                return None;
             };
             instance = follower.as_ref().map(Follower::instance);
             copy = follower;
@@ -350,9 +431,10 @@ impl Standby {
                 ended: ended.collect(),
             }));
             if new == self.id {
-                return;
+                return None;
             }
         }
+        copy
     }
 
     fn state_of(&self, at: &str) -> ServerState {
@@ -384,7 +466,8 @@ impl Standby {
                     ServerState::Open(_) => !is_lost,
                     // It would keep the others waiting.
                     ServerState::Unknown => false,
-                    _ => id < self.id && !is_lost,
+                    // Without a copy it has no vote.
+                    _ => id < self.id && !is_lost && election.entries.is_some(),
                 };
                 let copy = may_lead.then(|| self.follow(at).ok());
                 let Some(mut copy) = copy.flatten() else {
@@ -403,7 +486,8 @@ impl Standby {
                 }
             }
             if let Some(entries) = election.entries.as_ref().filter(|_| !is_candidate) {
-                self.server.admit_followers(entries.clone());
+                let dropped = dropped_in(entries);
+                self.server.admit_followers(entries.clone(), dropped);
                 is_candidate = true;
             }
             if is_candidate && self.may_open(&living, election) {
@@ -441,10 +525,7 @@ impl Standby {
     fn may_open(&self, living: &[Member], election: &Election) -> bool {
         let mut group: BTreeSet<Id> = BTreeSet::from([self.id]);
         group.extend(self.server.followers().iter().map(|id| *id as Id));
-        let counted = living.iter();
-        let counted = counted.filter(|member| !election.ended.contains(&member.id));
-        let counted: Vec<Member> = counted.cloned().collect();
-        may_go_on(&counted, &group)
+        may_go_on(living, election.minded(), &group)
     }
 
     /// Whether the candidate `id`, which `copy` follows, becomes the host.
@@ -463,7 +544,8 @@ impl Standby {
 
     /// Opens the own server, and tells its followers; false: one of them has not heard it in time.
     fn open(&self, election: &Election) -> bool {
-        self.server.open();
+        let term = format!("{} {}", election.term + 1, self.id);
+        self.server.open(HOST_KEY, term.as_bytes());
         let quorum = Quorum {
             server: self.server.clone(),
             roster: self.roster.clone(),
@@ -475,10 +557,14 @@ impl Standby {
             return false;
         };
         store.set_response_timeout(ATTEMPT);
-        lock(&self.roster).ended.extend(&election.ended);
-        let (term, began) = (format!("{} {}", election.term + 1, self.id), Instant::now());
+        {
+            let mut roster = lock(&self.roster);
+            roster.ended.extend(election.minded());
+            roster.voters = roster.living().iter().map(|member| member.id).collect();
+        }
+        let began = Instant::now();
         while Instant::now() < election.until {
-            if store.set(HOST_KEY, term.as_bytes()).is_ok() {
+            if store.try_get(HOST_KEY).is_ok() {
                 return true;
             }
             quorum.drop_ended();
@@ -487,7 +573,7 @@ impl Standby {
                 let silent = behind.map(|id| id as Id).chain([election.lost]);
                 let silent: BTreeSet<Id> = silent.collect();
                 for id in &silent {
-                    quorum.drop_silent(*id, &silent);
+                    quorum.drop(*id, &silent);
                 }
             }
         }
@@ -527,6 +613,9 @@ fn write_address(file: &Path, address: &str) -> std::io::Result<()> {
 }
 
 #[cfg(test)]
+mod model_tests;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 
@@ -549,7 +638,7 @@ mod tests {
                     of.map(|n| members[n as usize].id).collect()
                 };
                 let goes_on: Vec<u32> = (0..1 << count)
-                    .filter(|bits| may_go_on(&members, &group(*bits)))
+                    .filter(|bits| may_go_on(&members, &BTreeSet::new(), &group(*bits)))
                     .collect();
                 assert!(goes_on.contains(&((1 << count) - 1)));
                 for (a, b) in goes_on

@@ -120,6 +120,15 @@ impl Follower {
         }
     }
 
+    /// Ends the connection, and tells the server that this follower ends and goes on nowhere: it is
+    /// [dropped](crate::TcpServer::drop_follower), and `key` is set.
+    pub fn retire(mut self, key: &str) {
+        let mut request = Vec::new();
+        if (Request::Retire { key }).encode(&mut request).is_ok() {
+            let _ = self.stream.write_all(&request);
+        }
+    }
+
     /// Applies the complete messages. Returns whether there were any.
     fn apply(&mut self) -> Result<bool> {
         let mut unread = &self.inbox[..];

@@ -36,8 +36,10 @@ struct Follower {
 pub(super) struct Followers {
     /// Number of the newest change; 1 before the first.
     seq: u64,
-    /// Number of the last change that all followers have; the maximum without any.
+    /// Number of the last change that all followers have; the maximum without any, and 0 while one lacks `least`.
     acked: u64,
+    /// The change of which every copy must know before anything is answered.
+    least: u64,
     /// `acked` has grown.
     grown: bool,
     all: BTreeMap<u64, Follower>,
@@ -53,6 +55,7 @@ impl Default for Followers {
         Self {
             seq: 1,
             acked: u64::MAX,
+            least: 0,
             grown: false,
             all: BTreeMap::new(),
             dropped: BTreeSet::new(),
@@ -79,8 +82,19 @@ impl Followers {
     fn count(&mut self) {
         let acked = self.all.values().map(|f| f.acked).min();
         let acked = acked.unwrap_or(u64::MAX);
+        let acked = if acked < self.least { 0 } else { acked };
         self.grown |= acked > self.acked;
         self.acked = acked;
+    }
+
+    /// From now on nothing is answered until all followers have the newest change.
+    pub(super) fn demand_newest(&mut self) {
+        self.least = self.seq;
+        self.count();
+    }
+
+    pub(super) fn have_demanded(&self) -> bool {
+        self.acked >= self.least
     }
 
     pub(super) fn leave_out(&mut self, prefix: String) {
@@ -107,6 +121,11 @@ impl Followers {
                 conn.queue(&change);
             }
         }
+    }
+
+    /// All that follow, or did and were not dropped.
+    pub(super) fn registered(&self) -> Vec<u64> {
+        self.all.keys().copied().collect()
     }
 
     /// Whether a follower was dropped.
@@ -200,10 +219,16 @@ impl Followers {
         removed?.conn
     }
 
+    /// These do not follow any more.
+    pub(super) fn refuse(&mut self, ids: impl IntoIterator<Item = u64>) {
+        self.dropped.extend(ids);
+    }
+
     /// Forgets all followers, but not which ones were dropped.
     pub(super) fn clear(&mut self) {
         self.all.clear();
         self.broken.clear();
+        self.least = 0;
         self.count();
     }
 

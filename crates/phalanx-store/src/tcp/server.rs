@@ -268,15 +268,20 @@ impl TcpServer {
     }
 
     /// A closed server takes these keys and values, a follower's copy, and serves
-    /// followers only. *Blocks* for one turn of the server's thread, as all methods
-    /// about followers.
-    pub fn admit_followers(&self, entries: Vec<(String, Vec<u8>)>) {
-        self.ask(|server| server.admit_followers(entries));
+    /// followers only, except those that were `dropped`. *Blocks* for one turn of the
+    /// server's thread, as all methods about followers.
+    pub fn admit_followers(&self, entries: Vec<(String, Vec<u8>)>, dropped: Vec<u64>) {
+        self.ask(|server| server.admit_followers(entries, dropped));
     }
 
-    /// Serves everybody.
-    pub fn open(&self) {
-        self.ask(|server| server.mode = Mode::Everybody);
+    /// Sets a key, and serves everybody. Nothing is answered until all followers have that key.
+    pub fn open(&self, key: &str, value: &[u8]) {
+        let (key, value) = (key.to_owned(), value.to_vec());
+        self.ask(move |server| {
+            server.set(&key, &value);
+            server.followers.demand_newest();
+            server.mode = Mode::Everybody;
+        });
     }
 
     /// A server that serves followers only closes again, and their connections with it.
@@ -287,6 +292,11 @@ impl TcpServer {
     /// The followers that are connected and have the whole copy, sorted.
     pub fn followers(&self) -> Vec<u64> {
         self.ask(|server| server.followers.complete())
+    }
+
+    /// All followers, in ascending order: those that are connected, and those whose connection has ended that were not dropped.
+    pub fn registered_followers(&self) -> Vec<u64> {
+        self.ask(|server| server.followers.registered())
     }
 
     /// The followers whose connection has ended, unless they have [left](crate::Follower::leave), until they follow again. All responses wait for them until they follow again or are
@@ -301,15 +311,22 @@ impl TcpServer {
         self.ask(|server| server.followers.behind())
     }
 
+    /// Those keys of dropped followers that have this prefix; `None`: a follower lacks one of them.
+    pub fn known_keys(&self, prefix: &str) -> Option<Vec<String>> {
+        let prefix = prefix.to_owned();
+        self.ask(move |server| {
+            let are_known = server.followers.have_demanded();
+            are_known.then(|| server.table.with_prefix(&prefix))
+        })
+    }
+
     /// Goes on without a follower: responses do not wait for it any more, its connection
     /// is closed, and from now on it is refused with
-    /// [`ErrorKind::Dropped`].
-    pub fn drop_follower(&self, id: u64) {
-        self.ask(move |server| {
-            if let Some(conn) = server.followers.remove(id) {
-                server.close(conn);
-            }
-        });
+    /// [`ErrorKind::Dropped`]. `key` is set without a value, and nothing is answered until all other followers have
+    /// it: none of them goes on with the copy of the dropped one.
+    pub fn drop_follower(&self, id: u64, key: &str) {
+        let key = key.to_owned();
+        self.ask(move |server| server.drop_follower(id, &key));
     }
 
     /// Goes on without any follower, and takes none any more.
@@ -484,16 +501,34 @@ impl ServerLoop {
         }
     }
 
-    fn admit_followers(&mut self, entries: Vec<(String, Vec<u8>)>) {
+    fn admit_followers(&mut self, entries: Vec<(String, Vec<u8>)>, dropped: Vec<u64>) {
         if self.mode != Mode::Nobody {
             return;
         }
         self.mode = Mode::Followers;
+        self.followers.refuse(dropped);
         self.table.clear();
         for (key, value) in entries {
-            if let Err(e) = self.table.set(&key, &value) {
-                tracing::error!(location = self.location, "cannot take over {key}: {e:?}");
+            self.set(&key, &value);
+        }
+    }
+
+    /// Sets a key on the server's own account.
+    fn set(&mut self, key: &str, value: &[u8]) {
+        match self.table.set(key, value) {
+            Ok(()) => {
+                self.followers.changed(&mut self.conns, &self.table, key);
+                self.key_appeared(key);
             }
+            Err(e) => tracing::error!(location = self.location, "cannot set {key}: {e:?}"),
+        }
+    }
+
+    fn drop_follower(&mut self, id: u64, key: &str) {
+        self.set(key, b"");
+        self.followers.demand_newest();
+        if let Some(conn) = self.followers.remove(id) {
+            self.close(conn);
         }
     }
 
@@ -836,6 +871,7 @@ impl ServerLoop {
         match Request::decode(&body) {
             Ok(Request::Ack { seq }) if self.followers.acknowledge(follower, seq) => {}
             Ok(Request::Leave) => self.followers.leave(follower),
+            Ok(Request::Retire { key }) => self.drop_follower(follower, key),
             other => {
                 tracing::warn!(location = self.location, peer = %conn.peer, "follower {follower} broke the protocol: {other:?}");
                 self.close(id);

@@ -213,13 +213,13 @@ fn clients_go_on_at_a_server_with_a_copy() {
         }
         let chosen = dice.below(2);
         let here = &others[chosen];
-        here.admit_followers(copies[chosen].entries());
+        here.admit_followers(copies[chosen].entries(), Vec::new());
         // The other follower comes before the members.
         let follower = follow(here, &token, 1 - chosen as u64);
         assert_eq!(copy(&follower), copy(&copies[chosen]));
         let follower = keep_following(follower);
         eventually("the copy is acknowledged", || here.followers().len() == 1);
-        here.open();
+        here.open("host", b"1");
         name(&file, here);
         let before: Vec<u64> = done.iter().map(|n| n.load(Ordering::Acquire)).collect();
         eventually("all clients go on", || {
@@ -270,7 +270,7 @@ fn responses_wait_for_a_follower_until_it_is_dropped() {
     assert!(waiting.try_recv().is_err() && reading.try_recv().is_err());
     assert!(late.try_recv().is_err());
     assert_eq!(server.followers(), [5]);
-    server.drop_follower(5);
+    server.drop_follower(5, "dropped");
     setting.recv_timeout(LONG).unwrap().unwrap();
     assert_eq!(waiting.recv_timeout(LONG).unwrap().unwrap(), b"2");
     assert!(reading.recv_timeout(LONG).unwrap().unwrap().is_some());
@@ -311,6 +311,78 @@ fn responses_wait_for_a_broken_follower_until_it_follows_again() {
     assert_eq!(follower.join().unwrap().get("more"), Some(&b"3"[..]));
 }
 
+/// A copy without what the others were told of the drop is that of no store that goes on: not even what all of them have
+/// is answered before.
+#[test]
+fn all_others_know_of_a_dropped_follower_before_anything_is_answered() {
+    let (server, token) = serve();
+    let store = join(&server, &token);
+    store.set("old", b"1").unwrap();
+    let mut other = follow(&server, &token, 1);
+    let _stalled = follow(&server, &token, 2);
+    eventually("both follow", || server.followers() == [1, 2]);
+    let setting = asked(&server, &token, |store| store.set("new", b"2"));
+    eventually("the other has it", || {
+        other.follow(SHORT).unwrap();
+        other.get("new").is_some()
+    });
+    server.drop_follower(2, "dropped/2");
+    let reading = asked(&server, &token, |store| store.try_get("old"));
+    let early = setting.recv_timeout(NEVER);
+    assert!(matches!(early, Err(RecvTimeoutError::Timeout)), "{early:?}");
+    assert!(reading.try_recv().is_err());
+    assert_eq!(server.registered_followers(), [1]);
+    assert_eq!(server.known_keys("dropped"), None);
+    eventually("the other knows", || {
+        other.follow(SHORT).unwrap();
+        other.get("dropped/2").is_some()
+    });
+    setting.recv_timeout(LONG).unwrap().unwrap();
+    assert!(reading.recv_timeout(LONG).unwrap().unwrap().is_some());
+}
+
+#[test]
+fn a_follower_that_retires_is_dropped() {
+    let (server, token) = serve();
+    let store = join(&server, &token);
+    let follower = follow(&server, &token, 3);
+    eventually("it follows", || server.followers() == [3]);
+    let setting = asked(&server, &token, |store| store.set("new", b"2"));
+    let early = setting.recv_timeout(NEVER);
+    assert!(matches!(early, Err(RecvTimeoutError::Timeout)), "{early:?}");
+    follower.retire("retired/3");
+    setting.recv_timeout(LONG).unwrap().unwrap();
+    assert!(store.try_get("retired/3").unwrap().is_some());
+    assert_eq!(server.known_keys("ret"), Some(vec!["retired/3".to_owned()]));
+    assert_eq!(server.broken_followers(), [0; 0]);
+    assert_eq!(server.registered_followers(), [0; 0]);
+    let error = Follower::connect(&server.local_addr().to_string(), token, 3, LONG).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Dropped, "{error}");
+}
+
+/// A store that goes on at another server answers nothing until its followers know where it is, and takes none that the
+/// first one had dropped.
+#[test]
+fn all_followers_know_of_the_new_server_before_anything_is_answered() {
+    let token = Token::generate().unwrap();
+    let server = TcpServer::bind_closed(loopback(), token.clone()).unwrap();
+    let addr = server.local_addr().to_string();
+    server.admit_followers(vec![("old".to_owned(), b"1".to_vec())], vec![2]);
+    let error = Follower::connect(&addr, token.clone(), 2, LONG).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Dropped, "{error}");
+    let mut follower = Follower::connect(&addr, token.clone(), 1, LONG).unwrap();
+    eventually("it follows", || server.followers() == [1]);
+    server.open("host", b"1");
+    let reading = asked(&server, &token, |store| store.try_get("old"));
+    let early = reading.recv_timeout(NEVER);
+    assert!(matches!(early, Err(RecvTimeoutError::Timeout)), "{early:?}");
+    eventually("it knows", || {
+        follower.follow(SHORT).unwrap();
+        follower.get("host") == Some(b"1")
+    });
+    assert!(reading.recv_timeout(LONG).unwrap().unwrap().is_some());
+}
+
 /// One that leaves goes on elsewhere: nothing is answered without it, and its end proves nothing.
 #[test]
 fn responses_wait_for_a_follower_that_has_left() {
@@ -322,7 +394,7 @@ fn responses_wait_for_a_follower_that_has_left() {
     let early = setting.recv_timeout(NEVER);
     assert!(matches!(early, Err(RecvTimeoutError::Timeout)), "{early:?}");
     assert_eq!(server.broken_followers(), [0; 0]);
-    server.drop_follower(3);
+    server.drop_follower(3, "dropped");
     setting.recv_timeout(LONG).unwrap().unwrap();
     store.set("more", b"3").unwrap();
 }
@@ -349,7 +421,7 @@ fn a_follower_that_does_not_read_is_broken_at_the_memory_limit() {
     held.set_read_timeout(Some(SHORT)).unwrap();
     assert!(held.peek(&mut [0]).is_err(), "a response that was not held");
     held.set_read_timeout(Some(LONG)).unwrap();
-    server.drop_follower(1);
+    server.drop_follower(1, "dropped");
     for member in &mut members {
         assert_eq!(member.receive().as_deref(), Some("Done"));
     }
@@ -393,7 +465,7 @@ fn a_closed_server_serves_nobody() {
     );
     let state = || TcpStore::state_of(&addr, token.clone(), LONG);
     assert_eq!(state(), ServerState::Closed);
-    server.admit_followers(vec![("a".to_owned(), b"1".to_vec())]);
+    server.admit_followers(vec![("a".to_owned(), b"1".to_vec())], Vec::new());
     assert_eq!(state(), ServerState::Closed);
     let mut follower = Follower::connect(&addr, token.clone(), 1, LONG).unwrap();
     assert_eq!(follower.entries(), [("a".to_owned(), b"1".to_vec())]);
@@ -409,10 +481,10 @@ fn a_closed_server_serves_nobody() {
         let (addr, token) = (addr.clone(), token.clone());
         move || TcpStore::connect(&addr, token, LONG).unwrap()
     });
-    server.admit_followers(vec![("b".to_owned(), b"2".to_vec())]);
+    server.admit_followers(vec![("b".to_owned(), b"2".to_vec())], Vec::new());
     thread::sleep(SHORT);
     assert!(!member.is_finished());
-    server.open();
+    server.open("host", b"1");
     let member = member.join().unwrap();
     assert_eq!(member.try_get("a").unwrap(), None);
     assert_eq!(member.try_get("b").unwrap().as_deref(), Some(&b"2"[..]));
@@ -458,7 +530,7 @@ fn waits_go_on_at_the_other_server() {
         }
     });
     eventually("the waits arrive", || server.pending_waits() == 2);
-    other.open();
+    other.open("host", b"1");
     // The first server still answers.
     name(&file, &other);
     let named = Instant::now();
@@ -499,7 +571,7 @@ fn the_search_for_a_server_ends() {
     store.move_with(file, LONG);
     let opening = thread::spawn(move || {
         thread::sleep(SHORT);
-        other.open();
+        other.open("host", b"1");
         other
     });
     assert_eq!(store.try_get("a").unwrap(), None);

@@ -87,6 +87,11 @@ pub enum Request<'a> {
     },
     /// A follower ends its connection to go on without the server. There is no response.
     Leave,
+    /// A follower ends, and goes on nowhere. There is no response.
+    Retire {
+        /// The server sets this key, without a value.
+        key: &'a str,
+    },
 }
 
 const SET: u8 = 1;
@@ -101,6 +106,7 @@ const WILL: u8 = 9;
 const FOLLOW: u8 = 10;
 const ACK: u8 = 11;
 const LEAVE: u8 = 12;
+const RETIRE: u8 = 13;
 
 impl<'a> Request<'a> {
     /// Checks the limits.
@@ -117,6 +123,7 @@ impl<'a> Request<'a> {
             Request::Get { key, .. }
             | Request::TryGet { key }
             | Request::Add { key, .. }
+            | Request::Retire { key }
             | Request::Delete { key } => check_key(key),
             Request::Wait { keys, .. } => {
                 check_wait(keys.len())?;
@@ -203,6 +210,10 @@ impl<'a> Request<'a> {
                 out.extend_from_slice(&seq.to_le_bytes());
             }
             Request::Leave => out.push(LEAVE),
+            Request::Retire { key } => {
+                out.push(RETIRE);
+                put_key(out, key);
+            }
         });
         Ok(())
     }
@@ -260,6 +271,9 @@ impl<'a> Request<'a> {
             FOLLOW => Request::Follow { id: r.u64()? },
             ACK => Request::Ack { seq: r.u64()? },
             LEAVE => Request::Leave,
+            RETIRE => Request::Retire {
+                key: take_key(&mut r)?,
+            },
             other => return Err(Error::with(ErrorKind::UnknownCode, u64::from(other), 0)),
         };
         r.end()?;

@@ -80,6 +80,7 @@ fn samples<'a>(key: &'a str, value: &'a [u8]) -> Vec<Request<'a>> {
         Request::Follow { id: u64::MAX },
         Request::Ack { seq: 1 << 40 },
         Request::Leave,
+        Request::Retire { key },
     ]
 }
 
@@ -227,7 +228,7 @@ fn empty_message() {
 
 #[test]
 fn unknown_request_and_response() {
-    for code in [0, 13, 0x81, 0xff] {
+    for code in [0, 14, 0x81, 0xff] {
         assert_eq!(malformed(&[code]), ErrorKind::UnknownCode);
     }
     for code in [0, 1, 0x80, 0x8b, 0xff] {
@@ -316,6 +317,7 @@ fn messages_of_followers() {
     );
     assert_eq!(body(&Request::Ack { seq: 3 }), [11, 3, 0, 0, 0, 0, 0, 0, 0]);
     assert_eq!(body(&Request::Leave), [12]);
+    assert_eq!(body(&Request::Retire { key: "k" }), [13, 1, 0, b'k']);
     let seq = 4;
     let mut out = Vec::new();
     for value in [Some(&b"v"[..]), None] {

@@ -31,7 +31,7 @@ pub fn join(server: &TcpServer, token: &Token) -> TcpStore {
 }
 
 /// Looks until it holds; a test that hangs on it fails with its name.
-pub fn eventually(what: &str, holds: impl Fn() -> bool) {
+pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
         assert!(start.elapsed() < LONG, "never happened: {what}");
