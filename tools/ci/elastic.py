@@ -3,14 +3,17 @@
 
     tools/ci/elastic.py --phalanx target/release/phalanx --kills 200 [--hosts 3 --faults kill,stop,node,term,blink,cut]
                         [--seed 1] [--recipe resnet18] [--data DIR] [--gap 1.5]
+    tools/ci/elastic.py --phalanx target/release/phalanx --minutes 30 --gap 29 --epochs 60 --hosts 4 --ranks 8 ...
 
 Ranks train with --deterministic shards on this host, or on several, which are network namespaces (needs root) and
 launchers with --nnodes 1:HOSTS. Faults, of which there are as many as --kills says: `kill` and `stop` (up to 1.4 s) a rank;
 `node` kills all processes of a host, `freeze` stops them for longer than --lost-after, `launcher` kills its launcher only,
-`term` ends that by SIGTERM, `blink` and `cut` take its link down for up to 0.9 s, or for longer than --lost-after. Killed ranks
+`term` ends that by SIGTERM, `blink` and `cut` take its link down for up to 0.9 s, or for longer than --lost-after; `deaf` and
+`mute` lose all that comes to it, or from it, for as long as `cut`. Killed ranks
 are started again and join, and so do launchers. Checked: exit codes; the hashes of weights, optimizer and metrics; each sample once an epoch in the samples' logs; one loss a step.
 Reported: how long after a kill it was noticed, and how long it took from there until the ranks went on with the step
-(without the step itself). Exits 1 when a check failed.
+(without the step itself). With --minutes, faults end after that time; reported and checked besides are the longest time
+between two steps, and the open files, threads and memory of the processes that lived longest. Exits 1 when a check failed.
 """
 
 import argparse
@@ -22,9 +25,11 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 HASHES = ["weights_sha256", "optimizer_sha256", "metrics_sha256"]
@@ -44,6 +49,51 @@ def ranks_of(folder):
         if any(v.startswith(b"RANK=") for v in variables) and f"TMPDIR={folder}".encode() in variables:
             found.append(int(name))
     return found
+
+
+class Usage:
+    """What the processes of a job have open, by process and time: files, threads and KiB of memory."""
+
+    def __init__(self, folder):
+        self.seen, self.over = collections.defaultdict(list), threading.Event()
+        self.thread = threading.Thread(target=self.watch, args=[folder], daemon=True)
+        self.thread.start()
+
+    def watch(self, folder):
+        mine = f"TMPDIR={folder}".encode()
+        while not self.over.wait(2):
+            for name in filter(str.isdigit, os.listdir("/proc")):
+                with contextlib.suppress(OSError, ValueError, StopIteration):
+                    with open(f"/proc/{name}/environ", "rb") as file:
+                        variables = file.read().split(b"\0")
+                    if mine not in variables:
+                        continue
+                    status = open(f"/proc/{name}/status").read().splitlines()
+                    number = lambda key: int(next(line for line in status if line.startswith(key)).split()[1])
+                    kind = "rank" if any(v.startswith(b"RANK=") for v in variables) else "launcher"
+                    used = (len(os.listdir(f"/proc/{name}/fd")), number("Threads:"), number("VmRSS:"))
+                    self.seen[kind, int(name)].append(used)
+
+    def check(self):
+        """Prints how it grew in the longest lives, and gives what grew too much."""
+        self.over.set()
+        self.thread.join()
+        wrong = []
+        for kind in ["launcher", "rank"]:
+            lives = [(len(used), pid, used) for (k, pid), used in self.seen.items() if k == kind and len(used) >= 20]
+            if not lives:
+                wrong.append(f"no {kind} lived long enough to see what it uses")
+            for length, pid, used in sorted(lives, reverse=True)[:2]:
+                fifth = length // 5
+                begin, end = ([statistics.median(values) for values in zip(*part)]
+                              for part in (used[fifth:2 * fifth], used[-fifth:]))
+                line = (f"{kind} {pid}, {2 * length} s: open files {begin[0]:.0f} to {end[0]:.0f}, threads {begin[1]:.0f} to "
+                        f"{end[1]:.0f}, memory {begin[2] / 1024:.0f} to {end[2] / 1024:.0f} MiB")
+                print(line)
+                # A launcher that the store moves to, and a rank that becomes rank 0, open more than others.
+                if end[0] > begin[0] + 60 or end[1] > begin[1] + 20 or end[2] > 1.5 * begin[2] + 32768:
+                    wrong.append(f"it grew: {line}")
+        return wrong
 
 
 def words(args, folder, run, epochs):
@@ -81,6 +131,12 @@ class Hosts:
     def link(self, n, state):
         ip("-n", self.switch, "link", "set", f"w{n}", state)
 
+    def lose(self, n, is_deaf, action):
+        """Packets to host `n`, or from it, are all larger than what may be sent at a time."""
+        where = [self.switch, f"w{n}"] if is_deaf else [self.names[n], "v0"]
+        limit = ["tbf", "rate", "8bit", "burst", "1", "limit", "1"] if action == "add" else []
+        subprocess.run(["tc", "-n", where[0], "qdisc", action, "dev", where[1], "root", *limit], check=True)
+
     def signal_all(self, n, number):
         pids = subprocess.run(["ip", "netns", "pids", self.names[n]], capture_output=True, text=True).stdout.split()
         for pid in pids:
@@ -105,7 +161,8 @@ class Job:
     def start(self, node):
         args, folder = self.args, self.folder
         line = self.hosts.prefix(node) + words(args, folder, "run", self.epochs)
-        line += ["--elastic", "--max-restarts", str(10 * args.kills), "--log-samples", f"{folder}/seen",
+        line += ["--elastic", "--max-restarts", "100000", *(["--evict-after", str(args.evict_after)] if args.evict_after else []),
+                 "--log-samples", f"{folder}/seen",
                  "--nproc-per-node", str(args.ranks // args.hosts)]
         if args.hosts > 1:
             line += ["--nnodes", f"1:{args.hosts}", "--master-addr", "10.79.0.1", "--token-file", f"{folder}/token"]
@@ -142,7 +199,7 @@ class Job:
         node = random.randrange(self.args.hosts)
         ranks = ranks_of(self.folder)
         # Of two hosts that are cut off from one another, the wrong one might go on.
-        if kind in ["cut", "freeze", "node"] and not self.is_whole():
+        if kind in ["cut", "deaf", "freeze", "mute", "node"] and not self.is_whole():
             return False
         if kind in ["kill", "stop"]:
             # One that is left must have the state.
@@ -152,7 +209,7 @@ class Job:
             self.note(f"{kind} of process {pid}")
             os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             if kind == "stop":
-                time.sleep(random.uniform(0.1, 1.4))
+                time.sleep(random.uniform(*map(float, self.args.stops.split(","))))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
             return True
@@ -172,6 +229,11 @@ class Job:
             self.launchers[node].terminate()
             # 130: before its ranks had joined.
             self.again(node, [0, 130])
+        elif kind in ["deaf", "mute"]:
+            self.hosts.lose(node, kind == "deaf", "add")
+            time.sleep(random.uniform(4, 7))
+            self.hosts.lose(node, kind == "deaf", "del")
+            self.again(node, [3])
         else:
             self.hosts.link(node, "down")
             time.sleep({"blink": random.uniform(0.1, 0.9), "cut": random.uniform(4, 7)}[kind])
@@ -196,7 +258,7 @@ def check(args, folder, epochs, job):
     wrong = job.wrong + [f"node {node} ended with {code}" for node, code in codes if code]
     if wrong:
         return [open(f"{folder}/out.{node}").read()[-3000:] for node in range(args.hosts)] + job.log + wrong
-    line = words(args, folder, "base", epochs) + ["--nproc-per-node", "1"]
+    line = words(args, folder, "base", epochs) + ["--nproc-per-node", str(args.base_ranks)]
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     ours, base = (json.load(open(f"{folder}/{run}/summary.json")) for run in ("run", "base"))
     wrong += [f"{name}: {ours[name]} is not {base[name]}" for name in HASHES if ours[name] != base[name]]
@@ -229,7 +291,7 @@ def main():
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=4, help="of all hosts")
-    parser.add_argument("--faults", default="kill", help="kill, stop: of a rank; node, freeze, launcher, term, blink, cut: of a host")
+    parser.add_argument("--faults", default="kill", help="kill, stop: of a rank; node, freeze, launcher, term, blink, cut, deaf, mute: of a host")
     parser.add_argument("--recipe", default="mnist")
     parser.add_argument("--samples", type=int, default=4800)
     parser.add_argument("--batch", type=int, default=96)
@@ -237,6 +299,11 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data")
     parser.add_argument("--save-every", type=int, default=0, help="steps from one checkpoint to the next")
+    parser.add_argument("--minutes", type=float, help="faults end after that time, however many there were")
+    parser.add_argument("--stops", default="0.1,1.4", help="seconds for which a rank is stopped, least and most")
+    parser.add_argument("--evict-after", type=float)
+    parser.add_argument("--base-ranks", type=int, default=1, help="of the undisturbed training")
+    parser.add_argument("--most-pause", type=float, default=10, help="seconds between two steps, with --minutes")
     parser.add_argument("--gap", type=float, default=1.5, help="mean seconds between two faults")
     args = parser.parse_args()
     args.phalanx = os.path.realpath(args.phalanx)
@@ -257,13 +324,20 @@ def run(args, folder, epochs, job, began):
     while not os.path.exists(f"{folder}/run/metrics.jsonl") and not job.is_over():
         time.sleep(0.05)
     faults, kills = collections.Counter(), []
-    while sum(faults.values()) < args.kills and not job.is_over():
+    usage = Usage(folder) if args.minutes else None
+
+    def is_enough():
+        return time.time() - began > 60 * args.minutes if args.minutes else sum(faults.values()) >= args.kills
+
+    while not is_enough() and not job.is_over():
         time.sleep(random.uniform(0.2, 1.8) * args.gap)
         kind, now = random.choice(args.faults.split(",")), time.time() - began
         if not job.is_over() and job.fault(kind):
             faults[kind] += 1
             kills += [now] if kind == "kill" else []
-    wrong = check(args, folder, epochs, job)
+    took, is_early = time.time() - began, not is_enough()
+    grown = usage.check() if usage else []
+    wrong = check(args, folder, epochs, job) + grown
     changes = [r for r in metrics(folder, "run") if "ranks" in r] if os.path.exists(f"{folder}/run/metrics.jsonl") else []
     losses = [r for r in changes if r["ranks"] < r["ranks_before"]]
     noticed = []
@@ -277,7 +351,12 @@ def run(args, folder, epochs, job, began):
     for name, values in [("noticed after the kill", noticed), ("from there to going on", again), ("a rank joins", joined)]:
         p50, p99 = (1e3 * percentile(values, share) for share in (0.5, 0.99))
         print(f"{name}: p50 {p50:.0f} ms, p99 {p99:.0f} ms, of {len(values)}")
-    if wrong or sum(faults.values()) < args.kills:
+    if args.minutes:
+        times = [r["elapsed_s"] for r in metrics(folder, "run") if "loss" in r] if os.path.exists(f"{folder}/run/metrics.jsonl") else []
+        pause = max((after - before for before, after in zip(times, times[1:])), default=0)
+        print(f"faults for {took:.0f} s, training for {max(times, default=0):.0f} s, {len(changes)} changes of ranks; longest time between two steps {pause:.1f} s")
+        wrong += [f"{pause:.1f} s without a step"] if pause > args.most_pause else []
+    if wrong or is_early:
         print("\n".join(wrong) or "the training ended before all faults", f"\nkept in {folder}")
         sys.exit(1)
     shutil.rmtree(folder)
