@@ -35,20 +35,20 @@ import time
 HASHES = ["weights_sha256", "optimizer_sha256", "metrics_sha256"]
 
 
-def ranks_of(folder):
-    """The processes of ranks of the training that writes into `folder`."""
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
+def processes_of(folder):
+    """The processes of the training that writes into `folder`, each with what it is."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
                 variables = file.read().split(b"\0")
         except OSError:
             continue
-        if any(v.startswith(b"RANK=") for v in variables) and f"TMPDIR={folder}".encode() in variables:
-            found.append(int(name))
-    return found
+        if f"TMPDIR={folder}".encode() in variables:
+            yield int(name), "rank" if any(v.startswith(b"RANK=") for v in variables) else "launcher"
+
+
+def ranks_of(folder):
+    return [pid for pid, kind in processes_of(folder) if kind == "rank"]
 
 
 class Usage:
@@ -60,19 +60,15 @@ class Usage:
         self.thread.start()
 
     def watch(self, folder):
-        mine = f"TMPDIR={folder}".encode()
         while not self.over.wait(2):
-            for name in filter(str.isdigit, os.listdir("/proc")):
-                with contextlib.suppress(OSError, ValueError, StopIteration):
-                    with open(f"/proc/{name}/environ", "rb") as file:
-                        variables = file.read().split(b"\0")
-                    if mine not in variables:
-                        continue
-                    status = open(f"/proc/{name}/status").read().splitlines()
-                    number = lambda key: int(next(line for line in status if line.startswith(key)).split()[1])
-                    kind = "rank" if any(v.startswith(b"RANK=") for v in variables) else "launcher"
-                    used = (len(os.listdir(f"/proc/{name}/fd")), number("Threads:"), number("VmRSS:"))
-                    self.seen[kind, int(name)].append(used)
+            for pid, kind in processes_of(folder):
+                with contextlib.suppress(OSError, StopIteration):
+                    with open(f"/proc/{pid}/status") as file:
+                        status = file.read().splitlines()
+                    # A process that has just ended has no memory.
+                    threads, memory = [int(next(line for line in status if line.startswith(key)).split()[1])
+                                       for key in ("Threads:", "VmRSS:")]
+                    self.seen[kind, pid].append((len(os.listdir(f"/proc/{pid}/fd")), threads, memory))
 
     def check(self):
         """Prints how it grew in the longest lives, and gives what grew too much."""
@@ -248,7 +244,10 @@ class Job:
 
 
 def metrics(folder, run):
-    with open(f"{folder}/{run}/metrics.jsonl") as file:
+    path = f"{folder}/{run}/metrics.jsonl"
+    if not os.path.exists(path):
+        return []
+    with open(path) as file:
         return [json.loads(line) for line in file]
 
 
@@ -338,7 +337,7 @@ def run(args, folder, epochs, job, began):
     took, is_early = time.time() - began, not is_enough()
     grown = usage.check() if usage else []
     wrong = check(args, folder, epochs, job) + grown
-    changes = [r for r in metrics(folder, "run") if "ranks" in r] if os.path.exists(f"{folder}/run/metrics.jsonl") else []
+    changes = [r for r in metrics(folder, "run") if "ranks" in r]
     losses = [r for r in changes if r["ranks"] < r["ranks_before"]]
     noticed = []
     for kill in kills:
@@ -352,7 +351,7 @@ def run(args, folder, epochs, job, began):
         p50, p99 = (1e3 * percentile(values, share) for share in (0.5, 0.99))
         print(f"{name}: p50 {p50:.0f} ms, p99 {p99:.0f} ms, of {len(values)}")
     if args.minutes:
-        times = [r["elapsed_s"] for r in metrics(folder, "run") if "loss" in r] if os.path.exists(f"{folder}/run/metrics.jsonl") else []
+        times = [r["elapsed_s"] for r in metrics(folder, "run") if "loss" in r]
         pause = max((after - before for before, after in zip(times, times[1:])), default=0)
         print(f"faults for {took:.0f} s, training for {max(times, default=0):.0f} s, {len(changes)} changes of ranks; longest time between two steps {pause:.1f} s")
         wrong += [f"{pause:.1f} s without a step"] if pause > args.most_pause else []
