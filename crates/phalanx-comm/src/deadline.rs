@@ -4,7 +4,6 @@ use std::cell::{Cell, OnceCell};
 use std::time::{Duration, Instant};
 
 use crate::Error;
-use crate::recorder::Flight;
 use crate::wait::deadline_in;
 
 /// One limit for one whole operation, on the monotonic clock. It counts from when the operation first waited, or from the
@@ -62,13 +61,17 @@ impl Deadline {
     }
 
     /// Whether it has passed in a round. It is postponed while another rank is in a declared phase.
-    pub(crate) fn has_passed(&self, now: Instant, round: usize, flight: &Flight) -> bool {
+    /// `others_busy` returns when another rank was last known to be in one.
+    pub(crate) fn has_passed(
+        &self,
+        now: Instant,
+        round: usize,
+        others_busy: impl FnOnce() -> Option<Instant>,
+    ) -> bool {
         if now < self.at(round) {
             return false;
         }
-        let later = flight
-            .others_busy()
-            .and_then(|busy| busy.checked_add(self.limit.max(SILENCE)));
+        let later = others_busy().and_then(|busy| busy.checked_add(self.limit.max(SILENCE)));
         if let Some(at) = later.filter(|at| *at > self.first()) {
             self.at.set(Some(at));
             // Not worth a word where the phase ended as the operation began.

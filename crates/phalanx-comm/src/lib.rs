@@ -45,6 +45,7 @@
 //! |---|---|
 //! | `group` | [`ProcessGroup`]: checks arguments, queues operations |
 //! | `backend` | numbers operations, enforces deadlines, ends a group that failed; other libraries could move the data below it |
+//! | `messages` | sends and receives, matched by sender and tag |
 //! | `exec`, `shm` | run a plan over links; collectives in memory that all ranks share |
 //! | `stall`, [`recorder`] | find late ranks, and ranks in different operations |
 //! | `select` | chooses the method, by predicted cost |
@@ -70,6 +71,7 @@ mod kernel;
 mod limits;
 mod lost;
 mod memory;
+mod messages;
 mod notice;
 mod op;
 mod operation;
@@ -88,8 +90,9 @@ pub use dtype::{DType, Element};
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
     Call, GroupOptions, InitOptions, MAX_OBJECT_BYTES, MembershipRequests, Newcomer, OpTimes,
-    P2POp, PhaseGuard, ProcessGroup, RequestedChange, ShrinkOptions, Transport, Work, goes_on_with,
-    is_over, name_ranks, read_token, report_hold, report_leaving, report_over, takes_others,
+    P2POp, Peer, PhaseGuard, ProcessGroup, RequestedChange, ShrinkOptions, Transport, Work,
+    goes_on_with, is_over, name_ranks, read_token, report_hold, report_leaving, report_over,
+    takes_others,
 };
 pub use inherited::inherited_socket;
 pub use kernel::{all_finite, largest};

@@ -598,7 +598,7 @@ impl GlobalParams {
         match is_whole {
             true => group.broadcast(&mut part, 0).map_err(failed)?,
             false if part.is_empty() => {}
-            false => group.recv(&mut part, 0).map_err(failed)?,
+            false => drop(group.recv(&mut part, 0).map_err(failed)?),
         }
         Ok(part)
     }

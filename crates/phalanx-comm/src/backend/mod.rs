@@ -16,9 +16,8 @@ pub(crate) use self::runner::Runner;
 
 use crate::Result;
 use crate::context::RunContext;
-use crate::exec::Message;
 use crate::memory::Arena;
-use crate::operation::{Buffers, Operation, Signature, Visit};
+use crate::operation::{Buffers, Operation, Visit};
 use crate::shm::Counters;
 use crate::transport::AbortHandle;
 
@@ -31,7 +30,7 @@ pub(crate) trait Backend: Send {
     /// plan of its method; the same on all ranks.
     fn is_in_memory(&self, operation: &Operation) -> bool;
 
-    /// Runs one collective, send or receive to its end, within the deadline of
+    /// Runs one collective to its end, within the deadline of
     /// `context`. `visit` may be shown the results of a reduce-scatter piece by
     /// piece; each is left at the output's start, and written over by the next.
     /// Where it is not called, the output has all of them.
@@ -50,15 +49,6 @@ pub(crate) trait Backend: Send {
         context: RunContext<'_>,
         buffers: Buffers,
         visit: Option<&mut Visit<'_>>,
-    ) -> Result<()>;
-
-    /// Runs messages with several ranks at the same time; `signatures` has one
-    /// for each. Messages with one rank keep their order.
-    fn exchange(
-        &mut self,
-        context: RunContext<'_>,
-        messages: &mut [Message<'_>],
-        signatures: &[Signature],
     ) -> Result<()>;
 
     /// Checks for poison and for lost peers, without waiting.

@@ -7,10 +7,9 @@ use std::time::Instant;
 use super::Backend;
 use crate::Result;
 use crate::context::RunContext;
-use crate::exec::{Executor, Message};
+use crate::exec::Executor;
 use crate::memory::Arena;
-use crate::operation::{Buffers, Limits, Operation, Signature, Visit};
-use crate::plan::Collective;
+use crate::operation::{Buffers, Limits, Operation, Visit};
 use crate::shm::{Counters, Shm};
 use crate::transport::{AbortHandle, Interest, Mesh};
 
@@ -47,26 +46,10 @@ impl Backend for Native {
                 // SAFETY: handed on from the caller.
                 return unsafe { shm.run(&mut self.mesh, context, buffers, visit) };
             }
-            if context.operation.collective != Collective::SendRecv {
-                shm.announce(&mut self.mesh, &mut context)?;
-            }
+            shm.announce(&mut self.mesh, &mut context)?;
         }
         // SAFETY: handed on from the caller.
-        unsafe {
-            let shm = self.shm.as_ref();
-            self.executor.run(&mut self.mesh, shm, context, buffers)
-        }
-    }
-
-    fn exchange(
-        &mut self,
-        context: RunContext<'_>,
-        messages: &mut [Message<'_>],
-        signatures: &[Signature],
-    ) -> Result<()> {
-        let shm = self.shm.as_ref();
-        self.executor
-            .exchange(&mut self.mesh, shm, context, messages, signatures)
+        unsafe { self.executor.run(&mut self.mesh, context, buffers) }
     }
 
     fn look(&mut self) -> Result<()> {

@@ -4,22 +4,20 @@
 //! ranks fail too, with the first cause. Afterwards every operation is refused.
 
 use std::fmt::Write as _;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, OnceLock, Weak};
 
 use super::Backend;
 use crate::context::RunContext;
 use crate::deadline::Deadline;
-use crate::exec::{Data, Message};
 use crate::memory::Arena;
+use crate::messages::Messages;
 use crate::operation::{Buffers, Limits, Operation, Signature, Visit};
-use crate::plan::{Collective, Method};
 use crate::recorder::Flight;
 use crate::shm::Counters;
-use crate::stall::{Begun, Board, Found, is_circle_with};
-use crate::transport::{AbortHandle, Poison};
-use crate::{Error, ErrorKind, Result};
+use crate::stall::{Board, Counts, Users, end_group};
+use crate::transport::AbortHandle;
+use crate::{Error, Result};
 
 /// See the module.
 pub(crate) struct Runner {
@@ -28,11 +26,13 @@ pub(crate) struct Runner {
     rank: usize,
     flight: Flight,
     limits: Limits,
-    /// Sequence number of collectives. Point-to-point messages are counted per peer,
-    /// because only two ranks take part in each.
+    /// Sequence number of collectives.
     seq: u64,
-    sent_to: Vec<u64>,
-    received_from: Vec<u64>,
+    counts: Arc<Counts>,
+    users: Arc<Users>,
+    /// Operations run on the communication thread.
+    beside: bool,
+    messages: Arc<OnceLock<Weak<Messages>>>,
     operations: u64,
     failed: Option<Error>,
     /// Absent in a group of one.
@@ -41,13 +41,14 @@ pub(crate) struct Runner {
 }
 
 impl Runner {
-    /// Runs operations of `rank` in a group of `world` on `backend`.
+    /// Runs operations of `rank` on `backend`.
     pub(crate) fn new(
         backend: Box<dyn Backend>,
         flight: Flight,
-        (rank, world): (usize, usize),
+        rank: usize,
         limits: Limits,
         board: Option<Board>,
+        (counts, users): (Arc<Counts>, Arc<Users>),
     ) -> Runner {
         Runner {
             abort: backend.abort_handle(),
@@ -57,8 +58,10 @@ impl Runner {
             flight,
             limits,
             seq: 0,
-            sent_to: vec![0; world],
-            received_from: vec![0; world],
+            counts,
+            users,
+            beside: false,
+            messages: Arc::default(),
             operations: 0,
             failed: None,
             board,
@@ -72,12 +75,18 @@ impl Runner {
 
     /// As [`Backend::run_beside`].
     pub(crate) fn run_beside(&mut self, beside: bool) {
+        self.beside = beside;
         self.backend.run_beside(beside);
     }
 
     /// The next operation was noted in the flight recorder when it was issued.
     pub(crate) fn adopt(&mut self, ticket: u64) {
         self.flight.adopt(ticket);
+    }
+
+    /// Where the group's messages are to be set once.
+    pub(crate) fn messages(&self) -> Arc<OnceLock<Weak<Messages>>> {
+        Arc::clone(&self.messages)
     }
 
     /// As [`Backend::arena`].
@@ -124,7 +133,7 @@ impl Runner {
             root: operation.root,
             count: operation.count,
             lengths: operation.lengths,
-            seq: self.next_seq(operation),
+            seq: self.next_seq(),
             in_memory: self.backend.is_in_memory(operation),
         };
         let rank = self.rank;
@@ -149,51 +158,6 @@ impl Runner {
         })
     }
 
-    /// Carries out all messages, as one operation with one deadline.
-    pub(crate) fn exchange(
-        &mut self,
-        name: &Arc<str>,
-        messages: &mut [Message<'_>],
-        timeout: Option<Duration>,
-    ) -> Result<()> {
-        let rank = self.rank;
-        let named = |error: Error| error.with_rank(rank).with_operation(&**name);
-        if let Some(error) = self.refusal() {
-            return Err(named(self.heard(error)));
-        }
-        let signatures: Vec<Signature> = messages.iter().map(|m| self.sign(m)).collect();
-        let Some(first) = signatures.first() else {
-            return Ok(());
-        };
-        // One entry for all in the flight recorder, under the batch's name.
-        let batch = Operation {
-            collective: first.collective,
-            method: first.method,
-            short_segments: false,
-            automatic: false,
-            dtype: first.dtype,
-            op: None,
-            root: first.root,
-            target: match messages[0].data {
-                Data::Send(_) => messages[0].peer,
-                Data::Recv(_) => rank,
-            },
-            count: signatures.iter().map(|signature| signature.count).sum(),
-            tail_padding: 0,
-            lengths: 0,
-            plan: None,
-            label: Some(Arc::clone(name)),
-            timeout,
-        };
-        self.observed(&batch, first, |backend, context| {
-            backend.exchange(context, messages, &signatures)
-        })
-        .map_err(|error| {
-            let cause = format!("{} in {name}", error.message());
-            self.fail(error, cause, named)
-        })
-    }
-
     /// Runs one operation, recorded by the flight recorder, within its deadline.
     fn observed(
         &mut self,
@@ -213,10 +177,11 @@ impl Runner {
             deadline: &Deadline::in_(limit),
             flight: &mut self.flight,
             board: self.board.as_mut(),
-            begun: Begun {
-                collectives: self.seq,
-                sent: &self.sent_to,
-                received: &self.received_from,
+            begun: self.counts.begun(self.users.rest(self.beside)),
+            listen: &|| {
+                if let Some(messages) = self.messages.get().and_then(Weak::upgrade) {
+                    messages.listen();
+                }
             },
         };
         let result = run(&mut *self.backend, context);
@@ -225,37 +190,10 @@ impl Runner {
         result
     }
 
-    /// The signature of a lone send or receive.
-    fn sign(&mut self, message: &Message<'_>) -> Signature {
-        let (root, counter) = match message.data {
-            Data::Send(_) => (self.rank, &mut self.sent_to[message.peer]),
-            Data::Recv(_) => (message.peer, &mut self.received_from[message.peer]),
-        };
-        let seq = *counter;
-        *counter += 1;
-        Signature {
-            collective: Collective::SendRecv,
-            method: Method::PointToPoint,
-            dtype: Some(message.dtype),
-            op: None,
-            root,
-            count: message.bytes() / message.dtype.size_bytes(),
-            lengths: 0,
-            seq,
-            in_memory: false,
-        }
-    }
-
-    fn next_seq(&mut self, operation: &Operation) -> u64 {
-        let counter = if operation.collective != Collective::SendRecv {
-            &mut self.seq
-        } else if operation.root == self.rank {
-            &mut self.sent_to[operation.target]
-        } else {
-            &mut self.received_from[operation.root]
-        };
-        let seq = *counter;
-        *counter += 1;
+    fn next_seq(&mut self) -> u64 {
+        let seq = self.seq;
+        self.seq += 1;
+        self.counts.set_collectives(self.seq);
         seq
     }
 
@@ -299,27 +237,8 @@ impl Runner {
 
     /// Poisons the group over an error; returns the error to report.
     fn poison_over(&self, error: Error, cause: String) -> Error {
-        // Poison first, then check: of several ranks that fail at the same time one is
-        // the first, and all others report its failure.
-        let cause = match error.kind() {
-            // Names both operations already, and both must fit.
-            ErrorKind::Desync => error.message().to_owned(),
-            _ => cause,
-        };
-        let is_first = self.abort.poison(&Poison::new(self.rank, cause));
-        let Some(p) = self.abort.poisoned() else {
-            return error;
-        };
         let found = self.board.as_ref().and_then(Board::found);
-        match found.filter(|(_, own)| *own == p).map(|(found, _)| found) {
-            Some(Found::Lost(peer)) => Error::peer_lost(*peer, p.cause).with_source(error),
-            Some(Found::Desync) => Error::new(ErrorKind::Desync, p.cause).with_source(error),
-            None if is_circle_with(&p.cause, self.rank) => {
-                Error::new(ErrorKind::Desync, p.cause).with_source(error)
-            }
-            None if is_first => error,
-            None => Error::aborted(p.origin_rank, p.cause).with_source(error),
-        }
+        end_group(&self.abort, self.rank, found, error, cause)
     }
 
     /// Why this group takes no more operations, if it does not.

@@ -7,9 +7,7 @@
 //! rank folds. One deadline covers the whole operation.
 
 mod cache;
-mod elsewhere;
 mod flow;
-mod messages;
 mod transfer;
 
 use std::sync::Arc;
@@ -18,10 +16,9 @@ use std::time::Instant;
 
 use phalanx_wire::frame::MAX_FRAME_BYTES;
 
-pub(crate) use self::messages::{Data, Message};
+pub(crate) use self::transfer::{Context as FrameContext, Frame, Sender};
 
 use self::cache::{PlanCache, Prepared};
-use self::elsewhere::{Elsewhere, LOOK};
 use self::flow::{Cut, Flow, Piece, Schedule};
 use self::transfer::Context;
 use crate::context::RunContext;
@@ -30,9 +27,8 @@ use crate::kernel::{self, Source};
 use crate::memory::Scratch;
 use crate::operation::{Buffers, Operation, Signature};
 use crate::plan::order::Step;
-use crate::plan::{Buf, Collective, Local, Part, RankPlan, Spec};
+use crate::plan::{Buf, Local, Part, RankPlan, Spec};
 use crate::recorder::Flight;
-use crate::shm::Shm;
 use crate::stall::Awaited;
 use crate::transport::{AbortHandle, Interest, Mesh};
 use crate::{DType, Error, Result};
@@ -106,8 +102,6 @@ pub(crate) struct Executor {
 /// What one plan is run with.
 struct Links<'a, 'b> {
     mesh: &'a mut Mesh,
-    /// Checked for ranks that wait for us in a collective in shared memory.
-    shm: Option<&'a Shm>,
     context: RunContext<'b>,
 }
 
@@ -164,7 +158,6 @@ impl Executor {
     pub(crate) unsafe fn run(
         &mut self,
         mesh: &mut Mesh,
-        shm: Option<&Shm>,
         context: RunContext<'_>,
         buffers: Buffers,
     ) -> Result<()> {
@@ -203,7 +196,7 @@ impl Executor {
             scratch,
             elem_bytes,
         };
-        let links = Links { mesh, shm, context };
+        let links = Links { mesh, context };
         // SAFETY: the plan passed `check_local`: its parts lie within the
         // buffers the caller vouches for and the scratch just reserved.
         unsafe { self.carry_out(&prepared, &memory, links) }
@@ -230,11 +223,7 @@ impl Executor {
         memory: &Memory,
         links: Links<'_, '_>,
     ) -> Result<()> {
-        let Links {
-            mesh,
-            shm,
-            mut context,
-        } = links;
+        let Links { mesh, mut context } = links;
         let (operation, deadline) = (context.operation, context.deadline);
         let frames = self.frames(context.signature);
         let Prepared { plan, schedule } = prepared;
@@ -242,7 +231,6 @@ impl Executor {
         self.flow.begin(schedule);
         let (mut spins, mut turns) = (0u32, 0u32);
         let mut still_since = None;
-        let mut elsewhere = Elsewhere::default();
         while !self.flow.is_done() {
             // SAFETY: handed on from the caller.
             let mut moved = unsafe { self.move_frames(mesh, schedule, memory, &frames)? };
@@ -261,11 +249,12 @@ impl Executor {
                 context.flight.progress();
                 spins = 0;
                 still_since = None;
-                elsewhere.forget();
                 turns += 1;
                 if self.looks_up(turns)?
                     && !self.flow.is_done()
-                    && deadline.has_passed(Instant::now(), self.flow.base, context.flight)
+                    && deadline.has_passed(Instant::now(), self.flow.base, || {
+                        context.flight.others_busy()
+                    })
                 {
                     return Err(self.timeout(schedule, &mut context));
                 }
@@ -273,7 +262,7 @@ impl Executor {
                 // Only after an iteration without progress: a rank that was stopped
                 // beyond its deadline must not blame peers whose data has arrived.
                 let now = Instant::now();
-                if deadline.has_passed(now, self.flow.base, context.flight) {
+                if deadline.has_passed(now, self.flow.base, || context.flight.others_busy()) {
                     return Err(self.timeout(schedule, &mut context));
                 }
                 let until = deadline.at(self.flow.base);
@@ -286,48 +275,15 @@ impl Executor {
                 }
                 self.note_wanted(schedule, |flow, piece| flow.may_run(piece));
                 let since = *still_since.get_or_insert(now);
-                let want = std::mem::take(&mut self.want);
-                let awaits = awaited(&want, context.signature);
-                let signature = context.signature;
-                self.compare_if_stalled(&mut context, signature, awaits, (since, now));
-                self.want = want;
+                context.report_stall(awaited(&self.want), (since, now));
                 if !self.want.iter().any(|want| want.any()) {
                     return Err(Error::internal("the plan waits for itself"));
-                }
-                let mut until = until;
-                if operation.collective == Collective::SendRecv {
-                    let me = (self.rank, context.signature);
-                    if elsewhere.look(shm, &self.want, me)? {
-                        continue;
-                    }
-                    until = until.min(now + LOOK);
                 }
                 mesh.idle(&self.want, spins, until)?;
                 spins = spins.saturating_add(1);
             }
         }
         Ok(())
-    }
-
-    /// Nothing has moved since the first of the `times`; `awaits` lists the ranks we
-    /// wait for in the operation of `signature`.
-    fn compare_if_stalled(
-        &self,
-        context: &mut RunContext<'_>,
-        signature: &Signature,
-        awaits: impl Iterator<Item = Awaited>,
-        times: (Instant, Instant),
-    ) {
-        let (generation, group) = (self.generation, self.group);
-        if let Some(board) = &mut context.board {
-            board.stalled(
-                signature,
-                || signature.header(generation, group),
-                &context.begun,
-                awaits,
-                times,
-            );
-        }
     }
 
     /// Serves every lane once, at most one frame each; true if a byte moved.
@@ -505,17 +461,12 @@ impl Executor {
 }
 
 /// The ranks that `want` waits for in one operation.
-fn awaited<'a>(
-    want: &'a [Interest],
-    signature: &Signature,
-) -> impl Iterator<Item = Awaited> + use<'a> {
-    let message = (signature.collective == Collective::SendRecv).then_some(signature.seq);
+fn awaited(want: &[Interest]) -> impl Iterator<Item = Awaited> {
     let wanted = want.iter().enumerate().filter(|(_, want)| want.any());
-    wanted.map(move |(peer, want)| Awaited {
+    wanted.map(|(peer, want)| Awaited {
         peer,
         data: want.recv,
-        gives: message.filter(|_| want.send),
-        takes: message.filter(|_| want.recv),
+        takes: None,
     })
 }
 

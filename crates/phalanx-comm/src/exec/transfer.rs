@@ -23,35 +23,35 @@ const INLINE_BYTES: usize = 4096;
 
 /// What all frames of one operation have in common.
 #[derive(Clone, Copy)]
-pub(super) struct Context<'a> {
-    pub(super) signature: &'a Signature,
-    pub(super) generation: u32,
-    pub(super) group: u32,
-    pub(super) rank: usize,
+pub(crate) struct Context<'a> {
+    pub(crate) signature: &'a Signature,
+    pub(crate) generation: u32,
+    pub(crate) group: u32,
+    pub(crate) rank: usize,
 }
 
 /// Which piece of which transfer a frame carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Frame {
-    /// Round of the plan.
-    pub(super) step: u32,
+pub(crate) struct Frame {
+    /// Round of the plan; the tag of a message.
+    pub(crate) step: u32,
     /// Bytes of the transfer before this piece.
-    pub(super) offset: u64,
+    pub(crate) offset: u64,
     /// At most `MAX_FRAME_BYTES`.
-    pub(super) length: u32,
+    pub(crate) length: u32,
 }
 
 /// The progress of a frame in one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Progress {
+pub(crate) struct Progress {
     /// Whether any byte moved.
-    pub(super) moved: bool,
+    pub(crate) moved: bool,
     /// Whether the frame is complete.
-    pub(super) done: bool,
+    pub(crate) done: bool,
 }
 
 /// The sending side of one lane. Reused from frame to frame.
-pub(super) struct Sender {
+pub(crate) struct Sender {
     /// Header, followed by a small payload.
     stage: Vec<u8>,
     /// Bytes sent of header and payload; a frame is in progress if any are staged.
@@ -59,7 +59,7 @@ pub(super) struct Sender {
 }
 
 impl Sender {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Sender {
             stage: Vec::with_capacity(Header::BYTES + INLINE_BYTES),
             sent: 0,
@@ -67,12 +67,12 @@ impl Sender {
     }
 
     /// Discards a frame that an earlier operation left half sent.
-    pub(super) fn reset(&mut self) {
+    pub(crate) fn reset(&mut self) {
         self.stage.clear();
     }
 
     /// Sends what the link takes of `frame`, whose payload is given.
-    pub(super) fn step(
+    pub(crate) fn step(
         &mut self,
         link: &mut dyn Link,
         frame: &Frame,

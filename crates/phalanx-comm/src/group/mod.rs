@@ -1,6 +1,5 @@
 //! Process groups.
 
-mod batch;
 mod coalesced;
 mod collectives;
 mod describe;
@@ -8,6 +7,7 @@ mod describe;
 pub(crate) mod fuzzing;
 mod join;
 mod launch;
+mod messages;
 mod monitored;
 mod objects;
 mod options;
@@ -23,13 +23,14 @@ mod token;
 mod uneven;
 mod work;
 
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use phalanx_store::{MemStore, Store};
 
-pub use self::batch::P2POp;
+pub use self::messages::{P2POp, Peer};
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::options::{Call, GroupOptions, InitOptions, Transport};
 pub use self::phase::PhaseGuard;
@@ -47,12 +48,13 @@ use self::queue::Queue;
 use self::registry::Registry;
 use crate::backend::{Native, Runner};
 use crate::memory::Arena;
+use crate::messages::{Common, Messages};
 use crate::operation::Limits;
 use crate::plan::Hosts;
 use crate::recorder::{Failure, Flight, Place, Recorder, Watched};
 use crate::select::{Algorithm, Costs, Rules, Selector};
 use crate::shm::{CollectiveBytes, Counters};
-use crate::stall::Board;
+use crate::stall::{Board, Counts, Users};
 use crate::transport::{AbortHandle, GroupKeys, Mesh, Poison, TransportKind, thread_mesh_with};
 use crate::wait::{Budgets, Callers, Topology};
 use crate::{Bucket, Element, Error, Result};
@@ -99,10 +101,13 @@ pub struct ProcessGroup {
     defaults: Call,
 }
 
-/// Fields are dropped in this order: first the queue finishes and leaves the group,
-/// then the store is closed.
+/// Fields are dropped in this order: first messages and the queue finish and leave the
+/// group, then the store is closed.
 struct Core {
+    messages: Arc<Messages>,
     queue: Queue,
+    /// Connections of messages end after those of collectives, which say why.
+    _message_links: Arc<dyn Any + Send + Sync>,
     rank: usize,
     world: usize,
     id: u32,
@@ -307,7 +312,7 @@ impl ProcessGroup {
     /// `probe`: measure the wire, if there are several hosts.
     fn from_mesh(
         member: Member,
-        mesh: Mesh,
+        mut mesh: Mesh,
         mut selector: Selector,
         origin: Arc<Origin>,
         recorder: Arc<Recorder>,
@@ -337,18 +342,49 @@ impl ProcessGroup {
         let kinds = transports.iter().fold(0, |sum, (_, kind)| sum | kind.bit());
         recorder.set_job(identity.job);
         let flight = Flight::new(watched, kinds, &identity.roster);
-        let board = (member.world > 1).then(|| {
+        let board = || {
             let ranks = (member.rank, &identity.roster[..]);
-            Board::new(Arc::clone(&keys), ranks, abort.clone())
-        });
+            (member.world > 1).then(|| Board::new(Arc::clone(&keys), ranks, abort.clone()))
+        };
+        let counts = Arc::new(Counts::new(member.world));
+        let users = Arc::new(Users::new(callers.clone()));
+        let message_flight = flight.messages();
+        let message_links = mesh
+            .take_messages()
+            .ok_or_else(|| Error::internal("the links of messages are taken"))?;
         let native = Native::new(mesh, member.generation, member.id, &member.limits);
-        let numbers = (member.rank, member.world);
-        let mut runner = Runner::new(Box::new(native), flight, numbers, member.limits, board);
+        let beside = (Arc::clone(&counts), Arc::clone(&users));
+        let native = Box::new(native);
+        let mut runner = Runner::new(native, flight, member.rank, member.limits, board(), beside);
         if probe && selector.hosts().count() > 1 {
             selector.set_costs(probe::measure(&mut runner, selector.hosts())?);
         }
         let bytes_sent = runner.bytes_sent();
         let (arena, counters) = (runner.arena(), runner.counters());
+        let runner_messages = runner.messages();
+        let caller_users = Arc::clone(&users);
+        let queue = Queue::new(
+            member.rank,
+            abort.clone(),
+            runner,
+            callers.clone(),
+            caller_users,
+        );
+        let messages = Arc::new(Messages::new(
+            message_links,
+            (member.generation, member.id),
+            Common {
+                flight: message_flight,
+                board: board(),
+                counts,
+                users,
+                bytes_sent: Arc::clone(&bytes_sent),
+                limits: member.limits,
+            },
+            queue.look(),
+        ));
+        // Nothing else sets it.
+        let _ = runner_messages.set(Arc::downgrade(&messages));
         tracing::debug!(
             rank = member.rank,
             world = member.world,
@@ -362,7 +398,9 @@ impl ProcessGroup {
         );
         Ok(ProcessGroup {
             core: Arc::new(Core {
-                queue: Queue::new(member.rank, abort.clone(), runner, callers.clone()),
+                _message_links: messages.links(),
+                messages,
+                queue,
                 rank: member.rank,
                 world: member.world,
                 id: member.id,
@@ -599,7 +637,7 @@ impl ProcessGroup {
     ///
     /// As any operation; the rank leaves the group nevertheless.
     pub fn shutdown(self) -> Result<()> {
-        let result = self.goodbye();
+        let result = self.core.messages.close().and_then(|()| self.goodbye());
         self.core.queue.close();
         result
     }

@@ -18,6 +18,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use crate::backend::Runner;
+use crate::messages::Look;
+use crate::stall::{Users, this_thread};
 use crate::transport::{AbortHandle, Poison};
 use crate::wait::{Callers, take_short_turns};
 use crate::{Error, Result};
@@ -40,6 +42,7 @@ struct Shared {
     runner: Mutex<Runner>,
     /// Threads that wait instead of computing.
     callers: Callers,
+    users: Arc<Users>,
 }
 
 #[derive(Default)]
@@ -68,12 +71,6 @@ impl State {
         }
         Ok(())
     }
-}
-
-/// Identifies the current thread among those alive, at almost no cost.
-fn this_thread() -> usize {
-    thread_local!(static HERE: u8 = const { 0 });
-    HERE.with(|here| std::ptr::from_ref(here).addr())
 }
 
 impl Shared {
@@ -128,7 +125,13 @@ impl Drop for Turn<'_> {
 }
 
 impl Queue {
-    pub(super) fn new(rank: usize, abort: AbortHandle, runner: Runner, callers: Callers) -> Self {
+    pub(super) fn new(
+        rank: usize,
+        abort: AbortHandle,
+        runner: Runner,
+        callers: Callers,
+        users: Arc<Users>,
+    ) -> Self {
         Queue {
             shared: Arc::new(Shared {
                 rank,
@@ -137,6 +140,7 @@ impl Queue {
                 turn: Condvar::new(),
                 runner: Mutex::new(runner),
                 callers,
+                users,
             }),
             worker: Mutex::new(None),
         }
@@ -145,6 +149,7 @@ impl Queue {
     /// Runs `operation` in this thread when everything issued before is over.
     pub(super) fn run<R>(&self, operation: impl FnOnce(&mut Runner) -> Result<R>) -> Result<R> {
         let shared = &*self.shared;
+        shared.users.note();
         let mut state = shared.lock();
         state.takes_calls()?;
         let ticket = state.next_ticket;
@@ -163,7 +168,30 @@ impl Queue {
         &self,
         operation: impl FnOnce(&mut Runner) -> Result<R>,
     ) -> Option<Result<R>> {
-        let shared = &*self.shared;
+        Self::run_if_idle_on(&self.shared, operation)
+    }
+
+    /// A check for messages in flight: whether the ranks live, and whether no operation is issued.
+    pub(super) fn look(&self) -> Look {
+        let shared = Arc::downgrade(&self.shared);
+        Box::new(move || {
+            let Some(shared) = shared.upgrade().filter(|shared| !shared.lock().closed) else {
+                return Ok(false);
+            };
+            let looked = Self::run_if_idle_on(&shared, |runner| runner.look());
+            looked.map_or(Ok(false), |looked| looked.map(|()| true))
+        })
+    }
+
+    /// Fails if this thread may not issue an operation.
+    pub(super) fn check_caller(&self) -> Result<()> {
+        self.shared.lock().takes_calls()
+    }
+
+    fn run_if_idle_on<R>(
+        shared: &Shared,
+        operation: impl FnOnce(&mut Runner) -> Result<R>,
+    ) -> Option<Result<R>> {
         let mut state = shared.lock();
         if state.closed {
             return Some(Err(closed()));
@@ -198,6 +226,7 @@ impl Queue {
 
     /// Issues `job`; it runs when everything issued before is over.
     pub(super) fn submit(&self, job: Job) {
+        self.shared.users.note();
         // Held until the job is queued, so that a thread that could not be
         // started is noticed before a ticket is taken.
         let mut worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner);

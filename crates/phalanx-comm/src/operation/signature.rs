@@ -30,7 +30,7 @@ pub(crate) struct Signature {
     pub(crate) lengths: u16,
     pub(crate) seq: u64,
     /// Whether it is carried out in shared memory rather than by the method's
-    /// plan (never so in a frame).
+    /// plan (then it sends no frame).
     pub(crate) in_memory: bool,
 }
 
@@ -62,7 +62,12 @@ impl Signature {
     pub(crate) fn header(&self, generation: u32, group: u32) -> Header {
         let mut header = Header::new(Kind::Data);
         header.collective = self.collective.wire();
-        header.plan = self.method.wire();
+        // As in a cell: an operation in memory has no method.
+        header.plan = if self.in_memory {
+            0
+        } else {
+            self.method.wire()
+        };
         header.dtype = self.dtype.map_or(0, DType::wire);
         header.op = self.op.map_or(0, ReduceOp::wire);
         // Ranks are below 2³²: a group of more is refused when it forms.

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::time::{Duration, Instant};
 
-use super::layout::{entry, head, state};
-use super::{Failure, Recorder, Watched, clock, monitor, root};
+use super::layout::{entry, state};
+use super::{Failure, Recorder, Watched, monitor, root};
 use crate::Error;
 use crate::operation::{Operation, Signature};
 use crate::plan::Collective;
@@ -221,13 +221,7 @@ impl Flight {
             return;
         }
         self.noted_wide = true;
-        let word = |at: usize| self.recorder.memory.word(at);
-        // Readers see no ranks of another operation.
-        word(head::AWAITED_WIDE_OF).store(0, Release);
-        for (at, ranks) in (head::AWAITED_WIDE..).zip(wide) {
-            word(at).store(*ranks, Release);
-        }
-        word(head::AWAITED_WIDE_OF).store(self.ticket.wrapping_add(1), Release);
+        self.recorder.note_wide(self.ticket, wide);
     }
 
     /// The same ranks by their numbers in the first generation, as far as there is room.
@@ -336,9 +330,7 @@ impl Flight {
                 .take(entry::AWAITED_WORDS)
                 .for_each(|at| set(at, 0));
             if self.noted_wide {
-                let of = self.recorder.memory.word(head::AWAITED_WIDE_OF);
-                let mine = self.ticket.wrapping_add(1);
-                let _ = of.compare_exchange(mine, 0, Release, Relaxed);
+                self.recorder.forget_wide(self.ticket);
             }
         }
         let state = if is_ok { state::DONE } else { state::ABORTED };
@@ -365,9 +357,20 @@ impl Flight {
     /// When another rank of the group was last known to be in a declared phase.
     #[cold]
     pub(crate) fn others_busy(&self) -> Option<Instant> {
-        let busy = self.watched.others_busy_ns();
-        let ago = Duration::from_nanos(clock::monotonic_ns().saturating_sub(busy));
-        Instant::now().checked_sub(ago).filter(|_| busy > 0)
+        self.watched.others_busy()
+    }
+
+    /// The same for the messages of the group.
+    pub(crate) fn messages(&self) -> MessageFlight {
+        MessageFlight {
+            recorder: Arc::clone(&self.recorder),
+            watched: Arc::clone(&self.watched),
+            generation: self.generation,
+            group: self.group,
+            cell: self.cell.clone(),
+            roster: self.roster.clone(),
+            transport: self.transport,
+        }
     }
 
     /// The ranks to blame among the `missing` ones and those they wait for, as far as
@@ -384,6 +387,103 @@ impl Flight {
 
     /// Records the reason and writes the dump.
     #[cold]
+    pub(crate) fn failed(&self, error: &Error) {
+        let failure = Failure::of(error.kind());
+        self.recorder
+            .failed(self.watched.ids(), &error.to_string(), failure);
+    }
+}
+
+/// Records the messages of one group, of which several may be in flight.
+pub(crate) struct MessageFlight {
+    recorder: Arc<Recorder>,
+    watched: Arc<Watched>,
+    generation: u32,
+    group: u32,
+    cell: Option<Arc<StatusCell>>,
+    roster: Option<Arc<[usize]>>,
+    transport: u8,
+}
+
+impl MessageFlight {
+    /// A message was issued and is in flight; returns its entry.
+    pub(crate) fn begin(&self, operation: &Operation, signature: &Signature) -> u64 {
+        let recorder = &*self.recorder;
+        let entry = recorder.queued(self.generation, self.group, operation);
+        let words = recorder.memory.entry(entry);
+        let set = |at: usize, value: u64| words[at].store(value, Relaxed);
+        set(entry::WHAT, recorder.what(operation, self.transport));
+        set(entry::SEQ, signature.seq);
+        set(entry::STARTED, recorder.clock.ticks());
+        words[entry::STATE].store(state::RUNNING, Release);
+        entry
+    }
+
+    /// A thread waits for the message of `entry`, and for these ranks.
+    pub(crate) fn waiting(&self, entry: u64, ranks: impl Iterator<Item = usize>, limit: Duration) {
+        let (mut mask, mut first) = (NOBODY, NOBODY);
+        for rank in ranks {
+            set_rank(&mut mask, rank);
+            let known = self.roster.as_ref().and_then(|roster| roster.get(rank));
+            set_rank(&mut first, known.copied().unwrap_or(rank));
+        }
+        let words = self.recorder.memory.entry(entry);
+        let (low, wide) = first.split_at(entry::AWAITED_WORDS);
+        for (at, word) in (entry::AWAITED..).zip(low) {
+            words[at].store(*word, Relaxed);
+        }
+        if wide.iter().any(|word| *word != 0) {
+            self.recorder.note_wide(entry, wide);
+        }
+        if let Some(cell) = &self.cell {
+            cell.await_ranks(&mask);
+        }
+        let ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+        let current = &self.watched.current;
+        // A collective may be in progress.
+        if current
+            .compare_exchange(0, entry.wrapping_add(1), Release, Relaxed)
+            .is_ok()
+        {
+            self.watched.limit_ns.store(ns, Relaxed);
+        }
+    }
+
+    /// The message is over, successfully or not.
+    pub(crate) fn end(&self, entry: u64, is_ok: bool) {
+        let words = self.recorder.memory.entry(entry);
+        let now = self.recorder.clock.ticks();
+        words[entry::DONE].store(now, Relaxed);
+        if is_ok {
+            (entry::AWAITED..)
+                .take(entry::AWAITED_WORDS)
+                .for_each(|at| words[at].store(0, Relaxed));
+            self.recorder.forget_wide(entry);
+        }
+        let mine = entry.wrapping_add(1);
+        let current = &self.watched.current;
+        if current.compare_exchange(mine, 0, Release, Relaxed).is_ok() {
+            let started = words[entry::STARTED].load(Relaxed);
+            words[entry::WAITED].store(now.saturating_sub(started), Relaxed);
+            if let Some(cell) = &self.cell {
+                cell.await_ranks(&NOBODY);
+            }
+        }
+        let state = if is_ok { state::DONE } else { state::ABORTED };
+        words[entry::STATE].store(state, Release);
+    }
+
+    /// As [`Flight::others_busy`].
+    pub(crate) fn others_busy(&self) -> Option<Instant> {
+        self.watched.others_busy()
+    }
+
+    /// As [`Flight::blame`].
+    pub(crate) fn blame(&self, missing: &[usize]) -> (Vec<usize>, Option<String>) {
+        self.watched.blame(missing, None)
+    }
+
+    /// As [`Flight::failed`].
     pub(crate) fn failed(&self, error: &Error) {
         let failure = Failure::of(error.kind());
         self.recorder

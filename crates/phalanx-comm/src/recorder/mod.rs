@@ -43,7 +43,7 @@ pub use dump::{Dump, Entry, Failure, Phase, Position, State};
 pub use file::{DumpError, MAX_DUMP_BYTES};
 pub use memory::create_memory;
 
-pub(crate) use flight::Flight;
+pub(crate) use flight::{Flight, MessageFlight};
 pub(crate) use watch::Watched;
 
 use crate::operation::Operation;
@@ -273,6 +273,23 @@ impl Recorder {
         set(entry::STATE, state::QUEUED);
         words[entry::STAMP].store(ticket.wrapping_add(1), Release);
         ticket
+    }
+
+    /// The operation of `ticket` waits for these ranks from 128 up.
+    fn note_wide(&self, ticket: u64, wide: &[u64]) {
+        let word = |at: usize| self.memory.word(at);
+        // Readers see no ranks of another operation.
+        word(head::AWAITED_WIDE_OF).store(0, Release);
+        for (at, ranks) in (head::AWAITED_WIDE..).zip(wide) {
+            word(at).store(*ranks, Release);
+        }
+        word(head::AWAITED_WIDE_OF).store(ticket.wrapping_add(1), Release);
+    }
+
+    /// It waits for none any more.
+    fn forget_wide(&self, ticket: u64) {
+        let of = self.memory.word(head::AWAITED_WIDE_OF);
+        let _ = of.compare_exchange(ticket.wrapping_add(1), 0, Release, Relaxed);
     }
 
     /// An issued operation will never run.

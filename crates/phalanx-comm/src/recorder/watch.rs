@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::clock::{self, Scale};
 use super::dump::{Entry, State};
@@ -176,6 +176,13 @@ impl Watched {
         let heard = self.heard_busy_ns.load(Relaxed);
         // A time in the future would postpone deadlines forever.
         of_cells.fold(heard, u64::max).min(clock::monotonic_ns())
+    }
+
+    /// When another rank of the group was last known to be in a declared phase.
+    pub(super) fn others_busy(&self) -> Option<Instant> {
+        let busy = self.others_busy_ns();
+        let ago = Duration::from_nanos(clock::monotonic_ns().saturating_sub(busy));
+        Instant::now().checked_sub(ago).filter(|_| busy > 0)
     }
 
     /// The operation in progress.

@@ -29,14 +29,14 @@ pub(crate) use counters::Counters;
 
 use std::sync::Arc;
 
-use self::cell::{Cell, Place};
+use self::cell::Place;
 use self::direct::Mark;
 use self::run::Run;
 use crate::Result;
 use crate::context::RunContext;
 use crate::kernel::Source;
 use crate::memory::Arena;
-use crate::operation::{Buffers, Limits, Operation, PeerOperation, Visit};
+use crate::operation::{Buffers, Limits, Operation, Visit};
 use crate::plan::Collective;
 use crate::transport::{Arenas, Interest, Mesh, Segment};
 
@@ -185,18 +185,6 @@ impl Shm {
         operation.automatic
             && operation.plan.is_none()
             && operation.collective != Collective::SendRecv
-    }
-
-    /// Number of ranks.
-    pub(crate) fn world(&self) -> usize {
-        self.world
-    }
-
-    /// The operation in the cell of `rank`, if it is a collective that this rank has
-    /// not begun.
-    pub(crate) fn ahead(&self, rank: usize) -> Option<PeerOperation> {
-        let cell = Cell::new(&self.segment, rank, (self.operations % 2) as usize);
-        (cell.phase() > self.phase).then(|| PeerOperation(cell.signature()))
     }
 
     /// Runs one operation to its end.

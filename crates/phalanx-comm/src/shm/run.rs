@@ -10,6 +10,7 @@ use crate::context::RunContext;
 use crate::operation::{Buffers, Operation, PeerOperation};
 use crate::plan::{Chunks, Spec};
 use crate::region::ALIGN_BYTES;
+use crate::stall::{AFTER, Awaited};
 use crate::transport::Mesh;
 use crate::wait::Bell;
 use crate::{DType, Error, Result};
@@ -183,13 +184,14 @@ impl<'a, 'b> Run<'a, 'b> {
             if self
                 .context
                 .deadline
-                .has_passed(now, self.step, self.context.flight)
+                .has_passed(now, self.step, || self.context.flight.others_busy())
             {
                 return Err(self.timeout());
             }
             if self.context.flight.notes_wait(spins) {
                 self.note_missing();
             }
+            self.report_stall((began, now));
             let (segment, which, phase) = (&self.shm.segment, self.which, self.shm.phase);
             let me = self.shm.me;
             // Only the last rank to come wakes us: without checks in between, the
@@ -208,6 +210,21 @@ impl<'a, 'b> Run<'a, 'b> {
         }
         self.context.flight.progress();
         Ok(())
+    }
+
+    /// Publishes the operation when a rank has been missing for a while: that rank may be waiting for a message of ours.
+    fn report_stall(&mut self, times: (Instant, Instant)) {
+        if times.1.duration_since(times.0) < AFTER {
+            return;
+        }
+        let missing = |rank: &usize| *rank != self.shm.me && !self.is_there(*rank);
+        let missing: Vec<usize> = (0..self.shm.world).filter(missing).collect();
+        let awaits = missing.into_iter().map(|peer| Awaited {
+            peer,
+            data: true,
+            takes: None,
+        });
+        self.context.report_stall(awaits, times);
     }
 
     /// Records the awaited ranks in the flight recorder.

@@ -9,7 +9,9 @@ use crate::backend::{Native, Runner};
 use crate::operation::{Limits, Operation, Signature};
 use crate::plan::{Collective, Method};
 use crate::recorder::{Flight, Place, Recorder, Watched};
+use crate::stall::{Counts, Users};
 use crate::transport::thread_mesh_with;
+use crate::wait::Callers;
 use crate::{DType, ErrorKind, ReduceOp};
 
 const COUNT: usize = 100_000;
@@ -33,7 +35,11 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
     };
     let flight = Flight::new(watched, 1, &[0, 1].into());
     let native = Native::new(mesh, 0, 0, &limits);
-    let mut runner = Runner::new(Box::new(native), flight, (0, 2), limits, None);
+    let beside = (
+        Arc::new(Counts::new(2)),
+        Arc::new(Users::new(Callers::default())),
+    );
+    let mut runner = Runner::new(Box::new(native), flight, 0, limits, None, beside);
     let operation = Operation {
         collective: Collective::AllReduce,
         method: Method::AllReduceDirect,

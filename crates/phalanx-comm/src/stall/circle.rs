@@ -6,11 +6,14 @@
 //!
 //! | rank `x` is | and `y` | so | is it certain |
 //! |---|---|---|---|
-//! | receiving message k of `y` | has not begun to send k to `x` | `x` waits for `y` | yes |
-//! | sending message k to `y`, without room | has not begun to receive k of `x`, and takes nothing else of `x` | `x` waits for `y` | while `x` finds no room |
+//! | receiving a message that is not among the first k of `y` | has sent at most k messages to `x`, and does nothing else meanwhile | `x` waits for `y` | unless a thread of `y` may be about to return |
 //! | in collective s, without data of `y` | has not begun s | `x` waits for `y` | yes |
 //! | in collective s, which ends on `x` only after `y` has begun it | has not begun s | `x` waits for `y` | yes |
 //! | in collective s, without room to `y` | has not begun s | `x` waits for `y` | while `x` finds no room |
+//!
+//! A send waits for nobody for ever: a rank that waits takes messages in. A rank that is
+//! called by several threads, or that waits for a message while a collective runs in the
+//! background, may continue by another thread; its cycles end at the deadline.
 //!
 //! *A cycle of certain waits never ends, however old the posts are.* Each post
 //! describes one operation of a rank, in which it begins nothing else. So each rank
@@ -27,6 +30,7 @@
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
+use super::counts::Rest;
 use super::post::Post;
 use crate::plan::Collective;
 
@@ -53,16 +57,14 @@ pub(super) struct Wait {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum What {
-    Receives(u64),
-    Sends(u64),
+    Receives { seq: u64, sure: bool },
     Meets { code: u8, seq: u64, for_room: bool },
 }
 
 impl What {
     fn is_certain(self) -> bool {
         match self {
-            What::Receives(_) => true,
-            What::Sends(_) => false,
+            What::Receives { sure, .. } => sure,
             What::Meets { for_room, .. } => !for_room,
         }
     }
@@ -94,6 +96,7 @@ fn waits((x, mine): (usize, &Post), (y, theirs): (usize, &Post)) -> Option<What>
     if !mine.is_message() {
         let seq = mine.header.seq;
         let is_due = theirs.begun <= seq
+            && (theirs.rest == Rest::Blocked || !theirs.is_message())
             && (awaited.is_some() || depends((x, mine), y))
             // In a collective of the same number the ranks are in different ones, which
             // has a better message.
@@ -104,13 +107,12 @@ fn waits((x, mine): (usize, &Post), (y, theirs): (usize, &Post)) -> Option<What>
             for_room: !depends((x, mine), y) && awaited.is_some_and(|awaited| !awaited.data),
         });
     }
-    let (awaited, counted) = (awaited?, theirs.counted(x)?);
-    if let Some(k) = awaited.takes.filter(|k| counted.sent <= *k) {
-        return Some(What::Receives(k));
-    }
-    let takes_other = theirs.awaited(x).is_some_and(|other| other.takes.is_some());
-    let gives = awaited.gives.filter(|k| counted.received <= *k);
-    gives.filter(|_| !takes_other).map(What::Sends)
+    let counted = theirs.counted(x)?;
+    let takes = awaited?.takes.filter(|k| counted.sent <= *k);
+    let sure = theirs.rest == Rest::Blocked;
+    takes
+        .filter(|_| theirs.rest != Rest::Active)
+        .map(|seq| What::Receives { seq, sure })
 }
 
 /// A cycle of at most `most` ranks through rank `me`, beginning with the lowest rank.
@@ -221,10 +223,9 @@ pub(super) fn describe(circle: &[Wait]) -> String {
         .map(|wait| {
             let (rank, next) = (wait.rank, wait.next);
             match wait.what {
-                What::Receives(k) => {
-                    format!("rank {rank} waits in recv from rank {next} (seq {k})")
+                What::Receives { seq, .. } => {
+                    format!("rank {rank} waits in recv from rank {next} (seq {seq})")
                 }
-                What::Sends(k) => format!("rank {rank} waits in send to rank {next} (seq {k})"),
                 What::Meets { code, seq, .. } => {
                     let name = Collective::from_wire(code).map_or("a collective", Collective::name);
                     format!("rank {rank} waits in {name} (seq {seq}) for rank {next}")
@@ -236,10 +237,8 @@ pub(super) fn describe(circle: &[Wait]) -> String {
         0 => String::new(),
         n => format!(", and {n} more"),
     };
-    let all = |is: fn(&What) -> bool| circle.iter().all(|wait| is(&wait.what));
-    let advice = if all(|what| matches!(what, What::Sends(_))) {
-        "none receives; call recv first on one of them, or use batch_send_recv"
-    } else if all(|what| matches!(what, What::Receives(_))) {
+    let is_recv = |wait: &Wait| matches!(wait.what, What::Receives { .. });
+    let advice = if circle.iter().all(is_recv) {
         "none sends; call send first on one of them, or use batch_send_recv"
     } else {
         "none can continue; change the order of one, or use batch_send_recv"
@@ -249,6 +248,7 @@ pub(super) fn describe(circle: &[Wait]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::counts::Counts;
     use super::super::post::Awaited;
     use super::*;
     use phalanx_wire::frame::{Header, Kind};
@@ -269,14 +269,15 @@ mod tests {
         header.collective = collective.wire();
         (header.root, header.seq, header.count) = (root, seq, count);
         let awaits = awaits.iter().copied();
-        Post::new(header, begun, (3, turn), awaits, counts.iter().copied())
+        let counts = Counts::of(begun, counts);
+        Post::new(header, &counts.begun(Rest::Blocked), (3, turn), awaits)
     }
 
+    /// A send waits for nobody.
     fn sends(to: usize, k: u64, counts: &[(u64, u64)]) -> Post {
         let awaited = Awaited {
             peer: to,
             data: false,
-            gives: Some(k),
             takes: None,
         };
         post(Collective::SendRecv, (0, k, 9), (5, 1), &[awaited], counts)
@@ -286,7 +287,6 @@ mod tests {
         let awaited = Awaited {
             peer: from,
             data: true,
-            gives: None,
             takes: Some(k),
         };
         post(Collective::SendRecv, (0, k, 9), (5, 1), &[awaited], counts)
@@ -297,7 +297,6 @@ mod tests {
         let awaited = Awaited {
             peer: from,
             data,
-            gives: None,
             takes: None,
         };
         post(collective, (0, seq, 9), (seq + 1, 1), &[awaited], &[])
@@ -329,29 +328,35 @@ mod tests {
     }
 
     #[test]
-    fn facing_sends_and_receives_are_circles_of_two() {
-        // Rank 0 sends message 4 to rank 1, which sends message 7 to rank 0.
-        let said = vec![
-            (0, sends(1, 4, &[(0, 0), (5, 7)])),
-            (1, sends(0, 7, &[(8, 4)])),
-        ];
-        assert_eq!(
-            text_of(&said),
-            "ranks wait for each other in a circle: rank 0 waits in send to rank 1 (seq 4), rank 1 \
-             waits in send to rank 0 (seq 7): none receives; call recv first on one of them, or \
-             use batch_send_recv"
-        );
+    fn facing_receives_are_a_circle_of_two() {
         // Rank 0 receives message 4 of rank 1, which receives message 7 of rank 0.
         let said = vec![
             (0, receives(1, 4, &[(0, 0), (7, 5)])),
             (1, receives(0, 7, &[(4, 8)])),
         ];
         let text = text_of(&said);
-        assert!(
-            text.contains("rank 0 waits in recv from rank 1 (seq 4)"),
-            "{text}"
+        assert_eq!(
+            text,
+            "ranks wait for each other in a circle: rank 0 waits in recv from rank 1 (seq 4), rank 1 \
+             waits in recv from rank 0 (seq 7): none sends; call send first on one of them, or \
+             use batch_send_recv"
         );
-        assert!(text.contains("none sends"), "{text}");
+        // Facing sends are none.
+        let said = vec![(0, sends(1, 4, &[])), (1, sends(0, 7, &[]))];
+        assert_eq!(seen_by(0, &said), None);
+    }
+
+    /// A rank whose other thread may send is in no circle, and one whose thread may be about to return only after a while.
+    #[test]
+    fn a_rank_must_be_blocked_as_a_whole() {
+        let of = |rest| {
+            let mut other = receives(0, 0, &[]);
+            other.rest = rest;
+            seen_by(0, &vec![(0, receives(1, 0, &[])), (1, other)])
+        };
+        assert_eq!(of(Rest::Active), None);
+        assert!(!Suspect::default().is_for_ever(&of(Rest::Waits).unwrap()));
+        assert!(Suspect::default().is_for_ever(&of(Rest::Blocked).unwrap()));
     }
 
     #[test]
@@ -369,33 +374,18 @@ mod tests {
             NOBODY,
             "was sent before"
         );
-        assert_eq!(
-            sent(sends(1, 7, &[(0, 0), (8, 0)])),
-            NOBODY,
-            "it takes that one"
-        );
-        assert_eq!(
-            sent(sends(1, 8, &[(0, 0), (9, 0)])),
-            NOBODY,
-            "it takes the one before"
-        );
     }
 
     #[test]
     fn circles_of_three_are_followed() {
         let next = |rank: usize| (rank + 1) % 3;
-        for shape in [sends, receives] {
-            let said: Said = (0..3)
-                .map(|rank| (rank, shape(next(rank), 0, &[])))
-                .collect();
-            for me in 0..3 {
-                assert_eq!(ranks(&seen_by(me, &said)), [0, 1, 2]);
-            }
+        let mut said: Said = (0..3)
+            .map(|rank| (rank, receives(next(rank), 0, &[])))
+            .collect();
+        for me in 0..3 {
+            assert_eq!(ranks(&seen_by(me, &said)), [0, 1, 2]);
         }
         // Rank 3 waits for them and is not part of the cycle.
-        let mut said: Said = (0..3)
-            .map(|rank| (rank, sends(next(rank), 0, &[])))
-            .collect();
         said.push((3, receives(0, 0, &[])));
         assert_eq!(seen_by(3, &said), None);
         // One has no post, so it may be computing.
@@ -409,7 +399,6 @@ mod tests {
         let takes = |peer| Awaited {
             peer,
             data: true,
-            gives: None,
             takes: Some(0),
         };
         let awaits = [takes(1), takes(2)];
@@ -430,7 +419,6 @@ mod tests {
         let takes = |peer| Awaited {
             peer,
             data: true,
-            gives: None,
             takes: Some(0),
         };
         let awaits = [takes(2), takes(1)];
@@ -456,23 +444,17 @@ mod tests {
         };
         let barrier = inside(Collective::Barrier, 5, 1, true);
         assert!(met(&barrier, &outside(receives)));
-        assert!(met(&barrier, &outside(sends)));
+        assert!(!met(&barrier, &outside(sends)));
         // Rank 1 was in the collective before; its part is on its way.
         assert!(!met(
             &inside(Collective::Barrier, 4, 1, true),
             &outside(receives)
         ));
         // Rank 0 has sent that message, or taken it, before.
-        let mut sent = barrier.clone();
-        sent = Post::new(
-            sent.header,
-            6,
-            (3, 1),
-            sent.awaits.into_iter(),
-            [(0, 0), (3, 3)].into_iter(),
-        );
+        let counts = Counts::of(6, &[(0, 0), (3, 3)]);
+        let begun = counts.begun(Rest::Blocked);
+        let sent = Post::new(barrier.header, &begun, (3, 1), barrier.awaits.into_iter());
         assert!(!met(&sent, &outside(receives)));
-        assert!(!met(&sent, &outside(sends)));
         // A root may end without the others, unless it waits for their data.
         let root = |data| inside(Collective::Broadcast, 5, 1, data);
         let is_sure = |zero| {
@@ -488,7 +470,7 @@ mod tests {
     fn a_collective_leads_back_to_whom_it_needs() {
         let leaf = inside(Collective::Broadcast, 5, 1, true);
         let between = inside(Collective::Broadcast, 5, 0, true);
-        let said = vec![(0, sends(2, 0, &[])), (1, between), (2, leaf)];
+        let said = vec![(0, receives(2, 0, &[])), (1, between), (2, leaf)];
         let circle = seen_by(0, &said).unwrap();
         assert_eq!(circle.len(), 2);
         let text = describe(&circle);
@@ -498,22 +480,23 @@ mod tests {
         );
         // A leaf does not need another leaf.
         let said = vec![
-            (1, sends(2, 0, &[])),
+            (1, receives(2, 0, &[])),
             (2, inside(Collective::Broadcast, 5, 3, true)),
         ];
         assert_eq!(seen_by(1, &said), None);
         // With zero elements nothing is certain.
         let mut none = inside(Collective::AllReduce, 5, 1, true);
         none.header.count = 0;
-        let said = vec![(0, sends(2, 0, &[])), (2, none)];
+        let said = vec![(0, receives(2, 0, &[])), (2, none)];
         assert_eq!(seen_by(0, &said), None);
     }
 
     #[test]
-    fn room_counts_only_after_all_have_looked_again() {
+    fn what_is_not_sure_counts_only_after_all_have_looked_again() {
         let circle = |turns: [u64; 2], stall| {
-            let mut circle =
-                seen_by(0, &vec![(0, sends(1, 0, &[])), (1, sends(0, 0, &[]))]).unwrap();
+            let mut other = receives(0, 0, &[]);
+            other.rest = Rest::Waits;
+            let mut circle = seen_by(0, &vec![(0, receives(1, 0, &[])), (1, other)]).unwrap();
             for (wait, turn) in circle.iter_mut().zip(turns) {
                 (wait.turn, wait.stall) = (turn, stall);
             }

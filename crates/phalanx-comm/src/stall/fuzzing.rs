@@ -1,6 +1,7 @@
 //! Fuzzes the posts of stalled ranks, which every waiting rank reads.
 
 use super::circle;
+use super::counts::{Counts, Rest};
 use super::post::{AWAITED_MAX, Awaited, Post};
 use crate::plan::Collective;
 use phalanx_wire::frame::{Header, Kind};
@@ -41,18 +42,18 @@ pub(crate) fn posts(mut data: &[u8]) {
 
 /// Cycles of receives, of sends, through a collective; no rank waiting.
 pub(crate) fn posts_seeds() -> Vec<Vec<u8>> {
-    let post = |collective: Collective, peer: usize, gives: bool, takes: bool| {
+    let post = |collective: Collective, peer: usize, takes: bool| {
         let mut header = Header::new(Kind::Data);
         header.collective = collective.wire();
         (header.seq, header.count) = (3, 9);
         let awaited = Awaited {
             peer,
             data: takes || collective != Collective::SendRecv,
-            gives: gives.then_some(2),
             takes: takes.then_some(2),
         };
-        let counts = [(1, 1), (0, 0), (2, 2)];
-        Post::new(header, 3, (1, 1), [awaited].into_iter(), counts.into_iter())
+        let counts = Counts::of(3, &[(1, 1), (0, 0), (2, 2)]);
+        let begun = counts.begun(Rest::Blocked);
+        Post::new(header, &begun, (1, 1), [awaited].into_iter())
     };
     let all = |posts: &[Post]| {
         let encoded = posts.iter().map(Post::encode);
@@ -62,16 +63,13 @@ pub(crate) fn posts_seeds() -> Vec<Vec<u8>> {
     };
     let message = Collective::SendRecv;
     vec![
-        all(&[post(message, 1, false, true), post(message, 0, false, true)]),
+        all(&[post(message, 1, true), post(message, 0, true)]),
         all(&[
-            post(message, 1, true, false),
-            post(message, 2, true, false),
-            post(message, 0, true, false),
+            post(message, 1, false),
+            post(message, 2, false),
+            post(message, 0, false),
         ]),
-        all(&[
-            post(Collective::Barrier, 1, false, false),
-            post(message, 0, false, true),
-        ]),
-        all(&[post(Collective::AllReduce, 2, false, false)]),
+        all(&[post(Collective::Barrier, 1, false), post(message, 0, true)]),
+        all(&[post(Collective::AllReduce, 2, false)]),
     ]
 }

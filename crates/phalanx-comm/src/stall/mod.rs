@@ -7,8 +7,8 @@
 //! that while nothing moves. It also reads the posts of the ranks it waits for. Two
 //! different operations with the same number are certainly a desync, however late
 //! either rank is. Ranks that wait for each other in a cycle are found by following the
-//! posts ([`circle`]): sends that face each other, a cycle of three receives, a message
-//! against a collective. A rank that computes posts nothing, and so is in no cycle.
+//! posts ([`circle`]): receives that face each other, a message against a collective. A
+//! rank that computes posts nothing, and so is in no cycle.
 //!
 //! An awaited rank that was [reported lost](crate::report_lost) ends the wait too: nothing says that its host is
 //! down, or stopped with its launcher, before the deadline. It must be lost for two looks at the same wait, as the last
@@ -18,6 +18,7 @@
 //! gone must not delay an operation's deadline.
 
 mod circle;
+mod counts;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
 mod post;
@@ -26,8 +27,7 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use phalanx_wire::frame::Header;
-
+pub(crate) use self::counts::{Begun, Counts, Rest, Users, this_thread};
 pub(crate) use self::post::Awaited;
 
 use self::circle::Suspect;
@@ -35,10 +35,11 @@ use self::post::Post;
 use crate::lost::LostRanks;
 use crate::operation::Signature;
 use crate::transport::{AbortHandle, GroupKeys, Poison};
+use crate::{Error, ErrorKind};
 
 /// Waiting time without progress before the store is asked. Slow networks and late
 /// ranks also cause such waits; then it only costs a request.
-const AFTER: Duration = Duration::from_millis(150);
+pub(crate) const AFTER: Duration = Duration::from_millis(150);
 /// Interval between two requests.
 const AGAIN: Duration = Duration::from_millis(250);
 /// Ranks of the longest cycle that is found: each costs every other a request.
@@ -82,20 +83,42 @@ struct Report {
     post: Post,
 }
 
-/// What a rank has begun so far.
-pub(crate) struct Begun<'a> {
-    pub(crate) collectives: u64,
-    /// Messages, by peer.
-    pub(crate) sent: &'a [u64],
-    /// See [`Begun::sent`].
-    pub(crate) received: &'a [u64],
-}
-
 /// Whether `cause` is a cycle of ranks that includes this one: then it is an error of
 /// this rank's program too.
-pub(crate) fn is_circle_with(cause: &str, rank: usize) -> bool {
+fn is_circle_with(cause: &str, rank: usize) -> bool {
     let named = format!(" rank {rank} waits in ");
     cause.starts_with(circle::PREFIX) && cause.contains(&named)
+}
+
+/// Ends the group over an error of `rank`, with `cause` for the others; returns the error to report: the first cause, if
+/// another rank failed earlier.
+pub(crate) fn end_group(
+    abort: &AbortHandle,
+    rank: usize,
+    found: Option<&(Found, Poison)>,
+    error: Error,
+    cause: String,
+) -> Error {
+    // Poison first, then check: of several ranks that fail at the same time one is
+    // the first, and all others report its failure.
+    let cause = match error.kind() {
+        // Names both operations already, and both must fit.
+        ErrorKind::Desync => error.message().to_owned(),
+        _ => cause,
+    };
+    let is_first = abort.poison(&Poison::new(rank, cause));
+    let Some(p) = abort.poisoned() else {
+        return error;
+    };
+    match found.filter(|(_, own)| *own == p).map(|(found, _)| found) {
+        Some(Found::Lost(peer)) => Error::peer_lost(*peer, p.cause).with_source(error),
+        Some(Found::Desync) => Error::new(ErrorKind::Desync, p.cause).with_source(error),
+        None if is_circle_with(&p.cause, rank) => {
+            Error::new(ErrorKind::Desync, p.cause).with_source(error)
+        }
+        None if is_first => error,
+        None => Error::aborted(p.origin_rank, p.cause).with_source(error),
+    }
 }
 
 impl Board {
@@ -123,21 +146,20 @@ impl Board {
         }
     }
 
-    /// Nothing has moved `since` then: all links were just checked. Never blocks.
+    /// Nothing has moved `since` then: all links were just checked. Never blocks. True if a report was due.
     pub(crate) fn stalled(
         &mut self,
         signature: &Signature,
-        header: impl FnOnce() -> Header,
         begun: &Begun<'_>,
         awaits: impl Iterator<Item = Awaited>,
         (since, now): (Instant, Instant),
-    ) {
+    ) -> bool {
         if now.duration_since(since) < AFTER
             || self
                 .told
                 .is_some_and(|told| now.duration_since(told) < AGAIN)
         {
-            return;
+            return false;
         }
         self.told = Some(now);
         if self.stall.0 != Some(since) {
@@ -154,16 +176,11 @@ impl Board {
                 Err(e) => tracing::debug!("cannot start a thread to look for a desync: {e}"),
             }
         }
-        let Some(tell) = &self.tell else { return };
-        let counts = begun
-            .sent
-            .iter()
-            .copied()
-            .zip(begun.received.iter().copied());
+        let Some(tell) = &self.tell else { return true };
         let which = (self.stall.1, self.turn + 1);
         let report = Report {
             signature: *signature,
-            post: Post::new(header(), begun.collectives, which, awaits, counts),
+            post: Post::new(signature.header(0, 0), begun, which, awaits),
         };
         match tell.try_send(report) {
             Ok(()) => self.turn += 1,
@@ -171,6 +188,7 @@ impl Board {
             Err(TrySendError::Full(_)) => {}
             Err(TrySendError::Disconnected(_)) => self.tell = None,
         }
+        true
     }
 
     /// What this rank has found, for which it has ended the group.
@@ -281,7 +299,6 @@ impl Desk {
 mod tests {
     use super::*;
     use crate::plan::{Collective, Method};
-    use phalanx_wire::frame::Kind;
 
     /// A reader that compares turns must know how many reports may be missing in the
     /// store.
@@ -307,16 +324,12 @@ mod tests {
             seq: 0,
             in_memory: false,
         };
-        let begun = Begun {
-            collectives: 0,
-            sent: &[],
-            received: &[],
-        };
+        let counts = Counts::new(0);
+        let begun = counts.begun(Rest::Blocked);
         let start = Instant::now();
         let mut stalled = |since: Duration, now: Duration| {
-            let header = || Header::new(Kind::Data);
             let times = (start + since, start + now);
-            board.stalled(&signature, header, &begun, std::iter::empty(), times);
+            board.stalled(&signature, &begun, std::iter::empty(), times);
         };
         let seen = || {
             let report: Option<Report> = told.try_recv().ok();

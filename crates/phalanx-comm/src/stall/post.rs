@@ -2,6 +2,7 @@
 
 use phalanx_wire::frame::Header;
 
+use super::counts::{Begun, Rest};
 use crate::operation::PeerOperation;
 use crate::plan::Collective;
 
@@ -20,9 +21,8 @@ pub(crate) struct Awaited {
     pub(crate) peer: usize,
     /// Whether it waits for data, rather than only for room.
     pub(crate) data: bool,
-    /// The number of the message being sent to it; none in a collective.
-    pub(crate) gives: Option<u64>,
-    /// The number of the message expected from it; none in a collective.
+    /// The number of messages of it that have come without the one expected; none in a collective, or where nothing is
+    /// expected from it.
     pub(crate) takes: Option<u64>,
 }
 
@@ -49,27 +49,29 @@ pub(super) struct Post {
     counts: Vec<Counted>,
     /// Whether there was room for all counts.
     is_complete: bool,
+    /// What else the rank may do while it waits.
+    pub(super) rest: Rest,
 }
 
 /// Bytes of an [`Awaited`] in a post.
-const AWAITED_BYTES: usize = 21;
+const AWAITED_BYTES: usize = 13;
 /// Bytes of a [`Counted`] in a post.
 const COUNTED_BYTES: usize = 20;
 
 impl Post {
     pub(super) fn new(
         header: Header,
-        begun: u64,
+        begun: &Begun<'_>,
         (stall, turn): (u64, u64),
         awaits: impl Iterator<Item = Awaited>,
-        counts: impl Iterator<Item = (u64, u64)>,
     ) -> Post {
         let some = |(peer, (sent, received))| Counted {
             peer,
             sent,
             received,
         };
-        let mut counts = counts
+        let mut counts = begun
+            .messages()
             .enumerate()
             .map(some)
             .filter(|count| count.sent + count.received > 0);
@@ -80,12 +82,13 @@ impl Post {
         };
         Post {
             header,
-            begun,
+            begun: begun.collectives(),
             stall,
             turn,
             awaits: awaits.take(most).collect(),
             counts: kept,
             is_complete: counts.next().is_none(),
+            rest: begun.rest,
         }
     }
 
@@ -99,23 +102,13 @@ impl Post {
         for number in [self.begun, self.stall, self.turn] {
             bytes.extend(number.to_le_bytes());
         }
-        bytes.push(u8::from(self.is_complete));
+        bytes.push(u8::from(self.is_complete) | (self.rest as u8) << 1);
         bytes.push(self.awaits.len() as u8);
         for awaited in &self.awaits {
             // Ranks are below 2³²: a group of more is refused when it forms.
             bytes.extend((awaited.peer as u32).to_le_bytes());
-            let flags = [
-                awaited.data,
-                awaited.gives.is_some(),
-                awaited.takes.is_some(),
-            ];
-            bytes.push(
-                flags
-                    .iter()
-                    .rev()
-                    .fold(0, |all, &flag| all << 1 | u8::from(flag)),
-            );
-            bytes.extend(awaited.gives.unwrap_or(0).to_le_bytes());
+            let takes = u8::from(awaited.takes.is_some());
+            bytes.push(u8::from(awaited.data) | takes << 1);
             bytes.extend(awaited.takes.unwrap_or(0).to_le_bytes());
         }
         for counted in &self.counts {
@@ -135,7 +128,7 @@ impl Post {
             Some(u64::from_le_bytes(*number))
         };
         let (begun, stall, turn) = (number()?, number()?, number()?);
-        let (&[is_complete, awaited], rest) = rest.split_first_chunk()?;
+        let (&[flags, awaited], rest) = rest.split_first_chunk()?;
         let awaited = usize::from(awaited);
         if awaited > AWAITED_MAX {
             return None;
@@ -143,14 +136,12 @@ impl Post {
         let (awaits, counts) = rest.split_at_checked(awaited * AWAITED_BYTES)?;
         let awaits = awaits.chunks_exact(AWAITED_BYTES).map(|bytes| {
             let (peer, rest) = bytes.split_first_chunk()?;
-            let (flags, rest) = rest.split_first()?;
-            let (gives, takes) = rest.split_first_chunk()?;
-            let if_set = |bit: u8, bytes| (flags & bit != 0).then(|| u64::from_le_bytes(bytes));
+            let (flags, takes) = rest.split_first()?;
+            let takes = u64::from_le_bytes(*takes.first_chunk()?);
             Some(Awaited {
                 peer: u32::from_le_bytes(*peer) as usize,
                 data: flags & 1 != 0,
-                gives: if_set(2, *gives),
-                takes: if_set(4, *takes.first_chunk()?),
+                takes: (flags & 2 != 0).then_some(takes),
             })
         });
         let counts = counts.chunks_exact(COUNTED_BYTES).take(COUNTED_MAX);
@@ -170,7 +161,13 @@ impl Post {
             turn,
             awaits: awaits.collect::<Option<_>>()?,
             counts: counts.collect::<Option<_>>()?,
-            is_complete: is_complete != 0,
+            is_complete: flags & 1 != 0,
+            rest: match flags >> 1 {
+                0 => Rest::Active,
+                1 => Rest::Waits,
+                2 => Rest::Blocked,
+                _ => return None,
+            },
         })
     }
 
@@ -196,25 +193,31 @@ impl Post {
 
 #[cfg(test)]
 mod tests {
+    use super::super::counts::Counts;
     use super::*;
     use phalanx_wire::frame::Kind;
 
     #[test]
     fn posts_round_trip_and_garbage_is_none() {
-        let awaited = |peer, gives, takes| Awaited {
+        let awaited = |peer, takes| Awaited {
             peer,
             data: peer == 3,
-            gives,
             takes,
         };
         let awaits = [
-            awaited(3, None, Some(1 << 40)),
-            awaited(9, Some(7), None),
-            awaited(1 << 20, None, None),
+            awaited(3, Some(1 << 40)),
+            awaited(9, None),
+            awaited(1 << 20, None),
         ];
-        let counts = (0..70).map(|peer| (peer % 3, peer % 2));
+        let counts: Vec<(u64, u64)> = (0..70).map(|peer| (peer % 3, peer % 2)).collect();
+        let counts = Counts::of(6, &counts);
         let header = Header::new(Kind::Data);
-        let post = Post::new(header, 6, (7, 8), awaits.into_iter(), counts);
+        let post = Post::new(
+            header,
+            &counts.begun(Rest::Waits),
+            (7, 8),
+            awaits.into_iter(),
+        );
         let bytes = post.encode();
         assert_eq!(Post::decode(&bytes), Some(post.clone()));
         for end in 0..64 + 26 + 3 * AWAITED_BYTES {
@@ -232,10 +235,16 @@ mod tests {
 
     #[test]
     fn what_did_not_fit_is_not_taken_for_none() {
-        let counts = |n| (0..n).map(|peer| (peer + 1, 0));
-        let post = |n| {
+        let post = |n: u64| {
+            let counts: Vec<(u64, u64)> = (0..n).map(|peer| (peer + 1, 0)).collect();
+            let counts = Counts::of(0, &counts);
             let header = Header::new(Kind::Data);
-            Post::new(header, 0, (0, 0), std::iter::empty(), counts(n))
+            Post::new(
+                header,
+                &counts.begun(Rest::Active),
+                (0, 0),
+                std::iter::empty(),
+            )
         };
         let full = post(COUNTED_MAX as u64);
         assert_eq!(full.counted(COUNTED_MAX).unwrap().sent, 0);

@@ -15,7 +15,7 @@ use phalanx_wire::handshake::{Hello, RejectReason, Role};
 
 use super::first_cause;
 use super::form::{MEMBER_TITLE, Member, Rendezvous, list_sizes, parse_sizes};
-use super::layout::Layout;
+use super::layout::{Channel, Layout};
 use super::poison::MAX_CAUSE_BYTES;
 use super::segment::Segment;
 use super::shm;
@@ -144,7 +144,7 @@ pub(crate) fn segment(data: &[u8]) {
         let _ = segment.has_left(seat);
         let _ = segment.is_taken(seat);
     }
-    let (mut producer, mut consumer) = segment.ends(0, 1);
+    let (mut producer, mut consumer) = segment.ends(Channel::Collectives, 0, 1);
     let mut bytes = [0; 3 * RING_BYTES];
     let _ = producer.writable();
     // A larger ring capacity is accepted if the total size does not change: every

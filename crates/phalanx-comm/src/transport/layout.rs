@@ -3,9 +3,9 @@
 //! ```text
 //! header   magic, version, seats, ring bytes, nonce                   128 B
 //! poison   state with origin rank, length, cause                      512 B
-//! seats    per rank: bell (128 B), state and what it is doing (384 B, `status`)
+//! seats    per rank: a bell for each channel (128 B), state and what it is doing (384 B, `status`)
 //! cells    per rank: two of 128 B, see `shm/cell.rs`
-//! rings    per ordered pair (from, to), from ≠ to: see `ring.rs`
+//! rings    for each channel, per ordered pair (from, to), from ≠ to: see `ring.rs`
 //! staging  per rank: two stages and two results, see `shm/README.md`
 //! ```
 //!
@@ -16,13 +16,24 @@ use crate::region::PAGE_BYTES;
 use crate::status;
 use crate::wait::BELL_BYTES;
 
-/// Most ranks of one host that share memory: their rings take `RINGS_MAX_BYTES` of address
+/// Most ranks of one host that share memory: their rings take twice `RINGS_MAX_BYTES` of address
 /// space, and each rank has a pidfd of every other.
 pub const MAX_LOCAL_RANKS: usize = 1024;
 
+/// What travels on a link. Each channel has links and a bell of its own, so that a thread that waits for messages and
+/// one that is in a collective do not disturb each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Channel {
+    Collectives,
+    /// Sends and receives.
+    Messages,
+}
+
+const CHANNELS: usize = 2;
+
 const HEADER_BYTES: usize = 128;
 const POISON_BYTES: usize = 512;
-const SEAT_BYTES: usize = BELL_BYTES + status::SEAT_BYTES;
+const SEAT_BYTES: usize = CHANNELS * BELL_BYTES + status::SEAT_BYTES;
 /// Size of one cell: a cache line and its neighbour, which x86 prefetches with it.
 pub(crate) const CELL_BYTES: usize = 128;
 
@@ -33,10 +44,10 @@ const STAGE_MAX_BYTES: usize = 1 << 20;
 /// Two stages and two results.
 const STAGES: usize = 4;
 
-/// Default size of all rings of a segment.
+/// Default size of all rings of a channel.
 const RINGS_BYTES: usize = 64 << 20;
 const DEFAULT_RING_MIN_BYTES: usize = 64 << 10;
-/// Largest total size of rings by default; with more than 512 ranks it makes them smaller than
+/// Largest total size of a channel's rings by default; with more than 512 ranks it makes them smaller than
 /// [`DEFAULT_RING_MIN_BYTES`].
 const RINGS_MAX_BYTES: usize = 16 << 30;
 const DEFAULT_RING_MAX_BYTES: usize = 1 << 20;
@@ -107,12 +118,12 @@ impl Layout {
         HEADER_BYTES + POISON_BYTES + seat * SEAT_BYTES
     }
 
-    pub(crate) fn bell(&self, seat: usize) -> usize {
-        self.seat(seat)
+    pub(crate) fn bell(&self, channel: Channel, seat: usize) -> usize {
+        self.seat(seat) + channel as usize * BELL_BYTES
     }
 
     pub(crate) fn seat_state(&self, seat: usize) -> usize {
-        self.seat(seat) + BELL_BYTES
+        self.seat(seat) + CHANNELS * BELL_BYTES
     }
 
     /// Cell `which` (0 or 1) of a rank.
@@ -120,12 +131,15 @@ impl Layout {
         self.seat(self.seats) + (2 * seat + which) * CELL_BYTES
     }
 
-    fn rings(&self) -> usize {
-        self.cell(self.seats, 0)
+    /// The rings of a channel.
+    fn rings(&self, channel: Channel) -> usize {
+        let each = self.stride() * self.seats * (self.seats - 1);
+        self.cell(self.seats, 0) + channel as usize * each
     }
 
     fn staging(&self) -> usize {
-        (self.rings() + self.stride() * self.seats * (self.seats - 1)).next_multiple_of(PAGE_BYTES)
+        let rings = CHANNELS * self.stride() * self.seats * (self.seats - 1);
+        (self.cell(self.seats, 0) + rings).next_multiple_of(PAGE_BYTES)
     }
 
     /// Bytes of each stage and of each result.
@@ -149,15 +163,15 @@ impl Layout {
     }
 
     /// The ring that `from` writes and `to` reads (`from != to`).
-    pub(crate) fn ring(&self, from: usize, to: usize) -> usize {
+    pub(crate) fn ring(&self, channel: Channel, from: usize, to: usize) -> usize {
         let column = if to > from { to - 1 } else { to };
-        self.rings() + (from * (self.seats - 1) + column) * self.stride()
+        self.rings(channel) + (from * (self.seats - 1) + column) * self.stride()
     }
 
-    /// All rings that `from` writes: offset and size.
+    /// All rings that `from` writes in collectives: offset and size.
     pub(crate) fn rings_from(&self, from: usize) -> (usize, usize) {
         let row = self.stride() * (self.seats - 1);
-        (self.rings() + from * row, row)
+        (self.rings(Channel::Collectives) + from * row, row)
     }
 }
 
@@ -174,11 +188,14 @@ mod tests {
                 for from in 0..seats {
                     let (row, bytes) = layout.rings_from(from);
                     for to in (0..seats).filter(|&to| to != from) {
-                        let start = layout.ring(from, to);
-                        let end = start + ring_bytes(capacity);
-                        assert!(start.is_multiple_of(128));
-                        assert!(row <= start && end <= row + bytes);
-                        taken.push((start, end));
+                        for channel in [Channel::Collectives, Channel::Messages] {
+                            let start = layout.ring(channel, from, to);
+                            let end = start + ring_bytes(capacity);
+                            assert!(start.is_multiple_of(128));
+                            let is_in_row = row <= start && end <= row + bytes;
+                            assert_eq!(is_in_row, channel == Channel::Collectives);
+                            taken.push((start, end));
+                        }
                     }
                     for which in 0..2 {
                         let cell = layout.cell(from, which);

@@ -1,14 +1,16 @@
 //! All links of one rank in one group, and how to wait for them.
 
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use phalanx_store::Store;
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 
 use super::arenas::Arenas;
 use super::first_cause::FirstCause;
-use super::layout::{Layout, MAX_LOCAL_RANKS, ring_capacity};
+use super::layout::{Channel, Layout, MAX_LOCAL_RANKS, ring_capacity};
 use super::poison::Poison;
 use super::ring::{Consumer, Corrupt, Producer};
 use super::segment::Segment;
@@ -35,6 +37,7 @@ const SOCKET_ROUNDS: u32 = 8;
 
 /// A peer in memory that we share with it.
 pub(super) struct RingLink {
+    channel: Channel,
     rank: usize,
     peer: usize,
     seat: usize,
@@ -71,14 +74,14 @@ impl RingLink {
 
 impl Link for RingLink {
     fn try_send(&mut self, bytes: &[u8]) -> Result<usize> {
-        let bell = self.segment.bell(self.seat);
+        let bell = self.segment.bell_of(self.channel, self.seat);
         self.tx
             .write(bytes, || bell.ring())
             .map_err(|e| self.corrupt(e))
     }
 
     fn try_recv(&mut self, into: &mut [u8]) -> Result<usize> {
-        let bell = self.segment.bell(self.seat);
+        let bell = self.segment.bell_of(self.channel, self.seat);
         self.rx
             .read(into, || bell.ring())
             .map_err(|e| self.corrupt(e))
@@ -241,6 +244,11 @@ impl std::fmt::Debug for AbortHandle {
 /// `PeerLost` error, the others are not affected. A drop during a panic poisons the
 /// group instead.
 pub struct Mesh {
+    channel: Channel,
+    /// The links of the other channel, until they are taken.
+    messages: Option<Box<Mesh>>,
+    /// Lets other threads end a wait; for messages only.
+    waker: Option<Arc<Waker>>,
     shared: Arc<Shared>,
     arenas: Option<Arc<Arenas>>,
     hosts: Hosts,
@@ -268,6 +276,57 @@ impl std::fmt::Debug for Mesh {
     }
 }
 
+/// Ends a wait of a message mesh, from any thread.
+pub(crate) struct Waker {
+    shared: Arc<Shared>,
+    seat: usize,
+    woken: AtomicBool,
+    /// Wakes a thread that waits for sockets.
+    event: Option<OwnedFd>,
+}
+
+impl Waker {
+    fn new(shared: Arc<Shared>, seat: usize, has_sockets: bool) -> Waker {
+        let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
+        let event = has_sockets.then(|| eventfd(0, flags));
+        let event = event.transpose().unwrap_or_else(|e| {
+            // Waits for sockets are short.
+            tracing::debug!("no event descriptor: {e}");
+            None
+        });
+        Waker {
+            shared,
+            seat,
+            woken: AtomicBool::new(false),
+            event,
+        }
+    }
+
+    /// The current wait ends, or the next one if there is none.
+    pub(crate) fn wake(&self) {
+        self.woken.store(true, Ordering::SeqCst);
+        let segment = &self.shared.segment;
+        segment.bell_of(Channel::Messages, self.seat).ring();
+        if let Some(event) = &self.event {
+            // It can only be full, and then it is readable.
+            let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
+        }
+    }
+
+    fn is_woken(&self) -> bool {
+        self.woken.load(Ordering::SeqCst)
+    }
+
+    /// The next wait waits again.
+    fn reset(&self) {
+        if self.woken.swap(false, Ordering::SeqCst)
+            && let Some(event) = &self.event
+        {
+            let _ = rustix::io::read(event, &mut [0_u8; 8]);
+        }
+    }
+}
+
 /// The parts of a mesh.
 pub(super) struct Parts {
     pub(super) rank: usize,
@@ -282,6 +341,8 @@ pub(super) struct Parts {
     pub(super) neighbours: Vec<(usize, usize)>,
     pub(super) kind: TransportKind,
     pub(super) sockets: Vec<TcpLink>,
+    /// The same for messages.
+    pub(super) message_sockets: Vec<TcpLink>,
     /// Which ranks share a host.
     pub(super) hosts: Hosts,
     pub(super) watches: Vec<Watch>,
@@ -303,34 +364,68 @@ pub(crate) struct SharedMemory {
 
 impl Mesh {
     pub(super) fn assemble(parts: Parts) -> Mesh {
-        let mut peers: Vec<Peer> = (0..parts.world).map(|_| Peer::Own(NoLink)).collect();
+        let links = |channel, sockets: Vec<TcpLink>| {
+            let mut peers: Vec<Peer> = (0..parts.world).map(|_| Peer::Own(NoLink)).collect();
+            for link in sockets {
+                let peer = link.peer();
+                peers[peer] = Peer::Tcp(link);
+            }
+            for &(peer, seat) in &parts.neighbours {
+                let (tx, rx) = parts.segment.ends(channel, parts.seat, seat);
+                peers[peer] = Peer::Ring(RingLink {
+                    channel,
+                    rank: parts.rank,
+                    peer,
+                    seat,
+                    kind: parts.kind,
+                    tx,
+                    rx,
+                    segment: Arc::clone(&parts.segment),
+                });
+            }
+            peers
+        };
         let sockets = parts.sockets.iter();
         let controls = sockets.map(|link| Arc::clone(link.control())).collect();
-        for link in parts.sockets {
-            let peer = link.peer();
-            peers[peer] = Peer::Tcp(link);
-        }
-        for (peer, seat) in parts.neighbours {
-            let (tx, rx) = parts.segment.ends(parts.seat, seat);
-            peers[peer] = Peer::Ring(RingLink {
-                rank: parts.rank,
-                peer,
-                seat,
-                kind: parts.kind,
-                tx,
-                rx,
-                segment: Arc::clone(&parts.segment),
-            });
-        }
+        let has_sockets = !parts.sockets.is_empty();
+        let messages = links(Channel::Messages, parts.message_sockets);
+        let peers = links(Channel::Collectives, parts.sockets);
+        let shared = Arc::new(Shared {
+            rank: parts.rank,
+            segment: parts.segment,
+            controls,
+            first_cause: OnceLock::new(),
+            dependents: Mutex::default(),
+            parents: Mutex::default(),
+        });
+        let messages = Mesh {
+            channel: Channel::Messages,
+            messages: None,
+            waker: Some(Arc::new(Waker::new(
+                Arc::clone(&shared),
+                parts.seat,
+                has_sockets,
+            ))),
+            shared: Arc::clone(&shared),
+            arenas: None,
+            instance: parts.instance,
+            hosts: parts.hosts.clone(),
+            seat: parts.seat,
+            world: parts.world,
+            peers: messages,
+            budgets: Budgets::new(parts.policy, parts.topology),
+            beside: false,
+            callers: Callers::default(),
+            // The other channel checks whether peers live.
+            watches: Vec::new(),
+            probes: Vec::new(),
+            next_watch: Instant::now() + SLICE,
+        };
         Mesh {
-            shared: Arc::new(Shared {
-                rank: parts.rank,
-                segment: parts.segment,
-                controls,
-                first_cause: OnceLock::new(),
-                dependents: Mutex::default(),
-                parents: Mutex::default(),
-            }),
+            channel: Channel::Collectives,
+            messages: Some(Box::new(messages)),
+            waker: None,
+            shared,
             arenas: parts.arenas,
             instance: parts.instance,
             hosts: parts.hosts,
@@ -344,6 +439,18 @@ impl Mesh {
             probes: parts.probes,
             next_watch: Instant::now() + SLICE,
         }
+    }
+
+    /// The links for sends and receives, which other threads may use at the same time; once.
+    pub(crate) fn take_messages(&mut self) -> Option<Mesh> {
+        let mut messages = self.messages.take()?;
+        messages.budgets = self.budgets;
+        Some(*messages)
+    }
+
+    /// What ends a wait for messages.
+    pub(crate) fn waker(&self) -> Option<Arc<Waker>> {
+        self.waker.clone()
     }
 
     /// This rank.
@@ -495,6 +602,8 @@ impl Mesh {
         };
         let timeout = until.saturating_duration_since(now).min(limit);
         let fresh = spins == 0;
+        // It can be woken without any.
+        sockets |= self.waker.is_some() && !self.shared.controls.is_empty();
         if !sockets {
             self.wait_memory(want, fresh, timeout);
         } else if !rings {
@@ -517,6 +626,9 @@ impl Mesh {
                 }
                 turn = (turn * 2).min(TURN_MAX);
             }
+        }
+        if let Some(waker) = &self.waker {
+            waker.reset();
         }
         self.shared.check()
     }
@@ -601,9 +713,11 @@ impl Mesh {
     fn wait_memory(&mut self, want: &[Interest], fresh: bool, timeout: Duration) -> Wake {
         let budget = self.budget();
         let segment = &self.shared.segment;
-        let peers = &mut self.peers;
-        budget.wait(segment.bell(self.seat), fresh, timeout, || {
+        let (peers, waker) = (&mut self.peers, self.waker.as_deref());
+        let bell = segment.bell_of(self.channel, self.seat);
+        budget.wait(bell, fresh, timeout, || {
             segment.is_poisoned()
+                || waker.is_some_and(Waker::is_woken)
                 || peers.iter_mut().zip(want).any(|(peer, want)| match peer {
                     Peer::Ring(link) if want.any() => {
                         link.ready(*want) || link.segment.has_left(link.seat)
@@ -639,6 +753,9 @@ impl Mesh {
                 events.set(PollFlags::OUT, want.send);
                 fds.push(PollFd::from_borrowed_fd(link.socket(), events));
             }
+        }
+        if let Some(event) = self.waker.as_ref().and_then(|waker| waker.event.as_ref()) {
+            fds.push(PollFd::new(event, PollFlags::IN));
         }
         if fds.is_empty() {
             return Ok(false);
@@ -692,6 +809,9 @@ impl Mesh {
 impl Drop for Mesh {
     fn drop(&mut self) {
         let shared = &self.shared;
+        if self.channel == Channel::Messages {
+            return;
+        }
         if std::thread::panicking() {
             shared.poison(&Poison::new(
                 shared.rank,
@@ -777,6 +897,7 @@ pub(crate) fn thread_mesh_with(
                 neighbours: (0..world).filter(|&p| p != rank).map(|p| (p, p)).collect(),
                 kind: TransportKind::Thread,
                 sockets: Vec::new(),
+                message_sockets: Vec::new(),
                 hosts: Hosts::one(world),
                 watches: Vec::new(),
                 probes: Vec::new(),

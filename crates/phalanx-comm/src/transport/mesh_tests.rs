@@ -174,7 +174,10 @@ fn a_lying_peer_is_a_protocol_error_that_names_it() {
     let meshes = thread_mesh(2, 64);
     // Rank 1 claims to have written more than the ring holds.
     let layout = Layout::new(2, 64).unwrap();
-    meshes[0].shared.segment.scribble(layout.ring(1, 0), 1000);
+    meshes[0]
+        .shared
+        .segment
+        .scribble(layout.ring(Channel::Collectives, 1, 0), 1000);
     let mut mesh = meshes.into_iter().next().unwrap();
     let e = recv_byte(&mut mesh, 1).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Protocol);

@@ -7,8 +7,8 @@
 //! * *thread*: ranks are threads of this process; rings in private memory.
 //! * *shm*: ranks are processes of one host; the same rings in a memfd, passed over an
 //!   authenticated Unix socket.
-//! * *tcp*: ranks are on any host; two sockets per pair, one for the bytes and one for the reason
-//!   why they ended.
+//! * *tcp*: ranks are on any host; three sockets per pair, two for the bytes of collectives and of messages, and
+//!   one for the reason why they ended.
 //!
 //! Architecture invariants: no call of a link blocks (except once for a quarter of a
 //! second, to learn why a connection ended); nothing read from shared memory or from a
@@ -44,7 +44,7 @@ pub use poison::{MAX_CAUSE_BYTES, Poison};
 
 pub(crate) use arenas::Arenas;
 pub(crate) use keys::{GroupKeys, remove_generation};
-pub(crate) use mesh::thread_mesh_with;
+pub(crate) use mesh::{Waker, thread_mesh_with};
 pub(crate) use segment::Segment;
 
 use crate::Result;

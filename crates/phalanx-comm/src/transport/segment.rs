@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
-use super::layout::{CELL_BYTES, Layout};
+use super::layout::{CELL_BYTES, Channel, Layout};
 use super::poison::{self, Poison};
 use super::ring::{Consumer, Producer};
 use crate::region::Region;
@@ -12,7 +12,7 @@ use crate::status::StatusCell;
 use crate::wait::{Bell, FutexKind};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"PHLXSEG\0");
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Up to this size, private memory is reserved in advance.
 const SPARSE_ABOVE_BYTES: usize = 1 << 30;
@@ -128,9 +128,15 @@ impl Segment {
         self.layout.seats()
     }
 
-    /// The bell of the rank on `seat`.
+    /// The bell of the rank on `seat` for collectives.
     pub(crate) fn bell(&self, seat: usize) -> Bell<'_> {
-        Bell::new(self.region.u32_at(self.layout.bell(seat)), self.futex)
+        self.bell_of(Channel::Collectives, seat)
+    }
+
+    /// Its bell for a channel.
+    pub(crate) fn bell_of(&self, channel: Channel, seat: usize) -> Bell<'_> {
+        let at = self.layout.bell(channel, seat);
+        Bell::new(self.region.u32_at(at), self.futex)
     }
 
     /// The status of the rank on `seat`, for the others of this host.
@@ -142,6 +148,7 @@ impl Segment {
     pub(crate) fn ring_all(&self) {
         for seat in 0..self.seats() {
             self.bell(seat).ring();
+            self.bell_of(Channel::Messages, seat).ring();
         }
     }
 
@@ -196,21 +203,14 @@ impl Segment {
         first
     }
 
-    /// Our ends of the two rings between `mine` and `other`. To be taken once per pair,
+    /// Our ends of a channel's two rings between `mine` and `other`. To be taken once,
     /// while the segment is new.
-    pub(crate) fn ends(&self, mine: usize, other: usize) -> (Producer, Consumer) {
+    pub(crate) fn ends(&self, channel: Channel, mine: usize, other: usize) -> (Producer, Consumer) {
         let capacity = self.layout.capacity();
+        let ring = |from, to| self.layout.ring(channel, from, to);
         (
-            Producer::new(
-                Arc::clone(&self.region),
-                self.layout.ring(mine, other),
-                capacity,
-            ),
-            Consumer::new(
-                Arc::clone(&self.region),
-                self.layout.ring(other, mine),
-                capacity,
-            ),
+            Producer::new(Arc::clone(&self.region), ring(mine, other), capacity),
+            Consumer::new(Arc::clone(&self.region), ring(other, mine), capacity),
         )
     }
 
@@ -259,7 +259,7 @@ impl Segment {
         self.region.u64_at(offset).store(value, SeqCst);
     }
 
-    /// Touches the pages that `mine` will write.
+    /// Touches the pages that `mine` will write in collectives.
     pub(crate) fn populate(&self, mine: usize) {
         let (offset, bytes) = self.layout.rings_from(mine);
         self.region.populate(offset, bytes);

@@ -75,9 +75,9 @@ fn asynchronous_forms_equal_the_blocking_ones() {
             let all_to_all =
                 group.all_to_all_async(bucket(&long[rank]), group.bucket(3 * n), call());
             let message = match rank {
-                0 => Some(group.send_async(bucket(&each[0]), 1, call())),
-                1 => Some(group.recv_async(group.bucket(n), 0, call())),
-                _ => None,
+                0 => (Some(group.send_async(bucket(&each[0]), 1, call())), None),
+                1 => (None, Some(group.recv_async(group.bucket(n), 0, call()))),
+                _ => (None, None),
             };
             let barrier = group.barrier_async(call());
 
@@ -103,8 +103,12 @@ fn asynchronous_forms_equal_the_blocking_ones() {
                 .flat_map(|l| part(l, rank, n).to_vec())
                 .collect();
             assert_eq!(&all_to_all.wait().unwrap().1[..], &want[..]);
-            if let Some(message) = message {
-                assert_eq!(&message.wait().unwrap()[..], &each[0][..]);
+            if let Some(sent) = message.0 {
+                assert_eq!(&sent.wait().unwrap()[..], &each[0][..]);
+            }
+            if let Some(received) = message.1 {
+                let (got, from) = received.wait().unwrap();
+                assert_eq!((&got[..], from), (&each[0][..], 0));
             }
             barrier.wait().unwrap();
         });
@@ -124,7 +128,7 @@ fn mistakes_are_named_and_leave_the_group_usable() {
             group.reduce_scatter(&[1f32; 4], &mut short, ReduceOp::Sum),
             group.all_to_all(&[1f32; 3], &mut short),
             group.send(&short, group.rank()),
-            group.recv(&mut short, 7),
+            group.recv(&mut short, 7).map(drop),
             group.gather(&[1f32], None, group.rank()),
             group.scatter(Some(&[1f32; 5]), &mut short, group.rank()),
             group

@@ -13,6 +13,7 @@ mod grid;
 mod handles;
 mod hierarchical;
 mod keys;
+mod messages;
 mod monitored;
 mod objects;
 mod parts;

@@ -69,7 +69,7 @@ fn in_an_all_reduce(group: &ProcessGroup, hasty: &ProcessGroup) {
 fn in_a_message(group: &ProcessGroup, hasty: &ProcessGroup) {
     let mut data = [3.0_f32; 9];
     match group.rank() {
-        0 => hasty.recv(&mut data, 2).unwrap(),
+        0 => assert_eq!(hasty.recv(&mut data, 2).unwrap(), 2),
         1 => {}
         _ => {
             let phase = group.phase("saving", PATIENCE);

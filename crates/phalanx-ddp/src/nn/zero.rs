@@ -609,7 +609,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
                     let to = &mut whole[piece.whole()];
                     match rank {
                         0 => to.copy_from_slice(&values[piece.own()]),
-                        _ => group.recv(to, rank).map_err(failed)?,
+                        _ => drop(group.recv(to, rank).map_err(failed)?),
                     }
                 }
             }

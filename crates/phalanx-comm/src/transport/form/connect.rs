@@ -12,7 +12,7 @@ use phalanx_wire::handshake::Hello;
 use super::super::admit::{Admitted, admit, lengthen_backlog};
 use super::super::segment::Segment;
 use super::super::tcp::{
-    CONTROL, Control, DATA, HostProbe, TcpLink, dial, keep_open, options, probe,
+    CONTROL, Control, DATA, HostProbe, MESSAGES, TcpLink, dial, keep_open, options, probe,
 };
 use super::member::Member;
 use super::ports::{PortRange, listen_within};
@@ -41,10 +41,17 @@ pub(crate) fn listen(ip: IpAddr, ports: Option<PortRange>, rank: usize) -> Resul
 }
 
 /// The connections of a pair.
-const STREAMS: [u16; 2] = [DATA, CONTROL];
+const STREAMS: [u16; 3] = [DATA, CONTROL, MESSAGES];
+
+/// The links to peers, and the hosts to probe.
+pub(super) struct Connected {
+    pub(super) links: Vec<TcpLink>,
+    pub(super) message_links: Vec<TcpLink>,
+    pub(super) probes: Vec<HostProbe>,
+}
 
 /// Connects to all `peers`.
-pub(crate) fn connect(
+pub(super) fn connect(
     meeting: &Rendezvous<'_>,
     me: Hello,
     token: &Token,
@@ -52,7 +59,7 @@ pub(crate) fn connect(
     members: &[Member],
     peers: &[usize],
     segment: &Arc<Segment>,
-) -> Result<(Vec<TcpLink>, Vec<HostProbe>)> {
+) -> Result<Connected> {
     let rank = meeting.rank;
     let higher: Vec<usize> = peers.iter().copied().filter(|&peer| peer > rank).collect();
     let lower: Vec<usize> = peers.iter().copied().filter(|&peer| peer < rank).collect();
@@ -155,7 +162,7 @@ pub(crate) fn connect(
     }
     let mut sockets = accepted;
     sockets.extend(dialled);
-    let (mut links, mut probes) = (Vec::new(), Vec::new());
+    let (mut links, mut message_links, mut probes) = (Vec::new(), Vec::new(), Vec::new());
     let probed = probed(rank, members);
     for &peer in peers {
         let member = &members[peer];
@@ -177,9 +184,15 @@ pub(crate) fn connect(
         let which = (meeting.generation, meeting.group);
         let control = Arc::new(Control::new(peer, which, control, Arc::clone(segment)));
         probes.extend(address.map(|address| HostProbe::new(Arc::clone(&control), address)));
-        links.push(TcpLink::new(rank, take(DATA)?, control));
+        let data = take(DATA)?;
+        message_links.push(TcpLink::new(rank, take(MESSAGES)?, Arc::clone(&control)));
+        links.push(TcpLink::new(rank, data, control));
     }
-    Ok((links, probes))
+    Ok(Connected {
+        links,
+        message_links,
+        probes,
+    })
 }
 
 /// Where a rank runs: its kernel and network name space, and the address at which it listens there.

@@ -52,6 +52,7 @@ use crate::plan::Hosts;
 use crate::wait::{Policy, Share, Topology, deadline_in};
 use crate::{Error, ErrorKind, Result, limits};
 use attach::Attempt;
+use connect::Connected;
 use host::Host;
 use sizes::Sizes;
 
@@ -278,8 +279,12 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
     let peers: Vec<usize> = (0..o.world)
         .filter(|&p| p != o.rank && !neighbours.iter().any(|&(rank, _)| rank == p))
         .collect();
-    let (sockets, probes) = match (&listener, peers.is_empty()) {
-        (_, true) => (Vec::new(), Vec::new()),
+    let connected = match (&listener, peers.is_empty()) {
+        (_, true) => Connected {
+            links: Vec::new(),
+            message_links: Vec::new(),
+            probes: Vec::new(),
+        },
         (Some(listener), false) => {
             check_reachable(o.rank, &members, &peers)?;
             let me = hello(Role::Peer);
@@ -294,7 +299,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         rank = o.rank,
         world = o.world,
         shm = neighbours.len(),
-        tcp = sockets.len(),
+        tcp = connected.links.len(),
         "formed"
     );
     Ok(Mesh::assemble(Parts {
@@ -305,10 +310,11 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         seat,
         neighbours,
         kind: TransportKind::Shm,
-        sockets,
+        sockets: connected.links,
+        message_sockets: connected.message_links,
         hosts: hosts(o.prefer, &members),
         watches,
-        probes,
+        probes: connected.probes,
         topology,
         policy,
         instance: members[0].instance,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use super::super::layout::Layout;
+use super::super::layout::{Channel, Layout};
 use super::super::poison::Poison;
 use super::*;
 
@@ -38,8 +38,8 @@ fn forged(seals: SealFlags, bytes: usize) -> OwnedFd {
 fn two_mappings_are_one_segment() {
     let (fd, host) = create(layout(), &NONCE).unwrap();
     let guest = open(&fd, 2, &NONCE).unwrap();
-    let (mut tx, _) = host.ends(0, 1);
-    let (_, mut rx) = guest.ends(1, 0);
+    let (mut tx, _) = host.ends(Channel::Collectives, 0, 1);
+    let (_, mut rx) = guest.ends(Channel::Collectives, 1, 0);
     let data: Vec<u8> = (0..=255).cycle().take(10_000).collect();
     let mut got = Vec::new();
     let mut sent = 0;

@@ -1,6 +1,7 @@
-//! TCP between two ranks: two connections per pair.
+//! TCP between two ranks: three connections per pair.
 //!
-//! *Data* (stream 0) carries the bytes of a link and nothing else. *Control* (stream 1)
+//! *Data* (stream 0) carries the bytes of collectives and nothing else, *messages* (stream 2) those of sends and
+//! receives. *Control* (stream 1)
 //! carries at most one frame per direction: why the sender ends. It is a separate connection
 //! because an abort may come from another thread in the middle of a half-written frame on the
 //! data stream.
@@ -20,3 +21,5 @@ pub(super) use liveness::{HostProbe, keep_open, probe};
 pub(super) const DATA: u16 = 0;
 /// Stream number of the control connection.
 pub(super) const CONTROL: u16 = 1;
+/// Stream number of the connection for sends and receives.
+pub(super) const MESSAGES: u16 = 2;

@@ -170,7 +170,12 @@ pub fn message<T: Value>(
             group.send(data, to).unwrap();
             return data.to_vec();
         }
-        (_, Ok(from)) => group.recv_async(asked.bucket(group, &got), from, Call::default()),
+        (_, Ok(from)) => {
+            let work = group.recv_async(asked.bucket(group, &got), from, Call::default());
+            let (got, sender) = work.wait().unwrap();
+            assert_eq!(sender, from);
+            return got.to_vec();
+        }
         (_, Err(to)) => group.send_async(asked.bucket(group, data), to, Call::default()),
     };
     work.wait().unwrap().to_vec()

@@ -1,0 +1,718 @@
+//! Moves messages, and matches them with receives.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::arrival::{Arriving, Incoming, Target};
+use super::{Request, Shared, Ticket, Way};
+use crate::deadline::Deadline;
+use crate::exec::{Frame, FrameContext, Sender};
+use crate::operation::{Operation, Signature};
+use crate::plan::{Collective, Method};
+use crate::recorder::MessageFlight;
+use crate::stall::{Awaited, Board, Counts, Found, Rest};
+use crate::transport::{Interest, Mesh, Poison};
+use crate::{Error, ErrorKind, Result};
+
+/// Most bytes of messages that are kept without a receive. A message for which there is no room waits at its sender.
+pub(super) const EARLY_MAX: usize = 1 << 30;
+
+/// How often it is checked whether the ranks live while nothing moves.
+const LOOK: Duration = Duration::from_millis(100);
+/// Iterations with progress after which it is checked whether the group has failed.
+const TURNS_PER_CHECK: u32 = 64;
+
+/// A request with its number and deadline.
+pub(super) struct Pending {
+    request: Request,
+    signature: Signature,
+    ticket: Arc<Ticket>,
+    deadline: Deadline,
+    limit: Duration,
+    /// Its entry in the flight recorder.
+    entry: u64,
+}
+
+/// A message that came before its receive was issued.
+struct Early {
+    peer: usize,
+    message: Arriving,
+    bytes: Vec<u8>,
+}
+
+/// The sends to one rank.
+struct Outbox {
+    queue: VecDeque<Pending>,
+    /// Bytes of the first one that were sent.
+    offset: usize,
+    sender: Sender,
+}
+
+/// See the module.
+pub(super) struct Engine {
+    mesh: Mesh,
+    ids: (u32, u32),
+    segment_bytes: usize,
+    /// By rank.
+    tx: Vec<Outbox>,
+    rx: Vec<Incoming>,
+    /// Receives without a message, in the order of issue.
+    posted: VecDeque<Pending>,
+    /// Messages without a receive, in the order of arrival.
+    early: VecDeque<Early>,
+    /// Bytes of those, and of messages that arrive without a receive.
+    early_bytes: usize,
+    want: Vec<Interest>,
+    board: Option<Board>,
+    bytes_sent: Arc<[AtomicU64]>,
+}
+
+impl Pending {
+    pub(super) fn new(
+        request: Request,
+        ticket: Arc<Ticket>,
+        limit: Duration,
+        (rank, counts): (usize, &Counts),
+    ) -> Pending {
+        let (root, seq) = match request.way {
+            Way::Send { to, .. } => (rank, counts.sent(to)),
+            Way::Receive { from, .. } => {
+                let seq = from.map_or(0, |from| counts.received(from));
+                (from.unwrap_or(rank), seq)
+            }
+        };
+        let operation = &request.operation;
+        let signature = Signature {
+            collective: Collective::SendRecv,
+            method: Method::PointToPoint,
+            dtype: operation.dtype,
+            op: None,
+            root,
+            count: operation.count,
+            lengths: 0,
+            seq,
+            in_memory: false,
+        };
+        Pending {
+            request,
+            signature,
+            ticket,
+            deadline: Deadline::in_(limit),
+            limit,
+            entry: 0,
+        }
+    }
+
+    /// It is in flight from now on.
+    pub(super) fn begun(self, flight: &MessageFlight, counts: &Counts) -> Pending {
+        if let Way::Send { to, .. } = self.request.way {
+            counts.add_sent(to);
+        }
+        self.deadline.at(0);
+        let entry = flight.begin(&self.request.operation, &self.signature);
+        Pending { entry, ..self }
+    }
+
+    /// The error with this request's name.
+    pub(super) fn named(&self, error: Error, rank: usize) -> Error {
+        let mut name = match self.request.way {
+            Way::Receive { from: None, .. } => "send/recv from any rank".to_owned(),
+            _ => self.signature.to_string(),
+        };
+        if self.request.tag != 0 {
+            name = format!("{name} with tag {}", self.request.tag);
+        }
+        if let Some(label) = &self.request.operation.label {
+            name = format!("{name} of {label}");
+        }
+        error.with_rank(rank).with_operation(name)
+    }
+
+    fn finish(self, shared: &Shared, result: Result<usize>) {
+        shared.flight.end(self.entry, result.is_ok());
+        let result = result.map_err(|error| self.named(error, shared.rank));
+        super::lock(&shared.load).pending -= 1;
+        self.ticket.finish(result);
+    }
+
+    /// Whether it receives a message of `peer` with `tag`.
+    fn takes(&self, peer: usize, tag: u32) -> bool {
+        matches!(self.request.way, Way::Receive { from, .. } if from.is_none_or(|from| from == peer))
+            && self.request.tag == tag
+    }
+
+    /// Compares it with the message that it receives.
+    fn compare(&mut self, rank: usize, peer: usize, message: &Arriving) -> Result<()> {
+        self.signature.root = peer;
+        self.signature.seq = message.operation.seq();
+        self.signature.compare(rank, peer, &message.operation)
+    }
+
+    /// The ranks it waits for: what is awaited from each.
+    fn awaited(&self, world: usize, rank: usize) -> Vec<(usize, &'static str)> {
+        match self.request.way {
+            Way::Send { to, .. } => vec![(to, "to take data")],
+            Way::Receive {
+                from: Some(from), ..
+            } => vec![(from, "to send data")],
+            Way::Receive { from: None, .. } => (0..world)
+                .filter(|peer| *peer != rank)
+                .map(|peer| (peer, "to send data"))
+                .collect(),
+        }
+    }
+}
+
+impl Engine {
+    pub(super) fn new(
+        mesh: Mesh,
+        ids: (u32, u32),
+        segment_bytes: usize,
+        board: Option<Board>,
+        bytes_sent: Arc<[AtomicU64]>,
+    ) -> Engine {
+        let world = mesh.world();
+        let outbox = || Outbox {
+            queue: VecDeque::new(),
+            offset: 0,
+            sender: Sender::new(),
+        };
+        Engine {
+            mesh,
+            ids,
+            segment_bytes: segment_bytes.clamp(1, phalanx_wire::frame::MAX_FRAME_BYTES as usize),
+            tx: (0..world).map(|_| outbox()).collect(),
+            rx: (0..world).map(|_| Incoming::new()).collect(),
+            posted: VecDeque::new(),
+            early: VecDeque::new(),
+            early_bytes: 0,
+            want: vec![Interest::default(); world],
+            board,
+            bytes_sent,
+        }
+    }
+
+    /// Why a wait never ends, if this rank has found that.
+    pub(super) fn found(&self) -> Option<&(Found, Poison)> {
+        self.board.as_ref().and_then(Board::found)
+    }
+
+    /// Runs until `enough`, which gets the time since something moved.
+    pub(super) fn run(
+        &mut self,
+        shared: &Shared,
+        beside: bool,
+        enough: impl Fn(Duration) -> bool,
+    ) -> Result<()> {
+        self.mesh.run_beside(beside);
+        let (mut spins, mut turns) = (0_u32, 0_u32);
+        let mut still_since: Option<Instant> = None;
+        let (mut looked, mut is_idle) = (None, false);
+        loop {
+            self.take_inbox(shared)?;
+            let moved = self.progress(shared)?;
+            let quiet = still_since.map_or(Duration::ZERO, |since| since.elapsed());
+            if enough(quiet) {
+                return Ok(());
+            }
+            if moved {
+                (spins, still_since) = (0, None);
+                turns = turns.wrapping_add(1);
+                if turns.is_multiple_of(TURNS_PER_CHECK)
+                    && let Some(poison) = shared.abort.poisoned()
+                {
+                    return Err(poison.to_error());
+                }
+                continue;
+            }
+            let now = Instant::now();
+            let since = *still_since.get_or_insert(now);
+            let until = self.check_deadlines(shared, now)?.min(now + LOOK);
+            if spins > 0 {
+                self.note_wait(shared);
+            }
+            if now.duration_since(*looked.get_or_insert(now)) >= LOOK && shared.is_busy() {
+                looked = Some(now);
+                is_idle = (shared.look)()?;
+            }
+            self.report_stall(shared, is_idle, (since, now));
+            for (peer, want) in self.want.iter_mut().enumerate() {
+                *want = Interest {
+                    send: !self.tx[peer].queue.is_empty(),
+                    recv: !self.rx[peer].gone && !self.rx[peer].is_stuck(),
+                    coming_bytes: self.rx[peer].frame_left,
+                };
+            }
+            let want = std::mem::take(&mut self.want);
+            let idle = self.mesh.idle(&want, spins, until);
+            self.want = want;
+            if let Err(error) = idle {
+                self.forgive(error)?;
+            }
+            spins = spins.saturating_add(1);
+        }
+    }
+
+    /// The loss of a peer from which nothing is expected is not reported here: it may have left in good order, and the
+    /// collectives notice if it has died.
+    fn forgive(&mut self, error: Error) -> Result<()> {
+        let peer = error
+            .peer()
+            .filter(|_| error.kind() == ErrorKind::PeerLost)
+            .filter(|&peer| !self.needs(peer));
+        let Some(peer) = peer else { return Err(error) };
+        self.rx[peer].gone = true;
+        Ok(())
+    }
+
+    /// Whether a request depends on `peer`.
+    fn needs(&self, peer: usize) -> bool {
+        let is_last = (0..self.rx.len())
+            .all(|other| other == peer || other == self.mesh.rank() || self.rx[other].gone);
+        !self.tx[peer].queue.is_empty()
+            || self.rx[peer].is_awaited()
+            || self.posted.iter().any(|pending| match pending.request.way {
+                Way::Receive { from, .. } => from.map_or(is_last, |from| from == peer),
+                Way::Send { .. } => false,
+            })
+    }
+
+    /// Takes the requests that were issued.
+    fn take_inbox(&mut self, shared: &Shared) -> Result<()> {
+        let issued = std::mem::take(&mut *super::lock(&shared.inbox));
+        let mut issued = issued.into_iter();
+        while let Some(pending) = issued.next() {
+            let result = match pending.request.way {
+                Way::Send { to, .. } => {
+                    let gone = self.rx[to].gone;
+                    self.tx[to].queue.push_back(pending);
+                    if gone { Err(left(to)) } else { Ok(()) }
+                }
+                Way::Receive { .. } => self.post(shared, pending),
+            };
+            if result.is_err() {
+                // They fail with the others.
+                super::lock(&shared.inbox).extend(issued);
+                return result;
+            }
+        }
+        let is_closed = super::lock(&shared.load).closed;
+        if is_closed && !self.posted.is_empty() {
+            for pending in std::mem::take(&mut self.posted) {
+                let error = Error::usage("the group was shut down before the message came");
+                pending.finish(shared, Err(error));
+            }
+        }
+        Ok(())
+    }
+
+    /// A receive was issued.
+    fn post(&mut self, shared: &Shared, mut pending: Pending) -> Result<()> {
+        let rank = shared.rank;
+        let fits = |early: &Early| pending.takes(early.peer, early.message.tag);
+        if let Some(early) = self.early.iter().position(fits)
+            && let Some(early) = self.early.remove(early)
+        {
+            self.early_bytes -= early.bytes.len();
+            if let Err(error) = pending.compare(rank, early.peer, &early.message) {
+                self.posted.push_back(pending);
+                return Err(error);
+            }
+            copy(&pending, &early.bytes);
+            pending.finish(shared, Ok(early.peer));
+            return Ok(());
+        }
+        let arriving = self.rx.iter().enumerate().find_map(|(peer, incoming)| {
+            let message = incoming.message.as_ref()?;
+            let is_free = !matches!(message.target, Target::Receive(_));
+            (is_free && pending.takes(peer, message.tag)).then_some(peer)
+        });
+        if let Some(peer) = arriving
+            && let Incoming {
+                message: Some(message),
+                gone,
+                ..
+            } = &mut self.rx[peer]
+        {
+            let mut fits = pending.compare(rank, peer, message);
+            if fits.is_ok() && *gone {
+                fits = Err(left(peer));
+            }
+            if fits.is_err() {
+                self.posted.push_back(pending);
+                return fits;
+            }
+            if let Target::Early(bytes) = &message.target {
+                self.early_bytes -= message.total;
+                copy(&pending, bytes);
+            }
+            message.target = Target::Receive(Box::new(pending));
+            return Ok(());
+        }
+        if let Way::Receive {
+            from: Some(from), ..
+        } = pending.request.way
+            && self.rx[from].gone
+        {
+            self.posted.push_back(pending);
+            return Err(left(from));
+        }
+        self.posted.push_back(pending);
+        Ok(())
+    }
+
+    /// Moves what the links take and give; true if a byte moved.
+    fn progress(&mut self, shared: &Shared) -> Result<bool> {
+        let mut moved = false;
+        for peer in 0..self.tx.len() {
+            if !self.tx[peer].queue.is_empty() {
+                moved |= self.send(shared, peer)?;
+            }
+        }
+        for peer in 0..self.rx.len() {
+            if peer == shared.rank || self.rx[peer].gone {
+                continue;
+            }
+            match self.receive(shared, peer) {
+                Ok(came) => moved |= came,
+                Err(error) => self.forgive(error)?,
+            }
+        }
+        Ok(moved)
+    }
+
+    fn send(&mut self, shared: &Shared, peer: usize) -> Result<bool> {
+        let mut moved = false;
+        let outbox = &mut self.tx[peer];
+        while let Some(pending) = outbox.queue.front() {
+            let Way::Send { from, .. } = pending.request.way else {
+                return Err(Error::internal("a receive among the sends"));
+            };
+            let length = (pending.request.bytes - outbox.offset).min(self.segment_bytes);
+            let frame = Frame {
+                step: pending.request.tag,
+                offset: outbox.offset as u64,
+                length: length as u32,
+            };
+            let payload: &[u8] = if length == 0 {
+                &[]
+            } else {
+                // SAFETY: within the memory of the request, which is readable and initialised until it is over; it is
+                // not over, since it is in the queue.
+                unsafe { std::slice::from_raw_parts(from.add(outbox.offset), length) }
+            };
+            let context = FrameContext {
+                signature: &pending.signature,
+                generation: self.ids.0,
+                group: self.ids.1,
+                rank: shared.rank,
+            };
+            let link = self.mesh.link(peer);
+            let progress = outbox.sender.step(link, &frame, payload, &context)?;
+            moved |= progress.moved;
+            if !progress.done {
+                break;
+            }
+            self.bytes_sent[peer].fetch_add(length as u64, Ordering::Relaxed);
+            outbox.offset += length;
+            if outbox.offset == pending.request.bytes
+                && let Some(pending) = outbox.queue.pop_front()
+            {
+                outbox.offset = 0;
+                pending.finish(shared, Ok(peer));
+            }
+        }
+        Ok(moved)
+    }
+
+    fn receive(&mut self, shared: &Shared, peer: usize) -> Result<bool> {
+        let mut moved = false;
+        loop {
+            let incoming = &mut self.rx[peer];
+            if let Some(header) = incoming.header_left() {
+                let n = self.mesh.link(peer).try_recv(header)?;
+                if n == 0 {
+                    return Ok(moved);
+                }
+                moved = true;
+                let Some(header) = incoming.fill_header(peer, n)? else {
+                    continue;
+                };
+                // A message that has begun to come was counted.
+                let seq = match incoming.message {
+                    Some(_) => shared.counts.received(peer).wrapping_sub(1),
+                    None => shared.counts.received(peer),
+                };
+                if incoming.accept(&header, peer, self.ids, seq)? {
+                    shared.counts.add_received(peer);
+                    self.meet(shared, peer)?;
+                }
+            }
+            let incoming = &mut self.rx[peer];
+            let Some(message) = &mut incoming.message else {
+                return Err(Error::internal("a frame without a message"));
+            };
+            if matches!(message.target, Target::None) {
+                // There may be room now.
+                if !make_room(&mut self.early_bytes, message) {
+                    return Ok(moved);
+                }
+            }
+            while incoming.frame_left > 0 {
+                let length = incoming.frame_left;
+                let link = self.mesh.link(peer);
+                let n = match &mut message.target {
+                    Target::None => 0,
+                    Target::Early(bytes) => {
+                        bytes.resize(message.got + length, 0);
+                        link.try_recv(&mut bytes[message.got..])?
+                    }
+                    Target::Receive(pending) => {
+                        let Way::Receive { into, .. } = pending.request.way else {
+                            return Err(Error::internal("a message for a send"));
+                        };
+                        // SAFETY: within the memory of the request: its length is the message's, which is at least
+                        // `got + frame_left`. It is writable and nothing else accesses it until it is over.
+                        let place = unsafe {
+                            std::slice::from_raw_parts_mut(into.add(message.got), length)
+                        };
+                        link.try_recv(place)?
+                    }
+                };
+                if n == 0 {
+                    return Ok(moved);
+                }
+                moved = true;
+                message.got += n;
+                incoming.frame_left -= n;
+            }
+            let is_whole = message.got == message.total;
+            incoming.next_frame();
+            if is_whole && let Some(mut message) = incoming.message.take() {
+                match std::mem::replace(&mut message.target, Target::None) {
+                    Target::Receive(pending) => pending.finish(shared, Ok(peer)),
+                    Target::Early(bytes) => self.early.push_back(Early {
+                        peer,
+                        message,
+                        bytes,
+                    }),
+                    Target::None => return Err(Error::internal("a message without a place")),
+                }
+            }
+        }
+    }
+
+    /// A message of `peer` begins to come: finds its receive.
+    fn meet(&mut self, shared: &Shared, peer: usize) -> Result<()> {
+        let Some(message) = &mut self.rx[peer].message else {
+            return Ok(());
+        };
+        let tag = message.tag;
+        let found = self.posted.iter_mut().find(|p| p.takes(peer, tag));
+        if let Some(pending) = found {
+            // Compared in its place, to fail with the others.
+            pending.compare(shared.rank, peer, message)?;
+        }
+        let found = self.posted.iter().position(|p| p.takes(peer, tag));
+        if let Some(pending) = found.and_then(|at| self.posted.remove(at)) {
+            message.target = Target::Receive(Box::new(pending));
+        } else {
+            make_room(&mut self.early_bytes, message);
+        }
+        Ok(())
+    }
+
+    /// All requests, in no order.
+    fn pending(&self) -> impl Iterator<Item = &Pending> {
+        let arriving =
+            self.rx
+                .iter()
+                .filter_map(|incoming| match &incoming.message.as_ref()?.target {
+                    Target::Receive(pending) => Some(&**pending),
+                    _ => None,
+                });
+        let sends = self.tx.iter().flat_map(|outbox| &outbox.queue);
+        sends.chain(arriving).chain(&self.posted)
+    }
+
+    /// The next deadline.
+    fn check_deadlines(&self, shared: &Shared, now: Instant) -> Result<Instant> {
+        let mut next = now + LOOK;
+        let busy = || shared.flight.others_busy();
+        let (world, rank) = (self.rx.len(), shared.rank);
+        let passed = |pending: &&Pending| pending.deadline.has_passed(now, 0, busy);
+        let late: Vec<&Pending> = self.pending().filter(passed).collect();
+        if let Some(first) = late.first() {
+            let mut missing: Vec<(usize, &str)> = late
+                .iter()
+                .flat_map(|late| late.awaited(world, rank))
+                .collect();
+            missing.sort_unstable();
+            missing.dedup_by_key(|(peer, _)| *peer);
+            let ranks: Vec<usize> = missing.iter().map(|(peer, _)| *peer).collect();
+            let blame = shared.flight.blame(&ranks);
+            let (text, only) = first.deadline.late(&missing, "", blame);
+            let error = Error::timeout(text);
+            return Err(match only {
+                Some(peer) => error.with_peer(peer),
+                None => error,
+            });
+        }
+        for pending in self.pending() {
+            next = next.min(pending.deadline.at(0));
+        }
+        Ok(next)
+    }
+
+    /// Records which ranks a waiting thread waits for.
+    fn note_wait(&self, shared: &Shared) {
+        let (world, rank) = (self.rx.len(), shared.rank);
+        let mut waiting = self
+            .pending()
+            .filter(|p| p.ticket.waiters.some())
+            .peekable();
+        let Some(first) = waiting.peek() else { return };
+        let (entry, limit) = (first.entry, first.limit);
+        let ranks = waiting.flat_map(|p| p.awaited(world, rank));
+        shared
+            .flight
+            .waiting(entry, ranks.map(|(peer, _)| peer), limit);
+    }
+
+    /// Nothing has moved since the first of the `times`: tells the other ranks, if a thread waits.
+    /// `is_idle`: it has no collectives in flight either.
+    fn report_stall(&mut self, shared: &Shared, is_idle: bool, times: (Instant, Instant)) {
+        let Some(mut board) = self.board.take() else {
+            return;
+        };
+        let mut waiting = self
+            .pending()
+            .filter(|p| p.ticket.waiters.some())
+            .peekable();
+        let first = waiting.peek();
+        if let Some(first) = first {
+            let signature = first.signature;
+            let awaits = waiting.filter_map(|pending| {
+                let (peer, takes) = match pending.request.way {
+                    Way::Send { to, .. } => (to, None),
+                    // Any of two is the other one.
+                    Way::Receive { from, .. } => {
+                        let other = (self.rx.len() == 2).then(|| 1 - shared.rank);
+                        let peer = from.or(other)?;
+                        let arriving = self.rx[peer].message.as_ref();
+                        let is_here = arriving.is_some_and(|message| {
+                            matches!(&message.target, Target::Receive(p) if p.entry == pending.entry)
+                        });
+                        let seen = shared.counts.received(peer);
+                        (peer, Some(seen - u64::from(is_here)))
+                    }
+                };
+                Some(Awaited {
+                    peer,
+                    data: takes.is_some(),
+                    takes,
+                })
+            });
+            let rest = match shared.users.is_one() && is_idle {
+                true => Rest::Blocked,
+                false => Rest::Active,
+            };
+            board.stalled(&signature, &shared.counts.begun(rest), awaits, times);
+        } else {
+            drop(waiting);
+        }
+        self.board = Some(board);
+    }
+
+    /// Ends all requests with an error.
+    pub(super) fn fail(&mut self, shared: &Shared, error: &Error) {
+        let mut all = std::mem::take(&mut *super::lock(&shared.inbox));
+        for outbox in &mut self.tx {
+            all.extend(outbox.queue.drain(..));
+        }
+        for incoming in &mut self.rx {
+            // What still comes of it finds no place.
+            incoming.gone = true;
+            if let Some(message) = incoming.message.take()
+                && let Target::Receive(pending) = message.target
+            {
+                all.push(*pending);
+            }
+        }
+        all.extend(self.posted.drain(..));
+        for pending in all {
+            pending.finish(shared, Err(error.clone()));
+        }
+    }
+}
+
+impl Incoming {
+    /// A message has begun to come for which there is a receive.
+    fn is_awaited(&self) -> bool {
+        let message = self.message.as_ref();
+        message.is_some_and(|message| matches!(message.target, Target::Receive(_)))
+    }
+
+    /// A message has begun to come for which there is neither a receive nor room.
+    fn is_stuck(&self) -> bool {
+        let message = self.message.as_ref();
+        message.is_some_and(|message| matches!(message.target, Target::None))
+    }
+}
+
+/// Reserves memory for a message without a receive, if there is room.
+fn make_room(early_bytes: &mut usize, message: &mut Arriving) -> bool {
+    let mut bytes = Vec::new();
+    let fits = message.total <= EARLY_MAX - (*early_bytes).min(EARLY_MAX)
+        && bytes.try_reserve_exact(message.total).is_ok();
+    if fits {
+        *early_bytes += message.total;
+        message.target = Target::Early(bytes);
+    }
+    fits
+}
+
+/// Copies what has come of a message to its receive.
+fn copy(pending: &Pending, bytes: &[u8]) {
+    if let Way::Receive { into, .. } = pending.request.way
+        && !bytes.is_empty()
+    {
+        // SAFETY: the request's memory has the message's length, of which these are the first bytes; it is writable, and
+        // nothing else accesses it until the request is over.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), into, bytes.len()) };
+    }
+}
+
+fn left(peer: usize) -> Error {
+    let how = format!("rank {peer} left the group while data was expected from it");
+    Error::peer_lost(peer, how)
+}
+
+/// An operation of a message, for the flight recorder and for messages.
+impl Operation {
+    /// A send or receive of `count` elements from `root` to `target`.
+    pub(crate) fn message(
+        dtype: crate::DType,
+        count: usize,
+        (root, target): (usize, usize),
+    ) -> Operation {
+        Operation {
+            collective: Collective::SendRecv,
+            method: Method::PointToPoint,
+            short_segments: false,
+            automatic: false,
+            dtype: Some(dtype),
+            op: None,
+            root,
+            target,
+            count,
+            tail_padding: 0,
+            lengths: 0,
+            plan: None,
+            label: None,
+            timeout: None,
+        }
+    }
+}
