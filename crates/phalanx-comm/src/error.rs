@@ -31,8 +31,8 @@ pub enum ErrorKind {
     /// came too late. It cannot join any more; the message says what they waited for.
     Excluded,
     /// Occurs when two ranks are in different operations (one took another branch of
-    /// the program), or ranks wait for each other in a cycle (each sends and no rank
-    /// receives). The message names both sides, or the cycle.
+    /// the program), or ranks wait for each other in a cycle (each receives and no rank
+    /// sends). The message names both sides, or the cycle.
     Desync,
     /// Occurs when a peer sent bytes that do not follow the protocol.
     Protocol,

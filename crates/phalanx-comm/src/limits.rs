@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Raises the soft limit for open files of this process to the hard limit, as forming a group does: in each group, a
-/// rank has two connections to every rank of another host and a pidfd for every rank of its own host. For programs that
+/// rank has three connections to every rank of another host and a pidfd for every rank of its own host. For programs that
 /// start ranks and keep pipes to them.
 pub fn raise_open_files() {
     let limit = getrlimit(Resource::Nofile);

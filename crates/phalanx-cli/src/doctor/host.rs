@@ -212,12 +212,12 @@ fn memory_check(here: usize) -> Check {
 }
 
 /// Files and sockets of a rank with two groups, or of the launcher of these ranks, which needs more for each of them: a
-/// rank has two connections to each rank of another host in each group, and the store has three clients a rank.
+/// rank has three connections to each rank of another host in each group, and the store has three clients a rank.
 fn open_files(world: usize, here: usize) -> Check {
     const NAME: &str = "open_files";
     const OWN: u64 = 16;
     let (world, here) = (world as u64, here as u64);
-    let needed = OWN + 5 * here + 7 * world.saturating_sub(here);
+    let needed = OWN + 5 * here + 9 * world.saturating_sub(here);
     let limit = getrlimit(Resource::Nofile).current;
     let ranks = plural(world as usize, "rank");
     let found = match limit {

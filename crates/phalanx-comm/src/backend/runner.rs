@@ -89,6 +89,11 @@ impl Runner {
         Arc::clone(&self.messages)
     }
 
+    /// Takes in messages that others send to this rank, which waits for something else.
+    pub(crate) fn listen(&self) {
+        listen(&self.messages);
+    }
+
     /// As [`Backend::arena`].
     pub(crate) fn arena(&self) -> Option<Arc<Arena>> {
         self.backend.arena()
@@ -171,18 +176,16 @@ impl Runner {
             _ => self.limits.op_timeout,
         });
         self.flight.set_limit(limit);
+        let (users, beside) = (&*self.users, self.beside);
+        let is_blocked = || users.wait_for_collective(beside);
         let context = RunContext {
             operation,
             signature,
             deadline: &Deadline::in_(limit),
             flight: &mut self.flight,
             board: self.board.as_mut(),
-            begun: self.counts.begun(self.users.rest(self.beside)),
-            listen: &|| {
-                if let Some(messages) = self.messages.get().and_then(Weak::upgrade) {
-                    messages.listen();
-                }
-            },
+            begun: self.counts.begun(&is_blocked),
+            listen: &|| listen(&self.messages),
         };
         let result = run(&mut *self.backend, context);
         self.flight.end(signature, result.is_ok());
@@ -248,5 +251,11 @@ impl Runner {
         }
         let first = self.failed.as_ref()?;
         Some(Error::aborted(self.rank, first.message()).with_source(first.clone()))
+    }
+}
+
+fn listen(messages: &OnceLock<Weak<Messages>>) {
+    if let Some(messages) = messages.get().and_then(Weak::upgrade) {
+        messages.listen();
     }
 }

@@ -96,8 +96,9 @@ impl ProcessGroup {
     /// Messages do not wait for collectives, nor these for messages. Those from one rank to another with one tag arrive
     /// in the order in which they were sent.
     ///
-    /// *Blocks until* the other rank has taken the data in. It does so while it waits in any operation of this group,
-    /// and keeps up to 1 GiB of messages for which it has issued no receive. So ranks may send to each other first and
+    /// *Blocks until* the data is on its way: in a buffer between the ranks, which holds up to 1 MiB, or taken in by the
+    /// other rank. That one takes messages in while it waits in any operation of this group, and keeps up to 1 GiB of
+    /// them for which it has issued no receive. So ranks may send to each other first and
     /// receive later. (A rank that computes takes nothing in; [`send_async`](ProcessGroup::send_async) does not wait for
     /// it.)
     ///
@@ -146,7 +147,8 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// As for all operations, see [`ProcessGroup`]. `Desync` when the message has another type or number of elements,
-    /// and, after a moment, when rank `from` waits for this rank, which has not sent.
+    /// and, after some seconds, when rank `from` waits for this rank, which has not sent. (Where several threads call the
+    /// group's operations, only the deadline ends such a wait.)
     pub fn recv<T: Element>(&self, data: &mut [T], from: impl Into<Peer>) -> Result<usize> {
         let (into, count) = (data.as_mut_ptr(), data.len());
         let request = self.build_recv::<T>(into, count, from.into(), &Call::default())?;
@@ -154,8 +156,8 @@ impl ProcessGroup {
         Ok(peers.first().copied().unwrap_or(self.core.rank))
     }
 
-    /// [`ProcessGroup::recv`] in the background, with the sender's rank. A receive that has not ended when the group
-    /// ends is dropped. PyTorch: `irecv`.
+    /// [`ProcessGroup::recv`] in the background, with the sender's rank. Its deadline counts from now. A receive that has
+    /// not ended when the group ends is dropped. PyTorch: `irecv`.
     pub fn recv_async<T: Element>(
         &self,
         mut data: Bucket<T>,

@@ -62,8 +62,9 @@ use crate::{Bucket, Element, Error, Result};
 /// One rank's membership in a group of ranks that communicate.
 ///
 /// A handle is cheap to clone and may be used from several threads; operations
-/// are then served one at a time in the order in which they were issued. All
-/// ranks must issue the same operations in the same order. When they do not,
+/// are then served one at a time in the order in which they were issued, except sends
+/// and receives, which run beside the others. All ranks must issue the same operations
+/// in the same order. When they do not,
 /// the first rank to notice gets an error that names both sides
 /// ([`ErrorKind::Desync`](crate::ErrorKind::Desync)).
 ///
@@ -381,7 +382,7 @@ impl ProcessGroup {
                 bytes_sent: Arc::clone(&bytes_sent),
                 limits: member.limits,
             },
-            queue.look(),
+            queue.collectives(),
         ));
         // Nothing else sets it.
         let _ = runner_messages.set(Arc::downgrade(&messages));

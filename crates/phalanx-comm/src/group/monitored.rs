@@ -164,6 +164,7 @@ impl Barrier<'_> {
         let until = deadline_in(self.timeout.saturating_add(GRACE));
         let verdict = loop {
             runner.look()?;
+            runner.listen();
             let left = until.saturating_duration_since(Instant::now());
             match self.store.get(&self.verdict(), left.min(SLICE)) {
                 Ok(verdict) => break verdict,
@@ -189,6 +190,7 @@ impl Barrier<'_> {
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         loop {
             runner.look()?;
+            runner.listen();
             let left = until.saturating_duration_since(Instant::now());
             match self.store.wait(&keys, left.min(SLICE)) {
                 Ok(()) => return Ok(Vec::new()),

@@ -14,11 +14,11 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 
 use crate::backend::Runner;
-use crate::messages::Look;
+use crate::messages::Collectives;
 use crate::stall::{Users, this_thread};
 use crate::transport::{AbortHandle, Poison};
 use crate::wait::{Callers, take_short_turns};
@@ -171,16 +171,25 @@ impl Queue {
         Self::run_if_idle_on(&self.shared, operation)
     }
 
-    /// A check for messages in flight: whether the ranks live, and whether no operation is issued.
-    pub(super) fn look(&self) -> Look {
+    /// What messages in flight ask this queue.
+    pub(super) fn collectives(&self) -> Collectives {
         let shared = Arc::downgrade(&self.shared);
-        Box::new(move || {
-            let Some(shared) = shared.upgrade().filter(|shared| !shared.lock().closed) else {
-                return Ok(false);
-            };
-            let looked = Self::run_if_idle_on(&shared, |runner| runner.look());
-            looked.map_or(Ok(false), |looked| looked.map(|()| true))
-        })
+        let same = Weak::clone(&shared);
+        Collectives {
+            look: Box::new(move || {
+                let Some(shared) = shared.upgrade().filter(|shared| !shared.lock().closed) else {
+                    return Ok(());
+                };
+                let looked = Self::run_if_idle_on(&shared, |runner| runner.look());
+                looked.unwrap_or(Ok(()))
+            }),
+            is_idle: Box::new(move || {
+                same.upgrade().is_some_and(|shared| {
+                    let state = shared.lock();
+                    state.serving == state.next_ticket
+                })
+            }),
+        }
     }
 
     /// Fails if this thread may not issue an operation.

@@ -20,7 +20,7 @@ pub struct OpTimes {
 /// An operation in flight. It owns the buffers given to it; [`Work::wait`] returns
 /// them.
 ///
-/// Operations of one group run, and complete, in the order in which they were issued.
+/// Operations of one group run, and complete, in the order in which they were issued, except sends and receives.
 /// Dropping a `Work` without waiting is safe: the operation still runs (the other ranks
 /// expect it), its memory is freed when it is over, and a failure is reported by the
 /// next operation of the group. As that is rarely intended, the compiler warns. This
@@ -161,7 +161,10 @@ impl<B> Work<B> {
                 };
                 return Ok(result.map(|value| (value, times)));
             }
-            waiting.get_or_insert_with(|| self.callers.wait());
+            // A thread that waits with a limit does something else soon.
+            if until.is_none() {
+                waiting.get_or_insert_with(|| self.callers.wait());
+            }
             let changed = &self.shared.changed;
             state = match until.map(|until| until.saturating_duration_since(Instant::now())) {
                 // Needs no deadline: this operation and all before it have one, and a

@@ -12,7 +12,7 @@ use crate::exec::{Frame, FrameContext, Sender};
 use crate::operation::{Operation, Signature};
 use crate::plan::{Collective, Method};
 use crate::recorder::MessageFlight;
-use crate::stall::{Awaited, Board, Counts, Found, Rest};
+use crate::stall::{Awaited, Board, Counts, Found};
 use crate::transport::{Interest, Mesh, Poison};
 use crate::{Error, ErrorKind, Result};
 
@@ -23,6 +23,10 @@ pub(super) const EARLY_MAX: usize = 1 << 30;
 const LOOK: Duration = Duration::from_millis(100);
 /// Iterations with progress after which it is checked whether the group has failed.
 const TURNS_PER_CHECK: u32 = 64;
+/// Frames of one peer that are received at a time.
+const FRAMES: usize = 16;
+/// What a message without a receive counts besides its bytes.
+const EARLY_BYTES: usize = 256;
 
 /// A request with its number and deadline.
 pub(super) struct Pending {
@@ -47,7 +51,7 @@ struct Outbox {
     queue: VecDeque<Pending>,
     /// Bytes of the first one that were sent.
     offset: usize,
-    sender: Sender,
+    sender: Option<Sender>,
 }
 
 /// See the module.
@@ -65,6 +69,8 @@ pub(super) struct Engine {
     /// Bytes of those, and of messages that arrive without a receive.
     early_bytes: usize,
     want: Vec<Interest>,
+    /// The entry of the message that a thread was noted to wait for.
+    noted: Option<u64>,
     board: Option<Board>,
     bytes_sent: Arc<[AtomicU64]>,
 }
@@ -150,6 +156,12 @@ impl Pending {
         self.signature.compare(rank, peer, &message.operation)
     }
 
+    /// It has its message.
+    fn matched(&self, shared: &Shared) {
+        let flight = &shared.flight;
+        flight.matched(self.entry, &self.signature, shared.rank);
+    }
+
     /// The ranks it waits for: what is awaited from each.
     fn awaited(&self, world: usize, rank: usize) -> Vec<(usize, &'static str)> {
         match self.request.way {
@@ -177,7 +189,7 @@ impl Engine {
         let outbox = || Outbox {
             queue: VecDeque::new(),
             offset: 0,
-            sender: Sender::new(),
+            sender: None,
         };
         Engine {
             mesh,
@@ -189,6 +201,7 @@ impl Engine {
             early: VecDeque::new(),
             early_bytes: 0,
             want: vec![Interest::default(); world],
+            noted: None,
             board,
             bytes_sent,
         }
@@ -209,10 +222,11 @@ impl Engine {
         self.mesh.run_beside(beside);
         let (mut spins, mut turns) = (0_u32, 0_u32);
         let mut still_since: Option<Instant> = None;
-        let (mut looked, mut is_idle) = (None, false);
+        let mut looked = None;
         loop {
             self.take_inbox(shared)?;
-            let moved = self.progress(shared)?;
+            // What nobody waits for is read only when nothing else moves.
+            let moved = self.progress(shared, false)? || self.progress(shared, true)?;
             let quiet = still_since.map_or(Duration::ZERO, |since| since.elapsed());
             if enough(quiet) {
                 return Ok(());
@@ -220,10 +234,11 @@ impl Engine {
             if moved {
                 (spins, still_since) = (0, None);
                 turns = turns.wrapping_add(1);
-                if turns.is_multiple_of(TURNS_PER_CHECK)
-                    && let Some(poison) = shared.abort.poisoned()
-                {
-                    return Err(poison.to_error());
+                if turns.is_multiple_of(TURNS_PER_CHECK) {
+                    if let Some(poison) = shared.abort.poisoned() {
+                        return Err(poison.to_error());
+                    }
+                    self.check_deadlines(shared, Instant::now())?;
                 }
                 continue;
             }
@@ -235,9 +250,9 @@ impl Engine {
             }
             if now.duration_since(*looked.get_or_insert(now)) >= LOOK && shared.is_busy() {
                 looked = Some(now);
-                is_idle = (shared.look)()?;
+                (shared.collectives.look)()?;
             }
-            self.report_stall(shared, is_idle, (since, now));
+            self.report_stall(shared, (since, now));
             for (peer, want) in self.want.iter_mut().enumerate() {
                 *want = Interest {
                     send: !self.tx[peer].queue.is_empty(),
@@ -315,12 +330,13 @@ impl Engine {
         if let Some(early) = self.early.iter().position(fits)
             && let Some(early) = self.early.remove(early)
         {
-            self.early_bytes -= early.bytes.len();
+            self.early_bytes -= early.bytes.len() + EARLY_BYTES;
             if let Err(error) = pending.compare(rank, early.peer, &early.message) {
                 self.posted.push_back(pending);
                 return Err(error);
             }
             copy(&pending, &early.bytes);
+            pending.matched(shared);
             pending.finish(shared, Ok(early.peer));
             return Ok(());
         }
@@ -345,26 +361,24 @@ impl Engine {
                 return fits;
             }
             if let Target::Early(bytes) = &message.target {
-                self.early_bytes -= message.total;
+                self.early_bytes -= message.total + EARLY_BYTES;
                 copy(&pending, bytes);
             }
+            pending.matched(shared);
             message.target = Target::Receive(Box::new(pending));
             return Ok(());
         }
-        if let Way::Receive {
-            from: Some(from), ..
-        } = pending.request.way
-            && self.rx[from].gone
-        {
-            self.posted.push_back(pending);
-            return Err(left(from));
-        }
+        let ranks = pending.awaited(self.rx.len(), rank);
         self.posted.push_back(pending);
-        Ok(())
+        match ranks.iter().all(|(peer, _)| self.rx[*peer].gone) {
+            true => Err(left(ranks.first().map_or(rank, |(peer, _)| *peer))),
+            false => Ok(()),
+        }
     }
 
-    /// Moves what the links take and give; true if a byte moved.
-    fn progress(&mut self, shared: &Shared) -> Result<bool> {
+    /// Moves what the links take and give, from `all` peers or only those of which something is awaited; true if a byte
+    /// moved.
+    fn progress(&mut self, shared: &Shared, all: bool) -> Result<bool> {
         let mut moved = false;
         for peer in 0..self.tx.len() {
             if !self.tx[peer].queue.is_empty() {
@@ -372,7 +386,7 @@ impl Engine {
             }
         }
         for peer in 0..self.rx.len() {
-            if peer == shared.rank || self.rx[peer].gone {
+            if peer == shared.rank || self.rx[peer].gone || !(all || self.awaits(peer)) {
                 continue;
             }
             match self.receive(shared, peer) {
@@ -381,6 +395,12 @@ impl Engine {
             }
         }
         Ok(moved)
+    }
+
+    /// Whether a message of `peer` in particular is awaited, or has begun to come.
+    fn awaits(&self, peer: usize) -> bool {
+        let is_from = |pending: &Pending| matches!(pending.request.way, Way::Receive { from: Some(from), .. } if from == peer);
+        self.rx[peer].message.is_some() || self.posted.iter().any(is_from)
     }
 
     fn send(&mut self, shared: &Shared, peer: usize) -> Result<bool> {
@@ -410,7 +430,8 @@ impl Engine {
                 rank: shared.rank,
             };
             let link = self.mesh.link(peer);
-            let progress = outbox.sender.step(link, &frame, payload, &context)?;
+            let sender = outbox.sender.get_or_insert_with(Sender::new);
+            let progress = sender.step(link, &frame, payload, &context)?;
             moved |= progress.moved;
             if !progress.done {
                 break;
@@ -429,7 +450,7 @@ impl Engine {
 
     fn receive(&mut self, shared: &Shared, peer: usize) -> Result<bool> {
         let mut moved = false;
-        loop {
+        for _ in 0..FRAMES {
             let incoming = &mut self.rx[peer];
             if let Some(header) = incoming.header_left() {
                 let n = self.mesh.link(peer).try_recv(header)?;
@@ -502,6 +523,7 @@ impl Engine {
                 }
             }
         }
+        Ok(moved)
     }
 
     /// A message of `peer` begins to come: finds its receive.
@@ -517,6 +539,7 @@ impl Engine {
         }
         let found = self.posted.iter().position(|p| p.takes(peer, tag));
         if let Some(pending) = found.and_then(|at| self.posted.remove(at)) {
+            pending.matched(shared);
             message.target = Target::Receive(Box::new(pending));
         } else {
             make_room(&mut self.early_bytes, message);
@@ -567,23 +590,29 @@ impl Engine {
     }
 
     /// Records which ranks a waiting thread waits for.
-    fn note_wait(&self, shared: &Shared) {
+    fn note_wait(&mut self, shared: &Shared) {
         let (world, rank) = (self.rx.len(), shared.rank);
         let mut waiting = self
             .pending()
             .filter(|p| p.ticket.waiters.some())
             .peekable();
-        let Some(first) = waiting.peek() else { return };
-        let (entry, limit) = (first.entry, first.limit);
+        let first = waiting.peek().map(|first| (first.entry, first.limit));
+        let is_other = |noted: &u64| first.is_none_or(|(entry, _)| entry != *noted);
+        if let Some(before) = self.noted.filter(is_other) {
+            shared.flight.stop_waiting(before);
+        }
         let ranks = waiting.flat_map(|p| p.awaited(world, rank));
-        shared
-            .flight
-            .waiting(entry, ranks.map(|(peer, _)| peer), limit);
+        if let Some((entry, limit)) = first {
+            let ranks = ranks.map(|(peer, _)| peer);
+            shared.flight.waiting(entry, ranks, limit);
+        } else {
+            drop(ranks);
+        }
+        self.noted = first.map(|(entry, _)| entry);
     }
 
     /// Nothing has moved since the first of the `times`: tells the other ranks, if a thread waits.
-    /// `is_idle`: it has no collectives in flight either.
-    fn report_stall(&mut self, shared: &Shared, is_idle: bool, times: (Instant, Instant)) {
+    fn report_stall(&mut self, shared: &Shared, times: (Instant, Instant)) {
         let Some(mut board) = self.board.take() else {
             return;
         };
@@ -615,11 +644,8 @@ impl Engine {
                     takes,
                 })
             });
-            let rest = match shared.users.is_one() && is_idle {
-                true => Rest::Blocked,
-                false => Rest::Active,
-            };
-            board.stalled(&signature, &shared.counts.begun(rest), awaits, times);
+            let is_blocked = || shared.users.is_one() && (shared.collectives.is_idle)();
+            board.stalled(&signature, &shared.counts.begun(&is_blocked), awaits, times);
         } else {
             drop(waiting);
         }
@@ -665,10 +691,11 @@ impl Incoming {
 /// Reserves memory for a message without a receive, if there is room.
 fn make_room(early_bytes: &mut usize, message: &mut Arriving) -> bool {
     let mut bytes = Vec::new();
-    let fits = message.total <= EARLY_MAX - (*early_bytes).min(EARLY_MAX)
+    let cost = message.total.saturating_add(EARLY_BYTES);
+    let fits = cost <= EARLY_MAX - (*early_bytes).min(EARLY_MAX)
         && bytes.try_reserve_exact(message.total).is_ok();
     if fits {
-        *early_bytes += message.total;
+        *early_bytes += cost;
         message.target = Target::Early(bytes);
     }
     fits

@@ -17,7 +17,7 @@ mod engine;
 
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -25,12 +25,16 @@ use self::engine::{Engine, Pending};
 use crate::operation::{Limits, Operation};
 use crate::recorder::MessageFlight;
 use crate::stall::{Board, Counts, Users, end_group};
-use crate::transport::{AbortHandle, Mesh, Waker};
+use crate::transport::{AbortHandle, Mesh, Poison, Waker};
 use crate::wait::{Callers, take_short_turns};
 use crate::{Error, ErrorKind, Result};
 
 /// How long the message thread runs on without messages in flight: more often follow.
 const QUIET: Duration = Duration::from_millis(100);
+/// First and longest time after which a waiting thread tries again to run the engine.
+const PATIENCE: Duration = Duration::from_micros(20);
+/// See [`PATIENCE`].
+const PATIENCE_MAX: Duration = Duration::from_millis(20);
 
 /// A send or receive.
 pub(crate) struct Request {
@@ -94,8 +98,13 @@ pub(crate) struct Messages {
     worker: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// Checks whether the ranks of the group live; true if no collective of this rank is in flight.
-pub(crate) type Look = Box<dyn Fn() -> Result<bool> + Send + Sync>;
+/// What messages ask the collectives of the group.
+pub(crate) struct Collectives {
+    /// Checks whether the ranks live, unless a collective does.
+    pub(crate) look: Box<dyn Fn() -> Result<()> + Send + Sync>,
+    /// Whether none is issued that is not over.
+    pub(crate) is_idle: Box<dyn Fn() -> bool + Send + Sync>,
+}
 
 struct Shared {
     rank: usize,
@@ -111,7 +120,7 @@ struct Shared {
     flight: MessageFlight,
     limits: Limits,
     issued: AtomicU64,
-    look: Look,
+    collectives: Collectives,
 }
 
 /// What there is to do for the message thread.
@@ -119,6 +128,8 @@ struct Shared {
 struct Load {
     /// Requests that are not over.
     pending: usize,
+    /// Threads that run the engine, or wait to.
+    drivers: usize,
     /// A collective waits: take messages in.
     listen: bool,
     /// No more requests come; receives end.
@@ -139,7 +150,12 @@ pub(crate) struct Common {
 
 impl Messages {
     /// On `mesh`, the links of [`Mesh::take_messages`].
-    pub(crate) fn new(mesh: Mesh, ids: (u32, u32), common: Common, look: Look) -> Messages {
+    pub(crate) fn new(
+        mesh: Mesh,
+        ids: (u32, u32),
+        common: Common,
+        collectives: Collectives,
+    ) -> Messages {
         let Common {
             flight,
             board,
@@ -161,7 +177,7 @@ impl Messages {
                 flight,
                 limits,
                 issued: AtomicU64::new(0),
-                look,
+                collectives,
                 engine: Mutex::new(Engine::new(
                     mesh,
                     ids,
@@ -183,10 +199,13 @@ impl Messages {
     pub(crate) unsafe fn run(&self, requests: Vec<Request>) -> Result<Vec<usize>> {
         let waiters = Callers::default();
         let _waiting = waiters.wait();
+        let shared = &*self.shared;
+        let is_first = shared.issued.load(Ordering::Relaxed) == 0;
         let submitted = requests
             .into_iter()
-            .map(|request| self.shared.submit(request, None, waiters.clone()))
+            .map(|request| shared.submit(request, None, waiters.clone(), is_first))
             .collect::<Vec<_>>();
+        shared.enter();
         let (mut peers, mut failure) = (Vec::with_capacity(submitted.len()), None);
         // All of them, also after a failure: their memory is in use until they are over.
         for ticket in submitted {
@@ -196,6 +215,11 @@ impl Messages {
                     failure.get_or_insert(e);
                 }
             }
+        }
+        if shared.exit()
+            && let Err(error) = self.start_worker()
+        {
+            shared.fail(error);
         }
         failure.map_or(Ok(peers), Err)
     }
@@ -220,7 +244,8 @@ impl Messages {
                 then(result);
             }
         });
-        if let Err(error) = self.shared.submit(request, Some(call), waiters)
+        let is_first = self.shared.issued.load(Ordering::Relaxed) == 0;
+        if let Err(error) = self.shared.submit(request, Some(call), waiters, is_first)
             && let Some(then) = lock(&again).take()
         {
             then(Err(error));
@@ -248,7 +273,10 @@ impl Messages {
         while !is_done() {
             match shared.engine.try_lock() {
                 Ok(mut engine) => shared.drive(&mut engine, false, |_| is_done()),
-                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+                Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(1)),
+                Err(TryLockError::Poisoned(engine)) => {
+                    return Err(shared.broken(&mut engine.into_inner()));
+                }
             }
         }
         Ok(())
@@ -261,30 +289,24 @@ impl Messages {
 
     fn wait(&self, ticket: &Ticket) -> Result<usize> {
         let shared = &*self.shared;
+        let mut patience = PATIENCE;
         while !ticket.is_over() {
             match shared.engine.try_lock() {
                 Ok(mut engine) => {
                     shared.drive(&mut engine, false, |_| ticket.is_over());
                 }
-                Err(std::sync::TryLockError::WouldBlock) => {
+                Err(TryLockError::WouldBlock) => {
                     let result = lock(&ticket.result);
-                    // The thread that runs the engine may leave it with our request in it.
+                    // The message thread leaves the engine to us; another thread may end our request.
                     if result.is_none() {
-                        let waited = ticket
-                            .changed
-                            .wait_timeout(result, Duration::from_millis(20));
-                        drop(waited);
+                        drop(ticket.changed.wait_timeout(result, patience));
                     }
+                    patience = (patience * 2).min(PATIENCE_MAX);
                 }
-                Err(std::sync::TryLockError::Poisoned(_)) => {
-                    let error = Error::internal("a thread panicked while it moved messages");
-                    shared.fail(error.clone());
-                    return Err(error.with_rank(shared.rank));
+                Err(TryLockError::Poisoned(engine)) => {
+                    return Err(shared.broken(&mut engine.into_inner()));
                 }
             }
-        }
-        if lock(&shared.load).pending > 0 {
-            self.start_worker()?;
         }
         lock(&ticket.result)
             .clone()
@@ -310,7 +332,7 @@ impl Drop for Messages {
         if std::thread::panicking() {
             // The other ranks must not wait for messages that will never come.
             let cause = format!("rank {} panicked", shared.rank);
-            shared.fail(Error::internal(cause));
+            shared.abort.poison(&Poison::new(shared.rank, cause));
         }
         let mut load = lock(&shared.load);
         (load.closed, load.ended) = (true, true);
@@ -351,17 +373,14 @@ impl Shared {
         request: Request,
         then: Option<Then>,
         waiters: Callers,
+        is_first: bool,
     ) -> Result<Arc<Ticket>> {
         self.users.note();
         let ticket = Ticket::new(then, waiters);
-        let limit =
-            request
-                .operation
-                .timeout
-                .unwrap_or(match self.issued.load(Ordering::Relaxed) {
-                    0 => self.limits.first_op_timeout,
-                    _ => self.limits.op_timeout,
-                });
+        let limit = request.operation.timeout.unwrap_or(match is_first {
+            true => self.limits.first_op_timeout,
+            false => self.limits.op_timeout,
+        });
         let mut inbox = lock(&self.inbox);
         let pending = Pending::new(
             request,
@@ -396,6 +415,32 @@ impl Shared {
         }
     }
 
+    /// A thread wants to run the engine; the message thread leaves it.
+    fn enter(&self) {
+        lock(&self.load).drivers += 1;
+        if let Some(waker) = &self.waker {
+            waker.wake();
+        }
+    }
+
+    /// It does not any more; true if requests of others are in flight.
+    fn exit(&self) -> bool {
+        let mut load = lock(&self.load);
+        load.drivers -= 1;
+        let is_needed = load.drivers == 0 && load.pending > 0;
+        drop(load);
+        self.changed.notify_all();
+        is_needed
+    }
+
+    /// A thread panicked while it ran the engine: ends all requests.
+    fn broken(&self, engine: &mut Engine) -> Error {
+        let error = Error::internal("a thread panicked while it moved messages");
+        let error = self.end_over(engine, error);
+        engine.fail(self, &error);
+        error.with_rank(self.rank)
+    }
+
     /// Ends the group over an error; returns the first cause.
     fn end_over(&self, engine: &Engine, error: Error) -> Error {
         let cause = error.message().to_owned();
@@ -406,6 +451,8 @@ impl Shared {
 
     /// Ends the group while no thread runs the engine.
     fn fail(&self, error: Error) {
+        // First: this ends the waits of a thread that has the engine.
+        self.abort.poison(&Poison::new(self.rank, error.message()));
         let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
         let error = self.end_over(&engine, error);
         engine.fail(self, &error);
@@ -416,8 +463,8 @@ impl Shared {
         take_short_turns();
         loop {
             let mut load = lock(&self.load);
-            while load.pending == 0 && !load.listen {
-                if load.ended {
+            while load.drivers > 0 || (load.pending == 0 && !load.listen) {
+                if load.ended && load.pending == 0 {
                     return;
                 }
                 load = self
@@ -431,10 +478,12 @@ impl Shared {
             match self.engine.lock() {
                 Ok(mut engine) => self.drive(&mut engine, true, |quiet| {
                     let load = lock(&self.load);
-                    load.pending == 0 && (quiet >= QUIET || load.ended)
+                    let is_done = load.pending == 0 && (quiet >= QUIET || load.ended);
+                    is_done || load.drivers > 0
                 }),
-                Err(_) => {
-                    return self.fail(Error::internal("a thread panicked while it moved messages"));
+                Err(engine) => {
+                    self.broken(&mut engine.into_inner());
+                    return;
                 }
             }
         }

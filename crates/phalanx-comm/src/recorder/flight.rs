@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::time::{Duration, Instant};
 
-use super::layout::{entry, state};
+use super::layout::{NO_TICKET, entry, state};
 use super::{Failure, Recorder, Watched, monitor, root};
 use crate::Error;
 use crate::operation::{Operation, Signature};
@@ -421,6 +421,15 @@ impl MessageFlight {
 
     /// A thread waits for the message of `entry`, and for these ranks.
     pub(crate) fn waiting(&self, entry: u64, ranks: impl Iterator<Item = usize>, limit: Duration) {
+        let mine = entry.wrapping_add(1);
+        let current = &self.watched.current;
+        let before = current.compare_exchange(0, mine, Release, Relaxed);
+        // A collective may be in progress.
+        if entry == NO_TICKET || before.is_err_and(|other| other != mine) {
+            return;
+        }
+        let ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+        self.watched.limit_ns.store(ns, Relaxed);
         let (mut mask, mut first) = (NOBODY, NOBODY);
         for rank in ranks {
             set_rank(&mut mask, rank);
@@ -438,15 +447,25 @@ impl MessageFlight {
         if let Some(cell) = &self.cell {
             cell.await_ranks(&mask);
         }
-        let ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+    }
+
+    /// No thread waits for the message of `entry` any more.
+    pub(crate) fn stop_waiting(&self, entry: u64) -> bool {
+        let mine = entry.wrapping_add(1);
         let current = &self.watched.current;
-        // A collective may be in progress.
-        if current
-            .compare_exchange(0, entry.wrapping_add(1), Release, Relaxed)
-            .is_ok()
-        {
-            self.watched.limit_ns.store(ns, Relaxed);
+        let is_mine = current.compare_exchange(mine, 0, Release, Relaxed).is_ok();
+        if let Some(cell) = self.cell.as_ref().filter(|_| is_mine) {
+            cell.await_ranks(&NOBODY);
         }
+        is_mine
+    }
+
+    /// A receive has found its message.
+    pub(crate) fn matched(&self, entry: u64, signature: &Signature, target: usize) {
+        let words = self.recorder.memory.entry(entry);
+        words[entry::SEQ].store(signature.seq, Relaxed);
+        let root = (target as u64) << 32 | signature.root as u64;
+        words[entry::ROOT].store(root, Relaxed);
     }
 
     /// The message is over, successfully or not.
@@ -460,14 +479,9 @@ impl MessageFlight {
                 .for_each(|at| words[at].store(0, Relaxed));
             self.recorder.forget_wide(entry);
         }
-        let mine = entry.wrapping_add(1);
-        let current = &self.watched.current;
-        if current.compare_exchange(mine, 0, Release, Relaxed).is_ok() {
+        if entry != NO_TICKET && self.stop_waiting(entry) {
             let started = words[entry::STARTED].load(Relaxed);
             words[entry::WAITED].store(now.saturating_sub(started), Relaxed);
-            if let Some(cell) = &self.cell {
-                cell.await_ranks(&NOBODY);
-            }
         }
         let state = if is_ok { state::DONE } else { state::ABORTED };
         words[entry::STATE].store(state, Release);

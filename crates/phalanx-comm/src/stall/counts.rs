@@ -54,28 +54,20 @@ impl Counts {
         counts
     }
 
-    /// For a report.
-    pub(crate) fn begun(&self, rest: Rest) -> Begun<'_> {
-        Begun { counts: self, rest }
+    /// For a report; `is_blocked`: whether the rank does nothing else in the group before it leaves the reported wait.
+    pub(crate) fn begun<'a>(&'a self, is_blocked: &'a dyn Fn() -> bool) -> Begun<'a> {
+        Begun {
+            counts: self,
+            is_blocked,
+        }
     }
-}
-
-/// Whether a rank may do something else in a group while it waits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Rest {
-    /// It may.
-    Active,
-    /// Probably not: its thread waits for the communication thread, but may be about to return.
-    Waits,
-    /// It does not before it leaves the reported wait.
-    Blocked,
 }
 
 /// What a rank has begun, as it reports a wait.
 #[derive(Clone, Copy)]
 pub(crate) struct Begun<'a> {
     counts: &'a Counts,
-    pub(super) rest: Rest,
+    pub(super) is_blocked: &'a dyn Fn() -> bool,
 }
 
 impl Begun<'_> {
@@ -123,18 +115,15 @@ impl Users {
         }
     }
 
-    /// Whether only one thread has called operations: while it waits, the rank does nothing else.
+    /// Whether only one thread has called operations. While it waits, the rank does nothing else, unless another one
+    /// calls its first: so circles of messages count only after a while.
     pub(crate) fn is_one(&self) -> bool {
         !self.many.load(Ordering::Relaxed)
     }
 
-    /// What the rank does besides the collective that runs, on the communication thread if `beside`.
-    pub(crate) fn rest(&self, beside: bool) -> Rest {
-        match (self.is_one(), beside) {
-            (true, false) => Rest::Blocked,
-            (true, true) if self.callers.some() => Rest::Waits,
-            _ => Rest::Active,
-        }
+    /// Whether the rank does nothing besides the collective that runs, on the communication thread if `beside`.
+    pub(crate) fn wait_for_collective(&self, beside: bool) -> bool {
+        self.is_one() && (!beside || self.callers.some())
     }
 }
 

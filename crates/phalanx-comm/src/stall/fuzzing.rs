@@ -1,7 +1,7 @@
 //! Fuzzes the posts of stalled ranks, which every waiting rank reads.
 
 use super::circle;
-use super::counts::{Counts, Rest};
+use super::counts::Counts;
 use super::post::{AWAITED_MAX, Awaited, Post};
 use crate::plan::Collective;
 use phalanx_wire::frame::{Header, Kind};
@@ -52,7 +52,7 @@ pub(crate) fn posts_seeds() -> Vec<Vec<u8>> {
             takes: takes.then_some(2),
         };
         let counts = Counts::of(3, &[(1, 1), (0, 0), (2, 2)]);
-        let begun = counts.begun(Rest::Blocked);
+        let begun = counts.begun(&|| true);
         Post::new(header, &begun, (1, 1), [awaited].into_iter())
     };
     let all = |posts: &[Post]| {

@@ -27,7 +27,7 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-pub(crate) use self::counts::{Begun, Counts, Rest, Users, this_thread};
+pub(crate) use self::counts::{Begun, Counts, Users, this_thread};
 pub(crate) use self::post::Awaited;
 
 use self::circle::Suspect;
@@ -116,7 +116,8 @@ pub(crate) fn end_group(
         None if is_circle_with(&p.cause, rank) => {
             Error::new(ErrorKind::Desync, p.cause).with_source(error)
         }
-        None if is_first => error,
+        // Or this rank has found it twice.
+        None if is_first || p.origin_rank == rank => error,
         None => Error::aborted(p.origin_rank, p.cause).with_source(error),
     }
 }
@@ -325,7 +326,7 @@ mod tests {
             in_memory: false,
         };
         let counts = Counts::new(0);
-        let begun = counts.begun(Rest::Blocked);
+        let begun = counts.begun(&|| true);
         let start = Instant::now();
         let mut stalled = |since: Duration, now: Duration| {
             let times = (start + since, start + now);

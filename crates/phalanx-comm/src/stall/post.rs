@@ -2,7 +2,7 @@
 
 use phalanx_wire::frame::Header;
 
-use super::counts::{Begun, Rest};
+use super::counts::Begun;
 use crate::operation::PeerOperation;
 use crate::plan::Collective;
 
@@ -49,8 +49,8 @@ pub(super) struct Post {
     counts: Vec<Counted>,
     /// Whether there was room for all counts.
     is_complete: bool,
-    /// What else the rank may do while it waits.
-    pub(super) rest: Rest,
+    /// The rank does nothing else in this group while it waits.
+    pub(super) is_blocked: bool,
 }
 
 /// Bytes of an [`Awaited`] in a post.
@@ -88,7 +88,7 @@ impl Post {
             awaits: awaits.take(most).collect(),
             counts: kept,
             is_complete: counts.next().is_none(),
-            rest: begun.rest,
+            is_blocked: (begun.is_blocked)(),
         }
     }
 
@@ -102,7 +102,7 @@ impl Post {
         for number in [self.begun, self.stall, self.turn] {
             bytes.extend(number.to_le_bytes());
         }
-        bytes.push(u8::from(self.is_complete) | (self.rest as u8) << 1);
+        bytes.push(u8::from(self.is_complete) | u8::from(self.is_blocked) << 1);
         bytes.push(self.awaits.len() as u8);
         for awaited in &self.awaits {
             // Ranks are below 2³²: a group of more is refused when it forms.
@@ -162,12 +162,7 @@ impl Post {
             awaits: awaits.collect::<Option<_>>()?,
             counts: counts.collect::<Option<_>>()?,
             is_complete: flags & 1 != 0,
-            rest: match flags >> 1 {
-                0 => Rest::Active,
-                1 => Rest::Waits,
-                2 => Rest::Blocked,
-                _ => return None,
-            },
+            is_blocked: flags & 2 != 0,
         })
     }
 
@@ -212,12 +207,7 @@ mod tests {
         let counts: Vec<(u64, u64)> = (0..70).map(|peer| (peer % 3, peer % 2)).collect();
         let counts = Counts::of(6, &counts);
         let header = Header::new(Kind::Data);
-        let post = Post::new(
-            header,
-            &counts.begun(Rest::Waits),
-            (7, 8),
-            awaits.into_iter(),
-        );
+        let post = Post::new(header, &counts.begun(&|| true), (7, 8), awaits.into_iter());
         let bytes = post.encode();
         assert_eq!(Post::decode(&bytes), Some(post.clone()));
         for end in 0..64 + 26 + 3 * AWAITED_BYTES {
@@ -239,12 +229,7 @@ mod tests {
             let counts: Vec<(u64, u64)> = (0..n).map(|peer| (peer + 1, 0)).collect();
             let counts = Counts::of(0, &counts);
             let header = Header::new(Kind::Data);
-            Post::new(
-                header,
-                &counts.begun(Rest::Active),
-                (0, 0),
-                std::iter::empty(),
-            )
+            Post::new(header, &counts.begun(&|| false), (0, 0), std::iter::empty())
         };
         let full = post(COUNTED_MAX as u64);
         assert_eq!(full.counted(COUNTED_MAX).unwrap().sent, 0);

@@ -304,13 +304,14 @@ impl Waker {
 
     /// The current wait ends, or the next one if there is none.
     pub(crate) fn wake(&self) {
-        self.woken.store(true, Ordering::SeqCst);
-        let segment = &self.shared.segment;
-        segment.bell_of(Channel::Messages, self.seat).ring();
+        // First: who sees `woken` reads it.
         if let Some(event) = &self.event {
             // It can only be full, and then it is readable.
             let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
         }
+        self.woken.store(true, Ordering::SeqCst);
+        let segment = &self.shared.segment;
+        segment.bell_of(Channel::Messages, self.seat).ring();
     }
 
     fn is_woken(&self) -> bool {

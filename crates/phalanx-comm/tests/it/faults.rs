@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::{Algorithm, Bucket, Call, Error, ErrorKind, P2POp, ProcessGroup, ReduceOp};
 
-use crate::common::{EVERYWHERE, Over, SOON, everywhere, groups, on_each};
+use crate::common::{EVERYWHERE, Over, SOON, at_once, everywhere, groups, on_each};
 
 fn within(limit: Duration) -> Call {
     Call {
@@ -303,9 +303,9 @@ fn messages_against_collectives_name_both_sides_at_once() {
         ("large all_reduce and send", long, large_send),
         ("batch and all_reduce", batch, reduce),
     ];
-    for (name, zero, one) in pairs {
-        for over in EVERYWHERE {
-            for warm in [0, 1, 2] {
+    everywhere(|over| {
+        at_once(&pairs, |&(name, zero, one)| {
+            for warm in [0, 1] {
                 let gate = Barrier::new(2);
                 let errors = on_each(groups(over, 2), |group| {
                     for _ in 0..warm {
@@ -334,15 +334,15 @@ fn messages_against_collectives_name_both_sides_at_once() {
                 }
                 assert!(errors.iter().any(|e| e.kind() == ErrorKind::Desync));
             }
-        }
-    }
+        });
+    });
 }
 
 /// What was sent before the sender went into a collective is still received.
 /// Neither can ever send: found at once, over every transport, alone or in a batch.
 #[test]
 fn receives_that_face_each_other_name_both_sides_at_once() {
-    for over in EVERYWHERE {
+    everywhere(|over| {
         for in_batch in [false, true] {
             let started = Instant::now();
             let errors = on_each(groups(over, 2), |group| {
@@ -376,7 +376,7 @@ fn receives_that_face_each_other_name_both_sides_at_once() {
             let kinds: Vec<_> = errors.iter().map(Error::kind).collect();
             assert!(kinds.contains(&ErrorKind::Desync), "{errors:?}");
         }
-    }
+    });
 }
 
 /// Long enough for every rank to have asked what the others are in.

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::{Bucket, Call, ErrorKind, Peer, ProcessGroup, ReduceOp, Work};
 
-use crate::common::{EVERYWHERE, Over, SOON, everywhere, groups, on_each, values};
+use crate::circles::LONG;
+use crate::common::{EVERYWHERE, Over, SOON, at_once, everywhere, groups, on_each, values};
 
 fn call() -> Call {
     Call::default()
@@ -387,4 +388,117 @@ fn mistakes_are_named_and_harm_nothing() {
         assert_eq!(work.wait().unwrap_err().kind(), ErrorKind::Usage);
         group.barrier().unwrap();
     });
+}
+
+/// Legal programs in which ranks wait for longer than a circle needs to be found, each for the other.
+#[test]
+fn who_sends_late_is_in_no_circle() {
+    type Program = fn(&ProcessGroup);
+    let beside_a_collective: Program = |group| {
+        let mut sum = [1f32; 9];
+        if group.rank() == 0 {
+            let issue =
+                || group.all_reduce_async(Bucket::from_slice(&[1f32; 9]), ReduceOp::Sum, call());
+            let (first, second) = (issue(), issue());
+            first.wait().unwrap();
+            std::thread::sleep(LONG);
+            group.send(&[5u8], 1).unwrap();
+            second.wait().unwrap();
+        } else {
+            group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            group.recv(&mut [0u8], 0).unwrap();
+            group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+        }
+    };
+    let after_a_limited_wait: Program = |group| {
+        if group.rank() == 0 {
+            let work = group.recv_async(group.bucket::<u8>(1), 1, call());
+            let work = work.wait_for(LONG).unwrap_err();
+            group.send(&[5u8], 1).unwrap();
+            work.wait().unwrap();
+        } else {
+            group.recv(&mut [0u8], 0).unwrap();
+            group.send(&[6u8], 0).unwrap();
+        }
+    };
+    let by_another_thread: Program = |group| {
+        if group.rank() == 0 {
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    group.send(&[4u8], 1).unwrap();
+                    std::thread::sleep(LONG);
+                    group.send(&[5u8], 1).unwrap();
+                });
+                group.recv(&mut [0u8], 1).unwrap();
+            });
+        } else {
+            group.recv(&mut [0u8], 0).unwrap();
+            group.recv(&mut [0u8], 0).unwrap();
+            group.send(&[6u8], 0).unwrap();
+        }
+    };
+    let programs = [beside_a_collective, after_a_limited_wait, by_another_thread];
+    everywhere(|over| {
+        at_once(&programs, |program| {
+            on_each(groups(over, 2), |group| {
+                program(&group);
+                group.shutdown().unwrap();
+            });
+        });
+    });
+}
+
+#[test]
+fn a_panic_ends_the_group_though_a_receive_is_in_flight() {
+    for over in EVERYWHERE {
+        let started = Instant::now();
+        let errors = on_each(groups(over, 2), |group| {
+            if group.rank() == 0 {
+                return Some(group.recv(&mut [0u8; 4], 1).unwrap_err());
+            }
+            let panicked = std::thread::spawn(move || {
+                let _work = group.recv_async(group.bucket::<u8>(4), 0, call());
+                std::panic::resume_unwind(Box::new("on purpose"));
+            });
+            assert!(panicked.join().is_err());
+            None
+        });
+        let error = errors[0].as_ref().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Aborted, "{over:?}: {error}");
+        assert!(error.to_string().contains("rank 1 panicked"), "{error}");
+        assert!(started.elapsed() < SOON);
+    }
+}
+
+#[test]
+fn a_rank_in_a_monitored_barrier_takes_messages_in() {
+    everywhere(|over| {
+        on_each(groups(over, 2), |group| {
+            let data = values::<f64>(1, 3 << 20);
+            if group.rank() == 0 {
+                std::thread::sleep(Duration::from_millis(300));
+                group.send(&data, 1).unwrap();
+                group.monitored_barrier(SOON).unwrap();
+            } else {
+                group.monitored_barrier(SOON).unwrap();
+                let mut into = vec![0f64; 3 << 20];
+                group.recv(&mut into, 0).unwrap();
+                assert!(into == data);
+            }
+        });
+    });
+}
+
+#[test]
+fn a_receive_from_any_rank_ends_when_all_have_left() {
+    for over in EVERYWHERE {
+        let errors = on_each(groups(over, 3), |group| {
+            (group.rank() == 0).then(|| {
+                std::thread::sleep(Duration::from_millis(300));
+                group.recv(&mut [0u8], Peer::any()).unwrap_err()
+            })
+        });
+        let error = errors[0].as_ref().unwrap();
+        assert_eq!(error.kind(), ErrorKind::PeerLost, "{over:?}: {error}");
+    }
 }
