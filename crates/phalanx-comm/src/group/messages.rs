@@ -156,8 +156,8 @@ impl ProcessGroup {
         Ok(peers.first().copied().unwrap_or(self.core.rank))
     }
 
-    /// [`ProcessGroup::recv`] in the background, with the sender's rank. Its deadline counts from now. A receive that has
-    /// not ended when the group ends is dropped. PyTorch: `irecv`.
+    /// [`ProcessGroup::recv`] in the background, with the sender's rank. Its deadline counts from now. A receive whose
+    /// message has not come when the group is shut down ends with an error. PyTorch: `irecv`.
     pub fn recv_async<T: Element>(
         &self,
         mut data: Bucket<T>,

@@ -29,7 +29,7 @@ use crate::transport::{AbortHandle, Mesh, Poison, Waker};
 use crate::wait::{Callers, take_short_turns};
 use crate::{Error, ErrorKind, Result};
 
-/// How long the message thread runs on without messages in flight: more often follow.
+/// How long the message thread continues to receive after the last message in flight: the next one often follows soon.
 const QUIET: Duration = Duration::from_millis(100);
 /// First and longest time after which a waiting thread tries again to run the engine.
 const PATIENCE: Duration = Duration::from_micros(20);
@@ -98,7 +98,7 @@ pub(crate) struct Messages {
     worker: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// What messages ask the collectives of the group.
+/// What the engine asks the queue of collectives.
 pub(crate) struct Collectives {
     /// Checks whether the ranks live, unless a collective does.
     pub(crate) look: Box<dyn Fn() -> Result<()> + Send + Sync>,
