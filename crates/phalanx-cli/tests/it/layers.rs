@@ -451,7 +451,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-flow", 6845),
     ("phalanx-global", 4855),
     ("phalanx-http", 65),
-    ("phalanx-launch", 12775),
+    ("phalanx-launch", 12778),
     ("phalanx-live", 1775),
     ("phalanx-mpi", 65),
     ("phalanx-nn", 16101),

@@ -240,8 +240,9 @@ impl Nodes {
 
     /// Whether the others go on without this launcher.
     pub fn was_lost(&self) -> bool {
-        let key = self.death_key();
-        !self.hosts_store() && self.is_elastic && matches!(self.store.try_get(&key), Ok(Some(_)))
+        let is_told = || matches!(self.store.try_get(&self.death_key()), Ok(Some(_)));
+        let may_be = self.is_elastic && !self.hosts_store();
+        may_be && is_told() && !self.has_left.load(Ordering::Relaxed)
     }
 
     /// This launcher goes, for the reason in `verdict`, and the others go on.

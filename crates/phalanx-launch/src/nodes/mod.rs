@@ -129,7 +129,7 @@ pub struct Nodes {
     /// Launchers may go, or come and go.
     is_elastic: bool,
     /// This one has said that it goes.
-    has_left: AtomicBool,
+    has_left: Arc<AtomicBool>,
     to_begin: attempts::ToBegin,
     /// An attempt runs without this launcher, which waits for a place.
     is_spare: bool,
@@ -267,7 +267,7 @@ pub fn join(
         will: Mutex::new(will),
         next: (info.max_restarts > 0).then_some(1),
         is_elastic: info.least.is_some(),
-        has_left: AtomicBool::new(false),
+        has_left: Arc::default(),
         to_begin: attempts::ToBegin::default(),
         is_spare: false,
         servers: Vec::new(),
@@ -606,10 +606,13 @@ impl Nodes {
         let host = name_of(&self.infos, self.node_of_host());
         let lost_key = (self.is_elastic && self.server.is_none()).then(|| self.death_key());
         let (store, me, listening) = (self.store.clone(), self.me, pulse());
+        let has_left = self.has_left.clone();
         spawn("nodes", move || {
             while listening.goes_on() {
                 let key = lost_key.as_ref();
-                if key.is_some_and(|key| matches!(store.try_get(key), Ok(Some(_)))) {
+                let is_lost = key.is_some_and(|key| matches!(store.try_get(key), Ok(Some(_))));
+                // This launcher writes the same key before it goes.
+                if is_lost && !has_left.load(Ordering::Relaxed) {
                     return tell(Event::WasLost);
                 }
                 match store.get(ABORT_KEY, VERDICT_WAIT) {
