@@ -67,7 +67,8 @@ pub enum ErrorKind {
 }
 
 impl Error {
-    pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+    /// An error of kind `kind`, for stores outside this crate; the message names the store.
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Error(Box::new(Inner {
             kind,
             message: message.into(),
@@ -88,13 +89,9 @@ impl Error {
         Error::new(ErrorKind::Io, format!("{what}: {source}")).caused_by(source)
     }
 
-    /// A wait that timed out. `location` names the store.
-    pub(crate) fn missing(
-        location: &str,
-        asked: usize,
-        waited: Duration,
-        missing: Vec<String>,
-    ) -> Self {
+    /// A wait of `waited` for `asked` keys that timed out. `location` names the store, `missing` the keys that were
+    /// missing at the end.
+    pub fn missing(location: &str, asked: usize, waited: Duration, missing: Vec<String>) -> Self {
         let mut error = Error::new(
             ErrorKind::Timeout,
             format!(

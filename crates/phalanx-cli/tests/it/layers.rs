@@ -445,7 +445,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-base", 1181),
     ("phalanx-checkpoint", 3579),
     ("phalanx-cli", 3715),
-    ("phalanx-comm", 22394),
+    ("phalanx-comm", 22501),
     ("phalanx-data", 3644),
     ("phalanx-ddp", 5242),
     ("phalanx-flow", 6845),

@@ -454,9 +454,20 @@ impl ProcessGroup {
     /// Runs an operation on the communication thread, which owns `held`
     /// meanwhile. `buffers` points into memory that `held` owns, with the lengths of
     /// the plan.
-    fn spawn<B: Send + 'static>(
+    pub(super) fn spawn<B: Send + 'static>(
         &self,
         operation: Result<Operation>,
+        held: B,
+        buffers: impl FnOnce(&mut B) -> Buffers + Send + 'static,
+    ) -> Work<B> {
+        self.spawn_after(operation, |_| Ok(()), held, buffers)
+    }
+
+    /// [`spawn`](Self::spawn) after `first`, under the same ticket, unless that fails.
+    pub(super) fn spawn_after<B: Send + 'static>(
+        &self,
+        operation: Result<Operation>,
+        first: impl FnOnce(&mut Runner) -> Result<()> + Send + 'static,
         held: B,
         buffers: impl FnOnce(&mut B) -> Buffers + Send + 'static,
     ) -> Work<B> {
@@ -478,6 +489,10 @@ impl ProcessGroup {
                 }
             };
             completer.start();
+            if let Err(error) = first(runner) {
+                recorder.abandon(ticket);
+                return completer.finish(Err(error));
+            }
             runner.adopt(ticket);
             let mut held = held;
             let buffers = buffers(&mut held);

@@ -60,7 +60,8 @@ impl ProcessGroup {
             }
             let lengths: Vec<usize> = (0..world).map(length).collect();
             let kind = Uneven::AllGather { lengths: &lengths };
-            let planned = self.build_uneven::<T>(Method::AllGather, &lengths, len, kind);
+            let planned =
+                self.build_uneven::<T>(Method::AllGather, &lengths, len, kind, &Call::default());
             run_on(runner, &planned, &own, data)
         })
     }

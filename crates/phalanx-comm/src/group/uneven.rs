@@ -5,12 +5,12 @@
 
 use std::sync::Arc;
 
-use super::collectives::run_on;
-use super::{Call, ProcessGroup, lengths_hash};
+use super::collectives::{both, run_on};
+use super::{Call, ProcessGroup, Work, lengths_hash};
 use crate::backend::Runner;
 use crate::operation::Operation;
 use crate::plan::{Method, Uneven};
-use crate::{Element, Error, ErrorKind, ReduceOp, Result};
+use crate::{Bucket, Element, Error, ErrorKind, ReduceOp, Result};
 
 impl ProcessGroup {
     /// [`all_gather`](ProcessGroup::all_gather) of inputs that differ in
@@ -31,17 +31,35 @@ impl ProcessGroup {
         lengths: &[usize],
         output: &mut [T],
     ) -> Result<()> {
+        let sizes = (input.len(), output.len());
+        let operation = self.build_all_gather_v::<T>(sizes, lengths, &Call::default())?;
+        self.run_blocking(&operation, input, output)
+    }
+
+    /// [`ProcessGroup::all_gather_v`] in the background.
+    pub fn all_gather_v_async<T: Element>(
+        &self,
+        input: Bucket<T>,
+        lengths: &[usize],
+        output: Bucket<T>,
+        call: Call,
+    ) -> Work<(Bucket<T>, Bucket<T>)> {
+        let operation = self.build_all_gather_v::<T>((input.len(), output.len()), lengths, &call);
+        self.spawn(operation, (input, output), both)
+    }
+
+    fn build_all_gather_v<T: Element>(
+        &self,
+        (input, output): (usize, usize),
+        lengths: &[usize],
+        call: &Call,
+    ) -> Result<Operation> {
         const NAME: &str = "all_gather_v";
         let total = self.check_lengths(NAME, lengths)?;
-        self.check_exact(NAME, "input", input.len(), lengths[self.core.rank])?;
-        self.check_exact(NAME, "output", output.len(), total)?;
-        let operation = self.build_uneven::<T>(
-            Method::AllGather,
-            lengths,
-            total,
-            Uneven::AllGather { lengths },
-        );
-        self.run_blocking(&operation, input, output)
+        self.check_exact(NAME, "input", input, lengths[self.core.rank])?;
+        self.check_exact(NAME, "output", output, total)?;
+        let kind = Uneven::AllGather { lengths };
+        Ok(self.build_uneven::<T>(Method::AllGather, lengths, total, kind, call))
     }
 
     /// [`reduce_scatter`](ProcessGroup::reduce_scatter) into parts that differ
@@ -64,20 +82,40 @@ impl ProcessGroup {
         output: &mut [T],
         op: ReduceOp,
     ) -> Result<()> {
+        let sizes = (input.len(), output.len());
+        let operation = self.build_reduce_scatter_v::<T>(sizes, lengths, op, &Call::default())?;
+        self.run_blocking(&operation, input, output)
+    }
+
+    /// [`ProcessGroup::reduce_scatter_v`] in the background.
+    pub fn reduce_scatter_v_async<T: Element>(
+        &self,
+        input: Bucket<T>,
+        lengths: &[usize],
+        output: Bucket<T>,
+        op: ReduceOp,
+        call: Call,
+    ) -> Work<(Bucket<T>, Bucket<T>)> {
+        let sizes = (input.len(), output.len());
+        let operation = self.build_reduce_scatter_v::<T>(sizes, lengths, op, &call);
+        self.spawn(operation, (input, output), both)
+    }
+
+    fn build_reduce_scatter_v<T: Element>(
+        &self,
+        (input, output): (usize, usize),
+        lengths: &[usize],
+        op: ReduceOp,
+        call: &Call,
+    ) -> Result<Operation> {
         const NAME: &str = "reduce_scatter_v";
         self.check_op::<T>(NAME, op)?;
         let total = self.check_lengths(NAME, lengths)?;
-        self.check_exact(NAME, "input", input.len(), total)?;
-        self.check_exact(NAME, "output", output.len(), lengths[self.core.rank])?;
-        let operation = self
-            .build_uneven::<T>(
-                Method::ReduceScatter,
-                lengths,
-                total,
-                Uneven::ReduceScatter { lengths },
-            )
-            .reducing(op);
-        self.run_blocking(&operation, input, output)
+        self.check_exact(NAME, "input", input, total)?;
+        self.check_exact(NAME, "output", output, lengths[self.core.rank])?;
+        let kind = Uneven::ReduceScatter { lengths };
+        let operation = self.build_uneven::<T>(Method::ReduceScatter, lengths, total, kind, call);
+        Ok(operation.reducing(op))
     }
 
     /// Gives `input_lengths[r]` elements of the input to rank `r` and receives
@@ -87,8 +125,8 @@ impl ProcessGroup {
     /// PyTorch: `all_to_all_single` with `input_split_sizes` and
     /// `output_split_sizes`.
     ///
-    /// *Cost:* 2 rounds, of which the first compares the lengths; all but its
-    /// own part sent per rank.
+    /// *Cost:* 2 rounds, of which the first compares the lengths and has a deadline of its
+    /// own; all but its own part sent per rank.
     ///
     /// # Errors
     ///
@@ -103,12 +141,49 @@ impl ProcessGroup {
         output: &mut [T],
         output_lengths: &[usize],
     ) -> Result<()> {
+        let sizes = (input.len(), output.len());
+        let lengths = (input_lengths, output_lengths);
+        let (operation, compare) =
+            self.build_all_to_all_v::<T>(sizes, lengths, &Call::default())?;
+        // Both under one ticket: no operation of another thread comes between.
+        self.core.queue.run(|runner| {
+            compare(runner)?;
+            run_on(runner, &operation, input, output)
+        })
+    }
+
+    /// [`ProcessGroup::all_to_all_v`] in the background.
+    pub fn all_to_all_v_async<T: Element>(
+        &self,
+        input: Bucket<T>,
+        input_lengths: &[usize],
+        output: Bucket<T>,
+        output_lengths: &[usize],
+        call: Call,
+    ) -> Work<(Bucket<T>, Bucket<T>)> {
+        let sizes = (input.len(), output.len());
+        let lengths = (input_lengths, output_lengths);
+        match self.build_all_to_all_v::<T>(sizes, lengths, &call) {
+            Ok((operation, compare)) => {
+                self.spawn_after(Ok(operation), compare, (input, output), both)
+            }
+            Err(error) => Work::failed(error),
+        }
+    }
+
+    /// The exchange, and what compares the lengths before it.
+    fn build_all_to_all_v<T: Element>(
+        &self,
+        (input, output): (usize, usize),
+        (input_lengths, output_lengths): (&[usize], &[usize]),
+        call: &Call,
+    ) -> Result<(Operation, impl FnOnce(&mut Runner) -> Result<()> + use<T>)> {
         const NAME: &str = "all_to_all_v";
         let rank = self.core.rank;
         let sent = self.check_lengths(NAME, input_lengths)?;
         let received = self.check_lengths(NAME, output_lengths)?;
-        self.check_exact(NAME, "input", input.len(), sent)?;
-        self.check_exact(NAME, "output", output.len(), received)?;
+        self.check_exact(NAME, "input", input, sent)?;
+        self.check_exact(NAME, "output", output, received)?;
         if input_lengths[rank] != output_lengths[rank] {
             return Err(self.usage(
                 NAME,
@@ -118,11 +193,10 @@ impl ProcessGroup {
                 ),
             ));
         }
-        let call = Call::default();
         let world = self.core.world;
-        let compare = self.build_all_to_all::<i64>(world, world, &call)?;
+        let comparison = self.build_all_to_all::<i64>(world, world, call)?;
         let lens = |lengths: &[usize]| lengths.iter().map(|&n| n as i64).collect::<Vec<_>>();
-        let (mine, mut theirs) = (lens(input_lengths), vec![0; world]);
+        let (mine, expected) = (lens(input_lengths), lens(output_lengths));
         let kind = Uneven::AllToAll {
             sends: input_lengths,
             recvs: output_lengths,
@@ -131,27 +205,25 @@ impl ProcessGroup {
             // Not the same on all ranks; the lengths were compared.
             count: 0,
             lengths: 1,
-            ..self.build_uneven::<T>(Method::AllToAll, &[], 0, kind)
+            ..self.build_uneven::<T>(Method::AllToAll, &[], 0, kind, call)
         };
-        // Both under one ticket: no operation of another thread comes between.
-        self.core.queue.run(|runner| {
-            run_on(runner, &compare, &mine, &mut theirs)?;
-            let expected = lens(output_lengths);
-            match (0..world).find(|&peer| theirs[peer] != expected[peer]) {
-                None => run_on(runner, &operation, input, output),
-                Some(peer) => {
-                    let message = format!(
-                        "rank {peer} sends {} elements to rank {rank}, which expects {}",
-                        theirs[peer], expected[peer]
-                    );
-                    let error = Error::new(ErrorKind::Desync, message).with_peer(peer);
-                    let cause = format!("{} in {NAME}", error.message());
-                    Err(runner.fail(error, cause, |error| {
-                        error.with_rank(rank).with_operation(NAME)
-                    }))
-                }
-            }
-        })
+        let compare = move |runner: &mut Runner| {
+            let mut theirs = vec![0; world];
+            run_on(runner, &comparison, &mine, &mut theirs)?;
+            let Some(peer) = (0..world).find(|&peer| theirs[peer] != expected[peer]) else {
+                return Ok(());
+            };
+            let message = format!(
+                "rank {peer} sends {} elements to rank {rank}, which expects {}",
+                theirs[peer], expected[peer]
+            );
+            let error = Error::new(ErrorKind::Desync, message).with_peer(peer);
+            let cause = format!("{} in {NAME}", error.message());
+            Err(runner.fail(error, cause, |error| {
+                error.with_rank(rank).with_operation(NAME)
+            }))
+        };
+        Ok((operation, compare))
     }
 
     /// Gathers inputs of different lengths on the root, as
@@ -167,7 +239,13 @@ impl ProcessGroup {
     ) -> Result<()> {
         let kind = Uneven::Gather { lengths, root };
         let operation = self
-            .build_uneven::<T>(Method::Gather, lengths, lengths.iter().sum(), kind)
+            .build_uneven::<T>(
+                Method::Gather,
+                lengths,
+                lengths.iter().sum(),
+                kind,
+                &Call::default(),
+            )
             .rooted(root);
         run_on(runner, &operation, input, output)
     }
@@ -183,7 +261,13 @@ impl ProcessGroup {
     ) -> Result<()> {
         let kind = Uneven::Scatter { lengths, root };
         let operation = self
-            .build_uneven::<T>(Method::Scatter, lengths, lengths.iter().sum(), kind)
+            .build_uneven::<T>(
+                Method::Scatter,
+                lengths,
+                lengths.iter().sum(),
+                kind,
+                &Call::default(),
+            )
             .rooted(root);
         run_on(runner, &operation, input, output)
     }
@@ -198,7 +282,8 @@ impl ProcessGroup {
     ) -> Result<()> {
         let kind = Uneven::AllGather { lengths };
         let total = lengths.iter().sum();
-        let operation = self.build_uneven::<T>(Method::AllGather, lengths, total, kind);
+        let call = Call::default();
+        let operation = self.build_uneven::<T>(Method::AllGather, lengths, total, kind, &call);
         run_on(runner, &operation, input, output)
     }
 
@@ -208,12 +293,13 @@ impl ProcessGroup {
         lengths: &[usize],
         total: usize,
         kind: Uneven<'_>,
+        call: &Call,
     ) -> Operation {
         let plan = kind.plan(self.core.rank, self.core.world, size_of::<T>());
         Operation {
             lengths: lengths_hash(lengths.iter().copied()),
             plan: Some(Arc::new(plan)),
-            ..self.build::<T>(method, total, &Call::default())
+            ..self.build::<T>(method, total, call)
         }
     }
 

@@ -2,6 +2,7 @@
 //! the [`Arena`] for registered buckets.
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -23,7 +24,7 @@ use crate::region::{ALIGN_BYTES, HUGE_BYTES};
 /// system can back it with huge pages if it is configured to.
 const LARGE_BYTES: usize = HUGE_BYTES;
 
-/// Owned, zeroed, 64-byte aligned bytes.
+/// Owned bytes, which begin as zeros and are 64-byte aligned unless they are another owner's.
 struct Block {
     start: NonNull<u8>,
     bytes: usize,
@@ -35,6 +36,8 @@ enum Place {
     Heap,
     /// In memory that other ranks map. The lease gives it back.
     Arena(#[expect(dead_code, reason = "held for its drop")] Lease),
+    /// Memory of another library, which its owner frees.
+    Other(#[expect(dead_code, reason = "held for its drop")] Box<dyn Any + Send + Sync>),
 }
 
 impl Block {
@@ -109,7 +112,7 @@ unsafe impl Send for Block {}
 // SAFETY: shared access to a `Block` only reads.
 unsafe impl Sync for Block {}
 
-/// Memory for collectives: owned, 64-byte aligned, zeroed.
+/// Memory for collectives: owned, and unless made by [`from_owner`](Bucket::from_owner) 64-byte aligned and zeroed.
 ///
 /// Buckets made by [`ProcessGroup::bucket`](crate::ProcessGroup::bucket) are
 /// *registered* where all ranks of the group share memory: the others read and
@@ -191,6 +194,31 @@ impl<T: Element> Bucket<T> {
         matches!(self.block.place, Place::Arena(_))
     }
 
+    /// A bucket of `len_elems` elements in memory that belongs to `owner`, such as a tensor of another library, which is
+    /// dropped with the bucket. The other ranks cannot read and write it in place, and it may have any alignment that `T`
+    /// has.
+    ///
+    /// # Safety
+    ///
+    /// Until `owner` is dropped, `start` is the address of `len_elems` initialised elements, aligned for `T`, which stay
+    /// where they are. Nothing else writes them, nor reads them if an operation writes them.
+    pub unsafe fn from_owner(
+        start: NonNull<T>,
+        len_elems: usize,
+        owner: impl Any + Send + Sync,
+    ) -> Self {
+        Bucket {
+            block: Block {
+                start: start.cast(),
+                // They exist, so that this is no more than the address space.
+                bytes: len_elems * size_of::<T>(),
+                place: Place::Other(Box::new(owner)),
+            },
+            len: len_elems,
+            elements: PhantomData,
+        }
+    }
+
     /// A bucket with a copy of `elements`.
     pub fn from_slice(elements: &[T]) -> Self {
         let mut bucket = Self::zeroed(elements.len());
@@ -203,7 +231,7 @@ impl<T: Element> Deref for Bucket<T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
         // SAFETY: `len` elements were allocated, aligned to 64 ≥ align_of T,
-        // and initialised with zeros, a valid value of every element type.
+        // and initialised with zeros, a valid value of every element type; or the caller of `from_owner` says so.
         unsafe { std::slice::from_raw_parts(self.block.start.as_ptr().cast(), self.len) }
     }
 }
@@ -279,6 +307,22 @@ mod tests {
         let mut b = Bucket::from_slice(&[1i32, 2, 3]);
         b[1] = 7;
         assert_eq!(&b[..], &[1, 7, 3]);
+    }
+
+    #[test]
+    fn memory_of_another_owner_is_used_where_it_lies() {
+        let mut theirs = [1i32, 2, 3, 4];
+        let start = NonNull::from(&mut theirs[1..]).cast();
+        let owner = Arc::new(());
+        // SAFETY: three elements of the array, which outlives the bucket and which nothing else uses meanwhile.
+        let mut bucket = unsafe { Bucket::<i32>::from_owner(start, 3, Arc::clone(&owner)) };
+        bucket[2] = 7;
+        assert_eq!(&bucket[..], [2, 3, 7]);
+        assert!(!bucket.is_registered());
+        assert_eq!(Arc::strong_count(&owner), 2);
+        drop(bucket);
+        assert_eq!(Arc::strong_count(&owner), 1);
+        assert_eq!(theirs, [1, 2, 3, 7]);
     }
 
     #[test]

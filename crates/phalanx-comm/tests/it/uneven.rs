@@ -2,7 +2,7 @@
 
 use half::bf16;
 use phalanx_comm::recorder::{Dump, Failure};
-use phalanx_comm::{ErrorKind, ProcessGroup, ReduceOp};
+use phalanx_comm::{Bucket, Call, ErrorKind, ProcessGroup, ReduceOp};
 
 use crate::common::{
     EVERYWHERE, Over, Value, assert_same_bits, groups, on_each, serial_fold, values,
@@ -30,6 +30,10 @@ fn check<T: Value>(group: &ProcessGroup, over: Over, salt: usize) {
     let mut all = vec![T::default(); total];
     group.all_gather_v(&each[rank], &lens, &mut all).unwrap();
     assert_same_bits(&all, &each.concat(), what("all_gather_v"));
+    let (input, output) = (Bucket::from_slice(&each[rank]), Bucket::zeroed(total));
+    let work = group.all_gather_v_async(input, &lens, output, Call::default());
+    let all = work.wait().unwrap().1;
+    assert_same_bits(&all, &each.concat(), what("all_gather_v_async"));
 
     let long: Vec<Vec<T>> = (0..world).map(|r| values(r, total)).collect();
     for op in [ReduceOp::Sum, ReduceOp::Max] {
@@ -44,6 +48,10 @@ fn check<T: Value>(group: &ProcessGroup, over: Over, salt: usize) {
             &sum[from..from + lens[rank]],
             what("reduce_scatter_v"),
         );
+        let (input, output) = (Bucket::from_slice(&long[rank]), Bucket::zeroed(lens[rank]));
+        let work = group.reduce_scatter_v_async(input, &lens, output, op, Call::default());
+        let again = work.wait().unwrap().1;
+        assert_same_bits(&again, &mine, what("reduce_scatter_v_async"));
     }
 
     // Row r: what rank r sends to each.
@@ -63,6 +71,11 @@ fn check<T: Value>(group: &ProcessGroup, over: Over, salt: usize) {
         })
         .collect();
     assert_same_bits(&got, &want, what("all_to_all_v"));
+    let (input, output) = (Bucket::from_slice(&sent[rank]), Bucket::zeroed(got.len()));
+    let call = Call::default();
+    let work = group.all_to_all_v_async(input, &rows[rank], output, &column, call);
+    let got = work.wait().unwrap().1;
+    assert_same_bits(&got, &want, what("all_to_all_v_async"));
 }
 
 #[test]
@@ -103,7 +116,7 @@ fn even_lengths_give_what_the_plain_collectives_give() {
 
 #[test]
 fn lengths_that_differ_between_ranks_are_a_desync() {
-    for over in EVERYWHERE {
+    for (over, in_background) in EVERYWHERE.into_iter().zip([false, true, true]) {
         // The same sum, so that no buffer has a wrong size.
         let errors = on_each(groups(over, 2), |group| {
             let (lens, mine) = [([3, 4], 3), ([2, 5], 5)][group.rank()];
@@ -122,6 +135,12 @@ fn lengths_that_differ_between_ranks_are_a_desync() {
             ][group.rank()];
             let mut output = vec![0i32; recvs.iter().sum()];
             let input = vec![0i32; sends.iter().sum()];
+            if in_background {
+                let (input, output) = (Bucket::from_slice(&input), Bucket::from_slice(&output));
+                let call = Call::default();
+                let work = group.all_to_all_v_async(input, &sends, output, &recvs, call);
+                return work.wait().map(drop);
+            }
             group.all_to_all_v(&input, &sends, &mut output, &recvs)
         });
         let first = errors[0].as_ref().unwrap_err();
