@@ -1,0 +1,1 @@
+"""Phalanx for Python: ``phalanx.torch`` is a back end of ``torch.distributed`` for CPU tensors."""

@@ -1,0 +1,657 @@
+"""The ``torch.distributed`` back end ``"phalanx"`` for CPU tensors.
+
+    torch.distributed.init_process_group("phalanx")
+
+PyTorch 2.15 finds it by its name.
+"""
+
+import atexit
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as _C10dBackend
+
+from phalanx._phalanx import Group
+
+__all__ = ["PhalanxBackend", "register"]
+
+_NAME = "phalanx"
+
+# The types whose elements Phalanx reduces. All others are moved as bytes.
+_NATIVE = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+}
+
+_REDUCTIONS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.BAND: "bit_and",
+    dist.ReduceOp.BOR: "bit_or",
+    dist.ReduceOp.BXOR: "bit_xor",
+}
+
+# Of two truth values; a sum is true where one is.
+_OF_BOOL = {"sum": "max", "max": "max", "bit_or": "max", "product": "min", "min": "min", "bit_and": "min", "bit_xor": "bit_xor"}
+
+_LEAST_I64 = -(2**63)
+
+
+def _check(tensor):
+    """Refuses what is not in this process's memory, or not dense."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"the phalanx back end takes CPU tensors, and this one is on {tensor.device}; use \"cpu:phalanx,cuda:nccl\"")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"this operation of the phalanx back end takes dense tensors, and this one is {tensor.layout}")
+    return tensor.detach()
+
+
+def _memory(tensor):
+    """A contiguous tensor as the compiled part takes it."""
+    name = _NATIVE.get(tensor.dtype)
+    if name is not None:
+        return (tensor.data_ptr(), tensor.numel(), name, tensor)
+    return (tensor.data_ptr(), tensor.numel() * tensor.element_size(), "u8", tensor)
+
+
+def _is_plain(tensor):
+    """Whether the elements lie one behind the other, as they are, at addresses for their type."""
+    is_as_stored = not (tensor.is_conj() or tensor.is_neg())
+    return is_as_stored and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
+
+
+def _source(tensor):
+    """The elements of a tensor, contiguous."""
+    tensor = _check(tensor)
+    return tensor if _is_plain(tensor) else _like(tensor).copy_(tensor)
+
+
+def _like(tensor):
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _target(tensor, after):
+    """A contiguous tensor to write, from which ``after`` copies to ``tensor`` unless it is the same."""
+    tensor = _check(tensor)
+    if _is_plain(tensor):
+        return tensor
+    into = _like(tensor)
+    after.append(lambda: tensor.copy_(into))
+    return into
+
+
+def _in_place(tensor, after):
+    """A contiguous tensor with the elements of ``tensor``, to which ``after`` copies them back."""
+    into = _target(tensor, after)
+    if after:
+        into.copy_(tensor)
+    return into
+
+
+def _name_of(op):
+    """The name of a reduction."""
+    name = _REDUCTIONS.get(getattr(op, "op", op))
+    if name is None:
+        raise ValueError(f"the phalanx back end has no reduction {op}; multiply before the call instead of PREMUL_SUM")
+    return name
+
+
+def _as_reduced(tensor, name):
+    """A tensor of a type that Phalanx reduces, the reduction for it, and what gives the elements back: nothing where
+    they share the memory of ``tensor``.
+    """
+    dtype = tensor.dtype
+    if dtype in _NATIVE:
+        return tensor, name, None
+    if dtype == torch.bool:
+        if name not in _OF_BOOL:
+            raise ValueError("the mean of bool tensors is not defined")
+        if name == "bit_xor":
+            # A byte that is neither 0 nor 1 is true too.
+            return tensor.view(torch.uint8).ne(0).view(torch.uint8), name, lambda done: done.view(torch.bool)
+        return tensor.view(torch.uint8), _OF_BOOL[name], None
+    if dtype.is_complex:
+        if name not in ("sum", "mean"):
+            raise ValueError(f"the {name} of {dtype} is not defined for the phalanx back end; use SUM or AVG")
+        return torch.view_as_real(tensor), name, None
+    orders = name in ("min", "max")
+    if dtype == torch.uint32 and not orders:
+        return tensor.view(torch.int32), name, None
+    if dtype == torch.uint64:
+        same = tensor.view(torch.int64)
+        if not orders:
+            return same, name, None
+        # Of the same order as signed numbers.
+        return same ^ _LEAST_I64, name, lambda done: (done ^ _LEAST_I64).view(torch.uint64)
+    wide = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}.get(dtype)
+    if wide is None:
+        raise ValueError(f"the phalanx back end does not reduce {dtype}; convert it before the call")
+    return tensor.to(wide), name, lambda done: done.to(dtype)
+
+
+def _flat(tensors):
+    """The elements of all tensors, one behind the other."""
+    tensors = [_check(tensor).reshape(-1) for tensor in tensors]
+    if not tensors:
+        raise ValueError("the list of tensors is empty")
+    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        raise ValueError(f"the tensors of one list must have the same type, not {sorted({str(t.dtype) for t in tensors})}")
+    return torch.cat(tensors)
+
+
+def _spread(tensors, after):
+    """A tensor of all elements of ``tensors``, from which ``after`` copies to them."""
+    tensors = [_check(tensor) for tensor in tensors]
+    if not tensors:
+        raise ValueError("the list of tensors is empty")
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device="cpu")
+    parts = flat.split([tensor.numel() for tensor in tensors])
+
+    def copy():
+        for tensor, part in zip(tensors, parts):
+            tensor.copy_(part.view(tensor.shape))
+
+    after.append(copy)
+    return flat
+
+
+def _alike(a, b):
+    """Refuses an input and an output of different types."""
+    if a.dtype != b.dtype:
+        raise ValueError(f"the input is {a.dtype} and the output {b.dtype}; they must have the same type")
+
+
+def _each_as(tensors, tensor):
+    """Refuses a list for one part of each rank where a part differs from this rank's in length."""
+    for part in tensors:
+        _alike(part, tensor)
+        if part.numel() != tensor.numel():
+            raise ValueError(f"a tensor of the list has {part.numel()} elements and the other tensor {tensor.numel()}; all must have as many")
+
+
+def _lengths(tensors):
+    """How many of the units of `_memory` each tensor has."""
+    unit = 1 if tensors[0].dtype in _NATIVE else tensors[0].element_size()
+    return [tensor.numel() * unit for tensor in tensors]
+
+
+class _Work(dist.Work):
+    """An operation in flight, made of the ``parts`` that run; ``after`` gives the result to the caller's tensors.
+
+    PyTorch passes on ``wait`` and ``get_future`` only.
+    """
+
+    def __init__(self, waiters, parts, result, after):
+        super().__init__()
+        self._waiters = waiters
+        # Without those that are over.
+        self._parts = [part for part in parts if part is not None]
+        self._result = result
+        self._after = after
+        self._failed = None
+        self._future = None
+        self._finishing = threading.Lock()
+        self._futures = threading.Lock()
+
+    def wait(self, timeout=timedelta(0)):
+        seconds = timeout.total_seconds()
+        until = time.monotonic() + seconds if seconds > 0 else None
+        for part in self._parts:
+            part.wait(None if until is None else max(0.0, until - time.monotonic()))
+        if self._after or self._failed:
+            self._finish()
+        return True
+
+    def _finish(self):
+        with self._finishing:
+            if self._failed is None:
+                try:
+                    # The tensors of a caller in this mode are written in it only.
+                    with torch.inference_mode():
+                        for step in self._after:
+                            step()
+                    self._after = []
+                except Exception as error:
+                    self._failed = error
+            if self._failed is not None:
+                raise self._failed
+
+    def get_future(self):
+        with self._futures:
+            future, done = self._future, None
+            if future is None:
+                done = torch.futures.Future()
+                # In C++ a future with an exception has succeeded, with the exception as its value; not the next one.
+                future = self._future = done.then(lambda done: done.wait())
+        if done is not None:
+            if all(part.is_done() for part in self._parts):
+                self._complete(done)
+            else:
+                self._waiters.complete(self, done)
+        return future
+
+    def _complete(self, future):
+        try:
+            self.wait()
+        except Exception as error:  # For the caller, who waits for the future.
+            future.set_exception(error)
+        else:
+            future.set_result(self._result)
+
+
+class _Waiters:
+    """Threads that complete futures: as many as there are futures at a time, since what is called then may wait for
+    another one, and a message may never come.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._works = queue.SimpleQueue()
+        self._threads = []
+        self._idle = 0
+
+    def complete(self, work, future):
+        with self._lock:
+            if self._idle > 0:
+                self._idle -= 1
+            else:
+                thread = threading.Thread(target=self._run, name="phalanx-future", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            self._works.put((work, future))
+
+    def _run(self):
+        for work, future in iter(self._works.get, None):
+            work._complete(future)
+            del work, future
+            with self._lock:
+                self._idle += 1
+
+    def end(self):
+        """When all operations are over."""
+        with self._lock:
+            threads, self._threads = self._threads, []
+            for _ in threads:
+                self._works.put(None)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+class PhalanxBackend(_C10dBackend):
+    """Made by ``torch.distributed.init_process_group("phalanx")``."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        seconds = timeout.total_seconds()
+        self._me = rank
+        self._world = size
+        self._default = None
+        self._forming = timeout
+        self._group = Group(store, rank, size, seconds, torch.get_num_threads())
+        self._options = _C10dBackend.Options(_NAME, timeout)
+        self._sequence = 0
+        self._waiters = _Waiters()
+        self._pid = os.getpid()
+        # C++ may have the only other reference, which does not keep what is written in Python.
+        _ALIVE.append(self)
+
+    # What the back end can do. A property that is not overridden calls itself without end in PyTorch 2.15.
+
+    @property
+    def supports_splitting(self):
+        return True
+
+    @property
+    def supports_coalescing(self):
+        return False
+
+    @property
+    def supports_shrinking(self):
+        return False
+
+    @property
+    def supports_reconfigure(self):
+        return False
+
+    @property
+    def supports_window(self):
+        return False
+
+    @property
+    def _supports_time_estimate(self):
+        return False
+
+    @property
+    def options(self):
+        return self._options
+
+    def getBackendName(self):
+        return _NAME
+
+    def set_timeout(self, timeout):
+        self._default = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self):
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self):
+        return self._sequence
+
+    # Internals.
+
+    def _how(self, opts):
+        """The deadline of a collective that begins, and whether its caller waits for it at once."""
+        self._sequence += 1
+        seconds = opts.timeout.total_seconds()
+        return (seconds if seconds > 0 else self._default, not opts.asyncOp)
+
+    def _work(self, parts, result, after):
+        return _Work(self._waiters, parts, result, after)
+
+    def _reduce(self, tensor, op, after):
+        """The memory to reduce, and the name of the reduction."""
+        name = _name_of(op)
+        whole = _in_place(tensor, after)
+        reduced, name, back = _as_reduced(whole, name)
+        if back is not None:
+            after.insert(0, lambda: whole.copy_(back(reduced)))
+        return _memory(reduced), name
+
+    # Collectives.
+
+    def broadcast(self, tensors, opts):
+        after = []
+        data = _memory(_in_place(tensors[0], after))
+        part = self._group.broadcast(data, opts.rootRank, self._how(opts))
+        return self._work([part], tensors, after)
+
+    def allreduce(self, tensors, opts):
+        if tensors[0].layout == torch.sparse_coo:
+            return self.allreduce_sparse(tensors, opts)
+        after = []
+        data, name = self._reduce(tensors[0], opts.reduceOp, after)
+        part = self._group.all_reduce(data, name, self._how(opts))
+        return self._work([part], tensors, after)
+
+    def allreduce_coalesced(self, tensors, opts):
+        after, parts = [], []
+        kinds = {}
+        for tensor in tensors:
+            kinds.setdefault(tensor.dtype, []).append(tensor)
+        for kind in kinds.values():
+            steps = []
+            flat = kind[0]
+            if len(kind) > 1:
+                flat = _spread(kind, steps)
+                torch.cat([_check(tensor).reshape(-1) for tensor in kind], out=flat)
+            before = []
+            data, name = self._reduce(flat, opts.reduceOp, before)
+            parts.append(self._group.all_reduce(data, name, self._how(opts)))
+            after += before + steps
+        return self._work(parts, tensors, after)
+
+    def allreduce_sparse(self, tensors, opts):
+        """The sum of sparse tensors: all ranks gather the elements of all, and add them by rank."""
+        if _name_of(opts.reduceOp) != "sum":
+            raise ValueError("the phalanx back end reduces sparse tensors by SUM only")
+        tensor = tensors[0]
+        if tensor.layout != torch.sparse_coo:
+            raise ValueError(f"the sparse all-reduce takes sparse COO tensors, and this one is {tensor.layout}")
+        own = tensor.coalesce()
+        indices, values = own.indices().contiguous(), own.values().contiguous()
+        counts = torch.empty(self._world, dtype=torch.int64, device="cpu")
+        count = torch.tensor([values.shape[0]], device="cpu")
+        self._work([self._group.all_gather(_memory(count), _memory(counts), self._how(opts))], None, []).wait()
+        counts = counts.tolist()
+        row = values.shape[1:].numel()
+        all_values = values.new_empty((sum(counts), *values.shape[1:]))
+        all_indices = torch.empty(sum(counts), indices.shape[0], dtype=torch.int64, device="cpu")
+        turned = indices.t().contiguous()
+        unit = 1 if values.dtype in _NATIVE else values.element_size()
+        parts = [
+            self._group.all_gather_v(_memory(turned), [n * indices.shape[0] for n in counts], _memory(all_indices), self._how(opts)),
+            self._group.all_gather_v(_memory(values), [n * row * unit for n in counts], _memory(all_values), self._how(opts)),
+        ]
+
+        def add():
+            total = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape).coalesce()
+            tensor.copy_(total)
+
+        return self._work(parts, tensors, [add])
+
+    def reduce(self, tensors, opts):
+        after = []
+        data, name = self._reduce(tensors[0], opts.reduceOp, after)
+        part = self._group.reduce(data, name, opts.rootRank, self._how(opts))
+        if self._me != opts.rootRank:
+            after = []
+        return self._work([part], tensors, after)
+
+    def _gathered(self, output, lengths, tensor, opts):
+        """An all-gather of ``tensor`` into the contiguous ``output``, which has parts of ``lengths``."""
+        _alike(tensor, output)
+        source = _source(tensor)
+        if len(set(lengths)) == 1:
+            return self._group.all_gather(_memory(source), _memory(output), self._how(opts))
+        return self._group.all_gather_v(_memory(source), lengths, _memory(output), self._how(opts))
+
+    def allgather(self, outputs, inputs, opts):
+        after, (parts_of, tensor) = [], (outputs[0], inputs[0])
+        flat = _spread(parts_of, after)
+        part = self._gathered(flat, _lengths(parts_of), tensor, opts)
+        return self._work([part], outputs, after)
+
+    def all_gather_single(self, output, tensor, opts):
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def allgather_coalesced(self, outputs, inputs, opts):
+        after, parts = [], []
+        for at, tensor in enumerate(inputs):
+            of_ranks = [tensors[at] for tensors in outputs]
+            flat = _spread(of_ranks, after)
+            parts.append(self._gathered(flat, _lengths(of_ranks), tensor, opts))
+        return self._work(parts, outputs, after)
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts):
+        after, parts = [], []
+        for output, tensor in zip(outputs, inputs):
+            _alike(tensor, output)
+            into = _target(output, after)
+            parts.append(self._group.all_gather(_memory(_source(tensor)), _memory(into), self._how(opts)))
+        return self._work(parts, outputs, after)
+
+    def gather(self, outputs, inputs, opts):
+        after, into = [], None
+        if self._me == opts.rootRank:
+            _each_as(outputs[0], inputs[0])
+            into = _memory(_spread(outputs[0], after))
+        part = self._group.gather(_memory(_source(inputs[0])), into, opts.rootRank, self._how(opts))
+        return self._work([part], outputs, after)
+
+    def scatter(self, outputs, inputs, opts):
+        after = []
+        into, source = _target(outputs[0], after), None
+        if self._me == opts.rootRank:
+            _each_as(inputs[0], outputs[0])
+            source = _memory(_flat(inputs[0]))
+        part = self._group.scatter(source, _memory(into), opts.rootRank, self._how(opts))
+        return self._work([part], outputs, after)
+
+    def _scattered(self, output, whole, lengths, opts, after):
+        """A reduce-scatter of the contiguous ``whole``, which has parts of ``lengths``."""
+        _alike(whole, output)
+        name = _name_of(opts.reduceOp)
+        source, kind, _ = _as_reduced(whole, name)
+        into = _target(output, after)
+        target, _, back = _as_reduced(into, name)
+        if back is not None:
+            after.insert(0, lambda: into.copy_(back(target)))
+        # As many as two numbers for one complex one.
+        factor = source.numel() // whole.numel() if whole.numel() else 1
+        how = self._how(opts)
+        if lengths is None or len(set(lengths)) == 1:
+            return self._group.reduce_scatter(_memory(source), _memory(target), kind, how)
+        lengths = [length * factor for length in lengths]
+        return self._group.reduce_scatter_v(_memory(source), lengths, _memory(target), kind, how)
+
+    def reduce_scatter(self, outputs, inputs, opts):
+        after = []
+        lengths = [tensor.numel() for tensor in inputs[0]]
+        part = self._scattered(outputs[0], _flat(inputs[0]), lengths, opts, after)
+        return self._work([part], outputs, after)
+
+    def reduce_scatter_single(self, output, tensor, opts):
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
+        after, parts = [], []
+        for output, tensor in zip(outputs, inputs):
+            steps = []
+            parts.append(self._scattered(output, _source(tensor), None, opts, steps))
+            after += steps
+        return self._work(parts, outputs, after)
+
+    def all_to_all_single(self, output, tensor, output_splits, input_splits, opts):
+        after = []
+        _alike(tensor, output)
+        source, into = _source(tensor), _target(output, after)
+        if not output_splits and not input_splits and source.numel() == into.numel():
+            self._rows([], source)
+            part = self._group.all_to_all(_memory(source), _memory(into), self._how(opts))
+        else:
+            sent, received = self._rows(input_splits, source), self._rows(output_splits, into)
+            part = self._group.all_to_all_v(_memory(source), sent, _memory(into), received, self._how(opts))
+        return self._work([part], [output], after)
+
+    def _rows(self, splits, whole):
+        """The lengths of ``splits``, rows of ``whole``; of as many rows for each rank where there are none."""
+        rows = whole.shape[0] if whole.dim() else 1
+        if not splits:
+            if rows % self._world:
+                raise ValueError(f"the {rows} rows of the tensor cannot be cut into {self._world} equal parts; give the split sizes")
+            splits = [rows // self._world] * self._world
+        if sum(splits) != rows:
+            raise ValueError(f"the split sizes {list(splits)} do not add up to the {rows} rows of the tensor")
+        row = _memory(whole)[1] // rows if rows else 0
+        return [split * row for split in splits]
+
+    def alltoall(self, outputs, inputs, opts):
+        after = []
+        whole, into = _flat(inputs), _spread(outputs, after)
+        _alike(whole, into)
+        sent, received = _lengths(inputs), _lengths(outputs)
+        how = self._how(opts)
+        part = self._group.all_to_all_v(_memory(whole), sent, _memory(into), received, how)
+        return self._work([part], outputs, after)
+
+    # Messages.
+
+    def send(self, tensors, to, tag):
+        part = self._group.send(_memory(_source(tensors[0])), to, tag, (self._default, False))
+        return self._work([part], tensors, [])
+
+    def recv(self, tensors, source, tag):
+        after = []
+        into = _target(tensors[0], after)
+        part = self._group.recv(_memory(into), source, tag, (self._default, False))
+        return self._work([part], tensors, after)
+
+    def recv_anysource(self, tensors, tag):
+        return self.recv(tensors, None, tag)
+
+    # Barriers.
+
+    def barrier(self, opts):
+        return self._work([self._group.barrier(self._how(opts))], [], [])
+
+    def monitored_barrier(self, opts, wait_all_ranks=False):
+        seconds = opts.timeout.total_seconds()
+        if seconds < 0:
+            seconds = self._default or self._forming.total_seconds()
+        try:
+            self._group.monitored_barrier(seconds)
+        except dist.DistBackendError as error:
+            # In front of our sentence PyTorch's, which programs look for.
+            late = re.search(r"ranks? ([-0-9, ]+) did not arrive", str(error))
+            if self._me != 0:
+                said = f"Rank {self._me} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0"
+            elif seconds == 0:
+                said = "Rank 0 timed out in monitoredBarrier"
+            elif late:
+                ranks = []
+                for part in late.group(1).split(", "):
+                    first, _, last = part.partition("-")
+                    ranks += map(str, range(int(first), int(last or first) + 1))
+                named = f"Ranks {', '.join(ranks)}" if wait_all_ranks and len(ranks) > 1 else f"Rank {ranks[0]}"
+                said = f"{named} failed to pass monitoredBarrier in {seconds * 1000:.0f} ms"
+            else:
+                raise
+            raise dist.DistBackendError(f"{said}: {error}") from None
+
+    # The end.
+
+    def split(self, store, ranks, opts):
+        if self._me not in ranks:
+            return None
+        timeout = opts._timeout if opts is not None else self._forming
+        return PhalanxBackend(store, list(ranks).index(self._me), len(ranks), timeout)
+
+    def abort(self):
+        if self in _ALIVE:
+            self._group.abort("the program called abort")
+
+    def shutdown(self):
+        if self in _ALIVE:
+            _ALIVE.remove(self)
+            self._group.leave()
+            self._waiters.end()
+
+
+_ALIVE = []
+
+
+def _leave():
+    """No thread may need Python when its interpreter ends."""
+    error = getattr(sys, "last_value", None)
+    for backend in list(_ALIVE):
+        # A forked process has none of the threads.
+        if backend._pid == os.getpid():
+            if error is not None:
+                # So that nobody waits for this rank, nor this one for them.
+                backend._group.abort(f"the program ended with {type(error).__name__}: {error}")
+            backend.shutdown()
+
+
+atexit.register(_leave)
+
+
+def _create(options, _):
+    return PhalanxBackend(options.store, options.group_rank, options.group_size, timedelta(seconds=options.timeout.total_seconds()))
+
+
+def register():
+    """Makes the back end known to ``torch.distributed``; more than once does no harm."""
+    if _NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
+
+
+register()

@@ -1,0 +1,538 @@
+//! Process groups whose operations take addresses of tensors.
+
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use half::{bf16, f16};
+use phalanx_comm::{
+    Bucket, Call, DType, Element, Error, InitOptions, Peer, ProcessGroup, ReduceOp, Result, Work,
+};
+use phalanx_store::Store;
+use phalanx_wire::Token;
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyAny;
+
+use crate::pending::Pending;
+use crate::store::TorchStore;
+use crate::{raise, raised};
+
+/// Where the ranks agree on the secret of the group.
+const TOKEN_KEY: &str = "token";
+
+/// The memory of a contiguous tensor.
+struct Memory {
+    address: usize,
+    count: usize,
+    dtype: DType,
+    /// Keeps the memory.
+    tensor: Py<PyAny>,
+}
+
+impl<'py> FromPyObject<'_, 'py> for Memory {
+    type Error = PyErr;
+
+    /// Of (address, number of elements, type, tensor).
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Memory> {
+        let (address, count, name, tensor): (usize, usize, String, Py<PyAny>) = object.extract()?;
+        let dtype = DType::ALL.into_iter().find(|dtype| dtype.name() == name);
+        let dtype =
+            dtype.ok_or_else(|| PyTypeError::new_err(format!("no element type {name:?}")))?;
+        if !address.is_multiple_of(dtype.size_bytes()) {
+            let message = format!("the tensor's memory is not aligned for {dtype}");
+            return Err(PyValueError::new_err(message));
+        }
+        if address == 0 && count > 0 {
+            return Err(PyValueError::new_err("the tensor has no memory"));
+        }
+        Ok(Memory {
+            address,
+            count,
+            dtype,
+            tensor,
+        })
+    }
+}
+
+impl Memory {
+    /// As a bucket that keeps the tensor. An empty tensor has no address.
+    ///
+    /// # Safety
+    ///
+    /// The tensor has `count` elements of type `T` there, which nothing else uses before the bucket is dropped.
+    unsafe fn bucket<T: Element>(self) -> Bucket<T> {
+        match NonNull::new(std::ptr::with_exposed_provenance_mut::<T>(self.address)) {
+            // SAFETY: as this function's.
+            Some(start) if self.count > 0 => unsafe {
+                Bucket::from_owner(start, self.count, self.tensor)
+            },
+            _ => Bucket::zeroed(0),
+        }
+    }
+
+    /// As [`bucket`](Memory::bucket) to read from, of a copy where it overlaps with `other`, which is written.
+    ///
+    /// # Safety
+    ///
+    /// As for `bucket`.
+    unsafe fn beside<T: Element>(self, other: &Memory) -> Bucket<T> {
+        let bytes = |memory: &Memory| memory.count * memory.dtype.size_bytes();
+        let is_before = |a: &Memory, b: &Memory| a.address + bytes(a) <= b.address;
+        let is_apart = is_before(&self, other) || is_before(other, &self);
+        // SAFETY: as this function's.
+        let bucket = unsafe { self.bucket::<T>() };
+        match is_apart {
+            true => bucket,
+            false => Bucket::from_slice(&bucket),
+        }
+    }
+}
+
+/// Runs `$body` with `$T` as the type of `$dtype`'s elements.
+macro_rules! typed {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            DType::F16 => {
+                type $T = f16;
+                $body
+            }
+            DType::Bf16 => {
+                type $T = bf16;
+                $body
+            }
+            DType::I32 => {
+                type $T = i32;
+                $body
+            }
+            DType::I64 => {
+                type $T = i64;
+                $body
+            }
+            DType::U8 => {
+                type $T = u8;
+                $body
+            }
+            DType::I8 => {
+                type $T = i8;
+                $body
+            }
+            other => return Err(PyTypeError::new_err(format!("no operations on {other}"))),
+        }
+    };
+}
+
+fn reduction(name: &str) -> PyResult<ReduceOp> {
+    let op = ReduceOp::ALL.into_iter().find(|op| op.name() == name);
+    op.ok_or_else(|| PyValueError::new_err(format!("no reduction {name:?}")))
+}
+
+/// Two tensors of one operation have the same type.
+fn same(a: &Memory, b: &Memory) -> PyResult<DType> {
+    if a.dtype == b.dtype {
+        return Ok(a.dtype);
+    }
+    let message = format!("the input is of type {}, the output {}", a.dtype, b.dtype);
+    Err(PyTypeError::new_err(message))
+}
+
+fn span(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+}
+
+/// How one operation is called: its deadline in seconds, and whether it runs in the caller, who would do nothing else but
+/// wait.
+#[derive(FromPyObject)]
+struct How(Option<f64>, bool);
+
+impl How {
+    fn call(&self) -> Call {
+        Call {
+            timeout: self.0.map(span),
+            ..Call::default()
+        }
+    }
+}
+
+/// A process group of this rank.
+#[pyclass(frozen)]
+pub(crate) struct Group {
+    /// Nothing after the shutdown.
+    group: Mutex<Option<ProcessGroup>>,
+    store: Arc<TorchStore>,
+    rank: usize,
+    process: u32,
+}
+
+impl Group {
+    fn get(&self) -> PyResult<ProcessGroup> {
+        let group = self.group.lock().unwrap_or_else(PoisonError::into_inner);
+        let group = group.clone();
+        group.ok_or_else(|| {
+            raise(format!(
+                "rank {}: the process group was shut down",
+                self.rank
+            ))
+        })
+    }
+
+    /// The group for an operation of which `how` says that the caller runs it.
+    fn in_caller(&self, how: &How) -> PyResult<Option<ProcessGroup>> {
+        match how.1 {
+            true => Ok(Some(self.get()?.with_call(how.call()))),
+            false => Ok(None),
+        }
+    }
+
+    fn pending<B: Send + 'static>(work: Work<B>) -> PyResult<Option<Pending>> {
+        Ok(Some(Pending::new(work)))
+    }
+}
+
+/// Runs an operation in this thread, which is over then.
+fn run(py: Python<'_>, operation: impl FnOnce() -> Result<()> + Send) -> PyResult<Option<Pending>> {
+    py.detach(operation).map_err(|error| raised(&error))?;
+    Ok(None)
+}
+
+#[pymethods]
+impl Group {
+    /// Forms the group of `world` ranks that meet in `store`, a `torch.distributed.Store`. All wait for each other, at
+    /// most `timeout` seconds, which is also the deadline of each operation. The rank computes with `threads` threads.
+    #[new]
+    fn new(
+        py: Python<'_>,
+        store: &Bound<'_, PyAny>,
+        rank: usize,
+        world: usize,
+        timeout: f64,
+        threads: usize,
+    ) -> PyResult<Group> {
+        let store = Arc::new(TorchStore::new(store, world)?);
+        let form = || -> Result<ProcessGroup> {
+            let timeout = span(timeout);
+            let token = agree_on_token(&store)?;
+            let options = InitOptions {
+                token: Some(token),
+                generation: Some(0),
+                timeout,
+                op_timeout: timeout,
+                first_op_timeout: timeout,
+                compute_threads: Some(threads),
+                ..InitOptions::default()
+            };
+            ProcessGroup::from_store(store.clone(), rank, world, options)
+        };
+        let group = py.detach(form).map_err(|error| raised(&error))?;
+        Ok(Group {
+            group: Mutex::new(Some(group)),
+            store,
+            rank,
+            process: std::process::id(),
+        })
+    }
+
+    fn all_reduce(
+        &self,
+        py: Python<'_>,
+        data: Memory,
+        op: &str,
+        how: How,
+    ) -> PyResult<Option<Pending>> {
+        let (group, op) = (self.get()?, reduction(op)?);
+        typed!(data.dtype, T => {
+            // SAFETY: PyTorch's users leave a tensor alone that an operation has.
+            let data = unsafe { data.bucket::<T>() };
+            if let Some(group) = self.in_caller(&how)? {
+                let mut data = data;
+                return run(py, || group.all_reduce_bucket(&mut data, op, &Call::default()));
+            }
+            Self::pending(group.all_reduce_async(data, op, how.call()))
+        })
+    }
+
+    fn broadcast(
+        &self,
+        py: Python<'_>,
+        data: Memory,
+        root: usize,
+        how: How,
+    ) -> PyResult<Option<Pending>> {
+        let group = self.get()?;
+        typed!(data.dtype, T => {
+            // SAFETY: as in `all_reduce`.
+            let data = unsafe { data.bucket::<T>() };
+            if let Some(group) = self.in_caller(&how)? {
+                let mut data = data;
+                return run(py, || group.broadcast_bucket(&mut data, root));
+            }
+            Self::pending(group.broadcast_async(data, root, how.call()))
+        })
+    }
+
+    fn reduce(
+        &self,
+        py: Python<'_>,
+        data: Memory,
+        op: &str,
+        root: usize,
+        how: How,
+    ) -> PyResult<Option<Pending>> {
+        let (group, op) = (self.get()?, reduction(op)?);
+        typed!(data.dtype, T => {
+            // SAFETY: as in `all_reduce`.
+            let data = unsafe { data.bucket::<T>() };
+            if let Some(group) = self.in_caller(&how)? {
+                let mut data = data;
+                return run(py, || group.reduce_bucket(&mut data, op, root));
+            }
+            Self::pending(group.reduce_async(data, op, root, how.call()))
+        })
+    }
+
+    fn all_gather(
+        &self,
+        py: Python<'_>,
+        input: Memory,
+        output: Memory,
+        how: How,
+    ) -> PyResult<Option<Pending>> {
+        let group = self.get()?;
+        typed!(same(&input, &output)?, T => {
+            // SAFETY: as in `all_reduce`.
+            let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
+            if let Some(group) = self.in_caller(&how)? {
+                let (mut input, mut output) = (input, output);
+                return run(py, || group.all_gather_bucket(&mut input, &mut output));
+            }
+            Self::pending(group.all_gather_async(input, output, how.call()))
+        })
+    }
+
+    /// Of inputs with these `lengths`, by rank.
+    fn all_gather_v(
+        &self,
+        input: Memory,
+        lengths: Vec<usize>,
+        output: Memory,
+        how: How,
+    ) -> PyResult<Option<Pending>> {
+        let group = self.get()?;
+        typed!(same(&input, &output)?, T => {
+            // SAFETY: as in `all_reduce`.
+            let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
+            Self::pending(group.all_gather_v_async(input, &lengths, output, how.call()))
+        })
+    }
+
+    fn reduce_scatter(
+        &self,
+        py: Python<'_>,
+        input: Memory,
+        output: Memory,
+        op: &str,
+        how: How,
+    ) -> PyResult<Option<Pending>> {
+        let (group, op) = (self.get()?, reduction(op)?);
+        typed!(same(&input, &output)?, T => {
+            // SAFETY: as in `all_reduce`.
+            let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
+            if let Some(group) = self.in_caller(&how)? {
+                let (mut input, mut output) = (input, output);
+                return run(py, || group.reduce_scatter_bucket(&mut input, &mut output, op));
+            }
+            Self::pending(group.reduce_scatter_async(input, output, op, how.call()))
+        })
+    }
+
+    /// Into parts with these `lengths`, by rank.
+    fn reduce_scatter_v(
+        &self,
+        input: Memory,
+        lengths: Vec<usize>,
+        output: Memory,
+        op: &str,
+        how: How,
+    ) -> PyResult<Option<Pending>> {
+        let (group, op) = (self.get()?, reduction(op)?);
+        typed!(same(&input, &output)?, T => {
+            // SAFETY: as in `all_reduce`.
+            let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
+            Self::pending(group.reduce_scatter_v_async(input, &lengths, output, op, how.call()))
+        })
+    }
+
+    /// The output is that of the root only.
+    fn gather(
+        &self,
+        input: Memory,
+        output: Option<Memory>,
+        root: usize,
+        how: How,
+    ) -> PyResult<Option<Pending>> {
+        let group = self.get()?;
+        let dtype = output
+            .as_ref()
+            .map_or(Ok(input.dtype), |output| same(&input, output))?;
+        typed!(dtype, T => {
+            // SAFETY: as in `all_reduce`.
+            let (input, output) = unsafe {
+                match output {
+                    Some(output) => (input.beside::<T>(&output), Some(output.bucket::<T>())),
+                    None => (input.bucket::<T>(), None),
+                }
+            };
+            Self::pending(group.gather_async(input, output, root, how.call()))
+        })
+    }
+
+    /// The input is that of the root only.
+    fn scatter(
+        &self,
+        input: Option<Memory>,
+        output: Memory,
+        root: usize,
+        how: How,
+    ) -> PyResult<Option<Pending>> {
+        let group = self.get()?;
+        let dtype = input
+            .as_ref()
+            .map_or(Ok(output.dtype), |input| same(input, &output))?;
+        typed!(dtype, T => {
+            // SAFETY: as in `all_reduce`.
+            let (input, output) = unsafe {
+                (input.map(|input| input.beside::<T>(&output)), output.bucket::<T>())
+            };
+            Self::pending(group.scatter_async(input, output, root, how.call()))
+        })
+    }
+
+    fn all_to_all(
+        &self,
+        py: Python<'_>,
+        input: Memory,
+        output: Memory,
+        how: How,
+    ) -> PyResult<Option<Pending>> {
+        let group = self.get()?;
+        typed!(same(&input, &output)?, T => {
+            // SAFETY: as in `all_reduce`.
+            let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
+            if let Some(group) = self.in_caller(&how)? {
+                let (mut input, mut output) = (input, output);
+                return run(py, || group.all_to_all_bucket(&mut input, &mut output));
+            }
+            Self::pending(group.all_to_all_async(input, output, how.call()))
+        })
+    }
+
+    /// Of parts with these lengths, by rank.
+    fn all_to_all_v(
+        &self,
+        input: Memory,
+        input_lengths: Vec<usize>,
+        output: Memory,
+        output_lengths: Vec<usize>,
+        how: How,
+    ) -> PyResult<Option<Pending>> {
+        let group = self.get()?;
+        typed!(same(&input, &output)?, T => {
+            // SAFETY: as in `all_reduce`.
+            let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
+            let (sent, received) = (&input_lengths, &output_lengths);
+            Self::pending(group.all_to_all_v_async(input, sent, output, received, how.call()))
+        })
+    }
+
+    fn send(&self, data: Memory, to: usize, tag: u32, how: How) -> PyResult<Option<Pending>> {
+        let group = self.get()?;
+        typed!(data.dtype, T => {
+            // SAFETY: as in `all_reduce`.
+            let data = unsafe { data.bucket::<T>() };
+            Self::pending(group.send_async(data, Peer::rank(to).tag(tag), how.call()))
+        })
+    }
+
+    /// From any rank where `from` is not given.
+    fn recv(
+        &self,
+        data: Memory,
+        from: Option<usize>,
+        tag: u32,
+        how: How,
+    ) -> PyResult<Option<Pending>> {
+        let group = self.get()?;
+        let from = from.map_or_else(Peer::any, Peer::rank).tag(tag);
+        typed!(data.dtype, T => {
+            // SAFETY: as in `all_reduce`.
+            let data = unsafe { data.bucket::<T>() };
+            Self::pending(group.recv_async(data, from, how.call()))
+        })
+    }
+
+    fn barrier(&self, py: Python<'_>, how: How) -> PyResult<Option<Pending>> {
+        if let Some(group) = self.in_caller(&how)? {
+            return run(py, || group.barrier());
+        }
+        Self::pending(self.get()?.barrier_async(how.call()))
+    }
+
+    /// Names the ranks that do not come within `timeout` seconds.
+    fn monitored_barrier(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
+        let group = self.get()?;
+        let result = py.detach(|| group.monitored_barrier(span(timeout)));
+        result.map_err(|error| raised(&error))
+    }
+
+    /// Ends all operations of the group on all ranks, with an error that says `cause`.
+    fn abort(&self, py: Python<'_>, cause: &str) -> PyResult<()> {
+        let group = self.get()?;
+        py.detach(|| group.abort(cause));
+        Ok(())
+    }
+
+    /// Finishes what was issued and leaves the group; ranks that still wait for this one then get an error.
+    fn leave(&self, py: Python<'_>) {
+        // Threads of the group may ask PyTorch's store.
+        py.detach(|| {
+            let group = self
+                .group
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take();
+            drop(group);
+            self.store.close();
+        });
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if self.process == std::process::id() {
+            return Python::attach(|py| self.leave(py));
+        }
+        // A forked process has none of the group's threads.
+        let group = self
+            .group
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        std::mem::forget(group);
+    }
+}
+
+/// Whoever comes first makes the secret.
+fn agree_on_token(store: &TorchStore) -> Result<Token> {
+    let refused = |error: phalanx_wire::Error| Error::usage(format!("the group's token: {error}"));
+    let own = Token::generate().map_err(refused)?;
+    let agreed = store.compare_set(TOKEN_KEY, None, own.to_hex().as_bytes())?;
+    Token::from_hex(&String::from_utf8_lossy(&agreed)).map_err(refused)
+}

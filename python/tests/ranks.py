@@ -1,0 +1,489 @@
+"""What each rank does in ``test_torch.py``: ranks.py TEST RANK WORLD FILE."""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Shard, distribute_tensor
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
+UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+MOVED = FLOATS + SIGNED + UNSIGNED + [torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
+LENGTHS = [0, 1, 7, 1000]
+Op = dist.ReduceOp
+
+
+def values(rank, count, dtype):
+    """The elements of one rank, which every rank can compute."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator).bool()
+    if dtype.is_complex:
+        parts = torch.randint(-8, 8, (count, 2), generator=generator).to(torch.float64)
+        return torch.view_as_complex(parts).to(dtype)
+    low = 0 if dtype in UNSIGNED else -8
+    return torch.randint(low, 8, (count,), generator=generator).to(dtype)
+
+
+def same(got, wanted):
+    as_bytes = lambda t: t.contiguous().reshape(-1).view(torch.uint8)
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype, (got, wanted)
+    assert torch.equal(as_bytes(got), as_bytes(wanted)), (got, wanted)
+
+
+def fold(op, all_of, dtype):
+    """The reduction of small numbers, exact in any order."""
+    if dtype == torch.bool:
+        table = torch.stack(all_of)
+        if op in (Op.SUM, Op.MAX, Op.BOR):
+            return table.any(0)
+        if op in (Op.PRODUCT, Op.MIN, Op.BAND):
+            return table.all(0)
+        return table.sum(0) % 2 == 1
+    if dtype.is_complex:
+        return torch.stack(all_of).sum(0)
+    if dtype in FLOATS:
+        table = torch.stack([t.double() for t in all_of])
+    else:
+        table = torch.stack([t.long() for t in all_of])
+    if op == Op.SUM:
+        done = table.sum(0)
+    elif op == Op.AVG:
+        done = table.sum(0) * (1.0 / len(all_of))
+    elif op == Op.PRODUCT:
+        done = table.prod(0)
+    elif op == Op.MIN:
+        done = table.amin(0)
+    elif op == Op.MAX:
+        done = table.amax(0)
+    else:
+        step = {Op.BAND: torch.bitwise_and, Op.BOR: torch.bitwise_or, Op.BXOR: torch.bitwise_xor}[op]
+        done = table[0]
+        for row in table[1:]:
+            done = step(done, row)
+    return done.to(dtype)
+
+
+def reductions(dtype):
+    if dtype in FLOATS:
+        # A product of up to three numbers below eight is exact in all of them but the short ones.
+        return [Op.SUM, Op.MIN, Op.MAX] + ([Op.PRODUCT] if dtype in (torch.float32, torch.float64) else [])
+    if dtype.is_complex:
+        return [Op.SUM]
+    return [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR]
+
+
+def test_reductions(rank, world):
+    for dtype in FLOATS + SIGNED + UNSIGNED + [torch.bool, torch.complex64, torch.complex128]:
+        for op in reductions(dtype):
+            for count in LENGTHS:
+                own = values(rank, count, dtype)
+                wanted = fold(op, [values(r, count, dtype) for r in range(world)], dtype)
+                got = own.clone()
+                dist.all_reduce(got, op)
+                same(got, wanted)
+                got = own.clone()
+                dist.all_reduce(got, op, async_op=True).wait()
+                same(got, wanted)
+                got = own.clone()
+                dist.reduce(got, world - 1, op)
+                same(got, wanted if rank == world - 1 else own)
+                whole = [values(rank + 10 * part, count, dtype) for part in range(world)]
+                wanted = fold(op, [values(r + 10 * rank, count, dtype) for r in range(world)], dtype)
+                got = torch.empty_like(own)
+                dist.reduce_scatter(got, whole, op)
+                same(got, wanted)
+                got = torch.empty_like(own)
+                dist.reduce_scatter_single(got, torch.cat(whole), op)
+                same(got, wanted)
+    mean = torch.full((3,), float(rank))
+    dist.all_reduce(mean, Op.AVG)
+    same(mean, torch.full((3,), (world - 1) / 2))
+    # Parts of different lengths, and a tensor whose elements do not lie one behind the other.
+    parts = [torch.full((part + 1,), float(rank + part)) for part in range(world)]
+    got = torch.empty(rank + 1)
+    dist.reduce_scatter(got, parts)
+    same(got, torch.full((rank + 1,), float(sum(range(world)) + world * rank)))
+    wide = torch.arange(12.0).reshape(3, 4)
+    dist.all_reduce(wide.t())
+    same(wide, world * torch.arange(12.0).reshape(3, 4))
+    several = [torch.full((n,), float(rank)) for n in (1, 0, 5)]
+    dist.all_reduce_coalesced(several)
+    for tensor in several:
+        same(tensor, torch.full(tensor.shape, float(sum(range(world)))))
+    sparse = torch.sparse_coo_tensor([[rank, 9]], [1.0, 2.0], (10,))
+    dist.all_reduce(sparse)
+    wanted = torch.zeros(10)
+    wanted[:world] += 1
+    wanted[9] += 2 * world
+    same(sparse.to_dense(), wanted)
+
+
+def test_moves(rank, world):
+    for dtype in MOVED:
+        for count in LENGTHS:
+            own = values(rank, count, dtype)
+            all_of = [values(r, count, dtype) for r in range(world)]
+            for root in range(world):
+                got = own.clone()
+                dist.broadcast(got, root)
+                same(got, all_of[root])
+                into = [torch.empty_like(own) for _ in range(world)] if rank == root else None
+                dist.gather(own, into, root)
+                for got, wanted in zip(into or [], all_of):
+                    same(got, wanted)
+                got = torch.empty_like(own)
+                parts = [values(root + 10 * r, count, dtype) for r in range(world)]
+                dist.scatter(got, parts if rank == root else None, root)
+                same(got, parts[rank])
+            into = [torch.empty_like(own) for _ in range(world)]
+            dist.all_gather(into, own)
+            for got, wanted in zip(into, all_of):
+                same(got, wanted)
+            got = torch.empty(world * count, dtype=dtype)
+            dist.all_gather_single(got, own)
+            same(got, torch.cat(all_of))
+            # The input lies in the output, as in FSDP.
+            got = torch.empty(world * count, dtype=dtype)
+            part = got[rank * count : (rank + 1) * count]
+            part.copy_(own)
+            dist.all_gather_single(got, part)
+            same(got, torch.cat(all_of))
+            whole = torch.cat([values(rank + 10 * r, count, dtype) for r in range(world)])
+            got = torch.empty_like(whole)
+            dist.all_to_all_single(got, whole)
+            same(got, torch.cat([values(r + 10 * rank, count, dtype) for r in range(world)]))
+        # Rank r has r + 1 rows of two elements, and gives rank q as many as q + 1.
+        into = [torch.empty(r + 1, dtype=dtype) for r in range(world)]
+        dist.all_gather(into, values(rank, rank + 1, dtype))
+        for r, got in enumerate(into):
+            same(got, values(r, r + 1, dtype))
+        rows = [q + 1 for q in range(world)]
+        whole = values(rank, 2 * sum(rows), dtype).reshape(-1, 2)
+        got = torch.empty(world * (rank + 1), 2, dtype=dtype)
+        dist.all_to_all_single(got, whole, [rank + 1] * world, rows)
+        before = sum(rows[:rank])
+        same(got, torch.cat([values(r, 2 * sum(rows), dtype).reshape(-1, 2)[before : before + rank + 1] for r in range(world)]))
+        into = [torch.empty(rank + 1, 2, dtype=dtype) for _ in range(world)]
+        dist.all_to_all(into, list(whole.split(rows)))
+        same(torch.cat(into), got)
+    objects = [None] * world
+    dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
+    assert objects == [{"rank": r, "text": "x" * r} for r in range(world)], objects
+    objects = [rank, None]
+    dist.broadcast_object_list(objects, 0)
+    assert objects == [0, None], objects
+
+
+def test_messages(rank, world):
+    right, left = (rank + 1) % world, (rank - 1) % world
+    for count in (0, 5, 300_000):
+        # All send first.
+        dist.send(torch.full((count,), float(rank)), right, tag=3) if world > 1 else None
+        got = torch.empty(count)
+        if world > 1:
+            assert dist.recv(got, left, tag=3) == left
+            same(got, torch.full((count,), float(left)))
+    if world == 1:
+        return
+    sends = [dist.isend(torch.tensor([rank, tag]), right, tag=tag) for tag in range(5)]
+    into = [torch.empty(2, dtype=torch.int64) for _ in range(5)]
+    receives = [dist.irecv(into[tag], left, tag=tag) for tag in reversed(range(5))]
+    for work in sends + receives:
+        work.wait()
+    for tag, got in enumerate(into):
+        same(got, torch.tensor([left, tag]))
+    ops = [dist.P2POp(dist.isend, torch.tensor([rank]), right), dist.P2POp(dist.irecv, into[0][:1], left)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert into[0][0] == left
+    # A receive in flight does not keep a collective.
+    wide = torch.empty(1)
+    receive = dist.irecv(wide, left)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.send(torch.full((1,), float(rank)), right)
+    receive.wait()
+    assert wide.item() == left and total.item() == world
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def batch(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(8, 20, generator=generator, dtype=torch.float64), torch.randint(0, 3, (8,), generator=generator)
+
+
+def test_ddp(rank, world):
+    """The weights of an accumulation in one process, up to the last bits of f64."""
+    for view in (False, True):
+        model = nn.parallel.DistributedDataParallel(Net().double(), bucket_cap_mb=0.01, gradient_as_bucket_view=view)
+        sgd = lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)
+        optimizer = sgd(model.parameters())
+        for step in range(6):
+            optimizer.zero_grad()
+            x, y = batch(step, rank)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        for mine, wanted in zip(model.module.parameters(), accumulated(6, world, sgd).parameters()):
+            close(mine, wanted)
+        weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        everyones = [torch.empty_like(weights) for _ in range(world)]
+        dist.all_gather(everyones, weights)
+        for other in everyones:
+            same(other, weights)
+
+
+def accumulated(steps, world, optimizer):
+    """The net after `steps` steps on the batches of all ranks, in this process alone."""
+    alone = Net().double()
+    steps_of = optimizer(alone.parameters())
+    for step in range(steps):
+        steps_of.zero_grad()
+        for r in range(world):
+            x, y = batch(step, r)
+            (nn.functional.cross_entropy(alone(x), y) / world).backward()
+        steps_of.step()
+    return alone
+
+
+def close(mine, wanted):
+    assert torch.allclose(mine, wanted, rtol=1e-11, atol=1e-13), (mine - wanted).abs().max()
+
+
+def test_sharded(rank, world):
+    """FSDP2, DTensor and an optimizer cut over the ranks give what one process gives."""
+    mesh = init_device_mesh("cpu", (world,))
+    adam = lambda params: torch.optim.Adam(params, 0.01)
+    wanted = list(accumulated(4, world, adam).parameters())
+
+    model = Net().double()
+    for layer in model.layers:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adam(model.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = batch(step, rank)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    for mine, right in zip(model.parameters(), wanted):
+        close(mine.full_tensor(), right)
+
+    model = nn.parallel.DistributedDataParallel(Net().double())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = batch(step, rank)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    for mine, right in zip(model.parameters(), wanted):
+        close(mine, right)
+
+    torch.manual_seed(3)
+    a, b = torch.randn(6, 10, dtype=torch.float64), torch.randn(10, 7, dtype=torch.float64)
+    product = distribute_tensor(a, mesh, [Shard(1)]) @ distribute_tensor(b, mesh, [Shard(0)])
+    close(product.full_tensor(), a @ b)
+    close(product.redistribute(mesh, [Shard(0)]).full_tensor(), a @ b)
+
+
+def test_groups(rank, world):
+    even = list(range(0, world, 2))
+    group = dist.new_group(even)
+    if rank in even:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total.item() == len(even)
+        assert dist.get_process_group_ranks(group) == even
+    part = dist.split_group(split_ranks=[even, [r for r in range(world) if r not in even]]) if world > 1 else None
+    if part is not None:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=part)
+        assert total.item() == (len(even) if rank in even else world - len(even))
+    dist.barrier()
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    (tensor,) = work.get_future().wait()
+    same(tensor, torch.full((3,), float(world)))
+
+
+def test_futures(rank, world):
+    """Also of operations whose result is copied, that are over, or that come after a receive without a message."""
+    into = [torch.empty(3) for _ in range(world)]
+    work = dist.all_gather(into, torch.full((3,), float(rank)), async_op=True)
+    time.sleep(0.2)
+    work.get_future().wait()
+    for r, got in enumerate(into):
+        same(got, torch.full((3,), float(r)))
+    if world > 1:
+        late = torch.empty(1)
+        receive = dist.irecv(late, (rank - 1) % world)
+        receive.get_future()
+        dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
+        dist.send(torch.full((1,), float(rank)), (rank + 1) % world)
+        receive.wait()
+        assert late.item() == (rank - 1) % world
+    # What is called when a future is complete may wait for another one. With several buckets the order of the hook's
+    # collectives differs by rank.
+    model = nn.parallel.DistributedDataParallel(Net().double())
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for step in range(5):
+        x, y = batch(step, rank)
+        nn.functional.cross_entropy(model(x), y).backward()
+    weights = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    everyones = [torch.empty_like(weights) for _ in range(world)]
+    dist.all_gather(everyones, weights)
+    for other in everyones:
+        same(other, weights)
+    # Tensors of a caller in inference mode, and conjugate ones.
+    with torch.inference_mode():
+        wide = torch.ones(3, 4)
+        work = dist.all_reduce(wide.t(), async_op=True)
+    work.wait()
+    same(wide, torch.full((3, 4), float(world)))
+    turned = torch.tensor([1 + 2j, 3j]).conj()
+    into = [torch.empty(2, dtype=torch.complex64) for _ in range(world)] if rank == 0 else None
+    dist.gather(turned, into)
+    for got in into or []:
+        same(got, turned.resolve_conj())
+    odd = torch.tensor([2, 0, 1], dtype=torch.uint8).view(torch.bool)
+    dist.all_reduce(odd, Op.BXOR)
+    assert odd.view(torch.uint8).tolist() == [world % 2, 0, world % 2]
+
+
+def test_again(rank, world):
+    """Groups one after the other meet in the same store."""
+    dist.destroy_process_group()
+    port = 0
+    for kind in ("file", "tcp"):
+        if kind == "file":
+            store = dist.FileStore(FILE + "-again", -1)
+        elif rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            with open(FILE + "-new", "w") as file:
+                file.write(str(store.port))
+            os.rename(FILE + "-new", FILE + "-port")
+        else:
+            while not os.path.exists(FILE + "-port"):
+                time.sleep(0.01)
+            port = int(open(FILE + "-port").read())
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        for _ in range(3):
+            dist.init_process_group("phalanx", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert total.item() == world
+            dist.destroy_process_group()
+    # The host of the store stays until the others are done.
+    dist.init_process_group("phalanx", init_method=f"file://{FILE}-last", rank=rank, world_size=world)
+    dist.barrier()
+
+
+def test_raises(rank, world):
+    """The others are told what a rank has died of, which does not wait for them."""
+    work = dist.isend(torch.ones(1), 0) if rank == 1 else None
+    if rank == 1:
+        dist.all_reduce(torch.ones(4), async_op=True)
+        raise ValueError("no such file")
+    try:
+        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.ones(4))
+    except dist.DistBackendError as error:
+        assert "rank 1" in str(error) and "ValueError: no such file" in str(error), error
+    else:
+        raise AssertionError(f"rank 1 has failed, {work}")
+
+
+def test_mistakes(rank, world):
+    for call in (
+        lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), Op.AVG),
+        lambda: dist.all_reduce(torch.ones(2, dtype=torch.float8_e5m2)),
+        lambda: dist.all_gather_single(torch.empty(3 * world + 1), torch.empty(3)),
+        lambda: dist.all_to_all_single(torch.empty(world, 3), torch.empty(world, 3, dtype=torch.float64)),
+        lambda: dist.scatter(torch.ones(7), [torch.ones(1 + r) for r in range(world + 1)][1:], rank),
+    ):
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            assert str(error), error
+        else:
+            raise AssertionError("this was a mistake")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == world
+
+
+def test_killed(rank, world):
+    """The others say which rank it was, and soon."""
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1 << 20))
+    except dist.DistBackendError as error:
+        assert "rank 1" in str(error), error
+    else:
+        raise AssertionError("a rank has died")
+    assert time.monotonic() - begun < 20
+
+
+def test_killed_in_backward(rank, world):
+    """DDP's futures fail too."""
+    model = nn.parallel.DistributedDataParallel(Net().double())
+    if rank == 1:
+        model.register_comm_hook(None, lambda state, bucket: os.kill(os.getpid(), signal.SIGKILL))
+    x, y = batch(0, rank)
+    try:
+        nn.functional.cross_entropy(model(x), y).backward()
+    except RuntimeError as error:
+        assert "rank 1" in str(error), error
+    else:
+        raise AssertionError("a rank has died")
+
+
+def test_late(rank, world):
+    """A deadline names who did not come."""
+    if rank != 1:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except dist.DistBackendError as error:
+            assert "rank 1" in str(error), error
+        else:
+            raise AssertionError("rank 1 has not come")
+    else:
+        time.sleep(8)
+
+
+if __name__ == "__main__":
+    name, rank, world, FILE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=3 if name == "test_late" else 100)
+    backend = "cpu:phalanx" if name == "test_groups" else "phalanx"
+    dist.init_process_group(backend, init_method=f"file://{FILE}", rank=rank, world_size=world, timeout=timeout)
+    globals()[name](rank, world)
+    print("ok", flush=True)
+    # Half of the tests end as programs do that forget it.
+    if len(name) % 2:
+        dist.destroy_process_group()

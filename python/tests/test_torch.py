@@ -1,0 +1,91 @@
+"""The back end under ``torch.distributed``. Usage: python -m unittest discover python/tests
+
+Each test starts its ranks as processes, which meet in a file.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def ranks(name, world, **env):
+    """The exit codes and outputs of ``world`` ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "store")
+        command = [sys.executable, os.path.join(HERE, "ranks.py"), name]
+        started = [
+            subprocess.Popen([*command, str(rank), str(world), file], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env})
+            for rank in range(world)
+        ]
+        try:
+            return [(process.communicate(timeout=200)[0], process.returncode) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+
+
+class Torch(unittest.TestCase):
+    def check(self, name, worlds=(1, 2, 3), dead=None, **env):
+        for world in worlds:
+            for rank, (output, code) in enumerate(ranks(name, world, **env)):
+                with self.subTest(world=world, rank=rank):
+                    if rank == dead:
+                        self.assertEqual(code, -9, output)
+                    else:
+                        self.assertEqual(code, 0, output)
+                        self.assertIn("ok", output)
+
+    def test_reductions(self):
+        self.check("test_reductions")
+
+    def test_moves(self):
+        self.check("test_moves")
+
+    def test_messages(self):
+        self.check("test_messages")
+
+    def test_ddp(self):
+        self.check("test_ddp")
+
+    def test_sharded(self):
+        self.check("test_sharded")
+
+    def test_groups(self):
+        self.check("test_groups")
+
+    def test_futures(self):
+        self.check("test_futures")
+
+    def test_again(self):
+        self.check("test_again")
+
+    def test_raises(self):
+        for world in (2, 3):
+            begun = time.monotonic()
+            ended = ranks("test_raises", world)
+            for rank, (output, code) in enumerate(ended):
+                with self.subTest(world=world, rank=rank):
+                    self.assertEqual(code, 1 if rank == 1 else 0, output)
+                    self.assertIn("ValueError" if rank == 1 else "ok", output)
+            self.assertLess(time.monotonic() - begun, 60)
+
+    def test_mistakes(self):
+        self.check("test_mistakes")
+
+    def test_killed(self):
+        self.check("test_killed", (2, 3), dead=1)
+
+    def test_killed_in_backward(self):
+        self.check("test_killed_in_backward", (2, 3), dead=1)
+
+    def test_late(self):
+        self.check("test_late", (2, 3))
+
+
+if __name__ == "__main__":
+    unittest.main()

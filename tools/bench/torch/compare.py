@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""PyTorch programs with the back ends phalanx and gloo, on the ranks of one host.
+
+    PYTHON tools/bench/torch/compare.py [--ranks 2] [--rounds 3] [--out FILE.json]
+
+PYTHON has torch and the wheel of python/. The back ends take turns, `--rounds` times; the figures are medians over the
+rounds of rank 0's, and for all-reduces the best of five repetitions in each. Prints a table, and writes what it has measured.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+SIZES = [4, 1 << 10, 1 << 20, 25 << 20]
+STEPS = 20
+
+
+def rank_main():
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    backend, rank, world, file = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
+    out = {}
+
+    def timed(run, times):
+        best = float("inf")
+        for _ in range(5):
+            dist.barrier()
+            begun = time.perf_counter()
+            for _ in range(times):
+                run()
+            best = min(best, (time.perf_counter() - begun) / times)
+        return best
+
+    for size in SIZES:
+        data = torch.ones(size // 4)
+        out[f"all_reduce {size} B"] = timed(lambda: dist.all_reduce(data), 200 if size <= 1024 else 20 if size <= 1 << 20 else 4)
+
+    class Block(nn.Module):
+        def __init__(self, wide):
+            super().__init__()
+            self.norm, self.mix, self.up, self.down = nn.LayerNorm(wide), nn.Linear(wide, 3 * wide), nn.Linear(wide, 4 * wide), nn.Linear(4 * wide, wide)
+            self.out, self.second = nn.Linear(wide, wide), nn.LayerNorm(wide)
+
+        def forward(self, x):
+            b, t, c = x.shape
+            q, k, v = (part.view(b, t, 4, c // 4).transpose(1, 2) for part in self.mix(self.norm(x)).split(c, 2))
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
+            return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+    class Gpt(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(65, 256), nn.Embedding(64, 256)
+            self.blocks = nn.ModuleList(Block(256) for _ in range(4))
+            self.head = nn.Linear(256, 65)
+
+        def forward(self, ids):
+            x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    def cnn():
+        return nn.Sequential(
+            nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+            nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10),
+        )
+
+    def train(model, make, optimizer, name):
+        torch.manual_seed(rank)
+        batches = [make() for _ in range(4)]
+        losses, times = [], []
+        for step in range(STEPS):
+            x, y = batches[step % 4]
+            begun = time.perf_counter()
+            optimizer.zero_grad()
+            scores = model(x)
+            loss = nn.functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), y.reshape(-1))
+            loss.backward()
+            optimizer.step()
+            times.append(time.perf_counter() - begun)
+            losses.append(loss.item())
+        out[f"{name}: a step"] = statistics.median(times[4:])
+        out[f"{name}: losses"] = losses
+
+    digits = lambda: (torch.randn(32, 1, 28, 28), torch.randint(0, 10, (32,)))
+    text = lambda: (torch.randint(0, 65, (8, 64)), torch.randint(0, 65, (8, 64)))
+    torch.manual_seed(1)
+    model = nn.parallel.DistributedDataParallel(cnn(), gradient_as_bucket_view=True)
+    train(model, digits, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), "DDP, MNIST CNN")
+    torch.manual_seed(1)
+    model = nn.parallel.DistributedDataParallel(Gpt(), gradient_as_bucket_view=True)
+    train(model, text, torch.optim.AdamW(model.parameters(), 1e-3), "DDP, GPT of 3.2 M")
+    torch.manual_seed(1)
+    model = Gpt()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    train(model, text, torch.optim.AdamW(model.parameters(), 1e-3), "FSDP2, GPT of 3.2 M")
+    if rank == 0:
+        print("RESULT " + json.dumps(out), flush=True)
+    dist.destroy_process_group()
+
+
+def run(backend, world):
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, os.path.abspath(__file__), "--rank", backend]
+        started = [
+            subprocess.Popen([*command, str(rank), str(world), f"{folder}/store"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            for rank in range(world)
+        ]
+        said = [process.communicate(timeout=600)[0] for process in started]
+        if any(process.returncode for process in started):
+            sys.exit(f"{backend}: ranks ended with {[process.returncode for process in started]}")
+        return json.loads(said[0].split("RESULT ", 1)[1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    rounds = {"phalanx": [], "gloo": []}
+    for _ in range(args.rounds):
+        for backend, results in rounds.items():
+            results.append(run(backend, args.ranks))
+    with open("/proc/cpuinfo") as info:
+        cpu = next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+    print(f"{cpu}, {os.cpu_count()} cores, {args.ranks} ranks, medians of {args.rounds} rounds\n")
+    print("| | phalanx | gloo | ratio |\n|---|---|---|---|")
+    table = {}
+    for name in rounds["gloo"][0]:
+        if name.endswith("losses"):
+            table[name] = rounds["phalanx"][0][name] == rounds["gloo"][0][name]
+            print(f"| {name} | | | {'the same bits' if table[name] else 'differ'} |")
+            continue
+        ours, theirs = (statistics.median(result[name] for result in rounds[b]) for b in ("phalanx", "gloo"))
+        table[name] = {"phalanx_s": ours, "gloo_s": theirs, "ratio": theirs / ours}
+        print(f"| {name} | {ours * 1e6:,.0f} µs | {theirs * 1e6:,.0f} µs | {theirs / ours:.2f} |")
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump({"cpu": cpu, "cores": os.cpu_count(), "ranks": args.ranks, "table": table, "rounds": rounds}, file, indent=1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main()
+    else:
+        main()
