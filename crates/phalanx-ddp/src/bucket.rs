@@ -49,6 +49,17 @@ impl BucketCaps {
         last_bytes: None,
     };
 
+    /// [`ONE_HOST`](Self::ONE_HOST) where all ranks reach each other through memory, else
+    /// [`ACROSS_HOSTS`](Self::ACROSS_HOSTS): communication across hosts has a higher fixed cost.
+    ///
+    /// *Blocks* until all ranks of the group call it.
+    pub(crate) fn of_group(group: &ProcessGroup) -> Result<BucketCaps> {
+        Ok(match all_share_memory(group)? {
+            true => BucketCaps::ONE_HOST,
+            false => BucketCaps::ACROSS_HOSTS,
+        })
+    }
+
     /// One cap for every bucket, as `bucket_cap_mb` given explicitly in PyTorch.
     pub fn uniform(cap_bytes: usize) -> BucketCaps {
         BucketCaps {

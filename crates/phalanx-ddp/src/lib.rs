@@ -14,9 +14,10 @@
 //! # Without the engine
 //!
 //! Feature `nn`, on by default, adds everything that needs `phalanx-nn`: [`DistributedDataParallel`] and its steps,
-//! [`PowerSgd`], [`ShardedOptimizer`] and [`SyncBatchNorm`]. Without it a model is any type that implements
-//! [`Parameters`] (names, shapes and slices), and the training loop does the wrapper's work; `examples/plain.rs` is
-//! an example:
+//! [`PowerSgd`], [`ShardedOptimizer`] and [`SyncBatchNorm`]. Without it, [`Replica`] is the wrapper for a model of another
+//! engine whose gradients are there when its backward has ended (`adapters/candle` and `adapters/burn` stand on it). With
+//! the parts below it, a model is any type that implements [`Parameters`] (names, shapes and slices), and the training
+//! loop does the wrapper's work while backward runs; `examples/plain.rs` is an example:
 //!
 //! 1. [`Fingerprint`] compares the ranks' models and options.
 //! 2. [`broadcast_parameters`] gives every rank the values of rank 0.
@@ -53,6 +54,7 @@
 // Links to items that need the engine.
 #![cfg_attr(not(feature = "nn"), allow(rustdoc::broken_intra_doc_links))]
 
+mod average;
 mod bucket;
 mod equal;
 mod error;
@@ -63,9 +65,11 @@ mod messages;
 mod nn;
 mod parameters;
 mod reducer;
+mod replica;
 mod trace;
 mod vote;
 
+pub use average::{Average, GlobalBatch, Uneven};
 pub use bucket::{BucketCaps, BucketPlan, all_share_memory};
 pub use equal::{digest, verify_equal};
 pub use error::{Error, ErrorKind, Result};
@@ -77,5 +81,6 @@ pub use hooks::{
 pub use nn::*;
 pub use parameters::{Parameters, broadcast_parameters};
 pub use reducer::{Exchange, ParamSpec, Reducer, ReducerOptions};
+pub use replica::{HostTensor, HostTensors, Replica, ReplicaOptions};
 pub use trace::{BucketTimes, StepTimes};
 pub use vote::{Commit, Veto};

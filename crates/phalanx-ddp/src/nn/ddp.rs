@@ -10,10 +10,11 @@ use phalanx_nn::{GradSink, GradView, Layout, ParamId, Params, Tape};
 
 use super::route::{Routes, Selection};
 use super::shards::Shards;
-use super::step::{self, Average, GlobalBatch, GlobalStep, Uneven};
+use super::step::{self, GlobalStep};
 use super::sync_norm::SyncBatchNorm;
 use super::tree::ShardTree;
-use crate::bucket::{BucketCaps, BucketPlan, all_share_memory};
+use crate::average::{self, Average, GlobalBatch, Uneven};
+use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
 use crate::hooks::{GradientHook, HookState};
@@ -204,7 +205,7 @@ impl DistributedDataParallel {
             Some(caps) => caps,
             // Several buckets would not start earlier.
             None if options.exchange == Exchange::AtStep => BucketCaps::uniform(usize::MAX),
-            None => default_caps(&group)?,
+            None => BucketCaps::of_group(&group)?,
         };
         let reducer_options = ReducerOptions {
             caps,
@@ -267,7 +268,7 @@ impl DistributedDataParallel {
     /// while a step is in progress; `Comm` when a peer is lost or late.
     pub fn begin(&mut self, sizes: &[usize]) -> Result<GlobalStep<'_>> {
         let group = self.reducer.group();
-        let global = step::exchange(group, sizes, self.uneven, self.joins_batches)?;
+        let global = average::exchange(group, sizes, self.uneven, self.joins_batches)?;
         self.begin_known(sizes, global)
     }
 
@@ -295,7 +296,7 @@ impl DistributedDataParallel {
             shards.plan_step(sizes, &weights, global.samples)?;
             self.routes.plan_step(&weights);
         } else {
-            let (weights, scale) = step::weigh(self.average, sizes, global, world);
+            let (weights, scale) = average::weigh(self.average, sizes, global, world);
             self.reducer.plan_step(&weights, scale)?;
             self.routes.plan_step(&weights);
         }
@@ -779,14 +780,6 @@ fn spec(params: &Params, id: ParamId) -> ParamSpec {
         spec.columns = (*first).max(1);
     }
     spec
-}
-
-/// Communication across hosts has a higher fixed cost, so buckets are larger.
-fn default_caps(group: &ProcessGroup) -> Result<BucketCaps> {
-    Ok(match all_share_memory(group)? {
-        true => BucketCaps::ONE_HOST,
-        false => BucketCaps::ACROSS_HOSTS,
-    })
 }
 
 fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> Fingerprint {

@@ -21,7 +21,7 @@ pub use ddp::{
 pub use joined::{JoinedShard, JoinedShards};
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use state::{agree_on_state, take_state};
-pub use step::{Average, GlobalBatch, GlobalStep, Uneven};
+pub use step::GlobalStep;
 pub use sync_norm::SyncBatchNorm;
 pub use tree::ShardTree;
 pub use zero::ShardedOptimizer;

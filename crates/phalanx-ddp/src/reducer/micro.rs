@@ -81,6 +81,18 @@ impl Reducer {
         Ok(())
     }
 
+    /// A step without data, so without gradients.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` when the backward of a step has begun.
+    pub(crate) fn drop_gradients(&mut self) -> Result<()> {
+        self.plan_step(&[1.0], 1.0)?;
+        self.committed = false;
+        self.veto_next = false;
+        Ok(())
+    }
+
     pub(super) fn weigh_and_add(&mut self, param: usize, mut finite: bool) {
         let (bucket, range) = self.plan.place(param);
         let weight = self.micro.weights.get(self.micro.index).copied();

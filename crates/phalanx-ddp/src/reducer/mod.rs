@@ -418,6 +418,11 @@ impl Reducer {
         error
     }
 
+    /// No step follows: the caller has aborted the group.
+    pub(crate) fn set_failed(&mut self) {
+        self.failed = true;
+    }
+
     fn check_usable(&self) -> Result<()> {
         if self.failed {
             return Err(Error::usage(

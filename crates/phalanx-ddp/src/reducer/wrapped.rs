@@ -4,21 +4,8 @@ use std::ops::Range;
 
 use super::Reducer;
 use super::memory::Memory;
-use crate::error::Result;
 
 impl Reducer {
-    /// A step without data, so without gradients.
-    ///
-    /// # Errors
-    ///
-    /// `Usage` when the backward of a step has begun.
-    pub(crate) fn drop_gradients(&mut self) -> Result<()> {
-        self.plan_step(&[1.0], 1.0)?;
-        self.committed = false;
-        self.veto_next = false;
-        Ok(())
-    }
-
     /// The weight of micro-batch `index`, which is not applied any more,
     /// unless it is 0.
     pub(crate) fn weigh_at_loss(&mut self, index: usize) -> f32 {

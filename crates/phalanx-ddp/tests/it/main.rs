@@ -5,3 +5,4 @@ mod common;
 mod nn;
 mod plain;
 mod reducer;
+mod replica;
