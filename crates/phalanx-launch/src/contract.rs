@@ -75,6 +75,8 @@ pub struct LauncherVariables {
     pub signals: String,
     /// OMP_NUM_THREADS is set outside and stays.
     pub threads_set: bool,
+    /// Threads of rayon, with which candle and Burn compute; `None` leaves them as they are.
+    pub rayon_threads: Option<usize>,
     /// Ranks go on without those that are lost.
     pub elastic: bool,
 }
@@ -151,6 +153,9 @@ pub fn variables(
     if !shared.threads_set && shared.local_ranks > 1 {
         set.insert("OMP_NUM_THREADS", "1".into());
     }
+    if let Some(threads) = shared.rayon_threads {
+        set.insert("RAYON_NUM_THREADS", number(threads));
+    }
     set
 }
 
@@ -163,7 +168,7 @@ mod tests {
     const FIXTURE: &str = include_str!("../tests/fixtures/torchrun.json");
 
     /// Ours that torchrun does not know.
-    const OWN: [&str; 7] = [
+    const OWN: [&str; 8] = [
         STORE_FILE_VARIABLE,
         ELASTIC_VARIABLE,
         JOIN_VARIABLE,
@@ -171,6 +176,7 @@ mod tests {
         TOKEN_FILE_VARIABLE,
         BIND_VARIABLE,
         PORTS_VARIABLE,
+        "RAYON_NUM_THREADS",
     ];
 
     /// Ranks a node, restart name, for each launch of the fixture.
@@ -220,6 +226,7 @@ mod tests {
                         ports: PortRange::new(1, 2).ok(),
                         signals: TorchrunOptions::default().signal_names(),
                         threads_set: false,
+                        rayon_threads: Some(3),
                         elastic: false,
                     };
                     let own = RankVariables {
@@ -260,6 +267,7 @@ mod tests {
             ports: None,
             signals: "SIGTERM".into(),
             threads_set: true,
+            rayon_threads: None,
             elastic: false,
         };
         let own = RankVariables {

@@ -287,6 +287,7 @@ fn shared(
         ports: meeting.and_then(|meeting| ports_of_ranks(meeting.given.ports?, master_port)),
         signals: plan.args.torchrun.signal_names(),
         threads_set: plan.threads_set,
+        rayon_threads: plan.rayon_threads,
         elastic: plan.args.elastic,
     }
 }

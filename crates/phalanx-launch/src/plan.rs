@@ -21,6 +21,7 @@ use super::streams::{Logs, Prefix};
 use super::token;
 use crate::error::{Error, Result};
 use crate::stop;
+use crate::threads::Cores;
 
 /// Everything that a launch needs, checked.
 pub struct LaunchPlan {
@@ -49,6 +50,8 @@ pub struct LaunchPlan {
     pub variables: Vec<(OsString, OsString)>,
     /// OMP_NUM_THREADS is set outside.
     pub threads_set: bool,
+    /// Of rayon in each rank, unless RAYON_NUM_THREADS is set outside.
+    pub rayon_threads: Option<usize>,
 }
 
 impl LaunchPlan {
@@ -158,6 +161,8 @@ impl LaunchPlan {
         until_met: RendezvousResources,
         env: &Env,
     ) -> LaunchPlan {
+        let ranks = args.node.local_ranks;
+        let rayon_threads = (ranks > 1).then(|| (Cores::here(env).shared / ranks).max(1));
         LaunchPlan {
             args,
             bind: None,
@@ -171,6 +176,7 @@ impl LaunchPlan {
             rank0_owns_stderr: false,
             variables: Vec::new(),
             threads_set: env.contains_key("OMP_NUM_THREADS"),
+            rayon_threads: rayon_threads.filter(|_| !env.contains_key("RAYON_NUM_THREADS")),
         }
     }
 }

@@ -72,6 +72,12 @@ impl RankArgs {
         })
     }
 
+    /// Whether the job goes on without ranks or nodes that are lost.
+    pub(crate) fn is_elastic(&self) -> bool {
+        let nodes = self.nodes.nnodes.as_deref().unwrap_or_default();
+        self.elastic || nodes.contains(':')
+    }
+
     /// Whether this process is one rank of a job that another program has started.
     pub fn is_rank(&self) -> Result<bool> {
         Ok(matches!(self.place()?, Place::Rank(_)))
@@ -193,8 +199,7 @@ impl RankArgs {
         }
         if let Some(seconds) = self.evict_after {
             let after = Duration::try_from_secs_f64(seconds).unwrap_or_default();
-            let nodes = self.nodes.nnodes.as_deref().unwrap_or_default();
-            check_evict_after(after, self.elastic || nodes.contains(':'))?;
+            check_evict_after(after, self.is_elastic())?;
             if seconds >= self.timeout {
                 return Err(Error::usage(format!(
                     "--evict-after {seconds} is not less than --timeout {}, after which the other ranks give up",
@@ -305,6 +310,9 @@ pub fn run(
         PrintingRanks::All => Prefix::All,
         PrintingRanks::AllUnmarked => Prefix::None,
     };
+    if !env.contains_key("RAYON_NUM_THREADS") {
+        plan.rayon_threads = args.threads.or(plan.rayon_threads);
+    }
     plan.args.elastic = elastic;
     plan.args.evict_after = args.evict_after.map(Duration::from_secs_f64);
     plan.args.max_restarts = args.max_restarts;

@@ -1,16 +1,13 @@
 //! A user's training program with the whole command line of `phalanx train`.
 
-use std::ffi::OsString;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::builder::Resettable;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
-use phalanx_base::error::{Error, Result};
+use phalanx_base::error::Result;
 use phalanx_base::say::{self, Secrets};
-use phalanx_base::stop;
-use phalanx_launch::words::{dashed, taking_negative_numbers};
-use phalanx_launch::{PrintingRanks, RankArgs, exit_code, log, run_helper, tell_other_nodes};
+use phalanx_launch::{PrintingRanks, RankArgs, main_of};
 use phalanx_train::{Defaults, Job, Settings};
 
 use crate::training::{Subcommand, Training};
@@ -193,33 +190,10 @@ impl Program {
 impl<A: clap::Args + Send + Sync> Program<A> {
     /// As [`main_with`].
     pub fn main_with(self, train: impl Fn(&Job<'_>, &A) -> Result<()> + Sync) -> ExitCode {
-        let outcome = match run_helper() {
-            Some(outcome) => outcome,
-            None => {
-                log::start();
-                stop::tell_limits();
-                // A launcher has several for each rank.
-                phalanx_comm::raise_open_files();
-                log::warn_of_nonsense();
-                match self
-                    .parse()
-                    .and_then(|matches| self.training(&matches, &train))
-                {
-                    Ok(training) => training.run(),
-                    Err(error) => {
-                        // A closed output is no second error.
-                        let _ = error.print();
-                        if !error.use_stderr() {
-                            return ExitCode::SUCCESS;
-                        }
-                        let text = error.render().to_string();
-                        tell_other_nodes(&Error::usage(text.trim_start_matches("error: ")));
-                        return ExitCode::from(2);
-                    }
-                }
-            }
-        };
-        exit_code(outcome)
+        main_of(self.command(), |matches| {
+            let training = self.training(matches, &train)?;
+            Ok(training.run())
+        })
     }
 
     /// The program as a subcommand of `phalanx train`, whose `main` does what [`main_with`](Self::main_with) does besides.
@@ -232,21 +206,6 @@ impl<A: clap::Args + Send + Sync> Program<A> {
             command: self.command(),
             parse: Box::new(move |matches| self.training(matches, train)),
         }
-    }
-
-    fn parse(&self) -> std::result::Result<ArgMatches, clap::Error> {
-        let mut command = taking_negative_numbers(self.command()).args_override_self(true);
-        let own = |name: &str| command.get_arguments().any(|a| a.get_long() == Some(name));
-        let mut args = std::env::args_os();
-        let mut words: Vec<OsString> = args.next().into_iter().collect();
-        for word in args {
-            // As torchrun's users type them.
-            match dashed(word.clone()) {
-                (dashed, Some(name), _) if own(&name) => words.push(dashed),
-                _ => words.push(word),
-            }
-        }
-        command.try_get_matches_from_mut(words)
     }
 
     fn command(&self) -> clap::Command {

@@ -162,6 +162,23 @@ fn one_rank_keeps_all_threads_and_set_threads_stay() {
 }
 
 #[test]
+fn ranks_divide_the_cores_among_their_rayon_threads() {
+    let cores = std::thread::available_parallelism().expect("cores").get();
+    let family = Family::new();
+    let print = ["sh", "-c", "echo ${RAYON_NUM_THREADS-unset}"];
+    let of = |ranks: &str, set: Option<&str>| {
+        let flags = ["launch", "--nproc-per-node", ranks, "--no-prefix"];
+        let mut command = family.command(&[&flags[..], &print].concat());
+        command.env_remove("RAYON_NUM_THREADS");
+        set.map(|threads| command.env("RAYON_NUM_THREADS", threads));
+        crate::launch::harness::Running::new(command).wait().out
+    };
+    assert_eq!(of("1", None), "unset\n");
+    assert_eq!(of("2", None), format!("{0}\n{0}\n", (cores / 2).max(1)));
+    assert_eq!(of("2", Some("7")), "7\n7\n");
+}
+
+#[test]
 fn torchruns_own_input_variables_are_read() {
     let family = Family::new();
     let mut command = family.command(&[

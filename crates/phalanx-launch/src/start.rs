@@ -1,0 +1,118 @@
+//! The `main` of programs whose ranks are this program, started again.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::builder::Resettable;
+use clap::{ArgMatches, Command, CommandFactory as _, FromArgMatches as _};
+use phalanx_base::stop;
+
+use crate::context::RankContext;
+use crate::error::{Error, Result};
+use crate::flags::RankArgs;
+use crate::rank_args::{PrintingRanks, run};
+use crate::words::{dashed, taking_negative_numbers};
+use crate::{exit_code, log, run_helper, tell_other_nodes};
+
+/// As [`main_with`], of a program without flags of its own.
+pub fn main(rank: impl Fn(&RankContext) -> Result<()> + Sync) -> ExitCode {
+    main_with(|ctx, _: &NoArgs| rank(ctx))
+}
+
+// Not a doc comment: it would be the program's help.
+#[derive(clap::Args)]
+struct NoArgs {}
+
+/// Runs `rank` on every rank, as the command line says: the body of `main` for a program that trains without our trainer.
+///
+/// The program has the flags about ranks that `phalanx train` has, and those that clap reads into `A`: `--nproc-per-node N`
+/// starts N ranks of it, and under `phalanx launch`, torchrun, Slurm or MPI it is one of theirs; without either it is the
+/// only rank. Errors are printed, and their kind decides the exit code. Call it before anything else.
+///
+/// Rank 0 owns standard output. With `--max-restarts K` all ranks are started again when one is lost, and the program goes on
+/// from its own checkpoint. `--elastic` is refused: only our trainer repeats a step without the lost rank.
+pub fn main_with<A: clap::Args + Send + Sync>(
+    rank: impl Fn(&RankContext, &A) -> Result<()> + Sync,
+) -> ExitCode {
+    // Without this, those of our own flags are the description.
+    let own = A::augment_args(Command::new(""));
+    let command = Typed::<A>::command()
+        .about(Resettable::from(own.get_about().cloned()))
+        .long_about(Resettable::from(own.get_long_about().cloned()));
+    main_of(command, |matches| {
+        let Typed { own, ranks } = Typed::<A>::from_arg_matches(matches)?;
+        let refused = || {
+            Err(Error::usage(
+                "--elastic (and --nnodes MIN:MAX) needs phalanx::Trainer, which this program does not use; with \
+                 --max-restarts K all ranks start again from the last checkpoint",
+            ))
+        };
+        if ranks.is_elastic() {
+            return Ok(refused());
+        }
+        Ok(run(&ranks, PrintingRanks::Rank0, &[], None, |ctx| {
+            match ctx.elastic {
+                // Under `phalanx launch --elastic`.
+                Some(_) => refused(),
+                None => rank(ctx, &own),
+            }
+        }))
+    })
+}
+
+// Not a doc comment: it would be the program's help.
+#[derive(clap::Parser)]
+struct Typed<A: clap::Args> {
+    #[command(flatten)]
+    own: A,
+    #[command(flatten)]
+    ranks: RankArgs,
+}
+
+/// Parses the command line as `command`, does what `run` does with it, and returns the exit code. A helper process of the
+/// launcher does its work instead.
+pub fn main_of(
+    command: Command,
+    run: impl FnOnce(&ArgMatches) -> std::result::Result<Result<()>, clap::Error>,
+) -> ExitCode {
+    if let Some(outcome) = run_helper() {
+        return exit_code(outcome);
+    }
+    log::start();
+    stop::tell_limits();
+    // A launcher has several for each rank.
+    phalanx_comm::raise_open_files();
+    log::warn_of_nonsense();
+    let mut command = taking_negative_numbers(command).args_override_self(true);
+    let words = words(&command);
+    match command
+        .try_get_matches_from_mut(words)
+        .and_then(|matches| run(&matches))
+    {
+        Ok(outcome) => exit_code(outcome),
+        Err(error) => {
+            // A closed output is no second error.
+            let _ = error.print();
+            if !error.use_stderr() {
+                return ExitCode::SUCCESS;
+            }
+            let text = error.render().to_string();
+            tell_other_nodes(&Error::usage(text.trim_start_matches("error: ")));
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// What was typed, with flags as torchrun's users type them (`--nproc_per_node`).
+fn words(command: &Command) -> Vec<OsString> {
+    let own = |name: &str| command.get_arguments().any(|a| a.get_long() == Some(name));
+    let mut args = std::env::args_os();
+    let mut words: Vec<OsString> = args.next().into_iter().collect();
+    for word in args {
+        match dashed(word.clone()) {
+            (dashed, Some(name), _) if own(&name) => words.push(dashed),
+            _ => words.push(word),
+        }
+    }
+    words
+}
