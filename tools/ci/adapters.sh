@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# The adapters for other engines: their lints, tests and examples, which train, go on from a checkpoint on another number of
+# ranks, and run under `phalanx launch`.
+# Usage: tools/ci/adapters.sh PHALANX
+# Skips where a crate cannot be had.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+root=$PWD
+phalanx=$(realpath "$1")
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+export CARGO_TARGET_DIR="$root/target/adapters"
+cd adapters
+cargo fmt --all --check
+if ! timeout 200 cargo fetch --quiet --locked >"$out/fetch" 2>&1; then
+    # Also where a crate that they stand on has another dependency.
+    ! grep -e --locked "$out/fetch" || { echo "adapters/Cargo.lock is out of date"; exit 1; }
+    echo "the adapters: skipped, their crates cannot be fetched: $(tail -n 1 "$out/fetch")"
+    exit
+fi
+cargo clippy --release --workspace --all-targets --locked --quiet -- -D warnings
+cargo test --release --workspace --locked --quiet
+RUSTDOCFLAGS="-D warnings" cargo doc --release --workspace --no-deps --locked --quiet
+candle=$CARGO_TARGET_DIR/release/examples/mnist_candle
+burn=$CARGO_TARGET_DIR/release/examples/mnist_burn
+cd "$out"
+short=(--samples 1500 --checkpoint candle.safetensors)
+run() { timeout 300 "$@" >>log 2>&1 || { cat log; exit 1; }; }
+run "$candle" --nproc-per-node 2 --epochs 1 "${short[@]}"
+run "$phalanx" launch --nproc-per-node 3 -- "$candle" --epochs 2 "${short[@]}"
+run "$candle" --epochs 2 "${short[@]}"
+[ "$(grep -c "epoch " log)" = 2 ] || { echo "not one line for each of two epochs:"; cat log; exit 1; }
+run "$burn" --nproc-per-node 2 --epochs 1 --samples 1500
+[ "$(grep -c "epoch " log)" = 3 ] || { echo "no line of the third training:"; cat log; exit 1; }
+if "$candle" --elastic >refused 2>&1 || [ "$(wc -l <refused)" != 1 ]; then
+    echo "--elastic was not refused in one line:"; cat refused; exit 1
+fi
+# The first programs of the guide, as projects of their own.
+for engine in candle burn; do
+    page=$root/docs/guide/$engine.md
+    mkdir -p "$engine/src"
+    sed -n '/^```rust,ignore$/,/^```$/p' "$page" | sed '/^```/d' >"$engine/src/main.rs"
+    {
+        printf '[package]\nname = "first-%s"\nedition = "2024"\n\n' "$engine"
+        sed -n '/^```toml$/,/^```$/p' "$page" | sed "/^\`\`\`/d; s|\"phalanx/|\"$root/|"
+    } >"$engine/Cargo.toml"
+    cp "$root/adapters/Cargo.lock" "$engine/"
+    cargo build --release --offline --quiet --manifest-path "$engine/Cargo.toml"
+    run "$CARGO_TARGET_DIR/release/first-$engine" --nproc-per-node 2
+done
+[ "$(grep -c "^step 100  loss 0.0" log)" = 2 ] || { echo "no two small losses in:"; cat log; exit 1; }
+echo "the adapters: ok"
