@@ -311,16 +311,18 @@ impl Error {
             .iter()
             .any(|words| has(words))
         {
-            let bytes = getrlimit(Resource::As).current?;
-            return Some(format!(
-                "a higher limit: `ulimit -v` allows each process {} of address space; `ulimit -v unlimited` in this shell, or LimitAS= of its service",
-                format::bytes(usize::try_from(bytes).unwrap_or(usize::MAX))
-            ));
+            return address_space();
         }
         // As it names EMFILE, and EAGAIN where there is to be one more process or thread.
         let flag = match has("Too many open files (os error 24)") {
             true => "-n",
-            false if has("Resource temporarily unavailable (os error 11)") && has("start") => "-u",
+            false if has("Resource temporarily unavailable (os error 11)") && has("start") => {
+                // Also what a thread gets whose stack does not fit.
+                if let Some(way_out) = address_space() {
+                    return Some(way_out);
+                }
+                "-u"
+            }
             false => return None,
         };
         Some(format!(
@@ -357,6 +359,15 @@ impl fmt::Debug for Error {
         let text = self.render();
         f.write_str(text.strip_prefix("error: ").unwrap_or(&text).trim_end())
     }
+}
+
+/// The fix, where the address space of a process is limited.
+fn address_space() -> Option<String> {
+    let bytes = getrlimit(Resource::As).current?;
+    Some(format!(
+        "a higher limit: `ulimit -v` allows each process {} of address space; `ulimit -v unlimited` in this shell, or LimitAS= of its service",
+        format::bytes(usize::try_from(bytes).unwrap_or(usize::MAX))
+    ))
 }
 
 impl fmt::Display for Error {
