@@ -170,7 +170,7 @@ impl DistributedDataParallel {
         Ok(given(model, &self.outline, averaged))
     }
 
-    /// As [`check`](Self::check); after an error, the other ranks do not wait for this one.
+    /// As [`check`](Self::check); aborts the group after an error, so that the other ranks do not wait for this one.
     fn check_or_abort(&mut self, model: &impl Module) -> Result<()> {
         let checked = self.check(model);
         if let Err(error) = &checked {

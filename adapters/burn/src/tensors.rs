@@ -102,7 +102,7 @@ pub(crate) fn staged(
     outline: &Outline,
     only_untrained: bool,
 ) -> Result<HostTensors> {
-    // Running statistics of the last forward are not in a visitor's sight before this.
+    // A visitor does not see the running statistics of the last forward before `valid` has merged them.
     let _ = model.valid();
     let mut reader = Reader {
         outline,
@@ -125,30 +125,26 @@ struct Writer<'a> {
     at: usize,
     only_untrained: bool,
     tensors: &'a HostTensors,
-    /// Those written, trained ones and others.
-    written: [usize; 2],
+    /// Number of tensors without gradients that were written.
+    others: usize,
 }
 
 impl ModuleMapper for Writer<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let trained = self.outline.tensors[self.at].trained.is_some();
+        let trained = self.outline.tensors[self.at].trained;
         self.at += 1;
-        if self.only_untrained && trained {
+        if self.only_untrained && trained.is_some() {
             return param;
         }
-        let written = &mut self.written[usize::from(!trained)];
-        let index = *written
-            + if trained {
-                0
-            } else {
-                self.tensors.parameters().len()
-            };
-        *written += 1;
+        let index = trained.unwrap_or_else(|| {
+            self.others += 1;
+            self.tensors.parameters().len() + self.others - 1
+        });
         let values = self.tensors.values(index).to_vec();
         param.map(|old| {
             let data = TensorData::new(values, old.dims());
             let new = Tensor::<D>::from_data(data, (&old.device(), old.dtype()));
-            new.set_require_grad(trained)
+            new.set_require_grad(trained.is_some())
         })
     }
 }
@@ -165,7 +161,7 @@ pub(crate) fn with_values<M: Module>(
         at: 0,
         only_untrained,
         tensors,
-        written: [0; 2],
+        others: 0,
     })
 }
 

@@ -63,7 +63,8 @@ impl DistributedDataParallel {
     /// of rank 0. Variables named `running_mean` and `running_var`, those of candle's `batch_norm`, are buffers: they have
     /// no gradient, and every rank gets rank 0's after each step, as in PyTorch. All others are parameters.
     ///
-    /// All variables must exist: build the model first. Variables outside the map get no gradients. *Blocks* until all ranks of the group call it.
+    /// All variables must exist: build the model first. Variables outside the map get no gradients. *Blocks* until all ranks of
+    /// the group call it.
     ///
     /// # Errors
     ///
@@ -232,7 +233,7 @@ impl DistributedDataParallel {
         }
     }
 
-    /// After an error, the other ranks do not wait for this one.
+    /// Aborts the group after an error, so that the other ranks do not wait for this one.
     fn or_abort<T>(&mut self, result: Result<T>) -> Result<T> {
         if let Err(error) = &result {
             self.replica.abort(&error.to_string());

@@ -79,7 +79,7 @@ pub use phalanx_live::Address;
 pub use place::{Process, rank_place};
 pub use rank_args::{PrintingRanks, check_local_ranks, run as run_ranks, start};
 pub use reap::{adopt_orphans, reap_group};
-pub use start::{main, main_of, main_with};
+pub use start::{NoArgs, main, main_of, main_with};
 pub use threads::{Cores, Threads};
 pub use token::write_token;
 

@@ -21,7 +21,8 @@ pub fn main(rank: impl Fn(&RankContext) -> Result<()> + Sync) -> ExitCode {
 
 // Not a doc comment: it would be the program's help.
 #[derive(clap::Args)]
-struct NoArgs {}
+#[allow(missing_docs, reason = "a doc comment would be the program's help")]
+pub struct NoArgs {}
 
 /// Runs `rank` on every rank, as the command line says: the body of `main` for a program that trains without our trainer.
 ///

@@ -49,7 +49,7 @@ pub use phalanx_ddp as ddp;
 #[cfg(feature = "flow")]
 pub use phalanx_flow as flow;
 pub use phalanx_global as global;
-pub use phalanx_launch::PrintingRanks;
+pub use phalanx_launch::{NoArgs, PrintingRanks};
 pub use phalanx_nn as nn;
 #[cfg(feature = "images")]
 pub use phalanx_report::image;
@@ -57,7 +57,7 @@ pub use phalanx_store as store;
 pub use phalanx_train as train;
 pub use phalanx_train::{Error, ErrorKind, Job, Result, Trainer};
 pub use phalanx_wire as wire;
-pub use program::{NoArgs, Program, main, main_with};
+pub use program::{Program, main, main_with};
 pub use spawn::{Cause, SpawnError, Spawned, spawn};
 #[doc(hidden)]
 pub use training::{Subcommand, Training};

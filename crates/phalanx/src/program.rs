@@ -7,7 +7,7 @@ use clap::builder::Resettable;
 use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 use phalanx_base::error::Result;
 use phalanx_base::say::{self, Secrets};
-use phalanx_launch::{PrintingRanks, RankArgs, main_of};
+use phalanx_launch::{NoArgs, PrintingRanks, RankArgs, main_of};
 use phalanx_train::{Defaults, Job, Settings};
 
 use crate::training::{Subcommand, Training};
@@ -325,11 +325,6 @@ struct Typed<A: clap::Args> {
     #[command(flatten)]
     ranks: RankArgs,
 }
-
-// Likewise.
-#[derive(clap::Args)]
-#[allow(missing_docs, reason = "a doc comment would be the program's help")]
-pub struct NoArgs {}
 
 #[cfg(test)]
 mod tests {

@@ -444,7 +444,7 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
 /// Code lines of each crate at most, without tests, comments and blank lines. A commit that raises one says why; one that
 /// has made a crate smaller lowers it.
 const LINES: [(&str, usize); 20] = [
-    ("phalanx", 513),
+    ("phalanx", 510),
     ("phalanx-base", 1189),
     ("phalanx-checkpoint", 3579),
     ("phalanx-cli", 3715),
@@ -454,7 +454,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-flow", 6845),
     ("phalanx-global", 4855),
     ("phalanx-http", 65),
-    ("phalanx-launch", 12886),
+    ("phalanx-launch", 12887),
     ("phalanx-live", 1775),
     ("phalanx-mpi", 65),
     ("phalanx-nn", 16101),
