@@ -21,7 +21,7 @@
 
 use std::ops::Range;
 
-use phalanx_comm::{ProcessGroup, ReduceOp};
+use phalanx_comm::{P2POp, ProcessGroup, ReduceOp};
 use phalanx_nn::optim::{Optimizer, Run, clip_factor, grad_norm};
 use phalanx_nn::{GradView, Init, Layout, ParamId, Params, Scope, Seed};
 
@@ -591,9 +591,17 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     pub fn gather_state(&self, memory: Vec<Vec<f32>>) -> Result<Option<Buffers>> {
         let failed = |e| Error::comm_while("optimizer state could not be gathered", e);
         let (own, group) = (self.optimizer.state(), &self.cut.group);
+        let ranks = self.cut.parts.iter().enumerate();
+        let mut parts: Vec<(usize, &Piece)> = ranks
+            .flat_map(|(rank, pieces)| pieces.iter().map(move |piece| (rank, piece)))
+            .collect();
+        parts.sort_by_key(|(_, piece)| piece.flat);
+        // A rank sends when rank 0 waits for its pieces: those that come earlier would be kept until rank 0 receives them.
+        let mut ready = [0u8];
         if group.rank() != 0 {
             for (_, values) in own {
-                for piece in self.cut.mine() {
+                group.recv(&mut ready, 0).map_err(failed)?;
+                for (_, piece) in parts.iter().filter(|(rank, _)| *rank == group.rank()) {
                     group.send(&values[piece.own()], 0).map_err(failed)?;
                 }
             }
@@ -604,15 +612,18 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             let mut whole = memory.next().unwrap_or_default();
             whole.clear();
             whole.resize(self.total, 0.0);
-            for (rank, pieces) in self.cut.parts.iter().enumerate() {
-                for piece in pieces {
-                    let to = &mut whole[piece.whole()];
-                    match rank {
-                        0 => to.copy_from_slice(&values[piece.own()]),
-                        _ => drop(group.recv(to, rank).map_err(failed)?),
-                    }
+            let (mut rest, mut at) = (&mut whole[..], 0);
+            let mut messages = Vec::new();
+            for (rank, piece) in &parts {
+                let (to, after) = rest[piece.flat - at..].split_at_mut(piece.elems.len());
+                (rest, at) = (after, piece.whole().end);
+                match rank {
+                    0 => to.copy_from_slice(&values[piece.own()]),
+                    _ => messages.push(P2POp::recv(to, *rank)),
                 }
             }
+            messages.extend((1..group.world_size()).map(|rank| P2POp::send(&ready, rank)));
+            group.batch_send_recv(messages).map_err(failed)?;
             all.push((name, whole));
         }
         Ok(Some(all))
