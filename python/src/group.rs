@@ -1,12 +1,14 @@
 //! Process groups whose operations take addresses of tensors.
 
+use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use half::{bf16, f16};
 use phalanx_comm::{
-    Bucket, Call, DType, Element, Error, InitOptions, Peer, ProcessGroup, ReduceOp, Result, Work,
+    Bucket, Call, DType, Element, Error, InitOptions, Peer, ProcessGroup, ReduceOp, Registered,
+    Result, Work,
 };
 use phalanx_store::Store;
 use phalanx_wire::Token;
@@ -28,14 +30,35 @@ struct Memory {
     dtype: DType,
     /// Keeps the memory.
     tensor: Py<PyAny>,
+    /// Where the other ranks map it.
+    shared: Option<Py<Shared>>,
+}
+
+/// The memory of a storage that other ranks map.
+#[pyclass(frozen)]
+pub(crate) struct Shared {
+    memory: ManuallyDrop<Registered>,
+    start: usize,
+    process: u32,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // In a forked process it is the memory of the one that forked.
+        if self.process == std::process::id() {
+            // SAFETY: dropped here only.
+            unsafe { ManuallyDrop::drop(&mut self.memory) }
+        }
+    }
 }
 
 impl<'py> FromPyObject<'_, 'py> for Memory {
     type Error = PyErr;
 
-    /// Of (address, number of elements, type, tensor).
+    /// Of (address, number of elements, type, tensor, what [`Group::share`] returned or nothing).
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Memory> {
-        let (address, count, name, tensor): (usize, usize, String, Py<PyAny>) = object.extract()?;
+        type Parts = (usize, usize, String, Py<PyAny>, Option<Py<Shared>>);
+        let (address, count, name, tensor, shared): Parts = object.extract()?;
         let dtype = DType::ALL.into_iter().find(|dtype| dtype.name() == name);
         let dtype =
             dtype.ok_or_else(|| PyTypeError::new_err(format!("no element type {name:?}")))?;
@@ -51,6 +74,7 @@ impl<'py> FromPyObject<'_, 'py> for Memory {
             count,
             dtype,
             tensor,
+            shared,
         })
     }
 }
@@ -62,6 +86,15 @@ impl Memory {
     ///
     /// The tensor has `count` elements of type `T` there, which nothing else uses before the bucket is dropped.
     unsafe fn bucket<T: Element>(self) -> Bucket<T> {
+        if let Some(shared) = self.shared.as_ref().map(Py::get) {
+            let offset = self.address.wrapping_sub(shared.start);
+            let tensor = Python::attach(|py| self.tensor.clone_ref(py));
+            // SAFETY: as this function's.
+            let bucket = unsafe { shared.memory.bucket(offset, self.count, tensor) };
+            if let Some(bucket) = bucket {
+                return bucket;
+            }
+        }
         match NonNull::new(std::ptr::with_exposed_provenance_mut::<T>(self.address)) {
             // SAFETY: as this function's.
             Some(start) if self.count > 0 => unsafe {
@@ -238,6 +271,29 @@ impl Group {
             rank,
             process: std::process::id(),
         })
+    }
+
+    /// Whether [`share`](Group::share) may succeed.
+    fn shares(&self) -> PyResult<bool> {
+        let group = self.get()?;
+        Ok(group.world_size() > 1 && group.bucket::<u8>(1).is_registered())
+    }
+
+    /// Moves the `bytes` of the storage at `address` to memory that the other ranks map, which they read and write in
+    /// place. The storage has been moved to shared memory, which no other process has seen. What is returned must be kept
+    /// until the storage has been freed; nothing is where the memory stays as it is.
+    fn share(&self, py: Python<'_>, address: usize, bytes: usize) -> PyResult<Option<Shared>> {
+        let group = self.get()?;
+        let memory = py.detach(|| {
+            let start = NonNull::new(std::ptr::with_exposed_provenance_mut::<u8>(address))?;
+            // SAFETY: PyTorch's shared memory is a mapping of its own, and the caller says the rest.
+            unsafe { group.register(start, bytes) }
+        });
+        Ok(memory.map(|memory| Shared {
+            memory: ManuallyDrop::new(memory),
+            start: address,
+            process: std::process::id(),
+        }))
     }
 
     fn all_reduce(

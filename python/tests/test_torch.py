@@ -52,6 +52,15 @@ class Torch(unittest.TestCase):
     def test_ddp(self):
         self.check("test_ddp")
 
+    def test_shared(self):
+        self.check("test_shared")
+
+    def test_shared_buckets(self):
+        self.check("test_shared_buckets")
+
+    def test_flight(self):
+        self.check("test_flight", (2,))
+
     def test_sharded(self):
         self.check("test_sharded")
 

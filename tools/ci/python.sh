@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# The Python package: the wheel is built, and installed in an empty virtual environment.
+# The Python package: the wheel is built, and installed in an empty virtual environment, with the command phalanx.
 # With a Python that has torch its tests run, and the first program of docs/guide/pytorch.md, under torchrun and `phalanx launch`.
-# Usage: tools/ci/python.sh PHALANX PYTHON
+# Usage: tools/ci/python.sh PYTHON
 # Skips where maturin or a crate cannot be had.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-phalanx=$(realpath "$1")
-python=$2
+python=$1
 root=$PWD
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
@@ -16,15 +15,18 @@ if ! { python3 -m venv "$out/empty" && timeout 100 "$out/empty/bin/pip" install 
     echo "the wheel: skipped, maturin cannot be installed"
     exit
 fi
-export CARGO_TARGET_DIR="$root/target/python" PYO3_PYTHON="$out/empty/bin/python"
+export PYO3_PYTHON="$out/empty/bin/python" MATURIN_PEP517_ARGS="--locked --target-dir $root/target/python"
 if ! timeout 100 cargo fetch --quiet --locked --manifest-path python/Cargo.toml >"$out/fetch" 2>&1; then
+    # Also where a crate that it stands on has another dependency.
+    ! grep -e --locked "$out/fetch" || { echo "python/Cargo.lock is out of date"; exit 1; }
     echo "the wheel: skipped, its crates cannot be fetched: $(tail -n 1 "$out/fetch")"
     exit
 fi
-cargo clippy --locked --quiet --manifest-path python/Cargo.toml -- -D warnings
-"$out/empty/bin/maturin" build --release --locked --quiet --manifest-path python/Cargo.toml --out "$out/wheel"
+cargo clippy --locked --quiet --manifest-path python/Cargo.toml --target-dir target/python -- -D warnings
+PATH=$out/empty/bin:$PATH pip wheel -q --no-deps --no-build-isolation -w "$out/wheel" ./python
 "$out/empty/bin/pip" install -q --no-deps "$out"/wheel/*.whl
 "$out/empty/bin/python" -c "from phalanx._phalanx import Group"
+"$out/empty/bin/phalanx" --version
 echo "the wheel: built, and found in an empty environment"
 
 if ! "$python" -c "import torch" 2>/dev/null; then
@@ -34,13 +36,13 @@ fi
 "$python" -m venv --system-site-packages "$out/venv"
 # Also where $python is in a virtual environment itself.
 "$python" -c "import site; print('\n'.join(site.getsitepackages()))" >"$(echo "$out"/venv/lib/python3*/site-packages)/torch.pth"
-"$out/venv/bin/pip" install -q --no-deps "$out"/wheel/*.whl
+"$out/venv/bin/pip" install -q --no-deps --ignore-installed "$out"/wheel/*.whl
 "$out/venv/bin/python" -m unittest discover -s python/tests
 sed -n '/^```python$/,/^```$/p' docs/guide/pytorch.md | sed '/^```/d' >"$out/train.py"
 cd "$out"
 expect() { [ "$(grep -c "^loss 0.0" "$1")" = 1 ] || { echo "no small loss in:"; cat "$1"; exit 1; }; }
 timeout 100 venv/bin/python -m torch.distributed.run --nproc-per-node 2 train.py >torchrun 2>&1 || true
 expect torchrun
-PYTHON_EXEC=$out/venv/bin/python timeout 100 "$phalanx" launch --no-prefix --nproc-per-node 2 train.py >launch 2>&1 || true
+PATH=$out/venv/bin:$PATH PYTHON_EXEC=python timeout 100 phalanx launch --no-prefix --nproc-per-node 2 train.py >launch 2>&1 || true
 expect launch
 echo "the back end: ok"

@@ -98,7 +98,7 @@ pub use inherited::inherited_socket;
 pub use kernel::{all_finite, largest};
 pub use limits::raise_open_files;
 pub use lost::report_lost;
-pub use memory::Bucket;
+pub use memory::{Bucket, Registered};
 pub use notice::{NoticeListener, set_notice_listener};
 pub use op::ReduceOp;
 pub use select::{Algorithm, Costs, Rules, Selector};

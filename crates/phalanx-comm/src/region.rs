@@ -8,7 +8,7 @@ use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
 
 /// Alignment of all memory of this crate and of chunk boundaries: one cache
 /// line, and one AVX-512 register.
@@ -228,6 +228,46 @@ impl Region {
         let address = self.bytes_at(offset, bytes);
         // SAFETY: the range lies inside our mapping; joining pages changes no byte.
         let _ = unsafe { libc::madvise(address.cast(), bytes, COLLAPSE) };
+    }
+
+    /// Maps the whole pages of `[offset, offset + bytes)` at `at` too, in place of what is mapped there. An error leaves
+    /// what was there, or memory of zeros.
+    ///
+    /// # Safety
+    ///
+    /// The pages at `at` are a mapping of the caller's, or a part of one, and nothing uses them now.
+    ///
+    /// # Panics
+    ///
+    /// When the range is not inside; when there is no memory for the zeros.
+    pub(crate) unsafe fn map_at(
+        &self,
+        offset: usize,
+        bytes: usize,
+        at: NonNull<u8>,
+    ) -> std::io::Result<()> {
+        let ours = self.bytes_at(offset, bytes).cast();
+        // SAFETY: an old size of zero maps the same pages a second time, at an address of the kernel's choice.
+        let second = unsafe { rustix::mm::mremap(ours, 0, bytes, MremapFlags::MAYMOVE) }?;
+        let at: *mut c_void = at.as_ptr().cast();
+        // SAFETY: the second mapping is ours alone; what it takes the place of is the caller's.
+        let moved =
+            unsafe { rustix::mm::mremap_fixed(second, bytes, bytes, MremapFlags::MAYMOVE, at) };
+        let Err(error) = moved else {
+            return Ok(());
+        };
+        // SAFETY: as above; what was there may be gone, so that nothing else may be mapped there before this.
+        let zeros = unsafe {
+            let _ = rustix::mm::munmap(second, bytes);
+            rustix::mm::mmap_anonymous(
+                at,
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::FIXED,
+            )
+        };
+        assert!(zeros.is_ok(), "no memory for a tensor that was moved");
+        Err(error.into())
     }
 
     /// Calls `madvise` for whole pages of this mapping.

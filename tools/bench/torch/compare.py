@@ -41,9 +41,21 @@ def rank_main():
             best = min(best, (time.perf_counter() - begun) / times)
         return best
 
+    times_of = lambda size: 200 if size <= 1024 else 20 if size <= 1 << 20 else 4
     for size in SIZES:
         data = torch.ones(size // 4)
-        out[f"all_reduce {size} B"] = timed(lambda: dist.all_reduce(data), 200 if size <= 1024 else 20 if size <= 1 << 20 else 4)
+        out[f"all_reduce {size} B"] = timed(lambda: dist.all_reduce(data), times_of(size))
+    for size in SIZES[2:]:
+        data = torch.ones(size // 4)
+        if backend == "phalanx":
+            import phalanx.torch
+
+            data = phalanx.torch.empty(size // 4).fill_(1)
+        out[f"all_reduce {size} B, phalanx.torch.empty"] = timed(lambda: dist.all_reduce(data), times_of(size))
+    # What PyTorch and the back end cost where nothing is communicated.
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    data = torch.ones(1)
+    out["all_reduce 4 B, a group of one rank"] = timed(lambda: dist.all_reduce(data, group=alone), 1000)
 
     class Block(nn.Module):
         def __init__(self, wide):
@@ -59,11 +71,11 @@ def rank_main():
             return x + self.down(nn.functional.gelu(self.up(self.second(x))))
 
     class Gpt(nn.Module):
-        def __init__(self):
+        def __init__(self, wide):
             super().__init__()
-            self.tokens, self.places = nn.Embedding(65, 256), nn.Embedding(64, 256)
-            self.blocks = nn.ModuleList(Block(256) for _ in range(4))
-            self.head = nn.Linear(256, 65)
+            self.tokens, self.places = nn.Embedding(65, wide), nn.Embedding(64, wide)
+            self.blocks = nn.ModuleList(Block(wide) for _ in range(4))
+            self.head = nn.Linear(wide, 65)
 
         def forward(self, ids):
             x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
@@ -77,37 +89,77 @@ def rank_main():
             nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10),
         )
 
-    def train(model, make, optimizer, name):
+    class Pair(nn.Module):
+        """Two convolutions of a ResNet for CIFAR-10, and what goes past them."""
+
+        def __init__(self, into, wide, stride):
+            super().__init__()
+            conv = lambda a, b, size, step: nn.Sequential(nn.Conv2d(a, b, size, step, size // 2, bias=False), nn.BatchNorm2d(b))
+            self.pair = nn.Sequential(conv(into, wide, 3, stride), nn.ReLU(), conv(wide, wide, 3, 1))
+            self.past = nn.Identity() if into == wide else conv(into, wide, 1, stride)
+
+        def forward(self, x):
+            return (self.pair(x) + self.past(x)).relu()
+
+    def resnet18():
+        stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
+        widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+        pairs = [Pair(a, b, 1 if a == b else 2) for a, b in zip(widths, widths[1:])]
+        return nn.Sequential(*stem, *pairs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+
+    def train(model, make, optimizer, name, steps=STEPS):
+        """The time of a step, and with DDP how much longer forward and backward take than where nothing is averaged."""
         torch.manual_seed(rank)
         batches = [make() for _ in range(4)]
-        losses, times = [], []
-        for step in range(STEPS):
-            x, y = batches[step % 4]
-            begun = time.perf_counter()
+        losses, times, passes, alone = [], [], [], []
+
+        def forward_and_backward(x, y):
             optimizer.zero_grad()
             scores = model(x)
             loss = nn.functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), y.reshape(-1))
             loss.backward()
+            return loss
+
+        for step in range(steps):
+            x, y = batches[step % 4]
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                dist.barrier()
+                begun = time.perf_counter()
+                with model.no_sync():
+                    forward_and_backward(x, y)
+                alone.append(time.perf_counter() - begun)
+            dist.barrier()
+            begun = time.perf_counter()
+            loss = forward_and_backward(x, y)
+            passes.append(time.perf_counter() - begun)
             optimizer.step()
             times.append(time.perf_counter() - begun)
             losses.append(loss.item())
         out[f"{name}: a step"] = statistics.median(times[4:])
+        if alone:
+            out[f"{name}: communication that is not hidden"] = max(0.0, statistics.median(passes[4:]) - statistics.median(alone[4:]))
         out[f"{name}: losses"] = losses
 
     digits = lambda: (torch.randn(32, 1, 28, 28), torch.randint(0, 10, (32,)))
-    text = lambda: (torch.randint(0, 65, (8, 64)), torch.randint(0, 65, (8, 64)))
+    pictures = lambda: (torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,)))
+    text = lambda batch: lambda: (torch.randint(0, 65, (batch, 64)), torch.randint(0, 65, (batch, 64)))
+    sgd = lambda params: torch.optim.SGD(params, 0.05, momentum=0.9)
+    adamw = lambda params: torch.optim.AdamW(params, 1e-3)
+    for name, make, batch, optimizer, steps in (
+        ("MNIST CNN", cnn, digits, sgd, STEPS),
+        ("ResNet-18", resnet18, pictures, sgd, STEPS // 2),
+        ("nanoGPT (128 wide, batch 12)", lambda: Gpt(128), text(12), adamw, STEPS),
+        ("GPT of 3.2 M", lambda: Gpt(256), text(8), adamw, STEPS),
+    ):
+        torch.manual_seed(1)
+        model = nn.parallel.DistributedDataParallel(make(), gradient_as_bucket_view=True)
+        train(model, batch, optimizer(model.parameters()), f"DDP, {name}", steps)
     torch.manual_seed(1)
-    model = nn.parallel.DistributedDataParallel(cnn(), gradient_as_bucket_view=True)
-    train(model, digits, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), "DDP, MNIST CNN")
-    torch.manual_seed(1)
-    model = nn.parallel.DistributedDataParallel(Gpt(), gradient_as_bucket_view=True)
-    train(model, text, torch.optim.AdamW(model.parameters(), 1e-3), "DDP, GPT of 3.2 M")
-    torch.manual_seed(1)
-    model = Gpt()
+    model = Gpt(256)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    train(model, text, torch.optim.AdamW(model.parameters(), 1e-3), "FSDP2, GPT of 3.2 M")
+    train(model, text(8), adamw(model.parameters()), "FSDP2, GPT of 3.2 M")
     if rank == 0:
         print("RESULT " + json.dumps(out), flush=True)
     dist.destroy_process_group()
@@ -147,8 +199,9 @@ def main():
             print(f"| {name} | | | {'the same bits' if table[name] else 'differ'} |")
             continue
         ours, theirs = (statistics.median(result[name] for result in rounds[b]) for b in ("phalanx", "gloo"))
-        table[name] = {"phalanx_s": ours, "gloo_s": theirs, "ratio": theirs / ours}
-        print(f"| {name} | {ours * 1e6:,.0f} µs | {theirs * 1e6:,.0f} µs | {theirs / ours:.2f} |")
+        ratio = theirs / ours if ours else None
+        table[name] = {"phalanx_s": ours, "gloo_s": theirs, "ratio": ratio}
+        print(f"| {name} | {ours * 1e6:,.0f} µs | {theirs * 1e6:,.0f} µs | {f'{ratio:.2f}' if ratio else ''} |")
     if args.out:
         with open(args.out, "w") as file:
             json.dump({"cpu": cpu, "cores": os.cpu_count(), "ranks": args.ranks, "table": table, "rounds": rounds}, file, indent=1)

@@ -24,6 +24,7 @@ mod uneven;
 mod work;
 
 use std::any::Any;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -47,7 +48,7 @@ use self::launch::check_rank;
 use self::queue::Queue;
 use self::registry::Registry;
 use crate::backend::{Native, Runner};
-use crate::memory::Arena;
+use crate::memory::{Arena, Registered};
 use crate::messages::{Common, Messages};
 use crate::operation::Limits;
 use crate::plan::Hosts;
@@ -192,6 +193,9 @@ impl ProcessGroup {
     /// `world` stand in for those in `options`, which must have a token unless
     /// `world` is 1; its `init_method` is not used.
     ///
+    /// Where the variables `RANK` and `WORLD_SIZE` are set, the flight recorder (`phalanx inspect`) that the launcher has,
+    /// or that is written to `PHALANX_FLIGHT_DIR`, is that of the first group of this process with this rank and world.
+    ///
     /// # Errors
     ///
     /// As [`ProcessGroup::init`].
@@ -209,7 +213,8 @@ impl ProcessGroup {
         };
         let processes = Processes::within(store, token, options);
         let mesh = processes.form(WORLD_GROUP, rank, world, processes.options.timeout)?;
-        Self::assemble(rank, world, mesh, processes, &Place::Private)
+        let place = Place::of_group(rank, world, launch::environment);
+        Self::assemble(rank, world, mesh, processes, &place)
     }
 
     /// A group of `world` ranks that are threads of this process; hand one
@@ -507,6 +512,21 @@ impl ProcessGroup {
     /// As [`Bucket::zeroed`].
     pub fn bucket<T: Element>(&self, len_elems: usize) -> Bucket<T> {
         Bucket::in_arena(self.core.arena.as_ref(), len_elems)
+    }
+
+    /// Moves memory of another library to where the other ranks of the group can read and write it in place: the pages at
+    /// `start` are replaced by such ones with the same contents, at the same address. `None`, and the old pages, where the
+    /// ranks are threads or on several hosts, where `start` is not on a page, and where there is no memory. Does not
+    /// communicate; collectives on its [buckets](Registered::bucket) copy nothing when the data of all ranks is
+    /// registered.
+    ///
+    /// # Safety
+    ///
+    /// At `start` begins a mapping of `bytes`, rounded up to whole pages, which no other process uses, nor this one before
+    /// this returns. These pages are not used after the last clone of what is returned and the last bucket are dropped.
+    pub unsafe fn register(&self, start: NonNull<u8>, bytes: usize) -> Option<Registered> {
+        // SAFETY: as this function's.
+        unsafe { Registered::new(self.core.arena.as_ref(), start, bytes) }
     }
 
     /// What this rank's collectives in shared memory have moved so far.

@@ -1,6 +1,8 @@
 //! Handles of asynchronous operations.
 
+use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use crate::wait::{Callers, deadline_in};
@@ -19,6 +21,44 @@ pub struct OpTimes {
 
 /// An operation in flight. It owns the buffers given to it; [`Work::wait`] returns
 /// them.
+///
+/// In asynchronous code it is a [`Future`] of the same result, under any executor: the thread that has carried out the
+/// operation wakes the task. A task that was dropped disturbs the operation no more than a dropped `Work`. PyTorch:
+/// `Work.get_future`.
+///
+/// ```
+/// # use std::future::Future;
+/// # fn block_on<F: Future>(future: F) -> F::Output {
+/// #     use std::task::{Context, Poll, Wake, Waker};
+/// #     struct Unpark(std::thread::Thread);
+/// #     impl Wake for Unpark {
+/// #         fn wake(self: std::sync::Arc<Self>) { self.0.unpark() }
+/// #     }
+/// #     let waker = Waker::from(std::sync::Arc::new(Unpark(std::thread::current())));
+/// #     let mut future = std::pin::pin!(future);
+/// #     loop {
+/// #         match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+/// #             Poll::Ready(output) => return output,
+/// #             Poll::Pending => std::thread::park(),
+/// #         }
+/// #     }
+/// # }
+/// use phalanx_comm::{Bucket, Call, GroupOptions, ProcessGroup, ReduceOp, Result};
+///
+/// async fn sum(group: &ProcessGroup, own: &[f32]) -> Result<Bucket<f32>> {
+///     group.all_reduce_async(Bucket::from_slice(own), ReduceOp::Sum, Call::default()).await
+/// }
+///
+/// let groups = ProcessGroup::threads(2, GroupOptions::default());
+/// std::thread::scope(|scope| {
+///     for group in groups {
+///         scope.spawn(move || {
+///             let sums = block_on(sum(&group, &[1.0, group.rank() as f32])).unwrap();
+///             assert_eq!(sums[..], [2.0, 1.0]);
+///         });
+///     }
+/// });
+/// ```
 ///
 /// Operations of one group run, and complete, in the order in which they were issued, except sends and receives.
 /// Dropping a `Work` without waiting is safe: the operation still runs (the other ranks
@@ -59,6 +99,8 @@ struct State<B> {
     started: Option<Instant>,
     finished: Option<Instant>,
     result: Option<Result<B>>,
+    /// Of the task that awaits it.
+    waker: Option<Waker>,
 }
 
 impl<B> Shared<B> {
@@ -78,6 +120,7 @@ impl<B> Work<B> {
                 started: None,
                 finished: None,
                 result: None,
+                waker: None,
             }),
             changed: Condvar::new(),
         });
@@ -190,6 +233,27 @@ impl<B> Work<B> {
     }
 }
 
+impl<B> Future for Work<B> {
+    type Output = Result<B>;
+
+    /// [`Work::wait`] without blocking.
+    fn poll(self: Pin<&mut Self>, task: &mut Context<'_>) -> Poll<Result<B>> {
+        let mut state = self.shared.lock();
+        if let Some(result) = state.result.take() {
+            return Poll::Ready(result);
+        }
+        if state.finished.is_some() {
+            let message = "a Work was polled after it had given its result";
+            return Poll::Ready(Err(Error::usage(message)));
+        }
+        match &mut state.waker {
+            Some(waker) => waker.clone_from(task.waker()),
+            none => *none = Some(task.waker().clone()),
+        }
+        Poll::Pending
+    }
+}
+
 impl<B> std::fmt::Debug for Work<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let state = self.shared.lock();
@@ -222,8 +286,12 @@ impl<B> Completer<B> {
         if state.finished.is_none() {
             state.finished = Some(Instant::now());
             state.result = Some(result);
+            let waker = state.waker.take();
             drop(state);
             self.shared.changed.notify_all();
+            if let Some(waker) = waker {
+                waker.wake();
+            }
         }
     }
 }
@@ -238,6 +306,9 @@ impl<B> Drop for Completer<B> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::Wake;
+
     use super::*;
     use crate::ErrorKind;
 
@@ -275,6 +346,41 @@ mod tests {
         let failed = Work::<u8>::failed(Error::usage("no"));
         let answer = failed.wait_for(Duration::ZERO).unwrap();
         assert_eq!(answer.unwrap_err().kind(), ErrorKind::Usage);
+    }
+
+    #[test]
+    fn the_last_task_that_polled_is_woken_once() {
+        struct Count(AtomicUsize);
+        impl Wake for Count {
+            fn wake(self: Arc<Self>) {
+                self.0.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+        let tasks = [(); 2].map(|()| Arc::new(Count(AtomicUsize::new(0))));
+        let woken = || tasks.each_ref().map(|task| task.0.load(Ordering::SeqCst));
+        let (mut work, completer) = Work::new(Callers::default());
+        let poll = |work: &mut Work<u8>, task: usize| {
+            let waker = Waker::from(Arc::clone(&tasks[task]));
+            Pin::new(work).poll(&mut Context::from_waker(&waker))
+        };
+        for task in [0, 0, 1] {
+            assert!(poll(&mut work, task).is_pending());
+        }
+        assert_eq!(woken(), [0, 0]);
+        completer.finish(Ok(7));
+        assert_eq!(woken(), [0, 1]);
+        assert!(matches!(poll(&mut work, 0), Poll::Ready(Ok(7))));
+        let Poll::Ready(Err(error)) = poll(&mut work, 0) else {
+            panic!("there is no second result")
+        };
+        assert_eq!(error.kind(), ErrorKind::Usage);
+        // A task that was dropped is none that is woken, or kept.
+        let (mut work, completer) = Work::new(Callers::default());
+        assert!(poll(&mut work, 0).is_pending());
+        drop(work);
+        completer.finish(Ok(7));
+        assert_eq!(woken()[1], 1);
+        assert_eq!(Arc::strong_count(&tasks[0]), 1);
     }
 
     #[test]

@@ -164,6 +164,35 @@ impl Lease {
         // SAFETY: an address inside a mapping is not null.
         unsafe { NonNull::new_unchecked(start) }
     }
+
+    /// Moves what is in the mapped pages at `at` here, and maps this piece there. `false` leaves the contents where they
+    /// were.
+    ///
+    /// # Safety
+    ///
+    /// At `at` begins a mapping as long as this piece, which nothing else uses now, or another process ever. Those pages
+    /// are not used after this is dropped.
+    pub(crate) unsafe fn move_from(&self, at: NonNull<u8>) -> bool {
+        if !self.arena.arenas.is_shared() {
+            return false;
+        }
+        let (region, base) = self.arena.arenas.of(self.arena.seat);
+        let (ours, bytes) = (self.start().as_ptr(), self.bytes);
+        // SAFETY: as many bytes at both places, which do not overlap; both are the caller's alone.
+        unsafe { ours.copy_from_nonoverlapping(at.as_ptr(), bytes) };
+        // SAFETY: as this function's.
+        let mapped = unsafe { region.map_at(base + self.offset, bytes, at) };
+        match mapped {
+            // SAFETY: populating changes no byte of this mapping.
+            Ok(()) => drop(unsafe {
+                let all = Advice::LinuxPopulateWrite;
+                rustix::mm::madvise(at.as_ptr().cast(), bytes, all)
+            }),
+            // SAFETY: as above.
+            Err(_) => unsafe { at.as_ptr().copy_from_nonoverlapping(ours, bytes) },
+        }
+        mapped.is_ok()
+    }
 }
 
 impl Drop for Lease {

@@ -18,7 +18,7 @@ pub(crate) use self::arena::Arena;
 
 use self::arena::Lease;
 use crate::Element;
-use crate::region::{ALIGN_BYTES, HUGE_BYTES};
+use crate::region::{ALIGN_BYTES, HUGE_BYTES, PAGE_BYTES};
 
 /// From this size on, private memory begins on a huge page's boundary, so that the
 /// system can back it with huge pages if it is configured to.
@@ -36,6 +36,11 @@ enum Place {
     Heap,
     /// In memory that other ranks map. The lease gives it back.
     Arena(#[expect(dead_code, reason = "held for its drop")] Lease),
+    /// The same, of a [`Registered`].
+    Moved(
+        #[expect(dead_code, reason = "held for its drop")] Arc<Lease>,
+        #[expect(dead_code, reason = "held for its drop")] Box<dyn Any + Send + Sync>,
+    ),
     /// Memory of another library, which its owner frees.
     Other(#[expect(dead_code, reason = "held for its drop")] Box<dyn Any + Send + Sync>),
 }
@@ -191,7 +196,7 @@ impl<T: Element> Bucket<T> {
     /// Whether the other ranks of the group that made the bucket can read and write it
     /// in place.
     pub fn is_registered(&self) -> bool {
-        matches!(self.block.place, Place::Arena(_))
+        matches!(self.block.place, Place::Arena(_) | Place::Moved(..))
     }
 
     /// A bucket of `len_elems` elements in memory that belongs to `owner`, such as a tensor of another library, which is
@@ -253,6 +258,71 @@ impl<T: Element> Default for Bucket<T> {
 impl<T: Element> fmt::Debug for Bucket<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Bucket<{}>({} elements)", T::DTYPE, self.len)
+    }
+}
+
+/// Memory of another library, such as the storage of a tensor, that the other ranks of a group read and write in place; see
+/// [`ProcessGroup::register`](crate::ProcessGroup::register).
+#[derive(Clone)]
+pub struct Registered {
+    lease: Arc<Lease>,
+    bytes: usize,
+}
+
+impl Registered {
+    /// # Safety
+    ///
+    /// As [`ProcessGroup::register`](crate::ProcessGroup::register).
+    pub(crate) unsafe fn new(
+        arena: Option<&Arc<Arena>>,
+        start: NonNull<u8>,
+        bytes: usize,
+    ) -> Option<Registered> {
+        if !start.addr().get().is_multiple_of(PAGE_BYTES) {
+            return None;
+        }
+        let lease = arena?.lease(bytes)?;
+        // SAFETY: as this function's.
+        unsafe { lease.move_from(start) }.then(|| Registered {
+            lease: Arc::new(lease),
+            bytes,
+        })
+    }
+
+    /// A [registered](Bucket::is_registered) bucket of the `len_elems` elements that lie `offset_bytes` behind the start;
+    /// `None` where they do not lie inside, or not on a line of the cache (64 bytes). `owner`, whose memory this is, is
+    /// dropped with the bucket.
+    ///
+    /// # Safety
+    ///
+    /// As [`Bucket::from_owner`].
+    pub unsafe fn bucket<T: Element>(
+        &self,
+        offset_bytes: usize,
+        len_elems: usize,
+        owner: impl Any + Send + Sync,
+    ) -> Option<Bucket<T>> {
+        let bytes = len_elems.checked_mul(size_of::<T>())?;
+        let end = offset_bytes.checked_add(bytes)?;
+        if end > self.bytes || !offset_bytes.is_multiple_of(ALIGN_BYTES) {
+            return None;
+        }
+        Some(Bucket {
+            block: Block {
+                // SAFETY: inside the piece.
+                start: unsafe { self.lease.start().add(offset_bytes) },
+                bytes,
+                place: Place::Moved(Arc::clone(&self.lease), Box::new(owner)),
+            },
+            len: len_elems,
+            elements: PhantomData,
+        })
+    }
+}
+
+impl fmt::Debug for Registered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Registered({} bytes)", self.bytes)
     }
 }
 

@@ -34,8 +34,8 @@ mod monitor;
 mod watch;
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -90,14 +90,39 @@ pub(crate) enum Place {
     Private,
     /// The launcher's memory file, if there is one.
     Launcher,
+    /// Private, and not written to a file: that of another group of this process is.
+    Beside,
+}
+
+impl Place {
+    /// Of a group that was formed by hand, by the variables of the job.
+    pub(crate) fn of_group(
+        rank: usize,
+        world: usize,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Place {
+        static TAKEN: AtomicBool = AtomicBool::new(false);
+        let (Some(own), Some(all)) = (variable("RANK"), variable("WORLD_SIZE")) else {
+            return Place::Private;
+        };
+        let is_job = own == rank.to_string() && all == world.to_string();
+        match is_job && !TAKEN.swap(true, Relaxed) {
+            true => Place::Launcher,
+            false => Place::Beside,
+        }
+    }
 }
 
 impl Recorder {
     pub(crate) fn new(rank: usize, world: usize, place: &Place) -> std::io::Result<Recorder> {
         let variable = |name| std::env::var(name).ok().filter(|text| !text.is_empty());
         let offered = match place {
-            Place::Private => None,
             Place::Launcher => variable(FILE_VARIABLE),
+            _ => None,
+        };
+        let dir = match place {
+            Place::Beside => None,
+            _ => variable(DIR_VARIABLE),
         };
         let shared = offered.and_then(|path| match Memory::shared(&path) {
             Ok(memory) => Some(memory),
@@ -130,7 +155,7 @@ impl Recorder {
             is_shared,
             labels: Mutex::new(Vec::with_capacity(LABELS)),
             cells: Mutex::default(),
-            dir: Mutex::new(variable(DIR_VARIABLE).map(PathBuf::from)),
+            dir: Mutex::new(dir.map(PathBuf::from)),
             dumped: Mutex::new(false),
         })
     }

@@ -12,6 +12,21 @@ fn recorder() -> Recorder {
     Recorder::new(1, 4, &Place::Private).unwrap()
 }
 
+#[test]
+fn the_first_group_of_the_job_is_the_launchers() {
+    let of = |rank, world, variables: &[(&str, &str)]| {
+        let find = |name: &str| variables.iter().find(|(n, _)| *n == name);
+        Place::of_group(rank, world, |name| find(name).map(|(_, v)| (*v).to_owned()))
+    };
+    let job = [("RANK", "1"), ("WORLD_SIZE", "4")];
+    assert!(matches!(of(1, 4, &[]), Place::Private));
+    assert!(matches!(of(1, 4, &job[..1]), Place::Private));
+    assert!(matches!(of(0, 4, &job), Place::Beside));
+    assert!(matches!(of(1, 2, &job), Place::Beside));
+    assert!(matches!(of(1, 4, &job), Place::Launcher));
+    assert!(matches!(of(1, 4, &job), Place::Beside));
+}
+
 fn operation(count: usize, label: Option<&Arc<str>>) -> Operation {
     Operation {
         collective: Collective::AllReduce,

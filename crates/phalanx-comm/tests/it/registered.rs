@@ -2,6 +2,7 @@
 //! place, ordinary memory, and both in one operation; bit for bit against the
 //! serial fold.
 
+use std::ptr::NonNull;
 use std::sync::Barrier;
 use std::time::Duration;
 
@@ -324,6 +325,83 @@ fn what_does_not_fit_the_arena_lies_on_the_heap() {
     on_each(ProcessGroup::threads(2, none), |group| {
         assert!(!group.bucket::<f32>(10).is_registered());
     });
+}
+
+/// `bytes` mapped as PyTorch maps the storage of a tensor that was moved to shared memory.
+fn mapped(bytes: usize) -> NonNull<u8> {
+    let (access, shared) = (
+        libc::PROT_READ | libc::PROT_WRITE,
+        libc::MAP_SHARED | libc::MAP_ANONYMOUS,
+    );
+    // SAFETY: a new mapping.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, shared, -1, 0) };
+    assert_ne!(at, libc::MAP_FAILED);
+    NonNull::new(at.cast()).unwrap()
+}
+
+#[test]
+fn memory_of_others_is_reduced_where_it_lies() {
+    const COUNT: usize = 100_000;
+    const SKIP: usize = 16;
+    let world = 3;
+    let data = inputs::<f32>(world, COUNT);
+    let sums = serial_fold(ReduceOp::Sum, &data);
+    let results = on_each(formed(Over::Shm, world, |_, options| options), |group| {
+        let bytes = (SKIP + COUNT) * size_of::<f32>();
+        let start = mapped(bytes);
+        let floats: NonNull<f32> = start.cast();
+        // SAFETY: a mapping of this rank alone, of this many floats, which no bucket has.
+        let theirs =
+            || unsafe { std::slice::from_raw_parts_mut(floats.as_ptr(), bytes / size_of::<f32>()) };
+        theirs()[SKIP..].copy_from_slice(&data[group.rank()]);
+        theirs()[0] = 7.0;
+        // SAFETY: as above; it is unmapped below, before `registered` is dropped.
+        let registered = unsafe { group.register(start, bytes) }.unwrap();
+        assert_eq!(theirs()[0], 7.0);
+        // SAFETY: nothing uses the memory while there is a bucket.
+        let bucket = |offset: usize, len| unsafe { registered.bucket::<f32>(offset, len, ()) };
+        assert!(bucket(4, COUNT).is_none() && bucket(64, COUNT + 1).is_none());
+        let mut sum = bucket(SKIP * size_of::<f32>(), COUNT).unwrap();
+        assert!(sum.is_registered());
+        let before = group.counters().staged_bytes;
+        group
+            .all_reduce_bucket(&mut sum, ReduceOp::Sum, &Call::default())
+            .unwrap();
+        assert_eq!(group.counters().staged_bytes, before);
+        drop(sum);
+        let result = theirs().to_vec();
+        // Both ends: what the library writes afterwards is what the others get.
+        theirs()[SKIP..].fill(group.rank() as f32);
+        let again = bucket(SKIP * size_of::<f32>(), COUNT).unwrap();
+        let work = group.all_reduce_async(again, ReduceOp::Sum, Call::default());
+        drop(work.wait().unwrap());
+        assert!(theirs()[SKIP..].iter().all(|sum| *sum == 3.0));
+        assert_eq!(theirs()[0], 7.0);
+        // SAFETY: mapped above; nothing refers to it any more.
+        unsafe { libc::munmap(start.as_ptr().cast(), bytes) };
+        result
+    });
+    for result in results {
+        assert_same_bits(&result[SKIP..], &sums, || "registered".to_owned());
+    }
+}
+
+#[test]
+fn memory_of_others_stays_where_ranks_share_none() {
+    for over in [Over::Thread, Over::Tcp] {
+        on_each(groups(over, 2), |group| {
+            let start = mapped(100);
+            // SAFETY: a mapping of this rank alone.
+            unsafe {
+                start.write(7);
+                // Not on a page, either.
+                assert!(group.register(start.add(64), 10).is_none());
+                assert!(group.register(start, 100).is_none());
+                assert_eq!(start.read(), 7);
+                libc::munmap(start.as_ptr().cast(), 100);
+            }
+        });
+    }
 }
 
 #[test]
