@@ -18,9 +18,9 @@ if ! timeout 200 cargo fetch --quiet --locked >"$out/fetch" 2>&1; then
     echo "the adapters: skipped, their crates cannot be fetched: $(tail -n 1 "$out/fetch")"
     exit
 fi
-cargo clippy --release --workspace --all-targets --locked --quiet -- -D warnings
-cargo test --release --workspace --locked --quiet
-RUSTDOCFLAGS="-D warnings" cargo doc --release --workspace --no-deps --locked --quiet
+cargo clippy --release --workspace --all-targets --all-features --locked --quiet -- -D warnings
+cargo test --release --workspace --all-features --locked --quiet
+RUSTDOCFLAGS="-D warnings" cargo doc --release --workspace --all-features --no-deps --locked --quiet
 candle=$CARGO_TARGET_DIR/release/examples/mnist_candle
 burn=$CARGO_TARGET_DIR/release/examples/mnist_burn
 cd "$out"

@@ -3,18 +3,24 @@
 //! [`DistributedDataParallel`] gives every rank the same weights and averages [`GradientsParams`](burn::optim::GradientsParams)
 //! over the ranks, bucket by bucket. Any module, device with autodiff and optimizer of Burn works as it is.
 //!
+//! With the feature `train`, [`DataParallel`] runs Burn's `Learner` on all ranks.
+//!
 //! A program is started by [`main`] or [`main_with`], which take `--nproc-per-node` and the other flags about ranks, or forms
 //! its process group by hand ([`comm::ProcessGroup::init`]). The guide is `docs/guide/burn.md`; `examples/mnist_burn.rs` trains a
 //! CNN on MNIST.
 #![forbid(unsafe_code)]
 
 mod ddp;
+#[cfg(feature = "train")]
+mod learner;
 mod tensors;
 
 use std::process::ExitCode;
 
 pub use clap;
 pub use ddp::{DistributedDataParallel, Step};
+#[cfg(feature = "train")]
+pub use learner::DataParallel;
 pub use phalanx_base::{Error, ErrorKind, Result};
 pub use phalanx_comm as comm;
 pub use phalanx_ddp::{Average, BucketCaps, GlobalBatch, ReplicaOptions, Uneven};

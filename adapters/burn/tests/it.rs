@@ -1,5 +1,8 @@
 //! Against Burn alone and serial folds. The ranks are threads.
 
+#[cfg(feature = "train")]
+mod learner;
+
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
