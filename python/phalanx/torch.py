@@ -6,6 +6,7 @@ PyTorch 2.15 finds it by its name.
 """
 
 import atexit
+import fcntl
 import os
 import queue
 import re
@@ -72,59 +73,100 @@ def _memory(tensor):
     return (tensor.data_ptr(), tensor.numel() * tensor.element_size(), "u8", tensor, shared)
 
 
-# The storages whose memory the other ranks of this host map, by their addresses: a weak reference, which keeps the
-# address from being that of another one, where the memory begins, and what keeps it.
+# Storages that were moved to memory that the other ranks map, by address: a `_Moved`. Changed with `_MOVING` held.
 _SHARED = {}
+_MOVING = threading.Lock()
 
 # Smaller ones are not worth pages of their own.
 _LEAST_SHARED = 1 << 16
 
+# After so many that were moved for one operation only, none is moved any more.
+_MOST_WASTED = 1000
+_wasted = 0
+
+
+class _Moved:
+    """A storage that was moved, or that could not be: then there is no ``memory``."""
+
+    __slots__ = ("storage", "start", "memory", "uses")
+
+    def __init__(self, storage, memory):
+        # While there is a weak reference, no other storage has the address.
+        self.storage = StorageWeakRef(storage)
+        self.start = storage.data_ptr()
+        self.memory = memory
+        self.uses = 0
+
 
 def _shared(tensor):
-    """What keeps the memory that the other ranks map, if they map the memory of ``tensor``."""
+    """What keeps the memory of ``tensor`` that the other ranks map; nothing where they do not."""
     storage = tensor.untyped_storage()
     found = _SHARED.get(storage._cdata)
-    return found[2] if found is not None and found[1] == storage.data_ptr() else None
+    if found is None or found.start != storage.data_ptr():
+        return None
+    found.uses += 1
+    return found.memory
 
 
-def _share(group, tensor):
+def _purge():
+    """Gives the memory of storages back that have been freed."""
+    global _wasted
+    for address, found in list(_SHARED.items()):
+        if found.storage.expired():
+            _wasted = _wasted + 1 if found.uses < 2 else 0
+            del _SHARED[address]
+
+
+def _share(backend, tensor):
     """Moves the storage of ``tensor``, which nothing else uses now, to memory that the other ranks map, if it is as long
     as the tensor and that is possible.
     """
+    # A forked process has the memory of the one that forked.
+    if not backend._shares or backend._pid != os.getpid():
+        return
     storage = tensor.untyped_storage()
     bytes = storage.nbytes()
-    if tensor.device.type != "cpu" or not _LEAST_SHARED <= bytes <= tensor.nbytes or storage.is_shared() or not storage.resizable():
+    if tensor.device.type != "cpu" or not _LEAST_SHARED <= bytes <= tensor.nbytes or storage._cdata in _SHARED:
         return
-    for address in [address for address, found in _SHARED.items() if found[0].expired()]:
-        del _SHARED[address]
-    try:
-        # It gets pages of its own, and a file of them.
-        file, _ = storage._share_fd_cpu_()
-    except RuntimeError:
-        # /dev/shm has no room, or there are too many files.
+    if storage.is_shared() or not storage.resizable():
         return
-    memory = group.share(storage.data_ptr(), bytes)
-    if memory is not None:
-        _SHARED[storage._cdata] = (StorageWeakRef(storage), storage.data_ptr(), memory)
-        # The file is not the memory any more. To send it to another process is an error.
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), file, inheritable=False)
+    with _MOVING:
+        _purge()
+        if _wasted > _MOST_WASTED or not backend._group.shares():
+            return
+        memory = None
+        try:
+            # It gets pages of its own, and a file of them.
+            file, _ = storage._share_fd_cpu_()
+        except RuntimeError:
+            # /dev/shm has no room, or there are too many files. It is not tried again, when others may look at the storage.
+            pass
+        else:
+            memory = backend._group.share(storage.data_ptr(), bytes)
+        if memory is not None:
+            # The file is not the memory any more: an empty one, which cannot grow, so that it is an error to send the
+            # storage to another process.
+            empty = os.memfd_create("phalanx-moved", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fcntl.fcntl(empty, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+            os.dup2(empty, file, inheritable=False)
+            os.close(empty)
+        _SHARED[storage._cdata] = _Moved(storage, memory)
 
 
 def empty(*size, dtype=None, group=None):
-    """A tensor like that of ``torch.empty``, in memory that the other ranks of ``group`` read and write in place, where
-    all of them are on one host: its collectives copy nothing, and large ones take a third of the time.
+    """Like ``torch.empty``, for CPU tensors that many operations use: the other ranks of ``group`` read and write the memory
+    in place, if all of them are on one host. Their collectives copy nothing, and large ones take a third of the time.
 
-    The ranks need not all call it. It is not for tensors that are made for each operation. Such a tensor cannot be resized,
-    nor sent through ``torch.multiprocessing``.
+    Not all ranks need to call it. The tensor cannot be resized, and sending it through ``torch.multiprocessing`` raises an
+    error: send a ``clone()``. A forked process shares its memory. After a failed operation make a new one: a rank that is
+    late may still write to it.
     """
     tensor = torch.empty(*size, dtype=dtype, device="cpu")
     group = dist.distributed_c10d._get_default_group() if group is None else group
     backend = group._get_backend(torch.device("cpu"))
     if not isinstance(backend, PhalanxBackend):
         raise ValueError(f"the back end of the group for CPU tensors is {backend.name()}, not phalanx")
-    if backend._shares:
-        _share(backend._group, tensor)
+    _share(backend, tensor)
     return tensor
 
 
@@ -454,7 +496,7 @@ class PhalanxBackend(_C10dBackend):
         if tensors[0].layout == torch.sparse_coo:
             return self.allreduce_sparse(tensors, opts)
         if self._shares and _calls_reducer():
-            _share(self._group, tensors[0])
+            _share(self, tensors[0])
         after = []
         data, name = self._reduce(tensors[0], opts.reduceOp, after)
         part = self._group.all_reduce(data, name, self._how(opts))
@@ -692,6 +734,8 @@ class PhalanxBackend(_C10dBackend):
             _ALIVE.remove(self)
             self._group.leave()
             self._waiters.end()
+            with _MOVING:
+                _purge()
 
 
 _ALIVE = []
@@ -707,6 +751,10 @@ def _leave():
                 # So that nobody waits for this rank, nor this one for them.
                 backend._group.abort(f"the program ended with {type(error).__name__}: {error}")
             backend.shutdown()
+    for found in _SHARED.values():
+        # Whoever looks at a tensor still finds what it was.
+        if found.memory is not None:
+            found.memory.keep()
 
 
 atexit.register(_leave)

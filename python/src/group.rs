@@ -2,6 +2,7 @@
 
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -40,12 +41,21 @@ pub(crate) struct Shared {
     memory: ManuallyDrop<Registered>,
     start: usize,
     process: u32,
+    is_kept: AtomicBool,
+}
+
+#[pymethods]
+impl Shared {
+    /// The memory stays until the process ends.
+    fn keep(&self) {
+        self.is_kept.store(true, Ordering::Relaxed);
+    }
 }
 
 impl Drop for Shared {
     fn drop(&mut self) {
         // In a forked process it is the memory of the one that forked.
-        if self.process == std::process::id() {
+        if self.process == std::process::id() && !*self.is_kept.get_mut() {
             // SAFETY: dropped here only.
             unsafe { ManuallyDrop::drop(&mut self.memory) }
         }
@@ -283,6 +293,9 @@ impl Group {
     /// place. The storage has been moved to shared memory, which no other process has seen. What is returned must be kept
     /// until the storage has been freed; nothing is where the memory stays as it is.
     fn share(&self, py: Python<'_>, address: usize, bytes: usize) -> PyResult<Option<Shared>> {
+        if self.process != std::process::id() {
+            return Ok(None);
+        }
         let group = self.get()?;
         let memory = py.detach(|| {
             let start = NonNull::new(std::ptr::with_exposed_provenance_mut::<u8>(address))?;
@@ -292,7 +305,8 @@ impl Group {
         Ok(memory.map(|memory| Shared {
             memory: ManuallyDrop::new(memory),
             start: address,
-            process: std::process::id(),
+            process: self.process,
+            is_kept: AtomicBool::new(false),
         }))
     }
 

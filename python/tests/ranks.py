@@ -1,6 +1,8 @@
 """What each rank does in ``test_torch.py``: ranks.py TEST RANK WORLD FILE."""
 
+import multiprocessing.reduction
 import os
+import pickle
 import signal
 import sys
 import time
@@ -14,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.multiprocessing.reductions import shared_cache
 from torch.distributed.tensor import Shard, distribute_tensor
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -412,27 +415,43 @@ def test_shared(rank, world):
         same(tensor, wanted)
         # A part of it, on a line of the cache and not.
         for start in (16, 17):
-            part = tensor[start:-start]
-            work = dist.all_reduce(part, Op.MAX, async_op=True)
-            work.wait()
-            same(tensor, wanted)
+            tensor.copy_(values(rank, count, torch.float32))
+            dist.all_reduce(tensor[start:-start], async_op=True).wait()
+            same(tensor[start:-start], wanted[start:-start])
+            own = values(rank, count, torch.float32)
+            same(torch.cat([tensor[:start], tensor[-start:]]), torch.cat([own[:start], own[-start:]]))
         output = phalanx.torch.empty(world * count)
+        tensor.copy_(values(rank, count, torch.float32))
         dist.all_gather_into_tensor(output, tensor)
-        same(output, wanted.repeat(world))
+        same(output, torch.cat([values(r, count, torch.float32) for r in range(world)]))
     if world > 1:
         # The first ones were freed. Memory at the same place is another tensor's.
         dist.barrier()
         tensors = [phalanx.torch.empty(1000, 100, dtype=torch.int64) for _ in range(3)]
         assert len(phalanx.torch._SHARED) <= 5, phalanx.torch._SHARED
-        file = tensors[0].untyped_storage()._share_fd_cpu_()[0]
-        assert os.fstat(file).st_rdev == os.stat(os.devnull).st_rdev
         tensors[0].fill_(7)
+        tensors[1].fill_(8)
+        # Here they are what they are; for another process they are an error.
+        pickled = [multiprocessing.reduction.ForkingPickler.dumps(tensor) for tensor in tensors[:2]]
+        for tensor, data in zip(tensors, pickled):
+            assert pickle.loads(data).data_ptr() == tensor.data_ptr()
+        for tensor in tensors[:2]:
+            data = multiprocessing.reduction.ForkingPickler.dumps(tensor)
+            shared_cache.clear()
+            try:
+                pickle.loads(data)
+            except RuntimeError as error:
+                assert "resize" in str(error) or "truncate" in str(error), error
+            else:
+                raise AssertionError("the memory cannot be had by its file")
         # A process that was forked ends without it.
         child = os.fork()
         if child == 0:
             tensors.clear()
+            # This one is none of them.
+            private = phalanx.torch.empty(100_000).fill_(9)
             phalanx.torch._SHARED.clear()
-            os._exit(0)
+            os._exit(int(private.untyped_storage().is_shared()))
         assert os.waitpid(child, 0)[1] == 0
         assert tensors[0].eq(7).all()
         dist.destroy_process_group()
@@ -478,6 +497,8 @@ def test_flight(rank, world):
     """The recorder that is written is that of the default group, also where another one has failed."""
     smaller = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(4321))
+    # The other rank is out of it, too.
+    dist.barrier(group=smaller)
     phalanx.torch._ALIVE[0].abort()
     try:
         dist.all_reduce(torch.ones(1 + rank), group=smaller)

@@ -193,8 +193,9 @@ impl ProcessGroup {
     /// `world` stand in for those in `options`, which must have a token unless
     /// `world` is 1; its `init_method` is not used.
     ///
-    /// Where the variables `RANK` and `WORLD_SIZE` are set, the flight recorder (`phalanx inspect`) that the launcher has,
-    /// or that is written to `PHALANX_FLIGHT_DIR`, is that of the first group of this process with this rank and world.
+    /// Where the variables `RANK` and `WORLD_SIZE` are set, the flight recorder (`phalanx inspect`) that the launcher has is
+    /// that of the first group of this process with this rank and world; only that one and the first group of the process
+    /// are written to `PHALANX_FLIGHT_DIR`.
     ///
     /// # Errors
     ///
@@ -523,7 +524,8 @@ impl ProcessGroup {
     /// # Safety
     ///
     /// At `start` begins a mapping of `bytes`, rounded up to whole pages, which no other process uses, nor this one before
-    /// this returns. These pages are not used after the last clone of what is returned and the last bucket are dropped.
+    /// this returns. These pages are not used after the last clone of what is returned and the last bucket are dropped. After
+    /// an operation on them has failed, other ranks may still write to them.
     pub unsafe fn register(&self, start: NonNull<u8>, bytes: usize) -> Option<Registered> {
         // SAFETY: as this function's.
         unsafe { Registered::new(self.core.arena.as_ref(), start, bytes) }

@@ -23,8 +23,7 @@ pub struct OpTimes {
 /// them.
 ///
 /// In asynchronous code it is a [`Future`] of the same result, under any executor: the thread that has carried out the
-/// operation wakes the task. A task that was dropped disturbs the operation no more than a dropped `Work`. PyTorch:
-/// `Work.get_future`.
+/// operation wakes the task. PyTorch: `Work.get_future`.
 ///
 /// ```
 /// # use std::future::Future;
@@ -204,6 +203,9 @@ impl<B> Work<B> {
                 };
                 return Ok(result.map(|value| (value, times)));
             }
+            if state.finished.is_some() {
+                return Ok(Err(given()));
+            }
             // A thread that waits with a limit does something else soon.
             if until.is_none() {
                 waiting.get_or_insert_with(|| self.callers.wait());
@@ -229,8 +231,12 @@ impl<B> Work<B> {
     /// Whether [`Work::wait`] would return at once. PyTorch:
     /// `Work.is_completed`.
     pub fn is_done(&self) -> bool {
-        self.shared.lock().result.is_some()
+        self.shared.lock().finished.is_some()
     }
+}
+
+fn given() -> Error {
+    Error::usage("the result of a Work was asked for after a task had got it")
 }
 
 impl<B> Future for Work<B> {
@@ -243,8 +249,7 @@ impl<B> Future for Work<B> {
             return Poll::Ready(result);
         }
         if state.finished.is_some() {
-            let message = "a Work was polled after it had given its result";
-            return Poll::Ready(Err(Error::usage(message)));
+            return Poll::Ready(Err(given()));
         }
         match &mut state.waker {
             Some(waker) => waker.clone_from(task.waker()),
@@ -374,12 +379,14 @@ mod tests {
             panic!("there is no second result")
         };
         assert_eq!(error.kind(), ErrorKind::Usage);
-        // A task that was dropped is none that is woken, or kept.
+        assert!(work.is_done());
+        assert_eq!(work.wait().unwrap_err().kind(), ErrorKind::Usage);
+        // A Work that was dropped keeps its task no longer than the operation runs.
         let (mut work, completer) = Work::new(Callers::default());
         assert!(poll(&mut work, 0).is_pending());
         drop(work);
         completer.finish(Ok(7));
-        assert_eq!(woken()[1], 1);
+        assert_eq!(woken(), [1, 1]);
         assert_eq!(Arc::strong_count(&tasks[0]), 1);
     }
 

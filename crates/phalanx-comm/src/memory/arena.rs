@@ -182,14 +182,10 @@ impl Lease {
         unsafe { ours.copy_from_nonoverlapping(at.as_ptr(), bytes) };
         // SAFETY: as this function's.
         let mapped = unsafe { region.map_at(base + self.offset, bytes, at) };
-        match mapped {
-            // SAFETY: populating changes no byte of this mapping.
-            Ok(()) => drop(unsafe {
-                let all = Advice::LinuxPopulateWrite;
-                rustix::mm::madvise(at.as_ptr().cast(), bytes, all)
-            }),
-            // SAFETY: as above.
-            Err(_) => unsafe { at.as_ptr().copy_from_nonoverlapping(ours, bytes) },
+        if mapped.is_ok() {
+            let (at, all) = (at.as_ptr().cast(), Advice::LinuxPopulateWrite);
+            // SAFETY: populating changes no byte of this mapping. Refused, it costs speed.
+            let _ = unsafe { rustix::mm::madvise(at, bytes, all) };
         }
         mapped.is_ok()
     }

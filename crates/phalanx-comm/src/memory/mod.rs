@@ -36,10 +36,10 @@ enum Place {
     Heap,
     /// In memory that other ranks map. The lease gives it back.
     Arena(#[expect(dead_code, reason = "held for its drop")] Lease),
-    /// The same, of a [`Registered`].
+    /// The same, of a [`Registered`], and its owner, which is dropped first.
     Moved(
-        #[expect(dead_code, reason = "held for its drop")] Arc<Lease>,
         #[expect(dead_code, reason = "held for its drop")] Box<dyn Any + Send + Sync>,
+        #[expect(dead_code, reason = "held for its drop")] Arc<Lease>,
     ),
     /// Memory of another library, which its owner frees.
     Other(#[expect(dead_code, reason = "held for its drop")] Box<dyn Any + Send + Sync>),
@@ -312,7 +312,7 @@ impl Registered {
                 // SAFETY: inside the piece.
                 start: unsafe { self.lease.start().add(offset_bytes) },
                 bytes,
-                place: Place::Moved(Arc::clone(&self.lease), Box::new(owner)),
+                place: Place::Moved(Box::new(owner), Arc::clone(&self.lease)),
             },
             len: len_elems,
             elements: PhantomData,

@@ -101,13 +101,16 @@ impl Place {
         world: usize,
         variable: impl Fn(&str) -> Option<String>,
     ) -> Place {
+        static FORMED: AtomicBool = AtomicBool::new(false);
         static TAKEN: AtomicBool = AtomicBool::new(false);
         let (Some(own), Some(all)) = (variable("RANK"), variable("WORLD_SIZE")) else {
             return Place::Private;
         };
         let is_job = own == rank.to_string() && all == world.to_string();
+        let is_first = !FORMED.swap(true, Relaxed);
         match is_job && !TAKEN.swap(true, Relaxed) {
             true => Place::Launcher,
+            false if is_first => Place::Private,
             false => Place::Beside,
         }
     }

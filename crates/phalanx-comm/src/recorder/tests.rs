@@ -21,6 +21,8 @@ fn the_first_group_of_the_job_is_the_launchers() {
     let job = [("RANK", "1"), ("WORLD_SIZE", "4")];
     assert!(matches!(of(1, 4, &[]), Place::Private));
     assert!(matches!(of(1, 4, &job[..1]), Place::Private));
+    // Variables that count something else.
+    assert!(matches!(of(0, 4, &job), Place::Private));
     assert!(matches!(of(0, 4, &job), Place::Beside));
     assert!(matches!(of(1, 2, &job), Place::Beside));
     assert!(matches!(of(1, 4, &job), Place::Launcher));

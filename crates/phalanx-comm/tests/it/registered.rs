@@ -370,7 +370,7 @@ fn memory_of_others_is_reduced_where_it_lies() {
         assert_eq!(group.counters().staged_bytes, before);
         drop(sum);
         let result = theirs().to_vec();
-        // Both ends: what the library writes afterwards is what the others get.
+        // Written at the old address, and read there, a second time.
         theirs()[SKIP..].fill(group.rank() as f32);
         let again = bucket(SKIP * size_of::<f32>(), COUNT).unwrap();
         let work = group.all_reduce_async(again, ReduceOp::Sum, Call::default());
