@@ -39,7 +39,7 @@ fi
 for engine in candle burn; do
     page=$root/docs/guide/$engine.md
     mkdir -p "$engine/src"
-    sed -n '/^```rust,ignore$/,/^```$/p' "$page" | sed '/^```/d' >"$engine/src/main.rs"
+    sed -n '/^```rust,ignore$/,/^```$/{/^```$/q;/^```/d;p}' "$page" >"$engine/src/main.rs"
     {
         printf '[package]\nname = "first-%s"\nedition = "2024"\n\n' "$engine"
         sed -n '/^```toml$/,/^```$/p' "$page" | sed "/^\`\`\`/d; s|\"phalanx/|\"$root/|"
