@@ -24,9 +24,10 @@ mod uneven;
 mod work;
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use phalanx_store::{MemStore, Store};
@@ -130,6 +131,8 @@ struct Core {
     budgets: Budgets,
     /// Subgroups made so far; part of their identity.
     subgroups: AtomicU64,
+    /// Those that their members have made without the others, by members.
+    among: Mutex<BTreeMap<Vec<usize>, u64>>,
     /// Monitored barriers so far; part of their keys.
     monitored: AtomicU64,
     keys: Arc<GroupKeys>,
@@ -425,6 +428,7 @@ impl ProcessGroup {
                 callers,
                 budgets,
                 subgroups: AtomicU64::new(0),
+                among: Mutex::default(),
                 monitored: AtomicU64::new(0),
                 keys,
                 origin,

@@ -1,7 +1,7 @@
 //! Groups of some of the ranks.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 
 use super::join::lone_mesh;
 use super::{Identity, Member, Origin, ProcessGroup};
@@ -27,23 +27,7 @@ impl ProcessGroup {
     /// when ranks ask for different groups.
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<ProcessGroup>> {
         const NAME: &str = "new_group";
-        let mut members = ranks.to_vec();
-        members.sort_unstable();
-        if members.is_empty() {
-            return Err(self.usage(NAME, "no ranks were given".into()));
-        }
-        if let Some(pair) = members.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(self.usage(NAME, format!("rank {} is given twice", pair[0])));
-        }
-        if let Some(unknown) = members.iter().find(|rank| **rank >= self.core.world) {
-            return Err(self.usage(
-                NAME,
-                format!(
-                    "rank {unknown} does not exist in a group of {}",
-                    self.core.world
-                ),
-            ));
-        }
+        let members = self.members(NAME, ranks)?;
         let print = fingerprint(self.core.id, self.next_call(), &members);
         self.agree(print).map_err(|e| e.with_operation(NAME))?;
 
@@ -51,6 +35,71 @@ impl ProcessGroup {
             true => self.form_subgroup(NAME, &members, print).map(Some),
             false => Ok(None),
         }
+    }
+
+    /// Forms a group of some ranks of this one, of which this rank is one; only these call it, with the same ranks. What the
+    /// others do is not disturbed. Otherwise as [`new_group`](Self::new_group). Groups of the same ranks are told apart by
+    /// how many were made before. PyTorch: `new_group(ranks, use_local_synchronization=True)`.
+    ///
+    /// ```
+    /// use phalanx_comm::{GroupOptions, ProcessGroup, ReduceOp};
+    ///
+    /// let groups = ProcessGroup::threads(3, GroupOptions::default());
+    /// std::thread::scope(|scope| {
+    ///     for group in groups {
+    ///         scope.spawn(move || {
+    ///             if group.rank() != 1 {
+    ///                 let pair = group.new_group_among(&[0, 2]).unwrap();
+    ///                 let mut sum = [group.rank() as i32];
+    ///                 pair.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+    ///                 assert_eq!(sum, [2]);
+    ///             }
+    ///         });
+    ///     }
+    /// });
+    /// ```
+    ///
+    /// *Blocks until* the members are connected, at most [`InitOptions::timeout`](super::InitOptions::timeout).
+    ///
+    /// # Errors
+    ///
+    /// `Usage` as for `new_group`, and for ranks without this one; `Timeout` naming the members that did not come.
+    pub fn new_group_among(&self, ranks: &[usize]) -> Result<ProcessGroup> {
+        const NAME: &str = "new_group_among";
+        /// Other numbers than those of groups that all ranks make.
+        const AMONG: u64 = 1 << 63;
+        let members = self.members(NAME, ranks)?;
+        if !members.contains(&self.core.rank) {
+            let why = "this rank is none of the members; only these call it";
+            return Err(self.usage(NAME, why.into()));
+        }
+        let number = {
+            let among = self.core.among.lock();
+            let mut among = among.unwrap_or_else(PoisonError::into_inner);
+            let made = among.entry(members.clone()).or_default();
+            *made += 1;
+            AMONG | u64::from(self.core.generation) << 32 | *made
+        };
+        let print = fingerprint(self.core.id, number, &members);
+        self.form_subgroup(NAME, &members, print)
+    }
+
+    /// The ranks of a new group, in order.
+    fn members(&self, name: &str, ranks: &[usize]) -> Result<Vec<usize>> {
+        let mut members = ranks.to_vec();
+        members.sort_unstable();
+        let world = self.core.world;
+        let pair = members.windows(2).find(|pair| pair[0] == pair[1]);
+        let why = match (pair, members.last()) {
+            (_, None) => "no ranks were given".to_owned(),
+            (Some(pair), _) => format!("rank {} is given twice", pair[0]),
+            (None, Some(last)) if *last >= world => {
+                let unknown = members.iter().find(|rank| **rank >= world).unwrap_or(last);
+                format!("rank {unknown} does not exist in a group of {world}")
+            }
+            _ => return Ok(members),
+        };
+        Err(self.usage(name, why))
     }
 
     /// Forms a group of all ranks that give the same `color`, as MPI's `MPI_Comm_split`; ranks that give `None` are in no

@@ -35,6 +35,43 @@ fn subgroups_reduce_among_themselves() {
 }
 
 #[test]
+fn members_form_groups_without_the_others() {
+    for over in EVERYWHERE {
+        on_each(groups(over, 4), |group| {
+            let rank = group.rank();
+            let not_mine = group.new_group_among(&[(rank + 1) % 4, (rank + 2) % 4]);
+            assert_eq!(not_mine.unwrap_err().kind(), ErrorKind::Usage);
+            for wrong in [&[][..], &[rank, rank], &[rank, 4]] {
+                let refused = group.new_group_among(wrong).unwrap_err();
+                assert_eq!(refused.kind(), ErrorKind::Usage);
+            }
+            // Rank 1 is in none, and the others are in groups in another order.
+            let mut groups = Vec::new();
+            for members in [&[3, 0][..], &[0, 2], &[2, 3], &[0, 3], &[3, 2, 0]] {
+                if members.contains(&rank) {
+                    let made = group.new_group_among(members).unwrap();
+                    let mut sorted = members.to_vec();
+                    sorted.sort_unstable();
+                    assert_eq!(made.global_ranks(), sorted);
+                    groups.push(made);
+                }
+            }
+            for made in &groups {
+                let mut sum = vec![rank as i32; 3000];
+                made.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+                let want = made.global_ranks().iter().sum::<usize>() as i32;
+                assert!(sum.iter().all(|x| *x == want));
+            }
+            // Groups that all make are others still.
+            let all = group.new_group(&[0, 1, 2, 3]).unwrap().unwrap();
+            let mut sum = [1];
+            all.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            assert_eq!(sum, [4]);
+        });
+    }
+}
+
+#[test]
 fn ranks_of_one_color_are_a_group() {
     for over in EVERYWHERE {
         on_each(groups(over, 5), |group| {
