@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use burn::data::dataloader::{DataLoader, Progress};
-use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::data::dataloader::DataLoader;
+use burn::optim::GradientsAccumulator;
 use burn::train::{
     EventProcessorTraining, InferenceStep, Learner, LearnerEvent, LearnerModel, LearningResult,
     SupervisedLearningStrategy, SupervisedTraining, SupervisedTrainingEventProcessor, TrainLoader,
@@ -281,7 +281,7 @@ impl<M: LearnerModel> Run<'_, M> {
             if samples > 0 {
                 step.add(&model, sum.grads())?;
             }
-            let gradients: GradientsParams = step.finish(&model)?;
+            let gradients = step.finish(&model)?;
             self.learner.lr_step();
             self.learner.optimizer_step(gradients);
             for (item, progress) in items {
@@ -315,7 +315,7 @@ impl<M: LearnerModel> Run<'_, M> {
                 }
             };
             iteration += 1;
-            let progress: Progress = batches.progress();
+            let progress = batches.progress();
             let item = InferenceStep::step(&model, batch);
             let item = TrainingItem::new(item, progress, Some(iteration), None);
             self.tell_valid(LearnerEvent::ProcessedItem(item));

@@ -70,12 +70,7 @@ impl Model {
     }
 
     fn weights(&self) -> Vec<Vec<f32>> {
-        let mut read = Read {
-            gradients: None,
-            all: Vec::new(),
-        };
-        self.visit(&mut read);
-        read.all
+        weights_of(self)
     }
 
     /// The gradients by parameter; empty where there is none.
@@ -96,6 +91,16 @@ impl Model {
         let loss = out.sub_scalar(0.5).powi_scalar(2).mean().mul_scalar(factor);
         GradientsParams::from_grads(loss.backward(), self)
     }
+}
+
+/// The values by parameter.
+fn weights_of(model: &impl Module) -> Vec<Vec<f32>> {
+    let mut read = Read {
+        gradients: None,
+        all: Vec::new(),
+    };
+    model.visit(&mut read);
+    read.all
 }
 
 struct Read<'a> {

@@ -21,7 +21,7 @@ use burn::train::{
 use phalanx_burn::comm::ProcessGroup;
 use phalanx_burn::{DataParallel, ErrorKind, RankContext, Result};
 
-use super::{Fill, Read, device, largest_difference, numbers, ranks};
+use super::{Fill, device, largest_difference, numbers, ranks, weights_of};
 
 const RATE: f64 = 0.01;
 
@@ -50,15 +50,6 @@ impl Net {
         let output = self.last.forward(self.first.forward(batch.x).tanh());
         let loss = MseLoss::new().forward(output.clone(), batch.y.clone(), Reduction::Mean);
         RegressionOutput::new(loss, output, batch.y)
-    }
-
-    fn weights(&self) -> Vec<Vec<f32>> {
-        let mut read = Read {
-            gradients: None,
-            all: Vec::new(),
-        };
-        self.visit(&mut read);
-        read.all
     }
 }
 
@@ -174,7 +165,7 @@ fn weights(
     let of_ranks = ranks(world, |group| {
         let train = loader(whole(samples), Make(None), false);
         let (_, model) = trained(group, dir.path(), train, &set);
-        model.expect("a model").weights()
+        weights_of(&model.expect("a model"))
     });
     assert!(of_ranks.iter().all(|own| *own == of_ranks[0]));
     of_ranks[0].clone()
@@ -191,11 +182,11 @@ fn one_rank_has_the_bits_of_burns_own_strategy() {
         let train = || loader(whole(22), Make(None), true);
         let valid = loader(whole(6), Make(None), false);
         let own = SupervisedTraining::new(dir.path(), train(), valid).with_application_logger(None);
-        let own = set(own).launch(learner(1)).model.weights();
+        let own = set(own).launch(learner(1)).model;
         let ours = ranks(1, |group| {
             trained(group, dir.path(), train(), set).1.expect("a model")
         });
-        assert_eq!(ours[0].weights(), own);
+        assert_eq!(weights_of(&ours[0]), weights_of(&own));
     }
 }
 
@@ -216,7 +207,7 @@ fn ranks_train_as_one_does_on_their_batches_together() {
             }
         }
         let got = weights(world, samples, |training| training.num_epochs(2));
-        let difference = largest_difference(&got, &alone.weights());
+        let difference = largest_difference(&got, &weights_of(&alone));
         assert!(difference < 1e-5, "{world} ranks: {difference}");
     }
 }
@@ -256,7 +247,7 @@ fn a_training_goes_on_from_its_checkpoint_and_starts_again_after_its_end() {
                 }
             };
             let (_, model) = trained(group, dir.path(), train, set);
-            model.expect("a model").weights()
+            weights_of(&model.expect("a model"))
         });
         assert_eq!(of_ranks[0], of_ranks[1]);
         of_ranks[0].clone()
@@ -279,7 +270,7 @@ fn all_ranks_stop_when_one_is_interrupted() {
         };
         let (interrupted, model) = trained(group, dir.path(), train, set);
         assert!(interrupted);
-        model.expect("what was trained so far").weights()
+        weights_of(&model.expect("what was trained so far"))
     });
     assert_eq!(of_ranks[0], of_ranks[1]);
 }

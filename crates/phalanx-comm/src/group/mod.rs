@@ -196,9 +196,9 @@ impl ProcessGroup {
     /// `world` stand in for those in `options`, which must have a token unless
     /// `world` is 1; its `init_method` is not used.
     ///
-    /// Where the variables `RANK` and `WORLD_SIZE` are set, the flight recorder (`phalanx inspect`) that the launcher has is
-    /// that of the first group of this process with this rank and world; only that one and the first group of the process
-    /// are written to `PHALANX_FLIGHT_DIR`.
+    /// If the variables `RANK` and `WORLD_SIZE` are set, the launcher's flight recorder (`phalanx inspect`) shows the first
+    /// group of the process that has this rank and world size. Only the recorders of that group and of the first group of
+    /// the process are written to `PHALANX_FLIGHT_DIR`.
     ///
     /// # Errors
     ///
@@ -519,17 +519,16 @@ impl ProcessGroup {
         Bucket::in_arena(self.core.arena.as_ref(), len_elems)
     }
 
-    /// Moves memory of another library to where the other ranks of the group can read and write it in place: the pages at
-    /// `start` are replaced by such ones with the same contents, at the same address. `None`, and the old pages, where the
-    /// ranks are threads or on several hosts, where `start` is not on a page, and where there is no memory. Does not
-    /// communicate; collectives on its [buckets](Registered::bucket) copy nothing when the data of all ranks is
-    /// registered.
+    /// Registers memory of another library: replaces the pages at `start` by pages that the other ranks of the group map,
+    /// with the same contents and at the same address. Collectives on its [buckets](Registered::bucket) copy nothing when
+    /// the data of all ranks is registered. Returns `None`, and leaves the pages, if the ranks are threads or on several
+    /// hosts, if `start` is not the start of a page, or if there is no memory. Does not communicate.
     ///
     /// # Safety
     ///
     /// At `start` begins a mapping of `bytes`, rounded up to whole pages, which no other process uses, nor this one before
-    /// this returns. These pages are not used after the last clone of what is returned and the last bucket are dropped. After
-    /// an operation on them has failed, other ranks may still write to them.
+    /// this returns. These pages are not used after the [`Registered`] and its last bucket are dropped. After an
+    /// operation on them has failed, other ranks may still write to them.
     pub unsafe fn register(&self, start: NonNull<u8>, bytes: usize) -> Option<Registered> {
         // SAFETY: as this function's.
         unsafe { Registered::new(self.core.arena.as_ref(), start, bytes) }

@@ -70,8 +70,8 @@ impl ProcessGroup {
         const AMONG: u64 = 1 << 63;
         let members = self.members(NAME, ranks)?;
         if !members.contains(&self.core.rank) {
-            let why = "this rank is none of the members; only these call it";
-            return Err(self.usage(NAME, why.into()));
+            let why = format!("rank {} is not one of the given ranks", self.core.rank);
+            return Err(self.usage(NAME, why));
         }
         let number = {
             let among = self.core.among.lock();
@@ -88,18 +88,22 @@ impl ProcessGroup {
     fn members(&self, name: &str, ranks: &[usize]) -> Result<Vec<usize>> {
         let mut members = ranks.to_vec();
         members.sort_unstable();
-        let world = self.core.world;
-        let pair = members.windows(2).find(|pair| pair[0] == pair[1]);
-        let why = match (pair, members.last()) {
-            (_, None) => "no ranks were given".to_owned(),
-            (Some(pair), _) => format!("rank {} is given twice", pair[0]),
-            (None, Some(last)) if *last >= world => {
-                let unknown = members.iter().find(|rank| **rank >= world).unwrap_or(last);
-                format!("rank {unknown} does not exist in a group of {world}")
-            }
-            _ => return Ok(members),
-        };
-        Err(self.usage(name, why))
+        if members.is_empty() {
+            return Err(self.usage(name, "no ranks were given".into()));
+        }
+        if let Some(pair) = members.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(self.usage(name, format!("rank {} is given twice", pair[0])));
+        }
+        if let Some(unknown) = members.iter().find(|rank| **rank >= self.core.world) {
+            return Err(self.usage(
+                name,
+                format!(
+                    "rank {unknown} does not exist in a group of {}",
+                    self.core.world
+                ),
+            ));
+        }
+        Ok(members)
     }
 
     /// Forms a group of all ranks that give the same `color`, as MPI's `MPI_Comm_split`; ranks that give `None` are in no

@@ -236,7 +236,7 @@ impl<B> Work<B> {
 }
 
 fn given() -> Error {
-    Error::usage("the result of a Work was asked for after a task had got it")
+    Error::usage("the result of this operation was already given to the task that awaited it")
 }
 
 impl<B> Future for Work<B> {

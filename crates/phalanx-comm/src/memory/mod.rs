@@ -263,7 +263,6 @@ impl<T: Element> fmt::Debug for Bucket<T> {
 
 /// Memory of another library, such as the storage of a tensor, that the other ranks of a group read and write in place; see
 /// [`ProcessGroup::register`](crate::ProcessGroup::register).
-#[derive(Clone)]
 pub struct Registered {
     lease: Arc<Lease>,
     bytes: usize,
