@@ -14,7 +14,9 @@ SCRIPTS = os.path.join(HERE, "data", "scripts")
 
 def _build_command():
     """Builds ``phalanx`` of the workspace that this package is in."""
-    build = ["cargo", "build", "--release", "--locked", "--bin", "phalanx", "--message-format", "json-render-diagnostics"]
+    # All features: a user of the wheel cannot build them later, and the program in `target/release` keeps those it had.
+    build = ["cargo", "build", "--release", "--locked", "--all-features", "--bin", "phalanx"]
+    build += ["--message-format", "json-render-diagnostics"]
     said = subprocess.run(build, cwd=os.path.dirname(HERE), stdout=subprocess.PIPE, text=True, check=True).stdout
     built = [json.loads(line).get("executable") for line in said.splitlines()]
     shutil.copy(next(filter(None, built)), SCRIPTS)
