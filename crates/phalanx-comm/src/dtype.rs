@@ -22,11 +22,19 @@ pub enum DType {
     U8,
     /// Signed byte; sums and products wrap.
     I8,
+    /// Signed 16-bit integer; sums and products wrap.
+    I16,
+    /// Unsigned 16-bit integer; sums and products wrap.
+    U16,
+    /// Unsigned 32-bit integer; sums and products wrap.
+    U32,
+    /// Unsigned 64-bit integer; sums and products wrap.
+    U64,
 }
 
 impl DType {
     /// Every element type, in wire order.
-    pub const ALL: [DType; 8] = [
+    pub const ALL: [DType; 12] = [
         DType::F32,
         DType::F64,
         DType::F16,
@@ -35,14 +43,18 @@ impl DType {
         DType::I64,
         DType::U8,
         DType::I8,
+        DType::I16,
+        DType::U16,
+        DType::U32,
+        DType::U64,
     ];
 
     /// Size of one element in bytes.
     pub const fn size_bytes(self) -> usize {
         match self {
-            DType::F32 | DType::I32 => 4,
-            DType::F64 | DType::I64 => 8,
-            DType::F16 | DType::Bf16 => 2,
+            DType::F32 | DType::I32 | DType::U32 => 4,
+            DType::F64 | DType::I64 | DType::U64 => 8,
+            DType::F16 | DType::Bf16 | DType::I16 | DType::U16 => 2,
             DType::U8 | DType::I8 => 1,
         }
     }
@@ -58,6 +70,10 @@ impl DType {
             DType::I64 => "i64",
             DType::U8 => "u8",
             DType::I8 => "i8",
+            DType::I16 => "i16",
+            DType::U16 => "u16",
+            DType::U32 => "u32",
+            DType::U64 => "u64",
         }
     }
 
@@ -77,6 +93,10 @@ impl DType {
             DType::I64 => 6,
             DType::U8 => 7,
             DType::I8 => 8,
+            DType::I16 => 9,
+            DType::U16 => 10,
+            DType::U32 => 11,
+            DType::U64 => 12,
         }
     }
 
@@ -99,6 +119,10 @@ mod sealed {
 /// A type whose values travel between ranks. Sealed: the crate moves elements
 /// as bytes and relies on every bit pattern being a valid value and on there
 /// being no padding.
+///
+/// Other types travel as these. A `bool` is a `u8`: "any" and "all" are [`Max`](crate::ReduceOp::Max) and
+/// [`Min`](crate::ReduceOp::Min). A complex number is two floats: sums and means of a slice of twice the length are its own.
+/// 8-bit floats are `u8` where they are moved; convert them to `f16` or `f32` to reduce them.
 pub trait Element:
     sealed::Sealed + Copy + Default + PartialEq + std::fmt::Debug + Send + Sync + 'static
 {
@@ -124,6 +148,10 @@ element! {
     i64 => I64,
     u8 => U8,
     i8 => I8,
+    i16 => I16,
+    u16 => U16,
+    u32 => U32,
+    u64 => U64,
 }
 
 #[cfg(test)]
@@ -143,6 +171,10 @@ mod tests {
         check::<i64>();
         check::<u8>();
         check::<i8>();
+        check::<i16>();
+        check::<u16>();
+        check::<u32>();
+        check::<u64>();
     }
 
     #[test]
@@ -152,6 +184,6 @@ mod tests {
             assert_eq!(DType::from_wire(d.wire()), Some(d));
         }
         assert_eq!(DType::from_wire(0), None);
-        assert_eq!(DType::from_wire(9), None);
+        assert_eq!(DType::from_wire(13), None);
     }
 }

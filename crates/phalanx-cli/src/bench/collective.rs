@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{Bucket, Call, ProcessGroup, ReduceOp};
+use phalanx_comm::{Bucket, ProcessGroup, ReduceOp};
 use serde_json::json;
 
 use super::memory;
@@ -318,14 +318,14 @@ impl<'a> Run<'a> {
             return self.once_registered();
         }
         match self.op {
-            Op::AllReduce => group.all_reduce(&mut self.whole, ReduceOp::Sum)?,
-            Op::Broadcast => group.broadcast(&mut self.whole, 0)?,
-            Op::Reduce => group.reduce(&mut self.whole, ReduceOp::Sum, 0)?,
-            Op::AllGather => group.all_gather(&self.part, &mut self.whole)?,
+            Op::AllReduce => group.all_reduce(&mut self.whole[..], ReduceOp::Sum)?,
+            Op::Broadcast => group.broadcast(&mut self.whole[..], 0)?,
+            Op::Reduce => group.reduce(&mut self.whole[..], ReduceOp::Sum, 0)?,
+            Op::AllGather => group.all_gather(&self.part[..], &mut self.whole[..])?,
             Op::ReduceScatter => {
-                group.reduce_scatter(&self.whole, &mut self.part, ReduceOp::Sum)?
+                group.reduce_scatter(&self.whole[..], &mut self.part[..], ReduceOp::Sum)?
             }
-            Op::AllToAll => group.all_to_all(&self.whole, &mut self.other)?,
+            Op::AllToAll => group.all_to_all(&self.whole[..], &mut self.other[..])?,
             Op::Barrier => group.barrier()?,
         }
         Ok(())
@@ -335,15 +335,15 @@ impl<'a> Run<'a> {
         let group = self.group;
         match self.op {
             Op::AllReduce => {
-                group.all_reduce_bucket(&mut self.whole, ReduceOp::Sum, &Call::default())?;
+                group.all_reduce(&mut self.whole, ReduceOp::Sum)?;
             }
-            Op::Broadcast => group.broadcast_bucket(&mut self.whole, 0)?,
-            Op::Reduce => group.reduce_bucket(&mut self.whole, ReduceOp::Sum, 0)?,
-            Op::AllGather => group.all_gather_bucket(&mut self.part, &mut self.whole)?,
+            Op::Broadcast => group.broadcast(&mut self.whole, 0)?,
+            Op::Reduce => group.reduce(&mut self.whole, ReduceOp::Sum, 0)?,
+            Op::AllGather => group.all_gather(&mut self.part, &mut self.whole)?,
             Op::ReduceScatter => {
-                group.reduce_scatter_bucket(&mut self.whole, &mut self.part, ReduceOp::Sum)?;
+                group.reduce_scatter(&mut self.whole, &mut self.part, ReduceOp::Sum)?;
             }
-            Op::AllToAll => group.all_to_all_bucket(&mut self.whole, &mut self.other)?,
+            Op::AllToAll => group.all_to_all(&mut self.whole, &mut self.other)?,
             Op::Barrier => group.barrier()?,
         }
         Ok(())

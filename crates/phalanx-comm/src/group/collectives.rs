@@ -1,14 +1,14 @@
 //! The collectives, typed: lengths and ranks are checked here, then the
 //! runner works on bytes.
 //!
-//! Every collective has a blocking form on slices and an asynchronous one on
+//! Every collective has a blocking form on any [`Buffer`] and an asynchronous one on
 //! [`Bucket`]s, which it takes and gives back. Mistakes found here are `Usage` errors:
 //! nothing was sent and the group stays usable, but the *other* ranks, if they made no
 //! mistake, wait for this one.
 
 use std::sync::Arc;
 
-use super::{Call, ProcessGroup, Work};
+use super::{Buffer, Call, Input, ProcessGroup, Work};
 use crate::backend::Runner;
 use crate::kernel::Isa;
 use crate::operation::Buffers;
@@ -28,9 +28,10 @@ impl ProcessGroup {
     ///
     /// As for all operations, see [`ProcessGroup`]. `Usage` for the mean of
     /// integers or the bits of floats.
-    pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<()> {
-        let operation = self.build_all_reduce::<T>(data.len(), op, &Call::default())?;
-        self.run_blocking(&operation, &[], data)
+    pub fn all_reduce<B: Buffer + ?Sized>(&self, data: &mut B, op: ReduceOp) -> Result<()> {
+        self.run_over(data, &|len| {
+            self.build_all_reduce::<B::Element>(len, op, &Call::default())
+        })
     }
 
     /// [`ProcessGroup::all_reduce`] in the background.
@@ -74,9 +75,10 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// As for all operations, see [`ProcessGroup`].
-    pub fn broadcast<T: Element>(&self, data: &mut [T], root: usize) -> Result<()> {
-        let operation = self.build_broadcast::<T>(data.len(), root, &Call::default())?;
-        self.run_blocking(&operation, &[], data)
+    pub fn broadcast<B: Buffer + ?Sized>(&self, data: &mut B, root: usize) -> Result<()> {
+        self.run_over(data, &|len| {
+            self.build_broadcast::<B::Element>(len, root, &Call::default())
+        })
     }
 
     /// [`ProcessGroup::broadcast`] in the background.
@@ -112,9 +114,15 @@ impl ProcessGroup {
     ///
     /// As for all operations, see [`ProcessGroup`]. `Usage` for the mean of
     /// integers or the bits of floats.
-    pub fn reduce<T: Element>(&self, data: &mut [T], op: ReduceOp, root: usize) -> Result<()> {
-        let operation = self.build_reduce::<T>(data.len(), op, root, &Call::default())?;
-        self.run_blocking(&operation, &[], data)
+    pub fn reduce<B: Buffer + ?Sized>(
+        &self,
+        data: &mut B,
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<()> {
+        self.run_over(data, &|len| {
+            self.build_reduce::<B::Element>(len, op, root, &Call::default())
+        })
     }
 
     /// [`ProcessGroup::reduce`] in the background.
@@ -154,9 +162,10 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// As for all operations, see [`ProcessGroup`]. `Usage` for a wrong length.
-    pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
-        let operation = self.build_all_gather::<T>(input.len(), output.len(), &Call::default())?;
-        self.run_blocking(&operation, input, output)
+    pub fn all_gather<I: Input>(&self, input: I, output: &mut I::Output) -> Result<()> {
+        self.run_from(input, output, &|input, output| {
+            self.build_all_gather::<I::Element>(input, output, &Call::default())
+        })
     }
 
     /// [`ProcessGroup::all_gather`] in the background.
@@ -192,15 +201,15 @@ impl ProcessGroup {
     ///
     /// As for all operations, see [`ProcessGroup`]. `Usage` for a wrong length,
     /// the mean of integers or the bits of floats.
-    pub fn reduce_scatter<T: Element>(
+    pub fn reduce_scatter<I: Input>(
         &self,
-        input: &[T],
-        output: &mut [T],
+        input: I,
+        output: &mut I::Output,
         op: ReduceOp,
     ) -> Result<()> {
-        let operation =
-            self.build_reduce_scatter::<T>(input.len(), output.len(), op, &Call::default())?;
-        self.run_blocking(&operation, input, output)
+        self.run_from(input, output, &|input, output| {
+            self.build_reduce_scatter::<I::Element>(input, output, op, &Call::default())
+        })
     }
 
     /// [`ProcessGroup::reduce_scatter`] in the background.
@@ -344,9 +353,10 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// As for all operations, see [`ProcessGroup`]. `Usage` for a wrong length.
-    pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<()> {
-        let operation = self.build_all_to_all::<T>(input.len(), output.len(), &Call::default())?;
-        self.run_blocking(&operation, input, output)
+    pub fn all_to_all<I: Input>(&self, input: I, output: &mut I::Output) -> Result<()> {
+        self.run_from(input, output, &|input, output| {
+            self.build_all_to_all::<I::Element>(input, output, &Call::default())
+        })
     }
 
     /// [`ProcessGroup::all_to_all`] in the background.

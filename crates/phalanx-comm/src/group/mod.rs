@@ -1,6 +1,6 @@
 //! Process groups.
 
-mod coalesced;
+mod buffer;
 mod collectives;
 mod describe;
 #[cfg(any(test, fuzzing))]
@@ -16,7 +16,6 @@ mod phase;
 mod probe;
 mod queue;
 mod reform;
-mod registered;
 mod registry;
 mod subgroup;
 mod token;
@@ -32,6 +31,7 @@ use std::time::Duration;
 
 use phalanx_store::{MemStore, Store};
 
+pub use self::buffer::{Buffer, Input};
 pub use self::messages::{P2POp, Peer};
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::options::{Call, GroupOptions, InitOptions, Transport};

@@ -1,7 +1,7 @@
 //! Collectives on parts of one slice, for optimizers that are sharded over the ranks (ZeRO: Rajbhandari et al.,
 //! 2020): gradients are reduced to the rank that updates them, and the updated parameters are gathered in place.
 
-use super::registered::after;
+use super::buffer::after;
 use super::{Call, ProcessGroup, lengths_hash};
 use crate::group::collectives::run_on;
 use crate::operation::Buffers;
@@ -78,7 +78,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// As [`reduce_scatter_bucket`](ProcessGroup::reduce_scatter_bucket). Some pieces may have been shown
+    /// As [`reduce_scatter`](ProcessGroup::reduce_scatter). Some pieces may have been shown
     /// before an error.
     pub fn reduce_scatter_visited<T: Element>(
         &self,

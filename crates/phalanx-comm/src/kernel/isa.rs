@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use super::Source;
 #[cfg(target_arch = "aarch64")]
 use super::neon::Neon;
-use super::scalar::Scalar;
+use super::scalar::{self, Scalar};
 use super::vector::{
     Bf16, BitAnd, BitOr, BitXor, Bits, F16, Float, Max, Mean, Min, Op, Product, Sum, Vector, Wide,
 };
@@ -160,7 +160,7 @@ pub(super) unsafe fn on(isa: Isa, dtype: DType, op: ReduceOp, job: &Job<'_>) {
 /// As [`on`] for the instruction set `S`.
 unsafe fn with<S: Set>(dtype: DType, op: ReduceOp, job: &Job<'_>) {
     // SAFETY: handed on from the caller; the vectors are of the type that
-    // `dtype` names.
+    // `dtype` names, or of the signed one of its size.
     unsafe {
         match dtype {
             DType::F32 => float::<S, S::F32>(op, job),
@@ -171,8 +171,19 @@ unsafe fn with<S: Set>(dtype: DType, op: ReduceOp, job: &Job<'_>) {
             DType::U8 => integer::<S, S::U8>(op, job),
             DType::I32 => integer::<S, S::I32>(op, job),
             DType::I64 => integer::<S, S::I64>(op, job),
+            DType::I16 => integer::<S, scalar::I16>(op, job),
+            DType::U16 => integer::<S, scalar::U16>(op, job),
+            // All but the order has the bits of the signed type's.
+            DType::U32 if is_order(op) => integer::<S, scalar::U32>(op, job),
+            DType::U32 => integer::<S, S::I32>(op, job),
+            DType::U64 if is_order(op) => integer::<S, scalar::U64>(op, job),
+            DType::U64 => integer::<S, S::I64>(op, job),
         }
     }
+}
+
+fn is_order(op: ReduceOp) -> bool {
+    matches!(op, ReduceOp::Min | ReduceOp::Max)
 }
 
 /// # Safety

@@ -74,8 +74,12 @@ macro_rules! integer {
 }
 integer!(I8, i8);
 integer!(U8, u8);
+integer!(I16, i16);
+integer!(U16, u16);
 integer!(I32, i32);
+integer!(U32, u32);
 integer!(I64, i64);
+integer!(U64, u64);
 
 impl Wide for F32 {
     #[inline(always)]

@@ -23,22 +23,20 @@ fn check<T: Value>(group: &ProcessGroup, over: Over) {
     let what = |name: &'static str| move || format!("{over:?} {name}, rank {rank} of {world}");
     for op in ReduceOp::ALL.into_iter().filter(|op| op.supports(T::DTYPE)) {
         let (mut together, mut alone) = (tensors::<T>(rank), tensors::<T>(rank));
-        group
-            .all_reduce_coalesced(&mut slices(&mut together), op)
-            .unwrap();
+        group.all_reduce(&mut slices(&mut together), op).unwrap();
         for tensor in &mut alone {
             group.all_reduce(tensor, op).unwrap();
         }
         for (a, b) in together.iter().zip(&alone) {
-            assert_same_bits(a, b, what("all_reduce_coalesced"));
+            assert_same_bits(a, b, what("all_reduce"));
         }
     }
     for root in [0, world - 1] {
         let mut mine = tensors::<T>(rank);
         let mut all = slices(&mut mine);
-        group.broadcast_coalesced(&mut all, root).unwrap();
+        group.broadcast(&mut all, root).unwrap();
         for (a, b) in mine.iter().zip(&tensors::<T>(root)) {
-            assert_same_bits(a, b, what("broadcast_coalesced"));
+            assert_same_bits(a, b, what("broadcast"));
         }
     }
     let mine = tensors::<T>(rank);
@@ -48,11 +46,31 @@ fn check<T: Value>(group: &ProcessGroup, over: Over) {
         .map(|len| vec![T::default(); len * world])
         .collect();
     group
-        .all_gather_coalesced(&inputs, &mut slices(&mut outputs))
+        .all_gather(&inputs, &mut slices(&mut outputs))
         .unwrap();
     for (i, output) in outputs.iter().enumerate() {
         let want: Vec<T> = (0..world).flat_map(|r| tensors(r)[i].clone()).collect();
-        assert_same_bits(output, &want, what("all_gather_coalesced"));
+        assert_same_bits(output, &want, what("all_gather"));
+    }
+    let whole = |i: usize| values::<T>(rank * 31 + i, LENS[i] * world);
+    let wholes: Vec<Vec<T>> = (0..LENS.len()).map(whole).collect();
+    let inputs: Vec<&[T]> = wholes.iter().map(Vec::as_slice).collect();
+    let mut parts = tensors::<T>(rank);
+    group
+        .reduce_scatter(&inputs, &mut slices(&mut parts), ReduceOp::Sum)
+        .unwrap();
+    let mut exchanged = wholes.clone();
+    group
+        .all_to_all(&inputs, &mut slices(&mut exchanged))
+        .unwrap();
+    for (i, input) in wholes.iter().enumerate() {
+        let (mut part, mut all) = (tensors::<T>(rank).swap_remove(i), input.clone());
+        group
+            .reduce_scatter(input, &mut part, ReduceOp::Sum)
+            .unwrap();
+        assert_same_bits(&parts[i], &part, what("reduce_scatter"));
+        group.all_to_all(input, &mut all).unwrap();
+        assert_same_bits(&exchanged[i], &all, what("all_to_all"));
     }
 }
 
@@ -85,9 +103,9 @@ fn one_operation_carries_them_all() {
     let sent = on_each(groups(Over::Thread, 2), |group| {
         let mut mine = tensors::<f32>(group.rank());
         let mut all = slices(&mut mine);
-        group.all_reduce_coalesced(&mut all, ReduceOp::Sum)?;
+        group.all_reduce(&mut all, ReduceOp::Sum)?;
         // No tensors are an operation, too.
-        group.all_reduce_coalesced::<f32>(&mut [], ReduceOp::Sum)?;
+        group.all_reduce(&mut [] as &mut [&mut [f32]], ReduceOp::Sum)?;
         Ok::<_, phalanx_comm::Error>(group.bytes_sent_to()[1 - group.rank()])
     });
     let bytes = 4 * LENS.iter().sum::<usize>() as u64;
@@ -105,7 +123,7 @@ fn another_order_of_tensors_is_a_desync() {
             if group.rank() == 1 {
                 all.reverse();
             }
-            group.all_reduce_coalesced(&mut all, ReduceOp::Sum)
+            group.all_reduce(&mut all, ReduceOp::Sum)
         });
         let errors: Vec<_> = errors.into_iter().map(Result::unwrap_err).collect();
         assert!(errors.iter().any(|e| e.kind() == ErrorKind::Desync));
@@ -121,14 +139,14 @@ fn another_order_of_tensors_is_a_desync() {
 fn mistakes_are_named() {
     on_each(groups(Over::Thread, 2), |group| {
         let errors = [
-            group.all_gather_coalesced(&[&[1f32][..]], &mut []),
-            group.all_gather_coalesced(&[&[1f32][..]], &mut [&mut [0f32; 3]]),
-            group.broadcast_coalesced::<f32>(&mut [], 2),
-            group.all_reduce_coalesced(&mut [&mut [1i32][..]], ReduceOp::Mean),
+            group.all_gather(&[&[1f32][..]], &mut []),
+            group.all_gather(&[&[1f32][..]], &mut [&mut [0f32; 3]]),
+            group.broadcast(&mut [] as &mut [&mut [f32]], 2),
+            group.all_reduce(&mut [&mut [1i32][..]], ReduceOp::Mean),
         ];
         let names = [
-            "all_gather_coalesced: 1 inputs and 0 outputs are given",
-            "all_gather_coalesced: the output has 3 elements, 2 are needed",
+            "all_gather: 1 inputs and 0 outputs are given",
+            "all_gather: the output has 3 elements, 2 are needed",
             "root 2 does not exist",
             "the mean of i32",
         ];

@@ -234,7 +234,7 @@ macro_rules! integer_value {
         }
     )*};
 }
-integer_value!(i8, i32, i64, u8);
+integer_value!(i8, u8, i16, u16, i32, u32, i64, u64);
 
 /// `count` values of rank `rank`, of mixed sign and size, so that sums depend
 /// on their order.

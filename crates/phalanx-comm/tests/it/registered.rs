@@ -78,22 +78,18 @@ fn reductions<T: Value>(group: &ProcessGroup, over: Over, each: usize) {
                 }
             };
             let mut data = who.bucket(group, &short[rank]);
-            group
-                .all_reduce_bucket(&mut data, op, &Call::default())
-                .unwrap();
+            group.all_reduce(&mut data, op).unwrap();
             assert_same_bits(&data, &sum, what("all_reduce"));
 
             let root = count % world;
             let mut data = who.bucket(group, &short[rank]);
-            group.reduce_bucket(&mut data, op, root).unwrap();
+            group.reduce(&mut data, op, root).unwrap();
             let want = if rank == root { &sum } else { &short[rank] };
             assert_same_bits(&data, want, what("reduce"));
 
             let mut data = who.bucket(group, &long[rank]);
             let mut part = who.bucket(group, &vec![T::default(); count]);
-            group
-                .reduce_scatter_bucket(&mut data, &mut part, op)
-                .unwrap();
+            group.reduce_scatter(&mut data, &mut part, op).unwrap();
             let want = &long_sum[rank * count..(rank + 1) * count];
             assert_same_bits(&part, want, what("reduce_scatter"));
             assert_same_bits(&data, &long[rank], what("reduce_scatter's input"));
@@ -117,7 +113,7 @@ fn moves(group: &ProcessGroup, over: Over) {
             // Each count and each `who` with both.
             let root = [0, world - 1][(i + j) % 2];
             let mut data = who.bucket(group, &each[rank]);
-            group.broadcast_bucket(&mut data, root).unwrap();
+            group.broadcast(&mut data, root).unwrap();
             assert_same_bits(&data, &each[root], what("broadcast"));
             // Freed, and its pages with it, while others may be slower.
             drop(data);
@@ -138,11 +134,11 @@ fn moves(group: &ProcessGroup, over: Over) {
             assert_same_bits(&work.wait().unwrap().1, &each[rank], what("scatter"));
             let mut input = who.bucket(group, &each[rank]);
             let mut output = who.bucket(group, &nothing);
-            group.all_gather_bucket(&mut input, &mut output).unwrap();
+            group.all_gather(&mut input, &mut output).unwrap();
             assert_same_bits(&output, &everything, what("all_gather"));
 
             let mut input = who.bucket(group, &long[rank]);
-            group.all_to_all_bucket(&mut input, &mut output).unwrap();
+            group.all_to_all(&mut input, &mut output).unwrap();
             let want: Vec<f32> = long
                 .iter()
                 .flat_map(|l| l[rank * count..(rank + 1) * count].to_vec())
@@ -261,9 +257,7 @@ fn long_data_equals_the_serial_fold_with_default_sizes() {
         |group| {
             for who in Who::ALL {
                 let mut data = who.bucket(&group, &inputs[group.rank()]);
-                group
-                    .all_reduce_bucket(&mut data, ReduceOp::Mean, &Call::default())
-                    .unwrap();
+                group.all_reduce(&mut data, ReduceOp::Mean).unwrap();
                 assert_same_bits(&data, &want, || format!("{who:?}, rank {}", group.rank()));
             }
         },
@@ -276,9 +270,7 @@ fn registered_data_is_never_copied() {
         on_each(groups(over, 4), |group| {
             const COUNT: usize = 50_000;
             let mut data = group.bucket::<f32>(COUNT);
-            group
-                .all_reduce_bucket(&mut data, ReduceOp::Mean, &Call::default())
-                .unwrap();
+            group.all_reduce(&mut data, ReduceOp::Mean).unwrap();
             let work = group.all_reduce_async(data, ReduceOp::Mean, Call::default());
             let mut data = work.wait().unwrap();
             let bytes = group.counters();
@@ -288,7 +280,7 @@ fn registered_data_is_never_copied() {
 
             // A slice of the same bucket is borrowed: it is staged, what the
             // three others own of it, and their results are fetched.
-            group.all_reduce(&mut data, ReduceOp::Mean).unwrap();
+            group.all_reduce(&mut data[..], ReduceOp::Mean).unwrap();
             let staged = group.counters().staged_bytes;
             assert!(
                 staged.abs_diff(2 * 3 * COUNT as u64) < 1000 * 64,
@@ -309,9 +301,7 @@ fn what_does_not_fit_the_arena_lies_on_the_heap() {
         let mut does_not = group.bucket::<f32>(200 << 10);
         assert!(fits.is_registered() && !does_not.is_registered());
         does_not.fill(1.0);
-        group
-            .all_reduce_bucket(&mut does_not, ReduceOp::Sum, &Call::default())
-            .unwrap();
+        group.all_reduce(&mut does_not, ReduceOp::Sum).unwrap();
         assert!(does_not.iter().all(|x| *x == 2.0));
         drop(fits);
         // Given back, and zeroed.
@@ -364,9 +354,7 @@ fn memory_of_others_is_reduced_where_it_lies() {
         let mut sum = bucket(SKIP * size_of::<f32>(), COUNT).unwrap();
         assert!(sum.is_registered());
         let before = group.counters().staged_bytes;
-        group
-            .all_reduce_bucket(&mut sum, ReduceOp::Sum, &Call::default())
-            .unwrap();
+        group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
         assert_eq!(group.counters().staged_bytes, before);
         drop(sum);
         let result = theirs().to_vec();
@@ -410,9 +398,7 @@ fn tcp_has_no_registered_buckets() {
         let mut bucket = group.bucket::<f32>(1000);
         assert!(!bucket.is_registered());
         bucket.fill(1.0);
-        group
-            .all_reduce_bucket(&mut bucket, ReduceOp::Sum, &Call::default())
-            .unwrap();
+        group.all_reduce(&mut bucket, ReduceOp::Sum).unwrap();
         assert!(bucket.iter().all(|x| *x == 2.0));
         assert_eq!(group.counters().folded_bytes, 0);
     });
@@ -429,15 +415,12 @@ fn a_bucket_of_another_group_is_ordinary_memory() {
         let mut bucket = group.bucket::<f32>(5000);
         bucket.fill(1.0);
         if let Some(low) = low {
-            low.all_reduce_bucket(&mut bucket, ReduceOp::Sum, &Call::default())
-                .unwrap();
+            low.all_reduce(&mut bucket, ReduceOp::Sum).unwrap();
             assert!(bucket.iter().all(|x| *x == 2.0));
             assert!(low.counters().staged_bytes > 0);
         }
         let before = group.counters().staged_bytes;
-        group
-            .all_reduce_bucket(&mut bucket, ReduceOp::Max, &Call::default())
-            .unwrap();
+        group.all_reduce(&mut bucket, ReduceOp::Max).unwrap();
         assert!(bucket.iter().all(|x| *x == 2.0));
         assert_eq!(group.counters().staged_bytes, before);
     });
@@ -448,9 +431,7 @@ fn a_bucket_outlives_its_group() {
     let buckets = on_each(groups(Over::Shm, 2), |group| {
         let mut bucket = group.bucket::<f32>(3000);
         bucket.fill(group.rank() as f32);
-        group
-            .all_reduce_bucket(&mut bucket, ReduceOp::Sum, &Call::default())
-            .unwrap();
+        group.all_reduce(&mut bucket, ReduceOp::Sum).unwrap();
         group.shutdown().unwrap();
         bucket
     });
@@ -497,7 +478,8 @@ fn a_bucket_in_a_failed_operation_is_replaced() {
                 ..Call::default()
             };
             let error = group
-                .all_reduce_bucket(&mut bucket, ReduceOp::Sum, &call)
+                .with_call(call)
+                .all_reduce(&mut bucket, ReduceOp::Sum)
                 .unwrap_err();
             gate.wait();
             assert_eq!(error.kind(), ErrorKind::Timeout);
@@ -515,9 +497,7 @@ fn a_mistake_leaves_the_bucket_alone() {
     on_each(groups(Over::Thread, 2), |group| {
         let mut bucket = group.bucket::<i32>(300);
         bucket.fill(3);
-        let error = group
-            .all_reduce_bucket(&mut bucket, ReduceOp::Mean, &Call::default())
-            .unwrap_err();
+        let error = group.all_reduce(&mut bucket, ReduceOp::Mean).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Usage);
         assert!(bucket.is_registered() && bucket.iter().all(|x| *x == 3));
     });
@@ -528,9 +508,7 @@ fn every_rank_of_a_desync_reads_both_sides() {
     for over in ON_ONE_HOST {
         let errors = on_each(groups(over, 4), |group| {
             let mut bucket = group.bucket::<f32>(3000 + usize::from(group.rank() == 2));
-            group
-                .all_reduce_bucket(&mut bucket, ReduceOp::Sum, &Call::default())
-                .unwrap_err()
+            group.all_reduce(&mut bucket, ReduceOp::Sum).unwrap_err()
         });
         for error in errors {
             let text = error.to_string();
@@ -576,9 +554,7 @@ fn nothing_is_overwritten_too_early() {
                     let who = Who::ALL[round / 6 % 4];
                     stall();
                     let mut data = who.bucket(&group, &vec![value; len]);
-                    group
-                        .all_reduce_bucket(&mut data, ReduceOp::Sum, &Call::default())
-                        .unwrap();
+                    group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
                     assert!(
                         data.iter().all(|x| *x == sum),
                         "{over:?} {who:?} all_reduce {len}"
@@ -586,7 +562,7 @@ fn nothing_is_overwritten_too_early() {
                     stall();
                     let root = round % world;
                     data.fill(value);
-                    group.broadcast_bucket(&mut data, root).unwrap();
+                    group.broadcast(&mut data, root).unwrap();
                     let want = (root + round) as i64;
                     assert!(
                         data.iter().all(|x| *x == want),
@@ -595,7 +571,7 @@ fn nothing_is_overwritten_too_early() {
                     stall();
                     let mut mine = who.bucket(&group, &vec![value; len]);
                     let mut all = Bucket::zeroed(len * world);
-                    group.all_gather_bucket(&mut mine, &mut all).unwrap();
+                    group.all_gather(&mut mine, &mut all).unwrap();
                     for (r, part) in all.chunks(len).enumerate() {
                         let want = (r + round) as i64;
                         assert!(
@@ -607,7 +583,7 @@ fn nothing_is_overwritten_too_early() {
                     stall();
                     let mut long = who.bucket(&group, &vec![value; len * world]);
                     group
-                        .reduce_scatter_bucket(&mut long, &mut mine, ReduceOp::Sum)
+                        .reduce_scatter(&mut long, &mut mine, ReduceOp::Sum)
                         .unwrap();
                     long.fill(-1);
                     assert!(

@@ -32,7 +32,7 @@ impl Reducer {
                 continue;
             };
             self.group
-                .reduce_scatter_bucket(memory, &mut chunk, ReduceOp::Mean)
+                .reduce_scatter(memory, &mut chunk, ReduceOp::Mean)
                 .map_err(|e| not_averaged(&mut self.failed, &self.labels[bucket], e))?;
             self.chunks[bucket] = Some(chunk);
         }

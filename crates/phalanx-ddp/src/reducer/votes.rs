@@ -120,13 +120,11 @@ impl Reducer {
             let votes = match votes {
                 // Not launched: a late step runs no collective during backward.
                 Memory::Filling(mut votes) if self.is_late() => {
-                    let call = Call {
+                    let group = self.group.with_call(Call {
                         label: Some("votes on the step".into()),
                         ..Call::default()
-                    };
-                    let voted = self
-                        .group
-                        .all_reduce_bucket(&mut votes, ReduceOp::Mean, &call);
+                    });
+                    let voted = group.all_reduce(&mut votes, ReduceOp::Mean);
                     voted.map(|()| (Memory::Reduced(votes), None))
                 }
                 votes => votes.collected(),

@@ -142,7 +142,7 @@ fn run_step(
             };
             let group = placement.line(dim);
             match lengths.iter().all(|n| *n == lengths[0]) {
-                true => group.reduce_scatter(&packed, to, ReduceOp::Sum),
+                true => group.reduce_scatter(&packed[..], to, ReduceOp::Sum),
                 false => group.reduce_scatter_v(&packed, &lengths, to, ReduceOp::Sum),
             }
         }

@@ -117,6 +117,10 @@ macro_rules! on_every_type {
         $check::<u8>($($arg),*);
         $check::<i32>($($arg),*);
         $check::<i64>($($arg),*);
+        $check::<i16>($($arg),*);
+        $check::<u16>($($arg),*);
+        $check::<u32>($($arg),*);
+        $check::<u64>($($arg),*);
     };
 }
 use on_every_type;
@@ -265,5 +269,8 @@ fn integers_wrap() {
     assert_eq!(fold(ReduceOp::Product, 250u8, 10), 196);
     assert_eq!(fold(ReduceOp::Sum, 100i8, 100), -56);
     assert_eq!(fold(ReduceOp::Sum, i64::MAX, 1), i64::MIN);
+    assert_eq!(fold(ReduceOp::Sum, u16::MAX, 2), 1);
+    assert_eq!(fold(ReduceOp::Product, u64::MAX, 2), u64::MAX - 1);
+    assert_eq!(fold(ReduceOp::Max, u32::MAX, 1), u32::MAX);
     assert_eq!(fold(ReduceOp::Sum, i32::MIN, -1), i32::MAX);
 }

@@ -151,4 +151,4 @@ macro_rules! integer {
         }
     )*};
 }
-integer!(i8, u8, i32, i64);
+integer!(i8, u8, i16, u16, i32, u32, i64, u64);

@@ -90,7 +90,7 @@ fn list(variable: &str, default: &str) -> Vec<String> {
 #[test]
 #[ignore = "a benchmark: prints a table"]
 fn speed() {
-    let kinds = list("KINDS", "f32 f64 bf16 f16 i8 u8 i32 i64");
+    let kinds = list("KINDS", "f32 f64 bf16 f16 i8 u8 i16 u16 i32 u32 i64 u64");
     let ops = list("OPS", "mean sum");
     for kib in list("KIB", "4 128 16384") {
         let bytes = kib.parse::<usize>().expect("KIB") << 10;

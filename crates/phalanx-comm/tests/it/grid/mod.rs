@@ -211,9 +211,7 @@ impl<T: Value> Table<T> {
             Form::AllReduceCoalesced => {
                 let mut data = mine[..count].to_vec();
                 let (a, b) = data.split_at_mut(count / 3);
-                group
-                    .all_reduce_coalesced(&mut [b, &mut [], a], op)
-                    .unwrap();
+                group.all_reduce(&mut [b, &mut [], a], op).unwrap();
                 (data, fold().to_vec())
             }
             Form::ReduceScatterUneven => {
@@ -332,6 +330,10 @@ struct Tables {
     u8s: Table<u8>,
     i32s: Table<i32>,
     i64s: Table<i64>,
+    i16s: Table<i16>,
+    u16s: Table<u16>,
+    u32s: Table<u32>,
+    u64s: Table<u64>,
 }
 
 impl Tables {
@@ -345,6 +347,10 @@ impl Tables {
             u8s: Table::new(world, thin),
             i32s: Table::new(world, thin),
             i64s: Table::new(world, thin),
+            i16s: Table::new(world, 5 * thin),
+            u16s: Table::new(world, 5 * thin),
+            u32s: Table::new(world, 5 * thin),
+            u64s: Table::new(world, 5 * thin),
         }
     }
 
@@ -357,6 +363,10 @@ impl Tables {
         self.u8s.run(group, over);
         self.i32s.run(group, over);
         self.i64s.run(group, over);
+        self.i16s.run(group, over);
+        self.u16s.run(group, over);
+        self.u32s.run(group, over);
+        self.u64s.run(group, over);
     }
 }
 
