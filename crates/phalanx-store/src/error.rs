@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use phalanx_wire::handshake::RejectReason;
-use phalanx_wire::store_msg::Failure;
+use phalanx_wire::store_msg::{Failure, Request};
 
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -32,15 +32,16 @@ pub enum ErrorKind {
     /// *The caller's mistake*: the value of the key is not a decimal number, or the
     /// sum does not fit 64 bits.
     NotANumber,
-    /// *The caller's mistake*: the store has reached its limit of keys or bytes.
+    /// *The caller's mistake*: the store has reached its limit of keys or bytes, or an
+    /// append would exceed that of a value.
     LimitExceeded,
     /// *The user's mistake*: another program listens on the address.
     AddressInUse,
     /// *The user's mistake*: the other side does not have this job's token. It may
     /// belong to another job, or be another program.
     TokenMismatch,
-    /// The timeout has passed: keys are missing ([`Error::missing_keys`]), nothing
-    /// listened at the address, or a handshake took too long.
+    /// The timeout has passed: keys are missing ([`Error::missing_keys`]), a queue stayed
+    /// empty, nothing listened at the address, or a handshake took too long.
     Timeout,
     /// *A peer's failure*: the store did not answer in time. Its process may be
     /// stopped, its host out of reach, or its file locked by another process. This
@@ -104,6 +105,24 @@ impl Error {
         error
     }
 
+    /// A pop that timed out after `waited`.
+    pub(crate) fn empty(location: &str, queue: &str, waited: Duration) -> Self {
+        let what =
+            format!("timed out after {waited:.1?}: the queue {queue:?} in {location} stayed empty");
+        Error::new(ErrorKind::Timeout, what)
+    }
+
+    /// An operation that a store outside this crate lacks.
+    pub(crate) fn unsupported(operation: &str) -> Self {
+        let what = format!("this kind of store does not support {operation}");
+        Error::new(ErrorKind::Usage, what)
+    }
+
+    /// Checks the limits of a request about `key`.
+    pub(crate) fn check(key: &str, request: &Request<'_>) -> Result<()> {
+        request.check().map_err(|e| Error::bad_request(key, e))
+    }
+
     /// A request beyond a limit, found before it was sent.
     pub(crate) fn bad_request(key: &str, source: phalanx_wire::Error) -> Self {
         let shown: String = key.chars().take(64).collect();
@@ -120,6 +139,10 @@ impl Error {
             Failure::StoreFull => (
                 ErrorKind::LimitExceeded,
                 "the store has reached its limit of bytes; delete keys that are no longer needed",
+            ),
+            Failure::ValueTooLong => (
+                ErrorKind::LimitExceeded,
+                "its value would exceed the limit of 1 MiB",
             ),
             Failure::NotANumber => (ErrorKind::NotANumber, "its value is not a decimal number"),
             Failure::AddOverflow => (ErrorKind::NotANumber, "the sum does not fit 64 bits"),

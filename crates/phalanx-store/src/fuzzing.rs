@@ -130,6 +130,23 @@ fn session_seeds() -> Vec<Vec<u8>> {
             timeout_ms: 0,
         },
         Request::TryGet { key: "a" },
+        Request::Append {
+            key: "a",
+            value: b"c",
+        },
+        Request::QueuePush {
+            queue: "q",
+            value: b"1",
+        },
+        Request::QueueLen { queue: "q" },
+        Request::QueuePop {
+            queue: "q",
+            timeout_ms: 0,
+        },
+        Request::QueuePop {
+            queue: "q",
+            timeout_ms: 0,
+        },
         Request::Delete { key: "a" },
         Request::DeletePrefix { prefix: "k" },
         Request::Add { key: "n", delta: 5 },

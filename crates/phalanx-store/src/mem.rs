@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use phalanx_wire::store_msg::{check_key, check_prefix, check_value};
+use phalanx_wire::store_msg::{Failure, Request, check_key};
 
 use crate::table::{Limits, Table};
 use crate::{Error, Result, Store};
@@ -41,20 +41,21 @@ impl MemStore {
         self.0.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until all keys exist. Returns with the lock held, so that they still
-    /// exist for the caller.
-    fn wait_locked(&self, keys: &[&str], timeout: Duration) -> Result<MutexGuard<'_, Table>> {
+    /// Waits until `take` returns a value; returns the table if it does not.
+    fn wait_until<T>(
+        &self,
+        timeout: Duration,
+        take: impl Fn(&mut Table) -> Option<T>,
+    ) -> Result<T, MutexGuard<'_, Table>> {
         let start = Instant::now();
         let mut table = self.table();
         loop {
-            let missing = table.missing(keys.iter().copied());
-            if missing.is_empty() {
-                return Ok(table);
+            if let Some(value) = take(&mut table) {
+                return Ok(value);
             }
             let left = timeout.saturating_sub(start.elapsed());
             if left.is_zero() {
-                let missing = missing.into_iter().map(str::to_owned).collect();
-                return Err(Error::missing(LOCATION, keys.len(), timeout, missing));
+                return Err(table);
             }
             table = self
                 .0
@@ -64,67 +65,95 @@ impl MemStore {
                 .0;
         }
     }
-}
 
-fn checked(key: &str) -> Result<()> {
-    check_key(key).map_err(|e| Error::bad_request(key, e))
+    /// Checks a request about `key`, makes its change and wakes those that wait.
+    fn change<T>(
+        &self,
+        key: &str,
+        request: &Request<'_>,
+        make: impl FnOnce(&mut Table) -> Result<T, Failure>,
+    ) -> Result<T> {
+        Error::check(key, request)?;
+        let result = make(&mut self.table());
+        self.0.changed.notify_all();
+        result.map_err(|failure| Error::failed(LOCATION, key, failure))
+    }
 }
 
 impl Store for MemStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        checked(key)?;
-        check_value(value).map_err(|e| Error::bad_request(key, e))?;
-        let result = self.table().set(key, value);
-        self.0.changed.notify_all();
-        result.map_err(|failure| Error::failed(LOCATION, key, failure))
+        self.change(key, &Request::Set { key, value }, |t| t.set(key, value))
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        checked(key)?;
-        let table = self.wait_locked(&[key], timeout)?;
-        Ok(table.get(key).unwrap_or_default().to_vec())
+        Error::check(key, &Request::TryGet { key })?;
+        self.wait_until(timeout, |table| table.get(key).map(<[u8]>::to_vec))
+            .map_err(|_| Error::missing(LOCATION, 1, timeout, vec![key.to_owned()]))
     }
 
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        checked(key)?;
+        Error::check(key, &Request::TryGet { key })?;
         Ok(self.table().get(key).map(<[u8]>::to_vec))
     }
 
     fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        keys.iter().try_for_each(|key| checked(key))?;
-        self.wait_locked(keys, timeout).map(drop)
+        for key in keys {
+            check_key(key).map_err(|e| Error::bad_request(key, e))?;
+        }
+        let missing = |table: &Table| table.missing(keys.iter().copied());
+        self.wait_until(timeout, |table| missing(table).is_empty().then_some(()))
+            .map_err(|table| {
+                let missing = missing(&table).into_iter().map(str::to_owned).collect();
+                Error::missing(LOCATION, keys.len(), timeout, missing)
+            })
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
-        checked(key)?;
-        let result = self.table().add(key, delta);
-        self.0.changed.notify_all();
-        result.map_err(|failure| Error::failed(LOCATION, key, failure))
+        self.change(key, &Request::Add { key, delta }, |t| t.add(key, delta))
+    }
+
+    fn append(&self, key: &str, value: &[u8]) -> Result<u64> {
+        self.change(key, &Request::Append { key, value }, |t| {
+            t.append(key, value)
+        })
     }
 
     fn compare_set(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Vec<u8>> {
-        checked(key)?;
-        check_value(desired).map_err(|e| Error::bad_request(key, e))?;
-        expected
-            .map_or(Ok(()), check_value)
-            .map_err(|e| Error::bad_request(key, e))?;
-        let mut table = self.table();
-        table
-            .compare_set(key, expected, desired)
-            .map_err(|failure| Error::failed(LOCATION, key, failure))?;
-        let now = table.get(key).unwrap_or_default().to_vec();
-        drop(table);
-        self.0.changed.notify_all();
-        Ok(now)
+        let request = Request::CompareSet {
+            key,
+            expected,
+            desired,
+        };
+        self.change(key, &request, |table| {
+            table.compare_set(key, expected, desired)?;
+            Ok(table.get(key).unwrap_or_default().to_vec())
+        })
     }
 
     fn delete(&self, key: &str) -> Result<bool> {
-        checked(key)?;
+        Error::check(key, &Request::Delete { key })?;
         Ok(self.table().delete(key))
     }
 
     fn delete_prefix(&self, prefix: &str) -> Result<u64> {
-        check_prefix(prefix).map_err(|e| Error::bad_request(prefix, e))?;
+        Error::check(prefix, &Request::DeletePrefix { prefix })?;
         Ok(self.table().delete_prefix(prefix))
+    }
+
+    fn queue_push(&self, queue: &str, value: &[u8]) -> Result<()> {
+        let request = Request::QueuePush { queue, value };
+        self.change(queue, &request, |table| table.push(queue, value).map(drop))
+    }
+
+    fn queue_pop(&self, queue: &str, timeout: Duration) -> Result<Vec<u8>> {
+        Error::check(queue, &Request::QueueLen { queue })?;
+        let popped = self.wait_until(timeout, |table| table.pop(queue));
+        let (_, value) = popped.map_err(|_| Error::empty(LOCATION, queue, timeout))?;
+        Ok(value)
+    }
+
+    fn queue_len(&self, queue: &str) -> Result<u64> {
+        Error::check(queue, &Request::QueueLen { queue })?;
+        Ok(self.table().queue_len(queue))
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Bound;
 
-use phalanx_wire::store_msg::{Failure, MAX_KEYS, MAX_TOTAL_BYTES};
+use phalanx_wire::store_msg::{Failure, MAX_KEYS, MAX_TOTAL_BYTES, MAX_VALUE_BYTES};
 
 /// Limits of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,6 +131,64 @@ impl Table {
         Ok(sum)
     }
 
+    /// The value that an append would store.
+    pub(crate) fn appended(&self, key: &str, value: &[u8]) -> Result<Vec<u8>, Failure> {
+        let old = self.get(key).unwrap_or_default();
+        if old.len() + value.len() > MAX_VALUE_BYTES {
+            return Err(Failure::ValueTooLong);
+        }
+        Ok([old, value].concat())
+    }
+
+    /// Returns the new length.
+    pub(crate) fn append(&mut self, key: &str, value: &[u8]) -> Result<u64, Failure> {
+        let value = self.appended(key, value)?;
+        self.set(key, &value)?;
+        Ok(value.len() as u64)
+    }
+
+    /// The elements of a queue in their order: keys and values.
+    fn elements(&self, queue: &str) -> impl DoubleEndedIterator<Item = (&String, &Vec<u8>)> {
+        let all = self
+            .map
+            .range(element_key(queue, 0)..=element_key(queue, u64::MAX));
+        all.filter(move |(key, _)| element(key).is_some_and(|(of, _)| of == queue))
+    }
+
+    /// The key that a push would set.
+    pub(crate) fn next_element(&self, queue: &str) -> Result<String, Failure> {
+        let last = self.elements(queue).next_back();
+        let number = match last.and_then(|(key, _)| element(key)) {
+            None => 0,
+            Some((_, last)) => last.checked_add(1).ok_or(Failure::TooManyKeys)?,
+        };
+        Ok(element_key(queue, number))
+    }
+
+    /// Returns the key of the element.
+    pub(crate) fn push(&mut self, queue: &str, value: &[u8]) -> Result<String, Failure> {
+        let key = self.next_element(queue)?;
+        self.set(&key, value)?;
+        Ok(key)
+    }
+
+    /// Key and value of the first element.
+    pub(crate) fn first_element(&self, queue: &str) -> Option<(String, Vec<u8>)> {
+        let first = self.elements(queue).next();
+        first.map(|(key, value)| (key.clone(), value.clone()))
+    }
+
+    /// Removes the first element. Returns its key and value.
+    pub(crate) fn pop(&mut self, queue: &str) -> Option<(String, Vec<u8>)> {
+        let first = self.first_element(queue)?;
+        self.delete(&first.0);
+        Some(first)
+    }
+
+    pub(crate) fn queue_len(&self, queue: &str) -> u64 {
+        self.elements(queue).count() as u64
+    }
+
     /// Whether a compare-and-set would store.
     pub(crate) fn matches(&self, key: &str, expected: Option<&[u8]>) -> bool {
         self.get(key) == expected
@@ -177,6 +235,21 @@ impl Table {
     }
 }
 
+/// The key of an element. The order of the keys is that of the numbers.
+fn element_key(queue: &str, number: u64) -> String {
+    format!("{queue}/{number:016x}")
+}
+
+/// The queue and the number of the element with this key; `None` if it is no element's.
+pub(crate) fn element(key: &str) -> Option<(&str, u64)> {
+    let (queue, digits) = key.rsplit_once('/')?;
+    let is_digit = |byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    if digits.len() != 16 || !digits.bytes().all(is_digit) {
+        return None;
+    }
+    Some((queue, u64::from_str_radix(digits, 16).ok()?))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -197,7 +270,7 @@ mod tests {
             state ^= state << 17;
             let key = format!("k{}/{}", state % 3, (state >> 8) % 20);
             let value = vec![7; (state >> 16) as usize % 50];
-            match (state >> 32) % 6 {
+            match (state >> 32) % 9 {
                 0 => {
                     table.delete(&key);
                 }
@@ -208,10 +281,66 @@ mod tests {
                     let old = table.get(&key).map(<[u8]>::to_vec);
                     assert!(table.compare_set(&key, old.as_deref(), &value).unwrap());
                 }
+                3 => {
+                    table.append(&key, &value).unwrap();
+                }
+                4 => {
+                    table.push(&key, &value).unwrap();
+                }
+                5 => {
+                    table.pop(&key);
+                }
                 _ => table.set(&key, &value).unwrap(),
             }
             recount(&table);
         }
+    }
+
+    /// Neither other keys below the queue's name nor other spellings of a number are elements.
+    #[test]
+    fn elements_of_a_queue() {
+        let mut table = Table::new(Limits::default());
+        let others = [
+            "q",
+            "q/",
+            "q/0",
+            "q/00000000000000001",
+            "q/+000000000000001",
+            "q/000000000000000A",
+            "q/5/0000000000000000",
+            "q/é000000000000",
+            "q0/0000000000000000",
+        ];
+        for key in others {
+            table.set(key, b"no").unwrap();
+        }
+        assert_eq!(table.pop("q"), None);
+        for number in 0..20 {
+            assert_eq!(table.queue_len("q"), number);
+            let key = table.push("q", b"").unwrap();
+            assert_eq!(element(&key), Some(("q", number)));
+        }
+        assert_eq!(table.pop("q/5").unwrap().0, "q/5/0000000000000000");
+        for number in 0..20 {
+            assert_eq!(table.pop("q").unwrap().0, format!("q/{number:016x}"));
+        }
+        assert_eq!(table.pop("q"), None);
+        table.set("q/fffffffffffffffe", b"").unwrap();
+        assert_eq!(table.push("q", b"").unwrap(), "q/ffffffffffffffff");
+        assert_eq!(table.push("q", b""), Err(Failure::TooManyKeys));
+        assert_eq!(table.queue_len("q"), 2);
+    }
+
+    #[test]
+    fn an_append_within_the_limits() {
+        let mut table = Table::new(Limits::new(1, 2 << 20));
+        assert_eq!(table.append("k", b"").unwrap(), 0);
+        assert_eq!(table.append("k", &[1; MAX_VALUE_BYTES]), Ok(1 << 20));
+        assert_eq!(table.append("k", b""), Ok(1 << 20));
+        assert_eq!(table.append("k", b"2"), Err(Failure::ValueTooLong));
+        assert_eq!(table.append("other", b""), Err(Failure::TooManyKeys));
+        assert_eq!(table.get("k"), Some(&[1; MAX_VALUE_BYTES][..]));
+        recount(&table);
     }
 
     #[test]

@@ -229,6 +229,19 @@ fn request_seeds() -> Vec<Vec<u8>> {
         Request::Ack { seq: 9 },
         Request::Leave,
         Request::Retire { key: "k" },
+        Request::Append {
+            key: "k",
+            value: b"more",
+        },
+        Request::QueuePush {
+            queue: "jobs",
+            value: b"job",
+        },
+        Request::QueuePop {
+            queue: "jobs",
+            timeout_ms: 1000,
+        },
+        Request::QueueLen { queue: "jobs" },
     ];
     let body = |request: &Request<'_>| {
         let mut bytes = Vec::new();
@@ -314,7 +327,7 @@ mod tests {
             assert!(Header::decode(bytes.first_chunk().unwrap()).is_ok());
         }
         assert!(request_seeds().iter().all(|s| Request::decode(s).is_ok()));
-        assert_eq!(request_seeds().len(), 15);
+        assert_eq!(request_seeds().len(), 19);
         assert!(response_seeds().iter().all(|s| Response::decode(s).is_ok()));
         assert_eq!(handshake_seeds().len(), 7);
     }

@@ -459,10 +459,10 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-mpi", 65),
     ("phalanx-nn", 16101),
     ("phalanx-report", 1178),
-    ("phalanx-store", 4239),
+    ("phalanx-store", 4522),
     ("phalanx-track", 3360),
     ("phalanx-train", 9352),
-    ("phalanx-wire", 1783),
+    ("phalanx-wire", 1832),
     ("recipes", 3064),
 ];
 

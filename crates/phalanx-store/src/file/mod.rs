@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use phalanx_wire::store_msg::{Request, check_key};
+use phalanx_wire::store_msg::{Failure, Request, check_key};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
@@ -206,32 +206,39 @@ impl FileStore {
         timeout: Duration,
         take: impl Fn(&Table) -> T,
     ) -> Result<T> {
+        let found = self.poll(timeout, |table| {
+            let missing = table.missing(keys.iter().copied());
+            if missing.is_empty() {
+                return Ok(take(table));
+            }
+            Err(missing.into_iter().map(str::to_owned).collect())
+        })?;
+        found.map_err(|missing| Error::missing(&self.location, keys.len(), timeout, missing))
+    }
+
+    /// Reads the table until `take` returns a value, up to `timeout`.
+    fn poll<T, N>(
+        &self,
+        timeout: Duration,
+        take: impl Fn(&Table) -> Result<T, N>,
+    ) -> Result<Result<T, N>> {
         let start = Instant::now();
         let mut pause = FIRST_PAUSE;
         loop {
             // Before reading, so that a key that appears just in time is found.
             let left = timeout.saturating_sub(start.elapsed());
-            let found = self.locked(false, |inner| {
-                let missing = inner.table.missing(keys.iter().copied());
-                if missing.is_empty() {
-                    return Ok(Ok(take(&inner.table)));
-                }
-                Ok(Err(missing.into_iter().map(str::to_owned).collect()))
-            })?;
-            match found {
-                Ok(value) => return Ok(value),
-                Err(missing) if left.is_zero() => {
-                    return Err(Error::missing(&self.location, keys.len(), timeout, missing));
-                }
-                Err(_) => {}
+            let found = self.locked(false, |inner| Ok(take(&inner.table)))?;
+            if found.is_ok() || left.is_zero() {
+                return Ok(found);
             }
             std::thread::sleep(pause.min(left));
             pause = (pause * 3 / 2).min(LONGEST_PAUSE);
         }
     }
 
-    fn checked(&self, key: &str, request: &Request<'_>) -> Result<()> {
-        request.check().map_err(|e| Error::bad_request(key, e))
+    /// The error of a change that the table refused.
+    fn failed(&self, key: &str) -> impl Fn(Failure) -> Error {
+        move |failure| Error::failed(&self.location, key, failure)
     }
 
     /// Stores a value in the file, then in the table.
@@ -239,12 +246,9 @@ impl FileStore {
         inner
             .table
             .check_set(key, value)
-            .map_err(|failure| Error::failed(&self.location, key, failure))?;
+            .map_err(self.failed(key))?;
         inner.append(&Request::Set { key, value }, &self.location)?;
-        inner
-            .table
-            .set(key, value)
-            .map_err(|failure| Error::failed(&self.location, key, failure))
+        inner.table.set(key, value).map_err(self.failed(key))
     }
 }
 
@@ -462,19 +466,19 @@ impl Store for FileStore {
     }
 
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.checked(key, &Request::Set { key, value })?;
+        Error::check(key, &Request::Set { key, value })?;
         self.locked(true, |inner| self.put(inner, key, value))
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.checked(key, &Request::TryGet { key })?;
+        Error::check(key, &Request::TryGet { key })?;
         self.wait_for(&[key], timeout, |table| {
             table.get(key).unwrap_or_default().to_vec()
         })
     }
 
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        self.checked(key, &Request::TryGet { key })?;
+        Error::check(key, &Request::TryGet { key })?;
         self.locked(false, |inner| Ok(inner.table.get(key).map(<[u8]>::to_vec)))
     }
 
@@ -489,14 +493,20 @@ impl Store for FileStore {
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
-        self.checked(key, &Request::Add { key, delta })?;
+        Error::check(key, &Request::Add { key, delta })?;
         self.locked(true, |inner| {
-            let sum = inner
-                .table
-                .sum(key, delta)
-                .map_err(|failure| Error::failed(&self.location, key, failure))?;
+            let sum = inner.table.sum(key, delta).map_err(self.failed(key))?;
             self.put(inner, key, sum.to_string().as_bytes())?;
             Ok(sum)
+        })
+    }
+
+    fn append(&self, key: &str, value: &[u8]) -> Result<u64> {
+        Error::check(key, &Request::Append { key, value })?;
+        self.locked(true, |inner| {
+            let value = inner.table.appended(key, value).map_err(self.failed(key))?;
+            self.put(inner, key, &value)?;
+            Ok(value.len() as u64)
         })
     }
 
@@ -506,7 +516,7 @@ impl Store for FileStore {
             expected,
             desired,
         };
-        self.checked(key, &request)?;
+        Error::check(key, &request)?;
         self.locked(true, |inner| {
             if inner.table.matches(key, expected) {
                 self.put(inner, key, desired)?;
@@ -517,7 +527,7 @@ impl Store for FileStore {
 
     fn delete(&self, key: &str) -> Result<bool> {
         let request = Request::Delete { key };
-        self.checked(key, &request)?;
+        Error::check(key, &request)?;
         self.locked(true, |inner| {
             if !inner.table.contains(key) {
                 return Ok(false);
@@ -529,10 +539,48 @@ impl Store for FileStore {
 
     fn delete_prefix(&self, prefix: &str) -> Result<u64> {
         let request = Request::DeletePrefix { prefix };
-        self.checked(prefix, &request)?;
+        Error::check(prefix, &request)?;
         self.locked(true, |inner| {
             inner.append(&request, &self.location)?;
             Ok(inner.table.delete_prefix(prefix))
         })
+    }
+
+    fn queue_push(&self, queue: &str, value: &[u8]) -> Result<()> {
+        Error::check(queue, &Request::QueuePush { queue, value })?;
+        self.locked(true, |inner| {
+            let key = inner
+                .table
+                .next_element(queue)
+                .map_err(self.failed(queue))?;
+            self.put(inner, &key, value)
+        })
+    }
+
+    fn queue_pop(&self, queue: &str, timeout: Duration) -> Result<Vec<u8>> {
+        Error::check(queue, &Request::QueueLen { queue })?;
+        let start = Instant::now();
+        loop {
+            let left = timeout.saturating_sub(start.elapsed());
+            self.poll(left, |table| table.first_element(queue).ok_or(()))?
+                .map_err(|()| Error::empty(&self.location, queue, timeout))?;
+            // Another member may take it before this one has the exclusive lock.
+            let popped = self.locked(true, |inner| {
+                let first = inner.table.first_element(queue);
+                if let Some((key, _)) = &first {
+                    inner.append(&Request::Delete { key }, &self.location)?;
+                    inner.table.delete(key);
+                }
+                Ok(first)
+            })?;
+            if let Some((_, value)) = popped {
+                return Ok(value);
+            }
+        }
+    }
+
+    fn queue_len(&self, queue: &str) -> Result<u64> {
+        Error::check(queue, &Request::QueueLen { queue })?;
+        self.locked(false, |inner| Ok(inner.table.queue_len(queue)))
     }
 }

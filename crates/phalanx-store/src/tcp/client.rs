@@ -280,9 +280,9 @@ impl TcpStore {
     /// whole, by renaming another one. A wait in progress notices a changed file within
     /// 500 ms, and goes on at the new address with the time that is left.
     ///
-    /// A request that is repeated may have been executed before: an addition may count
-    /// twice, a deletion may say that the key did not exist, and a compare-and-set may
-    /// find its own value. A [`Will`] is not moved.
+    /// A request that is repeated may have been executed before: an addition, an append or
+    /// a push may count twice, a pop may lose an element, a deletion may say that the key
+    /// did not exist, and a compare-and-set may find its own value. A [`Will`] is not moved.
     pub fn move_with(&self, file: PathBuf, limit: Duration) {
         self.place().file = Some((file, limit));
     }
@@ -515,7 +515,9 @@ impl TcpStore {
         loop {
             let moves = self.look();
             let left = wait.saturating_sub(start.elapsed());
-            if let Request::Get { timeout_ms, .. } | Request::Wait { timeout_ms, .. } = &mut request
+            if let Request::Get { timeout_ms, .. }
+            | Request::Wait { timeout_ms, .. }
+            | Request::QueuePop { timeout_ms, .. } = &mut request
             {
                 *timeout_ms = millis(left);
             }
@@ -576,14 +578,16 @@ impl TcpStore {
         Ok(connection)
     }
 
-    /// Sends a request, waits up to `wait` plus the response timeout, and passes the
-    /// response to `read`.
+    /// Sends a request about `key`, waits up to `wait` plus the response timeout, and passes
+    /// the response to `read`, if it is no failure.
     fn request<T>(
         &self,
+        key: &str,
         request: &Request<'_>,
         wait: Duration,
         read: impl FnOnce(Response<'_>) -> Option<Result<T>>,
     ) -> Result<T> {
+        Error::check(key, request)?;
         let connection = self.exchange(request, wait, false)?;
         let response = match Response::decode(&connection.buffer) {
             Ok(response) => response,
@@ -591,9 +595,9 @@ impl TcpStore {
         };
         // The server closes the connection after this failure.
         let usable = response != Response::Failed(Failure::BadRequest);
-        let result = match read(response) {
-            Some(result) => result,
-            None => return Err(self.wrong_type()),
+        let result = match response {
+            Response::Failed(failure) => Err(Error::failed(&self.name(), key, failure)),
+            other => read(other).ok_or_else(|| self.wrong_type())?,
         };
         if usable {
             self.keep(connection);
@@ -652,10 +656,14 @@ impl TcpStore {
         request: &Request<'_>,
         read: impl FnOnce(Response<'_>) -> Option<T>,
     ) -> Result<T> {
-        request.check().map_err(|e| Error::bad_request(key, e))?;
-        self.request(request, Duration::ZERO, |response| match response {
-            Response::Failed(failure) => Some(Err(Error::failed(&self.name(), key, failure))),
-            other => read(other).map(Ok),
+        self.request(key, request, Duration::ZERO, |r| read(r).map(Ok))
+    }
+
+    /// A request for a sum or a length.
+    fn number(&self, key: &str, request: &Request<'_>) -> Result<i64> {
+        self.simple(key, request, |r| match r {
+            Response::Number(number) => Some(number),
+            _ => None,
         })
     }
 
@@ -673,12 +681,11 @@ impl TcpStore {
             keys: keys.to_vec(),
             timeout_ms: millis(timeout),
         };
-        self.request(&request, timeout, |response| match response {
+        self.request(keys[0], &request, timeout, |response| match response {
             Response::Done => Some(Ok(Vec::new())),
             Response::Missing(missing) => {
                 Some(Ok(missing.into_iter().map(str::to_owned).collect()))
             }
-            Response::Failed(failure) => Some(Err(Error::failed(&self.name(), keys[0], failure))),
             _ => None,
         })
     }
@@ -872,12 +879,11 @@ impl Store for TcpStore {
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        check_key(key).map_err(|e| Error::bad_request(key, e))?;
         let request = Request::Get {
             key,
             timeout_ms: millis(timeout),
         };
-        self.request(&request, timeout, |response| match response {
+        self.request(key, &request, timeout, |response| match response {
             Response::Value(value) => Some(Ok(value.to_vec())),
             Response::Missing(_) => Some(Err(Error::missing(
                 &self.name(),
@@ -885,7 +891,6 @@ impl Store for TcpStore {
                 timeout,
                 vec![key.to_owned()],
             ))),
-            Response::Failed(failure) => Some(Err(Error::failed(&self.name(), key, failure))),
             _ => None,
         })
     }
@@ -932,10 +937,12 @@ impl Store for TcpStore {
     }
 
     fn add(&self, key: &str, delta: i64) -> Result<i64> {
-        self.simple(key, &Request::Add { key, delta }, |r| match r {
-            Response::Number(number) => Some(number),
-            _ => None,
-        })
+        self.number(key, &Request::Add { key, delta })
+    }
+
+    fn append(&self, key: &str, value: &[u8]) -> Result<u64> {
+        let length = self.number(key, &Request::Append { key, value })?;
+        Ok(length.cast_unsigned())
     }
 
     fn compare_set(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Vec<u8>> {
@@ -963,7 +970,7 @@ impl Store for TcpStore {
             key,
             value: Some(value),
         };
-        request.check().map_err(|e| Error::bad_request(key, e))?;
+        Error::check(key, &request)?;
         // Its own connection, which is not returned to the pool.
         let connection = self.exchange(&request, Duration::ZERO, true)?;
         match Response::decode(&connection.buffer) {
@@ -983,6 +990,29 @@ impl Store for TcpStore {
             Response::Removed(count) => Some(count),
             _ => None,
         })
+    }
+
+    fn queue_push(&self, queue: &str, value: &[u8]) -> Result<()> {
+        self.simple(queue, &Request::QueuePush { queue, value }, |r| {
+            matches!(r, Response::Done).then_some(())
+        })
+    }
+
+    fn queue_pop(&self, queue: &str, timeout: Duration) -> Result<Vec<u8>> {
+        let request = Request::QueuePop {
+            queue,
+            timeout_ms: millis(timeout),
+        };
+        self.request(queue, &request, timeout, |response| match response {
+            Response::Value(value) => Some(Ok(value.to_vec())),
+            Response::NotFound => Some(Err(Error::empty(&self.name(), queue, timeout))),
+            _ => None,
+        })
+    }
+
+    fn queue_len(&self, queue: &str) -> Result<u64> {
+        let length = self.number(queue, &Request::QueueLen { queue })?;
+        Ok(length.cast_unsigned())
     }
 }
 /// The address `HOST:PORT` for [`TcpStore::connect`], with an IPv6 address in brackets.

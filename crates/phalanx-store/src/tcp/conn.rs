@@ -26,6 +26,17 @@ pub(super) enum State {
     Closing,
 }
 
+/// What a wait is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Wanted {
+    /// All keys; the response has no value.
+    Keys,
+    /// The only key; the response has its value.
+    Value,
+    /// An element of a queue; the only key is the queue's name.
+    Element,
+}
+
 /// A wait of a member.
 pub(super) struct Wait {
     /// All keys, in the member's order.
@@ -36,8 +47,8 @@ pub(super) struct Wait {
     pub(super) key_bytes: u64,
     /// Time at which to respond with the missing keys.
     pub(super) deadline: Instant,
-    /// Whether to respond with the value of the only key.
-    pub(super) wants_value: bool,
+    /// What it is for.
+    pub(super) wanted: Wanted,
 }
 
 pub(super) struct Conn {

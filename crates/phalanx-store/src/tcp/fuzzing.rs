@@ -109,7 +109,8 @@ pub(crate) fn session(member: bool, piece: usize, input: &[u8]) {
         drop(ours);
         serving.turn(id);
         assert!(serving.conns.is_empty(), "the connection stayed");
-        assert_eq!(serving.waiters.len(), 0, "a wait stayed");
+        let waits = serving.waiters.len() + serving.poppers.len();
+        assert_eq!(waits, 0, "a wait stayed");
         assert!(serving.unfinished.is_empty());
         // Later sessions would wait for this one's followers.
         serving.followers = Followers::default();
@@ -124,5 +125,63 @@ fn check_responses(mut received: &[u8]) {
         };
         Response::decode(body).expect("a valid response");
         received = &rest[bytes..];
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use phalanx_wire::store_msg::Request;
+    use rustix::event::{PollFd, poll};
+
+    use super::*;
+
+    /// Sends a request, and waits until the server's side has received it.
+    fn ask(serving: &ServerLoop, member: &mut (TcpStream, u64), request: &Request<'_>) {
+        let mut message = Vec::new();
+        request.encode(&mut message).unwrap();
+        member.0.write_all(&message).unwrap();
+        arrived(serving, member.1, PollFlags::IN);
+    }
+
+    fn arrived(serving: &ServerLoop, id: u64, what: PollFlags) {
+        poll(&mut [PollFd::new(&serving.conns[&id].stream, what)], None).unwrap();
+    }
+
+    /// Its end has arrived, but was not read when there is an element for it.
+    #[test]
+    fn a_popper_that_has_closed_takes_no_element() {
+        let (listener, mut serving) = server().unwrap();
+        let [mut early, mut other, mut pusher, mut late] = [(); 4].map(|()| {
+            let (ours, theirs) = connect(&listener).unwrap();
+            (ours, serving.adopt(theirs, true).unwrap())
+        });
+        let (queue, timeout_ms) = ("q", u32::MAX);
+        let pop = Request::QueuePop { queue, timeout_ms };
+        for member in [&mut early, &mut other] {
+            ask(&serving, member, &pop);
+            serving.turn(member.1);
+        }
+        drop(early.0);
+        arrived(&serving, early.1, PollFlags::RDHUP);
+        for value in [b"1", b"2"] {
+            let push = Request::QueuePush { queue, value };
+            ask(&serving, &mut pusher, &push);
+            serving.turn(pusher.1);
+        }
+        other.0.set_nonblocking(false).unwrap();
+        let mut response = [0; 10];
+        other.0.read_exact(&mut response).unwrap();
+        assert_eq!(Response::decode(&response[4..]), Ok(Response::Value(b"1")));
+        ask(&serving, &mut late, &pop);
+        drop(late.0);
+        arrived(&serving, late.1, PollFlags::RDHUP);
+        serving.turn(late.1);
+        assert_eq!(serving.table.queue_len(queue), 1);
+        // The next iterations close both.
+        for id in [early.1, late.1] {
+            serving.turn(id);
+            assert!(!serving.conns.contains_key(&id));
+        }
+        assert_eq!(serving.poppers.len(), 0);
     }
 }

@@ -17,7 +17,7 @@ use phalanx_wire::store_msg::{Failure, Request, Response};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::FOLLOWER_STREAM;
-use super::conn::{Conn, IoState, State, Wait};
+use super::conn::{Conn, IoState, State, Wait, Wanted};
 use super::followers::Followers;
 use super::refused::{RefusalReason, Refusals, RefusedConnections};
 use super::room;
@@ -27,7 +27,7 @@ use crate::auth::{
     HANDSHAKE_TIMEOUT, HelloState, Pending, Progress, RefusalLog, closable, is_out_of_files,
     max_pending, next_closable,
 };
-use crate::table::{Limits, Table};
+use crate::table::{Limits, Table, element};
 use crate::{Error, ErrorKind, Result};
 
 #[cfg(any(test, fuzzing))]
@@ -423,6 +423,8 @@ struct ServerLoop {
     table: Table,
     followers: Followers,
     waiters: Waiters,
+    /// Those that wait for an element, by their queue.
+    poppers: Waiters,
     conns: HashMap<ConnId, Conn>,
     next_id: ConnId,
     /// Time before which no connection is accepted.
@@ -463,6 +465,7 @@ impl ServerLoop {
             table: Table::new(options.limits),
             followers: Followers::default(),
             waiters: Waiters::default(),
+            poppers: Waiters::default(),
             conns: HashMap::new(),
             next_id: 0,
             accept_again: None,
@@ -943,6 +946,7 @@ impl ServerLoop {
             return self.protocol_error(id, &"a request before the store is open");
         }
         let mut appeared = None;
+        let pushed;
         let about = key_of(&request);
         let result = match request {
             Request::Set { key, value } => {
@@ -951,10 +955,13 @@ impl ServerLoop {
                 done.map(|()| Response::Done)
             }
             Request::Get { key, timeout_ms } => {
-                return self.wait(id, &[key], timeout_ms, true);
+                return self.wait(id, &[key], timeout_ms, Wanted::Value);
             }
             Request::Wait { keys, timeout_ms } => {
-                return self.wait(id, &keys, timeout_ms, false);
+                return self.wait(id, &keys, timeout_ms, Wanted::Keys);
+            }
+            Request::QueuePop { queue, timeout_ms } => {
+                return self.wait(id, &[queue], timeout_ms, Wanted::Element);
             }
             Request::TryGet { key } => {
                 let value = self.table.get(key);
@@ -964,6 +971,20 @@ impl ServerLoop {
                 let sum = self.table.add(key, delta);
                 appeared = sum.is_ok().then_some(key);
                 sum.map(Response::Number)
+            }
+            Request::Append { key, value } => {
+                let length = self.table.append(key, value);
+                appeared = length.is_ok().then_some(key);
+                length.map(|length| Response::Number(length.cast_signed()))
+            }
+            Request::QueuePush { queue, value } => {
+                pushed = self.table.push(queue, value);
+                appeared = pushed.as_deref().ok();
+                pushed.clone().map(|_| Response::Done)
+            }
+            Request::QueueLen { queue } => {
+                let length = self.table.queue_len(queue);
+                Ok(Response::Number(length.cast_signed()))
             }
             Request::CompareSet {
                 key,
@@ -998,7 +1019,7 @@ impl ServerLoop {
             self.followers.changed(&mut self.conns, &self.table, key);
         }
         let response = result.unwrap_or_else(Response::Failed);
-        let hold = self.followers.hold(about);
+        let hold = self.followers.hold(appeared.or(about));
         answer(&mut self.conns, &self.location, hold, id, &response);
         if let Some(key) = appeared {
             self.key_appeared(key);
@@ -1019,7 +1040,7 @@ impl ServerLoop {
     }
 
     /// Starts a wait.
-    fn wait(&mut self, id: ConnId, keys: &[&str], timeout_ms: u32, wants_value: bool) {
+    fn wait(&mut self, id: ConnId, keys: &[&str], timeout_ms: u32, wanted: Wanted) {
         let key_bytes: u64 = keys.iter().map(|key| key.len() as u64).sum();
         while self.waited_bytes + key_bytes > self.options.max_buffered_bytes / 2 {
             // The wait with the most bytes fails: this one, or another.
@@ -1040,12 +1061,15 @@ impl ServerLoop {
             keys: keys.iter().map(|&key| key.to_owned()).collect(),
             outstanding: 0,
             deadline: Instant::now() + Duration::from_millis(u64::from(timeout_ms)),
-            wants_value,
+            wanted,
         };
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.state = State::Waiting(wait);
         }
-        self.check_wait(id);
+        match keys {
+            [queue] if wanted == Wanted::Element => self.check_pop(id, queue),
+            _ => self.check_wait(id),
+        }
     }
 
     /// Responds to a wait if all its keys exist; otherwise registers the missing ones.
@@ -1065,7 +1089,7 @@ impl ServerLoop {
             return;
         }
         let response = match wait.keys.first() {
-            Some(key) if wait.wants_value => {
+            Some(key) if wait.wanted == Wanted::Value => {
                 Response::Value(self.table.get(key).unwrap_or_default())
             }
             _ => Response::Done,
@@ -1080,7 +1104,27 @@ impl ServerLoop {
         }
     }
 
-    /// Ends the waits for which this was the last missing key.
+    /// Responds to a pop if the queue has an element; otherwise registers it.
+    fn check_pop(&mut self, id: ConnId, queue: &str) {
+        let Some(conn) = self.conns.get_mut(&id) else {
+            return;
+        };
+        // One that has closed takes no element. The next iteration notices its end.
+        if conn.pull(&mut self.scratch) == IoState::Gone {
+            return;
+        }
+        let Some((key, value)) = self.table.pop(queue) else {
+            return self.poppers.add(queue, id);
+        };
+        conn.state = State::Member;
+        self.followers.changed(&mut self.conns, &self.table, &key);
+        let hold = self.followers.hold([&*key]);
+        let response = Response::Value(&value);
+        answer(&mut self.conns, &self.location, hold, id, &response);
+    }
+
+    /// Ends the waits for which this was the last missing key. One that waits for an
+    /// element takes it.
     fn key_appeared(&mut self, key: &str) {
         for id in self.waiters.take(key) {
             let Some(conn) = self.conns.get_mut(&id) else {
@@ -1093,6 +1137,15 @@ impl ServerLoop {
                     self.answered.push(id);
                 }
             }
+        }
+        let Some((queue, _)) = element(key) else {
+            return;
+        };
+        while self.table.contains(key)
+            && let Some(id) = self.poppers.take_first(queue)
+        {
+            self.check_pop(id, queue);
+            self.answered.push(id);
         }
     }
 
@@ -1132,8 +1185,10 @@ impl ServerLoop {
         let State::Waiting(wait) = std::mem::replace(&mut conn.state, State::Member) else {
             return;
         };
-        let missing = self.table.missing(wait.keys.iter().map(String::as_str));
-        let response = Response::Missing(missing);
+        let response = match wait.wanted {
+            Wanted::Element => Response::NotFound,
+            _ => Response::Missing(self.table.missing(wait.keys.iter().map(String::as_str))),
+        };
         let hold = self.followers.hold(wait.keys.iter().map(String::as_str));
         answer(&mut self.conns, &self.location, hold, id, &response);
     }
@@ -1145,8 +1200,11 @@ impl ServerLoop {
             ..
         }) = self.conns.get(&id)
         {
-            self.waiters
-                .remove(wait.keys.iter().map(String::as_str), id);
+            let waiters = match wait.wanted {
+                Wanted::Element => &mut self.poppers,
+                _ => &mut self.waiters,
+            };
+            waiters.remove(wait.keys.iter().map(String::as_str), id);
         }
     }
 
@@ -1198,7 +1256,7 @@ impl ServerLoop {
         self.remove_wait(id);
         let closed = self.conns.remove(&id);
         self.followers.ended(id);
-        debug_assert!(!self.conns.is_empty() || self.waiters.len() == 0);
+        debug_assert!(!self.conns.is_empty() || self.waiters.len() + self.poppers.len() == 0);
         if let Some((key, value)) = closed.and_then(|conn| conn.will) {
             // Without room in the store, the will is lost.
             match self.table.compare_set(&key, None, &value) {
@@ -1221,8 +1279,11 @@ fn key_of<'a>(request: &Request<'a>) -> Option<&'a str> {
         Request::Set { key, .. }
         | Request::TryGet { key }
         | Request::Add { key, .. }
+        | Request::Append { key, .. }
         | Request::CompareSet { key, .. }
         | Request::Delete { key }
+        | Request::QueuePush { queue: key, .. }
+        | Request::QueueLen { queue: key }
         | Request::Will { key, .. }
         | Request::DeletePrefix { prefix: key } => Some(key),
         _ => None,

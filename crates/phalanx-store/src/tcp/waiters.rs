@@ -24,6 +24,16 @@ impl Waiters {
         self.0.remove(key).unwrap_or_default()
     }
 
+    /// Removes and returns the connection that waits longest for this key.
+    pub(super) fn take_first(&mut self, key: &str) -> Option<ConnId> {
+        let list = self.0.get_mut(key)?;
+        let first = list.remove(0);
+        if list.is_empty() {
+            self.0.remove(key);
+        }
+        Some(first)
+    }
+
     /// Removes a connection's waits for these keys.
     pub(super) fn remove<'a>(&mut self, keys: impl Iterator<Item = &'a str>, conn: ConnId) {
         for key in keys {

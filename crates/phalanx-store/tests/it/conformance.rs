@@ -1,15 +1,17 @@
 //! One suite that every kind of store passes. A fixture makes members of one
 //! and the same store; where members can be separate (file, TCP), they are.
 
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::common::{LONG, SHORT, join, serve};
+use phalanx_garble::Dice;
 use phalanx_store::{ErrorKind, FileStore, MemStore, Store, TcpServer};
 use phalanx_wire::Token;
-use phalanx_wire::store_msg::{MAX_KEY_BYTES, MAX_VALUE_BYTES};
+use phalanx_wire::store_msg::{MAX_KEY_BYTES, MAX_QUEUE_BYTES, MAX_VALUE_BYTES};
 
 trait Fixture {
     /// One more member.
@@ -93,6 +95,17 @@ suite!([mem, file, tcp]:
     a_wait_does_not_block_a_set,
     all_waiters_wake,
     no_lost_wakeup,
+    append,
+    an_append_beyond_the_limit_changes_nothing,
+    no_append_is_lost,
+    multi_get_and_multi_set,
+    pop_waits_for_an_element,
+    pop_names_the_empty_queue,
+    limits_of_queues,
+    elements_are_keys,
+    queues_and_appends_as_a_model,
+    each_element_is_popped_once_and_in_order,
+    each_waiting_popper_gets_one_element,
 );
 
 mod checks {
@@ -412,5 +425,261 @@ mod checks {
             b.set(&format!("pong/{i}"), b"").unwrap();
         }
         ping.join().unwrap();
+    }
+
+    pub fn append(fixture: &dyn Fixture) {
+        let (a, b) = (fixture.member(), fixture.member());
+        assert_eq!(a.append("k", b"").unwrap(), 0);
+        assert_eq!(b.try_get("k").unwrap().as_deref(), Some(&b""[..]));
+        assert_eq!(b.append("k", b"ab").unwrap(), 2);
+        assert_eq!(a.append("k", b"\0\xff").unwrap(), 4);
+        assert_eq!(b.get("k", LONG).unwrap(), b"ab\0\xff");
+        a.set("k", b"1").unwrap();
+        assert_eq!(b.append("k", b"2").unwrap(), 2);
+        assert_eq!(a.add("k", 1).unwrap(), 13);
+        // A new key wakes those that wait for it.
+        let waiter = thread::spawn(move || b.get("new", LONG).unwrap());
+        assert_eq!(a.append("new", b"v").unwrap(), 1);
+        assert_eq!(waiter.join().unwrap(), b"v");
+    }
+
+    pub fn an_append_beyond_the_limit_changes_nothing(fixture: &dyn Fixture) {
+        let store = fixture.member();
+        let half = vec![1; MAX_VALUE_BYTES / 2];
+        assert_eq!(store.append("k", &half).unwrap(), half.len() as u64);
+        assert_eq!(store.append("k", b"2").unwrap(), half.len() as u64 + 1);
+        let error = store.append("k", &half).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::LimitExceeded, "{error}");
+        assert!(error.to_string().contains("\"k\""), "{error}");
+        let full = store.append("k", &half[1..]).unwrap();
+        assert_eq!(full, MAX_VALUE_BYTES as u64);
+        assert_eq!(
+            store.append("k", b"3").unwrap_err().kind(),
+            ErrorKind::LimitExceeded
+        );
+        let error = store
+            .append("k", &vec![1; MAX_VALUE_BYTES + 1])
+            .unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
+        let error = store.append("", b"").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
+        let value = store.get("k", LONG).unwrap();
+        assert!(value == [&half[..], b"2", &half[1..]].concat());
+    }
+
+    pub fn no_append_is_lost(fixture: &dyn Fixture) {
+        const THREADS: u8 = 8;
+        const EACH: u64 = 100;
+        let members: Vec<_> = (0..THREADS).map(|_| fixture.member()).collect();
+        let lengths = AtomicU64::new(0);
+        thread::scope(|scope| {
+            for (me, member) in (0..).zip(&members) {
+                let lengths = &lengths;
+                scope.spawn(move || {
+                    for _ in 0..EACH {
+                        let length = member.append("all", &[me, me]).unwrap();
+                        lengths.fetch_add(length, Ordering::Relaxed);
+                    }
+                });
+            }
+        });
+        let all = members[0].get("all", LONG).unwrap();
+        let total = u64::from(THREADS) * EACH;
+        assert_eq!(all.len() as u64, 2 * total);
+        for me in 0..THREADS {
+            let appended = all.chunks(2).filter(|two| **two == [me, me]);
+            assert_eq!(appended.count() as u64, EACH);
+        }
+        // Every length was returned exactly once.
+        assert_eq!(lengths.into_inner(), total * (total + 1));
+    }
+
+    pub fn multi_get_and_multi_set(fixture: &dyn Fixture) {
+        let (a, b) = (fixture.member(), fixture.member());
+        let keys = ["x", "y", "x"];
+        let getter = thread::spawn(move || b.multi_get(&keys, LONG).unwrap());
+        a.multi_set(&[("x", b"1"), ("y", b"")]).unwrap();
+        assert_eq!(getter.join().unwrap(), [&b"1"[..], b"", b"1"]);
+        assert!(a.multi_get(&[], Duration::ZERO).unwrap().is_empty());
+        a.multi_set(&[]).unwrap();
+        let error = a.multi_get(&["x", "u", "y", "v"], SHORT).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        assert_eq!(error.missing_keys(), ["u", "v"]);
+        let error = a.multi_set(&[("x", b"2"), ("", b""), ("y", b"2")]);
+        assert_eq!(error.unwrap_err().kind(), ErrorKind::Usage);
+        let now = a.multi_get(&["x", "y"], Duration::ZERO).unwrap();
+        assert_eq!(now, [&b"2"[..], b""]);
+    }
+
+    pub fn pop_waits_for_an_element(fixture: &dyn Fixture) {
+        let (a, b) = (fixture.member(), fixture.member());
+        let popper = thread::spawn(move || b.queue_pop("jobs", LONG).unwrap());
+        thread::sleep(SHORT);
+        // Neither a key with the queue's name nor another queue is waited for.
+        a.set("jobs", b"no").unwrap();
+        a.set("jobs/", b"no").unwrap();
+        a.queue_push("jobs/0", b"no").unwrap();
+        thread::sleep(SHORT);
+        assert!(!popper.is_finished());
+        a.queue_push("jobs", b"here").unwrap();
+        assert_eq!(popper.join().unwrap(), b"here");
+        assert_eq!(a.queue_len("jobs").unwrap(), 0);
+        assert_eq!(a.queue_len("jobs/0").unwrap(), 1);
+    }
+
+    pub fn pop_names_the_empty_queue(fixture: &dyn Fixture) {
+        let store = fixture.member();
+        let start = Instant::now();
+        let error = store.queue_pop("jobs", SHORT).unwrap_err();
+        assert!(start.elapsed() >= SHORT, "{:?}", start.elapsed());
+        assert!(start.elapsed() < LONG / 4, "{:?}", start.elapsed());
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        assert!(error.to_string().contains("\"jobs\""), "{error}");
+        let error = store.queue_pop("jobs", Duration::ZERO).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        // What has timed out takes no element.
+        store.queue_push("jobs", b"x").unwrap();
+        assert_eq!(store.queue_len("jobs").unwrap(), 1);
+        assert_eq!(store.queue_pop("jobs", Duration::ZERO).unwrap(), b"x");
+        store.queue_push("jobs", b"").unwrap();
+        assert_eq!(store.queue_pop("jobs", Duration::MAX).unwrap(), b"");
+    }
+
+    pub fn limits_of_queues(fixture: &dyn Fixture) {
+        let store = fixture.member();
+        let usage = |error: phalanx_store::Error| {
+            assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
+        };
+        let queue = "q".repeat(MAX_QUEUE_BYTES + 1);
+        for queue in ["", &queue] {
+            usage(store.queue_push(queue, b"").unwrap_err());
+            usage(store.queue_pop(queue, LONG).unwrap_err());
+            usage(store.queue_len(queue).unwrap_err());
+        }
+        let mut value = vec![1; MAX_VALUE_BYTES + 1];
+        usage(store.queue_push("q", &value).unwrap_err());
+        value.pop();
+        let queue = &queue[1..];
+        store.queue_push(queue, &value).unwrap();
+        assert_eq!(store.queue_pop(queue, LONG).unwrap(), value);
+        assert_eq!(store.queue_len(queue).unwrap(), 0);
+    }
+
+    pub fn elements_are_keys(fixture: &dyn Fixture) {
+        let (a, b) = (fixture.member(), fixture.member());
+        for value in ["0", "1", "2", "3"] {
+            a.queue_push("q", value.as_bytes()).unwrap();
+        }
+        assert_eq!(a.get("q/0000000000000000", LONG).unwrap(), b"0");
+        assert!(b.delete("q/0000000000000000").unwrap());
+        assert!(b.delete("q/0000000000000002").unwrap());
+        assert_eq!(a.queue_len("q").unwrap(), 2);
+        assert_eq!(a.queue_pop("q", LONG).unwrap(), b"1");
+        assert_eq!(a.delete_prefix("q/").unwrap(), 1);
+        assert_eq!(a.queue_len("q").unwrap(), 0);
+        let popper = thread::spawn(move || b.queue_pop("q", LONG).unwrap());
+        thread::sleep(SHORT);
+        a.compare_set("q/00000000000000ff", None, b"set").unwrap();
+        assert_eq!(popper.join().unwrap(), b"set");
+        assert_eq!(a.delete_prefix("").unwrap(), 0);
+    }
+
+    /// Random operations of two members, and the same on plain collections.
+    pub fn queues_and_appends_as_a_model(fixture: &dyn Fixture) {
+        let members = [fixture.member(), fixture.member()];
+        let mut dice = Dice(0x5eed_0f0f_1234_5679);
+        let mut queues: BTreeMap<&str, VecDeque<Vec<u8>>> = BTreeMap::new();
+        let mut values: BTreeMap<&str, Vec<u8>> = BTreeMap::new();
+        for _ in 0..1000 {
+            let store = &members[dice.below(2)];
+            let name = ["q", "q/0", "q0", "é"][dice.below(4)];
+            let queue = queues.entry(name).or_default();
+            let value = vec![dice.byte(); dice.below(40)];
+            match dice.below(9) {
+                0..=2 => {
+                    store.queue_push(name, &value).unwrap();
+                    queue.push_back(value);
+                }
+                3..=5 => match queue.pop_front() {
+                    Some(first) => assert_eq!(store.queue_pop(name, LONG).unwrap(), first),
+                    None => {
+                        store.queue_pop(name, Duration::ZERO).unwrap_err();
+                    }
+                },
+                6 => {
+                    let whole = values.entry(name).or_default();
+                    whole.extend_from_slice(&value);
+                    assert_eq!(store.append(name, &value).unwrap(), whole.len() as u64);
+                }
+                7 => {
+                    let expected = values.get(name).cloned();
+                    assert_eq!(store.try_get(name).unwrap(), expected);
+                }
+                _ => {}
+            }
+            assert_eq!(store.queue_len(name).unwrap(), queues[name].len() as u64);
+        }
+    }
+
+    pub fn each_element_is_popped_once_and_in_order(fixture: &dyn Fixture) {
+        const PUSHERS: usize = 4;
+        const POPPERS: usize = 5;
+        const EACH: usize = 100;
+        let popped: Vec<Vec<[usize; 2]>> = thread::scope(|scope| {
+            let poppers: Vec<_> = (0..POPPERS)
+                .map(|_| {
+                    let store = fixture.member();
+                    let pop = move || {
+                        let element = store.queue_pop("jobs", LONG).unwrap();
+                        let text = String::from_utf8(element).unwrap();
+                        let (from, number) = text.split_once(' ').unwrap();
+                        [from, number].map(|part| part.parse().unwrap())
+                    };
+                    scope.spawn(move || (0..PUSHERS * EACH / POPPERS).map(|_| pop()).collect())
+                })
+                .collect();
+            for me in 0..PUSHERS {
+                let store = fixture.member();
+                scope.spawn(move || {
+                    for number in 0..EACH {
+                        let element = format!("{me} {number}");
+                        store.queue_push("jobs", element.as_bytes()).unwrap();
+                    }
+                });
+            }
+            poppers.into_iter().map(|p| p.join().unwrap()).collect()
+        });
+        for popped in &popped {
+            for me in 0..PUSHERS {
+                let of_one = popped.iter().filter(|[from, _]| *from == me);
+                assert!(of_one.is_sorted(), "{popped:?}");
+            }
+        }
+        let mut all: Vec<[usize; 2]> = popped.concat();
+        all.sort_unstable();
+        let pushed = (0..PUSHERS).flat_map(|me| (0..EACH).map(move |number| [me, number]));
+        assert!(all.into_iter().eq(pushed));
+        assert_eq!(fixture.member().delete_prefix("").unwrap(), 0);
+    }
+
+    pub fn each_waiting_popper_gets_one_element(fixture: &dyn Fixture) {
+        let store = fixture.member();
+        let poppers: Vec<_> = (0..8)
+            .map(|_| {
+                let store = fixture.member();
+                thread::spawn(move || store.queue_pop("jobs", LONG).unwrap())
+            })
+            .collect();
+        thread::sleep(SHORT);
+        for number in 0..poppers.len() as u8 {
+            store.queue_push("jobs", &[number]).unwrap();
+        }
+        let mut popped: Vec<u8> = poppers
+            .into_iter()
+            .flat_map(|popper| popper.join().unwrap())
+            .collect();
+        popped.sort_unstable();
+        assert_eq!(popped, [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(store.queue_len("jobs").unwrap(), 0);
     }
 }

@@ -107,11 +107,27 @@ fn copies_have_what_is_answered() {
         let mut dice = dice();
         let mut map = Map::from([("before".to_owned(), b"1".to_vec())]);
         for round in 0..150 {
-            if round % 10 == 9 {
-                let sum = store.add("n", 3).unwrap();
-                map.insert("n".to_owned(), sum.to_string().into_bytes());
-            } else {
-                operate(&store, &mut map, "k", &mut dice);
+            match round % 10 {
+                9 => {
+                    let sum = store.add("n", 3).unwrap();
+                    map.insert("n".to_owned(), sum.to_string().into_bytes());
+                }
+                8 => {
+                    store.append("text", &[round]).unwrap();
+                    map.entry("text".to_owned()).or_default().push(round);
+                }
+                // Two elements come, one goes.
+                6 | 7 => {
+                    store.queue_push("q", &[round]).unwrap();
+                    let number = 2 * (round / 10) + round % 10 - 6;
+                    map.insert(format!("q/{number:016x}"), vec![round]);
+                }
+                5 if round > 9 => {
+                    let first = store.queue_pop("q", LONG).unwrap();
+                    let key = format!("q/{:016x}", round / 10 - 1);
+                    assert_eq!(map.remove(&key), Some(first));
+                }
+                _ => operate(&store, &mut map, "k", &mut dice),
             }
             tell.send(map.clone()).unwrap();
             may_go.recv().unwrap();
@@ -547,6 +563,68 @@ fn waits_go_on_at_the_other_server() {
     assert!(took >= limit && took < limit + SOON, "{took:?}");
 }
 
+/// A queue and a value that was appended to are those of the copy; a pop that waits moves.
+#[test]
+fn queues_and_appends_go_on_at_the_other_server() {
+    let (server, token) = serve();
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("store");
+    let store = join(&server, &token);
+    let follower = keep_following(follow(&server, &token, 1));
+    for number in 0..4 {
+        store.queue_push("jobs", &[number]).unwrap();
+        store.append("text", &[number]).unwrap();
+    }
+    assert_eq!(store.queue_pop("jobs", LONG).unwrap(), [0]);
+    let popped = asked(&server, &token, {
+        let file = file.clone();
+        move |store| {
+            store.move_with(file, LONG);
+            store.queue_pop("later", LONG)
+        }
+    });
+    eventually("the wait arrives", || server.pending_waits() == 1);
+    drop(server);
+    let copy = follower.join().unwrap();
+    let other = TcpServer::bind_closed(loopback(), token.clone()).unwrap();
+    other.admit_followers(copy.entries(), Vec::new());
+    other.open("host", b"1");
+    other.drop_followers();
+    name(&file, &other);
+    store.move_with(file, LONG);
+    assert_eq!(store.queue_len("jobs").unwrap(), 3);
+    assert_eq!(store.append("text", &[4]).unwrap(), 5);
+    store.queue_push("jobs", &[4]).unwrap();
+    for number in 1..5 {
+        assert_eq!(store.queue_pop("jobs", LONG).unwrap(), [number]);
+    }
+    eventually("the wait moves", || other.pending_waits() == 1);
+    store.queue_push("later", b"here").unwrap();
+    assert_eq!(popped.recv_timeout(LONG).unwrap().unwrap(), b"here");
+}
+
+/// Nobody knows of an element that a copy still has.
+#[test]
+fn a_pop_waits_for_the_followers() {
+    let (server, token) = serve();
+    let store = join(&server, &token);
+    let waiting = asked(&server, &token, |store| store.queue_pop("jobs", LONG));
+    eventually("the wait arrives", || server.pending_waits() == 1);
+    let mut follower = follow(&server, &token, 1);
+    eventually("the copy is acknowledged", || server.followers() == [1]);
+    let pushing = thread::spawn(move || store.queue_push("jobs", b"1").unwrap());
+    eventually("the wait ends", || server.pending_waits() == 0);
+    let early = waiting.recv_timeout(NEVER);
+    assert!(matches!(early, Err(RecvTimeoutError::Timeout)), "{early:?}");
+    assert!(!pushing.is_finished());
+    eventually("the copy is acknowledged", || {
+        let _ = follower.follow(SHORT).unwrap();
+        waiting.try_recv().is_ok_and(|value| value.unwrap() == b"1")
+    });
+    pushing.join().unwrap();
+    assert_eq!(follower.entries(), []);
+}
+
 /// Without another server, the first error is returned after the limit.
 #[test]
 fn the_search_for_a_server_ends() {
@@ -593,7 +671,13 @@ fn keys_that_are_left_out_are_not_copied() {
     store.add("beat/2", 1).unwrap();
     assert!(store.delete("beat/0").unwrap());
     assert!(!follower.follow(SHORT).unwrap());
+    let held = asked(&server, &token, |store| store.set("a", b"2"));
+    eventually("it is behind", || server.followers_behind() == [1]);
+    store.queue_push("beat", b"1").unwrap();
+    assert_eq!(store.queue_pop("beat", LONG).unwrap(), b"1");
+    assert!(held.try_recv().is_err());
     let follower = keep_following(follower);
+    held.recv_timeout(LONG).unwrap().unwrap();
     assert_eq!(store.delete_prefix("beat").unwrap(), 2);
     store.set("b", b"2").unwrap();
     drop(server);

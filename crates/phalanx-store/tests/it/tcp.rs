@@ -374,6 +374,11 @@ fn limits_of_the_server() {
     assert_eq!(error.kind(), ErrorKind::LimitExceeded);
     assert_eq!(store.get("a", LONG).unwrap(), b"1");
     assert_eq!(store.add("a", 1).unwrap(), 2);
+    let error = store.append("a", &[0; 100]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+    let error = store.queue_push("c", b"").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::LimitExceeded);
+    assert!(error.to_string().contains("\"c\""), "{error}");
     assert_eq!(
         store.compare_set("d", None, b"").unwrap_err().kind(),
         ErrorKind::LimitExceeded
@@ -414,6 +419,52 @@ fn a_wait_that_timed_out_leaves_nothing_behind() {
     store.set("x", b"").unwrap();
     store.set("y", b"").unwrap();
     store.wait(&["x", "y", "x"], LONG).unwrap();
+}
+
+/// One element ends the wait that began first, and no other.
+#[test]
+fn poppers_are_served_in_the_order_of_their_requests() {
+    let (server, token) = serve();
+    let store = join(&server, &token);
+    let mut poppers = [(); 3].map(|()| Raw::connect(&server, &token));
+    for (waits, popper) in (1..).zip(&mut poppers) {
+        popper.send(&[Request::QueuePop {
+            queue: "jobs",
+            timeout_ms: u32::MAX,
+        }]);
+        eventually("the wait arrives", || server.pending_waits() == waits);
+    }
+    for (number, popper) in (1..).zip(&mut poppers) {
+        store.queue_push("jobs", &[number]).unwrap();
+        assert_eq!(popper.receive().unwrap(), format!("Value([{number}])"));
+        let left = 3 - usize::from(number);
+        eventually("one wait has ended", || server.pending_waits() == left);
+    }
+    // One that is gone, and one that has timed out, are passed over.
+    poppers[0].send(&[Request::QueuePop {
+        queue: "jobs",
+        timeout_ms: u32::MAX,
+    }]);
+    eventually("the wait arrives", || server.pending_waits() == 1);
+    let [gone, mut late, mut other] = poppers;
+    drop(gone);
+    eventually("the wait is gone", || server.pending_waits() == 0);
+    late.send(&[Request::QueuePop {
+        queue: "jobs",
+        timeout_ms: 1,
+    }]);
+    assert_eq!(late.receive().unwrap(), "NotFound");
+    store.queue_push("jobs", &[4]).unwrap();
+    assert_eq!(store.queue_len("jobs").unwrap(), 1);
+    other.send(&[
+        Request::QueuePop {
+            queue: "jobs",
+            timeout_ms: 0,
+        },
+        Request::QueueLen { queue: "jobs" },
+    ]);
+    assert_eq!(other.receive().unwrap(), "Value([4])");
+    assert_eq!(other.receive().unwrap(), "Number(0)");
 }
 
 #[test]

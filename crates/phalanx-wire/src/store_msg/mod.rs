@@ -19,6 +19,8 @@ use crate::{Error, ErrorKind, Result};
 
 /// Maximum length of a key (1 KiB).
 pub const MAX_KEY_BYTES: usize = 1 << 10;
+/// Maximum length of a queue's name: an element's key is `QUEUE/` and 16 hexadecimal digits.
+pub const MAX_QUEUE_BYTES: usize = MAX_KEY_BYTES - 17;
 /// Maximum length of a value (1 MiB).
 pub const MAX_VALUE_BYTES: usize = 1 << 20;
 /// Maximum length of a will's value (4 KiB); the server keeps one will for each connection.
@@ -96,11 +98,24 @@ pub fn check_key(key: &str) -> Result<()> {
 /// # Errors
 /// [`ErrorKind::KeyTooLong`].
 pub fn check_prefix(prefix: &str) -> Result<()> {
-    if prefix.len() > MAX_KEY_BYTES {
+    check_length(prefix.len(), MAX_KEY_BYTES)
+}
+
+/// Checks the name of a queue: 1 to [`MAX_QUEUE_BYTES`] bytes.
+///
+/// # Errors
+/// [`ErrorKind::KeyEmpty`], [`ErrorKind::KeyTooLong`].
+pub fn check_queue(queue: &str) -> Result<()> {
+    check_key(queue)?;
+    check_length(queue.len(), MAX_QUEUE_BYTES)
+}
+
+fn check_length(length: usize, limit: usize) -> Result<()> {
+    if length > limit {
         return Err(Error::with(
             ErrorKind::KeyTooLong,
-            prefix.len() as u64,
-            MAX_KEY_BYTES as u64,
+            length as u64,
+            limit as u64,
         ));
     }
     Ok(())
@@ -176,13 +191,7 @@ fn put_value(out: &mut Vec<u8>, value: &[u8]) {
 
 fn take_prefix<'a>(r: &mut Reader<'a>) -> Result<&'a str> {
     let length = usize::from(r.u16()?);
-    if length > MAX_KEY_BYTES {
-        return Err(Error::with(
-            ErrorKind::KeyTooLong,
-            length as u64,
-            MAX_KEY_BYTES as u64,
-        ));
-    }
+    check_length(length, MAX_KEY_BYTES)?;
     std::str::from_utf8(r.take(length)?).map_err(|_| Error::new(ErrorKind::KeyNotUtf8))
 }
 
@@ -190,6 +199,12 @@ fn take_key<'a>(r: &mut Reader<'a>) -> Result<&'a str> {
     let key = take_prefix(r)?;
     check_key(key)?;
     Ok(key)
+}
+
+fn take_queue<'a>(r: &mut Reader<'a>) -> Result<&'a str> {
+    let queue = take_prefix(r)?;
+    check_queue(queue)?;
+    Ok(queue)
 }
 
 fn take_value<'a>(r: &mut Reader<'a>) -> Result<&'a [u8]> {

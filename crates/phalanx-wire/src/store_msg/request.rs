@@ -1,8 +1,9 @@
 //! Requests of a store's clients.
 
 use super::{
-    check_key, check_prefix, check_value, check_wait, check_will, message, put_key, put_keys,
-    put_optional, put_value, take_key, take_keys, take_optional, take_prefix, take_value,
+    check_key, check_prefix, check_queue, check_value, check_wait, check_will, message, put_key,
+    put_keys, put_optional, put_value, take_key, take_keys, take_optional, take_prefix, take_queue,
+    take_value,
 };
 use crate::bytes::Reader;
 use crate::{Error, ErrorKind, Result};
@@ -92,6 +93,32 @@ pub enum Request<'a> {
         /// The server sets this key, without a value.
         key: &'a str,
     },
+    /// Append to the value, which is empty at first.
+    Append {
+        /// The key.
+        key: &'a str,
+        /// The bytes to append.
+        value: &'a [u8],
+    },
+    /// Store an element behind the others of a queue.
+    QueuePush {
+        /// The queue.
+        queue: &'a str,
+        /// The element.
+        value: &'a [u8],
+    },
+    /// Wait for an element of a queue, remove the first one and return it.
+    QueuePop {
+        /// The queue.
+        queue: &'a str,
+        /// Timeout of the wait, in milliseconds.
+        timeout_ms: u32,
+    },
+    /// Count the elements of a queue.
+    QueueLen {
+        /// The queue.
+        queue: &'a str,
+    },
 }
 
 const SET: u8 = 1;
@@ -107,6 +134,17 @@ const FOLLOW: u8 = 10;
 const ACK: u8 = 11;
 const LEAVE: u8 = 12;
 const RETIRE: u8 = 13;
+const APPEND: u8 = 14;
+const QUEUE_PUSH: u8 = 15;
+const QUEUE_POP: u8 = 16;
+const QUEUE_LEN: u8 = 17;
+
+/// Begins a body: its code and its key.
+fn start<'o>(out: &'o mut Vec<u8>, code: u8, key: &str) -> &'o mut Vec<u8> {
+    out.push(code);
+    put_key(out, key);
+    out
+}
 
 impl<'a> Request<'a> {
     /// Checks the limits.
@@ -116,10 +154,15 @@ impl<'a> Request<'a> {
     /// [`ValueTooLong`](ErrorKind::ValueTooLong), [`WaitKeys`](ErrorKind::WaitKeys).
     pub fn check(&self) -> Result<()> {
         match self {
-            Request::Set { key, value } => {
+            Request::Set { key, value } | Request::Append { key, value } => {
                 check_key(key)?;
                 check_value(value)
             }
+            Request::QueuePush { queue, value } => {
+                check_queue(queue)?;
+                check_value(value)
+            }
+            Request::QueuePop { queue, .. } | Request::QueueLen { queue } => check_queue(queue),
             Request::Get { key, .. }
             | Request::TryGet { key }
             | Request::Add { key, .. }
@@ -154,53 +197,30 @@ impl<'a> Request<'a> {
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<()> {
         self.check()?;
         message(out, |out| match self {
-            Request::Set { key, value } => {
-                out.push(SET);
-                put_key(out, key);
-                put_value(out, value);
-            }
+            Request::Set { key, value } => put_value(start(out, SET, key), value),
             Request::Get { key, timeout_ms } => {
-                out.push(GET);
-                put_key(out, key);
-                out.extend_from_slice(&timeout_ms.to_le_bytes());
+                start(out, GET, key).extend_from_slice(&timeout_ms.to_le_bytes());
             }
-            Request::TryGet { key } => {
-                out.push(TRY_GET);
-                put_key(out, key);
-            }
+            Request::TryGet { key } => _ = start(out, TRY_GET, key),
             Request::Wait { keys, timeout_ms } => {
                 out.push(WAIT);
                 out.extend_from_slice(&timeout_ms.to_le_bytes());
                 put_keys(out, keys);
             }
             Request::Add { key, delta } => {
-                out.push(ADD);
-                put_key(out, key);
-                out.extend_from_slice(&delta.to_le_bytes());
+                start(out, ADD, key).extend_from_slice(&delta.to_le_bytes());
             }
             Request::CompareSet {
                 key,
                 expected,
                 desired,
             } => {
-                out.push(COMPARE_SET);
-                put_key(out, key);
-                put_optional(out, *expected);
+                put_optional(start(out, COMPARE_SET, key), *expected);
                 put_value(out, desired);
             }
-            Request::Delete { key } => {
-                out.push(DELETE);
-                put_key(out, key);
-            }
-            Request::DeletePrefix { prefix } => {
-                out.push(DELETE_PREFIX);
-                put_key(out, prefix);
-            }
-            Request::Will { key, value } => {
-                out.push(WILL);
-                put_key(out, key);
-                put_optional(out, *value);
-            }
+            Request::Delete { key } => _ = start(out, DELETE, key),
+            Request::DeletePrefix { prefix } => _ = start(out, DELETE_PREFIX, prefix),
+            Request::Will { key, value } => put_optional(start(out, WILL, key), *value),
             Request::Follow { id } => {
                 out.push(FOLLOW);
                 out.extend_from_slice(&id.to_le_bytes());
@@ -210,10 +230,15 @@ impl<'a> Request<'a> {
                 out.extend_from_slice(&seq.to_le_bytes());
             }
             Request::Leave => out.push(LEAVE),
-            Request::Retire { key } => {
-                out.push(RETIRE);
-                put_key(out, key);
+            Request::Retire { key } => _ = start(out, RETIRE, key),
+            Request::Append { key, value } => put_value(start(out, APPEND, key), value),
+            Request::QueuePush { queue, value } => {
+                put_value(start(out, QUEUE_PUSH, queue), value);
             }
+            Request::QueuePop { queue, timeout_ms } => {
+                start(out, QUEUE_POP, queue).extend_from_slice(&timeout_ms.to_le_bytes());
+            }
+            Request::QueueLen { queue } => _ = start(out, QUEUE_LEN, queue),
         });
         Ok(())
     }
@@ -273,6 +298,21 @@ impl<'a> Request<'a> {
             LEAVE => Request::Leave,
             RETIRE => Request::Retire {
                 key: take_key(&mut r)?,
+            },
+            APPEND => Request::Append {
+                key: take_key(&mut r)?,
+                value: take_value(&mut r)?,
+            },
+            QUEUE_PUSH => Request::QueuePush {
+                queue: take_queue(&mut r)?,
+                value: take_value(&mut r)?,
+            },
+            QUEUE_POP => Request::QueuePop {
+                queue: take_queue(&mut r)?,
+                timeout_ms: r.u32()?,
+            },
+            QUEUE_LEN => Request::QueueLen {
+                queue: take_queue(&mut r)?,
             },
             other => return Err(Error::with(ErrorKind::UnknownCode, u64::from(other), 0)),
         };

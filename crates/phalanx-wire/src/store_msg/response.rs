@@ -13,11 +13,11 @@ use crate::{Error, ErrorKind, Result};
 pub enum Response<'a> {
     /// Done.
     Done,
-    /// The value of the key.
+    /// The value of the key, or the element.
     Value(&'a [u8]),
-    /// The key does not exist.
+    /// The key does not exist, or the queue stayed empty.
     NotFound,
-    /// The sum after an addition.
+    /// The sum after an addition, the length after an append, or that of a queue.
     Number(i64),
     /// Whether the key existed.
     Existed(bool),
@@ -60,17 +60,20 @@ pub enum Failure {
     BadRequest = 5,
     /// The server goes on without this follower; it closes the connection.
     Dropped = 6,
+    /// The value would be longer than [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES).
+    ValueTooLong = 7,
 }
 
 impl Failure {
     /// All failures, in the order of their codes.
-    pub const ALL: [Failure; 6] = [
+    pub const ALL: [Failure; 7] = [
         Failure::TooManyKeys,
         Failure::StoreFull,
         Failure::NotANumber,
         Failure::AddOverflow,
         Failure::BadRequest,
         Failure::Dropped,
+        Failure::ValueTooLong,
     ];
 }
 

@@ -148,7 +148,7 @@ fn garbled_requests() {
         let key = ["k", "rank/0", "a/long/key/é"][dice.below(3)];
         let value = [&b""[..], b"1", b"some value"][dice.below(3)];
         let timeout_ms = dice.roll() as u32;
-        let request = match dice.below(13) {
+        let request = match dice.below(17) {
             0 => Request::Set { key, value },
             1 => Request::Get { key, timeout_ms },
             2 => Request::TryGet { key },
@@ -174,6 +174,13 @@ fn garbled_requests() {
             9 => Request::Ack { seq: dice.roll() },
             10 => Request::Leave,
             11 => Request::Retire { key },
+            12 => Request::Append { key, value },
+            13 => Request::QueuePush { queue: key, value },
+            14 => Request::QueuePop {
+                queue: key,
+                timeout_ms,
+            },
+            15 => Request::QueueLen { queue: key },
             _ => Request::DeletePrefix { prefix: key },
         };
         let mut message = Vec::new();

@@ -1,8 +1,9 @@
 //! Requests and responses: round trips at the limits, one test per error.
 
 use phalanx_wire::store_msg::{
-    Failure, LENGTH_BYTES, MAX_KEY_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_VALUE_BYTES,
-    MAX_WAIT_KEYS, MAX_WILL_BYTES, Request, Response, request_bytes, response_bytes,
+    Failure, LENGTH_BYTES, MAX_KEY_BYTES, MAX_QUEUE_BYTES, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES,
+    MAX_VALUE_BYTES, MAX_WAIT_KEYS, MAX_WILL_BYTES, Request, Response, request_bytes,
+    response_bytes,
 };
 use phalanx_wire::{Error, ErrorKind};
 
@@ -43,6 +44,11 @@ fn malformed(body: &[u8]) -> ErrorKind {
     Request::decode(body).unwrap_err().kind()
 }
 
+/// The longest queue's name that the key starts with.
+fn queue_of(key: &str) -> &str {
+    &key[..key.floor_char_boundary(MAX_QUEUE_BYTES)]
+}
+
 fn samples<'a>(key: &'a str, value: &'a [u8]) -> Vec<Request<'a>> {
     vec![
         Request::Set { key, value },
@@ -81,6 +87,18 @@ fn samples<'a>(key: &'a str, value: &'a [u8]) -> Vec<Request<'a>> {
         Request::Ack { seq: 1 << 40 },
         Request::Leave,
         Request::Retire { key },
+        Request::Append { key, value },
+        Request::QueuePush {
+            queue: queue_of(key),
+            value,
+        },
+        Request::QueuePop {
+            queue: queue_of(key),
+            timeout_ms: 1,
+        },
+        Request::QueueLen {
+            queue: queue_of(key),
+        },
     ]
 }
 
@@ -162,6 +180,18 @@ fn refused_before_it_is_sent() {
     let key = "k";
     let value = &long_value;
     check(Request::Set { key, value }, ErrorKind::ValueTooLong);
+    check(Request::Append { key, value }, ErrorKind::ValueTooLong);
+    let queue = key;
+    check(Request::QueuePush { queue, value }, ErrorKind::ValueTooLong);
+    for (queue, kind) in [
+        ("", ErrorKind::KeyEmpty),
+        (&long_key[..=MAX_QUEUE_BYTES], ErrorKind::KeyTooLong),
+    ] {
+        check(Request::QueuePush { queue, value: b"" }, kind);
+        let timeout_ms = 0;
+        check(Request::QueuePop { queue, timeout_ms }, kind);
+        check(Request::QueueLen { queue }, kind);
+    }
     for (expected, desired) in [(Some(&value[..]), &b""[..]), (None, value)] {
         check(
             Request::CompareSet {
@@ -228,14 +258,14 @@ fn empty_message() {
 
 #[test]
 fn unknown_request_and_response() {
-    for code in [0, 14, 0x81, 0xff] {
+    for code in [0, 18, 0x81, 0xff] {
         assert_eq!(malformed(&[code]), ErrorKind::UnknownCode);
     }
     for code in [0, 1, 0x80, 0x8b, 0xff] {
         let error = Response::decode(&[code]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::UnknownCode);
     }
-    for failure in [0, 7, 255] {
+    for failure in [0, 8, 255] {
         let error = Response::decode(&[0x88, failure]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::UnknownCode);
     }
@@ -351,6 +381,41 @@ fn messages_of_followers() {
     assert_eq!(broken(13, 2), ErrorKind::Truncated);
     assert_eq!(broken(16, 1), ErrorKind::ValueTooLong);
     assert_eq!(broken(12, 0), ErrorKind::TrailingBytes);
+}
+
+/// The bytes of appends and of queues, and their limits.
+#[test]
+fn messages_of_appends_and_queues() {
+    let (key, queue, value) = ("k", "q", &b"v"[..]);
+    let (k, q, v) = ([1, 0, b'k'], [1, 0, b'q'], [1, 0, 0, 0, b'v']);
+    let golden = |code: u8, fields: [&[u8]; 2]| [&[code], fields[0], fields[1]].concat();
+    let append = body(&Request::Append { key, value });
+    assert_eq!(append, golden(14, [&k, &v]));
+    let push = body(&Request::QueuePush { queue, value });
+    assert_eq!(push, golden(15, [&q, &v]));
+    let timeout_ms = 0x0102;
+    let pop = body(&Request::QueuePop { queue, timeout_ms });
+    assert_eq!(pop, golden(16, [&q, &[2, 1, 0, 0]]));
+    let count = body(&Request::QueueLen { queue });
+    assert_eq!(count, golden(17, [&q, &[]]));
+    let failed = [2, 0, 0, 0, 0x88, 7];
+    let mut out = Vec::new();
+    let failure = Response::Failed(Failure::ValueTooLong);
+    failure.encode(&mut out).unwrap();
+    assert_eq!(out, failed);
+    // An element's key is longer than its queue's name.
+    let long = "q".repeat(MAX_QUEUE_BYTES + 1);
+    let length = (long.len() as u16).to_le_bytes();
+    for code in 15..=17 {
+        assert_eq!(malformed(&[code, 0, 0]), ErrorKind::KeyEmpty);
+        assert_eq!(malformed(&[code, 1, 0, 0xff]), ErrorKind::KeyNotUtf8);
+        let too_long = [&[code][..], &length, long.as_bytes()].concat();
+        assert_eq!(malformed(&too_long), ErrorKind::KeyTooLong);
+    }
+    for code in [14, 15] {
+        let too_long = [&[code][..], &k, &u32::MAX.to_le_bytes()].concat();
+        assert_eq!(malformed(&too_long), ErrorKind::ValueTooLong);
+    }
 }
 
 #[test]
