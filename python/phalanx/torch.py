@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import time
+import uuid
 from datetime import timedelta
 
 import torch
@@ -36,6 +37,10 @@ _NATIVE = {
     torch.int64: "i64",
     torch.uint8: "u8",
     torch.int8: "i8",
+    torch.int16: "i16",
+    torch.uint16: "u16",
+    torch.uint32: "u32",
+    torch.uint64: "u64",
 }
 
 _REDUCTIONS = {
@@ -51,8 +56,6 @@ _REDUCTIONS = {
 
 # Of two truth values; a sum is true where one is.
 _OF_BOOL = {"sum": "max", "max": "max", "bit_or": "max", "product": "min", "min": "min", "bit_and": "min", "bit_xor": "bit_xor"}
-
-_LEAST_I64 = -(2**63)
 
 
 def _check(tensor):
@@ -236,19 +239,7 @@ def _as_reduced(tensor, name):
         if name not in ("sum", "mean"):
             raise ValueError(f"the {name} of {dtype} is not defined for the phalanx back end; use SUM or AVG")
         return torch.view_as_real(tensor), name, None
-    orders = name in ("min", "max")
-    if dtype == torch.uint32 and not orders:
-        return tensor.view(torch.int32), name, None
-    if dtype == torch.uint64:
-        same = tensor.view(torch.int64)
-        if not orders:
-            return same, name, None
-        # Of the same order as signed numbers.
-        return same ^ _LEAST_I64, name, lambda done: (done ^ _LEAST_I64).view(torch.uint64)
-    wide = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}.get(dtype)
-    if wide is None:
-        raise ValueError(f"the phalanx back end does not reduce {dtype}; convert it before the call")
-    return tensor.to(wide), name, lambda done: done.to(dtype)
+    raise ValueError(f"the phalanx back end does not reduce {dtype}; convert it before the call")
 
 
 def _flat(tensors):
@@ -300,7 +291,7 @@ def _lengths(tensors):
 class _Work(dist.Work):
     """An operation in flight, made of the ``parts`` that run; ``after`` gives the result to the caller's tensors.
 
-    PyTorch passes on ``wait`` and ``get_future`` only.
+    Of collectives PyTorch passes on ``wait`` and ``get_future`` only.
     """
 
     def __init__(self, waiters, parts, result, after):
@@ -324,6 +315,29 @@ class _Work(dist.Work):
             self._finish()
         return True
 
+    def is_completed(self):
+        return all(part.is_done() for part in self._parts)
+
+    def is_success(self):
+        return self.is_completed() and self.exception() is None
+
+    def exception(self):
+        if self.is_completed():
+            try:
+                self.wait()
+            except Exception as error:
+                return error
+        return None
+
+    def result(self):
+        return self._result
+
+    def _source_rank(self):
+        self.wait()
+        return self._parts[0].sender()
+
+    source_rank = _source_rank
+
     def _finish(self):
         with self._finishing:
             if self._failed is None:
@@ -346,7 +360,7 @@ class _Work(dist.Work):
                 # In C++ a future with an exception has succeeded, with the exception as its value; not the next one.
                 future = self._future = done.then(lambda done: done.wait())
         if done is not None:
-            if all(part.is_done() for part in self._parts):
+            if self.is_completed():
                 self._complete(done)
             else:
                 self._waiters.complete(self, done)
@@ -400,25 +414,47 @@ class _Waiters:
                 thread.join()
 
 
+class _NoGroup:
+    """In the place of the compiled part of a group that ``_reconfigure`` has not formed."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("this process group has no ranks; torch.distributed._reconfigure forms it")
+
+    def abort(self, cause):
+        pass
+
+    def leave(self):
+        pass
+
+
 class PhalanxBackend(_C10dBackend):
     """Made by ``torch.distributed.init_process_group("phalanx")``."""
 
-    def __init__(self, store, rank, size, timeout):
+    def __init__(self, store, rank, size, timeout, is_formed=True):
         super().__init__(rank, size)
-        seconds = timeout.total_seconds()
         self._me = rank
         self._world = size
         self._default = None
         self._forming = timeout
-        self._group = Group(store, rank, size, seconds, torch.get_num_threads())
+        self._group = _NoGroup()
         # Whether ranks map memory of each other.
-        self._shares = self._group.shares()
+        self._shares = False
+        # Of a group that is formed by `reconfigure`, as often as its ranks change.
+        self._store = None if is_formed else store
+        self._handle = uuid.uuid4().hex
+        self._uuids = set()
+        if is_formed:
+            self._form(store, timeout.total_seconds())
         self._options = _C10dBackend.Options(_NAME, timeout)
         self._sequence = 0
         self._waiters = _Waiters()
         self._pid = os.getpid()
         # C++ may have the only other reference, which does not keep what is written in Python.
         _ALIVE.append(self)
+
+    def _form(self, store, seconds):
+        self._group = Group(store, self._me, self._world, seconds, torch.get_num_threads())
+        self._shares = self._group.shares()
 
     # What the back end can do. A property that is not overridden calls itself without end in PyTorch 2.15.
 
@@ -436,7 +472,7 @@ class PhalanxBackend(_C10dBackend):
 
     @property
     def supports_reconfigure(self):
-        return False
+        return self._store is not None
 
     @property
     def supports_window(self):
@@ -725,6 +761,29 @@ class PhalanxBackend(_C10dBackend):
         timeout = opts._timeout if opts is not None else self._forming
         return PhalanxBackend(store, list(ranks).index(self._me), len(ranks), timeout)
 
+    # New ranks.
+
+    def get_reconfigure_handle(self):
+        return self._handle
+
+    def reconfigure(self, opts):
+        """Forms the group again, of the ranks whose handles are given, and waits for them."""
+        if self._store is None:
+            raise RuntimeError("init_process_group(enable_reconfigure=True) makes a process group that can be reconfigured")
+        # The order of a list is that of the ranks; all have to derive the same one from a set.
+        handles = opts.handles if isinstance(opts.handles, list) else sorted(opts.handles)
+        if handles.count(self._handle) != 1 or len(set(handles)) != len(handles):
+            raise ValueError("the list of handles must have this rank's handle, and each handle once")
+        if opts.uuid in self._uuids:
+            raise RuntimeError(f"the uuid {opts.uuid} was already used; each reconfiguration needs a new one")
+        self._uuids.add(opts.uuid)
+        self._group.abort(f"a rank reconfigures the process group (uuid {opts.uuid})")
+        group, self._group, self._shares = self._group, _NoGroup(), False
+        group.leave()
+        self._me, self._world = handles.index(self._handle), len(handles)
+        self._form(dist.PrefixStore(f"reconfigure/{opts.uuid}", self._store), (opts.timeout or self._forming).total_seconds())
+        return self._work([], [], [])
+
     def abort(self):
         if self in _ALIVE:
             self._group.abort("the program called abort")
@@ -760,8 +819,48 @@ def _leave():
 atexit.register(_leave)
 
 
+class _Group(dist.ProcessGroup):
+    """A process group with this back end only.
+
+    PyTorch's own wraps each operation that a back end in Python returns, and passes on ``wait`` and ``get_future`` only; and it
+    asks the back end for rank and size, which in C++ stay the same.
+    """
+
+    def __init__(self, backend):
+        super().__init__(backend._me, backend._world)
+        self._backend = backend
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._register_backend(torch.device("cpu"), kind, backend)
+        self._set_default_backend(kind)
+        self.send = backend.send
+        self.recv = backend.recv
+        self.recv_anysource = backend.recv_anysource
+
+    def getRank(self):
+        return self._backend._me
+
+    def getSize(self):
+        return self._backend._world
+
+    def getBackendName(self):
+        return _NAME
+
+    # As in the back end, it would call itself.
+    @property
+    def supports_reconfigure(self):
+        return self._backend.supports_reconfigure
+
+
 def _create(options, _):
-    return PhalanxBackend(options.store, options.group_rank, options.group_size, timedelta(seconds=options.timeout.total_seconds()))
+    config = sys._getframe(1).f_locals.get("backend_config")
+    # PyTorch does not tell a back end of the others in its group; this is where it makes all of them.
+    is_alone = config is not None and set(config.get_device_backend_map().values()) == {_NAME}
+    changes = getattr(options, "enable_reconfigure", False)
+    if changes and not is_alone:
+        raise ValueError("a process group with several back ends cannot be reconfigured")
+    timeout = timedelta(seconds=options.timeout.total_seconds())
+    backend = PhalanxBackend(options.store, options.group_rank, options.group_size, timeout, is_formed=not changes)
+    return _Group(backend) if is_alone else backend
 
 
 def register():

@@ -168,6 +168,22 @@ macro_rules! typed {
                 type $T = i8;
                 $body
             }
+            DType::I16 => {
+                type $T = i16;
+                $body
+            }
+            DType::U16 => {
+                type $T = u16;
+                $body
+            }
+            DType::U32 => {
+                type $T = u32;
+                $body
+            }
+            DType::U64 => {
+                type $T = u64;
+                $body
+            }
             other => return Err(PyTypeError::new_err(format!("no operations on {other}"))),
         }
     };
@@ -323,7 +339,7 @@ impl Group {
             let data = unsafe { data.bucket::<T>() };
             if let Some(group) = self.in_caller(&how)? {
                 let mut data = data;
-                return run(py, || group.all_reduce_bucket(&mut data, op, &Call::default()));
+                return run(py, || group.all_reduce(&mut data, op));
             }
             Self::pending(group.all_reduce_async(data, op, how.call()))
         })
@@ -342,7 +358,7 @@ impl Group {
             let data = unsafe { data.bucket::<T>() };
             if let Some(group) = self.in_caller(&how)? {
                 let mut data = data;
-                return run(py, || group.broadcast_bucket(&mut data, root));
+                return run(py, || group.broadcast(&mut data, root));
             }
             Self::pending(group.broadcast_async(data, root, how.call()))
         })
@@ -362,7 +378,7 @@ impl Group {
             let data = unsafe { data.bucket::<T>() };
             if let Some(group) = self.in_caller(&how)? {
                 let mut data = data;
-                return run(py, || group.reduce_bucket(&mut data, op, root));
+                return run(py, || group.reduce(&mut data, op, root));
             }
             Self::pending(group.reduce_async(data, op, root, how.call()))
         })
@@ -381,7 +397,7 @@ impl Group {
             let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
             if let Some(group) = self.in_caller(&how)? {
                 let (mut input, mut output) = (input, output);
-                return run(py, || group.all_gather_bucket(&mut input, &mut output));
+                return run(py, || group.all_gather(&mut input, &mut output));
             }
             Self::pending(group.all_gather_async(input, output, how.call()))
         })
@@ -417,7 +433,7 @@ impl Group {
             let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
             if let Some(group) = self.in_caller(&how)? {
                 let (mut input, mut output) = (input, output);
-                return run(py, || group.reduce_scatter_bucket(&mut input, &mut output, op));
+                return run(py, || group.reduce_scatter(&mut input, &mut output, op));
             }
             Self::pending(group.reduce_scatter_async(input, output, op, how.call()))
         })
@@ -498,7 +514,7 @@ impl Group {
             let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
             if let Some(group) = self.in_caller(&how)? {
                 let (mut input, mut output) = (input, output);
-                return run(py, || group.all_to_all_bucket(&mut input, &mut output));
+                return run(py, || group.all_to_all(&mut input, &mut output));
             }
             Self::pending(group.all_to_all_async(input, output, how.call()))
         })
@@ -544,7 +560,7 @@ impl Group {
         typed!(data.dtype, T => {
             // SAFETY: as in `all_reduce`.
             let data = unsafe { data.bucket::<T>() };
-            Self::pending(group.recv_async(data, from, how.call()))
+            Ok(Some(Pending::receive(group.recv_async(data, from, how.call()))))
         })
     }
 

@@ -8,25 +8,35 @@ use pyo3::prelude::*;
 
 use crate::{raise, raised};
 
-type Outcome = Result<(), Error>;
+/// Of a receive with the sender's rank.
+type Outcome = Result<Option<usize>, Error>;
 
-/// A [`Work`] of any type.
+/// An operation of any type.
 trait Running: Send {
     fn wait_for(self: Box<Self>, limit: Option<Duration>) -> Result<Outcome, Box<dyn Running>>;
     fn is_done(&self) -> bool;
 }
 
-impl<B: Send + 'static> Running for Work<B> {
+struct Operation<B> {
+    work: Work<B>,
+    sender: fn(&B) -> Option<usize>,
+}
+
+impl<B: Send + 'static> Running for Operation<B> {
     fn wait_for(self: Box<Self>, limit: Option<Duration>) -> Result<Outcome, Box<dyn Running>> {
+        let Operation { work, sender } = *self;
         let result = match limit {
-            None => self.wait(),
-            Some(limit) => Work::wait_for(*self, limit).map_err(|work| Box::new(work) as _)?,
+            None => work.wait(),
+            Some(limit) => match work.wait_for(limit) {
+                Ok(result) => result,
+                Err(work) => return Err(Box::new(Operation { work, sender })),
+            },
         };
-        Ok(result.map(drop))
+        Ok(result.map(|buffers| sender(&buffers)))
     }
 
     fn is_done(&self) -> bool {
-        Work::is_done(self)
+        self.work.is_done()
     }
 }
 
@@ -46,8 +56,17 @@ pub(crate) struct Pending {
 
 impl Pending {
     pub(crate) fn new<B: Send + 'static>(work: Work<B>) -> Pending {
+        Pending::of(work, |_| None)
+    }
+
+    /// A receive.
+    pub(crate) fn receive<B: Send + 'static>(work: Work<(B, usize)>) -> Pending {
+        Pending::of(work, |(_, sender)| Some(*sender))
+    }
+
+    fn of<B: Send + 'static>(work: Work<B>, sender: fn(&B) -> Option<usize>) -> Pending {
         Pending {
-            state: Mutex::new(State::Running(Box::new(work))),
+            state: Mutex::new(State::Running(Box::new(Operation { work, sender }))),
             changed: Condvar::new(),
         }
     }
@@ -102,11 +121,19 @@ impl Pending {
     fn wait(&self, py: Python<'_>, limit: Option<f64>) -> PyResult<()> {
         let span = limit.map(|limit| Duration::try_from_secs_f64(limit).unwrap_or(Duration::MAX));
         match py.detach(|| self.outcome(span)) {
-            Some(outcome) => outcome.map_err(|error| raised(&error)),
+            Some(outcome) => outcome.map(drop).map_err(|error| raised(&error)),
             None => Err(raise(format!(
                 "the operation is not over after the {} s that wait was given; it goes on",
                 limit.unwrap_or_default()
             ))),
+        }
+    }
+
+    /// The rank whose message was received, when `wait` has returned; nothing of other operations.
+    fn sender(&self) -> Option<usize> {
+        match &*self.lock() {
+            State::Done(outcome) => outcome.clone().ok().flatten(),
+            _ => None,
         }
     }
 

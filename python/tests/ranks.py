@@ -219,6 +219,23 @@ def test_messages(rank, world):
     dist.send(torch.full((1,), float(rank)), right)
     receive.wait()
     assert wide.item() == left and total.item() == world
+    # From whoever sends: rank 0 gets one message of each other, and answers it.
+    if rank == 0:
+        senders = []
+        for _ in range(1, world):
+            got = torch.empty(1)
+            senders.append(dist.recv(got, tag=9))
+            same(got, torch.full((1,), float(senders[-1])))
+            dist.send(got, senders[-1])
+        assert sorted(senders) == list(range(1, world)), senders
+    else:
+        answer = torch.empty(1)
+        work = dist.irecv(answer, tag=0)
+        assert not work.is_completed() and not work.is_success()
+        dist.send(torch.full((1,), float(rank)), 0, tag=9)
+        work.wait()
+        assert work.is_completed() and work.is_success() and work.exception() is None and work.result()[0] is answer
+        assert work._source_rank() == 0 and answer.item() == rank
 
 
 class Net(nn.Module):
@@ -236,17 +253,21 @@ def batch(step, rank):
     return torch.randn(8, 20, generator=generator, dtype=torch.float64), torch.randint(0, 3, (8,), generator=generator)
 
 
+def train(model, optimizer, steps, rank):
+    for step in range(steps):
+        optimizer.zero_grad()
+        x, y = batch(step, rank)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
 def test_ddp(rank, world):
     """The weights of an accumulation in one process, up to the last bits of f64."""
     for view in (False, True):
         model = nn.parallel.DistributedDataParallel(Net().double(), bucket_cap_mb=0.01, gradient_as_bucket_view=view)
         sgd = lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)
         optimizer = sgd(model.parameters())
-        for step in range(6):
-            optimizer.zero_grad()
-            x, y = batch(step, rank)
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        train(model, optimizer, 6, rank)
         for mine, wanted in zip(model.module.parameters(), accumulated(6, world, sgd).parameters()):
             close(mine, wanted)
         weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -285,21 +306,13 @@ def test_sharded(rank, world):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = adam(model.parameters())
-    for step in range(4):
-        optimizer.zero_grad()
-        x, y = batch(step, rank)
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, 4, rank)
     for mine, right in zip(model.parameters(), wanted):
         close(mine.full_tensor(), right)
 
     model = nn.parallel.DistributedDataParallel(Net().double())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
-    for step in range(4):
-        optimizer.zero_grad()
-        x, y = batch(step, rank)
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, 4, rank)
     for mine, right in zip(model.parameters(), wanted):
         close(mine, right)
 
@@ -587,6 +600,72 @@ def test_late(rank, world):
         time.sleep(8)
 
 
+def exchanged(store, key, ranks):
+    """The handles of these ranks, in their order."""
+    store.set(f"{key}/{sys.argv[2]}", dist._get_reconfigure_handle())
+    return [store.get(f"{key}/{rank}").decode() for rank in ranks]
+
+
+def trained(group_rank):
+    """Objects, messages, and two steps of DDP in the group as it is, on the parts of the batch that its ranks have."""
+    world = dist.get_world_size()
+    assert dist.get_rank() == group_rank
+    gathered = [None] * world
+    dist.all_gather_object(gathered, f"rank {group_rank}")
+    assert gathered == [f"rank {r}" for r in range(world)]
+    if world > 1:
+        sent, received = torch.tensor([float(group_rank)]), torch.zeros(1)
+        requests = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, (group_rank + 1) % world), dist.P2POp(dist.irecv, received, (group_rank - 1) % world)])
+        for request in requests:
+            request.wait()
+        assert received.item() == (group_rank - 1) % world
+    model = nn.parallel.DistributedDataParallel(Net().double())
+    sgd = lambda params: torch.optim.SGD(params, 0.1)
+    train(model, sgd(model.parameters()), 2, group_rank)
+    for mine, wanted in zip(model.parameters(), accumulated(2, world, sgd).parameters()):
+        close(mine, wanted)
+
+
+def test_reconfigured(rank, world):
+    """The ranks of a group leave it, are killed and come back."""
+    store = dist.FileStore(FILE + ".handles", world)
+    assert dist._supports_reconfigure() and dist.get_world_size() == world
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        assert "_reconfigure forms it" in str(error), error
+    else:
+        raise AssertionError("the group has no ranks")
+    # Each alone, and all, in descending order.
+    own = dist._get_reconfigure_handle()
+    dist._reconfigure(100 + rank, [own]).wait()
+    trained(0)
+    handles = exchanged(store, "all", reversed(range(world)))
+    dist._reconfigure(1, handles, timeout=timedelta(seconds=60)).wait()
+    trained(world - 1 - rank)
+    for uuid, wrong, message in [(1, handles, "already used"), (2, handles + handles, "each handle once"), (2, ["other"], "this rank's handle")]:
+        try:
+            dist._reconfigure(uuid, wrong)
+        except (RuntimeError, ValueError) as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(message)
+    trained(world - 1 - rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(1 << 20))
+    except dist.DistBackendError as error:
+        assert f"rank {world - 2}" in str(error), error
+    else:
+        raise AssertionError("a rank has died")
+    left = [r for r in range(world) if r != 1]
+    # A set: its order is ours to choose, and the same everywhere.
+    handles = exchanged(store, "left", left)
+    dist._reconfigure(3, set(handles)).wait()
+    trained(sorted(handles).index(own))
+
+
 if __name__ == "__main__":
     name, rank, world, FILE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
@@ -594,7 +673,8 @@ if __name__ == "__main__":
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), PHALANX_FLIGHT_DIR=os.path.dirname(FILE))
     timeout = timedelta(seconds=3 if name == "test_late" else 100)
     backend = "cpu:phalanx" if name == "test_groups" else "phalanx"
-    dist.init_process_group(backend, init_method=f"file://{FILE}", rank=rank, world_size=world, timeout=timeout)
+    more = {"enable_reconfigure": True} if name == "test_reconfigured" else {}
+    dist.init_process_group(backend, init_method=f"file://{FILE}", rank=rank, world_size=world, timeout=timeout, **more)
     globals()[name](rank, world)
     print("ok", flush=True)
     # Half of the tests end as programs do that forget it.

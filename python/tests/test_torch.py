@@ -92,6 +92,9 @@ class Torch(unittest.TestCase):
     def test_killed_in_backward(self):
         self.check("test_killed_in_backward", (2, 3), dead=1)
 
+    def test_reconfigured(self):
+        self.check("test_reconfigured", (2, 3, 4), dead=1)
+
     def test_late(self):
         self.check("test_late", (2, 3))
 
