@@ -316,7 +316,14 @@ class _Work(dist.Work):
         return True
 
     def is_completed(self):
-        return all(part.is_done() for part in self._parts)
+        if not all(part.is_done() for part in self._parts):
+            return False
+        if self._after:
+            try:
+                self.wait()
+            except Exception:  # `wait` and `exception` give it.
+                pass
+        return True
 
     def is_success(self):
         return self.is_completed() and self.exception() is None
@@ -334,9 +341,10 @@ class _Work(dist.Work):
 
     def _source_rank(self):
         self.wait()
-        return self._parts[0].sender()
-
-    source_rank = _source_rank
+        sender = self._parts[0].sender() if self._parts else None
+        if sender is None:
+            raise RuntimeError("only a receive has a source rank")
+        return sender
 
     def _finish(self):
         with self._finishing:
@@ -426,6 +434,9 @@ class _NoGroup:
     def leave(self):
         pass
 
+    def has_failed(self):
+        return False
+
 
 class PhalanxBackend(_C10dBackend):
     """Made by ``torch.distributed.init_process_group("phalanx")``."""
@@ -444,7 +455,7 @@ class PhalanxBackend(_C10dBackend):
         self._handle = uuid.uuid4().hex
         self._uuids = set()
         if is_formed:
-            self._form(store, timeout.total_seconds())
+            self._form(store, rank, size, timeout)
         self._options = _C10dBackend.Options(_NAME, timeout)
         self._sequence = 0
         self._waiters = _Waiters()
@@ -452,8 +463,10 @@ class PhalanxBackend(_C10dBackend):
         # C++ may have the only other reference, which does not keep what is written in Python.
         _ALIVE.append(self)
 
-    def _form(self, store, seconds):
-        self._group = Group(store, self._me, self._world, seconds, torch.get_num_threads())
+    def _form(self, store, rank, size, timeout):
+        seconds = timeout.total_seconds(), self._forming.total_seconds()
+        self._group = Group(store, rank, size, *seconds, torch.get_num_threads())
+        self._me, self._world = rank, size
         self._shares = self._group.shares()
 
     # What the back end can do. A property that is not overridden calls itself without end in PyTorch 2.15.
@@ -777,11 +790,13 @@ class PhalanxBackend(_C10dBackend):
         if opts.uuid in self._uuids:
             raise RuntimeError(f"the uuid {opts.uuid} was already used; each reconfiguration needs a new one")
         self._uuids.add(opts.uuid)
-        self._group.abort(f"a rank reconfigures the process group (uuid {opts.uuid})")
         group, self._group, self._shares = self._group, _NoGroup(), False
+        if group.has_failed():
+            # What is in flight does not end otherwise.
+            group.abort(f"a rank reconfigures the process group (uuid {opts.uuid})")
         group.leave()
-        self._me, self._world = handles.index(self._handle), len(handles)
-        self._form(dist.PrefixStore(f"reconfigure/{opts.uuid}", self._store), (opts.timeout or self._forming).total_seconds())
+        store = dist.PrefixStore(f"reconfigure/{opts.uuid}", self._store)
+        self._form(store, handles.index(self._handle), len(handles), opts.timeout or self._forming)
         return self._work([], [], [])
 
     def abort(self):
@@ -826,9 +841,11 @@ class _Group(dist.ProcessGroup):
     asks the back end for rank and size, which in C++ stay the same.
     """
 
-    def __init__(self, backend):
+    def __init__(self, backend, store):
+        # The only constructor for classes in Python has no store.
         super().__init__(backend._me, backend._world)
         self._backend = backend
+        self._store = store
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._register_backend(torch.device("cpu"), kind, backend)
         self._set_default_backend(kind)
@@ -845,6 +862,20 @@ class _Group(dist.ProcessGroup):
     def getBackendName(self):
         return _NAME
 
+    def get_group_store(self):
+        return self._store
+
+    def split_group(self, new_ranks, timeout=None, opts=None, group_name=None, group_desc=None, device_types=None):
+        if self._backend._me not in new_ranks:
+            return None
+        ranks = sorted(new_ranks)
+        store = dist.PrefixStore(f"{group_name}/", self._store)
+        rank = ranks.index(self._backend._me)
+        group = _Group(PhalanxBackend(store, rank, len(ranks), timeout or self._backend._forming), store)
+        group._set_group_name(group_name)
+        group._set_group_desc(group_desc or "undefined")
+        return group
+
     # As in the back end, it would call itself.
     @property
     def supports_reconfigure(self):
@@ -857,10 +888,11 @@ def _create(options, _):
     is_alone = config is not None and set(config.get_device_backend_map().values()) == {_NAME}
     changes = getattr(options, "enable_reconfigure", False)
     if changes and not is_alone:
-        raise ValueError("a process group with several back ends cannot be reconfigured")
+        why = "it has several back ends" if config is not None else "this version of PyTorch makes process groups in another way than 2.15"
+        raise ValueError(f"the process group cannot be reconfigured: {why}")
     timeout = timedelta(seconds=options.timeout.total_seconds())
     backend = PhalanxBackend(options.store, options.group_rank, options.group_size, timeout, is_formed=not changes)
-    return _Group(backend) if is_alone else backend
+    return _Group(backend, options.process_group.get_group_store()) if is_alone else backend
 
 
 def register():

@@ -272,17 +272,18 @@ impl Group {
         store: &Bound<'_, PyAny>,
         rank: usize,
         world: usize,
+        forming: f64,
         timeout: f64,
         threads: usize,
     ) -> PyResult<Group> {
         let store = Arc::new(TorchStore::new(store, world)?);
         let form = || -> Result<ProcessGroup> {
-            let timeout = span(timeout);
+            let (forming, timeout) = (span(forming), span(timeout));
             let token = agree_on_token(&store)?;
             let options = InitOptions {
                 token: Some(token),
                 generation: Some(0),
-                timeout,
+                timeout: forming,
                 op_timeout: timeout,
                 first_op_timeout: timeout,
                 compute_threads: Some(threads),
@@ -583,6 +584,12 @@ impl Group {
         let group = self.get()?;
         py.detach(|| group.abort(cause));
         Ok(())
+    }
+
+    /// Whether an operation has failed, on this rank or another one.
+    fn has_failed(&self, py: Python<'_>) -> PyResult<bool> {
+        let group = self.get()?;
+        Ok(py.detach(|| group.check().is_err()))
     }
 
     /// Finishes what was issued and leaves the group; ranks that still wait for this one then get an error.

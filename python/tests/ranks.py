@@ -190,6 +190,7 @@ def test_moves(rank, world):
 
 
 def test_messages(rank, world):
+    assert type(dist.group.WORLD).__name__ == "_Group"
     right, left = (rank + 1) % world, (rank - 1) % world
     for count in (0, 5, 300_000):
         # All send first.
@@ -229,10 +230,14 @@ def test_messages(rank, world):
             dist.send(got, senders[-1])
         assert sorted(senders) == list(range(1, world)), senders
     else:
-        answer = torch.empty(1)
+        # Every second number of it, so that it is copied there.
+        answer = torch.zeros(2)[::2]
         work = dist.irecv(answer, tag=0)
         assert not work.is_completed() and not work.is_success()
         dist.send(torch.full((1,), float(rank)), 0, tag=9)
+        while not work.is_completed():
+            pass
+        assert answer.item() == rank
         work.wait()
         assert work.is_completed() and work.is_success() and work.exception() is None and work.result()[0] is answer
         assert work._source_rank() == 0 and answer.item() == rank
@@ -335,7 +340,14 @@ def test_groups(rank, world):
     if part is not None:
         total = torch.ones(1)
         dist.all_reduce(total, group=part)
-        assert total.item() == (len(even) if rank in even else world - len(even))
+        mine = even if rank in even else [r for r in range(world) if r not in even]
+        assert total.item() == len(mine) and dist.get_process_group_ranks(part) == mine
+        # The first one hears of all others, whoever is first.
+        if rank == mine[0]:
+            senders = [dist.recv(torch.empty(1), group=part) for _ in mine[1:]]
+            assert sorted(senders) == mine[1:], senders
+        else:
+            dist.send(torch.ones(1), mine[0], group=part)
     dist.barrier()
     dist.monitored_barrier(timeout=timedelta(seconds=20))
     work = dist.all_reduce(torch.ones(3), async_op=True)
@@ -650,6 +662,26 @@ def test_reconfigured(rank, world):
             assert message in str(error), error
         else:
             raise AssertionError(message)
+    trained(world - 1 - rank)
+    # Without rank 0 of before, which waits in vain for a group with one more; then all again.
+    try:
+        if rank == world - 1:
+            dist._reconfigure(4, [own, "a handle whose rank does not come"], timeout=timedelta(seconds=2))
+        else:
+            dist._reconfigure(5, handles[1:])
+            trained(world - 2 - rank)
+    except dist.DistBackendError as error:
+        assert rank == world - 1 and "rank 1 did not arrive" in str(error), error
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            assert "_reconfigure forms it" in str(error), error
+    dist._reconfigure(6, handles).wait()
+    # The last operations of a group complete, although some ranks leave it at once.
+    given = torch.full((100_000,), float(rank))
+    dist.broadcast(given, 0)
+    assert given[0].item() == world - 1
+    dist._reconfigure(7, handles, timeout=timedelta(seconds=30)).wait()
     trained(world - 1 - rank)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -17,7 +17,8 @@ use crate::{Error, Result, Will};
 ///
 /// The elements of a queue are the keys `QUEUE/` and 16 hexadecimal digits: they count
 /// for the limits, and `delete_prefix("QUEUE/")` removes them. The name of a queue has 1 to
-/// 1007 bytes.
+/// 1007 bytes. Where it is the start of another queue's name (`q` of `q/1`), an operation on it looks at the elements of
+/// both.
 pub trait Store: Send + Sync + 'static {
     /// Name of the store in messages; empty for a store in memory.
     fn location(&self) -> &str {

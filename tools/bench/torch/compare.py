@@ -160,6 +160,11 @@ def rank_main():
         fully_shard(block)
     fully_shard(model)
     train(model, text(8), adamw(model.parameters()), "FSDP2, GPT of 3.2 M")
+    dist.barrier()
+    with open("/proc/self/smaps_rollup") as memory:
+        # What several ranks map counts by its share.
+        out["after all models: memory of rank 0"] = next(int(line.split()[1]) for line in memory if line.startswith("Pss:"))
+    dist.barrier()
     if rank == 0:
         print("RESULT " + json.dumps(out), flush=True)
     dist.destroy_process_group()
@@ -197,6 +202,10 @@ def main():
         if name.endswith("losses"):
             table[name] = rounds["phalanx"][0][name] == rounds["gloo"][0][name]
             print(f"| {name} | | | {'the same bits' if table[name] else 'differ'} |")
+            continue
+        if name.endswith("memory of rank 0"):
+            table[name] = {b: statistics.median(result[name] for result in results) for b, results in rounds.items()}
+            print(f"| {name} | {table[name]['phalanx'] / 1024:,.0f} MiB | {table[name]['gloo'] / 1024:,.0f} MiB | |")
             continue
         ours, theirs = (statistics.median(result[name] for result in rounds[b]) for b in ("phalanx", "gloo"))
         ratio = theirs / ours if ours else None

@@ -37,7 +37,7 @@ use sealed::{Build, BuildPair};
 /// |---|---|
 /// | `[T]`, `[T; N]`, `Vec<T>` | copied to and from memory that the ranks share |
 /// | [`Bucket<T>`](Bucket) | not copied where it is [registered](Bucket::is_registered) on all ranks; replaced by a new bucket of zeros after an error |
-/// | `[&mut [T]]`, `[&mut [T]; N]`, `Vec<&mut [T]>` | many tensors in one operation, packed one behind the other: a hundred small ones cost about as much as one. All ranks must give the same number of tensors with the same lengths in the same order, which is checked (`Desync`). PyTorch: `all_reduce_coalesced`, `_broadcast_coalesced` |
+/// | `[&mut [T]]`, `[&mut [T]; N]`, `Vec<&mut [T]>` | many tensors in one operation, packed one behind the other: a hundred small ones cost about as much as one. The bits are those of one by one. All ranks must give the same number of tensors with the same lengths in the same order, which is checked (`Desync`). With the ring ([`Algorithm::Ring`](crate::Algorithm::Ring)), whose result depends on how data is cut, each is an operation of its own. PyTorch: `all_reduce_coalesced`, `_broadcast_coalesced` |
 ///
 /// ```
 /// use phalanx_comm::{GroupOptions, ProcessGroup, ReduceOp};

@@ -1,8 +1,8 @@
 //! The collectives, typed: lengths and ranks are checked here, then the
 //! runner works on bytes.
 //!
-//! Every collective has a blocking form on any [`Buffer`] and an asynchronous one on
-//! [`Bucket`]s, which it takes and gives back. Mistakes found here are `Usage` errors:
+//! Every collective has a blocking form, the most used ones on any [`Buffer`], and an
+//! asynchronous one on [`Bucket`]s, which it takes and gives back. Mistakes found here are `Usage` errors:
 //! nothing was sent and the group stays usable, but the *other* ranks, if they made no
 //! mistake, wait for this one.
 

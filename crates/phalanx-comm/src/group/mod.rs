@@ -490,7 +490,7 @@ impl ProcessGroup {
             .collect()
     }
 
-    /// A handle to the same group whose operations use `call` by default.
+    /// A handle to the same group whose operations use `call` by default. What `call` leaves open is as in this handle.
     ///
     /// ```
     /// use phalanx_comm::{Call, GroupOptions, ProcessGroup};
@@ -503,7 +503,14 @@ impl ProcessGroup {
     pub fn with_call(&self, call: Call) -> Self {
         ProcessGroup {
             core: Arc::clone(&self.core),
-            defaults: call,
+            defaults: Call {
+                algorithm: match call.algorithm {
+                    Algorithm::Auto => self.defaults.algorithm,
+                    own => own,
+                },
+                label: call.label.or_else(|| self.defaults.label.clone()),
+                timeout: call.timeout.or(self.defaults.timeout),
+            },
         }
     }
 

@@ -32,6 +32,13 @@ fn check<T: Value>(group: &ProcessGroup, over: Over) {
         }
     }
     for root in [0, world - 1] {
+        let (mut together, mut alone) = (tensors::<T>(rank), tensors::<T>(rank));
+        let op = ReduceOp::Max;
+        group.reduce(&mut slices(&mut together), op, root).unwrap();
+        for (a, b) in together.iter().zip(&mut alone) {
+            group.reduce(b, op, root).unwrap();
+            assert_same_bits(a, b, what("reduce"));
+        }
         let mut mine = tensors::<T>(rank);
         let mut all = slices(&mut mine);
         group.broadcast(&mut all, root).unwrap();
@@ -55,20 +62,24 @@ fn check<T: Value>(group: &ProcessGroup, over: Over) {
     let whole = |i: usize| values::<T>(rank * 31 + i, LENS[i] * world);
     let wholes: Vec<Vec<T>> = (0..LENS.len()).map(whole).collect();
     let inputs: Vec<&[T]> = wholes.iter().map(Vec::as_slice).collect();
-    let mut parts = tensors::<T>(rank);
-    group
-        .reduce_scatter(&inputs, &mut slices(&mut parts), ReduceOp::Sum)
-        .unwrap();
+    let mut scattered: Vec<(ReduceOp, Vec<Vec<T>>)> = Vec::new();
+    for op in ReduceOp::ALL.into_iter().filter(|op| op.supports(T::DTYPE)) {
+        let mut parts = tensors::<T>(rank);
+        let outputs = &mut slices(&mut parts);
+        group.reduce_scatter(&inputs, outputs, op).unwrap();
+        scattered.push((op, parts));
+    }
     let mut exchanged = wholes.clone();
     group
         .all_to_all(&inputs, &mut slices(&mut exchanged))
         .unwrap();
     for (i, input) in wholes.iter().enumerate() {
-        let (mut part, mut all) = (tensors::<T>(rank).swap_remove(i), input.clone());
-        group
-            .reduce_scatter(input, &mut part, ReduceOp::Sum)
-            .unwrap();
-        assert_same_bits(&parts[i], &part, what("reduce_scatter"));
+        let mut all = input.clone();
+        for (op, parts) in &scattered {
+            let mut part = vec![T::default(); LENS[i]];
+            group.reduce_scatter(input, &mut part, *op).unwrap();
+            assert_same_bits(&parts[i], &part, what("reduce_scatter"));
+        }
         group.all_to_all(input, &mut all).unwrap();
         assert_same_bits(&exchanged[i], &all, what("all_to_all"));
     }
@@ -125,8 +136,22 @@ fn another_order_of_tensors_is_a_desync() {
             }
             group.all_reduce(&mut all, ReduceOp::Sum)
         });
+        let gathers = on_each(groups(over, 2), |group| {
+            let (a, b) = ([0f32; 10], [0f32; 20]);
+            let (mut all_a, mut all_b) = ([0f32; 20], [0f32; 40]);
+            let mut inputs: [&[f32]; 2] = [&a, &b];
+            let mut outputs: [&mut [f32]; 2] = [&mut all_a, &mut all_b];
+            if group.rank() == 1 {
+                inputs.reverse();
+                outputs.reverse();
+            }
+            group.all_gather(&inputs, &mut outputs)
+        });
+        for errors in [&errors, &gathers] {
+            let kinds = errors.iter().map(|e| e.as_ref().map_err(|e| e.kind()));
+            assert!(kinds.into_iter().any(|kind| kind == Err(ErrorKind::Desync)));
+        }
         let errors: Vec<_> = errors.into_iter().map(Result::unwrap_err).collect();
-        assert!(errors.iter().any(|e| e.kind() == ErrorKind::Desync));
         for error in errors {
             let text = error.to_string();
             assert!(text.contains("of 30 elements"), "{text}");

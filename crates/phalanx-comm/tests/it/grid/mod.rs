@@ -331,8 +331,6 @@ struct Tables {
     i32s: Table<i32>,
     i64s: Table<i64>,
     i16s: Table<i16>,
-    u16s: Table<u16>,
-    u32s: Table<u32>,
     u64s: Table<u64>,
 }
 
@@ -348,8 +346,6 @@ impl Tables {
             i32s: Table::new(world, thin),
             i64s: Table::new(world, thin),
             i16s: Table::new(world, 5 * thin),
-            u16s: Table::new(world, 5 * thin),
-            u32s: Table::new(world, 5 * thin),
             u64s: Table::new(world, 5 * thin),
         }
     }
@@ -364,8 +360,6 @@ impl Tables {
         self.i32s.run(group, over);
         self.i64s.run(group, over);
         self.i16s.run(group, over);
-        self.u16s.run(group, over);
-        self.u32s.run(group, over);
         self.u64s.run(group, over);
     }
 }
