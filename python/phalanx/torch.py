@@ -768,10 +768,11 @@ class PhalanxBackend(_C10dBackend):
 
     # The end.
 
-    def split(self, store, ranks, opts):
+    def split(self, store, ranks, opts, timeout=None):
         if self._me not in ranks:
             return None
-        timeout = opts._timeout if opts is not None else self._forming
+        if timeout is None:
+            timeout = opts._timeout if opts is not None else self._forming
         return PhalanxBackend(store, list(ranks).index(self._me), len(ranks), timeout)
 
     # New ranks.
@@ -866,12 +867,11 @@ class _Group(dist.ProcessGroup):
         return self._store
 
     def split_group(self, new_ranks, timeout=None, opts=None, group_name=None, group_desc=None, device_types=None):
-        if self._backend._me not in new_ranks:
-            return None
-        ranks = sorted(new_ranks)
         store = dist.PrefixStore(f"{group_name}/", self._store)
-        rank = ranks.index(self._backend._me)
-        group = _Group(PhalanxBackend(store, rank, len(ranks), timeout or self._backend._forming), store)
+        backend = self._backend.split(store, sorted(new_ranks), opts, timeout)
+        if backend is None:
+            return None
+        group = _Group(backend, store)
         group._set_group_name(group_name)
         group._set_group_desc(group_desc or "undefined")
         return group

@@ -171,14 +171,6 @@ impl<S: Store + ?Sized> Store for Arc<S> {
         (**self).append(key, value)
     }
 
-    fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-        (**self).multi_get(keys, timeout)
-    }
-
-    fn multi_set(&self, pairs: &[(&str, &[u8])]) -> Result<()> {
-        (**self).multi_set(pairs)
-    }
-
     fn compare_set(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Vec<u8>> {
         (**self).compare_set(key, expected, desired)
     }
