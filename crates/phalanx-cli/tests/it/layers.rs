@@ -448,7 +448,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-base", 1189),
     ("phalanx-checkpoint", 3579),
     ("phalanx-cli", 3715),
-    ("phalanx-comm", 22760),
+    ("phalanx-comm", 22813),
     ("phalanx-data", 3644),
     ("phalanx-ddp", 5500),
     ("phalanx-flow", 6845),

@@ -461,7 +461,7 @@ impl ProcessGroup {
             .run(|runner| run_on(runner, operation, input, output))
     }
 
-    /// Runs an operation on the communication thread, which owns `held`
+    /// Runs an operation on the communication thread, or a thread that waits for it. It owns `held`
     /// meanwhile. `buffers` points into memory that `held` owns, with the lengths of
     /// the plan.
     pub(super) fn spawn<B: Send + 'static>(
@@ -489,7 +489,7 @@ impl ProcessGroup {
         let rank = self.core.rank;
         let recorder = Arc::clone(&self.core.recorder);
         let ticket = recorder.queued(self.core.generation, self.core.id, &operation);
-        self.core.queue.submit(Box::new(move |runner| {
+        let issued = self.core.queue.submit(Box::new(move |runner| {
             let runner = match runner {
                 Ok(runner) => runner,
                 Err(error) => {
@@ -512,7 +512,7 @@ impl ProcessGroup {
             let result = unsafe { runner.run(&operation, buffers, None) };
             completer.finish(result.map(|()| held));
         }));
-        work
+        work.issued(issued)
     }
 
     pub(super) fn check_op<T: Element>(&self, name: &str, op: ReduceOp) -> Result<()> {

@@ -5,10 +5,13 @@
 //! it costs two uncontended locks and no thread switch. Asynchronous operations run on
 //! one communication thread per group, started at the first of them.
 //!
+//! A thread that waits for an operation that has not started runs it itself, and those before it:
+//! there is no switch to the communication thread and back.
+//!
 //! | event            | tickets                  | who runs                     |
 //! |------------------|--------------------------|------------------------------|
 //! | blocking call    | takes the next, waits    | the caller, when served      |
-//! | asynchronous     | takes the next, returns  | the communication thread     |
+//! | asynchronous     | takes the next, returns  | the communication thread, or a thread that waits for it |
 //! | operation over   | serves the next          | the thread that ran it       |
 //! | last handle gone | no new ones              | the thread finishes its jobs |
 
@@ -73,6 +76,15 @@ impl State {
     }
 }
 
+impl State {
+    /// The job whose ticket is served, if that is at most `last`.
+    fn next_job(&mut self, last: u64) -> Option<Job> {
+        let serving = self.serving;
+        let due = |(ticket, _): &mut (u64, Job)| *ticket == serving && *ticket <= last;
+        self.jobs.pop_front_if(due).map(|(_, job)| job)
+    }
+}
+
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Only our own code runs under this lock.
@@ -120,7 +132,10 @@ impl Drop for Turn<'_> {
         let mut state = self.0.lock();
         state.holder = None;
         state.serving += 1;
-        self.0.wake(state);
+        // Otherwise nobody has the next ticket, or waits for the end.
+        if state.serving != state.next_ticket || state.closed {
+            self.0.wake(state);
+        }
     }
 }
 
@@ -233,8 +248,8 @@ impl Queue {
         }
     }
 
-    /// Issues `job`; it runs when everything issued before is over.
-    pub(super) fn submit(&self, job: Job) {
+    /// Issues `job`; it runs when everything issued before is over. `None` if it has failed already.
+    pub(super) fn submit(&self, job: Job) -> Option<Issued> {
         self.shared.users.note();
         // Held until the job is queued, so that a thread that could not be
         // started is noticed before a ticket is taken.
@@ -252,19 +267,25 @@ impl Queue {
                     self.shared
                         .abort
                         .poison(&Poison::new(self.shared.rank, error.message()));
-                    return job(Err(error));
+                    job(Err(error));
+                    return None;
                 }
             }
         }
         let mut state = self.shared.lock();
         if let Err(e) = state.takes_calls() {
             drop(state);
-            return job(Err(e));
+            job(Err(e));
+            return None;
         }
         let ticket = state.next_ticket;
         state.next_ticket += 1;
         state.jobs.push_back((ticket, job));
         self.shared.wake(state);
+        Some(Issued {
+            shared: Arc::downgrade(&self.shared),
+            ticket,
+        })
     }
 
     /// Accepts no more operations. Those already issued still run.
@@ -279,31 +300,55 @@ fn closed() -> Error {
     Error::usage("the group was shut down; form a new one")
 }
 
+/// An operation that was issued.
+pub(super) struct Issued {
+    shared: Weak<Shared>,
+    ticket: u64,
+}
+
+impl Issued {
+    /// Runs in this thread what is issued and has not started, up to this operation. Stops where another thread runs one.
+    pub(super) fn help(&self) {
+        let Some(shared) = self.shared.upgrade() else {
+            return;
+        };
+        loop {
+            let mut state = shared.lock();
+            let Some(job) = state.next_job(self.ticket) else {
+                return;
+            };
+            run_job(&shared, state, job, false);
+        }
+    }
+}
+
 /// The communication thread.
 fn work(shared: &Shared) {
     take_short_turns();
     loop {
         let mut state = shared.lock();
         let job = loop {
-            match state.jobs.front() {
-                Some((ticket, _)) if *ticket == state.serving => {
-                    break state.jobs.pop_front().map(|(_, job)| job);
-                }
-                None if state.closed => break None,
-                _ => state = shared.sleep(state),
+            match state.next_job(u64::MAX) {
+                None if state.closed && state.jobs.is_empty() => return,
+                None => state = shared.sleep(state),
+                Some(job) => break job,
             }
         };
-        let Some(job) = job else { return };
-        state.holder = Some(this_thread());
-        drop(state);
-        let _turn = Turn(shared);
-        let mut runner = shared.runner();
-        runner.run_beside(true);
-        if catch_unwind(AssertUnwindSafe(|| job(Ok(&mut runner)))).is_err() {
-            // The job's handle completed itself when it was dropped. The panic
-            // message is on stderr already.
-            shared.poison_by_panic();
-        }
+        run_job(shared, state, job, true);
+    }
+}
+
+/// Runs a job whose ticket is served, beside a thread that computes or not.
+fn run_job(shared: &Shared, mut state: MutexGuard<'_, State>, job: Job, beside: bool) {
+    state.holder = Some(this_thread());
+    drop(state);
+    let _turn = Turn(shared);
+    let mut runner = shared.runner();
+    runner.run_beside(beside);
+    if catch_unwind(AssertUnwindSafe(|| job(Ok(&mut runner)))).is_err() {
+        // The job's handle completed itself when it was dropped. The panic
+        // message is on stderr already.
+        shared.poison_by_panic();
     }
 }
 
@@ -317,6 +362,10 @@ impl Drop for Queue {
                 .poison(&Poison::new(self.shared.rank, cause));
         }
         self.close();
+        // By a task that an operation has woken: its thread cannot wait for itself.
+        if self.shared.lock().holder == Some(this_thread()) {
+            return;
+        }
         let worker = self
             .worker
             .lock()
@@ -327,5 +376,85 @@ impl Drop for Queue {
             // remaining job has its deadline.
             let _ = worker.join();
         }
+        // Another thread may run the last ones.
+        let mut state = self.shared.lock();
+        while state.serving != state.next_ticket {
+            state = self.shared.sleep(state);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+    use crate::{GroupOptions, ProcessGroup};
+
+    #[test]
+    fn a_waiting_thread_runs_what_has_not_started_up_to_its_own() {
+        let group = ProcessGroup::threads(1, GroupOptions::default()).remove(0);
+        // No communication thread: nothing was submitted.
+        let shared = &group.core.queue.shared;
+        let (ran, order) = channel();
+        let issue = |count: u64| {
+            let mut state = shared.lock();
+            for _ in 0..count {
+                let (ticket, ran) = (state.next_ticket, ran.clone());
+                let job = move |runner: Result<&mut Runner>| {
+                    runner.unwrap();
+                    ran.send((ticket, this_thread())).unwrap();
+                };
+                state.jobs.push_back((ticket, Box::new(job)));
+                state.next_ticket += 1;
+            }
+        };
+        let help = |ticket| {
+            let shared = Arc::downgrade(shared);
+            Issued { shared, ticket }.help();
+            let here = order.try_iter();
+            here.map(|(ticket, thread)| (ticket, thread == this_thread()))
+                .collect::<Vec<_>>()
+        };
+        issue(4);
+        assert_eq!(help(1), [(0, true), (1, true)]);
+        assert_eq!(help(1), []);
+        // Another thread runs the next one.
+        let other = shared.lock().next_job(u64::MAX).unwrap();
+        assert_eq!(help(3), []);
+        run_job(shared, shared.lock(), other, true);
+        assert_eq!(help(3), [(2, true), (3, true)]);
+        // A call of this thread goes on from there.
+        group.barrier().unwrap();
+    }
+
+    #[test]
+    fn dropping_the_group_waits_for_what_another_thread_runs() {
+        let group = ProcessGroup::threads(1, GroupOptions::default()).remove(0);
+        let shared = Arc::downgrade(&group.core.queue.shared);
+        let (started, has_started) = channel();
+        let (end, ends) = channel::<()>();
+        let (ended, has_ended) = channel();
+        {
+            let mut state = group.core.queue.shared.lock();
+            let job = move |_: Result<&mut Runner>| {
+                started.send(()).unwrap();
+                ends.recv().unwrap();
+                ended.send(()).unwrap();
+            };
+            state.jobs.push_back((0, Box::new(job)));
+            state.next_ticket = 1;
+        }
+        std::thread::scope(|scope| {
+            scope.spawn(move || Issued { shared, ticket: 0 }.help());
+            has_started.recv().unwrap();
+            let dropped = scope.spawn(move || {
+                drop(group);
+                has_ended.try_recv().is_ok()
+            });
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            end.send(()).unwrap();
+            assert!(dropped.join().unwrap(), "it did not wait");
+        });
     }
 }

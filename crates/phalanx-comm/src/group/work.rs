@@ -5,6 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use super::queue::Issued;
 use crate::wait::{Callers, deadline_in};
 use crate::{Error, Result};
 
@@ -86,6 +87,8 @@ pub struct OpTimes {
 pub struct Work<B> {
     shared: Arc<Shared<B>>,
     callers: Callers,
+    /// Its place in the queue, if it has one.
+    issued: Option<Issued>,
 }
 
 struct Shared<B> {
@@ -126,7 +129,17 @@ impl<B> Work<B> {
         let completer = Completer {
             shared: Arc::clone(&shared),
         };
-        (Work { shared, callers }, completer)
+        let work = Work {
+            shared,
+            callers,
+            issued: None,
+        };
+        (work, completer)
+    }
+
+    /// A thread that waits may run it, in its place in the queue.
+    pub(super) fn issued(self, issued: Option<Issued>) -> Work<B> {
+        Work { issued, ..self }
     }
 
     /// A handle that has failed already.
@@ -139,7 +152,7 @@ impl<B> Work<B> {
     /// Waits for the end of the operation and returns its buffers.
     ///
     /// *Blocks until* this operation and all issued before it are over; each
-    /// has its own deadline.
+    /// has its own deadline. Those that have not started run in this thread.
     ///
     /// # Errors
     ///
@@ -191,6 +204,10 @@ impl<B> Work<B> {
     }
 
     fn wait_until(self, until: Option<Instant>) -> std::result::Result<Result<(B, OpTimes)>, Self> {
+        // A thread that waits with a limit does something else soon.
+        if let (Some(issued), None) = (&self.issued, until) {
+            issued.help();
+        }
         let mut state = self.shared.lock();
         let mut waiting = None;
         loop {
@@ -206,7 +223,6 @@ impl<B> Work<B> {
             if state.finished.is_some() {
                 return Ok(Err(given()));
             }
-            // A thread that waits with a limit does something else soon.
             if until.is_none() {
                 waiting.get_or_insert_with(|| self.callers.wait());
             }
@@ -304,7 +320,7 @@ impl<B> Completer<B> {
 impl<B> Drop for Completer<B> {
     fn drop(&mut self) {
         self.set(Err(Error::internal(
-            "the communication thread ended before the operation did",
+            "the thread that ran the operation ended before the operation did",
         )));
     }
 }
