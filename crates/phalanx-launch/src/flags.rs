@@ -122,7 +122,7 @@ pub struct LaunchCli {
     #[arg(long)]
     pub(crate) virtual_local_rank: bool,
     /// Show the job on a web page while it runs, at PORT, HOST:PORT or [IPV6]:PORT [default with --live: a free port of 127.0.0.1].
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", hide = cfg!(not(feature = "records")))]
     pub(crate) live: Option<Option<Address>>,
     /// Value of ROLE_NAME in the ranks [default: default].
     #[arg(long, value_name = "NAME")]
@@ -222,7 +222,7 @@ pub struct RankArgs {
     pub(crate) token_file: Option<PathBuf>,
     /// Show the job on a web page while it runs, at PORT, HOST:PORT or [IPV6]:PORT [default with --live: a free port
     /// of 127.0.0.1]
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", hide = cfg!(not(feature = "records")))]
     pub(crate) live: Option<Option<Address>>,
     /// Address to listen on for other ranks [default: loopback; on several hosts, the address that reaches the master]
     #[arg(long, value_name = "IP", env = "PHALANX_BIND")]

@@ -1,18 +1,16 @@
 //! The thread that looks at what the launcher has told and at the run's folder.
 
-use std::ffi::OsString;
-use std::os::unix::ffi::OsStringExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use phalanx_base::files::read_regular;
 use phalanx_track::{Follow, Record};
 
-use crate::hub::Hub;
-use crate::run::RunView;
-use crate::view::View;
-use crate::{End, Inbox, Job, Result, Told, now};
+use super::hub::Hub;
+use super::run::RunView;
+use super::view::View;
+use super::{Inbox, Job, Told, now};
+use crate::{End, Result, run_folder};
 
 /// How often it looks.
 const EVERY: Duration = Duration::from_millis(500);
@@ -27,9 +25,6 @@ const READ_LIMIT: Duration = Duration::from_millis(500);
 
 /// How long it reads at the end.
 const LAST_LIMIT: Duration = Duration::from_secs(2);
-
-/// The longest path of a folder.
-const PATH_BYTES: u64 = 16 << 10;
 
 /// Reads the folder, and tells the hub.
 pub(crate) struct Follower {
@@ -152,11 +147,4 @@ impl Follower {
         }
         (begun, all, Ok(()))
     }
-}
-
-/// The folder that is named in the file `pointer`, once it is.
-pub fn run_folder(pointer: &Path) -> Option<PathBuf> {
-    let path = read_regular(pointer, PATH_BYTES).ok()?;
-    let path = PathBuf::from(OsString::from_vec(path));
-    path.is_absolute().then_some(path)
 }

@@ -12,9 +12,9 @@ use phalanx_track::{EVENTS_FILE, Follow, METRICS_FILE, RUN_FILE, Record, SUMMARY
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use crate::hub::{self, Hub};
-use crate::now;
-use crate::run::{Curves, New};
+use super::hub::{self, Hub};
+use super::now;
+use super::run::{Curves, New};
 
 /// How often new lines, and new runs, are looked for.
 const EVERY: Duration = Duration::from_millis(500);
@@ -152,12 +152,12 @@ impl Shown {
 
 impl hub::View for Runs {
     const FILES: &'static [(&'static str, &'static str, &'static str)] = &[
-        ("/", HTML, include_str!("page/runs.html")),
-        ("/run", HTML, include_str!("page/runs.html")),
+        ("/", HTML, include_str!("runs.html")),
+        ("/run", HTML, include_str!("runs.html")),
         (
             "/runs.js",
             "text/javascript; charset=utf-8",
-            include_str!("page/runs.js"),
+            include_str!("runs.js"),
         ),
     ];
 

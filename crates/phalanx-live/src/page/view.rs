@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use crate::hub;
-use crate::run::{New, RunView};
+use super::Job;
+use super::hub;
+use super::run::{New, RunView};
+use crate::Rank;
 use crate::tail::Tail;
-use crate::{Job, Rank};
 
 /// Messages of the launcher that are shown.
 const MOST_NOTES: usize = 200;
@@ -54,15 +55,11 @@ impl View {
 
 impl hub::View for View {
     const FILES: &'static [(&'static str, &'static str, &'static str)] = &[
-        (
-            "/",
-            "text/html; charset=utf-8",
-            include_str!("page/live.html"),
-        ),
+        ("/", "text/html; charset=utf-8", include_str!("live.html")),
         (
             "/live.js",
             "text/javascript; charset=utf-8",
-            include_str!("page/live.js"),
+            include_str!("live.js"),
         ),
     ];
 
