@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # The adapters for other engines: their lints, tests and examples, which train, go on from a checkpoint on another number of
-# ranks, and run under `phalanx launch`.
+# ranks, run under `phalanx launch`, and get the same weights on one rank with accumulation, on two ranks of a host and on two
+# hosts (network namespaces).
 # Usage: tools/ci/adapters.sh PHALANX
-# Skips where a crate cannot be had.
+# Skips where a crate cannot be had, and the two hosts where namespaces cannot be made.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 root=$PWD
 phalanx=$(realpath "$1")
+# shellcheck source=tools/ci/hosts.sh
+source tools/ci/hosts.sh
 out=$(mktemp -d)
-trap 'rm -rf "$out"' EXIT
+trap 'remove_hosts; rm -rf "$out"' EXIT
 export CARGO_TARGET_DIR="$root/target/adapters"
 cd adapters
 cargo fmt --all --check
@@ -17,6 +20,12 @@ if ! timeout 200 cargo fetch --quiet --locked >"$out/fetch" 2>&1; then
     ! grep -e --locked "$out/fetch" || { echo "adapters/Cargo.lock is out of date"; exit 1; }
     echo "the adapters: skipped, their crates cannot be fetched: $(tail -n 1 "$out/fetch")"
     exit
+fi
+# Crates that only the binary `phalanx` needs.
+cargo tree --locked --edges normal --prefix none -p phalanx-candle -p phalanx-burn >"$out/tree"
+if grep -E '^(phalanx-(cli|data|flow|http|nn|report|track|train)|hyper|prost|tokio) ' "$out/tree"; then
+    echo "the adapters bring dependencies of the binary"
+    exit 1
 fi
 cargo clippy --workspace --all-targets --all-features --locked --quiet -- -D warnings
 cargo test --workspace --all-features --locked --quiet
@@ -27,6 +36,7 @@ cd "$out"
 short=(--samples 400 --checkpoint candle.safetensors)
 run() { timeout 300 "$@" >>log 2>&1 || { cat log; exit 1; }; }
 run "$candle" --nproc-per-node 2 --epochs 1 "${short[@]}"
+cp candle.safetensors first
 run "$phalanx" launch --nproc-per-node 3 -- "$candle" --epochs 2 "${short[@]}"
 run "$candle" --epochs 2 "${short[@]}"
 [ "$(grep -c "epoch " log)" = 2 ] || { echo "not one line for each of two epochs:"; cat log; exit 1; }
@@ -35,6 +45,36 @@ run "$burn" --nproc-per-node 2 --epochs 1 --samples 400
 if "$candle" --elastic >refused 2>&1 || [ "$(wc -l <refused)" != 1 ]; then
     echo "--elastic was not refused in one line:"; cat refused; exit 1
 fi
+hosts=yes
+why=$(can_make_hosts) || { hosts=; echo "the adapters on two hosts: skipped, $why"; }
+[ -z "$hosts" ] || make_hosts 10.78.0
+"$phalanx" token --out token
+: >second
+node() { # node NAMESPACE NODE_RANK COMMAND...
+    ip netns exec "$1" timeout 300 "${@:3}" --nnodes 2 --node-rank "$2" --master-addr 10.78.0.1 --token-file token
+}
+# candle's first weights cannot be seeded: its trainings go on from a checkpoint.
+for train in "$candle --epochs 2 --checkpoint CHECKPOINT" "$burn --epochs 1"; do
+    for at in accumulated ranks hosts; do
+        cp first "$at.safetensors"
+        read -ra command <<<"${train/CHECKPOINT/$at.safetensors} --samples 400 --dropout 0"
+        code=0
+        case $at in
+            accumulated) timeout 300 "${command[@]}" --micro-batches 2 >"$at.log" 2>&1 || code=$? ;;
+            ranks) timeout 300 "${command[@]}" --nproc-per-node 2 >"$at.log" 2>&1 || code=$? ;;
+            hosts)
+                [ -n "$hosts" ] || continue
+                node "$b" 1 "${command[@]}" >second 2>&1 &
+                node "$a" 0 "${command[@]}" >"$at.log" 2>&1 || code=$?
+                wait $! || code=$?
+                ;;
+        esac
+        [ "$code" = 0 ] || { echo "$at: ${command[*]} ended with $code:"; cat "$at.log" second; exit 1; }
+        sed -n 's/.*  weights //p' "$at.log" | tail -n 1 >>weights
+    done
+done
+[[ "$(wc -l <weights)" = $((${#hosts} ? 6 : 4)) && "$(uniq weights | wc -l)" = 2 ]] ||
+    { echo "not the same weights in each way of two trainings:"; cat weights; exit 1; }
 # The first programs of the guide, as projects of their own.
 for engine in candle burn; do
     page=$root/docs/guide/$engine.md

@@ -4,6 +4,7 @@
 //! cargo run --release -p phalanx-burn --example mnist_burn -- --nproc-per-node 2
 //! ```
 
+use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -32,16 +33,25 @@ struct Args {
     /// Samples a step, over all ranks
     #[arg(long, default_value_t = 64)]
     batch_size: usize,
+    /// Micro-batches into which each rank divides its samples of a step
+    #[arg(long, value_name = "N", default_value = "1")]
+    micro_batches: NonZeroUsize,
+    /// Share of the values that dropout sets to 0
+    #[arg(long, default_value_t = 0.3)]
+    dropout: f64,
     /// Train on the first N samples only
     #[arg(long, value_name = "N", default_value_t = usize::MAX, hide_default_value = true)]
     samples: usize,
     /// Learning rate
     #[arg(long, default_value_t = 1e-3)]
     lr: f64,
+    /// Seed of the first weights, the shuffling and dropout
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
 }
 
 #[derive(Module, Debug)]
-struct Cnn {
+pub(crate) struct Cnn {
     conv1: Conv2d,
     norm: BatchNorm,
     conv2: Conv2d,
@@ -52,19 +62,19 @@ struct Cnn {
 }
 
 impl Cnn {
-    fn new(device: &Device) -> Cnn {
+    pub(crate) fn new(device: &Device, dropout: f64) -> Cnn {
         Cnn {
             conv1: Conv2dConfig::new([1, 8], [5, 5]).init(device),
             norm: BatchNormConfig::new(8).init(device),
             conv2: Conv2dConfig::new([8, 16], [5, 5]).init(device),
             pool: MaxPool2dConfig::new([2, 2]).init(),
             fc1: LinearConfig::new(256, 64).init(device),
-            dropout: DropoutConfig::new(0.3).init(),
+            dropout: DropoutConfig::new(dropout).init(),
             fc2: LinearConfig::new(64, 10).init(device),
         }
     }
 
-    fn forward(&self, images: Tensor<4>) -> Tensor<2> {
+    pub(crate) fn forward(&self, images: Tensor<4>) -> Tensor<2> {
         let x = self.norm.forward(self.conv1.forward(images));
         let x = self.pool.forward(relu(x));
         let x = self.pool.forward(relu(self.conv2.forward(x)));
@@ -74,7 +84,7 @@ impl Cnn {
 }
 
 /// Images (number, channels, height, width) and labels of these samples.
-fn read(
+pub(crate) fn read(
     set: &Arc<dyn ImageDataset>,
     epoch: u64,
     indices: &[u64],
@@ -92,10 +102,17 @@ fn read(
     ))
 }
 
+/// `indices` in parts of equal size, one more in the first ones.
+fn divided(indices: &[u64], parts: usize) -> Vec<Vec<u64>> {
+    let part = |first| indices.iter().copied().skip(first).step_by(parts);
+    (0..parts).map(|first| part(first).collect()).collect()
+}
+
 fn train(rank: &RankContext, args: &Args) -> Result<()> {
-    let (train, test) = mnist::open(&args.data, 0)?;
+    let (train, test) = mnist::open(&args.data, args.seed)?;
     let device = Device::default().autodiff();
-    let model = Cnn::new(&device);
+    device.seed(args.seed.wrapping_add(rank.rank() as u64)); // ranks
+    let model = Cnn::new(&device, args.dropout);
     let (mut ddp, mut model) =
         DistributedDataParallel::new(&rank.group(), model, Default::default())?; // ranks
     let mut optimizer = AdamWConfig::new().init();
@@ -104,7 +121,7 @@ fn train(rank: &RankContext, args: &Args) -> Result<()> {
         let config = SamplerConfig {
             samples,
             shuffle,
-            seed: 0,
+            seed: args.seed,
             rank: rank.rank(),   // ranks
             world: rank.world(), // ranks
         };
@@ -115,14 +132,16 @@ fn train(rank: &RankContext, args: &Args) -> Result<()> {
     for epoch in 0..args.epochs {
         let mut totals = [0f64; 4]; // loss and samples in training; right answers and samples in the test
         for part in train_order.epoch(epoch).iter() {
-            let samples = part.indices.len();
-            let mut step = ddp.begin(&[samples])?; // ranks: of the last batch some may have fewer samples, or none
-            if samples > 0 {
-                let (images, labels) = read(&train, epoch, &part.indices, &device)?;
+            let micro_batches = divided(&part.indices, args.micro_batches.get());
+            let sizes: Vec<usize> = micro_batches.iter().map(Vec::len).collect();
+            // The last batch may be smaller on some ranks, or empty.
+            let mut step = ddp.begin(&sizes)?; // ranks
+            for indices in micro_batches.iter().filter(|indices| !indices.is_empty()) {
+                let (images, labels) = read(&train, epoch, indices, &device)?;
                 let loss = cross_entropy.forward(model.forward(images), labels);
                 step.add(&model, GradientsParams::from_grads(loss.backward(), &model))?; // ranks
-                totals[0] += f64::from(loss.into_scalar::<f32>()) * samples as f64;
-                totals[1] += samples as f64;
+                totals[0] += f64::from(loss.into_scalar::<f32>()) * indices.len() as f64;
+                totals[1] += indices.len() as f64;
             }
             let gradients = step.finish(&model)?; // ranks
             model = optimizer.step(args.lr, model, gradients);
@@ -144,10 +163,11 @@ fn train(rank: &RankContext, args: &Args) -> Result<()> {
         if rank.is_main() {
             // ranks
             rank.line(&format!(
-                "epoch {}  loss {:.4}  accuracy {:.2} %",
+                "epoch {}  loss {:.4}  accuracy {:.2} %  weights {}",
                 epoch + 1,
                 totals[0] / totals[1],
-                100.0 * totals[2] / totals[3]
+                100.0 * totals[2] / totals[3],
+                &ddp.digest(&model)?[..16]
             ))?;
         }
     }

@@ -4,7 +4,9 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use phalanx_base::{Error, Result};
 use phalanx_comm::ProcessGroup;
-use phalanx_ddp::{GlobalBatch, Replica, ReplicaOptions, broadcast_parameters};
+use phalanx_ddp::{
+    GlobalBatch, HostTensors, Replica, ReplicaOptions, broadcast_parameters, digest,
+};
 
 use crate::tensors::{Outline, given, staged, taken, values, with_values};
 
@@ -238,6 +240,21 @@ impl DistributedDataParallel {
         Ok(self
             .replica
             .verify_equal(&staged(model, &self.outline, false)?)?)
+    }
+
+    /// SHA-256 of the values of all tensors that have a gradient, as little-endian f32 in the order in which Burn visits
+    /// them, in hexadecimal. Equal parameters have equal digests, whatever the number of ranks. Running statistics
+    /// are not in it. Does not communicate.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` for another module than the one that this was made for; `Failed` when a tensor cannot be read.
+    pub fn digest(&self, model: &impl Module) -> Result<String> {
+        self.check(model)?;
+        let all = staged(model, &self.outline, false)?;
+        let parameters = HostTensors::new(all.parameters().to_vec(), Vec::new());
+        let bytes = digest(&parameters);
+        Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 }
 

@@ -4,6 +4,7 @@
 //! cargo run --release -p phalanx-candle --example mnist_candle -- --nproc-per-node 2
 //! ```
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -30,6 +31,12 @@ struct Args {
     /// Samples a step, over all ranks
     #[arg(long, default_value_t = 64)]
     batch_size: usize,
+    /// Micro-batches into which each rank divides its samples of a step
+    #[arg(long, value_name = "N", default_value = "1")]
+    micro_batches: NonZeroUsize,
+    /// Share of the values that dropout sets to 0
+    #[arg(long, default_value_t = 0.5)]
+    dropout: f32,
     /// Train on the first N samples only
     #[arg(long, value_name = "N", default_value_t = usize::MAX, hide_default_value = true)]
     samples: usize,
@@ -41,14 +48,14 @@ struct Args {
     checkpoint: Option<PathBuf>,
 }
 
-struct Cnn {
+pub(crate) struct Cnn {
     convs: [Conv2d; 2],
     linears: [Linear; 2],
     dropout: Dropout,
 }
 
 impl Cnn {
-    fn new(vb: VarBuilder) -> candle_core::Result<Cnn> {
+    pub(crate) fn new(vb: VarBuilder, dropout: f32) -> candle_core::Result<Cnn> {
         Ok(Cnn {
             convs: [
                 conv2d(1, 32, 5, Default::default(), vb.pp("conv1"))?,
@@ -58,11 +65,11 @@ impl Cnn {
                 linear(1024, 128, vb.pp("fc1"))?,
                 linear(128, 10, vb.pp("fc2"))?,
             ],
-            dropout: Dropout::new(0.5),
+            dropout: Dropout::new(dropout),
         })
     }
 
-    fn forward(&self, images: &Tensor, train: bool) -> candle_core::Result<Tensor> {
+    pub(crate) fn forward(&self, images: &Tensor, train: bool) -> candle_core::Result<Tensor> {
         let mut x = images.clone();
         for conv in &self.convs {
             x = conv.forward(&x)?.max_pool2d(2)?;
@@ -74,7 +81,11 @@ impl Cnn {
 }
 
 /// Images (number, channels, height, width) and labels of these samples.
-fn read(set: &Arc<dyn ImageDataset>, epoch: u64, indices: &[u64]) -> Result<(Tensor, Tensor)> {
+pub(crate) fn read(
+    set: &Arc<dyn ImageDataset>,
+    epoch: u64,
+    indices: &[u64],
+) -> Result<(Tensor, Tensor)> {
     let mut batch = ImageBatch::default();
     set.read_batch(epoch, indices, &mut batch)?;
     let [n, h, w, c] = batch.shape();
@@ -83,10 +94,19 @@ fn read(set: &Arc<dyn ImageDataset>, epoch: u64, indices: &[u64]) -> Result<(Ten
     Ok((images.permute((0, 3, 1, 2))?.contiguous()?, labels))
 }
 
+/// `indices` in parts of equal size, one more in the first ones.
+fn divided(indices: &[u64], parts: usize) -> Vec<Vec<u64>> {
+    let part = |first| indices.iter().copied().skip(first).step_by(parts);
+    (0..parts).map(|first| part(first).collect()).collect()
+}
+
 fn train(rank: &RankContext, args: &Args) -> Result<()> {
     let (train, test) = mnist::open(&args.data, 0)?;
     let varmap = VarMap::new();
-    let model = Cnn::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
+    let model = Cnn::new(
+        VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu),
+        args.dropout,
+    )?;
     let mut ddp = DistributedDataParallel::new(&rank.group(), &varmap, Default::default())?; // ranks
     let params = ParamsAdamW {
         lr: args.lr,
@@ -114,14 +134,16 @@ fn train(rank: &RankContext, args: &Args) -> Result<()> {
     for epoch in first..args.epochs {
         let mut totals = [0f64; 4]; // loss and samples in training; right answers and samples in the test
         for part in train_order.epoch(epoch).iter() {
-            let samples = part.indices.len();
-            let mut step = ddp.begin(&[samples])?; // ranks: of the last batch some may have fewer samples, or none
-            if samples > 0 {
-                let (images, labels) = read(&train, epoch, &part.indices)?;
+            let micro_batches = divided(&part.indices, args.micro_batches.get());
+            let sizes: Vec<usize> = micro_batches.iter().map(Vec::len).collect();
+            // The last batch may be smaller on some ranks, or empty.
+            let mut step = ddp.begin(&sizes)?; // ranks
+            for indices in micro_batches.iter().filter(|indices| !indices.is_empty()) {
+                let (images, labels) = read(&train, epoch, indices)?;
                 let loss = loss::nll(&model.forward(&images, true)?, &labels)?;
                 step.backward(&loss)?; // ranks
-                totals[0] += f64::from(loss.to_scalar::<f32>()?) * samples as f64;
-                totals[1] += samples as f64;
+                totals[0] += f64::from(loss.to_scalar::<f32>()?) * indices.len() as f64;
+                totals[1] += indices.len() as f64;
             }
             optimizer.step(&step.finish()?)?; // ranks
         }
@@ -139,10 +161,11 @@ fn train(rank: &RankContext, args: &Args) -> Result<()> {
         if rank.is_main() {
             // ranks
             rank.line(&format!(
-                "epoch {}  loss {:.4}  accuracy {:.2} %",
+                "epoch {}  loss {:.4}  accuracy {:.2} %  weights {}",
                 epoch + 1,
                 totals[0] / totals[1],
-                100.0 * totals[2] / totals[3]
+                100.0 * totals[2] / totals[3],
+                &ddp.digest()?[..16]
             ))?;
         }
         if let Some(path) = &args.checkpoint {

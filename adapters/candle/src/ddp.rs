@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor, Var};
 use candle_nn::{Optimizer, VarMap};
 use phalanx_base::say;
 use phalanx_comm::ProcessGroup;
-use phalanx_ddp::{GlobalBatch, HostTensors, Parameters, Replica, ReplicaOptions};
+use phalanx_ddp::{GlobalBatch, HostTensors, Parameters, Replica, ReplicaOptions, digest};
 
 use crate::error::{Error, Result};
 use crate::tensors::{check_dtype, host, read, tensor};
@@ -310,6 +310,17 @@ impl DistributedDataParallel {
     pub fn verify_equal(&self) -> Result<()> {
         let tensors = staged(&self.parameters, &self.buffers)?;
         Ok(self.replica.verify_equal(&tensors)?)
+    }
+
+    /// SHA-256 of the values of all parameters, as little-endian f32 in the order of their names, in hexadecimal. Equal
+    /// parameters have equal digests, whatever the number of ranks. Buffers are not in it. Does not communicate.
+    ///
+    /// # Errors
+    ///
+    /// Those of candle.
+    pub fn digest(&self) -> Result<String> {
+        let bytes = digest(&staged(&self.parameters, &[])?);
+        Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 }
 
