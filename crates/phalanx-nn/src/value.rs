@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use crate::layers::{
-    Act, Activation, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, MaxPool2dOptions,
+    Act, Activation, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, Mask, MaxPool2dOptions,
+    attend_stepwise,
 };
 use crate::param::ParamId;
 use crate::{Error, Result, Step, Tensor};
@@ -99,6 +100,9 @@ macro_rules! forward {
 /// Operations are those of [`Tensor`], with the same shapes and errors. Images are
 /// (N, H, W, C).
 pub trait Value<'s>: Sized {
+    /// Whether [`attention`](Value::attention) is one operation; otherwise it is made of several.
+    const ATTENDS_AT_ONCE: bool = false;
+
     /// A second handle to the same value.
     #[must_use]
     fn share(&self) -> Self;
@@ -157,6 +161,19 @@ pub trait Value<'s>: Sized {
 
     operations!(declare);
 
+    /// As [`Tensor::attention`].
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit.
+    fn attention(self, key: Self, value: Self, heads: usize, causal: bool) -> Result<Self> {
+        let mask = if causal {
+            Mask::Causal(None)
+        } else {
+            Mask::Open
+        };
+        attend_stepwise(heads, [self, key, value], mask, None)
+    }
+
     /// As [`Tensor::log_softmax`]: over the last dimension.
     ///
     /// # Errors
@@ -186,6 +203,8 @@ pub trait Value<'s>: Sized {
 }
 
 impl<'s> Value<'s> for Tensor<'s> {
+    const ATTENDS_AT_ONCE: bool = true;
+
     fn share(&self) -> Self {
         Tensor::share(self)
     }
@@ -221,6 +240,7 @@ impl<'s> Value<'s> for Tensor<'s> {
     forward! {
         // Without the allocations of the provided methods.
         log_softmax();
+        attention(key: Self, value: Self, heads: usize, causal: bool);
         transpose(a: usize, b: usize);
     }
 }

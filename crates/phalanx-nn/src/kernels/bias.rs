@@ -1,5 +1,7 @@
 //! Biases: added to every row, their gradient is the sum over rows.
 
+use crate::par::ThreadPool;
+
 simd! {
     /// `y = act(y + bias)`, row by row of `bias.len()`; an empty bias adds nothing.
     pub(crate) fn finish(y: &mut [f32], bias: &[f32], relu: bool) {
@@ -46,21 +48,25 @@ const ROWS: usize = 128;
 /// Columns whose running sums stay in registers.
 const COLUMNS: usize = 32;
 
+/// `sums[c] = sum of rows[.][c]`. *Order*: within blocks of [`ROWS`] rows in
+/// row order, blocks in block order.
+pub(crate) fn column_sums(threads: &ThreadPool, rows: &[f32], sums: &mut [f32]) {
+    let n = sums.len();
+    threads.split(sums, 2 * COLUMNS, |from, sums| {
+        some_column_sums(rows, n, from, sums)
+    });
+}
+
 simd! {
-    /// `sums[c] = sum of rows[.][c]`. *Order*: within blocks of [`ROWS`] rows in
-    /// row order, blocks in block order.
-    pub(crate) fn column_sums(rows: &[f32], sums: &mut [f32]) {
-        let n = sums.len();
+    /// Those of columns `from ..` of `n`.
+    fn some_column_sums(rows: &[f32], n: usize, from: usize, sums: &mut [f32]) {
         sums.fill(0.0);
-        if n == 0 {
-            return;
-        }
         for block in rows.chunks(ROWS * n) {
             let mut c = 0;
-            while c + COLUMNS <= n {
+            while c + COLUMNS <= sums.len() {
                 let mut acc = [0.0f32; COLUMNS];
                 for row in block.chunks_exact(n) {
-                    for (a, &v) in acc.iter_mut().zip(&row[c..c + COLUMNS]) {
+                    for (a, &v) in acc.iter_mut().zip(&row[from + c..][..COLUMNS]) {
                         *a += v;
                     }
                 }
@@ -70,7 +76,7 @@ simd! {
                 c += COLUMNS;
             }
             for (c, s) in sums.iter_mut().enumerate().skip(c) {
-                *s += block[c..].iter().step_by(n).fold(0.0f32, |acc, v| acc + v);
+                *s += block[from + c..].iter().step_by(n).fold(0.0f32, |acc, v| acc + v);
             }
         }
     }
@@ -89,7 +95,7 @@ mod tests {
             let mut first: Option<Vec<f32>> = None;
             on_each_isa(|isa| {
                 let mut sums = vec![0.0; n];
-                column_sums(&rows, &mut sums);
+                column_sums(&ThreadPool::default(), &rows, &mut sums);
                 for (c, sum) in sums.iter().enumerate() {
                     let want: f64 = rows.iter().skip(c).step_by(n).map(|&v| f64::from(v)).sum();
                     assert!((f64::from(*sum) - want).abs() < 1e-4, "{isa:?}");

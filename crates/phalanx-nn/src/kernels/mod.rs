@@ -11,6 +11,7 @@ pub(crate) mod isa;
 pub(crate) mod vector;
 pub(crate) mod activation;
 pub(crate) mod adaptive_max;
+pub(crate) mod attention;
 pub(crate) mod avg_pool;
 pub(crate) mod batch_norm;
 pub(crate) mod bf16;

@@ -74,40 +74,107 @@ impl<'a> Mat<'a> {
     }
 }
 
+/// The right-hand side of a product.
+#[derive(Clone, Copy)]
+pub(super) enum Right<'a> {
+    Matrix(Mat<'a>),
+    Packed(Packed<'a>),
+}
+
+/// A matrix in the panels of [`pack`], for each [`DEPTH`] rows one after another.
+#[derive(Clone, Copy)]
+pub(super) struct Packed<'a> {
+    data: &'a [f32],
+    rows: usize,
+    cols: usize,
+}
+
+impl<'a> From<Mat<'a>> for Right<'a> {
+    fn from(b: Mat<'a>) -> Self {
+        Right::Matrix(b)
+    }
+}
+
+impl<'a> Right<'a> {
+    fn sizes(&self) -> (usize, usize) {
+        match self {
+            Right::Matrix(b) => (b.rows, b.cols),
+            Right::Packed(b) => (b.rows, b.cols),
+        }
+    }
+
+    /// Panels of rows `from .. from + depth` and columns `left .. right`; `own` is memory for them.
+    fn panels<'s>(
+        &self,
+        (from, depth): (usize, usize),
+        (left, right): (usize, usize),
+        own: &'s mut [f32],
+    ) -> &'s [f32]
+    where
+        'a: 's,
+    {
+        match *self {
+            Right::Matrix(b) => {
+                pack(b.part(from, from + depth, left, right), own);
+                own
+            }
+            Right::Packed(b) => {
+                let before = from * b.cols.div_ceil(LANES) + depth * (left / LANES);
+                &b.data[before * LANES..]
+            }
+        }
+    }
+}
+
 /// `c (+)= a * b` with `c` row-major, rows `stride` apart.
 pub(crate) fn product(c: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, mode: Mode) {
     let (m, n) = (a.rows, b.cols);
     assert!(m == 0 || n == 0 || (n <= stride && (m - 1) * stride + n <= c.len()));
     // SAFETY: the block of m x n with this stride lies in `c`, checked above.
-    unsafe { product_at(c.as_mut_ptr(), stride, a, b, mode) };
+    unsafe { product_at(c.as_mut_ptr(), stride, a, b.into(), mode, &[]) };
 }
 
-/// As [`product`], for a block of a larger matrix. Whether all of it is finite then.
+/// As [`product`], for a block of a larger matrix. A bias that is not empty is added to each row; its length is that of a row,
+/// rounded up to whole vectors. Returns whether all of the block is finite then; with a bias and no inner size, it is not
+/// looked at.
 ///
 /// # Safety
-/// `c` points to a row-major block of `a.rows` x `b.cols` with rows `stride`
+/// `c` points to a row-major block of `a.rows` rows and the columns of `b` with rows `stride`
 /// apart that is valid for writes and touched by no other code.
-unsafe fn product_at(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, mode: Mode) -> bool {
-    let (m, n, k) = (a.rows, b.cols, a.cols);
-    assert_eq!(k, b.rows, "inner sizes of a product differ");
-    assert!(a.end() <= a.data.len() && b.end() <= b.data.len());
-    let add = mode == Mode::Add;
+pub(super) unsafe fn product_at(
+    c: *mut f32,
+    stride: usize,
+    a: Mat<'_>,
+    b: Right<'_>,
+    mode: Mode,
+    bias: &[f32],
+) -> bool {
+    let (m, k) = (a.rows, a.cols);
+    let (inner, n) = b.sizes();
+    assert_eq!(k, inner, "inner sizes of a product differ");
+    assert!(bias.is_empty() || mode == Mode::Write);
+    assert!(
+        a.end() <= a.data.len() && (bias.is_empty() || bias.len() >= n.next_multiple_of(LANES))
+    );
+    let begin = match mode {
+        Mode::Write => Begin::Zero,
+        Mode::Add => Begin::AddAfter,
+    };
     let mut finite = true;
     for top in (0..m).step_by(SLAB) {
         let rows = SLAB.min(m - top);
         for left in (0..n).step_by(COLUMNS) {
             let wide = COLUMNS.min(n - left);
-            let (a, b) = (
-                a.part(top, top + rows, 0, k),
-                b.part(0, k, left, left + wide),
-            );
+            let a = a.part(top, top + rows, 0, k);
+            let columns = (left, left + wide);
+            let bias = bias.get(left..).unwrap_or_default();
             // SAFETY: inside the block by the caller's promise.
             let to = unsafe { c.add(top * stride + left) };
-            if add && k > DEPTH {
+            if mode == Mode::Add && k > DEPTH {
                 // The sum is made first, then added.
                 scratch(rows * wide, |sum| {
                     // SAFETY: `sum` has this size.
-                    unsafe { block(sum.as_mut_ptr(), wide, a, b, false) };
+                    unsafe { block(sum.as_mut_ptr(), wide, a, (b, columns), Begin::Zero, &[]) };
                     for (r, sum) in sum.chunks_exact(wide).enumerate() {
                         // SAFETY: rows of the block, which this call alone touches.
                         let to =
@@ -120,40 +187,75 @@ unsafe fn product_at(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, mode: M
                 });
             } else {
                 // SAFETY: inside the block by the caller's promise.
-                finite &= unsafe { block(to, stride, a, b, add) };
+                finite &= unsafe { block(to, stride, a, (b, columns), begin, bias) };
             }
         }
     }
     finite
 }
 
+/// `c` plus `a * b`, as one sum: its chain goes on from what `c` holds.
+///
+/// # Safety
+/// As [`product_at`].
+pub(super) unsafe fn product_onto(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>) {
+    assert_eq!(a.cols, b.rows, "inner sizes of a product differ");
+    assert!(a.end() <= a.data.len());
+    for top in (0..a.rows).step_by(SLAB) {
+        let a = a.part(top, a.rows.min(top + SLAB), 0, a.cols);
+        for left in (0..b.cols).step_by(COLUMNS) {
+            let columns = (left, b.cols.min(left + COLUMNS));
+            // SAFETY: inside the block by the caller's promise.
+            unsafe {
+                let to = c.add(top * stride + left);
+                block(to, stride, a, (b.into(), columns), Begin::Continue, &[]);
+            }
+        }
+    }
+}
+
 /// Rows for which one packing of `b` serves.
 const SLAB: usize = 1024;
 /// Columns of `b` packed at a time.
 const COLUMNS: usize = 256;
-/// Inner steps between two visits of `c`: packed, they and their columns fit L2.
-const DEPTH: usize = 512;
+/// Inner steps between two visits of `c`: so many of the columns of a tile stay in L1 while the rows go by.
+const DEPTH: usize = 256;
 /// Rows of `a` that stay in cache while the columns go by.
 const ROWS: usize = 96;
 
-/// `c = a * b`, or with `add` (inner size at most [`DEPTH`]) `c += a * b`. Whether all of `c` is finite then.
+/// `a * b` with these columns of `b`. What `c` holds is added afterwards only to sums of at most [`DEPTH`]. Whether all of `c`
+/// is finite then.
 ///
 /// # Safety
 /// As [`product_at`].
-unsafe fn block(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, add: bool) -> bool {
-    let (m, n, k) = (a.rows, b.cols, a.cols);
-    let mut finite = k > 0 || !add; // else it was not looked at
-    if k == 0 && !add {
+unsafe fn block(
+    c: *mut f32,
+    stride: usize,
+    a: Mat<'_>,
+    (b, columns): (Right<'_>, (usize, usize)),
+    begin: Begin,
+    bias: &[f32],
+) -> bool {
+    let (m, n, k) = (a.rows, columns.1 - columns.0, a.cols);
+    let mut finite = k > 0 || begin == Begin::Zero; // else it was not looked at
+    if k == 0 && begin == Begin::Zero {
         for r in 0..m {
             // SAFETY: inside the block by the caller's promise.
-            unsafe { std::slice::from_raw_parts_mut(c.add(r * stride), n).fill(0.0) };
+            let row = unsafe { std::slice::from_raw_parts_mut(c.add(r * stride), n) };
+            match bias.get(..n) {
+                Some(bias) if n > 0 => row.copy_from_slice(bias),
+                _ => row.fill(0.0),
+            }
         }
     }
-    let panels = n.div_ceil(LANES);
-    scratch(panels * LANES * k.min(DEPTH), |packed| {
+    let own = match b {
+        Right::Matrix(_) => n.next_multiple_of(LANES) * k.min(DEPTH),
+        Right::Packed(_) => 0,
+    };
+    scratch(own, |own| {
         for from in (0..k).step_by(DEPTH) {
             let depth = DEPTH.min(k - from);
-            pack(b.part(from, from + depth, 0, n), packed);
+            let packed = b.panels((from, depth), columns, own);
             for top in (0..m).step_by(ROWS) {
                 let rows = ROWS.min(m - top);
                 let a = a.part(top, top + rows, from, from + depth);
@@ -168,11 +270,8 @@ unsafe fn block(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>, add: bool) -
                     stride,
                     rows,
                     columns: n,
-                    begin: match (from > 0, add) {
-                        (true, _) => Begin::Continue,
-                        (false, true) => Begin::AddAfter,
-                        (false, false) => Begin::Zero,
-                    },
+                    bias: (from + depth == k && !bias.is_empty()).then_some(bias.as_ptr()),
+                    begin: if from > 0 { Begin::Continue } else { begin },
                 };
                 // SAFETY: `packed` holds the panels, the parts lie in their matrices. What is not finite stays so
                 // in the rest of its sum.
@@ -236,6 +335,8 @@ struct Strip {
     stride: usize,
     rows: usize,
     columns: usize,
+    /// Added to whole sums.
+    bias: Option<*const f32>,
     begin: Begin,
 }
 
@@ -253,22 +354,26 @@ unsafe fn tile<V: Vector, const M: usize, const N: usize>(
     // that exist are touched.
     unsafe {
         let c = s.c.add(r * s.stride + j * LANES);
-        let partial = |n: usize| n + 1 == N && tail < LANES;
-        let fetch = |m: usize, n: usize| {
-            let at = c.add(m * s.stride + n * LANES);
-            if partial(n) {
-                let mut own = [0.0; LANES];
-                std::ptr::copy_nonoverlapping(at, own.as_mut_ptr(), tail);
-                V::load(own.as_ptr())
-            } else {
-                V::load(at)
-            }
-        };
+        let columns = (N - 1) * LANES + tail;
+        // Loops over the sums stay short, so that all of them are unrolled and the sums are in registers.
         let mut sums = [[V::splat(0.0); N]; M];
         if s.begin == Begin::Continue {
-            for (m, sums) in sums.iter_mut().enumerate() {
-                for (n, v) in sums.iter_mut().enumerate() {
-                    *v = fetch(m, n);
+            if tail == LANES {
+                for (m, sums) in sums.iter_mut().enumerate() {
+                    for (n, v) in sums.iter_mut().enumerate() {
+                        *v = V::load(c.add(m * s.stride + n * LANES));
+                    }
+                }
+            } else {
+                let mut own = [[[0.0; LANES]; N]; M];
+                for (m, own) in own.iter_mut().enumerate() {
+                    let from = c.add(m * s.stride);
+                    std::ptr::copy_nonoverlapping(from, own.as_mut_ptr().cast(), columns);
+                }
+                for (sums, own) in sums.iter_mut().zip(&own) {
+                    for (v, own) in sums.iter_mut().zip(own) {
+                        *v = V::load(own.as_ptr());
+                    }
                 }
             }
         }
@@ -288,36 +393,68 @@ unsafe fn tile<V: Vector, const M: usize, const N: usize>(
             }
             a = a.wrapping_add(s.a_step);
         }
-        for (m, sums) in sums.iter().enumerate() {
-            for (n, &v) in sums.iter().enumerate() {
-                let v = match s.begin {
-                    Begin::AddAfter => fetch(m, n).add(v),
-                    _ => v,
-                };
-                // Columns that do not exist are sums of zeros times a row: not finite only if those that do are not.
-                *seen = v.fma(v, *seen);
-                let at = c.add(m * s.stride + n * LANES);
-                if partial(n) {
-                    let mut own = [0.0; LANES];
-                    v.store(own.as_mut_ptr());
-                    std::ptr::copy_nonoverlapping(own.as_ptr(), at, tail);
-                } else {
-                    v.store(at);
+        if let Some(bias) = s.bias {
+            let mut row = [V::splat(0.0); N];
+            for (n, v) in row.iter_mut().enumerate() {
+                *v = V::load(bias.add((j + n) * LANES));
+            }
+            for sums in &mut sums {
+                for (s, &b) in sums.iter_mut().zip(&row) {
+                    *s = s.add(b);
                 }
+            }
+        }
+        if tail == LANES && s.begin != Begin::AddAfter {
+            // Chains that do not wait for each other.
+            // Not from 0, as `seen`.
+            let mut squares = [V::splat(1.0); N];
+            for (m, sums) in sums.iter().enumerate() {
+                for (n, (&v, square)) in sums.iter().zip(&mut squares).enumerate() {
+                    *square = v.fma(v, *square);
+                    v.store(c.add(m * s.stride + n * LANES));
+                }
+            }
+            squares.iter().for_each(|&square| *seen = seen.add(square));
+            return;
+        }
+        let mut own = [[[0.0; LANES]; N]; M];
+        for (own, sums) in own.iter_mut().zip(&sums) {
+            for (own, v) in own.iter_mut().zip(sums) {
+                v.store(own.as_mut_ptr());
+            }
+        }
+        for (m, own) in own.iter_mut().enumerate() {
+            let to = std::slice::from_raw_parts_mut(c.add(m * s.stride), columns);
+            for (to, v) in to.iter_mut().zip(own.as_flattened()) {
+                *to = if s.begin == Begin::AddAfter {
+                    *to + v
+                } else {
+                    *v
+                };
+            }
+            // Columns that do not exist are sums of zeros times a row: not finite only if those that do are not.
+            own.as_flattened_mut()[..columns].copy_from_slice(to);
+            for own in own {
+                let v = V::load(own.as_ptr());
+                *seen = v.fma(v, *seen);
             }
         }
     }
 }
 
 #[inline(always)]
-unsafe fn group<V: Vector, const N: usize>(s: &Strip, j: usize, seen: &mut V) {
+unsafe fn group<V: Vector, const M: usize, const N: usize>(s: &Strip, j: usize, seen: &mut V) {
     let tail = LANES.min(s.columns - (j + N - 1) * LANES);
     let mut r = 0;
     // SAFETY: only rows that exist.
     unsafe {
-        while r + 6 <= s.rows {
-            tile::<V, 6, N>(s, r, j, tail, seen);
-            r += 6;
+        while r + M <= s.rows {
+            tile::<V, M, N>(s, r, j, tail, seen);
+            r += M;
+        }
+        if r + 8 <= s.rows {
+            tile::<V, 8, N>(s, r, j, tail, seen);
+            r += 8;
         }
         if r + 4 <= s.rows {
             tile::<V, 4, N>(s, r, j, tail, seen);
@@ -338,18 +475,18 @@ unsafe fn strips_body<V: Vector>(s: &Strip) -> bool {
         // Not from 0: small squares would add up to subnormal numbers, which are slow.
         let mut seen = V::splat(1.0);
         if V::SPAN >= 4 {
-            while j + 4 <= panels {
-                group::<V, 4>(s, j, &mut seen);
-                j += 4;
-            }
-            if j + 2 <= panels {
-                group::<V, 2>(s, j, &mut seen);
+            while j + 2 <= panels {
+                group::<V, 12, 2>(s, j, &mut seen);
                 j += 2;
             }
-        }
-        while j < panels {
-            group::<V, 1>(s, j, &mut seen);
-            j += 1;
+            if j < panels {
+                group::<V, 12, 1>(s, j, &mut seen);
+            }
+        } else {
+            while j < panels {
+                group::<V, 6, 1>(s, j, &mut seen);
+                j += 1;
+            }
         }
         let mut lanes = [0.0; LANES];
         seen.store(lanes.as_mut_ptr());
@@ -382,24 +519,88 @@ pub(crate) fn product_threaded(
     b: Mat<'_>,
     mode: Mode,
 ) -> bool {
+    parts(threads, c, (a, b), mode, &[])
+}
+
+/// `c = a * b + bias`, with `bias` added to each row of the whole sums.
+pub(crate) fn product_biased(
+    threads: &ThreadPool,
+    c: &mut [f32],
+    (a, b): (Mat<'_>, Mat<'_>),
+    bias: &[f32],
+) {
+    assert!(bias.is_empty() || bias.len() == b.cols);
+    parts(threads, c, (a, b), Mode::Write, bias);
+}
+
+/// [`product_threaded`] with a bias of a row, or none.
+fn parts(
+    threads: &ThreadPool,
+    c: &mut [f32],
+    (a, b): (Mat<'_>, Mat<'_>),
+    mode: Mode,
+    bias: &[f32],
+) -> bool {
     let (m, n, k) = (a.rows, b.cols, a.cols);
     assert!(m * n <= c.len());
     let (parts, piece) = cut(m, n, k);
     let out = Disjoint::new(c);
     let finite = AtomicBool::new(true);
-    threads.run(parts, |i| {
-        let (from, to) = (i * piece, (i + 1) * piece);
-        let (pa, pb, at) = if m >= n {
-            (a.part(from, to.min(m), 0, k), b, from * n)
-        } else {
-            (a, b.part(0, k, from, to.min(n)), from)
-        };
-        // SAFETY: part i covers rows (or columns) of c that no other covers.
-        if !unsafe { product_at(out.pointer(at), n, pa, pb, mode) } {
-            finite.store(false, Ordering::Relaxed);
-        }
-    });
+    // Innermost, so that both kinds of products keep the same scratch memory.
+    let whole_vectors = |f: &dyn Fn(&[f32])| {
+        scratch(bias.len().next_multiple_of(LANES), |whole| {
+            whole.fill(0.0);
+            whole[..bias.len()].copy_from_slice(bias);
+            f(whole);
+        });
+    };
+    let run = |b: Right<'_>| {
+        whole_vectors(&|bias| {
+            threads.run(parts, |i| {
+                let (from, to) = (i * piece, (i + 1) * piece);
+                let (pa, pb, at, bias) = match b {
+                    Right::Matrix(b) if m < n => {
+                        let bias = bias.get(from..).unwrap_or_default();
+                        (a, b.part(0, k, from, to.min(n)).into(), from, bias)
+                    }
+                    b => (a.part(from, to.min(m), 0, k), b, from * n, bias),
+                };
+                // SAFETY: part i covers rows (or columns) of c that no other covers.
+                if !unsafe { product_at(out.pointer(at), n, pa, pb, mode, bias) } {
+                    finite.store(false, Ordering::Relaxed);
+                }
+            });
+        })
+    };
+    let size = n.next_multiple_of(LANES) * k;
+    if m < n || parts == 1 || size > MOST_PACKED {
+        run(Right::Matrix(b));
+    } else {
+        // All parts read the same columns.
+        scratch(size, |data| {
+            pack_all(threads, b, data);
+            let (rows, cols) = (k, n);
+            run(Right::Packed(Packed { data, rows, cols }));
+        });
+    }
     finite.into_inner()
+}
+
+/// Elements of a right-hand side that is packed as a whole: 16 MiB.
+const MOST_PACKED: usize = 1 << 22;
+
+/// `b` as [`Packed`] has it.
+fn pack_all(threads: &ThreadPool, b: Mat<'_>, to: &mut [f32]) {
+    let width = b.cols.next_multiple_of(LANES);
+    for (i, to) in to.chunks_mut((DEPTH * width).max(1)).enumerate() {
+        let (from, depth) = (i * DEPTH, to.len() / width);
+        // Four panels at a time.
+        threads.split(to, 4 * LANES * depth, |at, to| {
+            let left = at / depth;
+            let right = b.cols.min(left + to.len() / depth);
+            pack(b.part(from, from + depth, left, right), to);
+        });
+    }
 }
 
 /// Number of parts and rows (or columns) of one.
@@ -423,6 +624,37 @@ mod tests {
     use super::*;
     use crate::kernels::scalar::{self, noise};
     use crate::par::Threads;
+
+    #[test]
+    fn packed_wholes_and_biases_change_no_bit() {
+        let pool = ThreadPool::new(Threads(3));
+        for (m, n, k) in [
+            (300, 70, 300),
+            (200, 200, 257),
+            (90, 130, 513),
+            (400, 33, 0),
+        ] {
+            let (a, b, bias) = (noise(m * k, 1), noise(n * k, 2), noise(n, 3));
+            let (a, b) = (Mat::rows(&a, m, k, k), Mat::rows(&b, n, k, k).t());
+            let (mut want, mut got) = (vec![f32::NAN; m * n], vec![f32::NAN; m * n]);
+            product(&mut want, n, a, b, Mode::Write);
+            for row in want.chunks_exact_mut(n) {
+                row.iter_mut().zip(&bias).for_each(|(w, b)| *w += b);
+            }
+            product_biased(&pool, &mut got, (a, b), &bias);
+            assert_eq!(got, want, "{m} x {k} x {n}");
+            // The sum goes on from what is there.
+            let (left, right) = (k / 3, k - k / 3);
+            let mut onto = vec![0.0; m * n];
+            for (from, to) in [(0, left), (left, left + right)] {
+                let (a, b) = (a.part(0, m, from, to), b.part(from, to, 0, n));
+                // SAFETY: all of the matrix.
+                unsafe { product_onto(onto.as_mut_ptr(), n, a, b) };
+            }
+            product(&mut want, n, a, b, Mode::Write);
+            assert_eq!(onto, want, "{m} x {k} x {n}, in two parts");
+        }
+    }
 
     #[test]
     fn agrees_with_the_scalar_product_in_every_orientation() {

@@ -14,6 +14,20 @@ fn larger(a: f32, b: f32) -> f32 {
     if (b > a) | b.is_nan() { b } else { a }
 }
 
+/// The largest number, or NaN.
+#[inline(always)]
+fn most_of(y: &[f32]) -> f32 {
+    let (blocks, rest) = y.as_chunks::<LANES>();
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    for block in blocks {
+        for (l, &v) in lanes.iter_mut().zip(block) {
+            *l = larger(*l, v);
+        }
+    }
+    let all = lanes.iter().chain(rest);
+    all.fold(f32::NEG_INFINITY, |m, &v| larger(m, v))
+}
+
 /// Sixteen partial sums, folded in order.
 #[inline(always)]
 fn sum_of(len: usize, term: impl Fn(usize) -> f32) -> f64 {
@@ -31,8 +45,9 @@ fn sum_of(len: usize, term: impl Fn(usize) -> f32) -> f64 {
 }
 
 simd! {
-    fn row(y: &mut [f32], log: bool) {
-        let most = y.iter().fold(f32::NEG_INFINITY, |m, &v| larger(m, v));
+    /// One row, in place.
+    pub(super) fn row(y: &mut [f32], log: bool) {
+        let most = most_of(y);
         if log {
             let sum = sum_of(y.len(), |i| exp(y[i] - most));
             let shift = sum.ln();
@@ -99,7 +114,8 @@ pub(crate) fn forward(threads: &ThreadPool, y: &mut [f32], n: usize, inner: usiz
 }
 
 simd! {
-    fn row_backward(y: &[f32], d: &mut [f32], log: bool) {
+    /// `d` of one row becomes the input's gradient.
+    pub(super) fn row_backward(y: &[f32], d: &mut [f32], log: bool) {
         if log {
             let sum = sum_of(d.len(), |i| d[i]) as f32;
             for (d, &y) in d.iter_mut().zip(y) {

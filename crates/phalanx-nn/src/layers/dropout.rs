@@ -20,6 +20,11 @@ impl Dropout {
         Dropout { p, channels: true }
     }
 
+    /// Whether it never drops anything.
+    pub(crate) fn is_off(&self) -> bool {
+        self.p == 0.0
+    }
+
     /// # Errors
     /// As [`Value::dropout`] and [`Value::dropout2d`].
     pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {

@@ -50,9 +50,10 @@ impl MultiHeadAttention {
     /// # Errors
     /// `Usage` when the sizes do not fit.
     pub fn forward<'s, V: Value<'s>>(&self, x: V, causal: bool) -> Result<V> {
-        let mask = match (causal, &*x.shape()) {
-            (true, &[_, l, _]) => Some(causal_mask(&x, l)?),
-            _ => None,
+        let mask = if causal {
+            Mask::Causal(None)
+        } else {
+            Mask::Open
         };
         let all = x.linear(self.in_weight, Some(self.in_bias), Act::None)?;
         let part = |i: usize| all.share().slice(2, i * self.width..(i + 1) * self.width);
@@ -79,6 +80,7 @@ impl MultiHeadAttention {
                 .slice(2, i * self.width..(i + 1) * self.width)
         };
         let parts = [part(query, 0)?, part(key, 1)?, part(value, 2)?];
+        let mask = mask.map_or(Mask::Open, Mask::Added);
         self.out.forward(attend(self.heads, parts, mask, None)?)
     }
 }
@@ -92,12 +94,51 @@ pub(crate) fn causal_mask<'s, V: Value<'s>>(of: &V, length: usize) -> Result<V> 
     of.constant(&mask, &[length, length])
 }
 
+/// Which keys a query sees.
+pub(crate) enum Mask<V> {
+    /// All.
+    Open,
+    /// Its own position's and those before it; with [`causal_mask`], if that is made already.
+    Causal(Option<V>),
+    /// This is added to the scores.
+    Added(V),
+}
+
 /// Scaled dot-product attention of projected values (N, L, E), by heads; `dropout` zeroes
 /// weights.
 pub(crate) fn attend<'s, V: Value<'s>>(
     heads: usize,
     [q, k, v]: [V; 3],
-    mask: Option<V>,
+    mask: Mask<V>,
+    dropout: Option<Dropout>,
+) -> Result<V> {
+    let causal = match &mask {
+        Mask::Open => false,
+        Mask::Causal(_) => true,
+        Mask::Added(_) => return attend_stepwise(heads, [q, k, v], mask, dropout),
+    };
+    if !attends_at_once(&q, dropout) {
+        return attend_stepwise(heads, [q, k, v], mask, dropout);
+    }
+    // It drops nothing, but is numbered as it would be among the weights.
+    let q = match dropout {
+        Some(dropout) => dropout.forward(q)?,
+        None => q,
+    };
+    q.attention(k, v, heads, causal)
+}
+
+/// Whether attention without an added mask is one operation.
+pub(crate) fn attends_at_once<'s, V: Value<'s>>(x: &V, dropout: Option<Dropout>) -> bool {
+    let drops = dropout.is_some_and(|dropout| !dropout.is_off() && x.is_training());
+    V::ATTENDS_AT_ONCE && !drops
+}
+
+/// As [`attend`], with an operation for each step.
+pub(crate) fn attend_stepwise<'s, V: Value<'s>>(
+    heads: usize,
+    [q, k, v]: [V; 3],
+    mask: Mask<V>,
     dropout: Option<Dropout>,
 ) -> Result<V> {
     let shape = q.shape();
@@ -112,6 +153,11 @@ pub(crate) fn attend<'s, V: Value<'s>>(
         )));
     }
     let each = width / heads;
+    let mask = match mask {
+        Mask::Open => None,
+        Mask::Causal(None) => Some(causal_mask(&q, l)?),
+        Mask::Causal(Some(mask)) | Mask::Added(mask) => Some(mask),
+    };
     // (N, L, E) to (N, heads, L, E / heads).
     let apart = |x: V| {
         let l = x.shape()[1];

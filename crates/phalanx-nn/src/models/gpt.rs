@@ -2,7 +2,9 @@
 //! unsupervised multitask learners", 2019) and nanoGPT (A. Karpathy, 2022) build it, with
 //! separate projections for query, key and value.
 
-use crate::layers::{Dropout, Embedding, LayerNorm, Linear, attend, causal_mask};
+use crate::layers::{
+    Dropout, Embedding, LayerNorm, Linear, Mask, attend, attends_at_once, causal_mask,
+};
 use crate::param::{Init, ParamId, Scope};
 use crate::{Error, Result, Value, ValueStep};
 
@@ -69,12 +71,17 @@ impl Block {
         [q, k, v, &self.attn_proj, fc, &self.mlp_proj]
     }
 
-    fn forward<'s, V: Value<'s>>(&self, x: V, mask: V) -> Result<V> {
+    fn forward<'s, V: Value<'s>>(&self, x: V, mask: Option<V>) -> Result<V> {
         let y = self.ln_1.forward(x.share())?;
         let q = self.q.forward(y.share())?;
         let k = self.k.forward(y.share())?;
         let v = self.v.forward(y)?;
-        let y = attend(self.heads, [q, k, v], Some(mask), Some(self.dropout))?;
+        let y = attend(
+            self.heads,
+            [q, k, v],
+            Mask::Causal(mask),
+            Some(self.dropout),
+        )?;
         let x = x.add(self.dropout.forward(self.attn_proj.forward(y)?)?)?;
         let y = self
             .fc
@@ -181,9 +188,12 @@ impl Gpt {
         let positions = step.constant_embedding(self.wpe.weight, &positions, &[length])?;
         let x = self.wte.forward(step, tokens, &[batch, length])?;
         let x = self.dropout.forward(x.add(positions)?)?;
-        let mask = causal_mask(&x, length)?;
+        let mask = match attends_at_once(&x, Some(self.dropout)) {
+            true => None,
+            false => Some(causal_mask(&x, length)?),
+        };
         let x = super::through(&self.blocks, self.recomputes, x, |block, x| {
-            block.forward(x, mask.share())
+            block.forward(x, mask.as_ref().map(Value::share))
         })?;
         self.lm_head.forward(self.ln_f.forward(x)?)
     }

@@ -7,9 +7,9 @@ use crate::kernels::bias::{column_sums, finish};
 use crate::kernels::conv::ConvShape;
 use crate::kernels::element::{Values, ValuesMut};
 use crate::kernels::elementwise;
-use crate::kernels::product::{Mat, product_threaded};
+use crate::kernels::product::{Mat, product_biased, product_threaded};
 use crate::kernels::{Mode, bf16};
-use crate::par::ThreadPool;
+use crate::par::{PIECE, ThreadPool};
 use crate::param::ParamId;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
@@ -225,21 +225,27 @@ impl Operation for Linear {
         let (threads, sizes) = (c.threads, self.sizes);
         let mut buf = c.state.pool.get(self.rows * sizes.out);
         let y = buf.slice_mut();
-        match sizes.rounded(self.rows, self.precision) {
+        let bias = match sizes.rounded(self.rows, self.precision) {
             Some(s) => {
                 let mut work = c.state.pool.get(bf16::work_len(&s));
                 let (x, w) = (c.state.value(x), c.operand(self.weight));
                 sizes.forward(threads, &s, x, w, work.slice_mut(), y);
                 c.state.pool.put(work);
+                self.bias.map_or(&[][..], |b| c.operand(b))
             }
             None => {
                 let x = Mat::rows(c.state.value(x), self.rows, sizes.inp, sizes.inp);
                 let w = sizes.matrix(c.operand(self.weight));
-                product_threaded(threads, y, x, w, Mode::Write);
+                let bias = self.bias.map_or(&[][..], |b| c.operand(b));
+                product_biased(threads, y, (x, w), bias);
+                &[][..]
             }
+        };
+        let relu = self.act == Act::Relu;
+        if relu || !bias.is_empty() {
+            let rows = (PIECE / sizes.out.max(1)).max(1);
+            threads.split(y, rows * sizes.out, |_, y| finish(y, bias, relu));
         }
-        let bias = self.bias.map_or(&[][..], |b| c.operand(b));
-        finish(y, bias, self.act == Act::Relu);
         if self.act == Act::Relu6 {
             elementwise::clip(threads, y, self.act.clip());
         }
@@ -258,9 +264,9 @@ impl Operation for Linear {
         if let Some(b) = p.bias {
             let d = dy.slice();
             ctx.operand_grad(b, |db, mode| match mode {
-                Mode::Write => column_sums(d, db),
+                Mode::Write => column_sums(threads, d, db),
                 Mode::Add => crate::par::scratch(out, |sums| {
-                    column_sums(d, sums);
+                    column_sums(threads, d, sums);
                     elementwise::add(threads, db, sums);
                 }),
             })?;

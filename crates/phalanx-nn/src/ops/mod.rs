@@ -3,6 +3,7 @@
 
 pub(crate) mod adaptive_max_pool2d;
 pub(crate) mod arithmetic;
+pub(crate) mod attention;
 pub(crate) mod avg_pool2d;
 pub(crate) mod batch_norm;
 pub(crate) mod bmm;

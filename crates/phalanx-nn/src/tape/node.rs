@@ -238,6 +238,7 @@ nodes! {
     AvgPool2d(OpNode<ops::avg_pool2d::AvgPool2d, 1>),
     BatchNorm(ops::batch_norm::BatchNorm),
     Binary(OpNode<ops::arithmetic::Binary, 2>),
+    Attention(OpNode<ops::attention::Attention, 3>),
     Bmm(OpNode<ops::bmm::Bmm, 2>),
     Cast(OpNode<ops::cast::Cast, 1>),
     Concat(ops::slice::Concat),

@@ -4,7 +4,7 @@
 use crate::common::differences::{check, input, param};
 use crate::common::noise;
 use phalanx_nn::layers::Conv2dOptions;
-use phalanx_nn::{Grads, Layout, Scope, Seed, StepKey, Tape, Threads};
+use phalanx_nn::{Grads, Layout, Scope, Seed, StepKey, Tape, Tensor, Threads};
 
 /// Every index of `shape`, row-major.
 fn indices(shape: &[usize]) -> Vec<Vec<usize>> {
@@ -262,6 +262,117 @@ fn matrix_products() {
     }
 }
 
+#[test]
+fn attention() {
+    let (samples, heads, each) = (2, 3, 2);
+    let width = heads * each;
+    for (queries, keys, causal) in [
+        (5, 5, true),
+        (5, 5, false),
+        (1, 1, true),
+        (3, 7, false),
+        (0, 2, false),
+        (2, 0, false),
+    ] {
+        let plain = |v: &[Vec<f64>]| -> Vec<f64> {
+            let mut y = vec![0.0; samples * queries * width];
+            for (b, h) in indices(&[samples, heads]).iter().map(|i| (i[0], i[1])) {
+                let at =
+                    |rows: usize, row: usize, c: usize| (b * rows + row) * width + h * each + c;
+                for i in 0..queries {
+                    let score = |j: usize| -> f64 {
+                        let term = |c| v[0][at(queries, i, c)] * v[1][at(keys, j, c)];
+                        (0..each).map(term).sum::<f64>() / (each as f64).sqrt()
+                    };
+                    let seen = if causal { i + 1 } else { keys };
+                    let weights: Vec<f64> = (0..seen).map(|j| score(j).exp()).collect();
+                    let sum: f64 = weights.iter().sum();
+                    for c in 0..each {
+                        let term = |(j, w): (usize, &f64)| w / sum * v[2][at(keys, j, c)];
+                        y[at(queries, i, c)] = weights.iter().enumerate().map(term).sum();
+                    }
+                }
+            }
+            y
+        };
+        let of_keys = |seed| input(&[samples, keys, width], seed);
+        let leaves = [input(&[samples, queries, width], 1), of_keys(2), of_keys(3)];
+        check(
+            "attention",
+            &leaves,
+            |g, _| g.x(0).attention(g.x(1), g.x(2), heads, causal),
+            plain,
+        );
+    }
+}
+
+/// (N, L, E) to (N, heads, L, E / heads).
+fn by_heads(x: Tensor<'_>, heads: usize) -> Tensor<'_> {
+    let shape = x.shape();
+    let [samples, rows, width] = *shape else {
+        unreachable!("it has three dimensions");
+    };
+    let x = x.reshape(&[samples, rows, heads, width / heads]).unwrap();
+    x.permute(&[0, 2, 1, 3]).unwrap()
+}
+
+#[test]
+fn attention_has_the_bits_of_its_operations_one_after_the_other() {
+    let (samples, heads, each) = (2, 2, 5);
+    let width = heads * each;
+    let params = Scope::new(Seed(1)).build().unwrap();
+    for (queries, keys, causal) in [
+        (1, 1, true),
+        (63, 63, true),
+        (130, 130, true),
+        (65, 300, false),
+    ] {
+        let [q, k, v] = [(queries, 1), (keys, 2), (keys, 3)]
+            .map(|(rows, seed)| (noise(samples * rows * width, seed), [samples, rows, width]));
+        let run = |threads: usize, fused: bool| {
+            let mut tape = Tape::new(Threads(threads));
+            let mut grads = Grads::like(&params);
+            let step = tape.step(&params, StepKey::new(0, 0));
+            let all = [&q, &k, &v].map(|(x, shape)| step.variable(x, shape).unwrap());
+            let [q, k, v] = all.each_ref().map(|x| x.share());
+            let y = if fused {
+                q.attention(k, v, heads, causal).unwrap()
+            } else {
+                let q = by_heads(q, heads)
+                    .scale(1.0 / (each as f32).sqrt())
+                    .unwrap();
+                let mut scores = q.bmm_transposed(by_heads(k, heads)).unwrap();
+                if causal {
+                    let closed = |i: usize| i % keys > i / keys;
+                    let mask = (0..queries * keys)
+                        .map(|i| if closed(i) { f32::NEG_INFINITY } else { 0.0 });
+                    let mask: Vec<f32> = mask.collect();
+                    scores = scores
+                        .add(step.input(&mask, &[queries, keys]).unwrap())
+                        .unwrap();
+                }
+                let y = scores.softmax(3).unwrap().bmm(by_heads(v, heads)).unwrap();
+                let y = y.permute(&[0, 2, 1, 3]).unwrap();
+                y.reshape(&[samples, queries, width]).unwrap()
+            };
+            let mut bits: Vec<u32> = y.data().iter().map(|v| v.to_bits()).collect();
+            let loss = y.share().mul(y).unwrap().mean(&[], false).unwrap();
+            loss.backward(&mut grads).unwrap();
+            for x in &all {
+                bits.extend(x.grad().unwrap().iter().map(|v| v.to_bits()));
+            }
+            bits
+        };
+        let want = run(1, false);
+        for threads in [1, 2, 4] {
+            assert!(
+                run(threads, true) == want,
+                "{queries} x {keys}, {threads} threads"
+            );
+        }
+    }
+}
+
 fn erf(x: f64) -> f64 {
     // A series that converges everywhere.
     let mut term = x;
@@ -477,6 +588,10 @@ fn what_does_not_fit_is_named() {
     let errors = [
         (x().add(y()).unwrap_err(), "[2, 3] and [2, 2]"),
         (x().bmm(x()).unwrap_err(), "bmm"),
+        (
+            x().attention(x(), x(), 1, false).unwrap_err(),
+            "attention needs",
+        ),
         (x().sum(&[2], false).unwrap_err(), "2 is not there"),
         (x().sum(&[1, 1], false).unwrap_err(), "named twice"),
         (x().permute(&[0, 0]).unwrap_err(), "named once"),

@@ -220,7 +220,7 @@ pub(crate) fn bias_gradient(
     threads.split(parts, s.out, |at, db| {
         let chunk = at / s.out;
         let images = (chunk * per).min(s.images)..((chunk + 1) * per).min(s.images);
-        column_sums(&dy[images.start * ol..images.end * ol], db);
+        column_sums(threads, &dy[images.start * ol..images.end * ol], db);
     });
     fold(threads, parts, db, mode);
 }

@@ -1,0 +1,208 @@
+//! Scaled dot-product attention, head by head and by blocks of queries: no matrix of all queries and keys is in memory.
+//!
+//! *Order*: for finite numbers, the bits of the products, the softmax and their gradients one after the other: the weights
+//! of later keys, which are 0 if it is causal, would only add zeros. (Zero times infinity would be NaN.) Backward makes the
+//! weights again. A block of queries belongs to one thread, in backward a head.
+
+use super::Mode;
+use super::product::{Mat, product, product_at, product_onto};
+use super::softmax_dim::{row, row_backward};
+use crate::par::{Disjoint, ThreadPool, scratch};
+
+/// Queries of a block.
+const BLOCK: usize = 64;
+
+/// Queries (samples, queries, heads x each) and keys (samples, keys, heads x each).
+#[derive(Clone, Copy)]
+pub(crate) struct Sizes {
+    pub(crate) samples: usize,
+    pub(crate) queries: usize,
+    pub(crate) keys: usize,
+    pub(crate) heads: usize,
+    /// Width of a head.
+    pub(crate) each: usize,
+    /// A query sees as many keys as there are queries up to it.
+    pub(crate) causal: bool,
+}
+
+/// A block of queries of one head.
+#[derive(Clone, Copy)]
+struct Block {
+    sample: usize,
+    head: usize,
+    first: usize,
+    rows: usize,
+    /// Keys that some of its queries see.
+    reach: usize,
+}
+
+impl Sizes {
+    fn width(self) -> usize {
+        self.heads * self.each
+    }
+
+    fn heads(self) -> usize {
+        self.samples * self.heads
+    }
+
+    /// Where the head's element of row `row` of a sample of `rows` rows is.
+    fn at(self, block: Block, rows: usize, row: usize) -> usize {
+        (block.sample * rows + row) * self.width() + block.head * self.each
+    }
+
+    /// Block `i` of a head of all samples'.
+    fn block(self, head: usize, i: usize) -> Block {
+        let first = i * BLOCK;
+        let rows = BLOCK.min(self.queries - first);
+        Block {
+            sample: head / self.heads,
+            head: head % self.heads,
+            first,
+            rows,
+            reach: if self.causal { first + rows } else { self.keys },
+        }
+    }
+
+    /// Keys that query `i` of the block sees.
+    fn open(self, block: Block, i: usize) -> usize {
+        if self.causal {
+            block.first + i + 1
+        } else {
+            self.keys
+        }
+    }
+
+    /// The block's rows of what queries have.
+    fn of_queries(self, block: Block, x: &[f32]) -> Mat<'_> {
+        let from = &x[self.at(block, self.queries, block.first)..];
+        Mat::rows(from, block.rows, self.each, self.width())
+    }
+
+    /// The rows of keys or values that the block sees.
+    fn of_keys(self, block: Block, x: &[f32]) -> Mat<'_> {
+        let from = &x[self.at(block, self.keys, 0)..];
+        Mat::rows(from, block.reach, self.each, self.width())
+    }
+
+    /// The scaled queries of the block, and their weights.
+    fn weigh(
+        self,
+        block: Block,
+        (q, k): (&[f32], &[f32]),
+        scaled: &mut [f32],
+        weights: &mut [f32],
+    ) {
+        let factor = self.factor();
+        for (i, scaled) in scaled.chunks_exact_mut(self.each).enumerate() {
+            let from = &q[self.at(block, self.queries, block.first + i)..];
+            scaled
+                .iter_mut()
+                .zip(from)
+                .for_each(|(s, q)| *s = q * factor);
+        }
+        let queries = Mat::rows(scaled, block.rows, self.each, self.each);
+        let keys = self.of_keys(block, k).t();
+        product(weights, block.reach, queries, keys, Mode::Write);
+        for (i, weights) in weights.chunks_exact_mut(block.reach).enumerate() {
+            let (open, closed) = weights.split_at_mut(self.open(block, i));
+            row(open, false);
+            closed.fill(0.0);
+        }
+    }
+
+    fn factor(self) -> f32 {
+        1.0 / (self.each as f32).sqrt()
+    }
+}
+
+/// `y` is the sum of the values, weighted by the softmax of queries times keys.
+pub(crate) fn forward(threads: &ThreadPool, z: Sizes, [q, k, v]: [&[f32]; 3], y: &mut [f32]) {
+    if z.keys == 0 || z.each == 0 {
+        return y.fill(0.0);
+    }
+    let out = Disjoint::new(y);
+    let blocks = z.queries.div_ceil(BLOCK);
+    threads.run(z.heads() * blocks, |i| {
+        let block = z.block(i / blocks, i % blocks);
+        scratch(block.rows * (z.each + block.reach), |own| {
+            let (scaled, weights) = own.split_at_mut(block.rows * z.each);
+            z.weigh(block, (q, k), scaled, weights);
+            let to = out.pointer(z.at(block, z.queries, block.first));
+            let weights = Mat::rows(weights, block.rows, block.reach, block.reach);
+            let values = z.of_keys(block, v);
+            // SAFETY: this head's columns of the block's rows, which no other block touches.
+            unsafe { product_at(to, z.width(), weights, values.into(), Mode::Write, &[]) };
+        });
+    });
+}
+
+/// The gradients of queries, keys and values, of those that are wanted.
+pub(crate) fn backward(
+    threads: &ThreadPool,
+    z: Sizes,
+    [q, k, v]: [&[f32]; 3],
+    dy: &[f32],
+    grads: [Option<&mut [f32]>; 3],
+) {
+    // Sums of keys and values go on from block to block.
+    let [dq, dk, dv] = grads.map(|grad| {
+        grad.map(|grad| {
+            grad.fill(0.0);
+            Disjoint::new(grad)
+        })
+    });
+    if z.keys == 0 || z.each == 0 {
+        return;
+    }
+    let factor = z.factor();
+    threads.run(z.heads(), |head| {
+        for i in 0..z.queries.div_ceil(BLOCK) {
+            let block = z.block(head, i);
+            let (few, many) = (block.rows * z.each, block.rows * block.reach);
+            scratch(2 * (few + many), |own| {
+                let (scaled, own) = own.split_at_mut(few);
+                let (query_grad, own) = own.split_at_mut(few);
+                let (weights, grad) = own.split_at_mut(many);
+                z.weigh(block, (q, k), scaled, weights);
+                let square = |x| Mat::rows(x, block.rows, block.reach, block.reach);
+                let above = z.of_queries(block, dy);
+                let to = z.at(block, z.keys, 0);
+                if let Some(dv) = &dv {
+                    // SAFETY: this head's columns of the values, which no other head touches.
+                    unsafe { product_onto(dv.pointer(to), z.width(), square(weights).t(), above) };
+                }
+                if dq.is_none() && dk.is_none() {
+                    return;
+                }
+                product(
+                    grad,
+                    block.reach,
+                    above,
+                    z.of_keys(block, v).t(),
+                    Mode::Write,
+                );
+                let rows = grad.chunks_exact_mut(block.reach);
+                for (i, (grad, weights)) in rows.zip(weights.chunks_exact(block.reach)).enumerate()
+                {
+                    let (open, closed) = grad.split_at_mut(z.open(block, i));
+                    row_backward(&weights[..open.len()], open, false);
+                    closed.fill(0.0);
+                }
+                let grad = square(grad);
+                let scaled = Mat::rows(scaled, block.rows, z.each, z.each);
+                if let Some(dk) = &dk {
+                    // SAFETY: as above, of the keys.
+                    unsafe { product_onto(dk.pointer(to), z.width(), grad.t(), scaled) };
+                }
+                let Some(dq) = &dq else { return };
+                product(query_grad, z.each, grad, z.of_keys(block, k), Mode::Write);
+                for (i, from) in query_grad.chunks_exact(z.each).enumerate() {
+                    let at = z.at(block, z.queries, block.first + i);
+                    // SAFETY: this head's part of the query, which no other head touches.
+                    let to = unsafe { dq.range(at..at + z.each) };
+                    to.iter_mut().zip(from).for_each(|(t, g)| *t = g * factor);
+                }
+            });
+        }
+    });
+}
