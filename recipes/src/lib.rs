@@ -25,6 +25,7 @@ use phalanx_base::{error, format, say};
 
 pub use shared::image::mirrored;
 pub use shared::net::{Loss, Net, Network, Pixels};
+pub use shared::text::scores;
 
 /// What `phalanx train` can run, in the order of its help.
 pub fn programs() -> [Subcommand; 6] {

@@ -35,8 +35,8 @@ p.add_argument("--rounds", type=int, default=5)
 p.add_argument("--out", required=True, type=Path)
 p.add_argument("--models", default="mnist,resnet18,mobilenetv2", help="training: which networks")
 p.add_argument("--precisions", default="fp32", help="training: fp32, bf16 (PyTorch: autocast)")
-p.add_argument("--layouts", default="nchw,channels-last", help="training: PyTorch's")
-p.add_argument("--steps", type=int, help="training: steps that are timed [default: 50 of mnist, 15 of the others]")
+p.add_argument("--layouts", default="nchw,channels-last", help="training: PyTorch's (nchw, channels-last; of GPTs: eager, compiled)")
+p.add_argument("--steps", type=int, help="training: steps that are timed [default: 50 of mnist and gpt, 5 of gpt2, 15 of the others]")
 p.add_argument("--ops", default=",".join(OPS), help="collectives: which ones")
 p.add_argument("--worlds", default="2,4,8", help="collectives: numbers of ranks")
 p.add_argument("--transports", default="shm,tcp", help="collectives: ours (peers run beside each)")
@@ -58,7 +58,10 @@ def build(compiler, name):
 # Ranks, threads of each, samples of each: as the project's marks name them.
 SHAPES = {"mnist": [(1, 1, 64), (1, 2, 64), (2, 1, 64), (2, 1, 32)],
           "resnet18": [(2, 1, 64), (1, 2, 32), (1, 2, 128)],
-          "mobilenetv2": [(1, 1, 64), (1, 2, 64), (2, 1, 64)]}
+          "mobilenetv2": [(1, 1, 64), (1, 2, 64), (2, 1, 64)],
+          "gpt": [(1, 1, 12), (1, 2, 12), (2, 1, 6)],
+          "gpt2": [(1, 2, 4), (2, 1, 2)]}
+FLAGS = {"nchw": [], "eager": [], "channels-last": ["--channels-last"], "compiled": ["--compile"]}
 
 
 def training_cases():
@@ -66,11 +69,11 @@ def training_cases():
     for model in args.models.split(","):
         for precision in args.precisions.split(","):
             for w, t, b in SHAPES[model]:
-                steps = args.steps or (50 if model == "mnist" else 15)
+                steps = args.steps or {"mnist": 50, "gpt": 50, "gpt2": 5}.get(model, 15)
                 asked = [model, *f"--world {w} --threads {t} --batch {b} --precision {precision} --steps {steps}".split()]
                 peer = [args.python, f"{HERE}/peers/torch_train.py", *asked]
                 sides = {"ours": [args.phalanx, "bench", "train", *asked, "--json"]}
-                sides |= {layout: peer + ["--channels-last"] * (layout == "channels-last") for layout in args.layouts.split(",")}
+                sides |= {layout: peer + FLAGS[layout] for layout in args.layouts.split(",")}
                 yield f"{model} {precision}, {w} rank{'s' * (w > 1)} x {t} thread{'s' * (t > 1)}, batch {b}", sides
 
 
@@ -138,7 +141,7 @@ rows = []
 if args.what == "training":
     layouts = args.layouts.split(",")
     times = [f"PyTorch {layout}, ms a step" for layout in layouts]
-    ratios = [f"images/s: x {layout}" for layout in layouts]
+    ratios = [f"speed: x {layout}" for layout in layouts]
     columns = ["case", "ours, ms a step", *times, *ratios, "peak MiB a rank: ours / PyTorch", "first step s: ours / PyTorch"]
     rows += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, sides in CASES:

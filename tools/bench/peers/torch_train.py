@@ -17,12 +17,13 @@ import sys
 import time
 
 p = argparse.ArgumentParser()
-p.add_argument("model", choices=["mnist", "resnet18", "mobilenetv2"])
+p.add_argument("model", choices=["mnist", "resnet18", "mobilenetv2", "gpt", "gpt2"])
 p.add_argument("--world", type=int, default=1)
 p.add_argument("--threads", type=int, default=1)
 p.add_argument("--batch", type=int, default=64)
 p.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
 p.add_argument("--channels-last", action="store_true")
+p.add_argument("--compile", action="store_true")
 p.add_argument("--steps", type=int, default=50)
 p.add_argument("--warmup", type=int, default=5)
 args = p.parse_args()
@@ -42,17 +43,26 @@ def worker():
     import torch.nn.functional as F
     from torch_models import MODELS
     torch.set_num_threads(args.threads)
-    build, image = MODELS[args.model]
+    build, shape = MODELS[args.model]
+    is_text = args.model.startswith("gpt")
     layout = {"memory_format": torch.channels_last} if args.channels_last else {}
     torch.manual_seed(1)
     model = net = build().to(**layout) if layout else build()
     if args.world > 1:
         dist.init_process_group("gloo")
         net = nn.parallel.DistributedDataParallel(model)
-    opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if args.compile:
+        net = torch.compile(net)
     g = torch.Generator().manual_seed(rank)
-    pool = [(torch.randn(args.batch, *image, generator=g).contiguous(**layout),
-             torch.randint(0, 10, (args.batch,), generator=g)) for _ in range(4)]
+    if is_text:
+        length, vocab = shape
+        opt = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.9, 0.99), fused=True)
+        draw = lambda: torch.randint(0, vocab, (args.batch, length), generator=g)
+        pool = [(draw(), draw().view(-1)) for _ in range(4)]
+    else:
+        opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        pool = [(torch.randn(args.batch, *shape, generator=g).contiguous(**layout),
+                 torch.randint(0, 10, (args.batch,), generator=g)) for _ in range(4)]
     # Without autocast nothing of it is in the step.
     precision = lambda: torch.autocast("cpu", dtype=torch.bfloat16) if args.precision == "bf16" else contextlib.nullcontext()
     times, first = [], None
@@ -63,6 +73,8 @@ def worker():
             loss = F.cross_entropy(net(x), y)
         opt.zero_grad()
         loss.backward()
+        if is_text:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         loss.item()
         if i >= args.warmup:
@@ -77,7 +89,9 @@ def worker():
         med = statistics.median(times)
         print(json.dumps({"model": args.model, "precision": args.precision, "channels_last": args.channels_last,
                           "world": args.world, "threads": args.threads, "batch": args.batch, "steps": args.steps,
-                          "step_ms_median": med, "images_per_s": args.batch * args.world / med * 1e3,
+                          "step_ms_median": med, "compiled": args.compile,
+                          "tokens_per_s" if is_text else "images_per_s":
+                              args.batch * (length if is_text else 1) * args.world / med * 1e3,
                           "peak_rss_mib": peak_rss_mib(), "first_step_s": first}), flush=True)
     if args.world > 1:
         dist.barrier()

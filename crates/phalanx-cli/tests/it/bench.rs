@@ -67,12 +67,16 @@ fn every_collective_reports_every_size() {
 
 #[test]
 fn training_bench_reports_the_contracts_keys() {
-    for model in ["mnist", "resnet18"] {
-        training_bench(model);
+    for (model, unit) in [
+        ("mnist", "images_per_s"),
+        ("resnet18", "images_per_s"),
+        ("gpt", "tokens_per_s"),
+    ] {
+        training_bench(model, unit);
     }
 }
 
-fn training_bench(model: &str) {
+fn training_bench(model: &str, unit: &str) {
     let command =
         format!("bench train {model} --world 2 --threads 1 --batch 4 --steps 3 --warmup 1 --json");
     let got = lines(&command.split(' ').collect::<Vec<_>>());
@@ -85,7 +89,7 @@ fn training_bench(model: &str) {
     );
     for key in [
         "step_ms_median",
-        "images_per_s",
+        unit,
         "exposed_comm_ms",
         "peak_rss_mib",
         "first_step_s",

@@ -437,7 +437,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx", 510),
     ("phalanx-base", 1189),
     ("phalanx-checkpoint", 3579),
-    ("phalanx-cli", 3715),
+    ("phalanx-cli", 3848),
     ("phalanx-comm", 22813),
     ("phalanx-data", 3644),
     ("phalanx-ddp", 5500),
