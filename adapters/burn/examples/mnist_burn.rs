@@ -102,7 +102,7 @@ pub(crate) fn read(
     ))
 }
 
-/// `indices` in parts of equal size, one more in the first ones.
+/// Divides `indices` into micro-batches: index i belongs to micro-batch i modulo `parts`.
 fn divided(indices: &[u64], parts: usize) -> Vec<Vec<u64>> {
     let part = |first| indices.iter().copied().skip(first).step_by(parts);
     (0..parts).map(|first| part(first).collect()).collect()
