@@ -15,10 +15,24 @@ const COUNT_BITS: u32 = 24;
 /// Chunks of one call at most.
 const MAX_CHUNKS: usize = (1 << COUNT_BITS) - 1;
 
+/// The chunks that a thread takes first: number of the call, and in the low bits how many of them are not taken yet.
+///
+/// A thread's chunks follow one another, and of calls with as many chunks they are the same ones: what it reads it has often
+/// written, and is in its caches.
+#[repr(align(128))]
+#[derive(Default)]
+struct Ticket(AtomicU64);
+
+impl Ticket {
+    fn left(ticket: u64) -> usize {
+        ticket as usize & MAX_CHUNKS
+    }
+}
+
 /// State that the threads share.
 struct Shared {
-    /// Number of the call, and in the low bits how many of its chunks are not taken yet.
-    ticket: AtomicU64,
+    /// Of the caller, then of each helper that was asked for.
+    tickets: Vec<Ticket>,
     /// The call's function: what to call, and the closure to call it with.
     call: AtomicPtr<()>,
     closure: AtomicPtr<()>,
@@ -56,23 +70,34 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Shared {
-    /// Takes and runs chunks until none is left.
-    fn work(&self) {
+    /// First chunk of thread `i` in a call of `chunks`.
+    fn first(&self, i: usize, chunks: usize) -> usize {
+        i * chunks / self.tickets.len()
+    }
+
+    /// Takes and runs chunks until none is left: first those of thread `me`, then of the ones after it.
+    fn work(&self, me: usize) {
+        let threads = self.tickets.len();
+        for of in (me..threads).chain(0..me) {
+            self.work_of(of);
+        }
+    }
+
+    /// Takes and runs chunks of thread `of` until none is left.
+    fn work_of(&self, of: usize) {
+        let next = &self.tickets[of].0;
         loop {
-            let ticket = self.ticket.load(Ordering::Acquire);
-            let left = ticket as usize & MAX_CHUNKS;
+            let ticket = next.load(Ordering::Acquire);
+            let left = Ticket::left(ticket);
             if left == 0 {
                 return;
             }
             let call = self.call.load(Ordering::Relaxed);
             let closure = self.closure.load(Ordering::Relaxed);
-            let chunk = self.chunks.load(Ordering::Relaxed).wrapping_sub(left);
-            let taken = self.ticket.compare_exchange_weak(
-                ticket,
-                ticket - 1,
-                Ordering::AcqRel,
-                Ordering::Relaxed,
-            );
+            let chunks = self.chunks.load(Ordering::Relaxed);
+            let chunk = self.first(of + 1, chunks).wrapping_sub(left);
+            let taken =
+                next.compare_exchange_weak(ticket, ticket - 1, Ordering::AcqRel, Ordering::Relaxed);
             if taken.is_err() {
                 continue;
             }
@@ -96,7 +121,7 @@ impl Shared {
     /// The loop of a helper thread.
     fn help(&self, me: usize) {
         while !self.stop.load(Ordering::Acquire) {
-            self.work();
+            self.work(me + 1);
             if (0..self.spins).any(|_| self.wanted()) {
                 continue;
             }
@@ -112,8 +137,8 @@ impl Shared {
 
     fn wanted(&self) -> bool {
         std::hint::spin_loop();
-        self.ticket.load(Ordering::Acquire) as usize & MAX_CHUNKS != 0
-            || self.stop.load(Ordering::Acquire)
+        let left = |t: &Ticket| Ticket::left(t.0.load(Ordering::Acquire)) != 0;
+        self.tickets.iter().any(left) || self.stop.load(Ordering::Acquire)
     }
 
     /// Returns once every chunk has ended.
@@ -149,7 +174,7 @@ impl Helpers {
     pub(super) fn new(helpers: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
-            ticket: AtomicU64::new(0),
+            tickets: (0..=helpers).map(|_| Ticket::default()).collect(),
             call: AtomicPtr::default(),
             closure: AtomicPtr::default(),
             chunks: AtomicUsize::new(0),
@@ -207,9 +232,12 @@ impl Helpers {
             .store(std::ptr::from_ref(&f).cast_mut().cast(), Ordering::Relaxed);
         s.chunks.store(chunks, Ordering::Relaxed);
         s.pending.store(chunks, Ordering::Relaxed);
-        let call = (s.ticket.load(Ordering::Relaxed) >> COUNT_BITS).wrapping_add(1);
-        s.ticket
-            .store(call << COUNT_BITS | chunks as u64, Ordering::Release);
+        for (i, next) in s.tickets.iter().enumerate() {
+            let call = (next.0.load(Ordering::Relaxed) >> COUNT_BITS).wrapping_add(1);
+            let own = s.first(i + 1, chunks) - s.first(i, chunks);
+            next.0
+                .store(call << COUNT_BITS | own as u64, Ordering::Release);
+        }
         fence(Ordering::SeqCst);
         for (asleep, helper) in s.asleep.iter().zip(&self.threads).take(chunks - 1) {
             if asleep.load(Ordering::SeqCst) {
@@ -217,7 +245,7 @@ impl Helpers {
                 helper.thread().unpark();
             }
         }
-        s.work();
+        s.work(0);
         s.wait();
     }
 }
