@@ -4,6 +4,7 @@ use std::mem::{MaybeUninit, offset_of};
 
 use super::SIDE;
 use crate::kernels::isa::{Isa, isa};
+use crate::kernels::vector::{LANES, Vector};
 
 /// `c (+)= a b` for 32 rows and 32 columns.
 ///
@@ -144,7 +145,7 @@ impl Tiles {
             return unsafe { multiply_amx(b) };
         }
         // SAFETY: the caller's promise.
-        unsafe { multiply_plain(std::ptr::from_ref(b)) };
+        unsafe { plain(b) };
     }
 }
 
@@ -247,81 +248,120 @@ unsafe fn multiply_amx(block: &Block) {
     }
 }
 
-/// Rows whose sums stay in registers.
-const ROWS: usize = 4;
-const LANES: usize = 16;
-
-simd! {
-    /// What `multiply_amx` computes, in f32.
-    fn plain(b: &Block) {
-        for r in (0..2 * LANES).step_by(ROWS) {
-            for half in 0..2 {
-                // SAFETY: the caller of `multiply_plain` has promised what `Tiles::multiply` asks.
-                unsafe { plain_rows(b, r, half) }
-            }
-        }
-    }
+/// The values of one block in f32, those at even and at odd places apart.
+struct Halves {
+    /// Of each row.
+    left: [[[f32; LANES]; 2]; SIDE],
+    /// Of the columns, for each pair of values.
+    right: [[[f32; SIDE]; LANES]; 2],
 }
 
-/// # Safety
-/// As [`Tiles::multiply`].
-unsafe fn multiply_plain(b: *const Block) {
-    // SAFETY: the block is the caller's; what it points to is promised.
-    plain(unsafe { &*b });
-}
-
-/// # Safety
-/// As [`Tiles::multiply`].
+/// The values at even and at odd places.
 #[inline(always)]
-unsafe fn plain_rows(b: &Block, r: usize, half: usize) {
-    let odd_bits = 0xffff_0000u32;
-    // SAFETY: rows r .. r + ROWS and columns of this half lie in the block.
+fn apart(pairs: [u32; LANES]) -> [[f32; LANES]; 2] {
+    [
+        pairs.map(|p| f32::from_bits(p << 16)),
+        pairs.map(|p| f32::from_bits(p & 0xffff_0000)),
+    ]
+}
+
+/// What `multiply_amx` computes, in f32.
+#[inline(always)]
+unsafe fn plain_body<V: Vector>(b: &Block) {
+    let mut sums = [[0.0f32; SIDE]; SIDE];
+    let mut own = Halves {
+        left: [[[0.0; LANES]; 2]; SIDE],
+        right: [[[0.0; SIDE]; LANES]; 2],
+    };
+    // SAFETY: rows, panels and sums exist, by the promise that `Tiles::multiply` asks for.
     unsafe {
-        let row = |i: usize| b.a[(r + i) / LANES].add((r + i) % LANES * b.a_stride);
-        let sum = |i: usize| {
-            let c = b.c[(r + i) / LANES].cast::<u8>();
-            c.add((r + i) % LANES * b.c_stride)
-                .cast::<[f32; LANES]>()
-                .add(half)
+        let row_of_sums = |r: usize| {
+            let c = b.c[r / LANES].cast::<u8>();
+            c.add(r % LANES * b.c_stride).cast::<[f32; SIDE]>()
         };
-        let mut sums = [[0.0f32; LANES]; ROWS];
         if b.add != 0 {
-            for (i, s) in sums.iter_mut().enumerate() {
-                *s = sum(i).read_unaligned();
+            for (r, sums) in sums.iter_mut().enumerate() {
+                *sums = row_of_sums(r).read_unaligned();
             }
         }
-        let mut tile = b.b.add(half * b.b_panel);
+        let mut tile = b.b.cast::<[u32; LANES]>();
         for run in 0..b.runs {
             let start = *b.offsets.add(run);
             for block in 0..b.run {
-                let mut even = [[0.0f32; LANES]; ROWS];
-                let mut odd = [[0.0f32; LANES]; ROWS];
+                for (r, left) in own.left.iter_mut().enumerate() {
+                    let row = b.a[r / LANES].add(r % LANES * b.a_stride);
+                    let from = row.offset(start).cast::<[u32; LANES]>().add(block);
+                    *left = apart(from.read_unaligned());
+                }
                 for k in 0..LANES {
-                    let pairs = tile.cast::<[u32; LANES]>().add(k).read_unaligned();
-                    let low = pairs.map(|p| f32::from_bits(p << 16));
-                    let high = pairs.map(|p| f32::from_bits(p & odd_bits));
-                    for i in 0..ROWS {
-                        let a = row(i).offset(start).add(64 * block).cast::<u32>();
-                        let a = a.add(k).read_unaligned();
-                        let (lo, hi) = (f32::from_bits(a << 16), f32::from_bits(a & odd_bits));
-                        for l in 0..LANES {
-                            even[i][l] = lo.mul_add(low[l], even[i][l]);
-                        }
-                        for l in 0..LANES {
-                            odd[i][l] = hi.mul_add(high[l], odd[i][l]);
+                    for half in 0..2 {
+                        let from = tile.byte_add(half * b.b_panel).add(k);
+                        for (place, values) in apart(from.read_unaligned()).iter().enumerate() {
+                            own.right[place][k][half * LANES..][..LANES].copy_from_slice(values);
                         }
                     }
                 }
-                for (s, (e, o)) in sums.iter_mut().zip(even.iter().zip(&odd)) {
-                    for l in 0..LANES {
-                        s[l] += e[l] + o[l];
+                if V::SPAN >= 4 {
+                    for r in (0..SIDE).step_by(8) {
+                        rows::<V, 8, 2>(&own, &mut sums, r, 0);
+                    }
+                } else {
+                    for column in [0, LANES] {
+                        // As many sums as sixteen registers hold, so that additions do not wait for each other.
+                        for r in [0, 6, 12, 18] {
+                            rows::<V, 6, 1>(&own, &mut sums, r, column);
+                        }
+                        for r in [24, 28] {
+                            rows::<V, 4, 1>(&own, &mut sums, r, column);
+                        }
                     }
                 }
-                tile = tile.add(TILE_BYTES);
+                tile = tile.byte_add(TILE_BYTES);
             }
         }
-        for (i, s) in sums.iter().enumerate() {
-            sum(i).write_unaligned(*s);
+        for (r, sums) in sums.iter().enumerate() {
+            row_of_sums(r).write_unaligned(*sums);
         }
     }
+}
+
+/// Adds one block to the sums of `M` rows from `r` on and `N` vectors of columns from `column` on.
+#[inline(always)]
+unsafe fn rows<V: Vector, const M: usize, const N: usize>(
+    own: &Halves,
+    sums: &mut [[f32; SIDE]; SIDE],
+    r: usize,
+    column: usize,
+) {
+    // SAFETY: these rows and columns exist.
+    unsafe {
+        let mut chains = [[[V::splat(0.0); N]; M]; 2];
+        for (place, chains) in chains.iter_mut().enumerate() {
+            for (k, right) in own.right[place].iter().enumerate() {
+                let mut columns = [V::splat(0.0); N];
+                for (n, v) in columns.iter_mut().enumerate() {
+                    *v = V::load(right.as_ptr().add(column + n * LANES));
+                }
+                for (m, chains) in chains.iter_mut().enumerate() {
+                    let v = V::splat(own.left[r + m][place][k]);
+                    for (chain, &b) in chains.iter_mut().zip(&columns) {
+                        *chain = v.fma(b, *chain);
+                    }
+                }
+            }
+        }
+        let [even, odd] = chains;
+        for (sums, (even, odd)) in sums[r..].iter_mut().zip(even.iter().zip(&odd)) {
+            for (n, (&even, &odd)) in even.iter().zip(odd).enumerate() {
+                let to = sums.as_mut_ptr().add(column + n * LANES);
+                V::load(to).add(even.add(odd)).store(to);
+            }
+        }
+    }
+}
+
+vectorised! {
+    /// # Safety
+    /// As [`Tiles::multiply`].
+    unsafe fn plain(b: &Block) = plain_body
 }
