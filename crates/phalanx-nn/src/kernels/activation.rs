@@ -39,8 +39,8 @@ impl Activation {
     }
 }
 
-/// sqrt(2 / pi) and the cubic's coefficient of the tanh form of GELU.
-const ROOT: f32 = 0.797_884_6;
+/// 2 sqrt(2 / pi) and the cubic's coefficient of the tanh form of GELU.
+const ROOT: f32 = 1.595_769;
 const CUBIC: f32 = 0.044_715;
 
 #[inline(always)]
@@ -54,9 +54,10 @@ fn phi(x: f32) -> f32 {
     0.5 * (1.0 + erf(x * std::f32::consts::FRAC_1_SQRT_2))
 }
 
+/// `(1 + tanh(u)) / 2` of the tanh form of GELU, as `sigmoid(2 u)`.
 #[inline(always)]
 fn bent(x: f32) -> f32 {
-    tanh(ROOT * (CUBIC * x * x).mul_add(x, x))
+    sigmoid(ROOT * (CUBIC * x * x).mul_add(x, x))
 }
 
 #[inline(always)]
@@ -74,7 +75,7 @@ simd! {
             Activation::Relu6 => each(y, clip6),
             Activation::LeakyRelu(slope) => each(y, |x| if x > 0.0 { x } else { x * slope }),
             Activation::Gelu => each(y, |x| x * phi(x)),
-            Activation::GeluTanh => each(y, |x| 0.5 * x * (1.0 + bent(x))),
+            Activation::GeluTanh => each(y, |x| x * bent(x)),
             Activation::Silu => each(y, |x| x * sigmoid(x)),
             Activation::Hardswish => each(y, |x| x * clip6(x + 3.0) / 6.0),
             Activation::Hardsigmoid => each(y, |x| clip6(x + 3.0) / 6.0),
@@ -113,9 +114,9 @@ simd! {
                 (x * HEIGHT).mul_add(exp(-0.5 * x * x), phi(x))
             }),
             Activation::GeluTanh => times(saved, dy, |x| {
-                let t = bent(x);
-                let slope = ROOT * (3.0 * CUBIC * x).mul_add(x, 1.0);
-                (0.5 * x * slope).mul_add((-t).mul_add(t, 1.0), 0.5 * (1.0 + t))
+                let s = bent(x);
+                let slope = (3.0 * ROOT * CUBIC * x).mul_add(x, ROOT);
+                (x * slope).mul_add((-s).mul_add(s, s), s)
             }),
             Activation::Silu => times(saved, dy, |x| {
                 let s = sigmoid(x);
@@ -138,6 +139,18 @@ simd! {
 /// In place.
 pub(crate) fn forward(threads: &ThreadPool, f: Activation, y: &mut [f32]) {
     threads.split(y, PIECE, |_, p| forward_piece(f, p));
+}
+
+/// Of `x`, of equal length.
+pub(crate) fn forward_of(threads: &ThreadPool, f: Activation, x: &[f32], y: &mut [f32]) {
+    /// Elements that are in the nearest cache while they are copied and changed.
+    const NEAR: usize = 4096;
+    threads.split(y, PIECE, |at, p| {
+        for (i, p) in p.chunks_mut(NEAR).enumerate() {
+            p.copy_from_slice(&x[at + i * NEAR..][..p.len()]);
+            forward_piece(f, p);
+        }
+    });
 }
 
 /// `dy` times the derivative; `saved` is the output or the input

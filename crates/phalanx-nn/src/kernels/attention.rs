@@ -6,7 +6,7 @@
 
 use super::Mode;
 use super::product::{Mat, product, product_at, product_onto};
-use super::softmax_dim::{row, row_backward};
+use super::softmax_dim::{Open, rows, rows_backward};
 use crate::par::{Disjoint, ThreadPool, scratch};
 
 /// Queries of a block.
@@ -50,6 +50,11 @@ impl Sizes {
         (block.sample * rows + row) * self.width() + block.head * self.each
     }
 
+    /// Blocks of a head.
+    fn blocks(self) -> usize {
+        self.queries.div_ceil(BLOCK)
+    }
+
     /// Block `i` of a head of all samples'.
     fn block(self, head: usize, i: usize) -> Block {
         let first = i * BLOCK;
@@ -63,12 +68,16 @@ impl Sizes {
         }
     }
 
-    /// Keys that query `i` of the block sees.
-    fn open(self, block: Block, i: usize) -> usize {
-        if self.causal {
-            block.first + i + 1
+    /// Keys that the queries of the block see.
+    fn open(self, block: Block) -> Open {
+        let first = if self.causal {
+            block.first + 1
         } else {
             self.keys
+        };
+        Open {
+            first,
+            more: usize::from(self.causal),
         }
     }
 
@@ -94,24 +103,23 @@ impl Sizes {
     ) {
         let factor = self.factor();
         for (i, scaled) in scaled.chunks_exact_mut(self.each).enumerate() {
-            let from = &q[self.at(block, self.queries, block.first + i)..];
-            scaled
-                .iter_mut()
-                .zip(from)
-                .for_each(|(s, q)| *s = q * factor);
+            let at = self.at(block, self.queries, block.first + i);
+            scaled_row(&q[at..at + self.each], scaled, factor);
         }
         let queries = Mat::rows(scaled, block.rows, self.each, self.each);
         let keys = self.of_keys(block, k).t();
         product(weights, block.reach, queries, keys, Mode::Write);
-        for (i, weights) in weights.chunks_exact_mut(block.reach).enumerate() {
-            let (open, closed) = weights.split_at_mut(self.open(block, i));
-            row(open, false);
-            closed.fill(0.0);
-        }
+        rows(weights, block.reach, self.open(block), false);
     }
 
     fn factor(self) -> f32 {
         1.0 / (self.each as f32).sqrt()
+    }
+}
+
+simd! {
+    fn scaled_row(from: &[f32], to: &mut [f32], factor: f32) {
+        to.iter_mut().zip(from).for_each(|(t, f)| *t = f * factor);
     }
 }
 
@@ -121,7 +129,7 @@ pub(crate) fn forward(threads: &ThreadPool, z: Sizes, [q, k, v]: [&[f32]; 3], y:
         return y.fill(0.0);
     }
     let out = Disjoint::new(y);
-    let blocks = z.queries.div_ceil(BLOCK);
+    let blocks = z.blocks();
     threads.run(z.heads() * blocks, |i| {
         let block = z.block(i / blocks, i % blocks);
         scratch(block.rows * (z.each + block.reach), |own| {
@@ -156,7 +164,7 @@ pub(crate) fn backward(
     }
     let factor = z.factor();
     threads.run(z.heads(), |head| {
-        for i in 0..z.queries.div_ceil(BLOCK) {
+        for i in 0..z.blocks() {
             let block = z.block(head, i);
             let (few, many) = (block.rows * z.each, block.rows * block.reach);
             scratch(2 * (few + many), |own| {
@@ -181,13 +189,7 @@ pub(crate) fn backward(
                     z.of_keys(block, v).t(),
                     Mode::Write,
                 );
-                let rows = grad.chunks_exact_mut(block.reach);
-                for (i, (grad, weights)) in rows.zip(weights.chunks_exact(block.reach)).enumerate()
-                {
-                    let (open, closed) = grad.split_at_mut(z.open(block, i));
-                    row_backward(&weights[..open.len()], open, false);
-                    closed.fill(0.0);
-                }
+                rows_backward(weights, grad, block.reach, z.open(block), false);
                 let grad = square(grad);
                 let scaled = Mat::rows(scaled, block.rows, z.each, z.each);
                 if let Some(dk) = &dk {
@@ -200,7 +202,7 @@ pub(crate) fn backward(
                     let at = z.at(block, z.queries, block.first + i);
                     // SAFETY: this head's part of the query, which no other head touches.
                     let to = unsafe { dq.range(at..at + z.each) };
-                    to.iter_mut().zip(from).for_each(|(t, g)| *t = g * factor);
+                    scaled_row(from, to, factor);
                 }
             });
         }

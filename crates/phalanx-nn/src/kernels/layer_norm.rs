@@ -9,7 +9,8 @@
 //! order in f64, as batch normalisation does it.
 
 use super::batch_norm::{MAX_ROWS, add_parts};
-use crate::par::{Disjoint, ThreadPool};
+use super::math::{sum_of, sum_of_pairs};
+use crate::par::{Disjoint, ThreadPool, scratch};
 
 /// Sizes of images whose channels are normalised in groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,24 +31,6 @@ impl Groups {
     }
 }
 
-const LANES: usize = 16;
-
-/// The sum of `term(i)` for every i, in sixteen lanes.
-#[inline(always)]
-fn lanes(len: usize, term: impl Fn(usize) -> f64) -> f64 {
-    let mut sums = [0.0f64; LANES];
-    let whole = len / LANES * LANES;
-    for at in (0..whole).step_by(LANES) {
-        for (i, s) in sums.iter_mut().enumerate() {
-            *s += term(at + i);
-        }
-    }
-    for (i, s) in (whole..len).zip(&mut sums) {
-        *s += term(i);
-    }
-    sums.iter().sum()
-}
-
 simd! {
     /// One group: channels `from ..` of `width` in rows of `channels`. Gives mean and inverse deviation.
     fn normalise(
@@ -58,28 +41,21 @@ simd! {
         let mut mean = 0.0;
         for row in x.chunks_exact(channels) {
             let row = &row[from..from + width];
-            mean += lanes(width, |i| f64::from(row[i]));
+            mean += sum_of(row, f64::from);
         }
         mean /= n;
         let mut square = 0.0;
         for row in x.chunks_exact(channels) {
             let row = &row[from..from + width];
-            square += lanes(width, |i| (f64::from(row[i]) - mean) * (f64::from(row[i]) - mean));
+            square += sum_of(row, |v| (f64::from(v) - mean) * (f64::from(v) - mean));
         }
         let inverse = (1.0 / (square / n + eps).sqrt()) as f32;
         let mean = mean as f32;
         for (x, y) in x.chunks_exact(channels).zip(y.chunks_exact_mut(channels)) {
             let (x, y) = (&x[from..from + width], &mut y[from..from + width]);
+            let (w, b) = (&weight[from..from + width], &bias[from..from + width]);
             for i in 0..width {
-                y[i] = (x[i] - mean) * inverse;
-            }
-            if !weight.is_empty() {
-                let w = &weight[from..from + width];
-                y.iter_mut().zip(w).for_each(|(y, w)| *y *= w);
-            }
-            if !bias.is_empty() {
-                let b = &bias[from..from + width];
-                y.iter_mut().zip(b).for_each(|(y, b)| *y += b);
+                y[i] = (x[i] - mean) * inverse * w[i] + b[i];
             }
         }
         (mean, inverse)
@@ -98,20 +74,35 @@ pub(crate) fn forward(
 ) {
     let (len, width) = (g.image_len(), g.width());
     let stats = Disjoint::new(stats);
-    threads.split(y, len * per_chunk(g), |at, y| {
-        for (i, y) in y.chunks_exact_mut(len).enumerate() {
-            let image = at / len + i;
-            let x = &x[image * len..][..len];
-            for group in 0..g.groups {
-                let from = group * width;
-                let (mean, inverse) = normalise(x, y, g.channels, from, width, weight, bias, eps);
-                let place = 2 * (image * g.groups + group);
-                // SAFETY: this chunk alone touches its images' groups.
-                let to = unsafe { stats.range(place..place + 2) };
-                to.copy_from_slice(&[mean, inverse]);
+    scratch(2 * g.channels, |own| {
+        let (ones, zeros) = own.split_at_mut(g.channels);
+        let weight = some(weight, 1.0, ones);
+        let bias = some(bias, 0.0, zeros);
+        threads.split(y, len * per_chunk(g), |at, y| {
+            for (i, y) in y.chunks_exact_mut(len).enumerate() {
+                let image = at / len + i;
+                let x = &x[image * len..][..len];
+                for group in 0..g.groups {
+                    let from = group * width;
+                    let (mean, inverse) =
+                        normalise(x, y, g.channels, from, width, weight, bias, eps);
+                    let place = 2 * (image * g.groups + group);
+                    // SAFETY: this chunk alone touches its images' groups.
+                    let to = unsafe { stats.range(place..place + 2) };
+                    to.copy_from_slice(&[mean, inverse]);
+                }
             }
-        }
+        });
     });
+}
+
+/// `own` filled with `value` where there are no values.
+fn some<'a>(values: &'a [f32], value: f32, own: &'a mut [f32]) -> &'a [f32] {
+    if !values.is_empty() {
+        return values;
+    }
+    own.fill(value);
+    own
 }
 
 /// Images of a chunk: about 64 KiB.
@@ -164,17 +155,14 @@ simd! {
             let (dw, db) = (&mut dw[from..from + width], &mut db[from..from + width]);
             for (x, d) in x.chunks_exact(channels).zip(dy.chunks_exact_mut(channels)) {
                 let (x, d) = (&x[from..from + width], &mut d[from..from + width]);
+                let w = &weight[from..from + width];
                 for i in 0..width {
                     dw[i] = ((x[i] - mean) * inverse).mul_add(d[i], dw[i]);
                     db[i] += d[i];
+                    d[i] *= w[i];
                 }
-                if !weight.is_empty() {
-                    let w = &weight[from..from + width];
-                    d.iter_mut().zip(w).for_each(|(d, w)| *d *= w);
-                }
-                let d = &*d;
-                s1 += lanes(width, |i| f64::from(d[i]));
-                s2 += lanes(width, |i| f64::from(d[i]) * f64::from((x[i] - mean) * inverse));
+                s1 += sum_of(d, f64::from);
+                s2 += sum_of_pairs(x, d, |x, d| (x - mean) * inverse * d);
             }
         }
         let (m1, m2) = ((s1 / n) as f32, (s2 / n) as f32);
@@ -207,20 +195,23 @@ pub(crate) fn backward(
     let dy = Disjoint::new(dy);
     let work = &mut work[..partials_len(g)];
     let piece = cut.blocks * 2 * c;
-    threads.split(work, piece, |at, parts| {
-        parts.fill(0.0);
-        let first = at / piece * cut.images;
-        for image in first..(first + cut.images).min(g.images) {
-            let range = image * len..(image + 1) * len;
-            // SAFETY: this chunk alone touches its images.
-            let dy = unsafe { dy.range(range.clone()) };
-            for group in 0..g.groups {
-                let place = 2 * (image * g.groups + group);
-                let stats = (stats[place], stats[place + 1]);
-                let x = &x[range.clone()];
-                differentiate(x, dy, c, group * width, width, stats, weight, parts);
+    scratch(c, |ones| {
+        let weight = some(weight, 1.0, ones);
+        threads.split(&mut *work, piece, |at, parts| {
+            parts.fill(0.0);
+            let first = at / piece * cut.images;
+            for image in first..(first + cut.images).min(g.images) {
+                let range = image * len..(image + 1) * len;
+                // SAFETY: this chunk alone touches its images.
+                let dy = unsafe { dy.range(range.clone()) };
+                for group in 0..g.groups {
+                    let place = 2 * (image * g.groups + group);
+                    let stats = (stats[place], stats[place + 1]);
+                    let x = &x[range.clone()];
+                    differentiate(x, dy, c, group * width, width, stats, weight, parts);
+                }
             }
-        }
+        });
     });
     add_parts(work, dw, db);
 }

@@ -1,4 +1,4 @@
-//! Exponential, hyperbolic tangent and error function in f32, written so that
+//! Exponential, hyperbolic tangent and error function in f32, and sums in f64, written so that
 //! loops over them become vectors: no branches, no calls, fused multiply-adds.
 //!
 //! *Source*: polynomials of Cephes (Moshier), as PyTorch's own vector kernels
@@ -12,14 +12,14 @@ fn polynomial<const N: usize>(x: f32, coefficients: [f32; N]) -> f32 {
         .fold(0.0, |sum: f32, c| sum.mul_add(x, c))
 }
 
-/// `e^x`; 0 below -104, infinity above 88.8.
+/// `e^r` and `n` with `e^x = e^r 2^n`, of an `x` that is kept between `least` and `most`.
 #[inline(always)]
-pub(crate) fn exp(x: f32) -> f32 {
+fn exp_parts(x: f32, least: f32, most: f32) -> (f32, i32) {
     /// Adding it leaves the nearest whole number in the low bits.
     const MAGIC: f32 = 12_582_912.0;
     // A comparison with NaN is false: it stays.
-    let c = if x < -104.0 { -104.0 } else { x };
-    let c = if c > 90.0 { 90.0 } else { c };
+    let c = if x < least { least } else { x };
+    let c = if c > most { most } else { c };
     let shifted = c.mul_add(std::f32::consts::LOG2_E, MAGIC);
     let n = shifted - MAGIC;
     // ln 2 in two parts: the first product is exact.
@@ -37,17 +37,36 @@ pub(crate) fn exp(x: f32) -> f32 {
         ],
     );
     let e = p.mul_add(r * r, r) + 1.0;
-    // 2^n in two factors, so that results below the normal range come out.
     let n = (shifted.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
+    (e, n)
+}
+
+/// 2^n for -126 to 127; 0 for -127, infinity for 128.
+#[inline(always)]
+fn power_of_two(n: i32) -> f32 {
+    f32::from_bits((n.wrapping_add(127) as u32) << 23)
+}
+
+/// `e^x`; 0 below -104, infinity above 88.8.
+#[inline(always)]
+pub(crate) fn exp(x: f32) -> f32 {
+    let (e, n) = exp_parts(x, -104.0, 90.0);
+    // 2^n in two factors, so that results below the normal range come out.
     let half = n >> 1;
-    let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
-    e * power(half) * power(n.wrapping_sub(half))
+    e * power_of_two(half) * power_of_two(n.wrapping_sub(half))
+}
+
+/// As [`exp`] in fewer instructions: 0 where the result would be below the normal range, infinity above 88.4.
+#[inline(always)]
+pub(crate) fn exp_normal(x: f32) -> f32 {
+    let (e, n) = exp_parts(x, -88.0, 88.7);
+    e * power_of_two(n)
 }
 
 /// `1 / (1 + e^-x)`.
 #[inline(always)]
 pub(crate) fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + exp(-x))
+    1.0 / (1.0 + exp_normal(-x))
 }
 
 /// Hyperbolic tangent.
@@ -65,7 +84,7 @@ pub(crate) fn tanh(x: f32) -> f32 {
         ],
     );
     let small = (small * z).mul_add(x, x);
-    let large = 1.0 - 2.0 / (exp(2.0 * x.abs()) + 1.0);
+    let large = 1.0 - 2.0 / (exp_normal(2.0 * x.abs()) + 1.0);
     if x.abs() < 0.625 {
         small
     } else {
@@ -117,12 +136,60 @@ pub(crate) fn erf(x: f32) -> f32 {
             5.641_895_5e-1,
         ],
     );
-    let tail = exp(-a * a) * q * if a < 2.0 { middle } else { far };
+    let tail = exp_normal(-a * a) * q * if a < 2.0 { middle } else { far };
     if a < 1.0 {
         near
     } else {
         (1.0 - tail).copysign(x)
     }
+}
+
+/// Lanes of sums.
+pub(crate) const LANES: usize = 16;
+
+/// The sum of the terms of a row: in sixteen lanes, which are then added in pairs.
+#[inline(always)]
+pub(crate) fn sum_of(x: &[f32], term: impl Fn(f32) -> f64) -> f64 {
+    let mut sums = [0.0f64; LANES];
+    let (blocks, rest) = x.as_chunks::<LANES>();
+    for x in blocks {
+        // All terms first: so both loops become vectors.
+        let mut terms = [0.0f64; LANES];
+        terms.iter_mut().zip(x).for_each(|(t, &x)| *t = term(x));
+        sums.iter_mut().zip(&terms).for_each(|(s, t)| *s += t);
+    }
+    for (s, &x) in sums.iter_mut().zip(rest) {
+        *s += term(x);
+    }
+    fold_lanes(sums, |a, b| a + b)
+}
+
+/// As [`sum_of`] of two rows of equal length, 256 terms at a time.
+#[inline(always)]
+pub(crate) fn sum_of_pairs(a: &[f32], b: &[f32], term: impl Fn(f32, f32) -> f32) -> f64 {
+    const TERMS: usize = 256;
+    let mut terms = [0.0f32; TERMS];
+    let mut sum = 0.0;
+    for (a, b) in a.chunks(TERMS).zip(b.chunks(TERMS)) {
+        let terms = &mut terms[..a.len()];
+        for ((t, &a), &b) in terms.iter_mut().zip(a).zip(b) {
+            *t = term(a, b);
+        }
+        sum += sum_of(terms, f64::from);
+    }
+    sum
+}
+
+/// One of all lanes: the halves are joined, then the halves of those.
+#[inline(always)]
+pub(crate) fn fold_lanes<T: Copy>(mut lanes: [T; LANES], join: impl Fn(T, T) -> T) -> T {
+    for i in 0..8 {
+        lanes[i] = join(lanes[i], lanes[i + 8]);
+    }
+    for i in 0..4 {
+        lanes[i] = join(lanes[i], lanes[i + 4]);
+    }
+    join(join(lanes[0], lanes[2]), join(lanes[1], lanes[3]))
 }
 
 #[cfg(test)]

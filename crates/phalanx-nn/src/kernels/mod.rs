@@ -29,7 +29,6 @@ pub(crate) mod product;
 pub(crate) mod reduce;
 #[cfg(test)]
 pub(crate) mod scalar;
-pub(crate) mod softmax;
 pub(crate) mod softmax_dim;
 pub(crate) mod transpose;
 

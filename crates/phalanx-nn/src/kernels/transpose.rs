@@ -1,64 +1,78 @@
 //! Transposes of small blocks: channels-last against PyTorch's order.
 
-/// Side of the blocks that are transposed at a time: both sides stay in L1.
-const BLOCK: usize = 16;
+use super::vector::{LANES, Vector};
 
-simd! {
-    /// `to[c][r] = from[r][c]` for a matrix of `rows` x `cols`.
-    pub(crate) fn transpose(from: &[f32], to: &mut [f32], rows: usize, cols: usize) {
-        assert!(from.len() == rows * cols && to.len() == rows * cols);
-        let mut c0 = 0;
-        while c0 < cols {
-            let c1 = (c0 + BLOCK).min(cols);
-            let mut r0 = 0;
-            while r0 < rows {
-                let r1 = (r0 + BLOCK).min(rows);
-                if c1 - c0 == BLOCK && r1 - r0 == BLOCK {
-                    let mut tile = [[0.0f32; BLOCK]; BLOCK];
-                    for (r, row) in tile.iter_mut().enumerate() {
-                        row.copy_from_slice(&from[(r0 + r) * cols + c0..][..BLOCK]);
-                    }
-                    for c in 0..BLOCK {
-                        let out = &mut to[(c0 + c) * rows + r0..][..BLOCK];
-                        for (r, o) in out.iter_mut().enumerate() {
-                            *o = tile[r][c];
-                        }
-                    }
-                } else {
-                    for c in c0..c1 {
-                        for r in r0..r1 {
-                            to[c * rows + r] = from[r * cols + c];
-                        }
-                    }
-                }
-                r0 = r1;
+/// Transposes squares of sixteen rows of `from`, `from_stride` apart: square `i` begins at `i * LANES` there, and in `to`,
+/// whose rows are `to_stride` apart, at `i * LANES * to_stride`.
+#[inline(always)]
+unsafe fn squares_body<V: Vector>(
+    from: *const f32,
+    from_stride: usize,
+    to: *mut f32,
+    to_stride: usize,
+    squares: usize,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        for i in 0..squares {
+            let (from, to) = (from.add(i * LANES), to.add(i * LANES * to_stride));
+            let mut rows = [V::splat(0.0); LANES];
+            for (l, row) in rows.iter_mut().enumerate() {
+                *row = V::load(from.add(l * from_stride));
             }
-            c0 = c1;
+            for (l, row) in V::transpose(rows).into_iter().enumerate() {
+                row.store(to.add(l * to_stride));
+            }
         }
     }
 }
 
-simd! {
-    /// `to[i][l] = from[l][i]` for sixteen rows of `len` elements, `stride` apart in `from`.
-    pub(crate) fn transpose_rows(from: &[f32], stride: usize, to: &mut [f32], len: usize) {
-        assert!(to.len() == len * BLOCK);
-        let (blocks, rest) = to.as_chunks_mut::<{ BLOCK * BLOCK }>();
-        for (at, block) in blocks.iter_mut().enumerate() {
-            let mut tile = [[0.0f32; BLOCK]; BLOCK];
-            for (l, row) in tile.iter_mut().enumerate() {
-                row.copy_from_slice(&from[l * stride + at * BLOCK..][..BLOCK]);
-            }
-            for (i, out) in block.chunks_exact_mut(BLOCK).enumerate() {
-                for (l, o) in out.iter_mut().enumerate() {
-                    *o = tile[l][i];
-                }
+vectorised! {
+    /// # Safety
+    /// The squares lie in both matrices, and no other code touches those of `to`.
+    unsafe fn squares(
+        from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize, squares: usize,
+    ) = squares_body
+}
+
+/// `to[c][r] = from[r][c]` for a matrix of `rows` x `cols`.
+pub(crate) fn transpose(from: &[f32], to: &mut [f32], rows: usize, cols: usize) {
+    assert!(from.len() == rows * cols && to.len() == rows * cols);
+    let whole = cols / LANES;
+    for r0 in (0..rows).step_by(LANES) {
+        let left = if r0 + LANES <= rows {
+            // SAFETY: sixteen rows and `whole` squares of columns exist in both.
+            unsafe {
+                squares(
+                    from[r0 * cols..].as_ptr(),
+                    cols,
+                    to[r0..].as_mut_ptr(),
+                    rows,
+                    whole,
+                )
+            };
+            whole * LANES
+        } else {
+            0
+        };
+        for c in left..cols {
+            for r in r0..rows.min(r0 + LANES) {
+                to[c * rows + r] = from[r * cols + c];
             }
         }
-        let done = blocks.len() * BLOCK;
-        for (i, out) in rest.chunks_exact_mut(BLOCK).enumerate() {
-            for (l, o) in out.iter_mut().enumerate() {
-                *o = from[l * stride + done + i];
-            }
+    }
+}
+
+/// `to[i][l] = from[l][i]` for sixteen rows of `len` elements, `stride` apart in `from`.
+pub(crate) fn transpose_rows(from: &[f32], stride: usize, to: &mut [f32], len: usize) {
+    assert!(to.len() == len * LANES && (len == 0 || 15 * stride + len <= from.len()));
+    let whole = len / LANES;
+    // SAFETY: the squares lie in both slices, checked above.
+    unsafe { squares(from.as_ptr(), stride, to.as_mut_ptr(), LANES, whole) };
+    let done = whole * LANES;
+    for (i, out) in to.chunks_exact_mut(LANES).enumerate().skip(done) {
+        for (l, o) in out.iter_mut().enumerate() {
+            *o = from[l * stride + i];
         }
     }
 }
@@ -85,12 +99,12 @@ mod tests {
     fn sixteen_rows_of_a_wider_matrix() {
         for len in [0, 1, 16, 37] {
             let stride = len + 3;
-            let from: Vec<f32> = (0..BLOCK * stride).map(|i| i as f32).collect();
-            let mut to = vec![0.0; len * BLOCK];
+            let from: Vec<f32> = (0..LANES * stride).map(|i| i as f32).collect();
+            let mut to = vec![0.0; len * LANES];
             transpose_rows(&from, stride, &mut to, len);
             for i in 0..len {
-                for l in 0..BLOCK {
-                    assert_eq!(to[i * BLOCK + l], from[l * stride + i]);
+                for l in 0..LANES {
+                    assert_eq!(to[i * LANES + l], from[l * stride + i]);
                 }
             }
         }

@@ -238,6 +238,31 @@ mod x86 {
 
     const HALF: usize = LANES / 2;
 
+    /// Rows and columns of a square of eight exchanged.
+    #[inline(always)]
+    unsafe fn transpose_eight(rows: [__m256; HALF]) -> [__m256; HALF] {
+        // Pairs of rows, then of pairs, then halves of registers.
+        // SAFETY: the caller is compiled for AVX2.
+        unsafe {
+            let (mut a, mut b, mut r) = (rows, rows, rows);
+            for i in 0..4 {
+                a[2 * i] = _mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
+                a[2 * i + 1] = _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
+            }
+            for i in 0..2 {
+                b[4 * i] = _mm256_shuffle_ps::<0x44>(a[4 * i], a[4 * i + 2]);
+                b[4 * i + 1] = _mm256_shuffle_ps::<0xee>(a[4 * i], a[4 * i + 2]);
+                b[4 * i + 2] = _mm256_shuffle_ps::<0x44>(a[4 * i + 1], a[4 * i + 3]);
+                b[4 * i + 3] = _mm256_shuffle_ps::<0xee>(a[4 * i + 1], a[4 * i + 3]);
+            }
+            for i in 0..4 {
+                r[i] = _mm256_permute2f128_ps::<0x20>(b[i], b[4 + i]);
+                r[4 + i] = _mm256_permute2f128_ps::<0x31>(b[i], b[4 + i]);
+            }
+            r
+        }
+    }
+
     // SAFETY (every block below): the trait's contract: the processor has AVX2
     // and FMA, and pointers are valid for sixteen floats.
     impl Vector for Pair {
@@ -297,8 +322,26 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn transpose(rows: [Self; LANES]) -> [Self; LANES] {
+            // Four squares of eight; those off the diagonal change places.
             // SAFETY: see the impl.
-            unsafe { super::transpose_in_memory(rows) }
+            unsafe {
+                let mut squares = [[_mm256_setzero_ps(); HALF]; 4];
+                for i in 0..HALF {
+                    squares[0][i] = rows[i].0;
+                    squares[1][i] = rows[HALF + i].0;
+                    squares[2][i] = rows[i].1;
+                    squares[3][i] = rows[HALF + i].1;
+                }
+                for square in &mut squares {
+                    *square = transpose_eight(*square);
+                }
+                let mut to = rows;
+                for i in 0..HALF {
+                    to[i] = Pair(squares[0][i], squares[1][i]);
+                    to[HALF + i] = Pair(squares[2][i], squares[3][i]);
+                }
+                to
+            }
         }
         #[inline(always)]
         unsafe fn fetch(at: *const f32) {

@@ -2,9 +2,17 @@
 //! ignored rows, in one operation. Saves the gradient for a loss gradient of one.
 
 use super::element_loss::Prepared;
+use crate::kernels::softmax_dim::{class_rows, exponentials, scaled_exponentials};
 use crate::losses::{IGNORE_LABEL, Reduction};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
+
+/// What a row should be.
+enum Target<'a> {
+    Label(usize),
+    /// The share of each class.
+    Shares(&'a [f32]),
+}
 
 /// Settings of [`Tensor::cross_entropy_with`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -35,7 +43,7 @@ impl<'s> Tensor<'s> {
     /// `((1 - e) w[y] (-log p[y]) + e / C sum_c w[c] (-log p[c]))` summed over rows
     /// that are not [`IGNORE_LABEL`], and divided.
     ///
-    /// *Order*: rows in order; in f64, rounded once.
+    /// *Order*: the exponentials of a row in sixteen lanes, then rows in order; in f64, rounded once.
     ///
     /// # Errors
     /// `Usage` when there is not one label per row, a label is not a class, or settings do not fit.
@@ -69,7 +77,7 @@ impl<'s> Tensor<'s> {
             .sum();
         self.class_losses(classes, &options, mean, |row| {
             let label = labels[row];
-            (!ignored(label)).then_some(move |c: usize| f64::from(u8::from(c == label as usize)))
+            (!ignored(label)).then_some(Target::Label(label as usize))
         })
     }
 
@@ -77,7 +85,7 @@ impl<'s> Tensor<'s> {
     /// the scores' order. A row's loss is
     /// `sum_c w[c] ((1 - e) t[c] + e / C) (-log p[c])`; shares need not add up to 1.
     ///
-    /// *Order*: rows in order; in f64, rounded once.
+    /// *Order*: the exponentials of a row in sixteen lanes, then rows in order; in f64, rounded once.
     ///
     /// # Errors
     /// `Usage` when there is not one share per score, or settings do not fit.
@@ -95,8 +103,7 @@ impl<'s> Tensor<'s> {
             )));
         }
         self.class_losses(classes, &options, rows as f64, |row| {
-            let shares = &shares[row * classes..][..classes];
-            Some(move |c: usize| f64::from(shares[c]))
+            Some(Target::Shares(&shares[row * classes..][..classes]))
         })
     }
 
@@ -125,17 +132,15 @@ impl<'s> Tensor<'s> {
         Ok((classes, outer.iter().product()))
     }
 
-    /// `target(row)` gives the share of each class in a row's target, or nothing for a
-    /// row that does not count. `mean` is what the mean divides by.
-    fn class_losses<F: Fn(usize) -> f64>(
+    /// `target(row)` is the target of a row, or nothing for a row that does not count. `mean` is what the mean divides by.
+    fn class_losses<'t>(
         self,
         classes: usize,
         options: &CrossEntropyOptions<'_>,
         mean: f64,
-        target: impl Fn(usize) -> Option<F>,
+        target: impl Fn(usize) -> Option<Target<'t>> + Sync,
     ) -> Result<Tensor<'s>> {
         let (step, x, dims) = (self.step(), self.slot(), self.dims());
-        let weight = |c: usize| options.class_weights.map_or(1.0, |w| f64::from(w[c]));
         let each = options.reduction == Reduction::None;
         let divisor = match options.reduction {
             Reduction::None | Reduction::Sum => 1.0,
@@ -143,52 +148,100 @@ impl<'s> Tensor<'s> {
             Reduction::Over(d) => f64::from(d),
         };
         let smoothing = options.label_smoothing;
-        let even = smoothing / classes.max(1) as f64;
+        let factors = Factors {
+            weights: options.class_weights,
+            given: 1.0 - smoothing,
+            even: smoothing / classes.max(1) as f64,
+            divisor,
+        };
         let shape = Shape::new(if each { &dims[..dims.len() - 1] } else { &[] })?;
+        let rows = dims[..dims.len() - 1].iter().product();
         let mut st = step.state();
         let mut grad = st.take_for_writing(x);
         let mut buf = st.pool.get(shape.numel());
-        if classes == 0 {
-            // There is no row to take a loss of.
-            buf.slice_mut().fill(0.0);
-        }
-        let mut total = 0.0f64;
-        let all_rows = grad.slice_mut().chunks_exact_mut(classes.max(1));
-        for (i, row) in all_rows.enumerate() {
-            let mut loss = 0.0f64;
-            if let Some(share) = target(i) {
-                let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                let most = f64::from(most);
-                let sum: f64 = row.iter().map(|&v| (f64::from(v) - most).exp()).sum();
-                let shift = most + sum.ln();
-                // The factor of -log p of each class, and the sum of the factors.
-                let part = |c: usize| weight(c) * ((1.0 - smoothing) * share(c) + even);
-                let mut mass = 0.0;
-                for (c, &v) in row.iter().enumerate() {
-                    let part = part(c);
-                    mass += part;
-                    // An impossible class that does not count must not make NaN.
-                    if part != 0.0 {
-                        loss += part * (shift - f64::from(v));
-                    }
+        // Of f64s.
+        let mut losses = st.pool.get(2 * rows);
+        let losses_of_rows = &mut losses.f64_mut()[..rows];
+        let made = grad.slice_mut();
+        class_rows(
+            step.threads(),
+            made,
+            losses_of_rows,
+            |i, row| match target(i) {
+                Some(target) => factors.differentiate(&target, row),
+                None => {
+                    row.fill(0.0);
+                    0.0
                 }
-                for (c, v) in row.iter_mut().enumerate() {
-                    let p = (f64::from(*v) - shift).exp();
-                    *v = ((p * mass - part(c)) / divisor) as f32;
-                }
-            } else {
-                row.fill(0.0);
+            },
+        );
+        if each {
+            for (to, loss) in buf.slice_mut().iter_mut().zip(&*losses_of_rows) {
+                *to = *loss as f32;
             }
-            if each {
-                buf.slice_mut()[i] = loss as f32;
-            }
-            total += loss;
-        }
-        if !each {
+        } else {
+            let total: f64 = losses_of_rows.iter().sum();
             buf.slice_mut()[0] = (total / divisor) as f32;
         }
         let wide = if each { classes } else { grad.slice().len() };
+        st.pool.put(losses);
         let (kind, op) = ((shape, Precision::F32), Prepared { wide, name: None });
         step.emit(&mut st, [x], kind, (buf, Some(grad)), op)
+    }
+}
+
+/// The factor of -log p of class c is `weight[c] * (given * share[c] + even)`.
+struct Factors<'a> {
+    weights: Option<&'a [f32]>,
+    given: f64,
+    even: f64,
+    divisor: f64,
+}
+
+impl Factors<'_> {
+    fn of(&self, class: usize, share: f64) -> f64 {
+        let weight = self.weights.map_or(1.0, |w| f64::from(w[class]));
+        weight * (self.given * share + self.even)
+    }
+
+    /// The loss of a row of scores, which become its gradient.
+    fn differentiate(&self, target: &Target<'_>, row: &mut [f32]) -> f64 {
+        let (most, sum) = exponentials(row);
+        let shift = f64::from(most) + sum.ln();
+        // An impossible class that does not count must not make NaN.
+        let loss = |factor: f64, score: f32| {
+            if factor == 0.0 {
+                0.0
+            } else {
+                factor * (shift - f64::from(score))
+            }
+        };
+        if let (Target::Label(label), true) = (target, self.even == 0.0) {
+            // No other class has a factor.
+            let (label, factor) = (*label, self.of(*label, 1.0));
+            let score = row[label];
+            scaled_exponentials(row, most, (factor / sum / self.divisor) as f32);
+            let over = (f64::from(score) - shift).exp_m1();
+            row[label] = (factor * over / self.divisor) as f32;
+            return loss(factor, score);
+        }
+        let factor = |class: usize| {
+            let share = match target {
+                Target::Label(label) => f64::from(u8::from(class == *label)),
+                Target::Shares(shares) => f64::from(shares[class]),
+            };
+            self.of(class, share)
+        };
+        let (mut total, mut factors) = (0.0, 0.0);
+        for (class, &score) in row.iter().enumerate() {
+            let factor = factor(class);
+            factors += factor;
+            total += loss(factor, score);
+        }
+        scaled_exponentials(row, most, (1.0 / sum) as f32);
+        for (class, v) in row.iter_mut().enumerate() {
+            *v = ((f64::from(*v) * factors - factor(class)) / self.divisor) as f32;
+        }
+        total
     }
 }

@@ -1,7 +1,7 @@
 //! Softmax and its logarithm along any dimension, in place if no other operation needs the
 //! operand. Save their output.
 
-use crate::kernels::{softmax, softmax_dim};
+use crate::kernels::softmax_dim;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
@@ -11,8 +11,6 @@ pub(crate) struct Softmax {
     n: usize,
     inner: usize,
     log: bool,
-    /// Whether this is the last dimension.
-    last: bool,
 }
 
 impl<'s> Tensor<'s> {
@@ -51,26 +49,14 @@ impl<'s> Tensor<'s> {
             )));
         };
         let inner = dims[dim + 1..].iter().product();
-        let op = Softmax {
-            n,
-            inner,
-            log,
-            last: dim + 1 == dims.len(),
-        };
+        let op = Softmax { n, inner, log };
         self.step().apply([self.slot()], dims, op)
-    }
-}
-
-impl Softmax {
-    /// The logarithm over the last dimension has separate kernels, with exponentials in f64.
-    fn is_log_of_rows(&self) -> bool {
-        self.log && self.last
     }
 }
 
 impl Operation for Softmax {
     fn name(&self) -> Option<&'static str> {
-        self.is_log_of_rows().then_some("LogSoftmax")
+        self.log.then_some("LogSoftmax")
     }
 
     fn saves_output(&self) -> bool {
@@ -80,24 +66,13 @@ impl Operation for Softmax {
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
         let mut buf = c.state.take_for_writing(x);
         let (n, y) = (self.n, buf.slice_mut());
-        if self.is_log_of_rows() {
-            c.threads
-                .split(y, softmax::piece(n), |_, y| softmax::log_softmax(y, n));
-        } else {
-            softmax_dim::forward(c.threads, y, n, self.inner, self.log);
-        }
+        softmax_dim::forward(c.threads, y, n, self.inner, self.log);
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
         let (n, y, d) = (self.n, ctx.value(s.out), dy.slice_mut());
-        if self.is_log_of_rows() {
-            ctx.threads.split(d, softmax::piece(n), |at, d| {
-                softmax::log_softmax_backward(&y[at..at + d.len()], d, n);
-            });
-        } else {
-            softmax_dim::backward(ctx.threads, y, d, (n, self.inner), self.log);
-        }
+        softmax_dim::backward(ctx.threads, y, d, (n, self.inner), self.log);
         ctx.give(s.x[0], dy);
         Ok(())
     }

@@ -97,12 +97,13 @@ impl Operation for Unary {
     }
 
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
-        let mut buf = if self.0.by_output() || !c.state.wants_grad(x) {
-            c.state.take_for_writing(x)
-        } else {
-            c.state.copy(x)
-        };
-        activation::forward(c.threads, self.0, buf.slice_mut());
+        if self.0.by_output() || !c.state.wants_grad(x) {
+            let mut buf = c.state.take_for_writing(x);
+            activation::forward(c.threads, self.0, buf.slice_mut());
+            return Ok((buf, None));
+        }
+        let mut buf = c.state.pool.get(c.state.shape(x).numel());
+        activation::forward_of(c.threads, self.0, c.state.value(x), buf.slice_mut());
         Ok((buf, None))
     }
 
