@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use crate::common::{Recorder, noise};
 use phalanx_nn::models::{Gpt, GptConfig};
+use phalanx_nn::optim::{Adam, step_clipped};
 use phalanx_nn::{ErrorKind, Grads, Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
+use serde_json::Value;
 
 const TINY: GptConfig = GptConfig {
     vocab: 7,
@@ -157,6 +159,77 @@ fn logits_and_gradients_are_those_of_a_plain_transformer() {
         }
         let id = params.find(&name).unwrap();
         compare(&name, &sink.grads.export(id), &differences);
+    }
+}
+
+/// `fixtures/gpt.json`, made by `make_gpt.py`.
+#[test]
+fn ten_losses_of_nanogpts_cpu_setting_are_pytorchs() {
+    let config = GptConfig {
+        vocab: 65,
+        context: 64,
+        layers: 4,
+        heads: 4,
+        width: 128,
+        dropout: 0.0,
+    };
+    let (batch, length) = (12, 64);
+    let fixture: Value = serde_json::from_str(include_str!("../fixtures/gpt.json")).unwrap();
+    let (gpt, mut params) = build(&config);
+    let mut stream = 0;
+    let mut fill = |params: &mut Params, name: &str| {
+        let id = params.find(name).unwrap_or_else(|| panic!("no {name}"));
+        stream += 1;
+        let is_norm = name.contains("ln_") && name.ends_with("weight");
+        let mut values = noise(params.export(id).len(), stream);
+        for v in &mut values {
+            *v = if is_norm { 1.0 + 0.1 * *v } else { 0.05 * *v };
+        }
+        params.import(id, &values).unwrap();
+    };
+    fill(&mut params, "transformer.wte.weight");
+    fill(&mut params, "transformer.wpe.weight");
+    for layer in 0..config.layers {
+        for part in [
+            "ln_1",
+            "attn.q",
+            "attn.k",
+            "attn.v",
+            "attn.proj",
+            "ln_2",
+            "mlp.fc",
+            "mlp.proj",
+        ] {
+            fill(&mut params, &format!("transformer.h.{layer}.{part}.weight"));
+            fill(&mut params, &format!("transformer.h.{layer}.{part}.bias"));
+        }
+    }
+    fill(&mut params, "transformer.ln_f.weight");
+    fill(&mut params, "transformer.ln_f.bias");
+    fill(&mut params, "lm_head.weight");
+    let mut adam = Adam::adamw(&params, 1e-3)
+        .betas(0.9, 0.99)
+        .weight_decay(0.1);
+    let (mut tape, mut grads) = (Tape::new(Threads(2)), Grads::like(&params));
+    for (i, want) in fixture["losses"].as_array().unwrap().iter().enumerate() {
+        let token = |at: usize| {
+            let at = at as u64 + 1000 * i as u64;
+            ((at * at / 7 + 3 * at) % 65) as u32
+        };
+        let places =
+            || (0..batch).flat_map(|row| (0..length).map(move |at| row * (length + 1) + at));
+        let x: Vec<u32> = places().map(token).collect();
+        let y: Vec<u32> = places().map(|at| token(at + 1)).collect();
+        let step = tape.step(&params, StepKey::new(0, i as u64));
+        let logits = gpt.forward(&step, &x, (batch, length)).unwrap();
+        let logits = logits.reshape(&[batch * length, config.vocab]).unwrap();
+        let loss = logits.cross_entropy(&y, Reduction::Mean).unwrap();
+        let got = f64::from(loss.item().unwrap());
+        loss.backward(&mut grads).unwrap();
+        let want = want.as_f64().unwrap();
+        assert!((got - want).abs() < 1e-5, "step {i}: {got}, not {want}");
+        drop(step);
+        step_clipped(&mut adam, &mut params, &grads, 1.0).unwrap();
     }
 }
 
