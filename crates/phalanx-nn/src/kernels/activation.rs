@@ -40,7 +40,7 @@ impl Activation {
 }
 
 /// 2 sqrt(2 / pi) and the cubic's coefficient of the tanh form of GELU.
-const ROOT: f32 = 1.595_769;
+const ROOT: f32 = 1.595_769_2;
 const CUBIC: f32 = 0.044_715;
 
 #[inline(always)]
@@ -116,7 +116,8 @@ simd! {
             Activation::GeluTanh => times(saved, dy, |x| {
                 let s = bent(x);
                 let slope = (3.0 * ROOT * CUBIC * x).mul_add(x, ROOT);
-                (x * slope).mul_add((-s).mul_add(s, s), s)
+                // The factor that becomes 0 first: the cubic may be infinite.
+                (x * (-s).mul_add(s, s)).mul_add(slope, s)
             }),
             Activation::Silu => times(saved, dy, |x| {
                 let s = sigmoid(x);

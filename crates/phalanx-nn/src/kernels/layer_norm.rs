@@ -3,8 +3,8 @@
 //! A row of [`rows`] is one group; an image (pixels, channels) is cut into groups
 //! of neighbouring channels. Both are one body: a row is an image of one pixel.
 //!
-//! *Order*: a group's sums belong to one thread: pixels in order for each
-//! channel, channels in order, in f64. The gradients of weight and bias are sums over the pixels of all
+//! *Order*: a group's sums belong to one thread: pixels in order, the channels of a pixel in sixteen lanes that are
+//! added in pairs, in f64. The gradients of weight and bias are sums over the pixels of all
 //! images: at most [`MAX_ROWS`] terms in order in f32, then the parts, which are cut by shape alone, in
 //! order in f64, as batch normalisation does it.
 

@@ -1,6 +1,7 @@
 //! Softmax and its logarithm along one dimension of an array of (outer, n, inner).
 //!
-//! *Order*: along contiguous rows sums run in sixteen lanes, else in order; in f64.
+//! *Order*: exponentials in f32, their sums in f64: along contiguous rows in sixteen lanes that are added in pairs (of
+//! log-softmax, and in backward, 64 terms at a time), else in order.
 
 use super::math::{LANES, exp_normal, fold_lanes, sum_of, sum_of_pairs};
 use crate::par::{Disjoint, PIECE, ThreadPool};
@@ -59,8 +60,9 @@ const TOGETHER: usize = 64;
 const NEAR: usize = 4096;
 
 simd! {
-    /// Rows of `width`, in place. What is not open becomes 0.
+    /// Rows of `width`, in place. What is not open becomes 0; of a logarithm, all is.
     pub(super) fn rows(y: &mut [f32], width: usize, open: Open, log: bool) {
+        debug_assert!(!log || open.first == width);
         let together = (NEAR / width).clamp(1, TOGETHER);
         let mut most = [0.0f32; TOGETHER];
         let mut sums = [0.0f64; TOGETHER];
@@ -214,6 +216,8 @@ simd! {
                     *d = y * (*d - sum);
                 }
             }
+            // Where the sum is not finite, they are not 0.
+            d[open..].fill(0.0);
         }
     }
 }
@@ -256,4 +260,102 @@ pub(crate) fn backward(
             .step_by(COLUMNS)
             .for_each(|at| columns_backward(y, d, inner, at, log));
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::isa::on_each_isa;
+    use crate::kernels::scalar::noise;
+    use crate::par::Threads;
+
+    /// In f64, of the first `open` numbers; 0 elsewhere.
+    fn softmax(x: &[f32], open: usize) -> Vec<f64> {
+        let most = x[..open].iter().fold(f64::MIN, |m, &v| m.max(v.into()));
+        let all = x.iter().enumerate();
+        let mut y: Vec<f64> = all
+            .map(|(i, &v)| {
+                if i < open {
+                    (f64::from(v) - most).exp()
+                } else {
+                    0.0
+                }
+            })
+            .collect();
+        let sum: f64 = y.iter().sum();
+        y.iter_mut().for_each(|y| *y /= sum);
+        y
+    }
+
+    #[test]
+    fn rows_of_every_width_are_right_and_equal_on_every_instruction_set() {
+        for width in [1, 15, 16, 17, 65, 257, 5000] {
+            let count = 70.min(20_000 / width);
+            for more in [0, 1] {
+                let first = if more == 0 { width } else { 1 };
+                let open = Open { first, more };
+                let x: Vec<f32> = noise(count * width, 1)
+                    .iter()
+                    .map(|v| 1000.0 + 8.0 * v)
+                    .collect();
+                let dy = noise(count * width, 2);
+                let mut bits: Option<Vec<f32>> = None;
+                on_each_isa(|isa| {
+                    let mut y = x.clone();
+                    rows(&mut y, width, open, false);
+                    let mut d = dy.clone();
+                    rows_backward(&y, &mut d, width, open, false);
+                    let mut logs = x.clone();
+                    let threads = ThreadPool::new(Threads(3));
+                    forward(&threads, &mut logs, width, 1, true);
+                    let mut log_d = dy.clone();
+                    backward(&threads, &logs, &mut log_d, (width, 1), true);
+                    for row in 0..count {
+                        let at = row * width..(row + 1) * width;
+                        let (x, dy) = (&x[at.clone()], &dy[at.clone()]);
+                        let seen = (open.first + row * more).min(width);
+                        let want = softmax(x, seen);
+                        let sum: f64 = want.iter().zip(dy).map(|(y, &d)| y * f64::from(d)).sum();
+                        for i in 0..width {
+                            let (y, d) = (y[at.start + i], d[at.start + i]);
+                            let slope = want[i] * (f64::from(dy[i]) - sum);
+                            assert!((f64::from(y) - want[i]).abs() < 1e-6, "{width} {isa:?}");
+                            assert!((f64::from(d) - slope).abs() < 1e-6, "{width} {isa:?}");
+                            assert!(i < seen || (y, d) == (0.0, 0.0));
+                        }
+                        let want = softmax(x, width);
+                        let sum: f64 = dy.iter().map(|&d| f64::from(d)).sum();
+                        for i in 0..width {
+                            let error = f64::from(logs[at.start + i]) - want[i].ln();
+                            assert!(error.abs() < 2e-6, "{width} {isa:?}: {error}");
+                            let slope = f64::from(dy[i]) - want[i] * sum;
+                            let error = f64::from(log_d[at.start + i]) - slope;
+                            assert!(error.abs() < 3e-5, "{width} {isa:?}: {error}");
+                        }
+                    }
+                    let now = [y, d, logs, log_d].concat();
+                    assert!(
+                        bits.get_or_insert_with(|| now.clone()) == &now,
+                        "{width} {isa:?}"
+                    );
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_that_are_not_finite_stay_in_their_row_and_its_open_part() {
+        let (width, open) = (20, Open { first: 5, more: 0 });
+        let mut y = noise(4 * width, 1);
+        (y[3], y[width]) = (f32::NAN, f32::INFINITY);
+        y[2 * width..3 * width].fill(f32::NEG_INFINITY);
+        rows(&mut y, width, open, false);
+        for (row, y) in y.chunks_exact(width).enumerate() {
+            assert_eq!(y[..5].iter().all(|v| v.is_nan()), row < 3, "{row}");
+            assert_eq!(y[5..], [0.0; 15]);
+        }
+        let mut d = vec![f32::INFINITY; width];
+        rows_backward(&y[3 * width..], &mut d, width, open, false);
+        assert_eq!(d[5..], [0.0; 15]);
+    }
 }

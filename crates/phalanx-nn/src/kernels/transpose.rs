@@ -40,7 +40,7 @@ pub(crate) fn transpose(from: &[f32], to: &mut [f32], rows: usize, cols: usize) 
     assert!(from.len() == rows * cols && to.len() == rows * cols);
     let whole = cols / LANES;
     for r0 in (0..rows).step_by(LANES) {
-        let left = if r0 + LANES <= rows {
+        let left = if r0 + LANES <= rows && whole > 0 {
             // SAFETY: sixteen rows and `whole` squares of columns exist in both.
             unsafe {
                 squares(
@@ -83,7 +83,15 @@ mod tests {
 
     #[test]
     fn every_shape() {
-        for (r, c) in [(0, 3), (1, 1), (16, 16), (17, 35), (144, 64), (5, 40)] {
+        for (r, c) in [
+            (0, 3),
+            (1, 1),
+            (16, 16),
+            (17, 35),
+            (144, 64),
+            (5, 40),
+            (40, 0),
+        ] {
             let from: Vec<f32> = (0..r * c).map(|i| i as f32).collect();
             let mut to = vec![0.0; r * c];
             transpose(&from, &mut to, r, c);

@@ -37,28 +37,6 @@ pub(crate) trait Vector: Copy {
     unsafe fn fetch(at: *const f32);
 }
 
-/// [`Vector::transpose`] through memory.
-#[inline(always)]
-unsafe fn transpose_in_memory<V: Vector>(rows: [V; LANES]) -> [V; LANES] {
-    let (mut from, mut to) = ([[0.0; LANES]; LANES], [[0.0; LANES]; LANES]);
-    let mut transposed = rows;
-    // SAFETY: sixteen floats each.
-    unsafe {
-        for (v, from) in rows.into_iter().zip(&mut from) {
-            v.store(from.as_mut_ptr());
-        }
-        for (i, row) in from.iter().enumerate() {
-            for (j, &v) in row.iter().enumerate() {
-                to[j][i] = v;
-            }
-        }
-        for (v, to) in transposed.iter_mut().zip(&to) {
-            *v = V::load(to.as_ptr());
-        }
-    }
-    transposed
-}
-
 /// Without vector instructions of its own.
 #[derive(Clone, Copy)]
 pub(crate) struct Plain([f32; LANES]);
@@ -117,8 +95,13 @@ impl Vector for Plain {
     }
     #[inline(always)]
     unsafe fn transpose(rows: [Self; LANES]) -> [Self; LANES] {
-        // SAFETY: plain code runs everywhere.
-        unsafe { transpose_in_memory(rows) }
+        let mut to = rows;
+        for (i, row) in rows.iter().enumerate() {
+            for (to, v) in to.iter_mut().zip(row.0) {
+                to.0[i] = v;
+            }
+        }
+        to
     }
     #[inline(always)]
     unsafe fn fetch(_: *const f32) {}

@@ -43,7 +43,7 @@ impl<'s> Tensor<'s> {
     /// `((1 - e) w[y] (-log p[y]) + e / C sum_c w[c] (-log p[c]))` summed over rows
     /// that are not [`IGNORE_LABEL`], and divided.
     ///
-    /// *Order*: the exponentials of a row in sixteen lanes, then rows in order; in f64, rounded once.
+    /// *Order*: exponentials in f32; their sums as log-softmax has them, classes and rows in order, in f64. The loss is rounded once.
     ///
     /// # Errors
     /// `Usage` when there is not one label per row, a label is not a class, or settings do not fit.
@@ -85,7 +85,7 @@ impl<'s> Tensor<'s> {
     /// the scores' order. A row's loss is
     /// `sum_c w[c] ((1 - e) t[c] + e / C) (-log p[c])`; shares need not add up to 1.
     ///
-    /// *Order*: the exponentials of a row in sixteen lanes, then rows in order; in f64, rounded once.
+    /// *Order*: exponentials in f32; their sums as log-softmax has them, classes and rows in order, in f64. The loss is rounded once.
     ///
     /// # Errors
     /// `Usage` when there is not one share per score, or settings do not fit.
@@ -180,7 +180,8 @@ impl<'s> Tensor<'s> {
                 *to = *loss as f32;
             }
         } else {
-            let total: f64 = losses_of_rows.iter().sum();
+            // Not `sum`, which makes -0.0 of nothing.
+            let total = losses_of_rows.iter().fold(0.0, |sum, loss| sum + loss);
             buf.slice_mut()[0] = (total / divisor) as f32;
         }
         let wide = if each { classes } else { grad.slice().len() };

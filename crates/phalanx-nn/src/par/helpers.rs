@@ -72,7 +72,7 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Shared {
     /// First chunk of thread `i` in a call of `chunks`.
     fn first(&self, i: usize, chunks: usize) -> usize {
-        i * chunks / self.tickets.len()
+        (i * chunks).div_ceil(self.tickets.len())
     }
 
     /// Takes and runs chunks until none is left: first those of thread `me`, then of the ones after it.
@@ -232,15 +232,18 @@ impl Helpers {
             .store(std::ptr::from_ref(&f).cast_mut().cast(), Ordering::Relaxed);
         s.chunks.store(chunks, Ordering::Relaxed);
         s.pending.store(chunks, Ordering::Relaxed);
+        let own = |i: usize| s.first(i + 1, chunks) - s.first(i, chunks);
         for (i, next) in s.tickets.iter().enumerate() {
-            let call = (next.0.load(Ordering::Relaxed) >> COUNT_BITS).wrapping_add(1);
-            let own = s.first(i + 1, chunks) - s.first(i, chunks);
-            next.0
-                .store(call << COUNT_BITS | own as u64, Ordering::Release);
+            // One without chunks stays as it is: none is left of it.
+            if own(i) > 0 {
+                let call = (next.0.load(Ordering::Relaxed) >> COUNT_BITS).wrapping_add(1);
+                next.0
+                    .store(call << COUNT_BITS | own(i) as u64, Ordering::Release);
+            }
         }
         fence(Ordering::SeqCst);
-        for (asleep, helper) in s.asleep.iter().zip(&self.threads).take(chunks - 1) {
-            if asleep.load(Ordering::SeqCst) {
+        for (i, (asleep, helper)) in s.asleep.iter().zip(&self.threads).enumerate() {
+            if own(i + 1) > 0 && asleep.load(Ordering::SeqCst) {
                 asleep.store(false, Ordering::SeqCst);
                 helper.thread().unpark();
             }

@@ -304,7 +304,7 @@ impl State {
     }
 
     /// A buffer with a copy of this operand's elements, which are f32.
-    pub(crate) fn copy(&mut self, id: SlotId) -> Buf {
+    fn copy(&mut self, id: SlotId) -> Buf {
         let mut to = self.pool.get(self.slots[id.index()].shape.numel());
         to.slice_mut().copy_from_slice(self.value(id));
         to

@@ -8,6 +8,7 @@ use phalanx_nn::layers::{
     Act, Activation, BatchNorm, Conv2d, Conv2dOptions, Dropout, GroupNorm, LayerNorm, Linear,
     MaxPool2d, MaxPool2dOptions, MultiHeadAttention,
 };
+use phalanx_nn::losses::CrossEntropyOptions;
 use phalanx_nn::{
     Grads, Precision, Reduction, Result, Scope, Seed, StepKey, Tape, Tensor, Threads,
 };
@@ -47,7 +48,7 @@ impl Net {
             layer: LayerNorm::new(s.enter("layer"), &[48]),
             attention: MultiHeadAttention::new(s.enter("attention"), 48, 4),
             drop: Dropout::new(0.2),
-            head: Linear::new(s.enter("head"), 48, 10),
+            head: Linear::new(s.enter("head"), 48, 300),
         }
     }
 
@@ -64,7 +65,7 @@ impl Net {
             unreachable!("images have four dimensions");
         };
         let x = self.layer.forward(x.reshape(&[n, h * w, c])?)?;
-        let x = self.attention.forward(x, true)?;
+        let x = self.attention.forward(x, true)?.gelu_tanh()?;
         let x = Activation::Hardswish.forward(self.drop.forward(x)?)?;
         self.head
             .forward(Activation::Tanh.forward(x.mean(&[1], false)?)?)
@@ -79,7 +80,7 @@ fn run(precision: Precision) -> u64 {
     let mut grads = Grads::like(&params);
     let mut tape = Tape::new(Threads(1));
     tape.set_precision(precision);
-    let (images, targets) = (noise(2 * 8 * 8 * 3, 1), noise(20, 2));
+    let (images, targets) = (noise(2 * 8 * 8 * 3, 1), noise(600, 2));
     let mut hash = 0xcbf2_9ce4_8422_2325;
     let step = tape.step(&params, StepKey::new(0, 0).seed(3));
     let x = step.variable(&images, &[2, 8, 8, 3]).unwrap();
@@ -87,7 +88,9 @@ fn run(precision: Precision) -> u64 {
     digest(&mut hash, y.data());
     let loss = y.share().cross_entropy(&[3, 7], 2.0).unwrap();
     let off = y.share().l1_loss(&targets, Reduction::Mean).unwrap();
-    let loss = loss.add(off).unwrap();
+    let options = CrossEntropyOptions::default();
+    let whole = y.share().cross_entropy_with(&[5, 299], options).unwrap();
+    let loss = loss.add(off).unwrap().add(whole).unwrap();
     digest(&mut hash, &[loss.item().unwrap()]);
     loss.backward(&mut grads).unwrap();
     digest(&mut hash, &x.grad().unwrap());

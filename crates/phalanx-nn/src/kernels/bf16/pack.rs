@@ -643,13 +643,20 @@ unsafe fn columns_body<P: Pack, S: Element>(
     to: *mut u8,
 ) {
     let slots = c.units.count * l.unit_slots();
+    // Of one tap, only these channels are gathered: a slot may have many more.
+    let one = l.gathered && w.count == 1;
+    let (base, width) = if one {
+        (c.from, c.to - c.from)
+    } else {
+        (0, l.slot)
+    };
     for copy in (0..l.packed).filter(|copy| l.moved(w, *copy).is_none()) {
         let (mut unit, mut line, mut i) = (0, 0, 0);
         let (mut image, mut row, mut y) = (0, 0, 0);
         for block in 0..slots.div_ceil(DEPTH) {
             let mut rows = [zeros::<S>(); DEPTH];
             if l.gathered {
-                temporary.fill(S::default());
+                temporary[..DEPTH * width].fill(S::default());
             } else {
                 rows = [temporary.as_ptr(); DEPTH];
             }
@@ -660,9 +667,17 @@ unsafe fn columns_body<P: Pack, S: Element>(
                     y = l.row(copy, row, line);
                 }
                 if l.gathered {
-                    let to = &mut temporary[q * l.slot..];
+                    let to = &mut temporary[q * width..];
                     *from = to.as_ptr();
-                    if unit < c.units.count {
+                    if one && unit < c.units.count {
+                        let [dy, dx] = w.offsets[0];
+                        let (y, x) = ((row + line) * w.step[0], i * w.step[1]);
+                        if let Some(p) = pixel(w, image, y as isize + dy, x as isize + dx) {
+                            let channels = c.from..c.to.min(w.channels);
+                            to[..channels.len()]
+                                .copy_from_slice(&source[p * w.channels..][channels]);
+                        }
+                    } else if unit < c.units.count {
                         gather(w, source, image, row + line, i, &mut to[..l.slot + LANES]);
                     }
                 } else if unit < c.units.count
@@ -684,7 +699,8 @@ unsafe fn columns_body<P: Pack, S: Element>(
                 unsafe {
                     let mut tile = [P::zero(); LANES];
                     for (r, tile) in tile.iter_mut().enumerate() {
-                        let (low, high) = (rows[2 * r].add(first), rows[2 * r + 1].add(first));
+                        let at = first - base;
+                        let (low, high) = (rows[2 * r].add(at), rows[2 * r + 1].add(at));
                         P::fetch(low.wrapping_add(DEPTH * l.slot));
                         P::fetch(high.wrapping_add(DEPTH * l.slot));
                         *tile = P::pair(low, high);

@@ -43,6 +43,8 @@ fn shapes() -> Vec<ConvShape> {
         // Weight gradients by channels; bands of a large image.
         shape([4, 4], 256, 256, [3, 3], one, one, one, 1),
         shape([4, 4], 30, 10000, [1, 1], one, [0, 0], one, 1),
+        shape([4, 4], 10010, 30, [1, 1], one, [0, 0], one, 1),
+        shape([5, 4], 3003, 100, [1, 1], [2, 2], one, one, 1),
         shape([40, 64], 32, 32, [3, 3], one, one, one, 1),
         shape([59, 40], 32, 32, [3, 3], one, one, one, 1),
     ];
