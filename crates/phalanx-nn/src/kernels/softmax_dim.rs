@@ -54,13 +54,13 @@ impl Open {
     }
 }
 
-/// Rows that go through each pass together, as passes over one row wait for their own results.
+/// Rows at most that go through each pass together: the passes over a single row would wait for each other.
 const TOGETHER: usize = 64;
-/// Elements of them.
+/// Elements at most of these rows, unless one row has more.
 const NEAR: usize = 4096;
 
 simd! {
-    /// Rows of `width`, in place. What is not open becomes 0; of a logarithm, all is.
+    /// Softmax of rows of `width`, in place. Elements that are not open become 0; with `log`, all must be open.
     pub(super) fn rows(y: &mut [f32], width: usize, open: Open, log: bool) {
         debug_assert!(!log || open.first == width);
         let together = (NEAR / width).clamp(1, TOGETHER);
@@ -136,7 +136,7 @@ simd! {
 }
 
 simd! {
-    /// The largest number of a row, and the sum of the exponentials of all numbers less that.
+    /// The largest number of a row, and the sum of `exp(x - largest)` over the row.
     pub(crate) fn exponentials(x: &[f32]) -> (f32, f64) {
         let most = most_of(x);
         (most, sum_of_pairs(x, x, |v, _| exp_normal(v - most)))

@@ -7,7 +7,7 @@ use crate::losses::{IGNORE_LABEL, Reduction};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
 
-/// What a row should be.
+/// The target of a row.
 enum Target<'a> {
     Label(usize),
     /// The share of each class.

@@ -17,8 +17,8 @@ const MAX_CHUNKS: usize = (1 << COUNT_BITS) - 1;
 
 /// The chunks that a thread takes first: number of the call, and in the low bits how many of them are not taken yet.
 ///
-/// A thread's chunks follow one another, and of calls with as many chunks they are the same ones: what it reads it has often
-/// written, and is in its caches.
+/// A thread's chunks follow one another, and are the same ones in all calls of as many chunks. So a thread often reads
+/// what it wrote in the call before, which is still in its caches.
 #[repr(align(128))]
 #[derive(Default)]
 struct Ticket(AtomicU64);
