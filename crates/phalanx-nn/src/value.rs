@@ -165,13 +165,20 @@ pub trait Value<'s>: Sized {
     ///
     /// # Errors
     /// `Usage` when the sizes do not fit.
-    fn attention(self, key: Self, value: Self, heads: usize, causal: bool) -> Result<Self> {
+    fn attention(
+        self,
+        key: Self,
+        value: Self,
+        heads: usize,
+        causal: bool,
+        dropout: Option<f64>,
+    ) -> Result<Self> {
         let mask = if causal {
             Mask::Causal(None)
         } else {
             Mask::Open
         };
-        attend_stepwise(heads, [self, key, value], mask, None)
+        attend_stepwise(heads, [self, key, value], mask, dropout)
     }
 
     /// As [`Tensor::log_softmax`]: over the last dimension.
@@ -240,7 +247,7 @@ impl<'s> Value<'s> for Tensor<'s> {
     forward! {
         // Without the allocations of the provided methods.
         log_softmax();
-        attention(key: Self, value: Self, heads: usize, causal: bool);
+        attention(key: Self, value: Self, heads: usize, causal: bool, dropout: Option<f64>);
         transpose(a: usize, b: usize);
     }
 }

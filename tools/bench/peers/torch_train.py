@@ -56,7 +56,7 @@ def worker():
     g = torch.Generator().manual_seed(rank)
     if is_text:
         length, vocab = shape
-        opt = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.9, 0.99), fused=True)
+        opt = torch.optim.Adam(model.parameters(), lr=6e-4, betas=(0.9, 0.99), fused=True)
         draw = lambda: torch.randint(0, vocab, (args.batch, length), generator=g)
         pool = [(draw(), draw().view(-1)) for _ in range(4)]
     else:

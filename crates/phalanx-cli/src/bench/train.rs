@@ -88,6 +88,16 @@ enum Kind {
     Text(GptConfig),
 }
 
+impl Kind {
+    /// GPTs would diverge with more, and numbers below the smallest normal one, which come of that, are slow to compute with.
+    fn lr(self) -> f64 {
+        match self {
+            Kind::Images(_) => 0.01,
+            Kind::Text(_) => 6e-4,
+        }
+    }
+}
+
 impl Timed {
     fn has_blocks(&self) -> bool {
         match self.kind {
@@ -341,7 +351,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
     let settings = Settings {
         epochs: Some(1),
         batch_size: Some(args.batch),
-        lr: Some(0.01),
+        lr: Some(args.recipe.kind.lr()),
         precision: args.precision,
         exchange,
         profile: args.profile.clone(),

@@ -282,7 +282,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         grads: &dyn GradView,
         limit: f64,
     ) -> Result<f64> {
-        let norm = grad_norm(params, grads);
+        let norm = grad_norm(params, grads, &self.optimizer.thread_pool());
         self.step_with(params, grads, clip_factor(norm, limit))?;
         Ok(norm)
     }
@@ -371,7 +371,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             pieces: self.cut.mine(),
             source: wrapper,
         };
-        let norm = grad_norm(&self.cut.own, &view);
+        let norm = grad_norm(&self.cut.own, &view, &self.optimizer.thread_pool());
         let (mut squares, group) = ([norm * norm], &self.cut.group);
         if group.world_size() > 1 {
             group

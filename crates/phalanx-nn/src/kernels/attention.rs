@@ -5,12 +5,22 @@
 //! weights again. A block of queries belongs to one thread, in backward a head.
 
 use super::Mode;
-use super::product::{Mat, product, product_at, product_onto};
+use super::dropout::{MaskKey, Rate, draw, multiply};
+use super::product::{Begin, Mat, product, product_at};
 use super::softmax_dim::{Open, rows, rows_backward};
 use crate::par::{Disjoint, ThreadPool, scratch};
 
 /// Queries of a block.
 const BLOCK: usize = 64;
+
+/// Which weights of keys are dropped: as elements of (heads, queries, keys) of each sample.
+#[derive(Clone, Copy)]
+pub(crate) struct Drop<'a> {
+    pub(crate) key: MaskKey,
+    pub(crate) rate: Rate,
+    /// Ids.
+    pub(crate) samples: &'a [u64],
+}
 
 /// Queries (samples, queries, heads x each) and keys (samples, keys, heads x each).
 #[derive(Clone, Copy)]
@@ -34,6 +44,13 @@ struct Block {
     rows: usize,
     /// Keys that some of its queries see.
     reach: usize,
+}
+
+impl Block {
+    /// What its queries have for each key that some of them see.
+    fn square(self, x: &[f32]) -> Mat<'_> {
+        Mat::rows(x, self.rows, self.reach, self.reach)
+    }
 }
 
 impl Sizes {
@@ -112,6 +129,19 @@ impl Sizes {
         rows(weights, block.reach, self.open(block), false);
     }
 
+    /// The factors of dropout of the block's weights.
+    fn draw(self, block: Block, drop: Drop<'_>, factors: &mut [f32]) {
+        let (mask, open) = ((drop.key, drop.rate), self.open(block));
+        let sample = drop.samples[block.sample] as u32;
+        for (i, row) in factors.chunks_exact_mut(block.reach).enumerate() {
+            let seen = (open.first + i * open.more).min(block.reach);
+            let (seen, others) = row.split_at_mut(seen);
+            let query = block.head * self.queries + block.first + i;
+            draw(seen, mask, sample, query * self.keys);
+            others.fill(0.0);
+        }
+    }
+
     fn factor(self) -> f32 {
         1.0 / (self.each as f32).sqrt()
     }
@@ -124,7 +154,13 @@ simd! {
 }
 
 /// `y` is the sum of the values, weighted by the softmax of queries times keys.
-pub(crate) fn forward(threads: &ThreadPool, z: Sizes, [q, k, v]: [&[f32]; 3], y: &mut [f32]) {
+pub(crate) fn forward(
+    threads: &ThreadPool,
+    z: Sizes,
+    [q, k, v]: [&[f32]; 3],
+    drop: Option<Drop<'_>>,
+    y: &mut [f32],
+) {
     if z.keys == 0 || z.each == 0 {
         return y.fill(0.0);
     }
@@ -132,14 +168,21 @@ pub(crate) fn forward(threads: &ThreadPool, z: Sizes, [q, k, v]: [&[f32]; 3], y:
     let blocks = z.blocks();
     threads.run(z.heads() * blocks, |i| {
         let block = z.block(i / blocks, i % blocks);
-        scratch(block.rows * (z.each + block.reach), |own| {
-            let (scaled, weights) = own.split_at_mut(block.rows * z.each);
+        let (few, many) = (block.rows * z.each, block.rows * block.reach);
+        let drawn = if drop.is_some() { many } else { 0 };
+        scratch(few + many + drawn, |own| {
+            let (scaled, own) = own.split_at_mut(few);
+            let (weights, factors) = own.split_at_mut(many);
             z.weigh(block, (q, k), scaled, weights);
+            if let Some(drop) = drop {
+                z.draw(block, drop, factors);
+                multiply(weights, factors);
+            }
             let to = out.pointer(z.at(block, z.queries, block.first));
-            let weights = Mat::rows(weights, block.rows, block.reach, block.reach);
+            let weights = block.square(weights);
             let values = z.of_keys(block, v);
             // SAFETY: this head's columns of the block's rows, which no other block touches.
-            unsafe { product_at(to, z.width(), weights, values.into(), Mode::Write, &[]) };
+            unsafe { product_at(to, z.width(), weights, values.into(), Begin::Zero, &[]) };
         });
     });
 }
@@ -149,6 +192,7 @@ pub(crate) fn backward(
     threads: &ThreadPool,
     z: Sizes,
     [q, k, v]: [&[f32]; 3],
+    drop: Option<Drop<'_>>,
     dy: &[f32],
     grads: [Option<&mut [f32]>; 3],
 ) {
@@ -167,17 +211,33 @@ pub(crate) fn backward(
         for i in 0..z.blocks() {
             let block = z.block(head, i);
             let (few, many) = (block.rows * z.each, block.rows * block.reach);
-            scratch(2 * (few + many), |own| {
+            let drawn = if drop.is_some() { many } else { 0 };
+            scratch(2 * (few + many) + drawn, |own| {
                 let (scaled, own) = own.split_at_mut(few);
                 let (query_grad, own) = own.split_at_mut(few);
-                let (weights, grad) = own.split_at_mut(many);
+                let (weights, own) = own.split_at_mut(many);
+                let (grad, factors) = own.split_at_mut(many);
                 z.weigh(block, (q, k), scaled, weights);
-                let square = |x| Mat::rows(x, block.rows, block.reach, block.reach);
+                if let Some(drop) = drop {
+                    z.draw(block, drop, factors);
+                    grad.copy_from_slice(weights);
+                    multiply(grad, factors);
+                }
                 let above = z.of_queries(block, dy);
                 let to = z.at(block, z.keys, 0);
                 if let Some(dv) = &dv {
+                    let used = if drop.is_some() { &*grad } else { &*weights };
                     // SAFETY: this head's columns of the values, which no other head touches.
-                    unsafe { product_onto(dv.pointer(to), z.width(), square(weights).t(), above) };
+                    unsafe {
+                        product_at(
+                            dv.pointer(to),
+                            z.width(),
+                            block.square(used).t(),
+                            above.into(),
+                            Begin::Continue,
+                            &[],
+                        )
+                    };
                 }
                 if dq.is_none() && dk.is_none() {
                     return;
@@ -189,12 +249,24 @@ pub(crate) fn backward(
                     z.of_keys(block, v).t(),
                     Mode::Write,
                 );
+                if drop.is_some() {
+                    multiply(grad, factors);
+                }
                 rows_backward(weights, grad, block.reach, z.open(block), false);
-                let grad = square(grad);
+                let grad = block.square(grad);
                 let scaled = Mat::rows(scaled, block.rows, z.each, z.each);
                 if let Some(dk) = &dk {
                     // SAFETY: as above, of the keys.
-                    unsafe { product_onto(dk.pointer(to), z.width(), grad.t(), scaled) };
+                    unsafe {
+                        product_at(
+                            dk.pointer(to),
+                            z.width(),
+                            grad.t(),
+                            scaled.into(),
+                            Begin::Continue,
+                            &[],
+                        )
+                    };
                 }
                 let Some(dq) = &dq else { return };
                 product(query_grad, z.each, grad, z.of_keys(block, k), Mode::Write);

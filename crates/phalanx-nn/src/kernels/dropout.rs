@@ -17,9 +17,9 @@ pub(crate) struct MaskKey {
 /// Probability of dropping, as the kernels need it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Rate {
-    /// Kept iff word < this; 2^32 keeps everything.
-    keep_below: u64,
-    /// Factor of the elements that are kept: 1 / f32(1 - p).
+    /// Kept iff the word is at most this.
+    last_kept: u32,
+    /// Factor of the elements that are kept: 1 / f32(1 - p), or 0 where none are.
     scale: f32,
 }
 
@@ -27,9 +27,10 @@ impl Rate {
     /// `p` in [0, 1]. PyTorch's scale is one f32 division; at p = 1 nothing is kept.
     pub(crate) fn new(p: f64) -> Self {
         let keep = 1.0 - p;
+        let words = (keep * 4_294_967_296.0) as u64;
         Rate {
-            keep_below: (keep * 4_294_967_296.0) as u64,
-            scale: 1.0 / (keep as f32),
+            last_kept: words.saturating_sub(1) as u32,
+            scale: if words == 0 { 0.0 } else { 1.0 / (keep as f32) },
         }
     }
 }
@@ -48,36 +49,34 @@ const LANES: usize = 16;
 /// Elements decided by them.
 const GROUP: usize = LANES * 4;
 
-/// Ten Philox rounds on 16 consecutive blocks (counter word 3), in columns.
+/// Ten Philox rounds on 16 consecutive blocks (counter word 3), in columns: the lower halves of the results.
 #[inline(always)]
-fn philox_lanes(key: MaskKey, sample: u32, first_block: u32) -> [[u32; LANES]; 4] {
-    let mut c = [
-        [key.epoch; LANES],
-        [key.step; LANES],
-        [sample; LANES],
-        [0; LANES],
-    ];
-    for (i, b) in c[3].iter_mut().enumerate() {
-        *b = first_block.wrapping_add(i as u32);
+fn philox_lanes(key: MaskKey, sample: u32, first_block: u32) -> [[u64; LANES]; 4] {
+    // The upper halves are left as they come: a product of lower halves is one instruction.
+    let low = |v: u64| v & 0xFFFF_FFFF;
+    let [epoch, step, sample] = [key.epoch, key.step, sample].map(u64::from);
+    let (mut c0, mut c1, mut c2) = ([epoch; LANES], [step; LANES], [sample; LANES]);
+    let mut c3 = [0; LANES];
+    for (i, b) in c3.iter_mut().enumerate() {
+        *b = u64::from(first_block.wrapping_add(i as u32));
     }
     let mut k = key.key;
     for _ in 0..10 {
-        let mut n = [[0u32; LANES]; 4];
+        let [k0, k1] = k.map(u64::from);
         for i in 0..LANES {
-            let a = 0xD251_1F53u64 * u64::from(c[0][i]);
-            let b = 0xCD9E_8D57u64 * u64::from(c[2][i]);
-            n[0][i] = (b >> 32) as u32 ^ c[1][i] ^ k[0];
-            n[1][i] = b as u32;
-            n[2][i] = (a >> 32) as u32 ^ c[3][i] ^ k[1];
-            n[3][i] = a as u32;
+            let a = 0xD251_1F53 * low(c0[i]);
+            let b = 0xCD9E_8D57 * low(c2[i]);
+            c0[i] = (b >> 32) ^ c1[i] ^ k0;
+            c1[i] = b;
+            c2[i] = (a >> 32) ^ c3[i] ^ k1;
+            c3[i] = a;
         }
-        c = n;
         k = [
             k[0].wrapping_add(0x9E37_79B9),
             k[1].wrapping_add(0xBB67_AE85),
         ];
     }
-    c
+    [c0, c1, c2, c3]
 }
 
 simd! {
@@ -86,10 +85,16 @@ simd! {
     fn factors(out: &mut [f32], key: MaskKey, sample: u32, first: usize, rate: Rate) {
         for (g, group) in out.chunks_mut(GROUP).enumerate() {
             let words = philox_lanes(key, sample, ((first + g * GROUP) / 4) as u32);
+            let mut kept = [[0.0f32; LANES]; 4];
+            for (kept, words) in kept.iter_mut().zip(&words) {
+                for (kept, word) in kept.iter_mut().zip(words) {
+                    *kept = if *word as u32 <= rate.last_kept { rate.scale } else { 0.0 };
+                }
+            }
             let mut full = [0.0f32; GROUP];
             for i in 0..LANES {
                 for w in 0..4 {
-                    full[i * 4 + w] = if u64::from(words[w][i]) < rate.keep_below { rate.scale } else { 0.0 };
+                    full[i * 4 + w] = kept[w][i];
                 }
             }
             group.copy_from_slice(&full[..group.len()]);
@@ -98,11 +103,26 @@ simd! {
 }
 
 simd! {
-    fn multiply(data: &mut [f32], factors: &[f32]) {
+    pub(super) fn multiply(data: &mut [f32], factors: &[f32]) {
         for (v, &f) in data.iter_mut().zip(factors) {
             // A product, not a choice: a dropped infinity becomes NaN, as in PyTorch.
             *v *= f;
         }
+    }
+}
+
+/// The factors of elements `first ..` of a sample.
+pub(super) fn draw(out: &mut [f32], (key, rate): (MaskKey, Rate), sample: u32, first: usize) {
+    // Whole blocks of the generator are drawn.
+    let before = first % 4;
+    if before == 0 {
+        return factors(out, key, sample, first, rate);
+    }
+    let mut f = [0.0f32; PIECE + 4];
+    for (i, out) in out.chunks_mut(PIECE).enumerate() {
+        let f = &mut f[..before + out.len()];
+        factors(f, key, sample, first - before + i * PIECE, rate);
+        out.copy_from_slice(&f[before..]);
     }
 }
 
@@ -181,24 +201,21 @@ pub(crate) fn apply(
         let sample = samples[s] as u32;
         match share {
             Share::Element => {
-                let mut f = [0.0f32; PIECE + 4];
+                let mut f = [0.0f32; PIECE];
                 for (i, run) in row.chunks_mut(block.run).enumerate() {
                     let first = block.place(i);
-                    // Whole blocks of the generator are drawn.
-                    let before = first % 4;
                     for (i, piece) in run.chunks_mut(PIECE).enumerate() {
-                        let f = &mut f[..before + piece.len()];
-                        factors(f, key, sample, first - before + i * PIECE, rate);
-                        multiply(piece, &f[before..]);
+                        let f = &mut f[..piece.len()];
+                        draw(f, (key, rate), sample, first + i * PIECE);
+                        multiply(piece, f);
                     }
                 }
             }
             Share::Channel(channels) => {
-                let before = block.first % 4;
-                crate::par::scratch(before + channels, |f| {
-                    factors(f, key, sample, block.first - before, rate);
+                crate::par::scratch(channels, |f| {
+                    draw(f, (key, rate), sample, block.first);
                     for pixel in row.chunks_exact_mut(channels) {
-                        multiply(pixel, &f[before..]);
+                        multiply(pixel, f);
                     }
                 });
             }

@@ -131,7 +131,7 @@ pub(crate) fn product(c: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, mode
     let (m, n) = (a.rows, b.cols);
     assert!(m == 0 || n == 0 || (n <= stride && (m - 1) * stride + n <= c.len()));
     // SAFETY: the block of m x n with this stride lies in `c`, checked above.
-    unsafe { product_at(c.as_mut_ptr(), stride, a, b.into(), mode, &[]) };
+    unsafe { product_at(c.as_mut_ptr(), stride, a, b.into(), mode.into(), &[]) };
 }
 
 /// As [`product`], for a block of a larger matrix. A bias that is not empty is added to each row; its length is that of a row,
@@ -146,20 +146,16 @@ pub(super) unsafe fn product_at(
     stride: usize,
     a: Mat<'_>,
     b: Right<'_>,
-    mode: Mode,
+    begin: Begin,
     bias: &[f32],
 ) -> bool {
-    let (m, k) = (a.rows, a.cols);
     let (inner, n) = b.sizes();
-    assert_eq!(k, inner, "inner sizes of a product differ");
-    assert!(bias.is_empty() || mode == Mode::Write);
+    assert_eq!(a.cols, inner, "inner sizes of a product differ");
+    assert!(bias.is_empty() || begin != Begin::AddAfter);
     assert!(
         a.end() <= a.data.len() && (bias.is_empty() || bias.len() >= n.next_multiple_of(LANES))
     );
-    let begin = match mode {
-        Mode::Write => Begin::Zero,
-        Mode::Add => Begin::AddAfter,
-    };
+    let (m, k) = (a.rows, a.cols);
     let mut finite = true;
     for top in (0..m).step_by(SLAB) {
         let rows = SLAB.min(m - top);
@@ -170,7 +166,7 @@ pub(super) unsafe fn product_at(
             let bias = bias.get(left..).unwrap_or_default();
             // SAFETY: inside the block by the caller's promise.
             let to = unsafe { c.add(top * stride + left) };
-            if mode == Mode::Add && k > DEPTH {
+            if begin == Begin::AddAfter && k > DEPTH {
                 // The sum is made first, then added.
                 scratch(rows * wide, |sum| {
                     // SAFETY: `sum` has this size.
@@ -194,26 +190,6 @@ pub(super) unsafe fn product_at(
     finite
 }
 
-/// `c` plus `a * b`, as one sum: its chain goes on from what `c` holds.
-///
-/// # Safety
-/// As [`product_at`].
-pub(super) unsafe fn product_onto(c: *mut f32, stride: usize, a: Mat<'_>, b: Mat<'_>) {
-    assert_eq!(a.cols, b.rows, "inner sizes of a product differ");
-    assert!(a.end() <= a.data.len());
-    for top in (0..a.rows).step_by(SLAB) {
-        let a = a.part(top, a.rows.min(top + SLAB), 0, a.cols);
-        for left in (0..b.cols).step_by(COLUMNS) {
-            let columns = (left, b.cols.min(left + COLUMNS));
-            // SAFETY: inside the block by the caller's promise.
-            unsafe {
-                let to = c.add(top * stride + left);
-                block(to, stride, a, (b.into(), columns), Begin::Continue, &[]);
-            }
-        }
-    }
-}
-
 /// Rows for which one packing of `b` serves.
 const SLAB: usize = 1024;
 /// Columns of `b` packed at a time.
@@ -222,6 +198,10 @@ const COLUMNS: usize = 256;
 const DEPTH: usize = 256;
 /// Rows of `a` that stay in cache while the columns go by.
 const ROWS: usize = 96;
+/// Rows of the tallest tile; smaller ones lie within so many.
+const TALL: usize = 12;
+/// Elements of a page of memory.
+const PAGE: usize = 1024;
 
 /// `a * b` with these columns of `b`. What `c` holds is added afterwards only to sums of at most [`DEPTH`]. Whether all of `c`
 /// is finite then.
@@ -252,17 +232,28 @@ unsafe fn block(
         Right::Matrix(_) => n.next_multiple_of(LANES) * k.min(DEPTH),
         Right::Packed(_) => 0,
     };
-    scratch(own, |own| {
+    // Each step of `a` on another page: many of them would share the same few lines of L1.
+    let far = a.row_stride == 1 && a.col_stride >= PAGE;
+    let left = if far { ROWS * k.min(DEPTH) } else { 0 };
+    scratch(left + own, |own| {
+        let (left, own) = own.split_at_mut(left);
         for from in (0..k).step_by(DEPTH) {
             let depth = DEPTH.min(k - from);
             let packed = b.panels((from, depth), columns, own);
             for top in (0..m).step_by(ROWS) {
                 let rows = ROWS.min(m - top);
                 let a = a.part(top, top + rows, from, from + depth);
+                let (from_left, a_tile, a_step) = if far {
+                    pack_left(a, left);
+                    (left.as_ptr(), depth * TALL, TALL)
+                } else {
+                    (a.data.as_ptr(), TALL * a.row_stride, a.col_stride)
+                };
                 let strip = Strip {
-                    a: a.data.as_ptr(),
+                    a: from_left,
+                    a_tile,
                     a_row: a.row_stride,
-                    a_step: a.col_stride,
+                    a_step,
                     b: packed.as_ptr(),
                     depth,
                     // SAFETY: inside the block by the caller's promise.
@@ -313,9 +304,24 @@ simd! {
     }
 }
 
+simd! {
+    /// `a`, whose columns are contiguous, into blocks of [`TALL`] rows: `[rows / 12][columns][12]`, the last one not filled up.
+    fn pack_left(a: Mat<'_>, to: &mut [f32]) {
+        for (t, block) in to.chunks_mut(a.cols * TALL).take(a.rows.div_ceil(TALL)).enumerate() {
+            let (tall, columns) = (TALL.min(a.rows - t * TALL), a.data[t * TALL..].chunks(a.col_stride));
+            for (to, from) in block.as_chunks_mut::<TALL>().0.iter_mut().zip(columns) {
+                match from.first_chunk() {
+                    Some(from) => *to = *from,
+                    None => to[..tall].copy_from_slice(&from[..tall]),
+                }
+            }
+        }
+    }
+}
+
 /// How sums begin and end.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Begin {
+pub(super) enum Begin {
     /// At zero.
     Zero,
     /// With what `c` holds: the chain continues.
@@ -324,9 +330,20 @@ enum Begin {
     AddAfter,
 }
 
+impl From<Mode> for Begin {
+    fn from(mode: Mode) -> Self {
+        match mode {
+            Mode::Write => Begin::Zero,
+            Mode::Add => Begin::AddAfter,
+        }
+    }
+}
+
 /// Some rows of `a` times packed panels.
 struct Strip {
     a: *const f32,
+    /// Elements from [`TALL`] rows to the next.
+    a_tile: usize,
     a_row: usize,
     a_step: usize,
     b: *const f32,
@@ -379,7 +396,7 @@ unsafe fn tile<V: Vector, const M: usize, const N: usize>(
         }
         let panel = s.depth * LANES;
         let b = s.b.add(j * panel);
-        let mut a = s.a.add(r * s.a_row);
+        let mut a = s.a.add(r / TALL * s.a_tile + r % TALL * s.a_row);
         for i in 0..s.depth {
             let mut row = [V::splat(0.0); N];
             for (n, v) in row.iter_mut().enumerate() {
@@ -476,11 +493,11 @@ unsafe fn strips_body<V: Vector>(s: &Strip) -> bool {
         let mut seen = V::splat(1.0);
         if V::SPAN >= 4 {
             while j + 2 <= panels {
-                group::<V, 12, 2>(s, j, &mut seen);
+                group::<V, TALL, 2>(s, j, &mut seen);
                 j += 2;
             }
             if j < panels {
-                group::<V, 12, 1>(s, j, &mut seen);
+                group::<V, TALL, 1>(s, j, &mut seen);
             }
         } else {
             while j < panels {
@@ -546,46 +563,63 @@ fn parts(
     let (parts, piece) = cut(m, n, k);
     let out = Disjoint::new(c);
     let finite = AtomicBool::new(true);
-    // Innermost, so that both kinds of products keep the same scratch memory.
-    let whole_vectors = |f: &dyn Fn(&[f32])| {
+    let run = |a: Mat<'_>, b: Right<'_>, begin, bias: &[f32]| {
+        // Innermost, so that both kinds of products keep the same scratch memory.
         scratch(bias.len().next_multiple_of(LANES), |whole| {
             whole.fill(0.0);
             whole[..bias.len()].copy_from_slice(bias);
-            f(whole);
-        });
-    };
-    let run = |b: Right<'_>| {
-        whole_vectors(&|bias| {
             threads.run(parts, |i| {
                 let (from, to) = (i * piece, (i + 1) * piece);
                 let (pa, pb, at, bias) = match b {
                     Right::Matrix(b) if m < n => {
-                        let bias = bias.get(from..).unwrap_or_default();
-                        (a, b.part(0, k, from, to.min(n)).into(), from, bias)
+                        let bias = whole.get(from..).unwrap_or_default();
+                        let columns = b.part(0, b.rows, from, to.min(n));
+                        (a, columns.into(), from, bias)
                     }
-                    b => (a.part(from, to.min(m), 0, k), b, from * n, bias),
+                    b => (a.part(from, to.min(m), 0, a.cols), b, from * n, &*whole),
                 };
                 // SAFETY: part i covers rows (or columns) of c that no other covers.
-                if !unsafe { product_at(out.pointer(at), n, pa, pb, mode, bias) } {
+                if !unsafe { product_at(out.pointer(at), n, pa, pb, begin, bias) } {
                     finite.store(false, Ordering::Relaxed);
                 }
             });
-        })
+        });
     };
-    let size = n.next_multiple_of(LANES) * k;
-    if m < n || parts == 1 || size > MOST_PACKED {
-        run(Right::Matrix(b));
-    } else {
+    let width = n.next_multiple_of(LANES);
+    let by_rows = m >= n && parts > 1;
+    let slab = match mode {
+        Mode::Write if by_rows => MOST_PACKED / width,
+        Mode::Write => MOST_LEFT / m.max(1),
+        // What is added to the whole sum needs all of it.
+        Mode::Add => k.next_multiple_of(DEPTH),
+    };
+    let slab = (slab / DEPTH).max(1) * DEPTH;
+    for from in (0..k.max(1)).step_by(slab) {
+        let to = k.min(from + slab);
+        let (a, b) = (a.part(0, m, from, to), b.part(from, to, 0, n));
+        let begin = if from > 0 {
+            Begin::Continue
+        } else {
+            mode.into()
+        };
+        let bias = if to == k { bias } else { &[] };
+        let size = width * (to - from);
+        if !by_rows || size > MOST_PACKED {
+            run(a, b.into(), begin, bias);
+            continue;
+        }
         // All parts read the same columns.
         scratch(size, |data| {
             pack_all(threads, b, data);
-            let (rows, cols) = (k, n);
-            run(Right::Packed(Packed { data, rows, cols }));
+            let (rows, cols) = (to - from, n);
+            run(a, Right::Packed(Packed { data, rows, cols }), begin, bias);
         });
     }
     finite.into_inner()
 }
 
+/// Elements of a left-hand side that stay in cache from part to part: 512 KiB.
+const MOST_LEFT: usize = 1 << 17;
 /// Elements of a right-hand side that is packed as a whole: 16 MiB.
 const MOST_PACKED: usize = 1 << 22;
 
@@ -633,6 +667,8 @@ mod tests {
             (200, 200, 257),
             (90, 130, 513),
             (400, 33, 0),
+            (48, 96, 9000),
+            (130, 80, 53_000),
         ] {
             let (a, b, bias) = (noise(m * k, 1), noise(n * k, 2), noise(n, 3));
             let (a, b) = (Mat::rows(&a, m, k, k), Mat::rows(&b, n, k, k).t());
@@ -649,7 +685,7 @@ mod tests {
             for (from, to) in [(0, left), (left, left + right)] {
                 let (a, b) = (a.part(0, m, from, to), b.part(from, to, 0, n));
                 // SAFETY: all of the matrix.
-                unsafe { product_onto(onto.as_mut_ptr(), n, a, b) };
+                unsafe { product_at(onto.as_mut_ptr(), n, a, b.into(), Begin::Continue, &[]) };
             }
             product(&mut want, n, a, b, Mode::Write);
             assert_eq!(onto, want, "{m} x {k} x {n}, in two parts");
@@ -667,6 +703,7 @@ mod tests {
             (9, 32, 600),
             (13, 300, 520),
             (1100, 70, 9),
+            (1030, 40, 300),
             (3, 16, 1030),
             (3, 4, 0),
             (0, 4, 4),

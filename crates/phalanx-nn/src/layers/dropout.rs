@@ -20,9 +20,9 @@ impl Dropout {
         Dropout { p, channels: true }
     }
 
-    /// Whether it never drops anything.
-    pub(crate) fn is_off(&self) -> bool {
-        self.p == 0.0
+    /// The probability.
+    pub(crate) fn p(&self) -> f64 {
+        self.p
     }
 
     /// # Errors

@@ -31,9 +31,7 @@ pub use layer_norm::LayerNorm;
 pub use linear::Linear;
 pub use max_pool2d::MaxPool2d;
 pub use multi_head_attention::MultiHeadAttention;
-pub(crate) use multi_head_attention::{
-    Mask, attend, attend_stepwise, attends_at_once, causal_mask,
-};
+pub(crate) use multi_head_attention::{Mask, attend, attend_stepwise, causal_mask};
 
 use crate::param::{Init, Layout, ParamId, Scope};
 

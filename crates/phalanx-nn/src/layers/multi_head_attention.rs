@@ -1,6 +1,6 @@
 //! Scaled dot-product attention with several heads.
 
-use super::{Act, Dropout, Linear};
+use super::{Act, Linear};
 use crate::param::{Init, Layout, ParamId, Scope};
 use crate::{Error, Result, Value};
 
@@ -110,28 +110,13 @@ pub(crate) fn attend<'s, V: Value<'s>>(
     heads: usize,
     [q, k, v]: [V; 3],
     mask: Mask<V>,
-    dropout: Option<Dropout>,
+    dropout: Option<f64>,
 ) -> Result<V> {
-    let causal = match &mask {
-        Mask::Open => false,
-        Mask::Causal(_) => true,
-        Mask::Added(_) => return attend_stepwise(heads, [q, k, v], mask, dropout),
-    };
-    if !attends_at_once(&q, dropout) {
-        return attend_stepwise(heads, [q, k, v], mask, dropout);
+    match mask {
+        Mask::Open if V::ATTENDS_AT_ONCE => q.attention(k, v, heads, false, dropout),
+        Mask::Causal(_) if V::ATTENDS_AT_ONCE => q.attention(k, v, heads, true, dropout),
+        _ => attend_stepwise(heads, [q, k, v], mask, dropout),
     }
-    // It drops nothing, but is numbered as it would be among the weights.
-    let q = match dropout {
-        Some(dropout) => dropout.forward(q)?,
-        None => q,
-    };
-    q.attention(k, v, heads, causal)
-}
-
-/// Whether attention without an added mask is one operation.
-pub(crate) fn attends_at_once<'s, V: Value<'s>>(x: &V, dropout: Option<Dropout>) -> bool {
-    let drops = dropout.is_some_and(|dropout| !dropout.is_off() && x.is_training());
-    V::ATTENDS_AT_ONCE && !drops
 }
 
 /// As [`attend`], with an operation for each step.
@@ -139,7 +124,7 @@ pub(crate) fn attend_stepwise<'s, V: Value<'s>>(
     heads: usize,
     [q, k, v]: [V; 3],
     mask: Mask<V>,
-    dropout: Option<Dropout>,
+    dropout: Option<f64>,
 ) -> Result<V> {
     let shape = q.shape();
     let &[n, l, width] = &*shape else {
@@ -169,8 +154,8 @@ pub(crate) fn attend_stepwise<'s, V: Value<'s>>(
         scores = scores.add(mask)?;
     }
     let mut weights = scores.softmax(3)?;
-    if let Some(dropout) = dropout {
-        weights = dropout.forward(weights)?;
+    if let Some(p) = dropout {
+        weights = weights.dropout(p)?;
     }
     let y = weights.bmm(apart(v)?)?.permute(&[0, 2, 1, 3])?;
     y.reshape(&[n, l, width])

@@ -2,9 +2,7 @@
 //! unsupervised multitask learners", 2019) and nanoGPT (A. Karpathy, 2022) build it, with
 //! separate projections for query, key and value.
 
-use crate::layers::{
-    Dropout, Embedding, LayerNorm, Linear, Mask, attend, attends_at_once, causal_mask,
-};
+use crate::layers::{Dropout, Embedding, LayerNorm, Linear, Mask, attend, causal_mask};
 use crate::param::{Init, ParamId, Scope};
 use crate::{Error, Result, Value, ValueStep};
 
@@ -80,7 +78,7 @@ impl Block {
             self.heads,
             [q, k, v],
             Mask::Causal(mask),
-            Some(self.dropout),
+            Some(self.dropout.p()),
         )?;
         let x = x.add(self.dropout.forward(self.attn_proj.forward(y)?)?)?;
         let y = self
@@ -188,7 +186,7 @@ impl Gpt {
         let positions = step.constant_embedding(self.wpe.weight, &positions, &[length])?;
         let x = self.wte.forward(step, tokens, &[batch, length])?;
         let x = self.dropout.forward(x.add(positions)?)?;
-        let mask = match attends_at_once(&x, Some(self.dropout)) {
+        let mask = match S::Value::ATTENDS_AT_ONCE {
             true => None,
             false => Some(causal_mask(&x, length)?),
         };

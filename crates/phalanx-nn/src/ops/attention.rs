@@ -1,25 +1,35 @@
-//! Attention with several heads. Saves queries, keys and values.
+//! Attention with several heads. Saves queries, keys and values; backward computes the mask of dropout again.
 
-use crate::kernels::attention::{Sizes, backward, forward};
+use std::ops::Range;
+
+use super::dropout::{check_rate, next_mask};
+use crate::kernels::attention::{Drop, Sizes, backward, forward};
+use crate::kernels::dropout::{MaskKey, Rate};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
 
-pub(crate) struct Attention(Sizes);
+pub(crate) struct Attention {
+    sizes: Sizes,
+    mask: Option<(MaskKey, Rate)>,
+}
 
 impl<'s> Tensor<'s> {
     /// Scaled dot-product attention of queries (N, L, E) to keys and values (N, S, E), whose width E is divided among
     /// `heads`: `softmax(q kᵀ / sqrt(E / heads)) v` of each head. With `causal` each position sees itself and those before
-    /// it, and L is S. PyTorch: `scaled_dot_product_attention`.
+    /// it, and L is S. With `dropout` weights of keys are dropped in training, as by [`dropout`](Tensor::dropout) of all
+    /// weights (N, heads, L, S); without, the operation is not among the step's random ones. PyTorch:
+    /// `scaled_dot_product_attention`.
     ///
     /// # Errors
-    /// `Usage` when the sizes do not fit or the steps differ.
+    /// `Usage` when the sizes do not fit or the steps differ, and as [`dropout`](Tensor::dropout).
     pub fn attention(
         self,
         key: Tensor<'s>,
         value: Tensor<'s>,
         heads: usize,
         causal: bool,
+        dropout: Option<f64>,
     ) -> Result<Tensor<'s>> {
         let step = self.step();
         let (dq, dk, dv) = (self.dims(), key.dims(), value.dims());
@@ -48,8 +58,26 @@ impl<'s> Tensor<'s> {
             each: width / heads,
             causal,
         };
+        let mask = match dropout {
+            Some(p) => {
+                check_rate(p)?;
+                next_mask(step, p, samples)?
+            }
+            None => None,
+        };
         let slots = [self.slot(), key.slot(), value.slot()];
-        step.apply(slots, dq, Attention(sizes))
+        step.apply(slots, dq, Attention { sizes, mask })
+    }
+}
+
+impl Attention {
+    /// The weights that are dropped, by the ids of `samples`.
+    fn drop<'a>(&self, samples: impl FnOnce(Range<usize>) -> &'a [u64]) -> Option<Drop<'a>> {
+        self.mask.map(|(key, rate)| Drop {
+            key,
+            rate,
+            samples: samples(0..self.sizes.samples),
+        })
     }
 }
 
@@ -61,7 +89,8 @@ impl Operation<3> for Attention {
     fn forward(&self, c: &mut Compute<'_>, x: [SlotId; 3]) -> Result<(Buf, Option<Buf>)> {
         let mut y = c.state.pool.get(c.state.shape(x[0]).numel());
         let values = x.map(|x| c.state.value(x));
-        forward(c.threads, self.0, values, y.slice_mut());
+        let drop = self.drop(|rows| c.state.samples(rows));
+        forward(c.threads, self.sizes, values, drop, y.slice_mut());
         Ok((y, None))
     }
 
@@ -72,7 +101,8 @@ impl Operation<3> for Attention {
             .each_mut()
             .map(|grad| grad.as_mut().map(Buf::slice_mut));
         let values = slots.x.map(|x| ctx.value(x));
-        backward(ctx.threads, self.0, values, dy.slice(), to);
+        let drop = self.drop(|rows| ctx.samples(rows));
+        backward(ctx.threads, self.sizes, values, drop, dy.slice(), to);
         for (x, grad) in slots.x.into_iter().zip(grads) {
             if let Some(grad) = grad {
                 ctx.give(x, grad);

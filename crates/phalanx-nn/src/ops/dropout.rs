@@ -6,7 +6,7 @@ use crate::kernels::dropout::{Block, MaskKey, Rate, Share, apply};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Step, Tensor};
 
 pub(crate) struct Dropout {
     /// This tensor's samples among those of the step.
@@ -68,11 +68,7 @@ impl<'s> Tensor<'s> {
         (full, start): (&[usize], &[usize]),
         channels: bool,
     ) -> Result<Tensor<'s>> {
-        if !(0.0..=1.0).contains(&p) {
-            return Err(Error::usage(format!(
-                "dropout probability {p} is not within 0 and 1"
-            )));
-        }
+        check_rate(p)?;
         let (step, own) = (self.step(), self.dims());
         let (Some(&rows), Some(&wide)) = (own.first(), own.last()) else {
             return Err(Error::usage("dropout of a tensor without dimensions"));
@@ -85,15 +81,9 @@ impl<'s> Tensor<'s> {
                 "dropout: a block of shape {own:?} at {start:?} does not lie in {full:?}"
             )));
         }
-        if !step.training() {
+        let Some((key, rate)) = next_mask(step, p, full[0])? else {
             return Ok(self);
-        }
-        // The operation is numbered even where p is 0, so that switching
-        // one layer off does not change the others' masks.
-        let key = step.state().next_mask(full[0])?;
-        if p == 0.0 {
-            return Ok(self);
-        }
+        };
         let inner = if channels { own.len() - 1 } else { 1 };
         let share = if channels {
             Share::Channel(wide)
@@ -103,12 +93,36 @@ impl<'s> Tensor<'s> {
         let op = Dropout {
             rows: start[0]..start[0] + rows,
             key,
-            rate: Rate::new(p),
+            rate,
             share,
             block: Block::new(&full[inner..], &start[inner..], &own[inner..]),
         };
         step.apply([self.slot()], own, op)
     }
+}
+
+pub(super) fn check_rate(p: f64) -> Result<()> {
+    if (0.0..=1.0).contains(&p) {
+        return Ok(());
+    }
+    Err(Error::usage(format!(
+        "dropout probability {p} is not within 0 and 1"
+    )))
+}
+
+/// The mask of an operation of so many samples that drops elements with this probability, if it drops any.
+pub(super) fn next_mask(
+    step: &Step<'_>,
+    p: f64,
+    samples: usize,
+) -> Result<Option<(MaskKey, Rate)>> {
+    if !step.training() {
+        return Ok(None);
+    }
+    // The operation is numbered even where p is 0, so that switching
+    // one layer off does not change the others' masks.
+    let key = step.state().next_mask(samples)?;
+    Ok((p > 0.0).then(|| (key, Rate::new(p))))
 }
 
 impl Operation for Dropout {

@@ -82,18 +82,27 @@ impl Operation<0> for Embedding {
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<0>, dy: Buf) -> Result<()> {
         let indices = ctx.value(s.aux()?);
         let width = self.width;
+        let (threads, d) = (ctx.threads, dy.slice());
         ctx.operand_grad(self.weight, |dw, mode| {
-            if mode == Mode::Write {
-                dw.fill(0.0);
-            }
-            for (i, d) in indices.iter().zip(dy.slice().chunks_exact(width.max(1))) {
-                let i = i.to_bits();
-                if self.padding == Some(i) {
-                    continue;
+            // A piece for each thread, as each looks through all indices.
+            let rows = dw.len().checked_div(width).unwrap_or(0);
+            let piece = rows.div_ceil(threads.count()) * width;
+            threads.split(dw, piece, |at, dw| {
+                if mode == Mode::Write {
+                    dw.fill(0.0);
                 }
-                let row = &mut dw[i as usize * width..][..width];
-                row.iter_mut().zip(d).for_each(|(r, d)| *r += d);
-            }
+                for (i, d) in indices.iter().zip(d.chunks_exact(width.max(1))) {
+                    let i = i.to_bits();
+                    let from = (i as usize * width).checked_sub(at);
+                    if self.padding == Some(i) {
+                        continue;
+                    }
+                    let Some(row) = from.and_then(|from| dw.get_mut(from..from + width)) else {
+                        continue;
+                    };
+                    row.iter_mut().zip(d).for_each(|(r, d)| *r += d);
+                }
+            });
         })?;
         ctx.pool().put(dy);
         Ok(())

@@ -100,6 +100,11 @@ pub trait Optimizer {
     /// thread. The results are the same.
     fn set_thread_pool(&mut self, threads: ThreadPool);
 
+    /// The threads that steps run on, of which the norm of gradients makes use. Without an implementation the caller's.
+    fn thread_pool(&self) -> ThreadPool {
+        ThreadPool::default()
+    }
+
     /// The learning rate of the next step.
     fn lr(&self) -> f64;
 
@@ -175,6 +180,10 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
 
     fn set_thread_pool(&mut self, threads: ThreadPool) {
         (**self).set_thread_pool(threads);
+    }
+
+    fn thread_pool(&self) -> ThreadPool {
+        (**self).thread_pool()
     }
 
     fn lr(&self) -> f64 {

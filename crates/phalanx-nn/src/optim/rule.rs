@@ -3,6 +3,7 @@
 use super::updates::Updates;
 use super::{Optimizer, Run};
 use crate::param::{GradView, Params};
+use crate::pool::AlignedBuf;
 use crate::{Error, Result, ThreadPool};
 
 /// How an optimizer changes elements: its settings except the learning rate.
@@ -41,7 +42,7 @@ pub struct RuleOptimizer<R> {
     steps: u64,
     updates: Updates,
     /// The rule's buffers; none before the first step.
-    buffers: Vec<Vec<f32>>,
+    buffers: Vec<AlignedBuf>,
     threads: ThreadPool,
     /// Rule and learning rate of the step that was begun last.
     running: Option<(R, f64)>,
@@ -107,7 +108,7 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
             self.updates.clear();
         }
         let elems = self.elems;
-        self.buffers.resize_with(count, || vec![0.0; elems]);
+        self.buffers.resize_with(count, || state_buffer(elems));
         self.steps += 1;
         self.running = Some((self.rule, self.lr));
         Ok(())
@@ -132,6 +133,10 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
 
     fn set_thread_pool(&mut self, threads: ThreadPool) {
         self.threads = threads;
+    }
+
+    fn thread_pool(&self) -> ThreadPool {
+        self.threads.clone()
     }
 
     fn lr(&self) -> f64 {
@@ -161,7 +166,7 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
 
     fn state(&self) -> Vec<(&'static str, &[f32])> {
         let names = self.rule.buffers().iter().copied();
-        names.zip(self.buffers.iter().map(Vec::as_slice)).collect()
+        names.zip(self.buffers.iter().map(|b| &**b)).collect()
     }
 
     fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()> {
@@ -172,7 +177,11 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
                 "saved optimizer state {name} does not belong to this optimizer with these settings"
             )));
         }
-        let buffer = |name: &&str| Ok(saved(state, name, self.elems)?.to_vec());
+        let buffer = |name: &&str| {
+            let mut buffer = state_buffer(self.elems);
+            buffer.copy_from_slice(saved(state, name, self.elems)?);
+            Ok(buffer)
+        };
         self.buffers = names.iter().map(buffer).collect::<Result<_>>()?;
         self.steps = steps;
         self.updates.restore(updates);
@@ -187,6 +196,13 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
         };
         Ok(())
     }
+}
+
+/// Zeros, in huge pages where the system has them: a step reads and writes all of them.
+fn state_buffer(elems: usize) -> AlignedBuf {
+    let buffer = AlignedBuf::zeroed(elems);
+    buffer.join_pages(0, elems);
+    buffer
 }
 
 /// Finds the saved buffer `name` of the right length among `state`.

@@ -20,6 +20,7 @@ pub(crate) const fn round_up(len: usize) -> usize {
 }
 
 /// A boxed slice of `f32`, 64-byte aligned, zeroed when made.
+#[derive(Debug)]
 pub(crate) struct AlignedBuf {
     ptr: NonNull<f32>,
     len: usize,

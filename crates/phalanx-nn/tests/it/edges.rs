@@ -10,7 +10,7 @@ use phalanx_nn::layers::{
 use phalanx_nn::optim::{Adam, Sgd, grad_norm};
 use phalanx_nn::{
     ErrorKind, GradSink, Grads, Init, Layout, ParamId, Params, Reduction, Result, Scope, Seed,
-    Step, StepKey, Tape, Tensor, Threads,
+    Step, StepKey, Tape, Tensor, ThreadPool, Threads,
 };
 
 fn is_usage<T: std::fmt::Debug>(r: Result<T>, part: &str) {
@@ -392,7 +392,7 @@ fn a_model_may_have_other_shapes() {
         }
     }
     assert!(half.export(weight).iter().zip(&before).all(|(a, b)| a < b));
-    assert!(grad_norm(&half, &grads) > 5.0);
+    assert!(grad_norm(&half, &grads, &ThreadPool::default()) > 5.0);
 
     let fails = |shape: Vec<usize>| params.map(|_, v| Ok((shape.clone(), v))).map(drop);
     is_usage(fails(vec![5]), "l.weight");

@@ -300,7 +300,7 @@ fn attention() {
         check(
             "attention",
             &leaves,
-            |g, _| g.x(0).attention(g.x(1), g.x(2), heads, causal),
+            |g, _| g.x(0).attention(g.x(1), g.x(2), heads, causal, None),
             plain,
         );
     }
@@ -321,22 +321,27 @@ fn attention_has_the_bits_of_its_operations_one_after_the_other() {
     let (samples, heads, each) = (2, 2, 5);
     let width = heads * each;
     let params = Scope::new(Seed(1)).build().unwrap();
-    for (queries, keys, causal) in [
-        (1, 1, true),
-        (63, 63, true),
-        (130, 130, true),
-        (65, 300, false),
+    for (queries, keys, causal, dropout) in [
+        (1, 1, true, None),
+        (63, 63, true, None),
+        (130, 130, true, None),
+        (65, 300, false, None),
+        (64, 64, true, Some(0.2)),
+        (131, 131, true, Some(0.5)),
+        (65, 300, false, Some(0.1)),
+        (9, 9, true, Some(1.0)),
+        (9, 9, true, Some(0.0)),
     ] {
         let [q, k, v] = [(queries, 1), (keys, 2), (keys, 3)]
             .map(|(rows, seed)| (noise(samples * rows * width, seed), [samples, rows, width]));
         let run = |threads: usize, fused: bool| {
             let mut tape = Tape::new(Threads(threads));
             let mut grads = Grads::like(&params);
-            let step = tape.step(&params, StepKey::new(0, 0));
+            let step = tape.step(&params, StepKey::new(0, 0).samples(&[41, 7]));
             let all = [&q, &k, &v].map(|(x, shape)| step.variable(x, shape).unwrap());
             let [q, k, v] = all.each_ref().map(|x| x.share());
             let y = if fused {
-                q.attention(k, v, heads, causal).unwrap()
+                q.attention(k, v, heads, causal, dropout).unwrap()
             } else {
                 let q = by_heads(q, heads)
                     .scale(1.0 / (each as f32).sqrt())
@@ -351,12 +356,18 @@ fn attention_has_the_bits_of_its_operations_one_after_the_other() {
                         .add(step.input(&mask, &[queries, keys]).unwrap())
                         .unwrap();
                 }
-                let y = scores.softmax(3).unwrap().bmm(by_heads(v, heads)).unwrap();
+                let mut weights = scores.softmax(3).unwrap();
+                if let Some(p) = dropout {
+                    weights = weights.dropout(p).unwrap();
+                }
+                let y = weights.bmm(by_heads(v, heads)).unwrap();
                 let y = y.permute(&[0, 2, 1, 3]).unwrap();
                 y.reshape(&[samples, queries, width]).unwrap()
             };
             let mut bits: Vec<u32> = y.data().iter().map(|v| v.to_bits()).collect();
-            let loss = y.share().mul(y).unwrap().mean(&[], false).unwrap();
+            // Another random operation: both count the same ones before it.
+            let loss = y.share().mul(y.dropout(0.5).unwrap()).unwrap();
+            let loss = loss.mean(&[], false).unwrap();
             loss.backward(&mut grads).unwrap();
             for x in &all {
                 bits.extend(x.grad().unwrap().iter().map(|v| v.to_bits()));
@@ -367,7 +378,7 @@ fn attention_has_the_bits_of_its_operations_one_after_the_other() {
         for threads in [1, 2, 4] {
             assert!(
                 run(threads, true) == want,
-                "{queries} x {keys}, {threads} threads"
+                "{queries} x {keys}, dropout {dropout:?}, {threads} threads"
             );
         }
     }
@@ -585,12 +596,17 @@ fn what_does_not_fit_is_named() {
     let step = tape.step(&params, StepKey::new(0, 0));
     let x = || step.input(&[0.0; 6], &[2, 3]).unwrap();
     let y = || step.input(&[0.0; 4], &[2, 2]).unwrap();
+    let z = || step.input(&[0.0; 6], &[1, 2, 3]).unwrap();
     let errors = [
         (x().add(y()).unwrap_err(), "[2, 3] and [2, 2]"),
         (x().bmm(x()).unwrap_err(), "bmm"),
         (
-            x().attention(x(), x(), 1, false).unwrap_err(),
+            x().attention(x(), x(), 1, false, None).unwrap_err(),
             "attention needs",
+        ),
+        (
+            z().attention(z(), z(), 1, false, Some(1.5)).unwrap_err(),
+            "probability 1.5",
         ),
         (x().sum(&[2], false).unwrap_err(), "2 is not there"),
         (x().sum(&[1, 1], false).unwrap_err(), "named twice"),

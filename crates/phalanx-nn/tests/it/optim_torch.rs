@@ -519,7 +519,7 @@ fn clipped_groups_equal_pytorch() {
         let squares = groups
             .iter()
             .zip(&all)
-            .map(|(g, grads)| grad_norm(&g.1, grads).powi(2));
+            .map(|(g, grads)| grad_norm(&g.1, grads, &g.2.thread_pool()).powi(2));
         let norm = squares.sum::<f64>().sqrt();
         let torch = f64::from(floats(&case["norm_before_clipping"][i])[0]);
         assert!((norm - torch).abs() <= 1e-6 * torch, "{norm} {torch}");
