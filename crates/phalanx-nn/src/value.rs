@@ -164,7 +164,7 @@ pub trait Value<'s>: Sized {
     /// As [`Tensor::attention`].
     ///
     /// # Errors
-    /// `Usage` when the sizes do not fit.
+    /// As [`Tensor::attention`].
     fn attention(
         self,
         key: Self,

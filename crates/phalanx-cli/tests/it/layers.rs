@@ -447,7 +447,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-launch", 12902),
     ("phalanx-live", 1813),
     ("phalanx-mpi", 65),
-    ("phalanx-nn", 16994),
+    ("phalanx-nn", 17009),
     ("phalanx-report", 1178),
     ("phalanx-store", 4522),
     ("phalanx-track", 3360),

@@ -15,7 +15,7 @@ const BLOCK: usize = 64;
 
 /// Which weights of keys are dropped: as elements of (heads, queries, keys) of each sample.
 #[derive(Clone, Copy)]
-pub(crate) struct Drop<'a> {
+pub(crate) struct Dropped<'a> {
     pub(crate) key: MaskKey,
     pub(crate) rate: Rate,
     /// Ids.
@@ -130,7 +130,7 @@ impl Sizes {
     }
 
     /// The factors of dropout of the block's weights.
-    fn draw(self, block: Block, drop: Drop<'_>, factors: &mut [f32]) {
+    fn draw(self, block: Block, drop: Dropped<'_>, factors: &mut [f32]) {
         let (mask, open) = ((drop.key, drop.rate), self.open(block));
         let sample = drop.samples[block.sample] as u32;
         for (i, row) in factors.chunks_exact_mut(block.reach).enumerate() {
@@ -158,7 +158,7 @@ pub(crate) fn forward(
     threads: &ThreadPool,
     z: Sizes,
     [q, k, v]: [&[f32]; 3],
-    drop: Option<Drop<'_>>,
+    drop: Option<Dropped<'_>>,
     y: &mut [f32],
 ) {
     if z.keys == 0 || z.each == 0 {
@@ -192,7 +192,7 @@ pub(crate) fn backward(
     threads: &ThreadPool,
     z: Sizes,
     [q, k, v]: [&[f32]; 3],
-    drop: Option<Drop<'_>>,
+    drop: Option<Dropped<'_>>,
     dy: &[f32],
     grads: [Option<&mut [f32]>; 3],
 ) {
@@ -220,13 +220,17 @@ pub(crate) fn backward(
                 z.weigh(block, (q, k), scaled, weights);
                 if let Some(drop) = drop {
                     z.draw(block, drop, factors);
-                    grad.copy_from_slice(weights);
-                    multiply(grad, factors);
                 }
                 let above = z.of_queries(block, dy);
                 let to = z.at(block, z.keys, 0);
                 if let Some(dv) = &dv {
-                    let used = if drop.is_some() { &*grad } else { &*weights };
+                    let used = if drop.is_some() {
+                        grad.copy_from_slice(weights);
+                        multiply(grad, factors);
+                        &*grad
+                    } else {
+                        &*weights
+                    };
                     // SAFETY: this head's columns of the values, which no other head touches.
                     unsafe {
                         product_at(

@@ -115,15 +115,13 @@ simd! {
 pub(super) fn draw(out: &mut [f32], (key, rate): (MaskKey, Rate), sample: u32, first: usize) {
     // Whole blocks of the generator are drawn.
     let before = first % 4;
-    if before == 0 {
-        return factors(out, key, sample, first, rate);
+    let (head, rest) = out.split_at_mut(((4 - before) % 4).min(out.len()));
+    if !head.is_empty() {
+        let mut block = [0.0; 4];
+        factors(&mut block, key, sample, first - before, rate);
+        head.copy_from_slice(&block[before..before + head.len()]);
     }
-    let mut f = [0.0f32; PIECE + 4];
-    for (i, out) in out.chunks_mut(PIECE).enumerate() {
-        let f = &mut f[..before + out.len()];
-        factors(f, key, sample, first - before + i * PIECE, rate);
-        out.copy_from_slice(&f[before..]);
-    }
+    factors(rest, key, sample, first + head.len(), rate);
 }
 
 /// Elements of a piece: a multiple of [`GROUP`] whose factors stay in L1.

@@ -140,7 +140,7 @@ pub(crate) fn product(c: &mut [f32], stride: usize, a: Mat<'_>, b: Mat<'_>, mode
 ///
 /// # Safety
 /// `c` points to a row-major block of `a.rows` rows and the columns of `b` with rows `stride`
-/// apart that is valid for writes and touched by no other code.
+/// apart that is valid for writes, holds numbers unless it begins at zero, and is touched by no other code.
 pub(super) unsafe fn product_at(
     c: *mut f32,
     stride: usize,
@@ -587,15 +587,21 @@ fn parts(
     };
     let width = n.next_multiple_of(LANES);
     let by_rows = m >= n && parts > 1;
-    let slab = match mode {
-        Mode::Write if by_rows => MOST_PACKED / width,
-        Mode::Write => MOST_LEFT / m.max(1),
-        // What is added to the whole sum needs all of it.
-        Mode::Add => k.next_multiple_of(DEPTH),
+    let near = if by_rows {
+        MOST_PACKED / width
+    } else {
+        MOST_LEFT / m.max(1)
     };
-    let slab = (slab / DEPTH).max(1) * DEPTH;
-    for from in (0..k.max(1)).step_by(slab) {
-        let to = k.min(from + slab);
+    // Each slab visits all of `c`, which must cost less than reading `a` again for each part. What is added to the
+    // whole sum needs all of it.
+    let pays = near >= DEPTH && (by_rows || n <= 4 * near);
+    let most = if pays && mode == Mode::Write {
+        near / DEPTH * DEPTH
+    } else {
+        k.max(1)
+    };
+    for from in (0..k.max(1)).step_by(most) {
+        let to = k.min(from + most);
         let (a, b) = (a.part(0, m, from, to), b.part(from, to, 0, n));
         let begin = if from > 0 {
             Begin::Continue
@@ -747,8 +753,10 @@ mod tests {
 
     #[test]
     fn bits_are_a_plain_chain_on_every_instruction_set() {
-        for (m, n, k) in [(14, 100, 70), (6, 64, 1100), (1, 17, 513)] {
+        for (m, n, k) in [(14, 100, 70), (6, 64, 1100), (1, 17, 513), (1031, 20, 260)] {
             let (a, b) = (noise(m * k, 1), noise(k * n, 2));
+            let mut turned = vec![0.0; m * k];
+            (0..m * k).for_each(|at| turned[at % k * m + at / k] = a[at]);
             let chain = |i: usize, j: usize| {
                 (0..k).fold(0.0f32, |sum, p| a[i * k + p].mul_add(b[p * n + j], sum))
             };
@@ -758,6 +766,9 @@ mod tests {
                 let mut c = vec![f32::NAN; m * n];
                 product(&mut c, n, ma, mb, Mode::Write);
                 assert!(c == want, "{m} {n} {k} {isa:?}");
+                let columns = Mat::rows(&turned, k, m, m).t();
+                product(&mut c, n, columns, mb, Mode::Write);
+                assert!(c == want, "{m} {n} {k} {isa:?}, transposed");
                 c.fill(0.75);
                 product(&mut c, n, ma, mb, Mode::Add);
                 assert!(

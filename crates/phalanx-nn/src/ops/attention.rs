@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::dropout::{check_rate, next_mask};
-use crate::kernels::attention::{Drop, Sizes, backward, forward};
+use crate::kernels::attention::{Dropped, Sizes, backward, forward};
 use crate::kernels::dropout::{MaskKey, Rate};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
@@ -14,6 +14,9 @@ pub(crate) struct Attention {
     mask: Option<(MaskKey, Rate)>,
 }
 
+/// Numbers that a sample's mask has before they repeat.
+const MOST_DRAWN: u64 = 1 << 34;
+
 impl<'s> Tensor<'s> {
     /// Scaled dot-product attention of queries (N, L, E) to keys and values (N, S, E), whose width E is divided among
     /// `heads`: `softmax(q kᵀ / sqrt(E / heads)) v` of each head. With `causal` each position sees itself and those before
@@ -22,7 +25,8 @@ impl<'s> Tensor<'s> {
     /// `scaled_dot_product_attention`.
     ///
     /// # Errors
-    /// `Usage` when the sizes do not fit or the steps differ, and as [`dropout`](Tensor::dropout).
+    /// `Usage` when the sizes do not fit, the steps differ, or a sample has more than 2^34 weights with dropout; and as
+    /// [`dropout`](Tensor::dropout).
     pub fn attention(
         self,
         key: Tensor<'s>,
@@ -61,6 +65,12 @@ impl<'s> Tensor<'s> {
         let mask = match dropout {
             Some(p) => {
                 check_rate(p)?;
+                let weights = heads.saturating_mul(queries).saturating_mul(keys);
+                if weights as u64 > MOST_DRAWN {
+                    return Err(Error::usage(format!(
+                        "attention with dropout of {weights} weights a sample; it can be {MOST_DRAWN} at most"
+                    )));
+                }
                 next_mask(step, p, samples)?
             }
             None => None,
@@ -72,8 +82,8 @@ impl<'s> Tensor<'s> {
 
 impl Attention {
     /// The weights that are dropped, by the ids of `samples`.
-    fn drop<'a>(&self, samples: impl FnOnce(Range<usize>) -> &'a [u64]) -> Option<Drop<'a>> {
-        self.mask.map(|(key, rate)| Drop {
+    fn drop<'a>(&self, samples: impl FnOnce(Range<usize>) -> &'a [u64]) -> Option<Dropped<'a>> {
+        self.mask.map(|(key, rate)| Dropped {
             key,
             rate,
             samples: samples(0..self.sizes.samples),

@@ -72,6 +72,9 @@ impl Step<'_> {
     }
 }
 
+/// Pieces of the weight's gradient.
+const PIECES: usize = 16;
+
 impl Operation<0> for Embedding {
     const RECOMPUTES: bool = false;
 
@@ -84,9 +87,9 @@ impl Operation<0> for Embedding {
         let width = self.width;
         let (threads, d) = (ctx.threads, dy.slice());
         ctx.operand_grad(self.weight, |dw, mode| {
-            // A piece for each thread, as each looks through all indices.
+            // Few pieces, as each looks through all indices.
             let rows = dw.len().checked_div(width).unwrap_or(0);
-            let piece = rows.div_ceil(threads.count()) * width;
+            let piece = rows.div_ceil(PIECES) * width;
             threads.split(dw, piece, |at, dw| {
                 if mode == Mode::Write {
                     dw.fill(0.0);

@@ -198,7 +198,8 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
     }
 }
 
-/// Zeros, in huge pages where the system has them: a step reads and writes all of them.
+/// Zeros, in huge pages where the system has them: each step reads and writes all of them, and the first one not slower for
+/// it (GPT-2's size).
 fn state_buffer(elems: usize) -> AlignedBuf {
     let buffer = AlignedBuf::zeroed(elems);
     buffer.join_pages(0, elems);
