@@ -89,7 +89,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// With 0.01 GPT-2's shape diverges, and numbers below the smallest normal one, which come of that, are slow to compute with.
+    /// Learning rate. At 0.01 GPT-2's shape diverges, which gives subnormal numbers, and these are slow to compute with.
     fn lr(self) -> f64 {
         match self {
             Kind::Images(_) => 0.01,

@@ -13,12 +13,12 @@ use crate::par::{Disjoint, ThreadPool, scratch};
 /// Queries of a block.
 const BLOCK: usize = 64;
 
-/// Which weights of keys are dropped: as elements of (heads, queries, keys) of each sample.
+/// Dropout of the attention weights, which are (heads, queries, keys) in each sample.
 #[derive(Clone, Copy)]
 pub(crate) struct Dropped<'a> {
     pub(crate) key: MaskKey,
     pub(crate) rate: Rate,
-    /// Ids.
+    /// Ids of the batch's samples.
     pub(crate) samples: &'a [u64],
 }
 
@@ -47,7 +47,7 @@ struct Block {
 }
 
 impl Block {
-    /// What its queries have for each key that some of them see.
+    /// A matrix of the block's queries and the keys that some of them see.
     fn square(self, x: &[f32]) -> Mat<'_> {
         Mat::rows(x, self.rows, self.reach, self.reach)
     }

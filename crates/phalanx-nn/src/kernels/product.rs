@@ -592,8 +592,8 @@ fn parts(
     } else {
         MOST_LEFT / m.max(1)
     };
-    // Each slab visits all of `c`, which must cost less than reading `a` again for each part. What is added to the
-    // whole sum needs all of it.
+    // A slab of inner steps reads and writes all of `c`. That must cost less than reading `a` again for each part. With
+    // `Add`, the sum has to be whole before it is added.
     let pays = near >= DEPTH && (by_rows || n <= 4 * near);
     let most = if pays && mode == Mode::Write {
         near / DEPTH * DEPTH

@@ -14,15 +14,15 @@ pub(crate) struct Attention {
     mask: Option<(MaskKey, Rate)>,
 }
 
-/// Numbers that a sample's mask has before they repeat.
+/// Elements of a sample whose masks are drawn before the generator's counter begins again.
 const MOST_DRAWN: u64 = 1 << 34;
 
 impl<'s> Tensor<'s> {
     /// Scaled dot-product attention of queries (N, L, E) to keys and values (N, S, E), whose width E is divided among
     /// `heads`: `softmax(q kᵀ / sqrt(E / heads)) v` of each head. With `causal` each position sees itself and those before
-    /// it, and L is S. With `dropout` weights of keys are dropped in training, as by [`dropout`](Tensor::dropout) of all
-    /// weights (N, heads, L, S); without, the operation is not among the step's random ones. PyTorch:
-    /// `scaled_dot_product_attention`.
+    /// it, and L is S. `dropout` is the probability of dropping an attention weight in training; the mask is that of
+    /// [`dropout`](Tensor::dropout) on the weights (N, heads, L, S). With `None` the operation does not count among the
+    /// step's random operations. PyTorch: `scaled_dot_product_attention`.
     ///
     /// # Errors
     /// `Usage` when the sizes do not fit, the steps differ, or a sample has more than 2^34 weights with dropout; and as
@@ -68,7 +68,7 @@ impl<'s> Tensor<'s> {
                 let weights = heads.saturating_mul(queries).saturating_mul(keys);
                 if weights as u64 > MOST_DRAWN {
                     return Err(Error::usage(format!(
-                        "attention with dropout of {weights} weights a sample; it can be {MOST_DRAWN} at most"
+                        "attention with dropout has {weights} weights a sample (heads x queries x keys); at most {MOST_DRAWN} are possible"
                     )));
                 }
                 next_mask(step, p, samples)?

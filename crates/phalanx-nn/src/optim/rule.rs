@@ -198,8 +198,8 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
     }
 }
 
-/// Zeros, in huge pages where the system has them: each step reads and writes all of them, and the first one not slower for
-/// it (GPT-2's size).
+/// Zeros, in huge pages where the system has them. Each step reads and writes the whole state. With GPT-2's size the first
+/// step is not slower for it.
 fn state_buffer(elems: usize) -> AlignedBuf {
     let buffer = AlignedBuf::zeroed(elems);
     buffer.join_pages(0, elems);

@@ -84,7 +84,7 @@ impl AlignedBuf {
     /// Asks the system to join the pages of elements `from .. to` to huge pages: transforms
     /// walk dozens of planes at a time, too many for the processor's cache of page translations. Asked for before the first touch, huge pages would delay the first
     /// step: they are cleared whole, one after the other, and a virtual machine may first have
-    /// to get them from its host (0.4 s for 300 MiB here). A system that cannot join them at once
+    /// to get them from its host (0.4 s for 300 MiB here). An optimizer asks before, as its first step writes all of its state. A system that cannot join them at once
     /// (before Linux 6.1) does as it finds time, which takes minutes.
     pub(crate) fn join_pages(&self, from: usize, to: usize) {
         let to = to.min(self.len);
