@@ -512,6 +512,13 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
+/// Rules of an operation on a tensor and two weights that treats its rows, over the first `axes` dimensions, one by one.
+fn rows_split(axes: usize) -> Vec<Rule> {
+    let split = |axis| Rule::split(axis, &[Some(axis), None, None], Sbp::Split(axis));
+    let rules = (0..axes).map(split);
+    std::iter::once(Rule::whole(3)).chain(rules).collect()
+}
+
 impl<'s> Value<'s> for Global<'s> {
     fn share(&self) -> Self {
         Global::share(self)
@@ -824,14 +831,7 @@ impl<'s> Value<'s> for Global<'s> {
                 Error::usage(format!("layer_norm over {shape:?} of shape {dims:?}")).into(),
             );
         }
-        let mut rules = vec![Rule::whole(3)];
-        for axis in 0..dims.len() - shape.len() {
-            rules.push(Rule::split(
-                axis,
-                &[Some(axis), None, None],
-                Sbp::Split(axis),
-            ));
-        }
+        let rules = rows_split(dims.len() - shape.len());
         self.with_weights(
             "layer_norm",
             [weight, bias],
@@ -839,6 +839,14 @@ impl<'s> Value<'s> for Global<'s> {
             &dims,
             |x, [w, b], _| x.layer_norm_with(shape, (w, b), eps),
         )
+    }
+
+    fn rms_norm(self, weight: Option<ParamId>, eps: f64) -> Result<Self> {
+        let dims = self.dims().to_vec();
+        let rules = rows_split(dims.len().saturating_sub(1));
+        self.with_weights("rms_norm", [weight, None], &rules, &dims, |x, [w, _], _| {
+            x.rms_norm_with(w, eps)
+        })
     }
 
     fn group_norm(

@@ -47,6 +47,7 @@ macro_rules! operations {
             dropout(p: f64);
             dropout2d(p: f64);
             layer_norm(shape: &[usize], affine: (Option<ParamId>, Option<ParamId>), eps: f64);
+            rms_norm(weight: Option<ParamId>, eps: f64);
             group_norm(groups: usize, affine: (Option<ParamId>, Option<ParamId>), eps: f64);
             batch_norm(options: &BatchNormOptions, residual: Option<Self>, act: Act);
             conv1d(weight: ParamId, bias: Option<ParamId>, options: Conv2dOptions, act: Act);
@@ -149,6 +150,9 @@ pub trait Value<'s>: Sized {
         sigmoid = Sigmoid;
         tanh = Tanh;
         exp = Exp;
+        log = Log;
+        sqrt = Sqrt;
+        abs = Abs;
     }
 
     /// As [`Tensor::leaky_relu`].
@@ -157,6 +161,22 @@ pub trait Value<'s>: Sized {
     /// As [`activation`](Value::activation).
     fn leaky_relu(self, slope: f32) -> Result<Self> {
         self.activation(Activation::LeakyRelu(slope))
+    }
+
+    /// As [`Tensor::pow`].
+    ///
+    /// # Errors
+    /// As [`activation`](Value::activation).
+    fn pow(self, exponent: f32) -> Result<Self> {
+        self.activation(Activation::Pow(exponent))
+    }
+
+    /// As [`Tensor::clamp`].
+    ///
+    /// # Errors
+    /// As [`activation`](Value::activation).
+    fn clamp(self, low: f32, high: f32) -> Result<Self> {
+        self.activation(Activation::Clamp(low, high))
     }
 
     operations!(declare);

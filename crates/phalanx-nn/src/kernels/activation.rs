@@ -1,7 +1,8 @@
 //! Functions of one number and their derivatives, element by element.
 
-use super::math::{erf, exp, sigmoid, tanh};
-use crate::par::{PIECE, ThreadPool};
+use super::element::{Bf16, convert_piece};
+use super::math::{erf, exp, ln, power, sigmoid, tanh};
+use crate::par::{PIECE, ThreadPool, scratch};
 
 /// A function applied to every element.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,13 +30,32 @@ pub enum Activation {
     Tanh,
     /// [`Tensor::exp`](crate::Tensor::exp)
     Exp,
+    /// [`Tensor::log`](crate::Tensor::log)
+    Log,
+    /// [`Tensor::sqrt`](crate::Tensor::sqrt)
+    Sqrt,
+    /// [`Tensor::abs`](crate::Tensor::abs)
+    Abs,
+    /// [`Tensor::pow`](crate::Tensor::pow) with this exponent
+    Pow(f32),
+    /// [`Tensor::clamp`](crate::Tensor::clamp) with these bounds
+    Clamp(f32, f32),
 }
 
 impl Activation {
+    /// Whether bf16 inputs give bf16 outputs; others are computed in f32, as their results need f32 precision.
+    pub(crate) fn keeps_bf16(self) -> bool {
+        use Activation::{Exp, Hardsigmoid, Log, Pow, Sigmoid, Sqrt, Tanh};
+        !matches!(
+            self,
+            Sigmoid | Hardsigmoid | Tanh | Exp | Log | Sqrt | Pow(_)
+        )
+    }
+
     /// Whether the derivative is computed from the output; from the input otherwise.
     pub(crate) fn by_output(self) -> bool {
-        use Activation::{Exp, Relu, Sigmoid, Tanh};
-        matches!(self, Relu | Sigmoid | Tanh | Exp)
+        use Activation::{Exp, Relu, Sigmoid, Sqrt, Tanh};
+        matches!(self, Relu | Sigmoid | Tanh | Exp | Sqrt)
     }
 }
 
@@ -82,6 +102,16 @@ simd! {
             Activation::Sigmoid => each(y, sigmoid),
             Activation::Tanh => each(y, tanh),
             Activation::Exp => each(y, exp),
+            Activation::Log => each(y, ln),
+            Activation::Sqrt => each(y, f32::sqrt),
+            Activation::Abs => each(y, f32::abs),
+            Activation::Pow(2.0) => each(y, |x| x * x),
+            Activation::Pow(p) => each(y, |x| power(x, p)),
+            // NaN stays.
+            Activation::Clamp(low, high) => each(y, |x| {
+                let x = if x < low { low } else { x };
+                if x > high { high } else { x }
+            }),
         }
     }
 }
@@ -133,9 +163,21 @@ simd! {
             Activation::Sigmoid => times(saved, dy, |y| y * (1.0 - y)),
             Activation::Tanh => times(saved, dy, |y| (-y).mul_add(y, 1.0)),
             Activation::Exp => times(saved, dy, |y| y),
+            Activation::Log => times(saved, dy, |x| 1.0 / x),
+            Activation::Sqrt => times(saved, dy, |y| 0.5 / y),
+            Activation::Abs => {
+                times(saved, dy, |x| if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { x });
+            }
+            Activation::Pow(2.0) => times(saved, dy, |x| 2.0 * x),
+            Activation::Pow(0.0) => dy.fill(0.0),
+            Activation::Pow(p) => times(saved, dy, |x| p * power(x, p - 1.0)),
+            Activation::Clamp(low, high) => pass(saved, dy, |x| (x < low) | (x > high)),
         }
     }
 }
+
+/// Elements that are in the nearest cache while they are copied and changed.
+const NEAR: usize = 4096;
 
 /// In place.
 pub(crate) fn forward(threads: &ThreadPool, f: Activation, y: &mut [f32]) {
@@ -144,13 +186,42 @@ pub(crate) fn forward(threads: &ThreadPool, f: Activation, y: &mut [f32]) {
 
 /// Of `x`, of equal length.
 pub(crate) fn forward_of(threads: &ThreadPool, f: Activation, x: &[f32], y: &mut [f32]) {
-    /// Elements that are in the nearest cache while they are copied and changed.
-    const NEAR: usize = 4096;
     threads.split(y, PIECE, |at, p| {
         for (i, p) in p.chunks_mut(NEAR).enumerate() {
             p.copy_from_slice(&x[at + i * NEAR..][..p.len()]);
             forward_piece(f, p);
         }
+    });
+}
+
+/// The same for bf16: computed in f32, then rounded.
+pub(crate) fn forward_of_bf16(threads: &ThreadPool, f: Activation, x: &[Bf16], y: &mut [Bf16]) {
+    threads.split(y, PIECE, |at, p| {
+        scratch(NEAR, |wide| {
+            for (i, p) in p.chunks_mut(NEAR).enumerate() {
+                let wide = &mut wide[..p.len()];
+                convert_piece(&x[at + i * NEAR..][..p.len()], wide);
+                forward_piece(f, wide);
+                convert_piece(wide, p);
+            }
+        });
+    });
+}
+
+/// [`backward`] for bf16: computed in f32, then rounded.
+pub(crate) fn backward_bf16(threads: &ThreadPool, f: Activation, saved: &[Bf16], dy: &mut [Bf16]) {
+    threads.split(dy, PIECE, |at, p| {
+        scratch(2 * NEAR, |wide| {
+            let (wide_saved, wide) = wide.split_at_mut(NEAR);
+            for (i, p) in p.chunks_mut(NEAR).enumerate() {
+                let (saved, to) = (&saved[at + i * NEAR..], wide_saved.split_at_mut(p.len()).0);
+                convert_piece(&saved[..to.len()], to);
+                let wide = &mut wide[..p.len()];
+                convert_piece(p, wide);
+                backward_piece(f, to, wide);
+                convert_piece(wide, p);
+            }
+        });
     });
 }
 
@@ -165,7 +236,40 @@ pub(crate) fn backward(threads: &ThreadPool, f: Activation, saved: &[f32], dy: &
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::element::Element;
+    use crate::kernels::isa::on_each_isa;
     use crate::par::Threads;
+
+    #[test]
+    fn bf16_is_the_rounded_f32() {
+        let threads = ThreadPool::new(Threads(2));
+        let wide = |v: &[Bf16]| v.iter().map(|v| v.wide()).collect::<Vec<f32>>();
+        let len = PIECE + NEAR + 77;
+        let x: Vec<Bf16> = (0..len)
+            .map(|i| Bf16::of((i as f32 - 1e4) * 1.3e-3))
+            .collect();
+        let d: Vec<Bf16> = x.iter().rev().copied().collect();
+        for f in [Activation::Relu, Activation::Gelu, Activation::Hardswish] {
+            on_each_isa(|isa| {
+                let mut y = vec![Bf16::default(); len];
+                forward_of_bf16(&threads, f, &x, &mut y);
+                let mut want = wide(&x);
+                forward(&threads, f, &mut want);
+                assert!(
+                    y.iter().zip(&want).all(|(y, w)| *y == Bf16::of(*w)),
+                    "{f:?} {isa:?}"
+                );
+                let saved = if f.by_output() { &y } else { &x };
+                let (mut dx, mut want) = (d.clone(), wide(&d));
+                backward_bf16(&threads, f, saved, &mut dx);
+                backward(&threads, f, &wide(saved), &mut want);
+                assert!(
+                    dx.iter().zip(&want).all(|(y, w)| *y == Bf16::of(*w)),
+                    "{f:?} {isa:?}"
+                );
+            });
+        }
+    }
 
     #[test]
     fn relu_at_its_kink() {

@@ -157,7 +157,7 @@ impl<'a> ValuesMut<'a> {
 }
 
 simd! {
-    fn convert_piece<A: Element, B: Element>(from: &[A], to: &mut [B]) {
+    pub(crate) fn convert_piece<A: Element, B: Element>(from: &[A], to: &mut [B]) {
         for (t, f) in to.iter_mut().zip(from) {
             *t = B::of(f.wide());
         }

@@ -19,6 +19,8 @@ pub(crate) struct Groups {
     pub pixels: usize,
     pub channels: usize,
     pub groups: usize,
+    /// Whether the mean is subtracted.
+    pub centred: bool,
 }
 
 impl Groups {
@@ -34,16 +36,19 @@ impl Groups {
 simd! {
     /// One group: channels `from ..` of `width` in rows of `channels`. Gives mean and inverse deviation.
     fn normalise(
-        x: &[f32], y: &mut [f32], channels: usize, from: usize, width: usize,
+        x: &[f32], y: &mut [f32], g: Groups, from: usize,
         weight: &[f32], bias: &[f32], eps: f64,
     ) -> (f32, f32) {
+        let (channels, width) = (g.channels, g.width());
         let n = (x.len() / channels * width) as f64;
         let mut mean = 0.0;
-        for row in x.chunks_exact(channels) {
-            let row = &row[from..from + width];
-            mean += sum_of(row, f64::from);
+        if g.centred {
+            for row in x.chunks_exact(channels) {
+                let row = &row[from..from + width];
+                mean += sum_of(row, f64::from);
+            }
+            mean /= n;
         }
-        mean /= n;
         let mut square = 0.0;
         for row in x.chunks_exact(channels) {
             let row = &row[from..from + width];
@@ -84,8 +89,7 @@ pub(crate) fn forward(
                 let x = &x[image * len..][..len];
                 for group in 0..g.groups {
                     let from = group * width;
-                    let (mean, inverse) =
-                        normalise(x, y, g.channels, from, width, weight, bias, eps);
+                    let (mean, inverse) = normalise(x, y, g, from, weight, bias, eps);
                     let place = 2 * (image * g.groups + group);
                     // SAFETY: this chunk alone touches its images' groups.
                     let to = unsafe { stats.range(place..place + 2) };
@@ -143,9 +147,10 @@ simd! {
     /// One group: channels `from ..` of `width`. `dy` becomes the gradient of `x`; each block of pixels adds its
     /// weight and bias gradients to its own of `parts`.
     fn differentiate(
-        x: &[f32], dy: &mut [f32], channels: usize, from: usize, width: usize, stats: (f32, f32),
+        x: &[f32], dy: &mut [f32], g: Groups, from: usize, stats: (f32, f32),
         weight: &[f32], parts: &mut [f32],
     ) {
+        let (channels, width) = (g.channels, g.width());
         let (mean, inverse) = stats;
         let n = (x.len() / channels * width) as f64;
         let (mut s1, mut s2) = (0.0, 0.0);
@@ -165,7 +170,8 @@ simd! {
                 s2 += sum_of_pairs(x, d, |x, d| (x - mean) * inverse * d);
             }
         }
-        let (m1, m2) = ((s1 / n) as f32, (s2 / n) as f32);
+        let m1 = if g.centred { (s1 / n) as f32 } else { 0.0 };
+        let m2 = (s2 / n) as f32;
         for (x, d) in x.chunks_exact(channels).zip(dy.chunks_exact_mut(channels)) {
             let (x, d) = (&x[from..from + width], &mut d[from..from + width]);
             for i in 0..width {
@@ -208,7 +214,7 @@ pub(crate) fn backward(
                     let place = 2 * (image * g.groups + group);
                     let stats = (stats[place], stats[place + 1]);
                     let x = &x[range.clone()];
-                    differentiate(x, dy, c, group * width, width, stats, weight, parts);
+                    differentiate(x, dy, g, group * width, stats, weight, parts);
                 }
             }
         });
@@ -237,6 +243,7 @@ mod tests {
                 pixels,
                 channels,
                 groups,
+                centred: true,
             };
             let x = noise(images * pixels * channels, 1);
             // Terms of one sign, so that a long chain of additions loses digits.

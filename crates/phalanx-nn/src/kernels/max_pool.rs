@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use super::element::Element;
 use crate::par::{Disjoint, ThreadPool};
 
 /// Shape of one pooling: sizes are (height, width).
@@ -37,6 +38,11 @@ impl PoolShape {
         })
     }
 
+    /// Whether no two windows share a pixel, so that a gradient's elements are not sums.
+    pub(crate) fn is_disjoint(&self) -> bool {
+        (0..2).all(|d| self.stride[d] > (self.kernel[d] - 1) * self.dilation[d])
+    }
+
     /// The taps along dimension `d` of output position `at` that lie inside
     /// the image: their numbers, and the input position of tap 0 plus padding.
     #[inline(always)]
@@ -59,7 +65,7 @@ impl PoolShape {
 const LANES: usize = 16;
 
 simd! {
-    fn forward_image(s: &PoolShape, x: &[f32], y: &mut [f32], at: &mut [u8]) {
+    fn forward_image<T: Element>(s: &PoolShape, x: &[T], y: &mut [T], at: &mut [u8]) {
         let c = s.channels;
         for oy in 0..s.output[0] {
             let (kys, y0) = s.taps(0, oy);
@@ -78,10 +84,12 @@ simd! {
                             let t = (ky * s.kernel[1] + kx) as u32;
                             let mut v = [f32::NEG_INFINITY; LANES];
                             let from = &x[pixel * c + c0..][..n];
-                            if let Ok(full) = <&[f32; LANES]>::try_from(from) {
-                                v = *full;
+                            if let Ok(full) = <&[T; LANES]>::try_from(from) {
+                                for i in 0..LANES {
+                                    v[i] = full[i].wide();
+                                }
                             } else {
-                                v[..n].copy_from_slice(from);
+                                v.iter_mut().zip(from).for_each(|(v, f)| *v = f.wide());
                             }
                             for i in 0..LANES {
                                 let wins = v[i] > best[i] || v[i].is_nan() || place[i] == u32::MAX;
@@ -91,7 +99,8 @@ simd! {
                         }
                     }
                     let bytes = place.map(|p| p as u8);
-                    y[o + c0..o + c0 + n].copy_from_slice(&best[..n]);
+                    let to = y[o + c0..o + c0 + n].iter_mut();
+                    to.zip(&best).for_each(|(y, b)| *y = T::of(*b));
                     at[o + c0..o + c0 + n].copy_from_slice(&bytes[..n]);
                 }
             }
@@ -100,11 +109,11 @@ simd! {
 }
 
 simd! {
-    fn backward_image(s: &PoolShape, dy: &[f32], at: &[u8], dx: &mut [f32]) {
+    fn backward_image<T: Element>(s: &PoolShape, dy: &[T], at: &[u8], dx: &mut [T]) {
         let c = s.channels;
         let once = s.tiles();
         if !once {
-            dx.fill(0.0);
+            dx.fill(T::default());
         }
         for oy in 0..s.output[0] {
             let (kys, y0) = s.taps(0, oy);
@@ -119,9 +128,12 @@ simd! {
                         let t = (ky * s.kernel[1] + kx) as u8;
                         let taps = dx[pixel * c..][..c].iter_mut().zip(d).zip(a);
                         if once {
-                            taps.for_each(|((g, &d), &a)| *g = if a == t { d } else { 0.0 });
+                            taps.for_each(|((g, &d), &a)| *g = if a == t { d } else { T::default() });
                         } else {
-                            taps.for_each(|((g, &d), &a)| *g += if a == t { d } else { 0.0 });
+                            taps.for_each(|((g, &d), &a)| {
+                                let d = if a == t { d.wide() } else { 0.0 };
+                                *g = T::of(g.wide() + d);
+                            });
                         }
                     }
                 }
@@ -131,11 +143,11 @@ simd! {
 }
 
 /// `y` and, per output element, the winning window position.
-pub(crate) fn forward(
+pub(crate) fn forward<T: Element>(
     threads: &ThreadPool,
     s: &PoolShape,
-    x: &[f32],
-    y: &mut [f32],
+    x: &[T],
+    y: &mut [T],
     at: &mut [u8],
 ) {
     let (il, ol) = (s.in_len(), s.out_len());
@@ -153,7 +165,13 @@ pub(crate) fn forward(
 }
 
 /// `dx`: each output's gradient goes to its winner.
-pub(crate) fn backward(threads: &ThreadPool, s: &PoolShape, dy: &[f32], at: &[u8], dx: &mut [f32]) {
+pub(crate) fn backward<T: Element>(
+    threads: &ThreadPool,
+    s: &PoolShape,
+    dy: &[T],
+    at: &[u8],
+    dx: &mut [T],
+) {
     let (il, ol) = (s.in_len(), s.out_len());
     let dx = Disjoint::new(dx);
     threads.run(s.images, |i| {
@@ -166,7 +184,47 @@ pub(crate) fn backward(threads: &ThreadPool, s: &PoolShape, dy: &[f32], at: &[u8
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::element::Bf16;
+    use crate::kernels::isa::on_each_isa;
+    use crate::kernels::scalar::noise;
     use crate::par::Threads;
+
+    #[test]
+    fn bf16_is_the_rounded_f32() {
+        let threads = ThreadPool::new(Threads(2));
+        // Windows that cover the image, leave its edge out, and lie apart.
+        for (input, output, kernel, stride) in [(8, 4, 2, 2), (7, 3, 2, 2), (9, 3, 2, 3)] {
+            let s = PoolShape {
+                images: 3,
+                channels: 21,
+                input: [input; 2],
+                output: [output; 2],
+                kernel: [kernel; 2],
+                stride: [stride; 2],
+                padding: [0, 0],
+                dilation: [1, 1],
+            };
+            assert!(s.is_disjoint());
+            let narrow = |len: usize, seed| -> Vec<Bf16> {
+                noise(len, seed).iter().map(|v| Bf16::of(*v)).collect()
+            };
+            let wide = |v: &[Bf16]| v.iter().map(|v| v.wide()).collect::<Vec<f32>>();
+            let (len, to) = (3 * s.in_len(), 3 * s.out_len());
+            let (x, dy) = (narrow(len, 1), narrow(to, 2));
+            on_each_isa(|isa| {
+                let (mut y, mut at) = (vec![Bf16::default(); to], vec![9; to]);
+                forward(&threads, &s, &x, &mut y, &mut at);
+                let (mut want, mut places) = (vec![0.0; to], vec![9; to]);
+                forward(&threads, &s, &wide(&x), &mut want, &mut places);
+                assert_eq!((wide(&y), &at), (want, &places), "{isa:?}");
+                let mut dx = vec![Bf16::of(5.0); len];
+                backward(&threads, &s, &dy, &at, &mut dx);
+                let mut want = vec![5.0; len];
+                backward(&threads, &s, &wide(&dy), &at, &mut want);
+                assert_eq!(wide(&dx), want, "{isa:?}");
+            });
+        }
+    }
 
     #[test]
     fn last_nan_wins_and_all_minus_infinity_has_a_place() {

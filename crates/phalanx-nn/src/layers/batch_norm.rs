@@ -26,6 +26,13 @@ impl BatchNorm {
         Self::with(scope, channels, Some(weight), Some(bias))
     }
 
+    /// Without weight (a weight of 1).
+    pub fn without_weight(scope: Scope, channels: usize) -> Self {
+        let mut scope = scope;
+        let bias = scope.param("bias", &[channels], Layout::Same, Init::Constant(0.0));
+        Self::with(scope, channels, None, Some(bias))
+    }
+
     /// Without weight and bias.
     pub fn without_affine(scope: Scope, channels: usize) -> Self {
         Self::with(scope, channels, None, None)

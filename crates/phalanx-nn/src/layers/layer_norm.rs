@@ -1,4 +1,4 @@
-//! Layer normalisation.
+//! Layer and RMS normalisation.
 
 use crate::param::{Init, Layout, ParamId, Scope};
 use crate::{Result, Value};
@@ -8,8 +8,8 @@ use crate::{Result, Value};
 pub struct LayerNorm {
     /// The factor of every element.
     pub weight: ParamId,
-    /// The offset of every element.
-    pub bias: ParamId,
+    /// The offset of every element, if there is one.
+    pub bias: Option<ParamId>,
     shape: Vec<usize>,
     eps: f64,
 }
@@ -18,9 +18,22 @@ impl LayerNorm {
     /// Over the last dimensions, whose sizes are `shape`; eps 1e-5.
     pub fn new(scope: Scope, shape: &[usize]) -> Self {
         let mut scope = scope;
+        let weight = scope.param("weight", shape, Layout::Same, Init::Constant(1.0));
+        let bias = scope.param("bias", shape, Layout::Same, Init::Constant(0.0));
+        Self::with(weight, Some(bias), shape)
+    }
+
+    /// As [`new`](Self::new), without bias.
+    pub fn without_bias(scope: Scope, shape: &[usize]) -> Self {
+        let mut scope = scope;
+        let weight = scope.param("weight", shape, Layout::Same, Init::Constant(1.0));
+        Self::with(weight, None, shape)
+    }
+
+    fn with(weight: ParamId, bias: Option<ParamId>, shape: &[usize]) -> Self {
         LayerNorm {
-            weight: scope.param("weight", shape, Layout::Same, Init::Constant(1.0)),
-            bias: scope.param("bias", shape, Layout::Same, Init::Constant(0.0)),
+            weight,
+            bias,
             shape: shape.to_vec(),
             eps: 1e-5,
         }
@@ -35,6 +48,37 @@ impl LayerNorm {
     /// # Errors
     /// `Usage` when the last sizes differ.
     pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
-        x.layer_norm(&self.shape, (Some(self.weight), Some(self.bias)), self.eps)
+        x.layer_norm(&self.shape, (Some(self.weight), self.bias), self.eps)
+    }
+}
+
+/// Divides by the root of the mean square over the last dimension, with PyTorch's `weight` (ones).
+#[derive(Clone, Copy, Debug)]
+pub struct RmsNorm {
+    /// The factor of every element.
+    pub weight: ParamId,
+    eps: f64,
+}
+
+impl RmsNorm {
+    /// Over a last dimension of `width`; eps is f32's distance from 1 to the next number (1.2e-7), as PyTorch's.
+    pub fn new(scope: Scope, width: usize) -> Self {
+        let mut scope = scope;
+        RmsNorm {
+            weight: scope.param("weight", &[width], Layout::Same, Init::Constant(1.0)),
+            eps: f64::from(f32::EPSILON),
+        }
+    }
+
+    /// Sets eps, which is added to the mean square.
+    #[must_use]
+    pub fn eps(self, eps: f64) -> Self {
+        RmsNorm { eps, ..self }
+    }
+
+    /// # Errors
+    /// `Usage` when the last size differs.
+    pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
+        x.rms_norm(Some(self.weight), self.eps)
     }
 }

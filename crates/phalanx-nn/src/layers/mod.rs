@@ -27,7 +27,7 @@ pub use conv2d::Conv2d;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub use group_norm::GroupNorm;
-pub use layer_norm::LayerNorm;
+pub use layer_norm::{LayerNorm, RmsNorm};
 pub use linear::Linear;
 pub use max_pool2d::MaxPool2d;
 pub use multi_head_attention::MultiHeadAttention;

@@ -11,8 +11,8 @@ use crate::{Error, Result, Value};
 pub struct MultiHeadAttention {
     /// Weights of query, key and value, concatenated in this order.
     pub in_weight: ParamId,
-    /// Their biases.
-    pub in_bias: ParamId,
+    /// Their biases, if there are some.
+    pub in_bias: Option<ParamId>,
     /// The output projection.
     pub out: Linear,
     width: usize,
@@ -22,11 +22,22 @@ pub struct MultiHeadAttention {
 impl MultiHeadAttention {
     /// `heads` divides `width`.
     pub fn new(scope: Scope, width: usize, heads: usize) -> Self {
-        let mut scope = scope;
+        Self::with(scope, width, heads, true)
+    }
+
+    /// As [`new`](Self::new), without biases.
+    pub fn without_bias(scope: Scope, width: usize, heads: usize) -> Self {
+        Self::with(scope, width, heads, false)
+    }
+
+    fn with(mut scope: Scope, width: usize, heads: usize, bias: bool) -> Self {
         let (same, zero) = (Layout::Same, Init::Constant(0.0));
         let in_weight = scope.param("in_proj_weight", &[3 * width, width], same, zero);
-        let in_bias = scope.param("in_proj_bias", &[3 * width], same, zero);
-        let out = Linear::new(scope.enter("out_proj"), width, width);
+        let in_bias = bias.then(|| scope.param("in_proj_bias", &[3 * width], same, zero));
+        let out = match bias {
+            true => Linear::new(scope.enter("out_proj"), width, width),
+            false => Linear::without_bias(scope.enter("out_proj"), width, width),
+        };
         // PyTorch draws the output projection first, also a bias that it then discards.
         if let Some(bias) = out.bias {
             scope.redraw(bias, zero);
@@ -55,7 +66,7 @@ impl MultiHeadAttention {
         } else {
             Mask::Open
         };
-        let all = x.linear(self.in_weight, Some(self.in_bias), Act::None)?;
+        let all = x.linear(self.in_weight, self.in_bias, Act::None)?;
         let part = |i: usize| all.share().slice(2, i * self.width..(i + 1) * self.width);
         let y = attend(self.heads, [part(0)?, part(1)?, part(2)?], mask, None)?;
         self.out.forward(y)
@@ -76,7 +87,7 @@ impl MultiHeadAttention {
     ) -> Result<V> {
         // All three projections of each are computed, and one is used.
         let part = |x: V, i: usize| {
-            x.linear(self.in_weight, Some(self.in_bias), Act::None)?
+            x.linear(self.in_weight, self.in_bias, Act::None)?
                 .slice(2, i * self.width..(i + 1) * self.width)
         };
         let parts = [part(query, 0)?, part(key, 1)?, part(value, 2)?];

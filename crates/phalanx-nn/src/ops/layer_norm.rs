@@ -1,5 +1,5 @@
 //! Layer and group normalisation: `y = (x - mean) / sqrt(var + eps) * w + b` over
-//! the last dimensions, or over groups of channels of an image. Save their input, a
+//! the last dimensions, or over groups of channels of an image; RMS normalisation, with a mean of 0. Save their input, a
 //! weight that is not a parameter, and two numbers per group.
 
 use super::Weight;
@@ -56,8 +56,38 @@ impl<'s> Tensor<'s> {
             pixels: 1,
             channels,
             groups: 1,
+            centred: true,
         };
         self.normalised(groups, weights, eps)
+    }
+
+    /// Divides by the root of the mean square over the last dimension: `x / sqrt(mean(x^2) + eps) * w`.
+    ///
+    /// # Errors
+    /// `Usage` when the weight has another size, or there is no dimension.
+    pub fn rms_norm(self, weight: Option<ParamId>, eps: f64) -> Result<Tensor<'s>> {
+        self.rms_norm_with(weight.map(Weight::Param), eps)
+    }
+
+    /// As [`rms_norm`](Tensor::rms_norm), for a weight that may be a tensor.
+    ///
+    /// # Errors
+    /// As [`rms_norm`](Tensor::rms_norm), and `Usage` when the weight belongs to another step or model.
+    pub fn rms_norm_with(self, weight: Option<Weight<'s>>, eps: f64) -> Result<Tensor<'s>> {
+        let dims = self.dims();
+        let Some(&channels) = dims.last().filter(|&&c| c > 0) else {
+            return Err(Error::usage(format!(
+                "rms_norm needs a last dimension, got shape {dims:?}"
+            )));
+        };
+        let groups = Groups {
+            images: dims.numel() / channels,
+            pixels: 1,
+            channels,
+            groups: 1,
+            centred: false,
+        };
+        self.normalised(groups, (weight, None), eps)
     }
 
     /// Normalises `groups` groups of neighbouring channels of images (N, …, C),
@@ -101,6 +131,7 @@ impl<'s> Tensor<'s> {
             pixels: dims[1..dims.len() - 1].iter().product(),
             channels,
             groups,
+            centred: true,
         };
         self.normalised(groups, weights, eps)
     }

@@ -1,11 +1,12 @@
 //! Max-pooling. Saves, per output element, the winning window position (one byte).
 
 use super::avg_pool2d::window_count;
+use crate::kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use crate::kernels::max_pool::{self, PoolShape};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
-use crate::{Error, Result, Tensor};
+use crate::{Error, Precision, Result, Tensor};
 
 /// Window positions at most: a position is kept in one byte.
 const MAX_WINDOW: usize = 256;
@@ -112,7 +113,13 @@ impl<'s> Tensor<'s> {
             dilation: o.dilation,
         };
         let shape = Shape::new(&[images, oh, ow, channels])?;
-        self.step().apply([self.slot()], shape, MaxPool2d(s))
+        // Elements stay as they are where none of the gradient's is a sum.
+        let x = match s.is_disjoint() {
+            true => self.own_slot(),
+            false => self.slot(),
+        };
+        let precision = self.step().state().precision_of(x);
+        self.step().apply_as([x], (shape, precision), MaxPool2d(s))
     }
 }
 
@@ -120,18 +127,42 @@ impl Operation for MaxPool2d {
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
         let s = &self.0;
         let numel = s.images * s.output[0] * s.output[1] * s.channels;
-        let mut buf = c.state.pool.get(numel);
+        let precision = c.state.precision_of(x);
+        let mut buf = c.state.pool.get(precision.memory_len(numel));
         let mut winners = c.state.pool.get(numel.div_ceil(size_of::<f32>()));
         let (to, at) = (buf.slice_mut(), winners.bytes_mut(numel));
-        max_pool::forward(c.threads, s, c.state.value(x), to, at);
+        match c.state.values(x) {
+            Values::F32(x) => max_pool::forward(c.threads, s, x, to, at),
+            Values::Bf16(x) => max_pool::forward(c.threads, s, x, elements_mut(to, numel), at),
+        }
         Ok((buf, Some(winners)))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, dy: Buf) -> Result<()> {
-        let (threads, winners) = (ctx.threads, ctx.bytes(s.aux()?, dy.slice().len()));
-        ctx.give_made(s.x[0], dy, |dy, dx| {
-            max_pool::backward(threads, &self.0, dy, winners, dx);
-        });
+        match ctx.precision_of(s.x[0]) {
+            Precision::F32 => self.backward_as::<f32>(ctx, s, dy),
+            Precision::Bf16 => self.backward_as::<Bf16>(ctx, s, dy),
+        }
+    }
+}
+
+impl MaxPool2d {
+    fn backward_as<T: Element>(
+        &self,
+        ctx: &mut BackwardContext<'_>,
+        s: &Slots<1>,
+        dy: Buf,
+    ) -> Result<()> {
+        let (numel, to) = (ctx.shape(s.out).numel(), ctx.shape(s.x[0]).numel());
+        let (threads, winners) = (ctx.threads, ctx.bytes(s.aux()?, numel));
+        let mut dx = ctx.pool().get(T::PRECISION.memory_len(to));
+        let (dy_elements, dx_elements) = (
+            elements::<T>(dy.slice(), numel),
+            elements_mut::<T>(dx.slice_mut(), to),
+        );
+        max_pool::backward(threads, &self.0, dy_elements, winners, dx_elements);
+        ctx.pool().put(dy);
+        ctx.give(s.x[0], dx);
         Ok(())
     }
 }

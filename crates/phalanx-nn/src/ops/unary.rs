@@ -1,11 +1,12 @@
-//! Element-wise functions, in place if no other operation needs the operand. Save their
-//! input, or (relu, sigmoid, tanh, exp) their output; a factor saves nothing.
+//! Element-wise functions. f32 operands are changed in place if no other operation needs them. Save their
+//! input, or (relu, sigmoid, tanh, exp, sqrt) their output; a factor saves nothing.
 
 use crate::kernels::activation::{self, Activation};
+use crate::kernels::element::{Values, elements_mut};
 use crate::kernels::elementwise;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
-use crate::{Result, Tensor};
+use crate::{Precision, Result, Tensor};
 
 pub(crate) struct Unary(Activation);
 
@@ -46,6 +47,12 @@ functions! {
     tanh = Activation::Tanh;
     /// The exponential.
     exp = Activation::Exp;
+    /// The natural logarithm.
+    log = Activation::Log;
+    /// The square root.
+    sqrt = Activation::Sqrt;
+    /// The absolute value; the derivative at 0 is 0.
+    abs = Activation::Abs;
 }
 
 impl<'s> Tensor<'s> {
@@ -57,6 +64,22 @@ impl<'s> Tensor<'s> {
         self.unary(Activation::LeakyRelu(slope))
     }
 
+    /// `x` to the power of `exponent`; as PyTorch's, NaN for negative `x` and an exponent that is no whole number.
+    ///
+    /// # Errors
+    /// None at present; operations share one signature.
+    pub fn pow(self, exponent: f32) -> Result<Tensor<'s>> {
+        self.unary(Activation::Pow(exponent))
+    }
+
+    /// `min(max(low, x), high)`; the derivative at both bounds is 1.
+    ///
+    /// # Errors
+    /// None at present; operations share one signature.
+    pub fn clamp(self, low: f32, high: f32) -> Result<Tensor<'s>> {
+        self.unary(Activation::Clamp(low, high))
+    }
+
     /// `x * factor`.
     ///
     /// # Errors
@@ -66,8 +89,13 @@ impl<'s> Tensor<'s> {
     }
 
     pub(crate) fn unary(self, function: Activation) -> Result<Tensor<'s>> {
-        self.step()
-            .apply([self.slot()], self.dims(), Unary(function))
+        let x = match function.keeps_bf16() {
+            true => self.own_slot(),
+            false => self.slot(),
+        };
+        let precision = self.step().state().precision_of(x);
+        let kind = (self.dims(), precision);
+        self.step().apply_as([x], kind, Unary(function))
     }
 }
 
@@ -85,6 +113,11 @@ impl Operation for Unary {
             Activation::Sigmoid => "Sigmoid",
             Activation::Tanh => "Tanh",
             Activation::Exp => "Exp",
+            Activation::Log => "Log",
+            Activation::Sqrt => "Sqrt",
+            Activation::Abs => "Abs",
+            Activation::Pow(_) => "Pow",
+            Activation::Clamp(..) => "Clamp",
         })
     }
 
@@ -97,6 +130,13 @@ impl Operation for Unary {
     }
 
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        if c.state.precision_of(x) == Precision::Bf16 {
+            let len = c.state.shape(x).numel();
+            let mut buf = c.state.pool.get(Precision::Bf16.memory_len(len));
+            let y = elements_mut(buf.slice_mut(), len);
+            activation::forward_of_bf16(c.threads, self.0, c.state.elements(x), y);
+            return Ok((buf, None));
+        }
         if self.0.by_output() || !c.state.wants_grad(x) {
             let mut buf = c.state.take_for_writing(x);
             activation::forward(c.threads, self.0, buf.slice_mut());
@@ -108,8 +148,14 @@ impl Operation for Unary {
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
-        let saved = ctx.value(if self.0.by_output() { s.out } else { s.x[0] });
-        activation::backward(ctx.threads, self.0, saved, dy.slice_mut());
+        let saved = if self.0.by_output() { s.out } else { s.x[0] };
+        match ctx.values(saved) {
+            Values::F32(v) => activation::backward(ctx.threads, self.0, v, dy.slice_mut()),
+            Values::Bf16(v) => {
+                let dy = elements_mut(dy.slice_mut(), v.len());
+                activation::backward_bf16(ctx.threads, self.0, v, dy);
+            }
+        }
         ctx.give(s.x[0], dy);
         Ok(())
     }

@@ -6,7 +6,7 @@
 //! * [`torch`]: PyTorch's CPU generator bit for bit, for everything that must equal
 //!   PyTorch: the order of the data and the initial weights ([`init`]).
 
-mod cephes;
+pub(crate) mod cephes;
 pub mod init;
 mod mt19937;
 pub mod philox;

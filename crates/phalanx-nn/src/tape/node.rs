@@ -174,6 +174,21 @@ impl<const N: usize, O: Operation<N>> Recorded for OpNode<O, N> {
 }
 
 impl Step<'_> {
+    /// As [`apply`](Self::apply), for an output of any precision.
+    pub(crate) fn apply_as<'s, const N: usize, O: Operation<N>>(
+        &'s self,
+        x: [SlotId; N],
+        kind: (Shape, Precision),
+        op: O,
+    ) -> Result<Tensor<'s>>
+    where
+        Node: From<OpNode<O, N>>,
+    {
+        let mut st = self.state();
+        let made = op.forward(&mut self.compute(&mut st), x)?;
+        self.emit(&mut st, x, kind, made, op)
+    }
+
     /// Runs an operation on the inputs `x`, and records it if a gradient is wanted.
     pub(crate) fn apply<'s, const N: usize, O: Operation<N>>(
         &'s self,
@@ -184,9 +199,7 @@ impl Step<'_> {
     where
         Node: From<OpNode<O, N>>,
     {
-        let mut st = self.state();
-        let made = op.forward(&mut self.compute(&mut st), x)?;
-        self.emit(&mut st, x, (shape, Precision::F32), made, op)
+        self.apply_as(x, (shape, Precision::F32), op)
     }
 
     /// Adds an operation's output, and records the operation if a gradient is wanted.

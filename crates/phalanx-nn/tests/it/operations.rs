@@ -400,8 +400,8 @@ fn activations() {
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     let six = |x: f64| x.clamp(0.0, 6.0);
     macro_rules! each {
-        ($($name:ident($($arg:expr)?) = $f:expr;)*) => {$(
-            check(stringify!($name), &leaf, |g, _| g.x(0).$name($($arg)?), |v| v[0].iter().map(|&x| ($f)(x)).collect());
+        ($($name:ident($($arg:expr),*) = $f:expr;)*) => {$(
+            check(stringify!($name), &leaf, |g, _| g.x(0).$name($($arg),*), |v| v[0].iter().map(|&x| ($f)(x)).collect());
         )*};
     }
     each! {
@@ -415,7 +415,48 @@ fn activations() {
         sigmoid() = sigmoid;
         tanh() = f64::tanh;
         exp() = f64::exp;
+        abs() = f64::abs;
+        pow(2.0) = |x: f64| x * x;
+        pow(3.0) = |x: f64| x.powi(3);
+        clamp(-1.5, 0.75) = |x: f64| x.clamp(-1.5, 0.75);
     }
+    leaf[0].values.iter_mut().for_each(|v| *v = v.abs() + 0.2);
+    each! {
+        log() = f64::ln;
+        sqrt() = f64::sqrt;
+        pow(-0.5) = |x: f64| 1.0 / x.sqrt();
+        pow(1.7) = |x: f64| x.powf(1.7);
+        pow(0.0) = |_: f64| 1.0;
+    }
+}
+
+#[test]
+fn functions_at_their_ends() {
+    let params = Scope::new(Seed(0)).build().unwrap();
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let of = |values: &[f32]| step.input(values, &[values.len()]).unwrap();
+    let tiny = f32::from_bits(3);
+    let y = of(&[
+        0.0,
+        -0.0,
+        -1.0,
+        f32::INFINITY,
+        1.0,
+        f32::NAN,
+        tiny,
+        f32::MAX,
+    ]);
+    let y = y.log().unwrap().to_vec();
+    assert_eq!(y[..2], [f32::NEG_INFINITY; 2]);
+    assert!(y[2].is_nan() && y[5].is_nan());
+    assert_eq!(y[3..5], [f32::INFINITY, 0.0]);
+    assert!((y[6] - tiny.ln()).abs() < 1e-5 && (y[7] - f32::MAX.ln()).abs() < 1e-5);
+    let y = of(&[-4.0, 0.0, f32::NAN]).clamp(-1.0, 2.0).unwrap();
+    assert!(y.share().to_vec()[..2] == [-1.0, 0.0] && y.to_vec()[2].is_nan());
+    let y = of(&[-2.0, -2.0]).pow(0.5).unwrap().to_vec();
+    assert!(y.iter().all(|v| v.is_nan()));
+    assert_eq!(of(&[-2.0]).pow(-3.0).unwrap().to_vec(), [-0.125]);
 }
 
 #[test]
@@ -490,6 +531,27 @@ fn normalisations() {
             g.x(0).layer_norm(&[20], affine, 1e-3)
         },
         |v| plain(v, 6, 1, 20, 1),
+    );
+    let rms = |v: &[Vec<f64>]| -> Vec<f64> {
+        let rows = v[0].chunks(20).map(|x| {
+            let mean = x.iter().map(|x| x * x).sum::<f64>() / 20.0;
+            let weight = |i: usize| v.get(1).map_or(1.0, |w| w[i]);
+            let y = move |(i, x): (usize, &f64)| x / (mean + 1e-3).sqrt() * weight(i);
+            x.iter().enumerate().map(y).collect::<Vec<f64>>()
+        });
+        rows.flatten().collect()
+    };
+    check(
+        "rms norm",
+        &leaves[..2],
+        |g, _| g.x(0).rms_norm(Some(g.p(1)), 1e-3),
+        rms,
+    );
+    check(
+        "rms norm without weight",
+        &leaves[..1],
+        |g, _| g.x(0).rms_norm(None, 1e-3),
+        rms,
     );
     let leaves = [
         input(&[2, 2, 3, 6], 1),

@@ -2,7 +2,7 @@
 
 use crate::common::{hashed, noise};
 use phalanx_nn::layers::{Act, BatchNorm, Conv2d, Conv2dOptions, Linear};
-use phalanx_nn::models::{CifarResNet, MnistCnn};
+use phalanx_nn::models::{CifarResNet, MnistCnn, ResNet9};
 use phalanx_nn::optim::Sgd;
 use phalanx_nn::{
     GradView, Grads, Layout, Precision, Scope, Seed, StepKey, Tape, Tensor, Threads, param::Init,
@@ -76,6 +76,75 @@ fn training_follows_f32() {
     assert_ne!(f32s.0, bf16s.0, "bf16 must not be f32");
     for (i, (a, b)) in f32s.0.iter().zip(&bf16s.0).enumerate() {
         assert!((a - b).abs() < 0.02 * a.abs().max(1.0), "loss {i}: {a} {b}");
+    }
+}
+
+/// ResNet-9 has pools and activations whose elements stay bf16.
+#[test]
+fn resnet9s_bits_do_not_depend_on_threads() {
+    let run = |precision, threads| {
+        let mut scope = Scope::new(Seed(5));
+        let model = ResNet9::with_widths(&mut scope, [32, 48, 32], 10);
+        let params = scope.build().unwrap();
+        let mut grads = Grads::like(&params);
+        let mut tape = Tape::new(Threads(threads));
+        tape.set_precision(precision);
+        let images = noise(10 * 32 * 32 * 3, 7);
+        let labels: Vec<u32> = (0..10).collect();
+        let step = tape.step(&params, StepKey::new(0, 0));
+        let x = step.input(&images, &[10, 32, 32, 3]).unwrap();
+        let scores = model.forward(x).unwrap().scale(32.0).unwrap();
+        let loss = scores.cross_entropy(&labels, 10.0).unwrap();
+        let value = loss.item().unwrap();
+        loss.backward(&mut grads).unwrap();
+        (value, grads.flat().to_vec())
+    };
+    let (want, got) = (run(Precision::F32, 1), run(Precision::Bf16, 1));
+    assert!((want.0 - got.0).abs() < 0.02, "{} {}", want.0, got.0);
+    assert_ne!(want.0, got.0, "bf16 must not be f32");
+    assert!(run(Precision::Bf16, 2) == got && run(Precision::Bf16, 4) == got);
+}
+
+/// Against the same operations in f32 on rounded values, and a product in f64.
+#[test]
+fn pools_and_activations_round_what_f32_gives() {
+    let (channels, pixels) = (32, 3 * 7 * 7);
+    let (x, weights) = (noise(pixels * channels, 1), noise(3 * 9 * channels, 2));
+    let mut scope = Scope::new(Seed(3));
+    let one = Conv2dOptions::new(1).no_bias();
+    let conv = Conv2d::new(scope.enter("conv"), channels, channels, one);
+    let params = scope.build().unwrap();
+    let mut grads = Grads::like(&params);
+    let mut tape = Tape::new(Threads(1));
+    tape.set_precision(Precision::Bf16);
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let y = step.input(&x, &[3, 7, 7, channels]).unwrap();
+    let y = conv.forward(y).unwrap();
+    let values = y.share().to_vec();
+    let y = y.max_pool2d(2).unwrap().gelu().unwrap();
+    let got = y.share().to_vec();
+    y.backward_with(&weights, &mut grads).unwrap();
+
+    let round = |v: &f32| bf16(*v) as f32;
+    assert!(values.iter().all(|v| round(v) == *v), "values in bf16");
+    let none = Scope::new(Seed(0)).build().unwrap();
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.step(&none, StepKey::new(0, 0));
+    let input = step.variable(&values, &[3, 7, 7, channels]).unwrap();
+    let pooled = input.share().max_pool2d(2).unwrap();
+    let want = pooled.gelu().unwrap();
+    let rounded: Vec<f32> = want.share().to_vec().iter().map(round).collect();
+    assert_eq!(got, rounded);
+    let weights: Vec<f32> = weights.iter().map(round).collect();
+    let mut no_grads = Grads::like(&none);
+    want.backward_with(&weights, &mut no_grads).unwrap();
+    let d: Vec<f64> = input.grad().unwrap().iter().map(|v| bf16(*v)).collect();
+    let gradient = grads.export(params.find("conv.weight").unwrap());
+    for (at, got) in gradient.iter().enumerate() {
+        let (o, i) = (at / channels, at % channels);
+        let products = (0..pixels).map(|p| bf16(x[p * channels + i]) * d[p * channels + o]);
+        let want: f64 = products.sum();
+        assert!((f64::from(*got) - want).abs() < 1e-4, "{at}: {got} {want}");
     }
 }
 

@@ -38,6 +38,7 @@ pub enum Op {
     Dropout,
     Dropout2d,
     LayerNorm(Vec<usize>),
+    RmsNorm,
     GroupNorm(usize),
     BatchNorm(Act),
     Conv1d(Conv2dOptions, Act),
@@ -217,6 +218,7 @@ impl Op {
             Op::Dropout => x.dropout(0.5),
             Op::Dropout2d => x.dropout2d(0.5),
             Op::LayerNorm(shape) => x.layer_norm(shape, (w, b), 1e-3),
+            Op::RmsNorm => x.rms_norm(w, 1e-3),
             Op::GroupNorm(groups) => x.group_norm(*groups, (w, b), 1e-3),
             Op::BatchNorm(act) => {
                 let residual = all.next();

@@ -426,6 +426,10 @@ fn norms(n: usize) -> Vec<Row> {
         all.push(of(layer(&[n]), &[2, n], &["B", "S0"], &[n]));
         all.push(of(layer(&[2, 3]), &[n, 2, 3], &["B", "S0"], &[2, 3]));
         all.push(of(layer(&[3]), &[2, n, 3], &["B", "S0", "S1"], &[3]));
+        if params < 2 {
+            all.push(of(Op::RmsNorm, &[n, 3], &["B", "S0"], &[3]));
+            all.push(of(Op::RmsNorm, &[2, n, 3], &["B", "S0", "S1"], &[3]));
+        }
         let group = Op::GroupNorm(2);
         all.push(of(group, &[n, 2, 2, 4], &["B", "S0"], &[4]));
         let batch = Op::BatchNorm(Act::Relu);

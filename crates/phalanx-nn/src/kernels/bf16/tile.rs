@@ -1,8 +1,11 @@
 //! The block product: 32 x 32 sums, two by two tiles.
 
-use std::mem::{MaybeUninit, offset_of};
+use std::mem::MaybeUninit;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use std::mem::offset_of;
 
 use super::SIDE;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 use crate::kernels::isa::{Isa, isa};
 use crate::kernels::vector::{LANES, Vector};
 
@@ -109,6 +112,10 @@ pub(crate) fn has_tiles() -> bool {
 
 /// The right to multiply blocks on this thread: holds the tiles' configuration.
 pub(super) struct Tiles {
+    #[cfg_attr(
+        not(all(target_arch = "x86_64", target_os = "linux")),
+        allow(dead_code)
+    )]
     amx: bool,
     /// The configuration is the thread's.
     _here: std::marker::PhantomData<*const ()>,
