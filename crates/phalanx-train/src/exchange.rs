@@ -13,7 +13,7 @@ use phalanx_launch::RankContext;
 /// bit-identical.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum ExchangeArg {
-    /// `at-step` if the ranks of one host use all its cores with at most 2 threads each; otherwise, and with --watch or --bucket-cap-mb, `all-reduce`
+    /// `at-step` if the ranks of one host use all its cores with at most 2 threads each; otherwise, and with --watch, --bucket-cap-mb or Muon, `all-reduce`
     Auto,
     /// Every rank gets all averaged gradients, bucket by bucket during backward
     AllReduce,
@@ -56,15 +56,27 @@ impl ExchangeArg {
     }
 
     /// [`choose`](Self::choose) for a training with `settings`: what needs whole gradients, watches them, or has buckets
-    /// of its own gets all-reduces.
+    /// of its own gets all-reduces. `whole` is the name of an optimizer that updates whole parameters, if there is one.
     ///
     /// # Errors
     ///
-    /// Peers that are lost.
-    pub fn choose_for(self, ctx: &RankContext, settings: &Settings) -> Result<Exchange> {
+    /// Usage, when that optimizer does not support the exchange; peers that are lost.
+    pub fn choose_for(
+        self,
+        ctx: &RankContext,
+        settings: &Settings,
+        whole: Option<&str>,
+    ) -> Result<Exchange> {
         let chosen = self.choose(ctx)?;
-        let wants_whole =
-            settings.watch > 0 || settings.bucket_cap_mb.is_some() || ctx.elastic.is_some();
+        let wants_whole = settings.watch > 0
+            || settings.bucket_cap_mb.is_some()
+            || ctx.elastic.is_some()
+            || whole.is_some();
+        if let (ExchangeArg::ReduceScatter | ExchangeArg::AtStep, Some(name)) = (self, whole) {
+            return Err(Error::usage(format!(
+                "{name} needs every rank to have whole gradients; leave out --exchange, or say --exchange all-reduce"
+            )));
+        }
         Ok(match self {
             ExchangeArg::Auto if needs_whole(settings).is_some() || wants_whole => {
                 Exchange::AllReduce

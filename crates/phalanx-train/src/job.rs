@@ -108,13 +108,13 @@ impl<'a> Job<'a> {
     }
 
     /// A training on `train` of the model whose parameters `model` registers, with the optimizer
-    /// that `optimizer` makes for the learning rate (`--lr`). A program's second trainer needs a folder of its own
+    /// that `optimizer` makes for the learning rate (`--lr`), which may be called more than once. A program's second trainer needs a folder of its own
     /// ([`TrainerBuilder::folder`]).
     pub fn trainer<D: Dataset + ?Sized, M, O: Optimizer + 'static>(
         &self,
         train: &Arc<D>,
         model: impl FnOnce(&mut Scope) -> M + 'a,
-        optimizer: impl FnOnce(&Params, f64) -> O + 'a,
+        optimizer: impl Fn(&Params, f64) -> O + 'a,
     ) -> TrainerBuilder<'a, M> {
         let (ctx, settings) = (self.ctx, self.settings);
         let builder = TrainerBuilder::new(ctx, settings, self.name, train, model, optimizer);

@@ -348,7 +348,7 @@ mod tests {
 
     use phalanx_comm::{GroupOptions, ShrinkOptions, report_lost};
     use phalanx_nn::layers::Linear;
-    use phalanx_nn::optim::{Adam, step_clipped};
+    use phalanx_nn::optim::{Adam, ParamGroup, step_clipped};
     use phalanx_nn::{GradSink as _, Scope, Seed};
 
     use super::*;
@@ -427,14 +427,22 @@ mod tests {
         norms: Vec<f64>,
     }
 
+    /// With groups, which are chosen by the whole parameters' shapes.
+    fn adam(params: &Params) -> Adam {
+        Adam::adamw(params, 0.01).groups(|p| match p.shape.len() {
+            1 => ParamGroup::new().weight_decay(0.0).lr_scale(3.0),
+            _ => ParamGroup::new(),
+        })
+    }
+
     impl Rank {
         fn new(group: ProcessGroup, exchange: Exchange) -> Rank {
             let (mut whole, mut parts) = (model(), model());
             let ddp = wrap(&group, Exchange::AllReduce, &mut whole);
-            let optimizer = Adam::new(&whole, 0.01);
+            let optimizer = adam(&whole);
             let whole = (whole, ddp, optimizer);
             let ddp = wrap(&group, exchange, &mut parts);
-            let optimizer = ShardedOptimizer::for_wrapper(&ddp, &parts, |p| Adam::new(p, 0.01));
+            let optimizer = ShardedOptimizer::for_wrapper(&ddp, &parts, adam);
             let optimizer = optimizer.and_then(|optimizer| optimizer.with_copies(&parts));
             let parts = (parts, ddp, optimizer.expect("cut"));
             Rank {

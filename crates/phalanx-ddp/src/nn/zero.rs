@@ -2,8 +2,8 @@
 //! Memory Optimizations Toward Training Trillion Parameter Models", 2020).
 //!
 //! A rank's optimizer has only pieces of the parameters, split inside tensors if
-//! needed; after its step the pieces are gathered. Since optimizers treat each element
-//! by itself, weights have the same bits as without sharding. There are two ways to
+//! needed; after its step the pieces are gathered. Since their optimizers treat each
+//! element by itself, weights have the same bits as without sharding. There are two ways to
 //! split:
 //!
 //! * [`ShardedOptimizer::new`]: the flat region of all parameters, one run of 64-byte
@@ -23,7 +23,7 @@ use std::ops::Range;
 
 use phalanx_comm::{P2POp, ProcessGroup, ReduceOp};
 use phalanx_nn::optim::{Optimizer, Run, clip_factor, grad_norm};
-use phalanx_nn::{GradView, Init, Layout, ParamId, Params, Scope, Seed};
+use phalanx_nn::{GradView, Layout, ParamId, Params, Scope, Seed};
 
 use super::ddp::DistributedDataParallel;
 use super::recut::Recut;
@@ -35,7 +35,7 @@ const LINE_ELEMS: usize = 16;
 type Buffers = Vec<(&'static str, Vec<f32>)>;
 
 /// An optimizer whose state is sharded over the ranks. The optimizer must treat every
-/// element by itself (SGD, Adam; not LARS or LAMB).
+/// element by itself ([`Optimizer::is_elementwise`]: SGD and Adam, not Muon).
 pub struct ShardedOptimizer<O> {
     pub(super) optimizer: O,
     pub(super) cut: Cut,
@@ -124,14 +124,15 @@ impl Cut {
         let mut piece_of = vec![[None; 2]; params.len()];
         let mut scope = Scope::new(Seed(0));
         for (at, piece) in held.iter().enumerate() {
-            let name = &params.infos()[piece.param.index()].name;
+            let info = &params.infos()[piece.param.index()];
             let (which, name) = match at < parts[rank].len() {
-                true => (0, name.clone()),
-                false => (1, format!("copy of {name}")),
+                true => (0, info.name.clone()),
+                false => (1, format!("copy of {}", info.name)),
             };
             piece_of[piece.param.index()][which] = Some(at);
             let shape = [piece.elems.len()];
-            scope.param(&name, &shape, Layout::Same, Init::Constant(0.0));
+            let whole = (info.whole_name(), info.whole_shape());
+            scope.shard(&name, &shape, Layout::Same, whole);
         }
         let own = scope
             .build()
@@ -243,8 +244,15 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         make: impl FnOnce(&Params) -> O,
     ) -> Result<ShardedOptimizer<O>> {
         let cut = Cut::new(group, params, parts, 0)?;
+        let optimizer = make(&cut.own);
+        if !optimizer.is_elementwise() {
+            return Err(Error::usage(format!(
+                "{} needs whole parameters, so its state cannot be divided among ranks",
+                optimizer.name()
+            )));
+        }
         Ok(ShardedOptimizer {
-            optimizer: make(&cut.own),
+            optimizer,
             cut,
             total: params.flat().len(),
             scattered: false,

@@ -3,7 +3,7 @@
 //! train your ResNet", 2018; K. Jordan, "94% on CIFAR-10 in 3.29 seconds on a
 //! single GPU", 2024, whose widths these are).
 
-use crate::layers::{Act, BatchNorm, Conv2d, Conv2dOptions, Linear, MaxPool2d};
+use crate::layers::{BatchNorm, Conv2d, Conv2dOptions, Linear, MaxPool2d};
 use crate::param::Scope;
 use crate::{Params, Result, Value};
 
@@ -25,23 +25,29 @@ struct Stage {
 impl Stage {
     fn new(scope: &mut Scope, inputs: usize, outputs: usize) -> Self {
         let three = || Conv2dOptions::new(3).padding(1).no_bias();
+        // Statistics of few batches: weights change fast.
+        let norm = |scope: Scope<'_>| {
+            let norm = BatchNorm::without_weight(scope, outputs);
+            norm.momentum(Some(0.4)).eps(1e-12)
+        };
         Stage {
             conv1: Conv2d::new(scope.enter("conv1"), inputs, outputs, three()),
-            norm1: BatchNorm::new(scope.enter("norm1"), outputs),
+            norm1: norm(scope.enter("norm1")),
             conv2: Conv2d::new(scope.enter("conv2"), outputs, outputs, three()),
-            norm2: BatchNorm::new(scope.enter("norm2"), outputs),
+            norm2: norm(scope.enter("norm2")),
         }
     }
 
     fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
         let x = self.conv1.forward(x)?.max_pool2d(2)?;
-        let x = self.norm1.forward_act(x, Act::Relu)?;
-        self.norm2.forward_act(self.conv2.forward(x)?, Act::Relu)
+        let x = self.norm1.forward(x)?.gelu()?;
+        self.norm2.forward(self.conv2.forward(x)?)?.gelu()
     }
 }
 
-/// Nine layers: `whiten`, `stage1.conv1` to `stage3.conv2`, `head`, and the
-/// pools between them. 1,972,792 parameters at widths 64, 256, 256.
+/// Nine layers: `whiten`, `block1.conv1` to `block3.conv2`, `head`, and the
+/// pools between them. 1,971,640 parameters at widths 64, 256, 256. Batch normalisations have no weight, and activations are
+/// GELUs.
 #[derive(Clone, Copy, Debug)]
 pub struct ResNet9 {
     whiten: Conv2d,
@@ -62,9 +68,9 @@ impl ResNet9 {
         ResNet9 {
             whiten: Conv2d::new(scope.enter("whiten"), 3, WHITE, PATCH),
             stages: [
-                Stage::new(&mut scope.enter("stage1"), WHITE, a),
-                Stage::new(&mut scope.enter("stage2"), a, b),
-                Stage::new(&mut scope.enter("stage3"), b, c),
+                Stage::new(&mut scope.enter("block1"), WHITE, a),
+                Stage::new(&mut scope.enter("block2"), a, b),
+                Stage::new(&mut scope.enter("block3"), b, c),
             ],
             pool: MaxPool2d::new(3),
             head: Linear::without_bias(scope.enter("head"), c, classes),
@@ -72,9 +78,9 @@ impl ResNet9 {
     }
 
     /// Sets the weights that are not random: every 3x3 convolution passes its inputs
-    /// through its first filters, and the first layer's filters are `directions` (each
-    /// [`PATCH_LEN`] numbers: of each channel, row by row) and their opposites, with
-    /// bias 0.
+    /// through its first filters, the first layer's filters are `directions` (each
+    /// [`PATCH_LEN`] numbers: of each channel, row by row) and their opposites, and the last layer's weights have a
+    /// standard deviation of 1.
     ///
     /// # Errors
     /// `Usage` unless there are [`PATCH_LEN`] directions, or for parameters of another model.
@@ -84,13 +90,12 @@ impl ResNet9 {
             id.ok_or_else(|| crate::Error::usage(format!("no parameter {name}; not a ResNet-9")))
         };
         let white = find(params, "whiten.weight")?;
-        let bias = find(params, "whiten.bias")?;
+        let head = find(params, "head.weight")?;
         let plus = directions.iter().flatten().copied();
         let minus = directions.iter().flatten().map(|v| -v);
         let filters: Vec<f32> = plus.chain(minus).collect();
         params.import(white, &filters)?;
-        params.import(bias, &[0.0; WHITE])?;
-        for name in (1..=3).flat_map(|s| [1, 2].map(|c| format!("stage{s}.conv{c}.weight"))) {
+        for name in (1..=3).flat_map(|s| [1, 2].map(|c| format!("block{s}.conv{c}.weight"))) {
             let id = find(params, &name)?;
             let &[outputs, inputs, ..] = params.infos()[id.index()].shape.as_slice() else {
                 return Err(crate::Error::usage(format!("{name} is not a convolution")));
@@ -103,6 +108,15 @@ impl ResNet9 {
             }
             params.import(id, &weight)?;
         }
+        let values = params.get_mut(head);
+        let n = values.len() as f64;
+        let sum = |f: &dyn Fn(f64) -> f64, values: &[f32]| -> f64 {
+            values.iter().map(|v| f(f64::from(*v))).sum()
+        };
+        let mean = sum(&|v| v, values) / n;
+        let deviation = (sum(&|v| (v - mean).powi(2), values) / (n - 1.0)).sqrt();
+        let factor = (1.0 / deviation) as f32;
+        values.iter_mut().for_each(|v| *v *= factor);
         Ok(())
     }
 
@@ -111,14 +125,14 @@ impl ResNet9 {
     /// # Errors
     /// `Usage` for other shapes.
     pub fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
-        let mut x = self.whiten.forward_act(x, Act::Relu)?;
+        let mut x = self.whiten.forward(x)?.gelu()?;
         for stage in &self.stages {
             x = stage.forward(x)?;
         }
-        // Scores this small keep the first steps of a high rate calm.
-        self.head
-            .forward(self.pool.forward(x)?.flatten()?)?
-            .scale(1.0 / 9.0)
+        let x = self.pool.forward(x)?.flatten()?;
+        // Scores this small keep the first updates small.
+        let features = x.shape().last().copied().unwrap_or(1);
+        self.head.forward(x)?.scale(1.0 / features as f32)
     }
 }
 
@@ -143,7 +157,7 @@ mod tests {
             (white[0], white[13], white[12 * 12], white[1]),
             (2.0, 2.0, -2.0, 0.0)
         );
-        let conv = params.export(params.find("stage3.conv1.weight").expect("there"));
+        let conv = params.export(params.find("block3.conv1.weight").expect("there"));
         // Input 5 comes out as output 5; filter 30 stays random.
         assert_eq!(conv[(5 * 24 + 5) * 9 + 4], 1.0);
         assert_eq!(
@@ -167,6 +181,6 @@ mod tests {
     fn it_has_as_many_parameters_as_documented() {
         let mut scope = Scope::new(Seed(3));
         ResNet9::new(&mut scope, 10);
-        assert_eq!(scope.build().expect("model").numel(), 1_972_792);
+        assert_eq!(scope.build().expect("model").numel(), 1_971_640);
     }
 }

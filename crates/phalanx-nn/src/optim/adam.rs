@@ -15,6 +15,7 @@
 //! skipped and keeps its own count, as in PyTorch.
 
 use super::check_setting;
+use super::group::ParamSettings;
 use super::rule::{Rule, RuleOptimizer};
 use crate::param::Params;
 use crate::{Error, Result};
@@ -101,6 +102,11 @@ impl Rule for AdamRule {
             }
         }
         Ok(())
+    }
+
+    fn of(mut self, own: &ParamSettings) -> Self {
+        self.weight_decay = own.group.weight_decay.unwrap_or(self.weight_decay);
+        self
     }
 
     fn name(&self) -> &'static str {

@@ -28,7 +28,7 @@ simd! {
     }
 }
 
-fn sum_of_squares(threads: &ThreadPool, g: &[f32]) -> f64 {
+pub(super) fn sum_of_squares(threads: &ThreadPool, g: &[f32]) -> f64 {
     let mut sums = [0.0; PIECES];
     let piece = g.len().div_ceil(PIECES).max(PIECE);
     let pieces = g.len().div_ceil(piece);

@@ -5,14 +5,19 @@
 //! square root from MKL, which is one unit low for 0.6 % of inputs; ours is correctly
 //! rounded.
 //!
+//! [`Muon`] updates matrices as a whole, all else by one of these. [Groups](RuleOptimizer::groups) of parameters have learning
+//! rates and weight decays of their own.
+//!
 //! State has the same memory layout as [`Params::flat`], so it can be hashed, saved and
 //! sharded like the parameters themselves.
 //!
 //! Results depend neither on the instruction set nor on the number of threads: a fused
-//! multiply-add is one rounding everywhere, and elements are independent.
+//! multiply-add is one rounding everywhere, and sums have fixed orders.
 
 mod adam;
 mod clip;
+mod group;
+mod muon;
 mod rule;
 pub mod schedule;
 mod sgd;
@@ -20,6 +25,8 @@ mod updates;
 
 pub use adam::Adam;
 pub use clip::{clip_factor, grad_norm, step_clipped};
+pub use group::{ParamGroup, Parameter};
+pub use muon::Muon;
 pub use rule::RuleOptimizer;
 pub use sgd::Sgd;
 
@@ -85,15 +92,22 @@ pub trait Optimizer {
     fn begin_step(&mut self) -> Result<()>;
 
     /// Updates one run of elements, with gradients multiplied by `factor` as in
-    /// [`step_scaled`](Self::step_scaled). Elements are independent, so runs of any length
-    /// in any order give the bits of one step over all of them, if each element is in at
-    /// most one run. A parameter without a run counts as one without a gradient.
+    /// [`step_scaled`](Self::step_scaled). Each element is in at most one run. If the optimizer
+    /// [is elementwise](Self::is_elementwise), runs of any length in any order give the bits of one step over all of
+    /// them; otherwise a run is a whole parameter. A parameter without a run counts as one without a gradient.
     ///
     /// # Errors
     ///
     /// Usage: no step was begun, or the run does not fit its parameter, the state or its
     /// gradient. Nothing was changed then.
     fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()>;
+
+    /// Whether each element's update depends on that element alone, so that [`step_run`](Self::step_run) takes runs of any
+    /// length, and ranks can divide the state among themselves. An optimizer that needs whole parameters, such as LAMB, must
+    /// say `false` here.
+    fn is_elementwise(&self) -> bool {
+        true
+    }
 
     /// Lets the following steps run on a tape's threads
     /// ([`Tape::thread_pool`](crate::Tape::thread_pool)); until then they run on the caller's
@@ -176,6 +190,10 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
 
     fn step_run(&mut self, run: Run<'_>, factor: f32) -> Result<()> {
         (**self).step_run(run, factor)
+    }
+
+    fn is_elementwise(&self) -> bool {
+        (**self).is_elementwise()
     }
 
     fn set_thread_pool(&mut self, threads: ThreadPool) {

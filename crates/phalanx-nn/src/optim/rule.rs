@@ -1,5 +1,8 @@
 //! What the optimizers share: state buffers, update counts, and the step run by run.
 
+use std::sync::Arc;
+
+use super::group::{GroupChooser, ParamGroup, ParamSettings, Parameter};
 use super::updates::Updates;
 use super::{Optimizer, Run};
 use crate::param::{GradView, Params};
@@ -17,6 +20,15 @@ pub trait Rule: Copy {
     /// `Usage`, naming the invalid setting.
     fn check(&self, lr: f64) -> Result<()>;
 
+    /// The rule for one parameter, with its group's settings.
+    #[must_use]
+    fn of(self, own: &ParamSettings) -> Self;
+
+    /// Whether each element is updated by itself.
+    fn is_elementwise(&self) -> bool {
+        true
+    }
+
     /// PyTorch's name of the optimizer.
     fn name(&self) -> &'static str;
 
@@ -31,12 +43,28 @@ pub trait Rule: Copy {
 
     /// Updates `p` and the state buffers, with gradients `g` multiplied by `factor`.
     fn update(s: Self::Scalars, p: &mut [f32], g: &[f32], factor: f32, state: [&mut [f32]; 3]);
+
+    /// Updates `p`, a whole parameter, as [`update`](Self::update) does, if this parameter is updated as a whole; returns
+    /// whether it is. `work` is memory that lasts from step to step.
+    fn update_whole(
+        _s: Self::Scalars,
+        _p: &mut [f32],
+        _g: &[f32],
+        _factor: f32,
+        _state: [&mut [f32]; 3],
+        _work: (&ThreadPool, &mut Vec<f32>),
+    ) -> bool {
+        false
+    }
 }
 
-/// An optimizer that changes each element by a rule: [`Sgd`](super::Sgd) or [`Adam`](super::Adam).
+/// An optimizer that updates parameters by a rule: [`Sgd`](super::Sgd), [`Adam`](super::Adam) or [`Muon`](super::Muon).
 #[derive(Clone, Debug)]
 pub struct RuleOptimizer<R> {
     pub(super) rule: R,
+    choose: GroupChooser,
+    /// Of each parameter.
+    own: Vec<ParamSettings>,
     elems: usize,
     lr: f64,
     steps: u64,
@@ -46,15 +74,20 @@ pub struct RuleOptimizer<R> {
     threads: ThreadPool,
     /// Rule and learning rate of the step that was begun last.
     running: Option<(R, f64)>,
+    /// Memory of updates of whole parameters.
+    work: Vec<f32>,
 }
 
 /// Elements that one thread updates at a time.
-const PIECE: usize = 16 * 1024;
+pub(super) const PIECE: usize = 16 * 1024;
 
 impl<R: Rule> RuleOptimizer<R> {
     pub(super) fn with_rule(params: &Params, lr: f64, rule: R) -> Self {
+        let choose = GroupChooser::default();
         Self {
             rule,
+            own: choose.all(params),
+            choose,
             elems: params.flat().len(),
             lr,
             steps: 0,
@@ -62,7 +95,37 @@ impl<R: Rule> RuleOptimizer<R> {
             buffers: Vec::new(),
             threads: ThreadPool::default(),
             running: None,
+            work: Vec::new(),
         }
+    }
+
+    /// Settings of their own for groups of parameters, chosen by name or shape (PyTorch's `param_groups`). Replaces an earlier
+    /// choice; whether it comes before or after other settings makes no difference. The learning rate of a group follows
+    /// [`set_lr`](Optimizer::set_lr), and with it a schedule.
+    ///
+    /// ```
+    /// use phalanx_nn::{Scope, Seed, layers::Linear, optim::{Adam, ParamGroup}};
+    ///
+    /// let mut scope = Scope::new(Seed(0));
+    /// Linear::new(scope.enter("head"), 4, 8);
+    /// let params = scope.build()?;
+    /// // Weight decay for matrices only.
+    /// let adam = Adam::adamw(&params, 1e-3).weight_decay(0.1).groups(|p| match p.shape.len() {
+    ///     0 | 1 => ParamGroup::new().weight_decay(0.0),
+    ///     _ => ParamGroup::new(),
+    /// });
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn groups(
+        mut self,
+        choose: impl Fn(&Parameter<'_>) -> ParamGroup + Send + Sync + 'static,
+    ) -> Self {
+        self.choose = GroupChooser(Some(Arc::new(choose)));
+        for own in &mut self.own {
+            own.group = self.choose.of(own.parameter());
+        }
+        self
     }
 
     /// Updates `params` from `grads`, in place; see [`Optimizer::step`].
@@ -73,6 +136,10 @@ impl<R: Rule> RuleOptimizer<R> {
     /// the parameters the optimizer was made for. Nothing was changed then.
     pub fn step(&mut self, params: &mut Params, grads: &dyn GradView) -> Result<()> {
         Optimizer::step(self, params, grads)
+    }
+
+    pub(super) fn has_groups(&self) -> bool {
+        self.choose.0.is_some()
     }
 
     /// Checks that a run fits the state and that a step was begun.
@@ -102,6 +169,13 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
 
     fn begin_step(&mut self) -> Result<()> {
         self.rule.check(self.lr)?;
+        for own in &self.own {
+            let checked = own.check();
+            let rule = self.rule.of(own);
+            checked
+                .and_then(|()| rule.check(self.lr * own.group.lr_scale))
+                .map_err(|e| own.named(e))?;
+        }
         let count = self.rule.buffers().len();
         if self.buffers.is_empty() && count > 0 {
             // The state begins now for all parameters.
@@ -119,16 +193,39 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
         let Some(param) = self.updates.param_of(&run)? else {
             return Ok(());
         };
+        let own = &self.own[param];
+        let rule = rule.of(own);
+        if !rule.is_elementwise() && run.values.len() != own.len {
+            return Err(Error::usage(format!(
+                "{} needs {} as a whole, not {} of its {} elements",
+                rule.name(),
+                own.parameter().name,
+                run.values.len(),
+                own.len
+            )));
+        }
+        let lr = lr * own.group.lr_scale;
         let scalars = rule.scalars(lr, self.updates.count(param, self.steps));
         let (range, g) = (run.at..run.at + run.values.len(), run.grads);
         let mut state = self.buffers.iter_mut().map(|b| &mut b[range.clone()]);
         let mut next = || state.next().unwrap_or_default();
-        let slices = [run.values, next(), next(), next()];
+        let mut slices = [run.values, next(), next(), next()];
+        let [p, a, b, c] = slices.each_mut().map(|s| &mut **s);
+        let work = (&self.threads, &mut self.work);
+        if R::update_whole(scalars, p, g, factor, [a, b, c], work) {
+            return Ok(());
+        }
         self.threads.split_all(slices, PIECE, |at, [p, a, b, c]| {
             let g = &g[at..at + p.len()];
             R::update(scalars, p, g, factor, [a, b, c]);
         });
         Ok(())
+    }
+
+    fn is_elementwise(&self) -> bool {
+        self.own
+            .iter()
+            .all(|own| self.rule.of(own).is_elementwise())
     }
 
     fn set_thread_pool(&mut self, threads: ThreadPool) {
@@ -191,6 +288,8 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
 
     fn lay_out(&mut self, params: &Params) -> Result<()> {
         *self = Self {
+            own: self.choose.all(params),
+            choose: self.choose.clone(),
             threads: self.threads.clone(),
             ..Self::with_rule(params, self.lr, self.rule)
         };

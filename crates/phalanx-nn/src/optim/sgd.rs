@@ -14,6 +14,7 @@
 //! The first step is counted per parameter: a parameter without a gradient is skipped, as in PyTorch.
 
 use super::check_setting;
+use super::group::ParamSettings;
 use super::rule::{Rule, RuleOptimizer};
 use crate::param::Params;
 use crate::{Error, Result};
@@ -87,6 +88,11 @@ impl Rule for SgdRule {
             ));
         }
         Ok(())
+    }
+
+    fn of(mut self, own: &ParamSettings) -> Self {
+        self.weight_decay = own.group.weight_decay.unwrap_or(self.weight_decay);
+        self
     }
 
     fn name(&self) -> &'static str {

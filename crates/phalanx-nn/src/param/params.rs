@@ -62,9 +62,26 @@ pub struct ParamInfo {
     pub len: usize,
     /// Memory order compared with PyTorch's.
     pub layout: Layout,
+    /// Name and shape of the parameter that this is a shard of, if it is one.
+    pub(crate) whole: Option<Box<(String, Vec<usize>)>>,
 }
 
 impl ParamInfo {
+    /// Its name, or that of the parameter that it is a [shard](crate::Scope::shard) of.
+    pub fn whole_name(&self) -> &str {
+        self.whole.as_ref().map_or(&self.name, |whole| &whole.0)
+    }
+
+    /// Its shape, or that of the parameter that it is a [shard](crate::Scope::shard) of.
+    pub fn whole_shape(&self) -> &[usize] {
+        self.whole.as_ref().map_or(&self.shape, |whole| &whole.1)
+    }
+
+    /// Whether it is a [shard](crate::Scope::shard) of a parameter.
+    pub(crate) fn is_shard(&self) -> bool {
+        self.whole_shape() != self.shape
+    }
+
     /// The shape in the engine's memory order: of [`Layout::Conv`] (kh, kw, in, out), of
     /// [`Layout::Conv1d`] (k, in, out), else PyTorch's.
     pub fn engine_shape(&self) -> Vec<usize> {
@@ -242,7 +259,10 @@ impl Params {
             }
             let mut own = AlignedBuf::zeroed(values.len());
             own.copy_from_slice(&values);
-            section.add(info.name.clone(), &shape, info.layout, own);
+            let index = section.add(info.name.clone(), &shape, info.layout, own);
+            if shape != info.whole_shape() {
+                section.set_whole(index as usize, info.whole_name(), info.whole_shape());
+            }
         }
         let (values, infos) = section.build()?;
         Ok(Params {

@@ -107,10 +107,18 @@ impl Section {
             offset: self.end,
             len,
             layout,
+            whole: None,
         });
         self.values.push(values);
         self.end += round_up(len);
         self.infos.len() as u32 - 1
+    }
+
+    /// Says what number `index` is a shard of.
+    pub(super) fn set_whole(&mut self, index: usize, name: &str, shape: &[usize]) {
+        if let Some(info) = self.infos.get_mut(index) {
+            info.whole = Some(Box::new((name.to_owned(), shape.to_vec())));
+        }
     }
 
     /// Copies all values from PyTorch's order to their places.
@@ -205,6 +213,21 @@ impl Scope<'_> {
             index: r.params.add(full, shape, layout, values),
             model: r.model,
         }
+    }
+
+    /// Registers a shard of a parameter, whose full dotted name and shape are `whole`, as where ranks divide parameters among themselves.
+    /// Optimizers choose the shard's settings by these ([`Group`](crate::optim::ParamGroup)).
+    pub fn shard(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        layout: Layout,
+        whole: (&str, &[usize]),
+    ) -> ParamId {
+        let id = self.param(name, shape, layout, Init::Constant(0.0));
+        let params = &mut self.registry().params;
+        params.set_whole(id.index(), whole.0, whole.1);
+        id
     }
 
     /// Draws the values of a registered parameter again, for models whose initial

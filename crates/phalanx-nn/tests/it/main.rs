@@ -4,6 +4,7 @@ mod common;
 mod edges;
 mod gpt;
 mod gradients;
+mod groups;
 mod isa_bits;
 mod layer_fixtures;
 mod losses;

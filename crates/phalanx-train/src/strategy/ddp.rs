@@ -22,6 +22,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Description, Gradients, Parts, StepTools, Strategy};
 use crate::error::Result;
+use crate::exchange::ExchangeArg;
 use crate::format::{bytes, plural};
 use crate::param_group::{self, ParamGroup, joined_state};
 use crate::saving::{CheckpointSource, History, Resumed, SaveAction, Saving};
@@ -78,7 +79,15 @@ impl Strategy for Ddp {
         if let Some((resumed, shaping)) = resumed {
             resumed.params(&mut params, shaping)?;
         }
-        let exchange = settings.exchange.choose_for(ctx, settings)?;
+        // The first that needs whole parameters; it matters only where ranks could divide them.
+        let whole = match settings.exchange {
+            ExchangeArg::AllReduce => None,
+            _ => optimizers.iter().find_map(|(_, make)| {
+                let optimizer = make(&params, lr);
+                (!optimizer.is_elementwise()).then(|| optimizer.name())
+            }),
+        };
+        let exchange = settings.exchange.choose_for(ctx, settings, whole)?;
         let names: Vec<&str> = optimizers.iter().skip(1).map(|(n, _)| &n[..]).collect();
         let split = param_group::split(&params, &names)?;
         let (mut groups, mut all_options) = (Vec::new(), Vec::new());

@@ -239,6 +239,22 @@ impl Strategy for OnMesh {
         let mut optimizer = make(weights.local(), lr);
         optimizer.set_thread_pool(tape.thread_pool());
         let lr = optimizer.lr();
+        let is_split = |id| {
+            weights
+                .layout(id)
+                .sbp()
+                .iter()
+                .any(|sbp| *sbp != Sbp::Broadcast)
+        };
+        let mut ids = weights.local().ids().zip(weights.local().infos());
+        let split = ids.find(|(id, info)| info.shape.len() > 1 && is_split(*id));
+        if let (false, Some((_, info))) = (optimizer.is_elementwise(), split) {
+            return Err(Error::usage(format!(
+                "{} needs whole matrices, and the mesh divides {}; use another optimizer or mesh",
+                optimizer.name(),
+                info.name
+            )));
+        }
         let whole = |id| weights.layout(id).sbp()[0] == Sbp::Broadcast;
         let mut ids = weights.local().ids().zip(weights.local().infos());
         if let (Some(_), Some((_, info))) = (ctx.elastic, ids.find(|(id, _)| !whole(*id))) {

@@ -37,7 +37,7 @@ use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness, StepCo
 use phalanx_checkpoint::state::Place;
 
 /// Makes an optimizer of parameters, for a learning rate.
-pub(crate) type MakeOptimizer<'j> = Box<dyn FnOnce(&Params, f64) -> Box<dyn Optimizer> + 'j>;
+pub(crate) type MakeOptimizer<'j> = Box<dyn Fn(&Params, f64) -> Box<dyn Optimizer> + 'j>;
 
 /// What a strategy is made of, besides its own setup.
 pub struct Parts<'a, 'j> {

@@ -101,7 +101,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
         program: &str,
         train: &Arc<D>,
         model: impl FnOnce(&mut Scope) -> M + 'j,
-        optimizer: impl FnOnce(&Params, f64) -> O + 'j,
+        optimizer: impl Fn(&Params, f64) -> O + 'j,
     ) -> Self {
         TrainerBuilder {
             ctx,
@@ -115,7 +115,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             init: None,
             frozen: Vec::new(),
             lr: settings.lr(),
-            optimizer: Box::new(|params, lr| Box::new(optimizer(params, lr))),
+            optimizer: Box::new(move |params, lr| Box::new(optimizer(params, lr))),
             optimizer_title: None,
             groups: Vec::new(),
             schedule: None,
@@ -224,9 +224,9 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     pub fn optimizer_of<O: Optimizer + 'static>(
         mut self,
         name: &str,
-        optimizer: impl FnOnce(&Params, f64) -> O + 'j,
+        optimizer: impl Fn(&Params, f64) -> O + 'j,
     ) -> Self {
-        let make: MakeOptimizer<'j> = Box::new(|params, lr| Box::new(optimizer(params, lr)));
+        let make: MakeOptimizer<'j> = Box::new(move |params, lr| Box::new(optimizer(params, lr)));
         self.groups.push((name.to_owned(), make));
         self
     }
