@@ -23,9 +23,9 @@ mod shared;
 use phalanx::Subcommand;
 use phalanx_base::{error, format, say};
 
-pub use shared::image::mirrored;
 pub use shared::net::{Loss, Net, Network, Pixels};
 pub use shared::text::scores;
+pub use shared::views::Views;
 
 /// What `phalanx train` can run, in the order of its help.
 pub fn programs() -> [Subcommand; 6] {

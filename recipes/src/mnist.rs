@@ -83,7 +83,7 @@ fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
         .hyperparameters(args.shaping())
         .files(Files {
             accuracies: Some("mnist_cnn_accuracies.json".into()),
-            ..NETWORK.files(NETWORK.pixels, false)
+            ..NETWORK.files(NETWORK.pixels, NETWORK.views)
         })
         .reporter(Box::new(lines))
         .start()?;

@@ -10,6 +10,7 @@ use crate::format::number;
 use crate::modelarts::DocumentArgs;
 use crate::shared::cifar::{self, CifarArgs};
 use crate::shared::image::{ImageArgs, Tests};
+use crate::shared::views::Views;
 use crate::{Loss, Network, Pixels};
 
 pub const NETWORK: Network = Network {
@@ -81,6 +82,7 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
     };
     let pixels = augmentation.map_or(Pixels::Unit, |_| Pixels::Normalised);
     let (is_fast, recompute, decay) = (args.is_fast(), args.recompute, 5e-4);
+    let views = if is_fast { Views::Mirrored } else { Views::One };
     let smoothing = if is_fast { 0.1 } else { 0.0 };
     args.cifar.warn_of_random(job.context());
     let data = args.cifar.load(job, pixels, augmentation)?;
@@ -110,13 +112,13 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
         .files(Files {
             weights: None,
             each_epoch: true,
-            ..NETWORK.files(pixels, is_fast)
+            ..NETWORK.files(pixels, views)
         })
         .reporter(Box::new(args.document.lines()))
         .start()?;
     let (images, loss) = (&args.images, Loss::CrossEntropy { smoothing });
     let tests = Tests::of(&mut trainer, images, &data, loss, |net, x| net.forward(x))?;
-    let mut tests = tests.mirrored(is_fast).on_every_rank();
+    let mut tests = tests.views(views).on_every_rank();
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&data.train)? {
             trainer.step(&batch, |net, batch| {

@@ -1,5 +1,9 @@
-//! `train resnet9`: the small network of the public CIFAR-10 speed records,
-//! trained as there: 80 % within minutes.
+//! `train resnet9`: the small network of the public CIFAR-10 speed records, trained as K. Jordan's `airbench94_muon` (94 % in
+//! the mean): whitened patches, Muon, alternating flips, six views of each test image.
+//!
+//! What differs from the record: nine epochs instead of eight; the batch is 1000 a rank (2000 on one GPU); the bias of the first layer is
+//! trained to the end, not for three epochs; the directions of the first layer are those of 2000 augmented images, not of 5000
+//! plain ones; Muon computes in fp32.
 
 use phalanx::Subcommand;
 use phalanx::data::augment::Augmentation;
@@ -10,11 +14,12 @@ use crate::format::number;
 use crate::modelarts::ModelArts;
 use crate::shared::cifar::{self, CifarArgs};
 use crate::shared::image::{ImageArgs, Tests, check_share};
+use crate::shared::views::Views;
 use crate::shared::whiten;
 use crate::{Loss, Network, Pixels};
 
 pub const NETWORK: Network = Network {
-    mirrored: true,
+    views: Views::Shifted,
     ..Network::new(
         "resnet9",
         "CIFAR ResNet-9",
@@ -32,28 +37,28 @@ pub fn program() -> Subcommand {
     Program::new()
         .name("resnet9")
         .about(
-            "ResNet-9 on CIFAR-10, as in the training-speed records: 80 % accuracy within minutes",
+            "ResNet-9 on CIFAR-10, as in the training-speed records: 94 % accuracy within minutes",
         )
-        .defaults(Defaults::new(3, 128, 0.4))
+        .defaults(Defaults::new(9, 1000, 0.24))
         .help(
             "lr",
-            "Highest learning rate, for a global batch of 256 [default: 0.4]",
+            "First learning rate of Muon; it falls in a straight line to 0 [default: 0.24]",
         )
         .check(Resnet9::check)
         .subcommand(train)
 }
+
+/// Rates and weight decay of the record, for a sum of losses: of convolutions, biases and the output layer.
+const MUON_LR: f64 = 0.24;
+const BIAS_LR: f64 = 0.053;
+const HEAD_LR: f64 = 0.67;
+const DECAY: f64 = 2e-6;
 
 /// Flags of `train resnet9`.
 #[derive(Debug, Clone, clap::Args)]
 struct Resnet9 {
     #[command(flatten)]
     cifar: CifarArgs,
-    /// Nesterov momentum of SGD
-    #[arg(long, default_value_t = 0.85)]
-    momentum: f64,
-    /// Weight decay
-    #[arg(long, default_value_t = 0.00133)]
-    weight_decay: f64,
     /// Label smoothing
     #[arg(long, default_value_t = 0.2)]
     label_smoothing: f64,
@@ -65,40 +70,50 @@ struct Resnet9 {
 }
 
 fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
-    let (settings, decay, momentum) = (job.settings(), args.weight_decay, args.momentum);
+    let settings = job.settings();
     let augmentation = Augmentation {
         cutout: args.cutout,
         ..Augmentation::fast()
     };
     let data = args.cifar.load(job, NETWORK.pixels, Some(augmentation))?;
-    // The highest rate: as the mean of a larger batch is as long a step for more samples, it grows with it.
-    let lr = settings.lr() * settings.global_batch(job.world_size()) as f64 / 256.0;
+    let batch = settings.global_batch(job.world_size()) as f64;
     let net = |scope: &mut Scope| ResNet9::new(scope, cifar10::CLASSES);
-    let sgd = |params: &Params, lr| {
-        let sgd = Sgd::new(params, lr).momentum(momentum);
-        sgd.nesterov(momentum > 0.0).weight_decay(decay)
+    let muon = move |params: &Params, lr| {
+        // These rates are for the sum of a batch's losses, of which we take the mean.
+        let sgd = Sgd::new(params, lr * batch * BIAS_LR / MUON_LR).weight_decay(DECAY / BIAS_LR);
+        let head = (ParamGroup::new().elementwise().lr_scale(HEAD_LR / BIAS_LR))
+            .weight_decay(DECAY / HEAD_LR);
+        Muon::new(params, lr)
+            .momentum(0.6)
+            .weight_decay(0.0)
+            .iterations(3)
+            .normalised(true)
+            .others(sgd.momentum(0.85).nesterov(true))
+            .groups(move |p| match p.name {
+                "head.weight" => head,
+                _ => ParamGroup::new(),
+            })
     };
     let directions = || whiten::directions(data.train.as_ref());
-    let builder = job.trainer(&data.train, net, sgd);
+    let builder = job.trainer(&data.train, net, muon);
     let mut trainer = (args.images.describe(builder, &NETWORK, &data))
         .init(|params| Ok(ResNet9::initialise(params, &directions()?)?))
         .frozen(vec!["whiten.weight".to_owned()])
         .sync_batch_norm(args.cifar.sync_batch_norm)
-        .lr(lr)
         .optimizer_title(&format!(
-            "SGD one cycle to lr {}, Nesterov momentum {momentum}, decay {decay}",
-            number(lr)
+            "Muon lr {} falling to 0, SGD for biases and the output layer",
+            number(settings.lr())
         ))
-        .try_schedule(|lr, steps| cifar::one_cycle(lr, steps, 0.23, 0.2, 0.05).map(Some))
+        .schedule(|lr, steps| Schedule::linear(lr, 1.0, 0.0, steps))
         .drop_last(true)
         .hyperparameters([args.cifar.shaping(), args.shaping()].concat())
-        .files(NETWORK.files(NETWORK.pixels, NETWORK.mirrored))
+        .files(NETWORK.files(NETWORK.pixels, NETWORK.views))
         .reporter(Box::new(ModelArts::default()))
         .start()?;
     let smoothing = args.label_smoothing;
     let (images, loss) = (&args.images, Loss::CrossEntropy { smoothing });
     let tests = Tests::of(&mut trainer, images, &data, loss, |net, x| net.forward(x))?;
-    let mut tests = tests.mirrored(NETWORK.mirrored).on_every_rank();
+    let mut tests = tests.on_every_rank();
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&data.train)? {
             trainer.step(&batch, |net, batch| {
@@ -108,23 +123,23 @@ fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
         }
         tests.run(&mut trainer, epoch)?;
     }
+    if !trainer.is_complete() {
+        // Six views take as long as a third of an epoch: once, and the epochs stay comparable.
+        tests.report_accuracy_of(&mut trainer, NETWORK.views)?;
+    }
     trainer.finish().map(drop)
 }
 
 impl Resnet9 {
     fn check(&self, settings: &Settings, world: usize) -> Result<()> {
         self.images.check(settings, world)?;
-        check_share("--momentum", self.momentum)?;
         check_share("--label-smoothing", self.label_smoothing)?;
-        check_share("--weight-decay", self.weight_decay)?;
         self.cifar.check(settings)
     }
 
     /// The flags that shape the training, a flag and its value a line.
     fn shaping(&self) -> Vec<String> {
         vec![
-            format!("--momentum {}", self.momentum),
-            format!("--weight-decay {}", self.weight_decay),
             format!("--label-smoothing {}", self.label_smoothing),
             format!("--cutout {}", self.cutout),
         ]

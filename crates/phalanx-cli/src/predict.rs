@@ -17,7 +17,7 @@ use crate::format::plural;
 use crate::say;
 use phalanx_train::{check_folder_of, file_of};
 
-use phalanx_recipes::{NETWORKS, Net, Network, Pixels, mirrored};
+use phalanx_recipes::{NETWORKS, Net, Network, Pixels, Views};
 
 /// Arguments of `phalanx predict`.
 #[derive(Debug, clap::Args)]
@@ -36,9 +36,15 @@ pub struct PredictArgs {
     /// Pixel values of colour images [default: the checkpoint's, or the network's training default]
     #[arg(long, value_enum, value_name = "unit|normalised")]
     pixels: Option<Pixels>,
-    /// Average the scores of each image and its mirror image [default: as --pixels]
-    #[arg(long, value_name = "true|false")]
-    mirrored: Option<bool>,
+    /// Views of each image whose scores are averaged: `mirrored` adds its mirror image, `shifted` four more by a pixel
+    /// [default: as --pixels]
+    #[arg(
+        long,
+        value_enum,
+        hide_possible_values = true,
+        value_name = "one|mirrored|shifted"
+    )]
+    views: Option<Views>,
     /// File for predictions, one JSON object per line [default: standard output]
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
@@ -64,21 +70,27 @@ fn known() -> impl Iterator<Item = Network> {
 /// How a checkpoint's network looks at images.
 struct Looks {
     scaling: Scaling,
-    mirrored: bool,
+    views: Views,
 }
 
 impl Looks {
     /// As typed, else as the checkpoint says, else as the network is trained by default.
     fn new(args: &PredictArgs, known: &Network, metadata: &BTreeMap<String, String>) -> Looks {
-        let (pixels, mirrored) = match metadata.get("pixels").map(String::as_str) {
-            Some("unit") => (Pixels::Unit, false),
-            Some("normalised") => (Pixels::Normalised, false),
-            _ => (known.pixels, known.mirrored),
+        let (pixels, views) = match metadata.get("pixels").map(String::as_str) {
+            Some("unit") => (Pixels::Unit, Views::One),
+            Some("normalised") => (Pixels::Normalised, Views::One),
+            _ => (known.pixels, known.views),
         };
-        let said = metadata.get("mirrored").map(|text| text == "true");
+        let said = metadata
+            .get("views")
+            .map(|text| <Views as clap::ValueEnum>::from_str(text, false));
+        // As checkpoints before 2026-11-28 say it.
+        let was_mirrored = metadata.get("mirrored").is_some_and(|text| text == "true");
+        let was_mirrored = was_mirrored.then_some(Views::Mirrored);
+        let said = said.and_then(std::result::Result::ok).or(was_mirrored);
         Looks {
             scaling: args.pixels.unwrap_or(pixels).scaling(),
-            mirrored: args.mirrored.or(said).unwrap_or(mirrored),
+            views: args.views.or(said).unwrap_or(views),
         }
     }
 
@@ -146,7 +158,7 @@ pub fn run(args: &PredictArgs) -> Result<()> {
         net,
         params,
         source,
-        mirrored: looks.mirrored,
+        views: looks.views,
         tape: Tape::new(Threads(threads)),
         seen: 0,
         judged: 0,
@@ -167,7 +179,7 @@ struct Predictor<'a> {
     net: Net,
     params: Params,
     source: Source,
-    mirrored: bool,
+    views: Views,
     tape: Tape,
     /// Images looked at so far.
     seen: usize,
@@ -230,13 +242,8 @@ impl Predictor<'_> {
         }
         let step = self.tape.inference(&self.params);
         let shape = [batch, h, w, c];
-        let mut scores = (self.net)(step.input(&images, &shape)?)?;
-        if self.mirrored {
-            let images = mirrored(&images, self.known.image);
-            let other = (self.net)(step.input(&images, &shape)?)?;
-            scores = scores.add(other)?.scale(0.5)?;
-        }
-        let scores = scores.to_vec();
+        let forward = |view: &[f32]| (self.net)(step.input(view, &shape)?);
+        let scores = self.views.scores(&images, shape, forward)?.to_vec();
         let classes = scores.len() / batch;
         let mut text = String::new();
         self.seen += batch;

@@ -10,6 +10,7 @@ use phalanx::train::{Determinism, Strategy};
 
 use super::net::{Loss, Network};
 use super::predictions::Predictions;
+use super::views::Views;
 use crate::error::check_count;
 
 /// A training set and a test set.
@@ -140,7 +141,7 @@ pub struct Tests<'a, N> {
     data: &'a Data,
     forward: Forward<N>,
     loss: Loss,
-    mirrored: bool,
+    views: Views,
     testers: Testers,
     predictions: Predictions,
 }
@@ -164,15 +165,15 @@ impl<'a, N> Tests<'a, N> {
             data,
             forward,
             loss: loss.plain(),
-            mirrored: false,
+            views: Views::One,
             testers: Testers::Rank0,
             predictions: Predictions::of(trainer)?,
         })
     }
 
-    /// Also looks at each image mirrored, and takes the mean of the scores.
-    pub fn mirrored(mut self, mirrored: bool) -> Self {
-        self.mirrored = mirrored;
+    /// Takes the mean of the scores of these views of each image.
+    pub fn views(mut self, views: Views) -> Self {
+        self.views = views;
         self
     }
 
@@ -193,7 +194,7 @@ impl<'a, N> Tests<'a, N> {
             args,
             data,
             forward,
-            mirrored,
+            views,
             ..
         } = *self;
         let predictions = &mut self.predictions;
@@ -202,8 +203,26 @@ impl<'a, N> Tests<'a, N> {
             args,
             trainer,
             &data.test,
-            |net, step, images, shape| scores(forward, net, mirrored, step, images, shape),
+            |net, step, images, shape| scores(forward, net, views, step, images, shape),
         )
+    }
+
+    /// Measures the accuracy with the mean of the scores of these views (test-time augmentation). It is logged and put into the
+    /// summary as `tta_accuracy`, beside the epochs'. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Those of reading images and of the model; peers that are lost.
+    pub fn report_accuracy_of(&mut self, trainer: &mut Trainer<'_, N>, views: Views) -> Result<()> {
+        self.views = views;
+        let measure = |net: &N, batch: MicroBatch<'_, ImageBatch>| self.measure(net, &batch);
+        let accuracy = trainer.measure(&self.data.test, measure)?.accuracy;
+        trainer.log(&[("tta_accuracy", accuracy)])?;
+        trainer.add_to_summary("tta_accuracy", accuracy);
+        let (views, percent) = (views.count(), 100.0 * accuracy);
+        let text = format!("accuracy over {views} views of each test image: {percent:.2} %");
+        trainer.context().note(&text);
+        Ok(())
     }
 
     /// Evaluates as the settings say; the same result on all ranks, except under
@@ -244,30 +263,25 @@ impl<'a, N> Tests<'a, N> {
 
     fn measure(&self, net: &N, batch: &MicroBatch<'_, ImageBatch>) -> Result<Measure> {
         let (step, shape) = (batch.step(), batch.shape());
-        let scores = scores(self.forward, net, self.mirrored, step, &batch.images, shape)?;
+        let scores = scores(self.forward, net, self.views, step, &batch.images, shape)?;
         let measure = Measure::of_scores(&scores, batch.labels())?;
         let loss = self.loss.of(scores, batch.labels(), 1.0)?;
         Ok(measure.with_loss(loss))
     }
 }
 
-/// The network's answers to images, each also seen mirrored where that is wanted.
+/// The network's answers to images, each seen in these views.
 fn scores<'s, N>(
     forward: Forward<N>,
     net: &N,
-    is_mirrored: bool,
+    views: Views,
     step: &'s Step<'s>,
     images: &[f32],
     shape: [usize; 4],
 ) -> Result<Tensor<'s>> {
-    let scores = forward(net, step.input(images, &shape)?)?;
-    if !is_mirrored {
-        return Ok(scores);
-    }
-    let [_, h, w, c] = shape;
-    let mirrored = mirrored(images, [h, w, c]);
-    let other = forward(net, step.input(&mirrored, &shape)?)?;
-    Ok(scores.add(other)?.scale(0.5)?)
+    Ok(views.scores(images, shape, |view| {
+        forward(net, step.input(view, &shape)?)
+    })?)
 }
 
 /// The counts of all batches together.
@@ -277,29 +291,4 @@ fn confusion(classes: usize, measured: &[Measure]) -> Result<Confusion> {
         all.merge(counts)?;
     }
     Ok(all)
-}
-
-/// Images (N, H, W, C) with left and right exchanged.
-pub fn mirrored(images: &[f32], [_, w, c]: [usize; 3]) -> Vec<f32> {
-    let mut out = Vec::with_capacity(images.len());
-    for row in images.chunks_exact((w * c).max(1)) {
-        for pixel in row.chunks_exact(c.max(1)).rev() {
-            out.extend_from_slice(pixel);
-        }
-    }
-    out
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn mirrored_rows_keep_their_channels() {
-        // Two images of 1 x 2 pixels of 3 channels.
-        let images: Vec<f32> = (0..12).map(|i| i as f32).collect();
-        let expected = [3., 4., 5., 0., 1., 2., 9., 10., 11., 6., 7., 8.];
-        assert_eq!(mirrored(&images, [1, 2, 3]), expected);
-        assert_eq!(mirrored(&mirrored(&images, [1, 2, 3]), [1, 2, 3]), images);
-    }
 }

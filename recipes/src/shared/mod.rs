@@ -7,4 +7,5 @@ pub mod net;
 mod predictions;
 pub mod prepare;
 pub mod text;
+pub mod views;
 pub mod whiten;

@@ -5,6 +5,8 @@ use phalanx::nn::losses::CrossEntropyOptions;
 use phalanx::nn::{Reduction, Result, Scope, Tensor};
 use phalanx::train::{Files, choice_name};
 
+use super::views::Views;
+
 /// A network: images (N, H, W, C) to scores (N, classes).
 pub type Net = Box<dyn for<'s> Fn(Tensor<'s>) -> Result<Tensor<'s>>>;
 
@@ -27,8 +29,8 @@ pub struct Network {
     pub has_blocks: bool,
     /// Whether it can be trained with other pixels than by default.
     pub other_pixels: bool,
-    /// Whether it is tested on mirrored images too.
-    pub mirrored: bool,
+    /// The views of an image that it is tested on after training.
+    pub views: Views,
     /// Its line in `bench train --help`, where that times it.
     pub timed: Option<&'static str>,
 }
@@ -52,14 +54,14 @@ impl Network {
             loss,
             has_blocks: false,
             other_pixels: false,
-            mirrored: false,
+            views: Views::One,
             timed: None,
         }
     }
 
-    /// The files of its training, which say what `phalanx predict` must know of the weights: the pixels, and whether it was
-    /// tested on mirrored images too.
-    pub fn files(&self, pixels: Pixels, mirrored: bool) -> Files {
+    /// The files of its training, which say what `phalanx predict` must know of the weights: the pixels, and the views of an image that
+    /// it was tested on.
+    pub fn files(&self, pixels: Pixels, views: Views) -> Files {
         let mut files = Files {
             model: self.model.to_owned(),
             weights: Some(format!("{}.safetensors", self.model)),
@@ -67,8 +69,8 @@ impl Network {
         };
         if self.image[2] > 1 {
             files.about.push(("pixels", choice_name(&pixels)));
-            if mirrored {
-                files.about.push(("mirrored", "true".into()));
+            if views != Views::One {
+                files.about.push(("views", choice_name(&views)));
             }
         }
         files

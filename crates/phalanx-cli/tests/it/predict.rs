@@ -283,9 +283,9 @@ fn cifar_networks_see_images_as_they_were_trained() {
         if !plain.is_empty() {
             assert_ne!(all(&torch, plain).0, expected, "{program}");
         }
-        let mirrored = all(&torch, &["--mirrored", "true"]).0;
-        let straight = all(&torch, &["--mirrored", "false"]).0;
-        assert_ne!(mirrored, straight, "{program}");
+        let [one, mirrored, shifted] =
+            ["one", "mirrored", "shifted"].map(|views| all(&torch, &["--views", views]).0);
+        assert!(one != mirrored && mirrored != shifted, "{program}");
     }
     // Colour images, by name.
     let mut picture = b"P6\n32 32\n255\n".to_vec();
@@ -391,6 +391,8 @@ fn a_data_sets_predictions_are_those_of_the_training() {
         "run/resnet9.safetensors",
         "--limit",
         "20",
+        "--views",
+        "one",
         "--data",
     ];
     let (out, _) = succeed(&[&args[..], &[&data]].concat(), dir);

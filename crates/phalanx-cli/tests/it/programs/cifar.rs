@@ -241,8 +241,7 @@ fn resnet18_trains_alike_on_one_and_two_ranks_by_shards() {
     assert_eq!(digests("1"), digests("2"));
 }
 
-/// Augmented, whitened, with label smoothing and one cycle: the same bits on any
-/// number of ranks.
+/// Augmented, whitened, with label smoothing and Muon: the same bits on any number of ranks.
 #[test]
 fn resnet9_trains_alike_on_one_and_two_ranks() {
     let dir = tempfile::tempdir().expect("folder");
@@ -289,8 +288,6 @@ fn resnet9_learns_a_slice_of_the_real_set() {
         "2",
         "--batch-size",
         "32",
-        "--lr",
-        "0.6",
         "--test-batch-size",
         "250",
         "--output-dir",
@@ -304,6 +301,39 @@ fn resnet9_learns_a_slice_of_the_real_set() {
         accuracy > 0.2,
         "{accuracy} after two epochs of 1024 images; chance is 0.1"
     );
+}
+
+/// The trainer chooses an exchange of whole gradients, and refuses another one.
+#[test]
+fn resnet9_needs_whole_gradients() {
+    let dir = tempfile::tempdir().expect("folder");
+    let args = [
+        "train",
+        "resnet9",
+        "--data",
+        "synthetic",
+        "--synthetic-samples",
+        "64",
+        "--batch-size",
+        "4",
+        "--epochs",
+        "1",
+        "--nproc-per-node",
+        "2",
+        "--threads",
+        "1",
+    ];
+    let (code, out, err) = run(
+        &[&args[..], &["--exchange", "at-step"]].concat(),
+        dir.path(),
+    );
+    assert_eq!(code, 2, "{out}\n{err}");
+    let words = "Muon needs every rank to have whole gradients; leave out --exchange";
+    assert!(err.contains(words), "{err}");
+    let (_, said) = succeed(&[&args[..], &["--output-dir", "out"]].concat(), dir.path());
+    assert!(said.contains("accuracy over 6 views"), "{said}");
+    let summary = json(&dir.path().join("out/summary.json"));
+    assert!(summary["tta_accuracy"].is_f64(), "{summary}");
 }
 
 #[test]
@@ -339,8 +369,15 @@ fn mistakes_are_named_before_any_rank_starts() {
             &["file.txt is a file", "archive"],
         ),
         (
-            &["train", "resnet9", "--data", "synthetic", "--momentum", "1"],
-            &["--momentum must lie in 0..1"],
+            &[
+                "train",
+                "resnet9",
+                "--data",
+                "synthetic",
+                "--label-smoothing",
+                "1",
+            ],
+            &["--label-smoothing must lie in 0..1"],
         ),
         (
             &[
@@ -399,11 +436,13 @@ fn mistakes_are_named_before_any_rank_starts() {
         (
             &[
                 "train",
-                "resnet9",
+                "resnet18",
+                "--recipe",
+                "fast",
                 "--data",
                 "synthetic",
                 "--train-samples",
-                "256",
+                "128",
                 "--epochs",
                 "1",
             ],
