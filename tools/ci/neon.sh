@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The fold kernels' tests for 64-bit ARM, under qemu. Needs the Rust target
+# Tests of the fold kernels and of the engine's kernels for 64-bit ARM, under qemu, and a training step whose bits must be those of
+# this machine. Needs the Rust target
 # aarch64-unknown-linux-gnu and the Debian packages gcc-aarch64-linux-gnu,
 # libc6-dev-arm64-cross and qemu-user-static; says so and succeeds without them.
 set -euo pipefail
@@ -14,3 +15,14 @@ export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER=qemu-aarch64-static
 export QEMU_LD_PREFIX=/usr/aarch64-linux-gnu
 cargo test --locked --target "$target" -p phalanx-comm --lib -- kernel::
+cargo test --locked --target "$target" -p phalanx-nn --lib -- kernels::
+# Prints a digest of losses, gradients and statistics, in fp32 and bf16.
+bits() {
+    PHALANX_NN_ISA_BITS=1 cargo test --locked --quiet "$@" -p phalanx-nn --test it -- --nocapture \
+        --exact isa_bits::every_instruction_set_gives_the_same_bits | grep '^bits '
+}
+here=$(bits)
+there=$(bits --target "$target")
+echo "$(uname -m): $here"
+echo "$target: $there"
+[ "$here" = "$there" ]
