@@ -24,6 +24,17 @@ pub(crate) struct Groups {
 }
 
 impl Groups {
+    /// Rows of `channels` elements, `numel` in all, each of them a group.
+    pub(crate) fn rows(numel: usize, channels: usize, centred: bool) -> Self {
+        Groups {
+            images: numel / channels,
+            pixels: 1,
+            channels,
+            groups: 1,
+            centred,
+        }
+    }
+
     fn image_len(self) -> usize {
         self.pixels * self.channels
     }

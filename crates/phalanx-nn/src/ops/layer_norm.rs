@@ -51,13 +51,7 @@ impl<'s> Tensor<'s> {
                 "layer_norm over {shape:?} of shape {dims:?}"
             )));
         }
-        let groups = Groups {
-            images: dims.numel() / channels,
-            pixels: 1,
-            channels,
-            groups: 1,
-            centred: true,
-        };
+        let groups = Groups::rows(dims.numel(), channels, true);
         self.normalised(groups, weights, eps)
     }
 
@@ -80,13 +74,7 @@ impl<'s> Tensor<'s> {
                 "rms_norm needs a last dimension, got shape {dims:?}"
             )));
         };
-        let groups = Groups {
-            images: dims.numel() / channels,
-            pixels: 1,
-            channels,
-            groups: 1,
-            centred: false,
-        };
+        let groups = Groups::rows(dims.numel(), channels, false);
         self.normalised(groups, (weight, None), eps)
     }
 

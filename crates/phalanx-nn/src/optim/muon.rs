@@ -20,8 +20,8 @@ use super::group::{Matrix, ParamSettings};
 use super::rule::{PIECE, Rule, RuleOptimizer};
 use super::sgd::SgdRule;
 use super::{Optimizer, adam, sgd};
-use crate::kernels::Mode;
 use crate::kernels::product::{Mat, product_threaded};
+use crate::kernels::{Mode, elementwise};
 use crate::param::Params;
 use crate::{Error, Result, ThreadPool};
 
@@ -323,8 +323,8 @@ impl MatrixUpdate {
         } = self.matrix;
         let (len, side) = (outputs * inputs, outputs.min(inputs));
         work.resize(work.len().max(2 * len + 2 * side * side), 0.0);
-        let (x, rest) = work.split_at_mut(len);
-        let (next, rest) = rest.split_at_mut(len);
+        let (mut x, rest) = work.split_at_mut(len);
+        let (mut next, rest) = rest.split_at_mut(len);
         let (gram, rest) = rest.split_at_mut(side * side);
         let square = &mut rest[..side * side];
         threads.split_all([&mut *x, momentum], PIECE, |at, [x, momentum]| {
@@ -332,7 +332,7 @@ impl MatrixUpdate {
             averages(x, momentum, g, factor, (self.momentum, self.nesterov));
         });
         let norm = sum_of_squares(threads, x).sqrt();
-        scale(threads, x, (1.0 / norm.max(EPS)) as f32);
+        elementwise::scale(threads, x, (1.0 / norm.max(EPS)) as f32);
         let (rows, columns) = if self.matrix.outputs_last {
             (inputs, outputs)
         } else {
@@ -355,7 +355,7 @@ impl MatrixUpdate {
                 (m, factor)
             };
             product_threaded(threads, next, product.0, product.1, Mode::Write);
-            x.copy_from_slice(next);
+            std::mem::swap(&mut x, &mut next);
         }
         let mut shrink = self.shrink;
         if self.normalised {
@@ -398,8 +398,4 @@ simd! {
             *p = x.mul_add(neg_lr, *p * shrink);
         }
     }
-}
-
-fn scale(threads: &ThreadPool, x: &mut [f32], factor: f32) {
-    threads.split(x, PIECE, |_, x| x.iter_mut().for_each(|v| *v *= factor));
 }
