@@ -23,7 +23,8 @@ const FILE: &str = "input.txt";
 ///
 /// Characters are numbered by their code points, as nanoGPT numbers them: token 0 is the
 /// lowest that occurs in the text. An epoch passes once over the text, in sequences that do not
-/// overlap; where they begin differs between epochs.
+/// overlap; where they begin differs between epochs. With [`every_window`](Self::every_window) it has the sequence of each
+/// place of the text.
 #[derive(Clone)]
 pub struct TextDataset {
     /// Of the file, or what the text is.
@@ -33,6 +34,7 @@ pub struct TextDataset {
     part: Range<usize>,
     vocabulary: Arc<[char]>,
     context: usize,
+    every_window: bool,
     sha256: String,
 }
 
@@ -93,6 +95,7 @@ impl TextDataset {
             tokens,
             vocabulary: vocabulary.into(),
             context,
+            every_window: false,
             sha256: hex::encode(Sha256::digest(text)),
         };
         all.checked("")
@@ -129,6 +132,16 @@ impl TextDataset {
             first.checked("the first part of ")?,
             second.checked("the last part of ")?,
         ))
+    }
+
+    /// The same with a sequence for each place of the text where one may begin, so that a shuffled epoch has random windows as
+    /// nanoGPT's `get_batch` draws them, none twice. An epoch is very long then: train with `--max-steps`.
+    #[must_use]
+    pub fn every_window(self) -> Self {
+        TextDataset {
+            every_window: true,
+            ..self
+        }
     }
 
     fn checked(self, part: &str) -> Result<Self> {
@@ -178,8 +191,19 @@ impl TextDataset {
             .collect()
     }
 
+    /// From one sequence to the next.
+    fn stride(&self) -> usize {
+        match self.every_window {
+            true => 1,
+            false => self.context,
+        }
+    }
+
     /// Where the first sequence of epoch `epoch` begins: at the beginning in epoch 0.
     fn shift(&self, epoch: u64) -> usize {
+        if self.every_window {
+            return 0;
+        }
         let free = self.part.len() - 1 - Dataset::len(self) * self.context;
         let places = self.context.min(free + 1) as u64;
         // Fibonacci hashing: D. Knuth, The Art of Computer Programming 3, 6.4.
@@ -193,9 +217,8 @@ impl Dataset for TextDataset {
     /// Sequences of an epoch. What is left at the end of the text is at least as long as all
     /// shifts of the first sequence, where the text is not shorter than two sequences.
     fn len(&self) -> usize {
-        (self.part.len() - self.context)
-            .div_euclid(self.context)
-            .max(1)
+        let places = self.part.len() - self.context;
+        (places / self.stride()).max(1)
     }
 
     fn read_batch(&self, epoch: u64, indices: &[u64], batch: &mut TextBatch) -> Result<()> {
@@ -213,7 +236,7 @@ impl Dataset for TextDataset {
                     Dataset::len(self)
                 )));
             };
-            let at = at * self.context + shift;
+            let at = at * self.stride() + shift;
             batch.tokens.extend(&text[at..at + self.context]);
             batch.targets.extend(&text[at + 1..=at + self.context]);
         }
@@ -231,8 +254,13 @@ impl Dataset for TextDataset {
 
     fn content(&self) -> String {
         let Range { start, end } = self.part;
+        let windows = if self.every_window {
+            ", every window"
+        } else {
+            ""
+        };
         format!(
-            "text {start} to {end}, context {}, SHA-256 {:.16}",
+            "text {start} to {end}, context {}{windows}, SHA-256 {:.16}",
             self.context, self.sha256
         )
     }
@@ -280,6 +308,28 @@ mod tests {
                 .to_string()
                 .contains("no sequence 2")
         );
+    }
+
+    #[test]
+    fn every_window_is_a_sequence() {
+        let text: String = ('a'..='z').collect();
+        for context in [1, 4, 25] {
+            let set = TextDataset::from_text("t", &text, context).expect("long enough");
+            let content = set.content();
+            let set = set.every_window();
+            assert_ne!(set.content(), content);
+            let all: Vec<u64> = (0..Dataset::len(&set) as u64).collect();
+            assert_eq!(all.len(), 26 - context);
+            let batch = batch(&set, 3, &all);
+            let windows = batch
+                .tokens
+                .chunks(context)
+                .zip(batch.targets.chunks(context));
+            for (at, (tokens, targets)) in (0u32..).zip(windows) {
+                let run = |first: u32| (first..first + context as u32).collect::<Vec<_>>();
+                assert_eq!((tokens, targets), (&run(at)[..], &run(at + 1)[..]));
+            }
+        }
     }
 
     #[test]

@@ -1,11 +1,14 @@
-//! Which epoch has the best weights.
+//! Which weights are the best, and when a training stops because they get no better.
 
 use std::fmt;
 use std::str::FromStr;
 
+use phalanx_checkpoint::state::Place;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::format::rounded;
+use crate::saving::History;
 use crate::trainer::Evaluation;
 
 /// `--best`: the measure that decides, and which of two values is better.
@@ -73,21 +76,79 @@ impl fmt::Display for BestArg {
     }
 }
 
-/// The best epoch of a training so far.
+/// Stops a training early, when the measure that `--best` names has not improved for some evaluations: the accuracy, or the
+/// loss if there is none. Made for [`TrainerBuilder::early_stopping`](crate::TrainerBuilder::early_stopping).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct EarlyStopping {
+    patience: usize,
+    min_delta: f64,
+}
+
+impl EarlyStopping {
+    /// After `patience` evaluations in a row, at least 1, without an improvement.
+    pub fn new(patience: usize) -> EarlyStopping {
+        EarlyStopping {
+            patience: patience.max(1),
+            min_delta: 0.0,
+        }
+    }
+
+    /// What is not better by more than `delta` counts as no improvement.
+    #[must_use]
+    pub fn min_delta(self, delta: f64) -> EarlyStopping {
+        EarlyStopping {
+            min_delta: delta.abs(),
+            ..self
+        }
+    }
+
+    /// Whether the measure, which had these values in all evaluations, has not improved for too long.
+    fn is_reached(&self, values: impl Iterator<Item = f64>, greatest: bool) -> bool {
+        let (mut best, mut since) = (f64::NAN, 0);
+        for value in values {
+            let is_better = match greatest {
+                _ if best.is_nan() => !value.is_nan(),
+                true => value > best + self.min_delta,
+                false => value < best - self.min_delta,
+            };
+            since += 1;
+            if is_better {
+                (best, since) = (value, 0);
+            } else if since >= self.patience {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// For the list of hyperparameters.
+    pub(crate) fn describe(&self) -> String {
+        format!(
+            "early_stopping patience {}, min_delta {}",
+            self.patience, self.min_delta
+        )
+    }
+}
+
+/// The best weights of a training so far.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BestEpoch {
     /// As [`BestArg`] shows it.
     by: String,
     epoch: usize,
+    /// Of the training, after which they were evaluated; older checkpoints do not have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    step: Option<u64>,
     /// As bits: JSON would round.
     value: u64,
 }
 
 impl BestEpoch {
-    pub(crate) fn new(by: &str, epoch: usize, value: f64) -> BestEpoch {
+    pub(crate) fn new(by: &str, epoch: usize, step: Option<u64>, value: f64) -> BestEpoch {
         BestEpoch {
             by: by.to_owned(),
             epoch,
+            step,
             value: value.to_bits(),
         }
     }
@@ -101,49 +162,99 @@ impl BestEpoch {
             }
         }
         let by = BestArg::new(ACCURACY, true).to_string();
-        best.map(|(epoch, accuracy)| BestEpoch::new(&by, epoch, accuracy))
+        best.map(|(epoch, accuracy)| BestEpoch::new(&by, epoch, None, accuracy))
     }
 
     /// The epoch, from 1.
-    pub(crate) fn epoch(&self) -> usize {
+    #[cfg(test)]
+    fn epoch(&self) -> usize {
         self.epoch
+    }
+
+    /// Whether they are the weights at `place`.
+    pub(crate) fn is_at(&self, place: Place) -> bool {
+        match self.step {
+            Some(step) => place.step == step,
+            None => place.step_in_epoch == 0 && place.epoch as usize == self.epoch,
+        }
+    }
+
+    /// In words: `accuracy 0.9812 in epoch 3`.
+    pub(crate) fn describe(&self) -> String {
+        let value = rounded(f64::from_bits(self.value));
+        format!("{} {value} in epoch {}", self.metric(), self.epoch)
+    }
+
+    /// The measure, by its name.
+    fn metric(&self) -> &str {
+        let named = self.by.rsplit_once(':');
+        named.map_or(&*self.by, |(metric, _)| metric)
     }
 
     /// What the file of its weights says beside them: the epoch, and the measure by its name.
     pub(crate) fn metadata(&self) -> [(&str, String); 2] {
-        let metric = self
-            .by
-            .rsplit_once(':')
-            .map_or(&*self.by, |(metric, _)| metric);
         let value = f64::from_bits(self.value).to_string();
-        [("epoch", self.epoch.to_string()), (metric, value)]
+        [("epoch", self.epoch.to_string()), (self.metric(), value)]
     }
 }
 
-/// Finds the best epoch.
+/// What an evaluation's measure was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Judged {
+    /// Steps of the training before it.
+    step: u64,
+    /// As bits: JSON would round.
+    value: u64,
+}
+
+impl Judged {
+    /// The steps before it, and its value.
+    pub(crate) fn parts(self) -> (u64, f64) {
+        (self.step, f64::from_bits(self.value))
+    }
+}
+
+/// Compares evaluations by one measure.
 #[derive(Debug)]
 pub struct Best {
     wanted: Option<BestArg>,
+    early: Option<EarlyStopping>,
     best: Option<BestEpoch>,
     is_new: bool,
+    /// All evaluations that were compared, of which everything else follows.
+    judged: Vec<Judged>,
 }
 
 impl Best {
-    /// By `wanted`, or by accuracy or loss; `before` was the best one until here.
-    pub fn new(wanted: Option<BestArg>, before: Option<BestEpoch>) -> Best {
+    /// By `wanted`, or by accuracy or loss.
+    pub fn new(wanted: Option<BestArg>, early: Option<EarlyStopping>) -> Best {
         Best {
             wanted,
-            best: before,
+            early,
+            best: None,
             is_new: false,
+            judged: Vec::new(),
         }
     }
 
-    /// Compares the evaluation of epoch `epoch`. The first of equal ones is the best.
+    /// Goes on from what `history` says.
+    pub fn go_on(&mut self, history: &History) {
+        self.best = history.best();
+        self.judged = history.judged().to_vec();
+    }
+
+    /// Compares the evaluation of epoch `epoch`, after `step` steps of the training, and gives the value of the measure that
+    /// decides, and whether the greatest is the best. The first of equal ones is the best.
     ///
     /// # Errors
     ///
     /// `Usage`, when it has not the measure that decides.
-    pub fn compare(&mut self, epoch: usize, evaluation: &Evaluation) -> Result<()> {
+    pub fn compare(
+        &mut self,
+        epoch: usize,
+        step: u64,
+        evaluation: &Evaluation,
+    ) -> Result<(f64, bool)> {
         let wanted = self.wanted.clone();
         let by = wanted.unwrap_or_else(|| BestArg::usual(evaluation));
         let Some(value) = by.value(evaluation) else {
@@ -157,6 +268,10 @@ impl Best {
             )));
         };
         let name = by.to_string();
+        if self.best.as_ref().is_some_and(|best| best.by != name) {
+            // `--best` was another one before the run was resumed.
+            self.judged.clear();
+        }
         let before = self.best.as_ref().filter(|best| best.by == name);
         let before = before.map(|best| f64::from_bits(best.value));
         let is_better = before.is_none_or(|before| match by.greatest {
@@ -164,10 +279,33 @@ impl Best {
             false => value < before,
         });
         if is_better && !value.is_nan() {
-            self.best = Some(BestEpoch::new(&name, epoch, value));
+            self.best = Some(BestEpoch::new(&name, epoch, Some(step), value));
             self.is_new = true;
         }
-        Ok(())
+        self.judged.push(Judged {
+            step,
+            value: value.to_bits(),
+        });
+        Ok((value, by.greatest))
+    }
+
+    /// Whether an evaluation after `step` steps was compared.
+    pub fn has_judged(&self, step: u64) -> bool {
+        self.judged.last().is_some_and(|last| last.step == step)
+    }
+
+    /// The evaluations that were compared.
+    pub fn judged(&self) -> &[Judged] {
+        &self.judged
+    }
+
+    /// Whether the training is to stop early.
+    pub fn stops(&self) -> bool {
+        let greatest = |best: &BestEpoch| best.by.ends_with(":max");
+        let greatest = self.best.as_ref().is_some_and(greatest);
+        let values = self.judged.iter().map(|judged| judged.parts().1);
+        let early = self.early.as_ref();
+        early.is_some_and(|early| early.is_reached(values, greatest))
     }
 
     /// The epoch that was compared last, if it is the best; once.
@@ -176,7 +314,7 @@ impl Best {
         self.best.as_ref().filter(|_| is_new)
     }
 
-    /// The best epoch so far.
+    /// The best so far.
     pub fn so_far(&self) -> Option<&BestEpoch> {
         self.best.as_ref()
     }
@@ -228,7 +366,7 @@ mod tests {
         let mut best = Best::new(wanted, None);
         let mut found = Vec::new();
         for (epoch, evaluation) in (1..).zip(all) {
-            best.compare(epoch, evaluation).expect("compared");
+            best.compare(epoch, 0, evaluation).expect("compared");
             found.extend(best.take_new().map(BestEpoch::epoch));
             assert!(best.take_new().is_none());
         }
@@ -251,7 +389,7 @@ mod tests {
         let plain = [3.0, 4.0, 2.0].map(|loss| evaluation(loss, None, 0.0));
         assert_eq!(found(None, &plain), [1, 3]);
         let mut best = Best::new("accuracy".parse().ok(), None);
-        let error = best.compare(1, &plain[0]).expect_err("no classifier");
+        let error = best.compare(1, 0, &plain[0]).expect_err("no classifier");
         assert!(
             error.chain().contains("it has test_loss, mae"),
             "{}",
@@ -259,6 +397,23 @@ mod tests {
         );
         let accuracies = [0.5, 0.75, 0.75, 0.25];
         let best = BestEpoch::by_accuracy(&accuracies).expect("one");
-        assert_eq!(best, BestEpoch::new("accuracy:max", 2, 0.75));
+        assert_eq!(best, BestEpoch::new("accuracy:max", 2, None, 0.75));
+    }
+
+    #[test]
+    fn a_training_stops_after_so_many_evaluations_without_an_improvement() {
+        let after = |early: EarlyStopping, values: &[f64], greatest| {
+            let reached = |n: &usize| early.is_reached(values[..*n].iter().copied(), greatest);
+            (1..=values.len()).find(reached)
+        };
+        let losses = [3.0, 2.0, 2.5, 2.0, 1.9, 1.95, f64::NAN, 1.9, 0.1];
+        assert_eq!(after(EarlyStopping::new(3), &losses, false), Some(8));
+        assert_eq!(after(EarlyStopping::new(4), &losses, false), None);
+        assert_eq!(after(EarlyStopping::new(1), &losses, false), Some(3));
+        assert_eq!(after(EarlyStopping::new(0), &losses, true), Some(2));
+        let coarse = EarlyStopping::new(3).min_delta(0.2);
+        assert_eq!(after(coarse, &losses, false), Some(5));
+        let rising = [f64::NAN, 0.1, 0.2, 0.2, 0.2];
+        assert_eq!(after(EarlyStopping::new(2), &rising, true), Some(5));
     }
 }

@@ -40,7 +40,7 @@ mod trainer;
 mod update;
 mod weights;
 
-pub use best::BestArg;
+pub use best::{BestArg, EarlyStopping};
 pub use exchange::ExchangeArg;
 pub use job::Job;
 pub use labels::LabelArgs;
@@ -56,7 +56,9 @@ pub use saving::SavingArgs;
 pub use settings::{Defaults, SamplerKind, Settings};
 pub use split::{Determinism, SplitArgs};
 pub use strategy::{Ddp, Mesh, MeshArgs, OnMesh, Strategy};
-pub use trainer::{Batches, Evaluation, Measure, MicroBatch, StepBatch, Trainer, TrainerBuilder};
+pub use trainer::{
+    Batches, Epochs, Evaluation, Measure, MicroBatch, StepBatch, Trainer, TrainerBuilder,
+};
 pub use weights::file_of;
 
 use phalanx_base::{error, format, say, stop};

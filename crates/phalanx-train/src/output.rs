@@ -203,15 +203,19 @@ impl Output {
         &mut self,
         ctx: &RankContext,
         weights_sha256: &str,
-        epochs: usize,
+        (epochs, steps): (usize, u64),
     ) -> Result<()> {
         let mut text = None;
         if let Some(dir) = &self.opened {
             let bytes = dir.read(SUMMARY_FILE, MAX_ROWS_BYTES)?.unwrap_or_default();
             let summary: Option<Value> = serde_json::from_slice(&bytes).ok();
             let summary = summary.filter(|summary| {
-                let had = summary["epochs"].as_u64().unwrap_or_default();
-                summary["weights_sha256"] == weights_sha256 && had >= epochs as u64
+                // Older ones do not have the steps.
+                let is_as_long = match summary["steps"].as_u64() {
+                    Some(had) => had >= steps,
+                    None => summary["epochs"].as_u64() >= Some(epochs as u64),
+                };
+                summary["weights_sha256"] == weights_sha256 && is_as_long
             });
             text = summary.map(|summary| summary.to_string());
         }

@@ -19,6 +19,8 @@ pub(crate) struct ParamGroup {
     pub(crate) update: Update,
     /// The learning rate that the optimizer was made with.
     pub(crate) lr: f64,
+    /// Of the gradients of its last step, if they are clipped.
+    pub(crate) norm: Option<f64>,
 }
 
 /// The parameters of the groups with these names, those of none first.

@@ -81,6 +81,21 @@ pub trait Reporter {
         Ok(())
     }
 
+    /// Called after an evaluation between two steps of an epoch (`--eval-every`), after `step` steps of the training: prints a
+    /// line from rank 0.
+    ///
+    /// # Errors
+    ///
+    /// As [`on_train_start`](Self::on_train_start).
+    fn on_step_evaluation(
+        &mut self,
+        ctx: &RankContext,
+        step: u64,
+        tested: &Evaluation,
+    ) -> Result<()> {
+        print_evaluation(ctx, &format!("step {step}"), tested)
+    }
+
     /// Called before the weights (`true`) or the accuracies are saved at the end.
     ///
     /// # Errors
@@ -125,16 +140,21 @@ impl Reporter for EpochLines {
         epoch: usize,
         evaluation: &Evaluation,
     ) -> Result<()> {
-        if !ctx.is_main() {
-            return Ok(());
-        }
-        let mut text = format!("epoch {epoch}: test loss {}", rounded(evaluation.loss));
-        if evaluation.confusion.classes() > 0 {
-            text.push_str(&format!(", accuracy {:.4}", evaluation.accuracy));
-        }
-        for (name, value) in &evaluation.values {
-            text.push_str(&format!(", {name} {}", rounded(*value)));
-        }
-        ctx.line(&text)
+        print_evaluation(ctx, &format!("epoch {epoch}"), evaluation)
     }
+}
+
+/// Prints the evaluation after `what` in a line, from rank 0.
+fn print_evaluation(ctx: &RankContext, what: &str, evaluation: &Evaluation) -> Result<()> {
+    if !ctx.is_main() {
+        return Ok(());
+    }
+    let mut text = format!("{what}: test loss {}", rounded(evaluation.loss));
+    if evaluation.confusion.classes() > 0 {
+        text.push_str(&format!(", accuracy {:.4}", evaluation.accuracy));
+    }
+    for (name, value) in &evaluation.values {
+        text.push_str(&format!(", {name} {}", rounded(*value)));
+    }
+    ctx.line(&text)
 }

@@ -40,6 +40,18 @@ pub struct Settings {
     /// Number of epochs
     #[arg(long, value_name = "N")]
     pub epochs: Option<usize>,
+    /// Stop after N steps, within an epoch if need be; without --epochs, train as many epochs as that takes
+    #[arg(long, value_name = "N")]
+    pub max_steps: Option<u64>,
+    /// Evaluate every N steps of an epoch, besides at its end
+    #[arg(long, value_name = "N")]
+    pub eval_every: Option<usize>,
+    /// Train on the first N samples only
+    #[arg(long, value_name = "N")]
+    pub limit_train: Option<usize>,
+    /// Evaluate on the first N samples only
+    #[arg(long, value_name = "N")]
+    pub limit_test: Option<usize>,
     /// Samples per rank and step
     #[arg(long, value_name = "N")]
     pub batch_size: Option<usize>,
@@ -200,6 +212,16 @@ impl Settings {
         self.lr.unwrap_or(self.defaults.lr)
     }
 
+    /// Samples of a training set of `samples` that are trained on.
+    pub(crate) fn limited_train(&self, samples: usize) -> usize {
+        self.limit_train.map_or(samples, |limit| samples.min(limit))
+    }
+
+    /// Samples of a test set of `samples` that are evaluated.
+    pub(crate) fn limited_test(&self, samples: usize) -> usize {
+        self.limit_test.map_or(samples, |limit| samples.min(limit))
+    }
+
     /// Checks what can be checked before any rank is started.
     ///
     /// # Errors
@@ -214,6 +236,14 @@ impl Settings {
             ("--test-batch-size", self.test_batch_size, MAX_BATCH),
             ("--log-interval", self.log_interval, usize::MAX),
             ("--workers", self.workers, 64),
+            ("--eval-every", self.eval_every.unwrap_or(1), usize::MAX),
+            ("--limit-train", self.limit_train.unwrap_or(1), usize::MAX),
+            ("--limit-test", self.limit_test.unwrap_or(1), usize::MAX),
+            (
+                "--max-steps",
+                self.max_steps.unwrap_or(1) as usize,
+                usize::MAX,
+            ),
             (
                 "--global-batch-size",
                 self.global_batch_size.unwrap_or(1),
@@ -307,15 +337,14 @@ impl Settings {
         self.global_batch_size.unwrap_or(self.batch_size() * world)
     }
 
-    /// Steps between two records of the loss in an epoch of `steps` steps. Few enough for a curve, and so many that
+    /// Steps between two records of the loss in a training of `steps` steps. Few enough for a curve, and so many that
     /// writing them takes no noticeable time. The loss of a batch that is cut into shards needs a collective.
-    pub fn record_interval(&self, steps: usize) -> usize {
+    pub fn record_interval(&self, steps: u64) -> usize {
         let points = match self.split.determinism() {
             Determinism::Shards => 50,
             Determinism::Ranks | Determinism::Off => 1000,
         };
-        let all = steps.saturating_mul(self.epochs());
-        (all / points).clamp(1, self.log_interval)
+        (steps as usize / points).clamp(1, self.log_interval)
     }
 
     /// This rank's parts of a training set of `samples`.
@@ -395,6 +424,11 @@ impl Settings {
         let Settings {
             // In `shaping`.
             epochs: _,
+            max_steps: _,
+            eval_every: _,
+            limit_test: _,
+            // In what the data set is called.
+            limit_train: _,
             lr: _,
             precision: _,
             split: _,
@@ -461,12 +495,23 @@ impl Settings {
     /// What shapes the training besides what a resumed run must share with the one that
     /// was saved: a flag and its value a line.
     pub fn shaping(&self) -> Vec<String> {
-        vec![
+        let limits = [
+            ("--max-steps", self.max_steps),
+            ("--eval-every", self.eval_every.map(|n| n as u64)),
+            ("--limit-test", self.limit_test.map(|n| n as u64)),
+        ];
+        let limits = limits.map(|(flag, n)| match n {
+            Some(n) => format!("{flag} {n}"),
+            None => format!("{flag} none"),
+        });
+        let mut shaping = vec![
             format!("--epochs {}", self.epochs()),
             format!("--lr {}", number(self.lr())),
             format!("--precision {}", self.precision.title()),
             format!("--accumulate {}", self.split.accumulate),
             format!("--deterministic {}", choice_name(&self.split.determinism())),
-        ]
+        ];
+        shaping.extend(limits);
+        shaping
     }
 }

@@ -49,7 +49,8 @@ impl Update {
     }
 
     /// Takes the step that `ddp` has gradients for. Where each rank has a part, it *blocks* until all ranks take it, unless
-    /// there are copies: with these the step was prepared, and the parameters are gathered later.
+    /// there are copies: with these the step was prepared, and the parameters are gathered later. Gives the norm of the
+    /// gradients, if they are clipped here.
     ///
     /// # Errors
     ///
@@ -59,21 +60,22 @@ impl Update {
         params: &mut Params,
         ddp: &mut DistributedDataParallel,
         clip: Option<f64>,
-    ) -> Result<()> {
+    ) -> Result<Option<f64>> {
         if let Some(optimizer) = self.with_copies() {
-            return Ok(optimizer.step_prepared(params, ddp)?);
+            optimizer.step_prepared(params, ddp)?;
+            return Ok(None);
         }
-        match (self, clip) {
-            (Update::Whole(optimizer), None) => optimizer.step(params, ddp)?,
-            (Update::Part(optimizer), None) => optimizer.step_scattered(params, ddp)?,
-            (Update::Whole(optimizer), Some(limit)) => {
-                step_clipped(optimizer.as_mut(), params, ddp, limit)?;
+        let Some(limit) = clip else {
+            match self {
+                Update::Whole(optimizer) => optimizer.step(params, ddp)?,
+                Update::Part(optimizer) => optimizer.step_scattered(params, ddp)?,
             }
-            (Update::Part(optimizer), Some(limit)) => {
-                optimizer.step_scattered_clipped(params, ddp, limit)?;
-            }
-        }
-        Ok(())
+            return Ok(None);
+        };
+        Ok(Some(match self {
+            Update::Whole(optimizer) => step_clipped(optimizer.as_mut(), params, ddp, limit)?,
+            Update::Part(optimizer) => optimizer.step_scattered_clipped(params, ddp, limit)?,
+        }))
     }
 
     /// The optimizer, of all parameters or of this rank's part.

@@ -1,8 +1,10 @@
-//! Regression on a table of your own: a CSV file with a header, whose last column is the target.
-//! `cargo run --release -p phalanx --example own_table -- --nproc-per-node 2 --table FILE.csv`
+//! Regression on a table of your own: a CSV file with a header, whose last column is the target. The training stops when the
+//! test loss has not improved for five epochs. A second start with `--predict` writes the predictions of the best weights.
+//! `cargo run --release -p phalanx --example own_table -- --nproc-per-node 2 --table FILE.csv --output-dir run`
+//! `cargo run --release -p phalanx --example own_table -- --table FILE.csv --init run/best.safetensors --predict out.csv`
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use phalanx::prelude::*;
 
@@ -93,6 +95,8 @@ impl Dataset for Table {
     }
 }
 
+type Rows<'s> = MicroBatch<'s, (Vec<f32>, Vec<f32>)>;
+
 struct Network(Linear, Linear);
 
 impl Network {
@@ -101,18 +105,29 @@ impl Network {
         Network(hidden, Linear::new(scope.enter("output"), 32, 1))
     }
 
-    /// The squared error, as a mean or a sum over the batch.
-    fn loss<'s>(
-        &self,
-        batch: &MicroBatch<'s, (Vec<f32>, Vec<f32>)>,
-        reduction: Reduction,
-    ) -> Result<Tensor<'s>> {
+    /// What it takes the targets for, a row each.
+    fn answers<'s>(&self, batch: &Rows<'s>) -> Result<Tensor<'s>> {
         let (features, targets) = batch.data();
         let columns = features.len() / targets.len().max(1);
         let x = batch.input(features, &[batch.samples(), columns])?;
-        let x = self.1.forward(self.0.forward_act(x, Act::Relu)?)?;
-        Ok(x.mse_loss(targets, reduction)?)
+        Ok(self.1.forward(self.0.forward_act(x, Act::Relu)?)?)
     }
+
+    /// The squared error, as a mean or a sum over the batch.
+    fn loss<'s>(&self, batch: &Rows<'s>, reduction: Reduction) -> Result<Tensor<'s>> {
+        let (_, targets) = batch.data();
+        Ok(self.answers(batch)?.mse_loss(targets, reduction)?)
+    }
+}
+
+/// Writes target and answer of each row.
+fn write(path: &Path, table: &Table, answers: &[f32]) -> Result<()> {
+    let mut text = String::from("target,prediction\n");
+    for (row, answer) in table.rows.iter().zip(answers) {
+        let target = row.last().copied().unwrap_or_default();
+        text.push_str(&format!("{target},{answer}\n"));
+    }
+    fs::write(path, text).map_err(|error| Error::io("cannot write", path, error))
 }
 
 #[derive(clap::Args)]
@@ -120,6 +135,9 @@ struct Args {
     /// CSV file with a header; the last column is the target [default: generated rows]
     #[arg(long)]
     table: Option<String>,
+    /// Train nothing; write target and prediction of each row of the test to this CSV file
+    #[arg(long, value_name = "FILE")]
+    predict: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -137,7 +155,17 @@ fn main() -> ExitCode {
         let features = table.columns.saturating_sub(1);
         let (train, test) = table.split();
         let model = |scope: &mut Scope| Network::new(scope, features);
-        let mut trainer = job.trainer(&train, model, Adam::new).start()?;
+        if let Some(path) = &args.predict {
+            let trainer = job.trainer(&test, model, Adam::new);
+            let mut trainer = trainer.evaluate_only().start()?;
+            let answers = trainer.predict(&test, |net, batch| Ok(net.answers(&batch)?.to_vec()))?;
+            return match job.is_main() {
+                true => write(path, &test, &answers),
+                false => Ok(()),
+            };
+        }
+        let trainer = job.trainer(&train, model, Adam::new);
+        let mut trainer = trainer.early_stopping(EarlyStopping::new(5)).start()?;
         for _epoch in trainer.epochs() {
             for batch in trainer.batches(&train)? {
                 trainer.step(&batch, |net, batch| net.loss(&batch, Reduction::Mean))?;

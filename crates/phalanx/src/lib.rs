@@ -71,6 +71,8 @@ mod guide {
     struct QuickStart;
     #[doc = include_str!("../../../docs/guide/own-model.md")]
     struct OwnModel;
+    #[doc = include_str!("../../../docs/guide/training.md")]
+    struct TrainingPage;
     #[doc = include_str!("../../../docs/guide/own-data.md")]
     struct OwnData;
     #[doc = include_str!("../../../docs/guide/trackers.md")]

@@ -17,9 +17,9 @@ pub use phalanx_nn::{
     CustomOp, Init, ParamId, Params, Reduction, Scope, Step, Tensor, Value, ValueStep, Weight,
 };
 pub use phalanx_train::{
-    Defaults, EpochLines, Error, ErrorKind, Evaluation, Files, Job, Measure, Mesh, MeshArgs,
-    MicroBatch, OnMesh, RankContext, Reporter, Result, Settings, StepBatch, StepInfo, Trainer,
-    TrainerBuilder,
+    Defaults, EarlyStopping, EpochLines, Error, ErrorKind, Evaluation, Files, Job, Measure, Mesh,
+    MeshArgs, MicroBatch, OnMesh, RankContext, Reporter, Result, Settings, StepBatch, StepInfo,
+    Trainer, TrainerBuilder,
 };
 
 pub use crate::{Program, clap};

@@ -15,19 +15,7 @@ pub fn argmax(scores: &[f32]) -> Option<usize> {
     best.map(|(class, _)| class)
 }
 
-/// Number of correct predictions among rows of `classes` scores, and number of rows.
-///
-/// # Errors
-///
-/// `Usage` unless there is one row of scores for each label.
-pub fn accuracy(scores: &[f32], classes: usize, labels: &[u32]) -> Result<(usize, usize)> {
-    let right = rows(scores, classes, labels)?
-        .filter(|(row, label)| argmax(row) == Some(*label as usize))
-        .count();
-    Ok((right, labels.len()))
-}
-
-fn rows<'a>(
+pub(super) fn rows<'a>(
     scores: &'a [f32],
     classes: usize,
     labels: &'a [u32],
@@ -139,5 +127,31 @@ impl Confusion {
         let row = self.counts.chunks_exact(self.classes.max(1)).nth(class)?;
         let total: i64 = row.iter().sum();
         (total > 0).then(|| row[class] as f64 / total as f64)
+    }
+
+    /// Precision of class `class`: the share of the samples taken for it that are of it. `None` if it does not exist or none
+    /// was taken for it.
+    pub fn precision(&self, class: usize) -> Option<f64> {
+        let column = self.counts.iter().skip(class).step_by(self.classes.max(1));
+        let total: i64 = column.sum();
+        let right = *self.counts.get(class * self.classes + class)?;
+        (class < self.classes && total > 0).then(|| right as f64 / total as f64)
+    }
+
+    /// The F1 score of class `class`: twice the right predictions of it, divided by its samples and the predictions of it
+    /// together. `None` if it does not exist, or there are neither.
+    pub fn f1(&self, class: usize) -> Option<f64> {
+        let row = self.counts.chunks_exact(self.classes.max(1)).nth(class)?;
+        let column = self.counts.iter().skip(class).step_by(self.classes);
+        let total = row.iter().sum::<i64>() + column.sum::<i64>();
+        (total > 0).then(|| 2.0 * row[class] as f64 / total as f64)
+    }
+
+    /// The mean of the F1 scores of all classes that have one (scikit-learn's `average="macro"`); `None` without any.
+    pub fn macro_f1(&self) -> Option<f64> {
+        let all: Vec<f64> = (0..self.classes)
+            .filter_map(|class| self.f1(class))
+            .collect();
+        (!all.is_empty()).then(|| all.iter().sum::<f64>() / all.len() as f64)
     }
 }

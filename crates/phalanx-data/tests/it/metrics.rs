@@ -6,7 +6,9 @@ use std::path::Path;
 
 use phalanx_base::ErrorKind;
 use phalanx_base::files::{Dir, atomic_write, atomic_write_with};
-use phalanx_data::metrics::{Confusion, Mean, MetricsLog, accuracy, argmax, write_summary};
+use phalanx_data::metrics::{
+    Confusion, Mean, MetricsLog, argmax, quantile, roc_auc, top_k, write_summary,
+};
 use serde_json::{Value, json};
 
 #[test]
@@ -47,10 +49,10 @@ fn the_first_highest_score_wins() {
 #[test]
 fn right_answers_are_counted() {
     let scores = [0.1, 0.9, 0.8, 0.2, 0.4, 0.6];
-    assert_eq!(accuracy(&scores, 2, &[1, 0, 0]).unwrap(), (2, 3));
-    assert_eq!(accuracy(&[], 2, &[]).unwrap(), (0, 0));
+    assert_eq!(top_k(&scores, 2, &[1, 0, 0], 1).unwrap(), 2);
+    assert_eq!(top_k(&[], 2, &[], 1).unwrap(), 0);
     for (classes, labels) in [(2, &[1, 0][..]), (0, &[1, 0, 0]), (4, &[1, 0, 0])] {
-        let error = accuracy(&scores, classes, labels).unwrap_err();
+        let error = top_k(&scores, classes, labels, 1).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Usage);
     }
 }
@@ -235,4 +237,88 @@ fn a_log_goes_on_where_it_is_told_to() {
     );
     let error = MetricsLog::resume(&open(&dir), METRICS, 0, |_| true).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Usage);
+}
+
+/// Values that repeat, from 0 up.
+fn noise(count: usize, seed: u64) -> Vec<u64> {
+    let mut state = seed;
+    let mut next = || {
+        state = state
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        state >> 33
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+#[test]
+fn the_area_under_the_curve_is_the_share_of_pairs_in_order() {
+    for (count, values) in [(2, 2), (9, 3), (50, 20), (200, 1000)] {
+        let both = noise(count, 5).into_iter().zip(noise(count, 77));
+        let samples: Vec<(f64, bool)> = both
+            .map(|(score, label)| ((score % values) as f64 - 3.0, label % 3 == 0))
+            .collect();
+        let (mut pairs, mut right) = (0.0, 0.0);
+        for (score, _) in samples.iter().filter(|s| s.1) {
+            for (other, _) in samples.iter().filter(|s| !s.1) {
+                pairs += 1.0;
+                right +=
+                    f64::from(u8::from(score > other)) + 0.5 * f64::from(u8::from(score == other));
+            }
+        }
+        let auc = roc_auc(&samples);
+        match pairs > 0.0 {
+            true => assert!((auc.expect("pairs") - right / pairs).abs() < 1e-12),
+            false => assert_eq!(auc, None),
+        }
+    }
+    assert_eq!(roc_auc(&[(1.0, true), (2.0, true)]), None);
+    assert_eq!(roc_auc(&[(f64::NAN, true), (2.0, false)]), None);
+}
+
+#[test]
+fn quantiles_are_those_of_numpy() {
+    // numpy.quantile([3, 1, 4, 1, 5, 9, 2, 6], [0, 0.1, 0.5, 0.9, 1])
+    let values = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0];
+    for (q, want) in [(0.0, 1.0), (0.1, 1.0), (0.5, 3.5), (0.9, 6.9), (1.0, 9.0)] {
+        assert!(
+            (quantile(&values, q).expect("values") - want).abs() < 1e-12,
+            "{q}"
+        );
+    }
+    assert_eq!(quantile(&[], 0.5), None);
+    assert_eq!(quantile(&values, 1.5), None);
+    assert_eq!(quantile(&[1.0, f64::NAN], 0.5), None);
+}
+
+#[test]
+fn scores_of_classes_are_counted_as_they_are_defined() {
+    let scores = [0.1, 0.5, 0.4, 0.3, 0.3, 0.3, f32::NAN, 0.2, 0.1];
+    let labels = [2, 1, 0];
+    let right = |k| top_k(&scores, 3, &labels, k).expect("rows");
+    assert_eq!([right(0), right(1), right(2), right(3)], [0, 0, 2, 2]);
+    top_k(&scores, 3, &labels[1..], 1).expect_err("a row without a label");
+
+    // Rows of true classes: 0 is taken for 0, 0, 1; 1 for 1; 2 for 0, 2. Class 3 does not occur.
+    let mut confusion = Confusion::new(4);
+    for (label, predicted) in [(0, 0), (0, 0), (0, 1), (1, 1), (2, 0), (2, 2)] {
+        confusion.add(label, predicted).expect("a class");
+    }
+    let all = |f: fn(&Confusion, usize) -> Option<f64>| [0, 1, 2, 3, 4].map(|c| f(&confusion, c));
+    let third = 2.0 / 3.0;
+    assert_eq!(
+        all(Confusion::recall),
+        [Some(third), Some(1.0), Some(0.5), None, None]
+    );
+    assert_eq!(
+        all(Confusion::precision),
+        [Some(third), Some(0.5), Some(1.0), None, None]
+    );
+    // 2 p r / (p + r).
+    assert_eq!(
+        all(Confusion::f1),
+        [Some(third), Some(third), Some(third), None, None]
+    );
+    assert_eq!(confusion.macro_f1(), Some(third));
+    assert_eq!(Confusion::new(0).macro_f1(), None);
 }

@@ -406,7 +406,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
 
     /// Prepares a step of an optimizer with [copies](Self::with_copies), for which `wrapper` has gradients: exchanges them,
     /// passes each part on to the rank with its copy, and with a `limit` takes the norm as
-    /// [`step_scattered_clipped`](Self::step_scattered_clipped) does.
+    /// [`step_scattered_clipped`](Self::step_scattered_clipped) does, and gives it.
     ///
     /// *Blocks* until all ranks of the group call it. *Cost:* what a reduce-scatter of the gradients takes, and 1/world of
     /// the gradients sent and received.
@@ -418,7 +418,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         &mut self,
         wrapper: &mut DistributedDataParallel,
         limit: Option<f64>,
-    ) -> Result<()> {
+    ) -> Result<Option<f64>> {
         self.check_wrapper(wrapper)?;
         wrapper.exchange_late()?;
         let (rank, world) = (self.cut.group.rank(), self.cut.parts.len());
@@ -426,11 +426,12 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             let [to, from] = [self.cut.shift, world - self.cut.shift];
             wrapper.pass_copies((rank + to) % world, (rank + from) % world)?;
         }
-        self.prepared = Some(match limit {
-            Some(limit) => clip_factor(self.joined_norm(wrapper)?, limit),
-            None => 1.0,
-        });
-        Ok(())
+        let norm = limit.map(|_| self.joined_norm(wrapper)).transpose()?;
+        let factor = norm
+            .zip(limit)
+            .map(|(norm, limit)| clip_factor(norm, limit));
+        self.prepared = Some(factor.unwrap_or(1.0));
+        Ok(norm)
     }
 
     /// Takes the [prepared](Self::prepare_step) step with the part of this rank and the copy that it has. Local: call it when

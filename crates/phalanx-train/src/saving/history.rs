@@ -3,9 +3,11 @@
 use phalanx_checkpoint::state::OptimizerState;
 use phalanx_data::metrics::Confusion;
 use phalanx_ddp::{DdpState, HookState};
+use phalanx_nn::optim::schedule::Schedule;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
-use crate::best::BestEpoch;
+use crate::best::{Best, BestEpoch, Judged};
 use crate::trainer::Evaluation;
 
 /// What is measured on the way, and must go on where it stopped.
@@ -23,6 +25,15 @@ pub struct History {
     last: Option<SavedEvaluation>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     best: Option<BestEpoch>,
+    /// The evaluations that were compared.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    judged: Vec<Judged>,
+    /// The learning rate that the program has set, as bits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lr: Option<u64>,
+    /// The program's own state.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    state: Option<Value>,
     /// Steps that were voted down.
     pub(super) skipped_steps: u64,
     pub(super) hook: Option<Hook>,
@@ -157,11 +168,42 @@ impl History {
         self
     }
 
-    /// The same with the best epoch so far.
+    /// The same with the best weights so far, and the evaluations that were compared.
     #[must_use]
-    pub fn with_best(mut self, best: Option<&BestEpoch>) -> History {
-        self.best = best.cloned();
+    pub(crate) fn with_best(mut self, best: &Best) -> History {
+        self.best = best.so_far().cloned();
+        self.judged = best.judged().to_vec();
         self
+    }
+
+    /// The same with the learning rate that the program has set, and its own state.
+    #[must_use]
+    pub fn with_program(mut self, lr: Option<f64>, state: Option<&Value>) -> History {
+        self.lr = lr.map(f64::to_bits);
+        self.state = state.cloned();
+        self
+    }
+
+    /// The learning rate that the program has set.
+    pub fn lr(&self) -> Option<f64> {
+        self.lr.map(f64::from_bits)
+    }
+
+    /// Brings `schedule`, which is at its beginning, to where it was after `steps` steps.
+    pub fn replay(&self, schedule: &mut Schedule, steps: u64) {
+        for _ in 0..steps {
+            schedule.advance();
+        }
+    }
+
+    /// The program's own state.
+    pub fn state(&self) -> Option<&Value> {
+        self.state.as_ref()
+    }
+
+    /// The evaluations that were compared.
+    pub(crate) fn judged(&self) -> &[Judged] {
+        &self.judged
     }
 
     /// The best epoch so far.

@@ -121,6 +121,7 @@ impl Strategy for Ddp {
                 ddp,
                 update,
                 lr,
+                norm: None,
             });
         }
         if sync_batch_norm {
@@ -350,7 +351,7 @@ impl Strategy for Ddp {
         let commit = micro_batches.finish()?;
         let group = &mut self.groups[group];
         if let (true, Some(optimizer)) = (commit.is_yes(), group.update.with_copies()) {
-            optimizer.prepare_step(&mut group.ddp, clip)?;
+            group.norm = optimizer.prepare_step(&mut group.ddp, clip)?;
         }
         Ok(Gradients {
             commit,
@@ -363,7 +364,14 @@ impl Strategy for Ddp {
     fn update(&mut self, group: usize, clip: Option<f64>) -> Result<()> {
         let (params, group) = (&mut self.params, &mut self.groups[group]);
         group.ddp.sync_buffers(params)?;
-        group.update.step(params, &mut group.ddp, clip)
+        if let Some(norm) = group.update.step(params, &mut group.ddp, clip)? {
+            group.norm = Some(norm);
+        }
+        Ok(())
+    }
+
+    fn grad_norm(&self, group: usize) -> Option<f64> {
+        self.groups[group].norm
     }
 
     fn gather_updated(&mut self, group: usize) -> Result<()> {

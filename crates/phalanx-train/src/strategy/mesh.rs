@@ -41,6 +41,8 @@ pub struct OnMesh {
     lr: f64,
     /// Of the gradients, for the next update.
     factor: f32,
+    /// Of the gradients of the last step, if they are clipped.
+    norm: Option<f64>,
     /// The parts that the ranks of `data` have of each batch, all on one rank.
     all: (BatchSplit, Vec<Sampler>),
     /// That rank, of as many as `data` had at first.
@@ -277,6 +279,7 @@ impl Strategy for OnMesh {
             optimizer,
             lr,
             factor: 1.0,
+            norm: None,
             all: Self::all_parts(mesh.data, settings, config, drop_last)?,
             config,
             drop_last,
@@ -483,6 +486,7 @@ impl Strategy for OnMesh {
         let (commit, factor) = match clip {
             Some(limit) => {
                 let (commit, norm) = self.grads.commit_with_norm(&self.weights)?;
+                self.norm = Some(norm);
                 (commit, clip_factor(norm, limit))
             }
             None => (self.grads.commit(&self.weights)?, 1.0),
@@ -505,6 +509,10 @@ impl Strategy for OnMesh {
         self.optimizer
             .step_scaled(local, &self.grads, self.factor)?;
         Ok(())
+    }
+
+    fn grad_norm(&self, _: usize) -> Option<f64> {
+        self.norm
     }
 
     fn gradient_view(&self) -> Option<&dyn GradView> {

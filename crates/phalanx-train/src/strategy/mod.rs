@@ -269,6 +269,9 @@ pub trait Strategy: Sized {
         Ok(())
     }
 
+    /// The norm of a group's averaged gradients in its last step, if they are clipped.
+    fn grad_norm(&self, group: usize) -> Option<f64>;
+
     /// The averaged gradients, where this rank has them in full.
     fn gradient_view(&self) -> Option<&dyn GradView>;
 

@@ -2,6 +2,7 @@
 
 use phalanx_nn::ParamInfo;
 
+use super::extent::Extent;
 use crate::choice_name;
 use crate::format::{plural, thousands};
 use crate::output::Output;
@@ -21,6 +22,7 @@ pub(super) struct About<'a> {
     /// SHA-256 of the weights before the first step.
     pub(super) initial: Option<&'a str>,
     pub(super) steps: usize,
+    pub(super) extent: Extent,
     pub(super) optimizer: &'a str,
     pub(super) only_evaluates: bool,
 }
@@ -62,8 +64,12 @@ pub(super) fn announce(
         return;
     }
     ctx.note(&format!(
-        "training {} of {}, global batch {}, {}",
-        plural(settings.epochs(), "epoch"),
+        "training {}{} of {}, global batch {}, {}",
+        match settings.max_steps {
+            Some(_) => format!("{}: ", plural(about.extent.all() as usize, "step")),
+            None => String::new(),
+        },
+        plural(about.extent.epochs(), "epoch"),
         plural(about.steps, "step"),
         description.batch,
         about.optimizer,
@@ -89,18 +95,25 @@ pub(super) fn announce(
 pub(super) fn announce_resumed(
     ctx: &RankContext,
     resumed: &Resumed,
-    steps: usize,
-    epochs: usize,
+    extent: Extent,
+    stops: bool,
     is_complete: bool,
 ) {
     let place = resumed.place();
-    let (taken, all) = (thousands(place.step as usize), steps * epochs);
-    let next = match place.epoch as usize >= epochs {
-        _ if is_complete => format!(
-            "the run is complete and stays as it is; --epochs {} continues it",
-            epochs + 1
-        ),
-        true => "all epochs are done; a larger --epochs continues".to_owned(),
+    let taken = thousands(place.step as usize);
+    let more = match extent.is_cut(place.step) {
+        true => format!("--max-steps {}", place.step + 1),
+        false => format!("--epochs {}", extent.epochs() + 1),
+    };
+    let next = match extent.is_over(place) {
+        _ if is_complete && stops => {
+            "the run was stopped early, is complete, and stays as it is".to_owned()
+        }
+        _ if is_complete => {
+            format!("the run is complete and stays as it is; {more} continues it")
+        }
+        _ if stops => "the run was stopped early".to_owned(),
+        true => format!("all steps are taken; {more} continues"),
         false => format!(
             "epoch {}, step {}",
             place.epoch + 1,
@@ -109,6 +122,6 @@ pub(super) fn announce_resumed(
     };
     ctx.note(&format!(
         "resumed  after {taken} of {}: {next}",
-        plural(all, "step")
+        plural(extent.all() as usize, "step")
     ));
 }

@@ -50,6 +50,8 @@ pub(super) enum BatchPosition {
     Before,
     /// At the batch of this step of the epoch, from 0.
     At(usize),
+    /// A part of an epoch has ended, before this step of the epoch.
+    Paused(usize),
     /// The loop has ended, or was left.
     After,
 }
@@ -89,7 +91,7 @@ impl<D: Dataset + ?Sized> Source<D> {
     }
 }
 
-/// The steps of one epoch, or of the rest of it where a training was resumed. Made by
+/// The steps of one epoch, or of the rest of it where a training was resumed, or of a part of it (`--eval-every`). Made by
 /// [`Trainer::batches`](crate::Trainer::batches).
 pub struct Batches<'j, D: Dataset + ?Sized> {
     ctx: &'j RankContext,
@@ -98,7 +100,10 @@ pub struct Batches<'j, D: Dataset + ?Sized> {
     index: usize,
     /// Before step `index`.
     cursor: Cursor,
+    /// The step of the epoch before which they end.
     steps: usize,
+    /// The epoch goes on after them.
+    pauses: bool,
     /// The trainer's.
     position: Rc<Cell<BatchPosition>>,
 }
@@ -131,14 +136,23 @@ impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
             epoch,
             index: first,
             steps,
+            pauses: false,
             position,
         }
+    }
+
+    /// The same where the epoch goes on after them, if it `pauses`.
+    pub(super) fn with_pause(mut self, pauses: bool) -> Self {
+        self.pauses = pauses;
+        self
     }
 }
 
 impl<D: Dataset + ?Sized> Drop for Batches<'_, D> {
     fn drop(&mut self) {
-        self.position.set(BatchPosition::After);
+        if !matches!(self.position.get(), BatchPosition::Paused(_)) {
+            self.position.set(BatchPosition::After);
+        }
     }
 }
 
@@ -147,7 +161,10 @@ impl<'j, D: Dataset + ?Sized> Iterator for Batches<'j, D> {
 
     fn next(&mut self) -> Option<StepBatch<'j, D>> {
         if self.index == self.steps {
-            self.position.set(BatchPosition::After);
+            self.position.set(match self.pauses {
+                true => BatchPosition::Paused(self.index),
+                false => BatchPosition::After,
+            });
             return None;
         }
         self.position.set(BatchPosition::At(self.index));

@@ -21,8 +21,9 @@ use phalanx_track::Tracker;
 use super::announce::{About, announce, announce_resumed};
 use super::elastic::{Elasticity, Opening};
 use super::evaluate::Evaluation;
-use super::{Purpose, Reports, Results, Trainer};
-use crate::best::{Best, BestEpoch};
+use super::extent::Extent;
+use super::{OwnState, Purpose, Reports, Results, Trainer};
+use crate::best::{Best, BestEpoch, EarlyStopping};
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
 use crate::format::{number, thousands};
@@ -33,7 +34,7 @@ use crate::profile::Profiler;
 use crate::reporter::{EpochLines, Reporter};
 use crate::run_dir::{Found, RunDir, default_output_dir};
 use crate::sample_log::SampleLog;
-use crate::saving::{self, Resumed, Saving};
+use crate::saving::{self, History, Resumed, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::BatchSplit;
 use crate::strategy::{Ddp, MakeOptimizer, Parts, Strategy};
@@ -77,6 +78,8 @@ pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
     groups: Vec<(String, MakeOptimizer<'j>)>,
     schedule: Option<MakeSchedule<'j>>,
     clip: Option<f64>,
+    best: Option<String>,
+    early_stopping: Option<EarlyStopping>,
     drop_last: bool,
     shuffle: bool,
     unit: &'static str,
@@ -103,14 +106,21 @@ impl<'j, M> TrainerBuilder<'j, M> {
         model: impl FnOnce(&mut Scope) -> M + 'j,
         optimizer: impl Fn(&Params, f64) -> O + 'j,
     ) -> Self {
+        let samples = settings.limited_train(train.len());
+        let mut data = format!("{}, {} samples", train.describe(), thousands(train.len()));
+        let mut content = train.content();
+        if samples < train.len() {
+            data.push_str(&format!(", the first {}", thousands(samples)));
+            content.push_str(&format!(", the first {samples}"));
+        }
         TrainerBuilder {
             ctx,
             settings,
             program: program.to_owned(),
             title: program.to_owned(),
-            samples: train.len(),
-            data: format!("{}, {} samples", train.describe(), thousands(train.len())),
-            content: train.content(),
+            samples,
+            data,
+            content,
             model: Box::new(model),
             init: None,
             frozen: Vec::new(),
@@ -120,6 +130,8 @@ impl<'j, M> TrainerBuilder<'j, M> {
             groups: Vec::new(),
             schedule: None,
             clip: None,
+            best: None,
+            early_stopping: None,
             drop_last: false,
             shuffle: true,
             unit: "samples",
@@ -161,6 +173,8 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             groups: self.groups,
             schedule: self.schedule,
             clip: self.clip,
+            best: self.best,
+            early_stopping: self.early_stopping,
             drop_last: self.drop_last,
             shuffle: self.shuffle,
             unit: self.unit,
@@ -250,10 +264,26 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     }
 
     /// Scales gradients whose norm, over all parameters, is above `limit` down to it, as
-    /// PyTorch's `clip_grad_norm_` does.
+    /// PyTorch's `clip_grad_norm_` does. [`Trainer::grad_norm`] gives the norm, which is also in `metrics.jsonl`; with a limit
+    /// of `f64::INFINITY` nothing is scaled.
     pub fn clip_grad_norm(mut self, limit: f64) -> Self {
         self.clip = Some(limit);
         self.shaping.push(format!("clip_grad_norm {limit}"));
+        self
+    }
+
+    /// The measure of [`evaluate`](Trainer::evaluate) that decides which weights are the best, unless `--best` names one: its
+    /// name, `:`, and `max` or `min`, as in `f1:max`. Without this call it is the accuracy, or the loss if there is none.
+    pub fn best(mut self, measure: &str) -> Self {
+        self.best = Some(measure.to_owned());
+        self
+    }
+
+    /// Ends the training when the [best](Self::best) measure has not improved for some evaluations: the loop over
+    /// [`epochs`](Trainer::epochs) ends then. A resumed training counts on, and one that was stopped early trains nothing.
+    pub fn early_stopping(mut self, early: EarlyStopping) -> Self {
+        self.shaping.push(early.describe());
+        self.early_stopping = Some(early);
         self
     }
 
@@ -505,10 +535,16 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             resumed.fits(steps)?;
         }
         let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
-        let all = (steps * settings.epochs()) as u64;
-        let schedule = self.schedule.map(|make| make(self.lr, all)).transpose()?;
-        let schedule = schedule.flatten();
-        let schedule = schedule.map(|schedule| prepare_schedule(schedule, &mut strategy, place));
+        let extent = Extent::new(settings, steps);
+        let history = resumed.as_ref().map(Resumed::history).transpose()?;
+        let history = history.unwrap_or_default();
+        let schedule = self.schedule.map(|make| make(self.lr, extent.all()));
+        let schedule = schedule.transpose()?.flatten();
+        let schedule = schedule.map(|mut schedule| {
+            use_momentum(&schedule, &mut strategy)?;
+            history.replay(&mut schedule, place.step);
+            Ok::<_, Error>(schedule)
+        });
         let schedule = schedule.transpose()?;
         if let Some(resumed) = &resumed {
             strategy.restore(ctx, resumed, &shaping)?;
@@ -542,16 +578,25 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let initial = weights.clone().filter(|_| resumed.is_none());
         let weights = weights.unwrap_or_default();
         let infos = strategy.infos();
-        let is_over = place.epoch as usize >= settings.epochs();
+        let wanted = match (&settings.best, &self.best) {
+            (Some(typed), _) => Some(typed.clone()),
+            (None, Some(own)) => Some(own.parse().map_err(Error::usage)?),
+            (None, None) => None,
+        };
+        let mut best = Best::new(wanted, self.early_stopping);
+        best.go_on(&history);
+        let is_over = extent.is_over(place);
         // A program may have ended before its last epoch.
         let unchanged = |resumed: &Resumed| {
             let changed = resumed.changed(&shaping);
-            changed.iter().all(|line| line.starts_with("--epochs "))
+            let lengthens =
+                |line: &String| line.starts_with("--epochs ") || line.starts_with("--max-steps ");
+            changed.iter().all(lengthens)
         };
         if let Some(resumed) = &resumed
             && (is_over || unchanged(resumed))
         {
-            output.find_complete(ctx, &weights, settings.epochs())?;
+            output.find_complete(ctx, &weights, (extent.epochs(), extent.all()))?;
         }
         let is_complete = output.complete().is_some();
         let about = About {
@@ -560,6 +605,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             data: &self.data,
             initial: initial.as_deref(),
             steps,
+            extent,
             optimizer: &title,
             only_evaluates: self.purpose == Purpose::Evaluate,
         };
@@ -569,15 +615,12 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         }
         let mut reporter = self.reporter;
         if !is_complete && self.purpose == Purpose::Train {
-            reporter.on_train_start(ctx, settings.epochs())?;
+            reporter.on_train_start(ctx, extent.epochs())?;
         }
         output.reopen()?;
-        let history = resumed.as_ref().map(Resumed::history).transpose()?;
-        let history = history.unwrap_or_default();
-        let best = history.best();
-        restore_best(ctx, &mut output, &saving, &strategy, best.as_ref(), place)?;
+        restore_best(ctx, &mut output, &saving, &strategy, best.so_far(), place)?;
         if let Some(resumed) = &resumed {
-            announce_resumed(ctx, resumed, steps, settings.epochs(), is_complete);
+            announce_resumed(ctx, resumed, extent, best.stops(), is_complete);
             resumed.announce_changes(ctx, &shaping);
             settings.init.announce_unused(ctx);
         }
@@ -585,6 +628,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let mut shown = saving::settings(&facts);
         // "no --flag" of what was not typed.
         shown.remove("no");
+        shown.retain(|_, value| value != "none");
         shown.extend(settings.of_each_rank());
         shown.insert("model".to_owned(), self.title.clone());
         shown.insert("optimizer".to_owned(), title);
@@ -638,7 +682,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             weights,
             accuracies: history.accuracies(),
             last: last.unwrap_or_else(Evaluation::nothing),
-            best: Best::new(settings.best.clone(), best),
+            best,
             metrics,
             timing: Timing::default(),
         };
@@ -652,17 +696,22 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             samplers,
             samples: self.samples,
             steps,
+            extent,
+            round_end: steps,
             model,
             strategy,
             lr: self.lr,
             clip: self.clip,
             schedule,
+            set_lr: None,
             tape,
             saving,
-            stop: false,
+            due: SaveAction::Continue,
+            own_state: OwnState::default(),
             place,
-            history,
+            history: History::default(),
             running: None,
+            loop_state: Rc::default(),
             position: Rc::default(),
             ended: None,
             waited: Rc::new(Cell::default()),
@@ -676,6 +725,9 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             global_batch: settings.global_batch(world),
             elastic: Elasticity::new(opening),
         };
+        trainer.take_program(&history);
+        trainer.history = history;
+        trainer.update_loop();
         trainer.join()?;
         Ok(trainer)
     }
@@ -684,22 +736,21 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
 /// Prints nothing.
 struct Silent;
 
-impl Reporter for Silent {}
+impl Reporter for Silent {
+    fn on_step_evaluation(&mut self, _: &RankContext, _: u64, _: &Evaluation) -> Result<()> {
+        Ok(())
+    }
+}
 
-/// The schedule at `place`; optimizers have its momentum, where it has one.
-fn prepare_schedule<S: Strategy>(
-    mut schedule: Schedule,
-    strategy: &mut S,
-    place: Place,
-) -> Result<Schedule> {
+/// Gives the optimizers the momentum of `schedule`, where it has one.
+fn use_momentum<S: Strategy>(schedule: &Schedule, strategy: &mut S) -> Result<()> {
     if let Some(momentum) = schedule.momentum() {
         // An optimizer without momentum of its own has it from now on, and state for it.
         for group in strategy.groups() {
             strategy.optimizer_mut(group).set_momentum(momentum)?;
         }
     }
-    (0..place.step).for_each(|_| schedule.advance());
-    Ok(schedule)
+    Ok(())
 }
 
 /// Writes the file of the best weights where it is missing and they are the weights at `place`.
@@ -715,8 +766,7 @@ fn restore_best<S: Strategy>(
     let lacks_best = output.lacks_best(ctx, best);
     let lacks = lacks_best.as_ref().is_ok_and(|lacks| *lacks);
     saving.handle_weights_error("the best", lacks_best.map(drop))?;
-    let epoch = (place.step_in_epoch == 0).then_some(place.epoch as usize);
-    if let Some(best) = best.filter(|best| Some(best.epoch()) == epoch)
+    if let Some(best) = best.filter(|best| best.is_at(place))
         && ctx.group().broadcast_object(Some(&lacks), 0)?
     {
         strategy.gather_weights(ctx, |outline, values| {

@@ -42,7 +42,6 @@ use serde_json::{Value, json};
 
 use super::batches::{BatchPosition, StepBatch, StepContext};
 use super::{Purpose, Trainer};
-use crate::best::Best;
 use crate::deliveries::Deliveries;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
@@ -367,7 +366,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             place: [epoch, samples, step_in_epoch, step],
             history: history
                 .with_last(&results.last)
-                .with_best(results.best.so_far()),
+                .with_best(&results.best)
+                .with_program(self.set_lr, self.own_state.value.as_ref()),
             skipped: self.strategy.skipped_of_groups(),
             initial: results.initial.clone(),
             weights: results.weights.clone(),
@@ -403,16 +403,18 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             step_in_epoch,
             step,
         };
+        let history = handover.history;
         if let Some(schedule) = &mut self.schedule {
-            (0..step).for_each(|_| schedule.advance());
+            history.replay(schedule, step);
         }
-        let (history, results) = (handover.history, &mut self.results);
+        self.take_program(&history);
+        let results = &mut self.results;
         results.accuracies = history.accuracies();
         for value in history.metrics() {
             results.metrics.add(value);
         }
         results.last = history.last().unwrap_or_else(super::Evaluation::nothing);
-        results.best = Best::new(self.settings.best.clone(), history.best());
+        results.best.go_on(&history);
         (results.initial, results.weights) = (handover.initial, handover.weights);
         self.saving.set_steps(handover.saved_steps);
         self.reports.output.set_dir(handover.folder);
@@ -420,6 +422,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.ctx.runs_since(handover.elapsed);
         results.timing = handover.timing;
         self.history = history;
+        self.update_loop();
         Ok(())
     }
 
@@ -482,7 +485,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             .take_over(output.checkpoints(saving::FOLDER, settings.saving.keep()));
         let mut progress = Progress::for_rank(ctx.rank()).with_unit(self.unit);
         if let Some(running) = &self.running {
-            progress.begin(running.epoch as u64, settings.epochs() as u64, self.steps);
+            let epochs = self.extent.epochs() as u64;
+            progress.begin(running.epoch as u64, epochs, self.steps);
             progress.skip(self.place.step_in_epoch as usize);
         }
         let reports = &mut self.reports;

@@ -11,6 +11,8 @@ use phalanx_data::metrics::Confusion;
 use phalanx_data::sampler::{EpochPlan, Sampler, SamplerConfig};
 use phalanx_ddp::ShardTree;
 use phalanx_nn::Tensor;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::Trainer;
@@ -231,7 +233,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     }
 
     /// Sets the model's buffers, and gives what they were.
-    fn replace_buffers(&mut self, buffers: &[f32]) -> Vec<f32> {
+    pub(super) fn replace_buffers(&mut self, buffers: &[f32]) -> Vec<f32> {
         let params = self.strategy.params_mut();
         let old = params.buffers_flat().to_vec();
         params.buffers_flat_mut().copy_from_slice(buffers);
@@ -243,8 +245,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         data: &Arc<D>,
         measure: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<Measure>,
     ) -> Result<Evaluation> {
+        let samples = self.settings.limited_test(data.len());
         let config = SamplerConfig {
-            samples: data.len(),
+            samples,
             world: self.strategy.batch_group().world_size(),
             rank: self.strategy.batch_group().rank(),
             shuffle: false,
@@ -289,7 +292,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if classes > 0 {
             group.all_reduce(confusion.counts_mut(), ReduceOp::Sum)?;
         }
-        let samples = data.len() as f64;
+        let samples = samples as f64;
         let total: f64 = losses.iter().sum();
         let mut evaluation = Evaluation::new(total / samples, confusion);
         for name in names {
@@ -340,6 +343,61 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 }
 
 impl<M> Trainer<'_, M> {
+    /// Runs the model in evaluation mode on all samples of `data`, divided among the ranks, and gives what `rows` gives for
+    /// each sample, in the order of the data set, on all ranks. `rows` gives a row for each sample of its batch, in order, such
+    /// as a class or a `Vec` of scores.
+    ///
+    /// Ranks exchange rows as JSON, which has no NaN and no infinities. *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Samples that cannot be read; those of `rows`; `Usage`, when it gives another number of rows than the batch has samples;
+    /// peers that are lost.
+    pub fn predict<D: Dataset + ?Sized, T: Serialize + DeserializeOwned>(
+        &mut self,
+        data: &Arc<D>,
+        mut rows: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Vec<T>>,
+    ) -> Result<Vec<T>> {
+        let began = Instant::now();
+        self.admit()?;
+        self.check_weights()?;
+        let _phase = self.ctx.phase("evaluating");
+        let predicted = self.together(|trainer| {
+            let (mut indices, mut own) = (Vec::new(), Vec::new());
+            let group = trainer.ctx.group();
+            let config = SamplerConfig {
+                samples: data.len(),
+                world: group.world_size(),
+                rank: group.rank(),
+                shuffle: false,
+                seed: 0,
+            };
+            let batch = trainer.settings.test_batch_size;
+            let plan = Sampler::exact(config, batch.saturating_mul(config.world))?.epoch(0);
+            let mut measure = |model: &M, batch: MicroBatch<'_, D::Batch>| {
+                let (samples, rows) = (batch.indices(), rows(model, batch)?);
+                if rows.len() != samples.len() {
+                    return Err(Error::usage(format!(
+                        "predict: {} rows for a batch of {} samples",
+                        rows.len(),
+                        samples.len()
+                    )));
+                }
+                indices.extend_from_slice(samples);
+                own.extend(rows);
+                Ok(Measure::empty())
+            };
+            trainer.pass(data, plan, &mut measure, |_, _| Ok(()))?;
+            let all = group.all_gather_object(&(indices, own))?;
+            let rows = |(indices, rows): (Vec<u64>, Vec<T>)| indices.into_iter().zip(rows);
+            let mut all: Vec<(u64, T)> = all.into_iter().flat_map(rows).collect();
+            all.sort_by_key(|(index, _)| *index);
+            Ok(all.into_iter().map(|(_, row)| row).collect())
+        });
+        self.results.timing.tested += began.elapsed();
+        self.noted(predicted)
+    }
+
     /// Measures all of `data` on this rank alone, batch by batch. No other rank takes part, so in the loop over an
     /// epoch's batches the running statistics are this rank's own.
     ///

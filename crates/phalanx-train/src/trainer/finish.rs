@@ -108,7 +108,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let timing = &mut self.results.timing;
         timing.skipped = self.strategy.skipped_steps();
         timing.waited = self.waited.get();
-        let spent = timing.spent(self.steps * settings.epochs());
+        let spent = timing.spent(self.extent.all() as usize);
         let narrower = settings.gradients.gradient_type == GradientType::F32
             && settings.split.determinism() != Determinism::Shards;
         for advice in spent.advice(settings.workers, narrower) {
@@ -142,7 +142,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             "precision": settings.precision.title(),
             "transport": ctx.describe(phalanx_nn::isa_name()),
             "seed": settings.seed,
-            "epochs": settings.epochs(),
+            "epochs": self.extent.epochs(),
+            "steps": self.extent.all(),
+            "stopped_early": self.results.best.stops().then_some(self.place.step),
             "test_loss": last.loss,
             "accuracy": last.accuracy,
             "accuracies": results.accuracies,

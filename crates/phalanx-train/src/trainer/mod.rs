@@ -9,12 +9,12 @@ mod batches;
 mod builder;
 mod elastic;
 mod evaluate;
+mod extent;
 mod finish;
 mod losses;
 mod step;
 
 use std::cell::Cell;
-use std::ops::RangeInclusive;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -29,6 +29,8 @@ use phalanx_data::sampler::{Sampler, SamplerConfig};
 use phalanx_ddp::StepTimes;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Step, Tape};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use self::batches::BatchPosition;
@@ -37,13 +39,15 @@ pub(crate) use self::batches::{LoadedMicroBatches, Randomness, StepContext};
 pub use self::builder::TrainerBuilder;
 use self::elastic::Elasticity;
 pub use self::evaluate::{Evaluation, Measure};
+pub use self::extent::Epochs;
+use self::extent::{Extent, LoopState};
 use self::losses::EpochLoss;
 use crate::best::Best;
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
 use crate::job::Trainings;
 use crate::log::RunLog;
-use crate::output::{Output, next_step};
+use crate::output::{BEST_FILE, Output, next_step};
 use crate::profile::Profiler;
 use crate::reporter::Reporter;
 use crate::sample_log::SampleLog;
@@ -104,6 +108,9 @@ pub struct Trainer<'j, M, S: Strategy = Ddp> {
     samples: usize,
     /// Steps of an epoch.
     steps: usize,
+    extent: Extent,
+    /// The step of the epoch before which its round ends.
+    round_end: usize,
     model: M,
     /// How it is distributed over the ranks: parameters, optimizers, gradients.
     strategy: S,
@@ -111,16 +118,21 @@ pub struct Trainer<'j, M, S: Strategy = Ddp> {
     lr: f64,
     clip: Option<f64>,
     schedule: Option<Schedule>,
+    /// The learning rate that the program has set.
+    set_lr: Option<f64>,
     tape: Tape,
     saving: Saving<'j>,
-    /// A stop was asked for in the epoch's last step.
-    stop: bool,
+    /// What was decided after the round's last step, to be done after its evaluation; with a state of the program's own also
+    /// after other steps, to be done before the next one.
+    due: SaveAction,
+    own_state: OwnState,
     /// How far it has come.
     place: Place,
     /// What was measured before it was resumed.
     history: History,
     /// The epoch that is being trained.
     running: Option<Running>,
+    loop_state: Rc<LoopState>,
     /// Where the program is in the batches that it got last.
     position: Rc<Cell<BatchPosition>>,
     /// An epoch that has ended and is not saved yet.
@@ -155,11 +167,23 @@ struct Running {
 /// An epoch after its last step.
 struct Ended {
     epoch: usize,
+    /// Where its evaluation is drawn in curves.
+    step: usize,
     train_loss: f64,
+    /// The sums of its losses, and their samples, if `--max-steps` has cut it.
+    losses: (Vec<f64>, usize),
     /// Its weights were compared.
     is_checked: bool,
     /// It has its evaluation.
     is_recorded: bool,
+}
+
+/// A state of the program's own, in its checkpoints.
+#[derive(Default)]
+struct OwnState {
+    value: Option<Value>,
+    /// The program has one: what it does after a step belongs to the checkpoint of that step.
+    is_used: bool,
 }
 
 /// What is measured on the way.
@@ -192,13 +216,10 @@ struct Reports {
 
 impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// The epochs that are left, from 1: all `--epochs`, or after `--resume` those from the one
-    /// in which the checkpoint was saved; of a complete run none.
-    pub fn epochs(&self) -> RangeInclusive<usize> {
-        let before = self.place.epoch as usize;
-        match self.is_complete() || self.purpose == Purpose::Evaluate {
-            true => before + 1..=before,
-            false => before + 1..=self.settings.epochs(),
-        }
+    /// in which the checkpoint was saved; of a complete run none. With `--eval-every` the number of an epoch comes once for
+    /// each of its parts, so that a loop that evaluates after the batches evaluates after each part.
+    pub fn epochs(&self) -> Epochs {
+        Epochs::new(self.extent, &self.loop_state, self.place)
     }
 
     /// Whether the run had ended before it was resumed. No epoch is left then, its files stay as they are, and
@@ -223,42 +244,50 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let what = "the run is complete and has no epoch left; loop over Trainer::epochs()";
             return Err(Error::usage(what));
         }
-        self.end_epoch()?;
-        if data.len() != self.samples {
+        let data_len = self.settings.limited_train(data.len());
+        if data_len != self.samples {
             return Err(Error::usage(format!(
-                "the trainer was made for {} samples, this data set has {}",
+                "the trainer was made for {} samples, this data set has {data_len}",
                 self.samples,
-                data.len()
             )));
         }
+        let is_paused = matches!(self.position.get(), BatchPosition::Paused(_));
+        match is_paused {
+            true => self.end_round()?,
+            false => self.end_epoch()?,
+        }
         let epoch = self.place.epoch as usize + 1;
-        self.reports.reporter.on_epoch_start(self.ctx, epoch)?;
-        let epochs = self.settings.epochs();
-        let progress = &mut self.reports.progress;
-        progress.begin(epoch as u64, epochs as u64, self.steps);
-        // Steps of this epoch that were taken before the run was resumed.
+        // Steps of this epoch that were taken in earlier rounds, or before the run was resumed.
         let first = self.place.step_in_epoch as usize;
-        progress.skip(first);
+        if !is_paused {
+            self.reports.reporter.on_epoch_start(self.ctx, epoch)?;
+            let progress = &mut self.reports.progress;
+            progress.begin(epoch as u64, self.extent.epochs() as u64, self.steps);
+            progress.skip(first);
+        }
+        self.round_end = self.extent.round_end(self.place);
         let cursor = self.place.into();
         self.strategy.begin_epoch(first, cursor)?;
         let plan = self.split.rest(&self.samplers, cursor)?;
         let loader = Loader::new(Arc::clone(data), self.loader_options())?;
-        let mut losses = EpochLoss::new(self.split.parts(), self.ctx.elastic.is_some());
-        if first > 0 {
-            losses.resume(self.ctx, &self.split, &self.history);
+        if !is_paused {
+            let mut losses = EpochLoss::new(self.split.parts(), self.ctx.elastic.is_some());
+            if first > 0 {
+                losses.resume(self.ctx, &self.split, &self.history);
+            }
+            self.running = Some(Running {
+                epoch,
+                losses,
+                began: Instant::now(),
+            });
         }
-        self.running = Some(Running {
-            epoch,
-            losses,
-            began: Instant::now(),
-        });
-        let place = [epoch, first, self.steps];
+        let is_last = self.round_end == self.steps;
+        let place = [epoch, first, self.round_end];
         let (split, waited) = (self.split.clone(), Rc::clone(&self.waited));
         self.position = Rc::default();
         let position = Rc::clone(&self.position);
-        Ok(Batches::new(
-            self.ctx, loader, split, plan, place, waited, position,
-        ))
+        let batches = Batches::new(self.ctx, loader, split, plan, place, waited, position);
+        Ok(batches.with_pause(!is_last))
     }
 
     /// Makes the model's buffers (running statistics) those of all ranks, and checks that all
@@ -292,33 +321,23 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         Ok(())
     }
 
-    /// Takes `evaluation` as the result of the epoch that has just ended. An epoch has one:
-    /// further ones are not recorded. In the loop over an epoch's batches it is recorded as of its step.
+    /// Takes `evaluation` as the result of the epoch that has just ended, or with `--eval-every` of its part, which has one:
+    /// further ones are not recorded. Weights and early stopping are decided by it. In the loop over an epoch's batches it is
+    /// only written to the metrics, as of its step.
     ///
     /// # Errors
     ///
-    /// Those of writing the metrics.
+    /// Those of writing the metrics; `Usage`, when the measure that `--best` names is missing.
     pub fn record(&mut self, evaluation: Evaluation) -> Result<()> {
         let ctx = self.ctx;
-        let results = &mut self.results;
         let Some(ended) = &mut self.ended else {
-            // Elsewhere it is of no epoch of this run: it was resumed after its last one, or only evaluates.
-            if let (Some(_), BatchPosition::At(_)) = (&self.running, self.position.get()) {
-                let (step, epoch) = self.now();
-                let elapsed = ctx.started().elapsed().as_secs_f64();
-                let record = json!({ "step": step, "epoch": epoch, "elapsed_s": elapsed });
-                let record = with_results(record, &evaluation);
-                self.keep_record(&record);
-                self.reports.log.event(&record)?;
-            }
-            self.results.last = evaluation;
-            return Ok(());
+            return self.record_at_step(evaluation);
         };
         if std::mem::replace(&mut ended.is_recorded, true) {
             return Ok(());
         }
-        let (epoch, train_loss) = (ended.epoch, ended.train_loss);
-        results.best.compare(epoch, &evaluation)?;
+        let (epoch, step, train_loss) = (ended.epoch, ended.step, ended.train_loss);
+        let results = &mut self.results;
         results.metrics.add(evaluation.loss);
         if evaluation.confusion.classes() > 0 {
             results.metrics.add(evaluation.accuracy);
@@ -328,13 +347,75 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             .reporter
             .on_evaluation(ctx, epoch, &evaluation)?;
         let record = json!({
-            "step": epoch * self.steps, "epoch": epoch, "train_loss": train_loss, "weights_sha256": results.weights,
+            "step": step, "epoch": epoch, "train_loss": train_loss, "weights_sha256": results.weights,
             "train_s": results.timing.trained.as_secs_f64(), "elapsed_s": ctx.started().elapsed().as_secs_f64(),
         });
         let record = with_results(record, &evaluation);
-        results.last = evaluation;
         self.keep_record(&record);
-        self.reports.log.event(&record)
+        self.reports.log.event(&record)?;
+        self.judge(epoch, evaluation)
+    }
+
+    /// [`record`](Self::record) of an epoch that has not ended. Elsewhere it is of no epoch of this run, which was resumed after
+    /// its last one, or only evaluates.
+    fn record_at_step(&mut self, evaluation: Evaluation) -> Result<()> {
+        let ctx = self.ctx;
+        let (Some(running), position) = (&self.running, self.position.get()) else {
+            self.results.last = evaluation;
+            return Ok(());
+        };
+        let (epoch, is_paused) = (running.epoch, matches!(position, BatchPosition::Paused(_)));
+        if is_paused && self.results.best.has_judged(self.place.step) {
+            return Ok(());
+        }
+        if is_paused || matches!(position, BatchPosition::At(_)) {
+            let (step, epoch) = self.now();
+            let elapsed = ctx.started().elapsed().as_secs_f64();
+            let record = json!({ "step": step, "epoch": epoch, "elapsed_s": elapsed });
+            let record = with_results(record, &evaluation);
+            self.keep_record(&record);
+            self.reports.log.event(&record)?;
+        }
+        if !is_paused {
+            self.results.last = evaluation;
+            return Ok(());
+        }
+        let Reports {
+            reporter, progress, ..
+        } = &mut self.reports;
+        let step = self.place.step;
+        progress.suspend(|| reporter.on_step_evaluation(ctx, step, &evaluation))?;
+        self.judge(epoch, evaluation)
+    }
+
+    /// Decides by `evaluation`, in epoch `epoch`: the best weights, a schedule's learning rate, an early stop.
+    fn judge(&mut self, epoch: usize, evaluation: Evaluation) -> Result<()> {
+        let best = &mut self.results.best;
+        let (value, greatest) = best.compare(epoch, self.place.step, &evaluation)?;
+        self.results.last = evaluation;
+        let _ = (value, greatest); // OBSERVE
+        if let Some(words) = best.stops().then(|| best.so_far()).flatten() {
+            let text = format!(
+                "stopped early: the best was {}, saved as {BEST_FILE}",
+                words.describe()
+            );
+            self.reports.log.notice(self.place.step, &text);
+            self.reports.progress.suspend(|| self.ctx.note(&text));
+        }
+        self.update_loop();
+        Ok(())
+    }
+
+    /// Tells the program's loop over the epochs how far the training has come.
+    fn update_loop(&self) {
+        let is_over = self.is_complete() || self.purpose == Purpose::Evaluate || self.is_last();
+        self.loop_state.is_over.set(is_over);
+        self.loop_state.ended.set(self.place.epoch as usize);
+    }
+
+    /// Whether no step is left.
+    fn is_last(&self) -> bool {
+        self.extent.is_over(self.place) || self.results.best.stops()
     }
 
     /// Ends the running epoch, if its loop was left before its last step.
@@ -343,28 +424,67 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             return Ok(());
         };
         self.reports.progress.end();
-        self.place = Place {
-            epoch: running.epoch as u64,
-            samples: 0,
-            step_in_epoch: 0,
-            step: self.place.step,
-        };
+        // After a part of an epoch the training may go on with the next part, when it is resumed with other settings.
+        if !matches!(self.position.get(), BatchPosition::Paused(_)) {
+            self.place = Place {
+                epoch: running.epoch as u64,
+                samples: 0,
+                step_in_epoch: 0,
+                step: self.place.step,
+            };
+            self.update_loop();
+        }
         self.close_epoch(running)
     }
 
+    /// Leaves the files and the checkpoint of a part of an epoch that `--eval-every` has ended.
+    ///
+    /// # Errors
+    ///
+    /// Those of saving; after a stop the error that ends the program orderly.
+    fn end_round(&mut self) -> Result<()> {
+        if let Some(best) = self.results.best.take_new().cloned() {
+            let _phase = self.ctx.phase("saving");
+            let joined = self.mean_buffers()?;
+            let own = joined.map(|joined| self.replace_buffers(&joined));
+            let saved = self.by_rank_0(|trainer| {
+                let (output, saving) = (&mut trainer.reports.output, &trainer.saving);
+                let saved = trainer
+                    .strategy
+                    .gather_weights(trainer.ctx, |outline, values| {
+                        let saved = output.save_best(&best, outline, values);
+                        saving.handle_weights_error("the best", saved)
+                    });
+                saved.map(drop)
+            });
+            if let Some(own) = own {
+                self.replace_buffers(&own);
+            }
+            saved?;
+        }
+        self.save_due()
+    }
+
     /// The step and the epoch that what is logged now belongs to: in the loop over an epoch's batches those of the
-    /// batch, as its loss, and after it those of the epoch's evaluation.
+    /// batch, as its loss, and after it those of the evaluation.
     fn now(&self) -> (u64, usize) {
         let (running, ended) = (self.running.as_ref(), self.ended.as_ref());
         let epoch = running.map(|running| running.epoch);
         let epoch = epoch.or(ended.map(|ended| ended.epoch));
         let (next, next_epoch) = next_step(self.place, self.steps);
-        let is_over = self.place.epoch as usize >= self.settings.epochs();
+        let is_over = self.extent.is_over(self.place);
+        let end = self.ended.as_ref().map(|ended| ended.step);
         match (self.position.get(), epoch) {
             (BatchPosition::At(index), Some(epoch)) => {
                 (((epoch - 1) * self.steps + index) as u64, epoch)
             }
-            (BatchPosition::After, Some(epoch)) => ((epoch * self.steps) as u64, epoch),
+            // As the last step before it.
+            (BatchPosition::Paused(next), Some(epoch)) => {
+                (((epoch - 1) * self.steps + next - 1) as u64, epoch)
+            }
+            (BatchPosition::After, Some(epoch)) => {
+                (end.unwrap_or(epoch * self.steps) as u64, epoch)
+            }
             _ if is_over => (next, self.place.epoch as usize),
             _ => (next, next_epoch as usize),
         }
@@ -376,16 +496,19 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     ///
     /// Those of saving; after a stop the error that ends the program orderly.
     fn end_epoch(&mut self) -> Result<()> {
+        if self.ended.is_none() {
+            self.save_due()?;
+        }
         self.leave_epoch()?;
         if self.ended.is_none() {
             return Ok(());
         }
         let _phase = self.ctx.phase("saving");
         self.check_weights()?;
-        let Some(Ended { epoch, .. }) = self.ended.take() else {
+        let Some(ended) = self.ended.take() else {
             return Ok(());
         };
-        let is_last = epoch >= self.settings.epochs();
+        let (epoch, is_last) = (ended.epoch, self.is_last());
         let best = self.results.best.take_new().cloned();
         self.by_rank_0(|trainer| {
             let (output, saving) = (&mut trainer.reports.output, &trainer.saving);
@@ -408,15 +531,17 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
                 });
             saved.map(drop)
         })?;
+        let stop = self.due == SaveAction::Stop && !is_last;
+        self.due = SaveAction::Continue;
         if !self.saving.enabled() {
             return Ok(());
         }
-        let stop = self.stop && !is_last;
         let action = match stop {
             true => SaveAction::Stop,
             false => SaveAction::Save,
         };
-        self.save_for(action, None, &[], 0)?;
+        let (sums, samples) = ended.losses;
+        self.save_for(action, None, &sums, samples)?;
         match stop {
             true => Err(self.stopped()),
             false => Ok(()),
@@ -455,10 +580,10 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         }
         log.flush();
         let (accuracies, metrics) = (&self.results.accuracies, self.results.metrics.values());
-        let history = History::new(accuracies, metrics, sums, samples);
-        let history = history
+        let history = History::new(accuracies, metrics, sums, samples)
             .with_last(&self.results.last)
-            .with_best(self.results.best.so_far());
+            .with_best(&self.results.best)
+            .with_program(self.set_lr, self.own_state.value.as_ref());
         let (saving, place) = (&mut self.saving, self.place);
         self.strategy
             .save(self.ctx, saving, action, buffers, place, history)
@@ -498,6 +623,84 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// Peers that are lost.
     pub fn full_params(&self) -> Result<Option<Params>> {
         self.strategy.full_params(self.ctx)
+    }
+
+    /// The norm of the averaged gradients of the last [`step`](Self::step) over all parameters, before it was clipped, as
+    /// PyTorch's `clip_grad_norm_` gives it. None before the first step, and of a trainer without
+    /// [`clip_grad_norm`](TrainerBuilder::clip_grad_norm), whose limit may be `f64::INFINITY`.
+    pub fn grad_norm(&self) -> Option<f64> {
+        self.strategy.grad_norm(0)
+    }
+
+    /// The learning rate of the next step.
+    pub fn lr(&self) -> f64 {
+        match &self.schedule {
+            Some(schedule) => schedule.lr(),
+            None => self.strategy.optimizer(0).0.lr(),
+        }
+    }
+
+    /// Sets the learning rate of all following steps, in the place of the schedule; optimizers of other
+    /// [groups](TrainerBuilder::optimizer_of) change by the same factor. A resumed training goes on with it. All ranks set the
+    /// same.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when it is not a number from 0 up.
+    pub fn set_lr(&mut self, lr: f64) -> Result<()> {
+        if !(lr.is_finite() && lr >= 0.0) {
+            let what = format!("a learning rate is a number from 0 up, not {lr}");
+            return Err(Error::usage(what));
+        }
+        self.schedule = Some(Schedule::constant(lr));
+        self.set_lr = Some(lr);
+        Ok(())
+    }
+
+    /// What [`set_state`](Self::set_state) had kept when the checkpoint was saved from which this run was resumed; none of
+    /// another run. A program with such a state asks for it before its first step.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when it is no `T`.
+    pub fn state<T: DeserializeOwned>(&mut self) -> Result<Option<T>> {
+        self.own_state.is_used = true;
+        let Some(value) = &self.own_state.value else {
+            return Ok(None);
+        };
+        T::deserialize(value).map(Some).map_err(|error| {
+            let what = "the checkpoint has another state of the program than this program reads";
+            Error::usage(what).caused_by(error)
+        })
+    }
+
+    /// Keeps a state of the program's own, which checkpoints save from now on: what it counts or decides from step to step. It is
+    /// written as JSON, which has no NaN and no infinities. Rank 0's is saved, and all ranks of a resumed run get it.
+    ///
+    /// The checkpoint of a step is saved at the beginning of the next step, so that what the program does after a step, also
+    /// an evaluation, is in it.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when it cannot be written as JSON.
+    pub fn set_state(&mut self, state: &impl Serialize) -> Result<()> {
+        let value = serde_json::to_value(state).map_err(|error| {
+            Error::usage("the program's state cannot be written as JSON").caused_by(error)
+        })?;
+        self.own_state = OwnState {
+            value: Some(value),
+            is_used: true,
+        };
+        Ok(())
+    }
+
+    /// Takes over what the program has set in the training that `history` is of.
+    fn take_program(&mut self, history: &History) {
+        self.set_lr = history.lr();
+        if let Some(lr) = self.set_lr {
+            self.schedule = Some(Schedule::constant(lr));
+        }
+        self.own_state.value = history.state().cloned();
     }
 
     /// The optimizer steps that were taken, those before a resume included.

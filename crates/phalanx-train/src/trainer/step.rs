@@ -60,6 +60,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
     ) -> Result<f64> {
         let ctx = self.ctx;
+        self.save_due()?;
         self.admit()?;
         self.begin(0, &batch.context())?;
         let marks = self.reports.trace.begin();
@@ -124,6 +125,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 "step_of(\"{name}\"): the trainer was made without optimizer_of(\"{name}\", ...)"
             )));
         };
+        self.save_due()?;
         self.admit()?;
         self.begin(group, &batch.context())?;
         let taken = self.together(|trainer| trainer.train(group, batch, &mut loss))?;
@@ -314,7 +316,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let reports = &mut self.reports;
         reports.progress.step(global.samples, Some(own));
         let logged = index.is_multiple_of(settings.log_interval);
-        let recorded = logged || index.is_multiple_of(settings.record_interval(self.steps));
+        let interval = settings.record_interval(self.extent.all());
+        let recorded = logged || index.is_multiple_of(interval);
         let mean = match self.split.tree() {
             // The loss of the global batch, whichever rank had which shard.
             Some(tree) if recorded && ctx.elastic.is_none() => {
@@ -348,22 +351,30 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             if let Some(times) = self.strategy.times(0) {
                 record["exposed_comm_ms"] = json!(times.exposed().as_secs_f64() * 1e3);
             }
+            if let Some(norm) = self.strategy.grad_norm(0) {
+                record["grad_norm"] = json!(norm);
+            }
             self.keep_record(&record);
             self.reports.log.event(&record)?;
         }
         Ok(())
     }
 
-    /// Saves after a step, if it is time. After an epoch's last step nothing is saved before the
-    /// evaluation.
+    /// Saves after a step, if it is time. After the last step of an epoch, or of its part, nothing is saved before the
+    /// evaluation; with a state of the program's own nothing before the next step.
     fn save_after(&mut self, turn: &StepContext) -> Result<()> {
-        let ended = turn.index + 1 == self.steps;
+        let (next, step) = (turn.index + 1, self.place.step + 1);
+        let is_end = next == self.steps;
+        let ended = is_end || self.extent.is_cut(step);
         self.place = Place {
             epoch: turn.cursor.epoch,
             samples: turn.cursor.samples,
-            step_in_epoch: if ended { 0 } else { turn.index as u64 + 1 },
-            step: self.place.step + 1,
+            step_in_epoch: if is_end { 0 } else { next as u64 },
+            step,
         };
+        if ended {
+            self.update_loop();
+        }
         if !self.saving.is_prepared() {
             self.together(|trainer| {
                 trainer.strategy.prepare_saving(&mut trainer.saving)?;
@@ -386,13 +397,26 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 self.saving.decide(all)
             }
         };
+        self.due = action;
         if ended {
-            self.stop = action == SaveAction::Stop;
             return match self.running.take() {
                 Some(running) => self.close_epoch(running),
                 None => Ok(()),
             };
         }
+        match next == self.round_end || self.own_state.is_used {
+            true => Ok(()),
+            false => self.save_due(),
+        }
+    }
+
+    /// Saves between two steps of an epoch, if that was decided after the first.
+    ///
+    /// # Errors
+    ///
+    /// Those of saving; after a stop the error that ends the program orderly.
+    pub(super) fn save_due(&mut self) -> Result<()> {
+        let action = std::mem::replace(&mut self.due, SaveAction::Continue);
         if action == SaveAction::Continue {
             return Ok(());
         }
@@ -423,6 +447,15 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// After an epoch's last step.
     pub(super) fn close_epoch(&mut self, mut running: Running) -> Result<()> {
         let epoch = running.epoch;
+        let taken = self.place.step_in_epoch as usize;
+        let step = match taken {
+            0 => epoch * self.steps,
+            taken => (epoch - 1) * self.steps + taken - 1,
+        };
+        let losses = match taken {
+            0 => (Vec::new(), 0),
+            _ => running.losses.gathered(self.strategy.batch_group())?,
+        };
         let train_loss = running
             .losses
             .mean(self.strategy.batch_group(), &self.split)?;
@@ -435,7 +468,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             .on_epoch_end(self.ctx, epoch, train_loss, own)?;
         self.ended = Some(Ended {
             epoch,
+            step,
             train_loss,
+            losses,
             is_checked: false,
             is_recorded: false,
         });

@@ -16,8 +16,18 @@ use serde_json::Value;
 
 use crate::trainer::{answers, data, loss, plane, ranks_with, settings, targets};
 
-/// Starts `program` as `phalanx::main` does; what rank 0 gives, or the rank that failed.
+/// Starts `program` on two ranks as `phalanx::main` does; what rank 0 gives, or the rank that failed.
 fn start<R: Send>(
+    dir: &Path,
+    args: &[&str],
+    program: impl Fn(&Job<'_>) -> Result<R> + Sync,
+) -> Result<R> {
+    start_on(2, dir, args, program)
+}
+
+/// The same on `world` ranks.
+pub(crate) fn start_on<R: Send>(
+    world: usize,
     dir: &Path,
     args: &[&str],
     program: impl Fn(&Job<'_>) -> Result<R> + Sync,
@@ -26,7 +36,7 @@ fn start<R: Send>(
     let (output_dir, saving) = (&mut settings.output_dir, &mut settings.saving);
     let _prepared = prepare_run(Some(true), output_dir, saving, "test")?;
     // One that fails takes the others with it.
-    let mut ranks = ranks_with(&settings, 2, program);
+    let mut ranks = ranks_with(&settings, world, program);
     let is_lost = |rank: &Result<R>| {
         rank.as_ref()
             .is_err_and(|e| e.kind() == ErrorKind::PeerLost)
@@ -75,7 +85,7 @@ fn logging(job: &Job<'_>) -> Result<Evaluation> {
 
 const LOGGING: [&str; 4] = ["--global-batch-size", "10", "--log-interval", "1"];
 
-fn json(path: &Path) -> Value {
+pub(crate) fn json(path: &Path) -> Value {
     let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     serde_json::from_str(&text).expect("JSON")
 }
@@ -90,7 +100,7 @@ fn plain(mut record: Value) -> Value {
     record
 }
 
-fn metrics(run: &Path) -> Vec<Value> {
+pub(crate) fn metrics(run: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(run.join("metrics.jsonl")).expect("metrics");
     let records = text
         .lines()
@@ -483,7 +493,7 @@ fn scored(job: &Job<'_>, losses: &[f64]) -> Result<Vec<Vec<f32>>> {
 }
 
 /// The epoch of the best weights in `run`, by its file, and the weights.
-fn best(run: &Path, name: &str) -> (String, Vec<f32>) {
+pub(crate) fn best(run: &Path, name: &str) -> (String, Vec<f32>) {
     let mut scope = Scope::new(Seed(7));
     plane(&mut scope);
     let mut params = scope.build().expect("parameters");

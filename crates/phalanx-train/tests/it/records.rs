@@ -80,7 +80,10 @@ fn every_run_has_a_curve_and_prints_at_its_own_interval() {
 #[test]
 fn long_runs_have_a_thousand_points_or_those_of_the_interval() {
     let dir = tempfile::tempdir().expect("folder");
-    let interval = |steps: usize, more: &[&str]| settings(dir.path(), more).record_interval(steps);
+    let interval = |epoch: u64, more: &[&str]| {
+        let settings = settings(dir.path(), more);
+        settings.record_interval(epoch * settings.epochs() as u64)
+    };
     // Two epochs.
     assert_eq!(interval(0, &[]), 1);
     assert_eq!(interval(999, &[]), 1);

@@ -1,0 +1,294 @@
+//! Parts of epochs (`--eval-every`), `--max-steps`, early stopping and a program's own state: the same training wherever it
+//! was stopped and resumed, on whichever number of ranks.
+
+use std::path::Path;
+
+use phalanx_data::metrics::Confusion;
+use phalanx_nn::optim::Sgd;
+use phalanx_train::{EarlyStopping, ErrorKind, Evaluation, Job, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::again::{best, json, metrics, start_on};
+use crate::trainer::{answers, data, loss, plane, ranks, ranks_with, settings};
+
+/// What the program counts itself.
+#[derive(Debug, Default, Clone, PartialEq, Serialize, Deserialize)]
+struct Own {
+    steps: u64,
+    /// A running mean of the loss.
+    mean: f64,
+    rounds: Vec<usize>,
+}
+
+/// How a training ended.
+#[derive(Debug, Clone, PartialEq)]
+struct End {
+    steps: u64,
+    lr: f64,
+    own: Own,
+    last: f64,
+}
+
+/// Losses of the evaluations, one after the other.
+const LOSSES: [f64; 8] = [5.0, 4.0, 3.0, 3.5, 3.25, 2.5, 2.75, 2.6];
+
+/// A training that evaluates after each part of an epoch, and after the third evaluation sets another learning rate.
+fn program(job: &Job<'_>, patience: usize) -> Result<End> {
+    let train = data(36);
+    let builder = job.trainer(&train, plane, |params, lr| {
+        Sgd::new(params, lr).momentum(0.9)
+    });
+    let early = EarlyStopping::new(patience);
+    let mut trainer = builder.clip_grad_norm(0.7).early_stopping(early).start()?;
+    let mut own: Own = trainer.state()?.unwrap_or_default();
+    for epoch in trainer.epochs() {
+        for batch in trainer.batches(&train)? {
+            trainer.step(&batch, |model, batch| loss(model, &batch))?;
+            // The gradient's norm is that of all ranks, as the loss of a rank is not.
+            let norm = trainer.grad_norm().expect("clipped");
+            own.steps += 1;
+            own.mean = 0.9 * own.mean + 0.1 * norm;
+            trainer.set_state(&own)?;
+        }
+        trainer.check_weights()?;
+        let number = own.rounds.len();
+        trainer.record(Evaluation::new(LOSSES[number], Confusion::new(0)))?;
+        own.rounds.push(epoch);
+        trainer.set_state(&own)?;
+        if number == 2 {
+            trainer.set_lr(0.03125)?;
+        }
+    }
+    let (steps, lr) = (trainer.steps_taken(), trainer.lr());
+    let last = trainer.finish()?.loss;
+    Ok(End {
+        steps,
+        lr,
+        own,
+        last,
+    })
+}
+
+/// Six steps an epoch, evaluated after 2, 4 and 6 of them; shards make the bits the same for every number of ranks.
+const ARGS: [&str; 12] = [
+    "--global-batch-size",
+    "6",
+    "--epochs",
+    "9",
+    "--eval-every",
+    "2",
+    "--deterministic",
+    "shards",
+    "--shards",
+    "6",
+    "--log-interval",
+    "1",
+];
+
+/// What the folder says of the training: weights, metrics, best weights, steps.
+fn left(dir: &Path) -> (Vec<Value>, Vec<Value>, (String, Vec<f32>)) {
+    let run = dir.join("run");
+    let summary = json(&run.join("summary.json"));
+    let names = [
+        "weights_sha256",
+        "metrics_sha256",
+        "optimizer_sha256",
+        "stopped_early",
+        "steps",
+        "test_loss",
+    ];
+    let summary = names.iter().map(|name| summary[name].clone());
+    let records = metrics(&run)
+        .into_iter()
+        .filter(|r| r.get("start").is_none());
+    (
+        summary.collect(),
+        records.collect(),
+        best(&run, "best.safetensors"),
+    )
+}
+
+/// Runs the training `program` with `args`, whole, and stopped after each of its steps and resumed on other ranks.
+fn check(args: &[&str], steps: u64, program: impl Fn(&Job<'_>) -> Result<End> + Sync) -> End {
+    let whole = tempfile::tempdir().expect("folder");
+    let want = start_on(1, whole.path(), args, &program).expect("trained");
+    assert_eq!(want.steps, steps);
+    let files = left(whole.path());
+    for stop in 1..=steps {
+        let dir = tempfile::tempdir().expect("folder");
+        let stop_after = stop.to_string();
+        let first = [args, &["--save-every", "3", "--stop-after", &stop_after]].concat();
+        let [a, b] = [[1, 3], [2, 1], [3, 2]][stop as usize % 3];
+        let first = start_on(a, dir.path(), &first, &program);
+        match &first {
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Stopped, "{}", error.chain()),
+            Ok(_) => assert_eq!(stop, steps),
+        }
+        let resume = [args, &["--save-every", "3", "--resume", "auto"]].concat();
+        let end = start_on(b, dir.path(), &resume, &program).expect("trained");
+        assert_eq!(end, want, "after step {stop}");
+        assert_eq!(left(dir.path()), files, "after step {stop}");
+        let changed = std::fs::metadata(dir.path().join("run/summary.json")).expect("there");
+        let again = start_on(2, dir.path(), &resume, &program).expect("complete");
+        assert_eq!(again, want, "the second start, after step {stop}");
+        let now = std::fs::metadata(dir.path().join("run/summary.json")).expect("there");
+        assert_eq!(
+            now.modified().expect("time"),
+            changed.modified().expect("time"),
+            "written again"
+        );
+    }
+    want
+}
+
+#[test]
+fn a_training_is_stopped_early_at_the_same_step_wherever_it_was_resumed() {
+    // In the middle of the second epoch.
+    let end = check(&ARGS, 10, |job| program(job, 2));
+    assert_eq!((end.own.steps, end.lr, end.last), (10, 0.03125, 3.25));
+    assert_eq!(end.own.rounds, [1, 1, 1, 2, 2]);
+}
+
+#[test]
+fn a_training_is_cut_at_the_same_step_wherever_it_was_resumed() {
+    let args = [&ARGS[..], &["--max-steps", "9"]].concat();
+    let end = check(&args, 9, |job| program(job, 9));
+    assert_eq!(end.own.rounds, [1, 1, 1, 2, 2]);
+}
+
+#[test]
+fn a_training_goes_on_where_it_was_cut_or_stopped_early() {
+    let whole = tempfile::tempdir().expect("folder");
+    let args = [&ARGS[..], &["--max-steps", "15", "--save-every", "99"]].concat();
+    let want = start_on(2, whole.path(), &args, |job| program(job, 9)).expect("trained");
+    let dir = tempfile::tempdir().expect("folder");
+    // 9 steps end in the middle of a part, which is evaluated then; so that the numbers of evaluations agree, 10 do not.
+    let first = [&ARGS[..], &["--max-steps", "10", "--save-every", "99"]].concat();
+    start_on(3, dir.path(), &first, |job| program(job, 9)).expect("trained");
+    let more = [&args[..], &["--resume", "auto"]].concat();
+    let end = start_on(1, dir.path(), &more, |job| program(job, 9)).expect("trained");
+    assert_eq!(end, want);
+    assert_eq!(left(dir.path()).0[0], left(whole.path()).0[0]);
+    // With more patience than it was stopped with.
+    let dir = tempfile::tempdir().expect("folder");
+    start_on(3, dir.path(), &args, |job| program(job, 2)).expect("trained");
+    let end = start_on(1, dir.path(), &more, |job| program(job, 9)).expect("trained");
+    assert_eq!(end, want);
+    assert_eq!(left(dir.path()).0[0], left(whole.path()).0[0]);
+}
+
+#[test]
+fn limits_take_the_first_samples() {
+    let dir = tempfile::tempdir().expect("folder");
+    let args = ["--limit-train", "12", "--global-batch-size", "4"];
+    let args = [&args[..], &["--limit-test", "5", "--max-steps", "7"]].concat();
+    let mut settings = settings(dir.path(), &args);
+    settings.epochs = None;
+    for rank in ranks_with(&settings, 2, |job| {
+        let (train, test) = (data(36), data(30));
+        let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
+        let mut seen = vec![Vec::new()];
+        for epoch in trainer.epochs() {
+            seen.resize(epoch, Vec::new());
+            for batch in trainer.batches(&train)? {
+                trainer.step(&batch, |model, batch| {
+                    seen[epoch - 1].extend_from_slice(batch.indices());
+                    loss(model, &batch)
+                })?;
+            }
+        }
+        let tested = trainer.evaluate(&test, |_, batch| {
+            let sum = batch.indices().iter().sum::<u64>();
+            Ok(phalanx_train::Measure::of_sum(sum as f64))
+        })?;
+        trainer.finish()?;
+        Ok((seen, tested.loss))
+    }) {
+        let (seen, tested) = rank.expect("trained");
+        assert_eq!(tested, 2.0);
+        assert_eq!(seen.len(), 3, "epochs that 7 steps of 3 take");
+        let counts: Vec<usize> = seen.iter().map(Vec::len).collect();
+        assert_eq!(counts, [6, 6, 2]);
+        assert!(seen.concat().iter().all(|index| *index < 12));
+    }
+}
+
+#[test]
+fn predictions_are_in_the_order_of_the_data() {
+    let samples = data(23);
+    let (weights, want) = {
+        let one =
+            ranks(1, &[], |job| {
+                let mut trainer = job
+                    .trainer(&samples, plane, Sgd::new)
+                    .evaluate_only()
+                    .start()?;
+                let rows = trainer.predict(&samples, |model, batch| {
+                    Ok(answers(model, &batch)?.to_vec())
+                })?;
+                let params = trainer.params();
+                let all: Vec<f32> = params.ids().flat_map(|id| params.export(id)).collect();
+                Ok((all, rows))
+            });
+        one.into_iter().next().expect("one").expect("predicted")
+    };
+    let [a, b] = [f64::from(weights[0]), f64::from(weights[1])];
+    for ((x, _), row) in samples.iter().zip(&want) {
+        let bias = f64::from(weights[2]);
+        let exact = a * f64::from(x[0]) + b * f64::from(x[1]) + bias;
+        assert!((exact - f64::from(*row)).abs() < 1e-6, "{exact} {row}");
+    }
+    for world in [2, 3, 5] {
+        for rank in ranks(world, &["--test-batch-size", "3"], |job| {
+            let mut trainer = job
+                .trainer(&samples, plane, Sgd::new)
+                .evaluate_only()
+                .start()?;
+            trainer.predict(
+                &samples,
+                |model, batch| Ok(answers(model, &batch)?.to_vec()),
+            )
+        }) {
+            assert_eq!(rank.expect("predicted"), want, "{world} ranks");
+        }
+    }
+    let short = ranks(2, &[], |job| {
+        let mut trainer = job
+            .trainer(&samples, plane, Sgd::new)
+            .evaluate_only()
+            .start()?;
+        trainer.predict(&samples, |_, _| Ok(vec![1]))
+    });
+    let first = short.into_iter().find_map(|rank| {
+        let error = rank.expect_err("too few");
+        (error.kind() == ErrorKind::Usage).then(|| error.to_string())
+    });
+    assert!(first.is_some_and(|text| text.contains("predict: 1 rows for a batch of")));
+}
+
+#[test]
+fn settings_of_the_loop_are_checked() {
+    let dir = tempfile::tempdir().expect("folder");
+    for flag in [
+        "--max-steps",
+        "--eval-every",
+        "--limit-train",
+        "--limit-test",
+    ] {
+        let error = settings(dir.path(), &[flag, "0"])
+            .validate(1)
+            .expect_err("0");
+        assert!(error.to_string().contains(flag), "{error}");
+    }
+    let wrong = ranks(1, &[], |job| {
+        let train = data(8);
+        let mut trainer = job.trainer(&train, plane, Sgd::new).best("mae").start()?;
+        trainer.set_lr(f64::NAN)
+    });
+    let error = wrong[0].as_ref().expect_err("no order");
+    assert!(
+        error.to_string().contains("say mae:min or mae:max"),
+        "{error}"
+    );
+}
