@@ -619,6 +619,23 @@ impl<'s> Value<'s> for Global<'s> {
         self.softmaxed("log_softmax", dim, |x| x.log_softmax_dim(dim))
     }
 
+    fn cumsum(self, dim: usize) -> Result<Self> {
+        self.softmaxed("cumsum", dim, |x| x.cumsum(dim))
+    }
+
+    fn rotary(self, heads: usize, base: f64, first: usize) -> Result<Self> {
+        let shape = self.dims().to_vec();
+        // A part of the positions or of a vector would be turned by other angles.
+        let rules = along(shape.len(), |axis| axis + 2 < shape.len());
+        self.alone("rotary", &rules, &shape, &same, |x, _, _| {
+            x.rotary(heads, base, first)
+        })
+    }
+
+    fn detach(self) -> Result<Self> {
+        self.each("detach", true, Tensor::detach)
+    }
+
     fn matmul(self, weight: ParamId) -> Result<Self> {
         let w = Rc::clone(self.step().params().used_layout(weight)?);
         let (outer, shape) = self.times("matmul", w.shape(), (0, 1))?;

@@ -44,6 +44,9 @@ macro_rules! operations {
             mean(dims: &[usize], keep: bool);
             max(dims: &[usize], keep: bool);
             slice(dim: usize, range: Range<usize>);
+            cumsum(dim: usize);
+            rotary(heads: usize, base: f64, first: usize);
+            detach();
             dropout(p: f64);
             dropout2d(p: f64);
             layer_norm(shape: &[usize], affine: (Option<ParamId>, Option<ParamId>), eps: f64);
@@ -125,6 +128,62 @@ pub trait Value<'s>: Sized {
     /// # Errors
     /// As [`Step::concat`].
     fn concat(values: Vec<Self>, dim: usize) -> Result<Self>;
+
+    /// Values of one shape, one after another along a new dimension `dim`. PyTorch: `stack`.
+    ///
+    /// # Errors
+    /// `Usage` when there is none, shapes or steps differ, or there is no place `dim`.
+    fn stack(values: Vec<Self>, dim: usize) -> Result<Self> {
+        let mut all = Vec::with_capacity(values.len());
+        for value in values {
+            let mut shape = value.shape();
+            if dim > shape.len() {
+                return Err(Error::usage(format!(
+                    "stack along dimension {dim} of values of shape {shape:?}"
+                )));
+            }
+            shape.insert(dim, 1);
+            all.push(value.reshape(&shape)?);
+        }
+        Self::concat(all, dim)
+    }
+
+    /// Parts of these sizes along dimension `dim`. PyTorch: `split`.
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not add up to the dimension's.
+    fn split(self, sizes: &[usize], dim: usize) -> Result<Vec<Self>> {
+        let shape = self.shape();
+        let total = sizes.iter().try_fold(0usize, |sum, &n| sum.checked_add(n));
+        if total.is_none() || total != shape.get(dim).copied() {
+            return Err(Error::usage(format!(
+                "split of shape {shape:?} into sizes {sizes:?} along dimension {dim}"
+            )));
+        }
+        let mut end = 0;
+        let part = |&n: &usize| {
+            end += n;
+            self.share().slice(dim, end - n..end)
+        };
+        sizes.iter().map(part).collect()
+    }
+
+    /// As many equal parts along dimension `dim`; if they cannot be equal, the last one is smaller, and there may be
+    /// fewer. PyTorch: `chunk`.
+    ///
+    /// # Errors
+    /// `Usage` for no parts, or a dimension that does not exist.
+    fn chunk(self, parts: usize, dim: usize) -> Result<Vec<Self>> {
+        let shape = self.shape();
+        let (Some(&n), 1..) = (shape.get(dim), parts) else {
+            return Err(Error::usage(format!(
+                "chunk of shape {shape:?} into {parts} parts along dimension {dim}"
+            )));
+        };
+        let each = n.div_ceil(parts).max(1);
+        let sizes = (0..n.max(1)).step_by(each).map(|at| each.min(n - at));
+        self.split(&sizes.collect::<Vec<_>>(), dim)
+    }
 
     /// Runs `part` of a model whose inner values backward recomputes, as
     /// [`Tensor::recompute`].

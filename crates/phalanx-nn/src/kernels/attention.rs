@@ -31,7 +31,7 @@ pub(crate) struct Sizes {
     pub(crate) heads: usize,
     /// Width of a head.
     pub(crate) each: usize,
-    /// A query sees as many keys as there are queries up to it.
+    /// The queries are the last positions of the keys, and each sees the keys up to its own.
     pub(crate) causal: bool,
 }
 
@@ -67,6 +67,11 @@ impl Sizes {
         (block.sample * rows + row) * self.width() + block.head * self.each
     }
 
+    /// Keys before those of the queries, if it is causal.
+    fn before(self) -> usize {
+        self.keys - self.queries
+    }
+
     /// Blocks of a head.
     fn blocks(self) -> usize {
         self.queries.div_ceil(BLOCK)
@@ -81,14 +86,18 @@ impl Sizes {
             head: head % self.heads,
             first,
             rows,
-            reach: if self.causal { first + rows } else { self.keys },
+            reach: if self.causal {
+                self.before() + first + rows
+            } else {
+                self.keys
+            },
         }
     }
 
     /// Keys that the queries of the block see.
     fn open(self, block: Block) -> Open {
         let first = if self.causal {
-            block.first + 1
+            self.before() + block.first + 1
         } else {
             self.keys
         };

@@ -17,6 +17,54 @@ pub struct MultiHeadAttention {
     pub out: Linear,
     width: usize,
     heads: usize,
+    rotary: Option<f64>,
+}
+
+/// Keys and values of the positions that a [`MultiHeadAttention`] has seen, for text that is made token by token.
+///
+/// It holds values of one step: make one for each attention of a model after `tape.inference(..)`, and use the step for
+/// the whole text. Each call copies what is there, as much memory as the attention then reads.
+#[derive(Debug)]
+pub struct KvCache<V> {
+    pair: Option<[V; 2]>,
+}
+
+impl<V> Default for KvCache<V> {
+    fn default() -> Self {
+        KvCache { pair: None }
+    }
+}
+
+impl<'s, V: Value<'s>> KvCache<V> {
+    /// Of no positions.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Number of positions so far: the position of the next token.
+    pub fn len(&self) -> usize {
+        let shape = self.pair.as_ref().map(|[keys, _]| keys.shape());
+        shape.map_or(0, |shape| shape[1])
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Appends keys and values (N, L, E); returns all (N, S, E).
+    fn append(&mut self, new: [V; 2]) -> Result<[V; 2]> {
+        let all = match &self.pair {
+            Some(old) => {
+                let [k, v] = new;
+                let [old_k, old_v] = old.each_ref().map(Value::share);
+                [V::concat(vec![old_k, k], 1)?, V::concat(vec![old_v, v], 1)?]
+            }
+            None => new,
+        };
+        self.pair = Some(all.each_ref().map(Value::share));
+        Ok(all)
+    }
 }
 
 impl MultiHeadAttention {
@@ -52,7 +100,28 @@ impl MultiHeadAttention {
             out,
             width,
             heads,
+            rotary: None,
         }
+    }
+
+    /// Turns queries and keys by their positions, counted from 0, with this base (LLaMA's is 10000), as
+    /// [`Value::rotary`]. The width of a head must be even.
+    #[must_use]
+    pub fn rotary(mut self, base: f64) -> Self {
+        self.rotary = Some(base);
+        self
+    }
+
+    /// Query, key and value of `x`, whose positions count from `first`.
+    fn project<'s, V: Value<'s>>(&self, x: V, first: usize) -> Result<[V; 3]> {
+        let all = x.linear(self.in_weight, self.in_bias, Act::None)?;
+        let part = |all: &V, i: usize| all.share().slice(2, i * self.width..(i + 1) * self.width);
+        let Some(base) = self.rotary else {
+            return Ok([part(&all, 0)?, part(&all, 1)?, part(&all, 2)?]);
+        };
+        let turned = all.share().slice(2, 0..2 * self.width)?;
+        let turned = turned.rotary(2 * self.heads, base, first)?;
+        Ok([part(&turned, 0)?, part(&turned, 1)?, part(&all, 2)?])
     }
 
     /// Every position of `x` (N, L, E) attends to all positions, or with `causal` to
@@ -66,9 +135,19 @@ impl MultiHeadAttention {
         } else {
             Mask::Open
         };
-        let all = x.linear(self.in_weight, self.in_bias, Act::None)?;
-        let part = |i: usize| all.share().slice(2, i * self.width..(i + 1) * self.width);
-        let y = attend(self.heads, [part(0)?, part(1)?, part(2)?], mask, None)?;
+        let y = attend(self.heads, self.project(x, 0)?, mask, None)?;
+        self.out.forward(y)
+    }
+
+    /// The next L positions `x` (N, L, E) attend to themselves and to those before them, whose keys and values `cache` has;
+    /// theirs are appended to it. The results are those of a causal [`forward`](Self::forward) of all positions at once.
+    ///
+    /// # Errors
+    /// `Usage` when the sizes do not fit, or the cache is of another step or batch size; it is then as before.
+    pub fn forward_cached<'s, V: Value<'s>>(&self, x: V, cache: &mut KvCache<V>) -> Result<V> {
+        let [q, k, v] = self.project(x, cache.len())?;
+        let [k, v] = cache.append([k, v])?;
+        let y = attend(self.heads, [q, k, v], Mask::Causal(None), None)?;
         self.out.forward(y)
     }
 
@@ -90,7 +169,12 @@ impl MultiHeadAttention {
             x.linear(self.in_weight, self.in_bias, Act::None)?
                 .slice(2, i * self.width..(i + 1) * self.width)
         };
-        let parts = [part(query, 0)?, part(key, 1)?, part(value, 2)?];
+        let mut parts = [part(query, 0)?, part(key, 1)?, part(value, 2)?];
+        if let Some(base) = self.rotary {
+            let [q, k, v] = parts;
+            let turn = |x: V| x.rotary(self.heads, base, 0);
+            parts = [turn(q)?, turn(k)?, v];
+        }
         let mask = mask.map_or(Mask::Open, Mask::Added);
         self.out.forward(attend(self.heads, parts, mask, None)?)
     }
@@ -99,10 +183,20 @@ impl MultiHeadAttention {
 /// The mask added to scores (.., length, length) so that each position attends to itself
 /// and those before it.
 pub(crate) fn causal_mask<'s, V: Value<'s>>(of: &V, length: usize) -> Result<V> {
-    let above = |i: usize| i % length > i / length;
+    last_causal_mask(of, length, length)
+}
+
+/// The same of the last `queries` of `keys` positions.
+fn last_causal_mask<'s, V: Value<'s>>(of: &V, queries: usize, keys: usize) -> Result<V> {
+    let Some(before) = keys.checked_sub(queries) else {
+        return Err(Error::usage(format!(
+            "causal attention of {queries} queries to only {keys} keys"
+        )));
+    };
+    let above = |i: usize| i % keys > i / keys + before;
     let closed = |i| if above(i) { f32::NEG_INFINITY } else { 0.0 };
-    let mask: Vec<f32> = (0..length * length).map(closed).collect();
-    of.constant(&mask, &[length, length])
+    let mask: Vec<f32> = (0..queries * keys).map(closed).collect();
+    of.constant(&mask, &[queries, keys])
 }
 
 /// Which keys a query sees.
@@ -151,7 +245,7 @@ pub(crate) fn attend_stepwise<'s, V: Value<'s>>(
     let each = width / heads;
     let mask = match mask {
         Mask::Open => None,
-        Mask::Causal(None) => Some(causal_mask(&q, l)?),
+        Mask::Causal(None) => Some(last_causal_mask(&q, l, k.shape().get(1).map_or(0, |n| *n))?),
         Mask::Causal(Some(mask)) | Mask::Added(mask) => Some(mask),
     };
     // (N, L, E) to (N, heads, L, E / heads).

@@ -19,8 +19,8 @@ const MOST_DRAWN: u64 = 1 << 34;
 
 impl<'s> Tensor<'s> {
     /// Scaled dot-product attention of queries (N, L, E) to keys and values (N, S, E), whose width E is divided among
-    /// `heads`: `softmax(q kᵀ / sqrt(E / heads)) v` of each head. With `causal` each position sees itself and those before
-    /// it, and L is S. `dropout` is the probability of dropping an attention weight in training; the mask is that of
+    /// `heads`: `softmax(q kᵀ / sqrt(E / heads)) v` of each head. With `causal` the queries are the last L of the S
+    /// positions, and each sees itself and those before it. `dropout` is the probability of dropping an attention weight in training; the mask is that of
     /// [`dropout`](Tensor::dropout) on the weights (N, heads, L, S). With `None` the operation does not count among the
     /// step's random operations. PyTorch: `scaled_dot_product_attention`.
     ///
@@ -44,7 +44,7 @@ impl<'s> Tensor<'s> {
         };
         let same = std::ptr::eq(step, key.step()) && std::ptr::eq(step, value.step());
         let fits = same && *dk == *dv && of == samples && wide == width;
-        if !fits || causal && keys != queries {
+        if !fits || causal && keys < queries {
             return Err(Error::usage(format!(
                 "attention of shapes {dq:?}, {dk:?} and {dv:?} (causal: {causal}) does not fit, or the steps differ"
             )));

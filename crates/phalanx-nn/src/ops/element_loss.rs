@@ -17,7 +17,8 @@ pub(crate) struct Prepared {
 }
 
 impl<'s> Tensor<'s> {
-    /// `(x - target)^2`, reduced.
+    /// `(x - target)^2`, reduced. The target of this loss and of the others gets no gradient; that of another tensor is its
+    /// [`data`](Tensor::data).
     ///
     /// *Order*: squares in f32, summed in memory order in f64, rounded once.
     ///
@@ -47,6 +48,61 @@ impl<'s> Tensor<'s> {
                 d * 0.0
             };
             (d.abs(), (slope / divisor) as f32)
+        })
+    }
+
+    /// `d^2 / 2` of the difference `d` of `x` and `target` up to `delta`, `delta (|d| - delta / 2)` beyond, reduced.
+    ///
+    /// # Errors
+    /// `Usage` when `target` has another number of elements, or `delta` is not a positive number.
+    pub fn huber_loss(
+        self,
+        target: &[f32],
+        delta: f64,
+        reduction: impl Into<Reduction>,
+    ) -> Result<Tensor<'s>> {
+        if !(delta > 0.0 && delta.is_finite()) {
+            return Err(Error::usage(format!(
+                "huber_loss: delta is {delta}; it must be a positive number"
+            )));
+        }
+        self.bent_loss("Huber", target, (delta, 1.0), reduction.into())
+    }
+
+    /// [`huber_loss`](Tensor::huber_loss) with `delta` = `beta`, divided by it; with 0 it is [`l1_loss`](Tensor::l1_loss).
+    ///
+    /// # Errors
+    /// `Usage` when `target` has another number of elements, or `beta` is negative or not finite.
+    pub fn smooth_l1_loss(
+        self,
+        target: &[f32],
+        beta: f64,
+        reduction: impl Into<Reduction>,
+    ) -> Result<Tensor<'s>> {
+        if beta == 0.0 {
+            return self.l1_loss(target, reduction);
+        }
+        if !(beta > 0.0 && beta.is_finite()) {
+            return Err(Error::usage(format!(
+                "smooth_l1_loss: beta is {beta}; it must be a number of at least 0"
+            )));
+        }
+        self.bent_loss("SmoothL1", target, (beta, beta), reduction.into())
+    }
+
+    fn bent_loss(
+        self,
+        name: &'static str,
+        target: &[f32],
+        (delta, over): (f64, f64),
+        reduction: Reduction,
+    ) -> Result<Tensor<'s>> {
+        self.element_loss(Some(name), target, reduction, |_, x, t, divisor| {
+            let d = f64::from(x) - f64::from(t);
+            let slope = d.clamp(-delta, delta);
+            // Half the square, or the line that continues it.
+            let loss = slope * (d - slope / 2.0);
+            (loss / over, (slope / over / divisor) as f32)
         })
     }
 

@@ -103,6 +103,20 @@ impl<'s> Tensor<'s> {
         Tensor::new(self.step, self.slot.get())
     }
 
+    /// The same elements as an input that gets no gradient: a copy, unless this handle is the only one. PyTorch:
+    /// `detach`.
+    ///
+    /// # Errors
+    /// None at present; operations share one signature.
+    pub fn detach(self) -> Result<Tensor<'s>> {
+        let slot = self.slot();
+        let mut state = self.step.state();
+        let buf = state.take_for_writing(slot);
+        let shape = state.shape(slot);
+        let slot = state.add_leaf(shape, buf, false);
+        Ok(Tensor::held(self.step, &mut state, slot))
+    }
+
     /// Runs `part` of a model on this tensor, and frees its inner values that backward would read; backward recomputes
     /// them just before it reads them. The step needs less memory, and more time: at most that of the part's forward
     /// pass. `part` may use other tensors too, and may contain further parts.

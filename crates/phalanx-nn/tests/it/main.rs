@@ -19,6 +19,7 @@ mod resnet;
 mod rng_philox;
 mod rng_torch;
 mod schedules;
+mod selections;
 mod training;
 mod value;
 mod weights;

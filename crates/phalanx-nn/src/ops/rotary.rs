@@ -1,0 +1,113 @@
+//! Rotary positions (J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021), in place if
+//! no other operation needs the operand. Save the cosines and sines.
+
+use crate::par::{PIECE, ThreadPool};
+use crate::pool::Buf;
+use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
+use crate::{Error, Result, Tensor};
+
+pub(crate) struct Rotary {
+    /// Positions of a sample.
+    length: usize,
+    width: usize,
+    /// Width of a head.
+    each: usize,
+    base: f64,
+    first: usize,
+}
+
+impl<'s> Tensor<'s> {
+    /// Turns queries or keys (…, L, E) by their positions: row l, at position `first` + l, holds `heads` vectors one after
+    /// the other, of D = E / `heads` elements each. Elements i and i + D / 2 of a vector, for i below D / 2, are a point
+    /// in the plane that turns by position x `base`^(-2 i / D) radians. These pairs of halves are those of LLaMA in
+    /// Hugging Face's transformers (the paper's are neighbours); LLaMA's base is 10000. Of (N, heads, L, D), `heads` is 1.
+    ///
+    /// Angles, their cosines and sines are f64, rounded once to f32, and so closer than Hugging Face's at large positions.
+    ///
+    /// # Errors
+    /// `Usage` when there are fewer than two dimensions, `heads` does not divide E into vectors of even size, or `base` is not a
+    /// positive number.
+    pub fn rotary(self, heads: usize, base: f64, first: usize) -> Result<Tensor<'s>> {
+        let dims = self.dims();
+        let &[.., length, width] = &*dims else {
+            return Err(Error::usage(format!(
+                "rotary needs (…, L, E), got shape {dims:?}"
+            )));
+        };
+        if heads == 0 || !width.is_multiple_of(2 * heads) {
+            return Err(Error::usage(format!(
+                "rotary: {heads} heads do not divide a width of {width} into vectors of even size"
+            )));
+        }
+        if !(base > 0.0 && base.is_finite()) {
+            return Err(Error::usage(format!(
+                "rotary: base is {base}; it must be a positive number"
+            )));
+        }
+        let op = Rotary {
+            length,
+            width,
+            each: width / heads,
+            base,
+            first,
+        };
+        self.step().apply([self.slot()], dims, op)
+    }
+}
+
+simd! {
+    /// Turns the points of a row's vectors by the angles of these cosines and sines.
+    fn turn(row: &mut [f32], cosines: &[f32], sines: &[f32], sign: f32) {
+        let half = cosines.len();
+        for vector in row.chunks_exact_mut(2 * half) {
+            let (a, b) = vector.split_at_mut(half);
+            for ((a, b), (c, s)) in a.iter_mut().zip(b).zip(cosines.iter().zip(sines)) {
+                let s = s * sign;
+                (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
+            }
+        }
+    }
+}
+
+impl Rotary {
+    /// Cosines, then sines, of each position.
+    fn table(&self, threads: &ThreadPool, table: &mut [f32]) {
+        let half = self.each / 2;
+        threads.split(table, self.each, |at, row| {
+            let position = (self.first + at / self.each) as f64;
+            let (cosines, sines) = row.split_at_mut(half);
+            for (i, (c, s)) in cosines.iter_mut().zip(sines).enumerate() {
+                let angle = position * self.base.powf(-(i as f64) / half as f64);
+                (*c, *s) = (angle.cos() as f32, angle.sin() as f32);
+            }
+        });
+    }
+
+    fn run(&self, threads: &ThreadPool, x: &mut [f32], table: &[f32], sign: f32) {
+        let width = self.width.max(1);
+        threads.split(x, (PIECE / width).max(1) * width, |at, x| {
+            for (row, x) in (at / width..).zip(x.chunks_exact_mut(width)) {
+                let turns = &table[row % self.length * self.each..][..self.each];
+                let (cosines, sines) = turns.split_at(self.each / 2);
+                turn(x, cosines, sines, sign);
+            }
+        });
+    }
+}
+
+impl Operation for Rotary {
+    fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
+        let mut table = c.state.pool.get(self.length * self.each);
+        self.table(c.threads, table.slice_mut());
+        let mut buf = c.state.take_for_writing(x);
+        self.run(c.threads, buf.slice_mut(), table.slice(), 1.0);
+        Ok((buf, Some(table)))
+    }
+
+    fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
+        let table = ctx.value(s.aux()?);
+        self.run(ctx.threads, dy.slice_mut(), table, -1.0);
+        ctx.give(s.x[0], dy);
+        Ok(())
+    }
+}
