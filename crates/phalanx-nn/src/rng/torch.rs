@@ -1,19 +1,24 @@
 //! PyTorch's CPU generator and the distributions drawn from it.
 //!
-//! Bits are equal to PyTorch's on x86-64 for raw words, permutations, uniform
+//! Bits are equal to PyTorch's on x86-64 for raw words, permutations, integers, places by
+//! weight, uniform
 //! numbers, Bernoulli masks and normal numbers of whole tensors (checked
-//! against PyTorch 2.15 in `tests/it/rng_torch.rs`). Single normal numbers, and
+//! against PyTorch 2.15 in `tests/it/rng_torch.rs` and `selections.rs`). Single normal numbers, and
 //! those of tensors of fewer than 16, come from the platform's logarithm, sine
 //! and cosine, as PyTorch's do.
 
 use super::cephes;
 use super::mt19937::Mt19937;
+use crate::{Error, Result};
 
 /// The default seed of a PyTorch generator.
 pub const DEFAULT_SEED: u64 = 67_280_421_310_721;
 
 /// From this length on `randperm` takes 64-bit draws: `u32::MAX / 20`.
 const LARGE_PERMUTATION: usize = 214_748_364;
+
+/// From this range on `randint` takes 64-bit draws.
+const LARGE_RANGE: u64 = 1 << 28;
 
 /// Values that one vectorised Box-Muller block of PyTorch produces.
 const NORMAL_BLOCK: usize = 16;
@@ -78,6 +83,62 @@ impl Generator {
         } else {
             self.randperm_large(n)
         }
+    }
+
+    /// `torch.randint(low, high, (n,))`: whole numbers from `low` to below `high`.
+    ///
+    /// # Errors
+    /// `Usage` when there is none.
+    pub fn randint(&mut self, low: i64, high: i64, n: usize) -> Result<Vec<i64>> {
+        if low >= high {
+            return Err(Error::usage(format!(
+                "randint: there is no number from {low} to below {high}"
+            )));
+        }
+        let range = high.wrapping_sub(low) as u64;
+        let draw = |_| {
+            let word = match range {
+                LARGE_RANGE.. => self.random64(),
+                _ => u64::from(self.random()),
+            };
+            low.wrapping_add((word % range) as i64)
+        };
+        Ok((0..n).map(draw).collect())
+    }
+
+    /// `torch.multinomial(weights, n, replacement=True)` of a float32 row, for `n` of at least 2: places, each drawn with the
+    /// probability of its weight over the sum of all. (PyTorch draws a single place otherwise, differently on different
+    /// processors.)
+    ///
+    /// *Order*: weights are summed in order, in f32.
+    ///
+    /// # Errors
+    /// `Usage` when a weight is negative or not finite, or their sum is 0 or not finite.
+    pub fn multinomial(&mut self, weights: &[f32], n: usize) -> Result<Vec<usize>> {
+        let mut sum = 0.0f32;
+        let mut sums: Vec<f32> = Vec::with_capacity(weights.len());
+        for (i, &w) in weights.iter().enumerate() {
+            if !(w >= 0.0 && w.is_finite()) {
+                return Err(Error::usage(format!(
+                    "multinomial: weight {i} is {w}; it must be a number of at least 0"
+                )));
+            }
+            sum += w;
+            sums.push(sum);
+        }
+        if !(sum > 0.0 && sum.is_finite()) {
+            return Err(Error::usage(format!(
+                "multinomial: the sum of the weights is {sum}; it must be a positive number"
+            )));
+        }
+        // The last one is all there is, whatever the sum was rounded to.
+        sums.pop();
+        sums.iter_mut().for_each(|s| *s /= sum);
+        let draw = |_| {
+            let share = self.unit_f64();
+            sums.partition_point(|&s| f64::from(s) < share)
+        };
+        Ok((0..n).map(draw).collect())
     }
 
     fn randperm_small(&mut self, n: usize) -> Vec<u64> {

@@ -4,6 +4,7 @@
 use crate::common::differences::{check, input};
 use crate::common::{Recorder, noise};
 use phalanx_nn::layers::{KvCache, LayerNorm, Linear, MultiHeadAttention};
+use phalanx_nn::rng::torch::Generator;
 use phalanx_nn::{
     Grads, Reduction, Result, Scope, Seed, StepKey, Tape, Tensor, Threads, Value as _,
 };
@@ -375,6 +376,41 @@ fn mistakes_are_named() {
             "smooth_l1_loss: beta is -1",
         ),
         (x().chunk(0, 1).map(|_| x()), "0 parts"),
+    ];
+    for (result, part) in errors {
+        let e = result.unwrap_err();
+        assert!(e.to_string().contains(part), "{e}");
+    }
+}
+
+#[test]
+fn draws_are_pytorchs() {
+    for case in fixture()["draws"].as_array().unwrap() {
+        let mut g = Generator::new(case["seed"].as_u64().unwrap());
+        let mut weights = vec![0.0; 9];
+        g.fill_uniform_f32(&mut weights, 0.0, 1.0);
+        weights[3] = 0.0;
+        assert_eq!(weights, floats(&case["weights"]));
+        let integer = |v: &Value| v.as_i64().unwrap();
+        for draw in case["randint"].as_array().unwrap() {
+            let got = g.randint(integer(&draw[0]), integer(&draw[1]), 7).unwrap();
+            assert_eq!(got, list(&draw[2], integer));
+        }
+        let places = g.multinomial(&weights, 40).unwrap();
+        assert_eq!(places, sizes(&case["multinomial"]));
+        assert_eq!(g.randint(0, 1000, 1).unwrap(), [integer(&case["after"])]);
+    }
+    let mut g = Generator::new(0);
+    let all = g.randint(i64::MIN, i64::MAX, 3).unwrap();
+    assert_eq!(all.len(), 3);
+    let errors = [
+        (g.randint(3, 3, 1).map(drop), "from 3 to below 3"),
+        (g.multinomial(&[1.0, -1.0], 2).map(drop), "weight 1 is -1"),
+        (
+            g.multinomial(&[0.0], 2).map(drop),
+            "sum of the weights is 0",
+        ),
+        (g.multinomial(&[], 2).map(drop), "sum of the weights is 0"),
     ];
     for (result, part) in errors {
         let e = result.unwrap_err();
