@@ -243,6 +243,34 @@ impl Scope<'_> {
         }
     }
 
+    /// Draws the values of registered parameters again: of each whose name begins with this scope's, in the order of
+    /// registration, if `choose` gives values for its name within this scope and PyTorch's shape. This is PyTorch's
+    /// `torch.nn.init` over `named_parameters()` of a new module, with the same bits, as the layers have drawn their own values
+    /// before. GPT-2's:
+    ///
+    /// ```
+    /// use phalanx_nn::{Init, Scope, Seed, layers::Linear};
+    ///
+    /// let mut scope = Scope::new(Seed(0));
+    /// let head = Linear::new(scope.enter("head"), 8, 4);
+    /// scope.initialize(|name, shape| match shape.len() {
+    ///     2.. => Some(Init::Normal { mean: 0.0, std: 0.02 }),
+    ///     _ if name.ends_with("bias") => Some(Init::Constant(0.0)),
+    ///     _ => None,
+    /// });
+    /// assert_eq!(scope.build().unwrap().get(head.bias.unwrap()), [0.0; 4]);
+    /// ```
+    pub fn initialize(&mut self, mut choose: impl FnMut(&str, &[usize]) -> Option<Init>) {
+        let prefix = self.full("");
+        let r = self.registry();
+        for (info, values) in r.params.infos.iter().zip(&mut r.params.values) {
+            let own = info.name.strip_prefix(&prefix);
+            if let Some(init) = own.and_then(|name| choose(name, &info.shape)) {
+                init.fill(&mut r.generator, values);
+            }
+        }
+    }
+
     /// Registers a buffer filled with `value`.
     pub fn buffer(&mut self, name: &str, shape: &[usize], value: f32) -> BufferId {
         let (full, values) = self.admit(name, shape, Layout::Same, Init::Constant(value));

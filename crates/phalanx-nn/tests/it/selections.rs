@@ -6,7 +6,7 @@ use crate::common::{Recorder, noise};
 use phalanx_nn::layers::{KvCache, LayerNorm, Linear, MultiHeadAttention};
 use phalanx_nn::rng::torch::Generator;
 use phalanx_nn::{
-    Grads, Reduction, Result, Scope, Seed, StepKey, Tape, Tensor, Threads, Value as _,
+    Grads, Init, Reduction, Result, Scope, Seed, StepKey, Tape, Tensor, Threads, Value as _,
 };
 use serde_json::Value;
 
@@ -416,4 +416,57 @@ fn draws_are_pytorchs() {
         let e = result.unwrap_err();
         assert!(e.to_string().contains(part), "{e}");
     }
+}
+
+#[test]
+fn initial_values_are_chosen_by_name_and_shape() {
+    let mut scope = Scope::new(Seed(3));
+    let other = Linear::new(scope.enter("a"), 3, 2);
+    let mut inner = scope.enter("inner");
+    let first = Linear::new(inner.enter("first"), 4, 5);
+    let norm = LayerNorm::new(inner.enter("norm"), &[5]);
+    let attention = MultiHeadAttention::new(inner.enter("attention"), 4, 2);
+    let mut seen = Vec::new();
+    let std = 0.02;
+    inner.initialize(|name, shape| {
+        seen.push((name.to_owned(), shape.to_vec()));
+        match shape.len() {
+            2 => Some(Init::Normal { mean: 0.0, std }),
+            _ => name.ends_with("bias").then_some(Init::Constant(0.0)),
+        }
+    });
+    let names: Vec<&str> = seen.iter().map(|(name, _)| &**name).collect();
+    let of_attention = [
+        "in_proj_weight",
+        "in_proj_bias",
+        "out_proj.weight",
+        "out_proj.bias",
+    ];
+    let of_attention = of_attention.map(|name| format!("attention.{name}"));
+    let of_attention = of_attention.each_ref().map(String::as_str);
+    let others = ["first.weight", "first.bias", "norm.weight", "norm.bias"];
+    assert_eq!(names, [others, of_attention].concat());
+    assert_eq!(seen[0].1, [5, 4]);
+    let params = scope.build().unwrap();
+    assert_eq!(params.get(first.bias.unwrap()), [0.0; 5]);
+    let weight = params.find("inner.norm.weight").unwrap();
+    assert_eq!(params.get(weight), [1.0; 5]);
+    let _ = norm;
+    // As PyTorch, which has drawn the default values of all layers before: linear, attention.
+    let mut g = Generator::new(3);
+    for (weight, bias) in [(6, 2), (20, 5), (16, 4)] {
+        g.fill_uniform_f32(&mut vec![0.0; weight], 0.0, 1.0);
+        g.fill_uniform_f32(&mut vec![0.0; bias], 0.0, 1.0);
+    }
+    g.fill_uniform_f32(&mut [0.0; 48], 0.0, 1.0);
+    for (id, len) in [
+        (first.weight, 20),
+        (attention.in_weight, 48),
+        (attention.out.weight, 16),
+    ] {
+        let mut want = vec![0.0; len];
+        g.fill_normal_f32(&mut want, 0.0, std);
+        assert_eq!(params.export(id), want);
+    }
+    assert_ne!(params.get(other.bias.unwrap()), [0.0; 2]);
 }
