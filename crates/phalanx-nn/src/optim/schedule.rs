@@ -9,12 +9,15 @@
 //! ```
 
 use std::f64::consts::PI;
+use std::fmt;
+use std::sync::Arc;
 
 use super::Optimizer;
 use crate::{Error, Result};
 
 /// A rate that changes from step to step. Its state is the number of steps
-/// taken: to resume, call [`advance`](Schedule::advance) that many times.
+/// taken, and the values observed: to resume, call [`advance`](Schedule::advance)
+/// that many times, and [`observe`](Schedule::observe) with these values where it was called.
 #[derive(Clone, Debug)]
 pub struct Schedule {
     kind: Kind,
@@ -47,10 +50,88 @@ enum Kind {
         total: u64,
     },
     OneCycle(OneCycle),
+    WarmRestarts {
+        /// Steps since the last restart, and from it to the next.
+        at: u64,
+        period: u64,
+        factor: u64,
+        floor: f64,
+    },
+    Polynomial {
+        total: u64,
+        power: f64,
+    },
+    By(Factor),
+    Plateau {
+        settings: Plateau,
+        best: f64,
+        /// Values in a row that were not better.
+        bad: u64,
+        /// Values left of the cooldown.
+        cooling: u64,
+    },
     Sequential {
         parts: Vec<Schedule>,
         milestones: Vec<u64>,
     },
+}
+
+/// A user's function of the steps.
+#[derive(Clone)]
+struct Factor(Arc<dyn Fn(u64) -> f64 + Send + Sync>);
+
+impl fmt::Debug for Factor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Factor")
+    }
+}
+
+/// Settings of [`Schedule::reduce_on_plateau`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Plateau {
+    /// What the rate is multiplied by: from 0 to below 1.
+    pub factor: f64,
+    /// Values in a row that may be no better before the rate falls.
+    pub patience: u64,
+    /// How much better than the best one a value must be to count as better.
+    pub threshold: f64,
+    /// Whether the threshold is a share of the best value; otherwise it is a difference.
+    pub relative: bool,
+    /// Whether the greatest value is the best, as for an accuracy; otherwise the least, as for a loss.
+    pub greatest: bool,
+    /// Values after a fall in which none counts as no better.
+    pub cooldown: u64,
+    /// The least rate.
+    pub min_lr: f64,
+    /// A fall by no more than this is left out.
+    pub eps: f64,
+}
+
+impl Default for Plateau {
+    /// PyTorch's: a tenth of the rate after more than 10 losses that are not 0.01 % less.
+    fn default() -> Self {
+        Plateau {
+            factor: 0.1,
+            patience: 10,
+            threshold: 1e-4,
+            relative: true,
+            greatest: false,
+            cooldown: 0,
+            min_lr: 0.0,
+            eps: 1e-8,
+        }
+    }
+}
+
+impl Plateau {
+    fn is_better(&self, value: f64, best: f64) -> bool {
+        match (self.greatest, self.relative) {
+            (false, true) => value < best * (1.0 - self.threshold),
+            (false, false) => value < best - self.threshold,
+            (true, true) => value > best * (self.threshold + 1.0),
+            (true, false) => value > best + self.threshold,
+        }
+    }
 }
 
 /// Settings of [`Schedule::one_cycle`]; PyTorch's defaults.
@@ -212,6 +293,102 @@ impl Schedule {
         Ok(Self::new(Kind::OneCycle(cycle), lr, lr))
     }
 
+    /// Along a cosine from `lr` to `floor`, again and again: first in `first_period` steps, and each time in `factor` times as
+    /// many (PyTorch's `CosineAnnealingWarmRestarts`).
+    ///
+    /// # Errors
+    /// `Usage` when the first period or the factor is 0.
+    pub fn warm_restarts(lr: f64, first_period: u64, factor: u64, floor: f64) -> Result<Self> {
+        if first_period == 0 || factor == 0 {
+            return Err(Error::usage(format!(
+                "warm restarts need a first period and a factor of at least 1, got {first_period} and {factor}"
+            )));
+        }
+        let kind = Kind::WarmRestarts {
+            at: 0,
+            period: first_period,
+            factor,
+            floor,
+        };
+        Ok(Self::new(kind, lr, cosine(lr, floor, 0, first_period)))
+    }
+
+    /// From `lr` to 0 in `total` steps, as `(1 - steps / total)^power` (PyTorch's `PolynomialLR`).
+    ///
+    /// # Errors
+    /// `Usage` when there are no steps.
+    pub fn polynomial(lr: f64, total: u64, power: f64) -> Result<Self> {
+        if total == 0 {
+            return Err(Error::usage(
+                "a polynomial schedule needs at least one step",
+            ));
+        }
+        Ok(Self::new(Kind::Polynomial { total, power }, lr, lr))
+    }
+
+    /// `base` times `factor` of the number of steps taken, from 0 (PyTorch's `LambdaLR`).
+    pub fn by(base: f64, factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> Self {
+        let first = base * factor(0);
+        Self::new(Kind::By(Factor(Arc::new(factor))), base, first)
+    }
+
+    /// Falls when the [observed](Self::observe) values, such as losses of an evaluation, get no better (PyTorch's
+    /// `ReduceLROnPlateau`).
+    ///
+    /// # Errors
+    /// `Usage` when the factor is not from 0 to below 1.
+    pub fn reduce_on_plateau(lr: f64, settings: Plateau) -> Result<Self> {
+        if !(0.0..1.0).contains(&settings.factor) {
+            return Err(Error::usage(format!(
+                "a plateau's factor is {}; it must be at least 0 and below 1",
+                settings.factor
+            )));
+        }
+        let kind = Kind::Plateau {
+            settings,
+            best: if settings.greatest {
+                f64::NEG_INFINITY
+            } else {
+                f64::INFINITY
+            },
+            bad: 0,
+            cooling: 0,
+        };
+        Ok(Self::new(kind, lr, lr))
+    }
+
+    /// A straight line from `1 / steps` of the first rate of `then` in step 0 to all of it in step `steps`, with which `then`
+    /// begins (PyTorch's `LinearLR` in front of another schedule).
+    ///
+    /// # Errors
+    /// `Usage` when there are no steps.
+    pub fn warm_up(steps: u64, then: Schedule) -> Result<Self> {
+        let rise = Self::linear(then.lr, 1.0 / steps as f64, 1.0, steps)?;
+        Self::sequential(vec![rise, then], &[steps])
+    }
+
+    /// Warm-up, stable, decay (S. Hu et al., [arXiv:2404.06395](https://arxiv.org/abs/2404.06395)): a [warm-up](Self::warm_up)
+    /// of `warm` steps, if any, then `lr`, and a straight line to 0 in the last `decay` of `total` steps.
+    ///
+    /// Step `total - decay` is the last with `lr`; step `total`, after the last, would have 0.
+    ///
+    /// # Errors
+    /// `Usage` when warm-up and decay are longer than `total`.
+    pub fn wsd(lr: f64, total: u64, warm: u64, decay: u64) -> Result<Self> {
+        let Some(rest) = total.checked_sub(warm).filter(|rest| decay <= *rest) else {
+            return Err(Error::usage(format!(
+                "a warm-up of {warm} steps and a decay of {decay} are longer than {total} steps"
+            )));
+        };
+        let left = move |t| rest.saturating_sub(t) as f64 / decay.max(1) as f64;
+        let then = Self::by(lr, move |t| left(t).min(1.0));
+        if warm == 0 {
+            Ok(then)
+        } else {
+            Self::warm_up(warm, then)
+        }
+    }
+
     /// One schedule after another: the next one begins at its milestone.
     ///
     /// # Errors
@@ -264,12 +441,57 @@ impl Schedule {
         self.steps
     }
 
+    /// Whether the rate, or that of a part, depends on values that a training loop must give to [`observe`](Self::observe).
+    pub fn wants_value(&self) -> bool {
+        match &self.kind {
+            Kind::Plateau { .. } => true,
+            Kind::Sequential { parts, .. } => parts.iter().any(Self::wants_value),
+            _ => false,
+        }
+    }
+
+    /// Tells a [plateau](Self::reduce_on_plateau) schedule, if it is one or the current part is, the value of an evaluation. It
+    /// is not a step: [`advance`](Self::advance) is still called after each.
+    pub fn observe(&mut self, value: f64) {
+        let lr = self.lr;
+        match &mut self.kind {
+            Kind::Plateau {
+                settings,
+                best,
+                bad,
+                cooling,
+            } => {
+                if settings.is_better(value, *best) {
+                    (*best, *bad) = (value, 0);
+                } else {
+                    *bad += 1;
+                }
+                if *cooling > 0 {
+                    (*cooling, *bad) = (*cooling - 1, 0);
+                }
+                if *bad > settings.patience {
+                    (*cooling, *bad) = (settings.cooldown, 0);
+                    let lower = (lr * settings.factor).max(settings.min_lr);
+                    if lr - lower > settings.eps {
+                        self.lr = lower;
+                    }
+                }
+            }
+            Kind::Sequential { parts, milestones } => {
+                let now = &mut parts[milestones.partition_point(|&m| m <= self.steps)];
+                now.observe(value);
+                self.lr = now.lr;
+            }
+            _ => {}
+        }
+    }
+
     /// Advances by one step. A cycle stays at its end.
     pub fn advance(&mut self) {
         self.steps += 1;
         let (t, lr) = (self.steps, self.lr);
         self.lr = match &mut self.kind {
-            Kind::Constant => lr,
+            Kind::Constant | Kind::Plateau { .. } => lr,
             Kind::Step { every, factor } if *every > 0 && t % *every == 0 => lr * *factor,
             Kind::Step { .. } => lr,
             Kind::MultiStep { milestones, factor } => {
@@ -295,6 +517,24 @@ impl Schedule {
             }
             Kind::Linear { .. } => lr,
             Kind::OneCycle(c) => c.at(t.min(c.total)).0,
+            Kind::WarmRestarts {
+                at,
+                period,
+                factor,
+                floor,
+            } => {
+                *at += 1;
+                if *at == *period {
+                    (*at, *period) = (0, period.saturating_mul(*factor));
+                }
+                cosine(self.base, *floor, *at, *period)
+            }
+            Kind::Polynomial { total, power } if t <= *total => {
+                let left = |t: u64| 1.0 - t as f64 / *total as f64;
+                lr * (left(t) / left(t - 1)).powf(*power)
+            }
+            Kind::Polynomial { .. } => lr,
+            Kind::By(factor) => self.base * (factor.0)(t),
             Kind::Sequential { parts, milestones } => {
                 let now = milestones.partition_point(|&m| m <= t);
                 // A part that begins now stands at its first rate.
@@ -308,4 +548,9 @@ impl Schedule {
             self.steps = self.steps.min(c.total);
         }
     }
+}
+
+/// Half a cosine from `high` to `low` in `period` steps.
+fn cosine(high: f64, low: f64, at: u64, period: u64) -> f64 {
+    low + (high - low) * (1.0 + (PI * at as f64 / period as f64).cos()) / 2.0
 }

@@ -1,8 +1,8 @@
 //! Learning-rate schedules against PyTorch 2.15 (`fixtures/schedules.json`, from the
-//! project's parity fixtures).
+//! project's parity fixtures, and `more_optim.json`).
 
 use phalanx_nn::ErrorKind;
-use phalanx_nn::optim::schedule::{OneCycle, Schedule};
+use phalanx_nn::optim::schedule::{OneCycle, Plateau, Schedule};
 use serde_json::Value;
 
 fn schedule(name: &str) -> Schedule {
@@ -83,6 +83,119 @@ fn a_milestone_at_the_start_counts() {
     }
 }
 
+fn more() -> Value {
+    serde_json::from_str(include_str!("../fixtures/more_optim.json")).unwrap()
+}
+
+fn double(text: &Value) -> f64 {
+    text.as_str().unwrap().parse().unwrap()
+}
+
+fn more_schedule(name: &str) -> Schedule {
+    let made = match name {
+        "restarts 10 x1" => Schedule::warm_restarts(0.1, 10, 1, 0.0),
+        "restarts 3 x2, floor 0.01" => Schedule::warm_restarts(0.1, 3, 2, 0.01),
+        "restarts 1 x3" => Schedule::warm_restarts(0.1, 1, 3, 0.0),
+        "polynomial 5 ^1" => Schedule::polynomial(0.1, 5, 1.0),
+        "polynomial 30 ^2" => Schedule::polynomial(0.1, 30, 2.0),
+        "polynomial 17 ^0.9" => Schedule::polynomial(0.1, 17, 0.9),
+        "by" => Ok(Schedule::by(0.1, |t| {
+            0.95f64.powf(t as f64) / (1 + t) as f64
+        })),
+        "warm-up 7, cosine" => {
+            Schedule::cosine(0.1, 50, 0.001).and_then(|then| Schedule::warm_up(7, then))
+        }
+        "warm-up 1, polynomial" => {
+            Schedule::polynomial(0.1, 10, 2.0).and_then(|then| Schedule::warm_up(1, then))
+        }
+        "wsd 40 7 11" => Schedule::wsd(0.1, 40, 7, 11),
+        other => panic!("no such schedule: {other}"),
+    };
+    made.unwrap()
+}
+
+#[test]
+fn more_rates_have_pytorchs_bits() {
+    let all = more();
+    let all = all["schedules"].as_object().unwrap();
+    assert_eq!(all.len(), 10);
+    for (name, rates) in all {
+        let mut s = more_schedule(name);
+        assert!(!s.wants_value());
+        for (i, want) in rates.as_array().unwrap().iter().enumerate() {
+            assert_eq!(s.lr(), double(want), "{name} after {i} steps");
+            s.observe(1.0);
+            s.advance();
+        }
+    }
+}
+
+fn plateau(factor: f64) -> phalanx_nn::Result<Schedule> {
+    let settings = Plateau {
+        factor,
+        ..Plateau::default()
+    };
+    Schedule::reduce_on_plateau(0.1, settings)
+}
+
+/// Alone, and after a warm-up, in which values do not count.
+#[test]
+fn plateaus_have_pytorchs_bits() {
+    let all = more();
+    let cases = all["plateaus"].as_array().unwrap();
+    assert_eq!(cases.len(), 6);
+    for case in cases {
+        let o = &case["options"];
+        let default = Plateau::default();
+        let number = |name: &str, default: f64| o[name].as_f64().unwrap_or(default);
+        let count = |name: &str, default: u64| o[name].as_u64().unwrap_or(default);
+        let settings = Plateau {
+            factor: number("factor", default.factor),
+            patience: count("patience", default.patience),
+            threshold: number("threshold", default.threshold),
+            relative: o["threshold_mode"] != "abs",
+            greatest: o["mode"] == "max",
+            cooldown: count("cooldown", default.cooldown),
+            min_lr: number("min_lr", default.min_lr),
+            eps: number("eps", default.eps),
+        };
+        let mut alone = Schedule::reduce_on_plateau(0.1, settings).unwrap();
+        let mut warmed = Schedule::warm_up(3, alone.clone()).unwrap();
+        assert!(alone.wants_value() && warmed.wants_value());
+        for _ in 0..3 {
+            warmed.observe(1000.0 * if settings.greatest { 1.0 } else { -1.0 });
+            warmed.advance();
+        }
+        let values = case["values"].as_array().unwrap().iter();
+        for (value, lr) in values.zip(case["lr"].as_array().unwrap()) {
+            for s in [&mut alone, &mut warmed] {
+                s.observe(double(value));
+                assert_eq!(s.lr(), double(lr), "{o}");
+                // Steps change nothing.
+                s.advance();
+                assert_eq!(s.lr(), double(lr), "{o}");
+            }
+        }
+    }
+}
+
+#[test]
+fn warm_ups_and_decays_may_be_left_out() {
+    let rates = |mut s: Schedule| {
+        let next = |_| {
+            let lr = s.lr();
+            s.advance();
+            lr
+        };
+        (0..6).map(next).collect::<Vec<f64>>()
+    };
+    let wsd = |warm, decay| rates(Schedule::wsd(1.0, 4, warm, decay).unwrap());
+    assert_eq!(wsd(0, 0)[..4], [1.0; 4]);
+    assert_eq!(wsd(2, 0)[..4], [0.5, 0.75, 1.0, 1.0]);
+    assert_eq!(wsd(0, 2), [1.0, 1.0, 1.0, 0.5, 0.0, 0.0]);
+    assert_eq!(wsd(2, 2), [0.5, 0.75, 1.0, 0.5, 0.0, 0.0]);
+}
+
 #[test]
 fn impossible_schedules_are_refused() {
     let all = [
@@ -93,6 +206,15 @@ fn impossible_schedules_are_refused() {
         Schedule::one_cycle(OneCycle::new(0.1, 0)),
         Schedule::sequential(vec![Schedule::constant(0.1)], &[3]),
         Schedule::sequential(vec![], &[]),
+        Schedule::warm_restarts(0.1, 0, 1, 0.0),
+        Schedule::warm_restarts(0.1, 1, 0, 0.0),
+        Schedule::polynomial(0.1, 0, 1.0),
+        Schedule::warm_up(0, Schedule::constant(0.1)),
+        Schedule::wsd(0.1, 10, 6, 5),
+        Schedule::wsd(0.1, 10, u64::MAX, 5),
+        plateau(1.0),
+        plateau(f64::NAN),
+        plateau(-0.1),
     ];
     for s in all {
         assert_eq!(s.unwrap_err().kind(), ErrorKind::Usage);
