@@ -185,6 +185,11 @@ impl BestEpoch {
         format!("{} {value} in epoch {}", self.metric(), self.epoch)
     }
 
+    /// Whether the greatest value of its measure is the best.
+    pub(crate) fn is_greatest(&self) -> bool {
+        self.by.ends_with(":max")
+    }
+
     /// The measure, by its name.
     fn metric(&self) -> &str {
         let named = self.by.rsplit_once(':');
@@ -301,8 +306,7 @@ impl Best {
 
     /// Whether the training is to stop early.
     pub fn stops(&self) -> bool {
-        let greatest = |best: &BestEpoch| best.by.ends_with(":max");
-        let greatest = self.best.as_ref().is_some_and(greatest);
+        let greatest = self.best.as_ref().is_some_and(BestEpoch::is_greatest);
         let values = self.judged.iter().map(|judged| judged.parts().1);
         let early = self.early.as_ref();
         early.is_some_and(|early| early.is_reached(values, greatest))

@@ -64,7 +64,7 @@ enum Kind {
     By(Factor),
     Plateau {
         settings: Plateau,
-        best: f64,
+        best: Option<f64>,
         /// Values in a row that were not better.
         bad: u64,
         /// Values left of the cooldown.
@@ -97,8 +97,6 @@ pub struct Plateau {
     pub threshold: f64,
     /// Whether the threshold is a share of the best value; otherwise it is a difference.
     pub relative: bool,
-    /// Whether the greatest value is the best, as for an accuracy; otherwise the least, as for a loss.
-    pub greatest: bool,
     /// Values after a fall in which none counts as no better.
     pub cooldown: u64,
     /// The least rate.
@@ -115,7 +113,6 @@ impl Default for Plateau {
             patience: 10,
             threshold: 1e-4,
             relative: true,
-            greatest: false,
             cooldown: 0,
             min_lr: 0.0,
             eps: 1e-8,
@@ -124,8 +121,11 @@ impl Default for Plateau {
 }
 
 impl Plateau {
-    fn is_better(&self, value: f64, best: f64) -> bool {
-        match (self.greatest, self.relative) {
+    fn is_better(&self, value: f64, best: Option<f64>, greatest: bool) -> bool {
+        let Some(best) = best else {
+            return !value.is_nan();
+        };
+        match (greatest, self.relative) {
             (false, true) => value < best * (1.0 - self.threshold),
             (false, false) => value < best - self.threshold,
             (true, true) => value > best * (self.threshold + 1.0),
@@ -346,11 +346,7 @@ impl Schedule {
         }
         let kind = Kind::Plateau {
             settings,
-            best: if settings.greatest {
-                f64::NEG_INFINITY
-            } else {
-                f64::INFINITY
-            },
+            best: None,
             bad: 0,
             cooling: 0,
         };
@@ -441,18 +437,10 @@ impl Schedule {
         self.steps
     }
 
-    /// Whether the rate, or that of a part, depends on values that a training loop must give to [`observe`](Self::observe).
-    pub fn wants_value(&self) -> bool {
-        match &self.kind {
-            Kind::Plateau { .. } => true,
-            Kind::Sequential { parts, .. } => parts.iter().any(Self::wants_value),
-            _ => false,
-        }
-    }
-
-    /// Tells a [plateau](Self::reduce_on_plateau) schedule, if it is one or the current part is, the value of an evaluation. It
-    /// is not a step: [`advance`](Self::advance) is still called after each.
-    pub fn observe(&mut self, value: f64) {
+    /// Tells a [plateau](Self::reduce_on_plateau) schedule, if it is one or the current part is, the value of an evaluation, and
+    /// whether the `greatest` is the best, as of an accuracy, or the least, as of a loss. It is not a step:
+    /// [`advance`](Self::advance) is still called after each.
+    pub fn observe(&mut self, value: f64, greatest: bool) {
         let lr = self.lr;
         match &mut self.kind {
             Kind::Plateau {
@@ -461,8 +449,8 @@ impl Schedule {
                 bad,
                 cooling,
             } => {
-                if settings.is_better(value, *best) {
-                    (*best, *bad) = (value, 0);
+                if settings.is_better(value, *best, greatest) {
+                    (*best, *bad) = (Some(value), 0);
                 } else {
                     *bad += 1;
                 }
@@ -479,7 +467,7 @@ impl Schedule {
             }
             Kind::Sequential { parts, milestones } => {
                 let now = &mut parts[milestones.partition_point(|&m| m <= self.steps)];
-                now.observe(value);
+                now.observe(value, greatest);
                 self.lr = now.lr;
             }
             _ => {}

@@ -191,8 +191,13 @@ impl History {
 
     /// Brings `schedule`, which is at its beginning, to where it was after `steps` steps.
     pub fn replay(&self, schedule: &mut Schedule, steps: u64) {
-        for _ in 0..steps {
+        let greatest = self.best.as_ref().is_some_and(BestEpoch::is_greatest);
+        let mut judged = self.judged.iter().map(|judged| judged.parts()).peekable();
+        for step in 1..=steps {
             schedule.advance();
+            while let Some((_, value)) = judged.next_if(|(at, _)| *at <= step) {
+                schedule.observe(value, greatest);
+            }
         }
     }
 

@@ -393,7 +393,9 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         let best = &mut self.results.best;
         let (value, greatest) = best.compare(epoch, self.place.step, &evaluation)?;
         self.results.last = evaluation;
-        let _ = (value, greatest); // OBSERVE
+        if let Some(schedule) = &mut self.schedule {
+            schedule.observe(value, greatest);
+        }
         if let Some(words) = best.stops().then(|| best.so_far()).flatten() {
             let text = format!(
                 "stopped early: the best was {}, saved as {BEST_FILE}",

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use phalanx_data::metrics::Confusion;
 use phalanx_nn::optim::Sgd;
+use phalanx_nn::optim::schedule::{Plateau, Schedule};
 use phalanx_train::{EarlyStopping, ErrorKind, Evaluation, Job, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -33,14 +34,26 @@ struct End {
 /// Losses of the evaluations, one after the other.
 const LOSSES: [f64; 8] = [5.0, 4.0, 3.0, 3.5, 3.25, 2.5, 2.75, 2.6];
 
-/// A training that evaluates after each part of an epoch, and after the third evaluation sets another learning rate.
-fn program(job: &Job<'_>, patience: usize) -> Result<End> {
+/// A training that evaluates after each part of an epoch, and after the third evaluation sets another learning rate; with
+/// `falls` the learning rate falls with each evaluation that is no better instead.
+fn program(job: &Job<'_>, patience: usize, falls: bool) -> Result<End> {
     let train = data(36);
     let builder = job.trainer(&train, plane, |params, lr| {
         Sgd::new(params, lr).momentum(0.9)
     });
-    let early = EarlyStopping::new(patience);
-    let mut trainer = builder.clip_grad_norm(0.7).early_stopping(early).start()?;
+    let plateau = Plateau {
+        factor: 0.5,
+        patience: 0,
+        ..Plateau::default()
+    };
+    let mut trainer = builder
+        .clip_grad_norm(0.7)
+        .early_stopping(EarlyStopping::new(patience))
+        .schedule(|lr, _| match falls {
+            true => Schedule::warm_up(3, Schedule::reduce_on_plateau(lr, plateau)?),
+            false => Ok(Schedule::constant(lr)),
+        })
+        .start()?;
     let mut own: Own = trainer.state()?.unwrap_or_default();
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&train)? {
@@ -56,7 +69,7 @@ fn program(job: &Job<'_>, patience: usize) -> Result<End> {
         trainer.record(Evaluation::new(LOSSES[number], Confusion::new(0)))?;
         own.rounds.push(epoch);
         trainer.set_state(&own)?;
-        if number == 2 {
+        if number == 2 && !falls {
             trainer.set_lr(0.03125)?;
         }
     }
@@ -145,7 +158,7 @@ fn check(args: &[&str], steps: u64, program: impl Fn(&Job<'_>) -> Result<End> + 
 #[test]
 fn a_training_is_stopped_early_at_the_same_step_wherever_it_was_resumed() {
     // In the middle of the second epoch.
-    let end = check(&ARGS, 10, |job| program(job, 2));
+    let end = check(&ARGS, 10, |job| program(job, 2, false));
     assert_eq!((end.own.steps, end.lr, end.last), (10, 0.03125, 3.25));
     assert_eq!(end.own.rounds, [1, 1, 1, 2, 2]);
 }
@@ -153,27 +166,29 @@ fn a_training_is_stopped_early_at_the_same_step_wherever_it_was_resumed() {
 #[test]
 fn a_training_is_cut_at_the_same_step_wherever_it_was_resumed() {
     let args = [&ARGS[..], &["--max-steps", "9"]].concat();
-    let end = check(&args, 9, |job| program(job, 9));
+    let end = check(&args, 9, |job| program(job, 9, true));
     assert_eq!(end.own.rounds, [1, 1, 1, 2, 2]);
+    // Twice no better.
+    assert_eq!(end.lr, 0.1 * 0.5 * 0.5);
 }
 
 #[test]
 fn a_training_goes_on_where_it_was_cut_or_stopped_early() {
     let whole = tempfile::tempdir().expect("folder");
     let args = [&ARGS[..], &["--max-steps", "15", "--save-every", "99"]].concat();
-    let want = start_on(2, whole.path(), &args, |job| program(job, 9)).expect("trained");
+    let want = start_on(2, whole.path(), &args, |job| program(job, 9, false)).expect("trained");
     let dir = tempfile::tempdir().expect("folder");
     // 9 steps end in the middle of a part, which is evaluated then; so that the numbers of evaluations agree, 10 do not.
     let first = [&ARGS[..], &["--max-steps", "10", "--save-every", "99"]].concat();
-    start_on(3, dir.path(), &first, |job| program(job, 9)).expect("trained");
+    start_on(3, dir.path(), &first, |job| program(job, 9, false)).expect("trained");
     let more = [&args[..], &["--resume", "auto"]].concat();
-    let end = start_on(1, dir.path(), &more, |job| program(job, 9)).expect("trained");
+    let end = start_on(1, dir.path(), &more, |job| program(job, 9, false)).expect("trained");
     assert_eq!(end, want);
     assert_eq!(left(dir.path()).0[0], left(whole.path()).0[0]);
     // With more patience than it was stopped with.
     let dir = tempfile::tempdir().expect("folder");
-    start_on(3, dir.path(), &args, |job| program(job, 2)).expect("trained");
-    let end = start_on(1, dir.path(), &more, |job| program(job, 9)).expect("trained");
+    start_on(3, dir.path(), &args, |job| program(job, 2, false)).expect("trained");
+    let end = start_on(1, dir.path(), &more, |job| program(job, 9, false)).expect("trained");
     assert_eq!(end, want);
     assert_eq!(left(dir.path()).0[0], left(whole.path()).0[0]);
 }
