@@ -14,11 +14,11 @@
 //! `t` counts the steps that updated the parameter: a parameter without a gradient is
 //! skipped and keeps its own count, as in PyTorch.
 
-use super::check_setting;
 use super::group::ParamSettings;
 use super::rule::{Rule, RuleOptimizer};
+use super::{check_beta, check_setting, lerp};
+use crate::Result;
 use crate::param::Params;
-use crate::{Error, Result};
 
 /// `torch.optim.Adam` and `torch.optim.AdamW`.
 pub type Adam = RuleOptimizer<AdamRule>;
@@ -26,10 +26,10 @@ pub type Adam = RuleOptimizer<AdamRule>;
 /// Settings of [`Adam`].
 #[derive(Clone, Copy, Debug)]
 pub struct AdamRule {
-    beta1: f64,
-    beta2: f64,
-    eps: f64,
-    weight_decay: f64,
+    pub(super) beta1: f64,
+    pub(super) beta2: f64,
+    pub(super) eps: f64,
+    pub(super) weight_decay: f64,
     decoupled: bool,
     amsgrad: bool,
 }
@@ -94,14 +94,8 @@ impl Rule for AdamRule {
         check_setting("learning rate", lr)?;
         check_setting("eps", self.eps)?;
         check_setting("weight decay", self.weight_decay)?;
-        for (name, beta) in [("beta1", self.beta1), ("beta2", self.beta2)] {
-            if !(0.0..1.0).contains(&beta) {
-                return Err(Error::usage(format!(
-                    "{name} is {beta}; it must be at least 0 and below 1"
-                )));
-            }
-        }
-        Ok(())
+        check_beta("beta1", self.beta1)?;
+        check_beta("beta2", self.beta2)
     }
 
     fn of(mut self, own: &ParamSettings) -> Self {
@@ -130,7 +124,6 @@ impl Rule for AdamRule {
         let t = t as f64;
         let correction1 = 1.0 - self.beta1.powf(t);
         let correction2 = 1.0 - self.beta2.powf(t);
-        let weight = (1.0 - self.beta1) as f32;
         Scalars {
             shrink: if self.decoupled {
                 (1.0 - lr * self.weight_decay) as f32
@@ -142,8 +135,7 @@ impl Rule for AdamRule {
             } else {
                 self.weight_decay as f32
             },
-            weight,
-            weight_minus_1: weight - 1.0,
+            weight: (1.0 - self.beta1) as f32,
             beta2: self.beta2 as f32,
             keep2: (1.0 - self.beta2) as f32,
             root2: correction2.sqrt() as f32,
@@ -165,7 +157,6 @@ pub struct Scalars {
     /// Adam's weight decay; 0 otherwise.
     decay: f32,
     weight: f32,
-    weight_minus_1: f32,
     beta2: f32,
     keep2: f32,
     root2: f32,
@@ -206,25 +197,20 @@ simd! {
 impl Scalars {
     /// Updates both running averages; returns the weight after AdamW's decay.
     #[inline(always)]
-    fn moments(&self, p: f32, g: f32, m: &mut f32, v: &mut f32) -> f32 {
+    pub(super) fn moments(&self, p: f32, g: f32, m: &mut f32, v: &mut f32) -> f32 {
         // A zero decay must not touch the gradient: infinity * 0 is NaN.
         let g = if self.decay == 0.0 {
             g
         } else {
             p.mul_add(self.decay, g)
         };
-        // torch.lerp starts from the nearer end.
-        *m = if self.weight < 0.5 {
-            self.weight.mul_add(g - *m, *m)
-        } else {
-            (g - *m).mul_add(self.weight_minus_1, g)
-        };
+        *m = lerp(*m, g, self.weight);
         *v = (self.keep2 * g).mul_add(g, self.beta2 * *v);
         p * self.shrink
     }
 
     #[inline(always)]
-    fn apply(&self, p: f32, m: f32, square: f32) -> f32 {
+    pub(super) fn apply(&self, p: f32, m: f32, square: f32) -> f32 {
         let den = square.sqrt() / self.root2 + self.eps;
         p + self.neg_step * m / den
     }

@@ -45,7 +45,7 @@ impl ParamGroup {
     }
 
     /// Lets [`Muon`](super::Muon) update these matrices as it does vectors, by its [other](super::Muon::others) optimizer:
-    /// embeddings and output layers, for example. Other optimizers do so always.
+    /// embeddings and output layers, for example. No other optimizer has a choice.
     #[must_use]
     pub const fn elementwise(mut self) -> Self {
         self.elementwise = true;
@@ -101,7 +101,7 @@ pub struct ParamSettings {
     name: String,
     shape: Vec<usize>,
     layout: Layout,
-    is_shard: bool,
+    pub(super) is_shard: bool,
     /// Elements in this optimizer's memory.
     pub(super) len: usize,
     pub(super) group: ParamGroup,

@@ -3,9 +3,10 @@
 //! [`Sgd`] equals PyTorch's single-tensor CPU path bit for bit, fused
 //! multiply-adds included. So does [`Adam`], except that PyTorch takes its float32
 //! square root from MKL, which is one unit low for 0.6 % of inputs; ours is correctly
-//! rounded.
+//! rounded. [`Rmsprop`] is as close; [`Lion`] follows its paper.
 //!
-//! [`Muon`] updates matrices as a whole, all else by one of these. [Groups](RuleOptimizer::groups) of parameters have learning
+//! [`Muon`] updates matrices as a whole, all else by one of these; [`Lamb`] scales the update of each parameter as a whole.
+//! [`Ema`] averages the weights of any optimizer. [Groups](RuleOptimizer::groups) of parameters have learning
 //! rates and weight decays of their own.
 //!
 //! State has the same memory layout as [`Params::flat`], so it can be hashed, saved and
@@ -16,8 +17,12 @@
 
 mod adam;
 mod clip;
+mod ema;
 mod group;
+mod lamb;
+mod lion;
 mod muon;
+mod rmsprop;
 mod rule;
 pub mod schedule;
 mod sgd;
@@ -25,8 +30,12 @@ mod updates;
 
 pub use adam::Adam;
 pub use clip::{clip_factor, grad_norm, step_clipped};
+pub use ema::Ema;
 pub use group::{ParamGroup, Parameter};
+pub use lamb::Lamb;
+pub use lion::Lion;
 pub use muon::Muon;
+pub use rmsprop::Rmsprop;
 pub use rule::RuleOptimizer;
 pub use sgd::Sgd;
 
@@ -156,6 +165,12 @@ pub trait Optimizer {
     /// [`Params::flat`]. A buffer that no step has written yet is absent.
     fn state(&self) -> Vec<(&'static str, &[f32])>;
 
+    /// The averaged weights, laid out like [`Params::flat`], of an optimizer that averages them, as [`Ema`] does. None before
+    /// the first step. A parameter whose [`updates`](Self::updates) are 0 has no average: its weights have not changed.
+    fn averages(&self) -> Option<&[f32]> {
+        None
+    }
+
     /// Restores saved state: the values of [`steps`](Self::steps),
     /// [`updates`](Self::updates) and [`state`](Self::state).
     ///
@@ -232,6 +247,10 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
         (**self).updates()
     }
 
+    fn averages(&self) -> Option<&[f32]> {
+        (**self).averages()
+    }
+
     fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()> {
         (**self).restore(steps, updates, state)
     }
@@ -261,4 +280,24 @@ fn check_setting(name: &str, value: f64) -> Result<()> {
     Err(Error::usage(format!(
         "{name} is {value}; it must be a number of at least 0"
     )))
+}
+
+/// The setting must be a decay rate of at least 0 and below 1.
+fn check_beta(name: &str, value: f64) -> Result<()> {
+    if (0.0..1.0).contains(&value) {
+        return Ok(());
+    }
+    Err(Error::usage(format!(
+        "{name} is {value}; it must be at least 0 and below 1"
+    )))
+}
+
+/// Between `from` and `to`, from the nearer end, as `torch.lerp`.
+#[inline(always)]
+fn lerp(from: f32, to: f32, weight: f32) -> f32 {
+    if weight < 0.5 {
+        weight.mul_add(to - from, from)
+    } else {
+        (to - from).mul_add(weight - 1.0, to)
+    }
 }

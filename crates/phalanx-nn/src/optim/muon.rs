@@ -14,12 +14,11 @@
 //! in bf16. Weights of convolutions are flattened to (first dimension, all others). Norms are sums of squares in f64.
 
 use super::adam::{Adam, AdamRule};
-use super::check_setting;
 use super::clip::sum_of_squares;
 use super::group::{Matrix, ParamSettings};
 use super::rule::{PIECE, Rule, RuleOptimizer};
 use super::sgd::SgdRule;
-use super::{Optimizer, adam, sgd};
+use super::{Optimizer, adam, check_beta, check_setting, sgd};
 use crate::kernels::product::{Mat, product_threaded};
 use crate::kernels::{Mode, elementwise};
 use crate::param::Params;
@@ -173,12 +172,7 @@ impl Rule for MuonRule {
     fn check(&self, lr: f64) -> Result<()> {
         check_setting("learning rate", lr)?;
         check_setting("weight decay", self.weight_decay)?;
-        if !(0.0..1.0).contains(&self.momentum) {
-            return Err(Error::usage(format!(
-                "momentum is {}; it must be at least 0 and below 1",
-                self.momentum
-            )));
-        }
+        check_beta("momentum", self.momentum)?;
         if self.matrix.is_some_and(|m| m.is_shard) {
             return Err(Error::usage(
                 "Muon needs whole matrices, and this rank has a shard of one; use another optimizer, or do not divide the parameters",

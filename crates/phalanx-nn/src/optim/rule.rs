@@ -58,7 +58,8 @@ pub trait Rule: Copy {
     }
 }
 
-/// An optimizer that updates parameters by a rule: [`Sgd`](super::Sgd), [`Adam`](super::Adam) or [`Muon`](super::Muon).
+/// An optimizer that updates parameters by a rule: [`Sgd`](super::Sgd), [`Adam`](super::Adam), [`Muon`](super::Muon),
+/// [`Rmsprop`](super::Rmsprop), [`Lion`](super::Lion) or [`Lamb`](super::Lamb).
 #[derive(Clone, Debug)]
 pub struct RuleOptimizer<R> {
     pub(super) rule: R,
@@ -299,14 +300,18 @@ impl<R: Rule> Optimizer for RuleOptimizer<R> {
 
 /// Zeros, in huge pages where the system has them. Each step reads and writes the whole state. With GPT-2's size the first
 /// step is not slower for it.
-fn state_buffer(elems: usize) -> AlignedBuf {
+pub(super) fn state_buffer(elems: usize) -> AlignedBuf {
     let buffer = AlignedBuf::zeroed(elems);
     buffer.join_pages(0, elems);
     buffer
 }
 
 /// Finds the saved buffer `name` of the right length among `state`.
-fn saved<'a>(state: &[(&str, &'a [f32])], name: &str, elems: usize) -> Result<&'a [f32]> {
+pub(super) fn saved<'a>(
+    state: &[(&str, &'a [f32])],
+    name: &str,
+    elems: usize,
+) -> Result<&'a [f32]> {
     let Some((_, values)) = state.iter().find(|(n, _)| *n == name) else {
         return Err(Error::usage(format!("saved optimizer state lacks {name}")));
     };

@@ -4,11 +4,13 @@
 use std::process::Command;
 
 use crate::common::noise;
+use crate::optim_torch::{gradients, params_of, spread};
 use phalanx_nn::layers::{
     Act, Activation, BatchNorm, Conv2d, Conv2dOptions, Dropout, GroupNorm, LayerNorm, Linear,
     MaxPool2d, MaxPool2dOptions, MultiHeadAttention,
 };
 use phalanx_nn::losses::CrossEntropyOptions;
+use phalanx_nn::optim::{Adam, Ema, Lamb, Lion, Optimizer, Rmsprop, Sgd};
 use phalanx_nn::{
     Grads, Precision, Reduction, Result, Scope, Seed, StepKey, Tape, Tensor, Threads,
 };
@@ -102,9 +104,43 @@ fn run(precision: Precision) -> u64 {
     hash
 }
 
+/// Digest of parameters and states after steps of each optimizer.
+fn optimizers() -> u64 {
+    let start = params_of(&[37, 1003]);
+    let plain = Rmsprop::new(&start, 0.01).weight_decay(0.1);
+    let centered = plain.clone().centered(true);
+    let mut all: Vec<Box<dyn Optimizer>> = vec![
+        Box::new(Sgd::new(&start, 0.1).momentum(0.9)),
+        Box::new(Adam::adamw(&start, 0.01)),
+        Box::new(plain.clone()),
+        Box::new(plain.momentum(0.9)),
+        Box::new(centered.clone()),
+        Box::new(centered.momentum(0.9)),
+        Box::new(Lion::new(&start, 0.01).weight_decay(0.1)),
+        Box::new(Lamb::new(&start, 0.01)),
+        Box::new(Ema::new(&start, Adam::new(&start, 0.01), 0.9)),
+        Box::new(Ema::new(&start, Adam::new(&start, 0.01), 0.3)),
+    ];
+    let mut hash = 0xcbf2_9ce4_8422_2325;
+    for optimizer in &mut all {
+        let mut params = start.clone();
+        spread(&mut params, &noise(1040, 4));
+        for step in 0..3 {
+            let grads = gradients(&params, &noise(1040, 5 + step));
+            optimizer.step_scaled(&mut params, &grads, 0.7).unwrap();
+        }
+        digest(&mut hash, params.flat());
+        for (_, values) in optimizer.state() {
+            digest(&mut hash, values);
+        }
+    }
+    hash
+}
+
 #[test]
 fn every_instruction_set_gives_the_same_bits() {
-    let digests = format!("{:x} {:x}", run(Precision::F32), run(Precision::Bf16));
+    let (f32, bf16) = (run(Precision::F32), run(Precision::Bf16));
+    let digests = format!("{f32:x} {bf16:x} {:x}", optimizers());
     if std::env::var_os(CHILD).is_some() {
         println!("bits {digests}");
         return;

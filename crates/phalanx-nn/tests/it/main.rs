@@ -10,6 +10,7 @@ mod layer_fixtures;
 mod losses;
 mod mobilenet;
 mod more_layers;
+mod more_optim;
 mod operations;
 mod optim_torch;
 mod precision;

@@ -2,7 +2,7 @@
 //! project's parity fixtures, `optim_unused.json` and `one_cycle.json`): SGD in every bit, Adam within 2e-7.
 
 use phalanx_nn::optim::schedule::{OneCycle, Schedule};
-use phalanx_nn::optim::{Adam, Optimizer, Run, Sgd};
+use phalanx_nn::optim::{Adam, Ema, Lamb, Lion, Optimizer, Rmsprop, Run, Sgd};
 use phalanx_nn::{
     ErrorKind, GradView, Grads, Init, Layout, ParamId, Params, Scope, Seed, Tape, Threads,
 };
@@ -12,7 +12,7 @@ fn fixture() -> Value {
     serde_json::from_str(include_str!("../fixtures/optim.json")).unwrap()
 }
 
-fn floats(tensor: &Value) -> Vec<f32> {
+pub fn floats(tensor: &Value) -> Vec<f32> {
     let list = tensor["data"].as_array().unwrap();
     // Shortest decimals that round-trip: parse as f32, not through f64.
     list.iter()
@@ -20,7 +20,7 @@ fn floats(tensor: &Value) -> Vec<f32> {
         .collect()
 }
 
-fn params_of(sizes: &[usize]) -> Params {
+pub fn params_of(sizes: &[usize]) -> Params {
     let mut scope = Scope::new(Seed(0));
     for (i, &n) in sizes.iter().enumerate() {
         scope.param(&format!("p{i}"), &[n], Layout::Same, Init::Constant(0.0));
@@ -29,7 +29,7 @@ fn params_of(sizes: &[usize]) -> Params {
 }
 
 /// Puts `values` into consecutive parameters of `params`.
-fn spread(params: &mut Params, values: &[f32]) {
+pub fn spread(params: &mut Params, values: &[f32]) {
     let mut rest = values;
     for id in params.ids() {
         let (now, later) = rest.split_at(params.get(id).len());
@@ -38,14 +38,14 @@ fn spread(params: &mut Params, values: &[f32]) {
     }
 }
 
-fn gathered(params: &Params) -> Vec<f32> {
+pub fn gathered(params: &Params) -> Vec<f32> {
     params
         .ids()
         .flat_map(|id| params.get(id).to_vec())
         .collect()
 }
 
-fn gradients(params: &Params, values: &[f32]) -> Grads {
+pub fn gradients(params: &Params, values: &[f32]) -> Grads {
     let mut shaped = params.clone();
     spread(&mut shaped, values);
     let mut grads = Grads::like(params);
@@ -79,7 +79,7 @@ fn optimizer(case: &Value, params: &Params) -> Box<dyn Optimizer> {
     Box::new(adam.eps(number("eps", 1e-8)).amsgrad(o["amsgrad"] == true))
 }
 
-fn assert_same(got: &[f32], want: &[f32], tolerance: f32, what: &str) {
+pub fn assert_same(got: &[f32], want: &[f32], tolerance: f32, what: &str) {
     assert_eq!(got.len(), want.len());
     for (i, (g, w)) in got.iter().zip(want).enumerate() {
         let equal = if tolerance == 0.0 {
@@ -346,11 +346,18 @@ fn one_cycle_refuses_an_optimizer_without_momentum() {
 #[test]
 fn optimizers_are_called_by_their_names() {
     let params = params_of(&[4]);
-    let all: [(Box<dyn Optimizer>, _); 4] = [
+    let all: [(Box<dyn Optimizer>, _); 8] = [
         (Box::new(Sgd::new(&params, 0.1)), "SGD"),
         (Box::new(Adam::new(&params, 0.1)), "Adam"),
         (Box::new(Adam::adamw(&params, 0.1)), "AdamW"),
         (Box::new(Plain(Sgd::new(&params, 0.1))), "Plain"),
+        (Box::new(Rmsprop::new(&params, 0.1)), "RMSprop"),
+        (Box::new(Lion::new(&params, 0.1)), "Lion"),
+        (Box::new(Lamb::new(&params, 0.1)), "LAMB"),
+        (
+            Box::new(Ema::new(&params, Lion::new(&params, 0.1), 0.9)),
+            "Lion",
+        ),
     ];
     for (optimizer, name) in all {
         assert_eq!(optimizer.name(), name);
@@ -475,6 +482,14 @@ fn impossible_settings_and_foreign_parameters_are_refused() {
         ),
         Box::new(Adam::new(&params, 0.1).betas(1.0, 0.999)),
         Box::new(Adam::new(&params, 0.1).eps(-1.0)),
+        Box::new(Rmsprop::new(&params, 0.1).alpha(1.0)),
+        Box::new(Rmsprop::new(&params, 0.1).momentum(-0.1)),
+        Box::new(Lion::new(&params, 0.1).betas(0.9, f64::NAN)),
+        Box::new(Lion::new(&params, 0.1).weight_decay(-0.1)),
+        Box::new(Lamb::new(&params, 0.1).betas(-0.1, 0.9)),
+        Box::new(Ema::new(&params, Sgd::new(&params, 0.1), 1.1)),
+        Box::new(Ema::new(&params, Sgd::new(&params, -0.1), 0.9)),
+        Box::new(Ema::new(&params_of(&[400]), Sgd::new(&params, 0.1), 0.9)),
         Box::new(Sgd::new(&params_of(&[400]), 0.1)),
     ];
     for opt in &mut bad {
@@ -538,7 +553,7 @@ fn threads_do_not_change_a_bit_of_a_step() {
     let start = params_of(&[100_000, 3, 20_000, 16_384]);
     let wave = |from: usize, len: usize| (from..from + len).map(|i| (i as f32 * 0.7).sin());
     type Make = fn(&Params) -> Box<dyn Optimizer>;
-    let makes: [Make; 4] = [
+    let makes: [Make; 8] = [
         |p| Box::new(Sgd::new(p, 0.1)),
         |p| {
             Box::new(
@@ -550,6 +565,10 @@ fn threads_do_not_change_a_bit_of_a_step() {
         },
         |p| Box::new(Adam::new(p, 0.1).amsgrad(true)),
         |p| Box::new(Adam::adamw(p, 0.1)),
+        |p| Box::new(Rmsprop::new(p, 0.1).momentum(0.9)),
+        |p| Box::new(Lion::new(p, 0.1).weight_decay(0.1)),
+        |p| Box::new(Lamb::new(p, 0.1)),
+        |p| Box::new(Ema::new(p, Adam::adamw(p, 0.1), 0.9)),
     ];
     for make in makes {
         let run = |threads: Option<usize>| {
@@ -573,7 +592,7 @@ fn threads_do_not_change_a_bit_of_a_step() {
         };
         let alone = run(None);
         assert!(alone.iter().all(|v| v.is_finite()) && alone[..136_387] != gathered(&start));
-        for threads in [1, 2, 4] {
+        for threads in [1, 2, 3, 4] {
             assert!(run(Some(threads)) == alone, "{threads} threads");
         }
     }
@@ -585,10 +604,17 @@ fn runs_of_elements_leave_the_bits_of_a_step() {
     let start = params_of(&[1000, 3, 77]);
     let wave = |from: usize| (from..from + 1080).map(|i| (i as f32 * 0.7).sin());
     type Make = fn(&Params) -> Box<dyn Optimizer>;
-    let makes: [Make; 3] = [
+    let makes: [Make; 7] = [
         |p| Box::new(Sgd::new(p, 0.1).weight_decay(1e-3)),
         |p| Box::new(Sgd::new(p, 0.1).momentum(0.9).dampening(0.2)),
         |p| Box::new(Adam::adamw(p, 0.1).amsgrad(true)),
+        |p| Box::new(Rmsprop::new(p, 0.1).centered(true)),
+        |p| {
+            let rmsprop = Rmsprop::new(p, 0.1).weight_decay(1e-3).momentum(0.9);
+            Box::new(rmsprop.centered(true))
+        },
+        |p| Box::new(Lion::new(p, 0.1).weight_decay(0.1)),
+        |p| Box::new(Ema::new(p, Rmsprop::new(p, 0.1).momentum(0.9), 0.9)),
     ];
     for make in makes {
         let run = |piece: Option<usize>| {
@@ -632,9 +658,10 @@ fn runs_of_elements_leave_the_bits_of_a_step() {
 fn runs_that_do_not_fit_are_refused() {
     let params = params_of(&[16, 16]);
     type Make = fn(&Params) -> Box<dyn Optimizer>;
-    let makes: [Make; 2] = [
+    let makes: [Make; 3] = [
         |p| Box::new(Sgd::new(p, 0.1).momentum(0.9)),
         |p| Box::new(Adam::new(p, 0.1)),
+        |p| Box::new(Ema::new(p, Sgd::new(p, 0.1), 0.9)),
     ];
     for make in makes {
         let mut optimizer = make(&params);

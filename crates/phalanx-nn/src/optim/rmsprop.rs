@@ -1,0 +1,217 @@
+//! RMSprop (T. Tieleman and G. Hinton, "Neural networks for machine learning", lecture 6.5, 2012), plain or centered
+//! (A. Graves, [arXiv:1308.0850](https://arxiv.org/abs/1308.0850)), as `torch.optim.RMSprop` computes it.
+//!
+//! An element's step in float32:
+//!
+//! ```text
+//! g    = fma(p, weight_decay, g)
+//! sq   = fma(round((1 - alpha) * g), g, round(alpha * sq))
+//! mean = lerp(mean, g, 1 - alpha)                                           centered
+//! den  = round(sqrt(centered ? fma(-mean, mean, sq) : sq) + eps)
+//! p    = round(p + round(round(-lr * g) / den))                             no momentum
+//! buf  = round(round(buf * momentum) + round(g / den)); p = fma(buf, -lr, p)   momentum
+//! ```
+//!
+//! The bits are those of PyTorch's single-tensor CPU path except for its square root, as with [`Adam`](super::Adam).
+
+use super::group::ParamSettings;
+use super::rule::{Rule, RuleOptimizer};
+use super::{check_beta, check_setting, lerp};
+use crate::Result;
+use crate::param::Params;
+
+/// `torch.optim.RMSprop`.
+pub type Rmsprop = RuleOptimizer<RmspropRule>;
+
+/// Settings of [`Rmsprop`].
+#[derive(Clone, Copy, Debug)]
+pub struct RmspropRule {
+    alpha: f64,
+    eps: f64,
+    weight_decay: f64,
+    momentum: f64,
+    centered: bool,
+}
+
+impl RuleOptimizer<RmspropRule> {
+    /// RMSprop with PyTorch's defaults (alpha 0.99, eps 1e-8, no decay, no momentum, not centered) for parameters laid out
+    /// like `params`.
+    pub fn new(params: &Params, lr: f64) -> Self {
+        let rule = RmspropRule {
+            alpha: 0.99,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            momentum: 0.0,
+            centered: false,
+        };
+        Self::with_rule(params, lr, rule)
+    }
+
+    /// Sets the decay rate of the running square.
+    #[must_use]
+    pub fn alpha(mut self, alpha: f64) -> Self {
+        self.rule.alpha = alpha;
+        self
+    }
+
+    /// Sets the term added to the denominator.
+    #[must_use]
+    pub fn eps(mut self, eps: f64) -> Self {
+        self.rule.eps = eps;
+        self
+    }
+
+    /// Sets the weight decay (an L2 penalty's gradient).
+    #[must_use]
+    pub fn weight_decay(mut self, weight_decay: f64) -> Self {
+        self.rule.weight_decay = weight_decay;
+        self
+    }
+
+    /// Sets the momentum (0 = none).
+    #[must_use]
+    pub fn momentum(mut self, momentum: f64) -> Self {
+        self.rule.momentum = momentum;
+        self
+    }
+
+    /// Divides by the running standard deviation instead of the root of the running square.
+    #[must_use]
+    pub fn centered(mut self, centered: bool) -> Self {
+        self.rule.centered = centered;
+        self
+    }
+}
+
+impl Rule for RmspropRule {
+    type Scalars = Scalars;
+
+    fn check(&self, lr: f64) -> Result<()> {
+        check_setting("learning rate", lr)?;
+        check_beta("alpha", self.alpha)?;
+        check_setting("eps", self.eps)?;
+        check_setting("weight decay", self.weight_decay)?;
+        check_setting("momentum", self.momentum)
+    }
+
+    fn of(mut self, own: &ParamSettings) -> Self {
+        self.weight_decay = own.group.weight_decay.unwrap_or(self.weight_decay);
+        self
+    }
+
+    fn name(&self) -> &'static str {
+        "RMSprop"
+    }
+
+    fn set_momentum(&mut self, momentum: f64) {
+        self.momentum = momentum;
+    }
+
+    fn buffers(&self) -> &'static [&'static str] {
+        // The momentum last: a schedule may begin it when the others are there.
+        match (self.centered, self.momentum > 0.0) {
+            (false, false) => &["square_avg"],
+            (false, true) => &["square_avg", "momentum_buffer"],
+            (true, false) => &["square_avg", "grad_avg"],
+            (true, true) => &["square_avg", "grad_avg", "momentum_buffer"],
+        }
+    }
+
+    fn scalars(&self, lr: f64, _: u64) -> Scalars {
+        Scalars {
+            decay: self.weight_decay as f32,
+            alpha: self.alpha as f32,
+            weight: (1.0 - self.alpha) as f32,
+            eps: self.eps as f32,
+            momentum: self.momentum as f32,
+            neg_lr: (-lr) as f32,
+            centered: self.centered,
+        }
+    }
+
+    fn update(s: Scalars, p: &mut [f32], g: &[f32], factor: f32, [square, b, c]: [&mut [f32]; 3]) {
+        let (mean, buf) = if s.centered { (b, c) } else { (c, b) };
+        update(s, p, g, factor, square, mean, buf);
+    }
+}
+
+/// Everything that is the same for all elements of a parameter in a step.
+#[derive(Clone, Copy, Debug)]
+pub struct Scalars {
+    decay: f32,
+    alpha: f32,
+    weight: f32,
+    eps: f32,
+    momentum: f32,
+    neg_lr: f32,
+    centered: bool,
+}
+
+simd! {
+    /// The step of one parameter. `mean` is empty unless centered, `buf` without momentum.
+    fn update(
+        s: Scalars,
+        p: &mut [f32],
+        g: &[f32],
+        factor: f32,
+        square: &mut [f32],
+        mean: &mut [f32],
+        buf: &mut [f32],
+    ) {
+        let elements = p.iter_mut().zip(g).zip(square);
+        match (mean.is_empty(), buf.is_empty()) {
+            (true, true) => {
+                for ((p, &g), square) in elements {
+                    let g = s.averages(*p, g * factor, square);
+                    *p += s.neg_lr * g / (square.sqrt() + s.eps);
+                }
+            }
+            (true, false) => {
+                for (((p, &g), square), buf) in elements.zip(buf) {
+                    let g = s.averages(*p, g * factor, square);
+                    s.momentum(p, buf, g / (square.sqrt() + s.eps));
+                }
+            }
+            (false, true) => {
+                for (((p, &g), square), mean) in elements.zip(mean) {
+                    let g = s.averages(*p, g * factor, square);
+                    *p += s.neg_lr * g / s.deviation(g, mean, *square);
+                }
+            }
+            (false, false) => {
+                for ((((p, &g), square), mean), buf) in elements.zip(mean).zip(buf) {
+                    let g = s.averages(*p, g * factor, square);
+                    s.momentum(p, buf, g / s.deviation(g, mean, *square));
+                }
+            }
+        }
+    }
+}
+
+impl Scalars {
+    /// Updates the running square; returns the gradient with the decay's.
+    #[inline(always)]
+    fn averages(&self, p: f32, g: f32, square: &mut f32) -> f32 {
+        // A zero decay must not touch the gradient: infinity * 0 is NaN.
+        let g = if self.decay == 0.0 {
+            g
+        } else {
+            p.mul_add(self.decay, g)
+        };
+        *square = (self.weight * g).mul_add(g, self.alpha * *square);
+        g
+    }
+
+    /// Updates the running mean; returns the denominator.
+    #[inline(always)]
+    fn deviation(&self, g: f32, mean: &mut f32, square: f32) -> f32 {
+        *mean = lerp(*mean, g, self.weight);
+        (-*mean).mul_add(*mean, square).sqrt() + self.eps
+    }
+
+    #[inline(always)]
+    fn momentum(&self, p: &mut f32, buf: &mut f32, step: f32) {
+        *buf = *buf * self.momentum + step;
+        *p = buf.mul_add(self.neg_lr, *p);
+    }
+}
