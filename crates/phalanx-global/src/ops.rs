@@ -529,7 +529,7 @@ impl<'s> Value<'s> for Global<'s> {
     }
 
     fn is_training(&self) -> bool {
-        self.step().local().training()
+        self.local().is_training()
     }
 
     fn constant(&self, data: &[f32], shape: &[usize]) -> Result<Self> {
@@ -582,6 +582,12 @@ impl<'s> Value<'s> for Global<'s> {
         let (step, layout) = (self.step(), Rc::clone(self.shared_layout()));
         self.into_local()
             .recompute(|local| part(Global::new(step, local, layout)))
+    }
+
+    fn evaluate<R>(self, part: impl FnOnce(Self) -> Result<R>) -> Result<R> {
+        let (step, layout) = (self.step(), Rc::clone(self.shared_layout()));
+        self.into_local()
+            .evaluate(|local| part(Global::new(step, local, layout)))
     }
 
     fn activation(self, function: Activation) -> Result<Self> {

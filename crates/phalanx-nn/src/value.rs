@@ -114,7 +114,7 @@ pub trait Value<'s>: Sized {
     /// Sizes, outermost first.
     fn shape(&self) -> Vec<usize>;
 
-    /// Whether the value's step trains rather than evaluates.
+    /// Whether dropout drops here: in a step that trains, but for parts under [`evaluate`](Value::evaluate).
     fn is_training(&self) -> bool;
 
     /// An input of the same step that gets no gradient. `data` is equal on all ranks.
@@ -191,6 +191,12 @@ pub trait Value<'s>: Sized {
     /// # Errors
     /// Those of `part`.
     fn recompute<R>(self, part: impl FnOnce(Self) -> Result<R>) -> Result<R>;
+
+    /// Runs `part` of a model as in an evaluation, as [`Tensor::evaluate`].
+    ///
+    /// # Errors
+    /// Those of `part`.
+    fn evaluate<R>(self, part: impl FnOnce(Self) -> Result<R>) -> Result<R>;
 
     /// `function` of every element.
     ///
@@ -300,7 +306,7 @@ impl<'s> Value<'s> for Tensor<'s> {
     }
 
     fn is_training(&self) -> bool {
-        self.step().training()
+        self.step().state().learns()
     }
 
     fn constant(&self, data: &[f32], shape: &[usize]) -> Result<Self> {
@@ -316,6 +322,10 @@ impl<'s> Value<'s> for Tensor<'s> {
 
     fn recompute<R>(self, part: impl FnOnce(Self) -> Result<R>) -> Result<R> {
         Tensor::recompute(self, part)
+    }
+
+    fn evaluate<R>(self, part: impl FnOnce(Self) -> Result<R>) -> Result<R> {
+        Tensor::evaluate(self, part)
     }
 
     fn activation(self, function: Activation) -> Result<Self> {

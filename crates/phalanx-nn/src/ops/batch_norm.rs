@@ -78,6 +78,8 @@ pub(crate) struct BatchNorm {
     channels: usize,
     /// Values per channel of the joined batch, if this one is part of one.
     joined: Option<f64>,
+    /// The statistics are the running ones, and do not depend on the input.
+    fixed: bool,
 }
 
 /// Factor and offset of every channel.
@@ -97,7 +99,8 @@ impl<'s> Tensor<'s> {
     /// Normalises every channel (last dimension), adds `residual`, applies `act`.
     ///
     /// A training step uses the batch's mean and biased variance and keeps both for
-    /// [`Tape::update_buffers`](crate::Tape::update_buffers); an evaluation uses the running ones.
+    /// [`Tape::update_buffers`](crate::Tape::update_buffers); an evaluation, and a part under
+    /// [`evaluate`](Tensor::evaluate), uses the running ones.
     ///
     /// # Errors
     /// `Usage` when sizes do not fit, a training batch has only one value per channel,
@@ -136,9 +139,9 @@ impl<'s> Tensor<'s> {
             let mut st = step.state();
             let mut constants = st.pool.get(4 * c);
             let numel = dims.numel();
-            let training = st.training;
-            let batch = training || options.running.is_none();
-            let join = st.join.clone().filter(|_| training);
+            let (training, learns) = (st.training, st.learns());
+            let batch = learns || options.running.is_none();
+            let join = st.join.clone().filter(|_| learns);
             let mut joined = None;
             if (numel > 0 || join.is_some()) && batch {
                 let mut sums = st.pool.get(4 * c);
@@ -169,7 +172,7 @@ impl<'s> Tensor<'s> {
                     constants.slice_mut()[i] = mean[i] as f32;
                     constants.slice_mut()[c + i] = (1.0 / (var + options.eps).sqrt()) as f32;
                 }
-                if training
+                if learns
                     && rows > 0.0
                     && let Some(running) = options.running
                 {
@@ -207,6 +210,7 @@ impl<'s> Tensor<'s> {
                     act,
                     channels: c,
                     joined,
+                    fixed: !batch,
                 });
             } else {
                 st.pool.put(constants);
@@ -256,7 +260,7 @@ impl<'s> Tensor<'s> {
             }
         }
         let st = step.state();
-        if st.training && dims.numel() == c && st.join.is_none() {
+        if st.learns() && dims.numel() == c && st.join.is_none() {
             return Err(Error::usage(format!(
                 "batch_norm: one value a channel (shape {dims:?}) has no variance to train with; use larger batches"
             )));
@@ -414,6 +418,10 @@ impl BatchNorm {
         if let Some((joined, join)) = self.joined.zip(ctx.join()) {
             rows = joined.max(1.0);
             join.sum(sums.f64_mut()).map_err(not_joined)?;
+        }
+        if self.fixed {
+            // The statistics have no gradient.
+            sums.f64_mut().fill(0.0);
         }
         let (total, products) = sums.f64_mut().split_at_mut(c);
         let (slope, offset) = coefficients.slice_mut().split_at_mut(c);

@@ -116,7 +116,7 @@ pub(super) fn next_mask(
     p: f64,
     samples: usize,
 ) -> Result<Option<(MaskKey, Rate)>> {
-    if !step.training() {
+    if !step.state().learns() {
         return Ok(None);
     }
     // The operation is numbered even where p is 0, so that switching

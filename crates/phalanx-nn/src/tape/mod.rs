@@ -179,7 +179,7 @@ impl<'a> Step<'a> {
         Ok(Tensor::new(self, slot))
     }
 
-    /// Whether this step trains (records, drops out) rather than evaluates.
+    /// Whether this step trains (records operations) rather than evaluates.
     pub fn training(&self) -> bool {
         self.state().training
     }

@@ -52,7 +52,10 @@ pub(crate) struct State {
     pub(super) nodes: Vec<Node>,
     pub(super) segments: Segments,
     pub(super) walked: bool,
+    /// Operations are recorded.
     pub(crate) training: bool,
+    /// A part of the model runs as in an evaluation.
+    pub(crate) evaluates: bool,
     /// Data type of the operands of convolutions and linear layers.
     pub(crate) precision: Precision,
     key: Option<MaskKey>,
@@ -77,6 +80,7 @@ impl State {
         // A step that was leaked (`mem::forget`) has not cleaned up.
         self.finish();
         self.training = training;
+        self.evaluates = false;
         self.walked = false;
         if let Some(clock) = &mut self.clock {
             clock.mark();
@@ -106,6 +110,11 @@ impl State {
         self.labels.clear();
         self.samples.clear();
         self.pool.reclaim();
+    }
+
+    /// Whether dropout drops, and batch norms use and note the batch's statistics.
+    pub(crate) fn learns(&self) -> bool {
+        self.training && !self.evaluates
     }
 
     /// Key of the next random operation, and the ids of its samples.

@@ -117,6 +117,24 @@ impl<'s> Tensor<'s> {
         Ok(Tensor::held(self.step, &mut state, slot))
     }
 
+    /// Runs `part` of a model on this tensor as in an evaluation, while the rest of the step trains: dropout does nothing
+    /// (and does not count among the step's random operations), and batch norms use their running statistics, which stay
+    /// as they are. Gradients flow through it. PyTorch: `part.eval()`.
+    ///
+    /// A part that is to stay as it is also gets no gradients if its output is [detached](Tensor::detach), keeps no
+    /// inner values until the step's end if it runs under [`recompute`](Tensor::recompute) besides, and does not change by weight
+    /// decay if its parameters have a group whose [`lr_scale`](crate::optim::ParamGroup::lr_scale) is 0.
+    ///
+    /// # Errors
+    /// Those of `part`.
+    pub fn evaluate<R>(self, part: impl FnOnce(Tensor<'s>) -> Result<R>) -> Result<R> {
+        let step = self.step;
+        let before = std::mem::replace(&mut step.state().evaluates, true);
+        let result = part(self);
+        step.state().evaluates = before;
+        result
+    }
+
     /// Runs `part` of a model on this tensor, and frees its inner values that backward would read; backward recomputes
     /// them just before it reads them. The step needs less memory, and more time: at most that of the part's forward
     /// pass. `part` may use other tensors too, and may contain further parts.

@@ -3,7 +3,7 @@
 
 use crate::common::differences::{check, input};
 use crate::common::{Recorder, noise};
-use phalanx_nn::layers::{KvCache, LayerNorm, Linear, MultiHeadAttention};
+use phalanx_nn::layers::{BatchNorm, Dropout, KvCache, LayerNorm, Linear, MultiHeadAttention};
 use phalanx_nn::rng::torch::Generator;
 use phalanx_nn::{
     Grads, Init, Reduction, Result, Scope, Seed, StepKey, Tape, Tensor, Threads, Value as _,
@@ -469,4 +469,74 @@ fn initial_values_are_chosen_by_name_and_shape() {
         assert_eq!(params.export(id), want);
     }
     assert_ne!(params.get(other.bias.unwrap()), [0.0; 2]);
+}
+
+/// A batch norm with statistics far from the batch's, and dropout, before a layer that trains.
+#[test]
+fn a_part_evaluates_while_the_rest_trains() {
+    let mut scope = Scope::new(Seed(0));
+    let norm = BatchNorm::new(scope.enter("norm"), 3);
+    let head = Linear::new(scope.enter("head"), 3, 2);
+    let mut params = scope.build().unwrap();
+    let running = norm.options().running.unwrap();
+    let stats = [
+        (running.mean, [0.5, -1.0, 2.0]),
+        (running.var, [4.0, 0.25, 1.5]),
+    ];
+    for (id, values) in stats {
+        params.buffer_mut(id).copy_from_slice(&values);
+    }
+    let weight = norm.options().weight.unwrap();
+    params.import(weight, &[1.5, -0.5, 2.0]).unwrap();
+    let values = noise(12, 1);
+    let mut tape = Tape::new(Threads(2));
+    let want = {
+        let step = tape.inference(&params);
+        let x = step.input(&values, &[4, 3]).unwrap();
+        norm.forward(x).unwrap().to_vec()
+    };
+    let mut sink = Recorder::like(&params);
+    let step = tape.step(&params, StepKey::new(0, 0));
+    let x = step.variable(&values, &[4, 3]).unwrap();
+    let seen = x.share();
+    let y = x.evaluate(|x| {
+        assert!(!x.is_training());
+        Dropout::new(0.5).forward(norm.forward(x)?)
+    });
+    let y = y.unwrap();
+    assert!(y.is_training());
+    assert_eq!(y.data(), want);
+    let loss = head.forward(y).unwrap().sum(&[], false).unwrap();
+    loss.backward(&mut sink).unwrap();
+    let slope = |c: usize| {
+        let w = params.get(head.weight);
+        f64::from(w[c]) + f64::from(w[3 + c])
+    };
+    let near = |got: &[f32], want: &[f64]| {
+        let pairs = got.iter().zip(want);
+        assert!(
+            pairs.clone().all(|(g, w)| (f64::from(*g) - w).abs() < 1e-5),
+            "{got:?} {want:?}"
+        );
+    };
+    let deviation = |c: usize| (f64::from(stats[1].1[c]) + 1e-5).sqrt();
+    let factor = |c: usize| f64::from(params.get(weight)[c]) / deviation(c);
+    let each: Vec<f64> = (0..12).map(|i| slope(i % 3) * factor(i % 3)).collect();
+    near(&seen.grad().unwrap(), &each);
+    let of_weight = |c: usize| {
+        let normal =
+            |r: usize| (f64::from(values[r * 3 + c]) - f64::from(stats[0].1[c])) / deviation(c);
+        (0..4).map(|r| slope(c) * normal(r)).sum()
+    };
+    near(&sink.grads.export(weight), &[0, 1, 2].map(of_weight));
+    near(
+        &sink.grads.export(norm.options().bias.unwrap()),
+        &[0, 1, 2].map(|c| 4.0 * slope(c)),
+    );
+    drop(seen);
+    drop(step);
+    let before = params.buffer(running.mean).to_vec();
+    tape.update_buffers(&mut params).unwrap();
+    assert_eq!(params.buffer(running.mean), before);
+    assert_eq!(params.buffer(running.batches), [0.0]);
 }

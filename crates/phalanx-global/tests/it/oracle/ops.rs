@@ -22,6 +22,8 @@ pub enum Op {
     Scale(f32),
     Softmax(usize),
     LogSoftmax(usize),
+    Cumsum(usize),
+    Rotary,
     Matmul,
     Linear(Act),
     Bmm,
@@ -50,6 +52,7 @@ pub enum Op {
     AdaptiveMax(usize, usize),
     GlobalAvg,
     Recompute,
+    Evaluate,
     Embedding(Option<u32>),
     Nll(Reduction),
     CrossEntropy(Reduction),
@@ -203,6 +206,8 @@ impl Op {
             Op::Scale(f) => x.scale(*f),
             Op::Softmax(d) => x.softmax(*d),
             Op::LogSoftmax(d) => x.log_softmax_dim(*d),
+            Op::Cumsum(d) => x.cumsum(*d),
+            Op::Rotary => x.rotary(2, 10.0, 3),
             Op::Matmul => x.matmul(ids[0]),
             Op::Linear(act) => x.linear(ids[0], b, *act),
             Op::Bmm => x.bmm(other()),
@@ -240,6 +245,10 @@ impl Op {
             Op::AdaptiveMax(h, w) => x.adaptive_max_pool2d(*h, *w),
             Op::GlobalAvg => x.global_avg_pool(),
             Op::Recompute => x.recompute(|x| x.share().tanh()?.mul(x)),
+            Op::Evaluate => x.evaluate(|x| {
+                assert!(!x.is_training());
+                x.share().dropout(0.5)?.tanh()?.mul(x)
+            }),
             Op::Nll(_) | Op::CrossEntropy(_) | Op::CrossEntropyWith(_) => {
                 backend.over_classes(self, x, numbers.unwrap())
             }

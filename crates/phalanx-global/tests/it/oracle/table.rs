@@ -155,6 +155,11 @@ fn elementwise(n: usize) -> Vec<Row> {
             .rounded(ROUNDED)
             .composite(),
     );
+    all.push(
+        row(Op::Evaluate, &[&[n, 3]], &one)
+            .rounded(ROUNDED)
+            .composite(),
+    );
     // The mask is the whole tensor's.
     all.push(row(Op::Dropout, &[&[n, 3]], &one).also(true, &["P"]));
     all.push(row(Op::Dropout, &[&[2, n]], &one).also(true, &["P"]));
@@ -293,6 +298,10 @@ fn reductions(n: usize) -> Vec<Row> {
     all.push(row(Op::Softmax(0), &[&[n, 3]], &["B", "S1"]).rounded(ROUNDED));
     all.push(row(Op::Softmax(1), &[&[2, n, 3]], &["B", "S0", "S2"]).rounded(ROUNDED));
     all.push(row(Op::LogSoftmax(0), &[&[3, n]], &["B", "S1"]).rounded(ROUNDED));
+    all.push(row(Op::Cumsum(0), &[&[3, n]], &["B", "S1"]).rounded(ROUNDED));
+    all.push(row(Op::Cumsum(1), &[&[2, n, 3]], &["B", "S0", "S2"]).rounded(ROUNDED));
+    all.push(row(Op::Rotary, &[&[n, 2, 4]], &["B", "S0"]).rounded(ROUNDED));
+    all.push(row(Op::Rotary, &[&[2, n, 8]], &["B", "S0"]).rounded(ROUNDED));
     all.push(row(Op::Named("log_softmax"), &[&[n, 3]], &["B", "S0"]).rounded(ROUNDED));
     all
 }
