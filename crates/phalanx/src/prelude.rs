@@ -11,8 +11,8 @@ pub use phalanx_global::{
 pub use phalanx_nn::layers::*;
 pub use phalanx_nn::losses::CrossEntropyOptions;
 pub use phalanx_nn::models::{Gpt, GptConfig, MnistCnn};
-pub use phalanx_nn::optim::schedule::Schedule;
-pub use phalanx_nn::optim::{Adam, Muon, Optimizer, ParamGroup, Sgd};
+pub use phalanx_nn::optim::schedule::{OneCycle, Plateau, Schedule};
+pub use phalanx_nn::optim::{Adam, Ema, Lamb, Lion, Muon, Optimizer, ParamGroup, Rmsprop, Sgd};
 pub use phalanx_nn::{
     CustomOp, Init, ParamId, Params, Reduction, Scope, Step, Tensor, Value, ValueStep, Weight,
 };

@@ -133,12 +133,13 @@ impl<O: Optimizer> Optimizer for Ema<O> {
 
     fn state(&self) -> Vec<(&'static str, &[f32])> {
         let mut state = self.inner.state();
-        state.extend(self.averages().map(|averages| (NAME, averages)));
+        let averages = self.averages.as_deref();
+        state.extend(averages.map(|averages| (NAME, averages)));
         state
     }
 
     fn averages(&self) -> Option<&[f32]> {
-        self.averages.as_deref()
+        Some(self.averages.as_deref().unwrap_or_default())
     }
 
     fn restore(&mut self, steps: u64, updates: &[u64], state: &[(&str, &[f32])]) -> Result<()> {

@@ -165,7 +165,7 @@ pub trait Optimizer {
     /// [`Params::flat`]. A buffer that no step has written yet is absent.
     fn state(&self) -> Vec<(&'static str, &[f32])>;
 
-    /// The averaged weights, laid out like [`Params::flat`], of an optimizer that averages them, as [`Ema`] does. None before
+    /// The averaged weights, laid out like [`Params::flat`], of an optimizer that averages them, as [`Ema`] does; empty before
     /// the first step. A parameter whose [`updates`](Self::updates) are 0 has no average: its weights have not changed.
     fn averages(&self) -> Option<&[f32]> {
         None

@@ -20,7 +20,7 @@ use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{GradView, ParamInfo, Params, Step, Tape, Tensor};
 use serde_json::{Map, Value, json};
 
-use super::{Description, Gradients, Parts, StepTools, Strategy};
+use super::{Description, Gradients, Parts, StepTools, Strategy, show_averages};
 use crate::error::Result;
 use crate::exchange::ExchangeArg;
 use crate::format::{bytes, plural};
@@ -84,7 +84,10 @@ impl Strategy for Ddp {
             ExchangeArg::AllReduce => None,
             _ => optimizers.iter().find_map(|(_, make)| {
                 let optimizer = make(&params, lr);
-                (!optimizer.is_elementwise()).then(|| optimizer.name())
+                match optimizer.averages() {
+                    Some(_) => Some("Ema"),
+                    None => (!optimizer.is_elementwise()).then(|| optimizer.name()),
+                }
             }),
         };
         let exchange = settings.exchange.choose_for(ctx, settings, whole)?;
@@ -380,6 +383,15 @@ impl Strategy for Ddp {
             Some(optimizer) => Ok(optimizer.gather(params, &mut group.ddp)?),
             None => Ok(()),
         }
+    }
+
+    fn show_averages(&mut self) -> Option<Vec<f32>> {
+        let mut own = None;
+        for group in &self.groups {
+            let optimizer = group.update.optimizer();
+            show_averages(optimizer, &mut self.params, &mut own);
+        }
+        own
     }
 
     fn gradient_view(&self) -> Option<&dyn GradView> {

@@ -20,7 +20,7 @@ use phalanx_nn::optim::{Optimizer, clip_factor};
 use phalanx_nn::{GradView, ParamInfo, Params, Tape, Tensor, Value as _};
 use serde_json::{Map, Value, json};
 
-use super::{Description, Gradients, Mesh, Parts, StepTools, Strategy, explain};
+use super::{Description, Gradients, Mesh, Parts, StepTools, Strategy, explain, show_averages};
 use crate::attempt::restarts_ranks;
 use crate::different_arguments;
 use crate::error::{Error, Result};
@@ -513,6 +513,12 @@ impl Strategy for OnMesh {
 
     fn grad_norm(&self, _: usize) -> Option<f64> {
         self.norm
+    }
+
+    fn show_averages(&mut self) -> Option<Vec<f32>> {
+        let mut own = None;
+        show_averages(&*self.optimizer, self.weights.local_mut(), &mut own);
+        own
     }
 
     fn gradient_view(&self) -> Option<&dyn GradView> {

@@ -272,6 +272,10 @@ pub trait Strategy: Sized {
     /// The norm of a group's averaged gradients in its last step, if they are clipped.
     fn grad_norm(&self, group: usize) -> Option<f64>;
 
+    /// Puts the averages of the weights, where optimizers have them, in the place of the weights, and gives what
+    /// [`params`](Self::params) were then.
+    fn show_averages(&mut self) -> Option<Vec<f32>>;
+
     /// The averaged gradients, where this rank has them in full.
     fn gradient_view(&self) -> Option<&dyn GradView>;
 
@@ -389,4 +393,20 @@ pub trait Strategy: Sized {
 /// Communication of a step that backward did not hide.
 pub(crate) fn exposed(times: Option<&StepTimes>) -> Duration {
     times.map_or(Duration::ZERO, StepTimes::exposed)
+}
+
+/// Puts the averages that `optimizer` has of `params` in their place; `own` gets what these were.
+fn show_averages(optimizer: &dyn Optimizer, params: &mut Params, own: &mut Option<Vec<f32>>) {
+    let Some(averages) = optimizer.averages().filter(|all| !all.is_empty()) else {
+        return;
+    };
+    own.get_or_insert_with(|| params.flat().to_vec());
+    let ids: Vec<_> = params.ids().zip(optimizer.updates()).collect();
+    for (id, updates) in ids {
+        if *updates > 0 {
+            let info = &params.infos()[id.index()];
+            let averages = &averages[info.offset..][..info.len];
+            params.get_mut(id)[..averages.len()].copy_from_slice(averages);
+        }
+    }
 }

@@ -618,7 +618,14 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             reporter.on_train_start(ctx, extent.epochs())?;
         }
         output.reopen()?;
-        restore_best(ctx, &mut output, &saving, &strategy, best.so_far(), place)?;
+        restore_best(
+            ctx,
+            &mut output,
+            &saving,
+            &mut strategy,
+            best.so_far(),
+            place,
+        )?;
         if let Some(resumed) = &resumed {
             announce_resumed(ctx, resumed, extent, best.stops(), is_complete);
             resumed.announce_changes(ctx, &shaping);
@@ -758,7 +765,7 @@ fn restore_best<S: Strategy>(
     ctx: &RankContext,
     output: &mut Output,
     saving: &Saving<'_>,
-    strategy: &S,
+    strategy: &mut S,
     best: Option<&BestEpoch>,
     place: Place,
 ) -> Result<()> {
@@ -769,10 +776,15 @@ fn restore_best<S: Strategy>(
     if let Some(best) = best.filter(|best| best.is_at(place))
         && ctx.group().broadcast_object(Some(&lacks), 0)?
     {
-        strategy.gather_weights(ctx, |outline, values| {
+        let own = strategy.show_averages();
+        let saved = strategy.gather_weights(ctx, |outline, values| {
             let saved = output.save_best(best, outline, values);
             saving.handle_weights_error("the best", saved)
-        })?;
+        });
+        if let Some(own) = own {
+            strategy.params_mut().flat_mut().copy_from_slice(&own);
+        }
+        saved?;
     }
     Ok(())
 }
@@ -782,7 +794,11 @@ fn optimizers_title<S: Strategy>(strategy: &S, own: Option<String>, names: &[Str
     let mut title = own.unwrap_or_default();
     for group in strategy.groups() {
         let (optimizer, lr) = strategy.optimizer(group);
-        let words = format!("{} lr {}", optimizer.name(), number(lr));
+        let averages = match optimizer.averages() {
+            Some(_) => " with averaged weights",
+            None => "",
+        };
+        let words = format!("{} lr {}{averages}", optimizer.name(), number(lr));
         match group {
             0 if title.is_empty() => title = words,
             0 => {}

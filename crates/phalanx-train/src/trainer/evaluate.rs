@@ -204,7 +204,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let own = joined.map(|joined| self.replace_buffers(&joined));
         let (mut measure, mut own_result) = (measure, None);
         let measured = self.together(|trainer| {
-            let evaluation = trainer.measure_all(data, &mut measure)?;
+            let evaluation =
+                trainer.with_averages(|trainer| trainer.measure_all(data, &mut measure))?;
             let is_elastic = trainer.ctx.elastic.is_some();
             if is_elastic && trainer.strategy.is_sharded() {
                 // Until here, ranks have met those of their part of the batch only.
@@ -387,7 +388,8 @@ impl<M> Trainer<'_, M> {
                 own.extend(rows);
                 Ok(Measure::empty())
             };
-            trainer.pass(data, plan, &mut measure, |_, _| Ok(()))?;
+            trainer
+                .with_averages(|trainer| trainer.pass(data, plan, &mut measure, |_, _| Ok(())))?;
             let all = group.all_gather_object(&(indices, own))?;
             let rows = |(indices, rows): (Vec<u64>, Vec<T>)| indices.into_iter().zip(rows);
             let mut all: Vec<(u64, T)> = all.into_iter().flat_map(rows).collect();
@@ -419,9 +421,11 @@ impl<M> Trainer<'_, M> {
         let plan = Sampler::exact(alone, self.settings.test_batch_size)?.epoch(0);
         let began = Instant::now();
         let mut all = Vec::with_capacity(plan.len());
-        self.pass(data, plan, &mut measure, |_, measured| {
-            all.push(measured);
-            Ok(())
+        self.with_averages(|trainer| {
+            trainer.pass(data, plan, &mut measure, |_, measured| {
+                all.push(measured);
+                Ok(())
+            })
         })?;
         self.results.timing.tested += began.elapsed();
         Ok(all)

@@ -114,10 +114,13 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         for advice in spent.advice(settings.workers, narrower) {
             ctx.note(&format!("warning: {advice}"));
         }
+        self.reports.reporter.on_save(ctx, true)?;
+        self.with_averages(|trainer| {
+            let output = &mut trainer.reports.output;
+            (trainer.strategy)
+                .gather_weights(ctx, |outline, values| output.save_weights(outline, values))
+        })?;
         let (reporter, output) = (&mut self.reports.reporter, &mut self.reports.output);
-        reporter.on_save(ctx, true)?;
-        self.strategy
-            .gather_weights(ctx, |outline, values| output.save_weights(outline, values))?;
         reporter.on_save(ctx, false)?;
         output.save_accuracies(&self.results.accuracies)?;
         save(self)?;

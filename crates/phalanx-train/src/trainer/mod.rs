@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_checkpoint::digest::MetricsDigest;
 use phalanx_checkpoint::state::{Place, manifest_name};
+use phalanx_checkpoint::{Outline, Values};
 use phalanx_data::Dataset;
 use phalanx_data::loader::Loader;
 use phalanx_data::progress::Progress;
@@ -420,6 +421,18 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         self.extent.is_over(self.place) || self.results.best.stops()
     }
 
+    /// Runs `work` with the averages of the weights in their place, where the optimizer has averages
+    /// ([`Ema`](phalanx_nn::optim::Ema)).
+    fn with_averages<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
+        let own = self.strategy.show_averages();
+        let result = work(self);
+        if let Some(own) = own {
+            let params = self.strategy.params_mut();
+            params.flat_mut().copy_from_slice(&own);
+        }
+        result
+    }
+
     /// Ends the running epoch, if its loop was left before its last step.
     fn leave_epoch(&mut self) -> Result<()> {
         let Some(running) = self.running.take() else {
@@ -449,15 +462,9 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let _phase = self.ctx.phase("saving");
             let joined = self.mean_buffers()?;
             let own = joined.map(|joined| self.replace_buffers(&joined));
-            let saved = self.by_rank_0(|trainer| {
-                let (output, saving) = (&mut trainer.reports.output, &trainer.saving);
-                let saved = trainer
-                    .strategy
-                    .gather_weights(trainer.ctx, |outline, values| {
-                        let saved = output.save_best(&best, outline, values);
-                        saving.handle_weights_error("the best", saved)
-                    });
-                saved.map(drop)
+            let saved = self.write_weights(|output, saving, outline, values| {
+                let saved = output.save_best(&best, outline, values);
+                saving.handle_weights_error("the best", saved)
             });
             if let Some(own) = own {
                 self.replace_buffers(&own);
@@ -512,26 +519,20 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         };
         let (epoch, is_last) = (ended.epoch, self.is_last());
         let best = self.results.best.take_new().cloned();
-        self.by_rank_0(|trainer| {
-            let (output, saving) = (&mut trainer.reports.output, &trainer.saving);
-            let saved = trainer
-                .strategy
-                .gather_weights(trainer.ctx, |outline, values| {
-                    let saved = output.save_epoch(epoch, outline, values);
-                    match is_last {
-                        false => saving.handle_weights_error(&format!("epoch {epoch}'s"), saved)?,
-                        // What the training was for.
-                        true => saved?,
-                    }
-                    match &best {
-                        Some(best) => {
-                            let saved = output.save_best(best, outline, values);
-                            saving.handle_weights_error("the best", saved)
-                        }
-                        None => Ok(()),
-                    }
-                });
-            saved.map(drop)
+        self.write_weights(|output, saving, outline, values| {
+            let saved = output.save_epoch(epoch, outline, values);
+            match is_last {
+                false => saving.handle_weights_error(&format!("epoch {epoch}'s"), saved)?,
+                // What the training was for.
+                true => saved?,
+            }
+            match &best {
+                Some(best) => {
+                    let saved = output.save_best(best, outline, values);
+                    saving.handle_weights_error("the best", saved)
+                }
+                None => Ok(()),
+            }
         })?;
         let stop = self.due == SaveAction::Stop && !is_last;
         self.due = SaveAction::Continue;
@@ -548,6 +549,24 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             true => Err(self.stopped()),
             false => Ok(()),
         }
+    }
+
+    /// Runs `write` on rank 0, with the weights, or their averages, a tensor at a time.
+    fn write_weights(
+        &mut self,
+        mut write: impl FnMut(&mut Output, &Saving<'_>, &Outline, &mut Values<'_>) -> Result<()>,
+    ) -> Result<()> {
+        self.by_rank_0(|trainer| {
+            trainer.with_averages(|trainer| {
+                let (output, saving) = (&mut trainer.reports.output, &trainer.saving);
+                let gathered = trainer
+                    .strategy
+                    .gather_weights(trainer.ctx, |outline, values| {
+                        write(output, saving, outline, values)
+                    });
+                gathered.map(drop)
+            })
+        })
     }
 
     /// [`save`](Self::save); before a stop the checkpoint is on the disk on all ranks' return.
@@ -818,8 +837,10 @@ impl<M> Trainer<'_, M> {
     /// Those of `f`.
     pub fn infer<R>(&mut self, f: impl for<'s> FnOnce(&M, &'s Step<'s>) -> Result<R>) -> Result<R> {
         let began = Instant::now();
-        let step = self.tape.inference(self.strategy.params());
-        let outcome = f(&self.model, &step);
+        let outcome = self.with_averages(|trainer| {
+            let step = trainer.tape.inference(trainer.strategy.params());
+            f(&trainer.model, &step)
+        });
         self.results.timing.tested += began.elapsed();
         outcome
     }

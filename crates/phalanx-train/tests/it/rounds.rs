@@ -3,10 +3,12 @@
 
 use std::path::Path;
 
+use phalanx_checkpoint as checkpoint;
 use phalanx_data::metrics::Confusion;
-use phalanx_nn::optim::Sgd;
 use phalanx_nn::optim::schedule::{Plateau, Schedule};
-use phalanx_train::{EarlyStopping, ErrorKind, Evaluation, Job, Result};
+use phalanx_nn::optim::{Ema, Sgd};
+use phalanx_nn::{Params, Scope, Seed};
+use phalanx_train::{EarlyStopping, ErrorKind, Evaluation, Job, Measure, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -215,7 +217,7 @@ fn limits_take_the_first_samples() {
         }
         let tested = trainer.evaluate(&test, |_, batch| {
             let sum = batch.indices().iter().sum::<u64>();
-            Ok(phalanx_train::Measure::of_sum(sum as f64))
+            Ok(Measure::of_sum(sum as f64))
         })?;
         trainer.finish()?;
         Ok((seen, tested.loss))
@@ -304,6 +306,100 @@ fn settings_of_the_loop_are_checked() {
     let error = wrong[0].as_ref().expect_err("no order");
     assert!(
         error.to_string().contains("say mae:min or mae:max"),
+        "{error}"
+    );
+}
+
+/// The decay of the averages.
+const DECAY: f64 = 0.75;
+
+/// What a training with averages of the weights ends with: its weights, and those that an evaluation sees.
+fn averaged(job: &Job<'_>) -> Result<(Vec<f32>, Vec<f32>, Vec<Vec<f32>>)> {
+    let train = data(36);
+    let builder = job.trainer(&train, plane, |params, lr| {
+        Ema::new(params, Sgd::new(params, lr), DECAY)
+    });
+    let mut trainer = builder.start()?;
+    let all =
+        |params: &Params| -> Vec<f32> { params.ids().flat_map(|id| params.export(id)).collect() };
+    let mut weights: Vec<Vec<f32>> = trainer.state()?.unwrap_or_default();
+    for _epoch in trainer.epochs() {
+        for batch in trainer.batches(&train)? {
+            trainer.step(&batch, |model, batch| loss(model, &batch))?;
+            weights.push(all(trainer.params()));
+            trainer.set_state(&weights)?;
+        }
+        trainer.evaluate(&data(7), |model, batch| {
+            let sum = answers(model, &batch)?.sum(&[], false)?;
+            Ok(Measure::of_loss(sum))
+        })?;
+    }
+    // Of (0, 0), (1, 0) and (0, 1), so the weights follow.
+    let seen = trainer.infer(|model, step| {
+        let corners = step.input(&[0.0, 0.0, 1.0, 0.0, 0.0, 1.0], &[3, 2])?;
+        Ok(model.forward(corners)?.to_vec())
+    })?;
+    let own = all(trainer.params());
+    trainer.finish()?;
+    Ok((own, seen, weights))
+}
+
+#[test]
+fn evaluations_and_files_have_the_averages_of_the_weights() {
+    let args = [&ARGS[..2], &["--epochs", "2", "--eval-every", "4"]].concat();
+    let whole = tempfile::tempdir().expect("folder");
+    let (own, seen, weights) = start_on(1, whole.path(), &args, averaged).expect("trained");
+    // In f64.
+    let mut average: Vec<f64> = weights[0].iter().map(|w| f64::from(*w)).collect();
+    for weights in &weights[1..] {
+        for (average, w) in average.iter_mut().zip(weights) {
+            *average = DECAY * *average + (1.0 - DECAY) * f64::from(*w);
+        }
+    }
+    let near = |a: f64, b: f32| (a - f64::from(b)).abs() < 1e-6;
+    let answers = [average[2], average[2] + average[0], average[2] + average[1]];
+    assert!(answers.iter().zip(&seen).all(|(a, b)| near(*a, *b)));
+    assert!(!near(average[0], own[0]), "the weights are others");
+    let file = |dir: &Path, name: &str| {
+        let mut scope = Scope::new(Seed(7));
+        plane(&mut scope);
+        let mut params = scope.build().expect("parameters");
+        checkpoint::load_params(&dir.join("run").join(name), &mut params).expect("weights");
+        params
+            .ids()
+            .flat_map(|id| params.export(id))
+            .collect::<Vec<f32>>()
+    };
+    let saved = file(whole.path(), "test.safetensors");
+    assert!(average.iter().zip(&saved).all(|(a, b)| near(*a, *b)));
+    assert_eq!(weights[weights.len() - 1], own);
+    let losses = |dir: &Path| json(&dir.join("run/summary.json"))["test_loss"].clone();
+    let shards = ["--deterministic", "shards", "--shards", "6"];
+    let args = [&args[..], &shards].concat();
+    let shards = tempfile::tempdir().expect("folder");
+    let want = start_on(1, shards.path(), &args, averaged).expect("trained");
+    for stop in [1, 3, 4, 6, 7, 11] {
+        let dir = tempfile::tempdir().expect("folder");
+        let stop_after = stop.to_string();
+        let first = [&args[..], &["--stop-after", &stop_after]].concat();
+        start_on(2, dir.path(), &first, averaged).expect_err("stopped");
+        let resume = [&args[..], &["--resume", "auto"]].concat();
+        let end = start_on(3, dir.path(), &resume, averaged).expect("trained");
+        assert_eq!(end, want, "after step {stop}");
+        assert_eq!(losses(dir.path()), losses(shards.path()));
+        for name in ["test.safetensors", "best.safetensors"] {
+            assert_eq!(file(dir.path(), name), file(shards.path(), name), "{name}");
+        }
+    }
+    let error = start_on(
+        2,
+        whole.path(),
+        &["--overwrite", "--exchange", "at-step"],
+        averaged,
+    );
+    let error = error.expect_err("parts").to_string();
+    assert!(
+        error.starts_with("Ema needs every rank to have whole gradients"),
         "{error}"
     );
 }
