@@ -16,13 +16,14 @@ const NAME: &str = "ema";
 ///
 /// The average is part of the [state](Optimizer::state), as the buffer `ema`, so that it is saved, restored and sharded with it.
 /// An average moves only when its parameter is updated: without gradients in a step it stays, where PyTorch's moves towards
-/// the unchanged weights; before the first update it is 0.
+/// the unchanged weights; before the first update it is 0. Buffers of the model, such as the statistics of a batch normalisation,
+/// are not averaged.
 ///
 /// ```
 /// use phalanx_nn::{Scope, Seed, layers::Linear, optim::{Adam, Ema}};
 ///
 /// let mut scope = Scope::new(Seed(0));
-/// Linear::new(&mut scope, 4, 8);
+/// Linear::new(scope.enter("head"), 4, 8);
 /// let params = scope.build()?;
 /// let optimizer = Ema::new(&params, Adam::adamw(&params, 1e-3), 0.999);
 /// # Ok::<(), Box<dyn std::error::Error>>(())

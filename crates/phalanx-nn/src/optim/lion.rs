@@ -111,11 +111,11 @@ simd! {
     fn update(s: Scalars, p: &mut [f32], g: &[f32], factor: f32, mean: &mut [f32]) {
         for ((p, &g), mean) in p.iter_mut().zip(g).zip(mean) {
             let g = g * factor;
-            let [c, next] = [0, 1].map(|i| g.mul_add(s.weights[i], s.betas[i] * *mean));
+            let c = g.mul_add(s.weights[0], s.betas[0] * *mean);
+            *mean = g.mul_add(s.weights[1], s.betas[1] * *mean);
             // Zeros and NaN are their own signs.
-            let sign = if c > 0.0 { 1.0 } else if c < 0.0 { -1.0 } else { c };
+            let sign = if c.abs() > 0.0 { 1f32.copysign(c) } else { c };
             *p = sign.mul_add(s.neg_lr, *p * s.shrink);
-            *mean = next;
         }
     }
 }

@@ -190,6 +190,17 @@ fn lion_and_lamb_follow_their_papers() {
     }
 }
 
+#[test]
+fn lions_signs_are_zero_and_nan_where_the_average_is() {
+    let mut params = params_of(&[4]);
+    let mut lion = Lion::new(&params, 0.5);
+    let grads = gradients(&params, &[0.0, -0.0, f32::NAN, f32::NEG_INFINITY]);
+    lion.step(&mut params, &grads).unwrap();
+    let got = gathered(&params);
+    assert_eq!((got[0], got[1], got[3]), (0.0, 0.0, 0.5));
+    assert!(got[2].is_nan());
+}
+
 type Make = Box<dyn Fn(&Params) -> Box<dyn Optimizer>>;
 
 #[test]
