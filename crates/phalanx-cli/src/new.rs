@@ -14,6 +14,9 @@ pub struct NewArgs {
     /// Folder to create; its last part is the package's name
     #[arg(value_name = "NAME")]
     folder: PathBuf,
+    /// What the program trains on: its model and data set are a beginning to change
+    #[arg(long, value_enum, default_value_t = Template::Points)]
+    template: Template,
     /// Folder of Phalanx's sources to depend on [default: the sources of this program]
     #[arg(long, value_name = "DIR")]
     path: Option<PathBuf>,
@@ -25,28 +28,74 @@ pub struct NewArgs {
 /// The sources of the crate `phalanx` that this command was built with.
 const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../phalanx");
 
-/// The program, which is also an example of this repository.
-const MAIN: &str = include_str!("../../../recipes/spirals.rs");
+/// Programs that are also examples of this repository.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Template {
+    /// Points in a plane, a small network
+    Points,
+    /// Images: MNIST, downloaded or generated digits
+    Image,
+    /// Text: a GPT that predicts the next character
+    Text,
+    /// A table: a regression on a CSV file, with early stopping and predictions
+    Table,
+}
 
-/// Its test.
-const TEST: &str = r#"//! Trains for a few epochs on two ranks, as a user does: `cargo test --release`, which uses what
+impl Template {
+    /// The program, and the flags with which its test trains.
+    fn program(self) -> (&'static str, &'static str) {
+        match self {
+            Template::Points => (include_str!("../../../recipes/spirals.rs"), "--epochs=10"),
+            Template::Image => (
+                include_str!("../../phalanx/examples/own_model.rs"),
+                "--limit-train=2000",
+            ),
+            Template::Text => (
+                include_str!("../../phalanx/examples/nanogpt.rs"),
+                "--max-steps=4",
+            ),
+            Template::Table => (
+                include_str!("../../phalanx/examples/own_table.rs"),
+                "--epochs=10",
+            ),
+        }
+    }
+
+    /// The project's `main.rs`.
+    fn main(self) -> String {
+        let text = self.program().0;
+        let lines = text
+            .split_inclusive('\n')
+            .map(|line| match line.split_once(" --example ") {
+                // How to run an example of this repository.
+                Some((_, rest)) => {
+                    let flags = rest.split_once(" -- ").map_or("", |(_, flags)| flags);
+                    let flags = flags.trim_end().trim_end_matches('`');
+                    format!("//! `cargo run --release -- {flags}`\n")
+                }
+                None => line.to_owned(),
+            });
+        lines.collect()
+    }
+}
+
+/// The project's test.
+const TEST: &str = r#"//! Trains a little on two ranks, as a user does: `cargo test --release`, which uses what
 //! `cargo build --release` has built.
 
 use std::process::Command;
 
 #[test]
-fn it_learns_on_two_ranks() {
+fn it_trains_on_two_ranks() {
     let folder = std::env::temp_dir().join(format!("PROGRAM-test-{}", std::process::id()));
     let output = Command::new(env!("CARGO_BIN_EXE_PROGRAM"))
-        .args(["--nproc-per-node", "2", "--epochs", "10", "--output-dir"])
+        .args(["--nproc-per-node", "2", "FLAGS", "--output-dir"])
         .arg(&folder)
         .output()
         .expect("the program starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let lines = String::from_utf8_lossy(&output.stdout).into_owned();
-    let last = lines.lines().last().unwrap_or_default();
-    let accuracy = last.rsplit(' ').next().and_then(|text| text.parse::<f64>().ok());
-    assert!(accuracy.is_some_and(|accuracy| accuracy > 0.9), "{lines}");
+    assert!(lines.contains("test loss"), "{lines}");
     assert!(folder.join("summary.json").is_file());
     std::fs::remove_dir_all(&folder).expect("removed");
 }
@@ -90,6 +139,8 @@ pub fn run(args: &NewArgs) -> Result<()> {
          # For builds without --release: not optimized, the engine is slow.\n[profile.dev.package.\"*\"]\nopt-level = 3\n\n\
          # Not a member of a workspace above this folder.\n[workspace]\n"
     );
+    let flags = args.template.program().1;
+    let test = TEST.replace("PROGRAM", name).replace("FLAGS", flags);
     let folder = &args.folder;
     let failed = |error: std::io::Error| match error.kind() {
         std::io::ErrorKind::AlreadyExists => {
@@ -105,8 +156,8 @@ pub fn run(args: &NewArgs) -> Result<()> {
     for (file, text) in [
         ("Cargo.toml", manifest.as_str()),
         (".gitignore", "/target\n/runs\n"),
-        ("src/main.rs", MAIN),
-        ("tests/train.rs", &TEST.replace("PROGRAM", name)),
+        ("src/main.rs", &args.template.main()),
+        ("tests/train.rs", &test),
     ] {
         let path = folder.join(file);
         let made = path.parent().map_or(Ok(()), std::fs::create_dir_all);
@@ -199,6 +250,24 @@ fn address(remote: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_template_says_how_its_own_program_is_run() {
+        for template in [
+            Template::Points,
+            Template::Image,
+            Template::Text,
+            Template::Table,
+        ] {
+            let main = template.main();
+            let commands = main.lines().filter(|line| line.contains("cargo run"));
+            assert!(commands.clone().next().is_some() || template == Template::Points);
+            for line in commands {
+                assert!(line.starts_with("//! `cargo run --release -- "), "{line}");
+                assert_eq!(line.matches('`').count(), 2, "{line}");
+            }
+        }
+    }
 
     #[test]
     fn remotes_are_addresses_for_other_machines() {

@@ -41,10 +41,43 @@ fn a_gan_trains_both_networks() {
 }
 
 #[test]
+fn a_text_trains_with_steps_and_is_written_on() {
+    let dir = tempfile::tempdir().expect("folder");
+    let args = "--nproc-per-node 2 --max-steps 4 --eval-every 2 --limit-test 8 --output-dir out";
+    let args: Vec<&str> = args.split(' ').collect();
+    let (code, out, err) = run(program("nanogpt", &args, dir.path()));
+    assert_eq!(code, 0, "{err}");
+    assert!(err.contains("training 4 steps: 1 epoch of"), "{err}");
+    for line in ["step 2: test loss ", "epoch 1: test loss "] {
+        assert!(out.contains(line), "{out}");
+    }
+    // Three lines of results, and 300 characters after a first one.
+    let lines: usize = out.split_inclusive('\n').take(3).map(str::len).sum();
+    assert_eq!(out.len() - lines, 302, "{out}");
+}
+
+#[test]
 fn a_table_trains_and_its_mistakes_name_the_line() {
     let dir = tempfile::tempdir().expect("folder");
     let args = ["--nproc-per-node", "2", "--output-dir", "out"];
     succeed(program("own_table", &args, dir.path()));
+    let args = "--nproc-per-node 2 --init out/best.safetensors --predict rows.csv";
+    let args: Vec<&str> = args.split(' ').collect();
+    succeed(program("own_table", &args, dir.path()));
+    let rows = fs::read_to_string(dir.path().join("rows.csv")).expect("predictions");
+    let number = |text: &str| text.parse::<f64>().expect("a number");
+    let rows = rows.lines().skip(1).filter_map(|row| row.split_once(','));
+    let rows: Vec<[f64; 2]> = rows.map(|(a, b)| [number(a), number(b)]).collect();
+    // Each tenth of 4096 rows, in their order: the first feature rises within 64 rows.
+    assert_eq!(rows.len(), 410);
+    let target = |i: usize| {
+        let (a, b) = ((i * 10 % 64) as f64 / 64.0, (i * 10 / 64) as f64 / 64.0);
+        3.0 * a - 2.0 * b + 1.0
+    };
+    for (i, [wanted, predicted]) in rows.iter().enumerate() {
+        assert!((wanted - target(i)).abs() < 1e-6, "{i}");
+        assert!((wanted - predicted).abs() < 0.5, "{i}");
+    }
     let summary = fs::read_to_string(dir.path().join("out/summary.json")).expect("a summary");
     let summary: serde_json::Value = serde_json::from_str(&summary).expect("JSON");
     assert!(

@@ -335,9 +335,10 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
         &[
             &["pool"],
             &["par"],
+            &["error"],
             &["rng"],
             &[
-                "error", "kernels", "losses", "ops", "param", "profile", "tape", "tensor",
+                "kernels", "losses", "ops", "param", "profile", "tape", "tensor",
             ],
             &["layers", "value"],
             &["models"],
@@ -434,24 +435,24 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
 /// Code lines of each crate at most, without tests, comments and blank lines. A commit that raises one says why; one that
 /// has made a crate smaller lowers it.
 const LINES: [(&str, usize); 20] = [
-    ("phalanx", 510),
+    ("phalanx", 512),
     ("phalanx-base", 1189),
     ("phalanx-checkpoint", 3579),
-    ("phalanx-cli", 3861),
+    ("phalanx-cli", 3902),
     ("phalanx-comm", 22813),
     ("phalanx-data", 3722),
     ("phalanx-ddp", 5507),
     ("phalanx-flow", 6845),
-    ("phalanx-global", 4860),
+    ("phalanx-global", 4878),
     ("phalanx-http", 65),
     ("phalanx-launch", 12902),
     ("phalanx-live", 1813),
     ("phalanx-mpi", 65),
-    ("phalanx-nn", 17811),
+    ("phalanx-nn", 19100),
     ("phalanx-report", 1178),
     ("phalanx-store", 4522),
     ("phalanx-track", 3360),
-    ("phalanx-train", 9980),
+    ("phalanx-train", 10100),
     ("phalanx-wire", 1832),
     ("recipes", 3160),
 ];

@@ -58,10 +58,15 @@ impl Extent {
     pub(super) fn round_end(&self, place: Place) -> usize {
         let first = place.step_in_epoch as usize;
         let next = self.eval_every.map(|every| (first / every + 1) * every);
+        let end = self.epoch_end(place);
+        next.map_or(end, |next| end.min(next))
+    }
+
+    /// The step before which the epoch of `place` ends.
+    pub(super) fn epoch_end(&self, place: Place) -> usize {
         let left = self.max_steps.map(|max| max.saturating_sub(place.step));
-        let cut = left.map(|left| first.saturating_add(left as usize));
-        let ends = [Some(self.steps), next, cut].into_iter().flatten();
-        ends.min().unwrap_or(self.steps)
+        let cut = left.map(|left| place.step_in_epoch.saturating_add(left) as usize);
+        cut.map_or(self.steps, |cut| self.steps.min(cut))
     }
 }
 

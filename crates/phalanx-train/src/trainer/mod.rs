@@ -263,7 +263,8 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         if !is_paused {
             self.reports.reporter.on_epoch_start(self.ctx, epoch)?;
             let progress = &mut self.reports.progress;
-            progress.begin(epoch as u64, self.extent.epochs() as u64, self.steps);
+            let end = self.extent.epoch_end(self.place);
+            progress.begin(epoch as u64, self.extent.epochs() as u64, end);
             progress.skip(first);
         }
         self.round_end = self.extent.round_end(self.place);
