@@ -20,6 +20,7 @@ pub(crate) use history::SavedGroup;
 pub use resumed::{GRADIENT_TYPE, Resumed, facts, newest, settings};
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use phalanx_checkpoint::state::{Background, Folder, Place, SavedCheckpoint, Snapshot};
@@ -66,6 +67,9 @@ pub struct CheckpointSource<'a> {
     pub ddp: &'a DistributedDataParallel,
 }
 
+/// What a program does with the JSON file of a complete checkpoint.
+pub(crate) type AfterSaving<'a> = Box<dyn FnMut(&Path) -> Result<()> + 'a>;
+
 /// Takes checkpoints of one training.
 pub struct Saving<'a> {
     ctx: &'a RankContext,
@@ -73,6 +77,7 @@ pub struct Saving<'a> {
     facts: BTreeMap<String, String>,
     /// What a file of the weights would say beside them.
     metadata: BTreeMap<String, String>,
+    hook: Option<AfterSaving<'a>>,
     /// On rank 0, if there are checkpoints at all.
     background: Option<Background>,
     folder: Folder,
@@ -129,6 +134,7 @@ impl<'a> Saving<'a> {
             args,
             facts,
             metadata: BTreeMap::new(),
+            hook: None,
             background: (args.enabled() && ctx.is_main()).then(|| Background::new(folder.clone())),
             folder,
             took: Duration::ZERO,
@@ -144,6 +150,13 @@ impl<'a> Saving<'a> {
     #[must_use]
     pub fn with_metadata(mut self, metadata: BTreeMap<String, String>) -> Saving<'a> {
         self.metadata = metadata;
+        self
+    }
+
+    /// The same with what rank 0 does after each save.
+    #[must_use]
+    pub fn with_hook(mut self, hook: Option<AfterSaving<'a>>) -> Saving<'a> {
+        self.hook = hook;
         self
     }
 
@@ -435,18 +448,23 @@ impl<'a> Saving<'a> {
         }
     }
 
-    fn handle_saved(&self, outcome: phalanx_base::Result<Option<SavedCheckpoint>>) -> Result<()> {
+    fn handle_saved(
+        &mut self,
+        outcome: phalanx_base::Result<Option<SavedCheckpoint>>,
+    ) -> Result<()> {
         match outcome {
-            Ok(saved) => {
-                if let Some(saved) = saved
-                    && let Some(name) = saved.not_finite
-                {
+            Ok(None) => Ok(()),
+            Ok(Some(saved)) => {
+                if let Some(name) = saved.not_finite {
                     self.ctx.note(&format!(
                         "warning: {} has infinite or NaN weights (first in {name}); --resume auto prefers a checkpoint with finite ones",
                         saved.path.display()
                     ));
                 }
-                Ok(())
+                match self.hook.as_mut().filter(|_| self.ctx.is_main()) {
+                    Some(hook) => hook(&saved.path),
+                    None => Ok(()),
+                }
             }
             Err(error) if self.args.save_errors == SaveErrors::Warn => {
                 self.ctx

@@ -34,7 +34,7 @@ use crate::profile::Profiler;
 use crate::reporter::{EpochLines, Reporter};
 use crate::run_dir::{Found, RunDir, default_output_dir};
 use crate::sample_log::SampleLog;
-use crate::saving::{self, History, Resumed, SaveAction, Saving};
+use crate::saving::{self, AfterSaving, History, Resumed, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::BatchSplit;
 use crate::strategy::{Ddp, MakeOptimizer, Parts, Strategy};
@@ -83,10 +83,13 @@ pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
     drop_last: bool,
     shuffle: bool,
     unit: &'static str,
+    /// Of them in a sample.
+    unit_size: usize,
     shaping: Vec<String>,
     must_agree: Vec<String>,
     files: Files,
     reporter: Box<dyn Reporter>,
+    after_saving: Option<AfterSaving<'j>>,
     trackers: Vec<Box<dyn Tracker + Send>>,
     folder: Option<String>,
     purpose: Purpose,
@@ -135,6 +138,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             drop_last: false,
             shuffle: true,
             unit: "samples",
+            unit_size: 1,
             shaping: Vec::new(),
             must_agree: Vec::new(),
             files: Files {
@@ -143,6 +147,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
                 ..Files::default()
             },
             reporter: Box::new(EpochLines),
+            after_saving: None,
             trackers: Vec::new(),
             folder: None,
             purpose: Purpose::Train,
@@ -178,6 +183,8 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             drop_last: self.drop_last,
             shuffle: self.shuffle,
             unit: self.unit,
+            unit_size: self.unit_size,
+            after_saving: self.after_saving,
             shaping: self.shaping,
             must_agree: self.must_agree,
             files: self.files,
@@ -308,8 +315,20 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     }
 
     /// What samples are called in the output: `images`.
-    pub fn unit(mut self, unit: &'static str) -> Self {
-        self.unit = unit;
+    pub fn unit(self, unit: &'static str) -> Self {
+        self.unit_of(unit, 1)
+    }
+
+    /// In what the speed is measured, in the output and in `summary.json`, and how many of them a sample has: `"characters"`, 64.
+    pub fn unit_of(mut self, unit: &'static str, in_a_sample: usize) -> Self {
+        (self.unit, self.unit_size) = (unit, in_a_sample);
+        self
+    }
+
+    /// Calls `hook` with the path of each checkpoint's JSON file when it is complete on the disk, on rank 0: with DDP at the end of
+    /// a later step, as checkpoints are written while the training goes on. An error ends the training.
+    pub fn after_saving(mut self, hook: impl FnMut(&Path) -> Result<()> + 'j) -> Self {
+        self.after_saving = Some(Box::new(hook));
         self
     }
 
@@ -562,7 +581,8 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             output.checkpoints(saving::FOLDER, settings.saving.keep()),
             resumed.as_ref(),
         )?
-        .with_metadata(metadata);
+        .with_metadata(metadata)
+        .with_hook(self.after_saving);
         // A launcher looks for them, and for what a later attempt continues, in the run's folder.
         if self.purpose != Purpose::Measure {
             ctx.group().set_flight_dir(&run.join(crate::FLIGHT_DIR));
@@ -699,6 +719,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             settings,
             program: self.program,
             unit: self.unit,
+            unit_size: self.unit_size,
             split,
             samplers,
             samples: self.samples,

@@ -99,6 +99,7 @@ pub struct Trainer<'j, M, S: Strategy = Ddp> {
     program: String,
     /// What samples are called.
     unit: &'static str,
+    unit_size: usize,
     /// The rank's parts of the training set.
     split: BatchSplit,
     samplers: Vec<Sampler>,

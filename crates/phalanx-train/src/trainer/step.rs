@@ -88,7 +88,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             running.losses.add(&sums, mean, turn.global.samples);
         }
         let timing = &mut self.results.timing;
-        timing.add(exposed, turn.global.samples);
+        timing.add(exposed, turn.global.samples * self.unit_size);
         self.count_time(1);
         self.report(turn, sums, mean)?;
         self.report_change(turn)?;
@@ -314,7 +314,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             ..
         } = *turn;
         let reports = &mut self.reports;
-        reports.progress.step(global.samples, Some(own));
+        let units = global.samples * self.unit_size;
+        reports.progress.step(units, Some(own));
         let logged = index.is_multiple_of(settings.log_interval);
         let interval = settings.record_interval(self.extent.all());
         let recorded = logged || index.is_multiple_of(interval);

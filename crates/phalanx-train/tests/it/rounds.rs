@@ -2,13 +2,14 @@
 //! was stopped and resumed, on whichever number of ranks.
 
 use std::path::Path;
+use std::sync::Mutex;
 
 use phalanx_checkpoint as checkpoint;
 use phalanx_data::metrics::Confusion;
 use phalanx_nn::optim::schedule::{Plateau, Schedule};
 use phalanx_nn::optim::{Ema, Sgd};
 use phalanx_nn::{Params, Scope, Seed};
-use phalanx_train::{EarlyStopping, ErrorKind, Evaluation, Job, Measure, Result};
+use phalanx_train::{EarlyStopping, Error, ErrorKind, Evaluation, Job, Measure, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -402,4 +403,58 @@ fn evaluations_and_files_have_the_averages_of_the_weights() {
         error.starts_with("Ema needs every rank to have whole gradients"),
         "{error}"
     );
+}
+
+#[test]
+fn a_program_is_told_of_each_checkpoint_on_the_disk() {
+    let dir = tempfile::tempdir().expect("folder");
+    let told = Mutex::new(Vec::new());
+    let args = [
+        &ARGS[..2],
+        &["--epochs", "1", "--save-every", "2", "--keep", "9"],
+    ]
+    .concat();
+    let train = |fails: bool| {
+        start_on(
+            2,
+            dir.path(),
+            &[&args[..], &["--overwrite"]].concat(),
+            |job| {
+                let train = data(36);
+                let builder = job.trainer(&train, plane, Sgd::new).after_saving(|path| {
+                    // Complete, and read as any other.
+                    let text = std::fs::read_to_string(path).expect("a file");
+                    let place: Value = serde_json::from_str(&text).expect("JSON");
+                    told.lock()
+                        .expect("alone")
+                        .push((job.rank(), place["place"]["step"].clone()));
+                    match fails {
+                        true => Err(Error::new(ErrorKind::Failed, "the upload failed")),
+                        false => Ok(()),
+                    }
+                });
+                let mut trainer = builder.unit_of("numbers", 2).start()?;
+                for _epoch in trainer.epochs() {
+                    for batch in trainer.batches(&train)? {
+                        trainer.step(&batch, |model, batch| loss(model, &batch))?;
+                    }
+                }
+                trainer.finish().map(drop)
+            },
+        )
+    };
+    train(false).expect("trained");
+    let told = std::mem::take(&mut *told.lock().expect("alone"));
+    // A save that is due while another one runs waits for it.
+    assert!(
+        told.len() > 1 && told.iter().all(|(rank, _)| *rank == 0),
+        "{told:?}"
+    );
+    assert_eq!(told[told.len() - 1].1, 6);
+    assert_eq!(
+        json(&dir.path().join("run/summary.json"))["unit"],
+        "numbers"
+    );
+    let error = train(true).expect_err("the hook's");
+    assert!(error.to_string().contains("the upload failed"), "{error}");
 }
