@@ -26,6 +26,7 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod args;
+pub mod config;
 mod context;
 mod contract;
 mod ending;

@@ -7,6 +7,7 @@ use clap::builder::Resettable;
 use clap::{ArgMatches, Command, CommandFactory as _, FromArgMatches as _};
 use phalanx_base::stop;
 
+use crate::config::with_config;
 use crate::context::RankContext;
 use crate::error::{Error, Result};
 use crate::flags::RankArgs;
@@ -85,7 +86,14 @@ pub fn main_of(
     phalanx_comm::raise_open_files();
     log::warn_of_nonsense();
     let mut command = taking_negative_numbers(command).args_override_self(true);
-    let words = words(&command);
+    command.build();
+    let words = match with_config(&command, words(&command)) {
+        Ok(words) => words,
+        Err(error) => {
+            tell_other_nodes(&error);
+            return exit_code(Err(error));
+        }
+    };
     match command
         .try_get_matches_from_mut(words)
         .and_then(|matches| run(&matches))

@@ -37,6 +37,9 @@ pub enum SamplerKind {
     reason = "doc comments of flags are their help"
 )]
 pub struct Settings {
+    /// Take flags that are not typed from FILE: TOML with a line such as `lr = 0.1` for each, or the run.json of a run
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
     /// Number of epochs
     #[arg(long, value_name = "N")]
     pub epochs: Option<usize>,
@@ -449,6 +452,7 @@ impl Settings {
             defaults: _,
             init: _,
             // Of each rank or host.
+            config: _,
             workers: _,
             track: _,
             labels: _,

@@ -14,6 +14,7 @@ use crate::{
     bench, compare, doctor, export, inspect, launch, live, new, plan, predict, report, training,
 };
 use normalise::{Flag, normalise};
+use phalanx_launch::config::with_config;
 use phalanx_launch::words::taking_negative_numbers;
 use phalanx_recipes::download;
 
@@ -148,6 +149,7 @@ fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Cli>> {
     args.next();
     let name = OsString::from("phalanx");
     let args = normalise(args, |flag| launch_flag(&parser, flag));
+    let args = with_config(&parser, args)?;
     let path = commands(&parser, &args);
     let parsed = parser
         .try_get_matches_from_mut(std::iter::once(name).chain(args))

@@ -314,8 +314,11 @@ fn settings_of_the_loop_are_checked() {
 /// The decay of the averages.
 const DECAY: f64 = 0.75;
 
-/// What a training with averages of the weights ends with: its weights, and those that an evaluation sees.
-fn averaged(job: &Job<'_>) -> Result<(Vec<f32>, Vec<f32>, Vec<Vec<f32>>)> {
+/// The weights at the end of a training, the answers of their averages to three points, and the weights after each step.
+type Averaged = (Vec<f32>, Vec<f32>, Vec<Vec<f32>>);
+
+/// A training with averages of the weights.
+fn averaged(job: &Job<'_>) -> Result<Averaged> {
     let train = data(36);
     let builder = job.trainer(&train, plane, |params, lr| {
         Ema::new(params, Sgd::new(params, lr), DECAY)
