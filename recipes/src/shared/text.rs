@@ -128,10 +128,17 @@ pub fn sample<'s>(
     count: usize,
     seed: u64,
 ) -> Result<String> {
+    let (mut caches, mut cached) = (Vec::new(), 0);
     generate(text, count, seed, |seen| {
-        let scores = gpt.forward(step, seen, (1, seen.len()))?.softmax(2)?;
-        let vocab = scores.shape()[2];
-        Ok(scores.data()[(seen.len() - 1) * vocab..].to_vec())
+        let scores = match &seen[cached..] {
+            // The text exceeds a sequence: every token has another position than before.
+            [] => gpt.forward(step, seen, (1, seen.len()))?,
+            new => gpt.forward_cached(step, new, (1, new.len()), &mut caches)?,
+        };
+        cached = seen.len();
+        let shares = scores.softmax(2)?;
+        let last = shares.numel() - shares.shape()[2];
+        Ok(shares.data()[last..].to_vec())
     })
 }
 
@@ -171,6 +178,7 @@ fn pick(shares: &[f32], number: f32) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use phalanx::nn::{Seed, Tape, Threads};
 
     #[test]
     fn characters_come_with_their_probability() {
@@ -186,5 +194,31 @@ mod tests {
         let a = out.matches('a').count();
         assert!((200..300).contains(&a) && !out.contains('\n'), "{a}");
         assert_eq!((pick(&[0.5, 0.5], 1.0), pick(&[], 0.5)), (1, 0));
+    }
+
+    /// Shorter than a sequence, and longer.
+    #[test]
+    fn text_is_that_of_the_whole_model_for_each_character() {
+        let text = TextDataset::synthetic(1000, 1, 24).expect("long enough");
+        let mut scope = Scope::new(Seed(3));
+        let config = GptConfig {
+            vocab: text.vocabulary().len(),
+            context: 24,
+            layers: 2,
+            heads: 2,
+            width: 32,
+            dropout: 0.1,
+        };
+        let gpt = Gpt::new(&mut scope, &config);
+        let params = scope.build().expect("parameters");
+        let mut tape = Tape::new(Threads(2));
+        let step = tape.inference(&params);
+        let got = sample(&gpt, &step, &text, 60, 5).expect("text");
+        let want = generate(&text, 60, 5, |seen| {
+            let scores = gpt.forward(&step, seen, (1, seen.len()))?.softmax(2)?;
+            Ok(scores.data()[(seen.len() - 1) * config.vocab..].to_vec())
+        });
+        assert_eq!(got, want.expect("text"));
+        assert_eq!(got.chars().count(), 60);
     }
 }

@@ -20,7 +20,7 @@ pub struct MultiHeadAttention {
     rotary: Option<f64>,
 }
 
-/// Keys and values of the positions that a [`MultiHeadAttention`] has seen, for text that is made token by token.
+/// Keys and values of the positions that an attention ([`MultiHeadAttention`], or one of a [`Gpt`](crate::models::Gpt)) has seen, for text that is made token by token.
 ///
 /// It holds values of one step: make one for each attention of a model after `tape.inference(..)`, and use the step for
 /// the whole text. Each call copies what is there, as much memory as the attention then reads.
@@ -53,7 +53,7 @@ impl<'s, V: Value<'s>> KvCache<V> {
     }
 
     /// Appends keys and values (N, L, E); returns all (N, S, E).
-    fn append(&mut self, new: [V; 2]) -> Result<[V; 2]> {
+    pub(crate) fn append(&mut self, new: [V; 2]) -> Result<[V; 2]> {
         let all = match &self.pair {
             Some(old) => {
                 let [k, v] = new;

@@ -2,7 +2,7 @@
 //! unsupervised multitask learners", 2019) and nanoGPT (A. Karpathy, 2022) build it, with
 //! separate projections for query, key and value.
 
-use crate::layers::{Dropout, Embedding, LayerNorm, Linear, Mask, attend, causal_mask};
+use crate::layers::{Dropout, Embedding, KvCache, LayerNorm, Linear, Mask, attend, causal_mask};
 use crate::param::{Init, ParamId, Scope};
 use crate::{Error, Result, Value, ValueStep};
 
@@ -69,11 +69,20 @@ impl Block {
         [q, k, v, &self.attn_proj, fc, &self.mlp_proj]
     }
 
-    fn forward<'s, V: Value<'s>>(&self, x: V, mask: Option<V>) -> Result<V> {
+    fn forward<'s, V: Value<'s>>(
+        &self,
+        x: V,
+        mask: Option<V>,
+        cache: Option<&mut KvCache<V>>,
+    ) -> Result<V> {
         let y = self.ln_1.forward(x.share())?;
         let q = self.q.forward(y.share())?;
         let k = self.k.forward(y.share())?;
         let v = self.v.forward(y)?;
+        let [k, v] = match cache {
+            Some(cache) => cache.append([k, v])?,
+            None => [k, v],
+        };
         let y = attend(
             self.heads,
             [q, k, v],
@@ -176,23 +185,66 @@ impl Gpt {
         tokens: &S::Tokens,
         (batch, length): (usize, usize),
     ) -> Result<S::Value> {
-        if length > self.context {
-            return Err(Error::usage(format!(
-                "a sequence of {length} tokens exceeds the model's context of {}",
-                self.context
-            )));
-        }
-        let positions: Vec<u32> = (0..length as u32).collect();
-        let positions = step.constant_embedding(self.wpe.weight, &positions, &[length])?;
-        let x = self.wte.forward(step, tokens, &[batch, length])?;
-        let x = self.dropout.forward(x.add(positions)?)?;
+        let x = self.embed(step, tokens, (batch, length), 0)?;
         let mask = match S::Value::ATTENDS_AT_ONCE {
             true => None,
             false => Some(causal_mask(&x, length)?),
         };
         let x = super::through(&self.blocks, self.recomputes, x, |block, x| {
-            block.forward(x, mask.as_ref().map(Value::share))
+            block.forward(x, mask.as_ref().map(Value::share), None)
         })?;
         self.lm_head.forward(self.ln_f.forward(x)?)
+    }
+
+    /// The logits (batch, length, vocab) of the next tokens of sequences whose tokens so far `caches` have seen: those
+    /// that [`forward`](Self::forward) of the whole sequences has there. `caches` has an element for each block; begin
+    /// with an empty vector, and use it in one step ([`KvCache`]).
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), of the length with the tokens so far; and `Usage` when the caches are of another
+    /// model, step or batch size. Do not use the caches after an error.
+    pub fn forward_cached<'s, S: ValueStep<'s>>(
+        &self,
+        step: S,
+        tokens: &S::Tokens,
+        sizes: (usize, usize),
+        caches: &mut Vec<KvCache<S::Value>>,
+    ) -> Result<S::Value> {
+        let first = caches.first().map_or(0, KvCache::len);
+        if first == 0 {
+            caches.resize_with(self.blocks.len(), KvCache::new);
+        } else if caches.len() != self.blocks.len() {
+            return Err(Error::usage(format!(
+                "{} caches for a model of {} blocks",
+                caches.len(),
+                self.blocks.len()
+            )));
+        }
+        let mut x = self.embed(step, tokens, sizes, first)?;
+        for (block, cache) in self.blocks.iter().zip(caches) {
+            x = block.forward(x, None, Some(cache))?;
+        }
+        self.lm_head.forward(self.ln_f.forward(x)?)
+    }
+
+    /// The sum of the vectors of tokens and of their positions, which count from `first`.
+    fn embed<'s, S: ValueStep<'s>>(
+        &self,
+        step: S,
+        tokens: &S::Tokens,
+        (batch, length): (usize, usize),
+        first: usize,
+    ) -> Result<S::Value> {
+        let end = first.saturating_add(length);
+        if end > self.context {
+            return Err(Error::usage(format!(
+                "a sequence of {end} tokens exceeds the model's context of {}",
+                self.context
+            )));
+        }
+        let positions: Vec<u32> = (first as u32..end as u32).collect();
+        let positions = step.constant_embedding(self.wpe.weight, &positions, &[length])?;
+        let x = self.wte.forward(step, tokens, &[batch, length])?;
+        self.dropout.forward(x.add(positions)?)
     }
 }

@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use crate::common::{Recorder, noise};
 use phalanx_nn::models::{Gpt, GptConfig};
 use phalanx_nn::optim::{Adam, step_clipped};
-use phalanx_nn::{ErrorKind, Grads, Params, Reduction, Scope, Seed, StepKey, Tape, Threads};
+use phalanx_nn::{
+    ErrorKind, Grads, Params, Precision, Reduction, Scope, Seed, StepKey, Tape, Threads,
+};
 use serde_json::Value;
 
 const TINY: GptConfig = GptConfig {
@@ -306,6 +308,59 @@ fn dropout_is_for_training_and_recomputing_changes_no_bit() {
         grads.flat().iter().map(|v| v.to_bits()).collect::<Vec<_>>()
     };
     assert_eq!(gradients(&gpt), gradients(&gpt.clone().recompute(true)));
+}
+
+#[test]
+fn with_caches_the_next_logits_have_the_bits_of_all_at_once() {
+    let config = GptConfig {
+        vocab: 11,
+        context: 80,
+        layers: 3,
+        heads: 4,
+        width: 64,
+        dropout: 0.1,
+    };
+    let (gpt, params) = build(&config);
+    let (_, of_other) = build(&TINY);
+    let tokens: Vec<u32> = (0..80).map(|i| (i * i / 7 + 3 * i) % 11).collect();
+    for precision in [Precision::F32, Precision::Bf16] {
+        let mut tape = Tape::new(Threads(2));
+        tape.set_precision(precision);
+        let step = tape.inference(&params);
+        let want = gpt.forward(&step, &tokens, (1, 80)).unwrap();
+        let (mut caches, mut at) = (Vec::new(), 0);
+        // A prompt, some tokens together, then one by one.
+        for n in [60, 3].into_iter().chain([1; 17]) {
+            let part = &tokens[at..at + n];
+            let logits = gpt.forward_cached(&step, part, (1, n), &mut caches);
+            let logits = logits.unwrap();
+            assert_eq!(logits.shape(), [1, n, 11]);
+            let want = &want.data()[at * 11..][..n * 11];
+            assert_eq!(logits.data(), want, "{precision:?} from {at}");
+            at += n;
+            assert!(caches.iter().all(|cache| cache.len() == at));
+        }
+        let error = gpt.forward_cached(&step, &[0], (1, 1), &mut caches);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("81 tokens exceeds"), "{error}");
+        caches.pop();
+        let error = gpt.forward_cached(&step, &[0], (1, 1), &mut caches);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("2 caches for a model of 3"), "{error}");
+        let mut caches = Vec::new();
+        gpt.forward_cached(&step, &[0; 4], (2, 2), &mut caches)
+            .unwrap();
+        assert!(
+            gpt.forward_cached(&step, &[0], (1, 1), &mut caches)
+                .is_err()
+        );
+    }
+    let mut tape = Tape::new(Threads(1));
+    let step = tape.inference(&of_other);
+    assert!(
+        gpt.forward_cached(&step, &[0], (1, 1), &mut Vec::new())
+            .is_err()
+    );
 }
 
 #[test]
