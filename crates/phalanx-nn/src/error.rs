@@ -17,6 +17,8 @@ pub enum ErrorKind {
     /// A user's operation failed; its own error is the
     /// [`source`](std::error::Error::source).
     Custom,
+    /// A value or gradient is NaN or infinite ([`Tape::set_anomaly`](crate::Tape::set_anomaly)).
+    Anomaly,
     /// The system refused memory or threads.
     Resource,
     /// A bug of this crate.
@@ -39,6 +41,10 @@ impl Error {
 
     pub(crate) fn internal(message: impl Into<String>) -> Self {
         Self::with(ErrorKind::Internal, message)
+    }
+
+    pub(crate) fn anomaly(message: impl Into<String>) -> Self {
+        Self::with(ErrorKind::Anomaly, message)
     }
 
     pub(crate) fn sink(message: impl Into<String>, source: phalanx_base::Error) -> Self {

@@ -198,23 +198,25 @@ impl<'s> Tensor<'s> {
             let operands = (x, residual_slot, constants.slice());
             normalise(step.threads(), &st, operands, act, y.slice_mut());
             let out = st.add_output_as((dims, precision), y, training);
-            if training {
-                let constants = st.add_aux(constants)?;
-                st.record(BatchNorm {
-                    x,
-                    residual: residual_slot,
-                    out,
-                    constants,
-                    weight: affine.0,
-                    bias: affine.1,
-                    act,
-                    channels: c,
-                    joined,
-                    fixed: !batch,
-                });
+            let constants = if training {
+                st.add_aux(constants)?
             } else {
                 st.pool.put(constants);
-            }
+                out // no backward reads them
+            };
+            let node = BatchNorm {
+                x,
+                residual: residual_slot,
+                out,
+                constants,
+                weight: affine.0,
+                bias: affine.1,
+                act,
+                channels: c,
+                joined,
+                fixed: !batch,
+            };
+            st.made(step.params(), node, training)?;
             out
         };
         Ok(Tensor::new(step, out))

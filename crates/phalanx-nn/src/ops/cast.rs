@@ -22,6 +22,7 @@ impl Tensor<'_> {
             let buf = converted(&mut step.compute(&mut st), x);
             let (shape, wants) = (st.shape(x), st.wants_grad(x));
             let out = st.add_output_as((shape, precision), buf, wants);
+            st.note_converted(x, out);
             if wants {
                 st.record(OpNode::new([x], out, Cast));
             }

@@ -86,16 +86,15 @@ impl Step<'_> {
             let buf = forward(&*op, &slots, shape.numel(), &mut st)?;
             let wants = slots.iter().any(|&s| st.wants_grad(s));
             let out = st.add_output(shape, buf, wants);
-            if wants {
-                st.record(Custom {
-                    saves_inputs: op.saves_inputs(),
-                    saves_output: op.saves_output(),
-                    can_recompute: op.can_recompute(),
-                    op,
-                    inputs: slots,
-                    out,
-                });
-            }
+            let node = Custom {
+                saves_inputs: op.saves_inputs(),
+                saves_output: op.saves_output(),
+                can_recompute: op.can_recompute(),
+                op,
+                inputs: slots,
+                out,
+            };
+            st.made(self.params(), node, wants)?;
             out
         };
         Ok(Tensor::new(self, out))

@@ -103,6 +103,10 @@ impl<'s> Tensor<'s> {
 }
 
 impl Masked {
+    pub(crate) fn fills_infinity(&self) -> bool {
+        self.value.is_infinite()
+    }
+
     /// `to[i]` becomes `value(i)` where the mask is `set`.
     fn fill(
         &self,

@@ -122,9 +122,7 @@ impl Step<'_> {
             }
             let wants = inputs.iter().any(|&x| st.wants_grad(x));
             let out = st.add_output(shape, buf, wants);
-            if wants {
-                st.record(Concat { inputs, out, dim });
-            }
+            st.made(self.params(), Concat { inputs, out, dim }, wants)?;
             out
         };
         Ok(Tensor::new(self, out))

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use std::time::Instant;
 
+use super::anomaly;
 use super::node::{Operand, Visit};
 use super::segment;
 use super::state::{SlotId, State};
@@ -25,6 +26,8 @@ pub(crate) struct BackwardContext<'p> {
     pub(super) state: &'p mut State,
     sink: &'p mut dyn GradSink,
     accumulates: bool,
+    /// Name of the current operation, in anomaly mode.
+    checked: Option<&'static str>,
 }
 
 impl BackwardContext<'_> {
@@ -145,7 +148,11 @@ impl BackwardContext<'_> {
         } else {
             Mode::Add
         };
-        let finite = write(slot_of(self.sink, self.params, param)?, mode);
+        let slot = slot_of(self.sink, self.params, param)?;
+        let finite = write(slot, mode);
+        if let Some(operation) = self.checked {
+            anomaly::check_param_gradient(operation, &self.params.infos()[i], slot)?;
+        }
         self.state.uses[i] -= 1;
         match self.state.uses[i] {
             0 if finite => accepted(self.sink.ready_finite(param), self.params, param),
@@ -253,6 +260,9 @@ pub(super) fn run(
     let mut seed = state.pool.get(gradient.len());
     seed.slice_mut().copy_from_slice(gradient);
     state.slots[loss.index()].grad = Some(seed);
+    if state.anomaly {
+        state.check_seed(loss)?;
+    }
 
     let accumulates = sink.accumulates();
     for id in params.ids().filter(|id| state.uses[id.index()] == 0) {
@@ -268,6 +278,7 @@ pub(super) fn run(
         state,
         sink,
         accumulates,
+        checked: None,
     };
     while let Some(node) = nodes.last() {
         let out = node.output();
@@ -276,10 +287,14 @@ pub(super) fn run(
             segment::restore(&mut ctx, &nodes, node)?;
             let grad = ctx.state.slots[slot.index()].grad.take();
             let grad = grad.ok_or_else(|| Error::internal("a gradient is missing in backward"))?;
+            ctx.checked = ctx.state.anomaly.then(|| node.name());
             let began = ctx.state.clock.as_ref().map(|_| Instant::now());
             node.backward(&mut ctx, grad)?;
             if let (Some(clock), Some(began)) = (&mut ctx.state.clock, began) {
                 clock.backward(node.name(), node.param(), began);
+            }
+            if ctx.checked.is_some() {
+                ctx.state.check_gradients(params, node)?;
             }
         }
         ctx.state.processed(node, nodes.len() - 1);

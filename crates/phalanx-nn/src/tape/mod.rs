@@ -1,6 +1,7 @@
 //! The tape: recording a step and walking it backwards. `README.md` in this directory
 //! has the states of a slot.
 
+mod anomaly;
 mod backward;
 mod graph;
 mod key;
@@ -47,6 +48,26 @@ impl Tape {
     /// stored values, in the following steps (f32 by default): see [`Precision`].
     pub fn set_precision(&mut self, precision: Precision) {
         self.state.get_mut().precision = precision;
+    }
+
+    /// Starts (or stops) checking every value and gradient of the following steps, evaluations
+    /// included: the first that is not finite ends the step with an error that names the operation,
+    /// its parameter, the shape, and the first such element. PyTorch: `set_detect_anomaly`, which
+    /// checks gradients for NaN only. No bit changes; steps take longer.
+    ///
+    /// - NaN is an error wherever it is: in an input of the step, in a parameter when an operation
+    ///   uses it, in an operation's result.
+    /// - An infinity is an error in a parameter, and in the result of an operation that read
+    ///   none. It is none in an input (such as a mask to add), nor as the value of
+    ///   [`masked_fill`](Tensor::masked_fill), nor in what operations make of these.
+    /// - Both are errors in a gradient: the one that backward begins with, and those that an
+    ///   operation's backward pass gives to its inputs and parameters (added to what others gave
+    ///   before; of a parameter, before the [`GradSink`] is told that it is ready).
+    ///
+    /// The error is of kind [`Anomaly`](crate::ErrorKind::Anomaly), and comes from the operation, from
+    /// [`Step::input`] or from [`Tensor::backward`].
+    pub fn set_anomaly(&mut self, on: bool) {
+        self.state.get_mut().anomaly = on;
     }
 
     /// Starts a training step: operations are recorded, dropout drops.
@@ -147,7 +168,8 @@ impl<'a> Step<'a> {
     /// gets no gradient.
     ///
     /// # Errors
-    /// `Usage` when data and shape disagree.
+    /// `Usage` when data and shape disagree; `Anomaly` for NaN where that is
+    /// [checked](Tape::set_anomaly).
     pub fn input<'s>(&'s self, data: &[f32], shape: &[usize]) -> Result<Tensor<'s>> {
         self.leaf(data, shape, false)
     }
@@ -156,7 +178,7 @@ impl<'a> Step<'a> {
     /// the backward pass.
     ///
     /// # Errors
-    /// `Usage` when data and shape disagree.
+    /// As [`input`](Self::input).
     pub fn variable<'s>(&'s self, data: &[f32], shape: &[usize]) -> Result<Tensor<'s>> {
         self.leaf(data, shape, true)
     }
@@ -174,7 +196,7 @@ impl<'a> Step<'a> {
             let mut st = self.state();
             let mut buf = st.pool.get(data.len());
             buf.slice_mut().copy_from_slice(data);
-            st.add_leaf(shape, buf, wants_grad)
+            st.add_leaf(shape, buf, wants_grad)?
         };
         Ok(Tensor::new(self, slot))
     }

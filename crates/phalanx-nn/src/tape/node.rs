@@ -217,13 +217,13 @@ impl Step<'_> {
         let mut operands = op.operands().into_iter().flatten();
         let wants = operands.any(|o| st.wants_grad_of(o)) || x.iter().any(|&x| st.wants_grad(x));
         let out = st.add_output_as((shape, precision), buf, wants);
+        let mut node = OpNode::new(x, out, op);
         if wants {
-            let mut node = OpNode::new(x, out, op);
             node.slots.aux = aux.map(|aux| st.add_aux(aux)).transpose()?;
-            st.record(node);
         } else {
             aux.into_iter().for_each(|aux| st.pool.put(aux));
         }
+        st.made(self.params(), node, wants)?;
         Ok(Tensor::held(self, st, out))
     }
 }
@@ -308,6 +308,11 @@ impl Node {
             }
         });
         out
+    }
+
+    /// Whether it writes an infinity that the user gave.
+    pub(super) fn fills_infinity(&self) -> bool {
+        matches!(self, Node::MaskedFill(n) if n.op.fills_infinity())
     }
 
     pub(crate) fn visit(&self, f: &mut dyn FnMut(Visit)) {

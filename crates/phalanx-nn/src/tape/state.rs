@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::kernels::dropout::MaskKey;
 use crate::kernels::element::{Element, Values, elements};
 use crate::ops::batch_norm::{JoinStatistics, Statistics};
+use crate::param::Params;
 use crate::pool::{Buf, Pool};
 use crate::profile::Clock;
 use crate::tensor::Shape;
@@ -42,6 +43,8 @@ pub(super) struct Slot {
     pub(super) maker: Option<u32>,
     /// The segment that freed the value.
     pub(super) dropped: Option<u32>,
+    /// It has an infinity that may be there; known in anomaly mode only.
+    pub(super) infinite: bool,
 }
 
 /// Everything of a tape but its threads. Vectors keep their capacity.
@@ -58,6 +61,8 @@ pub(crate) struct State {
     pub(crate) evaluates: bool,
     /// Data type of the operands of convolutions and linear layers.
     pub(crate) precision: Precision,
+    /// Values and gradients are checked.
+    pub(super) anomaly: bool,
     key: Option<MaskKey>,
     samples: Vec<u64>,
     numbered: bool,
@@ -176,13 +181,18 @@ impl State {
             keep_grad,
             maker: None,
             dropped: None,
+            infinite: false,
         });
         SlotId(self.slots.len() as u32 - 1)
     }
 
-    pub(crate) fn add_leaf(&mut self, shape: Shape, buf: Buf, wants_grad: bool) -> SlotId {
+    pub(crate) fn add_leaf(&mut self, shape: Shape, buf: Buf, wants_grad: bool) -> Result<SlotId> {
         let wants = wants_grad && self.training;
-        self.push((shape, Precision::F32), buf, wants, wants)
+        let slot = self.push((shape, Precision::F32), buf, wants, wants);
+        if self.anomaly {
+            self.check_leaf(slot)?;
+        }
+        Ok(slot)
     }
 
     /// A slot for memory that only a node's backward reads (`buf` of any length).
@@ -205,6 +215,26 @@ impl State {
         wants_grad: bool,
     ) -> SlotId {
         self.push((shape, precision), buf, wants_grad, false)
+    }
+
+    /// An operation has run and filled its slot: checks the result in anomaly mode, and records
+    /// the operation if a gradient is wanted.
+    pub(crate) fn made(
+        &mut self,
+        params: &Params,
+        node: impl Into<Node>,
+        wants_grad: bool,
+    ) -> Result<()> {
+        if self.anomaly || wants_grad {
+            let node: Node = node.into();
+            if self.anomaly {
+                self.check_result(params, &node)?;
+            }
+            if wants_grad {
+                self.record(node);
+            }
+        }
+        Ok(())
     }
 
     /// Records `node`. The values it saves stay until backward has used them, and so do the

@@ -113,7 +113,7 @@ impl<'s> Tensor<'s> {
         let mut state = self.step.state();
         let buf = state.take_for_writing(slot);
         let shape = state.shape(slot);
-        let slot = state.add_leaf(shape, buf, false);
+        let slot = state.add_leaf(shape, buf, false)?;
         Ok(Tensor::held(self.step, &mut state, slot))
     }
 
@@ -175,8 +175,8 @@ impl<'s> Tensor<'s> {
     /// # Errors
     /// `Usage` when this is not one element, depends on nothing that has a
     /// gradient, or the step already ran its backward pass; `Sink` when the
-    /// sink refused a gradient, `Custom` when a user's operation failed (the step cannot be
-    /// used after that).
+    /// sink refused a gradient, `Custom` when a user's operation failed, `Anomaly` for a gradient that is not
+    /// finite where that is [checked](crate::Tape::set_anomaly) (the step cannot be used after that).
     pub fn backward(self, sink: &mut dyn GradSink) -> Result<()> {
         if self.numel() != 1 {
             return Err(Error::usage(format!(

@@ -1,5 +1,6 @@
 //! The engine against finite differences, serial folds and PyTorch's numbers.
 
+mod anomaly;
 mod common;
 mod edges;
 mod gpt;
