@@ -101,6 +101,9 @@ pub struct Settings {
     #[command(flatten)]
     #[allow(missing_docs, reason = "a doc comment would be its help")]
     pub saving: SavingArgs,
+    /// Stop at the first NaN or infinity with an error that names its operation; steps take longer
+    #[arg(long)]
+    pub anomaly: bool,
     /// Log histograms of parameters and gradients every N steps; 0: never
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub watch: usize,
@@ -452,6 +455,7 @@ impl Settings {
             defaults: _,
             init: _,
             // Of each rank or host.
+            anomaly: _,
             config: _,
             workers: _,
             track: _,

@@ -88,6 +88,7 @@ impl State {
     }
 
     /// Checks what an operation has used and made, and notes whether its result has an infinity.
+    #[cold]
     pub(super) fn check_result(&mut self, params: &Params, node: &Node) -> Result<()> {
         let out = node.output();
         let out = out.ok_or_else(|| Error::internal("an operation has no output"))?;

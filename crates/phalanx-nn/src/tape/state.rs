@@ -225,14 +225,14 @@ impl State {
         node: impl Into<Node>,
         wants_grad: bool,
     ) -> Result<()> {
-        if self.anomaly || wants_grad {
-            let node: Node = node.into();
-            if self.anomaly {
-                self.check_result(params, &node)?;
-            }
+        if self.anomaly {
+            let node = node.into();
+            self.check_result(params, &node)?;
             if wants_grad {
                 self.record(node);
             }
+        } else if wants_grad {
+            self.record(node);
         }
         Ok(())
     }

@@ -126,7 +126,7 @@ fn averages_equal_pytorch() {
         };
         let decay = case["decay"].as_f64().unwrap();
         let mut optimizer: Box<dyn Optimizer> = Box::new(Ema::new(&params, inner, decay));
-        assert_eq!(optimizer.averages(), None);
+        assert_eq!(optimizer.averages(), Some(&[][..]));
         steps(&all, &mut optimizer, &mut params, 0..8, |i, o, params| {
             let got = laid_out(params, o.averages().unwrap());
             let want = numbers(&case["averages"][i]);
@@ -234,7 +234,7 @@ fn saved_states_go_on_with_the_same_bits() {
         let other = params_of(&[5]);
         resumed.lay_out(&other).unwrap();
         assert_eq!((resumed.steps(), resumed.state().len()), (0, 0));
-        assert_eq!(resumed.averages(), None);
+        assert!(resumed.averages().unwrap_or_default().is_empty());
         resumed
             .step(&mut other.clone(), &Grads::like(&other))
             .unwrap();

@@ -517,6 +517,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         }
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(settings.precision.into());
+        tape.set_anomaly(settings.anomaly);
         let names: Vec<String> = self.groups.iter().map(|(name, _)| name.clone()).collect();
         let main = (String::new(), self.optimizer);
         let parts = Parts {

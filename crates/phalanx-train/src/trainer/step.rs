@@ -166,8 +166,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// An error unless the mean of this rank's losses is a number.
     fn check_mean(&self, group: usize, turn: &StepContext, mean: f64) -> Result<()> {
         let lr = self.strategy.optimizer(group).0.lr();
-        self.ctx
-            .check_loss(mean, format_args!("{}", turn.name()), lr)
+        let checked = (self.ctx).check_loss(mean, format_args!("{}", turn.name()), lr);
+        checked.map_err(|error| error.note("or", "--anomaly, which names the operation"))
     }
 
     /// Forward, backward and the optimizer's step of the group number `group`. After an error the parameters are as before.

@@ -461,3 +461,28 @@ fn a_program_is_told_of_each_checkpoint_on_the_disk() {
     let error = train(true).expect_err("the hook's");
     assert!(error.to_string().contains("the upload failed"), "{error}");
 }
+
+#[test]
+fn the_operation_with_the_first_nan_is_named() {
+    for (args, words) in [
+        (&["--anomaly"][..], "the result of Log, of shape"),
+        (&[], "--anomaly, which names the operation"),
+    ] {
+        let failed = ranks(2, args, |job| {
+            let train = data(36);
+            let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
+            for batch in trainer.batches(&train)? {
+                trainer.step(&batch, |model, batch| {
+                    // Some answers are negative.
+                    Ok(answers(model, &batch)?.log()?.mean(&[], false)?)
+                })?;
+            }
+            Ok(())
+        });
+        let own = failed.into_iter().filter_map(Result::err);
+        let own: Vec<Error> = own.filter(|e| e.kind() == ErrorKind::Failed).collect();
+        let text = own.first().expect("a rank's own").render();
+        let is_nan = text.contains("NaN");
+        assert!(text.contains(words) && is_nan, "{text}");
+    }
+}
