@@ -5,7 +5,7 @@ use crate::param::{Init, Layout, ParamId, Scope};
 use crate::{Error, Result, Value};
 
 /// PyTorch's `MultiheadAttention` with `batch_first`, equal widths of query, key
-/// and value, and no dropout: `in_proj_weight` `[3 E, E]`, `in_proj_bias`,
+/// and value: `in_proj_weight` `[3 E, E]`, `in_proj_bias`,
 /// `out_proj.weight`, `out_proj.bias`, and its initial values.
 #[derive(Clone, Copy, Debug)]
 pub struct MultiHeadAttention {
@@ -18,6 +18,7 @@ pub struct MultiHeadAttention {
     width: usize,
     heads: usize,
     rotary: Option<f64>,
+    dropout: Option<f64>,
 }
 
 /// Keys and values of the positions that an attention ([`MultiHeadAttention`], or one of a [`Gpt`](crate::models::Gpt)) has seen, for text that is made token by token.
@@ -101,7 +102,15 @@ impl MultiHeadAttention {
             width,
             heads,
             rotary: None,
+            dropout: None,
         }
+    }
+
+    /// Zeroes attention weights with probability `p` in training, and scales the others by `1 / (1 - p)`.
+    #[must_use]
+    pub fn dropout(mut self, p: f64) -> Self {
+        self.dropout = Some(p);
+        self
     }
 
     /// Turns queries and keys by their positions, counted from 0, with this base (LLaMA's is 10000), as
@@ -135,7 +144,7 @@ impl MultiHeadAttention {
         } else {
             Mask::Open
         };
-        let y = attend(self.heads, self.project(x, 0)?, mask, None)?;
+        let y = attend(self.heads, self.project(x, 0)?, mask, self.dropout)?;
         self.out.forward(y)
     }
 
@@ -147,7 +156,7 @@ impl MultiHeadAttention {
     pub fn forward_cached<'s, V: Value<'s>>(&self, x: V, cache: &mut KvCache<V>) -> Result<V> {
         let [q, k, v] = self.project(x, cache.len())?;
         let [k, v] = cache.append([k, v])?;
-        let y = attend(self.heads, [q, k, v], Mask::Causal(None), None)?;
+        let y = attend(self.heads, [q, k, v], Mask::Causal(None), self.dropout)?;
         self.out.forward(y)
     }
 
@@ -176,7 +185,8 @@ impl MultiHeadAttention {
             parts = [turn(q)?, turn(k)?, v];
         }
         let mask = mask.map_or(Mask::Open, Mask::Added);
-        self.out.forward(attend(self.heads, parts, mask, None)?)
+        self.out
+            .forward(attend(self.heads, parts, mask, self.dropout)?)
     }
 }
 

@@ -241,6 +241,33 @@ fn every_case_agrees_with_pytorch() {
     assert_eq!(cases.len(), 38);
 }
 
+#[test]
+fn attention_drops_weights_in_training_only() {
+    let mut scope = Scope::new(Seed(1));
+    let attention = MultiHeadAttention::new(scope.enter("a"), 8, 2);
+    let params = scope.build().unwrap();
+    let x: Vec<f32> = (0..2 * 5 * 8).map(|i| (i * 7 % 11) as f32 - 5.0).collect();
+    let run = |attention: MultiHeadAttention, trains: bool| -> Vec<f32> {
+        let mut tape = Tape::new(Threads(1));
+        let step = match trains {
+            true => tape.step(&params, StepKey::new(0, 0).samples(&[4, 5])),
+            false => tape.inference(&params),
+        };
+        let x = step.input(&x, &[2, 5, 8]).unwrap();
+        let open = attention.forward(x.share(), false).unwrap().to_vec();
+        let cross = attention.forward_cross(x.share(), x.share(), x.share(), None);
+        let causal = attention.forward(x, true).unwrap().to_vec();
+        [open, causal, cross.unwrap().to_vec()].concat()
+    };
+    let plain = run(attention, true);
+    assert_eq!(run(attention.dropout(0.5), false), plain);
+    assert_eq!(run(attention.dropout(0.0), true), plain);
+    // Nothing is left but the output's bias, which begins with 0.
+    assert!(run(attention.dropout(1.0), true).iter().all(|y| *y == 0.0));
+    let half = run(attention.dropout(0.5), true);
+    assert!(half.iter().zip(&plain).filter(|(a, b)| a != b).count() > plain.len() / 2);
+}
+
 /// `fixtures/make_more_init.py` wrote the bits.
 #[test]
 fn layers_start_from_pytorchs_weights() {
