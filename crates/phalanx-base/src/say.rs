@@ -6,10 +6,10 @@
 //! [`print_json`], where they are escaped. The output of programs under `phalanx launch`
 //! passes unchanged.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
 use std::io::Write;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::text::{visible, visible_json};
 
@@ -85,12 +85,25 @@ fn write(block: &[u8]) -> Result<bool> {
     }
 }
 
-/// The command-line arguments, for a summary; bytes that are not UTF-8 are shown as `�`, and secrets as `***`.
+/// The command-line arguments, for a summary; bytes that are not UTF-8 are shown as `�`, and secrets as `***`. Flags from a
+/// configuration are among them.
 pub fn arguments() -> Vec<String> {
     let lossy = |word: &OsStr| word.to_string_lossy().into_owned();
-    let words = std::env::args_os().skip(1).map(|word| lossy(&word));
+    let words = match ARGUMENTS.get() {
+        Some(words) => words.clone(),
+        None => std::env::args_os().skip(1).collect(),
+    };
+    let words = words.iter().map(|word| lossy(word));
     let secrets = SECRETS.lock().unwrap_or_else(PoisonError::into_inner);
     secrets.hidden_in(words)
+}
+
+static ARGUMENTS: OnceLock<Vec<OsString>> = OnceLock::new();
+
+/// From now on [`arguments`] gives these, without the program's name.
+pub fn set_arguments(words: Vec<OsString>) {
+    // A process has one command line.
+    let _ = ARGUMENTS.set(words);
 }
 
 static SECRETS: Mutex<Secrets> = Mutex::new(Secrets {

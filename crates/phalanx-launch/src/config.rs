@@ -1,9 +1,10 @@
 //! `--config FILE`: flags from a file.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use clap::{Arg, Command};
+use clap::builder::ValueRange;
+use clap::{Arg, ArgAction, Command};
 use serde_json::Value;
 
 use crate::error::{Error, Result};
@@ -12,12 +13,18 @@ use crate::words::dashed;
 /// Flags of a run that say where it goes on and where it stops, and not how it trains.
 const OF_ONE_RUN: [&str; 4] = ["output-dir", "overwrite", "resume", "stop-after"];
 
-/// A flag's name and its values; a switch has none.
+/// A flag's name and what follows it; nothing after a switch.
 type Flag = (String, Vec<String>);
 
-/// `words`, and after them the flags in the file that `--config` names there, but those that are there already or exclude one
-/// that is. What the file may have depends on the command that `words` name in `command`; without a flag `--config` of this
-/// command nothing is read.
+/// What stands for a secret in a `run.json`.
+const HIDDEN: &str = "***";
+
+/// How deep files may name others.
+const DEPTH: usize = 8;
+
+/// `words` with the flags in the file that `--config` names there in its place: those that are not there already, and that no
+/// flag there excludes. What the file may have depends on the command that `words` name in `command`; without a flag
+/// `--config` of this command nothing is read.
 ///
 /// # Errors
 ///
@@ -27,64 +34,127 @@ pub fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<Os
         let named = word.to_str().and_then(|name| command.find_subcommand(name));
         named.unwrap_or(command)
     });
-    let has_name = |arg: &Arg, name: &str| {
-        let aliases = arg.get_all_aliases().unwrap_or_default();
-        arg.get_long() == Some(name) || aliases.contains(&name)
-    };
-    let find = |name: &str| command.get_arguments().find(|arg| has_name(arg, name));
-    let typed: Vec<Flag> = flags(words.iter().map(|word| word.to_string_lossy().into_owned()));
-    let Some((_, path)) = typed.iter().rfind(|(name, _)| name == "config") else {
+    let typed = flags(words.iter().map(|word| word.to_string_lossy().into_owned()));
+    let config = typed.iter().rfind(|(name, _)| name == "config");
+    let Some(path) = config.and_then(|(_, values)| values.first()) else {
         return Ok(words);
     };
-    let Some(path) = path.first().filter(|_| find("config").is_some()) else {
+    if find(command, "config").is_none() {
         return Ok(words);
-    };
-    let is_typed = |arg: &Arg| typed.iter().any(|(name, _)| has_name(arg, name));
-    for (name, values) in read(Path::new(path), 0)? {
-        let Some(arg) = find(&name) else {
-            return Err(Error::usage(format!(
-                "{path}: {} has no flag --{name}",
-                command.get_name()
-            )));
-        };
-        let excludes = |one: &Arg, other: &Arg| {
-            let all = command.get_arg_conflicts_with(one);
-            all.iter().any(|arg| arg.get_id() == other.get_id())
-        };
-        let mut present = command.get_arguments().filter(|arg| is_typed(arg));
-        if is_typed(arg) || present.any(|other| excludes(arg, other) || excludes(other, arg)) {
-            continue;
-        }
-        match (arg.get_action().takes_values(), &values[..]) {
-            (true, values) => words
-                .extend((values.iter()).map(|value| OsString::from(format!("--{name}={value}")))),
-            (false, [no]) if no == "false" => {}
-            (false, _) => words.push(format!("--{name}").into()),
-        }
     }
+    let typed = typed.iter().filter_map(|(name, _)| find(command, name));
+    let mut present: Vec<&Arg> = typed.collect();
+    let mut layers = Vec::new();
+    read(Path::new(path), &mut layers)?;
+    let mut more = Vec::new();
+    for (path, layer) in layers {
+        for (arg, values) in merged(command, &path, layer)? {
+            let excludes = |one: &Arg, other: &Arg| {
+                let all = command.get_arg_conflicts_with(one);
+                all.iter().any(|arg| arg.get_id() == other.get_id())
+            };
+            let is_there = |other: &&Arg| {
+                arg.get_id() == other.get_id() || excludes(arg, other) || excludes(other, arg)
+            };
+            if present.iter().any(is_there) || values.iter().any(|value| value == HIDDEN) {
+                continue;
+            }
+            more.extend(said(arg, &values).into_iter().map(|word| (arg, word)));
+        }
+        present.extend(more.iter().map(|(arg, _)| *arg));
+    }
+    // The file is not named where the words are told or recorded.
+    while let Some(at) = words.iter().position(|word| is_config(word)) {
+        let is_attached = words[at].to_string_lossy().contains('=');
+        let end = (at + 1 + usize::from(!is_attached)).min(words.len());
+        words.drain(at..end);
+    }
+    words.extend(more.into_iter().map(|(_, word)| OsString::from(word)));
     Ok(words)
 }
 
-/// The flags among `words`.
+fn is_config(word: &OsString) -> bool {
+    let (_, name, _) = dashed(word.clone());
+    name.as_deref() == Some("config")
+}
+
+/// The flag `name` of `command`.
+fn find<'c>(command: &'c Command, name: &str) -> Option<&'c Arg> {
+    command.get_arguments().find(|arg| {
+        let aliases = arg.get_all_aliases().unwrap_or_default();
+        arg.get_long() == Some(name) || aliases.contains(&name)
+    })
+}
+
+/// The flags of one file, each once: of one that is there again the last, or all values where the command takes several.
+fn merged<'c>(
+    command: &'c Command,
+    path: &Path,
+    layer: Vec<Flag>,
+) -> Result<Vec<(&'c Arg, Vec<String>)>> {
+    let mut all: Vec<(&Arg, Vec<String>)> = Vec::new();
+    for (name, mut values) in layer {
+        let Some(arg) = find(command, &name) else {
+            let (path, command) = (path.display(), command.get_name());
+            let what = format!("{path}: {command} has no flag --{name}");
+            return Err(Error::usage(what));
+        };
+        let before = all
+            .iter_mut()
+            .find(|(other, _)| other.get_id() == arg.get_id());
+        match (before, arg.get_action()) {
+            (Some((_, before)), ArgAction::Append) => before.append(&mut values),
+            (Some((_, before)), _) => *before = values,
+            (None, _) => all.push((arg, values)),
+        }
+    }
+    Ok(all)
+}
+
+/// The words of a flag with these values.
+fn said(arg: &Arg, values: &[String]) -> Vec<String> {
+    let name = arg.get_long().unwrap_or_default();
+    let bare = || vec![format!("--{name}")];
+    let counts = arg.get_num_args().unwrap_or(ValueRange::SINGLE);
+    match values.first().map(String::as_str) {
+        Some("false") if !arg.get_action().takes_values() => Vec::new(),
+        _ if !arg.get_action().takes_values() => bare(),
+        None => bare(),
+        Some("true") if counts.min_values() == 0 => bare(),
+        Some(_) => values
+            .iter()
+            .map(|value| format!("--{name}={value}"))
+            .collect(),
+    }
+}
+
+/// The flags among `words`, each with the words up to the next.
 fn flags(words: impl Iterator<Item = String>) -> Vec<Flag> {
     let mut flags: Vec<Flag> = Vec::new();
     for word in words {
-        match (dashed(word.clone().into()), flags.last_mut()) {
-            ((whole, Some(name), attached), _) => {
+        let (whole, name, is_attached) = dashed(word.clone().into());
+        match (name, flags.last_mut()) {
+            (Some(name), _) => {
                 let whole = whole.to_string_lossy();
-                let value = whole.split_once('=').filter(|_| attached);
-                let value = value.map(|(_, value)| value.to_owned());
-                flags.push((name, value.into_iter().collect()));
+                let value = whole.split_once('=').filter(|_| is_attached);
+                flags.push((
+                    name,
+                    value
+                        .map(|(_, value)| value.to_owned())
+                        .into_iter()
+                        .collect(),
+                ));
             }
-            (_, Some((_, values))) => values.push(word),
+            // Further words are no values of a flag that has one.
+            (None, Some((_, values))) if values.is_empty() => values.push(word),
             _ => {}
         }
     }
     flags
 }
 
-/// The flags in the file `path`, which the `depth`th of them names.
-fn read(path: &Path, depth: usize) -> Result<Vec<Flag>> {
+/// Adds the flags in the file `path` to `layers`, and after them those of the file that these name.
+fn read(path: &Path, layers: &mut Vec<(PathBuf, Vec<Flag>)>) -> Result<()> {
     let shown = path.display();
     let text = std::fs::read_to_string(path)
         .map_err(|error| Error::not_opened("configuration", path, error))?;
@@ -96,23 +166,18 @@ fn read(path: &Path, depth: usize) -> Result<Vec<Flag>> {
             return Err(Error::usage(what));
         };
         let words = words.iter().filter_map(Value::as_str);
-        let mut all = Vec::new();
-        for (name, values) in flags(words.map(ToOwned::to_owned)) {
-            match (&*name, values.first()) {
-                ("config", Some(_)) if depth > 8 => {
-                    let what = format!("{shown} names itself as its --config");
-                    return Err(Error::usage(what));
-                }
-                ("config", Some(other)) => all.extend(read(Path::new(other), depth + 1)?),
-                (name, _) if OF_ONE_RUN.contains(&name) => {}
-                _ => {
-                    // Later ones take precedence.
-                    all.retain(|(before, _)| *before != name);
-                    all.push((name, values));
-                }
-            }
-        }
-        return Ok(all);
+        let mut all = flags(words.map(ToOwned::to_owned));
+        let other = all.iter().rfind(|(name, _)| name == "config");
+        let other = other.and_then(|(_, values)| values.first().map(PathBuf::from));
+        all.retain(|(name, _)| name != "config" && !OF_ONE_RUN.contains(&&**name));
+        layers.push((path.to_owned(), all));
+        return match other {
+            Some(_) if layers.len() > DEPTH => Err(Error::usage(format!(
+                "{shown} names itself as its --config"
+            ))),
+            Some(other) => read(&other, layers),
+            None => Ok(()),
+        };
     }
     let table: toml::Table = toml::from_str(&text)
         .map_err(|error| Error::usage(format!("{shown} is not TOML: {}", error.message())))?;
@@ -132,13 +197,13 @@ fn read(path: &Path, depth: usize) -> Result<Vec<Flag>> {
         let values: Vec<String> = values.ok_or_else(|| Error::usage(what()))?;
         Ok((key.replace('_', "-"), values))
     };
-    table.into_iter().map(flag).collect()
+    let flags = table.into_iter().map(flag).collect::<Result<_>>()?;
+    layers.push((path.to_owned(), flags));
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::ArgAction;
-
     use super::*;
 
     fn command() -> Command {
@@ -150,12 +215,13 @@ mod tests {
             .arg(value("global-batch-size").conflicts_with("batch-size"))
             .arg(value("tag").action(ArgAction::Append))
             .arg(value("wandb").action(ArgAction::SetTrue))
+            .arg(value("mlflow").num_args(0..=1))
             .arg(value("resume"));
         let other = Command::new("other").arg(value("lr"));
         Command::new("phalanx").subcommands([train, other])
     }
 
-    /// What is added to the words `typed`, of a configuration that is read from a file with this ending.
+    /// What is added to the words `typed`, which name the configuration last, when it is read from a file with this ending.
     fn added(ending: &str, text: &str, typed: &str) -> Result<String> {
         let dir = tempfile::tempdir().expect("a folder");
         let path = dir.path().join(format!("config.{ending}"));
@@ -163,7 +229,8 @@ mod tests {
         let path = path.display().to_string();
         let words = typed.replace("FILE", &path);
         let words: Vec<OsString> = words.split(' ').map(Into::into).collect();
-        let count = words.len();
+        let count = words.iter().filter(|word| !is_config(word));
+        let count = count.filter(|word| word.to_string_lossy() != path).count();
         let mut command = command();
         command.build();
         let all = with_config(&command, words)?;
@@ -182,23 +249,39 @@ mod tests {
         let others = "--lr=0.001 --tag=a --tag=b=1";
         let typed = "train --config FILE --global-batch-size=8 --wandb";
         assert_eq!(of(typed), others);
-        assert_eq!(of("other --config FILE"), "", "it has no such flag");
+        let other = "other --config x.toml"
+            .split(' ')
+            .map(Into::into)
+            .collect::<Vec<_>>();
+        let same = with_config(&command(), other.clone()).expect("it has no such flag");
+        assert_eq!(same, other);
         assert_eq!(of("train --lr 1"), "");
+        let optional = added("toml", "mlflow = true\n", "train --config FILE");
+        assert_eq!(optional.expect("a flag"), "--mlflow");
         let none = added("toml", "wandb = false\n", "train --config FILE");
         assert_eq!(none.expect("a switch"), "");
     }
 
     #[test]
     fn a_run_is_a_configuration() {
-        let text = r#"{"arguments": ["train", "--lr", "-1", "--lr=2", "--wandb", "--resume", "auto", "--tag", "x"]}"#;
-        let all = added("json", text, "train --config FILE").expect("flags");
-        assert_eq!(all, "--lr=2 --wandb --tag=x");
-        let itself = r#"{"arguments": ["--config", "FILE"]}"#;
         let dir = tempfile::tempdir().expect("a folder");
+        let table = dir.path().join("a.toml").display().to_string();
+        std::fs::write(&table, "lr = 0.05\nbatch-size = 4\nwandb = true\n").expect("written");
+        let words = r#"["train", "--lr", "-1", "--lr=2", "--resume", "auto", "--tag", "a", "--tag", "b", "--mlflow",
+            "--config", "TABLE", "--global-batch-size", "8", "word"]"#;
+        let text = format!(r#"{{"arguments": {}}}"#, words.replace("TABLE", &table));
+        let all = added("json", &text, "train --config FILE").expect("flags");
+        let typed = "--lr=2 --tag=a --tag=b --mlflow --global-batch-size=8 --wandb";
+        assert_eq!(all, typed);
+        let secret = r#"{"arguments": ["--lr", "***", "--tag", "x"]}"#;
+        let all = added("json", secret, "train --config FILE").expect("flags");
+        assert_eq!(all, "--tag=x");
         let path = dir.path().join("run.json");
-        let text = itself.replace("FILE", &path.display().to_string());
-        std::fs::write(&path, text).expect("written");
-        let error = read(&path, 0).expect_err("a circle").to_string();
+        let itself = format!(r#"{{"arguments": ["--config", "{}"]}}"#, path.display());
+        std::fs::write(&path, itself).expect("written");
+        let error = read(&path, &mut Vec::new())
+            .expect_err("a circle")
+            .to_string();
         assert!(error.contains("names itself"), "{error}");
     }
 

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::builder::Resettable;
 use clap::{ArgMatches, Command, CommandFactory as _, FromArgMatches as _};
-use phalanx_base::stop;
+use phalanx_base::{say, stop};
 
 use crate::config::with_config;
 use crate::context::RankContext;
@@ -87,8 +87,14 @@ pub fn main_of(
     log::warn_of_nonsense();
     let mut command = taking_negative_numbers(command).args_override_self(true);
     command.build();
-    let words = match with_config(&command, words(&command)) {
-        Ok(words) => words,
+    let typed = words(&command);
+    let words = match with_config(&command, typed.clone()) {
+        Ok(words) => {
+            if words != typed {
+                say::set_arguments(words[1..].to_vec());
+            }
+            words
+        }
         Err(error) => {
             tell_other_nodes(&error);
             return exit_code(Err(error));

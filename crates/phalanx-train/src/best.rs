@@ -185,11 +185,6 @@ impl BestEpoch {
         format!("{} {value} in epoch {}", self.metric(), self.epoch)
     }
 
-    /// Whether the greatest value of its measure is the best.
-    pub(crate) fn is_greatest(&self) -> bool {
-        self.by.ends_with(":max")
-    }
-
     /// The measure, by its name.
     fn metric(&self) -> &str {
         let named = self.by.rsplit_once(':');
@@ -203,9 +198,16 @@ impl BestEpoch {
     }
 }
 
+/// Whether the greatest value of the measure `by`, as [`BestArg`] shows it, is the best.
+fn is_greatest(by: &str) -> bool {
+    by.ends_with(":max")
+}
+
 /// What an evaluation's measure was.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Judged {
+    /// The measure, as [`BestArg`] shows it.
+    by: String,
     /// Steps of the training before it.
     step: u64,
     /// As bits: JSON would round.
@@ -213,9 +215,14 @@ pub struct Judged {
 }
 
 impl Judged {
-    /// The steps before it, and its value.
-    pub(crate) fn parts(self) -> (u64, f64) {
-        (self.step, f64::from_bits(self.value))
+    /// The steps before it.
+    pub(crate) fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Its value, and whether the greatest is the best.
+    pub(crate) fn value(&self) -> (f64, bool) {
+        (f64::from_bits(self.value), is_greatest(&self.by))
     }
 }
 
@@ -273,10 +280,6 @@ impl Best {
             )));
         };
         let name = by.to_string();
-        if self.best.as_ref().is_some_and(|best| best.by != name) {
-            // `--best` was another one before the run was resumed.
-            self.judged.clear();
-        }
         let before = self.best.as_ref().filter(|best| best.by == name);
         let before = before.map(|best| f64::from_bits(best.value));
         let is_better = before.is_none_or(|before| match by.greatest {
@@ -288,6 +291,7 @@ impl Best {
             self.is_new = true;
         }
         self.judged.push(Judged {
+            by: name,
             step,
             value: value.to_bits(),
         });
@@ -306,10 +310,14 @@ impl Best {
 
     /// Whether the training is to stop early.
     pub fn stops(&self) -> bool {
-        let greatest = self.best.as_ref().is_some_and(BestEpoch::is_greatest);
-        let values = self.judged.iter().map(|judged| judged.parts().1);
-        let early = self.early.as_ref();
-        early.is_some_and(|early| early.is_reached(values, greatest))
+        let (Some(early), Some(last)) = (&self.early, self.judged.last()) else {
+            return false;
+        };
+        // `--best` may have been another one before the run was resumed.
+        let by = self.wanted.as_ref().map(BestArg::to_string);
+        let by = by.unwrap_or_else(|| last.by.clone());
+        let judged = self.judged.iter().filter(|judged| judged.by == by);
+        early.is_reached(judged.map(|judged| judged.value().0), is_greatest(&by))
     }
 
     /// The epoch that was compared last, if it is the best; once.

@@ -211,7 +211,7 @@ impl Output {
             let summary: Option<Value> = serde_json::from_slice(&bytes).ok();
             let summary = summary.filter(|summary| {
                 // Older ones do not have the steps.
-                let is_as_long = match summary["steps"].as_u64() {
+                let is_as_long = match summary["planned_steps"].as_u64() {
                     Some(had) => had >= steps,
                     None => summary["epochs"].as_u64() >= Some(epochs as u64),
                 };

@@ -512,8 +512,13 @@ impl Settings {
             Some(n) => format!("{flag} {n}"),
             None => format!("{flag} none"),
         });
+        let epochs = match (self.epochs, self.max_steps) {
+            // As many as that takes.
+            (None, Some(_)) => "none".to_owned(),
+            _ => self.epochs().to_string(),
+        };
         let mut shaping = vec![
-            format!("--epochs {}", self.epochs()),
+            format!("--epochs {epochs}"),
             format!("--lr {}", number(self.lr())),
             format!("--precision {}", self.precision.title()),
             format!("--accumulate {}", self.split.accumulate),

@@ -10,6 +10,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::Result;
+use crate::say;
 use crate::{
     bench, compare, doctor, export, inspect, launch, live, new, plan, predict, report, training,
 };
@@ -149,7 +150,11 @@ fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Cli>> {
     args.next();
     let name = OsString::from("phalanx");
     let args = normalise(args, |flag| launch_flag(&parser, flag));
-    let args = with_config(&parser, args)?;
+    let typed = args;
+    let args = with_config(&parser, typed.clone())?;
+    if args != typed {
+        say::set_arguments(args.clone());
+    }
     let path = commands(&parser, &args);
     let parsed = parser
         .try_get_matches_from_mut(std::iter::once(name).chain(args))

@@ -191,11 +191,11 @@ impl History {
 
     /// Brings `schedule`, which is at its beginning, to where it was after `steps` steps.
     pub fn replay(&self, schedule: &mut Schedule, steps: u64) {
-        let greatest = self.best.as_ref().is_some_and(BestEpoch::is_greatest);
-        let mut judged = self.judged.iter().map(|judged| judged.parts()).peekable();
+        let mut judged = self.judged.iter().peekable();
         for step in 1..=steps {
             schedule.advance();
-            while let Some((_, value)) = judged.next_if(|(at, _)| *at <= step) {
+            while let Some(judged) = judged.next_if(|judged| judged.step() <= step) {
+                let (value, greatest) = judged.value();
                 schedule.observe(value, greatest);
             }
         }
@@ -204,6 +204,11 @@ impl History {
     /// The program's own state.
     pub fn state(&self) -> Option<&Value> {
         self.state.as_ref()
+    }
+
+    /// Forgets the evaluation after `step` steps, the last one.
+    pub(crate) fn forget(&mut self, step: u64) {
+        self.judged.retain(|judged| judged.step() != step);
     }
 
     /// The evaluations that were compared.

@@ -63,13 +63,13 @@ pub(super) fn announce(
         }
         return;
     }
+    let all = about.extent.all();
+    let length = match settings.max_steps {
+        Some(max) if max == all => format!("{}, in epochs", plural(all as usize, "step")),
+        _ => plural(about.extent.epochs(), "epoch"),
+    };
     ctx.note(&format!(
-        "training {}{} of {}, global batch {}, {}",
-        match settings.max_steps {
-            Some(_) => format!("{}: ", plural(about.extent.all() as usize, "step")),
-            None => String::new(),
-        },
-        plural(about.extent.epochs(), "epoch"),
+        "training {length} of {}, global batch {}, {}",
         plural(about.steps, "step"),
         description.batch,
         about.optimizer,
@@ -101,9 +101,13 @@ pub(super) fn announce_resumed(
 ) {
     let place = resumed.place();
     let taken = thousands(place.step as usize);
+    let epochs = format!("--epochs {}", extent.epochs().saturating_add(1));
     let more = match extent.is_cut(place.step) {
+        true if place.epoch as usize >= extent.epochs() => {
+            format!("--max-steps {} {epochs}", place.step + 1)
+        }
         true => format!("--max-steps {}", place.step + 1),
-        false => format!("--epochs {}", extent.epochs() + 1),
+        false => epochs,
     };
     let next = match extent.is_over(place) {
         _ if is_complete && stops => {

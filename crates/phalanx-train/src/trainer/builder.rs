@@ -66,6 +66,8 @@ pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
     program: String,
     title: String,
     samples: usize,
+    /// To these first samples.
+    limited: Option<usize>,
     data: String,
     content: String,
     model: Box<dyn FnOnce(&mut Scope) -> M + 'j>,
@@ -110,20 +112,16 @@ impl<'j, M> TrainerBuilder<'j, M> {
         optimizer: impl Fn(&Params, f64) -> O + 'j,
     ) -> Self {
         let samples = settings.limited_train(train.len());
-        let mut data = format!("{}, {} samples", train.describe(), thousands(train.len()));
-        let mut content = train.content();
-        if samples < train.len() {
-            data.push_str(&format!(", the first {}", thousands(samples)));
-            content.push_str(&format!(", the first {samples}"));
-        }
+        let limited = (samples < train.len()).then_some(samples);
         TrainerBuilder {
             ctx,
             settings,
             program: program.to_owned(),
             title: program.to_owned(),
             samples,
-            data,
-            content,
+            limited,
+            data: format!("{}, {} samples", train.describe(), thousands(train.len())),
+            content: train.content(),
             model: Box::new(model),
             init: None,
             frozen: Vec::new(),
@@ -167,6 +165,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             program: self.program,
             title: self.title,
             samples: self.samples,
+            limited: self.limited,
             data: self.data,
             content: self.content,
             model: self.model,
@@ -493,6 +492,11 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         // Ranks that share a part of a batch count as one.
         let world = S::batch_ranks(&self.strategy, ctx.first_world());
         self.settle(world)?;
+        if let Some(samples) = self.limited {
+            let shown = thousands(samples);
+            self.data.push_str(&format!(", the first {shown}"));
+            self.content.push_str(&format!(", the first {samples}"));
+        }
         let mut trackers = std::mem::take(&mut self.trackers);
         if ctx.is_main() {
             trackers.extend(settings.track.trackers(&real_env())?);
@@ -557,7 +561,15 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
         let extent = Extent::new(settings, steps);
         let history = resumed.as_ref().map(Resumed::history).transpose()?;
-        let history = history.unwrap_or_default();
+        let mut history = history.unwrap_or_default();
+        let is_part = settings.eval_every.is_some_and(|every| {
+            let taken = place.step_in_epoch as usize;
+            taken.is_multiple_of(every)
+        });
+        if place.step_in_epoch > 0 && !is_part && !extent.is_over(place) {
+            // `--max-steps` has cut the run there; without the cut nothing would have been evaluated.
+            history.forget(place.step);
+        }
         let schedule = self.schedule.map(|make| make(self.lr, extent.all()));
         let schedule = schedule.transpose()?.flatten();
         let schedule = schedule.map(|mut schedule| {

@@ -486,7 +486,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let mut progress = Progress::for_rank(ctx.rank()).with_unit(self.unit);
         if let Some(running) = &self.running {
             let epochs = self.extent.epochs() as u64;
-            progress.begin(running.epoch as u64, epochs, self.steps);
+            let end = self.extent.epoch_end(self.place);
+            progress.begin(running.epoch as u64, epochs, end);
             progress.skip(self.place.step_in_epoch as usize);
         }
         let reports = &mut self.reports;
@@ -536,6 +537,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if !(is_first && is_next && std::mem::take(&mut self.elastic.wanted)) {
             return Ok(());
         }
+        // Those that join have nothing to save.
+        self.save_due()?;
         let mut waiting = None;
         loop {
             let agreed = self.agree_on_requests(waiting.is_some())?;

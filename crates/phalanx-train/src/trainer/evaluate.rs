@@ -193,17 +193,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         data: &Arc<D>,
         measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<Measure>,
     ) -> Result<Evaluation> {
-        let began = Instant::now();
-        self.admit()?;
-        self.check_weights()?;
-        // Between two steps of an epoch each rank has statistics of its own, with which it trains on.
-        let joined = match self.running {
-            Some(_) => self.mean_buffers()?,
-            None => None,
-        };
-        let own = joined.map(|joined| self.replace_buffers(&joined));
         let (mut measure, mut own_result) = (measure, None);
-        let measured = self.together(|trainer| {
+        let measured = self.evaluating(|trainer| {
             let evaluation =
                 trainer.with_averages(|trainer| trainer.measure_all(data, &mut measure))?;
             let is_elastic = trainer.ctx.elastic.is_some();
@@ -215,11 +206,28 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             own_result = Some(evaluation);
             Ok(shared)
         });
-        let measured = measured.map(|shared| {
+        measured.map(|shared| {
             let of_another = || shared.and_then(|history| history.last());
             let evaluation = own_result.or_else(of_another);
             evaluation.unwrap_or_else(Evaluation::nothing)
-        });
+        })
+    }
+
+    /// Runs `work`, in which all ranks take part, with the weights and running statistics that a checkpoint would have.
+    fn evaluating<R: Serialize + DeserializeOwned>(
+        &mut self,
+        work: impl FnMut(&mut Self) -> Result<R>,
+    ) -> Result<R> {
+        let began = Instant::now();
+        self.admit()?;
+        self.check_weights()?;
+        // Between two steps of an epoch each rank has statistics of its own, with which it trains on.
+        let joined = match self.running {
+            Some(_) => self.mean_buffers()?,
+            None => None,
+        };
+        let own = joined.map(|joined| self.replace_buffers(&joined));
+        let result = self.together(work);
         if let Some(own) = own {
             self.replace_buffers(&own);
         }
@@ -230,7 +238,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             running.began += took;
         }
         self.count_time(0);
-        measured
+        result
     }
 
     /// Sets the model's buffers, and gives what they were.
@@ -359,11 +367,8 @@ impl<M> Trainer<'_, M> {
         data: &Arc<D>,
         mut rows: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Vec<T>>,
     ) -> Result<Vec<T>> {
-        let began = Instant::now();
-        self.admit()?;
-        self.check_weights()?;
         let _phase = self.ctx.phase("evaluating");
-        let predicted = self.together(|trainer| {
+        let predicted = self.evaluating(|trainer| {
             let (mut indices, mut own) = (Vec::new(), Vec::new());
             let group = trainer.ctx.group();
             let config = SamplerConfig {
@@ -396,7 +401,6 @@ impl<M> Trainer<'_, M> {
             all.sort_by_key(|(index, _)| *index);
             Ok(all.into_iter().map(|(_, row)| row).collect())
         });
-        self.results.timing.tested += began.elapsed();
         self.noted(predicted)
     }
 

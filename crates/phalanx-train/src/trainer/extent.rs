@@ -40,7 +40,7 @@ impl Extent {
 
     /// Steps of all epochs.
     pub(super) fn all(&self) -> u64 {
-        let all = self.steps as u64 * self.epochs as u64;
+        let all = (self.steps as u64).saturating_mul(self.epochs as u64);
         self.max_steps.map_or(all, |max| all.min(max))
     }
 
@@ -75,6 +75,8 @@ impl Extent {
 pub(super) struct LoopState {
     /// Epochs that have ended.
     pub(super) ended: Cell<usize>,
+    /// Steps that were taken.
+    pub(super) step: Cell<u64>,
     /// No step is left, or the training is stopped early.
     pub(super) is_over: Cell<bool>,
 }
@@ -91,6 +93,7 @@ pub struct Epochs {
 
 impl Epochs {
     pub(super) fn new(extent: Extent, state: &Rc<LoopState>, place: Place) -> Epochs {
+        state.step.set(place.step);
         Epochs {
             extent,
             state: Rc::clone(state),
@@ -109,6 +112,12 @@ impl Iterator for Epochs {
 
     fn next(&mut self) -> Option<usize> {
         let ended = self.state.ended.get() as u64;
+        let (expected, taken) = (self.next.step, self.state.step.get());
+        if taken < expected && self.next.step_in_epoch > 0 {
+            // The program has left the loop over a part's batches, and with it the epoch.
+            (self.next.epoch, self.next.step_in_epoch) = (self.next.epoch + 1, 0);
+        }
+        self.next.step = taken;
         if self.next.epoch < ended {
             // The program has left the loop over an epoch's batches.
             (self.next.epoch, self.next.step_in_epoch) = (ended, 0);
@@ -137,7 +146,19 @@ mod tests {
         settings.epochs = some(epochs);
         settings.max_steps = some(max).map(|max| max as u64);
         settings.eval_every = some(every);
-        Epochs::new(Extent::new(&settings, steps), &Rc::default(), place).collect()
+        let (extent, state) = (Extent::new(&settings, steps), Rc::default());
+        let mut now = place;
+        let mut epochs = Epochs::new(extent, &state, place);
+        let mut all = Vec::new();
+        while let Some(epoch) = epochs.next() {
+            all.push(epoch);
+            // All steps are taken.
+            let end = extent.round_end(now) as u64;
+            now.step += end - now.step_in_epoch;
+            now.step_in_epoch = end % steps as u64;
+            state.step.set(now.step);
+        }
+        all
     }
 
     #[test]
@@ -168,9 +189,14 @@ mod tests {
         let state = Rc::default();
         let mut epochs = Epochs::new(Extent::new(&settings, 6), &state, Place::default());
         assert_eq!(epochs.next(), Some(1));
+        state.step.set(2);
         state.ended.set(1);
         assert_eq!(epochs.next(), Some(2));
+        state.step.set(4);
         assert_eq!(epochs.next(), Some(2));
+        // Of the part's two steps one was taken.
+        state.step.set(5);
+        assert_eq!(epochs.next(), Some(3));
         state.is_over.set(true);
         assert!(epochs.is_empty() && epochs.next().is_none());
     }

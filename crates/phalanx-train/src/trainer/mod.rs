@@ -326,7 +326,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
 
     /// Takes `evaluation` as the result of the epoch that has just ended, or with `--eval-every` of its part, which has one:
     /// further ones are not recorded. Weights and early stopping are decided by it. In the loop over an epoch's batches it is
-    /// only written to the metrics, as of its step.
+    /// only written to the metrics, as of its step. All ranks give the same.
     ///
     /// # Errors
     ///
@@ -344,7 +344,9 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         results.metrics.add(evaluation.loss);
         if evaluation.confusion.classes() > 0 {
             results.metrics.add(evaluation.accuracy);
-            results.accuracies.push(evaluation.accuracy);
+            if self.place.step_in_epoch == 0 {
+                results.accuracies.push(evaluation.accuracy);
+            }
         }
         self.reports
             .reporter
@@ -416,6 +418,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         let is_over = self.is_complete() || self.purpose == Purpose::Evaluate || self.is_last();
         self.loop_state.is_over.set(is_over);
         self.loop_state.ended.set(self.place.epoch as usize);
+        self.loop_state.step.set(self.place.step);
     }
 
     /// Whether no step is left.
@@ -507,9 +510,6 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     ///
     /// Those of saving; after a stop the error that ends the program orderly.
     fn end_epoch(&mut self) -> Result<()> {
-        if self.ended.is_none() {
-            self.save_due()?;
-        }
         self.leave_epoch()?;
         if self.ended.is_none() {
             return Ok(());
@@ -657,13 +657,12 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
 
     /// The learning rate of the next step.
     pub fn lr(&self) -> f64 {
-        match &self.schedule {
-            Some(schedule) => schedule.lr(),
-            None => self.strategy.optimizer(0).0.lr(),
-        }
+        let scheduled = self.schedule.as_ref().map(Schedule::lr);
+        let lr = self.set_lr.or(scheduled);
+        lr.unwrap_or_else(|| self.strategy.optimizer(0).0.lr())
     }
 
-    /// Sets the learning rate of all following steps, in the place of the schedule; optimizers of other
+    /// Sets the learning rate of all following steps, in the place of the schedule's; optimizers of other
     /// [groups](TrainerBuilder::optimizer_of) change by the same factor. A resumed training goes on with it. All ranks set the
     /// same.
     ///
@@ -675,13 +674,12 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let what = format!("a learning rate is a number from 0 up, not {lr}");
             return Err(Error::usage(what));
         }
-        self.schedule = Some(Schedule::constant(lr));
         self.set_lr = Some(lr);
         Ok(())
     }
 
-    /// What [`set_state`](Self::set_state) had kept when the checkpoint was saved from which this run was resumed; none of
-    /// another run. A program with such a state asks for it before its first step.
+    /// What [`set_state`](Self::set_state) has kept, in this run or before the checkpoint was saved from which it was resumed. A
+    /// program with such a state asks for it before its first step.
     ///
     /// # Errors
     ///
@@ -692,8 +690,8 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             return Ok(None);
         };
         T::deserialize(value).map(Some).map_err(|error| {
-            let what = "the checkpoint has another state of the program than this program reads";
-            Error::usage(what).caused_by(error)
+            Error::usage("the program's state in the checkpoint is of another type")
+                .caused_by(error)
         })
     }
 
@@ -706,9 +704,13 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// # Errors
     ///
     /// `Usage`, when it cannot be written as JSON.
-    pub fn set_state(&mut self, state: &impl Serialize) -> Result<()> {
-        let value = serde_json::to_value(state).map_err(|error| {
-            Error::usage("the program's state cannot be written as JSON").caused_by(error)
+    pub fn set_state<T: Serialize + DeserializeOwned>(&mut self, state: &T) -> Result<()> {
+        let value = serde_json::to_value(state);
+        // A NaN is null there, and no number.
+        let read = value.and_then(|value| T::deserialize(&value).map(|_| value));
+        let value = read.map_err(|error| {
+            let what = "the program's state cannot be written as JSON and read again; JSON has no NaN and no infinity";
+            Error::usage(what).caused_by(error)
         })?;
         self.own_state = OwnState {
             value: Some(value),
@@ -720,10 +722,8 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// Takes over what the program has set in the training that `history` is of.
     fn take_program(&mut self, history: &History) {
         self.set_lr = history.lr();
-        if let Some(lr) = self.set_lr {
-            self.schedule = Some(Schedule::constant(lr));
-        }
         self.own_state.value = history.state().cloned();
+        self.own_state.is_used |= self.own_state.value.is_some();
     }
 
     /// The optimizer steps that were taken, those before a resume included.

@@ -7,6 +7,7 @@ use phalanx_checkpoint::state::Place;
 use phalanx_comm::ReduceOp;
 use phalanx_data::Dataset;
 use phalanx_ddp::{Commit, ShardTree};
+use phalanx_nn::optim::schedule::Schedule;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -147,18 +148,19 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.trainings.unfinished.set(true);
         let position = (turn.epoch as u64, turn.index as u64 + 1);
         self.ctx.group().set_position(position.0, position.1);
-        if let Some(schedule) = &self.schedule {
+        let now = self.set_lr.or(self.schedule.as_ref().map(Schedule::lr));
+        if let Some(now) = now {
             let lr = self.strategy.optimizer(group).1;
             let optimizer = self.strategy.optimizer_mut(group);
-            schedule.apply(optimizer)?;
-            if lr != self.lr {
-                // There is no factor where the training's own rate is 0.
-                let factor = match self.lr == 0.0 {
-                    true => 1.0,
-                    false => schedule.lr() / self.lr,
-                };
-                optimizer.set_lr(lr * factor);
+            if let Some(schedule) = &self.schedule {
+                schedule.apply(optimizer)?;
             }
+            optimizer.set_lr(match lr == self.lr {
+                true => now,
+                // There is no factor where the training's own rate is 0.
+                false if self.lr == 0.0 => lr,
+                false => lr * (now / self.lr),
+            });
         }
         Ok(())
     }
@@ -373,8 +375,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             step_in_epoch: if is_end { 0 } else { next as u64 },
             step,
         };
-        if ended {
-            self.update_loop();
+        match ended {
+            true => self.update_loop(),
+            false => self.loop_state.step.set(step),
         }
         if !self.saving.is_prepared() {
             self.together(|trainer| {

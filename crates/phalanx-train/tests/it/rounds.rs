@@ -6,7 +6,7 @@ use std::sync::Mutex;
 
 use phalanx_checkpoint as checkpoint;
 use phalanx_data::metrics::Confusion;
-use phalanx_nn::optim::schedule::{Plateau, Schedule};
+use phalanx_nn::optim::schedule::{OneCycle, Plateau, Schedule};
 use phalanx_nn::optim::{Ema, Sgd};
 use phalanx_nn::{Params, Scope, Seed};
 use phalanx_train::{EarlyStopping, Error, ErrorKind, Evaluation, Job, Measure, Result};
@@ -111,7 +111,7 @@ fn left(dir: &Path) -> (Vec<Value>, Vec<Value>, (String, Vec<f32>)) {
         "metrics_sha256",
         "optimizer_sha256",
         "stopped_early",
-        "steps",
+        "planned_steps",
         "test_loss",
     ];
     let summary = names.iter().map(|name| summary[name].clone());
@@ -485,4 +485,115 @@ fn the_operation_with_the_first_nan_is_named() {
         let is_nan = text.contains("NaN");
         assert!(text.contains(words) && is_nan, "{text}");
     }
+}
+
+/// The digest of the weights and the learning rates of all steps.
+fn ended(dir: &Path) -> (Value, Vec<Value>) {
+    let run = dir.join("run");
+    let rates = metrics(&run)
+        .into_iter()
+        .filter(|r| r.get("loss").is_some());
+    let weights = json(&run.join("summary.json"))["weights_sha256"].clone();
+    (weights, rates.map(|r| r["lr"].clone()).collect())
+}
+
+#[test]
+fn the_evaluation_of_a_cut_does_not_count_when_the_training_goes_on() {
+    let train = |dir: &Path, max: &str| {
+        let args = [&ARGS[..2], &["--eval-every", "3", "--log-interval", "1"]].concat();
+        let args = [&args[..], &["--save-every", "99", "--resume", "auto"]].concat();
+        let args = [&args[..], &["--max-steps", max]].concat();
+        start_on(2, dir, &args, |job| {
+            let train = data(36);
+            let plateau = Plateau {
+                patience: 1,
+                ..Plateau::default()
+            };
+            let builder = job.trainer(&train, plane, Sgd::new);
+            let builder = builder.schedule(|lr, _| Schedule::reduce_on_plateau(lr, plateau));
+            let mut trainer = builder.start()?;
+            for _epoch in trainer.epochs() {
+                for batch in trainer.batches(&train)? {
+                    trainer.step(&batch, |model, batch| loss(model, &batch))?;
+                }
+                trainer.evaluate(&train, |_, batch| {
+                    Ok(Measure::of_sum(batch.samples() as f64))
+                })?;
+            }
+            trainer.finish().map(drop)
+        })
+        .expect("trained");
+    };
+    let [whole, cut] = [(); 2].map(|()| tempfile::tempdir().expect("folder"));
+    train(whole.path(), "12");
+    train(cut.path(), "7");
+    train(cut.path(), "12");
+    let (weights, rates) = ended(whole.path());
+    // Twice no better after 9 steps.
+    let fell = rates.iter().position(|lr| *lr != rates[0]);
+    assert_eq!((rates.len(), fell), (12, Some(9)));
+    assert_eq!(ended(cut.path()), (weights, rates));
+}
+
+#[test]
+fn a_learning_rate_that_was_set_leaves_the_schedule_its_momentum() {
+    let train = |dir: &Path, args: &[&str]| {
+        let args = [&ARGS[..2], &["--log-interval", "1"], args].concat();
+        start_on(2, dir, &args, |job| {
+            let train = data(36);
+            let builder = job.trainer(&train, plane, Sgd::new);
+            let builder =
+                builder.schedule(|lr, steps| Schedule::one_cycle(OneCycle::new(lr, steps)));
+            let mut trainer = builder.start()?;
+            for _epoch in trainer.epochs() {
+                for batch in trainer.batches(&train)? {
+                    trainer.step(&batch, |model, batch| loss(model, &batch))?;
+                    if trainer.steps_taken() == 4 {
+                        trainer.set_lr(0.0625)?;
+                    }
+                }
+            }
+            trainer.finish().map(drop)
+        })
+    };
+    let [whole, stopped] = [(); 2].map(|()| tempfile::tempdir().expect("folder"));
+    train(whole.path(), &[]).expect("trained");
+    train(stopped.path(), &["--stop-after", "7"]).expect_err("stopped");
+    train(stopped.path(), &["--resume", "auto"]).expect("trained");
+    let want = ended(whole.path());
+    assert_eq!(want.1[3..5], [want.1[3].clone(), 0.0625.into()]);
+    assert_ne!(want.1[3], 0.0625);
+    assert_eq!(ended(stopped.path()), want);
+}
+
+#[test]
+fn a_loop_over_batches_that_is_left_takes_as_many_steps_as_it_may() {
+    let dir = tempfile::tempdir().expect("folder");
+    let args = [&ARGS[..2], &["--epochs", "10", "--max-steps", "12"]].concat();
+    let epochs = start_on(2, dir.path(), &args, |job| {
+        let train = data(36);
+        let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
+        let mut epochs = Vec::new();
+        for epoch in trainer.epochs() {
+            epochs.push(epoch);
+            for batch in trainer.batches(&train)? {
+                trainer.step(&batch, |model, batch| loss(model, &batch))?;
+                if batch.index() == 1 {
+                    break;
+                }
+            }
+        }
+        for wrong in [f64::NAN, f64::INFINITY] {
+            let error = trainer.set_state(&vec![wrong]).expect_err("no JSON");
+            assert_eq!(error.kind(), ErrorKind::Usage);
+        }
+        trainer.finish()?;
+        Ok(epochs)
+    });
+    assert_eq!(epochs.expect("trained"), [1, 2, 3, 4, 5, 6]);
+    let summary = json(&dir.path().join("run/summary.json"));
+    assert_eq!(
+        (summary["steps"].as_u64(), summary["planned_steps"].as_u64()),
+        (Some(12), Some(12))
+    );
 }
