@@ -2,7 +2,6 @@
 //! instead of epochs, weight decay on matrices only, a warm-up before a cosine, and text at the end.
 //! `cargo run --release -p phalanx --example nanogpt -- --text input.txt --nproc-per-node 2 --max-steps 2000 --eval-every 250`
 
-use phalanx::data::{TextBatch, TextDataset};
 use phalanx::nn::rng::torch::Generator;
 use phalanx::prelude::*;
 

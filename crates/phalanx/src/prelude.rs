@@ -4,7 +4,9 @@ pub use std::process::ExitCode;
 pub use std::sync::Arc;
 
 pub use phalanx_comm::{ProcessGroup, ReduceOp};
-pub use phalanx_data::{Dataset, ImageBatch, ImageDataset, augment, cifar10, mnist, synthetic};
+pub use phalanx_data::{
+    Dataset, ImageBatch, ImageDataset, TextBatch, TextDataset, augment, cifar10, mnist, synthetic,
+};
 pub use phalanx_global::{
     Global, GlobalGrads, GlobalParams, GlobalStep, Indices, Parallel, Placement, Sbp,
 };

@@ -50,7 +50,10 @@ pub(super) fn announce(
         settings.precision.describe(),
         thousands(count),
         params.len(),
-        description.model,
+        match about.only_evaluates {
+            true => "",
+            false => &description.model,
+        },
     ));
     description.lines.iter().for_each(|line| ctx.note(line));
     if let Some(initial) = about.initial {
@@ -111,7 +114,7 @@ pub(super) fn announce_resumed(
     };
     let next = match extent.is_over(place) {
         _ if is_complete && stops => {
-            "the run was stopped early, is complete, and stays as it is".to_owned()
+            "the run was stopped early and stays as it is; a larger patience of early_stopping continues it".to_owned()
         }
         _ if is_complete => {
             format!("the run is complete and stays as it is; {more} continues it")

@@ -627,9 +627,14 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             changed.iter().all(lengthens)
         };
         if let Some(resumed) = &resumed
-            && (is_over || unchanged(resumed))
+            && (is_over || best.stops() || unchanged(resumed))
         {
-            output.find_complete(ctx, &weights, (extent.epochs(), extent.all()))?;
+            // One that was stopped early has no more steps, however many are asked for.
+            let asked = match best.stops() {
+                true => (0, 0),
+                false => (extent.epochs(), extent.all()),
+            };
+            output.find_complete(ctx, &weights, asked)?;
         }
         let is_complete = output.complete().is_some();
         let about = About {
@@ -720,6 +725,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let results = Results {
             initial,
             weights,
+            averages: None,
             accuracies: history.accuracies(),
             last: last.unwrap_or_else(Evaluation::nothing),
             best,

@@ -115,10 +115,15 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             ctx.note(&format!("warning: {advice}"));
         }
         self.reports.reporter.on_save(ctx, true)?;
-        self.with_averages(|trainer| {
+        let is_averaged = self.strategy.optimizer(0).0.averages().is_some();
+        self.results.averages = self.with_averages(|trainer| {
             let output = &mut trainer.reports.output;
             (trainer.strategy)
-                .gather_weights(ctx, |outline, values| output.save_weights(outline, values))
+                .gather_weights(ctx, |outline, values| output.save_weights(outline, values))?;
+            match is_averaged {
+                true => trainer.strategy.weights_sha256(ctx),
+                false => Ok(None),
+            }
         })?;
         let (reporter, output) = (&mut self.reports.reporter, &mut self.reports.output);
         reporter.on_save(ctx, false)?;
@@ -167,6 +172,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             "deterministic": choice_name(&settings.split.determinism()),
             "initial_sha256": results.initial,
             "weights_sha256": results.weights,
+            "averages_sha256": results.averages,
             "optimizer_sha256": optimizer_sha256,
             "metrics_sha256": results.metrics.sha256(),
         });
@@ -203,9 +209,12 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             thousands(results.timing.images_per_s() as usize),
             self.unit,
         ));
+        let averages = results.averages.as_ref();
+        let averages = averages.map(|digest| format!("their averages {digest:.12}… in "));
         ctx.note(&format!(
-            "weights {:.12}…{equal}; saved {}",
+            "weights {:.12}…{equal}; saved {}{}",
             results.weights,
+            averages.unwrap_or_default(),
             self.reports.output.saved().display()
         ));
         self.reports.output.announce_report(ctx);

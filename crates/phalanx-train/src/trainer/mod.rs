@@ -46,6 +46,7 @@ use self::losses::EpochLoss;
 use crate::best::Best;
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
+use crate::format::number;
 use crate::job::Trainings;
 use crate::log::RunLog;
 use crate::output::{BEST_FILE, Output, next_step};
@@ -194,6 +195,8 @@ struct Results {
     initial: Option<String>,
     /// SHA-256 of the weights after the last epoch.
     weights: String,
+    /// That of their averages, which are in the files, on rank 0.
+    averages: Option<String>,
     /// Test accuracy of each epoch.
     accuracies: Vec<f64>,
     /// Of the last epoch.
@@ -399,7 +402,14 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         let (value, greatest) = best.compare(epoch, self.place.step, &evaluation)?;
         self.results.last = evaluation;
         if let Some(schedule) = &mut self.schedule {
+            let before = schedule.lr();
             schedule.observe(value, greatest);
+            if schedule.lr() != before && self.set_lr.is_none() {
+                let rates = [before, schedule.lr()].map(number);
+                let text = format!("learning rate {} -> {}", rates[0], rates[1]);
+                self.reports.log.notice(self.place.step, &text);
+                self.reports.progress.suspend(|| self.ctx.note(&text));
+            }
         }
         if let Some(words) = best.stops().then(|| best.so_far()).flatten() {
             let text = format!(

@@ -164,6 +164,14 @@ fn a_training_is_stopped_early_at_the_same_step_wherever_it_was_resumed() {
     let end = check(&ARGS, 10, |job| program(job, 2, false));
     assert_eq!((end.own.steps, end.lr, end.last), (10, 0.03125, 3.25));
     assert_eq!(end.own.rounds, [1, 1, 1, 2, 2]);
+    let dir = tempfile::tempdir().expect("folder");
+    let args = [&ARGS[..], &["--save-every", "3", "--resume", "auto"]].concat();
+    let start = |args: &[&str]| start_on(2, dir.path(), args, |job| program(job, 2, false));
+    assert_eq!(start(&args).expect("trained"), end);
+    let files = left(dir.path());
+    let longer = [&args[..], &["--epochs", "20"]].concat();
+    assert_eq!(start(&longer).expect("complete"), end, "with more epochs");
+    assert_eq!(left(dir.path()), files);
 }
 
 #[test]
@@ -348,6 +356,17 @@ fn averaged(job: &Job<'_>) -> Result<Averaged> {
     Ok((own, seen, weights))
 }
 
+/// Of the weights in the file.
+fn digest(dir: &Path) -> String {
+    let mut scope = Scope::new(Seed(7));
+    plane(&mut scope);
+    let mut params = scope.build().expect("parameters");
+    let path = dir.join("run/test.safetensors");
+    checkpoint::load_params(&path, &mut params).expect("weights");
+    let digest = checkpoint::weights_digest(&params);
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 #[test]
 fn evaluations_and_files_have_the_averages_of_the_weights() {
     let args = [&ARGS[..2], &["--epochs", "2", "--eval-every", "4"]].concat();
@@ -375,6 +394,10 @@ fn evaluations_and_files_have_the_averages_of_the_weights() {
             .collect::<Vec<f32>>()
     };
     let saved = file(whole.path(), "test.safetensors");
+    let summary = json(&whole.path().join("run/summary.json"));
+    let digests = ["averages_sha256", "weights_sha256"].map(|name| summary[name].as_str());
+    assert_eq!(digests[0], Some(&*digest(whole.path())));
+    assert_ne!(digests[0], digests[1]);
     assert!(average.iter().zip(&saved).all(|(a, b)| near(*a, *b)));
     assert_eq!(weights[weights.len() - 1], own);
     let losses = |dir: &Path| json(&dir.join("run/summary.json"))["test_loss"].clone();
