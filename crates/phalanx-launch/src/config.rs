@@ -64,7 +64,7 @@ pub fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<Os
         present.extend(more.iter().map(|(arg, _)| *arg));
     }
     // The file is not named where the words are told or recorded.
-    while let Some(at) = words.iter().position(|word| is_config(word)) {
+    while let Some(at) = words.iter().position(is_config) {
         let is_attached = words[at].to_string_lossy().contains('=');
         let end = (at + 1 + usize::from(!is_attached)).min(words.len());
         words.drain(at..end);

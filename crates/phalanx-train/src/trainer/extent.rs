@@ -148,9 +148,9 @@ mod tests {
         settings.eval_every = some(every);
         let (extent, state) = (Extent::new(&settings, steps), Rc::default());
         let mut now = place;
-        let mut epochs = Epochs::new(extent, &state, place);
+        let epochs = Epochs::new(extent, &state, place);
         let mut all = Vec::new();
-        while let Some(epoch) = epochs.next() {
+        for epoch in epochs {
             all.push(epoch);
             // All steps are taken.
             let end = extent.round_end(now) as u64;
