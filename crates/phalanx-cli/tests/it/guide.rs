@@ -47,7 +47,7 @@ fn a_text_trains_with_steps_and_is_written_on() {
     let args: Vec<&str> = args.split(' ').collect();
     let (code, out, err) = run(program("nanogpt", &args, dir.path()));
     assert_eq!(code, 0, "{err}");
-    assert!(err.contains("training 4 steps: 1 epoch of"), "{err}");
+    assert!(err.contains("training 4 steps, in epochs of "), "{err}");
     for line in ["step 2: test loss ", "epoch 1: test loss "] {
         assert!(out.contains(line), "{out}");
     }

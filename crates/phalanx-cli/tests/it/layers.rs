@@ -323,6 +323,7 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
             &["log"],
             &["rank_args"],
             &["words"],
+            &["config"],
             &["start"],
         ],
     ),
@@ -435,7 +436,7 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
 /// Code lines of each crate at most, without tests, comments and blank lines. A commit that raises one says why; one that
 /// has made a crate smaller lowers it.
 const LINES: [(&str, usize); 20] = [
-    ("phalanx", 512),
+    ("phalanx", 514),
     ("phalanx-base", 1200),
     ("phalanx-checkpoint", 3579),
     ("phalanx-cli", 3915),
