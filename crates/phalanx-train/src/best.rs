@@ -135,6 +135,7 @@ impl EarlyStopping {
 pub struct BestEpoch {
     /// As [`BestArg`] shows it.
     by: String,
+    /// From 1.
     epoch: usize,
     /// Of the training, after which they were evaluated; older checkpoints do not have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -163,12 +164,6 @@ impl BestEpoch {
         }
         let by = BestArg::new(ACCURACY, true).to_string();
         best.map(|(epoch, accuracy)| BestEpoch::new(&by, epoch, None, accuracy))
-    }
-
-    /// The epoch, from 1.
-    #[cfg(test)]
-    fn epoch(&self) -> usize {
-        self.epoch
     }
 
     /// Whether they are the weights at `place`.
@@ -379,7 +374,7 @@ mod tests {
         let mut found = Vec::new();
         for (epoch, evaluation) in (1..).zip(all) {
             best.compare(epoch, 0, evaluation).expect("compared");
-            found.extend(best.take_new().map(BestEpoch::epoch));
+            found.extend(best.take_new().map(|best| best.epoch));
             assert!(best.take_new().is_none());
         }
         found

@@ -14,7 +14,6 @@
 //! `t` counts the steps that updated the parameter: a parameter without a gradient is
 //! skipped and keeps its own count, as in PyTorch.
 
-use super::group::ParamSettings;
 use super::rule::{Rule, RuleOptimizer};
 use super::{check_beta, check_setting, lerp};
 use crate::Result;
@@ -72,13 +71,6 @@ impl RuleOptimizer<AdamRule> {
         self
     }
 
-    /// Sets the weight decay.
-    #[must_use]
-    pub fn weight_decay(mut self, weight_decay: f64) -> Self {
-        self.rule.weight_decay = weight_decay;
-        self
-    }
-
     /// Divides by the largest running square so far instead of the current one.
     #[must_use]
     pub fn amsgrad(mut self, amsgrad: bool) -> Self {
@@ -98,9 +90,8 @@ impl Rule for AdamRule {
         check_beta("beta2", self.beta2)
     }
 
-    fn of(mut self, own: &ParamSettings) -> Self {
-        self.weight_decay = own.group.weight_decay.unwrap_or(self.weight_decay);
-        self
+    fn weight_decay(&mut self) -> &mut f64 {
+        &mut self.weight_decay
     }
 
     fn name(&self) -> &'static str {

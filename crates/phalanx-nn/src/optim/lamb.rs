@@ -52,13 +52,6 @@ impl RuleOptimizer<LambRule> {
         self.rule.adam.eps = eps;
         self
     }
-
-    /// Sets the weight decay, which joins the update before it is scaled.
-    #[must_use]
-    pub fn weight_decay(mut self, weight_decay: f64) -> Self {
-        self.rule.adam.weight_decay = weight_decay;
-        self
-    }
 }
 
 impl Rule for LambRule {
@@ -71,6 +64,10 @@ impl Rule for LambRule {
             ));
         }
         self.adam.check(lr)
+    }
+
+    fn weight_decay(&mut self) -> &mut f64 {
+        self.adam.weight_decay()
     }
 
     fn of(self, own: &ParamSettings) -> Self {

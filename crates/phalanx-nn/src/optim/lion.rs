@@ -11,7 +11,6 @@
 //!
 //! The sign of 0 is 0, and that of NaN is NaN.
 
-use super::group::ParamSettings;
 use super::rule::{Rule, RuleOptimizer};
 use super::{check_beta, check_setting};
 use crate::Result;
@@ -47,13 +46,6 @@ impl RuleOptimizer<LionRule> {
         self.rule.beta2 = beta2;
         self
     }
-
-    /// Sets the weight decay, which shrinks the weights themselves.
-    #[must_use]
-    pub fn weight_decay(mut self, weight_decay: f64) -> Self {
-        self.rule.weight_decay = weight_decay;
-        self
-    }
 }
 
 impl Rule for LionRule {
@@ -66,9 +58,8 @@ impl Rule for LionRule {
         check_setting("weight decay", self.weight_decay)
     }
 
-    fn of(mut self, own: &ParamSettings) -> Self {
-        self.weight_decay = own.group.weight_decay.unwrap_or(self.weight_decay);
-        self
+    fn weight_decay(&mut self) -> &mut f64 {
+        &mut self.weight_decay
     }
 
     fn name(&self) -> &'static str {

@@ -135,13 +135,6 @@ impl RuleOptimizer<MuonRule> {
         self
     }
 
-    /// Sets the weight decay of matrices, which shrinks the weights themselves.
-    #[must_use]
-    pub fn weight_decay(mut self, weight_decay: f64) -> Self {
-        self.rule.weight_decay = weight_decay;
-        self
-    }
-
     /// Sets the number of Newton-Schulz iterations (PyTorch's `ns_steps`).
     #[must_use]
     pub fn iterations(mut self, iterations: u32) -> Self {
@@ -195,6 +188,10 @@ impl Rule for MuonRule {
             }
             Others::Adam(rule) => rule.check(lr * self.ratio),
         }
+    }
+
+    fn weight_decay(&mut self) -> &mut f64 {
+        &mut self.weight_decay
     }
 
     fn of(mut self, own: &ParamSettings) -> Self {

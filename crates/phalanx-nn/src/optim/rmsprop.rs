@@ -14,7 +14,6 @@
 //!
 //! The bits are those of PyTorch's single-tensor CPU path except for its square root, as with [`Adam`](super::Adam).
 
-use super::group::ParamSettings;
 use super::rule::{Rule, RuleOptimizer};
 use super::{check_beta, check_setting, lerp};
 use crate::Result;
@@ -61,13 +60,6 @@ impl RuleOptimizer<RmspropRule> {
         self
     }
 
-    /// Sets the weight decay (an L2 penalty's gradient).
-    #[must_use]
-    pub fn weight_decay(mut self, weight_decay: f64) -> Self {
-        self.rule.weight_decay = weight_decay;
-        self
-    }
-
     /// Sets the momentum (0 = none).
     #[must_use]
     pub fn momentum(mut self, momentum: f64) -> Self {
@@ -94,9 +86,8 @@ impl Rule for RmspropRule {
         check_setting("momentum", self.momentum)
     }
 
-    fn of(mut self, own: &ParamSettings) -> Self {
-        self.weight_decay = own.group.weight_decay.unwrap_or(self.weight_decay);
-        self
+    fn weight_decay(&mut self) -> &mut f64 {
+        &mut self.weight_decay
     }
 
     fn name(&self) -> &'static str {

@@ -20,9 +20,16 @@ pub trait Rule: Copy {
     /// `Usage`, naming the invalid setting.
     fn check(&self, lr: f64) -> Result<()>;
 
+    /// The weight decay of parameters without a group's.
+    fn weight_decay(&mut self) -> &mut f64;
+
     /// The rule for one parameter, with its group's settings.
     #[must_use]
-    fn of(self, own: &ParamSettings) -> Self;
+    fn of(mut self, own: &ParamSettings) -> Self {
+        let decay = self.weight_decay();
+        *decay = own.group.weight_decay.unwrap_or(*decay);
+        self
+    }
 
     /// Whether each element is updated by itself.
     fn is_elementwise(&self) -> bool {
@@ -98,6 +105,15 @@ impl<R: Rule> RuleOptimizer<R> {
             running: None,
             work: Vec::new(),
         }
+    }
+
+    /// Sets the weight decay of parameters without a [group's](Self::groups). It shrinks the weights themselves in
+    /// [`Adam::adamw`](super::Adam::adamw), [`Lion`](super::Lion) and of [`Muon`](super::Muon)'s matrices, joins the update before
+    /// it is scaled in [`Lamb`](super::Lamb), and elsewhere the gradient (an L2 penalty's).
+    #[must_use]
+    pub fn weight_decay(mut self, weight_decay: f64) -> Self {
+        *self.rule.weight_decay() = weight_decay;
+        self
     }
 
     /// Settings of their own for groups of parameters, chosen by name or shape (PyTorch's `param_groups`). Replaces an earlier

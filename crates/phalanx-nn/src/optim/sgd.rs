@@ -14,7 +14,6 @@
 //! The first step is counted per parameter: a parameter without a gradient is skipped, as in PyTorch.
 
 use super::check_setting;
-use super::group::ParamSettings;
 use super::rule::{Rule, RuleOptimizer};
 use crate::param::Params;
 use crate::{Error, Result};
@@ -57,13 +56,6 @@ impl RuleOptimizer<SgdRule> {
         self
     }
 
-    /// Sets the weight decay (an L2 penalty's gradient).
-    #[must_use]
-    pub fn weight_decay(mut self, weight_decay: f64) -> Self {
-        self.rule.weight_decay = weight_decay;
-        self
-    }
-
     /// Turns Nesterov's momentum on or off; it needs momentum and no dampening.
     #[must_use]
     pub fn nesterov(mut self, nesterov: bool) -> Self {
@@ -90,9 +82,8 @@ impl Rule for SgdRule {
         Ok(())
     }
 
-    fn of(mut self, own: &ParamSettings) -> Self {
-        self.weight_decay = own.group.weight_decay.unwrap_or(self.weight_decay);
-        self
+    fn weight_decay(&mut self) -> &mut f64 {
+        &mut self.weight_decay
     }
 
     fn name(&self) -> &'static str {
