@@ -66,7 +66,7 @@ pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
     program: String,
     title: String,
     samples: usize,
-    /// To these first samples.
+    /// The number of samples, if `--limit-train` leaves some out.
     limited: Option<usize>,
     data: String,
     content: String,
@@ -85,7 +85,7 @@ pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
     drop_last: bool,
     shuffle: bool,
     unit: &'static str,
-    /// Of them in a sample.
+    /// Units in a sample.
     unit_size: usize,
     shaping: Vec<String>,
     must_agree: Vec<String>,
@@ -318,7 +318,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         self.unit_of(unit, 1)
     }
 
-    /// In what the speed is measured, in the output and in `summary.json`, and how many of them a sample has: `"characters"`, 64.
+    /// The unit of the speed in the output and in `summary.json`, and how many units a sample has, as in `("characters", 64)`.
     pub fn unit_of(mut self, unit: &'static str, in_a_sample: usize) -> Self {
         (self.unit, self.unit_size) = (unit, in_a_sample);
         self
