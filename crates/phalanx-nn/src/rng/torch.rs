@@ -106,9 +106,8 @@ impl Generator {
         Ok((0..n).map(draw).collect())
     }
 
-    /// `torch.multinomial(weights, n, replacement=True)` of a float32 row, for `n` of at least 2: places, each drawn with the
-    /// probability of its weight over the sum of all. (PyTorch draws a single place otherwise, differently on different
-    /// processors.)
+    /// `torch.multinomial(weights, n, replacement=True)` of a float32 row: places, each drawn with the probability of its weight
+    /// over the sum of all. As in PyTorch a single place is drawn in another way, with an exponential draw for each weight.
     ///
     /// *Order*: weights are summed in order, in f32.
     ///
@@ -130,6 +129,17 @@ impl Generator {
             return Err(Error::usage(format!(
                 "multinomial: the sum of the weights is {sum}; it must be a positive number"
             )));
+        }
+        if n == 1 {
+            let mut best = (0, 0.0);
+            for (i, &w) in weights.iter().enumerate() {
+                let exponential = -(-self.unit_f64()).ln_1p() as f32;
+                let share = w / exponential;
+                if share > best.1 {
+                    best = (i, share);
+                }
+            }
+            return Ok(vec![best.0]);
         }
         // The last one is all there is, whatever the sum was rounded to.
         sums.pop();

@@ -398,6 +398,8 @@ fn draws_are_pytorchs() {
         }
         let places = g.multinomial(&weights, 40).unwrap();
         assert_eq!(places, sizes(&case["multinomial"]));
+        let single = (0..30).flat_map(|_| g.multinomial(&weights, 1).unwrap());
+        assert_eq!(single.collect::<Vec<_>>(), sizes(&case["single"]));
         assert_eq!(g.randint(0, 1000, 1).unwrap(), [integer(&case["after"])]);
     }
     let mut g = Generator::new(0);
