@@ -89,11 +89,7 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    let program = Program::new().defaults(Defaults {
-        epochs: 20,
-        batch_size: 32,
-        lr: 0.005,
-    });
+    let program = Program::new().defaults(Defaults::new(20, 32, 0.005));
     program.main_with(|job, args: &Args| {
         let train = Arc::new(Spirals::new(args.points, 0.0));
         let test = Arc::new(Spirals::new(args.points / 4, 0.5));

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::words::dashed;
 
 /// Flags of a run that say where it goes on and where it stops, and not how it trains.
-const OF_ONE_RUN: [&str; 4] = ["output-dir", "overwrite", "resume", "stop-after"];
+const OF_ONE_RUN: [&str; 5] = ["find-lr", "output-dir", "overwrite", "resume", "stop-after"];
 
 /// A flag's name and what follows it; nothing after a switch.
 type Flag = (String, Vec<String>);

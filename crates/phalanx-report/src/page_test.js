@@ -11,12 +11,13 @@ globalThis.IntersectionObserver = class { observe() {} unobserve() {} };
 Object.assign(globalThis, { innerWidth: 1280, innerHeight: 900, scrollY: 0, addEventListener() {}, scrollTo() {} });
 
 const script = require("fs").readFileSync(0, "utf8");
-const names = ["tensorSeries", "short", "percent", "value", "className", "csv", "convert", "settings", "tagsOf", "noteOf", "commandOf", "resultNames", "perEpoch", "ticks", "breakdown"];
+const names = ["tensorSeries", "short", "percent", "value", "className", "csv", "convert", "settings", "tagsOf", "noteOf", "commandOf", "resultNames", "perEpoch", "ticks", "breakdown", "byLr"];
 const page_ = new Function(script + `\nreturn { ${names}, shownRuns: (data) => { runs = data.map((run) => ({ curves: {}, events: [], about: {}, summary: {}, label: "run", ...run })); return runs; } };`)();
 function same(what, is, expected) {
   if (JSON.stringify(is) !== JSON.stringify(expected)) console.log(`${what}: ${JSON.stringify(is)}, expected ${JSON.stringify(expected)}`);
 }
 
+const clock0 = () => ({ x: [1], y: [1] });
 const numbers = [[0, "0"], [2.0350001, "2.035"], [0.070383, "0.07038"], [0.43606457114219666, "0.4361"], [1109.571462455403, "1,110"], [999999, "999,999"], [1e6, "1e6"], [1e20, "1e20"], [-12345678, "-1.235e7"], [9.95e-4, "9.95e-4"], [NaN, "–"], [null, "–"]];
 for (const [v, text] of numbers) same(`short(${v})`, page_.short(v), text);
 same("percent", [0.917, 0.4812, 1].map(page_.percent), ["91.70 %", "48.12 %", "100.00 %"]);
@@ -25,6 +26,9 @@ for (const [v, text, title] of [["a".repeat(64), "aaaaaaaaaaaa…", "a".repeat(6
   same(`value(${v})`, [made.textContent, made.attributes.title], [text, title]);
 }
 same("classes", [0, 1, 2, 3].map((c) => page_.className({ summary: { classes: ["\n", " ", "a b"] } }, c)), ["\\n", "␣", "a b", "3"]);
+page_.shownRuns([{ about: { settings: { "--find-lr": "true" } }, curves: { lr: { x: [1, 2, 3], y: [1e-3, 1e-2, 0.1] }, loss: { x: [1, 3], y: [5, 4] }, suggested_lr: { x: [3], y: [0.01] } } }, { curves: { lr: clock0(), loss: clock0() } }]);
+const rates = page_.byLr();
+same("by learning rate", [rates.series.map(({ x, y }) => [x.map((v) => +v.toFixed(9)), y]), rates.marks.map((mark) => [mark.x, mark.text])], [[[[-3, -1], [5, 4]]], [[-2, "run: suggested learning rate 0.01"]]]);
 same("csv", page_.csv("step", [{ label: 'a "b"', x: [0, 2], y: [0.1, 1e-9] }, { label: "c", x: [1, 2], y: [5, 6] }]), 'step,"a ""b""","c"\n0,0.1,\n1,,5\n2,1e-9,6\n');
 same("tensor", page_.csv("step", page_.tensorSeries({ min: [-1, null], mean: [0, 0.5], deviation: [1, 2], max: [3, 4] }, [0, 5])), 'step,"least","mean","standard deviation","greatest"\n0,-1,0,1,3\n5,,0.5,2,4\n');
 

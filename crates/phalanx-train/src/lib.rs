@@ -21,6 +21,7 @@ mod job;
 mod labels;
 mod lock;
 mod log;
+mod lr_finder;
 mod output;
 mod param_group;
 mod precision;
@@ -57,7 +58,8 @@ pub use settings::{Defaults, SamplerKind, Settings};
 pub use split::{Determinism, SplitArgs};
 pub use strategy::{Ddp, Mesh, MeshArgs, OnMesh, Strategy};
 pub use trainer::{
-    Batches, Epochs, Evaluation, Measure, MicroBatch, StepBatch, Trainer, TrainerBuilder,
+    Batches, Epochs, Evaluation, Measure, MicroBatch, PendingUpdate, StepBatch, Trainer,
+    TrainerBuilder,
 };
 pub use weights::file_of;
 

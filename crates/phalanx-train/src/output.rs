@@ -579,15 +579,17 @@ impl Output {
     ///
     /// Those of writing.
     pub fn save_summary(&self, summary: &serde_json::Value) -> Result<()> {
-        match &self.opened {
-            Some(dir) => {
-                write_summary_in(dir, SUMMARY_FILE, summary)?;
-                if let Err(error) = phalanx_report::write_of(dir) {
-                    say::note(format_args!("warning: no {REPORT_FILE}: {error}"));
-                }
-                Ok(())
-            }
-            None => Ok(()),
+        if let Some(dir) = &self.opened {
+            write_summary_in(dir, SUMMARY_FILE, summary)?;
+        }
+        self.save_report();
+        Ok(())
+    }
+
+    /// Writes `report.html`. One that cannot be written is a warning.
+    pub fn save_report(&self) {
+        if let Some(Err(error)) = self.opened.as_ref().map(phalanx_report::write_of) {
+            say::note(format_args!("warning: no {REPORT_FILE}: {error}"));
         }
     }
 }

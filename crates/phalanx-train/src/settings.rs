@@ -12,6 +12,7 @@ use super::best::BestArg;
 use super::exchange::ExchangeArg;
 use super::gradient::{GradientArgs, GradientType};
 use super::labels::LabelArgs;
+use super::lr_finder;
 use super::precision::PrecisionArg;
 use super::saving::{self, SavingArgs};
 use super::split::{BatchSplit, Determinism, SplitArgs};
@@ -46,6 +47,9 @@ pub struct Settings {
     /// Stop after N steps, within an epoch if need be; without --epochs, train as many epochs as that takes
     #[arg(long, value_name = "N")]
     pub max_steps: Option<u64>,
+    /// Find a learning rate: train for 100 steps (--max-steps) while it rises from 1e-7 to 10, suggest one, and show the loss over it in report.html; no weights are saved
+    #[arg(long)]
+    pub find_lr: bool,
     /// Evaluate every N steps of an epoch, besides at its end
     #[arg(long, value_name = "N")]
     pub eval_every: Option<usize>,
@@ -144,6 +148,10 @@ pub struct Defaults {
     pub batch_size: usize,
     /// `--lr`.
     pub lr: f64,
+    /// `--max-steps`, where `--epochs` is not typed either.
+    pub max_steps: Option<u64>,
+    /// `--eval-every`.
+    pub eval_every: Option<usize>,
 }
 
 impl Defaults {
@@ -153,7 +161,21 @@ impl Defaults {
             epochs,
             batch_size,
             lr,
+            max_steps: None,
+            eval_every: None,
         }
+    }
+
+    /// `--max-steps`, for a program that counts steps instead of epochs. It applies where `--epochs` is not typed either.
+    pub const fn max_steps(mut self, steps: u64) -> Defaults {
+        self.max_steps = Some(steps);
+        self
+    }
+
+    /// `--eval-every`.
+    pub const fn eval_every(mut self, steps: usize) -> Defaults {
+        self.eval_every = Some(steps);
+        self
     }
 }
 
@@ -208,6 +230,29 @@ impl Settings {
         self.epochs.unwrap_or(self.defaults.epochs)
     }
 
+    /// The steps after which the training ends, if these are limited.
+    pub fn max_steps(&self) -> Option<u64> {
+        let default = match self.find_lr {
+            true => Some(lr_finder::STEPS),
+            false => self.defaults.max_steps,
+        };
+        match self.typed_epochs() {
+            None => self.max_steps.or(default),
+            Some(_) => self.max_steps,
+        }
+    }
+
+    /// Epochs, if their number was typed and matters.
+    pub(crate) fn typed_epochs(&self) -> Option<usize> {
+        self.epochs.filter(|_| !self.find_lr)
+    }
+
+    /// Steps between two evaluations in an epoch, if there are any.
+    pub fn eval_every(&self) -> Option<usize> {
+        let every = self.eval_every.or(self.defaults.eval_every);
+        every.filter(|_| !self.find_lr)
+    }
+
     /// Samples per rank and step, unless the global batch is given.
     pub fn batch_size(&self) -> usize {
         self.batch_size.unwrap_or(self.defaults.batch_size)
@@ -225,7 +270,11 @@ impl Settings {
 
     /// Samples of a test set of `samples` that are evaluated.
     pub(crate) fn limited_test(&self, samples: usize) -> usize {
-        self.limit_test.map_or(samples, |limit| samples.min(limit))
+        match self.find_lr {
+            // The program evaluates for nothing.
+            true => samples.min(1),
+            false => self.limit_test.map_or(samples, |limit| samples.min(limit)),
+        }
     }
 
     /// Checks what can be checked before any rank is started.
@@ -242,12 +291,12 @@ impl Settings {
             ("--test-batch-size", self.test_batch_size, MAX_BATCH),
             ("--log-interval", self.log_interval, usize::MAX),
             ("--workers", self.workers, 64),
-            ("--eval-every", self.eval_every.unwrap_or(1), usize::MAX),
+            ("--eval-every", self.eval_every().unwrap_or(1), usize::MAX),
             ("--limit-train", self.limit_train.unwrap_or(1), usize::MAX),
             ("--limit-test", self.limit_test.unwrap_or(1), usize::MAX),
             (
                 "--max-steps",
-                self.max_steps.unwrap_or(1) as usize,
+                self.max_steps().unwrap_or(1) as usize,
                 usize::MAX,
             ),
             (
@@ -267,6 +316,11 @@ impl Settings {
         if matches!(self.init, Start::File(_)) && self.saving.resumed_path().is_some() {
             return Err(Error::usage(
                 "--resume restores the checkpoint's weights, so --init has no effect; remove one of them",
+            ));
+        }
+        if self.find_lr && self.saving.enabled() {
+            return Err(Error::usage(
+                "--find-lr has no checkpoints; leave out --save-every, --resume and --stop-after",
             ));
         }
         check_lr(self.lr())?;
@@ -327,6 +381,7 @@ impl Settings {
     /// Usage errors naming the flag.
     pub fn check_elastic(&self) -> Result<()> {
         let why = match self.gradients.gradient_type {
+            _ if self.find_lr => "has nothing to go on with under --find-lr; leave out one of them",
             _ if self.sampler == SamplerKind::Torch => {
                 "divides every batch among the ranks that are left; use --sampler exact"
             }
@@ -346,6 +401,9 @@ impl Settings {
     /// Steps between two records of the loss in a training of `steps` steps. Few enough for a curve, and so many that
     /// writing them takes no noticeable time. The loss of a batch that is cut into shards needs a collective.
     pub fn record_interval(&self, steps: u64) -> usize {
+        if self.find_lr {
+            return 1;
+        }
         let points = match self.split.determinism() {
             Determinism::Shards => 50,
             Determinism::Ranks | Determinism::Off => 1000,
@@ -431,6 +489,7 @@ impl Settings {
             // In `shaping`.
             epochs: _,
             max_steps: _,
+            find_lr: _,
             eval_every: _,
             limit_test: _,
             // In what the data set is called.
@@ -504,15 +563,15 @@ impl Settings {
     /// was saved: a flag and its value a line.
     pub fn shaping(&self) -> Vec<String> {
         let limits = [
-            ("--max-steps", self.max_steps),
-            ("--eval-every", self.eval_every.map(|n| n as u64)),
+            ("--max-steps", self.max_steps()),
+            ("--eval-every", self.eval_every().map(|n| n as u64)),
             ("--limit-test", self.limit_test.map(|n| n as u64)),
         ];
         let limits = limits.map(|(flag, n)| match n {
             Some(n) => format!("{flag} {n}"),
             None => format!("{flag} none"),
         });
-        let epochs = match (self.epochs, self.max_steps) {
+        let epochs = match (self.typed_epochs(), self.max_steps()) {
             // As many as that takes.
             (None, Some(_)) => "none".to_owned(),
             _ => self.epochs().to_string(),
@@ -525,6 +584,9 @@ impl Settings {
             format!("--deterministic {}", choice_name(&self.split.determinism())),
         ];
         shaping.extend(limits);
+        if self.find_lr {
+            shaping.push("--find-lr true".to_owned());
+        }
         shaping
     }
 }

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use phalanx_checkpoint::state::OptimizerState;
 use phalanx_ddp::{DistributedDataParallel, ShardedOptimizer};
-use phalanx_nn::optim::{Optimizer, step_clipped};
+use phalanx_nn::optim::{Optimizer, clip_factor, grad_norm};
 use phalanx_nn::{ParamId, Params};
 
 use crate::error::Result;
@@ -48,9 +48,31 @@ impl Update {
         }
     }
 
-    /// Takes the step that `ddp` has gradients for. Where each rank has a part, it *blocks* until all ranks take it, unless
-    /// there are copies: with these the step was prepared, and the parameters are gathered later. Gives the norm of the
-    /// gradients, if they are clipped here.
+    /// Prepares the step that `ddp` has gradients for: with `clip` gives their norm, and how they are scaled to be below it. Where
+    /// each rank has a part, it *blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Peers that are lost; nothing was changed then.
+    pub fn prepare(
+        &mut self,
+        params: &Params,
+        ddp: &mut DistributedDataParallel,
+        clip: Option<f64>,
+    ) -> Result<Option<f64>> {
+        Ok(match self {
+            Update::Whole(optimizer) => {
+                clip.map(|_| grad_norm(params, ddp, &optimizer.thread_pool()))
+            }
+            Update::Part(part) if clip.is_some() || part.has_copies() => {
+                part.prepare_step(ddp, clip)?
+            }
+            Update::Part(_) => None,
+        })
+    }
+
+    /// Takes the [prepared](Self::prepare) step, of gradients with the norm `norm`. Where each rank has a part, it *blocks*
+    /// until all ranks take it, unless there are copies: the parameters are gathered later then.
     ///
     /// # Errors
     ///
@@ -59,23 +81,23 @@ impl Update {
         &mut self,
         params: &mut Params,
         ddp: &mut DistributedDataParallel,
+        norm: Option<f64>,
         clip: Option<f64>,
-    ) -> Result<Option<f64>> {
-        if let Some(optimizer) = self.with_copies() {
-            optimizer.step_prepared(params, ddp)?;
-            return Ok(None);
-        }
-        let Some(limit) = clip else {
-            match self {
-                Update::Whole(optimizer) => optimizer.step(params, ddp)?,
-                Update::Part(optimizer) => optimizer.step_scattered(params, ddp)?,
+    ) -> Result<()> {
+        let clipped = norm.zip(clip);
+        match self {
+            Update::Whole(optimizer) => {
+                let factor = clipped.map_or(1.0, |(norm, limit)| clip_factor(norm, limit));
+                optimizer.step_scaled(params, ddp, factor)?;
             }
-            return Ok(None);
-        };
-        Ok(Some(match self {
-            Update::Whole(optimizer) => step_clipped(optimizer.as_mut(), params, ddp, limit)?,
-            Update::Part(optimizer) => optimizer.step_scattered_clipped(params, ddp, limit)?,
-        }))
+            Update::Part(part) if part.has_copies() => part.step_prepared(params, ddp)?,
+            Update::Part(part) if clipped.is_some() => {
+                part.step_prepared(params, ddp)?;
+                part.gather(params, ddp)?;
+            }
+            Update::Part(part) => part.step_scattered(params, ddp)?,
+        }
+        Ok(())
     }
 
     /// The optimizer, of all parameters or of this rank's part.

@@ -42,12 +42,7 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    let defaults = Defaults {
-        epochs: 3,
-        batch_size: 64,
-        lr: 2e-4,
-    };
-    let program = Program::new().defaults(defaults);
+    let program = Program::new().defaults(Defaults::new(3, 64, 2e-4));
     program.main_with(|job, args: &Args| {
         let (train, _) = mnist::open(&args.data, job.settings().seed)?;
         let adam = |params: &Params, lr| Adam::new(params, lr).betas(0.5, 0.999);

@@ -1,6 +1,6 @@
 //! nanoGPT's `train_shakespeare_char` with its settings for a CPU, as a program of its own: random windows of a text, steps
 //! instead of epochs, weight decay on matrices only, a warm-up before a cosine, and text at the end.
-//! `cargo run --release -p phalanx --example nanogpt -- --text input.txt --nproc-per-node 2 --max-steps 2000 --eval-every 250`
+//! `cargo run --release -p phalanx --example nanogpt -- --text input.txt --nproc-per-node 2`
 
 use phalanx::nn::rng::torch::Generator;
 use phalanx::prelude::*;
@@ -82,7 +82,8 @@ impl Gpt {
 }
 
 fn main() -> ExitCode {
-    let program = Program::new().defaults(Defaults::new(1, 12, 1e-3));
+    let defaults = Defaults::new(1, 12, 1e-3).max_steps(2000).eval_every(250);
+    let program = Program::new().defaults(defaults);
     program.main_with(|job, args: &Args| {
         let text = match &args.text {
             Some(path) => TextDataset::open(path, CONTEXT)?,

@@ -141,12 +141,7 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    let defaults = Defaults {
-        epochs: 20,
-        batch_size: 32,
-        lr: 0.01,
-    };
-    let program = Program::new().defaults(defaults);
+    let program = Program::new().defaults(Defaults::new(20, 32, 0.01));
     program.main_with(|job, args: &Args| {
         let table = match &args.table {
             Some(path) => Table::read(path)?,

@@ -132,7 +132,7 @@ impl<A> Program<A> {
         self
     }
 
-    /// Sets the defaults of `--epochs`, `--batch-size` and `--lr`.
+    /// Sets the defaults of `--epochs`, `--batch-size` and `--lr`, and of `--max-steps` and `--eval-every` if they have one.
     pub fn defaults(mut self, defaults: Defaults) -> Self {
         self.defaults = defaults;
         self
@@ -239,6 +239,22 @@ impl<A: clap::Args + Send + Sync> Program<A> {
                 ),
             ),
         ];
+        let steps = [
+            (
+                "max_steps",
+                "Stop after N steps, within an epoch if need be; without --epochs, train as many epochs as that takes",
+                self.defaults.max_steps,
+            ),
+            (
+                "eval_every",
+                "Evaluate every N steps of an epoch, besides at its end",
+                self.defaults.eval_every.map(|n| n as u64),
+            ),
+        ];
+        let steps = steps.into_iter().filter_map(|(field, text, default)| {
+            let default = default?;
+            Some((field, format!("{text} [default: {default}]")))
+        });
         let own = self
             .help
             .iter()
@@ -246,6 +262,7 @@ impl<A: clap::Args + Send + Sync> Program<A> {
         let command = Typed::<A>::command().name(self.name.clone());
         let command = texts
             .into_iter()
+            .chain(steps)
             .chain(own)
             .fold(command, |command, (field, text)| {
                 command.mut_arg(field, |arg| arg.help(text))

@@ -51,6 +51,8 @@ fn a_text_trains_with_steps_and_is_written_on() {
     for line in ["step 2: test loss ", "epoch 1: test loss "] {
         assert!(out.contains(line), "{out}");
     }
+    let help = run(program("nanogpt", &["--help"], dir.path())).1;
+    assert!(help.contains("[default: 2000]"), "{help}");
     // Three lines of results, and 300 characters after a first one.
     let lines: usize = out.split_inclusive('\n').take(3).map(str::len).sum();
     assert_eq!(out.len() - lines, 302, "{out}");

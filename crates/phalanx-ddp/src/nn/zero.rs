@@ -345,32 +345,13 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         params: &mut Params,
         wrapper: &mut DistributedDataParallel,
     ) -> Result<()> {
-        self.step_scattered_with(params, wrapper, 1.0)
-    }
-
-    /// [`step_scattered`](Self::step_scattered) with gradients scaled down to a norm of at most
-    /// `limit`, the norm of the joined gradient of all ranks; returns the norm before.
-    /// Squares are added in another order than in [`grad_norm`], in f64: the norm
-    /// differs from it in the last digits, the float32 factor computed from it almost
-    /// never.
-    ///
-    /// *Blocks* until all ranks of the group call it.
-    ///
-    /// # Errors
-    ///
-    /// As [`step_scattered`](Self::step_scattered).
-    pub fn step_scattered_clipped(
-        &mut self,
-        params: &mut Params,
-        wrapper: &mut DistributedDataParallel,
-        limit: f64,
-    ) -> Result<f64> {
-        self.check_wrapper(wrapper)?;
-        // The factor needs all gradients.
-        wrapper.exchange_late()?;
-        let norm = self.joined_norm(wrapper)?;
-        self.step_scattered_with(params, wrapper, clip_factor(norm, limit))?;
-        Ok(norm)
+        if self.has_copies {
+            return Err(Error::usage(
+                "an optimizer with copies takes its steps with ShardedOptimizer::step_prepared",
+            ));
+        }
+        self.update(params, wrapper, 1.0)?;
+        wrapper.gather_pieces(params)
     }
 
     /// The norm of the exchanged gradients of all ranks.
@@ -389,24 +370,12 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         Ok(squares[0].sqrt())
     }
 
-    fn step_scattered_with(
-        &mut self,
-        params: &mut Params,
-        wrapper: &mut DistributedDataParallel,
-        factor: f32,
-    ) -> Result<()> {
-        if self.has_copies {
-            return Err(Error::usage(
-                "an optimizer with copies takes its steps with ShardedOptimizer::step_prepared",
-            ));
-        }
-        self.update(params, wrapper, factor)?;
-        wrapper.gather_pieces(params)
-    }
-
-    /// Prepares a step of an optimizer with [copies](Self::with_copies), for which `wrapper` has gradients: exchanges them,
-    /// passes each part on to the rank with its copy, and with a `limit` takes the norm as
-    /// [`step_scattered_clipped`](Self::step_scattered_clipped) does, and gives it.
+    /// Prepares a step for which `wrapper` has gradients, of an optimizer with [copies](Self::with_copies) or one whose gradients'
+    /// norm is wanted before it: exchanges them, and passes each part on to the rank with its copy. With a `limit` the step
+    /// scales the gradients down to a norm of at most that, and this gives their norm, that of the joined gradient of all
+    /// ranks. Squares are added in another order than in [`grad_norm`], in f64: the norm differs from it in the last digits,
+    /// the float32 factor computed from it almost never. A step that is not to be taken need not be: the next
+    /// one is prepared in its place.
     ///
     /// *Blocks* until all ranks of the group call it. *Cost:* what a reduce-scatter of the gradients takes, and 1/world of
     /// the gradients sent and received.
@@ -420,7 +389,9 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         limit: Option<f64>,
     ) -> Result<Option<f64>> {
         self.check_wrapper(wrapper)?;
+        // The factor needs all gradients.
         wrapper.exchange_late()?;
+        wrapper.check_pieces()?;
         let (rank, world) = (self.cut.group.rank(), self.cut.parts.len());
         if self.cut.shift > 0 {
             let [to, from] = [self.cut.shift, world - self.cut.shift];
@@ -434,7 +405,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         Ok(norm)
     }
 
-    /// Takes the [prepared](Self::prepare_step) step with the part of this rank and the copy that it has. Local: call it when
+    /// Takes the [prepared](Self::prepare_step) step with the part of this rank and the copy that it has, if there are copies. Local: call it when
     /// all ranks have prepared the step. Then call [`gather`](Self::gather).
     ///
     /// # Errors
@@ -447,7 +418,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ) -> Result<()> {
         let Some(factor) = self.prepared.take() else {
             return Err(Error::usage(
-                "a step of an optimizer with copies begins with ShardedOptimizer::prepare_step",
+                "a step is prepared with ShardedOptimizer::prepare_step first",
             ));
         };
         self.update(params, wrapper, factor)?;

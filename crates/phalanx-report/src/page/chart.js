@@ -5,9 +5,12 @@ function stepsPerEpoch() {
   const all = new Set(runs.map((run) => run.about.steps_per_epoch)), [steps] = all;
   return all.size === 1 && steps > 0 ? steps : undefined;
 }
+/** Learning rates, as powers of ten. */
+const LR_AXIS = "learning rate";
 /** `x` of the axis `from` on the axis `to`; `undefined` where it has no such place. */
 function convert(x, from, to) {
   if (from === to) return x;
+  if ([from, to].includes(LR_AXIS)) return undefined;
   const steps = stepsPerEpoch(), clock = runs.length === 1 && !(runs[0].about.attempt > 1) && runs[0].curves.elapsed_s;
   const between = (x, xs, ys) => {
     const i = Math.min(Math.max(lower(xs, x), 1), xs.length - 1);
@@ -118,7 +121,7 @@ function showTip(e, rows) {
 /**
  * A chart of lines. `get` gives what is drawn now:
  * `series`: of each line its `color`, `label`, ascending `x`, `y`, and `dash`; `place(i)` names a point;
- * `axis`: step, epoch or seconds; `marks`: events with `x`, `kind` and `text`; `smoothing`; `legend`: whether it is shown;
+ * `axis`: step, epoch, seconds or learning rate; `marks`: events with `x`, `kind` and `text`; `smoothing`; `legend`: whether it is shown;
  * `start`: the first place on the axis; `percent`: whether values are shares.
  */
 function chart(name, get) {
@@ -175,7 +178,7 @@ function chart(name, get) {
     const few = ticks(y0, y1, 5, logarithmic);
     const rows = constant !== false ? [constant] : few.length > 2 || logarithmic ? few : ticks(y0, y1, 10), same = new Set(rows.map(say)).size < rows.length;
     for (const t of rows) parts.push(el("svg:line", { class: "grid", x1: left, x2: width - right, y1: py(t), y2: py(t) }), el("svg:text", { x: left - 6, y: py(t) + 4, "text-anchor": "end" }, same ? String(t) : say(t)));
-    for (const t of single ? [x0 + 1] : ticks(x0, x1, Math.max(2, width / 90)).filter((t) => axis === "seconds" || Number.isInteger(t))) parts.push(el("svg:text", { x: px(t), y: height - bottom + 16, "text-anchor": "middle" }, short(t)));
+    for (const t of single ? [x0 + 1] : ticks(x0, x1, Math.max(2, width / 90)).filter((t) => axis === "seconds" || Number.isInteger(t))) parts.push(el("svg:text", { x: px(t), y: height - bottom + 16, "text-anchor": "middle" }, axis === LR_AXIS ? `1e${t}` : short(t)));
     parts.push(el("svg:text", { class: "axis", x: (left + width - right) / 2, y: height - 5, "text-anchor": "middle" }, axis));
     parts.push(el("svg:clipPath", { id: clip }, el("svg:rect", { x: left - 4, y: 0, width: width - left - right + 8, height: height - bottom + 4 })));
     const lines = el("svg:g", { "clip-path": `url(#${clip})` });

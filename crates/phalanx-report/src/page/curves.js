@@ -31,6 +31,18 @@ function ofCurves(names) {
   };
 }
 
+/** Whether the run looked for a learning rate. */
+const findsLr = (run) => run.about.settings?.["--find-lr"] !== undefined && run.curves.lr && run.curves.loss;
+/** The loss over the learning rate, of the runs that looked for one. */
+const byLr = () => ({
+  axis: LR_AXIS, smoothing: view.smoothing,
+  marks: runs.filter((run) => isDrawn(run) && run.curves.suggested_lr).map((run) => ({ kind: "metric", x: Math.log10(run.curves.suggested_lr.y[0]), text: `${several() ? run.label + ": " : ""}suggested learning rate ${short(run.curves.suggested_lr.y[0])}` })),
+  series: runs.filter((run) => isDrawn(run) && findsLr(run)).map((run) => {
+    const { lr, loss } = run.curves, at = loss.x.map((step) => lr.y[lr.x.indexOf(step)]);
+    return { x: at.map(Math.log10), y: loss.y, label: several() ? run.label : "loss", color: run.color, place: (i) => `at a learning rate of ${short(at[i])}` };
+  }),
+});
+
 const GROUPS = [["loss per step", ["loss"]], ["loss per epoch: train, test (dashed)", ["train_loss", "test_loss"]], ["accuracy per epoch", ["accuracy"]], ["learning rate", ["lr"]], ["exposed communication, ms", ["exposed_comm_ms"]]];
 const curves = (() => {
   const amount = el("span", {}, "0");
@@ -62,6 +74,8 @@ const curves = (() => {
       const there = take(names);
       return there.length && [there.length < names.length ? there[0] : name, ofCurves(there)];
     }).filter(Boolean);
+    known.delete("suggested_lr");
+    if (runs.some(findsLr)) wanted.unshift(["loss by learning rate", byLr]);
     main.update([...wanted, ...[...known].sort().map((name) => [name, ofCurves([name])])]);
     clocks.update(times.map((name) => [name, ofCurves([name])]));
     used.hidden = !times.length;

@@ -232,6 +232,10 @@ impl Strategy for Ddp {
         own.position(|group| group.name == name).map(|i| i + 1)
     }
 
+    fn group_name(&self, group: usize) -> &str {
+        &self.groups[group].name
+    }
+
     fn groups(&self) -> Range<usize> {
         0..self.groups.len()
     }
@@ -352,9 +356,10 @@ impl Strategy for Ddp {
         }
         let samples: usize = turn.sizes.iter().sum();
         let commit = micro_batches.finish()?;
+        ctx.group().set_phase("optimizer");
         let group = &mut self.groups[group];
-        if let (true, Some(optimizer)) = (commit.is_yes(), group.update.with_copies()) {
-            group.norm = optimizer.prepare_step(&mut group.ddp, clip)?;
+        if commit.is_yes() {
+            group.norm = group.update.prepare(&self.params, &mut group.ddp, clip)?;
         }
         Ok(Gradients {
             commit,
@@ -367,10 +372,8 @@ impl Strategy for Ddp {
     fn update(&mut self, group: usize, clip: Option<f64>) -> Result<()> {
         let (params, group) = (&mut self.params, &mut self.groups[group]);
         group.ddp.sync_buffers(params)?;
-        if let Some(norm) = group.update.step(params, &mut group.ddp, clip)? {
-            group.norm = Some(norm);
-        }
-        Ok(())
+        let (ddp, norm) = (&mut group.ddp, group.norm);
+        group.update.step(params, ddp, norm, clip)
     }
 
     fn grad_norm(&self, group: usize) -> Option<f64> {

@@ -360,6 +360,10 @@ impl Strategy for OnMesh {
         None
     }
 
+    fn group_name(&self, _: usize) -> &str {
+        ""
+    }
+
     fn groups(&self) -> Range<usize> {
         0..1
     }

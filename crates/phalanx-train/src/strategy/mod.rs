@@ -201,6 +201,9 @@ pub trait Strategy: Sized {
     /// Number of the group of parameters `name`, which has an optimizer of its own.
     fn group(&self, name: &str) -> Option<usize>;
 
+    /// The name of a group; empty for the first.
+    fn group_name(&self, group: usize) -> &str;
+
     /// Numbers of all groups.
     fn groups(&self) -> Range<usize>;
 

@@ -67,15 +67,17 @@ pub(super) fn announce(
         return;
     }
     let all = about.extent.all();
-    let length = match settings.max_steps {
+    let length = match settings.max_steps() {
         Some(max) if max == all => format!("{}, in epochs", plural(all as usize, "step")),
         _ => plural(about.extent.epochs(), "epoch"),
     };
+    let what = match settings.find_lr {
+        true => "finding a learning rate in ".to_owned() + &plural(all as usize, "step"),
+        false => format!("training {length} of {}", plural(about.steps, "step")),
+    };
     ctx.note(&format!(
-        "training {length} of {}, global batch {}, {}",
-        plural(about.steps, "step"),
-        description.batch,
-        about.optimizer,
+        "{what}, global batch {}, {}",
+        description.batch, about.optimizer,
     ));
     let bits = match settings.split.determinism() {
         Determinism::Ranks => None,

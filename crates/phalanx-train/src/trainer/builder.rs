@@ -22,6 +22,7 @@ use super::announce::{About, announce, announce_resumed};
 use super::elastic::{Elasticity, Opening};
 use super::evaluate::Evaluation;
 use super::extent::Extent;
+use super::step::{BeforeUpdate, PendingUpdate};
 use super::{OwnState, Purpose, Reports, Results, Trainer};
 use crate::best::{Best, BestEpoch, EarlyStopping};
 use crate::deliveries::Deliveries;
@@ -29,6 +30,7 @@ use crate::error::{Error, Result};
 use crate::format::{number, thousands};
 use crate::job::Trainings;
 use crate::log::{IMAGES_DIR, RunInfo, TABLES_DIR};
+use crate::lr_finder::{self, LrFinder};
 use crate::output::{Files, Output};
 use crate::profile::Profiler;
 use crate::reporter::{EpochLines, Reporter};
@@ -91,6 +93,7 @@ pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
     must_agree: Vec<String>,
     files: Files,
     reporter: Box<dyn Reporter>,
+    before_update: Option<BeforeUpdate<'j>>,
     after_saving: Option<AfterSaving<'j>>,
     trackers: Vec<Box<dyn Tracker + Send>>,
     folder: Option<String>,
@@ -145,6 +148,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
                 ..Files::default()
             },
             reporter: Box::new(EpochLines),
+            before_update: None,
             after_saving: None,
             trackers: Vec::new(),
             folder: None,
@@ -183,6 +187,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             shuffle: self.shuffle,
             unit: self.unit,
             unit_size: self.unit_size,
+            before_update: self.before_update,
             after_saving: self.after_saving,
             shaping: self.shaping,
             must_agree: self.must_agree,
@@ -321,6 +326,20 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     /// The unit of the speed in the output and in `summary.json`, and how many units a sample has, as in `("characters", 64)`.
     pub fn unit_of(mut self, unit: &'static str, in_a_sample: usize) -> Self {
         (self.unit, self.unit_size) = (unit, in_a_sample);
+        self
+    }
+
+    /// Asks `hook` in each step, after the gradients were averaged and before the optimizer changes the weights, whether it is to
+    /// do so: with `Ok(false)` on any rank the step is skipped on all ranks, as one with gradients that are not finite. It is
+    /// counted as a step, and in `skipped_steps` of `summary.json`. An error ends the training. Where ranks are lost in an
+    /// elastic training, the hook may be asked twice about a step.
+    ///
+    /// *Cost:* the norm of the gradients, as [`clip_grad_norm`](Self::clip_grad_norm) takes it, and a collective of some bytes.
+    pub fn before_update(
+        mut self,
+        hook: impl FnMut(&PendingUpdate<'_>) -> Result<bool> + 'j,
+    ) -> Self {
+        self.before_update = Some(Box::new(hook));
         self
     }
 
@@ -562,7 +581,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let extent = Extent::new(settings, steps);
         let history = resumed.as_ref().map(Resumed::history).transpose()?;
         let mut history = history.unwrap_or_default();
-        let is_part = settings.eval_every.is_some_and(|every| {
+        let is_part = settings.eval_every().is_some_and(|every| {
             let taken = place.step_in_epoch as usize;
             taken.is_multiple_of(every)
         });
@@ -570,8 +589,14 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             // `--max-steps` has cut the run there; without the cut nothing would have been evaluated.
             history.forget(place.step);
         }
-        let schedule = self.schedule.map(|make| make(self.lr, extent.all()));
-        let schedule = schedule.transpose()?.flatten();
+        let lr_finder = settings.find_lr.then(LrFinder::default);
+        let schedule = match &lr_finder {
+            Some(_) => Some(lr_finder::schedule(extent.all())),
+            None => {
+                let schedule = self.schedule.map(|make| make(self.lr, extent.all()));
+                schedule.transpose()?.flatten()
+            }
+        };
         let schedule = schedule.map(|mut schedule| {
             use_momentum(&schedule, &mut strategy)?;
             history.replay(&mut schedule, place.step);
@@ -748,8 +773,11 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             model,
             strategy,
             lr: self.lr,
-            clip: self.clip,
+            // With a hook the norm is taken, and nothing is scaled.
+            clip: (self.clip).or(self.before_update.as_ref().map(|_| f64::INFINITY)),
+            before_update: self.before_update,
             schedule,
+            lr_finder,
             set_lr: None,
             tape,
             saving,

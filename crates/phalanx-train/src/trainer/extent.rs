@@ -20,8 +20,8 @@ pub(super) struct Extent {
 impl Extent {
     /// Of a training whose epochs have so many `steps`.
     pub(super) fn new(settings: &Settings, steps: usize) -> Extent {
-        let max_steps = settings.max_steps;
-        let epochs = match (max_steps, settings.epochs) {
+        let max_steps = settings.max_steps();
+        let epochs = match (max_steps, settings.typed_epochs()) {
             (Some(max), None) => max.div_ceil(steps as u64) as usize,
             _ => settings.epochs(),
         };
@@ -29,7 +29,7 @@ impl Extent {
             steps,
             epochs,
             max_steps,
-            eval_every: settings.eval_every,
+            eval_every: settings.eval_every(),
         }
     }
 

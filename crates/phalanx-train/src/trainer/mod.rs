@@ -43,12 +43,15 @@ pub use self::evaluate::{Evaluation, Measure};
 pub use self::extent::Epochs;
 use self::extent::{Extent, LoopState};
 use self::losses::EpochLoss;
+use self::step::BeforeUpdate;
+pub use self::step::PendingUpdate;
 use crate::best::Best;
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
 use crate::format::number;
 use crate::job::Trainings;
 use crate::log::RunLog;
+use crate::lr_finder::LrFinder;
 use crate::output::{BEST_FILE, Output, next_step};
 use crate::profile::Profiler;
 use crate::reporter::Reporter;
@@ -120,7 +123,9 @@ pub struct Trainer<'j, M, S: Strategy = Ddp> {
     /// The learning rate that the schedule was made with.
     lr: f64,
     clip: Option<f64>,
+    before_update: Option<BeforeUpdate<'j>>,
     schedule: Option<Schedule>,
+    lr_finder: Option<LrFinder>,
     /// The learning rate that the program has set.
     set_lr: Option<f64>,
     tape: Tape,
@@ -336,6 +341,10 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// Those of writing the metrics; `Usage`, when the measure that `--best` names is missing.
     pub fn record(&mut self, evaluation: Evaluation) -> Result<()> {
         let ctx = self.ctx;
+        if self.lr_finder.is_some() {
+            self.results.last = evaluation;
+            return Ok(());
+        }
         let Some(ended) = &mut self.ended else {
             return self.record_at_step(evaluation);
         };
@@ -684,7 +693,9 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let what = format!("a learning rate is a number from 0 up, not {lr}");
             return Err(Error::usage(what));
         }
-        self.set_lr = Some(lr);
+        if self.lr_finder.is_none() {
+            self.set_lr = Some(lr);
+        }
         Ok(())
     }
 

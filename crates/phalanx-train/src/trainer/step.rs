@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use phalanx_checkpoint::state::Place;
 use phalanx_comm::ReduceOp;
 use phalanx_data::Dataset;
-use phalanx_ddp::{Commit, ShardTree};
+use phalanx_ddp::{Commit, ShardTree, Veto};
 use phalanx_nn::optim::schedule::Schedule;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -17,6 +17,25 @@ use crate::error::{Error, Result};
 use crate::reporter::StepInfo;
 use crate::saving::SaveAction;
 use crate::strategy::{Gradients, StepTools, Strategy, exposed};
+
+/// What [`before_update`](crate::TrainerBuilder::before_update) is asked about.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct PendingUpdate<'a> {
+    /// The name of the optimizer's [group of parameters](crate::TrainerBuilder::optimizer_of); empty for the trainer's own.
+    pub group: &'a str,
+    /// From 1.
+    pub epoch: usize,
+    /// Of the whole training, from 1.
+    pub step: u64,
+    /// Norm of the averaged gradients, before they are clipped.
+    pub grad_norm: f64,
+    /// The learning rate that the update is to have.
+    pub lr: f64,
+}
+
+/// Says whether an update is to be made.
+pub(super) type BeforeUpdate<'j> = Box<dyn FnMut(&PendingUpdate<'_>) -> Result<bool> + 'j>;
 
 /// A step that was taken.
 #[derive(Serialize, Deserialize)]
@@ -84,7 +103,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let profiler = &mut self.reports.profiler;
         profiler.after(ctx, &mut self.tape, self.strategy.params())?;
 
-        self.check_mean(0, turn, mean)?;
+        match &self.lr_finder {
+            Some(_) => self.find_lr(turn, &sums)?,
+            None => self.check_mean(0, turn, mean)?,
+        }
         if let Some(running) = &mut self.running {
             running.losses.add(&sums, mean, turn.global.samples);
         }
@@ -136,6 +158,45 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.results.timing.add(exposed, 0);
         self.check_mean(group, &batch.context(), mean)?;
         Ok(mean)
+    }
+
+    /// Takes the losses of a step under `--find-lr`. After the last step, or when the losses diverge, rank 0 says which learning
+    /// rate it suggests, and the error ends the program with success.
+    fn find_lr(&mut self, turn: &StepContext, sums: &[f64]) -> Result<()> {
+        let (ctx, lr) = (self.ctx, self.lr());
+        let mut sum = [sums.iter().sum::<f64>()];
+        let group = self.strategy.batch_group();
+        group.all_reduce(&mut sum, ReduceOp::Sum)?;
+        let Some(finder) = &mut self.lr_finder else {
+            return Ok(());
+        };
+        let loss = sum[0] / turn.global.samples.max(1) as f64;
+        let step = self.place.step + 1;
+        let record = json!({ "step": step, "epoch": turn.epoch, "loss": loss, "lr": lr });
+        self.reports.log.event(&record)?;
+        if !finder.add(lr, loss) && step < self.extent.all() {
+            return Ok(());
+        }
+        self.reports.progress.end();
+        match finder.suggestion() {
+            Some((suggested, least)) => {
+                let record =
+                    json!({ "step": step, "epoch": turn.epoch, "suggested_lr": suggested });
+                self.reports.log.event(&record)?;
+                ctx.note(&format!(
+                    "the loss falls around a learning rate of {suggested:.2e}, and is least at {least:.2e}"
+                ));
+                if ctx.is_main() {
+                    ctx.line(&format!("suggested_lr={suggested:.2e}"))?;
+                }
+            }
+            None => ctx.note("no learning rate to suggest: the loss does not fall"),
+        }
+        ctx.group().barrier()?;
+        self.reports.log.finish();
+        self.reports.output.save_report();
+        self.reports.output.announce_report(ctx);
+        Err(Error::stopped())
     }
 
     /// Begins a step of the group number `group`.
@@ -238,7 +299,44 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             log: (group == 0).then_some(&mut reports.log),
             progress: &reports.progress,
         };
-        (self.strategy).gradients(group, tools, &self.model, &mut batches, loss)
+        let gradients = (self.strategy).gradients(group, tools, &self.model, &mut batches, loss)?;
+        self.ask_before_update(group, turn, gradients)
+    }
+
+    /// Asks the program whether the update is to be made, where it wants to be asked: one rank that refuses it decides.
+    fn ask_before_update(
+        &mut self,
+        group: usize,
+        turn: &StepContext,
+        mut gradients: Gradients,
+    ) -> Result<Gradients> {
+        let (Some(ask), true) = (&mut self.before_update, gradients.commit.is_yes()) else {
+            return Ok(gradients);
+        };
+        let is_taken = ask(&PendingUpdate {
+            group: self.strategy.group_name(group),
+            epoch: turn.epoch,
+            step: self.place.step + 1,
+            grad_norm: self.strategy.grad_norm(group).unwrap_or(f64::NAN),
+            lr: self.strategy.optimizer(group).0.lr(),
+        })?;
+        let mut refused = vec![0i64; self.ctx.world()];
+        let own = [i64::from(!is_taken)];
+        self.ctx.group().all_gather(&own, &mut refused)?;
+        let refused = refused.iter().enumerate().filter(|(_, no)| **no != 0);
+        let vetoes: Vec<Veto> = refused
+            .map(|(rank, _)| Veto {
+                rank,
+                parameter: None,
+            })
+            .collect();
+        if !vetoes.is_empty() {
+            gradients.commit = Commit::No(vetoes);
+            let mut skipped = self.strategy.skipped_of_groups();
+            skipped[group] += 1;
+            self.strategy.set_skipped_steps(&skipped);
+        }
+        Ok(gradients)
     }
 
     /// Updates the model, if the ranks want the step; `buffers` were its own before.
@@ -344,7 +442,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if logged {
             self.results.metrics.add(mean);
         }
-        if recorded {
+        if recorded && self.lr_finder.is_none() {
             let mut record = json!({
                 "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.strategy.optimizer(0).0.lr(),
                 "elapsed_s": ctx.started().elapsed().as_secs_f64(),

@@ -11,9 +11,11 @@ use std::time::Duration;
 use phalanx_comm::{GroupOptions, ProcessGroup, report_hold, report_leaving, report_lost};
 use phalanx_launch::Elastic;
 use phalanx_nn::layers::{Act, Linear};
-use phalanx_nn::optim::{Adam, Sgd, schedule::Schedule};
-use phalanx_nn::{Reduction, Scope, Tensor};
-use phalanx_train::{Error, ErrorKind, Job, Measure, MicroBatch, RankContext, Result};
+use phalanx_nn::optim::{Adam, Ema, Optimizer, Sgd, schedule::Schedule};
+use phalanx_nn::{Params, Reduction, Scope, Tensor};
+use phalanx_train::{
+    EarlyStopping, Error, ErrorKind, Job, Measure, MicroBatch, RankContext, Result,
+};
 use serde_json::Value;
 
 use crate::trainer::{Sample, data, settings, targets};
@@ -39,8 +41,11 @@ const SHARDS: [&str; 6] = [
     "4",
 ];
 
-/// The bits of a rank's weights, and of the last evaluation.
-type Trained = (Vec<u32>, u64);
+/// The bits of a rank's weights, and of the last evaluation; what the program has counted itself.
+type Trained = (Vec<u32>, u64, Own);
+
+/// Steps and learning rates, each beside its epoch.
+type Own = Vec<(usize, u64)>;
 
 /// Trains on `world` ranks, of which each `(rank, point)` of `losses` is lost there. What each rank has that ends.
 fn train(
@@ -49,8 +54,9 @@ fn train(
     world: usize,
     losses: &[(usize, Point)],
 ) -> Vec<Option<Trained>> {
-    let ended = outcomes(dir, args, world, losses).into_iter();
+    let ended = outcomes(dir, args, world, losses, &plain);
     ended
+        .into_iter()
         .map(|rank| rank.map(|outcome| outcome.expect("it goes on")))
         .collect()
 }
@@ -61,6 +67,7 @@ fn outcomes(
     args: &[&str],
     world: usize,
     losses: &[(usize, Point)],
+    run: &(impl Fn(&Job<'_>, &dyn Fn(Point) -> Result<()>) -> Result<Trained> + Sync),
 ) -> Vec<Option<Result<Trained>>> {
     let settings = settings(dir, args);
     // Ranks that are lost at the same point are lost together.
@@ -112,7 +119,7 @@ fn outcomes(
                     }
                     Ok(())
                 };
-                let outcome = run(&Job::new("test", &ctx, settings), here);
+                let outcome = run(&Job::new("test", &ctx, settings), &here);
                 if matches!(&outcome, Err(error) if error.kind() == ErrorKind::Stopped) {
                     assert!(matches!(point, Some(Leave(..))), "{outcome:?}");
                     ctx.group().shutdown().expect("the others wait for it");
@@ -166,19 +173,37 @@ fn loss<'s>(net: &Net, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>
     Ok(answers(net, batch)?.mse_loss(&targets(batch), Reduction::Mean)?)
 }
 
-/// The layers have optimizers of their own, with a step each for a batch.
-fn run(job: &Job<'_>, here: impl Fn(Point) -> Result<()>) -> Result<Trained> {
+/// The layers have optimizers of their own, with a step each for a batch. Some updates are refused, the program sets the
+/// learning rate once, and no evaluation after the first is good enough: it ends after the fourth of them.
+fn run<O: Optimizer + 'static>(
+    job: &Job<'_>,
+    optimizer: impl Fn(&Params, f64) -> O,
+    here: impl Fn(Point) -> Result<()>,
+) -> Result<Trained> {
     let (samples, test) = (data(SAMPLES), data(11));
     let momentum = |params: &_, lr| Sgd::new(params, lr).momentum(0.9);
-    let builder = job.trainer(&samples, net, Adam::new);
+    let builder = job.trainer(&samples, net, optimizer);
     let mut trainer = builder
         .optimizer_of("up", momentum)
         .clip_grad_norm(0.5)
         .schedule(|lr, steps| Schedule::cosine(lr, steps, 0.0))
+        .early_stopping(EarlyStopping::new(3).min_delta(1e9))
+        .before_update(|update| {
+            Ok(match update.group {
+                "up" => update.step % 4 != 2,
+                _ => update.step % 4 != 3 && update.grad_norm > 0.0,
+            })
+        })
         .start()?;
+    let mut own: Own = trainer.state()?.unwrap_or_default();
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&samples)? {
             let at = Step(epoch, batch.index());
+            own.push((epoch, trainer.lr().to_bits()));
+            trainer.set_state(&own)?;
+            if own.len() == 7 {
+                trainer.set_lr(0.03125)?;
+            }
             trainer.step_of("up", &batch, |model, batch| loss(model, &batch))?;
             trainer.step(&batch, |model, batch| {
                 here(at)?;
@@ -194,7 +219,11 @@ fn run(job: &Job<'_>, here: impl Fn(Point) -> Result<()>) -> Result<Trained> {
     let params = trainer.params();
     let bits = params.flat().iter().map(|w| w.to_bits()).collect();
     let evaluation = trainer.finish()?;
-    Ok((bits, evaluation.loss.to_bits()))
+    Ok((bits, evaluation.loss.to_bits(), own))
+}
+
+fn plain(job: &Job<'_>, here: &dyn Fn(Point) -> Result<()>) -> Result<Trained> {
+    run(job, Adam::new, here)
 }
 
 /// The losses of all steps and epochs, in order.
@@ -260,18 +289,87 @@ fn wherever_ranks_are_lost_the_others_end_with_the_bits_of_one() {
     }
 }
 
+#[test]
+fn parts_of_epochs_and_early_stopping_go_on_without_a_lost_rank() {
+    let args = [&SHARDS[..], &["--eval-every", "2"]].concat();
+    let alone = tempfile::tempdir().expect("a folder");
+    let want = train(alone.path(), &args, 1, &[]).remove(0);
+    let steps = want.as_ref().map(|(_, _, own)| own.len());
+    assert_eq!(
+        steps,
+        Some(7),
+        "the fourth evaluation is after the second part of epoch 2"
+    );
+    let all = [
+        Step(1, 1),
+        Step(1, 2),
+        Evaluation(1),
+        Step(2, 0),
+        Step(2, 1),
+        Evaluation(2),
+    ];
+    for (rank, point) in (0..3).flat_map(|rank| all.map(|point| (rank, point))) {
+        let dir = tempfile::tempdir().expect("a folder");
+        let got = train(dir.path(), &args, 3, &[(rank, point)]);
+        for (other, result) in got.iter().enumerate() {
+            let want = if other == rank { &None } else { &want };
+            assert_eq!(result, want, "rank {other} after {rank} at {point:?}");
+        }
+        assert_eq!(
+            metrics(dir.path()),
+            metrics(alone.path()),
+            "{rank} {point:?}"
+        );
+    }
+}
+
+#[test]
+fn averages_of_the_weights_are_taken_over_from_a_rank_that_is_ahead() {
+    let averaged = |job: &Job<'_>, here: &dyn Fn(Point) -> Result<()>| {
+        let ema = |params: &Params, lr| Ema::new(params, Adam::new(params, lr), 0.75);
+        run(job, ema, here)
+    };
+    let train = |world, losses: &[(usize, Point)]| {
+        let dir = tempfile::tempdir().expect("a folder");
+        let ended = outcomes(dir.path(), &SHARDS, world, losses, &averaged);
+        let ended = ended
+            .into_iter()
+            .flatten()
+            .map(|rank| rank.expect("it goes on"));
+        (
+            ended.collect::<Vec<_>>(),
+            metrics(dir.path()),
+            saved(dir.path()).1,
+        )
+    };
+    let want = train(1, &[]);
+    for (rank, point) in [(0, Step(1, 3)), (1, Evaluation(1)), (2, Step(2, 1))] {
+        let got = train(3, &[(rank, point)]);
+        assert_eq!(
+            got.0,
+            [&want.0[..], &want.0[..]].concat(),
+            "{rank} {point:?}"
+        );
+        assert_eq!(
+            (got.1, got.2),
+            (want.1.clone(), want.2.clone()),
+            "{rank} {point:?}"
+        );
+    }
+}
+
 /// Batches with fewer samples than there are parts of them after the loss.
 #[test]
 fn a_batch_of_one_sample_a_rank_is_divided_among_the_others() {
     let alone = tempfile::tempdir().expect("a folder");
     let args = ["--global-batch-size", "3"];
-    let (want, _) = train(alone.path(), &args, 1, &[])
+    let (want, ..) = train(alone.path(), &args, 1, &[])
         .remove(0)
         .expect("it ends");
     let dir = tempfile::tempdir().expect("a folder");
     let got = train(dir.path(), &["--batch-size", "1"], 3, &[(1, Step(1, 1))]);
     assert_eq!(got[0], got[2]);
-    let (got, _) = got[0].clone().expect("it goes on");
+    let (got, ..) = got[0].clone().expect("it goes on");
     for (got, want) in got.into_iter().zip(want) {
         let (got, want) = (f32::from_bits(got), f32::from_bits(want));
         assert!((got - want).abs() < 1e-4, "{got} {want}");
@@ -369,7 +467,7 @@ fn the_loss_of_a_part_and_its_copy_ends_the_training_with_an_error() {
         let dir = tempfile::tempdir().expect("a folder");
         let losses = [(first, Step(1, 2)), (second, Step(1, 2))];
         let args = ["--batch-size", "2", "--exchange", "reduce-scatter"];
-        let ended = outcomes(dir.path(), &args, 4, &losses);
+        let ended = outcomes(dir.path(), &args, 4, &losses, &plain);
         let errors: Vec<Error> = ended
             .into_iter()
             .flatten()

@@ -1,6 +1,7 @@
 //! Parts of epochs (`--eval-every`), `--max-steps`, early stopping and a program's own state: the same training wherever it
 //! was stopped and resumed, on whichever number of ranks.
 
+use std::cell::RefCell;
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -619,4 +620,160 @@ fn a_loop_over_batches_that_is_left_takes_as_many_steps_as_it_may() {
         (summary["steps"].as_u64(), summary["planned_steps"].as_u64()),
         (Some(12), Some(12))
     );
+}
+
+/// Two epochs of six steps, written down without a trainer: SGD with momentum on all samples of a step; what a step's norm
+/// leaves out changes nothing. Gives the weights, and the norms of all steps.
+fn by_hand(steps: &[Vec<u64>], largest: f64) -> (Vec<f64>, Vec<f64>) {
+    let samples = data(36);
+    let mut scope = Scope::new(Seed(1));
+    plane(&mut scope);
+    let params = scope.build().expect("parameters");
+    let mut w: Vec<f64> = params
+        .ids()
+        .flat_map(|id| params.export(id))
+        .map(f64::from)
+        .collect();
+    let (mut velocity, mut norms) = (vec![0.0; 3], Vec::new());
+    for step in steps {
+        let mut grad = [0.0; 3];
+        for index in step {
+            let (x, y) = samples[*index as usize];
+            let x = [f64::from(x[0]), f64::from(x[1]), 1.0];
+            let error = x.iter().zip(&w).map(|(x, w)| x * w).sum::<f64>() - f64::from(y);
+            for (grad, x) in grad.iter_mut().zip(x) {
+                *grad += 2.0 * error * x / step.len() as f64;
+            }
+        }
+        let norm = grad.iter().map(|g| g * g).sum::<f64>().sqrt();
+        norms.push(norm);
+        if norm > largest {
+            continue;
+        }
+        for ((w, velocity), grad) in w.iter_mut().zip(&mut velocity).zip(grad) {
+            *velocity = 0.9 * *velocity + grad;
+            *w -= 0.1 * *velocity;
+        }
+    }
+    (w, norms)
+}
+
+#[test]
+fn an_update_is_refused_by_the_norm_of_its_gradients() {
+    const LARGEST: f64 = 0.9;
+    let ways: [&[&str]; 4] = [
+        &["--exchange", "all-reduce"],
+        &["--exchange", "reduce-scatter"],
+        &["--exchange", "at-step"],
+        &["--deterministic", "shards", "--shards", "6"],
+    ];
+    for (world, args) in ways.iter().flat_map(|args| [1, 2, 3].map(|n| (n, *args))) {
+        // Of each step, the samples of all ranks, and what the hook was asked.
+        let steps: Mutex<Vec<Vec<u64>>> = Mutex::new(vec![Vec::new(); 12]);
+        let args = [&ARGS[..2], &["--epochs", "2"], args].concat();
+        let dir = tempfile::tempdir().expect("folder");
+        let (weights, norms, skipped) = start_on(world, dir.path(), &args, |job| {
+            let train = data(36);
+            let asked = RefCell::new(Vec::new());
+            let builder = job.trainer(&train, plane, |params, lr| {
+                Sgd::new(params, lr).momentum(0.9)
+            });
+            let builder = builder.before_update(|update| {
+                assert_eq!((update.group, update.lr), ("", 0.1));
+                assert_eq!(update.epoch as u64, (update.step - 1) / 6 + 1);
+                let mut asked = asked.borrow_mut();
+                asked.push(update.grad_norm);
+                assert_eq!(asked.len() as u64, update.step);
+                // The last rank decides for all.
+                Ok(job.context().rank() + 1 < world || update.grad_norm <= LARGEST)
+            });
+            let mut trainer = builder.start()?;
+            for _epoch in trainer.epochs() {
+                for batch in trainer.batches(&train)? {
+                    let at = trainer.steps_taken() as usize;
+                    trainer.step(&batch, |model, batch| {
+                        let mut steps = steps.lock().expect("no panic");
+                        steps[at].extend_from_slice(batch.indices());
+                        loss(model, &batch)
+                    })?;
+                    assert_eq!(trainer.grad_norm(), asked.borrow().last().copied());
+                }
+                trainer.check_weights()?;
+            }
+            let params = trainer.params();
+            let weights: Vec<f32> = params.ids().flat_map(|id| params.export(id)).collect();
+            trainer.finish()?;
+            let asked = asked.take();
+            Ok((weights, asked))
+        })
+        .map(|(weights, asked)| {
+            let summary = json(&dir.path().join("run/summary.json"));
+            (weights, asked, summary["skipped_steps"].clone())
+        })
+        .expect("trained");
+        let (want, want_norms) = by_hand(&steps.into_inner().expect("no panic"), LARGEST);
+        let what = format!("{world} ranks, {args:?}: {want_norms:?}");
+        let refused = want_norms.iter().filter(|norm| **norm > LARGEST).count();
+        assert!((2..10).contains(&refused), "{what}");
+        assert_eq!(skipped, refused, "{what}");
+        let near = |a: &f64, b: f64| (a - b).abs() < 1e-5;
+        assert!(
+            want.iter()
+                .zip(&weights)
+                .all(|(a, b)| near(a, f64::from(*b))),
+            "{what}"
+        );
+        assert!(
+            want_norms.iter().zip(&norms).all(|(a, b)| near(a, *b)),
+            "{what}"
+        );
+        assert_eq!(norms.len(), 12);
+    }
+}
+
+#[test]
+fn a_learning_rate_is_found_on_any_number_of_ranks() {
+    let program = |job: &Job<'_>| {
+        let train = data(36);
+        let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
+        for _epoch in trainer.epochs() {
+            for batch in trainer.batches(&train)? {
+                trainer.step(&batch, |model, batch| loss(model, &batch))?;
+            }
+            trainer.check_weights()?;
+            trainer.record(Evaluation::new(1.0, Confusion::new(0)))?;
+        }
+        Err::<(), _>(Error::usage("it ends in a step"))
+    };
+    // Epochs do not matter, nor do parts of them.
+    let found = [1, 3].map(|world| {
+        let dir = tempfile::tempdir().expect("folder");
+        let args = [&ARGS[..], &["--find-lr", "--max-steps", "80"]].concat();
+        let error = start_on(world, dir.path(), &args, program).expect_err("stopped");
+        assert_eq!(error.kind(), ErrorKind::Stopped, "{}", error.chain());
+        let run = dir.path().join("run");
+        let names = std::fs::read_dir(&run).expect("folder").flatten();
+        let names: Vec<_> = names.map(|entry| entry.file_name()).collect();
+        let is_weights = |name: &std::ffi::OsString| name.to_string_lossy().contains("safetensors");
+        assert!(!names.iter().any(is_weights), "{names:?}");
+        let report = std::fs::read_to_string(run.join("report.html")).expect("a report");
+        assert!(report.contains("suggested_lr"));
+        let mut records = metrics(&run);
+        records.retain(|r| r.get("lr").is_some() || r.get("suggested_lr").is_some());
+        let timeless = |mut record: Value| {
+            let fields = record.as_object_mut().expect("a record");
+            fields.retain(|name, _| {
+                ["step", "epoch", "loss", "lr", "suggested_lr"].contains(&&**name)
+            });
+            record
+        };
+        records.into_iter().map(timeless).collect::<Vec<_>>()
+    });
+    assert_eq!(found[0], found[1]);
+    let (last, steps) = found[0].split_last().expect("records");
+    // The loss of a plane diverges above a rate of 2 by the largest curvature, which is below 4.
+    assert!((60..80).contains(&steps.len()), "{}", steps.len());
+    assert_eq!(steps[0]["lr"], 1e-7);
+    let suggested = last["suggested_lr"].as_f64().expect("a suggestion");
+    assert!((1e-3..2.0).contains(&suggested), "{suggested}");
 }

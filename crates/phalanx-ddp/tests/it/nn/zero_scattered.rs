@@ -145,11 +145,13 @@ fn scattered<O: Optimizer>(
         let first = params.ids().next().expect("a parameter");
         assert!(ddp.grad(first).is_empty(), "no rank has whole gradients");
         match limit {
-            Some(limit) => norms.push(
-                optimizer
-                    .step_scattered_clipped(&mut params, &mut ddp, limit)
-                    .expect("clipped"),
-            ),
+            Some(limit) => {
+                let norm = optimizer.prepare_step(&mut ddp, Some(limit));
+                norms.extend(norm.expect("prepared"));
+                let stepped = optimizer.step_prepared(&mut params, &mut ddp);
+                stepped.expect("clipped");
+                optimizer.gather(&mut params, &mut ddp).expect("gathered");
+            }
             None => optimizer
                 .step_scattered(&mut params, &mut ddp)
                 .expect("step"),
@@ -381,9 +383,8 @@ fn a_refused_step_is_not_counted() {
                         if bad {
                             let text = stepped.expect_err("no gradients").to_string();
                             assert!(text.contains("no gradients to take a step with"), "{text}");
-                            optimizer
-                                .step_scattered_clipped(&mut params, &mut ddp, LIMIT)
-                                .expect_err("none");
+                            let prepared = optimizer.prepare_step(&mut ddp, Some(LIMIT));
+                            prepared.expect_err("none");
                             assert_eq!((bits(params.flat()), optimizer.steps()), (before, steps));
                         } else {
                             stepped.expect("step");
