@@ -18,18 +18,15 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Arguments about data that are not there yet.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct FetchArgs {
-    /// Download the data set first if it is missing; the first rank of each host downloads and unpacks it
-    #[arg(long)]
-    pub download: bool,
-    /// Like --download, from this mirror URL instead of the authors' site
+    /// Download the data set first if it is missing, from the mirror URL if given; the first rank of each host downloads and unpacks it
     #[arg(long, value_name = "URL")]
-    pub download_from: Option<String>,
+    pub download: Option<Option<String>>,
 }
 
 impl FetchArgs {
     /// Whether data may be missing at the start.
     pub fn wanted(&self) -> bool {
-        self.download || self.download_from.is_some()
+        self.download.is_some()
     }
 
     /// Checks what can be checked before any rank is started.
@@ -38,9 +35,9 @@ impl FetchArgs {
     ///
     /// Usage errors naming the flag.
     pub fn validate(&self) -> Result<()> {
-        match &self.download_from {
-            Some(url) => download::check_mirror("--download-from", url),
-            None => Ok(()),
+        match &self.download {
+            Some(Some(url)) => download::check_mirror("--download", url),
+            _ => Ok(()),
         }
     }
 
@@ -66,7 +63,7 @@ impl FetchArgs {
         let fetch = (self.wanted() && ctx.local_rank == 0).then(|| Fetch {
             kind,
             folder: folder.into(),
-            from: self.download_from.clone(),
+            from: self.download.clone().flatten(),
         });
         all_after(ctx, fetch.map(|fetch| move || fetch.run(args)))
     }

@@ -900,16 +900,9 @@ fn mistakes_are_named_with_the_way_out() {
             &["phalanx download cifar10 --to \"it's\" "],
         ),
         (
-            &[
-                "train",
-                "mnist",
-                "--data",
-                "d",
-                "--download-from",
-                "nonsense",
-            ],
+            &["train", "mnist", "--data", "d", "--download", "nonsense"],
             2,
-            &["--download-from \"nonsense\" is not a web address"],
+            &["--download \"nonsense\" is not a web address"],
         ),
         (
             &["download", "mnist", "--from", "nonsense"],

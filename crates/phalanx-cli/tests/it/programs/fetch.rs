@@ -146,7 +146,7 @@ fn three_ranks_download_each_file_once() {
         "mnist",
         "--data",
         "new/mnist",
-        "--download-from",
+        "--download",
         &url,
         "--nproc-per-node",
         "3",
@@ -172,14 +172,7 @@ fn a_download_that_fails_ends_all_ranks_and_names_the_one_that_tried() {
     let dir = tempfile::tempdir().expect("folder");
     let server = Server::start(Does::Nothing);
     let url = server.url();
-    let args = [
-        "train",
-        "resnet18",
-        "--data",
-        "new",
-        "--download-from",
-        &url,
-    ];
+    let args = ["train", "resnet18", "--data", "new", "--download", &url];
     let ranks = ["--nproc-per-node", "3", "--output-dir", "out"];
     let (code, _, err) = run(&[&args[..], &ranks].concat(), dir.path());
     assert_eq!(code, 1, "{err}");
@@ -255,7 +248,7 @@ fn a_folder_that_others_may_write_into_gets_no_data_unasked() {
     let server = Server::start(Does::Nothing);
     let url = server.url();
     let download = ["download", "mnist", "--to", "shared", "--from", &url];
-    let train = "train mnist --data shared --output-dir out --download-from";
+    let train = "train mnist --data shared --output-dir out --download";
     let train: Vec<&str> = train.split(' ').chain([&url[..]]).collect();
     for args in [&download[..], &train] {
         let (code, _, err) = run(args, dir.path());
@@ -334,7 +327,7 @@ fn another_file_than_the_published_one_is_refused_by_its_sum() {
     let url = server.url();
     // As a command of its own; and on three ranks, of which one tries and all end.
     let train = ["train", "resnet9", "--data", "new", "--output-dir", "out"];
-    let ranks = ["--nproc-per-node", "3", "--download-from", &url];
+    let ranks = ["--nproc-per-node", "3", "--download", &url];
     for (args, name, sum) in [
         (
             vec!["download", "mnist", "--to", "new", "--from", &url],
@@ -372,7 +365,7 @@ fn an_archive_is_unpacked_once_and_trained_on_by_all_ranks() {
         "resnet9",
         "--data",
         "data",
-        "--download-from",
+        "--download",
         &url,
         "--nproc-per-node",
         "2",
