@@ -27,7 +27,7 @@ args = p.parse_args()
 
 
 def run(binary, out):
-    subprocess.run([binary, "train", "resnet18", "--data", "synthetic", "--synthetic-samples", "8192", "--nproc-per-node", "2",
+    subprocess.run([binary, "train", "resnet18", "--data", "synthetic:8192", "--nproc-per-node", "2",
                     "--threads", "1", "--batch-size", "64", "--epochs", "1", "--log-interval", "1", "--seed", "1", "--keep", "1000",
                     "--save-every", str(args.every), "--stop-after", str(args.steps), "--output-dir", out], check=True, capture_output=True)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import tempfile
 
-TRAIN = "train mnist --nproc-per-node 2 --threads 1 --synthetic-samples 25600 --epochs 1 --test-batch-size 500".split()
+TRAIN = "train mnist --nproc-per-node 2 --threads 1 --data synthetic:25600 --epochs 1 --test-batch-size 500".split()
 # Losses are recorded, but not printed, and nothing of what the ranks use.
 LEAST = ["--log-interval", "1000000"]
 # A tracker that is away costs as much as one that is there, but for its server's own work on the same cores.

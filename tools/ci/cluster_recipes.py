@@ -113,7 +113,7 @@ def commands(folder, phalanx, out):
     token = (out / "job.token").read_text()
     container = lambda document: document["spec"]["template"]["spec"]["containers"][0]
     words = lambda box: box["command"] + box["args"]
-    small = ["--data", "synthetic", "--synthetic-samples", "640", "--global-batch-size", "64", "--threads", "1"]
+    small = ["--data", "synthetic:640", "--global-batch-size", "64", "--threads", "1"]
     kube = {"PHALANX_TOKEN": token, "KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_PORT": "tcp://10.96.0.1:443"}
 
     def write(name, node, environment, argv, hostname=None):
@@ -202,7 +202,7 @@ def flyte(file, out):
     sys.path.insert(0, str(file.parent))
     import flyte as module
 
-    module.train._script = module.train._script.replace("train mnist", "train mnist --synthetic-samples 640 --global-batch-size 64")
+    module.train._script = module.train._script.replace("train mnist", "train mnist --data synthetic:640 --global-batch-size 64")
     # Twice, as after a retry: the second run continues the first.
     for _ in range(2):
         report, weights = module.training(epochs=1, run=str(out / "flyte"))

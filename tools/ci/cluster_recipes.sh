@@ -119,7 +119,7 @@ for name in indexed-job jobset trainjob skypilot modelarts systemd; do
 done
 
 # The same file stops with a checkpoint and continues: pod 1 is evicted, then killed.
-small=(--data synthetic --synthetic-samples 640 --global-batch-size 64 --threads 1)
+small=(--data synthetic:640 --global-batch-size 64 --threads 1)
 phalanx train mnist "${small[@]}" --nproc-per-node 4 --epochs 8 --output-dir runs/long >long.log 2>&1 || fail "long"
 longer=$(weights runs/long)
 for n in 0 1; do sed -i 's/--epochs=2/--epochs=8/' "indexed-job.$n"; done

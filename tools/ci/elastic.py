@@ -93,7 +93,7 @@ class Usage:
 
 
 def words(args, folder, run, epochs):
-    return [args.phalanx, "train", args.recipe, *(["--data", args.data] if args.data else ["--data", "synthetic", "--synthetic-samples", str(args.samples)]),
+    return [args.phalanx, "train", args.recipe, "--data", args.data or f"synthetic:{args.samples}",
             "--epochs", str(epochs), "--global-batch-size", str(args.batch), "--deterministic", "shards", "--shards", "8",
             "--threads", "1", "--log-interval", "1", "--output-dir", f"{folder}/{run}",
             *(["--save-every", str(args.save_every)] if args.save_every else [])]

@@ -36,7 +36,7 @@ except ImportError as error:
 
 MARK = "PHALANX_ENDINGS_MARK"
 EXPERIMENT = "endings"
-TRAIN = ["train", "mnist", "--data", "synthetic", "--synthetic-samples", "20000", "--epochs", "50", "--threads", "1",
+TRAIN = ["train", "mnist", "--data", "synthetic:20000", "--epochs", "50", "--threads", "1",
          "--log-interval", "1", "--wandb"]
 
 

@@ -31,7 +31,7 @@ start() {
     exit 1
 }
 train() {
-    MLFLOW_EXPERIMENT_NAME="of phalanx" "$phalanx" train mnist --nproc-per-node 2 --synthetic-samples 640 \
+    MLFLOW_EXPERIMENT_NAME="of phalanx" "$phalanx" train mnist --nproc-per-node 2 --data synthetic:640 \
         --global-batch-size 64 --log-interval 1 "$@"
 }
 

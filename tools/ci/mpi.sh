@@ -28,7 +28,7 @@ chmod +x "$dir/agent"
 on_a() { "$dir/agent" 10.79.0.1 "$(printf '%q ' "$@")"; }
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
-small=(train mnist --data synthetic --synthetic-samples 640 --global-batch-size 64 --epochs 2 --threads 1)
+small=(train mnist --data synthetic:640 --global-batch-size 64 --epochs 2 --threads 1)
 "$phalanx" "${small[@]}" --nproc-per-node 4 --output-dir "$dir/here" >"$dir/here.log" 2>&1 || { cat "$dir/here.log"; exit 1; }
 want=$(weights "$dir/here")
 

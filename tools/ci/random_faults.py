@@ -212,7 +212,7 @@ class Run:
         env.update({MARK: self.mark, "TMPDIR": self.tmp})
         transport = {"shm": "shm", "tcp": "tcp", "loop": "tcp", "hosts": "auto"}[kind]
         samples = 32 * self.world * STEPS
-        train = ["train", "mnist", "--data", "synthetic", "--synthetic-samples", str(samples), "--epochs", "2",
+        train = ["train", "mnist", "--data", f"synthetic:{samples}", "--epochs", "2",
                  "--batch-size", "32", "--test-batch-size", "64", "--threads", "1", "--log-interval", "1",
                  "--transport", transport, "--timeout", str(STEP_TIMEOUT_S), "--init-timeout", str(FORM_TIMEOUT_S),
                  "--output-dir", self.out, *more]

@@ -17,7 +17,7 @@ train() {
 mnist() {
     local name=$1 world=$2
     shift 2
-    train "$name" mnist --data synthetic --synthetic-samples 960 --global-batch-size 96 --epochs 2 --deterministic shards --shards 6 \
+    train "$name" mnist --data synthetic:960 --global-batch-size 96 --epochs 2 --deterministic shards --shards 6 \
         --nproc-per-node "$world" "$@"
 }
 gpt() {
@@ -32,12 +32,12 @@ all() {
     for world in 1 2 3; do
         mnist "mnist-$world" "$world"
     done
-    train resnet9-bf16 resnet9 --data-url synthetic --synthetic-samples 256 --global-batch-size 32 --epochs 1 --precision bf16 --nproc-per-node 2
+    train resnet9-bf16 resnet9 --data-url synthetic:256 --global-batch-size 32 --epochs 1 --precision bf16 --nproc-per-node 2
     gpt gpt-ddp 2
     gpt gpt-data 2 --mesh data=2
     gpt gpt-tensor 4 --mesh data=2,tensor=2
     gpt gpt-sharded 2 --mesh data=2 --fully-sharded
-    train mobilenetv2-sbp mobilenetv2 --data-url synthetic --synthetic-samples 128 --global-batch-size 32 --epochs 1 --parallel sbp --nproc-per-node 2
+    train mobilenetv2-sbp mobilenetv2 --data-url synthetic:128 --global-batch-size 32 --epochs 1 --parallel sbp --nproc-per-node 2
     mnist resumed 2 --stop-after 13
     mnist resumed 3 --resume auto
 }

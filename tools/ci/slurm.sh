@@ -42,8 +42,8 @@ login() { on "$a" "$@"; }
 slurm_is_up login || { cat "$dir/slurm.log"; exit 1; }
 if getent hosts n1 >/dev/null; then echo "n1 resolves here"; exit 1; fi
 
-small=(train mnist --data synthetic --synthetic-samples 640 --global-batch-size 64 --epochs 2 --threads 1)
-long=(train mnist --data synthetic --synthetic-samples 640 --global-batch-size 64 --epochs 100000 --threads 1
+small=(train mnist --data synthetic:640 --global-batch-size 64 --epochs 2 --threads 1)
+long=(train mnist --data synthetic:640 --global-batch-size 64 --epochs 100000 --threads 1
     --save-every 20 --resume auto)
 fail() { # fail MESSAGE LOG...
     echo "$1"

@@ -6,7 +6,7 @@
 # Usage: two_hosts.sh path/to/phalanx [data]
 set -euo pipefail
 phalanx=$(realpath "$1")
-data=${2:-synthetic}
+data=${2:-synthetic:6000}
 # shellcheck source=tools/ci/hosts.sh
 source "$(dirname "$0")/hosts.sh"
 work=$(mktemp -d)
@@ -14,12 +14,10 @@ trap 'remove_hosts; rm -rf "$work"' EXIT
 make_hosts 10.77.0
 
 "$phalanx" token --out "$work/job.token"
-samples=()
-[ "$data" != synthetic ] || samples=(--synthetic-samples 6000)
 node() { # node NAMESPACE NODE_RANK
     ip netns exec "$1" timeout 300 "$phalanx" launch --nnodes 2 --node-rank "$2" --nproc-per-node 1 \
         --master-addr 10.77.0.1 --token-file "$work/job.token" -- \
-        "$phalanx" train mnist --data "$data" "${samples[@]}" --epochs 2 --threads 1 --output-dir "$work/run"
+        "$phalanx" train mnist --data "$data" --epochs 2 --threads 1 --output-dir "$work/run"
 }
 node "$b" 1 >"$work/b.log" 2>&1 &
 second=$!
@@ -34,7 +32,7 @@ endless() { # endless NAMESPACE NODE_RANK NAME
     local code=0
     # --foreground: in a process group of its own, the stopped launcher would get SIGHUP when `timeout` is killed first,
     # and could run until its own SIGKILL.
-    ip netns exec "$1" timeout --foreground 300 "$phalanx" train mnist --data synthetic --synthetic-samples 60000 --epochs 2000 --threads 1 \
+    ip netns exec "$1" timeout --foreground 300 "$phalanx" train mnist --data synthetic:60000 --epochs 2000 --threads 1 \
         --nnodes 2 --node-rank "$2" --nproc-per-node 2 --master-addr 10.77.0.1 --token-file "$work/job.token" --timeout 8 \
         --output-dir "$work/$3" >"$work/$3.$2" 2>&1 || code=$?
     echo "$code" >"$work/$3.$2.code"
@@ -93,7 +91,7 @@ assert pairs == {(0, 1): "shm", (0, 2): "tcp", (2, 3): "shm"}, pairs
 ' "$work/doctor.json"
 
 rank() { # rank NAMESPACE RANK
-    ip netns exec "$1" timeout 300 "$phalanx" train mnist --data synthetic --synthetic-samples 60000 --epochs 200 \
+    ip netns exec "$1" timeout 300 "$phalanx" train mnist --data synthetic:60000 --epochs 200 \
         --threads 1 --timeout 200 --init-method tcp://10.77.0.1:29600 --rank "$2" --world-size 4 \
         --output-dir "$work/long" >"$work/rank-$2.log" 2>&1
 }

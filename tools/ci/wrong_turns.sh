@@ -90,7 +90,7 @@ both no-name --master-addr node-x.invalid --master-port 20011 "${token[@]}" &
 both late-name --rdzv-timeout 30 --master-addr node-late --master-port 20012 "${token[@]}" -- sh -c 'echo "at $PHALANX_BIND"' &
 (node a other-nnodes $(at 20013) --node-rank 0 "${token[@]}" & node b other-nnodes $(at 20013) --nnodes 3 --node-rank 1 "${token[@]}"; wait) &
 both uneven $(at 20014) "${token[@]}" --port-range 20014-20015 &
-both range $(at 20020) "${token[@]}" --port-range 20020-20023 -- "$phalanx" train mnist --data synthetic --synthetic-samples 600 \
+both range $(at 20020) "${token[@]}" --port-range 20020-20023 -- "$phalanx" train mnist --data synthetic:600 \
     --epochs 1 --threads 1 --output-dir "$work/range" &
 (node a typo-1 $(at 20060) "${token[@]}" --node-rank 0 & node b typo-1 $(at 20060) "${token[@]}" --node-rank 1 --bogus 1; wait) &
 (node a typo-0 $(at 20061) "${token[@]}" --node-rank 0 --bogus 1 & node b typo-0 $(at 20061) "${token[@]}" --node-rank 1; wait) &
@@ -100,11 +100,11 @@ both range $(at 20020) "${token[@]}" --port-range 20020-20023 -- "$phalanx" trai
 both held $(at 20050) "${token[@]}" --port-range 20050-20053 -- sh -c 'echo "has $MASTER_PORT $PHALANX_PORT_RANGE"' &
 if [ -n "$firewall" ]; then
     both blocked-store $(at 21000) "${token[@]}" &
-    both blocked-ranks $(at 20030) "${token[@]}" -- "$phalanx" train mnist --data synthetic --synthetic-samples 600 \
+    both blocked-ranks $(at 20030) "${token[@]}" -- "$phalanx" train mnist --data synthetic:600 \
         --epochs 1 --threads 1 --init-timeout 8 --output-dir "$work/blocked" &
 fi
 rank() { # rank HOST NAME PORT RANK
-    on "$1" "$2" "$phalanx" train mnist --data synthetic --synthetic-samples 600 --epochs 1 --threads 1 --init-timeout 6 \
+    on "$1" "$2" "$phalanx" train mnist --data synthetic:600 --epochs 1 --threads 1 --init-timeout 6 \
         --init-method "tcp://$5:$3" --rank "$4" --world-size 3 "${token[@]}" --output-dir "$work/$2"
 }
 rank a lone-0 20040 0 10.77.0.1 &

@@ -11,7 +11,7 @@ use phalanx::nn::optim::schedule::{OneCycle, Schedule};
 use phalanx::train::{RankContext, Settings};
 use phalanx::{Error, Job, Result};
 
-use super::image::{Data, check_synthetic_samples};
+use super::image::Data;
 use super::net::{Loss, Pixels};
 use super::prepare::{FetchArgs, Kind, unreadable};
 use crate::error::check_count;
@@ -20,13 +20,13 @@ use crate::format::thousands;
 /// Arguments of programs for CIFAR-10, whose networks have batch norms.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CifarArgs {
-    /// Folder with CIFAR-10 (pickles, binary version or original archive), the archive itself, or `synthetic` for
-    /// generated images
+    /// Folder with CIFAR-10 (pickles, binary version or original archive), the archive itself, or `synthetic` for 50000
+    /// generated training images, `synthetic:N` for N, and a sixth as many test images
     #[arg(
         long,
         visible_alias = "data",
         default_value = "input_dir",
-        value_name = "DIR|synthetic"
+        value_name = "DIR|synthetic[:N]"
     )]
     data_url: String,
     /// Batch norms take the mean and variance of all ranks' samples (PyTorch's SyncBatchNorm); on a mesh they always do
@@ -37,9 +37,6 @@ pub struct CifarArgs {
     pub custom_data: bool,
     #[command(flatten)]
     fetch: FetchArgs,
-    /// Number of synthetic training samples; the test set has a sixth as many [default: 50000]
-    #[arg(long, value_name = "N")]
-    synthetic_samples: Option<usize>,
     /// Train on the first N images only
     #[arg(long, value_name = "N")]
     train_samples: Option<usize>,
@@ -74,12 +71,10 @@ impl CifarArgs {
             check_count(flag, samples.unwrap_or(1), 100_000_000)?;
         }
         self.fetch.validate()?;
-        let is_synthetic = !self.custom_data && self.data_url == "synthetic";
-        check_synthetic_samples(self.synthetic_samples, &self.name(), is_synthetic)?;
         if self.custom_data {
             self.fetch.refuse("--custom-data")?;
-        } else if self.data_url == "synthetic" {
-            self.fetch.refuse("synthetic")?;
+        } else if synthetic::samples(&self.data_url, SAMPLES)?.is_some() {
+            self.fetch.refuse(&self.data_url)?;
         } else if !self.fetch.wanted() {
             cifar10::check(self.data_url.as_ref())?;
         }
@@ -125,7 +120,6 @@ impl CifarArgs {
         self.fetch.run(job, Kind::Cifar10, &self.data_url)?;
         let (_loading, seed) = (job.context().phase("loading data"), job.settings().seed);
         let scaling = pixels.scaling();
-        let drawn = self.synthetic_samples.unwrap_or(SAMPLES);
         let (train, test, mut description, content): (
             Arc<dyn ImageDataset>,
             Arc<dyn ImageDataset>,
@@ -139,7 +133,7 @@ impl CifarArgs {
             test = Arc::new(noise::noise(m, seed, 1));
             description = format!("custom random data, seed {seed}");
             content = format!("custom {n} + {m}, seed {seed}");
-        } else if self.data_url == "synthetic" {
+        } else if let Some(drawn) = synthetic::samples(&self.data_url, SAMPLES)? {
             let n = self.train_samples.unwrap_or(drawn);
             let sixth = (drawn / 6).max(1);
             let m = self.test_samples.unwrap_or(sixth);

@@ -6,21 +6,19 @@ use phalanx::data::augment::{Augmentation, Augmented};
 use phalanx::data::{ImageDataset, mnist, synthetic};
 use phalanx::{Job, Result};
 
-use super::image::{Data, check_synthetic_samples};
+use super::image::Data;
 use super::prepare::{FetchArgs, Kind, unreadable};
 use crate::format::thousands;
 
 /// Arguments about digits.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DigitArgs {
-    /// Folder with the MNIST or Fashion-MNIST files, or `synthetic` for generated digits
-    #[arg(long, default_value = "synthetic", value_name = "DIR|synthetic")]
+    /// Folder with the MNIST or Fashion-MNIST files, or `synthetic` for 60000 generated training digits, `synthetic:N` for N,
+    /// and a sixth as many test digits
+    #[arg(long, default_value = "synthetic", value_name = "DIR|synthetic[:N]")]
     data: String,
     #[command(flatten)]
     fetch: FetchArgs,
-    /// Number of synthetic training samples; the test set has a sixth as many [default: 60000]
-    #[arg(long, value_name = "N")]
-    synthetic_samples: Option<usize>,
 }
 
 /// Training samples of the synthetic set.
@@ -33,11 +31,9 @@ impl DigitArgs {
     ///
     /// Usage errors naming the flag or the folder.
     pub fn check(&self) -> Result<()> {
-        let is_synthetic = self.data == "synthetic";
-        check_synthetic_samples(self.synthetic_samples, &self.data, is_synthetic)?;
         self.fetch.validate()?;
-        if is_synthetic {
-            return self.fetch.refuse("synthetic");
+        if synthetic::samples(&self.data, SAMPLES)?.is_some() {
+            return self.fetch.refuse(&self.data);
         }
         if !self.fetch.wanted() {
             mnist::check(self.data.as_ref())?;
@@ -53,9 +49,9 @@ impl DigitArgs {
     pub fn load(&self, job: &Job<'_>, augmentation: Option<Augmentation>) -> Result<Data> {
         self.fetch.run(job, Kind::Mnist, &self.data)?;
         let (_loading, seed) = (job.context().phase("loading data"), job.settings().seed);
-        let mut data = match &*self.data {
-            "synthetic" => drawn(self.synthetic_samples.unwrap_or(SAMPLES), seed),
-            folder => read(folder)?,
+        let mut data = match synthetic::samples(&self.data, SAMPLES)? {
+            Some(n) => drawn(&self.data, n, seed),
+            None => read(&self.data)?,
         };
         if let Some(augmentation) = augmentation {
             data.train = Arc::new(Augmented::new(data.train, augmentation, seed)?);
@@ -66,13 +62,13 @@ impl DigitArgs {
     }
 }
 
-fn drawn(n: usize, seed: u64) -> Data {
-    let m = (n / 6).max(1);
-    // The test digits follow the training digits, so none is seen in training.
+fn drawn(name: &str, n: usize, seed: u64) -> Data {
+    let (train, test) = synthetic::train_and_test(n, seed);
+    let m = test.len();
     Data {
-        train: Arc::new(synthetic::digits(n, seed)),
-        test: Arc::new(synthetic::range(n as u64, m, seed)),
-        name: "synthetic".to_owned(),
+        train: Arc::new(train),
+        test: Arc::new(test),
+        name: name.to_owned(),
         description: format!(
             "synthetic digits, {} train / {} test, seed {seed}",
             thousands(n),

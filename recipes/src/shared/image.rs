@@ -11,7 +11,6 @@ use phalanx::train::{Determinism, Strategy};
 use super::net::{Loss, Network};
 use super::predictions::Predictions;
 use super::views::Views;
-use crate::error::check_count;
 
 /// A training set and a test set.
 pub struct Data {
@@ -88,25 +87,6 @@ impl ImageArgs {
                 format!("--log-images {}", self.log_images),
             ])
     }
-}
-
-/// Checks `--synthetic-samples`, which only synthetic data has.
-///
-/// # Errors
-///
-/// Usage, naming the flag.
-pub fn check_synthetic_samples(
-    samples: Option<usize>,
-    data: &str,
-    is_synthetic: bool,
-) -> Result<()> {
-    check_count("--synthetic-samples", samples.unwrap_or(1), 100_000_000)?;
-    if samples.is_some() && !is_synthetic {
-        return Err(Error::usage(format!(
-            "--synthetic-samples requires --data synthetic, not {data}"
-        )));
-    }
-    Ok(())
 }
 
 /// Checks a flag whose value must lie in 0..1 (1 excluded).

@@ -130,8 +130,8 @@ impl Job {
                     shown.display()
                 ))
                 .arg(phalanx)
-                .args(["train", "mnist", "--data", "synthetic", "--epochs", "1"])
-                .args(["--synthetic-samples", &samples.to_string()])
+                .args(["train", "mnist", "--epochs", "1"])
+                .args(["--data", &format!("synthetic:{samples}")])
                 .args([
                     "--log-interval",
                     "1",

@@ -21,7 +21,7 @@ const EPOCHS: usize = 6;
 /// The words of a training whose result does not depend on the ranks, in the folder `run`.
 fn words(run: &str, ranks: usize, more: &str) -> Vec<String> {
     let line = format!(
-        "train mnist --synthetic-samples {SAMPLES} --global-batch-size 48 --epochs {EPOCHS} --threads 1 --log-interval 1 \
+        "train mnist --data synthetic:{SAMPLES} --global-batch-size 48 --epochs {EPOCHS} --threads 1 --log-interval 1 \
          --deterministic shards --test-batch-size 50 --output-dir {run} --nproc-per-node {ranks} {more}"
     );
     line.split_whitespace().map(str::to_owned).collect()
@@ -263,7 +263,7 @@ fn a_newcomer_trains_the_same_model() {
 /// The words of a training whose ranks have parts of the optimizer's state, in the folder `run`.
 fn with_parts(run: &str, ranks: usize, more: &str) -> Vec<String> {
     let line = format!(
-        "train mnist --synthetic-samples {SAMPLES} --global-batch-size 48 --epochs {EPOCHS} --threads 1 --log-interval 1 \
+        "train mnist --data synthetic:{SAMPLES} --global-batch-size 48 --epochs {EPOCHS} --threads 1 --log-interval 1 \
          --test-batch-size 50 --lr 0.01 --output-dir {run} --nproc-per-node {ranks} {more}"
     );
     line.split_whitespace().map(str::to_owned).collect()
@@ -876,7 +876,7 @@ fn what_cannot_go_on_without_a_rank_is_refused_before_it_begins() {
         ),
     ] {
         let line = format!(
-            "train mnist --synthetic-samples 64 --epochs 1 --nproc-per-node 2 --elastic --output-dir a {more}"
+            "train mnist --data synthetic:64 --epochs 1 --nproc-per-node 2 --elastic --output-dir a {more}"
         );
         let words: Vec<&str> = line.split_whitespace().collect();
         let (code, out, err) = run(&words, dir.path());
@@ -889,7 +889,7 @@ fn what_cannot_go_on_without_a_rank_is_refused_before_it_begins() {
 fn ranks_are_taken_out_of_elastic_jobs_only() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     for line in [
-        "train mnist --synthetic-samples 64 --evict-after 5",
+        "train mnist --data synthetic:64 --evict-after 5",
         "launch --evict-after 5 -- true",
     ] {
         let words: Vec<&str> = line.split_whitespace().collect();

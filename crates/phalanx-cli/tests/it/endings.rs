@@ -10,7 +10,7 @@ use crate::support::{ended, eventually, phalanx, process_of, run, signal, succee
 /// A training that does not end by itself.
 fn start(dir: &Path, more: &str) -> Child {
     let line = format!(
-        "train mnist --nproc-per-node 2 --threads 1 --synthetic-samples 2000 --epochs 1000 --log-interval 1 \
+        "train mnist --nproc-per-node 2 --threads 1 --data synthetic:2000 --epochs 1000 --log-interval 1 \
          --wandb --output-dir a {more}"
     );
     let words: Vec<&str> = line.split_whitespace().collect();
@@ -87,7 +87,7 @@ fn a_killed_rank_is_named_by_the_run_too() {
 #[test]
 fn a_loss_that_became_nan_is_said_in_the_terminals_words() {
     let dir = tempfile::tempdir().expect("folder");
-    let line = "train mnist --nproc-per-node 2 --threads 1 --synthetic-samples 2000 --epochs 1 --lr 1e20 --wandb \
+    let line = "train mnist --nproc-per-node 2 --threads 1 --data synthetic:2000 --epochs 1 --lr 1e20 --wandb \
                 --output-dir a";
     let words: Vec<&str> = line.split_whitespace().collect();
     let (code, _, err) = run(&words, dir.path());

@@ -186,7 +186,7 @@ fn measured(run: &Path) -> Scalars {
 
 /// `train mnist` of 10 steps an epoch into `out`.
 fn train(dir: &Path, more: &[&str]) -> String {
-    let args = "train mnist --output-dir out --log-interval 1 --synthetic-samples 640 --global-batch-size 64 \
+    let args = "train mnist --output-dir out --log-interval 1 --data synthetic:640 --global-batch-size 64 \
                 --threads 1 --test-batch-size 50 --epochs 2";
     let args: Vec<&str> = args.split_whitespace().collect();
     succeed(&[&args[..], more].concat(), dir).1

@@ -22,7 +22,7 @@ impl Job {
         let mut command = phalanx(&[], dir.path());
         command
             .args(["train", "mnist", "--nproc-per-node", "3", "--threads", "1"])
-            .args(["--epochs", "100000", "--synthetic-samples", "960"])
+            .args(["--epochs", "100000", "--data", "synthetic:960"])
             .args(["--batch-size", "8", "--log-interval", "1"])
             .args(["--output-dir", "out", "--transport", transport])
             .args(["--timeout", timeout])

@@ -18,8 +18,7 @@ fn recipe() -> PathBuf {
 fn train(flow: &Path, dir: &Path) -> (String, String) {
     let flow = flow.to_str().expect("UTF-8");
     let set = [
-        "data=synthetic",
-        "synthetic_samples=720",
+        "data=synthetic:720",
         "wandb=true",
         "hyperparameters.epochs=2",
         // The group's name may be left out.

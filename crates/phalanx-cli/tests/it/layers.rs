@@ -441,7 +441,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-checkpoint", 3579),
     ("phalanx-cli", 3915),
     ("phalanx-comm", 22813),
-    ("phalanx-data", 3722),
+    ("phalanx-data", 3732),
     ("phalanx-ddp", 5507),
     ("phalanx-flow", 6845),
     ("phalanx-global", 4878),

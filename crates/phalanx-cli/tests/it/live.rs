@@ -193,7 +193,7 @@ fn weights(run: &Path) -> Value {
 #[test]
 fn a_training_is_shown_while_it_runs_and_nobody_disturbs_it() {
     let dir = tempfile::tempdir().expect("folder");
-    let train = "train mnist --synthetic-samples 1280 --epochs 2 --threads 1 --log-interval 1 \
+    let train = "train mnist --data synthetic:1280 --epochs 2 --threads 1 --log-interval 1 \
                  --nproc-per-node 2 --output-dir";
     let words = |more: &'static str| -> Vec<&'static str> {
         train.split_whitespace().chain(more.split(' ')).collect()

@@ -14,7 +14,8 @@ fn refused(dir: &Path, args: &[&str], reason: &str) {
 /// A short training in `dir/run`.
 fn trained() -> tempfile::TempDir {
     let dir = tempfile::tempdir().expect("a temporary folder");
-    let args = "train mnist --synthetic-samples 1200 --epochs 1 --threads 1 --output-dir run --save-every 10";
+    let args =
+        "train mnist --data synthetic:1200 --epochs 1 --threads 1 --output-dir run --save-every 10";
     succeed(&args.split(' ').collect::<Vec<_>>(), dir.path());
     dir
 }
@@ -124,7 +125,7 @@ fn a_runs_folder_stands_for_its_weights() {
     assert_eq!(predict("a.pth").0, expected);
     // And a training may start where another has ended.
     let train =
-        "train mnist --init run --synthetic-samples 64 --epochs 1 --threads 1 --output-dir next";
+        "train mnist --init run --data synthetic:64 --epochs 1 --threads 1 --output-dir next";
     let (_, said) = succeed(&train.split(' ').collect::<Vec<_>>(), dir);
     assert!(said.contains("weights  from run ("), "{said}");
     // Without the summary the run has not ended: what it goes on from counts.
@@ -251,8 +252,8 @@ fn cifar_networks_see_images_as_they_were_trained() {
             &[],
         ),
     ] {
-        let train = ["train", program, "--data", "synthetic", "--output-dir"];
-        let small = "--synthetic-samples 32 --test-batch-size 2 --threads 1 --save-every 1000";
+        let train = ["train", program, "--output-dir"];
+        let small = "--data synthetic:32 --test-batch-size 2 --threads 1 --save-every 1000";
         let small: Vec<&str> = small.split(' ').collect();
         succeed(&[&train[..], &[program], &small, flags].concat(), dir);
         let named = match program {
@@ -429,7 +430,7 @@ fn what_is_no_regular_file_is_never_waited_for() {
         let why = format!("{name}: it is a named pipe, expected a regular file");
         refused(dir.path(), &["predict", name, "--data", "synthetic"], &why);
         refused(dir.path(), &["export", name, "--to", "x.pth"], &why);
-        let train = "train mnist --synthetic-samples 64 --epochs 1 --output-dir out --init";
+        let train = "train mnist --data synthetic:64 --epochs 1 --output-dir out --init";
         let train: Vec<&str> = train.split(' ').chain([name]).collect();
         refused(dir.path(), &train, &why);
     }
@@ -478,7 +479,7 @@ fn names_in_files_do_not_steer_the_terminal() {
     let image = "b\u{202e}\u{9b}.pgm";
     let pixels = [b"P5\n28 28\n255\n".to_vec(), vec![7; 784]].concat();
     std::fs::write(dir.path().join(image), pixels).expect("written");
-    let train = "train mnist --synthetic-samples 64 --epochs 1 --threads 1 --output-dir run";
+    let train = "train mnist --data synthetic:64 --epochs 1 --threads 1 --output-dir run";
     succeed(&train.split(' ').collect::<Vec<_>>(), dir.path());
     let (out, _) = succeed(&["predict", "run", "--data", image], dir.path());
     assert!(!out.contains(steers), "{out:?}");

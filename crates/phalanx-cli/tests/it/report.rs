@@ -49,7 +49,7 @@ fn a_run_ends_with_a_page_of_its_numbers_and_runs_are_compared() {
     let dir = tempfile::tempdir().expect("folder");
     let at = |name: &str| dir.path().join(name);
     let train =
-        "train mnist --synthetic-samples 640 --epochs 2 --threads 1 --log-interval 3 --output-dir";
+        "train mnist --data synthetic:640 --epochs 2 --threads 1 --log-interval 3 --output-dir";
     let train = |more: &str| succeed(&words(&format!("{train} {more}")), dir.path());
     train("a --nproc-per-node 2");
     let of_run = runs(&at("a/report.html"));
@@ -137,7 +137,8 @@ fn tags_and_notes_are_kept_changed_and_shown() {
         let of = |run: &Value| (run["about"]["tags"].clone(), run["about"]["note"].clone());
         runs(&dir.join(page)).iter().map(of).collect::<Vec<_>>()
     };
-    let train = "train mnist --synthetic-samples 256 --batch-size 64 --threads 1 --log-batches 0 --output-dir";
+    let train =
+        "train mnist --data synthetic:256 --batch-size 64 --threads 1 --log-batches 0 --output-dir";
     let train = |more: &[&str]| succeed(&[&words(train), more].concat(), dir);
     let first = [
         "a",
@@ -232,7 +233,7 @@ fn a_page_that_cannot_be_written_is_a_warning() {
 fn pictures_that_cannot_be_written_are_a_warning() {
     let dir = tempfile::tempdir().expect("folder");
     std::fs::create_dir_all(dir.path().join("run/predictions.png/x")).expect("folder");
-    let train = "train mnist --synthetic-samples 128 --epochs 1 --threads 1 --output-dir run";
+    let train = "train mnist --data synthetic:128 --epochs 1 --threads 1 --output-dir run";
     let (_, err) = succeed(&words(train), dir.path());
     let why = "warning: no predictions.png: cannot write run/predictions.png";
     assert!(err.contains(why), "{err}");

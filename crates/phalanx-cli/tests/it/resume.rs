@@ -22,7 +22,7 @@ fn train(dir: &Path, run: &str, more: &[&str]) -> Command {
     let args = ["train", "mnist", "--output-dir", run, "--log-interval", "1"];
     let mut command = phalanx(&args, dir);
     command
-        .args(["--synthetic-samples", &SAMPLES.to_string()])
+        .args(["--data", &format!("synthetic:{SAMPLES}")])
         .args(["--global-batch-size", &BATCH.to_string()])
         .args(["--threads", "1", "--test-batch-size", "50"])
         .args(more);
@@ -569,16 +569,9 @@ fn resnet18_goes_on_in_another_folder_than_its_default() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let dir = dir.path();
     let go = |more: &[&str]| {
-        let args = [
-            "train",
-            "resnet18",
-            "--data_url",
-            "synthetic",
-            "--epochs",
-            "1",
-        ];
+        let args = ["train", "resnet18", "--epochs", "1"];
         let mut command = phalanx(&args, dir);
-        command.args(["--synthetic-samples", "8", "--batch-size", "2"]);
+        command.args(["--data_url", "synthetic:8", "--batch-size", "2"]);
         succeed({
             command.args(["--stop-after", "1"]).args(more);
             command
@@ -866,7 +859,7 @@ fn a_restart_without_an_output_folder_goes_on_in_that_of_the_first_attempt() {
     let resnet = format!(
         "resnet18 --custom_data true --train-samples 96 --test-samples 8 --batch-size 4 {KILLED}"
     );
-    let mnist = format!("mnist --synthetic-samples 2000 --batch-size 8 {KILLED}");
+    let mnist = format!("mnist --data synthetic:2000 --batch-size 8 {KILLED}");
     let shell = ["sh", "-c", "\"$0\" \"$@\""];
     for (training, folder, inner) in [
         (&resnet, "output_dir", &[][..]),
@@ -1127,9 +1120,8 @@ fn an_epochs_weights_that_cannot_be_saved_are_warned_of_but_for_the_last() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let dir = dir.path();
     let go = |out: &str, more: &[&str]| {
-        let args = ["train", "resnet18", "--data_url", "synthetic"];
-        let mut command = phalanx(&args, dir);
-        command.args(["--epochs", "2", "--synthetic-samples", "4"]);
+        let mut command = phalanx(&["train", "resnet18"], dir);
+        command.args(["--epochs", "2", "--data_url", "synthetic:4"]);
         command.args(["--batch-size", "2", "--output-dir", out]);
         command.args(more);
         run(command)
@@ -1215,7 +1207,7 @@ fn model() -> Params {
 #[test]
 fn a_disk_too_small_ends_the_training_or_is_warned_of() {
     let (one_rank, mesh) = (
-        &["mnist", "--synthetic-samples", "640"][..],
+        &["mnist", "--data", "synthetic:640"][..],
         &[
             "gpt",
             "--synthetic-characters",
@@ -1368,7 +1360,7 @@ fn a_checkpoint_that_does_not_say_its_settings_is_gone_on_with() {
 fn a_checkpoints_weights_and_those_of_a_file_exclude_each_other() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let dir = dir.path();
-    let one = ["--synthetic-samples", "64", "--epochs", "1"];
+    let one = ["--data", "synthetic:64", "--epochs", "1"];
     succeed(train(dir, "first", &one));
     // Also what is started again and again by the same script.
     let auto = ["--resume", "auto", "--init", "first", "--stop-after", "1"];

@@ -7,7 +7,7 @@ fn words(line: &str) -> Vec<&str> {
 }
 
 const TRAIN: &str =
-    "train mnist --nproc-per-node 2 --synthetic-samples 256 --epochs 1 --log-batches 0";
+    "train mnist --nproc-per-node 2 --data synthetic:256 --epochs 1 --log-batches 0";
 
 #[test]
 fn a_training_without_its_server_ends_well_and_says_how_to_upload_later() {

@@ -63,8 +63,8 @@ fn start_endless(
         "3",
         "--epochs",
         "100000",
-        "--synthetic-samples",
-        "960",
+        "--data",
+        "synthetic:960",
         "--batch-size",
         "8",
         "--log-interval",
@@ -196,8 +196,8 @@ fn mnist_trains_reports_and_saves() {
             "2",
             "--epochs",
             "2",
-            "--synthetic_samples",
-            "1500",
+            "--data",
+            "synthetic:1500",
             "--log-interval",
             "5",
             "--output-dir",
@@ -308,8 +308,8 @@ fn weights_depend_on_neither_transport_nor_luck() {
                 "3",
                 "--epochs",
                 "1",
-                "--synthetic-samples",
-                "500",
+                "--data",
+                "synthetic:500",
                 "--batch-size",
                 "16",
                 "--transport",
@@ -335,8 +335,8 @@ const SMALL: [&str; 14] = [
     "mnist",
     "--epochs",
     "2",
-    "--synthetic-samples",
-    "308",
+    "--data",
+    "synthetic:308",
     "--global-batch-size",
     "96",
     "--test-batch-size",
@@ -487,7 +487,7 @@ fn compressed_gradients_save_bytes_and_learn_as_well() {
     let dir = folder();
     let run = |kind: &str| {
         let train =
-            "train mnist --nproc-per-node 2 --transport tcp --epochs 2 --synthetic-samples 1500";
+            "train mnist --nproc-per-node 2 --transport tcp --epochs 2 --data synthetic:1500";
         let start: &[&str] = match kind {
             "powersgd" => &["--powersgd-start", "4"],
             _ => &[],
@@ -544,8 +544,8 @@ fn same_global_batch_trains_alike_on_1_and_4_ranks() {
                 "thread",
                 "--epochs",
                 "1",
-                "--synthetic-samples",
-                "640",
+                "--data",
+                "synthetic:640",
                 "--global-batch-size",
                 "64",
                 "--output-dir",
@@ -708,14 +708,19 @@ fn mistakes_are_named_with_the_way_out() {
             &["--nproc-per-node can be at most 1024"],
         ),
         (
-            &[
-                "train",
-                "mnist",
-                "--synthetic-samples",
-                "18446744073709551615",
-            ],
+            &["train", "mnist", "--data", "synthetic:18446744073709551615"],
             2,
-            &["--synthetic-samples can be at most"],
+            &["--data synthetic:18446744073709551615: the number must be from 1 to"],
+        ),
+        (
+            &["train", "mnist", "--data", "synthetic:0"],
+            2,
+            &["--data synthetic:0: the number must be from 1 to"],
+        ),
+        (
+            &["train", "resnet18", "--data", "synthetic:x"],
+            2,
+            &["--data synthetic:x: the number must be from 1 to"],
         ),
         (
             &["train", "mnist", "--data", "pictures"],
@@ -1001,9 +1006,9 @@ fn an_output_folder_that_cannot_be_is_a_mistake() {
     ] {
         for start in [
             "train linear".to_owned(),
-            "train mnist --synthetic-samples 64".to_owned(),
-            "train mnist --synthetic-samples 64 --nproc-per-node 2".to_owned(),
-            "compare mnist --synthetic-samples 64".to_owned(),
+            "train mnist --data synthetic:64".to_owned(),
+            "train mnist --data synthetic:64 --nproc-per-node 2".to_owned(),
+            "compare mnist --data synthetic:64".to_owned(),
             format!("launch --nproc-per-node 2 -- {phalanx_path} train linear"),
         ] {
             let mut args: Vec<&str> = start.split(' ').collect();
@@ -1026,7 +1031,7 @@ fn an_output_folder_that_cannot_be_is_a_mistake() {
 /// What is not the default is on the screen and in the summary.
 #[test]
 fn how_gradients_are_exchanged_is_told() {
-    let train = "train mnist --epochs 1 --synthetic-samples 128 --threads 1 --output-dir out";
+    let train = "train mnist --epochs 1 --data synthetic:128 --threads 1 --output-dir out";
     for (flags, told, gradient_type, deterministic) in [
         ("", None, "f32", "ranks"),
         (
@@ -1090,7 +1095,7 @@ fn a_log_level_that_means_nothing_is_told_once() {
 /// Runs two ranks that are started with different arguments.
 fn unlike(dir: &Path, rank_0: &str, rank_1: &str) -> (i32, String) {
     let phalanx = env!("CARGO_BIN_EXE_phalanx");
-    let common = "--synthetic-samples 64 --epochs 1 --threads 1 --output-dir out";
+    let common = "--data synthetic:64 --epochs 1 --threads 1 --output-dir out";
     let script = format!(
         "if [ $RANK = 0 ]; then exec {phalanx} train mnist {common} {rank_0}; \
          else exec {phalanx} train mnist {common} {rank_1}; fi"
@@ -1174,8 +1179,8 @@ fn an_earlier_runs_results_do_not_survive_beside_new_metrics() {
             "--lr",
             "1e30",
             "--overwrite",
-            "--synthetic-samples",
-            "512",
+            "--data",
+            "synthetic:512",
             "--output-dir",
             "out",
         ],
@@ -1219,8 +1224,8 @@ fn interrupt_of_a_single_rank_has_the_contracts_code() {
             "mnist",
             "--epochs",
             "100000",
-            "--synthetic-samples",
-            "64",
+            "--data",
+            "synthetic:64",
             "--log-interval",
             "1",
             "--output-dir",
@@ -1251,8 +1256,8 @@ fn diverged_training_is_an_error() {
             "2",
             "--lr",
             "1e30",
-            "--synthetic-samples",
-            "512",
+            "--data",
+            "synthetic:512",
             "--output-dir",
             "out",
         ],
@@ -1455,7 +1460,7 @@ fn files_at_the_end_may_take_longer_than_a_collective() {
         std::thread::sleep(Duration::from_secs(3));
         std::fs::read_to_string(slow).expect("read")
     });
-    let args = "train mnist --nproc-per-node 2 --epochs 1 --synthetic-samples 96 --batch-size 8 --threads 1 \
+    let args = "train mnist --nproc-per-node 2 --epochs 1 --data synthetic:96 --batch-size 8 --threads 1 \
                 --timeout 1 --profile profile --output-dir out";
     let args: Vec<&str> = args.split_whitespace().collect();
     let (_, err) = succeed(&args, dir.path());
@@ -1591,8 +1596,8 @@ fn a_training_on_several_nodes_is_that_of_one_with_all_ranks() {
     );
     let train = |out: &str, more: &[&str]| {
         let size = [
-            "--synthetic-samples",
-            "256",
+            "--data",
+            "synthetic:256",
             "--epochs",
             "1",
             "--output-dir",
@@ -1887,7 +1892,7 @@ fn ranks_that_mpirun_starts_on_one_host_need_no_token() {
 fn a_limit_of_the_address_space_is_named() {
     let dir = folder();
     // One activation of such a batch takes 177 MB, the next one 302 MB.
-    let small = "ulimit -v 200000; exec \"$0\" train mnist --synthetic-samples 8192 --batch-size 2048 --nproc-per-node \"$1\"";
+    let small = "ulimit -v 200000; exec \"$0\" train mnist --data synthetic:8192 --batch-size 2048 --nproc-per-node \"$1\"";
     for ranks in ["1", "2"] {
         let mut shell = Command::new("sh");
         shell.args(["-c", small, env!("CARGO_BIN_EXE_phalanx"), ranks]);
@@ -1919,21 +1924,5 @@ fn the_host_of_rank_0_is_never_guessed() {
         assert_eq!(code, 2, "{err}");
         assert!(err.contains(want), "{err}");
         assert!(err.contains("MASTER_ADDR"), "{err}");
-    }
-}
-
-#[test]
-fn the_size_of_the_synthetic_set_is_refused_for_other_data() {
-    let dir = folder();
-    std::fs::create_dir(dir.path().join("dd")).expect("a folder");
-    for more in [
-        &["mnist", "--data", "dd"][..],
-        &["resnet9", "--data", "dd"],
-        &["resnet18", "--custom-data", "true"],
-    ] {
-        let args = [&["train"], more, &["--synthetic-samples", "640"]].concat();
-        let (code, _, err) = run(&args, dir.path());
-        assert_eq!(code, 2, "{err}");
-        assert!(err.contains("--synthetic-samples requires"), "{err}");
     }
 }

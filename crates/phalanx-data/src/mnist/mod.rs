@@ -17,6 +17,8 @@ use crate::dataset::{ImageDataset, check_read};
 use crate::synthetic;
 use phalanx_base::{Error, Result};
 
+/// Number of training images.
+const TRAIN_SAMPLES: usize = 60_000;
 /// Number of classes of both data sets.
 const CLASSES: usize = 10;
 const FASHION: &str = "Fashion-MNIST";
@@ -110,15 +112,15 @@ pub(crate) fn read_labels_file(path: &Path) -> Result<Vec<u8>> {
 }
 
 /// The training and test sets in the folder `data`; for `synthetic`, 60,000 and 10,000
-/// digits generated from `seed`.
+/// digits generated from `seed`, for `synthetic:N`, N and a sixth as many.
 ///
 /// # Errors
 ///
-/// As [`load`].
+/// As [`load`]; `Usage` for a wrong N.
 pub fn open(data: &str, seed: u64) -> Result<(Arc<dyn ImageDataset>, Arc<dyn ImageDataset>)> {
-    if data == "synthetic" {
-        let digits = |split| Arc::new(synthetic::split(split, seed));
-        return Ok((digits(Split::Train), digits(Split::Test)));
+    if let Some(n) = synthetic::samples(data, TRAIN_SAMPLES)? {
+        let (train, test) = synthetic::train_and_test(n, seed);
+        return Ok((Arc::new(train), Arc::new(test)));
     }
     let folder = Path::new(data);
     Ok((

@@ -14,10 +14,10 @@ mod text;
 mod words;
 
 use crate::dataset::{ImageDataset, check_read};
-use crate::mnist::{Split, normalised};
+use crate::mnist::normalised;
 use glyphs::GLYPHS;
 use pen::{Canvas, Hand};
-use phalanx_base::Result;
+use phalanx_base::{Error, Result};
 use words::Words;
 
 pub use pictures::{Pictures, pictures};
@@ -27,10 +27,8 @@ pub use text::text;
 pub const SIDE: usize = 28;
 /// Pixels of an image.
 pub const PIXELS: usize = SIDE * SIDE;
-/// Number of training samples of [`split`], as in MNIST.
-pub const TRAIN_SAMPLES: usize = 60_000;
-/// Number of test samples of [`split`].
-pub const TEST_SAMPLES: usize = 10_000;
+/// The largest N of `synthetic:N`.
+const MAX_SAMPLES: usize = 100_000_000;
 
 /// Index of a first sample that no training uses: trainings use samples from 0 on.
 pub const UNSEEN: u64 = 1 << 40;
@@ -64,11 +62,29 @@ pub fn range(first: u64, n: usize, seed: u64) -> Digits {
     }
 }
 
-/// Training or test split of MNIST's size; they have no sample in common.
-pub fn split(split: Split, seed: u64) -> Digits {
-    match split {
-        Split::Train => digits(TRAIN_SAMPLES, seed),
-        Split::Test => range(TRAIN_SAMPLES as u64, TEST_SAMPLES, seed),
+/// `n` training digits, and a sixth as many test digits; they have no sample in common.
+pub fn train_and_test(n: usize, seed: u64) -> (Digits, Digits) {
+    (digits(n, seed), range(n as u64, (n / 6).max(1), seed))
+}
+
+/// The number of training samples in the value of a flag `--data`: `default` for `synthetic`, N for `synthetic:N`, `None`
+/// for anything else, which names a folder or file.
+///
+/// # Errors
+///
+/// `Usage` when N is not a number from 1 to 100,000,000.
+pub fn samples(data: &str, default: usize) -> Result<Option<usize>> {
+    if data == "synthetic" {
+        return Ok(Some(default));
+    }
+    let Some(n) = data.strip_prefix("synthetic:") else {
+        return Ok(None);
+    };
+    match n.parse() {
+        Ok(n) if (1..=MAX_SAMPLES).contains(&n) => Ok(Some(n)),
+        _ => Err(Error::usage(format!(
+            "--data {data}: the number must be from 1 to {MAX_SAMPLES}, as in synthetic:1000"
+        ))),
     }
 }
 

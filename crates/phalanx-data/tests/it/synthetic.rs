@@ -2,7 +2,7 @@
 
 use phalanx_base::ErrorKind;
 use phalanx_data::ImageDataset;
-use phalanx_data::mnist::Split;
+use phalanx_data::mnist;
 use phalanx_data::synthetic::{self, Digits, PIXELS};
 use sha2::{Digest, Sha256};
 
@@ -42,14 +42,37 @@ fn the_drawing_never_changes() {
 
 #[test]
 fn the_splits_have_mnists_sizes_and_no_common_sample() {
-    let (train, test) = (
-        synthetic::split(Split::Train, 1),
-        synthetic::split(Split::Test, 1),
-    );
+    let (train, test) = synthetic::train_and_test(60_000, 1);
     assert_eq!((train.len(), test.len()), (60_000, 10_000));
     assert_eq!(drawn(&train, 60_000), drawn(&test, 0));
     assert_eq!(test.image_shape(), [28, 28, 1]);
     assert_eq!(test.classes(), 10);
+}
+
+#[test]
+fn a_set_has_the_number_of_samples_that_its_name_says() {
+    for (data, sizes) in [
+        ("synthetic", (60_000, 10_000)),
+        ("synthetic:600", (600, 100)),
+        ("synthetic:1", (1, 1)),
+    ] {
+        let (train, test) = mnist::open(data, 1).expect(data);
+        assert_eq!((train.len(), test.len()), sizes, "{data}");
+    }
+    for data in [
+        "synthetic:0",
+        "synthetic:x",
+        "synthetic:",
+        "synthetic:100000001",
+    ] {
+        let error = mnist::open(data, 1).err().expect(data).to_string();
+        assert!(error.starts_with(&format!("--data {data}: ")), "{error}");
+    }
+    // A folder.
+    assert_eq!(
+        synthetic::samples("synthetic-2", 1).expect("no number"),
+        None
+    );
 }
 
 #[test]

@@ -248,7 +248,7 @@ fn a_rank_that_was_sent_sigterm_is_named() {
         let _ = std::fs::remove_dir_all(&out);
         let launch = ["launch", "--nproc-per-node", "3"];
         let train = [env!("CARGO_BIN_EXE_phalanx"), "train", "mnist"];
-        let size = ["--epochs", "100000", "--synthetic-samples", "960"];
+        let size = ["--epochs", "100000", "--data", "synthetic:960"];
         let step = ["--threads", "1", "--batch-size", "8", "--log-interval", "1"];
         let save = ["--save-every", "1000000", "--output-dir"];
         let all = [

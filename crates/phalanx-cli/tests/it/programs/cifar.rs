@@ -10,8 +10,8 @@ use super::*;
 
 /// Two epochs of few steps.
 const SMALL: [&str; 14] = [
-    "--synthetic_samples",
-    "96",
+    "--data_url",
+    "synthetic:96",
     "--epochs",
     "2",
     "--batch_size",
@@ -32,13 +32,7 @@ const EPOCH_SHAPE: &str = "train | epoch: # | loss: #.####\n\
                            \n";
 
 fn program<'a>(name: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-    let mut args = [&["train", name][..], &SMALL, more].concat();
-    // Other data have the samples that they have.
-    if !more.contains(&"synthetic") {
-        let at = args.iter().position(|arg| *arg == "--synthetic_samples");
-        args.drain(at.map_or(0..0, |at| at..at + 2));
-    }
-    args
+    [&["train", name][..], &SMALL, more].concat()
 }
 
 /// The real set, where there is one.
@@ -59,17 +53,7 @@ fn real() -> Option<String> {
 fn resnet18_prints_and_saves_what_the_document_does() {
     let dir = tempfile::tempdir().expect("folder");
     let (out, err) = succeed(
-        &program(
-            "resnet18",
-            &[
-                "--data_url",
-                "synthetic",
-                "--enable_gpu",
-                "false",
-                "--lr",
-                "0.001",
-            ],
-        ),
+        &program("resnet18", &["--enable_gpu", "false", "--lr", "0.001"]),
         dir.path(),
     );
     assert_eq!(shape(&out), EPOCH_SHAPE.repeat(2), "{out}");
@@ -101,8 +85,6 @@ fn resnet18_prints_and_saves_what_the_document_does() {
 fn every_rank_prints_in_the_documents_form_and_rates_scale_as_asked() {
     let dir = tempfile::tempdir().expect("folder");
     let more = [
-        "--data",
-        "synthetic",
         "--nproc-per-node",
         "2",
         "--document",
@@ -248,9 +230,7 @@ fn resnet9_trains_alike_on_one_and_two_ranks() {
     let weights = |world: &str| {
         let more = [
             "--data",
-            "synthetic",
-            "--synthetic-samples",
-            "96",
+            "synthetic:96",
             "--epochs",
             "2",
             "--global-batch-size",
@@ -311,9 +291,7 @@ fn resnet9_needs_whole_gradients() {
         "train",
         "resnet9",
         "--data",
-        "synthetic",
-        "--synthetic-samples",
-        "64",
+        "synthetic:64",
         "--batch-size",
         "4",
         "--epochs",
@@ -339,10 +317,7 @@ fn resnet9_needs_whole_gradients() {
 #[test]
 fn mobilenetv2_prints_the_oneflow_documents_lines() {
     let dir = tempfile::tempdir().expect("folder");
-    let args = program(
-        "mobilenetv2",
-        &["--data", "synthetic", "--nproc-per-node", "2"],
-    );
+    let args = program("mobilenetv2", &["--nproc-per-node", "2"]);
     let (out, err) = succeed(&args, dir.path());
     let epoch = "Epoch #\n-------------------------------\nloss: #.###### [    #/   #]\n";
     assert_eq!(

@@ -4,8 +4,8 @@ use super::*;
 
 const TRAINING: [&str; 13] = [
     "mnist",
-    "--synthetic-samples",
-    "240",
+    "--data",
+    "synthetic:240",
     "--epochs",
     "1",
     "--global-batch-size",

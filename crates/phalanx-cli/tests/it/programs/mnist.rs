@@ -5,8 +5,8 @@ use super::*;
 const SMALL: [&str; 8] = [
     "train",
     "mnist",
-    "--synthetic-samples",
-    "600",
+    "--data",
+    "synthetic:600",
     "--epochs",
     "2",
     "--output-dir",

@@ -24,7 +24,7 @@ fn with_full_stderr(args: &str, dir: &Path) -> Output {
 #[test]
 fn a_standard_error_that_cannot_be_written_ends_no_training() {
     let dir = tempfile::tempdir().expect("folder");
-    let train = "train mnist --synthetic-samples 64 --epochs 1 --threads 1 --log-batches 0";
+    let train = "train mnist --data synthetic:64 --epochs 1 --threads 1 --log-batches 0";
     let train =
         |ranks: &str, out: &str| format!("{train} --nproc-per-node {ranks} --output-dir {out}");
     for (args, code) in [
@@ -71,7 +71,7 @@ fn paths_may_be_no_utf8() {
     std::fs::create_dir(&inner).expect("folder");
     for args in [
         "train linear --iterations 2 --nproc-per-node 2",
-        "train mnist --synthetic-samples 640 --epochs 1 --threads 1 --log-batches 0 --nproc-per-node 2",
+        "train mnist --data synthetic:640 --epochs 1 --threads 1 --log-batches 0 --nproc-per-node 2",
     ] {
         let args: Vec<&str> = args.split(' ').collect();
         let mut command = phalanx(&args, &inner);
@@ -116,7 +116,7 @@ fn a_resumed_run_traces_its_own_steps_and_logs_each_once() {
     let dir = tempfile::tempdir().expect("folder");
     let dir = dir.path();
     let train = |more: &str| {
-        let args = "train mnist --synthetic-samples 640 --batch-size 64 --epochs 1 --threads 1 --log-batches 0 \
+        let args = "train mnist --data synthetic:640 --batch-size 64 --epochs 1 --threads 1 --log-batches 0 \
                     --output-dir run --trace trace --log-samples log --keep 9";
         let args: Vec<&str> = args.split_whitespace().chain(more.split(' ')).collect();
         succeed(&args, dir).1
@@ -143,7 +143,7 @@ fn predictions_of_a_resumed_run_are_those_of_one_that_was_not_stopped() {
     let dir = tempfile::tempdir().expect("folder");
     let dir = dir.path();
     let train = |more: &str| {
-        let args = "train mnist --synthetic-samples 640 --batch-size 64 --epochs 2 --threads 1 --save-every 5 --keep 9 \
+        let args = "train mnist --data synthetic:640 --batch-size 64 --epochs 2 --threads 1 --save-every 5 --keep 9 \
                     --output-dir";
         let args: Vec<&str> = args.split_whitespace().chain(more.split(' ')).collect();
         succeed(&args, dir)
@@ -207,7 +207,8 @@ fn links_in_somebody_elses_folder_lead_nowhere() {
         eprintln!("SKIPPED in part: only root can give a folder away");
         std::fs::set_permissions(at("run"), PermissionsExt::from_mode(0o777)).expect("mode");
     }
-    let train = "train mnist --synthetic-samples 128 --epochs 1 --threads 1 --save-every 1 --output-dir run";
+    let train =
+        "train mnist --data synthetic:128 --epochs 1 --threads 1 --save-every 1 --output-dir run";
     let train: Vec<&str> = train.split(' ').collect();
     let intact = || {
         for name in files {

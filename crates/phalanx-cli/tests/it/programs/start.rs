@@ -7,8 +7,8 @@ use super::*;
 const SHORT: [&str; 12] = [
     "--epochs",
     "1",
-    "--synthetic-samples",
-    "6",
+    "--data",
+    "synthetic:6",
     "--batch-size",
     "3",
     "--test-batch-size",
@@ -22,9 +22,6 @@ const SHORT: [&str; 12] = [
 fn train(dir: &Path, out: &str, program: &str, more: &[&str]) -> (i32, String, String) {
     let mut args = vec!["train", program, "--overwrite", "--output-dir", out];
     args.extend(SHORT);
-    if program != "mnist" {
-        args.extend(["--data", "synthetic"]);
-    }
     args.extend(more);
     run(&args, dir)
 }
