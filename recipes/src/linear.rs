@@ -40,9 +40,9 @@ impl Linear {
         // Every rank has samples of its own, whose losses are added up.
         let split = &settings.split;
         let other_batches = split.accumulate > 1 || split.determinism() == Determinism::Shards;
-        if other_batches || settings.global_batch_size.is_some() || settings.best.is_some() {
+        if other_batches || settings.global_batch_size.is_some() {
             return Err(Error::usage(
-                "train linear has no --accumulate, --deterministic shards, --global-batch-size or --best",
+                "train linear has no --accumulate, --deterministic shards or --global-batch-size",
             ));
         }
         Ok(())

@@ -1,7 +1,6 @@
 //! Which weights are the best, and when a training stops because they get no better.
 
 use std::fmt;
-use std::str::FromStr;
 
 use phalanx_checkpoint::state::Place;
 use serde::{Deserialize, Serialize};
@@ -11,9 +10,9 @@ use crate::format::rounded;
 use crate::saving::History;
 use crate::trainer::Evaluation;
 
-/// `--best`: the measure that decides, and which of two values is better.
+/// The measure that decides, and which of two values is better.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BestArg {
+pub struct BestMeasure {
     metric: String,
     greatest: bool,
 }
@@ -21,19 +20,42 @@ pub struct BestArg {
 const ACCURACY: &str = "accuracy";
 const LOSS: &str = "test_loss";
 
-impl BestArg {
-    fn new(metric: &str, greatest: bool) -> BestArg {
-        BestArg {
+impl BestMeasure {
+    fn new(metric: &str, greatest: bool) -> BestMeasure {
+        BestMeasure {
             metric: metric.to_owned(),
             greatest,
         }
     }
 
     /// The accuracy of what classifies, otherwise the loss.
-    fn usual(evaluation: &Evaluation) -> BestArg {
+    fn usual(evaluation: &Evaluation) -> BestMeasure {
         match evaluation.confusion.classes() {
-            0 => BestArg::new(LOSS, false),
-            _ => BestArg::new(ACCURACY, true),
+            0 => BestMeasure::new(LOSS, false),
+            _ => BestMeasure::new(ACCURACY, true),
+        }
+    }
+
+    /// Of `name`, `name:max` or `name:min`.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when it is none of these, or `name` needs an order.
+    pub fn parse(text: &str) -> Result<BestMeasure> {
+        let (metric, order) = match text.rsplit_once(':') {
+            Some((metric, order)) => (metric, Some(order)),
+            None => (text, None),
+        };
+        let metric = match metric {
+            "loss" => LOSS,
+            metric => metric,
+        };
+        let wrong = |why: String| Err(Error::usage(format!(".best(\"{text}\"): {why}")));
+        match (metric, order) {
+            ("", _) => wrong("the name of a measure is missing".to_owned()),
+            (_, Some("max")) | (ACCURACY, None) => Ok(BestMeasure::new(metric, true)),
+            (_, Some("min")) | (LOSS, None) => Ok(BestMeasure::new(metric, false)),
+            _ => wrong(format!("say {metric}:min or {metric}:max")),
         }
     }
 
@@ -48,35 +70,14 @@ impl BestArg {
     }
 }
 
-impl FromStr for BestArg {
-    type Err = String;
-
-    fn from_str(typed: &str) -> std::result::Result<BestArg, String> {
-        let (metric, order) = match typed.rsplit_once(':') {
-            Some((metric, order)) => (metric, Some(order)),
-            None => (typed, None),
-        };
-        let metric = match metric {
-            "loss" => LOSS,
-            metric => metric,
-        };
-        match (metric, order) {
-            ("", _) => Err("the name of a measure is missing".to_owned()),
-            (_, Some("max")) | (ACCURACY, None) => Ok(BestArg::new(metric, true)),
-            (_, Some("min")) | (LOSS, None) => Ok(BestArg::new(metric, false)),
-            _ => Err(format!("say {metric}:min or {metric}:max")),
-        }
-    }
-}
-
-impl fmt::Display for BestArg {
+impl fmt::Display for BestMeasure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let order = if self.greatest { "max" } else { "min" };
         write!(f, "{}:{order}", self.metric)
     }
 }
 
-/// Stops a training early, when the measure that `--best` names has not improved for some evaluations: the accuracy, or the
+/// Stops a training early, when the measure that [`best`](crate::TrainerBuilder::best) names has not improved for some evaluations: the accuracy, or the
 /// loss if there is none. Made for [`TrainerBuilder::early_stopping`](crate::TrainerBuilder::early_stopping).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EarlyStopping {
@@ -133,7 +134,7 @@ impl EarlyStopping {
 /// The best weights of a training so far.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BestEpoch {
-    /// As [`BestArg`] shows it.
+    /// As [`BestMeasure`] shows it.
     by: String,
     /// From 1.
     epoch: usize,
@@ -162,7 +163,7 @@ impl BestEpoch {
                 best = Some((epoch, *accuracy));
             }
         }
-        let by = BestArg::new(ACCURACY, true).to_string();
+        let by = BestMeasure::new(ACCURACY, true).to_string();
         best.map(|(epoch, accuracy)| BestEpoch::new(&by, epoch, None, accuracy))
     }
 
@@ -193,7 +194,7 @@ impl BestEpoch {
     }
 }
 
-/// Whether the greatest value of the measure `by`, as [`BestArg`] shows it, is the best.
+/// Whether the greatest value of the measure `by`, as [`BestMeasure`] shows it, is the best.
 fn is_greatest(by: &str) -> bool {
     by.ends_with(":max")
 }
@@ -201,7 +202,7 @@ fn is_greatest(by: &str) -> bool {
 /// What an evaluation's measure was.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Judged {
-    /// The measure, as [`BestArg`] shows it.
+    /// The measure, as [`BestMeasure`] shows it.
     by: String,
     /// Steps of the training before it.
     step: u64,
@@ -224,7 +225,7 @@ impl Judged {
 /// Compares evaluations by one measure.
 #[derive(Debug)]
 pub struct Best {
-    wanted: Option<BestArg>,
+    wanted: Option<BestMeasure>,
     early: Option<EarlyStopping>,
     best: Option<BestEpoch>,
     is_new: bool,
@@ -234,7 +235,7 @@ pub struct Best {
 
 impl Best {
     /// By `wanted`, or by accuracy or loss.
-    pub fn new(wanted: Option<BestArg>, early: Option<EarlyStopping>) -> Best {
+    pub fn new(wanted: Option<BestMeasure>, early: Option<EarlyStopping>) -> Best {
         Best {
             wanted,
             early,
@@ -263,13 +264,13 @@ impl Best {
         evaluation: &Evaluation,
     ) -> Result<(f64, bool)> {
         let wanted = self.wanted.clone();
-        let by = wanted.unwrap_or_else(|| BestArg::usual(evaluation));
+        let by = wanted.unwrap_or_else(|| BestMeasure::usual(evaluation));
         let Some(value) = by.value(evaluation) else {
             let values = evaluation.values.keys().map(|name| &**name);
             let accuracy = (evaluation.confusion.classes() > 0).then_some(ACCURACY);
             let known: Vec<&str> = accuracy.into_iter().chain([LOSS]).chain(values).collect();
             return Err(Error::usage(format!(
-                "--best {by}: the evaluation has no {}; it has {}",
+                ".best(\"{by}\"): the evaluation has no {}; it has {}",
                 by.metric,
                 known.join(", ")
             )));
@@ -308,8 +309,8 @@ impl Best {
         let (Some(early), Some(last)) = (&self.early, self.judged.last()) else {
             return false;
         };
-        // `--best` may have been another one before the run was resumed.
-        let by = self.wanted.as_ref().map(BestArg::to_string);
+        // It may have been another one before the run was resumed.
+        let by = self.wanted.as_ref().map(BestMeasure::to_string);
         let by = by.unwrap_or_else(|| last.by.clone());
         let judged = self.judged.iter().filter(|judged| judged.by == by);
         early.is_reached(judged.map(|judged| judged.value().0), is_greatest(&by))
@@ -342,15 +343,11 @@ mod tests {
             ("f1:max", "f1:max"),
             ("a:b:min", "a:b:min"),
         ] {
-            assert_eq!(typed.parse::<BestArg>().expect(typed).to_string(), shown);
+            assert_eq!(BestMeasure::parse(typed).expect(typed).to_string(), shown);
         }
         for wrong in ["f1", "f1:most", ":max", ""] {
-            typed_wrong(wrong);
+            BestMeasure::parse(wrong).expect_err(wrong);
         }
-    }
-
-    fn typed_wrong(typed: &str) {
-        typed.parse::<BestArg>().expect_err(typed);
     }
 
     fn evaluation(loss: f64, right: Option<i64>, mae: f64) -> Evaluation {
@@ -369,7 +366,7 @@ mod tests {
 
     /// The best epochs as they are found.
     fn found(wanted: Option<&str>, all: &[Evaluation]) -> Vec<usize> {
-        let wanted = wanted.map(|typed| typed.parse().expect("a measure"));
+        let wanted = wanted.map(|text| BestMeasure::parse(text).expect("a measure"));
         let mut best = Best::new(wanted, None);
         let mut found = Vec::new();
         for (epoch, evaluation) in (1..).zip(all) {
@@ -395,7 +392,7 @@ mod tests {
         assert_eq!(found(Some("test_mae:min"), &all), [2]);
         let plain = [3.0, 4.0, 2.0].map(|loss| evaluation(loss, None, 0.0));
         assert_eq!(found(None, &plain), [1, 3]);
-        let mut best = Best::new("accuracy".parse().ok(), None);
+        let mut best = Best::new(BestMeasure::parse("accuracy").ok(), None);
         let error = best.compare(1, 0, &plain[0]).expect_err("no classifier");
         assert!(
             error.chain().contains("it has test_loss, mae"),

@@ -41,7 +41,7 @@ mod trainer;
 mod update;
 mod weights;
 
-pub use best::{BestArg, EarlyStopping};
+pub use best::EarlyStopping;
 pub use exchange::ExchangeArg;
 pub use job::Job;
 pub use labels::LabelArgs;

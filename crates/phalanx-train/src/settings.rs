@@ -8,7 +8,6 @@ use phalanx_data::sampler::{Sampler, SamplerConfig, TorchBatches};
 use phalanx_ddp::{BucketCaps, Buffers, DdpOptions, Every, Exchange};
 use phalanx_track::TrackArgs;
 
-use super::best::BestArg;
 use super::exchange::ExchangeArg;
 use super::gradient::{GradientArgs, GradientType};
 use super::labels::LabelArgs;
@@ -115,9 +114,6 @@ pub struct Settings {
     /// repeat
     #[arg(long, value_name = "FILE")]
     pub log_samples: Option<PathBuf>,
-    /// Measure that selects the best epoch, whose weights are saved as best.safetensors; `:min` or `:max` says which value is best [default: accuracy, or loss if there is none]
-    #[arg(long, value_name = "METRIC[:min|max]")]
-    pub best: Option<BestArg>,
     /// Folder for metrics, summary and weights; with --resume PATH, the resumed run's folder [default: runs/PROGRAM-<date>-<time>]
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
@@ -507,7 +503,6 @@ impl Settings {
             watch,
             gradients,
             saving,
-            best,
             // The wrapper compares the plan of buckets.
             bucket_cap_mb: _,
             // What it comes to is compared: rank 0's weights.
@@ -539,7 +534,6 @@ impl Settings {
             format!("--watch {watch}"),
             format!("--shards {}", self.split.shards()),
         ];
-        facts.extend(best.iter().map(|best| format!("--best {best}")));
         let powersgd = gradients.facts().into_iter();
         facts.extend(powersgd.map(|(flag, value)| format!("{flag} {value}")));
         facts.extend(self.shaping());

@@ -24,7 +24,7 @@ use super::evaluate::Evaluation;
 use super::extent::Extent;
 use super::step::{BeforeUpdate, PendingUpdate};
 use super::{OwnState, Purpose, Reports, Results, Trainer};
-use crate::best::{Best, BestEpoch, EarlyStopping};
+use crate::best::{Best, BestEpoch, BestMeasure, EarlyStopping};
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
 use crate::format::{number, thousands};
@@ -283,8 +283,8 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         self
     }
 
-    /// The measure of [`evaluate`](Trainer::evaluate) that decides which weights are the best, unless `--best` names one: its
-    /// name, `:`, and `max` or `min`, as in `f1:max`. Without this call it is the accuracy, or the loss if there is none.
+    /// The measure of [`evaluate`](Trainer::evaluate) that decides which weights are the best: its name, `:`, and `max` or
+    /// `min`, as in `f1:max`. Without this call it is the accuracy, or the loss if there is none.
     pub fn best(mut self, measure: &str) -> Self {
         self.best = Some(measure.to_owned());
         self
@@ -636,11 +636,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let initial = weights.clone().filter(|_| resumed.is_none());
         let weights = weights.unwrap_or_default();
         let infos = strategy.infos();
-        let wanted = match (&settings.best, &self.best) {
-            (Some(typed), _) => Some(typed.clone()),
-            (None, Some(own)) => Some(own.parse().map_err(Error::usage)?),
-            (None, None) => None,
-        };
+        let wanted = self.best.as_deref().map(BestMeasure::parse).transpose()?;
         let mut best = Best::new(wanted, self.early_stopping);
         best.go_on(&history);
         let is_over = extent.is_over(place);

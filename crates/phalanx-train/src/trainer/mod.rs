@@ -338,7 +338,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     ///
     /// # Errors
     ///
-    /// Those of writing the metrics; `Usage`, when the measure that `--best` names is missing.
+    /// Those of writing the metrics; `Usage`, when the measure that [`best`](crate::TrainerBuilder::best) names is missing.
     pub fn record(&mut self, evaluation: Evaluation) -> Result<()> {
         let ctx = self.ctx;
         if self.lr_finder.is_some() {

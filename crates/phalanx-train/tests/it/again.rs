@@ -474,9 +474,9 @@ fn trainers_with_folders_of_their_own_are_started_again_each_for_itself() {
 }
 
 /// Evaluations of these losses; the weights after each epoch.
-fn scored(job: &Job<'_>, losses: &[f64]) -> Result<Vec<Vec<f32>>> {
+fn scored(job: &Job<'_>, best: &str, losses: &[f64]) -> Result<Vec<Vec<f32>>> {
     let train = data(40);
-    let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
+    let mut trainer = job.trainer(&train, plane, Sgd::new).best(best).start()?;
     let mut weights = Vec::new();
     for epoch in trainer.epochs() {
         for batch in trainer.batches(&train)? {
@@ -508,21 +508,18 @@ const BEST: &str = "best.safetensors";
 fn the_best_weights_are_those_of_the_epoch_that_a_measure_names() {
     let dir = tempfile::tempdir().expect("folder");
     let run = dir.path().join("run");
-    for (more, epoch) in [
-        (&[][..], 2),
-        (&["--best", "up:max"], 1),
-        (&["--best", "up:min"], 2),
-    ] {
-        let args = [&["--epochs", "3", "--overwrite"][..], more].concat();
-        let trained = start(dir.path(), &args, |job| scored(job, &[3.0, 1.0, 2.0]));
-        let weights = trained.expect("trained");
+    let go = |by: &str, losses: &[f64]| {
+        let args = ["--epochs", "3", "--overwrite"];
+        start(dir.path(), &args, |job| scored(job, by, losses))
+    };
+    for (by, epoch) in [("loss", 2), ("up:max", 1), ("up:min", 2)] {
+        let weights = go(by, &[3.0, 1.0, 2.0]).expect("trained");
         let (of, there) = best(&run, BEST);
-        assert_eq!(of, epoch.to_string(), "{more:?}");
-        assert_eq!(there, weights[epoch - 1], "{more:?}");
+        assert_eq!(of, epoch.to_string(), "{by}");
+        assert_eq!(there, weights[epoch - 1], "{by}");
         assert!(run.join("best.pth").exists());
     }
-    let wrong = ["--overwrite", "--best", "mae:min"];
-    let error = start(dir.path(), &wrong, |job| scored(job, &[1.0, 2.0])).expect_err("no mae");
+    let error = go("mae:min", &[1.0, 2.0]).expect_err("no mae");
     assert!(
         error.chain().contains("it has test_loss, up"),
         "{}",
@@ -539,7 +536,10 @@ fn the_best_weights_are_never_those_of_a_branch_that_was_left() {
             &["--epochs", "3", "--global-batch-size", "10", "--keep", "9"][..],
             more,
         ];
-        start(dir.path(), &args.concat(), |job| scored(job, losses)).expect("trained")
+        start(dir.path(), &args.concat(), |job| {
+            scored(job, "loss", losses)
+        })
+        .expect("trained")
     };
     let first = go(&["--save-every", "99"], &[3.0, 1.0, 2.0]);
     assert_eq!(best(&run, BEST), ("2".to_owned(), first[1].clone()));
