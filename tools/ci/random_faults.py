@@ -298,8 +298,8 @@ class Run:
 
 def calibrate(phalanx, kind, nodes, hosts, work):
     """How long the phases of an undisturbed run take, in seconds."""
-    trace = os.path.join(work, "trace")
-    run = Run(phalanx, kind, nodes, hosts, work, ["--trace", trace])
+    profile = os.path.join(work, "profile")
+    run = Run(phalanx, kind, nodes, hosts, work, ["--profile", profile])
     try:
         if not run.wait_for(run.ended, 60) or any(p.returncode for p in run.launchers):
             text = "\n".join(line for e in run.err for line in e.text)
@@ -307,8 +307,9 @@ def calibrate(phalanx, kind, nodes, hosts, work):
         end = time.monotonic()
         t = run.times
         steps = run.steps // 2
-        with open(f"{trace}.0.json") as f:
-            events = {e["name"].split(" (")[0]: e for e in json.load(f)["traceEvents"] if e["ph"] == "X"}
+        with open(f"{profile}.0.json") as f:
+            # Of the first step that is profiled, which begins at 0.
+            events = {e["name"].split(" (")[0]: e for e in reversed(json.load(f)["traceEvents"]) if e["ph"] == "X"}
         at = lambda name: events[name]["ts"] / 1e6
         after = lambda name: (events[name]["ts"] + events[name]["dur"]) / 1e6
         whole = after("optimizer")

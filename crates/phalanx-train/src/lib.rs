@@ -36,7 +36,6 @@ mod split;
 mod start;
 mod strategy;
 mod timing;
-mod trace;
 mod trainer;
 mod update;
 mod weights;

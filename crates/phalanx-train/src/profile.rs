@@ -1,10 +1,12 @@
-//! `--profile`: where some steps' time goes, by operation and by layer.
+//! `--profile`: where some steps' time goes, by operation, by layer and by communication.
 
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use phalanx_data::metrics::write_summary;
+use phalanx_ddp::StepTimes;
 use phalanx_nn::{Params, Tape};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::error::Result;
 use crate::format::plural;
@@ -17,12 +19,21 @@ const STEPS: usize = 10;
 /// Layers that the table names.
 const LAYERS: usize = 20;
 
+/// Microseconds, the unit of Chrome traces.
+fn us(time: Duration) -> f64 {
+    time.as_nanos() as f64 / 1e3
+}
+
 /// Profiles a few steps of a run and reports once.
 pub struct Profiler {
     /// `None`: nothing wanted, or all done.
     path: Option<PathBuf>,
     rank: usize,
     seen: usize,
+    /// Start of the first profiled step, and of the last.
+    began: Option<[Instant; 2]>,
+    /// Forward, backward, optimizer and communication of the profiled steps.
+    events: Vec<Value>,
 }
 
 impl Profiler {
@@ -33,22 +44,54 @@ impl Profiler {
             path: file.map(|f| crate::of_rank(f, ctx.rank(), "json")),
             rank: ctx.rank(),
             seen: 0,
+            began: None,
+            events: Vec::new(),
         }
     }
 
     /// Before a step: starts taking times when it is the first to profile.
-    pub fn before(&self, tape: &mut Tape) {
-        if self.path.is_some() && self.seen == SKIPPED {
-            tape.profile(true);
+    pub fn before(&mut self, tape: &mut Tape) {
+        if self.path.is_none() || self.seen < SKIPPED {
+            return;
+        }
+        let now = Instant::now();
+        match &mut self.began {
+            Some([_, last]) => *last = now,
+            None => {
+                self.began = Some([now; 2]);
+                tape.profile(true);
+            }
         }
     }
 
-    /// After a step: reports when it was the last.
+    /// After a step with these times, if they are measured: reports when it was the last.
     ///
     /// # Errors
     ///
     /// Fails when the trace cannot be written.
-    pub fn after(&mut self, ctx: &RankContext, tape: &mut Tape, params: &Params) -> Result<()> {
+    pub fn after(
+        &mut self,
+        ctx: &RankContext,
+        tape: &mut Tape,
+        params: &Params,
+        forward_ended: Instant,
+        times: Option<&StepTimes>,
+    ) -> Result<()> {
+        if let (Some(_), Some([origin, began]), Some(times)) = (&self.path, self.began, times) {
+            let lane = [
+                ("forward", Some(began), forward_ended),
+                ("optimizer", times.reduced, Instant::now()),
+            ];
+            self.events
+                .extend(lane.into_iter().filter_map(|(name, from, to)| {
+                    Some(json!({
+                        "name": name, "ph": "X", "pid": self.rank, "tid": 0,
+                        "ts": us(from?.saturating_duration_since(origin)),
+                        "dur": us(to.saturating_duration_since(from?)),
+                    }))
+                }));
+            self.events.extend(times.chrome_events(self.rank, origin));
+        }
         self.seen += 1;
         if self.seen == SKIPPED + STEPS {
             self.finish(ctx, tape, params)?;
@@ -67,23 +110,26 @@ impl Profiler {
         };
         let profile = tape.take_profile(params);
         tape.profile(false);
-        let Some(first) = profile.spans().first().map(|s| s.began) else {
+        let Some([origin, _]) = self.began else {
             ctx.note("--profile: the run has no step after the second to profile");
             return Ok(());
         };
-        let events: Vec<_> = profile
-            .spans()
-            .iter()
-            .map(|s| {
-                let us = |d: std::time::Duration| d.as_nanos() as f64 / 1e3;
-                let pass = if s.backward { "backward" } else { "forward" };
-                json!({
-                    "name": s.operation, "cat": pass, "ph": "X", "pid": self.rank, "tid": 0,
-                    "ts": us(s.began.saturating_duration_since(first)), "dur": us(s.time),
-                    "args": { "layer": s.layer, "pass": pass },
-                })
+        let mut events = std::mem::take(&mut self.events);
+        events.extend(profile.spans().iter().map(|s| {
+            let pass = if s.backward { "backward" } else { "forward" };
+            json!({
+                "name": s.operation, "cat": pass, "ph": "X", "pid": self.rank, "tid": 2,
+                "ts": us(s.began.saturating_duration_since(origin)), "dur": us(s.time),
+                "args": { "layer": s.layer, "pass": pass },
             })
-            .collect();
+        }));
+        for (lane, name) in ["step", "communication", "operations"].iter().enumerate() {
+            if events.iter().any(|event| event["tid"] == lane) {
+                events.push(json!({
+                    "name": "thread_name", "ph": "M", "pid": self.rank, "tid": lane, "args": { "name": name },
+                }));
+            }
+        }
         write_summary(
             &path,
             &json!({ "traceEvents": events, "displayTimeUnit": "ms" }),

@@ -117,10 +117,7 @@ pub struct Settings {
     /// Folder for metrics, summary and weights; with --resume PATH, the resumed run's folder [default: runs/PROGRAM-<date>-<time>]
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
-    /// Write a Chrome trace of the third step to FILE.<rank>.json, one file per rank
-    #[arg(long, value_name = "FILE")]
-    pub trace: Option<PathBuf>,
-    /// Profile operations and layers of steps 3 to 12: print a table and write a Chrome trace per rank to FILE.<rank>.json
+    /// Profile steps 3 to 12: print the time of operations and layers, and write a Chrome trace of operations and communication per rank to FILE.<rank>.json
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
     #[command(flatten)]
@@ -516,7 +513,6 @@ impl Settings {
             labels: _,
             log_samples: _,
             output_dir: _,
-            trace: _,
             profile: _,
         } = self;
         let batch = match global_batch_size {

@@ -180,8 +180,8 @@ pub struct TrainBenchArgs {
     /// rank updates a part of the parameters and holds the momentum of that part only (ZeRO stage 1)
     #[arg(long, value_enum, default_value_t = ExchangeArg::Auto)]
     pub exchange: ExchangeArg,
-    /// Profile operations and layers of steps 3 to 12: print a table and write a Chrome trace per rank to
-    /// FILE.<rank>.json
+    /// Profile steps 3 to 12: print the time of operations and layers, and write a Chrome trace of operations and
+    /// communication per rank to FILE.<rank>.json
     #[arg(long, value_name = "FILE")]
     pub profile: Option<std::path::PathBuf>,
     /// Print one JSON object instead of text

@@ -401,7 +401,6 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
             &["profile"],
             &["sample_log"],
             &["timing"],
-            &["trace"],
             &[
                 "best",
                 "exchange",

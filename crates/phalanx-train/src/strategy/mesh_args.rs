@@ -168,11 +168,6 @@ impl Mesh {
                 "a mesh has no buckets",
             ),
             (
-                settings.trace.is_some(),
-                "--trace".into(),
-                "it shows buckets, and a mesh has none",
-            ),
-            (
                 settings.watch > 0 && is_split,
                 "--watch".into(),
                 "it shows the parameters of rank 0, which has a part of them on this mesh",

@@ -41,7 +41,6 @@ use crate::settings::Settings;
 use crate::split::BatchSplit;
 use crate::strategy::{Ddp, MakeOptimizer, Parts, Strategy};
 use crate::timing::Timing;
-use crate::trace::Trace;
 use phalanx_launch::RankContext;
 
 type Init<'j> = Box<dyn FnOnce(&mut Params) -> Result<()> + 'j>;
@@ -736,7 +735,6 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
                 Purpose::Measure => Progress::silent(),
                 _ => Progress::for_rank(ctx.rank()).with_unit(self.unit),
             },
-            trace: Trace::new(settings.trace.as_deref(), ctx),
             profiler: Profiler::new(settings.profile.as_deref(), ctx),
             reporter,
             output,

@@ -102,7 +102,6 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     ) -> Result<()> {
         let (ctx, settings) = (self.ctx, self.settings);
         self.saving.finish()?;
-        self.reports.trace.finish(ctx);
         let profiler = &mut self.reports.profiler;
         profiler.finish(ctx, &mut self.tape, self.strategy.params())?;
         let timing = &mut self.results.timing;

@@ -61,7 +61,6 @@ use crate::settings::Settings;
 use crate::split::BatchSplit;
 use crate::strategy::{Ddp, Strategy};
 use crate::timing::Timing;
-use crate::trace::Trace;
 use phalanx_launch::RankContext;
 
 /// A model in training on this rank, with all that belongs to it: parameters, the wrapper that
@@ -220,7 +219,6 @@ struct Reports {
     deliveries: Deliveries,
     samples: SampleLog,
     progress: Progress,
-    trace: Trace,
     profiler: Profiler,
 }
 
@@ -634,7 +632,8 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// All is saved, and the ranks stop: how to resume was told, and the program ends with this
     /// error's exit code, which is 0 unless a SIGTERM was the cause.
     fn stopped(&mut self) -> Error {
-        self.reports.trace.finish(self.ctx);
+        let profiler = &mut self.reports.profiler;
+        let profiled = profiler.finish(self.ctx, &mut self.tape, self.strategy.params());
         let waited = self.together(|trainer| Ok(trainer.ctx.group().barrier()?));
         let waited = waited.or_else(|error| match self.is_over() {
             true => Ok(()),
@@ -642,7 +641,8 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         });
         self.reports.log.stop();
         self.end_joining();
-        match waited.and_then(|()| self.saving.stop(self.place)) {
+        let stopped = waited.and_then(|()| self.saving.stop(self.place));
+        match stopped.and(profiled) {
             Ok(()) => Error::stopped(),
             Err(error) => error,
         }

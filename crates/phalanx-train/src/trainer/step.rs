@@ -83,7 +83,6 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.save_due()?;
         self.admit()?;
         self.begin(0, &batch.context())?;
-        let marks = self.reports.trace.begin();
         self.reports.profiler.before(&mut self.tape);
         let taken = self.together(|trainer| trainer.train(0, batch, loss))?;
         self.gather_updated(0)?;
@@ -99,9 +98,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let times = self.strategy.times(0);
         let exposed = exposed(times);
         let forward_ended = taken.forward_ended.unwrap_or_else(Instant::now);
-        self.reports.trace.end(marks, forward_ended, times)?;
-        let profiler = &mut self.reports.profiler;
-        profiler.after(ctx, &mut self.tape, self.strategy.params())?;
+        let (profiler, params) = (&mut self.reports.profiler, self.strategy.params());
+        profiler.after(ctx, &mut self.tape, params, forward_ended, times)?;
 
         match &self.lr_finder {
             Some(_) => self.find_lr(turn, &sums)?,

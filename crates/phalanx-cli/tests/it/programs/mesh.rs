@@ -275,11 +275,6 @@ fn what_does_not_go_with_a_mesh_is_a_usage_error() {
         (&["train", "gpt"], &["--fully-sharded"], "--mesh"),
         (
             &of_net,
-            &["--trace", "trace"],
-            "--trace does not go with --parallel sbp: it shows buckets, and a mesh has none",
-        ),
-        (
-            &of_net,
             &["--exact-validation", "false"],
             "--exact-validation false does not go with --parallel sbp",
         ),
@@ -323,9 +318,17 @@ fn mobilenetv2_by_sbp_prints_the_oneflow_documents_lines() {
             "1",
             "--output-dir",
             "out",
+            "--profile",
+            "profile",
         ];
         let (out, _) = succeed(&[&args[..], more].concat(), dir.path());
         assert!(dir.path().join("out/mobilenetv2.safetensors").is_file());
+        // On a mesh, only operations have times.
+        let profile = json(&dir.path().join("profile.0.json"));
+        let events = profile["traceEvents"].as_array().expect("events");
+        let has_lane = |lane: u64| events.iter().any(|event| event["tid"] == lane);
+        assert!(has_lane(2));
+        assert_eq!(has_lane(0), !more.contains(&"sbp"));
         (out, losses(dir.path()))
     });
     let expected = "Using cpu device\nEpoch #\n-------------------------------\n\

@@ -78,7 +78,7 @@ fn paths_may_be_no_utf8() {
         let out = inner.join("out").join(args[1]);
         command.arg("--output-dir").arg(&out);
         if args[1] == "mnist" {
-            for flag in ["trace", "profile", "log-samples"] {
+            for flag in ["profile", "log-samples"] {
                 command.arg(format!("--{flag}")).arg(inner.join(flag));
             }
         }
@@ -86,12 +86,7 @@ fn paths_may_be_no_utf8() {
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
         assert!(out.join("summary.json").is_file(), "{}", args[1]);
     }
-    for name in [
-        "trace.0.json",
-        "trace.1.json",
-        "profile.1.json",
-        "log-samples.1.jsonl",
-    ] {
+    for name in ["profile.0.json", "profile.1.json", "log-samples.1.jsonl"] {
         assert!(inner.join(name).is_file(), "{name}");
     }
 }
@@ -112,26 +107,26 @@ fn logged(path: &Path) -> (Vec<(u64, u64)>, usize) {
 }
 
 #[test]
-fn a_resumed_run_traces_its_own_steps_and_logs_each_once() {
+fn a_resumed_run_profiles_its_own_steps_and_logs_each_once() {
     let dir = tempfile::tempdir().expect("folder");
     let dir = dir.path();
     let train = |more: &str| {
         let args = "train mnist --data synthetic:640 --batch-size 64 --epochs 1 --threads 1 --log-batches 0 \
-                    --output-dir run --trace trace --log-samples log --keep 9";
+                    --output-dir run --profile profile --log-samples log --keep 9";
         let args: Vec<&str> = args.split_whitespace().chain(more.split(' ')).collect();
         succeed(&args, dir).1
     };
     let log = dir.join("log.0.jsonl");
     std::fs::write(&log, "mine, without an end").expect("written");
-    let none = "--trace: the run has no third step to trace";
+    let none = "--profile: the run has no step after the second to profile";
     let said = train("--save-every 2 --stop-after 2");
     assert!(said.contains(none), "{said}");
     assert_eq!(logged(&log), (vec![(1, 0), (1, 1)], 1));
-    assert!(!dir.join("trace.0.json").exists());
+    assert!(!dir.join("profile.0.json").exists());
     // The third step of the run, not of the training.
     let said = train("--stop-after 4 --resume run/checkpoints/step-000000002.json");
     assert!(!said.contains(none), "{said}");
-    assert!(dir.join("trace.0.json").is_file());
+    assert!(dir.join("profile.0.json").is_file());
     // Steps 3 to 6 are taken a second time.
     train("--resume run/checkpoints/step-000000002.json");
     assert_eq!(logged(&log), ((0..10).map(|step| (1, step)).collect(), 1));
