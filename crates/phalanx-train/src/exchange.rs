@@ -118,7 +118,7 @@ fn memory_and_no_idle_core(ctx: &RankContext) -> Result<bool> {
 
 /// The flag, if any, with which every rank must have whole gradients.
 fn needs_whole(settings: &Settings) -> Option<&'static str> {
-    if settings.gradients.gradient_type != GradientType::F32 {
+    if settings.gradient_type != GradientType::F32 {
         return Some("--gradient-type");
     }
     (settings.split.determinism() == Determinism::Shards).then_some("--deterministic shards")

@@ -1,99 +1,75 @@
 //! Data type or compression for gradient exchange.
 
+use std::fmt;
+use std::str::FromStr;
+
 use phalanx_ddp::{Bf16Gradients, F16Gradients, GradientHook, PowerSgd, PowerSgdOptions};
 
-use crate::choice_name;
-use crate::error::{Error, Result, check_count};
+use crate::error::Result;
 
 /// Data type or compression for gradient exchange.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GradientType {
-    /// Uncompressed, overlapped with backward
+    /// Uncompressed, overlapped with backward.
     F32,
-    /// Half the bytes, 8 bits of precision
+    /// Half the bytes, 8 bits of precision.
     Bf16,
-    /// Half the bytes, 11 bits of precision
+    /// Half the bytes, 11 bits of precision.
     F16,
-    /// PowerSGD: low-rank approximations of matrices, after --powersgd-start steps
-    Powersgd,
+    /// PowerSGD: low-rank approximations of matrices.
+    Powersgd {
+        /// Rank of the approximation.
+        rank: usize,
+        /// Uncompressed steps before the first compressed one.
+        start: u64,
+    },
 }
 
-/// Arguments about gradients between ranks.
-#[derive(Debug, Clone, clap::Args)]
-pub struct GradientArgs {
-    /// Data type or compression for gradient exchange
-    #[arg(long, value_enum, default_value_t = GradientType::F32)]
-    pub gradient_type: GradientType,
-    /// Rank of the approximation for --gradient-type powersgd [default: 2]
-    #[arg(long, value_name = "N")]
-    pub powersgd_rank: Option<usize>,
-    /// Uncompressed steps before --gradient-type powersgd begins [default: 100]
-    #[arg(long, value_name = "N")]
-    pub powersgd_start: Option<u64>,
+impl FromStr for GradientType {
+    type Err = String;
+
+    fn from_str(typed: &str) -> std::result::Result<GradientType, String> {
+        let parts: Vec<&str> = typed.split(':').collect();
+        let (rank, start) = match parts[..] {
+            ["f32"] => return Ok(GradientType::F32),
+            ["bf16"] => return Ok(GradientType::Bf16),
+            ["f16"] => return Ok(GradientType::F16),
+            ["powersgd"] => ("2", "100"),
+            ["powersgd", rank] => (rank, "100"),
+            ["powersgd", rank, start] => (rank, start),
+            _ => return Err("write f32, bf16, f16 or powersgd[:RANK[:START]]".to_owned()),
+        };
+        match (rank.parse(), start.parse()) {
+            (Ok(rank @ 1..=1024), Ok(start)) => Ok(GradientType::Powersgd { rank, start }),
+            _ => Err(
+                "RANK must be from 1 to 1024 and START a number of steps, as in powersgd:4:100"
+                    .to_owned(),
+            ),
+        }
+    }
 }
 
-/// Facts that checkpoints from before 2026-11-22 lack.
-pub const RANK_FLAG: &str = "--powersgd-rank";
-pub const START_FLAG: &str = "--powersgd-start";
-
-/// Where nothing was typed.
-const POWERSGD_RANK: usize = 2;
-const POWERSGD_START: u64 = 100;
-
-impl GradientArgs {
-    /// Checks what can be checked before any rank is started.
-    ///
-    /// # Errors
-    ///
-    /// Usage errors naming the flag.
-    pub fn validate(&self) -> Result<()> {
-        if self.gradient_type != GradientType::Powersgd {
-            let typed = [
-                (RANK_FLAG, self.powersgd_rank.is_some()),
-                (START_FLAG, self.powersgd_start.is_some()),
-            ];
-            if let Some((flag, _)) = typed.into_iter().find(|(_, typed)| *typed) {
-                return Err(Error::usage(format!(
-                    "{flag} is for --gradient-type powersgd; add that, or leave it out"
-                )));
-            }
-        }
-        check_count(RANK_FLAG, self.powersgd_rank(), 1024)
-    }
-
-    fn powersgd_rank(&self) -> usize {
-        self.powersgd_rank.unwrap_or(POWERSGD_RANK)
-    }
-
-    fn powersgd_start(&self) -> u64 {
-        self.powersgd_start.unwrap_or(POWERSGD_START)
-    }
-
-    /// What ranks, and a resumed run with the one that was saved, must share besides the type.
-    pub fn facts(&self) -> Vec<(&'static str, String)> {
-        match self.gradient_type {
-            GradientType::Powersgd => vec![
-                (RANK_FLAG, self.powersgd_rank().to_string()),
-                (START_FLAG, self.powersgd_start().to_string()),
-            ],
-            _ => Vec::new(),
+impl fmt::Display for GradientType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            GradientType::F32 => f.write_str("f32"),
+            GradientType::Bf16 => f.write_str("bf16"),
+            GradientType::F16 => f.write_str("f16"),
+            GradientType::Powersgd { rank, start } => write!(f, "powersgd:{rank}:{start}"),
         }
     }
+}
 
+impl GradientType {
     /// For the person at the terminal; nothing, where gradients travel as they are.
     pub fn describe(&self) -> Option<String> {
-        Some(match self.gradient_type {
-            GradientType::F32 => return None,
-            GradientType::Bf16 | GradientType::F16 => {
-                format!("gradients travel as {}", choice_name(&self.gradient_type))
+        match self {
+            GradientType::F32 => None,
+            GradientType::Powersgd { rank, .. } => {
+                Some(format!("gradients travel as PowerSGD of rank {rank}"))
             }
-            GradientType::Powersgd => {
-                format!(
-                    "gradients travel as PowerSGD of rank {}",
-                    self.powersgd_rank()
-                )
-            }
-        })
+            _ => Some(format!("gradients travel as {self}")),
+        }
     }
 
     /// The hook that sends gradients so; none for float32.
@@ -102,16 +78,46 @@ impl GradientArgs {
     ///
     /// Usage, when settings are impossible.
     pub fn hook(&self, seed: u64) -> Result<Option<Box<dyn GradientHook>>> {
-        Ok(match self.gradient_type {
+        Ok(match *self {
             GradientType::F32 => None,
             GradientType::Bf16 => Some(Box::new(Bf16Gradients::default())),
             GradientType::F16 => Some(Box::new(F16Gradients::default())),
-            GradientType::Powersgd => Some(Box::new(PowerSgd::new(PowerSgdOptions {
-                rank: self.powersgd_rank(),
-                start_step: self.powersgd_start(),
-                seed,
-                ..PowerSgdOptions::default()
-            })?)),
+            GradientType::Powersgd { rank, start } => {
+                Some(Box::new(PowerSgd::new(PowerSgdOptions {
+                    rank,
+                    start_step: start,
+                    seed,
+                    ..PowerSgdOptions::default()
+                })?))
+            }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn powersgd_is_typed_with_its_rank_and_start() {
+        for (typed, shown) in [
+            ("f32", "f32"),
+            ("bf16", "bf16"),
+            ("powersgd", "powersgd:2:100"),
+            ("powersgd:4", "powersgd:4:100"),
+            ("powersgd:4:0", "powersgd:4:0"),
+        ] {
+            let parsed = typed.parse::<GradientType>().expect(typed);
+            assert_eq!(parsed.to_string(), shown);
+            assert_eq!(shown.parse(), Ok(parsed));
+        }
+        for wrong in ["", "f64", "bf16:2", "powersgd:1:2:3"] {
+            let error = wrong.parse::<GradientType>().expect_err(wrong);
+            assert!(error.starts_with("write f32"), "{error}");
+        }
+        for wrong in ["powersgd:", "powersgd:0", "powersgd:1025", "powersgd:2:x"] {
+            let error = wrong.parse::<GradientType>().expect_err(wrong);
+            assert!(error.starts_with("RANK must be"), "{error}");
+        }
     }
 }

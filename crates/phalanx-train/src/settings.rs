@@ -9,7 +9,7 @@ use phalanx_ddp::{BucketCaps, Buffers, DdpOptions, Every, Exchange};
 use phalanx_track::TrackArgs;
 
 use super::exchange::ExchangeArg;
-use super::gradient::{GradientArgs, GradientType};
+use super::gradient::GradientType;
 use super::labels::LabelArgs;
 use super::lr_finder;
 use super::precision::PrecisionArg;
@@ -92,9 +92,9 @@ pub struct Settings {
     /// always fp32
     #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
     pub precision: PrecisionArg,
-    #[command(flatten)]
-    #[allow(missing_docs, reason = "a doc comment would be its help")]
-    pub gradients: GradientArgs,
+    /// Data type or compression for gradient exchange: `f32`, overlapped with backward; `bf16` or `f16`, half the bytes; `powersgd`, low-rank approximations of matrices, of rank RANK (2) after START (100) uncompressed steps
+    #[arg(long, default_value_t = GradientType::F32, value_name = "f32|bf16|f16|powersgd[:RANK[:START]]")]
+    pub gradient_type: GradientType,
     #[command(flatten)]
     #[allow(missing_docs, reason = "a doc comment would be its help")]
     pub split: SplitArgs,
@@ -301,7 +301,6 @@ impl Settings {
         for (flag, value, largest) in counts {
             check_count(flag, value, largest)?;
         }
-        self.gradients.validate()?;
         self.exchange.validate(self)?;
         self.saving.validate(self.output_dir.is_some())?;
         self.track.validate()?;
@@ -343,7 +342,7 @@ impl Settings {
             self.sampler == SamplerKind::Torch,
         )?;
         if self.split.determinism() == Determinism::Shards
-            && self.gradients.gradient_type != GradientType::F32
+            && self.gradient_type != GradientType::F32
         {
             return Err(Error::usage(
                 "--deterministic shards adds gradients as they are; leave out --gradient-type",
@@ -373,12 +372,12 @@ impl Settings {
     ///
     /// Usage errors naming the flag.
     pub fn check_elastic(&self) -> Result<()> {
-        let why = match self.gradients.gradient_type {
+        let why = match self.gradient_type {
             _ if self.find_lr => "has nothing to go on with under --find-lr; leave out one of them",
             _ if self.sampler == SamplerKind::Torch => {
                 "divides every batch among the ranks that are left; use --sampler exact"
             }
-            GradientType::Powersgd => {
+            GradientType::Powersgd { .. } => {
                 "cannot keep what PowerSGD has on a lost rank; use another --gradient-type"
             }
             _ => return Ok(()),
@@ -462,12 +461,8 @@ impl Settings {
             ("data", data.to_owned()),
             ("--seed", self.seed.to_string()),
             ("--sampler", choice_name(&self.sampler)),
-            (
-                saving::GRADIENT_TYPE,
-                choice_name(&self.gradients.gradient_type),
-            ),
+            (saving::GRADIENT_TYPE, self.gradient_type.to_string()),
         ];
-        more.extend(self.gradients.facts());
         if self.split.determinism() == Determinism::Shards {
             more.push(("--shards", self.split.shards().to_string()));
         }
@@ -498,7 +493,7 @@ impl Settings {
             log_interval,
             exchange,
             watch,
-            gradients,
+            gradient_type,
             saving,
             // The wrapper compares the plan of buckets.
             bucket_cap_mb: _,
@@ -525,13 +520,11 @@ impl Settings {
             format!("--sampler {}", choice_name(sampler)),
             format!("--test-batch-size {test_batch_size}"),
             format!("--log-interval {log_interval}"),
-            format!("--gradient-type {}", choice_name(&gradients.gradient_type)),
+            format!("--gradient-type {gradient_type}"),
             format!("--exchange {}", choice_name(exchange)),
             format!("--watch {watch}"),
             format!("--shards {}", self.split.shards()),
         ];
-        let powersgd = gradients.facts().into_iter();
-        facts.extend(powersgd.map(|(flag, value)| format!("{flag} {value}")));
         facts.extend(self.shaping());
         facts.extend(saving.must_agree());
         facts

@@ -1380,16 +1380,13 @@ fn a_checkpoints_weights_and_those_of_a_file_exclude_each_other() {
 fn another_powersgd_is_named_by_its_flag() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let dir = dir.path();
-    let base = ["--gradient-type", "powersgd", "--stop-after", "1"];
-    succeed(train(dir, "out", &base));
-    for (flag, value, saved) in [
-        ("--powersgd-rank", "3", "2"),
-        ("--powersgd-start", "7", "100"),
-    ] {
-        let more = [&base[..], &["--resume", "auto", flag, value]].concat();
+    let base = ["--stop-after", "1", "--gradient-type"];
+    succeed(train(dir, "out", &[&base[..], &["powersgd"]].concat()));
+    for other in ["powersgd:3:100", "powersgd:2:7"] {
+        let more = [&base[..], &[other, "--resume", "auto"]].concat();
         let (code, text) = run(train(dir, "out", &more));
         assert_eq!(code, 2, "{text}");
-        let told = format!("whose {flag} is {saved}; this run has {value}");
+        let told = format!("whose --gradient-type is powersgd:2:100; this run has {other}");
         assert!(text.contains(&told), "{text}");
     }
 }

@@ -502,20 +502,16 @@ fn compressed_gradients_save_bytes_and_learn_as_well() {
     let run = |kind: &str| {
         let train =
             "train mnist --nproc-per-node 2 --transport tcp --epochs 2 --data synthetic:1500";
-        let start: &[&str] = match kind {
-            "powersgd" => &["--powersgd-start", "4"],
-            _ => &[],
-        };
         let train: Vec<&str> = train.split(' ').collect();
         let own = ["--gradient-type", kind, "--output-dir", kind];
-        succeed(&[&train[..], &own, start].concat(), dir.path());
+        succeed(&[&train[..], &own].concat(), dir.path());
         let summary = summary(&dir.path().join(kind));
         let number = |key: &str| summary[key].as_f64().expect("a number");
         (number("accuracy"), number("sent_bytes"))
     };
     let full = run("f32");
     // Of 24 steps, PowerSGD takes four with plain means.
-    for (kind, share) in [("bf16", 0.55), ("f16", 0.55), ("powersgd", 0.25)] {
+    for (kind, share) in [("bf16", 0.55), ("f16", 0.55), ("powersgd:2:4", 0.25)] {
         let half = run(kind);
         assert!(
             half.1 < share * full.1,
@@ -838,21 +834,14 @@ fn mistakes_are_named_with_the_way_out() {
             &["--shards is for --deterministic shards"],
         ),
         (
-            &["train", "mnist", "--powersgd-rank", "4"],
+            &["train", "mnist", "--gradient-type", "fp8"],
             2,
-            &["--powersgd-rank is for --gradient-type powersgd"],
+            &["--gradient-type", "write f32, bf16, f16 or powersgd"],
         ),
         (
-            &[
-                "train",
-                "mnist",
-                "--powersgd-start",
-                "4",
-                "--gradient-type",
-                "bf16",
-            ],
+            &["train", "mnist", "--gradient-type", "powersgd:0"],
             2,
-            &["--powersgd-start is for --gradient-type powersgd"],
+            &["--gradient-type", "RANK must be from 1 to 1024"],
         ),
         (
             &["train", "mnist", "--keep", "4"],
@@ -1061,9 +1050,9 @@ fn how_gradients_are_exchanged_is_told() {
             "off",
         ),
         (
-            "--gradient-type powersgd --powersgd-rank 3",
+            "--gradient-type powersgd:3",
             Some("exchange gradients travel as PowerSGD of rank 3"),
-            "powersgd",
+            "powersgd:3:100",
             "ranks",
         ),
         (

@@ -16,7 +16,6 @@ use super::history::Hook;
 use super::{AUTO, FOLDER, History, SavingArgs, no_json};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
-use crate::gradient::{RANK_FLAG, START_FLAG};
 use crate::param_group::ParamGroup;
 use crate::run_dir::Found;
 use crate::update::Update;
@@ -35,12 +34,6 @@ const GLOBAL_BATCH: &str = "global batch size";
 fn before_it_was_saved(fact: &str) -> Option<&'static str> {
     // Until 2026-11-22. Who sent gradients otherwise is found out by their hook's state.
     (fact == GRADIENT_TYPE).then_some("f32")
-}
-
-/// Whether a checkpoint that does not have it may have been saved with any value.
-fn is_unknown_without(fact: &str) -> bool {
-    // Until 2026-11-22. Where it differs, the hook's state does not fit.
-    fact == RANK_FLAG || fact == START_FLAG
 }
 
 /// Flags and values, one of each a line, as facts.
@@ -109,7 +102,7 @@ impl Resumed {
         for (name, now) in first.into_iter().chain(rest) {
             let saved = self.manifest.facts.get(name).map(String::as_str);
             let saved = saved.or_else(|| before_it_was_saved(name));
-            if saved == Some(now) || saved.is_none() && is_unknown_without(name) {
+            if saved == Some(now) {
                 continue;
             }
             let from = &self.from;

@@ -9,6 +9,7 @@ use phalanx_launch::RankContext;
 use crate::choice_name;
 use crate::error::{Error, Result};
 use crate::exchange::ExchangeArg;
+use crate::gradient::GradientType;
 use crate::settings::Settings;
 
 /// Arguments about the mesh of ranks.
@@ -140,9 +141,10 @@ impl Mesh {
     /// That one.
     pub fn refuse(&self, settings: &Settings, asked_by: &str) -> Result<()> {
         let Settings {
-            gradients, split, ..
+            gradient_type,
+            split,
+            ..
         } = settings;
-        let gradient = choice_name(&gradients.gradient_type);
         let exchange = choice_name(&settings.exchange);
         let is_split = self.tensor > 1 || self.fully_sharded;
         const LAYOUT: &str = "a mesh exchanges gradients as its parameters are laid out";
@@ -153,8 +155,8 @@ impl Mesh {
                 LAYOUT,
             ),
             (
-                gradient != "f32",
-                format!("--gradient-type {gradient}"),
+                *gradient_type != GradientType::F32,
+                format!("--gradient-type {gradient_type}"),
                 "a mesh exchanges gradients as f32",
             ),
             (

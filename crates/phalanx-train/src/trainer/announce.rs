@@ -84,7 +84,7 @@ pub(super) fn announce(
         other => Some(format!("deterministic {}", choice_name(&other))),
     };
     let unusual: Vec<String> = settings
-        .gradients
+        .gradient_type
         .describe()
         .into_iter()
         .chain(bits)

@@ -108,7 +108,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         timing.skipped = self.strategy.skipped_steps();
         timing.waited = self.waited.get();
         let spent = timing.spent(self.extent.all() as usize);
-        let narrower = settings.gradients.gradient_type == GradientType::F32
+        let narrower = settings.gradient_type == GradientType::F32
             && settings.split.determinism() != Determinism::Shards;
         for advice in spent.advice(settings.workers, narrower) {
             ctx.note(&format!("warning: {advice}"));

@@ -307,9 +307,7 @@ fn a_stopped_training_of_two_optimizers_resumes_to_the_same_bits() {
                 "--global-batch-size",
                 "6",
                 "--gradient-type",
-                "powersgd",
-                "--powersgd-start",
-                "2",
+                "powersgd:2:2",
             ],
         ),
     ] {
