@@ -1,14 +1,11 @@
 //! The Flyte document's MNIST program: what it prints. `train mnist` is its network and its training.
 
-use phalanx::PrintingRanks;
 use phalanx::prelude::*;
 
 /// The document's lines: rank 0 prints steps and tests, and with `--document` every rank its phases.
-#[derive(Debug, Clone, clap::Args)]
 pub struct Flyte {
-    /// Print the Flyte document's lines on every rank
-    #[arg(long)]
-    document: bool,
+    /// Whether `--document` was typed.
+    pub document: bool,
 }
 
 impl Flyte {
@@ -27,14 +24,6 @@ impl Flyte {
             ctx.line(text)
         } else {
             Ok(())
-        }
-    }
-
-    /// Which ranks print.
-    pub fn printing(&self) -> PrintingRanks {
-        match self.document {
-            true => PrintingRanks::AllUnmarked,
-            false => PrintingRanks::Rank0,
         }
     }
 

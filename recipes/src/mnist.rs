@@ -32,7 +32,7 @@ pub fn program() -> Subcommand {
         .about("PyTorch's basic MNIST CNN on MNIST, Fashion-MNIST or synthetic digits")
         .defaults(Defaults::new(3, 64, 0.05))
         .check(Mnist::check)
-        .printing(|args| args.flyte.printing())
+        .printing(|args| args.images.printing())
         .subcommand(train)
 }
 
@@ -59,13 +59,12 @@ struct Mnist {
     #[arg(long, default_value_t = 0, value_name = "PIXELS")]
     shift: usize,
     #[command(flatten)]
-    flyte: Flyte,
-    #[command(flatten)]
     images: ImageArgs,
 }
 
 fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
-    let mut lines = args.flyte.clone();
+    let document = args.images.document;
+    let mut lines = Flyte { document };
     lines.started(job.context())?;
     let data = args.data.load(job, args.augmentation())?;
     lines.loaded(job.context())?;

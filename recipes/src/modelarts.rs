@@ -1,7 +1,6 @@
 //! The ModelArts document's ResNet-18 program: its flags and what it prints. `train resnet18` is its network and its
 //! training; `train resnet9` prints the same lines.
 
-use phalanx::PrintingRanks;
 use phalanx::prelude::*;
 use phalanx::train::{Determinism, choice_name};
 use phalanx_base::env::{number, real_env};
@@ -27,9 +26,6 @@ pub struct DocumentArgs {
     /// depend on the number of ranks]
     #[arg(long, value_enum)]
     lr_scaling: Option<LrScaling>,
-    /// Print the document's lines on every rank, each with its own loss
-    #[arg(long)]
-    document: bool,
 }
 
 impl DocumentArgs {
@@ -77,34 +73,16 @@ impl DocumentArgs {
         };
         Ok(settings.lr() * factor as f64)
     }
-
-    /// The document's lines.
-    pub fn lines(&self) -> ModelArts {
-        ModelArts {
-            everybody: self.document,
-        }
-    }
-
-    /// Which ranks print.
-    pub fn printing(&self) -> PrintingRanks {
-        match self.document {
-            true => PrintingRanks::AllUnmarked,
-            false => PrintingRanks::Rank0,
-        }
-    }
 }
 
-/// One line after training and one after testing each epoch.
-#[derive(Default)]
-pub struct ModelArts {
-    /// Every rank prints its own, as in the document; rank 0 otherwise.
-    everybody: bool,
-}
+/// One line after training and one after testing each epoch: every rank prints its own if this is true, as in the
+/// document, otherwise rank 0.
+pub struct ModelArts(pub bool);
 
 impl Reporter for ModelArts {
     fn on_epoch_end(&mut self, ctx: &RankContext, epoch: usize, loss: f64, own: f64) -> Result<()> {
-        let loss = if self.everybody { own } else { loss };
-        if self.everybody || ctx.is_main() {
+        let loss = if self.0 { own } else { loss };
+        if self.0 || ctx.is_main() {
             ctx.line(&format!("train | epoch: {epoch} | loss: {loss:.4}"))?;
         }
         Ok(())
@@ -116,7 +94,7 @@ impl Reporter for ModelArts {
         epoch: usize,
         tested: &Evaluation,
     ) -> Result<()> {
-        if self.everybody || ctx.is_main() {
+        if self.0 || ctx.is_main() {
             // Python's print puts a space before the empty line.
             ctx.line(&format!(
                 "val | epoch: {epoch} | loss: {:.4} | accuracy: {:.4} \n",

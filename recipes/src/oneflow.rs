@@ -65,16 +65,14 @@ impl Reporter for OneFlow {
 /// Usage errors naming the flags.
 pub fn check_sbp(args: &ImageArgs, settings: &Settings) -> Result<()> {
     let ImageArgs {
-        exact_validation,
+        document,
         log_batches,
-        log_images,
     } = args;
     Mesh::data_parallel(1).refuse(settings, "--parallel sbp")?;
     // Other values than the defaults were typed.
     for (flag, is_typed) in [
-        ("--exact-validation false", !exact_validation),
+        ("--document", *document),
         ("--log-batches", ![0, 10].contains(log_batches)),
-        ("--log-images", *log_images != 32),
     ] {
         if is_typed {
             return Err(Error::usage(format!(

@@ -7,7 +7,7 @@ use phalanx::prelude::*;
 use phalanx::train::choice_name;
 
 use crate::format::number;
-use crate::modelarts::DocumentArgs;
+use crate::modelarts::{DocumentArgs, ModelArts};
 use crate::shared::cifar::{self, CifarArgs};
 use crate::shared::image::{ImageArgs, Tests};
 use crate::shared::views::Views;
@@ -42,7 +42,7 @@ pub fn program() -> Subcommand {
         )
         .output_dir("output_dir")
         .check(Resnet18::check)
-        .printing(|args| args.document.printing())
+        .printing(|args| args.images.printing())
         .subcommand(train)
 }
 
@@ -114,7 +114,7 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
             each_epoch: true,
             ..NETWORK.files(pixels, views)
         })
-        .reporter(Box::new(args.document.lines()))
+        .reporter(Box::new(ModelArts(args.images.document)))
         .start()?;
     let (images, loss) = (&args.images, Loss::CrossEntropy { smoothing });
     let tests = Tests::of(&mut trainer, images, &data, loss, |net, x| net.forward(x))?;

@@ -45,6 +45,7 @@ pub fn program() -> Subcommand {
             "First learning rate of Muon; it falls in a straight line to 0 [default: 0.24]",
         )
         .check(Resnet9::check)
+        .printing(|args| args.images.printing())
         .subcommand(train)
 }
 
@@ -108,7 +109,7 @@ fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
         .drop_last(true)
         .hyperparameters([args.cifar.shaping(), args.shaping()].concat())
         .files(NETWORK.files(NETWORK.pixels, NETWORK.views))
-        .reporter(Box::new(ModelArts::default()))
+        .reporter(Box::new(ModelArts(args.images.document)))
         .start()?;
     let smoothing = args.label_smoothing;
     let (images, loss) = (&args.images, Loss::CrossEntropy { smoothing });

@@ -12,7 +12,7 @@ cd "$out"
 export WANDB_MODE=offline WANDB_ERROR_REPORTING=false WANDB_PROJECT=of-phalanx
 train() {
     "$phalanx" train mnist --nproc-per-node 2 --data synthetic:1920 --global-batch-size 192 --log-interval 1 \
-        --watch 5 --test-batch-size 32 --log-batches 10 --log-images 32 --output-dir run --wandb "$@" >>log 2>&1 || { cat log; exit 1; }
+        --watch 5 --test-batch-size 32 --log-batches 10 --output-dir run --wandb "$@" >>log 2>&1 || { cat log; exit 1; }
 }
 train --epochs 6 --stop-after 23 --tag base --tag kind=x --note "it's a note"
 train --epochs 6 --resume auto

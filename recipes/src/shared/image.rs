@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use phalanx::PrintingRanks;
 use phalanx::data::ImageDataset;
 use phalanx::data::metrics::Confusion;
 use phalanx::nn;
@@ -11,6 +12,7 @@ use phalanx::train::{Determinism, Strategy};
 use super::net::{Loss, Network};
 use super::predictions::Predictions;
 use super::views::Views;
+use crate::format::on_or_off;
 
 /// A training set and a test set.
 pub struct Data {
@@ -40,15 +42,12 @@ impl Data {
 /// Flags of every program that classifies images.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ImageArgs {
-    /// Divide the test set among all ranks, each sample once; `false`: evaluate as the recipe's source document does
-    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "true|false")]
-    pub exact_validation: bool,
-    /// Number of test batches whose predictions are written to predictions.jsonl
+    /// Print the lines of the recipe's source document, and evaluate as it does: one rank, or each, evaluates the whole test set
+    #[arg(long)]
+    pub document: bool,
+    /// Number of test batches of which the predictions of up to 32 images are written to predictions.jsonl
     #[arg(long, default_value_t = 10, value_name = "N")]
     pub log_batches: usize,
-    /// Images written per logged batch
-    #[arg(long, default_value_t = 32, value_name = "N")]
-    pub log_images: usize,
 }
 
 impl ImageArgs {
@@ -59,12 +58,20 @@ impl ImageArgs {
     /// Usage errors naming the flag.
     pub fn check(&self, settings: &Settings, world: usize) -> Result<()> {
         settings.validate(world)?;
-        if settings.split.determinism() == Determinism::Shards && !self.exact_validation {
+        if settings.split.determinism() == Determinism::Shards && self.document {
             return Err(Error::usage(
-                "--exact-validation false tests in an order of its own; leave it out with --deterministic shards",
+                "--document tests in an order of its own; leave it out with --deterministic shards",
             ));
         }
         Ok(())
+    }
+
+    /// Which ranks print.
+    pub fn printing(&self) -> PrintingRanks {
+        match self.document {
+            true => PrintingRanks::AllUnmarked,
+            false => PrintingRanks::Rank0,
+        }
     }
 
     /// Tells the training of `network` on `data` what it is called, and which flags shape it.
@@ -78,14 +85,8 @@ impl ImageArgs {
             .title(network.title)
             .data(&data.description, &data.content)
             .unit("images")
-            .hyperparameters(vec![format!(
-                "--exact-validation {}",
-                self.exact_validation
-            )])
-            .same_on_all_ranks(vec![
-                format!("--log-batches {}", self.log_batches),
-                format!("--log-images {}", self.log_images),
-            ])
+            .hyperparameters(vec![format!("--document {}", on_or_off(self.document))])
+            .same_on_all_ranks(vec![format!("--log-batches {}", self.log_batches)])
     }
 }
 
@@ -127,7 +128,7 @@ pub struct Tests<'a, N> {
 }
 
 impl<'a, N> Tests<'a, N> {
-    /// Tests of `data`, with the loss that is minimized but for its smoothing; by rank 0 under `--exact-validation false`.
+    /// Tests of `data`, with the loss that is minimized but for its smoothing; by rank 0 under `--document`.
     ///
     /// # Errors
     ///
@@ -157,7 +158,7 @@ impl<'a, N> Tests<'a, N> {
         self
     }
 
-    /// Under `--exact-validation false`, every rank tests the whole set.
+    /// Under `--document`, every rank tests the whole set.
     pub fn on_every_rank(mut self) -> Self {
         self.testers = Testers::Everybody;
         self
@@ -206,12 +207,12 @@ impl<'a, N> Tests<'a, N> {
     }
 
     /// Evaluates as the settings say; the same result on all ranks, except under
-    /// `--exact-validation false` where it is each rank's own (rank 0's on all, if only that one
+    /// `--document` where it is each rank's own (rank 0's on all, if only that one
     /// evaluates).
     fn evaluate(&self, trainer: &mut Trainer<'_, N>) -> Result<()> {
         let (ctx, test) = (trainer.context(), &self.data.test);
         let measure = |net: &N, batch: MicroBatch<'_, ImageBatch>| self.measure(net, &batch);
-        if self.args.exact_validation {
+        if !self.args.document {
             return trainer.evaluate(test, measure).map(drop);
         }
         let _phase = ctx.phase("evaluating");

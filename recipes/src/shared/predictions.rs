@@ -9,6 +9,9 @@ use super::image::ImageArgs;
 
 const FILE: &str = "predictions.jsonl";
 
+/// Most images of a batch.
+const IMAGES: usize = 32;
+
 /// Most rows in the file, more only if one epoch has more. The epochs that stay are spread evenly.
 const MAX_ROWS: usize = 10_000;
 
@@ -75,7 +78,7 @@ impl Predictions {
         let mut pixels = vec![0.0; h * w * c];
         for number in 0..args.log_batches {
             let first = batch.saturating_mul(number).min(test.len());
-            let count = args.log_images.min(batch);
+            let count = IMAGES.min(batch);
             let (mut inputs, mut labels) = (Vec::new(), Vec::new());
             for image in first..first.saturating_add(count).min(test.len()) {
                 labels.push(test.read(image, &mut pixels)?);

@@ -383,7 +383,7 @@ fn a_data_sets_predictions_are_those_of_the_training() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let dir = dir.path();
     let train = "train resnet9 --epochs 1 --train-samples 64 --test-samples 20 --batch-size 4 \
-                 --test-batch-size 10 --log-images 10 --threads 1 --output-dir run --data";
+                 --test-batch-size 10 --threads 1 --output-dir run --data";
     let train: Vec<&str> = train.split_whitespace().chain([&data[..]]).collect();
     succeed(&train, dir);
     let tested = std::fs::read_to_string(dir.join("run/predictions.jsonl")).expect("predictions");

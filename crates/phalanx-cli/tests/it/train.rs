@@ -1128,11 +1128,7 @@ fn different_arguments_or_data_are_named() {
             "--save-every 1",
             ["--resume auto", "no --resume"],
         ),
-        (
-            "--exact-validation false",
-            "",
-            ["--exact-validation false", "--exact-validation true"],
-        ),
+        ("--document", "", ["--document on", "--document off"]),
     ] {
         let dir = folder();
         let (code, err) = unlike(dir.path(), a, b);
@@ -1379,7 +1375,7 @@ fn tested_by_rank_0(
 ) -> std::process::Command {
     digits(dir, tested);
     let args = "train mnist --data digits --nproc-per-node 2 --epochs 1 --batch-size 8 --threads 1 \
-                --exact-validation false --output-dir out --timeout";
+                --document --output-dir out --timeout";
     let mut command = phalanx(&[], dir);
     command
         .args(args.split_whitespace())

@@ -21,11 +21,10 @@ pub(crate) const VERSION: u64 = 2;
 pub(crate) const MAX_RUN_BYTES: u64 = 64 << 20;
 
 /// Settings that change no value of a step.
-const NOT_SHAPING: [&str; 11] = [
+const NOT_SHAPING: [&str; 10] = [
     "--bucket-cap-mb",
     "--exchange",
     "--log-batches",
-    "--log-images",
     "--log-interval",
     "--resume",
     "--save-every",

@@ -84,13 +84,7 @@ fn resnet18_prints_and_saves_what_the_document_does() {
 #[test]
 fn every_rank_prints_in_the_documents_form_and_rates_scale_as_asked() {
     let dir = tempfile::tempdir().expect("folder");
-    let more = [
-        "--nproc-per-node",
-        "2",
-        "--document",
-        "--exact-validation",
-        "false",
-    ];
+    let more = ["--nproc-per-node", "2", "--document"];
     let (out, err) = succeed(&program("resnet18", &more), dir.path());
     for line in [
         "train | epoch: 1 |",

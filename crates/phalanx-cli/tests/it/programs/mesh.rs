@@ -275,8 +275,8 @@ fn what_does_not_go_with_a_mesh_is_a_usage_error() {
         (&["train", "gpt"], &["--fully-sharded"], "--mesh"),
         (
             &of_net,
-            &["--exact-validation", "false"],
-            "--exact-validation false does not go with --parallel sbp",
+            &["--document"],
+            "--document does not go with --parallel sbp",
         ),
     ] {
         let (code, _, text) = run(&[args, more].concat(), dir.path());
