@@ -23,7 +23,7 @@ mnist() {
 gpt() {
     local name=$1 world=$2
     shift 2
-    train "$name" gpt --data synthetic --synthetic-characters 20000 --epochs 1 --nproc-per-node "$world" "$@"
+    train "$name" gpt --data synthetic:20000 --epochs 1 --nproc-per-node "$world" "$@"
 }
 all() {
     for transport in thread shm tcp; do

@@ -15,12 +15,10 @@ const STREAM: u32 = 0x7465_7874; // "text"
 /// Arguments about text.
 #[derive(Debug, Clone, clap::Args)]
 pub struct TextArgs {
-    /// UTF-8 text file, folder with input.txt, or `synthetic`; the last tenth is for validation
-    #[arg(long, default_value = "synthetic", value_name = "PATH|synthetic")]
+    /// UTF-8 text file, folder with input.txt, or `synthetic` for 200000 generated characters, `synthetic:N` for N; the last
+    /// tenth is for validation
+    #[arg(long, default_value = "synthetic", value_name = "PATH|synthetic[:N]")]
     data: String,
-    /// Number of characters of synthetic text [default: 200000]
-    #[arg(long, value_name = "N")]
-    synthetic_characters: Option<usize>,
     /// Number of characters from which the next one is predicted
     #[arg(long, default_value_t = 64, value_name = "N")]
     pub context: usize,
@@ -44,15 +42,7 @@ impl TextArgs {
     ///
     /// Usage and data errors naming the flag or the file.
     pub fn validate(&self, seed: u64) -> Result<()> {
-        let characters = self.synthetic_characters;
         check_count("--context", self.context, 1 << 16)?;
-        check_count("--synthetic-characters", characters.unwrap_or(1), 1 << 28)?;
-        if characters.is_some() && self.data != "synthetic" {
-            return Err(Error::usage(format!(
-                "--synthetic-characters requires --data synthetic, not {}",
-                self.data
-            )));
-        }
         // A wrong file is one error here, and not one per rank.
         self.load(seed).map(drop)
     }
@@ -63,12 +53,9 @@ impl TextArgs {
     ///
     /// Usage and data errors naming the file.
     pub fn load(&self, seed: u64) -> Result<(Arc<TextDataset>, Arc<TextDataset>)> {
-        let all = match self.data.as_str() {
-            "synthetic" => {
-                let characters = self.synthetic_characters.unwrap_or(200_000);
-                TextDataset::synthetic(characters, seed, self.context)
-            }
-            path => TextDataset::open(path.as_ref(), self.context),
+        let all = match synthetic::samples(&self.data, 200_000)? {
+            Some(characters) => TextDataset::synthetic(characters, seed, self.context),
+            None => TextDataset::open(self.data.as_ref(), self.context),
         };
         let (train, test) = all?.split(0.9)?;
         Ok((Arc::new(train), Arc::new(test)))

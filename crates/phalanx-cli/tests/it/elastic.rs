@@ -343,7 +343,7 @@ fn the_loss_of_a_part_and_its_copy_ends_the_job() {
 /// A training on a mesh of two ranks for each copy of the model, in the folder `run`.
 fn on_mesh(run: &str, more: &str) -> Vec<String> {
     let line = format!(
-        "train gpt --synthetic-characters 4000 --context 16 --layers 1 --heads 2 --width 16 --sample 0 --epochs 3 \
+        "train gpt --data synthetic:4000 --context 16 --layers 1 --heads 2 --width 16 --sample 0 --epochs 3 \
          --global-batch-size 8 --threads 1 --log-interval 1 --save-every 5 --output-dir {run} {more}"
     );
     line.split_whitespace().map(str::to_owned).collect()

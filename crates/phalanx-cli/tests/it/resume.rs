@@ -1210,8 +1210,8 @@ fn a_disk_too_small_ends_the_training_or_is_warned_of() {
         &["mnist", "--data", "synthetic:640"][..],
         &[
             "gpt",
-            "--synthetic-characters",
-            "6000",
+            "--data",
+            "synthetic:6000",
             "--context",
             "16",
             "--nproc-per-node",

@@ -67,8 +67,8 @@ pub fn train_and_test(n: usize, seed: u64) -> (Digits, Digits) {
     (digits(n, seed), range(n as u64, (n / 6).max(1), seed))
 }
 
-/// The number of training samples in the value of a flag `--data`: `default` for `synthetic`, N for `synthetic:N`, `None`
-/// for anything else, which names a folder or file.
+/// The number of training samples, or characters of a text, in the value of a flag `--data`: `default` for `synthetic`, N
+/// for `synthetic:N`, `None` for anything else, which names a folder or file.
 ///
 /// # Errors
 ///

@@ -5,8 +5,8 @@ use super::*;
 pub const TINY: [&str; 22] = [
     "train",
     "gpt",
-    "--synthetic-characters",
-    "6000",
+    "--data",
+    "synthetic:6000",
     "--layers",
     "1",
     "--heads",
@@ -97,8 +97,8 @@ fn wrong_flags_and_files_are_one_error() {
         (&["--data", "none.txt"], "no text file none.txt"),
         (&["--data", "short.txt"], "short.txt has 5 characters"),
         (
-            &["--data", "short.txt", "--synthetic-characters", "9"],
-            "--synthetic-characters requires --data synthetic",
+            &["--data", "synthetic:0"],
+            "--data synthetic:0: the number must be from 1 to",
         ),
     ] {
         let args = [&["train", "gpt", "--nproc-per-node", "2"], more].concat();
