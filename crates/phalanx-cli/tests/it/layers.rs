@@ -448,7 +448,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-launch", 13140),
     ("phalanx-live", 1813),
     ("phalanx-mpi", 65),
-    ("phalanx-nn", 19300),
+    ("phalanx-nn", 19395),
     ("phalanx-report", 1178),
     ("phalanx-store", 4522),
     ("phalanx-track", 3360),

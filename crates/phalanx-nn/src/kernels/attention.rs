@@ -58,6 +58,11 @@ impl Sizes {
         self.heads * self.each
     }
 
+    /// Floating-point operations of the product of all queries and all keys.
+    pub(crate) fn product_flops(self) -> u64 {
+        2 * (self.samples * self.queries * self.keys * self.width()) as u64
+    }
+
     fn heads(self) -> usize {
         self.samples * self.heads
     }

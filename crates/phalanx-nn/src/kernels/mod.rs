@@ -25,6 +25,7 @@ pub(crate) mod layer_norm;
 pub(crate) mod math;
 pub(crate) mod max_pool;
 pub(crate) mod panel;
+pub(crate) mod peak;
 pub(crate) mod product;
 pub(crate) mod reduce;
 #[cfg(test)]

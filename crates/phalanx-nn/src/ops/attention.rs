@@ -96,6 +96,16 @@ impl Operation<3> for Attention {
         [true; 3]
     }
 
+    fn flops(&self) -> u64 {
+        2 * self.sizes.product_flops()
+    }
+
+    fn backward_flops(&self, [q, k, v]: [bool; 3], _: bool) -> u64 {
+        // The gradients of queries and keys need that of the weights.
+        let products = [q || k, q, k, v].into_iter().filter(|needed| *needed);
+        products.count() as u64 * self.sizes.product_flops()
+    }
+
     fn forward(&self, c: &mut Compute<'_>, x: [SlotId; 3]) -> Result<(Buf, Option<Buf>)> {
         let mut y = c.state.pool.get(c.state.shape(x[0]).numel());
         let values = x.map(|x| c.state.value(x));

@@ -111,6 +111,11 @@ impl Operation<2> for Bmm {
         [true; 2]
     }
 
+    fn flops(&self) -> u64 {
+        let Sizes { count, m, k, n, .. } = self.0;
+        2 * (count * m * k * n) as u64
+    }
+
     fn forward(&self, c: &mut Compute<'_>, [a, b]: [SlotId; 2]) -> Result<(Buf, Option<Buf>)> {
         let s = self.0;
         let len = s.m * s.n;

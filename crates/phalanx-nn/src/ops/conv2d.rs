@@ -294,6 +294,10 @@ impl Operation for Conv2d {
         self.act != Act::None
     }
 
+    fn flops(&self) -> u64 {
+        self.shape.flops()
+    }
+
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
         let (s, act) = (&self.shape, self.act);
         let (len, precision) = (s.images * s.out_len(), self.output_precision());

@@ -137,6 +137,10 @@ impl Operation for ConvTranspose2d {
         [true]
     }
 
+    fn flops(&self) -> u64 {
+        self.shape.flops()
+    }
+
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
         let s = &self.shape;
         let mut buf = c.state.pool.get(s.images * s.in_len());

@@ -66,19 +66,7 @@ impl Sizes {
     /// That convolution, if products are computed in bf16.
     fn rounded(self, rows: usize, precision: Precision) -> Option<ConvShape> {
         let (inp, out) = self.sides(self.inp, self.out);
-        let s = ConvShape {
-            images: 1,
-            input: [1, rows],
-            output: [1, rows],
-            inp,
-            out,
-            kernel: [1, 1],
-            stride: [1, 1],
-            padding: [0, 0],
-            dilation: [1, 1],
-            groups: 1,
-            precision,
-        };
+        let s = ConvShape::product(rows, [inp, out], precision);
         (precision == Precision::Bf16 && rows > 0 && bf16::fits(&s)).then_some(s)
     }
 
@@ -219,6 +207,10 @@ impl Operation for Linear {
 
     fn saves_output(&self) -> bool {
         self.act != Act::None
+    }
+
+    fn flops(&self) -> u64 {
+        2 * (self.rows * self.sizes.inp * self.sizes.out) as u64
     }
 
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {

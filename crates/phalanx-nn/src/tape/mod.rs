@@ -22,6 +22,7 @@ use std::cell::{RefCell, RefMut};
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::kernels::peak;
 use crate::ops::batch_norm::JoinStatistics;
 use crate::par::{ThreadPool, Threads};
 use crate::param::{GradSink, ParamId, ParamInfo, Params};
@@ -126,6 +127,23 @@ impl Tape {
     /// ([`Optimizer::set_thread_pool`](crate::optim::Optimizer::set_thread_pool)).
     pub fn thread_pool(&self) -> ThreadPool {
         self.threads.clone()
+    }
+
+    /// Floating-point operations of this tape's steps so far, evaluations included, modulo
+    /// 2<sup>64</sup>: two for each multiply-add of matrix products, convolutions and attention. The number
+    /// follows from the shapes and from the gradients that are computed. It is the same for every
+    /// precision, and for a faster algorithm such as Winograd's; recomputation does not count.
+    /// Causal attention counts as attention to all keys. PyTorch: `FlopCounterMode`, which counts
+    /// the weight gradient of a convolution with groups as that of one group.
+    pub fn flops(&self) -> u64 {
+        self.state.borrow().flops
+    }
+
+    /// Measures how many floating-point operations per second this tape's threads reach in
+    /// products of matrices of this tape's [precision](Self::set_precision): the best of several
+    /// products within about 10 ms.
+    pub fn peak_flops_per_s(&self) -> f64 {
+        peak::measure(&self.threads, self.state.borrow().precision)
     }
 
     /// Starts (or stops) measuring the time of every operation of training steps, with

@@ -111,6 +111,18 @@ pub(crate) trait Operation<const N: usize = 1> {
 
     /// As [`Recorded::backward`].
     fn backward(&self, ctx: &mut BackwardContext<'_>, slots: &Slots<N>, dy: Buf) -> Result<()>;
+
+    /// Floating-point operations of the forward pass, as [`Tape::flops`](super::Tape::flops) counts them.
+    fn flops(&self) -> u64 {
+        0
+    }
+
+    /// The same of a backward pass that computes the gradients of the `wanted` inputs, and with
+    /// `weight` of the first weight.
+    fn backward_flops(&self, wanted: [bool; N], weight: bool) -> u64 {
+        let gradients = wanted.into_iter().chain([weight]).filter(|wanted| *wanted);
+        self.flops() * gradients.count() as u64
+    }
 }
 
 /// An [`Operation`] and its slots.
@@ -158,6 +170,10 @@ impl<const N: usize, O: Operation<N>> Recorded for OpNode<O, N> {
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, dy: Buf) -> Result<()> {
+        let wanted = self.slots.x.map(|x| ctx.wants(x));
+        let [weight, _] = self.op.operands();
+        let weight = weight.is_some_and(|weight| ctx.state.wants_grad_of(weight));
+        ctx.state.count(self.op.backward_flops(wanted, weight));
         self.op.backward(ctx, &self.slots, dy)
     }
 
@@ -214,6 +230,7 @@ impl Step<'_> {
     where
         Node: From<OpNode<O, N>>,
     {
+        st.count(op.flops());
         let mut operands = op.operands().into_iter().flatten();
         let wants = operands.any(|o| st.wants_grad_of(o)) || x.iter().any(|&x| st.wants_grad(x));
         let out = st.add_output_as((shape, precision), buf, wants);

@@ -75,6 +75,8 @@ pub(crate) struct State {
     labels: Vec<u32>,
     /// Times of operations, if the step is profiled.
     pub(super) clock: Option<Clock>,
+    /// Floating-point operations so far.
+    pub(super) flops: u64,
     pub(super) reached: Vec<bool>,
     pub(super) uses: Vec<u32>,
     pub(super) written: Vec<bool>,
@@ -115,6 +117,11 @@ impl State {
         self.labels.clear();
         self.samples.clear();
         self.pool.reclaim();
+    }
+
+    /// Counts floating-point operations.
+    pub(super) fn count(&mut self, flops: u64) {
+        self.flops = self.flops.wrapping_add(flops);
     }
 
     /// Whether dropout drops, and batch norms use and note the batch's statistics.

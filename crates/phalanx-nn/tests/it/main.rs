@@ -3,6 +3,7 @@
 mod anomaly;
 mod common;
 mod edges;
+mod flops;
 mod gpt;
 mod gradients;
 mod groups;

@@ -22,6 +22,23 @@ pub(crate) struct ConvShape {
 }
 
 impl ConvShape {
+    /// The product of matrices of `rows` x `inp` and of `inp` x `out`, as a 1x1 convolution.
+    pub(crate) fn product(rows: usize, [inp, out]: [usize; 2], precision: Precision) -> Self {
+        ConvShape {
+            images: 1,
+            input: [1, rows],
+            output: [1, rows],
+            inp,
+            out,
+            kernel: [1, 1],
+            stride: [1, 1],
+            padding: [0, 0],
+            dilation: [1, 1],
+            groups: 1,
+            precision,
+        }
+    }
+
     /// Size of the output along one dimension; `None` when the kernel does not
     /// fit, the image is empty, or the stride or the dilation is 0.
     pub(crate) fn out_size(
@@ -76,5 +93,10 @@ impl ConvShape {
     /// Elements of the weights.
     pub(crate) fn weight_len(&self) -> usize {
         self.depth() * self.out
+    }
+
+    /// Floating-point operations of each of the three passes.
+    pub(crate) fn flops(&self) -> u64 {
+        2 * (self.images * self.pixels() * self.weight_len()) as u64
     }
 }
