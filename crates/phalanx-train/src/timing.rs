@@ -25,13 +25,22 @@ pub struct Timing {
     pub saved: Duration,
     /// By this rank to all others, whatever for.
     pub sent_bytes: u64,
+    /// Taken.
+    pub steps: u64,
+    /// Floating-point operations of this rank's model in the steps.
+    pub flops: f64,
+    /// The most of them per second, as measured; 0 where they were not.
+    pub peak_flops_per_s: f64,
+    /// What [`mfu`](Self::mfu) was last given, and the operations until then.
+    mfu_since: (Duration, f64),
 }
 
 impl Timing {
-    /// Adds a step of `images` samples over all ranks.
+    /// Adds a step of `images` samples over all ranks; one of another group of parameters has none.
     pub fn add(&mut self, exposed: Duration, images: usize) {
         self.exposed += exposed;
         self.images += images;
+        self.steps += u64::from(images > 0);
     }
 
     /// The same, as [`Spent::advice`] wants it.
@@ -42,6 +51,29 @@ impl Timing {
             exposed: self.exposed,
             data: self.waited,
         }
+    }
+
+    /// Model FLOPs utilization, the share of the peak that the model's operations reach, since the last call: `trained` is the
+    /// time in steps so far, checkpoints included. None where it is not known.
+    pub fn mfu(&mut self, trained: Duration) -> Option<f64> {
+        let now = (trained.saturating_sub(self.saved), self.flops);
+        let (time, flops) = std::mem::replace(&mut self.mfu_since, now);
+        self.share_of_peak(now.1 - flops, now.0.saturating_sub(time))
+    }
+
+    /// The same of the run.
+    pub fn total_mfu(&self) -> Option<f64> {
+        self.share_of_peak(self.flops, self.trained.saturating_sub(self.saved))
+    }
+
+    fn share_of_peak(&self, flops: f64, time: Duration) -> Option<f64> {
+        let share = flops / time.as_secs_f64() / self.peak_flops_per_s;
+        (flops > 0.0 && share.is_finite()).then_some(share)
+    }
+
+    /// Floating-point operations of a step on this rank.
+    pub fn flops_per_step(&self) -> Option<f64> {
+        (self.flops > 0.0).then(|| self.flops / self.steps.max(1) as f64)
     }
 
     /// Samples a second over all ranks.

@@ -452,7 +452,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1178),
     ("phalanx-store", 4522),
     ("phalanx-track", 3360),
-    ("phalanx-train", 10165),
+    ("phalanx-train", 10216),
     ("phalanx-wire", 1832),
     ("recipes", 3160),
 ];

@@ -20,7 +20,7 @@ function ofCurves(names) {
     const axis = view.axis === "seconds" ? "seconds" : perEpoch(names) ? "epoch" : "step";
     const scale = (run) => axis === "epoch" ? run.about.steps_per_epoch : 1;
     return {
-      axis, smoothing: view.smoothing, percent: names.every((name) => /accuracy$/.test(name)),
+      axis, smoothing: view.smoothing, percent: names.every((name) => /accuracy$|^mfu$/.test(name)),
       marks: runs.filter(isDrawn).flatMap((run) => marksOf(run).map((mark) => ({ ...mark, x: mark.x / scale(run) }))),
       series: runs.filter(isDrawn).flatMap((run) => names.filter((name) => run.curves[name]).map((name) => {
         const c = run.curves[name], x = overTime(run) ? c.x.map((step) => seconds(run, step)) : c.x.map((step) => step / scale(run));

@@ -10,6 +10,7 @@ const results = [
   ["test loss", (r) => r.summary.test_loss ?? last(r, "test_loss")],
   ["train loss", (r) => last(r, "train_loss") ?? last(r, "loss")],
   [speedName, (r) => r.summary.images_per_s],
+  ["MFU", (r) => r.summary.mfu, percent],
   ["total time", (r) => r.summary.total_s, (v) => isNumber(v) ? `${short(v)} s` : "–"],
   ["skipped steps", (r) => r.summary.skipped_steps],
   ["weights", (r) => r.summary.weights_sha256, (v) => typeof v === "string" ? v.slice(0, 12) + "…" : "–"],
@@ -17,7 +18,7 @@ const results = [
 const resultNames = () => results.map(([name]) => typeof name === "function" ? name() : name);
 /** The results of a run, in the order of their names. */
 const resultsOf = (run) => results.map(([, of, say = short]) => { const full = of(run), text = say(full); return el("span", { title: text === "–" ? undefined : shown(full) }, text); });
-const RESULTS = /^(accurac(y|ies)|class_accuracies|classes|confusion|arguments|images_per_s|sent_bytes|skipped_steps|exposed_comm_percent|peak_rss_mib|test_.*|.*_s|.*_sha256)$/;
+const RESULTS = /^(accurac(y|ies)|class_accuracies|classes|confusion|arguments|images_per_s|sent_bytes|skipped_steps|exposed_comm_percent|peak_rss_mib|mfu|rank_flops_per_step|test_.*|.*_s|.*_sha256)$/;
 const ABOUT = ["program", "data", "ranks", "threads_per_rank", "transport", "host", "user", "processor", "system", "steps_per_epoch", "attempt", "id", "phalanx"];
 const plain = (name) => name.replace(/^--/, "").replaceAll("-", "_");
 const argumentsOf = ({ about, summary }) => (Array.isArray(about.arguments) ? about.arguments : Array.isArray(summary.arguments) ? summary.arguments : []).map(String);

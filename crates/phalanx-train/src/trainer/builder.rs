@@ -797,8 +797,23 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         trainer.take_program(&history);
         trainer.history = history;
         trainer.update_loop();
+        trainer.measure_peak()?;
         trainer.join()?;
         Ok(trainer)
+    }
+}
+
+impl<M, S: Strategy> Trainer<'_, M, S> {
+    /// Measures the peak of this rank's threads: on all ranks at the same time, as they train.
+    fn measure_peak(&mut self) -> Result<()> {
+        if self.purpose != Purpose::Train || self.is_complete() {
+            return Ok(());
+        }
+        if !self.ctx.is_newcomer() {
+            self.together(|trainer| Ok(trainer.ctx.group().barrier()?))?;
+        }
+        self.results.timing.peak_flops_per_s = self.tape.peak_flops_per_s();
+        Ok(())
     }
 }
 

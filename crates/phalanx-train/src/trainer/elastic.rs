@@ -420,7 +420,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.reports.output.set_dir(handover.folder);
         // Should this rank write the run's files, its times go on from there.
         self.ctx.runs_since(handover.elapsed);
-        results.timing = handover.timing;
+        // The peak is this rank's own.
+        let own = std::mem::replace(&mut results.timing, handover.timing);
+        results.timing.peak_flops_per_s = own.peak_flops_per_s;
         self.history = history;
         self.update_loop();
         Ok(())

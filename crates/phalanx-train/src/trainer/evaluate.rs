@@ -231,12 +231,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if let Some(own) = own {
             self.replace_buffers(&own);
         }
-        let took = began.elapsed();
-        self.results.timing.tested += took;
-        if let Some(running) = &mut self.running {
-            // It is no time of training.
-            running.began += took;
-        }
+        self.count_evaluation(began);
         self.count_time(0);
         result
     }
@@ -431,7 +426,7 @@ impl<M> Trainer<'_, M> {
                 Ok(())
             })
         })?;
-        self.results.timing.tested += began.elapsed();
+        self.count_evaluation(began);
         Ok(all)
     }
 }

@@ -481,6 +481,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// Those of saving; after a stop the error that ends the program orderly.
     fn end_round(&mut self) -> Result<()> {
         if let Some(best) = self.results.best.take_new().cloned() {
+            let began = Instant::now();
             let _phase = self.ctx.phase("saving");
             let joined = self.mean_buffers()?;
             let own = joined.map(|joined| self.replace_buffers(&joined));
@@ -492,6 +493,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
                 self.replace_buffers(&own);
             }
             saved?;
+            self.results.timing.saved += began.elapsed();
         }
         self.save_due()
     }
@@ -864,7 +866,7 @@ impl<M> Trainer<'_, M> {
             let step = trainer.tape.inference(trainer.strategy.params());
             f(&trainer.model, &step)
         });
-        self.results.timing.tested += began.elapsed();
+        self.count_evaluation(began);
         outcome
     }
 }

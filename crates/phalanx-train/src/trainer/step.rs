@@ -240,6 +240,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     ) -> Result<Taken> {
         let buffers = self.strategy.params().buffers_flat().to_vec();
         let skipped = self.strategy.skipped_of_groups();
+        let flops = self.tape.flops();
         let averaged = self.average_gradients(group, batch, loss);
         let turn = batch.context();
         let shared = averaged.and_then(|mut gradients| {
@@ -254,6 +255,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             params.buffers_flat_mut().copy_from_slice(&buffers);
             self.strategy.set_skipped_steps(&skipped);
         })?;
+        self.results.timing.flops += self.tape.flops().wrapping_sub(flops) as f64;
         let turn = &*turn;
         if self.settings.watch > 0 && group == 0 && gradients.commit.is_yes() {
             self.watch(turn);
@@ -373,14 +375,28 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         }
     }
 
+    /// The time in steps so far, checkpoints between them included.
+    fn trained(&self) -> Duration {
+        let running = self.running.as_ref();
+        let running = running.map_or(Duration::ZERO, |running| running.began.elapsed());
+        self.results.timing.trained + running
+    }
+
+    /// Counts what was done since `began` as evaluation, and as no training.
+    pub(super) fn count_evaluation(&mut self, began: Instant) {
+        let took = began.elapsed();
+        self.results.timing.tested += took;
+        if let Some(running) = &mut self.running {
+            running.began += took;
+        }
+    }
+
     /// Tells the log what the time went to so far, after `steps` more steps.
     pub(super) fn count_time(&self, steps: u64) {
         let (timing, counters) = (&self.results.timing, self.reports.log.counters());
-        let began = self.running.as_ref().map(|running| running.began);
-        let running = began.map_or(Duration::ZERO, |began| began.elapsed());
         counters.steps.fetch_add(steps, Relaxed);
         for (counter, time) in [
-            (&counters.train, timing.trained + running),
+            (&counters.train, self.trained()),
             (&counters.data, self.waited.get()),
             (&counters.exposed, timing.exposed),
             (&counters.saving, timing.saved),
@@ -452,6 +468,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             }
             if let Some(norm) = self.strategy.grad_norm(0) {
                 record["grad_norm"] = json!(norm);
+            }
+            let trained = self.trained();
+            if let Some(mfu) = self.results.timing.mfu(trained) {
+                record["mfu"] = json!(mfu);
             }
             self.keep_record(&record);
             self.reports.log.event(&record)?;

@@ -93,7 +93,7 @@ pub(crate) fn json(path: &Path) -> Value {
 /// Numbers of time are left out.
 fn plain(mut record: Value) -> Value {
     for name in record.as_object().expect("an object").clone().keys() {
-        if ["_s", "_ms"].iter().any(|end| name.ends_with(end)) {
+        if name == "mfu" || ["_s", "_ms"].iter().any(|end| name.ends_with(end)) {
             record.as_object_mut().expect("an object").remove(name);
         }
     }

@@ -1,11 +1,13 @@
 //! How often the loss is recorded and printed, and how a run is named that fails.
 
 use std::sync::Mutex;
+use std::time::Duration;
 
 use phalanx_nn::optim::Sgd;
 use phalanx_train::{Error, ErrorKind, Job, RankContext, Reporter, Result, StepInfo};
 use serde_json::Value;
 
+use crate::again::json;
 use crate::trainer::{data, loss, plane, ranks_with, settings};
 
 /// Keeps the steps that a program would print.
@@ -123,4 +125,47 @@ fn a_run_that_fails_has_a_report_and_says_where() {
     assert_eq!(train(ErrorKind::PeerLost), "no luck");
     let events = std::fs::read_to_string(run.join("events.jsonl")).expect("events");
     assert!(events.contains("\"status\":\"failed\""), "{events}");
+}
+
+#[test]
+fn utilization_counts_the_steps_of_this_rank_without_evaluation() {
+    let dir = tempfile::tempdir().expect("folder");
+    let settings = settings(dir.path(), &["--global-batch-size", "12"]);
+    let train = |job: &Job<'_>| -> Result<()> {
+        let train = data(36);
+        let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
+        for _ in trainer.epochs() {
+            for batch in trainer.batches(&train)? {
+                trainer.step(&batch, |model, batch| loss(model, &batch))?;
+                trainer.infer(|model, step| {
+                    std::thread::sleep(Duration::from_millis(20));
+                    model.forward(step.input(&[1.0, 2.0], &[1, 2])?)?;
+                    Ok(())
+                })?;
+            }
+        }
+        trainer.finish().map(drop)
+    };
+    for rank in ranks_with(&settings, 2, train) {
+        rank.expect("trained");
+    }
+    let run = dir.path().join("run");
+    let summary = json(&run.join("summary.json"));
+    let number = |name: &str| summary[name].as_f64().expect("a number");
+    // Six samples of two values, forward and the weight's gradient.
+    let flops = f64::from(2 * (2 * 6 * 2));
+    assert_eq!(number("rank_flops_per_step"), flops);
+    let peak = number("rank_peak_flops_per_s");
+    let (train, test) = (number("train_s"), number("test_s"));
+    let whole = 6.0 * flops / (train - number("saving_s")) / peak;
+    assert!((number("mfu") / whole - 1.0).abs() < 1e-9, "{summary}");
+    assert!(train + test <= number("total_s"), "{summary}");
+    let metrics = std::fs::read_to_string(run.join("metrics.jsonl")).expect("metrics");
+    let records = metrics
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+    let shares: Vec<f64> = records.filter_map(|r| r["mfu"].as_f64()).collect();
+    assert_eq!(shares.len(), 6);
+    let time: f64 = shares.iter().map(|share| flops / (share * peak)).sum();
+    assert!(0.0 < time && time <= train, "{time} of {train}");
 }
