@@ -50,7 +50,7 @@ fn runs_are_real_and_become_the_documents_table() {
 
     let both = json(&dir.path().join("both/comparison.json"));
     assert_eq!(both["recipe"], "mnist");
-    assert_eq!(both["arguments"][1], "240");
+    assert_eq!(both["arguments"][1], "synthetic:240");
     for (i, workers) in [1, 3].into_iter().enumerate() {
         let run = &both["runs"][i];
         let folder = format!("both/workers-{workers}");
