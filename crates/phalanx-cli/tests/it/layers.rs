@@ -395,6 +395,7 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
             &["split"],
             &["labels"],
             &["log"],
+            &["lr_finder"],
             &["precision"],
             &["update"],
             &["lock"],
@@ -435,7 +436,7 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
 /// Code lines of each crate at most, without tests, comments and blank lines. A commit that raises one says why; one that
 /// has made a crate smaller lowers it.
 const LINES: [(&str, usize); 20] = [
-    ("phalanx", 514),
+    ("phalanx", 531),
     ("phalanx-base", 1200),
     ("phalanx-checkpoint", 3579),
     ("phalanx-cli", 3915),
@@ -452,7 +453,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1178),
     ("phalanx-store", 4522),
     ("phalanx-track", 3360),
-    ("phalanx-train", 10216),
+    ("phalanx-train", 10360),
     ("phalanx-wire", 1832),
     ("recipes", 3160),
 ];
