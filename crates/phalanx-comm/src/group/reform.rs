@@ -817,7 +817,7 @@ impl Reform<'_> {
                 // One asks where they are; should it be lost, the others do.
                 let is_first = present.first() == Some(&self.identity.global_rank);
                 let patience = 4 * LOOK + ASK * present.len() as u32;
-                if joins && !is_first && since.elapsed() < waited + patience {
+                if joins && !is_first && since.elapsed() < waited.saturating_add(patience) {
                     let _ = store.wait(&[&decision], LOOK.min(self.left()));
                 } else if since.elapsed() >= waited {
                     let host_of = |number: usize| {

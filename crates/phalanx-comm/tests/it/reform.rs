@@ -322,6 +322,35 @@ fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
     }
 }
 
+/// As an elastic training waits: for as long as nobody says that a rank is lost.
+#[test]
+fn a_newcomer_that_comes_late_is_waited_for_without_a_limit() {
+    let (store, token, groups) = two_with_store(Over::Tcp);
+    std::thread::scope(|scope| {
+        for group in groups {
+            scope.spawn(|| {
+                group.barrier().unwrap();
+                let group = group.grow(&[5, 7], patient()).unwrap();
+                assert_eq!(sum_of_members(&group), 13);
+                group.shutdown().unwrap();
+            });
+        }
+        for (number, late) in [(5, 400), (7, 0)] {
+            let (store, options) = (Arc::clone(&store), init_options(Over::Tcp, &token));
+            scope.spawn(move || {
+                let newcomer = Newcomer::from_store(store.clone(), number, options).unwrap();
+                // It is invited already.
+                let invited = format!("reform/invited/{number}");
+                store.get(&invited, PATIENCE).unwrap();
+                std::thread::sleep(Duration::from_millis(late));
+                let group = newcomer.join(&patient()).unwrap().expect("the job runs");
+                assert_eq!(sum_of_members(&group), 13);
+                group.shutdown().unwrap();
+            });
+        }
+    });
+}
+
 #[test]
 fn a_newcomer_that_is_lost_before_it_joins_holds_nobody_up() {
     let (store, _, groups) = two_with_store(Over::Shm);
