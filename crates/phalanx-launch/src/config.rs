@@ -117,7 +117,7 @@ fn said(arg: &Arg, values: &[String]) -> Vec<String> {
     let bare = || vec![format!("--{name}")];
     let counts = arg.get_num_args().unwrap_or(ValueRange::SINGLE);
     match values.first().map(String::as_str) {
-        Some("false") if !arg.get_action().takes_values() => Vec::new(),
+        Some("false") if counts.min_values() == 0 || !arg.get_action().takes_values() => Vec::new(),
         _ if !arg.get_action().takes_values() => bare(),
         None => bare(),
         Some("true") if counts.min_values() == 0 => bare(),
@@ -267,7 +267,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a folder");
         let table = dir.path().join("a.toml").display().to_string();
         std::fs::write(&table, "lr = 0.05\nbatch-size = 4\nwandb = true\n").expect("written");
-        let words = r#"["train", "--lr", "-1", "--lr=2", "--resume", "auto", "--tag", "a", "--tag", "b", "--mlflow",
+        let words = r#"["train", "--lr", "-1", "--lr=2", "--resume", "auto", "--find-lr", "--tag", "a", "--tag", "b", "--mlflow",
             "--config", "TABLE", "--global-batch-size", "8", "word"]"#;
         let text = format!(r#"{{"arguments": {}}}"#, words.replace("TABLE", &table));
         let all = added("json", &text, "train --config FILE").expect("flags");

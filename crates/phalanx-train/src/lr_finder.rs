@@ -7,6 +7,8 @@ use phalanx_nn::optim::schedule::Schedule;
 
 /// Steps, unless `--max-steps` says otherwise.
 pub(crate) const STEPS: u64 = 100;
+/// Fewer say too little.
+pub(crate) const LEAST_STEPS: u64 = 20;
 const FIRST: f64 = 1e-7;
 const LAST: f64 = 10.0;
 /// Of the running mean of the loss.
@@ -48,6 +50,11 @@ impl LrFinder {
     fn least(&self) -> (f64, f64) {
         let all = self.points.iter().copied();
         all.fold((0.0, f64::INFINITY), |a, b| if b.1 < a.1 { b } else { a })
+    }
+
+    /// Whether enough losses were taken before they diverged.
+    pub(crate) fn is_enough(&self) -> bool {
+        self.points.len() >= FALLS
     }
 
     /// The learning rate in the middle of the longest fall, and that of the least loss; none if the loss hardly falls.

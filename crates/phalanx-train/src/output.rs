@@ -26,6 +26,8 @@ use phalanx_launch::RankContext;
 
 pub const SUMMARY_FILE: &str = "summary.json";
 const METRICS_FILE: &str = "metrics.jsonl";
+/// What each rank measures itself.
+pub(crate) const MFU: &str = "mfu";
 pub(super) const BEST_FILE: &str = "best.safetensors";
 pub(super) const ASIDE_BEST_FILE: &str = "aside-best.safetensors";
 const PREDICTIONS_FILE: &str = "predictions.jsonl";
@@ -368,7 +370,9 @@ impl Output {
     ) -> Result<RunLog> {
         let names = |record: &Value| -> Vec<String> {
             let record = record.as_object().into_iter().flatten();
-            record.map(|(name, _)| name.clone()).collect()
+            // One rank may know its own utilization, and another not.
+            let names = record.map(|(name, _)| name).filter(|name| *name != MFU);
+            names.cloned().collect()
         };
         let same = |a: &Value, b: &Value| step_of(a) == step_of(b) && names(a) == names(b);
         let written = match &self.opened {

@@ -134,6 +134,7 @@ pub struct Settings {
 /// A program's own values of settings that nobody typed. Its recipe may decide
 /// them, so that the parser cannot.
 #[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
 pub struct Defaults {
     /// `--epochs`.
     pub epochs: usize,
@@ -264,7 +265,7 @@ impl Settings {
     /// Samples of a test set of `samples` that are evaluated.
     pub(crate) fn limited_test(&self, samples: usize) -> usize {
         match self.find_lr {
-            // The program evaluates for nothing.
+            // The result is not used.
             true => samples.min(1),
             false => self.limit_test.map_or(samples, |limit| samples.min(limit)),
         }
@@ -312,8 +313,14 @@ impl Settings {
         }
         if self.find_lr && self.saving.enabled() {
             return Err(Error::usage(
-                "--find-lr has no checkpoints; leave out --save-every, --resume and --stop-after",
+                "--find-lr saves no checkpoints; remove --save-every, --resume and --stop-after",
             ));
+        }
+        if let (true, Some(steps @ ..lr_finder::LEAST_STEPS)) = (self.find_lr, self.max_steps) {
+            return Err(Error::usage(format!(
+                "--find-lr needs at least {} steps, and --max-steps is {steps}",
+                lr_finder::LEAST_STEPS
+            )));
         }
         check_lr(self.lr())?;
         if self
@@ -373,7 +380,7 @@ impl Settings {
     /// Usage errors naming the flag.
     pub fn check_elastic(&self) -> Result<()> {
         let why = match self.gradient_type {
-            _ if self.find_lr => "has nothing to go on with under --find-lr; leave out one of them",
+            _ if self.find_lr => "cannot be used with --find-lr; remove one of them",
             _ if self.sampler == SamplerKind::Torch => {
                 "divides every batch among the ranks that are left; use --sampler exact"
             }
@@ -393,9 +400,6 @@ impl Settings {
     /// Steps between two records of the loss in a training of `steps` steps. Few enough for a curve, and so many that
     /// writing them takes no noticeable time. The loss of a batch that is cut into shards needs a collective.
     pub fn record_interval(&self, steps: u64) -> usize {
-        if self.find_lr {
-            return 1;
-        }
         let points = match self.split.determinism() {
             Determinism::Shards => 50,
             Determinism::Ranks | Determinism::Off => 1000,

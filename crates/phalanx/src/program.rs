@@ -209,7 +209,7 @@ impl<A: clap::Args + Send + Sync> Program<A> {
     }
 
     fn command(&self) -> clap::Command {
-        let of = |value: fn(&Defaults) -> String| {
+        let of = |value: &dyn Fn(&Defaults) -> String| {
             let others = self.others.as_ref();
             let others = others.map(|(flag, others, _)| format!("; {flag}: {}", value(others)));
             let usual = value(&self.defaults);
@@ -222,16 +222,22 @@ impl<A: clap::Args + Send + Sync> Program<A> {
         let texts = [
             (
                 "epochs",
-                format!("Number of epochs {}", of(|d| d.epochs.to_string())),
+                format!(
+                    "Number of epochs {}",
+                    of(&|d| match d.max_steps {
+                        None => d.epochs.to_string(),
+                        Some(steps) => format!("as many as {steps} steps take"),
+                    })
+                ),
             ),
             (
                 "batch_size",
                 format!(
                     "Samples per rank and step {}",
-                    of(|d| d.batch_size.to_string())
+                    of(&|d| d.batch_size.to_string())
                 ),
             ),
-            ("lr", format!("Learning rate {}", of(|d| d.lr.to_string()))),
+            ("lr", format!("Learning rate {}", of(&|d| d.lr.to_string()))),
             (
                 "output_dir",
                 format!(
@@ -239,22 +245,23 @@ impl<A: clap::Args + Send + Sync> Program<A> {
                 ),
             ),
         ];
-        let steps = [
-            (
-                "max_steps",
-                "Stop after N steps, within an epoch if need be; without --epochs, train as many epochs as that takes",
-                self.defaults.max_steps,
-            ),
-            (
-                "eval_every",
-                "Evaluate every N steps of an epoch, besides at its end",
-                self.defaults.eval_every.map(|n| n as u64),
-            ),
-        ];
-        let steps = steps.into_iter().filter_map(|(field, text, default)| {
-            let default = default?;
-            Some((field, format!("{text} [default: {default}]")))
-        });
+        let shown = |n: Option<u64>| n.map_or("none".to_owned(), |n| n.to_string());
+        let others = self.others.as_ref();
+        let steps = |field, text, default: fn(&Defaults) -> Option<u64>| {
+            let other = others.and_then(|(_, others, _)| default(others));
+            default(&self.defaults).or(other)?;
+            Some((field, format!("{text} {}", of(&|d| shown(default(d))))))
+        };
+        let max_steps = steps(
+            "max_steps",
+            "Stop after N steps, within an epoch if need be; without --epochs, train as many epochs as that takes",
+            |d| d.max_steps,
+        );
+        let eval_every = steps(
+            "eval_every",
+            "Evaluate every N steps of an epoch, besides at its end",
+            |d| d.eval_every.map(|n| n as u64),
+        );
         let own = self
             .help
             .iter()
@@ -262,7 +269,8 @@ impl<A: clap::Args + Send + Sync> Program<A> {
         let command = Typed::<A>::command().name(self.name.clone());
         let command = texts
             .into_iter()
-            .chain(steps)
+            .chain(max_steps)
+            .chain(eval_every)
             .chain(own)
             .fold(command, |command, (field, text)| {
                 command.mut_arg(field, |arg| arg.help(text))

@@ -67,12 +67,8 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    let defaults = Defaults {
-        epochs: 3,
-        batch_size: 32,
-        lr: 0.002,
-    };
-    Program::new().defaults(defaults).main_with(|job, args: &Args| {
+    let program = Program::new().defaults(Defaults::new(3, 32, 0.002));
+    program.main_with(|job, args: &Args| {
         let train = Arc::new(windows(0, args.windows));
         let test = Arc::new(windows(args.windows, 1000));
         let mut trainer = job

@@ -708,6 +708,21 @@ fn mistakes_are_named_with_the_way_out() {
         ),
         (&["train", "mnist", "--lr", "fast"], 2, &["--lr", "fast"]),
         (
+            &["train", "mnist", "--find-lr", "--save-every", "5"],
+            2,
+            &["--find-lr saves no checkpoints; remove --save-every"],
+        ),
+        (
+            &["train", "mnist", "--find-lr", "--max-steps", "9"],
+            2,
+            &["--find-lr needs at least 20 steps, and --max-steps is 9"],
+        ),
+        (
+            &["train", "mnist", "--find-lr", "--elastic"],
+            2,
+            &["--elastic cannot be used with --find-lr; remove one of them"],
+        ),
+        (
             &["train", "mnist", "--lr", "-1"],
             2,
             &["--lr must be a number from 0 up"],

@@ -38,8 +38,8 @@ const byLr = () => ({
   axis: LR_AXIS, smoothing: view.smoothing,
   marks: runs.filter((run) => isDrawn(run) && run.curves.suggested_lr).map((run) => ({ kind: "metric", x: Math.log10(run.curves.suggested_lr.y[0]), text: `${several() ? run.label + ": " : ""}suggested learning rate ${short(run.curves.suggested_lr.y[0])}` })),
   series: runs.filter((run) => isDrawn(run) && findsLr(run)).map((run) => {
-    const { lr, loss } = run.curves, end = loss.y.findIndex((v) => v > 2 * Math.abs(loss.y[0]));
-    const at = loss.x.map((step) => lr.y[lr.x.indexOf(step)]).slice(0, end < 0 ? undefined : end);
+    const { lr, loss } = run.curves, end = loss.y.findLastIndex((v) => v <= 2 * Math.abs(loss.y[0])) + 1;
+    const at = loss.x.map((step) => lr.y[lr.x.indexOf(step)]).slice(0, end);
     return { x: at.map(Math.log10), y: loss.y.slice(0, at.length), label: several() ? run.label : "loss", color: run.color, place: (i) => `at a learning rate of ${short(at[i])}` };
   }),
 });

@@ -331,7 +331,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     /// Asks `hook` in each step, after the gradients were averaged and before the optimizer changes the weights, whether it is to
     /// do so: with `Ok(false)` on any rank the step is skipped on all ranks, as one with gradients that are not finite. It is
     /// counted as a step, and in `skipped_steps` of `summary.json`. An error ends the training. Where ranks are lost in an
-    /// elastic training, the hook may be asked twice about a step.
+    /// elastic training, the hook may be asked twice about a step. All ranks set one.
     ///
     /// *Cost:* the norm of the gradients, as [`clip_grad_norm`](Self::clip_grad_norm) takes it, and a collective of some bytes.
     pub fn before_update(
@@ -339,6 +339,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         hook: impl FnMut(&PendingUpdate<'_>) -> Result<bool> + 'j,
     ) -> Self {
         self.before_update = Some(Box::new(hook));
+        self.must_agree.push("before_update".to_owned());
         self
     }
 
@@ -797,23 +798,12 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         trainer.take_program(&history);
         trainer.history = history;
         trainer.update_loop();
-        trainer.measure_peak()?;
+        if self.purpose == Purpose::Train && !trainer.is_complete() {
+            // On all ranks at about the same time, as they train.
+            trainer.results.timing.peak_flops_per_s = trainer.tape.peak_flops_per_s();
+        }
         trainer.join()?;
         Ok(trainer)
-    }
-}
-
-impl<M, S: Strategy> Trainer<'_, M, S> {
-    /// Measures the peak of this rank's threads: on all ranks at the same time, as they train.
-    fn measure_peak(&mut self) -> Result<()> {
-        if self.purpose != Purpose::Train || self.is_complete() {
-            return Ok(());
-        }
-        if !self.ctx.is_newcomer() {
-            self.together(|trainer| Ok(trainer.ctx.group().barrier()?))?;
-        }
-        self.results.timing.peak_flops_per_s = self.tape.peak_flops_per_s();
-        Ok(())
     }
 }
 

@@ -539,9 +539,13 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             return Ok(());
         };
         let (epoch, is_last) = (ended.epoch, self.is_last());
+        let finds_lr = self.lr_finder.is_some();
         let best = self.results.best.take_new().cloned();
         self.write_weights(|output, saving, outline, values| {
-            let saved = output.save_epoch(epoch, outline, values);
+            let saved = match finds_lr {
+                true => Ok(()),
+                false => output.save_epoch(epoch, outline, values),
+            };
             match is_last {
                 false => saving.handle_weights_error(&format!("epoch {epoch}'s"), saved)?,
                 // What the training was for.
@@ -671,7 +675,8 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
 
     /// The norm of the averaged gradients of the last [`step`](Self::step) over all parameters, before it was clipped, as
     /// PyTorch's `clip_grad_norm_` gives it. None before the first step, and of a trainer without
-    /// [`clip_grad_norm`](TrainerBuilder::clip_grad_norm), whose limit may be `f64::INFINITY`.
+    /// [`clip_grad_norm`](TrainerBuilder::clip_grad_norm), whose limit may be `f64::INFINITY`, and
+    /// [`before_update`](TrainerBuilder::before_update).
     pub fn grad_norm(&self) -> Option<f64> {
         self.strategy.grad_norm(0)
     }

@@ -14,6 +14,7 @@ use serde_json::json;
 use super::batches::{LoadedMicroBatches, MicroBatch, Randomness, StepBatch, StepContext};
 use super::{Ended, Reports, Running, Trainer};
 use crate::error::{Error, Result};
+use crate::output::MFU;
 use crate::reporter::StepInfo;
 use crate::saving::SaveAction;
 use crate::strategy::{Gradients, StepTools, Strategy, exposed};
@@ -154,7 +155,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let mean = f64::from_bits(taken.mean);
         let exposed = exposed(self.strategy.times(group));
         self.results.timing.add(exposed, 0);
-        self.check_mean(group, &batch.context(), mean)?;
+        if self.lr_finder.is_none() {
+            self.check_mean(group, &batch.context(), mean)?;
+        }
         Ok(mean)
     }
 
@@ -169,13 +172,15 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             return Ok(());
         };
         let loss = sum[0] / turn.global.samples.max(1) as f64;
-        let step = self.place.step + 1;
+        let (step, taken) = (self.place.step, self.place.step + 1);
         let record = json!({ "step": step, "epoch": turn.epoch, "loss": loss, "lr": lr });
         self.reports.log.event(&record)?;
-        if !finder.add(lr, loss) && step < self.extent.all() {
+        if !finder.add(lr, loss) && taken < self.extent.all() {
             return Ok(());
         }
         self.reports.progress.end();
+        let profiler = &mut self.reports.profiler;
+        profiler.finish(ctx, &mut self.tape, self.strategy.params())?;
         match finder.suggestion() {
             Some((suggested, least)) => {
                 let record =
@@ -188,7 +193,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                     ctx.line(&format!("suggested_lr={suggested:.2e}"))?;
                 }
             }
-            None => ctx.note("no learning rate to suggest: the loss does not fall"),
+            None if finder.is_enough() => {
+                ctx.note("no learning rate to suggest: the loss does not fall");
+            }
+            None => ctx.note("no learning rate to suggest: the loss diverges in the first steps"),
         }
         ctx.group().barrier()?;
         self.reports.log.finish();
@@ -355,11 +363,18 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             let params = self.strategy.params_mut();
             params.buffers_flat_mut().copy_from_slice(buffers);
             let (ctx, at) = (self.ctx, turn.name());
+            let why = match commit {
+                Commit::No(vetoes) if vetoes.iter().all(|veto| veto.parameter.is_none()) => {
+                    let ranks: Vec<_> = vetoes.iter().map(|veto| veto.rank.to_string()).collect();
+                    format!("before_update returned false on rank {}", ranks.join(", "))
+                }
+                _ => commit.to_string(),
+            };
             let Reports { progress, log, .. } = &self.reports;
             let step = (turn.epoch - 1) * self.steps + turn.index;
-            let text = format!("{at} is skipped on all ranks: {commit}");
+            let text = format!("{at} is skipped on all ranks: {why}");
             log.notice(step as u64, &text);
-            progress.suspend(|| ctx.note_skipped(commit, format_args!("{at}")));
+            progress.suspend(|| ctx.note_skipped(&why, format_args!("{at}")));
         }
         Ok(())
     }
@@ -471,7 +486,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             }
             let trained = self.trained();
             if let Some(mfu) = self.results.timing.mfu(trained) {
-                record["mfu"] = json!(mfu);
+                record[MFU] = json!(mfu);
             }
             self.keep_record(&record);
             self.reports.log.event(&record)?;

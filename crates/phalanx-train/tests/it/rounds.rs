@@ -10,7 +10,7 @@ use phalanx_data::metrics::Confusion;
 use phalanx_nn::optim::schedule::{OneCycle, Plateau, Schedule};
 use phalanx_nn::optim::{Ema, Sgd};
 use phalanx_nn::{Params, Scope, Seed};
-use phalanx_train::{EarlyStopping, Error, ErrorKind, Evaluation, Job, Measure, Result};
+use phalanx_train::{EarlyStopping, Error, ErrorKind, Evaluation, Files, Job, Measure, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -39,7 +39,7 @@ struct End {
 const LOSSES: [f64; 8] = [5.0, 4.0, 3.0, 3.5, 3.25, 2.5, 2.75, 2.6];
 
 /// A training that evaluates after each part of an epoch, and after the third evaluation sets another learning rate; with
-/// `falls` the learning rate falls with each evaluation that is no better instead.
+/// `falls` the learning rate falls with each evaluation that is no better instead. Every fourth update is refused.
 fn program(job: &Job<'_>, patience: usize, falls: bool) -> Result<End> {
     let train = data(36);
     let builder = job.trainer(&train, plane, |params, lr| {
@@ -52,6 +52,7 @@ fn program(job: &Job<'_>, patience: usize, falls: bool) -> Result<End> {
     };
     let mut trainer = builder
         .clip_grad_norm(0.7)
+        .before_update(|update| Ok(update.step % 4 != 3))
         .early_stopping(EarlyStopping::new(patience))
         .schedule(|lr, _| match falls {
             true => Schedule::warm_up(3, Schedule::reduce_on_plateau(lr, plateau)?),
@@ -111,6 +112,7 @@ fn left(dir: &Path) -> (Vec<Value>, Vec<Value>, (String, Vec<f32>)) {
         "weights_sha256",
         "metrics_sha256",
         "optimizer_sha256",
+        "skipped_steps",
         "stopped_early",
         "planned_steps",
         "test_loss",
@@ -735,7 +737,11 @@ fn an_update_is_refused_by_the_norm_of_its_gradients() {
 fn a_learning_rate_is_found_on_any_number_of_ranks() {
     let program = |job: &Job<'_>| {
         let train = data(36);
-        let mut trainer = job.trainer(&train, plane, Sgd::new).start()?;
+        let files = Files {
+            each_epoch: true,
+            ..Files::default()
+        };
+        let mut trainer = job.trainer(&train, plane, Sgd::new).files(files).start()?;
         for _epoch in trainer.epochs() {
             for batch in trainer.batches(&train)? {
                 trainer.step(&batch, |model, batch| loss(model, &batch))?;
