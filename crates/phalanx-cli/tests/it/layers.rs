@@ -436,7 +436,7 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
 /// Code lines of each crate at most, without tests, comments and blank lines. A commit that raises one says why; one that
 /// has made a crate smaller lowers it.
 const LINES: [(&str, usize); 20] = [
-    ("phalanx", 531),
+    ("phalanx", 539),
     ("phalanx-base", 1200),
     ("phalanx-checkpoint", 3579),
     ("phalanx-cli", 3915),
@@ -453,7 +453,7 @@ const LINES: [(&str, usize); 20] = [
     ("phalanx-report", 1178),
     ("phalanx-store", 4522),
     ("phalanx-track", 3360),
-    ("phalanx-train", 10360),
+    ("phalanx-train", 10380),
     ("phalanx-wire", 1832),
     ("recipes", 3160),
 ];
