@@ -129,7 +129,8 @@ fn learns((name, world, step, texts): &Shape, over: Over) {
     let is_shorter = over != Over::Tcp && name.starts_with("a collective");
     for error in &errors {
         let text = error.to_string();
-        if is_shorter {
+        // Whichever is seen first, that operations differ or that ranks wait in a circle.
+        if is_shorter && !text.contains("in a circle") {
             assert!(text.contains("rank 1 called send/recv"), "{over:?}: {text}");
             assert!(text.contains("rank 2 called broadcast"), "{over:?}: {text}");
             continue;
