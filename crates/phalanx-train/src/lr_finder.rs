@@ -7,15 +7,15 @@ use phalanx_nn::optim::schedule::Schedule;
 
 /// Steps, unless `--max-steps` says otherwise.
 pub(crate) const STEPS: u64 = 100;
-/// Fewer say too little.
+/// The fewest steps.
 pub(crate) const LEAST_STEPS: u64 = 20;
 const FIRST: f64 = 1e-7;
 const LAST: f64 = 10.0;
-/// Of the running mean of the loss.
+/// Weight of the earlier losses in the running mean.
 const SMOOTHING: f64 = 0.98;
-/// It ends when the mean is so many times the least one.
+/// The training ends when the mean is this many times its least value.
 const DIVERGED: f64 = 4.0;
-/// Losses that fall one after the other, so that something is suggested.
+/// The fewest falling losses for a suggestion.
 const FALLS: usize = 10;
 
 /// The losses so far.

@@ -26,7 +26,7 @@ use phalanx_launch::RankContext;
 
 pub const SUMMARY_FILE: &str = "summary.json";
 const METRICS_FILE: &str = "metrics.jsonl";
-/// What each rank measures itself.
+/// Model FLOPs utilization, in the records of `metrics.jsonl`.
 pub(crate) const MFU: &str = "mfu";
 pub(super) const BEST_FILE: &str = "best.safetensors";
 pub(super) const ASIDE_BEST_FILE: &str = "aside-best.safetensors";
@@ -370,7 +370,7 @@ impl Output {
     ) -> Result<RunLog> {
         let names = |record: &Value| -> Vec<String> {
             let record = record.as_object().into_iter().flatten();
-            // One rank may know its own utilization, and another not.
+            // A rank may lack it where another has it.
             let names = record.map(|(name, _)| name).filter(|name| *name != MFU);
             names.cloned().collect()
         };

@@ -25,13 +25,13 @@ pub struct Timing {
     pub saved: Duration,
     /// By this rank to all others, whatever for.
     pub sent_bytes: u64,
-    /// Taken.
+    /// Steps taken.
     pub steps: u64,
     /// Floating-point operations of this rank's model in the steps.
     pub flops: f64,
-    /// The most of them per second, as measured; 0 where they were not.
+    /// The measured peak, in floating-point operations per second; 0 if it was not measured.
     pub peak_flops_per_s: f64,
-    /// What [`mfu`](Self::mfu) was last given, and the operations until then.
+    /// Time and operations at the last call of [`mfu`](Self::mfu).
     mfu_since: (Duration, f64),
 }
 

@@ -374,8 +374,8 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     /// norm is wanted before it: exchanges them, and passes each part on to the rank with its copy. With a `limit` the step
     /// scales the gradients down to a norm of at most that, and this gives their norm, that of the joined gradient of all
     /// ranks. Squares are added in another order than in [`grad_norm`], in f64: the norm differs from it in the last digits,
-    /// the float32 factor computed from it almost never. A step that is not to be taken need not be: the next
-    /// one is prepared in its place.
+    /// the float32 factor computed from it almost never. A prepared step may be left out: preparing the next
+    /// one replaces it.
     ///
     /// *Blocks* until all ranks of the group call it. *Cost:* what a reduce-scatter of the gradients takes, and 1/world of
     /// the gradients sent and received.

@@ -328,10 +328,10 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         self
     }
 
-    /// Asks `hook` in each step, after the gradients were averaged and before the optimizer changes the weights, whether it is to
-    /// do so: with `Ok(false)` on any rank the step is skipped on all ranks, as one with gradients that are not finite. It is
-    /// counted as a step, and in `skipped_steps` of `summary.json`. An error ends the training. Where ranks are lost in an
-    /// elastic training, the hook may be asked twice about a step. All ranks set one.
+    /// Calls `hook` in each step after the gradients are averaged and before the optimizer changes the weights. If it returns
+    /// `Ok(false)` on any rank, all ranks skip the update, as they do for gradients that are not finite. A skipped update
+    /// counts as a step, and in `skipped_steps` of `summary.json`. An error ends the training. All ranks set a hook. It may be
+    /// called twice for a step of an elastic training, if a rank is lost.
     ///
     /// *Cost:* the norm of the gradients, as [`clip_grad_norm`](Self::clip_grad_norm) takes it, and a collective of some bytes.
     pub fn before_update(

@@ -19,19 +19,19 @@ use crate::reporter::StepInfo;
 use crate::saving::SaveAction;
 use crate::strategy::{Gradients, StepTools, Strategy, exposed};
 
-/// What [`before_update`](crate::TrainerBuilder::before_update) is asked about.
+/// An update that [`before_update`](crate::TrainerBuilder::before_update) may refuse.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct PendingUpdate<'a> {
     /// The name of the optimizer's [group of parameters](crate::TrainerBuilder::optimizer_of); empty for the trainer's own.
     pub group: &'a str,
-    /// From 1.
+    /// The epoch, from 1.
     pub epoch: usize,
-    /// Of the whole training, from 1.
+    /// The step of the whole training, from 1.
     pub step: u64,
     /// Norm of the averaged gradients, before they are clipped.
     pub grad_norm: f64,
-    /// The learning rate that the update is to have.
+    /// Learning rate of the update.
     pub lr: f64,
 }
 
@@ -187,7 +187,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                     json!({ "step": step, "epoch": turn.epoch, "suggested_lr": suggested });
                 self.reports.log.event(&record)?;
                 ctx.note(&format!(
-                    "the loss falls around a learning rate of {suggested:.2e}, and is least at {least:.2e}"
+                    "the loss falls around a learning rate of {suggested:.2e} and is lowest at {least:.2e}"
                 ));
                 if ctx.is_main() {
                     ctx.line(&format!("suggested_lr={suggested:.2e}"))?;
@@ -311,7 +311,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.ask_before_update(group, turn, gradients)
     }
 
-    /// Asks the program whether the update is to be made, where it wants to be asked: one rank that refuses it decides.
+    /// Calls the program's hook, if there is one. If it refuses the update on any rank, all ranks skip it.
     fn ask_before_update(
         &mut self,
         group: usize,
