@@ -1,116 +1,7 @@
-//! Element types that travel between ranks.
+//! The Rust types of elements that travel between ranks.
 
 use half::{bf16, f16};
-
-/// The type of one element, as it is named in frame headers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum DType {
-    /// IEEE 754 binary32.
-    F32,
-    /// IEEE 754 binary64.
-    F64,
-    /// IEEE 754 binary16; reduced in f32.
-    F16,
-    /// bfloat16 (upper half of an f32); reduced in f32.
-    Bf16,
-    /// Signed 32-bit integer; sums and products wrap.
-    I32,
-    /// Signed 64-bit integer; sums and products wrap.
-    I64,
-    /// Unsigned byte; sums and products wrap.
-    U8,
-    /// Signed byte; sums and products wrap.
-    I8,
-    /// Signed 16-bit integer; sums and products wrap.
-    I16,
-    /// Unsigned 16-bit integer; sums and products wrap.
-    U16,
-    /// Unsigned 32-bit integer; sums and products wrap.
-    U32,
-    /// Unsigned 64-bit integer; sums and products wrap.
-    U64,
-}
-
-impl DType {
-    /// Every element type, in wire order.
-    pub const ALL: [DType; 12] = [
-        DType::F32,
-        DType::F64,
-        DType::F16,
-        DType::Bf16,
-        DType::I32,
-        DType::I64,
-        DType::U8,
-        DType::I8,
-        DType::I16,
-        DType::U16,
-        DType::U32,
-        DType::U64,
-    ];
-
-    /// Size of one element in bytes.
-    pub const fn size_bytes(self) -> usize {
-        match self {
-            DType::F32 | DType::I32 | DType::U32 => 4,
-            DType::F64 | DType::I64 | DType::U64 => 8,
-            DType::F16 | DType::Bf16 | DType::I16 | DType::U16 => 2,
-            DType::U8 | DType::I8 => 1,
-        }
-    }
-
-    /// The name used in messages, as Rust spells it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            DType::F32 => "f32",
-            DType::F64 => "f64",
-            DType::F16 => "f16",
-            DType::Bf16 => "bf16",
-            DType::I32 => "i32",
-            DType::I64 => "i64",
-            DType::U8 => "u8",
-            DType::I8 => "i8",
-            DType::I16 => "i16",
-            DType::U16 => "u16",
-            DType::U32 => "u32",
-            DType::U64 => "u64",
-        }
-    }
-
-    /// Whether the mean of such elements is such an element.
-    pub const fn is_float(self) -> bool {
-        matches!(self, DType::F32 | DType::F64 | DType::F16 | DType::Bf16)
-    }
-
-    /// Code in frame headers; 0 is left for "no data".
-    pub(crate) const fn wire(self) -> u8 {
-        match self {
-            DType::F32 => 1,
-            DType::F64 => 2,
-            DType::F16 => 3,
-            DType::Bf16 => 4,
-            DType::I32 => 5,
-            DType::I64 => 6,
-            DType::U8 => 7,
-            DType::I8 => 8,
-            DType::I16 => 9,
-            DType::U16 => 10,
-            DType::U32 => 11,
-            DType::U64 => 12,
-        }
-    }
-
-    /// Inverse of [`DType::wire`].
-    pub(crate) fn from_wire(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|d| d.wire() == code)
-    }
-}
-
-impl std::fmt::Display for DType {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
+use phalanx_fold::DType;
 
 mod sealed {
     pub trait Sealed {}
@@ -175,15 +66,5 @@ mod tests {
         check::<u16>();
         check::<u32>();
         check::<u64>();
-    }
-
-    #[test]
-    fn wire_codes_are_distinct_and_never_zero() {
-        for d in DType::ALL {
-            assert_ne!(d.wire(), 0);
-            assert_eq!(DType::from_wire(d.wire()), Some(d));
-        }
-        assert_eq!(DType::from_wire(0), None);
-        assert_eq!(DType::from_wire(13), None);
     }
 }

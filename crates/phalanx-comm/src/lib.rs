@@ -54,7 +54,8 @@
 //! | `status` | what each rank is doing, readable by the ranks of its host |
 //! | `operation` | an operation, and what ranks compare of it |
 //! | [`plan`] | what each rank sends, receives and folds, as data |
-//! | `kernel`, `wait`, `region` | arithmetic; sleeping and waking; mapped memory |
+//! | `wait`, `region` | sleeping and waking; mapped memory |
+//! | `phalanx-fold` | element types, reductions and their arithmetic |
 
 mod backend;
 mod context;
@@ -67,13 +68,11 @@ mod exec;
 pub mod fuzzing;
 mod group;
 mod inherited;
-mod kernel;
 mod limits;
 mod lost;
 mod memory;
 mod messages;
 mod notice;
-mod op;
 mod operation;
 pub mod plan;
 pub mod recorder;
@@ -86,7 +85,7 @@ mod sync;
 pub mod transport;
 mod wait;
 
-pub use dtype::{DType, Element};
+pub use dtype::Element;
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
     Buffer, Call, GroupOptions, InitOptions, Input, MAX_OBJECT_BYTES, MembershipRequests, Newcomer,
@@ -95,12 +94,11 @@ pub use group::{
     takes_others,
 };
 pub use inherited::inherited_socket;
-pub use kernel::{all_finite, largest};
 pub use limits::raise_open_files;
 pub use lost::report_lost;
 pub use memory::{Bucket, Registered};
 pub use notice::{NoticeListener, set_notice_listener};
-pub use op::ReduceOp;
+pub use phalanx_fold::{DType, ReduceOp, all_finite, largest};
 pub use select::{Algorithm, Costs, Rules, Selector};
 pub use shm::CollectiveBytes;
 pub use transport::{MAX_LOCAL_RANKS, PortRange, TransportKind};

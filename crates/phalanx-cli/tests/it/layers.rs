@@ -4,13 +4,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Each crate, and those of ours that it may depend on.
-const MAY: [(&str, &[&str]); 20] = [
+const MAY: [(&str, &[&str]); 21] = [
     ("base", &[]),
     ("wire", &[]),
     ("mpi", &[]),
+    ("fold", &[]),
     ("nn", &["base"]),
     ("store", &["wire"]),
-    ("comm", &["base", "wire", "store"]),
+    ("comm", &["base", "fold", "wire", "store"]),
     ("ddp", &["base", "comm", "nn"]),
     ("checkpoint", &["base", "nn"]),
     ("data", &["base", "nn", "checkpoint"]),
@@ -120,8 +121,8 @@ fn no_crate_depends_on_one_above_it() {
 }
 
 /// Crates that are built without the engine: no dependency of theirs needs it, by whatever way.
-const WITHOUT_ENGINE: [&str; 10] = [
-    "base", "wire", "store", "comm", "report", "http", "track", "live", "launch", "flow",
+const WITHOUT_ENGINE: [&str; 11] = [
+    "base", "fold", "wire", "store", "comm", "report", "http", "track", "live", "launch", "flow",
 ];
 
 #[test]
@@ -195,12 +196,10 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
             &["limits"],
             &["inherited"],
             &["dtype"],
-            &["op"],
             &["error"],
             &["notice"],
             &["region"],
             &["wait"],
-            &["kernel"],
             &["plan"],
             &["operation"],
             &["status"],
@@ -435,27 +434,28 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
 
 /// Code lines of each crate at most, without tests, comments and blank lines. A commit that raises one says why; one that
 /// has made a crate smaller lowers it.
-const LINES: [(&str, usize); 20] = [
+const LINES: [(&str, usize); 21] = [
     ("phalanx", 539),
-    ("phalanx-base", 1200),
+    ("phalanx-base", 1197),
     ("phalanx-checkpoint", 3579),
-    ("phalanx-cli", 3915),
-    ("phalanx-comm", 22813),
+    ("phalanx-cli", 3909),
+    ("phalanx-comm", 21396),
     ("phalanx-data", 3732),
-    ("phalanx-ddp", 5507),
-    ("phalanx-flow", 6845),
+    ("phalanx-ddp", 5488),
+    ("phalanx-flow", 6844),
+    ("phalanx-fold", 1421),
     ("phalanx-global", 4878),
     ("phalanx-http", 65),
-    ("phalanx-launch", 13140),
+    ("phalanx-launch", 13087),
     ("phalanx-live", 1813),
     ("phalanx-mpi", 65),
-    ("phalanx-nn", 19395),
+    ("phalanx-nn", 19373),
     ("phalanx-report", 1178),
-    ("phalanx-store", 4522),
-    ("phalanx-track", 3360),
+    ("phalanx-store", 4516),
+    ("phalanx-track", 3347),
     ("phalanx-train", 10380),
     ("phalanx-wire", 1832),
-    ("recipes", 3160),
+    ("recipes", 3081),
 ];
 
 /// How far a crate may be below its line.

@@ -23,7 +23,6 @@ use self::flow::{Cut, Flow, Piece, Schedule};
 use self::transfer::Context;
 use crate::context::RunContext;
 use crate::deadline::{echo, missed};
-use crate::kernel::{self, Source};
 use crate::memory::Scratch;
 use crate::operation::{Buffers, Operation, Signature};
 use crate::plan::order::Step;
@@ -32,6 +31,7 @@ use crate::recorder::Flight;
 use crate::stall::Awaited;
 use crate::transport::{AbortHandle, Interest, Mesh};
 use crate::{DType, Error, Result};
+use phalanx_fold::Source;
 
 /// Iterations with progress after which a rank checks the clock and whether the group
 /// has failed, although nothing was idle.
@@ -444,7 +444,7 @@ impl Executor {
                 // transfer touches them now, the op supports the type (checked
                 // when the operation was asked for).
                 unsafe {
-                    kernel::fold(
+                    phalanx_fold::fold(
                         dtype,
                         op,
                         memory.write_at(into),

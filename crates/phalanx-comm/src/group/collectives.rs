@@ -10,12 +10,12 @@ use std::sync::Arc;
 
 use super::{Buffer, Call, Input, ProcessGroup, Work};
 use crate::backend::Runner;
-use crate::kernel::Isa;
 use crate::operation::Buffers;
 use crate::operation::Operation;
 use crate::plan::{Collective, Method};
 use crate::select::Algorithm;
 use crate::{Bucket, Element, ReduceOp, Result};
+use phalanx_fold::Isa;
 
 impl ProcessGroup {
     /// Replaces `data` on every rank by the reduction of all ranks' data.

@@ -172,7 +172,7 @@ fn specs() -> Vec<Spec> {
 fn any_order_that_is_left_keeps_the_promise() {
     for spec in specs() {
         for hosts in hosts_of(&spec) {
-            for seed in 1..4 {
+            for seed in 1..3 {
                 let random = 0x9e37_79b9_7f4a_7c15u64.rotate_left(seed);
                 if let Err(e) = run(&spec, &hosts, orders(&spec, &hosts), random) {
                     panic!("{spec:?} on {hosts:?} with seed {seed}: {e}");

@@ -51,6 +51,9 @@ fn every_plan_up_to_64_ranks_keeps_its_promise() {
             counts.dedup();
             if method == Method::Barrier {
                 counts.truncate(1);
+            } else if world > 20 {
+                // Of many ranks every fourth kind: fewer elements than ranks, and more.
+                counts = vec![[1, world - 1][world % 2], [world + 1, 10007][world / 2 % 2]];
             }
             for count in counts {
                 for spec in variants(method, world, count) {

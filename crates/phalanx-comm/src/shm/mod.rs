@@ -34,11 +34,11 @@ use self::direct::Mark;
 use self::run::Run;
 use crate::Result;
 use crate::context::RunContext;
-use crate::kernel::Source;
 use crate::memory::Arena;
 use crate::operation::{Buffers, Limits, Operation, Visit};
 use crate::plan::Collective;
 use crate::transport::{Arenas, Interest, Mesh, Segment};
+use phalanx_fold::Source;
 
 /// Most bytes of one stage when every rank has a core: two stages and two
 /// results of two ranks fit the second-level caches in use.

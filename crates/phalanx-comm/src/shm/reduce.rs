@@ -7,7 +7,6 @@ use super::cell::Place;
 use super::run::Run;
 use super::{COPIED_MAX_BYTES, VISITED_BYTES};
 use crate::Result;
-use crate::kernel;
 use crate::operation::Visit;
 use crate::plan::Collective;
 use crate::region::ALIGN_BYTES;
@@ -227,8 +226,8 @@ impl Run<'_, '_> {
 
     /// # Safety
     ///
-    /// As [`kernel::fold_to_many`], for `count` elements of the operation's type.
-    unsafe fn fold(&mut self, intos: &[*mut u8], sources: &[kernel::Source], count: usize) {
+    /// As [`phalanx_fold::fold_to_many`], for `count` elements of the operation's type.
+    unsafe fn fold(&mut self, intos: &[*mut u8], sources: &[phalanx_fold::Source], count: usize) {
         let (Some(dtype), Some(op)) = (self.operation.dtype, self.operation.op) else {
             // Only collectives that reduce get here; these have both.
             unreachable!("a fold in {}", self.operation.collective.name())
@@ -237,7 +236,7 @@ impl Run<'_, '_> {
         // SAFETY: handed on from the caller; that the op supports the type was
         // checked when the operation was requested.
         unsafe {
-            kernel::fold_to_many(dtype, op, intos, sources, count, Some(self.shm.world));
+            phalanx_fold::fold_to_many(dtype, op, intos, sources, count, Some(self.shm.world));
         }
         self.context.flight.folded(began);
         let bytes = count * self.elem_bytes * sources.len();

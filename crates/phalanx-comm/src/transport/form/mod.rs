@@ -46,7 +46,6 @@ use super::TransportKind;
 use super::layout::Layout;
 use super::mesh::{Mesh, Parts};
 use super::segment::Segment;
-use crate::kernel::Isa;
 use crate::notice::ranks as ranks_text;
 use crate::plan::Hosts;
 use crate::wait::{Policy, Share, Topology, deadline_in};
@@ -54,6 +53,7 @@ use crate::{Error, ErrorKind, Result, limits};
 use attach::Attempt;
 use connect::Connected;
 use host::Host;
+use phalanx_fold::Isa;
 use sizes::Sizes;
 
 /// Which transport to use between ranks.

@@ -78,7 +78,8 @@ impl ReduceOp {
     }
 
     /// Code in frame headers; 0 is left for collectives that do not reduce.
-    pub(crate) const fn wire(self) -> u8 {
+    #[doc(hidden)]
+    pub const fn wire(self) -> u8 {
         match self {
             ReduceOp::Sum => 1,
             ReduceOp::Mean => 2,
@@ -92,7 +93,8 @@ impl ReduceOp {
     }
 
     /// Inverse of [`ReduceOp::wire`].
-    pub(crate) fn from_wire(code: u8) -> Option<Self> {
+    #[doc(hidden)]
+    pub fn from_wire(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|o| o.wire() == code)
     }
 }

@@ -1,4 +1,5 @@
-//! Fold kernels: the arithmetic of reductions.
+//! Element types, reductions, and their arithmetic: the fold kernels below `phalanx-comm`. A crate of its own because it
+//! is compiled for every type, operator and instruction set: it takes as long as all that stands on it.
 //!
 //! [`fold`] computes, element by element, the left fold of its sources in the
 //! order given; [`fold_to_many`] writes it to several places. One pass reads every
@@ -15,28 +16,31 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod dtype;
 mod finite;
 mod isa;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod op;
 mod pass;
 mod scalar;
 mod vector;
 
+pub use self::dtype::DType;
 pub use self::finite::{all_finite, largest};
-pub(crate) use self::isa::Isa;
+pub use self::isa::Isa;
 use self::isa::Job;
-use crate::{DType, ReduceOp};
+pub use self::op::ReduceOp;
 
 /// A read-only run of elements given by its address.
-pub(crate) type Source = *const u8;
+pub type Source = *const u8;
 
 /// [`fold_to_many`] for one destination.
 ///
 /// # Safety
 ///
 /// As [`fold_to_many`].
-pub(crate) unsafe fn fold(
+pub unsafe fn fold(
     dtype: DType,
     op: ReduceOp,
     into: *mut u8,
@@ -60,7 +64,7 @@ pub(crate) unsafe fn fold(
 ///   it, and disjoint from the other places.
 /// * No other code writes the sources or touches `into` meanwhile.
 /// * `op` supports `dtype`, and `sources` is not empty.
-pub(crate) unsafe fn fold_to_many(
+pub unsafe fn fold_to_many(
     dtype: DType,
     op: ReduceOp,
     into: &[*mut u8],

@@ -19,7 +19,7 @@ const VARIABLE: &str = "PHALANX_ISA";
 
 /// Instruction sets with their own kernels, from the simplest up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Isa {
+pub enum Isa {
     /// Portable code.
     Scalar,
     /// AVX2 with F16C.
@@ -35,7 +35,7 @@ pub(crate) enum Isa {
 
 impl Isa {
     /// The instruction sets of this processor, from the simplest up.
-    pub(crate) fn available() -> Vec<Isa> {
+    pub fn available() -> Vec<Isa> {
         let mut all = vec![Isa::Scalar];
         #[cfg(target_arch = "x86_64")]
         {
@@ -88,7 +88,7 @@ impl Isa {
     /// # Errors
     ///
     /// A message for the user when this processor does not have the named one.
-    pub(crate) fn chosen() -> Result<Isa, &'static str> {
+    pub fn chosen() -> Result<Isa, &'static str> {
         static CHOSEN: OnceLock<Result<Isa, String>> = OnceLock::new();
         let chosen = CHOSEN.get_or_init(|| {
             let available = Isa::available();

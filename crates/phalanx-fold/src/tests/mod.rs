@@ -48,7 +48,7 @@ fn run<T: Oracle>(
     let from: Vec<Source> = addresses.iter().map(|a| a.cast_const()).collect();
     // SAFETY: all runs have `count` elements; those written are sources or
     // apart from all; the instruction set is one of this processor's.
-    unsafe { fold_on(isa, T::DTYPE, op, &written, &from, count, world) };
+    unsafe { fold_on(isa, T::dtype(), op, &written, &from, count, world) };
     match into {
         Into::Apart => vec![apart],
         Into::Over(i) => vec![sources.swap_remove(i)],
@@ -96,7 +96,7 @@ fn check<T: Oracle>(isa: Isa, op: ReduceOp, sources: &[Vec<T>], into: Into, fini
                 got.bits(),
                 want.bits(),
                 "{isa} {} {op} of {each:?} (element {i} of {}, {into:?}): {got:?}, not {want:?}",
-                T::DTYPE,
+                T::dtype(),
                 sources[0].len(),
             );
         }
@@ -104,7 +104,9 @@ fn check<T: Oracle>(isa: Isa, op: ReduceOp, sources: &[Vec<T>], into: Into, fini
 }
 
 fn ops<T: Oracle>() -> impl Iterator<Item = ReduceOp> {
-    ReduceOp::ALL.into_iter().filter(|op| op.supports(T::DTYPE))
+    ReduceOp::ALL
+        .into_iter()
+        .filter(|op| op.supports(T::dtype()))
 }
 
 macro_rules! on_every_type {
@@ -185,7 +187,7 @@ fn addresses_need_no_alignment_but_the_types() {
             let sources: Vec<Source> = values.iter().map(|s| s[shift..].as_ptr().cast()).collect();
             let to = into[3 - shift..].as_mut_ptr().cast();
             // SAFETY: 298 elements are left in each run.
-            unsafe { fold_on(isa, T::DTYPE, ReduceOp::Max, &[to], &sources, 298, None) };
+            unsafe { fold_on(isa, T::dtype(), ReduceOp::Max, &[to], &sources, 298, None) };
             for i in 0..298 {
                 let want = T::fold(
                     ReduceOp::Max,
@@ -196,7 +198,7 @@ fn addresses_need_no_alignment_but_the_types() {
                     into[3 - shift + i].bits(),
                     want.bits(),
                     "{isa} {}",
-                    T::DTYPE
+                    T::dtype()
                 );
             }
         }

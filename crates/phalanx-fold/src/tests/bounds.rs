@@ -57,7 +57,7 @@ fn nothing_beyond_the_ends_is_touched() {
                 into.sub(1).write(T::from_bits(77));
                 let op = ReduceOp::Sum;
                 let sources = [a.cast_const().cast(), b.cast_const().cast()];
-                fold_on(isa, T::DTYPE, op, &[into.cast()], &sources, count, None);
+                fold_on(isa, T::dtype(), op, &[into.cast()], &sources, count, None);
                 assert_eq!(into.sub(1).read().bits(), T::from_bits(77).bits());
                 for (i, (x, y)) in values[0].iter().zip(&values[1]).enumerate() {
                     let want = T::fold(op, &[*x, *y], None);

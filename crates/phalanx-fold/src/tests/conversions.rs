@@ -2,11 +2,11 @@
 
 use half::{bf16, f16};
 
-use crate::kernel::isa::Set;
-use crate::kernel::scalar::Scalar;
-use crate::kernel::vector::{Vector, Wide};
-use crate::kernel::{Isa, Source, fold_on};
+use crate::isa::Set;
+use crate::scalar::Scalar;
+use crate::vector::{Vector, Wide};
 use crate::{DType, ReduceOp};
+use crate::{Isa, Source, fold_on};
 
 /// A fold of one source widens and narrows: all 65,536 values come back, and
 /// every NaN as the one.
@@ -85,11 +85,11 @@ fn check(isa: Isa, wide: &[f32; 64]) {
         match isa {
             Isa::Scalar => narrow::<Scalar>(wide),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => narrow::<crate::kernel::avx2::Avx2>(wide),
+            Isa::Avx2 => narrow::<crate::avx2::Avx2>(wide),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => narrow::<crate::kernel::avx512::Avx512>(wide),
+            Isa::Avx512 => narrow::<crate::avx512::Avx512>(wide),
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon => narrow::<crate::kernel::neon::Neon>(wide),
+            Isa::Neon => narrow::<crate::neon::Neon>(wide),
         }
     };
     for ((x, f16_bits), bf16_bits) in wide.iter().zip(f16s).zip(bf16s) {

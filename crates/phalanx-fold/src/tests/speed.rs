@@ -5,7 +5,6 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use super::*;
-use crate::Bucket;
 
 /// Passes over the data of one timing, and timings of which the best counts:
 /// other work on the machine only ever makes them longer.
@@ -43,12 +42,13 @@ fn best(bytes: usize, mut f: impl FnMut()) -> f64 {
 fn fold_speed(isa: Isa, dtype: DType, op: ReduceOp, shape: (usize, Into), bytes: usize) -> f64 {
     let (ranks, into) = shape;
     let count = bytes / dtype.size_bytes();
-    let mut apart = Bucket::<u8>::zeroed(bytes);
-    let mut data: Vec<Bucket<u8>> = (0..ranks).map(|_| Bucket::zeroed(bytes)).collect();
-    let all: Vec<*mut u8> = data.iter_mut().map(|d| d.as_mut_ptr()).collect();
+    // Words, for their alignment.
+    let mut apart = vec![0_u64; bytes / 8];
+    let mut data = vec![apart.clone(); ranks];
+    let all: Vec<*mut u8> = data.iter_mut().map(|d| d.as_mut_ptr().cast()).collect();
     let sources: Vec<Source> = all.iter().map(|p| p.cast_const()).collect();
     let written = match into {
-        Into::Apart => vec![apart.as_mut_ptr()],
+        Into::Apart => vec![apart.as_mut_ptr().cast()],
         Into::Over(i) => vec![all[i]],
         Into::Everywhere => all.clone(),
     };
@@ -72,8 +72,8 @@ fn fold_speed(isa: Isa, dtype: DType, op: ReduceOp, shape: (usize, Into), bytes:
 
 /// GB/s of memory read and written by `memcpy`, the yardstick.
 fn copy_speed(bytes: usize) -> f64 {
-    let from = Bucket::<u8>::from_slice(&vec![1; bytes]);
-    let mut to = Bucket::<u8>::zeroed(bytes);
+    let from = vec![1_u8; bytes];
+    let mut to = vec![0_u8; bytes];
     let seconds = best(bytes, || {
         black_box(&mut to).copy_from_slice(black_box(&from))
     });

@@ -330,7 +330,7 @@ macro_rules! vector {
         })?
     ) => {
         #[derive(Clone, Copy)]
-        pub(in crate::kernel) struct $name($reg);
+        pub(crate) struct $name($reg);
 
         // The portable set needs no unsafe for its arithmetic.
         #[allow(unused_unsafe)]
