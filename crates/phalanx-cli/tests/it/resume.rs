@@ -857,9 +857,9 @@ fn a_restart_without_an_output_folder_goes_on_in_that_of_the_first_attempt() {
     // A folder of that name that nobody can take for another's.
     let real = |dir: &tempfile::TempDir| dir.path().canonicalize().expect("a path");
     let resnet = format!(
-        "resnet18 --custom_data true --train-samples 96 --test-samples 8 --batch-size 4 {KILLED}"
+        "resnet18 --custom_data true --train-samples 64 --test-samples 8 --batch-size 4 {KILLED}"
     );
-    let mnist = format!("mnist --data synthetic:2000 --batch-size 8 {KILLED}");
+    let mnist = format!("mnist --data synthetic:640 --batch-size 8 {KILLED}");
     let shell = ["sh", "-c", "\"$0\" \"$@\""];
     for (training, folder, inner) in [
         (&resnet, "output_dir", &[][..]),

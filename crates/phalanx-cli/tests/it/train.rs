@@ -1,7 +1,6 @@
 //! `phalanx train` as a person runs it: whole processes, real output.
 
 use std::ffi::OsStr;
-use std::io::Read as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -449,9 +448,7 @@ fn sharded_training_does_not_depend_on_the_number_of_ranks() {
         ("1", "thread", "1", "2"),
         ("2", "shm", "0.001", "1"),
         ("3", "tcp", "4", "2"),
-        ("3", "thread", "100", "1"),
-        ("4", "tcp", "1", "1"),
-        ("8", "thread", "1", "1"),
+        ("4", "thread", "100", "1"),
         ("8", "shm", "1", "1"),
     ] {
         let more = [
@@ -1282,60 +1279,6 @@ fn diverged_training_is_an_error() {
         err.contains("the loss became") && err.contains("--lr"),
         "{err}"
     );
-}
-
-/// The set in `from` with only its first `count` training samples.
-fn first_digits(from: &Path, into: &Path, count: u32) {
-    std::fs::create_dir(into).expect("a folder");
-    let sizes = [
-        ("images-idx3-ubyte", 16, 28 * 28),
-        ("labels-idx1-ubyte", 8, 1),
-    ];
-    for (kind, header, each) in sizes {
-        let test = format!("t10k-{kind}.gz");
-        std::fs::copy(from.join(&test), into.join(&test)).expect("copied");
-        let train = format!("train-{kind}");
-        let all = std::fs::File::open(from.join(format!("{train}.gz"))).expect("real MNIST");
-        let mut first = vec![0; header + count as usize * each];
-        let mut all = flate2::read::GzDecoder::new(all);
-        all.read_exact(&mut first).expect("as many samples");
-        first[4..8].copy_from_slice(&count.to_be_bytes());
-        std::fs::write(into.join(train), first).expect("written");
-    }
-}
-
-#[test]
-fn real_mnist_reaches_the_expected_accuracy_in_a_short_run() {
-    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data/mnist");
-    if !data.join("train-images-idx3-ubyte.gz").exists() {
-        eprintln!("skipped: no real MNIST in {}", data.display());
-        return;
-    }
-    let dir = folder();
-    // A ninth of what .ci/run trains: enough to know that data and labels fit together.
-    first_digits(&data, &dir.path().join("digits"), 20_000);
-    succeed(
-        &[
-            "train",
-            "mnist",
-            "--data",
-            "digits",
-            "--nproc-per-node",
-            "2",
-            "--epochs",
-            "1",
-            "--batch-size",
-            "32",
-            "--cosine",
-            "--output-dir",
-            "out",
-        ],
-        dir.path(),
-    );
-    let accuracy = summary(&dir.path().join("out"))["accuracy"]
-        .as_f64()
-        .expect("accuracy");
-    assert!(accuracy > 0.97, "accuracy {accuracy}");
 }
 
 #[test]
