@@ -12,7 +12,7 @@ phalanx=$(realpath "$1")
 source tools/ci/hosts.sh
 out=$(mktemp -d)
 trap 'remove_hosts; rm -rf "$out"' EXIT
-export CARGO_TARGET_DIR="$root/target/adapters"
+export CARGO_TARGET_DIR="$root/target/other"
 cd adapters
 cargo fmt --all --check
 if ! timeout 200 cargo fetch --quiet --locked >"$out/fetch" 2>&1; then

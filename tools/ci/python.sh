@@ -15,14 +15,14 @@ if ! { python3 -m venv "$out/empty" && timeout 100 "$out/empty/bin/pip" install 
     echo "the wheel: skipped, maturin cannot be installed"
     exit
 fi
-export PYO3_PYTHON="$out/empty/bin/python" MATURIN_PEP517_ARGS="--locked --target-dir $root/target/python"
+export PYO3_PYTHON="$out/empty/bin/python" MATURIN_PEP517_ARGS="--locked --target-dir $root/target/other"
 if ! timeout 100 cargo fetch --quiet --locked --manifest-path python/Cargo.toml >"$out/fetch" 2>&1; then
     # Also where a crate that it stands on has another dependency.
     ! grep -e --locked "$out/fetch" || { echo "python/Cargo.lock is out of date"; exit 1; }
     echo "the wheel: skipped, its crates cannot be fetched: $(tail -n 1 "$out/fetch")"
     exit
 fi
-cargo clippy --locked --quiet --manifest-path python/Cargo.toml --target-dir target/python -- -D warnings
+cargo clippy --locked --quiet --manifest-path python/Cargo.toml --target-dir target/other -- -D warnings
 PATH=$out/empty/bin:$PATH pip wheel -q --no-deps --no-build-isolation -w "$out/wheel" ./python
 "$out/empty/bin/pip" install -q --no-deps "$out"/wheel/*.whl
 "$out/empty/bin/python" -c "from phalanx._phalanx import Group"
