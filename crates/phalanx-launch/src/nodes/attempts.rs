@@ -132,9 +132,13 @@ pub fn all_numbers(
 }
 
 fn count(store: &dyn Store, key: &str) -> phalanx_store::Result<usize> {
-    let count = store.try_get(key)?;
-    let count = count.and_then(|text| String::from_utf8(text).ok());
-    Ok(count.and_then(|text| text.parse().ok()).unwrap_or(0))
+    Ok(store.try_get(key)?.map_or(0, |count| decimal(&count)))
+}
+
+/// A number in the store; 0 for anything else.
+pub(super) fn decimal(count: &[u8]) -> usize {
+    let count = std::str::from_utf8(count).ok();
+    count.and_then(|text| text.parse().ok()).unwrap_or(0)
 }
 
 /// The attempt `number` as its last launcher has joined it, if one has that is not `known`; `get` gives the values of the
@@ -144,8 +148,7 @@ pub(super) fn newest_of<T: AsRef<[u8]>>(
     known: impl Fn(Id) -> bool,
     get: impl Fn(&str) -> Option<T>,
 ) -> Option<Attempt> {
-    let arrived = get(ARRIVED_KEY).map(|text| String::from_utf8_lossy(text.as_ref()).into_owned());
-    let arrived: Id = arrived.and_then(|text| text.parse().ok()).unwrap_or(0);
+    let arrived = get(ARRIVED_KEY).map_or(0, |count| decimal(count.as_ref()));
     let unknown = (1..=arrived).filter(|id| !known(*id));
     let joins = unknown.filter_map(|id| get(&of_attempt("joins", number, id)));
     let joins = joins.filter_map(|text| decode::<Attempt>(text.as_ref()));
@@ -528,11 +531,10 @@ impl Nodes {
         &self,
         (running, next): (Attempt, u32),
         told: BTreeSet<Id>,
+        arrived: Id,
         rules: Rules,
         events: Sender<Event>,
     ) -> Result<()> {
-        let failed = |error| self.lost_store(error);
-        let arrived = insist(|| arrived(&self.store)).map_err(failed)?;
         let infos = running.launchers().map(|(id, info)| {
             let joins_as = None;
             let info = info.clone();
@@ -547,12 +549,13 @@ impl Nodes {
             infos: infos.collect(),
             takes_others: running.infos.iter().any(|info| info.least.is_some()),
             told,
+            // Those that waited for a place end with the last host. Who has come since, even before this launcher has
+            // heard of the move, waits here.
             arrived,
             joining: joined.map(|(id, _)| id).collect(),
             // If they wait, that is decided anew.
             is_enough: true,
             running: Some(running),
-            // Those that waited for a place end with the last host.
             ..self.coordinator(machine, rules, events)
         })
     }
@@ -663,7 +666,7 @@ impl Nodes {
                 let told = insist(|| verdict.publish_at(&self.store, &lost_key(id)));
                 told.map_err(|error| self.lost_store(error))?;
             }
-            self.coordinate_on((running, next), told, rules, events.clone())?;
+            self.coordinate_on((running, next), told, moved.arrived, rules, events.clone())?;
             let here = self.server.as_ref().map(|server| server.local_addr());
             let comes = self.infos.iter().any(|info| info.least.is_some());
             if let Some(here) = here.filter(|_| comes) {

@@ -28,11 +28,11 @@ use phalanx_comm::PortRange;
 use phalanx_store::{Follower, ServerState, Store, TcpServer, TcpStore};
 use phalanx_wire::Token;
 
-use super::attempts::{Attempt, LOST, is_decided, lost_key, newest_of};
+use super::attempts::{Attempt, LOST, decimal, is_decided, lost_key, newest_of};
 use super::membership::Id;
 use super::pulse::{BEATEN, GONE, Heard, raise_priority};
 use super::silence::LOOK;
-use super::{encode, verdict_of_lost};
+use super::{ARRIVED_KEY, encode, verdict_of_lost};
 use crate::report::JobFailure;
 use crate::{Event, lock, say};
 
@@ -268,6 +268,8 @@ pub struct Moved {
     pub host: Id,
     /// The others that have ended.
     pub ended: Vec<Id>,
+    /// The highest number of a launcher that had come to the last host.
+    pub arrived: Id,
 }
 
 /// On another launcher: follows the host of the store, and takes its place or follows the next one when it is lost.
@@ -426,9 +428,12 @@ impl Standby {
                 ));
             }
             let ended = election.ended.into_iter().filter(|id| *id != host);
+            let arrived = election.entries.iter().flatten();
+            let arrived = arrived.filter(|(key, _)| key == ARRIVED_KEY);
             tell(Event::StoreMoved(Moved {
                 host: new,
                 ended: ended.collect(),
+                arrived: arrived.map(|(_, count)| decimal(count)).max().unwrap_or(0),
             }));
             if new == self.id {
                 return None;
