@@ -8,13 +8,10 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 phalanx=$(realpath "$1")
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-# The workspace's folder and profile, so that its builds of crates from the registry are used; our own crates are
-# compiled fast rather than run fast.
-export CARGO_TARGET_DIR="$root/target" CARGO_PROFILE_RELEASE_DEBUG=line-tables-only
-quick=(--release --offline --quiet)
-for crate in phalanx phalanx-{base,wire,store,comm,nn,ddp,checkpoint,data,launch,track,train}; do
-    quick+=(--config "profile.release.package.$crate.opt-level=1")
-done
+# The workspace's folder and profile, so that what it has built is used.
+export CARGO_TARGET_DIR="$root/target"
+sed -n '/^\[profile\.release\]/,/^\[profile\.profiling\]/{/^\[profile\.profiling\]/!p}' "$root/Cargo.toml" >"$out/profile.toml"
+quick=(--release --offline --quiet --config "$out/profile.toml")
 
 cp "$root/Cargo.lock" "$root/tools/own_program/"
 cargo build "${quick[@]}" --manifest-path "$root/tools/own_program/Cargo.toml"

@@ -446,7 +446,7 @@ const LINES: [(&str, usize); 21] = [
     ("phalanx-fold", 1421),
     ("phalanx-global", 4878),
     ("phalanx-http", 65),
-    ("phalanx-launch", 13087),
+    ("phalanx-launch", 13091),
     ("phalanx-live", 1813),
     ("phalanx-mpi", 65),
     ("phalanx-nn", 19373),
