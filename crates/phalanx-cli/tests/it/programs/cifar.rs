@@ -269,7 +269,7 @@ fn mobilenetv2_prints_the_oneflow_documents_lines() {
         format!("Using cpu device\n{epoch}{epoch}"),
         "{out}"
     );
-    assert!(out.contains("[    0/   96]"), "{out}");
+    assert!(out.contains("[    0/   48]"), "{out}");
     assert!(err.contains("2,236,682 parameters in 158 tensors"), "{err}");
     assert!(dir.path().join("out/mobilenetv2.safetensors").is_file());
 }
