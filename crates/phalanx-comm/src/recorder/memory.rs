@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 use rustix::io::Errno;
 
-use super::layout::{BUSY, ENTRIES, MAGIC, VERSION, WORDS, entry, entry_at, head};
+use super::layout::{BUSY, ENTRIES, MAGIC, VERSION, WORDS, entry, entry_at, head, label_at};
 use crate::region::Region;
 use crate::{inherited, limits};
 
@@ -111,14 +111,17 @@ impl Memory {
 
     /// A copy of everything, in which entries that were being written are empty.
     pub(crate) fn copy(&self) -> Vec<u64> {
-        let mut copy: Vec<u64> = (0..WORDS).map(|i| self.word(i).load(Relaxed)).collect();
+        let mut copy = vec![0; WORDS];
         for slot in 0..ENTRIES as u64 {
             let at = entry_at(slot);
             let stamp = self.word(at).load(Relaxed);
-            match stamp.checked_sub(1).and_then(|n| self.read_entry(n)) {
-                Some(words) => copy[at..at + entry::WORDS].copy_from_slice(&words),
-                None => copy[at] = 0,
+            if let Some(words) = stamp.checked_sub(1).and_then(|n| self.read_entry(n)) {
+                copy[at..at + entry::WORDS].copy_from_slice(&words);
             }
+        }
+        // After the entries, which refer to labels that may be new.
+        for i in (0..head::WORDS).chain(label_at(0)..WORDS) {
+            copy[i] = self.word(i).load(Acquire);
         }
         copy
     }
