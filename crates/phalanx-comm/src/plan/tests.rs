@@ -52,7 +52,7 @@ fn every_plan_up_to_64_ranks_keeps_its_promise() {
             if method == Method::Barrier {
                 counts.truncate(1);
             } else if world > 20 {
-                // Of many ranks every fourth kind: fewer elements than ranks, and more.
+                // Two counts, one with fewer elements than ranks and one with more: all of them take minutes.
                 counts = vec![[1, world - 1][world % 2], [world + 1, 10007][world / 2 % 2]];
             }
             for count in counts {
