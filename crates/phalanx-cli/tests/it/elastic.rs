@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::sync::OnceLock;
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -13,7 +13,8 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::support::{
-    SOON, ended, eventually, find_process, free_port, phalanx, process_of, run, signal, succeed,
+    Job, SOON, ended, eventually, find_process, free_port, phalanx, process_of, run, signal,
+    succeed,
 };
 
 /// Samples of the drawn training set.
@@ -29,18 +30,18 @@ fn words(run: &str, ranks: usize, more: &str) -> Vec<String> {
     line.split_whitespace().map(str::to_owned).collect()
 }
 
-fn start(dir: &Path, ranks: usize, more: &str) -> Child {
+fn start(dir: &Path, ranks: usize, more: &str) -> Job {
     let words = words(
         "run",
         ranks,
         &format!("--elastic --log-samples seen {more}"),
     );
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    phalanx(&words, dir).spawn().expect("phalanx starts")
+    Job::start(&mut phalanx(&words, dir))
 }
 
 /// The same by the launcher of one of several nodes, with their `flags`.
-fn start_node(dir: &Path, ranks: usize, port: u16, flags: &str) -> Child {
+fn start_node(dir: &Path, ranks: usize, port: u16, flags: &str) -> Job {
     let more = format!(
         "{flags} --master-addr 127.0.0.1 --master-port {port} --token-file token --save-every 50"
     );
@@ -284,11 +285,11 @@ fn with_parts(run: &str, ranks: usize, more: &str) -> Vec<String> {
     line.split_whitespace().map(str::to_owned).collect()
 }
 
-fn start_with_parts(dir: &Path, more: &str) -> Child {
+fn start_with_parts(dir: &Path, more: &str) -> Job {
     let more = format!("--elastic --exchange reduce-scatter --log-samples seen {more}");
     let words = with_parts("run", 4, &more);
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    phalanx(&words, dir).spawn().expect("phalanx starts")
+    Job::start(&mut phalanx(&words, dir))
 }
 
 /// The losses of the steps and epochs of a run, by step and whether it is an epoch's.
@@ -364,14 +365,14 @@ fn on_mesh(run: &str, more: &str) -> Vec<String> {
     line.split_whitespace().map(str::to_owned).collect()
 }
 
-fn start_on_mesh(dir: &Path, copies: usize, more: &str) -> Child {
+fn start_on_mesh(dir: &Path, copies: usize, more: &str) -> Job {
     let ranks = 2 * copies;
     let more = format!(
         "--mesh data={copies},tensor=2 --nproc-per-node {ranks} --elastic --log-samples seen {more}"
     );
     let words = on_mesh("run", &more);
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    phalanx(&words, dir).spawn().expect("phalanx starts")
+    Job::start(&mut phalanx(&words, dir))
 }
 
 #[test]
@@ -713,7 +714,7 @@ fn sigterm_to_the_node_with_the_last_rank_ends_the_job() {
 fn the_ranks_of_a_lost_node_are_done_without() {
     let (dir, port) = (folder_of_nodes(), free_port());
     let dir = dir.path();
-    let nodes: Vec<Child> = (0..3)
+    let nodes: Vec<Job> = (0..3)
         .map(|rank| start_node(dir, 1, port, &format!("--nnodes 3 --node-rank {rank}")))
         .collect();
     wait_for_step(dir, 1, 2);
@@ -737,7 +738,7 @@ fn the_store_moves_when_its_launcher_is_killed() {
     let dir = dir.path();
     let nodes =
         (0..3).map(|rank| start_node(dir, 1, port, &format!("--nnodes 3 --node-rank {rank}")));
-    let nodes: Vec<Child> = nodes.collect();
+    let nodes: Vec<Job> = nodes.collect();
     for (node, step) in [(0, 2), (1, 4)] {
         wait_for_step(dir, step, 2);
         signal(nodes[node].id(), "KILL");
@@ -841,7 +842,7 @@ fn a_launcher_with_the_store_that_was_stopped_ends() {
     let dir = dir.path();
     let nodes =
         (0..3).map(|rank| start_node(dir, 1, port, &format!("--nnodes 3 --node-rank {rank}")));
-    let mut nodes: Vec<Child> = nodes.collect();
+    let mut nodes: Vec<Job> = nodes.collect();
     wait_for_step(dir, 1, 2);
     let (launcher, rank) = (nodes[0].id(), process_of(0, dir));
     signal(launcher, "STOP");

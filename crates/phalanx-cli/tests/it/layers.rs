@@ -439,7 +439,7 @@ const LINES: [(&str, usize); 21] = [
     ("phalanx-base", 1197),
     ("phalanx-checkpoint", 3579),
     ("phalanx-cli", 3909),
-    ("phalanx-comm", 21396),
+    ("phalanx-comm", 21398),
     ("phalanx-data", 3732),
     ("phalanx-ddp", 5488),
     ("phalanx-flow", 6844),

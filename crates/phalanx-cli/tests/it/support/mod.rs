@@ -1,5 +1,6 @@
 //! What all tests share that start processes.
 use std::net::TcpListener;
+use std::ops::{Deref, DerefMut};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Once;
@@ -62,9 +63,49 @@ pub fn wait(child: Child) -> Output {
     output
 }
 
+/// A process that a failed test does not leave behind: it is killed, and what it said is printed.
+pub struct Job(Option<Child>);
+
+impl Job {
+    pub fn start(command: &mut Command) -> Job {
+        Job(Some(command.spawn().expect("phalanx starts")))
+    }
+}
+
+impl From<Job> for Child {
+    fn from(mut job: Job) -> Child {
+        job.0.take().expect("only here it is taken")
+    }
+}
+
+impl Deref for Job {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        self.0.as_ref().expect("it is taken with the job")
+    }
+}
+
+impl DerefMut for Job {
+    fn deref_mut(&mut self) -> &mut Child {
+        self.0.as_mut().expect("it is taken with the job")
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.0.take() {
+            let _ = child.kill();
+            let output = child.wait_with_output().expect("output");
+            let (out, err) = (text(&output.stdout), text(&output.stderr));
+            eprintln!("killed, since the test has ended before it:\n{out}\n{err}");
+        }
+    }
+}
+
 /// Exit code (-1: killed), standard output and standard error.
-pub fn ended(child: Child) -> (i32, String, String) {
-    let output = wait(child);
+pub fn ended(child: impl Into<Child>) -> (i32, String, String) {
+    let output = wait(child.into());
     let code = output.status.code().unwrap_or(-1);
     (code, text(&output.stdout), text(&output.stderr))
 }
