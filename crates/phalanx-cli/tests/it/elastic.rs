@@ -40,10 +40,15 @@ fn start(dir: &Path, ranks: usize, more: &str) -> Job {
     Job::start(&mut phalanx(&words, dir))
 }
 
-/// The same by the launcher of one of several nodes, with their `flags`.
+/// The same by the launcher of one of several nodes, with their `flags`. A busy machine is silent for long: no node is lost by
+/// that unless they say so.
 fn start_node(dir: &Path, ranks: usize, port: u16, flags: &str) -> Job {
+    let silence = match flags.contains("--lost-after") {
+        true => "",
+        false => "--lost-after 20:20",
+    };
     let more = format!(
-        "{flags} --master-addr 127.0.0.1 --master-port {port} --token-file token --save-every 50"
+        "{flags} {silence} --master-addr 127.0.0.1 --master-port {port} --token-file token --save-every 50"
     );
     start(dir, ranks, &more)
 }
@@ -840,8 +845,14 @@ fn a_node_that_waits_for_a_place_finds_the_store_where_it_has_moved() {
 fn a_launcher_with_the_store_that_was_stopped_ends() {
     let (dir, port) = (folder_of_nodes(), free_port());
     let dir = dir.path();
-    let nodes =
-        (0..3).map(|rank| start_node(dir, 1, port, &format!("--nnodes 3 --node-rank {rank}")));
+    let nodes = (0..3).map(|rank| {
+        start_node(
+            dir,
+            1,
+            port,
+            &format!("--nnodes 3 --lost-after 2 --node-rank {rank}"),
+        )
+    });
     let mut nodes: Vec<Job> = nodes.collect();
     wait_for_step(dir, 1, 2);
     let (launcher, rank) = (nodes[0].id(), process_of(0, dir));

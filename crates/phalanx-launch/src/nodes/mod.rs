@@ -158,7 +158,8 @@ pub fn join(
     let store = loop {
         let store = connect(&at.dial, token, started, deadline, &mut interrupted)?;
         let moved = store.try_get(standby::MOVED_KEY).map_err(lost_node_0)?;
-        let Some(address) = moved.filter(|_| info.least.is_some()) else {
+        // Who hosts this store goes elsewhere when it has joined as its node 0.
+        let Some(address) = moved.filter(|_| info.least.is_some() && at.server.is_none()) else {
             break store;
         };
         let address = String::from_utf8_lossy(&address).into_owned();

@@ -221,3 +221,22 @@ fn is_known_to_be_gone(connections: usize) {
     assert_eq!(verdict.node, 1);
     assert!(joining.join().unwrap().is_err());
 }
+
+/// It had its number before it was told, and took the number to the other store, where node 0 was there already.
+#[test]
+fn a_launcher_that_is_told_at_once_of_a_job_elsewhere_goes_there() {
+    let token = Token::generate().unwrap();
+    let server = TcpServer::bind((Ipv4Addr::LOCALHOST, 0).into(), token.clone()).unwrap();
+    let at = server.local_addr();
+    let store = TcpStore::connect(&at.to_string(), token.clone(), PATIENCE).unwrap();
+    store.set(standby::MOVED_KEY, b"127.0.0.1:1").unwrap();
+    let own = NodeInfo {
+        least: Some(1),
+        by_arrival: true,
+        ..info("a", 1)
+    };
+    let mut place = place_at(at, Some(server));
+    let mut nodes = join(&mut place, None, own, &token, PATIENCE, None, || None).unwrap();
+    let elsewhere = eventually(|| nodes.next().unwrap());
+    assert!(matches!(elsewhere, Next::Elsewhere(at) if at == "127.0.0.1:1"));
+}
