@@ -5,16 +5,21 @@
 
 README's first command runs in an empty folder. Its block on the page must have the lines that the command prints, but for
 times, speeds, dates and the processor. Each accuracy (`accuracy=0.9890`) and each digest (`6c575c41665f…`) on any page must
-be one that the command prints; a number of lines of an example must be that of its file. Each difference is told with page
-and line. Exits 1 if there is one.
+be one that the command prints at its end; a number of lines of an example must be that of its file. Each difference is
+told with page and line. Exits 1 if there is one.
 """
 
 import argparse
+import errno
+import fcntl
 import glob
+import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +47,26 @@ def shape(line):
     return line.strip()
 
 
+def on_terminal(words, folder):
+    """Runs a command on a terminal of 120 columns, as the page has it. Returns its exit status and what it printed."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 120, 0, 0))
+    child = subprocess.Popen(words, cwd=folder, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    output = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError as error:
+            # The other side is closed.
+            if error.errno != errno.EIO:
+                raise
+            part = b""
+        if not part:
+            return child.wait(), output.decode(errors="replace")
+        output += part
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--phalanx", default=ROOT / "target/release/phalanx")
@@ -50,16 +75,13 @@ def main():
     command = next(line for line in readme if line.startswith(FIRST))
     words = command.removeprefix(FIRST).split("#")[0].split()
     with tempfile.TemporaryDirectory() as folder:
-        # On a terminal, as the page has it: `script` gives the command one.
-        ran = subprocess.run(
-            ["script", "-qec", f"stty cols 120; exec {phalanx} {' '.join(words)}", "/dev/null"],
-            cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-        )
-    if ran.returncode != 0:
-        sys.exit(f"{command}\nended with {ran.returncode}:\n{ran.stdout}{ran.stderr}")
-    said = re.split(r"[\r\n]+", ran.stdout)
+        status, output = on_terminal([phalanx, *words], folder)
+    if status != 0:
+        sys.exit(f"{command}\nended with {status}:\n{output}")
+    said = re.split(r"[\r\n]+", output)
     shapes = {shape(line) for line in said}
-    facts = set(FACT.findall(ran.stdout))
+    # Those of the last epoch.
+    facts = set({fact.split("=")[0]: fact for fact in FACT.findall(output)}.values())
 
     wrong = []
     first = next(i for i, line in enumerate(readme) if line.startswith("```text"))
