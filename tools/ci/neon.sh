@@ -15,9 +15,9 @@ export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER=qemu-aarch64-static
 export QEMU_LD_PREFIX=/usr/aarch64-linux-gnu
 cargo test --locked --target "$target" -p phalanx-fold --lib
-# Those that take seconds; all of `kernels::` takes four minutes, and the step below uses most kernels.
-cargo test --locked --target "$target" -p phalanx-nn --lib -- kernels::vector kernels::math kernels::activation kernels::max_pool \
-    kernels::element kernels::product::tests::bits
+# Those that take seconds; all of them take four minutes, and the step below uses most kernels.
+cargo test --locked --target "$target" -p phalanx-kernels --lib -- vector:: math:: activation:: max_pool:: \
+    element product::tests::bits
 # Prints a digest of losses, gradients and statistics, in fp32 and bf16.
 bits() {
     PHALANX_NN_ISA_BITS=1 cargo test --locked --quiet "$@" -p phalanx-nn --test it -- --nocapture \

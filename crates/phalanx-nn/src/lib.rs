@@ -46,16 +46,12 @@
 //! ```
 
 mod error;
-#[macro_use]
-mod kernels;
 pub mod layers;
 pub mod losses;
 pub mod models;
 mod ops;
 pub mod optim;
-mod par;
 pub mod param;
-mod pool;
 pub mod profile;
 pub mod rng;
 mod tape;
@@ -66,19 +62,22 @@ pub use error::{Error, ErrorKind, Result};
 pub use losses::Reduction;
 pub use ops::Weight;
 pub use ops::custom::CustomOp;
-pub use par::{ThreadPool, Threads};
 pub use param::{
     BufferId, GradSink, GradView, Grads, Init, Layout, ParamId, ParamInfo, Params, Scope, Seed,
 };
-pub use tape::{GraphNode, Precision, Step, StepKey, Tape};
+pub use phalanx_kernels::Precision;
+pub use phalanx_kernels::par::{ThreadPool, Threads};
+pub use tape::{GraphNode, Step, StepKey, Tape};
 pub use tensor::Tensor;
 pub use value::{Value, ValueStep};
 
+use phalanx_kernels::isa::{Isa, isa};
+
 /// The name of the instruction set that the kernels use.
 pub fn isa_name() -> &'static str {
-    match kernels::isa::isa() {
-        kernels::isa::Isa::Scalar => "no SIMD",
-        kernels::isa::Isa::Avx2 => "AVX2",
-        kernels::isa::Isa::Avx512 => "AVX-512",
+    match isa() {
+        Isa::Scalar => "no SIMD",
+        Isa::Avx2 => "AVX2",
+        Isa::Avx512 => "AVX-512",
     }
 }

@@ -4,12 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Each crate, and those of ours that it may depend on.
-const MAY: [(&str, &[&str]); 21] = [
+const MAY: [(&str, &[&str]); 22] = [
     ("base", &[]),
     ("wire", &[]),
     ("mpi", &[]),
     ("fold", &[]),
-    ("nn", &["base"]),
+    ("kernels", &[]),
+    ("nn", &["base", "kernels"]),
     ("store", &["wire"]),
     ("comm", &["base", "fold", "wire", "store"]),
     ("ddp", &["base", "comm", "nn"]),
@@ -143,7 +144,7 @@ fn launcher_pages_and_trackers_are_built_without_the_engine() {
 
 /// The modules of each crate, from the bottom up: a module imports from those before it. Modules in the same brackets import
 /// each other; no further ones join them.
-const LAYERS: [(&str, &[&[&str]]); 17] = [
+const LAYERS: [(&str, &[&[&str]]); 18] = [
     (
         "phalanx",
         &[&["training"], &["program"], &["spawn"], &["prelude"]],
@@ -285,6 +286,38 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
         ],
     ),
     (
+        "phalanx-kernels",
+        &[
+            &["isa"],
+            &["vector"],
+            &["pool"],
+            &["par"],
+            &["rng"],
+            &["math"],
+            &["scalar"],
+            &["update"],
+            &["squares"],
+            &["rotary"],
+            &["panel"],
+            &["transpose"],
+            &["product"],
+            &["bias"],
+            &["reduce"],
+            &["broadcast"],
+            &["dropout"],
+            &["softmax_dim"],
+            &["attention"],
+            &["avg_pool"],
+            &["adaptive_max"],
+            &["bf16", "conv", "element", "elementwise", "precision"],
+            &["activation"],
+            &["batch_norm"],
+            &["layer_norm"],
+            &["max_pool"],
+            &["peak"],
+        ],
+    ),
+    (
         "phalanx-launch",
         &[
             &["flags"],
@@ -333,13 +366,11 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
     (
         "phalanx-nn",
         &[
-            &["pool"],
-            &["par"],
             &["error"],
             &["rng"],
-            &[
-                "kernels", "losses", "ops", "param", "profile", "tape", "tensor",
-            ],
+            &["param"],
+            &["profile"],
+            &["losses", "ops", "tape", "tensor"],
             &["layers", "value"],
             &["models"],
             &["optim"],
@@ -434,7 +465,7 @@ const LAYERS: [(&str, &[&[&str]]); 17] = [
 
 /// Code lines of each crate at most, without tests, comments and blank lines. A commit that raises one says why; one that
 /// has made a crate smaller lowers it.
-const LINES: [(&str, usize); 21] = [
+const LINES: [(&str, usize); 22] = [
     ("phalanx", 539),
     ("phalanx-base", 1197),
     ("phalanx-checkpoint", 3579),
@@ -446,10 +477,11 @@ const LINES: [(&str, usize); 21] = [
     ("phalanx-fold", 1421),
     ("phalanx-global", 4878),
     ("phalanx-http", 65),
+    ("phalanx-kernels", 9284),
     ("phalanx-launch", 13091),
     ("phalanx-live", 1813),
     ("phalanx-mpi", 65),
-    ("phalanx-nn", 19373),
+    ("phalanx-nn", 10206),
     ("phalanx-report", 1178),
     ("phalanx-store", 4516),
     ("phalanx-track", 3347),

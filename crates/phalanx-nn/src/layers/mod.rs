@@ -14,10 +14,9 @@ mod linear;
 mod max_pool2d;
 mod multi_head_attention;
 
-pub use crate::kernels::activation::Activation;
 pub use crate::ops::{
-    Act, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, JoinStatistics, MaxPool2dOptions,
-    RunningStats,
+    Act, Activation, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, JoinStatistics,
+    MaxPool2dOptions, RunningStats,
 };
 pub use avg_pool2d::AvgPool2d;
 pub use batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d};

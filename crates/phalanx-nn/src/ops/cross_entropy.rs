@@ -2,10 +2,10 @@
 //! ignored rows, in one operation. Saves the gradient for a loss gradient of one.
 
 use super::element_loss::Prepared;
-use crate::kernels::softmax_dim::{class_rows, exponentials, scaled_exponentials};
 use crate::losses::{IGNORE_LABEL, Reduction};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
+use phalanx_kernels::softmax_dim::{class_rows, exponentials, scaled_exponentials};
 
 /// The target of a row.
 enum Target<'a> {

@@ -3,17 +3,17 @@
 
 use super::weight::{Known, known_vector};
 use super::{Act, Weight};
-use crate::kernels::bias::{column_sums, finish};
-use crate::kernels::conv::ConvShape;
-use crate::kernels::element::{Values, ValuesMut};
-use crate::kernels::elementwise;
-use crate::kernels::product::{Mat, product_biased, product_threaded};
-use crate::kernels::{Mode, bf16};
-use crate::par::{PIECE, ThreadPool};
 use crate::param::ParamId;
-use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
 use crate::{Error, Precision, Result, Tensor};
+use phalanx_kernels::bias::{column_sums, finish};
+use phalanx_kernels::conv::ConvShape;
+use phalanx_kernels::element::{Values, ValuesMut};
+use phalanx_kernels::elementwise;
+use phalanx_kernels::par::{PIECE, ThreadPool};
+use phalanx_kernels::pool::Buf;
+use phalanx_kernels::product::{Mat, product_biased, product_threaded};
+use phalanx_kernels::{Mode, bf16};
 
 pub(crate) struct Linear {
     weight: Operand,
@@ -257,7 +257,7 @@ impl Operation for Linear {
             let d = dy.slice();
             ctx.operand_grad(b, |db, mode| match mode {
                 Mode::Write => column_sums(threads, d, db),
-                Mode::Add => crate::par::scratch(out, |sums| {
+                Mode::Add => phalanx_kernels::par::scratch(out, |sums| {
                     column_sums(threads, d, sums);
                     elementwise::add(threads, db, sums);
                 }),

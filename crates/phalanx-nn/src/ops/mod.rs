@@ -30,12 +30,13 @@ pub(crate) mod softmax;
 pub(crate) mod unary;
 pub(crate) mod weight;
 
-use crate::kernels::elementwise::Clip;
+use phalanx_kernels::elementwise::Clip;
 
 pub use avg_pool2d::AvgPool2dOptions;
 pub use batch_norm::{BatchNormOptions, JoinStatistics, RunningStats};
 pub use conv2d::Conv2dOptions;
 pub use max_pool2d::MaxPool2dOptions;
+pub use unary::Activation;
 pub use weight::Weight;
 
 /// A function fused to the end of a layer.

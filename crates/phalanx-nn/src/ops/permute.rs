@@ -1,12 +1,12 @@
 //! The same elements under another shape or in another order. Save nothing.
 
-use crate::kernels::reduce::RANK;
-use crate::kernels::transpose::transpose;
-use crate::par::{PIECE, ThreadPool};
-use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
+use phalanx_kernels::par::{PIECE, ThreadPool};
+use phalanx_kernels::pool::Buf;
+use phalanx_kernels::reduce::RANK;
+use phalanx_kernels::transpose::transpose;
 
 /// No copy when the operand's handle is the only one.
 pub(crate) struct Reshape;

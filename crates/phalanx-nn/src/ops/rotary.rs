@@ -1,10 +1,11 @@
 //! Rotary positions (J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021), in place if
 //! no other operation needs the operand. Save the cosines and sines.
 
-use crate::par::{PIECE, ThreadPool};
-use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
+use phalanx_kernels::par::{PIECE, ThreadPool};
+use phalanx_kernels::pool::Buf;
+use phalanx_kernels::rotary::turn;
 
 pub(crate) struct Rotary {
     /// Positions of a sample.
@@ -52,20 +53,6 @@ impl<'s> Tensor<'s> {
             first,
         };
         self.step().apply([self.slot()], dims, op)
-    }
-}
-
-simd! {
-    /// Turns the points of a row's vectors by the angles of these cosines and sines.
-    fn turn(row: &mut [f32], cosines: &[f32], sines: &[f32], sign: f32) {
-        let half = cosines.len();
-        for vector in row.chunks_exact_mut(2 * half) {
-            let (a, b) = vector.split_at_mut(half);
-            for ((a, b), (c, s)) in a.iter_mut().zip(b).zip(cosines.iter().zip(sines)) {
-                let s = s * sign;
-                (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
-            }
-        }
     }
 }
 

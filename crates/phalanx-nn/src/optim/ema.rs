@@ -2,10 +2,11 @@
 
 use super::rule::{PIECE, saved, state_buffer};
 use super::updates::Updates;
-use super::{Optimizer, Run, lerp};
+use super::{Optimizer, Run};
 use crate::param::{GradView, Params};
-use crate::pool::AlignedBuf;
 use crate::{Error, Result, ThreadPool};
+use phalanx_kernels::pool::AlignedBuf;
+use phalanx_kernels::update::ema::average;
 
 /// The state buffer with the averages.
 const NAME: &str = "ema";
@@ -164,13 +165,5 @@ impl<O: Optimizer> Optimizer for Ema<O> {
         self.updates = Updates::new(params);
         self.averages = None;
         Ok(())
-    }
-}
-
-simd! {
-    fn average(averages: &mut [f32], values: &[f32], weight: f32) {
-        for (average, &value) in averages.iter_mut().zip(values) {
-            *average = lerp(*average, value, weight);
-        }
     }
 }

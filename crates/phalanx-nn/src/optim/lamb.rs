@@ -10,12 +10,13 @@
 //!
 //! Norms are of the whole parameter: roots of sums of squares in f64, in the order of [`grad_norm`](super::grad_norm).
 
-use super::adam::{self, Adam, AdamRule};
-use super::clip::sum_of_squares;
+use super::adam::{Adam, AdamRule};
 use super::group::ParamSettings;
 use super::rule::{PIECE, Rule, RuleOptimizer};
 use crate::param::Params;
 use crate::{Error, Result, ThreadPool};
+use phalanx_kernels::squares::sum_of_squares;
+use phalanx_kernels::update::lamb::{self, Scalars};
 
 /// LAMB, for large batches: AdamW's update, scaled to the norm of the parameter; as it is where one of both norms is 0.
 pub type Lamb = RuleOptimizer<LambRule>;
@@ -117,7 +118,7 @@ impl Rule for LambRule {
         let u = &mut work[..p.len()];
         threads.split_all([&mut *u, m, v], PIECE, |at, [u, m, v]| {
             let range = at..at + u.len();
-            updates(s, u, &p[range.clone()], &g[range], factor, m, v);
+            lamb::updates(s, u, &p[range.clone()], &g[range], factor, m, v);
         });
         let u = &*u;
         let [of_p, of_u] = [&*p, u].map(|x| sum_of_squares(threads, x).sqrt());
@@ -127,41 +128,9 @@ impl Rule for LambRule {
             of_p / of_u
         };
         let neg_lr = (-s.lr * ratio) as f32;
-        threads.split(p, PIECE, |at, p| step(p, &u[at..at + p.len()], neg_lr));
+        threads.split(p, PIECE, |at, p| {
+            lamb::step(p, &u[at..at + p.len()], neg_lr)
+        });
         true
-    }
-}
-
-/// Everything that is the same for all elements of a parameter in a step.
-#[derive(Clone, Copy, Debug)]
-pub struct Scalars {
-    adam: adam::Scalars,
-    decay: f32,
-    lr: f64,
-}
-
-simd! {
-    /// Updates both running averages; writes the updates before they are scaled.
-    fn updates(
-        s: Scalars,
-        u: &mut [f32],
-        p: &[f32],
-        g: &[f32],
-        factor: f32,
-        m: &mut [f32],
-        v: &mut [f32],
-    ) {
-        for ((((u, &p), &g), m), v) in u.iter_mut().zip(p).zip(g).zip(m).zip(v) {
-            s.adam.moments(p, g * factor, m, v);
-            *u = p.mul_add(s.decay, s.adam.apply(0.0, *m, *v));
-        }
-    }
-}
-
-simd! {
-    fn step(p: &mut [f32], u: &[f32], neg_lr: f32) {
-        for (p, &u) in p.iter_mut().zip(u) {
-            *p = u.mul_add(neg_lr, *p);
-        }
     }
 }

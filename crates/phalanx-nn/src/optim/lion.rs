@@ -15,6 +15,7 @@ use super::rule::{Rule, RuleOptimizer};
 use super::{check_beta, check_setting};
 use crate::Result;
 use crate::param::Params;
+use phalanx_kernels::update::lion::{self, Scalars};
 
 /// Lion: every element moves by the learning rate, in the direction of an average's sign. It needs learning rates 3 to 10 times
 /// smaller than AdamW's, and weight decays larger by the same factor.
@@ -84,29 +85,6 @@ impl Rule for LionRule {
     }
 
     fn update(s: Scalars, p: &mut [f32], g: &[f32], factor: f32, [mean, ..]: [&mut [f32]; 3]) {
-        update(s, p, g, factor, mean);
-    }
-}
-
-/// Everything that is the same for all elements of a parameter in a step.
-#[derive(Clone, Copy, Debug)]
-pub struct Scalars {
-    betas: [f32; 2],
-    weights: [f32; 2],
-    shrink: f32,
-    neg_lr: f32,
-}
-
-simd! {
-    /// The step of one parameter.
-    fn update(s: Scalars, p: &mut [f32], g: &[f32], factor: f32, mean: &mut [f32]) {
-        for ((p, &g), mean) in p.iter_mut().zip(g).zip(mean) {
-            let g = g * factor;
-            let c = g.mul_add(s.weights[0], s.betas[0] * *mean);
-            *mean = g.mul_add(s.weights[1], s.betas[1] * *mean);
-            // Zeros and NaN are their own signs.
-            let sign = if c.abs() > 0.0 { 1f32.copysign(c) } else { c };
-            *p = sign.mul_add(s.neg_lr, *p * s.shrink);
-        }
+        lion::update(s, p, g, factor, mean);
     }
 }

@@ -291,13 +291,3 @@ fn check_beta(name: &str, value: f64) -> Result<()> {
         "{name} is {value}; it must be at least 0 and below 1"
     )))
 }
-
-/// Between `from` and `to`, from the nearer end, as `torch.lerp`.
-#[inline(always)]
-fn lerp(from: f32, to: f32, weight: f32) -> f32 {
-    if weight < 0.5 {
-        weight.mul_add(to - from, from)
-    } else {
-        (to - from).mul_add(weight - 1.0, to)
-    }
-}

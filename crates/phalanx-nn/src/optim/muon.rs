@@ -14,15 +14,16 @@
 //! in bf16. Weights of convolutions are flattened to (first dimension, all others). Norms are sums of squares in f64.
 
 use super::adam::{Adam, AdamRule};
-use super::clip::sum_of_squares;
 use super::group::{Matrix, ParamSettings};
 use super::rule::{PIECE, Rule, RuleOptimizer};
 use super::sgd::SgdRule;
-use super::{Optimizer, adam, check_beta, check_setting, sgd};
-use crate::kernels::product::{Mat, product_threaded};
-use crate::kernels::{Mode, elementwise};
+use super::{Optimizer, check_beta, check_setting};
 use crate::param::Params;
 use crate::{Error, Result, ThreadPool};
+use phalanx_kernels::product::{Mat, product_threaded};
+use phalanx_kernels::squares::sum_of_squares;
+use phalanx_kernels::update::{adam, muon, sgd};
+use phalanx_kernels::{Mode, elementwise};
 
 /// `torch.optim.Muon` for matrices, and another optimizer for all other parameters.
 ///
@@ -320,7 +321,7 @@ impl MatrixUpdate {
         let square = &mut rest[..side * side];
         threads.split_all([&mut *x, momentum], PIECE, |at, [x, momentum]| {
             let g = &g[at..at + x.len()];
-            averages(x, momentum, g, factor, (self.momentum, self.nesterov));
+            muon::averages(x, momentum, g, factor, (self.momentum, self.nesterov));
         });
         let norm = sum_of_squares(threads, x).sqrt();
         elementwise::scale(threads, x, (1.0 / norm.max(EPS)) as f32);
@@ -337,7 +338,7 @@ impl MatrixUpdate {
             product_threaded(threads, gram, product.0, product.1, Mode::Write);
             let g = Mat::rows(gram, side, side, side);
             product_threaded(threads, square, g, g, Mode::Write);
-            combine(square, gram, (c, b));
+            muon::combine(square, gram, (c, b));
             square.iter_mut().step_by(side + 1).for_each(|v| *v += a);
             let factor = Mat::rows(square, side, side, side);
             let product = if rows == side {
@@ -356,37 +357,7 @@ impl MatrixUpdate {
             }
         }
         threads.split(p, PIECE, |at, p| {
-            step(p, &x[at..at + p.len()], shrink as f32, self.neg_lr);
+            muon::step(p, &x[at..at + p.len()], shrink as f32, self.neg_lr);
         });
-    }
-}
-
-simd! {
-    /// Momentum and the update before it is made orthogonal.
-    fn averages(x: &mut [f32], buf: &mut [f32], g: &[f32], factor: f32, settings: (f32, bool)) {
-        let (momentum, nesterov) = settings;
-        for ((x, buf), &g) in x.iter_mut().zip(buf).zip(g) {
-            let g = g * factor;
-            *buf = (1.0 - momentum).mul_add(g - *buf, *buf);
-            *x = if nesterov { momentum.mul_add(*buf - g, g) } else { *buf };
-        }
-    }
-}
-
-simd! {
-    /// `square = c square + b gram`.
-    fn combine(square: &mut [f32], gram: &[f32], factors: (f32, f32)) {
-        let (c, b) = factors;
-        for (square, gram) in square.iter_mut().zip(gram) {
-            *square = c.mul_add(*square, b * gram);
-        }
-    }
-}
-
-simd! {
-    fn step(p: &mut [f32], x: &[f32], shrink: f32, neg_lr: f32) {
-        for (p, &x) in p.iter_mut().zip(x) {
-            *p = x.mul_add(neg_lr, *p * shrink);
-        }
     }
 }

@@ -15,9 +15,10 @@
 //! The bits are those of PyTorch's single-tensor CPU path except for its square root, as with [`Adam`](super::Adam).
 
 use super::rule::{Rule, RuleOptimizer};
-use super::{check_beta, check_setting, lerp};
+use super::{check_beta, check_setting};
 use crate::Result;
 use crate::param::Params;
+use phalanx_kernels::update::rmsprop::{self, Scalars};
 
 /// `torch.optim.RMSprop`.
 pub type Rmsprop = RuleOptimizer<RmspropRule>;
@@ -122,87 +123,6 @@ impl Rule for RmspropRule {
 
     fn update(s: Scalars, p: &mut [f32], g: &[f32], factor: f32, [square, b, c]: [&mut [f32]; 3]) {
         let (mean, buf) = if s.centered { (b, c) } else { (c, b) };
-        update(s, p, g, factor, square, mean, buf);
-    }
-}
-
-/// Everything that is the same for all elements of a parameter in a step.
-#[derive(Clone, Copy, Debug)]
-pub struct Scalars {
-    decay: f32,
-    alpha: f32,
-    weight: f32,
-    eps: f32,
-    momentum: f32,
-    neg_lr: f32,
-    centered: bool,
-}
-
-simd! {
-    /// The step of one parameter. `mean` is empty unless centered, `buf` without momentum.
-    fn update(
-        s: Scalars,
-        p: &mut [f32],
-        g: &[f32],
-        factor: f32,
-        square: &mut [f32],
-        mean: &mut [f32],
-        buf: &mut [f32],
-    ) {
-        let elements = p.iter_mut().zip(g).zip(square);
-        match (mean.is_empty(), buf.is_empty()) {
-            (true, true) => {
-                for ((p, &g), square) in elements {
-                    let g = s.averages(*p, g * factor, square);
-                    *p += s.neg_lr * g / (square.sqrt() + s.eps);
-                }
-            }
-            (true, false) => {
-                for (((p, &g), square), buf) in elements.zip(buf) {
-                    let g = s.averages(*p, g * factor, square);
-                    s.momentum(p, buf, g / (square.sqrt() + s.eps));
-                }
-            }
-            (false, true) => {
-                for (((p, &g), square), mean) in elements.zip(mean) {
-                    let g = s.averages(*p, g * factor, square);
-                    *p += s.neg_lr * g / s.deviation(g, mean, *square);
-                }
-            }
-            (false, false) => {
-                for ((((p, &g), square), mean), buf) in elements.zip(mean).zip(buf) {
-                    let g = s.averages(*p, g * factor, square);
-                    s.momentum(p, buf, g / s.deviation(g, mean, *square));
-                }
-            }
-        }
-    }
-}
-
-impl Scalars {
-    /// Updates the running square; returns the gradient with the decay's.
-    #[inline(always)]
-    fn averages(&self, p: f32, g: f32, square: &mut f32) -> f32 {
-        // A zero decay must not touch the gradient: infinity * 0 is NaN.
-        let g = if self.decay == 0.0 {
-            g
-        } else {
-            p.mul_add(self.decay, g)
-        };
-        *square = (self.weight * g).mul_add(g, self.alpha * *square);
-        g
-    }
-
-    /// Updates the running mean; returns the denominator.
-    #[inline(always)]
-    fn deviation(&self, g: f32, mean: &mut f32, square: f32) -> f32 {
-        *mean = lerp(*mean, g, self.weight);
-        (-*mean).mul_add(*mean, square).sqrt() + self.eps
-    }
-
-    #[inline(always)]
-    fn momentum(&self, p: &mut f32, buf: &mut f32, step: f32) {
-        *buf = *buf * self.momentum + step;
-        *p = buf.mul_add(self.neg_lr, *p);
+        rmsprop::update(s, p, g, factor, square, mean, buf);
     }
 }

@@ -6,8 +6,8 @@ use super::group::{GroupChooser, ParamGroup, ParamSettings, Parameter};
 use super::updates::Updates;
 use super::{Optimizer, Run};
 use crate::param::{GradView, Params};
-use crate::pool::AlignedBuf;
 use crate::{Error, Result, ThreadPool};
+use phalanx_kernels::pool::AlignedBuf;
 
 /// How an optimizer changes elements: its settings except the learning rate.
 pub trait Rule: Copy {

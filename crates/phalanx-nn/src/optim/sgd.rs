@@ -17,6 +17,7 @@ use super::check_setting;
 use super::rule::{Rule, RuleOptimizer};
 use crate::param::Params;
 use crate::{Error, Result};
+use phalanx_kernels::update::sgd::{self, Mode, Scalars};
 
 /// `torch.optim.SGD`.
 pub type Sgd = RuleOptimizer<SgdRule>;
@@ -119,59 +120,6 @@ impl Rule for SgdRule {
     }
 
     fn update(s: Scalars, p: &mut [f32], g: &[f32], factor: f32, [buf, ..]: [&mut [f32]; 3]) {
-        update(s, p, g, factor, buf);
-    }
-}
-
-/// Hyperparameters, rounded to float32 once.
-#[derive(Clone, Copy, Debug)]
-pub struct Scalars {
-    decay: f32,
-    momentum: f32,
-    keep: f32,
-    neg_lr: f32,
-    nesterov: bool,
-    mode: Mode,
-}
-
-/// What happens to the momentum buffer in this step.
-#[derive(Clone, Copy, Debug)]
-enum Mode {
-    Plain,
-    First,
-    Later,
-}
-
-simd! {
-    /// The step of one parameter. `buf` is empty without momentum.
-    fn update(s: Scalars, p: &mut [f32], g: &[f32], factor: f32, buf: &mut [f32]) {
-        // A zero decay must not touch the gradient: infinity * 0 is NaN.
-        let decayed = |p: f32, g: f32| {
-            let g = g * factor;
-            if s.decay == 0.0 { g } else { p.mul_add(s.decay, g) }
-        };
-        let ahead = |d: f32, b: f32| if s.nesterov { b.mul_add(s.momentum, d) } else { b };
-        let elements = p.iter_mut().zip(g);
-        match s.mode {
-            Mode::Plain => {
-                for (p, &g) in elements {
-                    *p = decayed(*p, g).mul_add(s.neg_lr, *p);
-                }
-            }
-            Mode::First => {
-                for ((p, &g), b) in elements.zip(buf) {
-                    let d = decayed(*p, g);
-                    *b = d;
-                    *p = ahead(d, d).mul_add(s.neg_lr, *p);
-                }
-            }
-            Mode::Later => {
-                for ((p, &g), b) in elements.zip(buf) {
-                    let d = decayed(*p, g);
-                    *b = d.mul_add(s.keep, *b * s.momentum);
-                    *p = ahead(d, *b).mul_add(s.neg_lr, *p);
-                }
-            }
-        }
+        sgd::update(s, p, g, factor, buf);
     }
 }

@@ -1,6 +1,6 @@
 //! Memory order of a parameter compared with PyTorch's tensor of the same name.
 
-use crate::pool::ALIGN_ELEMS;
+use phalanx_kernels::pool::ALIGN_ELEMS;
 
 /// Memory order of a parameter inside the engine. PyTorch's order is used only by
 /// [`Params::export`](crate::Params::export) and

@@ -5,9 +5,9 @@ use std::collections::HashSet;
 use super::layout::Layout;
 use super::params::{BufferId, ModelId, ParamId, ParamInfo, Params, import};
 use crate::error::{Error, Result};
-use crate::kernels::isa;
-use crate::pool::{AlignedBuf, round_up};
 use crate::rng::{init, torch::Generator};
+use phalanx_kernels::isa;
+use phalanx_kernels::pool::{AlignedBuf, round_up};
 
 /// Seed of the initial weights; `Seed(n)` stands for `torch.manual_seed(n)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

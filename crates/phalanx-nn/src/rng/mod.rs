@@ -6,8 +6,7 @@
 //! * [`torch`]: PyTorch's CPU generator bit for bit, for everything that must equal
 //!   PyTorch: the order of the data and the initial weights ([`init`]).
 
-pub(crate) mod cephes;
 pub mod init;
-mod mt19937;
-pub mod philox;
 pub mod torch;
+
+pub use phalanx_kernels::rng::philox;

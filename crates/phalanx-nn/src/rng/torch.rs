@@ -7,8 +7,9 @@
 //! those of tensors of fewer than 16, come from the platform's logarithm, sine
 //! and cosine, as PyTorch's do.
 
-use super::cephes;
-use super::mt19937::Mt19937;
+use phalanx_kernels::rng::mt19937::Mt19937;
+use phalanx_kernels::rng::numbers::{NORMAL_BLOCK, box_muller, uniform, uniforms};
+
 use crate::{Error, Result};
 
 /// The default seed of a PyTorch generator.
@@ -19,9 +20,6 @@ const LARGE_PERMUTATION: usize = 214_748_364;
 
 /// From this range on `randint` takes 64-bit draws.
 const LARGE_RANGE: u64 = 1 << 28;
-
-/// Values that one vectorised Box-Muller block of PyTorch produces.
-const NORMAL_BLOCK: usize = 16;
 
 /// `torch.Generator('cpu')`.
 ///
@@ -187,7 +185,7 @@ impl Generator {
         let (lo, hi) = (lo as f32, hi as f32);
         // Little enough to be in the cache for the second pass.
         for block in out.chunks_mut(4096) {
-            self.words.fill(block, f32::from_bits);
+            self.words.fill(block);
             uniforms(block, lo, hi);
         }
     }
@@ -237,41 +235,6 @@ impl Generator {
             let last = &mut out[n - NORMAL_BLOCK..];
             self.fill_uniform_f32(last, 0.0, 1.0);
             box_muller(last, short_mean, short_std);
-        }
-    }
-}
-
-/// A word as a number from `lo` to `hi`.
-#[inline(always)]
-fn uniform(word: u32, lo: f32, hi: f32) -> f32 {
-    // Of 24 bits, so that a signed conversion (which vectors have) does.
-    let x = (word & 0x00FF_FFFF) as i32 as f32 * (1.0 / 16_777_216.0);
-    let value = x.mul_add(hi - lo, lo);
-    if value == hi { lo } else { value }
-}
-
-simd! {
-    /// Turns words (as the bits of floats) into uniform numbers.
-    fn uniforms(words: &mut [f32], lo: f32, hi: f32) {
-        for w in words {
-            *w = uniform(w.to_bits(), lo, hi);
-        }
-    }
-}
-
-simd! {
-    /// Turns whole blocks of 16 uniform numbers into normal ones; value j of a block
-    /// pairs with value j + 8.
-    fn box_muller(numbers: &mut [f32], mean: f32, std: f32) {
-        for block in numbers.chunks_exact_mut(NORMAL_BLOCK) {
-            let (first, second) = block.split_at_mut(NORMAL_BLOCK / 2);
-            for (a, b) in first.iter_mut().zip(second) {
-                // 1 - u is exact in float32 and lies in (0, 1].
-                let radius = (-2.0 * cephes::ln(1.0 - *a)).sqrt();
-                let (sine, cosine) = cephes::sin_cos(std::f32::consts::TAU * *b);
-                *a = (radius * cosine).mul_add(std, mean);
-                *b = (radius * sine).mul_add(std, mean);
-            }
         }
     }
 }

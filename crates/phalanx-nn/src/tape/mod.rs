@@ -6,7 +6,6 @@ mod backward;
 mod graph;
 mod key;
 mod node;
-mod precision;
 mod segment;
 mod state;
 
@@ -14,20 +13,20 @@ pub(crate) use backward::BackwardContext;
 pub use graph::GraphNode;
 pub use key::StepKey;
 pub(crate) use node::{OpNode, Operand, Operation, Recorded, Slots, Visit};
-pub use precision::Precision;
 pub(crate) use segment::Compute;
 pub(crate) use state::{SlotId, State};
 
 use std::cell::{RefCell, RefMut};
 use std::sync::Arc;
 
+use crate::Precision;
 use crate::error::{Error, Result};
-use crate::kernels::peak;
 use crate::ops::batch_norm::JoinStatistics;
-use crate::par::{ThreadPool, Threads};
 use crate::param::{GradSink, ParamId, ParamInfo, Params};
 use crate::profile::{Clock, Profile};
 use crate::tensor::{Shape, Tensor};
+use phalanx_kernels::par::{ThreadPool, Threads};
+use phalanx_kernels::peak;
 
 /// Memory and threads of one training loop. Create it once and use it for every step.
 pub struct Tape {

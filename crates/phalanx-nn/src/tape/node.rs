@@ -1,15 +1,16 @@
 //! Recorded operations: an enum in a vector that keeps its capacity, so that
 //! recording does not allocate.
 
+use super::Step;
 use super::backward::BackwardContext;
 use super::segment::Compute;
 use super::state::{SlotId, State};
-use super::{Precision, Step};
+use crate::Precision;
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::param::ParamId;
-use crate::pool::Buf;
 use crate::tensor::{Shape, Tensor};
+use phalanx_kernels::pool::Buf;
 
 /// A reference of a node.
 pub(crate) enum Visit {

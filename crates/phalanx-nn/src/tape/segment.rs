@@ -12,8 +12,8 @@ use super::backward::BackwardContext;
 use super::node::{Node, Operand, Visit};
 use super::state::{SlotId, State};
 use crate::error::{Error, Result};
-use crate::par::ThreadPool;
 use crate::param::Params;
+use phalanx_kernels::par::ThreadPool;
 
 /// Recorded operations between two points of the forward pass.
 pub(super) struct Segment {

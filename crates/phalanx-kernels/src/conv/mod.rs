@@ -1,0 +1,281 @@
+//! Two-dimensional convolution, channels-last, weights in (kh, kw, in, out) order.
+//!
+//! A layer's method is a function of its shape alone (`Method::of`), never
+//! of a timing: another method means other bits.
+//!
+//! * `bf16`: one group, where bf16 is asked for.
+//! * `winograd`: 3x3 at stride 1 with 32 channels and more, in sixteens.
+//! * `depthwise`: a kernel for each channel.
+//! * `direct`: other kernels and strides with channels in sixteens, through
+//!   tables of pixel pointers.
+//! * `pointwise`: 1x1 at stride 1 with other channels: one product.
+//! * `overlap`: odd channels at stride 1, no dilation, no groups: products straight over the
+//!   image, whose overlapping windows are rows of a matrix with a short stride.
+//! * `gather`: everything else: windows copied into a block that fits the L2
+//!   cache, then one product.
+
+mod depthwise;
+mod direct;
+mod gather;
+mod overlap;
+mod pointwise;
+mod shape;
+mod winograd;
+
+pub use shape::ConvShape;
+
+use super::bias::{column_sums, finish};
+use super::element::{Values, ValuesMut};
+use super::elementwise::fold;
+use super::{Mode, bf16};
+use crate::Precision;
+use crate::par::{Disjoint, ThreadPool, scratch};
+
+/// The method that computes a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Method {
+    Bf16,
+    Winograd,
+    Depthwise,
+    Direct,
+    Pointwise,
+    OverlappingRows,
+    Gather,
+}
+
+/// A window row shorter than this makes products too thin to run over the image.
+const MIN_WINDOW_ROW: usize = 16;
+
+impl Method {
+    fn of(s: &ConvShape) -> Self {
+        let plain = s.stride == [1, 1] && s.dilation == [1, 1] && s.groups == 1;
+        if s.precision == Precision::Bf16 && bf16::fits(s) {
+            Method::Bf16
+        } else if winograd::fits(s) {
+            Method::Winograd
+        } else if depthwise::fits(s) {
+            Method::Depthwise
+        } else if direct::fits(s) {
+            Method::Direct
+        } else if pointwise::fits(s) {
+            Method::Pointwise
+        } else if plain && s.kernel[1] * s.inp >= MIN_WINDOW_ROW {
+            Method::OverlappingRows
+        } else {
+            Method::Gather
+        }
+    }
+}
+
+/// Whether a layer's products are computed in bf16, so that its operands and results may be
+/// stored as bf16.
+pub fn in_bf16(s: &ConvShape) -> bool {
+    Method::of(s) == Method::Bf16
+}
+
+/// `y = act(conv(x, w) + bias)`. One chunk an image. Values may be bf16 where [`in_bf16`]
+/// says so; outputs in bf16 have neither bias nor activation.
+pub fn forward(
+    threads: &ThreadPool,
+    s: &ConvShape,
+    x: Values<'_>,
+    w: &[f32],
+    (bias, relu): (Option<&[f32]>, bool),
+    work: &mut [f32],
+    y: ValuesMut<'_>,
+) {
+    if s.images == 0 {
+        return;
+    }
+    let (il, ol) = (s.in_len(), s.out_len());
+    let (method, bias) = (Method::of(s), bias.unwrap_or(&[]));
+    if method == Method::Bf16 {
+        return bf16::forward(threads, s, x, w, (bias, relu), work, y);
+    }
+    let (x, y) = (x.f32(), y.f32());
+    if method == Method::Winograd {
+        return winograd::forward(threads, s, x, w, (bias, relu), work, y);
+    }
+    if method == Method::Direct {
+        return direct::forward(threads, s, x, w, (bias, relu), work, y);
+    }
+    if method == Method::Depthwise {
+        return depthwise::forward(threads, s, x, w, (bias, relu), y, Mode::Write);
+    }
+    if method == Method::Pointwise {
+        return pointwise::forward(threads, s, x, w, (bias, relu), y);
+    }
+    let out = Disjoint::new(y);
+    threads.run(s.images, |i| {
+        // SAFETY: chunk i alone touches image i.
+        let y = unsafe { out.range(i * ol..(i + 1) * ol) };
+        let x = &x[i * il..(i + 1) * il];
+        match method {
+            Method::OverlappingRows => overlap::forward(s, x, w, bias, relu, y),
+            _ => {
+                gather::forward(s, x, w, y);
+                finish(y, bias, relu); // the image is still in cache
+            }
+        }
+    });
+}
+
+/// Elements that all partial weight gradients together may take.
+const PARTIAL_ELEMS: usize = 1 << 20;
+/// Partial sums at most.
+const MAX_PARTIALS: usize = 8;
+
+/// Elements of `work` of all four passes.
+pub fn work_len(s: &ConvShape) -> usize {
+    let len = match Method::of(s) {
+        Method::Bf16 => bf16::work_len(s).max(partials(s) * s.out),
+        Method::Winograd => winograd::work_len(s).max(partials(s) * s.out),
+        Method::Direct => partials(s) * s.out,
+        _ => partials(s) * s.weight_len().max(s.out),
+    };
+    len.max(s.weight_len())
+}
+
+/// Number of partial sums of a weight gradient: by shape alone.
+fn partials(s: &ConvShape) -> usize {
+    (PARTIAL_ELEMS / s.weight_len().max(1))
+        .clamp(1, MAX_PARTIALS)
+        .min(s.images.max(1))
+}
+
+/// `dw (+)=` the weight gradient. `work` holds [`work_len`] elements.
+///
+/// *Order*: images of a chunk one after another, chunks folded in order.
+pub fn weight_gradient(
+    threads: &ThreadPool,
+    s: &ConvShape,
+    x: Values<'_>,
+    dy: Values<'_>,
+    work: &mut [f32],
+    dw: &mut [f32],
+    mode: Mode,
+) {
+    if s.images == 0 {
+        if mode == Mode::Write {
+            dw.fill(0.0);
+        }
+        return;
+    }
+    let method = Method::of(s);
+    if method == Method::Bf16 {
+        return bf16::weight_gradient(threads, s, x, dy, work, dw, mode);
+    }
+    let (x, dy) = (x.f32(), dy.f32());
+    if method == Method::Winograd {
+        return winograd::weight_gradient(threads, s, x, dy, work, dw, mode);
+    }
+    if method == Method::Direct {
+        return direct::weight_gradient(threads, s, x, dy, dw, mode);
+    }
+    let chunks = partials(s);
+    let per = s.images.div_ceil(chunks);
+    let len = s.weight_len();
+    let (il, ol) = (s.in_len(), s.out_len());
+    let parts = &mut work[..chunks * len];
+    threads.split(parts, len, |at, dw| {
+        let chunk = at / len;
+        let images = (chunk * per).min(s.images)..((chunk + 1) * per).min(s.images);
+        match method {
+            Method::Depthwise | Method::Pointwise => {
+                let x = &x[images.start * il..images.end * il];
+                let dy = &dy[images.start * ol..images.end * ol];
+                return if method == Method::Depthwise {
+                    depthwise::weight_gradient(s, x, dy, dw)
+                } else {
+                    pointwise::weight_gradient(s, x, dy, dw)
+                };
+            }
+            _ => dw.fill(0.0),
+        }
+        for i in images {
+            let (x, dy) = (&x[i * il..(i + 1) * il], &dy[i * ol..(i + 1) * ol]);
+            match method {
+                Method::OverlappingRows => overlap::weight_gradient(s, x, dy, dw),
+                _ => gather::weight_gradient(s, x, dy, dw),
+            }
+        }
+    });
+    fold(threads, parts, dw, mode);
+}
+
+/// `db (+)=` the sum of `dy` over images and pixels. `work` holds [`work_len`]
+/// elements.
+pub fn bias_gradient(
+    threads: &ThreadPool,
+    s: &ConvShape,
+    dy: &[f32],
+    work: &mut [f32],
+    db: &mut [f32],
+    mode: Mode,
+) {
+    let chunks = partials(s);
+    let per = s.images.div_ceil(chunks);
+    let ol = s.out_len();
+    let parts = &mut work[..chunks * s.out];
+    threads.split(parts, s.out, |at, db| {
+        let chunk = at / s.out;
+        let images = (chunk * per).min(s.images)..((chunk + 1) * per).min(s.images);
+        column_sums(threads, &dy[images.start * ol..images.end * ol], db);
+    });
+    fold(threads, parts, db, mode);
+}
+
+/// `dx (+)=` the input gradient. `work` holds [`work_len`] elements.
+pub fn input_gradient(
+    threads: &ThreadPool,
+    s: &ConvShape,
+    w: &[f32],
+    dy: Values<'_>,
+    (work, dx): (&mut [f32], ValuesMut<'_>),
+    mode: Mode,
+) {
+    if s.images == 0 {
+        return;
+    }
+    let method = Method::of(s);
+    if method == Method::Bf16 {
+        return bf16::input_gradient(threads, s, w, dy, work, dx, mode);
+    }
+    let (dy, dx) = (dy.f32(), dx.f32());
+    if method == Method::Winograd {
+        return winograd::input_gradient(threads, s, w, dy, work, dx, mode);
+    }
+    if method == Method::Direct {
+        return direct::input_gradient(threads, s, w, dy, work, dx, mode);
+    }
+    if method == Method::Pointwise {
+        return pointwise::input_gradient(threads, s, w, dy, dx, mode);
+    }
+    let weights = &mut work[..s.weight_len()];
+    if method == Method::Depthwise {
+        return depthwise::input_gradient(threads, s, w, dy, weights, dx, mode);
+    }
+    match method {
+        Method::OverlappingRows => overlap::rotate180(s, w, weights),
+        _ => gather::transpose_weights(s, w, weights),
+    }
+    let weights = &*weights;
+    let (il, ol) = (s.in_len(), s.out_len());
+    let image = |i: usize, dx: &mut [f32]| {
+        let dy = &dy[i * ol..(i + 1) * ol];
+        match method {
+            Method::OverlappingRows => overlap::input_gradient(s, weights, dy, dx),
+            _ => gather::input_gradient(s, weights, dy, dx),
+        }
+    };
+    threads.split(dx, il, |at, dx| match mode {
+        Mode::Write => image(at / il, dx),
+        Mode::Add => scratch(il, |own| {
+            image(at / il, own);
+            dx.iter_mut().zip(own).for_each(|(d, o)| *d += *o);
+        }),
+    });
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,19 @@
+//! Steps of optimizers, over the elements of one parameter: what they compute is in the documentation of each optimizer.
+
+pub mod adam;
+pub mod ema;
+pub mod lamb;
+pub mod lion;
+pub mod muon;
+pub mod rmsprop;
+pub mod sgd;
+
+/// Between `from` and `to`, from the nearer end, as `torch.lerp`.
+#[inline(always)]
+fn lerp(from: f32, to: f32, weight: f32) -> f32 {
+    if weight < 0.5 {
+        weight.mul_add(to - from, from)
+    } else {
+        (to - from).mul_add(weight - 1.0, to)
+    }
+}
