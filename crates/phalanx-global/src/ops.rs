@@ -591,7 +591,7 @@ impl<'s> Value<'s> for Global<'s> {
     }
 
     fn activation(self, function: Activation) -> Result<Self> {
-        self.each("activation", false, |x| function.forward(x))
+        self.each("activation", false, |x| x.activation(function))
     }
 
     fn add(self, other: Self) -> Result<Self> {

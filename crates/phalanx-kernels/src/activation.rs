@@ -6,7 +6,8 @@ use crate::par::{PIECE, ThreadPool, scratch};
 
 /// A function applied to every element.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Function {
+#[non_exhaustive]
+pub enum Activation {
     /// `relu`
     Relu,
     /// `relu6`
@@ -41,10 +42,32 @@ pub enum Function {
     Clamp(f32, f32),
 }
 
-impl Function {
+impl Activation {
+    /// Its name in graphs and profiles.
+    pub fn name(self) -> &'static str {
+        match self {
+            Activation::Relu => "Relu",
+            Activation::Relu6 => "Relu6",
+            Activation::LeakyRelu(_) => "LeakyRelu",
+            Activation::Gelu => "Gelu",
+            Activation::GeluTanh => "GeluTanh",
+            Activation::Silu => "Silu",
+            Activation::Hardswish => "Hardswish",
+            Activation::Hardsigmoid => "Hardsigmoid",
+            Activation::Sigmoid => "Sigmoid",
+            Activation::Tanh => "Tanh",
+            Activation::Exp => "Exp",
+            Activation::Log => "Log",
+            Activation::Sqrt => "Sqrt",
+            Activation::Abs => "Abs",
+            Activation::Pow(_) => "Pow",
+            Activation::Clamp(..) => "Clamp",
+        }
+    }
+
     /// Whether bf16 inputs give bf16 outputs; others are computed in f32, as their results need f32 precision.
     pub fn keeps_bf16(self) -> bool {
-        use Function::{Exp, Hardsigmoid, Log, Pow, Sigmoid, Sqrt, Tanh};
+        use Activation::{Exp, Hardsigmoid, Log, Pow, Sigmoid, Sqrt, Tanh};
         !matches!(
             self,
             Sigmoid | Hardsigmoid | Tanh | Exp | Log | Sqrt | Pow(_)
@@ -53,7 +76,7 @@ impl Function {
 
     /// Whether the derivative is computed from the output; from the input otherwise.
     pub fn by_output(self) -> bool {
-        use Function::{Exp, Relu, Sigmoid, Sqrt, Tanh};
+        use Activation::{Exp, Relu, Sigmoid, Sqrt, Tanh};
         matches!(self, Relu | Sigmoid | Tanh | Exp | Sqrt)
     }
 }
@@ -87,27 +110,27 @@ fn each(y: &mut [f32], f: impl Fn(f32) -> f32) {
 }
 
 simd! {
-    fn forward_piece(f: Function, y: &mut [f32]) {
+    fn forward_piece(f: Activation, y: &mut [f32]) {
         match f {
             // relu(-0) = -0; NaN stays NaN.
-            Function::Relu => each(y, |x| if x < 0.0 { 0.0 } else { x }),
-            Function::Relu6 => each(y, clip6),
-            Function::LeakyRelu(slope) => each(y, |x| if x > 0.0 { x } else { x * slope }),
-            Function::Gelu => each(y, |x| x * phi(x)),
-            Function::GeluTanh => each(y, |x| x * bent(x)),
-            Function::Silu => each(y, |x| x * sigmoid(x)),
-            Function::Hardswish => each(y, |x| x * clip6(x + 3.0) / 6.0),
-            Function::Hardsigmoid => each(y, |x| clip6(x + 3.0) / 6.0),
-            Function::Sigmoid => each(y, sigmoid),
-            Function::Tanh => each(y, tanh),
-            Function::Exp => each(y, exp),
-            Function::Log => each(y, ln),
-            Function::Sqrt => each(y, f32::sqrt),
-            Function::Abs => each(y, f32::abs),
-            Function::Pow(2.0) => each(y, |x| x * x),
-            Function::Pow(p) => each(y, |x| power(x, p)),
+            Activation::Relu => each(y, |x| if x < 0.0 { 0.0 } else { x }),
+            Activation::Relu6 => each(y, clip6),
+            Activation::LeakyRelu(slope) => each(y, |x| if x > 0.0 { x } else { x * slope }),
+            Activation::Gelu => each(y, |x| x * phi(x)),
+            Activation::GeluTanh => each(y, |x| x * bent(x)),
+            Activation::Silu => each(y, |x| x * sigmoid(x)),
+            Activation::Hardswish => each(y, |x| x * clip6(x + 3.0) / 6.0),
+            Activation::Hardsigmoid => each(y, |x| clip6(x + 3.0) / 6.0),
+            Activation::Sigmoid => each(y, sigmoid),
+            Activation::Tanh => each(y, tanh),
+            Activation::Exp => each(y, exp),
+            Activation::Log => each(y, ln),
+            Activation::Sqrt => each(y, f32::sqrt),
+            Activation::Abs => each(y, f32::abs),
+            Activation::Pow(2.0) => each(y, |x| x * x),
+            Activation::Pow(p) => each(y, |x| power(x, p)),
             // NaN stays.
-            Function::Clamp(low, high) => each(y, |x| {
+            Activation::Clamp(low, high) => each(y, |x| {
                 let x = if x < low { low } else { x };
                 if x > high { high } else { x }
             }),
@@ -131,46 +154,46 @@ fn pass(saved: &[f32], dy: &mut [f32], closed: impl Fn(f32) -> bool) {
 }
 
 simd! {
-    fn backward_piece(f: Function, saved: &[f32], dy: &mut [f32]) {
+    fn backward_piece(f: Activation, saved: &[f32], dy: &mut [f32]) {
         match f {
             // relu'(0) = 0, relu'(NaN) = 1.
-            Function::Relu => pass(saved, dy, |y| y <= 0.0),
-            Function::Relu6 => pass(saved, dy, |x| (x <= 0.0) | (x >= 6.0)),
-            Function::LeakyRelu(slope) => times(saved, dy, |x| if x > 0.0 { 1.0 } else { slope }),
-            Function::Gelu => times(saved, dy, |x| {
+            Activation::Relu => pass(saved, dy, |y| y <= 0.0),
+            Activation::Relu6 => pass(saved, dy, |x| (x <= 0.0) | (x >= 6.0)),
+            Activation::LeakyRelu(slope) => times(saved, dy, |x| if x > 0.0 { 1.0 } else { slope }),
+            Activation::Gelu => times(saved, dy, |x| {
                 /// 1 / sqrt(2 pi).
                 const HEIGHT: f32 = 0.398_942_3;
                 (x * HEIGHT).mul_add(exp(-0.5 * x * x), phi(x))
             }),
-            Function::GeluTanh => times(saved, dy, |x| {
+            Activation::GeluTanh => times(saved, dy, |x| {
                 let s = bent(x);
                 let slope = (3.0 * ROOT * CUBIC * x).mul_add(x, ROOT);
                 // The factor that becomes 0 first: the cubic may be infinite.
                 (x * (-s).mul_add(s, s)).mul_add(slope, s)
             }),
-            Function::Silu => times(saved, dy, |x| {
+            Activation::Silu => times(saved, dy, |x| {
                 let s = sigmoid(x);
                 s * x.mul_add(1.0 - s, 1.0)
             }),
-            Function::Hardswish => times(saved, dy, |x| {
+            Activation::Hardswish => times(saved, dy, |x| {
                 let inner = if x < 3.0 { x / 3.0 + 0.5 } else { 1.0 };
                 if x <= -3.0 { 0.0 } else { inner }
             }),
-            Function::Hardsigmoid => {
+            Activation::Hardsigmoid => {
                 times(saved, dy, |x| if (x > -3.0) & (x < 3.0) { 1.0 / 6.0 } else { 0.0 });
             }
-            Function::Sigmoid => times(saved, dy, |y| y * (1.0 - y)),
-            Function::Tanh => times(saved, dy, |y| (-y).mul_add(y, 1.0)),
-            Function::Exp => times(saved, dy, |y| y),
-            Function::Log => times(saved, dy, |x| 1.0 / x),
-            Function::Sqrt => times(saved, dy, |y| 0.5 / y),
-            Function::Abs => {
+            Activation::Sigmoid => times(saved, dy, |y| y * (1.0 - y)),
+            Activation::Tanh => times(saved, dy, |y| (-y).mul_add(y, 1.0)),
+            Activation::Exp => times(saved, dy, |y| y),
+            Activation::Log => times(saved, dy, |x| 1.0 / x),
+            Activation::Sqrt => times(saved, dy, |y| 0.5 / y),
+            Activation::Abs => {
                 times(saved, dy, |x| if x > 0.0 { 1.0 } else if x < 0.0 { -1.0 } else { x });
             }
-            Function::Pow(2.0) => times(saved, dy, |x| 2.0 * x),
-            Function::Pow(0.0) => dy.fill(0.0),
-            Function::Pow(p) => times(saved, dy, |x| p * power(x, p - 1.0)),
-            Function::Clamp(low, high) => pass(saved, dy, |x| (x < low) | (x > high)),
+            Activation::Pow(2.0) => times(saved, dy, |x| 2.0 * x),
+            Activation::Pow(0.0) => dy.fill(0.0),
+            Activation::Pow(p) => times(saved, dy, |x| p * power(x, p - 1.0)),
+            Activation::Clamp(low, high) => pass(saved, dy, |x| (x < low) | (x > high)),
         }
     }
 }
@@ -179,12 +202,12 @@ simd! {
 const NEAR: usize = 4096;
 
 /// In place.
-pub fn forward(threads: &ThreadPool, f: Function, y: &mut [f32]) {
+pub fn forward(threads: &ThreadPool, f: Activation, y: &mut [f32]) {
     threads.split(y, PIECE, |_, p| forward_piece(f, p));
 }
 
 /// Of `x`, of equal length.
-pub fn forward_of(threads: &ThreadPool, f: Function, x: &[f32], y: &mut [f32]) {
+pub fn forward_of(threads: &ThreadPool, f: Activation, x: &[f32], y: &mut [f32]) {
     threads.split(y, PIECE, |at, p| {
         for (i, p) in p.chunks_mut(NEAR).enumerate() {
             p.copy_from_slice(&x[at + i * NEAR..][..p.len()]);
@@ -194,7 +217,7 @@ pub fn forward_of(threads: &ThreadPool, f: Function, x: &[f32], y: &mut [f32]) {
 }
 
 /// The same for bf16: computed in f32, then rounded.
-pub fn forward_of_bf16(threads: &ThreadPool, f: Function, x: &[Bf16], y: &mut [Bf16]) {
+pub fn forward_of_bf16(threads: &ThreadPool, f: Activation, x: &[Bf16], y: &mut [Bf16]) {
     threads.split(y, PIECE, |at, p| {
         scratch(NEAR, |wide| {
             for (i, p) in p.chunks_mut(NEAR).enumerate() {
@@ -208,7 +231,7 @@ pub fn forward_of_bf16(threads: &ThreadPool, f: Function, x: &[Bf16], y: &mut [B
 }
 
 /// [`backward`] for bf16: computed in f32, then rounded.
-pub fn backward_bf16(threads: &ThreadPool, f: Function, saved: &[Bf16], dy: &mut [Bf16]) {
+pub fn backward_bf16(threads: &ThreadPool, f: Activation, saved: &[Bf16], dy: &mut [Bf16]) {
     threads.split(dy, PIECE, |at, p| {
         scratch(2 * NEAR, |wide| {
             let (wide_saved, wide) = wide.split_at_mut(NEAR);
@@ -225,8 +248,8 @@ pub fn backward_bf16(threads: &ThreadPool, f: Function, saved: &[Bf16], dy: &mut
 }
 
 /// `dy` times the derivative; `saved` is the output or the input
-/// ([`Function::by_output`]).
-pub fn backward(threads: &ThreadPool, f: Function, saved: &[f32], dy: &mut [f32]) {
+/// ([`Activation::by_output`]).
+pub fn backward(threads: &ThreadPool, f: Activation, saved: &[f32], dy: &mut [f32]) {
     threads.split(dy, PIECE, |at, p| {
         backward_piece(f, &saved[at..at + p.len()], p);
     });
@@ -248,7 +271,7 @@ mod tests {
             .map(|i| Bf16::of((i as f32 - 1e4) * 1.3e-3))
             .collect();
         let d: Vec<Bf16> = x.iter().rev().copied().collect();
-        for f in [Function::Relu, Function::Gelu, Function::Hardswish] {
+        for f in [Activation::Relu, Activation::Gelu, Activation::Hardswish] {
             on_each_isa(|isa| {
                 let mut y = vec![Bf16::default(); len];
                 forward_of_bf16(&threads, f, &x, &mut y);
@@ -274,13 +297,13 @@ mod tests {
     fn relu_at_its_kink() {
         let threads = ThreadPool::new(Threads(1));
         let mut y = [-1.0, -0.0, 0.0, 2.0, f32::NAN];
-        forward(&threads, Function::Relu, &mut y);
+        forward(&threads, Activation::Relu, &mut y);
         assert_eq!(
             y[..4].iter().map(|v| v.to_bits()).collect::<Vec<_>>(),
             [0.0f32, -0.0, 0.0, 2.0].map(f32::to_bits)
         );
         let mut d = [1.0; 5];
-        backward(&threads, Function::Relu, &y, &mut d);
+        backward(&threads, Activation::Relu, &y, &mut d);
         assert_eq!(d, [0.0, 0.0, 0.0, 1.0, 1.0]);
     }
 }

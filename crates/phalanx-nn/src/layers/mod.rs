@@ -1,6 +1,5 @@
 //! Layers: plain structs that hold parameter ids.
 
-mod activation;
 mod avg_pool2d;
 mod batch_norm;
 mod conv1d;

@@ -36,7 +36,7 @@ pub use avg_pool2d::AvgPool2dOptions;
 pub use batch_norm::{BatchNormOptions, JoinStatistics, RunningStats};
 pub use conv2d::Conv2dOptions;
 pub use max_pool2d::MaxPool2dOptions;
-pub use unary::Activation;
+pub use phalanx_kernels::activation::Activation;
 pub use weight::Weight;
 
 /// A function fused to the end of a layer.

@@ -3,7 +3,7 @@
 
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Precision, Result, Tensor};
-use phalanx_kernels::activation::{self, Function};
+use phalanx_kernels::activation::{self, Activation};
 use phalanx_kernels::element::{Values, elements_mut};
 use phalanx_kernels::elementwise;
 use phalanx_kernels::pool::Buf;
@@ -11,68 +11,6 @@ use phalanx_kernels::pool::Buf;
 pub(crate) struct Unary(Activation);
 
 pub(crate) struct Scale(f32);
-
-/// A function applied to every element.
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum Activation {
-    /// [`Tensor::relu`](crate::Tensor::relu)
-    Relu,
-    /// [`Tensor::relu6`](crate::Tensor::relu6)
-    Relu6,
-    /// [`Tensor::leaky_relu`](crate::Tensor::leaky_relu) with this slope
-    LeakyRelu(f32),
-    /// [`Tensor::gelu`](crate::Tensor::gelu)
-    Gelu,
-    /// [`Tensor::gelu_tanh`](crate::Tensor::gelu_tanh)
-    GeluTanh,
-    /// [`Tensor::silu`](crate::Tensor::silu)
-    Silu,
-    /// [`Tensor::hardswish`](crate::Tensor::hardswish)
-    Hardswish,
-    /// [`Tensor::hardsigmoid`](crate::Tensor::hardsigmoid)
-    Hardsigmoid,
-    /// [`Tensor::sigmoid`](crate::Tensor::sigmoid)
-    Sigmoid,
-    /// [`Tensor::tanh`](crate::Tensor::tanh)
-    Tanh,
-    /// [`Tensor::exp`](crate::Tensor::exp)
-    Exp,
-    /// [`Tensor::log`](crate::Tensor::log)
-    Log,
-    /// [`Tensor::sqrt`](crate::Tensor::sqrt)
-    Sqrt,
-    /// [`Tensor::abs`](crate::Tensor::abs)
-    Abs,
-    /// [`Tensor::pow`](crate::Tensor::pow) with this exponent
-    Pow(f32),
-    /// [`Tensor::clamp`](crate::Tensor::clamp) with these bounds
-    Clamp(f32, f32),
-}
-
-impl Activation {
-    /// As the kernels know it.
-    pub(crate) fn function(self) -> Function {
-        match self {
-            Activation::Relu => Function::Relu,
-            Activation::Relu6 => Function::Relu6,
-            Activation::LeakyRelu(v) => Function::LeakyRelu(v),
-            Activation::Gelu => Function::Gelu,
-            Activation::GeluTanh => Function::GeluTanh,
-            Activation::Silu => Function::Silu,
-            Activation::Hardswish => Function::Hardswish,
-            Activation::Hardsigmoid => Function::Hardsigmoid,
-            Activation::Sigmoid => Function::Sigmoid,
-            Activation::Tanh => Function::Tanh,
-            Activation::Exp => Function::Exp,
-            Activation::Log => Function::Log,
-            Activation::Sqrt => Function::Sqrt,
-            Activation::Abs => Function::Abs,
-            Activation::Pow(v) => Function::Pow(v),
-            Activation::Clamp(low, high) => Function::Clamp(low, high),
-        }
-    }
-}
 
 macro_rules! functions {
     ($($(#[$meta:meta])* $name:ident = $function:expr;)*) => {
@@ -151,7 +89,7 @@ impl<'s> Tensor<'s> {
     }
 
     pub(crate) fn unary(self, function: Activation) -> Result<Tensor<'s>> {
-        let x = match function.function().keeps_bf16() {
+        let x = match function.keeps_bf16() {
             true => self.own_slot(),
             false => self.slot(),
         };
@@ -163,32 +101,15 @@ impl<'s> Tensor<'s> {
 
 impl Operation for Unary {
     fn name(&self) -> Option<&'static str> {
-        Some(match self.0 {
-            Activation::Relu => "Relu",
-            Activation::Relu6 => "Relu6",
-            Activation::LeakyRelu(_) => "LeakyRelu",
-            Activation::Gelu => "Gelu",
-            Activation::GeluTanh => "GeluTanh",
-            Activation::Silu => "Silu",
-            Activation::Hardswish => "Hardswish",
-            Activation::Hardsigmoid => "Hardsigmoid",
-            Activation::Sigmoid => "Sigmoid",
-            Activation::Tanh => "Tanh",
-            Activation::Exp => "Exp",
-            Activation::Log => "Log",
-            Activation::Sqrt => "Sqrt",
-            Activation::Abs => "Abs",
-            Activation::Pow(_) => "Pow",
-            Activation::Clamp(..) => "Clamp",
-        })
+        Some(self.0.name())
     }
 
     fn saves(&self) -> [bool; 1] {
-        [!self.0.function().by_output()]
+        [!self.0.by_output()]
     }
 
     fn saves_output(&self) -> bool {
-        self.0.function().by_output()
+        self.0.by_output()
     }
 
     fn forward(&self, c: &mut Compute<'_>, [x]: [SlotId; 1]) -> Result<(Buf, Option<Buf>)> {
@@ -196,37 +117,26 @@ impl Operation for Unary {
             let len = c.state.shape(x).numel();
             let mut buf = c.state.pool.get(Precision::Bf16.memory_len(len));
             let y = elements_mut(buf.slice_mut(), len);
-            activation::forward_of_bf16(c.threads, self.0.function(), c.state.elements(x), y);
+            activation::forward_of_bf16(c.threads, self.0, c.state.elements(x), y);
             return Ok((buf, None));
         }
-        if self.0.function().by_output() || !c.state.wants_grad(x) {
+        if self.0.by_output() || !c.state.wants_grad(x) {
             let mut buf = c.state.take_for_writing(x);
-            activation::forward(c.threads, self.0.function(), buf.slice_mut());
+            activation::forward(c.threads, self.0, buf.slice_mut());
             return Ok((buf, None));
         }
         let mut buf = c.state.pool.get(c.state.shape(x).numel());
-        activation::forward_of(
-            c.threads,
-            self.0.function(),
-            c.state.value(x),
-            buf.slice_mut(),
-        );
+        activation::forward_of(c.threads, self.0, c.state.value(x), buf.slice_mut());
         Ok((buf, None))
     }
 
     fn backward(&self, ctx: &mut BackwardContext<'_>, s: &Slots<1>, mut dy: Buf) -> Result<()> {
-        let saved = if self.0.function().by_output() {
-            s.out
-        } else {
-            s.x[0]
-        };
+        let saved = if self.0.by_output() { s.out } else { s.x[0] };
         match ctx.values(saved) {
-            Values::F32(v) => {
-                activation::backward(ctx.threads, self.0.function(), v, dy.slice_mut())
-            }
+            Values::F32(v) => activation::backward(ctx.threads, self.0, v, dy.slice_mut()),
             Values::Bf16(v) => {
                 let dy = elements_mut(dy.slice_mut(), v.len());
-                activation::backward_bf16(ctx.threads, self.0.function(), v, dy);
+                activation::backward_bf16(ctx.threads, self.0, v, dy);
             }
         }
         ctx.give(s.x[0], dy);

@@ -6,8 +6,8 @@ use std::process::Command;
 use crate::common::noise;
 use crate::optim_torch::{gradients, params_of, spread};
 use phalanx_nn::layers::{
-    Act, Activation, BatchNorm, Conv2d, Conv2dOptions, Dropout, GroupNorm, LayerNorm, Linear,
-    MaxPool2d, MaxPool2dOptions, MultiHeadAttention,
+    Act, BatchNorm, Conv2d, Conv2dOptions, Dropout, GroupNorm, LayerNorm, Linear, MaxPool2d,
+    MaxPool2dOptions, MultiHeadAttention,
 };
 use phalanx_nn::losses::CrossEntropyOptions;
 use phalanx_nn::optim::{Adam, Ema, Lamb, Lion, Optimizer, Rmsprop, Sgd};
@@ -61,16 +61,15 @@ impl Net {
             .forward_residual(self.wide.forward(x.share())?, x, Act::Relu)?;
         let pool = MaxPool2d::new(MaxPool2dOptions::new(3).stride(1).padding(1));
         let x = self.strided.forward_act(pool.forward(x)?, Act::Relu6)?;
-        let x = Activation::Silu.forward(self.depthwise.forward(x)?)?;
-        let x = Activation::Gelu.forward(self.group.forward(x)?)?;
+        let x = self.depthwise.forward(x)?.silu()?;
+        let x = self.group.forward(x)?.gelu()?;
         let [n, h, w, c] = *x.shape() else {
             unreachable!("images have four dimensions");
         };
         let x = self.layer.forward(x.reshape(&[n, h * w, c])?)?;
         let x = self.attention.forward(x, true)?.gelu_tanh()?;
-        let x = Activation::Hardswish.forward(self.drop.forward(x)?)?;
-        self.head
-            .forward(Activation::Tanh.forward(x.mean(&[1], false)?)?)
+        let x = self.drop.forward(x)?.hardswish()?;
+        self.head.forward(x.mean(&[1], false)?.tanh()?)
     }
 }
 

@@ -3,8 +3,7 @@
 
 use crate::common::{Array, channels_first};
 use phalanx_nn::layers::{
-    Activation, BatchNorm1d, Conv1d, Conv2dOptions, ConvTranspose2d, GroupNorm, LayerNorm,
-    MultiHeadAttention,
+    BatchNorm1d, Conv1d, Conv2dOptions, ConvTranspose2d, GroupNorm, LayerNorm, MultiHeadAttention,
 };
 use phalanx_nn::losses::{CrossEntropyOptions, IGNORE_LABEL};
 use phalanx_nn::{
@@ -100,15 +99,15 @@ impl Layer {
             (Layer::LayerNorm(l), _) => l.forward(x),
             (Layer::GroupNorm(l), _) => l.forward(x),
             (Layer::Attention(l), _) => l.forward(x, o["causal"].as_bool().unwrap()),
-            (_, "relu6") => Activation::Relu6.forward(x),
-            (_, "leaky_relu") => Activation::LeakyRelu(0.01).forward(x),
-            (_, "gelu") if tanh => Activation::GeluTanh.forward(x),
-            (_, "gelu") => Activation::Gelu.forward(x),
-            (_, "silu") => Activation::Silu.forward(x),
-            (_, "hardswish") => Activation::Hardswish.forward(x),
-            (_, "hardsigmoid") => Activation::Hardsigmoid.forward(x),
-            (_, "sigmoid") => Activation::Sigmoid.forward(x),
-            (_, "tanh") => Activation::Tanh.forward(x),
+            (_, "relu6") => x.relu6(),
+            (_, "leaky_relu") => x.leaky_relu(0.01),
+            (_, "gelu") if tanh => x.gelu_tanh(),
+            (_, "gelu") => x.gelu(),
+            (_, "silu") => x.silu(),
+            (_, "hardswish") => x.hardswish(),
+            (_, "hardsigmoid") => x.hardsigmoid(),
+            (_, "sigmoid") => x.sigmoid(),
+            (_, "tanh") => x.tanh(),
             (_, "exp") => x.exp(),
             (_, "softmax") => {
                 let d = dim();

@@ -47,7 +47,7 @@ fn own<'s>(x: &Tensor<'s>, c: Tensor<'s>, both: Tensor<'s>) -> Result<Vec<Tensor
         x.share().abs()?.sqrt()?,
         x.share().pow(3.0)?,
         x.share().clamp(-0.5, 0.25)?,
-        Activation::LeakyRelu(0.1).forward(x.share())?,
+        x.share().activation(Activation::LeakyRelu(0.1))?,
         x.share().log_softmax()?,
         x.share().transpose(0, 1)?,
         x.share().sub(c)?,
