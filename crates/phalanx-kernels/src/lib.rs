@@ -26,6 +26,7 @@ pub mod elementwise;
 pub mod layer_norm;
 mod math;
 pub mod max_pool;
+pub mod order;
 mod panel;
 pub mod par;
 pub mod peak;

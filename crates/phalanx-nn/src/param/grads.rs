@@ -129,8 +129,7 @@ impl Grads {
         let info = &self.infos[param.index()];
         let values = self.grad(param);
         let mut out = vec![0.0; info.len];
-        info.layout
-            .for_each_index(&info.shape, |o, i| out[o] = values[i]);
+        info.layout.export(&info.shape, values, &mut out);
         out
     }
 }

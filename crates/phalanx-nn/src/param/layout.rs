@@ -1,6 +1,6 @@
 //! Memory order of a parameter compared with PyTorch's tensor of the same name.
 
-use phalanx_kernels::pool::ALIGN_ELEMS;
+use phalanx_kernels::order;
 
 /// Memory order of a parameter inside the engine. PyTorch's order is used only by
 /// [`Params::export`](crate::Params::export) and
@@ -17,27 +17,30 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// Calls `f(outside, inside)` for every element, in any order: its index in PyTorch's
-    /// row-major order and its index in the engine's memory.
-    pub(crate) fn for_each_index(self, shape: &[usize], mut f: impl FnMut(usize, usize)) {
-        let len: usize = shape.iter().product();
+    /// Writes `from`, values in PyTorch's row-major order, in the order of the engine's memory.
+    pub(crate) fn import(self, shape: &[usize], from: &[f32], into: &mut [f32]) {
+        match self.sizes(shape) {
+            Some(sizes) => order::import(sizes, from, into),
+            None => into[..from.len()].copy_from_slice(from),
+        }
+    }
+
+    /// Writes `from`, values in the order of the engine's memory, in PyTorch's row-major order.
+    pub(crate) fn export(self, shape: &[usize], from: &[f32], into: &mut [f32]) {
+        match self.sizes(shape) {
+            Some(sizes) => order::export(sizes, from, into),
+            None => into.copy_from_slice(from),
+        }
+    }
+
+    /// Outputs, inputs and taps of a weight whose order in memory is not PyTorch's.
+    fn sizes(self, shape: &[usize]) -> Option<[usize; 3]> {
         match (self, shape) {
             (Layout::Conv, &[out, inp, _, _]) | (Layout::Conv1d, &[out, inp, _]) => {
-                let taps: usize = shape[2..].iter().product();
-                // A cache line of outputs at a time: both sides are walked in lines.
-                for from in (0..out).step_by(ALIGN_ELEMS) {
-                    let outputs = from..(from + ALIGN_ELEMS).min(out);
-                    for i in 0..inp {
-                        for t in 0..taps {
-                            for o in outputs.clone() {
-                                f((o * inp + i) * taps + t, (t * inp + i) * out + o);
-                            }
-                        }
-                    }
-                }
+                Some([out, inp, shape[2..].iter().product()])
             }
             // `Scope` admits the layouts above only with their dimensions.
-            _ => (0..len).for_each(|i| f(i, i)),
+            _ => None,
         }
     }
 

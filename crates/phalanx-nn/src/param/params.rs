@@ -219,8 +219,7 @@ impl Params {
         let values = &flat[info.offset..info.offset + info.len];
         out.clear();
         out.resize(info.len, 0.0);
-        info.layout
-            .for_each_index(&info.shape, |o, i| out[o] = values[i]);
+        info.layout.export(&info.shape, values, out);
     }
 
     /// Sets one parameter from PyTorch's row-major order.
@@ -354,7 +353,6 @@ pub(super) fn import(info: &ParamInfo, from: &[f32], into: &mut [f32]) -> Result
             from.len()
         )));
     }
-    info.layout
-        .for_each_index(&info.shape, |o, i| into[i] = from[o]);
+    info.layout.import(&info.shape, from, into);
     Ok(())
 }
