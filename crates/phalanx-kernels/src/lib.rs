@@ -1,4 +1,4 @@
-//! CPU kernels of the engine over plain slices, with the memory and the threads that they run on: what `phalanx-nn` computes
+//! CPU kernels of the engine over plain slices, with the threads that they run on: what `phalanx-nn` computes
 //! with. They know nothing of tensors or the tape. A crate of its own because its loops are compiled for several instruction
 //! sets: that takes longer than all that stands on it.
 //!
@@ -13,6 +13,7 @@ pub mod isa;
 mod vector;
 pub mod activation;
 pub mod adaptive_max;
+pub mod aligned;
 pub mod attention;
 pub mod avg_pool;
 pub mod batch_norm;
@@ -30,7 +31,6 @@ pub mod order;
 mod panel;
 pub mod par;
 pub mod peak;
-pub mod pool;
 mod precision;
 pub mod product;
 pub mod reduce;

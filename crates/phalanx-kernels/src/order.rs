@@ -1,6 +1,6 @@
 //! Weights of convolutions in PyTorch's order and in the engine's.
 
-use crate::pool::ALIGN_ELEMS;
+use crate::aligned::ALIGN_ELEMS;
 
 /// Calls `f(outside, inside)` for every element of `out` x `inp` x `taps`, in any order: its index in PyTorch's
 /// row-major order and its index in the engine's memory, `(taps, inp, out)`.

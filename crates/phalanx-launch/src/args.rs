@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use phalanx_live::Address;
 
-use super::numa::Binding;
 use super::place::torchrun::{Setting, setting, switch, variable};
 use super::place::{Env, Node};
 use super::program::{Interpretation, Program};
@@ -251,10 +250,11 @@ fn torchrun_options(cli: &LaunchCli, env: &Env, local_ranks: usize) -> Result<To
     options.out_filters = filters("duplicate-stdout-filters", &cli.duplicate_stdout_filters);
     options.err_filters = filters("duplicate-stderr-filters", &cli.duplicate_stderr_filters);
     if let Some(given) = setting(env, "numa-binding", &cli.numa_binding) {
-        let binding = Binding::named(given.text);
-        options.numa = Some(
-            binding.ok_or_else(|| given.wrong("not node, socket, exclusive or core-complex"))?,
-        );
+        if given.text != "node" {
+            let why = "only node is supported; put `numactl` before PROGRAM for other bindings";
+            return Err(given.wrong(why));
+        }
+        options.numa = true;
     }
     if switch(env, "virtual-local-rank", cli.virtual_local_rank) {
         options.devices = Some(VisibleDevices::new(env, local_ranks)?);

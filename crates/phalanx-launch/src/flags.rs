@@ -115,7 +115,7 @@ pub struct LaunchCli {
     /// Signals that end the job. One of SIGUSR1 and SIGUSR2 is sent to the ranks itself, the others as SIGTERM [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT].
     #[arg(long, value_name = "NAMES")]
     pub(crate) signals_to_handle: Option<String>,
-    /// Bind each rank to processors; local ranks are spread over the NUMA nodes in order. node, socket, exclusive (cores of its own) or core-complex (one last-level cache).
+    /// Bind each rank to the processors of one NUMA node (MODE: node); local ranks are spread over the NUMA nodes in order.
     #[arg(long, value_name = "MODE")]
     pub(crate) numa_binding: Option<String>,
     /// Set LOCAL_RANK to 0 in every rank, and CUDA_VISIBLE_DEVICES to the one device of its local rank.

@@ -32,6 +32,7 @@ use super::machine::{Action, ExitStatus, ShutdownState, StopCause, TWIN};
 use super::nodes::{
     self, Attempt, Moved, Next, NodeInfo, NodeStore, Nodes, Rules, all_numbers, number_newcomers,
 };
+use super::numa;
 use super::oom::OomWatch;
 use super::place::Meeting;
 use super::plan::LaunchPlan;
@@ -86,8 +87,8 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     let (sender, events) = channel();
     let others = [SIGTSTP, SIGUSR1, SIGUSR2];
     let signals = SignalWatch::start(sender.clone(), &plan.args.torchrun.signals, &others)?;
-    let binding = plan.args.torchrun.numa;
-    let processors = binding.map(|binding| binding.processors(plan.args.node.local_ranks));
+    let binds = plan.args.torchrun.numa;
+    let processors = binds.then(|| numa::processors(plan.args.node.local_ranks));
     let processors = processors.transpose()?;
     let host = phalanx_base::host_name();
     let page = match &plan.args.live {

@@ -7,7 +7,6 @@ use std::ffi::{OsStr, OsString};
 
 use signal_hook::consts::{FORBIDDEN, SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
-use super::numa::Binding;
 use super::place::{Env, text};
 use crate::error::{Error, Result};
 use crate::stop::signal_name;
@@ -28,8 +27,8 @@ pub struct TorchrunOptions {
     pub out_filters: Vec<String>,
     /// The same for stderr.
     pub err_filters: Vec<String>,
-    /// Which processors each rank may use.
-    pub numa: Option<Binding>,
+    /// Bind each rank to the processors of a NUMA node.
+    pub numa: bool,
     /// Each rank is its own local rank 0, with a device of its own.
     pub devices: Option<VisibleDevices>,
 }
@@ -42,7 +41,7 @@ impl Default for TorchrunOptions {
             prefix_template: None,
             out_filters: Vec::new(),
             err_filters: Vec::new(),
-            numa: None,
+            numa: false,
             devices: None,
         }
     }

@@ -52,6 +52,7 @@ pub mod models;
 mod ops;
 pub mod optim;
 pub mod param;
+mod pool;
 pub mod profile;
 pub mod rng;
 mod tape;

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 
-use crate::pool::AlignedBuf;
+use crate::aligned::AlignedBuf;
 
 thread_local! {
     static SCRATCH: RefCell<Vec<AlignedBuf>> = const { RefCell::new(Vec::new()) };

@@ -1,11 +1,11 @@
 //! Adaptive max pooling. Saves, per output element, the winning pixel.
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::adaptive_max;
 use phalanx_kernels::avg_pool::{AvgShape, Windows};
-use phalanx_kernels::pool::Buf;
 
 pub(crate) struct AdaptiveMaxPool2d(AvgShape);
 

@@ -1,12 +1,12 @@
 //! `+ - * /` of two tensors with broadcasting. Sums and differences save nothing;
 //! products and quotients save what their gradients need.
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::broadcast::{Arithmetic, Stretch, arithmetic};
 use phalanx_kernels::elementwise;
-use phalanx_kernels::pool::Buf;
 use phalanx_kernels::reduce::{Fold, RANK, reduce};
 
 /// Sum of two tensors of one shape, in place.

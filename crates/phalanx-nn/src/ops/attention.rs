@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use super::dropout::{check_rate, next_mask};
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::attention::{Dropped, Sizes, backward, forward};
 use phalanx_kernels::dropout::{MaskKey, Rate};
-use phalanx_kernels::pool::Buf;
 
 pub(crate) struct Attention {
     sizes: Sizes,

@@ -1,10 +1,10 @@
 //! Average pooling over fixed or adaptive windows. Saves nothing.
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::avg_pool::{self, AvgShape, Windows};
-use phalanx_kernels::pool::Buf;
 
 /// Window, stride and padding of an average pooling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -10,13 +10,13 @@
 use super::weight::known_vector;
 use super::{Act, Weight};
 use crate::param::{BufferId, ParamId};
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Recorded, SlotId, State, Visit};
 use crate::{Error, Precision, Result, Tensor};
 use phalanx_kernels::Mode;
 use phalanx_kernels::batch_norm::{self, Backward, Channels, Gate};
 use phalanx_kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use phalanx_kernels::par::ThreadPool;
-use phalanx_kernels::pool::Buf;
 
 /// The buffers of a batch normalisation's running statistics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

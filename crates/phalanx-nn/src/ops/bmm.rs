@@ -3,11 +3,11 @@
 //! *Order*: a matrix of the result belongs to one thread; a single matrix is split into
 //! rows or columns, by shape.
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::Mode;
 use phalanx_kernels::par::ThreadPool;
-use phalanx_kernels::pool::Buf;
 use phalanx_kernels::product::{Mat, product, product_threaded};
 
 pub(crate) struct Bmm(Sizes);

@@ -1,11 +1,11 @@
 //! The same values in the other precision. Saves nothing.
 
 use crate::Tensor;
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, OpNode, Operation, SlotId, Slots};
 use crate::{Precision, Result};
 use phalanx_kernels::element::{Bf16, Values, convert, elements_mut};
 use phalanx_kernels::par::ThreadPool;
-use phalanx_kernels::pool::Buf;
 
 pub(crate) struct Cast;
 

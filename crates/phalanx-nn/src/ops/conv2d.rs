@@ -7,12 +7,12 @@
 use super::weight::{Known, known_vector};
 use super::{Act, Weight};
 use crate::param::ParamId;
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
 use phalanx_kernels::conv::{self, ConvShape};
 use phalanx_kernels::element::{Values, ValuesMut};
-use phalanx_kernels::pool::Buf;
 use phalanx_kernels::{Mode, elementwise};
 
 /// Kernel, stride, padding, dilation (height, width each) and groups of a convolution.

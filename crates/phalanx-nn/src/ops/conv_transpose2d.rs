@@ -2,6 +2,7 @@
 //! and vice versa. Saves its input, and a weight that is not a parameter.
 
 use crate::param::ParamId;
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
@@ -9,7 +10,6 @@ use phalanx_kernels::Mode;
 use phalanx_kernels::bias::finish;
 use phalanx_kernels::conv::{self, ConvShape};
 use phalanx_kernels::element::{Values, ValuesMut};
-use phalanx_kernels::pool::Buf;
 
 use super::weight::{Known, known_vector};
 use super::{Conv2dOptions, Weight};

@@ -1,9 +1,9 @@
 //! Running sums along a dimension, in place if no other operation needs the operand. Save nothing.
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::par::{PIECE, ThreadPool};
-use phalanx_kernels::pool::Buf;
 
 /// Along `n` of an array of (outer, n, inner).
 pub(crate) struct Cumsum {

@@ -1,9 +1,9 @@
 //! User-defined operations. They choose what they save, and whether they can be run again.
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Recorded, SlotId, State, Step, Visit};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
-use phalanx_kernels::pool::Buf;
 
 /// A user's operation, run through [`Step::custom`].
 ///

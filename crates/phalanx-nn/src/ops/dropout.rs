@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Step, Tensor};
 use phalanx_kernels::dropout::{Block, MaskKey, Rate, Share, apply};
-use phalanx_kernels::pool::Buf;
 
 pub(crate) struct Dropout {
     /// This tensor's samples among those of the step.

@@ -4,10 +4,10 @@
 //! *Order*: elements in memory order, in f64, rounded once.
 
 use crate::losses::Reduction;
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Operation, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
-use phalanx_kernels::pool::Buf;
 
 /// A loss whose gradient was computed in the forward pass.
 pub(crate) struct Prepared {

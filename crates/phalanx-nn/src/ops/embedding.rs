@@ -3,11 +3,11 @@
 //! *Order*: gradients of a row are added in the order of the indices.
 
 use super::Weight;
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Operand, Operation, Slots, Step};
 use crate::tensor::{Shape, Tensor};
 use crate::{Error, Precision, Result};
 use phalanx_kernels::Mode;
-use phalanx_kernels::pool::Buf;
 
 pub(crate) struct Embedding {
     weight: Operand,

@@ -6,10 +6,10 @@ use super::Weight;
 use super::batch_norm::one_gradient;
 use super::weight::known_vector;
 use crate::param::ParamId;
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::layer_norm::{self, Groups};
-use phalanx_kernels::pool::Buf;
 
 pub(crate) struct LayerNorm {
     weight: Option<Operand>,

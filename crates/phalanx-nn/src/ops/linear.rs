@@ -4,6 +4,7 @@
 use super::weight::{Known, known_vector};
 use super::{Act, Weight};
 use crate::param::ParamId;
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
 use crate::{Error, Precision, Result, Tensor};
 use phalanx_kernels::bias::{column_sums, finish};
@@ -11,7 +12,6 @@ use phalanx_kernels::conv::ConvShape;
 use phalanx_kernels::element::{Values, ValuesMut};
 use phalanx_kernels::elementwise;
 use phalanx_kernels::par::{PIECE, ThreadPool};
-use phalanx_kernels::pool::Buf;
 use phalanx_kernels::product::{Mat, product_biased, product_threaded};
 use phalanx_kernels::{Mode, bf16};
 

@@ -1,12 +1,12 @@
 //! Max-pooling. Saves, per output element, the winning window position (one byte).
 
 use super::avg_pool2d::window_count;
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
 use phalanx_kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use phalanx_kernels::max_pool::{self, PoolShape};
-use phalanx_kernels::pool::Buf;
 
 /// Window positions at most: a position is kept in one byte.
 const MAX_WINDOW: usize = 256;

@@ -1,10 +1,10 @@
 //! Negative log-likelihood of labels. Saves the labels.
 
 use crate::losses::{IGNORE_LABEL, Reduction};
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Operation, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
-use phalanx_kernels::pool::Buf;
 
 pub(crate) struct Nll {
     labels: (usize, usize),

@@ -1,10 +1,10 @@
 //! A parameter as a tensor: a copy of its values. Saves nothing.
 
 use crate::param::ParamId;
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots, Step};
 use crate::tensor::Shape;
 use crate::{Result, Tensor};
-use phalanx_kernels::pool::Buf;
 use phalanx_kernels::{Mode, elementwise};
 
 pub(crate) struct Parameter {

@@ -1,10 +1,10 @@
 //! The same elements under another shape or in another order. Save nothing.
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::par::{PIECE, ThreadPool};
-use phalanx_kernels::pool::Buf;
 use phalanx_kernels::reduce::RANK;
 use phalanx_kernels::transpose::transpose;
 

@@ -1,12 +1,12 @@
 //! Sums, means and maxima over dimensions. Sums and means save nothing, maxima
 //! their input and output.
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::broadcast::{Arithmetic, Stretch, arithmetic};
 use phalanx_kernels::elementwise;
-use phalanx_kernels::pool::Buf;
 use phalanx_kernels::reduce::{Fold, RANK, reduce};
 
 pub(crate) struct Reduction {

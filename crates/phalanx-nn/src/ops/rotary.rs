@@ -1,10 +1,10 @@
 //! Rotary positions (J. Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021), in place if
 //! no other operation needs the operand. Save the cosines and sines.
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::par::{PIECE, ThreadPool};
-use phalanx_kernels::pool::Buf;
 use phalanx_kernels::rotary::turn;
 
 pub(crate) struct Rotary {

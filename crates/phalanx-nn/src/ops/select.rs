@@ -1,10 +1,10 @@
 //! Elements chosen by a mask or by indices, which belong to the step. Save nothing else.
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::par::{PIECE, ThreadPool};
-use phalanx_kernels::pool::Buf;
 
 /// On one tensor, `value` where the mask is set; on two, the second where it is not.
 pub(crate) struct Masked {

@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, Recorded, SlotId, Slots, Step, Visit};
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::par::ThreadPool;
-use phalanx_kernels::pool::Buf;
 
 /// An array as `outer` runs of `wide` elements, of which a part starts at `at`
 /// and is `len` long.

@@ -1,9 +1,9 @@
 //! Softmax and its logarithm along any dimension, in place if no other operation needs the
 //! operand. Save their output.
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
-use phalanx_kernels::pool::Buf;
 use phalanx_kernels::softmax_dim;
 
 /// Along `n` of an array of (outer, n, inner).

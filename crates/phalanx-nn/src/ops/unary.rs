@@ -1,12 +1,12 @@
 //! Element-wise functions. f32 operands are changed in place if no other operation needs them. Save their
 //! input, or (relu, sigmoid, tanh, exp, sqrt) their output; a factor saves nothing.
 
+use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Precision, Result, Tensor};
 use phalanx_kernels::activation::{self, Activation};
 use phalanx_kernels::element::{Values, elements_mut};
 use phalanx_kernels::elementwise;
-use phalanx_kernels::pool::Buf;
 
 pub(crate) struct Unary(Activation);
 

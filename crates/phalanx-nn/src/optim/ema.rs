@@ -5,7 +5,7 @@ use super::updates::Updates;
 use super::{Optimizer, Run};
 use crate::param::{GradView, Params};
 use crate::{Error, Result, ThreadPool};
-use phalanx_kernels::pool::AlignedBuf;
+use phalanx_kernels::aligned::AlignedBuf;
 use phalanx_kernels::update::ema::average;
 
 /// The state buffer with the averages.

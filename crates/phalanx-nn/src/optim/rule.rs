@@ -7,7 +7,7 @@ use super::updates::Updates;
 use super::{Optimizer, Run};
 use crate::param::{GradView, Params};
 use crate::{Error, Result, ThreadPool};
-use phalanx_kernels::pool::AlignedBuf;
+use phalanx_kernels::aligned::AlignedBuf;
 
 /// How an optimizer changes elements: its settings except the learning rate.
 pub trait Rule: Copy {

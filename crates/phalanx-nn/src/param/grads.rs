@@ -1,7 +1,7 @@
 //! Gradient sinks: a local set of gradients, or memory that another crate supplies.
 
 use super::params::{ParamId, ParamInfo, Params};
-use phalanx_kernels::pool::AlignedBuf;
+use phalanx_kernels::aligned::AlignedBuf;
 
 /// Receives gradients, in memory that it supplies.
 ///

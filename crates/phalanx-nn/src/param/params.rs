@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::layout::Layout;
 use super::scope::Section;
 use crate::error::{Error, Result};
-use phalanx_kernels::pool::{AlignedBuf, round_up};
+use phalanx_kernels::aligned::{AlignedBuf, round_up};
 
 /// The model of a parameter or buffer: a unique number of each root [`Scope`](crate::Scope) of the
 /// process. Clones of [`Params`] are the same model.

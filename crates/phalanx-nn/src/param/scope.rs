@@ -6,8 +6,8 @@ use super::layout::Layout;
 use super::params::{BufferId, ModelId, ParamId, ParamInfo, Params, import};
 use crate::error::{Error, Result};
 use crate::rng::{init, torch::Generator};
+use phalanx_kernels::aligned::{AlignedBuf, round_up};
 use phalanx_kernels::isa;
-use phalanx_kernels::pool::{AlignedBuf, round_up};
 
 /// Seed of the initial weights; `Seed(n)` stands for `torch.manual_seed(n)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

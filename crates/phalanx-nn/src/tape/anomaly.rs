@@ -5,8 +5,8 @@ use super::node::{Node, Visit};
 use super::state::{Slot, SlotId, State};
 use crate::error::{Error, Result};
 use crate::param::{ParamInfo, Params};
+use crate::pool::Buf;
 use phalanx_kernels::element::{Element, Values};
-use phalanx_kernels::pool::Buf;
 
 /// Value and indices of the first element, in memory of this shape, that is NaN, or infinite unless
 /// `infinite`.

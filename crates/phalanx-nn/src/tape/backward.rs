@@ -13,10 +13,10 @@ use crate::Precision;
 use crate::error::{Error, Result};
 use crate::ops::batch_norm::JoinStatistics;
 use crate::param::{GradSink, ParamId, Params};
+use crate::pool::{Buf, Pool};
 use crate::tensor::Shape;
 use phalanx_kernels::element::{Bf16, Element, Values, elements, elements_mut};
 use phalanx_kernels::par::ThreadPool;
-use phalanx_kernels::pool::{Buf, Pool};
 use phalanx_kernels::{Mode, elementwise};
 
 /// Context of a node's backward.

@@ -9,8 +9,8 @@ use crate::Precision;
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::param::ParamId;
+use crate::pool::Buf;
 use crate::tensor::{Shape, Tensor};
-use phalanx_kernels::pool::Buf;
 
 /// A reference of a node.
 pub(crate) enum Visit {

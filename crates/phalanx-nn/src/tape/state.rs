@@ -10,11 +10,11 @@ use crate::Precision;
 use crate::error::{Error, Result};
 use crate::ops::batch_norm::{JoinStatistics, Statistics};
 use crate::param::Params;
+use crate::pool::{Buf, Pool};
 use crate::profile::Clock;
 use crate::tensor::Shape;
 use phalanx_kernels::dropout::MaskKey;
 use phalanx_kernels::element::{Element, Values, elements};
-use phalanx_kernels::pool::{Buf, Pool};
 
 /// A value of the current step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

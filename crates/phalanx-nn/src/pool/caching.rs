@@ -7,15 +7,15 @@
 
 use std::ptr::NonNull;
 
-use super::aligned::{ALIGN_ELEMS, AlignedBuf};
 use super::region::{Extent, Region};
+use phalanx_kernels::aligned::{ALIGN_ELEMS, AlignedBuf};
 
 /// A buffer handed out by a [`Pool`]. Not `Clone`, no `Drop`: the tape gives it
 /// back with [`Pool::put`]. Its contents are arbitrary.
 ///
 /// The memory lives until the pool is dropped; the tape owns both, and never
 /// lets a reference outlive its borrow of the step.
-pub struct Buf {
+pub(crate) struct Buf {
     ptr: NonNull<f32>,
     len: usize,
     place: Place,
@@ -33,20 +33,20 @@ unsafe impl Send for Buf {}
 
 impl Buf {
     /// Its elements.
-    pub fn slice(&self) -> &[f32] {
+    pub(crate) fn slice(&self) -> &[f32] {
         // SAFETY: `ptr` is valid for `len` initialised elements of a slab or region that
         // outlives every `Buf` (see the type), and no other `Buf` has this memory.
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
     }
 
     /// Its elements, to be written.
-    pub fn slice_mut(&mut self) -> &mut [f32] {
+    pub(crate) fn slice_mut(&mut self) -> &mut [f32] {
         // SAFETY: as in `slice`; `&mut self` makes it exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
     }
 
     /// The memory as doubles, half as many.
-    pub fn f64_mut(&mut self) -> &mut [f64] {
+    pub(crate) fn f64_mut(&mut self) -> &mut [f64] {
         let len = self.len / 2;
         // SAFETY: as in `slice_mut`; buffers start on a cache line, and any
         // bytes make valid `f64`s and back.
@@ -54,7 +54,7 @@ impl Buf {
     }
 
     /// The first `len` bytes of the memory, for small integers.
-    pub fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
+    pub(crate) fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
         assert!(len <= self.len * size_of::<f32>());
         // SAFETY: as in `slice_mut`; any bytes make valid `f32`s and back.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast(), len) }
@@ -71,7 +71,7 @@ struct Slab {
 
 /// The pool of one tape.
 #[derive(Default)]
-pub struct Pool {
+pub(crate) struct Pool {
     slabs: Vec<Slab>,
     /// Free slabs by class.
     free: Vec<Vec<u32>>,
@@ -88,7 +88,7 @@ pub struct Pool {
 
 impl Pool {
     /// A buffer of exactly `len` elements with arbitrary contents.
-    pub fn get(&mut self, len: usize) -> Buf {
+    pub(crate) fn get(&mut self, len: usize) -> Buf {
         let (ptr, place) = if len <= LARGEST_SMALL {
             self.small(class_of(len))
         } else {
@@ -140,9 +140,10 @@ impl Pool {
     }
 
     /// A buffer of zeros.
-    pub fn get_zeroed(&mut self, len: usize) -> Buf {
+    pub(crate) fn get_zeroed(&mut self, len: usize) -> Buf {
         let mut b = self.get(len);
-        b.slice_mut().fill(0.0);
+        // Of bytes, which is fast also where this crate is not optimised.
+        b.bytes_mut(len * size_of::<f32>()).fill(0);
         b
     }
 
@@ -160,7 +161,7 @@ impl Pool {
     }
 
     /// Takes a buffer back.
-    pub fn put(&mut self, mut buf: Buf) {
+    pub(crate) fn put(&mut self, mut buf: Buf) {
         if self.poison {
             buf.slice_mut().fill(f32::NAN);
         }
@@ -175,7 +176,7 @@ impl Pool {
 
     /// Takes back everything, also buffers that were lost on an error path
     /// (a dropped `Buf` cannot be used any more). The caller holds none.
-    pub fn reclaim(&mut self) {
+    pub(crate) fn reclaim(&mut self) {
         if self.in_use() == 0 {
             return;
         }
@@ -189,18 +190,18 @@ impl Pool {
 
     /// Before a step: asks the system for huge pages for the memory that earlier steps
     /// used. Returns whether there was any.
-    pub fn promote_to_huge_pages(&mut self) -> bool {
+    pub(crate) fn promote_to_huge_pages(&mut self) -> bool {
         let regions = self.regions.iter_mut().map(Region::promote_to_huge_pages);
         regions.fold(false, |any, new| any | new)
     }
 
     /// How often new memory was needed.
-    pub fn allocations(&self) -> u64 {
+    pub(crate) fn allocations(&self) -> u64 {
         self.allocations
     }
 
     /// Bytes handed out so far (of large buffers: the peak).
-    pub fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
@@ -210,7 +211,7 @@ impl Pool {
     }
 
     /// Whether buffers that come back are overwritten with NaN, for tests.
-    pub fn set_poison(&mut self, on: bool) {
+    pub(crate) fn set_poison(&mut self, on: bool) {
         self.poison = on;
     }
 }

@@ -48,7 +48,7 @@ impl AlignedBuf {
     }
 
     /// The same, or `None` where the system refuses (`len` is not 0).
-    pub(crate) fn try_zeroed(len: usize) -> Option<Self> {
+    pub fn try_zeroed(len: usize) -> Option<Self> {
         let layout = Self::layout(len)?;
         let raw = if is_mapped(layout) {
             mapped::zeroed(layout)?
@@ -77,7 +77,8 @@ impl AlignedBuf {
         }
     }
 
-    pub(crate) fn as_mut_ptr(&mut self) -> *mut f32 {
+    /// Where its first element is.
+    pub fn as_mut_ptr(&mut self) -> *mut f32 {
         self.ptr.as_ptr()
     }
 

@@ -4,7 +4,7 @@
 //! The lowest place that is large enough is taken, so that a step that repeats gets the
 //! same places again, and pages beyond the highest are never touched.
 
-use super::aligned::{ALIGN_ELEMS, AlignedBuf, round_up};
+use phalanx_kernels::aligned::{ALIGN_ELEMS, AlignedBuf, round_up};
 
 /// Between two buffers: arrays that are walked together must not lie a
 /// multiple of 4 KiB apart, and sizes often are one. An odd number of cache lines.
