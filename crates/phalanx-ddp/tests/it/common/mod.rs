@@ -27,46 +27,46 @@ pub fn value(i: usize) -> f32 {
     ((mixed ^ (mixed >> 15)) % 2001) as f32 / 1000.0 - 1.0
 }
 
-/// Runs `rank` on `world` threads and gives back what each returned, by rank.
+/// Runs `rank` on `world` threads and gives back what each returned, by rank. All have formed the group before one begins:
+/// a rank that fails at once would fail the forming of others.
 pub fn ranks<R: Send>(world: usize, over: Over, rank: impl Fn(ProcessGroup) -> R + Sync) -> Vec<R> {
     let timeout = Duration::from_secs(60);
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        let handles: Vec<_> = if over == Over::Thread {
-            ProcessGroup::threads(world, Default::default())
-                .into_iter()
-                .map(|group| scope.spawn(move || rank(group)))
-                .collect()
-        } else {
+    let transport = match over {
+        Over::Thread => None,
+        Over::Shm => Some(Transport::Shm),
+        Over::Tcp => Some(Transport::Tcp),
+    };
+    let groups = match transport {
+        None => ProcessGroup::threads(world, Default::default()),
+        Some(transport) => {
             let store: Arc<dyn Store> = Arc::new(MemStore::new());
-            let token = Token::generate().expect("random bytes");
-            (0..world)
-                .map(|r| {
-                    let (store, token) = (store.clone(), token.clone());
-                    scope.spawn(move || {
-                        let options = InitOptions {
-                            token: Some(token),
-                            timeout,
-                            op_timeout: timeout,
-                            first_op_timeout: timeout,
-                            transport: if over == Over::Shm {
-                                Transport::Shm
-                            } else {
-                                Transport::Tcp
-                            },
-                            ..InitOptions::default()
-                        };
-                        rank(
-                            ProcessGroup::from_store(store, r, world, options)
-                                .expect("group forms"),
-                        )
-                    })
-                })
-                .collect()
-        };
-        handles
-            .into_iter()
-            .map(|h| h.join().expect("rank does not panic"))
-            .collect()
+            let options = InitOptions {
+                token: Some(Token::generate().expect("random bytes")),
+                timeout,
+                op_timeout: timeout,
+                first_op_timeout: timeout,
+                transport,
+                ..InitOptions::default()
+            };
+            let form = |r| {
+                let (store, options) = (store.clone(), options.clone());
+                ProcessGroup::from_store(store, r, world, options).expect("group forms")
+            };
+            on_threads(0..world, form)
+        }
+    };
+    on_threads(groups.into_iter(), rank)
+}
+
+/// Runs `each` of `items` on a thread of its own, and gives back what each returned.
+fn on_threads<T: Send, R: Send>(
+    items: impl Iterator<Item = T>,
+    each: impl Fn(T) -> R + Sync,
+) -> Vec<R> {
+    std::thread::scope(|scope| {
+        let each = &each;
+        let threads: Vec<_> = items.map(|item| scope.spawn(move || each(item))).collect();
+        let results = threads.into_iter().map(|thread| thread.join());
+        results.map(|r| r.expect("rank does not panic")).collect()
     })
 }
