@@ -471,7 +471,7 @@ const LINES: [(&str, usize); 22] = [
     ("phalanx", 539),
     ("phalanx-base", 1197),
     ("phalanx-checkpoint", 3579),
-    ("phalanx-cli", 3909),
+    ("phalanx-cli", 3911),
     ("phalanx-comm", 21398),
     ("phalanx-data", 3732),
     ("phalanx-ddp", 5488),
