@@ -279,6 +279,18 @@ def check(args, folder, epochs, job):
     return wrong
 
 
+def epochs_of(args, folder):
+    """How many epochs of this machine fill --seconds."""
+    took = []
+    for epochs in (1, 4):
+        began = time.time()
+        line = words(args, folder, f"timed-{epochs}", epochs) + ["--nproc-per-node", str(args.ranks)]
+        subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        took.append(time.time() - began)
+    seconds = args.seconds or 2 * args.kills * args.gap
+    return max(4, int(3 * seconds / max(0.1, took[1] - took[0])))
+
+
 def percentile(values, share):
     values = sorted(values)
     return values[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
@@ -294,7 +306,8 @@ def main():
     parser.add_argument("--recipe", default="mnist")
     parser.add_argument("--samples", type=int, default=4800)
     parser.add_argument("--batch", type=int, default=96)
-    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--epochs", type=int, help="default: as many as fill --seconds")
+    parser.add_argument("--seconds", type=float, help="of the undisturbed training, about; default: twice --kills times --gap")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data")
     parser.add_argument("--save-every", type=int, default=0, help="steps from one checkpoint to the next")
@@ -308,7 +321,7 @@ def main():
     args.phalanx = os.path.realpath(args.phalanx)
     random.seed(args.seed)
     folder = tempfile.mkdtemp()
-    epochs = args.epochs or max(2, int(args.kills * args.gap / 1.2))
+    epochs = args.epochs or epochs_of(args, folder)
     if args.hosts > 1:
         subprocess.run([args.phalanx, "token", "--out", f"{folder}/token"], check=True)
     began = time.time()
