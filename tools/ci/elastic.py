@@ -285,9 +285,9 @@ def epochs_of(args, folder):
     for epochs in (1, 4):
         began = time.time()
         line = words(args, folder, f"timed-{epochs}", epochs) + ["--nproc-per-node", str(args.ranks)]
-        subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
         took.append(time.time() - began)
-    seconds = args.seconds or 2 * args.kills * args.gap
+    seconds = args.seconds or 60 * (args.minutes or 0) or 2 * args.kills * args.gap
     return max(4, int(3 * seconds / max(0.1, took[1] - took[0])))
 
 
@@ -307,7 +307,7 @@ def main():
     parser.add_argument("--samples", type=int, default=4800)
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--epochs", type=int, help="default: as many as fill --seconds")
-    parser.add_argument("--seconds", type=float, help="of the undisturbed training, about; default: twice --kills times --gap")
+    parser.add_argument("--seconds", type=float, help="of the undisturbed training, about; default: --minutes, or twice --kills times --gap")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data")
     parser.add_argument("--save-every", type=int, default=0, help="steps from one checkpoint to the next")

@@ -27,7 +27,7 @@ FIRST = "cargo run --release -- "
 # What differs between runs and machines, by what stands for it.
 VARIES = [
     (r"\x1b\[[0-9;]*[A-Za-z]", ""),
-    (r"of \d+ cores? \([^)]*\)", "of N cores (ISA)"),
+    (r"\d+ threads? each of \d+ cores? \([^)]*\)", "N threads each of N cores (ISA)"),
     (r"[━╸╺─]+", "BAR"),
     (r"\b\d+ %\s+\d+/", "N % N/"),
     (r"[\d,]+ images/s", "N images/s"),
@@ -48,10 +48,13 @@ def shape(line):
 
 
 def on_terminal(words, folder):
-    """Runs a command on a terminal of 120 columns, as the page has it. Returns its exit status and what it printed."""
+    """Runs a command on a terminal of 120 columns, as the page has it, for at most ten minutes. Returns its exit status and
+    what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm-256color"}
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 120, 0, 0))
-    child = subprocess.Popen(words, cwd=folder, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
+    words = ["timeout", "600", *words]
+    child = subprocess.Popen(words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
     os.close(theirs)
     output = b""
     while True:

@@ -64,6 +64,16 @@ impl Sizes {
         self.heads * self.each
     }
 
+    /// Of queries or keys, of which each sample has `rows`.
+    fn elements(self, rows: usize) -> usize {
+        let sizes = [self.samples, rows, self.heads, self.each];
+        let product = |all: usize, size| all.checked_mul(size);
+        sizes
+            .into_iter()
+            .try_fold(1, product)
+            .expect("a size that fits in memory")
+    }
+
     /// Floating-point operations of the product of all queries and all keys.
     pub fn product_flops(self) -> u64 {
         2 * (self.samples * self.queries * self.keys * self.width()) as u64
@@ -181,6 +191,7 @@ pub fn forward(
     drop: Option<Dropped<'_>>,
     y: &mut [f32],
 ) {
+    assert!(y.len() == z.elements(z.queries), "the size of the output");
     if z.keys == 0 || z.each == 0 {
         return y.fill(0.0);
     }
@@ -216,6 +227,10 @@ pub fn backward(
     dy: &[f32],
     grads: [Option<&mut [f32]>; 3],
 ) {
+    for (grad, rows) in grads.iter().zip([z.queries, z.keys, z.keys]) {
+        let fits = |grad: &&mut [f32]| grad.len() == z.elements(rows);
+        assert!(grad.as_ref().is_none_or(fits), "the size of a gradient");
+    }
     // Sums of keys and values go on from block to block.
     let [dq, dk, dv] = grads.map(|grad| {
         grad.map(|grad| {

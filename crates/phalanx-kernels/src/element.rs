@@ -19,7 +19,7 @@ impl Bf16 {
 ///
 /// # Safety
 /// Any bytes make a valid value; memory of `f32`s holds a whole number of them at
-/// their alignment.
+/// their alignment. The type has the size and the representation that `PRECISION` names.
 pub unsafe trait Element:
     Copy + Default + PartialEq + Send + Sync + std::fmt::Debug + 'static
 {

@@ -479,7 +479,7 @@ const LINES: [(&str, usize); 22] = [
     ("phalanx-fold", 1421),
     ("phalanx-global", 4878),
     ("phalanx-http", 65),
-    ("phalanx-kernels", 9047),
+    ("phalanx-kernels", 9060),
     ("phalanx-launch", 12995),
     ("phalanx-live", 1813),
     ("phalanx-mpi", 65),

@@ -129,7 +129,7 @@ fn rounding_to_sixteen_bits_equals_the_half_crate() {
     }
 }
 
-/// All of them: minutes. `cargo test --release -p phalanx-comm --lib
+/// All of them: minutes. `cargo test --release -p phalanx-fold --lib
 /// every_f32 -- --ignored`
 #[test]
 #[ignore = "2³² numbers per instruction set: minutes"]

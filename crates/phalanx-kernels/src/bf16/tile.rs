@@ -103,7 +103,7 @@ fn detected() -> bool {
 }
 
 /// Whether blocks are multiplied by AMX tiles.
-pub fn has_tiles() -> bool {
+pub(crate) fn has_tiles() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     return isa() == Isa::Avx512 && detected();
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]

@@ -96,9 +96,13 @@ impl Drop for Job {
     fn drop(&mut self) {
         if let Some(mut child) = self.0.take() {
             let _ = child.kill();
-            let output = child.wait_with_output().expect("output");
-            let (out, err) = (text(&output.stdout), text(&output.stderr));
-            eprintln!("killed, since the test has ended before it:\n{out}\n{err}");
+            // A panic on top of another one would end all tests; a rank may hold the pipes for a moment.
+            let (said, heard) = channel();
+            std::thread::spawn(move || said.send(child.wait_with_output()));
+            if let Ok(Ok(output)) = heard.recv_timeout(SOON) {
+                let (out, err) = (text(&output.stdout), text(&output.stderr));
+                eprintln!("killed, since the test has ended before it:\n{out}\n{err}");
+            }
         }
     }
 }
