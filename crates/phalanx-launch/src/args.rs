@@ -251,7 +251,7 @@ fn torchrun_options(cli: &LaunchCli, env: &Env, local_ranks: usize) -> Result<To
     options.err_filters = filters("duplicate-stderr-filters", &cli.duplicate_stderr_filters);
     if let Some(given) = setting(env, "numa-binding", &cli.numa_binding) {
         if given.text != "node" {
-            let why = "only node is supported; for another binding let PROGRAM be a script that calls `numactl` by $LOCAL_RANK";
+            let why = "only node is supported; for another binding, launch a script that calls `numactl` according to $LOCAL_RANK";
             return Err(given.wrong(why));
         }
         options.numa = true;

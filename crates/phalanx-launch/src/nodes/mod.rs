@@ -158,7 +158,7 @@ pub fn join(
     let store = loop {
         let store = connect(&at.dial, token, started, deadline, &mut interrupted)?;
         let moved = store.try_get(standby::MOVED_KEY).map_err(lost_node_0)?;
-        // Who hosts this store goes elsewhere when it has joined as its node 0.
+        // A launcher that hosts this store joins it as node 0; `next` then sends it to the other store.
         let Some(address) = moved.filter(|_| info.least.is_some() && at.server.is_none()) else {
             break store;
         };

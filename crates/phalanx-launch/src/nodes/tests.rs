@@ -222,7 +222,8 @@ fn is_known_to_be_gone(connections: usize) {
     assert!(joining.join().unwrap().is_err());
 }
 
-/// It had its number before it was told, and took the number to the other store, where node 0 was there already.
+/// A launcher that hosts its own store has the number 0. It took this number to the store of the running job, which had a
+/// node 0 already.
 #[test]
 fn a_launcher_that_is_told_at_once_of_a_job_elsewhere_goes_there() {
     let token = Token::generate().unwrap();
