@@ -90,8 +90,8 @@ pub use error::{Error, ErrorKind, Result};
 pub use group::{
     Buffer, Call, GroupOptions, InitOptions, Input, MAX_OBJECT_BYTES, MembershipRequests, Newcomer,
     OpTimes, P2POp, Peer, PhaseGuard, ProcessGroup, RequestedChange, ShrinkOptions, Transport,
-    Work, goes_on_with, is_over, name_ranks, read_token, report_hold, report_leaving, report_over,
-    takes_others,
+    Work, goes_on_with, is_candidate, is_over, name_ranks, read_token, report_hold, report_leaving,
+    report_over, takes_others,
 };
 pub use inherited::inherited_socket;
 pub use limits::raise_open_files;

@@ -45,6 +45,17 @@ impl Fingerprint {
         self
     }
 
+    /// The facts as text, a line each.
+    pub fn text(&self) -> String {
+        self.lines.join("\n")
+    }
+
+    /// The first difference from the facts `theirs`, if there is one: what `them` have where `us` has something else.
+    pub fn difference(&self, theirs: &str, them: &str, us: &str) -> Option<String> {
+        let own = self.text();
+        (own != theirs).then(|| describe(theirs, &own, them, us))
+    }
+
     /// Compares with all other ranks.
     ///
     /// *Blocks* until all ranks of the group call it.
@@ -59,7 +70,7 @@ impl Fingerprint {
         if world == 1 {
             return Ok(());
         }
-        let text = self.lines.join("\n");
+        let text = self.text();
         let mine = Sha256::digest(text.as_bytes());
         let mut all = vec![0u8; world * mine.len()];
         group
@@ -75,7 +86,10 @@ impl Fingerprint {
         // A rank that fails aborts the group; the barrier keeps it from doing so before all have both texts.
         // If an abort comes early nevertheless, this rank knows the difference.
         let _ = group.barrier();
-        Err(Error::mismatch(describe(&reference, &different, other)))
+        let other = format!("rank {other}");
+        Err(Error::mismatch(describe(
+            &reference, &different, "rank 0", &other,
+        )))
     }
 }
 
@@ -93,8 +107,8 @@ fn share_text(group: &ProcessGroup, mine: &str, root: usize) -> Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// The first difference between rank 0's text and rank `other`'s.
-fn describe(reference: &str, different: &str, other: usize) -> String {
+/// The first difference between the text of `first` and that of `other`.
+fn describe(reference: &str, different: &str, first: &str, other: &str) -> String {
     // Not `lines`: it would hide a difference in carriage returns.
     let mut left = reference.split('\n');
     let mut right = different.split('\n');
@@ -103,12 +117,12 @@ fn describe(reference: &str, different: &str, other: usize) -> String {
             (Some(a), Some(b)) if a == b => {}
             (None, None) => {
                 return format!(
-                    "rank {other} differs from rank 0, but only beyond the compared {MAX_TEXT_BYTES} bytes"
+                    "{other} differs from {first}, but only beyond the compared {MAX_TEXT_BYTES} bytes"
                 );
             }
             (a, b) => {
                 return format!(
-                    "rank {other} does not train the same model as rank 0: rank 0 has {} where rank {other} has \
+                    "{other} does not train the same model as {first}: {first} has {} where {other} has \
                      {}; start all ranks with the same program and arguments",
                     shown(a),
                     shown(b)
@@ -135,21 +149,26 @@ mod tests {
 
     #[test]
     fn first_difference_is_named() {
-        let text = describe("a\nfc1.weight [128]\nx", "a\nfc1.weight [64]\ny", 3);
+        let text = describe(
+            "a\nfc1.weight [128]\nx",
+            "a\nfc1.weight [64]\ny",
+            "rank 0",
+            "rank 3",
+        );
         assert!(text.contains("rank 3"), "{text}");
         assert!(text.contains("rank 0 has \"fc1.weight [128]\""), "{text}");
         assert!(text.contains("rank 3 has \"fc1.weight [64]\""), "{text}");
-        let text = describe("a", "a\nb", 1);
+        let text = describe("a", "a\nb", "rank 0", "rank 1");
         assert!(
             text.contains("rank 0 has nothing where rank 1 has \"b\""),
             "{text}"
         );
-        let text = describe("a\nb", "a\r\nb", 1);
+        let text = describe("a\nb", "a\r\nb", "rank 0", "rank 1");
         assert!(
             text.contains(r#"rank 0 has "a" where rank 1 has "a\r""#),
             "{text}"
         );
-        let text = describe("a", &"\x1b".repeat(1 << 20), 1);
+        let text = describe("a", &"\x1b".repeat(1 << 20), "rank 0", "rank 1");
         assert!(text.len() < 5000 && !text.contains('\x1b'));
     }
 }

@@ -4,14 +4,14 @@ use std::ffi::OsString;
 use std::fmt;
 use std::os::unix::ffi::OsStringExt as _;
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use phalanx_base::error::{Error, ErrorKind, Result};
 use phalanx_base::format::{number, plural};
 use phalanx_base::say;
 use phalanx_comm::{Newcomer, PhaseGuard, ProcessGroup, ShrinkOptions, TransportKind, report_lost};
-use phalanx_store::ErrorKind as StoreKind;
+use phalanx_store::{ErrorKind as StoreKind, Store};
 
 /// The phase of ranks that form a new group.
 pub(crate) const FORMING: &str = "forming the group anew";
@@ -92,6 +92,13 @@ impl RankContext {
     /// The process group of all ranks. In an elastic training another one takes its place when ranks are lost or join.
     pub fn group(&self) -> ProcessGroup {
         self.membership().group.clone()
+    }
+
+    /// The store of the job; of a newcomer that has not joined yet, the one through which it asks.
+    pub fn store(&self) -> Arc<dyn Store> {
+        let membership = self.membership();
+        let newcomer = membership.newcomer.as_ref();
+        newcomer.map_or_else(|| membership.group.store(), Newcomer::store)
     }
 
     /// This rank, 0-based. A newcomer that has not joined yet has its [number](Self::number).

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant, SystemTime};
 use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_base::files::as_typed;
 use phalanx_comm::{
-    PortRange, goes_on_with, is_over, report_leaving, report_lost, report_over, takes_others,
+    PortRange, goes_on_with, is_candidate, is_over, report_leaving, report_lost, report_over,
+    takes_others,
 };
 use phalanx_live::{Page, State};
 use phalanx_store::{FileStore, Store, TcpServer, TcpStore};
@@ -217,6 +218,7 @@ fn join_nodes(
         least: meeting.least,
         local_ranks,
         run_id: plan.run_id.clone(),
+        program: plan.args.run.name(plan.ranks_tell),
         host: phalanx_base::host_name(),
         address: None,
         pid: std::process::id(),
@@ -378,7 +380,9 @@ impl Job<'_> {
                     let code = ErrorKind::PeerLost.exit_code();
                     let verdict = self.plain_verdict(code, &error.chain());
                     self.nodes.iter().for_each(|nodes| nodes.go(&verdict));
-                    self.note(format!("{}; the other nodes go on", error.chain()));
+                    if error.kind() != ErrorKind::Usage {
+                        self.note(format!("{}; the other nodes go on", error.chain()));
+                    }
                     return match error.kind() {
                         ErrorKind::Stopped => Ok(()),
                         _ => Err(error),
@@ -668,6 +672,7 @@ impl Job<'_> {
             leaving: None,
             untold: Vec::new(),
             was_lost: false,
+            refused: None,
             evictions: self.plan.args.evict_after.map(Evictions::new),
             evicted: BTreeMap::new(),
         };
@@ -880,6 +885,15 @@ impl Job<'_> {
         });
     }
 
+    /// Whether the local rank `local`, which has failed, was a newcomer that the others do not need.
+    fn judge(&self, watch: &mut Supervision<'_>, local: usize) {
+        let (number, world) = (watch.ranks[local].number, self.shared.world);
+        let store = self.store_of(watch);
+        let is_candidate =
+            store.is_ok_and(|store| is_candidate(&**store, world, number).unwrap_or(false));
+        watch.machine.set_candidate(local, is_candidate);
+    }
+
     /// The job goes on without the local rank `local`, or with another process in its place.
     fn lose(&self, watch: &mut Supervision<'_>, local: usize) {
         let (number, pid) = (watch.ranks[local].number, watch.ranks[local].pid);
@@ -914,7 +928,16 @@ impl Job<'_> {
             let action = watch.machine.failed_elsewhere(Instant::now());
             return watch.act(action);
         }
-        let JobFailure { message, notes, .. } = self.rank_verdict(watch, local);
+        let verdict = self.rank_verdict(watch, local);
+        let is_mistake = verdict.mistake;
+        if watch.machine.is_candidate(local) {
+            watch.refused = Some(verdict.clone());
+        }
+        let JobFailure { message, notes, .. } = verdict;
+        let message = match is_mistake {
+            true => format!("{} cannot join: {message}", self.who(&watch.ranks[local])),
+            false => message,
+        };
         let ended = watch.machine.end(local);
         let ended = ended.map_or(String::new(), |end| report::ended(end, true));
         let (message, why) = match watch.evicted.remove(&local) {
@@ -927,7 +950,8 @@ impl Job<'_> {
         let hint = notes.iter().find(|(name, _)| name == "perhaps");
         let hint = hint.map_or(String::new(), |(_, hint)| format!(" ({hint})"));
         let most = self.plan.args.max_restarts;
-        let stays = watch.machine.why().is_none() && watch.leaving.is_none();
+        // Another process would make the same mistake.
+        let stays = watch.machine.why().is_none() && watch.leaving.is_none() && !is_mistake;
         let starts = watch.restarts < most && stays;
         let then = match starts {
             true => format!("restart {} of {most}", watch.restarts + 1),
@@ -1092,9 +1116,11 @@ impl Job<'_> {
                 Ok(event) => {
                     if let Event::Ended(local, end, _) = &event
                         && self.plan.args.elastic
-                        && end.is_ok()
                     {
-                        self.is_done(watch, *local);
+                        match end.is_ok() {
+                            true => self.is_done(watch, *local),
+                            false => self.judge(watch, *local),
+                        }
                     }
                     watch.take(event, Instant::now())
                 }
@@ -1596,6 +1622,7 @@ impl Job<'_> {
         }
         let mut ends = (0..watch.ranks.len()).map(|local| watch.machine.end(local));
         let any_good = ends.any(|end| end.is_some_and(ExitStatus::is_ok));
+        let joined_late = self.nodes.as_ref().is_some_and(Nodes::has_joined_late);
         let store = self.nodes.as_ref().map(Nodes::store);
         let is_over = || store.is_some_and(|store| is_over(&*store).unwrap_or(false));
         match watch.leaving {
@@ -1615,6 +1642,14 @@ impl Job<'_> {
                 }
             }
             None if any_good => Outcome::Success,
+            None if joined_late && let Some(why) = &watch.refused => {
+                let message = format!("{node} cannot take part: {}", why.message);
+                let why = JobFailure {
+                    message,
+                    ..why.clone()
+                };
+                Outcome::Left(why.into_error(None))
+            }
             None if self.nodes.as_ref().is_none_or(Nodes::hosts_store) => Outcome::Without,
             None => left(ErrorKind::PeerLost, "has lost all its ranks".to_owned()),
         }
@@ -1738,6 +1773,8 @@ struct Supervision<'a> {
     untold: Vec<usize>,
     /// The other nodes have lost this one, and go on.
     was_lost: bool,
+    /// Why the last newcomer has failed before it took part in anything.
+    refused: Option<JobFailure>,
     evictions: Option<Evictions>,
     /// Why local ranks were killed by this launcher.
     evicted: BTreeMap<usize, String>,
@@ -1871,7 +1908,8 @@ impl Supervision<'_> {
     /// it then.
     fn all_stopped_themselves(&self) -> bool {
         let end = ExitStatus::Code(ErrorKind::Interrupted.exit_code().into());
-        (0..self.ranks.len()).all(|local| self.machine.end(local) == Some(end))
+        let mut ranks = self.ranks.iter().enumerate();
+        ranks.all(|(local, rank)| rank.is_lost || self.machine.end(local) == Some(end))
     }
 
     /// Whether the rank is a Phalanx program that reported a usage error.
@@ -1890,7 +1928,8 @@ impl Supervision<'_> {
         let failed = |local: &usize| {
             let end = self.machine.end(*local);
             end.is_some_and(|end| {
-                matches!(end, ExitStatus::Code(1 | 2)) && self.ranks[*local].reported(end)
+                let rank = &self.ranks[*local];
+                matches!(end, ExitStatus::Code(1 | 2)) && rank.reported(end) && !rank.is_lost
             })
         };
         (0..self.ranks.len()).find(|local| self.is_interrupt() && failed(local))

@@ -14,7 +14,8 @@
 //! | Stopping | our first, after another node's   | Stopping |           |
 //!
 //! In an elastic job, a rank that was killed, or that the others have gone on without, is lost instead, as long as
-//! another one is left, here or with other launchers: nothing is stopped.
+//! another one is left, here or with other launchers: nothing is stopped. So is one that has joined the others and not
+//! taken part in anything yet, however it ends.
 //!
 //! The grace counts from the first failure, so that deciding does not lengthen the stop.
 
@@ -127,6 +128,8 @@ pub struct ShutdownState {
     echo_wait: Duration,
     elastic: bool,
     has_others: bool,
+    /// Whose failure is their own.
+    candidates: Vec<bool>,
 }
 
 impl ShutdownState {
@@ -141,6 +144,19 @@ impl ShutdownState {
             echo_wait,
             elastic: false,
             has_others: false,
+            candidates: vec![false; ranks],
+        }
+    }
+
+    /// Whether local rank `rank` has failed as a candidate.
+    pub fn is_candidate(&self, rank: usize) -> bool {
+        self.candidates.get(rank) == Some(&true)
+    }
+
+    /// Whether a failure of local rank `rank` is its own, of an elastic job that is.
+    pub fn set_candidate(&mut self, rank: usize, is_candidate: bool) {
+        if let Some(slot) = self.candidates.get_mut(rank) {
+            *slot = is_candidate;
         }
     }
 
@@ -192,7 +208,8 @@ impl ShutdownState {
             return Action::None;
         }
         self.ended_alone[rank] = true;
-        let is_loss = matches!(end, ExitStatus::Signal(_) | ExitStatus::Code(PEER_LOST));
+        let is_loss = matches!(end, ExitStatus::Signal(_) | ExitStatus::Code(PEER_LOST))
+            || self.candidates[rank] && !end.is_ok();
         let is_left = self.has_others || self.alive().next().is_some();
         if self.elastic && is_loss && is_left {
             return Action::Lose(rank);

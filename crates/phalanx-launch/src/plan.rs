@@ -215,11 +215,14 @@ fn job_token(
     }
 }
 
+/// The name of a job at a given address to which nobody gave one.
+pub(crate) const UNNAMED: &str = "none";
+
 /// The job's name: the given one, the same on all nodes where there is an address, or a random one.
 fn run_id(given: Option<String>, is_named: bool) -> Result<String> {
     match given {
         Some(id) => Ok(id),
-        None if is_named => Ok("none".to_owned()),
+        None if is_named => Ok(UNNAMED.to_owned()),
         None => folder::random_id(),
     }
 }

@@ -33,6 +33,19 @@ pub struct Program {
 }
 
 impl Program {
+    /// The name of its file, or of the script's, and the subcommand where it is one `of_ours`.
+    pub(crate) fn name(&self, of_ours: bool) -> String {
+        let file = self.script.as_ref().unwrap_or(&self.program);
+        let name = Path::new(file).file_name().unwrap_or(file);
+        let is_word = |word: &&OsString| of_ours && !word.as_encoded_bytes().starts_with(b"-");
+        let words = self.args.iter().take_while(is_word);
+        let words = std::iter::once(name.display()).chain(words.map(|word| word.display()));
+        words
+            .map(|word| word.to_string())
+            .collect::<Vec<_>>()
+            .join(" ")
+    }
+
     /// Checks that it can be started, so that a typing error gives one message and not one from every rank.
     ///
     /// # Errors

@@ -873,6 +873,114 @@ fn a_launcher_with_the_store_that_was_stopped_ends() {
     check_result(dir, 2);
 }
 
+/// A launcher that joins with a mistake of its own is refused, and the training goes on.
+#[test]
+fn only_the_newcomer_that_differs_is_refused() {
+    let (dir, port) = (folder_of_nodes(), free_port());
+    let dir = dir.path();
+    let node = |program: &str, more: &str| {
+        let line = format!(
+            "train {program} --threads 1 --nproc-per-node 1 --nnodes 1:2 --lost-after 20:20 --init-timeout 60 \
+             --master-addr 127.0.0.1 --master-port {port} --token-file token {more}"
+        );
+        let words: Vec<&str> = line.split_whitespace().collect();
+        Job::start(&mut phalanx(&words, dir))
+    };
+    let line =
+        "mnist --data synthetic:4800 --global-batch-size 48 --log-interval 1 --output-dir run";
+    let job = node(line, "--epochs 1000000 --lr 0.01");
+    wait_for_log(dir, "\"attempt\"", 1);
+    let steps = || records(&dir.join("run/metrics.jsonl")).len();
+    eventually("a step", || steps() > 0);
+    for (program, more, want) in [
+        (
+            line,
+            "--epochs 1000000 --lr 0.02",
+            "has \"--lr 0.01\" where this rank",
+        ),
+        (line, "--epochs 7 --lr 0.01", "has \"--epochs 7\""),
+        (
+            line,
+            "--epochs 1000000 --lr 0.01 --precision bf16",
+            "has \"--precision bf16\"",
+        ),
+        (
+            line,
+            "--epochs 1000000 --lr 0.01 --bucket-cap-mb 1",
+            "has \"--bucket-cap-mb default\"",
+        ),
+        (
+            line,
+            "--epochs 1000000 --lr 0.01 --resume auto",
+            "has \"--resume auto\"",
+        ),
+        (
+            line,
+            "--epochs 1000000 --lr 0.01 --save-every 3",
+            "has \"--save-every 3\"",
+        ),
+        (
+            "linear --output-dir other",
+            "--epochs 1",
+            "another job is at",
+        ),
+        (
+            line,
+            "--epochs 1000000 --lr 0.01 --nnodes 1:3",
+            "was started with --nnodes 1:2",
+        ),
+        (
+            line,
+            "--epochs 1000000 --lr 0.01 --max-restarts 1",
+            "was started with --max-restarts 0",
+        ),
+        (
+            line,
+            "--epochs 1000000 --lr 0.01 --log-samples no/such/seen",
+            "no/such",
+        ),
+    ] {
+        let before = steps();
+        let (code, out, err) = ended(node(program, more));
+        assert!([1, 2].contains(&code), "{more}: {code}: {out}{err}");
+        assert!(err.contains(want), "{more}: {err}");
+        eventually("the training goes on", || steps() > before);
+    }
+    let right = node(line, "--epochs 1000000 --lr 0.01");
+    wait_for_ranks(dir, 1, 2);
+    signal(job.id(), "INT");
+    for (job, name) in [(job, "the first node"), (right, "the second one")] {
+        let (code, out, err) = ended(job);
+        assert_eq!(code, 130, "{name}: {out}{err}");
+    }
+}
+
+/// A rank that is started again finds its data gone: the others go on without it.
+#[test]
+fn a_rank_that_cannot_start_again_is_done_without() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let text = "To be, or not to be, that is the question.\n".repeat(400);
+    std::fs::write(dir.join("text"), text).expect("written");
+    let line = "train gpt --data text --layers 1 --heads 1 --context 16 --batch-size 2 --epochs 100000 \
+                --threads 1 --nproc-per-node 3 --elastic --max-restarts 3 --log-interval 1 --output-dir run";
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let job = Job::start(&mut phalanx(&words, dir));
+    let steps = || records(&dir.join("run/metrics.jsonl")).len();
+    eventually("a step", || steps() > 2);
+    std::fs::rename(dir.join("text"), dir.join("moved")).expect("moved");
+    signal(process_of(2, dir), "KILL");
+    wait_for_ranks(dir, 1, 2);
+    let before = steps();
+    eventually("the others go on", || steps() > before + 20);
+    signal(job.id(), "INT");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 130, "{out}{err}");
+    assert!(err.contains("restart 1 of 3"), "{err}");
+    assert!(err.contains("cannot join") && err.contains("text"), "{err}");
+    assert!(err.contains("the others go on without it"), "{err}");
+}
+
 #[test]
 fn an_error_of_the_program_ends_the_job_at_once() {
     let dir = tempfile::tempdir().expect("a temporary folder");

@@ -37,8 +37,8 @@ pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::options::{Call, GroupOptions, InitOptions, Transport};
 pub use self::phase::PhaseGuard;
 pub use self::reform::{
-    MembershipRequests, Newcomer, RequestedChange, ShrinkOptions, goes_on_with, is_over,
-    report_hold, report_leaving, report_over, takes_others,
+    MembershipRequests, Newcomer, RequestedChange, ShrinkOptions, goes_on_with, is_candidate,
+    is_over, report_hold, report_leaving, report_over, takes_others,
 };
 pub use self::token::read_token;
 pub use self::work::{OpTimes, Work};

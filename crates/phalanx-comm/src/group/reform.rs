@@ -9,7 +9,7 @@
 //! | `reform/JOB/GENERATION/members`  | `F F F …`, by rank | one of them, by compare-and-set |
 //! | `reform/over`                    | why                | the same, when the job ends    |
 //! | `reform/elastic`                 | `1`; `0`: without others | all ranks, once they may be lost |
-//! | `reform/joined/F`                | `1`                | a newcomer that has the others' state |
+//! | `reform/joined/F`                | `0`; `1`: has taken a step | a newcomer that has the others' state |
 //! | `reform/joining`, `reform/joining/N` | a count, F     | a newcomer, until it is in     |
 //! | `reform/taken/F`                 | its N              | the newcomer that has number F |
 //! | `reform/refused/N`               | why                | a member                       |
@@ -81,6 +81,8 @@ impl Default for ShrinkOptions {
 const LOOK: Duration = Duration::from_millis(5);
 /// How long the store takes at most, usually, to say where a rank is.
 const ASK: Duration = Duration::from_millis(2);
+/// How long members of a group wait for a newcomer that has asked to join, and does not come or cannot be connected.
+const NEWCOMER_WAIT: Duration = Duration::from_secs(5);
 /// Shortest deadline for forming the links; after a failure the next generation is tried.
 const FORMING_MIN: Duration = Duration::from_secs(1);
 
@@ -145,6 +147,21 @@ pub fn goes_on_with(
     Ok(false)
 }
 
+/// Whether the process `number` is a newcomer that has not [taken part](ProcessGroup::announce_joined) in anything yet: its
+/// failure is its own.
+///
+/// # Errors
+///
+/// Those of the store.
+pub fn is_candidate(
+    store: &dyn Store,
+    first_world: usize,
+    number: usize,
+) -> phalanx_store::Result<bool> {
+    let joined = || store.try_get(&joined_key(number));
+    Ok(number >= first_world && joined()?.is_none_or(|value| value != TAKES_PART))
+}
+
 /// Whether the ranks that use `store` have [announced](ProcessGroup::announce_elastic) that they take in others, and let
 /// ranks leave.
 ///
@@ -168,6 +185,10 @@ pub fn is_over(store: &dyn Store) -> phalanx_store::Result<bool> {
 
 /// The value of [`ELASTIC`] where the ranks take in others.
 const TAKES_OTHERS: &[u8] = b"1";
+/// The value of a newcomer's key once it has taken part in something.
+const TAKES_PART: &[u8] = b"1";
+/// The value of a newcomer's request that nobody looks at any more.
+const SETTLED: &[u8] = b"settled";
 /// Set when the ranks go on without lost ones.
 const ELASTIC: &str = "reform/elastic";
 /// Set when the job ends.
@@ -290,13 +311,15 @@ impl ProcessGroup {
         Ok(())
     }
 
-    /// Says in the store that this rank, a [`Newcomer`], has all that it needs to go on if the others are lost.
+    /// Says in the store that this rank, a [`Newcomer`], has all that it needs to go on if the others are lost, and whether it
+    /// has taken part in what they do ([`is_candidate`]).
     ///
     /// # Errors
     ///
     /// Those of the store.
-    pub fn announce_joined(&self) -> Result<()> {
-        Ok(self.store().set(&joined_key(self.global_rank()), b"1")?)
+    pub fn announce_joined(&self, takes_part: bool) -> Result<()> {
+        let value = if takes_part { TAKES_PART } else { b"0" };
+        Ok(self.store().set(&joined_key(self.global_rank()), value)?)
     }
 
     /// The processes that ask to be taken in by [`grow`](Self::grow), and the ranks that are to leave or wait. Any thread
@@ -446,6 +469,23 @@ fn list(store: &dyn Store, what: &str) -> phalanx_store::Result<Vec<(i64, usize)
     Ok(found)
 }
 
+/// Asks for the newcomer `number`, whose request was withdrawn, once more. Gives the number of the request.
+fn ask_to_join(store: &dyn Store, number: usize) -> phalanx_store::Result<i64> {
+    let index = store.add(JOINING, 1)?;
+    store.set(&taken_key(number), index.to_string().as_bytes())?;
+    store.set(&joining_key(index), number.to_string().as_bytes())?;
+    Ok(index)
+}
+
+/// Withdraws the request of the newcomer `number`, which does not come: the others do not wait for it again until it asks.
+fn leave_out(store: &dyn Store, number: usize) -> phalanx_store::Result<()> {
+    let index = store.try_get(&taken_key(number))?.unwrap_or_default();
+    match String::from_utf8_lossy(&index).parse() {
+        Ok(index) => store.set(&joining_key(index), SETTLED),
+        Err(_) => Ok(()),
+    }
+}
+
 /// A process that joins a group which other processes have formed.
 pub struct Newcomer {
     number: usize,
@@ -484,6 +524,11 @@ impl Newcomer {
         let token = options.token.clone().ok_or_else(no_token)?;
         let processes = Processes::within(store, token, options);
         Ok(Newcomer { number, processes })
+    }
+
+    /// The store of the job.
+    pub fn store(&self) -> Arc<dyn Store> {
+        Arc::clone(&self.processes.store)
     }
 
     /// This process's number among all that the job has started.
@@ -525,7 +570,7 @@ impl Newcomer {
         };
         let store = Arc::clone(&self.processes.store);
         let index = self.announce().map_err(named)?;
-        let Some(index) = index else {
+        let Some(mut index) = index else {
             return Err(refused(
                 "is that of another process that joins, has joined or was lost",
             ));
@@ -552,6 +597,22 @@ impl Newcomer {
                     None => leaves(),
                     Some(_) => Ok(true),
                 });
+                let asks = || -> phalanx_store::Result<Option<i64>> {
+                    match store.try_get(&joining_key(index))?.as_deref() {
+                        Some(SETTLED) => ask_to_join(&*store, number).map(Some),
+                        _ => Ok(None),
+                    }
+                };
+                match asks() {
+                    Ok(again) => index = again.unwrap_or(index),
+                    Err(e) if e.kind() == StoreKind::NoAnswer => {}
+                    Err(e) => return Err(named(e.into())),
+                }
+                if let Ok(Some(why)) = store.try_get(&lost_key(number)) {
+                    let why = String::from_utf8_lossy(&why);
+                    let what = format!("the others go on without process number {number}: {why}");
+                    return Err(named(Error::new(ErrorKind::Excluded, what)));
+                }
                 match (over, store.try_get(&refused_key(index))) {
                     (Ok(false), Ok(None)) => {}
                     (Ok(false), Ok(Some(why))) => {
@@ -806,12 +867,16 @@ impl Reform<'_> {
             let comes = |f: &&usize| !missing.contains(&here(**f)) && !gone.contains(*f);
             let (present, absent): (Vec<usize>, Vec<usize>) =
                 self.identity.roster.iter().partition(comes);
-            let unexplained = absent.iter().filter(|f| !gone.contains(*f)).count();
-            if present.len() >= self.min_world(unexplained) {
+            let unexplained = absent.iter().copied().filter(|f| !gone.contains(f));
+            // A newcomer has nothing that the others need.
+            let (late, unexplained): (Vec<usize>, Vec<usize>) =
+                unexplained.partition(|f| self.newcomers().contains(f));
+            if present.len() >= self.min_world(unexplained.len()) {
                 let since = *enough_since.get_or_insert_with(Instant::now);
-                let waited = match unexplained {
-                    0 => Duration::ZERO,
-                    _ => self.options.straggler_wait,
+                let waited = match (unexplained.is_empty(), late.is_empty()) {
+                    (true, true) => Duration::ZERO,
+                    (true, false) => self.options.straggler_wait.min(NEWCOMER_WAIT),
+                    (false, _) => self.options.straggler_wait,
                 };
                 let joins = (present.last()).is_some_and(|last| self.newcomers().contains(last));
                 // One asks where they are; should it be lost, the others do.
@@ -820,6 +885,9 @@ impl Reform<'_> {
                 if joins && !is_first && since.elapsed() < waited.saturating_add(patience) {
                     let _ = store.wait(&[&decision], LOOK.min(self.left()));
                 } else if since.elapsed() >= waited {
+                    for number in late {
+                        self.insist(|| leave_out(&*store, number)).map_err(lost)?;
+                    }
                     let host_of = |number: usize| {
                         let key = here(number);
                         let host = self.insist(|| store.try_get(&key)).map_err(lost)?;
@@ -846,6 +914,12 @@ impl Reform<'_> {
     /// Connects the members of the new generation.
     fn connect(&self, origin: &Arc<Origin>, member: &Member) -> Result<(Mesh, Arc<Origin>)> {
         let limit = (self.left() / 2).max(FORMING_MIN).min(self.left());
+        let roster = member.identity.as_ref().map(|identity| &*identity.roster);
+        let is_new = |number: &usize| self.newcomers().contains(number);
+        let limit = match roster.is_some_and(|roster| roster.iter().any(is_new)) {
+            true => limit.min(2 * NEWCOMER_WAIT),
+            false => limit,
+        };
         match &**origin {
             Origin::Threads {
                 registry,
@@ -863,8 +937,7 @@ impl Reform<'_> {
             Origin::Processes(processes) => {
                 let mut processes = processes.clone();
                 processes.generation = member.generation;
-                let roster = member.identity.as_ref().map(|identity| &identity.roster);
-                let numbers: &[usize] = roster.map_or(&[], |roster| roster);
+                let numbers = roster.unwrap_or_default();
                 let store = Arc::clone(&processes.store);
                 // A member that is lost before it has come leaves nothing there.
                 let ranks = Mutex::new(LostRanks::of(numbers));

@@ -308,7 +308,7 @@ fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
                         report_lost(&**store, 5, "it is a test").unwrap();
                         return;
                     }
-                    group.announce_joined().unwrap();
+                    group.announce_joined(true).unwrap();
                     group.barrier().unwrap_err();
                     let group = group.shrink(patient()).unwrap();
                     assert_eq!((group.rank(), group.world_size()), (2, 3));

@@ -6,6 +6,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::plan::UNNAMED;
 use crate::report::rank_list;
 
 /// What a node publishes when it joins.
@@ -20,6 +21,9 @@ pub struct NodeInfo {
     pub local_ranks: usize,
     /// The job's name.
     pub run_id: String,
+    /// The program, which tells jobs without a name of their own apart.
+    #[serde(default)]
+    pub program: String,
     /// Host name.
     pub host: String,
     /// By which other nodes reach it.
@@ -88,17 +92,45 @@ pub(super) fn mixed(mine: &NodeInfo, theirs: &NodeInfo) -> Error {
     )
 }
 
+/// Whether a launcher belongs to the job of the launcher `theirs`, of node 0 at the address `dial`.
+pub(super) fn compare_jobs(mine: &NodeInfo, theirs: &NodeInfo, dial: &str) -> Result<()> {
+    let [job, own] = if theirs.run_id != mine.run_id {
+        [theirs, mine].map(|info| format!("--rdzv-id {}", info.run_id))
+    } else if theirs.run_id == UNNAMED && theirs.program != mine.program {
+        [theirs, mine].map(|info| format!("the program {}", info.program))
+    } else {
+        return Ok(());
+    };
+    Err(Error::usage(format!(
+        "another job is at {dial}: node 0 (host {}) has {job}, this launcher (host {}) has {own}",
+        theirs.host, mine.host
+    ))
+    .note("fix", "for another job, choose another --master-port")
+    .note(
+        "or",
+        "for the same job, give all launchers the same program and --rdzv-id",
+    ))
+}
+
 /// Two nodes must agree about the world before anything starts.
-pub(super) fn compare(mine: &NodeInfo, me: usize, theirs: &NodeInfo, key: &str) -> Result<()> {
+pub(super) fn compare(
+    mine: &NodeInfo,
+    me: Option<usize>,
+    theirs: &NodeInfo,
+    key: &str,
+) -> Result<()> {
     let node = key.rsplit('/').next().unwrap_or("?");
-    let differ =
-        |what: &str, their: &dyn std::fmt::Display, my: &dyn std::fmt::Display| {
-            Err(Error::usage(format!(
-            "node {node} (host {}) was started with {what} {their}, node {me} (host {}) with {my}",
+    let own = me.map_or("this launcher".to_owned(), |me| format!("node {me}"));
+    let differ = |what: &str, their: &dyn std::fmt::Display, my: &dyn std::fmt::Display| {
+        Err(Error::usage(format!(
+            "node {node} (host {}) was started with {what} {their}, {own} (host {}) with {my}",
             theirs.host, mine.host
         ))
-        .note("fix", "give all launchers of the job the same flags, apart from --node-rank"))
-        };
+        .note(
+            "fix",
+            "give all launchers of the job the same flags, apart from --node-rank",
+        ))
+    };
     if theirs.by_arrival != mine.by_arrival {
         return Err(mixed(mine, theirs));
     }
@@ -116,9 +148,6 @@ pub(super) fn compare(mine: &NodeInfo, me: usize, theirs: &NodeInfo, key: &str) 
         let flag = |info: &NodeInfo| if info.elastic { "given" } else { "left out" };
         return differ("--elastic", &flag(theirs), &flag(mine));
     }
-    if theirs.run_id != mine.run_id {
-        return differ("--rdzv-id", &theirs.run_id, &mine.run_id);
-    }
     if theirs.version != mine.version {
         return differ("phalanx", &theirs.version, &mine.version);
     }
@@ -135,6 +164,7 @@ mod tests {
             least: None,
             local_ranks: 2,
             run_id: "none".into(),
+            program: "x".into(),
             host: "a".into(),
             address: None,
             pid: 1,
@@ -156,7 +186,7 @@ mod tests {
             ..info()
         };
         for (mine, theirs) in [(&info(), &by_arrival), (&by_arrival, &info())] {
-            let error = compare(mine, 0, theirs, "launch/node/1").unwrap_err();
+            let error = compare(mine, Some(0), theirs, "launch/node/1").unwrap_err();
             let want = "on host a (pid 1) has --node-rank and the one on host b (pid 1) has none";
             assert!(error.chain().contains(want), "{}", error.chain());
             assert_eq!(error.exit_code(), 2);
@@ -169,7 +199,7 @@ mod tests {
         assert!(
             compare(
                 &mine,
-                0,
+                Some(0),
                 &NodeInfo {
                     local_ranks: 7,
                     ..info()
@@ -196,13 +226,6 @@ mod tests {
             ),
             (
                 NodeInfo {
-                    run_id: "x".into(),
-                    ..info()
-                },
-                "--rdzv-id x",
-            ),
-            (
-                NodeInfo {
                     elastic: false,
                     joins_as: None,
                     version: "9".into(),
@@ -211,13 +234,53 @@ mod tests {
                 "phalanx 9",
             ),
         ] {
-            let error = compare(&mine, 0, &theirs, "launch/node/1").unwrap_err();
+            let error = compare(&mine, Some(0), &theirs, "launch/node/1").unwrap_err();
             assert!(error.chain().contains(want), "{}", error.chain());
             assert!(
                 error.chain().starts_with("node 1 (host a)"),
                 "{}",
                 error.chain()
             );
+        }
+    }
+
+    #[test]
+    fn jobs_are_told_apart_by_their_names_and_else_by_their_programs() {
+        let job = |run_id: &str, program: &str| NodeInfo {
+            run_id: run_id.into(),
+            program: program.into(),
+            ..info()
+        };
+        let compared = |mine: (&str, &str), theirs: (&str, &str)| {
+            compare_jobs(&job(mine.0, mine.1), &job(theirs.0, theirs.1), "h:29500")
+        };
+        compared(("none", "x"), ("none", "x")).unwrap();
+        compared(("A", "python3"), ("A", "python3.11")).unwrap();
+        for (mine, theirs, want) in [
+            (
+                ("B", "x"),
+                ("A", "x"),
+                "--rdzv-id A, this launcher (host a) has --rdzv-id B",
+            ),
+            (
+                ("none", "x"),
+                ("A", "x"),
+                "--rdzv-id A, this launcher (host a) has --rdzv-id none",
+            ),
+            (
+                ("none", "a.py"),
+                ("none", "b.py"),
+                "the program b.py, this launcher (host a) has the program a.py",
+            ),
+        ] {
+            let error = compared(mine, theirs).unwrap_err();
+            assert!(error.chain().contains(want), "{}", error.chain());
+            assert!(
+                error.chain().contains("another job is at h:29500"),
+                "{}",
+                error.chain()
+            );
+            assert_eq!(error.exit_code(), 2);
         }
     }
 }

@@ -52,7 +52,7 @@ use phalanx_wire::Token;
 use serde::{Deserialize, Serialize};
 
 use self::attempts::lost_key;
-use self::info::{compare, mixed, name_of};
+use self::info::{compare, compare_jobs, mixed, name_of};
 use self::pulse::{Heard, Pulse, SILENT, gone_key};
 use self::standby::{Quorum, Roster};
 use super::Event;
@@ -200,16 +200,22 @@ pub fn join(
     store.set_response_timeout(left.clamp(LAST_WORDS, ANSWER_LIMIT));
     // Without them a request opens one.
     let _ = store.reserve_connections(ASKING_THREADS);
+    if at.server.is_none() && me != Some(0) {
+        // Before anything is written: a launcher that is refused hurts no other.
+        let first = node_0(&store, deadline, &mut interrupted)?;
+        compare_jobs(&info, &first, &at.dial)?;
+        compare(&info, me, &first, &node_key(0)).inspect_err(|error| {
+            if info.least.is_none() {
+                // The others would wait for this node, unless all have met.
+                let _ = tell::leave_word(&store, None, &info.host, error);
+            }
+        })?;
+    }
     let me = match me {
         Some(me) => me,
         None if at.server.is_some() => 0,
         None => arrive(&store, info.least.map_or(total, |_| usize::MAX))?,
     };
-    if info.least.is_some() && me != 0 {
-        let first = store.get(&node_key(0), left).map_err(lost_node_0)?;
-        let first = decode::<NodeInfo>(&first).ok_or_else(|| no_node(&node_key(0)))?;
-        compare(&info, me, &first, &node_key(0))?;
-    }
     let death_key = attempts::death_key(me, info.least.is_some(), false);
     // Before the entry, with which the others begin to count on us.
     let mut will = match me {
@@ -297,6 +303,30 @@ pub fn join(
                 tell::keep(nodes.store.clone(), nodes.server.take(), total);
             }
             Err(error)
+        }
+    }
+}
+
+/// Waits for the description of node 0.
+fn node_0(
+    store: &TcpStore,
+    deadline: Instant,
+    interrupted: &mut impl FnMut() -> Option<Error>,
+) -> Result<NodeInfo> {
+    let key = node_key(0);
+    loop {
+        match store.get(&key, SLICE) {
+            Ok(bytes) => return decode(&bytes).ok_or_else(|| no_node(&key)),
+            Err(error) if Instant::now() >= deadline => return Err(lost_node_0(error)),
+            Err(error) if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {}
+            Err(error) => return Err(lost_node_0(error)),
+        }
+        let verdict = store.try_get(ABORT_KEY).map_err(lost_node_0)?;
+        if let Some(verdict) = verdict.and_then(|bytes| decode::<JobFailure>(&bytes)) {
+            return Err(verdict.into_error(None));
+        }
+        if let Some(error) = interrupted() {
+            return Err(error);
         }
     }
 }
@@ -448,7 +478,7 @@ impl Nodes {
                     continue;
                 };
                 let theirs = decode::<NodeInfo>(&bytes).ok_or_else(|| no_node(key))?;
-                compare(info, self.me, &theirs, key)?;
+                compare(info, Some(self.me), &theirs, key)?;
                 seen.insert(key.clone(), theirs);
             }
             if left.is_empty() {

@@ -82,6 +82,7 @@ fn info(host: &str, local_ranks: usize) -> NodeInfo {
         least: None,
         local_ranks,
         run_id: "none".into(),
+        program: "x".into(),
         host: host.into(),
         address: None,
         pid: 1,
@@ -197,17 +198,25 @@ fn a_launcher_that_cannot_say_why_it_ends_is_known_to_be_gone() {
 
 /// A launcher whose first `connections` break right after it has joined, and that cannot make new ones.
 fn is_known_to_be_gone(connections: usize) {
+    // It waits for the third.
+    let of_three = |host: &str| NodeInfo {
+        nodes: 3,
+        ..info(host, 1)
+    };
     let token = Token::generate().unwrap();
     let server = TcpServer::bind((Ipv4Addr::LOCALHOST, 0).into(), token.clone()).unwrap();
     let direct =
         TcpStore::connect(&server.local_addr().to_string(), token.clone(), PATIENCE).unwrap();
+    direct
+        .set("launch/node/0", &encode(&of_three("a")).unwrap())
+        .unwrap();
     let way = Forwarder::start(server.local_addr());
     let mut place = place_at(way.at, None);
     let joining = thread::spawn(move || {
         join(
             &mut place,
             Some(1),
-            info("b", 1),
+            of_three("b"),
             &token,
             PATIENCE,
             None,

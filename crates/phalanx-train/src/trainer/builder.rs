@@ -527,6 +527,15 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let shaping = saving::settings(&[settings.shaping(), self.shaping.clone()].concat());
 
         let facts = self.facts();
+        // What newcomers compare, as they are in no group yet.
+        let agreed = [
+            format!(
+                "--bucket-cap-mb {}",
+                settings.of_each_rank()["--bucket-cap-mb"]
+            ),
+            format!("frozen parameters: {}", self.frozen.join(", ")),
+        ];
+        let agreed = [&facts[..], &agreed].concat();
         let mut scope = Scope::new(Seed(settings.seed));
         let model = (self.model)(&mut scope);
         let mut params = scope.build()?;
@@ -793,7 +802,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             sampler_config: config,
             drop_last: self.drop_last,
             global_batch: settings.global_batch(world),
-            elastic: Elasticity::new(opening),
+            elastic: Elasticity::new(opening, agreed),
         };
         trainer.take_program(&history);
         trainer.history = history;

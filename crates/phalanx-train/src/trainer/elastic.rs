@@ -34,7 +34,7 @@ use phalanx_comm::{
 use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::SamplerConfig;
-use phalanx_ddp::Commit;
+use phalanx_ddp::{Commit, Fingerprint};
 use phalanx_track::Tracker;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -53,6 +53,9 @@ use crate::split::BatchSplit;
 use crate::stop;
 use crate::strategy::{Gradients, Strategy};
 use crate::timing::Timing;
+
+/// Where rank 0 writes its host and what must be the same on all ranks, for processes that want to join.
+const AGREED: &str = "train/agreed";
 
 /// How often rank 0 asks who is to join or to leave.
 const ASK_EVERY: Duration = Duration::from_millis(100);
@@ -78,6 +81,10 @@ pub(super) struct Elasticity {
     batch: Option<(usize, usize)>,
     /// This rank has yet to take over the state of the others.
     joining: bool,
+    /// It has joined them, and has taken no step yet.
+    is_candidate: bool,
+    /// What must be the same on all ranks, a fact a line.
+    facts: Vec<String>,
     /// A step that this rank can complete if another one has.
     averaged: Option<Averaged>,
     /// What is reported when the next step is taken.
@@ -91,9 +98,10 @@ pub(super) struct Elasticity {
 }
 
 impl Elasticity {
-    pub(super) fn new(opening: Option<Opening>) -> Elasticity {
+    pub(super) fn new(opening: Option<Opening>, facts: Vec<String>) -> Elasticity {
         Elasticity {
             opening,
+            facts,
             ..Elasticity::default()
         }
     }
@@ -508,10 +516,16 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if !self.ctx.is_newcomer() {
             // A rank may still be in the last collective of the start when another one is lost in a step.
             self.together(|trainer| Ok(trainer.ctx.group().barrier()?))?;
+            if self.ctx.is_main() {
+                let agreed = format!("{}\n{}", phalanx_base::host_name(), self.facts().text());
+                let store = self.ctx.store();
+                (store.set(AGREED, agreed.as_bytes())).map_err(phalanx_comm::Error::from)?;
+            }
             self.ctx.group().announce_elastic(S::TAKES_OTHERS)?;
             self.watch_requests();
             return Ok(());
         }
+        self.compare_with_others()?;
         if !self.ctx.join()? {
             self.reports.log.stop();
             return Err(Error::stopped());
@@ -523,8 +537,37 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.elastic.changes.clear();
         // As the others do next.
         self.elastic.wanted = true;
-        self.ctx.group().announce_joined()?;
+        self.elastic.is_candidate = true;
+        self.ctx.group().announce_joined(false)?;
         Ok(())
+    }
+
+    /// What must be the same on all ranks.
+    fn facts(&self) -> Fingerprint {
+        let mut facts = Fingerprint::new();
+        for fact in &self.elastic.facts {
+            facts.line(fact.as_str());
+        }
+        facts.parameters(self.strategy.params());
+        facts
+    }
+
+    /// Compares this process with those that it is to join, before it asks them to take it in.
+    fn compare_with_others(&self) -> Result<()> {
+        let agreed = self.ctx.store().try_get(AGREED);
+        let agreed = agreed
+            .map_err(phalanx_comm::Error::from)?
+            .unwrap_or_default();
+        let agreed = String::from_utf8_lossy(&agreed);
+        let Some((host, facts)) = agreed.split_once('\n') else {
+            return Ok(());
+        };
+        let them = format!("the job (host {host})");
+        let own = format!("this rank (host {})", phalanx_base::host_name());
+        match self.facts().difference(facts, &them, &own) {
+            Some(difference) => Err(Error::usage(difference)),
+            None => Ok(()),
+        }
     }
 
     /// Before what ranks do together: takes in the processes that want to join, if the program begins with another batch,
@@ -647,9 +690,26 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let agreed = Instant::now();
         match self.take_up() {
             Ok(()) => self.changed(before, noticed, agreed),
-            Err(error) => drop(self.recover(error)?),
+            Err(error) => drop(self.recover(self.blame(error, &asked.joining)?)?),
         }
         Ok(())
+    }
+
+    /// The loss of those that `joining` lists, with whom the ranks could not go on because of `error`.
+    fn blame(&self, error: Error, joining: &[usize]) -> Result<Error> {
+        let is_theirs = error.kind() != ErrorKind::PeerLost && !joining.is_empty();
+        if !is_theirs || self.elastic.is_lost {
+            return Ok(error);
+        }
+        let store = self.ctx.store();
+        for number in joining {
+            report_lost(&*store, *number, &error.chain()).map_err(phalanx_comm::Error::from)?;
+        }
+        self.ctx.note(&format!(
+            "elastic  going on without the ranks that join: {}",
+            error.chain()
+        ));
+        Ok(Error::new(ErrorKind::PeerLost, error.chain()))
     }
 
     /// Completes the run's files as far as they are, for the rank that becomes rank 0.
@@ -778,6 +838,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// After a step: reports a change of the ranks before it.
     pub(super) fn report_change(&mut self, turn: &StepContext) -> Result<()> {
+        if std::mem::take(&mut self.elastic.is_candidate) {
+            self.ctx.group().announce_joined(true)?;
+        }
         let changes = std::mem::take(&mut self.elastic.changes);
         (changes.into_iter()).try_for_each(|change| self.report_one(turn, &change))
     }
