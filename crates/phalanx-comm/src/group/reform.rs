@@ -10,10 +10,11 @@
 //! | `reform/over`                    | why                | the same, when the job ends    |
 //! | `reform/elastic`                 | `1`; `0`: without others | all ranks, once they may be lost |
 //! | `reform/joined/F`                | `0`; `1`: has taken a step | a newcomer that has the others' state |
-//! | `reform/joining`, `reform/joining/N` | a count, F     | a newcomer, until it is in     |
+//! | `reform/joining`, `reform/joining/N` | a count, F; [`SETTLED`] | a newcomer; when it is in, or does not come |
 //! | `reform/taken/F`                 | its N              | the newcomer that has number F |
 //! | `reform/refused/N`               | why                | a member                       |
 //! | `reform/leaving`, `reform/leaving/N` | a count, F     | whoever wants the rank to leave ([`report_leaving`]) |
+//! | `reform/joining/settled`, `reform/leaving/settled` | up to which N nobody needs to look | whoever has looked |
 //! | `reform/hold`                    | why                | whoever wants the ranks to wait ([`report_hold`]) |
 //! | `reform/invited/F`               | an [`Invitation`]  | all members of the old group   |
 //!
@@ -36,6 +37,7 @@
 //! so; a `file://` store outlives all ranks.
 
 use std::collections::BTreeSet;
+use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -328,6 +330,7 @@ impl ProcessGroup {
         MembershipRequests {
             store: self.store(),
             roster: Arc::clone(&self.core.identity.roster),
+            asked: Mutex::new([Asked::of(JOINING), Asked::of(LEAVING)]),
         }
     }
 
@@ -399,6 +402,8 @@ pub struct MembershipRequests {
     store: Arc<dyn Store>,
     /// The numbers of the group's members.
     roster: Arc<[usize]>,
+    /// Who asks to join, and who is to leave.
+    asked: Mutex<[Asked; 2]>,
 }
 
 /// What is asked of the ranks of a group, which they must agree on before they act.
@@ -420,28 +425,28 @@ impl RequestedChange {
 }
 
 impl MembershipRequests {
-    /// What is asked now. Refuses processes that have the number of a member. *Costs* three requests to the store, and two for each process that has ever asked.
+    /// What is asked now. Refuses processes that have the number of a member. *Costs* three requests to the store, two more
+    /// the first time, and two for each process that waits to be taken in or is about to leave.
     ///
     /// # Errors
     ///
     /// Those of the store.
     pub fn read(&self) -> Result<RequestedChange> {
+        let store = &*self.store;
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        let [to_join, to_leave] = &mut *asked;
         let is_member = |number: &usize| self.roster.contains(number);
-        let mut joining = Vec::new();
-        for (index, number) in list(&*self.store, JOINING)? {
-            match is_member(&number) {
-                true => (self.store).set(&refused_key(index), b"is that of a member")?,
-                false => joining.push(number),
-            }
-        }
-        let leaving = list(&*self.store, LEAVING)?.into_iter();
-        let leaving = leaving.map(|(_, number)| number).filter(is_member);
-        let mut leaving: Vec<usize> = leaving.collect();
+        let mut joining = to_join.read(store, |index, number| match is_member(&number) {
+            true => (store.set(&refused_key(index), b"is that of a member")).map(|()| false),
+            false => Ok(true),
+        })?;
+        let mut leaving = to_leave.read(store, |_, _| Ok(true))?;
+        leaving.retain(is_member);
         for numbers in [&mut joining, &mut leaving] {
             numbers.sort_unstable();
             numbers.dedup();
         }
-        let hold = self.store.try_get(HOLD)?;
+        let hold = store.try_get(HOLD)?;
         Ok(RequestedChange {
             joining,
             leaving,
@@ -450,23 +455,71 @@ impl MembershipRequests {
     }
 }
 
-/// The processes in the list `what` that are not lost, each with its place there.
-fn list(store: &dyn Store, what: &str) -> phalanx_store::Result<Vec<(i64, usize)>> {
-    let number_at = |key: &str| -> phalanx_store::Result<Option<i64>> {
-        let bytes = store.try_get(key)?.unwrap_or_default();
-        Ok(String::from_utf8_lossy(&bytes).parse().ok())
-    };
-    let mut found = Vec::new();
-    for index in 1..=number_at(what)?.unwrap_or(0) {
-        let number = number_at(&format!("{what}/{index}"))?;
-        let Some(number) = number.and_then(|number| usize::try_from(number).ok()) else {
-            continue;
-        };
-        if store.try_get(&lost_key(number))?.is_none() {
-            found.push((index, number));
+/// One of the store's lists of processes, and which of its entries need another look.
+struct Asked {
+    what: &'static str,
+    /// Nobody needs to look at the entries up to this one, as the store says; nothing before the first look.
+    settled: Option<i64>,
+    /// The last entry that was looked at.
+    looked: i64,
+    /// Those that were not settled then.
+    open: Vec<i64>,
+}
+
+impl Asked {
+    fn of(what: &'static str) -> Asked {
+        Asked {
+            what,
+            settled: None,
+            looked: 0,
+            open: Vec::new(),
         }
     }
-    Ok(found)
+
+    /// The processes in the list that have not joined, are not lost, and are `wanted`, which is given each with its entry. One
+    /// that is not is never looked at again.
+    fn read(
+        &mut self,
+        store: &dyn Store,
+        wanted: impl Fn(i64, usize) -> phalanx_store::Result<bool>,
+    ) -> phalanx_store::Result<Vec<usize>> {
+        fn number<N: FromStr>(bytes: &[u8]) -> Option<N> {
+            String::from_utf8_lossy(bytes).parse().ok()
+        }
+        let number_at = |key: &str| -> phalanx_store::Result<i64> {
+            let bytes = store.try_get(key)?;
+            Ok(bytes.and_then(|bytes| number(&bytes)).unwrap_or(0))
+        };
+        let settled_key = format!("{}/settled", self.what);
+        let settled = match self.settled {
+            Some(settled) => settled,
+            None => number_at(&settled_key)?,
+        };
+        let count = number_at(self.what)?;
+        let (mut found, mut open) = (Vec::new(), Vec::new());
+        let new = self.looked.max(settled) + 1..=count;
+        for index in self.open.iter().copied().chain(new) {
+            match store.try_get(&format!("{}/{index}", self.what))? {
+                // It is about to be written.
+                None => open.push(index),
+                Some(bytes) => {
+                    if let Some(number) = number(&bytes)
+                        && store.try_get(&lost_key(number))?.is_none()
+                        && wanted(index, number)?
+                    {
+                        open.push(index);
+                        found.push(number);
+                    }
+                }
+            }
+        }
+        let now = open.first().map_or(count, |first| first - 1);
+        if now > settled {
+            store.set(&settled_key, now.to_string().as_bytes())?;
+        }
+        (self.settled, self.looked, self.open) = (Some(now.max(settled)), count, open);
+        Ok(found)
+    }
 }
 
 /// Asks for the newcomer `number`, whose request was withdrawn, once more. Gives the number of the request.
@@ -580,6 +633,7 @@ impl Newcomer {
             Arc::new(Origin::Processes(Box::new(self.processes))),
         );
         let mut declined = None;
+        let mut to_leave = Asked::of(LEAVING);
         loop {
             let text = loop {
                 match store.get(&key, LISTEN) {
@@ -589,9 +643,9 @@ impl Newcomer {
                     Err(e) => return Err(named(e.into())),
                 }
                 // Of ranks that are in a group, these are to leave.
-                let leaves = || -> phalanx_store::Result<bool> {
-                    let leaving = list(&*store, LEAVING)?;
-                    Ok(leaving.iter().any(|(_, leaving)| *leaving == number))
+                let mut leaves = || {
+                    let leaving = to_leave.read(&*store, |_, _| Ok(true))?;
+                    Ok(leaving.contains(&number))
                 };
                 let over = store.try_get(OVER).and_then(|over| match over {
                     None => leaves(),
@@ -663,8 +717,8 @@ impl Newcomer {
                 .map_err(|e| Error::io("mapping the flight recorder", e))?;
             // From now on a request for this number is another process's.
             let own = joining_key(index);
-            let deleted = meeting.insist(|| store.delete(&own));
-            deleted.map_err(|e| named(e.into()))?;
+            let settled = meeting.insist(|| store.set(&own, SETTLED));
+            settled.map_err(|e| named(e.into()))?;
             let rules = init.rules.clone().then(Rules::from_env()?);
             let costs = costs_of(invitation.costs);
             let selector = Selector::new(mesh.hosts().clone(), costs, rules);
