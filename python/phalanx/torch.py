@@ -708,8 +708,8 @@ class PhalanxBackend(_C10dBackend):
             if rows % self._world:
                 raise ValueError(f"the {rows} rows of the tensor cannot be cut into {self._world} equal parts; give the split sizes")
             splits = [rows // self._world] * self._world
-        if sum(splits) != rows:
-            raise ValueError(f"the split sizes {list(splits)} do not add up to the {rows} rows of the tensor")
+        if sum(splits) != rows or min(splits) < 0:
+            raise ValueError(f"the split sizes {list(splits)} must be at least 0 and add up to the {rows} rows of the tensor")
         row = _memory(whole)[1] // rows if rows else 0
         return [split * row for split in splits]
 

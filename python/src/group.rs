@@ -3,6 +3,7 @@
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use phalanx_comm::{
 };
 use phalanx_store::Store;
 use phalanx_wire::Token;
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyAny;
 
@@ -221,12 +222,43 @@ impl How {
     }
 }
 
+/// A rank that a program names. One that is too large is refused by the operation.
+struct RankOf(usize);
+
+impl<'py> FromPyObject<'_, 'py> for RankOf {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<RankOf> {
+        let rank: i64 = object.extract()?;
+        let valid = usize::try_from(rank);
+        valid
+            .map(RankOf)
+            .map_err(|_| raise(format!("there is no rank {rank}: ranks count from 0")))
+    }
+}
+
+/// Of a message.
+struct Tag(u32);
+
+impl<'py> FromPyObject<'_, 'py> for Tag {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Tag> {
+        let tag: i64 = object.extract()?;
+        u32::try_from(tag).map(Tag).map_err(|_| match tag < 0 {
+            // PyTorch's words.
+            true => PyRuntimeError::new_err("Tag must be nonnegative"),
+            false => PyRuntimeError::new_err(format!("Tag must be at most {}", u32::MAX)),
+        })
+    }
+}
+
 /// A process group of this rank.
 #[pyclass(frozen)]
 pub(crate) struct Group {
     /// Nothing after the shutdown.
     group: Mutex<Option<ProcessGroup>>,
-    store: Arc<TorchStore>,
+    store: TorchStore,
     rank: usize,
     process: u32,
 }
@@ -276,10 +308,18 @@ impl Group {
         timeout: f64,
         threads: usize,
     ) -> PyResult<Group> {
-        let store = Arc::new(TorchStore::new(store, world)?);
+        if rank >= world {
+            let message = format!("rank {rank} does not exist in a group of {world}");
+            return Err(PyValueError::new_err(message));
+        }
+        if forming < 0.0 || timeout < 0.0 {
+            return Err(PyValueError::new_err("the timeout must not be negative"));
+        }
+        let store = TorchStore::new(store);
         let form = || -> Result<ProcessGroup> {
             let (forming, timeout) = (span(forming), span(timeout));
-            let token = agree_on_token(&store)?;
+            let own = store.of_group(rank, forming)?;
+            let token = agree_on_token(&own)?;
             let options = InitOptions {
                 token: Some(token),
                 generation: Some(0),
@@ -289,7 +329,19 @@ impl Group {
                 compute_threads: Some(threads),
                 ..InitOptions::default()
             };
-            ProcessGroup::from_store(store.clone(), rank, world, options)
+            std::thread::scope(|scope| {
+                let (forms, formed) = channel();
+                if rank == 0 && world > 1 {
+                    let thread = std::thread::Builder::new().name("phalanx-welcome".into());
+                    let (store, own) = (&store, &own);
+                    let welcome =
+                        thread.spawn_scoped(scope, move || store.welcome(own, world, &formed));
+                    welcome.map_err(|error| Error::io("starting a thread", error))?;
+                }
+                let group = ProcessGroup::from_store(Arc::new(own.clone()), rank, world, options);
+                drop(forms);
+                group
+            })
         };
         let group = py.detach(form).map_err(|error| raised(&error))?;
         Ok(Group {
@@ -350,7 +402,7 @@ impl Group {
         &self,
         py: Python<'_>,
         data: Memory,
-        root: usize,
+        root: RankOf,
         how: How,
     ) -> PyResult<Option<Pending>> {
         let group = self.get()?;
@@ -359,9 +411,9 @@ impl Group {
             let data = unsafe { data.bucket::<T>() };
             if let Some(group) = self.in_caller(&how)? {
                 let mut data = data;
-                return run(py, || group.broadcast(&mut data, root));
+                return run(py, || group.broadcast(&mut data, root.0));
             }
-            Self::pending(group.broadcast_async(data, root, how.call()))
+            Self::pending(group.broadcast_async(data, root.0, how.call()))
         })
     }
 
@@ -370,7 +422,7 @@ impl Group {
         py: Python<'_>,
         data: Memory,
         op: &str,
-        root: usize,
+        root: RankOf,
         how: How,
     ) -> PyResult<Option<Pending>> {
         let (group, op) = (self.get()?, reduction(op)?);
@@ -379,9 +431,9 @@ impl Group {
             let data = unsafe { data.bucket::<T>() };
             if let Some(group) = self.in_caller(&how)? {
                 let mut data = data;
-                return run(py, || group.reduce(&mut data, op, root));
+                return run(py, || group.reduce(&mut data, op, root.0));
             }
-            Self::pending(group.reduce_async(data, op, root, how.call()))
+            Self::pending(group.reduce_async(data, op, root.0, how.call()))
         })
     }
 
@@ -462,7 +514,7 @@ impl Group {
         &self,
         input: Memory,
         output: Option<Memory>,
-        root: usize,
+        root: RankOf,
         how: How,
     ) -> PyResult<Option<Pending>> {
         let group = self.get()?;
@@ -477,7 +529,7 @@ impl Group {
                     None => (input.bucket::<T>(), None),
                 }
             };
-            Self::pending(group.gather_async(input, output, root, how.call()))
+            Self::pending(group.gather_async(input, output, root.0, how.call()))
         })
     }
 
@@ -486,7 +538,7 @@ impl Group {
         &self,
         input: Option<Memory>,
         output: Memory,
-        root: usize,
+        root: RankOf,
         how: How,
     ) -> PyResult<Option<Pending>> {
         let group = self.get()?;
@@ -498,7 +550,7 @@ impl Group {
             let (input, output) = unsafe {
                 (input.map(|input| input.beside::<T>(&output)), output.bucket::<T>())
             };
-            Self::pending(group.scatter_async(input, output, root, how.call()))
+            Self::pending(group.scatter_async(input, output, root.0, how.call()))
         })
     }
 
@@ -539,12 +591,12 @@ impl Group {
         })
     }
 
-    fn send(&self, data: Memory, to: usize, tag: u32, how: How) -> PyResult<Option<Pending>> {
+    fn send(&self, data: Memory, to: RankOf, tag: Tag, how: How) -> PyResult<Option<Pending>> {
         let group = self.get()?;
         typed!(data.dtype, T => {
             // SAFETY: as in `all_reduce`.
             let data = unsafe { data.bucket::<T>() };
-            Self::pending(group.send_async(data, Peer::rank(to).tag(tag), how.call()))
+            Self::pending(group.send_async(data, Peer::rank(to.0).tag(tag.0), how.call()))
         })
     }
 
@@ -552,12 +604,14 @@ impl Group {
     fn recv(
         &self,
         data: Memory,
-        from: Option<usize>,
-        tag: u32,
+        from: Option<RankOf>,
+        tag: Tag,
         how: How,
     ) -> PyResult<Option<Pending>> {
         let group = self.get()?;
-        let from = from.map_or_else(Peer::any, Peer::rank).tag(tag);
+        let from = from
+            .map_or_else(Peer::any, |from| Peer::rank(from.0))
+            .tag(tag.0);
         typed!(data.dtype, T => {
             // SAFETY: as in `all_reduce`.
             let data = unsafe { data.bucket::<T>() };

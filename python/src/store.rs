@@ -1,9 +1,12 @@
 //! PyTorch's store, in which the ranks of a group find each other.
 
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use phalanx_comm as comm;
 use phalanx_store::{Error, ErrorKind, Result, Store};
+use phalanx_wire::Token;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -11,16 +14,20 @@ use pyo3::types::PyBytes;
 /// the store, which other threads use too.
 const LOOK: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(20)];
 
-/// Counts the ranks that have come, in this group and in those of before that met in the same store.
-const COME_KEY: &str = "phalanx/come";
+/// Counts the ranks that have come, in all groups that meet in the store.
+const COME_KEY: &str = "come";
 /// For how long the end of a group waits for questions that have no answer yet.
 const END: Duration = Duration::from_secs(5);
 
 /// A `torch.distributed.Store`, until it is closed: then no thread needs Python any more, which may end.
+///
+/// One store may see many groups, of any sizes and ranks, also of processes that have ended. So rank 0 gives each group a
+/// random name: every other rank writes a random word to `come/RANK`, and waits for the name in `group/WORD`. What an earlier
+/// process has left there is answered too, and nobody reads it.
+#[derive(Clone)]
 pub(crate) struct TorchStore {
-    state: Mutex<State>,
-    answered: Condvar,
-    /// Of all keys of this group.
+    shared: Arc<(Mutex<State>, Condvar)>,
+    /// Of all keys.
     prefix: String,
 }
 
@@ -31,21 +38,81 @@ struct State {
     asking: usize,
 }
 
+fn come_key(rank: usize) -> String {
+    format!("come/{rank}")
+}
+
+fn answer_key(word: &str) -> String {
+    format!("group/{word}")
+}
+
 impl TorchStore {
-    /// `store` with a connection of its own, where it has one, for a group of `world` ranks. All have formed the groups
-    /// of before in it.
-    pub(crate) fn new(store: &Bound<'_, PyAny>, world: usize) -> PyResult<TorchStore> {
+    /// `store` with a connection of its own, where it has one.
+    pub(crate) fn new(store: &Bound<'_, PyAny>) -> TorchStore {
         let own = store.call_method0("clone");
         let store = own.unwrap_or_else(|_| store.clone());
-        let come: usize = store.call_method1("add", (COME_KEY, 1))?.extract()?;
+        let state = State {
+            store: Some(Arc::new(store.unbind())),
+            asking: 0,
+        };
+        TorchStore {
+            shared: Arc::new((Mutex::new(state), Condvar::new())),
+            prefix: "phalanx/".to_owned(),
+        }
+    }
+
+    /// The store of a new group, for its keys only. *Blocks* until rank 0 has come, at most `timeout`.
+    pub(crate) fn of_group(&self, rank: usize, timeout: Duration) -> comm::Result<TorchStore> {
+        let word = Token::generate().map_err(Error::from)?.to_hex();
+        let mut name = word.clone();
+        if rank > 0 {
+            self.set(&come_key(rank), word.as_bytes())?;
+            self.add(COME_KEY, 1)?;
+            let answer = answer_key(&word);
+            let told = self
+                .get(&answer, timeout)
+                .map_err(|error| match error.kind() {
+                    ErrorKind::Timeout => comm::Error::timeout(format!(
+                        "rank {rank} waited {:.1} s for rank 0, which did not come",
+                        timeout.as_secs_f64()
+                    )),
+                    _ => error.into(),
+                })?;
+            name = String::from_utf8_lossy(&told).into_owned();
+            // Some stores cannot.
+            let _ = self.delete(&answer);
+        }
         Ok(TorchStore {
-            prefix: format!("phalanx/{}/", (come - 1) / world),
-            state: Mutex::new(State {
-                store: Some(Arc::new(store.unbind())),
-                asking: 0,
-            }),
-            answered: Condvar::new(),
+            prefix: format!("phalanx/{name}/"),
+            ..self.clone()
         })
+    }
+
+    /// Tells the other ranks of `group` its name as they come, until `formed` is closed. For rank 0.
+    pub(crate) fn welcome(&self, group: &TorchStore, world: usize, formed: &Receiver<()>) {
+        let name = group.prefix.split('/').nth(1).unwrap_or_default();
+        let mut answered = vec![Vec::new(); world];
+        let mut seen = None;
+        let mut look = || -> Result<()> {
+            let come = self.try_get(COME_KEY)?;
+            if come != seen {
+                for (rank, answered) in answered.iter_mut().enumerate().skip(1) {
+                    let word = self.try_get(&come_key(rank))?.unwrap_or_default();
+                    if word != *answered {
+                        let answer = answer_key(&String::from_utf8_lossy(&word));
+                        self.set(&answer, name.as_bytes())?;
+                        *answered = word;
+                    }
+                }
+                seen = come;
+            }
+            Ok(())
+        };
+        let mut pause = LOOK[0];
+        // An error is one of forming the group too, which says it.
+        while look().is_ok() && formed.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+            pause = (2 * pause).min(LOOK[1]);
+        }
     }
 
     fn key(&self, key: &str) -> String {
@@ -53,7 +120,7 @@ impl TorchStore {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// From now on every question fails. The caller must not keep other threads from Python.
@@ -66,7 +133,7 @@ impl TorchStore {
             if left.is_zero() {
                 return;
             }
-            let woken = self.answered.wait_timeout(state, left);
+            let woken = self.shared.1.wait_timeout(state, left);
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -90,7 +157,7 @@ impl TorchStore {
             answer
         });
         self.lock().asking -= 1;
-        self.answered.notify_all();
+        self.shared.1.notify_all();
         answer
     }
 

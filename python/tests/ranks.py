@@ -400,23 +400,28 @@ def test_futures(rank, world):
     assert odd.view(torch.uint8).tolist() == [world % 2, 0, world % 2]
 
 
+def hosted_store(rank):
+    """A TCP store that rank 0 hosts."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with open(FILE + "-new", "w") as file:
+            file.write(str(store.port))
+        os.rename(FILE + "-new", FILE + "-port")
+        return store
+    while not os.path.exists(FILE + "-port"):
+        time.sleep(0.01)
+    port = int(open(FILE + "-port").read())
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
 def test_again(rank, world):
     """Groups one after the other meet in the same store."""
     dist.destroy_process_group()
-    port = 0
     for kind in ("file", "tcp"):
         if kind == "file":
             store = dist.FileStore(FILE + "-again", -1)
-        elif rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            with open(FILE + "-new", "w") as file:
-                file.write(str(store.port))
-            os.rename(FILE + "-new", FILE + "-port")
         else:
-            while not os.path.exists(FILE + "-port"):
-                time.sleep(0.01)
-            port = int(open(FILE + "-port").read())
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+            store = hosted_store(rank)
         for _ in range(3):
             dist.init_process_group("phalanx", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
             total = torch.ones(1)
@@ -636,6 +641,70 @@ def trained(group_rank):
     train(model, sgd(model.parameters()), 2, group_rank)
     for mine, wanted in zip(model.parameters(), accumulated(2, world, sgd).parameters()):
         close(mine, wanted)
+
+
+def test_parts(rank, world):
+    """Groups of other sizes and orders, one after the other in one store, also of processes that have ended."""
+    dist.destroy_process_group()
+    file = FILE + "-parts"
+    # What ranks of an earlier attempt, which have all been killed while they came, have left.
+    if rank == 0:
+        for other in range(1, 4):
+            left = dist.PrefixStore("default_pg/0//cpu/", dist.FileStore(file, -1))
+            left.set(f"phalanx/come/{other}", "a word")
+            left.add("phalanx/come", 1)
+        os.rename(file, file + "-left")
+    while not os.path.exists(file + "-left"):
+        time.sleep(0.01)
+    hosted = hosted_store(rank)
+    turn = 0
+    for store in (dist.FileStore(file + "-left", -1), hosted):
+        for ranks in ([0, 1, 2], [0, 1], [0, 1], [1], [1, 0], [2, 0, 1], [0, 2], [1, 2], [0, 1, 2]):
+            ranks = [r for r in ranks if r < world]
+            # One after the other.
+            hosted.wait([f"turn/{turn}/{r}" for r in range(world)] if turn else [])
+            turn += 1
+            if rank in ranks:
+                dist.init_process_group("phalanx", store=store, rank=ranks.index(rank), world_size=len(ranks), timeout=timedelta(seconds=60))
+                group = dist.new_group(list(range(len(ranks)))[-2:])
+                for within, members in ((None, ranks), (group, ranks[-2:])):
+                    if rank in members:
+                        total = torch.tensor([float(rank)])
+                        dist.all_reduce(total, group=within)
+                        assert total.item() == sum(members), (ranks, within, total)
+                dist.destroy_process_group()
+            hosted.set(f"turn/{turn}/{rank}", "done")
+    dist.init_process_group("phalanx", init_method=f"file://{FILE}-last", rank=rank, world_size=world)
+    dist.barrier()
+
+
+def test_numbers(rank, world):
+    """Numbers that are none of a rank, a tag or a length."""
+    other = (rank + 1) % world
+    one = torch.ones(1)
+    for said, call in (
+        ("Tag must be nonnegative", lambda: dist.send(one, other, tag=-1)),
+        ("Tag must be nonnegative", lambda: dist.isend(one, other, tag=-(2**31))),
+        ("Tag must be nonnegative", lambda: dist.irecv(one, other, tag=-1)),
+        ("Tag must be nonnegative", lambda: dist.recv(one, tag=-1)),
+        ("Tag must be at most 4294967295", lambda: dist.isend(one, other, tag=2**32)),
+        ("there is no rank -1", lambda: dist.isend(one, -1)),
+        ("there is no rank -7", lambda: dist.irecv(one, group_src=-7)),
+        ("there is no rank -1", lambda: dist.broadcast(one, -1)),
+        ("there is no rank -1", lambda: dist.reduce(one, group_dst=-1)),
+        ("there is no rank -2", lambda: dist.gather(one, None, -2)),
+        ("there is no rank -1", lambda: dist.scatter(one, None, -1)),
+        ("root 9 does not exist", lambda: dist.broadcast(one, 9)),
+        ("must be at least 0", lambda: dist.all_to_all_single(torch.ones(1), torch.ones(1), [2, -1] + [0] * (world - 2), [2, -1] + [0] * (world - 2))),
+        ("must not be negative", lambda: dist.new_group(range(world), timeout=timedelta(seconds=-1))),
+    ):
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            assert said in str(error), error
+        else:
+            raise AssertionError(f"this was a mistake: {said}")
+    dist.barrier()
 
 
 def test_reconfigured(rank, world):

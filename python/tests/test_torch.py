@@ -73,6 +73,12 @@ class Torch(unittest.TestCase):
     def test_again(self):
         self.check("test_again")
 
+    def test_parts(self):
+        self.check("test_parts", (2, 3))
+
+    def test_numbers(self):
+        self.check("test_numbers", (2, 3))
+
     def test_raises(self):
         for world in (2, 3):
             begun = time.monotonic()
