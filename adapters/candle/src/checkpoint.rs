@@ -3,11 +3,13 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io::ErrorKind as Io;
 use std::path::Path;
+use std::time::Duration;
 
 use candle_core::safetensors::Load;
 use candle_core::{Device, Tensor, Var};
 use phalanx_base::ErrorKind;
 use phalanx_base::files::{atomic_write, open_regular, read_open};
+use phalanx_comm::PhaseGuard;
 use safetensors::SafeTensors;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -30,13 +32,16 @@ const KINDS: [ErrorKind; 4] = [
 ];
 /// Larger files are refused.
 const MOST_BYTES: u64 = 1 << 40;
+/// How long the other ranks wait for rank 0's disk, as by default for all that a rank does alone.
+const ALONE: Duration = Duration::from_secs(600);
 
 impl DistributedDataParallel {
     /// Saves variables, the state of `optimizer`, its learning rate and `state` (any value of the program's own: epoch,
     /// step, best accuracy) to one safetensors file, on rank 0. The variables have the names of the `VarMap`, whose `load` reads
     /// the file as well. The file is replaced as a whole: a rank that is killed leaves the old one or the new one.
     ///
-    /// *Blocks* until all ranks of the group call it and rank 0 has written it to the disk.
+    /// *Blocks* until all ranks of the group call it and rank 0 has written it to the disk, which may take 10 minutes, whatever
+    /// the deadline of operations. Rank 0 may be in a [phase](phalanx_comm::ProcessGroup::phase) with another limit.
     ///
     /// # Errors
     ///
@@ -49,7 +54,10 @@ impl DistributedDataParallel {
         state: &(impl Serialize + DeserializeOwned),
     ) -> Result<()> {
         let saved = match self.group().rank() {
-            0 => self.write(path.as_ref(), optimizer, state),
+            0 => {
+                let _phase = self.alone("saving a checkpoint");
+                self.write(path.as_ref(), optimizer, state)
+            }
             _ => Ok(()),
         };
         self.agree(saved.map(|()| None)).map(|_| ())
@@ -58,7 +66,7 @@ impl DistributedDataParallel {
     /// Loads what [`save`](Self::save) saved into the variables and `optimizer`, on all ranks, and returns the program's own
     /// value; `None`, with nothing changed, if there is no file at `path`. Only rank 0 reads the file.
     ///
-    /// *Blocks* until all ranks of the group call it.
+    /// *Blocks* until all ranks of the group call it and rank 0 has read it, as long as [`save`](Self::save).
     ///
     /// # Errors
     ///
@@ -71,7 +79,10 @@ impl DistributedDataParallel {
     ) -> Result<Option<S>> {
         let path = path.as_ref();
         let read = match self.group().rank() {
-            0 => read(path),
+            0 => {
+                let _phase = self.alone("loading a checkpoint");
+                read(path)
+            }
             _ => Ok(None),
         };
         let Some(bytes) = self.agree(read)? else {
@@ -128,6 +139,12 @@ impl DistributedDataParallel {
         optimizer.set_steps(steps);
         optimizer.set_learning_rate(rate);
         Ok(Some(state))
+    }
+
+    /// The others wait for this rank until the guard is dropped. A phase of the program's own goes on instead.
+    fn alone(&self, name: &str) -> Option<PhaseGuard> {
+        let group = self.group();
+        (!group.in_phase()).then(|| group.phase(name, ALONE))
     }
 
     /// What a checkpoint has, by name. The variables are shared, not copied.

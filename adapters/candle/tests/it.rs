@@ -1,20 +1,32 @@
 //! Against candle alone, serial folds and PyTorch's numbers. The ranks are threads.
 
+use std::time::Duration;
+
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{BatchNorm, Linear, Module as _, ModuleT as _, Optimizer, ParamsAdamW, SGD};
 use candle_nn::{VarBuilder, VarMap, batch_norm, linear};
-use phalanx_candle::comm::ProcessGroup;
+use phalanx_candle::comm::{GroupOptions, ProcessGroup};
 use phalanx_candle::{
     AdamW, DistributedDataParallel, ErrorKind, ParamsSgd, ReplicaOptions, Result, Resumable, Sgd,
     Uneven,
 };
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 const CPU: Device = Device::Cpu;
 
 /// Runs `rank` on `world` ranks; the results by rank.
 fn ranks<T: Send>(world: usize, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    let groups = ProcessGroup::threads(world, Default::default());
+    ranks_with(Default::default(), world, rank)
+}
+
+/// The same with these options.
+fn ranks_with<T: Send>(
+    options: GroupOptions,
+    world: usize,
+    rank: impl Fn(ProcessGroup) -> T + Sync,
+) -> Vec<T> {
+    let groups = ProcessGroup::threads(world, options);
     std::thread::scope(|scope| {
         let threads: Vec<_> = groups
             .into_iter()
@@ -345,6 +357,44 @@ fn a_training_goes_on_from_its_checkpoint() {
     let mut model = Model::new(9);
     model.varmap.load(&path).expect("loaded");
     assert_eq!(model.weights(), whole[0]);
+}
+
+/// A value that takes longer to write than an operation may.
+struct Slow;
+
+impl Serialize for Slow {
+    fn serialize<S: Serializer>(&self, to: S) -> std::result::Result<S::Ok, S::Error> {
+        std::thread::sleep(Duration::from_millis(1500));
+        to.serialize_bool(true)
+    }
+}
+
+impl<'de> Deserialize<'de> for Slow {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        bool::deserialize(from).map(|_| Slow)
+    }
+}
+
+#[test]
+fn a_checkpoint_may_take_longer_than_an_operation() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let options = GroupOptions {
+        op_timeout: Duration::from_millis(500),
+        ..GroupOptions::default()
+    };
+    ranks_with(options, 2, |group| {
+        let model = Model::new(0);
+        let ddp = ddp(&group, &model);
+        let optimizer = AdamW::new(model.varmap.all_vars(), Default::default()).expect("AdamW");
+        for limit in [None, Some(Duration::from_secs(60))] {
+            // Rank 0 may have said so itself.
+            let _phase = limit.map(|limit| group.phase("of the program", limit));
+            let path = dir.path().join("checkpoint.safetensors");
+            ddp.save(path, &optimizer, &Slow).expect("saved");
+            assert_eq!(group.in_phase(), limit.is_some());
+        }
+        group.barrier().expect("the ranks go on");
+    });
 }
 
 #[test]
