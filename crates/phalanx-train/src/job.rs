@@ -107,6 +107,11 @@ impl<'a> Job<'a> {
         }
     }
 
+    /// Prints `warning: ` and `text` on standard error, from rank 0 only. Where it cannot be written, nothing happens.
+    pub fn warn(&self, text: &str) {
+        self.ctx.note(&format!("warning: {text}"));
+    }
+
     /// A training on `train` of the model whose parameters `model` registers, with the optimizer
     /// that `optimizer` makes for the learning rate (`--lr`), which may be called more than once. A program's second trainer needs a folder of its own
     /// ([`TrainerBuilder::folder`]).
