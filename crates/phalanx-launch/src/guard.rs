@@ -22,8 +22,9 @@
 //! | `done`            | the launcher ends by itself                        |
 
 use std::collections::BTreeSet;
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
 use std::io::{BufRead, ErrorKind as IoKind, Write};
-use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -35,6 +36,7 @@ use phalanx_wire::Token;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::ending::{self, Training};
+use super::proc_stat::path_of;
 use super::report::JobFailure;
 use crate::error::{Error, ErrorKind, Result};
 use crate::lock;
@@ -84,11 +86,11 @@ impl Guard {
         self.child.id()
     }
 
-    /// A writing end for a rank that is being started.
-    pub fn end_for_rank(&self) -> std::io::Result<OwnedFd> {
+    /// Where a rank that is being started opens the pipe.
+    pub fn pipe_for_rank(&self) -> std::io::Result<OsString> {
         let pipe = lock(&self.pipe);
         match pipe.as_ref() {
-            Some(pipe) => pipe.as_fd().try_clone_to_owned(),
+            Some(pipe) => Ok(path_of(pipe)),
             None => Err(std::io::Error::other("the guard's pipe is closed")),
         }
     }
@@ -146,12 +148,13 @@ impl Drop for Guard {
     }
 }
 
-/// Registers this process, a rank, at the guard; `end` is a writing end of its pipe.
-pub fn announce(end: impl AsFd) {
-    let line = format!("+{}\n", std::process::id());
-    // Shorter than PIPE_BUF, so it arrives in one piece. A guard that died is not
-    // an error.
-    let _ = rustix::io::write(end, line.as_bytes());
+/// Registers this process, a rank, at the guard that reads `pipe`, and returns an end of that.
+pub fn announce(pipe: &OsStr) -> std::io::Result<File> {
+    // Also for reading: a guard that died is not an error, nor waited for.
+    let mut end = File::options().read(true).write(true).open(pipe)?;
+    // Shorter than PIPE_BUF, so it arrives in one piece.
+    let _ = end.write_all(format!("+{}\n", std::process::id()).as_bytes());
+    Ok(end)
 }
 
 /// The contents of the pipe so far.

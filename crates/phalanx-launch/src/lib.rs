@@ -184,10 +184,12 @@ pub fn tied_command(
     let mut command = std::process::Command::new(own_program());
     command
         .arg0(HELPER_NAME)
-        .args([EXEC_RANK, &std::process::id().to_string(), "-"])
+        .args([EXEC_RANK, &std::process::id().to_string()])
+        .arg(guard.pipe_for_rank()?)
+        .arg("-")
         .arg(own_program())
         .args(args)
-        .stdin(guard.end_for_rank()?);
+        .stdin(std::process::Stdio::null());
     Ok(command)
 }
 

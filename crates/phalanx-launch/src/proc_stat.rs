@@ -1,7 +1,11 @@
-//! What `/proc/PID/stat` says of a process.
+//! What `/proc/PID/stat` says of a process, and its files in `/proc/PID/fd`.
 //!
 //! Not `getpgid` and `getsid` of rustix: the group of a kernel thread, and the group or session whose leader is in
 //! another PID namespace, is 0, and its `Pid` is a number that cannot be.
+
+use std::ffi::OsString;
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::PathBuf;
 
 /// A process.
 pub(crate) struct Stat {
@@ -10,6 +14,8 @@ pub(crate) struct Stat {
     pub parent: u32,
     pub group: u32,
     pub session: u32,
+    /// The group in the foreground of its terminal; -1 without one.
+    pub foreground: i32,
     /// When it started, in clock ticks since the host did.
     pub started: u64,
 }
@@ -25,14 +31,26 @@ fn parse(text: &str) -> Option<Stat> {
     let state = fields.next()?.chars().next()?;
     let mut number = || fields.next()?.parse().ok();
     let (parent, group, session) = (number()?, number()?, number()?);
-    let started = fields.nth(15)?.parse().ok()?;
+    let foreground = fields.nth(1)?.parse().ok()?;
+    let started = fields.nth(13)?.parse().ok()?;
     Some(Stat {
         state,
         parent,
         group,
         session,
+        foreground,
         started,
     })
+}
+
+/// The path by which this user's processes open a descriptor of the launcher while it lives. An
+/// inherited descriptor would not do: Python's `subprocess`, for example, closes it in children, and
+/// another file could get its number.
+pub fn path_of(fd: &impl AsFd) -> OsString {
+    // Not `getpid`: `/proc` may count as another namespace does.
+    let me = std::fs::read_link("/proc/self")
+        .unwrap_or_else(|_| PathBuf::from(std::process::id().to_string()));
+    format!("/proc/{}/fd/{}", me.display(), fd.as_fd().as_raw_fd()).into()
 }
 
 #[cfg(test)]

@@ -2,9 +2,11 @@
 //!
 //! Each rank has two pipes and a thread for each. Whole lines go out in one
 //! write under one lock for each of our streams, so lines of different ranks
-//! never mix. Without a prefix bytes pass as they come.
+//! never mix. A carriage return, with which a progress bar begins or ends, ends a piece that
+//! goes out too, and so does a second without more: of a bar, or of a question that waits for its answer.
+//! Of a rank that has the stream for itself bytes pass as they come.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fs::File;
 use std::io::{IsTerminal, Read, Write};
 use std::os::fd::AsFd;
@@ -12,6 +14,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::lock;
 
@@ -24,6 +28,9 @@ const TAIL_LINE_BYTES: usize = 2000;
 
 /// A line that grows beyond this is passed on in pieces.
 const LINE_BYTES: usize = 1 << 20;
+
+/// A piece of a line that has waited for so long is passed on.
+const HOLD: Duration = Duration::from_secs(1);
 
 /// The first failure to write output, standard error excepted. The run continues without the
 /// output, but does not end as a success.
@@ -62,10 +69,28 @@ impl WriteError {
 /// One of our own streams, unbuffered, shared by all pumps.
 pub struct Sink {
     name: &'static str,
-    file: Mutex<Option<File>>,
+    file: Mutex<Out>,
     colour: bool,
     /// `None`: failures are ignored.
     unwritten: Option<WriteError>,
+}
+
+/// A line without its end.
+#[derive(Clone, Copy)]
+struct Unfinished {
+    rank: usize,
+    is_bar: bool,
+    /// The cursor is at its beginning again.
+    is_returned: bool,
+}
+
+/// The stream, until a write fails.
+struct Out {
+    file: Option<File>,
+    /// The last line, if a rank has not finished it.
+    unfinished: Option<Unfinished>,
+    /// The ranks that have written a carriage return last: what follows is a bar, if it is no line.
+    returned: BTreeSet<usize>,
 }
 
 impl Sink {
@@ -78,24 +103,102 @@ impl Sink {
         let fd = stream.as_fd().try_clone_to_owned();
         Arc::new(Sink {
             name,
-            file: Mutex::new(fd.ok().map(File::from)),
+            file: Mutex::new(Out {
+                file: fd.ok().map(File::from),
+                unfinished: None,
+                returned: BTreeSet::new(),
+            }),
             colour: stream.is_terminal() && colour_wanted(),
             unwritten,
         })
     }
 
     /// Writes all of `bytes`; after a failure, discards everything.
-    fn write(&self, bytes: &[u8]) {
-        let mut file = lock(&self.file);
-        if let Some(open) = file.as_mut()
+    fn write(&self, out: &mut Out, bytes: &[u8]) {
+        if let Some(open) = out.file.as_mut()
             && let Err(error) = open.write_all(bytes)
         {
-            *file = None;
+            out.file = None;
             if let Some(unwritten) = &self.unwritten {
                 unwritten.record(self.name, &error);
             }
         }
     }
+
+    /// Writes `bytes` of `rank` in one piece, with `prefix` before each line and each piece that a carriage return ends. What
+    /// another rank has not finished stays as it is, but a bar, which another one replaces.
+    fn write_lines(&self, rank: usize, prefix: &str, bytes: &[u8]) {
+        let mut out = lock(&self.file);
+        let mut text = Vec::with_capacity(bytes.len() + prefix.len());
+        for piece in pieces(bytes) {
+            let (is_returned, is_line) = (piece.ends_with(b"\r"), piece.ends_with(b"\n"));
+            let follows_return = match is_returned {
+                true => !out.returned.insert(rank),
+                false => out.returned.remove(&rank),
+            };
+            let own = out.unfinished.filter(|line| line.rank == rank);
+            let goes_on = own.filter(|line| !line.is_returned);
+            let is_of_bar = follows_return || goes_on.is_some_and(|line| line.is_bar);
+            let is_bar = is_returned || is_of_bar && !is_line;
+            if piece == b"\r" && own.is_none() && !prefix.is_empty() {
+                // The cursor is at the beginning of a line, or is put there.
+                continue;
+            }
+            if let (None, Some(line)) = (own, out.unfinished) {
+                match line.is_bar && is_bar {
+                    true if line.is_returned => {}
+                    true => text.push(b'\r'),
+                    false => text.push(b'\n'),
+                }
+            }
+            let is_end_only = piece == b"\r" || piece == b"\n" && own.is_some();
+            if !is_end_only && goes_on.is_none() {
+                text.extend_from_slice(prefix.as_bytes());
+            }
+            text.extend_from_slice(piece);
+            out.unfinished = (!is_line).then_some(Unfinished {
+                rank,
+                is_bar,
+                is_returned,
+            });
+        }
+        self.write(&mut out, &text);
+    }
+
+    /// Ends the line that `rank` has not finished.
+    fn end_line(&self, rank: usize) {
+        let mut out = lock(&self.file);
+        if out.unfinished.is_some_and(|line| line.rank == rank) {
+            out.unfinished = None;
+            self.write(&mut out, b"\n");
+        }
+    }
+}
+
+/// Whether a piece ends at this byte: a line, or a carriage return before what replaces the line.
+fn ends_piece(bytes: &[u8], at: usize) -> bool {
+    match bytes.get(at) {
+        Some(b'\r') => bytes.get(at + 1).is_some_and(|next| *next != b'\n'),
+        byte => byte == Some(&b'\n'),
+    }
+}
+
+/// All of `bytes`; the last piece may be unfinished.
+fn pieces(mut bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
+    std::iter::from_fn(move || {
+        let end = (0..bytes.len()).position(|at| ends_piece(bytes, at));
+        let (piece, rest) = bytes.split_at(end.map_or(bytes.len(), |at| at + 1));
+        bytes = rest;
+        (!piece.is_empty()).then_some(piece)
+    })
+}
+
+/// Whether `from` has something to read, or has ended, at the latest after `limit`.
+fn is_readable(from: &impl AsFd, limit: Duration) -> bool {
+    let limit = Timespec::try_from(limit).ok();
+    let mut fds = [PollFd::new(from, PollFlags::IN)];
+    // Whether it was interrupted or cannot be asked: a read waits.
+    poll(&mut fds, limit.as_ref()) != Ok(0)
 }
 
 /// Whether colours are allowed: not with `NO_COLOR` (any text) or `TERM=dumb`.
@@ -168,6 +271,10 @@ impl Tail {
 
 /// Where one pipe's bytes go.
 pub struct Route {
+    /// Whose it is.
+    pub rank: usize,
+    /// Other ranks write there too.
+    pub is_shared: bool,
     /// Ours; `None` with `--redirects`.
     pub sink: Option<Arc<Sink>>,
     /// What begins its lines.
@@ -220,34 +327,43 @@ fn prefixed<'a>(lines: impl Iterator<Item = &'a [u8]>, prefix: &str) -> Vec<u8> 
 }
 
 impl Route {
-    /// Whole lines, or anything where there is neither a prefix nor a filter.
-    fn pass(&mut self, bytes: &[u8]) {
-        if self.log.as_mut().is_some_and(|log| !log.write(bytes)) {
-            self.log = None;
-        }
-        let lines = || bytes.split_inclusive(|b| *b == b'\n');
-        if let Some((texts, file)) = &mut self.filtered {
-            let is_wanted = |line: &&[u8]| {
-                let line = String::from_utf8_lossy(line);
-                texts.iter().any(|text| line.contains(text.as_str()))
-            };
-            let prefix = self.prefix.as_ref().map_or("", |prefix| &prefix.text);
-            let wanted = prefixed(lines().filter(is_wanted), prefix);
-            if !wanted.is_empty() && !file.write(&wanted) {
-                self.filtered = None;
-            }
-        }
-        let Some(sink) = &self.sink else { return };
-        match &self.prefix {
-            None => sink.write(bytes),
-            Some(prefix) => sink.write(&prefixed(lines(), &coloured(prefix, sink.colour))),
+    /// To the file of lines with certain texts: whole ones.
+    fn filter(&mut self, lines: &[u8]) {
+        let Some((texts, file)) = &mut self.filtered else {
+            return;
+        };
+        let is_wanted = |line: &&[u8]| {
+            let line = String::from_utf8_lossy(line);
+            texts.iter().any(|text| line.contains(text.as_str()))
+        };
+        let prefix = self.prefix.as_ref().map_or("", |prefix| &prefix.text);
+        let lines = lines.split_inclusive(|b| *b == b'\n');
+        let wanted = prefixed(lines.filter(is_wanted), prefix);
+        if !wanted.is_empty() && !file.write(&wanted) {
+            self.filtered = None;
         }
     }
 
-    fn run(mut self, mut from: impl Read) {
+    fn show(&self, bytes: &[u8]) {
+        let Some(sink) = &self.sink else { return };
+        let prefix = self.prefix.as_ref();
+        match prefix.map(|prefix| coloured(prefix, sink.colour)) {
+            None if !self.is_shared => sink.write(&mut lock(&sink.file), bytes),
+            prefix => sink.write_lines(self.rank, &prefix.unwrap_or_default(), bytes),
+        }
+    }
+
+    fn run(mut self, mut from: impl Read + AsFd) {
+        let passes_at_once = self.prefix.is_none() && !self.is_shared;
         let mut chunk = vec![0; 64 << 10];
-        let mut line = Vec::new();
+        // What was not shown yet, and since when; what was not filtered.
+        let (mut line, mut whole) = (Vec::new(), Vec::new());
+        let mut since = Instant::now();
         loop {
+            if !line.is_empty() && !is_readable(&from, HOLD.saturating_sub(since.elapsed())) {
+                self.show(&line);
+                line.clear();
+            }
             let count = match from.read(&mut chunk) {
                 Ok(0) => break,
                 Ok(count) => count,
@@ -261,25 +377,46 @@ impl Route {
             if let Some((live, err)) = &self.live {
                 live.push(*err, bytes);
             }
-            if self.prefix.is_none() && self.filtered.is_none() {
-                self.pass(bytes);
+            if self.log.as_mut().is_some_and(|log| !log.write(bytes)) {
+                self.log = None;
+            }
+            if self.filtered.is_some() {
+                whole.extend_from_slice(bytes);
+                let end = match whole.iter().rposition(|b| *b == b'\n') {
+                    Some(at) => at + 1,
+                    None if whole.len() > LINE_BYTES => whole.len(),
+                    None => 0,
+                };
+                self.filter(&whole[..end]);
+                whole.drain(..end);
+            }
+            if passes_at_once {
+                self.show(bytes);
                 continue;
             }
+            if line.is_empty() {
+                since = Instant::now();
+            }
             line.extend_from_slice(bytes);
-            let whole = line
-                .iter()
-                .rposition(|b| *b == b'\n')
-                .map_or(0, |at| at + 1);
-            if whole > 0 {
-                self.pass(&line[..whole]);
-                line.drain(..whole);
+            if let Some(at) = (0..line.len()).rposition(|at| ends_piece(&line, at)) {
+                self.show(&line[..=at]);
+                line.drain(..=at);
+                since = Instant::now();
             } else if line.len() > LINE_BYTES {
-                self.pass(&line);
+                self.show(&line);
+                self.end_line();
                 line.clear();
             }
         }
-        if !line.is_empty() {
-            self.pass(&line);
+        self.filter(&whole);
+        self.show(&line);
+        self.end_line();
+    }
+
+    /// Where lines have a prefix.
+    fn end_line(&self) {
+        if let (Some(sink), Some(_)) = (&self.sink, &self.prefix) {
+            sink.end_line(self.rank);
         }
     }
 }
@@ -322,7 +459,7 @@ impl OpenPipes {
 /// # Errors
 /// When no thread can be started.
 pub fn start(
-    from: impl Read + Send + 'static,
+    from: impl Read + AsFd + Send + 'static,
     route: Route,
     open: &OpenPipes,
 ) -> std::io::Result<()> {
@@ -347,7 +484,7 @@ pub fn start(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Seek;
+    use std::io::{PipeReader, Seek};
 
     /// A sink that is a memory-backed temporary file.
     fn sink() -> (Arc<Sink>, File) {
@@ -355,7 +492,11 @@ mod tests {
         let reader = file.try_clone().unwrap();
         let sink = Sink {
             name: "a test",
-            file: Mutex::new(Some(file)),
+            file: Mutex::new(Out {
+                file: Some(file),
+                unfinished: None,
+                returned: BTreeSet::new(),
+            }),
             colour: false,
             unwritten: None,
         };
@@ -371,6 +512,8 @@ mod tests {
 
     fn route(sink: &Arc<Sink>, prefix: Option<usize>) -> Route {
         Route {
+            rank: prefix.unwrap_or_default(),
+            is_shared: prefix.is_some(),
             sink: Some(sink.clone()),
             prefix: prefix.map(|rank| Prefix {
                 rank,
@@ -383,36 +526,168 @@ mod tests {
         }
     }
 
-    /// Gives its pieces one at a time, as a pipe does.
-    struct Pieces(VecDeque<&'static [u8]>);
+    /// A pipe that gets these bytes at these times, in milliseconds.
+    fn piped(pieces: Vec<(u64, Vec<u8>)>) -> PipeReader {
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        thread::spawn(move || {
+            let began = Instant::now();
+            for (at, piece) in pieces {
+                thread::sleep(Duration::from_millis(at).saturating_sub(began.elapsed()));
+                writer.write_all(&piece).unwrap();
+            }
+        });
+        reader
+    }
 
-    impl Read for Pieces {
-        fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-            let Some(piece) = self.0.pop_front() else {
-                return Ok(0);
-            };
-            into[..piece.len()].copy_from_slice(piece);
-            Ok(piece.len())
-        }
+    /// What is shown of one rank's `pieces`, which are written one soon after the other.
+    fn shown(prefix: Option<usize>, pieces: &[&str]) -> String {
+        let (sink, file) = sink();
+        let pieces = pieces.iter().enumerate();
+        let pieces = pieces.map(|(index, text)| (20 * index as u64, text.as_bytes().to_vec()));
+        route(&sink, prefix).run(piped(pieces.collect()));
+        text(file)
     }
 
     #[test]
     fn lines_are_joined_from_pieces_and_prefixed() {
-        let (sink, file) = sink();
-        let pieces: [&[u8]; 5] = [b"on", b"e\ntwo\nth", b"ree", b"\n\n", b"rest"];
-        route(&sink, Some(3)).run(Pieces(pieces.into()));
+        let pieces = ["on", "e\ntwo\nth", "ree", "\n\n", "rest"];
         assert_eq!(
-            text(file),
+            shown(Some(3), &pieces),
             "[rank 3] one\n[rank 3] two\n[rank 3] three\n[rank 3] \n[rank 3] rest\n"
         );
     }
 
     #[test]
     fn without_a_prefix_bytes_pass_unchanged() {
+        let pieces = ["10 %\r20", " %\r", "no end"];
+        assert_eq!(shown(None, &pieces), "10 %\r20 %\rno end");
+    }
+
+    #[test]
+    fn carriage_returns_end_pieces_but_not_before_a_line_feed() {
+        for (pieces, wanted) in [
+            // tqdm, which ends a bar with a line feed; programs that write the return behind.
+            (
+                &["\r10%", "\r20%", "\r30%\n"][..],
+                "[rank 2] 10%\r[rank 2] 20%\r[rank 2] 30%\n",
+            ),
+            (&["10%\r", "20%\r"], "[rank 2] 10%\r[rank 2] 20%\r\n"),
+            (
+                &["one\r", "\ntwo\r\n", "\r\n"],
+                "[rank 2] one\r\n[rank 2] two\r\n[rank 2] \r\n",
+            ),
+            (&["a\r\r", "b\n"], "[rank 2] a\r\r[rank 2] b\n"),
+        ] {
+            assert_eq!(shown(Some(2), pieces), wanted, "{pieces:?}");
+        }
+    }
+
+    #[test]
+    fn what_waits_is_shown_after_a_second() {
         let (sink, file) = sink();
-        let pieces: [&[u8]; 3] = [b"10 %\r20", b" %\r", b"no end"];
-        route(&sink, None).run(Pieces(pieces.into()));
-        assert_eq!(text(file), "10 %\r20 %\rno end");
+        let mut seen = file.try_clone().unwrap();
+        let pieces = [
+            (0, "\r10%"),
+            (1500, "\r20%"),
+            (3000, "\ndone? "),
+            (4500, "yes\n"),
+        ];
+        let pieces = pieces.map(|(at, text)| (at, text.as_bytes().to_vec()));
+        let mut route = route(&sink, Some(2));
+        let (log, mut logged) = (tempfile::tempfile().unwrap(), String::new());
+        route.log = Some(Log {
+            file: log.try_clone().unwrap(),
+            path: PathBuf::from("log"),
+            unwritten: WriteError::default(),
+        });
+        let runs = thread::spawn(move || route.run(piped(pieces.to_vec())));
+        let until = Instant::now() + Duration::from_secs(20);
+        let wanted = "[rank 2] 10%\r[rank 2] 20%\n[rank 2] done? yes\n";
+        let mut prefixes = 0;
+        for end in ["10%", "20%", "done? ", "yes\n"] {
+            loop {
+                let mut text = String::new();
+                seen.rewind().unwrap();
+                seen.read_to_string(&mut text).unwrap();
+                assert!(wanted.starts_with(&text), "{text:?}");
+                if text.ends_with(end) {
+                    break;
+                }
+                assert!(Instant::now() < until, "{text:?} without {end:?}");
+                thread::sleep(Duration::from_millis(5));
+            }
+            prefixes += 1;
+        }
+        assert_eq!(prefixes, 4);
+        runs.join().unwrap();
+        let mut log = log;
+        log.rewind().unwrap();
+        log.read_to_string(&mut logged).unwrap();
+        assert_eq!(logged, "\r10%\r20%\ndone? yes\n");
+    }
+
+    /// Bars replace each other, and anything else gets a line of its own.
+    #[test]
+    fn unfinished_lines_of_two_ranks_do_not_mix() {
+        for (writes, wanted) in [
+            (
+                &[(0, "10%\r"), (1, "15%\r"), (0, "20%\r")][..],
+                "0:10%\r1:15%\r0:20%\r",
+            ),
+            (
+                &[(0, "10%\r"), (1, "line\n"), (0, "20%\r")],
+                "0:10%\r\n1:line\n0:20%\r",
+            ),
+            (
+                &[(0, "name? "), (1, "line\n"), (0, "\n")],
+                "0:name? \n1:line\n0:\n",
+            ),
+            (
+                &[(0, "10%"), (1, "15%"), (0, "\r"), (0, "20%")],
+                "0:10%\n1:15%\n0:20%",
+            ),
+            (&[(0, "10%"), (1, "15%\r"), (1, "\n")], "0:10%\n1:15%\r\n"),
+            (
+                &[(0, "\r"), (0, "1"), (0, "0%"), (1, "\r15%"), (0, "\r20%")],
+                "0:10%\r1:15%\r0:20%",
+            ),
+            (
+                &[(0, "\r10%"), (1, "\r15%"), (0, "\r   \rline\n"), (0, "5")],
+                "0:10%\r1:15%\r0:   \r0:line\n0:5",
+            ),
+            (
+                &[(0, "\r10%"), (1, "line\n"), (1, "\r15%"), (0, "\r100%\n")],
+                "0:10%\n1:line\n1:15%\n0:100%\n",
+            ),
+        ] {
+            let (sink, file) = sink();
+            for (rank, text) in writes {
+                sink.write_lines(*rank, &format!("{rank}:"), text.as_bytes());
+            }
+            assert_eq!(text(file), wanted);
+        }
+    }
+
+    /// Rust's standard error passes on each part of a message.
+    #[test]
+    fn lines_without_a_prefix_are_whole_beside_others() {
+        let (sink, file) = sink();
+        let open = OpenPipes::default();
+        for rank in 0..3 {
+            let line = ["warning: ", "no ", "file", "\n"].map(|part| part.as_bytes().to_vec());
+            let parts = (0..400).map(|at| (at / 4, line[at as usize % 4].clone()));
+            let mut route = route(&sink, Some(rank).filter(|rank| *rank > 0));
+            route.is_shared = true;
+            start(piped(parts.collect()), route, &open).unwrap();
+        }
+        assert!(open.wait_closed(Instant::now() + Duration::from_secs(20)));
+        let text = text(file);
+        let mut lines: Vec<&str> = text.lines().collect();
+        lines.sort_unstable();
+        lines.dedup();
+        let whole = "warning: no file";
+        let marked = [1, 2].map(|rank| format!("[rank {rank}] {whole}"));
+        assert_eq!(lines, [&marked[0], &marked[1], whole]);
     }
 
     #[test]
@@ -428,8 +703,9 @@ mod tests {
                 unwritten: WriteError::default(),
             },
         ));
-        let pieces: [&[u8]; 4] = [b"an ap", b"ple\nplum\n", b"a pear\n", b"last apple"];
-        route.run(Pieces(pieces.into()));
+        let pieces = ["an ap", "ple\nplum\n", "a pear\n", "last apple"];
+        let pieces = pieces.map(|text| (0, text.as_bytes().to_vec()));
+        route.run(piped(pieces.to_vec()));
         assert_eq!(text(file).lines().count(), 4);
         let mut copied = Vec::new();
         let mut copy = copy;
@@ -449,8 +725,13 @@ mod tests {
             let line = format!("{}\n", "abcdefgh".repeat(40));
             let bytes = line.repeat(200).into_bytes();
             // odd pieces, so that reads end inside lines
-            let reader = std::io::Cursor::new(bytes);
-            struct Slow(std::io::Cursor<Vec<u8>>);
+            let reader = piped(vec![(0, bytes)]);
+            struct Slow(PipeReader);
+            impl AsFd for Slow {
+                fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+                    self.0.as_fd()
+                }
+            }
             impl Read for Slow {
                 fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
                     let most = into.len().min(777);
@@ -489,7 +770,7 @@ mod tests {
     #[test]
     fn an_endless_line_is_passed_in_pieces() {
         let (sink, file) = sink();
-        route(&sink, Some(0)).run(std::io::repeat(b'y').take(3 << 20));
+        route(&sink, Some(0)).run(piped(vec![(0, vec![b'y'; 3 << 20])]));
         let text = text(file);
         assert!(text.lines().count() >= 2);
         assert_eq!(text.bytes().filter(|b| *b == b'y').count(), 3 << 20);

@@ -2,8 +2,8 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::Write;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::io::{IsTerminal, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -19,6 +19,7 @@ use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid,
 };
+use rustix::termios::tcgetpgrp;
 
 use super::Event;
 use super::contract::{ERRORS_VARIABLE, LAUNCHER};
@@ -26,7 +27,7 @@ use super::folder::{RunFolder, error_file_text};
 use super::guard::Guard;
 use super::machine::ExitStatus;
 use super::plan::LaunchPlan;
-use super::proc_stat::stat;
+use super::proc_stat::{path_of, stat};
 use super::pump::{self, Log, OpenPipes, Route, Sink, Tail, WriteError};
 use super::reap::reap_group;
 use super::report;
@@ -242,10 +243,14 @@ impl RankSpawner<'_> {
         command
             .arg0(super::HELPER_NAME)
             .args([super::EXEC_RANK, &std::process::id().to_string()])
+            .arg(self.guard.pipe_for_rank()?)
             .arg(shim::processors_word(processors))
             .arg(&plan.args.run.program)
             .args(&plan.args.run.args)
-            .stdin(Stdio::from(self.guard.end_for_rank()?))
+            .stdin(match is_anothers(std::io::stdin()) {
+                true => Stdio::null(),
+                false => Stdio::inherit(),
+            })
             // On one terminal a pipe would delay lines of results until the
             // progress bar is drawn again, over them.
             .stdout(stream(inherit && !plan.prefix.is_for(local.rank)))
@@ -326,6 +331,8 @@ impl RankSpawner<'_> {
         let hide = hide || !self.plan.args.torchrun.shows(local.number);
         let sink = if out { self.out } else { self.err };
         Ok(Route {
+            rank: local.rank,
+            is_shared: self.plan.args.node.local_ranks > 1,
             sink: (!hide).then(|| sink.clone()),
             prefix: self.line_prefix(local),
             log,
@@ -432,6 +439,15 @@ impl Rank {
     }
 }
 
+/// Whether `input` is a terminal at which another program is in the foreground. The kernel stops programs of the terminal's
+/// session that read it then, but not ranks, which have sessions of their own: they would take what is typed for others.
+fn is_anothers(input: impl AsFd + IsTerminal) -> bool {
+    // Not what `tcgetpgrp` says: both numbers are to be those of one namespace.
+    input.is_terminal()
+        && tcgetpgrp(input) != Err(Errno::NOTTY)
+        && stat("self").is_some_and(|own| own.foreground != own.group.cast_signed())
+}
+
 /// Whether a living process of the group has a handler for `signal`.
 fn group_answers(group: Pid, signal: Signal) -> bool {
     let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -452,16 +468,6 @@ pub fn catches(pid: Pid, signal: Signal) -> bool {
     // A zombie still shows its handlers.
     let dead = status.lines().any(|line| line.starts_with("State:\tZ"));
     !dead && is_caught(&status, signal.as_raw())
-}
-
-/// The path by which this user's processes open a descriptor of the launcher while it lives. An
-/// inherited descriptor would not do: Python's `subprocess`, for example, closes it in children, and
-/// another file could get its number.
-pub fn path_of(fd: &impl AsFd) -> OsString {
-    // Not `getpid`: `/proc` may count as another namespace does.
-    let me = std::fs::read_link("/proc/self")
-        .unwrap_or_else(|_| PathBuf::from(std::process::id().to_string()));
-    format!("/proc/{}/fd/{}", me.display(), fd.as_fd().as_raw_fd()).into()
 }
 
 /// Blocks until the process has ended, without reaping it. No deadline: a rank that

@@ -2,13 +2,13 @@
 //!
 //! A parent-death signal can only be set by the child itself, after the fork
 //! and without unsafe code in the launcher: so the launcher starts itself as
-//! `phalanx exec-rank PID PROCESSORS PROGRAM ARGS...`, which ties its life to the launcher's
-//! (process PID), binds itself to the processors (`0,1,2`, or `-` for all) and then execs the
-//! program. The kernel keeps both over the exec.
+//! `phalanx exec-rank PID GUARD PROCESSORS PROGRAM ARGS...`, which ties its life to the launcher's
+//! (process PID) and its guard's (pipe GUARD), binds itself to the processors (`0,1,2`, or `-` for all)
+//! and then execs the program. The kernel keeps both over the exec, and the program gets the standard input of the shim.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use rustix::process::{Signal, getppid, set_parent_process_death_signal, setsid};
 use rustix::thread::{CpuSet, sched_setaffinity};
@@ -49,20 +49,21 @@ fn bind_to(word: &str) -> Result<()> {
 /// whether the launcher is still there: if it died before the signal was set,
 /// the kernel would never send it, but our parent is another process now.
 ///
-/// Until the exec, stdin is a writing end of the guard's pipe; that way it
-/// needs no descriptor that could leak into the program.
+/// The guard's pipe is opened by the launcher's `/proc/PID/fd`, so that no descriptor of it
+/// leaks into the program. That fails when the launcher is gone; the rank does not start then.
 pub fn exec_rank(mut args: impl Iterator<Item = OsString>) -> Result<()> {
     let parent = args
         .next()
         .and_then(|pid| pid.to_str()?.parse::<i32>().ok());
-    let (Some(parent), Some(processors), Some(program)) = (parent, args.next(), args.next()) else {
-        return Err(Error::usage(
-            "exec-rank needs a process id, processors and a program",
-        ));
+    let (Some(parent), Some(guard)) = (parent, args.next()) else {
+        return Err(Error::usage("exec-rank needs a process id and a pipe"));
+    };
+    let (Some(processors), Some(program)) = (args.next(), args.next()) else {
+        return Err(Error::usage("exec-rank needs processors and a program"));
     };
     let session = setsid().map_err(std::io::Error::from);
     session.map_err(system("cannot start a session for the rank"))?;
-    guard::announce(std::io::stdin());
+    let announced = guard::announce(&guard);
     set_parent_process_death_signal(Some(Signal::KILL))
         .map_err(std::io::Error::from)
         .map_err(system("cannot tie the rank to its launcher"))?;
@@ -72,11 +73,13 @@ pub fn exec_rank(mut args: impl Iterator<Item = OsString>) -> Result<()> {
             "the launcher is gone, so the rank does not start",
         ));
     }
+    // Held until the exec, which closes it.
+    let _guard = announced.map_err(system("cannot reach the guard"))?;
     if let Some(word) = processors.to_str().filter(|word| *word != "-") {
         bind_to(word)?;
     }
     let mut command = Command::new(&program);
-    command.args(args).stdin(Stdio::null());
+    command.args(args);
     // Only the rank itself: what it starts may fail without consequence.
     command.env(ERRORS_VARIABLE, std::process::id().to_string());
     let error = command.exec();

@@ -1,6 +1,8 @@
 //! What a rank finds in its environment.
 
 use std::collections::BTreeMap;
+use std::io::{Seek, Write};
+use std::process::Stdio;
 
 use crate::launch::harness::{Family, REACH_MASTER};
 
@@ -197,7 +199,7 @@ fn torchruns_own_input_variables_are_read() {
 }
 
 #[test]
-fn ranks_lead_their_own_sessions_and_read_nothing() {
+fn ranks_lead_their_own_sessions_and_read_what_the_launcher_does() {
     let family = Family::new();
     // Fields 5 and 6 of stat are the process group and the session.
     let script = "cut -d' ' -f1,5,6 /proc/$$/stat; cat; echo end";
@@ -205,6 +207,42 @@ fn ranks_lead_their_own_sessions_and_read_nothing() {
     let first: Vec<&str> = done.out.lines().next().unwrap().split(' ').collect();
     assert!(first[0] == first[1] && first[1] == first[2], "{done:#?}");
     assert!(done.out.ends_with("end\n"), "stdin is empty: {done:#?}");
+    // A pipe, and a file from where it was read to.
+    let read = |flags: &[&str], script: &str, input: Stdio| {
+        let launch = ["launch", "--nproc-per-node"];
+        let mut command = family.command(&[&launch, flags, &["sh", "-c", script]].concat());
+        command.stdin(input);
+        crate::launch::harness::Running::new(command).wait()
+    };
+    let piped = |text: &str| {
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        writer.write_all(text.as_bytes()).unwrap();
+        Stdio::from(reader)
+    };
+    let done = read(&["1"], "read a; echo $a; cat", piped("one\ntwo\nthree\n"));
+    assert_eq!((done.code(), &*done.out), (0, "one\ntwo\nthree\n"));
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(b"seen\nnew\n").unwrap();
+    file.seek(std::io::SeekFrom::Start(5)).unwrap();
+    let done = read(&["1"], "cat", Stdio::from(file));
+    assert_eq!((done.code(), &*done.out), (0, "new\n"));
+    // One rank of several, and what is left for the next attempt.
+    let script = "[ $RANK = 0 ] || read a; echo $a";
+    let done = read(&["2", "--no-prefix"], script, piped("for rank 1\n"));
+    assert_eq!((done.code(), done.sorted()), (0, vec!["", "for rank 1"]));
+    let script = "read a; echo $a; exit $((1 - TORCHELASTIC_RESTART_COUNT))";
+    let done = read(&["1", "--max-restarts", "1"], script, piped("one\ntwo\n"));
+    assert_eq!((done.code(), &*done.out), (0, "one\ntwo\n"), "{done:#?}");
+    // The guard has a pipe of its own, and no rank has it.
+    let script = "for file in /proc/$$/fd/*; do readlink $file; done";
+    let done = read(&["1"], script, piped(""));
+    // Others came with the test.
+    let own = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let own: Vec<_> = own.filter_map(|fd| fd.path().read_link().ok()).collect();
+    let pipes = done.out.lines().filter(|file| file.starts_with("pipe:"));
+    let pipes = pipes.filter(|file| !own.iter().any(|own| own.as_os_str() == *file));
+    assert_eq!(pipes.count(), 3, "{done:#?}");
+    family.assert_gone_soon();
 }
 
 #[test]

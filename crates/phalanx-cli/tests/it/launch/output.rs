@@ -1,5 +1,7 @@
 //! Prefixes, whole lines, files.
 
+use std::io::Write;
+
 use crate::launch::harness::{Family, one_folder};
 
 #[test]
@@ -46,6 +48,43 @@ fn streams_stay_apart_and_one_rank_has_no_prefix() {
         (done.out.as_str(), done.err.as_str()),
         ("no newline\n", "err")
     );
+}
+
+/// Rust's `eprintln!` writes the parts of a line one after the other.
+#[test]
+fn lines_that_are_written_in_parts_are_whole() {
+    let family = Family::new();
+    let script = "for i in 1 2 3 4 5 6 7 8 9; do printf 'no ' >&2; printf 'file' >&2; printf '\\n' >&2; done";
+    for flags in [&["--no-prefix"][..], &[]] {
+        let launch = ["launch", "--nproc-per-node", "4"];
+        let done = family.run(&[&launch, flags, &["sh", "-c", script]].concat());
+        assert_eq!(done.err.lines().count(), 36, "{done:#?}");
+        let mut lines = done.err.lines();
+        assert!(
+            lines.all(|line| match flags.is_empty() {
+                true => line.starts_with("[rank ") && line.ends_with("] no file"),
+                false => line == "no file",
+            }),
+            "{done:#?}"
+        );
+    }
+}
+
+/// A bar is seen while it is drawn, and a question before its answer.
+#[test]
+fn bars_and_questions_of_several_ranks_are_seen_in_time() {
+    let family = Family::new();
+    let script =
+        "if [ $RANK = 1 ]; then printf '\\r10%%'; sleep 2; printf '\\r20%%\\n'; fi; read a";
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let mut command = family.command(&["launch", "--nproc-per-node", "2", "sh", "-c", script]);
+    command.stdin(reader);
+    let mut running = crate::launch::harness::Running::new(command);
+    // It ends with an answer only.
+    assert_eq!(running.line(), "[rank 1] 10%\r[rank 1] 20%");
+    writer.write_all(b"a\na\n").unwrap();
+    let done = running.wait();
+    assert_eq!(done.code(), 0, "{done:#?}");
 }
 
 #[test]
