@@ -14,6 +14,7 @@ use std::time::{Duration, SystemTime};
 
 use phalanx_base::error::{Error, ErrorKind, Result};
 use phalanx_base::files::{Dir, create_folder, lock_holder, try_lock};
+use phalanx_base::process::ProcessName;
 use serde::{Deserialize, Serialize};
 
 use crate::objects::cannot;
@@ -30,48 +31,18 @@ const QUIET: Duration = Duration::from_secs(4);
 /// An engine as it names itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Name {
-    host: String,
-    /// The kernel since its start, and the space of process numbers.
-    machine: String,
-    pid: u32,
-    /// When the process started, in the kernel's unit.
-    started: u64,
+    #[serde(flatten)]
+    process: ProcessName,
     run: Option<String>,
 }
 
 impl Name {
     fn own(run: Option<&str>) -> Name {
-        let pid = std::process::id();
         Name {
-            host: phalanx_base::host_name(),
-            machine: machine(),
-            pid,
-            started: started(pid).unwrap_or(0),
+            process: ProcessName::own(),
             run: run.map(str::to_owned),
         }
     }
-
-    fn is_of_this_machine(&self) -> bool {
-        !self.machine.is_empty() && self.machine == machine()
-    }
-}
-
-fn machine() -> String {
-    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id");
-    let space = fs::read_link("/proc/self/ns/pid");
-    match (boot, space) {
-        (Ok(boot), Ok(space)) => format!("{}/{}", boot.trim(), space.display()),
-        _ => String::new(),
-    }
-}
-
-/// When a process started; `None` if there is none, or it has ended.
-fn started(pid: u32) -> Option<u64> {
-    let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name before is in parentheses, and may hold any characters.
-    let mut fields = text.rsplit_once(") ")?.1.split(' ');
-    let is_alive = !matches!(fields.next()?, "Z" | "X");
-    fields.nth(18)?.parse().ok().filter(|_| is_alive)
 }
 
 /// The engine of a store.
@@ -101,8 +72,8 @@ impl Engine {
     pub fn json(&self) -> serde_json::Value {
         let name = self.name.as_ref();
         serde_json::json!({
-            "host": name.map(|name| &name.host),
-            "pid": name.map(|name| name.pid),
+            "host": name.map(|name| &name.process.host),
+            "pid": name.map(|name| name.process.pid),
             "seen": self.seen.map(time),
         })
     }
@@ -117,7 +88,7 @@ impl fmt::Display for Engine {
         let Some(name) = &self.name else {
             return write!(f, "an engine without a name{}", self.holder);
         };
-        write!(f, "process {} on {}", name.pid, name.host)?;
+        write!(f, "process {} on {}", name.process.pid, name.process.host)?;
         if let Some(run) = &name.run {
             write!(f, ", which runs {run}")?;
         }
@@ -239,19 +210,15 @@ impl Store {
         let read = file.read_at(&mut bytes, 0).unwrap_or(0);
         let line = bytes[..read].split(|byte| *byte == b'\n').next();
         let name: Option<Name> = line.and_then(|line| serde_json::from_slice(line).ok());
-        let is_here = name.as_ref().is_some_and(Name::is_of_this_machine);
         let is_sure = match &name {
             _ if !is_free => true,
             None => return None,
             // Some file systems have no locks at all.
-            Some(name) if is_here => {
-                let is_alive = started(name.pid) == Some(name.started);
-                if !is_alive || name.pid == std::process::id() {
-                    return None;
-                }
-                true
-            }
-            Some(_) => false,
+            Some(Name { process, .. }) => match process.is_running() {
+                Some(false) => return None,
+                Some(true) if process.pid == std::process::id() => return None,
+                seen => seen == Some(true),
+            },
         };
         Some(Engine {
             name,
@@ -338,12 +305,14 @@ mod tests {
     }
 
     fn elsewhere() -> Name {
-        Name {
+        let mut name = Name::own(Some("w-1"));
+        name.process = ProcessName {
             host: "node7".to_owned(),
             machine: "another kernel".to_owned(),
             pid: 12,
-            ..Name::own(Some("w-1"))
-        }
+            ..name.process
+        };
+        name
     }
 
     /// A file system whose locks do not reach other hosts.
@@ -385,18 +354,15 @@ mod tests {
         let store = Store::create(dir.path()).unwrap();
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         let alive = Name {
-            pid: child.id(),
-            started: started(child.id()).unwrap(),
-            ..Name::own(Some("w-1"))
+            process: ProcessName::of(child.id()),
+            run: Some("w-1".to_owned()),
         };
         // No lock, as where the file system has none.
         named(&store, &alive);
         assert!(store.engine().unwrap().is_some_and(|engine| engine.is_sure));
         // Another process has had the number.
-        let earlier = Name {
-            started: alive.started - 1,
-            ..alive.clone()
-        };
+        let mut earlier = alive.clone();
+        earlier.process.started -= 1;
         named(&store, &earlier);
         assert!(store.engine().unwrap().is_none());
         named(&store, &alive);

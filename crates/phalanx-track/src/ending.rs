@@ -1,12 +1,13 @@
 //! How a run ended, where its own process could not write it: it was killed, or another rank ended the job.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use phalanx_base::env::Env;
-use phalanx_base::files::{Dir, try_lock};
+use phalanx_base::files::{Dir, ask_lock, try_lock};
+use phalanx_base::process::ProcessName;
 use serde_json::{Value, json};
 
 use crate::args::mlflow::of as mlflow;
@@ -22,6 +23,9 @@ const LOCK_FILE: &str = ".lock";
 
 /// What a run is said to have failed by, where nobody saw its end.
 const UNSEEN: &str = "its process ended without a message: it was killed, or its host went down";
+
+/// How long a run is quiet whose process is not known to have ended, before that is taken for its end.
+const QUIET: Duration = Duration::from_secs(60);
 
 /// Clocks that were read one after another may differ by as much.
 const CLOCK_S: f64 = 1.0;
@@ -88,7 +92,7 @@ pub fn record_end(dir: &Path, since: SystemTime, ending: Ending, error: &str) ->
 }
 
 /// Writes into `events.jsonl` of the run in `dir`, its file for TensorBoard and its offline run of wandb, that it has failed,
-/// if its process has ended without saying how.
+/// if its process has ended without saying how. Nothing is written while it may run: see [`may_run`].
 ///
 /// # Errors
 ///
@@ -98,21 +102,44 @@ pub fn record_unseen_end(dir: &Path, env: &Env) -> Result<()> {
     let Some(last) = last_attempt(&run)?.filter(|last| last.finish.is_none()) else {
         return Ok(());
     };
-    // A training holds it to its end.
-    let held = run.open_read(LOCK_FILE)?;
-    if last.start.is_none() || held.is_some_and(|file| !try_lock(&file)) {
+    if last.start.is_none() || may_run(&run)? {
         return Ok(());
     }
-    let written = |name| {
-        let file = run.open_read(name).ok()??;
-        file.metadata().ok()?.modified().ok()
-    };
-    let times = [EVENTS_FILE, METRICS_FILE].map(written);
-    let at = times.into_iter().flatten().max().map_or(0.0, seconds);
+    let at = written(&run).map_or(0.0, seconds);
     append(&run, &last, at, Ending::Failed, UNSEEN)?;
     // A server is asked by `--upload` only.
     let mut files = used(dir).into_iter().filter(|name| *name != MLFLOW);
     files.try_for_each(|name| upload(dir, tracker(dir, name, env)?))
+}
+
+/// Whether the training in `dir` may still run. It has ended if nobody has its lock, and its process, which the lock names,
+/// is seen to have ended. Where it cannot be seen, as from another host, it has ended if nobody has the lock and nothing was
+/// written for a minute; where the lock cannot be asked, it may run.
+pub(crate) fn may_run(dir: &Dir) -> Result<bool> {
+    let lock = dir.open_read(LOCK_FILE)?;
+    let asked = lock.as_ref().map_or(Some(true), ask_lock);
+    let name = lock.and_then(|file| serde_json::from_reader(file.take(4096)).ok());
+    let quiet = written(dir).map(|at| SystemTime::now().duration_since(at).unwrap_or_default());
+    let is_running = name.and_then(|name: ProcessName| name.is_running());
+    Ok(is_possible(asked, is_running, quiet))
+}
+
+/// [`may_run`], where its lock is `free` and its process `is_running`, as far as that is known.
+fn is_possible(free: Option<bool>, is_running: Option<bool>, quiet: Option<Duration>) -> bool {
+    match (free, is_running) {
+        (Some(false), _) | (None, None) => true,
+        (_, Some(is_running)) => is_running,
+        (Some(true), None) => quiet.is_some_and(|quiet| quiet < QUIET),
+    }
+}
+
+/// When the run in `dir` was written last.
+fn written(dir: &Dir) -> Option<SystemTime> {
+    let of = |name| {
+        let file = dir.open_read(name).ok()??;
+        file.metadata().ok()?.modified().ok()
+    };
+    [EVENTS_FILE, METRICS_FILE].into_iter().filter_map(of).max()
 }
 
 /// Hands the rest of the run in `dir` to the trackers that it was handed to by its own process. *Blocks* for at most
@@ -315,9 +342,16 @@ mod tests {
         assert!(!record(empty.path()) && !empty.path().join(EVENTS_FILE).exists());
     }
 
+    fn age(dir: &Path, seconds: u64) {
+        let events = File::options().append(true).open(dir.join(EVENTS_FILE));
+        let then = SystemTime::now() - Duration::from_secs(seconds);
+        events.expect("file").set_modified(then).expect("set");
+    }
+
     #[test]
     fn only_a_run_that_nobody_holds_is_said_to_have_failed() {
         let dir = run(&format!("{START}\n"));
+        age(dir.path(), 61);
         let lock = fs::File::create(dir.path().join(LOCK_FILE)).expect("file");
         assert!(try_lock(&lock));
         record_unseen_end(dir.path(), &Env::new()).expect("read");
@@ -328,5 +362,49 @@ mod tests {
             let all = lines(dir.path());
             assert_eq!((all.len(), &all[1]["error"]), (2, &json!(UNSEEN)));
         }
+    }
+
+    #[test]
+    fn a_run_whose_process_is_not_known_to_have_ended_must_be_quiet_for_a_minute() {
+        let own = ProcessName::own();
+        let mut ended = own.clone();
+        ended.started += 1;
+        let mut elsewhere = own.clone();
+        "another kernel".clone_into(&mut elsewhere.machine);
+        let text = |name: &ProcessName| serde_json::to_string(name).expect("JSON");
+        for (lock, writes_early, writes_late) in [
+            (Some(text(&own)), false, false),
+            (Some(text(&ended)), true, true),
+            (Some(text(&elsewhere)), false, true),
+            // Of an older version.
+            (Some("1234\n".to_owned()), false, true),
+            (Some(String::new()), false, true),
+            (None, false, true),
+        ] {
+            for (seconds, writes) in [(0, writes_early), (59, writes_early), (70, writes_late)] {
+                let dir = run(&format!("{START}\n{{\"kind\":\"sys"));
+                if let Some(lock) = &lock {
+                    fs::write(dir.path().join(LOCK_FILE), lock).expect("written");
+                }
+                age(dir.path(), seconds);
+                let before = fs::read(dir.path().join(EVENTS_FILE)).expect("read");
+                record_unseen_end(dir.path(), &Env::new()).expect("read");
+                let after = fs::read(dir.path().join(EVENTS_FILE)).expect("read");
+                assert_eq!(before != after, writes, "{lock:?} after {seconds} s");
+            }
+        }
+        // Where the lock cannot be asked.
+        let hour = Some(Duration::from_secs(3600));
+        assert!(is_possible(None, None, hour) && is_possible(None, Some(true), hour));
+        assert!(!is_possible(None, Some(false), Some(Duration::ZERO)));
+        // A clock that is behind the file's.
+        let dir = run(&format!("{START}\n"));
+        let events = File::options()
+            .append(true)
+            .open(dir.path().join(EVENTS_FILE));
+        let later = SystemTime::now() + Duration::from_secs(600);
+        events.expect("file").set_modified(later).expect("set");
+        record_unseen_end(dir.path(), &Env::new()).expect("read");
+        assert_eq!(lines(dir.path()).len(), 1);
     }
 }

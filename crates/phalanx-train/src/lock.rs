@@ -6,6 +6,7 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use phalanx_base::files::{Dir, lock_holder, try_lock};
+use phalanx_base::process::ProcessName;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
@@ -50,9 +51,9 @@ impl Lock {
                 if !dir.is_at(&file, LOCK_FILE) && began.elapsed() < patience {
                     continue;
                 }
-                let pid = format!("{}\n", std::process::id());
+                let name = serde_json::to_string(&ProcessName::own()).unwrap_or_default();
                 file.set_len(0)
-                    .and_then(|()| file.write_all(pid.as_bytes()))
+                    .and_then(|()| file.write_all(format!("{name}\n").as_bytes()))
                     .map_err(failed)?;
                 return Ok(Lock {
                     dir: dir.clone(),
@@ -89,11 +90,9 @@ fn holder(file: &mut File) -> String {
     if !by_system.is_empty() {
         return by_system;
     }
-    let mut text = String::new();
-    let read = file.take(32).read_to_string(&mut text);
-    match (read, text.trim().parse::<u32>()) {
-        (Ok(_), Ok(pid)) => format!(" (process {pid})"),
-        _ => String::new(),
+    match serde_json::from_reader::<_, ProcessName>(file.take(4096)) {
+        Ok(name) => format!(" (process {} on {})", name.pid, name.host),
+        Err(_) => String::new(),
     }
 }
 

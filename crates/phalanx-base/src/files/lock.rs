@@ -10,7 +10,16 @@ use rustix::process::geteuid;
 /// Locks `file` while it is open (`flock`). Returns false if another process has locked it.
 /// On a file system without locks it always succeeds.
 pub fn try_lock(file: &File) -> bool {
-    flock(file, FlockOperation::NonBlockingLockExclusive) != Err(Errno::WOULDBLOCK)
+    ask_lock(file) != Some(false)
+}
+
+/// As [`try_lock`], but `None` where the file cannot be locked, as on a file system without locks.
+pub fn ask_lock(file: &File) -> Option<bool> {
+    match flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Some(true),
+        Err(Errno::WOULDBLOCK) => Some(false),
+        Err(_) => None,
+    }
 }
 
 /// The process that has locked `file`, as ` (process 123)`, with its user if that is
@@ -47,6 +56,19 @@ fn holder_in(line: &str, inode: u64) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_that_cannot_be_locked_is_neither_free_nor_held() {
+        let file = tempfile::NamedTempFile::new().expect("file");
+        // The system refuses `flock` of such a descriptor.
+        let path = rustix::fs::open(file.path(), rustix::fs::OFlags::PATH, 0.into());
+        let path = File::from(path.expect("open"));
+        assert_eq!(ask_lock(&path), None);
+        assert!(try_lock(&path));
+        let again = File::open(file.path()).expect("open");
+        assert_eq!(ask_lock(file.as_file()), Some(true));
+        assert_eq!(ask_lock(&again), Some(false));
+    }
 
     #[test]
     fn whoever_holds_a_lock_is_named() {

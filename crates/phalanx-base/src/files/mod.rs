@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use rustix::process::geteuid;
 
 pub use dir::Dir;
-pub use lock::{lock_holder, try_lock};
+pub use lock::{ask_lock, lock_holder, try_lock};
 
 use crate::{Error, Result};
 

@@ -8,6 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use phalanx_base::files::read_regular;
+use phalanx_base::process::ProcessName;
 use phalanx_track::{EVENTS_FILE, Follow, METRICS_FILE, RUN_FILE, Record, SUMMARY_FILE};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -254,9 +255,13 @@ impl Read {
         if *host != *phalanx_base::host_name() || now() - self.written() < QUIET_S {
             return false;
         }
-        let Ok(text) = read_regular(&self.path.join(".lock"), 32) else {
+        let Ok(text) = read_regular(&self.path.join(".lock"), 4096) else {
             return true;
         };
+        if let Ok(name) = serde_json::from_slice::<ProcessName>(&text) {
+            return name.is_running() == Some(false);
+        }
+        // Of an older version.
         let pid = String::from_utf8_lossy(&text).trim().parse::<u32>();
         pid.is_ok_and(|pid| !Path::new("/proc").join(pid.to_string()).exists())
     }
@@ -443,6 +448,12 @@ mod tests {
         fs::write(at(".lock"), "4194305\n").unwrap();
         assert!(is_killed(&mut run, &own));
         assert!(!is_killed(&mut run, "elsewhere"));
+        let mut name = ProcessName::own();
+        for is_later in [false, true] {
+            fs::write(at(".lock"), serde_json::to_string(&name).unwrap()).unwrap();
+            assert_eq!(is_killed(&mut run, &own), is_later);
+            name.started += 1;
+        }
         age(1);
         assert!(!is_killed(&mut run, &own), "just written");
         age(60);
