@@ -15,6 +15,9 @@
 //! | `-2²³`            | yes, but some of its numbers are so large that their sum over the ranks may overflow |
 //! | `-(p + 1)`        | what a hook made of parameter `p`'s gradients is not finite; counts if no rank has a reason of its own |
 //!
+//! Behind the votes, and an element per parameter that counts the ranks that used it, each rank has three lanes for a
+//! number that all ranks get, such as its loss.
+//!
 //! Source: torchft's `should_commit`, which is a separate collective.
 
 use std::fmt;
@@ -134,6 +137,33 @@ impl Ballot {
     }
 }
 
+/// Lanes of a rank for a number that all ranks get: its 64 bits in parts, each of which survives the mean as a vote does.
+pub(crate) const CARRIED_LANES: usize = 3;
+const PART_BITS: u32 = 22;
+
+/// Writes `value` of `rank` to the lanes.
+pub(crate) fn carry(value: f64, lanes: &mut [f32], rank: usize) {
+    lanes.fill(0.0);
+    let own = lanes.chunks_exact_mut(CARRIED_LANES).nth(rank);
+    let mut bits = value.to_bits();
+    for lane in own.into_iter().flatten() {
+        *lane = (bits % (1 << PART_BITS)) as f32;
+        bits >>= PART_BITS;
+    }
+}
+
+/// The sum of all ranks' numbers in the averaged `lanes`, in the order of the ranks.
+pub(crate) fn carried(lanes: &[f32], world: usize) -> f64 {
+    let part = |lane: &f32| (f64::from(*lane) * world as f64).round() as u64;
+    let ranks = lanes.chunks_exact(CARRIED_LANES);
+    let bits = ranks.map(|own| {
+        own.iter()
+            .rev()
+            .fold(0, |bits, lane| bits << PART_BITS | part(lane))
+    });
+    bits.map(f64::from_bits).sum()
+}
+
 /// The parameter of a lane with `code` plus 1, among those that are averaged and each rank's own.
 pub(crate) fn name_of(code: usize, params: &[ParamSpec], own: &[String]) -> Option<String> {
     match code.checked_sub(params.len()) {
@@ -211,6 +241,21 @@ mod tests {
                     }]),
                 };
                 assert_eq!(commit, want, "world {world}, code {code}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_bit_of_a_number_survives_the_mean_of_every_world() {
+        let largest = f64::from_bits(u64::MAX >> 12 | 0x7fe << 52);
+        for world in (1..=130).chain([1000, 4096]) {
+            for value in [0.1, -3.0e-300, largest, f64::INFINITY, f64::NAN] {
+                let mut lanes = vec![f32::NAN; world * CARRIED_LANES];
+                carry(value, &mut lanes, world - 1);
+                let inverse = 1.0 / world as f32;
+                lanes.iter_mut().for_each(|lane| *lane *= inverse);
+                let bits = value.to_bits();
+                assert_eq!(carried(&lanes, world).to_bits(), bits, "{world}: {value}");
             }
         }
     }

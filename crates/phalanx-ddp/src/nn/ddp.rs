@@ -642,6 +642,20 @@ impl DistributedDataParallel {
         }
     }
 
+    /// What all ranks gave by [`GlobalStep::carry`] in the last finished step ([`Reducer::carried`]); `None` with
+    /// [`Deterministic::Shards`].
+    pub fn carried(&self) -> Option<f64> {
+        match &self.shards {
+            Some(_) => None,
+            None => self.reducer.carried(),
+        }
+    }
+
+    /// [`Reducer::carry`].
+    pub(crate) fn carry(&mut self, value: f64) {
+        self.reducer.carry(value);
+    }
+
     /// Number of steps skipped by vote so far.
     pub fn skipped_steps(&self) -> u64 {
         match &self.shards {

@@ -81,6 +81,15 @@ impl GlobalStep<'_> {
         Ok(([weight], ddp))
     }
 
+    /// Gives all ranks `value`, such as the sum of this rank's losses, with the gradients' exchange ([`Reducer::carry`]): no
+    /// collective is added. [`DistributedDataParallel::carried`] has the sum after the step. Call it before the backward of the
+    /// last micro-batch.
+    ///
+    /// [`Reducer::carry`]: crate::Reducer::carry
+    pub fn carry(&mut self, value: f64) {
+        self.ddp.carry(value);
+    }
+
     /// [`DistributedDataParallel::update_buffers`] within the step.
     ///
     /// # Errors

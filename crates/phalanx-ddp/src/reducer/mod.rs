@@ -13,7 +13,8 @@
 //! first, so that all ranks issue the same sequence of collectives.
 //!
 //! Behind its gradients, the last bucket has the ranks' votes on the step (`votes.rs`),
-//! and one element per parameter that counts the ranks that used it.
+//! one element per parameter that counts the ranks that used it, and a number of each rank's
+//! that all get ([`Reducer::carry`]).
 //!
 //! # Micro-batches
 //!
@@ -50,7 +51,7 @@ use crate::error::{Error, Result};
 use crate::hooks::GradientHook;
 use crate::parameters::Parameters;
 use crate::trace::{BucketTimes, StepTimes};
-use crate::vote::{Ballot, Commit};
+use crate::vote::{self, Ballot, Commit};
 
 /// Name and size of one parameter, as the reducer needs it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -182,6 +183,9 @@ pub struct Reducer {
     ballot: Ballot,
     /// Whether it votes against the next one.
     veto_next: bool,
+    /// What all ranks get of this one with its vote, and the sum of all.
+    carried: f64,
+    carried_by_all: Option<f64>,
     /// Names of parameters that each rank trains for itself. While there are any, the last bucket, which has the
     /// vote, waits for the end of backward, since any of them may still make the vote a no.
     own: Vec<String>,
@@ -235,6 +239,8 @@ impl Reducer {
             failed: false,
             ballot: Ballot::default(),
             veto_next: false,
+            carried: 0.0,
+            carried_by_all: None,
             own: Vec::new(),
             committed: false,
             skipped: 0,
@@ -254,7 +260,7 @@ impl Reducer {
             .map(|(b, params)| self.label(b, buckets.len(), params))
             .collect();
         let world = self.group.world_size();
-        let votes = world + self.params.len();
+        let votes = world + self.params.len() + world * vote::CARRIED_LANES;
         let scattered = self.is_scattered();
         self.memory = (0..buckets.len())
             .map(|b| {
@@ -441,6 +447,7 @@ impl Reducer {
             rank: self.group.rank(),
             world: self.group.world_size(),
             used: &self.used,
+            carried: self.carried,
         };
         if is_last
             && self.votes.is_none()
@@ -522,6 +529,7 @@ impl Reducer {
             return Err(self.fail(self.no_gradient_error()));
         }
         self.launch_full(true)?;
+        self.carried = 0.0;
         for bucket in 0..self.memory.len() {
             self.collect(bucket)?;
         }

@@ -15,13 +15,17 @@ pub(super) struct Vote<'a> {
     pub(super) rank: usize,
     pub(super) world: usize,
     pub(super) used: &'a [bool],
+    /// What all ranks get of this one.
+    pub(super) carried: f64,
 }
 
 impl Vote<'_> {
     /// This rank's vote, and which parameters it has used.
     pub(super) fn cast(&self, lanes: &mut [f32]) {
         let (votes, used) = lanes.split_at_mut(self.world);
+        let (used, carried) = used.split_at_mut(self.used.len());
         self.ballot.cast(votes, self.rank);
+        vote::carry(self.carried, carried, self.rank);
         for (lane, &used) in used.iter_mut().zip(self.used) {
             *lane = f32::from(u8::from(used));
         }
@@ -40,6 +44,18 @@ impl Reducer {
         }
     }
 
+    /// Gives all ranks `value` with their votes on the running step, or between steps on the next one: the last one that comes
+    /// before this rank's last gradient is [`ready`](Self::ready).
+    pub fn carry(&mut self, value: f64) {
+        self.carried = value;
+    }
+
+    /// The sum, in the order of the ranks, of what they gave by [`carry`](Self::carry) in the last finished step, 0 where one gave
+    /// nothing; `None` where there are no parameters.
+    pub fn carried(&self) -> Option<f64> {
+        self.carried_by_all
+    }
+
     /// The result of the vote, and the ranks with numbers so large that the means may not be finite.
     pub(super) fn count_votes(&mut self) -> (Commit, Vec<usize>) {
         let lanes = match (&self.votes, self.memory.last()) {
@@ -50,6 +66,8 @@ impl Reducer {
             _ => return (Commit::Yes, Vec::new()), // there are no parameters
         };
         let (votes, used) = lanes.split_at(self.group.world_size());
+        let (used, carried) = used.split_at(self.params.len());
+        self.carried_by_all = Some(vote::carried(carried, self.group.world_size()));
         for (untouched, lane) in self.untouched.iter_mut().zip(used) {
             *untouched = *lane == 0.0;
         }

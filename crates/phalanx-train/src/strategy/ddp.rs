@@ -340,6 +340,7 @@ impl Strategy for Ddp {
                 if !indices.is_empty() {
                     sums[part] = f64::from(loss.item()?) * f64::from(indices.len() as f32);
                 }
+                micro_batches.carry(sums.iter().sum());
                 forward_ended = Instant::now();
                 match self.joins_batches {
                     true => {
@@ -361,9 +362,12 @@ impl Strategy for Ddp {
         if commit.is_yes() {
             group.norm = group.update.prepare(&self.params, &mut group.ddp, clip)?;
         }
+        let mean = sums.iter().sum::<f64>() / samples.max(1) as f64;
+        let carried = group.ddp.carried();
         Ok(Gradients {
             commit,
-            mean: sums.iter().sum::<f64>() / samples.max(1) as f64,
+            mean,
+            mean_of_all: carried.map_or(mean, |sum| sum / turn.global.samples.max(1) as f64),
             sums,
             forward_ended,
         })

@@ -504,6 +504,7 @@ impl Strategy for OnMesh {
             commit,
             sums,
             mean: total / all,
+            mean_of_all: total / all,
             forward_ended,
         })
     }

@@ -86,6 +86,8 @@ pub struct Gradients {
     pub(crate) sums: Vec<f64>,
     /// Mean loss of this rank's samples.
     pub(crate) mean: f64,
+    /// Mean loss of the samples of all ranks; of this rank's where the losses are added over shards.
+    pub(crate) mean_of_all: f64,
     pub(crate) forward_ended: Instant,
 }
 

@@ -761,6 +761,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         };
         gradients.sums = all;
         gradients.mean = total / turn.global.samples.max(1) as f64;
+        gradients.mean_of_all = gradients.mean;
         Ok(wanted)
     }
 

@@ -45,6 +45,8 @@ struct Taken {
     sums: Vec<u64>,
     /// Those of the mean loss of this rank's samples; in an elastic training of all samples.
     mean: u64,
+    /// Those of the mean loss of all ranks' samples; of this rank's where they are added over shards.
+    mean_of_all: u64,
     /// Ranks are to join, leave or wait.
     wanted: bool,
     #[serde(skip)]
@@ -112,7 +114,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let timing = &mut self.results.timing;
         timing.add(exposed, turn.global.samples * self.unit_size);
         self.count_time(1);
-        self.report(turn, sums, mean)?;
+        self.report(turn, sums, f64::from_bits(taken.mean_of_all))?;
         self.report_change(turn)?;
         if let Some(schedule) = &mut self.schedule {
             schedule.advance();
@@ -272,6 +274,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         Ok(Taken {
             sums: gradients.sums.into_iter().map(f64::to_bits).collect(),
             mean: gradients.mean.to_bits(),
+            mean_of_all: gradients.mean_of_all.to_bits(),
             wanted,
             forward_ended: Some(gradients.forward_ended),
         })
@@ -433,8 +436,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         })
     }
 
-    /// Reports a step of this rank's mean loss `own`; `sums` are its losses by part.
-    fn report(&mut self, turn: &StepContext, mut sums: Vec<f64>, own: f64) -> Result<()> {
+    /// Reports a step of mean loss `mean`; `sums` are this rank's losses by part.
+    fn report(&mut self, turn: &StepContext, mut sums: Vec<f64>, mean: f64) -> Result<()> {
         let (ctx, settings) = (self.ctx, self.settings);
         let StepContext {
             epoch,
@@ -444,7 +447,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         } = *turn;
         let reports = &mut self.reports;
         let units = global.samples * self.unit_size;
-        reports.progress.step(units, Some(own));
+        reports.progress.step(units, Some(mean));
         let logged = index.is_multiple_of(settings.log_interval);
         let interval = settings.record_interval(self.extent.all());
         let recorded = logged || index.is_multiple_of(interval);
@@ -454,7 +457,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 ShardTree::gather_values(self.strategy.batch_group(), &mut sums)?;
                 tree.sum(&sums) / global.samples as f64
             }
-            _ => own,
+            _ => mean,
         };
         let facts = StepInfo {
             epoch,
@@ -462,7 +465,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             steps: self.steps,
             done: index * self.global_batch,
             samples: self.samples,
-            loss: if logged { mean } else { own },
+            loss: mean,
             logged,
         };
         if let Some(text) = reports.reporter.on_step(ctx, &facts) {
