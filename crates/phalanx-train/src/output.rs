@@ -386,7 +386,7 @@ impl Output {
         let mut log = self.log_from(ctx, Some(place), info, true)?;
         for record in records {
             if !written.iter().any(|known| same(known, record)) {
-                log.event(record)?;
+                log.write(record)?;
             }
         }
         Ok(log)

@@ -37,6 +37,37 @@ pub(crate) const EVENTS_FILE: &str = "events.jsonl";
 pub(crate) const IMAGES_DIR: &str = "images";
 pub(crate) const TABLES_DIR: &str = "tables";
 
+/// The names in the trainer's own records of `metrics.jsonl`. Others are the program's, but for measures of an evaluation, which
+/// begin with [`OF_EVALUATION`].
+const OWN_NAMES: [&str; 21] = [
+    "accuracy",
+    "agreed_s",
+    "data_wait_total_ms",
+    "elapsed_s",
+    "epoch",
+    "exposed_comm_ms",
+    "grad_norm",
+    "loss",
+    "lr",
+    "mfu",
+    "noticed_s",
+    "ranks",
+    "ranks_before",
+    "redone_s",
+    "saving_total_ms",
+    "state_s",
+    "step",
+    "suggested_lr",
+    "train_loss",
+    "train_s",
+    "weights_sha256",
+];
+const OF_EVALUATION: &str = "test_";
+
+fn is_own_name(name: &str) -> bool {
+    OWN_NAMES.contains(&name) || name.starts_with(OF_EVALUATION)
+}
+
 /// Messages that may wait for the thread. What comes on top is dropped and counted.
 const QUEUE: usize = 1024;
 /// How long a checkpoint and the end of a run wait for the thread.
@@ -147,6 +178,19 @@ impl RunLog {
     ///
     /// Those of writing `metrics.jsonl`.
     pub fn event(&mut self, record: &Value) -> Result<()> {
+        let names = record
+            .as_object()
+            .into_iter()
+            .flat_map(|record| record.keys());
+        if let Some(name) = names.into_iter().find(|name| !is_own_name(name)) {
+            let what = format!("\"{name}\" is not among the names of the trainer's own records");
+            return Err(Error::new(ErrorKind::Internal, what));
+        }
+        self.metrics.event(record)
+    }
+
+    /// Writes a record of the trainer's or the program's.
+    pub(crate) fn write(&mut self, record: &Value) -> Result<()> {
         self.metrics.event(record)
     }
 
@@ -159,13 +203,13 @@ impl RunLog {
         let elapsed = self.started.elapsed().as_secs_f64();
         let mut record = json!({ "step": step, "epoch": epoch, "elapsed_s": elapsed });
         for (name, value) in values {
-            if ["step", "epoch", "elapsed_s", "loss", "train_loss"].contains(name) {
+            if is_own_name(name) {
                 let what = format!("\"{name}\" is logged by the trainer; use another name");
                 return Err(Error::usage(what));
             }
             record[*name] = json!(value);
         }
-        self.event(&record)?;
+        self.write(&record)?;
         Ok(record)
     }
 

@@ -336,9 +336,14 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     ///
     /// # Errors
     ///
-    /// Those of writing the metrics; `Usage`, when the measure that [`best`](crate::TrainerBuilder::best) names is missing.
+    /// Those of writing the metrics; `Usage`, when the measure that [`best`](crate::TrainerBuilder::best) names is missing, or
+    /// one has the name `loss`.
     pub fn record(&mut self, evaluation: Evaluation) -> Result<()> {
         let ctx = self.ctx;
+        if evaluation.values.contains_key("loss") {
+            let what = "an evaluation has its own \"loss\"; give the further measure another name";
+            return Err(Error::usage(what));
+        }
         if self.lr_finder.is_some() {
             self.results.last = evaluation;
             return Ok(());
@@ -791,7 +796,8 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     ///
     /// # Errors
     ///
-    /// `Usage` for a name that the trainer uses itself (`loss`, `step`); those of writing.
+    /// `Usage` for a name that the trainer uses itself (`loss`, `step`, `test_loss`; `docs/design/run-folder.md` has them), or
+    /// that begins with `test_`, as those of an evaluation's measures; those of writing.
     pub fn log(&mut self, values: &[(&str, f64)]) -> Result<()> {
         let now = self.now();
         let record = self.reports.log.values(now, values)?;
