@@ -2,6 +2,7 @@
 
 use phalanx_base::{Error, Result};
 use phalanx_nn::ParamInfo;
+use sha2::digest::common::hazmat::{SerializableState, SerializedState};
 use sha2::{Digest, Sha256};
 
 use crate::state::OptimizerState;
@@ -59,7 +60,7 @@ fn hash_of_counts(state: &OptimizerState<'_>) -> Sha256 {
 /// SHA-256 of a sequence of metrics.
 #[derive(Clone, Debug, Default)]
 pub struct MetricsDigest {
-    values: Vec<f64>,
+    hash: Sha256,
 }
 
 impl MetricsDigest {
@@ -70,21 +71,25 @@ impl MetricsDigest {
 
     /// Adds a value with all its 64 bits.
     pub fn add(&mut self, value: f64) {
-        self.values.push(value);
+        self.hash.update(value.to_le_bytes());
     }
 
-    /// All values so far.
-    pub fn values(&self) -> &[f64] {
-        &self.values
+    /// The state of the hash, in hexadecimal: as long for any number of values.
+    pub fn state(&self) -> String {
+        hex::encode(self.hash.serialize())
+    }
+
+    /// Goes on from `state`, as [`state`](Self::state) gave it; `None` when it is none.
+    pub fn from_state(state: &str) -> Option<Self> {
+        let mut bytes = SerializedState::<Sha256>::default();
+        hex::decode_to_slice(state, &mut bytes).ok()?;
+        let hash = Sha256::deserialize(&bytes).ok()?;
+        Some(MetricsDigest { hash })
     }
 
     /// The digest of all values so far, in hexadecimal.
     pub fn sha256(&self) -> String {
-        let mut hash = Sha256::new();
-        for value in &self.values {
-            hash.update(value.to_le_bytes());
-        }
-        hex::encode(hash.finalize())
+        hex::encode(self.hash.clone().finalize())
     }
 }
 
@@ -106,6 +111,27 @@ mod tests {
         assert_ne!(digest(&[1.0]), digest(&[1.0 + f64::EPSILON]));
         // sha256 of nothing
         assert!(digest(&[]).starts_with("e3b0c44298fc1c14"));
+    }
+
+    #[test]
+    fn a_digest_goes_on_from_its_state_at_every_length() {
+        let (mut whole, mut length) = (MetricsDigest::new(), None);
+        for value in 0..40 {
+            let state = whole.state();
+            assert_eq!(*length.get_or_insert(state.len()), state.len());
+            whole.add(f64::from(value));
+            let mut resumed = MetricsDigest::from_state(&state).expect("a state");
+            resumed.add(f64::from(value));
+            assert_eq!(resumed.sha256(), whole.sha256());
+        }
+        // `sha256sum` of 40 values.
+        let all: Vec<u8> = (0..40).flat_map(|v| f64::from(v).to_le_bytes()).collect();
+        assert_eq!(whole.sha256(), hex::encode(Sha256::digest(all)));
+        let state = whole.state();
+        let overlong = format!("{}ff{}", &state[..80], &state[82..]);
+        for wrong in ["", "0", &state[1..], &state.replace('0', "g"), &overlong] {
+            assert!(MetricsDigest::from_state(wrong).is_none(), "{wrong}");
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Which weights are the best, and when a training stops because they get no better.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use phalanx_checkpoint::state::Place;
@@ -143,6 +144,9 @@ pub struct BestEpoch {
     step: Option<u64>,
     /// As bits: JSON would round.
     value: u64,
+    /// Of all that was measured until then: other branches of the run have another one. Older checkpoints do not have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    branch: Option<String>,
 }
 
 impl BestEpoch {
@@ -152,6 +156,7 @@ impl BestEpoch {
             epoch,
             step,
             value: value.to_bits(),
+            branch: None,
         }
     }
 
@@ -188,10 +193,30 @@ impl BestEpoch {
     }
 
     /// What the file of its weights says beside them: the epoch, and the measure by its name.
-    pub(crate) fn metadata(&self) -> [(&str, String); 2] {
+    pub(crate) fn metadata(&self) -> Vec<(&str, String)> {
         let value = f64::from_bits(self.value).to_string();
-        [("epoch", self.epoch.to_string()), (self.metric(), value)]
+        let mut metadata = vec![("epoch", self.epoch.to_string()), (self.metric(), value)];
+        if let (Some(step), Some(branch)) = (self.step, &self.branch) {
+            metadata.extend([("step", step.to_string()), ("branch", branch.clone())]);
+        }
+        metadata
     }
+
+    /// As [`kept_name`], where these are the best weights.
+    pub(crate) fn kept_name(&self) -> Option<String> {
+        let metadata = self.metadata().into_iter();
+        kept_name(&metadata.map(|(k, v)| (k.to_owned(), v)).collect())
+    }
+}
+
+/// Files among the checkpoints that begin so are of earlier best weights, with which a checkpoint goes on.
+pub(crate) const KEPT_BEST: &str = "best-";
+
+/// The name, without its ending, that a file of best weights with this `metadata` has among the checkpoints.
+pub(crate) fn kept_name(metadata: &BTreeMap<String, String>) -> Option<String> {
+    let step: u64 = metadata.get("step")?.parse().ok()?;
+    let branch = u64::from_str_radix(metadata.get("branch")?, 16).ok()?;
+    Some(format!("{KEPT_BEST}{step:09}-{branch:016x}"))
 }
 
 /// Whether the greatest value of the measure `by`, as [`BestMeasure`] shows it, is the best.
@@ -252,7 +277,8 @@ impl Best {
     }
 
     /// Compares the evaluation of epoch `epoch`, after `step` steps of the training, and gives the value of the measure that
-    /// decides, and whether the greatest is the best. The first of equal ones is the best.
+    /// decides, and whether the greatest is the best. The first of equal ones is the best. `branch` is of all that was
+    /// measured until then.
     ///
     /// # Errors
     ///
@@ -262,6 +288,7 @@ impl Best {
         epoch: usize,
         step: u64,
         evaluation: &Evaluation,
+        branch: String,
     ) -> Result<(f64, bool)> {
         let wanted = self.wanted.clone();
         let by = wanted.unwrap_or_else(|| BestMeasure::usual(evaluation));
@@ -283,7 +310,11 @@ impl Best {
             false => value < before,
         });
         if is_better && !value.is_nan() {
-            self.best = Some(BestEpoch::new(&name, epoch, Some(step), value));
+            let best = BestEpoch::new(&name, epoch, Some(step), value);
+            self.best = Some(BestEpoch {
+                branch: Some(branch),
+                ..best
+            });
             self.is_new = true;
         }
         self.judged.push(Judged {
@@ -314,6 +345,11 @@ impl Best {
         let by = by.unwrap_or_else(|| last.by.clone());
         let judged = self.judged.iter().filter(|judged| judged.by == by);
         early.is_reached(judged.map(|judged| judged.value().0), is_greatest(&by))
+    }
+
+    /// Whether the weights that were compared last are the best, and are not saved yet.
+    pub fn is_new(&self) -> bool {
+        self.is_new
     }
 
     /// The epoch that was compared last, if it is the best; once.
@@ -370,7 +406,8 @@ mod tests {
         let mut best = Best::new(wanted, None);
         let mut found = Vec::new();
         for (epoch, evaluation) in (1..).zip(all) {
-            best.compare(epoch, 0, evaluation).expect("compared");
+            best.compare(epoch, 0, evaluation, String::new())
+                .expect("compared");
             found.extend(best.take_new().map(|best| best.epoch));
             assert!(best.take_new().is_none());
         }
@@ -393,7 +430,9 @@ mod tests {
         let plain = [3.0, 4.0, 2.0].map(|loss| evaluation(loss, None, 0.0));
         assert_eq!(found(None, &plain), [1, 3]);
         let mut best = Best::new(BestMeasure::parse("accuracy").ok(), None);
-        let error = best.compare(1, 0, &plain[0]).expect_err("no classifier");
+        let error = best
+            .compare(1, 0, &plain[0], String::new())
+            .expect_err("no classifier");
         assert!(
             error.chain().contains("it has test_loss, mae"),
             "{}",

@@ -14,7 +14,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::best::BestEpoch;
+use super::best::{BestEpoch, KEPT_BEST, kept_name};
 use super::lock::Lock;
 use super::log::{self, Attempt, EVENTS_FILE, IMAGES_DIR, RUN_FILE, RunInfo, RunLog, TABLES_DIR};
 use super::run_dir::{self, Fresh};
@@ -29,6 +29,7 @@ const METRICS_FILE: &str = "metrics.jsonl";
 /// Model FLOPs utilization, in the records of `metrics.jsonl`.
 pub(crate) const MFU: &str = "mfu";
 pub(super) const BEST_FILE: &str = "best.safetensors";
+const BEST_PTH: &str = "best.pth";
 pub(super) const ASIDE_BEST_FILE: &str = "aside-best.safetensors";
 const PREDICTIONS_FILE: &str = "predictions.jsonl";
 /// Most bytes of a file of rows that is read again.
@@ -151,7 +152,13 @@ impl Output {
                     ));
                 }
                 clear_earlier_run(&dir, &files, fresh)?;
-                Folder::within(&dir, saving::FOLDER, 1).clear()?;
+                let checkpoints = Folder::within(&dir, saving::FOLDER, 1);
+                checkpoints.clear()?;
+                if let Some(dir) = checkpoints.existing()? {
+                    let mut names = dir.names()?;
+                    names.retain(|name| name.starts_with(KEPT_BEST));
+                    names.iter().try_for_each(|name| dir.remove(name))?;
+                }
             }
             name_to_launcher(&dir);
             opened = Some(dir);
@@ -296,16 +303,35 @@ impl Output {
         resumed: Option<Place>,
         info: &RunInfo<'_>,
     ) -> Result<RunLog> {
-        self.log_from(ctx, resumed, info, false)
+        self.log_from(ctx, resumed, info, |_| None)
     }
 
-    /// The same; records other than steps' losses are all kept, if `keeps_own`.
+    /// As [`log`](Self::log), where `--max-steps` had cut the epoch in which the run goes on: without the cut's evaluation.
+    ///
+    /// # Errors
+    ///
+    /// As [`log`](Self::log).
+    pub fn log_past_cut(
+        &self,
+        ctx: &RankContext,
+        place: Place,
+        info: &RunInfo<'_>,
+    ) -> Result<RunLog> {
+        let epoch = next_step(place, info.steps).1 as f64;
+        let is_of_cut =
+            |record: &Value| record.get("train_loss").is_some() && epoch_of(record) == Some(epoch);
+        self.log_from(ctx, Some(place), info, |record| {
+            is_of_cut(record).then_some(false)
+        })
+    }
+
+    /// As [`log`](Self::log), if `keeps_it` does not say whether a record stays.
     fn log_from(
         &self,
         ctx: &RankContext,
         resumed: Option<Place>,
         info: &RunInfo<'_>,
-        keeps_own: bool,
+        keeps_it: impl Fn(&Value) -> Option<bool>,
     ) -> Result<RunLog> {
         let next = resumed.map(|place| next_step(place, info.steps));
         let start = |attempt: u64| {
@@ -322,8 +348,7 @@ impl Output {
         });
         let metrics = match from {
             Some(from) => MetricsLog::resume(dir, METRICS_FILE, 1, |record| {
-                let is_own = record.get("loss").is_none();
-                keeps_own && is_own || keeps(from, attempt.version, record)
+                keeps_it(record).unwrap_or_else(|| keeps(from, attempt.version, record))
             })?,
             None => {
                 if !self.is_fresh && dir.has(METRICS_FILE) {
@@ -383,7 +408,9 @@ impl Output {
             .split(|byte| *byte == b'\n')
             .filter_map(|line| serde_json::from_slice(line).ok())
             .collect();
-        let mut log = self.log_from(ctx, Some(place), info, true)?;
+        // All but steps' losses stay.
+        let is_own = |record: &Value| record.get("loss").is_none().then_some(true);
+        let mut log = self.log_from(ctx, Some(place), info, is_own)?;
         for record in records {
             if !written.iter().any(|known| same(known, record)) {
                 log.write(record)?;
@@ -472,7 +499,8 @@ impl Output {
         Ok(())
     }
 
-    /// Saves the weights of the best epoch so far.
+    /// Saves the weights of the best epoch so far. The file of the best ones before stays in `checkpoints`, which may go on
+    /// with them, under another name.
     ///
     /// # Errors
     ///
@@ -480,46 +508,88 @@ impl Output {
     pub fn save_best(
         &mut self,
         best: &BestEpoch,
+        checkpoints: Option<&Folder>,
         outline: &Outline,
         values: &mut Values<'_>,
     ) -> Result<()> {
+        if let (Some(dir), Some(checkpoints)) = (&self.opened, checkpoints)
+            && let Some(name) = self.best_metadata().as_ref().and_then(kept_name)
+        {
+            let kept = checkpoints.made()?;
+            let [weights, pth] = ["safetensors", "pth"].map(|end| format!("{name}.{end}"));
+            // First this one, so that it never lies beside the weights of another epoch.
+            if dir.has(BEST_PTH) {
+                dir.rename_into(BEST_PTH, &kept, &pth)?;
+            }
+            let linked = dir.link_into(BEST_FILE, &kept, &weights);
+            linked.or_else(|_| dir.rename_into(BEST_FILE, &kept, &weights))?;
+        }
         let saved = self.saved.clone();
         let outcome = self.save(BEST_FILE, outline, values, &best.metadata());
         self.saved = saved;
         outcome
     }
 
-    /// Before the first step: whether the file of the best weights, those of `best`, is missing. One of a branch that
-    /// this run leaves is renamed to `aside-best`. Only rank 0 looks.
+    /// What the file of the best weights says of them, on rank 0.
+    fn best_metadata(&self) -> Option<BTreeMap<String, String>> {
+        let path = self.opened.as_ref()?.path().join(BEST_FILE);
+        let is_file = path.is_file();
+        is_file.then(|| checkpoint::read_metadata(&path).unwrap_or_default())
+    }
+
+    /// Whether the file of the best weights is there and has those of `best`. Only rank 0 looks.
+    pub fn has_best(&self, best: &BestEpoch) -> bool {
+        let all = best.metadata();
+        self.best_metadata().is_some_and(|there| {
+            all.iter()
+                .all(|(name, value)| there.get(*name) == Some(value))
+        })
+    }
+
+    /// Before the first step: makes the file of the best weights that of `best`, which may be among the `checkpoints`, and
+    /// gives whether it is missing. One of a branch that this run leaves is renamed to `aside-best`. Only rank 0 looks.
     ///
     /// # Errors
     ///
     /// Those of renaming.
-    pub fn lacks_best(&self, ctx: &RankContext, best: Option<&BestEpoch>) -> Result<bool> {
+    pub fn lacks_best(
+        &self,
+        ctx: &RankContext,
+        best: Option<&BestEpoch>,
+        checkpoints: Option<&Folder>,
+    ) -> Result<bool> {
         let Some(dir) = self.opened.as_ref().filter(|_| self.complete.is_none()) else {
             return Ok(false);
         };
-        let path = dir.path().join(BEST_FILE);
-        if path.is_file() {
-            let there = checkpoint::read_metadata(&path).unwrap_or_default();
-            let is_its = |best: &BestEpoch| {
-                let all = best.metadata();
-                all.iter()
-                    .all(|(name, value)| there.get(*name) == Some(value))
-            };
-            if best.is_some_and(is_its) {
-                return Ok(false);
-            }
-            for (from, to) in [(BEST_FILE, ASIDE_BEST_FILE), ("best.pth", "aside-best.pth")] {
-                if dir.has(from) {
-                    dir.rename(from, to)?;
+        let kept = checkpoints.map(Folder::existing).transpose()?.flatten();
+        let is_there = || best.is_some_and(|best| self.has_best(best));
+        if let Some(metadata) = self.best_metadata().filter(|_| !is_there()) {
+            let name = kept_name(&metadata);
+            for (from, to) in [(BEST_PTH, "aside-best.pth"), (BEST_FILE, ASIDE_BEST_FILE)] {
+                if !dir.has(from) {
+                    dir.remove(to)?;
+                    continue;
                 }
+                // For a run that goes on with that branch; without links, only the file aside is left of it.
+                if let (Some(kept), Some(name)) = (&kept, &name) {
+                    let end = from.trim_start_matches("best");
+                    let _ = dir.link_into(from, kept, &format!("{name}{end}"));
+                }
+                dir.rename(from, to)?;
             }
             ctx.note(&format!(
                 "set aside {BEST_FILE}, of a branch that this run leaves, as {ASIDE_BEST_FILE}"
             ));
         }
-        Ok(best.is_some())
+        if let (Some(kept), Some(name)) = (kept, best.and_then(BestEpoch::kept_name)) {
+            for to in [BEST_PTH, BEST_FILE] {
+                let from = format!("{name}{}", to.trim_start_matches("best"));
+                if kept.has(&from) && !dir.has(to) {
+                    kept.rename_into(&from, dir, to)?;
+                }
+            }
+        }
+        Ok(best.is_some() && !is_there())
     }
 
     /// Saves the list of accuracies, where the document has one.

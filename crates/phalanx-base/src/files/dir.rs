@@ -386,8 +386,28 @@ impl Dir {
     ///
     /// `System`, naming the path.
     pub fn rename(&self, from: &str, to: &str) -> Result<()> {
-        sys::renameat(&*self.fd, from, &*self.fd, to)
+        self.rename_into(from, self, to)
+    }
+
+    /// As [`rename`](Self::rename), to `to` in the folder `dir`.
+    ///
+    /// # Errors
+    ///
+    /// `System`, naming the path.
+    pub fn rename_into(&self, from: &str, dir: &Dir, to: &str) -> Result<()> {
+        sys::renameat(&*self.fd, from, &*dir.fd, to)
             .map_err(|e| Error::io("cannot rename", &self.at(from), e.into()))
+    }
+
+    /// Gives the file `from` the name `to` in the folder `dir` as well, replacing an existing file.
+    ///
+    /// # Errors
+    ///
+    /// `System`, naming the path; some file systems have no such links.
+    pub fn link_into(&self, from: &str, dir: &Dir, to: &str) -> Result<()> {
+        dir.remove(to)?;
+        sys::linkat(&*self.fd, from, &*dir.fd, to, AtFlags::empty())
+            .map_err(|e| Error::io("cannot link", &self.at(from), e.into()))
     }
 
     /// Syncs the private file `from` (opened as `file`), gives it the mode of a new file,

@@ -226,8 +226,31 @@ impl Folder {
         keep_newest(&dir, 0, None)
     }
 
+    /// What all checkpoints, also those set aside, say of the program's progress.
+    ///
+    /// # Errors
+    ///
+    /// `System` when one cannot be read, `Data` when it is damaged.
+    pub fn progress(&self) -> Result<Vec<serde_json::Value>> {
+        let Some(dir) = self.existing()? else {
+            return Ok(Vec::new());
+        };
+        let all = [manifests(&dir, "")?, manifests(&dir, ASIDE)?].concat();
+        let read = |(_, name): &(u64, String)| {
+            let text = dir.read(name, MAX_MANIFEST_BYTES)?.unwrap_or_default();
+            let manifest = Manifest::from_text(&text);
+            let manifest = manifest.map_err(|why| Error::data(format!("{name}: {why}")))?;
+            Ok(manifest.progress)
+        };
+        all.iter().map(read).collect()
+    }
+
     /// Opens the folder, if it exists.
-    fn existing(&self) -> Result<Option<Dir>> {
+    ///
+    /// # Errors
+    ///
+    /// `System`, naming the path.
+    pub fn existing(&self) -> Result<Option<Dir>> {
         match &self.above {
             Some(above) => above.sub(&self.name()),
             None if self.path.exists() => Dir::open(&self.path).map(Some),
@@ -236,7 +259,11 @@ impl Folder {
     }
 
     /// Opens the folder, creating it if needed.
-    fn made(&self) -> Result<Dir> {
+    ///
+    /// # Errors
+    ///
+    /// `System`, naming the path.
+    pub fn made(&self) -> Result<Dir> {
         match &self.above {
             Some(above) => above.create_sub(&self.name()),
             None => Dir::create(&self.path),

@@ -1,13 +1,15 @@
 // The title, results and settings. What is not a known result is a setting.
 
 const last = (run, name) => run.curves[name] ? run.curves[name].y.at(-1) : undefined;
+/** Of the weights that a run ended with, which may not be evaluated; before its end of the last evaluation. */
+const ofWeights = (run, name) => name in run.summary ? run.summary[name] : last(run, name);
 /** What a run calls its samples; older runs do not say. */
 const unitOf = (run) => typeof run.summary.unit === "string" ? run.summary.unit : "images";
 const speedName = () => { const [unit, ...others] = new Set(runs.map(unitOf)); return `${others.length ? "samples" : unit}/s`; };
 /** Of each result its name, its value in a run, and how it is shown. */
 const results = [
-  ["accuracy", (r) => r.summary.accuracy ?? last(r, "accuracy"), percent],
-  ["test loss", (r) => r.summary.test_loss ?? last(r, "test_loss")],
+  ["accuracy", (r) => ofWeights(r, "accuracy"), percent],
+  ["test loss", (r) => ofWeights(r, "test_loss")],
   ["train loss", (r) => last(r, "train_loss") ?? last(r, "loss")],
   [speedName, (r) => r.summary.images_per_s],
   ["MFU", (r) => r.summary.mfu, percent],

@@ -1,5 +1,6 @@
 //! What a training has measured so far, as its checkpoints keep it.
 
+use phalanx_checkpoint::digest::MetricsDigest;
 use phalanx_checkpoint::state::OptimizerState;
 use phalanx_data::metrics::Confusion;
 use phalanx_ddp::{DdpState, HookState};
@@ -15,19 +16,29 @@ use crate::trainer::Evaluation;
 pub struct History {
     /// Test accuracy of each epoch, as bits: JSON would round.
     accuracies: Vec<u64>,
-    /// All that went into the digest of the metrics.
+    /// All that went into the digest of the metrics, in older checkpoints.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     metrics: Vec<u64>,
+    /// The state of the digest of the metrics.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    metrics_state: Option<String>,
     /// Sums of the running epoch's losses by part of the batches, and samples.
     losses: Vec<u64>,
     samples: u64,
     /// The last evaluation; older checkpoints do not have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     last: Option<SavedEvaluation>,
+    /// The steps of the training before it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    last_step: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     best: Option<BestEpoch>,
     /// The evaluations that were compared.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     judged: Vec<Judged>,
+    /// What was measured before the last evaluation, where `--max-steps` has cut an epoch for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    before_cut: Option<Box<History>>,
     /// The learning rate that the program has set, as bits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     lr: Option<u64>,
@@ -129,10 +140,15 @@ fn floats(bits: &[u64]) -> Vec<f64> {
 
 impl History {
     /// `losses` and `samples` are of the running epoch, over all ranks.
-    pub fn new(accuracies: &[f64], metrics: &[f64], losses: &[f64], samples: usize) -> History {
+    pub fn new(
+        accuracies: &[f64],
+        metrics: &MetricsDigest,
+        losses: &[f64],
+        samples: usize,
+    ) -> History {
         History {
             accuracies: bits(accuracies),
-            metrics: bits(metrics),
+            metrics_state: Some(metrics.state()),
             losses: bits(losses),
             samples: samples as u64,
             ..History::default()
@@ -153,9 +169,10 @@ impl History {
         self.skipped_steps
     }
 
-    /// The same with the last evaluation.
+    /// The same with the last evaluation, after so many steps of the training.
     #[must_use]
-    pub fn with_last(mut self, last: &Evaluation) -> History {
+    pub fn with_last(mut self, last: &Evaluation, step: Option<u64>) -> History {
+        self.last_step = step;
         let counts = last.confusion.counts().iter().copied().enumerate();
         let values = last.values.iter();
         self.last = Some(SavedEvaluation {
@@ -173,6 +190,13 @@ impl History {
     pub(crate) fn with_best(mut self, best: &Best) -> History {
         self.best = best.so_far().cloned();
         self.judged = best.judged().to_vec();
+        self
+    }
+
+    /// The same with what was measured `before` the last evaluation, where `--max-steps` has cut an epoch for it.
+    #[must_use]
+    pub fn with_before_cut(mut self, before: Option<&History>) -> History {
+        self.before_cut = before.cloned().map(Box::new);
         self
     }
 
@@ -206,9 +230,22 @@ impl History {
         self.state.as_ref()
     }
 
-    /// Forgets the evaluation after `step` steps, the last one.
-    pub(crate) fn forget(&mut self, step: u64) {
-        self.judged.retain(|judged| judged.step() != step);
+    /// Goes on after `step` steps, where `--max-steps` had cut an epoch: without the cut nothing would have been evaluated, or
+    /// only a part of the epoch, if `is_part`.
+    pub(crate) fn go_past_cut(&mut self, step: u64, is_part: bool) {
+        let before = self.before_cut.take();
+        if let Some(before) = &before {
+            self.metrics_state.clone_from(&before.metrics_state);
+        }
+        match before {
+            _ if is_part => {}
+            Some(before) => {
+                (self.last, self.last_step) = (before.last, before.last_step);
+                (self.best, self.judged) = (before.best, before.judged);
+            }
+            // Of an older version.
+            None => self.judged.retain(|judged| judged.step() != step),
+        }
     }
 
     /// The evaluations that were compared.
@@ -223,6 +260,19 @@ impl History {
             // Of an older version.
             None => BestEpoch::by_accuracy(&self.accuracies()),
         }
+    }
+
+    /// The best weights of all from which a training may go on.
+    pub(crate) fn bests(&self) -> impl Iterator<Item = &BestEpoch> {
+        let before = self.before_cut.as_ref();
+        let before = before.and_then(|before| before.best.as_ref());
+        self.best.iter().chain(before)
+    }
+
+    /// The steps of the training before the last evaluation, as far as it is known.
+    pub fn last_step(&self) -> Option<u64> {
+        let judged = self.judged.last().map(Judged::step);
+        self.last_step.or(judged)
     }
 
     /// The last evaluation.
@@ -252,13 +302,46 @@ impl History {
         floats(&self.accuracies)
     }
 
-    /// All that went into the digest of the metrics.
-    pub fn metrics(&self) -> Vec<f64> {
-        floats(&self.metrics)
+    /// The digest of the metrics; `None` where its state is damaged.
+    pub fn metrics(&self) -> Option<MetricsDigest> {
+        if let Some(state) = &self.metrics_state {
+            return MetricsDigest::from_state(state);
+        }
+        let mut digest = MetricsDigest::new();
+        let values = self.metrics.iter();
+        values.for_each(|bits| digest.add(f64::from_bits(*bits)));
+        Some(digest)
     }
 
     /// Sums of the running epoch's losses by part, and samples.
     pub fn losses(&self) -> (Vec<f64>, usize) {
         (floats(&self.losses), self.samples as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_digest_goes_on_with_the_values_of_an_older_checkpoint_and_with_its_state() {
+        let values = [0.5, f64::NAN, 3.0e-200];
+        let mut digest = MetricsDigest::new();
+        values.iter().for_each(|value| digest.add(*value));
+        let older = serde_json::json!({
+            "accuracies": [], "metrics": bits(&values), "losses": [], "samples": 0, "skipped_steps": 0, "hook": null,
+        });
+        let older = History::deserialize(older).expect("read");
+        let newer = History::new(&[], &digest, &[], 0);
+        let text = serde_json::to_string(&newer).expect("JSON");
+        let newer: History = serde_json::from_str(&text).expect("read");
+        for history in [&older, &newer] {
+            assert_eq!(history.metrics().expect("whole").sha256(), digest.sha256());
+        }
+        let damaged = History {
+            metrics_state: newer.metrics_state.map(|state| state[2..].to_owned()),
+            ..History::default()
+        };
+        assert!(damaged.metrics().is_none());
     }
 }

@@ -19,7 +19,7 @@ pub use history::History;
 pub(crate) use history::SavedGroup;
 pub use resumed::{GRADIENT_TYPE, Resumed, facts, newest, settings};
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -27,11 +27,13 @@ use phalanx_checkpoint::state::{Background, Folder, Place, SavedCheckpoint, Snap
 use phalanx_ddp::DistributedDataParallel;
 use phalanx_global::CheckpointInfo;
 use phalanx_nn::Params;
+use serde::Deserialize;
 
 use self::due::{Due, What};
 use self::history::Hook;
 use super::param_group::{ParamGroup, joined_state};
 use super::update::Update;
+use crate::best::{BestEpoch, KEPT_BEST};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
 use crate::stop;
@@ -448,6 +450,34 @@ impl<'a> Saving<'a> {
         }
     }
 
+    /// The folder of checkpoints, if there are any.
+    pub(crate) fn folder(&self) -> Option<&Folder> {
+        self.enabled().then_some(&self.folder)
+    }
+
+    /// Removes the files of earlier best weights with which no checkpoint goes on any more.
+    fn remove_unused_bests(&self) -> Result<()> {
+        let Some(dir) = self.folder.existing()? else {
+            return Ok(());
+        };
+        let mut names = dir.names()?;
+        names.retain(|name| name.starts_with(KEPT_BEST));
+        if names.is_empty() {
+            return Ok(());
+        }
+        let mut used = HashSet::new();
+        for progress in self.folder.progress()? {
+            let history = History::deserialize(progress).map_err(no_json)?;
+            used.extend(history.bests().filter_map(BestEpoch::kept_name));
+        }
+        names.retain(|name| {
+            Path::new(name)
+                .file_stem()
+                .is_none_or(|stem| !used.contains(&*stem.to_string_lossy()))
+        });
+        names.iter().try_for_each(|name| dir.remove(name))
+    }
+
     fn handle_saved(
         &mut self,
         outcome: phalanx_base::Result<Option<SavedCheckpoint>>,
@@ -460,6 +490,10 @@ impl<'a> Saving<'a> {
                         "warning: {} has infinite or NaN weights (first in {name}); --resume auto prefers a checkpoint with finite ones",
                         saved.path.display()
                     ));
+                }
+                if self.ctx.is_main() {
+                    // They are removed after the next checkpoint.
+                    let _ = self.remove_unused_bests();
                 }
                 match self.hook.as_mut().filter(|_| self.ctx.is_main()) {
                     Some(hook) => hook(&saved.path),

@@ -202,7 +202,12 @@ impl Resumed {
     ///
     /// Data, when the checkpoint is another program's.
     pub fn history(&self) -> Result<History> {
-        History::deserialize(&self.manifest.progress).map_err(|e| {
+        let read = History::deserialize(&self.manifest.progress);
+        let checked = read.and_then(|history| match history.metrics() {
+            Some(_) => Ok(history),
+            None => Err(serde::de::Error::custom("metrics_state is none of SHA-256")),
+        });
+        checked.map_err(|e| {
             Error::new(
                 ErrorKind::Failed,
                 format!(

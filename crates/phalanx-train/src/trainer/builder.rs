@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use phalanx_base::env::real_env;
 use phalanx_base::files::as_typed;
-use phalanx_checkpoint::digest::MetricsDigest;
 use phalanx_checkpoint::state::Place;
 use phalanx_checkpoint::weights_digest;
 use phalanx_data::Dataset;
@@ -31,7 +30,7 @@ use crate::format::{number, thousands};
 use crate::job::Trainings;
 use crate::log::{IMAGES_DIR, RunInfo, TABLES_DIR};
 use crate::lr_finder::{self, LrFinder};
-use crate::output::{Files, Output};
+use crate::output::{BEST_FILE, Files, Output};
 use crate::profile::Profiler;
 use crate::reporter::{EpochLines, Reporter};
 use crate::run_dir::{Found, RunDir, default_output_dir};
@@ -594,9 +593,9 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             let taken = place.step_in_epoch as usize;
             taken.is_multiple_of(every)
         });
-        if place.step_in_epoch > 0 && !is_part && !extent.is_over(place) {
-            // `--max-steps` has cut the run there; without the cut nothing would have been evaluated.
-            history.forget(place.step);
+        let goes_past_cut = place.step_in_epoch > 0 && !extent.is_over(place);
+        if goes_past_cut {
+            history.go_past_cut(place.step, is_part);
         }
         let lr_finder = settings.find_lr.then(LrFinder::default);
         let schedule = match &lr_finder {
@@ -699,7 +698,6 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             resumed.announce_changes(ctx, &shaping);
             settings.init.announce_unused(ctx);
         }
-        let mut metrics = MetricsDigest::new();
         let mut shown = saving::settings(&facts);
         // "no --flag" of what was not typed.
         shown.remove("no");
@@ -717,9 +715,10 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             frozen: &self.frozen,
             labels: &settings.labels,
         };
-        let before = history.metrics();
-        before.into_iter().for_each(|value| metrics.add(value));
-        let log = output.log(ctx, resumed.as_ref().map(Resumed::place), &info)?;
+        let log = match goes_past_cut && !is_part {
+            true => output.log_past_cut(ctx, place, &info)?,
+            false => output.log(ctx, resumed.as_ref().map(Resumed::place), &info)?,
+        };
         let settings_shown = info.settings;
         let mut opening = files.map(|files| Opening {
             title: self.title.clone(),
@@ -749,16 +748,22 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             reporter,
             output,
         };
-        let recorded = || reports.output.complete().map(Evaluation::of_summary);
-        let last = history.last().or_else(recorded);
+        let recorded = || {
+            let summary = reports.output.complete()?;
+            Some((Evaluation::of_summary(summary), Some(place.step)))
+        };
+        let last = history.last().map(|last| (last, history.last_step()));
+        let (last, last_step) = last.or_else(recorded).unzip();
         let results = Results {
             initial,
             weights,
             averages: None,
             accuracies: history.accuracies(),
             last: last.unwrap_or_else(Evaluation::nothing),
+            last_step: last_step.flatten(),
+            before_cut: None,
             best,
-            metrics,
+            metrics: history.metrics().unwrap_or_default(),
             timing: Timing::default(),
         };
         drop(starting);
@@ -836,7 +841,7 @@ fn use_momentum<S: Strategy>(schedule: &Schedule, strategy: &mut S) -> Result<()
     Ok(())
 }
 
-/// Writes the file of the best weights where it is missing and they are the weights at `place`.
+/// Finds the file of the best weights. Where it is missing, it is written if they are the weights at `place`.
 fn restore_best<S: Strategy>(
     ctx: &RankContext,
     output: &mut Output,
@@ -846,15 +851,25 @@ fn restore_best<S: Strategy>(
     place: Place,
 ) -> Result<()> {
     // Only rank 0 knows whether it is missing.
-    let lacks_best = output.lacks_best(ctx, best);
+    let lacks_best = output.lacks_best(ctx, best, saving.folder());
     let lacks = lacks_best.as_ref().is_ok_and(|lacks| *lacks);
     saving.handle_weights_error("the best", lacks_best.map(drop))?;
-    if let Some(best) = best.filter(|best| best.is_at(place))
-        && ctx.group().broadcast_object(Some(&lacks), 0)?
-    {
+    let Some(best) = best else {
+        return Ok(());
+    };
+    if !best.is_at(place) {
+        if lacks {
+            let what = best.describe();
+            ctx.note(&format!(
+                "warning: the weights of the best evaluation so far ({what}) are not in this folder; the next better one is saved as {BEST_FILE}"
+            ));
+        }
+        return Ok(());
+    }
+    if ctx.group().broadcast_object(Some(&lacks), 0)? {
         let own = strategy.show_averages();
         let saved = strategy.gather_weights(ctx, |outline, values| {
-            let saved = output.save_best(best, outline, values);
+            let saved = output.save_best(best, None, outline, values);
             saving.handle_weights_error("the best", saved)
         });
         if let Some(own) = own {

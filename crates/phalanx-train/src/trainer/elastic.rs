@@ -367,15 +367,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             None => (Vec::new(), 0),
         };
         let results = &self.results;
-        let history = History::new(&results.accuracies, results.metrics.values(), &sums, count);
         Handover {
             completed: self.elastic.completed,
             result: self.elastic.result.clone(),
             place: [epoch, samples, step_in_epoch, step],
-            history: history
-                .with_last(&results.last)
-                .with_best(&results.best)
-                .with_program(self.set_lr, self.own_state.value.as_ref()),
+            history: self.measured(&sums, count),
             skipped: self.strategy.skipped_of_groups(),
             initial: results.initial.clone(),
             weights: results.weights.clone(),
@@ -418,10 +414,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.take_program(&history);
         let results = &mut self.results;
         results.accuracies = history.accuracies();
-        for value in history.metrics() {
-            results.metrics.add(value);
-        }
+        results.metrics = history.metrics().unwrap_or_default();
         results.last = history.last().unwrap_or_else(super::Evaluation::nothing);
+        results.last_step = history.last_step();
         results.best.go_on(&history);
         (results.initial, results.weights) = (handover.initial, handover.weights);
         self.saving.set_steps(handover.saved_steps);

@@ -202,7 +202,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 // Until here, ranks have met those of their part of the batch only.
                 trainer.ctx.group().barrier()?;
             }
-            let shared = is_elastic.then(|| History::default().with_last(&evaluation));
+            let shared = is_elastic.then(|| History::default().with_last(&evaluation, None));
             own_result = Some(evaluation);
             Ok(shared)
         });

@@ -14,7 +14,8 @@ use crate::strategy::Strategy;
 
 impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Ends the training: saves the weights, writes `summary.json` and prints the last lines.
-    /// Gives the last epoch's evaluation. Of a complete run that was resumed, nothing is written.
+    /// Gives the evaluation of these weights; where they were not evaluated after the last step, its numbers are NaN, and null in
+    /// `summary.json`. Of a complete run that was resumed, nothing is written.
     ///
     /// *Blocks* until all files of all ranks are complete.
     ///
@@ -70,7 +71,15 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.sum_up();
         self.reports.deliveries.finish();
         self.trainings.unfinished.set(false);
-        Ok(self.results.last)
+        Ok(self.evaluated())
+    }
+
+    /// The evaluation of the weights that are there, if it was the last one.
+    fn evaluated(&self) -> Evaluation {
+        match self.results.last_step == Some(self.place.step) {
+            true => self.results.last.clone(),
+            false => Evaluation::nothing(),
+        }
     }
 
     fn end_measurement(mut self) -> Result<Evaluation> {
@@ -92,7 +101,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.reports.reporter.on_train_end(ctx)?;
         self.reports.log.finish();
         self.reports.deliveries.finish();
-        Ok(self.results.last)
+        Ok(self.evaluated())
     }
 
     fn save_files(
@@ -139,7 +148,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     fn summary(&self, optimizer_sha256: &str) -> serde_json::Value {
         let ctx = self.ctx;
         let (results, settings) = (&self.results, self.settings);
-        let (timing, last) = (&results.timing, &results.last);
+        let (timing, last) = (&results.timing, &self.evaluated());
         let mut summary = json!({
             "recipe": self.program,
             "version": env!("CARGO_PKG_VERSION"),
@@ -185,17 +194,22 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             summary[format!("test_{name}")] = json!(value);
         }
         for (name, value) in &self.summary {
-            summary[name] = value.clone();
+            if summary.get(name).is_none() {
+                summary[name] = value.clone();
+            }
         }
         summary
     }
 
-    /// What the last evaluation gave, in words.
+    /// What the evaluation of the weights gave, in words.
     fn result(&self) -> String {
-        let last = &self.results.last;
-        match (last.confusion.classes(), last.loss) {
-            (0, loss) if loss.is_nan() => String::new(),
-            (0, loss) => format!("test loss {}, ", rounded(loss)),
+        let (last, taken) = (self.evaluated(), self.place.step);
+        match (last.confusion.classes(), last.loss, self.results.last_step) {
+            (_, _, Some(step)) if step != taken => {
+                format!("weights of step {taken} not evaluated (those of step {step} were), ")
+            }
+            (0, loss, _) if loss.is_nan() => String::new(),
+            (0, loss, _) => format!("test loss {}, ", rounded(loss)),
             _ => format!("accuracy {:.2} %, ", last.accuracy * 100.0),
         }
     }

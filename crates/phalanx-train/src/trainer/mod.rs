@@ -203,8 +203,11 @@ struct Results {
     averages: Option<String>,
     /// Test accuracy of each epoch.
     accuracies: Vec<f64>,
-    /// Of the last epoch.
+    /// The last one, and the steps of the training before it, as far as they are known.
     last: Evaluation,
+    last_step: Option<u64>,
+    /// What was measured before it, where `--max-steps` has cut an epoch for it.
+    before_cut: Option<History>,
     best: Best,
     metrics: MetricsDigest,
     timing: Timing,
@@ -345,9 +348,11 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             return Err(Error::usage(what));
         }
         if self.lr_finder.is_some() {
-            self.results.last = evaluation;
+            self.set_last(evaluation);
             return Ok(());
         }
+        let branch = self.branch(&evaluation);
+        let history = self.measured(&[], 0);
         let Some(ended) = &mut self.ended else {
             return self.record_at_step(evaluation);
         };
@@ -356,6 +361,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         }
         let (epoch, step, train_loss) = (ended.epoch, ended.step, ended.train_loss);
         let results = &mut self.results;
+        results.before_cut = (self.place.step_in_epoch > 0).then_some(history);
         results.metrics.add(evaluation.loss);
         if evaluation.confusion.classes() > 0 {
             results.metrics.add(evaluation.accuracy);
@@ -373,7 +379,32 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         let record = with_results(record, &evaluation);
         self.keep_record(&record);
         self.reports.log.event(&record)?;
-        self.judge(epoch, evaluation)
+        self.judge(epoch, evaluation, branch)
+    }
+
+    /// Of all that was measured up to `evaluation`.
+    fn branch(&self, evaluation: &Evaluation) -> String {
+        let mut metrics = self.results.metrics.clone();
+        metrics.add(evaluation.loss);
+        let mut branch = metrics.sha256();
+        branch.truncate(16);
+        branch
+    }
+
+    /// Takes `evaluation` as the last one.
+    fn set_last(&mut self, evaluation: Evaluation) {
+        self.results.last = evaluation;
+        self.results.last_step = Some(self.place.step);
+    }
+
+    /// What was measured so far, for a checkpoint or another rank; `losses` and `samples` are of the running epoch.
+    fn measured(&self, losses: &[f64], samples: usize) -> History {
+        let results = &self.results;
+        History::new(&results.accuracies, &results.metrics, losses, samples)
+            .with_last(&results.last, results.last_step)
+            .with_best(&results.best)
+            .with_before_cut(results.before_cut.as_ref())
+            .with_program(self.set_lr, self.own_state.value.as_ref())
     }
 
     /// [`record`](Self::record) of an epoch that has not ended. Elsewhere it is of no epoch of this run, which was resumed after
@@ -381,7 +412,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     fn record_at_step(&mut self, evaluation: Evaluation) -> Result<()> {
         let ctx = self.ctx;
         let (Some(running), position) = (&self.running, self.position.get()) else {
-            self.results.last = evaluation;
+            self.set_last(evaluation);
             return Ok(());
         };
         let (epoch, is_paused) = (running.epoch, matches!(position, BatchPosition::Paused(_)));
@@ -397,7 +428,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             self.reports.log.event(&record)?;
         }
         if !is_paused {
-            self.results.last = evaluation;
+            self.set_last(evaluation);
             return Ok(());
         }
         let Reports {
@@ -405,14 +436,15 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         } = &mut self.reports;
         let step = self.place.step;
         progress.suspend(|| reporter.on_step_evaluation(ctx, step, &evaluation))?;
-        self.judge(epoch, evaluation)
+        let branch = self.branch(&evaluation);
+        self.judge(epoch, evaluation, branch)
     }
 
     /// Decides by `evaluation`, in epoch `epoch`: the best weights, a schedule's learning rate, an early stop.
-    fn judge(&mut self, epoch: usize, evaluation: Evaluation) -> Result<()> {
+    fn judge(&mut self, epoch: usize, evaluation: Evaluation, branch: String) -> Result<()> {
         let best = &mut self.results.best;
-        let (value, greatest) = best.compare(epoch, self.place.step, &evaluation)?;
-        self.results.last = evaluation;
+        let (value, greatest) = best.compare(epoch, self.place.step, &evaluation, branch)?;
+        self.set_last(evaluation);
         if let Some(schedule) = &mut self.schedule {
             let before = schedule.lr();
             schedule.observe(value, greatest);
@@ -423,11 +455,13 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
                 self.reports.progress.suspend(|| self.ctx.note(&text));
             }
         }
-        if let Some(words) = best.stops().then(|| best.so_far()).flatten() {
-            let text = format!(
-                "stopped early: the best was {}, saved as {BEST_FILE}",
-                words.describe()
-            );
+        let best = &self.results.best;
+        if let Some(epoch) = best.stops().then(|| best.so_far()).flatten() {
+            let saved = match best.is_new() || self.reports.output.has_best(epoch) {
+                true => format!("saved as {BEST_FILE}"),
+                false => "whose weights are not in the run's folder".to_owned(),
+            };
+            let text = format!("stopped early: the best was {}, {saved}", epoch.describe());
             self.reports.log.notice(self.place.step, &text);
             self.reports.progress.suspend(|| self.ctx.note(&text));
         }
@@ -491,7 +525,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let joined = self.mean_buffers()?;
             let own = joined.map(|joined| self.replace_buffers(&joined));
             let saved = self.write_weights(|output, saving, outline, values| {
-                let saved = output.save_best(&best, outline, values);
+                let saved = output.save_best(&best, saving.folder(), outline, values);
                 saving.handle_weights_error("the best", saved)
             });
             if let Some(own) = own {
@@ -558,7 +592,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             }
             match &best {
                 Some(best) => {
-                    let saved = output.save_best(best, outline, values);
+                    let saved = output.save_best(best, saving.folder(), outline, values);
                     saving.handle_weights_error("the best", saved)
                 }
                 None => Ok(()),
@@ -630,11 +664,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             log.checkpoint(self.place.step, Path::new(&file));
         }
         log.flush();
-        let (accuracies, metrics) = (&self.results.accuracies, self.results.metrics.values());
-        let history = History::new(accuracies, metrics, sums, samples)
-            .with_last(&self.results.last)
-            .with_best(&self.results.best)
-            .with_program(self.set_lr, self.own_state.value.as_ref());
+        let history = self.measured(sums, samples);
         let (saving, place) = (&mut self.saving, self.place);
         self.strategy
             .save(self.ctx, saving, action, buffers, place, history)
@@ -785,7 +815,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         self.settings
     }
 
-    /// Adds an entry to `summary.json`.
+    /// Adds an entry to `summary.json`; the trainer's own entries stay.
     pub fn add_to_summary(&mut self, name: &str, value: impl Into<serde_json::Value>) {
         self.summary.insert(name.to_owned(), value.into());
     }

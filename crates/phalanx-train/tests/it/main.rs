@@ -13,6 +13,7 @@ mod one_cycle;
 #[path = "../../../phalanx-checkpoint/tests/it/pth_common/mod.rs"]
 mod pth_common;
 mod records;
+mod results;
 mod rounds;
 mod scalars;
 mod sync_norm;
