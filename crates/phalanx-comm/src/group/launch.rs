@@ -29,6 +29,15 @@ const PORT_RANGE: &str = "PHALANX_PORT_RANGE";
 /// Set by our launcher and by torchrun; may be a list with one number per nesting level.
 const OMP_THREADS: &str = "OMP_NUM_THREADS";
 
+/// How many processes an engine has started, whose other variables are read by the crate `phalanx-launch` only.
+const SIZES: [&str; 5] = [
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NTASKS",
+    "PET_NNODES",
+];
+
 /// Looks up a variable of this process.
 pub(super) fn environment(name: &str) -> Option<String> {
     std::env::var(name).ok()
@@ -111,19 +120,7 @@ impl Launch {
         variable: impl Fn(&str) -> Option<String>,
     ) -> Result<Launch> {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
-        let number = |given: Option<usize>, name: &str| match given {
-            Some(value) => Ok(value),
-            None => match variable(name) {
-                Some(text) => parse::<usize>(name, &text),
-                None => Err(Error::usage(format!(
-                    "{name} is not set: start this program with `phalanx launch`, or set \
-                     {RANK} and {WORLD_SIZE} (and {MASTER_ADDR}, {MASTER_PORT} for env://)"
-                ))),
-            },
-        };
-        let rank = number(options.rank, RANK)?;
-        let world = number(options.world_size, WORLD_SIZE)?;
-        check_rank(rank, world)?;
+        let (rank, world) = numbers(options, &variable)?;
         let generation = match options.generation {
             Some(generation) => generation,
             None => match variable(GENERATION) {
@@ -134,11 +131,20 @@ impl Launch {
                 },
             },
         };
-        let (meeting, external_store) = Self::meeting(&options.init_method, world, &variable)?;
         let token = match (variable(TOKEN_FILE), variable(TOKEN)) {
             (Some(path), _) => TokenSource::File(path.into()),
             (None, Some(_)) => TokenSource::Variable,
             (None, None) => TokenSource::None,
+        };
+        let has_token = options.token.is_some() || token != TokenSource::None;
+        // Others may join it later where a launcher or the caller gives a store to meet at.
+        let is_alone = match &options.init_method {
+            method if is_env(method) => variable(STORE).is_none_or(|store| store == "external"),
+            method => method.starts_with("tcp://") && !has_token,
+        };
+        let (meeting, external_store) = match world {
+            1 if is_alone => (Meeting::Alone, false),
+            _ => Self::meeting(&options.init_method, &variable)?,
         };
         Ok(Launch {
             rank,
@@ -153,12 +159,11 @@ impl Launch {
     /// The meeting, and whether another process hosts its store.
     fn meeting(
         method: &str,
-        world: usize,
         variable: &impl Fn(&str) -> Option<String>,
     ) -> Result<(Meeting, bool)> {
         let store = variable(STORE);
         let external = store.as_deref() == Some("external");
-        if method == "env://" || method == "env" {
+        if is_env(method) {
             if let Some(path) = store.as_deref().and_then(|s| s.strip_prefix("file://")) {
                 return Ok((Meeting::File(path.into()), true));
             }
@@ -174,7 +179,6 @@ impl Launch {
             }
             let (host, port) = match (variable(MASTER_ADDR), variable(MASTER_PORT)) {
                 (Some(host), Some(port)) => (host, port),
-                _ if world == 1 => return Ok((Meeting::Alone, false)),
                 (host, _) => {
                     let name = if host.is_some() {
                         MASTER_PORT
@@ -215,6 +219,43 @@ impl Launch {
             "unknown init method {method:?}: choose env://, tcp://host:port or file:///path"
         )))
     }
+}
+
+fn is_env(method: &str) -> bool {
+    matches!(method, "env://" | "env")
+}
+
+/// The rank and the number of ranks: 0 and 1 of a program that nobody has started as one of several.
+fn numbers(
+    options: &InitOptions,
+    variable: &impl Fn(&str) -> Option<String>,
+) -> Result<(usize, usize)> {
+    let number = |given: Option<usize>, name: &str| match given {
+        Some(value) => Ok(Some(value)),
+        None => variable(name).map(|text| parse(name, &text)).transpose(),
+    };
+    let rank = number(options.rank, RANK)?;
+    let world = number(options.world_size, WORLD_SIZE)?;
+    let several = SIZES.into_iter().find(|name| {
+        let count = variable(name).and_then(|text| text.trim().parse().ok());
+        options.world_size.is_none() && count > Some(1_usize)
+    });
+    let is_by_launcher = !is_env(&options.init_method) || variable(STORE).is_some();
+    let missing = match (rank, world, several) {
+        (Some(rank), Some(world), _) => {
+            check_rank(rank, world)?;
+            return Ok((rank, world));
+        }
+        (None, Some(1), None) => return Ok((0, 1)),
+        (None, None, None) if !is_by_launcher => return Ok((0, 1)),
+        (None, _, Some(name)) => format!("{RANK} is not set, and {name} is above 1"),
+        (None, ..) => format!("{RANK} is not set"),
+        (Some(_), None, _) => format!("{WORLD_SIZE} is not set"),
+    };
+    Err(Error::usage(format!(
+        "{missing}: start this program with `phalanx launch`, or set {RANK} and {WORLD_SIZE} (and {MASTER_ADDR}, \
+         {MASTER_PORT} for env://)"
+    )))
 }
 
 /// The parts of `host:port`; an IPv6 address is in brackets.
@@ -410,14 +451,52 @@ mod tests {
 
     #[test]
     fn one_rank_needs_no_meeting() {
-        let launch = resolve("env://", &[(RANK, "0"), (WORLD_SIZE, "1")]).unwrap();
-        assert_eq!(launch.meeting, Meeting::Alone);
+        type Variables<'a> = &'a [(&'a str, &'a str)];
+        let alone: [(&str, Variables<'_>); 9] = [
+            ("env://", &[]),
+            ("env://", &[(RANK, "0"), (WORLD_SIZE, "1")]),
+            ("env://", &[(WORLD_SIZE, "1"), (AGENT_STORE, "True")]),
+            ("env://", &[(MASTER_ADDR, "h"), (MASTER_PORT, "1")]),
+            (
+                "env://",
+                &[(WORLD_SIZE, "1"), (MASTER_ADDR, "h"), (MASTER_PORT, "1")],
+            ),
+            (
+                "env://",
+                &[
+                    (RANK, "0"),
+                    (WORLD_SIZE, "1"),
+                    (MASTER_ADDR, "h"),
+                    (MASTER_PORT, "1"),
+                    (TOKEN, "ab"),
+                ],
+            ),
+            ("env://", &[("SLURM_NTASKS", "1"), ("PET_NNODES", "1:4")]),
+            ("tcp://h:1", &[(WORLD_SIZE, "1")]),
+            ("tcp://h:1", &[(RANK, "0"), (WORLD_SIZE, "1")]),
+        ];
+        for (method, variables) in alone {
+            let launch = resolve(method, variables).expect("one rank");
+            let got = (launch.rank, launch.world, launch.meeting);
+            assert_eq!(got, (0, 1, Meeting::Alone), "{variables:?}");
+        }
+        // Others may come later.
+        let one = [
+            (RANK, "0"),
+            (WORLD_SIZE, "1"),
+            (STORE, "h:1"),
+            (TOKEN, "ab"),
+        ];
+        for method in ["env://", "tcp://h:1"] {
+            let launch = resolve(method, &one).expect("one rank");
+            assert_ne!(launch.meeting, Meeting::Alone, "{method}");
+        }
     }
 
     #[test]
     fn mistakes_are_named() {
         type Variables<'a> = &'a [(&'a str, &'a str)];
-        let cases: [(&str, Variables<'_>, &str); 11] = [
+        let cases: [(&str, Variables<'_>, &str); 14] = [
             (
                 "env://",
                 &[(RANK, "0"), (WORLD_SIZE, "2"), (STORE, "elsewhere")],
@@ -428,7 +507,18 @@ mod tests {
                 &[(RANK, "0"), (WORLD_SIZE, "2"), (STORE, "h:x")],
                 "PHALANX_STORE is \"x\"",
             ),
-            ("env://", &[], "RANK is not set"),
+            (
+                "env://",
+                &[(WORLD_SIZE, "2")],
+                "RANK is not set: start this",
+            ),
+            (
+                "env://",
+                &[("SLURM_NTASKS", "3")],
+                "RANK is not set, and SLURM_NTASKS is above 1",
+            ),
+            ("env://", &[(STORE, "h:1")], "RANK is not set"),
+            ("tcp://h:1", &[], "RANK is not set"),
             ("env://", &[(RANK, "0")], "WORLD_SIZE is not set"),
             (
                 "env://",

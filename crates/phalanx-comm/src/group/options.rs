@@ -55,7 +55,8 @@ pub struct InitOptions {
     /// Where the ranks meet: `env://` (the variables `MASTER_ADDR` and
     /// `MASTER_PORT`), `tcp://host:port`, or `file:///path`.
     pub init_method: String,
-    /// This process's rank; default: the variable `RANK`.
+    /// This process's rank; default: the variable `RANK`. Without a rank and a number of ranks, and where no launcher or
+    /// cluster engine has started this process, it is the only rank.
     pub rank: Option<usize>,
     /// Number of ranks; default: the variable `WORLD_SIZE`.
     pub world_size: Option<usize>,
