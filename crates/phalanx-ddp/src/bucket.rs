@@ -29,6 +29,18 @@ pub struct BucketCaps {
     pub last_bytes: Option<usize>,
 }
 
+/// `buckets of 1048576, then 4194304 bytes, the last of at most 1048576`, for messages.
+impl std::fmt::Display for BucketCaps {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (first, cap) = (self.first_bytes, self.cap_bytes);
+        write!(f, "buckets of {first}, then {cap} bytes")?;
+        match self.last_bytes {
+            Some(last) => write!(f, ", the last of at most {last}"),
+            None => Ok(()),
+        }
+    }
+}
+
 impl BucketCaps {
     /// Defaults for ranks on one host: 1 MiB, 4 MiB, last 1 MiB.
     pub const ONE_HOST: BucketCaps = BucketCaps {

@@ -172,7 +172,7 @@ impl Replica {
             facts.line(fact);
         }
         facts.line(match caps {
-            Some(caps) => format!("buckets {caps:?}"),
+            Some(caps) => caps.to_string(),
             None => "buckets sized by where the ranks are".to_owned(),
         });
         facts.line(format!("added in any order: {any_order}"));

@@ -413,7 +413,7 @@ impl DistributedDataParallel {
         }
         let mut print = Fingerprint::new();
         let name = hook.as_ref().map_or("none".to_owned(), |h| h.name());
-        print.line(format!("gradient hook {name}"));
+        print.line(format!("gradient hook {}", shown(&name)));
         print.compare(self.reducer.group())?;
         self.reducer.set_hook(hook)
     }
@@ -451,7 +451,7 @@ impl DistributedDataParallel {
     ///
     /// `Usage` when the state is that of another hook, or of one with other settings.
     pub fn restore_state(&mut self, state: &DdpState) -> Result<()> {
-        let name = |hook: Option<&str>| hook.map_or("no gradient hook".to_owned(), str::to_owned);
+        let name = |hook: Option<&str>| hook.map_or("no gradient hook".to_owned(), shown);
         let own = self.reducer.hook().map(GradientHook::name);
         let saved = state.hook.as_ref().map(|(name, _)| name.as_str());
         if own.as_deref() != saved {
@@ -796,6 +796,11 @@ fn spec(params: &Params, id: ParamId) -> ParamSpec {
     spec
 }
 
+/// A hook's name in messages. Checkpoints have it with Rust's names.
+fn shown(hook: &str) -> String {
+    hook.replace("PowerSgdOptions { ", "").replace(" }", "")
+}
+
 fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> Fingerprint {
     let mut print = Fingerprint::new();
     print.line(format!("phalanx-ddp {}", env!("CARGO_PKG_VERSION")));
@@ -806,17 +811,29 @@ fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> F
     }
     print.line("no further fact that must agree");
     print.line(match options.caps {
-        Some(caps) => format!("buckets {caps:?}"),
+        Some(caps) => caps.to_string(),
         None => "buckets sized by where the ranks are".to_owned(),
     });
     print.line(format!("buckets rebuilt: {}", !options.keep_layout));
     print.line(format!("gradients averaged over {:?}", options.average));
-    print.line(format!("deterministic: {:?}", options.deterministic));
+    print.line(match options.deterministic {
+        Deterministic::Shards(tree) => format!("deterministic: {} shards", tree.shards()),
+        other => format!("deterministic: {other:?}"),
+    });
     print.line(format!("gradients exchanged by {:?}", options.exchange));
     print.line(format!("gradients unchecked: {}", options.unchecked));
     print.line(format!("uneven data: {:?}", options.uneven));
     print.line(format!("unused parameters: {:?}", options.unused));
-    print.line(format!("buffers made equal: {:?}", options.buffers));
+    let every = |every| match every {
+        Every::Step => "every step",
+        Every::Epoch => "every epoch",
+    };
+    let buffers = match options.buffers {
+        Buffers::Never => "never".to_owned(),
+        Buffers::RankZero(when) => format!("those of rank 0, {}", every(when)),
+        Buffers::Mean(when) => format!("means, {}", every(when)),
+    };
+    print.line(format!("buffers made equal: {buffers}"));
     print.line(format!("parameters ignored: {:?}", options.ignored));
     print.line(format!("parameters frozen: {:?}", options.frozen));
     print.parameters(params);

@@ -1,5 +1,6 @@
 //! Average pooling over fixed or adaptive windows. Saves nothing.
 
+use super::window;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
@@ -100,8 +101,10 @@ impl<'s> Tensor<'s> {
     pub fn avg_pool2d(self, options: impl Into<AvgPool2dOptions>) -> Result<Tensor<'s>> {
         let (o, [images, h, w, channels]) = (options.into(), self.image_dims("avg_pool2d")?);
         let (Some(oh), Some(ow)) = (o.out_size(h), o.out_size(w)) else {
+            let others = [("stride", [o.stride; 2]), ("padding", [o.padding; 2])];
+            let window = window("window", [o.kernel; 2], &others);
             return Err(Error::usage(format!(
-                "avg_pool2d: {o:?} does not fit images of {h} x {w}"
+                "avg_pool2d: {window} does not fit images of {h} x {w}"
             )));
         };
         let windows = Windows::Fixed {

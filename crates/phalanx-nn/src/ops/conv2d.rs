@@ -5,7 +5,7 @@
 //! bf16: a normalisation follows such a convolution.
 
 use super::weight::{Known, known_vector};
-use super::{Act, Weight};
+use super::{Act, Weight, window};
 use crate::param::ParamId;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Operation, SlotId, Slots};
@@ -24,6 +24,18 @@ pub struct Conv2dOptions {
     pub(crate) dilation: [usize; 2],
     pub(crate) groups: usize,
     pub(crate) bias: bool,
+}
+
+/// For messages; a weight's shape says the rest.
+impl std::fmt::Display for Conv2dOptions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let others = [
+            ("stride", self.stride),
+            ("padding", self.padding),
+            ("dilation", self.dilation),
+        ];
+        f.write_str(&window("kernel", self.kernel, &others))
+    }
 }
 
 impl Conv2dOptions {
@@ -225,10 +237,7 @@ impl<'s> Tensor<'s> {
             return wrong(format!("needs images (N, H, W, C), got shape {dims:?}"));
         };
         if [kh, kw] != o.kernel {
-            return wrong(format!(
-                "weight of shape {shape:?} does not fit a kernel of {:?}",
-                o.kernel
-            ));
+            return wrong(format!("weight of shape {shape:?} does not fit {o}"));
         }
         if o.groups == 0
             || group_in == 0
@@ -245,10 +254,7 @@ impl<'s> Tensor<'s> {
             ConvShape::out_size(input, o.kernel[d], o.stride[d], o.padding[d], o.dilation[d])
         };
         let (Some(oh), Some(ow)) = (size(0, h), size(1, w)) else {
-            return wrong(format!(
-                "kernel {:?} with {o:?} does not fit images of {h} x {w}",
-                o.kernel
-            ));
+            return wrong(format!("{o} does not fit images of {h} x {w}"));
         };
         Ok(ConvShape {
             images,

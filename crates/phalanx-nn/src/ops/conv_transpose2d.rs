@@ -83,9 +83,8 @@ impl<'s> Tensor<'s> {
         let fits = |k: &[usize; 4]| k[0] == inp && k[2..] == o.kernel;
         let Some([_, group_out, _, _]) = kernel.filter(fits) else {
             return wrong(format!(
-                "weight of shape {:?} does not fit {inp} inputs and a kernel of {:?}",
-                weight.shape(),
-                o.kernel
+                "weight of shape {:?} does not fit {inp} inputs and {o}",
+                weight.shape()
             ));
         };
         if o.groups == 0 || !inp.is_multiple_of(o.groups) || group_out == 0 || inp == 0 {
@@ -105,7 +104,7 @@ impl<'s> Tensor<'s> {
         };
         let (Some(oh), Some(ow)) = (size(0, h), size(1, w)) else {
             return wrong(format!(
-                "{o:?} with {extra:?} rows and columns more does not fit images of {h} x {w}"
+                "{o} and {extra:?} more rows and columns does not fit images of {h} x {w}"
             ));
         };
         Ok(ConvShape {

@@ -1,6 +1,7 @@
 //! Max-pooling. Saves, per output element, the winning window position (one byte).
 
 use super::avg_pool2d::window_count;
+use super::window;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
@@ -93,13 +94,19 @@ impl<'s> Tensor<'s> {
         let (o, [images, h, w, channels]) = (options.into(), self.image_dims("max_pool2d")?);
         if o.kernel[0].saturating_mul(o.kernel[1]) > MAX_WINDOW {
             return Err(Error::usage(format!(
-                "max_pool2d: window {:?} has more than {MAX_WINDOW} positions",
-                o.kernel
+                "max_pool2d: a window of {} x {} has more than {MAX_WINDOW} positions",
+                o.kernel[0], o.kernel[1]
             )));
         }
         let (Some(oh), Some(ow)) = (o.out_size(0, h), o.out_size(1, w)) else {
+            let others = [
+                ("stride", o.stride),
+                ("padding", o.padding),
+                ("dilation", o.dilation),
+            ];
+            let window = window("window", o.kernel, &others);
             return Err(Error::usage(format!(
-                "max_pool2d: {o:?} does not fit images of {h} x {w}"
+                "max_pool2d: {window} does not fit images of {h} x {w}"
             )));
         };
         let s = PoolShape {

@@ -63,3 +63,13 @@ impl Act {
         Clip { low, high }
     }
 }
+
+/// `a kernel of 3 x 3 with stride 1 x 1, padding 0 x 0`, for messages.
+fn window(what: &str, size: [usize; 2], others: &[(&str, [usize; 2])]) -> String {
+    let others = others
+        .iter()
+        .map(|(name, [h, w])| format!("{name} {h} x {w}"));
+    let others: Vec<String> = others.collect();
+    let [h, w] = size;
+    format!("a {what} of {h} x {w} with {}", others.join(", "))
+}

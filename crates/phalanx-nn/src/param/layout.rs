@@ -16,6 +16,17 @@ pub enum Layout {
     Conv1d,
 }
 
+/// For messages.
+impl std::fmt::Display for Layout {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Layout::Same => "of any tensor",
+            Layout::Conv => "of a convolution (4 dimensions)",
+            Layout::Conv1d => "of a one-dimensional convolution (3 dimensions)",
+        })
+    }
+}
+
 impl Layout {
     /// Writes `from`, values in PyTorch's row-major order, in the order of the engine's memory.
     pub(crate) fn import(self, shape: &[usize], from: &[f32], into: &mut [f32]) {

@@ -250,7 +250,7 @@ impl Params {
             let rank = info.layout.rank().unwrap_or(shape.len());
             if rank != shape.len() || numel != Some(values.len()) {
                 return Err(Error::usage(format!(
-                    "parameter {}: shape {shape:?} does not fit layout {:?} and {} values",
+                    "parameter {}: shape {shape:?} does not fit the layout {} and {} values",
                     info.name,
                     info.layout,
                     values.len()

@@ -304,7 +304,7 @@ impl Scope<'_> {
             Some(format!("parameter name {full} is registered twice"))
         } else if layout.rank().is_some_and(|n| n != shape.len()) {
             Some(format!(
-                "parameter {full}: shape {shape:?} does not fit layout {layout:?}"
+                "parameter {full}: shape {shape:?} does not fit the layout {layout}"
             ))
         } else {
             None

@@ -57,7 +57,10 @@ fn shapes_that_do_not_fit_are_refused() {
         step.input(&values, shape)?.conv2d(w, None, o, Act::None)
     };
     let o = Conv2dOptions::new(3);
-    is_usage(conv(&[1, 4, 0, 16], o.padding(2)), "does not fit");
+    is_usage(
+        conv(&[1, 4, 0, 16], o.padding(2)),
+        "a kernel of 3 x 3 with stride 1 x 1, padding 2 x 2, dilation 1 x 1 does not fit images of 4 x 0",
+    );
     is_usage(conv(&[1, 0, 4, 16], o.padding(2)), "does not fit");
     is_usage(conv(&[1, 4, 4, 16], o.dilation_rect(0, 1)), "does not fit");
     is_usage(
@@ -74,7 +77,10 @@ fn shapes_that_do_not_fit_are_refused() {
     };
     let o = MaxPool2dOptions::new(2);
     is_usage(pool(&[1, 4, 4, 1], o.dilation(0)), "does not fit");
-    is_usage(pool(&[1, 0, 4, 1], o.padding(1)), "does not fit");
+    is_usage(
+        pool(&[1, 0, 4, 1], o.padding(1)),
+        "a window of 2 x 2 with stride 2 x 2, padding 1 x 1, dilation 1 x 1 does not fit images of 0 x 4",
+    );
     is_usage(step.input(&[], &[0, usize::MAX, 2]), "too large");
     let up = |padding: usize, extra: usize| {
         let o = Conv2dOptions::new(3).padding(padding);
@@ -103,7 +109,10 @@ fn a_window_larger_than_the_image_counts_where_sizes_are_rounded_up() {
         let max = MaxPool2dOptions::new(kernel).stride(stride);
         let avg = AvgPool2dOptions::new(kernel).stride(stride);
         is_usage(image().max_pool2d(max), "does not fit");
-        is_usage(image().avg_pool2d(avg), "does not fit");
+        let window = format!(
+            "avg_pool2d: a window of {kernel} x {kernel} with stride {stride} x {stride}, padding 0 x 0 does not fit"
+        );
+        is_usage(image().avg_pool2d(avg), &window);
         let max = image().max_pool2d(max.ceil_mode()).unwrap();
         assert_eq!(max.to_vec(), [largest]);
         let avg = image().avg_pool2d(avg.ceil_mode()).unwrap();

@@ -189,9 +189,7 @@ impl Control {
                 Fate::Aborted(Poison::new(header.root as usize, cause))
             }
             Kind::Goodbye => Fate::Left,
-            other => Fate::Lost(format!(
-                "it sent a frame of kind {other:?} on its control stream"
-            )),
+            _ => Fate::Lost("it sent data on its control stream".to_owned()),
         })
     }
 

@@ -24,7 +24,7 @@ fn different_options_are_named_on_every_rank() {
         (
             |o| o.caps = Some(BucketCaps::PYTORCH),
             "buckets sized by where the ranks are",
-            "buckets BucketCaps",
+            "buckets of 1048576, then 26214400 bytes",
         ),
         (
             |o| o.keep_layout = true,
@@ -49,7 +49,7 @@ fn different_options_are_named_on_every_rank() {
         (
             |o| o.deterministic = Deterministic::Shards(ShardTree::new(8).expect("fits")),
             "deterministic: Ranks",
-            "deterministic: Shards",
+            "deterministic: 8 shards",
         ),
         (
             |o| o.exchange = Exchange::ReduceScatter,
@@ -78,8 +78,8 @@ fn different_options_are_named_on_every_rank() {
         ),
         (
             |o| o.buffers = Buffers::Mean(Every::Epoch),
-            "buffers made equal: RankZero(Step)",
-            "buffers made equal: Mean(Epoch)",
+            "buffers made equal: those of rank 0, every step",
+            "buffers made equal: means, every epoch",
         ),
         (
             |o| o.must_agree = vec!["lr 0.1".into()],
