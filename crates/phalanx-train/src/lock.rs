@@ -36,6 +36,15 @@ impl Lock {
         Lock::take_within(dir, PATIENCE)
     }
 
+    /// The same without waiting.
+    ///
+    /// # Errors
+    ///
+    /// As [`take`](Self::take).
+    pub fn take_now(dir: &Dir) -> Result<Lock> {
+        Lock::take_within(dir, Duration::ZERO)
+    }
+
     fn take_within(dir: &Dir, patience: Duration) -> Result<Lock> {
         let other = |error: Error| error.note("try", "another folder with --output-dir");
         let path = dir.path().join(LOCK_FILE);
@@ -48,7 +57,7 @@ impl Lock {
             let mut file = dir.open_private(LOCK_FILE).map_err(&other)?;
             if try_lock(&file) {
                 // Whoever had it took the file away with it.
-                if !dir.is_at(&file, LOCK_FILE) && began.elapsed() < patience {
+                if !dir.is_at(&file, LOCK_FILE) && began.elapsed() < PATIENCE {
                     continue;
                 }
                 let name = serde_json::to_string(&ProcessName::own()).unwrap_or_default();

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use super::best::{BestEpoch, KEPT_BEST, kept_name};
 use super::lock::Lock;
 use super::log::{self, Attempt, EVENTS_FILE, IMAGES_DIR, RUN_FILE, RunInfo, RunLog, TABLES_DIR};
-use super::run_dir::{self, Fresh};
+use super::run_dir::{self, Fresh, RunDir};
 use super::saving::{self, SavingArgs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
@@ -143,7 +143,15 @@ impl Output {
         if ctx.is_main() {
             let dir = Dir::create(&dir)?;
             args.folder.check(&dir)?;
-            lock = Some(Lock::take(&dir)?);
+            let is_first = fresh.is_some() && args.attempt.restarts == 0;
+            lock = Some(match args.overwrite && is_first {
+                true => Lock::take_now(&dir)?,
+                false => Lock::take(&dir)?,
+            });
+            if is_first {
+                // The training that was waited for has left its results.
+                RunDir::given(dir.path().to_owned()).check(args, dir.path())?;
+            }
             if let Some(fresh) = fresh {
                 if !args.overwrite && dir.has(METRICS_FILE) {
                     ctx.note(&format!(

@@ -499,11 +499,11 @@ impl Settings {
             watch,
             gradient_type,
             saving,
-            // The wrapper compares the plan of buckets.
-            bucket_cap_mb: _,
-            // What it comes to is compared: rank 0's weights.
+            bucket_cap_mb,
+            // Each host may have the file in another place.
+            init,
+            // What they come to is compared.
             defaults: _,
-            init: _,
             // Of each rank or host.
             anomaly: _,
             config: _,
@@ -529,6 +529,14 @@ impl Settings {
             format!("--watch {watch}"),
             format!("--shards {}", self.split.shards()),
         ];
+        facts.push(match init {
+            Start::Torch => "no --init".to_owned(),
+            Start::File(_) => "--init FILE".to_owned(),
+        });
+        facts.push(match bucket_cap_mb {
+            Some(mib) => format!("--bucket-cap-mb {mib}"),
+            None => "no --bucket-cap-mb".to_owned(),
+        });
         facts.extend(self.shaping());
         facts.extend(saving.must_agree());
         facts
@@ -539,11 +547,15 @@ impl Settings {
         let bucket = self
             .bucket_cap_mb
             .map_or("default".to_owned(), |cap| cap.to_string());
-        let all = [
+        let mut all = vec![
             ("--workers", self.workers.to_string()),
             ("--bucket-cap-mb", bucket),
         ];
-        all.map(|(name, value)| (name.to_owned(), value)).into()
+        if let Start::File(path) = &self.init {
+            all.push(("--init", path.display().to_string()));
+        }
+        let all = all.into_iter();
+        all.map(|(name, value)| (name.to_owned(), value)).collect()
     }
 
     /// What shapes the training besides what a resumed run must share with the one that

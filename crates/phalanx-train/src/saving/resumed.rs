@@ -30,6 +30,19 @@ pub const GRADIENT_TYPE: &str = "--gradient-type";
 /// The name of the fact that a flag can mend.
 const GLOBAL_BATCH: &str = "global batch size";
 
+/// Flags of all trainings on which no optimizer's state depends.
+const OF_NO_OPTIMIZER: [&str; 9] = [
+    "--accumulate",
+    "--deterministic",
+    "--epochs",
+    "--eval-every",
+    "--find-lr",
+    "--limit-test",
+    "--lr",
+    "--max-steps",
+    "--precision",
+];
+
 /// What a fact was in checkpoints that do not have it.
 fn before_it_was_saved(fact: &str) -> Option<&'static str> {
     // Until 2026-11-22. Who sent gradients otherwise is found out by their hook's state.
@@ -358,13 +371,24 @@ impl Resumed {
     }
 
     fn another_optimizer(&self, cause: Error, settings: &BTreeMap<String, String>) -> Error {
-        let what = format!("--resume {}: it is of another optimizer", self.from);
-        let error = Error::usage(what).caused_by(cause);
-        let changed = self.changed(settings);
-        match changed.is_empty() {
-            true => error,
-            false => error.note("changed", changed.join("\n")),
-        }
+        let from = &self.from;
+        let mut own = settings.clone();
+        own.retain(|flag, _| !OF_NO_OPTIMIZER.contains(&&**flag));
+        let saved = |flag: &String| self.manifest.facts.get(flag);
+        own.retain(|flag, now| saved(flag).is_some_and(|saved| saved != now));
+        let pairs = |value: &dyn Fn(&String) -> String| {
+            let pairs: Vec<String> = own.keys().map(value).collect();
+            pairs.join(", ")
+        };
+        let what = match own.is_empty() {
+            true => format!("--resume {from}: it is of another optimizer"),
+            false => format!(
+                "--resume {from} continues a training with {}; this run has {}",
+                pairs(&|flag| format!("{flag} {}", self.manifest.facts[flag])),
+                pairs(&|flag| format!("{flag} {}", own[flag])),
+            ),
+        };
+        Error::usage(what).caused_by(cause)
     }
 
     /// [`wrapper`](Self::wrapper) and [`update`](Self::update) of all `groups` of a training.
