@@ -37,6 +37,18 @@ pub fn agent(silence: Duration, insecure: bool) -> Result<Agent> {
     Ok(config.build().into())
 }
 
+/// ` through the proxy HOST:PORT`, if `agent` reaches `uri` through one, for errors; else nothing.
+pub fn through_proxy(agent: &Agent, uri: &str) -> String {
+    let config = agent.config();
+    let proxy = config.proxy().filter(|proxy| {
+        let uri = uri.parse();
+        uri.is_ok_and(|uri| !proxy.is_no_proxy(&uri))
+    });
+    proxy.map_or_else(String::new, |proxy| {
+        format!(" through the proxy {}:{}", proxy.host(), proxy.port())
+    })
+}
+
 /// Whether https works in this program.
 ///
 /// # Errors
@@ -48,5 +60,25 @@ pub fn check_tls() -> std::result::Result<(), &'static str> {
         false => {
             Err("this build has no https; build it with `cargo build --release --all-features`")
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ureq::{Proxy, ProxyProtocol};
+
+    #[test]
+    fn a_proxy_is_named_without_its_password() {
+        let proxy = Proxy::builder(ProxyProtocol::Http).host("10.0.0.1");
+        let proxy = proxy.port(3128).username("me").password("secret");
+        let proxy = proxy.no_proxy("localhost").build().expect("a proxy");
+        let config = Agent::config_builder().proxy(Some(proxy)).build();
+        let agent = config.into();
+        let name = |uri| through_proxy(&agent, uri);
+        assert_eq!(name("http://a:5000"), " through the proxy 10.0.0.1:3128");
+        assert_eq!(name("http://localhost:5000/x"), "");
+        let agent = Agent::config_builder().proxy(None).build().into();
+        assert_eq!(through_proxy(&agent, "http://a"), "");
     }
 }

@@ -9,7 +9,7 @@ use phalanx_base::files::{Dir, as_typed, lock_holder, try_lock};
 use phalanx_http::ureq::Agent;
 use phalanx_http::ureq::http::StatusCode;
 use phalanx_http::ureq::http::header::{CONTENT_RANGE, RANGE};
-use phalanx_http::{ROOTS, check_tls, ureq};
+use phalanx_http::{ROOTS, check_tls, through_proxy, ureq};
 
 use super::meter::Meter;
 use super::sets::File;
@@ -299,7 +299,9 @@ fn attempt(
     if have > 0 {
         request = request.header(RANGE, format!("bytes={have}-"));
     }
-    let answer = request.call().map_err(|e| failure(&e))?;
+    let answer = request
+        .call()
+        .map_err(|e| failure(&e, &through_proxy(agent, url)))?;
     let start = match answer.status() {
         StatusCode::OK => 0,
         StatusCode::PARTIAL_CONTENT => {
@@ -373,7 +375,8 @@ fn range_start(range: &str) -> Option<u64> {
         .ok()
 }
 
-fn failure(e: &ureq::Error) -> Failure {
+/// `through` names the proxy.
+fn failure(e: &ureq::Error, through: &str) -> Failure {
     match e {
         ureq::Error::BadUri(_) | ureq::Error::Http(_) => Failure::Final(e.to_string()),
         ureq::Error::TooManyRedirects => Failure::Final("too many redirects".to_owned()),
@@ -381,9 +384,9 @@ fn failure(e: &ureq::Error) -> Failure {
         ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::InvalidData => Failure::Final(
             format!("{e} ({ROOTS} may name a file of further root certificates)"),
         ),
-        ureq::Error::Io(e) => Failure::Passing(e.to_string()),
-        ureq::Error::HostNotFound => Failure::Passing("host not found".to_owned()),
-        _ => Failure::Passing(e.to_string()),
+        ureq::Error::Io(e) => Failure::Passing(format!("{e}{through}")),
+        ureq::Error::HostNotFound => Failure::Passing(format!("host not found{through}")),
+        _ => Failure::Passing(format!("{e}{through}")),
     }
 }
 

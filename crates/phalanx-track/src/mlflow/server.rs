@@ -152,6 +152,7 @@ impl Server {
         outcome: std::result::Result<Response<Body>, ureq::Error>,
     ) -> Result<std::result::Result<Value, Refused>> {
         let uri = &self.uri;
+        let uri = format!("{uri}{}", phalanx_http::through_proxy(&self.agent, uri));
         let lost = |why: &str| Error::new(ErrorKind::PeerLost, format!("{uri}: {}", one_line(why)));
         let mut answer = outcome.map_err(|e| match e {
             ureq::Error::Timeout(_) => {
