@@ -89,13 +89,21 @@ fn write(block: &[u8]) -> Result<bool> {
 /// configuration are among them.
 pub fn arguments() -> Vec<String> {
     let lossy = |word: &OsStr| word.to_string_lossy().into_owned();
-    let words = match ARGUMENTS.get() {
-        Some(words) => words.clone(),
-        None => std::env::args_os().skip(1).collect(),
-    };
+    let words = words();
     let words = words.iter().map(|word| lossy(word));
     let secrets = SECRETS.lock().unwrap_or_else(PoisonError::into_inner);
     secrets.hidden_in(words)
+}
+
+/// The words of the command line without the program's name, secrets and flags from a configuration among them.
+pub fn words() -> Vec<OsString> {
+    let typed = || std::env::args_os().skip(1).collect();
+    configured().map_or_else(typed, <[_]>::to_vec)
+}
+
+/// Those, if a configuration was read.
+pub fn configured() -> Option<&'static [OsString]> {
+    ARGUMENTS.get().map(Vec::as_slice)
 }
 
 static ARGUMENTS: OnceLock<Vec<OsString>> = OnceLock::new();

@@ -175,9 +175,8 @@ fn start(training: &[OsString], workers: usize, output_dir: &Path) -> Result<()>
     own.extend(training.iter().cloned());
     let mut flag = OsString::from("--output-dir=");
     flag.push(output_dir);
-    own.push(flag);
     let flight_dir = output_dir.join(phalanx_train::FLIGHT_DIR);
-    launch::start(workers, own, flight_dir)
+    launch::start(workers, own, &[flag], flight_dir)
 }
 
 impl Run {

@@ -10,7 +10,11 @@ use std::path::{Path, PathBuf};
 /// user or process namespace cannot open, such as a rank in a container. They have inherited the file under the
 /// same number, unless a process between has closed it: then another file may have the number, and the error is
 /// that of the first attempt.
-pub(crate) fn open<T, E>(path: &Path, open: impl Fn(&Path) -> Result<T, E>) -> Result<T, E> {
+///
+/// # Errors
+///
+/// Those of `open`.
+pub fn open<T, E>(path: &Path, open: impl Fn(&Path) -> Result<T, E>) -> Result<T, E> {
     open(path).or_else(
         |error| match same_number(path).filter(|own| is_unnamed(own)) {
             Some(own) => open(&own),

@@ -93,7 +93,7 @@ pub use group::{
     Work, goes_on_with, is_candidate, is_over, name_ranks, read_token, report_hold, report_leaving,
     report_over, takes_others,
 };
-pub use inherited::inherited_socket;
+pub use inherited::{inherited_socket, open as open_inherited};
 pub use limits::raise_open_files;
 pub use lost::report_lost;
 pub use memory::{Bucket, Registered};

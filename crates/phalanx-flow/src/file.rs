@@ -107,11 +107,8 @@ impl Workflow {
     /// Usage, naming the file, the line, the task and the key.
     pub fn from_toml(text: &str, folder: &Path, file: &str) -> Result<Workflow> {
         let line_at = |offset: usize| text[..offset.min(text.len())].matches('\n').count() + 1;
-        let malformed = |error: toml::de::Error| {
-            let line = error.span().map(|span| format!(":{}", line_at(span.start)));
-            let message = error.message().trim();
-            Error::usage(format!("{file}{}: {message}", line.unwrap_or_default()))
-        };
+        let malformed =
+            |error: toml::de::Error| phalanx_launch::config::malformed(file, text, &error);
         let spans = DeTable::parse(text).map_err(malformed)?;
         let values: Map<String, Json> = toml::from_str(text).map_err(malformed)?;
         let read = workflow(values, folder).and_then(|mut workflow| {

@@ -1,17 +1,37 @@
 //! `--config FILE`: flags from a file.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use clap::builder::ValueRange;
 use clap::{Arg, ArgAction, Command};
+use phalanx_base::say;
+use phalanx_comm::open_inherited;
 use serde_json::Value;
 
+use crate::contract::{ARGUMENTS_FILE_VARIABLE, ERRORS_VARIABLE};
 use crate::error::{Error, Result};
+use crate::system;
 use crate::words::dashed;
 
-/// Flags of a run that say where it goes on and where it stops, and not how it trains.
-const OF_ONE_RUN: [&str; 5] = ["find-lr", "output-dir", "overwrite", "resume", "stop-after"];
+/// Flags of a run that say where its ranks meet, what it writes, where it goes on and where it stops, and not how it trains.
+const OF_ONE_RUN: [&str; 14] = [
+    "bind",
+    "find-lr",
+    "init-method",
+    "log-samples",
+    "master-addr",
+    "master-port",
+    "node-rank",
+    "output-dir",
+    "overwrite",
+    "profile",
+    "rank",
+    "resume",
+    "stop-after",
+    "token-file",
+];
 
 /// A flag's name and what follows it; nothing after a switch.
 type Flag = (String, Vec<String>);
@@ -21,6 +41,26 @@ const HIDDEN: &str = "***";
 
 /// How deep files may name others.
 const DEPTH: usize = 8;
+
+/// The arguments of this process, without the program's name. A rank that a launcher of this program has started gets that
+/// launcher's, with what it has read from a configuration.
+///
+/// # Errors
+///
+/// System, where the launcher's cannot be read.
+pub fn own_arguments() -> Result<Vec<OsString>> {
+    // What the rank starts has inherited the variable.
+    let rank = std::env::var(ERRORS_VARIABLE).unwrap_or_default();
+    let file = std::env::var_os(ARGUMENTS_FILE_VARIABLE);
+    if let Some(path) = file.filter(|_| rank == std::process::id().to_string()) {
+        let text = open_inherited(Path::new(&path), |path| std::fs::read(path))
+            .map_err(system("cannot read the arguments from the launcher"))?;
+        let words = text.split(|byte| *byte == 0);
+        let words = words.map(|word| OsStr::from_bytes(word).to_owned());
+        say::set_arguments(words.collect());
+    }
+    Ok(say::words())
+}
 
 /// `words` with the flags in the file that `--config` names there in its place: those that are not there already, and that no
 /// flag there excludes. What the file may have depends on the command that `words` name in `command`; without a flag
@@ -45,7 +85,7 @@ pub fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<Os
     let typed = typed.iter().filter_map(|(name, _)| find(command, name));
     let mut present: Vec<&Arg> = typed.collect();
     let mut layers = Vec::new();
-    read(Path::new(path), &mut layers)?;
+    read(command, Path::new(path), &mut layers)?;
     let mut more = Vec::new();
     for (path, layer) in layers {
         for (arg, values) in merged(command, &path, layer)? {
@@ -70,6 +110,7 @@ pub fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<Os
         words.drain(at..end);
     }
     words.extend(more.into_iter().map(|(_, word)| OsString::from(word)));
+    say::set_arguments(words.clone());
     Ok(words)
 }
 
@@ -154,7 +195,7 @@ fn flags(words: impl Iterator<Item = String>) -> Vec<Flag> {
 }
 
 /// Adds the flags in the file `path` to `layers`, and after them those of the file that these name.
-fn read(path: &Path, layers: &mut Vec<(PathBuf, Vec<Flag>)>) -> Result<()> {
+fn read(command: &Command, path: &Path, layers: &mut Vec<(PathBuf, Vec<Flag>)>) -> Result<()> {
     let shown = path.display();
     let text = std::fs::read_to_string(path)
         .map_err(|error| Error::not_opened("configuration", path, error))?;
@@ -169,19 +210,34 @@ fn read(path: &Path, layers: &mut Vec<(PathBuf, Vec<Flag>)>) -> Result<()> {
         let mut all = flags(words.map(ToOwned::to_owned));
         let other = all.iter().rfind(|(name, _)| name == "config");
         let other = other.and_then(|(_, values)| values.first().map(PathBuf::from));
-        all.retain(|(name, _)| name != "config" && !OF_ONE_RUN.contains(&&**name));
+        all.retain(|(name, _)| {
+            let name = find(command, name).and_then(Arg::get_long).unwrap_or(name);
+            name != "config" && !OF_ONE_RUN.contains(&name)
+        });
         layers.push((path.to_owned(), all));
         return match other {
             Some(_) if layers.len() > DEPTH => Err(Error::usage(format!(
                 "{shown} names itself as its --config"
             ))),
-            Some(other) => read(&other, layers),
+            Some(other) => read(command, &other, layers),
             None => Ok(()),
         };
     }
-    let table: toml::Table = toml::from_str(&text)
-        .map_err(|error| Error::usage(format!("{shown} is not TOML: {}", error.message())))?;
+    let table: toml::Table =
+        toml::from_str(&text).map_err(|error| malformed(&shown.to_string(), &text, &error))?;
     let flag = |(key, value): (String, toml::Value)| {
+        let name = key.replace('_', "-");
+        let action = find(command, &name).map(Arg::get_action);
+        let wrong = match (action, &value) {
+            (Some(action), value) if !action.takes_values() && !value.is_bool() => {
+                Some("is a switch: its value is true or false")
+            }
+            (Some(ArgAction::Append) | None, _) => None,
+            (Some(_), value) => value.is_array().then_some("has one value, not a list"),
+        };
+        if let Some(wrong) = wrong {
+            return Err(Error::usage(format!("{shown}: {key} {wrong}")));
+        }
         let plain = |value: &toml::Value| match value {
             toml::Value::String(text) => Some(text.clone()),
             toml::Value::Integer(number) => Some(number.to_string()),
@@ -195,11 +251,21 @@ fn read(path: &Path, layers: &mut Vec<(PathBuf, Vec<Flag>)>) -> Result<()> {
         };
         let what = || format!("{shown}: {key} is neither a value nor a list of values");
         let values: Vec<String> = values.ok_or_else(|| Error::usage(what()))?;
-        Ok((key.replace('_', "-"), values))
+        Ok((name, values))
     };
     let flags = table.into_iter().map(flag).collect::<Result<_>>()?;
     layers.push((path.to_owned(), flags));
     Ok(())
+}
+
+/// The error of the TOML text of `file`, with the line and a key that is there twice.
+pub fn malformed(file: &str, text: &str, error: &toml::de::Error) -> Error {
+    let span = error.span().unwrap_or_default();
+    let line = text.get(..span.start).unwrap_or(text).matches('\n').count() + 1;
+    let message = error.message().trim();
+    let key = text.get(span).filter(|_| message == "duplicate key");
+    let key = key.map(|key| format!(" {key}")).unwrap_or_default();
+    Error::usage(format!("{file}:{line}: {message}{key}"))
 }
 
 #[cfg(test)]
@@ -216,6 +282,7 @@ mod tests {
             .arg(value("tag").action(ArgAction::Append))
             .arg(value("wandb").action(ArgAction::SetTrue))
             .arg(value("mlflow").num_args(0..=1))
+            .arg(value("nnodes"))
             .arg(value("resume"));
         let other = Command::new("other").arg(value("lr"));
         Command::new("phalanx").subcommands([train, other])
@@ -273,13 +340,18 @@ mod tests {
         let all = added("json", &text, "train --config FILE").expect("flags");
         let typed = "--lr=2 --tag=a --tag=b --mlflow --global-batch-size=8 --wandb";
         assert_eq!(all, typed);
+        // What belonged to that run.
+        let text = r#"{"arguments": ["train", "--node_rank", "0", "--master-addr=a", "--init-method", "tcp://a:1", "--lr", "1",
+            "--rank=1", "--token-file", "t", "--log-samples=s", "--profile", "p", "--bind", "127.0.0.1", "--nnodes=2"]}"#;
+        let all = added("json", text, "train --config FILE").expect("flags");
+        assert_eq!(all, "--lr=1 --nnodes=2");
         let secret = r#"{"arguments": ["--lr", "***", "--tag", "x"]}"#;
         let all = added("json", secret, "train --config FILE").expect("flags");
         assert_eq!(all, "--tag=x");
         let path = dir.path().join("run.json");
         let itself = format!(r#"{{"arguments": ["--config", "{}"]}}"#, path.display());
         std::fs::write(&path, itself).expect("written");
-        let error = read(&path, &mut Vec::new())
+        let error = read(&command(), &path, &mut Vec::new())
             .expect_err("a circle")
             .to_string();
         assert!(error.contains("names itself"), "{error}");
@@ -289,7 +361,36 @@ mod tests {
     fn mistakes_name_the_file() {
         for (ending, text, why) in [
             ("toml", "rate = 1\n", "FILE: train has no flag --rate"),
-            ("toml", "lr 1\n", "FILE is not TOML"),
+            ("toml", "lr 1\n", "FILE:1: "),
+            (
+                "toml",
+                "lr = 1\n\ntag=[\"a\"]\nlr = 2\n",
+                "FILE:4: duplicate key lr",
+            ),
+            (
+                "toml",
+                "lr = 1\n\"lr\" = 2\n",
+                "FILE:2: duplicate key \"lr\"",
+            ),
+            ("toml", "[a]\n[a]\n", "FILE:2: duplicate key"),
+            (
+                "toml",
+                "wandb = 0\n",
+                "FILE: wandb is a switch: its value is true or false",
+            ),
+            ("toml", "wandb = \"no\"\n", "FILE: wandb is a switch"),
+            ("toml", "wandb = []\n", "FILE: wandb is a switch"),
+            (
+                "toml",
+                "lr = [1, 2]\n",
+                "FILE: lr has one value, not a list",
+            ),
+            (
+                "toml",
+                "learning_rate = [1]\n",
+                "FILE: learning_rate has one value",
+            ),
+            ("toml", "mlflow = []\n", "FILE: mlflow has one value"),
             (
                 "toml",
                 "[lr]\na = 1\n",

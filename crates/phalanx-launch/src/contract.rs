@@ -27,6 +27,8 @@ pub const STARTED_VARIABLE: &str = "PHALANX_STARTED_NS";
 /// Where the launcher does not end the job when a rank is lost, as the others go on without it: the number of ranks that the
 /// job began with; 0 elsewhere.
 pub const ELASTIC_VARIABLE: &str = "PHALANX_ELASTIC";
+/// Names the file with the arguments of a rank of this program, where its launcher has read them from a configuration.
+pub const ARGUMENTS_FILE_VARIABLE: &str = "PHALANX_ARGUMENTS_FILE";
 /// The number of a process that is to join the others, among all that the job has started.
 pub const JOIN_VARIABLE: &str = "PHALANX_JOIN";
 /// See [`ERRORS_VARIABLE`].

@@ -5,6 +5,8 @@ use std::cell::Cell;
 use std::ffi::OsString;
 use std::io::IsTerminal as _;
 use std::net::{IpAddr, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -12,16 +14,17 @@ use phalanx_comm::transport::is_own_address;
 use phalanx_wire::Token;
 
 use super::args::LaunchArgs;
-use super::contract::STARTED_VARIABLE;
+use super::contract::{ARGUMENTS_FILE_VARIABLE, STARTED_VARIABLE};
 use super::engine::{self, RendezvousResources};
 use super::folder;
 use super::place::{Env, Meeting, Node};
 use super::program::Program;
+use super::ranks::path_of;
 use super::streams::{Logs, Prefix};
 use super::token;
 use crate::error::{Error, Result};
-use crate::stop;
 use crate::threads::Cores;
+use crate::{say, stop};
 
 /// Everything that a launch needs, checked.
 pub struct LaunchPlan {
@@ -46,6 +49,8 @@ pub struct LaunchPlan {
     /// Rank 0 writes to our stderr itself, so that its progress bar sees the
     /// terminal. Its last lines are then not known to the report.
     pub rank0_owns_stderr: bool,
+    /// The arguments that [`ARGUMENTS_FILE_VARIABLE`] names.
+    pub arguments: Option<OwnedFd>,
     /// More variables for the ranks.
     pub variables: Vec<(OsString, OsString)>,
     /// OMP_NUM_THREADS is set outside.
@@ -111,14 +116,16 @@ impl LaunchPlan {
         })
     }
 
-    /// The ranks of `node` as processes of this program, each with `args`. Lines of rank 0, which reports for the job,
+    /// The ranks of `node` as processes of this program, each with `args` and `more` arguments; flags of a configuration
+    /// that was read here are among them, and no rank reads it again. Lines of rank 0, which reports for the job,
     /// have no prefix, and on a terminal it writes to it directly. `token_file` and `bind` are as typed.
     ///
     /// # Errors
     /// As [`prepare`](Self::prepare).
     pub fn of_this_program(
         mut node: Node,
-        args: Vec<OsString>,
+        mut args: Vec<OsString>,
+        more: &[OsString],
         token_file: Option<&Path>,
         bind: Option<IpAddr>,
         env: &Env,
@@ -130,6 +137,15 @@ impl LaunchPlan {
             None => (token::mint()?, RendezvousResources::default()),
             meeting => job_token(token_file, env, meeting.as_mut(), bind)?,
         };
+        let arguments = say::configured().map(|words| {
+            let words: Vec<&[u8]> = words.iter().chain(more).map(|w| w.as_bytes()).collect();
+            token::memory_file_of(words.join(&0), "the arguments of ranks")
+        });
+        let arguments = arguments.transpose()?;
+        let file = arguments.as_ref().map(path_of);
+        let file = file.map(|file| (ARGUMENTS_FILE_VARIABLE.into(), file));
+        let started = started.map(|started| (STARTED_VARIABLE.into(), started));
+        args.extend(more.iter().cloned());
         let program = std::env::current_exe();
         let run = Program {
             program: program.map_or_else(|_| crate::own_program(), PathBuf::into_os_string),
@@ -150,7 +166,8 @@ impl LaunchPlan {
             ranks_tell: true,
             prefix: Prefix::AllButRank0,
             rank0_owns_stderr: is_first && std::io::stderr().is_terminal(),
-            variables: Vec::from_iter(started.map(|started| (STARTED_VARIABLE.into(), started))),
+            arguments,
+            variables: started.into_iter().chain(file).collect(),
             ..LaunchPlan::new(args, token, until_met, env)
         })
     }
@@ -174,6 +191,7 @@ impl LaunchPlan {
             ranks_tell: false,
             prefix: Prefix::None,
             rank0_owns_stderr: false,
+            arguments: None,
             variables: Vec::new(),
             threads_set: env.contains_key("OMP_NUM_THREADS"),
             rayon_threads: rayon_threads.filter(|_| !env.contains_key("RAYON_NUM_THREADS")),

@@ -301,10 +301,9 @@ pub fn run(
     if let Some(meeting) = &mut node.meeting {
         meeting.timeout = Duration::from_secs_f64(args.init_timeout);
     }
-    let own = std::env::args_os().skip(1);
-    let own = own.chain(extra.iter().cloned()).collect();
+    let own = std::env::args_os().skip(1).collect();
     let (env, token_file) = (real_env(), args.token_file.as_deref());
-    let mut plan = LaunchPlan::of_this_program(node, own, token_file, args.bind, &env)?;
+    let mut plan = LaunchPlan::of_this_program(node, own, extra, token_file, args.bind, &env)?;
     plan.prefix = match printing {
         PrintingRanks::Rank0 => Prefix::AllButRank0,
         PrintingRanks::All => Prefix::All,
@@ -323,7 +322,7 @@ pub fn run(
     run_plan(&plan)
 }
 
-/// Starts this program as `ranks` ranks with `args`, and *blocks* until all have ended. When these fail, their flight
+/// Starts this program as `ranks` ranks with `args` and `more` arguments, and *blocks* until all have ended. When these fail, their flight
 /// recorders are written into `flight_dir`.
 ///
 /// Must be called on a thread that lives as long as the process, best the main one.
@@ -331,9 +330,14 @@ pub fn run(
 /// # Errors
 ///
 /// The root cause; its [`exit_code`](crate::error::Error::exit_code) is the job's, printing it is the caller's.
-pub fn start(ranks: usize, args: Vec<OsString>, flight_dir: PathBuf) -> Result<()> {
+pub fn start(
+    ranks: usize,
+    args: Vec<OsString>,
+    more: &[OsString],
+    flight_dir: PathBuf,
+) -> Result<()> {
     let node = Node::alone(ranks);
-    let mut plan = LaunchPlan::of_this_program(node, args, None, None, &real_env())?;
+    let mut plan = LaunchPlan::of_this_program(node, args, more, None, None, &real_env())?;
     plan.flight_dir = Some(flight_dir);
     run_plan(&plan)
 }

@@ -153,8 +153,9 @@ impl RankSpawner<'_> {
         // Inherited by ranks in namespaces of their own, which cannot open them by our process id. Only
         // this thread starts processes, so no other one inherits them.
         let set = |flags: FdFlags| {
-            let files = [self.token, flight.as_fd()];
-            files.iter().try_for_each(|file| fcntl_setfd(file, flags))
+            let arguments = self.plan.arguments.as_ref().map(AsFd::as_fd);
+            let mut files = [self.token, flight.as_fd()].into_iter().chain(arguments);
+            files.try_for_each(|file| fcntl_setfd(file, flags))
         };
         let spawned = match set(FdFlags::empty()) {
             Ok(()) => command.spawn(),
@@ -258,6 +259,7 @@ impl RankSpawner<'_> {
             .env_remove(super::token::TOKEN_VARIABLE)
             // An outer launcher may have set it for its own network.
             .env_remove(super::contract::BIND_VARIABLE)
+            .env_remove(super::contract::ARGUMENTS_FILE_VARIABLE)
             .env_remove(RUN_POINTER_VARIABLE);
         Ok(command)
     }

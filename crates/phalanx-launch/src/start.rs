@@ -5,9 +5,9 @@ use std::process::ExitCode;
 
 use clap::builder::Resettable;
 use clap::{ArgMatches, Command, CommandFactory as _, FromArgMatches as _};
-use phalanx_base::{say, stop};
+use phalanx_base::stop;
 
-use crate::config::with_config;
+use crate::config::{own_arguments, with_config};
 use crate::context::RankContext;
 use crate::error::{Error, Result};
 use crate::flags::RankArgs;
@@ -87,21 +87,16 @@ pub fn main_of(
     log::warn_of_nonsense();
     let mut command = taking_negative_numbers(command).args_override_self(true);
     command.build();
-    let typed = words(&command);
-    let words = match with_config(&command, typed.clone()) {
-        Ok(words) => {
-            if words != typed {
-                say::set_arguments(words[1..].to_vec());
-            }
-            words
-        }
+    let read = own_arguments().and_then(|typed| with_config(&command, words(&command, typed)));
+    let words = match read {
+        Ok(words) => words,
         Err(error) => {
             tell_other_nodes(&error);
             return exit_code(Err(error));
         }
     };
     match command
-        .try_get_matches_from_mut(words)
+        .try_get_matches_from_mut(std::env::args_os().take(1).chain(words))
         .and_then(|matches| run(&matches))
     {
         Ok(outcome) => exit_code(outcome),
@@ -119,15 +114,11 @@ pub fn main_of(
 }
 
 /// What was typed, with flags as torchrun's users type them (`--nproc_per_node`).
-fn words(command: &Command) -> Vec<OsString> {
+fn words(command: &Command, typed: Vec<OsString>) -> Vec<OsString> {
     let own = |name: &str| command.get_arguments().any(|a| a.get_long() == Some(name));
-    let mut args = std::env::args_os();
-    let mut words: Vec<OsString> = args.next().into_iter().collect();
-    for word in args {
-        match dashed(word.clone()) {
-            (dashed, Some(name), _) if own(&name) => words.push(dashed),
-            _ => words.push(word),
-        }
-    }
-    words
+    let word = |word: OsString| match dashed(word.clone()) {
+        (dashed, Some(name), _) if own(&name) => dashed,
+        _ => word,
+    };
+    typed.into_iter().map(word).collect()
 }

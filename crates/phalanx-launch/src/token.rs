@@ -96,35 +96,35 @@ fn read(path: &Path) -> Result<Token> {
 /// A private file with the token's text that has no name in any folder, close-on-exec: a sealed
 /// memory file, or, where the system refuses these (a container's seccomp filter), a deleted file.
 pub fn memory_file(token: &Token) -> Result<OwnedFd> {
-    memory_file_of(&token.to_hex())
+    memory_file_of(format!("{}\n", token.to_hex()), "the job token")
 }
 
-/// The same for a line that contains a token.
-pub fn memory_file_of(line: &str) -> Result<OwnedFd> {
-    let text = format!("{line}\n");
-    sealed_file(&text)
-        .or_else(|_| deleted_file(&text))
-        .map_err(system("cannot make a file for the job token"))
+/// The same for another text with secrets, which errors call `what`.
+pub fn memory_file_of(text: impl AsRef<[u8]>, what: &str) -> Result<OwnedFd> {
+    let text = text.as_ref();
+    sealed_file(text)
+        .or_else(|_| deleted_file(text))
+        .map_err(system(format!("cannot make a file for {what}")))
         .map_err(|error| error.note("fix", "set TMPDIR to a folder that can be written"))
 }
 
-fn sealed_file(text: &str) -> std::io::Result<OwnedFd> {
+fn sealed_file(text: &[u8]) -> std::io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let file = write_private(memfd_create("phalanx-token", flags)?.into(), text)?;
+    let file = write_private(memfd_create("phalanx", flags)?.into(), text)?;
     let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
     fcntl_add_seals(&file, seals)?;
     Ok(file.into())
 }
 
-fn deleted_file(text: &str) -> std::io::Result<OwnedFd> {
+fn deleted_file(text: &[u8]) -> std::io::Result<OwnedFd> {
     let file = tempfile::tempfile_in(IN_MEMORY).or_else(|_| tempfile::tempfile())?;
     Ok(write_private(file, text)?.into())
 }
 
-fn write_private(mut file: File, text: &str) -> std::io::Result<File> {
+fn write_private(mut file: File, text: &[u8]) -> std::io::Result<File> {
     // Born 0777 or 0644; readers check for 0600 as with any file.
     fchmod(&file, Mode::RUSR | Mode::WUSR)?;
-    file.write_all(text.as_bytes())?;
+    file.write_all(text)?;
     Ok(file)
 }
 
@@ -196,7 +196,7 @@ mod tests {
         let text = format!("{}\n", token.to_hex());
         let path = |fd: &OwnedFd| format!("/proc/self/fd/{}", fd.as_raw_fd());
         let sealed = memory_file(&token).unwrap();
-        let deleted = deleted_file(&text).unwrap();
+        let deleted = deleted_file(text.as_bytes()).unwrap();
         for fd in [&sealed, &deleted, &sealed, &deleted] {
             let path = path(fd);
             let read = given(Some(Path::new(&path)), &Env::new(), true).unwrap();

@@ -10,12 +10,11 @@ use std::process::ExitCode;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::Result;
-use crate::say;
 use crate::{
     bench, compare, doctor, export, inspect, launch, live, new, plan, predict, report, training,
 };
 use normalise::{Flag, normalise};
-use phalanx_launch::config::with_config;
+use phalanx_launch::config::{own_arguments, with_config};
 use phalanx_launch::words::taking_negative_numbers;
 use phalanx_recipes::download;
 
@@ -92,7 +91,7 @@ struct TokenCli {
 /// Parses the process's command line, runs the command, and returns the exit code. Errors have
 /// been printed.
 pub(crate) fn main() -> ExitCode {
-    let parsed = parse(std::env::args_os());
+    let parsed = own_arguments().and_then(parse);
     launch::exit_code(parsed.and_then(|cli| cli.map_or(Ok(()), |cli| run(cli.command))))
 }
 
@@ -126,13 +125,12 @@ fn run(command: Command) -> Result<()> {
 /// Parses and does nothing.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn parse_only<'a>(words: impl Iterator<Item = &'a str>) {
-    let words = words.map(OsString::from);
-    let _ = parse(std::iter::once("phalanx".into()).chain(words));
+    let _ = parse(words.map(OsString::from));
 }
 
 /// Parses `words` as arguments of `phalanx train`. `Ok(None)`: help was asked for and printed.
 fn parse_training(words: &[OsString]) -> Result<Option<Box<training::TrainArgs>>> {
-    let typed = ["phalanx".into(), "train".into()].into_iter();
+    let typed = ["train".into()].into_iter();
     Ok(match parse(typed.chain(words.iter().cloned()))? {
         Some(Cli {
             command: Command::Train(args),
@@ -145,16 +143,10 @@ fn parse_training(words: &[OsString]) -> Result<Option<Box<training::TrainArgs>>
 fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Cli>> {
     let mut parser = taking_negative_numbers(Cli::command());
     parser.build();
-    let mut args = args.into_iter();
     // Messages call the program phalanx, whatever its file is called.
-    args.next();
     let name = OsString::from("phalanx");
     let args = normalise(args, |flag| launch_flag(&parser, flag));
-    let typed = args;
-    let args = with_config(&parser, typed.clone())?;
-    if args != typed {
-        say::set_arguments(args.clone());
-    }
+    let args = with_config(&parser, args)?;
     let path = commands(&parser, &args);
     let parsed = parser
         .try_get_matches_from_mut(std::iter::once(name).chain(args))

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -255,6 +255,67 @@ fn lost_ranks_are_started_again_and_join_the_others() {
 }
 
 /// A process that joins does before it what the others did as three ranks: the data of `linear` are named by these.
+/// Reads the configuration as it was: the file is gone, is another one, or was a pipe.
+#[test]
+fn a_rank_that_is_started_again_has_the_words_of_its_launcher() {
+    let alone = tempfile::tempdir().expect("a temporary folder");
+    let want = undisturbed(alone.path(), "--lr 0.02 --momentum 0.5");
+    for (then, more) in [
+        (None, "--elastic"),
+        (
+            Some("lr = 3\nmomentum = 0\nno-such-flag = 1\n"),
+            "--elastic",
+        ),
+        (Some("lr = 3\n"), "--save-every 3"),
+    ] {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let dir = dir.path();
+        let config = dir.join("c.toml");
+        let text = "lr = 0.02\nmomentum = 0.5\n";
+        std::fs::write(&config, text).expect("written");
+        let more = format!(
+            "{more} --max-restarts 1 --log-samples seen --config {}",
+            config.display()
+        );
+        let all = words("run", 2, &more);
+        let all: Vec<&str> = all.iter().map(String::as_str).collect();
+        let job = Job::start(&mut phalanx(&all, dir));
+        wait_for_step(dir, 1, 4);
+        match then {
+            None => std::fs::remove_file(&config),
+            Some(text) => std::fs::write(&config, text),
+        }
+        .expect("changed");
+        signal(process_of(1, dir), "KILL");
+        let (code, out, err) = ended(job);
+        assert_eq!(code, 0, "{out}{err}");
+        assert!(err.contains("restart 1 of 1"), "{err}");
+        // All ranks of a new attempt have not drawn the weights.
+        assert_eq!(result(&dir.join("run")).0[..3], want[..3], "{more}");
+    }
+}
+
+/// The launcher reads it, its ranks cannot.
+#[test]
+fn a_configuration_may_be_a_pipe() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let words = words("run", 2, "--config /dev/stdin");
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let mut job = phalanx(&words, dir)
+        .stdin(Stdio::piped())
+        .spawn()
+        .expect("phalanx starts");
+    let mut pipe = job.stdin.take().expect("a pipe");
+    pipe.write_all(b"lr = 0.02\nmomentum = 0.5\n")
+        .expect("written");
+    drop(pipe);
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 0, "{out}{err}");
+    let want = undisturbed(dir, "--lr 0.02 --momentum 0.5");
+    assert_eq!(result(&dir.join("run")).0, want);
+}
+
 #[test]
 fn a_newcomer_trains_the_same_model() {
     let dir = tempfile::tempdir().expect("a temporary folder");

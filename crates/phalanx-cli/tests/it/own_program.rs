@@ -237,3 +237,28 @@ fn new_writes_this_very_program() {
         assert!(err.contains(why), "{err}");
     }
 }
+
+/// Also where its launcher read a pipe.
+#[test]
+fn its_ranks_have_the_words_that_its_launcher_has_read() {
+    let dir = tempfile::tempdir().expect("folder");
+    let dir = dir.path();
+    let flags = ["--epochs", "2", "--points", "300", "--lr", "0.07"];
+    let two = ["--nproc-per-node", "2"];
+    succeed(spirals(
+        &[&flags[..], &two, &["--output-dir", "typed"]].concat(),
+        dir,
+    ));
+    let mut command = spirals(
+        &[&two[..], &["--config=/dev/stdin", "--output-dir", "piped"]].concat(),
+        dir,
+    );
+    let mut child = command.stdin(Stdio::piped()).spawn().expect("it starts");
+    let mut pipe = child.stdin.take().expect("a pipe");
+    std::io::Write::write_all(&mut pipe, b"epochs = 2\npoints = 300\nlr = 0.07\n")
+        .expect("written");
+    drop(pipe);
+    let (code, out, err) = ended(child);
+    assert_eq!(code, 0, "{out}{err}");
+    assert_eq!(hashes(&dir.join("piped")), hashes(&dir.join("typed")));
+}

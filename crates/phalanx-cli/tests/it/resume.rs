@@ -1414,3 +1414,35 @@ fn what_cannot_be_gone_on_with_is_a_mistake_with_a_way_out() {
         }
     }
 }
+
+#[test]
+fn a_flag_of_another_optimizer_is_named() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    succeed(train(dir, "out", &["--stop-after", "2"]));
+    let more = ["--resume", "auto", "--epochs", "3", "--momentum", "0"];
+    let (code, text) = run(train(dir, "out", &more));
+    assert_eq!(code, 2, "{text}");
+    let what =
+        "--resume auto continues a training with --momentum 0.9; this run has --momentum 0: ";
+    assert!(text.contains(what), "{text}");
+    assert!(!text.contains("--epochs"), "{text}");
+}
+
+#[test]
+fn the_folder_of_a_training_that_runs_is_not_replaced() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let mut first = train(dir, "out", &["--epochs", "1000"]);
+    let first = crate::support::Job::start(&mut first);
+    crate::support::eventually("it trains", || dir.join("out/metrics.jsonl").exists());
+    let began = Instant::now();
+    let (code, text) = run(train(dir, "out", &["--overwrite"]));
+    assert_eq!(code, 2, "{text}");
+    let what = format!("another training (process {}) writes into out", first.id());
+    assert!(text.contains(&what), "{text}");
+    assert!(began.elapsed() < Duration::from_secs(9), "it waited");
+    signal(first.id(), "KILL");
+    let _ = ended(first);
+    succeed(train(dir, "out", &["--overwrite", "--epochs", "1"]));
+}

@@ -132,7 +132,7 @@ fn path(env: &Env, job: &str, step: &str) -> PathBuf {
 
 fn send(sbcast: &Path, step: &str, text: &str, path: &Path, deadline: Instant) -> Result<()> {
     // A file without a name: nothing is left if this process is killed.
-    let source = token::memory_file_of(text)?;
+    let source = token::memory_file_of(format!("{text}\n"), "the job token")?;
     let source = format!("/proc/{}/fd/{}", std::process::id(), source.as_raw_fd());
     let mut command = Command::new(sbcast);
     command.args(["-p", "-j", step]).arg(source).arg(path);

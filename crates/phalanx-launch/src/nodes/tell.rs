@@ -61,7 +61,7 @@ pub fn tell(error: &Error) {
     if error.kind() != ErrorKind::Usage || is_late {
         return;
     }
-    let words = std::env::args_os().skip(1);
+    let words = say::words().into_iter();
     let words: Vec<String> = words.filter_map(|word| word.into_string().ok()).collect();
     let Some(others) = OtherNodes::of(&words, env) else {
         return;
