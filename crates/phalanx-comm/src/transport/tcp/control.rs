@@ -189,7 +189,9 @@ impl Control {
                 Fate::Aborted(Poison::new(header.root as usize, cause))
             }
             Kind::Goodbye => Fate::Left,
-            _ => Fate::Lost("it sent data on its control stream".to_owned()),
+            other => Fate::Lost(format!(
+                "it sent a frame of kind {other:?} on its control stream"
+            )),
         })
     }
 
