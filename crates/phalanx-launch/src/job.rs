@@ -12,6 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_base::files::as_typed;
+use phalanx_comm::recorder::Failure;
 use phalanx_comm::{
     PortRange, goes_on_with, is_candidate, is_over, report_leaving, report_lost, report_over,
     takes_others,
@@ -63,6 +64,9 @@ const LAST_OUTPUT: Duration = Duration::from_millis(100);
 const SAY_WAITING: Duration = Duration::from_secs(2);
 /// How often to look for ended orphans while nothing else happens.
 const SWEEP: Duration = Duration::from_secs(30);
+
+/// How long a rank that is stopped by a signal (SIGSTOP) may stay so after it was asked to end.
+const STOPPED_GRACE: Duration = Duration::from_secs(1);
 /// How long a local store takes to answer.
 const LOCAL_STORE: Duration = Duration::from_secs(10);
 /// How many ranks a headline names.
@@ -1061,6 +1065,7 @@ impl Job<'_> {
                 watch.lone_at,
                 show_at,
                 leave_until,
+                watch.next_look_at_stopped(now),
                 (!watch.untold.is_empty()).then(|| now + TELL_AGAIN),
             ]
             .into_iter()
@@ -1138,6 +1143,7 @@ impl Job<'_> {
             }
             let action = watch.machine.tick(Instant::now());
             watch.act(action);
+            watch.kill_stopped(Instant::now());
             self.decide(watch);
             if let Some(leaving) = watch.leaving
                 && watch.give_up.is_none()
@@ -1595,7 +1601,9 @@ impl Job<'_> {
         if !also.is_empty() {
             error = error.note("also", also.join(", "));
         }
-        if let Some(text) = self.keep_flight(&watch) {
+        // What a rank failed by on its own, as a file that cannot be read, is not found between the ranks.
+        let fails_alone = culprit.is_some_and(|local| watch.has_failed_alone(local));
+        if let Some(text) = self.keep_flight(&watch).filter(|_| !fails_alone) {
             error = error.note("inspect", text);
         }
         let can_restart = self.nodes.as_ref().is_none_or(Nodes::can_restart);
@@ -1919,6 +1927,19 @@ impl Supervision<'_> {
         self.machine.end(local) == Some(end) && self.ranks[local].reported(end)
     }
 
+    /// Whether the rank is a Phalanx program that reported an error of its own, and no operation between ranks has failed on it.
+    fn has_failed_alone(&self, local: usize) -> bool {
+        let rank = &self.ranks[local];
+        let own = ExitStatus::Code(ErrorKind::Failed.exit_code().into());
+        // It aborts its group itself, so that the others need not wait.
+        let alone = [None, Some(Failure::Aborted), Some(Failure::Panicked)];
+        let is_alone = || {
+            rank.flight()
+                .is_none_or(|dump| alone.contains(&dump.failure))
+        };
+        self.machine.end(local) == Some(own) && rank.reported(own) && is_alone()
+    }
+
     fn all_ended_well(&self) -> bool {
         (0..self.ranks.len()).all(|local| self.machine.end(local).is_some_and(ExitStatus::is_ok))
     }
@@ -1975,6 +1996,24 @@ impl Supervision<'_> {
                 }
             }
             Action::Kill => self.kill(),
+        }
+    }
+
+    /// When to look for ranks that [are stopped](Self::kill_stopped).
+    fn next_look_at_stopped(&self, now: Instant) -> Option<Instant> {
+        let first = self.stopping_since? + STOPPED_GRACE;
+        self.give_up
+            .is_none()
+            .then(|| first.max(now + STOPPED_GRACE / 2))
+    }
+
+    /// Kills the ranks that were asked to end and are stopped by a signal: they can neither save nor end.
+    fn kill_stopped(&self, now: Instant) {
+        if self
+            .stopping_since
+            .is_some_and(|since| now >= since + STOPPED_GRACE)
+        {
+            self.running().for_each(Rank::kill_if_stopped);
         }
     }
 

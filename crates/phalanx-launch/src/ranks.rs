@@ -46,6 +46,9 @@ const LINGER: Duration = Duration::from_secs(1);
 /// something.
 pub const POLL: Duration = Duration::from_millis(20);
 
+/// The state in `/proc` of a process that a signal has stopped.
+const STOPPED: char = 'T';
+
 /// A rank of this launcher, for the places where its output goes.
 #[derive(Clone, Copy)]
 struct Local {
@@ -382,12 +385,22 @@ impl Rank {
 
     /// Whether the process is stopped (state T in `/proc`).
     pub fn is_stopped(&self) -> bool {
-        self.state_is(&['T', 't'])
+        self.state_is(&[STOPPED, 't'])
+    }
+
+    /// Kills the process, not what it has started, if it [is stopped by a signal](Self::is_stopped_by_signal).
+    pub fn kill_if_stopped(&self) {
+        let alive = lock(&self.alive);
+        if let Some(pid) = *alive
+            && stat(pid.as_raw_nonzero()).is_some_and(|stat| stat.state == STOPPED)
+        {
+            let _ = kill_process(pid, Signal::KILL);
+        }
     }
 
     /// As [`is_stopped`](Self::is_stopped), but not by a debugger.
     pub fn is_stopped_by_signal(&self) -> bool {
-        self.state_is(&['T'])
+        self.state_is(&[STOPPED])
     }
 
     fn state_is(&self, states: &[char]) -> bool {
@@ -450,7 +463,7 @@ fn is_anothers(input: impl AsFd + IsTerminal) -> bool {
         && stat("self").is_some_and(|own| own.foreground != own.group.cast_signed())
 }
 
-/// Whether a living process of the group has a handler for `signal`.
+/// Whether a living process of the group, not one that is stopped, has a handler for `signal`.
 fn group_answers(group: Pid, signal: Signal) -> bool {
     let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     processes
@@ -458,7 +471,8 @@ fn group_answers(group: Pid, signal: Signal) -> bool {
         .filter_map(Pid::from_raw)
         .any(|pid| {
             let stat = stat(pid.as_raw_nonzero());
-            stat.is_some_and(|stat| stat.group == group.as_raw_nonzero().get().unsigned_abs())
+            let group = group.as_raw_nonzero().get().unsigned_abs();
+            stat.is_some_and(|stat| stat.group == group && stat.state != STOPPED)
                 && catches(pid, signal)
         })
 }
