@@ -39,6 +39,8 @@ pub struct Events {
     pub total: usize,
     /// If the last record is one.
     pub finish: Option<Finish>,
+    /// Changes of the ranks: the step, how many there were before, and how many after.
+    pub rank_changes: Vec<[f64; 3]>,
     pub system: Option<System>,
     pub watch: Option<Watch>,
     pub logged: Vec<Logged>,
@@ -59,12 +61,15 @@ impl Events {
             events.finish = None;
             let said = match &*head.kind {
                 "start" => {
-                    attempts += 1;
+                    // The rank that takes the place of rank 0 goes on with the attempt, and its clock.
+                    attempts += u64::from(!head.takes_over);
                     let resumed = head.resumed_at.map(|step| Resumption {
                         step,
                         epoch: head.epoch,
                     });
                     watched.retain(|(step, _)| resumed.is_some_and(|from| *step < from.step));
+                    let changes = &mut events.rank_changes;
+                    changes.retain(|[step, ..]| resumed.is_some_and(|from| *step < from.step));
                     logged.retain(|line: &Line| {
                         resumed.is_some_and(|from| {
                             line.step.is_none_or(|step| from.keeps(step, line.epoch))
@@ -72,6 +77,9 @@ impl Events {
                     });
                     let number = head.attempt.unwrap_or(attempts);
                     let text = match head.resumed_at {
+                        Some(step) if head.takes_over => {
+                            format!("another rank takes the place of rank 0 at step {step}")
+                        }
                         Some(step) => format!("attempt {number} resumed at step {step}"),
                         None => format!("attempt {number} started"),
                     };
@@ -79,6 +87,12 @@ impl Events {
                 }
                 "system" => {
                     system.push((attempts, line));
+                    None
+                }
+                "ranks" => {
+                    let change = (head.step.zip(head.before)).zip(head.after);
+                    let change = change.map(|((step, before), after)| [step, before, after]);
+                    events.rank_changes.extend(change);
                     None
                 }
                 "watch" => {

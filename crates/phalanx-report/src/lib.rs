@@ -99,6 +99,7 @@ pub struct Run {
     /// Notices, checkpoints, starts, and what else `metrics.jsonl` says of a step; the first ones.
     events: Vec<Event>,
     events_total: usize,
+    rank_changes: Vec<[f64; 3]>,
     system: Option<System>,
     watch: Option<Watch>,
     /// Images, tables and texts of the program.
@@ -197,6 +198,7 @@ impl Run {
             curves_left_out,
             events: events.list,
             events_total: events.total,
+            rank_changes: events.rank_changes,
             system: events.system,
             watch: events.watch,
             logged: events.logged,

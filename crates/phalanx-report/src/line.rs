@@ -21,6 +21,10 @@ pub struct Line<'a> {
     #[serde(borrow)]
     pub file: Option<Cow<'a, str>>,
     pub rows: Option<u64>,
+    pub before: Option<f64>,
+    pub after: Option<f64>,
+    #[serde(default)]
+    pub takes_over: bool,
     #[serde(borrow)]
     pub status: Option<Cow<'a, str>>,
     #[serde(borrow)]

@@ -11,7 +11,7 @@ globalThis.IntersectionObserver = class { observe() {} unobserve() {} };
 Object.assign(globalThis, { innerWidth: 1280, innerHeight: 900, scrollY: 0, addEventListener() {}, scrollTo() {} });
 
 const script = require("fs").readFileSync(0, "utf8");
-const names = ["tensorSeries", "short", "percent", "value", "className", "csv", "convert", "settings", "tagsOf", "noteOf", "commandOf", "resultNames", "perEpoch", "ticks", "breakdown", "byLr"];
+const names = ["tensorSeries", "short", "percent", "value", "className", "csv", "convert", "settings", "tagsOf", "noteOf", "commandOf", "resultNames", "perEpoch", "ticks", "breakdown", "byLr", "bestOf", "lossByPart", "ofRanks", "earlier", "status", "resultsOf", "chart"];
 const page_ = new Function(script + `\nreturn { ${names}, shownRuns: (data) => { runs = data.map((run) => ({ curves: {}, events: [], about: {}, summary: {}, label: "run", ...run })); return runs; } };`)();
 function same(what, is, expected) {
   if (JSON.stringify(is) !== JSON.stringify(expected)) console.log(`${what}: ${JSON.stringify(is)}, expected ${JSON.stringify(expected)}`);
@@ -40,13 +40,28 @@ same("typed", [...typed].map((name) => [name, all[name]]), [["--data", "my text.
 same("git", all.git, "7ffb53f6b0a9 (main), modified");
 same("command", page_.commandOf(run).join(" "), "phalanx train gpt --data 'my text.txt' --nproc_per_node=2 --lr 1e20 --live --tag a=b --note=c --output-dir runs/a");
 same("tags", [{ tags: { a: "b", c: null }, note: "d" }, {}, { tags: [], note: 1 }].map((about) => [page_.tagsOf({ about }), page_.noteOf({ about })]), [[{ a: "b", c: "✓" }, "d"], [{}, ""], [{}, ""]]);
-same("unit", page_.resultNames()[3], "sequences/s");
+same("unit", page_.resultNames().find((name) => name.endsWith("/s")), "sequences/s");
 same("epochs", [page_.perEpoch(["train_loss"]), page_.perEpoch(["loss"]), page_.perEpoch(["train_loss", "loss"])], [true, false, false]);
 same("axes", [page_.convert(2, "epoch", "step"), page_.convert(15, "step", "epoch"), page_.convert(15, "step", "seconds"), page_.convert(11, "seconds", "epoch")], [20, 1.5, 11, 1.5]);
 page_.shownRuns([{ about: { ...about, attempt: 2 }, curves: { elapsed_s: clock } }]);
 same("no clock of several attempts", page_.convert(15, "step", "seconds"), undefined);
 page_.shownRuns([{ summary: { unit: "sequences" } }, { summary: { unit: "images" } }]);
-same("unit of several", page_.resultNames()[3], "samples/s");
+same("unit of several", page_.resultNames().find((name) => name.endsWith("/s")), "samples/s");
 same("no epochs", page_.convert(1, "epoch", "step"), undefined);
 same("intervals", page_.breakdown({ elapsed_s: [5, 10, 11], attempt: [1, 1, 1], ranks: [] }).isWhole, [true, true, false]);
 same("one interval", page_.breakdown({ elapsed_s: [0.3], attempt: [1], ranks: [] }).isWhole, [true]);
+
+const best = (best, curves) => { const found = page_.bestOf({ about: { settings: { best }, steps_per_epoch: 10 }, curves }); return found && [found.curve, found.step, found.text]; };
+same("best", [best("auc:max", { test_auc: { x: [10, 20, 30], y: [0.7, 0.8, 0.75] } }), best("test_loss:min", { test_loss: { x: [4, 10, 14], y: [3, 2, 1] } }), best("accuracy:max", { accuracy: { x: [10, 20], y: [0.5, 0.5] } }), best("a:b:min", { "test_a:b": { x: [10], y: [2] } }), best("auc:max", {}), best(undefined, { test_auc: { x: [1], y: [1] } })],
+  [["test_auc", 20, "0.8 in epoch 2"], ["test_loss", 14, "1 in epoch 2"], ["accuracy", 10, "50.00 % in epoch 1"], ["test_a:b", 10, "2 in epoch 1"], undefined, undefined]);
+const losses = (test, train) => page_.lossByPart({ about: { steps_per_epoch: 10 }, curves: { loss: { x: [...Array(20).keys()], y: [...Array(20).keys()] }, test_loss: { x: test, y: test }, train_loss: { x: train, y: train } } });
+same("train loss by part", [losses([4, 10, 14, 20], [10, 20]), losses([10, 20], [10, 20]), losses([9], [])], [{ x: [4, 10, 14, 20], y: [2, 7, 12, 17] }, undefined, { x: [9], y: [4.5] }]);
+page_.shownRuns([{ rank_changes: [[3, 2, 1], [5, 1, 2]], curves: { loss: { x: [0, 9], y: [1, 1] } } }, {}]);
+same("ranks", page_.ofRanks().series.map(({ x, y }) => [x, y]), [[[0, 3, 3, 5, 5, 9], [2, 2, 1, 1, 2, 2]]]);
+const sums = (train_s) => ({ elapsed_s: [5, 10, 15, 20], attempt: [1, 1, 1, 1], ranks: [{ rank: 1, values: { train_s } }] });
+same("a process in place of a lost one", [[4, null, 2, 7], [4, 2, 6, 11], [4, null, 40, 44]].map((train) => page_.breakdown(sums(train)).parts[0].map((p) => p && p[0])), [[4, null, 2, 5], [4, 2, 4, 5], [4, null, 5, 4]]);
+same("time of attempts", [page_.earlier({ system: { elapsed_s: [5, 9, 3, 4, 2], attempt: [1, 1, 2, 2, 3] } }), page_.earlier({ system: { elapsed_s: [5, 9], attempt: [1, 1] } }), page_.earlier({})], [13, 0, 0]);
+same("a search", page_.status({ finish: { status: "finished" }, summary: {}, about: { settings: { "--find-lr": "true" } } }), ["learning-rate search finished", "good"]);
+const isLog = (y) => { const made = page_.chart("c", () => ({ series: [{ x: y.map((_, i) => i), y, color: "", label: "", place: () => "" }] })); made.root.isConnected = true; made.draw(); return JSON.stringify(made.root.children.map((c) => c.children?.map((b) => b.attributes?.["aria-pressed"]))).includes("true"); };
+const part = [...Array(100).keys()].map((i) => i / 99);
+same("logarithmic by itself", [part.map((p) => 1 + Math.cos(3.1415 * p)), part.map((p) => 1.0000001 - p), part.map((p) => 10 ** (-7 + 8 * p)), [1, 1e-9], part.map((p) => p ? 1 + p : 1e7), [3, 2, 1]].map(isLog), [false, false, true, false, true, false]);

@@ -153,6 +153,42 @@ fn a_run_ends_as_its_last_event_says() {
 }
 
 #[test]
+fn a_change_of_ranks_is_no_new_attempt() {
+    let change = |step: u64, before: u64, after: u64| {
+        format!(
+            "{{\"kind\":\"ranks\",\"step\":{step},\"before\":{before},\"after\":{after},\"state_s\":1.5}}\n"
+        )
+    };
+    let system = |at: u64| {
+        format!(
+            "{{\"kind\":\"system\",\"elapsed_s\":{at},\"ranks\":[{{\"rank\":0,\"train_s\":{at}}}]}}\n"
+        )
+    };
+    let start = |more: &str| format!("{{\"kind\":\"start\"{more}}}\n");
+    let events = [
+        start(",\"takes_over\":false"),
+        system(5),
+        change(3, 3, 2),
+        start(",\"resumed_at\":7,\"takes_over\":true"),
+        change(7, 2, 1),
+        system(10),
+        "{\"kind\":\"ranks\",\"step\":8}\n".to_owned(),
+    ]
+    .concat();
+    let run = of(&[("run.json", "{}"), ("events.jsonl", &events)]);
+    let changes = serde_json::json!([[3.0, 3.0, 2.0], [7.0, 2.0, 1.0]]);
+    assert_eq!(run["rank_changes"], changes);
+    assert_eq!(numbers(&run["system"]["attempt"]), [Some(1.0); 2]);
+    let taken = "another rank takes the place of rank 0 at step 7";
+    assert_eq!(run["events"][1]["text"], taken);
+    // A resumed run takes the later steps again.
+    let events = events + &start(",\"resumed_at\":5") + &system(2);
+    let run = of(&[("run.json", "{}"), ("events.jsonl", &events)]);
+    assert_eq!(run["rank_changes"], serde_json::json!([[3.0, 3.0, 2.0]]));
+    assert_eq!(numbers(&run["system"]["attempt"])[2], Some(2.0));
+}
+
+#[test]
 fn ranks_are_columns_and_the_last_record_of_an_attempt_stays() {
     let mut events = String::new();
     // A long attempt and a short one; rank 1 reports every second time.

@@ -122,7 +122,7 @@ function showTip(e, rows) {
  * A chart of lines. `get` gives what is drawn now:
  * `series`: of each line its `color`, `label`, ascending `x`, `y`, and `dash`; `place(i)` names a point;
  * `axis`: step, epoch, seconds or learning rate; `marks`: events with `x`, `kind` and `text`; `smoothing`; `legend`: whether it is shown;
- * `start`: the first place on the axis; `percent`: whether values are shares.
+ * `start`: the first place on the axis; `percent`: whether values are shares; `whole`: whether they are whole numbers.
  */
 function chart(name, get) {
   const self = { log: undefined };
@@ -136,14 +136,15 @@ function chart(name, get) {
   let start = null;
   const isLog = (series) => {
     if (self.log !== undefined) return self.log;
-    const least = fold(Math.min, series.map((s) => s.y), Infinity), most = fold(Math.max, series.map((s) => s.y), -Infinity);
-    return least > 0 && most > 1e4 * least;
+    const all = series.flatMap((s) => s.y).sort((a, b) => a - b);
+    // The few values near the end of a line that falls to 0, as a cosine, do not count.
+    return all[0] > 0 && all.at(-1) > 1e4 * all[Math.min(all.length - 1, Math.max(1, Math.floor(all.length / 20)))];
   };
 
   self.draw = () => {
     if (!self.root.isConnected) return;
     const width = svg.clientWidth || 400, height = svg.clientHeight || 240, left = 58, right = 20, top = 8, bottom = 36;
-    const { series, marks = [], axis = "step", smoothing = 0, start: origin, percent: isShare } = get(), say = isShare ? (v) => short(100 * v) + " %" : short;
+    const { series, marks = [], axis = "step", smoothing = 0, start: origin, percent: isShare, whole } = get(), say = isShare ? (v) => short(100 * v) + " %" : short;
     for (const s of series) s.smoothed = smoothing ? smooth(s.y, smoothing) : s.y;
     const logarithmic = isLog(series);
     log.hidden = !series.some((s) => s.y.some((v) => v > 0));
@@ -177,7 +178,7 @@ function chart(name, get) {
     const parts = [];
     const few = ticks(y0, y1, 5, logarithmic);
     const rows = constant !== false ? [constant] : few.length > 2 || logarithmic ? few : ticks(y0, y1, 10), same = new Set(rows.map(say)).size < rows.length;
-    for (const t of rows) parts.push(el("svg:line", { class: "grid", x1: left, x2: width - right, y1: py(t), y2: py(t) }), el("svg:text", { x: left - 6, y: py(t) + 4, "text-anchor": "end" }, same ? String(t) : say(t)));
+    for (const t of rows) if (!whole || Number.isInteger(t)) parts.push(el("svg:line", { class: "grid", x1: left, x2: width - right, y1: py(t), y2: py(t) }), el("svg:text", { x: left - 6, y: py(t) + 4, "text-anchor": "end" }, same ? String(t) : say(t)));
     for (const t of single ? [x0 + 1] : ticks(x0, x1, Math.max(2, width / 90)).filter((t) => axis === "seconds" || Number.isInteger(t))) parts.push(el("svg:text", { x: px(t), y: height - bottom + 16, "text-anchor": "middle" }, axis === LR_AXIS ? `1e${t}` : short(t)));
     parts.push(el("svg:text", { class: "axis", x: (left + width - right) / 2, y: height - 5, "text-anchor": "middle" }, axis));
     parts.push(el("svg:clipPath", { id: clip }, el("svg:rect", { x: left - 4, y: 0, width: width - left - right + 8, height: height - bottom + 4 })));

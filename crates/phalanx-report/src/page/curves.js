@@ -14,6 +14,21 @@ function perEpoch(names) {
   return all.length > 0 && all.every(([c, steps]) => steps > 0 && c.x.every((step) => step > 0 && step % steps === 0));
 }
 
+/** The mean of the losses since the evaluation before, at each one, of a run that is also evaluated within epochs. */
+function lossByPart({ curves: { loss, train_loss, test_loss }, about }) {
+  if (!loss || !test_loss || test_loss.x.every((step) => train_loss?.x.includes(step))) return undefined;
+  const made = { x: [], y: [] };
+  let from = 0;
+  for (const step of test_loss.x) {
+    // Evaluations after an epoch have the number of the step that comes next.
+    const to = lower(loss.x, step % about.steps_per_epoch === 0 ? step : step + 1), part = loss.y.slice(from, to);
+    if (part.length) { made.x.push(step); made.y.push(part.reduce((a, b) => a + b, 0) / part.length); }
+    from = to;
+  }
+  return made;
+}
+const curveOf = (run, name) => name === "train_loss" && lossByPart(run) || run.curves[name];
+
 /** What a chart of the curves `names` draws. */
 function ofCurves(names) {
   return () => {
@@ -21,9 +36,9 @@ function ofCurves(names) {
     const scale = (run) => axis === "epoch" ? run.about.steps_per_epoch : 1;
     return {
       axis, smoothing: view.smoothing, percent: names.every((name) => /accuracy$|^mfu$/.test(name)),
-      marks: runs.filter(isDrawn).flatMap((run) => marksOf(run).map((mark) => ({ ...mark, x: mark.x / scale(run) }))),
-      series: runs.filter(isDrawn).flatMap((run) => names.filter((name) => run.curves[name]).map((name) => {
-        const c = run.curves[name], x = overTime(run) ? c.x.map((step) => seconds(run, step)) : c.x.map((step) => step / scale(run));
+      marks: runs.filter(isDrawn).flatMap((run) => [...marksOf(run), ...bestMark(run, names)].map((mark) => ({ ...mark, x: mark.x / scale(run) }))),
+      series: runs.filter(isDrawn).flatMap((run) => names.filter((name) => curveOf(run, name)).map((name) => {
+        const c = curveOf(run, name), x = overTime(run) ? c.x.map((step) => seconds(run, step)) : c.x.map((step) => step / scale(run));
         const label = [several() && run.label, names.length > 1 && name].filter(Boolean).join(" ") || name;
         return { x, y: c.y, label, color: run.color, dash: names.indexOf(name) ? "5 3" : undefined, place: (i) => axis === "epoch" ? `at epoch ${x[i]}` : `at step ${count(c.x[i])}` };
       })),
@@ -31,8 +46,26 @@ function ofCurves(names) {
   };
 }
 
+/** The place of the best value, on the chart of its curve. */
+function bestMark(run, names) {
+  const best = bestOf(run);
+  return best && names.includes(best.curve) ? [{ kind: "best", x: overTime(run) ? seconds(run, best.step) : best.step, text: `${several() ? run.label + ": " : ""}best ${best.name}: ${best.text}` }] : [];
+}
+
+/** How many ranks there were, of runs in which that has changed. */
+const ofRanks = () => ({
+  axis: view.axis === "seconds" ? "seconds" : "step", whole: true, marks: [],
+  series: runs.filter((run) => isDrawn(run) && run.rank_changes?.length).map((run) => {
+    const changes = run.rank_changes, end = fold(Math.max, [...Object.values(run.curves).map((c) => c.x), changes.map(([step]) => step)], 0);
+    const steps = [0, ...changes.flatMap(([step]) => [step, step]), end], y = [...changes.flatMap(([, before, after]) => [before, after])];
+    const x = overTime(run) ? steps.map((step) => seconds(run, step)) : steps;
+    return { x, y: [y[0], ...y, y.at(-1)], label: several() ? run.label : "ranks", color: run.color, place: (i) => `at step ${count(steps[i])}` };
+  }),
+});
+
 /** Whether the run looked for a learning rate. */
-const findsLr = (run) => run.about.settings?.["--find-lr"] !== undefined && run.curves.lr && run.curves.loss;
+const isLrSearch = ({ about }) => about.settings?.["--find-lr"] !== undefined;
+const findsLr = (run) => isLrSearch(run) && run.curves.lr && run.curves.loss;
 /** The loss over the learning rate, of the runs that looked for one; where it diverges only its beginning. */
 const byLr = () => ({
   axis: LR_AXIS, smoothing: view.smoothing,
@@ -71,13 +104,19 @@ const curves = (() => {
     // Without other ranks there is no communication.
     const isAlone = runs.every((r) => r.about.ranks === 1);
     const times = take([...(isAlone ? ["exposed_comm_ms"] : []), "elapsed_s", "train_s", "data_wait_total_ms", "saving_total_ms", "epoch"]).filter((n) => n !== "epoch");
-    const wanted = GROUPS.map(([name, names]) => {
-      const there = take(names);
-      return there.length && [there.length < names.length ? there[0] : name, ofCurves(there)];
-    }).filter(Boolean);
+    const groups = GROUPS.map(([name, names]) => {
+      const there = take(names), all = names.filter((n) => there.includes(n) || runs.some((r) => curveOf(r, n)));
+      const title = runs.some(lossByPart) ? name.replace("per epoch: train", "between evaluations: train") : name;
+      return [all.length < names.length ? all[0] : perEpoch(all) ? title : title.replace(" per epoch", ""), all];
+    }).filter(([, all]) => all.length);
     known.delete("suggested_lr");
+    groups.push(...[...known].sort().map((name) => [name, [name]]));
+    // The measure that the program has named comes first.
+    const leads = new Set(runs.map((r) => bestOf(r)?.curve)), isFirst = ([, names]) => names.some((name) => leads.has(name));
+    const wanted = [...groups.filter(isFirst), ...groups.filter((group) => !isFirst(group))].map(([name, names]) => [name, ofCurves(names)]);
     if (runs.some(findsLr)) wanted.unshift(["loss by learning rate", byLr]);
-    main.update([...wanted, ...[...known].sort().map((name) => [name, ofCurves([name])])]);
+    if (runs.some((r) => r.rank_changes?.length)) wanted.push(["ranks", ofRanks]);
+    main.update(wanted);
     clocks.update(times.map((name) => [name, ofCurves([name])]));
     used.hidden = !times.length;
     long.hidden = !all.some((c) => c.total > c.x.length);

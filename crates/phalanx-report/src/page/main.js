@@ -1,6 +1,6 @@
 // The parts of the page in their order.
 
-const views = [overview, curves, time, system, watch, confusion, predictions, logged, model, events];
+const views = [overview, curves, time, system, watch, logged, confusion, predictions, model, events];
 
 /**
  * Shows `data`, a list of runs as `phalanx_report::Run` writes them. Can be called again with newer data:

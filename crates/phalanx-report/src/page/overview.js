@@ -6,15 +6,28 @@ const ofWeights = (run, name) => name in run.summary ? run.summary[name] : last(
 /** What a run calls its samples; older runs do not say. */
 const unitOf = (run) => typeof run.summary.unit === "string" ? run.summary.unit : "images";
 const speedName = () => { const [unit, ...others] = new Set(runs.map(unitOf)); return `${others.length ? "samples" : unit}/s`; };
+/** The best value of the measure that the program has named, and where it was; `undefined` where it named none. */
+function bestOf({ about, curves }) {
+  const [, name, order] = String(about.settings?.best ?? "").match(/^(.+):(max|min)$/) ?? [], curve = [`test_${name}`, name].find((n) => curves[n]);
+  if (!name || !curve) return undefined;
+  const { x, y } = curves[curve], value = fold(order === "max" ? Math.max : Math.min, [y], y[0]), step = x[y.indexOf(value)], steps = about.steps_per_epoch;
+  const epoch = steps > 0 ? Math.floor(step / steps) + (step > 0 && step % steps === 0 ? 0 : 1) : undefined;
+  return { name, curve, value, step, epoch, text: `${name === "accuracy" ? percent(value) : short(value)}${epoch ? ` in epoch ${short(epoch)}` : ""}` };
+}
+const bestName = () => `best ${[...new Set(runs.map((run) => bestOf(run)?.name).filter(Boolean))].join(", ")}`.trim();
+/** Seconds of the attempts before the last one, by the `system` events. */
+const earlier = ({ system }) => system ? system.elapsed_s.filter((_, i) => i + 1 < system.attempt.length && system.attempt[i] !== system.attempt[i + 1]).reduce((a, b) => a + b, 0) : 0;
 /** Of each result its name, its value in a run, and how it is shown. */
 const results = [
+  [bestName, (r) => bestOf(r)?.text, (v) => v ?? "–"],
+  ["suggested learning rate", (r) => last(r, "suggested_lr")],
   ["accuracy", (r) => ofWeights(r, "accuracy"), percent],
   ["test loss", (r) => ofWeights(r, "test_loss")],
-  ["train loss", (r) => last(r, "train_loss") ?? last(r, "loss")],
+  ["train loss", (r) => findsLr(r) ? undefined : last(r, "train_loss") ?? last(r, "loss")],
   [speedName, (r) => r.summary.images_per_s],
   ["MFU", (r) => r.summary.mfu, percent],
-  ["total time", (r) => r.summary.total_s, (v) => isNumber(v) ? `${short(v)} s` : "–"],
-  ["skipped steps", (r) => r.summary.skipped_steps],
+  ["total time", (r) => isNumber(r.summary.total_s) ? earlier(r) + r.summary.total_s : undefined, (v) => isNumber(v) ? `${short(v)} s` : "–"],
+  ["skipped steps", (r) => r.summary.skipped_steps || undefined],
   ["weights", (r) => r.summary.weights_sha256, (v) => typeof v === "string" ? v.slice(0, 12) + "…" : "–"],
 ];
 const resultNames = () => results.map(([name]) => typeof name === "function" ? name() : name);
@@ -58,10 +71,10 @@ const noteOf = ({ about }) => typeof about.note === "string" ? about.note : "";
 
 /** How the run ended, in words, and whether it ended as it should. */
 function status({ finish, summary, about }) {
-  const attempt = about.attempt > 1 ? `, attempt ${about.attempt}` : "";
+  const attempt = about.attempt > 1 ? `, attempt ${about.attempt}` : "", done = isLrSearch({ about }) ? "learning-rate search finished" : "finished";
   if (finish?.status === "failed") return [`failed${attempt}${finish.error ? ": " + finish.error : ""}`, "bad"];
   if (finish?.status === "stopped") return [`stopped${attempt}${finish.error ? ": " + finish.error : "; it can be resumed"}`, "soft"];
-  if (finish?.status === "finished" || Object.keys(summary).length) return ["finished" + attempt, "good"];
+  if (finish?.status === "finished" || Object.keys(summary).length) return [done + attempt, "good"];
   // The page of a job that goes on says so.
   if (finish?.status === "running") return ["running" + attempt, "good"];
   return [`not finished${attempt}: it is running, or was killed`, "bad"];
@@ -73,25 +86,25 @@ const overview = part(() => [runs.map((r) => [r.label, r.summary, r.about, r.fin
   document.title = title + " – Phalanx report";
   const parts = [el("h1", {}, title)];
   if (!several()) {
-    const run = runs[0], [text, kind] = status(run), { all, typed } = settings(run);
+    const run = runs[0], [text, kind] = status(run), { all } = settings(run);
     const started = isNumber(run.about.started) ? ` – started ${new Date(run.about.started * 1000).toISOString().slice(0, 19).replace("T", " ")} UTC` : "";
     parts.push(el("p", {}, el("b", { class: kind }, text), el("span", { class: "soft" }, [run.about.data, run.about.transport ?? run.summary.transport].filter(Boolean).map((v) => " – " + shown(v)).join("") + started)));
     const tags = Object.entries(tagsOf(run));
     if (tags.length) parts.push(el("p", { class: "tags" }, tags.flatMap(([name, v]) => [el("span", {}, v === "✓" ? name : `${name}: ${v}`), " "])));
     if (noteOf(run)) parts.push(el("p", { class: "note" }, noteOf(run)));
     const cards = resultsOf(run), names = resultNames();
-    parts.push(el("div", { class: "cards" }, cards.flatMap((card, i) => card.textContent === "–" ? []
+    parts.push(el("div", { class: "cards" }, cards.flatMap((card, i) => card.textContent === "–" || names[i] === "weights" ? []
       : el("div", {}, el("small", {}, names[i]), el("b", card.textContent.length > 9 ? { class: "long" } : {}, card)))));
     if (argumentsOf(run).length) parts.push(el("pre", { class: "command", title: "the command" }, commandOf(run).flatMap((word) => [el("span", {}, word), " "])));
-    const entries = Object.entries(all), given = [...typed].filter((name) => name in all).map((name) => [name, all[name]]), rest = entries.filter(([name]) => !typed.has(name));
-    if (given.length) parts.push(folding("given", "Settings given at the command line", true, pairs(given)));
-    if (rest.length) parts.push(folding("settings", given.length ? "Other settings, with their defaults" : "Settings", !given.length, pairs(rest)));
+    const entries = Object.entries(all), isTold = argumentsOf(run).length > 0;
+    if (entries.length) parts.push(folding("settings", isTold ? "All settings, with their defaults" : "Settings", !isTold, pairs(entries)));
     if (Object.keys(run.summary).length) parts.push(folding("results", "All results", false, pairs(otherResults(run))));
     return parts;
   }
-  parts.push(table(["run", "status", ...resultNames()], runs.map((r) => {
+  const cells = runs.map(resultsOf), has = resultNames().map((_, i) => cells.some((row) => row[i].textContent !== "–"));
+  parts.push(table(["run", "status", ...resultNames().filter((_, i) => has[i])], runs.map((r, n) => {
     const [text, kind] = status(r);
-    return [el("span", {}, key(r.color), " ", r.label), el("span", { class: kind }, text), ...resultsOf(r)];
+    return [el("span", {}, key(r.color), " ", r.label), el("span", { class: kind }, text), ...cells[n].filter((_, i) => has[i])];
   })));
   const tags = runs.map(tagsOf), notes = runs.map(noteOf), tagNames = [...new Set(tags.flatMap(Object.keys))];
   const rowOf = (name, texts) => [name, ...texts.map((text) => el("span", { class: "note" }, String(text)))];

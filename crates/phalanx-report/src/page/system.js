@@ -22,7 +22,9 @@ function breakdown(system) {
         const now = rank.values[name]?.[i];
         if (fresh) before[name] = 0;
         if (!isNumber(now)) return 0;
-        const passed = now - (before[name] || 0);
+        // A process that was started in place of a lost one has sums of its own.
+        const isNew = !fresh && (now < before[name] || !isNumber(rank.values[name][i - 1]));
+        const passed = isNew ? Math.min(now, name === "sent_bytes" ? Infinity : at[i] - from[i]) : now - (before[name] || 0);
         before[name] = now;
         return Math.max(0, passed);
       };
