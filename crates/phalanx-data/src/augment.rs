@@ -221,7 +221,7 @@ impl ImageDataset for Augmented {
         self.inner.classes()
     }
 
-    fn class_names(&self) -> &[&str] {
+    fn class_names(&self) -> Vec<String> {
         self.inner.class_names()
     }
 

@@ -64,6 +64,11 @@ pub trait Dataset: Send + Sync + 'static {
     fn content(&self) -> String {
         format!("{}, {} samples", self.describe(), self.len())
     }
+
+    /// Names of the classes by label, for the report; empty where there are none.
+    fn class_names(&self) -> Vec<String> {
+        Vec::new()
+    }
 }
 
 impl<T: Clone + Send + Sync + 'static> Dataset for Vec<T> {
@@ -141,6 +146,10 @@ impl<T: ImageDataset + ?Sized + 'static> Dataset for T {
     fn content(&self) -> String {
         ImageDataset::content(self)
     }
+
+    fn class_names(&self) -> Vec<String> {
+        ImageDataset::class_names(self)
+    }
 }
 
 /// Labelled images that can be read in any order from several threads.
@@ -162,9 +171,9 @@ pub trait ImageDataset: Send + Sync {
     /// Number of classes; labels are below it.
     fn classes(&self) -> usize;
 
-    /// Names of the classes by label; empty where labels are all there is.
-    fn class_names(&self) -> &[&str] {
-        &[]
+    /// Names of the classes by label, which the report shows; empty where labels are all there is.
+    fn class_names(&self) -> Vec<String> {
+        Vec::new()
     }
 
     /// As [`Dataset::content`].

@@ -348,8 +348,8 @@ impl ImageDataset for Cifar10 {
         CLASSES
     }
 
-    fn class_names(&self) -> &[&str] {
-        &CLASS_NAMES
+    fn class_names(&self) -> Vec<String> {
+        CLASS_NAMES.map(str::to_owned).to_vec()
     }
 
     fn content(&self) -> String {

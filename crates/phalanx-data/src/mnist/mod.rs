@@ -194,11 +194,10 @@ impl ImageDataset for Mnist {
         CLASSES
     }
 
-    fn class_names(&self) -> &[&str] {
-        if self.name == FASHION {
-            &FASHION_CLASS_NAMES
-        } else {
-            &[]
+    fn class_names(&self) -> Vec<String> {
+        match self.name == FASHION {
+            true => FASHION_CLASS_NAMES.map(str::to_owned).to_vec(),
+            false => Vec::new(),
         }
     }
 

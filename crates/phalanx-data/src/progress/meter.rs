@@ -21,6 +21,8 @@ pub(super) struct Meter {
     taken: usize,
     images: u64,
     loss: Option<f64>,
+    /// A measure of the last evaluation.
+    measure: String,
     /// Start of the current speed window.
     window: (Duration, u64),
     /// Samples per second in the last complete window.
@@ -38,6 +40,7 @@ impl Meter {
             taken: 0,
             images: 0,
             loss: None,
+            measure: String::new(),
             window: (Duration::ZERO, 0),
             speed: None,
         }
@@ -46,6 +49,11 @@ impl Meter {
     /// A meter whose samples are called `unit`.
     pub(super) fn with_unit(self, unit: &'static str) -> Self {
         Self { unit, ..self }
+    }
+
+    /// Shows `measure` beside the loss, if it is not empty.
+    pub(super) fn set_measure(&mut self, measure: &str) {
+        measure.clone_into(&mut self.measure);
     }
 
     /// Skips the first `taken` steps, which an earlier run has taken.
@@ -70,6 +78,9 @@ impl Meter {
         let speed = self.speed.or_else(|| speed(self.images, now));
         let left = self.left(now);
         let mut text = self.measured(speed, "loss");
+        if !self.measure.is_empty() {
+            text.push_str(&format!("  {}", self.measure));
+        }
         if let Some(left) = left {
             text.push_str(&format!("  {} left", clock(left)));
         }

@@ -24,6 +24,7 @@ const TEXT_EVERY: Duration = Duration::from_millis(200);
 pub struct Progress {
     display: Display,
     unit: &'static str,
+    measure: String,
     epoch: Option<Running>,
 }
 
@@ -85,6 +86,7 @@ impl Progress {
         Self {
             display,
             unit: "images",
+            measure: String::new(),
             epoch: None,
         }
     }
@@ -107,13 +109,30 @@ impl Progress {
             ),
             Display::Lines { every, .. } => (None, *every),
         };
+        let mut meter = Meter::new(epoch, epochs, steps).with_unit(self.unit);
+        meter.set_measure(&self.measure);
         self.epoch = Some(Running {
-            meter: Meter::new(epoch, epochs, steps).with_unit(self.unit),
+            meter,
             started: Instant::now(),
             due,
             bar,
             columns: 0,
         });
+    }
+
+    /// Shows `measure`, a name and a value, beside the loss from now on.
+    pub fn set_measure(&mut self, measure: String) {
+        if let Some(running) = &mut self.epoch {
+            running.meter.set_measure(&measure);
+        }
+        self.measure = measure;
+    }
+
+    /// Leaves `time`, in which no step was taken, out of the speed.
+    pub fn leave_out(&mut self, time: Duration) {
+        if let Some(running) = &mut self.epoch {
+            running.started += time;
+        }
     }
 
     /// Skips the first `taken` steps of this epoch, which an earlier run has taken.

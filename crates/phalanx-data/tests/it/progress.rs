@@ -108,3 +108,33 @@ fn a_closed_stream_does_not_stop_training() {
     progress.step(1, None);
     progress.end();
 }
+
+#[test]
+fn a_measure_is_shown_from_its_evaluation_on_and_the_speed_is_without_it() {
+    let paper = Paper::default();
+    let mut progress = Progress::lines(Box::new(paper.clone()), Duration::ZERO);
+    progress.begin(1, 2, 2);
+    progress.step(128, Some(0.5));
+    let began = std::time::Instant::now();
+    std::thread::sleep(Duration::from_millis(400));
+    progress.leave_out(began.elapsed());
+    progress.set_measure("auc 0.7980".to_owned());
+    progress.step(128, Some(0.4));
+    progress.end();
+    progress.begin(2, 2, 1);
+    progress.step(128, Some(0.3));
+    let lines = paper.lines();
+    assert!(!lines[0].contains("auc"), "{}", lines[0]);
+    for (line, loss) in [(1, "0.4000"), (3, "0.3000")] {
+        let shown = format!("  loss {loss}  auc 0.7980  0:00 left");
+        assert!(lines[line].ends_with(&shown), "{}", lines[line]);
+    }
+    let (_, speed) = lines[2].split_once("2 steps  ").expect("a speed");
+    let (speed, _) = speed.split_once(" images/s").expect("a unit");
+    let speed: f64 = speed.replace(',', "").parse().expect("a number");
+    // With it, 640 at most.
+    assert!(speed > 700.0, "{}", lines[2]);
+    // Outside an epoch nothing is left out.
+    progress.end();
+    progress.leave_out(Duration::from_secs(3600));
+}
