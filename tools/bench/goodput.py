@@ -175,7 +175,7 @@ class Job:
         """Waits a moment, reads what is new and starts replicas of torchft again."""
         time.sleep(0.05)
         now = time.time()
-        for path in [*pathlib.Path(self.folder).glob("run/metrics.jsonl"), *pathlib.Path(self.folder).glob("log.*")]:
+        for path in [p for name in ["run/events.jsonl", "run/metrics.jsonl", "log.*"] for p in pathlib.Path(self.folder).glob(name)]:
             with open(path, "rb") as file:
                 file.seek(self.read.get(path, 0))
                 *lines, _ = file.read().split(b"\n")
@@ -194,9 +194,9 @@ class Job:
             return self.records.append(line)
         # Of our clock only the zero is not known.
         self.clock = min(self.clock, now - line["elapsed_s"])
-        if "ranks" in line:
-            self.now_ranks = line["ranks"]
-            if line["ranks"] > line["ranks_before"]:
+        if line.get("kind") == "ranks":
+            self.now_ranks = line["after"]
+            if line["after"] > line["before"]:
                 self.records.append({"time": self.clock + line["noticed_s"], "loop": True})
         elif "loss" in line:
             self.records.append({"time": self.clock + line["elapsed_s"], "samples": (line["step"] + 1) * 2 * self.args.batch,

@@ -187,7 +187,7 @@ class Job:
 
     def is_whole(self):
         """All hosts are part of the training."""
-        changes = [r["ranks"] for r in metrics(self.folder, "run") if "ranks" in r]
+        changes = [r["after"] for r in changes_of_ranks(self.folder)]
         return not changes or changes[-1] == self.args.ranks
 
     def fault(self, kind):
@@ -243,8 +243,12 @@ class Job:
         return True
 
 
-def metrics(folder, run):
-    path = f"{folder}/{run}/metrics.jsonl"
+def changes_of_ranks(folder):
+    return [r for r in metrics(folder, "run", "events") if r["kind"] == "ranks"]
+
+
+def metrics(folder, run, file="metrics"):
+    path = f"{folder}/{run}/{file}.jsonl"
     if not os.path.exists(path):
         return []
     with open(path) as file:
@@ -350,15 +354,15 @@ def run(args, folder, epochs, job, began):
     took, is_early = time.time() - began, not is_enough()
     grown = usage.check() if usage else []
     wrong = check(args, folder, epochs, job) + grown
-    changes = [r for r in metrics(folder, "run") if "ranks" in r]
-    losses = [r for r in changes if r["ranks"] < r["ranks_before"]]
+    changes = changes_of_ranks(folder)
+    losses = [r for r in changes if r["after"] < r["before"]]
     noticed = []
     for kill in kills:
         after = [r["noticed_s"] - kill for r in losses if r["noticed_s"] > kill - 0.02]
         if after and min(after) < 1:
             noticed.append(min(after))
     again = [r["state_s"] - r["noticed_s"] for r in losses]
-    joined = [r["state_s"] - r["noticed_s"] for r in changes if r["ranks"] > r["ranks_before"]]
+    joined = [r["state_s"] - r["noticed_s"] for r in changes if r["after"] > r["before"]]
     print(f"{dict(faults)}, {args.hosts} host(s), {epochs} epochs, seed {args.seed}")
     for name, values in [("noticed after the kill", noticed), ("from there to going on", again), ("a rank joins", joined)]:
         p50, p99 = (1e3 * percentile(values, share) for share in (0.5, 0.99))

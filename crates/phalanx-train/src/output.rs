@@ -288,7 +288,7 @@ impl Output {
     pub fn with_report(&self, error: Error) -> Error {
         match error.kind() {
             ErrorKind::PeerLost | ErrorKind::Timeout => error,
-            ErrorKind::Interrupted | ErrorKind::Stopped => error,
+            ErrorKind::Stopped => error,
             _ if self.opened.is_none() || error.is_told() || log::has_launcher() => error,
             _ => error.note("report", as_typed(&self.dir.join(REPORT_FILE))),
         }
@@ -344,7 +344,7 @@ impl Output {
         let next = resumed.map(|place| next_step(place, info.steps));
         let start = |attempt: u64| {
             let (step, epoch) = next.unzip();
-            json!({ "attempt": attempt, "resumed_at": step, "epoch": epoch })
+            json!({ "attempt": attempt, "resumed_at": step, "epoch": epoch, "takes_over": keeps_own })
         };
         let Some(dir) = self.opened.as_ref().filter(|_| self.complete.is_none()) else {
             return Ok(RunLog::start(ctx, MetricsLog::disabled(), None, start(0)));

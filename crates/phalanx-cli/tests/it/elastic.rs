@@ -102,15 +102,13 @@ fn wait_for_step(dir: &Path, epoch: u64, step: u64) {
     });
 }
 
-/// Waits until the job has as many processes in its group as these lines of the metrics say.
+/// Waits until the job has as many processes in its group as these events say.
 fn wait_for_ranks(dir: &Path, changes: usize, ranks: u64) {
     eventually("the ranks have formed a new group", || {
-        let metrics = records(&dir.join("run/metrics.jsonl"));
-        let changed: Vec<&Value> = metrics
-            .iter()
-            .filter(|r| r.get("ranks").is_some())
-            .collect();
-        changed.len() >= changes && changed.last().is_some_and(|r| r["ranks"] == ranks)
+        let events = records(&dir.join("run/events.jsonl"));
+        let mut changed: Vec<&Value> = events.iter().filter(|e| e["kind"] == "ranks").collect();
+        let last = changed.pop();
+        changed.len() + 1 >= changes && last.is_some_and(|change| change["after"] == ranks)
     });
 }
 
@@ -191,8 +189,7 @@ fn check_result(dir: &Path, ranks: usize) {
     assert_eq!(world, ranks);
     check_samples(dir);
     let losses = |all: &[Value]| -> Vec<(u64, Value, Value)> {
-        let all = all.iter().filter(|record| record.get("ranks").is_none());
-        let mut all: Vec<_> = all
+        let mut all: Vec<_> = (all.iter())
             .map(|r| {
                 (
                     r["step"].as_u64().expect("a step"),
@@ -252,6 +249,14 @@ fn lost_ranks_are_started_again_and_join_the_others() {
     );
     assert!(err.contains("3 ranks instead of 2"), "{err}");
     check_result(dir, 3);
+    // All are among those whose time and memory are shown.
+    let events = records(&dir.join("run/events.jsonl"));
+    let last = events.iter().rfind(|e| e["kind"] == "system");
+    let ranks = last.and_then(|e| e["ranks"].as_array()).expect("ranks");
+    let numbers: Vec<&Value> = ranks.iter().map(|rank| &rank["rank"]).collect();
+    assert_eq!(numbers, [0, 1, 2]);
+    let lacks_time = |rank: &&Value| rank["train_s"].as_f64() <= Some(0.0);
+    assert_eq!(ranks.iter().find(lacks_time), None);
 }
 
 /// A process that joins does before it what the others did as three ranks: the data of `linear` are named by these.
@@ -361,7 +366,7 @@ fn start_with_parts(dir: &Path, more: &str) -> Job {
 /// The losses of the steps and epochs of a run, by step and whether it is an epoch's.
 fn losses(run: &Path) -> BTreeMap<(u64, bool), f64> {
     let all = records(&run.join("metrics.jsonl"));
-    let losses = all.iter().filter(|r| r.get("ranks").is_none()).map(|r| {
+    let losses = all.iter().map(|r| {
         let loss = r.get("loss").or(r.get("test_loss"));
         let step = r["step"].as_u64().expect("a step");
         let loss = loss.and_then(Value::as_f64).expect("a loss");
@@ -673,11 +678,11 @@ fn ranks_that_have_not_begun_to_train_cannot_go_on_without_one() {
         signal(rank, "KILL");
     }
     // Unless the group had formed already, on a fast machine: the others go on then.
-    let metrics = dir.path().join("run/metrics.jsonl");
+    let events = dir.path().join("run/events.jsonl");
     let mut over = false;
     eventually("the job ends, or goes on without the rank", || {
         over = job.try_wait().expect("a child").is_some();
-        over || records(&metrics).iter().any(|r| r["ranks"] == 2)
+        over || records(&events).iter().any(|e| e["after"] == 2)
     });
     if !over {
         signal(job.id(), "INT");

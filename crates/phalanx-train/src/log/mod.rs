@@ -25,7 +25,7 @@ use serde_json::{Value, json};
 pub use self::run::RunInfo;
 pub(crate) use self::run::{Attempt, RUN_FILE, VERSION, document, write};
 pub(crate) use self::system::Counters;
-use self::system::System;
+use self::system::{Members, System};
 pub(crate) use self::writer::{Files, has_launcher, warn};
 use self::writer::{Message, Writer};
 use crate::error::{Error, ErrorKind, Result};
@@ -248,6 +248,16 @@ impl RunLog {
         self.say("notice", Some(step), json!({ "text": text }));
     }
 
+    /// Takes the ranks of `ctx`, which are others than before. What this rank's process uses is theirs from now on.
+    pub(crate) fn set_members(&self, ctx: &RankContext) {
+        self.send(Message::Members(Members::of(ctx)));
+    }
+
+    /// Writes that the ranks have changed before the step `step`, counted from 0.
+    pub(crate) fn rank_change(&self, step: u64, change: Value) {
+        self.say("ranks", Some(step), change);
+    }
+
     /// Writes that a checkpoint of `step` steps is being saved.
     pub fn checkpoint(&self, step: u64, file: &Path) {
         let file = file.to_string_lossy();
@@ -381,7 +391,7 @@ impl RunLog {
         let Some(thread) = &self.thread else {
             return;
         };
-        let is_mine = self.is_main || matches!(message, Message::Flush(_));
+        let is_mine = self.is_main || matches!(message, Message::Flush(_) | Message::Members(_));
         if is_mine && thread.queue.try_send(message).is_err() {
             thread.dropped.fetch_add(1, Relaxed);
         }

@@ -1,6 +1,7 @@
 //! What the ranks' processes use, and what their time goes to: each rank's thread puts its own into the store, rank 0's
 //! thread reads all. No step and no collective is part of it.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -11,7 +12,7 @@ use phalanx_base::host_name;
 use phalanx_base::process::proc_bytes;
 use phalanx_launch::RankContext;
 use phalanx_store::Store;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// Seconds between two records.
 const INTERVAL_VARIABLE: &str = "PHALANX_SYSTEM_INTERVAL_S";
@@ -20,6 +21,8 @@ const INTERVAL: Duration = Duration::from_secs(5);
 const INTERVAL_OF_A_RANK: Duration = Duration::from_millis(250);
 /// `USER_HZ`, in which Linux tells programs times; the same on every architecture of today.
 const TICKS_PER_SECOND: u64 = 100;
+/// The shortest time over which the processor's use is measured.
+const LEAST: Duration = Duration::from_millis(200);
 /// Intervals after which a rank that says nothing is left out.
 const SILENT: u32 = 3;
 
@@ -37,28 +40,54 @@ pub(crate) struct Counters {
     pub(crate) wants_bytes: AtomicBool,
 }
 
-/// Measures this rank, and on rank 0 knows the others.
-pub(super) struct System {
+/// The ranks of a group.
+pub(super) struct Members {
     rank: usize,
-    world: usize,
+    /// This rank's number among all that the job has started.
+    number: usize,
+    /// Those of all ranks, by rank.
+    numbers: Vec<usize>,
     store: Arc<dyn Store>,
-    /// Of the keys in the store.
-    prefix: String,
+}
+
+impl fmt::Debug for Members {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (f.debug_struct("Members").field("numbers", &self.numbers)).finish()
+    }
+}
+
+impl Members {
+    pub(super) fn of(ctx: &RankContext) -> Members {
+        let group = ctx.group();
+        Members {
+            rank: ctx.rank(),
+            number: ctx.number(),
+            numbers: group.global_ranks().to_vec(),
+            store: group.store(),
+        }
+    }
+}
+
+/// Measures this rank, and on rank 0 knows the others.
+#[derive(Debug)]
+pub(super) struct System {
+    members: Members,
     counters: Arc<Counters>,
     host: String,
     interval: Duration,
     /// When the command was started.
     started: Instant,
-    /// Processor time at the record before.
+    /// Processor time when it was last measured.
     used: Option<(Instant, Duration)>,
-    /// What each rank said last, and how often it was seen.
-    seen: Vec<(Vec<u8>, u32)>,
+    /// What was used of one core until then.
+    percent: Option<f64>,
+    /// What each rank said last, and how often it was seen, by its number.
+    seen: HashMap<usize, (Vec<u8>, u32)>,
 }
 
-impl fmt::Debug for System {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("System").field("rank", &self.rank).finish()
-    }
+/// The key of what the rank with this number says.
+fn key_of(number: usize) -> String {
+    format!("system/{number}")
 }
 
 impl System {
@@ -67,18 +96,28 @@ impl System {
         let seconds = seconds.and_then(|text| text.parse().ok());
         let interval = seconds.and_then(|s: f64| Duration::try_from_secs_f64(s.max(0.01)).ok());
         System {
-            rank: ctx.rank(),
-            world: ctx.world(),
-            store: ctx.group().store(),
-            prefix: format!("system/{}", ctx.group().generation()),
+            members: Members::of(ctx),
             counters,
             host: host_name(),
             interval: interval
                 .unwrap_or_else(|| INTERVAL.max(INTERVAL_OF_A_RANK * ctx.world() as u32)),
             started: ctx.started(),
             used: processor_time().map(|used| (Instant::now(), used)),
-            seen: vec![(Vec::new(), 0); ctx.world()],
+            percent: None,
+            seen: HashMap::new(),
         }
+    }
+
+    /// The ranks are others from now on.
+    pub(super) fn set_members(&mut self, members: Members) {
+        self.members = members;
+        self.post();
+    }
+
+    /// As if half an interval had passed since the last record.
+    #[cfg(test)]
+    pub(super) fn end_interval(&mut self) {
+        self.interval = Duration::from_millis(300);
     }
 
     pub(super) fn interval(&self) -> Duration {
@@ -96,31 +135,32 @@ impl System {
 
     /// Puts this rank's record into the store, for rank 0.
     pub(super) fn post(&mut self) {
-        if self.rank > 0 {
+        if self.members.rank > 0 {
             let record = self.own().to_string();
-            let key = format!("{}/{}", self.prefix, self.rank);
+            let key = key_of(self.members.number);
             // Without a store the group fails by itself.
-            let _ = self.store.set(&key, record.as_bytes());
+            let _ = self.members.store.set(&key, record.as_bytes());
         }
     }
 
     /// The records of all ranks that said something lately; on rank 0.
     pub(super) fn all(&mut self) -> Value {
         let mut ranks = vec![self.own()];
-        for rank in 1..self.world {
-            let key = format!("{}/{rank}", self.prefix);
-            let Ok(Some(text)) = self.store.try_get(&key) else {
+        for (rank, number) in self.members.numbers.iter().enumerate().skip(1) {
+            let Ok(Some(text)) = self.members.store.try_get(&key_of(*number)) else {
                 continue;
             };
-            let (last, times) = &mut self.seen[rank];
+            let (last, times) = self.seen.entry(*number).or_default();
             *times = match *last == text {
                 true => times.saturating_add(1),
                 false => 0,
             };
-            let record = serde_json::from_slice::<Value>(&text);
+            let record = serde_json::from_slice::<Map<_, _>>(&text);
             *last = text;
-            if let (Ok(record), true) = (record, *times < SILENT) {
-                ranks.push(record);
+            if let (Ok(mut record), true) = (record, *times < SILENT) {
+                // It may have had another rank when it said this.
+                record.insert("rank".to_owned(), json!(rank));
+                ranks.push(record.into());
             }
         }
         json!({ "ranks": ranks })
@@ -129,15 +169,22 @@ impl System {
     fn own(&mut self) -> Value {
         let counters = &self.counters;
         let seconds = |counter: &AtomicU64| counter.load(Relaxed) as f64 / 1e9;
-        let now = processor_time().map(|used| (Instant::now(), used));
-        let percent = now.zip(self.used).map(|((now, used), (then, before))| {
-            let wall = now.saturating_duration_since(then).as_secs_f64();
-            100.0 * used.saturating_sub(before).as_secs_f64() / wall.max(1e-3)
-        });
-        self.used = now;
+        let mut percent = self.percent;
+        if let Some(((then, before), used)) = self.used.zip(processor_time()) {
+            // Shortly after the last record, as at the end of a run, too little is used to be counted.
+            let wall = then.elapsed();
+            let is_whole = wall >= self.interval / 2;
+            if is_whole || percent.is_none() && wall >= LEAST {
+                let used = used.saturating_sub(before).as_secs_f64();
+                percent = Some(100.0 * used / wall.as_secs_f64().max(1e-3));
+            }
+            if is_whole {
+                (self.used, self.percent) = (Some((Instant::now(), used)), percent);
+            }
+        }
         counters.wants_bytes.store(true, Relaxed);
         let mut record = json!({
-            "rank": self.rank,
+            "rank": self.members.rank,
             "host": self.host,
             "pid": std::process::id(),
             "time": super::run::now(),
@@ -151,7 +198,7 @@ impl System {
             "saving_s": seconds(&counters.saving),
             "evaluation_s": seconds(&counters.evaluation),
         });
-        if self.rank == 0 {
+        if self.members.rank == 0 {
             record["memory_free_bytes"] = json!(status_bytes("/proc/meminfo", "MemAvailable:"));
             let load = std::fs::read_to_string("/proc/loadavg").ok();
             let load = load.and_then(|text| text.split(' ').next()?.parse::<f64>().ok());

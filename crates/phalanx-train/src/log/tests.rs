@@ -95,6 +95,64 @@ fn rank_0_writes_what_all_ranks_use_and_how_the_run_ended() {
 }
 
 #[test]
+fn rank_0_knows_the_ranks_that_there_are_now() {
+    let dir = tempfile::tempdir().expect("folder");
+    let open = Dir::open(dir.path()).expect("folder");
+    let ranks: Vec<_> = ProcessGroup::threads(2, GroupOptions::default());
+    let ctx: Vec<RankContext> = ranks.into_iter().map(context).collect();
+    let start = |files| {
+        let ctx = if files { &ctx[0] } else { &ctx[1] };
+        let files = files.then(|| self::files(&open));
+        RunLog::start(ctx, MetricsLog::disabled(), files, json!({}))
+    };
+    // A newcomer is alone at first, with a number of its own.
+    let newcomer = RunLog::start(&alone(), MetricsLog::disabled(), None, json!({}));
+    let mut first = start(true);
+    newcomer.set_members(&ctx[1]);
+    let mut newcomer = newcomer;
+    newcomer.counters().train.store(4_000_000_000, Relaxed);
+    newcomer.flush();
+    // What is no record is left out.
+    let store = ctx[0].group().store();
+    store.set("system/1", b"[1]").expect("set");
+    let all = |events: &[Value]| events.last().expect("one")["ranks"].clone();
+    let mut system = System::new(&ctx[0], Arc::default());
+    let numbers = |ranks: &Value| {
+        let ranks = ranks.as_array().expect("ranks");
+        let number = |rank: &Value| (rank["rank"].as_u64(), rank["train_s"].as_f64());
+        ranks.iter().map(number).collect::<Vec<_>>()
+    };
+    assert_eq!(numbers(&system.all()["ranks"]), [(Some(0), Some(0.0))]);
+    newcomer.flush();
+    first.finish();
+    let events: Vec<Value> = written(dir.path());
+    let systems: Vec<Value> = events
+        .into_iter()
+        .filter(|e| e["kind"] == "system")
+        .collect();
+    let found = numbers(&all(&systems));
+    assert_eq!(found, [(Some(0), Some(0.0)), (Some(1), Some(4.0))]);
+}
+
+#[test]
+fn too_short_a_time_does_not_measure_the_processor() {
+    let mut system = System::new(&alone(), Arc::default());
+    let percent = |system: &mut System| system.all()["ranks"][0]["cpu_percent"].as_f64();
+    assert_eq!(percent(&mut system), None);
+    let until = Instant::now() + Duration::from_millis(300);
+    let mut sum = 0u64;
+    while Instant::now() < until {
+        sum = std::hint::black_box(sum + 1);
+    }
+    // Since it began: a part of an interval is better than nothing.
+    assert!(percent(&mut system) > Some(1.0), "{sum}");
+    system.end_interval();
+    let whole = percent(&mut system);
+    assert!(whole > Some(1.0));
+    assert_eq!(percent(&mut system), whole);
+}
+
+#[test]
 fn a_disk_that_hangs_delays_nobody_and_what_is_dropped_is_counted() {
     let dir = tempfile::tempdir().expect("folder");
     let open = Dir::open(dir.path()).expect("folder");

@@ -11,7 +11,7 @@ use phalanx_nn::GraphNode;
 use serde_json::{Value, json};
 
 use super::histogram::Histogram;
-use super::system::System;
+use super::system::{Members, System};
 use super::{EVENTS_FILE, IMAGES_DIR, Status, TABLES_DIR, run};
 use crate::error::Result;
 use crate::say;
@@ -29,6 +29,8 @@ pub(super) enum Message {
         gradients: Histograms,
     },
     Graph(Vec<GraphNode>),
+    /// The ranks are others from now on.
+    Members(Members),
     Image {
         event: Value,
         file: String,
@@ -84,11 +86,14 @@ impl Writer {
                     }
                     let _ = done.send(());
                 }
+                Ok(Message::Members(members)) => self.system.set_members(members),
                 Ok(Message::Finish(event, status)) => {
                     self.measure();
                     if let Some(files) = &mut self.files {
                         files.event(&event);
-                        if status != Status::Finished && !has_launcher() {
+                        // A launcher writes that of a run that fails.
+                        if status == Status::Stopped || status == Status::Failed && !has_launcher()
+                        {
                             files.report();
                         }
                     }
@@ -170,7 +175,7 @@ impl Files {
                 }
             }
             // The thread's own.
-            Message::Flush(_) | Message::Finish(..) => {}
+            Message::Flush(_) | Message::Members(_) | Message::Finish(..) => {}
         }
     }
 

@@ -344,6 +344,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if self.ctx.is_main() && !self.reports.output.is_opened() {
             self.take_over_reports()?;
         }
+        self.reports.log.set_members(ctx);
         self.watch_requests();
         Ok(())
     }
@@ -599,7 +600,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         }
         if let Some(since) = waiting {
             let ranks = plural(self.ctx.world(), "rank");
-            let waited = since.elapsed().as_secs_f64();
+            let waited = since.elapsed();
+            self.reports.progress.leave_out(waited);
+            let waited = waited.as_secs_f64();
             self.say(&format!("going on with {ranks} after {waited:.1} s"));
         }
         Ok(())
@@ -838,10 +841,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             self.ctx.group().announce_joined(true)?;
         }
         let changes = std::mem::take(&mut self.elastic.changes);
-        (changes.into_iter()).try_for_each(|change| self.report_one(turn, &change))
+        (changes.iter()).for_each(|change| self.report_one(turn, change));
+        Ok(())
     }
 
-    fn report_one(&mut self, turn: &StepContext, change: &Change) -> Result<()> {
+    fn report_one(&mut self, turn: &StepContext, change: &Change) {
         let ctx = self.ctx;
         let redone = Instant::now();
         let ms =
@@ -859,13 +863,13 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         );
         let reports = &mut self.reports;
         reports.progress.suspend(|| ctx.note(&text));
-        let step = (turn.epoch - 1) * self.steps + turn.index;
-        reports.log.notice(step as u64, &text);
-        reports.log.event(&json!({
-            "step": step, "epoch": turn.epoch, "elapsed_s": at(redone),
-            "ranks": world, "ranks_before": change.before, "noticed_s": at(change.noticed), "agreed_s": at(change.agreed),
+        let step = ((turn.epoch - 1) * self.steps + turn.index) as u64;
+        reports.log.notice(step, &text);
+        let change = json!({
+            "before": change.before, "after": world, "noticed_s": at(change.noticed), "agreed_s": at(change.agreed),
             "state_s": at(change.state), "redone_s": at(redone),
-        }))
+        });
+        reports.log.rank_change(step, change);
     }
 
     /// The training has ended: processes that want to join need not wait any longer.

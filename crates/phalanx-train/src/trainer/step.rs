@@ -404,6 +404,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     pub(super) fn count_evaluation(&mut self, began: Instant) {
         let took = began.elapsed();
         self.results.timing.tested += took;
+        self.reports.progress.leave_out(took);
         if let Some(running) = &mut self.running {
             running.began += took;
         }

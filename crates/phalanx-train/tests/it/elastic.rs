@@ -232,8 +232,7 @@ pub(crate) fn metrics(dir: &Path) -> Vec<(u64, Value, Value)> {
     let lines = text
         .lines()
         .map(|line| serde_json::from_str(line).expect("JSON"));
-    let all = lines.filter(|record: &Value| record.get("ranks").is_none());
-    let mut all: Vec<_> = all
+    let mut all: Vec<_> = lines
         .map(|r: Value| {
             (
                 r["step"].as_u64().expect("a step"),
