@@ -7,7 +7,7 @@ use phalanx_checkpoint::state::Place;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::format::rounded;
+use crate::format::{plural, rounded};
 use crate::saving::History;
 use crate::trainer::Evaluation;
 
@@ -335,6 +335,30 @@ impl Best {
         &self.judged
     }
 
+    /// The name of the measure that the program has named, with its value in `evaluation`.
+    pub fn named(&self, evaluation: &Evaluation) -> Option<String> {
+        let wanted = self.wanted.as_ref()?;
+        Some(format!(
+            "{} {}",
+            wanted.metric,
+            rounded(wanted.value(evaluation)?)
+        ))
+    }
+
+    /// Why the training stops early, in words.
+    pub fn why_stopped(&self) -> Option<String> {
+        let (early, best) = (self.early.filter(|_| self.stops())?, self.best.as_ref()?);
+        let gain = match early.min_delta {
+            0.0 => "not improved".to_owned(),
+            delta => format!("not improved by more than {delta}"),
+        };
+        let evaluations = plural(early.patience, "evaluation");
+        let (metric, best) = (best.metric(), best.describe());
+        Some(format!(
+            "{metric} has {gain} in {evaluations}; the best was {best}"
+        ))
+    }
+
     /// Whether the training is to stop early.
     pub fn stops(&self) -> bool {
         let (Some(early), Some(last)) = (&self.early, self.judged.last()) else {
@@ -441,6 +465,32 @@ mod tests {
         let accuracies = [0.5, 0.75, 0.75, 0.25];
         let best = BestEpoch::by_accuracy(&accuracies).expect("one");
         assert_eq!(best, BestEpoch::new("accuracy:max", 2, None, 0.75));
+    }
+
+    #[test]
+    fn an_early_stop_says_which_gain_was_missing() {
+        let why = |early: EarlyStopping, wanted: &str, all: &[f64]| {
+            let mut best = Best::new(BestMeasure::parse(wanted).ok(), Some(early));
+            for (epoch, mae) in (1..).zip(all) {
+                best.compare(epoch, 0, &evaluation(*mae, Some(1), *mae), String::new())
+                    .expect("compared");
+            }
+            best.why_stopped()
+        };
+        let early = EarlyStopping::new(2);
+        let all = [0.5, 0.3, 0.29, 0.28];
+        assert_eq!(why(early, "mae:min", &all), None);
+        let coarse = why(early.min_delta(0.1), "mae:min", &all);
+        let text = "mae has not improved by more than 0.1 in 2 evaluations; the best was mae 0.2800 in epoch 4";
+        assert_eq!(coarse.as_deref(), Some(text));
+        let text =
+            "test_loss has not improved in 1 evaluation; the best was test_loss 0.2000 in epoch 1";
+        let loss = why(EarlyStopping::new(1), "loss", &[0.2, 0.2]);
+        assert_eq!(loss.as_deref(), Some(text));
+        let named = Best::new(BestMeasure::parse("test_mae:max").ok(), None);
+        let evaluation = evaluation(1.0, None, 0.123_456);
+        assert_eq!(named.named(&evaluation).as_deref(), Some("test_mae 0.1235"));
+        assert_eq!(Best::new(None, None).named(&evaluation), None);
     }
 
     #[test]

@@ -311,7 +311,7 @@ impl Output {
         resumed: Option<Place>,
         info: &RunInfo<'_>,
     ) -> Result<RunLog> {
-        self.log_from(ctx, resumed, info, |_| None)
+        self.log_from(ctx, resumed, info, false, |_| None)
     }
 
     /// As [`log`](Self::log), where `--max-steps` had cut the epoch in which the run goes on: without the cut's evaluation.
@@ -328,23 +328,24 @@ impl Output {
         let epoch = next_step(place, info.steps).1 as f64;
         let is_of_cut =
             |record: &Value| record.get("train_loss").is_some() && epoch_of(record) == Some(epoch);
-        self.log_from(ctx, Some(place), info, |record| {
+        self.log_from(ctx, Some(place), info, false, |record| {
             is_of_cut(record).then_some(false)
         })
     }
 
-    /// As [`log`](Self::log), if `keeps_it` does not say whether a record stays.
+    /// As [`log`](Self::log), if `keeps_it` does not say whether a record stays; `takes_over`: from a rank that was lost.
     fn log_from(
         &self,
         ctx: &RankContext,
         resumed: Option<Place>,
         info: &RunInfo<'_>,
+        takes_over: bool,
         keeps_it: impl Fn(&Value) -> Option<bool>,
     ) -> Result<RunLog> {
         let next = resumed.map(|place| next_step(place, info.steps));
         let start = |attempt: u64| {
             let (step, epoch) = next.unzip();
-            json!({ "attempt": attempt, "resumed_at": step, "epoch": epoch, "takes_over": keeps_own })
+            json!({ "attempt": attempt, "resumed_at": step, "epoch": epoch, "takes_over": takes_over })
         };
         let Some(dir) = self.opened.as_ref().filter(|_| self.complete.is_none()) else {
             return Ok(RunLog::start(ctx, MetricsLog::disabled(), None, start(0)));
@@ -418,7 +419,7 @@ impl Output {
             .collect();
         // All but steps' losses stay.
         let is_own = |record: &Value| record.get("loss").is_none().then_some(true);
-        let mut log = self.log_from(ctx, Some(place), info, is_own)?;
+        let mut log = self.log_from(ctx, Some(place), info, true, is_own)?;
         for record in records {
             if !written.iter().any(|known| same(known, record)) {
                 log.write(record)?;

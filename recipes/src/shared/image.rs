@@ -29,13 +29,9 @@ pub struct Data {
 }
 
 impl Data {
-    /// Adds the names of the data and of its classes to the summary.
+    /// Adds the name of the data to the summary.
     pub fn name_in_summary<M, S: Strategy>(&self, trainer: &mut Trainer<'_, M, S>) {
         trainer.add_to_summary("data", self.name.as_str());
-        let names = ImageDataset::class_names(&*self.test);
-        if !names.is_empty() {
-            trainer.add_to_summary("classes", names);
-        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::Child;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -93,6 +94,8 @@ fn a_loss_that_became_nan_is_said_in_the_terminals_words() {
     let (code, _, err) = run(&words, dir.path());
     assert_eq!(code, 1, "{err}");
     assert!(err.contains("\n  report  a/report.html\n"), "{err}");
+    // The cause is not found between the ranks.
+    assert!(!err.contains("inspect"), "{err}");
     let mut lines = err.lines();
     let headline = lines.find_map(|line| line.strip_prefix("error: "));
     let said = lines.find_map(|line| line.strip_prefix("  said    "));
@@ -125,6 +128,35 @@ fn a_signal_stops_the_run_with_and_without_checkpoints() {
         let (code, _, err) = ended(job);
         assert_eq!(code, 130, "{err}");
         check(dir.path(), "stopped", error);
+        let told = err
+            .lines()
+            .filter(|line| line.trim_start().starts_with("report "));
+        assert_eq!(
+            told.map(str::trim_start).collect::<Vec<_>>(),
+            [match error {
+                "" => "report   a/report.html",
+                _ => "report  a/report.html",
+            }],
+            "{err}"
+        );
+    }
+}
+
+/// It cannot save, so the grace of those that can is not for it.
+#[test]
+fn a_stopped_rank_is_not_waited_for_after_the_end() {
+    for (asks, code) in [(false, 4), (true, 130)] {
+        let dir = tempfile::tempdir().expect("folder");
+        let job = start(dir.path(), "--save-every 100000 --timeout 3");
+        signal(process_of(1, dir.path()), "STOP");
+        let began = Instant::now();
+        if asks {
+            signal(job.id(), "TERM");
+        }
+        let (ended, _, err) = ended(job);
+        assert_eq!(ended, code, "{err}");
+        // Rank 0 waits for 3 s; the grace is 30 s.
+        assert!(began.elapsed() < Duration::from_secs(20), "{err}");
     }
 }
 

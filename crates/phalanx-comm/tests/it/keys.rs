@@ -200,7 +200,11 @@ fn looks_for_newcomers_do_not_grow_with_those_that_have_gone() {
     store.add("reform/joining", 1).unwrap();
     report_leaving(&*store, 77).unwrap();
     report_lost(&*store, 77, "it is a test").unwrap();
-    assert_eq!(settled(&first), 3 + 1 + 2 + 1, "and it says so in the store");
+    assert_eq!(
+        settled(&first),
+        3 + 1 + 2 + 1,
+        "and it says so in the store"
+    );
     assert_eq!(settled(&first), 4);
     store.add("reform/joining", 1).unwrap();
     store.set("reform/joining/21", b"78").unwrap();

@@ -21,7 +21,7 @@ pub(crate) const VERSION: u64 = 2;
 pub(crate) const MAX_RUN_BYTES: u64 = 64 << 20;
 
 /// Settings that change no value of a step.
-const NOT_SHAPING: [&str; 10] = [
+const NOT_SHAPING: [&str; 11] = [
     "--bucket-cap-mb",
     "--exchange",
     "--log-batches",
@@ -32,6 +32,7 @@ const NOT_SHAPING: [&str; 10] = [
     "--test-batch-size",
     "--watch",
     "--workers",
+    "best",
 ];
 
 /// What `run.json` says of a training, besides its ranks.

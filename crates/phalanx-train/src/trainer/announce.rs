@@ -21,6 +21,10 @@ pub(super) struct About<'a> {
     pub(super) data: &'a str,
     /// SHA-256 of the weights before the first step.
     pub(super) initial: Option<&'a str>,
+    /// The program sets them itself.
+    pub(super) sets_weights: bool,
+    /// Names of the parameters that are not trained.
+    pub(super) frozen: &'a [String],
     pub(super) steps: usize,
     pub(super) extent: Extent,
     pub(super) optimizer: &'a str,
@@ -37,6 +41,11 @@ pub(super) fn announce(
     output: &Output,
 ) {
     let count: usize = params.iter().map(|i| i.len).sum();
+    let frozen = params
+        .iter()
+        .filter(|info| about.frozen.contains(&info.name));
+    let frozen: usize = frozen.map(|info| info.len).sum();
+    let is_drawn = settings.init == Start::Torch && !about.sets_weights;
     ctx.note(&format!(
         "phalanx {}  {}  {}",
         env!("CARGO_PKG_VERSION"),
@@ -45,10 +54,18 @@ pub(super) fn announce(
     ));
     ctx.note(&format!("data     {}", about.data));
     ctx.note(&format!(
-        "model    {}, {}, {} parameters in {} tensors{}",
+        "model    {}, {}, {} parameters{} in {} tensors{}",
         about.title,
         settings.precision.describe(),
         thousands(count),
+        match frozen {
+            0 => String::new(),
+            _ => format!(
+                " ({} trained, {} frozen)",
+                thousands(count - frozen),
+                thousands(frozen)
+            ),
+        },
         params.len(),
         match about.only_evaluates {
             true => "",
@@ -57,11 +74,14 @@ pub(super) fn announce(
     ));
     description.lines.iter().for_each(|line| ctx.note(line));
     if let Some(initial) = about.initial {
-        let from = settings.init.describe(settings.seed);
+        let from = match settings.init == Start::Torch && !is_drawn {
+            true => "as the program's init sets them".to_owned(),
+            false => settings.init.describe(settings.seed),
+        };
         ctx.note(&format!("weights  {from} ({initial:.12}…)"));
     }
     if about.only_evaluates {
-        if settings.init == Start::Torch {
+        if is_drawn {
             ctx.note("warning: the weights are random; --init FILE evaluates those of a file or a run's folder");
         }
         return;

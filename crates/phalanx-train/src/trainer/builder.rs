@@ -70,6 +70,7 @@ pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
     limited: Option<usize>,
     data: String,
     content: String,
+    classes: Vec<String>,
     model: Box<dyn FnOnce(&mut Scope) -> M + 'j>,
     init: Option<Init<'j>>,
     frozen: Vec<String>,
@@ -123,6 +124,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
             limited,
             data: format!("{}, {} samples", train.describe(), thousands(train.len())),
             content: train.content(),
+            classes: train.class_names(),
             model: Box::new(model),
             init: None,
             frozen: Vec::new(),
@@ -170,6 +172,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             limited: self.limited,
             data: self.data,
             content: self.content,
+            classes: self.classes,
             model: self.model,
             init: self.init,
             frozen: self.frozen,
@@ -220,7 +223,8 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         self
     }
 
-    /// Parameters that are not trained, by name.
+    /// Parameters that are not trained: each by its name, or all whose names begin with one of `names` and a point, as those
+    /// of a layer or a part of the model.
     pub fn frozen(mut self, names: Vec<String>) -> Self {
         self.frozen = names;
         self
@@ -538,6 +542,8 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let mut scope = Scope::new(Seed(settings.seed));
         let model = (self.model)(&mut scope);
         let mut params = scope.build()?;
+        self.frozen = full_names(&params, &self.frozen)?;
+        let sets_weights = self.init.is_some();
         if let Some(resumed) = &resumed {
             resumed.check(&resumable)?;
         } else {
@@ -645,6 +651,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let weights = weights.unwrap_or_default();
         let infos = strategy.infos();
         let wanted = self.best.as_deref().map(BestMeasure::parse).transpose()?;
+        let measure = wanted.as_ref().map(BestMeasure::to_string);
         let mut best = Best::new(wanted, self.early_stopping);
         best.go_on(&history);
         let is_over = extent.is_over(place);
@@ -671,6 +678,8 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             title: &self.title,
             data: &self.data,
             initial: initial.as_deref(),
+            sets_weights,
+            frozen: &self.frozen,
             steps,
             extent,
             optimizer: &title,
@@ -705,6 +714,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         shown.extend(settings.of_each_rank());
         shown.insert("model".to_owned(), self.title.clone());
         shown.insert("optimizer".to_owned(), title);
+        shown.extend(measure.map(|measure| ("best".to_owned(), measure)));
         let info = RunInfo {
             program: &self.program,
             title: &self.title,
@@ -801,7 +811,12 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             waited: Rc::new(Cell::default()),
             results,
             reports,
-            summary: serde_json::Map::new(),
+            summary: match self.classes.is_empty() {
+                true => serde_json::Map::new(),
+                false => [("classes".to_owned(), self.classes.into())]
+                    .into_iter()
+                    .collect(),
+            },
             purpose: self.purpose,
             trainings: self.trainings,
             sampler_config: config,
@@ -828,6 +843,28 @@ impl Reporter for Silent {
     fn on_step_evaluation(&mut self, _: &RankContext, _: u64, _: &Evaluation) -> Result<()> {
         Ok(())
     }
+}
+
+/// The names of all parameters that `names` stand for: each is one parameter's, or the beginning of several before a point.
+fn full_names(params: &Params, names: &[String]) -> Result<Vec<String>> {
+    let mut all = Vec::new();
+    for name in names {
+        let is_meant = |full: &&String| {
+            let rest = full.strip_prefix(&**name);
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        };
+        let infos = params.infos().iter().map(|info| &info.name);
+        let meant: Vec<&String> = infos.filter(is_meant).collect();
+        if meant.is_empty() {
+            return Err(Error::usage(format!(
+                "frozen(\"{name}\"): the model has no parameter of this name, and none whose name begins with \"{name}.\""
+            )));
+        }
+        all.extend(meant.into_iter().cloned());
+    }
+    all.sort();
+    all.dedup();
+    Ok(all)
 }
 
 /// Gives the optimizers the momentum of `schedule`, where it has one.

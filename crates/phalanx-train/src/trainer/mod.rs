@@ -444,6 +444,9 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     fn judge(&mut self, epoch: usize, evaluation: Evaluation, branch: String) -> Result<()> {
         let best = &mut self.results.best;
         let (value, greatest) = best.compare(epoch, self.place.step, &evaluation, branch)?;
+        if let Some(measure) = best.named(&evaluation) {
+            self.reports.progress.set_measure(measure);
+        }
         self.set_last(evaluation);
         if let Some(schedule) = &mut self.schedule {
             let before = schedule.lr();
@@ -456,12 +459,13 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             }
         }
         let best = &self.results.best;
-        if let Some(epoch) = best.stops().then(|| best.so_far()).flatten() {
-            let saved = match best.is_new() || self.reports.output.has_best(epoch) {
+        if let Some(why) = best.why_stopped() {
+            let is_there = |epoch| best.is_new() || self.reports.output.has_best(epoch);
+            let saved = match best.so_far().is_some_and(is_there) {
                 true => format!("saved as {BEST_FILE}"),
                 false => "whose weights are not in the run's folder".to_owned(),
             };
-            let text = format!("stopped early: the best was {}, {saved}", epoch.describe());
+            let text = format!("stopped early: {why}, {saved}");
             self.reports.log.notice(self.place.step, &text);
             self.reports.progress.suspend(|| self.ctx.note(&text));
         }
@@ -683,6 +687,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         self.reports.log.stop();
         self.end_joining();
         let stopped = waited.and_then(|()| self.saving.stop(self.place));
+        self.reports.output.announce_report(self.ctx);
         match stopped.and(profiled) {
             Ok(()) => Error::stopped(),
             Err(error) => error,

@@ -1,14 +1,16 @@
 //! How often the loss is recorded and printed, and how a run is named that fails.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use phalanx_data::Dataset;
+use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::Sgd;
-use phalanx_train::{Error, ErrorKind, Job, RankContext, Reporter, Result, StepInfo};
-use serde_json::Value;
+use phalanx_train::{Error, ErrorKind, Job, Measure, RankContext, Reporter, Result, StepInfo};
+use serde_json::{Value, json};
 
-use crate::again::json;
-use crate::trainer::{data, loss, plane, ranks_with, settings};
+use crate::again::json as read;
+use crate::trainer::{Sample, data, loss, plane, ranks, ranks_with, settings};
 
 /// Keeps the steps that a program would print.
 struct Printed;
@@ -150,7 +152,7 @@ fn utilization_counts_the_steps_of_this_rank_without_evaluation() {
         rank.expect("trained");
     }
     let run = dir.path().join("run");
-    let summary = json(&run.join("summary.json"));
+    let summary = read(&run.join("summary.json"));
     let number = |name: &str| summary[name].as_f64().expect("a number");
     // Six samples of two values, forward and the weight's gradient.
     let flops = f64::from(2 * (2 * 6 * 2));
@@ -168,4 +170,164 @@ fn utilization_counts_the_steps_of_this_rank_without_evaluation() {
     assert_eq!(shares.len(), 6);
     let time: f64 = shares.iter().map(|share| flops / (share * peak)).sum();
     assert!(0.0 < time && time <= train, "{time} of {train}");
+}
+
+/// Samples with names that were read at run time.
+struct Named(Arc<Vec<Sample>>, Vec<String>);
+
+impl Dataset for Named {
+    type Batch = Vec<Sample>;
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn read_batch(
+        &self,
+        epoch: u64,
+        indices: &[u64],
+        batch: &mut Vec<Sample>,
+    ) -> phalanx_base::Result<()> {
+        self.0.read_batch(epoch, indices, batch)
+    }
+
+    fn class_names(&self) -> Vec<String> {
+        self.1.clone()
+    }
+}
+
+#[test]
+fn a_run_has_the_names_of_classes_and_of_the_measure_that_decides() {
+    let names = |names: &[&str]| {
+        names
+            .iter()
+            .map(|name| (*name).to_owned())
+            .collect::<Vec<_>>()
+    };
+    for (classes, own, best, shown) in [
+        (
+            names(&["a", "b c"]),
+            None,
+            Some("mae:min"),
+            json!(["a", "b c"]),
+        ),
+        (
+            names(&["a", "b"]),
+            Some(names(&["x", "y"])),
+            Some("loss"),
+            json!(["x", "y"]),
+        ),
+        (names(&[]), None, None, Value::Null),
+    ] {
+        let dir = tempfile::tempdir().expect("folder");
+        let train = Arc::new(Named(data(8), classes));
+        let trained = ranks_with(&settings(dir.path(), &["--epochs", "1"]), 2, |job| {
+            let builder = job.trainer(&train, plane, Sgd::new);
+            let builder = match best {
+                Some(best) => builder.best(best),
+                None => builder,
+            };
+            let mut trainer = builder.start()?;
+            if let Some(own) = &own {
+                trainer.add_to_summary("classes", own.clone());
+            }
+            for _ in trainer.epochs() {
+                for batch in trainer.batches(&train)? {
+                    trainer.step(&batch, |model, batch| loss(model, &batch))?;
+                }
+                trainer.evaluate(&train, |_, _| {
+                    Ok(Measure::of_sum(1.0).with_value("mae", 2.0))
+                })?;
+            }
+            trainer.finish()
+        });
+        trained
+            .into_iter()
+            .for_each(|rank| drop(rank.expect("trained")));
+        let run = dir.path().join("run");
+        assert_eq!(read(&run.join("summary.json"))["classes"], shown);
+        let measure = best.map(|best| best.replace("loss", "test_loss:min"));
+        assert_eq!(
+            read(&run.join("run.json"))["settings"]["best"],
+            json!(measure)
+        );
+    }
+}
+
+#[test]
+fn a_part_of_the_model_is_frozen_by_its_name() {
+    type Two = (Linear, Linear);
+    let two = |scope: &mut phalanx_nn::Scope| -> Two {
+        let first = Linear::new(scope.enter("plane"), 2, 1);
+        (first, Linear::new(scope.enter("planet.x"), 1, 1))
+    };
+    let train = |frozen: &'static [&str], dir: &std::path::Path| {
+        let settings = settings(dir, &["--overwrite"]);
+        let trained = ranks_with(&settings, 2, |job| {
+            let train = data(8);
+            let names = frozen.iter().map(|name| (*name).to_owned()).collect();
+            let mut trainer = job.trainer(&train, two, Sgd::new).frozen(names).start()?;
+            let before = trainer.params().flat().to_vec();
+            for _ in trainer.epochs() {
+                for batch in trainer.batches(&train)? {
+                    trainer.step(&batch, |(first, second), batch| {
+                        let x: Vec<f32> = batch.iter().flat_map(|(x, _)| *x).collect();
+                        let x = first.forward(batch.input(&x, &[batch.samples(), 2])?)?;
+                        Ok(second.forward(x)?.mean(&[], false)?)
+                    })?;
+                }
+            }
+            let params = trainer.params();
+            let changed = params.ids().zip(params.infos()).filter(|(id, _)| {
+                let at = before.iter().position(|w| *w == params.get(*id)[0]);
+                at.is_none()
+            });
+            let changed = changed
+                .map(|(_, info)| info.name.clone())
+                .collect::<Vec<_>>();
+            trainer.finish()?;
+            Ok(changed)
+        });
+        trained.into_iter().next().expect("a rank")
+    };
+    let dir = tempfile::tempdir().expect("folder");
+    for (frozen, trained) in [
+        (&["plane"][..], &["planet.x.weight", "planet.x.bias"][..]),
+        (&["planet"], &["plane.weight", "plane.bias"]),
+        (&["planet.x", "plane.bias", "plane.bias"], &["plane.weight"]),
+    ] {
+        assert_eq!(
+            train(frozen, dir.path()).expect("trained"),
+            trained,
+            "{frozen:?}"
+        );
+        let run = read(&dir.path().join("run/run.json"));
+        let tensors = run["model"]["tensors"].as_array().expect("tensors");
+        let shown = tensors.iter().filter(|tensor| tensor["trained"] == true);
+        assert_eq!(
+            shown.map(|tensor| &tensor["name"]).collect::<Vec<_>>(),
+            trained
+        );
+    }
+    for wrong in ["plan", "plane.", "planet.x.weights", ""] {
+        let outcome = ranks(1, &[], |job| {
+            let train = data(8);
+            job.trainer(&train, two, Sgd::new)
+                .frozen(vec![wrong.to_owned()])
+                .start()
+                .map(drop)
+        });
+        let error = outcome
+            .into_iter()
+            .next()
+            .expect("a rank")
+            .expect_err(wrong);
+        assert_eq!(error.kind(), ErrorKind::Usage);
+        assert!(
+            error
+                .to_string()
+                .contains(&format!("frozen(\"{wrong}\"): ")),
+            "{error}"
+        );
+    }
 }
