@@ -486,7 +486,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let records: Vec<Value> = self.elastic.records.drain(..).collect();
         let log = output.log_of_lost(ctx, self.place, &info, &records)?;
         let mut trackers = std::mem::take(&mut opening.trackers);
-        trackers.extend(settings.track.trackers(&real_env())?);
+        match settings.track.trackers(&real_env()) {
+            Ok(own) => trackers.extend(own),
+            // What the host of the lost rank 0 had need not be here.
+            Err(error) => say::note(format_args!(
+                "warning: trackers get nothing from now on: {}",
+                error.chain()
+            )),
+        }
         self.saving
             .take_over(output.checkpoints(saving::FOLDER, settings.saving.keep()));
         let mut progress = Progress::for_rank(ctx.rank()).with_unit(self.unit);
