@@ -322,9 +322,9 @@ fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
     }
 }
 
-/// As an elastic training waits: for as long as nobody says that a rank is lost.
+/// As an elastic training waits, which has no limit for members.
 #[test]
-fn a_newcomer_that_comes_late_is_waited_for_without_a_limit() {
+fn a_newcomer_that_comes_late_is_waited_for() {
     let (store, token, groups) = two_with_store(Over::Tcp);
     std::thread::scope(|scope| {
         for group in groups {
@@ -345,6 +345,30 @@ fn a_newcomer_that_comes_late_is_waited_for_without_a_limit() {
                 std::thread::sleep(Duration::from_millis(late));
                 let group = newcomer.join(&patient()).unwrap().expect("the job runs");
                 assert_eq!(sum_of_members(&group), 13);
+                group.shutdown().unwrap();
+            });
+        }
+    });
+}
+
+/// It was stopped, or hangs in a file system.
+#[test]
+fn a_newcomer_that_has_asked_and_does_not_come_is_left_out() {
+    let (store, _, groups) = two_with_store(Over::Tcp);
+    for (key, value) in [("joining", "1"), ("taken/5", "1"), ("joining/1", "5")] {
+        let key = format!("reform/{key}");
+        store.set(&key, value.as_bytes()).unwrap();
+    }
+    std::thread::scope(|scope| {
+        for group in groups {
+            scope.spawn(|| {
+                let asked = group.membership_requests().read().unwrap();
+                assert_eq!(asked.joining, [5]);
+                group.barrier().unwrap();
+                let group = group.grow(&[5], patient()).unwrap();
+                assert_eq!(group.global_ranks(), [0, 1]);
+                assert!(group.membership_requests().read().unwrap().is_none());
+                assert_eq!(sum_of_members(&group), 1);
                 group.shutdown().unwrap();
             });
         }
