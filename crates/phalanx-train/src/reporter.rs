@@ -18,8 +18,8 @@ pub struct StepInfo {
     pub done: usize,
     /// Samples of the training set.
     pub samples: usize,
-    /// Mean loss of the step's samples of all ranks. With `--deterministic shards` that of this rank's, unless the step is
-    /// logged.
+    /// Mean loss of this rank's samples of the step; of the global batch
+    /// where results do not depend on the ranks and this step is logged.
     pub loss: f64,
     /// Whether `--log-interval` logs this step.
     pub logged: bool,

@@ -114,7 +114,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let timing = &mut self.results.timing;
         timing.add(exposed, turn.global.samples * self.unit_size);
         self.count_time(1);
-        self.report(turn, sums, f64::from_bits(taken.mean_of_all))?;
+        self.report(turn, sums, [mean, f64::from_bits(taken.mean_of_all)])?;
         self.report_change(turn)?;
         if let Some(schedule) = &mut self.schedule {
             schedule.advance();
@@ -437,8 +437,13 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         })
     }
 
-    /// Reports a step of mean loss `mean`; `sums` are this rank's losses by part.
-    fn report(&mut self, turn: &StepContext, mut sums: Vec<f64>, mean: f64) -> Result<()> {
+    /// Reports a step of the mean loss `own` of this rank and `mean` of all; `sums` are this rank's losses by part.
+    fn report(
+        &mut self,
+        turn: &StepContext,
+        mut sums: Vec<f64>,
+        [own, mean]: [f64; 2],
+    ) -> Result<()> {
         let (ctx, settings) = (self.ctx, self.settings);
         let StepContext {
             epoch,
@@ -466,7 +471,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             steps: self.steps,
             done: index * self.global_batch,
             samples: self.samples,
-            loss: mean,
+            // What a program prints is its rank's own, as in PyTorch, unless no result depends on the ranks.
+            loss: match self.split.tree() {
+                Some(_) if logged => mean,
+                _ => own,
+            },
             logged,
         };
         if let Some(text) = reports.reporter.on_step(ctx, &facts) {
