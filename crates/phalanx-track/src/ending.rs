@@ -92,7 +92,8 @@ pub fn record_end(dir: &Path, since: SystemTime, ending: Ending, error: &str) ->
 }
 
 /// Writes into `events.jsonl` of the run in `dir`, its file for TensorBoard and its offline run of wandb, that it has failed,
-/// if its process has ended without saying how. Nothing is written while it may run: see [`may_run`].
+/// if its process has ended without saying how. Nothing is written while it may run: while somebody has its lock or the lock
+/// cannot be asked, and where its process cannot be seen, until nothing was written for a minute.
 ///
 /// # Errors
 ///

@@ -206,8 +206,7 @@ mod tests {
     use super::*;
 
     fn error_of(args: &[&str]) -> String {
-        let args = std::iter::once("phalanx").chain(args.iter().copied());
-        parse(args.map(OsString::from)).unwrap_err().render()
+        parse(args.iter().map(OsString::from)).unwrap_err().render()
     }
 
     #[test]
@@ -238,9 +237,7 @@ mod tests {
     #[test]
     fn both_spellings_reach_the_same_field() {
         for flag in ["--nproc_per_node", "--nproc-per-node"] {
-            let args = [
-                "phalanx", "launch", flag, "3", "prog", "--a_b", "--nnodes", "x",
-            ];
+            let args = ["launch", flag, "3", "prog", "--a_b", "--nnodes", "x"];
             let cli = parse(args.map(OsString::from)).unwrap().unwrap();
             let Command::Launch(launch) = cli.command else {
                 panic!("not launch")
@@ -312,7 +309,7 @@ mod tests {
     #[test]
     fn torchruns_lines_are_parsed() {
         let launch = |line: &str| {
-            let words = line.split(' ').map(OsString::from);
+            let words = line.split(' ').skip(1).map(OsString::from);
             match parse(words).unwrap().unwrap().command {
                 Command::Launch(launch) => launch,
                 _ => panic!("not launch"),
