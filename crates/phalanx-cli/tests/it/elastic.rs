@@ -973,7 +973,7 @@ fn only_the_newcomer_that_differs_is_refused() {
         (
             line,
             "--epochs 1000000 --lr 0.01 --bucket-cap-mb 1",
-            "has \"--bucket-cap-mb default\"",
+            "has \"no --bucket-cap-mb\"",
         ),
         (
             line,

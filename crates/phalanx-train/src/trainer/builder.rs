@@ -530,15 +530,9 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let shaping = saving::settings(&[settings.shaping(), self.shaping.clone()].concat());
 
         let facts = self.facts();
-        // What newcomers compare, as they are in no group yet.
-        let agreed = [
-            format!(
-                "--bucket-cap-mb {}",
-                settings.of_each_rank()["--bucket-cap-mb"]
-            ),
-            format!("frozen parameters: {}", self.frozen.join(", ")),
-        ];
-        let agreed = [&facts[..], &agreed].concat();
+        // Newcomers compare it before they are in a group.
+        let frozen = format!("frozen parameters: {}", self.frozen.join(", "));
+        let agreed = [&facts[..], &[frozen]].concat();
         let mut scope = Scope::new(Seed(settings.seed));
         let model = (self.model)(&mut scope);
         let mut params = scope.build()?;
