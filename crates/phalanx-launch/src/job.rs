@@ -2007,12 +2007,15 @@ impl Supervision<'_> {
             .then(|| first.max(now + STOPPED_GRACE / 2))
     }
 
-    /// Kills the ranks that were asked to end and are stopped by a signal: they can neither save nor end.
+    /// Kills the ranks that were asked to end and are stopped by a signal: they can neither save nor end. Not where somebody
+    /// has asked for another grace than the usual one.
     fn kill_stopped(&self, now: Instant) {
-        if self
+        let is_usual =
+            || !self.args.grace_is_typed && self.handler_grace() <= self.args.handler_grace;
+        let since = self
             .stopping_since
-            .is_some_and(|since| now >= since + STOPPED_GRACE)
-        {
+            .filter(|since| now >= *since + STOPPED_GRACE);
+        if since.is_some() && is_usual() {
             self.running().for_each(Rank::kill_if_stopped);
         }
     }

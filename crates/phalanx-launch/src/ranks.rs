@@ -463,7 +463,7 @@ fn is_anothers(input: impl AsFd + IsTerminal) -> bool {
         && stat("self").is_some_and(|own| own.foreground != own.group.cast_signed())
 }
 
-/// Whether a living process of the group, not one that is stopped, has a handler for `signal`.
+/// Whether a living process of the group has a handler for `signal`.
 fn group_answers(group: Pid, signal: Signal) -> bool {
     let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     processes
@@ -471,8 +471,7 @@ fn group_answers(group: Pid, signal: Signal) -> bool {
         .filter_map(Pid::from_raw)
         .any(|pid| {
             let stat = stat(pid.as_raw_nonzero());
-            let group = group.as_raw_nonzero().get().unsigned_abs();
-            stat.is_some_and(|stat| stat.group == group && stat.state != STOPPED)
+            stat.is_some_and(|stat| stat.group == group.as_raw_nonzero().get().unsigned_abs())
                 && catches(pid, signal)
         })
 }

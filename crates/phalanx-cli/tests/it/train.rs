@@ -1127,7 +1127,11 @@ fn different_arguments_or_data_are_named() {
     for (a, b, words) in [
         ("--lr 0.1", "--lr 0.2", ["--lr 0.1", "--lr 0.2"]),
         ("--seed 1", "--seed 2", ["--seed 1", "--seed 2"]),
-        ("--bucket-cap-mb 1", "", ["1048576", "None"]),
+        (
+            "--bucket-cap-mb 1",
+            "",
+            ["--bucket-cap-mb 1", "no --bucket-cap-mb"],
+        ),
         // Each of these decides whether a rank takes part in a collective.
         (
             "--deterministic shards --global-batch-size 16 --log-interval 1",
