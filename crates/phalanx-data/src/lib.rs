@@ -34,6 +34,7 @@ mod dataset;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
+mod gzip;
 pub mod loader;
 pub mod metrics;
 pub mod mnist;

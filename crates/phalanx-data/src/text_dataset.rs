@@ -68,6 +68,21 @@ impl TextDataset {
             _ => Error::not_opened("text file", path, source),
         })?;
         let bytes = read_open(path, file, MAX_BYTES)?;
+        // A longer mark may begin with a shorter one.
+        const MARKS: [(&[u8], &str); 4] = [
+            (b"\xff\xfe\0\0", "UTF-32LE"),
+            (b"\0\0\xfe\xff", "UTF-32BE"),
+            (b"\xff\xfe", "UTF-16LE"),
+            (b"\xfe\xff", "UTF-16BE"),
+        ];
+        if let Some((_, encoding)) = MARKS.iter().find(|(mark, _)| bytes.starts_with(mark)) {
+            // By these names `iconv` takes the mark away.
+            let from = &encoding[..6];
+            return Err(Error::data(format!(
+                "{shown} is {encoding} text, not UTF-8 (by its byte order mark)\n  convert it with \
+                 iconv -f {from} -t UTF-8"
+            )));
+        }
         let text = String::from_utf8(bytes).map_err(|error| {
             let at = error.utf8_error().valid_up_to();
             Error::data(format!(
@@ -403,6 +418,19 @@ mod tests {
         for (bytes, context, words) in [
             (&b"abc\xff\xfe"[..], 2, "is not UTF-8 text: byte 3"),
             (
+                b"\xff\xfea\0b\0",
+                1,
+                "is UTF-16LE text, not UTF-8 (by its byte order mark)\n  convert it with iconv -f UTF-16 -t UTF-8",
+            ),
+            (b"\xfe\xff\0a\0b", 1, "is UTF-16BE text"),
+            (b"\xff\xfe\0\0a\0\0\0", 1, "is UTF-32LE text"),
+            (b"\0\0\xfe\xff\0\0\0a", 1, "iconv -f UTF-32 -t UTF-8"),
+            (
+                b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+                1,
+                "input.txt: it is a Git LFS pointer",
+            ),
+            (
                 b"abc",
                 3,
                 "input.txt has 3 characters; a context of 3 needs at least 4",
@@ -412,7 +440,7 @@ mod tests {
         ] {
             std::fs::write(&path, bytes).expect("written");
             let error = TextDataset::open(&path, context).expect_err("not usable");
-            assert!(error.to_string().contains(words), "{error}");
+            assert!(error.render().contains(words), "{error}");
         }
         std::fs::write(&path, "abcd").expect("written");
         let set = TextDataset::open(dir.path(), 3).expect("the folder's file");

@@ -5,7 +5,7 @@ mod lock;
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{BufWriter, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, OFlags};
@@ -96,21 +96,58 @@ fn target(path: &Path, action: &str) -> Result<PathBuf> {
 }
 
 /// Opens the regular file at `path` for reading. Links are followed. Devices and named
-/// pipes are refused without blocking.
+/// pipes are refused without blocking, and pointers of Git LFS.
 ///
 /// # Errors
 ///
 /// Errors of the system, such as `NotFound`; `InvalidInput` for anything but a regular
-/// file.
+/// file, and for a pointer.
 pub fn open_regular(path: &Path) -> std::io::Result<File> {
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
     let file = File::options().read(true).custom_flags(flags).open(path)?;
     let kind = FileType::from_raw_mode(file.metadata()?.mode());
-    if kind == FileType::RegularFile {
-        return Ok(file);
-    }
-    let what = format!("it is {}, expected a regular file", kind_of(kind));
+    let what = match kind {
+        FileType::RegularFile if is_lfs_pointer(&file) => {
+            "it is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository"
+                .to_owned()
+        }
+        FileType::RegularFile => return Ok(file),
+        _ => format!("it is {}, expected a regular file", kind_of(kind)),
+    };
     Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, what))
+}
+
+/// What is at `path`; `None` if nothing is. Links are followed.
+///
+/// # Errors
+///
+/// `System`, naming `path`, when this cannot be known: no permission, or a link that leads nowhere.
+pub fn found(path: &Path) -> Result<Option<fs::Metadata>> {
+    use std::io::ErrorKind::{NotADirectory, NotFound};
+    match fs::metadata(path) {
+        Ok(there) => Ok(Some(there)),
+        Err(error) if error.kind() == NotFound && path.is_symlink() => {
+            Err(Error::io("cannot follow the link", path, error))
+        }
+        Err(error) if matches!(error.kind(), NotFound | NotADirectory) => Ok(None),
+        Err(error) => Err(Error::io("cannot read", path, error)),
+    }
+}
+
+/// Whether a file is at `path`.
+///
+/// # Errors
+///
+/// As [`found`].
+pub fn is_file(path: &Path) -> Result<bool> {
+    Ok(found(path)?.is_some_and(|there| there.is_file()))
+}
+
+/// Whether `file` has what Git LFS leaves in the place of a file that it has not fetched.
+fn is_lfs_pointer(file: &File) -> bool {
+    const START: &[u8] = b"version https://git-lfs.github.com/spec/";
+    let mut start = [0; START.len()];
+    file.read_exact_at(&mut start, 0).is_ok() && start == START
 }
 
 /// Reads the regular file at `path`, which may have up to `most_bytes`.

@@ -5,10 +5,9 @@ use std::cell::Cell;
 use std::io::{BufReader, Read};
 use std::path::Path;
 
-use flate2::read::MultiGzDecoder;
-
 use super::find::{BINARY, PYTHON};
 use super::{Batch, MAX_FILE_BYTES, Split, binary, pickle};
+use crate::gzip::Gzip;
 use phalanx_base::files::{Dir, folder_of, open_regular};
 use phalanx_base::{Error, Result};
 
@@ -94,10 +93,10 @@ impl Member {
 /// Calls `take` with every member named in `wanted`, until all were found.
 fn members(path: &Path, wanted: &[&str], mut take: impl FnMut(Member) -> Result<()>) -> Result<()> {
     let shown = path.display();
-    let file = open_regular(path).map_err(|e| Error::io("cannot read", path, e))?;
+    let file = open_regular(path).map_err(|e| Error::not_opened("archive", path, e))?;
     let at = Cell::new(0);
     let inside = Counted {
-        inner: MultiGzDecoder::new(BufReader::new(file)),
+        inner: Gzip::new(BufReader::new(file)),
         count: &at,
     };
     // One byte above the limit distinguishes too large from exactly the limit.

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::{Source, Split};
-use phalanx_base::files::as_typed;
+use phalanx_base::files::{as_typed, found, is_file};
 use phalanx_base::{Error, Result};
 
 pub(super) const PYTHON: &str = "cifar-10-batches-py";
@@ -40,7 +40,8 @@ pub(super) fn find(place: &Path) -> Result<Source> {
             expected(place)
         )));
     }
-    if place.is_file() {
+    let there = found(place)?;
+    if there.as_ref().is_some_and(|there| there.is_file()) {
         if is_archive(place) {
             return Ok(Source::Archive(place.to_owned()));
         }
@@ -49,7 +50,7 @@ pub(super) fn find(place: &Path) -> Result<Source> {
             expected(place)
         )));
     }
-    if !place.is_dir() {
+    if there.is_none_or(|there| !there.is_dir()) {
         return Err(Error::usage(format!(
             "no data folder {shown}\n{}",
             expected(place)
@@ -64,21 +65,26 @@ pub(super) fn find(place: &Path) -> Result<Source> {
         for folder in [place.to_owned(), place.join(published)] {
             let names = [Split::Train, Split::Test];
             let names = names.iter().flat_map(|split| split.files());
-            let (there, lacking): (Vec<String>, Vec<String>) = names
-                .map(|name| format!("{name}{ending}"))
-                .partition(|name| folder.join(name).is_file());
-            match lacking.first() {
+            let (mut any, mut lacking) = (false, None);
+            for name in names.map(|name| format!("{name}{ending}")) {
+                match is_file(&folder.join(&name))? {
+                    true => any = true,
+                    false => lacking = lacking.or(Some(name)),
+                }
+            }
+            match lacking {
                 None => return Ok(source(folder)),
-                Some(first) if !there.is_empty() => {
+                Some(first) if any => {
                     half.get_or_insert(format!("{} lacks {first}", folder.display()));
                 }
                 Some(_) => {}
             }
         }
     }
-    let archives = ARCHIVES.map(|name| place.join(name));
-    if let Some(archive) = archives.into_iter().find(|path| path.is_file()) {
-        return Ok(Source::Archive(archive));
+    for archive in ARCHIVES.map(|name| place.join(name)) {
+        if is_file(&archive)? {
+            return Ok(Source::Archive(archive));
+        }
     }
     let what = half.unwrap_or_else(|| format!("no CIFAR-10 files in {shown}"));
     Err(Error::usage(format!("{what}\n{}", expected(place))))

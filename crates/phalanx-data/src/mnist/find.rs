@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::Split;
-use phalanx_base::files::as_typed;
+use phalanx_base::files::{as_typed, found, is_file};
 use phalanx_base::{Error, Result};
 
 /// The folders to search, in this order, and whether they are Fashion-MNIST's only.
@@ -48,13 +48,13 @@ pub(super) fn find(folder: &Path, split: Split) -> Result<Found> {
             expected(Path::new("data/mnist"))
         )));
     }
-    if !folder.exists() {
+    let Some(there) = found(folder)? else {
         return Err(Error::usage(format!(
             "no data folder {shown}\n{}",
             expected(folder)
         )));
-    }
-    if !folder.is_dir() {
+    };
+    if !there.is_dir() {
         return Err(Error::usage(format!(
             "{shown} is a file, not a data folder\n{}",
             expected(&folder.with_file_name("data"))
@@ -67,7 +67,7 @@ pub(super) fn find(folder: &Path, split: Split) -> Result<Found> {
     let mut half = None;
     for (inside, fashion_only) in FOLDERS {
         let place = folder.join(inside);
-        match (plain_or_gz(&place, images), plain_or_gz(&place, labels)) {
+        match (plain_or_gz(&place, images)?, plain_or_gz(&place, labels)?) {
             (Some(images), Some(labels)) => {
                 let fashion = fashion_only || is_fashion(folder);
                 return Ok(Found {
@@ -91,10 +91,13 @@ pub(super) fn find(folder: &Path, split: Split) -> Result<Found> {
     })
 }
 
-fn plain_or_gz(folder: &Path, name: &str) -> Option<PathBuf> {
-    [folder.join(name), folder.join(format!("{name}.gz"))]
-        .into_iter()
-        .find(|path| path.is_file())
+fn plain_or_gz(folder: &Path, name: &str) -> Result<Option<PathBuf>> {
+    for path in [folder.join(name), folder.join(format!("{name}.gz"))] {
+        if is_file(&path)? {
+            return Ok(Some(path));
+        }
+    }
+    Ok(None)
 }
 
 /// The files of both data sets have the same names; only the folder's name differs.

@@ -8,9 +8,8 @@
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 
-use flate2::bufread::MultiGzDecoder;
-
 use super::known::checksum_note;
+use crate::gzip::Gzip;
 use phalanx_base::files::open_regular;
 use phalanx_base::text::grouped;
 use phalanx_base::{Error, Result};
@@ -47,13 +46,13 @@ pub(super) fn read_labels(path: &Path, fashion: bool) -> Result<Vec<u8>> {
 /// Dimensions and content of an IDX file of `D` dimensions.
 fn read<const D: usize>(path: &Path, fashion: bool) -> Result<([u32; D], Vec<u8>)> {
     let io = |source| Error::io("cannot read", path, source);
-    let file = open_regular(path).map_err(io)?;
+    let file = open_regular(path).map_err(|e| Error::not_opened("file", path, e))?;
     let stored_bytes = file.metadata().map_err(io)?.len();
     let mut raw = BufReader::with_capacity(1 << 16, file);
     // By content, not by name: browsers may unpack .gz files.
     let compressed = raw.fill_buf().map_err(io)?.starts_with(&GZIP);
     let mut content: Box<dyn Read> = if compressed {
-        Box::new(MultiGzDecoder::new(raw))
+        Box::new(Gzip::new(raw))
     } else {
         Box::new(raw)
     };

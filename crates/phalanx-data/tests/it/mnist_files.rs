@@ -9,6 +9,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use phalanx_base::ErrorKind;
 use phalanx_data::ImageDataset;
+use phalanx_data::cifar10;
 use phalanx_data::mnist::{self, Split};
 use tempfile::TempDir;
 
@@ -413,4 +414,91 @@ fn a_real_file_cut_short_shows_both_checksums() {
         "{text}"
     );
     assert!(text.contains(", expected 440fcabf73cc…)"), "{text}");
+}
+
+#[test]
+fn zero_bytes_after_a_compressed_stream_are_skipped() {
+    let whole = images(300);
+    let (first, second) = whole.split_at(1000);
+    let zeros = |n| vec![0; n];
+    for parts in [
+        vec![gz(&whole), zeros(1)],
+        // More than a buffer holds.
+        vec![gz(&whole), zeros(200_000)],
+        vec![gz(first), zeros(512), gz(second), zeros(9)],
+        vec![gz(first), gz(second)],
+    ] {
+        let dir = folder(&[
+            ("train-images-idx3-ubyte.gz", parts.concat()),
+            (LABELS, labels(300)),
+        ]);
+        let packed = dir.path().join("train-images-idx3-ubyte.gz");
+        let gzip = std::process::Command::new("gzip")
+            .arg("-dc")
+            .arg(&packed)
+            .output()
+            .unwrap();
+        // `gzip` ignores a stream after zero bytes; Python's module reads it, as this does.
+        assert!(gzip.stdout == whole || parts.len() == 4 && gzip.stdout == first);
+        let read = mnist::load(dir.path(), Split::Train).unwrap();
+        let plain = folder(&[(IMAGES, whole.clone()), (LABELS, labels(300))]);
+        let plain = mnist::load(plain.path(), Split::Train).unwrap();
+        let (mut a, mut b) = ([0.0; 784], [1.0; 784]);
+        read.read(299, &mut a).unwrap();
+        plain.read(299, &mut b).unwrap();
+        assert_eq!(a, b);
+    }
+    let files = [
+        (
+            "train-images-idx3-ubyte.gz",
+            [gz(&whole), zeros(7), b"more than ten bytes".to_vec()].concat(),
+        ),
+        (LABELS, labels(300)),
+    ];
+    assert!(refused(&files, ErrorKind::Data).contains("damaged"));
+}
+
+#[test]
+fn files_that_cannot_be_looked_at_are_not_said_to_be_missing() {
+    let dir = tempfile::tempdir().unwrap();
+    let link = |to: &str, name: &str| {
+        let _ = fs::remove_file(dir.path().join(name));
+        std::os::unix::fs::symlink(to, dir.path().join(name)).unwrap();
+    };
+    let said = |name: &str, error: phalanx_base::Error| {
+        assert_eq!(error.kind(), ErrorKind::System, "{error}");
+        assert!(error.to_string().contains(name), "{error}");
+        error.to_string()
+    };
+    // A link that leads nowhere, and one to itself, which the system refuses.
+    for (to, why) in [("gone", "cannot follow the link"), (IMAGES, "cannot read")] {
+        link(to, IMAGES);
+        let text = said(IMAGES, mnist::load(dir.path(), Split::Train).unwrap_err());
+        assert!(text.starts_with(why), "{text}");
+    }
+    for (to, why) in [
+        ("gone", "cannot follow the link"),
+        ("data_batch_1", "cannot read"),
+    ] {
+        link(to, "data_batch_1");
+        let error = cifar10::load(
+            dir.path(),
+            cifar10::Split::Train,
+            cifar10::Scaling::Normalised,
+        );
+        assert!(said("data_batch_1", error.unwrap_err()).starts_with(why));
+    }
+    link("gone", "folder");
+    let folder = dir.path().join("folder");
+    said("folder", mnist::load(&folder, Split::Train).unwrap_err());
+}
+
+#[test]
+fn a_git_lfs_pointer_is_named() {
+    let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n".to_vec();
+    let text = refused(&[(IMAGES, pointer), (LABELS, labels(2))], ErrorKind::Usage);
+    assert!(
+        text.contains("Git LFS pointer") && text.contains("git lfs pull"),
+        "{text}"
+    );
 }
