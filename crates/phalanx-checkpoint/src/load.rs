@@ -8,7 +8,7 @@ use std::path::Path;
 use phalanx_nn::Params;
 use safetensors::Dtype;
 
-use crate::pth::{DType, LEGACY_START, PthFile, Saved, ZIP_START, strip_module};
+use crate::pth::{DType, LEGACY_START, PthFile, Saved, WRAPPED, ZIP_START, strip_all, strip_one};
 use crate::state::{MODEL, State};
 use crate::weights::{Outline, TensorId, TensorsFile, put};
 use phalanx_base::files::open_regular;
@@ -39,14 +39,15 @@ struct Found<'a> {
 /// content), or the manifest (`.json`) of a resumable checkpoint.
 ///
 /// The file must have exactly the parameters and buffers of `params` with the same shapes;
-/// parameters may be float64, float32, float16 or bfloat16. A prefix `module.` that all
-/// names have is removed. Names, types and shapes are compared before any values are read.
+/// parameters may be float64, float32, float16 or bfloat16. Prefixes
+/// `module.`, `_orig_mod.` and `model.` that all names have are removed until names of the model
+/// are left. Names, types and shapes are compared before any values are read.
 ///
 /// # Errors
 ///
 /// `Usage` when the file does not exist; `System` when it cannot be read; `Data` when it is
 /// truncated, has another format, or belongs to another model, naming the first tensors
-/// that differ. `params` is then unchanged.
+/// that differ, or when a value is not finite in float32. `params` is then unchanged.
 pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
     let outline = Outline::of(params);
     let mut all = Vec::new();
@@ -79,7 +80,8 @@ pub fn read_metadata(path: &Path) -> Result<BTreeMap<String, String>> {
 /// would need far more memory than the file.
 pub fn read_tensors(path: &Path) -> Result<(Vec<Saved>, Loaded)> {
     let file_bytes = std::fs::metadata(path).map_or(0, |m| m.len());
-    with_tensors(path, |found| {
+    with_tensors(path, |mut found| {
+        strip_all(&mut found);
         let mut all = Vec::with_capacity(found.len());
         let mut total_bytes = 0u64;
         for (name, tensor) in found {
@@ -139,12 +141,10 @@ fn with_tensors<R>(
     let opened = open_regular(path).map_err(|e| Error::not_opened("checkpoint", path, e))?;
     if !is_pytorch(path, &opened)? {
         let file = TensorsFile::new(path, opened)?;
-        let mut found = in_safetensors(&file);
-        strip_module(found.iter_mut().map(|(name, _)| name));
-        return Ok((take(found)?, said_in(&file)));
+        return Ok((take(in_safetensors(&file))?, said_in(&file)));
     }
     let file = PthFile::open(path, opened)?;
-    let tensors = file.state_dict()?;
+    let tensors = file.named_as_saved()?;
     file.check_storages(tensors.iter().map(|(_, tensor)| *tensor))?;
     let shared = file.shared(tensors.iter().map(|(_, tensor)| *tensor));
     let found = tensors.into_iter().map(|(name, tensor)| {
@@ -234,14 +234,46 @@ pub fn read_each(
     outline: &Outline,
     mut take: impl FnMut(TensorId, Vec<f32>) -> Result<()>,
 ) -> Result<Loaded> {
-    let each = |found: AllFound<'_>| {
+    // `model.` is the prefix of Lightning's modules; a model's own names may begin with any of these.
+    const PREFIXES: [&str; 3] = [WRAPPED[0], WRAPPED[1], "model."];
+    let each = |mut found: AllFound<'_>| {
+        let expected = outline.by_name();
+        let known = |name: &String| {
+            (expected.binary_search_by(|(_, known)| known.0.as_str().cmp(name))).is_ok()
+        };
+        while !found.iter().any(|(name, _)| known(name)) && strip_one(&mut found, &PREFIXES) {}
         let found = found.into_iter().collect();
         for (tensor, dtype, found) in matched(path, outline, &found)? {
-            take(tensor, dtype.to_f32(&(found.bytes)()?))?;
+            let bytes = (found.bytes)()?;
+            let values = dtype.to_f32(&bytes);
+            check_finite(path, outline.name(tensor), dtype, &bytes, &values)?;
+            take(tensor, values)?;
         }
         Ok(())
     };
     with_tensors(path, each).map(|((), loaded)| loaded)
+}
+
+/// Refuses values that are not finite, of which training and predictions become NaN.
+fn check_finite(path: &Path, name: &str, dtype: DType, bytes: &[u8], values: &[f32]) -> Result<()> {
+    let Some(at) = values.iter().position(|value| !value.is_finite()) else {
+        return Ok(());
+    };
+    let wide = (dtype == DType::F64)
+        .then(|| bytes.as_chunks().0.get(at))
+        .flatten()
+        .map(|value| f64::from_le_bytes(*value))
+        .filter(|value| value.is_finite());
+    let what = match wide {
+        Some(wide) => format!("{wide:e}, which is too large for float32,"),
+        None => values[at].to_string(),
+    };
+    let count = values.iter().filter(|value| !value.is_finite()).count();
+    Err(Error::data(format!(
+        "{}: {name} has {what} at index {at} ({count} of its {} values are not finite)",
+        path.display(),
+        values.len()
+    )))
 }
 
 /// The tensors of `outline`, after comparing all names, types and shapes.

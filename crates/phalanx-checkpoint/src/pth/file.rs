@@ -17,7 +17,11 @@ use phalanx_base::{Error, Result};
 const WRAPPERS: [&str; 4] = ["model", "state_dict", "model_state_dict", "net"];
 
 /// Prefix of names saved from `DistributedDataParallel` and `DataParallel`.
-const WRAPPED: &str = "module.";
+pub(crate) const WRAPPED: [&str; 2] = [DDP, "_orig_mod."];
+/// The prefix of `DistributedDataParallel` and `AveragedModel`.
+const DDP: &str = "module.";
+/// The count of averages that `AveragedModel` saves beside the names with [`DDP`].
+const N_AVERAGED: &str = "n_averaged";
 
 /// Storages up to this size are read however small the tensors in them are.
 const FREE_BYTES: u64 = 1 << 30;
@@ -147,27 +151,33 @@ impl PthFile {
     }
 
     /// The names and tensors of a model in the file's order: the saved object itself, or
-    /// its entry `model`, `state_dict`, `model_state_dict` or `net`. A prefix `module.`
-    /// that all names have is removed.
+    /// its entry `model`, `state_dict`, `model_state_dict` or `net`. Prefixes
+    /// `module.` and `_orig_mod.` that all names have are removed.
     ///
     /// # Errors
     ///
     /// `Data` when there is none, naming the entries of the file.
     pub fn state_dict(&self) -> Result<Vec<(String, &Tensor)>> {
+        let mut found = self.named_as_saved()?;
+        strip_all(&mut found);
+        Ok(found)
+    }
+
+    /// As [`state_dict`](Self::state_dict), with all prefixes.
+    pub(crate) fn named_as_saved(&self) -> Result<Vec<(String, &Tensor)>> {
         let root = self.root();
         let found = tensors(root).or_else(|| {
             WRAPPERS
                 .iter()
                 .find_map(|key| root.get(key).and_then(tensors))
         });
-        let Some(mut found) = found else {
+        let Some(found) = found else {
             return Err(Error::data(format!(
                 "{} has no state dict: {}",
                 self.path.display(),
                 describe(root)
             )));
         };
-        strip_module(found.iter_mut().map(|(name, _)| name));
         Ok(found)
     }
 }
@@ -182,14 +192,26 @@ fn tensors(value: Value<'_>) -> Option<Vec<(String, &Tensor)>> {
     items.filter(|items| !items.is_empty() && !numbered)
 }
 
-/// Removes `module.` from all names if all have it.
-pub(crate) fn strip_module<'a>(names: impl Iterator<Item = &'a mut String>) {
-    let mut names: Vec<&mut String> = names.collect();
-    if names.iter().all(|name| name.starts_with(WRAPPED)) {
-        for name in &mut names {
-            name.drain(..WRAPPED.len());
-        }
+/// Removes the prefixes of wrappers that all names have, in any order and number.
+pub(crate) fn strip_all<T>(all: &mut Vec<(String, T)>) {
+    while strip_one(all, &WRAPPED) {}
+}
+
+/// Removes the first of `prefixes` that all names have; false if there is none.
+pub(crate) fn strip_one<T>(all: &mut Vec<(String, T)>, prefixes: &[&str]) -> bool {
+    let all_have = |prefix: &&&str| {
+        let has = |name: &str| name.starts_with(**prefix);
+        all.iter().any(|(name, _)| has(name))
+            && (all.iter()).all(|(name, _)| has(name) || (**prefix == DDP && name == N_AVERAGED))
+    };
+    let Some(prefix) = prefixes.iter().find(all_have) else {
+        return false;
+    };
+    all.retain(|(name, _)| name.starts_with(prefix));
+    for (name, _) in all {
+        name.drain(..prefix.len());
     }
+    true
 }
 
 fn describe(root: Value<'_>) -> String {

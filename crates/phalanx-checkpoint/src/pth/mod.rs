@@ -28,7 +28,7 @@ mod value;
 mod write;
 
 pub use file::PthFile;
-pub(crate) use file::strip_module;
+pub(crate) use file::{WRAPPED, strip_all, strip_one};
 pub use tensor::{DType, Tensor};
 pub use value::Value;
 pub(crate) use write::{Head, root_of, write_state_dict_with};

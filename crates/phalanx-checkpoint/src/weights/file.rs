@@ -13,8 +13,8 @@ use crate::pth::MAX_TENSORS;
 use phalanx_base::text::one_line;
 use phalanx_base::{Error, Result};
 
-/// Maximum length of a header; one of a thousand tensors has 100 kB.
-const MAX_HEADER_BYTES: u64 = 16 << 20;
+/// Maximum length of a header, as in the `safetensors` library.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// An open file whose header was checked against its length.
 #[derive(Debug)]
@@ -48,8 +48,15 @@ impl TensorsFile {
         file.read_exact_at(&mut start, 0).map_err(failed)?;
         let header_bytes = u64::from_le_bytes(start);
         if header_bytes > MAX_HEADER_BYTES {
+            let mut next = [0];
+            let is_header =
+                there > 8 && file.read_at(&mut next, 8).map_err(failed)? == 1 && next == *b"{";
+            let why = match is_header {
+                true => "the format allows no longer header",
+                false => "it has another format",
+            };
             return Err(wrong(format!(
-                "its header length at byte 0 is {header_bytes}, expected at most {MAX_HEADER_BYTES}; it has another format"
+                "its header length at byte 0 is {header_bytes}, expected at most {MAX_HEADER_BYTES}; {why}"
             )));
         }
         let data_at = header_bytes + 8;

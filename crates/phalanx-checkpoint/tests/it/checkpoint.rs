@@ -170,7 +170,14 @@ fn a_file_cut_anywhere_is_refused() {
 fn files_of_another_kind_are_refused() {
     let text = refused(b"\x89PNG\r\n\x1a\n and so on");
     assert!(text.contains("its header length at byte 0 is"), "{text}");
-    assert!(text.contains("expected at most 16777216"), "{text}");
+    assert!(
+        text.contains("expected at most 100000000; it has another format"),
+        "{text}"
+    );
+    let mut long = 100_000_001_u64.to_le_bytes().to_vec();
+    long.extend(b"{}");
+    let text = refused(&long);
+    assert!(text.contains("allows no longer header"), "{text}");
     refused(&[0xff; 64]);
     refused(b"{}");
     let text = refused(b"\x07\0\0\0\0\0\0\0{\"a\": x");
@@ -359,4 +366,134 @@ fn names_are_there_once_and_not_without_end() {
     assert!(said.contains("it has more than 65536 tensors"), "{said}");
     let more = process::peak_rss_bytes().unwrap() - before;
     assert!(more < 64 << 20, "{more} bytes");
+}
+
+/// The tensors of `params`, each name and value changed by `change`, in a `.pth` file in float64.
+fn in_f64(
+    params: &Params,
+    change: impl Fn(&str, usize, f32) -> (String, f64),
+) -> (TempDir, PathBuf) {
+    let (dir, path) = saved(params);
+    let (mut all, _) = read_tensors(&path).unwrap();
+    for tensor in &mut all {
+        let values = tensor
+            .bytes
+            .as_chunks()
+            .0
+            .iter()
+            .map(|b| f32::from_le_bytes(*b));
+        let values: Vec<f32> = values.collect();
+        let name = tensor.name.clone();
+        tensor.bytes.clear();
+        for (i, value) in values.into_iter().enumerate() {
+            let (renamed, value) = change(&name, i, value);
+            tensor.name = renamed;
+            tensor.bytes.extend(value.to_le_bytes());
+        }
+        tensor.dtype = DType::F64;
+    }
+    let path = dir.path().join("wide.pth");
+    write_state_dict(&mut File::create(&path).unwrap(), "wide", &all).unwrap();
+    (dir, path)
+}
+
+#[test]
+fn values_that_are_not_finite_are_refused_by_name() {
+    let original = model(1);
+    let refused = |path: &std::path::Path, words: &str| {
+        let mut params = model(2);
+        let error = load_params(path, &mut params).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Data, "{error}");
+        assert!(error.to_string().ends_with(words), "{error}");
+        assert!(same(&params, &model(2)));
+    };
+    for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut bad = original.clone();
+        let weight = bad.find("fc.weight").unwrap();
+        bad.get_mut(weight)[34] = value;
+        let (_dir, path) = saved(&bad);
+        let words =
+            format!("fc.weight has {value} at index 34 (1 of its 35 values are not finite)");
+        refused(&path, &words);
+        // Tools that show or convert a file still read it.
+        assert!(read_tensors(&path).is_ok());
+    }
+    let (_dir, path) = in_f64(&original, |name, i, value| {
+        let large = name == "norm.running_mean" && i > 1;
+        (name.to_owned(), if large { -1e300 } else { value.into() })
+    });
+    let words = "norm.running_mean has -1e300, which is too large for float32, at index 2 (2 of its 4 values are not finite)";
+    refused(&path, words);
+}
+
+#[test]
+fn prefixes_of_wrappers_are_taken_away_in_any_order() {
+    let original = model(1);
+    for prefix in [
+        "module.",
+        "_orig_mod.",
+        "model.",
+        "_orig_mod.module.",
+        "module._orig_mod.",
+        "model._orig_mod.module.module.",
+    ] {
+        let (_dir, path) = in_f64(&original, |name, _, value| {
+            (format!("{prefix}{name}"), value.into())
+        });
+        let mut params = model(2);
+        load_params(&path, &mut params).unwrap();
+        assert!(same(&params, &original), "{prefix}");
+        // `AveragedModel` counts beside the names.
+        let (mut all, _) = read_tensors(&path).unwrap();
+        for tensor in &mut all {
+            tensor.name = format!("module.{}", tensor.name);
+        }
+        all.push(Saved {
+            name: "n_averaged".to_owned(),
+            dtype: DType::I64,
+            shape: vec![],
+            bytes: 5_i64.to_le_bytes().to_vec(),
+        });
+        write_state_dict(&mut File::create(&path).unwrap(), "wide", &all).unwrap();
+        let mut params = model(2);
+        load_params(&path, &mut params).unwrap();
+        assert!(same(&params, &original), "{prefix} of an average");
+    }
+    // Only some names have it.
+    let (_dir, path) = in_f64(&original, |name, _, value| match name {
+        "fc.weight" => (format!("module.{name}"), value.into()),
+        _ => (name.to_owned(), value.into()),
+    });
+    let error = load_params(&path, &mut model(2)).unwrap_err().to_string();
+    assert!(error.contains("does not know module.fc.weight"), "{error}");
+    // A model's own names may begin so.
+    let own = |n: f32| {
+        let mut scope = Scope::new(Seed(1));
+        scope.enter("module").buffer("mean", &[2], n);
+        scope.build().unwrap()
+    };
+    for prefix in ["module.", "module.module.", "_orig_mod.module."] {
+        let (_dir, path) = in_f64(&own(1.0), |name, _, value| {
+            (format!("{prefix}{name}"), value.into())
+        });
+        let mut params = own(2.0);
+        load_params(&path, &mut params).unwrap();
+        assert!(same(&params, &own(1.0)), "{prefix}");
+    }
+}
+
+#[test]
+fn a_git_lfs_pointer_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["w.safetensors", "w.pth", "w.json"] {
+        let path = dir.path().join(name);
+        fs::write(
+            &path,
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+        )
+        .unwrap();
+        let error = load_params(&path, &mut model(1)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
+        assert!(error.to_string().contains("git lfs pull"), "{error}");
+    }
 }
