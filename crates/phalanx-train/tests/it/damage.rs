@@ -225,7 +225,7 @@ fn formats() -> Vec<Format> {
             huge: tensor(b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f"),
             beside: Vec::new(),
             read: |folder| weights(folder, "w.pth"),
-            also: &["safetensors"],
+            also: &["safetensors", "state, numbers"],
         },
         Format {
             title: "safetensors",
@@ -234,7 +234,7 @@ fn formats() -> Vec<Format> {
             huge: safetensors("[9223372036854775807,3]"),
             beside: Vec::new(),
             read: |folder| weights(folder, "w.safetensors"),
-            also: &["pth"],
+            also: &["pth", "state, numbers"],
         },
         Format {
             title: "state, manifest",
