@@ -1947,11 +1947,14 @@ impl Supervision<'_> {
     /// A rank that reported an error while it was stopping: it could not save a checkpoint, for
     /// example.
     fn failed_to_stop(&self) -> Option<usize> {
+        // Those that the job did without.
+        let is_others =
+            |local: &usize| self.ranks[*local].is_lost || self.machine.is_candidate(*local);
         let failed = |local: &usize| {
             let end = self.machine.end(*local);
             end.is_some_and(|end| {
                 let rank = &self.ranks[*local];
-                matches!(end, ExitStatus::Code(1 | 2)) && rank.reported(end) && !rank.is_lost
+                matches!(end, ExitStatus::Code(1 | 2)) && rank.reported(end) && !is_others(local)
             })
         };
         (0..self.ranks.len()).find(|local| self.is_interrupt() && failed(local))

@@ -481,7 +481,7 @@ const LINES: [(&str, usize); 22] = [
     ("phalanx-global", 4878),
     ("phalanx-http", 75),
     ("phalanx-kernels", 9060),
-    ("phalanx-launch", 13357),
+    ("phalanx-launch", 13359),
     ("phalanx-live", 1817),
     ("phalanx-mpi", 65),
     ("phalanx-nn", 10434),
