@@ -223,7 +223,7 @@ fn join_nodes(
         least: meeting.least,
         local_ranks,
         run_id: plan.run_id.clone(),
-        program: plan.args.run.name(plan.ranks_tell),
+        program: plan.args.run.name(),
         host: phalanx_base::host_name(),
         address: None,
         pid: std::process::id(),

@@ -33,11 +33,12 @@ pub struct Program {
 }
 
 impl Program {
-    /// The name of its file, or of the script's, and the subcommand where it is one `of_ours`.
-    pub(crate) fn name(&self, of_ours: bool) -> String {
+    /// The name of its file, or of the script's; `phalanx train mnist` of our command.
+    pub(crate) fn name(&self) -> String {
         let file = self.script.as_ref().unwrap_or(&self.program);
         let name = Path::new(file).file_name().unwrap_or(file);
-        let is_word = |word: &&OsString| of_ours && !word.as_encoded_bytes().starts_with(b"-");
+        let is_word =
+            |word: &&OsString| name == "phalanx" && !word.as_encoded_bytes().starts_with(b"-");
         let words = self.args.iter().take_while(is_word);
         let words = std::iter::once(name.display()).chain(words.map(|word| word.display()));
         words
@@ -277,5 +278,25 @@ mod tests {
             "{}",
             error.render()
         );
+    }
+
+    /// What its user types after it may be different on each node.
+    #[test]
+    fn a_program_has_the_name_of_its_file_and_our_command_those_of_its_subcommands() {
+        for (line, want) in [
+            ("/opt/phalanx train mnist --lr 1", "phalanx train mnist"),
+            ("/opt/own data/of/this/node --lr 1", "own"),
+            ("python3 train.py", "python3"),
+        ] {
+            let mut words = line.split(' ').map(OsString::from);
+            let program = Program {
+                program: words.next().unwrap_or_default(),
+                args: words.collect(),
+                script: None,
+            };
+            assert_eq!(program.name(), want);
+            let script = Some("dir/train.py".into());
+            assert_eq!(Program { script, ..program }.name(), "train.py");
+        }
     }
 }

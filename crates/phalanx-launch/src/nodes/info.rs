@@ -108,7 +108,7 @@ pub(super) fn compare_jobs(mine: &NodeInfo, theirs: &NodeInfo, dial: &str) -> Re
     .note("fix", "for another job, choose another --master-port")
     .note(
         "or",
-        "for the same job, give all launchers the same program and --rdzv-id",
+        "for the same job, start the same program on all nodes (with `phalanx launch`, the same --rdzv-id)",
     ))
 }
 

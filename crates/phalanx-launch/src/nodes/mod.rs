@@ -321,14 +321,16 @@ fn node_0(
             Err(error) if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {}
             Err(error) => return Err(lost_node_0(error)),
         }
-        let verdict = store.try_get(ABORT_KEY).map_err(lost_node_0)?;
-        if let Some(verdict) = verdict.and_then(|bytes| decode::<JobFailure>(&bytes)) {
-            return Err(verdict.into_error(None));
-        }
-        if let Some(error) = interrupted() {
-            return Err(error);
-        }
+        check_goes_on(store, interrupted)?;
     }
+}
+
+/// That the job has no verdict yet, and this launcher was not interrupted.
+fn check_goes_on(store: &TcpStore, interrupted: &mut impl FnMut() -> Option<Error>) -> Result<()> {
+    let verdict = store.try_get(ABORT_KEY).map_err(lost_node_0)?;
+    let verdict = verdict.and_then(|bytes| decode::<JobFailure>(&bytes));
+    let error = verdict.map(|verdict| verdict.into_error(None));
+    error.or_else(interrupted).map_or(Ok(()), Err)
 }
 
 /// The number of a node that has none: the next one after those that have arrived.
@@ -485,13 +487,7 @@ impl Nodes {
                 break;
             }
             missing = left;
-            let verdict = self.store.try_get(ABORT_KEY).map_err(lost_node_0)?;
-            if let Some(verdict) = verdict.and_then(|bytes| decode::<JobFailure>(&bytes)) {
-                return Err(verdict.into_error(None));
-            }
-            if let Some(error) = interrupted() {
-                return Err(error);
-            }
+            check_goes_on(&self.store, interrupted)?;
             let absent: Vec<String> = missing
                 .iter()
                 .filter_map(|key| key.rsplit('/').next())

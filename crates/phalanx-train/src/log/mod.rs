@@ -37,8 +37,8 @@ pub(crate) const EVENTS_FILE: &str = "events.jsonl";
 pub(crate) const IMAGES_DIR: &str = "images";
 pub(crate) const TABLES_DIR: &str = "tables";
 
-/// The names in the trainer's own records of `metrics.jsonl`. Others are the program's, but for measures of an evaluation, which
-/// begin with [`OF_EVALUATION`].
+/// The names in the trainer's own records of `metrics.jsonl`, also of those that earlier versions wrote. Others are the
+/// program's, but for measures of an evaluation, which begin with [`OF_EVALUATION`].
 const OWN_NAMES: [&str; 21] = [
     "accuracy",
     "agreed_s",
