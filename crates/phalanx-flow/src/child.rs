@@ -198,7 +198,8 @@ fn end_within(dir: &Path, grace: Duration) -> Result<()> {
     Ok(())
 }
 
-/// Other processes that have `file` open, by whatever path.
+/// Other processes that have `file` open, by whatever path. A copy of this process that is about to become another program,
+/// of another attempt, has it until then.
 fn holders(file: &fs::File) -> std::io::Result<Vec<i32>> {
     let inode = |found: fs::Metadata| (found.dev(), found.ino());
     let wanted = inode(file.metadata()?);
@@ -207,9 +208,20 @@ fn holders(file: &fs::File) -> std::io::Result<Vec<i32>> {
         fs::read_link(link).is_ok_and(|path| path.ends_with(ALIVE))
             && fs::metadata(link).is_ok_and(|found| inode(found) == wanted)
     };
+    let is_kept = |process: &Path, link: &fs::DirEntry| {
+        let text = fs::read_to_string(process.join("fdinfo").join(link.file_name()));
+        let text = text.unwrap_or_default();
+        let mut flags = text.lines().filter_map(|line| line.strip_prefix("flags:"));
+        let flags = flags
+            .next()
+            .map(|flags| u32::from_str_radix(flags.trim(), 8));
+        !matches!(flags, Some(Ok(flags)) if flags & OFlags::CLOEXEC.bits() != 0)
+    };
     let has_it = |process: &Path| {
         let files = fs::read_dir(process.join("fd")).into_iter().flatten();
-        { files }.flatten().any(|link| is_it(&link.path()))
+        { files }
+            .flatten()
+            .any(|link| is_it(&link.path()) && is_kept(process, &link))
     };
     let processes = fs::read_dir("/proc")?.flatten().filter_map(|process| {
         let pid: i32 = process.file_name().to_str()?.parse().ok()?;
@@ -261,5 +273,24 @@ mod tests {
         end_within(&link, Duration::from_millis(20)).unwrap();
         use std::os::unix::process::ExitStatusExt;
         assert_eq!(child.wait().unwrap().signal(), Some(9));
+    }
+
+    /// The shell keeps its standard input aside, to be closed when it becomes another program.
+    #[test]
+    fn who_has_the_file_only_until_it_is_another_program_is_not_of_the_attempt() {
+        let dir = tempfile::tempdir().unwrap();
+        let waits = "{ echo; while :; do sleep 0.01; done; }";
+        for (script, is_found) in [(waits, true), (&format!("{waits} </dev/null"), false)] {
+            let mut child = process(dir.path(), script);
+            let file = fs::File::open(dir.path().join(ALIVE)).unwrap();
+            let found = holders(&file).unwrap();
+            assert_eq!(
+                found.contains(&child.id().cast_signed()),
+                is_found,
+                "{script}"
+            );
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
     }
 }
