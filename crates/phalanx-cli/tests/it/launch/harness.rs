@@ -142,10 +142,13 @@ impl Family {
     /// Kills whoever is left, and gives them.
     pub fn kill(&self) -> Vec<String> {
         let left = self.alive();
-        for text in &left {
-            let pid = text.split(' ').next().and_then(|p| p.parse().ok());
-            if let Some(pid) = pid.and_then(Pid::from_raw) {
-                let _ = kill_process(pid, Signal::KILL);
+        // At once: none sees another's end and says so.
+        for signal in [Signal::STOP, Signal::KILL] {
+            for text in &left {
+                let pid = text.split(' ').next().and_then(|p| p.parse().ok());
+                if let Some(pid) = pid.and_then(Pid::from_raw) {
+                    let _ = kill_process(pid, signal);
+                }
             }
         }
         left
