@@ -65,7 +65,7 @@ struct Courier {
     goes_on: bool,
     /// How far the records were given.
     given: Arc<Mutex<Position>>,
-    _lock: File,
+    lock: File,
 }
 
 impl Courier {
@@ -99,7 +99,7 @@ impl Courier {
             given: Arc::new(Mutex::new(kept.position.clone())),
             goes_on,
             kept,
-            _lock: lock,
+            lock,
         };
         // Whoever delivers the rest of it later knows where to.
         courier.save()?;
@@ -108,6 +108,9 @@ impl Courier {
 
     /// Gives the next records; whether there were any.
     fn step(&mut self) -> Result<bool> {
+        if !Dir::open(&self.dir)?.is_at(&self.lock, &lock_of(self.tracker.name())) {
+            return Err(Error::usage("another process delivers the run now"));
+        }
         if self.pending.is_empty() {
             self.pending = batches(self.follow.poll()?);
         }
@@ -232,6 +235,17 @@ pub(crate) fn state_of(dir: &Dir, name: &str) -> Value {
 /// The file that is locked while a process delivers to the tracker `name`.
 pub(crate) fn lock_of(name: &str) -> String {
     format!(".tracker-{name}.lock")
+}
+
+/// Lets this process deliver the run in `dir`, which a rank that is lost may still do: that one delivers nothing any more.
+///
+/// # Errors
+///
+/// `System`, naming the file.
+pub fn take_over(dir: &Dir) -> Result<()> {
+    let mut names = dir.names()?;
+    names.retain(|name| name.starts_with(".tracker-") && name.ends_with(".lock"));
+    names.iter().try_for_each(|name| dir.remove(name))
 }
 
 fn file_of(name: &str) -> String {

@@ -18,7 +18,7 @@ mod values;
 mod wandb;
 
 pub use args::TrackArgs;
-pub use delivery::{Delivery, FINISH_WAIT, upload};
+pub use delivery::{Delivery, FINISH_WAIT, take_over, upload};
 pub use ending::{Ending, deliver_rest, record_end, record_unseen_end};
 pub use follow::{EVENTS_FILE, Follow, METRICS_FILE, Position, RUN_FILE, Record, SUMMARY_FILE};
 #[cfg(feature = "mlflow")]

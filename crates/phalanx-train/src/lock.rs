@@ -2,7 +2,7 @@
 //! metrics and one's results less.
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{Read as _, Write as _};
 use std::time::{Duration, Instant};
 
 use phalanx_base::files::{Dir, lock_holder, try_lock};
@@ -18,11 +18,14 @@ const LOCK_FILE: &str = ".lock";
 /// system first frees its memory.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// How long a lost rank of the same training may take, which may be stopped or on a host that is gone.
+const LOST_PATIENCE: Duration = Duration::from_secs(1);
+
 /// The hold on a folder; it ends with this, or with the process.
 #[derive(Debug)]
 pub struct Lock {
     dir: Dir,
-    _file: File,
+    file: File,
 }
 
 impl Lock {
@@ -33,7 +36,16 @@ impl Lock {
     ///
     /// Usage, when another training has it, naming its process; system, naming the file.
     pub fn take(dir: &Dir) -> Result<Lock> {
-        Lock::take_within(dir, PATIENCE)
+        Lock::take_within(dir, PATIENCE, None)
+    }
+
+    /// The same where `lost`, a rank of the same training that is lost, may still have it: it is replaced after a second.
+    ///
+    /// # Errors
+    ///
+    /// As [`take`](Self::take).
+    pub fn take_over(dir: &Dir, lost: &ProcessName) -> Result<Lock> {
+        Lock::take_within(dir, PATIENCE, Some(lost))
     }
 
     /// The same without waiting.
@@ -42,10 +54,19 @@ impl Lock {
     ///
     /// As [`take`](Self::take).
     pub fn take_now(dir: &Dir) -> Result<Lock> {
-        Lock::take_within(dir, Duration::ZERO)
+        Lock::take_within(dir, Duration::ZERO, None)
     }
 
-    fn take_within(dir: &Dir, patience: Duration) -> Result<Lock> {
+    /// `dir`, in which nothing is written any more through the result once another process has taken over the lock.
+    ///
+    /// # Errors
+    ///
+    /// System, naming the file.
+    pub fn claimed(&self) -> Result<Dir> {
+        self.dir.claimed_by(&self.file, LOCK_FILE)
+    }
+
+    fn take_within(dir: &Dir, patience: Duration, lost: Option<&ProcessName>) -> Result<Lock> {
         let other = |error: Error| error.note("try", "another folder with --output-dir");
         let path = dir.path().join(LOCK_FILE);
         let failed = |e: std::io::Error| {
@@ -66,10 +87,23 @@ impl Lock {
                     .map_err(failed)?;
                 return Ok(Lock {
                     dir: dir.clone(),
-                    _file: file,
+                    file,
                 });
             }
-            let who = holder(&mut file);
+            let by_system = lock_holder(&file);
+            let named = serde_json::from_reader(file.take(4096)).ok();
+            let is_lost = named.is_some() && named.as_ref() == lost;
+            if is_lost && began.elapsed() >= LOST_PATIENCE {
+                dir.remove(LOCK_FILE)?;
+                phalanx_track::take_over(dir)?;
+                continue;
+            }
+            let who = match named {
+                Some(name) if by_system.is_empty() => {
+                    format!(" (process {} on {})", name.pid, name.host)
+                }
+                _ => by_system,
+            };
             let what = format!("another training{who} writes into {}", dir.path().display());
             if began.elapsed() >= patience {
                 let error = other(Error::usage(what));
@@ -78,7 +112,7 @@ impl Lock {
                     format!("end that process; it locks {}", path.display()),
                 ));
             }
-            if !std::mem::replace(&mut told, true) {
+            if !is_lost && !std::mem::replace(&mut told, true) {
                 say::note(format_args!("waiting: {what}"));
             }
             std::thread::sleep(Duration::from_millis(50));
@@ -89,19 +123,9 @@ impl Lock {
 impl Drop for Lock {
     /// While it is held: nobody else's goes.
     fn drop(&mut self) {
-        let _ = self.dir.remove(LOCK_FILE);
-    }
-}
-
-/// ` (process 123)`, as the system says it, or else the file.
-fn holder(file: &mut File) -> String {
-    let by_system = lock_holder(file);
-    if !by_system.is_empty() {
-        return by_system;
-    }
-    match serde_json::from_reader::<_, ProcessName>(file.take(4096)) {
-        Ok(name) => format!(" (process {} on {})", name.pid, name.host),
-        Err(_) => String::new(),
+        if self.dir.is_at(&self.file, LOCK_FILE) {
+            let _ = self.dir.remove(LOCK_FILE);
+        }
     }
 }
 
@@ -114,16 +138,59 @@ mod tests {
         let dir = tempfile::tempdir().expect("folder");
         let dir = Dir::create(&dir.path().join("a/b")).expect("made");
         let held = Lock::take(&dir).expect("held");
-        let error = Lock::take_within(&dir, Duration::ZERO).expect_err("held by another");
+        let error = Lock::take_now(&dir).expect_err("held by another");
         assert_eq!(error.kind(), ErrorKind::Usage);
         let who = format!("(process {})", std::process::id());
         assert!(error.chain().contains(&who), "{}", error.chain());
         // Whoever is about to let go is waited for.
         let release = std::thread::spawn(move || drop(held));
-        let held = Lock::take_within(&dir, Duration::from_secs(60)).expect("held");
+        let held = Lock::take_within(&dir, Duration::from_secs(60), None).expect("held");
         release.join().expect("no panic");
         assert!(dir.has(LOCK_FILE));
         drop(held);
         assert!(!dir.has(LOCK_FILE));
+    }
+
+    #[test]
+    fn a_lost_rank_that_is_not_dead_loses_the_folder_and_writes_nothing() {
+        let dir = tempfile::tempdir().expect("folder");
+        let dir = Dir::open(dir.path()).expect("folder");
+        let lost = Lock::take(&dir).expect("held");
+        let claimed = lost.claimed().expect("claimed");
+        let sub = claimed.create_sub("checkpoints").expect("made");
+        let put = |dir: &Dir, text: &str| dir.write("a", |out| out.write_all(text.as_bytes()));
+        put(&claimed, "before").expect("written");
+        put(&sub, "before").expect("written");
+        let other = ProcessName {
+            pid: 1,
+            ..ProcessName::own()
+        };
+        let began = Instant::now();
+        let error = Lock::take_within(&dir, 2 * LOST_PATIENCE, Some(&other));
+        error.expect_err("another training's is left alone");
+        let taken = Lock::take_over(&dir, &ProcessName::own()).expect("taken");
+        assert!(began.elapsed() < PATIENCE);
+        for dir in [&claimed, &sub] {
+            let error = put(dir, "after").expect_err("another writes there");
+            assert!(
+                error
+                    .to_string()
+                    .contains("another process of the training"),
+                "{error}"
+            );
+            put(&dir.clone(), "after").expect_err("a copy neither");
+            dir.remove("a").expect_err("not removed");
+            dir.rename("a", "b").expect_err("not renamed");
+            dir.link_into("a", dir, "b").expect_err("not linked");
+            dir.create_file("a").expect_err("not created");
+            dir.append_file("a").expect_err("not opened");
+            assert_eq!(dir.read("a", 99).expect("read").expect("there"), b"before");
+        }
+        drop(lost);
+        assert!(dir.has(LOCK_FILE));
+        put(&taken.claimed().expect("claimed"), "after").expect("written");
+        // Nor when the other one has ended.
+        drop(taken);
+        put(&claimed, "late").expect_err("not written");
     }
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use phalanx_base::files::{Dir, as_typed, atomic_write};
+use phalanx_base::process::ProcessName;
 use phalanx_checkpoint::state::{Folder, Place};
 use phalanx_checkpoint::{self as checkpoint, Outline, Values};
 use phalanx_data::metrics::{MetricsLog, write_summary_in};
@@ -126,7 +127,8 @@ pub struct Output {
 
 impl Output {
     /// Prepares `dir` on rank 0: creates it, keeps other trainings out of it, and removes an earlier run's
-    /// results, if `args` say that they may go. All ranks' flight recorders go there.
+    /// results, if `args` say that they may go. All ranks' flight recorders go there. From `lost`, the rank 0 before, it is
+    /// taken over.
     ///
     /// # Errors
     ///
@@ -136,18 +138,24 @@ impl Output {
         dir: PathBuf,
         files: Files,
         args: &SavingArgs,
+        lost: Option<&ProcessName>,
     ) -> Result<Output> {
         let fresh = args.fresh();
         ctx.group().set_flight_dir(&dir.join(crate::FLIGHT_DIR));
         let (mut opened, mut lock) = (None, None);
         if ctx.is_main() {
-            let dir = Dir::create(&dir)?;
+            let mut dir = Dir::create(&dir)?;
             args.folder.check(&dir)?;
             let is_first = fresh.is_some() && args.attempt.restarts == 0;
-            lock = Some(match args.overwrite && is_first {
-                true => Lock::take_now(&dir)?,
-                false => Lock::take(&dir)?,
-            });
+            let taken = match lost {
+                Some(lost) => Lock::take_over(&dir, lost)?,
+                None if args.overwrite && is_first => Lock::take_now(&dir)?,
+                None => Lock::take(&dir)?,
+            };
+            if ctx.elastic.is_some() {
+                dir = taken.claimed()?;
+            }
+            lock = Some(taken);
             if is_first {
                 // The training that was waited for has left its results.
                 RunDir::given(dir.path().to_owned()).check(args, dir.path())?;

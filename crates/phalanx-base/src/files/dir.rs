@@ -29,6 +29,15 @@ const WRITE_BUFFER_BYTES: usize = 1 << 20;
 pub struct Dir {
     fd: Arc<OwnedFd>,
     path: PathBuf,
+    claim: Option<Arc<Claim>>,
+}
+
+/// The file that must have its name for a change.
+#[derive(Debug)]
+struct Claim {
+    folder: Dir,
+    file: File,
+    name: &'static str,
 }
 
 impl Dir {
@@ -47,7 +56,35 @@ impl Dir {
         Ok(Dir {
             fd: Arc::new(fd),
             path: path.to_owned(),
+            claim: None,
         })
+    }
+
+    /// The same folder, in which nothing is written, renamed or removed any more, nor in the folders opened from it, once
+    /// `name` does not refer to `file`: another process has replaced it.
+    ///
+    /// # Errors
+    ///
+    /// `System`, naming the file.
+    pub fn claimed_by(&self, file: &File, name: &'static str) -> Result<Dir> {
+        let file = file.try_clone();
+        let file = file.map_err(|e| Error::io("cannot open", &self.at(name), e))?;
+        let folder = self.clone();
+        let claim = Some(Arc::new(Claim { folder, file, name }));
+        Ok(Dir {
+            claim,
+            ..self.clone()
+        })
+    }
+
+    fn check_claim(&self) -> std::io::Result<()> {
+        match &self.claim {
+            Some(claim) if !claim.folder.is_at(&claim.file, claim.name) => {
+                let what = "another process of the training writes there now";
+                Err(std::io::Error::other(what))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// As [`open`](Self::open), creating the folder and its parents if needed.
@@ -86,6 +123,7 @@ impl Dir {
             Ok(fd) => Ok(Some(Dir {
                 fd: Arc::new(fd),
                 path,
+                claim: self.claim.clone(),
             })),
             Err(Errno::NOENT) => Ok(None),
             Err(Errno::NOTDIR | Errno::LOOP) => Err(self.refused(name.as_ref(), "a folder")),
@@ -165,11 +203,13 @@ impl Dir {
         match self.nameless() {
             Ok(file) => {
                 filled(&file)?;
+                self.check_claim()?;
                 self.give_name(&file, name)
             }
             Err(why) => {
                 let (file, temporary) = self.temporary(name).map_err(|e| refusal(why, e))?;
                 let replaced = filled(&file).and_then(|()| {
+                    self.check_claim()?;
                     let replaced = sys::renameat(&*self.fd, &temporary, &*self.fd, name);
                     replaced.map_err(Into::into)
                 });
@@ -254,6 +294,8 @@ impl Dir {
     ///
     /// As [`open_private`](Self::open_private).
     pub fn append_file(&self, name: &str) -> Result<File> {
+        let claimed = self.check_claim();
+        claimed.map_err(|e| Error::io("cannot open", &self.at(name), e))?;
         let flags = OFlags::CREATE | OFlags::RDWR | OFlags::APPEND;
         self.open_file(name, flags, 0o666)
     }
@@ -374,6 +416,8 @@ impl Dir {
     ///
     /// `System`, naming the path.
     pub fn remove(&self, name: &str) -> Result<()> {
+        let claimed = self.check_claim();
+        claimed.map_err(|e| Error::io("cannot remove", &self.at(name), e))?;
         match sys::unlinkat(&*self.fd, name, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
             Err(e) => Err(Error::io("cannot remove", &self.at(name), e.into())),
@@ -395,8 +439,10 @@ impl Dir {
     ///
     /// `System`, naming the path.
     pub fn rename_into(&self, from: &str, dir: &Dir, to: &str) -> Result<()> {
-        sys::renameat(&*self.fd, from, &*dir.fd, to)
-            .map_err(|e| Error::io("cannot rename", &self.at(from), e.into()))
+        let renamed = self.check_claim();
+        renamed
+            .and_then(|()| Ok(sys::renameat(&*self.fd, from, &*dir.fd, to)?))
+            .map_err(|e| Error::io("cannot rename", &self.at(from), e))
     }
 
     /// Gives the file `from` the name `to` in the folder `dir` as well, replacing an existing file.

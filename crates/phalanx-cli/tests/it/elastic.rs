@@ -906,9 +906,10 @@ fn a_node_that_waits_for_a_place_finds_the_store_where_it_has_moved() {
     assert_eq!((hashes, world), (undisturbed(dir, "--epochs 10"), 2.into()));
 }
 
-/// For longer than a launcher may be silent: the others go on, and it must not.
+/// For longer than a launcher may be silent: the others go on with the run's folder, and this host must not write into it when
+/// it goes on.
 #[test]
-fn a_launcher_with_the_store_that_was_stopped_ends() {
+fn a_stopped_host_with_the_store_and_rank_0_loses_both() {
     let (dir, port) = (folder_of_nodes(), free_port());
     let dir = dir.path();
     let nodes = (0..3).map(|rank| {
@@ -923,8 +924,9 @@ fn a_launcher_with_the_store_that_was_stopped_ends() {
     wait_for_step(dir, 1, 2);
     let (launcher, rank) = (nodes[0].id(), process_of(0, dir));
     signal(launcher, "STOP");
-    signal(rank, "KILL");
+    signal(rank, "STOP");
     wait_for_ranks(dir, 1, 2);
+    signal(rank, "CONT");
     signal(launcher, "CONT");
     let (code, out, err) = ended(nodes.remove(0));
     assert_eq!(code, 3, "{out}{err}");
@@ -937,6 +939,40 @@ fn a_launcher_with_the_store_that_was_stopped_ends() {
         assert_eq!(code, 0, "{out}{err}");
     }
     check_result(dir, 2);
+}
+
+/// The next rank trains on without a folder, until something must be saved.
+#[test]
+fn a_new_rank_0_that_cannot_write_leaves_the_results_to_another() {
+    let (dir, port) = (folder_of_nodes(), free_port());
+    let dir = dir.path();
+    let hosts = ["first", "second", "third"].map(|name| dir.join(name));
+    for host in &hosts {
+        std::fs::create_dir(host).expect("a folder");
+        std::fs::copy(dir.join("token"), host.join("token")).expect("copied");
+    }
+    std::fs::write(hosts[1].join("run"), "in the way").expect("written");
+    let [first, second, third] = [0, 1, 2].map(|rank| {
+        let flags = format!("--nnodes 3 --node-rank {rank}");
+        start_node(&hosts[rank], 1, port, &flags)
+    });
+    wait_for_step(&hosts[0], 1, 2);
+    signal(first.id(), "KILL");
+    ended(first);
+    let (code, out, err) = ended(second);
+    assert_eq!(code, 0, "{out}{err}");
+    for said in [
+        "warning: nothing is written into run from now on, and no checkpoint is saved: run is a file, not a folder",
+        "this rank leaves the training, as it cannot save its result: run is a file, not a folder",
+        "exited with code 3 (it lost a peer); the others go on without it",
+    ] {
+        assert!(err.contains(said), "{err}");
+    }
+    let (code, out, err) = ended(third);
+    assert_eq!(code, 0, "{out}{err}");
+    let (hashes, world) = result(&hosts[2].join("run"));
+    assert_eq!((hashes, world), (usual().0.clone(), 1.into()));
+    assert!(hosts[2].join("run/mnist_cnn.safetensors").is_file());
 }
 
 /// A launcher that joins with a mistake of its own is refused, and the training goes on.

@@ -83,6 +83,7 @@ pub struct Saving<'a> {
     /// On rank 0, if there are checkpoints at all.
     background: Option<Background>,
     folder: Folder,
+    is_off: bool,
     /// Steps of this run.
     steps: u64,
     due: Due,
@@ -139,6 +140,7 @@ impl<'a> Saving<'a> {
             hook: None,
             background: (args.enabled() && ctx.is_main()).then(|| Background::new(folder.clone())),
             folder,
+            is_off: false,
             took: Duration::ZERO,
             steps: 0,
             due: Due::new(args.save_every),
@@ -181,6 +183,15 @@ impl<'a> Saving<'a> {
     pub(crate) fn take_over(&mut self, folder: Folder) {
         self.background = self.enabled().then(|| Background::new(folder.clone()));
         self.folder = folder;
+    }
+
+    /// Saves nothing while it is `off`, as rank 0 cannot write.
+    pub(crate) fn turn_off(&mut self, off: bool) {
+        self.is_off = off;
+    }
+
+    pub(crate) fn is_off(&self) -> bool {
+        self.is_off
     }
 
     /// What this rank wants to do after the training's step number `step`, counted from 1, for
@@ -417,7 +428,8 @@ impl<'a> Saving<'a> {
         let why = match self.why {
             FLAG => "as asked".to_owned(),
             // Ctrl-C counts as this, and a launcher sends this for it.
-            stop::SIGTERM => "as asked by SIGTERM or Ctrl-C".to_owned(),
+            // With 0 the launchers of all ranks have left.
+            0 | stop::SIGTERM => "as asked by SIGTERM or Ctrl-C".to_owned(),
             signal => format!("as asked by {}", signal_name(signal)),
         };
         let steps = plural(usize::try_from(place.step).unwrap_or(usize::MAX), "step");

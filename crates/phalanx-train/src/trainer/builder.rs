@@ -617,7 +617,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let metadata = self.files.metadata();
         let files = ctx.elastic.map(|_| self.files.clone());
         let mut output = match self.purpose {
-            Purpose::Train => Output::open(ctx, dir, self.files, &settings.saving)?,
+            Purpose::Train => Output::open(ctx, dir, self.files, &settings.saving, None)?,
             _ => Output::nowhere(dir),
         };
         let saving = Saving::open(

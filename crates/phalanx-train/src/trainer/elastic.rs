@@ -27,6 +27,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use phalanx_base::env::real_env;
+use phalanx_base::process::ProcessName;
 use phalanx_checkpoint::state::Place;
 use phalanx_comm::{
     MembershipRequests, ReduceOp, RequestedChange, is_over, report_lost, report_over,
@@ -54,7 +55,8 @@ use crate::stop;
 use crate::strategy::{Gradients, Strategy};
 use crate::timing::Timing;
 
-/// Where rank 0 writes its host and what must be the same on all ranks, for processes that want to join.
+/// Where rank 0 writes its process and what must be the same on all ranks, for processes that want to join and for the
+/// rank 0 after it.
 const AGREED: &str = "train/agreed";
 
 /// How often rank 0 asks who is to join or to leave.
@@ -281,12 +283,18 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             self.hand_over_reports()?;
             let what = "this rank leaves the training: a rank with another part of the same copy of the model was lost; the \
                         other copies are trained on";
-            say::note(what);
-            report_lost(&*group.store(), group.global_rank(), what)
-                .map_err(phalanx_comm::Error::from)?;
-            return Err(Error::new(ErrorKind::PeerLost, what));
+            return Err(self.leave_by(what)?);
         }
         Ok(())
+    }
+
+    /// The error by which this rank leaves, and the others go on.
+    fn leave_by(&self, why: &str) -> Result<Error> {
+        let group = self.ctx.group();
+        say::note(why);
+        let told = report_lost(&*group.store(), group.global_rank(), why);
+        told.map_err(phalanx_comm::Error::from)?;
+        Ok(Error::new(ErrorKind::PeerLost, why))
     }
 
     /// The error that ends the training on all ranks, since what none of them has cannot be restored.
@@ -341,9 +349,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if let Some(running) = &mut self.running {
             running.losses.divide(parts);
         }
-        if self.ctx.is_main() && !self.reports.output.is_opened() {
-            self.take_over_reports()?;
-        }
+        self.take_over_reports()?;
         self.reports.log.set_members(ctx);
         self.watch_requests();
         Ok(())
@@ -460,18 +466,54 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         Ok(())
     }
 
-    /// Begins to write the run's files, as rank 0 that was lost has done.
+    /// Has the new rank 0 write the run's files, if the one before was lost. Where it cannot, nothing is written until the end.
     fn take_over_reports(&mut self) -> Result<()> {
+        let opened = match self.open_reports() {
+            Err(error) if !matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Timeout) => {
+                let (dir, why) = (self.reports.output.dir().display(), error.chain());
+                say::note(format_args!(
+                    "warning: nothing is written into {dir} from now on, and no checkpoint is saved: {why}"
+                ));
+                false
+            }
+            opened => opened.map(|()| true)?,
+        };
+        // Saving is the work of all ranks.
+        let mut off = [u8::from(!opened)];
+        self.ctx.group().all_reduce(&mut off, ReduceOp::Max)?;
+        self.saving.turn_off(off != [0]);
+        Ok(())
+    }
+
+    /// Begins to write the run's files on rank 0, if it could not before: now something must be saved. If it still cannot, it
+    /// leaves, and another rank does it.
+    pub(super) fn must_open_reports(&mut self) -> Result<()> {
+        match self.open_reports() {
+            Err(error) if self.ctx.world() > 1 => {
+                self.elastic.is_lost = true;
+                Err(self.leave_by(&format!(
+                    "this rank leaves the training, as it cannot save its result: {}",
+                    error.chain()
+                ))?)
+            }
+            opened => opened,
+        }
+    }
+
+    /// Begins to write the run's files on rank 0, as the one that was lost has done.
+    fn open_reports(&mut self) -> Result<()> {
         let (ctx, settings) = (self.ctx, self.settings);
+        if !ctx.is_main() || self.reports.output.is_opened() || self.purpose != Purpose::Train {
+            return Ok(());
+        }
+        let lost = self.agreed()?.map(|(writer, _)| writer);
         let Some(opening) = &mut self.elastic.opening else {
             return Ok(());
         };
-        if self.purpose != Purpose::Train {
-            return Ok(());
-        }
         let _phase = self.ctx.phase("reporting");
         let dir = self.reports.output.dir().to_owned();
-        let output = Output::open(ctx, dir, opening.files.clone(), &settings.saving)?;
+        let files = opening.files.clone();
+        let output = Output::open(ctx, dir, files, &settings.saving, lost.as_ref())?;
         let infos = self.strategy.infos();
         let info = RunInfo {
             program: &self.program,
@@ -483,8 +525,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             frozen: &opening.frozen,
             labels: &settings.labels,
         };
-        let records: Vec<Value> = self.elastic.records.drain(..).collect();
-        let log = output.log_of_lost(ctx, self.place, &info, &records)?;
+        let records = self.elastic.records.make_contiguous();
+        let log = output.log_of_lost(ctx, self.place, &info, records)?;
+        self.elastic.records.clear();
         let mut trackers = std::mem::take(&mut opening.trackers);
         match settings.track.trackers(&real_env()) {
             Ok(own) => trackers.extend(own),
@@ -508,7 +551,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         reports.deliveries = Deliveries::start(output.dir(), trackers);
         reports.output = output;
         reports.progress = progress;
-        Ok(())
+        self.set_agreed()
     }
 
     /// Joins the other ranks, if this process was started in place of a lost one.
@@ -520,9 +563,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             // A rank may still be in the last collective of the start when another one is lost in a step.
             self.together(|trainer| Ok(trainer.ctx.group().barrier()?))?;
             if self.ctx.is_main() {
-                let agreed = format!("{}\n{}", phalanx_base::host_name(), self.facts().text());
-                let store = self.ctx.store();
-                (store.set(AGREED, agreed.as_bytes())).map_err(phalanx_comm::Error::from)?;
+                self.set_agreed()?;
             }
             self.ctx.group().announce_elastic(S::TAKES_OTHERS)?;
             self.watch_requests();
@@ -555,19 +596,28 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         facts
     }
 
+    fn set_agreed(&self) -> Result<()> {
+        let agreed = (ProcessName::own(), self.facts().text().to_owned());
+        let agreed = serde_json::to_vec(&agreed).map_err(not_json)?;
+        let set = self.ctx.store().set(AGREED, &agreed);
+        Ok(set.map_err(phalanx_comm::Error::from)?)
+    }
+
+    /// The process that writes the run's files, and what must be the same on all ranks.
+    fn agreed(&self) -> Result<Option<(ProcessName, String)>> {
+        let agreed = self.ctx.store().try_get(AGREED);
+        let agreed = agreed.map_err(phalanx_comm::Error::from)?;
+        Ok(agreed.and_then(|text| serde_json::from_slice(&text).ok()))
+    }
+
     /// Compares this process with those that it is to join, before it asks them to take it in.
     fn compare_with_others(&self) -> Result<()> {
-        let agreed = self.ctx.store().try_get(AGREED);
-        let agreed = agreed
-            .map_err(phalanx_comm::Error::from)?
-            .unwrap_or_default();
-        let agreed = String::from_utf8_lossy(&agreed);
-        let Some((host, facts)) = agreed.split_once('\n') else {
+        let Some((writer, facts)) = self.agreed()? else {
             return Ok(());
         };
-        let them = format!("the job (host {host})");
+        let them = format!("the job (host {})", writer.host);
         let own = format!("this rank (host {})", phalanx_base::host_name());
-        match self.facts().difference(facts, &them, &own) {
+        match self.facts().difference(&facts, &them, &own) {
             Some(difference) => Err(Error::usage(difference)),
             None => Ok(()),
         }

@@ -111,6 +111,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     ) -> Result<()> {
         let (ctx, settings) = (self.ctx, self.settings);
         self.saving.finish()?;
+        self.must_open_reports()?;
         let profiler = &mut self.reports.profiler;
         profiler.finish(ctx, &mut self.tape, self.strategy.params())?;
         let timing = &mut self.results.timing;

@@ -216,10 +216,11 @@ struct Results {
 /// Where it is reported.
 struct Reports {
     reporter: Box<dyn Reporter>,
-    output: Output,
     log: RunLog,
     /// Dropped after the log, which says how the run has ended.
     deliveries: Deliveries,
+    /// Dropped after these, which write into its folder.
+    output: Output,
     samples: SampleLog,
     progress: Progress,
     profiler: Profiler,
@@ -662,6 +663,12 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         sums: &[f64],
         samples: usize,
     ) -> Result<()> {
+        if self.saving.is_off() {
+            if action != SaveAction::Stop {
+                return Ok(());
+            }
+            self.must_open_reports()?;
+        }
         let log = &mut self.reports.log;
         if self.saving.enabled() {
             let file = format!("{}/{}", saving::FOLDER, manifest_name(self.place.step));
