@@ -9,7 +9,8 @@ Ranks train with --deterministic shards on this host, or on several, which are n
 launchers with --nnodes 1:HOSTS. Faults, of which there are as many as --kills says: `kill` and `stop` (up to 1.4 s) a rank;
 `node` kills all processes of a host, `freeze` stops them for longer than --lost-after, `launcher` kills its launcher only,
 `term` ends that by SIGTERM, `blink` and `cut` take its link down for up to 0.9 s, or for longer than --lost-after; `deaf` and
-`mute` lose all that comes to it, or from it, for as long as `cut`. Killed ranks
+`mute` lose all that comes to it, or from it, for as long as `cut`; `join` starts a launcher on it that differs from the
+others, which must be refused with code 2 and end nothing else. Killed ranks
 are started again and join, and so do launchers. Checked: exit codes; the hashes of weights, optimizer and metrics; each sample once an epoch in the samples' logs; one loss a step.
 Reported: how long after a kill it was noticed, and how long it took from there until the ranks went on with the step
 (without the step itself). With --minutes, faults end after that time; reported and checked besides are the longest time
@@ -151,21 +152,44 @@ class Job:
     def __init__(self, args, folder, epochs):
         self.args, self.folder, self.epochs = args, folder, epochs
         self.hosts, self.launchers, self.wrong, self.log = Hosts(args.hosts), {}, [], []
+        # One that differs has a place, too.
+        self.most = args.hosts + ("join" in args.faults.split(","))
         for node in range(args.hosts):
             self.start(node)
 
-    def start(self, node):
+    def line(self, node):
         args, folder = self.args, self.folder
         line = self.hosts.prefix(node) + words(args, folder, "run", self.epochs)
         line += ["--elastic", "--max-restarts", "100000", *(["--evict-after", str(args.evict_after)] if args.evict_after else []),
                  "--log-samples", f"{folder}/seen",
                  "--nproc-per-node", str(args.ranks // args.hosts)]
         if args.hosts > 1:
-            line += ["--nnodes", f"1:{args.hosts}", "--master-addr", "10.79.0.1", "--token-file", f"{folder}/token"]
-        out = open(f"{folder}/out.{node}", "a")
+            line += ["--nnodes", f"1:{self.most}", "--master-addr", "10.79.0.1", "--token-file", f"{folder}/token"]
+        return line
+
+    def start(self, node):
+        out = open(f"{self.folder}/out.{node}", "a")
         self.note(f"a launcher starts on host {node}")
-        self.launchers[node] = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT,
-                                                env={**os.environ, "TMPDIR": folder})
+        self.launchers[node] = subprocess.Popen(self.line(node), stdout=out, stderr=subprocess.STDOUT,
+                                                env={**os.environ, "TMPDIR": self.folder})
+
+    def join(self, node):
+        """A launcher that differs in one thing comes to host `node`."""
+        line = self.line(node)
+        words = [["--lr", "0.3"], ["--precision", "bf16"], ["--bucket-cap-mb", "1"], ["--seed", "9"], ["--epochs", "1"],
+                 ["--shards", "4"], ["--nnodes", f"2:{self.most}"], ["--data", f"synthetic:{self.args.samples + 96}"], ["launch"]]
+        flag, *value = random.choice(words)
+        if flag == "launch":
+            start = line.index("--nproc-per-node")
+            line = [*line[:line.index("train")], "launch", "--elastic", *line[start:], "--", "sleep", "60"]
+        elif flag in line:
+            line[line.index(flag) + 1] = value[0]
+        else:
+            line += [flag, *value]
+        self.note(f"a launcher with {flag} {value} comes to host {node}")
+        came = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "TMPDIR": self.folder + "/."})
+        if came.returncode != 2 and not self.is_over():
+            self.wrong.append(f"a launcher with {flag} {value} ended with {came.returncode}: {came.stdout[-900:]}{came.stderr[-900:]}")
 
     def again(self, node, codes):
         """The launcher ends with one of `codes`, and another one comes."""
@@ -218,6 +242,8 @@ class Job:
             time.sleep(random.uniform(4, 7))
             self.hosts.signal_all(node, signal.SIGCONT)
             self.again(node, [3])
+        elif kind == "join":
+            self.join(node)
         elif kind == "launcher":
             self.launchers[node].kill()
             self.again(node, [-9])
@@ -306,7 +332,7 @@ def main():
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=4, help="of all hosts")
-    parser.add_argument("--faults", default="kill", help="kill, stop: of a rank; node, freeze, launcher, term, blink, cut, deaf, mute: of a host")
+    parser.add_argument("--faults", default="kill", help="kill, stop: of a rank; node, freeze, launcher, term, blink, cut, deaf, mute, join: of a host")
     parser.add_argument("--recipe", default="mnist")
     parser.add_argument("--samples", type=int, default=4800)
     parser.add_argument("--batch", type=int, default=96)
