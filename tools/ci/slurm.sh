@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# A Slurm of two nodes: network namespaces, each with a /tmp of its own, whose names n1 and n2 do not resolve. Jobs
-# without any token, address or port by hand train to the weights of one host with four ranks, two at once; a job is
-# cancelled; one comes near its time limit and ends with a checkpoint; one is requeued and resumes.
+# Two kinds of Slurm with two nodes, whose names n1 and n2 do not resolve: first both on this host, with one /tmp; then
+# network namespaces, each with a /tmp of its own. Jobs without any token, address or port by hand train to the weights
+# of one host with four ranks, two at once. In the namespaces a job is cancelled; one comes near its time limit and
+# ends with a checkpoint; one is requeued and resumes.
 # Usage: slurm.sh path/to/phalanx
 set -euo pipefail
 phalanx=$(realpath "$1")
@@ -14,33 +15,34 @@ source "$(dirname "$0")/hosts.sh"
 have "${programs[@]}" || timeout 100 apt-get update -q >/dev/null 2>&1 || true
 have "${programs[@]}" || timeout 120 apt-get install -y -q --no-install-recommends "${packages[@]}" iproute2 >/dev/null 2>&1 || true
 have "${programs[@]}" || skip "${packages[*]} and iproute2 are not installed and cannot be"
-why=$(can_make_hosts) || skip "$why"
 # Not below /tmp: each node has its own.
 dir=$(mktemp -d -p /var/tmp)
-trap 'remove_hosts; rm -rf "$dir"' EXIT
-make_hosts 10.78.0
-
+daemons=()
+trap 'kill "${daemons[@]}" 2>/dev/null || true; remove_hosts; rm -rf "$dir"' EXIT
 export SLURM_CONF=$dir/slurm.conf
-slurm_conf phalanx 10.78.0.1 "$dir" >"$SLURM_CONF"
-cat >>"$SLURM_CONF" <<CONF
+
+start_slurm() { # start_slurm ADDRESS1 PORT1 ADDRESS2 PORT2 CONTROLLER_PORT: `on NODE COMMAND...` and `login COMMAND...` are defined
+    slurm_conf phalanx "$1" "$dir" >"$SLURM_CONF"
+    cat >>"$SLURM_CONF" <<CONF
 AuthInfo=cred_expire=3
 KillWait=5
-NodeName=n1 NodeHostname=$(hostname) NodeAddr=10.78.0.1 CPUs=4
-NodeName=n2 NodeHostname=$(hostname) NodeAddr=10.78.0.2 CPUs=4
+FirstJobId=$first_job
+SlurmctldPort=$5
+NodeName=n1 NodeHostname=$(hostname) NodeAddr=$1 Port=$2 CPUs=4
+NodeName=n2 NodeHostname=$(hostname) NodeAddr=$3 Port=$4 CPUs=4
 PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:4
 CONF
-on() { # on NAMESPACE COMMAND...
-    local ns=$1
-    shift
-    # Not `ip netns exec`, which hides the cgroups that slurmd wants.
-    nsenter --net="/run/netns/$ns" unshare --mount sh -c 'mount -t tmpfs phalanx /tmp && exec "$@"' sh "$@"
+    on n1 slurmctld -D >"$dir/slurm.log" 2>&1 &
+    daemons+=($!)
+    on n1 slurmd -D -N n1 >>"$dir/slurm.log" 2>&1 &
+    daemons+=($!)
+    on n2 slurmd -D -N n2 >>"$dir/slurm.log" 2>&1 &
+    daemons+=($!)
+    slurm_is_up login || { cat "$dir/slurm.log"; exit 1; }
+    if getent hosts n1 >/dev/null; then echo "n1 resolves here"; exit 1; fi
 }
-on "$a" slurmctld -D >"$dir/slurm.log" 2>&1 &
-on "$a" slurmd -D -N n1 >>"$dir/slurm.log" 2>&1 &
-on "$b" slurmd -D -N n2 >>"$dir/slurm.log" 2>&1 &
-login() { on "$a" "$@"; }
-slurm_is_up login || { cat "$dir/slurm.log"; exit 1; }
-if getent hosts n1 >/dev/null; then echo "n1 resolves here"; exit 1; fi
+# Token files in /tmp have the job's number, which no other Slurm of this host should have.
+first_job=$((1000000 + $$))
 
 small=(train mnist --data synthetic:640 --global-batch-size 64 --epochs 2 --threads 1)
 long=(train mnist --data synthetic:640 --global-batch-size 64 --epochs 100000 --threads 1
@@ -65,6 +67,45 @@ until_is() { # until_is SECONDS COMMAND...
 state() { login scontrol show job "$1" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p'; }
 is() { [ "$(state "$1")" = "$2" ]; }
 checkpoint() { [ -n "$(find "$1" -name '*.json' -path '*step*' 2>/dev/null | head -n 1)" ]; }
+none_left() { [ -z "$(left)" ]; }
+
+"$phalanx" "${small[@]}" --nproc-per-node 4 --output-dir "$dir/here" >"$dir/here.log" 2>&1 || fail "one host" "$dir/here.log"
+want=$(weights "$dir/here")
+
+tasks_and_launchers() { # tasks_and_launchers NAME: tasks as ranks, and one launcher a node, at the same time
+    login srun -N2 --ntasks-per-node 2 -c 1 "$phalanx" "${small[@]}" --output-dir "$dir/$1-tasks" >"$dir/tasks.log" 2>&1 &
+    local tasks=$!
+    login srun -N2 --ntasks-per-node 1 -c 2 "$phalanx" launch --nproc-per-node 2 -- \
+        "$phalanx" "${small[@]}" --output-dir "$dir/$1-launch" >"$dir/launch.log" 2>&1 || fail "launch under srun" "$dir/launch.log"
+    wait "$tasks" || fail "train under srun" "$dir/tasks.log"
+    same "$dir/$1-tasks" "$dir/tasks.log"
+    same "$dir/$1-launch" "$dir/launch.log"
+    grep -q "4 ranks \(over\|on\)" "$dir/tasks.log" || fail "not four ranks" "$dir/tasks.log"
+    until_is 10 none_left || fail "left on the nodes: $(left)" "$dir/tasks.log"
+    echo "slurm: $1: tasks as ranks and launchers, two jobs at once: ok"
+}
+
+# Both nodes are this host, with its /tmp.
+on() { shift && exec env "$@"; }
+login() { env "$@"; }
+left() { find /tmp -maxdepth 1 -name "phalanx-*-$first_job-*" -o -maxdepth 1 -name "phalanx-*-$((first_job + 1))-*"; }
+port=$((20000 + $$ % 10000))
+start_slurm 127.0.0.1 $port 127.0.0.1 $((port + 1)) $((port + 2))
+tasks_and_launchers "one /tmp"
+kill "${daemons[@]}"
+wait "${daemons[@]}" || true
+daemons=()
+rm -rf "$dir"/{state,n1,n2}
+
+why=$(can_make_hosts) || skip "$why"
+make_hosts 10.78.0
+on() { # Not `ip netns exec`, which hides the cgroups that slurmd wants.
+    local ns=$a
+    [ "$1" = n1 ] || ns=$b
+    shift
+    nsenter --net="/run/netns/$ns" unshare --mount sh -c 'mount -t tmpfs phalanx /tmp && exec "$@"' sh "$@"
+}
+login() { on n1 "$@"; }
 left() { # Processes and token files that are left on the nodes
     pgrep -x phalanx | while read -r pid; do
         readlink "/proc/$pid/ns/net"
@@ -73,24 +114,10 @@ left() { # Processes and token files that are left on the nodes
         nsenter --target "$(cat "$dir/$node.pid")" --mount find /tmp -name 'phalanx-*-*'
     done
 }
-none_left() { [ -z "$(left)" ]; }
 net_a=$(ip netns exec "$a" readlink /proc/self/ns/net)
 net_b=$(ip netns exec "$b" readlink /proc/self/ns/net)
-
-"$phalanx" "${small[@]}" --nproc-per-node 4 --output-dir "$dir/here" >"$dir/here.log" 2>&1 || fail "one host" "$dir/here.log"
-want=$(weights "$dir/here")
-
-# Tasks as ranks, and one launcher a node, at the same time.
-login srun -N2 --ntasks-per-node 2 -c 1 "$phalanx" "${small[@]}" --output-dir "$dir/tasks" >"$dir/tasks.log" 2>&1 &
-tasks=$!
-login srun -N2 --ntasks-per-node 1 -c 2 "$phalanx" launch --nproc-per-node 2 -- \
-    "$phalanx" "${small[@]}" --output-dir "$dir/launch" >"$dir/launch.log" 2>&1 || fail "launch under srun" "$dir/launch.log"
-wait "$tasks" || fail "train under srun" "$dir/tasks.log"
-same "$dir/tasks" "$dir/tasks.log"
-same "$dir/launch" "$dir/launch.log"
-grep -q "4 ranks over" "$dir/tasks.log" || fail "not four ranks" "$dir/tasks.log"
-until_is 10 none_left || fail "left on the nodes: $(left)" "$dir/tasks.log"
-echo "slurm: tasks as ranks and launchers, two jobs at once: ok"
+start_slurm 10.78.0.1 6818 10.78.0.2 6818 6817
+tasks_and_launchers "namespaces"
 
 # PMI-1 of Slurm, and train as the launcher of its node.
 login srun --mpi=pmi2 -N2 --ntasks-per-node 2 -c 1 "$phalanx" "${small[@]}" --output-dir "$dir/pmi" >"$dir/pmi.log" 2>&1 &

@@ -141,19 +141,21 @@ fn send(sbcast: &Path, step: &str, text: &str, path: &Path, deadline: Instant) -
     let Err(why) = output else {
         return Ok(());
     };
-    if why.contains("File exists") && has_arrived(path, text)? {
+    // Of nodes that share /tmp, only one can create the file.
+    let is_there = why.split("; ").all(|line| line.contains("File exists"));
+    if is_there && has_arrived(path, text)? {
         return Ok(());
     }
     let error = Error::usage(format!(
         "Slurm's sbcast could not send the job token to every node: {why}"
     ));
-    Err(by_hand(match why.contains("File exists") {
+    Err(by_hand(match is_there {
         true => error.note("or", format!("remove {} on every node", path.display())),
         false => error,
     }))
 }
 
-/// Whether the file is there after all, with this text: several nodes may have one `/tmp`, into which each is to write it.
+/// Whether the file is there after all, with this text.
 fn has_arrived(path: &Path, text: &str) -> Result<bool> {
     let until = Instant::now() + ARRIVAL;
     loop {
@@ -183,7 +185,7 @@ fn run(
     }))
 }
 
-/// What task 0 has sent; `None`: not all of it has come.
+/// The line that task 0 has sent; `None`: not all of it has come.
 fn read(path: &Path, user: u32) -> Result<Option<String>> {
     let shown = path.display();
     let failed = |error| {
@@ -214,7 +216,7 @@ fn read(path: &Path, user: u32) -> Result<Option<String>> {
     file.take(MAX_BYTES)
         .read_to_string(&mut text)
         .map_err(failed)?;
-    Ok(text.ends_with('\n').then_some(text))
+    Ok(text.strip_suffix('\n').map(str::to_owned))
 }
 
 /// Names and addresses of this node, as Slurm knows it; empty outside of Slurm.
@@ -306,7 +308,7 @@ mod tests {
         std::fs::write(&path, "half").unwrap();
         assert_eq!(read(&path, me).unwrap(), None);
         std::fs::write(&path, "whole\n").unwrap();
-        assert_eq!(read(&path, me).unwrap().as_deref(), Some("whole\n"));
+        assert_eq!(read(&path, me).unwrap().as_deref(), Some("whole"));
         let refused = |path: &Path, user| {
             let error = read(path, user).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{}", error.chain());
@@ -348,7 +350,7 @@ mod tests {
             std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o700)).unwrap();
         };
         write("echo 'sbcast: error: REQUEST_FILE_BCAST(n2): File exists' >&2; exit 17");
-        fails(&env(&job), Some("x\n"), "n2): File exists", 2);
+        fails(&env(&job), Some("x"), "n2): File exists", 2);
         // Two nodes share /tmp: the second finds what the first has written.
         let shared = env(&[
             ("SLURM_JOB_ID", &std::process::id().to_string()),
@@ -356,24 +358,28 @@ mod tests {
             ("SLURM_LOCALID", "0"),
             ("PATH", &format!("{folder}:/usr/bin:/bin")),
         ]);
-        let twice = |text: &str| {
+        let twice = |text: &str, other: &str| {
             write(&format!(
-                "printf '{text}\\n' >$5; chmod 600 $5; echo 'REQUEST_FILE_BCAST(n1): File exists' >&2; exit 17"
+                "printf '{text}\\n' >$5; chmod 600 $5; echo 'REQUEST_FILE_BCAST(n1): File exists{other}' >&2; exit 17"
             ));
             broadcast(
                 &shared,
-                Some("x\n"),
+                Some("x"),
                 Instant::now() + Duration::from_secs(9),
                 waiting(),
             )
         };
-        let (got, delivered) = twice("x").expect("the same text");
-        assert_eq!(got, "x\n");
+        let (got, delivered) = twice("x", "").expect("the same text");
+        assert_eq!(got, "x");
         drop(delivered);
-        let error = twice("y").err().expect("another text").render();
+        let error = twice("y", "").err().expect("another text").render();
         assert!(error.contains("File exists"), "{error}");
+        // A third one has a /tmp of its own, without room.
+        let full = "\nREQUEST_FILE_BCAST(n3): No space left on device";
+        let error = twice("x", full).err().expect("a full disk").render();
+        assert!(error.contains("n3): No space left"), "{error}");
         write("exec sleep 60");
-        fails(&env(&job), Some("x\n"), "did not end in time", 2);
+        fails(&env(&job), Some("x"), "did not end in time", 2);
         write("exit 0");
         fails(&env(&job), None, "did not appear", 4);
         let mut wrong = env(&job);
