@@ -4,12 +4,14 @@
 //! folder is created by this launcher, so neither an earlier run nor another node has written into it.
 //!
 //! Without `--log-dir` the folder is private (mode 0700) and is removed when the launcher ends. The guard
-//! removes it when the launcher was killed.
+//! removes it when the launcher was killed. Where both were killed the next launcher does: it finds the folder unlocked.
 
-use std::fs::DirBuilder;
+use std::fs::{DirBuilder, File, Metadata};
 use std::io::Read;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use phalanx_base::files::open_regular;
 
@@ -23,10 +25,21 @@ const ERROR_FILE_BYTES: u64 = 1 << 20;
 /// Where the folder is made when the folder for temporary files cannot be written.
 const IN_MEMORY: &str = "/dev/shm";
 
+/// How the name of a private folder begins.
+const PRIVATE: &str = "phalanx-run-";
+
+/// How the name of a folder for logs begins that nobody has named.
+const LOGS: &str = "phalanx-logs-";
+
+/// A launcher has locked its private folder long before the folder is this old.
+const LOCKED_BY: Duration = Duration::from_secs(60);
+
 /// The folder of one run.
 pub struct RunFolder {
     path: PathBuf,
     made: bool,
+    /// Of a private one: locked until this launcher ends.
+    lock: Option<File>,
     /// It is removed at the end.
     is_private: bool,
 }
@@ -38,6 +51,7 @@ impl RunFolder {
             // Ranks may change their folder.
             path: absolute(path),
             made: false,
+            lock: None,
             is_private: false,
         }
     }
@@ -45,8 +59,9 @@ impl RunFolder {
     /// A private folder, removed when this is dropped.
     pub fn private() -> Result<RunFolder> {
         Ok(RunFolder {
-            path: absolute(&std::env::temp_dir()).join(format!("phalanx-{}", random_id()?)),
+            path: absolute(&std::env::temp_dir()).join(format!("{PRIVATE}{}", random_id()?)),
             made: false,
+            lock: None,
             is_private: true,
         })
     }
@@ -64,11 +79,21 @@ impl RunFolder {
         }
         if !self.is_private {
             let parent = self.path.parent().unwrap_or(Path::new("/"));
-            let made = std::fs::create_dir_all(parent)
+            let is_named = !is_called(parent, LOGS);
+            let made = DirBuilder::new()
+                .recursive(true)
+                .mode(if is_named { 0o777 } else { 0o700 })
+                .create(parent)
                 .and_then(|()| std::fs::create_dir(&self.path))
                 .map_err(|error| cannot_make(&self.path, error));
             self.made = made.is_ok();
-            return made;
+            return made.map_err(|error| match is_named {
+                true => error,
+                false => error.note(
+                    "fix",
+                    "give --log-dir, or set TMPDIR to a folder that can be written",
+                ),
+            });
         }
         let private = |path: &Path| DirBuilder::new().mode(0o700).create(path);
         if let Err(error) = private(&self.path) {
@@ -83,6 +108,8 @@ impl RunFolder {
             })?;
         }
         self.made = true;
+        self.lock = File::open(&self.path).ok().filter(is_free);
+        remove_abandoned(self.path.parent().unwrap_or(Path::new("/")));
         Ok(())
     }
 
@@ -124,21 +151,40 @@ fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// A new folder for logs below the folder for temporary files. It stays, and only this user can read it.
-///
-/// # Errors
-/// `Usage`, naming the folder for temporary files.
+/// Whether the folder's name begins so.
+fn is_called(path: &Path, begin: &str) -> bool {
+    let name = path.file_name().unwrap_or_default();
+    name.as_bytes().starts_with(begin.as_bytes())
+}
+
+/// Locks the folder unless a process has done so.
+fn is_free(folder: &File) -> bool {
+    folder.try_lock().is_ok()
+}
+
+/// Removes the private folders in `parent` of launchers that were killed together with their guards.
+fn remove_abandoned(parent: &Path) {
+    let me = rustix::process::geteuid().as_raw();
+    let is_old = |about: &Metadata| {
+        let age = about.modified().ok().and_then(|at| at.elapsed().ok());
+        age.is_some_and(|age| age > LOCKED_BY)
+    };
+    for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let is_ours = |about: Metadata| about.is_dir() && about.uid() == me && is_old(&about);
+        if is_called(&path, PRIVATE)
+            && entry.metadata().is_ok_and(is_ours)
+            && File::open(&path).is_ok_and(|folder| is_free(&folder))
+        {
+            remove(&path);
+        }
+    }
+}
+
+/// A folder for logs below the folder for temporary files, which is made with the logs. It stays, and only this user
+/// can read it.
 pub fn temporary() -> Result<PathBuf> {
-    let made = tempfile::Builder::new()
-        .prefix("phalanx-logs-")
-        .permissions(std::fs::Permissions::from_mode(0o700))
-        .tempdir();
-    made.map(tempfile::TempDir::keep).map_err(|error| {
-        cannot_make(&std::env::temp_dir().join("phalanx-logs"), error).note(
-            "fix",
-            "give --log-dir, or set TMPDIR to a folder that can be written",
-        )
-    })
+    Ok(std::env::temp_dir().join(format!("{LOGS}{}", random_id()?)))
 }
 
 /// `DIR/RUN_ID_xxxxxxxx`, a name that no other run has; with several nodes `DIR/RUN_ID_NODE_xxxxxxxx`.

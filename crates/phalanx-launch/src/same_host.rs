@@ -11,6 +11,7 @@ use std::io::ErrorKind as IoKind;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use phalanx_store::FileStore;
 use sha2::{Digest, Sha256};
 
 use super::place::Env;
@@ -83,7 +84,19 @@ pub fn store_file(env: &Env) -> Result<Option<PathBuf>> {
     let uid = rustix::process::geteuid().as_raw();
     let folder = std::env::temp_dir().join(format!("phalanx-{uid}"));
     private_folder(&folder, uid)?;
-    Ok(Some(folder.join(format!("ranks-{name}"))))
+    let file = folder.join(format!("ranks-{name}"));
+    remove_abandoned(&folder, &file);
+    Ok(Some(file))
+}
+
+/// Removes what killed ranks have left in `folder`, all but `own`: the last one that closes a store removes it.
+fn remove_abandoned(folder: &Path, own: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if path != own && path.extension().is_none() {
+            drop(FileStore::open(path));
+        }
+    }
 }
 
 /// Makes a folder that only this user may enter, or checks that it is one.

@@ -53,7 +53,9 @@ impl FirstCause {
             .name("phalanx-abort".to_owned())
             .stack_size(128 << 10)
             .spawn(move || {
-                let _ = tell.send(store.compare_set(&key, None, &mine));
+                let stored = store.compare_set(&key, None, &mine);
+                drop(store);
+                let _ = tell.send(stored);
             });
         let answer = match asked {
             Ok(_) => told.recv_timeout(PATIENCE),

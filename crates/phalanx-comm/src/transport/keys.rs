@@ -122,6 +122,8 @@ impl Drop for GroupKeys {
                 if let Err(e) = keys.chain(prefixes).collect::<Result<(), _>>() {
                     tracing::debug!("cannot remove keys of a group from the store: {e}");
                 }
+                // The rank that waits is the last one that has the store, and closes it.
+                drop(store);
                 drop(done);
             });
         match removing {

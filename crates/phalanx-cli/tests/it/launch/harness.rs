@@ -1,11 +1,12 @@
 //! Starts launchers with a mark in the environment that all their
-//! descendants inherit, so that leftovers can be found in /proc.
+//! descendants inherit, so that leftovers can be found in /proc, and with a folder
+//! for temporary files of their own.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -34,6 +35,9 @@ static COUNT: AtomicUsize = AtomicUsize::new(0);
 /// All processes of one test.
 pub struct Family {
     mark: String,
+    temporary: tempfile::TempDir,
+    /// Nothing was left to tidy up after those.
+    are_killed: AtomicBool,
 }
 
 impl Family {
@@ -41,6 +45,8 @@ impl Family {
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         Family {
             mark: format!("phalanx-test-{}-{number}", std::process::id()),
+            temporary: tempfile::tempdir().unwrap(),
+            are_killed: AtomicBool::new(false),
         }
     }
 
@@ -64,6 +70,9 @@ impl Family {
             if foreign || matches!(text.as_ref(), "RANK" | "WORLD_SIZE" | "LOCAL_RANK") {
                 command.env_remove(&name);
             }
+        }
+        if !command.get_envs().any(|(name, _)| name == "TMPDIR") {
+            command.env("TMPDIR", self.temporary.path());
         }
         command
             .env("PHALANX_TEST_MARK", &self.mark)
@@ -147,6 +156,7 @@ impl Family {
             for text in &left {
                 let pid = text.split(' ').next().and_then(|p| p.parse().ok());
                 if let Some(pid) = pid.and_then(Pid::from_raw) {
+                    self.are_killed.store(true, Ordering::Relaxed);
                     let _ = kill_process(pid, signal);
                 }
             }
@@ -160,6 +170,9 @@ impl Drop for Family {
         let left = self.kill();
         if !thread::panicking() {
             assert!(left.is_empty(), "left behind: {left:#?}");
+            let files: Vec<_> = fs::read_dir(self.temporary.path()).unwrap().collect();
+            let may_be = self.are_killed.load(Ordering::Relaxed);
+            assert!(may_be || files.is_empty(), "left behind: {files:#?}");
         }
     }
 }

@@ -1,11 +1,11 @@
 //! The launcher is killed with SIGKILL, at any moment: nothing may be left.
 
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::launch::harness::{Done, Family, Running};
+use crate::launch::harness::{Done, Family, Running, one_folder};
 use crate::support::eventually;
 
 #[test]
@@ -48,7 +48,6 @@ fn a_killed_guard_leaves_the_ranks_tied_to_the_launcher() {
     let dir = tempfile::tempdir().unwrap();
     let script = "echo ready; exec sleep 60";
     let mut command = family.command(&["launch", "--nproc-per-node", "2", "sh", "-c", script]);
-    // Nobody removes the private folder then.
     command.env("TMPDIR", dir.path());
     let mut running = Running::new(command);
     running.lines(2);
@@ -67,6 +66,77 @@ fn a_killed_guard_leaves_the_ranks_tied_to_the_launcher() {
     running.signal(Signal::KILL);
     family.assert_gone_soon();
     drop(running);
+    // Nobody has removed the private folder. The next launcher does, unless the folder is just being made.
+    let left = one_folder(dir.path());
+    let long_ago = SystemTime::now() - Duration::from_secs(120);
+    let folder = std::fs::File::open(&left).unwrap();
+    folder.set_modified(long_ago).unwrap();
+    drop(folder);
+    let live = dir.path().join("phalanx-run-live");
+    std::fs::create_dir(&live).unwrap();
+    let live = std::fs::File::open(&live).unwrap();
+    live.set_modified(long_ago).unwrap();
+    live.try_lock().unwrap();
+    let mut next = family.command(&["launch", "--nproc-per-node", "1", "true"]);
+    next.env("TMPDIR", dir.path());
+    assert_eq!(Running::new(next).wait().code(), 0);
+    assert!(one_folder(dir.path()).ends_with("phalanx-run-live"));
+}
+
+/// Ranks that `mpirun` starts on one host meet in a file: whoever is killed does not remove it.
+#[test]
+fn killed_ranks_without_a_launcher_leave_no_store_behind() {
+    let family = Family::new();
+    let dir = tempfile::tempdir().unwrap();
+    let start = |job: &str| {
+        let rank = |rank: &str| {
+            let args = [
+                "train",
+                "linear",
+                "--epochs",
+                "1000000",
+                "--output-dir",
+                "out",
+            ];
+            let mut command = family.command(&args);
+            command.current_dir(&dir).env("TMPDIR", dir.path());
+            command.env("PMIX_NAMESPACE", job);
+            for name in ["RANK", "LOCAL_RANK"] {
+                command.env(format!("OMPI_COMM_WORLD_{name}"), rank);
+            }
+            for name in ["SIZE", "LOCAL_SIZE"] {
+                command.env(format!("OMPI_COMM_WORLD_{name}"), "2");
+            }
+            Running::new(command)
+        };
+        let mut ranks = [rank("0"), rank("1")];
+        while !ranks[0].line().contains("/500 loss:") {}
+        ranks
+    };
+    let user = rustix::process::geteuid().as_raw();
+    let stores = || {
+        let files = std::fs::read_dir(dir.path().join(format!("phalanx-{user}"))).unwrap();
+        files.count()
+    };
+    let [a, b] = start("first");
+    assert_eq!(stores(), 2);
+    b.signal(Signal::KILL);
+    b.wait();
+    let a = a.wait();
+    assert_eq!(a.code(), 3, "{a:#?}");
+    assert_eq!(stores(), 0, "the other one closes it");
+
+    // Nobody is left to do so, but the next job.
+    for rank in start("second") {
+        rank.signal(Signal::KILL);
+        rank.wait();
+    }
+    assert_eq!(stores(), 2);
+    let [a, b] = start("third");
+    assert_eq!(stores(), 2, "its own");
+    b.signal(Signal::KILL);
+    a.wait();
+    assert_eq!(stores(), 0);
 }
 
 #[test]

@@ -124,6 +124,17 @@ fn files_without_a_log_folder_are_in_a_temporary_one() {
             "{flags:?}: {done:#?}"
         );
     }
+    // No ranks, no logs: nobody answers there.
+    let place = Place::new();
+    let second = "launch -r 3 --nnodes 2 --node-rank 1 --rdzv-timeout 1 --master-addr 127.0.0.1 --master-port";
+    let port = free_port().to_string();
+    let args: Vec<&str> = second.split(' ').chain([port.as_str(), "true"]).collect();
+    let done = place.run(&args);
+    assert_eq!(done.code(), 4, "{done:#?}");
+    assert!(
+        one_folder(place.dir.path()).ends_with("job.token"),
+        "{done:#?}"
+    );
 }
 
 #[test]
