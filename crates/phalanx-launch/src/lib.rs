@@ -80,11 +80,13 @@ pub use phalanx_live::Address;
 pub use place::{Process, rank_place};
 pub use rank_args::{PrintingRanks, check_local_ranks, run as run_ranks, start};
 pub use reap::{adopt_orphans, reap_group};
+pub use report::rank_list;
 pub use start::{NoArgs, main, main_of, main_with};
 pub use threads::{Cores, Threads};
 pub use token::write_token;
 
 use phalanx_base::{error, format, say, stop};
+use sha2::{Digest, Sha256};
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -167,6 +169,12 @@ fn cores() -> usize {
 /// This binary, even when its file was replaced by a newer build meanwhile.
 fn own_program() -> OsString {
     "/proc/self/exe".into()
+}
+
+/// Tells builds of the program apart that runs as this process.
+pub fn program_digest() -> String {
+    let program = std::fs::read(own_program()).unwrap_or_default();
+    format!("SHA-256 {}…", hex::encode(&Sha256::digest(program)[..6]))
 }
 
 /// A command that runs this program again with `args`, in a session and process group of its

@@ -1814,6 +1814,66 @@ fn as_mpirun(rank: usize, here: usize, dir: &Path) -> Command {
     command
 }
 
+/// Ranks with other processors or another build train; what follows is said once, before the first step.
+#[test]
+fn hosts_that_differ_are_named_before_the_first_step() {
+    let dir = folder();
+    let build = dir.path().join("phalanx");
+    std::fs::copy(env!("CARGO_BIN_EXE_phalanx"), &build).expect("a copy");
+    let mut appended = std::fs::File::options().append(true).open(&build);
+    std::io::Write::write_all(appended.as_mut().expect("the copy"), b"another build")
+        .expect("room");
+    drop(appended);
+    succeed(&["token", "--out", "token"], dir.path());
+    for (has_launchers, isa, program, wanted) in [
+        (true, "auto", None, [false, false]),
+        (true, "scalar", None, [true, false]),
+        (false, "scalar", Some(&build), [true, true]),
+        (true, "auto", Some(&build), [false, true]),
+    ] {
+        let port = free_port().to_string();
+        let nodes = ["0", "1"].map(|node| {
+            let is_other = node == "1";
+            let mut command = as_mpirun(is_other.into(), 2, dir.path());
+            command.arg("--overwrite");
+            if has_launchers {
+                let place = ["--nnodes", "2", "--node-rank", node, "--master-addr"];
+                let more = ["127.0.0.1", "--master-port", &port, "--token-file", "token"];
+                command = phalanx(
+                    &[&SHORT[..], &["--overwrite"], &place, &more].concat(),
+                    dir.path(),
+                );
+            }
+            if let (Some(program), true) = (program, is_other) {
+                let mut other = Command::new(program);
+                other.args(command.get_args()).current_dir(dir.path());
+                let set = command.get_envs();
+                other.envs(set.filter_map(|(name, value)| Some((name, value?))));
+                other.stdout(Stdio::piped()).stderr(Stdio::piped());
+                command = other;
+            }
+            command.env("PHALANX_ISA", if is_other { isa } else { "auto" });
+            command.spawn().expect("phalanx starts")
+        });
+        let [first, second] = nodes.map(ended);
+        assert_eq!((first.0, second.0), (0, 0), "{first:?} {second:?}");
+        let said = first.2;
+        let lines = [
+            "warning: the processors differ: ",
+            "warning: the program files differ: ",
+        ];
+        for (begin, is_wanted) in lines.into_iter().zip(wanted) {
+            let found: Vec<&str> = said.lines().filter(|line| line.contains(begin)).collect();
+            assert_eq!(found.len(), usize::from(is_wanted), "{begin}: {said}");
+            let host = format!("host {}", phalanx_base::host_name());
+            for part in found.iter().flat_map(|_| ["(rank 0, ", "(rank 1, ", &host]) {
+                assert!(found[0].contains(part), "{part}: {said}");
+            }
+        }
+        assert!(!second.2.contains("differ"), "{second:?}");
+    }
+}
+
 #[test]
 fn ranks_that_mpirun_starts_on_one_host_need_no_token() {
     let dir = folder();

@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 
 pub use self::run::RunInfo;
 pub(crate) use self::run::{Attempt, RUN_FILE, VERSION, document, write};
-pub(crate) use self::system::Counters;
+pub(crate) use self::system::{Counters, processor};
 use self::system::{Members, System};
 pub(crate) use self::writer::{Files, has_launcher, warn};
 use self::writer::{Message, Writer};

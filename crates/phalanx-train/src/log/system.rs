@@ -226,7 +226,7 @@ fn processor_time() -> Option<Duration> {
 }
 
 /// The processor's name.
-pub(super) fn processor() -> Option<String> {
+pub(crate) fn processor() -> Option<String> {
     let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("model name"))?;
     Some(line.split_once(':')?.1.trim().to_owned())

@@ -1,17 +1,21 @@
 //! What is said before the first step.
 
+use std::collections::BTreeMap;
+
 use phalanx_nn::ParamInfo;
 
 use super::extent::Extent;
 use crate::choice_name;
+use crate::error::Result;
 use crate::format::{plural, thousands};
 use crate::output::Output;
+use crate::precision::PrecisionArg;
 use crate::saving::Resumed;
 use crate::settings::Settings;
 use crate::split::Determinism;
 use crate::start::Start;
 use crate::strategy::Description;
-use phalanx_launch::RankContext;
+use phalanx_launch::{RankContext, rank_list};
 
 /// What is announced besides the settings.
 pub(super) struct About<'a> {
@@ -114,6 +118,49 @@ pub(super) fn announce(
     }
     ctx.note(&format!("output   {}", output.dir().display()));
     description.last.iter().for_each(|line| ctx.note(line));
+}
+
+/// Says in what the processors and programs of several hosts differ. That ends no training.
+pub(super) fn compare_hosts(ctx: &RankContext, precision: PrecisionArg) -> Result<()> {
+    let is_one_launcher = std::env::var("GROUP_WORLD_SIZE").is_ok_and(|nodes| nodes == "1");
+    if is_one_launcher || ctx.world() == 1 || ctx.transport() == "thread" {
+        return Ok(());
+    }
+    let processor = crate::log::processor().unwrap_or_else(|| std::env::consts::ARCH.to_owned());
+    let processor = format!("{processor} with {}", phalanx_nn::isa_name());
+    if let Some(found) = differences(ctx, &processor)? {
+        let bits = match precision {
+            PrecisionArg::Bf16 => "apart from subnormal numbers in bf16, ",
+            PrecisionArg::Fp32 => "",
+        };
+        ctx.note(&format!(
+            "warning: the processors differ: {found}; each step takes as long as on the slowest host; {bits}the results are those of equal hosts, bit for bit"
+        ));
+    }
+    if let Some(found) = differences(ctx, &phalanx_launch::program_digest())? {
+        ctx.note(&format!(
+            "warning: the program files differ: {found}, all with phalanx {}; results may differ from those of one build: copy one file to all hosts",
+            env!("CARGO_PKG_VERSION")
+        ));
+    }
+    Ok(())
+}
+
+/// Which ranks have what, as `x (rank 0, host a), y (ranks 1 and 2, host b)`, unless all have the same.
+fn differences(ctx: &RankContext, own: &str) -> Result<Option<String>> {
+    let own = (own.to_owned(), phalanx_base::host_name());
+    let all: Vec<(String, String)> = ctx.group().all_gather_object(&own)?;
+    let mut kinds: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for (rank, (what, _)) in all.iter().enumerate() {
+        kinds.entry(what).or_default().push(rank);
+    }
+    let show = |(what, ranks): (&&str, &Vec<usize>)| {
+        let mut hosts: Vec<&str> = ranks.iter().map(|rank| all[*rank].1.as_str()).collect();
+        hosts.dedup();
+        format!("{what} ({}, host {})", rank_list(ranks), hosts.join(", "))
+    };
+    let shown: Vec<String> = kinds.iter().map(show).collect();
+    Ok((shown.len() > 1).then(|| shown.join(", ")))
 }
 
 /// Where a resumed training continues.

@@ -17,7 +17,7 @@ use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
 use phalanx_track::Tracker;
 
-use super::announce::{About, announce, announce_resumed};
+use super::announce::{About, announce, announce_resumed, compare_hosts};
 use super::elastic::{Elasticity, Opening};
 use super::evaluate::Evaluation;
 use super::extent::Extent;
@@ -682,6 +682,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let description = strategy.describe(ctx, settings)?;
         if self.purpose != Purpose::Measure {
             announce(ctx, settings, &about, &infos, &description, &output);
+            compare_hosts(ctx, settings.precision)?;
         }
         let mut reporter = self.reporter;
         if !is_complete && self.purpose == Purpose::Train {
