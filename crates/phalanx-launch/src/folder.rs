@@ -108,7 +108,9 @@ impl RunFolder {
             })?;
         }
         self.made = true;
-        self.lock = File::open(&self.path).ok().filter(is_free);
+        self.lock = File::open(&self.path)
+            .ok()
+            .filter(|folder| folder.try_lock().is_ok());
         remove_abandoned(self.path.parent().unwrap_or(Path::new("/")));
         Ok(())
     }
@@ -157,24 +159,18 @@ fn is_called(path: &Path, begin: &str) -> bool {
     name.as_bytes().starts_with(begin.as_bytes())
 }
 
-/// Locks the folder unless a process has done so.
-fn is_free(folder: &File) -> bool {
-    folder.try_lock().is_ok()
-}
-
 /// Removes the private folders in `parent` of launchers that were killed together with their guards.
 fn remove_abandoned(parent: &Path) {
     let me = rustix::process::geteuid().as_raw();
-    let is_old = |about: &Metadata| {
+    let is_ours = |about: Metadata| {
         let age = about.modified().ok().and_then(|at| at.elapsed().ok());
-        age.is_some_and(|age| age > LOCKED_BY)
+        about.is_dir() && about.uid() == me && age > Some(LOCKED_BY)
     };
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
         let path = entry.path();
-        let is_ours = |about: Metadata| about.is_dir() && about.uid() == me && is_old(&about);
         if is_called(&path, PRIVATE)
             && entry.metadata().is_ok_and(is_ours)
-            && File::open(&path).is_ok_and(|folder| is_free(&folder))
+            && File::open(&path).is_ok_and(|folder| folder.try_lock().is_ok())
         {
             remove(&path);
         }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_wire::store_msg::{Failure, Request, check_key};
 
-use crate::table::{Limits, Table};
+use crate::table::Table;
 use crate::{Error, Result, Store};
 
 const LOCATION: &str = "the in-memory store";
@@ -25,14 +25,6 @@ impl MemStore {
     /// An empty store with the default limits.
     pub fn new() -> Self {
         Self::default()
-    }
-
-    /// An empty store with these limits.
-    pub fn with_limits(limits: Limits) -> Self {
-        MemStore(Arc::new(Shared {
-            table: Mutex::new(Table::new(limits)),
-            changed: Condvar::new(),
-        }))
     }
 
     /// The locked table. It is usable after a panic of another thread, since each

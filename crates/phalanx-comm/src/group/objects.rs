@@ -10,6 +10,7 @@ use serde::de::DeserializeOwned;
 use super::collectives::run_on;
 use super::{Call, ProcessGroup};
 use crate::backend::Runner;
+use crate::plan::{Method, Uneven};
 use crate::{Error, ErrorKind, Result};
 
 /// Most bytes of all objects of one operation together (1 GiB).
@@ -156,7 +157,9 @@ impl ProcessGroup {
         self.core.queue.run(|runner| {
             let lens = self.exchange_lengths(runner, name, mine)?;
             let mut all = vec![0; lens.iter().sum()];
-            self.all_gather_v_on(runner, mine.unwrap_or_default(), &lens, &mut all)?;
+            let kind = Uneven::AllGather { lengths: &lens };
+            let own = mine.unwrap_or_default();
+            self.run_uneven(runner, (Method::AllGather, 0), &lens, kind, own, &mut all)?;
             Ok(cut(&all, &lens))
         })
     }
@@ -171,7 +174,10 @@ impl ProcessGroup {
         self.core.queue.run(|runner| {
             let lens = self.exchange_lengths(runner, name, mine)?;
             let mut all = vec![0; if is_root { lens.iter().sum() } else { 0 }];
-            self.gather_v_on(runner, mine.unwrap_or_default(), &lens, &mut all, root)?;
+            let lengths = &lens;
+            let kind = Uneven::Gather { lengths, root };
+            let own = mine.unwrap_or_default();
+            self.run_uneven(runner, (Method::Gather, root), lengths, kind, own, &mut all)?;
             Ok(is_root.then(|| cut(&all, &lens)))
         })
     }
@@ -198,7 +204,10 @@ impl ProcessGroup {
             let theirs = lengths.iter().map(|&length| (root, length));
             let lens = self.accept(name, theirs, runs.err().filter(|_| is_root))?;
             let mut mine = vec![0; lens[self.core.rank]];
-            self.scatter_v_on(runner, &packed, &lens, &mut mine, root)?;
+            let lengths = &lens;
+            let kind = Uneven::Scatter { lengths, root };
+            let to = (Method::Scatter, root);
+            self.run_uneven(runner, to, lengths, kind, &packed, &mut mine)?;
             Ok(mine)
         })
     }

@@ -226,65 +226,19 @@ impl ProcessGroup {
         Ok((operation, compare))
     }
 
-    /// Gathers inputs of different lengths on the root, as
-    /// [`all_gather_v`](ProcessGroup::all_gather_v) does on all ranks; all know the
-    /// `lengths`.
-    pub(super) fn gather_v_on<T: Element>(
+    /// Moves bytes of different lengths when the ticket is served; all ranks know the lengths.
+    pub(super) fn run_uneven(
         &self,
         runner: &mut Runner,
-        input: &[T],
+        (method, root): (Method, usize),
         lengths: &[usize],
-        output: &mut [T],
-        root: usize,
+        kind: Uneven<'_>,
+        input: &[u8],
+        output: &mut [u8],
     ) -> Result<()> {
-        let kind = Uneven::Gather { lengths, root };
-        let operation = self
-            .build_uneven::<T>(
-                Method::Gather,
-                lengths,
-                lengths.iter().sum(),
-                kind,
-                &Call::default(),
-            )
-            .rooted(root);
-        run_on(runner, &operation, input, output)
-    }
-
-    /// Scatters parts of different lengths; all ranks know the `lengths`.
-    pub(super) fn scatter_v_on<T: Element>(
-        &self,
-        runner: &mut Runner,
-        input: &[T],
-        lengths: &[usize],
-        output: &mut [T],
-        root: usize,
-    ) -> Result<()> {
-        let kind = Uneven::Scatter { lengths, root };
-        let operation = self
-            .build_uneven::<T>(
-                Method::Scatter,
-                lengths,
-                lengths.iter().sum(),
-                kind,
-                &Call::default(),
-            )
-            .rooted(root);
-        run_on(runner, &operation, input, output)
-    }
-
-    /// [`ProcessGroup::all_gather_v`] when its ticket is served; lengths were checked.
-    pub(super) fn all_gather_v_on<T: Element>(
-        &self,
-        runner: &mut Runner,
-        input: &[T],
-        lengths: &[usize],
-        output: &mut [T],
-    ) -> Result<()> {
-        let kind = Uneven::AllGather { lengths };
         let total = lengths.iter().sum();
-        let call = Call::default();
-        let operation = self.build_uneven::<T>(Method::AllGather, lengths, total, kind, &call);
-        run_on(runner, &operation, input, output)
+        let operation = self.build_uneven::<u8>(method, lengths, total, kind, &Call::default());
+        run_on(runner, &operation.rooted(root), input, output)
     }
 
     pub(super) fn build_uneven<T: Element>(

@@ -128,7 +128,10 @@ pub(super) fn compare(
         ))
         .note(
             "fix",
-            "give all launchers of the job the same flags, apart from --node-rank",
+            match what {
+                "phalanx" => "install the same version on all hosts",
+                _ => "give all launchers of the job the same flags, apart from --node-rank",
+            },
         ))
     };
     if theirs.by_arrival != mine.by_arrival {

@@ -8,7 +8,7 @@
 //! and cosine, as PyTorch's do.
 
 use phalanx_kernels::rng::mt19937::Mt19937;
-use phalanx_kernels::rng::numbers::{NORMAL_BLOCK, box_muller, uniform, uniforms};
+use phalanx_kernels::rng::numbers::{NORMAL_BLOCK, box_muller, uniforms};
 
 use crate::{Error, Result};
 
@@ -170,17 +170,11 @@ impl Generator {
         p
     }
 
-    /// One float32 of `tensor.uniform_(lo, hi)`.
+    /// `tensor.uniform_(lo, hi)` over a contiguous float32 tensor.
     ///
     /// The bounds are rounded to float32 first, as PyTorch does; the scaling
     /// is one *fused* multiply-add, without which half of the values differ
-    /// in their last bit. Never returns `hi` unless `lo == hi`.
-    #[inline]
-    pub fn uniform_f32(&mut self, lo: f64, hi: f64) -> f32 {
-        uniform(self.random(), lo as f32, hi as f32)
-    }
-
-    /// `tensor.uniform_(lo, hi)` over a contiguous float32 tensor.
+    /// in their last bit. Never `hi` unless `lo == hi`.
     pub fn fill_uniform_f32(&mut self, out: &mut [f32], lo: f64, hi: f64) {
         let (lo, hi) = (lo as f32, hi as f32);
         // Little enough to be in the cache for the second pass.

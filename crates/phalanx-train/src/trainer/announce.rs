@@ -9,7 +9,6 @@ use crate::choice_name;
 use crate::error::Result;
 use crate::format::{plural, thousands};
 use crate::output::Output;
-use crate::precision::PrecisionArg;
 use crate::saving::Resumed;
 use crate::settings::Settings;
 use crate::split::Determinism;
@@ -121,7 +120,7 @@ pub(super) fn announce(
 }
 
 /// Says in what the processors and programs of several hosts differ. That ends no training.
-pub(super) fn compare_hosts(ctx: &RankContext, precision: PrecisionArg) -> Result<()> {
+pub(super) fn compare_hosts(ctx: &RankContext) -> Result<()> {
     let is_one_launcher = std::env::var("GROUP_WORLD_SIZE").is_ok_and(|nodes| nodes == "1");
     if is_one_launcher || ctx.world() == 1 || ctx.transport() == "thread" {
         return Ok(());
@@ -129,12 +128,8 @@ pub(super) fn compare_hosts(ctx: &RankContext, precision: PrecisionArg) -> Resul
     let processor = crate::log::processor().unwrap_or_else(|| std::env::consts::ARCH.to_owned());
     let processor = format!("{processor} with {}", phalanx_nn::isa_name());
     if let Some(found) = differences(ctx, &processor)? {
-        let bits = match precision {
-            PrecisionArg::Bf16 => "apart from subnormal numbers in bf16, ",
-            PrecisionArg::Fp32 => "",
-        };
         ctx.note(&format!(
-            "warning: the processors differ: {found}; each step takes as long as on the slowest host; {bits}the results are those of equal hosts, bit for bit"
+            "warning: the processors differ: {found}; each step takes as long as on the slowest host; the results are those of equal hosts, bit for bit (in bf16 but for subnormal numbers)"
         ));
     }
     if let Some(found) = differences(ctx, &phalanx_launch::program_digest())? {

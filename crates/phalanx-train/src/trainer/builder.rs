@@ -682,7 +682,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let description = strategy.describe(ctx, settings)?;
         if self.purpose != Purpose::Measure {
             announce(ctx, settings, &about, &infos, &description, &output);
-            compare_hosts(ctx, settings.precision)?;
+            compare_hosts(ctx)?;
         }
         let mut reporter = self.reporter;
         if !is_complete && self.purpose == Purpose::Train {
