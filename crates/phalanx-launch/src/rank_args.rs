@@ -11,6 +11,7 @@
 use std::any::Any;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::{Args as _, FromArgMatches as _};
@@ -217,6 +218,9 @@ fn first_world(env: &Env) -> Result<Option<usize>> {
     Ok(first.filter(|world| *world > 0))
 }
 
+/// How long the end of a rank waits until its store's file is closed.
+const CLOSING: Duration = Duration::from_secs(1);
+
 /// How many times `--timeout` ranks that form a new group wait for one that is alive: it may be evaluating or saving on its own.
 const PATIENCE_IN_TIMEOUTS: u32 = 10;
 
@@ -394,6 +398,7 @@ fn as_launched_rank(
     };
     let threads = args.threads_of(Some(place), place.local_world.unwrap_or(1))?;
     let threads = threads.count;
+    let is_in_file = init_method.starts_with("file://");
     let init = InitOptions {
         init_method,
         rank: Some(place.rank),
@@ -428,7 +433,18 @@ fn as_launched_rank(
     ctx.local_rank = place.local_rank;
     ctx.runs_since(started.elapsed());
     let outcome = rank(&ctx);
-    finish(ctx, outcome)
+    let store = is_in_file.then(|| ctx.group().store());
+    let outcome = finish(ctx, outcome);
+    // The thread that watches the groups may have it for a moment. The last one that closes it removes the file.
+    let until = Instant::now() + CLOSING;
+    while store
+        .as_ref()
+        .is_some_and(|store| Arc::strong_count(store) > 1)
+        && Instant::now() < until
+    {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    outcome
 }
 
 fn as_threads(
