@@ -29,9 +29,8 @@ pub struct NodeFlags {
     /// Ports for everything that other hosts connect to (the store, ranks, MASTER_PORT), for firewalls [default: PHALANX_PORT_RANGE, else 29500 for the store and any free ports]
     #[arg(long, value_name = "FIRST-LAST")]
     pub(crate) port_range: Option<String>,
-    /// Seconds without a heartbeat after which another node is lost: MAX at most, MIN at least, and between them as the
-    /// heartbeats so far came [default: 1.8:2]
-    #[arg(long, value_name = "[MIN:]MAX")]
+    /// Seconds without a heartbeat after which another node is lost [default: 2]
+    #[arg(long, value_name = "SECONDS")]
     pub(crate) lost_after: Option<String>,
 }
 

@@ -36,7 +36,7 @@ use super::nodes::{
 };
 use super::numa;
 use super::oom::OomWatch;
-use super::place::Meeting;
+use super::place::{LOST_AFTER, Meeting};
 use super::plan::LaunchPlan;
 use super::port::{PortForRanks, check_range};
 use super::proc_stat::path_of;
@@ -491,8 +491,8 @@ impl Job<'_> {
             nodes.enter(attempt);
             if nodes.is_elastic() {
                 let meeting = self.plan.args.node.meeting.as_ref();
-                let bounds = meeting.map(|meeting| meeting.lost_after);
-                nodes.watch(bounds.unwrap_or_default(), self.sender.clone())?;
+                let limit = meeting.map_or(LOST_AFTER, |meeting| meeting.lost_after);
+                nodes.watch(limit, self.sender.clone())?;
             }
             nodes.await_end_of_attempt(self.sender.clone())?;
         }

@@ -45,7 +45,7 @@ fn start(dir: &Path, ranks: usize, more: &str) -> Job {
 fn start_node(dir: &Path, ranks: usize, port: u16, flags: &str) -> Job {
     let silence = match flags.contains("--lost-after") {
         true => "",
-        false => "--lost-after 20:20",
+        false => "--lost-after 20",
     };
     let more = format!(
         "{flags} {silence} --master-addr 127.0.0.1 --master-port {port} --token-file token --save-every 50"
@@ -982,7 +982,7 @@ fn only_the_newcomer_that_differs_is_refused() {
     let dir = dir.path();
     let node = |program: &str, more: &str| {
         let line = format!(
-            "train {program} --threads 1 --nproc-per-node 1 --nnodes 1:2 --lost-after 20:20 --init-timeout 60 \
+            "train {program} --threads 1 --nproc-per-node 1 --nnodes 1:2 --lost-after 20 --init-timeout 60 \
              --master-addr 127.0.0.1 --master-port {port} --token-file token {more}"
         );
         let words: Vec<&str> = line.split_whitespace().collect();

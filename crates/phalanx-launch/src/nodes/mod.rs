@@ -58,7 +58,6 @@ use self::standby::{Quorum, Roster};
 use super::Event;
 use super::report::{ABORT_KEY, JobFailure};
 use crate::error::{Error, ErrorKind, Result};
-use crate::place::LostAfter;
 use crate::{lock, say, spawn, system};
 
 /// How many nodes without a number have arrived.
@@ -575,12 +574,12 @@ impl Nodes {
         &self.infos
     }
 
-    /// Starts the threads that beat and listen. `bounds` are those of the silence after which a node is lost.
-    pub fn watch(&self, bounds: LostAfter, events: Sender<Event>) -> Result<()> {
-        self.heard.watch(self.infos.len(), bounds);
-        self.host.watch(1, bounds);
+    /// Starts the threads that beat and listen. A node is lost after a silence of `limit`.
+    pub fn watch(&self, limit: Duration, events: Sender<Event>) -> Result<()> {
+        self.heard.watch(self.infos.len(), limit);
+        self.host.watch(1, limit);
         // A node that is lost is waited for no longer.
-        self.store.set_response_timeout(bounds.most);
+        self.store.set_response_timeout(limit);
         self.start_watching(events)
     }
 

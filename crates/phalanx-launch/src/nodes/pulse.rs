@@ -19,7 +19,7 @@ use rustix::process::setpriority_process;
 
 use super::silence::{BEAT, LOOK, Silence};
 use crate::lock;
-use crate::place::LostAfter;
+use crate::place::LOST_AFTER;
 
 /// A node that did not beat for this long is the reason why ranks have lost those of that node.
 pub(super) const SILENT: Duration = Duration::from_secs(1);
@@ -50,20 +50,20 @@ pub(super) struct Heard {
 impl Heard {
     pub(super) fn new(nodes: usize) -> Heard {
         Heard {
-            silence: Mutex::new(Silence::new(nodes, LostAfter::default(), Duration::ZERO)),
+            silence: Mutex::new(Silence::new(nodes, LOST_AFTER, Duration::ZERO)),
             start: Instant::now(),
         }
     }
 
-    /// From now on, with the same bounds.
+    /// From now on, with the same limit.
     pub(super) fn watch_again(&self, nodes: usize) {
         let mut silence = lock(&self.silence);
-        *silence = Silence::new(nodes, silence.bounds(), self.start.elapsed());
+        *silence = Silence::new(nodes, silence.limit(), self.start.elapsed());
     }
 
     /// From now on.
-    pub(super) fn watch(&self, nodes: usize, bounds: LostAfter) {
-        *lock(&self.silence) = Silence::new(nodes, bounds, self.start.elapsed());
+    pub(super) fn watch(&self, nodes: usize, limit: Duration) {
+        *lock(&self.silence) = Silence::new(nodes, limit, self.start.elapsed());
     }
 
     pub(super) fn silent(&self, node: usize) -> Duration {
@@ -75,14 +75,9 @@ impl Heard {
         lock(&self.silence).extend(nodes, self.start.elapsed());
     }
 
-    /// Before which silence none is.
-    pub(super) fn least(&self) -> Duration {
-        lock(&self.silence).bounds().least
-    }
-
     /// After which silence every node is lost.
     pub(super) fn limit(&self) -> Duration {
-        lock(&self.silence).most()
+        lock(&self.silence).limit()
     }
 
     pub(super) fn is_lost(&self, node: usize) -> bool {

@@ -31,7 +31,7 @@ use phalanx_wire::Token;
 use super::attempts::{Attempt, LOST, decimal, is_decided, lost_key, newest_of};
 use super::membership::Id;
 use super::pulse::{BEATEN, GONE, Heard, raise_priority};
-use super::silence::LOOK;
+use super::silence::{BEAT, LOOK};
 use super::{ARRIVED_KEY, encode, verdict_of_lost};
 use crate::report::JobFailure;
 use crate::{Event, lock, say};
@@ -404,7 +404,7 @@ impl Standby {
                 term,
                 ended: BTreeSet::new(),
                 // Before that the host has not dropped this launcher, of which it has heard as lately.
-                saw_end: !is_silent && silent < self.heard.least(),
+                saw_end: !is_silent && silent + BEAT < self.heard.limit(),
                 until: Instant::now() + longest_election(self.heard.limit()),
             };
             let Some((new, follower)) = self.elect(&mut election) else {

@@ -3,6 +3,7 @@ use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::thread;
 
 use super::*;
+use crate::place::LOST_AFTER;
 
 /// Passes connections on to a server until they are [`cut`](Forwarder::cut).
 struct Forwarder {
@@ -149,9 +150,9 @@ fn eventually<T>(mut ask: impl FnMut() -> Option<T>) -> T {
 fn a_node_whose_connections_have_ended_is_lost() {
     let (a, b, way) = two_nodes();
     let (events, _told) = channel();
-    a.watch(LostAfter::default(), events.clone()).unwrap();
+    a.watch(LOST_AFTER, events.clone()).unwrap();
     b.is_guarded();
-    b.watch(LostAfter::default(), events).unwrap();
+    b.watch(LOST_AFTER, events).unwrap();
     // The will that tells of it.
     b.store.wait(&["launch/beat/1"], PATIENCE).unwrap();
     assert_eq!(a.lost(), None);

@@ -18,7 +18,7 @@ mod slurm;
 pub mod torchrun;
 
 pub use mpi::PMI_SOCKET;
-pub use node::{Address, LostAfter, Meeting, Node, NodeQuery};
+pub use node::{Address, LOST_AFTER, Meeting, Node, NodeQuery};
 pub use phalanx_base::env::{Env, not_a_number, number, real_env};
 pub use process::{Channel, Process, detect, is_under_launcher, rank_place};
 pub use slurm::cores as slurm_cores;

@@ -55,28 +55,12 @@ pub struct Meeting {
     pub timeout: Duration,
     /// How long to wait for more than the fewest.
     pub last_call: Duration,
-    /// Bounds of the silence after which another node is lost.
-    pub lost_after: LostAfter,
+    /// The silence after which another node is lost.
+    pub lost_after: Duration,
 }
 
-/// Bounds of a node's silence, from which on it is lost.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LostAfter {
-    /// No silence is a loss before.
-    pub least: Duration,
-    /// Every silence is a loss after.
-    pub most: Duration,
-}
-
-impl Default for LostAfter {
-    /// A loss is noticed within two seconds, and a pause of 1.5 s is none.
-    fn default() -> LostAfter {
-        LostAfter {
-            least: Duration::from_millis(1800),
-            most: Duration::from_secs(2),
-        }
-    }
-}
+/// Default of `--lost-after`: a pause of 1.5 s is no loss.
+pub const LOST_AFTER: Duration = Duration::from_secs(2);
 
 /// Where processes meet, as far as it is given.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -329,7 +313,7 @@ impl NodeQuery<'_> {
             port,
             given,
             carrier,
-            lost_after: lost_after.unwrap_or_default(),
+            lost_after: lost_after.unwrap_or(LOST_AFTER),
             ..Meeting::default()
         })
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use phalanx_comm::{MAX_LOCAL_RANKS, PortRange};
 
-use super::{Address, Env, LostAfter, text};
+use super::{Address, Env, text};
 use crate::contract::PORTS_VARIABLE;
 use crate::error::{Error, Result};
 use crate::flags::{NodeFlags, count_with};
@@ -13,7 +13,7 @@ use crate::flags::{NodeFlags, count_with};
 const MAX_NODES: usize = 1024;
 
 /// The least bound of a silence that is a loss, in seconds: some heartbeats may be late.
-const SHORTEST_LOSS: f64 = 1.0;
+const SHORTEST_LOSS: Duration = Duration::from_secs(1);
 
 /// The text of a setting, and the flag or variable that it comes from, for messages.
 pub struct Setting<'a> {
@@ -59,27 +59,12 @@ impl Setting<'_> {
         }
     }
 
-    /// `MAX` or `MIN:MAX` in seconds.
-    pub fn lost_after(&self) -> Result<LostAfter> {
-        let seconds = |text: &str| {
-            let seconds = text.trim().parse().ok();
-            seconds.filter(|seconds| (SHORTEST_LOSS..=86_400.0).contains(seconds))
-        };
-        let bounds = match self.text.split_once(':') {
-            Some((least, most)) => seconds(least).zip(seconds(most)),
-            None => seconds(self.text).map(|most| {
-                let least = LostAfter::default().least.as_secs_f64();
-                (least.min(most), most)
-            }),
-        };
-        match bounds {
-            Some((least, most)) if least <= most => Ok(LostAfter {
-                least: Duration::from_secs_f64(least),
-                most: Duration::from_secs_f64(most),
-            }),
-            _ => Err(self.wrong(&format!(
-                "not MAX or MIN:MAX, in seconds from {SHORTEST_LOSS} to 86400, the smaller one first"
-            ))),
+    /// Seconds from [`SHORTEST_LOSS`].
+    pub fn lost_after(&self) -> Result<Duration> {
+        let seconds = self.seconds(86_400.0)?;
+        match seconds >= SHORTEST_LOSS {
+            true => Ok(seconds),
+            false => Err(self.wrong("not from 1 to 86400 seconds")),
         }
     }
 
