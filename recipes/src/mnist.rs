@@ -73,7 +73,7 @@ fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
     let net = |scope: &mut Scope| MnistCnn::with_dropout(scope, dropout(0), dropout(1));
     let sgd = |params: &Params, lr| Sgd::new(params, lr).momentum(args.momentum);
     let builder = job.trainer(&data.train, net, sgd);
-    let mut trainer = (args.images.describe(builder, &NETWORK, &data))
+    let mut trainer = (args.images.describe(builder, &NETWORK, &data)?)
         .optimizer_title(&args.optimizer_title(job.settings().lr()))
         .try_schedule(|lr, steps| {
             let cosine = || Schedule::cosine(lr, steps, 0.0);

@@ -66,7 +66,7 @@ fn train(job: &Job<'_>, args: &MobileNet) -> Result<()> {
     let recompute = args.recompute;
     let net = |scope: &mut Scope| MobileNetV2::new(scope, cifar10::CLASSES).recompute(recompute);
     let builder = job.trainer(&data.train, net, Sgd::new);
-    let builder = (args.images.describe(builder, &NETWORK, &data))
+    let builder = (args.images.describe(builder, &NETWORK, &data)?)
         .optimizer_title(&format!("SGD lr {}", number(job.settings().lr())))
         .files(NETWORK.files(NETWORK.pixels, NETWORK.views))
         .reporter(Box::new(OneFlow {

@@ -102,7 +102,7 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
     };
     let cycle = |lr, steps| cifar::one_cycle(lr, steps, 0.25, 0.1, 0.02);
     let builder = job.trainer(&data.train, net, optimizer);
-    let mut trainer = (args.images.describe(builder, &NETWORK, &data))
+    let mut trainer = (args.images.describe(builder, &NETWORK, &data)?)
         .sync_batch_norm(args.cifar.sync_batch_norm)
         .lr(lr)
         .optimizer_title(&title)

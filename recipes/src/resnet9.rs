@@ -97,7 +97,7 @@ fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
     };
     let directions = || whiten::directions(data.train.as_ref());
     let builder = job.trainer(&data.train, net, muon);
-    let mut trainer = (args.images.describe(builder, &NETWORK, &data))
+    let mut trainer = (args.images.describe(builder, &NETWORK, &data)?)
         .init(|params| Ok(ResNet9::initialise(params, &directions()?)?))
         .frozen(vec!["whiten.weight".to_owned()])
         .sync_batch_norm(args.cifar.sync_batch_norm)

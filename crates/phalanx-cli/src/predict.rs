@@ -358,15 +358,7 @@ impl Source {
             }
             files => return Ok(Source::Files(files.to_vec(), looks.tables(known))),
         };
-        if set.image_shape() != known.image {
-            return Err(Error::usage(format!(
-                "{} has images of {}, the network {} takes {} (height, width, channels)",
-                set.name(),
-                set.image_shape().map(|n| n.to_string()).join(" x "),
-                known.model,
-                known.image.map(|n| n.to_string()).join(" x ")
-            )));
-        }
+        known.check_images(&*set, "images")?;
         Ok(Source::Set(set))
     }
 

@@ -71,18 +71,24 @@ impl ImageArgs {
     }
 
     /// Tells the training of `network` on `data` what it is called, and which flags shape it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when the network does not take the images of one of the sets.
     pub fn describe<'j, M, S: Strategy>(
         &self,
         builder: TrainerBuilder<'j, M, S>,
         network: &Network,
         data: &Data,
-    ) -> TrainerBuilder<'j, M, S> {
-        builder
+    ) -> Result<TrainerBuilder<'j, M, S>> {
+        network.check_images(&*data.train, "training images")?;
+        network.check_images(&*data.test, "test images")?;
+        Ok(builder
             .title(network.title)
             .data(&data.description, &data.content)
             .unit("images")
             .hyperparameters(vec![format!("--document {}", on_or_off(self.document))])
-            .same_on_all_ranks(vec![format!("--log-batches {}", self.log_batches)])
+            .same_on_all_ranks(vec![format!("--log-batches {}", self.log_batches)]))
     }
 }
 

@@ -1,5 +1,6 @@
 //! Networks from images to scores, and what commands other than `train` know of them.
 
+use phalanx::data::ImageDataset;
 use phalanx::data::cifar10::Scaling;
 use phalanx::nn::losses::CrossEntropyOptions;
 use phalanx::nn::{Reduction, Result, Scope, Tensor};
@@ -56,6 +57,25 @@ impl Network {
             other_pixels: false,
             views: Views::One,
             timed: None,
+        }
+    }
+
+    /// Checks that it takes the images of `set`, which are its `kind` ("test images").
+    ///
+    /// # Errors
+    ///
+    /// Usage, with both sizes.
+    pub fn check_images(&self, set: &dyn ImageDataset, kind: &str) -> phalanx::Result<()> {
+        let shown = |shape: [usize; 3]| shape.map(|n| n.to_string()).join(" x ");
+        match set.image_shape() == self.image {
+            true => Ok(()),
+            false => Err(phalanx::Error::usage(format!(
+                "{} has {kind} of {}, the network {} takes {} (height, width, channels)",
+                set.name(),
+                shown(set.image_shape()),
+                self.model,
+                shown(self.image)
+            ))),
         }
     }
 

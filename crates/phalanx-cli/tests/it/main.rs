@@ -10,6 +10,7 @@ mod flow;
 mod flow_export;
 mod flow_prune;
 mod guide;
+mod inputs;
 mod launch;
 mod layers;
 mod live;

@@ -116,17 +116,21 @@ pub(crate) fn read_labels_file(path: &Path) -> Result<Vec<u8>> {
 ///
 /// # Errors
 ///
-/// As [`load`]; `Usage` for a wrong N.
+/// As [`load`]; `Usage` for a wrong N, `Data` when the images of the two splits differ in size.
 pub fn open(data: &str, seed: u64) -> Result<(Arc<dyn ImageDataset>, Arc<dyn ImageDataset>)> {
     if let Some(n) = synthetic::samples(data, TRAIN_SAMPLES)? {
         let (train, test) = synthetic::train_and_test(n, seed);
         return Ok((Arc::new(train), Arc::new(test)));
     }
     let folder = Path::new(data);
-    Ok((
-        Arc::new(load(folder, Split::Train)?),
-        Arc::new(load(folder, Split::Test)?),
-    ))
+    let (train, test) = (load(folder, Split::Train)?, load(folder, Split::Test)?);
+    let ([h, w, _], [test_h, test_w, _]) = (train.image_shape(), test.image_shape());
+    if (h, w) != (test_h, test_w) {
+        return Err(Error::data(format!(
+            "{data}: the training images have {h} x {w} pixels, the test images {test_h} x {test_w}"
+        )));
+    }
+    Ok((Arc::new(train), Arc::new(test)))
 }
 
 /// Checks that both splits are in `folder`, without reading them.

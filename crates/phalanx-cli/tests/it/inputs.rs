@@ -1,0 +1,57 @@
+//! Inputs and flags that do not fit: what is said of them, and that nothing is lost.
+
+use std::path::Path;
+
+use crate::support::{run, succeed};
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a temporary folder")
+}
+
+/// Runs and requires this exit code; standard error.
+#[track_caller]
+fn fails(args: &str, dir: &Path, code: i32) -> String {
+    let words: Vec<&str> = args.split_whitespace().collect();
+    let (ended, out, err) = run(&words, dir);
+    assert_eq!(ended, code, "{args}\n{out}\n{err}");
+    err
+}
+
+/// Trains `args` and requires success; standard error.
+#[track_caller]
+fn trains(args: &str, dir: &Path) -> String {
+    let words: Vec<&str> = args.split_whitespace().collect();
+    succeed(&words, dir).1
+}
+
+/// A folder `name` with MNIST files: 12 training images with `sides[0]` pixels a side, 6 test images with `sides[1]`.
+fn write_mnist(dir: &Path, name: &str, sides: [u32; 2]) {
+    let set = dir.join(name);
+    std::fs::create_dir(&set).expect("folder");
+    for (prefix, count, side) in [("train", 12, sides[0]), ("t10k", 6, sides[1])] {
+        let header = [0x803, count, side, side].map(u32::to_be_bytes).concat();
+        let pixels = (0..count * side * side).map(|i| (i % 251) as u8);
+        let images = header.into_iter().chain(pixels).collect::<Vec<u8>>();
+        std::fs::write(set.join(format!("{prefix}-images-idx3-ubyte")), images).expect("written");
+        let header = [0x801, count].map(u32::to_be_bytes).concat();
+        let labels = header.into_iter().chain((0..count).map(|i| (i % 10) as u8));
+        let labels = labels.collect::<Vec<u8>>();
+        std::fs::write(set.join(format!("{prefix}-labels-idx1-ubyte")), labels).expect("written");
+    }
+}
+
+#[test]
+fn images_of_another_size_are_refused_before_the_first_step() {
+    let dir = folder();
+    for (name, sides, words) in [
+        ("tests", [28, 32], "MNIST has test images of 32 x 32 x 1"),
+        ("both", [1, 1], "MNIST has training images of 1 x 1 x 1"),
+    ] {
+        write_mnist(dir.path(), name, sides);
+        let args = format!("train mnist --data {name} --epochs 1 --batch-size 4 --output-dir out");
+        let err = fails(&args, dir.path(), 2);
+        let rest = ", the network mnist_cnn takes 28 x 28 x 1 (height, width, channels)";
+        assert!(err.contains(&format!("{words}{rest}")), "{err}");
+        assert!(!dir.path().join("out/metrics.jsonl").exists(), "{err}");
+    }
+}
