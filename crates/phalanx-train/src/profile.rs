@@ -8,8 +8,8 @@ use phalanx_ddp::StepTimes;
 use phalanx_nn::{Params, Tape};
 use serde_json::{Value, json};
 
-use crate::error::Result;
 use crate::format::plural;
+use crate::say;
 use phalanx_launch::RankContext;
 
 /// Steps before the first that is profiled: buckets are rebuilt and memory is warm then.
@@ -65,10 +65,6 @@ impl Profiler {
     }
 
     /// After a step with these times, if they are measured: reports when it was the last.
-    ///
-    /// # Errors
-    ///
-    /// Fails when the trace cannot be written.
     pub fn after(
         &mut self,
         ctx: &RankContext,
@@ -76,7 +72,7 @@ impl Profiler {
         params: &Params,
         forward_ended: Instant,
         times: Option<&StepTimes>,
-    ) -> Result<()> {
+    ) {
         if let (Some(_), Some([origin, began]), Some(times)) = (&self.path, self.began, times) {
             let lane = [
                 ("forward", Some(began), forward_ended),
@@ -94,25 +90,20 @@ impl Profiler {
         }
         self.seen += 1;
         if self.seen == SKIPPED + STEPS {
-            self.finish(ctx, tape, params)?;
+            self.finish(ctx, tape, params);
         }
-        Ok(())
     }
 
-    /// At the end of the run: reports the steps of a run that was shorter.
-    ///
-    /// # Errors
-    ///
-    /// Fails when the trace cannot be written.
-    pub fn finish(&mut self, ctx: &RankContext, tape: &mut Tape, params: &Params) -> Result<()> {
+    /// At the end of the run: reports the steps of a run that was shorter. A trace that cannot be written is a warning.
+    pub fn finish(&mut self, ctx: &RankContext, tape: &mut Tape, params: &Params) {
         let Some(path) = self.path.take() else {
-            return Ok(());
+            return;
         };
         let profile = tape.take_profile(params);
         tape.profile(false);
         let Some([origin, _]) = self.began else {
             ctx.note("--profile: the run has no step after the second to profile");
-            return Ok(());
+            return;
         };
         let mut events = std::mem::take(&mut self.events);
         events.extend(profile.spans().iter().map(|s| {
@@ -130,17 +121,16 @@ impl Profiler {
                 }));
             }
         }
-        write_summary(
-            &path,
-            &json!({ "traceEvents": events, "displayTimeUnit": "ms" }),
-        )?;
+        let trace = json!({ "traceEvents": events, "displayTimeUnit": "ms" });
         let steps = self.seen.saturating_sub(SKIPPED).max(1);
-        ctx.note(&format!(
-            "{}Chrome trace of {}: {}",
-            profile.table(steps, LAYERS),
-            plural(steps, "step"),
-            path.display()
-        ));
-        Ok(())
+        let (table, of) = (profile.table(steps, LAYERS), plural(steps, "step"));
+        match write_summary(&path, &trace) {
+            Ok(()) => ctx.note(&format!("{table}Chrome trace of {of}: {}", path.display())),
+            Err(error) => {
+                ctx.note(table.trim_end());
+                // Each rank has a file of its own.
+                say::note(format_args!("warning: --profile: {}", error.chain()));
+            }
+        }
     }
 }

@@ -8,6 +8,7 @@ use phalanx_data::metrics::MetricsLog;
 use serde_json::{Value, json};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::say;
 use phalanx_launch::RankContext;
 
 /// One line a step: epoch, step, and the samples of this rank.
@@ -60,21 +61,22 @@ impl SampleLog {
     }
 
     /// The step is over. `epoch` counts from 1, `index` from 0. In an elastic training a step may be begun several times, by
-    /// groups of other generations; the last counts.
-    ///
-    /// # Errors
-    ///
-    /// Those of writing.
-    pub fn step(&mut self, epoch: usize, index: usize, generation: u32) -> Result<()> {
+    /// groups of other generations; the last counts. After a line that cannot be written, which is a warning, no more are.
+    pub fn step(&mut self, epoch: usize, index: usize, generation: u32) {
         if self.wanted {
             let mut record = json!({"epoch": epoch, "step": index, "samples": self.samples});
             if generation > 0 {
                 record["generation"] = json!(generation);
             }
-            self.log.event(&record)?;
+            if let Err(error) = self.log.event(&record) {
+                let why = error.chain();
+                say::note(format_args!(
+                    "warning: --log-samples writes no further lines: {why}"
+                ));
+                self.wanted = false;
+            }
             self.samples.clear();
         }
-        Ok(())
     }
 
     /// The running step is begun again.

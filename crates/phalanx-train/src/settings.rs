@@ -13,6 +13,7 @@ use super::gradient::GradientType;
 use super::labels::LabelArgs;
 use super::lr_finder;
 use super::precision::PrecisionArg;
+use super::run_dir::check_folder_of;
 use super::saving::{self, SavingArgs};
 use super::split::{BatchSplit, Determinism, SplitArgs};
 use super::start::Start;
@@ -305,6 +306,9 @@ impl Settings {
         self.exchange.validate(self)?;
         self.saving.validate(self.output_dir.is_some())?;
         self.track.validate()?;
+        if let Some(file) = &self.profile {
+            check_folder_of("--profile", file)?;
+        }
         // `auto` may find no checkpoint: a script that is started again says both.
         if matches!(self.init, Start::File(_)) && self.saving.resumed_path().is_some() {
             return Err(Error::usage(

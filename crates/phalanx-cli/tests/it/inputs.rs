@@ -55,3 +55,31 @@ fn images_of_another_size_are_refused_before_the_first_step() {
         assert!(!dir.path().join("out/metrics.jsonl").exists(), "{err}");
     }
 }
+
+#[test]
+fn files_of_tools_that_cannot_be_written_do_not_end_a_training() {
+    let dir = folder();
+    let small = "train mnist --data synthetic:48 --epochs 1 --batch-size 8 --output-dir out";
+    let err = fails(&format!("{small} --profile none/p"), dir.path(), 2);
+    assert!(
+        err.contains("--profile none/p: there is no folder none"),
+        "{err}"
+    );
+    assert!(!dir.path().join("out").exists());
+
+    std::fs::create_dir(dir.path().join("p.0.json")).expect("folder");
+    std::os::unix::fs::symlink("/proc/self/oom_score_adj", dir.path().join("seen.0.jsonl"))
+        .expect("link");
+    let err = trains(
+        &format!("{small} --profile p --log-samples seen"),
+        dir.path(),
+    );
+    assert!(
+        err.contains("warning: --profile: cannot write ./p.0.json"),
+        "{err}"
+    );
+    let warning = "warning: --log-samples writes no further lines: ";
+    assert_eq!(err.matches(warning).count(), 1, "{err}");
+    assert!(err.contains("seen.0.jsonl"), "{err}");
+    assert!(dir.path().join("out/summary.json").exists(), "{err}");
+}

@@ -338,7 +338,7 @@ impl<'b, 'j, D: Dataset + ?Sized> LoadedMicroBatches<'b, 'j, D> {
             // Before the ranks agree on the step: it is in the files of all, or of none.
             if let Some(samples) = self.samples.take_if(|_| self.batch.ctx.elastic.is_some()) {
                 let step = self.batch.context();
-                samples.step(step.epoch, step.index, self.batch.generation.get())?;
+                samples.step(step.epoch, step.index, self.batch.generation.get());
             }
             return Ok(None);
         };

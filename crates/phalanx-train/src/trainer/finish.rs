@@ -85,7 +85,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     fn end_measurement(mut self) -> Result<Evaluation> {
         self.end_epoch()?;
         let profiler = &mut self.reports.profiler;
-        profiler.finish(self.ctx, &mut self.tape, self.strategy.params())?;
+        profiler.finish(self.ctx, &mut self.tape, self.strategy.params());
         self.trainings.unfinished.set(false);
         Ok(self.results.last)
     }
@@ -113,7 +113,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.saving.finish()?;
         self.must_open_reports()?;
         let profiler = &mut self.reports.profiler;
-        profiler.finish(ctx, &mut self.tape, self.strategy.params())?;
+        profiler.finish(ctx, &mut self.tape, self.strategy.params());
         let timing = &mut self.results.timing;
         timing.skipped = self.strategy.skipped_steps();
         timing.waited = self.waited.get();

@@ -685,7 +685,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// error's exit code, which is 0 unless a SIGTERM was the cause.
     fn stopped(&mut self) -> Error {
         let profiler = &mut self.reports.profiler;
-        let profiled = profiler.finish(self.ctx, &mut self.tape, self.strategy.params());
+        profiler.finish(self.ctx, &mut self.tape, self.strategy.params());
         let waited = self.together(|trainer| Ok(trainer.ctx.group().barrier()?));
         let waited = waited.or_else(|error| match self.is_over() {
             true => Ok(()),
@@ -695,10 +695,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         self.end_joining();
         let stopped = waited.and_then(|()| self.saving.stop(self.place));
         self.reports.output.announce_report(self.ctx);
-        match stopped.and(profiled) {
-            Ok(()) => Error::stopped(),
-            Err(error) => error,
-        }
+        stopped.err().unwrap_or_else(Error::stopped)
     }
 
     /// The model.

@@ -96,13 +96,13 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         // Files and terminals may be slow.
         let phase = ctx.phase("reporting");
         if ctx.elastic.is_none() {
-            self.reports.samples.step(turn.epoch, turn.index, 0)?;
+            self.reports.samples.step(turn.epoch, turn.index, 0);
         }
         let times = self.strategy.times(0);
         let exposed = exposed(times);
         let forward_ended = taken.forward_ended.unwrap_or_else(Instant::now);
         let (profiler, params) = (&mut self.reports.profiler, self.strategy.params());
-        profiler.after(ctx, &mut self.tape, params, forward_ended, times)?;
+        profiler.after(ctx, &mut self.tape, params, forward_ended, times);
 
         match &self.lr_finder {
             Some(_) => self.find_lr(turn, &sums)?,
@@ -182,7 +182,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         }
         self.reports.progress.end();
         let profiler = &mut self.reports.profiler;
-        profiler.finish(ctx, &mut self.tape, self.strategy.params())?;
+        profiler.finish(ctx, &mut self.tape, self.strategy.params());
         match finder.suggestion() {
             Some((suggested, least)) => {
                 let record =
