@@ -80,6 +80,9 @@ pub struct Settings {
     /// How samples are divided among ranks
     #[arg(long, value_enum, default_value_t = SamplerKind::Exact)]
     pub sampler: SamplerKind,
+    /// Leave out the last batch of an epoch where it is short, as PyTorch's DataLoader(drop_last=True) does
+    #[arg(long)]
+    pub drop_last: bool,
     /// Print the loss every N steps, if the program prints losses
     #[arg(long, default_value_t = 100, value_name = "N")]
     pub log_interval: usize,
@@ -303,12 +306,12 @@ impl Settings {
         for (flag, value, largest) in counts {
             check_count(flag, value, largest)?;
         }
-        self.exchange.validate(self)?;
-        self.saving.validate(self.output_dir.is_some())?;
-        self.track.validate()?;
         if let Some(file) = &self.profile {
             check_folder_of("--profile", file)?;
         }
+        self.exchange.validate(self)?;
+        self.saving.validate(self.output_dir.is_some())?;
+        self.track.validate()?;
         // `auto` may find no checkpoint: a script that is started again says both.
         if matches!(self.init, Start::File(_)) && self.saving.resumed_path().is_some() {
             return Err(Error::usage(
@@ -425,13 +428,13 @@ impl Settings {
         let (world, global) = (config.world, self.global_batch(config.world));
         split.samplers(config, |config| {
             Ok(match self.sampler {
-                SamplerKind::Exact => Sampler::exact(config, global)?,
+                SamplerKind::Exact => Sampler::exact(config, global)?.drop_last(self.drop_last),
                 SamplerKind::Torch => Sampler::torch(
                     config,
                     TorchBatches {
                         batch_size: global / world,
                         drop_samples: false,
-                        drop_batch: drop_last,
+                        drop_batch: drop_last || self.drop_last,
                     },
                 )?,
             })
@@ -487,6 +490,7 @@ impl Settings {
             max_steps: _,
             find_lr: _,
             eval_every: _,
+            drop_last: _,
             limit_test: _,
             // In what the data set is called.
             limit_train: _,
@@ -585,6 +589,7 @@ impl Settings {
             format!("--precision {}", self.precision.title()),
             format!("--accumulate {}", self.split.accumulate),
             format!("--deterministic {}", choice_name(&self.split.determinism())),
+            format!("--drop-last {}", self.drop_last),
         ];
         shaping.extend(limits);
         if self.find_lr {

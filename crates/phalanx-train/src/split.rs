@@ -211,6 +211,22 @@ impl BatchSplit {
         self.mine.clone()
     }
 
+    /// Samples of the smallest micro-batch that has any in a step of `samples` over all ranks. Those that all ranks take at the same
+    /// time count as one if they are `joined`.
+    pub fn smallest(&self, samples: usize, joined: bool) -> usize {
+        let each = self.parts / self.world;
+        let size = |part: usize| (samples + self.parts - 1 - part) / self.parts;
+        let together = |i: usize| (0..self.world).map(|rank| size(rank * each + i)).sum();
+        match joined {
+            true => (0..each)
+                .map(together)
+                .filter(|n| *n > 0)
+                .min()
+                .unwrap_or(0),
+            false => (samples / self.parts).max(1),
+        }
+    }
+
     /// One sampler a part, made by `make`.
     ///
     /// # Errors

@@ -83,3 +83,56 @@ fn files_of_tools_that_cannot_be_written_do_not_end_a_training() {
     assert!(err.contains("seen.0.jsonl"), "{err}");
     assert!(dir.path().join("out/summary.json").exists(), "{err}");
 }
+
+#[test]
+fn a_last_batch_of_one_sample_with_batch_norm_is_refused_before_the_first_update() {
+    let dir = folder();
+    let train = "train mobilenetv2 --nproc-per-node 2 --batch-size 2 --epochs 1 --threads 1";
+    let err = fails(
+        &format!("{train} --data synthetic:11 --output-dir out"),
+        dir.path(),
+        2,
+    );
+    let words = "batch norm cannot train on a single sample, and a rank has only one in the last step of each epoch: 11 samples in \
+                 steps of 4 leave 3 for 2 ranks";
+    assert!(err.contains(words), "{err}");
+    assert!(err.contains("--drop-last"), "{err}");
+    assert!(!dir.path().join("out/summary.json").exists());
+    // The last step of an epoch is not reached, or not there.
+    trains(
+        &format!("{train} --data synthetic:11 --max-steps 2 --output-dir cut"),
+        dir.path(),
+    );
+    let err = trains(
+        &format!("{train} --data synthetic:11 --drop-last --output-dir dropped"),
+        dir.path(),
+    );
+    assert!(err.contains("1 epoch of 2 steps"), "{err}");
+    let err = fails(
+        &format!("{train} --data synthetic:3 --drop-last"),
+        dir.path(),
+        2,
+    );
+    assert!(err.contains("no step is left"), "{err}");
+}
+
+/// The weights are the same as without a stop.
+#[test]
+fn an_epoch_without_its_short_last_batch_is_resumed_in_its_middle() {
+    let dir = folder();
+    let train = "train mnist --data synthetic:60 --nproc-per-node 2 --batch-size 4 --threads 1 --epochs 2 --drop-last";
+    let whole = trains(&format!("{train} --output-dir whole"), dir.path());
+    assert!(whole.contains("2 epochs of 7 steps"), "{whole}");
+    trains(
+        &format!("{train} --output-dir parts --save-every 3 --stop-after 10"),
+        dir.path(),
+    );
+    trains(
+        &format!("{train} --output-dir parts --resume auto"),
+        dir.path(),
+    );
+    let read = |name: &str| {
+        std::fs::read(dir.path().join(name).join("mnist_cnn.safetensors")).expect("weights")
+    };
+    assert!(read("whole") == read("parts"));
+}

@@ -5,7 +5,7 @@
 //! * **exact** (the default of a run): the permutation is cut into
 //!   consecutive global batches; rank r takes elements r, r + world, … of
 //!   each. Every sample once per epoch at any world size, nothing padded or
-//!   dropped; the last batch may be short, or empty on some ranks, and every
+//!   dropped unless [`Sampler::drop_last`] says so; the last batch may be short, or empty on some ranks, and every
 //!   rank takes the same number of steps. The global batches do not depend
 //!   on the world size, so a run goes on from any [`Cursor`] on any number of
 //!   ranks.
@@ -78,7 +78,10 @@ pub struct Sampler {
 
 #[derive(Clone, Copy, Debug)]
 enum Order {
-    Exact { global_batch: usize },
+    Exact {
+        global_batch: usize,
+        drop_last: bool,
+    },
     Torch(TorchBatches),
 }
 
@@ -90,7 +93,10 @@ impl Sampler {
     /// Usage: no rank, a rank outside the world, or an empty batch.
     pub fn exact(config: SamplerConfig, global_batch: usize) -> Result<Self> {
         check(&config, global_batch)?;
-        let order = Order::Exact { global_batch };
+        let order = Order::Exact {
+            global_batch,
+            drop_last: false,
+        };
         Ok(Self { config, order })
     }
 
@@ -105,13 +111,25 @@ impl Sampler {
         Ok(Self { config, order })
     }
 
+    /// The same where an epoch ends before a last batch that is short, as with `DataLoader(drop_last=True)`: in the exact
+    /// order the global batch of all ranks, in PyTorch's that of each rank, after `DistributedSampler`'s padding.
+    #[must_use]
+    pub fn drop_last(mut self, drop: bool) -> Self {
+        match &mut self.order {
+            Order::Exact { drop_last, .. } => *drop_last = drop,
+            Order::Torch(batches) => batches.drop_batch = drop,
+        }
+        self
+    }
+
     /// All steps of epoch `epoch`. A pure function.
     pub fn epoch(&self, epoch: u64) -> EpochPlan {
         let permutation = self.permutation(epoch);
         match self.order {
-            Order::Exact { global_batch } => {
-                exact::plan(&self.config, epoch, permutation, global_batch, 0)
-            }
+            Order::Exact {
+                global_batch,
+                drop_last,
+            } => exact::plan(&self.config, epoch, permutation, global_batch, drop_last, 0),
             Order::Torch(batches) => torch::plan(&self.config, epoch, permutation, batches, 0),
         }
     }
@@ -127,7 +145,10 @@ impl Sampler {
     pub fn resume(&self, cursor: Cursor) -> Result<EpochPlan> {
         let epoch = cursor.epoch;
         match self.order {
-            Order::Exact { global_batch } => {
+            Order::Exact {
+                global_batch,
+                drop_last,
+            } => {
                 let done = within(cursor, self.config.samples)?;
                 let permutation = self.permutation(epoch);
                 Ok(exact::plan(
@@ -135,6 +156,7 @@ impl Sampler {
                     epoch,
                     permutation,
                     global_batch,
+                    drop_last,
                     done,
                 ))
             }

@@ -166,6 +166,27 @@ fn without_shuffling_the_order_is_the_data_sets() {
 }
 
 #[test]
+fn a_short_last_batch_can_be_left_out_for_every_world_size_and_cursor() {
+    for n in [0, 5, 12, 50, 53] {
+        for world in 1..=5 {
+            for rank in 0..world {
+                let all = sampler(n, world, rank, 12);
+                let dropped = all.clone().drop_last(true);
+                let (whole, plan) = (all.epoch(3), dropped.epoch(3));
+                assert_eq!(plan.len(), n / 12);
+                assert!(plan.iter().eq(whole.iter().take(n / 12)), "the same steps");
+                for step in 0..plan.len() {
+                    let cursor = plan.cursor_after(step);
+                    let rest = dropped.resume(cursor).unwrap();
+                    assert!(rest.iter().eq(plan.iter().skip(step)), "{n} {world} {step}");
+                }
+                assert_eq!(plan.cursor_after(plan.len()).epoch, 4);
+            }
+        }
+    }
+}
+
+#[test]
 fn impossible_settings_are_refused() {
     let config = SamplerConfig {
         samples: 5,

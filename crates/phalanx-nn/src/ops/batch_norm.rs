@@ -172,6 +172,9 @@ impl<'s> Tensor<'s> {
                     constants.slice_mut()[i] = mean[i] as f32;
                     constants.slice_mut()[c + i] = (1.0 / (var + options.eps).sqrt()) as f32;
                 }
+                if learns && rows > 0.0 {
+                    st.statistics.count(rows, joined.is_some());
+                }
                 if learns
                     && rows > 0.0
                     && let Some(running) = options.running
@@ -478,6 +481,8 @@ pub(crate) struct Statistics {
     values: Vec<f32>,
     /// The step that recorded them is over.
     old: bool,
+    /// The fewest values a channel so far, and whether they were joined with those of other ranks.
+    pub(crate) fewest: Option<(f64, bool)>,
 }
 
 struct Note {
@@ -500,6 +505,12 @@ impl Statistics {
         });
         self.values.extend(stats.clone().map(|s| s.0));
         self.values.extend(stats.map(|s| s.1));
+    }
+
+    fn count(&mut self, rows: f64, joined: bool) {
+        if self.fewest.is_none_or(|(fewest, _)| rows < fewest) {
+            self.fewest = Some((rows, joined));
+        }
     }
 
     fn stale(&self) -> bool {

@@ -100,6 +100,12 @@ impl Tape {
         self.state.get_mut().statistics.apply(params)
     }
 
+    /// The fewest values a channel that a batch normalisation of the training steps since the last call had, and whether they
+    /// were [joined](Self::join_statistics) with those of other ranks.
+    pub fn take_fewest_normalised(&mut self) -> Option<(f64, bool)> {
+        self.state.get_mut().statistics.fewest.take()
+    }
+
     /// Joins the batch statistics of every batch normalisation in the following
     /// training steps (of the whole model), or with `None` stops doing so.
     pub fn join_statistics(&mut self, join: Option<Arc<dyn JoinStatistics>>) {

@@ -31,9 +31,10 @@ pub const GRADIENT_TYPE: &str = "--gradient-type";
 const GLOBAL_BATCH: &str = "global batch size";
 
 /// Flags of all trainings on which no optimizer's state depends.
-const OF_NO_OPTIMIZER: [&str; 9] = [
+const OF_NO_OPTIMIZER: [&str; 10] = [
     "--accumulate",
     "--deterministic",
+    "--drop-last",
     "--epochs",
     "--eval-every",
     "--find-lr",

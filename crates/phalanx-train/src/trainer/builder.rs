@@ -314,7 +314,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         self
     }
 
-    /// Whether `--sampler torch` drops a last batch that is short.
+    /// Whether `--sampler torch` drops a last batch that is short. `--drop-last` does so with every sampler.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.drop_last = drop_last;
         self
@@ -578,10 +578,19 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             seed: settings.seed,
         };
         let samplers = settings.samplers(&split, config, self.drop_last)?;
-        let steps = split.epoch(&samplers, 0).len() / split.mine().len();
+        let plan = split.epoch(&samplers, 0);
+        let steps = plan.len() / split.mine().len();
         if steps == 0 {
-            return Err(Error::usage("the training set has no samples"));
+            return Err(Error::usage(match self.samples {
+                0 => "the training set has no samples".to_owned(),
+                samples => format!(
+                    "no step is left: a short last batch is left out, and the training set has {samples} samples where a step \
+                     takes {}",
+                    settings.global_batch(world)
+                ),
+            }));
         }
+        let last_batch = split.sizes(&plan, steps - 1).1.samples;
         if let Some(resumed) = &resumed {
             resumed.fits(steps)?;
         }
@@ -782,6 +791,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             samplers,
             samples: self.samples,
             steps,
+            last_batch,
             extent,
             round_end: steps,
             model,

@@ -113,6 +113,8 @@ pub struct Trainer<'j, M, S: Strategy = Ddp> {
     samples: usize,
     /// Steps of an epoch.
     steps: usize,
+    /// Samples of the last one over all ranks.
+    last_batch: usize,
     extent: Extent,
     /// The step of the epoch before which its round ends.
     round_end: usize,

@@ -14,6 +14,7 @@ use serde_json::json;
 use super::batches::{LoadedMicroBatches, MicroBatch, Randomness, StepBatch, StepContext};
 use super::{Ended, Reports, Running, Trainer};
 use crate::error::{Error, Result};
+use crate::format::plural;
 use crate::output::MFU;
 use crate::reporter::StepInfo;
 use crate::saving::SaveAction;
@@ -269,6 +270,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let turn = &*turn;
         if self.settings.watch > 0 && group == 0 && gradients.commit.is_yes() {
             self.watch(turn);
+        if let Some((rows, joined)) = self.tape.take_fewest_normalised() {
+            self.check_last_batch(turn.global.samples, rows, joined)?;
+        }
         }
         self.update(group, turn, &gradients.commit, &buffers)?;
         Ok(Taken {
@@ -282,6 +286,30 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// Forward and backward, and what the ranks agree on.
     fn average_gradients<D: Dataset + ?Sized>(
+    /// An error on all ranks if batch norms, which had `rows` values a channel in a step of `samples`, will have only one in the
+    /// last step of an epoch: it is found before the first update.
+    fn check_last_batch(&self, samples: usize, rows: f64, joined: bool) -> Result<()> {
+        let (split, last) = (&self.split, self.last_batch);
+        let has_one_a_sample = rows < 2.0 * split.smallest(samples, joined) as f64;
+        let is_taken = self.extent.all() >= self.steps as u64;
+        if !has_one_a_sample || !is_taken || split.smallest(last, joined) > 1 {
+            return Ok(());
+        }
+        let whose = match split.parts() > split.world() {
+            true => "micro-batch",
+            false => "rank",
+        };
+        let what = format!(
+            "batch norm cannot train on a single sample, and a {whose} has only one in the last step of each epoch: {} samples in steps \
+             of {} leave {last} for {}",
+            self.samples,
+            self.global_batch,
+            plural(split.world(), "rank")
+        );
+        let fix = "--drop-last, which leaves out the short last batch; or another batch size";
+        Err(Error::usage(what).note("fix", fix))
+    }
+
         &mut self,
         group: usize,
         batch: &StepBatch<'_, D>,
