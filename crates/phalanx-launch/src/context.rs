@@ -241,18 +241,24 @@ impl RankContext {
         }
     }
 
-    /// Checks that `loss`, seen at `at`, is finite.
+    /// Checks that `loss`, seen at `at`, is finite. `lr` is the learning rate of the updates before it, if there were any.
     ///
     /// # Errors
     ///
-    /// Fails with the advice to lower the learning rate.
-    pub fn check_loss(&self, loss: f64, at: fmt::Arguments<'_>, lr: f64) -> Result<()> {
+    /// Fails with the advice to lower the learning rate, or to look at data and weights.
+    pub fn check_loss(&self, loss: f64, at: fmt::Arguments<'_>, lr: Option<f64>) -> Result<()> {
         if loss.is_finite() {
             return Ok(());
         }
         let what = format!("the loss became {loss} on rank {} in {at}", self.rank());
-        Err(Error::new(ErrorKind::Failed, what)
-            .note("try", format!("a smaller --lr (now {})", number(lr))))
+        let error = Error::new(ErrorKind::Failed, what);
+        Err(match lr {
+            Some(lr) => error.note("try", format!("a smaller --lr (now {})", number(lr))),
+            None => error.note(
+                "check",
+                "the data and the initial weights for NaN, infinity and very large values: no update was made before it",
+            ),
+        })
     }
 
     /// This rank is busy on its own until the guard is dropped, and the others wait for it: up to `--phase-timeout`, as

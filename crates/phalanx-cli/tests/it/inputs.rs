@@ -136,3 +136,21 @@ fn an_epoch_without_its_short_last_batch_is_resumed_in_its_middle() {
     };
     assert!(read("whole") == read("parts"));
 }
+
+#[test]
+fn a_loss_that_is_not_finite_before_the_first_update_is_not_blamed_on_the_learning_rate() {
+    let dir = folder();
+    let small = "train mnist --data synthetic:48 --epochs 1 --batch-size 8";
+    trains(&format!("{small} --output-dir out"), dir.path());
+    let path = dir.path().join("out/mnist_cnn.safetensors");
+    let mut bytes = std::fs::read(&path).expect("weights");
+    // Large enough to overflow in the first layers.
+    let values = bytes.len() - 4 * 1_199_882;
+    for value in bytes[values..].as_chunks_mut::<4>().0 {
+        *value = 1e38f32.to_le_bytes();
+    }
+    std::fs::write(dir.path().join("large.safetensors"), bytes).expect("written");
+    let err = fails(&format!("{small} --init large.safetensors"), dir.path(), 1);
+    assert!(err.contains("no update was made before it"), "{err}");
+    assert!(!err.contains("--lr"), "{err}");
+}

@@ -237,7 +237,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// An error unless the mean of this rank's losses is a number.
     fn check_mean(&self, group: usize, turn: &StepContext, mean: f64) -> Result<()> {
-        let lr = self.strategy.optimizer(group).0.lr();
+        // Another group may have changed the weights within the first step.
+        let is_updated = self.place.step > 0 || self.strategy.groups().len() > 1;
+        let lr = is_updated.then(|| self.strategy.optimizer(group).0.lr());
         let checked = (self.ctx).check_loss(mean, format_args!("{}", turn.name()), lr);
         checked.map_err(|error| error.note("or", "--anomaly, which names the operation"))
     }
@@ -268,11 +270,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         })?;
         self.results.timing.flops += self.tape.flops().wrapping_sub(flops) as f64;
         let turn = &*turn;
-        if self.settings.watch > 0 && group == 0 && gradients.commit.is_yes() {
-            self.watch(turn);
         if let Some((rows, joined)) = self.tape.take_fewest_normalised() {
             self.check_last_batch(turn.global.samples, rows, joined)?;
         }
+        if self.settings.watch > 0 && group == 0 && gradients.commit.is_yes() {
+            self.watch(turn);
         }
         self.update(group, turn, &gradients.commit, &buffers)?;
         Ok(Taken {
@@ -284,8 +286,6 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         })
     }
 
-    /// Forward and backward, and what the ranks agree on.
-    fn average_gradients<D: Dataset + ?Sized>(
     /// An error on all ranks if batch norms, which had `rows` values a channel in a step of `samples`, will have only one in the
     /// last step of an epoch: it is found before the first update.
     fn check_last_batch(&self, samples: usize, rows: f64, joined: bool) -> Result<()> {
@@ -310,6 +310,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         Err(Error::usage(what).note("fix", fix))
     }
 
+    /// Forward and backward, and what the ranks agree on.
+    fn average_gradients<D: Dataset + ?Sized>(
         &mut self,
         group: usize,
         batch: &StepBatch<'_, D>,
