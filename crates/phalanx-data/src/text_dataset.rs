@@ -9,7 +9,7 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 
 use crate::{Dataset, synthetic};
-use phalanx_base::files::{open_regular, read_open};
+use phalanx_base::files::{found, open_regular, read_open};
 use phalanx_base::text::{grouped, one_line};
 use phalanx_base::{Error, Result};
 
@@ -57,7 +57,8 @@ impl TextDataset {
     /// and its next character, or larger than 256 MiB; `System` when it cannot be read.
     pub fn open(path: &Path, context: usize) -> Result<Self> {
         let inside = path.join(FILE);
-        let path = if path.is_dir() { &*inside } else { path };
+        let is_folder = found(path)?.is_some_and(|there| there.is_dir());
+        let path = if is_folder { &*inside } else { path };
         let shown = path.display();
         let file = open_regular(path).map_err(|source| match source.kind() {
             std::io::ErrorKind::NotFound => Error::usage(format!(
@@ -91,7 +92,9 @@ impl TextDataset {
             ))
         })?;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        Self::from_text(&one_line(&name), &text, context)
+        // The byte order mark of UTF-8.
+        let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+        Self::from_text(&one_line(&name), text, context)
     }
 
     /// `text`, which is called `name` in output.
@@ -442,7 +445,12 @@ mod tests {
             let error = TextDataset::open(&path, context).expect_err("not usable");
             assert!(error.render().contains(words), "{error}");
         }
-        std::fs::write(&path, "abcd").expect("written");
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink("gone", &link).expect("link");
+        let error = TextDataset::open(&link, 3).expect_err("it leads nowhere");
+        assert!(error.render().contains("cannot follow the link"), "{error}");
+        // The mark of UTF-8 is no character.
+        std::fs::write(&path, "\u{feff}abcd").expect("written");
         let set = TextDataset::open(dir.path(), 3).expect("the folder's file");
         assert_eq!(set.describe(), "input.txt, 4 characters, 4 distinct");
     }

@@ -44,7 +44,7 @@ impl TextArgs {
     pub fn validate(&self, seed: u64) -> Result<()> {
         check_count("--context", self.context, 1 << 16)?;
         // A wrong file is one error here, and not one per rank.
-        self.load(seed).map(drop)
+        self.load(seed).map(drop).map_err(Error::into_usage)
     }
 
     /// Text to train on and text for validation.

@@ -154,3 +154,20 @@ fn a_loss_that_is_not_finite_before_the_first_update_is_not_blamed_on_the_learni
     assert!(err.contains("no update was made before it"), "{err}");
     assert!(!err.contains("--lr"), "{err}");
 }
+
+/// As of images: the file that the command line names is wrong.
+#[test]
+fn a_text_that_cannot_be_used_is_a_mistake_of_the_command_line() {
+    let dir = folder();
+    for (text, words) in [
+        ("short", "short.txt has 5 characters"),
+        ("", "has 0 characters"),
+    ] {
+        std::fs::write(dir.path().join("short.txt"), text).expect("written");
+        for ranks in [1, 2] {
+            let args = format!("train gpt --data short.txt --nproc-per-node {ranks}");
+            let err = fails(&args, dir.path(), 2);
+            assert_eq!(err.matches(words).count(), 1, "{err}");
+        }
+    }
+}
