@@ -133,6 +133,10 @@ pub fn run(args: &PredictArgs) -> Result<()> {
     let threads = args.threads.unwrap_or(cores);
     crate::error::check_count("--threads", threads, (4 * cores).max(16))?;
     if let Some(path) = &args.output {
+        if path.as_os_str() == "-" {
+            let what = "--output - is no file; without --output, predictions go to standard output";
+            return Err(Error::usage(what));
+        }
         check_folder_of("--output", path)?;
     }
     let checkpoint = file_of(&args.checkpoint)?;

@@ -157,7 +157,10 @@ fn netpbm(path: &Path, data: impl BufRead, shape: [usize; 3]) -> Result<(Vec<u8>
             _ => e,
         })?);
     }
-    Ok((pixels, channels))
+    match next() {
+        Ok(b'P') => Err(wrong(path, "another image follows in it".to_owned())),
+        _ => Ok((pixels, channels)),
+    }
 }
 
 /// Longest side of an image in a [`sheet`]; of larger ones, every second or third pixel is there.
@@ -451,6 +454,10 @@ mod tests {
             (
                 b"P5 2 2 255\nab",
                 "it ends after 2 bytes of pixels, expected 4",
+            ),
+            (
+                b"P5 2 2 255\nabcdP5 2 2 255\nabcd",
+                "another image follows in it",
             ),
             (b"P5 2 x", "not a netpbm header"),
             (&good[..good.len() - 20], "bytes are not a PNG"),

@@ -2,13 +2,13 @@
 //! host gets it, the others wait in a barrier. A rank that fails or dies meanwhile
 //! is noticed, and named, by all.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use phalanx::prelude::*;
 use phalanx::train::FolderArgs;
-use phalanx_base::files::{Dir, as_typed};
+use phalanx_base::files::{Dir, as_typed, folder_of};
 
 use crate::download;
 
@@ -121,7 +121,11 @@ pub fn unreadable(kind: Kind, folder: &str, error: phalanx_base::Error) -> Error
     if !is_damaged {
         return error;
     }
-    let folder = as_typed(folder.as_ref());
+    let mut folder = Path::new(folder).to_owned();
+    if folder.is_file() {
+        folder = folder_of(&folder);
+    }
+    let folder = as_typed(&folder);
     error.into_usage().note(
         "try",
         match kind {

@@ -90,7 +90,7 @@ impl Member {
     }
 }
 
-/// Calls `take` with every member named in `wanted`, until all were found.
+/// Calls `take` with every member named in `wanted`. Of several with a name the last one counts, as when `tar` unpacks them.
 fn members(path: &Path, wanted: &[&str], mut take: impl FnMut(Member) -> Result<()>) -> Result<()> {
     let shown = path.display();
     let file = open_regular(path).map_err(|e| Error::not_opened("archive", path, e))?;
@@ -111,9 +111,6 @@ fn members(path: &Path, wanted: &[&str], mut take: impl FnMut(Member) -> Result<
     let mut found = vec![false; wanted.len()];
     let mut total = 0;
     for (count, member) in archive.entries().map_err(broken)?.enumerate() {
-        if found.iter().all(|there| *there) {
-            break;
-        }
         let member = member.map_err(broken)?;
         total += member.size();
         if count >= MAX_MEMBERS || total > MAX_TOTAL_BYTES {

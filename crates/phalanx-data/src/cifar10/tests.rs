@@ -333,6 +333,20 @@ fn archives_are_unpacked_into_known_files_only() {
     // Nothing is left to do.
     unpack(dir.path()).expect("done before");
 
+    let twice = tempfile::tempdir().expect("folder");
+    let mut newer = pickle.clone();
+    // A pixel.
+    newer[1600] ^= 1;
+    let members = [&members[..], &[("y/data_batch_1", &newer[..])]].concat();
+    std::fs::write(
+        twice.path().join("cifar-10-python.tar.gz"),
+        archive_of(&members),
+    )
+    .expect("written");
+    unpack(twice.path()).expect("unpacked");
+    let first = twice.path().join("cifar-10-batches-py/data_batch_1");
+    assert_eq!(std::fs::read(first).expect("a file"), newer);
+
     let half = tempfile::tempdir().expect("folder");
     std::fs::write(
         half.path().join("cifar-10-python.tar.gz"),

@@ -97,6 +97,15 @@ pub(super) fn changes(all: &[Dump], generation: u32, members: &[usize]) -> Vec<C
             ),
         });
     }
+    // A launcher of a busy host may have read the recorder of a lost rank after the others had formed a new group.
+    let times: Vec<(u32, u64)> = (changes.iter())
+        .map(|change| (change.generation, change.unix_ms))
+        .collect();
+    for lost in changes.iter_mut().filter(|c| c.what == Event::Lost) {
+        let later = times.iter().filter(|(at, _)| *at > lost.generation);
+        let first = later.map(|(_, unix_ms)| *unix_ms).min();
+        lost.unix_ms = lost.unix_ms.min(first.unwrap_or(u64::MAX));
+    }
     changes.sort();
     changes
 }

@@ -252,6 +252,14 @@ fn ranks_that_were_lost_and_joined_are_told_in_the_order_of_time() {
             "  00:21:40 UTC  generation 3 was formed of ranks 0 and 2-4, which the group numbers from 0 in this order",
         ]
     );
+    // Its launcher has read the recorder late.
+    for dump in dumps.iter_mut().filter(|dump| dump.is_lost) {
+        dump.taken_unix_ns += 3_600_000_000_000;
+    }
+    let late = super::super::render(&tell(&dumps), &dumps);
+    let late: Vec<&str> = late.lines().skip(1).take(3).collect();
+    assert_eq!(late[0], lines[0].replace("00:20:00", "00:21:40"));
+    assert_eq!(late[1..], lines[1..]);
     // The table has those that are in it.
     assert!(
         text.contains("rank 0          rank 2          rank 3          rank 4\n"),
