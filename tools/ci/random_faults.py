@@ -457,7 +457,7 @@ def check(run, fault, culprit, struck, gone):
     if what == "stop-rank" and "all other ranks have ended well" in reports:
         timeout = LAUNCHER_TIMEOUT_S
     # Killed before it said that it is there, or before it listened: nobody can know that it was.
-    never_there = [f"node {culprit} of {len(run.nodes)} did not come", f"no launcher of node {culprit} answered at"]
+    never_there = [f"node {culprit} of {len(run.nodes)} did not join within", f"no launcher of node {culprit} answered at"]
     unknown = what == "kill-launcher" and any(words in reports for words in never_there)
     sudden = what in ("kill-rank", "kill-launcher", "half-close") and not unknown
     limit = KILL_LIMIT_S if sudden else 1.1 * timeout + SLACK_S
