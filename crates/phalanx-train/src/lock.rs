@@ -30,22 +30,14 @@ pub struct Lock {
 
 impl Lock {
     /// Holds `dir`. *Blocks* up to ten seconds while somebody else
-    /// does. Where the file system knows no locks, nobody is kept out.
+    /// does, but for a second only if that is `lost`, a lost rank of the same training, which is replaced then. Where the
+    /// file system knows no locks, nobody is kept out.
     ///
     /// # Errors
     ///
     /// Usage, when another training has it, naming its process; system, naming the file.
-    pub fn take(dir: &Dir) -> Result<Lock> {
-        Lock::take_within(dir, PATIENCE, None)
-    }
-
-    /// The same where `lost`, a rank of the same training that is lost, may still have it: it is replaced after a second.
-    ///
-    /// # Errors
-    ///
-    /// As [`take`](Self::take).
-    pub fn take_over(dir: &Dir, lost: &ProcessName) -> Result<Lock> {
-        Lock::take_within(dir, PATIENCE, Some(lost))
+    pub fn take(dir: &Dir, lost: Option<&ProcessName>) -> Result<Lock> {
+        Lock::take_within(dir, PATIENCE, lost)
     }
 
     /// The same without waiting.
@@ -57,7 +49,7 @@ impl Lock {
         Lock::take_within(dir, Duration::ZERO, None)
     }
 
-    /// `dir`, in which nothing is written any more through the result once another process has taken over the lock.
+    /// The folder. Once another process has replaced the lock, nothing is written through this handle.
     ///
     /// # Errors
     ///
@@ -137,7 +129,7 @@ mod tests {
     fn a_folder_is_held_by_one_and_free_after_it() {
         let dir = tempfile::tempdir().expect("folder");
         let dir = Dir::create(&dir.path().join("a/b")).expect("made");
-        let held = Lock::take(&dir).expect("held");
+        let held = Lock::take(&dir, None).expect("held");
         let error = Lock::take_now(&dir).expect_err("held by another");
         assert_eq!(error.kind(), ErrorKind::Usage);
         let who = format!("(process {})", std::process::id());
@@ -155,7 +147,7 @@ mod tests {
     fn a_lost_rank_that_is_not_dead_loses_the_folder_and_writes_nothing() {
         let dir = tempfile::tempdir().expect("folder");
         let dir = Dir::open(dir.path()).expect("folder");
-        let lost = Lock::take(&dir).expect("held");
+        let lost = Lock::take(&dir, None).expect("held");
         let claimed = lost.claimed().expect("claimed");
         let sub = claimed.create_sub("checkpoints").expect("made");
         let put = |dir: &Dir, text: &str| dir.write("a", |out| out.write_all(text.as_bytes()));
@@ -168,7 +160,7 @@ mod tests {
         let began = Instant::now();
         let error = Lock::take_within(&dir, 2 * LOST_PATIENCE, Some(&other));
         error.expect_err("another training's is left alone");
-        let taken = Lock::take_over(&dir, &ProcessName::own()).expect("taken");
+        let taken = Lock::take(&dir, Some(&ProcessName::own())).expect("taken");
         assert!(began.elapsed() < PATIENCE);
         for dir in [&claimed, &sub] {
             let error = put(dir, "after").expect_err("another writes there");

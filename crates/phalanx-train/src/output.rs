@@ -147,10 +147,9 @@ impl Output {
             let mut dir = Dir::create(&dir)?;
             args.folder.check(&dir)?;
             let is_first = fresh.is_some() && args.attempt.restarts == 0;
-            let taken = match lost {
-                Some(lost) => Lock::take_over(&dir, lost)?,
-                None if args.overwrite && is_first => Lock::take_now(&dir)?,
-                None => Lock::take(&dir)?,
+            let taken = match args.overwrite && is_first {
+                true => Lock::take_now(&dir)?,
+                false => Lock::take(&dir, lost)?,
             };
             if ctx.elastic.is_some() {
                 dir = taken.claimed()?;

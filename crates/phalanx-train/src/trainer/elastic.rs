@@ -469,7 +469,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Has the new rank 0 write the run's files, if the one before was lost. Where it cannot, nothing is written until the end.
     fn take_over_reports(&mut self) -> Result<()> {
         let opened = match self.open_reports() {
-            Err(error) if !matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Timeout) => {
+            Err(error) if !is_of_peer(&error) => {
                 let (dir, why) = (self.reports.output.dir().display(), error.chain());
                 say::note(format_args!(
                     "warning: nothing is written into {dir} from now on, and no checkpoint is saved: {why}"
@@ -489,7 +489,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// leaves, and another rank does it.
     pub(super) fn must_open_reports(&mut self) -> Result<()> {
         match self.open_reports() {
-            Err(error) if self.ctx.world() > 1 => {
+            Err(error) if self.ctx.world() > 1 && !is_of_peer(&error) => {
                 self.elastic.is_lost = true;
                 Err(self.leave_by(&format!(
                     "this rank leaves the training, as it cannot save its result: {}",
@@ -942,6 +942,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let over = |elastic| is_over(&*self.ctx.group().store()).ok().filter(|_| elastic);
         over(self.ctx.elastic.is_some()).unwrap_or(false)
     }
+}
+
+/// Whether another process is the cause, and not this rank's folder.
+fn is_of_peer(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Timeout)
 }
 
 fn not_json(error: serde_json::Error) -> Error {
