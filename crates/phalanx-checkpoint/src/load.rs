@@ -1,6 +1,6 @@
 //! Loading weights from a safetensors or PyTorch file into a model.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -9,9 +9,9 @@ use phalanx_nn::Params;
 use safetensors::Dtype;
 
 use crate::pth::{DType, LEGACY_START, PthFile, Saved, WRAPPED, ZIP_START, strip_all, strip_one};
-use crate::state::{MODEL, State};
+use crate::state::{MAX_MANIFEST_BYTES, MODEL, State};
 use crate::weights::{Outline, TensorId, TensorsFile, put};
-use phalanx_base::files::open_regular;
+use phalanx_base::files::{open_regular, read_open};
 use phalanx_base::text::one_line;
 use phalanx_base::{Error, Result};
 
@@ -36,7 +36,8 @@ struct Found<'a> {
 }
 
 /// Loads `params` from the file at `path`: safetensors or PyTorch's `.pth` (recognized by
-/// content), or the manifest (`.json`) of a resumable checkpoint.
+/// content), the manifest (`.json`) of a resumable checkpoint, or the index
+/// (`model.safetensors.index.json`) of a model in several files.
 ///
 /// The file must have exactly the parameters and buffers of `params` with the same shapes;
 /// parameters may be float64, float32, float16 or bfloat16. Prefixes
@@ -71,8 +72,9 @@ pub fn read_metadata(path: &Path) -> Result<BTreeMap<String, String>> {
     with_tensors(path, |_| Ok(())).map(|((), loaded)| loaded.metadata)
 }
 
-/// All tensors of the file at `path`: safetensors, PyTorch's `.pth`, or the manifest
-/// (`.json`) of a resumable checkpoint (the tensors of its model).
+/// All tensors of the file at `path`: safetensors, PyTorch's `.pth`, the manifest
+/// (`.json`) of a resumable checkpoint (the tensors of its model), or the index
+/// (`model.safetensors.index.json`) of a model in several files.
 ///
 /// # Errors
 ///
@@ -97,8 +99,8 @@ pub fn read_tensors(path: &Path) -> Result<(Vec<Saved>, Loaded)> {
                 n.saturating_mul(*d as u64)
             });
             total_bytes = total_bytes.saturating_add(bytes);
-            // The data file of a checkpoint is beside its manifest.
-            if total_bytes > LARGEST_COPIES * file_bytes.max(1 << 20) && !is_manifest(path) {
+            // The tensors of a manifest or an index are in other files.
+            if total_bytes > LARGEST_COPIES * file_bytes.max(1 << 20) && !is_json(path) {
                 return Err(Error::data(format!(
                     "{}: its tensors share so much memory that, each by itself, they take more than {LARGEST_COPIES} \
                      times the file",
@@ -121,29 +123,134 @@ const LARGEST_COPIES: u64 = 16;
 
 type AllFound<'a> = Vec<(String, Found<'a>)>;
 
+/// An open file with tensors.
+enum Opened {
+    Checkpoint(Box<State>),
+    Safetensors(TensorsFile),
+    PyTorch(PthFile),
+}
+
+impl Opened {
+    /// Opens a safetensors or PyTorch file, recognized by its content.
+    fn new(path: &Path) -> Result<Opened> {
+        let file = open_regular(path).map_err(|e| Error::not_opened("checkpoint", path, e))?;
+        Ok(match is_pytorch(path, &file)? {
+            true => Opened::PyTorch(PthFile::open(path, file)?),
+            false => Opened::Safetensors(TensorsFile::new(path, file)?),
+        })
+    }
+
+    fn tensors(&self) -> Result<AllFound<'_>> {
+        match self {
+            Opened::Safetensors(file) => Ok(in_safetensors(file)),
+            Opened::PyTorch(file) => in_pytorch(file),
+            Opened::Checkpoint(state) => {
+                let all = in_safetensors(state.file()).into_iter();
+                Ok(all
+                    .filter_map(|(name, found)| Some((name.strip_prefix(MODEL)?.to_owned(), found)))
+                    .collect())
+            }
+        }
+    }
+
+    fn loaded(&self) -> Loaded {
+        let (metadata, warnings) = match self {
+            Opened::Checkpoint(state) => (state.file().metadata(), Vec::new()),
+            Opened::Safetensors(file) => (file.metadata(), Vec::new()),
+            Opened::PyTorch(file) => (BTreeMap::new(), file.warnings().to_vec()),
+        };
+        Loaded { metadata, warnings }
+    }
+}
+
+/// The index of a model that Hugging Face's libraries have saved as several files:
+/// `model.safetensors.index.json` or `pytorch_model.bin.index.json`.
+#[derive(serde::Deserialize)]
+struct Index {
+    /// Each tensor's file, which lies beside the index.
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Index {
+    /// Reads the index at `path`; `None` if it is the manifest of a checkpoint.
+    fn read(path: &Path) -> Result<Option<Index>> {
+        if !path.to_string_lossy().ends_with(".index.json") {
+            return Ok(None);
+        }
+        let file = open_regular(path).map_err(|e| Error::not_opened("checkpoint", path, e))?;
+        let text = read_open(path, file, MAX_MANIFEST_BYTES)?;
+        let index: Index = serde_json::from_slice(&text).map_err(|source| {
+            let why = source.to_string();
+            let why = format_args!("expected the index of a model: {}", one_line(&why));
+            wrong(path, why).with_source(source)
+        })?;
+        let outside = |name: &&String| Path::new(name).file_name() != Some(name.as_ref());
+        match index.weight_map.values().find(outside) {
+            Some(name) => {
+                let name = one_line(name);
+                let why = format_args!("its file {name} is not in the same folder");
+                Err(wrong(path, why))
+            }
+            None => Ok(Some(index)),
+        }
+    }
+
+    /// Calls `take` with the tensors of its files.
+    fn with_tensors<R>(
+        &self,
+        path: &Path,
+        take: impl FnOnce(AllFound<'_>) -> Result<R>,
+    ) -> Result<(R, Loaded)> {
+        let names: BTreeSet<&String> = self.weight_map.values().collect();
+        let mut files = Vec::with_capacity(names.len());
+        for name in names {
+            let opened = Opened::new(&path.with_file_name(name));
+            let opened = opened.map_err(|e| e.note("index", path.display().to_string()))?;
+            files.push((name, opened));
+        }
+        let (mut all, mut loaded) = (Vec::new(), Loaded::default());
+        for (file, opened) in &files {
+            let there = opened.tensors()?.into_iter();
+            all.extend(there.filter(|(name, _)| self.weight_map.get(name) == Some(file)));
+            let Loaded { metadata, warnings } = opened.loaded();
+            loaded.metadata.extend(metadata);
+            loaded.warnings.extend(warnings);
+        }
+        let found: HashSet<&String> = all.iter().map(|(name, _)| name).collect();
+        if let Some((name, file)) = self
+            .weight_map
+            .iter()
+            .find(|(name, _)| !found.contains(name))
+        {
+            let (name, file) = (one_line(name), one_line(file));
+            let why = format_args!("{file} lacks {name}, which the index says it has");
+            return Err(wrong(path, why));
+        }
+        Ok((take(all)?, loaded))
+    }
+}
+
+fn wrong(path: &Path, what: std::fmt::Arguments<'_>) -> Error {
+    Error::data(format!("{}: {what}", path.display()))
+}
+
 /// Calls `take` with the tensors of a file of any format.
 fn with_tensors<R>(
     path: &Path,
     take: impl FnOnce(AllFound<'_>) -> Result<R>,
 ) -> Result<(R, Loaded)> {
-    if is_manifest(path) {
-        let state = State::load(path)?;
-        let mut found = in_safetensors(state.file());
-        found.retain_mut(|(name, _)| match name.strip_prefix(MODEL) {
-            Some(inner) => {
-                *name = inner.to_owned();
-                true
-            }
-            None => false,
-        });
-        return Ok((take(found)?, said_in(state.file())));
+    if let Some(index) = Index::read(path)? {
+        return index.with_tensors(path, take);
     }
-    let opened = open_regular(path).map_err(|e| Error::not_opened("checkpoint", path, e))?;
-    if !is_pytorch(path, &opened)? {
-        let file = TensorsFile::new(path, opened)?;
-        return Ok((take(in_safetensors(&file))?, said_in(&file)));
-    }
-    let file = PthFile::open(path, opened)?;
+    let opened = match is_json(path) {
+        true => Opened::Checkpoint(Box::new(State::load(path)?)),
+        false => Opened::new(path)?,
+    };
+    Ok((take(opened.tensors()?)?, opened.loaded()))
+}
+
+/// The tensors of a PyTorch file, by name.
+fn in_pytorch(file: &PthFile) -> Result<AllFound<'_>> {
     let tensors = file.named_as_saved()?;
     file.check_storages(tensors.iter().map(|(_, tensor)| *tensor))?;
     let shared = file.shared(tensors.iter().map(|(_, tensor)| *tensor));
@@ -159,12 +266,7 @@ fn with_tensors<R>(
         };
         (name, found)
     });
-    let taken = take(found.collect())?;
-    let loaded = Loaded {
-        metadata: BTreeMap::new(),
-        warnings: file.warnings().to_vec(),
-    };
-    Ok((taken, loaded))
+    Ok(found.collect())
 }
 
 /// The tensors of a safetensors file, by name.
@@ -181,14 +283,8 @@ fn in_safetensors(file: &TensorsFile) -> AllFound<'_> {
     all.collect()
 }
 
-fn said_in(file: &TensorsFile) -> Loaded {
-    Loaded {
-        metadata: file.metadata(),
-        warnings: Vec::new(),
-    }
-}
-
-fn is_manifest(path: &Path) -> bool {
+/// Whether it is a manifest or an index, with the tensors in files beside it.
+fn is_json(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "json")
 }
 

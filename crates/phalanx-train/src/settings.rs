@@ -74,7 +74,7 @@ pub struct Settings {
     /// Seed for weights, shuffling, dropout, augmentation and synthetic data
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Initial weights: `torch` for the bits PyTorch draws from this --seed, or a file (.pth, .safetensors, a checkpoint's .json) or a run's folder, of which the last weights are taken
+    /// Initial weights: `torch` for the bits PyTorch draws from this --seed, a file (.pth, .safetensors, a checkpoint's .json, the .index.json of a model in several files), or a run folder (its last weights)
     #[arg(long, default_value = "torch", value_parser = PathBufValueParser::new().map(Start::from), value_name = "torch|FILE|DIR")]
     pub init: Start,
     /// How samples are divided among ranks

@@ -19,7 +19,7 @@ use phalanx_base::text::one_line;
 use phalanx_base::{Error, Result};
 
 /// Maximum size of a manifest.
-pub(super) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+pub(crate) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 
 /// An open checkpoint with checked length and hash. Its values are read on demand.
 #[derive(Debug)]

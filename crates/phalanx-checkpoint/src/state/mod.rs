@@ -27,6 +27,7 @@ pub use background::Background;
 pub use folder::{Folder, SavedCheckpoint, manifest_name};
 #[cfg(any(test, fuzzing))]
 pub(crate) use fuzzing::{fuzz, fuzz_seeds};
+pub(crate) use load::MAX_MANIFEST_BYTES;
 pub use load::State;
 pub use manifest::{Manifest, Place};
 pub use optimizer::OptimizerState;

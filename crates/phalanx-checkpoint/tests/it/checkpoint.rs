@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use phalanx_base::{ErrorKind, process};
@@ -13,6 +13,7 @@ use phalanx_checkpoint::state::State;
 use phalanx_checkpoint::{load_params, read_tensors, save_params, weights_sha256};
 use phalanx_nn::{Init, Layout, Params, Scope, Seed};
 use safetensors::SafeTensors;
+use serde_json::json;
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
@@ -424,6 +425,77 @@ fn values_that_are_not_finite_are_refused_by_name() {
     });
     let words = "norm.running_mean has -1e300, which is too large for float32, at index 2 (2 of its 4 values are not finite)";
     refused(&path, words);
+}
+
+/// As Hugging Face's `save_pretrained` writes a model that is larger than `max_shard_size`.
+#[test]
+fn a_model_in_several_files_is_read_by_its_index() {
+    let original = model(1);
+    let (dir, whole) = in_f64(&original, |name, _, value| (name.to_owned(), value.into()));
+    let (all, _) = read_tensors(&whole).unwrap();
+    let (first, second) = all.split_at(all.len() / 2);
+    let at = |name: &str| dir.path().join(name);
+    let write = |name: &str, tensors: &[Saved]| {
+        write_state_dict(&mut File::create(at(name)).unwrap(), "part", tensors).unwrap();
+    };
+    let index = |change: &dyn Fn(&mut serde_json::Value)| {
+        let parts = [("one.bin", first), ("two.bin", second)];
+        let names = parts.iter().flat_map(|(file, part)| {
+            part.iter()
+                .map(move |tensor| (tensor.name.clone(), json!(file)))
+        });
+        let names: serde_json::Map<String, serde_json::Value> = names.collect();
+        let mut index = json!({"metadata": {"total_size": 9}, "weight_map": names});
+        change(&mut index);
+        let path = at("pytorch_model.bin.index.json");
+        std::fs::write(&path, index.to_string()).unwrap();
+        path
+    };
+    write("one.bin", first);
+    // The index decides, also where a file has a tensor of another one.
+    let mut more = second.to_vec();
+    more.push(Saved {
+        bytes: vec![1; first[0].bytes.len()],
+        ..first[0].clone()
+    });
+    write("two.bin", &more);
+    let path = index(&|_| {});
+    let mut params = model(2);
+    load_params(&path, &mut params).unwrap();
+    assert!(same(&params, &original));
+    assert_eq!(read_tensors(&path).unwrap().0.len(), all.len());
+
+    let refused = |path: &Path, words: &str| {
+        let mut params = model(2);
+        let error = load_params(path, &mut params).unwrap_err();
+        assert!(error.to_string().contains(words), "{error}");
+        assert!(same(&params, &model(2)), "{error}");
+    };
+    let name = &second[0].name;
+    let place = format!("/weight_map/{name}");
+    let file_of =
+        |file: &'static str| index(&|index| *index.pointer_mut(&place).unwrap() = json!(file));
+    refused(
+        &file_of("one.bin"),
+        &format!("one.bin lacks {name}, which the index says it has"),
+    );
+    refused(&file_of("three.bin"), "three.bin");
+    refused(
+        &file_of("../two.bin"),
+        "its file ../two.bin is not in the same folder",
+    );
+    refused(&file_of(".."), "its file .. is not in the same folder");
+    let less = index(&|index| {
+        index["weight_map"].as_object_mut().unwrap().remove(name);
+    });
+    refused(&less, &format!("it lacks {name}"));
+    let path = index(&|index| *index = json!({"weights": {}}));
+    refused(
+        &path,
+        "expected the index of a model: missing field `weight_map`",
+    );
+    std::fs::write(at("two.bin"), b"PK").unwrap();
+    refused(&index(&|_| {}), "two.bin");
 }
 
 #[test]
