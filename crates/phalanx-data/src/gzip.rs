@@ -1,6 +1,6 @@
 //! Compressed files.
 
-use std::io::{BufRead, Read, Result};
+use std::io::{BufRead, Error, ErrorKind, Read, Result};
 
 use flate2::bufread::GzDecoder;
 
@@ -33,14 +33,28 @@ impl<R: BufRead> Read for Gzip<R> {
     }
 }
 
+/// First byte of a gzip stream.
+const GZIP: u8 = 0x1f;
+
 /// Whether `raw` ends after its zero bytes.
+///
+/// # Errors
+///
+/// `InvalidData` when something else than gzip follows.
 fn skip_zeros(raw: &mut impl BufRead) -> Result<bool> {
     loop {
         let there = raw.fill_buf()?;
         let (zeros, len) = (there.iter().take_while(|b| **b == 0).count(), there.len());
+        let next = there.get(zeros).copied();
         raw.consume(zeros);
-        if zeros < len || len == 0 {
-            return Ok(len == 0);
+        match next {
+            _ if len == 0 => return Ok(true),
+            Some(GZIP) => return Ok(false),
+            Some(_) => {
+                let why = "after the end of the compressed data there are bytes that are neither gzip nor zero";
+                return Err(Error::new(ErrorKind::InvalidData, why));
+            }
+            None => {}
         }
     }
 }
