@@ -5,6 +5,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use clap::builder::ValueRange;
+use clap::error::ErrorKind;
 use clap::{Arg, ArgAction, Command};
 use phalanx_base::say;
 use phalanx_comm::open_inherited;
@@ -74,6 +75,7 @@ pub fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<Os
         let named = word.to_str().and_then(|name| command.find_subcommand(name));
         named.unwrap_or(command)
     });
+    check_text(command, &words)?;
     let typed = flags(words.iter().map(|word| word.to_string_lossy().into_owned()));
     let config = typed.iter().rfind(|(name, _)| name == "config");
     let Some(path) = config.and_then(|(_, values)| values.first()) else {
@@ -112,6 +114,22 @@ pub fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<Os
     words.extend(more.into_iter().map(|(_, word)| OsString::from(word)));
     say::set_arguments(words.clone());
     Ok(words)
+}
+
+/// Refuses a flag of `command` whose value has to be text and is not: clap's own error does not name the flag.
+fn check_text(command: &Command, words: &[OsString]) -> Result<()> {
+    let name = |at: usize| dashed(words[at].to_string_lossy().into_owned().into()).1;
+    for at in (0..words.len()).filter(|at| words[*at].to_str().is_none()) {
+        let flag_at = at.saturating_sub(usize::from(name(at).is_none()));
+        let alone =
+            std::iter::once(OsStr::new("")).chain(words[flag_at..=at].iter().map(|word| &**word));
+        let parsed = command.clone().try_get_matches_from(alone);
+        if parsed.is_err_and(|error| error.kind() == ErrorKind::InvalidUtf8) {
+            let shown = words[flag_at..=at].join(OsStr::new(" "));
+            return Err(Error::usage(format!("{} is not UTF-8", shown.display())));
+        }
+    }
+    Ok(())
 }
 
 fn is_config(word: &OsString) -> bool {
@@ -327,6 +345,33 @@ mod tests {
         assert_eq!(optional.expect("a flag"), "--mlflow");
         let none = added("toml", "wandb = false\n", "train --config FILE");
         assert_eq!(none.expect("a switch"), "");
+    }
+
+    #[test]
+    fn text_that_is_not_utf8_is_refused_with_its_flag() {
+        let read = |typed: &[&[u8]]| {
+            let words = typed.iter().map(|word| OsStr::from_bytes(word).to_owned());
+            let path = Arg::new("path").long("path");
+            let path = path.value_parser(clap::value_parser!(PathBuf));
+            let mut command = command().mut_subcommand("train", |train| train.arg(path));
+            command.build();
+            with_config(&command, words.collect())
+        };
+        let refused = |typed: &[&[u8]], shown: &str| {
+            let error = read(typed).expect_err(shown).to_string();
+            assert_eq!(error, format!("{shown} is not UTF-8"));
+        };
+        refused(&[b"train", b"--lr", b"\xff"], "--lr \u{fffd}");
+        refused(&[b"train", b"--tag=a", b"--tag=b\xff"], "--tag=b\u{fffd}");
+        let both: &[&[u8]] = &[b"train", b"--path", b"a\xff", b"--lr", b"\xff"];
+        refused(both, "--lr \u{fffd}");
+        let fine: [&[&[u8]]; 2] = [
+            &[b"train", b"--path", b"a\xff"],
+            &[b"train", b"--path=\xff"],
+        ];
+        for fine in fine {
+            assert_eq!(read(fine).expect("a path").len(), fine.len());
+        }
     }
 
     #[test]
