@@ -167,7 +167,7 @@ mod tests {
             assert!(
                 error
                     .to_string()
-                    .contains("another process of the training"),
+                    .contains("another process writes in this folder"),
                 "{error}"
             );
             put(&dir.clone(), "after").expect_err("a copy neither");

@@ -80,7 +80,7 @@ impl Dir {
     fn check_claim(&self) -> std::io::Result<()> {
         match &self.claim {
             Some(claim) if !claim.folder.is_at(&claim.file, claim.name) => {
-                let what = "another process of the training writes there now";
+                let what = "another process writes in this folder now";
                 Err(std::io::Error::other(what))
             }
             _ => Ok(()),

@@ -131,10 +131,14 @@ fn an_epoch_without_its_short_last_batch_is_resumed_in_its_middle() {
         &format!("{train} --output-dir parts --resume auto"),
         dir.path(),
     );
+    trains(
+        &format!("{train} --output-dir elastic --elastic"),
+        dir.path(),
+    );
     let read = |name: &str| {
         std::fs::read(dir.path().join(name).join("mnist_cnn.safetensors")).expect("weights")
     };
-    assert!(read("whole") == read("parts"));
+    assert!(read("whole") == read("parts") && read("whole") == read("elastic"));
 }
 
 #[test]

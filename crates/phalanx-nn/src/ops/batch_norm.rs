@@ -163,7 +163,7 @@ impl<'s> Tensor<'s> {
                     joined = Some(rows);
                     if rows == 1.0 {
                         return Err(Error::usage(
-                            "batch_norm: one value a channel in the joined batch has no variance to train with; use larger batches",
+                            "batch_norm: expected more than one value per channel in the joined batch when training; use larger batches, or fewer micro-batches",
                         ));
                     }
                 }
@@ -267,7 +267,7 @@ impl<'s> Tensor<'s> {
         let st = step.state();
         if st.learns() && dims.numel() == c && st.join.is_none() {
             return Err(Error::usage(format!(
-                "batch_norm: one value a channel (shape {dims:?}) has no variance to train with; use larger batches"
+                "batch_norm: expected more than one value per channel when training, got shape {dims:?}; use larger batches, or fewer micro-batches"
             )));
         }
         if o.running.is_some() && st.statistics.stale() {

@@ -382,7 +382,7 @@ fn one_value_over_all_ranks_is_refused_on_all() {
     });
     for text in errors {
         assert!(
-            text.contains("one value a channel in the joined batch"),
+            text.contains("more than one value per channel in the joined batch"),
             "{text}"
         );
     }
