@@ -11,6 +11,9 @@ pub type Env = BTreeMap<String, String>;
 /// run while it goes on.
 pub const RUN_POINTER_VARIABLE: &str = "PHALANX_RUN_POINTER";
 
+/// Has the job token, where no file can be shared.
+pub const TOKEN_VARIABLE: &str = "PHALANX_TOKEN";
+
 /// The real environment.
 pub fn real_env() -> Env {
     std::env::vars_os()

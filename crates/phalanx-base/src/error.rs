@@ -6,6 +6,7 @@
 use std::error::Error as StdError;
 use std::fmt;
 use std::io::{self, Write};
+use std::ops::Range;
 use std::path::Path;
 
 use rustix::process::{Resource, getrlimit};
@@ -408,6 +409,24 @@ impl From<io::Error> for Error {
     fn from(error: io::Error) -> Self {
         Error::new(ErrorKind::System, error.to_string()).with_source(error)
     }
+}
+
+/// Makes the error with `message` of what a call of the system or a library gave.
+pub fn system<E>(message: impl Into<String>) -> impl FnOnce(E) -> Error
+where
+    E: Into<Box<dyn StdError + Send + Sync>>,
+{
+    let message = message.into();
+    move |cause| Error::new(ErrorKind::System, message).caused_by(cause)
+}
+
+/// The error at `span` of the TOML text of `file`, with the line and a key that is there twice.
+pub fn malformed(file: &str, text: &str, span: Option<Range<usize>>, message: &str) -> Error {
+    let (span, message) = (span.unwrap_or_default(), message.trim());
+    let line = text.get(..span.start).unwrap_or(text).matches('\n').count() + 1;
+    let key = text.get(span).filter(|_| message == "duplicate key");
+    let key = key.map(|key| format!(" {key}")).unwrap_or_default();
+    Error::usage(format!("{file}:{line}: {message}{key}"))
 }
 
 /// Checks that `value` is in `1..=largest`.

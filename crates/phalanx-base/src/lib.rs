@@ -14,7 +14,14 @@ pub mod say;
 pub mod stop;
 pub mod text;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 pub use error::{Error, ErrorKind, Result};
+
+/// Locks `mutex`, also after a thread has panicked with it: for values that no such thread leaves half written.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Name of this host, as the system knows it.
 pub fn host_name() -> String {

@@ -138,7 +138,7 @@ pub fn run(args: &NewArgs) -> Result<()> {
          {note}phalanx = {{ {place} }}\n\n\
          # For builds without --release: not optimized, the engine is slow.\n[profile.dev.package.\"*\"]\nopt-level = 3\n\n\
          # The launcher and its live page mostly wait: not optimized, they compile in a third of the time.\n[profile.release.package]\n\
-         phalanx-launch.opt-level = 0\nphalanx-live.opt-level = 0\n\n\
+         phalanx-launch.opt-level = 0\nphalanx-live.opt-level = 0\nphalanx-process.opt-level = 0\n\n\
          # Not a member of a workspace above this folder.\n[workspace]\n"
     );
     let flags = args.template.program().1;

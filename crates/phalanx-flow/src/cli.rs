@@ -159,7 +159,7 @@ pub fn main(flow: Flow) -> ExitCode {
         let args: Vec<OsString> = std::env::args_os().collect();
         main_of(&flow, args)
     });
-    phalanx_launch::exit_code(outcome)
+    phalanx_process::error_file::exit_code(outcome)
 }
 
 /// As [`run`], of a program with one workflow of functions.

@@ -9,7 +9,7 @@ use std::fs;
 use std::io::IsTerminal;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ExitStatus};
+use std::process::{Child, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 use phalanx_base::error::{Error, ErrorKind, Result};
 use phalanx_base::files::{create_folder, read_regular};
 use phalanx_base::{format, say, stop};
-use phalanx_launch::{Guard, reap_group, tied_command};
+use phalanx_process::reap::{adopt_orphans, reap_group};
+use phalanx_process::{Guard, own_program, tied_command};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use serde_json::{Map, Value as Json};
 
@@ -396,7 +397,7 @@ pub(crate) fn execute(
     let _cancels = lock.watch(store, id, move || {
         let _ = to_stop.send(Event::Signal(signal_hook::consts::SIGTERM));
     })?;
-    phalanx_launch::adopt_orphans();
+    adopt_orphans();
     let mut engine = Engine {
         store,
         id,
@@ -885,9 +886,12 @@ impl Engine<'_> {
             )
             .caused_by(error)
         };
-        let child = tied_command(&self.guard, args)
+        let child = tied_command(&self.guard, None)
             .and_then(|mut command| {
                 command
+                    .arg(own_program())
+                    .args(args)
+                    .stdin(Stdio::null())
                     .stdout(log.try_clone()?)
                     .stderr(log)
                     // Tasks without GPUs must not use those of others.

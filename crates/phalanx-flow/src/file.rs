@@ -62,6 +62,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use phalanx_base::error::malformed;
 use phalanx_base::error::{Error, Result};
 use phalanx_base::files::read_regular;
 use serde_json::{Map, Value as Json};
@@ -107,10 +108,9 @@ impl Workflow {
     /// Usage, naming the file, the line, the task and the key.
     pub fn from_toml(text: &str, folder: &Path, file: &str) -> Result<Workflow> {
         let line_at = |offset: usize| text[..offset.min(text.len())].matches('\n').count() + 1;
-        let malformed =
-            |error: toml::de::Error| phalanx_launch::config::malformed(file, text, &error);
-        let spans = DeTable::parse(text).map_err(malformed)?;
-        let values: Map<String, Json> = toml::from_str(text).map_err(malformed)?;
+        let wrong = |error: toml::de::Error| malformed(file, text, error.span(), error.message());
+        let spans = DeTable::parse(text).map_err(wrong)?;
+        let values: Map<String, Json> = toml::from_str(text).map_err(wrong)?;
         let read = workflow(values, folder).and_then(|mut workflow| {
             check(&mut workflow)?;
             Ok(workflow)

@@ -335,7 +335,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
 
 /// The process of a task's attempt, and helpers of the launcher.
 pub(crate) fn helper(flow: Option<&Flow>) -> Option<Result<()>> {
-    if let Some(outcome) = phalanx_launch::run_helper() {
+    if let Some(outcome) = phalanx_process::run_helper(|_| || {}) {
         return Some(outcome);
     }
     match flow {

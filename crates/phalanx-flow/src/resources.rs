@@ -27,7 +27,7 @@ impl Machine {
         let found = std::thread::available_parallelism().map_or(1, usize::from);
         let memory = || {
             let installed = installed_memory().unwrap_or(u64::MAX);
-            phalanx_launch::memory_limit().map_or(installed, |limit| limit.min(installed))
+            phalanx_process::oom::memory_limit().map_or(installed, |limit| limit.min(installed))
         };
         Machine {
             cpus: given

@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 use clap::builder::ValueRange;
 use clap::error::ErrorKind;
 use clap::{Arg, ArgAction, Command};
+use phalanx_base::error::{malformed, system};
 use phalanx_base::say;
 use phalanx_comm::open_inherited;
+use phalanx_process::error_file::ERRORS_VARIABLE;
 use serde_json::Value;
 
-use crate::contract::{ARGUMENTS_FILE_VARIABLE, ERRORS_VARIABLE};
+use crate::contract::ARGUMENTS_FILE_VARIABLE;
 use crate::error::{Error, Result};
-use crate::system;
 use crate::words::dashed;
 
 /// Flags of a run that say where its ranks meet, what it writes, where it goes on and where it stops, and not how it trains.
@@ -241,8 +242,9 @@ fn read(command: &Command, path: &Path, layers: &mut Vec<(PathBuf, Vec<Flag>)>) 
             None => Ok(()),
         };
     }
-    let table: toml::Table =
-        toml::from_str(&text).map_err(|error| malformed(&shown.to_string(), &text, &error))?;
+    let table: toml::Table = toml::from_str(&text).map_err(|error: toml::de::Error| {
+        malformed(&shown.to_string(), &text, error.span(), error.message())
+    })?;
     let flag = |(key, value): (String, toml::Value)| {
         let name = key.replace('_', "-");
         let action = find(command, &name).map(Arg::get_action);
@@ -274,16 +276,6 @@ fn read(command: &Command, path: &Path, layers: &mut Vec<(PathBuf, Vec<Flag>)>) 
     let flags = table.into_iter().map(flag).collect::<Result<_>>()?;
     layers.push((path.to_owned(), flags));
     Ok(())
-}
-
-/// The error of the TOML text of `file`, with the line and a key that is there twice.
-pub fn malformed(file: &str, text: &str, error: &toml::de::Error) -> Error {
-    let span = error.span().unwrap_or_default();
-    let line = text.get(..span.start).unwrap_or(text).matches('\n').count() + 1;
-    let message = error.message().trim();
-    let key = text.get(span).filter(|_| message == "duplicate key");
-    let key = key.map(|key| format!(" {key}")).unwrap_or_default();
-    Error::usage(format!("{file}:{line}: {message}{key}"))
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 
 use phalanx_comm::PortRange;
+use phalanx_process::error_file::ERROR_FILE_VARIABLE;
 
 /// Says where the launcher hosts the store, so that rank 0 connects like
 /// everybody else.
@@ -19,9 +20,6 @@ pub const STORE_VARIABLE: &str = "PHALANX_STORE";
 pub const STORE_FILE_VARIABLE: &str = "PHALANX_STORE_FILE";
 /// Names the file with the job token.
 pub const TOKEN_FILE_VARIABLE: &str = "PHALANX_TOKEN_FILE";
-/// The process id of the rank. It need not print its last error: the launcher does, from the
-/// error file. [`LAUNCHER`], until the shim knows the process id.
-pub const ERRORS_VARIABLE: &str = "PHALANX_ERRORS";
 /// When the command was typed, in nanoseconds since 1970, for the ranks that it starts.
 pub const STARTED_VARIABLE: &str = "PHALANX_STARTED_NS";
 /// Where the launcher does not end the job when a rank is lost, as the others go on without it: the number of ranks that the
@@ -31,12 +29,8 @@ pub const ELASTIC_VARIABLE: &str = "PHALANX_ELASTIC";
 pub const ARGUMENTS_FILE_VARIABLE: &str = "PHALANX_ARGUMENTS_FILE";
 /// The number of a process that is to join the others, among all that the job has started.
 pub const JOIN_VARIABLE: &str = "PHALANX_JOIN";
-/// See [`ERRORS_VARIABLE`].
-pub const LAUNCHER: &str = "launcher";
 /// Whether PyTorch's store is there already, which rank 0 would host otherwise.
 const AGENT_STORE_VARIABLE: &str = "TORCHELASTIC_USE_AGENT_STORE";
-/// Where a rank may leave a report of its failure.
-pub const ERROR_FILE_VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
 /// The address this node's ranks listen on, when there are several nodes.
 pub const BIND_VARIABLE: &str = "PHALANX_BIND";
 /// The ports that this node's ranks listen on, when there are several nodes.

@@ -1,12 +1,17 @@
-//! The end of a training that could not write it itself: in its folder, in its report, and at its trackers.
+//! The end of a training that could not write it itself: in its folder, in its report, and at its trackers; and what the guard
+//! of a launcher that was killed tells the other nodes.
 
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use phalanx_base::files::as_typed;
+use phalanx_process::{Guard, Notes};
+use phalanx_store::TcpStore;
+use phalanx_wire::Token;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
+use crate::report::JobFailure;
 use crate::say;
 
 pub use folder::{deliver, record};
@@ -28,6 +33,66 @@ impl Training {
     /// Its folder; none, where rank 0 runs elsewhere, or something else.
     pub fn folder(&self) -> Option<PathBuf> {
         phalanx_live::run_folder(&self.pointer)
+    }
+}
+
+/// How long the guard tries to tell the other nodes.
+const TELL_LIMIT: Duration = Duration::from_secs(2);
+
+/// Names of the guard's notes: where the other nodes meet, the job token in hexadecimal, the key there, a [`JobFailure`] as
+/// JSON, a [`Training`] as JSON.
+const STORE: &str = "store";
+const TOKEN: &str = "token";
+const KEY: &str = "key";
+const VERDICT: &str = "verdict";
+const TRAINING: &str = "training";
+
+/// Sets the store and the verdict that `guard` publishes there under `key` when this launcher is killed.
+pub fn tell(guard: &Guard, store: &str, token: &Token, key: &str, verdict: &str) {
+    let token = token.to_hex();
+    for (name, text) in [
+        (STORE, store),
+        (TOKEN, &token),
+        (KEY, key),
+        (VERDICT, verdict),
+    ] {
+        guard.note(name, text);
+    }
+}
+
+/// Sets the training whose end `guard` writes when this launcher is killed.
+pub fn watch(guard: &Guard, training: &Training) {
+    if let Ok(text) = serde_json::to_string(training) {
+        guard.note(TRAINING, &text);
+    }
+}
+
+/// Of the guard of a launcher that was killed: what it does once the launcher's folder is removed.
+pub fn killed(notes: Notes) -> impl FnOnce() {
+    let training: Option<Training> = notes
+        .get(TRAINING)
+        .and_then(|text| serde_json::from_str(text).ok());
+    // The launcher's folder has the pointer to it.
+    let run = training.as_ref().and_then(Training::folder);
+    move || {
+        let verdict = notes.get(VERDICT);
+        let verdict = verdict.and_then(|text| serde_json::from_str::<JobFailure>(text).ok());
+        if let (Some(store), Some(token)) = (notes.get(STORE), notes.get(TOKEN))
+            && let (Some(key), Some(verdict)) = (notes.get(KEY), verdict)
+            && let Ok(token) = Token::from_hex(token)
+            && let Ok(store) = TcpStore::connect(store, token, TELL_LIMIT)
+        {
+            let _ = verdict.publish_at(&store, key);
+        }
+        if let (Some(run), Some(training)) = (run, training) {
+            let error = Error::new(
+                ErrorKind::PeerLost,
+                "the launcher was killed, and its ranks with it",
+            );
+            // Nobody reads what it could say.
+            let _ = record(&run, &training, &error);
+            deliver(&run);
+        }
     }
 }
 
@@ -67,8 +132,7 @@ mod folder {
     use phalanx_report::{REPORT_FILE, write_of};
     use phalanx_track::{Ending, deliver_rest, record_end};
 
-    use super::{Error, Path, PathBuf, Result, Training, say, sentence};
-    use crate::error::ErrorKind;
+    use super::{Error, ErrorKind, Path, PathBuf, Result, Training, say, sentence};
 
     /// Writes into the folder `run` that its training has ended with `error`, and the report. Returns the report's file.
     ///

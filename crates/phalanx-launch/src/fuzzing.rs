@@ -5,7 +5,6 @@
 use super::args::LaunchArgs;
 use super::flags::LaunchCli;
 use super::nodes::NodeInfo;
-use super::oom;
 use super::place::torchrun::rendezvous_conf;
 use super::place::{self, Env};
 use super::report::{self, JobFailure};
@@ -13,6 +12,7 @@ use super::streams::StreamChoice;
 use crate::inspect::fuzzing as inspect;
 use crate::stop;
 use crate::torchrun;
+use phalanx_process::oom;
 
 /// Name, body, seeds.
 pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);

@@ -28,26 +28,27 @@ use super::contract::{self, LauncherVariables, RankVariables};
 use super::ending::{self, Training};
 use super::evict::{Evictions, Seen};
 use super::flight;
-use super::folder::RunFolder;
-use super::guard::Guard;
 use super::machine::{Action, ExitStatus, ShutdownState, StopCause, TWIN};
 use super::nodes::{
     self, Attempt, Moved, Next, NodeInfo, NodeStore, Nodes, Rules, all_numbers, number_newcomers,
 };
 use super::numa;
-use super::oom::OomWatch;
 use super::place::{LOST_AFTER, Meeting};
 use super::plan::LaunchPlan;
 use super::port::{PortForRanks, check_range};
-use super::proc_stat::path_of;
-use super::pump::{Sink, WriteError};
 use super::ranks::{POLL, Rank, RankSpawner, catches};
-use super::reap;
 use super::report::{self, JobFailure, RankName};
-use super::signals::{SignalWatch, can_be_continued, interrupted, suspend_self};
 use super::token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::{say, stop, system};
+use phalanx_process::Guard;
+use phalanx_process::error_file::{reported_code, reported_signal};
+use phalanx_process::folder::RunFolder;
+use phalanx_process::oom::OomWatch;
+use phalanx_process::proc_stat::path_of;
+use phalanx_process::pump::{Sink, WriteError};
+use phalanx_process::reap;
+use phalanx_process::signals::{Caught, SignalWatch, can_be_continued, interrupted, suspend_self};
 
 /// How long to wait for the sign that a node is lost, from when ranks are stopped because they have lost others.
 const LOST_NODE_WAIT: Duration = Duration::from_secs(1);
@@ -92,7 +93,12 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     reap::adopt_orphans();
     let (sender, events) = channel();
     let others = [SIGTSTP, SIGUSR1, SIGUSR2];
-    let signals = SignalWatch::start(sender.clone(), &plan.args.torchrun.signals, &others)?;
+    let signals = SignalWatch::start(
+        sender.clone(),
+        Event::Signal,
+        &plan.args.torchrun.signals,
+        &others,
+    )?;
     let binds = plan.args.torchrun.numa;
     let processors = binds.then(|| numa::processors(plan.args.node.local_ranks));
     let processors = processors.transpose()?;
@@ -110,8 +116,8 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         None => RunFolder::private()?,
     };
     let mut interrupt = || match events.try_recv() {
-        Ok(Event::Signal(signal, _)) => Some(interrupted(signal)),
-        Ok(Event::Suspend) => {
+        Ok(Event::Signal(Caught::End(signal, _))) => Some(interrupted(signal)),
+        Ok(Event::Signal(Caught::Suspend)) => {
             suspend_self();
             None
         }
@@ -632,7 +638,7 @@ impl Job<'_> {
             self.shared.store = format!("file://{}", path.display());
         }
         if !self.goes_on_in_place() {
-            guard.training(&self.training());
+            ending::watch(&guard, &self.training());
         }
         // This drops the guard of the attempt before.
         self.guard = Some(guard.clone());
@@ -717,7 +723,13 @@ impl Job<'_> {
         };
         let verdict = JobFailure::of_killed(self.shared.node_rank, &self.host);
         if let Ok(text) = serde_json::to_string(&verdict) {
-            guard.tell(&self.at.dial, &self.plan.token, &nodes.death_key(), &text);
+            ending::tell(
+                guard,
+                &self.at.dial,
+                &self.plan.token,
+                &nodes.death_key(),
+                &text,
+            );
         }
         nodes.is_guarded();
     }
@@ -753,7 +765,7 @@ impl Job<'_> {
         self.note(format!("the store of the job is at {at} now"));
         let events = &self.events;
         let interrupt = || match events.try_recv() {
-            Ok(Event::Signal(signal, _)) => Some(interrupted(signal)),
+            Ok(Event::Signal(Caught::End(signal, _))) => Some(interrupted(signal)),
             _ => None,
         };
         let (nodes, _) = join_nodes(self.plan, meeting, &mut self.at, interrupt)?;
@@ -1079,7 +1091,7 @@ impl Job<'_> {
                 }
             }
             let action = match next {
-                Ok(Event::Dump) => {
+                Ok(Event::Signal(Caught::Dump)) => {
                     self.show_flight(watch);
                     Action::None
                 }
@@ -1114,7 +1126,9 @@ impl Job<'_> {
                     }
                     Action::None
                 }
-                Ok(Event::Signal(signal, at)) if self.leave(watch, signal, at) => Action::None,
+                Ok(Event::Signal(Caught::End(signal, at))) if self.leave(watch, signal, at) => {
+                    Action::None
+                }
                 Ok(Event::WasLost) => {
                     watch.was_lost = true;
                     watch.machine.failed_elsewhere(Instant::now())
@@ -1186,8 +1200,8 @@ impl Job<'_> {
                 }
             }
             match self.events.recv_timeout(POLL) {
-                Ok(Event::Signal(..)) => break,
-                Ok(Event::Suspend) => suspend_self(),
+                Ok(Event::Signal(Caught::End(..))) => break,
+                Ok(Event::Signal(Caught::Suspend)) => suspend_self(),
                 Ok(
                     event @ (Event::Abort(_)
                     | Event::StoreLost(_)
@@ -1373,7 +1387,7 @@ impl Job<'_> {
             notes.push(("perhaps".to_owned(), hint));
         }
         let error_json = rank.error_json();
-        let reported = error_json.as_deref().and_then(report::reported_code);
+        let reported = error_json.as_deref().and_then(reported_code);
         let told = error_json.as_deref().and_then(report::error_file_message);
         if let (ExitStatus::Code(2), Some(2), Some(text)) = (end, reported, &told) {
             let (message, notes) = report::taken_apart(text);
@@ -1454,7 +1468,7 @@ impl Job<'_> {
     /// The rank that got the signal which stopped the job.
     fn sent_a_signal(&self, watch: &Supervision<'_>) -> Option<String> {
         let asked = watch.ranks.iter().find_map(|rank| {
-            let signal = report::reported_signal(&rank.error_json()?)?;
+            let signal = reported_signal(&rank.error_json()?)?;
             Some((rank, signal))
         });
         let (rank, signal) = asked?;
@@ -1718,11 +1732,11 @@ impl Job<'_> {
                 let what = "this node was cut off from the others for too long; they go on";
                 Err(Error::new(ErrorKind::PeerLost, what))
             }
-            Ok(Event::Signal(signal, _)) => {
+            Ok(Event::Signal(Caught::End(signal, _))) => {
                 let verdict = self.publish(self.interrupt_verdict(signal), true);
                 Err(verdict.into_error(None))
             }
-            Ok(Event::Suspend) => {
+            Ok(Event::Signal(Caught::Suspend)) => {
                 suspend_self();
                 Ok(())
             }
@@ -1834,17 +1848,17 @@ impl Supervision<'_> {
                 Action::None
             }
             // Two signals at once count as one, even if handling the first took long.
-            Event::Signal(signal, at) => {
+            Event::Signal(Caught::End(signal, at)) => {
                 if self.machine.why().is_some() {
                     self.asked_to_end.get_or_insert(signal);
                 }
                 self.machine.interrupted(signal, at)
             }
-            Event::Suspend => {
+            Event::Signal(Caught::Suspend) => {
                 self.suspend();
                 Action::None
             }
-            Event::Checkpoint => {
+            Event::Signal(Caught::Checkpoint) => {
                 let tell = |rank: &&Rank| rank.tell(Signal::USR1);
                 if self.ranks.iter().filter(tell).count() == 0 {
                     say::note(
@@ -1854,7 +1868,7 @@ impl Supervision<'_> {
                 Action::None
             }
             // Handled by the caller.
-            Event::Dump
+            Event::Signal(Caught::Dump)
             | Event::NodeLost(_)
             | Event::WasLost
             | Event::StoreMoved(..)

@@ -16,15 +16,16 @@ use phalanx_wire::Token;
 use super::args::LaunchArgs;
 use super::contract::{ARGUMENTS_FILE_VARIABLE, STARTED_VARIABLE};
 use super::engine::{self, RendezvousResources};
-use super::folder;
 use super::place::{Env, Meeting, Node};
-use super::proc_stat::path_of;
 use super::program::Program;
 use super::streams::{Logs, Prefix};
 use super::token;
 use crate::error::{Error, Result};
 use crate::threads::Cores;
 use crate::{say, stop};
+use phalanx_base::env::TOKEN_VARIABLE;
+use phalanx_process::folder;
+use phalanx_process::proc_stat::path_of;
 
 /// Everything that a launch needs, checked.
 pub struct LaunchPlan {
@@ -227,7 +228,7 @@ fn job_token(
                 "or",
                 format!(
                     "set {} to its text, where no file can be shared",
-                    token::TOKEN_VARIABLE
+                    TOKEN_VARIABLE
                 ),
             )),
     }

@@ -454,7 +454,7 @@ fn as_threads(
     started: Instant,
     rank: impl Fn(&RankContext) -> Result<()> + Sync,
 ) -> Result<()> {
-    crate::signals::end_on_signals()?;
+    phalanx_process::signals::end_on_signals()?;
     stop::listen_early()?;
     let threads = args.threads_of(None, world)?.count;
     let options = GroupOptions {

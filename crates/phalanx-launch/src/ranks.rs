@@ -4,7 +4,6 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io::{IsTerminal, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::Sender;
@@ -12,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use phalanx_base::env::RUN_POINTER_VARIABLE;
+use phalanx_base::env::{RUN_POINTER_VARIABLE, TOKEN_VARIABLE};
 use phalanx_comm::recorder::Dump;
 use phalanx_live::Page;
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
@@ -22,21 +21,20 @@ use rustix::process::{
 use rustix::termios::tcgetpgrp;
 
 use super::Event;
-use super::contract::{ERRORS_VARIABLE, LAUNCHER};
-use super::folder::{RunFolder, error_file_text};
-use super::guard::Guard;
 use super::machine::ExitStatus;
 use super::plan::LaunchPlan;
-use super::proc_stat::{path_of, stat};
-use super::pump::{self, Log, OpenPipes, Route, Sink, Tail, WriteError};
-use super::reap::reap_group;
 use super::report;
-use super::shim;
 use super::streams::StreamChoice;
 use super::torchrun::fill_in;
 use crate::error::{Error, ErrorKind, Result};
 use crate::lock;
 use crate::stop::is_caught;
+use phalanx_process::error_file::{ERRORS_VARIABLE, LAUNCHER, error_file_text, reported_code};
+use phalanx_process::folder::RunFolder;
+use phalanx_process::proc_stat::{path_of, stat};
+use phalanx_process::pump::{self, Log, OpenPipes, Route, Sink, Tail, WriteError};
+use phalanx_process::reap::reap_group;
+use phalanx_process::{Guard, tied_command};
 
 /// How long after a rank's end the output of processes that it left behind is read
 /// before they are killed.
@@ -141,8 +139,10 @@ impl RankSpawner<'_> {
         let mut out = self.route(of, true, &folder, None)?;
         let mut err = self.route(of, false, &folder, Some(&tail))?;
         if let Some(page) = self.page {
-            out.live = Some((page.tail(rank), false));
-            err.live = Some((page.tail(rank), true));
+            for (route, is_err) in [(&mut out, false), (&mut err, true)] {
+                let tail = page.tail(rank);
+                route.copy = Some(Box::new(move |bytes| tail.push(is_err, bytes)));
+            }
         }
         let err_log = err.log.as_ref().map(|log| log.path.clone());
 
@@ -243,12 +243,8 @@ impl RankSpawner<'_> {
             false => Stdio::piped(),
         };
         let processors = self.processors.and_then(|all| all.get(local.number));
-        let mut command = Command::new(super::own_program());
+        let mut command = tied_command(self.guard, processors)?;
         command
-            .arg0(super::HELPER_NAME)
-            .args([super::EXEC_RANK, &std::process::id().to_string()])
-            .arg(self.guard.pipe_for_rank()?)
-            .arg(shim::processors_word(processors))
             .arg(&plan.args.run.program)
             .args(&plan.args.run.args)
             .stdin(match is_anothers(std::io::stdin()) {
@@ -259,7 +255,7 @@ impl RankSpawner<'_> {
             // progress bar is drawn again, over them.
             .stdout(stream(inherit && !plan.prefix.is_for(local.rank)))
             .stderr(stream(inherit))
-            .env_remove(super::token::TOKEN_VARIABLE)
+            .env_remove(TOKEN_VARIABLE)
             // An outer launcher may have set it for its own network.
             .env_remove(super::contract::BIND_VARIABLE)
             .env_remove(super::contract::ARGUMENTS_FILE_VARIABLE)
@@ -343,7 +339,7 @@ impl RankSpawner<'_> {
             log,
             filtered,
             tail: tail.cloned(),
-            live: None,
+            copy: None,
         })
     }
 }
@@ -431,7 +427,7 @@ impl Rank {
 
     /// Whether it is a Phalanx program that has reported this exit code.
     pub fn reported(&self, end: ExitStatus) -> bool {
-        let code = self.error_json().as_deref().and_then(report::reported_code);
+        let code = self.error_json().as_deref().and_then(reported_code);
         code.is_some_and(|code| end == ExitStatus::Code(code))
     }
 
@@ -439,7 +435,7 @@ impl Rank {
     /// to the launcher. To be called when it has ended.
     pub fn log_last_error(&self) {
         if let (Some(path), Some(json)) = (&self.err_log, self.error_json())
-            && report::reported_code(&json).is_some()
+            && reported_code(&json).is_some()
             && let Some(text) = report::error_file_message(&json)
             && let Ok(mut log) = File::options().append(true).open(path)
         {

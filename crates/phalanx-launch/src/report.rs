@@ -6,19 +6,14 @@ use std::time::Duration;
 use phalanx_store::{Store as _, TcpStore};
 use serde::{Deserialize, Serialize};
 
-use super::contract::{ERROR_FILE_VARIABLE, ERRORS_VARIABLE, LAUNCHER};
 use super::machine::ExitStatus;
 use crate::error::{Error, ErrorKind};
-use crate::stop::{self, signal_name};
+use crate::stop::signal_name;
 
 /// The key of the first verdict in the store of node 0, and the only one unless it was an echo.
 pub const ABORT_KEY: &str = "launch/abort";
 /// Label of the note that says what a rank was doing.
 pub const WHILE: &str = "while";
-/// Where a report of ours has the exit code.
-const CODE: &str = "phalanx_exit_code";
-/// The same for the signal that asked this process, and through it the job, to stop.
-const SIGNAL: &str = "phalanx_signal";
 /// Lines of a rank's stderr that the report repeats, at most.
 const SAID_LINES: usize = 20;
 /// Without a recognisable message, only the end is shown.
@@ -217,43 +212,6 @@ pub fn said(lines: &[String]) -> Option<String> {
         part[0],
         part[part.len() - (SAID_LINES - 2)..].join("\n")
     ))
-}
-
-/// Writes the exit code into the error file, if our launcher has started this process or an ancestor of it.
-/// If this process is the rank itself, it also writes `text`. Returns whether the launcher will print the
-/// error; otherwise it must be printed here.
-pub fn hand_over(text: Option<&str>, code: u8) -> bool {
-    let Ok(pid) = std::env::var(ERRORS_VARIABLE) else {
-        return false;
-    };
-    let Some(path) = std::env::var_os(ERROR_FILE_VARIABLE) else {
-        return false;
-    };
-    // `LAUNCHER`: this is the rank before it has become its program.
-    let is_rank = pid == LAUNCHER || pid == std::process::id().to_string();
-    let mut report = serde_json::json!({ CODE: code });
-    if let Some(text) = text.filter(|_| is_rank) {
-        report["message"] = text.into();
-    }
-    if let Some(signal) = stop::cause() {
-        report[SIGNAL] = signal.into();
-    }
-    std::fs::write(path, report.to_string()).is_ok() && is_rank
-}
-
-/// The exit code in an error file that [`hand_over`] wrote.
-pub fn reported_code(json: &str) -> Option<i32> {
-    reported(json, CODE)
-}
-
-/// The signal in an error file that [`hand_over`] wrote.
-pub fn reported_signal(json: &str) -> Option<i32> {
-    reported(json, SIGNAL)
-}
-
-fn reported(json: &str, name: &str) -> Option<i32> {
-    let value: serde_json::Value = serde_json::from_str(json).ok()?;
-    i32::try_from(value.get(name)?.as_i64()?).ok()
 }
 
 /// Splits a rendered error into message and notes.

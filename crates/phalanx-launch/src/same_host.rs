@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 
 use super::place::Env;
 use crate::error::{Error, Result};
-use crate::proc_stat::stat;
+use phalanx_process::proc_stat::stat;
 
 /// Variables that identify one rank of one job. The process that started the ranks has other
 /// values, or none.

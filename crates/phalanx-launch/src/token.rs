@@ -9,6 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
+use phalanx_base::env::TOKEN_VARIABLE;
 use phalanx_base::files::as_typed;
 use phalanx_wire::Token;
 use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, memfd_create};
@@ -17,9 +18,6 @@ use super::contract::TOKEN_FILE_VARIABLE;
 use super::place::{Env, text};
 use crate::error::{Error, Result};
 use crate::system;
-
-/// The documented fallback where no file can be shared.
-pub const TOKEN_VARIABLE: &str = "PHALANX_TOKEN";
 
 /// The command that creates a token file.
 const MAKE: &str = "phalanx token --out";

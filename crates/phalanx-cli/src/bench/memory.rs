@@ -2,14 +2,12 @@
 
 use phalanx_base::process::proc_bytes;
 
-use crate::launch;
-
 /// Bytes available without swapping, or the limit of our cgroup where that is less. `None` if
 /// unknown.
 pub(crate) fn left_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let left = available(&text)?;
-    Some(launch::memory_limit().map_or(left, |limit| left.min(limit)))
+    Some(phalanx_process::oom::memory_limit().map_or(left, |limit| left.min(limit)))
 }
 
 /// `MemAvailable` and free swap of `/proc/meminfo`.

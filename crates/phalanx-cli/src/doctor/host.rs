@@ -195,7 +195,7 @@ fn memory_check(here: usize) -> Check {
         return Check::ok(NAME, "unknown: there is no /proc/meminfo");
     };
     let mut found = format!("{} for {}", size(left), plural(here, "rank"));
-    if let Some(limit) = launch::memory_limit() {
+    if let Some(limit) = phalanx_process::oom::memory_limit() {
         found.push_str(&format!(" (cgroup limit {})", size(limit)));
     }
     if let Some(limit) = getrlimit(Resource::As).current {

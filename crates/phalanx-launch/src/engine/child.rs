@@ -6,7 +6,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::token;
+use phalanx_base::env::TOKEN_VARIABLE;
 
 /// The most that is read of each of a program's outputs.
 const OUTPUT_BYTES: u64 = 64 << 10;
@@ -27,7 +27,7 @@ pub(super) fn run(
     mut tick: impl FnMut(),
 ) -> Result<Option<ProcessOutput>> {
     let mut child = command
-        .env_remove(token::TOKEN_VARIABLE)
+        .env_remove(TOKEN_VARIABLE)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -98,7 +98,8 @@ mod tests {
         assert_eq!((ended.status.code(), &*ended.out), (Some(3), "words"));
         assert!(ended.err.starts_with("why\n"));
         assert_eq!(ended.err.len() as u64, OUTPUT_BYTES);
-        let soon = Instant::now() + Duration::from_millis(300);
+        // Long enough for a tick, however slowly a program starts beside others.
+        let soon = Instant::now() + Duration::from_secs(3);
         let mut ticks = 0;
         let ended = run(shell("exec sleep 60"), "", soon, || ticks += 1).unwrap();
         assert!(ended.is_none() && ticks > 0);

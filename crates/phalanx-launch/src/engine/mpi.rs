@@ -7,9 +7,7 @@
 
 use std::ffi::OsString;
 use std::io::{Read, Write};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Instant;
 
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
@@ -18,8 +16,9 @@ use super::child::{self, ProcessOutput};
 use super::{WaitNotice, by_hand};
 use crate::error::{Error, ErrorKind, Result};
 use crate::place::{self, Env};
-use crate::proc_stat::stat;
 use crate::system;
+use phalanx_process::helper_command;
+use phalanx_process::proc_stat::stat;
 
 /// Names of the library. Versions 1.10 to 5 have the first one.
 const NAMES: [&str; 2] = ["libmpi.so.40", "libmpi.so"];
@@ -39,10 +38,8 @@ pub(super) fn broadcast(
     mut waiting: WaitNotice,
 ) -> Result<String> {
     let library = library(env);
-    let mut command = Command::new(crate::own_program());
+    let mut command = helper_command(crate::MPI_BROADCAST);
     command
-        .arg0(crate::HELPER_NAME)
-        .arg(crate::MPI_BROADCAST)
         .args([std::process::id().to_string(), processes.to_string()])
         .arg(&library);
     if let Some(folder) = library.parent().filter(|_| library.is_absolute()) {

@@ -16,7 +16,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::flags::{LaunchCli, NodeFlags};
 use crate::place::{Env, Meeting, NodeQuery, is_under_launcher, rank_place, real_env};
 use crate::report::{JobFailure, taken_apart};
-use crate::{lock, say, signals, token};
+use crate::{lock, say, token};
+use phalanx_process::signals;
 
 /// How long this node tries to reach node 0, and node 0 keeps its store for nodes that come later.
 const LIMIT: Duration = Duration::from_secs(10);

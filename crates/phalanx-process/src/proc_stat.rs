@@ -8,11 +8,14 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::path::PathBuf;
 
 /// A process.
-pub(crate) struct Stat {
+pub struct Stat {
     /// `R`, `S`, `Z`, …
     pub state: char,
+    /// Its parent.
     pub parent: u32,
+    /// Its process group.
     pub group: u32,
+    /// Its session.
     pub session: u32,
     /// The group in the foreground of its terminal; -1 without one.
     pub foreground: i32,
@@ -21,7 +24,7 @@ pub(crate) struct Stat {
 }
 
 /// Reads that of `pid`, which is a number or `self`; `None` if there is no such process.
-pub(crate) fn stat(pid: impl std::fmt::Display) -> Option<Stat> {
+pub fn stat(pid: impl std::fmt::Display) -> Option<Stat> {
     parse(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 

@@ -7,20 +7,15 @@
 //! removes it when the launcher was killed. Where both were killed the next launcher does: it finds the folder unlocked.
 
 use std::fs::{DirBuilder, File, Metadata};
-use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use phalanx_base::files::open_regular;
+use phalanx_base::error::system;
+use phalanx_base::{Error, ErrorKind, Result};
 
-use super::guard::{Guard, remove};
-use crate::error::{Error, ErrorKind, Result};
-use crate::system;
-
-/// Error files are short; no more than this is read of one.
-const ERROR_FILE_BYTES: u64 = 1 << 20;
+use crate::guard::{Guard, remove};
 
 /// Where the folder is made when the folder for temporary files cannot be written.
 const IN_MEMORY: &str = "/dev/shm";
@@ -214,15 +209,6 @@ pub fn random_id() -> Result<String> {
     ))
 }
 
-/// What a rank wrote into its error file, if anything. The rank may have put anything there, such as a pipe
-/// without a writer.
-pub fn error_file_text(path: &Path) -> Option<String> {
-    let file = open_regular(path).ok()?;
-    let mut text = String::new();
-    file.take(ERROR_FILE_BYTES).read_to_string(&mut text).ok()?;
-    (!text.is_empty()).then_some(text)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -244,16 +230,6 @@ mod tests {
         }
         let path = for_logs(dir, "none", Some("node1")).unwrap();
         assert!(path.to_str().unwrap().starts_with("/logs/none_node1_"));
-    }
-
-    #[test]
-    fn a_pipe_is_no_error_file() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("error.json");
-        assert_eq!(error_file_text(&path), None);
-        let made = std::process::Command::new("mkfifo").arg(&path).status();
-        assert!(made.unwrap().success());
-        assert_eq!(error_file_text(&path), None);
     }
 
     #[test]

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::lock;
+use phalanx_base::lock;
 
 /// How many lines of a rank's stderr are kept for the report.
 pub const TAIL_LINES: usize = 50;
@@ -285,8 +285,8 @@ pub struct Route {
     pub filtered: Option<(Vec<String>, Log)>,
     /// Where the last lines are kept (stderr).
     pub tail: Option<Arc<Mutex<Tail>>>,
-    /// Where the live page gets it, and whether it is stderr.
-    pub live: Option<(Arc<phalanx_live::Tail>, bool)>,
+    /// Gets all bytes, too; it never waits.
+    pub copy: Option<Box<dyn Fn(&[u8]) + Send>>,
 }
 
 /// A file that keeps a copy of a rank's output, or the only one.
@@ -374,8 +374,8 @@ impl Route {
             if let Some(tail) = &self.tail {
                 lock(tail).push(bytes);
             }
-            if let Some((live, err)) = &self.live {
-                live.push(*err, bytes);
+            if let Some(copy) = &self.copy {
+                copy(bytes);
             }
             if self.log.as_mut().is_some_and(|log| !log.write(bytes)) {
                 self.log = None;
@@ -522,7 +522,7 @@ mod tests {
             log: None,
             filtered: None,
             tail: None,
-            live: None,
+            copy: None,
         }
     }
 

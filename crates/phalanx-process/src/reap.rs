@@ -1,6 +1,6 @@
-//! The launcher adopts the orphans of its ranks, instead of init.
+//! A launcher adopts the orphans of its children, instead of init.
 //!
-//! A rank that dies leaves its own children behind. They are in its process
+//! A child that dies leaves its own children behind. They are in its process
 //! group and get our signals, but only their parent can wait for them: so the
 //! launcher becomes that parent ("child subreaper"). It then knows when all have ended,
 //! and no zombies are left where init does not reap them, as in many containers.
@@ -24,7 +24,7 @@ pub fn adopt_orphans() {
 }
 
 /// Whether this process has children already, from the program that it was before an exec:
-/// then an orphan need not belong to our ranks.
+/// then an orphan need not belong to our children.
 pub fn has_children() -> bool {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
     tasks.flatten().any(|task| {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::Pid;
 
-use crate::format;
+use phalanx_base::format;
 
 /// What is said of a rank that was killed where the kernel shows no counts.
 const UNKNOWN: &str =
@@ -113,7 +113,7 @@ pub fn memory_limit() -> Option<u64> {
 /// The files that may hold the count, best first, from `/proc/self/cgroup`.
 /// Inside a container the path is often that of the host and the group is
 /// mounted at the root, so the root is tried as well.
-pub(super) fn candidates(groups: &str) -> Vec<PathBuf> {
+pub fn candidates(groups: &str) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for line in groups.lines() {
         let mut parts = line.splitn(3, ':');
@@ -136,7 +136,7 @@ pub(super) fn candidates(groups: &str) -> Vec<PathBuf> {
 }
 
 /// `oom_kill N` in `memory.events` or `memory.oom_control`.
-pub(super) fn kills(text: &str) -> Option<u64> {
+pub fn kills(text: &str) -> Option<u64> {
     text.lines()
         .find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
 }

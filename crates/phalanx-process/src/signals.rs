@@ -9,21 +9,39 @@ use rustix::process::{Signal, getpid, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 
-use super::Event;
-use super::proc_stat::stat;
-use crate::error::{Error, ErrorKind, Result};
-use crate::{say, stop, system};
+use phalanx_base::error::system;
+use phalanx_base::{Error, ErrorKind, Result, say, stop};
+
+use crate::proc_stat::stat;
 
 const CANNOT_WATCH: &str = "cannot watch for signals";
 
-/// While it lives, the signals that end the job arrive as [`Event::Signal`] instead of ending
-/// the process, and SIGUSR2 as [`Event::Dump`].
+/// A signal that this process got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Caught {
+    /// One of those that end the job, at this time.
+    End(i32, Instant),
+    /// Ctrl-Z (SIGTSTP).
+    Suspend,
+    /// SIGUSR1.
+    Checkpoint,
+    /// SIGUSR2.
+    Dump,
+}
+
+/// While it lives, the signals that end the job arrive as [`Caught::End`] instead of ending
+/// the process, and SIGUSR2 as [`Caught::Dump`].
 pub struct SignalWatch(Handle);
 
 impl SignalWatch {
-    /// Starts watching for the signals in `ends`, and for `others`: a Ctrl-Z (SIGTSTP) is [`Event::Suspend`], SIGUSR1
-    /// [`Event::Checkpoint`]. SIGHUP is left alone where it is ignored: that is what `nohup` asks for.
-    pub fn start(events: Sender<Event>, ends: &[i32], others: &[i32]) -> Result<Self> {
+    /// Starts watching for the signals in `ends`, and for `others`: a Ctrl-Z (SIGTSTP) is [`Caught::Suspend`], SIGUSR1
+    /// [`Caught::Checkpoint`]. Each goes to `events` as `event` makes it. SIGHUP is left alone where it is ignored: that is what `nohup` asks for.
+    pub fn start<E: Send + 'static>(
+        events: Sender<E>,
+        event: fn(Caught) -> E,
+        ends: &[i32],
+        others: &[i32],
+    ) -> Result<Self> {
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         let mut watched: Vec<i32> = ends.iter().chain(others).copied().collect();
         watched.retain(|signal| *signal != SIGHUP || !stop::is_ignored(&status, SIGHUP));
@@ -36,13 +54,13 @@ impl SignalWatch {
             .spawn(move || {
                 // Without a deadline: signals may never come. It ends with the handle.
                 for signal in signals.forever() {
-                    let event = match signal {
-                        signal if ends.contains(&signal) => Event::Signal(signal, Instant::now()),
-                        SIGTSTP => Event::Suspend,
-                        SIGUSR1 => Event::Checkpoint,
-                        _ => Event::Dump,
+                    let caught = match signal {
+                        signal if ends.contains(&signal) => Caught::End(signal, Instant::now()),
+                        SIGTSTP => Caught::Suspend,
+                        SIGUSR1 => Caught::Checkpoint,
+                        _ => Caught::Dump,
                     };
-                    if events.send(event).is_err() {
+                    if events.send(event(caught)).is_err() {
                         break;
                     }
                 }
@@ -60,7 +78,7 @@ impl Drop for SignalWatch {
 
 /// Stops this process, as a Ctrl-Z would have if nobody had asked for it;
 /// returns when it is continued. Where nobody could continue it, it goes on.
-pub(super) fn suspend_self() {
+pub fn suspend_self() {
     if can_be_continued() {
         let _ = kill_process(getpid(), Signal::STOP);
     }
@@ -69,7 +87,7 @@ pub(super) fn suspend_self() {
 /// Whether a shell could continue this process after a Ctrl-Z: somebody in its session but outside its process
 /// group, and above both. Without one (`ssh -t host phalanx ...`, the first process of a container) the
 /// group is an orphan, which the kernel does not stop at a Ctrl-Z either (POSIX, "orphaned process group").
-pub(super) fn can_be_continued() -> bool {
+pub fn can_be_continued() -> bool {
     let Some(own) = stat("self") else {
         return false;
     };
@@ -91,7 +109,7 @@ pub(super) fn can_be_continued() -> bool {
 const AT_ONCE: Duration = Duration::from_secs(1);
 
 /// The error of a process that `signal` ended.
-pub(super) fn interrupted(signal: i32) -> Error {
+pub fn interrupted(signal: i32) -> Error {
     Error::new(
         ErrorKind::Interrupted,
         format!("interrupted by {}", stop::signal_name(signal)),
@@ -107,7 +125,7 @@ pub(super) fn interrupted(signal: i32) -> Error {
 pub fn end_on_signals() -> Result<()> {
     let (sender, events) = channel();
     let ends = [SIGINT, SIGTERM, SIGQUIT, SIGHUP];
-    let watch = SignalWatch::start(sender, &ends, &[SIGUSR2])?;
+    let watch = SignalWatch::start(sender, |caught| caught, &ends, &[SIGUSR2])?;
     stop::is_watched();
     thread::Builder::new()
         .name("end on signal".into())
@@ -120,7 +138,7 @@ pub fn end_on_signals() -> Result<()> {
             let signal = loop {
                 match events.recv_timeout(patience) {
                     // The training saves and ends; whoever asks twice does not wait.
-                    Ok(Event::Signal(signal, _))
+                    Ok(Caught::End(signal, _))
                         if stop::is_listening() && !std::mem::replace(&mut told, true) =>
                     {
                         stop::ask(signal);
@@ -130,8 +148,8 @@ pub fn end_on_signals() -> Result<()> {
                         patience = Duration::MAX;
                         say::note("stopping after the current step; a second signal ends the program at once");
                     }
-                    Ok(Event::Signal(signal, _)) => break signal,
-                    Ok(Event::Dump) => say::note(
+                    Ok(Caught::End(signal, _)) => break signal,
+                    Ok(Caught::Dump) => say::note(
                         "warning: SIGUSR2 has no effect here: a training in one process writes its flight \
                          recorder when it fails; a launcher shows those of living ranks",
                     ),
