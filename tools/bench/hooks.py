@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Accuracy on MNIST by what gradients travel as: float32, bf16, f16, PowerSGD.
+"""Accuracy on MNIST by what gradients travel as: float32, bf16, f16.
 
     cargo build --release
     tools/bench/hooks.py --data data/mnist --out tools/runs/DATE-gradient-types
@@ -24,7 +24,7 @@ p.add_argument("--phalanx", default=str(HERE.parents[1] / "target/release/phalan
 p.add_argument("--data", required=True, help="folder with MNIST")
 p.add_argument("--work", type=Path, default=Path("/tmp/phalanx-gradient-types"), help="folder for the runs")
 p.add_argument("--seeds", default="1,2,3")
-p.add_argument("--types", default="f32,powersgd,bf16,f16")
+p.add_argument("--types", default="f32,bf16,f16")
 p.add_argument("--epochs", type=int, default=2)
 p.add_argument("--cosine", action="store_true", help="let the learning rate fall to zero, so that seeds spread less")
 p.add_argument("--transport", default="tcp", help="tcp counts the bytes; shm is faster (accuracies are the same)")

@@ -28,7 +28,8 @@ pub struct Error {
 }
 
 impl Error {
-    pub(crate) fn usage(message: impl Into<String>) -> Self {
+    /// A wrong use, for a [`GradientHook`](crate::GradientHook) of your own.
+    pub fn usage(message: impl Into<String>) -> Self {
         Error {
             kind: ErrorKind::Usage,
             message: message.into(),
@@ -53,7 +54,8 @@ impl Error {
         }
     }
 
-    pub(crate) fn comm_while(what: impl Into<String>, cause: phalanx_comm::Error) -> Self {
+    /// A collective that failed; `what` says what it was for. For a [`GradientHook`](crate::GradientHook) of your own.
+    pub fn comm_while(what: impl Into<String>, cause: phalanx_comm::Error) -> Self {
         Error {
             kind: ErrorKind::Comm,
             message: what.into(),

@@ -5,7 +5,7 @@
 //! the same collectives: [`launch`](GradientHook::launch) inside backward, the moment a bucket is
 //! full; [`advance`](GradientHook::advance) and [`average`](GradientHook::average) when backward has ended.
 //! Communication that a hook starts in `launch` overlaps with backward, as the default all-reduces do. The votes of a
-//! step are sent separately, uncompressed.
+//! step are sent separately, uncompressed. `examples/power_sgd/hook.rs` is a hook with two collectives and with state.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -102,7 +102,8 @@ pub trait GradientHook: Send {
     fn decided(&mut self, _commit: &Commit, _untouched: &[bool]) {}
 
     /// State for a checkpoint, valid at any number of ranks. *Blocks* until
-    /// all ranks call it, if there is any.
+    /// all ranks call it, if there is any. Call it by [`Reducer::hook`](crate::Reducer::hook) or
+    /// [`DistributedDataParallel::hook_mut`](crate::DistributedDataParallel::hook_mut).
     ///
     /// # Errors
     ///

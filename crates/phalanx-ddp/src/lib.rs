@@ -14,7 +14,7 @@
 //! # Without the engine
 //!
 //! Feature `nn`, on by default, adds everything that needs `phalanx-nn`: [`DistributedDataParallel`] and its steps,
-//! [`PowerSgd`], [`ShardedOptimizer`] and [`SyncBatchNorm`]. Without it, [`Replica`] is the wrapper for a model of another
+//! [`ShardedOptimizer`] and [`SyncBatchNorm`]. Without it, [`Replica`] is the wrapper for a model of another
 //! engine whose gradients are there when its backward has ended (`adapters/candle` and `adapters/burn` stand on it). With
 //! the parts below it, a model is any type that implements [`Parameters`] (names, shapes and slices), and the training
 //! loop does the wrapper's work while backward runs; `examples/plain.rs` is an example:

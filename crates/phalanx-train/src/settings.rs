@@ -96,8 +96,8 @@ pub struct Settings {
     /// always fp32
     #[arg(long, value_enum, default_value_t = PrecisionArg::Fp32)]
     pub precision: PrecisionArg,
-    /// Data type or compression for gradient exchange: `f32`, overlapped with backward; `bf16` or `f16`, half the bytes; `powersgd`, low-rank approximations of matrices, of rank RANK (2) after START (100) uncompressed steps
-    #[arg(long, default_value_t = GradientType::F32, value_name = "f32|bf16|f16|powersgd[:RANK[:START]]")]
+    /// Data type of gradients in their exchange
+    #[arg(long, value_enum, default_value_t = GradientType::F32)]
     pub gradient_type: GradientType,
     #[command(flatten)]
     #[allow(missing_docs, reason = "a doc comment would be its help")]
@@ -386,13 +386,10 @@ impl Settings {
     ///
     /// Usage errors naming the flag.
     pub fn check_elastic(&self) -> Result<()> {
-        let why = match self.gradient_type {
+        let why = match self.sampler {
             _ if self.find_lr => "cannot be used with --find-lr; remove one of them",
-            _ if self.sampler == SamplerKind::Torch => {
+            SamplerKind::Torch => {
                 "divides every batch among the ranks that are left; use --sampler exact"
-            }
-            GradientType::Powersgd { .. } => {
-                "cannot keep what PowerSGD has on a lost rank; use another --gradient-type"
             }
             _ => return Ok(()),
         };
@@ -472,7 +469,7 @@ impl Settings {
             ("data", data.to_owned()),
             ("--seed", self.seed.to_string()),
             ("--sampler", choice_name(&self.sampler)),
-            (saving::GRADIENT_TYPE, self.gradient_type.to_string()),
+            (saving::GRADIENT_TYPE, choice_name(&self.gradient_type)),
         ];
         if self.split.determinism() == Determinism::Shards {
             more.push(("--shards", self.split.shards().to_string()));
@@ -532,7 +529,7 @@ impl Settings {
             format!("--sampler {}", choice_name(sampler)),
             format!("--test-batch-size {test_batch_size}"),
             format!("--log-interval {log_interval}"),
-            format!("--gradient-type {gradient_type}"),
+            format!("--gradient-type {}", choice_name(gradient_type)),
             format!("--exchange {}", choice_name(exchange)),
             format!("--watch {watch}"),
             format!("--shards {}", self.split.shards()),

@@ -2,25 +2,20 @@
 //!
 //! | file | does |
 //! |---|---|
-//! | `sets` | names, addresses, sizes, published sums |
-//! | `fetch` | one file: resume, retry, check, rename |
-//! | `sum` | checksums |
-//! | `meter` | progress |
+//! | `sets` | names, addresses, sizes, checksums |
+//! | `fetch` | one file: attempts, checksum, progress |
 
 mod fetch;
-mod meter;
 mod sets;
-mod sum;
 
 use std::path::{Path, PathBuf};
 
-use phalanx_base::files::{Dir, as_typed};
-use phalanx_http::ureq::{Agent, http::Uri};
+use phalanx_base::files::as_typed;
+use phalanx_http::ureq::http::Uri;
 
 use crate::error::{Error, Result};
 use crate::say;
-use fetch::{Got, Patience};
-use meter::Meter;
+use fetch::Got;
 use phalanx::train::{FolderArgs, RunDir};
 use sets::{DataSet, SETS};
 
@@ -30,8 +25,8 @@ use sets::{DataSet, SETS};
     phalanx download mnist                     into data/mnist\n  \
     phalanx download cifar10 --to /datasets    into /datasets\n  \
     phalanx download mnist cifar10             into data/mnist and data/cifar10\n\n\
-    An interrupted download resumes. A file appears under its name only when it is complete and\n\
-    has the checksum that its authors published. https_proxy and SSL_CERT_FILE (root\n\
+    A download that fails starts again, up to four times. A file appears under its name only when\n\
+    it is complete and has the published checksum. https_proxy and SSL_CERT_FILE (root\n\
     certificates) are respected.")]
 pub struct DownloadArgs {
     /// Data sets to download: mnist, fashion-mnist, cifar10.
@@ -57,7 +52,6 @@ pub struct DownloadArgs {
 /// Usage; those of the network and of writing, naming address and file.
 pub fn run(args: &DownloadArgs) -> Result<()> {
     let sets: Vec<&DataSet> = args.sets.iter().map(|n| named(n)).collect::<Result<_>>()?;
-    let patience = Patience::default();
     args.from
         .as_deref()
         .map_or(Ok(()), |url| check_mirror("--from", url))?;
@@ -70,7 +64,7 @@ pub fn run(args: &DownloadArgs) -> Result<()> {
         let mut made = RunDir::given(folder.clone());
         let dir = made.make(args.folder)?;
         let sources = sources(set, args.from.as_deref());
-        let agent = fetch::agent(patience)?;
+        let agent = phalanx_http::agent(fetch::SILENCE, false)?;
         say::print(&format!(
             "{}: {} ({:.1} MB)\n",
             set.name,
@@ -78,7 +72,7 @@ pub fn run(args: &DownloadArgs) -> Result<()> {
             set.bytes() as f64 / 1e6
         ))?;
         for file in set.files {
-            let how = match get(&agent, patience, &sources, &dir, file, args.force)? {
+            let how = match fetch::fetch(&agent, &sources, &dir, file, args.force)? {
                 Got::Already => "is there".to_owned(),
                 Got::From(url) => format!("from {url}"),
             };
@@ -105,26 +99,12 @@ pub(crate) fn ensure(
     let set = named(name)?;
     let mut made = RunDir::given(folder.to_owned());
     let dir = made.make(args)?;
-    let patience = Patience::default();
     let sources = sources(set, mirror);
-    let agent = fetch::agent(patience)?;
+    let agent = phalanx_http::agent(fetch::SILENCE, false)?;
     for file in set.files {
-        get(&agent, patience, &sources, &dir, file, false)?;
+        fetch::fetch(&agent, &sources, &dir, file, false)?;
     }
     Ok(())
-}
-
-/// Gets one file; `force` replaces another one in its place.
-fn get(
-    agent: &Agent,
-    patience: Patience,
-    sources: &[String],
-    dir: &Dir,
-    file: &sets::File,
-    force: bool,
-) -> Result<Got> {
-    let mut meter = Meter::new(file.name, file.bytes);
-    fetch::fetch(agent, patience, sources, dir, file, force, &mut meter)
 }
 
 /// The folders that have the set's files.

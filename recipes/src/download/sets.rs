@@ -1,19 +1,12 @@
-//! The data sets: their files, sources and published checksums.
-
-/// A published checksum of a file, in lower-case hexadecimal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Sum {
-    Sha256(&'static str),
-    /// Where the authors publish no better one: it detects accidents, not attacks.
-    Md5(&'static str),
-}
+//! The data sets: their files, sources and checksums. TensorFlow Datasets and Keras have the same checksums.
 
 /// One file.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct File {
     pub(super) name: &'static str,
     pub(super) bytes: u64,
-    pub(super) sum: Sum,
+    /// In lower-case hexadecimal.
+    pub(super) sha256: &'static str,
 }
 
 /// One data set.
@@ -45,30 +38,22 @@ pub(super) const SETS: [DataSet; 3] = [
             File {
                 name: "train-images-idx3-ubyte.gz",
                 bytes: 9_912_422,
-                sum: Sum::Sha256(
-                    "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-                ),
+                sha256: "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
             },
             File {
                 name: "train-labels-idx1-ubyte.gz",
                 bytes: 28_881,
-                sum: Sum::Sha256(
-                    "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-                ),
+                sha256: "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
             },
             File {
                 name: "t10k-images-idx3-ubyte.gz",
                 bytes: 1_648_877,
-                sum: Sum::Sha256(
-                    "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-                ),
+                sha256: "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
             },
             File {
                 name: "t10k-labels-idx1-ubyte.gz",
                 bytes: 4_542,
-                sum: Sum::Sha256(
-                    "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-                ),
+                sha256: "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
             },
         ],
         sources: &[
@@ -84,22 +69,22 @@ pub(super) const SETS: [DataSet; 3] = [
             File {
                 name: "train-images-idx3-ubyte.gz",
                 bytes: 26_421_880,
-                sum: Sum::Md5("8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
+                sha256: "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
             },
             File {
                 name: "train-labels-idx1-ubyte.gz",
                 bytes: 29_515,
-                sum: Sum::Md5("25c81989df183df01b3e8a0aad5dffbe"),
+                sha256: "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
             },
             File {
                 name: "t10k-images-idx3-ubyte.gz",
                 bytes: 4_422_102,
-                sum: Sum::Md5("bef4ecab320f06d8554ea6380940ec79"),
+                sha256: "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
             },
             File {
                 name: "t10k-labels-idx1-ubyte.gz",
                 bytes: 5_148,
-                sum: Sum::Md5("bb300cfdad3c16e7a12a480ee83cd310"),
+                sha256: "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
             },
         ],
         // The authors' own bucket answers without TLS only.
@@ -112,7 +97,7 @@ pub(super) const SETS: [DataSet; 3] = [
         files: &[File {
             name: "cifar-10-python.tar.gz",
             bytes: 170_498_071,
-            sum: Sum::Md5("c58f30108f718f92721af3b95e74349a"),
+            sha256: "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
         }],
         sources: &["https://www.cs.toronto.edu/~kriz"],
         next: "phalanx train resnet18 --data",
@@ -130,11 +115,8 @@ mod tests {
         for set in &SETS {
             assert!(!set.sources.is_empty() && !set.files.is_empty());
             for file in set.files {
-                let (text, digits) = match file.sum {
-                    Sum::Sha256(text) => (text, 64),
-                    Sum::Md5(text) => (text, 32),
-                };
-                assert_eq!(text.len(), digits, "{}", file.name);
+                let text = file.sha256;
+                assert_eq!(text.len(), 64, "{}", file.name);
                 assert_eq!(text, text.to_lowercase());
                 assert!(hex::decode(text).is_ok());
                 assert!(sums.insert(text), "{} has another file's sum", file.name);

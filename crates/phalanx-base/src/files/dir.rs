@@ -456,23 +456,6 @@ impl Dir {
             .map_err(|e| Error::io("cannot link", &self.at(from), e.into()))
     }
 
-    /// Syncs the private file `from` (opened as `file`), gives it the mode of a new file,
-    /// and renames it to `to`.
-    ///
-    /// # Errors
-    ///
-    /// `DiskFull` or `System`, naming the path.
-    pub fn publish(&self, file: &File, from: &str, to: &str) -> Result<()> {
-        let mode = std::fs::Permissions::from_mode(0o666 & !umask());
-        let written = file.set_permissions(mode).and_then(|()| file.sync_all());
-        written.map_err(|e| Error::io("cannot write", &self.at(to), e))?;
-        self.rename(from, to)?;
-        // So that the name survives a crash of the machine, where the file system can do
-        // that.
-        let _ = self.sync();
-        Ok(())
-    }
-
     /// Whether `name` exists, also as a broken link.
     pub fn has(&self, name: &str) -> bool {
         sys::statat(&*self.fd, name, AtFlags::SYMLINK_NOFOLLOW).is_ok()
@@ -521,15 +504,6 @@ impl Dir {
 /// Mode of new folders, whatever the umask: other users could otherwise put links into
 /// them.
 pub(super) const FOLDER_MODE: Mode = Mode::from_raw_mode(0o755);
-
-/// The process's umask, from `/proc`: the system call would also change it, for all
-/// threads.
-fn umask() -> u32 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find_map(|l| l.strip_prefix("Umask:"));
-    let mask = line.and_then(|mask| u32::from_str_radix(mask.trim(), 8).ok());
-    mask.unwrap_or(0o022)
-}
 
 /// A unique temporary name, `.NAME.PID-COUNT.tmp`.
 fn temporary_name(name: &OsStr) -> String {

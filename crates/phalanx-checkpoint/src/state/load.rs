@@ -11,7 +11,7 @@ use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
 
 use super::manifest::Manifest;
-use super::streamed::{MODEL, MORE, OPTIMIZER};
+use super::streamed::{MODEL, OPTIMIZER};
 use crate::pth::DType;
 use crate::weights::{Outline, TensorId, TensorsFile, put};
 use phalanx_base::files::{open_regular, read_open};
@@ -224,16 +224,6 @@ impl State {
             }
         }
         Ok(all)
-    }
-
-    /// The `len` values saved under this name with
-    /// [`Snapshot::with_extra`](super::Snapshot::with_extra).
-    ///
-    /// # Errors
-    ///
-    /// `Data` when there are none, or their number differs.
-    pub fn extra(&self, name: &str, len: usize) -> Result<Vec<f32>> {
-        self.values(self.tensor(&format!("{MORE}{name}"), &[len])?)
     }
 
     /// The tensor with this name, float32 of this shape.

@@ -108,13 +108,6 @@ impl Snapshot {
         Ok(self)
     }
 
-    /// As [`Streamed::with_extra`].
-    #[must_use]
-    pub fn with_extra(mut self, more: Vec<(String, Vec<f32>)>) -> Snapshot {
-        self.state = self.state.with_extra(more);
-        self
-    }
-
     /// As [`Streamed::with_metadata`].
     #[must_use]
     pub fn with_metadata(mut self, metadata: BTreeMap<String, String>) -> Snapshot {

@@ -18,14 +18,10 @@ pub(crate) const MODEL: &str = "model.";
 /// Prefix of the optimizer's buffers: `optimizer.BUFFER.PARAMETER`.
 pub(super) const OPTIMIZER: &str = "optimizer.";
 
-/// Prefix of other values of the program.
-pub(super) const MORE: &str = "more.";
-
 /// A training's state without the values of its tensors:
 /// [`Folder::save_streamed`](super::Folder::save_streamed) asks for them one after the other.
 pub struct Streamed {
     outline: Outline,
-    more: Vec<(String, Vec<f32>)>,
     metadata: BTreeMap<String, String>,
     manifest: Manifest,
 }
@@ -50,17 +46,9 @@ impl Streamed {
         };
         Streamed {
             outline,
-            more: Vec::new(),
             metadata: BTreeMap::new(),
             manifest,
         }
-    }
-
-    /// Adds named values, which [`State::extra`](super::State::extra) returns.
-    #[must_use]
-    pub fn with_extra(mut self, more: Vec<(String, Vec<f32>)>) -> Streamed {
-        self.more = more;
-        self
     }
 
     /// Adds the metadata of the model's weights, which
@@ -77,7 +65,7 @@ impl Streamed {
     }
 
     /// Writes the data file's content to `out`: the model's tensors by name, then the
-    /// optimizer's buffer by buffer, then the rest. Tensors of the model are checked for values
+    /// optimizer's buffer by buffer. Tensors of the model are checked for values
     /// that are not finite.
     pub(super) fn write(
         &self,
@@ -94,19 +82,14 @@ impl Streamed {
                 all.push((TensorId::State { buffer, param }, (name, shape.clone())));
             }
         }
-        let more = self.more.iter();
-        let more = more.map(|(name, values)| (format!("{MORE}{name}"), [values.len()], values));
-        let more: Vec<_> = more.collect();
         let mut out = Hashed {
             out,
             hash: Sha256::new(),
             bytes: 0,
         };
-        let tensors = all.iter().map(|(_, (name, shape))| (&name[..], &shape[..]));
-        let tensors = tensors.chain(more.iter().map(|(name, shape, _)| (&name[..], &shape[..])));
-        let heads = tensors.map(|(name, shape)| {
+        let heads = all.iter().map(|(_, (name, shape))| {
             let elements: usize = shape.iter().product();
-            (name, DType::F32, shape, 4 * elements)
+            (&name[..], DType::F32, &shape[..], 4 * elements)
         });
         write_header(&mut out, &self.metadata, heads)?;
         let mut not_finite = None;
@@ -118,9 +101,6 @@ impl Streamed {
                 not_finite = Some(self.outline.name(*tensor).to_owned());
             }
             write_values(&mut out, &values)?;
-        }
-        for (_, _, values) in more {
-            write_values(&mut out, values)?;
         }
         Ok(Written {
             not_finite,

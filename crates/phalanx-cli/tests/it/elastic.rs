@@ -1112,10 +1112,6 @@ fn what_cannot_go_on_without_a_rank_is_refused_before_it_begins() {
             "--elastic divides every batch among the ranks that are left",
         ),
         (
-            "--gradient-type powersgd",
-            "--elastic cannot keep what PowerSGD has",
-        ),
-        (
             "--transport thread",
             "--elastic and --max-restarts are for ranks that are processes",
         ),

@@ -179,30 +179,6 @@ fn under_deterministic_shards_not_a_bit_is_lost_either() {
 }
 
 #[test]
-fn what_compressed_gradients_still_owe_is_not_lost() {
-    let dir = tempfile::tempdir().expect("a temporary folder");
-    let dir = dir.path();
-    let base = [
-        "--epochs",
-        "2",
-        "--nproc-per-node",
-        "2",
-        "--gradient-type",
-        "powersgd",
-    ];
-    let go = |run: &str, more: &[&str]| succeed(train(dir, run, &[&base[..], more].concat()));
-    go("alone", &[]);
-    go("stopped", &["--stop-after", "13"]);
-    go("stopped", &["--resume", "auto"]);
-    assert_eq!(hashes(&dir.join("alone")), hashes(&dir.join("stopped")));
-    // Without it, a checkpoint of another kind of gradient is not gone on with.
-    go("other", &["--stop-after", "13"]);
-    let (code, text) = run(train(dir, "other", &["--epochs", "2", "--resume", "auto"]));
-    assert_ne!(code, 0, "{text}");
-    assert!(text.to_lowercase().contains("powersgd"), "{text}");
-}
-
-#[test]
 fn a_stop_at_the_end_of_an_epoch_is_no_different() {
     let shards = [
         "--deterministic",
@@ -1383,21 +1359,6 @@ fn a_checkpoints_weights_and_those_of_a_file_exclude_each_other() {
     let (code, text) = run(train(dir, "on", &["--resume", "out", "--init", "first"]));
     assert_eq!(code, 2, "{text}");
     assert!(text.contains("--init has no effect"), "{text}");
-}
-
-#[test]
-fn another_powersgd_is_named_by_its_flag() {
-    let dir = tempfile::tempdir().expect("a temporary folder");
-    let dir = dir.path();
-    let base = ["--stop-after", "1", "--gradient-type"];
-    succeed(train(dir, "out", &[&base[..], &["powersgd"]].concat()));
-    for other in ["powersgd:3:100", "powersgd:2:7"] {
-        let more = [&base[..], &[other, "--resume", "auto"]].concat();
-        let (code, text) = run(train(dir, "out", &more));
-        assert_eq!(code, 2, "{text}");
-        let told = format!("whose --gradient-type is powersgd:2:100; this run has {other}");
-        assert!(text.contains(&told), "{text}");
-    }
 }
 
 #[test]

@@ -42,7 +42,7 @@ impl Backend for Native {
         visit: Option<&mut Visit<'_>>,
     ) -> Result<()> {
         if let Some(shm) = &mut self.shm {
-            if context.signature.in_memory {
+            if context.signature.method.is_none() {
                 // SAFETY: handed on from the caller.
                 return unsafe { shm.run(&mut self.mesh, context, buffers, visit) };
             }

@@ -130,16 +130,16 @@ impl Runner {
         buffers: Buffers,
         visit: Option<&mut Visit<'_>>,
     ) -> Result<()> {
+        let in_memory = self.backend.is_in_memory(operation);
         let signature = Signature {
             collective: operation.collective,
-            method: operation.method,
+            method: operation.method.filter(|_| !in_memory),
             dtype: operation.dtype,
             op: operation.op,
             root: operation.root,
             count: operation.count,
             lengths: operation.lengths,
             seq: self.next_seq(),
-            in_memory: self.backend.is_in_memory(operation),
         };
         let rank = self.rank;
         let named = |error: Error| {

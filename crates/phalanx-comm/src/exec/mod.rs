@@ -172,20 +172,20 @@ impl Executor {
             elem_bytes,
         };
         let prepare = |plan: &RankPlan| Schedule::new(plan, cut);
-        let prepared = match &operation.plan {
-            Some(plan) => Arc::new(Prepared::new((**plan).clone(), signature, prepare)?),
-            None => self.plans.get(
+        let prepared = match (&operation.plan, operation.method) {
+            (Some(plan), _) => Arc::new(Prepared::new((**plan).clone(), signature, prepare)?),
+            (None, Some(method)) => self.plans.get(
                 &Spec {
-                    method: operation.method,
+                    method,
                     world: self.world,
                     count: operation.count,
                     elem_bytes,
                     root: operation.root,
-                    target: operation.target,
                     short_segments: operation.short_segments,
                 },
                 prepare,
             )?,
+            (None, None) => return Err(Error::internal("an operation without a plan")),
         };
         let (scratch, _) = self
             .scratch

@@ -269,14 +269,13 @@ mod tests {
     fn signature() -> Signature {
         Signature {
             collective: Collective::AllReduce,
-            method: Method::AllReduceDirect,
+            method: Some(Method::AllReduceDirect),
             dtype: Some(DType::U8),
             op: Some(ReduceOp::Sum),
             root: 0,
             count: 9000,
             lengths: 0,
             seq: 4,
-            in_memory: false,
         }
     }
 

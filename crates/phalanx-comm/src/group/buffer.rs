@@ -130,7 +130,7 @@ impl<T: Element> sealed::InPlace for [&mut [T]] {
     fn run(&mut self, group: &ProcessGroup, build: Build<'_>) -> Result<()> {
         let operation = (build.0)(self.iter().map(|tensor| tensor.len()).sum())?;
         // The ring's result depends on how data is split.
-        if operation.op.is_some() && !operation.method.canonical() {
+        if operation.op.is_some() && !operation.method.is_some_and(|m| m.canonical()) {
             return self
                 .iter_mut()
                 .try_for_each(|tensor| tensor.run(group, build));

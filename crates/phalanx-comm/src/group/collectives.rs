@@ -432,7 +432,7 @@ impl ProcessGroup {
         let prescribed = selector.rules().method(method.collective(), bytes);
         Operation {
             collective: method.collective(),
-            method,
+            method: Some(method),
             short_segments: selector.has_short_segments(method, bytes),
             automatic: prescribed.is_none() && selector.hosts().count() <= 1,
             dtype: Some(T::DTYPE),

@@ -85,7 +85,7 @@ fn all_reduce<T>(
     debug_assert_eq!(size_of::<T>(), dtype.size_bytes());
     let operation = Operation {
         collective: method.collective(),
-        method,
+        method: Some(method),
         short_segments: false,
         automatic: false,
         dtype: Some(dtype),

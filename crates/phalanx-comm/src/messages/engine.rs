@@ -10,7 +10,7 @@ use super::{Request, Shared, Ticket, Way};
 use crate::deadline::Deadline;
 use crate::exec::{Frame, FrameContext, Sender};
 use crate::operation::{Operation, Signature};
-use crate::plan::{Collective, Method};
+use crate::plan::Collective;
 use crate::recorder::MessageFlight;
 use crate::stall::{Awaited, Board, Counts, Found};
 use crate::transport::{Interest, Mesh, Poison};
@@ -92,14 +92,13 @@ impl Pending {
         let operation = &request.operation;
         let signature = Signature {
             collective: Collective::SendRecv,
-            method: Method::PointToPoint,
+            method: None,
             dtype: operation.dtype,
             op: None,
             root,
             count: operation.count,
             lengths: 0,
             seq,
-            in_memory: false,
         };
         Pending {
             request,
@@ -727,7 +726,7 @@ impl Operation {
     ) -> Operation {
         Operation {
             collective: Collective::SendRecv,
-            method: Method::PointToPoint,
+            method: None,
             short_segments: false,
             automatic: false,
             dtype: Some(dtype),

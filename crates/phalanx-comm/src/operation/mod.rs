@@ -24,7 +24,8 @@ pub(crate) struct Limits {
 #[derive(Clone, Debug)]
 pub(crate) struct Operation {
     pub(crate) collective: Collective,
-    pub(crate) method: Method,
+    /// Absent for messages.
+    pub(crate) method: Option<Method>,
     /// As [`Spec::short_segments`](crate::plan::Spec::short_segments).
     pub(crate) short_segments: bool,
     /// Whether the method may be replaced by shared memory: the caller did not request

@@ -17,7 +17,9 @@ const SEQ_MAX: u64 = (1 << SEQ_BITS) - 1;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Signature {
     pub(crate) collective: Collective,
-    pub(crate) method: Method,
+    /// Absent for operations that are carried out in shared memory rather than by the method's plan
+    /// (they send no frame), and for messages.
+    pub(crate) method: Option<Method>,
     /// Absent for operations without data.
     pub(crate) dtype: Option<DType>,
     /// Absent for operations that do not reduce.
@@ -29,22 +31,14 @@ pub(crate) struct Signature {
     /// tensors have different ones; otherwise 0.
     pub(crate) lengths: u16,
     pub(crate) seq: u64,
-    /// Whether it is carried out in shared memory rather than by the method's
-    /// plan (then it sends no frame).
-    pub(crate) in_memory: bool,
 }
 
 impl Signature {
     /// For a cell in shared memory; see [`PeerOperation`].
     pub(crate) fn words(&self) -> [u64; 3] {
-        let method = if self.in_memory {
-            0
-        } else {
-            self.method.wire()
-        };
         let codes = [
             self.collective.wire(),
-            method,
+            self.method.map_or(0, Method::wire),
             self.dtype.map_or(0, DType::wire),
             self.op.map_or(0, ReduceOp::wire),
         ];
@@ -62,12 +56,7 @@ impl Signature {
     pub(crate) fn header(&self, generation: u32, group: u32) -> Header {
         let mut header = Header::new(Kind::Data);
         header.collective = self.collective.wire();
-        // As in a cell: an operation in memory has no method.
-        header.plan = if self.in_memory {
-            0
-        } else {
-            self.method.wire()
-        };
+        header.plan = self.method.map_or(0, Method::wire);
         header.dtype = self.dtype.map_or(0, DType::wire);
         header.op = self.op.map_or(0, ReduceOp::wire);
         // Ranks are below 2³²: a group of more is refused when it forms.
@@ -124,7 +113,7 @@ impl fmt::Display for Signature {
             self.op,
             self.count as u64,
             self.root as u64,
-            (!self.in_memory).then_some(self.method),
+            self.method,
             self.lengths,
             self.seq,
         )
@@ -232,14 +221,13 @@ mod tests {
     fn all_reduce() -> Signature {
         Signature {
             collective: Collective::AllReduce,
-            method: Method::AllReduceDirect,
+            method: Some(Method::AllReduceDirect),
             dtype: Some(DType::F32),
             op: Some(ReduceOp::Sum),
             root: 0,
             count: 100,
             lengths: 0,
             seq: 7,
-            in_memory: false,
         }
     }
 
@@ -264,7 +252,7 @@ mod tests {
         let mine = all_reduce();
         assert_eq!(PeerOperation(mine.words()).to_string(), mine.to_string());
         let in_memory = Signature {
-            in_memory: true,
+            method: None,
             ..mine
         };
         assert_ne!(mine.words(), in_memory.words());
@@ -288,7 +276,7 @@ mod tests {
                 ..mine
             },
             Signature {
-                method: Method::AllReduceRing,
+                method: Some(Method::AllReduceRing),
                 ..mine
             },
             Signature {

@@ -555,12 +555,12 @@ impl Simulation {
         let inside = cell.start - block * n;
         let (from, elem) = match spec.method.collective() {
             Collective::AllReduce | Collective::Reduce => (rank, cell.start),
-            Collective::Broadcast | Collective::SendRecv => (spec.root, cell.start),
+            Collective::Broadcast => (spec.root, cell.start),
             Collective::Scatter => (spec.root, rank * n + cell.start),
             Collective::AllGather | Collective::Gather => (block, inside),
             Collective::AllToAll => (block, rank * n + inside),
             Collective::ReduceScatter => (0, cell.start),
-            Collective::Barrier | Collective::Shutdown => return false,
+            Collective::Barrier | Collective::Shutdown | Collective::SendRecv => return false,
         };
         cell.expr as usize == from && cell.elem == elem && inside + cell.len <= n
     }

@@ -17,7 +17,7 @@ pub struct Chunks {
 }
 
 impl Chunks {
-    pub(super) fn new(count: usize, world: usize, line_elems: usize) -> Self {
+    pub(crate) fn new(count: usize, world: usize, line_elems: usize) -> Self {
         let lines = count.div_ceil(line_elems);
         Chunks {
             count,

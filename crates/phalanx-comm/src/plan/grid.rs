@@ -140,7 +140,6 @@ mod tests {
                     count,
                     elem_bytes: 4,
                     root: 0,
-                    target: 0,
                     short_segments: false,
                 };
                 let mut all: Vec<Range<usize>> = Vec::new();
@@ -180,7 +179,6 @@ mod tests {
             count: 4096,
             elem_bytes: 4,
             root: 0,
-            target: 0,
             short_segments: false,
         };
         let units = units(&spec, &hosts);

@@ -35,7 +35,6 @@ mod hosts;
 mod local;
 mod local_stage;
 pub(crate) mod order;
-mod point_to_point;
 mod prefix_chain;
 mod reduce_hosts;
 mod reduce_owners;
@@ -74,7 +73,7 @@ pub enum Collective {
     AllToAll,
     /// No rank leaves before all ranks have come.
     Barrier,
-    /// One rank's data goes to one other rank.
+    /// One rank's data goes to one other rank. It has no plan: messages have an engine of their own.
     SendRecv,
     /// The barrier that ends a group in good order.
     Shutdown,
@@ -204,8 +203,6 @@ pub enum Method {
     AllToAll,
     /// Dissemination barrier.
     Barrier,
-    /// One transfer.
-    PointToPoint,
     /// All-reduce over several hosts: on each host, across them, on each host.
     AllReduceRails,
     /// All-reduce over several hosts: the prefix of the fold goes from host to
@@ -251,7 +248,7 @@ const fn row(method: Method, collective: Collective, name: &'static str, fold: F
 
 impl Method {
     /// Every method, in wire order.
-    const TABLE: [Row; 20] = [
+    const TABLE: [Row; 19] = [
         row(
             Method::AllReduceDirect,
             Collective::AllReduce,
@@ -323,12 +320,6 @@ impl Method {
             Method::Barrier,
             Collective::Barrier,
             "dissemination",
-            Fold::Once,
-        ),
-        row(
-            Method::PointToPoint,
-            Collective::SendRecv,
-            "point to point",
             Fold::Once,
         ),
         row(
@@ -426,10 +417,8 @@ pub struct Spec {
     pub count: usize,
     /// Bytes of one element; chunk boundaries are multiples of 64 bytes.
     pub elem_bytes: usize,
-    /// The root, or the sender of a point-to-point transfer; otherwise 0.
+    /// The root, if there is one; otherwise 0.
     pub root: usize,
-    /// The receiver of a point-to-point transfer; otherwise 0.
-    pub target: usize,
     /// Whether [`Method::AllReduceDirect`] cuts chunks into short segments.
     pub short_segments: bool,
 }
@@ -442,7 +431,6 @@ impl Spec {
             Collective::AllGather | Collective::Gather => self.count,
             Collective::ReduceScatter | Collective::AllToAll => all,
             Collective::Scatter if rank == self.root => all,
-            Collective::SendRecv if rank == self.root => self.count,
             _ => 0,
         }
     }
@@ -455,7 +443,6 @@ impl Spec {
             Collective::AllGather | Collective::AllToAll => all,
             Collective::ReduceScatter | Collective::Scatter => self.count,
             Collective::Gather if rank == self.root => all,
-            Collective::SendRecv if rank == self.target => self.count,
             _ => 0,
         }
     }
@@ -484,7 +471,7 @@ impl Spec {
 }
 
 /// Elements in 64 bytes.
-fn line_elems(elem_bytes: usize) -> usize {
+pub(crate) fn line_elems(elem_bytes: usize) -> usize {
     (ALIGN_BYTES / elem_bytes.max(1)).max(1)
 }
 
@@ -682,7 +669,6 @@ pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
         | Method::Scatter
         | Method::AllToAll => uneven::build(spec, rank),
         Method::Barrier => barrier::build(spec, rank),
-        Method::PointToPoint => point_to_point::build(spec, rank),
     }
 }
 
@@ -710,7 +696,6 @@ fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
         | Method::Scatter
         | Method::AllToAll => uneven::sent_elems(spec, rank),
         Method::Barrier => 0,
-        Method::PointToPoint => point_to_point::sent_elems(spec, rank),
     }
 }
 

@@ -152,7 +152,6 @@ fn specs() -> Vec<Spec> {
                     count,
                     elem_bytes: 4,
                     root: 0,
-                    target: 1,
                     short_segments: false,
                 };
                 all.push(spec);
@@ -203,7 +202,6 @@ fn without_the_dependencies_it_would_break() {
             count: 1 << 20,
             elem_bytes: 4,
             root: 0,
-            target: 0,
             short_segments: false,
         };
         let broken = |seed| {
@@ -226,7 +224,6 @@ fn a_signal_waits_for_the_signals_before_it() {
             count: 0,
             elem_bytes: 1,
             root: 0,
-            target: 0,
             short_segments: false,
         };
         for rank in 0..world {

@@ -8,7 +8,6 @@ fn spec(method: Method, world: usize, count: usize, root: usize) -> Spec {
         count,
         elem_bytes: 4,
         root,
-        target: 0,
         short_segments: false,
     }
 }
@@ -16,21 +15,6 @@ fn spec(method: Method, world: usize, count: usize, root: usize) -> Spec {
 /// All distinct specs of one method, world and count that a checker should see.
 fn variants(method: Method, world: usize, count: usize) -> Vec<Spec> {
     let collective = method.collective();
-    if collective == Collective::SendRecv {
-        let mut all = Vec::new();
-        if world > 1 {
-            all.push(Spec {
-                target: world - 1,
-                ..spec(method, world, count, 0)
-            });
-            all.push(Spec {
-                target: world / 2,
-                ..spec(method, world, count, world - 1)
-            });
-            all.retain(|s| s.root != s.target);
-        }
-        return all;
-    }
     let mut roots = vec![0];
     if collective.has_root() {
         roots.extend([world / 2, world - 1]);

@@ -425,8 +425,11 @@ impl Entry {
             group: words[entry::GROUP] as u32,
             op: Collective::from_wire(what[0])
                 .map_or_else(|| format!("operation {}", what[0]), |c| c.name().to_owned()),
-            method: Method::from_wire(what[1])
-                .map_or_else(|| format!("method {}", what[1]), |m| m.name().to_owned()),
+            method: match (what[1], Method::from_wire(what[1])) {
+                (0, _) => "point to point".to_owned(),
+                (_, Some(method)) => method.name().to_owned(),
+                (code, None) => format!("method {code}"),
+            },
             dtype: DType::from_wire(what[2]).map(|dtype| dtype.to_string()),
             reduce: ReduceOp::from_wire(what[3]).map(|op| op.to_string()),
             count: words[entry::COUNT],

@@ -8,7 +8,6 @@ use super::layout::{NO_TICKET, entry, state};
 use super::{Failure, Recorder, Watched, monitor, root};
 use crate::Error;
 use crate::operation::{Operation, Signature};
-use crate::plan::Collective;
 use crate::status::StatusCell;
 use crate::status::words::{MASK_WORDS, Mask, ranks_of, set_rank};
 use crate::transport::Interest;
@@ -37,7 +36,6 @@ pub(crate) struct Flight {
     adopted: Option<u64>,
     ticket: u64,
     brief: bool,
-    is_collective: bool,
     started: u64,
     waiting: bool,
     ever_waited: bool,
@@ -81,7 +79,6 @@ impl Flight {
             adopted: None,
             ticket: 0,
             brief: true,
-            is_collective: false,
             started: 0,
             waiting: false,
             ever_waited: false,
@@ -138,7 +135,6 @@ impl Flight {
 
         let elem_bytes = operation.dtype.map_or(1, crate::DType::size_bytes);
         self.brief = operation.count.saturating_mul(elem_bytes) < BRIEF_BYTES;
-        self.is_collective = operation.collective != Collective::SendRecv;
         self.started = now;
         self.since = now;
         self.waiting = false;
@@ -156,9 +152,7 @@ impl Flight {
         if let Some(cell) = &self.cell {
             // A failed operation left the ranks that it had waited for.
             cell.await_ranks(&self.awaited[..self.mask_words]);
-            if self.is_collective {
-                cell.enter(signature.seq);
-            }
+            cell.enter(signature.seq);
         }
     }
 
@@ -341,9 +335,7 @@ impl Flight {
             if self.waiting {
                 cell.await_ranks(&NOBODY[..self.mask_words]);
             }
-            if self.is_collective {
-                cell.done(signature.seq);
-            }
+            cell.done(signature.seq);
         }
     }
 
@@ -381,8 +373,7 @@ impl Flight {
         missing: &[usize],
         signature: &Signature,
     ) -> (Vec<usize>, Option<String>) {
-        let seq = self.is_collective.then_some(signature.seq);
-        self.watched.blame(missing, seq)
+        self.watched.blame(missing, Some(signature.seq))
     }
 
     /// Records the reason and writes the dump.

@@ -365,7 +365,7 @@ impl Recorder {
             .map_or(0, |label| self.label(label));
         let bytes = [
             operation.collective.wire(),
-            operation.method.wire(),
+            operation.method.map_or(0, |method| method.wire()),
             operation.dtype.map_or(0, crate::DType::wire),
             operation.op.map_or(0, crate::ReduceOp::wire),
             transport,

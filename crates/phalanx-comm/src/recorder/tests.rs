@@ -32,7 +32,7 @@ fn the_first_group_of_the_job_is_the_launchers() {
 fn operation(count: usize, label: Option<&Arc<str>>) -> Operation {
     Operation {
         collective: Collective::AllReduce,
-        method: Method::AllReduceDirect,
+        method: Some(Method::AllReduceDirect),
         short_segments: false,
         automatic: true,
         dtype: Some(DType::F32),

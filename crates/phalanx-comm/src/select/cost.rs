@@ -137,7 +137,6 @@ impl Costs {
                 all + card((p - l) * n).max(core(2.0 * (p - 1.0) * n))
             }
             Method::Barrier => p.log2().ceil() * one,
-            Method::PointToPoint => one + card(n) + core(2.0 * n),
         }
     }
 

@@ -223,7 +223,7 @@ impl Selector {
             Collective::Scatter => &[Method::Scatter],
             Collective::AllToAll => &[Method::AllToAll],
             Collective::Barrier | Collective::Shutdown => &[Method::Barrier],
-            Collective::SendRecv => &[Method::PointToPoint],
+            Collective::SendRecv => &[],
         };
         // Where hosts have one rank each, direct is as good and shorter.
         let several = self.hosts.count() > 1 && self.hosts.most_ranks() > 1;
@@ -246,7 +246,7 @@ impl Selector {
         {
             return method;
         }
-        // Of equals the first, on all ranks. Every collective has a candidate.
+        // Of equals the first, on all ranks. Every collective has a candidate, except messages.
         let by_time = |a: &Method, b: &Method| {
             let (a, b) = (self.predict(*a, bytes), self.predict(*b, bytes));
             a.total_cmp(&b)

@@ -182,9 +182,7 @@ impl Shm {
 
     /// Whether `operation` is carried out here.
     pub(crate) fn takes(&self, operation: &Operation) -> bool {
-        operation.automatic
-            && operation.plan.is_none()
-            && operation.collective != Collective::SendRecv
+        operation.automatic && operation.plan.is_none() && operation.method.is_some()
     }
 
     /// Runs one operation to its end.

@@ -8,7 +8,7 @@ use super::direct::{Mark, Sign};
 use super::{SEGMENT_MIN_BYTES, SEGMENTS_MIN, Shm};
 use crate::context::RunContext;
 use crate::operation::{Buffers, Operation, PeerOperation};
-use crate::plan::{Chunks, Spec};
+use crate::plan::{Chunks, Spec, line_elems};
 use crate::region::ALIGN_BYTES;
 use crate::stall::{AFTER, Awaited};
 use crate::transport::Mesh;
@@ -300,25 +300,23 @@ impl<'a, 'b> Run<'a, 'b> {
 
     /// Bytes of the buffer of `rank` that others access.
     fn exposed_bytes(&self, rank: usize) -> usize {
-        let spec = self.spec(self.operation.count);
+        let Some(method) = self.operation.method else {
+            return 0;
+        };
+        let spec = Spec {
+            method,
+            world: self.shm.world,
+            count: self.operation.count,
+            elem_bytes: self.elem_bytes,
+            root: self.operation.root,
+            short_segments: false,
+        };
         let elems = if self.operation.collective.in_place() {
             spec.output_elems(rank)
         } else {
             spec.input_elems(rank)
         };
         elems * self.elem_bytes
-    }
-
-    fn spec(&self, count: usize) -> Spec {
-        Spec {
-            method: self.operation.method,
-            world: self.shm.world,
-            count,
-            elem_bytes: self.elem_bytes,
-            root: self.operation.root,
-            target: self.operation.target,
-            short_segments: false,
-        }
     }
 
     /// Bytes of one segment of `total` that all go through one stage.
@@ -335,7 +333,7 @@ impl<'a, 'b> Run<'a, 'b> {
 
     /// How `count` elements are divided among the owners.
     pub(super) fn chunks(&self, count: usize) -> Chunks {
-        self.spec(count).chunks()
+        Chunks::new(count, self.shm.world, line_elems(self.elem_bytes))
     }
 
     /// The place of the `bytes` at `start` in our arena, if others may access them

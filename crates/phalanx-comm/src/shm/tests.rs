@@ -42,7 +42,7 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
     let mut runner = Runner::new(Box::new(native), flight, 0, limits, None, beside);
     let operation = Operation {
         collective: Collective::AllReduce,
-        method: Method::AllReduceDirect,
+        method: Some(Method::AllReduceDirect),
         short_segments: false,
         automatic: true,
         dtype: Some(DType::F32),
@@ -58,14 +58,13 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
     };
     let signature = Signature {
         collective: operation.collective,
-        method: operation.method,
+        method: None,
         dtype: operation.dtype,
         op: operation.op,
         root: 0,
         count: COUNT,
         lengths: 0,
         seq: 0,
-        in_memory: true,
     };
     let cell = Cell::new(&segment, 1, 0);
     cell.describe(signature.words(), cell::Place::Arena(offset), wish, false);

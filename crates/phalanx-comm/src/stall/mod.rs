@@ -299,7 +299,7 @@ impl Desk {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{Collective, Method};
+    use crate::plan::Collective;
 
     /// A reader that compares turns must know how many reports may be missing in the
     /// store.
@@ -316,14 +316,13 @@ mod tests {
         };
         let signature = Signature {
             collective: Collective::SendRecv,
-            method: Method::PointToPoint,
+            method: None,
             dtype: None,
             op: None,
             root: 0,
             count: 1,
             lengths: 0,
             seq: 0,
-            in_memory: false,
         };
         let counts = Counts::new(0);
         let begun = counts.begun(&|| true);

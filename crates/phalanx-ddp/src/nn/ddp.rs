@@ -17,7 +17,7 @@ use crate::average::{self, Average, GlobalBatch, Uneven};
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
-use crate::hooks::{GradientHook, HookState};
+use crate::hooks::GradientHook;
 use crate::parameters::broadcast_parameters;
 use crate::reducer::{Exchange, ParamSpec, Reducer, ReducerOptions};
 use crate::trace::StepTimes;
@@ -60,15 +60,6 @@ pub struct DdpOptions {
     /// Further facts that must be equal on all ranks (hyperparameters, data
     /// set): compared with the model at construction.
     pub must_agree: Vec<String>,
-}
-
-/// State of a wrapper ([`DistributedDataParallel::gather_state`]).
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct DdpState {
-    /// Steps that were skipped by vote.
-    pub skipped_steps: u64,
-    /// Name and state of the gradient hook.
-    pub hook: Option<(String, HookState)>,
 }
 
 /// How to handle parameters that a rank's loss does not depend on.
@@ -413,7 +404,7 @@ impl DistributedDataParallel {
         }
         let mut print = Fingerprint::new();
         let name = hook.as_ref().map_or("none".to_owned(), |h| h.name());
-        print.line(format!("gradient hook {}", shown(&name)));
+        print.line(format!("gradient hook {name}"));
         print.compare(self.reducer.group())?;
         self.reducer.set_hook(hook)
     }
@@ -424,52 +415,8 @@ impl DistributedDataParallel {
         self.reducer.hook_mut()
     }
 
-    /// The wrapper's own state for a checkpoint, the same on all ranks and valid for any
-    /// number of them. Parameters, buffers and optimizer are saved separately; the bucket
-    /// layout and the unused parameters are found again.
-    ///
-    /// *Blocks* until all ranks of the group call it, if there is a hook with state.
-    ///
-    /// # Errors
-    ///
-    /// `Comm` when a peer is lost or late.
-    pub fn gather_state(&self) -> Result<DdpState> {
-        let hook = match self.reducer.hook() {
-            Some(hook) => Some((hook.name(), hook.gather_state(self.group())?)),
-            None => None,
-        };
-        Ok(DdpState {
-            skipped_steps: self.skipped_steps(),
-            hook,
-        })
-    }
-
-    /// Restores the state from [`gather_state`](Self::gather_state), after
-    /// [`set_hook`](Self::set_hook) and before the first step. Does not communicate.
-    ///
-    /// # Errors
-    ///
-    /// `Usage` when the state is that of another hook, or of one with other settings.
-    pub fn restore_state(&mut self, state: &DdpState) -> Result<()> {
-        let name = |hook: Option<&str>| hook.map_or("no gradient hook".to_owned(), shown);
-        let own = self.reducer.hook().map(GradientHook::name);
-        let saved = state.hook.as_ref().map(|(name, _)| name.as_str());
-        if own.as_deref() != saved {
-            return Err(Error::usage(format!(
-                "the checkpoint was saved with {}, but this run uses {}",
-                name(saved),
-                name(own.as_deref())
-            )));
-        }
-        if let (Some(hook), Some((_, saved))) = (self.reducer.hook_mut(), &state.hook) {
-            hook.restore_state(saved)?;
-        }
-        self.set_skipped_steps(state.skipped_steps);
-        Ok(())
-    }
-
-    /// Sets the number of steps skipped by vote so far, of a wrapper that takes another one's place. It must be the same on
-    /// all ranks.
+    /// Sets the number of steps skipped by vote so far, of a wrapper that takes another one's place or of a training that
+    /// is resumed. It must be the same on all ranks.
     pub fn set_skipped_steps(&mut self, steps: u64) {
         match &mut self.shards {
             Some(shards) => shards.set_skipped_steps(steps),
@@ -794,11 +741,6 @@ fn spec(params: &Params, id: ParamId) -> ParamSpec {
         spec.columns = (*first).max(1);
     }
     spec
-}
-
-/// A hook's name in messages. Checkpoints have it with Rust's names.
-fn shown(hook: &str) -> String {
-    hook.replace("PowerSgdOptions { ", "").replace(" }", "")
 }
 
 fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> Fingerprint {

@@ -2,10 +2,8 @@
 
 mod ddp;
 mod joined;
-mod low_rank;
 mod meeting;
 mod params;
-mod power_sgd;
 mod recut;
 mod route;
 mod shards;
@@ -15,11 +13,8 @@ mod sync_norm;
 mod tree;
 mod zero;
 
-pub use ddp::{
-    Buffers, DdpOptions, DdpState, Deterministic, DistributedDataParallel, Every, Unused,
-};
+pub use ddp::{Buffers, DdpOptions, Deterministic, DistributedDataParallel, Every, Unused};
 pub use joined::{JoinedShard, JoinedShards};
-pub use power_sgd::{PowerSgd, PowerSgdOptions};
 pub use state::{agree_on_state, take_state};
 pub use step::GlobalStep;
 pub use sync_norm::SyncBatchNorm;

@@ -437,7 +437,6 @@ fn all_reduce_bytes(selector: &Selector, elems: usize, rank: usize) -> usize {
         count: elems,
         elem_bytes: ELEM_BYTES,
         root: 0,
-        target: 0,
         short_segments: false,
     };
     let plan = plan::build_on(&spec, hosts, rank);

@@ -3,7 +3,6 @@
 use phalanx_checkpoint::digest::MetricsDigest;
 use phalanx_checkpoint::state::OptimizerState;
 use phalanx_data::metrics::Confusion;
-use phalanx_ddp::{DdpState, HookState};
 use phalanx_nn::optim::schedule::Schedule;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -47,7 +46,6 @@ pub struct History {
     state: Option<Value>,
     /// Steps that were voted down.
     pub(super) skipped_steps: u64,
-    pub(super) hook: Option<Hook>,
     /// Where there are several optimizers: all of them, the trainer's own first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) groups: Vec<SavedGroup>,
@@ -77,7 +75,6 @@ pub struct SavedGroup {
     pub(super) buffers: Vec<String>,
     /// Steps that were voted down.
     pub(super) skipped_steps: u64,
-    pub(super) hook: Option<Hook>,
 }
 
 impl SavedGroup {
@@ -89,44 +86,6 @@ impl SavedGroup {
             buffers: state.buffers.iter().map(|b| b.0.to_owned()).collect(),
             ..SavedGroup::default()
         }
-    }
-}
-
-/// The gradient hook's state; its numbers are in the data file.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(super) struct Hook {
-    pub(super) name: String,
-    pub(super) steps: u64,
-    /// Name and length.
-    pub(super) tensors: Vec<(String, usize)>,
-}
-
-impl Hook {
-    /// What a tensor of the group's hook is called in the data file.
-    pub(super) fn key(group: &str, tensor: &str) -> String {
-        match group {
-            "" => tensor.to_owned(),
-            group => format!("{group}/{tensor}"),
-        }
-    }
-
-    /// Of the wrapper of the group `name`. Its numbers are added to `more`.
-    pub(super) fn new(
-        state: DdpState,
-        name: &str,
-        more: &mut Vec<(String, Vec<f32>)>,
-    ) -> Option<Hook> {
-        let (hook, HookState { steps, tensors }) = state.hook?;
-        let mut lengths = Vec::new();
-        for (tensor, values) in tensors {
-            more.push((Hook::key(name, &tensor), values));
-            lengths.push((tensor, more[more.len() - 1].1.len()));
-        }
-        Some(Hook {
-            name: hook,
-            steps,
-            tensors: lengths,
-        })
     }
 }
 

@@ -30,7 +30,6 @@ use phalanx_nn::Params;
 use serde::Deserialize;
 
 use self::due::{Due, What};
-use self::history::Hook;
 use super::param_group::{ParamGroup, joined_state};
 use super::update::Update;
 use crate::best::{BestEpoch, KEPT_BEST};
@@ -334,23 +333,15 @@ impl<'a> Saving<'a> {
             (Update::Part(_), Some(old)) => old.take_memory(),
             _ => Vec::new(),
         };
-        let mut more = Vec::new();
-        let state = source.ddp.gather_state()?;
-        history.skipped_steps = state.skipped_steps;
-        history.hook = Hook::new(state, "", &mut more);
+        history.skipped_steps = source.ddp.skipped_steps();
         let joined = joined_state(source.update, groups, source.params, memory)?;
         let (optimizer, mut saved) = joined.unzip();
         let saved = saved.get_or_insert_default();
         if let Some(main) = saved.first_mut() {
             main.skipped_steps = history.skipped_steps;
-            main.hook = history.hook.take();
         }
-        // On all ranks, of which only rank 0 may have something to save.
-        let states = groups.iter().map(|group| group.ddp.gather_state());
-        let states = states.collect::<phalanx_ddp::Result<Vec<_>>>()?;
-        for ((group, state), saved) in groups.iter().zip(states).zip(saved.iter_mut().skip(1)) {
-            saved.skipped_steps = state.skipped_steps;
-            saved.hook = Hook::new(state, &group.name, &mut more);
+        for (group, saved) in groups.iter().zip(saved.iter_mut().skip(1)) {
+            saved.skipped_steps = group.ddp.skipped_steps();
         }
         history.groups = std::mem::take(saved);
         let (Some(background), Some(optimizer)) = (&mut self.background, optimizer) else {
@@ -362,9 +353,7 @@ impl<'a> Saving<'a> {
         if let Some(buffers) = source.buffers {
             snapshot = snapshot.with_buffers(buffers)?;
         }
-        let snapshot = snapshot
-            .with_extra(more)
-            .with_metadata(self.metadata.clone());
+        let snapshot = snapshot.with_metadata(self.metadata.clone());
         let begun = match action {
             SaveAction::Stop => Ok(Some(background.save(snapshot)?)),
             _ => background.begin(snapshot),

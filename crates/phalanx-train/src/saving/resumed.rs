@@ -6,13 +6,11 @@ use std::path::{Path, PathBuf};
 
 use phalanx_base::files::as_typed;
 use phalanx_checkpoint::state::{Folder, Manifest, Place, State};
-use phalanx_ddp::{DdpState, DistributedDataParallel, HookState};
 use phalanx_global::GlobalParams;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{ParamId, Params};
 use serde::Deserialize;
 
-use super::history::Hook;
 use super::{AUTO, FOLDER, History, SavingArgs, no_json};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
@@ -46,7 +44,7 @@ const OF_NO_OPTIMIZER: [&str; 10] = [
 
 /// What a fact was in checkpoints that do not have it.
 fn before_it_was_saved(fact: &str) -> Option<&'static str> {
-    // Until 2026-11-22. Who sent gradients otherwise is found out by their hook's state.
+    // Until 2026-11-22.
     (fact == GRADIENT_TYPE).then_some("f32")
 }
 
@@ -274,46 +272,6 @@ impl Resumed {
         }
     }
 
-    /// Sets the wrapper's state on all ranks. *Blocks* until all call it.
-    ///
-    /// # Errors
-    ///
-    /// Usage, when gradients travelled otherwise; peers that are lost.
-    pub fn wrapper(&self, ctx: &RankContext, ddp: &mut DistributedDataParallel) -> Result<()> {
-        let history = self.history()?;
-        self.wrapper_of(ctx, ddp, "", history.skipped_steps, history.hook)
-    }
-
-    /// [`wrapper`](Self::wrapper) of a group by what was saved of it.
-    fn wrapper_of(
-        &self,
-        ctx: &RankContext,
-        ddp: &mut DistributedDataParallel,
-        group: &str,
-        skipped_steps: u64,
-        saved: Option<Hook>,
-    ) -> Result<()> {
-        let mut hook = None;
-        if let Some(saved) = saved {
-            let mut tensors = Vec::new();
-            for (name, len) in saved.tensors {
-                let mut values = match &self.state {
-                    Some(state) => state.extra(&Hook::key(group, &name), len)?,
-                    None => vec![0.0; len],
-                };
-                ctx.group().broadcast(&mut values, 0)?;
-                tensors.push((name, values));
-            }
-            let steps = saved.steps;
-            hook = Some((saved.name, HookState { steps, tensors }));
-        }
-        ddp.restore_state(&DdpState {
-            skipped_steps,
-            hook,
-        })?;
-        Ok(())
-    }
-
     /// Restores an optimizer of the parameters `own` after `steps` steps, with the buffers `names`. Rank 0 reads them a
     /// parameter at a time, and each rank keeps its part. *Blocks* until all ranks call it.
     ///
@@ -418,12 +376,11 @@ impl Resumed {
             )));
         }
         if let [only] = groups {
-            self.wrapper(ctx, &mut only.ddp)?;
+            only.ddp.set_skipped_steps(self.history()?.skipped_steps);
             return self.update(ctx, params, &mut only.update, settings);
         }
         for (group, saved) in groups.iter_mut().zip(saved) {
-            let (ddp, skipped) = (&mut group.ddp, saved.skipped_steps);
-            self.wrapper_of(ctx, ddp, &group.name, skipped, saved.hook)?;
+            group.ddp.set_skipped_steps(saved.skipped_steps);
             let (own, update) = ((params, &group.params[..]), &mut group.update);
             self.optimizer(ctx, own, update, (saved.steps, &saved.buffers), settings)?;
         }

@@ -21,7 +21,6 @@ use phalanx_nn::{GradView, ParamInfo, Params, Step, Tape, Tensor};
 use serde_json::{Map, Value, json};
 
 use super::{Description, Gradients, Parts, StepTools, Strategy, show_averages};
-use crate::different_arguments;
 use crate::error::Result;
 use crate::exchange::ExchangeArg;
 use crate::format::{bytes, plural};
@@ -32,6 +31,7 @@ use crate::split::{BatchSplit, Determinism};
 use crate::timing::Timing;
 use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness};
 use crate::update::Update;
+use crate::{choice_name, different_arguments};
 
 /// Data parallel training with [`DistributedDataParallel`]: every rank has the whole model.
 pub struct Ddp {
@@ -109,7 +109,7 @@ impl Strategy for Ddp {
             all_options.push(options.clone());
             let ddp = DistributedDataParallel::new(ctx.group(), &mut params, options);
             let mut ddp = ddp.map_err(different_arguments)?;
-            if let Some(hook) = settings.gradient_type.hook(settings.seed)? {
+            if let Some(hook) = settings.gradient_type.hook() {
                 ddp.set_hook(Some(hook))?;
             }
             let update = Update::new(&ddp, &params, ctx.elastic.is_some(), |params| {
@@ -180,7 +180,7 @@ impl Strategy for Ddp {
         for (group, options) in self.groups.iter_mut().zip(&self.options) {
             let params = &mut self.params;
             let mut ddp = DistributedDataParallel::new(ctx.group(), params, options.clone())?;
-            if let Some(hook) = settings.gradient_type.hook(settings.seed)? {
+            if let Some(hook) = settings.gradient_type.hook() {
                 ddp.set_hook(Some(hook))?;
             }
             if let Some(optimizer) = group.update.with_copies() {
@@ -496,7 +496,7 @@ impl Strategy for Ddp {
     }
 
     fn summary(&self, settings: &Settings, timing: &Timing, summary: &mut Map<String, Value>) {
-        let gradient_type = settings.gradient_type.to_string();
+        let gradient_type = choice_name(&settings.gradient_type);
         summary.insert(
             "exposed_comm_percent".to_owned(),
             json!(timing.exposed_percent()),

@@ -156,7 +156,7 @@ impl Mesh {
             ),
             (
                 *gradient_type != GradientType::F32,
-                format!("--gradient-type {gradient_type}"),
+                format!("--gradient-type {}", choice_name(gradient_type)),
                 "a mesh exchanges gradients as f32",
             ),
             (

@@ -8,6 +8,7 @@ use super::extent::Extent;
 use crate::choice_name;
 use crate::error::Result;
 use crate::format::{plural, thousands};
+use crate::gradient::GradientType;
 use crate::output::Output;
 use crate::saving::Resumed;
 use crate::settings::Settings;
@@ -106,12 +107,11 @@ pub(super) fn announce(
         Determinism::Ranks => None,
         other => Some(format!("deterministic {}", choice_name(&other))),
     };
-    let unusual: Vec<String> = settings
-        .gradient_type
-        .describe()
-        .into_iter()
-        .chain(bits)
-        .collect();
+    let gradients = match settings.gradient_type {
+        GradientType::F32 => None,
+        other => Some(format!("gradients travel as {}", choice_name(&other))),
+    };
+    let unusual: Vec<String> = gradients.into_iter().chain(bits).collect();
     if !unusual.is_empty() {
         ctx.note(&format!("exchange {}", unusual.join(", ")));
     }

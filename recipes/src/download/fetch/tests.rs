@@ -6,24 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use sha2::{Digest, Sha256};
-
 use super::*;
-use crate::download::sets::Sum;
-
-const PATIENCE: Patience = Patience {
-    silence: Duration::from_secs(4),
-    attempts: 3,
-    pause: Duration::from_millis(1),
-};
 
 /// What the server does with one request; the last for all further ones.
 #[derive(Clone, Copy, Debug)]
 enum Does {
-    /// Sends what was asked for.
+    /// Sends the file.
     Serves,
-    /// Sends everything whatever was asked for.
-    IgnoresRanges,
     /// Promises all and closes after so many bytes.
     BreaksOffAfter(usize),
     /// Sends so many bytes, then nothing more.
@@ -34,8 +23,6 @@ enum Does {
     Says(&'static str),
     /// Sends without end.
     NeverStops,
-    /// Claims to send another part.
-    SendsAnotherPart,
     /// To itself.
     Redirects,
 }
@@ -101,53 +88,28 @@ fn answer(
 ) -> std::io::Result<()> {
     let mut lines = BufReader::new(stream.try_clone()?).lines();
     let first = lines.next().unwrap_or_else(|| Ok(String::new()))?;
-    let mut from = 0;
-    let mut asked = String::new();
-    for line in lines {
-        let line = line?.to_lowercase();
-        if line.is_empty() {
-            break;
-        }
-        if let Some(range) = line.strip_prefix("range: bytes=") {
-            asked = range.to_owned();
-            from = range.trim_end_matches('-').parse().unwrap_or(0);
-        }
-    }
-    requests.lock().unwrap().push(format!("{first} [{asked}]"));
-    let all = content.len();
-    if matches!(does, Does::IgnoresRanges | Does::NeverStops) {
-        from = 0;
-    }
-    let part = content.get(from..).unwrap_or_default();
-    let head = match (does, from) {
-        (Does::Says(status), _) => format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\n"),
-        (Does::SendsAPage, _) => "HTTP/1.1 200 OK\r\nContent-Length: 13\r\n".to_owned(),
-        (Does::NeverStops, _) => "HTTP/1.1 200 OK\r\n".to_owned(),
-        (Does::Redirects, _) => {
+    while lines
+        .next()
+        .transpose()?
+        .is_some_and(|line| !line.is_empty())
+    {}
+    requests.lock().unwrap().push(first);
+    let head = match does {
+        Does::Says(status) => format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\n"),
+        Does::SendsAPage => "HTTP/1.1 200 OK\r\nContent-Length: 13\r\n".to_owned(),
+        Does::NeverStops => "HTTP/1.1 200 OK\r\n".to_owned(),
+        Does::Redirects => {
             "HTTP/1.1 302 Found\r\nLocation: /sets/digits\r\nContent-Length: 0\r\n".to_owned()
         }
-        (Does::SendsAnotherPart, 1..) => format!(
-            "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 1-{}/{all}\r\nContent-Length: {}\r\n",
-            all - 1,
-            part.len()
-        ),
-        (_, 0) => format!("HTTP/1.1 200 OK\r\nContent-Length: {all}\r\n"),
-        (_, from) if from >= all => {
-            "HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\n".to_owned()
-        }
-        (_, from) => format!(
-            "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes {from}-{}/{all}\r\nContent-Length: {}\r\n",
-            all - 1,
-            part.len()
-        ),
+        _ => format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n", content.len()),
     };
     write!(stream, "{head}Connection: close\r\n\r\n")?;
     match does {
         Does::Says(_) | Does::Redirects => {}
         Does::SendsAPage => stream.write_all(b"please log in")?,
-        Does::BreaksOffAfter(bytes) => stream.write_all(&part[..bytes.min(part.len())])?,
+        Does::BreaksOffAfter(bytes) => stream.write_all(&content[..bytes])?,
         Does::StallsAfter(bytes) => {
-            stream.write_all(&part[..bytes.min(part.len())])?;
+            stream.write_all(&content[..bytes])?;
             // Until the client gives up, which it must.
             stream.set_read_timeout(Some(Duration::from_secs(30)))?;
             let _ = stream.read(&mut [0])?;
@@ -157,7 +119,7 @@ fn answer(
                 stream.write_all(&[0; 4096])?;
             }
         }
-        Does::Serves | Does::IgnoresRanges | Does::SendsAnotherPart => stream.write_all(part)?,
+        Does::Serves => stream.write_all(content)?,
     }
     stream.shutdown(Shutdown::Both)
 }
@@ -175,7 +137,7 @@ fn content() -> (&'static [u8], File) {
     let file = File {
         name: "digits",
         bytes: bytes.len() as u64,
-        sum: Sum::Sha256(sum),
+        sha256: sum,
     };
     (bytes, file)
 }
@@ -198,21 +160,13 @@ impl Case {
     }
 
     fn fetch_from(&self, sources: &[String]) -> Result<Got> {
-        self.fetch_with(PATIENCE, sources)
+        self.fetch_within(Duration::from_secs(4), sources, false)
     }
 
-    fn fetch_with(&self, patience: Patience, sources: &[String]) -> Result<Got> {
-        let (agent, file) = (agent(patience).unwrap(), content().1);
-        let mut meter = Meter::silent();
-        fetch(
-            &agent,
-            patience,
-            sources,
-            &Dir::open(self.folder.path()).unwrap(),
-            &file,
-            false,
-            &mut meter,
-        )
+    fn fetch_within(&self, silence: Duration, sources: &[String], force: bool) -> Result<Got> {
+        let agent = phalanx_http::agent(silence, false).unwrap();
+        let dir = Dir::open(self.folder.path()).unwrap();
+        fetch(&agent, sources, &dir, &content().1, force)
     }
 
     fn names(&self) -> Vec<String> {
@@ -238,87 +192,39 @@ fn a_file_comes_once() {
     assert_eq!(case.fetch().unwrap(), Got::From(url));
     case.assert_whole();
     assert_eq!(case.fetch().unwrap(), Got::Already);
-    assert_eq!(case.server.requests(), ["GET /sets/digits HTTP/1.1 []"]);
+    assert_eq!(case.server.requests(), ["GET /sets/digits HTTP/1.1"]);
 }
 
 #[test]
-fn a_download_that_breaks_off_goes_on_where_it_was() {
-    let script = &[
+fn a_download_that_fails_starts_again() {
+    let case = Case::new(&[
         Does::BreaksOffAfter(100_000),
-        Does::BreaksOffAfter(1),
-        Does::StallsAfter(50_000),
         Does::Says("503 Service Unavailable"),
         Does::Says("429 Too Many Requests"),
         Does::Serves,
-    ];
-    let case = Case::new(script);
-    case.fetch().unwrap();
-    case.assert_whole();
-    let asked: Vec<String> = case
-        .server
-        .requests()
-        .iter()
-        .map(|r| r["GET /sets/digits HTTP/1.1 ".len()..].to_owned())
-        .collect();
-    assert_eq!(
-        asked,
-        [
-            "[]",
-            "[100000-]",
-            "[100001-]",
-            "[150001-]",
-            "[150001-]",
-            "[150001-]"
-        ]
-    );
-}
-
-#[test]
-fn servers_that_do_not_resume_begin_anew() {
-    for second in [
-        &[Does::BreaksOffAfter(9_999), Does::IgnoresRanges],
-        &[Does::BreaksOffAfter(9_999), Does::SendsAnotherPart],
-    ] {
-        let case = Case::new(second);
-        case.fetch().unwrap();
-        case.assert_whole();
-    }
-}
-
-#[test]
-fn the_next_process_goes_on_too() {
-    let case = Case::new(&[
-        Does::BreaksOffAfter(200_000),
-        Does::Says("404 Not Found"),
-        Does::Serves,
     ]);
-    let error = case.fetch().unwrap_err().render();
-    assert!(error.contains("HTTP status 404"), "{error}");
-    assert!(
-        error.contains("digits.part (the next attempt resumes it)"),
-        "{error}"
-    );
-    assert_eq!(case.names(), ["digits.part"]);
     case.fetch().unwrap();
     case.assert_whole();
-    assert!(case.server.requests()[2].ends_with("[200000-]"));
+    assert_eq!(case.server.requests(), ["GET /sets/digits HTTP/1.1"; 4]);
 }
 
 #[test]
-fn leftovers_that_are_longer_than_the_file_are_dropped() {
-    let case = Case::new(&[Does::Serves]);
-    std::fs::write(case.folder.path().join("digits.part"), vec![7; 400_000]).unwrap();
-    case.fetch().unwrap();
-    case.assert_whole();
-}
-
-#[test]
-fn leftovers_of_something_else_are_noticed() {
-    // Its length fits, so only the sum tells; then it is fetched from the start.
-    let case = Case::new(&[Does::Serves]);
-    std::fs::write(case.folder.path().join("digits.part"), vec![7; 1000]).unwrap();
-    case.fetch().unwrap();
-    case.assert_whole();
+fn the_attempts_are_bounded_and_leave_nothing() {
+    let case = Case::new(&[Does::BreaksOffAfter(200_000)]);
+    let error = case.fetch().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::System);
+    let text = error.render();
+    let url = &case.server.url;
+    assert!(text.starts_with("error: no source gave digits\n"), "{text}");
+    let why = format!("tried   {url}/digits: broke off after 200000 bytes (");
+    assert!(text.contains(&why), "{text}");
+    assert_eq!(case.names(), [""; 0]);
+    assert_eq!(case.server.requests().len(), 4);
+    // A file that the server does not have is not asked for again.
+    let case = Case::new(&[Does::Says("404 Not Found")]);
+    let text = case.fetch().unwrap_err().render();
+    assert!(text.contains("/digits: HTTP status 404"), "{text}");
+    assert_eq!(case.server.requests().len(), 1);
 }
 
 #[test]
@@ -340,7 +246,7 @@ fn what_never_ends_does_not_fill_the_disk() {
     let case = Case::new(&[Does::NeverStops]);
     let text = case.fetch().unwrap_err().render();
     assert!(
-        text.contains("it sent more than 1648576 bytes where 300000 are expected"),
+        text.contains("/sets/digits: wrong checksum (SHA-256 "),
         "{text}"
     );
     assert_eq!(case.names(), [""; 0]);
@@ -349,15 +255,15 @@ fn what_never_ends_does_not_fill_the_disk() {
 
 #[test]
 fn a_silent_or_turning_server_is_given_up() {
-    let case = Case::new(&[Does::StallsAfter(0)]);
-    let patience = Patience {
-        silence: Duration::from_millis(300),
-        ..PATIENCE
-    };
-    let text = case.fetch_with(patience, std::slice::from_ref(&case.server.url));
-    let text = text.unwrap_err().render();
-    assert!(text.contains("timeout"), "{text}");
-    assert!(case.server.requests().len() <= 3);
+    for does in [&[Does::StallsAfter(0)], &[Does::StallsAfter(50_000)]] {
+        let (case, silence) = (Case::new(does), Duration::from_millis(300));
+        let sources = std::slice::from_ref(&case.server.url);
+        let error = case.fetch_within(silence, sources, false).unwrap_err();
+        let text = error.render();
+        assert!(text.contains("timeout"), "{text}");
+        assert_eq!(case.server.requests().len(), 4);
+        assert_eq!(case.names(), [""; 0]);
+    }
     let case = Case::new(&[Does::Redirects]);
     let text = case.fetch().unwrap_err().render();
     assert!(text.contains("too many redirects"), "{text}");
@@ -397,103 +303,34 @@ fn a_wrong_file_in_its_place_is_not_overwritten() {
     assert_eq!(error.kind(), ErrorKind::Usage);
     assert!(error.render().contains("download with --force"));
     assert_eq!(case.server.requests().len(), 0);
-}
-
-#[test]
-fn two_at_a_time_download_once() {
-    let case = Case::new(&[Does::Serves]);
-    let got: Vec<Got> = std::thread::scope(|scope| {
-        let both: Vec<_> = (0..2)
-            .map(|_| scope.spawn(|| case.fetch().unwrap()))
-            .collect();
-        both.into_iter().map(|t| t.join().unwrap()).collect()
-    });
-    assert_eq!(
-        got.iter().filter(|g| **g == Got::Already).count(),
-        1,
-        "{got:?}"
-    );
+    let (silence, sources) = (Duration::from_secs(4), [case.server.url.clone()]);
+    case.fetch_within(silence, &sources, true).unwrap();
     case.assert_whole();
-    assert_eq!(case.server.requests().len(), 1);
 }
 
 #[test]
-fn what_lies_in_the_place_of_a_part_is_not_written() {
+fn two_at_a_time_do_not_disturb_each_other() {
+    let case = Case::new(&[Does::Serves]);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| case.fetch().unwrap());
+        }
+    });
+    case.assert_whole();
+}
+
+#[test]
+fn a_link_in_the_place_of_the_file_is_not_followed() {
     let case = Case::new(&[Does::Serves]);
     let at = |name: &str| case.folder.path().join(name);
-    let elsewhere = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(elsewhere.path(), "precious").unwrap();
-    let refused = |why: &str| {
-        let error = case.fetch().unwrap_err();
-        let text = error.render();
-        assert_eq!(error.kind(), ErrorKind::Usage, "{text}");
-        assert!(
-            text.contains("digits.part ") && text.contains(why),
-            "{text}"
-        );
-        assert_eq!(std::fs::read(elsewhere.path()).unwrap(), b"precious");
-        std::fs::remove_file(at("digits.part")).unwrap();
-    };
-    std::os::unix::fs::symlink(elsewhere.path(), at("digits.part")).unwrap();
-    refused("a symbolic link");
-    if std::fs::hard_link(elsewhere.path(), at("digits.part")).is_ok() {
-        refused("has another name too");
-    }
-    let made = std::process::Command::new("mkfifo")
-        .arg(at("digits.part"))
-        .status();
-    assert!(made.unwrap().success());
-    refused("a named pipe");
-    assert_eq!(case.server.requests().len(), 0);
+    let elsewhere = tempfile::tempdir().unwrap();
+    let target = elsewhere.path().join("precious");
+    std::os::unix::fs::symlink(&target, at("digits")).unwrap();
     case.fetch().unwrap();
     case.assert_whole();
+    assert!(!target.exists(), "the link was followed");
     // Readable as any new file is.
     std::fs::write(at("plain"), "").unwrap();
     let mode = |name: &str| std::fs::metadata(at(name)).unwrap().permissions();
     assert_eq!(mode("digits"), mode("plain"));
-}
-
-#[test]
-fn who_locks_a_part_and_does_not_write_is_named_and_not_waited_for_for_ever() {
-    use std::os::unix::fs::PermissionsExt;
-    let case = Case::new(&[Does::Serves]);
-    let path = case.folder.path().join("digits.part");
-    // As an older version left it: anybody could open it, and lock it.
-    let part = OsFile::create(&path).unwrap();
-    part.set_permissions(PermissionsExt::from_mode(0o644))
-        .unwrap();
-    assert!(try_lock(&part));
-    let short = Patience {
-        silence: Duration::from_millis(30),
-        ..PATIENCE
-    };
-    let sources = std::slice::from_ref(&case.server.url);
-    let error = case.fetch_with(short, sources).unwrap_err();
-    let text = error.render();
-    assert_eq!(error.kind(), ErrorKind::Timeout, "{text}");
-    assert!(
-        text.contains("digits.part is locked by another process"),
-        "{text}"
-    );
-    assert!(text.contains("has not written to it for 300ms"), "{text}");
-    if !lock_holder(&part).is_empty() {
-        let who = format!("(process {})", std::process::id());
-        assert!(text.contains(&who), "{text}");
-    }
-    assert!(
-        text.contains("fix ") && text.contains("or remove "),
-        "{text}"
-    );
-    assert_eq!(part.metadata().unwrap().permissions().mode() & 0o777, 0o600);
-    // The way out.
-    std::fs::remove_file(&path).unwrap();
-    case.fetch_with(short, sources).unwrap();
-    case.assert_whole();
-}
-
-#[test]
-fn ranges_are_read() {
-    assert_eq!(range_start("bytes 4096-8191/8192"), Some(4096));
-    assert_eq!(range_start("bytes */8192"), None);
-    assert_eq!(range_start("lines 1-2/3"), None);
 }

@@ -299,7 +299,6 @@ fn ring_fold<T: Value>(op: ReduceOp, inputs: &[Vec<T>], count: usize) -> Vec<T> 
         count,
         elem_bytes: size_of::<T>(),
         root: 0,
-        target: 0,
         short_segments: false,
     };
     let mut result = inputs[0][..count].to_vec();

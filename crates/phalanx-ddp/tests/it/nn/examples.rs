@@ -82,3 +82,15 @@ fn local_sgd_averages_weights_every_five_steps() {
     let loss = |line: &str| number(line, "largest loss ");
     assert!(loss(lines[13]) < 1e-4 * loss(lines[0]), "{out}");
 }
+
+#[test]
+fn power_sgd_learns_the_function_that_float32_learns() {
+    let out = output_of("power_sgd");
+    let lines: Vec<&str> = out.lines().collect();
+    let loss = |line: &str| number(line, "loss ");
+    assert!(lines.len() == 12, "{out}");
+    for (how, lines) in ["float32", "PowerSGD"].into_iter().zip(lines.chunks(6)) {
+        assert!(lines.iter().all(|line| line.starts_with(how)), "{out}");
+        assert!(loss(lines[5]) < 0.1 * loss(lines[0]), "{out}");
+    }
+}

@@ -9,6 +9,8 @@ mod hooks;
 mod joined_shards;
 mod options;
 mod power_sgd;
+#[path = "../../../examples/power_sgd/hook.rs"]
+mod power_sgd_hook;
 mod resnet_shards;
 mod shards;
 mod shrink;

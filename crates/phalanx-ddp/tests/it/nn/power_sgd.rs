@@ -1,11 +1,12 @@
-//! PowerSGD: against PyTorch's, against plain means, and what it promises of
+//! PowerSGD, the example: against PyTorch's, against plain means, and what it promises of
 //! errors, votes, bytes and resuming.
 
+use super::power_sgd_hook::{PowerSgd, PowerSgdOptions};
 use crate::common::{ALL, Over, ranks};
 use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{
-    BucketCaps, DdpOptions, DistributedDataParallel, Error, GradientHook, HookState, ParamSpec,
-    PowerSgd, PowerSgdOptions, Reducer, ReducerOptions,
+    BucketCaps, DdpOptions, DistributedDataParallel, GradientHook, HookState, ParamSpec, Reducer,
+    ReducerOptions,
 };
 use phalanx_nn::layers::Linear;
 use phalanx_nn::{Reduction, Scope, Seed, StepKey, Tape, Threads};
@@ -42,7 +43,7 @@ fn reducer(group: ProcessGroup, shapes: &[(usize, usize)]) -> Reducer {
 
 fn with_hook(group: ProcessGroup, options: PowerSgdOptions) -> Reducer {
     let mut reducer = reducer(group, &SHAPES);
-    let hook = PowerSgd::new(options).expect("settings");
+    let hook = PowerSgd::new(options);
     reducer.set_hook(Some(Box::new(hook))).expect("set");
     reducer
 }
@@ -103,8 +104,7 @@ fn four_steps_are_those_of_pytorch() {
                 error_feedback,
                 seed: 5,
                 ..options(rank)
-            })
-            .expect("settings");
+            });
             // Without a warm start PyTorch was given what we draw, in each step.
             let drawn = run["q"].as_array().into_iter().flatten().enumerate();
             let drawn = HookState {
@@ -244,7 +244,7 @@ fn nothing_is_lost_for_good() {
     }
 }
 
-/// The same through the wrapper; other settings are refused.
+/// The same through the wrapper.
 #[test]
 fn the_wrapper_keeps_the_hooks_state() {
     ranks(2, Over::Thread, |group| {
@@ -254,14 +254,16 @@ fn the_wrapper_keeps_the_hooks_state() {
             let mut params = scope.build().expect("model builds");
             let ddp =
                 DistributedDataParallel::new(group.clone(), &mut params, DdpOptions::default());
-            (net, params, ddp.expect("ddp"))
+            let mut ddp = ddp.expect("ddp");
+            let hook = PowerSgd::new(options(2));
+            ddp.set_hook(Some(Box::new(hook))).expect("set");
+            (net, params, ddp)
         };
-        let hook = |rank| {
-            let hook = PowerSgd::new(options(rank)).expect("settings");
-            Some(Box::new(hook) as Box<dyn GradientHook>)
+        let state = |ddp: &mut DistributedDataParallel| {
+            let hook = ddp.hook_mut().expect("a hook");
+            hook.gather_state(&group).expect("gather")
         };
         let (net, params, mut ddp) = make();
-        ddp.set_hook(hook(2)).expect("set");
         let mut tape = Tape::new(Threads(1));
         for index in 0..3 {
             let x: Vec<f32> = (0..80).map(|i| value(index, group.rank(), 0, i)).collect();
@@ -273,21 +275,13 @@ fn the_wrapper_keeps_the_hooks_state() {
             drop(step);
             assert!(ddp.finish().expect("finish").is_yes());
         }
-        let saved = ddp.gather_state().expect("gather");
-        let (_, hooks) = saved.hook.as_ref().expect("a hook");
-        assert_eq!(hooks.steps, 3);
-        assert_eq!(hooks.tensors.len(), 2, "an error and a factor");
+        let saved = state(&mut ddp);
+        assert_eq!(saved.steps, 3);
+        assert_eq!(saved.tensors.len(), 2, "an error and a factor");
         let (_, _, mut other) = make();
-        let text = other
-            .restore_state(&saved)
-            .expect_err("no hook")
-            .to_string();
-        assert!(text.contains("this run uses no gradient hook"), "{text}");
-        other.set_hook(hook(3)).expect("set");
-        other.restore_state(&saved).expect_err("another rank");
-        other.set_hook(hook(2)).expect("set");
-        other.restore_state(&saved).expect("restore");
-        assert_eq!(other.gather_state().expect("gather"), saved);
+        let hook = other.hook_mut().expect("a hook");
+        hook.restore_state(&saved).expect("restore");
+        assert_eq!(state(&mut other), saved);
     });
 }
 
@@ -395,7 +389,7 @@ fn a_gradient_that_was_zero_is_followed_again() {
             min_compression_rate: 0.0,
             ..options(16)
         };
-        let hook = PowerSgd::new(full).expect("settings");
+        let hook = PowerSgd::new(full);
         reducer.set_hook(Some(Box::new(hook))).expect("set");
         step(&mut reducer, |_, _| 0.0);
         let (_, grads) = step(&mut reducer, |p, i| value(1, rank, p, i));
@@ -450,48 +444,14 @@ fn thin_matrices_travel_and_plain_means_before_them() {
 }
 
 #[test]
-fn settings_and_states_that_make_no_sense_are_refused() {
-    let refused = |options| {
-        PowerSgd::new(options)
-            .map(|_| ())
-            .map_err(|e: Error| e.to_string())
-            .expect_err("refused")
-    };
-    assert!(refused(options(0)).contains("at least 1"));
-    for rate in [-1.0, f64::NAN, f64::INFINITY] {
-        let text = refused(PowerSgdOptions {
-            min_compression_rate: rate,
-            ..options(1)
-        });
-        assert!(text.contains("min_compression_rate"), "{text}");
-    }
-    let state = |name: &str, len| HookState {
+fn the_state_of_another_hook_is_refused() {
+    let state = HookState {
         steps: 1,
-        tensors: vec![(name.to_owned(), vec![0.0; len])],
+        tensors: vec![("momentum.layer0".to_owned(), vec![0.0; 3])],
     };
-    let mut hook = PowerSgd::new(options(1)).expect("settings");
-    let text = hook
-        .restore_state(&state("momentum", 3))
-        .expect_err("not its own")
-        .to_string();
-    assert!(text.contains("momentum"), "{text}");
-    let errors = ranks(2, Over::Thread, |group| {
-        let mut reducer = reducer(group, &SHAPES);
-        let mut hook = PowerSgd::new(options(1)).expect("settings");
-        hook.restore_state(&state("error.layer1", 3))
-            .expect("may be");
-        reducer.set_hook(Some(Box::new(hook))).expect("set");
-        for param in (0..SHAPES.len()).rev() {
-            reducer.slot(param).fill(1.0);
-            if let Err(error) = reducer.ready(param) {
-                return error.to_string();
-            }
-        }
-        String::new()
-    });
-    for text in errors {
-        assert!(text.contains("error.layer1 has 3 elements"), "{text}");
-    }
+    let error = PowerSgd::new(options(1)).restore_state(&state);
+    let text = error.expect_err("another's").to_string();
+    assert_eq!(text, "momentum.layer0 is no state of PowerSGD");
 }
 
 /// Two ranks with the same gradients are one rank: it goes on from their state, uses their errors, and counts its steps.
