@@ -24,12 +24,11 @@ use phalanx_launch::{self as launch, inspect};
 
 /// Runs the command line of this process: the body of the program's `main`.
 pub fn main() -> std::process::ExitCode {
-    // Workflows have helper processes of their own beside the launcher's.
+    let helped = launch::run_helper();
+    // The processes of tasks. Guards are the launcher's: these know what to do when it was killed.
     #[cfg(feature = "flow")]
-    use phalanx_flow::run_helper;
-    #[cfg(not(feature = "flow"))]
-    use phalanx_launch::run_helper;
-    if let Some(outcome) = run_helper() {
+    let helped = helped.or_else(phalanx_flow::run_helper);
+    if let Some(outcome) = helped {
         return launch::exit_code(outcome);
     }
     launch::log::start();

@@ -269,6 +269,9 @@ impl Tail {
     }
 }
 
+/// Takes bytes as they come.
+pub type Taker = Box<dyn Fn(&[u8]) + Send>;
+
 /// Where one pipe's bytes go.
 pub struct Route {
     /// Whose it is.
@@ -286,7 +289,7 @@ pub struct Route {
     /// Where the last lines are kept (stderr).
     pub tail: Option<Arc<Mutex<Tail>>>,
     /// Gets all bytes, too; it never waits.
-    pub copy: Option<Box<dyn Fn(&[u8]) + Send>>,
+    pub copy: Option<Taker>,
 }
 
 /// A file that keeps a copy of a rank's output, or the only one.

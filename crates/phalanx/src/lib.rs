@@ -40,14 +40,31 @@ mod program;
 mod spawn;
 mod training;
 
+#[cfg(feature = "flow")]
+pub mod flow {
+    //! Workflows: tasks of a program, with retries, time limits and cached results.
+    pub use phalanx_flow::*;
+
+    /// As [`phalanx_flow::main`], of a program whose tasks may train on several ranks.
+    pub fn main(flow: Flow) -> std::process::ExitCode {
+        match phalanx_launch::run_helper() {
+            Some(outcome) => phalanx_launch::exit_code(outcome),
+            None => phalanx_flow::main(flow),
+        }
+    }
+
+    /// As [`phalanx_flow::run_helper`], also for the helpers of a launcher.
+    pub fn run_helper() -> Option<Result<()>> {
+        phalanx_launch::run_helper().or_else(phalanx_flow::run_helper)
+    }
+}
+
 /// The command-line parser, with which programs declare their own flags ([`main_with`]).
 pub use clap;
 pub use phalanx_checkpoint as checkpoint;
 pub use phalanx_comm as comm;
 pub use phalanx_data as data;
 pub use phalanx_ddp as ddp;
-#[cfg(feature = "flow")]
-pub use phalanx_flow as flow;
 pub use phalanx_global as global;
 pub use phalanx_launch::{NoArgs, PrintingRanks};
 pub use phalanx_nn as nn;
