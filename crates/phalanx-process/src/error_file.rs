@@ -63,12 +63,12 @@ fn hand_over(text: Option<&str>, code: u8) -> bool {
     std::fs::write(path, report.to_string()).is_ok() && is_rank
 }
 
-/// The exit code in an error file that [`hand_over`] wrote.
+/// The exit code in an error file that [`report`] wrote.
 pub fn reported_code(json: &str) -> Option<i32> {
     reported(json, CODE)
 }
 
-/// The signal in an error file that [`hand_over`] wrote.
+/// The signal in an error file that [`report`] wrote.
 pub fn reported_signal(json: &str) -> Option<i32> {
     reported(json, SIGNAL)
 }

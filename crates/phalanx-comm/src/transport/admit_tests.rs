@@ -131,7 +131,8 @@ fn strangers_disturb_nobody() {
 #[test]
 fn the_deadline_is_kept_and_the_absent_are_known() {
     let scene = scene();
-    let deadline = Instant::now() + Duration::from_millis(300);
+    // Long enough for a question, however busy the machine is.
+    let deadline = Instant::now() + Duration::from_secs(2);
     let mut asked = Vec::new();
     let members = admit(
         &scene.listener,
