@@ -14,7 +14,15 @@ pub mod say;
 pub mod stop;
 pub mod text;
 
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
 pub use error::{Error, ErrorKind, Result};
+
+/// The time since 1970, UTC.
+pub fn unix_time() -> Duration {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.unwrap_or_default()
+}
 
 /// Name of this host, as the system knows it.
 pub fn host_name() -> String {
