@@ -468,8 +468,8 @@ const LAYERS: [(&str, &[&[&str]]); 18] = [
 ];
 
 /// The number of circles of files, and of files in them, that is allowed.
-const CIRCLES: usize = 22;
-const FILES_IN_CIRCLES: usize = 116;
+const CIRCLES: usize = 21;
+const FILES_IN_CIRCLES: usize = 110;
 
 /// The number of lines of code in the whole repository that is allowed. It may only fall: a feature that needs lines frees as
 /// many first.
