@@ -312,7 +312,10 @@ const LAYERS: [(&str, &[&[&str]]); 18] = [
             &["attention"],
             &["avg_pool"],
             &["adaptive_max"],
-            &["bf16", "conv", "element", "elementwise", "precision"],
+            &["precision"],
+            &["element"],
+            &["elementwise"],
+            &["bf16", "conv"],
             &["activation"],
             &["batch_norm"],
             &["layer_norm"],
@@ -468,8 +471,8 @@ const LAYERS: [(&str, &[&[&str]]); 18] = [
 ];
 
 /// The number of circles of files, and of files in them, that is allowed.
-const CIRCLES: usize = 21;
-const FILES_IN_CIRCLES: usize = 110;
+const CIRCLES: usize = 20;
+const FILES_IN_CIRCLES: usize = 106;
 
 /// The number of lines of code in the whole repository that is allowed. It may only fall: a feature that needs lines frees as
 /// many first.
