@@ -2,11 +2,17 @@
 //! tests (`tests/loom`) compile the same protocol code over a model of this module; see
 //! `wait/README.md`, "checked by loom".
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::thread::futex;
 
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// Locks data that is consistent between statements, so that a panic while it is locked does no harm.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Which threads share a futex word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
