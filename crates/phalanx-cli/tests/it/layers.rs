@@ -471,8 +471,8 @@ const LAYERS: [(&str, &[&[&str]]); 18] = [
 ];
 
 /// The number of circles of files, and of files in them, that is allowed.
-const CIRCLES: usize = 15;
-const FILES_IN_CIRCLES: usize = 96;
+const CIRCLES: usize = 13;
+const FILES_IN_CIRCLES: usize = 92;
 
 /// The number of lines of code in the whole repository that is allowed. It may only fall: a feature that needs lines frees as
 /// many first.
