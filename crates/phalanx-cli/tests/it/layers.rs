@@ -245,7 +245,10 @@ const LAYERS: [(&str, &[&[&str]]); 18] = [
             &["fingerprint"],
             &["trace"],
             &["average"],
-            &["hooks", "messages", "reducer", "vote"],
+            &["messages"],
+            &["vote"],
+            &["hooks"],
+            &["reducer"],
             &["replica"],
             &["nn"],
         ],
@@ -471,8 +474,8 @@ const LAYERS: [(&str, &[&[&str]]); 18] = [
 ];
 
 /// The number of circles of files, and of files in them, that is allowed.
-const CIRCLES: usize = 13;
-const FILES_IN_CIRCLES: usize = 92;
+const CIRCLES: usize = 11;
+const FILES_IN_CIRCLES: usize = 85;
 
 /// The number of lines of code in the whole repository that is allowed. It may only fall: a feature that needs lines frees as
 /// many first.

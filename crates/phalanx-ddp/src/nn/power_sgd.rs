@@ -24,8 +24,9 @@ use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_nn::rng::torch::Generator;
 
 use super::low_rank;
+use crate::bucket::{GradBucket, GradTensor};
 use crate::error::{Error, Result};
-use crate::hooks::{GradBucket, GradTensor, GradientHook, HookState};
+use crate::hooks::{GradientHook, HookState};
 use crate::messages::Messages;
 use crate::vote::Commit;
 
