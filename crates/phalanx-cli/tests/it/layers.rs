@@ -406,7 +406,9 @@ const LAYERS: [(&str, &[&[&str]]); 18] = [
             &["pending"],
             &["auth"],
             &["table"],
-            &["store", "tcp"],
+            &["will"],
+            &["store"],
+            &["tcp"],
             &["file"],
             &["mem"],
         ],
@@ -474,8 +476,8 @@ const LAYERS: [(&str, &[&[&str]]); 18] = [
 ];
 
 /// The number of circles of files, and of files in them, that is allowed.
-const CIRCLES: usize = 11;
-const FILES_IN_CIRCLES: usize = 85;
+const CIRCLES: usize = 10;
+const FILES_IN_CIRCLES: usize = 83;
 
 /// The number of lines of code in the whole repository that is allowed. It may only fall: a feature that needs lines frees as
 /// many first.
