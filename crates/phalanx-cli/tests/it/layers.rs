@@ -380,8 +380,10 @@ const LAYERS: [(&str, &[&[&str]]); 18] = [
             &["pool"],
             &["param"],
             &["profile"],
-            &["losses", "ops", "tape", "tensor"],
-            &["layers", "value"],
+            &["ops", "tape", "tensor"],
+            &["losses"],
+            &["value"],
+            &["layers"],
             &["models"],
             &["optim"],
         ],
@@ -476,8 +478,8 @@ const LAYERS: [(&str, &[&[&str]]); 18] = [
 ];
 
 /// The number of circles of files, and of files in them, that is allowed.
-const CIRCLES: usize = 10;
-const FILES_IN_CIRCLES: usize = 83;
+const CIRCLES: usize = 8;
+const FILES_IN_CIRCLES: usize = 77;
 
 /// The number of lines of code in the whole repository that is allowed. It may only fall: a feature that needs lines frees as
 /// many first.
