@@ -480,8 +480,8 @@ const LAYERS: [(&str, &[&[&str]]); 18] = [
 ];
 
 /// The number of circles of files, and of files in them, that is allowed.
-const CIRCLES: usize = 7;
-const FILES_IN_CIRCLES: usize = 75;
+const CIRCLES: usize = 6;
+const FILES_IN_CIRCLES: usize = 73;
 
 /// The number of lines of code in the whole repository that is allowed. It may only fall: a feature that needs lines frees as
 /// many first.
