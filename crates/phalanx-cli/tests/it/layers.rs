@@ -600,8 +600,8 @@ type Names = Vec<String>;
 struct Source {
     /// Its path below `src`.
     file: String,
-    /// What its `use` declarations import: whether by `pub use`, under which name, and from which path.
-    uses: Vec<(bool, String, Names)>,
+    /// The names that its `use` declarations import, re-exports included, and their paths.
+    uses: Vec<(String, Names)>,
     /// The paths in the rest of its code.
     paths: Vec<Names>,
 }
@@ -655,11 +655,11 @@ fn source(file: &str, code: &str) -> Source {
     let (mut uses, mut paths) = (Vec::new(), Vec::new());
     let mut lines = code.lines();
     while let Some(line) = lines.next() {
-        let (visible, rest) = match line.trim_start().strip_prefix("pub") {
+        let rest = match line.trim_start().strip_prefix("pub") {
             Some(rest) if rest.starts_with([' ', '(']) => {
-                (true, rest.split_once(' ').unwrap_or_default().1)
+                rest.split_once(' ').unwrap_or_default().1
             }
-            _ => (false, line.trim_start()),
+            _ => line.trim_start(),
         };
         let Some(rest) = rest.strip_prefix("use ") else {
             let words = line.split(|c: char| !c.is_alphanumeric() && c != '_' && c != ':');
@@ -671,9 +671,7 @@ fn source(file: &str, code: &str) -> Source {
             let Some(line) = lines.next() else { break };
             tree.push_str(line);
         }
-        let tree = tree.split(';').next().unwrap_or_default();
-        let found = used(tree).into_iter();
-        uses.extend(found.map(|(name, from)| (visible, name, from)));
+        uses.extend(used(tree.split(';').next().unwrap_or_default()));
     }
     paths.retain(|path| !path.is_empty());
     let file = file.to_owned();
@@ -723,8 +721,8 @@ fn find(sources: &Sources, from: &[String], path: &[String], depth: usize) -> Op
         }
         at.pop();
         let mut uses = sources.get(&at)?.uses.iter();
-        return match uses.find(|(_, imported, _)| imported == name) {
-            Some((_, _, target)) if depth < 16 => {
+        return match uses.find(|(imported, _)| imported == name) {
+            Some((_, target)) if depth < 16 => {
                 let target = [target, &names[i + 1..]].concat();
                 find(sources, &at, &target, depth + 1)
             }
@@ -746,10 +744,10 @@ struct Imports {
     reached: Vec<BTreeSet<usize>>,
 }
 
-/// A file imports from another when its code has a path to an item that the other defines, in a `use` or elsewhere.
+/// A file imports from another when its code has a path to an item that the other defines, in a `use` or elsewhere. A path
+/// through a re-export leads to the file that defines the item.
 ///
-/// Two things are not counted. A re-export (`pub use`) is no import: paths through it lead to the file that defines the item.
-/// And a module may import from its own submodules, as a `mod.rs` from the files in its folder.
+/// What a module imports from its own submodules, as a `mod.rs` from the files in its folder, is not counted.
 fn imports(sources: &Sources) -> Imports {
     let modules: Vec<&Names> = sources.keys().collect();
     let mut imports = Imports {
@@ -759,9 +757,8 @@ fn imports(sources: &Sources) -> Imports {
     };
     for (module, source) in sources {
         let mut from = BTreeMap::new();
-        let uses = source.uses.iter();
-        let uses = uses.filter(|(is_public, ..)| !is_public);
-        for path in uses.map(|(_, _, path)| path).chain(&source.paths) {
+        let uses = source.uses.iter().map(|(_, path)| path);
+        for path in uses.chain(&source.paths) {
             let Some(other) = find(sources, module, path, 0) else {
                 continue;
             };
