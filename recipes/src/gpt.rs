@@ -4,7 +4,10 @@ use phalanx::Subcommand;
 use phalanx::prelude::*;
 use phalanx_base::text::visible;
 
+use crate::error::check_count;
+use crate::format::{number, plural};
 use crate::gpt_mesh;
+use crate::shared::image::check_share;
 use crate::shared::text::{TextArgs, measure, sample, scores};
 
 pub fn program() -> Subcommand {
@@ -50,6 +53,46 @@ pub struct GptArgs {
     mesh: MeshArgs,
 }
 
+impl GptArgs {
+    /// Checks the model's sizes.
+    ///
+    /// # Errors
+    ///
+    /// Usage errors naming the flags.
+    pub fn check_sizes(&self) -> Result<()> {
+        check_count("--layers", self.layers, 1000)?;
+        check_count("--width", self.width, 1 << 16)?;
+        check_share("--dropout", self.dropout)?;
+        if !self.width.is_multiple_of(self.heads) {
+            let (width, heads) = (self.width, self.heads);
+            return Err(Error::usage(format!(
+                "--width {width} is not divisible by --heads {heads}"
+            )));
+        }
+        Ok(())
+    }
+
+    /// The model, for people.
+    pub fn title(&self) -> String {
+        format!("GPT of {}", plural(self.layers, "block"))
+    }
+
+    /// The optimizer, for people.
+    pub fn optimizer_title(&self, lr: f64) -> String {
+        format!("Adam lr {}, falling along a cosine", number(lr))
+    }
+
+    /// Its flags that shape the result.
+    pub fn shaping(&self) -> Vec<String> {
+        vec![
+            format!("--layers {}", self.layers),
+            format!("--heads {}", self.heads),
+            format!("--width {}", self.width),
+            format!("--dropout {}", self.dropout),
+        ]
+    }
+}
+
 /// The largest norm of the gradients.
 const CLIP: f64 = 1.0;
 
@@ -78,7 +121,7 @@ fn train(job: &Job<'_>, args: &GptArgs) -> Result<()> {
     if let Some(mesh) = args.mesh.mesh(ctx.world())? {
         return gpt_mesh::train(
             job,
-            args,
+            (&args.text, args.sample),
             builder.on(mesh, gpt_mesh::parallel()),
             &train,
             &test,

@@ -5,11 +5,7 @@ use phalanx::nn::{Tape, Threads};
 use phalanx::prelude::*;
 use phalanx_base::text::visible;
 
-use crate::error::check_count;
-use crate::format::{number, plural};
-use crate::gpt::GptArgs;
-use crate::shared::image::check_share;
-use crate::shared::text::{measure_scores, sample};
+use crate::shared::text::{TextArgs, measure_scores, sample};
 
 /// Checks `settings` for a training on `mesh`.
 ///
@@ -24,46 +20,6 @@ pub fn check(mesh: Mesh, settings: &Settings, heads: usize) -> Result<()> {
         )));
     }
     mesh.validate(settings, "--mesh")
-}
-
-impl GptArgs {
-    /// Checks the model's sizes.
-    ///
-    /// # Errors
-    ///
-    /// Usage errors naming the flags.
-    pub fn check_sizes(&self) -> Result<()> {
-        check_count("--layers", self.layers, 1000)?;
-        check_count("--width", self.width, 1 << 16)?;
-        check_share("--dropout", self.dropout)?;
-        if !self.width.is_multiple_of(self.heads) {
-            let (width, heads) = (self.width, self.heads);
-            return Err(Error::usage(format!(
-                "--width {width} is not divisible by --heads {heads}"
-            )));
-        }
-        Ok(())
-    }
-
-    /// The model, for people.
-    pub fn title(&self) -> String {
-        format!("GPT of {}", plural(self.layers, "block"))
-    }
-
-    /// The optimizer, for people.
-    pub fn optimizer_title(&self, lr: f64) -> String {
-        format!("Adam lr {}, falling along a cosine", number(lr))
-    }
-
-    /// Its flags that shape the result.
-    pub fn shaping(&self) -> Vec<String> {
-        vec![
-            format!("--layers {}", self.layers),
-            format!("--heads {}", self.heads),
-            format!("--width {}", self.width),
-            format!("--dropout {}", self.dropout),
-        ]
-    }
 }
 
 /// Which modules are split over `tensor`.
@@ -84,21 +40,21 @@ fn scores<'s>(gpt: &Gpt, batch: &Batch<'s>, context: usize) -> Result<Global<'s>
     Ok(gpt.forward(batch.step(), &tokens, (rows, context))?)
 }
 
-/// Trains as one rank of a mesh.
+/// Trains as one rank of a mesh, and generates `count` characters.
 ///
 /// # Errors
 ///
 /// Anything that ends the training; the kind decides the exit code.
 pub fn train(
     job: &Job<'_>,
-    args: &GptArgs,
+    (text, count): (&TextArgs, usize),
     builder: TrainerBuilder<'_, Gpt, OnMesh>,
     train: &Arc<TextDataset>,
     test: &Arc<TextDataset>,
 ) -> Result<()> {
     let (ctx, settings, context) = (job.context(), job.settings(), train.context());
     let mut trainer = builder.start()?;
-    args.text.name_in_summary(&mut trainer, train);
+    text.name_in_summary(&mut trainer, train);
     let measure = |gpt: &Gpt, batch: Batch<'_>| {
         let Some(scores) = batch.own_rows(scores(gpt, &batch, context)?)? else {
             return Ok(Measure::empty());
@@ -117,7 +73,7 @@ pub fn train(
         }
         trainer.evaluate(test, measure)?;
     }
-    let whole = match args.sample {
+    let whole = match count {
         0 => None,
         _ => trainer.full_params()?,
     };
@@ -126,7 +82,7 @@ pub fn train(
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(settings.precision.into());
         let step = tape.inference(&whole);
-        let text = sample(trainer.model(), &step, train, args.sample, settings.seed)?;
+        let text = sample(trainer.model(), &step, train, count, settings.seed)?;
         trainer.log_text("sample", &text);
         ctx.line(&format!("sample:\n{}", visible(&text)))?;
     }

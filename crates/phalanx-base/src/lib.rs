@@ -15,12 +15,19 @@ pub mod stop;
 pub mod text;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 pub use error::{Error, ErrorKind, Result};
 
 /// Locks `mutex`, also after a thread has panicked with it: for values that no such thread leaves half written.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The time since 1970, UTC.
+pub fn unix_time() -> Duration {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.unwrap_or_default()
 }
 
 /// Name of this host, as the system knows it.

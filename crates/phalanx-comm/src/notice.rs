@@ -126,16 +126,22 @@ pub(crate) fn seconds(time: Duration) -> String {
     }
 }
 
+/// `0, 1, 3`.
+pub(crate) fn list(numbers: &[usize]) -> String {
+    let numbers: Vec<String> = numbers.iter().map(usize::to_string).collect();
+    numbers.join(", ")
+}
+
 /// `rank 0`, `ranks 0, 1, 3`; of many, the first.
 pub(crate) fn ranks(ranks: &[usize]) -> String {
     const SHOWN: usize = 8;
-    let shown: Vec<String> = ranks.iter().take(SHOWN).map(usize::to_string).collect();
+    let shown = list(&ranks[..ranks.len().min(SHOWN)]);
     let plural = if ranks.len() == 1 { "" } else { "s" };
     let more = match ranks.len().saturating_sub(SHOWN) {
         0 => String::new(),
         more => format!(" and {more} more"),
     };
-    format!("rank{plural} {}{more}", shown.join(", "))
+    format!("rank{plural} {shown}{more}")
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rustix::thread::futex;
 
+pub(crate) use phalanx_base::lock;
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 /// Which threads share a futex word.

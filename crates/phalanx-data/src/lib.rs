@@ -31,6 +31,7 @@
 pub mod augment;
 pub mod cifar10;
 mod dataset;
+mod digits;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;

@@ -1,8 +1,9 @@
 //! The assignment of gradients to buckets. Pure arithmetic, except [`all_share_memory`].
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use phalanx_comm::{ProcessGroup, ReduceOp, TransportKind};
+use phalanx_comm::{OpTimes, ProcessGroup, ReduceOp, TransportKind};
 
 use crate::error::{Error, Result};
 
@@ -244,6 +245,40 @@ pub fn all_share_memory(group: &ProcessGroup) -> Result<bool> {
             Error::comm_while("the ranks could not agree on how to exchange gradients", e)
         })?;
     Ok(any_remote[0] == 0)
+}
+
+/// One gradient in a bucket.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct GradTensor<'a> {
+    /// Number of the parameter among those reduced; it does not change when buckets are rebuilt.
+    pub param: usize,
+    /// Name of the parameter.
+    pub name: &'a str,
+    /// The place of its gradient in the bucket.
+    pub range: Range<usize>,
+    /// Length of a row of the tensor as a matrix in memory; 1 if it is not a matrix.
+    pub columns: usize,
+}
+
+/// One bucket of gradients in a step, as a hook sees it.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct GradBucket<'a> {
+    /// Its number, in the order of launching.
+    pub index: usize,
+    /// This rank's own gradients; after [`GradientHook::average`](crate::GradientHook::average) the gradients for the
+    /// optimizer. Gaps between tensors are zeros or other finite values.
+    pub gradients: &'a mut [f32],
+    /// The gradients in the bucket.
+    pub tensors: &'a [GradTensor<'a>],
+    /// Its name in error messages.
+    pub label: &'a Arc<str>,
+    /// The factor by which the reducer will multiply the mean, the same on all ranks (1
+    /// except for accumulation and uneven data).
+    pub scale: f32,
+    /// When its communication ran, for traces; the hook may set it.
+    pub ran: Option<OpTimes>,
 }
 
 #[cfg(test)]

@@ -7,49 +7,13 @@
 //! Communication that a hook starts in `launch` overlaps with backward, as the default all-reduces do. The votes of a
 //! step are sent separately, uncompressed. `examples/power_sgd/hook.rs` is a hook with two collectives and with state.
 
-use std::ops::Range;
-use std::sync::Arc;
-
 use half::{bf16, f16};
-use phalanx_comm::{OpTimes, ProcessGroup, ReduceOp};
+use phalanx_comm::{ProcessGroup, ReduceOp};
 
+use crate::bucket::GradBucket;
 use crate::error::{Error, Result};
 use crate::messages::Messages;
 use crate::vote::Commit;
-
-/// One gradient in a bucket.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct GradTensor<'a> {
-    /// Number of the parameter among those reduced; it does not change when buckets are rebuilt.
-    pub param: usize,
-    /// Name of the parameter.
-    pub name: &'a str,
-    /// The place of its gradient in the bucket.
-    pub range: Range<usize>,
-    /// Length of a row of the tensor as a matrix in memory; 1 if it is not a matrix.
-    pub columns: usize,
-}
-
-/// One bucket of gradients in a step, as a hook sees it.
-#[derive(Debug)]
-#[non_exhaustive]
-pub struct GradBucket<'a> {
-    /// Its number, in the order of launching.
-    pub index: usize,
-    /// This rank's own gradients; after [`GradientHook::average`] the gradients for the
-    /// optimizer. Gaps between tensors are zeros or other finite values.
-    pub gradients: &'a mut [f32],
-    /// The gradients in the bucket.
-    pub tensors: &'a [GradTensor<'a>],
-    /// Its name in error messages.
-    pub label: &'a Arc<str>,
-    /// The factor by which the reducer will multiply the mean, the same on all ranks (1
-    /// except for accumulation and uneven data).
-    pub scale: f32,
-    /// When its communication ran, for traces; the hook may set it.
-    pub ran: Option<OpTimes>,
-}
 
 /// State of a hook for resuming a training, the same on all ranks.
 #[derive(Debug, Clone, Default, PartialEq)]

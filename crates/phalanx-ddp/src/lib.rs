@@ -70,17 +70,15 @@ mod trace;
 mod vote;
 
 pub use average::{Average, GlobalBatch, Uneven};
-pub use bucket::{BucketCaps, BucketPlan, all_share_memory};
+pub use bucket::{BucketCaps, BucketPlan, GradBucket, GradTensor, all_share_memory};
 pub use equal::{digest, verify_equal};
 pub use error::{Error, ErrorKind, Result};
 pub use fingerprint::Fingerprint;
-pub use hooks::{
-    Bf16Gradients, F16Gradients, GradBucket, GradTensor, GradientHook, HookState, LocalGradients,
-};
+pub use hooks::{Bf16Gradients, F16Gradients, GradientHook, HookState, LocalGradients};
 #[cfg(feature = "nn")]
 pub use nn::*;
-pub use parameters::{Parameters, broadcast_parameters};
-pub use reducer::{Exchange, ParamSpec, Reducer, ReducerOptions};
+pub use parameters::{ParamSpec, Parameters, broadcast_parameters};
+pub use reducer::{Exchange, Reducer, ReducerOptions};
 pub use replica::{HostTensor, HostTensors, Replica, ReplicaOptions};
 pub use trace::{BucketTimes, StepTimes};
 pub use vote::{Commit, Veto};

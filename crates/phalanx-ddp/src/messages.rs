@@ -4,8 +4,8 @@ use std::fmt;
 
 use phalanx_comm::{Bucket, Call, Element, ProcessGroup, ReduceOp, Work};
 
+use crate::bucket::GradBucket;
 use crate::error::{Error, Result};
-use crate::hooks::GradBucket;
 
 /// Messages of a hook, by bucket number.
 pub(crate) struct Messages<T: Element> {

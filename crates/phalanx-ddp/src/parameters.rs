@@ -44,6 +44,34 @@ pub trait Parameters {
     }
 }
 
+/// Name and size of one parameter, as the [`Reducer`](crate::Reducer) needs it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ParamSpec {
+    /// Dotted name, for messages.
+    pub name: String,
+    /// Number of elements.
+    pub len: usize,
+    /// Length of a row if it is a matrix in memory, else 1; for hooks that compress
+    /// matrices.
+    pub columns: usize,
+}
+
+impl ParamSpec {
+    /// The spec of tensor `index` of a model whose values are stored row by row: a matrix of its first dimension
+    /// by all others.
+    pub fn of(params: &dyn Parameters, index: usize) -> ParamSpec {
+        let len = params.values(index).len();
+        ParamSpec {
+            name: params.name(index).to_owned(),
+            len,
+            columns: match params.shape(index) {
+                [] | [_] => 1,
+                [first, ..] => (len / first.max(&1)).max(1),
+            },
+        }
+    }
+}
+
 /// Gives every rank the parameters and buffers of `root`.
 ///
 /// *Blocks* until all ranks of the group call it.

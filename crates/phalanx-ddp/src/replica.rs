@@ -9,8 +9,8 @@ use crate::bucket::BucketCaps;
 use crate::equal::{digest, verify_equal};
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
-use crate::parameters::{Parameters, broadcast_parameters};
-use crate::reducer::{ParamSpec, Reducer, ReducerOptions};
+use crate::parameters::{ParamSpec, Parameters, broadcast_parameters};
+use crate::reducer::{Reducer, ReducerOptions};
 use crate::vote::Commit;
 
 /// A tensor of another engine, copied to host memory.

@@ -22,7 +22,7 @@
 
 use std::fmt;
 
-use crate::reducer::ParamSpec;
+use crate::parameters::ParamSpec;
 
 /// What the ranks decided about a step.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -12,7 +12,6 @@ use std::fs::{self, DirBuilder, Permissions};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use phalanx_base::error::{Error, ErrorKind, Result};
 use phalanx_base::files::{Dir, create_folder};
@@ -145,10 +144,7 @@ pub(crate) struct Cached {
 
 /// Milliseconds since 1970.
 pub(crate) fn now() -> u64 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    since.map_or(0, |since| {
-        u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
-    })
+    u64::try_from(phalanx_base::unix_time().as_millis()).unwrap_or(u64::MAX)
 }
 
 #[derive(Clone)]

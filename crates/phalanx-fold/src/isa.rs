@@ -3,13 +3,11 @@
 use std::fmt;
 use std::sync::OnceLock;
 
-use super::Source;
 #[cfg(target_arch = "aarch64")]
 use super::neon::Neon;
+use super::pass::{Job, Set};
 use super::scalar::{self, Scalar};
-use super::vector::{
-    Bf16, BitAnd, BitOr, BitXor, Bits, F16, Float, Max, Mean, Min, Op, Product, Sum, Vector, Wide,
-};
+use super::vector::{Bf16, BitAnd, BitOr, BitXor, Bits, F16, Float, Max, Mean, Min, Product, Sum};
 #[cfg(target_arch = "x86_64")]
 use super::{avx2::Avx2, avx512::Avx512};
 use crate::{DType, ReduceOp};
@@ -106,33 +104,6 @@ impl fmt::Display for Isa {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
-}
-
-/// The arguments of one [`super::fold_to_many`].
-pub(super) struct Job<'a> {
-    pub(super) into: &'a [*mut u8],
-    pub(super) sources: &'a [Source],
-    pub(super) count: usize,
-    /// For the mean; otherwise unused.
-    pub(super) world: usize,
-}
-
-/// The vectors of an instruction set.
-pub(super) trait Set {
-    type F32: Wide;
-    type F64: Float<Elem = f64>;
-    type I8: Bits<Elem = i8>;
-    type U8: Bits<Elem = u8>;
-    type I32: Bits<Elem = i32>;
-    type I64: Bits<Elem = i64>;
-
-    /// [`super::pass::pass`] compiled for the instruction set.
-    ///
-    /// # Safety
-    ///
-    /// As [`super::fold_to_many`] for elements of type `V::Elem`, and the
-    /// processor has the instruction set.
-    unsafe fn run<V: Vector, O: Op<V>>(job: &Job<'_>);
 }
 
 /// Runs a job on one instruction set.

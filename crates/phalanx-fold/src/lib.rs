@@ -29,8 +29,8 @@ mod vector;
 pub use self::dtype::DType;
 pub use self::finite::{all_finite, largest};
 pub use self::isa::Isa;
-use self::isa::Job;
 pub use self::op::ReduceOp;
+use self::pass::Job;
 
 /// A read-only run of elements given by its address.
 pub type Source = *const u8;

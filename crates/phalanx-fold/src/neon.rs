@@ -5,8 +5,7 @@ use std::arch::asm;
 
 use half::{bf16, f16};
 
-use super::isa::{Job, Set};
-use super::pass::pass;
+use super::pass::{Job, Set, pass};
 use super::vector::{Bits, Float, NAN_F32, NAN_F64, Op, Vector, Wide, vector};
 
 /// The instruction set.

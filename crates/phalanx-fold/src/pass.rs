@@ -1,8 +1,35 @@
 //! The loop of all kernels: one pass over the sources, accumulators in
 //! registers from the first load to the last store.
 
-use super::isa::Job;
-use super::vector::{Op, Vector};
+use super::Source;
+use super::vector::{Bits, Float, Op, Vector, Wide};
+
+/// The arguments of one [`super::fold_to_many`].
+pub(super) struct Job<'a> {
+    pub(super) into: &'a [*mut u8],
+    pub(super) sources: &'a [Source],
+    pub(super) count: usize,
+    /// For the mean; otherwise unused.
+    pub(super) world: usize,
+}
+
+/// The vectors of an instruction set.
+pub(super) trait Set {
+    type F32: Wide;
+    type F64: Float<Elem = f64>;
+    type I8: Bits<Elem = i8>;
+    type U8: Bits<Elem = u8>;
+    type I32: Bits<Elem = i32>;
+    type I64: Bits<Elem = i64>;
+
+    /// [`pass`] compiled for the instruction set.
+    ///
+    /// # Safety
+    ///
+    /// As [`super::fold_to_many`] for elements of type `V::Elem`, and the
+    /// processor has the instruction set.
+    unsafe fn run<V: Vector, O: Op<V>>(job: &Job<'_>);
+}
 
 /// Vectors in flight: enough to hide the latency of four additions in a row
 /// and few enough for sixteen registers with both operands of a min and its

@@ -100,6 +100,32 @@ fn detected() -> Isa {
     Isa::Scalar
 }
 
+/// Whether the processor multiplies bf16 tiles and the system lets this process.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+fn tiles_detected() -> bool {
+    static HERE: OnceLock<bool> = OnceLock::new();
+    *HERE.get_or_init(|| {
+        const BF16: u32 = 1 << 22;
+        const TILE: u32 = 1 << 24;
+        /// `arch_prctl`: ask to use a processor state component; 18 is tile data.
+        const ARCH_REQ_XCOMP_PERM: libc::c_ulong = 0x1023;
+        const XFEATURE_XTILEDATA: libc::c_ulong = 18;
+        let bits = std::arch::x86_64::__cpuid_count(7, 0).edx;
+        bits & BF16 != 0
+            && bits & TILE != 0
+            // SAFETY: the call asks for a permission and touches no memory.
+            && unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } == 0
+    })
+}
+
+/// Whether bf16 blocks are multiplied by AMX tiles.
+pub(crate) fn has_tiles() -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    return isa() == Isa::Avx512 && tiles_detected();
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    return false;
+}
+
 /// The end of a function's body: returns `$wide` compiled with `$features` where `$has` holds,
 /// else `$avx2` compiled for AVX2 and FMA where the processor has them, else `$plain`.
 /// `$has`, of the instruction set in use, must imply that the processor has `$features`.

@@ -31,7 +31,7 @@ impl Precision {
     pub fn is_native(self) -> bool {
         match self {
             Precision::F32 => true,
-            Precision::Bf16 => crate::bf16::has_tiles(),
+            Precision::Bf16 => crate::isa::has_tiles(),
         }
     }
 }

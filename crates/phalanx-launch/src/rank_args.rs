@@ -12,7 +12,7 @@ use std::any::Any;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use clap::{Args as _, FromArgMatches as _};
 use phalanx_comm::{GroupOptions, InitOptions, MAX_LOCAL_RANKS, Newcomer, ProcessGroup, Transport};
@@ -359,8 +359,7 @@ fn run_plan(plan: &LaunchPlan) -> Result<()> {
 fn since_command_start() -> Duration {
     let since = || {
         let then = std::env::var(STARTED_VARIABLE).ok()?.parse().ok()?;
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
-        now.checked_sub(Duration::from_nanos(then))
+        phalanx_base::unix_time().checked_sub(Duration::from_nanos(then))
     };
     since().unwrap_or_default()
 }

@@ -2,9 +2,8 @@
 
 use std::ops::Range;
 
-use crate::layers::{
-    Act, Activation, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, Mask, MaxPool2dOptions,
-    attend_stepwise,
+use crate::ops::{
+    Act, Activation, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, MaxPool2dOptions,
 };
 use crate::param::ParamId;
 use crate::{Error, Result, Step, Tensor};
@@ -339,6 +338,73 @@ impl<'s> Value<'s> for Tensor<'s> {
         attention(key: Self, value: Self, heads: usize, causal: bool, dropout: Option<f64>);
         transpose(a: usize, b: usize);
     }
+}
+
+/// Which keys a query sees.
+pub(crate) enum Mask<V> {
+    /// All.
+    Open,
+    /// Its own position's and those before it; with this [`last_causal_mask`], if it is made already.
+    Causal(Option<V>),
+    /// This is added to the scores.
+    Added(V),
+}
+
+/// The mask added to scores (.., queries, keys) so that each of the last `queries` positions attends to itself and those before
+/// it.
+pub(crate) fn last_causal_mask<'s, V: Value<'s>>(of: &V, queries: usize, keys: usize) -> Result<V> {
+    let Some(before) = keys.checked_sub(queries) else {
+        return Err(Error::usage(format!(
+            "causal attention of {queries} queries to only {keys} keys"
+        )));
+    };
+    let above = |i: usize| i % keys > i / keys + before;
+    let closed = |i| if above(i) { f32::NEG_INFINITY } else { 0.0 };
+    let mask: Vec<f32> = (0..queries * keys).map(closed).collect();
+    of.constant(&mask, &[queries, keys])
+}
+
+/// Scaled dot-product attention of projected values (N, L, E), by heads, with an operation for each step; `dropout` zeroes
+/// weights.
+pub(crate) fn attend_stepwise<'s, V: Value<'s>>(
+    heads: usize,
+    [q, k, v]: [V; 3],
+    mask: Mask<V>,
+    dropout: Option<f64>,
+) -> Result<V> {
+    let shape = q.shape();
+    let &[n, l, width] = &*shape else {
+        return Err(Error::usage(format!(
+            "attention needs (N, L, E), got shape {shape:?}"
+        )));
+    };
+    if heads == 0 || !width.is_multiple_of(heads) {
+        return Err(Error::usage(format!(
+            "{heads} heads do not divide a width of {width}"
+        )));
+    }
+    let each = width / heads;
+    let mask = match mask {
+        Mask::Open => None,
+        Mask::Causal(None) => Some(last_causal_mask(&q, l, k.shape().get(1).map_or(0, |n| *n))?),
+        Mask::Causal(Some(mask)) | Mask::Added(mask) => Some(mask),
+    };
+    // (N, L, E) to (N, heads, L, E / heads).
+    let apart = |x: V| {
+        let l = x.shape()[1];
+        x.reshape(&[n, l, heads, each])?.permute(&[0, 2, 1, 3])
+    };
+    let q = apart(q)?.scale(1.0 / (each as f32).sqrt())?;
+    let mut scores = q.bmm_transposed(apart(k)?)?;
+    if let Some(mask) = mask {
+        scores = scores.add(mask)?;
+    }
+    let mut weights = scores.softmax(3)?;
+    if let Some(p) = dropout {
+        weights = weights.dropout(p)?;
+    }
+    let y = weights.bmm(apart(v)?)?.permute(&[0, 2, 1, 3])?;
+    y.reshape(&[n, l, width])
 }
 
 /// A step that looks up rows of a parameter, such as `&Step`: embeddings and models of

@@ -44,6 +44,7 @@ mod pending;
 mod store;
 mod table;
 mod tcp;
+mod will;
 
 pub use error::{Error, ErrorKind, Result};
 pub use file::FileStore;
@@ -52,5 +53,6 @@ pub use store::Store;
 pub use table::Limits;
 pub use tcp::{
     Follower, RefusalReason, RefusedConnections, ServerOptions, ServerState, TcpServer, TcpStore,
-    Will, host_port,
+    host_port,
 };
+pub use will::Will;

@@ -183,7 +183,7 @@ impl<'a, N> Tests<'a, N> {
         let predictions = &mut self.predictions;
         predictions.add(
             epoch,
-            args,
+            args.log_batches,
             trainer,
             &data.test,
             |net, step, images, shape| scores(forward, net, views, step, images, shape),

@@ -5,8 +5,6 @@ use phalanx::image;
 use phalanx::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::image::ImageArgs;
-
 const FILE: &str = "predictions.jsonl";
 
 /// Most images of a batch.
@@ -53,7 +51,7 @@ impl Predictions {
         })
     }
 
-    /// Adds those of `epoch`, with the scores of `forward`, and writes the files. One that cannot be written is a warning.
+    /// Adds those of `epoch` for the first test `batches`, with the scores of `forward`, and writes the files. One that cannot be written is a warning.
     ///
     /// # Errors
     ///
@@ -61,7 +59,7 @@ impl Predictions {
     pub fn add<N>(
         &mut self,
         epoch: usize,
-        args: &ImageArgs,
+        batches: usize,
         trainer: &mut Trainer<'_, N>,
         test: &Arc<dyn ImageDataset>,
         forward: impl for<'s> Fn(&N, &'s Step<'s>, &[f32], [usize; 4]) -> Result<Tensor<'s>>,
@@ -76,7 +74,7 @@ impl Predictions {
         let mut images = Vec::new();
         let (batch, [h, w, c]) = (trainer.settings().test_batch_size, test.image_shape());
         let mut pixels = vec![0.0; h * w * c];
-        for number in 0..args.log_batches {
+        for number in 0..batches {
             let first = batch.saturating_mul(number).min(test.len());
             let count = IMAGES.min(batch);
             let (mut inputs, mut labels) = (Vec::new(), Vec::new());

@@ -6,36 +6,10 @@ use std::sync::{Arc, OnceLock};
 use super::MAX_TENSORS;
 use super::archive::Archive;
 use super::tensor::{DType, MAX_DIMS, Storage, Tensor};
-use super::value::Arena;
+use super::value::{Arena, Global, Object};
 use crate::pickle::{self, Called, Dialect, Dict, NodeId, Step, shortened};
 
 type Node = pickle::Node<Object>;
-
-/// Functions and classes that a pickle may name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Global {
-    OrderedDict,
-    RebuildTensor,
-    RebuildParameter,
-    Storage(DType),
-}
-
-/// What a pickle has beside Python's own values.
-pub(super) enum Object {
-    Global(Global),
-    Storage(Arc<Storage>),
-    Tensor(Box<Tensor>),
-}
-
-impl pickle::Object for Object {
-    fn kind(&self) -> &'static str {
-        match self {
-            Object::Global(_) => "a function or class",
-            Object::Storage(_) => "a storage",
-            Object::Tensor(_) => "a tensor",
-        }
-    }
-}
 
 /// The pickle of an archive. Does not read storages.
 pub(super) struct Torch<'a> {

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::archive::Archive;
-use super::build::{Object, Torch};
+use super::build::Torch;
 use super::tensor::{Storage, Tensor};
-use super::value::{Arena, Value};
+use super::value::{Arena, Object, Value};
 use crate::pickle::{self, Node, NodeId, shortened};
 use phalanx_base::files::open_regular;
 use phalanx_base::{Error, Result};

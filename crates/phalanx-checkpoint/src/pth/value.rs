@@ -1,8 +1,35 @@
 //! What a file holds, for its readers.
 
-use super::build::Object;
-use super::tensor::Tensor;
-use crate::pickle::{Key, Node, NodeId};
+use std::sync::Arc;
+
+use super::tensor::{DType, Storage, Tensor};
+use crate::pickle::{self, Key, Node, NodeId};
+
+/// Functions and classes that a pickle may name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Global {
+    OrderedDict,
+    RebuildTensor,
+    RebuildParameter,
+    Storage(DType),
+}
+
+/// What a pickle has beside Python's own values.
+pub(super) enum Object {
+    Global(Global),
+    Storage(Arc<Storage>),
+    Tensor(Box<Tensor>),
+}
+
+impl pickle::Object for Object {
+    fn kind(&self) -> &'static str {
+        match self {
+            Object::Global(_) => "a function or class",
+            Object::Storage(_) => "a storage",
+            Object::Tensor(_) => "a tensor",
+        }
+    }
+}
 
 /// All objects of a pickle.
 pub(super) type Arena = crate::pickle::Arena<Object>;

@@ -5,10 +5,10 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use super::load::{MAX_MANIFEST_BYTES, State};
-use super::manifest::Manifest;
+use super::manifest::{Manifest, Written};
 use super::pace::Pacer;
 use super::snapshot::Snapshot;
-use super::streamed::{Streamed, Written};
+use super::streamed::Streamed;
 use crate::weights::TensorId;
 use phalanx_base::files::Dir;
 use phalanx_base::{Error, Result};

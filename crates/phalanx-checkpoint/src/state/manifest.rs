@@ -6,7 +6,6 @@ use phalanx_nn::{ParamInfo, Params};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::streamed::Written;
 use phalanx_base::text::one_line;
 
 /// Value of the field `format`.
@@ -62,6 +61,14 @@ pub struct Manifest {
     /// SHA-256 of the manifest's text with [`NO_HASH`] in this place, to detect damage. It
     /// is the last field.
     pub(super) manifest_sha256: String,
+}
+
+/// What was written.
+pub(super) struct Written {
+    pub(super) bytes: u64,
+    pub(super) sha256: String,
+    /// Name of the model's first tensor with an infinite or NaN value.
+    pub(super) not_finite: Option<String>,
 }
 
 /// Placeholder for the hash while it is computed.

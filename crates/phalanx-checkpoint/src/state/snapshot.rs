@@ -7,8 +7,8 @@ use std::io::Write;
 use phalanx_nn::Params;
 
 use super::OptimizerState;
-use super::manifest::Place;
-use super::streamed::{Streamed, Written};
+use super::manifest::{Place, Written};
+use super::streamed::Streamed;
 use crate::weights::{Outline, TensorId, full_values};
 use phalanx_base::{Error, Result};
 

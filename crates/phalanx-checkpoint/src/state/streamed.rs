@@ -6,7 +6,7 @@ use std::io::Write;
 use sha2::{Digest, Sha256};
 
 use super::OptimizerState;
-use super::manifest::{Manifest, Place};
+use super::manifest::{Manifest, Place, Written};
 use crate::pth::DType;
 use crate::weights::{
     Outline, TensorId, Values, all_finite, check_len, write_header, write_values,
@@ -113,14 +113,6 @@ impl Streamed {
     pub(super) fn manifest(&self, file: &str, written: Written) -> Manifest {
         self.manifest.for_file(file, written)
     }
-}
-
-/// What was written.
-pub(super) struct Written {
-    pub(super) bytes: u64,
-    pub(super) sha256: String,
-    /// Name of the model's first tensor with an infinite or NaN value.
-    pub(super) not_finite: Option<String>,
 }
 
 struct Hashed<'a> {

@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::Path;
 use std::sync::mpsc::channel;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use phalanx_comm::transport::local_address_towards;
 use phalanx_launch::{Cores, Process, RankArgs};
@@ -318,8 +318,7 @@ fn disk(output: &Path) -> Check {
 
 fn clock() -> Check {
     const NAME: &str = "clock";
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    if now.is_ok_and(|now| now.as_secs() < YEAR_2025) {
+    if phalanx_base::unix_time().as_secs() < YEAR_2025 {
         return Check::problem(
             NAME,
             "the system time is before 2025",

@@ -1,6 +1,6 @@
 //! Latency and bandwidth between two ranks, and the difference of their clocks.
 
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use phalanx_comm::ProcessGroup;
 use serde::{Deserialize, Serialize};
@@ -156,10 +156,7 @@ fn stream(
 
 /// By how many seconds the clock of `other` is ahead of that of rank 0, and the largest error of that. Called by both.
 pub fn clock_of(group: &ProcessGroup, other: usize) -> Result<Option<(f64, f64)>> {
-    let now = || {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH);
-        now.map_or(0, |now| i64::try_from(now.as_nanos()).unwrap_or(0))
-    };
+    let now = || i64::try_from(phalanx_base::unix_time().as_nanos()).unwrap_or(0);
     let mut best: Option<(i64, i64)> = None;
     for _ in 0..CLOCK_ROUNDS {
         let mut theirs = [0_i64];

@@ -6,7 +6,6 @@
 //! After an error a bucket is replaced by a new one of zeros on the heap: a rank that has not noticed the failure yet may
 //! still access the old memory, which is not used again while the group lives.
 
-use super::collectives::{both, in_place};
 use super::{ProcessGroup, lengths_hash};
 use crate::operation::{Buffers, Operation};
 use crate::{Bucket, Element, ErrorKind, Result};
@@ -297,4 +296,21 @@ pub(super) fn after<T: Element>(result: &Result<()>, bucket: Bucket<T>, len: usi
         Err(error) if error.kind() != ErrorKind::Usage => Bucket::zeroed(len),
         _ => bucket,
     }
+}
+
+/// Buffers that the process group owns while it works on them.
+pub(super) fn exposed<T: Element>(input: *const T, output: *mut T) -> Buffers {
+    Buffers {
+        input: input.cast(),
+        output: output.cast(),
+        exposed: true,
+    }
+}
+
+pub(super) fn in_place<T: Element>(data: &mut Bucket<T>) -> Buffers {
+    exposed(std::ptr::null(), data.as_mut_ptr())
+}
+
+pub(super) fn both<T: Element>((input, output): &mut (Bucket<T>, Bucket<T>)) -> Buffers {
+    exposed(input.as_ptr(), output.as_mut_ptr())
 }

@@ -8,6 +8,7 @@
 
 use std::sync::Arc;
 
+use super::buffer::{both, exposed, in_place};
 use super::{Buffer, Call, Input, ProcessGroup, Work};
 use crate::backend::Runner;
 use crate::operation::Buffers;
@@ -613,21 +614,4 @@ impl Operation {
     pub(super) fn rooted(self, root: usize) -> Self {
         Operation { root, ..self }
     }
-}
-
-/// Buffers that the process group owns while it works on them.
-pub(super) fn exposed<T: Element>(input: *const T, output: *mut T) -> Buffers {
-    Buffers {
-        input: input.cast(),
-        output: output.cast(),
-        exposed: true,
-    }
-}
-
-pub(super) fn in_place<T: Element>(data: &mut Bucket<T>) -> Buffers {
-    exposed(std::ptr::null(), data.as_mut_ptr())
-}
-
-pub(super) fn both<T: Element>((input, output): &mut (Bucket<T>, Bucket<T>)) -> Buffers {
-    exposed(input.as_ptr(), output.as_mut_ptr())
 }

@@ -49,6 +49,7 @@ use super::launch::{Launch, environment, no_token};
 use super::options::InitOptions;
 use super::{Identity, Member, Origin, ProcessGroup};
 use crate::lost::{LostRanks, lost_key};
+use crate::notice::list;
 use crate::recorder::{Place, Recorder};
 use crate::select::{Costs, Rules, Selector};
 use crate::transport::{Mesh, Poison, machine, remove_generation};
@@ -1023,7 +1024,7 @@ impl Reform<'_> {
             self.world,
             self.options.timeout.as_secs_f64(),
             self.min_world(absent.len()),
-            names(absent),
+            list(absent),
         ))
     }
 
@@ -1034,7 +1035,7 @@ impl Reform<'_> {
                 "generation {generation} was formed without this rank (first rank {}): the others (first ranks {}) waited \
                  {:.1} s for it; start it anew to take part in a later run",
                 self.identity.global_rank,
-                names(members),
+                list(members),
                 self.options.straggler_wait.as_secs_f64(),
             ),
         )
@@ -1049,11 +1050,6 @@ impl Origin {
             Origin::Processes(processes) => Arc::clone(&processes.store),
         }
     }
-}
-
-fn names(ranks: &[usize]) -> String {
-    let names: Vec<String> = ranks.iter().map(usize::to_string).collect();
-    names.join(", ")
 }
 
 pub(super) fn encode(members: &[usize]) -> String {

@@ -5,7 +5,8 @@
 
 use std::sync::Arc;
 
-use super::collectives::{both, run_on};
+use super::buffer::both;
+use super::collectives::run_on;
 use super::{Call, ProcessGroup, Work, lengths_hash};
 use crate::backend::Runner;
 use crate::operation::Operation;

@@ -2,7 +2,7 @@
 
 use phalanx_wire::frame::{Header, Kind};
 
-use super::engine::Pending;
+use super::pending::Pending;
 use crate::operation::PeerOperation;
 use crate::plan::Collective;
 use crate::{DType, Error, Result};

@@ -6,13 +6,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::arrival::{Arriving, Incoming, Target};
-use super::{Request, Shared, Ticket, Way};
-use crate::deadline::Deadline;
+use super::pending::Pending;
+use super::{Shared, Way};
 use crate::exec::{Frame, FrameContext, Sender};
-use crate::operation::{Operation, Signature};
+use crate::operation::Operation;
 use crate::plan::Collective;
-use crate::recorder::MessageFlight;
-use crate::stall::{Awaited, Board, Counts, Found};
+use crate::stall::{Awaited, Board, Found};
 use crate::transport::{Interest, Mesh, Poison};
 use crate::{Error, ErrorKind, Result};
 
@@ -27,17 +26,6 @@ const TURNS_PER_CHECK: u32 = 64;
 const FRAMES: usize = 16;
 /// What a message without a receive counts besides its bytes.
 const EARLY_BYTES: usize = 256;
-
-/// A request with its number and deadline.
-pub(super) struct Pending {
-    request: Request,
-    signature: Signature,
-    ticket: Arc<Ticket>,
-    deadline: Deadline,
-    limit: Duration,
-    /// Its entry in the flight recorder.
-    entry: u64,
-}
 
 /// A message that came before its receive was issued.
 struct Early {
@@ -73,107 +61,6 @@ pub(super) struct Engine {
     noted: Option<u64>,
     board: Option<Board>,
     bytes_sent: Arc<[AtomicU64]>,
-}
-
-impl Pending {
-    pub(super) fn new(
-        request: Request,
-        ticket: Arc<Ticket>,
-        limit: Duration,
-        (rank, counts): (usize, &Counts),
-    ) -> Pending {
-        let (root, seq) = match request.way {
-            Way::Send { to, .. } => (rank, counts.sent(to)),
-            Way::Receive { from, .. } => {
-                let seq = from.map_or(0, |from| counts.received(from));
-                (from.unwrap_or(rank), seq)
-            }
-        };
-        let operation = &request.operation;
-        let signature = Signature {
-            collective: Collective::SendRecv,
-            method: None,
-            dtype: operation.dtype,
-            op: None,
-            root,
-            count: operation.count,
-            lengths: 0,
-            seq,
-        };
-        Pending {
-            request,
-            signature,
-            ticket,
-            deadline: Deadline::in_(limit),
-            limit,
-            entry: 0,
-        }
-    }
-
-    /// It is in flight from now on.
-    pub(super) fn begun(self, flight: &MessageFlight, counts: &Counts) -> Pending {
-        if let Way::Send { to, .. } = self.request.way {
-            counts.add_sent(to);
-        }
-        self.deadline.at(0);
-        let entry = flight.begin(&self.request.operation, &self.signature);
-        Pending { entry, ..self }
-    }
-
-    /// The error with this request's name.
-    pub(super) fn named(&self, error: Error, rank: usize) -> Error {
-        let mut name = match self.request.way {
-            Way::Receive { from: None, .. } => "send/recv from any rank".to_owned(),
-            _ => self.signature.to_string(),
-        };
-        if self.request.tag != 0 {
-            name = format!("{name} with tag {}", self.request.tag);
-        }
-        if let Some(label) = &self.request.operation.label {
-            name = format!("{name} of {label}");
-        }
-        error.with_rank(rank).with_operation(name)
-    }
-
-    fn finish(self, shared: &Shared, result: Result<usize>) {
-        shared.flight.end(self.entry, result.is_ok());
-        let result = result.map_err(|error| self.named(error, shared.rank));
-        super::lock(&shared.load).pending -= 1;
-        self.ticket.finish(result);
-    }
-
-    /// Whether it receives a message of `peer` with `tag`.
-    fn takes(&self, peer: usize, tag: u32) -> bool {
-        matches!(self.request.way, Way::Receive { from, .. } if from.is_none_or(|from| from == peer))
-            && self.request.tag == tag
-    }
-
-    /// Compares it with the message that it receives.
-    fn compare(&mut self, rank: usize, peer: usize, message: &Arriving) -> Result<()> {
-        self.signature.root = peer;
-        self.signature.seq = message.operation.seq();
-        self.signature.compare(rank, peer, &message.operation)
-    }
-
-    /// It has its message.
-    fn matched(&self, shared: &Shared) {
-        let flight = &shared.flight;
-        flight.matched(self.entry, &self.signature, shared.rank);
-    }
-
-    /// The ranks it waits for: what is awaited from each.
-    fn awaited(&self, world: usize, rank: usize) -> Vec<(usize, &'static str)> {
-        match self.request.way {
-            Way::Send { to, .. } => vec![(to, "to take data")],
-            Way::Receive {
-                from: Some(from), ..
-            } => vec![(from, "to send data")],
-            Way::Receive { from: None, .. } => (0..world)
-                .filter(|peer| *peer != rank)
-                .map(|peer| (peer, "to send data"))
-                .collect(),
-        }
-    }
 }
 
 impl Engine {
@@ -330,7 +217,7 @@ impl Engine {
             && let Some(early) = self.early.remove(early)
         {
             self.early_bytes -= early.bytes.len() + EARLY_BYTES;
-            if let Err(error) = pending.compare(rank, early.peer, &early.message) {
+            if let Err(error) = pending.compare(rank, early.peer, &early.message.operation) {
                 self.posted.push_back(pending);
                 return Err(error);
             }
@@ -351,7 +238,7 @@ impl Engine {
                 ..
             } = &mut self.rx[peer]
         {
-            let mut fits = pending.compare(rank, peer, message);
+            let mut fits = pending.compare(rank, peer, &message.operation);
             if fits.is_ok() && *gone {
                 fits = Err(left(peer));
             }
@@ -534,7 +421,7 @@ impl Engine {
         let found = self.posted.iter_mut().find(|p| p.takes(peer, tag));
         if let Some(pending) = found {
             // Compared in its place, to fail with the others.
-            pending.compare(shared.rank, peer, message)?;
+            pending.compare(shared.rank, peer, &message.operation)?;
         }
         let found = self.posted.iter().position(|p| p.takes(peer, tag));
         if let Some(pending) = found.and_then(|at| self.posted.remove(at)) {

@@ -14,17 +14,20 @@
 
 mod arrival;
 mod engine;
+mod pending;
 
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use self::engine::{Engine, Pending};
+use self::engine::Engine;
+use self::pending::Pending;
 use crate::operation::{Limits, Operation};
 use crate::recorder::MessageFlight;
 use crate::stall::{Board, Counts, Users, end_group};
+use crate::sync::lock;
 use crate::transport::{AbortHandle, Mesh, Poison, Waker};
 use crate::wait::{Callers, take_short_turns};
 use crate::{Error, ErrorKind, Result};
@@ -314,7 +317,7 @@ impl Messages {
     }
 
     fn start_worker(&self) -> Result<()> {
-        let mut worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut worker = lock(&self.worker);
         if worker.is_none() {
             let shared = Arc::clone(&self.shared);
             let started = std::thread::Builder::new()
@@ -341,11 +344,7 @@ impl Drop for Messages {
         if let Some(waker) = &shared.waker {
             waker.wake();
         }
-        let worker = self
-            .worker
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let worker = lock(&self.worker).take();
         if let Some(worker) = worker {
             // Sends have their deadlines; receives ended with the group.
             let _ = worker.join();
@@ -453,7 +452,7 @@ impl Shared {
     fn fail(&self, error: Error) {
         // First: this ends the waits of a thread that has the engine.
         self.abort.poison(&Poison::new(self.rank, error.message()));
-        let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut engine = lock(&self.engine);
         let error = self.end_over(&engine, error);
         engine.fail(self, &error);
     }
@@ -488,9 +487,4 @@ impl Shared {
             }
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every change under these locks is complete in itself.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

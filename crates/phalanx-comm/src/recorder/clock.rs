@@ -2,7 +2,6 @@
 //! of a host, so that one can read the times of another.
 
 use std::sync::OnceLock;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::time::{ClockId, clock_gettime};
 
@@ -65,9 +64,7 @@ impl Clock {
         Anchor {
             ticks: self.ticks(),
             monotonic_ns: monotonic_ns(),
-            wall_ns: SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .map_or(0, |d| u64::try_from(d.as_nanos()).unwrap_or(u64::MAX)),
+            wall_ns: u64::try_from(phalanx_base::unix_time().as_nanos()).unwrap_or(u64::MAX),
         }
     }
 }

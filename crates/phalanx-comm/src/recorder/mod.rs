@@ -36,7 +36,7 @@ mod watch;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 pub use dump::{Dump, Entry, Failure, Phase, Position, State};
@@ -49,6 +49,7 @@ pub(crate) use watch::Watched;
 use crate::operation::Operation;
 use crate::status::StatusCell;
 use crate::status::words::{cut, write_text};
+use crate::sync::lock;
 use clock::{Anchor, Clock};
 use layout::{
     BUSY, ENTRIES, LABEL_BYTES, LABEL_LOST, LABELS, NO_TICKET, entry, head, label_at, state,
@@ -476,11 +477,6 @@ fn root(operation: &Operation) -> u64 {
 /// Ranks may change their working directory.
 fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every change under these locks is complete in itself.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -5,19 +5,20 @@ use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
+use super::Recorder;
 use super::clock::{self, Scale};
 use super::dump::{Entry, State};
 use super::facts::{self, Fact, Record};
 use super::layout::head;
-use super::{Recorder, lock};
 use phalanx_base::host_name;
 
 use crate::notice::{late_variable, ranks, say};
 use crate::plan::Collective;
 use crate::status::words::read_text;
 use crate::status::{Elsewhere, StatusCell, pid_space};
+use crate::sync::lock;
 use crate::transport::GroupKeys;
 
 /// Time after which a waiting rank first reports the ranks it waits for; see [`LATE_VARIABLE`].
@@ -489,9 +490,7 @@ pub(super) fn late_after() -> Duration {
 }
 
 fn unix_ms() -> u64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
+    u64::try_from(phalanx_base::unix_time().as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use phalanx_store::Store;
@@ -19,6 +19,7 @@ use super::tcp::{Control, Fate, HostProbe, TcpLink};
 use super::{Interest, Link, TransportKind};
 use crate::plan::Hosts;
 use crate::status::StatusCell;
+use crate::sync::lock;
 use crate::wait::{Budget, Budgets, Callers, Policy, SLICE, Topology, Wake};
 use crate::{Error, Result};
 
@@ -193,11 +194,6 @@ impl Shared {
             None => Ok(()),
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The guarded data is consistent between statements.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Aborts a group from any thread, also while its mesh sleeps.

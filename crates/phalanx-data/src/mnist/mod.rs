@@ -17,6 +17,8 @@ use crate::dataset::{ImageDataset, check_read};
 use crate::synthetic;
 use phalanx_base::{Error, Result};
 
+pub use crate::digits::normalised;
+
 /// Number of training images.
 const TRAIN_SAMPLES: usize = 60_000;
 /// Number of classes of both data sets.
@@ -35,11 +37,6 @@ pub const FASHION_CLASS_NAMES: [&str; CLASSES] = [
     "Bag",
     "Ankle boot",
 ];
-/// Mean of MNIST's training pixels, as PyTorch's example uses it.
-const MEAN: f32 = 0.1307;
-/// Their standard deviation.
-const DEVIATION: f32 = 0.3081;
-
 /// Training or test split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
@@ -142,12 +139,6 @@ pub fn check(folder: &Path) -> Result<()> {
     find::find(folder, Split::Train)?;
     find::find(folder, Split::Test)?;
     Ok(())
-}
-
-/// (x / 255 - mean) / deviation in float32, with the rounding of torchvision's `ToTensor`
-/// and `Normalize`.
-pub fn normalised() -> [f32; 256] {
-    std::array::from_fn(|x| (x as f32 / 255.0 - MEAN) / DEVIATION)
 }
 
 impl Mnist {

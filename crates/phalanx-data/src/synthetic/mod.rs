@@ -14,7 +14,7 @@ mod text;
 mod words;
 
 use crate::dataset::{ImageDataset, check_read};
-use crate::mnist::normalised;
+use crate::digits::normalised;
 use glyphs::GLYPHS;
 use pen::{Canvas, Hand};
 use phalanx_base::{Error, Result};

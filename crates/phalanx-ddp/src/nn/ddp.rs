@@ -8,9 +8,8 @@ use phalanx_comm::Algorithm;
 use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_nn::{GradSink, GradView, Layout, ParamId, Params, Tape};
 
-use super::route::{Routes, Selection};
-use super::shards::Shards;
-use super::step::{self, GlobalStep};
+use super::route::{Routes, Selection, Unused};
+use super::shards::{self, Shards};
 use super::sync_norm::SyncBatchNorm;
 use super::tree::ShardTree;
 use crate::average::{self, Average, GlobalBatch, Uneven};
@@ -18,8 +17,8 @@ use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprint;
 use crate::hooks::GradientHook;
-use crate::parameters::broadcast_parameters;
-use crate::reducer::{Exchange, ParamSpec, Reducer, ReducerOptions};
+use crate::parameters::{ParamSpec, broadcast_parameters};
+use crate::reducer::{Exchange, Reducer, ReducerOptions};
 use crate::trace::StepTimes;
 use crate::vote::Commit;
 
@@ -60,24 +59,6 @@ pub struct DdpOptions {
     /// Further facts that must be equal on all ranks (hyperparameters, data
     /// set): compared with the model at construction.
     pub must_agree: Vec<String>,
-}
-
-/// How to handle parameters that a rank's loss does not depend on.
-///
-/// Finding them costs nothing: the tape knows them, and one element per parameter
-/// behind the last bucket counts the ranks that used it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Unused {
-    /// A rank that does not use one contributes zeros. A parameter that no rank uses
-    /// has no gradient, and optimizers skip it (PyTorch:
-    /// `find_unused_parameters=True`).
-    #[default]
-    Allow,
-    /// An error naming them (PyTorch's default, which does not name them).
-    Refuse,
-    /// Allowed, but they must be the same in every step; an error names the first that
-    /// changes (PyTorch: `static_graph=True`).
-    SameEveryStep,
 }
 
 /// What the bits of a step depend on, everything else being equal.
@@ -235,44 +216,13 @@ impl DistributedDataParallel {
         })
     }
 
-    /// Starts a step in which this rank has one micro-batch of each of `sizes`
-    /// samples (or tokens). An empty list means that it has run out of data; it takes
-    /// part with zeros until [`GlobalStep::is_over`] returns that all have.
-    ///
-    /// ```no_run
-    /// # fn f(ddp: &mut phalanx_ddp::DistributedDataParallel, backward: impl Fn(usize, &mut dyn phalanx_nn::GradSink)) -> phalanx_ddp::Result<()> {
-    /// let mut step = ddp.begin(&[64, 64, 17])?;
-    /// for i in 0..3 {
-    ///     backward(i, step.micro_batch()?);
-    /// }
-    /// let commit = step.finish()?;
-    /// # Ok(()) }
-    /// ```
-    ///
-    /// *Blocks* until all ranks of the group begin it, to compare sizes;
-    /// [`begin_known`](Self::begin_known) does not.
-    ///
-    /// # Errors
-    ///
-    /// `Mismatch` naming a rank without data under [`Uneven::Refuse`], or one with fewer
-    /// micro-batches than another where [batches are joined](Self::sync_batch_norm); `Usage`
-    /// while a step is in progress; `Comm` when a peer is lost or late.
-    pub fn begin(&mut self, sizes: &[usize]) -> Result<GlobalStep<'_>> {
-        let group = self.reducer.group();
-        let global = average::exchange(group, sizes, self.uneven, self.joins_batches)?;
-        self.begin_known(sizes, global)
+    /// The sizes of a step over all ranks. *Blocks* until all ranks ask for them.
+    pub(super) fn exchange_sizes(&self, sizes: &[usize]) -> Result<GlobalBatch> {
+        average::exchange(self.reducer.group(), sizes, self.uneven, self.joins_batches)
     }
 
-    /// [`begin`](Self::begin) without communication, for callers that know the sizes over all ranks;
-    /// `global` must be the same on all ranks. Where [batches are joined](Self::sync_batch_norm), the
-    /// callers must ensure that all ranks have the same number of micro-batches: ranks that have more wait
-    /// for the others until the deadline.
-    ///
-    /// # Errors
-    ///
-    /// As [`begin`](Self::begin); `Usage` after a step that failed, and without any
-    /// micro-batch where batches are joined.
-    pub fn begin_known(&mut self, sizes: &[usize], global: GlobalBatch) -> Result<GlobalStep<'_>> {
+    /// Begins a step with these sizes.
+    pub(super) fn plan_step(&mut self, sizes: &[usize], global: GlobalBatch) -> Result<()> {
         let world = self.reducer.group().world_size();
         self.check_begin(sizes, global)?;
         if global.samples == 0 {
@@ -283,7 +233,7 @@ impl DistributedDataParallel {
             }
             self.routes.finish();
         } else if let Some(shards) = &mut self.shards {
-            let weights = step::weigh_shards(self.average, sizes, shards.tree(), global.samples);
+            let weights = shards::weigh(self.average, sizes, shards.tree(), global.samples);
             shards.plan_step(sizes, &weights, global.samples)?;
             self.routes.plan_step(&weights);
         } else {
@@ -291,12 +241,7 @@ impl DistributedDataParallel {
             self.reducer.plan_step(&weights, scale)?;
             self.routes.plan_step(&weights);
         }
-        Ok(GlobalStep {
-            ddp: self,
-            micro_batches: sizes.len(),
-            given: 0,
-            global,
-        })
+        Ok(())
     }
 
     /// Checks that a step may begin with these sizes.
@@ -493,7 +438,7 @@ impl DistributedDataParallel {
     ///
     /// # Errors
     ///
-    /// `Usage` with [`Deterministic::Shards`], where [`GlobalStep::run_joined`]
+    /// `Usage` with [`Deterministic::Shards`], where [`GlobalStep::run_joined`](crate::GlobalStep::run_joined)
     /// does it; `Comm` when a peer is lost or late.
     pub fn sync_batch_norm(&mut self, tape: &mut Tape) -> Result<()> {
         if self.shards.is_some() {
@@ -589,7 +534,7 @@ impl DistributedDataParallel {
         }
     }
 
-    /// What all ranks gave by [`GlobalStep::carry`] in the last finished step ([`Reducer::carried`]); `None` with
+    /// What all ranks gave by [`GlobalStep::carry`](crate::GlobalStep::carry) in the last finished step ([`Reducer::carried`]); `None` with
     /// [`Deterministic::Shards`].
     pub fn carried(&self) -> Option<f64> {
         match &self.shards {

@@ -13,8 +13,9 @@ mod sync_norm;
 mod tree;
 mod zero;
 
-pub use ddp::{Buffers, DdpOptions, Deterministic, DistributedDataParallel, Every, Unused};
+pub use ddp::{Buffers, DdpOptions, Deterministic, DistributedDataParallel, Every};
 pub use joined::{JoinedShard, JoinedShards};
+pub use route::Unused;
 pub use state::{agree_on_state, take_state};
 pub use step::GlobalStep;
 pub use sync_norm::SyncBatchNorm;

@@ -2,8 +2,25 @@
 
 use phalanx_nn::{ParamId, Params};
 
-use super::ddp::Unused;
 use crate::error::{Error, Result};
+
+/// How to handle parameters that a rank's loss does not depend on.
+///
+/// Finding them costs nothing: the tape knows them, and one element per parameter
+/// behind the last bucket counts the ranks that used it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Unused {
+    /// A rank that does not use one contributes zeros. A parameter that no rank uses
+    /// has no gradient, and optimizers skip it (PyTorch:
+    /// `find_unused_parameters=True`).
+    #[default]
+    Allow,
+    /// An error naming them (PyTorch's default, which does not name them).
+    Refuse,
+    /// Allowed, but they must be the same in every step; an error names the first that
+    /// changes (PyTorch: `static_graph=True`).
+    SameEveryStep,
+}
 
 /// Where the gradient of one parameter goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -26,13 +26,30 @@ use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_nn::Params;
 
 use super::tree::{Node, ShardTree};
+use crate::average::Average;
 use crate::error::{Error, Result};
-use crate::reducer::ParamSpec;
+use crate::parameters::ParamSpec;
 use crate::trace::StepTimes;
 use crate::vote::{self, Ballot, Commit, Veto};
 
 /// Borders between chunks are multiples of 64 bytes.
 const LINE_ELEMS: usize = 16;
+
+/// Weights of this rank's shards; a shard's weight does not depend on the rank that computes it.
+pub(super) fn weigh(
+    average: Average,
+    sizes: &[usize],
+    tree: ShardTree,
+    samples: usize,
+) -> Vec<f32> {
+    let present = tree.present(samples);
+    let weight = |&size: &usize| match average {
+        Average::Samples => (size as f64 * present as f64 / samples.max(1) as f64) as f32,
+        Average::Ranks | Average::ActiveRanks if size == 0 => 0.0,
+        Average::Ranks | Average::ActiveRanks => 1.0,
+    };
+    sizes.iter().map(weight).collect()
+}
 
 pub(crate) struct Shards {
     group: ProcessGroup,

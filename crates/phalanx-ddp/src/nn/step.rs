@@ -4,25 +4,56 @@
 use phalanx_nn::{Params, Tape};
 
 use super::ddp::DistributedDataParallel;
-use super::tree::ShardTree;
-use crate::average::{Average, GlobalBatch};
+use crate::average::GlobalBatch;
 use crate::error::{Error, Result};
 use crate::vote::Commit;
 
-/// Weights of this rank's shards; a shard's weight does not depend on the rank that computes it.
-pub(crate) fn weigh_shards(
-    average: Average,
-    sizes: &[usize],
-    tree: ShardTree,
-    samples: usize,
-) -> Vec<f32> {
-    let present = tree.present(samples);
-    let weight = |&size: &usize| match average {
-        Average::Samples => (size as f64 * present as f64 / samples.max(1) as f64) as f32,
-        Average::Ranks | Average::ActiveRanks if size == 0 => 0.0,
-        Average::Ranks | Average::ActiveRanks => 1.0,
-    };
-    sizes.iter().map(weight).collect()
+impl DistributedDataParallel {
+    /// Starts a step in which this rank has one micro-batch of each of `sizes`
+    /// samples (or tokens). An empty list means that it has run out of data; it takes
+    /// part with zeros until [`GlobalStep::is_over`] returns that all have.
+    ///
+    /// ```no_run
+    /// # fn f(ddp: &mut phalanx_ddp::DistributedDataParallel, backward: impl Fn(usize, &mut dyn phalanx_nn::GradSink)) -> phalanx_ddp::Result<()> {
+    /// let mut step = ddp.begin(&[64, 64, 17])?;
+    /// for i in 0..3 {
+    ///     backward(i, step.micro_batch()?);
+    /// }
+    /// let commit = step.finish()?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// *Blocks* until all ranks of the group begin it, to compare sizes;
+    /// [`begin_known`](Self::begin_known) does not.
+    ///
+    /// # Errors
+    ///
+    /// `Mismatch` naming a rank without data under [`Uneven::Refuse`](crate::Uneven::Refuse), or one with fewer
+    /// micro-batches than another where [batches are joined](Self::sync_batch_norm); `Usage`
+    /// while a step is in progress; `Comm` when a peer is lost or late.
+    pub fn begin(&mut self, sizes: &[usize]) -> Result<GlobalStep<'_>> {
+        let global = self.exchange_sizes(sizes)?;
+        self.begin_known(sizes, global)
+    }
+
+    /// [`begin`](Self::begin) without communication, for callers that know the sizes over all ranks;
+    /// `global` must be the same on all ranks. Where [batches are joined](Self::sync_batch_norm), the
+    /// callers must ensure that all ranks have the same number of micro-batches: ranks that have more wait
+    /// for the others until the deadline.
+    ///
+    /// # Errors
+    ///
+    /// As [`begin`](Self::begin); `Usage` after a step that failed, and without any
+    /// micro-batch where batches are joined.
+    pub fn begin_known(&mut self, sizes: &[usize], global: GlobalBatch) -> Result<GlobalStep<'_>> {
+        self.plan_step(sizes, global)?;
+        Ok(GlobalStep {
+            ddp: self,
+            micro_batches: sizes.len(),
+            given: 0,
+            global,
+        })
+    }
 }
 
 /// A step in progress; made by [`DistributedDataParallel::begin`].

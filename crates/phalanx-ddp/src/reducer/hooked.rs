@@ -6,8 +6,9 @@ use phalanx_comm::{OpTimes, ReduceOp};
 
 use super::Reducer;
 use super::memory::Memory;
+use crate::bucket::{GradBucket, GradTensor};
 use crate::error::{Error, Result};
-use crate::hooks::{GradBucket, GradTensor, GradientHook};
+use crate::hooks::GradientHook;
 use crate::trace::BucketTimes;
 
 /// A part of a hook's work on one bucket.

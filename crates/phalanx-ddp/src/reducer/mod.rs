@@ -49,37 +49,9 @@ use self::votes::Vote;
 use crate::bucket::{BucketCaps, BucketPlan};
 use crate::error::{Error, Result};
 use crate::hooks::GradientHook;
-use crate::parameters::Parameters;
+use crate::parameters::ParamSpec;
 use crate::trace::{BucketTimes, StepTimes};
 use crate::vote::{self, Ballot, Commit};
-
-/// Name and size of one parameter, as the reducer needs it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ParamSpec {
-    /// Dotted name, for messages.
-    pub name: String,
-    /// Number of elements.
-    pub len: usize,
-    /// Length of a row if it is a matrix in memory, else 1; for hooks that compress
-    /// matrices.
-    pub columns: usize,
-}
-
-impl ParamSpec {
-    /// The spec of tensor `index` of a model whose values are stored row by row: a matrix of its first dimension
-    /// by all others.
-    pub fn of(params: &dyn Parameters, index: usize) -> ParamSpec {
-        let len = params.values(index).len();
-        ParamSpec {
-            name: params.name(index).to_owned(),
-            len,
-            columns: match params.shape(index) {
-                [] | [_] => 1,
-                [first, ..] => (len / first.max(&1)).max(1),
-            },
-        }
-    }
-}
 
 /// Settings of a [`Reducer`]. They must be the same on all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]

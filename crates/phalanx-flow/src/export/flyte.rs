@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 
 use serde_json::Value as Json;
 
-use super::{Notes, ONE_STORAGE, filled, has_both, literal, quantity, script, uses_folder};
+use super::script;
+use super::text::{Notes, ONE_STORAGE, filled, has_both, literal, quantity, uses_folder};
+use crate::engine::canonical;
 use crate::spec::{
     Action, Placeholder, Resources, Scalar, Source, Task, TaskInput, Type, Value, Workflow,
 };
@@ -144,7 +146,7 @@ fn python(workflow: &Workflow, kind: Type, value: &Json) -> String {
         (_, Json::Bool(true)) => "True".to_owned(),
         (_, Json::Bool(false)) => "False".to_owned(),
         (_, Json::String(text)) => literal(text),
-        (kind, value) => super::canonical(kind, value).to_string(),
+        (kind, value) => canonical(kind, value).to_string(),
     }
 }
 

@@ -11,8 +11,9 @@ use phalanx_base::error::{Error, Result};
 use serde_json::{Value as Json, json};
 use sha2::{Digest, Sha256};
 
-use super::{
-    Notes, ONE_STORAGE, amounts, has_both, literal, outputs, quantity, script, seconds, template,
+use super::script;
+use super::text::{
+    Notes, ONE_STORAGE, amounts, constant, has_both, literal, outputs, quantity, seconds, template,
     uses_folder,
 };
 use crate::objects::digest;
@@ -107,7 +108,7 @@ fn copies(workflow: &Workflow) -> BTreeMap<String, (PathBuf, Type)> {
     let inputs = workflow.tasks.iter().flat_map(|task| task.inputs.values());
     let paths = inputs.filter(|input| input.kind.is_path());
     let copy = |input| {
-        let local = script::absolute(workflow, super::constant(workflow, input)?);
+        let local = script::absolute(workflow, constant(workflow, input)?);
         Some((on_volume(&local), (local, input.kind)))
     };
     paths.filter_map(copy).collect()

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde_json::Value as Json;
 
-use super::text_of;
+use super::text::{constant, filled, text_of};
 use crate::spec::{Action, Placeholder, Source, Task, Type, Value, Workflow};
 
 /// `text` as one word of a shell command.
@@ -44,7 +44,7 @@ pub fn attempt(workflow: &Workflow, task: &Task, path_of: &dyn Fn(&Json) -> Stri
                 format!("${{{variable}%\"$newline\"}}")
             }
             Value::From(Source::Input(_)) | Value::Constant(_) => {
-                let value = super::constant(workflow, of).unwrap_or(&Json::Null);
+                let value = constant(workflow, of).unwrap_or(&Json::Null);
                 match of.kind.is_path() {
                     true => path_of(value),
                     false => quote(&text_of(of.kind, value)),
@@ -107,7 +107,7 @@ fn word(text: &str) -> String {
         Placeholder::Output(name) => format!("\"${}\"", Task::output_variable(name)),
         Placeholder::Folder => "\"$FLOW_FOLDER\"".to_owned(),
     };
-    super::filled(text, quote, variable).concat()
+    filled(text, quote, variable).concat()
 }
 
 fn environment(task: &Task) -> String {

@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use super::{
-    Notes, ONE_STORAGE, amounts, has_both, outputs, script, seconds, template, uses_folder,
-};
+use super::script;
+use super::text::{Notes, ONE_STORAGE, amounts, has_both, outputs, seconds, template, uses_folder};
 use crate::spec::{Task, Workflow};
 
 /// Extra time for a job beside its attempts: start, and the end of a command that was stopped.

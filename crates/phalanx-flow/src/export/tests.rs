@@ -4,6 +4,7 @@ use std::process::Command;
 use phalanx_base::error::ErrorKind;
 use serde_json::json;
 
+use super::text::{ONE_STORAGE, literal, quantity};
 use super::*;
 use crate::spec::parse_size;
 

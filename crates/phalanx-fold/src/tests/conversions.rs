@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use crate::isa::Set;
+use crate::pass::Set;
 use crate::scalar::Scalar;
 use crate::vector::{Vector, Wide};
 use crate::{DType, ReduceOp};

@@ -22,7 +22,6 @@ mod weight;
 mod window;
 
 pub use forward::{forward, input_gradient};
-pub(crate) use tile::has_tiles;
 pub use weight::weight_gradient;
 
 use super::conv::ConvShape;

@@ -5,8 +5,7 @@ use std::mem::MaybeUninit;
 use std::mem::offset_of;
 
 use super::SIDE;
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-use crate::isa::{Isa, isa};
+use crate::isa::has_tiles;
 use crate::vector::{LANES, Vector};
 
 /// `c (+)= a b` for 32 rows and 32 columns.
@@ -82,33 +81,6 @@ static CONFIG: Config = {
     }
     Config(c)
 };
-
-/// Whether the processor multiplies bf16 tiles and the system lets this process.
-#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-fn detected() -> bool {
-    use std::sync::OnceLock;
-    static HERE: OnceLock<bool> = OnceLock::new();
-    *HERE.get_or_init(|| {
-        const BF16: u32 = 1 << 22;
-        const TILE: u32 = 1 << 24;
-        /// `arch_prctl`: ask to use a processor state component; 18 is tile data.
-        const ARCH_REQ_XCOMP_PERM: libc::c_ulong = 0x1023;
-        const XFEATURE_XTILEDATA: libc::c_ulong = 18;
-        let bits = std::arch::x86_64::__cpuid_count(7, 0).edx;
-        bits & BF16 != 0
-            && bits & TILE != 0
-            // SAFETY: the call asks for a permission and touches no memory.
-            && unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) } == 0
-    })
-}
-
-/// Whether blocks are multiplied by AMX tiles.
-pub(crate) fn has_tiles() -> bool {
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    return isa() == Isa::Avx512 && detected();
-    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-    return false;
-}
 
 /// The right to multiply blocks on this thread: holds the tiles' configuration.
 pub(super) struct Tiles {

@@ -9,7 +9,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use phalanx_comm::recorder::{Dump, Entry, Failure, State};
 use serde::Serialize;
 
-use super::history::{self, Change};
+use super::describe::label;
+pub(crate) use super::describe::{doing, named};
+pub use super::describe::{duration, last_known};
+use super::history::{self, Change, Event};
 use crate::format::plural;
 use crate::report::{join, rank_list};
 
@@ -135,17 +138,6 @@ impl<'a> RankTimeline<'a> {
     }
 }
 
-/// `in loading data for 58 s (epoch 1 step 212)`.
-pub(crate) fn doing(dump: &Dump, phase: &str, for_ms: u64) -> String {
-    let at = dump.position.map_or(String::new(), |at| {
-        format!(" (epoch {} step {})", at.epoch, at.step)
-    });
-    format!(
-        "in {phase} for {}{at}",
-        duration(for_ms.saturating_mul(1_000_000))
-    )
-}
-
 fn ranks_of<'a>(views: impl IntoIterator<Item = &'a &'a RankTimeline<'a>>) -> Vec<usize> {
     views.into_iter().map(|view| view.rank()).collect()
 }
@@ -154,35 +146,6 @@ fn collectives(dump: &Dump, generation: u32) -> impl Iterator<Item = &Entry> {
     dump.entries
         .iter()
         .filter(move |entry| entry.generation == generation && entry.op != "send/recv")
-}
-
-/// ` (bucket 4 of 7: layer3.0.conv1.weight)`, where the operation has a label.
-fn label(dump: &Dump, entry: &Entry) -> String {
-    let label = dump.label_of(entry);
-    label.map_or(String::new(), |label| format!(" ({label})"))
-}
-
-/// `all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight)`.
-pub(crate) fn named(dump: &Dump, entry: &Entry) -> String {
-    let seq = entry.seq.map_or(String::new(), |seq| format!(" seq {seq}"));
-    let label = label(dump, entry);
-    let group = match entry.group {
-        0 => String::new(),
-        group => format!(" of group {group:#x}"),
-    };
-    format!("{}{seq}{group}{label}", entry.op)
-}
-
-/// `1.2 ms`, `58 s`, `3 min 20 s`.
-pub fn duration(ns: u64) -> String {
-    let (us, s) = (ns as f64 / 1e3, ns / 1_000_000_000);
-    match ns {
-        0..1_000_000 => format!("{us:.1} µs"),
-        1_000_000..1_000_000_000 => format!("{:.1} ms", us / 1e3),
-        1_000_000_000..10_000_000_000 => format!("{:.1} s", us / 1e6),
-        10_000_000_000..120_000_000_000 => format!("{s} s"),
-        _ => format!("{} min {} s", s / 60, s % 60),
-    }
 }
 
 /// Says what happened, from at most one dump a rank.
@@ -198,7 +161,7 @@ pub fn tell(all: &[Dump]) -> Diagnosis {
     let members = members(&dumps);
     let changes = history::changes(all, generation, &members);
     if newest.is_none() && !all.is_empty() {
-        return history::of_lost_ranks(generation, changes);
+        return of_lost_ranks(generation, changes);
     }
     let has = |rank: usize| dumps.iter().any(|dump| dump.rank == rank);
     let missing: Vec<usize> = members.iter().copied().filter(|rank| !has(*rank)).collect();
@@ -232,6 +195,22 @@ pub fn tell(all: &[Dump]) -> Diagnosis {
     notes(&mut story, &dumps, &old);
     arrivals(&mut story, &views);
     story
+}
+
+/// What is known where only lost ranks have left dumps.
+fn of_lost_ranks(generation: u32, changes: Vec<Change>) -> Diagnosis {
+    let lost = changes.iter().filter(|change| change.what == Event::Lost);
+    let lost: BTreeSet<usize> = lost.filter_map(|change| change.rank).collect();
+    let lost: Vec<usize> = lost.into_iter().collect();
+    Diagnosis {
+        sentence: format!(
+            "the job went on without {}; no other rank has left a dump, as when a job succeeds",
+            rank_list(&lost)
+        ),
+        generation,
+        changes,
+        ..Diagnosis::default()
+    }
 }
 
 /// The ranks of the generation that `dumps` are of.
@@ -483,32 +462,6 @@ fn arrivals(story: &mut Diagnosis, views: &[RankTimeline<'_>]) {
             .notes
             .push("arrivals are compared by the clocks of several hosts".to_owned());
     }
-}
-
-/// What one rank was doing, for a launcher's report: where in the training,
-/// and which operation was in flight.
-pub fn last_known(dump: &Dump) -> Option<String> {
-    let mut parts = Vec::new();
-    let phase = dump.phase.as_ref().map(|phase| phase.name.clone());
-    let at = dump
-        .position
-        .map(|at| format!("epoch {} step {}", at.epoch, at.step));
-    let place: Vec<String> = at.into_iter().chain(phase).collect();
-    if !place.is_empty() {
-        parts.push(place.join(", "));
-    }
-    let in_flight = dump
-        .entries
-        .iter()
-        .filter(|entry| entry.state == State::Running)
-        .min_by_key(|entry| entry.n);
-    let completed = dump.entries.iter().find(|entry| entry.state == State::Done);
-    match (in_flight, completed) {
-        (Some(entry), _) => parts.push(format!("{} was in flight", named(dump, entry))),
-        (None, Some(entry)) => parts.push(format!("last completed {}", named(dump, entry))),
-        (None, None) => {}
-    }
-    (!parts.is_empty()).then(|| parts.join("; "))
 }
 
 #[cfg(test)]

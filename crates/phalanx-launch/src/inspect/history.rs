@@ -1,11 +1,9 @@
 //! What happened to the ranks of an elastic job: which were lost, which joined.
 
-use std::collections::BTreeSet;
-
 use phalanx_comm::recorder::Dump;
 use serde::Serialize;
 
-use super::analysis::{Diagnosis, last_known};
+use super::describe::last_known;
 use crate::report::rank_list;
 
 /// Something that happened to the ranks.
@@ -108,22 +106,6 @@ pub(super) fn changes(all: &[Dump], generation: u32, members: &[usize]) -> Vec<C
     }
     changes.sort();
     changes
-}
-
-/// What is known where only lost ranks have left dumps.
-pub(super) fn of_lost_ranks(generation: u32, changes: Vec<Change>) -> Diagnosis {
-    let lost = changes.iter().filter(|change| change.what == Event::Lost);
-    let lost: BTreeSet<usize> = lost.filter_map(|change| change.rank).collect();
-    let lost: Vec<usize> = lost.into_iter().collect();
-    Diagnosis {
-        sentence: format!(
-            "the job went on without {}; no other rank has left a dump, as when a job succeeds",
-            rank_list(&lost)
-        ),
-        generation,
-        changes,
-        ..Diagnosis::default()
-    }
 }
 
 /// `11:02:07 UTC`.

@@ -1,6 +1,7 @@
 //! `phalanx inspect`: the flight recorders of all ranks, as one sentence.
 
 pub mod analysis;
+mod describe;
 mod find;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;

@@ -5,7 +5,8 @@ use std::fmt::Write as _;
 
 use phalanx_comm::recorder::{Dump, Entry, State};
 
-use super::analysis::{Diagnosis, duration};
+use super::analysis::Diagnosis;
+use super::describe::duration;
 use crate::report::rank_list;
 
 /// Rows shown.

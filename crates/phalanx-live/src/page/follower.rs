@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use phalanx_track::{Follow, Record};
 
 use super::hub::Hub;
+use super::job::{Inbox, Job, Told};
 use super::run::RunView;
 use super::view::View;
-use super::{Inbox, Job, Told, now};
 use crate::{End, Result, run_folder};
 
 /// How often it looks.
@@ -84,7 +84,7 @@ impl Follower {
                 let before = self.job.clone();
                 self.job.trouble = read.and(refreshed).err().map(|error| error.chain());
                 if let Some(end) = &outcome {
-                    self.job.ended = Some(now());
+                    self.job.ended = Some(phalanx_base::unix_time().as_secs_f64());
                     let (state, message) = match end {
                         End::Finished => ("finished", None),
                         End::Stopped(message) => ("stopped", Some(message)),

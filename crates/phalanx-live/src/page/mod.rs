@@ -3,23 +3,22 @@
 mod access;
 mod follower;
 mod hub;
+mod job;
 mod run;
 mod runs;
 mod server;
 mod view;
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
-
-use serde::Serialize;
+use std::time::Duration;
 
 use self::access::Access;
 use self::follower::Follower;
 use self::hub::Hub;
+use self::job::{Job, Told};
 use self::runs::Runs;
 use self::server::Site;
 use self::view::View;
@@ -28,48 +27,6 @@ use crate::{Address, End, Error, ErrorKind, Rank, Result, Tail};
 /// How long the end of the job waits for the last look at the run's folder, which may be on a slow
 /// file system, and for the readers.
 const END_LIMIT: Duration = Duration::from_secs(3);
-
-/// What the page says of the whole job.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Job {
-    program: String,
-    /// This machine.
-    host: String,
-    /// Seconds since 1970.
-    started: f64,
-    ended: Option<f64>,
-    /// `running`, `finished`, `stopped`, `failed`.
-    state: &'static str,
-    /// Why it has failed, or who has stopped it.
-    message: Option<String>,
-    /// Why the run's folder cannot be read.
-    trouble: Option<String>,
-}
-
-/// What the launcher has told.
-#[derive(Debug, Default)]
-pub(crate) struct Inbox {
-    ranks: Vec<Rank>,
-    ranks_are_new: bool,
-    tails: BTreeMap<usize, Arc<Tail>>,
-    notes: Vec<String>,
-    /// The file in which rank 0 names the run's folder.
-    pointer: Option<PathBuf>,
-    outcome: Option<End>,
-}
-
-/// The inbox, and a bell for its last message.
-#[derive(Debug, Default)]
-pub(crate) struct Told {
-    inbox: Mutex<Inbox>,
-    ended: Condvar,
-}
-
-impl Told {
-    pub fn inbox(&self) -> MutexGuard<'_, Inbox> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
 
 /// The page of one job. It is served until this is dropped.
 pub struct Page {
@@ -91,7 +48,7 @@ impl Page {
         let job = Job {
             program: program.to_owned(),
             host: phalanx_base::host_name(),
-            started: now(),
+            started: phalanx_base::unix_time().as_secs_f64(),
             ended: None,
             state: "running",
             message: None,
@@ -260,12 +217,6 @@ fn secret() -> Result<String> {
     getrandom::fill(&mut bytes)
         .map_err(|e| Error::new(ErrorKind::System, "no random numbers").caused_by(e))?;
     Ok(hex::encode(bytes))
-}
-
-/// Seconds since 1970.
-pub(crate) fn now() -> f64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    now.map_or(0.0, |now| now.as_secs_f64())
 }
 
 #[cfg(test)]

@@ -14,7 +14,6 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::hub::{self, Hub};
-use super::now;
 use super::run::{Curves, New};
 
 /// How often new lines, and new runs, are looked for.
@@ -252,7 +251,9 @@ impl Read {
 
     /// Whether the process that has locked the folder is gone. Those of other hosts are not known.
     fn is_killed(&self, host: &Value) -> bool {
-        if *host != *phalanx_base::host_name() || now() - self.written() < QUIET_S {
+        if *host != *phalanx_base::host_name()
+            || phalanx_base::unix_time().as_secs_f64() - self.written() < QUIET_S
+        {
             return false;
         }
         let Ok(text) = read_regular(&self.path.join(".lock"), 4096) else {

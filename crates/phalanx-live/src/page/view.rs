@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::Job;
 use super::hub;
+use super::job::Job;
 use super::run::{New, RunView};
 use crate::Rank;
 use crate::tail::Tail;

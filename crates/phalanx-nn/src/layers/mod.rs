@@ -29,7 +29,7 @@ pub use layer_norm::{LayerNorm, RmsNorm};
 pub use linear::Linear;
 pub use max_pool2d::MaxPool2d;
 pub use multi_head_attention::{KvCache, MultiHeadAttention};
-pub(crate) use multi_head_attention::{Mask, attend, attend_stepwise, causal_mask};
+pub(crate) use multi_head_attention::{attend, causal_mask};
 
 use crate::param::{Init, Layout, ParamId, Scope};
 

@@ -2,7 +2,8 @@
 
 use super::{Act, Linear};
 use crate::param::{Init, Layout, ParamId, Scope};
-use crate::{Error, Result, Value};
+use crate::value::{Mask, attend_stepwise, last_causal_mask};
+use crate::{Result, Value};
 
 /// PyTorch's `MultiheadAttention` with `batch_first`, equal widths of query, key
 /// and value: `in_proj_weight` `[3 E, E]`, `in_proj_bias`,
@@ -196,29 +197,6 @@ pub(crate) fn causal_mask<'s, V: Value<'s>>(of: &V, length: usize) -> Result<V> 
     last_causal_mask(of, length, length)
 }
 
-/// The same of the last `queries` of `keys` positions.
-fn last_causal_mask<'s, V: Value<'s>>(of: &V, queries: usize, keys: usize) -> Result<V> {
-    let Some(before) = keys.checked_sub(queries) else {
-        return Err(Error::usage(format!(
-            "causal attention of {queries} queries to only {keys} keys"
-        )));
-    };
-    let above = |i: usize| i % keys > i / keys + before;
-    let closed = |i| if above(i) { f32::NEG_INFINITY } else { 0.0 };
-    let mask: Vec<f32> = (0..queries * keys).map(closed).collect();
-    of.constant(&mask, &[queries, keys])
-}
-
-/// Which keys a query sees.
-pub(crate) enum Mask<V> {
-    /// All.
-    Open,
-    /// Its own position's and those before it; with [`causal_mask`], if that is made already.
-    Causal(Option<V>),
-    /// This is added to the scores.
-    Added(V),
-}
-
 /// Scaled dot-product attention of projected values (N, L, E), by heads; `dropout` zeroes
 /// weights.
 pub(crate) fn attend<'s, V: Value<'s>>(
@@ -232,46 +210,4 @@ pub(crate) fn attend<'s, V: Value<'s>>(
         Mask::Causal(_) if V::ATTENDS_AT_ONCE => q.attention(k, v, heads, true, dropout),
         _ => attend_stepwise(heads, [q, k, v], mask, dropout),
     }
-}
-
-/// As [`attend`], with an operation for each step.
-pub(crate) fn attend_stepwise<'s, V: Value<'s>>(
-    heads: usize,
-    [q, k, v]: [V; 3],
-    mask: Mask<V>,
-    dropout: Option<f64>,
-) -> Result<V> {
-    let shape = q.shape();
-    let &[n, l, width] = &*shape else {
-        return Err(Error::usage(format!(
-            "attention needs (N, L, E), got shape {shape:?}"
-        )));
-    };
-    if heads == 0 || !width.is_multiple_of(heads) {
-        return Err(Error::usage(format!(
-            "{heads} heads do not divide a width of {width}"
-        )));
-    }
-    let each = width / heads;
-    let mask = match mask {
-        Mask::Open => None,
-        Mask::Causal(None) => Some(last_causal_mask(&q, l, k.shape().get(1).map_or(0, |n| *n))?),
-        Mask::Causal(Some(mask)) | Mask::Added(mask) => Some(mask),
-    };
-    // (N, L, E) to (N, heads, L, E / heads).
-    let apart = |x: V| {
-        let l = x.shape()[1];
-        x.reshape(&[n, l, heads, each])?.permute(&[0, 2, 1, 3])
-    };
-    let q = apart(q)?.scale(1.0 / (each as f32).sqrt())?;
-    let mut scores = q.bmm_transposed(apart(k)?)?;
-    if let Some(mask) = mask {
-        scores = scores.add(mask)?;
-    }
-    let mut weights = scores.softmax(3)?;
-    if let Some(p) = dropout {
-        weights = weights.dropout(p)?;
-    }
-    let y = weights.bmm(apart(v)?)?.permute(&[0, 2, 1, 3])?;
-    y.reshape(&[n, l, width])
 }

@@ -2,8 +2,9 @@
 //! unsupervised multitask learners", 2019) and nanoGPT (A. Karpathy, 2022) build it, with
 //! separate projections for query, key and value.
 
-use crate::layers::{Dropout, Embedding, KvCache, LayerNorm, Linear, Mask, attend, causal_mask};
+use crate::layers::{Dropout, Embedding, KvCache, LayerNorm, Linear, attend, causal_mask};
 use crate::param::{Init, ParamId, Scope};
+use crate::value::Mask;
 use crate::{Error, Result, Value, ValueStep};
 
 /// Sizes of a [`Gpt`].

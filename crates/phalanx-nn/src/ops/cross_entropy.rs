@@ -1,8 +1,8 @@
 //! Cross-entropy of unnormalised scores with label smoothing, class weights and
 //! ignored rows, in one operation. Saves the gradient for a loss gradient of one.
 
-use super::element_loss::Prepared;
-use crate::losses::{IGNORE_LABEL, Reduction};
+use super::element_loss::{Prepared, Reduction};
+use super::nll::IGNORE_LABEL;
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
 use phalanx_kernels::softmax_dim::{class_rows, exponentials, scaled_exponentials};

@@ -3,11 +3,40 @@
 //!
 //! *Order*: elements in memory order, in f64, rounded once.
 
-use crate::losses::Reduction;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Operation, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
+
+/// How the losses of elements (of rows, in losses over classes) are combined.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Reduction {
+    /// One loss per element, or per row; ignored rows have 0.
+    None,
+    /// Their sum.
+    Sum,
+    /// The sum divided by the number of elements (NaN if there are none, as in PyTorch).
+    Mean,
+    /// The sum divided by a given number, such as the size of the batch over all ranks.
+    Over(f32),
+}
+
+impl Reduction {
+    pub(super) fn divisor(self, elements: usize) -> f32 {
+        match self {
+            Reduction::None | Reduction::Sum => 1.0,
+            Reduction::Mean => elements as f32,
+            Reduction::Over(d) => d,
+        }
+    }
+}
+
+/// The sum divided by this number.
+impl From<f32> for Reduction {
+    fn from(divisor: f32) -> Self {
+        Reduction::Over(divisor)
+    }
+}
 
 /// A loss whose gradient was computed in the forward pass.
 pub(crate) struct Prepared {

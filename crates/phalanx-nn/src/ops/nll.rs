@@ -1,10 +1,13 @@
 //! Negative log-likelihood of labels. Saves the labels.
 
-use crate::losses::{IGNORE_LABEL, Reduction};
+use super::element_loss::Reduction;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Operation, Slots};
 use crate::tensor::Shape;
 use crate::{Error, Precision, Result, Tensor};
+
+/// A label that is ignored (PyTorch's -100).
+pub const IGNORE_LABEL: u32 = u32::MAX;
 
 pub(crate) struct Nll {
     labels: (usize, usize),

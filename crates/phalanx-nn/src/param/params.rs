@@ -3,7 +3,6 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::layout::Layout;
-use super::scope::Section;
 use crate::error::{Error, Result};
 use phalanx_kernels::aligned::{AlignedBuf, round_up};
 
@@ -100,6 +99,57 @@ impl ParamInfo {
         let mut region = vec![0.0; round_up(self.len)];
         import(self, values, &mut region)?;
         Ok(region)
+    }
+}
+
+/// Parameters or buffers so far: places, and values in PyTorch's order.
+#[derive(Default)]
+pub(super) struct Section {
+    pub(super) infos: Vec<ParamInfo>,
+    pub(super) values: Vec<AlignedBuf>,
+    end: usize,
+}
+
+impl Section {
+    pub(super) fn add(
+        &mut self,
+        name: String,
+        shape: &[usize],
+        layout: Layout,
+        values: AlignedBuf,
+    ) -> u32 {
+        let len = values.len();
+        self.infos.push(ParamInfo {
+            name,
+            shape: shape.to_vec(),
+            offset: self.end,
+            len,
+            layout,
+            whole: None,
+        });
+        self.values.push(values);
+        self.end += round_up(len);
+        self.infos.len() as u32 - 1
+    }
+
+    /// Says what number `index` is a shard of.
+    pub(super) fn set_whole(&mut self, index: usize, name: &str, shape: &[usize]) {
+        if let Some(info) = self.infos.get_mut(index) {
+            info.whole = Some(Box::new((name.to_owned(), shape.to_vec())));
+        }
+    }
+
+    /// Copies all values from PyTorch's order to their places.
+    pub(super) fn build(self) -> Result<(AlignedBuf, Vec<ParamInfo>)> {
+        let mut flat = AlignedBuf::zeroed(self.end);
+        for (info, values) in self.infos.iter().zip(self.values) {
+            import(
+                info,
+                &values,
+                &mut flat[info.offset..info.offset + info.len],
+            )?;
+        }
+        Ok((flat, self.infos))
     }
 }
 

@@ -3,10 +3,10 @@
 use std::collections::HashSet;
 
 use super::layout::Layout;
-use super::params::{BufferId, ModelId, ParamId, ParamInfo, Params, import};
+use super::params::{BufferId, ModelId, ParamId, Params, Section};
 use crate::error::{Error, Result};
 use crate::rng::{init, torch::Generator};
-use phalanx_kernels::aligned::{AlignedBuf, round_up};
+use phalanx_kernels::aligned::AlignedBuf;
 use phalanx_kernels::isa;
 
 /// Seed of the initial weights; `Seed(n)` stands for `torch.manual_seed(n)`.
@@ -82,57 +82,6 @@ struct Registry {
     buffers: Section,
     names: HashSet<String>,
     first_mistake: Option<Error>,
-}
-
-/// Parameters or buffers so far: places, and values in PyTorch's order.
-#[derive(Default)]
-pub(super) struct Section {
-    infos: Vec<ParamInfo>,
-    values: Vec<AlignedBuf>,
-    end: usize,
-}
-
-impl Section {
-    pub(super) fn add(
-        &mut self,
-        name: String,
-        shape: &[usize],
-        layout: Layout,
-        values: AlignedBuf,
-    ) -> u32 {
-        let len = values.len();
-        self.infos.push(ParamInfo {
-            name,
-            shape: shape.to_vec(),
-            offset: self.end,
-            len,
-            layout,
-            whole: None,
-        });
-        self.values.push(values);
-        self.end += round_up(len);
-        self.infos.len() as u32 - 1
-    }
-
-    /// Says what number `index` is a shard of.
-    pub(super) fn set_whole(&mut self, index: usize, name: &str, shape: &[usize]) {
-        if let Some(info) = self.infos.get_mut(index) {
-            info.whole = Some(Box::new((name.to_owned(), shape.to_vec())));
-        }
-    }
-
-    /// Copies all values from PyTorch's order to their places.
-    pub(super) fn build(self) -> Result<(AlignedBuf, Vec<ParamInfo>)> {
-        let mut flat = AlignedBuf::zeroed(self.end);
-        for (info, values) in self.infos.iter().zip(self.values) {
-            import(
-                info,
-                &values,
-                &mut flat[info.offset..info.offset + info.len],
-            )?;
-        }
-        Ok((flat, self.infos))
-    }
 }
 
 impl Registry {

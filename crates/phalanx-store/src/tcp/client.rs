@@ -16,7 +16,7 @@ use phalanx_wire::store_msg::{
 use super::FOLLOWER_STREAM;
 use super::socket::tune;
 use crate::auth;
-use crate::{Error, ErrorKind, Result, Store};
+use crate::{Error, ErrorKind, Result, Store, Will};
 
 /// Default timeout of a response, in addition to the timeout of a wait.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -107,43 +107,6 @@ pub enum ServerState {
 
 /// Of a closed server.
 const NOT_OPEN: ErrorKind = ErrorKind::Rejected(RejectReason::NotOpen);
-
-/// A value that is stored when this process ends; see [`Store::leave_will`].
-/// Dropping it removes the will. It belongs to one connection: when the store moves to
-/// another server ([`TcpStore::move_with`]), it is lost, and another one must be left.
-#[derive(Debug)]
-pub struct Will {
-    connection: Connection,
-    key: String,
-    /// Not to be removed on drop.
-    executed: bool,
-}
-
-impl Will {
-    /// Stores the value now, as if this process had ended.
-    pub fn execute(mut self) {
-        self.executed = true;
-    }
-}
-
-impl Drop for Will {
-    fn drop(&mut self) {
-        if self.executed {
-            return; // the server executes it when the connection closes
-        }
-        let Connection { stream, buffer, .. } = &mut self.connection;
-        buffer.clear();
-        let remove = Request::Will {
-            key: &self.key,
-            value: None,
-        };
-        // The server reads it before the end of the connection. The response is not
-        // needed.
-        if remove.encode(buffer).is_ok() {
-            let _ = stream.write_all(buffer);
-        }
-    }
-}
 
 #[derive(Debug)]
 struct Connection {
@@ -974,11 +937,15 @@ impl Store for TcpStore {
         // Its own connection, which is not returned to the pool.
         let connection = self.exchange(&request, Duration::ZERO, true)?;
         match Response::decode(&connection.buffer) {
-            Ok(Response::Done) => Ok(Some(Will {
-                connection,
-                key: key.to_owned(),
-                executed: false,
-            })),
+            Ok(Response::Done) => {
+                let Connection { stream, buffer, .. } = connection;
+                Ok(Some(Will {
+                    stream,
+                    buffer,
+                    key: key.to_owned(),
+                    executed: false,
+                }))
+            }
             Ok(Response::Failed(failure)) => Err(Error::failed(&self.name(), key, failure)),
             Ok(_) => Err(self.wrong_type()),
             Err(e) => Err(self.broken(e)),

@@ -14,7 +14,7 @@ mod server;
 mod socket;
 mod waiters;
 
-pub use client::{ServerState, TcpStore, Will, host_port};
+pub use client::{ServerState, TcpStore, host_port};
 pub use follower::Follower;
 pub use refused::{RefusalReason, RefusedConnections};
 #[cfg(any(test, fuzzing))]

@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use phalanx_base::env::Env;
@@ -417,10 +416,7 @@ impl Tracker for Mlflow {
         let experiment = self.experiment.clone().or(experiment);
         let kept =
             kept.filter(|kept| kept.uri == uri && (kept.run_id.is_some() || kept.parent.is_some()));
-        let now = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
-        let now = now.as_secs_f64();
+        let now = phalanx_base::unix_time().as_secs_f64();
         let run = Dir::open(dir)?.read(RUN_FILE, LARGEST_FILE)?;
         let run: Option<Value> = run.and_then(|text| serde_json::from_slice(&text).ok());
         let left = kept

@@ -10,7 +10,6 @@ use std::fmt::Write as _;
 use std::fs::File;
 use std::io::{BufWriter, Write as _};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use phalanx_base::files::Dir;
 use phalanx_report::png_size;
@@ -64,8 +63,7 @@ impl Out {
         // Files are read in the order of their names: each has a later second than those before.
         let second = |(_, name): (&String, &str)| name.split('.').next()?.parse::<u64>().ok();
         let last = names.clone().filter_map(second).max();
-        let now = SystemTime::now().duration_since(UNIX_EPOCH);
-        let now = now.unwrap_or_default().as_secs();
+        let now = phalanx_base::unix_time().as_secs();
         let now = now.max(last.map_or(0, |last| last.saturating_add(1)));
         let host = phalanx_base::host_name();
         let host = host.replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "_");

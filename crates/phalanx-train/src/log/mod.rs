@@ -26,16 +26,10 @@ pub use self::run::RunInfo;
 pub(crate) use self::run::{Attempt, RUN_FILE, VERSION, document, write};
 pub(crate) use self::system::{Counters, processor};
 use self::system::{Members, System};
-pub(crate) use self::writer::{Files, has_launcher, warn};
-use self::writer::{Message, Writer};
+pub(crate) use self::writer::{EVENTS_FILE, Files, IMAGES_DIR, TABLES_DIR, has_launcher, warn};
+use self::writer::{Message, Status, Writer, event};
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
-
-/// The file of everything that is not a number by step or epoch.
-pub(crate) const EVENTS_FILE: &str = "events.jsonl";
-/// Folders for what `log_image` and `log_table` get.
-pub(crate) const IMAGES_DIR: &str = "images";
-pub(crate) const TABLES_DIR: &str = "tables";
 
 /// The names in the trainer's own records of `metrics.jsonl`, also of those that earlier versions wrote. Others are the
 /// program's, but for measures of an evaluation, which begin with [`OF_EVALUATION`].
@@ -73,15 +67,6 @@ const QUEUE: usize = 1024;
 /// How long a checkpoint and the end of a run wait for the thread.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 const FINISH_LIMIT: Duration = Duration::from_secs(10);
-
-/// How a run ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Status {
-    Finished,
-    /// It can be resumed.
-    Stopped,
-    Failed,
-}
 
 /// The log of a run on this rank. `metrics.jsonl` must be written; everything else is written by a thread, which no step
 /// waits for, and what cannot be written is warned of once. On ranks other than 0 the thread only tells rank 0 what the
@@ -403,29 +388,6 @@ impl Drop for RunLog {
     fn drop(&mut self) {
         self.end(Status::Failed);
     }
-}
-
-impl Status {
-    fn name(self) -> &'static str {
-        match self {
-            Status::Finished => "finished",
-            Status::Stopped => "stopped",
-            Status::Failed => "failed",
-        }
-    }
-}
-
-/// A record of `events.jsonl`.
-fn event(kind: &str, started: Instant, step: Option<u64>, fields: Value) -> Value {
-    let mut event =
-        json!({ "kind": kind, "time": run::now(), "elapsed_s": started.elapsed().as_secs_f64() });
-    if let Some(step) = step {
-        event["step"] = json!(step);
-    }
-    if let (Some(event), Value::Object(fields)) = (event.as_object_mut(), fields) {
-        event.extend(fields);
-    }
-    event
 }
 
 /// `name` as a part of a file's name.

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::Path;
-use std::time::SystemTime;
 
 use phalanx_base::files::Dir;
+use phalanx_base::unix_time;
 use phalanx_data::metrics::write_summary_in;
 use phalanx_launch::RankContext;
 use phalanx_nn::{GraphNode, ParamInfo};
@@ -121,12 +121,6 @@ impl Attempt {
     }
 }
 
-/// Seconds since 1970.
-pub(super) fn now() -> f64 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    since.unwrap_or_default().as_secs_f64()
-}
-
 /// The document, without the model's graph, of an attempt that resumed at `resumed_at` steps.
 pub(crate) fn document(
     ctx: &RankContext,
@@ -154,7 +148,7 @@ pub(crate) fn document(
         "branches": attempt.branches(&info.settings, resumed_at),
         "program": info.program,
         "phalanx": env!("CARGO_PKG_VERSION"),
-        "started": now() - ctx.started().elapsed().as_secs_f64(),
+        "started": unix_time().as_secs_f64() - ctx.started().elapsed().as_secs_f64(),
         "command": super::source::command(),
         "arguments": arguments,
         "git": super::source::git(Path::new(".")),

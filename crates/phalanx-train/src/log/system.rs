@@ -8,8 +8,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
-use phalanx_base::host_name;
 use phalanx_base::process::proc_bytes;
+use phalanx_base::{host_name, unix_time};
 use phalanx_launch::RankContext;
 use phalanx_store::Store;
 use serde_json::{Map, Value, json};
@@ -187,7 +187,7 @@ impl System {
             "rank": self.members.rank,
             "host": self.host,
             "pid": std::process::id(),
-            "time": super::run::now(),
+            "time": unix_time().as_secs_f64(),
             "cpu_percent": percent,
             "memory_bytes": status_bytes("/proc/self/status", "VmRSS:"),
             "sent_bytes": counters.sent_bytes.load(Relaxed),

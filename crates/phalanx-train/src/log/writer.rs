@@ -11,12 +11,37 @@ use phalanx_nn::GraphNode;
 use serde_json::{Value, json};
 
 use super::histogram::Histogram;
+use super::run;
 use super::system::{Members, System};
-use super::{EVENTS_FILE, IMAGES_DIR, Status, TABLES_DIR, run};
 use crate::error::Result;
 use crate::say;
 
+/// The file of everything that is not a number by step or epoch.
+pub(crate) const EVENTS_FILE: &str = "events.jsonl";
+/// Folders for what `log_image` and `log_table` get.
+pub(crate) const IMAGES_DIR: &str = "images";
+pub(crate) const TABLES_DIR: &str = "tables";
+
 pub(super) type Histograms = Vec<(String, Histogram)>;
+
+/// How a run ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Status {
+    Finished,
+    /// It can be resumed.
+    Stopped,
+    Failed,
+}
+
+impl Status {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Status::Finished => "finished",
+            Status::Stopped => "stopped",
+            Status::Failed => "failed",
+        }
+    }
+}
 
 /// What the thread is told.
 #[derive(Debug)]
@@ -117,7 +142,7 @@ impl Writer {
             let ranks = self.system.all();
             let started = self.system.started();
             let step = self.first + self.system.steps();
-            files.event(&super::event("system", started, Some(step), ranks));
+            files.event(&event("system", started, Some(step), ranks));
         }
     }
 }
@@ -206,4 +231,16 @@ pub(crate) fn warn(file: &str, why: impl Display) {
 fn as_json(histograms: Histograms) -> Value {
     let of = |(name, histogram)| (name, json!(histogram));
     Value::Object(histograms.into_iter().map(of).collect())
+}
+
+/// A record of `events.jsonl`.
+pub(super) fn event(kind: &str, started: Instant, step: Option<u64>, fields: Value) -> Value {
+    let mut event = json!({ "kind": kind, "time": phalanx_base::unix_time().as_secs_f64(), "elapsed_s": started.elapsed().as_secs_f64() });
+    if let Some(step) = step {
+        event["step"] = json!(step);
+    }
+    if let (Some(event), Value::Object(fields)) = (event.as_object_mut(), fields) {
+        event.extend(fields);
+    }
+    event
 }

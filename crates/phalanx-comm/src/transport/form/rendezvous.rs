@@ -9,7 +9,7 @@ use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, Will};
 
 use super::host::Host;
 use super::member::Member;
-use crate::notice::{HostSpeaker, Waiting, ranks, say, seconds};
+use crate::notice::{HostSpeaker, Waiting, list, ranks, say, seconds};
 use crate::{Error, ErrorKind, Result, limits};
 
 /// Interval between two heartbeats of a rank that forms a group. The first comes after
@@ -474,14 +474,6 @@ pub(crate) fn name(ranks: &[usize]) -> String {
         [one] => format!("rank {one}"),
         many => format!("ranks {}", list(many)),
     }
-}
-
-fn list(ranks: &[usize]) -> String {
-    ranks
-        .iter()
-        .map(usize::to_string)
-        .collect::<Vec<_>>()
-        .join(", ")
 }
 
 /// "30 s", "1.5 s", "200 ms".
