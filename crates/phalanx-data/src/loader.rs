@@ -17,13 +17,13 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::Dataset;
 use crate::sampler::EpochPlan;
-use phalanx_base::{Error, ErrorKind, Result};
+use phalanx_base::{Error, ErrorKind, Result, lock};
 
 /// Samples of one step on this rank.
 #[derive(Debug, Default)]
@@ -154,7 +154,7 @@ impl<D: Dataset + ?Sized> Loader<D> {
 
     /// Starts an epoch, or the rest of one. Drops the rest of the previous plan.
     pub fn start(&mut self, plan: EpochPlan) {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         state.forget();
         state.plan = Some(Arc::new(plan));
         drop(state);
@@ -171,7 +171,7 @@ impl<D: Dataset + ?Sized> Loader<D> {
     /// An error of the data set for a sample of this batch; the rest of the epoch is
     /// dropped.
     pub fn next_batch(&mut self) -> Result<Option<LoadedBatch<D>>> {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         let steps = state.plan.as_ref().map_or(0, |plan| plan.len());
         if state.delivered == steps {
             return Ok(None);
@@ -218,7 +218,7 @@ impl<D: Dataset + ?Sized> Loader<D> {
 
 impl<D: Dataset + ?Sized> Drop for Loader<D> {
     fn drop(&mut self) {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         state.forget();
         state.closing = true;
         drop(state);
@@ -260,7 +260,7 @@ impl<D: Dataset + ?Sized> Deref for LoadedBatch<D> {
 impl<D: Dataset + ?Sized> Drop for LoadedBatch<D> {
     fn drop(&mut self) {
         let batch = std::mem::take(&mut self.batch);
-        self.home.lock().keep(batch);
+        lock(&self.home.state).keep(batch);
     }
 }
 
@@ -293,14 +293,9 @@ impl<B> State<B> {
 }
 
 impl<D: Dataset + ?Sized> Shared<D> {
-    fn lock(&self) -> MutexGuard<'_, State<D::Batch>> {
-        // Nothing panics while the lock is held.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The loop of a worker.
     fn work(&self) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         loop {
             if state.closing {
                 return;
@@ -320,7 +315,7 @@ impl<D: Dataset + ?Sized> Shared<D> {
 
             let result = self.fill(&plan, step, batch);
 
-            state = self.lock();
+            state = lock(&self.state);
             if state.round == round {
                 // Steps are claimed in order, so the index of this one is known.
                 let place = step - state.delivered;

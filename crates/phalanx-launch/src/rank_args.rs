@@ -304,6 +304,13 @@ pub fn run(
     }
     if let Some(meeting) = &mut node.meeting {
         meeting.timeout = Duration::from_secs_f64(args.init_timeout);
+        let lost_after = meeting.lost_after.as_secs_f64();
+        if elastic && lost_after >= args.timeout {
+            return Err(Error::usage(format!(
+                "--lost-after {lost_after} is not less than --timeout {}, after which the other ranks give up",
+                args.timeout
+            )));
+        }
     }
     let own = std::env::args_os().skip(1).collect();
     let (env, token_file) = (real_env(), args.token_file.as_deref());

@@ -1123,6 +1123,10 @@ fn what_cannot_go_on_without_a_rank_is_refused_before_it_begins() {
             "--evict-after 60",
             "--evict-after 60 is not less than --timeout 60",
         ),
+        (
+            "--nnodes 1:2 --node-rank 0 --master-addr 127.0.0.1 --timeout 1.5",
+            "--lost-after 2 is not less than --timeout 1.5",
+        ),
     ] {
         let line = format!(
             "train mnist --data synthetic:64 --epochs 1 --nproc-per-node 2 --elastic --output-dir a {more}"

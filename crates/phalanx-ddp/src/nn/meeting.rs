@@ -2,9 +2,10 @@
 //! runs on its own thread, contributes its part, and gets the parts of all shards in
 //! shard order, which does not depend on the number of ranks.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use phalanx_base::lock;
 use phalanx_comm::ProcessGroup;
 use phalanx_nn::layers::JoinStatistics;
 
@@ -66,20 +67,15 @@ impl Meeting {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // A thread that panics reports it through `fail`; the state is consistent between statements.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Notifies all others that `member` has failed.
     pub(crate) fn fail(&self, member: usize, why: &str) {
         let why = why.to_owned();
-        self.end_with(&mut self.lock(), Failed::In { member, why });
+        self.end_with(&mut lock(&self.state), Failed::In { member, why });
     }
 
     /// `member` has finished, and takes part in no more meetings.
     pub(crate) fn end(&self, member: usize) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.ended[member] = true;
         if let Some(waits) = state.parts.iter().position(Option::is_some) {
             let failed = Failed::Apart(self.left_out(member, waits));
@@ -89,7 +85,7 @@ impl Meeting {
 
     /// The member that failed first, if the failure was in one.
     pub(crate) fn culprit(&self) -> Option<usize> {
-        match self.lock().failed {
+        match lock(&self.state).failed {
             Some(Failed::In { member, .. }) => Some(member),
             _ => None,
         }
@@ -127,7 +123,7 @@ impl Meeting {
 
     /// The parts of all shards of all ranks, in shard order.
     fn gather(&self, member: usize, part: &[f64]) -> Result<Arc<Vec<f64>>> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let all_here = |state: &State| state.parts.iter().all(Option::is_some);
         state.parts[member] = Some(part.to_vec());
         if state.failed.is_none() {
@@ -182,7 +178,7 @@ impl Meeting {
             let waited = self.changed.wait_timeout(state, LOOK);
             drop(waited.unwrap_or_else(PoisonError::into_inner));
             let works = self.group.check();
-            state = self.lock();
+            state = lock(&self.state);
             if let Err(e) = works
                 && state.held == now
                 && state.failed.is_none()

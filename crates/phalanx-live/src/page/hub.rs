@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 
 use hyper::body::Bytes;
+use phalanx_base::lock;
 use serde_json::Value;
 use tokio::sync::Notify;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
@@ -83,13 +84,9 @@ impl Subscription {
 }
 
 impl<V: View> Hub<V> {
-    fn lock(&self) -> MutexGuard<'_, Inner<V>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Changes the state and sends what has changed.
     pub fn update(&self, change: impl FnOnce(&mut V)) {
-        let mut inner = self.lock();
+        let mut inner = lock(&self.inner);
         change(&mut inner.view);
         if let Some(changed) = inner.view.change() {
             inner.number += 1;
@@ -101,24 +98,24 @@ impl<V: View> Hub<V> {
 
     /// The folder of the run with that number, and how it ended.
     pub fn run(&self, id: usize) -> Option<(PathBuf, Value)> {
-        self.lock().view.run(id)
+        lock(&self.inner).view.run(id)
     }
 
     /// Sends something that is not shown, so that closed connections are noticed.
     pub fn beat(&self) {
-        self.lock().send(&Bytes::from_static(b":\n\n"));
+        lock(&self.inner).send(&Bytes::from_static(b":\n\n"));
     }
 
     /// Ends all readers when they have read the rest.
     pub fn end(&self) {
-        let mut inner = self.lock();
+        let mut inner = lock(&self.inner);
         self.is_over.store(true, Ordering::Relaxed);
         inner.readers.clear();
     }
 
     /// A new reader; `None` if there are too many. `drop` is notified when it is too slow.
     pub fn subscribe(&self, drop: Arc<Notify>) -> Option<Subscription> {
-        let mut inner = self.lock();
+        let mut inner = lock(&self.inner);
         inner.readers.retain(|reader| !reader.messages.is_closed());
         if inner.readers.len() >= MOST_READERS {
             return None;
