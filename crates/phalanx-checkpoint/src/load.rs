@@ -89,11 +89,9 @@ pub fn read_tensors(path: &Path) -> Result<(Vec<Saved>, Loaded)> {
         for (name, tensor) in found {
             let Some(dtype) = tensor.dtype else {
                 let name = one_line(&name);
-                return Err(Error::data(format!(
-                    "{}: {name} is {}, which .pth files cannot store",
-                    path.display(),
-                    tensor.dtype_name
-                )));
+                let dtype = tensor.dtype_name;
+                let what = format_args!("{name} is {dtype}, which .pth files cannot store");
+                return Err(wrong(path, what));
             };
             let bytes = (tensor.shape.iter()).fold(dtype.size_bytes() as u64, |n, d| {
                 n.saturating_mul(*d as u64)
@@ -101,11 +99,10 @@ pub fn read_tensors(path: &Path) -> Result<(Vec<Saved>, Loaded)> {
             total_bytes = total_bytes.saturating_add(bytes);
             // The tensors of a manifest or an index are in other files.
             if total_bytes > LARGEST_COPIES * file_bytes.max(1 << 20) && !is_json(path) {
-                return Err(Error::data(format!(
-                    "{}: its tensors share so much memory that, each by itself, they take more than {LARGEST_COPIES} \
-                     times the file",
-                    path.display()
-                )));
+                let what = format_args!(
+                    "its tensors share so much memory that, each by itself, they take more than {LARGEST_COPIES} times the file"
+                );
+                return Err(wrong(path, what));
             }
             all.push(Saved {
                 name,
@@ -365,11 +362,11 @@ fn check_finite(path: &Path, name: &str, dtype: DType, bytes: &[u8], values: &[f
         None => values[at].to_string(),
     };
     let count = values.iter().filter(|value| !value.is_finite()).count();
-    Err(Error::data(format!(
-        "{}: {name} has {what} at index {at} ({count} of its {} values are not finite)",
-        path.display(),
-        values.len()
-    )))
+    let all = values.len();
+    let what = format_args!(
+        "{name} has {what} at index {at} ({count} of its {all} values are not finite)"
+    );
+    Err(wrong(path, what))
 }
 
 /// The tensors of `outline`, after comparing all names, types and shapes.
@@ -418,12 +415,11 @@ fn matched<'f, 'a>(
         match dtype {
             Some(dtype) if found.shape == *shape => all.push((tensor, dtype, found)),
             _ => {
-                return Err(Error::data(format!(
-                    "{}: {name} is {} of shape {:?}, the model has F32 of shape {shape:?}",
-                    path.display(),
-                    found.dtype_name,
-                    found.shape,
-                )));
+                let (dtype, has) = (&found.dtype_name, &found.shape);
+                let what = format_args!(
+                    "{name} is {dtype} of shape {has:?}, the model has F32 of shape {shape:?}"
+                );
+                return Err(wrong(path, what));
             }
         }
     }

@@ -13,7 +13,7 @@ use phalanx_train::{check_folder_of, file_of};
 /// Arguments of `phalanx export`.
 #[derive(Debug, clap::Args)]
 pub struct ExportArgs {
-    /// Weights (.pth, .pt, .safetensors, the .index.json of several files), a resumable checkpoint's .json, or the folder of a run
+    /// Weights (.pth, .pt, .safetensors, the .index.json of a model in several files), a resumable checkpoint's .json, or the folder of a run
     #[arg(value_name = "CHECKPOINT")]
     checkpoint: PathBuf,
     /// File to write; the extension selects the format: .pth or .pt for torch.load, or .safetensors

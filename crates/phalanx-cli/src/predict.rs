@@ -23,7 +23,7 @@ use phalanx_recipes::{NETWORKS, Net, Network, Pixels, Views};
 #[derive(Debug, clap::Args)]
 #[command(override_usage = "phalanx predict CHECKPOINT [OPTIONS] --data <DIR|synthetic|IMAGE>...")]
 pub struct PredictArgs {
-    /// Weights (.pth, .pt, .safetensors, the .index.json of several files), a resumable checkpoint's .json, or the folder of a run
+    /// Weights (.pth, .pt, .safetensors, the .index.json of a model in several files), a resumable checkpoint's .json, or the folder of a run
     #[arg(value_name = "CHECKPOINT")]
     checkpoint: PathBuf,
     /// Test set in a data set's folder, `synthetic` (generated test images), or image files (PNG, PGM, PPM); takes all

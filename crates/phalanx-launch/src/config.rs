@@ -72,11 +72,12 @@ pub fn own_arguments() -> Result<Vec<OsString>> {
 ///
 /// Usage, naming the file and the flag.
 pub fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<OsString>> {
+    let whole = command;
     let command = words.iter().fold(command, |command, word| {
         let named = word.to_str().and_then(|name| command.find_subcommand(name));
         named.unwrap_or(command)
     });
-    check_text(command, &words)?;
+    check_text(whole, command, &words)?;
     let typed = flags(words.iter().map(|word| word.to_string_lossy().into_owned()));
     let config = typed.iter().rfind(|(name, _)| name == "config");
     let Some(path) = config.and_then(|(_, values)| values.first()) else {
@@ -117,15 +118,21 @@ pub fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<Os
     Ok(words)
 }
 
-/// Refuses a flag of `command` whose value has to be text and is not: clap's own error does not name the flag.
-fn check_text(command: &Command, words: &[OsString]) -> Result<()> {
+/// Names the flag of `command` whose value has to be text and is not, where `whole` refuses `words` for that: clap's own error
+/// does not name it.
+fn check_text(whole: &Command, command: &Command, words: &[OsString]) -> Result<()> {
+    let is_refused = |command: &Command, words: &[OsString]| {
+        let words = std::iter::once(OsStr::new("")).chain(words.iter().map(|word| &**word));
+        let parsed = command.clone().try_get_matches_from(words);
+        parsed.is_err_and(|error| error.kind() == ErrorKind::InvalidUtf8)
+    };
+    if words.iter().all(|word| word.to_str().is_some()) || !is_refused(whole, words) {
+        return Ok(());
+    }
     let name = |at: usize| dashed(words[at].to_string_lossy().into_owned().into()).1;
     for at in (0..words.len()).filter(|at| words[*at].to_str().is_none()) {
         let flag_at = at.saturating_sub(usize::from(name(at).is_none()));
-        let alone =
-            std::iter::once(OsStr::new("")).chain(words[flag_at..=at].iter().map(|word| &**word));
-        let parsed = command.clone().try_get_matches_from(alone);
-        if parsed.is_err_and(|error| error.kind() == ErrorKind::InvalidUtf8) {
+        if is_refused(command, &words[flag_at..=at]) {
             let shown = words[flag_at..=at].join(OsStr::new(" "));
             return Err(Error::usage(format!("{} is not UTF-8", shown.display())));
         }
@@ -361,6 +368,15 @@ mod tests {
             &[b"train", b"--path", b"a\xff"],
             &[b"train", b"--path=\xff"],
         ];
+        // The words after a program are its own, whatever they are called here.
+        let program = Arg::new("program").num_args(1..).trailing_var_arg(true);
+        let program = program.value_parser(clap::value_parser!(OsString));
+        let launch = Command::new("launch").arg(Arg::new("lr").long("lr"));
+        let command =
+            Command::new("phalanx").subcommand(launch.arg(program.allow_hyphen_values(true)));
+        let words = [&b"launch"[..], b"program", b"--lr", b"\xff"];
+        let words = words.map(|word| OsStr::from_bytes(word).to_owned());
+        assert!(with_config(&command, words.to_vec()).is_ok());
         for fine in fine {
             assert_eq!(read(fine).expect("a path").len(), fine.len());
         }

@@ -2,6 +2,8 @@
 //! garbage: the bodies of the fuzz targets in `tools/fuzz/`, which the tests here run on garbled
 //! seeds.
 
+use phalanx_process::oom;
+
 use super::args::LaunchArgs;
 use super::flags::LaunchCli;
 use super::nodes::NodeInfo;
@@ -12,7 +14,6 @@ use super::streams::StreamChoice;
 use crate::inspect::fuzzing as inspect;
 use crate::stop;
 use crate::torchrun;
-use phalanx_process::oom;
 
 /// Name, body, seeds.
 pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);

@@ -18,6 +18,14 @@ use phalanx_comm::{
     takes_others,
 };
 use phalanx_live::{Page, State};
+use phalanx_process::Guard;
+use phalanx_process::error_file::{reported_code, reported_signal};
+use phalanx_process::folder::RunFolder;
+use phalanx_process::oom::OomWatch;
+use phalanx_process::proc_stat::path_of;
+use phalanx_process::pump::{Sink, WriteError};
+use phalanx_process::reap;
+use phalanx_process::signals::{Caught, SignalWatch, can_be_continued, interrupted, suspend_self};
 use phalanx_store::{FileStore, Store, TcpServer, TcpStore};
 use rustix::process::{Signal, kill_process};
 use signal_hook::consts::{SIGTSTP, SIGUSR1, SIGUSR2};
@@ -41,14 +49,6 @@ use super::report::{self, JobFailure, RankName};
 use super::token;
 use crate::error::{Error, ErrorKind, Result};
 use crate::{say, stop, system};
-use phalanx_process::Guard;
-use phalanx_process::error_file::{reported_code, reported_signal};
-use phalanx_process::folder::RunFolder;
-use phalanx_process::oom::OomWatch;
-use phalanx_process::proc_stat::path_of;
-use phalanx_process::pump::{Sink, WriteError};
-use phalanx_process::reap;
-use phalanx_process::signals::{Caught, SignalWatch, can_be_continued, interrupted, suspend_self};
 
 /// How long to wait for the sign that a node is lost, from when ranks are stopped because they have lost others.
 const LOST_NODE_WAIT: Duration = Duration::from_secs(1);

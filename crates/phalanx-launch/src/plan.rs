@@ -10,7 +10,10 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use phalanx_base::env::TOKEN_VARIABLE;
 use phalanx_comm::transport::is_own_address;
+use phalanx_process::folder;
+use phalanx_process::proc_stat::path_of;
 use phalanx_wire::Token;
 
 use super::args::LaunchArgs;
@@ -23,9 +26,6 @@ use super::token;
 use crate::error::{Error, Result};
 use crate::threads::Cores;
 use crate::{say, stop};
-use phalanx_base::env::TOKEN_VARIABLE;
-use phalanx_process::folder;
-use phalanx_process::proc_stat::path_of;
 
 /// Everything that a launch needs, checked.
 pub struct LaunchPlan {

@@ -14,6 +14,12 @@ use std::time::{Duration, Instant};
 use phalanx_base::env::{RUN_POINTER_VARIABLE, TOKEN_VARIABLE};
 use phalanx_comm::recorder::Dump;
 use phalanx_live::Page;
+use phalanx_process::error_file::{ERRORS_VARIABLE, LAUNCHER, error_file_text, reported_code};
+use phalanx_process::folder::RunFolder;
+use phalanx_process::proc_stat::{path_of, stat};
+use phalanx_process::pump::{self, Log, OpenPipes, Route, Sink, Tail, WriteError};
+use phalanx_process::reap::reap_group;
+use phalanx_process::{Guard, tied_command};
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid,
@@ -29,12 +35,6 @@ use super::torchrun::fill_in;
 use crate::error::{Error, ErrorKind, Result};
 use crate::lock;
 use crate::stop::is_caught;
-use phalanx_process::error_file::{ERRORS_VARIABLE, LAUNCHER, error_file_text, reported_code};
-use phalanx_process::folder::RunFolder;
-use phalanx_process::proc_stat::{path_of, stat};
-use phalanx_process::pump::{self, Log, OpenPipes, Route, Sink, Tail, WriteError};
-use phalanx_process::reap::reap_group;
-use phalanx_process::{Guard, tied_command};
 
 /// How long after a rank's end the output of processes that it left behind is read
 /// before they are killed.

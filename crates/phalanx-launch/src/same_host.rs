@@ -11,12 +11,12 @@ use std::io::ErrorKind as IoKind;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use phalanx_process::proc_stat::stat;
 use phalanx_store::FileStore;
 use sha2::{Digest, Sha256};
 
 use super::place::Env;
 use crate::error::{Error, Result};
-use phalanx_process::proc_stat::stat;
 
 /// Variables that identify one rank of one job. The process that started the ranks has other
 /// values, or none.

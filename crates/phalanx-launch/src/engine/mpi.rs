@@ -10,6 +10,8 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use phalanx_process::helper_command;
+use phalanx_process::proc_stat::stat;
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 
 use super::child::{self, ProcessOutput};
@@ -17,8 +19,6 @@ use super::{WaitNotice, by_hand};
 use crate::error::{Error, ErrorKind, Result};
 use crate::place::{self, Env};
 use crate::system;
-use phalanx_process::helper_command;
-use phalanx_process::proc_stat::stat;
 
 /// Names of the library. Versions 1.10 to 5 have the first one.
 const NAMES: [&str; 2] = ["libmpi.so.40", "libmpi.so"];

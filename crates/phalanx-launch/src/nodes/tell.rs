@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use phalanx_process::signals;
 use phalanx_store::{Store, TcpServer, TcpStore};
 use phalanx_wire::Token;
 
@@ -17,7 +18,6 @@ use crate::flags::{LaunchCli, NodeFlags};
 use crate::place::{Env, Meeting, NodeQuery, is_under_launcher, rank_place, real_env};
 use crate::report::{JobFailure, taken_apart};
 use crate::{lock, say, token};
-use phalanx_process::signals;
 
 /// How long this node tries to reach node 0, and node 0 keeps its store for nodes that come later.
 const LIMIT: Duration = Duration::from_secs(10);

@@ -14,7 +14,7 @@ fn version_and_help_go_to_stdout() {
     let done = family.run(&["launch", "--help"]);
     assert_eq!(done.code(), 0);
     assert!(done.out.contains("--nproc-per-node"), "{done:#?}");
-    assert!(!done.out.contains("exec-rank"));
+    assert!(!done.out.contains("exec-child"));
 }
 
 #[test]
