@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::recorder::{Dump, Entry, State};
 
-use crate::context::FORMING;
+use phalanx_member::FORMING;
 use crate::flight::STOPPED;
 use crate::inspect::analysis;
 use crate::ranks::Rank;

@@ -8,7 +8,7 @@ use clap::{ArgMatches, Command, CommandFactory as _, FromArgMatches as _};
 use phalanx_base::stop;
 
 use crate::config::{own_arguments, with_config};
-use crate::context::RankContext;
+use phalanx_member::RankContext;
 use crate::error::{Error, Result};
 use crate::flags::RankArgs;
 use crate::rank_args::{PrintingRanks, run};
