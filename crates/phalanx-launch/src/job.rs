@@ -12,8 +12,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_base::files::as_typed;
-use phalanx_comm::recorder::Failure;
 use phalanx_comm::PortRange;
+use phalanx_comm::recorder::Failure;
 use phalanx_live::{Page, State};
 use phalanx_member::{Event as Change, Log};
 use phalanx_process::Guard;
@@ -35,9 +35,7 @@ use super::ending::{self, Training};
 use super::evict::{Evictions, Seen};
 use super::flight;
 use super::machine::{Action, ExitStatus, ShutdownState, StopCause, TWIN};
-use super::nodes::{
-    self, Attempt, Moved, Next, NodeInfo, NodeStore, Nodes, Rules,
-};
+use super::nodes::{self, Attempt, Moved, Next, NodeInfo, NodeStore, Nodes, Rules};
 use super::numa;
 use super::place::{LOST_AFTER, Meeting};
 use super::plan::LaunchPlan;
@@ -848,9 +846,7 @@ impl Job<'_> {
             let goes_on = state.takes_others() && state.continues_with(world, others);
             for number in own.iter().filter(|_| goes_on) {
                 let leave = Change::Leave { number: *number };
-                let left = log.append(|state| {
-                    (!state.is_leaving(*number)).then(|| leave.clone())
-                });
+                let left = log.append(|state| (!state.is_leaving(*number)).then(|| leave.clone()));
                 left.map_err(failed())?;
             }
             Ok(goes_on)

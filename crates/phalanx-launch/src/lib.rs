@@ -60,10 +60,10 @@ pub mod words;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-pub use phalanx_member::{Elastic, RankContext};
 pub use flags::{LaunchCli, RankArgs, TransportArg};
 pub use phalanx_base::env::{number, real_env};
 pub use phalanx_live::Address;
+pub use phalanx_member::{Elastic, RankContext};
 pub use place::{Process, rank_place};
 pub use rank_args::{PrintingRanks, check_local_ranks, run as run_ranks, start};
 pub use report::rank_list;

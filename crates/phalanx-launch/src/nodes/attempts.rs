@@ -796,10 +796,7 @@ impl Coordinator {
         self.arriving.extend(self.arrived + 1..=arrived);
         self.arrived = arrived;
         // Ranks that have not begun cannot take in others yet.
-        if self.rules.in_place
-            && self.machine.is_running()
-            && !self.ask(State::takes_others)?
-        {
+        if self.rules.in_place && self.machine.is_running() && !self.ask(State::takes_others)? {
             return Ok(());
         }
         let arriving: Vec<Id> = self.arriving.iter().copied().collect();

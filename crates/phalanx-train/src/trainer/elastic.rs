@@ -565,9 +565,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             }
             let takes_others = S::TAKES_OTHERS;
             // All ranks write it, each perhaps as the last one that is left.
-            self.ctx.tell(|state| {
-                (!state.is_elastic()).then_some(Event::Elastic { takes_others })
-            })?;
+            self.ctx
+                .tell(|state| (!state.is_elastic()).then_some(Event::Elastic { takes_others }))?;
             self.watch_requests();
             return Ok(());
         }
