@@ -24,7 +24,7 @@ use phalanx_comm::{Detached, Error, ErrorKind, Formation, InitOptions, ProcessGr
 use phalanx_store::{ErrorKind as StoreKind, Store};
 
 use crate::log::Log;
-use crate::state::{Event, State};
+use crate::state::{Event, Next, Seat};
 
 /// How the next group is formed. All ranks must give the same options.
 #[derive(Clone, Debug)]
@@ -335,38 +335,40 @@ impl Meeting<'_> {
 
     /// The next group, which this process is a member of.
     fn meet(&mut self) -> Result<Formation> {
-        let me = self.process.number();
         let last = self.process.last().cloned();
         let last = last.ok_or_else(|| Error::internal("it was in no group"))?;
-        let generation = last
-            .generation
-            .checked_add(1)
-            .ok_or_else(|| Error::usage("there are no more generations"))?;
-        let here = |number: usize| here_key(last.job, generation, number);
+        let seat = Seat {
+            number: self.process.number(),
+            has_formed: self.process.left() == Some(last.generation),
+            is_planned: self.is_planned,
+            last,
+        };
+        let (job, last) = (seat.last.job, seat.last.generation);
+        let generation = last.checked_add(1);
+        let generation = generation.ok_or_else(|| Error::usage("there are no more generations"))?;
+        let here = |number: usize| here_key(job, generation, number);
         let (store, host) = (self.process.store(), self.process.host());
-        self.insist(|_| store.set(&here(me), host.as_bytes()))?;
-        if self.is_planned {
-            // A process that asks later waits for the generation after this one.
-            self.insist(|log| {
-                log.append(|state| {
-                    let gathers = state.group(last.job).is_some_and(|group| {
-                        group.gathers || group.formation.generation != last.generation
-                    });
-                    let group = last.clone();
-                    (!gathers && !state.asking().is_empty()).then_some(Event::Gather { group })
-                })
-            })?;
-        }
+        self.insist(|_| store.set(&here(seat.number), host.as_bytes()))?;
+        self.insist(|log| log.append(|state| seat.gather(state)))?;
         let mut enough_since: Option<Instant> = None;
         loop {
             self.insist(|log| log.read().map(drop))?;
             let state = self.log.state();
-            if let Some(formed) = self.formed(state, &last) {
-                return formed;
+            match seat.next(state) {
+                Next::In(group) => return Ok(group),
+                Next::Without(group) => return Err(self.excluded(seat.number, &group)),
+                Next::Lost(why) => {
+                    let number = seat.number;
+                    let what = format!(
+                        "process {number} was reported lost ({why}), and the others continue"
+                    );
+                    return Err(Error::new(ErrorKind::Excluded, what));
+                }
+                Next::Open => {}
             }
-            let expected = self.expected(state, &last);
-            let (members, newcomers) = &expected;
-            let all: Vec<usize> = members.iter().chain(newcomers).copied().collect();
+            let expected = seat.expected(state);
+            let newcomers = &expected.newcomers;
+            let all = [&expected.members[..], newcomers].concat();
             let keys: Vec<String> = all.iter().map(|number| here(*number)).collect();
             let names: Vec<&str> = keys.iter().map(String::as_str).collect();
             let missing = match store.wait(&names, LOOK.min(self.left())) {
@@ -379,160 +381,76 @@ impl Meeting<'_> {
             let comes = |number: &usize| !missing.contains(&here(*number));
             let (present, absent): (Vec<usize>, Vec<usize>) = all.iter().partition(|n| comes(n));
             // A newcomer has nothing that the others need.
-            let (late, unexplained): (Vec<usize>, Vec<usize>) =
-                absent.iter().partition(|number| newcomers.contains(number));
-            if present.len() >= self.min_world(&last, unexplained.len()) {
+            let is_late = |number: &&usize| newcomers.contains(number);
+            let late = absent.iter().filter(is_late).count();
+            let unexplained = absent.len() - late;
+            if present.len() >= self.min_world(&seat, unexplained) {
                 let since = *enough_since.get_or_insert_with(Instant::now);
-                let waited = match (unexplained.is_empty(), late.is_empty()) {
-                    (true, true) => Duration::ZERO,
-                    (true, false) => self.options.straggler_wait.min(NEWCOMER_WAIT),
-                    (false, _) => self.options.straggler_wait,
+                let waited = match (unexplained, late) {
+                    (0, 0) => Duration::ZERO,
+                    (0, _) => self.options.straggler_wait.min(NEWCOMER_WAIT),
+                    _ => self.options.straggler_wait,
                 };
                 let joins = present.last().is_some_and(|last| newcomers.contains(last));
                 // One asks where they are; should it be lost, the others do.
-                let patience = 4 * LOOK + ASK * present.len() as u32;
-                if joins
-                    && present.first() != Some(&me)
-                    && since.elapsed() < waited.saturating_add(patience)
-                {
-                    // Until it is decided.
-                    match self.log.wait(LOOK.min(self.left())) {
-                        Err(e) if e.kind() != StoreKind::NoAnswer => return Err(cannot_meet(e)),
-                        _ => continue,
-                    }
-                } else if since.elapsed() >= waited {
-                    let host_of = |number: usize| {
-                        let host = store.try_get(&here(number)).map_err(cannot_meet);
-                        Ok(host?.unwrap_or_default())
-                    };
-                    let members = match place(present, newcomers, host_of) {
-                        Err(e) if e.kind() == ErrorKind::Timeout && !self.left().is_zero() => {
-                            continue;
-                        }
-                        placed => placed?,
-                    };
-                    self.propose(&last, generation, &members, &expected)?;
+                let patience = match joins && present.first() != Some(&seat.number) {
+                    true => 4 * LOOK + ASK * present.len() as u32,
+                    false => Duration::ZERO,
+                };
+                if since.elapsed() >= waited.saturating_add(patience) {
+                    let host_of = |number: usize| store.try_get(&here(number));
+                    let members = self.insist(|_| place(&present, newcomers, host_of))?;
+                    self.insist(|log| log.append(|state| seat.form(state, &members, &expected)))?;
                     continue;
+                }
+                if since.elapsed() >= waited {
+                    // Until it is decided.
+                    let limit = LOOK.min(self.left());
+                    self.insist(|log| log.wait(limit).map(drop))?;
                 }
             }
             if let Some(why) = self.log.state().over() {
-                return Err(Error::new(
-                    ErrorKind::Aborted,
-                    format!("the job ends: {why}"),
-                ));
+                let what = format!("the job ends: {why}");
+                return Err(Error::new(ErrorKind::Aborted, what));
             }
             if self.left().is_zero() {
-                return Err(self.too_few(&last, present.len(), &absent));
-            }
-        }
-    }
-
-    /// The next group, if the log has it: it is an error where this process is not in it.
-    fn formed(&self, state: &State, last: &Formation) -> Option<Result<Formation>> {
-        let me = self.process.number();
-        if let Some(why) = state.why_lost(me) {
-            let what = format!("process {me} was reported lost ({why}), and the others continue");
-            return Some(Err(Error::new(ErrorKind::Excluded, what)));
-        }
-        let next = &state.group(last.job)?.formation;
-        if next.generation <= last.generation {
-            return None;
-        }
-        Some(match next.members.contains(&me) {
-            true => Ok(next.clone()),
-            false => Err(Error::new(
-                ErrorKind::Excluded,
-                format!(
-                    "process {me} was excluded from generation {} (members: {}), which waited {:.1} s for it; start it again \
-                     to take part in a later run",
-                    next.generation,
-                    list(&next.members),
-                    self.options.straggler_wait.as_secs_f64(),
-                ),
-            )),
-        })
-    }
-
-    /// Whether the member `number` of the group `last` was in no group before it, nor in this one.
-    fn is_new(&self, state: &State, last: &Formation, number: usize) -> bool {
-        let group = state.group(last.job);
-        let group = group.filter(|group| group.formation.generation == last.generation);
-        let has_formed = self.process.left() == Some(last.generation);
-        !has_formed && group.is_some_and(|group| group.new.contains(&number))
-    }
-
-    /// The members of the last group that are expected, by rank, and the newcomers.
-    fn expected(&self, state: &State, last: &Formation) -> (Vec<usize>, Vec<usize>) {
-        let group = state.group(last.job);
-        let group = group.filter(|group| group.formation.generation == last.generation);
-        let is_new = |number: &usize| self.is_new(state, last, *number);
-        let living = last.members.iter().copied();
-        let living = living.filter(|number| state.why_lost(*number).is_none());
-        let (mut new, members): (Vec<usize>, Vec<usize>) = living.partition(is_new);
-        if self.is_planned && group.is_some_and(|group| group.gathers) {
-            new.extend(state.asking());
-        }
-        (members, new)
-    }
-
-    /// Writes that `members` form the next group, if those that are `expected` are still so.
-    fn propose(
-        &mut self,
-        last: &Formation,
-        generation: u32,
-        members: &[usize],
-        expected: &(Vec<usize>, Vec<usize>),
-    ) -> Result<()> {
-        let group = Formation {
-            generation,
-            members: members.to_vec(),
-            ..last.clone()
-        };
-        let is_planned = self.is_planned;
-        loop {
-            let this = &*self;
-            let mut log = this.log.clone();
-            let written = log.append(|state| {
-                let is_open = this.formed(state, last).is_none();
-                let is_same = this.expected(state, last) == *expected;
-                let group = group.clone();
-                (is_open && is_same).then_some(Event::Formed { group, is_planned })
-            });
-            *self.log = log;
-            match written {
-                Err(e) if e.kind() == StoreKind::NoAnswer && !self.left().is_zero() => {}
-                written => return written.map_err(cannot_meet),
+                return Err(self.too_few(&seat, present.len(), &absent));
             }
         }
     }
 
     /// Least size of the new group, if `unexplained` processes do not come and are not known to be lost.
-    fn min_world(&self, last: &Formation, unexplained: usize) -> usize {
+    fn min_world(&self, seat: &Seat, unexplained: usize) -> usize {
         let least = match unexplained {
             0 => 1,
-            _ => self.world(last) / 2 + 1,
+            _ => seat.world(self.log.state()) / 2 + 1,
         };
         self.options.min_world.unwrap_or(least).max(1)
     }
 
-    fn world(&self, last: &Formation) -> usize {
-        let state = self.log.state();
-        let members = last.members.iter();
-        members
-            .filter(|number| !self.is_new(state, last, **number))
-            .count()
+    fn excluded(&self, number: usize, group: &Formation) -> Error {
+        Error::new(
+            ErrorKind::Excluded,
+            format!(
+                "process {number} was excluded from generation {} (members: {}), which waited {:.1} s for it; start it again to \
+                 take part in a later run",
+                group.generation,
+                list(&group.members),
+                self.options.straggler_wait.as_secs_f64(),
+            ),
+        )
     }
 
-    fn too_few(&self, last: &Formation, present: usize, absent: &[usize]) -> Error {
+    fn too_few(&self, seat: &Seat, present: usize, absent: &[usize]) -> Error {
         let majority = match self.options.min_world {
             None => ", more than half",
             Some(_) => "",
         };
         Error::timeout(format!(
             "{present} of {} ranks came within {:.1} s, {} are needed{majority}; processes that did not come: {}",
-            self.world(last),
+            seat.world(self.log.state()),
             self.options.timeout.as_secs_f64(),
-            self.min_world(last, absent.len()),
+            self.min_world(seat, absent.len()),
             list(absent),
         ))
     }
@@ -556,18 +474,18 @@ fn list(numbers: &[usize]) -> String {
 }
 
 /// `present` by their new ranks: each of the `newcomers` follows the last one of its host.
-fn place(
-    present: Vec<usize>,
+fn place<H: PartialEq>(
+    present: &[usize],
     newcomers: &[usize],
-    host_of: impl Fn(usize) -> Result<Vec<u8>>,
-) -> Result<Vec<usize>> {
+    host_of: impl Fn(usize) -> phalanx_store::Result<H>,
+) -> phalanx_store::Result<Vec<usize>> {
     let is_new = |number: &usize| newcomers.contains(number);
-    let (new, mut placed): (Vec<usize>, Vec<usize>) = present.into_iter().partition(is_new);
+    let (new, mut placed): (Vec<usize>, Vec<usize>) = present.iter().partition(|n| is_new(n));
     if new.is_empty() {
         return Ok(placed);
     }
     let hosts = placed.iter().map(|number| host_of(*number));
-    let mut hosts: Vec<Vec<u8>> = hosts.collect::<Result<_>>()?;
+    let mut hosts: Vec<H> = hosts.collect::<Result<_, _>>()?;
     for number in new {
         let host = host_of(number)?;
         let last = hosts.iter().rposition(|known| *known == host);
@@ -587,9 +505,9 @@ mod tests {
         let placed = |present: &[usize], newcomers: &[usize], hosts: &[(usize, &str)]| {
             let host_of = |number: usize| {
                 let host = hosts.iter().find(|(known, _)| *known == number);
-                Ok(host.map_or("", |(_, host)| *host).as_bytes().to_vec())
+                Ok(host.map_or("", |(_, host)| *host))
             };
-            place(present.to_vec(), newcomers, host_of).unwrap()
+            place(present, newcomers, host_of).unwrap()
         };
         let hosts = [
             (1, "a"),

@@ -9,6 +9,8 @@
 mod context;
 mod group;
 mod log;
+#[cfg(test)]
+mod model_tests;
 mod state;
 
 pub use context::{Elastic, FORMING, RankContext};

@@ -246,3 +246,111 @@ impl State {
         own.map(move |(index, _)| first + index)
     }
 }
+
+/// A process that is to be in the next group, after the group `last`.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Seat {
+    pub(crate) number: usize,
+    pub(crate) last: Formation,
+    /// This process was in that group; it has not only tried to form it.
+    pub(crate) has_formed: bool,
+    /// It was agreed on between two operations: newcomers are taken in.
+    pub(crate) is_planned: bool,
+}
+
+/// The processes that are waited for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Expected {
+    /// Those of the last group that are not lost, by rank.
+    pub(crate) members: Vec<usize>,
+    /// Those that have nothing that the others need.
+    pub(crate) newcomers: Vec<usize>,
+}
+
+/// What has become of a [`Seat`].
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Next {
+    /// It is not decided who is in the next group.
+    Open,
+    /// The process is in this group.
+    In(Formation),
+    /// The others have formed this group without it.
+    Without(Formation),
+    /// It was lost, and why.
+    Lost(String),
+}
+
+impl Seat {
+    /// What has become of it.
+    pub(crate) fn next(&self, state: &State) -> Next {
+        if let Some(why) = state.why_lost(self.number) {
+            return Next::Lost(why.to_owned());
+        }
+        match state.group(self.last.job).map(|group| &group.formation) {
+            Some(next) if next.generation <= self.last.generation => Next::Open,
+            None => Next::Open,
+            Some(next) if next.members.contains(&self.number) => Next::In(next.clone()),
+            Some(next) => Next::Without(next.clone()),
+        }
+    }
+
+    /// The last group as the log has it, unless it has a later one.
+    fn group<'a>(&self, state: &'a State) -> Option<&'a Group> {
+        let group = state.group(self.last.job)?;
+        (group.formation.generation == self.last.generation).then_some(group)
+    }
+
+    /// Whether the member `number` of the last group was in no group before it, nor in this one.
+    fn is_new(&self, state: &State, number: usize) -> bool {
+        let group = self.group(state).filter(|_| !self.has_formed);
+        group.is_some_and(|group| group.new.contains(&number))
+    }
+
+    /// The size of the last group, without newcomers.
+    pub(crate) fn world(&self, state: &State) -> usize {
+        let members = self.last.members.iter();
+        members
+            .filter(|number| !self.is_new(state, **number))
+            .count()
+    }
+
+    /// Those that are waited for.
+    pub(crate) fn expected(&self, state: &State) -> Expected {
+        let living = self.last.members.iter().copied();
+        let living = living.filter(|number| state.why_lost(*number).is_none());
+        let (mut newcomers, members): (Vec<usize>, Vec<usize>) =
+            living.partition(|number| self.is_new(state, *number));
+        if self.is_planned && self.group(state).is_some_and(|group| group.gathers) {
+            newcomers.extend(state.asking());
+        }
+        Expected { members, newcomers }
+    }
+
+    /// Calls the processes that ask, if there are any. A process that asks later waits for the generation after the next.
+    pub(crate) fn gather(&self, state: &State) -> Option<Event> {
+        let known = state.group(self.last.job);
+        let is_open = known.is_none_or(|known| {
+            !known.gathers && known.formation.generation == self.last.generation
+        });
+        let group = self.last.clone();
+        let calls = self.is_planned && is_open && !state.asking.is_empty();
+        calls.then_some(Event::Gather { group })
+    }
+
+    /// Forms the next group of `members`, who came when these were `expected`, if they still are.
+    pub(crate) fn form(
+        &self,
+        state: &State,
+        members: &[usize],
+        expected: &Expected,
+    ) -> Option<Event> {
+        let is_open = self.next(state) == Next::Open && self.expected(state) == *expected;
+        let group = Formation {
+            generation: self.last.generation.checked_add(1)?,
+            members: members.to_vec(),
+            ..self.last.clone()
+        };
+        let is_planned = self.is_planned;
+        is_open.then_some(Event::Formed { group, is_planned })
+    }
+}

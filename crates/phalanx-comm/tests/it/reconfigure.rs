@@ -155,9 +155,10 @@ fn an_abort_does_not_wait_for_a_store_that_hangs() {
 #[test]
 fn the_next_group_has_the_ranks_that_are_named() {
     for over in EVERYWHERE {
+        let gate = Barrier::new(3);
         on_each(groups(over, 3), |group| {
             let rank = group.rank();
-            group.barrier().unwrap();
+            all_ready(&group, &gate);
             if rank == 1 {
                 let mut process = group.detach(false).unwrap();
                 let last = process.last().unwrap().clone();
