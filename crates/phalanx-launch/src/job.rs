@@ -902,11 +902,10 @@ impl Job<'_> {
     /// Whether the local rank `local`, which has failed, was a newcomer that the others do not need.
     fn judge(&self, watch: &mut Supervision<'_>, local: usize) {
         let (number, world) = (watch.ranks[local].number, self.shared.world);
-        let log = self.log_of(watch);
-        let is_candidate = log.is_ok_and(|log| {
-            log.read()
-                .is_ok_and(|state| state.is_candidate(world, number))
-        });
+        // The store may have ended with the job: it is asked only where it matters.
+        let mut log = (number >= world).then(|| self.log_of(watch));
+        let state = log.as_mut().and_then(|log| log.as_mut().ok()?.read().ok());
+        let is_candidate = state.is_some_and(|state| state.is_candidate(world, number));
         watch.machine.set_candidate(local, is_candidate);
     }
 
