@@ -61,6 +61,7 @@ const MAY: [(&str, &[&str]); 24] = [
             "checkpoint",
             "data",
             "report",
+            "member",
             "launch",
             "flow",
             "train",
