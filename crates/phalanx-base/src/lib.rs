@@ -24,6 +24,11 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The number of cores that this process may use.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// The time since 1970, UTC.
 pub fn unix_time() -> Duration {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);

@@ -35,7 +35,6 @@ pub const TARGETS: &[Target] = &[
     ("comm_posts", stall::posts, stall::posts_seeds),
     ("comm_record", recorder::record, recorder::record_seeds),
     ("comm_flight", recorder::memory, recorder::memory_seeds),
-    ("comm_members", group::members, group::members_seeds),
     ("comm_cores", wait::cores, wait::cores_seeds),
     (
         "comm_environment",

@@ -88,10 +88,8 @@ mod wait;
 pub use dtype::Element;
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
-    Buffer, Call, GroupOptions, InitOptions, Input, MAX_OBJECT_BYTES, MembershipRequests, Newcomer,
-    OpTimes, P2POp, Peer, PhaseGuard, ProcessGroup, RequestedChange, ShrinkOptions, Transport,
-    Work, goes_on_with, is_candidate, is_over, name_ranks, read_token, report_hold, report_leaving,
-    report_over, takes_others,
+    Buffer, Call, Detached, Formation, GroupOptions, InitOptions, Input, MAX_OBJECT_BYTES, OpTimes,
+    P2POp, Peer, PhaseGuard, ProcessGroup, Transport, Work, name_ranks, read_token,
 };
 pub use inherited::{inherited_socket, open as open_inherited};
 pub use limits::raise_open_files;

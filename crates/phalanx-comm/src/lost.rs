@@ -16,9 +16,9 @@ pub(crate) fn lost_key(number: usize) -> String {
     format!("{LOST}/{number}")
 }
 
-/// Says in `store`, which the ranks of a job use, that the process with the number `rank` has ended, and `why`. Ranks of
+/// Writes into `store`, which the ranks of a job use, that the process with the number `rank` has ended, and `why`. Ranks of
 /// other hosts that wait for it in an operation leave it with `PeerLost` within half a second, and those that
-/// [form a new group](crate::ProcessGroup::shrink) do not wait for it. For launchers, which know it at once.
+/// [form a group](crate::Detached::form) do not wait for it. `Log::lose` of `phalanx-member` calls this.
 ///
 /// # Errors
 ///

@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::recorder::{Dump, Entry, State};
 
-use crate::context::FORMING;
 use crate::flight::STOPPED;
 use crate::inspect::analysis;
 use crate::ranks::Rank;
+use phalanx_member::FORMING;
 
 /// Bounds of the interval between two looks.
 const LOOKS: [Duration; 2] = [Duration::from_millis(200), Duration::from_secs(1)];

@@ -12,12 +12,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_base::files::as_typed;
+use phalanx_comm::PortRange;
 use phalanx_comm::recorder::Failure;
-use phalanx_comm::{
-    PortRange, goes_on_with, is_candidate, is_over, report_leaving, report_lost, report_over,
-    takes_others,
-};
 use phalanx_live::{Page, State};
+use phalanx_member::{Event as Change, Log};
 use phalanx_process::Guard;
 use phalanx_process::error_file::{reported_code, reported_signal};
 use phalanx_process::folder::RunFolder;
@@ -37,9 +35,7 @@ use super::ending::{self, Training};
 use super::evict::{Evictions, Seen};
 use super::flight;
 use super::machine::{Action, ExitStatus, ShutdownState, StopCause, TWIN};
-use super::nodes::{
-    self, Attempt, Moved, Next, NodeInfo, NodeStore, Nodes, Rules, all_numbers, number_newcomers,
-};
+use super::nodes::{self, Attempt, Moved, Next, NodeInfo, NodeStore, Nodes, Rules};
 use super::numa;
 use super::place::{LOST_AFTER, Meeting};
 use super::plan::LaunchPlan;
@@ -670,7 +666,7 @@ impl Job<'_> {
                 .with_others(self.goes_on_in_place()),
             started: ranks.len(),
             restarts: self.restarts,
-            store: None,
+            log: None,
             ranks,
             reaped: 0,
             give_up: None,
@@ -843,14 +839,15 @@ impl Job<'_> {
         }
         let world = self.shared.world;
         let own: Vec<usize> = watch.running().map(|rank| rank.number).collect();
-        let asked = self.store_of(watch).and_then(|store| {
+        let asked = self.log_of(watch).and_then(|log| {
             let failed = || system("cannot leave the other nodes");
-            let others = all_numbers(store, world).map_err(failed())?;
-            let others = others.filter(|number| !own.contains(number));
-            let goes_on = takes_others(store).map_err(failed())?
-                && goes_on_with(store, world, others).map_err(failed())?;
+            let state = log.read().map_err(failed())?;
+            let others = state.numbers(world).filter(|number| !own.contains(number));
+            let goes_on = state.takes_others() && state.continues_with(world, others);
             for number in own.iter().filter(|_| goes_on) {
-                report_leaving(store, *number).map_err(failed())?;
+                let leave = Change::Leave { number: *number };
+                let left = log.append(|state| (!state.is_leaving(*number)).then(|| leave.clone()));
+                left.map_err(failed())?;
             }
             Ok(goes_on)
         });
@@ -872,9 +869,9 @@ impl Job<'_> {
         true
     }
 
-    /// The store, for what the ranks of an elastic job hear from this launcher.
-    fn store_of<'w>(&self, watch: &'w mut Supervision<'_>) -> Result<&'w Arc<dyn Store>> {
-        if watch.store.is_none() {
+    /// What has happened to the processes of an elastic job, which its ranks read too.
+    fn log_of<'w>(&self, watch: &'w mut Supervision<'_>) -> Result<&'w mut Log> {
+        if watch.log.is_none() {
             let failed = "cannot reach the store";
             let file = self.shared.store.strip_prefix("file://");
             let store: Arc<dyn Store> = match (file, &self.nodes) {
@@ -887,27 +884,28 @@ impl Job<'_> {
                     Arc::new(store.map_err(system(failed))?)
                 }
             };
-            watch.store = Some(store);
+            watch.log = Some(Log::new(store));
         }
-        let store = watch.store.as_ref();
-        store.ok_or_else(|| Error::new(ErrorKind::Failed, "no store"))
+        let log = watch.log.as_mut();
+        log.ok_or_else(|| Error::new(ErrorKind::Failed, "no store"))
     }
 
     /// The others need not wait for the local rank `local` of an elastic job, which has succeeded.
     fn is_done(&self, watch: &mut Supervision<'_>, local: usize) {
         let number = watch.ranks[local].number;
         // Ranks that do not hear it wait for a deadline.
-        let _ = self.store_of(watch).map(|store| {
-            let _ = report_lost(store, number, "it has succeeded");
-        });
+        let _ = self
+            .log_of(watch)
+            .map(|log| log.lose(number, "it has succeeded"));
     }
 
     /// Whether the local rank `local`, which has failed, was a newcomer that the others do not need.
     fn judge(&self, watch: &mut Supervision<'_>, local: usize) {
         let (number, world) = (watch.ranks[local].number, self.shared.world);
-        let store = self.store_of(watch);
-        let is_candidate =
-            store.is_ok_and(|store| is_candidate(&**store, world, number).unwrap_or(false));
+        // The store may have ended with the job: it is asked only where it matters.
+        let mut log = (number >= world).then(|| self.log_of(watch));
+        let state = log.as_mut().and_then(|log| log.as_mut().ok()?.read().ok());
+        let is_candidate = state.is_some_and(|state| state.is_candidate(world, number));
         watch.machine.set_candidate(local, is_candidate);
     }
 
@@ -918,17 +916,18 @@ impl Job<'_> {
         let alive: Vec<usize> = watch.machine.alive().collect();
         let alive = alive.iter().map(|local| watch.ranks[*local].number);
         let alive: Vec<usize> = alive.collect();
-        let told = self.store_of(watch).and_then(|store| {
+        let told = self.log_of(watch).and_then(|log| {
             let failed = || system("cannot report a lost rank");
+            let state = log.read().map_err(failed())?;
             let others = match in_place {
-                true => all_numbers(store, world).map_err(failed())?.collect(),
+                true => state.numbers(world).collect(),
                 false => alive,
             };
             let others = others.into_iter().filter(|other| *other != number);
-            let goes_on = goes_on_with(store, world, others).map_err(failed())?;
+            let goes_on = state.continues_with(world, others);
             if goes_on {
                 let why = format!("pid {} has ended", pid.as_raw_nonzero());
-                report_lost(store, number, &why).map_err(failed())?;
+                log.lose(number, &why).map_err(failed())?;
             }
             Ok(goes_on)
         });
@@ -1011,9 +1010,12 @@ impl Job<'_> {
             .map(|seen| seen.number);
         let others: Vec<usize> = others.collect();
         // Not before the training has begun: without the rank the job would end.
-        let store = self.store_of(watch);
-        if !store.is_ok_and(|store| goes_on_with(store, self.shared.world, others).unwrap_or(false))
-        {
+        let world = self.shared.world;
+        let log = self.log_of(watch);
+        if !log.is_ok_and(|log| {
+            log.read()
+                .is_ok_and(|state| state.continues_with(world, others))
+        }) {
             return;
         }
         for (local, why) in late {
@@ -1032,7 +1034,8 @@ impl Job<'_> {
             return Ok(());
         };
         let (id, world) = (self.nodes.as_ref().map_or(0, Nodes::id), self.shared.world);
-        let number = number_newcomers(self.store_of(watch)?, id, world, 1);
+        let log = self.log_of(watch)?;
+        let number = nodes::insist(|| log.start(id, world, 1));
         let number = number.map_err(system("cannot number a rank that is started again"))?;
         watch.restarts += 1;
         // Those of all nodes have the number of the attempt.
@@ -1305,9 +1308,8 @@ impl Job<'_> {
             watch.halted = Some(watch.halted_now());
             if self.plan.args.elastic {
                 // Ranks that do not hear it are killed after the grace.
-                let _ = self.store_of(watch).map(|store| {
-                    let _ = report_over(store, "a rank has failed, or the job was interrupted");
-                });
+                let why = "a rank has failed, or the job was interrupted";
+                let _ = self.log_of(watch).map(|log| log.end(why));
             }
         }
         let verdict = match (why, &watch.verdict) {
@@ -1646,8 +1648,8 @@ impl Job<'_> {
         let mut ends = (0..watch.ranks.len()).map(|local| watch.machine.end(local));
         let any_good = ends.any(|end| end.is_some_and(ExitStatus::is_ok));
         let joined_late = self.nodes.as_ref().is_some_and(Nodes::has_joined_late);
-        let store = self.nodes.as_ref().map(Nodes::store);
-        let is_over = || store.is_some_and(|store| is_over(&*store).unwrap_or(false));
+        let nodes = self.nodes.as_ref();
+        let is_over = || nodes.is_some_and(|nodes| is_over(&mut Log::new(nodes.store())));
         match watch.leaving {
             // It had ended before they could leave.
             Some(_) if watch.all_ended_well() && is_over() => Outcome::Success,
@@ -1703,12 +1705,13 @@ impl Job<'_> {
     /// Unless they are `done`, which all know when the job is over.
     fn wait_for_others(&mut self, done: bool) -> Result<Outcome> {
         let mut told = false;
+        let mut log = self.nodes.as_ref().map(|nodes| Log::new(nodes.store()));
         // No deadline: lost nodes are noticed.
         loop {
             let Some(nodes) = &self.nodes else {
                 return Ok(Outcome::Success);
             };
-            let is_done = || done || is_over(&*nodes.store()).unwrap_or(false);
+            let mut is_done = || done || log.as_mut().is_some_and(is_over);
             told = told || (is_done() && nodes.done()?);
             if nodes.can_restart() {
                 // Node 0 decides, so that all know the same.
@@ -1778,8 +1781,8 @@ struct Supervision<'a> {
     started: usize,
     /// Restarts that count for those of one rank: with several nodes, of single ranks here in this attempt.
     restarts: u32,
-    /// The connection by which ranks of an elastic job hear of lost ones.
-    store: Option<Arc<dyn Store>>,
+    /// Of an elastic job.
+    log: Option<Log>,
     reaped: usize,
     give_up: Option<Instant>,
     stopping_since: Option<Instant>,
@@ -1811,6 +1814,11 @@ struct Leaving {
     asked: Instant,
     /// Then they are killed.
     until: Instant,
+}
+
+/// Whether the ranks have ended the job, as far as the store answers.
+fn is_over(log: &mut Log) -> bool {
+    log.read().is_ok_and(|state| state.over().is_some())
 }
 
 /// The numbers of `ranks`.

@@ -27,7 +27,6 @@
 
 mod args;
 pub mod config;
-mod context;
 mod contract;
 mod ending;
 mod engine;
@@ -61,10 +60,10 @@ pub mod words;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-pub use context::{Elastic, RankContext};
 pub use flags::{LaunchCli, RankArgs, TransportArg};
 pub use phalanx_base::env::{number, real_env};
 pub use phalanx_live::Address;
+pub use phalanx_member::{Elastic, RankContext};
 pub use place::{Process, rank_place};
 pub use rank_args::{PrintingRanks, check_local_ranks, run as run_ranks, start};
 pub use report::rank_list;
@@ -73,7 +72,7 @@ pub use threads::{Cores, Threads};
 pub use token::write_token;
 
 use phalanx_base::error::system;
-use phalanx_base::{error, format, lock, say, stop};
+use phalanx_base::{cores, error, format, lock, say, stop};
 use phalanx_process::signals::Caught;
 use phalanx_process::{error_file, own_program};
 use sha2::{Digest, Sha256};
@@ -130,11 +129,6 @@ pub fn run(cli: &LaunchCli) -> Result<()> {
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
     let started = std::thread::Builder::new().name(name.to_owned()).spawn(run);
     started.map(drop).map_err(system("cannot start a thread"))
-}
-
-/// The number of ranks for `auto`: the cores that this process may use.
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Tells builds of the program apart that runs as this process.

@@ -15,13 +15,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::{Args as _, FromArgMatches as _};
-use phalanx_comm::{GroupOptions, InitOptions, MAX_LOCAL_RANKS, Newcomer, ProcessGroup, Transport};
+use phalanx_comm::{GroupOptions, InitOptions, MAX_LOCAL_RANKS, ProcessGroup, Transport};
+use phalanx_member::{Elastic, Newcomer, RankContext};
 use phalanx_store::host_port;
 use phalanx_wire::Token;
 use rustix::process::{Resource, getrlimit};
 
 use crate::args::check_evict_after;
-use crate::context::{Elastic, RankContext};
 use crate::contract::{ELASTIC_VARIABLE, JOIN_VARIABLE, STARTED_VARIABLE};
 use crate::engine::{self, Agreement, RendezvousResources};
 use crate::error::{Error, ErrorKind, Result, check_count};

@@ -8,12 +8,12 @@ use clap::{ArgMatches, Command, CommandFactory as _, FromArgMatches as _};
 use phalanx_base::stop;
 
 use crate::config::{own_arguments, with_config};
-use crate::context::RankContext;
 use crate::error::{Error, Result};
 use crate::flags::RankArgs;
 use crate::rank_args::{PrintingRanks, run};
 use crate::words::{dashed, taking_negative_numbers};
 use crate::{exit_code, log, run_helper, tell_other_nodes};
+use phalanx_member::RankContext;
 
 /// As [`main_with`], of a program without flags of its own.
 pub fn main(rank: impl Fn(&RankContext) -> Result<()> + Sync) -> ExitCode {

@@ -67,6 +67,7 @@ pub use phalanx_data as data;
 pub use phalanx_ddp as ddp;
 pub use phalanx_global as global;
 pub use phalanx_launch::{NoArgs, PrintingRanks};
+pub use phalanx_member as member;
 pub use phalanx_nn as nn;
 #[cfg(feature = "images")]
 pub use phalanx_report::image;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Each crate, and those of ours that it may depend on.
-const MAY: [(&str, &[&str]); 23] = [
+const MAY: [(&str, &[&str]); 24] = [
     ("base", &[]),
     ("wire", &[]),
     ("mpi", &[]),
@@ -14,6 +14,7 @@ const MAY: [(&str, &[&str]); 23] = [
     ("nn", &["base", "kernels"]),
     ("store", &["wire"]),
     ("comm", &["base", "fold", "wire", "store"]),
+    ("member", &["base", "store", "comm"]),
     ("ddp", &["base", "comm", "nn"]),
     ("checkpoint", &["base", "nn"]),
     ("data", &["base", "nn", "checkpoint"]),
@@ -26,7 +27,7 @@ const MAY: [(&str, &[&str]); 23] = [
     (
         "launch",
         &[
-            "base", "process", "wire", "store", "comm", "report", "track", "live", "mpi",
+            "base", "process", "wire", "store", "comm", "member", "report", "track", "live", "mpi",
         ],
     ),
     ("flow", &["base", "process"]),
@@ -43,6 +44,7 @@ const MAY: [(&str, &[&str]); 23] = [
             "data",
             "report",
             "track",
+            "member",
             "launch",
         ],
     ),
@@ -59,6 +61,7 @@ const MAY: [(&str, &[&str]); 23] = [
             "checkpoint",
             "data",
             "report",
+            "member",
             "launch",
             "flow",
             "train",
@@ -125,9 +128,9 @@ fn no_crate_depends_on_one_above_it() {
 }
 
 /// Crates that are built without the engine: no dependency of theirs needs it, by whatever way.
-const WITHOUT_ENGINE: [&str; 12] = [
-    "base", "process", "fold", "wire", "store", "comm", "report", "http", "track", "live",
-    "launch", "flow",
+const WITHOUT_ENGINE: [&str; 13] = [
+    "base", "process", "fold", "wire", "store", "comm", "member", "report", "http", "track",
+    "live", "launch", "flow",
 ];
 
 #[test]
@@ -148,7 +151,7 @@ fn launcher_pages_and_trackers_are_built_without_the_engine() {
 
 /// The modules of each crate, from the bottom up: a module imports from those before it. Modules in the same brackets import
 /// each other; no further ones join them.
-const LAYERS: [(&str, &[&[&str]]); 19] = [
+const LAYERS: [(&str, &[&[&str]]); 20] = [
     (
         "phalanx",
         &[&["training"], &["program"], &["spawn"], &["prelude"]],
@@ -342,7 +345,6 @@ const LAYERS: [(&str, &[&[&str]]); 19] = [
             &["streams"],
             &["torchrun"],
             &["args"],
-            &["context"],
             &["port"],
             &["token"],
             &["engine"],
@@ -368,6 +370,10 @@ const LAYERS: [(&str, &[&[&str]]); 19] = [
     (
         "phalanx-live",
         &[&["address"], &["tail"], &["no_page", "page"]],
+    ),
+    (
+        "phalanx-member",
+        &[&["state"], &["log"], &["group"], &["context"]],
     ),
     (
         "phalanx-nn",

@@ -1,9 +1,7 @@
-//! Fuzzes the environment and the init method, and the member list of the next
-//! generation.
+//! Fuzzes the environment and the init method.
 
 use super::launch::Launch;
 use super::options::InitOptions;
-use super::reform;
 
 /// The first line is the init method, the others are `NAME=value`.
 pub(crate) fn environment(data: &[u8]) {
@@ -37,20 +35,4 @@ pub(crate) fn environment_seeds() -> Vec<Vec<u8>> {
     ]
     .map(|text| text.as_bytes().to_vec())
     .into()
-}
-
-/// The members of the next generation.
-pub(crate) fn members(data: &[u8]) {
-    if let Ok(members) = reform::decode(data) {
-        let once: std::collections::BTreeSet<_> = members.iter().collect();
-        assert!(!members.is_empty() && once.len() == members.len());
-        let again = reform::decode(reform::encode(&members).as_bytes());
-        assert_eq!(again.ok(), Some(members));
-    }
-}
-
-pub(crate) fn members_seeds() -> Vec<Vec<u8>> {
-    ["0", "0 2 5", "7 18446744073709551615"]
-        .map(|text| text.as_bytes().to_vec())
-        .into()
 }

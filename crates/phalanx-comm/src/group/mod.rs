@@ -3,6 +3,7 @@
 mod buffer;
 mod collectives;
 mod describe;
+mod detached;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
 mod join;
@@ -15,7 +16,6 @@ mod parts;
 mod phase;
 mod probe;
 mod queue;
-mod reform;
 mod registry;
 mod subgroup;
 mod token;
@@ -32,14 +32,11 @@ use std::time::Duration;
 use phalanx_store::{MemStore, Store};
 
 pub use self::buffer::{Buffer, Input};
+pub use self::detached::{Detached, Formation};
 pub use self::messages::{P2POp, Peer};
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::options::{Call, GroupOptions, InitOptions, Transport};
 pub use self::phase::PhaseGuard;
-pub use self::reform::{
-    MembershipRequests, Newcomer, RequestedChange, ShrinkOptions, goes_on_with, is_candidate,
-    is_over, report_hold, report_leaving, report_over, takes_others,
-};
 pub use self::token::read_token;
 pub use self::work::{OpTimes, Work};
 pub use monitored::name_ranks;
@@ -78,7 +75,7 @@ use crate::{Bucket, Element, Error, Result};
 /// [`ErrorKind::Aborted`](crate::ErrorKind::Aborted) naming the rank that
 /// failed first and why, and later operations are refused. Contents of buffers
 /// given to a failed operation are undefined. A poisoned group never recovers;
-/// [`ProcessGroup::shrink`] makes a new one of the ranks that are left.
+/// the ranks that are left can form another one ([`ProcessGroup::reconfigure`]).
 ///
 /// *End.* [`ProcessGroup::shutdown`] on all ranks is the orderly end. Dropping the last
 /// handle finishes the issued operations and leaves the group; ranks that still wait
@@ -452,8 +449,8 @@ impl ProcessGroup {
         self.core.world
     }
 
-    /// This rank's number in the job's first generation, as messages name it;
-    /// [`ProcessGroup::shrink`] renumbers ranks.
+    /// The number of this rank's process among all that the job has started: its rank in the first generation. A
+    /// [group that is formed later](Self::detach) numbers ranks anew.
     pub fn global_rank(&self) -> usize {
         self.core.identity.global_rank
     }

@@ -55,7 +55,7 @@ pub struct Entry {
     /// messages); not known while it is queued.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seq: Option<u64>,
-    /// The process group's generation: 0, and one more after each restart or shrink.
+    /// The process group's generation: 0, and one more after each restart, or in each group that the ranks form later.
     #[serde(rename = "epoch")]
     pub generation: u32,
     /// 0 is the world; other numbers are subgroups.
@@ -171,7 +171,7 @@ pub struct Dump {
     /// [`Dump::FORMAT`].
     pub format: String,
     /// The number of the process, as of all ranks in a dump: its rank in the first generation, or what it was started with
-    /// in place of a lost one ([`Newcomer`](crate::Newcomer)).
+    /// in place of a lost one.
     pub rank: usize,
     /// Ranks in the first generation that it was in.
     pub world: usize,

@@ -5,12 +5,14 @@
 //! two the longer counts; latencies are paid one after another.
 
 use crate::plan::order::WINDOW;
+use serde::{Deserialize, Serialize};
+
 use crate::plan::{
     BROADCAST_TREE_MAX_BYTES as TREE_MAX_BYTES, Hosts, Method, direct_segment_bytes,
 };
 
 /// The constants of the formulas. Equal on all ranks.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Costs {
     /// One synchronisation of ranks on one host, s.
     pub sync_s: f64,

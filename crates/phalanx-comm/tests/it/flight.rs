@@ -5,7 +5,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::recorder::{Dump, State};
-use phalanx_comm::{Bucket, Call, ErrorKind, GroupOptions, ProcessGroup, ReduceOp, ShrinkOptions};
+use phalanx_comm::{Bucket, Call, ErrorKind, GroupOptions, ProcessGroup, ReduceOp};
 
 use crate::common::{EVERYWHERE, Over, SOON, everywhere, groups, on_each};
 
@@ -171,7 +171,7 @@ fn a_panic_leaves_a_dump() {
 /// A group that was formed anew tells of itself: not of the failure that it
 /// outlived, and by the numbers by which people know the ranks.
 #[test]
-fn after_a_shrink_the_second_failure_is_told() {
+fn the_next_group_reports_its_own_failure() {
     everywhere(|over| {
         let dir = tempfile::tempdir().unwrap();
         let gate = Barrier::new(4);
@@ -188,7 +188,7 @@ fn after_a_shrink_the_second_failure_is_told() {
             let (dump, _) = Dump::read(&file_of(&dir, global_rank)).unwrap();
             assert_eq!((dump.rank, dump.generation), (global_rank, 0));
             let old = dump.taken_ns;
-            let group = group.shrink(ShrinkOptions::default()).unwrap();
+            let group = group.reconfigure(1, &[0, 2, 3], SOON).unwrap();
             group.set_phase("backward");
             group.barrier().unwrap();
 

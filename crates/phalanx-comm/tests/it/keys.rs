@@ -1,21 +1,19 @@
-//! What groups leave in the store (nothing, once they have ended), and how often they ask it.
+//! What groups leave in the store: nothing, once they have ended.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{Newcomer, ProcessGroup, ShrinkOptions, report_leaving, report_lost};
+use phalanx_comm::ProcessGroup;
 use phalanx_store::{MemStore, Result, Store};
 use phalanx_wire::Token;
 
-use crate::common::{Over, PATIENCE, SOON, init_options, on_each};
+use crate::common::{Over, SOON, init_options, on_each};
 
-/// A store that knows its keys, and counts the values that it was asked for and given.
+/// A store that knows its keys.
 #[derive(Default)]
 struct Listed {
     store: MemStore,
-    requests: AtomicUsize,
     keys: Mutex<BTreeSet<String>>,
 }
 
@@ -40,7 +38,6 @@ impl Store for Listed {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let mut keys = self.keys.lock().unwrap();
         keys.insert(key.to_owned());
-        self.requests.fetch_add(1, SeqCst);
         self.store.set(key, value)
     }
 
@@ -49,7 +46,6 @@ impl Store for Listed {
     }
 
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        self.requests.fetch_add(1, SeqCst);
         self.store.try_get(key)
     }
 
@@ -145,71 +141,4 @@ fn the_keys_of_a_rank_that_died_go_with_its_group() {
         store.until("monitored/", 0);
         group.barrier().unwrap();
     });
-}
-
-/// Looks for requests of processes cost the same however many have come and gone, also in new groups.
-#[test]
-fn looks_for_newcomers_do_not_grow_with_those_that_have_gone() {
-    let store = Arc::new(Listed::default());
-    let token = Token::generate().unwrap();
-    let options = || init_options(Over::Shm, &token);
-    let mut group = ProcessGroup::from_store(store.clone(), 0, 1, options()).unwrap();
-    let patient = || ShrinkOptions {
-        timeout: PATIENCE,
-        ..ShrinkOptions::default()
-    };
-    let settled = |requests: &phalanx_comm::MembershipRequests| {
-        let before = store.requests.load(SeqCst);
-        assert!(requests.read().unwrap().is_none());
-        store.requests.load(SeqCst) - before
-    };
-    let first = group.membership_requests();
-    settled(&first);
-    for number in 1..20 {
-        let join = || {
-            let newcomer = Newcomer::from_store(store.clone(), number, options()).unwrap();
-            newcomer.join(&patient())
-        };
-        group = std::thread::scope(|scope| {
-            let newcomer = scope.spawn(join);
-            let requests = group.membership_requests();
-            while requests.read().unwrap().joining != [number] {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            let group = group.grow(&[number], patient()).unwrap();
-            let left = newcomer.join().unwrap().unwrap().expect("the job runs");
-            // Some are asked to leave.
-            if number % 2 == 0 {
-                report_leaving(&*store, number).unwrap();
-                let requests = group.membership_requests();
-                assert_eq!(requests.read().unwrap().leaving, [number]);
-            }
-            report_lost(&*store, number, "it is a test").unwrap();
-            drop(left);
-            group.shrink(patient()).unwrap()
-        });
-        let requests = group.membership_requests();
-        settled(&requests);
-        // Two lists, and whether the ranks are to wait.
-        assert_eq!(settled(&requests), 3);
-        assert_eq!(settled(&group.membership_requests()), 5);
-    }
-    settled(&first);
-    assert_eq!(settled(&first), 3);
-    // One that is dead before it has said its number hides no later one.
-    store.add("reform/joining", 1).unwrap();
-    report_leaving(&*store, 77).unwrap();
-    report_lost(&*store, 77, "it is a test").unwrap();
-    assert_eq!(
-        settled(&first),
-        3 + 1 + 2 + 1,
-        "and it says so in the store"
-    );
-    assert_eq!(settled(&first), 4);
-    store.add("reform/joining", 1).unwrap();
-    store.set("reform/joining/21", b"78").unwrap();
-    for requests in [&first, &group.membership_requests()] {
-        assert_eq!(requests.read().unwrap().joining, [78]);
-    }
-    group.shutdown().unwrap();
 }

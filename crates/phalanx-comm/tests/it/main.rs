@@ -18,7 +18,7 @@ mod monitored;
 mod objects;
 mod parts;
 mod phases;
-mod reform;
+mod reconfigure;
 mod registered;
 mod subgroups;
 mod unanswered;

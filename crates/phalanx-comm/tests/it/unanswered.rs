@@ -1,5 +1,5 @@
 //! A store that does not answer says nothing about who has come: not to a
-//! monitored barrier, not to ranks that meet anew, not to ranks that form.
+//! monitored barrier, not to ranks that form.
 
 use std::net::TcpListener;
 use std::sync::atomic::AtomicBool;
@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
-use phalanx_comm::{ErrorKind, InitOptions, ProcessGroup, ReduceOp, ShrinkOptions};
+use phalanx_comm::{ErrorKind, InitOptions, ProcessGroup};
 use phalanx_store::{MemStore, Result, Store, TcpStore, auth};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, Role};
@@ -110,34 +110,6 @@ fn a_monitored_barrier_takes_nobody_for_arrived() {
         let text = error.to_string();
         assert!(text.contains("did not answer"), "{text}");
         assert_eq!(error.peer(), None, "nobody is to blame: {text}");
-    });
-}
-
-/// The store comes back in time: the dead rank is no member, and no generation is lost.
-#[test]
-fn a_reform_waits_until_the_store_answers() {
-    let store = Unanswered::new();
-    let gate = Barrier::new(3);
-    on_each(formed(&store, 3), |group| {
-        group.barrier().unwrap();
-        gate.wait();
-        if group.rank() == 2 {
-            return;
-        }
-        group.barrier().unwrap_err();
-        if group.rank() == 0 {
-            store.silent.store(true, SeqCst);
-            let store = Arc::clone(&store);
-            std::thread::spawn(move || {
-                std::thread::sleep(Duration::from_millis(500));
-                store.silent.store(false, SeqCst);
-            });
-        }
-        let group = group.shrink(ShrinkOptions::default()).unwrap();
-        assert_eq!((group.generation(), group.world_size()), (1, 2));
-        let mut sum = [1_i64];
-        group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
-        assert_eq!(sum, [2]);
     });
 }
 

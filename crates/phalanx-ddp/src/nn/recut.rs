@@ -346,7 +346,8 @@ mod tests {
     use std::cell::Cell;
     use std::sync::Barrier;
 
-    use phalanx_comm::{GroupOptions, ShrinkOptions, report_lost};
+    use phalanx_comm::GroupOptions;
+    use phalanx_member::{Log, ShrinkOptions, shrink};
     use phalanx_nn::layers::Linear;
     use phalanx_nn::optim::{Adam, ParamGroup, step_clipped};
     use phalanx_nn::{GradSink as _, Scope, Seed};
@@ -500,7 +501,7 @@ mod tests {
                 straggler_wait: std::time::Duration::from_secs(60),
                 ..ShrinkOptions::default()
             };
-            let group = self.leave_group().shrink(options).expect("formed anew");
+            let group = shrink(self.leave_group(), &options).expect("formed again");
             self.recut(group)
         }
 
@@ -583,7 +584,7 @@ mod tests {
             meet.wait();
             if lost.contains(&number) {
                 drop(rank);
-                report_lost(&*store, number, "it is a test").expect("a store");
+                Log::new(store).lose(number, "a test").expect("a store");
                 return None;
             }
             if late {
@@ -699,7 +700,7 @@ mod tests {
                     meet.wait();
                     if number == 4 {
                         drop(rank);
-                        report_lost(&*store, number, "it is a test").expect("a store");
+                        Log::new(store).lose(number, "a test").expect("a store");
                         return;
                     }
                     LOSES_BARRIER.set(losers.contains(&number));
@@ -709,7 +710,7 @@ mod tests {
                     assert!(has_both || !losers.contains(&number));
                     if then_lost == Some(number) {
                         drop(rank);
-                        report_lost(&*store, number, "it is a test").expect("a store");
+                        Log::new(store).lose(number, "a test").expect("a store");
                         return;
                     }
                     rank.shrink().expect("divided");

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// lowest of those): parameters, buffers, optimizer state and step counts. Returns that
 /// number of steps, at which the sampler continues.
 ///
-/// After [`ProcessGroup::shrink`]: a rank may have applied a step whose last all-reduce
+/// After the ranks have formed another group: a rank may have applied a step whose last all-reduce
 /// did not complete on another rank. All ranks that applied a step have the same bits,
 /// so the state of the furthest rank is the one that all would have.
 ///

@@ -7,8 +7,6 @@
 //! | `launch/ended/A/I`  | all ranks of launcher I have ended after the attempt | launcher I                     |
 //! | `launch/attempt/A`  | the attempt (JSON)                                | node 0, once                      |
 //! | `launch/joins/A/I`  | the same, with launcher I, which joins it         | node 0, once                      |
-//! | `launch/restarted`  | a count of processes that have joined the others  | launchers                         |
-//! | `launch/number/N`   | the launcher of the process with the number N     | launchers                         |
 //! | `launch/lost/I`     | why launcher I is not there any more (JSON)       | itself, its guard, its will, or node 0 |
 //!
 //! All launchers stop their ranks when `over` is there. When all have said `ended`, a thread of node 0 decides
@@ -28,7 +26,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{goes_on_with, is_over, report_hold, report_lost, takes_others};
+use phalanx_member::{Log, State};
 use phalanx_store::{ErrorKind as StoreKind, ServerState, Store, TcpServer, TcpStore};
 use serde::{Deserialize, Serialize};
 
@@ -46,10 +44,6 @@ use crate::{Event, format::plural, lock, say, spawn};
 
 /// What launchers write begins so; everything else in the store belongs to ranks.
 const LAUNCHERS: &str = "launch/";
-/// Counts the processes that have joined an attempt, in place of lost ones or on nodes that came.
-const STARTED_KEY: &str = "launch/restarted";
-/// The launchers of these processes.
-const NUMBERS: &str = "launch/number/";
 /// How often node 0 looks what has happened.
 const LOOK: Duration = Duration::from_millis(50);
 /// For how many keys node 0 asks at once.
@@ -95,40 +89,6 @@ impl Attempt {
         let first = self.infos.iter().filter(|info| info.joins_as.is_none());
         first.map(|info| info.local_ranks).sum()
     }
-}
-
-/// The number of the first of `ranks` processes that launcher `id` starts to join an attempt which began with `world`
-/// ranks. No other process has theirs.
-///
-/// # Errors
-///
-/// Those of the store.
-pub fn number_newcomers(
-    store: &dyn Store,
-    id: Id,
-    world: usize,
-    ranks: usize,
-) -> phalanx_store::Result<usize> {
-    let count = i64::try_from(ranks).unwrap_or(i64::MAX);
-    let last = insist(|| store.add(STARTED_KEY, count))?;
-    let first = world + usize::try_from(last - count).unwrap_or(0);
-    for number in first..first + ranks {
-        let key = format!("{NUMBERS}{number}");
-        insist(|| store.set(&key, id.to_string().as_bytes()))?;
-    }
-    Ok(first)
-}
-
-/// The numbers of all processes of an attempt that began with `world` ranks.
-///
-/// # Errors
-///
-/// Those of the store.
-pub fn all_numbers(
-    store: &dyn Store,
-    world: usize,
-) -> phalanx_store::Result<std::ops::Range<usize>> {
-    Ok(0..world + count(store, STARTED_KEY)?)
 }
 
 fn count(store: &dyn Store, key: &str) -> phalanx_store::Result<usize> {
@@ -426,10 +386,6 @@ impl Nodes {
         }
         let written = (|| {
             let last = attempt.number.checked_sub(1);
-            if last.is_some() {
-                self.store.delete(STARTED_KEY)?;
-                self.store.delete_prefix(NUMBERS)?;
-            }
             let text = encode(attempt).unwrap_or_default();
             let key = attempt_key(attempt.number);
             self.store.compare_set(&key, None, &text)?;
@@ -509,6 +465,7 @@ impl Nodes {
             takes_others: !has_begun,
             arriving: BTreeSet::from([0]),
             running: has_begun.then(|| self.running()),
+            log: has_begun.then(|| Log::new(self.store.clone())),
             ..self.coordinator(machine, rules, events)
         })
     }
@@ -556,6 +513,7 @@ impl Nodes {
             // If they wait, that is decided anew.
             is_enough: true,
             running: Some(running),
+            log: Some(Log::new(self.store.clone())),
             ..self.coordinator(machine, rules, events)
         })
     }
@@ -579,6 +537,7 @@ impl Nodes {
             changes: Vec::new(),
             to_begin: self.to_begin.clone(),
             running: None,
+            log: None,
             is_enough: false,
             joining: Vec::new(),
             events,
@@ -763,6 +722,8 @@ struct Coordinator {
     to_begin: ToBegin,
     /// The attempt that was begun last, with those that have joined it.
     running: Option<Attempt>,
+    /// What has happened to its processes, once it has begun.
+    log: Option<Log>,
     /// The ranks that wait may go on once those that are joining have joined.
     is_enough: bool,
     /// Launchers that were admitted, and whose ranks may not have joined yet.
@@ -794,6 +755,10 @@ impl Coordinator {
 
     fn look(&mut self) -> phalanx_store::Result<()> {
         let (attempt, is_running) = (self.attempt(), self.machine.is_running());
+        let begins = is_running && self.log.is_none();
+        if begins && self.store.try_get(&attempt_key(attempt))?.is_some() {
+            self.log = Some(Log::new(self.store.clone()));
+        }
         if is_running && self.store.try_get(&over_key(attempt))?.is_some() {
             self.machine.failed();
         }
@@ -831,7 +796,7 @@ impl Coordinator {
         self.arriving.extend(self.arrived + 1..=arrived);
         self.arrived = arrived;
         // Ranks that have not begun cannot take in others yet.
-        if self.rules.in_place && self.machine.is_running() && !takes_others(&*self.store)? {
+        if self.rules.in_place && self.machine.is_running() && !self.ask(State::takes_others)? {
             return Ok(());
         }
         let arriving: Vec<Id> = self.arriving.iter().copied().collect();
@@ -850,39 +815,59 @@ impl Coordinator {
         Ok(())
     }
 
-    /// Lets ranks that wait go on when those of each admitted launcher have joined.
+    /// What `question` makes of the processes of the attempt; nothing before it has begun.
+    fn ask<T: Default>(&mut self, question: impl Fn(&State) -> T) -> phalanx_store::Result<T> {
+        let Some(log) = &mut self.log else {
+            return Ok(T::default());
+        };
+        insist(|| log.read().map(&question))
+    }
+
+    /// Writes what `change` does into the log of the attempt.
+    fn tell(
+        &mut self,
+        change: impl Fn(&mut Log) -> phalanx_store::Result<()>,
+    ) -> phalanx_store::Result<()> {
+        let log = self.log.as_mut();
+        log.map_or(Ok(()), |log| insist(|| change(log)))
+    }
+
+    /// Lets ranks that wait continue when those of each admitted launcher have joined.
     fn release(&mut self) -> phalanx_store::Result<()> {
-        while let Some(id) = self.joining.last().filter(|_| self.is_enough) {
-            let numbers = self.numbers_of(*id)?;
-            if !insist(|| goes_on_with(&*self.store, 0, numbers.iter().copied()))? {
+        while let Some(id) = self.joining.last().copied().filter(|_| self.is_enough) {
+            let numbers = self.numbers_of(id)?;
+            if !self.ask(|state| state.continues_with(0, numbers.iter().copied()))? {
                 return Ok(());
             }
             self.joining.pop();
         }
         if std::mem::take(&mut self.is_enough) {
-            insist(|| report_hold(&*self.store, None))?;
+            self.tell(|log| log.hold(None))?;
         }
         Ok(())
     }
 
+    /// The number of ranks with which the attempt began.
+    fn world(&self) -> usize {
+        self.running.as_ref().map_or(0, Attempt::world)
+    }
+
     /// The numbers of the processes that launcher `id` has started in the attempt.
-    fn numbers_of(&self, id: Id) -> phalanx_store::Result<Vec<usize>> {
+    fn numbers_of(&mut self, id: Id) -> phalanx_store::Result<Vec<usize>> {
         let Some(running) = &self.running else {
             return Ok(Vec::new());
         };
-        let (world, own) = (running.world(), Some(id.to_string().into_bytes()));
         let node = running.ids.iter().position(|other| *other == id);
-        let mut numbers: Vec<usize> = match node {
-            Some(node) => ranks_of(&running.infos, node).collect(),
-            None => Vec::new(),
-        };
-        for number in insist(|| all_numbers(&*self.store, world))?.skip(world) {
-            let key = format!("{NUMBERS}{number}");
-            if insist(|| self.store.try_get(&key))? == own && !numbers.contains(&number) {
-                numbers.push(number);
-            }
-        }
-        Ok(numbers)
+        let ranks = node.map_or(0..0, |node| ranks_of(&running.infos, node));
+        let world = running.world();
+        self.ask(|state| {
+            let later = state.started_by(world, id);
+            let mut numbers: Vec<usize> = ranks.clone().chain(later).collect();
+            // Those of a launcher that was admitted are in both.
+            numbers.sort_unstable();
+            numbers.dedup();
+            numbers
+        })
     }
 
     fn act(&mut self, now: Duration) -> phalanx_store::Result<()> {
@@ -909,14 +894,14 @@ impl Coordinator {
                 }
                 Decision::Lose(id) => self.lose(id)?,
                 Decision::Admit(id) => self.admit(id)?,
-                Decision::Hold(_) if !insist(|| takes_others(&*self.store))? => {
+                Decision::Hold(_) if !self.ask(State::takes_others)? => {
                     self.machine.never_holds();
                 }
                 Decision::Hold(there) => {
                     self.is_enough = false;
                     let least = self.rules.least;
                     let why = format!("{there} of at least {least} nodes are there");
-                    insist(|| report_hold(&*self.store, Some(&why)))?;
+                    self.tell(|log| log.hold(Some(&why)))?;
                 }
                 Decision::GoOn => self.is_enough = true,
             }
@@ -932,13 +917,14 @@ impl Coordinator {
             return Ok(());
         };
         running.lost.push(id);
-        let world = running.world();
-        let others = insist(|| all_numbers(&*self.store, world))?;
-        let others = others.filter(|number| !own.contains(number));
-        let goes_on = insist(|| goes_on_with(&*self.store, world, others.clone()))?;
+        let world = self.world();
+        let (goes_on, is_over) = self.ask(|state| {
+            let others = state.numbers(world).filter(|number| !own.contains(number));
+            (state.continues_with(world, others), state.over().is_some())
+        })?;
         let why = insist(|| self.store.try_get(&lost_key(id)))?;
         let why = verdict(&why.unwrap_or_default());
-        if !goes_on && insist(|| is_over(&*self.store))? {
+        if !goes_on && is_over {
             // Its ranks have ended with those of the others, or have stopped the training.
             if why.code == ErrorKind::Interrupted.exit_code() {
                 self.machine.end_now();
@@ -959,7 +945,7 @@ impl Coordinator {
         }
         let why = why.message;
         for number in own {
-            insist(|| report_lost(&*self.store, number, &why))?;
+            self.tell(|log| log.lose(number, &why))?;
         }
         // It is no reason for what fails later.
         insist(|| self.store.delete(&gone_key(id)))?;
@@ -972,11 +958,13 @@ impl Coordinator {
 
     /// Launcher `id` joins the attempt.
     fn admit(&mut self, id: Id) -> phalanx_store::Result<()> {
-        let (Some(running), Some(info)) = (&mut self.running, self.infos.get(&id)) else {
+        let world = self.world();
+        let (Some(running), Some(info), Some(log)) =
+            (&mut self.running, self.infos.get(&id), &mut self.log)
+        else {
             return Ok(());
         };
-        let world = running.world();
-        let first = number_newcomers(&*self.store, id, world, info.local_ranks)?;
+        let first = insist(|| log.start(id, world, info.local_ranks))?;
         self.joining.push(id);
         running.ids.push(id);
         running.infos.push(NodeInfo {
@@ -1043,6 +1031,7 @@ impl Coordinator {
         };
         self.joining.clear();
         self.is_enough = false;
+        self.log = None;
         self.running = Some(attempt.clone());
         *lock(&self.to_begin) = Some(attempt);
         self.next += 1;
@@ -1070,7 +1059,7 @@ impl Coordinator {
 }
 
 /// Asks until there is an answer: a decision is taken once.
-fn insist<T>(mut ask: impl FnMut() -> phalanx_store::Result<T>) -> phalanx_store::Result<T> {
+pub fn insist<T>(mut ask: impl FnMut() -> phalanx_store::Result<T>) -> phalanx_store::Result<T> {
     let mut tries = 0;
     loop {
         match ask() {

@@ -30,7 +30,7 @@ mod standby;
 mod store;
 mod tell;
 
-pub use attempts::{Attempt, Next, all_numbers, number_newcomers};
+pub use attempts::{Attempt, Next, insist};
 pub use info::NodeInfo;
 pub use membership::Rules;
 pub use standby::Moved;

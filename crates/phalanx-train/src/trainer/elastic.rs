@@ -29,13 +29,12 @@ use std::time::{Duration, Instant};
 use phalanx_base::env::real_env;
 use phalanx_base::process::ProcessName;
 use phalanx_checkpoint::state::Place;
-use phalanx_comm::{
-    MembershipRequests, ReduceOp, RequestedChange, is_over, report_lost, report_over,
-};
+use phalanx_comm::ReduceOp;
 use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::SamplerConfig;
 use phalanx_ddp::{Commit, Fingerprint};
+use phalanx_member::{Event, Log, RequestedChange};
 use phalanx_track::Tracker;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -144,7 +143,7 @@ struct Requests {
 }
 
 impl Requests {
-    fn watch(requests: MembershipRequests) -> Requests {
+    fn watch(mut log: Log, members: Vec<usize>) -> Requests {
         let any = Arc::new(AtomicBool::new(false));
         let (stop, stopped) = channel::<()>();
         let found = Arc::clone(&any);
@@ -152,7 +151,8 @@ impl Requests {
         // Without the thread nobody joins.
         let _ = watching.spawn(move || {
             while stopped.recv_timeout(ASK_EVERY) == Err(RecvTimeoutError::Timeout) {
-                let asked = requests.read().is_ok_and(|asked| !asked.is_none());
+                let state = log.read();
+                let asked = state.is_ok_and(|state| !state.requested(&members).is_none());
                 found.store(asked, Relaxed);
             }
         });
@@ -290,17 +290,15 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// The error by which this rank leaves, and the others go on.
     fn leave_by(&self, why: &str) -> Result<Error> {
-        let group = self.ctx.group();
         say::note(why);
-        let told = report_lost(&*group.store(), group.global_rank(), why);
-        told.map_err(phalanx_comm::Error::from)?;
+        self.ctx.lose(self.ctx.number(), why)?;
         Ok(Error::new(ErrorKind::PeerLost, why))
     }
 
     /// The error that ends the training on all ranks, since what none of them has cannot be restored.
     fn end(&mut self, what: &str) -> Result<Error> {
         self.elastic.is_lost = true;
-        self.ctx.group().withdraw_elastic()?;
+        self.ctx.tell(|_| Some(Event::NotElastic))?;
         self.ctx.note(what);
         let error = Error::new(ErrorKind::PeerLost, what);
         Ok(error.note("fix", "start the training again, from its last checkpoint"))
@@ -358,8 +356,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Asks from now on who is to join or to leave, on rank 0. None joins a mesh.
     fn watch_requests(&mut self) {
         let asks = self.ctx.elastic.is_some() && self.ctx.is_main() && S::TAKES_OTHERS;
-        let requests = || self.ctx.group().membership_requests();
-        self.elastic.requests = asks.then(|| Requests::watch(requests()));
+        let members = || self.ctx.group().global_ranks().to_vec();
+        self.elastic.requests = asks.then(|| Requests::watch(self.ctx.log(), members()));
     }
 
     fn handover(&self) -> Handover {
@@ -565,7 +563,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             if self.ctx.is_main() {
                 self.set_agreed()?;
             }
-            self.ctx.group().announce_elastic(S::TAKES_OTHERS)?;
+            let takes_others = S::TAKES_OTHERS;
+            // All ranks write it, each perhaps as the last one that is left.
+            self.ctx
+                .tell(|state| (!state.is_elastic()).then_some(Event::Elastic { takes_others }))?;
             self.watch_requests();
             return Ok(());
         }
@@ -582,8 +583,13 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         // As the others do next.
         self.elastic.wanted = true;
         self.elastic.is_candidate = true;
-        self.ctx.group().announce_joined(false)?;
-        Ok(())
+        self.announce_joined(false)
+    }
+
+    /// This rank has the state of the others. `took_part`: and has taken a step.
+    fn announce_joined(&self, took_part: bool) -> Result<()> {
+        let number = self.ctx.number();
+        self.ctx.tell(|_| Some(Event::Joined { number, took_part }))
     }
 
     /// What must be the same on all ranks.
@@ -676,19 +682,20 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.together(|trainer| {
             let (ctx, group) = (trainer.ctx, trainer.ctx.group());
             let _phase = waits.then(|| ctx.phase("waiting for more nodes"));
-            let requests = group.membership_requests();
+            let members = group.global_ranks();
+            let mut log = ctx.log();
             let began = Instant::now();
             let asked = ctx.is_main().then(|| {
                 loop {
-                    let asked = match requests.read() {
+                    let asked = match log.read().map(|state| state.requested(members)) {
                         // It may answer later.
-                        Err(error) if error.kind() == phalanx_comm::ErrorKind::Timeout => {
+                        Err(error) if error.kind() == phalanx_store::ErrorKind::NoAnswer => {
                             RequestedChange {
                                 hold: waits.then(|| "the store does not answer".to_owned()),
                                 ..RequestedChange::default()
                             }
                         }
-                        asked => asked?,
+                        asked => asked.map_err(phalanx_comm::Error::from)?,
                     };
                     let is_new = !asked.joining.is_empty() || !asked.leaving.is_empty();
                     let is_same = asked.hold.is_some() && !is_new && stop::asked().is_none();
@@ -741,24 +748,26 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             self.reports.log.stop();
             return Err(Error::stopped());
         }
-        self.ctx.change(&asked.joining, &leaving)?;
+        let members = self.ctx.group().global_ranks().to_vec();
+        self.ctx.change(&leaving)?;
+        let mut joined = self.ctx.group().global_ranks().to_vec();
+        joined.retain(|number| !members.contains(number));
         let agreed = Instant::now();
         match self.take_up() {
             Ok(()) => self.changed(before, noticed, agreed),
-            Err(error) => drop(self.recover(self.blame(error, &asked.joining)?)?),
+            Err(error) => drop(self.recover(self.blame(error, &joined)?)?),
         }
         Ok(())
     }
 
-    /// The loss of those that `joining` lists, with whom the ranks could not go on because of `error`.
-    fn blame(&self, error: Error, joining: &[usize]) -> Result<Error> {
-        let is_theirs = error.kind() != ErrorKind::PeerLost && !joining.is_empty();
+    /// The loss of those that have `joined`, with whom the ranks could not go on because of `error`.
+    fn blame(&self, error: Error, joined: &[usize]) -> Result<Error> {
+        let is_theirs = error.kind() != ErrorKind::PeerLost && !joined.is_empty();
         if !is_theirs || self.elastic.is_lost {
             return Ok(error);
         }
-        let store = self.ctx.store();
-        for number in joining {
-            report_lost(&*store, *number, &error.chain()).map_err(phalanx_comm::Error::from)?;
+        for number in joined {
+            self.ctx.lose(*number, &error.chain())?;
         }
         self.ctx.note(&format!(
             "elastic  going on without the ranks that join: {}",
@@ -895,7 +904,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// After a step: reports a change of the ranks before it.
     pub(super) fn report_change(&mut self, turn: &StepContext) -> Result<()> {
         if std::mem::take(&mut self.elastic.is_candidate) {
-            self.ctx.group().announce_joined(true)?;
+            self.announce_joined(true)?;
         }
         let changes = std::mem::take(&mut self.elastic.changes);
         (changes.iter()).for_each(|change| self.report_one(turn, change));
@@ -933,14 +942,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     pub(super) fn end_joining(&self) {
         if self.ctx.elastic.is_some() {
             // Otherwise they end with the launcher.
-            let _ = report_over(&*self.ctx.group().store(), "the training has ended");
+            let _ = self.ctx.log().end("the training has ended");
         }
     }
 
     /// Whether another rank has ended the training.
     pub(super) fn is_over(&self) -> bool {
-        let over = |elastic| is_over(&*self.ctx.group().store()).ok().filter(|_| elastic);
-        over(self.ctx.elastic.is_some()).unwrap_or(false)
+        let is_over = || self.ctx.ask(|state| state.over().is_some());
+        self.ctx.elastic.is_some() && is_over().unwrap_or(false)
     }
 }
 

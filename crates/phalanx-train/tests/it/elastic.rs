@@ -8,8 +8,9 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
-use phalanx_comm::{GroupOptions, ProcessGroup, report_hold, report_leaving, report_lost};
+use phalanx_comm::{GroupOptions, ProcessGroup};
 use phalanx_launch::Elastic;
+use phalanx_member::{Event, Log};
 use phalanx_nn::layers::{Act, Linear};
 use phalanx_nn::optim::{Adam, Ema, Optimizer, Sgd, schedule::Schedule};
 use phalanx_nn::{Params, Reduction, Scope, Tensor};
@@ -81,6 +82,7 @@ fn outcomes(
             let (settings, meets) = (&settings, &meets);
             scope.spawn(move || {
                 let (number, store) = (group.rank(), group.store());
+                let log = || Log::new(store.clone());
                 let mut ctx = RankContext::new(group, 1);
                 ctx.elastic = (world > 1).then_some(Elastic {
                     first_world: world,
@@ -97,15 +99,16 @@ fn outcomes(
                     };
                     match point.filter(|_| is_here(point)) {
                         Some(Leave(..)) => {
-                            report_leaving(&*store, number).expect("a store");
+                            let leave = Event::Leave { number };
+                            log().append(|_| Some(leave.clone())).expect("a store");
                             rank_0_looks();
                         }
                         Some(Hold(..)) => {
-                            report_hold(&*store, Some("it is a test")).expect("a store");
-                            let store = store.clone();
+                            let mut log = log();
+                            log.hold(Some("it is a test")).expect("a store");
                             std::thread::spawn(move || {
                                 std::thread::sleep(Duration::from_millis(700));
-                                report_hold(&*store, None).expect("a store");
+                                log.hold(None).expect("a store");
                             });
                             rank_0_looks();
                         }
@@ -129,7 +132,7 @@ fn outcomes(
                 drop(ctx);
                 match (outcome, is_lost.load(SeqCst)) {
                     (Err(_), true) => {
-                        report_lost(&*store, number, "it is a test").expect("a store");
+                        log().lose(number, "it is a test").expect("a store");
                         None
                     }
                     (outcome, _) => Some(outcome),

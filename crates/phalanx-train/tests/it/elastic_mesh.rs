@@ -5,9 +5,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
-use phalanx_comm::{GroupOptions, ProcessGroup, report_lost};
+use phalanx_comm::{GroupOptions, ProcessGroup};
 use phalanx_global::{Global, Parallel};
 use phalanx_launch::Elastic;
+use phalanx_member::Log;
 use phalanx_nn::layers::{Act, Linear};
 use phalanx_nn::optim::Adam;
 use phalanx_nn::{Scope, Value as _};
@@ -65,7 +66,7 @@ fn train(
         let one = |group: ProcessGroup| {
             let settings = &settings;
             scope.spawn(move || {
-                let (number, store) = (group.rank(), group.store());
+                let (number, mut log) = (group.rank(), Log::new(group.store()));
                 let mut ctx = RankContext::new(group, 1);
                 ctx.elastic = Some(Elastic {
                     first_world: world,
@@ -84,7 +85,7 @@ fn train(
                 // The links end with the last handle.
                 drop(ctx);
                 if is_lost.load(SeqCst) {
-                    report_lost(&*store, number, "it is a test").expect("a store");
+                    log.lose(number, "it is a test").expect("a store");
                 }
                 outcome.map_err(|error| error.chain())
             })

@@ -2,8 +2,9 @@
 //! the bits of a fresh run from the same state at their number.
 
 use crate::common::{ALL, Over, bits, ranks};
-use phalanx_comm::{ProcessGroup, ShrinkOptions};
+use phalanx_comm::ProcessGroup;
 use phalanx_ddp::{BucketCaps, DdpOptions, DistributedDataParallel, agree_on_state, verify_equal};
+use phalanx_member::ShrinkOptions;
 use phalanx_nn::layers::Linear;
 use phalanx_nn::optim::{Optimizer, Sgd};
 use phalanx_nn::{
@@ -158,13 +159,12 @@ fn train(
             }
             Err(_) => {
                 drop(ddp);
-                group = group
-                    .shrink(ShrinkOptions {
-                        // Nobody who comes is left out on a busy machine.
-                        straggler_wait: Duration::from_millis(2000),
-                        ..ShrinkOptions::default()
-                    })
-                    .expect("formed anew");
+                let options = ShrinkOptions {
+                    // No rank that comes is left out on a busy machine.
+                    straggler_wait: Duration::from_millis(2000),
+                    ..ShrinkOptions::default()
+                };
+                group = phalanx_member::shrink(group, &options).expect("formed again");
                 let steps = agree_on_state(&group, &mut params, &mut optimizer).expect("agreed");
                 assert_eq!(steps, optimizer.steps());
                 taken_over = Some(state(&params, &optimizer));

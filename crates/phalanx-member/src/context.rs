@@ -4,17 +4,21 @@ use std::ffi::OsString;
 use std::fmt;
 use std::os::unix::ffi::OsStringExt as _;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use phalanx_base::error::{Error, ErrorKind, Result};
 use phalanx_base::format::{number, plural};
-use phalanx_base::say;
-use phalanx_comm::{Newcomer, PhaseGuard, ProcessGroup, ShrinkOptions, TransportKind, report_lost};
+use phalanx_base::{lock, say};
+use phalanx_comm::{PhaseGuard, ProcessGroup, TransportKind};
 use phalanx_store::{ErrorKind as StoreKind, Store};
 
+use crate::group::{Newcomer, ShrinkOptions};
+use crate::log::Log;
+use crate::state::{Event, State};
+
 /// The phase of ranks that form a new group.
-pub(crate) const FORMING: &str = "forming the group anew";
+pub const FORMING: &str = "forming the group anew";
 
 /// How many times a store is asked that does not answer.
 const TRIES: u32 = 6;
@@ -22,6 +26,7 @@ const TRIES: u32 = 6;
 /// One rank of a training run.
 pub struct RankContext {
     membership: Mutex<Membership>,
+    log: Mutex<Log>,
     /// Whether the training goes on without ranks that are lost, and with ranks that join.
     pub elastic: Option<Elastic>,
     /// How long the other ranks wait while this rank is busy on its own (`--phase-timeout`).
@@ -66,6 +71,7 @@ impl RankContext {
     pub fn new(group: ProcessGroup, threads: usize) -> RankContext {
         RankContext {
             local_rank: group.rank(),
+            log: Mutex::new(Log::new(group.store())),
             membership: Mutex::new(Membership {
                 group,
                 newcomer: None,
@@ -79,14 +85,18 @@ impl RankContext {
     }
 
     /// One that is alone until it [joins](Self::join) the others.
-    pub(crate) fn of_newcomer(newcomer: Newcomer, alone: ProcessGroup, threads: usize) -> Self {
-        let ctx = RankContext::new(alone, threads);
+    pub fn of_newcomer(newcomer: Newcomer, alone: ProcessGroup, threads: usize) -> Self {
+        let log = Mutex::new(newcomer.log().clone());
+        let ctx = RankContext {
+            log,
+            ..RankContext::new(alone, threads)
+        };
         ctx.membership().newcomer = Some(newcomer);
         ctx
     }
 
     fn membership(&self) -> MutexGuard<'_, Membership> {
-        (self.membership.lock()).unwrap_or_else(PoisonError::into_inner)
+        lock(&self.membership)
     }
 
     /// The process group of all ranks. In an elastic training another one takes its place when ranks are lost or join.
@@ -94,11 +104,53 @@ impl RankContext {
         self.membership().group.clone()
     }
 
-    /// The store of the job; of a newcomer that has not joined yet, the one through which it asks.
+    /// The store of the job.
     pub fn store(&self) -> Arc<dyn Store> {
-        let membership = self.membership();
-        let newcomer = membership.newcomer.as_ref();
-        newcomer.map_or_else(|| membership.group.store(), Newcomer::store)
+        lock(&self.log).store().clone()
+    }
+
+    /// The log of the job, which goes on with the events that this rank has not read.
+    pub fn log(&self) -> Log {
+        lock(&self.log).clone()
+    }
+
+    /// What `question` makes of the processes of the job as they are now.
+    ///
+    /// # Errors
+    ///
+    /// The store is gone, or does not answer.
+    pub fn ask<T>(&self, question: impl Fn(&State) -> T) -> Result<T> {
+        self.insist(|log| log.read().map(&question))
+    }
+
+    /// Writes what has happened to the processes of the job: what `event` makes of the state before it.
+    ///
+    /// # Errors
+    ///
+    /// The store is gone, or does not answer.
+    pub fn tell(&self, event: impl Fn(&State) -> Option<Event>) -> Result<()> {
+        self.insist(|log| log.append(&event))
+    }
+
+    /// The process `number` has ended, has left or is out of reach, and `why`.
+    ///
+    /// # Errors
+    ///
+    /// The store is gone, or does not answer.
+    pub fn lose(&self, number: usize, why: &str) -> Result<()> {
+        self.insist(|log| log.lose(number, why))
+    }
+
+    /// Asks the store again that does not answer, a few times.
+    fn insist<T>(&self, ask: impl Fn(&mut Log) -> phalanx_store::Result<T>) -> Result<T> {
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            match ask(&mut lock(&self.log)) {
+                Err(error) if error.kind() == StoreKind::NoAnswer && tries < TRIES => {}
+                answer => return Ok(answer.map_err(phalanx_comm::Error::from)?),
+            }
+        }
     }
 
     /// This rank, 0-based. A newcomer that has not joined yet has its [number](Self::number).
@@ -115,13 +167,13 @@ impl RankContext {
 
     /// When the command was started.
     pub fn started(&self) -> Instant {
-        *crate::lock(&self.started)
+        *lock(&self.started)
     }
 
     /// The command was started so long ago: of a rank that joins others, theirs.
     pub fn runs_since(&self, elapsed: Duration) {
         if let Some(started) = Instant::now().checked_sub(elapsed) {
-            *crate::lock(&self.started) = started;
+            *lock(&self.started) = started;
         }
     }
 
@@ -158,39 +210,31 @@ impl RankContext {
     ///
     /// # Errors
     ///
-    /// Those of [`ProcessGroup::shrink`].
+    /// Those of [`shrink`](crate::shrink).
     pub fn shrink(&self) -> Result<()> {
-        self.reform(ProcessGroup::shrink)
+        self.form_next(Log::shrink)
     }
 
-    /// Takes in the processes with the numbers `joining`, and goes on without those with the numbers `leaving`. *Blocks*
+    /// Takes in the processes that ask to join, and continues without those with the numbers `leaving`. *Blocks*
     /// until all ranks that stay call it, between two operations.
     ///
     /// # Errors
     ///
-    /// Those of [`ProcessGroup::grow`].
-    pub fn change(&self, joining: &[usize], leaving: &[usize]) -> Result<()> {
-        let store = self.group().store();
+    /// Those of [`grow`](crate::grow).
+    pub fn change(&self, leaving: &[usize]) -> Result<()> {
         for number in leaving {
-            let mut tries = 0;
-            loop {
-                tries += 1;
-                match report_lost(&*store, *number, "it has left") {
-                    Err(error) if error.kind() == StoreKind::NoAnswer && tries < TRIES => {}
-                    told => break told.map_err(crate::system("cannot reach the store"))?,
-                }
-            }
+            self.lose(*number, "it has left")?;
         }
-        self.reform(|group, options| group.grow(joining, options))
+        self.form_next(Log::grow)
     }
 
-    fn reform(
+    fn form_next(
         &self,
-        form: impl FnOnce(ProcessGroup, ShrinkOptions) -> phalanx_comm::Result<ProcessGroup>,
+        form: impl FnOnce(&mut Log, ProcessGroup, &ShrinkOptions) -> phalanx_comm::Result<ProcessGroup>,
     ) -> Result<()> {
         let options = self.elastic_options()?;
         let _phase = self.phase(FORMING);
-        let group = form(self.group(), options)?;
+        let group = form(&mut lock(&self.log), self.group(), &options)?;
         self.membership().group = group;
         Ok(())
     }
@@ -302,7 +346,7 @@ impl RankContext {
 
     /// "2 ranks on 1 host over shared memory, 1 thread each of 2 cores (AVX-512)"; `isa` is the instruction set in use.
     pub fn describe(&self, isa: &str) -> String {
-        let cores = crate::cores();
+        let cores = phalanx_base::cores();
         let mut text = plural(self.world(), "rank");
         let over = match self.transport() {
             "thread" => " as threads of one process",

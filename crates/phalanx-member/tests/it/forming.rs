@@ -4,14 +4,13 @@
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{
-    Call, Error, ErrorKind, InitOptions, Newcomer, ProcessGroup, ReduceOp, ShrinkOptions,
-    goes_on_with, is_over, report_hold, report_leaving, report_lost, report_over,
-};
-use phalanx_store::{MemStore, TcpServer};
+use phalanx_comm::{Error, ErrorKind, Formation, InitOptions, ProcessGroup, ReduceOp};
+use phalanx_member::{Event, Log, Newcomer, RequestedChange, ShrinkOptions, grow, shrink};
+use phalanx_store::{MemStore, Store, TcpServer};
 use phalanx_wire::Token;
 
 use crate::common::{
@@ -64,7 +63,7 @@ fn survivors_go_on_whoever_was_lost() {
                         "{error}"
                     );
                     let other_handle = group.clone();
-                    let group = group.shrink(hasty()).unwrap();
+                    let group = shrink(group, &hasty()).unwrap();
                     assert_eq!(group.generation(), 1);
                     assert_eq!(group.world_size(), world - 1);
                     assert_eq!(group.rank(), rank - usize::from(rank > victim));
@@ -109,7 +108,7 @@ fn twice_in_a_row_down_to_one() {
                     ..hasty()
                 };
                 // With a minimum of one, a fast rank must wait for the others.
-                group = group.shrink(options).unwrap();
+                group = shrink(group, &options).unwrap();
                 assert_eq!(group.generation(), generation);
                 assert_eq!(group.world_size(), 4 - generation as usize);
             }
@@ -117,7 +116,7 @@ fn twice_in_a_row_down_to_one() {
             assert_eq!(sum_of_members(&group), 1);
             // Nobody is left: the generation still changes hands.
             group.abort("enough");
-            let group = group.shrink(hasty()).unwrap();
+            let group = shrink(group, &hasty()).unwrap();
             assert_eq!((group.generation(), group.world_size()), (4, 1));
         });
     });
@@ -134,11 +133,14 @@ fn all_may_go_on_after_an_abort() {
                 group.abort("changed my mind");
             }
             let started = Instant::now();
-            let group = group.shrink(ShrinkOptions {
-                straggler_wait: PATIENCE,
-                timeout: PATIENCE,
-                ..ShrinkOptions::default()
-            });
+            let group = shrink(
+                group,
+                &ShrinkOptions {
+                    straggler_wait: PATIENCE,
+                    timeout: PATIENCE,
+                    ..ShrinkOptions::default()
+                },
+            );
             let group = group.unwrap();
             assert_eq!((group.rank(), group.world_size()), (rank, 3));
             assert!(started.elapsed() < SOON, "nobody was waited for");
@@ -158,7 +160,7 @@ fn ranks_that_are_reported_lost_are_not_waited_for() {
             if group.rank() != 3 {
                 if group.rank() == 0 {
                     for rank in 0..3 {
-                        report_lost(&*group.store(), rank, "it is a test").unwrap();
+                        lose(&group.store(), rank);
                     }
                 }
                 // In its place a rank that is still there, and hears nothing.
@@ -170,7 +172,7 @@ fn ranks_that_are_reported_lost_are_not_waited_for() {
                 timeout: PATIENCE,
                 ..ShrinkOptions::default()
             };
-            let group = group.shrink(options).unwrap();
+            let group = shrink(group, &options).unwrap();
             gate.wait();
             assert_eq!(
                 (group.rank(), group.world_size(), group.global_rank()),
@@ -188,11 +190,11 @@ fn ranks_that_form_anew_hear_that_the_job_ends() {
         on_each(groups(over, 2), |group| {
             all_ready(&group, &gate);
             if group.rank() == 1 {
-                report_over(&*group.store(), "nobody needs it").unwrap();
+                Log::new(group.store()).end("nobody needs it").unwrap();
                 gate.wait();
                 return;
             }
-            let error = group.shrink(ShrinkOptions::default()).unwrap_err();
+            let error = shrink(group, &ShrinkOptions::default()).unwrap_err();
             gate.wait();
             assert_eq!(error.kind(), ErrorKind::Aborted, "{error}");
             assert!(
@@ -201,6 +203,29 @@ fn ranks_that_form_anew_hear_that_the_job_ends() {
             );
         });
     });
+}
+
+fn lose(store: &Arc<dyn Store>, number: usize) {
+    Log::new(Arc::clone(store))
+        .lose(number, "it is a test")
+        .unwrap();
+}
+
+fn tell(store: &Arc<dyn Store>, event: Event) {
+    let mut log = Log::new(Arc::clone(store));
+    log.append(|_| Some(event.clone())).unwrap();
+}
+
+/// What is asked of the ranks of `group`.
+fn requested(group: &ProcessGroup) -> RequestedChange {
+    let mut log = Log::new(group.store());
+    log.read().unwrap().requested(group.global_ranks())
+}
+
+fn wait_for(group: &ProcessGroup, joining: &[usize]) {
+    while requested(group).joining != joining {
+        std::thread::sleep(Duration::from_millis(2));
+    }
 }
 
 /// The options of `hasty`, with which nobody is left out.
@@ -213,9 +238,9 @@ fn patient() -> ShrinkOptions {
 }
 
 /// A store of its own, a token, and two ranks that have formed a group there.
-fn two_with_store(over: Over) -> (Arc<dyn phalanx_store::Store>, Token, Vec<ProcessGroup>) {
+fn two_with_store(over: Over) -> (Arc<dyn Store>, Token, Vec<ProcessGroup>) {
     let token = Token::generate().unwrap();
-    let store: Arc<dyn phalanx_store::Store> = Arc::new(MemStore::new());
+    let store: Arc<dyn Store> = Arc::new(MemStore::new());
     let groups = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..2)
             .map(|rank| {
@@ -228,26 +253,6 @@ fn two_with_store(over: Over) -> (Arc<dyn phalanx_store::Store>, Token, Vec<Proc
     (store, token, groups)
 }
 
-/// A host that is down, or stopped with its launcher, closes no connection.
-#[test]
-fn a_rank_that_is_reported_lost_is_not_waited_for_in_an_operation() {
-    let (store, _, mut groups) = two_with_store(Over::Tcp);
-    let silent = groups.pop().unwrap();
-    std::thread::scope(|scope| {
-        let waits = scope.spawn(|| groups[0].barrier().unwrap_err());
-        std::thread::sleep(Duration::from_millis(50));
-        report_lost(&*store, 1, "its host is down").unwrap();
-        let error = waits.join().unwrap();
-        assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
-        assert_eq!(error.peer(), Some(1), "{error}");
-        let message = error.message();
-        assert_eq!(message, "rank 1 was reported lost: its host is down");
-    });
-    // It lives, and learns that the group has ended; the first barrier is one that the other has begun.
-    let error = (0..2).find_map(|_| silent.barrier().err()).unwrap();
-    assert_eq!(error.kind(), ErrorKind::Aborted, "{error}");
-}
-
 #[test]
 fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
     for over in [Over::Shm, Over::Tcp] {
@@ -255,37 +260,34 @@ fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
         let newcomer = |number| {
             Newcomer::from_store(Arc::clone(&store), number, init_options(over, &token)).unwrap()
         };
-        assert!(!goes_on_with(&*store, 2, [0, 1]).unwrap(), "nobody said so");
-        groups[0].announce_elastic(true).unwrap();
-        groups[1].withdraw_elastic().unwrap();
-        assert!(
-            !goes_on_with(&*store, 2, [0, 1]).unwrap(),
-            "it was taken back"
-        );
-        groups[0].announce_elastic(true).unwrap();
-        assert!(goes_on_with(&*store, 2, [1, 7]).unwrap());
-        assert!(
-            !goes_on_with(&*store, 2, [5, 7]).unwrap(),
-            "they are in no group"
-        );
+        let continues_with = |numbers: &[usize]| {
+            let mut log = Log::new(store.clone());
+            let state = log.read().unwrap();
+            state.continues_with(2, numbers.iter().copied())
+        };
+        let takes_others = true;
+        assert!(!continues_with(&[0, 1]), "no rank said so");
+        tell(&store, Event::Elastic { takes_others });
+        tell(&store, Event::NotElastic);
+        assert!(!continues_with(&[0, 1]), "it was taken back");
+        tell(&store, Event::Elastic { takes_others });
+        assert!(continues_with(&[1, 7]));
+        assert!(!continues_with(&[5, 7]), "they are in no group");
         let gate = &Barrier::new(4);
         std::thread::scope(|scope| {
             for group in groups {
                 scope.spawn(move || {
-                    let requests = group.membership_requests();
-                    while requests.read().unwrap().joining != [5, 7] {
-                        std::thread::sleep(Duration::from_millis(2));
-                    }
+                    wait_for(&group, &[5, 7]);
                     group.barrier().unwrap();
-                    let group = group.grow(&[5, 7], patient()).unwrap();
+                    let group = grow(group, &patient()).unwrap();
                     assert_eq!((group.world_size(), group.generation()), (4, 1));
                     assert_eq!(group.global_ranks(), [0, 1, 5, 7]);
                     assert_eq!(sum_of_members(&group), 13);
-                    assert!(group.membership_requests().read().unwrap().is_none());
+                    assert!(requested(&group).is_none());
                     gate.wait();
                     // Rank 5 goes.
                     group.barrier().unwrap_err();
-                    let group = group.shrink(patient()).unwrap();
+                    let group = shrink(group, &patient()).unwrap();
                     assert_eq!(sum_of_members(&group), 8);
                     group.shutdown().unwrap();
                 });
@@ -305,49 +307,72 @@ fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
                     assert_eq!(sum_of_members(&group), 13);
                     gate.wait();
                     if number == 5 {
-                        report_lost(&**store, 5, "it is a test").unwrap();
-                        return;
+                        return lose(store, 5);
                     }
-                    group.announce_joined(true).unwrap();
+                    let took_part = true;
+                    tell(store, Event::Joined { number, took_part });
                     group.barrier().unwrap_err();
-                    let group = group.shrink(patient()).unwrap();
+                    let group = shrink(group, &patient()).unwrap();
                     assert_eq!((group.rank(), group.world_size()), (2, 3));
                     assert_eq!(sum_of_members(&group), 8);
                     group.shutdown().unwrap();
                 });
             }
         });
-        assert!(!goes_on_with(&*store, 2, [5]).unwrap(), "it has no state");
-        assert!(goes_on_with(&*store, 2, [7]).unwrap());
+        assert!(!continues_with(&[5]), "it has no state");
+        assert!(continues_with(&[7]));
     }
+}
+
+/// The process `number` asks to join, as another process that says no more.
+fn ask(store: &Arc<dyn Store>, number: usize) {
+    tell(store, Event::Asks { number, tag: 3 });
+}
+
+/// The group whose members gather, and where the process `number` says that it is there for the next one.
+fn gathering(store: &Arc<dyn Store>, number: usize) -> (Formation, String) {
+    let mut log = Log::new(store.clone());
+    let group = loop {
+        let state = log.wait(PATIENCE).unwrap();
+        let mut gathers = state.groups().filter(|group| group.gathers);
+        if let Some(group) = gathers.next() {
+            break group.formation.clone();
+        }
+    };
+    let (job, next) = (group.job, group.generation + 1);
+    (group, format!("job/here/{job:016x}/{next}/{number}"))
 }
 
 /// As an elastic training waits, which has no limit for members.
 #[test]
 fn a_newcomer_that_comes_late_is_waited_for() {
     let (store, token, groups) = two_with_store(Over::Tcp);
+    ask(&store, 7);
     std::thread::scope(|scope| {
         for group in groups {
             scope.spawn(|| {
                 group.barrier().unwrap();
-                let group = group.grow(&[5, 7], patient()).unwrap();
-                assert_eq!(sum_of_members(&group), 13);
+                let group = grow(group, &patient()).unwrap();
+                assert_eq!(sum_of_members(&group), 8);
                 group.shutdown().unwrap();
             });
         }
-        for (number, late) in [(5, 400), (7, 0)] {
-            let (store, options) = (Arc::clone(&store), init_options(Over::Tcp, &token));
-            scope.spawn(move || {
-                let newcomer = Newcomer::from_store(store.clone(), number, options).unwrap();
-                // It is invited already.
-                let invited = format!("reform/invited/{number}");
-                store.get(&invited, PATIENCE).unwrap();
-                std::thread::sleep(Duration::from_millis(late));
-                let group = newcomer.join(&patient()).unwrap().expect("the job runs");
-                assert_eq!(sum_of_members(&group), 13);
-                group.shutdown().unwrap();
-            });
-        }
+        let (group, here) = gathering(&store, 7);
+        std::thread::sleep(Duration::from_millis(400));
+        store.set(&here, b"").unwrap();
+        let mut log = Log::new(store.clone());
+        let next = loop {
+            let state = log.wait(PATIENCE).unwrap();
+            let next = state.group(group.job).unwrap();
+            if next.formation.generation > group.generation {
+                break next.formation.clone();
+            }
+        };
+        let options = init_options(Over::Tcp, &token);
+        let mut process = phalanx_comm::Detached::from_store(store.clone(), 7, options).unwrap();
+        let group = process.form(next, PATIENCE).unwrap();
+        assert_eq!(sum_of_members(&group), 8);
+        group.shutdown().unwrap();
     });
 }
 
@@ -355,33 +380,26 @@ fn a_newcomer_that_comes_late_is_waited_for() {
 #[test]
 fn a_newcomer_that_has_asked_and_does_not_come_is_left_out() {
     let (store, _, groups) = two_with_store(Over::Tcp);
-    for (key, value) in [("joining", "1"), ("taken/5", "1"), ("joining/1", "5")] {
-        let key = format!("reform/{key}");
-        store.set(&key, value.as_bytes()).unwrap();
-    }
-    std::thread::scope(|scope| {
-        for group in groups {
-            scope.spawn(|| {
-                let asked = group.membership_requests().read().unwrap();
-                assert_eq!(asked.joining, [5]);
-                group.barrier().unwrap();
-                let group = group.grow(&[5], patient()).unwrap();
-                assert_eq!(group.global_ranks(), [0, 1]);
-                assert!(group.membership_requests().read().unwrap().is_none());
-                assert_eq!(sum_of_members(&group), 1);
-                group.shutdown().unwrap();
-            });
-        }
+    ask(&store, 5);
+    on_each(groups, |group| {
+        assert_eq!(requested(&group).joining, [5]);
+        group.barrier().unwrap();
+        let group = grow(group, &patient()).unwrap();
+        assert_eq!(group.global_ranks(), [0, 1]);
+        assert!(requested(&group).is_none());
+        assert_eq!(sum_of_members(&group), 1);
+        group.shutdown().unwrap();
     });
 }
 
 #[test]
-fn a_newcomer_that_is_lost_before_it_joins_holds_nobody_up() {
+fn a_newcomer_that_is_lost_before_it_joins_is_not_waited_for() {
     let (store, _, groups) = two_with_store(Over::Shm);
+    ask(&store, 4);
     on_each(groups, |group| {
         group.barrier().unwrap();
-        report_lost(&*store, 4, "it is a test").unwrap();
-        let group = group.grow(&[4], patient()).unwrap();
+        lose(&store, 4);
+        let group = grow(group, &patient()).unwrap();
         assert_eq!((group.world_size(), sum_of_members(&group)), (2, 1));
         group.shutdown().unwrap();
     });
@@ -391,22 +409,21 @@ fn a_newcomer_that_is_lost_before_it_joins_holds_nobody_up() {
 #[test]
 fn a_member_that_is_lost_before_it_connects_is_not_waited_for() {
     let (store, _, groups) = two_with_store(Over::Tcp);
+    ask(&store, 7);
     let started = Instant::now();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let text = store.get("reform/invited/7", PATIENCE).unwrap();
-            let invitation: serde_json::Value = serde_json::from_slice(&text).unwrap();
-            let meeting = format!("reform/{:016x}/1", invitation["job"].as_u64().unwrap());
-            store.set(&format!("{meeting}/here/7"), b"1").unwrap();
-            let decided = store.get(&format!("{meeting}/members"), PATIENCE);
-            assert_eq!(decided.unwrap(), b"0 1 7");
+            let (group, here) = gathering(&store, 7);
+            store.set(&here, b"").unwrap();
+            let mut log = Log::new(store.clone());
+            while log.wait(PATIENCE).unwrap().group(group.job).unwrap().new != [7] {}
             std::thread::sleep(Duration::from_millis(300));
-            report_lost(&*store, 7, "it is a test").unwrap();
+            lose(&store, 7);
         });
         for group in groups {
             scope.spawn(|| {
                 group.barrier().unwrap();
-                let group = group.grow(&[7], patient()).unwrap();
+                let group = grow(group, &patient()).unwrap();
                 assert_eq!((group.world_size(), group.generation()), (2, 2));
                 assert_eq!(sum_of_members(&group), 1);
                 group.shutdown().unwrap();
@@ -417,27 +434,28 @@ fn a_member_that_is_lost_before_it_connects_is_not_waited_for() {
 }
 
 #[test]
-fn a_rank_that_is_asked_to_leaves_and_holds_nobody_up() {
+fn a_rank_that_is_asked_to_leaves_and_is_not_waited_for() {
     for over in [Over::Shm, Over::Tcp] {
         let (store, _, groups) = two_with_store(over);
         // Numbers that are no members' are not those of this group.
         for number in [0, 9] {
-            report_leaving(&*store, number).unwrap();
+            tell(&store, Event::Leave { number });
         }
-        report_hold(&*store, Some("it is a test")).unwrap();
+        let hold = |why| Log::new(store.clone()).hold(why).unwrap();
+        hold(Some("it is a test"));
         on_each(groups, |group| {
-            let asked = group.membership_requests().read().unwrap();
+            let asked = requested(&group);
             assert_eq!((asked.joining, asked.leaving), (vec![], vec![0]));
             assert_eq!(asked.hold.as_deref(), Some("it is a test"));
             group.barrier().unwrap();
             if group.rank() == 0 {
                 return group.shutdown().unwrap();
             }
-            report_lost(&*store, 0, "it has left").unwrap();
-            report_hold(&*store, None).unwrap();
-            let group = group.grow(&[], patient()).unwrap();
+            lose(&store, 0);
+            hold(None);
+            let group = grow(group, &patient()).unwrap();
             assert_eq!((group.rank(), group.world_size()), (0, 1));
-            assert!(group.membership_requests().read().unwrap().is_none());
+            assert!(requested(&group).is_none());
             group.shutdown().unwrap();
         });
     }
@@ -450,74 +468,68 @@ fn a_process_number_that_is_used_twice_is_refused() {
         let newcomer = |number| {
             Newcomer::from_store(Arc::clone(&store), number, init_options(over, &token)).unwrap()
         };
-        let refused = |error: Error, number: usize, why: &str| {
+        let refused = |error: Error, number: usize| {
             assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
-            let words = format!("process number {number} is {why}");
+            let words = format!("process number {number} is already used");
             assert!(error.to_string().contains(&words), "{error}");
         };
-        const OTHER: &str = "that of another process";
-        for (newcomers, number, why) in [
-            (&[1][..], 1, "that of a member"),
-            (&[7, 5, 7][..], 7, "given twice"),
-        ] {
-            let error = groups[0].clone().grow(newcomers, patient()).unwrap_err();
-            refused(error, number, why);
-        }
-        report_lost(&*store, 9, "it is a test").unwrap();
-        refused(newcomer(9).join(&patient()).unwrap_err(), 9, OTHER);
-        let requests = groups[0].membership_requests();
-        let wait_for = |numbers: &[usize]| {
-            while requests.read().unwrap().joining != numbers {
-                std::thread::sleep(Duration::from_millis(2));
-            }
-        };
+        lose(&store, 9);
+        refused(newcomer(9).join(&patient()).unwrap_err(), 9);
+        let first = groups[0].clone();
         std::thread::scope(|scope| {
             let [member, five] = [1, 5].map(|number| {
                 let newcomer = newcomer(number);
                 scope.spawn(move || newcomer.join(&patient()))
             });
-            while !member.is_finished() {
-                requests.read().unwrap();
-            }
-            refused(member.join().unwrap().unwrap_err(), 1, "that of a member");
-            wait_for(&[5]);
-            // It waits, it has joined, it was lost.
-            refused(newcomer(5).join(&patient()).unwrap_err(), 5, OTHER);
+            wait_for(&first, &[1, 5]);
+            // It asks already.
+            refused(newcomer(5).join(&patient()).unwrap_err(), 5);
+            drop(first);
             for group in groups {
                 scope.spawn(move || {
-                    let group = group.grow(&[5], patient()).unwrap();
+                    let group = grow(group, &patient()).unwrap();
+                    assert_eq!(group.global_ranks(), [0, 1, 5]);
                     assert_eq!(sum_of_members(&group), 6);
                     group.shutdown().unwrap();
                 });
             }
+            refused(member.join().unwrap().unwrap_err(), 1);
             let group = five.join().unwrap().unwrap().expect("the job runs");
             assert_eq!(sum_of_members(&group), 6);
-            refused(newcomer(5).join(&patient()).unwrap_err(), 5, OTHER);
+            // It is a member, or was lost.
+            refused(newcomer(5).join(&patient()).unwrap_err(), 5);
             group.shutdown().unwrap();
         });
-        report_lost(&*store, 5, "it is a test").unwrap();
-        refused(newcomer(5).join(&patient()).unwrap_err(), 5, OTHER);
+        lose(&store, 5);
+        refused(newcomer(5).join(&patient()).unwrap_err(), 5);
     }
 }
 
 #[test]
-fn a_newcomer_hears_that_the_job_is_over() {
+fn a_newcomer_learns_that_the_job_is_over() {
     let (store, token, _groups) = two_with_store(Over::Shm);
-    assert!(!is_over(&*store).unwrap());
-    report_over(&*store, "all is done").unwrap();
-    assert!(is_over(&*store).unwrap());
-    let newcomer = Newcomer::from_store(store, 2, init_options(Over::Shm, &token)).unwrap();
-    assert!(newcomer.join(&patient()).unwrap().is_none());
+    let newcomer = || {
+        let options = init_options(Over::Shm, &token);
+        Newcomer::from_store(store.clone(), 2, options).unwrap()
+    };
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| newcomer().join(&patient()).unwrap().is_none());
+        std::thread::sleep(Duration::from_millis(50));
+        Log::new(store.clone()).end("all is done").unwrap();
+        assert!(waits.join().unwrap());
+    });
+    assert!(newcomer().join(&patient()).unwrap().is_none());
 }
 
-/// A garbled invitation is an error and no wait.
+/// A garbled event is an error and no wait.
 #[test]
-fn an_invitation_that_is_none_is_refused() {
+fn an_event_that_is_none_is_refused() {
     let (store, token, _groups) = two_with_store(Over::Shm);
-    store.set("reform/invited/2", b"{\"job\": 1}").unwrap();
+    store.set("job/log/0", b"{\"Asks\": 1}").unwrap();
     let newcomer = Newcomer::from_store(store, 2, init_options(Over::Shm, &token)).unwrap();
     let error = newcomer.join(&patient()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
+    assert!(error.to_string().contains("event 0"), "{error}");
 }
 
 #[test]
@@ -529,18 +541,17 @@ fn a_straggler_is_refused_with_the_reason() {
             all_ready(&group, &formed);
             if rank == 2 {
                 formed.wait();
-                let error = group.shrink(hasty()).unwrap_err();
+                let error = shrink(group, &hasty()).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::Excluded, "{error}");
                 let text = error.to_string();
                 assert!(
-                    text.contains("generation 1 was formed without this rank (first rank 2)")
-                        && text.contains("first ranks 0, 1, 3")
+                    text.contains("process 2 was excluded from generation 1 (members: 0, 1, 3)")
                         && text.contains("waited 1.2 s"),
                     "{text}"
                 );
                 return;
             }
-            let group = group.shrink(hasty()).unwrap();
+            let group = shrink(group, &hasty()).unwrap();
             formed.wait();
             for _ in 0..20 {
                 assert_eq!(sum_of_members(&group), 4);
@@ -558,12 +569,14 @@ fn less_than_a_majority_does_not_go_on() {
         if group.rank() >= 2 {
             return;
         }
-        let error = group
-            .shrink(ShrinkOptions {
+        let error = shrink(
+            group,
+            &ShrinkOptions {
                 timeout: Duration::from_millis(3000),
                 ..hasty()
-            })
-            .unwrap_err();
+            },
+        )
+        .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
         let text = error.to_string();
         assert!(
@@ -590,7 +603,7 @@ fn there_is_never_more_than_one_group() {
                 straggler_wait: Duration::from_millis(100),
                 timeout: PATIENCE,
             };
-            match group.shrink(options) {
+            match shrink(group, &options) {
                 Ok(group) => {
                     let sum = sum_of_members(&group);
                     let outcome = (group.generation(), group.world_size(), sum);
@@ -616,7 +629,7 @@ fn there_is_never_more_than_one_group() {
 fn a_subgroup_cannot_be_formed_anew() {
     on_each(groups(Over::Thread, 2), |group| {
         let sub = group.new_group(&[0, 1]).unwrap().unwrap();
-        let error = sub.shrink(hasty()).unwrap_err();
+        let error = shrink(sub, &hasty()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Usage);
         group.barrier().unwrap();
     });
@@ -647,7 +660,7 @@ fn a_store_that_died_with_rank_0_is_the_end_and_says_so() {
                     return;
                 }
                 group.barrier().unwrap_err();
-                let error = group.shrink(hasty()).unwrap_err();
+                let error = shrink(group, &hasty()).unwrap_err();
                 assert!(
                     error.to_string().contains("rank 0 hosts the store"),
                     "{error}"
@@ -660,101 +673,114 @@ fn a_store_that_died_with_rank_0_is_the_end_and_says_so() {
     }
 }
 
-/// Every rank aborts at the same moment with a cause of its own; each is a
-/// "host" of its own here. All report the same one.
-#[test]
-fn hosts_agree_on_one_first_cause() {
-    for _ in 0..10 {
-        let gate = Barrier::new(4);
-        let errors = on_each(groups(Over::Tcp, 4), |group| {
-            all_ready(&group, &gate);
-            let rank = group.rank();
-            group.abort(&format!("cause of {rank}"));
-            let error = group.barrier().unwrap_err();
-            gate.wait();
-            error
-        });
-        let origin = errors[0].origin_rank().unwrap();
-        for error in &errors {
-            assert_eq!(error.origin_rank(), Some(origin), "{errors:#?}");
-            assert!(error.message().contains(&format!("cause of {origin}")));
+/// A store that counts what it is asked for, and does not answer while it is `silent`.
+#[derive(Default)]
+struct Watched {
+    store: MemStore,
+    silent: AtomicBool,
+    asked: AtomicUsize,
+}
+
+impl Watched {
+    fn ask(&self) -> phalanx_store::Result<&MemStore> {
+        self.asked.fetch_add(1, SeqCst);
+        match self.silent.load(SeqCst) {
+            true => {
+                std::thread::sleep(Duration::from_millis(20));
+                let kind = phalanx_store::ErrorKind::NoAnswer;
+                Err(phalanx_store::Error::new(kind, "it did not answer"))
+            }
+            false => Ok(&self.store),
         }
     }
 }
 
-/// A store that hangs does not hold an abort up.
-#[test]
-fn an_abort_does_not_wait_for_a_store_that_hangs() {
-    struct Hangs(MemStore, std::sync::atomic::AtomicBool);
-    impl phalanx_store::Store for Hangs {
-        fn set(&self, key: &str, value: &[u8]) -> phalanx_store::Result<()> {
-            self.0.set(key, value)
-        }
-        fn get(&self, key: &str, timeout: Duration) -> phalanx_store::Result<Vec<u8>> {
-            self.0.get(key, timeout)
-        }
-        fn try_get(&self, key: &str) -> phalanx_store::Result<Option<Vec<u8>>> {
-            self.0.try_get(key)
-        }
-        fn wait(&self, keys: &[&str], timeout: Duration) -> phalanx_store::Result<()> {
-            self.0.wait(keys, timeout)
-        }
-        fn add(&self, key: &str, delta: i64) -> phalanx_store::Result<i64> {
-            self.0.add(key, delta)
-        }
-        fn compare_set(
-            &self,
-            key: &str,
-            expected: Option<&[u8]>,
-            desired: &[u8],
-        ) -> phalanx_store::Result<Vec<u8>> {
-            while self.1.load(SeqCst) {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            self.0.compare_set(key, expected, desired)
-        }
-        fn delete(&self, key: &str) -> phalanx_store::Result<bool> {
-            self.0.delete(key)
-        }
-        fn delete_prefix(&self, prefix: &str) -> phalanx_store::Result<u64> {
-            self.0.delete_prefix(prefix)
-        }
+impl Store for Watched {
+    fn set(&self, key: &str, value: &[u8]) -> phalanx_store::Result<()> {
+        self.ask()?.set(key, value)
     }
-    let store = Arc::new(Hangs(MemStore::new(), false.into()));
+    fn get(&self, key: &str, timeout: Duration) -> phalanx_store::Result<Vec<u8>> {
+        self.ask()?.get(key, timeout)
+    }
+    fn try_get(&self, key: &str) -> phalanx_store::Result<Option<Vec<u8>>> {
+        self.ask()?.try_get(key)
+    }
+    fn wait(&self, keys: &[&str], timeout: Duration) -> phalanx_store::Result<()> {
+        self.ask()?.wait(keys, timeout)
+    }
+    fn add(&self, key: &str, delta: i64) -> phalanx_store::Result<i64> {
+        self.ask()?.add(key, delta)
+    }
+    fn compare_set(
+        &self,
+        key: &str,
+        expected: Option<&[u8]>,
+        desired: &[u8],
+    ) -> phalanx_store::Result<Vec<u8>> {
+        self.ask()?.compare_set(key, expected, desired)
+    }
+    fn delete(&self, key: &str) -> phalanx_store::Result<bool> {
+        self.ask()?.delete(key)
+    }
+    fn delete_prefix(&self, prefix: &str) -> phalanx_store::Result<u64> {
+        self.ask()?.delete_prefix(prefix)
+    }
+}
+
+/// The store answers again in time: the dead rank is no member, and no generation is lost.
+#[test]
+fn ranks_wait_until_the_store_answers() {
+    let store = Arc::new(Watched::default());
     let token = Token::generate().unwrap();
-    let members: Vec<_> = (0..2)
+    let ranks: Vec<_> = (0..3)
         .map(|rank| {
             let (store, options) = (store.clone(), init_options(Over::Tcp, &token));
-            std::thread::spawn(move || ProcessGroup::from_store(store, rank, 2, options))
+            std::thread::spawn(move || ProcessGroup::from_store(store, rank, 3, options))
         })
         .collect();
-    let members = members
-        .into_iter()
-        .map(|m| m.join().unwrap().unwrap())
-        .collect();
-    let gate = Barrier::new(2);
-    let took = on_each(members, |group: ProcessGroup| {
-        group.barrier().unwrap();
-        if gate.wait().is_leader() {
-            store.1.store(true, SeqCst);
+    let ranks = ranks.into_iter().map(|rank| rank.join().unwrap().unwrap());
+    let gate = Barrier::new(3);
+    on_each(ranks.collect(), |group: ProcessGroup| {
+        all_ready(&group, &gate);
+        if group.rank() == 2 {
+            return;
         }
-        gate.wait();
-        let start = Instant::now();
+        group.barrier().unwrap_err();
         if group.rank() == 0 {
-            group.abort("no time");
+            store.silent.store(true, SeqCst);
+            let store = Arc::clone(&store);
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(500));
+                store.silent.store(false, SeqCst);
+            });
         }
-        let error = group.barrier().unwrap_err();
-        assert_eq!(error.origin_rank(), Some(0), "{error}");
-        start.elapsed()
+        let group = shrink(group, &ShrinkOptions::default()).unwrap();
+        assert_eq!((group.generation(), group.world_size()), (1, 2));
+        assert_eq!(sum_of_members(&group), 1);
     });
-    store.1.store(false, SeqCst);
-    assert!(took.iter().all(|t| *t < SOON), "{took:?}");
 }
 
-const PLACE: &str = "PHALANX_TEST_REFORM_STORE";
-const TOKEN: &str = "PHALANX_TEST_REFORM_TOKEN";
-const RANK: &str = "PHALANX_TEST_REFORM_RANK";
-const OVER: &str = "PHALANX_TEST_REFORM_OVER";
+/// A look at what is asked of the ranks costs one request, however many processes have come and gone.
+#[test]
+fn a_look_costs_one_request() {
+    let watched = Arc::new(Watched::default());
+    let store: Arc<dyn Store> = watched.clone();
+    let mut log = Log::new(store.clone());
+    for number in 1..40 {
+        ask(&store, number);
+        lose(&store, number);
+    }
+    for events in [78, 0, 0] {
+        let before = watched.asked.load(SeqCst);
+        assert!(log.read().unwrap().requested(&[0]).is_none());
+        assert_eq!(watched.asked.load(SeqCst) - before, events + 1);
+    }
+}
+
+const PLACE: &str = "PHALANX_TEST_FORMING_STORE";
+const TOKEN: &str = "PHALANX_TEST_FORMING_TOKEN";
+const RANK: &str = "PHALANX_TEST_FORMING_RANK";
+const OVER: &str = "PHALANX_TEST_FORMING_OVER";
 const PROCESSES: usize = 4;
 
 struct Rank(Child);
@@ -804,12 +830,14 @@ fn child() {
             matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::Aborted),
             "{error}"
         );
-        group = group
-            .shrink(ShrinkOptions {
+        group = shrink(
+            group,
+            &ShrinkOptions {
                 min_world: Some(2),
                 ..hasty()
-            })
-            .unwrap();
+            },
+        )
+        .unwrap();
     }
     group.shutdown().unwrap();
 }
@@ -822,7 +850,7 @@ fn kill_two_of_four(over: &str, victims: [usize; 2]) {
     let mut ranks: Vec<Rank> = (0..PROCESSES)
         .map(|rank| {
             let child = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "reform::child", "--nocapture"])
+                .args(["--exact", "forming::child", "--nocapture"])
                 .env(PLACE, &place)
                 .env(TOKEN, token.to_hex())
                 .env(RANK, rank.to_string())
@@ -836,7 +864,6 @@ fn kill_two_of_four(over: &str, victims: [usize; 2]) {
         })
         .collect();
     let store = phalanx_store::TcpStore::connect(&place, token, PATIENCE).unwrap();
-    use phalanx_store::Store;
     let mut alive: Vec<usize> = (0..PROCESSES).collect();
     for (generation, victim) in victims.into_iter().enumerate() {
         let ready: Vec<String> = alive
@@ -884,27 +911,5 @@ fn killed_processes_are_left_behind_over_shm() {
 fn killed_processes_are_left_behind_over_tcp() {
     at_once(&[[0, 3], [1, 0]], |victims| {
         kill_two_of_four("tcp", *victims)
-    });
-}
-
-/// The calls of the old handle carry over.
-#[test]
-fn defaults_of_the_handle_carry_over() {
-    let failed = Barrier::new(2);
-    on_each(groups(Over::Thread, 2), |group| {
-        let hasty_calls = group.with_call(Call {
-            label: Some("the label".into()),
-            timeout: Some(Duration::from_millis(50)),
-            ..Call::default()
-        });
-        drop(group);
-        let group = hasty_calls.shrink(hasty()).unwrap();
-        if group.rank() == 0 {
-            let error = group.recv(&mut [0u8; 1], 1).unwrap_err();
-            failed.wait();
-            assert!(error.to_string().contains("the label"), "{error}");
-        } else {
-            failed.wait();
-        }
     });
 }
