@@ -35,6 +35,7 @@ pub const TARGETS: &[Target] = &[
     ("comm_posts", stall::posts, stall::posts_seeds),
     ("comm_record", recorder::record, recorder::record_seeds),
     ("comm_flight", recorder::memory, recorder::memory_seeds),
+    ("comm_address", group::address, group::address_seeds),
     ("comm_members", group::members, group::members_seeds),
     ("comm_cores", wait::cores, wait::cores_seeds),
     (

@@ -50,7 +50,6 @@ mod program;
 mod rank_args;
 mod ranks;
 mod report;
-mod same_host;
 mod start;
 mod streams;
 mod threads;

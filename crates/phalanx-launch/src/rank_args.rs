@@ -11,7 +11,6 @@
 use std::any::Any;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::{Args as _, FromArgMatches as _};
@@ -28,7 +27,6 @@ use crate::error::{Error, ErrorKind, Result, check_count};
 use crate::flags::{RankArgs, TransportArg};
 use crate::place::{self, Env, Node, Place, Process, real_env};
 use crate::plan::LaunchPlan;
-use crate::same_host::store_file;
 use crate::streams::Prefix;
 use crate::threads::{self, Cores, Threads};
 use crate::{job, say, stop, token};
@@ -95,7 +93,7 @@ impl RankArgs {
     /// Compute threads of each of `ranks` ranks on this host, of which this process is `rank`, or runs all.
     fn threads_of(&self, rank: Option<&Process>, ranks: usize) -> Result<Threads> {
         let env = real_env();
-        threads::decide(self.threads, &env, rank, ranks, Cores::here(&env))
+        threads::decide(self.threads, &env, rank, ranks, Cores::here())
     }
 
     /// What this process is.
@@ -123,7 +121,7 @@ impl RankArgs {
         if rank.is_by_engine(env)
             && !has_token
             && rank.is_on_one_host()
-            && let Some(file) = store_file(env)?
+            && let Some(file) = rank.address_file(env)
         {
             return Ok(format!("file://{}", file.display()));
         }
@@ -217,9 +215,6 @@ fn first_world(env: &Env) -> Result<Option<usize>> {
     let first = place::number(env, ELASTIC_VARIABLE)?;
     Ok(first.filter(|world| *world > 0))
 }
-
-/// How long the end of a rank waits until its store's file is closed.
-const CLOSING: Duration = Duration::from_secs(1);
 
 /// How many times `--timeout` ranks that form a new group wait for one that is alive: it may be evaluating or saving on its own.
 const PATIENCE_IN_TIMEOUTS: u32 = 10;
@@ -404,7 +399,6 @@ fn as_launched_rank(
     };
     let threads = args.threads_of(Some(place), place.local_world.unwrap_or(1))?;
     let threads = threads.count;
-    let is_in_file = init_method.starts_with("file://");
     let init = InitOptions {
         init_method,
         rank: Some(place.rank),
@@ -439,18 +433,7 @@ fn as_launched_rank(
     ctx.local_rank = place.local_rank;
     ctx.runs_since(started.elapsed());
     let outcome = rank(&ctx);
-    let store = is_in_file.then(|| ctx.group().store());
-    let outcome = finish(ctx, outcome);
-    // The thread that watches the groups may have it for a moment. The last one that closes it removes the file.
-    let until = Instant::now() + CLOSING;
-    while store
-        .as_ref()
-        .is_some_and(|store| Arc::strong_count(store) > 1)
-        && Instant::now() < until
-    {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    outcome
+    finish(ctx, outcome)
 }
 
 fn as_threads(

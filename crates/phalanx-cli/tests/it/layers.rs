@@ -34,6 +34,7 @@ const MAY: [(&str, &[&str]); 23] = [
         "train",
         &[
             "base",
+            "process",
             "store",
             "comm",
             "nn",
@@ -350,7 +351,6 @@ const LAYERS: [(&str, &[&[&str]]); 19] = [
             &["report"],
             &["ending"],
             &["inspect"],
-            &["same_host"],
             &["threads"],
             &["plan"],
             &["ranks"],
@@ -422,7 +422,6 @@ const LAYERS: [(&str, &[&[&str]]); 19] = [
             &["will"],
             &["store"],
             &["tcp"],
-            &["file"],
             &["mem"],
         ],
     ),

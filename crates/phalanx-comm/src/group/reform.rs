@@ -33,8 +33,8 @@
 //! meanwhile), the remaining ranks try the next generation.
 //!
 //! *The store must live.* `phalanx launch` hosts it, apart from all ranks. When rank 0
-//! hosts it (`tcp://` without a launcher) its death ends the job, and the error says
-//! so; a `file://` store outlives all ranks.
+//! hosts it (`tcp://` and `file://` without a launcher) its death ends the job, and the error says
+//! so.
 
 use std::collections::BTreeSet;
 use std::str::FromStr;
@@ -878,7 +878,7 @@ impl Reform<'_> {
             let hint = match e.kind() {
                 StoreKind::PeerLost => {
                     "; a job whose rank 0 hosts the store ends with it: `phalanx launch` \
-                     hosts it apart, and a file:// store outlives all ranks"
+                     hosts it apart"
                 }
                 _ => "",
             };

@@ -92,6 +92,78 @@ fn ranks_meet_in_a_file_without_a_token_again_and_again() {
     }
 }
 
+/// The file may be left over from a killed job, whose address leads nowhere or to another job.
+#[test]
+fn ranks_wait_until_rank_0_replaces_an_old_address_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("meet");
+    let method = format!("file://{}", path.display());
+    let other = TcpServer::bind("127.0.0.1:0".parse().unwrap(), Token::generate().unwrap());
+    let other = other.unwrap();
+    let at = [
+        format!("127.0.0.1:{}", free_port()),
+        other.local_addr().to_string(),
+    ];
+    for place in at {
+        let token = Token::generate().unwrap().to_hex();
+        let host = phalanx_comm::transport::machine();
+        std::fs::write(&path, format!("phalanx-store {place} {token} {host}\n")).unwrap();
+        let late = options(&method, 1, 2);
+        let late = std::thread::spawn(move || ProcessGroup::init(late));
+        std::thread::sleep(Duration::from_millis(600));
+        assert!(!late.is_finished());
+        let first = ProcessGroup::init(options(&method, 0, 2));
+        use_and_leave(vec![first, late.join().unwrap()]);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+}
+
+#[test]
+fn what_is_wrong_with_an_address_file_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("meet");
+    let method = format!("file://{}", path.display());
+    let init = |method: &str, rank, world| {
+        let error = ProcessGroup::init(InitOptions {
+            timeout: Duration::from_millis(300),
+            ..options(method, rank, world)
+        });
+        error.unwrap_err()
+    };
+    let error = init(&method, 1, 2);
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    let text = error.to_string();
+    assert!(
+        text.contains("meet") && text.contains("was rank 0 started"),
+        "{text}"
+    );
+    let members = [0, 1].map(|rank| {
+        let init = options(&method, rank, 3);
+        let timeout = Duration::from_secs(2);
+        std::thread::spawn(move || ProcessGroup::init(InitOptions { timeout, ..init }))
+    });
+    for member in members {
+        let error = member.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        assert!(
+            error.to_string().contains("rank 2 did not arrive"),
+            "{error}"
+        );
+    }
+    assert!(!path.exists());
+    std::fs::write(&path, "my thesis").unwrap();
+    for rank in [0, 1] {
+        let error = init(&method, rank, 2);
+        assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
+        assert!(error.to_string().contains("was not changed"), "{error}");
+        let nowhere = format!("file://{}/none/meet", dir.path().display());
+        let error = init(&nowhere, rank, 2);
+        assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+        assert!(error.to_string().contains("none/meet"), "{error}");
+    }
+    assert_eq!(std::fs::read(&path).unwrap(), b"my thesis");
+}
+
 #[test]
 fn one_rank_meets_nobody() {
     let group = ProcessGroup::init(options("env://", 0, 1)).unwrap();

@@ -18,6 +18,7 @@ mod ports;
 mod rendezvous;
 mod sizes;
 
+pub(crate) use connect::listen;
 pub use host::{
     BindAddr, host_addresses, is_own_address, local_address_towards, machine, what_loopback_means,
 };
