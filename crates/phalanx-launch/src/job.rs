@@ -218,7 +218,7 @@ fn join_nodes(
         let port = is_first.then(|| PortForRanks::new(None, range));
         port.transpose()
     });
-    let port = held.inspect_err(|error| nodes::refuse(at, meeting.nodes, &plan.token, error))?;
+    let port = held?;
     let info = NodeInfo {
         nodes: meeting.nodes,
         least: meeting.least,
