@@ -72,9 +72,9 @@ impl RankArgs {
     }
 
     /// Whether the job goes on without ranks or nodes that are lost.
-    pub(crate) fn is_elastic(&self) -> bool {
+    pub fn is_elastic(&self) -> bool {
         let nodes = self.nodes.nnodes.as_deref().unwrap_or_default();
-        self.elastic || nodes.contains(':')
+        self.nodes.elastic || nodes.contains(':')
     }
 
     /// Whether this process is one rank of a job that another program has started.
@@ -152,7 +152,7 @@ impl RankArgs {
                 "compare runs its workers as processes; leave out --transport thread",
             ));
         }
-        if self.live.is_some() {
+        if self.nodes.live.is_some() {
             return Err(Error::usage(
                 "--live shows one job, and compare runs several; leave it out",
             ));
@@ -172,7 +172,7 @@ impl RankArgs {
                 rank.world
             ));
         }
-        if self.live.is_some() {
+        if self.nodes.live.is_some() {
             say::note(
                 "warning: --live is ignored: this process is one rank of a job that another program has started; \
                  give it to that program, if it is `phalanx launch`",
@@ -275,7 +275,7 @@ pub fn run(
     check_count("--nproc-per-node", node.local_ranks, MAX_LOCAL_RANKS)?;
     let is_one_node = node.meeting.is_none();
     // Its nodes come and go.
-    let elastic = args.elastic || node.comes_and_goes();
+    let elastic = args.nodes.elastic || node.comes_and_goes();
     // With a limit, the launcher must survive to report a rank that got no memory.
     let is_limited = getrlimit(Resource::As).current.is_some();
     if args.transport == TransportArg::Thread && (elastic || args.max_restarts > 0) {
@@ -284,7 +284,7 @@ pub fn run(
         ));
     }
     if args.transport == TransportArg::Thread {
-        let why = match (&args.live, is_one_node) {
+        let why = match (&args.nodes.live, is_one_node) {
             (Some(_), _) => "--live shows ranks that are processes; leave out --transport thread",
             (None, false) => {
                 "--transport thread runs all ranks in one process; leave it out on several nodes"
@@ -293,7 +293,7 @@ pub fn run(
         };
         return Err(Error::usage(why));
     }
-    let is_supervised = is_limited || args.live.is_some() || elastic || args.max_restarts > 0;
+    let is_supervised = is_limited || args.nodes.live.is_some() || elastic || args.max_restarts > 0;
     if node.local_ranks == 1 && !is_supervised && is_one_node {
         return as_threads(args, 1, printing, started, rank);
     }
@@ -308,7 +308,7 @@ pub fn run(
         }
     }
     let own = std::env::args_os().skip(1).collect();
-    let (env, token_file) = (real_env(), args.token_file.as_deref());
+    let (env, token_file) = (real_env(), args.nodes.token_file.as_deref());
     let mut plan = LaunchPlan::of_this_program(node, own, extra, token_file, args.bind, &env)?;
     plan.prefix = match printing {
         PrintingRanks::Rank0 => Prefix::AllButRank0,
@@ -321,7 +321,7 @@ pub fn run(
     plan.args.elastic = elastic;
     plan.args.evict_after = args.evict_after.map(Duration::from_secs_f64);
     plan.args.max_restarts = args.max_restarts;
-    plan.args.live = args.live.clone().map(Option::unwrap_or_default);
+    plan.args.live = args.nodes.live.clone().map(Option::unwrap_or_default);
     // The page shows what rank 0 writes too.
     plan.rank0_owns_stderr &= plan.args.live.is_none();
     plan.flight_dir = flight_dir.map(Path::to_owned);
@@ -376,7 +376,7 @@ fn as_launched_rank(
     args.say_of_rank(place, env);
     stop::listen_early()?;
     // Ranks of a launcher of ours have that launcher's, whatever was typed.
-    let typed = args.token_file.as_deref();
+    let typed = args.nodes.token_file.as_deref();
     let typed = typed.filter(|_| !place::is_under_launcher(env));
     let token = token::given(typed, env, true)?;
     let (init_method, token, until_met) = match args.agree(place, token.as_ref(), env)? {
