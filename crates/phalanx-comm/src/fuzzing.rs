@@ -26,7 +26,6 @@ pub const TARGETS: &[Target] = &[
         transport::unix_hello_seeds,
     ),
     ("comm_control", transport::control, transport::control_seeds),
-    ("comm_sizes", transport::sizes, transport::sizes_seeds),
     (
         "comm_first_cause",
         transport::first_cause,
