@@ -48,6 +48,10 @@ import tempfile
 import time
 
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.realpath(__file__)), ".."))
+from hosts import processes  # noqa: E402
+
+
 def worker():
     """A rank of torchrun or torchft; appends what it does to a file."""
     system, folder = os.environ["GOODPUT_SYSTEM"], os.environ["GOODPUT_FOLDER"]
@@ -126,13 +130,7 @@ def worker():
 
 def processes_of(folder, ranks_only):
     """The processes of the training in `folder`."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            variables = path.read_bytes().split(b"\0")
-            if f"TMPDIR={folder}".encode() in variables and (not ranks_only or any(v.startswith(b"RANK=") for v in variables)):
-                found.append(int(path.parts[2]))
-    return found
+    return [pid for pid, variables in processes(f"TMPDIR={folder}") if not ranks_only or b"RANK" in variables]
 
 
 class Job:

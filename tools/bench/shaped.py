@@ -5,50 +5,45 @@ switch, a namespace of its own. Both ends of each pair are shaped with
 `tc ... tbf`: one limits what the host sends, the other what it receives, as
 a full-duplex network card does.
 
-Two hosts may be joined by a *cable* instead: one veth pair, shaped where each host sends. Nothing plays a
-switch then on the cores that the ranks compute on.
-
-With a delay the switch is a program of ours (peers/delay.c, compiled with cc)
-that holds every frame for that time; it needs a core now and then, which the
-ranks miss where cores are few.
+A delay is the kernel's (`tc ... netem`), where each host sends.
 """
 import os
 import shlex
 import signal
 import subprocess
-import tempfile
+import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-NAME = f"phw{os.getpid()}"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from hosts import Hosts  # noqa: E402
+
 ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 
 class Wire:
     """H hosts and a switch; the context manager removes them."""
 
-    def __init__(self, hosts, gbit, delay_ms=0, mtu=1500, cable=False, burst_ms=0.2, congestion=None):
-        if cable and (hosts != 2 or delay_ms):
-            raise SystemExit("a cable joins two hosts, and holds nothing back")
-        self.hosts, self.gbit, self.delay_ms, self.mtu, self.cable = hosts, gbit, delay_ms, mtu, cable
-        self.burst_ms, self.congestion = burst_ms, congestion
-        self.names, self.children, self.allowed = [], [], None
+    def __init__(self, hosts, gbit, delay_ms=0, mtu=1500, congestion=None):
+        self.hosts, self.gbit, self.delay_ms, self.mtu, self.congestion = hosts, gbit, delay_ms, mtu, congestion
+        self.children, self.allowed, self.net = [], None, None
 
     def __enter__(self):
         try:
             self.allow()
-            self.build()
+            self.net = Hosts(self.hosts, "10.78.0", self.mtu)
+            for n, host in enumerate(self.net.names):
+                if self.congestion:
+                    sh(*self.net.prefix(n), "sysctl", "-q", "-w", f"net.ipv4.tcp_congestion_control={self.congestion}")
+                if self.gbit:
+                    self.shape(host, "eth0")
+                    self.shape(self.net.switch, f"port{n}")
+                if self.delay_ms:
+                    below = ["parent", "1:1"] if self.gbit else ["root"]
+                    sh("tc", "-n", host, "qdisc", "add", "dev", "eth0", *below, "netem", "delay", f"{self.delay_ms:g}ms", "limit", "100000")
         except BaseException:
             self.__exit__()
             raise
         return self
-
-    def namespace(self, name):
-        sh("ip", "netns", "add", name)
-        self.names.append(name)
-        sh("ip", "-n", name, "link", "set", "lo", "up")
-        if self.congestion:
-            sh("ip", "netns", "exec", name, "sysctl", "-q", "-w", f"net.ipv4.tcp_congestion_control={self.congestion}")
 
     def allow(self):
         """A namespace may use only those congestion controls that the machine allows."""
@@ -57,88 +52,28 @@ class Wire:
             ALLOWED.write_text(f"{allowed} {self.congestion}")
             self.allowed = allowed
 
-    def build(self):
-        if self.cable:
-            return self.build_cable()
-        switch = f"{NAME}s"
-        self.namespace(switch)
-        if not self.delay_ms:
-            sh("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-            sh("ip", "-n", switch, "link", "set", "br0", "up")
-        for h in range(self.hosts):
-            host, port = f"{NAME}h{h}", f"port{h}"
-            self.namespace(host)
-            sh("ip", "link", "add", "eth0", "netns", host, "mtu", str(self.mtu), "type", "veth",
-               "peer", "name", port, "netns", switch, "mtu", str(self.mtu))
-            sh("ip", "-n", host, "addr", "add", f"10.78.0.{h + 1}/24", "dev", "eth0")
-            if not self.delay_ms:
-                sh("ip", "-n", switch, "link", "set", port, "master", "br0")
-            for ns, dev in ((host, "eth0"), (switch, port)):
-                self.shape(ns, dev)
-        if self.delay_ms:
-            ports = [f"port{h}" for h in range(self.hosts)]
-            relay = subprocess.Popen(["ip", "netns", "exec", switch, delay_switch(), str(1000 * self.delay_ms), *ports],
-                                     stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-            self.children.append(relay)
-            if relay.stdout.readline().strip() != "ready":
-                raise SystemExit("the switch with a delay did not start")
-
-    def build_cable(self):
-        hosts = [f"{NAME}h{h}" for h in range(2)]
-        for host in hosts:
-            self.namespace(host)
-        sh("ip", "link", "add", "eth0", "netns", hosts[0], "mtu", str(self.mtu), "type", "veth",
-           "peer", "name", "eth0", "netns", hosts[1], "mtu", str(self.mtu))
-        for h, host in enumerate(hosts):
-            sh("ip", "-n", host, "addr", "add", f"10.78.0.{h + 1}/24", "dev", "eth0")
-            self.shape(host, "eth0")
-
     def shape(self, ns, dev):
-        sh("ip", "-n", ns, "link", "set", dev, "up")
-        if self.gbit:
-            # A burst of 0.2 ms, unless asked otherwise: long enough that late timers do not limit the rate, short enough that
-            # little data gets through at the speed of memory. Packets must fit it. 4 MiB: a switch's buffer.
-            burst = max(int(self.gbit * 1e9 / 8 * self.burst_ms * 1e-3), 5000)
-            sh("ip", "-n", ns, "link", "set", dev, "gso_max_size", str(min(65536, burst * 2 // 3)))
-            sh("tc", "-n", ns, "qdisc", "add", "dev", dev, "root", "tbf",
-               "rate", f"{self.gbit:g}gbit", "burst", str(burst), "limit", "4mb")
+        # A burst of 0.2 ms: long enough that late timers do not limit the rate, short enough that
+        # little data gets through at the speed of memory. Packets must fit it. 4 MiB: a switch's buffer.
+        burst = max(int(self.gbit * 1e9 / 8 * 2e-4), 5000)
+        sh("ip", "-n", ns, "link", "set", dev, "gso_max_size", str(min(65536, burst * 2 // 3)))
+        sh("tc", "-n", ns, "qdisc", "add", "dev", dev, "root", "handle", "1:", "tbf",
+           "rate", f"{self.gbit:g}gbit", "burst", str(burst), "limit", "4mb")
 
-    def start(self, host, cmd, env=None, **more):
-        child = subprocess.Popen(["ip", "netns", "exec", f"{NAME}h{host}", *cmd], stdin=subprocess.DEVNULL,
-                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                 env=dict(os.environ, **(env or {})), **more)
+    def start(self, host, cmd, env=None):
+        child = subprocess.Popen([*self.net.prefix(host), *cmd], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE, text=True, env=dict(os.environ, **(env or {})))
         self.children.append(child)
         return child
 
     def __exit__(self, *_):
-        for name in self.names:
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-            for pid in pids:
-                try:
-                    os.kill(int(pid), signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+        if self.net:
+            self.net.remove()
         for child in self.children:
-            if child.poll() is None:
-                child.kill()
-            child.communicate() if child.stdout else child.wait()
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            child.kill()
+            child.communicate()
         if self.allowed is not None:
             ALLOWED.write_text(self.allowed)
-
-
-def delay_switch():
-    """The compiled switch."""
-    return compiled("delay")
-
-
-def compiled(name):
-    """A program of peers/, for this run."""
-    program = Path(tempfile.gettempdir()) / f"{NAME}-{name}"
-    if not program.exists():
-        sh("cc", "-O2", "-o", str(program), str(HERE / f"peers/{name}.c"))
-    return str(program)
 
 
 def sh(*cmd):
@@ -175,9 +110,6 @@ def until_interrupted(main):
         main()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    finally:
-        for left in Path(tempfile.gettempdir()).glob(f"{NAME}-*"):
-            left.unlink(missing_ok=True)
 
 
 def machine(congestion=None):

@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
-"""Ours against PyTorch, Gloo and Open MPI, interleaved in one run on the same cores.
+"""Ours against PyTorch and Gloo, interleaved in one run on the same cores.
 
     python3 -m venv /tmp/venv && /tmp/venv/bin/pip install torch numpy
-    apt-get install openmpi-bin libopenmpi-dev      # without it that column is left out
     cargo build --release
     tools/bench/versus.py training    --python /tmp/venv/bin/python --out tools/runs/DATE-WHAT
     tools/bench/versus.py training    --models resnet18 --precisions fp32,bf16 --layouts channels-last ...
@@ -19,10 +18,8 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import statistics
 import subprocess
-import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -44,16 +41,6 @@ p.add_argument("--bytes", default="4,1024,1048576,26214400,46871552", help="coll
 p.add_argument("--seconds", type=float, default=0.5, help="collectives: seconds a peer spends on a size")
 args = p.parse_args()
 args.out.mkdir(parents=True, exist_ok=True)
-BUILT = Path(tempfile.mkdtemp(prefix="phalanx-peers-"))
-
-
-def build(compiler, name):
-    """A peer written in C; None when its compiler is not here."""
-    if shutil.which(compiler) is None:
-        return None
-    subprocess.run([compiler, "-O3", "-march=native", HERE / "peers" / f"{name}.c", "-o", BUILT / name], check=True)
-    return str(BUILT / name)
-
 
 # Ranks, threads of each, samples of each: as the project's marks name them.
 SHAPES = {"mnist": [(1, 1, 64), (1, 2, 64), (2, 1, 64), (2, 1, 32)],
@@ -78,7 +65,6 @@ def training_cases():
 
 
 def collective_cases():
-    mpi, floor = build("mpicc", "mpi_collectives"), build("cc", "memory_floor")
     for op in args.ops.split(","):
         for world in args.worlds.split(","):
             for transport in args.transports.split(","):
@@ -90,11 +76,6 @@ def collective_cases():
                 if transport == "shm" and op != "barrier":
                     sides["registered"] = ours + sized + ["--registered"]
                 sides["Gloo"] = gloo
-                if mpi and transport == "shm":
-                    sides["Open MPI"] = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", world, mpi, op, args.bytes,
-                                         str(args.seconds)]
-                if floor and (op, world, transport) == ("all-reduce", "2", "shm"):
-                    sides["memory"] = [floor, args.bytes]
                 yield f"{op}, {world} ranks, {transport}", sides
 
 
@@ -119,7 +100,7 @@ for round_ in range(args.rounds):
     for name, sides in CASES:
         for side, cmd in sides.items():
             if round_ == 0:
-                shown = [c.replace(str(HERE), "tools/bench").replace(str(BUILT), "tools/bench/peers") for c in cmd[1:]]
+                shown = [c.replace(str(HERE), "tools/bench") for c in cmd[1:]]
                 commands.append(shlex.join([Path(cmd[0]).name, *shown]))
             # A part per rank may round a size up or down: sizes are told by their order.
             asked = [0] if name.startswith("barrier") else map(int, args.bytes.split(","))
@@ -154,26 +135,19 @@ if args.what == "training":
         rows.append(f"| {name} | {' | '.join(map(cell, ms.values()))} | {' | '.join(faster)} | {mem[0]:.0f} / {mem[1]:.0f} | "
                     f"{first[0]:.2f} / {first[1]:.2f} |")
 else:
-    # Per case and size: every side's time; then, round by round, how many times
-    # faster than each peer, and how many times slower than the memory allows.
-    PEERS = ["Gloo", "Open MPI", "memory"]
-    rows += ["| case | bytes | ours, µs | registered, µs | Gloo, µs | Open MPI, µs | memory floor, µs | ours: x Gloo, x Open MPI | registered: x Gloo, x Open MPI, of floor |",
-             "|---|---|---|---|---|---|---|---|---|"]
+    # Per case and size: every side's time; then, round by round, how many times faster than Gloo.
+    rows += ["| case | bytes | ours, µs | registered, µs | Gloo, µs | ours: x Gloo | registered: x Gloo |", "|---" * 7 + "|"]
     for name, sides in CASES:
         for size in sorted({r["asked"] for r in raw if r["case"] == name}):
             t = {side: figures(name, side, "median_us", size) for side in sides}
-            ratio = lambda side, peer: f"{statistics.median(y / x for x, y in zip(t[side], t[peer])):.2f}" if t.get(side) and t.get(peer) else "–"
-            near = f"{statistics.median(x / y for x, y in zip(t['registered'], t['memory'])):.2f}" if t.get("registered") and t.get("memory") else "–"
-            shown = [cell(t[s]) if t.get(s) else "–" for s in ("ours", "registered", *PEERS)]
-            rows.append(f"| {name} | {size} | {' | '.join(shown)} | {ratio('ours', 'Gloo')}, {ratio('ours', 'Open MPI')} | "
-                        f"{ratio('registered', 'Gloo')}, {ratio('registered', 'Open MPI')}, {near} |")
+            ratio = lambda side: f"{statistics.median(y / x for x, y in zip(t[side], t['Gloo'])):.2f}" if t.get(side) else "–"
+            shown = [cell(t[s]) if t.get(s) else "–" for s in ("ours", "registered", "Gloo")]
+            rows.append(f"| {name} | {size} | {' | '.join(shown)} | {ratio('ours')} | {ratio('registered')} |")
 
 cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
 torch = subprocess.run([args.python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True).stdout.strip()
 rustc = subprocess.run(["rustc", "--version"], capture_output=True, text=True).stdout.strip()
-shutil.rmtree(BUILT)
-mpi_version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout.split("\n")[0] if shutil.which("mpirun") else "no Open MPI"
-text = [f"# {args.what}: ours against PyTorch {torch}, {mpi_version}", "",
+text = [f"# {args.what}: ours against PyTorch {torch}", "",
         f"{os.cpu_count()} cores ({cpu}), {platform.system()} {platform.release()}, {rustc}, {args.rounds} interleaved rounds; "
         "median [smallest..largest].", "", *rows, "", "Commands of a round:", "", "```", *commands, "```", ""]
 (args.out / "summary.md").write_text("\n".join(text))

@@ -7,14 +7,11 @@
 
 shaped.py tells how the wire is made.
 
-Each round runs ours, then Gloo, then the ceiling, on the same wire; figures are
+Each round runs ours, then Gloo, on the same wire; figures are
 medians over rounds of medians, with the smallest and largest in brackets. The
 bound is 2(H - 1)/H * bytes / rate; of a tcp payload at most 95 % gets through at
-an MTU of 1500, because headers are on the wire too. The ceiling is what the same
-wire and the same cores carry when every host only sends those bytes to the next
-and receives as many, or to and from all, whichever is faster
-(peers/wire_ceiling.c): where all hosts share few cores, the
-kernel's own work is the limit, not the rate. Prints a table; --out also keeps
+an MTU of 1500, because headers are on the wire too. Where all hosts share few
+cores, the kernel's own work is the limit, not the rate. Prints a table; --out also keeps
 raw.jsonl, summary.md and the exact commands. Everything that is made is
 removed again, also on Ctrl-C.
 """
@@ -28,7 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from shaped import Wire, compiled, environment, machine, run, sh, until_interrupted
+from shaped import Wire, environment, machine, run, sh, until_interrupted
 
 HERE = Path(__file__).resolve().parent
 p = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
@@ -64,15 +61,6 @@ def gloo(wire, _token):
     return [(h, script, {**env, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}) for h, env in ranks(wire)]
 
 
-def ceiling(shape, port):
-    def side(wire, _token):
-        large = ",".join(str(b) for b in SIZES if b >= LARGE)
-        addresses = [f"10.78.0.{h + 1}" for h in range(wire.hosts)]
-        return [(h, [compiled("wire_ceiling"), str(h), str(wire.hosts), large, shape, port, *addresses], {}) for h in range(wire.hosts)]
-    side.__name__ = f"{shape} ceiling"
-    return side
-
-
 def measure(wire, side, token, tries=3):
     """One measurement of one side. Gloo now and then aborts at its end, so a failure is tried again."""
     commands = side(wire, token)
@@ -92,10 +80,10 @@ def cell(us):
 
 
 def main():
-    sides = [ours] + ([gloo] if args.python else []) + ([ceiling("ring", "29600"), ceiling("mesh", "29601")] if max(SIZES) >= LARGE else [])
+    sides = [ours] + ([gloo] if args.python else [])
     raw, commands, rows = [], [], []
-    head = ["| hosts | Gbit/s | delay, ms | bytes | ours | Gloo | bound | ceiling | ours: share of bound | of ceiling | times faster than Gloo |",
-            "|---|---|---|---|---|---|---|---|---|---|---|"]
+    head = ["| hosts | Gbit/s | delay, ms | bytes | ours | Gloo | bound | ours: share of bound | times faster than Gloo |",
+            "|---|---|---|---|---|---|---|---|---|"]
     print("\n".join(head), flush=True)
     with tempfile.TemporaryDirectory() as work:
         token = f"{work}/job.token"
@@ -117,16 +105,13 @@ def main():
                                 figures[side.__name__, line["bytes"]].append(line["median_us"])
                 for b in SIZES:
                     mine, peer = figures["ours", b], figures.get(("gloo", b), [])
-                    top = [min(both) for both in zip(*(figures.get((f"{shape} ceiling", b), []) for shape in ("ring", "mesh")))]
                     # The bound counts hosts: what stays inside one does not use the wire.
                     bound = 2 * (hosts - 1) / hosts * b * 8 / (gbit * 1e3) if gbit else 0
                     ratio = [y / x for x, y in zip(mine, peer)]
                     big = bound and b >= LARGE
-                    of_top = [100 * y / x for x, y in zip(mine, top)]
                     rows.append(f"| {hosts} | {gbit:g} | {delay_ms:g} | {b} | {cell(mine)} | {cell(peer) if peer else '-'} | "
-                                f"{f'{bound / 1e3:.2f} ms' if big else '-'} | {cell(top) if top else '-'} | "
+                                f"{f'{bound / 1e3:.2f} ms' if big else '-'} | "
                                 f"{f'{100 * bound / statistics.median(mine):.1f} %' if big else '-'} | "
-                                f"{f'{statistics.median(of_top):.1f} % [{min(of_top):.0f}..{max(of_top):.0f}]' if top else '-'} | "
                                 f"{f'{statistics.median(ratio):.2f} [{min(ratio):.2f}..{max(ratio):.2f}]' if ratio else '-'} |")
                     print(rows[-1], flush=True)
     if args.out:

@@ -33,19 +33,15 @@ import tempfile
 import threading
 import time
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.realpath(__file__)), ".."))
+from hosts import Hosts, processes  # noqa: E402
+
 HASHES = ["weights_sha256", "optimizer_sha256", "metrics_sha256"]
 
 
 def processes_of(folder):
     """The processes of the training that writes into `folder`, each with what it is."""
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/environ", "rb") as file:
-                variables = file.read().split(b"\0")
-        except OSError:
-            continue
-        if f"TMPDIR={folder}".encode() in variables:
-            yield int(name), "rank" if any(v.startswith(b"RANK=") for v in variables) else "launcher"
+    return [(pid, "rank" if b"RANK" in variables else "launcher") for pid, variables in processes(f"TMPDIR={folder}")]
 
 
 def ranks_of(folder):
@@ -100,52 +96,11 @@ def words(args, folder, run, epochs):
             *(["--save-every", str(args.save_every)] if args.save_every else [])]
 
 
-def ip(*args):
-    subprocess.run(["ip", *args], check=True, stdout=subprocess.DEVNULL)
-
-
-class Hosts:
-    """This host, or network namespaces that a bridge in the first one joins."""
-
-    def __init__(self, count):
-        self.names = [f"phx-{os.getpid()}-{n}" for n in range(count)] if count > 1 else []
-        self.switch = f"phx-{os.getpid()}-s"
-        if self.names:
-            ip("netns", "add", self.switch)
-            ip("-n", self.switch, "link", "add", "name", "br0", "type", "bridge")
-            ip("-n", self.switch, "link", "set", "br0", "up")
-        for n, name in enumerate(self.names):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("link", "add", "name", f"w{n}", "netns", self.switch, "type", "veth", "peer", "name", "v0", "netns", name)
-            ip("-n", self.switch, "link", "set", f"w{n}", "master", "br0", "up")
-            ip("-n", name, "addr", "add", f"10.79.0.{n + 1}/24", "dev", "v0")
-            ip("-n", name, "link", "set", "v0", "up")
-
-    def prefix(self, n):
-        return ["ip", "netns", "exec", self.names[n]] if self.names else []
-
-    def link(self, n, state):
-        ip("-n", self.switch, "link", "set", f"w{n}", state)
-
-    def lose(self, n, is_deaf, action):
-        """Packets to host `n`, or from it, are all larger than what may be sent at a time."""
-        where = [self.switch, f"w{n}"] if is_deaf else [self.names[n], "v0"]
-        limit = ["tbf", "rate", "8bit", "burst", "1", "limit", "1"] if action == "add" else []
-        subprocess.run(["tc", "-n", where[0], "qdisc", action, "dev", where[1], "root", *limit], check=True)
-
-    def signal_all(self, n, number):
-        pids = subprocess.run(["ip", "netns", "pids", self.names[n]], capture_output=True, text=True).stdout.split()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), number)
-
-    def remove(self):
-        for n, name in enumerate(self.names):
-            self.signal_all(n, signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", name], check=False)
-        if self.names:
-            subprocess.run(["ip", "netns", "del", self.switch], check=False)
+def lose(hosts, n, is_deaf, action):
+    """Packets to host `n`, or from it, are all larger than what may be sent at a time."""
+    where = [hosts.switch, f"port{n}"] if is_deaf else [hosts.names[n], "eth0"]
+    limit = ["tbf", "rate", "8bit", "burst", "1", "limit", "1"] if action == "add" else []
+    subprocess.run(["tc", "-n", where[0], "qdisc", action, "dev", where[1], "root", *limit], check=True)
 
 
 class Job:
@@ -252,9 +207,9 @@ class Job:
             # 130: before its ranks had joined.
             self.again(node, [0, 130])
         elif kind in ["deaf", "mute"]:
-            self.hosts.lose(node, kind == "deaf", "add")
+            lose(self.hosts, node, kind == "deaf", "add")
             time.sleep(random.uniform(4, 7))
-            self.hosts.lose(node, kind == "deaf", "del")
+            lose(self.hosts, node, kind == "deaf", "del")
             self.again(node, [3])
         else:
             self.hosts.link(node, "down")

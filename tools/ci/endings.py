@@ -23,7 +23,9 @@ import time
 import urllib.request
 
 # Its own folder has a file tensorboard.py.
-sys.path.pop(0)
+sys.path[0] = os.path.join(sys.path[0], "..")
+from hosts import processes  # noqa: E402
+
 try:
     import mlflow  # noqa: F401
     import wandb  # noqa: F401
@@ -80,14 +82,9 @@ class Run:
                 self.launchers.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=err))
 
     def pid_of(self, rank):
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                with open(f"/proc/{name}/environ", "rb") as f:
-                    env = f.read().split(b"\0")
-            except OSError:
-                continue
-            if f"{MARK}={self.folder}".encode() in env and f"RANK={rank}".encode() in env:
-                return int(name)
+        for pid, variables in processes(f"{MARK}={self.folder}"):
+            if variables.get(b"RANK") == str(rank).encode():
+                return pid
         sys.exit(f"{self.folder}: no rank {rank}")
 
     def wait_for_steps(self):

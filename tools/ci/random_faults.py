@@ -47,6 +47,9 @@ import tempfile
 import threading
 import time
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.realpath(__file__)), ".."))
+from hosts import Hosts, processes  # noqa: E402
+
 KILL_LIMIT_S = 2.0
 SLACK_S = 2.0
 STEP_TIMEOUT_S = 3.0
@@ -62,31 +65,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 # ---------------------------------------------------------------- processes
 
-def processes(mark):
-    """(pid, environment) of all living processes with our mark."""
-    needle = f"{MARK}={mark}".encode()
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/environ", "rb") as f:
-                env = f.read().split(b"\0")
-        except OSError:
-            continue
-        if needle in env:
-            found.append((int(name), env))
-    return found
+def ours(mark):
+    """Number and variables of all living processes with our mark."""
+    return list(processes(f"{MARK}={mark}"))
 
 
 def ranks(mark):
     """pid of every rank that lives."""
-    out = {}
-    for pid, env in processes(mark):
-        values = dict(e.split(b"=", 1) for e in env if b"=" in e)
-        if b"RANK" in values and b"PHALANX_STORE" in values:
-            out[int(values[b"RANK"])] = pid
-    return out
+    return {int(values[b"RANK"]): pid for pid, values in ours(mark) if b"RANK" in values and b"PHALANX_STORE" in values}
 
 
 def command(pid):
@@ -129,47 +115,6 @@ def take_socket(pid, fd):
         return socket.socket(fileno=taken)
     finally:
         os.close(pidfd)
-
-
-# ---------------------------------------------------------------- hosts
-
-class Hosts:
-    """Two network namespaces joined by a veth pair."""
-
-    def __init__(self):
-        self.names = [f"phf-a-{os.getpid()}", f"phf-b-{os.getpid()}"]
-        self.devices = [f"fa{os.getpid()}", f"fb{os.getpid()}"]
-        self.address = ["10.78.0.1", "10.78.0.2"]
-        sh = lambda *a: subprocess.run(["ip", *a], check=True)
-        for ns in self.names:
-            sh("netns", "add", ns)
-        sh("link", "add", self.devices[0], "netns", self.names[0], "type", "veth", "peer", "name", self.devices[1],
-           "netns", self.names[1])
-        for ns, device, address in zip(self.names, self.devices, self.address):
-            sh("-n", ns, "addr", "add", f"{address}/24", "dev", device)
-            sh("-n", ns, "link", "set", "lo", "up")
-            sh("-n", ns, "link", "set", device, "up")
-        self.up()
-
-    def up(self):
-        for ns, device in zip(self.names, self.devices):
-            subprocess.run(["ip", "-n", ns, "link", "set", device, "up"], check=True)
-        # The carrier comes a moment later.
-        for _ in range(200):
-            probe = subprocess.run(["ip", "netns", "exec", self.names[0], "cat",
-                                    f"/sys/class/net/{self.devices[0]}/operstate"], capture_output=True, text=True)
-            if "up" in probe.stdout:
-                return
-            time.sleep(0.01)
-
-    def down(self):
-        # Of the far side only: addresses and routes of both stay, packets of both vanish. Setting the near side
-        # down would remove its routes, which the kernel reports at once.
-        subprocess.run(["ip", "-n", self.names[1], "link", "set", self.devices[1], "down"], check=True)
-
-    def close(self):
-        for ns in self.names:
-            subprocess.run(["ip", "netns", "del", ns], check=False)
 
 
 # ---------------------------------------------------------------- one run
@@ -268,7 +213,7 @@ class Run:
     def wait_gone(self, until):
         """When everything that bears our mark has ended, or None."""
         while True:
-            if self.ended() and not processes(self.mark):
+            if self.ended() and not ours(self.mark):
                 return time.monotonic()
             if time.monotonic() > until:
                 return None
@@ -282,7 +227,7 @@ class Run:
         return "" if at is None else "\n".join(lines[at:])
 
     def clear(self):
-        for pid, _ in processes(self.mark):
+        for pid, _ in ours(self.mark):
             try:
                 os.kill(pid, signal.SIGKILL)
             except OSError:
@@ -380,7 +325,7 @@ def strike(run, fault, hosts):
     """Does it. Returns what was done, in words, and whom the reports may blame."""
     what = fault["what"]
     if what == "drop":
-        hosts.down()
+        hosts.link(1, "down")
         return "the link went down", None
     if what == "kill-launcher":
         node = int(fault["victim"] * len(run.launchers))
@@ -462,7 +407,7 @@ def check(run, fault, culprit, struck, gone):
     sudden = what in ("kill-rank", "kill-launcher", "half-close") and not unknown
     limit = KILL_LIMIT_S if sudden else 1.1 * timeout + SLACK_S
     if took is None or took > limit:
-        late = ", ".join(f"{pid} {command(pid)[:60]}" for pid, _ in processes(run.mark))
+        late = ", ".join(f"{pid} {command(pid)[:60]}" for pid, _ in ours(run.mark))
         wrong.append(f"took {'for ever' if took is None else f'{took:.2f} s'} (limit {limit:.1f} s) {late}")
     for node, process in enumerate(run.launchers):
         if what == "kill-launcher" and node == culprit:
@@ -493,7 +438,7 @@ def check(run, fault, culprit, struck, gone):
             wrong.append(f"node {node} names nobody")
         elif not named <= culprit:
             wrong.append(f"node {node} blames ranks {sorted(named)}, it was {sorted(culprit)}")
-    left = [f"{pid} {command(pid)[:80]}" for pid, _ in processes(run.mark)]
+    left = [f"{pid} {command(pid)[:80]}" for pid, _ in ours(run.mark)]
     if left:
         wrong.append(f"processes left: {left}")
     if files := os.listdir(run.tmp):
@@ -563,7 +508,7 @@ def one(args, fault, timings, hosts, work):
         finally:
             run.clear()
             if fault["what"] == "drop":
-                hosts.up()
+                hosts.link(1, "up")
         nodes = "+".join(map(str, fault["nodes"]))
         verdict = "ok" if not wrong else "WRONG: " + "; ".join(wrong)
         span = "never" if took is None else f"{took:5.2f} s"
@@ -594,7 +539,7 @@ def main():
     args.phalanx = os.path.realpath(args.phalanx)
     is_root = os.geteuid() == 0 and shutil.which("ip") is not None
     work = tempfile.mkdtemp(prefix="random-faults-")
-    hosts = Hosts() if is_root else None
+    hosts = Hosts(2) if is_root else None
     timings, records, slow_once, began = {}, [], [], time.monotonic()
     out = None
     try:
@@ -620,7 +565,7 @@ def main():
                 lines.flush()
     finally:
         if hosts:
-            hosts.close()
+            hosts.remove()
         shutil.rmtree(work, ignore_errors=True)
     wrong = [r["number"] for r in records if r["wrong"]]
     missed = [r["number"] for r in records if r.get("missed")]

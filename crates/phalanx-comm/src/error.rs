@@ -189,7 +189,6 @@ impl ErrorKind {
             | Store::LimitExceeded
             | Store::AddressInUse
             | Store::TokenMismatch
-            | Store::Corrupt
             | Store::Rejected(_) => ErrorKind::Usage,
             Store::Timeout | Store::NoAnswer => ErrorKind::Timeout,
             Store::PeerLost => ErrorKind::PeerLost,

@@ -26,7 +26,6 @@ pub const TARGETS: &[Target] = &[
         transport::unix_hello_seeds,
     ),
     ("comm_control", transport::control, transport::control_seeds),
-    ("comm_sizes", transport::sizes, transport::sizes_seeds),
     (
         "comm_first_cause",
         transport::first_cause,
@@ -35,6 +34,7 @@ pub const TARGETS: &[Target] = &[
     ("comm_posts", stall::posts, stall::posts_seeds),
     ("comm_record", recorder::record, recorder::record_seeds),
     ("comm_flight", recorder::memory, recorder::memory_seeds),
+    ("comm_address", group::address, group::address_seeds),
     ("comm_cores", wait::cores, wait::cores_seeds),
     (
         "comm_environment",

@@ -21,45 +21,44 @@ pub enum ErrorKind {
 }
 
 /// A failure of the reducer or the wrapper.
+#[derive(thiserror::Error)]
+#[error("{message}")]
 pub struct Error {
     kind: ErrorKind,
     message: String,
+    #[source]
     comm: Option<phalanx_comm::Error>,
 }
 
 impl Error {
     /// A wrong use, for a [`GradientHook`](crate::GradientHook) of your own.
     pub fn usage(message: impl Into<String>) -> Self {
-        Error {
-            kind: ErrorKind::Usage,
-            message: message.into(),
-            comm: None,
-        }
+        Self::with(ErrorKind::Usage, message, None)
     }
 
     pub(crate) fn mismatch(message: impl Into<String>) -> Self {
-        Error {
-            kind: ErrorKind::Mismatch,
-            message: message.into(),
-            comm: None,
-        }
+        Self::with(ErrorKind::Mismatch, message, None)
     }
 
     #[cfg(feature = "nn")]
     pub(crate) fn state_lost(message: impl Into<String>) -> Self {
-        Error {
-            kind: ErrorKind::StateLost,
-            message: message.into(),
-            comm: None,
-        }
+        Self::with(ErrorKind::StateLost, message, None)
     }
 
     /// A collective that failed; `what` says what it was for. For a [`GradientHook`](crate::GradientHook) of your own.
     pub fn comm_while(what: impl Into<String>, cause: phalanx_comm::Error) -> Self {
+        Self::with(ErrorKind::Comm, what, Some(cause))
+    }
+
+    fn with(
+        kind: ErrorKind,
+        message: impl Into<String>,
+        comm: Option<phalanx_comm::Error>,
+    ) -> Self {
         Error {
-            kind: ErrorKind::Comm,
-            message: what.into(),
-            comm: Some(cause),
+            kind,
+            message: message.into(),
+            comm,
         }
     }
 
@@ -74,22 +73,10 @@ impl Error {
     }
 }
 
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
 impl fmt::Debug for Error {
     /// The message, as `fn main() -> Result<(), Error>` prints it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         phalanx_base::error::debug(self, f)
-    }
-}
-
-impl std::error::Error for Error {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.comm.as_ref().map(|e| e as _)
     }
 }
 

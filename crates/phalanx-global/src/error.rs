@@ -23,17 +23,15 @@ pub enum ErrorKind {
 }
 
 /// A failure of a global tensor.
+#[derive(thiserror::Error)]
+#[error("{message}")]
 pub struct Error {
     kind: ErrorKind,
     message: String,
     source: Option<Cause>,
 }
 
-enum Cause {
-    Comm(phalanx_comm::Error),
-    Engine(phalanx_nn::Error),
-    File(phalanx_base::Error),
-}
+type Cause = Box<dyn std::error::Error + Send + Sync>;
 
 impl Error {
     pub(crate) fn usage(message: impl Into<String>) -> Self {
@@ -45,7 +43,7 @@ impl Error {
     }
 
     pub(crate) fn comm_while(what: impl Into<String>, cause: phalanx_comm::Error) -> Self {
-        Self::with(ErrorKind::Comm, what, Some(Cause::Comm(cause)))
+        Self::with(ErrorKind::Comm, what, Some(cause.into()))
     }
 
     /// The failure of another rank.
@@ -73,30 +71,21 @@ impl Error {
 
     /// The collective's own error, when one failed.
     pub fn comm(&self) -> Option<&phalanx_comm::Error> {
-        match &self.source {
-            Some(Cause::Comm(e)) => Some(e),
-            _ => None,
-        }
+        self.source.as_ref()?.downcast_ref()
     }
 }
 
 impl From<phalanx_nn::Error> for Error {
     fn from(error: phalanx_nn::Error) -> Self {
         let message = error.to_string();
-        Self::with(ErrorKind::Engine, message, Some(Cause::Engine(error)))
+        Self::with(ErrorKind::Engine, message, Some(error.into()))
     }
 }
 
 impl From<phalanx_base::Error> for Error {
     fn from(error: phalanx_base::Error) -> Self {
         let message = error.to_string();
-        Self::with(ErrorKind::File, message, Some(Cause::File(error)))
-    }
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
+        Self::with(ErrorKind::File, message, Some(error.into()))
     }
 }
 
@@ -107,24 +96,14 @@ impl fmt::Debug for Error {
     }
 }
 
-impl std::error::Error for Error {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self.source.as_ref()? {
-            Cause::Comm(e) => Some(e),
-            Cause::Engine(e) => Some(e),
-            Cause::File(e) => Some(e),
-        }
-    }
-}
-
 impl From<Error> for phalanx_base::Error {
     fn from(error: Error) -> Self {
         use phalanx_base::ErrorKind as Kind;
-        let kind = match (&error.source, error.kind) {
-            (Some(Cause::Comm(comm)), _) => Self::from(comm.clone()).kind(),
+        let kind = match (error.comm(), error.kind) {
+            (Some(comm), _) => Self::from(comm.clone()).kind(),
             (_, ErrorKind::Usage) => Kind::Usage,
             // Of a file that another rank could not read or write.
-            (None, ErrorKind::File) => Kind::PeerLost,
+            (None, ErrorKind::File) if error.source.is_none() => Kind::PeerLost,
             _ => Kind::Failed,
         };
         Self::from_library(kind, error)

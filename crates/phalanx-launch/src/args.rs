@@ -101,10 +101,11 @@ impl LaunchArgs {
         let owned = |given: Setting<'_>| given.text.to_owned();
         let mut args = LaunchArgs {
             log_dir: given("log-dir", &cli.log_dir).map(|g| PathBuf::from(g.text)),
-            token_file: given("token-file", &cli.token_file).map(|g| PathBuf::from(g.text)),
+            token_file: (cli.nodes.token_file.clone())
+                .or_else(|| given("token-file", &None).map(|g| PathBuf::from(g.text))),
             bind: given("bind", &cli.bind).map(owned),
             run_id: given("rdzv-id", &cli.rdzv_id).map(owned),
-            live: cli.live.clone().map(Option::unwrap_or_default),
+            live: cli.nodes.live.clone().map(Option::unwrap_or_default),
             prefix: !cli.no_prefix,
             torchrun: torchrun_options(cli, env, node.local_ranks)?,
             ..LaunchArgs::new(node, run)
@@ -112,7 +113,7 @@ impl LaunchArgs {
         if let Some(given) = given("max-restarts", &cli.max_restarts) {
             args.max_restarts = given.number("not a number of restarts")?;
         }
-        args.elastic = cli.elastic;
+        args.elastic = cli.nodes.elastic;
         if let Some(given) = given("evict-after", &cli.evict_after) {
             let after = given.seconds(86_400.0)?;
             check_evict_after(after, args.elastic)?;

@@ -2,12 +2,11 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use clap::builder::ValueRange;
 use clap::error::ErrorKind;
-use clap::{Arg, ArgAction, Command};
-use phalanx_base::error::{malformed, system};
+use clap::{Arg, Command};
+use phalanx_base::error::system;
 use phalanx_base::say;
 use phalanx_comm::open_inherited;
 use phalanx_process::error_file::ERRORS_VARIABLE;
@@ -35,14 +34,11 @@ const OF_ONE_RUN: [&str; 14] = [
     "token-file",
 ];
 
-/// A flag's name and what follows it; nothing after a switch.
-type Flag = (String, Vec<String>);
+/// A flag's name and value.
+type Flag = (String, Option<String>);
 
 /// What stands for a secret in a `run.json`.
 const HIDDEN: &str = "***";
-
-/// How deep files may name others.
-const DEPTH: usize = 8;
 
 /// The arguments of this process, without the program's name. A rank that a launcher of this program has started gets that
 /// launcher's, with what it has read from a configuration.
@@ -80,32 +76,33 @@ pub fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<Os
     check_text(whole, command, &words)?;
     let typed = flags(words.iter().map(|word| word.to_string_lossy().into_owned()));
     let config = typed.iter().rfind(|(name, _)| name == "config");
-    let Some(path) = config.and_then(|(_, values)| values.first()) else {
+    let Some(path) = config.and_then(|(_, value)| value.as_ref()) else {
         return Ok(words);
     };
     if find(command, "config").is_none() {
         return Ok(words);
     }
     let typed = typed.iter().filter_map(|(name, _)| find(command, name));
-    let mut present: Vec<&Arg> = typed.collect();
-    let mut layers = Vec::new();
-    read(command, Path::new(path), &mut layers)?;
+    let typed: Vec<&Arg> = typed.collect();
     let mut more = Vec::new();
-    for (path, layer) in layers {
-        for (arg, values) in merged(command, &path, layer)? {
-            let excludes = |one: &Arg, other: &Arg| {
-                let all = command.get_arg_conflicts_with(one);
-                all.iter().any(|arg| arg.get_id() == other.get_id())
-            };
-            let is_there = |other: &&Arg| {
-                arg.get_id() == other.get_id() || excludes(arg, other) || excludes(other, arg)
-            };
-            if present.iter().any(is_there) || values.iter().any(|value| value == HIDDEN) {
-                continue;
-            }
-            more.extend(said(arg, &values).into_iter().map(|word| (arg, word)));
+    for (name, value) in read(command, Path::new(path))? {
+        let Some(arg) = find(command, &name) else {
+            let what = format!("{path}: {} has no flag --{name}", command.get_name());
+            return Err(Error::usage(what));
+        };
+        let excludes = |one: &Arg, other: &Arg| {
+            let all = command.get_arg_conflicts_with(one);
+            all.iter().any(|arg| arg.get_id() == other.get_id())
+        };
+        let is_there = |other: &&Arg| {
+            arg.get_id() == other.get_id() || excludes(arg, other) || excludes(other, arg)
+        };
+        if typed.iter().any(is_there) {
+            continue;
         }
-        present.extend(more.iter().map(|(arg, _)| *arg));
+        let value = value.filter(|_| arg.get_action().takes_values());
+        let value = value.map_or(String::new(), |value| format!("={value}"));
+        more.push(OsString::from(format!("--{name}{value}")));
     }
     // The file is not named where the words are told or recorded.
     while let Some(at) = words.iter().position(is_config) {
@@ -113,7 +110,7 @@ pub fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<Os
         let end = (at + 1 + usize::from(!is_attached)).min(words.len());
         words.drain(at..end);
     }
-    words.extend(more.into_iter().map(|(_, word)| OsString::from(word)));
+    words.extend(more);
     say::set_arguments(words.clone());
     Ok(words)
 }
@@ -153,75 +150,26 @@ fn find<'c>(command: &'c Command, name: &str) -> Option<&'c Arg> {
     })
 }
 
-/// The flags of one file, each once: of one that is there again the last, or all values where the command takes several.
-fn merged<'c>(
-    command: &'c Command,
-    path: &Path,
-    layer: Vec<Flag>,
-) -> Result<Vec<(&'c Arg, Vec<String>)>> {
-    let mut all: Vec<(&Arg, Vec<String>)> = Vec::new();
-    for (name, mut values) in layer {
-        let Some(arg) = find(command, &name) else {
-            let (path, command) = (path.display(), command.get_name());
-            let what = format!("{path}: {command} has no flag --{name}");
-            return Err(Error::usage(what));
-        };
-        let before = all
-            .iter_mut()
-            .find(|(other, _)| other.get_id() == arg.get_id());
-        match (before, arg.get_action()) {
-            (Some((_, before)), ArgAction::Append) => before.append(&mut values),
-            (Some((_, before)), _) => *before = values,
-            (None, _) => all.push((arg, values)),
-        }
-    }
-    Ok(all)
-}
-
-/// The words of a flag with these values.
-fn said(arg: &Arg, values: &[String]) -> Vec<String> {
-    let name = arg.get_long().unwrap_or_default();
-    let bare = || vec![format!("--{name}")];
-    let counts = arg.get_num_args().unwrap_or(ValueRange::SINGLE);
-    match values.first().map(String::as_str) {
-        Some("false") if counts.min_values() == 0 || !arg.get_action().takes_values() => Vec::new(),
-        _ if !arg.get_action().takes_values() => bare(),
-        None => bare(),
-        Some("true") if counts.min_values() == 0 => bare(),
-        Some(_) => values
-            .iter()
-            .map(|value| format!("--{name}={value}"))
-            .collect(),
-    }
-}
-
-/// The flags among `words`, each with the words up to the next.
+/// The flags among `words`. A word that is no flag is the value of the flag before it, if that has none.
 fn flags(words: impl Iterator<Item = String>) -> Vec<Flag> {
     let mut flags: Vec<Flag> = Vec::new();
     for word in words {
-        let (whole, name, is_attached) = dashed(word.clone().into());
+        let (whole, name, _) = dashed(word.clone().into());
         match (name, flags.last_mut()) {
             (Some(name), _) => {
                 let whole = whole.to_string_lossy();
-                let value = whole.split_once('=').filter(|_| is_attached);
-                flags.push((
-                    name,
-                    value
-                        .map(|(_, value)| value.to_owned())
-                        .into_iter()
-                        .collect(),
-                ));
+                let value = whole.split_once('=').map(|(_, value)| value.to_owned());
+                flags.push((name, value));
             }
-            // Further words are no values of a flag that has one.
-            (None, Some((_, values))) if values.is_empty() => values.push(word),
+            (None, Some((_, value @ None))) => *value = Some(word),
             _ => {}
         }
     }
     flags
 }
 
-/// Adds the flags in the file `path` to `layers`, and after them those of the file that these name.
-fn read(command: &Command, path: &Path, layers: &mut Vec<(PathBuf, Vec<Flag>)>) -> Result<()> {
+/// The flags in the file `path`: of a run, those that say how it trained, and of another file those of its lines.
+fn read(command: &Command, path: &Path) -> Result<Vec<Flag>> {
     let shown = path.display();
     let text = std::fs::read_to_string(path)
         .map_err(|error| Error::not_opened("configuration", path, error))?;
@@ -234,60 +182,43 @@ fn read(command: &Command, path: &Path, layers: &mut Vec<(PathBuf, Vec<Flag>)>) 
         };
         let words = words.iter().filter_map(Value::as_str);
         let mut all = flags(words.map(ToOwned::to_owned));
-        let other = all.iter().rfind(|(name, _)| name == "config");
-        let other = other.and_then(|(_, values)| values.first().map(PathBuf::from));
-        all.retain(|(name, _)| {
+        all.retain(|(name, value)| {
             let name = find(command, name).and_then(Arg::get_long).unwrap_or(name);
-            name != "config" && !OF_ONE_RUN.contains(&name)
+            !OF_ONE_RUN.contains(&name) && value.as_deref() != Some(HIDDEN)
         });
-        layers.push((path.to_owned(), all));
-        return match other {
-            Some(_) if layers.len() > DEPTH => Err(Error::usage(format!(
-                "{shown} names itself as its --config"
-            ))),
-            Some(other) => read(command, &other, layers),
-            None => Ok(()),
-        };
+        return Ok(all);
     }
-    let table: toml::Table = toml::from_str(&text).map_err(|error: toml::de::Error| {
-        malformed(&shown.to_string(), &text, error.span(), error.message())
-    })?;
-    let flag = |(key, value): (String, toml::Value)| {
-        let name = key.replace('_', "-");
-        let action = find(command, &name).map(Arg::get_action);
-        let wrong = match (action, &value) {
-            (Some(action), value) if !action.takes_values() && !value.is_bool() => {
-                Some("is a switch: its value is true or false")
-            }
-            (Some(ArgAction::Append) | None, _) => None,
-            (Some(_), value) => value.is_array().then_some("has one value, not a list"),
-        };
-        if let Some(wrong) = wrong {
-            return Err(Error::usage(format!("{shown}: {key} {wrong}")));
+    let mut all = Vec::new();
+    for (at, line) in text.lines().map(str::trim).enumerate() {
+        if line.is_empty() || line.starts_with('#') {
+            continue;
         }
-        let plain = |value: &toml::Value| match value {
-            toml::Value::String(text) => Some(text.clone()),
-            toml::Value::Integer(number) => Some(number.to_string()),
-            toml::Value::Float(number) => Some(number.to_string()),
-            toml::Value::Boolean(is) => Some(is.to_string()),
-            _ => None,
+        let (flag, value) = line.split_once(['=', ' ']).unwrap_or((line, ""));
+        let (_, name, _) = dashed(flag.into());
+        let Some(name) = name else {
+            let what = format!(
+                "{shown}:{}: a line is a flag: --FLAG or --FLAG VALUE",
+                at + 1
+            );
+            return Err(Error::usage(what));
         };
-        let values = match &value {
-            toml::Value::Array(all) => all.iter().map(plain).collect(),
-            one => plain(one).map(|one| vec![one]),
-        };
-        let what = || format!("{shown}: {key} is neither a value nor a list of values");
-        let values: Vec<String> = values.ok_or_else(|| Error::usage(what()))?;
-        Ok((name, values))
-    };
-    let flags = table.into_iter().map(flag).collect::<Result<_>>()?;
-    layers.push((path.to_owned(), flags));
-    Ok(())
+        let value = Some(value.trim().to_owned()).filter(|value| !value.is_empty());
+        if value.is_some()
+            && find(command, &name).is_some_and(|arg| !arg.get_action().takes_values())
+        {
+            let what = format!("{shown}:{}: --{name} has no value", at + 1);
+            return Err(Error::usage(what));
+        }
+        all.push((name, value));
+    }
+    Ok(all)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use clap::ArgAction;
+    use std::path::PathBuf;
 
     fn command() -> Command {
         let value = |name: &'static str| Arg::new(name).long(name);
@@ -319,31 +250,26 @@ mod tests {
         command.build();
         let all = with_config(&command, words)?;
         let added = all[count..].iter().map(|word| word.to_string_lossy());
-        Ok(added.collect::<Vec<_>>().join(" ").replace(&path, "FILE"))
+        Ok(added.collect::<Vec<_>>().join(" "))
     }
 
     #[test]
     fn a_file_has_flags_that_were_not_typed() {
-        let text = "lr = 1e-3\nbatch_size = 32\ntag = [\"a\", \"b=1\"]\nwandb = true\n";
-        let of = |typed: &str| added("toml", text, typed).expect("flags");
-        let all = "--batch-size=32 --lr=0.001 --tag=a --tag=b=1 --wandb";
+        let text = "# tuned\n--lr=1e-3\n  --batch_size 32\n\n--tag a b\n--tag=b=1\n--wandb\n";
+        let of = |typed: &str| added("txt", text, typed).expect("flags");
+        let all = "--lr=1e-3 --batch-size=32 --tag=a b --tag=b=1 --wandb";
         assert_eq!(of("train --config FILE"), all);
-        let others = "--batch-size=32 --tag=a --tag=b=1 --wandb";
+        let others = "--batch-size=32 --tag=a b --tag=b=1 --wandb";
         assert_eq!(of("train --config=FILE --learning-rate 2"), others);
-        let others = "--lr=0.001 --tag=a --tag=b=1";
+        let others = "--lr=1e-3 --tag=a b --tag=b=1";
         let typed = "train --config FILE --global-batch-size=8 --wandb";
         assert_eq!(of(typed), others);
-        let other = "other --config x.toml"
-            .split(' ')
-            .map(Into::into)
-            .collect::<Vec<_>>();
+        assert_eq!(of("train --lr 1"), "");
+        let optional = added("txt", "--mlflow\n", "train --config FILE");
+        assert_eq!(optional.expect("a flag"), "--mlflow");
+        let other = ["other", "--config", "x"].map(OsString::from).to_vec();
         let same = with_config(&command(), other.clone()).expect("it has no such flag");
         assert_eq!(same, other);
-        assert_eq!(of("train --lr 1"), "");
-        let optional = added("toml", "mlflow = true\n", "train --config FILE");
-        assert_eq!(optional.expect("a flag"), "--mlflow");
-        let none = added("toml", "wandb = false\n", "train --config FILE");
-        assert_eq!(none.expect("a switch"), "");
     }
 
     #[test]
@@ -384,71 +310,27 @@ mod tests {
 
     #[test]
     fn a_run_is_a_configuration() {
-        let dir = tempfile::tempdir().expect("a folder");
-        let table = dir.path().join("a.toml").display().to_string();
-        std::fs::write(&table, "lr = 0.05\nbatch-size = 4\nwandb = true\n").expect("written");
+        let of = |words: &str| {
+            let text = format!(r#"{{"arguments": {words}}}"#);
+            added("json", &text, "train --config FILE").expect("flags")
+        };
         let words = r#"["train", "--lr", "-1", "--lr=2", "--resume", "auto", "--find-lr", "--tag", "a", "--tag", "b", "--mlflow",
-            "--config", "TABLE", "--global-batch-size", "8", "word"]"#;
-        let text = format!(r#"{{"arguments": {}}}"#, words.replace("TABLE", &table));
-        let all = added("json", &text, "train --config FILE").expect("flags");
-        let typed = "--lr=2 --tag=a --tag=b --mlflow --global-batch-size=8 --wandb";
-        assert_eq!(all, typed);
+            "--global-batch-size", "8", "word", "--wandb", "word"]"#;
+        let typed = "--lr=-1 --lr=2 --tag=a --tag=b --mlflow --global-batch-size=8 --wandb";
+        assert_eq!(of(words), typed);
         // What belonged to that run.
-        let text = r#"{"arguments": ["train", "--node_rank", "0", "--master-addr=a", "--init-method", "tcp://a:1", "--lr", "1",
-            "--rank=1", "--token-file", "t", "--log-samples=s", "--profile", "p", "--bind", "127.0.0.1", "--nnodes=2"]}"#;
-        let all = added("json", text, "train --config FILE").expect("flags");
-        assert_eq!(all, "--lr=1 --nnodes=2");
-        let secret = r#"{"arguments": ["--lr", "***", "--tag", "x"]}"#;
-        let all = added("json", secret, "train --config FILE").expect("flags");
-        assert_eq!(all, "--tag=x");
-        let path = dir.path().join("run.json");
-        let itself = format!(r#"{{"arguments": ["--config", "{}"]}}"#, path.display());
-        std::fs::write(&path, itself).expect("written");
-        let error = read(&command(), &path, &mut Vec::new())
-            .expect_err("a circle")
-            .to_string();
-        assert!(error.contains("names itself"), "{error}");
+        let words = r#"["train", "--node_rank", "0", "--master-addr=a", "--init-method", "tcp://a:1", "--lr", "1",
+            "--rank=1", "--token-file", "t", "--log-samples=s", "--profile", "p", "--bind", "127.0.0.1", "--nnodes=2"]"#;
+        assert_eq!(of(words), "--lr=1 --nnodes=2");
+        assert_eq!(of(r#"["--lr", "***", "--tag", "x"]"#), "--tag=x");
     }
 
     #[test]
     fn mistakes_name_the_file() {
         for (ending, text, why) in [
-            ("toml", "rate = 1\n", "FILE: train has no flag --rate"),
-            ("toml", "lr 1\n", "FILE:1: "),
-            (
-                "toml",
-                "lr = 1\n\ntag=[\"a\"]\nlr = 2\n",
-                "FILE:4: duplicate key lr",
-            ),
-            (
-                "toml",
-                "lr = 1\n\"lr\" = 2\n",
-                "FILE:2: duplicate key \"lr\"",
-            ),
-            ("toml", "[a]\n[a]\n", "FILE:2: duplicate key"),
-            (
-                "toml",
-                "wandb = 0\n",
-                "FILE: wandb is a switch: its value is true or false",
-            ),
-            ("toml", "wandb = \"no\"\n", "FILE: wandb is a switch"),
-            ("toml", "wandb = []\n", "FILE: wandb is a switch"),
-            (
-                "toml",
-                "lr = [1, 2]\n",
-                "FILE: lr has one value, not a list",
-            ),
-            (
-                "toml",
-                "learning_rate = [1]\n",
-                "FILE: learning_rate has one value",
-            ),
-            ("toml", "mlflow = []\n", "FILE: mlflow has one value"),
-            (
-                "toml",
-                "[lr]\na = 1\n",
-                "FILE: lr is neither a value nor a list",
-            ),
+            ("txt", "--rate 1\n", "FILE: train has no flag --rate"),
+            ("txt", "\n# x\nlr = 1\n", "FILE:3: a line is a flag"),
+            ("txt", "--wandb 0\n", "FILE:1: --wandb has no value"),
             ("json", "{}", "FILE has no \"arguments\""),
             ("json", "{", "FILE is not JSON"),
         ] {
@@ -458,8 +340,8 @@ mod tests {
             let end = end.replacen(ending, "FILE", 1);
             assert!(end.starts_with(why), "{text}");
         }
-        let words = ["train", "--config", "/none.toml"].map(OsString::from);
+        let words = ["train", "--config", "/none"].map(OsString::from);
         let error = with_config(&command(), words.to_vec()).expect_err("no file");
-        assert!(error.to_string().contains("/none.toml"), "{error}");
+        assert!(error.to_string().contains("/none"), "{error}");
     }
 }

@@ -10,7 +10,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use phalanx_comm::Algorithm;
 use phalanx_live::Address;
 
-/// The nodes of a job, as typed: `phalanx launch` and commands that start ranks of their own.
+/// The flags of a job, as typed: `phalanx launch` and commands that start ranks of their own.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct NodeFlags {
     /// Number of nodes; run the same command on each [default: 1, or set by the cluster engine]. MIN:MAX: nodes may come and go
@@ -32,6 +32,15 @@ pub struct NodeFlags {
     /// Seconds without a heartbeat after which another node is lost [default: 2]
     #[arg(long, value_name = "SECONDS")]
     pub(crate) lost_after: Option<String>,
+    /// Keep training when ranks or nodes fail, leave or join: the other processes take the step again with the same samples. Implied by --nnodes MIN:MAX, except for `phalanx launch`
+    #[arg(long)]
+    pub(crate) elastic: bool,
+    /// File with the job token (see `phalanx token`), for ranks on several hosts [default: PHALANX_TOKEN_FILE]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) token_file: Option<PathBuf>,
+    /// Show the job on a web page while it runs, at PORT, HOST:PORT or [IPV6]:PORT [default with --live: a free port of 127.0.0.1]
+    #[arg(long, value_name = "ADDR", hide = cfg!(not(feature = "records")))]
+    pub(crate) live: Option<Option<Address>>,
 }
 
 /// `phalanx launch`.
@@ -66,9 +75,6 @@ pub struct LaunchCli {
     /// Run on this node only, on a free port, ignoring cluster variables.
     #[arg(long)]
     pub(crate) standalone: bool,
-    /// Do not end the job when a rank or node is lost: ranks of Phalanx trainings go on without it, with a rank that --max-restarts starts again, and with nodes that come (--nnodes MIN:MAX).
-    #[arg(long)]
-    pub(crate) elastic: bool,
     /// With --elastic: kill a rank for which the others have waited for S seconds and that is stopped, or is not in a phase that it has declared; it counts as lost. Less than the ranks' own deadline for a collective.
     #[arg(long, value_name = "S")]
     pub(crate) evict_after: Option<String>,
@@ -99,9 +105,6 @@ pub struct LaunchCli {
     /// Accepted for compatibility with torchrun; only null.
     #[arg(long, value_name = "NAME")]
     pub(crate) event_log_handler: Option<String>,
-    /// File with the job token (see `phalanx token`) [default: PHALANX_TOKEN_FILE].
-    #[arg(long, value_name = "FILE")]
-    pub(crate) token_file: Option<String>,
     /// Address or host name on which the store and this node's ranks listen.
     #[arg(long, value_name = "ADDR", alias = "local-addr")]
     pub(crate) bind: Option<String>,
@@ -120,9 +123,6 @@ pub struct LaunchCli {
     /// Set LOCAL_RANK to 0 in every rank, and CUDA_VISIBLE_DEVICES to the one device of its local rank.
     #[arg(long)]
     pub(crate) virtual_local_rank: bool,
-    /// Show the job on a web page while it runs, at PORT, HOST:PORT or [IPV6]:PORT [default with --live: a free port of 127.0.0.1].
-    #[arg(long, value_name = "ADDR", hide = cfg!(not(feature = "records")))]
-    pub(crate) live: Option<Option<Address>>,
     /// Value of ROLE_NAME in the ranks [default: default].
     #[arg(long, value_name = "NAME")]
     pub(crate) role: Option<String>,
@@ -174,10 +174,6 @@ pub struct RankArgs {
     pub(crate) nproc_per_node: Option<usize>,
     #[command(flatten)]
     pub(crate) nodes: NodeFlags,
-    /// Go on without a rank or node that is lost, in the processes of the others: the step is taken again with the same
-    /// samples, and nothing is lost. Implied by --nnodes MIN:MAX
-    #[arg(long)]
-    pub elastic: bool,
     /// With --elastic: kill a rank for which the others have waited for S seconds, if it is stopped or hangs; it counts as
     /// lost. Ranks that load data, evaluate or save are waited for (--phase-timeout)
     #[arg(long, value_name = "S")]
@@ -215,14 +211,6 @@ pub struct RankArgs {
     /// Seconds that ranks wait for a rank that is alive and loading data, evaluating, saving or downloading
     #[arg(long, default_value_t = 3600.0, value_name = "S")]
     pub phase_timeout: f64,
-    /// File with the job token (see `phalanx token`), for ranks on several hosts that you start yourself [default:
-    /// PHALANX_TOKEN_FILE]
-    #[arg(long, value_name = "FILE")]
-    pub(crate) token_file: Option<PathBuf>,
-    /// Show the job on a web page while it runs, at PORT, HOST:PORT or [IPV6]:PORT [default with --live: a free port
-    /// of 127.0.0.1]
-    #[arg(long, value_name = "ADDR", hide = cfg!(not(feature = "records")))]
-    pub(crate) live: Option<Option<Address>>,
     /// Address to listen on for other ranks [default: loopback; on several hosts, the address that reaches the master]
     #[arg(long, value_name = "IP", env = "PHALANX_BIND")]
     pub bind: Option<IpAddr>,

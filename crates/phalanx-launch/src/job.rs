@@ -24,7 +24,7 @@ use phalanx_process::proc_stat::path_of;
 use phalanx_process::pump::{Sink, WriteError};
 use phalanx_process::reap;
 use phalanx_process::signals::{Caught, SignalWatch, can_be_continued, interrupted, suspend_self};
-use phalanx_store::{FileStore, Store, TcpServer, TcpStore};
+use phalanx_store::{Store, TcpServer, TcpStore};
 use rustix::process::{Signal, kill_process};
 use signal_hook::consts::{SIGTSTP, SIGUSR1, SIGUSR2};
 
@@ -119,7 +119,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         }
         _ => None,
     };
-    let (mut at, has_file) = open_store(plan, &mut interrupt)?;
+    let mut at = open_store(plan, &mut interrupt)?;
     if let Some(warning) = &at.warning {
         say::note(format_args!("warning: {warning}"));
     }
@@ -151,7 +151,6 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         nodes,
         redirect: None,
         at,
-        has_file,
         token_fd,
         folder,
         out: Sink::new("standard output", stdout(), Some(unwritten.clone())),
@@ -175,20 +174,16 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
     result
 }
 
-/// Hosts the store, or says how to reach it. Also returns whether it is a file.
+/// Hosts the store, or says how to reach it.
 fn open_store(
     plan: &LaunchPlan,
     interrupt: &mut impl FnMut() -> Option<Error>,
-) -> Result<(NodeStore, bool)> {
-    if let Some(meeting) = &plan.args.node.meeting {
-        let deadline = Instant::now() + meeting.timeout;
-        let at = nodes::meeting_store(meeting, plan.bind, &plan.token, deadline, interrupt)?;
-        return Ok((at, false));
-    }
-    Ok(match nodes::host_locally(plan.bind, &plan.token)? {
-        Some(at) => (at, false),
-        None => (NodeStore::without_network(), true),
-    })
+) -> Result<NodeStore> {
+    let Some(meeting) = &plan.args.node.meeting else {
+        return nodes::host_locally(plan.bind, &plan.token);
+    };
+    let deadline = Instant::now() + meeting.timeout;
+    nodes::meeting_store(meeting, plan.bind, &plan.token, deadline, interrupt)
 }
 
 /// Meets the other nodes. On node 0, also holds the port that `MASTER_PORT` names.
@@ -219,7 +214,7 @@ fn join_nodes(
         let port = is_first.then(|| PortForRanks::new(None, range));
         port.transpose()
     });
-    let port = held.inspect_err(|error| nodes::refuse(at, meeting.nodes, &plan.token, error))?;
+    let port = held?;
     let info = NodeInfo {
         nodes: meeting.nodes,
         least: meeting.least,
@@ -321,8 +316,6 @@ struct Job<'a> {
     redirect: Option<Arc<TcpServer>>,
     /// The store, on one node with its server.
     at: NodeStore,
-    /// The store is a file, a new one for each attempt.
-    has_file: bool,
     token_fd: std::os::fd::OwnedFd,
     /// Dropped before the guard, which removes it when we are killed.
     folder: RunFolder,
@@ -629,10 +622,6 @@ impl Job<'_> {
             nodes.stand_by(file, self.sender.clone())?;
             self.shared.store_file = nodes.moves().map(|file| file.as_os_str().to_owned());
         }
-        if self.has_file {
-            let path = self.folder.path().join(format!("attempt_{number}/store"));
-            self.shared.store = format!("file://{}", path.display());
-        }
         if !self.goes_on_in_place() {
             ending::watch(&guard, &self.training());
         }
@@ -873,12 +862,10 @@ impl Job<'_> {
     fn log_of<'w>(&self, watch: &'w mut Supervision<'_>) -> Result<&'w mut Log> {
         if watch.log.is_none() {
             let failed = "cannot reach the store";
-            let file = self.shared.store.strip_prefix("file://");
-            let store: Arc<dyn Store> = match (file, &self.nodes) {
+            let store: Arc<dyn Store> = match &self.nodes {
                 // Its silence ends the wait for an answer.
-                (_, Some(nodes)) => nodes.store(),
-                (Some(path), None) => Arc::new(FileStore::open(path).map_err(system(failed))?),
-                (None, None) => {
+                Some(nodes) => nodes.store(),
+                None => {
                     let token = self.plan.token.clone();
                     let store = TcpStore::connect(&self.at.dial, token, LOCAL_STORE);
                     Arc::new(store.map_err(system(failed))?)

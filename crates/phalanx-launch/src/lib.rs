@@ -49,7 +49,6 @@ mod program;
 mod rank_args;
 mod ranks;
 mod report;
-mod same_host;
 mod start;
 mod streams;
 mod threads;
@@ -57,13 +56,13 @@ mod token;
 mod torchrun;
 pub mod words;
 
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 pub use flags::{LaunchCli, RankArgs, TransportArg};
 pub use phalanx_base::env::{number, real_env};
 pub use phalanx_live::Address;
 pub use phalanx_member::{Elastic, RankContext};
+pub use phalanx_process::error_file::exit_code;
 pub use place::{Process, rank_place};
 pub use rank_args::{PrintingRanks, check_local_ranks, run as run_ranks, start};
 pub use report::rank_list;
@@ -73,8 +72,8 @@ pub use token::write_token;
 
 use phalanx_base::error::system;
 use phalanx_base::{cores, error, format, lock, say, stop};
+use phalanx_process::own_program;
 use phalanx_process::signals::Caught;
-use phalanx_process::{error_file, own_program};
 use sha2::{Digest, Sha256};
 
 use crate::error::Result;
@@ -135,22 +134,6 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
 pub fn program_digest() -> String {
     let program = std::fs::read(own_program()).unwrap_or_default();
     format!("SHA-256 {}…", hex::encode(&Sha256::digest(program)[..6]))
-}
-
-/// The exit code of a command that ended so. An error is [reported](error_file::report), and to the other nodes too.
-pub fn exit_code(outcome: Result<()>) -> ExitCode {
-    let Err(error) = outcome else {
-        return ExitCode::SUCCESS;
-    };
-    error_file::report(&error);
-    tell_other_nodes(&error);
-    ExitCode::from(error.exit_code())
-}
-
-/// Tells the other nodes of the job why this one, whose command line is wrong, does not start; once `error` has been
-/// printed. *Blocks* for up to 10 s, if this is the launcher of one of several nodes which have not met.
-pub fn tell_other_nodes(error: &error::Error) {
-    nodes::tell(error);
 }
 
 /// Where the launcher has started this program as one of its helper processes: does that

@@ -180,7 +180,7 @@ impl LaunchPlan {
         env: &Env,
     ) -> LaunchPlan {
         let ranks = args.node.local_ranks;
-        let rayon_threads = (ranks > 1).then(|| (Cores::here(env).shared / ranks).max(1));
+        let rayon_threads = (ranks > 1).then(|| (Cores::here().shared / ranks).max(1));
         LaunchPlan {
             args,
             bind: None,

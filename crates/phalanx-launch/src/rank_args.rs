@@ -11,7 +11,6 @@
 use std::any::Any;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::{Args as _, FromArgMatches as _};
@@ -28,7 +27,6 @@ use crate::error::{Error, ErrorKind, Result, check_count};
 use crate::flags::{RankArgs, TransportArg};
 use crate::place::{self, Env, Node, Place, Process, real_env};
 use crate::plan::LaunchPlan;
-use crate::same_host::store_file;
 use crate::streams::Prefix;
 use crate::threads::{self, Cores, Threads};
 use crate::{job, say, stop, token};
@@ -74,9 +72,9 @@ impl RankArgs {
     }
 
     /// Whether the job goes on without ranks or nodes that are lost.
-    pub(crate) fn is_elastic(&self) -> bool {
+    pub fn is_elastic(&self) -> bool {
         let nodes = self.nodes.nnodes.as_deref().unwrap_or_default();
-        self.elastic || nodes.contains(':')
+        self.nodes.elastic || nodes.contains(':')
     }
 
     /// Whether this process is one rank of a job that another program has started.
@@ -95,7 +93,7 @@ impl RankArgs {
     /// Compute threads of each of `ranks` ranks on this host, of which this process is `rank`, or runs all.
     fn threads_of(&self, rank: Option<&Process>, ranks: usize) -> Result<Threads> {
         let env = real_env();
-        threads::decide(self.threads, &env, rank, ranks, Cores::here(&env))
+        threads::decide(self.threads, &env, rank, ranks, Cores::here())
     }
 
     /// What this process is.
@@ -123,7 +121,7 @@ impl RankArgs {
         if rank.is_by_engine(env)
             && !has_token
             && rank.is_on_one_host()
-            && let Some(file) = store_file(env)?
+            && let Some(file) = rank.address_file(env)
         {
             return Ok(format!("file://{}", file.display()));
         }
@@ -154,7 +152,7 @@ impl RankArgs {
                 "compare runs its workers as processes; leave out --transport thread",
             ));
         }
-        if self.live.is_some() {
+        if self.nodes.live.is_some() {
             return Err(Error::usage(
                 "--live shows one job, and compare runs several; leave it out",
             ));
@@ -174,7 +172,7 @@ impl RankArgs {
                 rank.world
             ));
         }
-        if self.live.is_some() {
+        if self.nodes.live.is_some() {
             say::note(
                 "warning: --live is ignored: this process is one rank of a job that another program has started; \
                  give it to that program, if it is `phalanx launch`",
@@ -217,9 +215,6 @@ fn first_world(env: &Env) -> Result<Option<usize>> {
     let first = place::number(env, ELASTIC_VARIABLE)?;
     Ok(first.filter(|world| *world > 0))
 }
-
-/// How long the end of a rank waits until its store's file is closed.
-const CLOSING: Duration = Duration::from_secs(1);
 
 /// How many times `--timeout` ranks that form a new group wait for one that is alive: it may be evaluating or saving on its own.
 const PATIENCE_IN_TIMEOUTS: u32 = 10;
@@ -280,7 +275,7 @@ pub fn run(
     check_count("--nproc-per-node", node.local_ranks, MAX_LOCAL_RANKS)?;
     let is_one_node = node.meeting.is_none();
     // Its nodes come and go.
-    let elastic = args.elastic || node.comes_and_goes();
+    let elastic = args.nodes.elastic || node.comes_and_goes();
     // With a limit, the launcher must survive to report a rank that got no memory.
     let is_limited = getrlimit(Resource::As).current.is_some();
     if args.transport == TransportArg::Thread && (elastic || args.max_restarts > 0) {
@@ -289,7 +284,7 @@ pub fn run(
         ));
     }
     if args.transport == TransportArg::Thread {
-        let why = match (&args.live, is_one_node) {
+        let why = match (&args.nodes.live, is_one_node) {
             (Some(_), _) => "--live shows ranks that are processes; leave out --transport thread",
             (None, false) => {
                 "--transport thread runs all ranks in one process; leave it out on several nodes"
@@ -298,7 +293,7 @@ pub fn run(
         };
         return Err(Error::usage(why));
     }
-    let is_supervised = is_limited || args.live.is_some() || elastic || args.max_restarts > 0;
+    let is_supervised = is_limited || args.nodes.live.is_some() || elastic || args.max_restarts > 0;
     if node.local_ranks == 1 && !is_supervised && is_one_node {
         return as_threads(args, 1, printing, started, rank);
     }
@@ -313,7 +308,7 @@ pub fn run(
         }
     }
     let own = std::env::args_os().skip(1).collect();
-    let (env, token_file) = (real_env(), args.token_file.as_deref());
+    let (env, token_file) = (real_env(), args.nodes.token_file.as_deref());
     let mut plan = LaunchPlan::of_this_program(node, own, extra, token_file, args.bind, &env)?;
     plan.prefix = match printing {
         PrintingRanks::Rank0 => Prefix::AllButRank0,
@@ -326,7 +321,7 @@ pub fn run(
     plan.args.elastic = elastic;
     plan.args.evict_after = args.evict_after.map(Duration::from_secs_f64);
     plan.args.max_restarts = args.max_restarts;
-    plan.args.live = args.live.clone().map(Option::unwrap_or_default);
+    plan.args.live = args.nodes.live.clone().map(Option::unwrap_or_default);
     // The page shows what rank 0 writes too.
     plan.rank0_owns_stderr &= plan.args.live.is_none();
     plan.flight_dir = flight_dir.map(Path::to_owned);
@@ -381,7 +376,7 @@ fn as_launched_rank(
     args.say_of_rank(place, env);
     stop::listen_early()?;
     // Ranks of a launcher of ours have that launcher's, whatever was typed.
-    let typed = args.token_file.as_deref();
+    let typed = args.nodes.token_file.as_deref();
     let typed = typed.filter(|_| !place::is_under_launcher(env));
     let token = token::given(typed, env, true)?;
     let (init_method, token, until_met) = match args.agree(place, token.as_ref(), env)? {
@@ -404,7 +399,6 @@ fn as_launched_rank(
     };
     let threads = args.threads_of(Some(place), place.local_world.unwrap_or(1))?;
     let threads = threads.count;
-    let is_in_file = init_method.starts_with("file://");
     let init = InitOptions {
         init_method,
         rank: Some(place.rank),
@@ -439,18 +433,7 @@ fn as_launched_rank(
     ctx.local_rank = place.local_rank;
     ctx.runs_since(started.elapsed());
     let outcome = rank(&ctx);
-    let store = is_in_file.then(|| ctx.group().store());
-    let outcome = finish(ctx, outcome);
-    // The thread that watches the groups may have it for a moment. The last one that closes it removes the file.
-    let until = Instant::now() + CLOSING;
-    while store
-        .as_ref()
-        .is_some_and(|store| Arc::strong_count(store) > 1)
-        && Instant::now() < until
-    {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    outcome
+    finish(ctx, outcome)
 }
 
 fn as_threads(

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::flags::RankArgs;
 use crate::rank_args::{PrintingRanks, run};
 use crate::words::{dashed, taking_negative_numbers};
-use crate::{exit_code, log, run_helper, tell_other_nodes};
+use crate::{exit_code, log, run_helper};
 use phalanx_member::RankContext;
 
 /// As [`main_with`], of a program without flags of its own.
@@ -90,10 +90,7 @@ pub fn main_of(
     let read = own_arguments().and_then(|typed| with_config(&command, words(&command, typed)));
     let words = match read {
         Ok(words) => words,
-        Err(error) => {
-            tell_other_nodes(&error);
-            return exit_code(Err(error));
-        }
+        Err(error) => return exit_code(Err(error)),
     };
     match command
         .try_get_matches_from_mut(std::env::args_os().take(1).chain(words))
@@ -103,12 +100,10 @@ pub fn main_of(
         Err(error) => {
             // A closed output is no second error.
             let _ = error.print();
-            if !error.use_stderr() {
-                return ExitCode::SUCCESS;
+            match error.use_stderr() {
+                true => ExitCode::from(2),
+                false => ExitCode::SUCCESS,
             }
-            let text = error.render().to_string();
-            tell_other_nodes(&Error::usage(text.trim_start_matches("error: ")));
-            ExitCode::from(2)
         }
     }
 }

@@ -9,13 +9,13 @@
 
 use std::fmt;
 
+use phalanx_process::proc_stat::starter;
 use rustix::process::Pid;
 use rustix::thread::sched_getaffinity;
 
 use crate::error::Result;
 use crate::format::plural;
-use crate::place::{Env, Process, slurm_cores};
-use crate::same_host::starter;
+use crate::place::{Env, OF_A_RANK, Process, slurm_cores};
 
 /// The cores of this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,12 +29,13 @@ pub struct Cores {
 
 impl Cores {
     /// Those of this process.
-    pub fn here(env: &Env) -> Cores {
+    pub fn here() -> Cores {
         let usable = crate::cores();
         let mask = |pid| sched_getaffinity(pid).map_or(0, |set| set.count() as usize);
         // A quota is that of a container around all ranks.
         let has_quota = usable < mask(None);
-        let parent = starter(env).and_then(|(pid, _)| Pid::from_raw(i32::try_from(pid).ok()?));
+        let parent =
+            starter(&OF_A_RANK).and_then(|(pid, _)| Pid::from_raw(i32::try_from(pid).ok()?));
         let shared = match parent {
             Some(parent) if !has_quota => mask(Some(parent)).max(usable),
             _ => usable,
@@ -330,7 +331,7 @@ mod tests {
     /// The oracle is the kernel, by `taskset` where there is one: a mask that a parent has too is not this process's own.
     #[test]
     fn cores_of_this_process() {
-        let cores = Cores::here(&Env::new());
+        let cores = Cores::here();
         let usable = std::thread::available_parallelism().unwrap().get();
         assert_eq!(cores.usable, usable);
         assert!(cores.shared >= usable);

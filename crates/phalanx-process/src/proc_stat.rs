@@ -5,6 +5,7 @@
 
 use std::ffi::OsString;
 use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 /// A process.
@@ -46,6 +47,28 @@ fn parse(text: &str) -> Option<Stat> {
     })
 }
 
+/// The process that started this one as one of several, and its number: the first process above this one whose
+/// environment has other values of `variables`, which tell the processes apart. A shell or `numactl` between the two has
+/// the same values. `None`: the process has ended, or `/proc` cannot be read.
+pub fn starter(variables: &[&str]) -> Option<(u32, Stat)> {
+    let pair = |name: &&str| {
+        let value = std::env::var_os(name)?;
+        Some([name.as_bytes(), b"=", value.as_bytes()].concat())
+    };
+    let own: Vec<Vec<u8>> = variables.iter().filter_map(pair).collect();
+    let mut pid = stat("self")?.parent;
+    loop {
+        let above = stat(pid)?;
+        // Another user's cannot be read.
+        let environ = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let has = |pair: &Vec<u8>| environ.split(|byte| *byte == 0).any(|other| other == pair);
+        if own.is_empty() || !own.iter().all(has) {
+            return Some((pid, above));
+        }
+        pid = above.parent;
+    }
+}
+
 /// The path by which this user's processes open a descriptor of the launcher while it lives. An
 /// inherited descriptor would not do: Python's `subprocess`, for example, closes it in children, and
 /// another file could get its number.
@@ -59,6 +82,29 @@ pub fn path_of(fd: &impl AsFd) -> OsString {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A shell is between this process and the one that starts it again.
+    #[test]
+    fn a_shell_above_is_not_the_starter() {
+        const RANK: &str = "PHALANX_TEST_STARTED_BY";
+        let parent = std::os::unix::process::parent_id();
+        if let Ok(started_by) = std::env::var(RANK) {
+            assert_eq!(starter(&[]).unwrap().0, parent);
+            let (pid, found) = starter(&[RANK, "PHALANX_TEST_UNSET"]).unwrap();
+            assert_eq!(format!("{pid} {}", found.started), started_by);
+            assert_ne!(pid, parent);
+            return;
+        }
+        let own = format!("{} {}", std::process::id(), stat("self").unwrap().started);
+        let test = "proc_stat::tests::a_shell_above_is_not_the_starter";
+        let status = std::process::Command::new("sh")
+            .args(["-c", "\"$0\" --exact \"$1\"; exit $?"])
+            .arg(std::env::current_exe().unwrap())
+            .arg(test)
+            .env(RANK, own)
+            .status();
+        assert!(status.unwrap().success());
+    }
 
     #[test]
     fn this_process_and_a_kernel_thread_are_read() {

@@ -44,8 +44,7 @@ pub enum ErrorKind {
     /// empty, nothing listened at the address, or a handshake took too long.
     Timeout,
     /// *A peer's failure*: the store did not answer in time. Its process may be
-    /// stopped, its host out of reach, or its file locked by another process. This
-    /// says nothing about its keys.
+    /// stopped or its host out of reach. This says nothing about its keys.
     NoAnswer,
     /// *A peer's failure*: the store server, or the other side of a handshake,
     /// closed the connection.
@@ -59,8 +58,6 @@ pub enum ErrorKind {
     Protocol,
     /// The server goes on without this [`Follower`](crate::Follower).
     Dropped,
-    /// A store file is truncated, damaged, or not a store file.
-    Corrupt,
     /// An error of the operating system.
     Io,
     /// *Our bug.*

@@ -17,11 +17,6 @@ pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
 pub const TARGETS: &[Target] = &[
     ("store_handshake", handshake, handshake_seeds),
     ("store_session", session, session_seeds),
-    (
-        "store_file",
-        crate::file::fuzzing::log,
-        crate::file::fuzzing::log_seeds,
-    ),
 ];
 
 pub(crate) fn token() -> Token {

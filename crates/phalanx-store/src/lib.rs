@@ -1,4 +1,4 @@
-//! Rendezvous key/value store in memory, in a file, or over TCP.
+//! Rendezvous key/value store in memory or over TCP.
 //!
 //! Ranks find each other through a [`Store`] of short-lived keys: each rank
 //! publishes its address and waits for those of the others. Later the store holds
@@ -7,8 +7,7 @@
 //! | store | reaches | use |
 //! |---|---|---|
 //! | [`MemStore`] | threads of this process | ranks as threads, tests |
-//! | [`FileStore`] | processes that share a file system | `file://` |
-//! | [`TcpStore`] with a [`TcpServer`] | processes on any host | `env://`, `tcp://` |
+//! | [`TcpStore`] with a [`TcpServer`] | processes on any host | `env://`, `tcp://`, `file://` |
 //!
 //! All enforce the limits of [`phalanx_wire::store_msg`] and pass the same tests
 //! (`tests/it/conformance.rs`). A [`Follower`] keeps a copy of a [`TcpServer`]'s keys,
@@ -35,7 +34,6 @@
 
 pub mod auth;
 mod error;
-mod file;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -47,7 +45,6 @@ mod tcp;
 mod will;
 
 pub use error::{Error, ErrorKind, Result};
-pub use file::FileStore;
 pub use mem::MemStore;
 pub use store::Store;
 pub use table::Limits;

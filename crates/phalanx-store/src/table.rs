@@ -39,7 +39,7 @@ impl Limits {
 pub(crate) struct Table {
     map: BTreeMap<String, Vec<u8>>,
     /// Total size of keys and values.
-    bytes: u64,
+    pub(crate) bytes: u64,
     limits: Limits,
 }
 
@@ -74,18 +74,12 @@ impl Table {
         range.map(|(k, v)| (k.as_str(), v.as_slice()))
     }
 
-    /// Total size of keys and values.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
     /// Those of `keys` that do not exist, in their order.
     pub(crate) fn missing<'a>(&self, keys: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
         keys.into_iter().filter(|key| !self.contains(key)).collect()
     }
 
-    /// Checks whether `value` may be stored under `key`.
-    pub(crate) fn check_set(&self, key: &str, value: &[u8]) -> Result<(), Failure> {
+    pub(crate) fn set(&mut self, key: &str, value: &[u8]) -> Result<(), Failure> {
         let old = self.map.get(key);
         if old.is_none() && self.map.len() >= self.limits.max_keys {
             return Err(Failure::TooManyKeys);
@@ -95,26 +89,14 @@ impl Table {
         if after > self.limits.max_total_bytes {
             return Err(Failure::StoreFull);
         }
+        self.bytes = after;
+        // A new allocation, so that a shorter value does not keep memory that the limits no
+        // longer count.
+        self.map.insert(key.to_owned(), value.to_vec());
         Ok(())
     }
 
-    pub(crate) fn set(&mut self, key: &str, value: &[u8]) -> Result<(), Failure> {
-        self.check_set(key, value)?;
-        self.bytes += value.len() as u64;
-        if let Some(slot) = self.map.get_mut(key) {
-            self.bytes -= slot.len() as u64;
-            // A new allocation, so that a shorter value does not keep memory that
-            // the limits no longer count.
-            *slot = value.to_vec();
-        } else {
-            self.bytes += key.len() as u64;
-            self.map.insert(key.to_owned(), value.to_vec());
-        }
-        Ok(())
-    }
-
-    /// The sum that an addition would store.
-    pub(crate) fn sum(&self, key: &str, delta: i64) -> Result<i64, Failure> {
+    pub(crate) fn add(&mut self, key: &str, delta: i64) -> Result<i64, Failure> {
         let old = match self.get(key) {
             None => 0,
             Some(text) => std::str::from_utf8(text)
@@ -122,27 +104,18 @@ impl Table {
                 .and_then(|text| text.parse::<i64>().ok())
                 .ok_or(Failure::NotANumber)?,
         };
-        old.checked_add(delta).ok_or(Failure::AddOverflow)
-    }
-
-    pub(crate) fn add(&mut self, key: &str, delta: i64) -> Result<i64, Failure> {
-        let sum = self.sum(key, delta)?;
+        let sum = old.checked_add(delta).ok_or(Failure::AddOverflow)?;
         self.set(key, sum.to_string().as_bytes())?;
         Ok(sum)
     }
 
-    /// The value that an append would store.
-    pub(crate) fn appended(&self, key: &str, value: &[u8]) -> Result<Vec<u8>, Failure> {
+    /// Returns the new length.
+    pub(crate) fn append(&mut self, key: &str, value: &[u8]) -> Result<u64, Failure> {
         let old = self.get(key).unwrap_or_default();
         if old.len() + value.len() > MAX_VALUE_BYTES {
             return Err(Failure::ValueTooLong);
         }
-        Ok([old, value].concat())
-    }
-
-    /// Returns the new length.
-    pub(crate) fn append(&mut self, key: &str, value: &[u8]) -> Result<u64, Failure> {
-        let value = self.appended(key, value)?;
+        let value = [old, value].concat();
         self.set(key, &value)?;
         Ok(value.len() as u64)
     }
@@ -155,43 +128,28 @@ impl Table {
         all.filter(move |(key, _)| element(key).is_some_and(|(of, _)| of == queue))
     }
 
-    /// The key that a push would set.
-    pub(crate) fn next_element(&self, queue: &str) -> Result<String, Failure> {
+    /// Returns the key of the element.
+    pub(crate) fn push(&mut self, queue: &str, value: &[u8]) -> Result<String, Failure> {
         let last = self.elements(queue).next_back();
         let number = match last.and_then(|(key, _)| element(key)) {
             None => 0,
             Some((_, last)) => last.checked_add(1).ok_or(Failure::TooManyKeys)?,
         };
-        Ok(element_key(queue, number))
-    }
-
-    /// Returns the key of the element.
-    pub(crate) fn push(&mut self, queue: &str, value: &[u8]) -> Result<String, Failure> {
-        let key = self.next_element(queue)?;
+        let key = element_key(queue, number);
         self.set(&key, value)?;
         Ok(key)
     }
 
-    /// Key and value of the first element.
-    pub(crate) fn first_element(&self, queue: &str) -> Option<(String, Vec<u8>)> {
-        let first = self.elements(queue).next();
-        first.map(|(key, value)| (key.clone(), value.clone()))
-    }
-
     /// Removes the first element. Returns its key and value.
     pub(crate) fn pop(&mut self, queue: &str) -> Option<(String, Vec<u8>)> {
-        let first = self.first_element(queue)?;
-        self.delete(&first.0);
-        Some(first)
+        let key = self.elements(queue).next()?.0.clone();
+        let value = self.get(&key)?.to_vec();
+        self.delete(&key);
+        Some((key, value))
     }
 
     pub(crate) fn queue_len(&self, queue: &str) -> u64 {
         self.elements(queue).count() as u64
-    }
-
-    /// Whether a compare-and-set would store.
-    pub(crate) fn matches(&self, key: &str, expected: Option<&[u8]>) -> bool {
-        self.get(key) == expected
     }
 
     /// Returns whether it stored `desired`.
@@ -201,7 +159,7 @@ impl Table {
         expected: Option<&[u8]>,
         desired: &[u8],
     ) -> Result<bool, Failure> {
-        let matches = self.matches(key, expected);
+        let matches = self.get(key) == expected;
         if matches {
             self.set(key, desired)?;
         }
@@ -257,7 +215,7 @@ mod tests {
     /// The running total must equal the sum over all keys.
     fn recount(table: &Table) {
         let counted: u64 = table.iter().map(|(k, v)| (k.len() + v.len()) as u64).sum();
-        assert_eq!(table.bytes(), counted);
+        assert_eq!(table.bytes, counted);
     }
 
     #[test]

@@ -1,13 +1,10 @@
 //! Which attempt of a job this process belongs to, where a launcher starts the ranks again after a failure.
 
-use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::OsStrExt as _;
-
-use rustix::process::{Pid, getppid};
+use phalanx_base::env::{number, real_env};
+use phalanx_process::proc_stat::starter;
 
 use crate::error::Result;
 use crate::say;
-use phalanx_base::env::{number, real_env};
 
 /// How often the ranks were started before.
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
@@ -58,42 +55,10 @@ impl Attempt {
     }
 }
 
-/// The process that started the ranks: the first one above this that has not their variables, as a shell between them
-/// has. It lives as long as the job, and its number with the moment of its start is no other's.
+/// The process that started the ranks. It lives as long as the job, and its number with the moment of its start is no
+/// other's.
 fn launcher() -> Option<String> {
-    let own: Vec<Option<OsString>> = OF_A_RANK.iter().map(std::env::var_os).collect();
-    let mut pid = getppid()?;
-    loop {
-        let (parent, started) = stat(pid)?;
-        if of_a_rank(pid) != own {
-            let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-            let boot = boot.trim();
-            return Some(format!("{boot}/{}/{started}", pid.as_raw_nonzero()));
-        }
-        pid = parent?;
-    }
-}
-
-/// The parent of a process, and when it started.
-fn stat(pid: Pid) -> Option<(Option<Pid>, String)> {
-    let text = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).ok()?;
-    // The name before is in parentheses, and may hold any.
-    let mut fields = text.rsplit_once(") ")?.1.split(' ');
-    let parent = Pid::from_raw(fields.nth(1)?.parse().ok()?);
-    Some((parent, fields.nth(17)?.to_owned()))
-}
-
-/// What a process was started with; nothing where that is not shown.
-fn of_a_rank(pid: Pid) -> Vec<Option<OsString>> {
-    let path = format!("/proc/{}/environ", pid.as_raw_nonzero());
-    let text = std::fs::read(path).unwrap_or_default();
-    let variables = || text.split(|byte| *byte == 0);
-    let value = |name: &&str| {
-        let found = variables().find_map(|line| {
-            line.strip_prefix(name.as_bytes())
-                .and_then(|rest| rest.strip_prefix(b"="))
-        });
-        found.map(|value| OsStr::from_bytes(value).to_owned())
-    };
-    OF_A_RANK.iter().map(value).collect()
+    let (pid, process) = starter(&OF_A_RANK)?;
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(format!("{}/{pid}/{}", boot.trim(), process.started))
 }

@@ -38,7 +38,7 @@ pub enum SamplerKind {
     reason = "doc comments of flags are their help"
 )]
 pub struct Settings {
-    /// Read flags from FILE: TOML with a line such as `lr = 0.1` for each flag, or the run.json of a run; flags of the command line take precedence
+    /// Read flags from FILE: one a line, as in `--lr 0.1`, or the run.json of a run; flags of the command line take precedence
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Number of epochs

@@ -1,7 +1,6 @@
 //! Ranks as threads of this process, like `torch.multiprocessing.spawn`.
 
 use std::any::Any;
-use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -12,10 +11,12 @@ use phalanx_comm::{GroupOptions, MAX_LOCAL_RANKS, ProcessGroup};
 pub type Cause = Box<dyn std::error::Error + Send + Sync>;
 
 /// Why [`spawn`] failed: the rank that failed first, and its error.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("rank {rank} {}: {cause}", if *.panicked { "panicked" } else { "failed" })]
 pub struct SpawnError {
     rank: usize,
     panicked: bool,
+    #[source]
     cause: Cause,
 }
 
@@ -28,19 +29,6 @@ impl SpawnError {
     /// Whether it panicked instead of returning an error.
     pub fn panicked(&self) -> bool {
         self.panicked
-    }
-}
-
-impl fmt::Display for SpawnError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let how = if self.panicked { "panicked" } else { "failed" };
-        write!(f, "rank {} {how}: {}", self.rank, self.cause)
-    }
-}
-
-impl std::error::Error for SpawnError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        Some(self.cause.as_ref())
     }
 }
 

@@ -76,7 +76,7 @@ impl Training<'_> {
         if self.ranks.algorithm == Algorithm::Fastest {
             self.settings.split.allow_any_order()?;
         }
-        if self.ranks.elastic {
+        if self.ranks.is_elastic() {
             self.settings.check_elastic()?;
         }
         (self.check)(&self.settings, world)

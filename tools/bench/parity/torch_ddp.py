@@ -14,10 +14,11 @@ import json
 import os
 import pathlib
 import pickle
-import socket
-import subprocess
 import sys
 import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "peers"))
+import ranks  # noqa: E402
 
 p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("program", choices=["mnist", "resnet18"])
@@ -137,10 +138,4 @@ def worker():
 if "PARITY_RANK" in os.environ:
     worker()
     sys.exit()
-with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    port = s.getsockname()[1]
-env = dict(os.environ, PARITY_RANK="1", WORLD_SIZE=str(args.world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-           OMP_NUM_THREADS=str(args.threads), OMP_WAIT_POLICY="passive", GLOO_SOCKET_IFNAME="lo")
-ranks = [subprocess.Popen([sys.executable, *sys.argv], env=dict(env, RANK=str(r))) for r in range(args.world)]
-sys.exit(max(abs(r.wait()) for r in ranks))
+ranks.start(args.world, args.threads, PARITY_RANK="1", OMP_WAIT_POLICY="passive")

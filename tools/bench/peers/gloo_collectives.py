@@ -10,10 +10,10 @@ set) just take part.
 import argparse
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
+
+import ranks
 
 p = argparse.ArgumentParser()
 p.add_argument("op", choices=["all-reduce", "broadcast", "all-gather", "reduce-scatter", "all-to-all", "barrier"])
@@ -82,10 +82,4 @@ def worker():
 if "RANK" in os.environ:
     worker()
     sys.exit()
-with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    port = s.getsockname()[1]
-env = dict(os.environ, WORLD_SIZE=str(args.world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-           OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-ranks = [subprocess.Popen([sys.executable, *sys.argv], env=dict(env, RANK=str(r))) for r in range(args.world)]
-sys.exit(max(abs(r.wait()) for r in ranks))
+ranks.start(args.world, 1)

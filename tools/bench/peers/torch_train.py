@@ -10,11 +10,11 @@ import argparse
 import contextlib
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
+
+import ranks
 
 p = argparse.ArgumentParser()
 p.add_argument("model", choices=["mnist", "resnet18", "mobilenetv2", "gpt", "gpt2"])
@@ -101,10 +101,4 @@ def worker():
 if "PEER_T0" in os.environ:
     worker()
     sys.exit()
-with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    port = s.getsockname()[1]
-env = dict(os.environ, PEER_T0=repr(time.time()), WORLD_SIZE=str(args.world), MASTER_ADDR="127.0.0.1",
-           MASTER_PORT=str(port), OMP_NUM_THREADS=str(args.threads), GLOO_SOCKET_IFNAME="lo")
-ranks = [subprocess.Popen([sys.executable, *sys.argv], env=dict(env, RANK=str(r))) for r in range(args.world)]
-sys.exit(max(abs(r.wait()) for r in ranks))
+ranks.start(args.world, args.threads, PEER_T0=repr(time.time()))

@@ -46,7 +46,7 @@ pub fn checks(args: &DoctorArgs) -> Result<Vec<Check>> {
         None if args.ranks.is_rank()? => 1,
         None => args.ranks.ranks_to_start()?,
     };
-    let cores = Cores::here(&env);
+    let cores = Cores::here();
     let mut checks = vec![
         engine(place, &args.ranks, world),
         cores_check(cores),

@@ -268,15 +268,15 @@ fn a_rank_that_is_started_again_has_the_words_of_its_launcher() {
     for (then, more) in [
         (None, "--elastic"),
         (
-            Some("lr = 3\nmomentum = 0\nno-such-flag = 1\n"),
+            Some("--lr 3\n--momentum 0\n--no-such-flag 1\n"),
             "--elastic",
         ),
-        (Some("lr = 3\n"), "--save-every 3"),
+        (Some("--lr 3\n"), "--save-every 3"),
     ] {
         let dir = tempfile::tempdir().expect("a temporary folder");
         let dir = dir.path();
-        let config = dir.join("c.toml");
-        let text = "lr = 0.02\nmomentum = 0.5\n";
+        let config = dir.join("c");
+        let text = "--lr 0.02\n--momentum 0.5\n";
         std::fs::write(&config, text).expect("written");
         let more = format!(
             "{more} --max-restarts 1 --log-samples seen --config {}",
@@ -312,7 +312,7 @@ fn a_configuration_may_be_a_pipe() {
         .spawn()
         .expect("phalanx starts");
     let mut pipe = job.stdin.take().expect("a pipe");
-    pipe.write_all(b"lr = 0.02\nmomentum = 0.5\n")
+    pipe.write_all(b"--lr 0.02\n--momentum 0.5\n")
         .expect("written");
     drop(pipe);
     let (code, out, err) = ended(job);

@@ -35,6 +35,7 @@ const MAY: [(&str, &[&str]); 24] = [
         "train",
         &[
             "base",
+            "process",
             "store",
             "comm",
             "nn",
@@ -352,7 +353,6 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["report"],
             &["ending"],
             &["inspect"],
-            &["same_host"],
             &["threads"],
             &["plan"],
             &["ranks"],
@@ -428,7 +428,6 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["will"],
             &["store"],
             &["tcp"],
-            &["file"],
             &["mem"],
         ],
     ),

@@ -255,7 +255,7 @@ fn its_ranks_have_the_words_that_its_launcher_has_read() {
     );
     let mut child = command.stdin(Stdio::piped()).spawn().expect("it starts");
     let mut pipe = child.stdin.take().expect("a pipe");
-    std::io::Write::write_all(&mut pipe, b"epochs = 2\npoints = 300\nlr = 0.07\n")
+    std::io::Write::write_all(&mut pipe, b"--epochs 2\n--points 300\n--lr 0.07\n")
         .expect("written");
     drop(pipe);
     let (code, out, err) = ended(child);

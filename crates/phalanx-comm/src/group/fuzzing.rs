@@ -1,5 +1,6 @@
-//! Fuzzes the environment and the init method.
+//! Fuzzes the environment, the init method and the address file.
 
+use super::address_file::Address;
 use super::launch::Launch;
 use super::options::InitOptions;
 
@@ -35,4 +36,18 @@ pub(crate) fn environment_seeds() -> Vec<Vec<u8>> {
     ]
     .map(|text| text.as_bytes().to_vec())
     .into()
+}
+
+/// The address file.
+pub(crate) fn address(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    if let Some(address) = Address::parse(&text) {
+        assert!(text.contains(&address.place));
+    }
+}
+
+pub(crate) fn address_seeds() -> Vec<Vec<u8>> {
+    let token = "5a".repeat(32);
+    let seed = format!("phalanx-store 127.0.0.1:29500 {token} 6f-1/4026531840\n");
+    vec![seed.into_bytes()]
 }

@@ -1,13 +1,15 @@
 //! How processes become a group.
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use phalanx_store::{FileStore, MemStore, Store, TcpServer, TcpStore, host_port};
+use phalanx_store::{MemStore, Store, TcpServer, TcpStore, host_port};
 use phalanx_wire::Token;
 
+use super::address_file::{Address, AddressFile};
 use super::launch::{
     Launch, Meeting, STORE_FILE, TokenSource, compute_threads, environment, no_token, port_range,
     token_variable,
@@ -16,8 +18,8 @@ use super::options::{InitOptions, Transport};
 use super::token::read_token;
 use crate::notice::{HostSpeaker, Waiting, say, seconds};
 use crate::transport::{
-    BindAddr, FormOptions, Lost, Mesh, PortRange, Prefer, form_unless, host_addresses, none_lost,
-    thread_mesh, what_loopback_means,
+    BindAddr, FormOptions, Lost, Mesh, PortRange, Prefer, form_unless, host_addresses, listen,
+    none_lost, thread_mesh, what_loopback_means,
 };
 use crate::{Error, Result, limits};
 
@@ -34,6 +36,9 @@ const STORE_MAX: Duration = Duration::from_secs(10);
 const ASKING_THREADS: usize = 2;
 /// Pause after a name failed to resolve.
 const RESOLVE_PAUSE: Duration = Duration::from_millis(500);
+/// Pause between two looks at an address file, and the first time limit for the address in it; the limit doubles.
+const FILE_PAUSE: Duration = Duration::from_millis(20);
+const FIRST_DIAL: Duration = Duration::from_millis(250);
 /// Interval at which to check whether a wait is to be reported.
 const TURN: Duration = Duration::from_millis(100);
 
@@ -48,6 +53,8 @@ pub(super) struct Processes {
     /// Rank 0 hosts the store unless the launcher does; the store ends with the last of
     /// the groups.
     pub(super) server: Option<Arc<TcpServer>>,
+    /// Rank 0's file of `file://`, until all ranks have joined.
+    address_file: Option<Arc<AddressFile>>,
 }
 
 impl Processes {
@@ -59,6 +66,7 @@ impl Processes {
             generation: options.generation.unwrap_or(0),
             bind: options.bind.map_or(BindAddr::Loopback, BindAddr::Ip),
             server: None,
+            address_file: None,
             options,
         }
     }
@@ -147,13 +155,10 @@ pub(super) fn meet(options: InitOptions) -> Result<Met> {
 
 fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(Mesh, Processes)> {
     let timeout = options.timeout;
-    let processes = open(launch, options, started)?;
+    let mut processes = open(launch, options, started)?;
     let left = timeout.saturating_sub(started.elapsed());
     let mesh = processes.form(WORLD_GROUP, launch.rank, launch.world, left)?;
-    if launch.rank == 0 && matches!(launch.meeting, Meeting::File(_)) {
-        // All ranks have it, and the file may outlive the job.
-        processes.store.delete(&token_key(launch.generation))?;
-    }
+    processes.address_file = None;
     Ok((mesh, processes))
 }
 
@@ -164,15 +169,20 @@ pub(super) fn open(launch: &Launch, options: InitOptions, started: Instant) -> R
         Some(token) => Some(token.clone()),
         None => known_token(&launch.token)?,
     };
-    Ok(match &launch.meeting {
-        Meeting::Alone => Processes {
-            store: Arc::new(MemStore::new()),
-            token: known.map_or_else(mint, Ok)?,
-            generation: launch.generation,
-            bind: bind(&options, None),
-            options: options.clone(),
-            server: None,
-        },
+    let mut server = None;
+    let mut address_file = None;
+    let (store, token) = match &launch.meeting {
+        Meeting::Alone => {
+            return Ok(Processes {
+                store: Arc::new(MemStore::new()),
+                token: known.map_or_else(mint, Ok)?,
+                generation: launch.generation,
+                bind: bind(&options, None),
+                options: options.clone(),
+                server,
+                address_file,
+            });
+        }
         Meeting::Tcp { host, port } => {
             let token = known.ok_or_else(no_token)?;
             let name = First { host, port: *port };
@@ -182,10 +192,9 @@ pub(super) fn open(launch: &Launch, options: InitOptions, started: Instant) -> R
             }
             let place = name.place();
             let report = WaitLines::new(token.job_id(), &place, &left);
-            let server = match hosts_it {
-                true => Some(Arc::new(name.host_store(&token, &report)?)),
-                false => None,
-            };
+            if hosts_it {
+                server = Some(Arc::new(name.host_store(&token, &report)?));
+            }
             let store = report.during(&format!("the store of rank 0 at {place}"), |failed| {
                 let mut is_first = true;
                 let failed = |error: &phalanx_store::Error| {
@@ -217,36 +226,82 @@ pub(super) fn open(launch: &Launch, options: InitOptions, started: Instant) -> R
                 );
                 Error::new(error.kind(), message).with_source(error)
             })?;
-            // No single request may use up the time in which all ranks must join.
-            store.set_response_timeout((options.timeout / 5).clamp(STORE_MIN, STORE_MAX));
-            if let Err(e) = store.reserve_connections(ASKING_THREADS) {
-                tracing::debug!("cannot reserve connections to the store: {e}");
-            }
-            Processes {
-                bind: bind(&options, store.local_ip()),
-                store: Arc::new(store),
-                token,
-                generation: launch.generation,
-                options: options.clone(),
-                server,
-            }
+            (store, token)
+        }
+        Meeting::File(path) if launch.rank == 0 => {
+            let token = known.map_or_else(mint, Ok)?;
+            let ports = port_range(options.port_range, environment)?;
+            let listener = listen(bind(&options, None).resolve()?, ports, 0)?;
+            let hosted = TcpServer::from_listener(listener, token.clone())?;
+            let place = hosted.local_addr().to_string();
+            server = Some(Arc::new(hosted));
+            let store = TcpStore::connect(&place, token.clone(), left())?;
+            address_file = Some(Arc::new(AddressFile::write(path, &place, &token)?));
+            (store, token)
         }
         Meeting::File(path) => {
-            let store: Arc<dyn Store> = Arc::new(FileStore::open(path)?);
-            let token = match known {
-                Some(token) => token,
-                None => agree_on_token(&*store, launch.generation)?,
-            };
-            Processes {
-                store,
-                token,
-                generation: launch.generation,
-                bind: bind(&options, None),
-                options: options.clone(),
-                server: None,
+            let shown = path.display();
+            let report = WaitLines::new(0, &shown.to_string(), &left);
+            let what = format!("the store of rank 0, whose address rank 0 writes into {shown}");
+            let mut last = String::new();
+            let found = report.during(&what, |failed| {
+                dial_written(path, known, &left, |why| {
+                    last.clone_from(&why);
+                    failed(why);
+                })
+            })?;
+            found.ok_or_else(|| {
+                Error::timeout(format!(
+                    "cannot reach the store of rank 0, whose address rank 0 writes into {shown}: {last} (was rank 0 started, \
+                     with the same file?)"
+                ))
+            })?
+        }
+    };
+    // No single request may use up the time in which all ranks must join.
+    store.set_response_timeout((options.timeout / 5).clamp(STORE_MIN, STORE_MAX));
+    if let Err(e) = store.reserve_connections(ASKING_THREADS) {
+        tracing::debug!("cannot reserve connections to the store: {e}");
+    }
+    Ok(Processes {
+        bind: bind(&options, store.local_ip()),
+        store: Arc::new(store),
+        token,
+        generation: launch.generation,
+        options: options.clone(),
+        server,
+        address_file,
+    })
+}
+
+/// Connects to the address in the file at `path`, up to the deadline. The file may be that of an earlier job, which rank 0
+/// replaces, so it is read again after each failure.
+fn dial_written(
+    path: &Path,
+    known: Option<Token>,
+    left: &dyn Fn() -> Duration,
+    mut failed: impl FnMut(String),
+) -> Result<Option<(TcpStore, Token)>> {
+    let mut limit = FIRST_DIAL;
+    loop {
+        let is_last = left().is_zero();
+        match Address::read(path)? {
+            None => failed("there is no address in it yet".to_owned()),
+            Some(address) => {
+                address.check_reachable(path)?;
+                let token = known.as_ref().unwrap_or(&address.token).clone();
+                match TcpStore::connect(&address.place, token.clone(), limit.min(left())) {
+                    Ok(store) => return Ok(Some((store, token))),
+                    Err(e) => failed(e.to_string()),
+                }
+                limit *= 2;
             }
         }
-    })
+        if is_last {
+            return Ok(None);
+        }
+        std::thread::sleep(FILE_PAUSE.min(left()));
+    }
 }
 
 /// Reports what this rank waits for before it has a store, unless another rank of its host does.
@@ -439,33 +494,5 @@ fn known_token(source: &TokenSource) -> Result<Option<Token>> {
         TokenSource::Variable => Token::from_hex(&token_variable().unwrap_or_default())
             .map(Some)
             .map_err(|e| Error::usage(format!("PHALANX_TOKEN holds no token: {e}")).with_source(e)),
-    }
-}
-
-fn token_key(generation: u32) -> String {
-    format!("join/{generation}/token")
-}
-
-/// The ranks of one private file agree on a token through it. Every process that may
-/// read the file may join; its mode restricts this.
-fn agree_on_token(store: &dyn Store, generation: u32) -> Result<Token> {
-    let mine = mint()?.to_hex();
-    let agreed = store.compare_set(&token_key(generation), None, mine.as_bytes())?;
-    Token::from_hex(&String::from_utf8_lossy(&agreed)).map_err(|e| {
-        Error::usage(format!("the store file holds a broken token: {e}")).with_source(e)
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ranks_of_one_file_agree_on_a_token() {
-        let store = MemStore::new();
-        let first = agree_on_token(&store, 0).unwrap();
-        let second = agree_on_token(&store, 0).unwrap();
-        assert_eq!(first.to_hex(), second.to_hex());
-        assert_ne!(agree_on_token(&store, 1).unwrap().to_hex(), first.to_hex());
     }
 }

@@ -15,7 +15,7 @@ const TOKEN_FILE: &str = "PHALANX_TOKEN_FILE";
 /// The token itself: visible to other processes of the same user.
 pub(super) const TOKEN: &str = "PHALANX_TOKEN";
 /// `host:port`: the launcher hosts the store there, and `MASTER_PORT` is left to
-/// the program. `file:///path`: it is this file. `external`: it hosts the store at `MASTER_ADDR:MASTER_PORT`.
+/// the program. `external`: it hosts the store at `MASTER_ADDR:MASTER_PORT`.
 const STORE: &str = "PHALANX_STORE";
 /// The file that says where the store is, once it has moved to another launcher.
 pub(super) const STORE_FILE: &str = "PHALANX_STORE_FILE";
@@ -164,9 +164,6 @@ impl Launch {
         let store = variable(STORE);
         let external = store.as_deref() == Some("external");
         if is_env(method) {
-            if let Some(path) = store.as_deref().and_then(|s| s.strip_prefix("file://")) {
-                return Ok((Meeting::File(path.into()), true));
-            }
             if let Some(place) = store.filter(|_| !external) {
                 let (host, port) = host_and_port(&place).ok_or_else(|| {
                     Error::usage(format!(
@@ -213,7 +210,7 @@ impl Launch {
                     "file:// has no path: write file:///path/to/file",
                 ));
             }
-            return Ok((Meeting::File(path.into()), external));
+            return Ok((Meeting::File(path.into()), false));
         }
         Err(Error::usage(format!(
             "unknown init method {method:?}: choose env://, tcp://host:port or file:///path"
@@ -368,9 +365,6 @@ mod tests {
         assert_eq!(launch.token, TokenSource::File("/proc/self/fd/9".into()));
         variables.extend([(GENERATION, "5")]);
         assert_eq!(resolve("env://", &variables).unwrap().generation, 5);
-        let file = [(RANK, "0"), (WORLD_SIZE, "2"), (STORE, "file:///f/store")];
-        let launch = resolve("env://", &file).unwrap();
-        assert_eq!(launch.meeting, Meeting::File("/f/store".into()));
         let external = [(RANK, "0"), (WORLD_SIZE, "2"), (STORE, "external")];
         assert!(resolve("tcp://h:1", &external).unwrap().external_store);
         // With another address, rank 0 hosts the store there.

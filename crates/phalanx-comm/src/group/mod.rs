@@ -1,5 +1,6 @@
 //! Process groups.
 
+mod address_file;
 mod buffer;
 mod collectives;
 mod describe;

@@ -53,7 +53,8 @@ impl std::str::FromStr for Transport {
 #[derive(Clone, Debug)]
 pub struct InitOptions {
     /// Where the ranks meet: `env://` (the variables `MASTER_ADDR` and
-    /// `MASTER_PORT`), `tcp://host:port`, or `file:///path`.
+    /// `MASTER_PORT`), `tcp://host:port`, or `file:///path`: rank 0 writes
+    /// the address of the store into this file, and removes the file when all ranks have joined.
     pub init_method: String,
     /// This process's rank; default: the variable `RANK`. Without a rank and a number of ranks, and where no launcher or
     /// cluster engine has started this process, it is the only rank.
@@ -61,8 +62,8 @@ pub struct InitOptions {
     /// Number of ranks; default: the variable `WORLD_SIZE`.
     pub world_size: Option<usize>,
     /// The job's secret; default: the file named by `PHALANX_TOKEN_FILE`,
-    /// then the variable `PHALANX_TOKEN`. With `file://` the ranks agree on
-    /// one through the file itself.
+    /// then the variable `PHALANX_TOKEN`. With `file://` rank 0 makes one and
+    /// writes it into the file.
     pub token: Option<Token>,
     /// How many times the job has been re-formed; default: the variables
     /// `PHALANX_EPOCH`, then `TORCHELASTIC_RESTART_COUNT`, then 0. Ranks of different

@@ -110,13 +110,13 @@ fn is_container_secret(file: &File, about: &Metadata) -> bool {
 }
 
 /// The owner of the file knows the token and may replace it.
-fn check_owner(path: &Path, owner: u32, me: u32) -> Result<()> {
+pub(super) fn check_owner(path: &Path, owner: u32, me: u32) -> Result<()> {
     // Root may run the job of a user, whose file is then as good.
     if owner == me || owner == 0 || me == 0 {
         return Ok(());
     }
     Err(Error::usage(format!(
-        "the token file {} belongs to user {owner}, this process runs as user {me}: use a file of \
+        "{} belongs to user {owner}, this process runs as user {me}: use a file of \
          your own (chown {me}, chmod 600)",
         path.display()
     )))

@@ -1,11 +1,10 @@
 //! The properties of one rank's plan that let the executor run it over raw memory.
 
-use std::fmt;
-
 use super::{Buf, Local, Part, RankPlan};
 
 /// Why a plan is wrong.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what}")]
 pub struct PlanError {
     what: String,
 }
@@ -15,14 +14,6 @@ impl PlanError {
         PlanError { what: what.into() }
     }
 }
-
-impl fmt::Display for PlanError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.what)
-    }
-}
-
-impl std::error::Error for PlanError {}
 
 type Result<T = ()> = std::result::Result<T, PlanError>;
 

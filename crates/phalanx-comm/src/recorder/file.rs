@@ -23,16 +23,9 @@ pub const MAX_DUMP_BYTES: u64 = 8 << 20;
 const MAX_TEXT_BYTES: usize = 1024;
 
 /// Why a file is not a dump.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub struct DumpError(String);
-
-impl fmt::Display for DumpError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for DumpError {}
 
 impl Dump {
     /// Writes `rank-N.json` into `dir`, which is created if needed; atomically replaces

@@ -14,7 +14,7 @@ use phalanx_wire::frame::{Header, Kind};
 use phalanx_wire::handshake::{Hello, RejectReason, Role};
 
 use super::first_cause;
-use super::form::{MEMBER_TITLE, Member, Rendezvous, list_sizes, parse_sizes};
+use super::form::{MEMBER_TITLE, Member, Rendezvous};
 use super::layout::{Channel, Layout};
 use super::poison::MAX_CAUSE_BYTES;
 use super::segment::Segment;
@@ -38,19 +38,6 @@ pub(crate) fn member_seeds() -> Vec<Vec<u8>> {
     ];
     texts
         .map(|text| format!("{MEMBER_TITLE}\n{text}").into_bytes())
-        .into()
-}
-
-/// The list of sizes for which processes were started.
-pub(crate) fn sizes(data: &[u8]) {
-    let sizes = parse_sizes(data);
-    assert!(sizes.iter().all(|size| *size > 0));
-    assert_eq!(parse_sizes(list_sizes(&sizes).as_bytes()), sizes);
-}
-
-pub(crate) fn sizes_seeds() -> Vec<Vec<u8>> {
-    ["4, 3, 1000", "1", "4294967295, 0, x, 2"]
-        .map(|text| text.as_bytes().to_vec())
         .into()
 }
 

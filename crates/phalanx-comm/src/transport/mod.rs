@@ -37,7 +37,7 @@ pub use form::{
     BindAddr, FormOptions, PortRange, Prefer, form, host_addresses, is_own_address,
     local_address_towards, machine, what_loopback_means,
 };
-pub(crate) use form::{Lost, form_unless, none_lost};
+pub(crate) use form::{Lost, form_unless, listen, none_lost};
 pub use layout::MAX_LOCAL_RANKS;
 pub use mesh::{AbortHandle, Mesh, thread_mesh};
 pub use poison::{MAX_CAUSE_BYTES, Poison};

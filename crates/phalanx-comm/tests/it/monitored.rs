@@ -4,7 +4,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use phalanx_comm::{ErrorKind, ProcessGroup, ReduceOp};
-use phalanx_store::{FileStore, Store};
+use phalanx_store::{MemStore, Store};
 use phalanx_wire::Token;
 
 use crate::common::{EVERYWHERE, Over, PATIENCE, SOON, everywhere, groups, init_options, on_each};
@@ -122,18 +122,15 @@ fn an_abort_ends_the_wait_at_once() {
     assert!(start.elapsed() < SOON);
 }
 
-/// Job 1 ends with a barrier that rank 1 never came to. Somebody keeps its file open, so that the verdict is still there
-/// when job 2 uses the same file.
+/// Job 1 ends with a barrier that rank 1 never came to, and its verdict is still there when job 2 uses the same store.
 #[test]
-fn a_job_does_not_read_the_verdict_of_another_in_the_same_file() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("store");
-    let _keeps_it = FileStore::open(&path).unwrap();
+fn a_job_does_not_read_the_verdict_of_another_in_the_same_store() {
+    let all = MemStore::new();
     let job = || -> Vec<ProcessGroup> {
         let token = Token::generate().unwrap();
         let members: Vec<_> = (0..2)
             .map(|rank| {
-                let store: Arc<dyn Store> = Arc::new(FileStore::open(&path).unwrap());
+                let store: Arc<dyn Store> = Arc::new(all.clone());
                 let options = init_options(Over::Shm, &token);
                 std::thread::spawn(move || ProcessGroup::from_store(store, rank, 2, options))
             })

@@ -35,7 +35,6 @@ pub use info::NodeInfo;
 pub use membership::Rules;
 pub use standby::Moved;
 pub use store::{NodeStore, host_locally, meeting_store};
-pub use tell::{refuse, tell};
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -153,7 +152,6 @@ pub fn join(
 ) -> Result<Nodes> {
     let started = Instant::now();
     let deadline = started + timeout;
-    tell::has_joined();
     let store = loop {
         let store = connect(&at.dial, token, started, deadline, &mut interrupted)?;
         let moved = store.try_get(standby::MOVED_KEY).map_err(lost_node_0)?;
@@ -206,7 +204,7 @@ pub fn join(
         compare(&info, me, &first, &node_key(0)).inspect_err(|error| {
             if info.least.is_none() {
                 // The others would wait for this node, unless all have met.
-                let _ = tell::leave_word(&store, None, &info.host, error);
+                let _ = tell::leave_word(&store, &info.host, error);
             }
         })?;
     }
@@ -246,7 +244,7 @@ pub fn join(
             }
         };
         // Without its number, which is the other launcher's.
-        let _ = tell::leave_word(&store, None, &info.host, &error);
+        let _ = tell::leave_word(&store, &info.host, &error);
         return Err(error);
     }
     let mut nodes = Nodes {
@@ -298,9 +296,6 @@ pub fn join(
             let message = format!("node {me} (host {}): {}", info.host, error.chain());
             nodes.publish(&JobFailure::new(error.exit_code(), me, message), true);
             nodes.leave(total, Instant::now());
-            if error.kind() == ErrorKind::Usage && nodes.server.is_some() {
-                tell::keep(nodes.store.clone(), nodes.server.take(), total);
-            }
             Err(error)
         }
     }

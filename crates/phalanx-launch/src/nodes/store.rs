@@ -14,7 +14,7 @@ use phalanx_wire::Token;
 use super::{QUIET, SLICE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::place::Meeting;
-use crate::{say, spawn};
+use crate::{say, spawn, system};
 
 /// Pause between two lookups of a name.
 const LOOKUP_PAUSE: Duration = Duration::from_millis(500);
@@ -46,35 +46,22 @@ impl NodeStore {
         address.clone_into(&mut self.dial);
         address.clone_into(&mut self.store);
     }
-
-    /// That of ranks whose store is a file.
-    pub fn without_network() -> NodeStore {
-        let loopback = "127.0.0.1".to_owned();
-        NodeStore {
-            server: None,
-            dial: loopback.clone(),
-            first: loopback.clone(),
-            store: loopback.clone(),
-            master_addr: loopback,
-            bind: None,
-            warning: Some(
-                "the loopback interface is down (`ip link set lo up` starts it): the ranks meet in a file, and only shared memory connects them"
-                    .to_owned(),
-            ),
-        }
-    }
 }
 
-/// Hosts the store of a launch on one node; `None`: not even this host can connect to its address, as where the
-/// loopback interface is down.
-pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<Option<NodeStore>> {
+/// Hosts the store of a launch on one node.
+///
+/// # Errors
+/// `System` where this host cannot connect to the store, as where the loopback interface is down.
+pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<NodeStore> {
     let ip = bind.unwrap_or(IpAddr::from([127, 0, 0, 1]));
     let server = listen(&[SocketAddr::new(ip, 0)], token).map_err(|(error, _)| error)?;
     let (dial, warning) = reachable(server.local_addr());
-    if local_address_towards(dial).is_err() {
-        return Ok(None);
-    }
-    Ok(Some(NodeStore {
+    local_address_towards(dial)
+        .map_err(system(format!(
+            "the ranks of this host cannot reach the store at {dial}"
+        )))
+        .map_err(|error| error.note("fix", "`ip link set lo up` starts the loopback interface"))?;
+    Ok(NodeStore {
         dial: dial.to_string(),
         first: dial.to_string(),
         store: dial.to_string(),
@@ -82,7 +69,7 @@ pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<Option<NodeSt
         bind: None,
         warning,
         server: Some(server),
-    }))
+    })
 }
 
 /// Hosts the store on node 0, or says how to reach it. The name of node 0 is looked up until `deadline`;

@@ -20,7 +20,7 @@ pub mod torchrun;
 pub use mpi::PMI_SOCKET;
 pub use node::{Address, LOST_AFTER, Meeting, Node, NodeQuery};
 pub use phalanx_base::env::{Env, not_a_number, number, real_env};
-pub use process::{Channel, Process, detect, is_under_launcher, rank_place};
+pub use process::{Channel, OF_A_RANK, Process, detect, is_under_launcher, rank_place};
 pub use slurm::cores as slurm_cores;
 #[cfg(any(test, fuzzing))]
 pub use {kubernetes::node as among_nodes, slurm::first_host};

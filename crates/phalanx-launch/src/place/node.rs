@@ -333,30 +333,6 @@ impl NodeQuery<'_> {
         Ok(given)
     }
 
-    /// Where the nodes meet, from what says only that: of a command line that is wrong otherwise. An unknown number of
-    /// nodes is 0.
-    ///
-    /// # Errors
-    /// `Usage`, where host or port are missing or wrong.
-    pub fn address_alone(&self) -> Result<Meeting> {
-        let given = self.given_address()?;
-        let Some(host) = given.host else {
-            return Err(Error::usage("--master-addr is missing"));
-        };
-        let port = match given.port {
-            Some(port) => port,
-            None => self.default_port(self.cli.nodes.port_range(self.env)?),
-        };
-        let number = |flag, typed| setting(self.env, flag, typed)?.number::<usize>("").ok();
-        Ok(Meeting {
-            nodes: number("nnodes", &self.cli.nodes.nnodes).unwrap_or(0),
-            node_rank: number("node-rank", &self.cli.nodes.node_rank),
-            host,
-            port,
-            ..Meeting::default()
-        })
-    }
-
     /// `--nnodes 2` or `PET_NNODES=2`.
     fn nnodes_as_typed(&self) -> String {
         let given = setting(self.env, "nnodes", &self.cli.nodes.nnodes);

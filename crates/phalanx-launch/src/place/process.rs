@@ -1,6 +1,12 @@
 //! One of the processes that were started alike: by a launcher, which sets `RANK`, or by a cluster engine.
 
+use std::path::PathBuf;
+
 use phalanx_comm::PortRange;
+use phalanx_comm::transport::machine;
+use phalanx_process::proc_stat::starter;
+use rustix::process::geteuid;
+use sha2::{Digest, Sha256};
 
 use super::{Address, Env, is_set, mpi, number, slurm, text};
 use crate::contract::STORE_VARIABLE;
@@ -9,6 +15,17 @@ use crate::flags::NodeFlags;
 
 /// The `source` of a process that `RANK` and `WORLD_SIZE` describe.
 const BY_RANK: &str = "RANK";
+
+/// Variables that tell apart the ranks of a job. The process that started the ranks has other values, or none.
+pub const OF_A_RANK: [&str; 7] = [
+    "RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "PMIX_NAMESPACE",
+    "SLURM_PROCID",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+];
 
 /// One of the processes that were started alike: a rank, or the launcher of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -176,6 +193,28 @@ impl Process {
         !self.is_by_variables() || env.contains_key("TORCHELASTIC_RUN_ID")
     }
 
+    /// The file in which ranks of this host that an engine started find each other. Its name is made from what identifies the
+    /// job. `None`: that is not known.
+    pub fn address_file(&self, env: &Env) -> Option<PathBuf> {
+        let variables: &[&str] = match self.source {
+            "Open MPI" => &["PMIX_NAMESPACE"],
+            "Slurm" => &["SLURM_JOB_ID", "SLURM_STEP_ID"],
+            BY_RANK => &["TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"],
+            _ => &[],
+        };
+        let values: Option<Vec<&str>> = variables.iter().map(|name| text(env, name)).collect();
+        let job = match values.filter(|values| !values.is_empty()) {
+            Some(values) => values.join(" "),
+            None => {
+                let (pid, process) = starter(&OF_A_RANK)?;
+                format!("{pid} {}", process.started)
+            }
+        };
+        let job = Sha256::digest(format!("{} {job}", machine()));
+        let (user, job) = (geteuid().as_raw(), hex::encode(&job[..8]));
+        Some(std::env::temp_dir().join(format!("phalanx-{user}-{job}")))
+    }
+
     /// The address that `MASTER_ADDR` and `MASTER_PORT` give; `ports` are those for other hosts.
     pub fn given_address(&self, env: &Env, ports: Option<PortRange>) -> Address {
         let port = Some(self.master_port).filter(|port| *port > 0);
@@ -276,6 +315,38 @@ impl Process {
 mod tests {
     use super::super::tests::env;
     use super::*;
+
+    #[test]
+    fn each_job_has_an_address_file_of_its_own() {
+        let file = |text: &str| {
+            let env = env(text);
+            let rank = rank_place(&env).unwrap().unwrap();
+            rank.address_file(&env).unwrap()
+        };
+        let slurm = |job, rank| {
+            file(&format!(
+                "SLURM_JOB_ID={job} SLURM_STEP_ID=0 SLURM_PROCID={rank} SLURM_LOCALID={rank} SLURM_NNODES=1 SLURM_NTASKS=2"
+            ))
+        };
+        let torchrun = |port, rank| {
+            file(&format!(
+                "RANK={rank} WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none MASTER_ADDR=a MASTER_PORT={port}"
+            ))
+        };
+        let mpirun = |job, rank| {
+            file(&format!(
+                "OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE={job}"
+            ))
+        };
+        let hydra = |rank| file(&format!("PMI_RANK={rank} PMI_SIZE=2"));
+        let all: std::collections::BTreeSet<PathBuf> = (0..2)
+            .flat_map(|rank| {
+                let two = |job| [slurm(job, rank), torchrun(job, rank), mpirun(job, rank)];
+                [&two(1)[..], &two(2), &[hydra(rank)]].concat()
+            })
+            .collect();
+        assert_eq!(all.len(), 7);
+    }
 
     #[test]
     fn places_by_engine() {

@@ -94,7 +94,7 @@ pub(crate) fn session(member: bool, piece: usize, input: &[u8]) {
             }
             serving.turn(id);
             let _ = ours.read_to_end(&mut received);
-            assert!(serving.table.bytes() <= LIMITS.max_total_bytes);
+            assert!(serving.table.bytes <= LIMITS.max_total_bytes);
             assert!(serving.table.iter().count() <= LIMITS.max_keys);
         }
         if member {

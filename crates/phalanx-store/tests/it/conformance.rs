@@ -1,5 +1,5 @@
 //! One suite that every kind of store passes. A fixture makes members of one
-//! and the same store; where members can be separate (file, TCP), they are.
+//! and the same store; where members can be separate (TCP), they are.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::{LONG, SHORT, join, serve};
 use phalanx_garble::Dice;
-use phalanx_store::{ErrorKind, FileStore, MemStore, Store, TcpServer};
+use phalanx_store::{ErrorKind, MemStore, Store, TcpServer};
 use phalanx_wire::Token;
 use phalanx_wire::store_msg::{MAX_KEY_BYTES, MAX_QUEUE_BYTES, MAX_VALUE_BYTES};
 
@@ -26,16 +26,6 @@ impl Fixture for Mem {
     }
 }
 
-struct InFile {
-    folder: tempfile::TempDir,
-}
-
-impl Fixture for InFile {
-    fn member(&self) -> Arc<dyn Store> {
-        Arc::new(FileStore::open(self.folder.path().join("store")).unwrap())
-    }
-}
-
 struct Tcp {
     server: TcpServer,
     token: Token,
@@ -49,11 +39,6 @@ impl Fixture for Tcp {
 
 fn mem() -> Box<dyn Fixture> {
     Box::new(Mem(MemStore::new()))
-}
-
-fn file() -> Box<dyn Fixture> {
-    let folder = tempfile::tempdir().unwrap();
-    Box::new(InFile { folder })
 }
 
 fn tcp() -> Box<dyn Fixture> {
@@ -76,7 +61,7 @@ macro_rules! suite {
     };
 }
 
-suite!([mem, file, tcp]:
+suite!([mem, tcp]:
     set_and_get,
     get_waits_for_the_key,
     get_names_the_missing_key,

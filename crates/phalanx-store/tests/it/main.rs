@@ -1,9 +1,8 @@
-//! The stores over real files, sockets and processes.
+//! The stores over real sockets and processes.
 
 mod attacks;
 mod auth;
 mod common;
 mod conformance;
-mod file;
 mod followers;
 mod tcp;

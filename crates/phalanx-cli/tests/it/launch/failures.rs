@@ -363,14 +363,13 @@ fn in_namespaces(kinds: &[&str], prepare: &str, args: &str) -> Option<Command> {
 const ALL_REDUCE: &str =
     "bench all-reduce --nproc-per-node 2 --bytes 64 --iters 3 --init-timeout 20";
 
-/// Its ranks meet in a file and train over shared memory.
 #[test]
-fn one_host_needs_no_loopback_interface() {
+fn a_host_without_a_loopback_interface_is_refused_with_the_fix() {
     let Some(command) = in_namespaces(&["--net"], "true", ALL_REDUCE) else {
         return;
     };
     let done = Family::new().run_as(command);
-    assert_eq!(done.code(), 0, "{done:#?}");
+    assert_eq!(done.code(), 1, "{done:#?}");
     assert!(done.err.contains("ip link set lo up"), "{done:#?}");
 }
 

@@ -8,7 +8,7 @@
 //! One deadline covers everything; its error names the missing ranks. The first failure
 //! is marked in the store and ends the wait of all. A process whose rank is taken is
 //! not such a failure: it is refused, and the others form with the one that came first.
-//! Nor is a process with a world size other than that of most ([`sizes`]).
+//! Nor is a process with a world size other than rank 0's: each size forms under keys of its own.
 
 mod attach;
 mod connect;
@@ -16,8 +16,8 @@ mod host;
 mod member;
 mod ports;
 mod rendezvous;
-mod sizes;
 
+pub(crate) use connect::listen;
 pub use host::{
     BindAddr, host_addresses, is_own_address, local_address_towards, machine, what_loopback_means,
 };
@@ -29,8 +29,6 @@ pub use ports::PortRange;
 use rendezvous::ARRIVE;
 pub(crate) use rendezvous::{Lost, none_lost};
 pub(super) use rendezvous::{Rendezvous, WaitReport};
-#[cfg(any(test, fuzzing))]
-pub(super) use sizes::{list as list_sizes, parse as parse_sizes};
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -54,7 +52,6 @@ use attach::Attempt;
 use connect::Connected;
 use host::Host;
 use phalanx_fold::Isa;
-use sizes::Sizes;
 
 /// Which transport to use between ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -129,7 +126,7 @@ pub struct FormOptions {
 /// (world size, transport, a rank taken twice) or an address cannot be used;
 /// `Aborted` with the first cause when another rank failed. A process whose rank is
 /// taken fails alone; its error names the process that has the rank. So does a process
-/// with a world size other than that of most others.
+/// with a world size other than rank 0's.
 pub fn form(store: &dyn Store, o: &FormOptions) -> Result<Mesh> {
     form_unless(store, o, &none_lost)
 }
@@ -376,17 +373,16 @@ fn is_taken(generation: u32, rank: usize, theirs: &[u8]) -> Error {
 /// Publishes our record and reads those of all ranks. Until the will is dropped the
 /// others are notified when we end.
 fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<(Vec<Member>, Option<Will>)> {
-    let mut sizes = Sizes::enter(meeting)?;
+    if meeting.rank == 0 {
+        meeting.check_world()?;
+    }
     // Before the others know of us, so that they are notified of our end from then on.
     let will = meeting.leave_will(&record.process)?;
     if let Some(theirs) = meeting.claim("member", &record.encode())? {
         return Err(is_taken(meeting.generation, meeting.rank, &theirs));
     }
-    sizes.count_in()?;
     let all: Vec<usize> = (0..meeting.world).collect();
-    let records = meeting
-        .collect_while("member", &all, ARRIVE, |missing| sizes.look(missing))
-        .map_err(|e| sizes.explain(e))?;
+    let records = meeting.collect_while("member", &all, ARRIVE, || meeting.look())?;
     let mut members = Vec::with_capacity(records.len());
     for (rank, bytes) in records.iter().enumerate() {
         let member = Member::decode(bytes)

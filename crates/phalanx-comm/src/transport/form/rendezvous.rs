@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, Will};
 
 use super::host::Host;
-use super::member::Member;
+use super::member::{Member, this_process};
 use crate::notice::{HostSpeaker, Waiting, list, ranks, say, seconds};
 use crate::{Error, ErrorKind, Result, limits};
 
@@ -26,6 +26,8 @@ const LOST: &str = "lost ";
 /// Interval between two reads of the failure mark while waiting.
 const SLICE: Duration = Duration::from_millis(250);
 
+/// Most characters of another process's text in a message.
+const NOTE_CHARS: usize = 300;
 /// Most kinds of refused connections in a message.
 const REFUSED_SHOWN: usize = 3;
 /// Ranks come to the store: the first wait of a forming.
@@ -95,41 +97,76 @@ impl Rendezvous<'_> {
         format!("{}{}/", self.root(), self.world)
     }
 
-    /// The key of the list of sizes for which processes were started.
-    pub(super) fn sizes_key(&self) -> String {
-        format!("{}sizes", self.root())
+    /// The key of rank 0's world size and process.
+    fn world_key(&self) -> String {
+        format!("{}world", self.root())
     }
 
-    /// The key where a refused process leaves its note.
-    pub(super) fn note_key(&self) -> String {
-        format!("{}turned_away", self.prefix())
+    /// The key where a process that was refused by rank 0 of `world` leaves its note.
+    fn note_key(&self, world: &str) -> String {
+        format!("{}{world}/turned_away", self.root())
     }
 
-    fn came_key(&self) -> String {
-        format!("{}came", self.prefix())
+    /// The world size of the first rank 0 is the right one. A process with another one is refused; the others form without
+    /// it, under keys of their own.
+    pub(super) fn check_world(&self) -> Result<()> {
+        let failed = |e| self.store_failed("publishing to the store", e);
+        let own = format!("{} {}", self.world, this_process());
+        let first = match self.rank {
+            0 => Some(
+                self.store
+                    .compare_set(&self.world_key(), None, own.as_bytes()),
+            )
+            .transpose()
+            .map_err(failed)?,
+            _ => self.read(&self.world_key())?,
+        };
+        let first = printable(&first.unwrap_or(own.into_bytes()));
+        let (world, process) = first.split_once(' ').unwrap_or((&first, ""));
+        if world.parse() == Ok(self.world) {
+            return Ok(());
+        }
+        let error = self.refuse(&format!("rank 0 ({process}) for {world}"));
+        let note = format!(
+            "{} was started as rank {} of {} and takes no part",
+            this_process(),
+            self.rank,
+            self.world
+        );
+        self.set(&self.note_key(world), note.as_bytes())?;
+        // If our record is gone, so are all keys of this forming, and none may be left behind.
+        let record = self.key("member", self.rank);
+        if self.rank > 0 && !self.store.delete(&record).map_err(failed)? {
+            self.store.delete(&self.note_key(world)).map_err(failed)?;
+        }
+        Err(error)
     }
 
-    /// This group as formed by processes that were started for another size.
-    pub(super) fn of_size(&self, world: usize) -> Rendezvous<'_> {
-        Rendezvous {
-            world,
-            taken: AtomicBool::new(false),
-            misfit: AtomicBool::new(false),
-            ..*self
+    /// Checks the world size while ranks are missing.
+    pub(super) fn look(&self) -> Result<()> {
+        match self.peek("member", self.rank)? {
+            Some(_) => self.check_world(),
+            None => Err(self.refuse("the group has formed without this process")),
         }
     }
 
-    /// Counts this rank among those of its size that have come.
-    pub(super) fn count_in(&self) -> Result<()> {
-        let counted = self.store.add(&self.came_key(), 1);
-        counted.map_err(|e| self.store_failed("counting in the store", e))?;
-        Ok(())
+    /// This process is the wrong one; this does not end the forming of others.
+    fn refuse(&self, because: &str) -> Error {
+        self.misfit.store(true, Ordering::Relaxed);
+        Error::usage(format!(
+            "rank {} was started for {} ranks, but {because}: all ranks must be started with the same; this process, {}, \
+             does not take part",
+            self.rank,
+            self.world,
+            this_process()
+        ))
     }
 
-    /// Number of ranks of this size that have come.
-    pub(super) fn came(&self) -> Result<usize> {
-        let count = self.read(&self.came_key())?.unwrap_or_default();
-        Ok(String::from_utf8_lossy(&count).parse().unwrap_or(0))
+    /// The note of a refused process, for the end of a message.
+    fn note(&self) -> String {
+        let note = self.read(&self.note_key(&self.world.to_string()));
+        let note = note.ok().flatten();
+        note.map_or(String::new(), |note| format!("; {}", printable(&note)))
     }
 
     pub(super) fn read(&self, key: &str) -> Result<Option<Vec<u8>>> {
@@ -140,11 +177,6 @@ impl Rendezvous<'_> {
     pub(super) fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         let stored = self.store.set(key, value);
         stored.map_err(|e| self.store_failed("publishing to the store", e))
-    }
-
-    /// Our size is the wrong one.
-    pub(super) fn is_misfit(&self) {
-        self.misfit.store(true, Ordering::Relaxed);
     }
 
     /// The key of this group for `topic` and `rank`.
@@ -193,17 +225,16 @@ impl Rendezvous<'_> {
     /// The values of `topic` of all `ranks`; `what` completes "ranks 2, 5 did
     /// not …".
     pub(crate) fn collect(&self, topic: &str, ranks: &[usize], what: &str) -> Result<Vec<Vec<u8>>> {
-        self.collect_while(topic, ranks, what, |_| Ok(()))
+        self.collect_while(topic, ranks, what, || Ok(()))
     }
 
-    /// [`collect`](Self::collect) that calls `look` with the missing ranks now and
-    /// then, and ends with its error.
+    /// [`collect`](Self::collect) that calls `look` now and then, and ends with its error.
     pub(super) fn collect_while(
         &self,
         topic: &str,
         ranks: &[usize],
         what: &str,
-        mut look: impl FnMut(&[usize]) -> Result<()>,
+        look: impl Fn() -> Result<()>,
     ) -> Result<Vec<Vec<u8>>> {
         let keys: Vec<String> = ranks.iter().map(|&rank| self.key(topic, rank)).collect();
         let names: Vec<&str> = keys.iter().map(String::as_str).collect();
@@ -223,7 +254,7 @@ impl Rendezvous<'_> {
                         return Err(self.late(ranks, &missing, what));
                     }
                     self.check()?;
-                    look(&missing)?;
+                    look()?;
                     if let Some(waited) = waiting.due()
                         && self.speaks(&missing)?
                     {
@@ -280,10 +311,11 @@ impl Rendezvous<'_> {
             refused => format!("; {refused}"),
         };
         format!(
-            "forming the group: waiting {} s for {} of {} to {what}{at}{why}; deadline in {}",
+            "forming the group: waiting {} s for {} of {} to {what}{at}{why}{}; deadline in {}",
             waited.as_secs(),
             ranks(missing),
             self.world,
+            self.note(),
             seconds(self.left()),
         )
     }
@@ -396,6 +428,7 @@ impl Rendezvous<'_> {
         if what == ARRIVE && !refused.is_empty() {
             message.push_str(&format!("; {refused}"));
         }
+        message.push_str(&self.note());
         let error = Error::timeout(message);
         match guilty.as_slice() {
             [one] => error.with_peer(*one),
@@ -474,6 +507,12 @@ pub(crate) fn name(ranks: &[usize]) -> String {
         [one] => format!("rank {one}"),
         many => format!("ranks {}", list(many)),
     }
+}
+
+fn printable(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(text);
+    let printable = text.chars().filter(|c| !c.is_control());
+    printable.take(NOTE_CHARS).collect()
 }
 
 /// "30 s", "1.5 s", "200 ms".

@@ -305,18 +305,7 @@ fn of_a_rank_taken_twice_only_the_second_is_refused() {
     }
 }
 
-/// Waits until `come` processes of a size have been counted in.
-fn wait_for(store: &MemStore, size: usize, come: usize) {
-    let started = Instant::now();
-    let key = format!("comm/1/0/{size}/came");
-    while store.try_get(&key).unwrap() != Some(come.to_string().into_bytes()) {
-        assert!(started.elapsed() < PATIENCE);
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-/// A process with another size comes before all others: it is refused as soon as
-/// most of the right ones are there, and they form when the last has come.
+/// A process with another size comes before all others: it is refused when rank 0 has come, and the others form.
 #[test]
 fn a_stray_of_another_size_that_came_first_is_refused_alone() {
     for size in [3, 5, 1000] {
@@ -325,7 +314,8 @@ fn a_stray_of_another_size_that_came_first_is_refused_alone() {
         let form_as = |rank, world| form(&store, &options(rank, world, &token, Prefer::Auto));
         std::thread::scope(|scope| {
             let stray = scope.spawn(|| form_as(2, size).map(drop).unwrap_err());
-            wait_for(&store, size, 1);
+            let record = format!("comm/1/0/{size}/member/2");
+            store.wait(&[&record], PATIENCE).unwrap();
             let right = [0, 1, 3].map(|rank| scope.spawn(move || form_as(rank, 4).unwrap()));
             // Not before the right one in its place has come: that is not needed.
             let error = stray.join().unwrap();
@@ -333,7 +323,8 @@ fn a_stray_of_another_size_that_came_first_is_refused_alone() {
             let text = error.to_string();
             assert!(
                 text.contains(&format!("rank 2 was started for {size} ranks"))
-                    && text.contains("that were started for 4"),
+                    && text.contains("but rank 0 (process ")
+                    && text.contains(") for 4: "),
                 "{text}"
             );
             let last = form_as(2, 4).unwrap();
@@ -345,18 +336,17 @@ fn a_stray_of_another_size_that_came_first_is_refused_alone() {
     }
 }
 
-/// The same where the right ones are never more than the strays before they are
-/// complete.
+/// A stray that has not looked since rank 0 came finds no key of the group.
 #[test]
-fn a_complete_group_is_right_whoever_came_first() {
+fn a_stray_is_refused_by_a_group_that_has_formed() {
     let store = MemStore::new();
     let token = Token::generate().unwrap();
     let form_as = |rank, world| form(&store, &options(rank, world, &token, Prefer::Auto));
     std::thread::scope(|scope| {
-        // Of a hundred, so they are not a majority.
-        let strays = [0, 1].map(|rank| {
+        let strays = [1, 2].map(|rank| {
             let stray = scope.spawn(move || form_as(rank, 100).map(drop).unwrap_err());
-            wait_for(&store, 100, rank + 1);
+            let record = format!("comm/1/0/100/member/{rank}");
+            store.wait(&[&record], PATIENCE).unwrap();
             stray
         });
         let right = [0, 1].map(|rank| scope.spawn(move || form_as(rank, 2).unwrap()));
@@ -409,16 +399,18 @@ fn disagreement_is_named_and_ends_everyones_wait() {
         errors
     };
     let auto = |rank, world| FormOptions {
-        // A quarter of it passes before the forming of both ends.
-        timeout: Duration::from_secs(10),
+        timeout: Duration::from_secs(2),
         ..options(rank, world, &token, Prefer::Auto)
     };
     for text in disagree(auto(0, 2), options(1, 2, &token, Prefer::Tcp)) {
         assert!(text.contains("transport"), "{text}");
     }
-    for text in disagree(auto(0, 2), auto(1, 3)) {
-        assert!(text.contains("was started for"), "{text}");
-    }
+    let [first, second] = disagree(auto(0, 2), auto(1, 3));
+    assert!(
+        second.contains("rank 1 was started for 3 ranks, but rank 0 ("),
+        "{second}"
+    );
+    assert!(first.contains("was started as rank 1 of 3"), "{first}");
 }
 
 #[test]
