@@ -298,19 +298,6 @@ impl DistributedDataParallel {
         }
     }
 
-    /// The tree, and the samples of the running step.
-    pub(crate) fn shards_in_step(&self) -> Option<(ShardTree, usize)> {
-        let shards = self.shards.as_ref()?;
-        Some((shards.tree(), shards.samples()?))
-    }
-
-    /// Takes the running statistics of all shards together.
-    pub(crate) fn keep_joined_buffers(&mut self, params: &mut Params, before: &[f32]) {
-        if let Some(shards) = &mut self.shards {
-            shards.keep_joined_buffers(params, before);
-        }
-    }
-
     /// Calls [`Tape::update_buffers`](phalanx_nn::Tape::update_buffers) for the
     /// wrapper: with [`Deterministic::Shards`] every shard starts from the buffers at
     /// the beginning of the step. Call it after the backward of each micro-batch, and
@@ -438,13 +425,12 @@ impl DistributedDataParallel {
     ///
     /// # Errors
     ///
-    /// `Usage` with [`Deterministic::Shards`], where [`GlobalStep::run_joined`](crate::GlobalStep::run_joined)
-    /// does it; `Comm` when a peer is lost or late.
+    /// `Usage` with [`Deterministic::Shards`], whose batch statistics are each shard's; `Comm` when a peer is lost or late.
     pub fn sync_batch_norm(&mut self, tape: &mut Tape) -> Result<()> {
         if self.shards.is_some() {
             return Err(Error::usage(
-                "gradients folded over shards take batch statistics of each shard; for those of the global batch, run \
-                 its shards with GlobalStep::run_joined",
+                "sync_batch_norm does not work with Deterministic::Shards, which takes batch statistics of each shard; \
+                 use Deterministic::Ranks, or leave out sync_batch_norm",
             ));
         }
         let group = self.reducer.group();

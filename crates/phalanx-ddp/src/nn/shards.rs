@@ -65,8 +65,6 @@ pub(crate) struct Shards {
     step: Option<Step>,
     /// Mean gradients, then mean buffers, of the last step.
     result: Vec<f32>,
-    /// Buffers of the last step, where its shards were joined.
-    joined: Option<Vec<f32>>,
     /// Whether this rank votes against the next step.
     veto_next: bool,
     /// Names of parameters that each rank trains for itself.
@@ -81,7 +79,6 @@ pub(crate) struct Shards {
 /// The running step.
 struct Step {
     weights: Vec<f32>,
-    samples: usize,
     present: usize,
     /// The current shard and its gradient.
     current: Option<(usize, Vec<f32>)>,
@@ -91,8 +88,6 @@ struct Step {
     /// Buffers at the step's beginning, once a shard has changed them.
     base: Option<Vec<f32>>,
     kept_buffers: bool,
-    /// Whether the shards have joint statistics, so that buffers need no mean.
-    joined: bool,
     ballot: Ballot,
 }
 
@@ -129,7 +124,6 @@ impl Shards {
             nodes: Vec::new(),
             step: None,
             result: vec![0.0; at + buffer_elems],
-            joined: None,
             veto_next: false,
             own: Vec::new(),
             untouched: vec![false; params.len()],
@@ -177,7 +171,6 @@ impl Shards {
         }
         self.step = Some(Step {
             weights: weights[..trimmed(&want).len()].to_vec(),
-            samples,
             present: self.tree.present(samples),
             current: None,
             given: 0,
@@ -185,7 +178,6 @@ impl Shards {
             used: vec![false; self.params.len()],
             base: None,
             kept_buffers: false,
-            joined: false,
             ballot,
         });
         self.times = StepTimes {
@@ -193,7 +185,6 @@ impl Shards {
             ..StepTimes::default()
         };
         self.committed = false;
-        self.joined = None;
         Ok(())
     }
 
@@ -229,7 +220,7 @@ impl Shards {
         step.current = Some((first + step.given, memory));
         step.given += 1;
         step.ready.fill(false);
-        step.kept_buffers = self.buffer_elems == 0 || step.joined;
+        step.kept_buffers = self.buffer_elems == 0;
         Ok(())
     }
 
@@ -324,21 +315,6 @@ impl Shards {
         params.buffers_flat_mut().copy_from_slice(base);
         step.kept_buffers = true;
         Ok(())
-    }
-
-    /// Takes the joint buffers of all shards, the same on all ranks, and restores those
-    /// of the beginning of the step.
-    pub(crate) fn keep_joined_buffers(&mut self, params: &mut Params, before: &[f32]) {
-        if let Some(step) = &mut self.step {
-            step.joined = true;
-            self.joined = Some(params.buffers_flat().to_vec());
-            params.buffers_flat_mut().copy_from_slice(before);
-        }
-    }
-
-    /// Samples of the global batch of the running step.
-    pub(crate) fn samples(&self) -> Option<usize> {
-        Some(self.step.as_ref()?.samples)
     }
 
     /// Adds the finished shard to its sibling, if that is finished.
@@ -539,10 +515,7 @@ impl Shards {
     /// Puts the mean of the shards' buffers into the model.
     pub(crate) fn put_buffers(&self, params: &mut Params) {
         if self.committed {
-            let buffers = match &self.joined {
-                Some(joined) => &joined[..],
-                None => &self.result[self.grad_elems..],
-            };
+            let buffers = &self.result[self.grad_elems..];
             params.buffers_flat_mut().copy_from_slice(buffers);
         }
     }
