@@ -2,25 +2,22 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::time::Instant;
 
 use phalanx_checkpoint::digest::optimizer_sha256;
 use phalanx_checkpoint::state::Place;
 use phalanx_checkpoint::{self as checkpoint, Outline, Values, full_values};
-use phalanx_comm::{ProcessGroup, ReduceOp};
+use phalanx_comm::ProcessGroup;
 use phalanx_data::Dataset;
 use phalanx_data::sampler::Cursor;
 use phalanx_ddp::{
-    Buffers, DdpOptions, DistributedDataParallel, ErrorKind, Exchange, StepTimes, take_state,
-    verify_equal,
+    Buffers, DdpOptions, DistributedDataParallel, ErrorKind, Exchange, take_state, verify_equal,
 };
 use phalanx_launch::RankContext;
-use phalanx_nn::optim::Optimizer;
-use phalanx_nn::{GradView, ParamInfo, Params, Step, Tape, Tensor};
-use serde_json::{Map, Value, json};
+use phalanx_nn::{Params, Step, Tape, Tensor};
+use serde_json::{Map, json};
 
-use super::{Description, Gradients, Parts, StepTools, Strategy, show_averages};
+use super::{Description, Gradients, Group, Parts, Report, State, StepTools, Strategy};
 use crate::error::Result;
 use crate::exchange::ExchangeArg;
 use crate::format::{bytes, plural};
@@ -28,7 +25,6 @@ use crate::param_group::{self, ParamGroup, joined_state};
 use crate::saving::{CheckpointSource, History, Resumed, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::{BatchSplit, Determinism};
-use crate::timing::Timing;
 use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness};
 use crate::update::Update;
 use crate::{choice_name, different_arguments};
@@ -50,16 +46,9 @@ impl Strategy for Ddp {
     type Step<'s> = Step<'s>;
     type Setup = ();
 
-    fn batch_ranks((): &(), world: usize) -> usize {
-        world
-    }
-
-    fn shaping((): &()) -> Vec<String> {
-        Vec::new()
-    }
-
-    fn check((): &(), _: &Settings) -> Result<()> {
-        Ok(())
+    fn plan((): &(), settings: &Settings, world: usize) -> Result<(usize, Vec<String>)> {
+        settings.validate(world)?;
+        Ok((world, Vec::new()))
     }
 
     fn build((): (), parts: Parts<'_, '_>) -> Result<Self> {
@@ -163,9 +152,13 @@ impl Strategy for Ddp {
             self.params.buffers_flat_mut().copy_from_slice(&buffers);
             return Ok(());
         }
-        let optimizers = self.groups.iter_mut().map(|g| g.update.optimizer_mut());
-        let mut optimizers: Vec<&mut dyn Optimizer> = optimizers.collect();
-        Ok(take_state(group, donor, &mut self.params, &mut optimizers)?)
+        let mut state = self.state();
+        Ok(take_state(
+            group,
+            donor,
+            state.params,
+            &mut state.optimizers,
+        )?)
     }
 
     fn reform(
@@ -174,7 +167,7 @@ impl Strategy for Ddp {
         settings: &Settings,
         tape: &mut Tape,
     ) -> Result<Option<String>> {
-        let skipped = self.skipped_of_groups();
+        let skipped: Vec<u64> = self.groups.iter().map(|g| g.ddp.skipped_steps()).collect();
         let buffers = self.params.buffers_flat().to_vec();
         self.group = ctx.group();
         for (group, options) in self.groups.iter_mut().zip(&self.options) {
@@ -201,10 +194,6 @@ impl Strategy for Ddp {
         Ok(None)
     }
 
-    fn skipped_of_groups(&self) -> Vec<u64> {
-        self.groups.iter().map(|g| g.ddp.skipped_steps()).collect()
-    }
-
     fn set_skipped_steps(&mut self, skipped: &[u64]) {
         for (group, skipped) in self.groups.iter_mut().zip(skipped) {
             group.ddp.set_skipped_steps(*skipped);
@@ -215,38 +204,29 @@ impl Strategy for Ddp {
         &self.group
     }
 
-    fn infos(&self) -> Vec<ParamInfo> {
-        self.params.infos().to_vec()
-    }
-
     fn params(&self) -> &Params {
         &self.params
     }
 
-    fn params_mut(&mut self) -> &mut Params {
-        &mut self.params
+    fn groups(&self) -> Vec<Group<'_>> {
+        let groups = self.groups.iter().map(|group| Group {
+            name: &group.name,
+            optimizer: group.update.optimizer(),
+            lr: group.lr,
+            norm: group.norm,
+            times: Some(group.ddp.times()),
+            gradients: (!group.ddp.exchange().is_scattered()).then_some(&group.ddp as _),
+            skipped: group.ddp.skipped_steps(),
+        });
+        groups.collect()
     }
 
-    fn group(&self, name: &str) -> Option<usize> {
-        let mut own = self.groups.iter().skip(1);
-        own.position(|group| group.name == name).map(|i| i + 1)
-    }
-
-    fn group_name(&self, group: usize) -> &str {
-        &self.groups[group].name
-    }
-
-    fn groups(&self) -> Range<usize> {
-        0..self.groups.len()
-    }
-
-    fn optimizer(&self, group: usize) -> (&dyn Optimizer, f64) {
-        let group = &self.groups[group];
-        (group.update.optimizer(), group.lr)
-    }
-
-    fn optimizer_mut(&mut self, group: usize) -> &mut dyn Optimizer {
-        self.groups[group].update.optimizer_mut()
+    fn state(&mut self) -> State<'_> {
+        let optimizers = self.groups.iter_mut().map(|g| g.update.optimizer_mut());
+        State {
+            params: &mut self.params,
+            optimizers: optimizers.collect(),
+        }
     }
 
     fn restore(
@@ -380,10 +360,6 @@ impl Strategy for Ddp {
         group.update.step(params, ddp, norm, clip)
     }
 
-    fn grad_norm(&self, group: usize) -> Option<f64> {
-        self.groups[group].norm
-    }
-
     fn gather_updated(&mut self, group: usize) -> Result<()> {
         let (params, group) = (&mut self.params, &mut self.groups[group]);
         match group.update.with_copies() {
@@ -392,36 +368,9 @@ impl Strategy for Ddp {
         }
     }
 
-    fn show_averages(&mut self) -> Option<Vec<f32>> {
-        let mut own = None;
-        for group in &self.groups {
-            let optimizer = group.update.optimizer();
-            show_averages(optimizer, &mut self.params, &mut own);
-        }
-        own
-    }
-
-    fn gradient_view(&self) -> Option<&dyn GradView> {
-        let ddp = &self.groups[0].ddp;
-        (!ddp.exchange().is_scattered()).then_some(ddp as &dyn GradView)
-    }
-
-    fn times(&self, group: usize) -> Option<&StepTimes> {
-        Some(self.groups[group].ddp.times())
-    }
-
     fn has_own_buffers(&self, ctx: &RankContext, split: &BatchSplit) -> bool {
         let are_joint = split.tree().is_some() || self.joins_batches || ctx.world() == 1;
         !are_joint && !self.params.buffers_flat().is_empty()
-    }
-
-    fn mean_buffers(&self, ctx: &RankContext, split: &BatchSplit) -> Result<Option<Vec<f32>>> {
-        if !self.has_own_buffers(ctx, split) {
-            return Ok(None);
-        }
-        let mut buffers = self.params.buffers_flat().to_vec();
-        ctx.group().all_reduce(&mut buffers, ReduceOp::Mean)?;
-        Ok(Some(buffers))
     }
 
     fn end_epoch(&mut self, ctx: &RankContext) -> Result<Option<String>> {
@@ -439,10 +388,6 @@ impl Strategy for Ddp {
         let values = &mut |tensor| Ok(full_values(&self.params, tensor));
         let write = || write(&Outline::of(&self.params), values);
         ctx.is_main().then(write).transpose()
-    }
-
-    fn full_params(&self, ctx: &RankContext) -> Result<Option<Params>> {
-        Ok(ctx.is_main().then(|| self.params.clone()))
     }
 
     fn measure<M, B>(
@@ -485,34 +430,19 @@ impl Strategy for Ddp {
         saving.save_groups(action, &source, more, place, history)
     }
 
-    fn optimizer_sha256(&mut self, _: &RankContext) -> Result<Option<String>> {
+    fn optimizer_sha256(&self) -> Result<Option<String>> {
         let (main, more) = (&self.groups[0].update, &self.groups[1..]);
         let joined = joined_state(main, more, &self.params, Vec::new())?;
         Ok(joined.map(|(state, _)| optimizer_sha256(state)))
     }
 
-    fn sent_bytes(&self, ctx: &RankContext) -> u64 {
-        ctx.group().bytes_sent_to().iter().sum()
-    }
-
-    fn summary(&self, settings: &Settings, timing: &Timing, summary: &mut Map<String, Value>) {
-        let gradient_type = choice_name(&settings.gradient_type);
-        summary.insert(
-            "exposed_comm_percent".to_owned(),
-            json!(timing.exposed_percent()),
-        );
-        summary.insert("gradient_type".to_owned(), json!(gradient_type));
-    }
-
-    fn ends(&self, ctx: &RankContext, timing: &Timing) -> [String; 2] {
-        let exposed = timing.exposed_percent();
-        let equal = match ctx.world() {
-            1 => String::new(),
-            world => format!(" equal on all {world} ranks"),
-        };
-        [
-            format!(", communication exposed {exposed:.1} % of the step"),
-            equal,
-        ]
+    fn report(&self, settings: &Settings) -> Report {
+        let gradient_type = json!(choice_name(&settings.gradient_type));
+        Report {
+            infos: self.params.infos().to_vec(),
+            sent_bytes: self.group.bytes_sent_to().iter().sum(),
+            summary: Map::from_iter([("gradient_type".to_owned(), gradient_type)]),
+            equal_weights: self.group.world_size() > 1,
+        }
     }
 }

@@ -2,7 +2,6 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::time::Instant;
 
 use phalanx_checkpoint::digest::optimizer_sha256_with;
@@ -11,16 +10,19 @@ use phalanx_checkpoint::{self as checkpoint, Outline, Values};
 use phalanx_comm::ProcessGroup;
 use phalanx_data::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig};
 use phalanx_data::{Dataset, ImageBatch};
-use phalanx_ddp::{Fingerprint, StepTimes, broadcast_parameters, verify_equal};
+use phalanx_ddp::{Fingerprint, broadcast_parameters, verify_equal};
 use phalanx_global::{
     Global, GlobalGrads, GlobalParams, GlobalStep, Indices, Parallel, Placement, Sbp,
 };
 use phalanx_launch::RankContext;
 use phalanx_nn::optim::{Optimizer, clip_factor};
-use phalanx_nn::{GradView, ParamInfo, Params, Tape, Tensor, Value as _};
-use serde_json::{Map, Value, json};
+use phalanx_nn::{Params, Tape, Tensor, Value as _};
+use serde_json::{Map, json};
 
-use super::{Description, Gradients, Mesh, Parts, StepTools, Strategy, explain, show_averages};
+use super::{
+    Description, Gradients, Group, Mesh, Parts, Report, State, StepTools, Strategy, explain,
+    weights_sha256,
+};
 use crate::attempt::restarts_ranks;
 use crate::different_arguments;
 use crate::error::{Error, Result};
@@ -28,7 +30,6 @@ use crate::format::{bytes, thousands};
 use crate::saving::{History, Resumed, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::BatchSplit;
-use crate::timing::Timing;
 use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness, TrainerBuilder};
 
 /// Training on a [`Mesh`]: the model computes with [`Global`] tensors, and each rank has its parts of the parameters.
@@ -181,16 +182,14 @@ impl Strategy for OnMesh {
     type Step<'s> = GlobalStep<'s>;
     type Setup = (Mesh, Parallel);
 
-    fn batch_ranks((mesh, _): &Self::Setup, _: usize) -> usize {
-        mesh.data
-    }
-
-    fn shaping((mesh, _): &Self::Setup) -> Vec<String> {
-        mesh.shaping()
-    }
-
-    fn check((mesh, _): &Self::Setup, settings: &Settings) -> Result<()> {
-        mesh.refuse(settings, "a mesh")
+    fn plan(
+        (mesh, _): &Self::Setup,
+        settings: &Settings,
+        _: usize,
+    ) -> Result<(usize, Vec<String>)> {
+        settings.validate(mesh.data)?;
+        mesh.refuse(settings, "a mesh")?;
+        Ok((mesh.data, mesh.shaping()))
     }
 
     fn build((mesh, mut parallel): Self::Setup, parts: Parts<'_, '_>) -> Result<Self> {
@@ -321,19 +320,15 @@ impl Strategy for OnMesh {
         settings: &Settings,
         _: &mut Tape,
     ) -> Result<Option<String>> {
-        let (group, skipped) = (ctx.group(), self.skipped_of_groups());
+        let (group, skipped) = (ctx.group(), self.grads.skipped_steps());
         self.mesh.data = group.world_size() / self.mesh.tensor;
         let placement = self.mesh.placement(&group)?;
         self.weights.move_to(&placement)?;
         self.grads = self.weights.grads();
-        self.set_skipped_steps(&skipped);
+        self.grads.set_skipped_steps(skipped);
         self.all = Self::all_parts(self.mesh.data, settings, self.config, self.drop_last)?;
         self.plan = None;
         Ok(None)
-    }
-
-    fn skipped_of_groups(&self) -> Vec<u64> {
-        vec![self.grads.skipped_steps()]
     }
 
     fn set_skipped_steps(&mut self, skipped: &[u64]) {
@@ -344,36 +339,27 @@ impl Strategy for OnMesh {
         self.placement().line(0)
     }
 
-    fn infos(&self) -> Vec<ParamInfo> {
-        self.weights.full_infos()
-    }
-
     fn params(&self) -> &Params {
         self.weights.local()
     }
 
-    fn params_mut(&mut self) -> &mut Params {
-        self.weights.local_mut()
+    fn groups(&self) -> Vec<Group<'_>> {
+        vec![Group {
+            name: "",
+            optimizer: &*self.optimizer,
+            lr: self.lr,
+            norm: self.norm,
+            times: None,
+            gradients: Some(&self.grads),
+            skipped: self.grads.skipped_steps(),
+        }]
     }
 
-    fn group(&self, _: &str) -> Option<usize> {
-        None
-    }
-
-    fn group_name(&self, _: usize) -> &str {
-        ""
-    }
-
-    fn groups(&self) -> Range<usize> {
-        0..1
-    }
-
-    fn optimizer(&self, _: usize) -> (&dyn Optimizer, f64) {
-        (&*self.optimizer, self.lr)
-    }
-
-    fn optimizer_mut(&mut self, _: usize) -> &mut dyn Optimizer {
-        &mut *self.optimizer
+    fn state(&mut self) -> State<'_> {
+        State {
+            params: self.weights.local_mut(),
+            optimizers: vec![&mut *self.optimizer],
+        }
     }
 
     fn restore(
@@ -516,32 +502,9 @@ impl Strategy for OnMesh {
         Ok(())
     }
 
-    fn grad_norm(&self, _: usize) -> Option<f64> {
-        self.norm
-    }
-
-    fn show_averages(&mut self) -> Option<Vec<f32>> {
-        let mut own = None;
-        show_averages(&*self.optimizer, self.weights.local_mut(), &mut own);
-        own
-    }
-
-    fn gradient_view(&self) -> Option<&dyn GradView> {
-        Some(&self.grads)
-    }
-
-    fn times(&self, _: usize) -> Option<&StepTimes> {
-        None
-    }
-
-    fn mean_buffers(&self, _: &RankContext, _: &BatchSplit) -> Result<Option<Vec<f32>>> {
-        // Batch norms have the statistics of all ranks.
-        Ok(None)
-    }
-
     fn end_epoch(&mut self, ctx: &RankContext) -> Result<Option<String>> {
         self.check_copies()?;
-        self.weights_sha256(ctx)
+        weights_sha256(self, ctx)
     }
 
     fn gather_weights<R>(
@@ -550,23 +513,6 @@ impl Strategy for OnMesh {
         write: impl FnOnce(&Outline, &mut Values<'_>) -> Result<R>,
     ) -> Result<Option<R>> {
         Ok(self.weights.gather_each(None, write)?)
-    }
-
-    fn full_params(&self, ctx: &RankContext) -> Result<Option<Params>> {
-        let weights = &self.weights;
-        let mut ids = weights.local().ids();
-        let full = weights.local().map(|info, own| {
-            let Some(id) = ids.next() else {
-                return Ok((info.shape.clone(), own));
-            };
-            let values = weights.full(id)?;
-            let shape = weights.layout(id).shape();
-            Ok(match ctx.is_main() {
-                true => (shape.to_vec(), values),
-                false => (vec![0; shape.len()], Vec::new()),
-            })
-        })?;
-        Ok(ctx.is_main().then_some(full))
     }
 
     fn measure<M, B>(
@@ -604,7 +550,7 @@ impl Strategy for OnMesh {
         })
     }
 
-    fn optimizer_sha256(&mut self, _: &RankContext) -> Result<Option<String>> {
+    fn optimizer_sha256(&self) -> Result<Option<String>> {
         let (weights, optimizer) = (&self.weights, &*self.optimizer);
         let digest = weights.gather_each(Some(optimizer), |_, values| {
             optimizer_sha256_with(&optimizer.into(), &weights.full_infos(), values)
@@ -612,7 +558,7 @@ impl Strategy for OnMesh {
         Ok(digest)
     }
 
-    fn sent_bytes(&self, _: &RankContext) -> u64 {
+    fn report(&self, _: &Settings) -> Report {
         let placement = self.placement();
         let lines = (0..placement.sizes().len()).map(|dim| placement.line(dim));
         let groups = match placement.sizes() {
@@ -620,15 +566,15 @@ impl Strategy for OnMesh {
             [_] => vec![placement.group()],
             _ => lines.chain([placement.group()]).collect(),
         };
-        groups.iter().flat_map(|group| group.bytes_sent_to()).sum()
-    }
-
-    fn summary(&self, _: &Settings, _: &Timing, summary: &mut Map<String, Value>) {
-        summary.insert("mesh".to_owned(), json!(self.placement().to_string()));
-        summary.insert("fully_sharded".to_owned(), json!(self.mesh.fully_sharded));
-    }
-
-    fn ends(&self, _: &RankContext, _: &Timing) -> [String; 2] {
-        Default::default()
+        let sent = groups.iter().flat_map(|group| group.bytes_sent_to());
+        Report {
+            infos: self.weights.full_infos(),
+            sent_bytes: sent.sum(),
+            summary: Map::from_iter([
+                ("mesh".to_owned(), json!(placement.to_string())),
+                ("fully_sharded".to_owned(), json!(self.mesh.fully_sharded)),
+            ]),
+            equal_weights: false,
+        }
     }
 }

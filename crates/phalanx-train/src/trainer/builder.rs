@@ -38,7 +38,7 @@ use crate::sample_log::SampleLog;
 use crate::saving::{self, AfterSaving, History, Resumed, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::BatchSplit;
-use crate::strategy::{Ddp, MakeOptimizer, Parts, Strategy};
+use crate::strategy::{Ddp, MakeOptimizer, Parts, Strategy, weights_sha256};
 use crate::timing::Timing;
 use phalanx_launch::RankContext;
 
@@ -467,11 +467,11 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         Ok([run.clone(), run])
     }
 
-    /// Checks the settings for `world` ranks that split a batch, and completes what shapes the training.
-    fn settle(&mut self, world: usize) -> Result<()> {
+    /// Checks the settings, and completes what shapes the training. Gives the number of ranks that split a batch: those that
+    /// share a part of it count as one.
+    fn settle(&mut self) -> Result<usize> {
         let settings = self.settings;
-        settings.validate(world)?;
-        S::check(&self.strategy, settings)?;
+        let (world, shaping) = S::plan(&self.strategy, settings, self.ctx.first_world())?;
         if self.ctx.elastic.is_some() && self.purpose == Purpose::Train {
             settings.check_elastic()?;
             S::check_elastic(&self.strategy)?;
@@ -486,8 +486,8 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         if !self.shuffle {
             self.shaping.push("shuffle false".to_owned());
         }
-        self.shaping.splice(0..0, S::shaping(&self.strategy));
-        Ok(())
+        self.shaping.splice(0..0, shaping);
+        Ok(world)
     }
 
     /// What must be the same on all ranks, a fact a line.
@@ -511,9 +511,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     /// ranks; peers that are lost.
     pub fn start(mut self) -> Result<Trainer<'j, M, S>> {
         let (ctx, settings) = (self.ctx, self.settings);
-        // Ranks that share a part of a batch count as one.
-        let world = S::batch_ranks(&self.strategy, ctx.first_world());
-        self.settle(world)?;
+        let world = self.settle()?;
         if let Some(samples) = self.limited {
             let shown = thousands(samples);
             self.data.push_str(&format!(", the first {shown}"));
@@ -549,7 +547,6 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(settings.precision.into());
         tape.set_anomaly(settings.anomaly);
-        let names: Vec<String> = self.groups.iter().map(|(name, _)| name.clone()).collect();
         let main = (String::new(), self.optimizer);
         let parts = Parts {
             ctx,
@@ -567,7 +564,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             tape: &mut tape,
         };
         let mut strategy = S::build(self.strategy, parts)?;
-        let title = optimizers_title(&strategy, self.optimizer_title, &names);
+        let title = optimizers_title(&strategy, self.optimizer_title);
         let group = strategy.batch_group();
         let split = BatchSplit::new(&settings.split, group.world_size(), group.rank())?;
         let config = SamplerConfig {
@@ -643,7 +640,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             ctx.group().set_flight_dir(&run.join(crate::FLIGHT_DIR));
         }
         output.begin(&run, &settings.saving)?;
-        let weights = strategy.weights_sha256(ctx)?;
+        let weights = weights_sha256(&strategy, ctx)?;
         // Any rank may become rank 0.
         let weights = match ctx.elastic {
             Some(_) if S::TAKES_OTHERS => Some(hex::encode(weights_digest(strategy.params()))),
@@ -652,7 +649,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         };
         let initial = weights.clone().filter(|_| resumed.is_none());
         let weights = weights.unwrap_or_default();
-        let infos = strategy.infos();
+        let infos = strategy.report(settings).infos;
         let wanted = self.best.as_deref().map(BestMeasure::parse).transpose()?;
         let measure = wanted.as_ref().map(BestMeasure::to_string);
         let mut best = Best::new(wanted, self.early_stopping);
@@ -876,8 +873,8 @@ fn full_names(params: &Params, names: &[String]) -> Result<Vec<String>> {
 fn use_momentum<S: Strategy>(schedule: &Schedule, strategy: &mut S) -> Result<()> {
     if let Some(momentum) = schedule.momentum() {
         // An optimizer without momentum of its own has it from now on, and state for it.
-        for group in strategy.groups() {
-            strategy.optimizer_mut(group).set_momentum(momentum)?;
+        for optimizer in strategy.state().optimizers {
+            optimizer.set_momentum(momentum)?;
         }
     }
     Ok(())
@@ -909,33 +906,36 @@ fn restore_best<S: Strategy>(
         return Ok(());
     }
     if ctx.group().broadcast_object(Some(&lacks), 0)? {
-        let own = strategy.show_averages();
+        let own = strategy.state().show_averages();
         let saved = strategy.gather_weights(ctx, |outline, values| {
             let saved = output.save_best(best, None, outline, values);
             saving.handle_weights_error("the best", saved)
         });
         if let Some(own) = own {
-            strategy.params_mut().flat_mut().copy_from_slice(&own);
+            strategy.state().params.flat_mut().copy_from_slice(&own);
         }
         saved?;
     }
     Ok(())
 }
 
-/// The optimizers in words, where the first has the words `own`; the others are of the groups `names`.
-fn optimizers_title<S: Strategy>(strategy: &S, own: Option<String>, names: &[String]) -> String {
+/// The optimizers in words, where the first has the words `own`.
+fn optimizers_title(strategy: &impl Strategy, own: Option<String>) -> String {
     let mut title = own.unwrap_or_default();
     for group in strategy.groups() {
-        let (optimizer, lr) = strategy.optimizer(group);
-        let averages = match optimizer.averages() {
+        let averages = match group.optimizer.averages() {
             Some(_) => " with averaged weights",
             None => "",
         };
-        let words = format!("{} lr {}{averages}", optimizer.name(), number(lr));
-        match group {
-            0 if title.is_empty() => title = words,
-            0 => {}
-            _ => title.push_str(&format!(", of {} {words}", names[group - 1])),
+        let words = format!(
+            "{} lr {}{averages}",
+            group.optimizer.name(),
+            number(group.lr)
+        );
+        match group.name {
+            "" if title.is_empty() => title = words,
+            "" => {}
+            name => title.push_str(&format!(", of {name} {words}")),
         }
     }
     title

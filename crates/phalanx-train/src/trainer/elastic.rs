@@ -52,7 +52,7 @@ use crate::saving::{self, History, SaveAction};
 use crate::say;
 use crate::split::BatchSplit;
 use crate::stop;
-use crate::strategy::{Gradients, Strategy};
+use crate::strategy::{Gradients, Strategy, skipped_steps};
 use crate::timing::Timing;
 
 /// Where rank 0 writes its process and what must be the same on all ranks, for processes that want to join and for the
@@ -379,7 +379,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             result: self.elastic.result.clone(),
             place: [epoch, samples, step_in_epoch, step],
             history: self.measured(&sums, count),
-            skipped: self.strategy.skipped_of_groups(),
+            skipped: skipped_steps(&self.strategy),
             initial: results.initial.clone(),
             weights: results.weights.clone(),
             saved_steps: self.saving.steps(),
@@ -443,7 +443,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let [before, after] = averaged.buffers;
         // Where parameters are whole, those of the other rank were taken over.
         if !S::TAKES_OTHERS {
-            let params = self.strategy.params_mut();
+            let params = self.strategy.state().params;
             params.buffers_flat_mut().copy_from_slice(&after);
         }
         self.update(averaged.group, &averaged.turn, &averaged.commit, &before)
@@ -514,7 +514,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let dir = self.reports.output.dir().to_owned();
         let files = opening.files.clone();
         let output = Output::open(ctx, dir, files, &settings.saving, lost.as_ref())?;
-        let infos = self.strategy.infos();
+        let infos = self.strategy.report(settings).infos;
         let info = RunInfo {
             program: &self.program,
             title: &opening.title,
@@ -986,7 +986,7 @@ mod tests {
         if !LOSES_GATHERED.replace(false) {
             return Ok(());
         }
-        let params = trainer.strategy.params_mut();
+        let params = trainer.strategy.state().params;
         for id in params.ids().collect::<Vec<_>>() {
             params.get_mut(id).fill(f32::NAN);
         }

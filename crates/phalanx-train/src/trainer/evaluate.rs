@@ -238,7 +238,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// Sets the model's buffers, and gives what they were.
     pub(super) fn replace_buffers(&mut self, buffers: &[f32]) -> Vec<f32> {
-        let params = self.strategy.params_mut();
+        let params = self.strategy.state().params;
         let old = params.buffers_flat().to_vec();
         params.buffers_flat_mut().copy_from_slice(buffers);
         old

@@ -10,7 +10,7 @@ use crate::format::{rounded, thousands};
 use crate::gradient::GradientType;
 use crate::say;
 use crate::split::Determinism;
-use crate::strategy::Strategy;
+use crate::strategy::{Strategy, skipped_steps, weights_sha256};
 
 impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Ends the training: saves the weights, writes `summary.json` and prints the last lines.
@@ -45,9 +45,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.end_epoch()?;
         let ctx = self.ctx;
         let phase = ctx.phase("saving");
-        self.results.timing.sent_bytes = self.strategy.sent_bytes(ctx);
+        self.results.timing.sent_bytes = self.strategy.report(self.settings).sent_bytes;
         let optimizer = self.together(|trainer| {
-            let digest = trainer.strategy.optimizer_sha256(ctx)?;
+            let digest = trainer.strategy.optimizer_sha256()?;
             trainer.share_digest(digest)
         })?;
         self.count_time(0);
@@ -115,7 +115,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let profiler = &mut self.reports.profiler;
         profiler.finish(ctx, &mut self.tape, self.strategy.params());
         let timing = &mut self.results.timing;
-        timing.skipped = self.strategy.skipped_steps();
+        timing.skipped = skipped_steps(&self.strategy).iter().sum();
         timing.waited = self.waited.get();
         let spent = timing.spent(self.extent.all() as usize);
         let narrower = settings.gradient_type == GradientType::F32
@@ -124,13 +124,13 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             ctx.note(&format!("warning: {advice}"));
         }
         self.reports.reporter.on_save(ctx, true)?;
-        let is_averaged = self.strategy.optimizer(0).0.averages().is_some();
+        let is_averaged = self.strategy.groups()[0].optimizer.averages().is_some();
         self.results.averages = self.with_averages(|trainer| {
             let output = &mut trainer.reports.output;
             (trainer.strategy)
                 .gather_weights(ctx, |outline, values| output.save_weights(outline, values))?;
             match is_averaged {
-                true => trainer.strategy.weights_sha256(ctx),
+                true => weights_sha256(&trainer.strategy, ctx),
                 false => Ok(None),
             }
         })?;
@@ -189,7 +189,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             "metrics_sha256": results.metrics.sha256(),
         });
         if let Some(summary) = summary.as_object_mut() {
-            self.strategy.summary(settings, timing, summary);
+            summary.extend(self.strategy.report(settings).summary);
+            if self.exposed_communication().is_some() {
+                let percent = json!(timing.exposed_percent());
+                summary.insert("exposed_comm_percent".to_owned(), percent);
+            }
         }
         for (name, value) in &last.values {
             summary[format!("test_{name}")] = json!(value);
@@ -218,13 +222,21 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// The last lines, for the person at the terminal.
     fn sum_up(&self) {
         let (ctx, results) = (self.ctx, &self.results);
-        let [exposed, equal] = self.strategy.ends(ctx, &results.timing);
+        let exposed = self.exposed_communication().map(|_| {
+            let percent = results.timing.exposed_percent();
+            format!(", communication exposed {percent:.1} % of the step")
+        });
+        let equal = match self.strategy.report(self.settings).equal_weights {
+            true => format!(" equal on all {} ranks", ctx.world()),
+            false => String::new(),
+        };
         ctx.note(&format!(
-            "done in {:.1} s: {}{} {}/s{exposed}",
+            "done in {:.1} s: {}{} {}/s{}",
             ctx.started().elapsed().as_secs_f64(),
             self.result(),
             thousands(results.timing.images_per_s() as usize),
             self.unit,
+            exposed.unwrap_or_default(),
         ));
         let averages = results.averages.as_ref();
         let averages = averages.map(|digest| format!("their averages {digest:.12}… in "));

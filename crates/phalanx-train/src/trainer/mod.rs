@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_checkpoint::digest::MetricsDigest;
 use phalanx_checkpoint::state::{Place, manifest_name};
-use phalanx_checkpoint::{Outline, Values};
+use phalanx_checkpoint::{Outline, TensorId, Values};
 use phalanx_data::Dataset;
 use phalanx_data::loader::Loader;
 use phalanx_data::progress::Progress;
@@ -325,7 +325,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let digest = trainer.strategy.end_epoch(trainer.ctx);
             let digest = digest.and_then(|digest| trainer.share_digest(digest));
             if digest.is_err() {
-                let params = trainer.strategy.params_mut();
+                let params = trainer.strategy.state().params;
                 params.buffers_flat_mut().copy_from_slice(&buffers);
             }
             digest
@@ -492,10 +492,10 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// Runs `work` with the averages of the weights in their place, where the optimizer has averages
     /// ([`Ema`](phalanx_nn::optim::Ema)).
     fn with_averages<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
-        let own = self.strategy.show_averages();
+        let own = self.strategy.state().show_averages();
         let result = work(self);
         if let Some(own) = own {
-            let params = self.strategy.params_mut();
+            let params = self.strategy.state().params;
             params.flat_mut().copy_from_slice(&own);
         }
         result
@@ -716,7 +716,13 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     ///
     /// Peers that are lost.
     pub fn full_params(&self) -> Result<Option<Params>> {
-        self.strategy.full_params(self.ctx)
+        let own = self.strategy.params();
+        self.strategy.gather_weights(self.ctx, |outline, values| {
+            let all = outline.params().iter().enumerate();
+            let full = all.map(|(i, (_, shape))| Ok((shape.clone(), values(TensorId::Param(i))?)));
+            let mut full = full.collect::<Result<Vec<_>>>()?.into_iter();
+            Ok(own.map(|info, part| Ok(full.next().unwrap_or((info.shape.clone(), part))))?)
+        })
     }
 
     /// The norm of the averaged gradients of the last [`step`](Self::step) over all parameters, before it was clipped, as
@@ -724,14 +730,14 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// [`clip_grad_norm`](TrainerBuilder::clip_grad_norm), whose limit may be `f64::INFINITY`, and
     /// [`before_update`](TrainerBuilder::before_update).
     pub fn grad_norm(&self) -> Option<f64> {
-        self.strategy.grad_norm(0)
+        self.strategy.groups()[0].norm
     }
 
     /// The learning rate of the next step.
     pub fn lr(&self) -> f64 {
         let scheduled = self.schedule.as_ref().map(Schedule::lr);
         let lr = self.set_lr.or(scheduled);
-        lr.unwrap_or_else(|| self.strategy.optimizer(0).0.lr())
+        lr.unwrap_or_else(|| self.strategy.groups()[0].optimizer.lr())
     }
 
     /// Sets the learning rate of all following steps, in the place of the schedule's; optimizers of other
@@ -818,7 +824,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// How long this rank waited in the last step for averaged gradients, after its own backward pass; none on a mesh, where
     /// they are averaged on the way.
     pub fn exposed_communication(&self) -> Option<Duration> {
-        self.strategy.times(0).map(StepTimes::exposed)
+        self.strategy.groups()[0].times.map(StepTimes::exposed)
     }
 
     /// The training flags of the command line.

@@ -18,7 +18,7 @@ use crate::format::plural;
 use crate::output::MFU;
 use crate::reporter::StepInfo;
 use crate::saving::SaveAction;
-use crate::strategy::{Gradients, StepTools, Strategy, exposed};
+use crate::strategy::{Gradients, Group, StepTools, Strategy, exposed, skipped_steps};
 
 /// An update that [`before_update`](crate::TrainerBuilder::before_update) may refuse.
 #[derive(Debug, Clone, Copy)]
@@ -99,7 +99,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if ctx.elastic.is_none() {
             self.reports.samples.step(turn.epoch, turn.index, 0);
         }
-        let times = self.strategy.times(0);
+        let times = self.strategy.groups()[0].times;
         let exposed = exposed(times);
         let forward_ended = taken.forward_ended.unwrap_or_else(Instant::now);
         let (profiler, params) = (&mut self.reports.profiler, self.strategy.params());
@@ -145,7 +145,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         batch: &StepBatch<'_, D>,
         mut loss: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
     ) -> Result<f64> {
-        let Some(group) = self.strategy.group(name) else {
+        let groups = self.strategy.groups();
+        let is_meant = |group: &Group<'_>| !name.is_empty() && group.name == name;
+        let Some(group) = groups.iter().position(is_meant) else {
             return Err(Error::usage(format!(
                 "step_of(\"{name}\"): the trainer was made without optimizer_of(\"{name}\", ...)"
             )));
@@ -156,7 +158,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let taken = self.together(|trainer| trainer.train(group, batch, &mut loss))?;
         self.gather_updated(group)?;
         let mean = f64::from_bits(taken.mean);
-        let exposed = exposed(self.strategy.times(group));
+        let exposed = exposed(self.strategy.groups()[group].times);
         self.results.timing.add(exposed, 0);
         if self.lr_finder.is_none() {
             self.check_mean(group, &batch.context(), mean)?;
@@ -220,8 +222,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.ctx.group().set_position(position.0, position.1);
         let now = self.set_lr.or(self.schedule.as_ref().map(Schedule::lr));
         if let Some(now) = now {
-            let lr = self.strategy.optimizer(group).1;
-            let optimizer = self.strategy.optimizer_mut(group);
+            let lr = self.strategy.groups()[group].lr;
+            let optimizer = &mut *self.strategy.state().optimizers[group];
             if let Some(schedule) = &self.schedule {
                 schedule.apply(optimizer)?;
             }
@@ -239,7 +241,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     fn check_mean(&self, group: usize, turn: &StepContext, mean: f64) -> Result<()> {
         // Another group may have changed the weights within the first step.
         let is_updated = self.place.step > 0 || self.strategy.groups().len() > 1;
-        let lr = is_updated.then(|| self.strategy.optimizer(group).0.lr());
+        let lr = is_updated.then(|| self.strategy.groups()[group].optimizer.lr());
         let checked = (self.ctx).check_loss(mean, format_args!("{}", turn.name()), lr);
         checked.map_err(|error| error.note("or", "--anomaly, which names the operation"))
     }
@@ -252,7 +254,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
     ) -> Result<Taken> {
         let buffers = self.strategy.params().buffers_flat().to_vec();
-        let skipped = self.strategy.skipped_of_groups();
+        let skipped = skipped_steps(&self.strategy);
         let flops = self.tape.flops();
         let averaged = self.average_gradients(group, batch, loss);
         let turn = batch.context();
@@ -264,7 +266,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             Ok((gradients, wanted))
         });
         let (gradients, wanted) = shared.inspect_err(|_| {
-            let params = self.strategy.params_mut();
+            let params = self.strategy.state().params;
             params.buffers_flat_mut().copy_from_slice(&buffers);
             self.strategy.set_skipped_steps(&skipped);
         })?;
@@ -354,12 +356,13 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let (Some(ask), true) = (&mut self.before_update, gradients.commit.is_yes()) else {
             return Ok(gradients);
         };
+        let now = &self.strategy.groups()[group];
         let is_taken = ask(&PendingUpdate {
-            group: self.strategy.group_name(group),
+            group: now.name,
             epoch: turn.epoch,
             step: self.place.step + 1,
-            grad_norm: self.strategy.grad_norm(group).unwrap_or(f64::NAN),
-            lr: self.strategy.optimizer(group).0.lr(),
+            grad_norm: now.norm.unwrap_or(f64::NAN),
+            lr: now.optimizer.lr(),
         })?;
         let mut refused = vec![0i64; self.ctx.world()];
         let own = [i64::from(!is_taken)];
@@ -373,7 +376,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             .collect();
         if !vetoes.is_empty() {
             gradients.commit = Commit::No(vetoes);
-            let mut skipped = self.strategy.skipped_of_groups();
+            let mut skipped = skipped_steps(&self.strategy);
             skipped[group] += 1;
             self.strategy.set_skipped_steps(&skipped);
         }
@@ -393,7 +396,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             self.strategy.update(group, self.clip)?;
         } else {
             // Statistics of a batch that is not trained on must not stay.
-            let params = self.strategy.params_mut();
+            let params = self.strategy.state().params;
             params.buffers_flat_mut().copy_from_slice(buffers);
             let (ctx, at) = (self.ctx, turn.name());
             let why = match commit {
@@ -417,7 +420,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let step = (turn.epoch - 1) * self.steps + turn.index;
         if step.is_multiple_of(self.settings.watch) && self.ctx.is_main() {
             let _phase = self.ctx.phase("reporting");
-            let grads = self.strategy.gradient_view();
+            let grads = self.strategy.groups()[0].gradients;
             let log = &self.reports.log;
             log.watch(step as u64, self.strategy.params(), grads);
         }
@@ -454,7 +457,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             counter.store(time.as_nanos() as u64, Relaxed);
         }
         if counters.wants_bytes.swap(false, Relaxed) {
-            let sent = self.strategy.sent_bytes(self.ctx);
+            let sent = self.strategy.report(self.settings).sent_bytes;
             counters.sent_bytes.store(sent, Relaxed);
         }
     }
@@ -515,16 +518,17 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             self.results.metrics.add(mean);
         }
         if recorded && self.lr_finder.is_none() {
+            let main = &self.strategy.groups()[0];
             let mut record = json!({
-                "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.strategy.optimizer(0).0.lr(),
+                "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": main.optimizer.lr(),
                 "elapsed_s": ctx.started().elapsed().as_secs_f64(),
                 "data_wait_total_ms": self.waited.get().as_secs_f64() * 1e3,
                 "saving_total_ms": self.results.timing.saved.as_secs_f64() * 1e3,
             });
-            if let Some(times) = self.strategy.times(0) {
+            if let Some(times) = main.times {
                 record["exposed_comm_ms"] = json!(times.exposed().as_secs_f64() * 1e3);
             }
-            if let Some(norm) = self.strategy.grad_norm(0) {
+            if let Some(norm) = main.norm {
                 record["grad_norm"] = json!(norm);
             }
             let trained = self.trained();
@@ -664,9 +668,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             return Ok(None);
         }
         let bits = self.together(|trainer| {
-            let mean = trainer.strategy.mean_buffers(trainer.ctx, &trainer.split)?;
-            Ok(mean.map(|mean| mean.into_iter().map(f32::to_bits).collect::<Vec<u32>>()))
+            let mut mean = trainer.strategy.params().buffers_flat().to_vec();
+            (trainer.ctx.group()).all_reduce(&mut mean, ReduceOp::Mean)?;
+            Ok(mean.into_iter().map(f32::to_bits).collect::<Vec<u32>>())
         })?;
-        Ok(bits.map(|bits| bits.into_iter().map(f32::from_bits).collect()))
+        Ok(Some(bits.into_iter().map(f32::from_bits).collect()))
     }
 }
