@@ -166,15 +166,7 @@ impl Replica {
                 "the norm to which gradients are clipped must be above 0",
             ));
         }
-        let mut facts = Fingerprint::new();
-        facts.line(format!("world of {} ranks", group.world_size()));
-        for fact in must_agree {
-            facts.line(fact);
-        }
-        facts.line(match caps {
-            Some(caps) => caps.to_string(),
-            None => "buckets sized by where the ranks are".to_owned(),
-        });
+        let mut facts = Fingerprint::of_wrapper(group, &must_agree, caps);
         facts.line(format!("added in any order: {any_order}"));
         facts.line(format!("gradients averaged over {average:?}, {uneven:?}"));
         facts.line(match max_norm {
@@ -224,19 +216,13 @@ impl Replica {
     /// the group; `Comm` when a peer is lost or late.
     pub fn begin(&mut self, sizes: &[usize]) -> Result<GlobalBatch> {
         if self.begun.is_some_and(|[_, run]| run > 0) {
-            let error = Error::usage("a step was begun before the one in progress was finished");
-            self.abort(&error.to_string());
-            return Err(error);
+            let what = "a step was begun before the one in progress was finished";
+            return self.or_abort(Err(Error::usage(what)));
         }
         let sizes: Vec<usize> = sizes.iter().copied().filter(|size| *size > 0).collect();
         let group = self.reducer.group();
         let global = average::exchange(group, &sizes, self.uneven, false)?;
-        if global.samples == 0 {
-            self.reducer.drop_gradients()?;
-        } else {
-            let (weights, scale) = average::weigh(self.average, &sizes, global, group.world_size());
-            self.reducer.plan_step(&weights, scale)?;
-        }
+        self.reducer.plan_sizes(self.average, &sizes, global)?;
         self.is_over = global.samples == 0;
         self.begun = Some([sizes.len(), 0]);
         Ok(global)
@@ -257,10 +243,22 @@ impl Replica {
         read: impl FnMut(usize, &mut [f32]) -> std::result::Result<bool, E>,
     ) -> std::result::Result<(), E> {
         let taken = self.take(read);
-        if let Err(error) = &taken {
+        self.or_abort(taken)
+    }
+
+    /// `result`; after an error [aborts](Self::abort) the group, so that the other ranks do not wait for this one.
+    ///
+    /// # Errors
+    ///
+    /// That one.
+    pub fn or_abort<T, E: Display>(
+        &mut self,
+        result: std::result::Result<T, E>,
+    ) -> std::result::Result<T, E> {
+        if let Err(error) = &result {
             self.abort(&error.to_string());
         }
-        taken
+        result
     }
 
     fn take<E: From<Error>>(
@@ -365,5 +363,13 @@ impl Replica {
     /// `Mismatch`, on every rank, naming the ranks that differ from rank 0 and the first tensor in which they do.
     pub fn verify_equal(&self, tensors: &HostTensors) -> Result<()> {
         verify_equal(self.group(), tensors, digest(tensors))
+    }
+
+    /// SHA-256 of the values of all parameters in `tensors`, as little-endian f32, in hexadecimal: the same for equal
+    /// parameters, whatever the number of ranks. Buffers are not in it. Does not communicate.
+    pub fn digest(&self, mut tensors: HostTensors) -> String {
+        tensors.tensors.truncate(self.parameters);
+        let bytes = digest(&tensors);
+        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 }

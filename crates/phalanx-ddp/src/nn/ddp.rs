@@ -9,7 +9,7 @@ use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_nn::{GradSink, GradView, Layout, ParamId, Params, Tape};
 
 use super::route::{Routes, Selection, Unused};
-use super::shards::{self, Shards};
+use super::shards::Shards;
 use super::sync_norm::SyncBatchNorm;
 use super::tree::ShardTree;
 use crate::average::{self, Average, GlobalBatch, Uneven};
@@ -223,23 +223,14 @@ impl DistributedDataParallel {
 
     /// Begins a step with these sizes.
     pub(super) fn plan_step(&mut self, sizes: &[usize], global: GlobalBatch) -> Result<()> {
-        let world = self.reducer.group().world_size();
         self.check_begin(sizes, global)?;
-        if global.samples == 0 {
-            // No gradient of the step before may be applied again.
-            match &mut self.shards {
-                Some(shards) => shards.drop_gradients()?,
-                None => self.reducer.drop_gradients()?,
-            }
-            self.routes.finish();
-        } else if let Some(shards) = &mut self.shards {
-            let weights = shards::weigh(self.average, sizes, shards.tree(), global.samples);
-            shards.plan_step(sizes, &weights, global.samples)?;
-            self.routes.plan_step(&weights);
-        } else {
-            let (weights, scale) = average::weigh(self.average, sizes, global, world);
-            self.reducer.plan_step(&weights, scale)?;
-            self.routes.plan_step(&weights);
+        let weights = match &mut self.shards {
+            Some(shards) => shards.plan_step(self.average, sizes, global.samples)?,
+            None => self.reducer.plan_sizes(self.average, sizes, global)?,
+        };
+        match global.samples {
+            0 => self.routes.finish(),
+            _ => self.routes.plan_step(&weights),
         }
         Ok(())
     }
@@ -675,18 +666,7 @@ fn spec(params: &Params, id: ParamId) -> ParamSpec {
 }
 
 fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> Fingerprint {
-    let mut print = Fingerprint::new();
-    print.line(format!("phalanx-ddp {}", env!("CARGO_PKG_VERSION")));
-    print.line(format!("world of {} ranks", group.world_size()));
-    // First the facts that the user set: they explain the others.
-    for fact in &options.must_agree {
-        print.line(fact.as_str());
-    }
-    print.line("no further fact that must agree");
-    print.line(match options.caps {
-        Some(caps) => caps.to_string(),
-        None => "buckets sized by where the ranks are".to_owned(),
-    });
+    let mut print = Fingerprint::of_wrapper(group, &options.must_agree, options.caps);
     print.line(format!("buckets rebuilt: {}", !options.keep_layout));
     print.line(format!("gradients averaged over {:?}", options.average));
     print.line(match options.deterministic {

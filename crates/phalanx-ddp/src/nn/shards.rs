@@ -35,22 +35,6 @@ use crate::vote::{self, Ballot, Commit, Veto};
 /// Borders between chunks are multiples of 64 bytes.
 const LINE_ELEMS: usize = 16;
 
-/// Weights of this rank's shards; a shard's weight does not depend on the rank that computes it.
-pub(super) fn weigh(
-    average: Average,
-    sizes: &[usize],
-    tree: ShardTree,
-    samples: usize,
-) -> Vec<f32> {
-    let present = tree.present(samples);
-    let weight = |&size: &usize| match average {
-        Average::Samples => (size as f64 * present as f64 / samples.max(1) as f64) as f32,
-        Average::Ranks | Average::ActiveRanks if size == 0 => 0.0,
-        Average::Ranks | Average::ActiveRanks => 1.0,
-    };
-    sizes.iter().map(weight).collect()
-}
-
 pub(crate) struct Shards {
     group: ProcessGroup,
     tree: ShardTree,
@@ -135,22 +119,30 @@ impl Shards {
         })
     }
 
-    pub(crate) fn tree(&self) -> ShardTree {
-        self.tree
-    }
-
-    /// Starts a step whose global batch has `samples` samples; `weights` are
-    /// those of this rank's shards and `sizes` their samples.
+    /// Starts a step whose global batch has `samples` samples; without any it has no gradients. `sizes` are the samples of
+    /// this rank's shards. Gives their weights: a shard's weight does not depend on the rank that computes it.
     pub(crate) fn plan_step(
         &mut self,
+        average: Average,
         sizes: &[usize],
-        weights: &[f32],
         samples: usize,
-    ) -> Result<()> {
+    ) -> Result<Vec<f32>> {
         self.check_usable()?;
         if self.step.is_some() {
-            return Err(not_finished());
+            return Err(Error::usage("the step before was not finished"));
         }
+        if samples == 0 {
+            self.committed = false;
+            self.veto_next = false;
+            return Ok(Vec::new());
+        }
+        let present = self.tree.present(samples);
+        let weight = |&size: &usize| match average {
+            Average::Samples => (size as f64 * present as f64 / samples as f64) as f32,
+            Average::Ranks | Average::ActiveRanks if size == 0 => 0.0,
+            Average::Ranks | Average::ActiveRanks => 1.0,
+        };
+        let weights: Vec<f32> = sizes.iter().map(weight).collect();
         let range = self.tree.range(self.group.world_size(), self.group.rank());
         let want: Vec<usize> = range.map(|s| self.tree.size(samples, s)).collect();
         let trimmed = |sizes: &[usize]| {
@@ -171,7 +163,7 @@ impl Shards {
         }
         self.step = Some(Step {
             weights: weights[..trimmed(&want).len()].to_vec(),
-            present: self.tree.present(samples),
+            present,
             current: None,
             given: 0,
             ready: vec![false; self.params.len()],
@@ -185,18 +177,7 @@ impl Shards {
             ..StepTimes::default()
         };
         self.committed = false;
-        Ok(())
-    }
-
-    /// A step without data, so without gradients.
-    pub(crate) fn drop_gradients(&mut self) -> Result<()> {
-        self.check_usable()?;
-        if self.step.is_some() {
-            return Err(not_finished());
-        }
-        self.committed = false;
-        self.veto_next = false;
-        Ok(())
+        Ok(weights)
     }
 
     pub(crate) fn next_micro_batch(&mut self) -> Result<()> {
@@ -562,10 +543,6 @@ impl Shards {
 
 fn add(left: &mut [f32], right: &[f32]) {
     left.iter_mut().zip(right).for_each(|(l, r)| *l += r);
-}
-
-fn not_finished() -> Error {
-    Error::usage("the step before was not finished")
 }
 
 fn no_step() -> Error {
