@@ -7,9 +7,9 @@ use phalanx_checkpoint::state::Place;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::evaluation::Evaluation;
 use crate::format::{plural, rounded};
 use crate::saving::History;
-use crate::trainer::Evaluation;
 
 /// The measure that decides, and which of two values is better.
 #[derive(Debug, Clone, PartialEq, Eq)]

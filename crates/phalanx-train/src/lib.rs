@@ -15,6 +15,7 @@ mod advice;
 mod attempt;
 mod best;
 mod deliveries;
+mod evaluation;
 mod exchange;
 mod gradient;
 mod job;
@@ -41,6 +42,7 @@ mod update;
 mod weights;
 
 pub use best::EarlyStopping;
+pub use evaluation::{Evaluation, Measure};
 pub use exchange::ExchangeArg;
 pub use job::Job;
 pub use labels::LabelArgs;
@@ -56,10 +58,7 @@ pub use saving::SavingArgs;
 pub use settings::{Defaults, SamplerKind, Settings};
 pub use split::{Determinism, SplitArgs};
 pub use strategy::{Ddp, Mesh, MeshArgs, OnMesh, Strategy};
-pub use trainer::{
-    Batches, Epochs, Evaluation, Measure, MicroBatch, PendingUpdate, StepBatch, Trainer,
-    TrainerBuilder,
-};
+pub use trainer::{Batches, Epochs, MicroBatch, PendingUpdate, StepBatch, Trainer, TrainerBuilder};
 pub use weights::file_of;
 
 use phalanx_base::{error, format, say, stop};

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::best::{Best, BestEpoch, Judged};
-use crate::trainer::Evaluation;
+use crate::evaluation::Evaluation;
 
 /// What is measured on the way, and must go on where it stopped.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]

@@ -19,13 +19,14 @@ use serde_json::{Map, json};
 
 use super::{Description, Gradients, Group, Parts, Report, State, StepTools, Strategy};
 use crate::error::Result;
+use crate::evaluation::Measure;
 use crate::exchange::ExchangeArg;
 use crate::format::{bytes, plural};
 use crate::param_group::{self, ParamGroup, joined_state};
 use crate::saving::{CheckpointSource, History, Resumed, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::{BatchSplit, Determinism};
-use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness};
+use crate::trainer::{LoadedMicroBatches, MicroBatch, Randomness};
 use crate::update::Update;
 use crate::{choice_name, different_arguments};
 

@@ -26,11 +26,12 @@ use super::{
 use crate::attempt::restarts_ranks;
 use crate::different_arguments;
 use crate::error::{Error, Result};
+use crate::evaluation::Measure;
 use crate::format::{bytes, thousands};
 use crate::saving::{History, Resumed, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::BatchSplit;
-use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness, TrainerBuilder};
+use crate::trainer::{LoadedMicroBatches, MicroBatch, Randomness, TrainerBuilder};
 
 /// Training on a [`Mesh`]: the model computes with [`Global`] tensors, and each rank has its parts of the parameters.
 /// [`TrainerBuilder::on`] chooses it.

@@ -27,11 +27,12 @@ pub use self::ddp::Ddp;
 pub use self::mesh::OnMesh;
 pub use self::mesh_args::{Mesh, MeshArgs};
 use crate::error::Result;
+use crate::evaluation::Measure;
 use crate::log::RunLog;
 use crate::saving::{History, Resumed, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::BatchSplit;
-use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness, StepContext};
+use crate::trainer::{LoadedMicroBatches, MicroBatch, Randomness, StepContext};
 use phalanx_checkpoint::state::Place;
 
 /// Makes an optimizer of parameters, for a learning rate.

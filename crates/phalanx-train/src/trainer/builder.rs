@@ -19,13 +19,13 @@ use phalanx_track::Tracker;
 
 use super::announce::{About, announce, announce_resumed, compare_hosts};
 use super::elastic::{Elasticity, Opening};
-use super::evaluate::Evaluation;
 use super::extent::Extent;
 use super::step::{BeforeUpdate, PendingUpdate};
 use super::{OwnState, Purpose, Reports, Results, Trainer};
 use crate::best::{Best, BestEpoch, BestMeasure, EarlyStopping};
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
+use crate::evaluation::Evaluation;
 use crate::format::{number, thousands};
 use crate::job::Trainings;
 use crate::log::{IMAGES_DIR, RunInfo, TABLES_DIR};

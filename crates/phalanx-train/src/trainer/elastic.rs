@@ -45,6 +45,7 @@ use super::batches::{BatchPosition, StepBatch, StepContext};
 use super::{Purpose, Trainer};
 use crate::deliveries::Deliveries;
 use crate::error::{Error, ErrorKind, Result};
+use crate::evaluation::Evaluation;
 use crate::format::plural;
 use crate::log::RunInfo;
 use crate::output::{Files, Output};
@@ -422,7 +423,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let results = &mut self.results;
         results.accuracies = history.accuracies();
         results.metrics = history.metrics().unwrap_or_default();
-        results.last = history.last().unwrap_or_else(super::Evaluation::nothing);
+        results.last = history.last().unwrap_or_else(Evaluation::nothing);
         results.last_step = history.last_step();
         results.best.go_on(&history);
         (results.initial, results.weights) = (handover.initial, handover.weights);

@@ -3,9 +3,10 @@
 use phalanx_base::process;
 use serde_json::json;
 
-use super::{Evaluation, Purpose, Trainer};
+use super::{Purpose, Trainer};
 use crate::choice_name;
 use crate::error::Result;
+use crate::evaluation::Evaluation;
 use crate::format::{rounded, thousands};
 use crate::gradient::GradientType;
 use crate::say;
