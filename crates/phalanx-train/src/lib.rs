@@ -13,6 +13,7 @@
 
 mod advice;
 mod attempt;
+mod batch;
 mod best;
 mod deliveries;
 mod evaluation;
@@ -41,6 +42,7 @@ mod trainer;
 mod update;
 mod weights;
 
+pub use batch::{Batches, Engine, StepBatch};
 pub use best::EarlyStopping;
 pub use evaluation::{Evaluation, Measure};
 pub use exchange::ExchangeArg;
@@ -57,8 +59,8 @@ pub use run_dir::{FolderArgs, RunDir, check_folder_of};
 pub use saving::SavingArgs;
 pub use settings::{Defaults, SamplerKind, Settings};
 pub use split::{Determinism, SplitArgs};
-pub use strategy::{Ddp, Mesh, MeshArgs, OnMesh, Strategy};
-pub use trainer::{Batches, Epochs, MicroBatch, PendingUpdate, StepBatch, Trainer, TrainerBuilder};
+pub use strategy::{Ddp, Mesh, MeshArgs, MicroBatch, OnMesh, Strategy};
+pub use trainer::{Epochs, PendingUpdate, Trainer, TrainerBuilder};
 pub use weights::file_of;
 
 use phalanx_base::{error, format, say, stop};

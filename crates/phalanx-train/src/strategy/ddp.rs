@@ -8,8 +8,8 @@ use phalanx_checkpoint::digest::optimizer_sha256;
 use phalanx_checkpoint::state::Place;
 use phalanx_checkpoint::{self as checkpoint, Outline, Values, full_values};
 use phalanx_comm::ProcessGroup;
-use phalanx_data::Dataset;
 use phalanx_data::sampler::Cursor;
+use phalanx_data::{Dataset, ImageBatch};
 use phalanx_ddp::{
     Buffers, DdpOptions, DistributedDataParallel, ErrorKind, Exchange, take_state, verify_equal,
 };
@@ -18,6 +18,7 @@ use phalanx_nn::{Params, Step, Tape, Tensor};
 use serde_json::{Map, json};
 
 use super::{Description, Gradients, Group, Parts, Report, State, StepTools, Strategy};
+use crate::batch::{self, Engine, LoadedMicroBatches, Randomness};
 use crate::error::Result;
 use crate::evaluation::Measure;
 use crate::exchange::ExchangeArg;
@@ -26,7 +27,6 @@ use crate::param_group::{self, ParamGroup, joined_state};
 use crate::saving::{CheckpointSource, History, Resumed, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::{BatchSplit, Determinism};
-use crate::trainer::{LoadedMicroBatches, MicroBatch, Randomness};
 use crate::update::Update;
 use crate::{choice_name, different_arguments};
 
@@ -42,9 +42,54 @@ pub struct Ddp {
     joins_batches: bool,
 }
 
-impl Strategy for Ddp {
+/// Samples that a model is given together. It dereferences to the data set's own batch type.
+pub type MicroBatch<'s, B, S = Ddp> = batch::MicroBatch<'s, B, S>;
+
+impl<'s, B> MicroBatch<'s, B> {
+    /// `values` as a tensor of `shape` that needs no gradient.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when there are not as many values as the shape has.
+    pub fn input(&self, values: &[f32], shape: &[usize]) -> phalanx_nn::Result<Tensor<'s>> {
+        self.step().input(values, shape)
+    }
+
+    /// Standard normal random numbers (`torch.randn`): a tensor of `shape` for each sample. They
+    /// follow from `--seed`, epoch, step and sample, so neither the number of ranks nor a resume
+    /// changes them; in an evaluation from seed and sample. Each call in a step gives others.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when the engine has no tensors of such a shape.
+    pub fn normal(&self, shape: &[usize]) -> phalanx_nn::Result<Tensor<'s>> {
+        let (randomness, call) = self.randomness();
+        let len: usize = shape.iter().product();
+        let mut values = vec![0.0; self.samples() * len];
+        for (values, sample) in values.chunks_exact_mut(len.max(1)).zip(self.indices()) {
+            randomness.fill_normal(*sample, call, values);
+        }
+        self.input(&values, &[&[self.samples()], shape].concat())
+    }
+}
+
+impl<'s> MicroBatch<'s, ImageBatch> {
+    /// The images as a tensor: number, height, width, channels.
+    ///
+    /// # Errors
+    ///
+    /// None for batches of the loader.
+    pub fn images(&self) -> phalanx_nn::Result<Tensor<'s>> {
+        self.input(&self.data().images, &self.data().shape())
+    }
+}
+
+impl Engine for Ddp {
     type Tensor<'s> = Tensor<'s>;
     type Step<'s> = Step<'s>;
+}
+
+impl Strategy for Ddp {
     type Setup = ();
 
     fn plan((): &(), settings: &Settings, world: usize) -> Result<(usize, Vec<String>)> {

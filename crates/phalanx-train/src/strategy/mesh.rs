@@ -24,6 +24,7 @@ use super::{
     weights_sha256,
 };
 use crate::attempt::restarts_ranks;
+use crate::batch::{Engine, LoadedMicroBatches, MicroBatch, Randomness};
 use crate::different_arguments;
 use crate::error::{Error, Result};
 use crate::evaluation::Measure;
@@ -31,7 +32,7 @@ use crate::format::{bytes, thousands};
 use crate::saving::{History, Resumed, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::BatchSplit;
-use crate::trainer::{LoadedMicroBatches, MicroBatch, Randomness, TrainerBuilder};
+use crate::trainer::TrainerBuilder;
 
 /// Training on a [`Mesh`]: the model computes with [`Global`] tensors, and each rank has its parts of the parameters.
 /// [`TrainerBuilder::on`] chooses it.
@@ -178,9 +179,12 @@ impl OnMesh {
     }
 }
 
-impl Strategy for OnMesh {
+impl Engine for OnMesh {
     type Tensor<'s> = Global<'s>;
     type Step<'s> = GlobalStep<'s>;
+}
+
+impl Strategy for OnMesh {
     type Setup = (Mesh, Parallel);
 
     fn plan(

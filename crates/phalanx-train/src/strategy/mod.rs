@@ -23,16 +23,16 @@ use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{GradView, ParamInfo, Params, Tape};
 use serde_json::{Map, Value};
 
-pub use self::ddp::Ddp;
+pub use self::ddp::{Ddp, MicroBatch};
 pub use self::mesh::OnMesh;
 pub use self::mesh_args::{Mesh, MeshArgs};
+use crate::batch::{Engine, LoadedMicroBatches, Randomness, StepContext};
 use crate::error::Result;
 use crate::evaluation::Measure;
 use crate::log::RunLog;
 use crate::saving::{History, Resumed, SaveAction, Saving};
 use crate::settings::Settings;
 use crate::split::BatchSplit;
-use crate::trainer::{LoadedMicroBatches, MicroBatch, Randomness, StepContext};
 use phalanx_checkpoint::state::Place;
 
 /// Makes an optimizer of parameters, for a learning rate.
@@ -141,11 +141,7 @@ pub struct Report {
 
 /// How a training is distributed over the ranks. A program chooses one with the trainer's builder; it does not call these
 /// methods.
-pub trait Strategy: Sized {
-    /// What a model computes with.
-    type Tensor<'s>;
-    /// The step in which these live.
-    type Step<'s>;
+pub trait Strategy: Engine {
     /// What the builder has for it.
     type Setup;
 

@@ -41,8 +41,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::batches::{BatchPosition, StepBatch, StepContext};
 use super::{Purpose, Trainer};
+use crate::batch::{BatchPosition, StepBatch, StepContext};
 use crate::deliveries::Deliveries;
 use crate::error::{Error, ErrorKind, Result};
 use crate::evaluation::Evaluation;

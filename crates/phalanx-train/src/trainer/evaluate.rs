@@ -14,11 +14,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::Trainer;
-use super::batches::{MicroBatch, Randomness};
+use crate::batch::Randomness;
 use crate::error::{Error, ErrorKind, Result};
 use crate::evaluation::{Evaluation, Measure};
 use crate::saving::History;
-use crate::strategy::Strategy;
+use crate::strategy::{MicroBatch, Strategy};
 
 impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Evaluates `data` over all ranks, each sample once, and records the result as this

@@ -5,7 +5,6 @@
 //! files. What makes it distributed is in the trainer's [`Strategy`].
 
 mod announce;
-mod batches;
 mod builder;
 mod elastic;
 mod evaluate;
@@ -34,9 +33,6 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use self::batches::BatchPosition;
-pub use self::batches::{Batches, MicroBatch, StepBatch};
-pub(crate) use self::batches::{LoadedMicroBatches, Randomness, StepContext};
 pub use self::builder::TrainerBuilder;
 use self::elastic::Elasticity;
 pub use self::extent::Epochs;
@@ -44,6 +40,7 @@ use self::extent::{Extent, LoopState};
 use self::losses::EpochLoss;
 use self::step::BeforeUpdate;
 pub use self::step::PendingUpdate;
+use crate::batch::{BatchPosition, Batches};
 use crate::best::Best;
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};

@@ -11,8 +11,8 @@ use phalanx_nn::optim::schedule::Schedule;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::batches::{LoadedMicroBatches, MicroBatch, Randomness, StepBatch, StepContext};
 use super::{Ended, Reports, Running, Trainer};
+use crate::batch::{LoadedMicroBatches, MicroBatch, Randomness, StepBatch, StepContext};
 use crate::error::{Error, Result};
 use crate::format::plural;
 use crate::output::MFU;
