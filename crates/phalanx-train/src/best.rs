@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::evaluation::Evaluation;
 use crate::format::{plural, rounded};
-use crate::saving::History;
 
 /// The measure that decides, and which of two values is better.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -270,10 +269,10 @@ impl Best {
         }
     }
 
-    /// Goes on from what `history` says.
-    pub fn go_on(&mut self, history: &History) {
-        self.best = history.best();
-        self.judged = history.judged().to_vec();
+    /// Goes on from the evaluations `judged`, of which `best` was the best.
+    pub fn go_on(&mut self, best: Option<BestEpoch>, judged: &[Judged]) {
+        self.best = best;
+        self.judged = judged.to_vec();
     }
 
     /// Compares the evaluation of epoch `epoch`, after `step` steps of the training, and gives the value of the measure that

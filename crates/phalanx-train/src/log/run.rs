@@ -11,8 +11,8 @@ use phalanx_launch::RankContext;
 use phalanx_nn::{GraphNode, ParamInfo};
 use serde_json::{Value, json};
 
+use crate::args::LabelArgs;
 use crate::error::{Error, Result};
-use crate::labels::LabelArgs;
 use crate::say;
 
 pub(crate) const RUN_FILE: &str = "run.json";

@@ -9,15 +9,12 @@
 //! On a mesh no rank has all of it: rank 0 writes the file a tensor at a time, and
 //! the ranks send their parts.
 
-pub(crate) mod args;
 mod due;
 mod history;
 mod resumed;
 
-pub use args::{SaveErrors, SavingArgs};
 pub use history::History;
-pub(crate) use history::SavedGroup;
-pub use resumed::{GRADIENT_TYPE, Resumed, facts, newest, settings};
+pub use resumed::{Resumed, newest};
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -30,20 +27,15 @@ use phalanx_nn::Params;
 use serde::Deserialize;
 
 use self::due::{Due, What};
-use super::param_group::{ParamGroup, joined_state};
-use super::update::Update;
+use crate::args::{SaveErrors, SavingArgs};
 use crate::best::{BestEpoch, KEPT_BEST};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
+use crate::param_group::{ParamGroup, joined_state};
 use crate::stop;
 use crate::stop::signal_name;
+use crate::update::Update;
 use phalanx_launch::RankContext;
-
-/// Folder of checkpoints in a run's output folder.
-pub const FOLDER: &str = "checkpoints";
-
-/// `--resume` with this goes on from the newest checkpoint, or from the start.
-pub const AUTO: &str = "auto";
 
 /// What all ranks do after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -18,15 +18,16 @@ use phalanx_nn::{Params, Step, Tape, Tensor};
 use serde_json::{Map, json};
 
 use super::{Description, Gradients, Group, Parts, Report, State, StepTools, Strategy};
+use crate::args::Determinism;
+use crate::args::ExchangeArg;
+use crate::args::Settings;
 use crate::batch::{self, Engine, LoadedMicroBatches, Randomness};
 use crate::error::Result;
 use crate::evaluation::Measure;
-use crate::exchange::ExchangeArg;
 use crate::format::{bytes, plural};
 use crate::param_group::{self, ParamGroup, joined_state};
 use crate::saving::{CheckpointSource, History, Resumed, SaveAction, Saving};
-use crate::settings::Settings;
-use crate::split::{BatchSplit, Determinism};
+use crate::split::BatchSplit;
 use crate::update::Update;
 use crate::{choice_name, different_arguments};
 

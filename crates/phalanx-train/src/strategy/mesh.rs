@@ -20,22 +20,21 @@ use phalanx_nn::{Params, Tape, Tensor, Value as _};
 use serde_json::{Map, json};
 
 use super::{
-    Description, Gradients, Group, Mesh, Parts, Report, State, StepTools, Strategy, explain,
+    Description, Gradients, Group, Parts, Report, State, StepTools, Strategy, explain,
     weights_sha256,
 };
-use crate::attempt::restarts_ranks;
+use crate::args::restarts_ranks;
+use crate::args::{Mesh, Settings};
 use crate::batch::{Engine, LoadedMicroBatches, MicroBatch, Randomness};
 use crate::different_arguments;
 use crate::error::{Error, Result};
 use crate::evaluation::Measure;
 use crate::format::{bytes, thousands};
 use crate::saving::{History, Resumed, SaveAction, Saving};
-use crate::settings::Settings;
 use crate::split::BatchSplit;
-use crate::trainer::TrainerBuilder;
 
 /// Training on a [`Mesh`]: the model computes with [`Global`] tensors, and each rank has its parts of the parameters.
-/// [`TrainerBuilder::on`] chooses it.
+/// [`TrainerBuilder::on`](crate::TrainerBuilder::on) chooses it.
 pub struct OnMesh {
     mesh: Mesh,
     weights: GlobalParams,
@@ -53,15 +52,6 @@ pub struct OnMesh {
     drop_last: bool,
     /// The samples of the running epoch over all ranks, and the step with which they begin.
     plan: Option<(EpochPlan, usize)>,
-}
-
-impl<'j, M> TrainerBuilder<'j, M> {
-    /// Trains on `mesh`: the ranks of its dimension `data` split each batch, and the parameters are laid out as `parallel`
-    /// says (splits over `tensor` are left out where the mesh has one rank there). The model computes with [`Global`] tensors; models that are generic over [`Value`](phalanx_nn::Value) stay as
-    /// they are.
-    pub fn on(self, mesh: Mesh, parallel: Parallel) -> TrainerBuilder<'j, M, OnMesh> {
-        self.with_strategy((mesh, parallel))
-    }
 }
 
 impl<'s, B> MicroBatch<'s, B, OnMesh> {

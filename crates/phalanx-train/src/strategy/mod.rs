@@ -5,9 +5,9 @@
 //! them out, computes and averages the gradients of a step, and updates.
 
 mod ddp;
+mod exchange;
 mod explain;
 mod mesh;
-mod mesh_args;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -25,13 +25,12 @@ use serde_json::{Map, Value};
 
 pub use self::ddp::{Ddp, MicroBatch};
 pub use self::mesh::OnMesh;
-pub use self::mesh_args::{Mesh, MeshArgs};
+use crate::args::Settings;
 use crate::batch::{Engine, LoadedMicroBatches, Randomness, StepContext};
 use crate::error::Result;
 use crate::evaluation::Measure;
 use crate::log::RunLog;
 use crate::saving::{History, Resumed, SaveAction, Saving};
-use crate::settings::Settings;
 use crate::split::BatchSplit;
 use phalanx_checkpoint::state::Place;
 

@@ -5,15 +5,15 @@ use std::collections::BTreeMap;
 use phalanx_nn::ParamInfo;
 
 use super::extent::Extent;
+use crate::args::Determinism;
+use crate::args::GradientType;
+use crate::args::Settings;
+use crate::args::Start;
 use crate::choice_name;
 use crate::error::Result;
+use crate::folder::Output;
 use crate::format::{plural, thousands};
-use crate::gradient::GradientType;
-use crate::output::Output;
 use crate::saving::Resumed;
-use crate::settings::Settings;
-use crate::split::Determinism;
-use crate::start::Start;
 use crate::strategy::Description;
 use phalanx_launch::{RankContext, rank_list};
 

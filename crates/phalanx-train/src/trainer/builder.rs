@@ -12,6 +12,7 @@ use phalanx_checkpoint::weights_digest;
 use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::SamplerConfig;
+use phalanx_global::Parallel;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::optim::schedule::Schedule;
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
@@ -21,24 +22,24 @@ use super::announce::{About, announce, announce_resumed, compare_hosts};
 use super::elastic::{Elasticity, Opening};
 use super::extent::Extent;
 use super::step::{BeforeUpdate, PendingUpdate};
-use super::{OwnState, Purpose, Reports, Results, Trainer};
+use super::{OwnState, Purpose, Reports, Results, Trainer, Trainings};
+use crate::args::Settings;
+use crate::args::{self, FOLDER, Found, Mesh};
 use crate::best::{Best, BestEpoch, BestMeasure, EarlyStopping};
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
 use crate::evaluation::Evaluation;
+use crate::folder::{BEST_FILE, Files, Output};
+use crate::folder::{RunDir, default_output_dir};
 use crate::format::{number, thousands};
-use crate::job::Trainings;
 use crate::log::{IMAGES_DIR, RunInfo, TABLES_DIR};
 use crate::lr_finder::{self, LrFinder};
-use crate::output::{BEST_FILE, Files, Output};
 use crate::profile::Profiler;
 use crate::reporter::{EpochLines, Reporter};
-use crate::run_dir::{Found, RunDir, default_output_dir};
 use crate::sample_log::SampleLog;
-use crate::saving::{self, AfterSaving, History, Resumed, SaveAction, Saving};
-use crate::settings::Settings;
+use crate::saving::{AfterSaving, History, Resumed, SaveAction, Saving};
 use crate::split::BatchSplit;
-use crate::strategy::{Ddp, MakeOptimizer, Parts, Strategy, weights_sha256};
+use crate::strategy::{Ddp, MakeOptimizer, OnMesh, Parts, Strategy, weights_sha256};
 use crate::timing::Timing;
 use phalanx_launch::RankContext;
 
@@ -48,13 +49,7 @@ type MakeSchedule<'j> = Box<dyn FnOnce(f64, u64) -> Result<Option<Schedule>> + '
 /// Whether a training's folder may be called so in the run's, where a trainer without a name has files and folders.
 fn is_folder_name(name: &str) -> bool {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
-    let own = [
-        saving::FOLDER,
-        crate::FLIGHT_DIR,
-        IMAGES_DIR,
-        TABLES_DIR,
-        "wandb",
-    ];
+    let own = [FOLDER, crate::FLIGHT_DIR, IMAGES_DIR, TABLES_DIR, "wandb"];
     !name.is_empty() && name.chars().all(plain) && !own.contains(&name)
 }
 
@@ -157,6 +152,13 @@ impl<'j, M> TrainerBuilder<'j, M> {
             trainings: Rc::default(),
             strategy: (),
         }
+    }
+
+    /// Trains on `mesh`: the ranks of its dimension `data` split each batch, and the parameters are laid out as `parallel`
+    /// says (splits over `tensor` are left out where the mesh has one rank there). The model computes with [`Global`](phalanx_global::Global) tensors; models that are generic over [`Value`](phalanx_nn::Value) stay as
+    /// they are.
+    pub fn on(self, mesh: Mesh, parallel: Parallel) -> TrainerBuilder<'j, M, OnMesh> {
+        self.with_strategy((mesh, parallel))
     }
 }
 
@@ -525,7 +527,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let [run, dir] = self.folders()?;
         let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
         let resumable = settings.resumable(&self.program, &self.content, world);
-        let shaping = saving::settings(&[settings.shaping(), self.shaping.clone()].concat());
+        let shaping = args::settings(&[settings.shaping(), self.shaping.clone()].concat());
 
         let facts = self.facts();
         // Newcomers compare it before they are in a group.
@@ -630,7 +632,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             ctx,
             &settings.saving,
             resumable.into_iter().chain(shaping.clone()).collect(),
-            output.checkpoints(saving::FOLDER, settings.saving.keep()),
+            output.checkpoints(settings.saving.keep()),
             resumed.as_ref(),
         )?
         .with_metadata(metadata)
@@ -653,7 +655,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let wanted = self.best.as_deref().map(BestMeasure::parse).transpose()?;
         let measure = wanted.as_ref().map(BestMeasure::to_string);
         let mut best = Best::new(wanted, self.early_stopping);
-        best.go_on(&history);
+        best.go_on(history.best(), history.judged());
         let is_over = extent.is_over(place);
         // A program may have ended before its last epoch.
         let unchanged = |resumed: &Resumed| {
@@ -708,7 +710,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             resumed.announce_changes(ctx, &shaping);
             settings.init.announce_unused(ctx);
         }
-        let mut shown = saving::settings(&facts);
+        let mut shown = args::settings(&facts);
         // "no --flag" of what was not typed.
         shown.remove("no");
         shown.retain(|_, value| value != "none");

@@ -46,10 +46,10 @@ use crate::batch::{BatchPosition, StepBatch, StepContext};
 use crate::deliveries::Deliveries;
 use crate::error::{Error, ErrorKind, Result};
 use crate::evaluation::Evaluation;
+use crate::folder::{Files, Output};
 use crate::format::plural;
 use crate::log::RunInfo;
-use crate::output::{Files, Output};
-use crate::saving::{self, History, SaveAction};
+use crate::saving::{History, SaveAction};
 use crate::say;
 use crate::split::BatchSplit;
 use crate::stop;
@@ -425,7 +425,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         results.metrics = history.metrics().unwrap_or_default();
         results.last = history.last().unwrap_or_else(Evaluation::nothing);
         results.last_step = history.last_step();
-        results.best.go_on(&history);
+        results.best.go_on(history.best(), history.judged());
         (results.initial, results.weights) = (handover.initial, handover.weights);
         self.saving.set_steps(handover.saved_steps);
         self.reports.output.set_dir(handover.folder);
@@ -539,7 +539,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             )),
         }
         self.saving
-            .take_over(output.checkpoints(saving::FOLDER, settings.saving.keep()));
+            .take_over(output.checkpoints(settings.saving.keep()));
         let mut progress = Progress::for_rank(ctx.rank()).with_unit(self.unit);
         if let Some(running) = &self.running {
             let epochs = self.extent.epochs() as u64;

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use phalanx_checkpoint::state::Place;
 
-use crate::settings::Settings;
+use crate::args::Settings;
 
 /// How long a training lasts.
 #[derive(Debug, Clone, Copy)]

@@ -4,13 +4,13 @@ use phalanx_base::process;
 use serde_json::json;
 
 use super::{Purpose, Trainer};
+use crate::args::Determinism;
+use crate::args::GradientType;
 use crate::choice_name;
 use crate::error::Result;
 use crate::evaluation::Evaluation;
 use crate::format::{rounded, thousands};
-use crate::gradient::GradientType;
 use crate::say;
-use crate::split::Determinism;
 use crate::strategy::{Strategy, skipped_steps, weights_sha256};
 
 impl<M, S: Strategy> Trainer<'_, M, S> {

@@ -13,7 +13,8 @@ mod finish;
 mod losses;
 mod step;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -40,21 +41,20 @@ use self::extent::{Extent, LoopState};
 use self::losses::EpochLoss;
 use self::step::BeforeUpdate;
 pub use self::step::PendingUpdate;
+use crate::args::{FOLDER, Settings};
 use crate::batch::{BatchPosition, Batches};
 use crate::best::Best;
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
 use crate::evaluation::Evaluation;
+use crate::folder::{BEST_FILE, Output, next_step};
 use crate::format::number;
-use crate::job::Trainings;
 use crate::log::RunLog;
 use crate::lr_finder::LrFinder;
-use crate::output::{BEST_FILE, Output, next_step};
 use crate::profile::Profiler;
 use crate::reporter::Reporter;
 use crate::sample_log::SampleLog;
-use crate::saving::{self, History, SaveAction, Saving};
-use crate::settings::Settings;
+use crate::saving::{History, SaveAction, Saving};
 use crate::split::BatchSplit;
 use crate::strategy::{Ddp, Strategy};
 use crate::timing::Timing;
@@ -151,6 +151,15 @@ pub struct Trainer<'j, M, S: Strategy = Ddp> {
     purpose: Purpose,
     trainings: Rc<Trainings>,
     elastic: Elasticity,
+}
+
+/// What the trainings of one program have in common.
+#[derive(Debug, Default)]
+pub(crate) struct Trainings {
+    /// One has begun and has not ended.
+    pub(crate) unfinished: Cell<bool>,
+    /// The folders of those that were started, by their names in the run's folder.
+    pub(crate) folders: RefCell<BTreeSet<String>>,
 }
 
 /// What a program has a trainer for.
@@ -670,7 +679,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         }
         let log = &mut self.reports.log;
         if self.saving.enabled() {
-            let file = format!("{}/{}", saving::FOLDER, manifest_name(self.place.step));
+            let file = format!("{FOLDER}/{}", manifest_name(self.place.step));
             log.checkpoint(self.place.step, Path::new(&file));
         }
         log.flush();
@@ -865,7 +874,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     ///
     /// `Failed` when a row is not JSON.
     pub fn log_table(&self, name: &str, rows: &[impl serde::Serialize]) -> Result<()> {
-        let text = crate::output::json_lines(name, rows)?;
+        let text = crate::folder::json_lines(name, rows)?;
         self.reports.log.table(self.now(), name, text, rows.len());
         Ok(())
     }

@@ -15,23 +15,22 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::best::{BestEpoch, KEPT_BEST, kept_name};
 use super::lock::Lock;
-use super::log::{self, Attempt, EVENTS_FILE, IMAGES_DIR, RUN_FILE, RunInfo, RunLog, TABLES_DIR};
-use super::run_dir::{self, Fresh, RunDir};
-use super::saving::{self, SavingArgs};
+use super::run_dir::{self, RunDir, SUMMARY_FILE};
+use crate::args::{FOLDER, Fresh, SavingArgs};
+use crate::best::{BestEpoch, KEPT_BEST, kept_name};
 use crate::error::{Error, ErrorKind, Result};
+use crate::log::{self, Attempt, EVENTS_FILE, IMAGES_DIR, RUN_FILE, RunInfo, RunLog, TABLES_DIR};
 use crate::say;
 use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_launch::RankContext;
 
-pub const SUMMARY_FILE: &str = "summary.json";
 const METRICS_FILE: &str = "metrics.jsonl";
 /// Model FLOPs utilization, in the records of `metrics.jsonl`.
 pub(crate) const MFU: &str = "mfu";
-pub(super) const BEST_FILE: &str = "best.safetensors";
+pub(crate) const BEST_FILE: &str = "best.safetensors";
 const BEST_PTH: &str = "best.pth";
-pub(super) const ASIDE_BEST_FILE: &str = "aside-best.safetensors";
+pub(crate) const ASIDE_BEST_FILE: &str = "aside-best.safetensors";
 const PREDICTIONS_FILE: &str = "predictions.jsonl";
 /// Most bytes of a file of rows that is read again.
 const MAX_ROWS_BYTES: u64 = 1 << 30;
@@ -167,7 +166,7 @@ impl Output {
                     ));
                 }
                 clear_earlier_run(&dir, &files, fresh)?;
-                let checkpoints = Folder::within(&dir, saving::FOLDER, 1);
+                let checkpoints = Folder::within(&dir, FOLDER, 1);
                 checkpoints.clear()?;
                 if let Some(dir) = checkpoints.existing()? {
                     let mut names = dir.names()?;
@@ -269,11 +268,11 @@ impl Output {
         }
     }
 
-    /// The folder `name` of checkpoints in it, of which the newest `keep` stay.
-    pub fn checkpoints(&self, name: &str, keep: usize) -> Folder {
+    /// The folder of checkpoints in it, of which the newest `keep` stay.
+    pub fn checkpoints(&self, keep: usize) -> Folder {
         match &self.opened {
-            Some(dir) => Folder::within(dir, name, keep),
-            None => Folder::new(&self.dir.join(name), keep),
+            Some(dir) => Folder::within(dir, FOLDER, keep),
+            None => Folder::new(&self.dir.join(FOLDER), keep),
         }
     }
 
@@ -796,9 +795,9 @@ fn remove_logged(dir: &Dir, folder: &str, ending: &str) -> phalanx_base::Result<
 
 #[cfg(test)]
 mod tests {
-    use super::super::attempt::Attempt;
-    use super::super::run_dir::{Found, RunDir};
-    use super::super::saving::args::tests::saving;
+    use crate::args::saving::tests::saving;
+    use crate::args::{Attempt, Found};
+
     use super::*;
 
     #[test]
