@@ -334,6 +334,11 @@ impl Best {
         &self.judged
     }
 
+    /// The measure that the program has named.
+    pub fn wanted(&self) -> Option<String> {
+        self.wanted.as_ref().map(BestMeasure::to_string)
+    }
+
     /// The name of the measure that the program has named, with its value in `evaluation`.
     pub fn named(&self, evaluation: &Evaluation) -> Option<String> {
         let wanted = self.wanted.as_ref()?;
@@ -364,8 +369,7 @@ impl Best {
             return false;
         };
         // It may have been another one before the run was resumed.
-        let by = self.wanted.as_ref().map(BestMeasure::to_string);
-        let by = by.unwrap_or_else(|| last.by.clone());
+        let by = self.wanted().unwrap_or_else(|| last.by.clone());
         let judged = self.judged.iter().filter(|judged| judged.by == by);
         early.is_reached(judged.map(|judged| judged.value().0), is_greatest(&by))
     }

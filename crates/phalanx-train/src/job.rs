@@ -110,8 +110,7 @@ impl<'a> Job<'a> {
         model: impl FnOnce(&mut Scope) -> M + 'a,
         optimizer: impl Fn(&Params, f64) -> O + 'a,
     ) -> TrainerBuilder<'a, M> {
-        let (ctx, settings) = (self.ctx, self.settings);
-        let builder = TrainerBuilder::new(ctx, settings, self.name, train, model, optimizer);
-        builder.of_program(Rc::clone(&self.trainings))
+        let (at, trainings) = ((self.ctx, self.settings), Rc::clone(&self.trainings));
+        TrainerBuilder::new(at, self.name, train, model, optimizer, trainings)
     }
 }

@@ -306,7 +306,8 @@ impl Output {
     }
 
     /// The log of the run: on rank 0 up to where a resumed run goes on. Where an attempt before had saved no checkpoint,
-    /// its metrics are kept as `metrics-N.jsonl`. To a complete run nothing is added.
+    /// its metrics are kept as `metrics-N.jsonl`. To a complete run nothing is added. `past_cut`: `--max-steps` had cut the epoch
+    /// in which the run goes on, whose evaluation goes.
     ///
     /// # Errors
     ///
@@ -315,27 +316,14 @@ impl Output {
         &self,
         ctx: &RankContext,
         resumed: Option<Place>,
-        info: &RunInfo<'_>,
+        info: &RunInfo,
+        past_cut: bool,
     ) -> Result<RunLog> {
-        self.log_from(ctx, resumed, info, false, |_| None)
-    }
-
-    /// As [`log`](Self::log), where `--max-steps` had cut the epoch in which the run goes on: without the cut's evaluation.
-    ///
-    /// # Errors
-    ///
-    /// As [`log`](Self::log).
-    pub fn log_past_cut(
-        &self,
-        ctx: &RankContext,
-        place: Place,
-        info: &RunInfo<'_>,
-    ) -> Result<RunLog> {
-        let epoch = next_step(place, info.steps).1 as f64;
-        let is_of_cut =
-            |record: &Value| record.get("train_loss").is_some() && epoch_of(record) == Some(epoch);
-        self.log_from(ctx, Some(place), info, false, |record| {
-            is_of_cut(record).then_some(false)
+        let epoch = resumed.filter(|_| past_cut);
+        let epoch = epoch.map(|place| next_step(place, info.steps).1 as f64);
+        self.log_from(ctx, resumed, info, false, |record| {
+            let is_of_cut = record.get("train_loss").is_some() && epoch_of(record) == epoch;
+            (past_cut && is_of_cut).then_some(false)
         })
     }
 
@@ -344,7 +332,7 @@ impl Output {
         &self,
         ctx: &RankContext,
         resumed: Option<Place>,
-        info: &RunInfo<'_>,
+        info: &RunInfo,
         takes_over: bool,
         keeps_it: impl Fn(&Value) -> Option<bool>,
     ) -> Result<RunLog> {
@@ -405,7 +393,7 @@ impl Output {
         &self,
         ctx: &RankContext,
         place: Place,
-        info: &RunInfo<'_>,
+        info: &RunInfo,
         records: &[Value],
     ) -> Result<RunLog> {
         let names = |record: &Value| -> Vec<String> {

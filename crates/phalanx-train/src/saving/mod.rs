@@ -110,7 +110,8 @@ impl<'a> Saving<'a> {
     pub fn open(
         ctx: &'a RankContext,
         args: &'a SavingArgs,
-        facts: BTreeMap<String, String>,
+        (facts, metadata): (BTreeMap<String, String>, BTreeMap<String, String>),
+        hook: Option<AfterSaving<'a>>,
         folder: Folder,
         resumed: Option<&Resumed>,
     ) -> Result<Saving<'a>> {
@@ -127,8 +128,8 @@ impl<'a> Saving<'a> {
             ctx,
             args,
             facts,
-            metadata: BTreeMap::new(),
-            hook: None,
+            metadata,
+            hook,
             background: (args.enabled() && ctx.is_main()).then(|| Background::new(folder.clone())),
             folder,
             is_off: false,
@@ -139,20 +140,6 @@ impl<'a> Saving<'a> {
             estimate: Duration::ZERO,
             grace_ms: 0,
         })
-    }
-
-    /// The same with what `phalanx predict` must know of the weights in each checkpoint.
-    #[must_use]
-    pub fn with_metadata(mut self, metadata: BTreeMap<String, String>) -> Saving<'a> {
-        self.metadata = metadata;
-        self
-    }
-
-    /// The same with what rank 0 does after each save.
-    #[must_use]
-    pub fn with_hook(mut self, hook: Option<AfterSaving<'a>>) -> Saving<'a> {
-        self.hook = hook;
-        self
     }
 
     /// Whether there are checkpoints at all.
@@ -297,18 +284,7 @@ impl<'a> Saving<'a> {
     ///
     /// As [`wishes`](Self::wishes); before a stop also a save that failed: there
     /// is nothing to go on from.
-    pub fn save(
-        &mut self,
-        action: SaveAction,
-        source: &CheckpointSource<'_>,
-        place: Place,
-        history: History,
-    ) -> Result<()> {
-        self.save_groups(action, source, &[], place, history)
-    }
-
-    /// [`save`](Self::save) of a training that has `groups` with optimizers of their own besides.
-    pub(crate) fn save_groups(
+    pub(crate) fn save(
         &mut self,
         action: SaveAction,
         source: &CheckpointSource<'_>,

@@ -17,7 +17,7 @@ use phalanx_launch::RankContext;
 use phalanx_nn::{Params, Step, Tape, Tensor};
 use serde_json::{Map, json};
 
-use super::{Description, Gradients, Group, Parts, Report, State, StepTools, Strategy};
+use super::{Choices, Description, Gradients, Group, Parts, Report, State, StepTools, Strategy};
 use crate::args::Determinism;
 use crate::args::ExchangeArg;
 use crate::args::Settings;
@@ -105,13 +105,16 @@ impl Strategy for Ddp {
             resumed,
             mut params,
             facts,
+            choices,
+            tape,
+        } = parts;
+        let Choices {
             frozen,
             lr,
             sync_batch_norm,
             optimizers,
-            tape,
             ..
-        } = parts;
+        } = choices;
         if let Some((resumed, shaping)) = resumed {
             resumed.params(&mut params, shaping)?;
         }
@@ -131,7 +134,7 @@ impl Strategy for Ddp {
         let split = param_group::split(&params, &names)?;
         let (mut groups, mut all_options) = (Vec::new(), Vec::new());
         for ((name, make), own) in optimizers.into_iter().zip(split) {
-            let mut frozen = frozen.to_vec();
+            let mut frozen = frozen.clone();
             let others = params.ids().zip(params.infos());
             let others =
                 others.filter(|(id, info)| !own.contains(id) && !frozen.contains(&info.name));
@@ -474,7 +477,7 @@ impl Strategy for Ddp {
             update: &main.update,
             ddp: &main.ddp,
         };
-        saving.save_groups(action, &source, more, place, history)
+        saving.save(action, &source, more, place, history)
     }
 
     fn optimizer_sha256(&self) -> Result<Option<String>> {

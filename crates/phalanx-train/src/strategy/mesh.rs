@@ -20,7 +20,7 @@ use phalanx_nn::{Params, Tape, Tensor, Value as _};
 use serde_json::{Map, json};
 
 use super::{
-    Description, Gradients, Group, Parts, Report, State, StepTools, Strategy, explain,
+    Choices, Description, Gradients, Group, Parts, Report, State, StepTools, Strategy, explain,
     weights_sha256,
 };
 use crate::args::restarts_ranks;
@@ -194,16 +194,18 @@ impl Strategy for OnMesh {
             resumed,
             mut params,
             facts,
+            choices,
+            tape,
+        } = parts;
+        let Choices {
             frozen,
             lr,
-            samples,
+            sampler,
             drop_last,
-            shuffle,
             optimizers,
-            tape,
             // They always do.
             sync_batch_norm: _,
-        } = parts;
+        } = choices;
         if !frozen.is_empty() {
             return Err(Error::usage(
                 "a mesh trains all parameters: leave out frozen(...)",
@@ -259,13 +261,6 @@ impl Strategy for OnMesh {
                 info.name
             )));
         }
-        let config = SamplerConfig {
-            samples,
-            world: mesh.data,
-            rank: 0,
-            shuffle,
-            seed: settings.seed,
-        };
         Ok(OnMesh {
             mesh,
             grads: weights.grads(),
@@ -274,8 +269,8 @@ impl Strategy for OnMesh {
             lr,
             factor: 1.0,
             norm: None,
-            all: Self::all_parts(mesh.data, settings, config, drop_last)?,
-            config,
+            all: Self::all_parts(mesh.data, settings, sampler, drop_last)?,
+            config: sampler,
             drop_last,
             plan: None,
         })

@@ -16,7 +16,7 @@ use phalanx_checkpoint::{Outline, Values, weights_digest_with};
 use phalanx_comm::ProcessGroup;
 use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
-use phalanx_data::sampler::Cursor;
+use phalanx_data::sampler::{Cursor, SamplerConfig};
 use phalanx_ddp::{Commit, StepTimes};
 use phalanx_launch::RankContext;
 use phalanx_nn::optim::Optimizer;
@@ -47,20 +47,23 @@ pub struct Parts<'a, 'j> {
     pub(crate) params: Params,
     /// Settings that all ranks must have in common, one a line.
     pub(crate) facts: &'a [String],
+    pub(crate) choices: Choices<'j>,
+    pub(crate) tape: &'a mut Tape,
+}
+
+/// What a program chooses with the builder, whatever the strategy.
+pub(crate) struct Choices<'j> {
     /// Parameters that are not trained, by name.
-    pub(crate) frozen: &'a [String],
+    pub(crate) frozen: Vec<String>,
     pub(crate) lr: f64,
-    /// Of the training set.
-    pub(crate) samples: usize,
+    /// Of the training set; its world is that of the ranks that split a batch when the training was started.
+    pub(crate) sampler: SamplerConfig,
     /// `--sampler torch` drops a last batch that is short.
     pub(crate) drop_last: bool,
-    /// Every epoch has another order of the samples.
-    pub(crate) shuffle: bool,
     /// Batch norms take the statistics of all ranks' samples.
     pub(crate) sync_batch_norm: bool,
     /// By the names of their groups of parameters, the training's own, without a name, first.
     pub(crate) optimizers: Vec<(String, MakeOptimizer<'j>)>,
-    pub(crate) tape: &'a mut Tape,
 }
 
 /// What a step needs of its trainer.

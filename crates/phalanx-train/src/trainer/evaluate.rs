@@ -86,7 +86,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.admit()?;
         self.check_weights()?;
         // Between two steps of an epoch each rank has statistics of its own, with which it trains on.
-        let joined = match self.running {
+        let joined = match self.course.running {
             Some(_) => self.mean_buffers()?,
             None => None,
         };
@@ -122,7 +122,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             seed: 0,
         };
         // Split as in training, so that no sum depends on the ranks if none may.
-        let split = self.split.clone();
+        let split = self.sources.split.clone();
         let batch = self.settings.test_batch_size.saturating_mul(split.parts());
         let samplers = split.samplers(config, |config| Sampler::exact(config, batch))?;
         let plan = split.epoch(&samplers, 0);
@@ -186,10 +186,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let mut index = 0;
         while let Some(batch) = loader.next_batch()? {
             let random = Randomness::of_evaluation(self.settings.seed);
-            let (tape, indices) = (&mut self.tape, batch.indices());
-            let measured =
-                self.strategy
-                    .measure(tape, &self.model, (&*batch, indices), random, measure)?;
+            let (tape, indices) = (&mut self.model.tape, batch.indices());
+            let measured = self.strategy.measure(
+                tape,
+                &self.model.net,
+                (&*batch, indices),
+                random,
+                measure,
+            )?;
             if let Some(mut measured) = measured {
                 if let Some(wrong) = measured.wrong.take() {
                     return Err(Error::new(ErrorKind::Failed, wrong));

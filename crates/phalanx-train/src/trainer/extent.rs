@@ -44,6 +44,18 @@ impl Extent {
         self.max_steps.map_or(all, |max| all.min(max))
     }
 
+    /// Whether `--max-steps` had cut the epoch of `place`, in which the training goes on.
+    pub(super) fn goes_past_cut(&self, place: Place) -> bool {
+        place.step_in_epoch > 0 && !self.is_over(place)
+    }
+
+    /// Whether a part of an epoch ends at `place`.
+    pub(super) fn is_end_of_part(&self, place: Place) -> bool {
+        let taken = place.step_in_epoch as usize;
+        self.eval_every
+            .is_some_and(|every| taken.is_multiple_of(every))
+    }
+
     /// Whether no step is left at `place`.
     pub(super) fn is_over(&self, place: Place) -> bool {
         place.epoch as usize >= self.epochs || self.is_cut(place.step)
