@@ -26,7 +26,6 @@ use phalanx_nn::optim::{Optimizer, Run, clip_factor, grad_norm};
 use phalanx_nn::{GradView, Layout, ParamId, Params, Scope, Seed};
 
 use super::ddp::DistributedDataParallel;
-use super::recut::Recut;
 use crate::error::{Error, Result};
 
 const LINE_ELEMS: usize = 16;
@@ -51,6 +50,14 @@ pub struct ShardedOptimizer<O> {
     pub(super) ungathered: bool,
     /// A cut that all ranks may have changed to, of which this one does not know it yet.
     pub(super) next: Option<Box<Recut>>,
+}
+
+/// A cut that this rank can change to.
+pub(super) struct Recut {
+    pub(super) cut: Cut,
+    pub(super) steps: u64,
+    pub(super) updates: Vec<u64>,
+    pub(super) state: Vec<(String, Vec<f32>)>,
 }
 
 /// Which rank has which pieces.
