@@ -127,9 +127,7 @@ pub struct Replica {
     reducer: Reducer,
     /// Number of parameters.
     parameters: usize,
-    average: Average,
-    uneven: Uneven,
-    max_norm: Option<f64>,
+    options: ReplicaOptions,
     /// Micro-batches declared and run, in a step.
     begun: Option<[usize; 2]>,
     /// No rank has samples in this step.
@@ -153,21 +151,15 @@ impl Replica {
         tensors: &mut HostTensors,
         options: ReplicaOptions,
     ) -> Result<Replica> {
-        let ReplicaOptions {
-            caps,
-            average,
-            uneven,
-            max_norm,
-            any_order,
-            must_agree,
-        } = options;
+        let (caps, max_norm, any_order) = (options.caps, options.max_norm, options.any_order);
         if max_norm.is_some_and(|norm| norm.is_nan() || norm <= 0.0) {
             return Err(Error::usage(
                 "the norm to which gradients are clipped must be above 0",
             ));
         }
-        let mut facts = Fingerprint::of_wrapper(group, &must_agree, caps);
+        let mut facts = Fingerprint::of_wrapper(group, &options.must_agree, caps);
         facts.line(format!("added in any order: {any_order}"));
+        let (average, uneven) = (options.average, options.uneven);
         facts.line(format!("gradients averaged over {average:?}, {uneven:?}"));
         facts.line(match max_norm {
             Some(norm) => format!("gradients clipped to a norm of {norm}"),
@@ -176,7 +168,7 @@ impl Replica {
         facts.parameters(tensors).compare(group)?;
         broadcast_parameters(group, tensors, 0)?;
         let specs = (0..tensors.parameters).map(|i| ParamSpec::of(tensors, i));
-        let options = ReducerOptions {
+        let reducer_options = ReducerOptions {
             caps: match caps {
                 Some(caps) => caps,
                 None => BucketCaps::of_group(group)?,
@@ -187,11 +179,9 @@ impl Replica {
             ..ReducerOptions::default()
         };
         Ok(Replica {
-            reducer: Reducer::new(group.clone(), specs.collect(), options),
+            reducer: Reducer::new(group.clone(), specs.collect(), reducer_options),
             parameters: tensors.parameters,
-            average,
-            uneven,
-            max_norm,
+            options,
             begun: None,
             is_over: false,
             norm: None,
@@ -221,8 +211,9 @@ impl Replica {
         }
         let sizes: Vec<usize> = sizes.iter().copied().filter(|size| *size > 0).collect();
         let group = self.reducer.group();
-        let global = average::exchange(group, &sizes, self.uneven, false)?;
-        self.reducer.plan_sizes(self.average, &sizes, global)?;
+        let global = average::exchange(group, &sizes, self.options.uneven, false)?;
+        self.reducer
+            .plan_sizes(self.options.average, &sizes, global)?;
         self.is_over = global.samples == 0;
         self.begun = Some([sizes.len(), 0]);
         Ok(global)
@@ -321,7 +312,7 @@ impl Replica {
             return Ok(Commit::Yes);
         }
         let commit = self.reducer.finish()?;
-        if let (true, Some(limit)) = (commit.is_yes(), self.max_norm) {
+        if let (true, Some(limit)) = (commit.is_yes(), self.options.max_norm) {
             let squares = |p| {
                 let gradient = self.reducer.grad(p).iter();
                 gradient.map(|&g| f64::from(g) * f64::from(g)).sum::<f64>()

@@ -138,16 +138,13 @@ pub enum Every {
 /// [`begin`](Self::begin) starts steps with several micro-batches, with uneven ranks,
 /// and with ranks that have run out of data.
 pub struct DistributedDataParallel {
-    reducer: Reducer,
+    pub(super) reducer: Reducer,
     /// Replaces the reducer when gradients are folded over shards.
     shards: Option<Box<Shards>>,
     routes: Routes,
     /// Parameters that are reduced, by their number in the reducer.
     reduced: Vec<ParamId>,
-    average: Average,
-    uneven: Uneven,
-    buffers: Buffers,
-    exchange: Exchange,
+    options: DdpOptions,
     /// Whether every rank takes part in every batch normalisation.
     joins_batches: bool,
 }
@@ -208,25 +205,29 @@ impl DistributedDataParallel {
             shards,
             routes,
             reduced,
-            average: options.average,
-            uneven: options.uneven,
-            buffers: options.buffers,
-            exchange: options.exchange,
+            options,
             joins_batches: false,
         })
     }
 
     /// The sizes of a step over all ranks. *Blocks* until all ranks ask for them.
     pub(super) fn exchange_sizes(&self, sizes: &[usize]) -> Result<GlobalBatch> {
-        average::exchange(self.reducer.group(), sizes, self.uneven, self.joins_batches)
+        average::exchange(
+            self.reducer.group(),
+            sizes,
+            self.options.uneven,
+            self.joins_batches,
+        )
     }
 
     /// Begins a step with these sizes.
     pub(super) fn plan_step(&mut self, sizes: &[usize], global: GlobalBatch) -> Result<()> {
         self.check_begin(sizes, global)?;
         let weights = match &mut self.shards {
-            Some(shards) => shards.plan_step(self.average, sizes, global.samples)?,
-            None => self.reducer.plan_sizes(self.average, sizes, global)?,
+            Some(shards) => shards.plan_step(self.options.average, sizes, global.samples)?,
+            None => self
+                .reducer
+                .plan_sizes(self.options.average, sizes, global)?,
         };
         match global.samples {
             0 => self.routes.finish(),
@@ -239,7 +240,7 @@ impl DistributedDataParallel {
     fn check_begin(&self, sizes: &[usize], global: GlobalBatch) -> Result<()> {
         let group = self.reducer.group();
         let world = group.world_size();
-        if self.uneven == Uneven::Refuse && (1..world).contains(&global.active_ranks) {
+        if self.options.uneven == Uneven::Refuse && (1..world).contains(&global.active_ranks) {
             return Err(Error::mismatch(format!(
                 "{} of {world} ranks have no data left while others still have some; cut the data evenly, or allow it \
                  (Uneven::Join)",
@@ -365,21 +366,6 @@ impl DistributedDataParallel {
         }
     }
 
-    /// [`Reducer::exchange_late`].
-    pub(crate) fn exchange_late(&mut self) -> Result<()> {
-        self.reducer.exchange_late()
-    }
-
-    /// [`Reducer::pass_copies`].
-    pub(crate) fn pass_copies(&mut self, to: usize, from: usize) -> Result<()> {
-        self.reducer.pass_copies(to, from)
-    }
-
-    /// [`Reducer::check_pieces`].
-    pub(crate) fn check_pieces(&self) -> Result<()> {
-        self.reducer.check_pieces()
-    }
-
     /// [`Reducer::visit_pieces`].
     pub(crate) fn visit_pieces(
         &mut self,
@@ -399,11 +385,11 @@ impl DistributedDataParallel {
 
     /// How gradients are synchronized.
     pub fn exchange(&self) -> Exchange {
-        self.exchange
+        self.options.exchange
     }
 
     pub(crate) fn is_scattered(&self) -> bool {
-        self.exchange.is_scattered()
+        self.options.exchange.is_scattered()
     }
 
     /// Makes every batch normalisation of the model use the batch of all ranks,
@@ -476,7 +462,7 @@ impl DistributedDataParallel {
             return Ok(());
         }
         let values = params.buffers_flat_mut();
-        let done = match self.buffers {
+        let done = match self.options.buffers {
             Buffers::RankZero(every) if due(every) => group.broadcast(values, 0),
             Buffers::Mean(every) if due(every) => group.all_reduce(values, ReduceOp::Mean),
             _ => return Ok(()),
@@ -518,11 +504,6 @@ impl DistributedDataParallel {
             Some(_) => None,
             None => self.reducer.carried(),
         }
-    }
-
-    /// [`Reducer::carry`].
-    pub(crate) fn carry(&mut self, value: f64) {
-        self.reducer.carry(value);
     }
 
     /// Number of steps skipped by vote so far.

@@ -118,7 +118,7 @@ impl GlobalStep<'_> {
     ///
     /// [`Reducer::carry`]: crate::Reducer::carry
     pub fn carry(&mut self, value: f64) {
-        self.ddp.carry(value);
+        self.ddp.reducer.carry(value);
     }
 
     /// [`DistributedDataParallel::update_buffers`] within the step.

@@ -397,12 +397,14 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ) -> Result<Option<f64>> {
         self.check_wrapper(wrapper)?;
         // The factor needs all gradients.
-        wrapper.exchange_late()?;
-        wrapper.check_pieces()?;
+        wrapper.reducer.exchange_late()?;
+        wrapper.reducer.check_pieces()?;
         let (rank, world) = (self.cut.group.rank(), self.cut.parts.len());
         if self.cut.shift > 0 {
             let [to, from] = [self.cut.shift, world - self.cut.shift];
-            wrapper.pass_copies((rank + to) % world, (rank + from) % world)?;
+            wrapper
+                .reducer
+                .pass_copies((rank + to) % world, (rank + from) % world)?;
         }
         let norm = limit.map(|_| self.joined_norm(wrapper)).transpose()?;
         let factor = norm
@@ -461,7 +463,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         self.check(params)?;
         self.check_wrapper(wrapper)?;
         // Before the optimizer counts the step.
-        wrapper.check_pieces()?;
+        wrapper.reducer.check_pieces()?;
         self.optimizer.begin_step().map_err(refused)?;
         let (held, piece_of) = (&self.cut.held, &self.cut.piece_of);
         let kept = self.has_copies.then(|| self.cut.own.flat_mut());

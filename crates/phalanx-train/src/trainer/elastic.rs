@@ -429,8 +429,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let [before, after] = averaged.buffers;
         // Where parameters are whole, those of the other rank were taken over.
         if !S::TAKES_OTHERS {
-            let params = self.strategy.state().params;
-            params.buffers_flat_mut().copy_from_slice(&after);
+            self.set_buffers(&after);
         }
         self.update(averaged.group, &averaged.turn, &averaged.commit, &before)
     }

@@ -86,26 +86,34 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.admit()?;
         self.check_weights()?;
         // Between two steps of an epoch each rank has statistics of its own, with which it trains on.
-        let joined = match self.course.running {
-            Some(_) => self.mean_buffers()?,
-            None => None,
+        let result = match self.course.running {
+            Some(_) => self.with_mean_buffers(|trainer| trainer.together(work)),
+            None => self.together(work),
         };
-        let own = joined.map(|joined| self.replace_buffers(&joined));
-        let result = self.together(work);
-        if let Some(own) = own {
-            self.replace_buffers(&own);
-        }
         self.count_evaluation(began);
         self.count_time(0);
         result
     }
 
-    /// Sets the model's buffers, and gives what they were.
-    pub(super) fn replace_buffers(&mut self, buffers: &[f32]) -> Vec<f32> {
+    /// Runs `work` with the buffers that a checkpoint would have.
+    pub(super) fn with_mean_buffers<R>(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<R>,
+    ) -> Result<R> {
+        let Some(mean) = self.mean_buffers()? else {
+            return work(self);
+        };
+        let own = self.strategy.params().buffers_flat().to_vec();
+        self.set_buffers(&mean);
+        let result = work(self);
+        self.set_buffers(&own);
+        result
+    }
+
+    /// Sets the model's buffers.
+    pub(super) fn set_buffers(&mut self, values: &[f32]) {
         let params = self.strategy.state().params;
-        let old = params.buffers_flat().to_vec();
-        params.buffers_flat_mut().copy_from_slice(buffers);
-        old
+        params.buffers_flat_mut().copy_from_slice(values);
     }
 
     fn measure_all<D: Dataset + ?Sized>(

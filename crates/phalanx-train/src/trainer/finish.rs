@@ -85,8 +85,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     fn end_measurement(mut self) -> Result<Evaluation> {
         self.end_epoch()?;
-        let profiler = &mut self.reports.profiler;
-        profiler.finish(self.ctx, &mut self.model.tape, self.strategy.params());
+        self.finish_profile();
         self.trainings.unfinished.set(false);
         Ok(self.course.results.last)
     }
@@ -113,8 +112,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let (ctx, settings) = (self.ctx, self.settings);
         self.saving.finish()?;
         self.must_open_reports()?;
-        let profiler = &mut self.reports.profiler;
-        profiler.finish(ctx, &mut self.model.tape, self.strategy.params());
+        self.finish_profile();
         let timing = &mut self.course.results.timing;
         timing.skipped = skipped_steps(&self.strategy).iter().sum();
         timing.waited = self.sources.waited.get();

@@ -246,8 +246,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let digest = trainer.strategy.end_epoch(trainer.ctx);
             let digest = digest.and_then(|digest| trainer.share_digest(digest));
             if digest.is_err() {
-                let params = trainer.strategy.state().params;
-                params.buffers_flat_mut().copy_from_slice(&buffers);
+                trainer.set_buffers(&buffers);
             }
             digest
         })?;
@@ -377,9 +376,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             schedule.observe(value, greatest);
             if schedule.lr() != before && self.course.set_lr.is_none() {
                 let rates = [before, schedule.lr()].map(number);
-                let text = format!("learning rate {} -> {}", rates[0], rates[1]);
-                self.reports.log.notice(self.course.place.step, &text);
-                self.reports.progress.suspend(|| self.ctx.note(&text));
+                self.notice(&format!("learning rate {} -> {}", rates[0], rates[1]));
             }
         }
         let best = &self.course.results.best;
@@ -389,9 +386,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
                 true => format!("saved as {BEST_FILE}"),
                 false => "whose weights are not in the run's folder".to_owned(),
             };
-            let text = format!("stopped early: {why}, {saved}");
-            self.reports.log.notice(self.course.place.step, &text);
-            self.reports.progress.suspend(|| self.ctx.note(&text));
+            self.notice(&format!("stopped early: {why}, {saved}"));
         }
         self.update_loop();
         Ok(())
@@ -449,16 +444,12 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         if let Some(best) = self.course.results.best.take_new().cloned() {
             let began = Instant::now();
             let _phase = self.ctx.phase("saving");
-            let joined = self.mean_buffers()?;
-            let own = joined.map(|joined| self.replace_buffers(&joined));
-            let saved = self.write_weights(|output, saving, outline, values| {
-                let saved = output.save_best(&best, saving.folder(), outline, values);
-                saving.handle_weights_error("the best", saved)
-            });
-            if let Some(own) = own {
-                self.replace_buffers(&own);
-            }
-            saved?;
+            self.with_mean_buffers(|trainer| {
+                trainer.write_weights(|output, saving, outline, values| {
+                    let saved = output.save_best(&best, saving.folder(), outline, values);
+                    saving.handle_weights_error("the best", saved)
+                })
+            })?;
             self.course.results.timing.saved += began.elapsed();
         }
         self.save_due()
@@ -603,11 +594,21 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             .save(self.ctx, saving, action, buffers, place, history)
     }
 
+    fn finish_profile(&mut self) {
+        let profiler = &mut self.reports.profiler;
+        profiler.finish(self.ctx, &mut self.model.tape, self.strategy.params());
+    }
+
+    /// Writes `text` on the terminal and to the log, as of the last step.
+    fn notice(&self, text: &str) {
+        self.reports.log.notice(self.course.place.step, text);
+        self.reports.progress.suspend(|| self.ctx.note(text));
+    }
+
     /// All is saved, and the ranks stop: how to resume was told, and the program ends with this
     /// error's exit code, which is 0 unless a SIGTERM was the cause.
     fn stopped(&mut self) -> Error {
-        let profiler = &mut self.reports.profiler;
-        profiler.finish(self.ctx, &mut self.model.tape, self.strategy.params());
+        self.finish_profile();
         let waited = self.together(|trainer| Ok(trainer.ctx.group().barrier()?));
         let waited = waited.or_else(|error| match self.is_over() {
             true => Ok(()),

@@ -185,9 +185,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             return Ok(());
         }
         self.reports.progress.end();
-        let profiler = &mut self.reports.profiler;
-        profiler.finish(ctx, &mut self.model.tape, self.strategy.params());
-        match finder.suggestion() {
+        let (suggestion, is_enough) = (finder.suggestion(), finder.is_enough());
+        self.finish_profile();
+        match suggestion {
             Some((suggested, least)) => {
                 let record =
                     json!({ "step": step, "epoch": turn.epoch, "suggested_lr": suggested });
@@ -199,7 +199,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                     ctx.line(&format!("suggested_lr={suggested:.2e}"))?;
                 }
             }
-            None if finder.is_enough() => {
+            None if is_enough => {
                 ctx.note("no learning rate to suggest: the loss does not fall");
             }
             None => ctx.note("no learning rate to suggest: the loss diverges in the first steps"),
@@ -270,8 +270,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             Ok((gradients, wanted))
         });
         let (gradients, wanted) = shared.inspect_err(|_| {
-            let params = self.strategy.state().params;
-            params.buffers_flat_mut().copy_from_slice(&buffers);
+            self.set_buffers(&buffers);
             self.strategy.set_skipped_steps(&skipped);
         })?;
         self.course.results.timing.flops += self.model.tape.flops().wrapping_sub(flops) as f64;
@@ -401,8 +400,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             self.strategy.update(group, self.model.clip)?;
         } else {
             // Statistics of a batch that is not trained on must not stay.
-            let params = self.strategy.state().params;
-            params.buffers_flat_mut().copy_from_slice(buffers);
+            self.set_buffers(buffers);
             let (ctx, at) = (self.ctx, turn.name());
             let why = match commit {
                 Commit::No(vetoes) if vetoes.iter().all(|veto| veto.parameter.is_none()) => {
