@@ -175,11 +175,11 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             None if own != newest => self.optimizer.lay_out(&self.cut.own).map_err(refused)?,
             None => {}
         }
-        let told = (group.rank() == root).then(|| self.tell());
-        let told: Sent = group
-            .broadcast_object(told.as_ref(), root)
+        let ending = (group.rank() == root).then(|| self.sent());
+        let sent: Sent = group
+            .broadcast_object(ending.as_ref(), root)
             .map_err(not_divided)?;
-        let (numbers, shift, parts, steps, names) = told;
+        let (numbers, shift, parts, steps, names) = sent;
         let ids: Vec<_> = params.ids().collect();
         let piece = |(param, from, to): (usize, usize, usize)| {
             let info = params.infos().get(param).filter(|info| to <= info.len);
@@ -204,7 +204,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         })
     }
 
-    fn tell(&self) -> Sent {
+    fn sent(&self) -> Sent {
         let piece = |p: &Piece| (p.param.index(), p.elems.start, p.elems.end);
         let parts = self.cut.parts.iter();
         let state = self.optimizer.state().into_iter();

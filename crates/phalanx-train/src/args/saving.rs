@@ -15,7 +15,7 @@ use phalanx_launch::RankContext;
 /// Folder of checkpoints in a run's output folder.
 pub const FOLDER: &str = "checkpoints";
 
-/// `--resume` with this goes on from the newest checkpoint, or from the start.
+/// `--resume` with this continues from the newest checkpoint, or starts anew without one.
 pub const AUTO: &str = "auto";
 
 /// What to do if a checkpoint cannot be saved.
@@ -27,8 +27,9 @@ pub enum SaveErrors {
     Warn,
 }
 
-/// That a run may remove what lies in its folder: no attempt of its job has trained there, nobody asked to go on with
-/// it, and it holds no earlier run, unless that is to be replaced. Only [`SavingArgs::found_nothing`] gives one, to who has checked the folder.
+/// That a run may remove what lies in its folder: no attempt of its job has trained there, `--resume` was not given, and it
+/// holds no earlier run, unless that is to be replaced. Only [`SavingArgs::found_nothing`] gives one, after the folder was
+/// checked.
 #[derive(Debug, Clone)]
 pub(crate) struct Fresh(());
 

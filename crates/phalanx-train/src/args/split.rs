@@ -30,7 +30,7 @@ pub struct SplitArgs {
     pub shards: Option<usize>,
 }
 
-/// Fixed parts of a global batch where nobody said how many.
+/// Fixed parts of a global batch without `--shards`.
 const SHARDS: usize = 8;
 
 /// Micro-batches beyond this are surely a slip of the hand.

@@ -307,7 +307,7 @@ impl Output {
 
     /// The log of the run: on rank 0 up to where a resumed run goes on. Where an attempt before had saved no checkpoint,
     /// its metrics are kept as `metrics-N.jsonl`. To a complete run nothing is added. `past_cut`: `--max-steps` had cut the epoch
-    /// in which the run goes on, whose evaluation goes.
+    /// that the run continues; the evaluation of the cut epoch is removed.
     ///
     /// # Errors
     ///

@@ -108,7 +108,7 @@ pub(super) struct Results {
 }
 
 impl CoursePlan<'_> {
-    /// The course of a training whose epochs have so many `steps`, at its start or where it is `resumed`. The optimizers of
+    /// The course of a training whose epochs have this number of `steps`, at its start or where it is `resumed`. The optimizers of
     /// `state` get the schedule's momentum.
     ///
     /// # Errors

@@ -44,7 +44,7 @@ impl Extent {
         self.max_steps.map_or(all, |max| all.min(max))
     }
 
-    /// Whether `--max-steps` had cut the epoch of `place`, in which the training goes on.
+    /// Whether `--max-steps` had cut the epoch of `place`, which the training continues.
     pub(super) fn goes_past_cut(&self, place: Place) -> bool {
         place.step_in_epoch > 0 && !self.is_over(place)
     }
