@@ -4,9 +4,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use phalanx_base::{Error, Result};
 use phalanx_comm::ProcessGroup;
-use phalanx_ddp::{
-    GlobalBatch, HostTensors, Replica, ReplicaOptions, broadcast_parameters, digest,
-};
+use phalanx_ddp::{GlobalBatch, Replica, ReplicaOptions, broadcast_parameters};
 
 use crate::tensors::{Outline, given, staged, taken, values, with_values};
 
@@ -175,10 +173,7 @@ impl DistributedDataParallel {
     /// As [`check`](Self::check); aborts the group after an error, so that the other ranks do not wait for this one.
     fn check_or_abort(&mut self, model: &impl Module) -> Result<()> {
         let checked = self.check(model);
-        if let Err(error) = &checked {
-            self.replica.abort(&error.to_string());
-        }
-        checked
+        self.replica.or_abort(checked)
     }
 
     /// Whether it is the module that this was made for.
@@ -251,10 +246,7 @@ impl DistributedDataParallel {
     /// `Usage` for another module than the one that this was made for; `Failed` when a tensor cannot be read.
     pub fn digest(&self, model: &impl Module) -> Result<String> {
         self.check(model)?;
-        let all = staged(model, &self.outline, false)?;
-        let parameters = HostTensors::new(all.parameters().to_vec(), Vec::new());
-        let bytes = digest(&parameters);
-        Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+        Ok(self.replica.digest(staged(model, &self.outline, false)?))
     }
 }
 

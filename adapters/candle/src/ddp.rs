@@ -5,7 +5,7 @@ use candle_core::{Device, Tensor, Var};
 use candle_nn::{Optimizer, VarMap};
 use phalanx_base::say;
 use phalanx_comm::ProcessGroup;
-use phalanx_ddp::{GlobalBatch, HostTensors, Parameters, Replica, ReplicaOptions, digest};
+use phalanx_ddp::{GlobalBatch, HostTensors, Parameters as _, Replica, ReplicaOptions};
 
 use crate::error::{Error, Result};
 use crate::tensors::{check_dtype, host, read, tensor};
@@ -201,7 +201,7 @@ impl DistributedDataParallel {
     /// Runs backward of one micro-batch.
     fn add(&mut self, loss: &Tensor) -> Result<()> {
         let gradients = self.check_vars().and_then(|()| Ok(loss.backward()?));
-        let mut gradients = self.or_abort(gradients)?;
+        let mut gradients = self.replica.or_abort(gradients)?;
         let parameters = &self.parameters;
         self.replica.backward(|index, out| {
             let (name, var) = &parameters[index];
@@ -233,20 +233,12 @@ impl DistributedDataParallel {
         }
     }
 
-    /// Aborts the group after an error, so that the other ranks do not wait for this one.
-    fn or_abort<T>(&mut self, result: Result<T>) -> Result<T> {
-        if let Err(error) = &result {
-            self.replica.abort(&error.to_string());
-        }
-        result
-    }
-
     /// The gradients of the step, averaged.
     fn averaged(&mut self) -> Result<GradStore> {
         let store = self.store();
-        let store = self.or_abort(store)?;
+        let store = self.replica.or_abort(store)?;
         let synchronized = self.sync_buffers();
-        self.or_abort(synchronized)?;
+        self.replica.or_abort(synchronized)?;
         Ok(store)
     }
 
@@ -319,8 +311,8 @@ impl DistributedDataParallel {
     ///
     /// Those of candle.
     pub fn digest(&self) -> Result<String> {
-        let bytes = digest(&staged(&self.parameters, &[])?);
-        Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+        let tensors = staged(&self.parameters, &[])?;
+        Ok(self.replica.digest(tensors))
     }
 }
 

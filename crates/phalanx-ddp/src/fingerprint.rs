@@ -7,6 +7,7 @@
 use phalanx_comm::ProcessGroup;
 use sha2::{Digest, Sha256};
 
+use crate::bucket::BucketCaps;
 use crate::error::{Error, Result};
 use crate::parameters::Parameters;
 
@@ -24,6 +25,27 @@ impl Fingerprint {
     /// No facts yet.
     pub fn new() -> Fingerprint {
         Fingerprint::default()
+    }
+
+    /// What every wrapper compares first: the build, the world, the facts that the user set, since they explain the others,
+    /// and `caps`.
+    pub(crate) fn of_wrapper(
+        group: &ProcessGroup,
+        must_agree: &[String],
+        caps: Option<BucketCaps>,
+    ) -> Fingerprint {
+        let mut print = Fingerprint::new();
+        print.line(format!("phalanx-ddp {}", env!("CARGO_PKG_VERSION")));
+        print.line(format!("world of {} ranks", group.world_size()));
+        for fact in must_agree {
+            print.line(fact.as_str());
+        }
+        print.line("no further fact that must agree");
+        print.line(match caps {
+            Some(caps) => caps.to_string(),
+            None => "buckets sized by where the ranks are".to_owned(),
+        });
+        print
     }
 
     /// Adds a fact. The order of facts counts.

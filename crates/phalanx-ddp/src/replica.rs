@@ -127,9 +127,7 @@ pub struct Replica {
     reducer: Reducer,
     /// Number of parameters.
     parameters: usize,
-    average: Average,
-    uneven: Uneven,
-    max_norm: Option<f64>,
+    options: ReplicaOptions,
     /// Micro-batches declared and run, in a step.
     begun: Option<[usize; 2]>,
     /// No rank has samples in this step.
@@ -153,29 +151,15 @@ impl Replica {
         tensors: &mut HostTensors,
         options: ReplicaOptions,
     ) -> Result<Replica> {
-        let ReplicaOptions {
-            caps,
-            average,
-            uneven,
-            max_norm,
-            any_order,
-            must_agree,
-        } = options;
+        let (caps, max_norm, any_order) = (options.caps, options.max_norm, options.any_order);
         if max_norm.is_some_and(|norm| norm.is_nan() || norm <= 0.0) {
             return Err(Error::usage(
                 "the norm to which gradients are clipped must be above 0",
             ));
         }
-        let mut facts = Fingerprint::new();
-        facts.line(format!("world of {} ranks", group.world_size()));
-        for fact in must_agree {
-            facts.line(fact);
-        }
-        facts.line(match caps {
-            Some(caps) => caps.to_string(),
-            None => "buckets sized by where the ranks are".to_owned(),
-        });
+        let mut facts = Fingerprint::of_wrapper(group, &options.must_agree, caps);
         facts.line(format!("added in any order: {any_order}"));
+        let (average, uneven) = (options.average, options.uneven);
         facts.line(format!("gradients averaged over {average:?}, {uneven:?}"));
         facts.line(match max_norm {
             Some(norm) => format!("gradients clipped to a norm of {norm}"),
@@ -184,7 +168,7 @@ impl Replica {
         facts.parameters(tensors).compare(group)?;
         broadcast_parameters(group, tensors, 0)?;
         let specs = (0..tensors.parameters).map(|i| ParamSpec::of(tensors, i));
-        let options = ReducerOptions {
+        let reducer_options = ReducerOptions {
             caps: match caps {
                 Some(caps) => caps,
                 None => BucketCaps::of_group(group)?,
@@ -195,11 +179,9 @@ impl Replica {
             ..ReducerOptions::default()
         };
         Ok(Replica {
-            reducer: Reducer::new(group.clone(), specs.collect(), options),
+            reducer: Reducer::new(group.clone(), specs.collect(), reducer_options),
             parameters: tensors.parameters,
-            average,
-            uneven,
-            max_norm,
+            options,
             begun: None,
             is_over: false,
             norm: None,
@@ -224,19 +206,14 @@ impl Replica {
     /// the group; `Comm` when a peer is lost or late.
     pub fn begin(&mut self, sizes: &[usize]) -> Result<GlobalBatch> {
         if self.begun.is_some_and(|[_, run]| run > 0) {
-            let error = Error::usage("a step was begun before the one in progress was finished");
-            self.abort(&error.to_string());
-            return Err(error);
+            let what = "a step was begun before the one in progress was finished";
+            return self.or_abort(Err(Error::usage(what)));
         }
         let sizes: Vec<usize> = sizes.iter().copied().filter(|size| *size > 0).collect();
         let group = self.reducer.group();
-        let global = average::exchange(group, &sizes, self.uneven, false)?;
-        if global.samples == 0 {
-            self.reducer.drop_gradients()?;
-        } else {
-            let (weights, scale) = average::weigh(self.average, &sizes, global, group.world_size());
-            self.reducer.plan_step(&weights, scale)?;
-        }
+        let global = average::exchange(group, &sizes, self.options.uneven, false)?;
+        self.reducer
+            .plan_sizes(self.options.average, &sizes, global)?;
         self.is_over = global.samples == 0;
         self.begun = Some([sizes.len(), 0]);
         Ok(global)
@@ -257,10 +234,22 @@ impl Replica {
         read: impl FnMut(usize, &mut [f32]) -> std::result::Result<bool, E>,
     ) -> std::result::Result<(), E> {
         let taken = self.take(read);
-        if let Err(error) = &taken {
+        self.or_abort(taken)
+    }
+
+    /// `result`; after an error [aborts](Self::abort) the group, so that the other ranks do not wait for this one.
+    ///
+    /// # Errors
+    ///
+    /// That one.
+    pub fn or_abort<T, E: Display>(
+        &mut self,
+        result: std::result::Result<T, E>,
+    ) -> std::result::Result<T, E> {
+        if let Err(error) = &result {
             self.abort(&error.to_string());
         }
-        taken
+        result
     }
 
     fn take<E: From<Error>>(
@@ -323,7 +312,7 @@ impl Replica {
             return Ok(Commit::Yes);
         }
         let commit = self.reducer.finish()?;
-        if let (true, Some(limit)) = (commit.is_yes(), self.max_norm) {
+        if let (true, Some(limit)) = (commit.is_yes(), self.options.max_norm) {
             let squares = |p| {
                 let gradient = self.reducer.grad(p).iter();
                 gradient.map(|&g| f64::from(g) * f64::from(g)).sum::<f64>()
@@ -365,5 +354,13 @@ impl Replica {
     /// `Mismatch`, on every rank, naming the ranks that differ from rank 0 and the first tensor in which they do.
     pub fn verify_equal(&self, tensors: &HostTensors) -> Result<()> {
         verify_equal(self.group(), tensors, digest(tensors))
+    }
+
+    /// SHA-256 of the values of all parameters in `tensors`, as little-endian f32, in hexadecimal: the same for equal
+    /// parameters, whatever the number of ranks. Buffers are not in it. Does not communicate.
+    pub fn digest(&self, mut tensors: HostTensors) -> String {
+        tensors.tensors.truncate(self.parameters);
+        let bytes = digest(&tensors);
+        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 }

@@ -7,9 +7,8 @@ use phalanx_checkpoint::state::Place;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::evaluation::Evaluation;
 use crate::format::{plural, rounded};
-use crate::saving::History;
-use crate::trainer::Evaluation;
 
 /// The measure that decides, and which of two values is better.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -270,10 +269,10 @@ impl Best {
         }
     }
 
-    /// Goes on from what `history` says.
-    pub fn go_on(&mut self, history: &History) {
-        self.best = history.best();
-        self.judged = history.judged().to_vec();
+    /// Goes on from the evaluations `judged`, of which `best` was the best.
+    pub fn go_on(&mut self, best: Option<BestEpoch>, judged: &[Judged]) {
+        self.best = best;
+        self.judged = judged.to_vec();
     }
 
     /// Compares the evaluation of epoch `epoch`, after `step` steps of the training, and gives the value of the measure that
@@ -335,6 +334,11 @@ impl Best {
         &self.judged
     }
 
+    /// The measure that the program has named.
+    pub fn wanted(&self) -> Option<String> {
+        self.wanted.as_ref().map(BestMeasure::to_string)
+    }
+
     /// The name of the measure that the program has named, with its value in `evaluation`.
     pub fn named(&self, evaluation: &Evaluation) -> Option<String> {
         let wanted = self.wanted.as_ref()?;
@@ -365,8 +369,7 @@ impl Best {
             return false;
         };
         // It may have been another one before the run was resumed.
-        let by = self.wanted.as_ref().map(BestMeasure::to_string);
-        let by = by.unwrap_or_else(|| last.by.clone());
+        let by = self.wanted().unwrap_or_else(|| last.by.clone());
         let judged = self.judged.iter().filter(|judged| judged.by == by);
         early.is_reached(judged.map(|judged| judged.value().0), is_greatest(&by))
     }

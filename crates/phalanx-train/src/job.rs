@@ -1,7 +1,5 @@
 //! A training program as one rank runs it.
 
-use std::cell::{Cell, RefCell};
-use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -10,19 +8,10 @@ use phalanx_data::Dataset;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{Params, Scope};
 
+use crate::args::Settings;
 use crate::error::{Error, ErrorKind, Result};
-use crate::settings::Settings;
-use crate::trainer::TrainerBuilder;
+use crate::trainer::{TrainerBuilder, Trainings};
 use phalanx_launch::RankContext;
-
-/// What the trainings of one program have in common.
-#[derive(Debug, Default)]
-pub(crate) struct Trainings {
-    /// One has begun and has not ended.
-    pub(crate) unfinished: Cell<bool>,
-    /// The folders of those that were started, by their names in the run's folder.
-    pub(crate) folders: RefCell<BTreeSet<String>>,
-}
 
 /// What a training program gets on each rank: its place among the ranks, and the settings of its
 /// command line.
@@ -121,8 +110,7 @@ impl<'a> Job<'a> {
         model: impl FnOnce(&mut Scope) -> M + 'a,
         optimizer: impl Fn(&Params, f64) -> O + 'a,
     ) -> TrainerBuilder<'a, M> {
-        let (ctx, settings) = (self.ctx, self.settings);
-        let builder = TrainerBuilder::new(ctx, settings, self.name, train, model, optimizer);
-        builder.of_program(Rc::clone(&self.trainings))
+        let (at, trainings) = ((self.ctx, self.settings), Rc::clone(&self.trainings));
+        TrainerBuilder::new(at, self.name, train, model, optimizer, trainings)
     }
 }

@@ -12,55 +12,41 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod advice;
-mod attempt;
+mod args;
+mod batch;
 mod best;
 mod deliveries;
-mod exchange;
-mod gradient;
+mod evaluation;
+mod folder;
 mod job;
-mod labels;
-mod lock;
 mod log;
 mod lr_finder;
-mod output;
 mod param_group;
-mod precision;
-mod prepare;
 mod profile;
 mod reporter;
-mod run_dir;
 mod sample_log;
 mod saving;
-mod settings;
 mod split;
-mod start;
 mod strategy;
 mod timing;
 mod trainer;
 mod update;
-mod weights;
 
+pub use args::{
+    Defaults, Determinism, ExchangeArg, FolderArgs, LabelArgs, Mesh, MeshArgs, PrecisionArg,
+    SamplerKind, SavingArgs, Settings, SplitArgs, check_folder_of,
+};
+pub use batch::{Batches, Engine, StepBatch};
 pub use best::EarlyStopping;
-pub use exchange::ExchangeArg;
+pub use evaluation::{Evaluation, Measure};
+pub use folder::{Files, PreparedRun, RunDir, file_of, prepare_run};
 pub use job::Job;
-pub use labels::LabelArgs;
-pub use output::Files;
 pub use phalanx_base::error::{Error, ErrorKind, Result};
 pub use phalanx_launch::RankContext;
 pub use phalanx_track::{TrackArgs, Tracker};
-pub use precision::PrecisionArg;
-pub use prepare::{PreparedRun, prepare_run};
 pub use reporter::{EpochLines, Reporter, StepInfo};
-pub use run_dir::{FolderArgs, RunDir, check_folder_of};
-pub use saving::SavingArgs;
-pub use settings::{Defaults, SamplerKind, Settings};
-pub use split::{Determinism, SplitArgs};
-pub use strategy::{Ddp, Mesh, MeshArgs, OnMesh, Strategy};
-pub use trainer::{
-    Batches, Epochs, Evaluation, Measure, MicroBatch, PendingUpdate, StepBatch, Trainer,
-    TrainerBuilder,
-};
-pub use weights::file_of;
+pub use strategy::{Ddp, MicroBatch, OnMesh, Strategy};
+pub use trainer::{Epochs, PendingUpdate, Trainer, TrainerBuilder};
 
 use phalanx_base::{error, format, say, stop};
 

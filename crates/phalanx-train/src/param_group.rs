@@ -5,9 +5,9 @@ use std::borrow::Cow;
 use phalanx_checkpoint::state::OptimizerState;
 use phalanx_ddp::DistributedDataParallel;
 use phalanx_nn::{ParamId, Params};
+use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::saving::SavedGroup;
 use crate::update::Update;
 
 /// One of a training's groups of parameters. The first has all that are in no other.
@@ -21,6 +21,30 @@ pub(crate) struct ParamGroup {
     pub(crate) lr: f64,
     /// Of the gradients of its last step, if they are clipped.
     pub(crate) norm: Option<f64>,
+}
+
+/// What is saved of a group of parameters besides the numbers.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct SavedGroup {
+    pub(crate) name: String,
+    /// Its optimizer's steps.
+    pub(crate) steps: u64,
+    /// Names of its optimizer's buffers.
+    pub(crate) buffers: Vec<String>,
+    /// Steps that were voted down.
+    pub(crate) skipped_steps: u64,
+}
+
+impl SavedGroup {
+    /// Of the group `name`, whose optimizer has this state.
+    pub(crate) fn new(name: &str, state: &OptimizerState<'_>) -> SavedGroup {
+        SavedGroup {
+            name: name.to_owned(),
+            steps: state.steps,
+            buffers: state.buffers.iter().map(|b| b.0.to_owned()).collect(),
+            ..SavedGroup::default()
+        }
+    }
 }
 
 /// The parameters of the groups with these names, those of none first.

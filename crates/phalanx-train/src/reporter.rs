@@ -1,8 +1,8 @@
 //! What a program prints on standard output.
 
 use crate::error::Result;
+use crate::evaluation::Evaluation;
 use crate::format::rounded;
-use crate::trainer::Evaluation;
 use phalanx_launch::RankContext;
 
 /// What a step has done.

@@ -9,7 +9,7 @@ use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_nn::{GradSink, GradView, Layout, ParamId, Params, Tape};
 
 use super::route::{Routes, Selection, Unused};
-use super::shards::{self, Shards};
+use super::shards::Shards;
 use super::sync_norm::SyncBatchNorm;
 use super::tree::ShardTree;
 use crate::average::{self, Average, GlobalBatch, Uneven};
@@ -138,16 +138,13 @@ pub enum Every {
 /// [`begin`](Self::begin) starts steps with several micro-batches, with uneven ranks,
 /// and with ranks that have run out of data.
 pub struct DistributedDataParallel {
-    reducer: Reducer,
+    pub(super) reducer: Reducer,
     /// Replaces the reducer when gradients are folded over shards.
     shards: Option<Box<Shards>>,
     routes: Routes,
     /// Parameters that are reduced, by their number in the reducer.
     reduced: Vec<ParamId>,
-    average: Average,
-    uneven: Uneven,
-    buffers: Buffers,
-    exchange: Exchange,
+    options: DdpOptions,
     /// Whether every rank takes part in every batch normalisation.
     joins_batches: bool,
 }
@@ -208,38 +205,33 @@ impl DistributedDataParallel {
             shards,
             routes,
             reduced,
-            average: options.average,
-            uneven: options.uneven,
-            buffers: options.buffers,
-            exchange: options.exchange,
+            options,
             joins_batches: false,
         })
     }
 
     /// The sizes of a step over all ranks. *Blocks* until all ranks ask for them.
     pub(super) fn exchange_sizes(&self, sizes: &[usize]) -> Result<GlobalBatch> {
-        average::exchange(self.reducer.group(), sizes, self.uneven, self.joins_batches)
+        average::exchange(
+            self.reducer.group(),
+            sizes,
+            self.options.uneven,
+            self.joins_batches,
+        )
     }
 
     /// Begins a step with these sizes.
     pub(super) fn plan_step(&mut self, sizes: &[usize], global: GlobalBatch) -> Result<()> {
-        let world = self.reducer.group().world_size();
         self.check_begin(sizes, global)?;
-        if global.samples == 0 {
-            // No gradient of the step before may be applied again.
-            match &mut self.shards {
-                Some(shards) => shards.drop_gradients()?,
-                None => self.reducer.drop_gradients()?,
-            }
-            self.routes.finish();
-        } else if let Some(shards) = &mut self.shards {
-            let weights = shards::weigh(self.average, sizes, shards.tree(), global.samples);
-            shards.plan_step(sizes, &weights, global.samples)?;
-            self.routes.plan_step(&weights);
-        } else {
-            let (weights, scale) = average::weigh(self.average, sizes, global, world);
-            self.reducer.plan_step(&weights, scale)?;
-            self.routes.plan_step(&weights);
+        let weights = match &mut self.shards {
+            Some(shards) => shards.plan_step(self.options.average, sizes, global.samples)?,
+            None => self
+                .reducer
+                .plan_sizes(self.options.average, sizes, global)?,
+        };
+        match global.samples {
+            0 => self.routes.finish(),
+            _ => self.routes.plan_step(&weights),
         }
         Ok(())
     }
@@ -248,7 +240,7 @@ impl DistributedDataParallel {
     fn check_begin(&self, sizes: &[usize], global: GlobalBatch) -> Result<()> {
         let group = self.reducer.group();
         let world = group.world_size();
-        if self.uneven == Uneven::Refuse && (1..world).contains(&global.active_ranks) {
+        if self.options.uneven == Uneven::Refuse && (1..world).contains(&global.active_ranks) {
             return Err(Error::mismatch(format!(
                 "{} of {world} ranks have no data left while others still have some; cut the data evenly, or allow it \
                  (Uneven::Join)",
@@ -295,19 +287,6 @@ impl DistributedDataParallel {
         match &mut self.shards {
             Some(shards) => shards.weigh_at_loss(index),
             None => self.reducer.weigh_at_loss(index),
-        }
-    }
-
-    /// The tree, and the samples of the running step.
-    pub(crate) fn shards_in_step(&self) -> Option<(ShardTree, usize)> {
-        let shards = self.shards.as_ref()?;
-        Some((shards.tree(), shards.samples()?))
-    }
-
-    /// Takes the running statistics of all shards together.
-    pub(crate) fn keep_joined_buffers(&mut self, params: &mut Params, before: &[f32]) {
-        if let Some(shards) = &mut self.shards {
-            shards.keep_joined_buffers(params, before);
         }
     }
 
@@ -387,21 +366,6 @@ impl DistributedDataParallel {
         }
     }
 
-    /// [`Reducer::exchange_late`].
-    pub(crate) fn exchange_late(&mut self) -> Result<()> {
-        self.reducer.exchange_late()
-    }
-
-    /// [`Reducer::pass_copies`].
-    pub(crate) fn pass_copies(&mut self, to: usize, from: usize) -> Result<()> {
-        self.reducer.pass_copies(to, from)
-    }
-
-    /// [`Reducer::check_pieces`].
-    pub(crate) fn check_pieces(&self) -> Result<()> {
-        self.reducer.check_pieces()
-    }
-
     /// [`Reducer::visit_pieces`].
     pub(crate) fn visit_pieces(
         &mut self,
@@ -421,11 +385,11 @@ impl DistributedDataParallel {
 
     /// How gradients are synchronized.
     pub fn exchange(&self) -> Exchange {
-        self.exchange
+        self.options.exchange
     }
 
     pub(crate) fn is_scattered(&self) -> bool {
-        self.exchange.is_scattered()
+        self.options.exchange.is_scattered()
     }
 
     /// Makes every batch normalisation of the model use the batch of all ranks,
@@ -438,13 +402,12 @@ impl DistributedDataParallel {
     ///
     /// # Errors
     ///
-    /// `Usage` with [`Deterministic::Shards`], where [`GlobalStep::run_joined`](crate::GlobalStep::run_joined)
-    /// does it; `Comm` when a peer is lost or late.
+    /// `Usage` with [`Deterministic::Shards`], whose batch statistics are each shard's; `Comm` when a peer is lost or late.
     pub fn sync_batch_norm(&mut self, tape: &mut Tape) -> Result<()> {
         if self.shards.is_some() {
             return Err(Error::usage(
-                "gradients folded over shards take batch statistics of each shard; for those of the global batch, run \
-                 its shards with GlobalStep::run_joined",
+                "sync_batch_norm does not work with Deterministic::Shards, which takes batch statistics of each shard; \
+                 use Deterministic::Ranks, or leave out sync_batch_norm",
             ));
         }
         let group = self.reducer.group();
@@ -499,7 +462,7 @@ impl DistributedDataParallel {
             return Ok(());
         }
         let values = params.buffers_flat_mut();
-        let done = match self.buffers {
+        let done = match self.options.buffers {
             Buffers::RankZero(every) if due(every) => group.broadcast(values, 0),
             Buffers::Mean(every) if due(every) => group.all_reduce(values, ReduceOp::Mean),
             _ => return Ok(()),
@@ -541,11 +504,6 @@ impl DistributedDataParallel {
             Some(_) => None,
             None => self.reducer.carried(),
         }
-    }
-
-    /// [`Reducer::carry`].
-    pub(crate) fn carry(&mut self, value: f64) {
-        self.reducer.carry(value);
     }
 
     /// Number of steps skipped by vote so far.
@@ -689,18 +647,7 @@ fn spec(params: &Params, id: ParamId) -> ParamSpec {
 }
 
 fn fingerprint(group: &ProcessGroup, params: &Params, options: &DdpOptions) -> Fingerprint {
-    let mut print = Fingerprint::new();
-    print.line(format!("phalanx-ddp {}", env!("CARGO_PKG_VERSION")));
-    print.line(format!("world of {} ranks", group.world_size()));
-    // First the facts that the user set: they explain the others.
-    for fact in &options.must_agree {
-        print.line(fact.as_str());
-    }
-    print.line("no further fact that must agree");
-    print.line(match options.caps {
-        Some(caps) => caps.to_string(),
-        None => "buckets sized by where the ranks are".to_owned(),
-    });
+    let mut print = Fingerprint::of_wrapper(group, &options.must_agree, options.caps);
     print.line(format!("buckets rebuilt: {}", !options.keep_layout));
     print.line(format!("gradients averaged over {:?}", options.average));
     print.line(match options.deterministic {

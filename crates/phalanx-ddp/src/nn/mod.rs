@@ -1,8 +1,6 @@
 //! The part that needs the engine `phalanx-nn`.
 
 mod ddp;
-mod joined;
-mod meeting;
 mod params;
 mod recut;
 mod route;
@@ -14,7 +12,6 @@ mod tree;
 mod zero;
 
 pub use ddp::{Buffers, DdpOptions, Deterministic, DistributedDataParallel, Every};
-pub use joined::{JoinedShard, JoinedShards};
 pub use route::Unused;
 pub use state::{agree_on_state, take_state};
 pub use step::GlobalStep;

@@ -15,16 +15,8 @@ use phalanx_nn::Params;
 use phalanx_nn::optim::Optimizer;
 
 use super::ddp::DistributedDataParallel;
-use super::zero::{Cut, Piece, ShardedOptimizer, held, lay_out, len_of, parts_of, refused};
+use super::zero::{Cut, Piece, Recut, ShardedOptimizer, held, lay_out, len_of, parts_of, refused};
 use crate::error::{Error, Result};
-
-/// A cut that this rank can change to.
-pub(super) struct Recut {
-    cut: Cut,
-    steps: u64,
-    updates: Vec<u64>,
-    state: Vec<(String, Vec<f32>)>,
-}
 
 /// What all ranks must know of the cut that ends.
 struct Ending {
@@ -38,7 +30,7 @@ struct Ending {
 }
 
 /// [`Ending`] as it travels; a piece is the number of its parameter, and its first and last elements.
-type Told = (
+type Sent = (
     Vec<usize>,
     usize,
     Vec<Vec<(usize, usize, usize)>>,
@@ -183,11 +175,11 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             None if own != newest => self.optimizer.lay_out(&self.cut.own).map_err(refused)?,
             None => {}
         }
-        let told = (group.rank() == root).then(|| self.tell());
-        let told: Told = group
-            .broadcast_object(told.as_ref(), root)
+        let ending = (group.rank() == root).then(|| self.sent());
+        let sent: Sent = group
+            .broadcast_object(ending.as_ref(), root)
             .map_err(not_divided)?;
-        let (numbers, shift, parts, steps, names) = told;
+        let (numbers, shift, parts, steps, names) = sent;
         let ids: Vec<_> = params.ids().collect();
         let piece = |(param, from, to): (usize, usize, usize)| {
             let info = params.infos().get(param).filter(|info| to <= info.len);
@@ -212,7 +204,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         })
     }
 
-    fn tell(&self) -> Told {
+    fn sent(&self) -> Sent {
         let piece = |p: &Piece| (p.param.index(), p.elems.start, p.elems.end);
         let parts = self.cut.parts.iter();
         let state = self.optimizer.state().into_iter();

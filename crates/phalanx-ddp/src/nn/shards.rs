@@ -35,22 +35,6 @@ use crate::vote::{self, Ballot, Commit, Veto};
 /// Borders between chunks are multiples of 64 bytes.
 const LINE_ELEMS: usize = 16;
 
-/// Weights of this rank's shards; a shard's weight does not depend on the rank that computes it.
-pub(super) fn weigh(
-    average: Average,
-    sizes: &[usize],
-    tree: ShardTree,
-    samples: usize,
-) -> Vec<f32> {
-    let present = tree.present(samples);
-    let weight = |&size: &usize| match average {
-        Average::Samples => (size as f64 * present as f64 / samples.max(1) as f64) as f32,
-        Average::Ranks | Average::ActiveRanks if size == 0 => 0.0,
-        Average::Ranks | Average::ActiveRanks => 1.0,
-    };
-    sizes.iter().map(weight).collect()
-}
-
 pub(crate) struct Shards {
     group: ProcessGroup,
     tree: ShardTree,
@@ -65,8 +49,6 @@ pub(crate) struct Shards {
     step: Option<Step>,
     /// Mean gradients, then mean buffers, of the last step.
     result: Vec<f32>,
-    /// Buffers of the last step, where its shards were joined.
-    joined: Option<Vec<f32>>,
     /// Whether this rank votes against the next step.
     veto_next: bool,
     /// Names of parameters that each rank trains for itself.
@@ -81,7 +63,6 @@ pub(crate) struct Shards {
 /// The running step.
 struct Step {
     weights: Vec<f32>,
-    samples: usize,
     present: usize,
     /// The current shard and its gradient.
     current: Option<(usize, Vec<f32>)>,
@@ -91,8 +72,6 @@ struct Step {
     /// Buffers at the step's beginning, once a shard has changed them.
     base: Option<Vec<f32>>,
     kept_buffers: bool,
-    /// Whether the shards have joint statistics, so that buffers need no mean.
-    joined: bool,
     ballot: Ballot,
 }
 
@@ -129,7 +108,6 @@ impl Shards {
             nodes: Vec::new(),
             step: None,
             result: vec![0.0; at + buffer_elems],
-            joined: None,
             veto_next: false,
             own: Vec::new(),
             untouched: vec![false; params.len()],
@@ -141,22 +119,30 @@ impl Shards {
         })
     }
 
-    pub(crate) fn tree(&self) -> ShardTree {
-        self.tree
-    }
-
-    /// Starts a step whose global batch has `samples` samples; `weights` are
-    /// those of this rank's shards and `sizes` their samples.
+    /// Starts a step whose global batch has `samples` samples; without any it has no gradients. `sizes` are the samples of
+    /// this rank's shards. Gives their weights: a shard's weight does not depend on the rank that computes it.
     pub(crate) fn plan_step(
         &mut self,
+        average: Average,
         sizes: &[usize],
-        weights: &[f32],
         samples: usize,
-    ) -> Result<()> {
+    ) -> Result<Vec<f32>> {
         self.check_usable()?;
         if self.step.is_some() {
-            return Err(not_finished());
+            return Err(Error::usage("the step before was not finished"));
         }
+        if samples == 0 {
+            self.committed = false;
+            self.veto_next = false;
+            return Ok(Vec::new());
+        }
+        let present = self.tree.present(samples);
+        let weight = |&size: &usize| match average {
+            Average::Samples => (size as f64 * present as f64 / samples as f64) as f32,
+            Average::Ranks | Average::ActiveRanks if size == 0 => 0.0,
+            Average::Ranks | Average::ActiveRanks => 1.0,
+        };
+        let weights: Vec<f32> = sizes.iter().map(weight).collect();
         let range = self.tree.range(self.group.world_size(), self.group.rank());
         let want: Vec<usize> = range.map(|s| self.tree.size(samples, s)).collect();
         let trimmed = |sizes: &[usize]| {
@@ -177,15 +163,13 @@ impl Shards {
         }
         self.step = Some(Step {
             weights: weights[..trimmed(&want).len()].to_vec(),
-            samples,
-            present: self.tree.present(samples),
+            present,
             current: None,
             given: 0,
             ready: vec![false; self.params.len()],
             used: vec![false; self.params.len()],
             base: None,
             kept_buffers: false,
-            joined: false,
             ballot,
         });
         self.times = StepTimes {
@@ -193,19 +177,7 @@ impl Shards {
             ..StepTimes::default()
         };
         self.committed = false;
-        self.joined = None;
-        Ok(())
-    }
-
-    /// A step without data, so without gradients.
-    pub(crate) fn drop_gradients(&mut self) -> Result<()> {
-        self.check_usable()?;
-        if self.step.is_some() {
-            return Err(not_finished());
-        }
-        self.committed = false;
-        self.veto_next = false;
-        Ok(())
+        Ok(weights)
     }
 
     pub(crate) fn next_micro_batch(&mut self) -> Result<()> {
@@ -229,7 +201,7 @@ impl Shards {
         step.current = Some((first + step.given, memory));
         step.given += 1;
         step.ready.fill(false);
-        step.kept_buffers = self.buffer_elems == 0 || step.joined;
+        step.kept_buffers = self.buffer_elems == 0;
         Ok(())
     }
 
@@ -324,21 +296,6 @@ impl Shards {
         params.buffers_flat_mut().copy_from_slice(base);
         step.kept_buffers = true;
         Ok(())
-    }
-
-    /// Takes the joint buffers of all shards, the same on all ranks, and restores those
-    /// of the beginning of the step.
-    pub(crate) fn keep_joined_buffers(&mut self, params: &mut Params, before: &[f32]) {
-        if let Some(step) = &mut self.step {
-            step.joined = true;
-            self.joined = Some(params.buffers_flat().to_vec());
-            params.buffers_flat_mut().copy_from_slice(before);
-        }
-    }
-
-    /// Samples of the global batch of the running step.
-    pub(crate) fn samples(&self) -> Option<usize> {
-        Some(self.step.as_ref()?.samples)
     }
 
     /// Adds the finished shard to its sibling, if that is finished.
@@ -539,10 +496,7 @@ impl Shards {
     /// Puts the mean of the shards' buffers into the model.
     pub(crate) fn put_buffers(&self, params: &mut Params) {
         if self.committed {
-            let buffers = match &self.joined {
-                Some(joined) => &joined[..],
-                None => &self.result[self.grad_elems..],
-            };
+            let buffers = &self.result[self.grad_elems..];
             params.buffers_flat_mut().copy_from_slice(buffers);
         }
     }
@@ -589,10 +543,6 @@ impl Shards {
 
 fn add(left: &mut [f32], right: &[f32]) {
     left.iter_mut().zip(right).for_each(|(l, r)| *l += r);
-}
-
-fn not_finished() -> Error {
-    Error::usage("the step before was not finished")
 }
 
 fn no_step() -> Error {

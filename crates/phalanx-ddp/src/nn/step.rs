@@ -59,10 +59,10 @@ impl DistributedDataParallel {
 /// A step in progress; made by [`DistributedDataParallel::begin`].
 #[must_use = "a step that is not finished leaves the other ranks waiting"]
 pub struct GlobalStep<'a> {
-    pub(crate) ddp: &'a mut DistributedDataParallel,
-    pub(crate) micro_batches: usize,
-    pub(crate) given: usize,
-    pub(crate) global: GlobalBatch,
+    ddp: &'a mut DistributedDataParallel,
+    micro_batches: usize,
+    given: usize,
+    global: GlobalBatch,
 }
 
 impl GlobalStep<'_> {
@@ -118,7 +118,7 @@ impl GlobalStep<'_> {
     ///
     /// [`Reducer::carry`]: crate::Reducer::carry
     pub fn carry(&mut self, value: f64) {
-        self.ddp.carry(value);
+        self.ddp.reducer.carry(value);
     }
 
     /// [`DistributedDataParallel::update_buffers`] within the step.

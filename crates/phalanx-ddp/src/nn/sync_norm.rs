@@ -57,9 +57,9 @@ impl JoinStatistics for SyncBatchNorm {
     }
 }
 
-/// Combines `all`, which has for each rank (or shard) its count, means and sums of
+/// Combines `all`, which has for each rank its count, means and sums of
 /// squared deviations, in that order; returns the joined count.
-pub(crate) fn combine(all: &[f64], mean: &mut [f64], squares: &mut [f64]) -> f64 {
+fn combine(all: &[f64], mean: &mut [f64], squares: &mut [f64]) -> f64 {
     let c = mean.len();
     let ranks = || all.chunks_exact(1 + 2 * c).filter(|r| r[0] > 0.0);
     let rows: f64 = ranks().map(|r| r[0]).sum();

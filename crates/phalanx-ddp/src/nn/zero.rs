@@ -26,7 +26,6 @@ use phalanx_nn::optim::{Optimizer, Run, clip_factor, grad_norm};
 use phalanx_nn::{GradView, Layout, ParamId, Params, Scope, Seed};
 
 use super::ddp::DistributedDataParallel;
-use super::recut::Recut;
 use crate::error::{Error, Result};
 
 const LINE_ELEMS: usize = 16;
@@ -51,6 +50,14 @@ pub struct ShardedOptimizer<O> {
     pub(super) ungathered: bool,
     /// A cut that all ranks may have changed to, of which this one does not know it yet.
     pub(super) next: Option<Box<Recut>>,
+}
+
+/// A cut that this rank can change to.
+pub(super) struct Recut {
+    pub(super) cut: Cut,
+    pub(super) steps: u64,
+    pub(super) updates: Vec<u64>,
+    pub(super) state: Vec<(String, Vec<f32>)>,
 }
 
 /// Which rank has which pieces.
@@ -390,12 +397,14 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ) -> Result<Option<f64>> {
         self.check_wrapper(wrapper)?;
         // The factor needs all gradients.
-        wrapper.exchange_late()?;
-        wrapper.check_pieces()?;
+        wrapper.reducer.exchange_late()?;
+        wrapper.reducer.check_pieces()?;
         let (rank, world) = (self.cut.group.rank(), self.cut.parts.len());
         if self.cut.shift > 0 {
             let [to, from] = [self.cut.shift, world - self.cut.shift];
-            wrapper.pass_copies((rank + to) % world, (rank + from) % world)?;
+            wrapper
+                .reducer
+                .pass_copies((rank + to) % world, (rank + from) % world)?;
         }
         let norm = limit.map(|_| self.joined_norm(wrapper)).transpose()?;
         let factor = norm
@@ -454,7 +463,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         self.check(params)?;
         self.check_wrapper(wrapper)?;
         // Before the optimizer counts the step.
-        wrapper.check_pieces()?;
+        wrapper.reducer.check_pieces()?;
         self.optimizer.begin_step().map_err(refused)?;
         let (held, piece_of) = (&self.cut.held, &self.cut.piece_of);
         let kept = self.has_copies.then(|| self.cut.own.flat_mut());

@@ -2,6 +2,7 @@
 
 use super::Reducer;
 use super::memory::Memory;
+use crate::average::{self, Average, GlobalBatch};
 use crate::error::{Error, Result};
 
 /// How the gradient of one step is computed.
@@ -81,16 +82,28 @@ impl Reducer {
         Ok(())
     }
 
-    /// A step without data, so without gradients.
+    /// Declares the next step, in which this rank has micro-batches of `sizes` samples, and all ranks have `global`; without
+    /// samples on any rank it has no gradients. Gives the weights of the micro-batches.
     ///
     /// # Errors
     ///
     /// `Usage` when the backward of a step has begun.
-    pub(crate) fn drop_gradients(&mut self) -> Result<()> {
-        self.plan_step(&[1.0], 1.0)?;
-        self.committed = false;
-        self.veto_next = false;
-        Ok(())
+    pub(crate) fn plan_sizes(
+        &mut self,
+        average: Average,
+        sizes: &[usize],
+        global: GlobalBatch,
+    ) -> Result<Vec<f32>> {
+        if global.samples == 0 {
+            // No gradient of the step before may be applied again.
+            self.plan_step(&[1.0], 1.0)?;
+            self.committed = false;
+            self.veto_next = false;
+            return Ok(Vec::new());
+        }
+        let (weights, scale) = average::weigh(average, sizes, global, self.group.world_size());
+        self.plan_step(&weights, scale)?;
+        Ok(weights)
     }
 
     pub(super) fn weigh_and_add(&mut self, param: usize, mut finite: bool) {

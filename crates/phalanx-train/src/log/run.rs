@@ -11,8 +11,8 @@ use phalanx_launch::RankContext;
 use phalanx_nn::{GraphNode, ParamInfo};
 use serde_json::{Value, json};
 
+use crate::args::LabelArgs;
 use crate::error::{Error, Result};
-use crate::labels::LabelArgs;
 use crate::say;
 
 pub(crate) const RUN_FILE: &str = "run.json";
@@ -36,24 +36,24 @@ const NOT_SHAPING: [&str; 11] = [
 ];
 
 /// What `run.json` says of a training, besides its ranks.
-#[derive(Debug)]
-pub struct RunInfo<'a> {
+#[derive(Debug, Default)]
+pub struct RunInfo {
     /// The program's name.
-    pub program: &'a str,
+    pub program: String,
     /// What the model is called.
-    pub title: &'a str,
+    pub title: String,
     /// The data set.
-    pub data: &'a str,
+    pub data: String,
     /// Steps of an epoch.
     pub steps: usize,
     /// Settings by name, defaults included.
     pub settings: BTreeMap<String, String>,
     /// The model's parameters.
-    pub params: &'a [ParamInfo],
+    pub params: Vec<ParamInfo>,
     /// Names of the parameters that are not trained.
-    pub frozen: &'a [String],
+    pub frozen: Vec<String>,
     /// `--tag` and `--note`.
-    pub labels: &'a LabelArgs,
+    pub labels: LabelArgs,
 }
 
 /// Which attempt at a run this is.
@@ -124,7 +124,7 @@ impl Attempt {
 /// The document, without the model's graph, of an attempt that resumed at `resumed_at` steps.
 pub(crate) fn document(
     ctx: &RankContext,
-    info: &RunInfo<'_>,
+    info: &RunInfo,
     attempt: &Attempt,
     resumed_at: u64,
 ) -> Value {
@@ -133,7 +133,7 @@ pub(crate) fn document(
     let typed: Vec<&str> = typed
         .map(|word| word.split('=').next().unwrap_or_default())
         .collect();
-    let infos = info.params;
+    let infos = &info.params;
     let tensors = infos.iter().map(|tensor| {
         let trained = !info.frozen.contains(&tensor.name);
         json!({ "name": tensor.name, "shape": tensor.shape, "dtype": "f32", "trained": trained })

@@ -1,14 +1,14 @@
 //! What a training has measured so far, as its checkpoints keep it.
 
 use phalanx_checkpoint::digest::MetricsDigest;
-use phalanx_checkpoint::state::OptimizerState;
 use phalanx_data::metrics::Confusion;
 use phalanx_nn::optim::schedule::Schedule;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::best::{Best, BestEpoch, Judged};
-use crate::trainer::Evaluation;
+use crate::evaluation::Evaluation;
+use crate::param_group::SavedGroup;
 
 /// What is measured on the way, and must go on where it stopped.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -63,30 +63,6 @@ struct SavedEvaluation {
     classes: usize,
     /// Counts that are not zero, and where they are.
     confusion: Vec<(usize, i64)>,
-}
-
-/// What is saved of a group of parameters besides the numbers.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct SavedGroup {
-    pub(super) name: String,
-    /// Its optimizer's steps.
-    pub(super) steps: u64,
-    /// Names of its optimizer's buffers.
-    pub(super) buffers: Vec<String>,
-    /// Steps that were voted down.
-    pub(super) skipped_steps: u64,
-}
-
-impl SavedGroup {
-    /// Of the group `name`, whose optimizer has this state.
-    pub(crate) fn new(name: &str, state: &OptimizerState<'_>) -> SavedGroup {
-        SavedGroup {
-            name: name.to_owned(),
-            steps: state.steps,
-            buffers: state.buffers.iter().map(|b| b.0.to_owned()).collect(),
-            ..SavedGroup::default()
-        }
-    }
 }
 
 fn bits(values: &[f64]) -> Vec<u64> {

@@ -9,15 +9,12 @@
 //! On a mesh no rank has all of it: rank 0 writes the file a tensor at a time, and
 //! the ranks send their parts.
 
-pub(crate) mod args;
 mod due;
 mod history;
 mod resumed;
 
-pub use args::{SaveErrors, SavingArgs};
 pub use history::History;
-pub(crate) use history::SavedGroup;
-pub use resumed::{GRADIENT_TYPE, Resumed, facts, newest, settings};
+pub use resumed::{Resumed, newest};
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -30,20 +27,15 @@ use phalanx_nn::Params;
 use serde::Deserialize;
 
 use self::due::{Due, What};
-use super::param_group::{ParamGroup, joined_state};
-use super::update::Update;
+use crate::args::{SaveErrors, SavingArgs};
 use crate::best::{BestEpoch, KEPT_BEST};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
+use crate::param_group::{ParamGroup, joined_state};
 use crate::stop;
 use crate::stop::signal_name;
+use crate::update::Update;
 use phalanx_launch::RankContext;
-
-/// Folder of checkpoints in a run's output folder.
-pub const FOLDER: &str = "checkpoints";
-
-/// `--resume` with this goes on from the newest checkpoint, or from the start.
-pub const AUTO: &str = "auto";
 
 /// What all ranks do after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,7 +110,8 @@ impl<'a> Saving<'a> {
     pub fn open(
         ctx: &'a RankContext,
         args: &'a SavingArgs,
-        facts: BTreeMap<String, String>,
+        (facts, metadata): (BTreeMap<String, String>, BTreeMap<String, String>),
+        hook: Option<AfterSaving<'a>>,
         folder: Folder,
         resumed: Option<&Resumed>,
     ) -> Result<Saving<'a>> {
@@ -135,8 +128,8 @@ impl<'a> Saving<'a> {
             ctx,
             args,
             facts,
-            metadata: BTreeMap::new(),
-            hook: None,
+            metadata,
+            hook,
             background: (args.enabled() && ctx.is_main()).then(|| Background::new(folder.clone())),
             folder,
             is_off: false,
@@ -147,20 +140,6 @@ impl<'a> Saving<'a> {
             estimate: Duration::ZERO,
             grace_ms: 0,
         })
-    }
-
-    /// The same with what `phalanx predict` must know of the weights in each checkpoint.
-    #[must_use]
-    pub fn with_metadata(mut self, metadata: BTreeMap<String, String>) -> Saving<'a> {
-        self.metadata = metadata;
-        self
-    }
-
-    /// The same with what rank 0 does after each save.
-    #[must_use]
-    pub fn with_hook(mut self, hook: Option<AfterSaving<'a>>) -> Saving<'a> {
-        self.hook = hook;
-        self
     }
 
     /// Whether there are checkpoints at all.
@@ -305,18 +284,7 @@ impl<'a> Saving<'a> {
     ///
     /// As [`wishes`](Self::wishes); before a stop also a save that failed: there
     /// is nothing to go on from.
-    pub fn save(
-        &mut self,
-        action: SaveAction,
-        source: &CheckpointSource<'_>,
-        place: Place,
-        history: History,
-    ) -> Result<()> {
-        self.save_groups(action, source, &[], place, history)
-    }
-
-    /// [`save`](Self::save) of a training that has `groups` with optimizers of their own besides.
-    pub(crate) fn save_groups(
+    pub(crate) fn save(
         &mut self,
         action: SaveAction,
         source: &CheckpointSource<'_>,

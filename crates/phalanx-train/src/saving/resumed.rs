@@ -11,22 +11,13 @@ use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{ParamId, Params};
 use serde::Deserialize;
 
-use super::{AUTO, FOLDER, History, SavingArgs, no_json};
+use super::{History, no_json};
+use crate::args::{AUTO, FOLDER, Found, GLOBAL_BATCH, GRADIENT_TYPE, PROGRAM, SavingArgs};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
 use crate::param_group::ParamGroup;
-use crate::run_dir::Found;
 use crate::update::Update;
 use phalanx_launch::RankContext;
-
-/// The name of the fact that comes first: another program's others differ anyway.
-const PROGRAM: &str = "program";
-
-/// The name of the fact that older checkpoints lack.
-pub const GRADIENT_TYPE: &str = "--gradient-type";
-
-/// The name of the fact that a flag can mend.
-const GLOBAL_BATCH: &str = "global batch size";
 
 /// Flags of all trainings on which no optimizer's state depends.
 const OF_NO_OPTIMIZER: [&str; 10] = [
@@ -46,26 +37,6 @@ const OF_NO_OPTIMIZER: [&str; 10] = [
 fn before_it_was_saved(fact: &str) -> Option<&'static str> {
     // Until 2026-11-22.
     (fact == GRADIENT_TYPE).then_some("f32")
-}
-
-/// Flags and values, one of each a line, as facts.
-pub fn settings(lines: &[String]) -> BTreeMap<String, String> {
-    let pairs = lines.iter().filter_map(|line| line.split_once(' '));
-    pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).collect()
-}
-
-/// What a resumed training must share with the one that was saved.
-pub fn facts(
-    program: &str,
-    more: &[(&str, String)],
-    global_batch: usize,
-) -> BTreeMap<String, String> {
-    let mut facts = BTreeMap::from([
-        (PROGRAM.to_owned(), program.to_owned()),
-        (GLOBAL_BATCH.to_owned(), global_batch.to_string()),
-    ]);
-    facts.extend(more.iter().map(|(k, v)| ((*k).to_owned(), v.clone())));
-    facts
 }
 
 /// Where a training goes on.

@@ -2,34 +2,32 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::time::Instant;
 
 use phalanx_checkpoint::digest::optimizer_sha256;
 use phalanx_checkpoint::state::Place;
 use phalanx_checkpoint::{self as checkpoint, Outline, Values, full_values};
-use phalanx_comm::{ProcessGroup, ReduceOp};
-use phalanx_data::Dataset;
+use phalanx_comm::ProcessGroup;
 use phalanx_data::sampler::Cursor;
+use phalanx_data::{Dataset, ImageBatch};
 use phalanx_ddp::{
-    Buffers, DdpOptions, DistributedDataParallel, ErrorKind, Exchange, StepTimes, take_state,
-    verify_equal,
+    Buffers, DdpOptions, DistributedDataParallel, ErrorKind, Exchange, take_state, verify_equal,
 };
 use phalanx_launch::RankContext;
-use phalanx_nn::optim::Optimizer;
-use phalanx_nn::{GradView, ParamInfo, Params, Step, Tape, Tensor};
-use serde_json::{Map, Value, json};
+use phalanx_nn::{Params, Step, Tape, Tensor};
+use serde_json::{Map, json};
 
-use super::{Description, Gradients, Parts, StepTools, Strategy, show_averages};
+use super::{Choices, Description, Gradients, Group, Parts, Report, State, StepTools, Strategy};
+use crate::args::Determinism;
+use crate::args::ExchangeArg;
+use crate::args::Settings;
+use crate::batch::{self, Engine, LoadedMicroBatches, Randomness};
 use crate::error::Result;
-use crate::exchange::ExchangeArg;
+use crate::evaluation::Measure;
 use crate::format::{bytes, plural};
 use crate::param_group::{self, ParamGroup, joined_state};
 use crate::saving::{CheckpointSource, History, Resumed, SaveAction, Saving};
-use crate::settings::Settings;
-use crate::split::{BatchSplit, Determinism};
-use crate::timing::Timing;
-use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness};
+use crate::split::BatchSplit;
 use crate::update::Update;
 use crate::{choice_name, different_arguments};
 
@@ -45,21 +43,59 @@ pub struct Ddp {
     joins_batches: bool,
 }
 
-impl Strategy for Ddp {
+/// Samples that a model is given together. It dereferences to the data set's own batch type.
+pub type MicroBatch<'s, B, S = Ddp> = batch::MicroBatch<'s, B, S>;
+
+impl<'s, B> MicroBatch<'s, B> {
+    /// `values` as a tensor of `shape` that needs no gradient.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when there are not as many values as the shape has.
+    pub fn input(&self, values: &[f32], shape: &[usize]) -> phalanx_nn::Result<Tensor<'s>> {
+        self.step().input(values, shape)
+    }
+
+    /// Standard normal random numbers (`torch.randn`): a tensor of `shape` for each sample. They
+    /// follow from `--seed`, epoch, step and sample, so neither the number of ranks nor a resume
+    /// changes them; in an evaluation from seed and sample. Each call in a step gives others.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when the engine has no tensors of such a shape.
+    pub fn normal(&self, shape: &[usize]) -> phalanx_nn::Result<Tensor<'s>> {
+        let (randomness, call) = self.randomness();
+        let len: usize = shape.iter().product();
+        let mut values = vec![0.0; self.samples() * len];
+        for (values, sample) in values.chunks_exact_mut(len.max(1)).zip(self.indices()) {
+            randomness.fill_normal(*sample, call, values);
+        }
+        self.input(&values, &[&[self.samples()], shape].concat())
+    }
+}
+
+impl<'s> MicroBatch<'s, ImageBatch> {
+    /// The images as a tensor: number, height, width, channels.
+    ///
+    /// # Errors
+    ///
+    /// None for batches of the loader.
+    pub fn images(&self) -> phalanx_nn::Result<Tensor<'s>> {
+        self.input(&self.data().images, &self.data().shape())
+    }
+}
+
+impl Engine for Ddp {
     type Tensor<'s> = Tensor<'s>;
     type Step<'s> = Step<'s>;
+}
+
+impl Strategy for Ddp {
     type Setup = ();
 
-    fn batch_ranks((): &(), world: usize) -> usize {
-        world
-    }
-
-    fn shaping((): &()) -> Vec<String> {
-        Vec::new()
-    }
-
-    fn check((): &(), _: &Settings) -> Result<()> {
-        Ok(())
+    fn plan((): &(), settings: &Settings, world: usize) -> Result<(usize, Vec<String>)> {
+        settings.validate(world)?;
+        Ok((world, Vec::new()))
     }
 
     fn build((): (), parts: Parts<'_, '_>) -> Result<Self> {
@@ -69,13 +105,16 @@ impl Strategy for Ddp {
             resumed,
             mut params,
             facts,
+            choices,
+            tape,
+        } = parts;
+        let Choices {
             frozen,
             lr,
             sync_batch_norm,
             optimizers,
-            tape,
             ..
-        } = parts;
+        } = choices;
         if let Some((resumed, shaping)) = resumed {
             resumed.params(&mut params, shaping)?;
         }
@@ -95,7 +134,7 @@ impl Strategy for Ddp {
         let split = param_group::split(&params, &names)?;
         let (mut groups, mut all_options) = (Vec::new(), Vec::new());
         for ((name, make), own) in optimizers.into_iter().zip(split) {
-            let mut frozen = frozen.to_vec();
+            let mut frozen = frozen.clone();
             let others = params.ids().zip(params.infos());
             let others =
                 others.filter(|(id, info)| !own.contains(id) && !frozen.contains(&info.name));
@@ -163,9 +202,13 @@ impl Strategy for Ddp {
             self.params.buffers_flat_mut().copy_from_slice(&buffers);
             return Ok(());
         }
-        let optimizers = self.groups.iter_mut().map(|g| g.update.optimizer_mut());
-        let mut optimizers: Vec<&mut dyn Optimizer> = optimizers.collect();
-        Ok(take_state(group, donor, &mut self.params, &mut optimizers)?)
+        let mut state = self.state();
+        Ok(take_state(
+            group,
+            donor,
+            state.params,
+            &mut state.optimizers,
+        )?)
     }
 
     fn reform(
@@ -174,7 +217,7 @@ impl Strategy for Ddp {
         settings: &Settings,
         tape: &mut Tape,
     ) -> Result<Option<String>> {
-        let skipped = self.skipped_of_groups();
+        let skipped: Vec<u64> = self.groups.iter().map(|g| g.ddp.skipped_steps()).collect();
         let buffers = self.params.buffers_flat().to_vec();
         self.group = ctx.group();
         for (group, options) in self.groups.iter_mut().zip(&self.options) {
@@ -201,10 +244,6 @@ impl Strategy for Ddp {
         Ok(None)
     }
 
-    fn skipped_of_groups(&self) -> Vec<u64> {
-        self.groups.iter().map(|g| g.ddp.skipped_steps()).collect()
-    }
-
     fn set_skipped_steps(&mut self, skipped: &[u64]) {
         for (group, skipped) in self.groups.iter_mut().zip(skipped) {
             group.ddp.set_skipped_steps(*skipped);
@@ -215,38 +254,29 @@ impl Strategy for Ddp {
         &self.group
     }
 
-    fn infos(&self) -> Vec<ParamInfo> {
-        self.params.infos().to_vec()
-    }
-
     fn params(&self) -> &Params {
         &self.params
     }
 
-    fn params_mut(&mut self) -> &mut Params {
-        &mut self.params
+    fn groups(&self) -> Vec<Group<'_>> {
+        let groups = self.groups.iter().map(|group| Group {
+            name: &group.name,
+            optimizer: group.update.optimizer(),
+            lr: group.lr,
+            norm: group.norm,
+            times: Some(group.ddp.times()),
+            gradients: (!group.ddp.exchange().is_scattered()).then_some(&group.ddp as _),
+            skipped: group.ddp.skipped_steps(),
+        });
+        groups.collect()
     }
 
-    fn group(&self, name: &str) -> Option<usize> {
-        let mut own = self.groups.iter().skip(1);
-        own.position(|group| group.name == name).map(|i| i + 1)
-    }
-
-    fn group_name(&self, group: usize) -> &str {
-        &self.groups[group].name
-    }
-
-    fn groups(&self) -> Range<usize> {
-        0..self.groups.len()
-    }
-
-    fn optimizer(&self, group: usize) -> (&dyn Optimizer, f64) {
-        let group = &self.groups[group];
-        (group.update.optimizer(), group.lr)
-    }
-
-    fn optimizer_mut(&mut self, group: usize) -> &mut dyn Optimizer {
-        self.groups[group].update.optimizer_mut()
+    fn state(&mut self) -> State<'_> {
+        let optimizers = self.groups.iter_mut().map(|g| g.update.optimizer_mut());
+        State {
+            params: &mut self.params,
+            optimizers: optimizers.collect(),
+        }
     }
 
     fn restore(
@@ -380,10 +410,6 @@ impl Strategy for Ddp {
         group.update.step(params, ddp, norm, clip)
     }
 
-    fn grad_norm(&self, group: usize) -> Option<f64> {
-        self.groups[group].norm
-    }
-
     fn gather_updated(&mut self, group: usize) -> Result<()> {
         let (params, group) = (&mut self.params, &mut self.groups[group]);
         match group.update.with_copies() {
@@ -392,36 +418,9 @@ impl Strategy for Ddp {
         }
     }
 
-    fn show_averages(&mut self) -> Option<Vec<f32>> {
-        let mut own = None;
-        for group in &self.groups {
-            let optimizer = group.update.optimizer();
-            show_averages(optimizer, &mut self.params, &mut own);
-        }
-        own
-    }
-
-    fn gradient_view(&self) -> Option<&dyn GradView> {
-        let ddp = &self.groups[0].ddp;
-        (!ddp.exchange().is_scattered()).then_some(ddp as &dyn GradView)
-    }
-
-    fn times(&self, group: usize) -> Option<&StepTimes> {
-        Some(self.groups[group].ddp.times())
-    }
-
     fn has_own_buffers(&self, ctx: &RankContext, split: &BatchSplit) -> bool {
         let are_joint = split.tree().is_some() || self.joins_batches || ctx.world() == 1;
         !are_joint && !self.params.buffers_flat().is_empty()
-    }
-
-    fn mean_buffers(&self, ctx: &RankContext, split: &BatchSplit) -> Result<Option<Vec<f32>>> {
-        if !self.has_own_buffers(ctx, split) {
-            return Ok(None);
-        }
-        let mut buffers = self.params.buffers_flat().to_vec();
-        ctx.group().all_reduce(&mut buffers, ReduceOp::Mean)?;
-        Ok(Some(buffers))
     }
 
     fn end_epoch(&mut self, ctx: &RankContext) -> Result<Option<String>> {
@@ -439,10 +438,6 @@ impl Strategy for Ddp {
         let values = &mut |tensor| Ok(full_values(&self.params, tensor));
         let write = || write(&Outline::of(&self.params), values);
         ctx.is_main().then(write).transpose()
-    }
-
-    fn full_params(&self, ctx: &RankContext) -> Result<Option<Params>> {
-        Ok(ctx.is_main().then(|| self.params.clone()))
     }
 
     fn measure<M, B>(
@@ -482,37 +477,22 @@ impl Strategy for Ddp {
             update: &main.update,
             ddp: &main.ddp,
         };
-        saving.save_groups(action, &source, more, place, history)
+        saving.save(action, &source, more, place, history)
     }
 
-    fn optimizer_sha256(&mut self, _: &RankContext) -> Result<Option<String>> {
+    fn optimizer_sha256(&self) -> Result<Option<String>> {
         let (main, more) = (&self.groups[0].update, &self.groups[1..]);
         let joined = joined_state(main, more, &self.params, Vec::new())?;
         Ok(joined.map(|(state, _)| optimizer_sha256(state)))
     }
 
-    fn sent_bytes(&self, ctx: &RankContext) -> u64 {
-        ctx.group().bytes_sent_to().iter().sum()
-    }
-
-    fn summary(&self, settings: &Settings, timing: &Timing, summary: &mut Map<String, Value>) {
-        let gradient_type = choice_name(&settings.gradient_type);
-        summary.insert(
-            "exposed_comm_percent".to_owned(),
-            json!(timing.exposed_percent()),
-        );
-        summary.insert("gradient_type".to_owned(), json!(gradient_type));
-    }
-
-    fn ends(&self, ctx: &RankContext, timing: &Timing) -> [String; 2] {
-        let exposed = timing.exposed_percent();
-        let equal = match ctx.world() {
-            1 => String::new(),
-            world => format!(" equal on all {world} ranks"),
-        };
-        [
-            format!(", communication exposed {exposed:.1} % of the step"),
-            equal,
-        ]
+    fn report(&self, settings: &Settings) -> Report {
+        let gradient_type = json!(choice_name(&settings.gradient_type));
+        Report {
+            infos: self.params.infos().to_vec(),
+            sent_bytes: self.group.bytes_sent_to().iter().sum(),
+            summary: Map::from_iter([("gradient_type".to_owned(), gradient_type)]),
+            equal_weights: self.group.world_size() > 1,
+        }
     }
 }

@@ -2,7 +2,6 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::time::Instant;
 
 use phalanx_checkpoint::digest::optimizer_sha256_with;
@@ -11,28 +10,31 @@ use phalanx_checkpoint::{self as checkpoint, Outline, Values};
 use phalanx_comm::ProcessGroup;
 use phalanx_data::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig};
 use phalanx_data::{Dataset, ImageBatch};
-use phalanx_ddp::{Fingerprint, StepTimes, broadcast_parameters, verify_equal};
+use phalanx_ddp::{Fingerprint, broadcast_parameters, verify_equal};
 use phalanx_global::{
     Global, GlobalGrads, GlobalParams, GlobalStep, Indices, Parallel, Placement, Sbp,
 };
 use phalanx_launch::RankContext;
 use phalanx_nn::optim::{Optimizer, clip_factor};
-use phalanx_nn::{GradView, ParamInfo, Params, Tape, Tensor, Value as _};
-use serde_json::{Map, Value, json};
+use phalanx_nn::{Params, Tape, Tensor, Value as _};
+use serde_json::{Map, json};
 
-use super::{Description, Gradients, Mesh, Parts, StepTools, Strategy, explain, show_averages};
-use crate::attempt::restarts_ranks;
+use super::{
+    Choices, Description, Gradients, Group, Parts, Report, State, StepTools, Strategy, explain,
+    weights_sha256,
+};
+use crate::args::restarts_ranks;
+use crate::args::{Mesh, Settings};
+use crate::batch::{Engine, LoadedMicroBatches, MicroBatch, Randomness};
 use crate::different_arguments;
 use crate::error::{Error, Result};
+use crate::evaluation::Measure;
 use crate::format::{bytes, thousands};
 use crate::saving::{History, Resumed, SaveAction, Saving};
-use crate::settings::Settings;
 use crate::split::BatchSplit;
-use crate::timing::Timing;
-use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness, TrainerBuilder};
 
 /// Training on a [`Mesh`]: the model computes with [`Global`] tensors, and each rank has its parts of the parameters.
-/// [`TrainerBuilder::on`] chooses it.
+/// [`TrainerBuilder::on`](crate::TrainerBuilder::on) chooses it.
 pub struct OnMesh {
     mesh: Mesh,
     weights: GlobalParams,
@@ -50,15 +52,6 @@ pub struct OnMesh {
     drop_last: bool,
     /// The samples of the running epoch over all ranks, and the step with which they begin.
     plan: Option<(EpochPlan, usize)>,
-}
-
-impl<'j, M> TrainerBuilder<'j, M> {
-    /// Trains on `mesh`: the ranks of its dimension `data` split each batch, and the parameters are laid out as `parallel`
-    /// says (splits over `tensor` are left out where the mesh has one rank there). The model computes with [`Global`] tensors; models that are generic over [`Value`](phalanx_nn::Value) stay as
-    /// they are.
-    pub fn on(self, mesh: Mesh, parallel: Parallel) -> TrainerBuilder<'j, M, OnMesh> {
-        self.with_strategy((mesh, parallel))
-    }
 }
 
 impl<'s, B> MicroBatch<'s, B, OnMesh> {
@@ -176,21 +169,22 @@ impl OnMesh {
     }
 }
 
-impl Strategy for OnMesh {
+impl Engine for OnMesh {
     type Tensor<'s> = Global<'s>;
     type Step<'s> = GlobalStep<'s>;
+}
+
+impl Strategy for OnMesh {
     type Setup = (Mesh, Parallel);
 
-    fn batch_ranks((mesh, _): &Self::Setup, _: usize) -> usize {
-        mesh.data
-    }
-
-    fn shaping((mesh, _): &Self::Setup) -> Vec<String> {
-        mesh.shaping()
-    }
-
-    fn check((mesh, _): &Self::Setup, settings: &Settings) -> Result<()> {
-        mesh.refuse(settings, "a mesh")
+    fn plan(
+        (mesh, _): &Self::Setup,
+        settings: &Settings,
+        _: usize,
+    ) -> Result<(usize, Vec<String>)> {
+        settings.validate(mesh.data)?;
+        mesh.refuse(settings, "a mesh")?;
+        Ok((mesh.data, mesh.shaping()))
     }
 
     fn build((mesh, mut parallel): Self::Setup, parts: Parts<'_, '_>) -> Result<Self> {
@@ -200,16 +194,18 @@ impl Strategy for OnMesh {
             resumed,
             mut params,
             facts,
+            choices,
+            tape,
+        } = parts;
+        let Choices {
             frozen,
             lr,
-            samples,
+            sampler,
             drop_last,
-            shuffle,
             optimizers,
-            tape,
             // They always do.
             sync_batch_norm: _,
-        } = parts;
+        } = choices;
         if !frozen.is_empty() {
             return Err(Error::usage(
                 "a mesh trains all parameters: leave out frozen(...)",
@@ -265,13 +261,6 @@ impl Strategy for OnMesh {
                 info.name
             )));
         }
-        let config = SamplerConfig {
-            samples,
-            world: mesh.data,
-            rank: 0,
-            shuffle,
-            seed: settings.seed,
-        };
         Ok(OnMesh {
             mesh,
             grads: weights.grads(),
@@ -280,8 +269,8 @@ impl Strategy for OnMesh {
             lr,
             factor: 1.0,
             norm: None,
-            all: Self::all_parts(mesh.data, settings, config, drop_last)?,
-            config,
+            all: Self::all_parts(mesh.data, settings, sampler, drop_last)?,
+            config: sampler,
             drop_last,
             plan: None,
         })
@@ -321,19 +310,15 @@ impl Strategy for OnMesh {
         settings: &Settings,
         _: &mut Tape,
     ) -> Result<Option<String>> {
-        let (group, skipped) = (ctx.group(), self.skipped_of_groups());
+        let (group, skipped) = (ctx.group(), self.grads.skipped_steps());
         self.mesh.data = group.world_size() / self.mesh.tensor;
         let placement = self.mesh.placement(&group)?;
         self.weights.move_to(&placement)?;
         self.grads = self.weights.grads();
-        self.set_skipped_steps(&skipped);
+        self.grads.set_skipped_steps(skipped);
         self.all = Self::all_parts(self.mesh.data, settings, self.config, self.drop_last)?;
         self.plan = None;
         Ok(None)
-    }
-
-    fn skipped_of_groups(&self) -> Vec<u64> {
-        vec![self.grads.skipped_steps()]
     }
 
     fn set_skipped_steps(&mut self, skipped: &[u64]) {
@@ -344,36 +329,27 @@ impl Strategy for OnMesh {
         self.placement().line(0)
     }
 
-    fn infos(&self) -> Vec<ParamInfo> {
-        self.weights.full_infos()
-    }
-
     fn params(&self) -> &Params {
         self.weights.local()
     }
 
-    fn params_mut(&mut self) -> &mut Params {
-        self.weights.local_mut()
+    fn groups(&self) -> Vec<Group<'_>> {
+        vec![Group {
+            name: "",
+            optimizer: &*self.optimizer,
+            lr: self.lr,
+            norm: self.norm,
+            times: None,
+            gradients: Some(&self.grads),
+            skipped: self.grads.skipped_steps(),
+        }]
     }
 
-    fn group(&self, _: &str) -> Option<usize> {
-        None
-    }
-
-    fn group_name(&self, _: usize) -> &str {
-        ""
-    }
-
-    fn groups(&self) -> Range<usize> {
-        0..1
-    }
-
-    fn optimizer(&self, _: usize) -> (&dyn Optimizer, f64) {
-        (&*self.optimizer, self.lr)
-    }
-
-    fn optimizer_mut(&mut self, _: usize) -> &mut dyn Optimizer {
-        &mut *self.optimizer
+    fn state(&mut self) -> State<'_> {
+        State {
+            params: self.weights.local_mut(),
+            optimizers: vec![&mut *self.optimizer],
+        }
     }
 
     fn restore(
@@ -516,32 +492,9 @@ impl Strategy for OnMesh {
         Ok(())
     }
 
-    fn grad_norm(&self, _: usize) -> Option<f64> {
-        self.norm
-    }
-
-    fn show_averages(&mut self) -> Option<Vec<f32>> {
-        let mut own = None;
-        show_averages(&*self.optimizer, self.weights.local_mut(), &mut own);
-        own
-    }
-
-    fn gradient_view(&self) -> Option<&dyn GradView> {
-        Some(&self.grads)
-    }
-
-    fn times(&self, _: usize) -> Option<&StepTimes> {
-        None
-    }
-
-    fn mean_buffers(&self, _: &RankContext, _: &BatchSplit) -> Result<Option<Vec<f32>>> {
-        // Batch norms have the statistics of all ranks.
-        Ok(None)
-    }
-
     fn end_epoch(&mut self, ctx: &RankContext) -> Result<Option<String>> {
         self.check_copies()?;
-        self.weights_sha256(ctx)
+        weights_sha256(self, ctx)
     }
 
     fn gather_weights<R>(
@@ -550,23 +503,6 @@ impl Strategy for OnMesh {
         write: impl FnOnce(&Outline, &mut Values<'_>) -> Result<R>,
     ) -> Result<Option<R>> {
         Ok(self.weights.gather_each(None, write)?)
-    }
-
-    fn full_params(&self, ctx: &RankContext) -> Result<Option<Params>> {
-        let weights = &self.weights;
-        let mut ids = weights.local().ids();
-        let full = weights.local().map(|info, own| {
-            let Some(id) = ids.next() else {
-                return Ok((info.shape.clone(), own));
-            };
-            let values = weights.full(id)?;
-            let shape = weights.layout(id).shape();
-            Ok(match ctx.is_main() {
-                true => (shape.to_vec(), values),
-                false => (vec![0; shape.len()], Vec::new()),
-            })
-        })?;
-        Ok(ctx.is_main().then_some(full))
     }
 
     fn measure<M, B>(
@@ -604,7 +540,7 @@ impl Strategy for OnMesh {
         })
     }
 
-    fn optimizer_sha256(&mut self, _: &RankContext) -> Result<Option<String>> {
+    fn optimizer_sha256(&self) -> Result<Option<String>> {
         let (weights, optimizer) = (&self.weights, &*self.optimizer);
         let digest = weights.gather_each(Some(optimizer), |_, values| {
             optimizer_sha256_with(&optimizer.into(), &weights.full_infos(), values)
@@ -612,7 +548,7 @@ impl Strategy for OnMesh {
         Ok(digest)
     }
 
-    fn sent_bytes(&self, _: &RankContext) -> u64 {
+    fn report(&self, _: &Settings) -> Report {
         let placement = self.placement();
         let lines = (0..placement.sizes().len()).map(|dim| placement.line(dim));
         let groups = match placement.sizes() {
@@ -620,15 +556,15 @@ impl Strategy for OnMesh {
             [_] => vec![placement.group()],
             _ => lines.chain([placement.group()]).collect(),
         };
-        groups.iter().flat_map(|group| group.bytes_sent_to()).sum()
-    }
-
-    fn summary(&self, _: &Settings, _: &Timing, summary: &mut Map<String, Value>) {
-        summary.insert("mesh".to_owned(), json!(self.placement().to_string()));
-        summary.insert("fully_sharded".to_owned(), json!(self.mesh.fully_sharded));
-    }
-
-    fn ends(&self, _: &RankContext, _: &Timing) -> [String; 2] {
-        Default::default()
+        let sent = groups.iter().flat_map(|group| group.bytes_sent_to());
+        Report {
+            infos: self.weights.full_infos(),
+            sent_bytes: sent.sum(),
+            summary: Map::from_iter([
+                ("mesh".to_owned(), json!(placement.to_string())),
+                ("fully_sharded".to_owned(), json!(self.mesh.fully_sharded)),
+            ]),
+            equal_weights: false,
+        }
     }
 }

@@ -5,35 +5,33 @@
 //! them out, computes and averages the gradients of a step, and updates.
 
 mod ddp;
+mod exchange;
 mod explain;
 mod mesh;
-mod mesh_args;
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use phalanx_checkpoint::{Outline, Values, weights_digest_with};
 use phalanx_comm::ProcessGroup;
 use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
-use phalanx_data::sampler::Cursor;
+use phalanx_data::sampler::{Cursor, SamplerConfig};
 use phalanx_ddp::{Commit, StepTimes};
 use phalanx_launch::RankContext;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{GradView, ParamInfo, Params, Tape};
 use serde_json::{Map, Value};
 
-pub use self::ddp::Ddp;
+pub use self::ddp::{Ddp, MicroBatch};
 pub use self::mesh::OnMesh;
-pub use self::mesh_args::{Mesh, MeshArgs};
+use crate::args::Settings;
+use crate::batch::{Engine, LoadedMicroBatches, Randomness, StepContext};
 use crate::error::Result;
+use crate::evaluation::Measure;
 use crate::log::RunLog;
 use crate::saving::{History, Resumed, SaveAction, Saving};
-use crate::settings::Settings;
 use crate::split::BatchSplit;
-use crate::timing::Timing;
-use crate::trainer::{LoadedMicroBatches, Measure, MicroBatch, Randomness, StepContext};
 use phalanx_checkpoint::state::Place;
 
 /// Makes an optimizer of parameters, for a learning rate.
@@ -49,20 +47,23 @@ pub struct Parts<'a, 'j> {
     pub(crate) params: Params,
     /// Settings that all ranks must have in common, one a line.
     pub(crate) facts: &'a [String],
+    pub(crate) choices: Choices<'j>,
+    pub(crate) tape: &'a mut Tape,
+}
+
+/// What a program chooses with the builder, whatever the strategy.
+pub(crate) struct Choices<'j> {
     /// Parameters that are not trained, by name.
-    pub(crate) frozen: &'a [String],
+    pub(crate) frozen: Vec<String>,
     pub(crate) lr: f64,
-    /// Of the training set.
-    pub(crate) samples: usize,
+    /// Of the training set; its world is that of the ranks that split a batch when the training was started.
+    pub(crate) sampler: SamplerConfig,
     /// `--sampler torch` drops a last batch that is short.
     pub(crate) drop_last: bool,
-    /// Every epoch has another order of the samples.
-    pub(crate) shuffle: bool,
     /// Batch norms take the statistics of all ranks' samples.
     pub(crate) sync_batch_norm: bool,
     /// By the names of their groups of parameters, the training's own, without a name, first.
     pub(crate) optimizers: Vec<(String, MakeOptimizer<'j>)>,
-    pub(crate) tape: &'a mut Tape,
 }
 
 /// What a step needs of its trainer.
@@ -104,28 +105,56 @@ pub struct Description {
     pub(crate) last: Vec<String>,
 }
 
+/// A group of parameters that has an optimizer of its own.
+pub struct Group<'a> {
+    /// Empty for the training's own.
+    pub(crate) name: &'a str,
+    pub(crate) optimizer: &'a dyn Optimizer,
+    /// The learning rate that the optimizer was made with.
+    pub(crate) lr: f64,
+    /// Of the averaged gradients of its last step, if they are clipped.
+    pub(crate) norm: Option<f64>,
+    /// When communication began and ended in its last step, where that is measured.
+    pub(crate) times: Option<&'a StepTimes>,
+    /// The averaged gradients, where this rank has them in full.
+    pub(crate) gradients: Option<&'a dyn GradView>,
+    /// Steps that the ranks voted down.
+    pub(crate) skipped: u64,
+}
+
+/// What a rank changes in steps.
+pub struct State<'a> {
+    pub(crate) params: &'a mut Params,
+    /// By group.
+    pub(crate) optimizers: Vec<&'a mut dyn Optimizer>,
+}
+
+/// What is reported of a strategy, at any time.
+pub struct Report {
+    /// The parameters of the model, in full.
+    pub(crate) infos: Vec<ParamInfo>,
+    /// Bytes that this rank has sent to all others.
+    pub(crate) sent_bytes: u64,
+    /// Its own entries of `summary.json`.
+    pub(crate) summary: Map<String, Value>,
+    /// The ranks have the same weights.
+    pub(crate) equal_weights: bool,
+}
+
 /// How a training is distributed over the ranks. A program chooses one with the trainer's builder; it does not call these
 /// methods.
-pub trait Strategy: Sized {
-    /// What a model computes with.
-    type Tensor<'s>;
-    /// The step in which these live.
-    type Step<'s>;
+pub trait Strategy: Engine {
     /// What the builder has for it.
     type Setup;
 
-    /// Number of ranks that split a batch, of `world`.
-    fn batch_ranks(setup: &Self::Setup, world: usize) -> usize;
-
-    /// Its own settings that shape the training, one a line.
-    fn shaping(setup: &Self::Setup) -> Vec<String>;
-
-    /// Checks the settings before anything is made.
+    /// Checks the settings for `world` ranks, before anything is made. Gives the number of ranks that split a batch, and its
+    /// own settings that shape the training, one a line.
     ///
     /// # Errors
     ///
     /// Usage errors naming the flag.
-    fn check(setup: &Self::Setup, settings: &Settings) -> Result<()>;
+    fn plan(setup: &Self::Setup, settings: &Settings, world: usize)
+    -> Result<(usize, Vec<String>)>;
 
     /// Lays the parameters out and makes the optimizers. Rank 0's parameters are sent to all ranks, after
     /// all have compared their settings. *Blocks* until all ranks call it.
@@ -182,38 +211,20 @@ pub trait Strategy: Sized {
         tape: &mut Tape,
     ) -> Result<Option<String>>;
 
-    /// Steps of each group of parameters that the ranks voted down.
-    fn skipped_of_groups(&self) -> Vec<u64>;
-
-    /// Sets these numbers.
+    /// Sets the number of [skipped steps](Group::skipped) of each group.
     fn set_skipped_steps(&mut self, skipped: &[u64]);
 
     /// The ranks that split a batch, this one included.
     fn batch_group(&self) -> &ProcessGroup;
 
-    /// The parameters of the model, in full.
-    fn infos(&self) -> Vec<ParamInfo>;
-
     /// The parameters of this rank.
     fn params(&self) -> &Params;
 
-    /// The same, to change buffers.
-    fn params_mut(&mut self) -> &mut Params;
+    /// The groups of parameters, the training's own first.
+    fn groups(&self) -> Vec<Group<'_>>;
 
-    /// Number of the group of parameters `name`, which has an optimizer of its own.
-    fn group(&self, name: &str) -> Option<usize>;
-
-    /// The name of a group; empty for the first.
-    fn group_name(&self, group: usize) -> &str;
-
-    /// Numbers of all groups.
-    fn groups(&self) -> Range<usize>;
-
-    /// The optimizer of a group, and the learning rate that it was made with.
-    fn optimizer(&self, group: usize) -> (&dyn Optimizer, f64);
-
-    /// The same, to change its settings.
-    fn optimizer_mut(&mut self, group: usize) -> &mut dyn Optimizer;
+    /// The parameters and optimizers of this rank, to change them.
+    fn state(&mut self) -> State<'_>;
 
     /// Restores optimizers, gradient exchange, and the parameters unless [`build`](Self::build) has, from a checkpoint.
     /// *Blocks* until all ranks call it.
@@ -274,30 +285,10 @@ pub trait Strategy: Sized {
         Ok(())
     }
 
-    /// The norm of a group's averaged gradients in its last step, if they are clipped.
-    fn grad_norm(&self, group: usize) -> Option<f64>;
-
-    /// Puts the averages of the weights, where optimizers have them, in the place of the weights, and gives what
-    /// [`params`](Self::params) were then.
-    fn show_averages(&mut self) -> Option<Vec<f32>>;
-
-    /// The averaged gradients, where this rank has them in full.
-    fn gradient_view(&self) -> Option<&dyn GradView>;
-
-    /// When communication began and ended in the last step of a group, where that is measured.
-    fn times(&self, group: usize) -> Option<&StepTimes>;
-
-    /// Whether each rank has buffers of its own, of which [`mean_buffers`](Self::mean_buffers) takes the mean.
+    /// Whether each rank has buffers of its own, whose mean checkpoints and evaluations between two steps take.
     fn has_own_buffers(&self, _ctx: &RankContext, _split: &BatchSplit) -> bool {
         false
     }
-
-    /// The model's buffers for a checkpoint or an evaluation between two steps, where each rank has its own.
-    ///
-    /// # Errors
-    ///
-    /// Peers that are lost.
-    fn mean_buffers(&self, ctx: &RankContext, split: &BatchSplit) -> Result<Option<Vec<f32>>>;
 
     /// Makes the buffers those of all ranks, and checks that ranks with the same parameters have the same values. Gives the
     /// SHA-256 of the weights, on rank 0 at least. *Blocks* until all ranks call it.
@@ -317,24 +308,6 @@ pub trait Strategy: Sized {
         ctx: &RankContext,
         write: impl FnOnce(&Outline, &mut Values<'_>) -> Result<R>,
     ) -> Result<Option<R>>;
-
-    /// SHA-256 of the weights, on rank 0. *Blocks* until all ranks call it.
-    ///
-    /// # Errors
-    ///
-    /// Peers that are lost.
-    fn weights_sha256(&self, ctx: &RankContext) -> Result<Option<String>> {
-        self.gather_weights(ctx, |outline, values| {
-            Ok(hex::encode(weights_digest_with(outline, values)?))
-        })
-    }
-
-    /// The whole model, on rank 0. *Blocks* until all ranks call it.
-    ///
-    /// # Errors
-    ///
-    /// Peers that are lost.
-    fn full_params(&self, ctx: &RankContext) -> Result<Option<Params>>;
 
     /// Measures one batch of an evaluation; nothing if it is empty.
     ///
@@ -378,21 +351,33 @@ pub trait Strategy: Sized {
     /// # Errors
     ///
     /// Peers that are lost.
-    fn optimizer_sha256(&mut self, ctx: &RankContext) -> Result<Option<String>>;
+    fn optimizer_sha256(&self) -> Result<Option<String>>;
 
-    /// Steps that the ranks voted down.
-    fn skipped_steps(&self) -> u64 {
-        self.skipped_of_groups().iter().sum()
-    }
+    /// What is reported of it.
+    fn report(&self, settings: &Settings) -> Report;
+}
 
-    /// Bytes that this rank has sent to all others.
-    fn sent_bytes(&self, ctx: &RankContext) -> u64;
+/// SHA-256 of the weights, on rank 0. *Blocks* until all ranks call it.
+///
+/// # Errors
+///
+/// Peers that are lost.
+pub(crate) fn weights_sha256<S: Strategy>(
+    strategy: &S,
+    ctx: &RankContext,
+) -> Result<Option<String>> {
+    strategy.gather_weights(ctx, |outline, values| {
+        Ok(hex::encode(weights_digest_with(outline, values)?))
+    })
+}
 
-    /// Adds its own entries to `summary.json`.
-    fn summary(&self, settings: &Settings, timing: &Timing, summary: &mut Map<String, Value>);
-
-    /// What the line `done in …` says of communication, and the line `weights …` of the ranks' weights.
-    fn ends(&self, ctx: &RankContext, timing: &Timing) -> [String; 2];
+/// Steps of each group that the ranks voted down.
+pub(crate) fn skipped_steps(strategy: &impl Strategy) -> Vec<u64> {
+    strategy
+        .groups()
+        .iter()
+        .map(|group| group.skipped)
+        .collect()
 }
 
 /// Communication of a step that backward did not hide.
@@ -400,18 +385,22 @@ pub(crate) fn exposed(times: Option<&StepTimes>) -> Duration {
     times.map_or(Duration::ZERO, StepTimes::exposed)
 }
 
-/// Puts the averages that `optimizer` has of `params` in their place; `own` gets what these were.
-fn show_averages(optimizer: &dyn Optimizer, params: &mut Params, own: &mut Option<Vec<f32>>) {
-    let Some(averages) = optimizer.averages().filter(|all| !all.is_empty()) else {
-        return;
-    };
-    own.get_or_insert_with(|| params.flat().to_vec());
-    let ids: Vec<_> = params.ids().zip(optimizer.updates()).collect();
-    for (id, updates) in ids {
-        if *updates > 0 {
-            let info = &params.infos()[id.index()];
-            let averages = &averages[info.offset..][..info.len];
-            params.get_mut(id)[..averages.len()].copy_from_slice(averages);
+impl State<'_> {
+    /// Puts the averages of the weights, where optimizers have them, in the place of the weights, and gives what these were.
+    pub(crate) fn show_averages(self) -> Option<Vec<f32>> {
+        let (params, mut own) = (self.params, None);
+        for optimizer in &self.optimizers {
+            let Some(averages) = optimizer.averages().filter(|all| !all.is_empty()) else {
+                continue;
+            };
+            own.get_or_insert_with(|| params.flat().to_vec());
+            let ids: Vec<_> = params.ids().zip(optimizer.updates()).collect();
+            for (id, _) in ids.into_iter().filter(|(_, updates)| **updates > 0) {
+                let info = &params.infos()[id.index()];
+                let averages = &averages[info.offset..][..info.len];
+                params.get_mut(id)[..averages.len()].copy_from_slice(averages);
+            }
         }
+        own
     }
 }

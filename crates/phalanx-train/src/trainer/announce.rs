@@ -2,36 +2,27 @@
 
 use std::collections::BTreeMap;
 
-use phalanx_nn::ParamInfo;
-
 use super::extent::Extent;
+use crate::args::Determinism;
+use crate::args::GradientType;
+use crate::args::Settings;
+use crate::args::Start;
 use crate::choice_name;
 use crate::error::Result;
+use crate::folder::Output;
 use crate::format::{plural, thousands};
-use crate::gradient::GradientType;
-use crate::output::Output;
+use crate::log::RunInfo;
 use crate::saving::Resumed;
-use crate::settings::Settings;
-use crate::split::Determinism;
-use crate::start::Start;
 use crate::strategy::Description;
 use phalanx_launch::{RankContext, rank_list};
 
 /// What is announced besides the settings.
 pub(super) struct About<'a> {
-    pub(super) program: &'a str,
-    /// What the model is called.
-    pub(super) title: &'a str,
-    pub(super) data: &'a str,
     /// SHA-256 of the weights before the first step.
     pub(super) initial: Option<&'a str>,
     /// The program sets them itself.
     pub(super) sets_weights: bool,
-    /// Names of the parameters that are not trained.
-    pub(super) frozen: &'a [String],
-    pub(super) steps: usize,
     pub(super) extent: Extent,
-    pub(super) optimizer: &'a str,
     pub(super) only_evaluates: bool,
 }
 
@@ -39,27 +30,26 @@ pub(super) struct About<'a> {
 pub(super) fn announce(
     ctx: &RankContext,
     settings: &Settings,
+    run: &RunInfo,
     about: &About<'_>,
-    params: &[ParamInfo],
     description: &Description,
     output: &Output,
 ) {
+    let params = &run.params;
     let count: usize = params.iter().map(|i| i.len).sum();
-    let frozen = params
-        .iter()
-        .filter(|info| about.frozen.contains(&info.name));
+    let frozen = params.iter().filter(|info| run.frozen.contains(&info.name));
     let frozen: usize = frozen.map(|info| info.len).sum();
     let is_drawn = settings.init == Start::Torch && !about.sets_weights;
     ctx.note(&format!(
         "phalanx {}  {}  {}",
         env!("CARGO_PKG_VERSION"),
-        about.program,
+        run.program,
         ctx.describe(phalanx_nn::isa_name())
     ));
-    ctx.note(&format!("data     {}", about.data));
+    ctx.note(&format!("data     {}", run.data));
     ctx.note(&format!(
         "model    {}, {}, {} parameters{} in {} tensors{}",
-        about.title,
+        run.title,
         settings.precision.describe(),
         thousands(count),
         match frozen {
@@ -97,11 +87,11 @@ pub(super) fn announce(
     };
     let what = match settings.find_lr {
         true => "finding a learning rate in ".to_owned() + &plural(all as usize, "step"),
-        false => format!("training {length} of {}", plural(about.steps, "step")),
+        false => format!("training {length} of {}", plural(run.steps, "step")),
     };
     ctx.note(&format!(
         "{what}, global batch {}, {}",
-        description.batch, about.optimizer,
+        description.batch, run.settings["optimizer"],
     ));
     let bits = match settings.split.determinism() {
         Determinism::Ranks => None,

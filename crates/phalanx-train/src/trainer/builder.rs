@@ -1,6 +1,6 @@
 //! Builds a training: model, wrapper, optimizer, reports; new or from a checkpoint.
 
-use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -12,134 +12,121 @@ use phalanx_checkpoint::weights_digest;
 use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::SamplerConfig;
+use phalanx_global::Parallel;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::optim::schedule::Schedule;
-use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
+use phalanx_nn::{Params, Scope};
 use phalanx_track::Tracker;
 
 use super::announce::{About, announce, announce_resumed, compare_hosts};
-use super::elastic::{Elasticity, Opening};
-use super::evaluate::Evaluation;
-use super::extent::Extent;
-use super::step::{BeforeUpdate, PendingUpdate};
-use super::{OwnState, Purpose, Reports, Results, Trainer};
-use crate::best::{Best, BestEpoch, BestMeasure, EarlyStopping};
+use super::course::{Course, CoursePlan};
+use super::elastic::Elasticity;
+use super::model::ModelPlan;
+use super::sources::Sources;
+use super::step::PendingUpdate;
+use super::{Purpose, Reports, Trainer, Trainings};
+use crate::args::{self, FOLDER, Found, Mesh, Settings};
+use crate::best::{BestEpoch, EarlyStopping};
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
-use crate::format::{number, thousands};
-use crate::job::Trainings;
+use crate::evaluation::Evaluation;
+use crate::folder::{BEST_FILE, Files, Output, RunDir, default_output_dir};
+use crate::format::thousands;
 use crate::log::{IMAGES_DIR, RunInfo, TABLES_DIR};
-use crate::lr_finder::{self, LrFinder};
-use crate::output::{BEST_FILE, Files, Output};
 use crate::profile::Profiler;
 use crate::reporter::{EpochLines, Reporter};
-use crate::run_dir::{Found, RunDir, default_output_dir};
 use crate::sample_log::SampleLog;
-use crate::saving::{self, AfterSaving, History, Resumed, SaveAction, Saving};
-use crate::settings::Settings;
-use crate::split::BatchSplit;
-use crate::strategy::{Ddp, MakeOptimizer, Parts, Strategy};
-use crate::timing::Timing;
+use crate::saving::{AfterSaving, Resumed, Saving};
+use crate::strategy::{Choices, Ddp, MakeOptimizer, OnMesh, Strategy, weights_sha256};
 use phalanx_launch::RankContext;
-
-type Init<'j> = Box<dyn FnOnce(&mut Params) -> Result<()> + 'j>;
-type MakeSchedule<'j> = Box<dyn FnOnce(f64, u64) -> Result<Option<Schedule>> + 'j>;
 
 /// Whether a training's folder may be called so in the run's, where a trainer without a name has files and folders.
 fn is_folder_name(name: &str) -> bool {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
-    let own = [
-        saving::FOLDER,
-        crate::FLIGHT_DIR,
-        IMAGES_DIR,
-        TABLES_DIR,
-        "wandb",
-    ];
+    let own = [FOLDER, crate::FLIGHT_DIR, IMAGES_DIR, TABLES_DIR, "wandb"];
     !name.is_empty() && name.chars().all(plain) && !own.contains(&name)
 }
 
 /// What a [`Trainer`] is made of; [`start`](Self::start) makes it.
 #[must_use = "nothing is trained before start"]
 pub struct TrainerBuilder<'j, M, S: Strategy = Ddp> {
+    plan: Plan<'j>,
+    model: ModelPlan<'j, M>,
+    course: CoursePlan<'j>,
+    strategy: S::Setup,
+}
+
+/// What is around the training of a model.
+struct Plan<'j> {
     ctx: &'j RankContext,
     settings: &'j Settings,
-    program: String,
-    title: String,
-    samples: usize,
-    /// The number of samples, if `--limit-train` leaves some out.
-    limited: Option<usize>,
-    data: String,
+    info: RunInfo,
+    /// Whether `--limit-train` leaves samples out.
+    is_limited: bool,
+    /// What tells the data apart from other data.
     content: String,
     classes: Vec<String>,
-    model: Box<dyn FnOnce(&mut Scope) -> M + 'j>,
-    init: Option<Init<'j>>,
-    frozen: Vec<String>,
-    lr: f64,
-    optimizer: MakeOptimizer<'j>,
-    optimizer_title: Option<String>,
-    /// Name and optimizer of further groups of parameters.
-    groups: Vec<(String, MakeOptimizer<'j>)>,
-    schedule: Option<MakeSchedule<'j>>,
-    clip: Option<f64>,
-    best: Option<String>,
-    early_stopping: Option<EarlyStopping>,
-    drop_last: bool,
-    shuffle: bool,
-    unit: &'static str,
-    /// Units in a sample.
-    unit_size: usize,
+    /// What samples are called, and how many of these a sample has.
+    unit: (&'static str, usize),
     shaping: Vec<String>,
     must_agree: Vec<String>,
     files: Files,
     reporter: Box<dyn Reporter>,
-    before_update: Option<BeforeUpdate<'j>>,
     after_saving: Option<AfterSaving<'j>>,
     trackers: Vec<Box<dyn Tracker + Send>>,
     folder: Option<String>,
     purpose: Purpose,
-    sync_batch_norm: bool,
     trainings: Rc<Trainings>,
-    strategy: S::Setup,
 }
 
 impl<'j, M> TrainerBuilder<'j, M> {
     /// A training of the model that `model` registers, on `train`, with the optimizer that
-    /// `optimizer` makes for a learning rate.
+    /// `optimizer` makes for a learning rate; one of the `trainings` of a program.
     pub(crate) fn new<D: Dataset + ?Sized, O: Optimizer + 'static>(
-        ctx: &'j RankContext,
-        settings: &'j Settings,
+        (ctx, settings): (&'j RankContext, &'j Settings),
         program: &str,
         train: &Arc<D>,
         model: impl FnOnce(&mut Scope) -> M + 'j,
         optimizer: impl Fn(&Params, f64) -> O + 'j,
+        trainings: Rc<Trainings>,
     ) -> Self {
         let samples = settings.limited_train(train.len());
-        let limited = (samples < train.len()).then_some(samples);
-        TrainerBuilder {
-            ctx,
-            settings,
-            program: program.to_owned(),
-            title: program.to_owned(),
-            samples,
-            limited,
-            data: format!("{}, {} samples", train.describe(), thousands(train.len())),
-            content: train.content(),
-            classes: train.class_names(),
-            model: Box::new(model),
-            init: None,
+        let choices = Choices {
             frozen: Vec::new(),
             lr: settings.lr(),
-            optimizer: Box::new(move |params, lr| Box::new(optimizer(params, lr))),
-            optimizer_title: None,
-            groups: Vec::new(),
-            schedule: None,
-            clip: None,
-            best: None,
-            early_stopping: None,
+            sampler: SamplerConfig {
+                samples,
+                world: 1,
+                rank: 0,
+                shuffle: true,
+                seed: settings.seed,
+            },
             drop_last: false,
-            shuffle: true,
-            unit: "samples",
-            unit_size: 1,
+            sync_batch_norm: false,
+            optimizers: Vec::new(),
+        };
+        let model = ModelPlan {
+            model: Box::new(model),
+            init: None,
+            optimizer_title: None,
+            clip: None,
+            before_update: None,
+            choices,
+        };
+        let plan = Plan {
+            ctx,
+            settings,
+            info: RunInfo {
+                program: program.to_owned(),
+                title: program.to_owned(),
+                data: format!("{}, {} samples", train.describe(), thousands(train.len())),
+                labels: settings.labels.clone(),
+                ..RunInfo::default()
+            },
+            is_limited: samples < train.len(),
+            content: train.content(),
+            classes: train.class_names(),
+            unit: ("samples", 1),
             shaping: Vec::new(),
             must_agree: Vec::new(),
             files: Files {
@@ -148,98 +135,72 @@ impl<'j, M> TrainerBuilder<'j, M> {
                 ..Files::default()
             },
             reporter: Box::new(EpochLines),
-            before_update: None,
             after_saving: None,
             trackers: Vec::new(),
             folder: None,
             purpose: Purpose::Train,
-            sync_batch_norm: false,
-            trainings: Rc::default(),
+            trainings,
+        };
+        let builder = TrainerBuilder {
+            plan,
+            model,
+            course: CoursePlan::default(),
             strategy: (),
+        };
+        builder.optimizer_of("", optimizer)
+    }
+
+    /// Trains on `mesh`: the ranks of its dimension `data` split each batch, and the parameters are laid out as `parallel`
+    /// says (splits over `tensor` are left out where the mesh has one rank there). The model computes with [`Global`](phalanx_global::Global) tensors; models that are generic over [`Value`](phalanx_nn::Value) stay as
+    /// they are.
+    pub fn on(self, mesh: Mesh, parallel: Parallel) -> TrainerBuilder<'j, M, OnMesh> {
+        TrainerBuilder {
+            plan: self.plan,
+            model: self.model,
+            course: self.course,
+            strategy: (mesh, parallel),
         }
     }
 }
 
 impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
-    /// The same with another strategy.
-    pub(crate) fn with_strategy<T: Strategy>(self, strategy: T::Setup) -> TrainerBuilder<'j, M, T> {
-        TrainerBuilder {
-            ctx: self.ctx,
-            settings: self.settings,
-            program: self.program,
-            title: self.title,
-            samples: self.samples,
-            limited: self.limited,
-            data: self.data,
-            content: self.content,
-            classes: self.classes,
-            model: self.model,
-            init: self.init,
-            frozen: self.frozen,
-            lr: self.lr,
-            optimizer: self.optimizer,
-            optimizer_title: self.optimizer_title,
-            groups: self.groups,
-            schedule: self.schedule,
-            clip: self.clip,
-            best: self.best,
-            early_stopping: self.early_stopping,
-            drop_last: self.drop_last,
-            shuffle: self.shuffle,
-            unit: self.unit,
-            unit_size: self.unit_size,
-            before_update: self.before_update,
-            after_saving: self.after_saving,
-            shaping: self.shaping,
-            must_agree: self.must_agree,
-            files: self.files,
-            reporter: self.reporter,
-            trackers: self.trackers,
-            folder: self.folder,
-            purpose: self.purpose,
-            sync_batch_norm: self.sync_batch_norm,
-            trainings: self.trainings,
-            strategy,
-        }
-    }
-
     /// What the model is called in the first lines of the output.
     pub fn title(mut self, title: &str) -> Self {
-        self.title = title.to_owned();
+        self.plan.info.title = title.to_owned();
         self
     }
 
     /// What the data set is called in the first lines of the output, and `content`, which tells it
     /// apart from other data ([`Dataset::content`]).
     pub fn data(mut self, description: &str, content: &str) -> Self {
-        (self.data, self.content) = (description.to_owned(), content.to_owned());
+        (self.plan.info.data, self.plan.content) = (description.to_owned(), content.to_owned());
         self
     }
 
     /// Changes the freshly drawn parameters before the training starts. Rank 0's are then sent to
     /// all ranks. Not called when a training is resumed.
     pub fn init(mut self, init: impl FnOnce(&mut Params) -> Result<()> + 'j) -> Self {
-        self.init = Some(Box::new(init));
+        self.model.init = Some(Box::new(init));
         self
     }
 
     /// Parameters that are not trained: each by its name, or all whose names begin with one of `names` and a point, as those
     /// of a layer or a part of the model.
     pub fn frozen(mut self, names: Vec<String>) -> Self {
-        self.frozen = names;
+        self.model.choices.frozen = names;
         self
     }
 
     /// The learning rate that the optimizer and the schedule are made for, where it follows from
     /// more than `--lr`.
     pub fn lr(mut self, lr: f64) -> Self {
-        self.lr = lr;
+        self.model.choices.lr = lr;
         self
     }
 
     /// The optimizer in words, for the first lines of the output.
     pub fn optimizer_title(mut self, title: &str) -> Self {
-        self.optimizer_title = Some(title.to_owned());
+        self.model.optimizer_title = Some(title.to_owned());
         self
     }
 
@@ -254,7 +215,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         optimizer: impl Fn(&Params, f64) -> O + 'j,
     ) -> Self {
         let make: MakeOptimizer<'j> = Box::new(move |params, lr| Box::new(optimizer(params, lr)));
-        self.groups.push((name.to_owned(), make));
+        self.model.choices.optimizers.push((name.to_owned(), make));
         self
     }
 
@@ -272,7 +233,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         mut self,
         schedule: impl FnOnce(f64, u64) -> Result<Option<Schedule>> + 'j,
     ) -> Self {
-        self.schedule = Some(Box::new(schedule));
+        self.course.schedule = Some(Box::new(schedule));
         self
     }
 
@@ -280,43 +241,43 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     /// PyTorch's `clip_grad_norm_` does. [`Trainer::grad_norm`] gives the norm, which is also in `metrics.jsonl`; with a limit
     /// of `f64::INFINITY` nothing is scaled.
     pub fn clip_grad_norm(mut self, limit: f64) -> Self {
-        self.clip = Some(limit);
-        self.shaping.push(format!("clip_grad_norm {limit}"));
+        self.model.clip = Some(limit);
+        self.plan.shaping.push(format!("clip_grad_norm {limit}"));
         self
     }
 
     /// The measure of [`evaluate`](Trainer::evaluate) that decides which weights are the best: its name, `:`, and `max` or
     /// `min`, as in `f1:max`. Without this call it is the accuracy, or the loss if there is none.
     pub fn best(mut self, measure: &str) -> Self {
-        self.best = Some(measure.to_owned());
+        self.course.best = Some(measure.to_owned());
         self
     }
 
     /// Ends the training when the [best](Self::best) measure has not improved for some evaluations: the loop over
     /// [`epochs`](Trainer::epochs) ends then. A resumed training counts on, and one that was stopped early trains nothing.
     pub fn early_stopping(mut self, early: EarlyStopping) -> Self {
-        self.shaping.push(early.describe());
-        self.early_stopping = Some(early);
+        self.plan.shaping.push(early.describe());
+        self.course.early_stopping = Some(early);
         self
     }
 
     /// Whether batch norms take the mean and variance of all ranks' samples (PyTorch's `convert_sync_batchnorm`), so that small
     /// batches on each rank train as their sum does. On a [mesh](TrainerBuilder::on) they always do.
     pub fn sync_batch_norm(mut self, sync: bool) -> Self {
-        self.sync_batch_norm = sync;
+        self.model.choices.sync_batch_norm = sync;
         self
     }
 
     /// Whether every epoch has another order of the samples, as it has without this call; else they come in the data
     /// set's.
     pub fn shuffle(mut self, shuffle: bool) -> Self {
-        self.shuffle = shuffle;
+        self.model.choices.sampler.shuffle = shuffle;
         self
     }
 
     /// Whether `--sampler torch` drops a last batch that is short. `--drop-last` does so with every sampler.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
-        self.drop_last = drop_last;
+        self.model.choices.drop_last = drop_last;
         self
     }
 
@@ -327,7 +288,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
 
     /// The unit of the speed in the output and in `summary.json`, and how many units a sample has, as in `("characters", 64)`.
     pub fn unit_of(mut self, unit: &'static str, in_a_sample: usize) -> Self {
-        (self.unit, self.unit_size) = (unit, in_a_sample);
+        self.plan.unit = (unit, in_a_sample);
         self
     }
 
@@ -341,15 +302,15 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         mut self,
         hook: impl FnMut(&PendingUpdate<'_>) -> Result<bool> + 'j,
     ) -> Self {
-        self.before_update = Some(Box::new(hook));
-        self.must_agree.push("before_update".to_owned());
+        self.model.before_update = Some(Box::new(hook));
+        self.plan.must_agree.push("before_update".to_owned());
         self
     }
 
     /// Calls `hook` with the path of each checkpoint's JSON file when it is complete on the disk, on rank 0: with DDP at the end of
     /// a later step, as checkpoints are written while the training goes on. An error ends the training.
     pub fn after_saving(mut self, hook: impl FnMut(&Path) -> Result<()> + 'j) -> Self {
-        self.after_saving = Some(Box::new(hook));
+        self.plan.after_saving = Some(Box::new(hook));
         self
     }
 
@@ -357,61 +318,181 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     /// `--momentum 0.9`. They must be the same on all ranks, and a resumed run says which have
     /// changed.
     pub fn hyperparameters(mut self, settings: Vec<String>) -> Self {
-        self.shaping.extend(settings);
+        self.plan.shaping.extend(settings);
         self
     }
 
     /// Further settings that must be the same on all ranks.
     pub fn same_on_all_ranks(mut self, settings: Vec<String>) -> Self {
-        self.must_agree.extend(settings);
+        self.plan.must_agree.extend(settings);
         self
     }
 
     /// The files that are written besides metrics, summary and checkpoints.
     pub fn files(mut self, files: Files) -> Self {
-        self.files = files;
+        self.plan.files = files;
         self
     }
 
     /// What the program prints on standard output.
     pub fn reporter(mut self, reporter: Box<dyn Reporter>) -> Self {
-        self.reporter = reporter;
+        self.plan.reporter = reporter;
         self
     }
 
     /// Hands what the run logs to `tracker`, on rank 0, besides those of `--mlflow` and `--wandb`. It has a thread of its
     /// own, and its errors are warnings. The end of the training waits for it, at most ten seconds.
     pub fn tracker(mut self, tracker: impl Tracker + Send + 'static) -> Self {
-        self.trackers.push(Box::new(tracker));
+        self.plan.trackers.push(Box::new(tracker));
         self
     }
 
     /// Writes into the folder `name` in the run's folder. Each trainer of a program with several, as a teacher's and a
     /// student's, needs a folder of its own; one of them may do without a name.
     pub fn folder(mut self, name: &str) -> Self {
-        self.folder = Some(name.to_owned());
+        self.plan.folder = Some(name.to_owned());
         self
     }
 
     /// The program only evaluates, the weights that `--init` names: the trainer has no epochs and leaves no files.
     pub fn evaluate_only(mut self) -> Self {
-        self.purpose = Purpose::Evaluate;
+        self.plan.purpose = Purpose::Evaluate;
         self
     }
 
     /// The program measures the training, which leaves no files and prints nothing.
     pub fn measure_only(mut self) -> Self {
-        self.purpose = Purpose::Measure;
-        self.reporter = Box::new(Silent);
+        self.plan.purpose = Purpose::Measure;
+        self.plan.reporter = Box::new(Silent);
         self
     }
 
-    /// One of the trainings of a program.
-    pub(crate) fn of_program(mut self, trainings: Rc<Trainings>) -> Self {
-        self.trainings = trainings;
-        self
+    /// Checks the settings, and completes what shapes the training. Gives the number of ranks that split a batch: those that
+    /// share a part of it count as one.
+    fn settle(&mut self) -> Result<usize> {
+        let plan = &mut self.plan;
+        let settings = plan.settings;
+        let (world, shaping) = S::plan(&self.strategy, settings, plan.ctx.first_world())?;
+        if plan.ctx.elastic.is_some() && plan.purpose == Purpose::Train {
+            settings.check_elastic()?;
+            S::check_elastic(&self.strategy)?;
+            if !plan.trainings.folders.borrow().is_empty() {
+                return Err(Error::usage("--elastic is for programs with one trainer"));
+            }
+        }
+        let choices = &mut self.model.choices;
+        choices.sampler.world = world;
+        if choices.sync_batch_norm {
+            settings.check_sync_batch_norm()?;
+            plan.shaping.push("sync_batch_norm true".to_owned());
+        }
+        if !choices.sampler.shuffle {
+            plan.shaping.push("shuffle false".to_owned());
+        }
+        plan.shaping.splice(0..0, shaping);
+        if plan.is_limited {
+            let shown = thousands(choices.sampler.samples);
+            plan.info.data.push_str(&format!(", the first {shown}"));
+            let limit = format!(", the first {}", choices.sampler.samples);
+            plan.content.push_str(&limit);
+        }
+        if plan.ctx.is_main() {
+            let trackers = settings.track.trackers(&real_env())?;
+            plan.trackers.extend(trackers);
+        }
+        Ok(world)
     }
 
+    /// Builds the training, new or from the checkpoint that `--resume` names, and announces it
+    /// on standard error. Rank 0's parameters are sent to all ranks.
+    ///
+    /// *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, naming the flag, folder or file; settings, data or models that differ between
+    /// ranks; peers that are lost.
+    pub fn start(mut self) -> Result<Trainer<'j, M, S>> {
+        let world = self.settle()?;
+        let TrainerBuilder {
+            mut plan,
+            model,
+            course,
+            strategy: setup,
+        } = self;
+        let (ctx, settings, purpose) = (plan.ctx, plan.settings, plan.purpose);
+        let starting = ctx.phase("starting");
+        let [run, dir] = plan.folders()?;
+        let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
+        let resumed = resumed.as_ref();
+        let resumable = settings.resumable(&plan.info.program, &plan.content, world);
+        let shaping = args::settings(&[settings.shaping(), plan.shaping.clone()].concat());
+        let facts = plan.facts();
+        plan.info.settings = plan.shown(&facts);
+        // Newcomers compare it before they are in a group.
+        let frozen = format!("frozen parameters: {}", model.choices.frozen.join(", "));
+        let agreed = [&facts[..], &[frozen]].concat();
+        if let Some(resumed) = resumed {
+            resumed.check(&resumable)?;
+        }
+        let (at, from) = ((ctx, settings), resumed.map(|resumed| (resumed, &shaping)));
+        let (sampler, drop_last) = (model.choices.sampler, model.choices.drop_last);
+        let sets_weights = model.init.is_some();
+        let (mut strategy, model) = model.build::<S>(setup, &mut plan.info, at, from, &facts)?;
+        let group = strategy.batch_group();
+        let sources = Sources::new(settings, sampler, drop_last, plan.unit, group)?;
+        plan.info.steps = sources.steps;
+        plan.info.params = strategy.report(settings).infos;
+        let (steps, state) = (sources.steps, strategy.state());
+        let mut course = course.begin(settings, steps, model.lr, resumed, state)?;
+        if let Some(resumed) = resumed {
+            strategy.restore(ctx, resumed, &shaping)?;
+        }
+        let mut output = match purpose {
+            Purpose::Train => Output::open(ctx, dir, plan.files.clone(), &settings.saving, None)?,
+            _ => Output::nowhere(dir),
+        };
+        let known = resumable.into_iter().chain(shaping.clone()).collect();
+        let (kept, hook) = ((known, plan.files.metadata()), plan.after_saving.take());
+        let checkpoints = output.checkpoints(settings.saving.keep());
+        let saving = Saving::open(ctx, &settings.saving, kept, hook, checkpoints, resumed)?;
+        // A launcher looks for them, and for what a later attempt continues, in the run's folder.
+        if purpose != Purpose::Measure {
+            ctx.group().set_flight_dir(&run.join(crate::FLIGHT_DIR));
+        }
+        output.begin(&run, &settings.saving)?;
+        let weights = start_sha256(&strategy, ctx)?;
+        course.results.initial = weights.clone().filter(|_| resumed.is_none());
+        course.results.weights = weights.unwrap_or_default();
+        find_complete(ctx, &mut output, &mut course, from)?;
+        let trainings = Rc::clone(&plan.trainings);
+        plan.announce(&strategy, &course, &output, sets_weights)?;
+        let reports = plan.report(output, &saving, &mut strategy, &course, from)?;
+        drop(starting);
+        let mut trainer = Trainer {
+            ctx,
+            settings,
+            sources,
+            strategy,
+            model,
+            course,
+            saving,
+            reports,
+            purpose,
+            trainings,
+            elastic: Elasticity::new(agreed),
+        };
+        trainer.update_loop();
+        if purpose == Purpose::Train && !trainer.is_complete() {
+            // On all ranks at about the same time, as they train.
+            trainer.course.results.timing.peak_flops_per_s = trainer.model.tape.peak_flops_per_s();
+        }
+        trainer.join()?;
+        Ok(trainer)
+    }
+}
+
+impl Plan<'_> {
     /// The training's folder: the run's, `run`, or [one in it](Self::folder).
     fn claim_folder(&self, run: &Path) -> Result<PathBuf> {
         let (saving, name) = (&self.settings.saving, self.folder.as_deref());
@@ -454,7 +535,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     fn folders(&self) -> Result<[PathBuf; 2]> {
         let (ctx, settings) = (self.ctx, self.settings);
         let dir = settings.output_dir.clone();
-        let dir = dir.unwrap_or_else(|| default_output_dir(&self.program));
+        let dir = dir.unwrap_or_else(|| default_output_dir(&self.info.program));
         let run = ctx.folder_of_rank_0(dir)?;
         if self.purpose == Purpose::Train {
             let dir = self.claim_folder(&run)?;
@@ -467,32 +548,9 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         Ok([run.clone(), run])
     }
 
-    /// Checks the settings for `world` ranks that split a batch, and completes what shapes the training.
-    fn settle(&mut self, world: usize) -> Result<()> {
-        let settings = self.settings;
-        settings.validate(world)?;
-        S::check(&self.strategy, settings)?;
-        if self.ctx.elastic.is_some() && self.purpose == Purpose::Train {
-            settings.check_elastic()?;
-            S::check_elastic(&self.strategy)?;
-            if !self.trainings.folders.borrow().is_empty() {
-                return Err(Error::usage("--elastic is for programs with one trainer"));
-            }
-        }
-        if self.sync_batch_norm {
-            settings.check_sync_batch_norm()?;
-            self.shaping.push("sync_batch_norm true".to_owned());
-        }
-        if !self.shuffle {
-            self.shaping.push("shuffle false".to_owned());
-        }
-        self.shaping.splice(0..0, S::shaping(&self.strategy));
-        Ok(())
-    }
-
     /// What must be the same on all ranks, a fact a line.
     fn facts(&self) -> Vec<String> {
-        let mut facts = vec![format!("train {}", self.program)];
+        let mut facts = vec![format!("train {}", self.info.program)];
         facts.extend(self.settings.must_agree());
         facts.extend_from_slice(&self.must_agree);
         facts.extend_from_slice(&self.shaping);
@@ -500,385 +558,131 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         facts
     }
 
-    /// Builds the training, new or from the checkpoint that `--resume` names, and announces it
-    /// on standard error. Rank 0's parameters are sent to all ranks.
-    ///
-    /// *Blocks* until all ranks call it.
-    ///
-    /// # Errors
-    ///
-    /// Usage, naming the flag, folder or file; settings, data or models that differ between
-    /// ranks; peers that are lost.
-    pub fn start(mut self) -> Result<Trainer<'j, M, S>> {
-        let (ctx, settings) = (self.ctx, self.settings);
-        // Ranks that share a part of a batch count as one.
-        let world = S::batch_ranks(&self.strategy, ctx.first_world());
-        self.settle(world)?;
-        if let Some(samples) = self.limited {
-            let shown = thousands(samples);
-            self.data.push_str(&format!(", the first {shown}"));
-            self.content.push_str(&format!(", the first {samples}"));
-        }
-        let mut trackers = std::mem::take(&mut self.trackers);
-        if ctx.is_main() {
-            trackers.extend(settings.track.trackers(&real_env())?);
-        }
-        let starting = ctx.phase("starting");
-        let [run, dir] = self.folders()?;
-        let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
-        let resumable = settings.resumable(&self.program, &self.content, world);
-        let shaping = saving::settings(&[settings.shaping(), self.shaping.clone()].concat());
-
-        let facts = self.facts();
-        // Newcomers compare it before they are in a group.
-        let frozen = format!("frozen parameters: {}", self.frozen.join(", "));
-        let agreed = [&facts[..], &[frozen]].concat();
-        let mut scope = Scope::new(Seed(settings.seed));
-        let model = (self.model)(&mut scope);
-        let mut params = scope.build()?;
-        self.frozen = full_names(&params, &self.frozen)?;
-        let sets_weights = self.init.is_some();
-        if let Some(resumed) = &resumed {
-            resumed.check(&resumable)?;
-        } else {
-            if let Some(init) = self.init {
-                init(&mut params)?;
-            }
-            settings.init.fill(ctx, &mut params)?;
-        }
-        let mut tape = Tape::new(Threads(ctx.threads));
-        tape.set_precision(settings.precision.into());
-        tape.set_anomaly(settings.anomaly);
-        let names: Vec<String> = self.groups.iter().map(|(name, _)| name.clone()).collect();
-        let main = (String::new(), self.optimizer);
-        let parts = Parts {
-            ctx,
-            settings,
-            resumed: resumed.as_ref().map(|resumed| (resumed, &shaping)),
-            params,
-            facts: &facts,
-            frozen: &self.frozen,
-            lr: self.lr,
-            samples: self.samples,
-            drop_last: self.drop_last,
-            shuffle: self.shuffle,
-            sync_batch_norm: self.sync_batch_norm,
-            optimizers: [main].into_iter().chain(self.groups).collect(),
-            tape: &mut tape,
-        };
-        let mut strategy = S::build(self.strategy, parts)?;
-        let title = optimizers_title(&strategy, self.optimizer_title, &names);
-        let group = strategy.batch_group();
-        let split = BatchSplit::new(&settings.split, group.world_size(), group.rank())?;
-        let config = SamplerConfig {
-            samples: self.samples,
-            world,
-            rank: group.rank(),
-            shuffle: self.shuffle,
-            seed: settings.seed,
-        };
-        let samplers = settings.samplers(&split, config, self.drop_last)?;
-        let plan = split.epoch(&samplers, 0);
-        let steps = plan.len() / split.mine().len();
-        if steps == 0 {
-            return Err(Error::usage(match self.samples {
-                0 => "the training set has no samples".to_owned(),
-                samples => format!(
-                    "no step is left: a short last batch is left out, and the training set has {samples} samples where a step \
-                     takes {}",
-                    settings.global_batch(world)
-                ),
-            }));
-        }
-        let last_batch = split.sizes(&plan, steps - 1).1.samples;
-        if let Some(resumed) = &resumed {
-            resumed.fits(steps)?;
-        }
-        let place = resumed.as_ref().map(Resumed::place).unwrap_or_default();
-        let extent = Extent::new(settings, steps);
-        let history = resumed.as_ref().map(Resumed::history).transpose()?;
-        let mut history = history.unwrap_or_default();
-        let is_part = settings.eval_every().is_some_and(|every| {
-            let taken = place.step_in_epoch as usize;
-            taken.is_multiple_of(every)
-        });
-        let goes_past_cut = place.step_in_epoch > 0 && !extent.is_over(place);
-        if goes_past_cut {
-            history.go_past_cut(place.step, is_part);
-        }
-        let lr_finder = settings.find_lr.then(LrFinder::default);
-        let schedule = match &lr_finder {
-            Some(_) => Some(lr_finder::schedule(extent.all())),
-            None => {
-                let schedule = self.schedule.map(|make| make(self.lr, extent.all()));
-                schedule.transpose()?.flatten()
-            }
-        };
-        let schedule = schedule.map(|mut schedule| {
-            use_momentum(&schedule, &mut strategy)?;
-            history.replay(&mut schedule, place.step);
-            Ok::<_, Error>(schedule)
-        });
-        let schedule = schedule.transpose()?;
-        if let Some(resumed) = &resumed {
-            strategy.restore(ctx, resumed, &shaping)?;
-        }
-        let metadata = self.files.metadata();
-        let files = ctx.elastic.map(|_| self.files.clone());
-        let mut output = match self.purpose {
-            Purpose::Train => Output::open(ctx, dir, self.files, &settings.saving, None)?,
-            _ => Output::nowhere(dir),
-        };
-        let saving = Saving::open(
-            ctx,
-            &settings.saving,
-            resumable.into_iter().chain(shaping.clone()).collect(),
-            output.checkpoints(saving::FOLDER, settings.saving.keep()),
-            resumed.as_ref(),
-        )?
-        .with_metadata(metadata)
-        .with_hook(self.after_saving);
-        // A launcher looks for them, and for what a later attempt continues, in the run's folder.
-        if self.purpose != Purpose::Measure {
-            ctx.group().set_flight_dir(&run.join(crate::FLIGHT_DIR));
-        }
-        output.begin(&run, &settings.saving)?;
-        let weights = strategy.weights_sha256(ctx)?;
-        // Any rank may become rank 0.
-        let weights = match ctx.elastic {
-            Some(_) if S::TAKES_OTHERS => Some(hex::encode(weights_digest(strategy.params()))),
-            Some(_) => Some(ctx.group().broadcast_object(weights.as_ref(), 0)?),
-            None => weights,
-        };
-        let initial = weights.clone().filter(|_| resumed.is_none());
-        let weights = weights.unwrap_or_default();
-        let infos = strategy.infos();
-        let wanted = self.best.as_deref().map(BestMeasure::parse).transpose()?;
-        let measure = wanted.as_ref().map(BestMeasure::to_string);
-        let mut best = Best::new(wanted, self.early_stopping);
-        best.go_on(&history);
-        let is_over = extent.is_over(place);
-        // A program may have ended before its last epoch.
-        let unchanged = |resumed: &Resumed| {
-            let changed = resumed.changed(&shaping);
-            let lengthens =
-                |line: &String| line.starts_with("--epochs ") || line.starts_with("--max-steps ");
-            changed.iter().all(lengthens)
-        };
-        if let Some(resumed) = &resumed
-            && (is_over || best.stops() || unchanged(resumed))
-        {
-            // One that was stopped early has no more steps, however many are asked for.
-            let asked = match best.stops() {
-                true => (0, 0),
-                false => (extent.epochs(), extent.all()),
-            };
-            output.find_complete(ctx, &weights, asked)?;
-        }
-        let is_complete = output.complete().is_some();
-        let about = About {
-            program: &self.program,
-            title: &self.title,
-            data: &self.data,
-            initial: initial.as_deref(),
-            sets_weights,
-            frozen: &self.frozen,
-            steps,
-            extent,
-            optimizer: &title,
-            only_evaluates: self.purpose == Purpose::Evaluate,
-        };
-        let description = strategy.describe(ctx, settings)?;
-        if self.purpose != Purpose::Measure {
-            announce(ctx, settings, &about, &infos, &description, &output);
-            compare_hosts(ctx)?;
-        }
-        let mut reporter = self.reporter;
-        if !is_complete && self.purpose == Purpose::Train {
-            reporter.on_train_start(ctx, extent.epochs())?;
-        }
-        output.reopen()?;
-        restore_best(
-            ctx,
-            &mut output,
-            &saving,
-            &mut strategy,
-            best.so_far(),
-            place,
-        )?;
-        if let Some(resumed) = &resumed {
-            announce_resumed(ctx, resumed, extent, best.stops(), is_complete);
-            resumed.announce_changes(ctx, &shaping);
-            settings.init.announce_unused(ctx);
-        }
-        let mut shown = saving::settings(&facts);
+    /// The settings that are shown of the run.
+    fn shown(&self, facts: &[String]) -> BTreeMap<String, String> {
+        let mut shown = args::settings(facts);
         // "no --flag" of what was not typed.
         shown.remove("no");
         shown.retain(|_, value| value != "none");
-        shown.extend(settings.of_each_rank());
-        shown.insert("model".to_owned(), self.title.clone());
-        shown.insert("optimizer".to_owned(), title);
-        shown.extend(measure.map(|measure| ("best".to_owned(), measure)));
-        let info = RunInfo {
-            program: &self.program,
-            title: &self.title,
-            data: &self.data,
-            steps,
-            settings: shown,
-            params: &infos,
-            frozen: &self.frozen,
-            labels: &settings.labels,
-        };
-        let log = match goes_past_cut && !is_part {
-            true => output.log_past_cut(ctx, place, &info)?,
-            false => output.log(ctx, resumed.as_ref().map(Resumed::place), &info)?,
-        };
-        let settings_shown = info.settings;
-        let mut opening = files.map(|files| Opening {
-            title: self.title.clone(),
-            data: self.data.clone(),
-            settings: settings_shown,
-            frozen: self.frozen.clone(),
-            files,
-            trackers: Vec::new(),
-        });
-        if !ctx.is_main() || self.purpose != Purpose::Train {
-            let trackers = std::mem::take(&mut trackers);
-            if let Some(opening) = &mut opening {
-                opening.trackers = trackers;
-            }
+        shown.extend(self.settings.of_each_rank());
+        shown.insert("model".to_owned(), self.info.title.clone());
+        shown
+    }
+
+    /// Announces the training. *Blocks* until all ranks call it.
+    fn announce(
+        &mut self,
+        strategy: &impl Strategy,
+        course: &Course,
+        output: &Output,
+        sets_weights: bool,
+    ) -> Result<()> {
+        let (ctx, best) = (self.ctx, course.results.best.wanted());
+        let shown = &mut self.info.settings;
+        shown.extend(best.map(|measure| ("best".to_owned(), measure)));
+        let description = strategy.describe(ctx, self.settings)?;
+        if self.purpose == Purpose::Measure {
+            return Ok(());
         }
-        let from = resumed.as_ref().map(Resumed::place);
+        let about = About {
+            initial: course.results.initial.as_deref(),
+            sets_weights,
+            extent: course.extent,
+            only_evaluates: self.purpose == Purpose::Evaluate,
+        };
+        announce(ctx, self.settings, &self.info, &about, &description, output);
+        compare_hosts(ctx)
+    }
+
+    /// Begins to write the run's files. *Blocks* until all ranks call it.
+    fn report<S: Strategy>(
+        mut self,
+        mut output: Output,
+        saving: &Saving<'_>,
+        strategy: &mut S,
+        course: &Course,
+        from: Option<(&Resumed, &BTreeMap<String, String>)>,
+    ) -> Result<Reports> {
+        let (ctx, settings) = (self.ctx, self.settings);
+        let (extent, place, best) = (course.extent, course.place, &course.results.best);
+        let (is_complete, is_training) =
+            (output.complete().is_some(), self.purpose == Purpose::Train);
+        if !is_complete && is_training {
+            self.reporter.on_train_start(ctx, extent.epochs())?;
+        }
+        output.reopen()?;
+        restore_best(ctx, &mut output, saving, strategy, best.so_far(), place)?;
+        if let Some((resumed, shaping)) = from {
+            announce_resumed(ctx, resumed, extent, best.stops(), is_complete);
+            resumed.announce_changes(ctx, shaping);
+            settings.init.announce_unused(ctx);
+        }
+        let from = from.map(|(resumed, _)| resumed.place());
+        let past_cut = extent.goes_past_cut(place) && !extent.is_end_of_part(place);
+        let log = output.log(ctx, from, &self.info, past_cut)?;
+        let trackers = match ctx.is_main() && is_training {
+            true => std::mem::take(&mut self.trackers),
+            false => Vec::new(),
+        };
         let from = from.or(settings.saving.begins_again(ctx)?.then(Place::default));
-        let reports = Reports {
+        let classes =
+            (!self.classes.is_empty()).then_some(("classes".to_owned(), self.classes.into()));
+        Ok(Reports {
+            info: self.info,
+            files: self.files,
+            trackers: self.trackers,
+            summary: classes.into_iter().collect(),
             log,
             deliveries: Deliveries::start(output.dir(), trackers),
             samples: SampleLog::open(ctx, settings.log_samples.as_deref(), from)?,
             progress: match self.purpose {
                 Purpose::Measure => Progress::silent(),
-                _ => Progress::for_rank(ctx.rank()).with_unit(self.unit),
+                _ => Progress::for_rank(ctx.rank()).with_unit(self.unit.0),
             },
             profiler: Profiler::new(settings.profile.as_deref(), ctx),
-            reporter,
+            reporter: self.reporter,
             output,
-        };
-        let recorded = || {
-            let summary = reports.output.complete()?;
-            Some((Evaluation::of_summary(summary), Some(place.step)))
-        };
-        let last = history.last().map(|last| (last, history.last_step()));
-        let (last, last_step) = last.or_else(recorded).unzip();
-        let results = Results {
-            initial,
-            weights,
-            averages: None,
-            accuracies: history.accuracies(),
-            last: last.unwrap_or_else(Evaluation::nothing),
-            last_step: last_step.flatten(),
-            before_cut: None,
-            best,
-            metrics: history.metrics().unwrap_or_default(),
-            timing: Timing::default(),
-        };
-        drop(starting);
-        let mut trainer = Trainer {
-            ctx,
-            settings,
-            program: self.program,
-            unit: self.unit,
-            unit_size: self.unit_size,
-            split,
-            samplers,
-            samples: self.samples,
-            steps,
-            last_batch,
-            extent,
-            round_end: steps,
-            model,
-            strategy,
-            lr: self.lr,
-            // With a hook the norm is taken, and nothing is scaled.
-            clip: (self.clip).or(self.before_update.as_ref().map(|_| f64::INFINITY)),
-            before_update: self.before_update,
-            schedule,
-            lr_finder,
-            set_lr: None,
-            tape,
-            saving,
-            due: SaveAction::Continue,
-            own_state: OwnState::default(),
-            place,
-            history: History::default(),
-            running: None,
-            loop_state: Rc::default(),
-            position: Rc::default(),
-            ended: None,
-            waited: Rc::new(Cell::default()),
-            results,
-            reports,
-            summary: match self.classes.is_empty() {
-                true => serde_json::Map::new(),
-                false => [("classes".to_owned(), self.classes.into())]
-                    .into_iter()
-                    .collect(),
-            },
-            purpose: self.purpose,
-            trainings: self.trainings,
-            sampler_config: config,
-            drop_last: self.drop_last,
-            global_batch: settings.global_batch(world),
-            elastic: Elasticity::new(opening, agreed),
-        };
-        trainer.take_program(&history);
-        trainer.history = history;
-        trainer.update_loop();
-        if self.purpose == Purpose::Train && !trainer.is_complete() {
-            // On all ranks at about the same time, as they train.
-            trainer.results.timing.peak_flops_per_s = trainer.tape.peak_flops_per_s();
-        }
-        trainer.join()?;
-        Ok(trainer)
+        })
     }
 }
 
-/// Prints nothing.
-struct Silent;
-
-impl Reporter for Silent {
-    fn on_step_evaluation(&mut self, _: &RankContext, _: u64, _: &Evaluation) -> Result<()> {
-        Ok(())
-    }
+/// SHA-256 of the weights that a training starts with, on each rank that may need it. *Blocks* until all ranks call it.
+fn start_sha256<S: Strategy>(strategy: &S, ctx: &RankContext) -> Result<Option<String>> {
+    let weights = weights_sha256(strategy, ctx)?;
+    // Any rank may become rank 0.
+    Ok(match ctx.elastic {
+        Some(_) if S::TAKES_OTHERS => Some(hex::encode(weights_digest(strategy.params()))),
+        Some(_) => Some(ctx.group().broadcast_object(weights.as_ref(), 0)?),
+        None => weights,
+    })
 }
 
-/// The names of all parameters that `names` stand for: each is one parameter's, or the beginning of several before a point.
-fn full_names(params: &Params, names: &[String]) -> Result<Vec<String>> {
-    let mut all = Vec::new();
-    for name in names {
-        let is_meant = |full: &&String| {
-            let rest = full.strip_prefix(&**name);
-            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+/// Finds whether the run is complete, and what it ended with.
+fn find_complete(
+    ctx: &RankContext,
+    output: &mut Output,
+    course: &mut Course,
+    from: Option<(&Resumed, &BTreeMap<String, String>)>,
+) -> Result<()> {
+    let (extent, results) = (course.extent, &mut course.results);
+    let stops = results.best.stops();
+    // A program may have ended before its last epoch.
+    let lengthens =
+        |line: &String| line.starts_with("--epochs ") || line.starts_with("--max-steps ");
+    let may_be = from.is_some_and(|(resumed, shaping)| {
+        extent.is_over(course.place) || stops || resumed.changed(shaping).iter().all(lengthens)
+    });
+    if may_be {
+        // One that was stopped early has no more steps, however many are asked for.
+        let asked = match stops {
+            true => (0, 0),
+            false => (extent.epochs(), extent.all()),
         };
-        let infos = params.infos().iter().map(|info| &info.name);
-        let meant: Vec<&String> = infos.filter(is_meant).collect();
-        if meant.is_empty() {
-            return Err(Error::usage(format!(
-                "frozen(\"{name}\"): the model has no parameter of this name, and none whose name begins with \"{name}.\""
-            )));
-        }
-        all.extend(meant.into_iter().cloned());
+        output.find_complete(ctx, &results.weights, asked)?;
     }
-    all.sort();
-    all.dedup();
-    Ok(all)
-}
-
-/// Gives the optimizers the momentum of `schedule`, where it has one.
-fn use_momentum<S: Strategy>(schedule: &Schedule, strategy: &mut S) -> Result<()> {
-    if let Some(momentum) = schedule.momentum() {
-        // An optimizer without momentum of its own has it from now on, and state for it.
-        for group in strategy.groups() {
-            strategy.optimizer_mut(group).set_momentum(momentum)?;
-        }
+    if let (None, Some(summary)) = (course.history.last(), output.complete()) {
+        results.last = Evaluation::of_summary(summary);
+        results.last_step = Some(course.place.step);
     }
     Ok(())
 }
@@ -909,34 +713,24 @@ fn restore_best<S: Strategy>(
         return Ok(());
     }
     if ctx.group().broadcast_object(Some(&lacks), 0)? {
-        let own = strategy.show_averages();
+        let own = strategy.state().show_averages();
         let saved = strategy.gather_weights(ctx, |outline, values| {
             let saved = output.save_best(best, None, outline, values);
             saving.handle_weights_error("the best", saved)
         });
         if let Some(own) = own {
-            strategy.params_mut().flat_mut().copy_from_slice(&own);
+            strategy.state().params.flat_mut().copy_from_slice(&own);
         }
         saved?;
     }
     Ok(())
 }
 
-/// The optimizers in words, where the first has the words `own`; the others are of the groups `names`.
-fn optimizers_title<S: Strategy>(strategy: &S, own: Option<String>, names: &[String]) -> String {
-    let mut title = own.unwrap_or_default();
-    for group in strategy.groups() {
-        let (optimizer, lr) = strategy.optimizer(group);
-        let averages = match optimizer.averages() {
-            Some(_) => " with averaged weights",
-            None => "",
-        };
-        let words = format!("{} lr {}{averages}", optimizer.name(), number(lr));
-        match group {
-            0 if title.is_empty() => title = words,
-            0 => {}
-            _ => title.push_str(&format!(", of {} {words}", names[group - 1])),
-        }
+/// Prints nothing.
+struct Silent;
+
+impl Reporter for Silent {
+    fn on_step_evaluation(&mut self, _: &RankContext, _: u64, _: &Evaluation) -> Result<()> {
+        Ok(())
     }
-    title
 }

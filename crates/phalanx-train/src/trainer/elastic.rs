@@ -17,7 +17,7 @@
 //! it were resumed from a checkpoint. A rank that is asked to leave does so there too, and all ranks wait there while they
 //! are too few.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -35,23 +35,22 @@ use phalanx_data::progress::Progress;
 use phalanx_data::sampler::SamplerConfig;
 use phalanx_ddp::{Commit, Fingerprint};
 use phalanx_member::{Event, Log, RequestedChange};
-use phalanx_track::Tracker;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::batches::{BatchPosition, StepBatch, StepContext};
 use super::{Purpose, Trainer};
+use crate::batch::{BatchPosition, StepBatch, StepContext};
 use crate::deliveries::Deliveries;
 use crate::error::{Error, ErrorKind, Result};
+use crate::evaluation::Evaluation;
+use crate::folder::Output;
 use crate::format::plural;
-use crate::log::RunInfo;
-use crate::output::{Files, Output};
-use crate::saving::{self, History, SaveAction};
+use crate::saving::{History, SaveAction};
 use crate::say;
 use crate::split::BatchSplit;
 use crate::stop;
-use crate::strategy::{Gradients, Strategy};
+use crate::strategy::{Gradients, Strategy, skipped_steps};
 use crate::timing::Timing;
 
 /// Where rank 0 writes its process and what must be the same on all ranks, for processes that want to join and for the
@@ -94,28 +93,15 @@ pub(super) struct Elasticity {
     is_lost: bool,
     /// The last records of metrics.
     records: VecDeque<Value>,
-    /// How the run is reported where this rank becomes rank 0.
-    opening: Option<Opening>,
 }
 
 impl Elasticity {
-    pub(super) fn new(opening: Option<Opening>, facts: Vec<String>) -> Elasticity {
+    pub(super) fn new(facts: Vec<String>) -> Elasticity {
         Elasticity {
-            opening,
             facts,
             ..Elasticity::default()
         }
     }
-}
-
-/// How a run is reported: what rank 0 needs to begin with it.
-pub(super) struct Opening {
-    pub(super) title: String,
-    pub(super) data: String,
-    pub(super) settings: BTreeMap<String, String>,
-    pub(super) frozen: Vec<String>,
-    pub(super) files: Files,
-    pub(super) trackers: Vec<Box<dyn Tracker + Send>>,
 }
 
 /// A change of the ranks.
@@ -339,12 +325,12 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             }
         }
         let (ctx, settings) = (self.ctx, self.settings);
-        if let Some(what) = self.strategy.reform(ctx, settings, &mut self.tape)? {
+        if let Some(what) = self.strategy.reform(ctx, settings, &mut self.model.tape)? {
             return Err(self.end(&what)?);
         }
         self.divide()?;
-        let parts = self.split.parts();
-        if let Some(running) = &mut self.running {
+        let parts = self.sources.split.parts();
+        if let Some(running) = &mut self.course.running {
             running.losses.divide(parts);
         }
         self.take_over_reports()?;
@@ -366,18 +352,18 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             samples,
             step_in_epoch,
             step,
-        } = self.place;
-        let (sums, count) = match &self.running {
+        } = self.course.place;
+        let (sums, count) = match &self.course.running {
             Some(running) => running.losses.full(),
             None => (Vec::new(), 0),
         };
-        let results = &self.results;
+        let results = &self.course.results;
         Handover {
             completed: self.elastic.completed,
             result: self.elastic.result.clone(),
             place: [epoch, samples, step_in_epoch, step],
             history: self.measured(&sums, count),
-            skipped: self.strategy.skipped_of_groups(),
+            skipped: skipped_steps(&self.strategy),
             initial: results.initial.clone(),
             weights: results.weights.clone(),
             saved_steps: self.saving.steps(),
@@ -406,23 +392,23 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             };
         }
         let [epoch, samples, step_in_epoch, step] = handover.place;
-        self.place = Place {
+        self.course.place = Place {
             epoch,
             samples,
             step_in_epoch,
             step,
         };
         let history = handover.history;
-        if let Some(schedule) = &mut self.schedule {
+        if let Some(schedule) = &mut self.course.schedule {
             history.replay(schedule, step);
         }
-        self.take_program(&history);
-        let results = &mut self.results;
+        self.course.take_program(&history);
+        let results = &mut self.course.results;
         results.accuracies = history.accuracies();
         results.metrics = history.metrics().unwrap_or_default();
-        results.last = history.last().unwrap_or_else(super::Evaluation::nothing);
+        results.last = history.last().unwrap_or_else(Evaluation::nothing);
         results.last_step = history.last_step();
-        results.best.go_on(&history);
+        results.best.go_on(history.best(), history.judged());
         (results.initial, results.weights) = (handover.initial, handover.weights);
         self.saving.set_steps(handover.saved_steps);
         self.reports.output.set_dir(handover.folder);
@@ -431,7 +417,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         // The peak is this rank's own.
         let own = std::mem::replace(&mut results.timing, handover.timing);
         results.timing.peak_flops_per_s = own.peak_flops_per_s;
-        self.history = history;
+        self.course.history = history;
         self.update_loop();
         Ok(())
     }
@@ -441,8 +427,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let [before, after] = averaged.buffers;
         // Where parameters are whole, those of the other rank were taken over.
         if !S::TAKES_OTHERS {
-            let params = self.strategy.params_mut();
-            params.buffers_flat_mut().copy_from_slice(&after);
+            self.set_buffers(&after);
         }
         self.update(averaged.group, &averaged.turn, &averaged.commit, &before)
     }
@@ -451,16 +436,16 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     fn divide(&mut self) -> Result<()> {
         let group = self.strategy.batch_group();
         let (world, rank) = (group.world_size(), group.rank());
-        let first = self.sampler_config.world;
+        let first = self.sources.config.world;
         let args = self.settings.split.divided(first, world);
-        self.split = BatchSplit::new(&args, world, rank)?;
+        self.sources.split = BatchSplit::new(&args, world, rank)?;
         let config = SamplerConfig {
             rank,
-            ..self.sampler_config
+            ..self.sources.config
         };
-        self.samplers = self
-            .settings
-            .samplers(&self.split, config, self.drop_last)?;
+        self.sources.samplers =
+            self.settings
+                .samplers(&self.sources.split, config, self.sources.drop_last)?;
         Ok(())
     }
 
@@ -505,28 +490,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             return Ok(());
         }
         let lost = self.agreed()?.map(|(writer, _)| writer);
-        let Some(opening) = &mut self.elastic.opening else {
-            return Ok(());
-        };
         let _phase = self.ctx.phase("reporting");
         let dir = self.reports.output.dir().to_owned();
-        let files = opening.files.clone();
+        let files = self.reports.files.clone();
         let output = Output::open(ctx, dir, files, &settings.saving, lost.as_ref())?;
-        let infos = self.strategy.infos();
-        let info = RunInfo {
-            program: &self.program,
-            title: &opening.title,
-            data: &opening.data,
-            steps: self.steps,
-            settings: opening.settings.clone(),
-            params: &infos,
-            frozen: &opening.frozen,
-            labels: &settings.labels,
-        };
         let records = self.elastic.records.make_contiguous();
-        let log = output.log_of_lost(ctx, self.place, &info, records)?;
+        let log = output.log_of_lost(ctx, self.course.place, &self.reports.info, records)?;
         self.elastic.records.clear();
-        let mut trackers = std::mem::take(&mut opening.trackers);
+        let mut trackers = std::mem::take(&mut self.reports.trackers);
         match settings.track.trackers(&real_env()) {
             Ok(own) => trackers.extend(own),
             // What the host of the lost rank 0 had need not be here.
@@ -536,13 +507,13 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             )),
         }
         self.saving
-            .take_over(output.checkpoints(saving::FOLDER, settings.saving.keep()));
-        let mut progress = Progress::for_rank(ctx.rank()).with_unit(self.unit);
-        if let Some(running) = &self.running {
-            let epochs = self.extent.epochs() as u64;
-            let end = self.extent.epoch_end(self.place);
+            .take_over(output.checkpoints(settings.saving.keep()));
+        let mut progress = Progress::for_rank(ctx.rank()).with_unit(self.sources.unit.0);
+        if let Some(running) = &self.course.running {
+            let epochs = self.course.extent.epochs() as u64;
+            let end = self.course.extent.epoch_end(self.course.place);
             progress.begin(running.epoch as u64, epochs, end);
-            progress.skip(self.place.step_in_epoch as usize);
+            progress.skip(self.course.place.step_in_epoch as usize);
         }
         let reports = &mut self.reports;
         reports.log = log;
@@ -632,12 +603,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Before what ranks do together: takes in the processes that want to join, if the program begins with another batch,
     /// and lets ranks leave. A newcomer begins with that batch too. *Blocks* while the ranks are to wait.
     pub(super) fn admit(&mut self) -> Result<()> {
-        let (BatchPosition::At(index), Some(running)) = (self.position.get(), &self.running) else {
+        let (BatchPosition::At(index), Some(running)) =
+            (self.course.position.get(), &self.course.running)
+        else {
             return Ok(());
         };
         let batch = (running.epoch, index);
         let is_first = self.elastic.batch.replace(batch) != Some(batch);
-        let is_next = self.place.step_in_epoch as usize == index;
+        let is_next = self.course.place.step_in_epoch as usize == index;
         if !(is_first && is_next && std::mem::take(&mut self.elastic.wanted)) {
             return Ok(());
         }
@@ -674,7 +647,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     fn say(&self, text: &str) {
         let text = format!("elastic  {text}");
         self.ctx.note(&text);
-        self.reports.log.notice(self.place.step, &text);
+        self.reports.log.notice(self.course.place.step, &text);
     }
 
     /// What is asked of the ranks. While they wait already, rank 0 looks for [`WAIT_EVERY`] for something new.
@@ -819,7 +792,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             });
         })?;
         let wanted = all.pop().is_some_and(|wanted| wanted > 0.0);
-        let total = match self.split.tree() {
+        let total = match self.sources.split.tree() {
             Some(tree) => tree.sum(&all),
             None => all.iter().sum(),
         };
@@ -884,7 +857,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Divides `batch` anew, if ranks were lost or joined since it was made.
     pub(super) fn renew<D: Dataset + ?Sized>(&mut self, batch: &StepBatch<'_, D>) -> Result<()> {
         let generation = self.ctx.group().generation();
-        match batch.renew(generation, &self.split, &self.samplers)? {
+        match batch.renew(generation, &self.sources.split, &self.sources.samplers)? {
             Some((index, cursor)) => self.strategy.begin_epoch(index, cursor),
             None => Ok(()),
         }
@@ -929,7 +902,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         );
         let reports = &mut self.reports;
         reports.progress.suspend(|| ctx.note(&text));
-        let step = ((turn.epoch - 1) * self.steps + turn.index) as u64;
+        let step = ((turn.epoch - 1) * self.sources.steps + turn.index) as u64;
         reports.log.notice(step, &text);
         let change = json!({
             "before": change.before, "after": world, "noticed_s": at(change.noticed), "agreed_s": at(change.agreed),
@@ -995,7 +968,7 @@ mod tests {
         if !LOSES_GATHERED.replace(false) {
             return Ok(());
         }
-        let params = trainer.strategy.params_mut();
+        let params = trainer.strategy.state().params;
         for id in params.ids().collect::<Vec<_>>() {
             params.get_mut(id).fill(f32::NAN);
         }

@@ -10,151 +10,15 @@ use phalanx_data::loader::{Loader, LoaderOptions};
 use phalanx_data::metrics::Confusion;
 use phalanx_data::sampler::{EpochPlan, Sampler, SamplerConfig};
 use phalanx_ddp::ShardTree;
-use phalanx_nn::Tensor;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde_json::Value;
 
 use super::Trainer;
-use super::batches::{MicroBatch, Randomness};
+use crate::batch::Randomness;
 use crate::error::{Error, ErrorKind, Result};
+use crate::evaluation::{Evaluation, Measure};
 use crate::saving::History;
-use crate::strategy::Strategy;
-
-/// Result of one pass over a test set.
-#[derive(Debug, Clone)]
-pub struct Evaluation {
-    /// Mean over all samples.
-    pub loss: f64,
-    /// Share of right answers; NaN where no scores were given.
-    pub accuracy: f64,
-    /// Which class was taken for which, over all samples; of no classes where no scores were given.
-    pub confusion: Confusion,
-    /// Further measures, each the mean over all samples.
-    pub values: BTreeMap<String, f64>,
-}
-
-impl Evaluation {
-    /// Nothing evaluated yet.
-    pub(crate) fn nothing() -> Evaluation {
-        Evaluation::new(f64::NAN, Confusion::new(0))
-    }
-
-    /// The accuracy follows from `confusion`.
-    pub fn new(loss: f64, confusion: Confusion) -> Evaluation {
-        Evaluation {
-            loss,
-            accuracy: confusion.accuracy().unwrap_or(f64::NAN),
-            confusion,
-            values: BTreeMap::new(),
-        }
-    }
-
-    /// That of a run's summary, without further measures.
-    pub(crate) fn of_summary(summary: &Value) -> Evaluation {
-        let rows: Vec<Vec<i64>> =
-            serde_json::from_value(summary["confusion"].clone()).unwrap_or_default();
-        let mut confusion = Confusion::new(rows.len());
-        for (count, there) in confusion.counts_mut().iter_mut().zip(rows.concat()) {
-            *count = there;
-        }
-        Evaluation::new(summary["test_loss"].as_f64().unwrap_or(f64::NAN), confusion)
-    }
-
-    /// Rows of the true class, columns of the answer.
-    pub fn matrix(&self) -> Vec<&[i64]> {
-        let classes = self.confusion.classes();
-        self.confusion
-            .counts()
-            .chunks_exact(classes.max(1))
-            .collect()
-    }
-
-    /// Share of each class that was recognised; `None` for one that is not in
-    /// the test set.
-    pub fn class_accuracies(&self) -> Vec<Option<f64>> {
-        (0..self.confusion.classes())
-            .map(|class| self.confusion.recall(class))
-            .collect()
-    }
-}
-
-/// What is measured of one batch of an evaluation.
-#[derive(Debug, Clone)]
-pub struct Measure {
-    /// Sum over the batch's samples.
-    pub loss: f64,
-    /// Samples of the batch; [`Trainer::evaluate`] fills it in.
-    pub samples: usize,
-    /// Counts by true class and answer, where the model classifies.
-    pub confusion: Option<Confusion>,
-    values: BTreeMap<String, f64>,
-    /// Why there is no loss.
-    wrong: Option<String>,
-}
-
-impl Measure {
-    /// A loss that is the *sum* over the batch's samples, as
-    /// `scores.cross_entropy(labels, 1.0)` is.
-    pub fn of_loss(sum: Tensor<'_>) -> Measure {
-        Measure::of_sum(0.0).with_loss(sum)
-    }
-
-    /// As [`of_loss`](Self::of_loss), of a number.
-    pub fn of_sum(loss: f64) -> Measure {
-        Measure {
-            loss,
-            samples: 0,
-            confusion: None,
-            values: BTreeMap::new(),
-            wrong: None,
-        }
-    }
-
-    /// Of no sample, where a rank has none of a batch.
-    pub fn empty() -> Measure {
-        Measure::of_sum(0.0)
-    }
-
-    /// The answers of a classifier: `scores` has a row a sample and a column a class, the highest
-    /// is the answer. Read before the loss takes the scores:
-    /// `Measure::of_scores(&scores, labels)?.with_loss(scores.cross_entropy(labels, 1.0)?)`.
-    ///
-    /// # Errors
-    ///
-    /// `Usage`, when a label is not below the number of classes.
-    pub fn of_scores(scores: &Tensor<'_>, labels: &[u32]) -> Result<Measure> {
-        let values = scores.data();
-        let mut confusion = Confusion::new(values.len() / labels.len().max(1));
-        confusion.add_scores(values, labels)?;
-        Ok(Measure {
-            confusion: Some(confusion),
-            ..Measure::of_sum(0.0)
-        })
-    }
-
-    /// The same with a loss, as [`of_loss`](Self::of_loss) takes it.
-    #[must_use]
-    pub fn with_loss(mut self, sum: Tensor<'_>) -> Measure {
-        match sum.item() {
-            Ok(sum) => self.loss = f64::from(sum),
-            Err(error) => self.wrong = Some(error.to_string()),
-        }
-        self
-    }
-
-    /// The measures that [`with_value`](Self::with_value) added.
-    pub fn values(&self) -> &BTreeMap<String, f64> {
-        &self.values
-    }
-
-    /// One more measure: `sum` over the batch's samples. All batches have the same names.
-    #[must_use]
-    pub fn with_value(mut self, name: &str, sum: f64) -> Measure {
-        self.values.insert(name.to_owned(), sum);
-        self
-    }
-}
+use crate::strategy::{MicroBatch, Strategy};
 
 impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Evaluates `data` over all ranks, each sample once, and records the result as this
@@ -222,26 +86,34 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.admit()?;
         self.check_weights()?;
         // Between two steps of an epoch each rank has statistics of its own, with which it trains on.
-        let joined = match self.running {
-            Some(_) => self.mean_buffers()?,
-            None => None,
+        let result = match self.course.running {
+            Some(_) => self.with_mean_buffers(|trainer| trainer.together(work)),
+            None => self.together(work),
         };
-        let own = joined.map(|joined| self.replace_buffers(&joined));
-        let result = self.together(work);
-        if let Some(own) = own {
-            self.replace_buffers(&own);
-        }
         self.count_evaluation(began);
         self.count_time(0);
         result
     }
 
-    /// Sets the model's buffers, and gives what they were.
-    pub(super) fn replace_buffers(&mut self, buffers: &[f32]) -> Vec<f32> {
-        let params = self.strategy.params_mut();
-        let old = params.buffers_flat().to_vec();
-        params.buffers_flat_mut().copy_from_slice(buffers);
-        old
+    /// Runs `work` with the buffers that a checkpoint would have.
+    pub(super) fn with_mean_buffers<R>(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<R>,
+    ) -> Result<R> {
+        let Some(mean) = self.mean_buffers()? else {
+            return work(self);
+        };
+        let own = self.strategy.params().buffers_flat().to_vec();
+        self.set_buffers(&mean);
+        let result = work(self);
+        self.set_buffers(&own);
+        result
+    }
+
+    /// Sets the model's buffers.
+    pub(super) fn set_buffers(&mut self, values: &[f32]) {
+        let params = self.strategy.state().params;
+        params.buffers_flat_mut().copy_from_slice(values);
     }
 
     fn measure_all<D: Dataset + ?Sized>(
@@ -258,7 +130,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             seed: 0,
         };
         // Split as in training, so that no sum depends on the ranks if none may.
-        let split = self.split.clone();
+        let split = self.sources.split.clone();
         let batch = self.settings.test_batch_size.saturating_mul(split.parts());
         let samplers = split.samplers(config, |config| Sampler::exact(config, batch))?;
         let plan = split.epoch(&samplers, 0);
@@ -322,10 +194,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let mut index = 0;
         while let Some(batch) = loader.next_batch()? {
             let random = Randomness::of_evaluation(self.settings.seed);
-            let (tape, indices) = (&mut self.tape, batch.indices());
-            let measured =
-                self.strategy
-                    .measure(tape, &self.model, (&*batch, indices), random, measure)?;
+            let (tape, indices) = (&mut self.model.tape, batch.indices());
+            let measured = self.strategy.measure(
+                tape,
+                &self.model.net,
+                (&*batch, indices),
+                random,
+                measure,
+            )?;
             if let Some(mut measured) = measured {
                 if let Some(wrong) = measured.wrong.take() {
                     return Err(Error::new(ErrorKind::Failed, wrong));

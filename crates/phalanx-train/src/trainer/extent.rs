@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use phalanx_checkpoint::state::Place;
 
-use crate::settings::Settings;
+use crate::args::Settings;
 
 /// How long a training lasts.
 #[derive(Debug, Clone, Copy)]
@@ -42,6 +42,18 @@ impl Extent {
     pub(super) fn all(&self) -> u64 {
         let all = (self.steps as u64).saturating_mul(self.epochs as u64);
         self.max_steps.map_or(all, |max| all.min(max))
+    }
+
+    /// Whether `--max-steps` had cut the epoch of `place`, which the training continues.
+    pub(super) fn goes_past_cut(&self, place: Place) -> bool {
+        place.step_in_epoch > 0 && !self.is_over(place)
+    }
+
+    /// Whether a part of an epoch ends at `place`.
+    pub(super) fn is_end_of_part(&self, place: Place) -> bool {
+        let taken = place.step_in_epoch as usize;
+        self.eval_every
+            .is_some_and(|every| taken.is_multiple_of(every))
     }
 
     /// Whether no step is left at `place`.

@@ -3,14 +3,15 @@
 use phalanx_base::process;
 use serde_json::json;
 
-use super::{Evaluation, Purpose, Trainer};
+use super::{Purpose, Trainer};
+use crate::args::Determinism;
+use crate::args::GradientType;
 use crate::choice_name;
 use crate::error::Result;
+use crate::evaluation::Evaluation;
 use crate::format::{rounded, thousands};
-use crate::gradient::GradientType;
 use crate::say;
-use crate::split::Determinism;
-use crate::strategy::Strategy;
+use crate::strategy::{Strategy, skipped_steps, weights_sha256};
 
 impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Ends the training: saves the weights, writes `summary.json` and prints the last lines.
@@ -36,7 +37,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     pub fn finish_with(mut self, mut save: impl FnMut(&Self) -> Result<()>) -> Result<Evaluation> {
         match self.purpose {
             Purpose::Train => {}
-            Purpose::Evaluate => return Ok(self.results.last),
+            Purpose::Evaluate => return Ok(self.course.results.last),
             Purpose::Measure => return self.end_measurement(),
         }
         if self.is_complete() {
@@ -45,9 +46,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.end_epoch()?;
         let ctx = self.ctx;
         let phase = ctx.phase("saving");
-        self.results.timing.sent_bytes = self.strategy.sent_bytes(ctx);
+        self.course.results.timing.sent_bytes = self.strategy.report(self.settings).sent_bytes;
         let optimizer = self.together(|trainer| {
-            let digest = trainer.strategy.optimizer_sha256(ctx)?;
+            let digest = trainer.strategy.optimizer_sha256()?;
             trainer.share_digest(digest)
         })?;
         self.count_time(0);
@@ -76,18 +77,17 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// The evaluation of the weights that are there, if it was the last one.
     fn evaluated(&self) -> Evaluation {
-        match self.results.last_step == Some(self.place.step) {
-            true => self.results.last.clone(),
+        match self.course.results.last_step == Some(self.course.place.step) {
+            true => self.course.results.last.clone(),
             false => Evaluation::nothing(),
         }
     }
 
     fn end_measurement(mut self) -> Result<Evaluation> {
         self.end_epoch()?;
-        let profiler = &mut self.reports.profiler;
-        profiler.finish(self.ctx, &mut self.tape, self.strategy.params());
+        self.finish_profile();
         self.trainings.unfinished.set(false);
-        Ok(self.results.last)
+        Ok(self.course.results.last)
     }
 
     fn stay_complete(mut self) -> Result<Evaluation> {
@@ -95,7 +95,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         ctx.note(&format!(
             "complete {}weights {:.12}…; nothing was changed in {}",
             self.result(),
-            self.results.weights,
+            self.course.results.weights,
             dir.display()
         ));
         self.reports.reporter.on_train_end(ctx)?;
@@ -112,31 +112,30 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let (ctx, settings) = (self.ctx, self.settings);
         self.saving.finish()?;
         self.must_open_reports()?;
-        let profiler = &mut self.reports.profiler;
-        profiler.finish(ctx, &mut self.tape, self.strategy.params());
-        let timing = &mut self.results.timing;
-        timing.skipped = self.strategy.skipped_steps();
-        timing.waited = self.waited.get();
-        let spent = timing.spent(self.extent.all() as usize);
+        self.finish_profile();
+        let timing = &mut self.course.results.timing;
+        timing.skipped = skipped_steps(&self.strategy).iter().sum();
+        timing.waited = self.sources.waited.get();
+        let spent = timing.spent(self.course.extent.all() as usize);
         let narrower = settings.gradient_type == GradientType::F32
             && settings.split.determinism() != Determinism::Shards;
         for advice in spent.advice(settings.workers, narrower) {
             ctx.note(&format!("warning: {advice}"));
         }
         self.reports.reporter.on_save(ctx, true)?;
-        let is_averaged = self.strategy.optimizer(0).0.averages().is_some();
-        self.results.averages = self.with_averages(|trainer| {
+        let is_averaged = self.strategy.groups()[0].optimizer.averages().is_some();
+        self.course.results.averages = self.with_averages(|trainer| {
             let output = &mut trainer.reports.output;
             (trainer.strategy)
                 .gather_weights(ctx, |outline, values| output.save_weights(outline, values))?;
             match is_averaged {
-                true => trainer.strategy.weights_sha256(ctx),
+                true => weights_sha256(&trainer.strategy, ctx),
                 false => Ok(None),
             }
         })?;
         let (reporter, output) = (&mut self.reports.reporter, &mut self.reports.output);
         reporter.on_save(ctx, false)?;
-        output.save_accuracies(&self.results.accuracies)?;
+        output.save_accuracies(&self.course.results.accuracies)?;
         save(self)?;
         self.reports.log.finish();
         if let Some(optimizer) = optimizer_sha256 {
@@ -148,10 +147,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     fn summary(&self, optimizer_sha256: &str) -> serde_json::Value {
         let ctx = self.ctx;
-        let (results, settings) = (&self.results, self.settings);
+        let (results, settings) = (&self.course.results, self.settings);
         let (timing, last) = (&results.timing, &self.evaluated());
         let mut summary = json!({
-            "recipe": self.program,
+            "recipe": self.reports.info.program,
             "version": env!("CARGO_PKG_VERSION"),
             "arguments": say::arguments(),
             "world_size": ctx.world(),
@@ -159,16 +158,16 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             "precision": settings.precision.title(),
             "transport": ctx.describe(phalanx_nn::isa_name()),
             "seed": settings.seed,
-            "epochs": self.extent.epochs(),
-            "steps": self.place.step,
-            "planned_steps": self.extent.all(),
-            "stopped_early": self.results.best.stops().then_some(self.place.step),
+            "epochs": self.course.extent.epochs(),
+            "steps": self.course.place.step,
+            "planned_steps": self.course.extent.all(),
+            "stopped_early": self.course.results.best.stops().then_some(self.course.place.step),
             "test_loss": last.loss,
             "accuracy": last.accuracy,
             "accuracies": results.accuracies,
             "class_accuracies": last.class_accuracies(),
             "confusion": last.matrix(),
-            "unit": self.unit,
+            "unit": self.sources.unit.0,
             "images_per_s": timing.images_per_s(),
             "train_s": timing.trained.as_secs_f64(),
             "test_s": timing.tested.as_secs_f64(),
@@ -189,12 +188,16 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             "metrics_sha256": results.metrics.sha256(),
         });
         if let Some(summary) = summary.as_object_mut() {
-            self.strategy.summary(settings, timing, summary);
+            summary.extend(self.strategy.report(settings).summary);
+            if self.exposed_communication().is_some() {
+                let percent = json!(timing.exposed_percent());
+                summary.insert("exposed_comm_percent".to_owned(), percent);
+            }
         }
         for (name, value) in &last.values {
             summary[format!("test_{name}")] = json!(value);
         }
-        for (name, value) in &self.summary {
+        for (name, value) in &self.reports.summary {
             if summary.get(name).is_none() {
                 summary[name] = value.clone();
             }
@@ -204,8 +207,12 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// What the evaluation of the weights gave, in words.
     fn result(&self) -> String {
-        let (last, taken) = (self.evaluated(), self.place.step);
-        match (last.confusion.classes(), last.loss, self.results.last_step) {
+        let (last, taken) = (self.evaluated(), self.course.place.step);
+        match (
+            last.confusion.classes(),
+            last.loss,
+            self.course.results.last_step,
+        ) {
             (_, _, Some(step)) if step != taken => {
                 format!("weights of step {taken} not evaluated (those of step {step} were), ")
             }
@@ -217,14 +224,22 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// The last lines, for the person at the terminal.
     fn sum_up(&self) {
-        let (ctx, results) = (self.ctx, &self.results);
-        let [exposed, equal] = self.strategy.ends(ctx, &results.timing);
+        let (ctx, results) = (self.ctx, &self.course.results);
+        let exposed = self.exposed_communication().map(|_| {
+            let percent = results.timing.exposed_percent();
+            format!(", communication exposed {percent:.1} % of the step")
+        });
+        let equal = match self.strategy.report(self.settings).equal_weights {
+            true => format!(" equal on all {} ranks", ctx.world()),
+            false => String::new(),
+        };
         ctx.note(&format!(
-            "done in {:.1} s: {}{} {}/s{exposed}",
+            "done in {:.1} s: {}{} {}/s{}",
             ctx.started().elapsed().as_secs_f64(),
             self.result(),
             thousands(results.timing.images_per_s() as usize),
-            self.unit,
+            self.sources.unit.0,
+            exposed.unwrap_or_default(),
         ));
         let averages = results.averages.as_ref();
         let averages = averages.map(|digest| format!("their averages {digest:.12}… in "));

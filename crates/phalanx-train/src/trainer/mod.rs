@@ -5,62 +5,58 @@
 //! files. What makes it distributed is in the trainer's [`Strategy`].
 
 mod announce;
-mod batches;
 mod builder;
+mod course;
 mod elastic;
 mod evaluate;
 mod extent;
 mod finish;
 mod losses;
+mod model;
+mod sources;
 mod step;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use phalanx_checkpoint::digest::MetricsDigest;
 use phalanx_checkpoint::state::{Place, manifest_name};
-use phalanx_checkpoint::{Outline, Values};
+use phalanx_checkpoint::{Outline, TensorId, Values};
 use phalanx_data::Dataset;
 use phalanx_data::loader::Loader;
 use phalanx_data::progress::Progress;
-use phalanx_data::sampler::{Sampler, SamplerConfig};
 use phalanx_ddp::StepTimes;
 use phalanx_nn::optim::schedule::Schedule;
-use phalanx_nn::{Params, Step, Tape};
+use phalanx_nn::{Params, Step};
+use phalanx_track::Tracker;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use self::batches::BatchPosition;
-pub use self::batches::{Batches, MicroBatch, StepBatch};
-pub(crate) use self::batches::{LoadedMicroBatches, Randomness, StepContext};
 pub use self::builder::TrainerBuilder;
+use self::course::{Course, OwnState, Running};
 use self::elastic::Elasticity;
-pub use self::evaluate::{Evaluation, Measure};
 pub use self::extent::Epochs;
-use self::extent::{Extent, LoopState};
 use self::losses::EpochLoss;
-use self::step::BeforeUpdate;
+use self::model::Model;
+use self::sources::Sources;
 pub use self::step::PendingUpdate;
-use crate::best::Best;
+use crate::args::{FOLDER, Settings};
+use crate::batch::{BatchPosition, Batches};
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
+use crate::evaluation::Evaluation;
+use crate::folder::{BEST_FILE, Files, Output, next_step};
 use crate::format::number;
-use crate::job::Trainings;
-use crate::log::RunLog;
-use crate::lr_finder::LrFinder;
-use crate::output::{BEST_FILE, Output, next_step};
+use crate::log::{RunInfo, RunLog};
 use crate::profile::Profiler;
 use crate::reporter::Reporter;
 use crate::sample_log::SampleLog;
-use crate::saving::{self, History, SaveAction, Saving};
-use crate::settings::Settings;
-use crate::split::BatchSplit;
+use crate::saving::{History, SaveAction, Saving};
 use crate::strategy::{Ddp, Strategy};
-use crate::timing::Timing;
 use phalanx_launch::RankContext;
 
 /// A model in training on this rank, with all that belongs to it: parameters, the wrapper that
@@ -99,61 +95,25 @@ use phalanx_launch::RankContext;
 pub struct Trainer<'j, M, S: Strategy = Ddp> {
     ctx: &'j RankContext,
     settings: &'j Settings,
-    program: String,
-    /// What samples are called.
-    unit: &'static str,
-    unit_size: usize,
-    /// The rank's parts of the training set.
-    split: BatchSplit,
-    samplers: Vec<Sampler>,
-    sampler_config: SamplerConfig,
-    drop_last: bool,
-    /// Samples of a step over all ranks.
-    global_batch: usize,
-    samples: usize,
-    /// Steps of an epoch.
-    steps: usize,
-    /// Samples of the last one over all ranks.
-    last_batch: usize,
-    extent: Extent,
-    /// The step of the epoch before which its round ends.
-    round_end: usize,
-    model: M,
-    /// How it is distributed over the ranks: parameters, optimizers, gradients.
+    sources: Sources,
+    /// How the training is distributed over the ranks: parameters, optimizers, gradients.
     strategy: S,
-    /// The learning rate that the schedule was made with.
-    lr: f64,
-    clip: Option<f64>,
-    before_update: Option<BeforeUpdate<'j>>,
-    schedule: Option<Schedule>,
-    lr_finder: Option<LrFinder>,
-    /// The learning rate that the program has set.
-    set_lr: Option<f64>,
-    tape: Tape,
+    model: Model<'j, M>,
+    course: Course,
     saving: Saving<'j>,
-    /// What was decided after the round's last step, to be done after its evaluation; with a state of the program's own also
-    /// after other steps, to be done before the next one.
-    due: SaveAction,
-    own_state: OwnState,
-    /// How far it has come.
-    place: Place,
-    /// What was measured before it was resumed.
-    history: History,
-    /// The epoch that is being trained.
-    running: Option<Running>,
-    loop_state: Rc<LoopState>,
-    /// Where the program is in the batches that it got last.
-    position: Rc<Cell<BatchPosition>>,
-    /// An epoch that has ended and is not saved yet.
-    ended: Option<Ended>,
-    waited: Rc<Cell<Duration>>,
-    results: Results,
     reports: Reports,
-    /// Further entries of the summary.
-    summary: serde_json::Map<String, serde_json::Value>,
     purpose: Purpose,
     trainings: Rc<Trainings>,
     elastic: Elasticity,
+}
+
+/// What the trainings of one program have in common.
+#[derive(Debug, Default)]
+pub(crate) struct Trainings {
+    /// One has begun and has not ended.
+    pub(crate) unfinished: Cell<bool>,
+    /// The folders of those that were started, by their names in the run's folder.
+    pub(crate) folders: RefCell<BTreeSet<String>>,
 }
 
 /// What a program has a trainer for.
@@ -166,57 +126,14 @@ enum Purpose {
     Measure,
 }
 
-/// An epoch between its first step and its last.
-struct Running {
-    epoch: usize,
-    losses: EpochLoss,
-    began: Instant,
-}
-
-/// An epoch after its last step.
-struct Ended {
-    epoch: usize,
-    /// Where its evaluation is drawn in curves.
-    step: usize,
-    train_loss: f64,
-    /// The sums of its losses, and their samples, if `--max-steps` has cut it.
-    losses: (Vec<f64>, usize),
-    /// Its weights were compared.
-    is_checked: bool,
-    /// It has its evaluation.
-    is_recorded: bool,
-}
-
-/// A state of the program's own, in its checkpoints.
-#[derive(Default)]
-struct OwnState {
-    value: Option<Value>,
-    /// The program has one: what it does after a step belongs to the checkpoint of that step.
-    is_used: bool,
-}
-
-/// What is measured on the way.
-struct Results {
-    /// SHA-256 of the weights before the first step, on rank 0, unless the run was resumed.
-    initial: Option<String>,
-    /// SHA-256 of the weights after the last epoch.
-    weights: String,
-    /// That of their averages, which are in the files, on rank 0.
-    averages: Option<String>,
-    /// Test accuracy of each epoch.
-    accuracies: Vec<f64>,
-    /// The last one, and the steps of the training before it, as far as they are known.
-    last: Evaluation,
-    last_step: Option<u64>,
-    /// What was measured before it, where `--max-steps` has cut an epoch for it.
-    before_cut: Option<History>,
-    best: Best,
-    metrics: MetricsDigest,
-    timing: Timing,
-}
-
 /// Where it is reported.
 struct Reports {
+    info: RunInfo,
+    files: Files,
+    /// Those of the program, where this rank is not rank 0; it may become that.
+    trackers: Vec<Box<dyn Tracker + Send>>,
+    /// Further entries of the summary.
+    summary: Map<String, Value>,
     reporter: Box<dyn Reporter>,
     log: RunLog,
     /// Dropped after the log, which says how the run has ended.
@@ -233,7 +150,11 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// in which the checkpoint was saved; of a complete run none. With `--eval-every` the number of an epoch comes once for
     /// each of its parts, so that a loop that evaluates after the batches evaluates after each part.
     pub fn epochs(&self) -> Epochs {
-        Epochs::new(self.extent, &self.loop_state, self.place)
+        Epochs::new(
+            self.course.extent,
+            &self.course.loop_state,
+            self.course.place,
+        )
     }
 
     /// Whether the run had ended before it was resumed. No epoch is left then, its files stay as they are, and
@@ -259,48 +180,48 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             return Err(Error::usage(what));
         }
         let data_len = self.settings.limited_train(data.len());
-        if data_len != self.samples {
+        if data_len != self.sources.config.samples {
             return Err(Error::usage(format!(
                 "the trainer was made for {} samples, this data set has {data_len}",
-                self.samples,
+                self.sources.config.samples,
             )));
         }
-        let is_paused = matches!(self.position.get(), BatchPosition::Paused(_));
+        let is_paused = matches!(self.course.position.get(), BatchPosition::Paused(_));
         match is_paused {
             true => self.end_round()?,
             false => self.end_epoch()?,
         }
-        let epoch = self.place.epoch as usize + 1;
+        let epoch = self.course.place.epoch as usize + 1;
         // Steps of this epoch that were taken in earlier rounds, or before the run was resumed.
-        let first = self.place.step_in_epoch as usize;
+        let first = self.course.place.step_in_epoch as usize;
         if !is_paused {
             self.reports.reporter.on_epoch_start(self.ctx, epoch)?;
             let progress = &mut self.reports.progress;
-            let end = self.extent.epoch_end(self.place);
-            progress.begin(epoch as u64, self.extent.epochs() as u64, end);
+            let end = self.course.extent.epoch_end(self.course.place);
+            progress.begin(epoch as u64, self.course.extent.epochs() as u64, end);
             progress.skip(first);
         }
-        self.round_end = self.extent.round_end(self.place);
-        let cursor = self.place.into();
+        self.course.round_end = self.course.extent.round_end(self.course.place);
+        let cursor = self.course.place.into();
         self.strategy.begin_epoch(first, cursor)?;
-        let plan = self.split.rest(&self.samplers, cursor)?;
+        let plan = self.sources.split.rest(&self.sources.samplers, cursor)?;
         let loader = Loader::new(Arc::clone(data), self.loader_options())?;
         if !is_paused {
-            let mut losses = EpochLoss::new(self.split.parts(), self.ctx.elastic.is_some());
+            let mut losses = EpochLoss::new(self.sources.split.parts(), self.ctx.elastic.is_some());
             if first > 0 {
-                losses.resume(self.ctx, &self.split, &self.history);
+                losses.resume(self.ctx, &self.sources.split, &self.course.history);
             }
-            self.running = Some(Running {
+            self.course.running = Some(Running {
                 epoch,
                 losses,
                 began: Instant::now(),
             });
         }
-        let is_last = self.round_end == self.steps;
-        let place = [epoch, first, self.round_end];
-        let (split, waited) = (self.split.clone(), Rc::clone(&self.waited));
-        self.position = Rc::default();
-        let position = Rc::clone(&self.position);
+        let is_last = self.course.round_end == self.sources.steps;
+        let place = [epoch, first, self.course.round_end];
+        let (split, waited) = (self.sources.split.clone(), Rc::clone(&self.sources.waited));
+        self.course.position = Rc::default();
+        let position = Rc::clone(&self.course.position);
         let batches = Batches::new(self.ctx, loader, split, plan, place, waited, position);
         Ok(batches.with_pause(!is_last))
     }
@@ -313,10 +234,10 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     ///
     /// Ranks whose weights differ, by name; peers that are lost.
     pub fn check_weights(&mut self) -> Result<()> {
-        if self.position.get() == BatchPosition::After {
+        if self.course.position.get() == BatchPosition::After {
             self.leave_epoch()?;
         }
-        let Some(ended) = self.ended.as_mut().filter(|ended| !ended.is_checked) else {
+        let Some(ended) = self.course.ended.as_mut().filter(|ended| !ended.is_checked) else {
             return Ok(());
         };
         ended.is_checked = true;
@@ -325,13 +246,12 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let digest = trainer.strategy.end_epoch(trainer.ctx);
             let digest = digest.and_then(|digest| trainer.share_digest(digest));
             if digest.is_err() {
-                let params = trainer.strategy.params_mut();
-                params.buffers_flat_mut().copy_from_slice(&buffers);
+                trainer.set_buffers(&buffers);
             }
             digest
         })?;
         if let Some(digest) = digest {
-            self.results.weights = digest;
+            self.course.results.weights = digest;
         }
         Ok(())
     }
@@ -350,25 +270,25 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let what = "an evaluation has its own \"loss\"; give the further measure another name";
             return Err(Error::usage(what));
         }
-        if self.lr_finder.is_some() {
+        if self.course.lr_finder.is_some() {
             self.set_last(evaluation);
             return Ok(());
         }
         let branch = self.branch(&evaluation);
         let history = self.measured(&[], 0);
-        let Some(ended) = &mut self.ended else {
+        let Some(ended) = &mut self.course.ended else {
             return self.record_at_step(evaluation);
         };
         if std::mem::replace(&mut ended.is_recorded, true) {
             return Ok(());
         }
         let (epoch, step, train_loss) = (ended.epoch, ended.step, ended.train_loss);
-        let results = &mut self.results;
-        results.before_cut = (self.place.step_in_epoch > 0).then_some(history);
+        let results = &mut self.course.results;
+        results.before_cut = (self.course.place.step_in_epoch > 0).then_some(history);
         results.metrics.add(evaluation.loss);
         if evaluation.confusion.classes() > 0 {
             results.metrics.add(evaluation.accuracy);
-            if self.place.step_in_epoch == 0 {
+            if self.course.place.step_in_epoch == 0 {
                 results.accuracies.push(evaluation.accuracy);
             }
         }
@@ -387,7 +307,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
 
     /// Of all that was measured up to `evaluation`.
     fn branch(&self, evaluation: &Evaluation) -> String {
-        let mut metrics = self.results.metrics.clone();
+        let mut metrics = self.course.results.metrics.clone();
         metrics.add(evaluation.loss);
         let mut branch = metrics.sha256();
         branch.truncate(16);
@@ -396,30 +316,30 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
 
     /// Takes `evaluation` as the last one.
     fn set_last(&mut self, evaluation: Evaluation) {
-        self.results.last = evaluation;
-        self.results.last_step = Some(self.place.step);
+        self.course.results.last = evaluation;
+        self.course.results.last_step = Some(self.course.place.step);
     }
 
     /// What was measured so far, for a checkpoint or another rank; `losses` and `samples` are of the running epoch.
     fn measured(&self, losses: &[f64], samples: usize) -> History {
-        let results = &self.results;
+        let results = &self.course.results;
         History::new(&results.accuracies, &results.metrics, losses, samples)
             .with_last(&results.last, results.last_step)
             .with_best(&results.best)
             .with_before_cut(results.before_cut.as_ref())
-            .with_program(self.set_lr, self.own_state.value.as_ref())
+            .with_program(self.course.set_lr, self.course.own_state.value.as_ref())
     }
 
     /// [`record`](Self::record) of an epoch that has not ended. Elsewhere it is of no epoch of this run, which was resumed after
     /// its last one, or only evaluates.
     fn record_at_step(&mut self, evaluation: Evaluation) -> Result<()> {
         let ctx = self.ctx;
-        let (Some(running), position) = (&self.running, self.position.get()) else {
+        let (Some(running), position) = (&self.course.running, self.course.position.get()) else {
             self.set_last(evaluation);
             return Ok(());
         };
         let (epoch, is_paused) = (running.epoch, matches!(position, BatchPosition::Paused(_)));
-        if is_paused && self.results.best.has_judged(self.place.step) {
+        if is_paused && self.course.results.best.has_judged(self.course.place.step) {
             return Ok(());
         }
         if is_paused || matches!(position, BatchPosition::At(_)) {
@@ -437,7 +357,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         let Reports {
             reporter, progress, ..
         } = &mut self.reports;
-        let step = self.place.step;
+        let step = self.course.place.step;
         progress.suspend(|| reporter.on_step_evaluation(ctx, step, &evaluation))?;
         let branch = self.branch(&evaluation);
         self.judge(epoch, evaluation, branch)
@@ -445,32 +365,28 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
 
     /// Decides by `evaluation`, in epoch `epoch`: the best weights, a schedule's learning rate, an early stop.
     fn judge(&mut self, epoch: usize, evaluation: Evaluation, branch: String) -> Result<()> {
-        let best = &mut self.results.best;
-        let (value, greatest) = best.compare(epoch, self.place.step, &evaluation, branch)?;
+        let best = &mut self.course.results.best;
+        let (value, greatest) = best.compare(epoch, self.course.place.step, &evaluation, branch)?;
         if let Some(measure) = best.named(&evaluation) {
             self.reports.progress.set_measure(measure);
         }
         self.set_last(evaluation);
-        if let Some(schedule) = &mut self.schedule {
+        if let Some(schedule) = &mut self.course.schedule {
             let before = schedule.lr();
             schedule.observe(value, greatest);
-            if schedule.lr() != before && self.set_lr.is_none() {
+            if schedule.lr() != before && self.course.set_lr.is_none() {
                 let rates = [before, schedule.lr()].map(number);
-                let text = format!("learning rate {} -> {}", rates[0], rates[1]);
-                self.reports.log.notice(self.place.step, &text);
-                self.reports.progress.suspend(|| self.ctx.note(&text));
+                self.notice(&format!("learning rate {} -> {}", rates[0], rates[1]));
             }
         }
-        let best = &self.results.best;
+        let best = &self.course.results.best;
         if let Some(why) = best.why_stopped() {
             let is_there = |epoch| best.is_new() || self.reports.output.has_best(epoch);
             let saved = match best.so_far().is_some_and(is_there) {
                 true => format!("saved as {BEST_FILE}"),
                 false => "whose weights are not in the run's folder".to_owned(),
             };
-            let text = format!("stopped early: {why}, {saved}");
-            self.reports.log.notice(self.place.step, &text);
-            self.reports.progress.suspend(|| self.ctx.note(&text));
+            self.notice(&format!("stopped early: {why}, {saved}"));
         }
         self.update_loop();
         Ok(())
@@ -478,24 +394,23 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
 
     /// Tells the program's loop over the epochs how far the training has come.
     fn update_loop(&self) {
-        let is_over = self.is_complete() || self.purpose == Purpose::Evaluate || self.is_last();
-        self.loop_state.is_over.set(is_over);
-        self.loop_state.ended.set(self.place.epoch as usize);
-        self.loop_state.step.set(self.place.step);
-    }
-
-    /// Whether no step is left.
-    fn is_last(&self) -> bool {
-        self.extent.is_over(self.place) || self.results.best.stops()
+        let is_over =
+            self.is_complete() || self.purpose == Purpose::Evaluate || self.course.is_last();
+        self.course.loop_state.is_over.set(is_over);
+        self.course
+            .loop_state
+            .ended
+            .set(self.course.place.epoch as usize);
+        self.course.loop_state.step.set(self.course.place.step);
     }
 
     /// Runs `work` with the averages of the weights in their place, where the optimizer has averages
     /// ([`Ema`](phalanx_nn::optim::Ema)).
     fn with_averages<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
-        let own = self.strategy.show_averages();
+        let own = self.strategy.state().show_averages();
         let result = work(self);
         if let Some(own) = own {
-            let params = self.strategy.params_mut();
+            let params = self.strategy.state().params;
             params.flat_mut().copy_from_slice(&own);
         }
         result
@@ -503,17 +418,17 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
 
     /// Ends the running epoch, if its loop was left before its last step.
     fn leave_epoch(&mut self) -> Result<()> {
-        let Some(running) = self.running.take() else {
+        let Some(running) = self.course.running.take() else {
             return Ok(());
         };
         self.reports.progress.end();
         // After a part of an epoch the training may go on with the next part, when it is resumed with other settings.
-        if !matches!(self.position.get(), BatchPosition::Paused(_)) {
-            self.place = Place {
+        if !matches!(self.course.position.get(), BatchPosition::Paused(_)) {
+            self.course.place = Place {
                 epoch: running.epoch as u64,
                 samples: 0,
                 step_in_epoch: 0,
-                step: self.place.step,
+                step: self.course.place.step,
             };
             self.update_loop();
         }
@@ -526,20 +441,16 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     ///
     /// Those of saving; after a stop the error that ends the program orderly.
     fn end_round(&mut self) -> Result<()> {
-        if let Some(best) = self.results.best.take_new().cloned() {
+        if let Some(best) = self.course.results.best.take_new().cloned() {
             let began = Instant::now();
             let _phase = self.ctx.phase("saving");
-            let joined = self.mean_buffers()?;
-            let own = joined.map(|joined| self.replace_buffers(&joined));
-            let saved = self.write_weights(|output, saving, outline, values| {
-                let saved = output.save_best(&best, saving.folder(), outline, values);
-                saving.handle_weights_error("the best", saved)
-            });
-            if let Some(own) = own {
-                self.replace_buffers(&own);
-            }
-            saved?;
-            self.results.timing.saved += began.elapsed();
+            self.with_mean_buffers(|trainer| {
+                trainer.write_weights(|output, saving, outline, values| {
+                    let saved = output.save_best(&best, saving.folder(), outline, values);
+                    saving.handle_weights_error("the best", saved)
+                })
+            })?;
+            self.course.results.timing.saved += began.elapsed();
         }
         self.save_due()
     }
@@ -547,24 +458,24 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// The step and the epoch that what is logged now belongs to: in the loop over an epoch's batches those of the
     /// batch, as its loss, and after it those of the evaluation.
     fn now(&self) -> (u64, usize) {
-        let (running, ended) = (self.running.as_ref(), self.ended.as_ref());
+        let (running, ended) = (self.course.running.as_ref(), self.course.ended.as_ref());
         let epoch = running.map(|running| running.epoch);
         let epoch = epoch.or(ended.map(|ended| ended.epoch));
-        let (next, next_epoch) = next_step(self.place, self.steps);
-        let is_over = self.extent.is_over(self.place);
-        let end = self.ended.as_ref().map(|ended| ended.step);
-        match (self.position.get(), epoch) {
+        let (next, next_epoch) = next_step(self.course.place, self.sources.steps);
+        let is_over = self.course.extent.is_over(self.course.place);
+        let end = self.course.ended.as_ref().map(|ended| ended.step);
+        match (self.course.position.get(), epoch) {
             (BatchPosition::At(index), Some(epoch)) => {
-                (((epoch - 1) * self.steps + index) as u64, epoch)
+                (((epoch - 1) * self.sources.steps + index) as u64, epoch)
             }
             // As the last step before it.
             (BatchPosition::Paused(next), Some(epoch)) => {
-                (((epoch - 1) * self.steps + next - 1) as u64, epoch)
+                (((epoch - 1) * self.sources.steps + next - 1) as u64, epoch)
             }
             (BatchPosition::After, Some(epoch)) => {
-                (end.unwrap_or(epoch * self.steps) as u64, epoch)
+                (end.unwrap_or(epoch * self.sources.steps) as u64, epoch)
             }
-            _ if is_over => (next, self.place.epoch as usize),
+            _ if is_over => (next, self.course.place.epoch as usize),
             _ => (next, next_epoch as usize),
         }
     }
@@ -576,17 +487,17 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// Those of saving; after a stop the error that ends the program orderly.
     fn end_epoch(&mut self) -> Result<()> {
         self.leave_epoch()?;
-        if self.ended.is_none() {
+        if self.course.ended.is_none() {
             return Ok(());
         }
         let _phase = self.ctx.phase("saving");
         self.check_weights()?;
-        let Some(ended) = self.ended.take() else {
+        let Some(ended) = self.course.ended.take() else {
             return Ok(());
         };
-        let (epoch, is_last) = (ended.epoch, self.is_last());
-        let finds_lr = self.lr_finder.is_some();
-        let best = self.results.best.take_new().cloned();
+        let (epoch, is_last) = (ended.epoch, self.course.is_last());
+        let finds_lr = self.course.lr_finder.is_some();
+        let best = self.course.results.best.take_new().cloned();
         self.write_weights(|output, saving, outline, values| {
             let saved = match finds_lr {
                 true => Ok(()),
@@ -605,8 +516,8 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
                 None => Ok(()),
             }
         })?;
-        let stop = self.due == SaveAction::Stop && !is_last;
-        self.due = SaveAction::Continue;
+        let stop = self.course.due == SaveAction::Stop && !is_last;
+        self.course.due = SaveAction::Continue;
         if !self.saving.enabled() {
             return Ok(());
         }
@@ -673,21 +584,31 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         }
         let log = &mut self.reports.log;
         if self.saving.enabled() {
-            let file = format!("{}/{}", saving::FOLDER, manifest_name(self.place.step));
-            log.checkpoint(self.place.step, Path::new(&file));
+            let file = format!("{FOLDER}/{}", manifest_name(self.course.place.step));
+            log.checkpoint(self.course.place.step, Path::new(&file));
         }
         log.flush();
         let history = self.measured(sums, samples);
-        let (saving, place) = (&mut self.saving, self.place);
+        let (saving, place) = (&mut self.saving, self.course.place);
         self.strategy
             .save(self.ctx, saving, action, buffers, place, history)
+    }
+
+    fn finish_profile(&mut self) {
+        let profiler = &mut self.reports.profiler;
+        profiler.finish(self.ctx, &mut self.model.tape, self.strategy.params());
+    }
+
+    /// Writes `text` on the terminal and to the log, as of the last step.
+    fn notice(&self, text: &str) {
+        self.reports.log.notice(self.course.place.step, text);
+        self.reports.progress.suspend(|| self.ctx.note(text));
     }
 
     /// All is saved, and the ranks stop: how to resume was told, and the program ends with this
     /// error's exit code, which is 0 unless a SIGTERM was the cause.
     fn stopped(&mut self) -> Error {
-        let profiler = &mut self.reports.profiler;
-        profiler.finish(self.ctx, &mut self.tape, self.strategy.params());
+        self.finish_profile();
         let waited = self.together(|trainer| Ok(trainer.ctx.group().barrier()?));
         let waited = waited.or_else(|error| match self.is_over() {
             true => Ok(()),
@@ -695,14 +616,14 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         });
         self.reports.log.stop();
         self.end_joining();
-        let stopped = waited.and_then(|()| self.saving.stop(self.place));
+        let stopped = waited.and_then(|()| self.saving.stop(self.course.place));
         self.reports.output.announce_report(self.ctx);
         stopped.err().unwrap_or_else(Error::stopped)
     }
 
     /// The model.
     pub fn model(&self) -> &M {
-        &self.model
+        &self.model.net
     }
 
     /// Its parameters on this rank.
@@ -716,7 +637,13 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     ///
     /// Peers that are lost.
     pub fn full_params(&self) -> Result<Option<Params>> {
-        self.strategy.full_params(self.ctx)
+        let own = self.strategy.params();
+        self.strategy.gather_weights(self.ctx, |outline, values| {
+            let all = outline.params().iter().enumerate();
+            let full = all.map(|(i, (_, shape))| Ok((shape.clone(), values(TensorId::Param(i))?)));
+            let mut full = full.collect::<Result<Vec<_>>>()?.into_iter();
+            Ok(own.map(|info, part| Ok(full.next().unwrap_or((info.shape.clone(), part))))?)
+        })
     }
 
     /// The norm of the averaged gradients of the last [`step`](Self::step) over all parameters, before it was clipped, as
@@ -724,14 +651,14 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// [`clip_grad_norm`](TrainerBuilder::clip_grad_norm), whose limit may be `f64::INFINITY`, and
     /// [`before_update`](TrainerBuilder::before_update).
     pub fn grad_norm(&self) -> Option<f64> {
-        self.strategy.grad_norm(0)
+        self.strategy.groups()[0].norm
     }
 
     /// The learning rate of the next step.
     pub fn lr(&self) -> f64 {
-        let scheduled = self.schedule.as_ref().map(Schedule::lr);
-        let lr = self.set_lr.or(scheduled);
-        lr.unwrap_or_else(|| self.strategy.optimizer(0).0.lr())
+        let scheduled = self.course.schedule.as_ref().map(Schedule::lr);
+        let lr = self.course.set_lr.or(scheduled);
+        lr.unwrap_or_else(|| self.strategy.groups()[0].optimizer.lr())
     }
 
     /// Sets the learning rate of all following steps, in the place of the schedule's; optimizers of other
@@ -746,8 +673,8 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let what = format!("a learning rate is a number from 0 up, not {lr}");
             return Err(Error::usage(what));
         }
-        if self.lr_finder.is_none() {
-            self.set_lr = Some(lr);
+        if self.course.lr_finder.is_none() {
+            self.course.set_lr = Some(lr);
         }
         Ok(())
     }
@@ -759,8 +686,8 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     ///
     /// `Usage`, when it is no `T`.
     pub fn state<T: DeserializeOwned>(&mut self) -> Result<Option<T>> {
-        self.own_state.is_used = true;
-        let Some(value) = &self.own_state.value else {
+        self.course.own_state.is_used = true;
+        let Some(value) = &self.course.own_state.value else {
             return Ok(None);
         };
         T::deserialize(value).map(Some).map_err(|error| {
@@ -786,28 +713,21 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let what = "the program's state cannot be written as JSON and read again; JSON has no NaN and no infinity";
             Error::usage(what).caused_by(error)
         })?;
-        self.own_state = OwnState {
+        self.course.own_state = OwnState {
             value: Some(value),
             is_used: true,
         };
         Ok(())
     }
 
-    /// Takes over what the program has set in the training that `history` is of.
-    fn take_program(&mut self, history: &History) {
-        self.set_lr = history.lr();
-        self.own_state.value = history.state().cloned();
-        self.own_state.is_used |= self.own_state.value.is_some();
-    }
-
     /// The optimizer steps that were taken, those before a resume included.
     pub fn steps_taken(&self) -> u64 {
-        self.place.step
+        self.course.place.step
     }
 
     /// The result of the last epoch's [`evaluate`](Self::evaluate); NaN before the first.
     pub fn last_evaluation(&self) -> &Evaluation {
-        &self.results.last
+        &self.course.results.last
     }
 
     /// The rank.
@@ -818,7 +738,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// How long this rank waited in the last step for averaged gradients, after its own backward pass; none on a mesh, where
     /// they are averaged on the way.
     pub fn exposed_communication(&self) -> Option<Duration> {
-        self.strategy.times(0).map(StepTimes::exposed)
+        self.strategy.groups()[0].times.map(StepTimes::exposed)
     }
 
     /// The training flags of the command line.
@@ -828,7 +748,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
 
     /// Adds an entry to `summary.json`; the trainer's own entries stay.
     pub fn add_to_summary(&mut self, name: &str, value: impl Into<serde_json::Value>) {
-        self.summary.insert(name.to_owned(), value.into());
+        self.reports.summary.insert(name.to_owned(), value.into());
     }
 
     /// Logs numbers of the program's own to `metrics.jsonl` and all trackers, from rank 0: in the loop over an epoch's
@@ -862,7 +782,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     ///
     /// `Failed` when a row is not JSON.
     pub fn log_table(&self, name: &str, rows: &[impl serde::Serialize]) -> Result<()> {
-        let text = crate::output::json_lines(name, rows)?;
+        let text = crate::folder::json_lines(name, rows)?;
         self.reports.log.table(self.now(), name, text, rows.len());
         Ok(())
     }
@@ -915,8 +835,8 @@ impl<M> Trainer<'_, M> {
     pub fn infer<R>(&mut self, f: impl for<'s> FnOnce(&M, &'s Step<'s>) -> Result<R>) -> Result<R> {
         let began = Instant::now();
         let outcome = self.with_averages(|trainer| {
-            let step = trainer.tape.inference(trainer.strategy.params());
-            f(&trainer.model, &step)
+            let step = trainer.model.tape.inference(trainer.strategy.params());
+            f(&trainer.model.net, &step)
         });
         self.count_evaluation(began);
         outcome

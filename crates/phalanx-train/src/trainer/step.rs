@@ -11,14 +11,15 @@ use phalanx_nn::optim::schedule::Schedule;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::batches::{LoadedMicroBatches, MicroBatch, Randomness, StepBatch, StepContext};
-use super::{Ended, Reports, Running, Trainer};
+use super::course::{Ended, Running};
+use super::{Reports, Trainer};
+use crate::batch::{LoadedMicroBatches, MicroBatch, Randomness, StepBatch, StepContext};
 use crate::error::{Error, Result};
+use crate::folder::MFU;
 use crate::format::plural;
-use crate::output::MFU;
 use crate::reporter::StepInfo;
 use crate::saving::SaveAction;
-use crate::strategy::{Gradients, StepTools, Strategy, exposed};
+use crate::strategy::{Gradients, Group, StepTools, Strategy, exposed, skipped_steps};
 
 /// An update that [`before_update`](crate::TrainerBuilder::before_update) may refuse.
 #[derive(Debug, Clone, Copy)]
@@ -87,7 +88,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.save_due()?;
         self.admit()?;
         self.begin(0, &batch.context())?;
-        self.reports.profiler.before(&mut self.tape);
+        self.reports.profiler.before(&mut self.model.tape);
         let taken = self.together(|trainer| trainer.train(0, batch, loss))?;
         self.gather_updated(0)?;
         let turn = &*batch.context();
@@ -99,25 +100,25 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         if ctx.elastic.is_none() {
             self.reports.samples.step(turn.epoch, turn.index, 0);
         }
-        let times = self.strategy.times(0);
+        let times = self.strategy.groups()[0].times;
         let exposed = exposed(times);
         let forward_ended = taken.forward_ended.unwrap_or_else(Instant::now);
         let (profiler, params) = (&mut self.reports.profiler, self.strategy.params());
-        profiler.after(ctx, &mut self.tape, params, forward_ended, times);
+        profiler.after(ctx, &mut self.model.tape, params, forward_ended, times);
 
-        match &self.lr_finder {
+        match &self.course.lr_finder {
             Some(_) => self.find_lr(turn, &sums)?,
             None => self.check_mean(0, turn, mean)?,
         }
-        if let Some(running) = &mut self.running {
+        if let Some(running) = &mut self.course.running {
             running.losses.add(&sums, mean, turn.global.samples);
         }
-        let timing = &mut self.results.timing;
-        timing.add(exposed, turn.global.samples * self.unit_size);
+        let timing = &mut self.course.results.timing;
+        timing.add(exposed, turn.global.samples * self.sources.unit.1);
         self.count_time(1);
         self.report(turn, sums, [mean, f64::from_bits(taken.mean_of_all)])?;
         self.report_change(turn)?;
-        if let Some(schedule) = &mut self.schedule {
+        if let Some(schedule) = &mut self.course.schedule {
             schedule.advance();
         }
         drop(phase);
@@ -145,7 +146,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         batch: &StepBatch<'_, D>,
         mut loss: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
     ) -> Result<f64> {
-        let Some(group) = self.strategy.group(name) else {
+        let groups = self.strategy.groups();
+        let is_meant = |group: &Group<'_>| !name.is_empty() && group.name == name;
+        let Some(group) = groups.iter().position(is_meant) else {
             return Err(Error::usage(format!(
                 "step_of(\"{name}\"): the trainer was made without optimizer_of(\"{name}\", ...)"
             )));
@@ -156,9 +159,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let taken = self.together(|trainer| trainer.train(group, batch, &mut loss))?;
         self.gather_updated(group)?;
         let mean = f64::from_bits(taken.mean);
-        let exposed = exposed(self.strategy.times(group));
-        self.results.timing.add(exposed, 0);
-        if self.lr_finder.is_none() {
+        let exposed = exposed(self.strategy.groups()[group].times);
+        self.course.results.timing.add(exposed, 0);
+        if self.course.lr_finder.is_none() {
             self.check_mean(group, &batch.context(), mean)?;
         }
         Ok(mean)
@@ -171,20 +174,20 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let mut sum = [sums.iter().sum::<f64>()];
         let group = self.strategy.batch_group();
         group.all_reduce(&mut sum, ReduceOp::Sum)?;
-        let Some(finder) = &mut self.lr_finder else {
+        let Some(finder) = &mut self.course.lr_finder else {
             return Ok(());
         };
         let loss = sum[0] / turn.global.samples.max(1) as f64;
-        let (step, taken) = (self.place.step, self.place.step + 1);
+        let (step, taken) = (self.course.place.step, self.course.place.step + 1);
         let record = json!({ "step": step, "epoch": turn.epoch, "loss": loss, "lr": lr });
         self.reports.log.event(&record)?;
-        if !finder.add(lr, loss) && taken < self.extent.all() {
+        if !finder.add(lr, loss) && taken < self.course.extent.all() {
             return Ok(());
         }
         self.reports.progress.end();
-        let profiler = &mut self.reports.profiler;
-        profiler.finish(ctx, &mut self.tape, self.strategy.params());
-        match finder.suggestion() {
+        let (suggestion, is_enough) = (finder.suggestion(), finder.is_enough());
+        self.finish_profile();
+        match suggestion {
             Some((suggested, least)) => {
                 let record =
                     json!({ "step": step, "epoch": turn.epoch, "suggested_lr": suggested });
@@ -196,7 +199,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                     ctx.line(&format!("suggested_lr={suggested:.2e}"))?;
                 }
             }
-            None if finder.is_enough() => {
+            None if is_enough => {
                 ctx.note("no learning rate to suggest: the loss does not fall");
             }
             None => ctx.note("no learning rate to suggest: the loss diverges in the first steps"),
@@ -210,7 +213,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// Begins a step of the group number `group`.
     fn begin(&mut self, group: usize, turn: &StepContext) -> Result<()> {
-        let running = self.running.as_ref().map(|running| running.epoch);
+        let running = self.course.running.as_ref().map(|running| running.epoch);
         if running != Some(turn.epoch) {
             let what = format!("the batch of {} is not of the running epoch", turn.name());
             return Err(Error::usage(what));
@@ -218,18 +221,21 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.trainings.unfinished.set(true);
         let position = (turn.epoch as u64, turn.index as u64 + 1);
         self.ctx.group().set_position(position.0, position.1);
-        let now = self.set_lr.or(self.schedule.as_ref().map(Schedule::lr));
+        let now = self
+            .course
+            .set_lr
+            .or(self.course.schedule.as_ref().map(Schedule::lr));
         if let Some(now) = now {
-            let lr = self.strategy.optimizer(group).1;
-            let optimizer = self.strategy.optimizer_mut(group);
-            if let Some(schedule) = &self.schedule {
+            let lr = self.strategy.groups()[group].lr;
+            let optimizer = &mut *self.strategy.state().optimizers[group];
+            if let Some(schedule) = &self.course.schedule {
                 schedule.apply(optimizer)?;
             }
-            optimizer.set_lr(match lr == self.lr {
+            optimizer.set_lr(match lr == self.model.lr {
                 true => now,
                 // There is no factor where the training's own rate is 0.
-                false if self.lr == 0.0 => lr,
-                false => lr * (now / self.lr),
+                false if self.model.lr == 0.0 => lr,
+                false => lr * (now / self.model.lr),
             });
         }
         Ok(())
@@ -238,8 +244,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// An error unless the mean of this rank's losses is a number.
     fn check_mean(&self, group: usize, turn: &StepContext, mean: f64) -> Result<()> {
         // Another group may have changed the weights within the first step.
-        let is_updated = self.place.step > 0 || self.strategy.groups().len() > 1;
-        let lr = is_updated.then(|| self.strategy.optimizer(group).0.lr());
+        let is_updated = self.course.place.step > 0 || self.strategy.groups().len() > 1;
+        let lr = is_updated.then(|| self.strategy.groups()[group].optimizer.lr());
         let checked = (self.ctx).check_loss(mean, format_args!("{}", turn.name()), lr);
         checked.map_err(|error| error.note("or", "--anomaly, which names the operation"))
     }
@@ -252,8 +258,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<S::Tensor<'s>>,
     ) -> Result<Taken> {
         let buffers = self.strategy.params().buffers_flat().to_vec();
-        let skipped = self.strategy.skipped_of_groups();
-        let flops = self.tape.flops();
+        let skipped = skipped_steps(&self.strategy);
+        let flops = self.model.tape.flops();
         let averaged = self.average_gradients(group, batch, loss);
         let turn = batch.context();
         let shared = averaged.and_then(|mut gradients| {
@@ -264,13 +270,12 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             Ok((gradients, wanted))
         });
         let (gradients, wanted) = shared.inspect_err(|_| {
-            let params = self.strategy.params_mut();
-            params.buffers_flat_mut().copy_from_slice(&buffers);
+            self.set_buffers(&buffers);
             self.strategy.set_skipped_steps(&skipped);
         })?;
-        self.results.timing.flops += self.tape.flops().wrapping_sub(flops) as f64;
+        self.course.results.timing.flops += self.model.tape.flops().wrapping_sub(flops) as f64;
         let turn = &*turn;
-        if let Some((rows, joined)) = self.tape.take_fewest_normalised() {
+        if let Some((rows, joined)) = self.model.tape.take_fewest_normalised() {
             self.check_last_batch(turn.global.samples, rows, joined)?;
         }
         if self.settings.watch > 0 && group == 0 && gradients.commit.is_yes() {
@@ -289,9 +294,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// An error on all ranks if batch norms, which had `rows` values a channel in a step of `samples`, will have only one in the
     /// last step of an epoch: it is found before the first update.
     fn check_last_batch(&self, samples: usize, rows: f64, joined: bool) -> Result<()> {
-        let (split, last) = (&self.split, self.last_batch);
+        let (split, last) = (&self.sources.split, self.sources.last_batch);
         let has_one_a_sample = rows < 2.0 * split.smallest(samples, joined) as f64;
-        let is_taken = self.extent.all() >= self.steps as u64;
+        let is_taken = self.course.extent.all() >= self.sources.steps as u64;
         if !has_one_a_sample || !is_taken || split.smallest(last, joined) > 1 {
             return Ok(());
         }
@@ -302,8 +307,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let what = format!(
             "batch norm cannot train on a single sample, and a {whose} has only one in the last step of each epoch: {} samples in steps \
              of {} leave {last} for {}",
-            self.samples,
-            self.global_batch,
+            self.sources.config.samples,
+            self.sources.global_batch,
             plural(split.world(), "rank")
         );
         let fix = "--drop-last, which leaves out the short last batch; or another batch size";
@@ -324,11 +329,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let turn = &*batch.context();
         let reports = &mut self.reports;
         let samples = (group == 0).then_some(&mut reports.samples);
-        let mut batches = LoadedMicroBatches::new(batch, self.split.mine(), samples)?;
+        let mut batches = LoadedMicroBatches::new(batch, self.sources.split.mine(), samples)?;
         let tools = StepTools {
             ctx: self.ctx,
-            tape: &mut self.tape,
-            split: &self.split,
+            tape: &mut self.model.tape,
+            split: &self.sources.split,
             turn,
             randomness: Randomness {
                 // Each group has other random numbers in the same step.
@@ -336,11 +341,12 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 epoch: turn.epoch as u64 - 1,
                 step: turn.index as u64,
             },
-            clip: self.clip,
+            clip: self.model.clip,
             log: (group == 0).then_some(&mut reports.log),
             progress: &reports.progress,
         };
-        let gradients = (self.strategy).gradients(group, tools, &self.model, &mut batches, loss)?;
+        let gradients =
+            (self.strategy).gradients(group, tools, &self.model.net, &mut batches, loss)?;
         self.ask_before_update(group, turn, gradients)
     }
 
@@ -351,15 +357,16 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         turn: &StepContext,
         mut gradients: Gradients,
     ) -> Result<Gradients> {
-        let (Some(ask), true) = (&mut self.before_update, gradients.commit.is_yes()) else {
+        let (Some(ask), true) = (&mut self.model.before_update, gradients.commit.is_yes()) else {
             return Ok(gradients);
         };
+        let now = &self.strategy.groups()[group];
         let is_taken = ask(&PendingUpdate {
-            group: self.strategy.group_name(group),
+            group: now.name,
             epoch: turn.epoch,
-            step: self.place.step + 1,
-            grad_norm: self.strategy.grad_norm(group).unwrap_or(f64::NAN),
-            lr: self.strategy.optimizer(group).0.lr(),
+            step: self.course.place.step + 1,
+            grad_norm: now.norm.unwrap_or(f64::NAN),
+            lr: now.optimizer.lr(),
         })?;
         let mut refused = vec![0i64; self.ctx.world()];
         let own = [i64::from(!is_taken)];
@@ -373,7 +380,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             .collect();
         if !vetoes.is_empty() {
             gradients.commit = Commit::No(vetoes);
-            let mut skipped = self.strategy.skipped_of_groups();
+            let mut skipped = skipped_steps(&self.strategy);
             skipped[group] += 1;
             self.strategy.set_skipped_steps(&skipped);
         }
@@ -390,11 +397,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     ) -> Result<()> {
         self.ctx.group().set_phase("optimizer");
         if commit.is_yes() {
-            self.strategy.update(group, self.clip)?;
+            self.strategy.update(group, self.model.clip)?;
         } else {
             // Statistics of a batch that is not trained on must not stay.
-            let params = self.strategy.params_mut();
-            params.buffers_flat_mut().copy_from_slice(buffers);
+            self.set_buffers(buffers);
             let (ctx, at) = (self.ctx, turn.name());
             let why = match commit {
                 Commit::No(vetoes) if vetoes.iter().all(|veto| veto.parameter.is_none()) => {
@@ -404,7 +410,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 _ => commit.to_string(),
             };
             let Reports { progress, log, .. } = &self.reports;
-            let step = (turn.epoch - 1) * self.steps + turn.index;
+            let step = (turn.epoch - 1) * self.sources.steps + turn.index;
             let text = format!("{at} is skipped on all ranks: {why}");
             log.notice(step as u64, &text);
             progress.suspend(|| ctx.note_skipped(&why, format_args!("{at}")));
@@ -414,10 +420,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// Writes histograms for `--watch`, if it is their step.
     fn watch(&mut self, turn: &StepContext) {
-        let step = (turn.epoch - 1) * self.steps + turn.index;
+        let step = (turn.epoch - 1) * self.sources.steps + turn.index;
         if step.is_multiple_of(self.settings.watch) && self.ctx.is_main() {
             let _phase = self.ctx.phase("reporting");
-            let grads = self.strategy.gradient_view();
+            let grads = self.strategy.groups()[0].gradients;
             let log = &self.reports.log;
             log.watch(step as u64, self.strategy.params(), grads);
         }
@@ -425,28 +431,28 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// The time in steps so far, checkpoints between them included.
     fn trained(&self) -> Duration {
-        let running = self.running.as_ref();
+        let running = self.course.running.as_ref();
         let running = running.map_or(Duration::ZERO, |running| running.began.elapsed());
-        self.results.timing.trained + running
+        self.course.results.timing.trained + running
     }
 
     /// Counts what was done since `began` as evaluation, and as no training.
     pub(super) fn count_evaluation(&mut self, began: Instant) {
         let took = began.elapsed();
-        self.results.timing.tested += took;
+        self.course.results.timing.tested += took;
         self.reports.progress.leave_out(took);
-        if let Some(running) = &mut self.running {
+        if let Some(running) = &mut self.course.running {
             running.began += took;
         }
     }
 
     /// Tells the log what the time went to so far, after `steps` more steps.
     pub(super) fn count_time(&self, steps: u64) {
-        let (timing, counters) = (&self.results.timing, self.reports.log.counters());
+        let (timing, counters) = (&self.course.results.timing, self.reports.log.counters());
         counters.steps.fetch_add(steps, Relaxed);
         for (counter, time) in [
             (&counters.train, self.trained()),
-            (&counters.data, self.waited.get()),
+            (&counters.data, self.sources.waited.get()),
             (&counters.exposed, timing.exposed),
             (&counters.saving, timing.saved),
             (&counters.evaluation, timing.tested),
@@ -454,7 +460,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             counter.store(time.as_nanos() as u64, Relaxed);
         }
         if counters.wants_bytes.swap(false, Relaxed) {
-            let sent = self.strategy.sent_bytes(self.ctx);
+            let sent = self.strategy.report(self.settings).sent_bytes;
             counters.sent_bytes.store(sent, Relaxed);
         }
     }
@@ -482,12 +488,12 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             ..
         } = *turn;
         let reports = &mut self.reports;
-        let units = global.samples * self.unit_size;
+        let units = global.samples * self.sources.unit.1;
         reports.progress.step(units, Some(mean));
         let logged = index.is_multiple_of(settings.log_interval);
-        let interval = settings.record_interval(self.extent.all());
+        let interval = settings.record_interval(self.course.extent.all());
         let recorded = logged || index.is_multiple_of(interval);
-        let mean = match self.split.tree() {
+        let mean = match self.sources.split.tree() {
             // The loss of the global batch, whichever rank had which shard.
             Some(tree) if recorded && ctx.elastic.is_none() => {
                 ShardTree::gather_values(self.strategy.batch_group(), &mut sums)?;
@@ -498,11 +504,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let facts = StepInfo {
             epoch,
             index,
-            steps: self.steps,
-            done: index * self.global_batch,
-            samples: self.samples,
+            steps: self.sources.steps,
+            done: index * self.sources.global_batch,
+            samples: self.sources.config.samples,
             // What a program prints is its rank's own, as in PyTorch, unless no result depends on the ranks.
-            loss: match self.split.tree() {
+            loss: match self.sources.split.tree() {
                 Some(_) if logged => mean,
                 _ => own,
             },
@@ -512,23 +518,24 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             reports.progress.suspend(|| ctx.line(&text))?;
         }
         if logged {
-            self.results.metrics.add(mean);
+            self.course.results.metrics.add(mean);
         }
-        if recorded && self.lr_finder.is_none() {
+        if recorded && self.course.lr_finder.is_none() {
+            let main = &self.strategy.groups()[0];
             let mut record = json!({
-                "step": (epoch - 1) * self.steps + index, "epoch": epoch, "loss": mean, "lr": self.strategy.optimizer(0).0.lr(),
+                "step": (epoch - 1) * self.sources.steps + index, "epoch": epoch, "loss": mean, "lr": main.optimizer.lr(),
                 "elapsed_s": ctx.started().elapsed().as_secs_f64(),
-                "data_wait_total_ms": self.waited.get().as_secs_f64() * 1e3,
-                "saving_total_ms": self.results.timing.saved.as_secs_f64() * 1e3,
+                "data_wait_total_ms": self.sources.waited.get().as_secs_f64() * 1e3,
+                "saving_total_ms": self.course.results.timing.saved.as_secs_f64() * 1e3,
             });
-            if let Some(times) = self.strategy.times(0) {
+            if let Some(times) = main.times {
                 record["exposed_comm_ms"] = json!(times.exposed().as_secs_f64() * 1e3);
             }
-            if let Some(norm) = self.strategy.grad_norm(0) {
+            if let Some(norm) = main.norm {
                 record["grad_norm"] = json!(norm);
             }
             let trained = self.trained();
-            if let Some(mfu) = self.results.timing.mfu(trained) {
+            if let Some(mfu) = self.course.results.timing.mfu(trained) {
                 record[MFU] = json!(mfu);
             }
             self.keep_record(&record);
@@ -540,10 +547,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Saves after a step, if it is time. After the last step of an epoch, or of its part, nothing is saved before the
     /// evaluation; with a state of the program's own nothing before the next step.
     fn save_after(&mut self, turn: &StepContext) -> Result<()> {
-        let (next, step) = (turn.index + 1, self.place.step + 1);
-        let is_end = next == self.steps;
-        let ended = is_end || self.extent.is_cut(step);
-        self.place = Place {
+        let (next, step) = (turn.index + 1, self.course.place.step + 1);
+        let is_end = next == self.sources.steps;
+        let ended = is_end || self.course.extent.is_cut(step);
+        self.course.place = Place {
             epoch: turn.cursor.epoch,
             samples: turn.cursor.samples,
             step_in_epoch: if is_end { 0 } else { next as u64 },
@@ -551,7 +558,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         };
         match ended {
             true => self.update_loop(),
-            false => self.loop_state.step.set(step),
+            false => self.course.loop_state.step.set(step),
         }
         if !self.saving.is_prepared() {
             self.together(|trainer| {
@@ -562,7 +569,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 }
             })?;
         }
-        let action = match self.saving.wishes(self.place.step)? {
+        let action = match self.saving.wishes(self.course.place.step)? {
             None => SaveAction::Continue,
             Some(wishes) => {
                 let all = self.together(|trainer| {
@@ -575,14 +582,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 self.saving.decide(all)
             }
         };
-        self.due = action;
+        self.course.due = action;
         if ended {
-            return match self.running.take() {
+            return match self.course.running.take() {
                 Some(running) => self.close_epoch(running),
                 None => Ok(()),
             };
         }
-        match next == self.round_end || self.own_state.is_used {
+        match next == self.course.round_end || self.course.own_state.is_used {
             true => Ok(()),
             false => self.save_due(),
         }
@@ -594,7 +601,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     ///
     /// Those of saving; after a stop the error that ends the program orderly.
     pub(super) fn save_due(&mut self) -> Result<()> {
-        let action = std::mem::replace(&mut self.due, SaveAction::Continue);
+        let action = std::mem::replace(&mut self.course.due, SaveAction::Continue);
         if action == SaveAction::Continue {
             return Ok(());
         }
@@ -611,13 +618,13 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let began = Instant::now();
         let phase = self.ctx.phase("saving");
         let buffers = self.mean_buffers()?;
-        let (sums, samples) = match &self.running {
+        let (sums, samples) = match &self.course.running {
             Some(running) => running.losses.gathered(self.strategy.batch_group())?,
             None => (Vec::new(), 0),
         };
         self.save_for(action, buffers.as_deref(), &sums, samples)?;
         drop(phase);
-        self.results.timing.saved += began.elapsed();
+        self.course.results.timing.saved += began.elapsed();
         self.count_time(0);
         Ok(())
     }
@@ -625,10 +632,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// After an epoch's last step.
     pub(super) fn close_epoch(&mut self, mut running: Running) -> Result<()> {
         let epoch = running.epoch;
-        let taken = self.place.step_in_epoch as usize;
+        let taken = self.course.place.step_in_epoch as usize;
         let step = match taken {
-            0 => epoch * self.steps,
-            taken => (epoch - 1) * self.steps + taken - 1,
+            0 => epoch * self.sources.steps,
+            taken => (epoch - 1) * self.sources.steps + taken - 1,
         };
         let losses = match taken {
             0 => (Vec::new(), 0),
@@ -636,15 +643,15 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         };
         let train_loss = running
             .losses
-            .mean(self.strategy.batch_group(), &self.split)?;
-        self.results.timing.trained += running.began.elapsed();
+            .mean(self.strategy.batch_group(), &self.sources.split)?;
+        self.course.results.timing.trained += running.began.elapsed();
         self.count_time(0);
         self.reports.progress.end();
         let own = running.losses.own();
         self.reports
             .reporter
             .on_epoch_end(self.ctx, epoch, train_loss, own)?;
-        self.ended = Some(Ended {
+        self.course.ended = Some(Ended {
             epoch,
             step,
             train_loss,
@@ -660,13 +667,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// epoch ends become their mean, in the checkpoint only. A resumed rank may stand for
     /// any of them.
     pub(super) fn mean_buffers(&mut self) -> Result<Option<Vec<f32>>> {
-        if !self.strategy.has_own_buffers(self.ctx, &self.split) {
+        if !self.strategy.has_own_buffers(self.ctx, &self.sources.split) {
             return Ok(None);
         }
         let bits = self.together(|trainer| {
-            let mean = trainer.strategy.mean_buffers(trainer.ctx, &trainer.split)?;
-            Ok(mean.map(|mean| mean.into_iter().map(f32::to_bits).collect::<Vec<u32>>()))
+            let mut mean = trainer.strategy.params().buffers_flat().to_vec();
+            (trainer.ctx.group()).all_reduce(&mut mean, ReduceOp::Mean)?;
+            Ok(mean.into_iter().map(f32::to_bits).collect::<Vec<u32>>())
         })?;
-        Ok(bits.map(|bits| bits.into_iter().map(f32::from_bits).collect()))
+        Ok(Some(bits.into_iter().map(f32::from_bits).collect()))
     }
 }

@@ -6,7 +6,6 @@ mod agreement;
 mod any_order;
 mod examples;
 mod hooks;
-mod joined_shards;
 mod options;
 mod power_sgd;
 #[path = "../../../examples/power_sgd/hook.rs"]

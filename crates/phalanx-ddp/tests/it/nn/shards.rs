@@ -338,3 +338,68 @@ fn a_gradient_that_is_not_finite_is_named_with_its_rank() {
         assert_eq!(commit, (text, 1));
     }
 }
+
+/// Five samples in four shards weigh 2, 1, 1 and 1, at the loss or in the wrapper. The gradient of a parameter of each rank's
+/// own is that of the mean over the rank's own samples, computed here in f64.
+#[test]
+fn a_parameter_of_each_ranks_own_is_weighed_once() {
+    const SAMPLES: usize = 5;
+    let (x, y) = (
+        |i: usize| 0.5 * i as f64 - 1.0,
+        |i: usize| 2.0 - 0.75 * i as f64,
+    );
+    for world in [1, 2, 4] {
+        ranks(world, Over::Thread, |group| {
+            let tree = ShardTree::new(4).expect("fits");
+            let mut scope = Scope::new(Seed(5));
+            let net = Linear::new(scope.enter("only"), 1, 1);
+            let mut params = scope.build().expect("model builds");
+            let options = DdpOptions {
+                deterministic: Deterministic::Shards(tree),
+                ignored: vec!["only.bias".to_owned()],
+                ..DdpOptions::default()
+            };
+            let mine = tree.range(world, group.rank());
+            let sizes: Vec<usize> = mine.clone().map(|s| tree.size(SAMPLES, s)).collect();
+            let mut ddp = DistributedDataParallel::new(group, &mut params, options).expect("ddp");
+            let mut tape = Tape::new(Threads(1));
+            for at_loss in [true, false, true] {
+                let mut step = ddp.begin(&sizes).expect("begin");
+                for shard in mine.clone() {
+                    let own: Vec<usize> = (shard..SAMPLES).step_by(4).collect();
+                    let forward = tape.step(&params, StepKey::new(0, 0));
+                    let inputs: Vec<f32> = own.iter().map(|i| x(*i) as f32).collect();
+                    let wanted: Vec<f32> = own.iter().map(|i| y(*i) as f32).collect();
+                    let input = forward.input(&inputs, &[own.len(), 1]).expect("input");
+                    let loss = net
+                        .forward(input)
+                        .and_then(|out| out.mse_loss(&wanted, phalanx_nn::Reduction::Mean));
+                    let loss = loss.expect("forward");
+                    match at_loss {
+                        true => {
+                            let (weight, sink) = step.weighed_micro_batch().expect("declared");
+                            loss.backward_with(&weight, sink)
+                        }
+                        false => loss.backward(step.micro_batch().expect("declared")),
+                    }
+                    .expect("backward");
+                }
+                assert!(step.finish().expect("finish").is_yes());
+                let value =
+                    |name: &str| f64::from(params.get(params.find(name).expect("there"))[0]);
+                let (w, b) = (value("only.weight"), value("only.bias"));
+                let slope = |i: usize| 2.0 * (w * x(i) + b - y(i));
+                let own: Vec<usize> = (0..SAMPLES).filter(|i| mine.contains(&(i % 4))).collect();
+                let of_own = own.iter().map(|i| slope(*i)).sum::<f64>() / own.len() as f64;
+                let of_all = (0..SAMPLES).map(|i| slope(i) * x(i)).sum::<f64>() / SAMPLES as f64;
+                for (name, want) in [("only.bias", of_own), ("only.weight", of_all)] {
+                    let got = f64::from(ddp.grad(params.find(name).expect("there"))[0]);
+                    assert!(
+                        (got - want).abs() < 1e-5,
+                        "{world} ranks, {name}, at the loss {at_loss}: {got} for {want}"
+                    );
+                }
+            }
+        });
+    }
+}

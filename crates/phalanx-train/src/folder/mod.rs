@@ -1,13 +1,21 @@
-//! What is settled before the ranks of a training start.
+//! A run's folder: which it is, who writes there, and what lies in it.
+
+mod lock;
+mod output;
+mod run_dir;
+mod weights;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+pub use self::output::Files;
+pub(crate) use self::output::{BEST_FILE, MFU, Output, json_lines, next_step};
+pub use self::run_dir::RunDir;
+pub(crate) use self::run_dir::default_output_dir;
+pub use self::weights::file_of;
 use crate::FLIGHT_DIR;
-use crate::attempt::Attempt;
+use crate::args::{Attempt, SavingArgs};
 use crate::error::Result;
-use crate::run_dir::{RunDir, default_output_dir};
-use crate::saving::SavingArgs;
 use crate::stop;
 
 /// Settles what must be the same for all ranks before they start: the output

@@ -1,25 +1,44 @@
 //! The training flags of every program.
 
+mod attempt;
+mod gradient;
+mod labels;
+mod mesh;
+mod precision;
+pub(crate) mod saving;
+mod split;
+mod start;
+
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::builder::{PathBufValueParser, TypedValueParser as _};
-use phalanx_data::sampler::{Sampler, SamplerConfig, TorchBatches};
 use phalanx_ddp::{BucketCaps, Buffers, DdpOptions, Every, Exchange};
 use phalanx_track::TrackArgs;
 
-use super::exchange::ExchangeArg;
-use super::gradient::GradientType;
-use super::labels::LabelArgs;
-use super::lr_finder;
-use super::precision::PrecisionArg;
-use super::run_dir::check_folder_of;
-use super::saving::{self, SavingArgs};
-use super::split::{BatchSplit, Determinism, SplitArgs};
-use super::start::Start;
+pub(crate) use self::attempt::{Attempt, restarts_ranks};
+pub(crate) use self::gradient::needs_whole;
+pub use self::gradient::{ExchangeArg, GradientType};
+pub use self::labels::LabelArgs;
+pub use self::mesh::{Mesh, MeshArgs};
+pub use self::precision::PrecisionArg;
+pub(crate) use self::saving::{AUTO, FOLDER, Found, Fresh};
+pub use self::saving::{FolderArgs, SaveErrors, SavingArgs};
+pub use self::split::{Determinism, SplitArgs};
+pub use self::start::Start;
 use crate::choice_name;
 use crate::error::{Error, Result, check_count};
 use crate::format::number;
+use crate::lr_finder;
+
+/// The name of the fact that comes first: another program's others differ anyway.
+pub(crate) const PROGRAM: &str = "program";
+
+/// The name of the fact that older checkpoints lack.
+pub(crate) const GRADIENT_TYPE: &str = "--gradient-type";
+
+/// The name of the fact that a flag can mend.
+pub(crate) const GLOBAL_BATCH: &str = "global batch size";
 
 /// Which samples a rank gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -411,33 +430,6 @@ impl Settings {
         (steps as usize / points).clamp(1, self.log_interval)
     }
 
-    /// This rank's parts of a training set of `samples`.
-    ///
-    /// # Errors
-    ///
-    /// Usage, when batches cannot be cut so.
-    pub fn samplers(
-        &self,
-        split: &BatchSplit,
-        config: SamplerConfig,
-        drop_last: bool,
-    ) -> Result<Vec<Sampler>> {
-        let (world, global) = (config.world, self.global_batch(config.world));
-        split.samplers(config, |config| {
-            Ok(match self.sampler {
-                SamplerKind::Exact => Sampler::exact(config, global)?.drop_last(self.drop_last),
-                SamplerKind::Torch => Sampler::torch(
-                    config,
-                    TorchBatches {
-                        batch_size: global / world,
-                        drop_samples: false,
-                        drop_batch: drop_last || self.drop_last,
-                    },
-                )?,
-            })
-        })
-    }
-
     /// The wrapper's options. Running statistics become the mean of all ranks'
     /// at the end of each epoch, before they are used.
     ///
@@ -469,12 +461,15 @@ impl Settings {
             ("data", data.to_owned()),
             ("--seed", self.seed.to_string()),
             ("--sampler", choice_name(&self.sampler)),
-            (saving::GRADIENT_TYPE, choice_name(&self.gradient_type)),
+            (GRADIENT_TYPE, choice_name(&self.gradient_type)),
         ];
         if self.split.determinism() == Determinism::Shards {
             more.push(("--shards", self.split.shards().to_string()));
         }
-        saving::facts(program, &more, self.global_batch(world))
+        more.push((PROGRAM, program.to_owned()));
+        more.push((GLOBAL_BATCH, self.global_batch(world).to_string()));
+        let more = more.into_iter();
+        more.map(|(name, value)| (name.to_owned(), value)).collect()
     }
 
     /// What must be the same on all ranks, a fact a line, so that a difference
@@ -593,5 +588,29 @@ impl Settings {
             shaping.push("--find-lr true".to_owned());
         }
         shaping
+    }
+}
+
+/// Flags and values, one of each a line, as facts.
+pub fn settings(lines: &[String]) -> BTreeMap<String, String> {
+    let pairs = lines.iter().filter_map(|line| line.split_once(' '));
+    pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).collect()
+}
+
+/// A usage error unless the folder is there that `file`, the value of `flag`, goes into.
+///
+/// # Errors
+///
+/// That.
+pub fn check_folder_of(flag: &str, file: &Path) -> Result<()> {
+    match file.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() && !folder.is_dir() => {
+            Err(Error::usage(format!(
+                "{flag} {}: there is no folder {}",
+                file.display(),
+                folder.display()
+            )))
+        }
+        _ => Ok(()),
     }
 }

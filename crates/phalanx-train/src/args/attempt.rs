@@ -16,7 +16,7 @@ const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
 const MAX_RESTARTS: &str = "TORCHELASTIC_MAX_RESTARTS";
 
 /// Whether a launcher starts ranks again.
-pub(super) fn restarts_ranks() -> bool {
+pub(crate) fn restarts_ranks() -> bool {
     std::env::var(MAX_RESTARTS).is_ok_and(|most| most != "0")
 }
 
@@ -25,12 +25,12 @@ const OF_A_RANK: [&str; 4] = [RESTARTS, RUN_ID, "RANK", "MASTER_PORT"];
 
 /// One attempt of a job.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Attempt {
+pub(crate) struct Attempt {
     /// Attempts before this one.
-    pub(super) restarts: usize,
+    pub(crate) restarts: usize,
     /// The same in all attempts of a job that one launcher makes on this host, and nowhere else: the training has the same
     /// arguments in each. `None` where no launcher would make another.
-    pub(super) job: Option<String>,
+    pub(crate) job: Option<String>,
 }
 
 impl Attempt {
@@ -39,7 +39,7 @@ impl Attempt {
     /// # Errors
     ///
     /// Usage, when the variables are no numbers.
-    pub(super) fn of_this_process() -> Result<Attempt> {
+    pub(crate) fn of_this_process() -> Result<Attempt> {
         let restarts = number(&real_env(), RESTARTS)?;
         let most = std::env::var(MAX_RESTARTS);
         let is_one_of_several = restarts.is_some() && most.as_deref() != Ok("0");

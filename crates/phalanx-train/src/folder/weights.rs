@@ -2,9 +2,15 @@
 
 use std::path::{Path, PathBuf};
 
-use super::output::{ASIDE_BEST_FILE, BEST_FILE, SUMMARY_FILE};
-use super::saving;
+use phalanx_checkpoint as checkpoint;
+use phalanx_launch::RankContext;
+use phalanx_nn::Params;
+
+use super::output::{ASIDE_BEST_FILE, BEST_FILE};
+use super::run_dir::SUMMARY_FILE;
+use crate::args::Start;
 use crate::error::{Error, Result};
+use crate::saving::newest;
 use crate::say;
 
 /// The file to read weights from: `path`, unless it is a folder. Of a run's folder the weights
@@ -29,7 +35,7 @@ fn choose(dir: &Path) -> Result<PathBuf> {
     if dir.join(SUMMARY_FILE).is_file() && finals.len() == 1 {
         return Ok(finals.remove(0));
     }
-    let (newest, _) = saving::newest(dir, |text| say::note(text))?;
+    let (newest, _) = newest(dir, |text| say::note(text))?;
     if let Some(state) = newest {
         return Ok(state.path().to_owned());
     }
@@ -100,6 +106,27 @@ fn epoch(path: &Path) -> Option<u64> {
         .strip_prefix("epoch_")?
         .parse()
         .ok()
+}
+
+impl Start {
+    /// Fills freshly built `params` of rank 0; the wrapper gives them to the
+    /// other ranks, so that only rank 0's host needs the file.
+    ///
+    /// # Errors
+    ///
+    /// Usage or data, naming the file and the first tensors that do not fit.
+    pub fn fill(&self, ctx: &RankContext, params: &mut Params) -> Result<()> {
+        let Start::File(path) = self else {
+            return Ok(());
+        };
+        if ctx.is_main() {
+            let loaded = checkpoint::load_params(&file_of(path)?, params)?;
+            for warning in loaded.warnings {
+                ctx.note(&format!("warning: {warning}"));
+            }
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]

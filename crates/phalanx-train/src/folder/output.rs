@@ -15,23 +15,22 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::best::{BestEpoch, KEPT_BEST, kept_name};
 use super::lock::Lock;
-use super::log::{self, Attempt, EVENTS_FILE, IMAGES_DIR, RUN_FILE, RunInfo, RunLog, TABLES_DIR};
-use super::run_dir::{self, Fresh, RunDir};
-use super::saving::{self, SavingArgs};
+use super::run_dir::{self, RunDir, SUMMARY_FILE};
+use crate::args::{FOLDER, Fresh, SavingArgs};
+use crate::best::{BestEpoch, KEPT_BEST, kept_name};
 use crate::error::{Error, ErrorKind, Result};
+use crate::log::{self, Attempt, EVENTS_FILE, IMAGES_DIR, RUN_FILE, RunInfo, RunLog, TABLES_DIR};
 use crate::say;
 use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_launch::RankContext;
 
-pub const SUMMARY_FILE: &str = "summary.json";
 const METRICS_FILE: &str = "metrics.jsonl";
 /// Model FLOPs utilization, in the records of `metrics.jsonl`.
 pub(crate) const MFU: &str = "mfu";
-pub(super) const BEST_FILE: &str = "best.safetensors";
+pub(crate) const BEST_FILE: &str = "best.safetensors";
 const BEST_PTH: &str = "best.pth";
-pub(super) const ASIDE_BEST_FILE: &str = "aside-best.safetensors";
+pub(crate) const ASIDE_BEST_FILE: &str = "aside-best.safetensors";
 const PREDICTIONS_FILE: &str = "predictions.jsonl";
 /// Most bytes of a file of rows that is read again.
 const MAX_ROWS_BYTES: u64 = 1 << 30;
@@ -167,7 +166,7 @@ impl Output {
                     ));
                 }
                 clear_earlier_run(&dir, &files, fresh)?;
-                let checkpoints = Folder::within(&dir, saving::FOLDER, 1);
+                let checkpoints = Folder::within(&dir, FOLDER, 1);
                 checkpoints.clear()?;
                 if let Some(dir) = checkpoints.existing()? {
                     let mut names = dir.names()?;
@@ -269,11 +268,11 @@ impl Output {
         }
     }
 
-    /// The folder `name` of checkpoints in it, of which the newest `keep` stay.
-    pub fn checkpoints(&self, name: &str, keep: usize) -> Folder {
+    /// The folder of checkpoints in it, of which the newest `keep` stay.
+    pub fn checkpoints(&self, keep: usize) -> Folder {
         match &self.opened {
-            Some(dir) => Folder::within(dir, name, keep),
-            None => Folder::new(&self.dir.join(name), keep),
+            Some(dir) => Folder::within(dir, FOLDER, keep),
+            None => Folder::new(&self.dir.join(FOLDER), keep),
         }
     }
 
@@ -307,7 +306,8 @@ impl Output {
     }
 
     /// The log of the run: on rank 0 up to where a resumed run goes on. Where an attempt before had saved no checkpoint,
-    /// its metrics are kept as `metrics-N.jsonl`. To a complete run nothing is added.
+    /// its metrics are kept as `metrics-N.jsonl`. To a complete run nothing is added. `past_cut`: `--max-steps` had cut the epoch
+    /// that the run continues; the evaluation of the cut epoch is removed.
     ///
     /// # Errors
     ///
@@ -316,27 +316,14 @@ impl Output {
         &self,
         ctx: &RankContext,
         resumed: Option<Place>,
-        info: &RunInfo<'_>,
+        info: &RunInfo,
+        past_cut: bool,
     ) -> Result<RunLog> {
-        self.log_from(ctx, resumed, info, false, |_| None)
-    }
-
-    /// As [`log`](Self::log), where `--max-steps` had cut the epoch in which the run goes on: without the cut's evaluation.
-    ///
-    /// # Errors
-    ///
-    /// As [`log`](Self::log).
-    pub fn log_past_cut(
-        &self,
-        ctx: &RankContext,
-        place: Place,
-        info: &RunInfo<'_>,
-    ) -> Result<RunLog> {
-        let epoch = next_step(place, info.steps).1 as f64;
-        let is_of_cut =
-            |record: &Value| record.get("train_loss").is_some() && epoch_of(record) == Some(epoch);
-        self.log_from(ctx, Some(place), info, false, |record| {
-            is_of_cut(record).then_some(false)
+        let epoch = resumed.filter(|_| past_cut);
+        let epoch = epoch.map(|place| next_step(place, info.steps).1 as f64);
+        self.log_from(ctx, resumed, info, false, |record| {
+            let is_of_cut = record.get("train_loss").is_some() && epoch_of(record) == epoch;
+            (past_cut && is_of_cut).then_some(false)
         })
     }
 
@@ -345,7 +332,7 @@ impl Output {
         &self,
         ctx: &RankContext,
         resumed: Option<Place>,
-        info: &RunInfo<'_>,
+        info: &RunInfo,
         takes_over: bool,
         keeps_it: impl Fn(&Value) -> Option<bool>,
     ) -> Result<RunLog> {
@@ -406,7 +393,7 @@ impl Output {
         &self,
         ctx: &RankContext,
         place: Place,
-        info: &RunInfo<'_>,
+        info: &RunInfo,
         records: &[Value],
     ) -> Result<RunLog> {
         let names = |record: &Value| -> Vec<String> {
@@ -796,9 +783,9 @@ fn remove_logged(dir: &Dir, folder: &str, ending: &str) -> phalanx_base::Result<
 
 #[cfg(test)]
 mod tests {
-    use super::super::attempt::Attempt;
-    use super::super::run_dir::{Found, RunDir};
-    use super::super::saving::args::tests::saving;
+    use crate::args::saving::tests::saving;
+    use crate::args::{Attempt, Found};
+
     use super::*;
 
     #[test]

@@ -4,15 +4,19 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::builder::NonEmptyStringValueParser;
+use phalanx_base::files::{Dir, as_typed};
 
-use super::{AUTO, FOLDER};
-use crate::attempt::Attempt;
+use super::Attempt;
 use crate::choice_name;
 use crate::error::{Error, Result, check_count};
-use crate::run_dir::FolderArgs;
-use crate::run_dir::{Found, Fresh};
 use crate::stop;
 use phalanx_launch::RankContext;
+
+/// Folder of checkpoints in a run's output folder.
+pub const FOLDER: &str = "checkpoints";
+
+/// `--resume` with this continues from the newest checkpoint, or starts anew without one.
+pub const AUTO: &str = "auto";
 
 /// What to do if a checkpoint cannot be saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -21,6 +25,56 @@ pub enum SaveErrors {
     Stop,
     /// Warn and continue training
     Warn,
+}
+
+/// That a run may remove what lies in its folder: no attempt of its job has trained there, `--resume` was not given, and it
+/// holds no earlier run, unless that is to be replaced. Only [`SavingArgs::found_nothing`] gives one, after the folder was
+/// checked.
+#[derive(Debug, Clone)]
+pub(crate) struct Fresh(());
+
+/// What a run finds in its folder.
+#[derive(Debug, Clone, Default)]
+pub(crate) enum Found {
+    /// Perhaps the training of an earlier attempt: the newest checkpoint is gone on with, and nothing is removed.
+    #[default]
+    Attempt,
+    /// What `--resume` says; nothing is removed.
+    Resumed,
+    /// Nothing that is to be kept.
+    Nothing(Fresh),
+}
+
+/// Which folders are written into.
+#[derive(Clone, Copy, Debug, Default, clap::Args)]
+pub struct FolderArgs {
+    /// Allow a folder that another user owns or can write to
+    #[arg(long)]
+    pub allow_shared_folder: bool,
+}
+
+impl FolderArgs {
+    /// An error where other users may change what is in `dir`, unless that is allowed.
+    ///
+    /// # Errors
+    ///
+    /// Usage, with the reason and the ways out.
+    pub fn check(self, dir: &Dir) -> Result<()> {
+        let shared = match self.allow_shared_folder {
+            true => None,
+            false => dir.shared_with()?,
+        };
+        let Some(why) = shared else {
+            return Ok(());
+        };
+        let path = dir.path();
+        let mut error = Error::usage(format!("{} {why}", path.display()))
+            .note("so", "they could replace or remove what is written there");
+        if !why.starts_with("belongs") {
+            error = error.note("fix", format!("chmod go-w {}", as_typed(path)));
+        }
+        Err(error.note("or", "--allow-shared-folder, if you trust them"))
+    }
 }
 
 /// Arguments about resumable checkpoints.
@@ -77,6 +131,14 @@ impl SavingArgs {
         match &self.found {
             Found::Nothing(fresh) => Some(fresh),
             Found::Attempt | Found::Resumed => None,
+        }
+    }
+
+    /// What is found in a folder where nothing is in the way of these arguments; it was checked.
+    pub(crate) fn found_nothing(&self) -> Found {
+        match self.resume {
+            Some(_) => Found::Resumed,
+            None => Found::Nothing(Fresh(())),
         }
     }
 

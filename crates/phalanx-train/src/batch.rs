@@ -9,13 +9,12 @@ use phalanx_data::loader::{LoadedBatch, Loader};
 use phalanx_data::sampler::{Cursor, EpochPlan, Sampler};
 use phalanx_data::{Dataset, ImageBatch};
 use phalanx_ddp::GlobalBatch;
+use phalanx_nn::StepKey;
 use phalanx_nn::rng::philox::philox4x32_10;
-use phalanx_nn::{StepKey, Tensor};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::sample_log::SampleLog;
 use crate::split::BatchSplit;
-use crate::strategy::{Ddp, Strategy};
 use phalanx_launch::RankContext;
 
 /// Which step it is, and what there is to do in it.
@@ -44,7 +43,7 @@ impl StepContext {
 
 /// Where the program is in its loop over the batches of an epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum BatchPosition {
+pub(crate) enum BatchPosition {
     /// It has taken no batch yet.
     #[default]
     Before,
@@ -109,7 +108,7 @@ pub struct Batches<'j, D: Dataset + ?Sized> {
 }
 
 impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
-    pub(super) fn new(
+    pub(crate) fn new(
         ctx: &'j RankContext,
         mut loader: Loader<D>,
         split: BatchSplit,
@@ -142,7 +141,7 @@ impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
     }
 
     /// The same where the epoch goes on after them, if it `pauses`.
-    pub(super) fn with_pause(mut self, pauses: bool) -> Self {
+    pub(crate) fn with_pause(mut self, pauses: bool) -> Self {
         self.pauses = pauses;
         self
     }
@@ -203,7 +202,7 @@ pub struct StepBatch<'j, D: Dataset + ?Sized> {
     ctx: &'j RankContext,
     source: Rc<RefCell<Source<D>>>,
     /// The micro-batches, for the next step on them ([`Trainer::step_of`](crate::Trainer::step_of)).
-    pub(super) kept: RefCell<Vec<LoadedBatch<D>>>,
+    pub(crate) kept: RefCell<Vec<LoadedBatch<D>>>,
     context: RefCell<Rc<StepContext>>,
     /// Of the group that it was divided for.
     generation: Cell<u32>,
@@ -220,13 +219,13 @@ impl<D: Dataset + ?Sized> StepBatch<'_, D> {
         self.context().index
     }
 
-    pub(super) fn context(&self) -> Rc<StepContext> {
+    pub(crate) fn context(&self) -> Rc<StepContext> {
         Rc::clone(&self.context.borrow())
     }
 
     /// Divides it, and what is left of its epoch, by `split`, unless it was divided for the group of this `generation`. Gives
     /// the step with which the rest of the epoch begins, if that was divided anew, and where.
-    pub(super) fn renew(
+    pub(crate) fn renew(
         &self,
         generation: u32,
         split: &BatchSplit,
@@ -271,7 +270,7 @@ impl<D: Dataset + ?Sized> StepBatch<'_, D> {
     }
 
     /// Goes to its first micro-batch, past those of steps that were not taken.
-    pub(super) fn seek(&self) -> Result<()> {
+    pub(crate) fn seek(&self) -> Result<()> {
         let mut source = self.source.borrow_mut();
         let first = source.micro_batch(self.index());
         while source.taken < first {
@@ -290,7 +289,7 @@ impl<D: Dataset + ?Sized> StepBatch<'_, D> {
     }
 
     /// The next micro-batch. *Blocks* until it is read.
-    pub(super) fn next(&self) -> Result<Option<LoadedBatch<D>>> {
+    pub(crate) fn next(&self) -> Result<Option<LoadedBatch<D>>> {
         let _phase = self.ctx.phase("loading data");
         self.source.borrow_mut().next()
     }
@@ -312,7 +311,7 @@ pub struct LoadedMicroBatches<'b, 'j, D: Dataset + ?Sized> {
 impl<'b, 'j, D: Dataset + ?Sized> LoadedMicroBatches<'b, 'j, D> {
     /// Those of `batch`, which are the `parts` of the global batch. They are noted in `samples`, or
     /// kept for the next step where there is none.
-    pub(super) fn new(
+    pub(crate) fn new(
         batch: &'b StepBatch<'j, D>,
         parts: Range<usize>,
         samples: Option<&'b mut SampleLog>,
@@ -391,7 +390,7 @@ impl Randomness {
     }
 
     /// Fills `values` with the standard normal numbers of `sample` in the `call`th call.
-    fn fill_normal(self, sample: u64, call: u32, values: &mut [f32]) {
+    pub(crate) fn fill_normal(self, sample: u64, call: u32, values: &mut [f32]) {
         // The engine's dropout takes the key without this constant.
         let key = [
             self.seed as u32 ^ 0x6e6f_726d,
@@ -413,25 +412,33 @@ impl Randomness {
     }
 }
 
+/// What a model computes with.
+pub trait Engine: Sized {
+    /// Its tensors.
+    type Tensor<'s>;
+    /// The step in which these live.
+    type Step<'s>;
+}
+
 /// Samples that a model is given together. It dereferences to the data set's own batch type.
-pub struct MicroBatch<'s, B, S: Strategy = Ddp> {
+pub struct MicroBatch<'s, B, S: Engine> {
     step: &'s S::Step<'s>,
     data: &'s B,
     indices: &'s [u64],
     randomness: Randomness,
-    /// Calls of [`normal`](Self::normal).
+    /// Calls of [`randomness`](Self::randomness).
     calls: &'s Cell<u32>,
 }
 
-impl<B, S: Strategy> Clone for MicroBatch<'_, B, S> {
+impl<B, S: Engine> Clone for MicroBatch<'_, B, S> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<B, S: Strategy> Copy for MicroBatch<'_, B, S> {}
+impl<B, S: Engine> Copy for MicroBatch<'_, B, S> {}
 
-impl<'s, B, S: Strategy> MicroBatch<'s, B, S> {
+impl<'s, B, S: Engine> MicroBatch<'s, B, S> {
     pub(crate) fn new(
         step: &'s S::Step<'s>,
         data: &'s B,
@@ -463,59 +470,26 @@ impl<'s, B, S: Strategy> MicroBatch<'s, B, S> {
         self.data
     }
 
+    /// What random numbers follow from, and how often it was asked for before in this step.
+    pub(crate) fn randomness(&self) -> (Randomness, u32) {
+        let call = self.calls.replace(self.calls.get() + 1);
+        (self.randomness, call)
+    }
+
     /// The step, in which all tensors live.
     pub fn step(&self) -> &'s S::Step<'s> {
         self.step
     }
 }
 
-impl<'s, B> MicroBatch<'s, B> {
-    /// `values` as a tensor of `shape` that needs no gradient.
-    ///
-    /// # Errors
-    ///
-    /// `Usage`, when there are not as many values as the shape has.
-    pub fn input(&self, values: &[f32], shape: &[usize]) -> phalanx_nn::Result<Tensor<'s>> {
-        self.step.input(values, shape)
-    }
-
-    /// Standard normal random numbers (`torch.randn`): a tensor of `shape` for each sample. They
-    /// follow from `--seed`, epoch, step and sample, so neither the number of ranks nor a resume
-    /// changes them; in an evaluation from seed and sample. Each call in a step gives others.
-    ///
-    /// # Errors
-    ///
-    /// `Usage`, when the engine has no tensors of such a shape.
-    pub fn normal(&self, shape: &[usize]) -> phalanx_nn::Result<Tensor<'s>> {
-        let call = self.calls.replace(self.calls.get() + 1);
-        let len: usize = shape.iter().product();
-        let mut values = vec![0.0; self.samples() * len];
-        for (values, sample) in values.chunks_exact_mut(len.max(1)).zip(self.indices) {
-            self.randomness.fill_normal(*sample, call, values);
-        }
-        self.input(&values, &[&[self.samples()], shape].concat())
-    }
-}
-
-impl<'s> MicroBatch<'s, ImageBatch> {
-    /// The images as a tensor: number, height, width, channels.
-    ///
-    /// # Errors
-    ///
-    /// None for batches of the loader.
-    pub fn images(&self) -> phalanx_nn::Result<Tensor<'s>> {
-        self.input(&self.data.images, &self.data.shape())
-    }
-}
-
-impl<'s, S: Strategy> MicroBatch<'s, ImageBatch, S> {
+impl<'s, S: Engine> MicroBatch<'s, ImageBatch, S> {
     /// One label an image.
     pub fn labels(&self) -> &'s [u32] {
         &self.data.labels
     }
 }
 
-impl<B, S: Strategy> Deref for MicroBatch<'_, B, S> {
+impl<B, S: Engine> Deref for MicroBatch<'_, B, S> {
     type Target = B;
 
     fn deref(&self) -> &B {

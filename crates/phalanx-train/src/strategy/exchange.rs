@@ -3,37 +3,9 @@
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::{Exchange, all_share_memory};
 
-use super::gradient::GradientType;
-use super::settings::Settings;
-use super::split::Determinism;
+use crate::args::{ExchangeArg, Settings, needs_whole};
 use crate::error::{Error, Result};
 use phalanx_launch::RankContext;
-
-/// Gradient synchronization: all-reduce, reduce-scatter, or inside the optimizer step ([`Exchange`]). The results are
-/// bit-identical.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum ExchangeArg {
-    /// `at-step` if the ranks of one host use all its cores with at most 2 threads each; otherwise, and with --watch, --bucket-cap-mb or Muon, `all-reduce`
-    Auto,
-    /// Every rank gets all averaged gradients, bucket by bucket during backward
-    AllReduce,
-    /// Every rank gets a part of each bucket during backward; updated parameters are gathered after the step (ZeRO stage 1).
-    /// With --elastic another rank has a copy of each part
-    ReduceScatter,
-    /// Every rank averages its part inside the optimizer step (ZeRO stage 1): the least work, but no overlap with
-    /// backward. With --elastic it is `reduce-scatter` after backward
-    AtStep,
-}
-
-impl From<Exchange> for ExchangeArg {
-    fn from(exchange: Exchange) -> ExchangeArg {
-        match exchange {
-            Exchange::AllReduce => ExchangeArg::AllReduce,
-            Exchange::ReduceScatter => ExchangeArg::ReduceScatter,
-            Exchange::AtStep => ExchangeArg::AtStep,
-        }
-    }
-}
 
 /// Compute threads of a rank beyond which one thread's exchange would keep the others waiting for long.
 const MAX_THREADS: usize = 2;
@@ -84,22 +56,6 @@ impl ExchangeArg {
             _ => chosen,
         })
     }
-
-    /// Checks what can be checked before any rank is started.
-    ///
-    /// # Errors
-    ///
-    /// Usage errors naming the flags.
-    pub fn validate(self, settings: &Settings) -> Result<()> {
-        match (self, needs_whole(settings)) {
-            (ExchangeArg::ReduceScatter | ExchangeArg::AtStep, Some(flag)) => {
-                Err(Error::usage(format!(
-                    "{flag} needs every rank to have whole gradients; leave out --exchange, or say --exchange all-reduce"
-                )))
-            }
-            _ => Ok(()),
-        }
-    }
 }
 
 /// Whether several ranks share memory, and compute on all of its host's cores.
@@ -114,12 +70,4 @@ fn memory_and_no_idle_core(ctx: &RankContext) -> Result<bool> {
     let mut any_idle = [u8::from(idle)];
     ctx.group().all_reduce(&mut any_idle, ReduceOp::Max)?;
     Ok(all_share_memory(&ctx.group())? && any_idle[0] == 0)
-}
-
-/// The flag, if any, with which every rank must have whole gradients.
-fn needs_whole(settings: &Settings) -> Option<&'static str> {
-    if settings.gradient_type != GradientType::F32 {
-        return Some("--gradient-type");
-    }
-    (settings.split.determinism() == Determinism::Shards).then_some("--deterministic shards")
 }

@@ -2,11 +2,6 @@
 
 use std::path::PathBuf;
 
-use phalanx_checkpoint as checkpoint;
-use phalanx_nn::Params;
-
-use super::weights::file_of;
-use crate::error::Result;
 use phalanx_launch::RankContext;
 
 /// `--init`: what weights are before the first step.
@@ -30,25 +25,6 @@ impl From<PathBuf> for Start {
 }
 
 impl Start {
-    /// Fills freshly built `params` of rank 0; the wrapper gives them to the
-    /// other ranks, so that only rank 0's host needs the file.
-    ///
-    /// # Errors
-    ///
-    /// Usage or data, naming the file and the first tensors that do not fit.
-    pub fn fill(&self, ctx: &RankContext, params: &mut Params) -> Result<()> {
-        let Start::File(path) = self else {
-            return Ok(());
-        };
-        if ctx.is_main() {
-            let loaded = checkpoint::load_params(&file_of(path)?, params)?;
-            for warning in loaded.warnings {
-                ctx.note(&format!("warning: {warning}"));
-            }
-        }
-        Ok(())
-    }
-
     /// Says that a run that goes on from a checkpoint has its weights from there.
     pub fn announce_unused(&self, ctx: &RankContext) {
         if let Start::File(path) = self {

@@ -13,11 +13,12 @@ use phalanx_base::files::{Dir, as_typed, create_folder, create_new_folder};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::attempt::Attempt;
-use super::log::RUN_FILE;
-use super::output::SUMMARY_FILE;
-use super::saving::{self, SavingArgs};
+use crate::args::{AUTO, Attempt, FOLDER, FolderArgs, Found, SavingArgs};
 use crate::error::{Error, Result};
+use crate::log::RUN_FILE;
+
+/// What a run ends with.
+pub(crate) const SUMMARY_FILE: &str = "summary.json";
 
 /// Folder of runs to which nobody gave one.
 const RUNS: &str = "runs";
@@ -68,7 +69,7 @@ impl Claim {
 /// # Errors
 ///
 /// Those of writing.
-pub(super) fn begin(dir: &Dir, attempt: &Attempt) -> Result<()> {
+pub(crate) fn begin(dir: &Dir, attempt: &Attempt) -> Result<()> {
     match (Claim::read_in(dir), &attempt.job) {
         (Some(claim), Some(job)) if claim.job == *job && !claim.begun => Claim {
             begun: true,
@@ -76,55 +77,6 @@ pub(super) fn begin(dir: &Dir, attempt: &Attempt) -> Result<()> {
         }
         .write(dir),
         _ => Ok(()),
-    }
-}
-
-/// That a run may remove what lies in its folder: no attempt of its job has trained there, nobody asked to go on with
-/// it, and it holds no earlier run, unless that is to be replaced. Only [`RunDir::settle`] gives one.
-#[derive(Debug, Clone)]
-pub(super) struct Fresh(());
-
-/// What a run finds in its folder.
-#[derive(Debug, Clone, Default)]
-pub(super) enum Found {
-    /// Perhaps the training of an earlier attempt: the newest checkpoint is gone on with, and nothing is removed.
-    #[default]
-    Attempt,
-    /// What `--resume` says; nothing is removed.
-    Resumed,
-    /// Nothing that is to be kept.
-    Nothing(Fresh),
-}
-
-/// Which folders are written into.
-#[derive(Clone, Copy, Debug, Default, clap::Args)]
-pub struct FolderArgs {
-    /// Allow a folder that another user owns or can write to
-    #[arg(long)]
-    pub allow_shared_folder: bool,
-}
-
-impl FolderArgs {
-    /// An error where other users may change what is in `dir`, unless that is allowed.
-    ///
-    /// # Errors
-    ///
-    /// Usage, with the reason and the ways out.
-    pub fn check(self, dir: &Dir) -> Result<()> {
-        let shared = match self.allow_shared_folder {
-            true => None,
-            false => dir.shared_with()?,
-        };
-        let Some(why) = shared else {
-            return Ok(());
-        };
-        let path = dir.path();
-        let mut error = Error::usage(format!("{} {why}", path.display()))
-            .note("so", "they could replace or remove what is written there");
-        if !why.starts_with("belongs") {
-            error = error.note("fix", format!("chmod go-w {}", as_typed(path)));
-        }
-        Err(error.note("or", "--allow-shared-folder, if you trust them"))
     }
 }
 
@@ -144,7 +96,7 @@ impl RunDir {
     }
 
     /// The one that an earlier attempt has claimed, or else [a new one](Self::claim).
-    pub(super) fn of_attempt(recipe: &str, attempt: &Attempt) -> RunDir {
+    pub(crate) fn of_attempt(recipe: &str, attempt: &Attempt) -> RunDir {
         let claimed = || RunDir::claimed(Path::new(RUNS), recipe, attempt);
         claimed().map_or_else(|| RunDir::claim(recipe), RunDir::given)
     }
@@ -166,7 +118,7 @@ impl RunDir {
     /// # Errors
     ///
     /// Usage, where it holds an earlier run that `saving` says nothing of, or that cannot be resumed; those of writing.
-    pub(super) fn settle(&self, attempt: &Attempt, saving: &SavingArgs) -> Result<Found> {
+    pub(crate) fn settle(&self, attempt: &Attempt, saving: &SavingArgs) -> Result<Found> {
         let ours = Claim::read(&self.path)
             .filter(|claim| attempt.restarts > 0 && Some(&claim.job) == attempt.job.as_ref());
         // Without a claim nobody knows how far an earlier attempt came.
@@ -179,10 +131,7 @@ impl RunDir {
             return Ok(Found::Attempt);
         }
         self.check(saving, &self.path)?;
-        Ok(match saving.resume {
-            Some(_) => Found::Resumed,
-            None => Found::Nothing(Fresh(())),
-        })
+        Ok(saving.found_nothing())
     }
 
     /// That no results are lost that `saving` does not give up. `--output-dir` names the folder `typed`, this one or the
@@ -191,9 +140,9 @@ impl RunDir {
     /// # Errors
     ///
     /// Usage, naming what an earlier run left there and the ways out.
-    pub(super) fn check(&self, saving: &SavingArgs, typed: &Path) -> Result<()> {
+    pub(crate) fn check(&self, saving: &SavingArgs, typed: &Path) -> Result<()> {
         match (saving.resume.as_deref(), saving.resumed_dir()) {
-            (Some(saving::AUTO), _) => self.check_resumable(),
+            (Some(AUTO), _) => self.check_resumable(),
             (Some(_), Some(from)) => self.check_elsewhere(&from),
             (None, _) if !saving.overwrite => self.check_no_run(typed),
             _ => Ok(()),
@@ -347,10 +296,10 @@ fn left_by_a_run(dir: &Path) -> Option<Left> {
         names.sort();
         names
     };
-    let checkpoints = names(&dir.join(saving::FOLDER));
+    let checkpoints = names(&dir.join(FOLDER));
     let manifest = |name: &&String| name.starts_with("step-") && name.ends_with(".json");
     if let Some(newest) = checkpoints.iter().rfind(manifest) {
-        return Some(Left::Checkpoint(format!("{}/{newest}", saving::FOLDER)));
+        return Some(Left::Checkpoint(format!("{}/{newest}", FOLDER)));
     }
     let valuable = |name: &String| {
         let ending = Path::new(name).extension().and_then(|e| e.to_str());
@@ -380,24 +329,6 @@ fn mistake(error: phalanx_base::Error) -> Error {
     match error.kind() {
         phalanx_base::ErrorKind::System => error.into_usage(),
         _ => error,
-    }
-}
-
-/// A usage error unless the folder is there that `file`, the value of `flag`, goes into.
-///
-/// # Errors
-///
-/// That.
-pub fn check_folder_of(flag: &str, file: &Path) -> Result<()> {
-    match file.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() && !folder.is_dir() => {
-            Err(Error::usage(format!(
-                "{flag} {}: there is no folder {}",
-                file.display(),
-                folder.display()
-            )))
-        }
-        _ => Ok(()),
     }
 }
 

@@ -6,11 +6,9 @@ use phalanx_comm::ProcessGroup;
 use phalanx_global::Placement;
 use phalanx_launch::RankContext;
 
+use super::{ExchangeArg, GradientType, Settings};
 use crate::choice_name;
 use crate::error::{Error, Result};
-use crate::exchange::ExchangeArg;
-use crate::gradient::GradientType;
-use crate::settings::Settings;
 
 /// Arguments about the mesh of ranks.
 #[derive(Debug, Clone, clap::Args)]
