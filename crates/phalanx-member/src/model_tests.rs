@@ -158,7 +158,9 @@ impl World {
                 add(&|w| w.write(Some(Event::Asks { number, tag: 7 })));
             }
             Some(last) if group.is_some_and(|group| group.gathers) && !met(last.generation + 1) => {
-                add(&|w| drop(w.here.insert((last.generation + 1, number))));
+                add(&|w| {
+                    w.here.insert((last.generation + 1, number));
+                });
             }
             _ => {}
         }
