@@ -426,7 +426,7 @@ class _NoGroup:
     """In the place of the compiled part of a group that ``_reconfigure`` has not formed."""
 
     def __getattr__(self, name):
-        raise RuntimeError("this process group has no ranks; torch.distributed._reconfigure forms it")
+        raise RuntimeError("process group not formed yet; call torch.distributed._reconfigure")
 
     def abort(self, cause):
         pass
@@ -787,7 +787,7 @@ class PhalanxBackend(_C10dBackend):
         # The order of a list is that of the ranks; all have to derive the same one from a set.
         handles = opts.handles if isinstance(opts.handles, list) else sorted(opts.handles)
         if handles.count(self._handle) != 1 or len(set(handles)) != len(handles):
-            raise ValueError("the list of handles must have this rank's handle, and each handle once")
+            raise ValueError("handles must be unique and include this rank's")
         if opts.uuid in self._uuids:
             raise RuntimeError(f"the uuid {opts.uuid} was already used; each reconfiguration needs a new one")
         self._uuids.add(opts.uuid)

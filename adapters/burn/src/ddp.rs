@@ -187,8 +187,7 @@ impl DistributedDataParallel {
         match known.eq(now.tensors.iter().map(|t| (&t.name, t.id, t.trained))) {
             true => Ok(()),
             false => Err(Error::usage(
-                "this is not the module that DistributedDataParallel was made for, or a record was loaded or parameters were \
-                 frozen since; make it again",
+                "the module's parameters changed since DistributedDataParallel was created; create a new one",
             )),
         }
     }

@@ -102,7 +102,7 @@ impl DistributedDataParallel {
         let rate: f64 = fact(RATE)?.parse().map_err(|_| wrong(RATE))?;
         let state = serde_json::from_str(fact(STATE)?);
         let state =
-            state.map_err(|e| of_file(format!("the program's own state is another: {e}")))?;
+            state.map_err(|e| of_file(format!("the program state has another type: {e}")))?;
         // All are read before any is changed.
         let mut loaded: Vec<(&Var, Tensor)> = Vec::new();
         let wanted = self.tensors(optimizer)?;
@@ -130,7 +130,7 @@ impl DistributedDataParallel {
             .find(|name| !wanted.contains_key(*name))
         {
             return Err(of_file(format!(
-                "it has a tensor {name}, which this program does not have"
+                "unexpected tensor {name} in the checkpoint"
             )));
         }
         for (var, tensor) in loaded {

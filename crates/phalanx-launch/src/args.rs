@@ -29,7 +29,7 @@ pub struct LaunchArgs {
     pub max_restarts: u32,
     /// A lost rank does not end the job.
     pub elastic: bool,
-    /// When a rank for which the others wait is taken out of an elastic job.
+    /// When a rank of an elastic job is killed that has blocked the others.
     pub evict_after: Option<Duration>,
     /// Where logs go.
     pub log_dir: Option<PathBuf>,

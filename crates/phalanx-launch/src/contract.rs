@@ -22,7 +22,7 @@ pub const STORE_FILE_VARIABLE: &str = "PHALANX_STORE_FILE";
 pub const TOKEN_FILE_VARIABLE: &str = "PHALANX_TOKEN_FILE";
 /// When the command was typed, in nanoseconds since 1970, for the ranks that it starts.
 pub const STARTED_VARIABLE: &str = "PHALANX_STARTED_NS";
-/// Where the launcher does not end the job when a rank is lost, as the others go on without it: the number of ranks that the
+/// Where the launcher does not end the job when a rank is lost, as the others continue without it: the number of ranks that the
 /// job began with; 0 elsewhere.
 pub const ELASTIC_VARIABLE: &str = "PHALANX_ELASTIC";
 /// Names the file with the arguments of a rank of this program, where its launcher has read them from a configuration.

@@ -214,7 +214,7 @@ impl Seen {
                 analysis::doing(dump, &phase.name, phase.for_ms)
             )
         });
-        format!("{doing}has not come to {place}, where others wait,")
+        format!("{doing}has not reached {place}, where others are waiting,")
     }
 }
 
@@ -272,7 +272,7 @@ mod tests {
         }
     }
 
-    /// Those that are taken out when nothing changes, and when.
+    /// Those that are killed when nothing changes, and when.
     fn taken_out(ranks: &[Seen]) -> Option<(Duration, Vec<usize>)> {
         let (mut evictions, start) = (Evictions::new(AFTER), Instant::now());
         let mut now = start;

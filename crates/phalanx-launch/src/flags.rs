@@ -75,7 +75,7 @@ pub struct LaunchCli {
     /// Run on this node only, on a free port, ignoring cluster variables.
     #[arg(long)]
     pub(crate) standalone: bool,
-    /// With --elastic: kill a rank for which the others have waited for S seconds and that is stopped, or is not in a phase that it has declared; it counts as lost. Less than the ranks' own deadline for a collective.
+    /// With --elastic: kill a rank that has blocked a collective for S seconds. Less than the ranks' own deadline for a collective.
     #[arg(long, value_name = "S")]
     pub(crate) evict_after: Option<String>,
     /// Number of restarts after a failure: the ranks of all nodes are stopped and started again [default: 0]. With --elastic, a lost rank alone is started again.
@@ -174,8 +174,8 @@ pub struct RankArgs {
     pub(crate) nproc_per_node: Option<usize>,
     #[command(flatten)]
     pub(crate) nodes: NodeFlags,
-    /// With --elastic: kill a rank for which the others have waited for S seconds, if it is stopped or hangs; it counts as
-    /// lost. Ranks that load data, evaluate or save are waited for (--phase-timeout)
+    /// With --elastic: kill a rank that has blocked a collective for S seconds. Ranks that load data, evaluate or save are
+    /// waited for (--phase-timeout)
     #[arg(long, value_name = "S")]
     pub(crate) evict_after: Option<f64>,
     /// Number of restarts: with --elastic of lost ranks, which join the others; without it of all ranks, which go on from

@@ -330,7 +330,7 @@ struct Job<'a> {
     /// The guard of the last attempt. It is kept to the end, as it must tell the other nodes
     /// and remove the folder if this launcher is killed.
     guard: Option<Arc<Guard>>,
-    /// The other nodes go on without this one, or may do so.
+    /// The other nodes continue without this one, or may do so.
     may_go_on_elsewhere: bool,
     /// When the last stop began.
     decided: Option<Instant>,
@@ -350,7 +350,7 @@ enum Outcome {
     Failed(Error),
     /// Not worth another attempt: interrupted, for example.
     Final(Error),
-    /// The ranks of other nodes go on without those of this one.
+    /// The ranks of other nodes continue without those of this one.
     Left(Error),
     /// The same, and this one has the store.
     Without,
@@ -381,7 +381,7 @@ impl Job<'_> {
                     let verdict = self.plain_verdict(code, &error.chain());
                     self.nodes.iter().for_each(|nodes| nodes.go(&verdict));
                     if error.kind() != ErrorKind::Usage {
-                        self.note(format!("{}; the other nodes go on", error.chain()));
+                        self.note(format!("{}; the other nodes continue", error.chain()));
                     }
                     return match error.kind() {
                         ErrorKind::Stopped => Ok(()),
@@ -439,7 +439,7 @@ impl Job<'_> {
                 Some(Next::Attempt(attempt)) => return self.enter(&attempt).map(Some),
                 Some(Next::Elsewhere(at)) => self.join_elsewhere(&at)?,
                 Some(Next::End(verdict)) if verdict.code == 0 => {
-                    self.note("the job has ended, and did without this node".to_owned());
+                    self.note("the job finished without this node".to_owned());
                     return Ok(None);
                 }
                 Some(Next::End(verdict)) => {
@@ -453,7 +453,7 @@ impl Job<'_> {
                 say_at *= 2;
                 let waits_for_place = self.nodes.as_ref().is_some_and(Nodes::waits_for_place);
                 say::note(match waits_for_place {
-                    true => "waiting as a spare: the job has all of its nodes",
+                    true => "standing by: the job has all of its nodes",
                     false => {
                         "waiting for the other nodes, and for the one with the store to start the next attempt"
                     }
@@ -729,7 +729,7 @@ impl Job<'_> {
         self.at.moved(&at);
         self.shared.master_addr.clone_from(&self.at.master_addr);
         self.shared.store.clone_from(&self.at.store);
-        self.note(format!("the store of the job is on {name} now, at {at}"));
+        self.note(format!("rendezvous store moved to {name}, at {at}"));
         self.instruct_guard();
         Ok(())
     }
@@ -747,7 +747,7 @@ impl Job<'_> {
         if self.redirect.is_none() {
             self.at.moved(at);
         }
-        self.note(format!("the store of the job is at {at} now"));
+        self.note(format!("rendezvous store moved to {at}"));
         let events = &self.events;
         let interrupt = || match events.try_recv() {
             Ok(Event::Signal(Caught::End(signal, _))) => Some(interrupted(signal)),
@@ -806,7 +806,7 @@ impl Job<'_> {
         })
     }
 
-    /// Whether the ranks of other nodes go on without those of this one.
+    /// Whether the ranks of other nodes continue without those of this one.
     fn goes_on_in_place(&self) -> bool {
         self.nodes.as_ref().is_some_and(Nodes::goes_on_in_place)
     }
@@ -853,7 +853,7 @@ impl Job<'_> {
         let ranks = report::rank_list(&own);
         let verb = if own.len() == 1 { "leaves" } else { "leave" };
         self.note(format!(
-            "{name}: {ranks} {verb} after a step, and the others go on"
+            "{name}: {ranks} {verb} after a step, and the others continue"
         ));
         true
     }
@@ -945,7 +945,10 @@ impl Job<'_> {
         let ended = ended.map_or(String::new(), |end| report::ended(end, true));
         let (message, why) = match watch.evicted.remove(&local) {
             Some(why) => (
-                format!("{} was taken out", self.who(&watch.ranks[local])),
+                format!(
+                    "{} was killed by --evict-after",
+                    self.who(&watch.ranks[local])
+                ),
                 why,
             ),
             None => (message, ended),
@@ -958,7 +961,7 @@ impl Job<'_> {
         let starts = watch.restarts < most && stays;
         let then = match starts {
             true => format!("restart {} of {most}", watch.restarts + 1),
-            false => "the others go on without it".to_owned(),
+            false => "the others continue without it".to_owned(),
         };
         watch.ranks[local].is_lost = true;
         let dump = watch.ranks[local].flight();
@@ -1008,7 +1011,7 @@ impl Job<'_> {
         for (local, why) in late {
             let rank = &watch.ranks[local];
             let after = self.plan.args.evict_after.unwrap_or_default().as_secs_f64();
-            let why = format!("{why}: taken out (--evict-after {after})");
+            let why = format!("{why}: killed (--evict-after {after})");
             self.note(format!("{} {why}", self.who(rank)));
             rank.signal(Signal::KILL);
             watch.evicted.insert(local, why);
@@ -1719,7 +1722,7 @@ impl Job<'_> {
         match self.events.try_recv() {
             Ok(Event::Admit(attempt)) => self.admit(&attempt),
             Ok(Event::WasLost) => {
-                let what = "this node was cut off from the others for too long; they go on";
+                let what = "this node was cut off from the others for too long; they continue";
                 Err(Error::new(ErrorKind::PeerLost, what))
             }
             Ok(Event::Signal(Caught::End(signal, _))) => {

@@ -222,10 +222,10 @@ fn the_ranks_that_are_left_go_on_and_the_result_is_the_same() {
     let lost = format!("rank 0 (pid {first}, host ");
     assert!(err.contains(&lost), "{err}");
     assert!(
-        err.contains("was killed by SIGKILL; the others go on without it"),
+        err.contains("was killed by SIGKILL; the others continue without it"),
         "{err}"
     );
-    assert!(err.contains("2 ranks instead of 3"), "{err}");
+    assert!(err.contains("world size 3 -> 2"), "{err}");
     assert!(err.contains("1 rank instead of 2"), "{err}");
     check_result(dir, 1);
 }
@@ -247,7 +247,7 @@ fn lost_ranks_are_started_again_and_join_the_others() {
         err.contains("was killed by SIGKILL; restart 3 of 4"),
         "{err}"
     );
-    assert!(err.contains("3 ranks instead of 2"), "{err}");
+    assert!(err.contains("world size 2 -> 3"), "{err}");
     check_result(dir, 3);
     // All are among those whose time and memory are shown.
     let events = records(&dir.join("run/events.jsonl"));
@@ -460,8 +460,8 @@ fn the_copies_of_a_mesh_that_are_whole_go_on() {
     let (code, out, err) = ended(job);
     assert_eq!(code, 0, "{out}{err}");
     for words in [
-        "4 ranks instead of 6",
-        "2 ranks instead of 4",
+        "world size 6 -> 4",
+        "world size 4 -> 2",
         "this rank leaves the training",
     ] {
         assert!(err.contains(words), "{err}");
@@ -498,14 +498,14 @@ fn a_stopped_rank_is_taken_out_and_the_result_is_the_same() {
     let why = ") is stopped (SIGSTOP or a debugger) and has kept others waiting in ";
     assert!(err.contains(&name) && err.contains(why), "{err}");
     assert!(
-        err.contains(" for 2 s: taken out (--evict-after 2)\n"),
+        err.contains(" for 2 s: killed (--evict-after 2)\n"),
         "{err}"
     );
     assert!(
-        err.contains(") was taken out; the others go on without it\n"),
+        err.contains(") was killed by --evict-after; the others continue without it\n"),
         "{err}"
     );
-    assert!(err.contains("2 ranks instead of 3"), "{err}");
+    assert!(err.contains("world size 3 -> 2"), "{err}");
     check_result(dir, 2);
 }
 
@@ -520,13 +520,16 @@ fn a_stopped_rank_0_is_taken_out_and_started_again() {
     let (code, out, err) = ended(job);
     assert_eq!(code, 0, "{out}{err}");
     assert_eq!(
-        err.matches(": taken out (--evict-after 2)\n").count(),
+        err.matches(": killed (--evict-after 2)\n").count(),
         1,
         "{err}"
     );
-    assert!(err.contains(") was taken out; restart 1 of 1\n"), "{err}");
+    assert!(
+        err.contains(") was killed by --evict-after; restart 1 of 1\n"),
+        "{err}"
+    );
     // Unless the training has ended before the new process had started.
-    let is_in = err.contains("3 ranks instead of 2");
+    let is_in = err.contains("world size 2 -> 3");
     check_result(dir, if is_in { 3 } else { 2 });
 }
 
@@ -542,7 +545,7 @@ fn a_stopped_rank_does_not_keep_the_others_from_a_new_group() {
     let (code, out, err) = ended(job);
     assert_eq!(code, 0, "{out}{err}");
     let name = format!("rank 2 (pid {stopped}, host ");
-    let why = ") is stopped (SIGSTOP or a debugger) and has kept others waiting in the new group for 2 s: taken out";
+    let why = ") is stopped (SIGSTOP or a debugger) and has kept others waiting in the new group for 2 s: killed";
     assert!(err.contains(&name) && err.contains(why), "{err}");
     assert!(err.contains("1 rank instead of 3"), "{err}");
     check_result(dir, 1);
@@ -567,9 +570,9 @@ fn a_rank_that_hangs_in_its_own_code_is_taken_out() {
     let (code, out, err) = ended(job);
     assert_eq!(code, 0, "{out}{err}");
     assert!(err.contains(") is in "), "{err}");
-    let why = ", where others wait, for 2 s: taken out (--evict-after 2)\n";
+    let why = ", where others are waiting, for 2 s: killed (--evict-after 2)\n";
     assert!(
-        err.contains(" and has not come to ") && err.contains(why),
+        err.contains(" and has not reached ") && err.contains(why),
         "{err}"
     );
     assert!(err.contains("rank 1 (pid "), "{err}");
@@ -604,7 +607,7 @@ fn a_short_stop_and_one_of_all_ranks_take_nobody_out() {
     all("CONT");
     let (code, out, err) = ended(job);
     assert_eq!(code, 0, "{out}{err}");
-    assert!(!err.contains("taken out"), "{err}");
+    assert!(!err.contains("killed (--evict-after"), "{err}");
     check_result(dir, 3);
 }
 
@@ -720,13 +723,13 @@ fn nodes_come_and_go_and_the_result_is_the_same() {
     let (code, out, err) = ended(first);
     assert_eq!(code, 0, "{out}{err}");
     for said in [
-        "has left after SIGTERM; the ranks of the other nodes go on",
+        "has left after SIGTERM; the ranks of the other nodes continue",
         "elastic  going on with 4 ranks",
     ] {
         assert!(err.contains(said), "{said}: {err}");
     }
     // The second one's guard says why, or the host of the store has seen its connection end.
-    let losses = err.matches("the ranks of the other nodes go on").count();
+    let losses = err.matches("the ranks of the other nodes continue").count();
     assert_eq!(losses, 2, "{err}");
     check_result(dir, 4);
 }
@@ -820,10 +823,10 @@ fn the_store_moves_when_its_launcher_is_killed() {
         if node == 2 {
             assert_eq!(code, 0, "{out}{err}");
             for host in [1, 2] {
-                let said = format!("the store of the job is on node {host} (host ");
+                let said = format!("rendezvous store moved to node {host} (host ");
                 assert!(err.contains(&said), "{err}");
             }
-            let said = "the connection of its launcher was closed, and it gave no reason; the ranks of the other nodes go on";
+            let said = "the connection of its launcher was closed, and it gave no reason; the ranks of the other nodes continue";
             assert!(err.contains(said), "{err}");
         }
     }
@@ -844,7 +847,7 @@ fn nodes_find_the_store_where_it_has_moved() {
     let (code, out, err) = ended(first);
     assert_eq!(code, 0, "{out}{err}");
     assert!(
-        err.contains("has left after SIGTERM; the other nodes go on"),
+        err.contains("has left after SIGTERM; the other nodes continue"),
         "{err}"
     );
     wait_for_log(dir, "waiting: 1 of at least 2 nodes are there", 1);
@@ -854,7 +857,7 @@ fn nodes_find_the_store_where_it_has_moved() {
     assert_eq!(code, 0, "{out}{err}");
     let (code, out, err) = ended(again);
     assert_eq!(code, 0, "{out}{err}");
-    assert!(err.contains("the store of the job is at "), "{err}");
+    assert!(err.contains("rendezvous store moved to "), "{err}");
     let (hashes, world) = result(&dir.join("run"));
     assert_eq!((hashes, world), (undisturbed(dir, "--epochs 10"), 2.into()));
 }
@@ -889,10 +892,10 @@ fn a_node_that_waits_for_a_place_finds_the_store_where_it_has_moved() {
         }
         panic!("never said: {what}\n{all}");
     };
-    hears("waiting as a spare");
+    hears("standing by");
     signal(first.id(), "KILL");
     ended(first);
-    hears("the store of the job is at ");
+    hears("rendezvous store moved to ");
     hears("joining the job as node 2 (host ");
     eventually("its rank runs", || find_process(2, dir).is_some());
     signal(stopped, "CONT");
@@ -964,7 +967,7 @@ fn a_new_rank_0_that_cannot_write_leaves_the_results_to_another() {
     for said in [
         "warning: nothing is written into run from now on, and no checkpoint is saved: run is a file, not a folder",
         "this rank leaves the training, as it cannot save its result: run is a file, not a folder",
-        "exited with code 3 (it lost a peer); the others go on without it",
+        "exited with code 3 (it lost a peer); the others continue without it",
     ] {
         assert!(err.contains(said), "{err}");
     }
@@ -1057,7 +1060,7 @@ fn only_the_newcomer_that_differs_is_refused() {
     }
 }
 
-/// A rank that is started again finds its data gone: the others go on without it.
+/// A rank that is started again finds its data gone: the others continue without it.
 #[test]
 fn a_rank_that_cannot_start_again_is_done_without() {
     let dir = tempfile::tempdir().expect("a temporary folder");
@@ -1080,7 +1083,7 @@ fn a_rank_that_cannot_start_again_is_done_without() {
     assert_eq!(code, 130, "{out}{err}");
     assert!(err.contains("restart 1 of 3"), "{err}");
     assert!(err.contains("cannot join") && err.contains("text"), "{err}");
-    assert!(err.contains("the others go on without it"), "{err}");
+    assert!(err.contains("the others continue without it"), "{err}");
 }
 
 #[test]

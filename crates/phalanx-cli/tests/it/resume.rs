@@ -473,7 +473,7 @@ fn whoever_goes_back_leaves_the_other_branch_and_its_summary_behind() {
     };
     let text = back("out/checkpoints/step-000000020.json");
     assert!(
-        text.contains("set aside 1 checkpoint of a branch"),
+        text.contains("renamed 1 checkpoint, newer than the checkpoint resumed"),
         "{text}"
     );
     assert_eq!(steps_saved(dir, "out"), [20, 23]);
@@ -502,7 +502,7 @@ fn whoever_goes_back_leaves_the_other_branch_and_its_summary_behind() {
     ));
     let text = succeed(linear(dir, "other", "1", &elsewhere));
     assert!(
-        text.contains("set aside 1 checkpoint of a branch"),
+        text.contains("renamed 1 checkpoint, newer than the checkpoint resumed"),
         "{text}"
     );
     assert_eq!(steps_saved(dir, "other"), [41]);

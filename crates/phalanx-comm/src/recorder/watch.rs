@@ -325,7 +325,7 @@ impl Watched {
         let verb = match (all_came, late.len()) {
             (true, 1) => "does not go on in",
             (true, _) => "do not go on in",
-            (false, 1) => "has not come to",
+            (false, 1) => "has not reached",
             (false, _) => "have not come to",
         };
         let number = entry.seq.map_or(String::new(), |seq| format!(" seq {seq}"));

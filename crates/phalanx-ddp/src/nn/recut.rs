@@ -53,7 +53,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     pub fn with_copies(mut self, params: &Params) -> Result<Self> {
         if !self.is_scattered() {
             return Err(Error::usage(
-                "copies are for an optimizer made with ShardedOptimizer::for_wrapper",
+                "with_copies requires an optimizer made with ShardedOptimizer::for_wrapper",
             ));
         }
         let (group, parts) = (self.cut.group.clone(), std::mem::take(&mut self.cut.parts));

@@ -354,7 +354,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ) -> Result<()> {
         if self.has_copies {
             return Err(Error::usage(
-                "an optimizer with copies takes its steps with ShardedOptimizer::step_prepared",
+                "with_copies requires ShardedOptimizer::step_prepared in place of step",
             ));
         }
         self.update(params, wrapper, 1.0)?;

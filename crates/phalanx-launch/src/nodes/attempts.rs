@@ -322,7 +322,7 @@ impl Nodes {
                 let verdict = JobFailure::new(
                     ErrorKind::PeerLost.exit_code(),
                     self.me,
-                    "the other nodes go on without this one, which they had lost",
+                    "the other nodes continue without this one, which they had lost",
                 );
                 return Ok(Some(Next::End(verdict)));
             }
@@ -951,7 +951,7 @@ impl Coordinator {
         insist(|| self.store.delete(&gone_key(id)))?;
         self.changes.clear();
         if !self.told.contains(&id) {
-            say::note(format_args!("{why}; the ranks of the other nodes go on"));
+            say::note(format_args!("{why}; the ranks of the other nodes continue"));
         }
         Ok(())
     }

@@ -764,7 +764,8 @@ impl Nodes {
             }
         };
         let mut verdict = self.verdict_of_lost(node);
-        let why = "this node reaches no majority of the ranks, and the others may go on without it";
+        let why =
+            "this node reaches no majority of the ranks, and the others may continue without it";
         verdict.notes.push(("so".into(), why.into()));
         verdict
     }

@@ -19,7 +19,7 @@ pub struct MeshArgs {
     /// Split the weights over `data` too: each is gathered before its use, and its gradient is reduced and scattered (fully sharded data parallel)
     #[arg(long, requires = "mesh")]
     pub fully_sharded: bool,
-    /// Print how the parameters lie on the mesh, and which tensors the first step converts with how many bytes
+    /// Print the placement of each parameter, and which tensors the first step converts with how many bytes
     #[arg(long, requires = "mesh")]
     pub explain: bool,
 }

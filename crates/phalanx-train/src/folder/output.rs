@@ -581,7 +581,7 @@ impl Output {
                 dir.rename(from, to)?;
             }
             ctx.note(&format!(
-                "set aside {BEST_FILE}, of a branch that this run leaves, as {ASIDE_BEST_FILE}"
+                "renamed {BEST_FILE}, newer than the checkpoint resumed, to {ASIDE_BEST_FILE}"
             ));
         }
         if let (Some(kept), Some(name)) = (kept, best.and_then(BestEpoch::kept_name)) {

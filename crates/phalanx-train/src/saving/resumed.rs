@@ -166,7 +166,7 @@ impl Resumed {
         let aside = folder.set_aside(here.then_some(self.manifest.place.step))?;
         if let Some(newest) = aside.last() {
             ctx.note(&format!(
-                "set aside {} of a branch that this run leaves; --resume {} would go on with it",
+                "renamed {}, newer than the checkpoint resumed; to use the last: --resume {}",
                 plural(aside.len(), "checkpoint"),
                 as_typed(newest)
             ));
@@ -194,7 +194,7 @@ impl Resumed {
             Error::new(
                 ErrorKind::Failed,
                 format!(
-                    "--resume {}: the checkpoint does not say what was measured before it",
+                    "--resume {}: the checkpoint has no metrics history",
                     self.from
                 ),
             )
@@ -311,7 +311,7 @@ impl Resumed {
             pairs.join(", ")
         };
         let what = match own.is_empty() {
-            true => format!("--resume {from}: it is of another optimizer"),
+            true => format!("--resume {from}: it was saved with another optimizer"),
             false => format!(
                 "--resume {from} continues a training with {}; this run has {}",
                 pairs(&|flag| format!("{flag} {}", self.manifest.facts[flag])),

@@ -286,7 +286,7 @@ impl Strategy for OnMesh {
         let why = match mesh.fully_sharded {
             true => "needs each part of the model on all ranks of data; leave out --fully-sharded",
             false if restarts_ranks() => {
-                "starts no rank of a mesh again: the others go on without it; leave out --max-restarts"
+                "starts no rank of a mesh again: the others continue without it; leave out --max-restarts"
             }
             false => return Ok(()),
         };

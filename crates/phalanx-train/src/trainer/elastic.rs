@@ -262,13 +262,12 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             return Err(Error::new(ErrorKind::PeerLost, "the training has ended"));
         }
         if broken.len() == group.world_size() {
-            return Err(self.end("no copy of the model is whole: of each a rank was lost")?);
+            return Err(self.end("every model replica has lost a rank")?);
         }
         if broken.contains(&group.rank()) {
             // If this was rank 0, another one writes the run's files from now on.
             self.hand_over_reports()?;
-            let what = "this rank leaves the training: a rank with another part of the same copy of the model was lost; the \
-                        other copies are trained on";
+            let what = "this rank leaves the training: another rank of its model replica failed; the other replicas continue";
             return Err(self.leave_by(what)?);
         }
         Ok(())
@@ -311,8 +310,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let donor = all.iter().position(|units| *units == most).unwrap_or(0);
         if most == 0 && self.elastic.joining {
             self.elastic.joining = false;
-            let what =
-                "the ranks that this one was to join were lost, and the training's state with them";
+            let what = "all ranks with the training state failed before this rank joined";
             return Err(Error::new(ErrorKind::Failed, what));
         }
         if all.iter().any(|units| *units != most) {
@@ -892,9 +890,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let at = |time: Instant| time.saturating_duration_since(ctx.started()).as_secs_f64();
         let world = change.after;
         let text = format!(
-            "elastic  {}: {} instead of {}; agreed after {:.0} ms, state after {:.0} ms, step taken after {:.0} ms",
+            "elastic  {}: world size {} -> {world} (regroup {:.0} ms, state {:.0} ms, step {:.0} ms)",
             turn.name(),
-            plural(world, "rank"),
             change.before,
             ms(change.noticed, change.agreed),
             ms(change.noticed, change.state),

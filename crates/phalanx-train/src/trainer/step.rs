@@ -193,7 +193,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                     json!({ "step": step, "epoch": turn.epoch, "suggested_lr": suggested });
                 self.reports.log.event(&record)?;
                 ctx.note(&format!(
-                    "the loss falls around a learning rate of {suggested:.2e} and is lowest at {least:.2e}"
+                    "suggested learning rate {suggested:.2e} (steepest fall); lowest loss at {least:.2e}"
                 ));
                 if ctx.is_main() {
                     ctx.line(&format!("suggested_lr={suggested:.2e}"))?;

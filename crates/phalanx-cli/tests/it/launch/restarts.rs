@@ -468,5 +468,8 @@ fn a_launcher_beyond_max_waits_and_mistakes_of_another_harm_nobody() {
     let done = [a.wait(), c.wait(), d.wait()];
     assert!(done.iter().all(|done| done.code() == 0), "{done:#?}");
     assert_eq!(done[2].out, "");
-    assert!(done[2].err.contains("did without this node"), "{done:#?}");
+    assert!(
+        done[2].err.contains("finished without this node"),
+        "{done:#?}"
+    );
 }
