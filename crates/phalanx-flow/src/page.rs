@@ -337,54 +337,96 @@ pub(crate) fn page(
     nodes: &[(String, Node)],
     from: &Path,
 ) -> String {
-    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    let from = real(from);
-    let link = |path: &Path, text: &str| {
+    let writer = Writer {
+        store,
+        from: real(from),
+    };
+    let sections = nodes.iter();
+    let sections: String = sections
+        .map(|(name, node)| writer.section((id, run), name, node))
+        .collect();
+    let took = run.ended.map_or(String::new(), |end| {
+        format!(", took {}", took(run.started, Some(end)))
+    });
+    format!(
+        "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>{id}: {state}</title><style>{STYLE}</style></head><body>\n\
+         <h1>{id}: {state}</h1>\n<p class=\"muted\">Started {started}{took}. Limits by {limits}.</p>\n<div class=\"wide\">{picture}</div>\n\
+         <dl>{inputs}{outputs}</dl>\n<h2>Timeline</h2>\n{timeline}<h2>Tasks</h2>\n{sections}</body></html>\n",
+        id = escape(id),
+        state = run.state.name(),
+        started = escape(&time(run.started)),
+        limits = escape(&run.limits),
+        picture = picture(&run.workflow, nodes),
+        inputs = line("Inputs", &writer.values(&run.inputs)),
+        outputs = line("Outputs", &writer.values(&run.outputs)),
+        timeline = timeline(run, nodes),
+    )
+}
+
+fn real(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
+}
+
+fn line(label: &str, html: &str) -> String {
+    match html {
+        "" => String::new(),
+        html => format!("<dt>{label}</dt><dd>{html}</dd>\n"),
+    }
+}
+
+/// Writes parts of a page that is in the folder `from`.
+struct Writer<'a> {
+    store: &'a Store,
+    from: PathBuf,
+}
+
+impl Writer<'_> {
+    fn link(&self, path: &Path, text: &str) -> String {
         let shown = escape(&path.display().to_string());
         format!(
             "<a href=\"{}\" title=\"{shown}\">{text}</a>",
-            link(&from, &real(path))
+            link(&self.from, &real(path))
         )
-    };
-    let report = |(folder, of): (PathBuf, String)| {
-        let report = folder.join("report.html");
-        let link = report.is_file().then(|| link(&report, "report.html"))?;
-        Some(format!("{link}{of}<br>"))
-    };
-    let value = |(name, item): (&String, &Item)| {
-        let text = match item {
-            Item::Value(_) => {
-                let text = shown(store, item);
-                match text.char_indices().nth(300) {
-                    Some((end, _)) => escape(&text[..end]) + "\u{2026}",
-                    None => escape(&text),
+    }
+
+    fn values(&self, items: &Items) -> String {
+        let value = |(name, item): (&String, &Item)| {
+            let text = match item {
+                Item::Value(_) => {
+                    let text = shown(self.store, item);
+                    match text.char_indices().nth(300) {
+                        Some((end, _)) => escape(&text[..end]) + "\u{2026}",
+                        None => escape(&text),
+                    }
                 }
-            }
-            Item::Object(object) => {
-                let text = format!("{} {}", object.kind, &object.sha256[..8]);
-                format!(
-                    "{}, {}",
-                    link(&store.objects.path(object), &text),
-                    size(object.bytes).replace(' ', "\u{a0}")
-                )
-            }
+                Item::Object(object) => {
+                    let text = format!("{} {}", object.kind, &object.sha256[..8]);
+                    let link = self.link(&self.store.objects.path(object), &text);
+                    format!("{link}, {}", size(object.bytes).replace(' ', "\u{a0}"))
+                }
+            };
+            format!("{} = {text}", escape(name))
         };
-        format!("{} = {text}", escape(name))
-    };
-    let values = |items: &Items| items.iter().map(value).collect::<Vec<_>>().join("<br>");
-    let line = |label: &str, html: &str| match html {
-        "" => String::new(),
-        html => format!("<dt>{label}</dt><dd>{html}</dd>\n"),
-    };
-    let mut sections = String::new();
-    for (name, node) in nodes {
+        items.iter().map(value).collect::<Vec<_>>().join("<br>")
+    }
+
+    /// The task `name` of the run `id`.
+    fn section(&self, (id, run): (&str, &Run), name: &str, node: &Node) -> String {
+        let store = self.store;
+        let report = |(folder, of): (PathBuf, String)| {
+            let report = folder.join("report.html");
+            let link = report
+                .is_file()
+                .then(|| self.link(&report, "report.html"))?;
+            Some(format!("{link}{of}<br>"))
+        };
         let task = run.workflow.task(name);
         let attempts = 0..node.attempts.len();
         let attempts = attempts.map(|at| escape(&attempt_text(run, node, at)));
-        let cached = node
-            .cached
-            .iter()
-            .map(|run| format!("cached from {}", escape(run)));
+        let cached = node.cached.iter();
+        let cached = cached.map(|run| format!("cached from {}", escape(run)));
         let attempts: Vec<String> = attempts.chain(cached).collect();
         let objects = node.outputs.values().filter_map(|item| match item {
             Item::Object(object) => Some((store.objects.path(object), String::new())),
@@ -411,36 +453,17 @@ pub(crate) fn page(
                 escape(&log.join("\n"))
             ),
         };
-        let _ = write!(
-            sections,
+        format!(
             "<section class=\"{state}\"><h3>{}</h3><span class=\"muted\">{state} {}</span>\n<dl>{}{}{}{}</dl>{log}</section>\n",
             escape(name),
             escape(&total(node)),
             line("Report", &reports),
             line("Attempts", &attempts.join("<br>")),
-            line("Outputs", &values(&node.outputs)),
+            line("Outputs", &self.values(&node.outputs)),
             line("Settings", &settings.collect::<Vec<_>>().join("<br>")),
             state = word(node),
-        );
+        )
     }
-    let took = run.ended.map_or(String::new(), |end| {
-        format!(", took {}", took(run.started, Some(end)))
-    });
-    format!(
-        "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
-         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>{id}: {state}</title><style>{STYLE}</style></head><body>\n\
-         <h1>{id}: {state}</h1>\n<p class=\"muted\">Started {started}{took}. Limits by {limits}.</p>\n<div class=\"wide\">{picture}</div>\n\
-         <dl>{inputs}{outputs}</dl>\n<h2>Timeline</h2>\n{timeline}<h2>Tasks</h2>\n{sections}</body></html>\n",
-        id = escape(id),
-        state = run.state.name(),
-        started = escape(&time(run.started)),
-        limits = escape(&run.limits),
-        picture = picture(&run.workflow, nodes),
-        inputs = line("Inputs", &values(&run.inputs)),
-        outputs = line("Outputs", &values(&run.outputs)),
-        timeline = timeline(run, nodes),
-    )
 }
 
 /// A value as text, a file or folder as its path.

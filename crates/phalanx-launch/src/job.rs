@@ -7,7 +7,7 @@ use std::io::{stderr, stdout};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
 use phalanx_base::env::RUN_POINTER_VARIABLE;
@@ -1057,92 +1057,18 @@ impl Job<'_> {
             if over || watch.give_up.is_some_and(|at| now >= at) {
                 return;
             }
-            let show_at = shown.map(|at| at + LIVE_EVERY);
-            let leaving = watch.leaving.filter(|_| watch.give_up.is_none());
-            let leave_until = leaving.map(|leaving| leaving.until);
             self.evict(watch, now);
-            let evictions = watch.evictions.as_ref();
-            let evictions = evictions.filter(|_| watch.machine.why().is_none());
-            let wake = [
-                evictions.map(|evictions| evictions.next_look(now)),
-                watch.machine.next_tick(),
-                watch.give_up,
-                watch.lone_at,
-                show_at,
-                leave_until,
-                watch.next_look_at_stopped(now),
-                (!watch.untold.is_empty()).then(|| now + TELL_AGAIN),
-            ]
-            .into_iter()
-            .flatten()
-            .min();
-            let limit = wake.map_or(SWEEP, |at| at.saturating_duration_since(now));
-            let next = self.events.recv_timeout(limit);
-            if next.is_err() {
-                for local in std::mem::take(&mut watch.untold) {
-                    self.lose(watch, local);
-                }
-            }
-            let action = match next {
-                Ok(Event::Signal(Caught::Dump)) => {
-                    self.show_flight(watch);
-                    Action::None
-                }
-                Ok(Event::NodeLost(node)) => {
-                    self.end_by(watch, |nodes| nodes.verdict_of_lost(node))
-                }
-                Ok(Event::Parted) => {
-                    self.may_go_on_elsewhere = true;
-                    let is_first = watch.machine.why().is_none();
-                    let action = self.end_by(watch, Nodes::verdict_of_parted);
-                    if is_first {
-                        // What the ranks could still do is done elsewhere.
-                        watch.kill();
+            let wake = watch.wake(now).min(shown.map_or(SWEEP, |_| LIVE_EVERY));
+            let action = match self.events.recv_timeout(wake) {
+                Ok(event) => self.handle(watch, event),
+                // Never disconnected: this process holds a sender.
+                Err(_) => {
+                    for local in std::mem::take(&mut watch.untold) {
+                        self.lose(watch, local);
                     }
-                    action
-                }
-                Ok(Event::StoreMoved(moved)) => {
-                    if let Err(error) = self.store_moved(moved) {
-                        self.note(format!("warning: {}", error.chain()));
-                        // The others elect another one. This process holds the receiver.
-                        let _ = self.sender.send(Event::Parted);
-                    }
-                    Action::None
-                }
-                Ok(Event::Admit(attempt)) => {
-                    if let Err(error) = self.admit(&attempt) {
-                        self.note(format!("warning: {}", error.chain()));
-                        let why = self.plain_verdict(error.exit_code(), &error.chain());
-                        self.nodes
-                            .iter()
-                            .for_each(|nodes| nodes.refuse_last(&attempt, &why));
-                    }
-                    Action::None
-                }
-                Ok(Event::Signal(Caught::End(signal, at))) if self.leave(watch, signal, at) => {
-                    Action::None
-                }
-                Ok(Event::WasLost) => {
-                    watch.was_lost = true;
-                    watch.machine.failed_elsewhere(Instant::now())
-                }
-                Ok(event) => {
-                    if let Event::Ended(local, end, _) = &event
-                        && self.plan.args.elastic
-                    {
-                        match end.is_ok() {
-                            true => self.is_done(watch, *local),
-                            false => self.judge(watch, *local),
-                        }
-                    }
-                    watch.take(event, Instant::now())
-                }
-                Err(RecvTimeoutError::Timeout) => {
                     reap::reap_strangers(&watch.children);
                     Action::None
                 }
-                // Impossible: this process holds a sender.
-                Err(RecvTimeoutError::Disconnected) => Action::None,
             };
             match action {
                 Action::Lose(local) => self.lose(watch, local),
@@ -1170,6 +1096,58 @@ impl Job<'_> {
                 self.end_if_all_are_stopped(watch);
             }
         }
+    }
+
+    /// What follows from `event`, while ranks run.
+    fn handle(&mut self, watch: &mut Supervision<'_>, event: Event) -> Action {
+        match event {
+            Event::Signal(Caught::Dump) => self.show_flight(watch),
+            Event::NodeLost(node) => {
+                return self.end_by(watch, |nodes| nodes.verdict_of_lost(node));
+            }
+            Event::Parted => {
+                self.may_go_on_elsewhere = true;
+                let is_first = watch.machine.why().is_none();
+                let action = self.end_by(watch, Nodes::verdict_of_parted);
+                if is_first {
+                    // What the ranks could still do is done elsewhere.
+                    watch.kill();
+                }
+                return action;
+            }
+            Event::StoreMoved(moved) => {
+                if let Err(error) = self.store_moved(moved) {
+                    self.note(format!("warning: {}", error.chain()));
+                    // The others elect another one. This process holds the receiver.
+                    let _ = self.sender.send(Event::Parted);
+                }
+            }
+            Event::Admit(attempt) => {
+                if let Err(error) = self.admit(&attempt) {
+                    self.note(format!("warning: {}", error.chain()));
+                    let why = self.plain_verdict(error.exit_code(), &error.chain());
+                    let nodes = self.nodes.iter();
+                    nodes.for_each(|nodes| nodes.refuse_last(&attempt, &why));
+                }
+            }
+            Event::Signal(Caught::End(signal, at)) if self.leave(watch, signal, at) => {}
+            Event::WasLost => {
+                watch.was_lost = true;
+                return watch.machine.failed_elsewhere(Instant::now());
+            }
+            event => {
+                if let Event::Ended(local, end, _) = &event
+                    && self.plan.args.elastic
+                {
+                    match end.is_ok() {
+                        true => self.is_done(watch, *local),
+                        false => self.judge(watch, *local),
+                    }
+                }
+                return watch.take(event, Instant::now());
+            }
+        }
+        Action::None
     }
 
     /// Ends processes that the ranks of a failed or interrupted job have left in sessions of
@@ -2012,6 +1990,26 @@ impl Supervision<'_> {
             }
             Action::Kill => self.kill(),
         }
+    }
+
+    /// How long to wait for the next event at most.
+    fn wake(&self, now: Instant) -> Duration {
+        let evictions = self.evictions.as_ref();
+        let evictions = evictions.filter(|_| self.machine.why().is_none());
+        let leaving = self.leaving.filter(|_| self.give_up.is_none());
+        let first = [
+            evictions.map(|evictions| evictions.next_look(now)),
+            self.machine.next_tick(),
+            self.give_up,
+            self.lone_at,
+            leaving.map(|leaving| leaving.until),
+            self.next_look_at_stopped(now),
+            (!self.untold.is_empty()).then(|| now + TELL_AGAIN),
+        ]
+        .into_iter()
+        .flatten()
+        .min();
+        first.map_or(SWEEP, |at| at.saturating_duration_since(now))
     }
 
     /// When to look for ranks that [are stopped](Self::kill_stopped).

@@ -118,30 +118,35 @@ pub fn run(cli: &Cli) -> Result<bool, String> {
             break;
         }
     }
+    let tried = |a: &&Attack| {
+        strangers
+            .iter()
+            .chain(&mad)
+            .any(|chosen| chosen.name == a.name)
+    };
     println!();
-    for attack in ALL.iter().filter(|a| {
-        let all = strangers.iter().chain(&mad);
-        all.into_iter().any(|chosen| chosen.name == a.name)
-    }) {
+    for attack in ALL.iter().filter(tried) {
         report(attack, &tallies, &mut wrong);
     }
+    Ok(conclude(round, &honest, wrong))
+}
+
+/// Prints what honest members found and what was `wrong` in `rounds` jobs; whether nothing was.
+fn conclude(rounds: usize, honest: &Honest, mut wrong: Vec<String>) -> bool {
     let joins = honest.joins.load(Ordering::Relaxed);
     println!(
         "\na member joined the store {joins} times meanwhile; the slowest took {} ms",
         honest.slowest_ms.load(Ordering::Relaxed)
     );
-    let failure = honest
-        .failure
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
-    wrong.extend(failure.clone());
+    let failure = honest.failure.lock();
+    wrong.extend(failure.unwrap_or_else(PoisonError::into_inner).clone());
     if wrong.is_empty() {
-        println!("{round} jobs under attack: losses and weights bit-equal, no rank failed");
+        println!("{rounds} jobs under attack: losses and weights bit-equal, no rank failed");
     }
     for what in &wrong {
         println!("WRONG: {what}");
     }
-    Ok(wrong.is_empty())
+    wrong.is_empty()
 }
 
 /// One line: what, how many, what was answered; and what must not have been.
