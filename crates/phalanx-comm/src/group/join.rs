@@ -195,37 +195,8 @@ pub(super) fn open(launch: &Launch, options: InitOptions, started: Instant) -> R
             if hosts_it {
                 server = Some(Arc::new(name.host_store(&token, &report)?));
             }
-            let store = report.during(&format!("the store of rank 0 at {place}"), |failed| {
-                let mut is_first = true;
-                let failed = |error: &phalanx_store::Error| {
-                    if std::mem::take(&mut is_first) && !hosts_it {
-                        name.warn_of_loopback(&report);
-                    }
-                    failed(error.to_string());
-                };
-                let file = environment(STORE_FILE).filter(|file| !file.is_empty());
-                match file {
-                    // The launcher ends its ranks if there is no other store.
-                    Some(file) => {
-                        let moves = (file.into(), options.timeout);
-                        TcpStore::connect_moving(&place, token.clone(), left(), moves, failed)
-                    }
-                    None => TcpStore::connect_with(&place, token.clone(), left(), failed),
-                }
-            });
-            let store = store.map_err(|e| {
-                let hint = if launch.rank == 0 || launch.external_store {
-                    String::new()
-                } else {
-                    " (rank 0 hosts it: was rank 0 started, and can this host reach it?)".into()
-                };
-                let error = Error::from(e);
-                let message = format!(
-                    "cannot reach the store at {place}{hint}: {}",
-                    error.message()
-                );
-                Error::new(error.kind(), message).with_source(error)
-            })?;
+            let hosted = launch.rank == 0 || launch.external_store;
+            let store = name.dial(&token, &options, (hosts_it, hosted), &report)?;
             (store, token)
         }
         Meeting::File(path) if launch.rank == 0 => {
@@ -446,6 +417,48 @@ impl First<'_> {
             ),
         )
         .with_source(last))
+    }
+
+    /// Connects to the store there, which this rank `hosts`; `hosted`: this rank or its launcher does.
+    fn dial(
+        &self,
+        token: &Token,
+        options: &InitOptions,
+        (hosts, hosted): (bool, bool),
+        report: &WaitLines<'_>,
+    ) -> Result<TcpStore> {
+        let place = self.place();
+        let store = report.during(&format!("the store of rank 0 at {place}"), |failed| {
+            let mut is_first = true;
+            let failed = |error: &phalanx_store::Error| {
+                if std::mem::take(&mut is_first) && !hosts {
+                    self.warn_of_loopback(report);
+                }
+                failed(error.to_string());
+            };
+            let left = (report.left)();
+            let file = environment(STORE_FILE).filter(|file| !file.is_empty());
+            match file {
+                // The launcher ends its ranks if there is no other store.
+                Some(file) => {
+                    let moves = (file.into(), options.timeout);
+                    TcpStore::connect_moving(&place, token.clone(), left, moves, failed)
+                }
+                None => TcpStore::connect_with(&place, token.clone(), left, failed),
+            }
+        });
+        store.map_err(|e| {
+            let hint = match hosted {
+                true => "",
+                false => " (rank 0 hosts it: was rank 0 started, and can this host reach it?)",
+            };
+            let error = Error::from(e);
+            let message = format!(
+                "cannot reach the store at {place}{hint}: {}",
+                error.message()
+            );
+            Error::new(error.kind(), message).with_source(error)
+        })
     }
 
     /// Warns at once if the name resolves to this host, where rank 0 does not answer.

@@ -152,45 +152,14 @@ pub fn join(
 ) -> Result<Nodes> {
     let started = Instant::now();
     let deadline = started + timeout;
-    let store = loop {
-        let store = connect(&at.dial, token, started, deadline, &mut interrupted)?;
-        let moved = store.try_get(standby::MOVED_KEY).map_err(lost_node_0)?;
-        // A launcher that hosts this store joins it as node 0; `next` then sends it to the other store.
-        let Some(address) = moved.filter(|_| info.least.is_some() && at.server.is_none()) else {
-            break store;
-        };
-        let address = String::from_utf8_lossy(&address).into_owned();
-        match TcpStore::connect(&address, token.clone(), ANSWER_LIMIT) {
-            Ok(store) => {
-                at.moved(&address);
-                break store;
-            }
-            // It has moved once more.
-            Err(_) if Instant::now() < deadline => std::thread::sleep(SLICE),
-            Err(error) => return Err(lost_store("the node with the store", error)),
-        }
-        if let Some(error) = interrupted() {
-            return Err(error);
-        }
-    };
+    let store = reach(at, &info, token, (started, deadline), &mut interrupted)?;
     // The way to node 0 says by which of our addresses others reach us.
     if at.server.is_none() {
         at.bind = at.bind.or(store.local_ip());
     }
     info.address = at.bind;
-    let standby = match (&at.server, at.bind) {
-        (None, Some(ip)) if info.elastic => standby::bind(ip, ports, token),
-        _ => None,
-    };
-    if at.server.is_none() && info.elastic && standby.is_none() {
-        say::note(
-            "warning: no port is free for this node's copy of the job's store: the store cannot move here, and the ranks of this node do not count where the network breaks; give --port-range one port more",
-        );
-    }
+    let standby = standby_of(at, &info, token, ports);
     info.standby = standby.as_ref().map(TcpServer::local_addr);
-    if let Some(server) = at.server.as_ref().filter(|_| info.elastic) {
-        standby::leave_out_beats(server);
-    }
     let total = info.nodes;
     // Until all are here the meeting's deadline holds for every question.
     let left = deadline.saturating_duration_since(Instant::now());
@@ -213,40 +182,7 @@ pub fn join(
         None if at.server.is_some() => 0,
         None => arrive(&store, info.least.map_or(total, |_| usize::MAX))?,
     };
-    let death_key = attempts::death_key(me, info.least.is_some(), false);
-    // Before the entry, with which the others begin to count on us.
-    let mut will = match me {
-        // Its store would die with it.
-        0 => None,
-        _ => store
-            .leave_will(&death_key, &encode(&JobFailure::of_killed(me, &info.host))?)
-            .map_err(lost_node_0)?,
-    };
-    let mine = encode(&info)?;
-    let stored = store
-        .compare_set(&node_key(me), None, &mine)
-        .map_err(|error| {
-            // The entry may be there: only the answer was lost.
-            will.take().into_iter().for_each(Will::execute);
-            lost_store("node 0", error)
-        })?;
-    if stored != mine {
-        drop(will); // nobody waits for this launcher
-        let other = decode::<NodeInfo>(&stored);
-        let error = match other.as_ref().filter(|o| o.by_arrival != info.by_arrival) {
-            Some(other) => mixed(&info, other),
-            None => {
-                let who = other.map_or("another launcher".into(), |c| {
-                    format!("host {}, pid {}", c.host, c.pid)
-                });
-                Error::usage(format!("node {me} has already joined: {who}"))
-                    .note("fix", "give every launcher its own --node-rank")
-            }
-        };
-        // Without its number, which is the other launcher's.
-        let _ = tell::leave_word(&store, &info.host, &error);
-        return Err(error);
-    }
+    let will = register(&store, me, &info)?;
     let mut nodes = Nodes {
         store: Arc::new(store),
         server: at.server.take().map(Arc::new),
@@ -299,6 +235,99 @@ pub fn join(
             Err(error)
         }
     }
+}
+
+/// Connects to the store of the job, also where it has moved from node 0.
+fn reach(
+    at: &mut NodeStore,
+    info: &NodeInfo,
+    token: &Token,
+    (started, deadline): (Instant, Instant),
+    interrupted: &mut impl FnMut() -> Option<Error>,
+) -> Result<TcpStore> {
+    loop {
+        let store = connect(&at.dial, token, started, deadline, interrupted)?;
+        let moved = store.try_get(standby::MOVED_KEY).map_err(lost_node_0)?;
+        // A launcher that hosts this store joins it as node 0; `next` then sends it to the other store.
+        let Some(address) = moved.filter(|_| info.least.is_some() && at.server.is_none()) else {
+            return Ok(store);
+        };
+        let address = String::from_utf8_lossy(&address).into_owned();
+        match TcpStore::connect(&address, token.clone(), ANSWER_LIMIT) {
+            Ok(store) => {
+                at.moved(&address);
+                return Ok(store);
+            }
+            // It has moved once more.
+            Err(_) if Instant::now() < deadline => std::thread::sleep(SLICE),
+            Err(error) => return Err(lost_store("the node with the store", error)),
+        }
+        if let Some(error) = interrupted() {
+            return Err(error);
+        }
+    }
+}
+
+/// The server to which the store can move, of a launcher that does not host it.
+fn standby_of(
+    at: &NodeStore,
+    info: &NodeInfo,
+    token: &Token,
+    ports: Option<PortRange>,
+) -> Option<TcpServer> {
+    if !info.elastic {
+        return None;
+    }
+    if let Some(server) = &at.server {
+        standby::leave_out_beats(server);
+        return None;
+    }
+    let standby = at.bind.and_then(|ip| standby::bind(ip, ports, token));
+    if standby.is_none() {
+        say::note(
+            "warning: no port is free for this node's copy of the job's store: the store cannot move here, and the ranks of this node do not count where the network breaks; give --port-range one port more",
+        );
+    }
+    standby
+}
+
+/// Writes the description of node `me`, with which the others begin to count on it. Returns its will.
+fn register(store: &TcpStore, me: usize, info: &NodeInfo) -> Result<Option<Will>> {
+    let death_key = attempts::death_key(me, info.least.is_some(), false);
+    // Before the entry, with which the others begin to count on us.
+    let mut will = match me {
+        // Its store would die with it.
+        0 => None,
+        _ => store
+            .leave_will(&death_key, &encode(&JobFailure::of_killed(me, &info.host))?)
+            .map_err(lost_node_0)?,
+    };
+    let mine = encode(&info)?;
+    let stored = store
+        .compare_set(&node_key(me), None, &mine)
+        .map_err(|error| {
+            // The entry may be there: only the answer was lost.
+            will.take().into_iter().for_each(Will::execute);
+            lost_store("node 0", error)
+        })?;
+    if stored != mine {
+        drop(will); // nobody waits for this launcher
+        let other = decode::<NodeInfo>(&stored);
+        let error = match other.as_ref().filter(|o| o.by_arrival != info.by_arrival) {
+            Some(other) => mixed(info, other),
+            None => {
+                let who = other.map_or("another launcher".into(), |c| {
+                    format!("host {}, pid {}", c.host, c.pid)
+                });
+                Error::usage(format!("node {me} has already joined: {who}"))
+                    .note("fix", "give every launcher its own --node-rank")
+            }
+        };
+        // Without its number, which is the other launcher's.
+        let _ = tell::leave_word(store, &info.host, &error);
+        return Err(error);
+    }
+    Ok(will)
 }
 
 /// Waits for the description of node 0.
