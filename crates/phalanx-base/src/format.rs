@@ -1,5 +1,7 @@
 //! Formats numbers and choices for output.
 
+use std::time::Duration;
+
 use crate::text::grouped;
 pub use crate::text::{number, rounded};
 
@@ -64,9 +66,38 @@ pub fn bytes(n: usize) -> String {
     )
 }
 
+/// `900 µs`, `1.2 ms`, `2.3 s`, `58 s`, `3 min 20 s`.
+pub fn duration(time: Duration) -> String {
+    let (value, unit) = match time.as_secs_f64() {
+        s if s < 1e-3 => (s * 1e6, "µs"),
+        s if s < 1.0 => (s * 1e3, "ms"),
+        s if s < 10.0 => (s, "s"),
+        s if s < 120.0 => return format!("{} s", time.as_secs()),
+        _ => return format!("{} min {} s", time.as_secs() / 60, time.as_secs() % 60),
+    };
+    let text = format!("{value:.1}");
+    format!("{} {unit}", text.strip_suffix(".0").unwrap_or(&text))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn durations() {
+        for (us, want) in [
+            (0.9, "0.9 µs"),
+            (900.0, "900 µs"),
+            (1_250.0, "1.2 ms"),
+            (200_000.0, "200 ms"),
+            (3e6, "3 s"),
+            (2.34e6, "2.3 s"),
+            (58.9e6, "58 s"),
+            (605e6, "10 min 5 s"),
+        ] {
+            assert_eq!(duration(Duration::from_secs_f64(us / 1e6)), want);
+        }
+    }
 
     #[test]
     fn floats_print_as_in_python() {

@@ -35,6 +35,11 @@ pub fn unix_time() -> Duration {
     since.unwrap_or_default()
 }
 
+/// Milliseconds since 1970, UTC.
+pub fn unix_ms() -> u64 {
+    u64::try_from(unix_time().as_millis()).unwrap_or(u64::MAX)
+}
+
 /// Name of this host, as the system knows it.
 pub fn host_name() -> String {
     let name = rustix::system::uname();

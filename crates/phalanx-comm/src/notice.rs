@@ -116,16 +116,6 @@ pub(crate) fn say(text: &str) {
     let _ = stderr.write_all(format!("{clear}{text}\n").as_bytes());
 }
 
-/// `11 s`, `2 min 5 s`; below ten seconds with a decimal.
-pub(crate) fn seconds(time: Duration) -> String {
-    let whole = time.as_secs();
-    match whole {
-        0..=9 => format!("{:.1} s", time.as_secs_f64()),
-        10..=119 => format!("{whole} s"),
-        _ => format!("{} min {} s", whole / 60, whole % 60),
-    }
-}
-
 /// `0, 1, 3`.
 pub(crate) fn list(numbers: &[usize]) -> String {
     let numbers: Vec<String> = numbers.iter().map(usize::to_string).collect();
@@ -160,10 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn durations_and_ranks() {
-        assert_eq!(seconds(Duration::from_millis(1240)), "1.2 s");
-        assert_eq!(seconds(Duration::from_secs(58)), "58 s");
-        assert_eq!(seconds(Duration::from_secs(605)), "10 min 5 s");
+    fn ranks_are_listed() {
         assert_eq!(ranks(&[2]), "rank 2");
         assert_eq!(ranks(&[0, 1, 3]), "ranks 0, 1, 3");
         let many: Vec<usize> = (0..11).collect();

@@ -142,10 +142,7 @@ pub(crate) struct Cached {
     pub outputs: Items,
 }
 
-/// Milliseconds since 1970.
-pub(crate) fn now() -> u64 {
-    u64::try_from(phalanx_base::unix_time().as_millis()).unwrap_or(u64::MAX)
-}
+pub(crate) use phalanx_base::unix_ms as now;
 
 #[derive(Clone)]
 pub(crate) struct Store {

@@ -8,7 +8,6 @@ use std::net::{IpAddr, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use phalanx_base::env::TOKEN_VARIABLE;
 use phalanx_comm::transport::is_own_address;
@@ -131,8 +130,7 @@ impl LaunchPlan {
         bind: Option<IpAddr>,
         env: &Env,
     ) -> Result<Self> {
-        let started = SystemTime::now().duration_since(UNIX_EPOCH);
-        let started = started.map(|started| started.as_nanos().to_string().into());
+        let started = phalanx_base::unix_time().as_nanos().to_string();
         let (token, until_met) = match &mut node.meeting {
             // Variables belong to an outer job.
             None => (token::mint()?, RendezvousResources::default()),
@@ -145,7 +143,6 @@ impl LaunchPlan {
         let arguments = arguments.transpose()?;
         let file = arguments.as_ref().map(path_of);
         let file = file.map(|file| (ARGUMENTS_FILE_VARIABLE.into(), file));
-        let started = started.map(|started| (STARTED_VARIABLE.into(), started));
         args.extend(more.iter().cloned());
         let program = std::env::current_exe();
         let run = Program {
@@ -168,7 +165,10 @@ impl LaunchPlan {
             prefix: Prefix::AllButRank0,
             rank0_owns_stderr: is_first && std::io::stderr().is_terminal(),
             arguments,
-            variables: started.into_iter().chain(file).collect(),
+            variables: [(STARTED_VARIABLE.into(), started.into())]
+                .into_iter()
+                .chain(file)
+                .collect(),
             ..LaunchPlan::new(args, token, until_met, env)
         })
     }

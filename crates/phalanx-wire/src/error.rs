@@ -96,12 +96,7 @@ impl Error {
 impl fmt::Debug for Error {
     /// The message, as `fn main() -> Result<(), Error>` prints it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let message = self.to_string();
-        f.write_str(&message)?;
-        match std::error::Error::source(self).map(ToString::to_string) {
-            Some(cause) if !message.contains(&cause) => write!(f, ": {cause}"),
-            _ => Ok(()),
-        }
+        fmt::Display::fmt(self, f)
     }
 }
 

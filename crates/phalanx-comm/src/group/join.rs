@@ -6,6 +6,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use phalanx_base::format::duration;
 use phalanx_store::{MemStore, Store, TcpServer, TcpStore, host_port};
 use phalanx_wire::Token;
 
@@ -16,7 +17,7 @@ use super::launch::{
 };
 use super::options::{InitOptions, Transport};
 use super::token::read_token;
-use crate::notice::{HostSpeaker, Waiting, say, seconds};
+use crate::notice::{HostSpeaker, Waiting, say};
 use crate::transport::{
     BindAddr, FormOptions, Lost, Mesh, PortRange, Prefer, form_unless, host_addresses, listen,
     none_lost, thread_mesh, what_loopback_means,
@@ -300,7 +301,7 @@ impl WaitLines<'_> {
     fn during<R>(&self, what: &str, work: impl FnOnce(&dyn Fn(String)) -> R) -> R {
         let last = Mutex::new("no answer yet".to_owned());
         let waits = |waited: Duration| {
-            let (waited, left) = (waited.as_secs(), seconds((self.left)()));
+            let (waited, left) = (waited.as_secs(), duration((self.left)()));
             let last = last.lock().unwrap_or_else(PoisonError::into_inner);
             format!("forming the group: waiting {waited} s for {what} ({last}); deadline in {left}")
         };

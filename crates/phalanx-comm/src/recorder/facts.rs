@@ -6,7 +6,6 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::dump::{Entry, position};
-use crate::notice::seconds;
 use crate::status::words::{printable, ranks_of};
 use crate::status::{Elsewhere, Status, pid_space};
 
@@ -174,7 +173,10 @@ impl Fact {
                 Process::Stopped | Process::Dead => "was",
                 _ => "is",
             };
-            let mut text = format!("{verb} in {name} for {}", seconds(*since));
+            let mut text = format!(
+                "{verb} in {name} for {}",
+                phalanx_base::format::duration(*since)
+            );
             if let Some(at) = position(self.position) {
                 text.push_str(&format!(" (epoch {} step {})", at.epoch, at.step));
             }

@@ -408,7 +408,7 @@ impl Watched {
                 .or(seen.as_ref().and_then(|seen| seen.entered)),
             done: seen.as_ref().and_then(|seen| seen.done),
             elsewhere,
-            unix_ms: unix_ms(),
+            unix_ms: phalanx_base::unix_ms(),
         };
         lock(&self.talk).published_ns = Some(now_ns);
         let published = serde_json::to_vec(&record)
@@ -435,10 +435,9 @@ impl Watched {
             .filter(|(_, cell)| cell.is_none())
         {
             match keys.store().try_get(&keys.key(TOPIC, rank)) {
-                Ok(Some(bytes)) => heard.extend(
-                    Record::decode(&bytes)
-                        .map(|record| Fact::of_record(rank, record, &machine, unix_ms())),
-                ),
+                Ok(Some(bytes)) => heard.extend(Record::decode(&bytes).map(|record| {
+                    Fact::of_record(rank, record, &machine, phalanx_base::unix_ms())
+                })),
                 Ok(None) => {}
                 Err(_) => break,
             }
@@ -487,10 +486,6 @@ fn threshold(first: Duration, said: u32) -> Duration {
 
 pub(super) fn late_after() -> Duration {
     late_variable().unwrap_or(LATE_AFTER)
-}
-
-fn unix_ms() -> u64 {
-    u64::try_from(phalanx_base::unix_time().as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -10,8 +10,8 @@ use phalanx_comm::recorder::{Dump, Entry, Failure, State};
 use serde::Serialize;
 
 use super::describe::label;
+pub use super::describe::last_known;
 pub(crate) use super::describe::{doing, named};
-pub use super::describe::{duration, last_known};
 use super::history::{self, Change, Event};
 use crate::format::plural;
 use crate::report::{join, rank_list};

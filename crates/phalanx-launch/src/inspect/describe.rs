@@ -1,6 +1,10 @@
 //! What the rank of a dump was doing, in words.
 
+use std::time::Duration;
+
 use phalanx_comm::recorder::{Dump, Entry, State};
+
+use crate::format::duration;
 
 /// `in loading data for 58 s (epoch 1 step 212)`.
 pub(crate) fn doing(dump: &Dump, phase: &str, for_ms: u64) -> String {
@@ -9,7 +13,7 @@ pub(crate) fn doing(dump: &Dump, phase: &str, for_ms: u64) -> String {
     });
     format!(
         "in {phase} for {}{at}",
-        duration(for_ms.saturating_mul(1_000_000))
+        duration(Duration::from_millis(for_ms))
     )
 }
 
@@ -28,18 +32,6 @@ pub(crate) fn named(dump: &Dump, entry: &Entry) -> String {
         group => format!(" of group {group:#x}"),
     };
     format!("{}{seq}{group}{label}", entry.op)
-}
-
-/// `1.2 ms`, `58 s`, `3 min 20 s`.
-pub fn duration(ns: u64) -> String {
-    let (us, s) = (ns as f64 / 1e3, ns / 1_000_000_000);
-    match ns {
-        0..1_000_000 => format!("{us:.1} µs"),
-        1_000_000..1_000_000_000 => format!("{:.1} ms", us / 1e3),
-        1_000_000_000..10_000_000_000 => format!("{:.1} s", us / 1e6),
-        10_000_000_000..120_000_000_000 => format!("{s} s"),
-        _ => format!("{} min {} s", s / 60, s % 60),
-    }
 }
 
 /// What one rank was doing, for a launcher's report: where in the training,

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use phalanx_comm::recorder::{Dump, Entry, State};
 
 use super::analysis::Diagnosis;
-use super::describe::duration;
+use crate::format::duration;
 use crate::report::rank_list;
 
 /// Rows shown.
@@ -105,7 +106,9 @@ fn cell(dump: &Dump, entry: Option<&Entry>) -> String {
     };
     let since = |to: Option<u64>| {
         let from = entry.started_ns.unwrap_or(entry.queued_ns);
-        duration(to.unwrap_or(dump.taken_ns).saturating_sub(from))
+        duration(Duration::from_nanos(
+            to.unwrap_or(dump.taken_ns).saturating_sub(from),
+        ))
     };
     match entry.state {
         State::Queued => "queued".into(),
@@ -129,7 +132,7 @@ pub(super) fn slowest(story: &Diagnosis) -> Option<String> {
                 "rank {} in {} % ({} after the first)",
                 arrivals.rank,
                 100 * arrivals.last / story.compared,
-                duration(arrivals.mean_late_us.saturating_mul(1000))
+                duration(Duration::from_micros(arrivals.mean_late_us))
             )
         })
         .collect();

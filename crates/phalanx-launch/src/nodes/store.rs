@@ -55,7 +55,7 @@ impl NodeStore {
 pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<NodeStore> {
     let ip = bind.unwrap_or(IpAddr::from([127, 0, 0, 1]));
     let server = listen(&[SocketAddr::new(ip, 0)], token).map_err(|(error, _)| error)?;
-    let (dial, warning) = reachable(server.local_addr());
+    let dial = server.local_addr();
     local_address_towards(dial)
         .map_err(system(format!(
             "the ranks of this host cannot reach the store at {dial}"
@@ -67,7 +67,7 @@ pub fn host_locally(bind: Option<IpAddr>, token: &Token) -> Result<NodeStore> {
         store: dial.to_string(),
         master_addr: dial.ip().to_string(),
         bind: None,
-        warning,
+        warning: None,
         server: Some(server),
     })
 }
@@ -112,15 +112,12 @@ pub fn meeting_store(
         Err((_, true)) if may_be_taken => return Ok(elsewhere()),
         listened => listened.map_err(|(error, _)| error)?,
     };
-    let (dial, mut warning) = reachable(server.local_addr());
-    if bind.is_none()
-        && let Some(means) = what_loopback_means(&meeting.host, dial.ip())
-    {
+    let dial = server.local_addr();
+    let means = what_loopback_means(&meeting.host, dial.ip()).filter(|_| bind.is_none());
+    let warning = means.map(|means| {
         let own = own_address();
-        warning = Some(format!(
-            "{means}: if a node is on another host, add --bind {own} here, or give all nodes --master-addr {own}"
-        ));
-    }
+        format!("{means}: if a node is on another host, add --bind {own} here, or give all nodes --master-addr {own}")
+    });
     Ok(NodeStore {
         store: match bind {
             Some(_) => dial.to_string(),
@@ -132,24 +129,10 @@ pub fn meeting_store(
             Some(_) => dial.ip().to_string(),
             None => meeting.host.clone(),
         },
-        bind: Some(server.local_addr().ip()).filter(|ip| !ip.is_unspecified()),
+        bind: Some(dial.ip()),
         warning,
         server: Some(server),
     })
-}
-
-/// The address to dial for one we listen on, with a warning for "all".
-fn reachable(addr: SocketAddr) -> (SocketAddr, Option<String>) {
-    if !addr.ip().is_unspecified() {
-        return (addr, None);
-    }
-    let loopback = match addr {
-        SocketAddr::V4(_) => IpAddr::from([127, 0, 0, 1]),
-        SocketAddr::V6(_) => IpAddr::from([0, 0, 0, 0, 0, 0, 0, 1]),
-    };
-    let warning =
-        format!("the store listens on all addresses ({addr}); --bind one of them to be stricter");
-    (SocketAddr::new(loopback, addr.port()), Some(warning))
 }
 
 /// Listens on the first address that works. Where that fails, also gives whether one of them is in use.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{ErrorKind as IoKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -127,8 +127,7 @@ impl TcpServer {
     ///
     /// # Errors
     /// [`ErrorKind::AddressInUse`]; [`ErrorKind::Usage`] when the address is not
-    /// this host's, or means all interfaces (use
-    /// [`bind_all_interfaces`](Self::bind_all_interfaces)).
+    /// this host's, or means all interfaces.
     pub fn bind(addr: SocketAddr, token: Token) -> Result<TcpServer> {
         Self::bind_with(addr, token, ServerOptions::default())
     }
@@ -138,7 +137,7 @@ impl TcpServer {
     /// # Errors
     /// As [`bind`](Self::bind).
     pub fn bind_with(addr: SocketAddr, token: Token, options: ServerOptions) -> Result<TcpServer> {
-        Self::from_listener_with(listen_here(addr)?, token, options)
+        Self::from_listener_with(listen(addr)?, token, options)
     }
 
     /// A server that serves nobody yet: it rejects members with
@@ -149,16 +148,7 @@ impl TcpServer {
     /// As [`bind`](Self::bind).
     pub fn bind_closed(addr: SocketAddr, token: Token) -> Result<TcpServer> {
         let options = ServerOptions::default();
-        Self::start(listen_here(addr)?, token, options, Mode::Nobody)
-    }
-
-    /// Serves on all IPv4 interfaces of this host, and logs a warning.
-    ///
-    /// # Errors
-    /// As [`bind`](Self::bind).
-    pub fn bind_all_interfaces(port: u16, token: Token) -> Result<TcpServer> {
-        let addr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), port);
-        Self::from_listener(listen(addr)?, token)
+        Self::start(listen(addr)?, token, options, Mode::Nobody)
     }
 
     /// Serves on a listening socket, for example one passed on by a launcher so that
@@ -378,20 +368,6 @@ impl Drop for TcpServer {
             let _ = thread.join();
         }
     }
-}
-
-/// Listens on one address of this host.
-fn listen_here(addr: SocketAddr) -> Result<TcpListener> {
-    if addr.ip().is_unspecified() {
-        return Err(Error::new(
-            ErrorKind::Usage,
-            format!(
-                "{addr} means all interfaces of this host: give the address that the other hosts \
-                 know, or ask for all interfaces explicitly (TcpServer::bind_all_interfaces)"
-            ),
-        ));
-    }
-    listen(addr)
 }
 
 /// Result of one step of a connection.

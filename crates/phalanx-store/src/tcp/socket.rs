@@ -18,8 +18,14 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
 /// does not close its connections.
 const KEEPALIVE_PROBES: u32 = 3;
 
-/// Listens on `addr`.
+/// Listens on `addr`, one address of this host.
 pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
+    if addr.ip().is_unspecified() {
+        let what = format!(
+            "{addr} means all interfaces of this host: give the address that the other hosts know"
+        );
+        return Err(Error::new(ErrorKind::Usage, what));
+    }
     let attempt = || -> std::io::Result<TcpListener> {
         let socket = socket2::Socket::new(
             socket2::Domain::for_address(addr),

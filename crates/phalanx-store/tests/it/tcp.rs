@@ -77,7 +77,7 @@ fn a_port_is_free_again_after_the_server() {
 }
 
 #[test]
-fn all_interfaces_must_be_asked_for() {
+fn all_interfaces_are_refused() {
     let token = Token::generate().unwrap();
     let addr = SocketAddr::from(([0, 0, 0, 0], 0));
     let error = TcpServer::bind(addr, token).unwrap_err();

@@ -83,60 +83,51 @@ fn a_killed_guard_leaves_the_ranks_tied_to_the_launcher() {
     assert!(one_folder(dir.path()).ends_with("phalanx-run-live"));
 }
 
-/// Ranks that `mpirun` starts on one host meet in a file: whoever is killed does not remove it.
+/// Ranks that `mpirun` starts on one host meet by a file. It is removed when all have joined; that of a rank 0 which was
+/// killed before is replaced by the next job of the same name.
 #[test]
-fn killed_ranks_without_a_launcher_leave_no_store_behind() {
+fn ranks_without_a_launcher_leave_no_address_file_behind() {
     let family = Family::new();
     let dir = tempfile::tempdir().unwrap();
-    let start = |job: &str| {
-        let rank = |rank: &str| {
-            let args = [
-                "train",
-                "linear",
-                "--epochs",
-                "1000000",
-                "--output-dir",
-                "out",
-            ];
-            let mut command = family.command(&args);
-            command.current_dir(&dir).env("TMPDIR", dir.path());
-            command.env("PMIX_NAMESPACE", job);
-            for name in ["RANK", "LOCAL_RANK"] {
-                command.env(format!("OMPI_COMM_WORLD_{name}"), rank);
-            }
-            for name in ["SIZE", "LOCAL_SIZE"] {
-                command.env(format!("OMPI_COMM_WORLD_{name}"), "2");
-            }
-            Running::new(command)
-        };
-        let mut ranks = [rank("0"), rank("1")];
-        while !ranks[0].line().contains("/500 loss:") {}
-        ranks
+    let rank = |rank: &str| {
+        let args = [
+            "train",
+            "linear",
+            "--epochs",
+            "1000000",
+            "--output-dir",
+            "out",
+        ];
+        let mut command = family.command(&args);
+        command.current_dir(&dir).env("TMPDIR", dir.path());
+        command.env("PMIX_NAMESPACE", "job");
+        for name in ["RANK", "LOCAL_RANK"] {
+            command.env(format!("OMPI_COMM_WORLD_{name}"), rank);
+        }
+        for name in ["SIZE", "LOCAL_SIZE"] {
+            command.env(format!("OMPI_COMM_WORLD_{name}"), "2");
+        }
+        Running::new(command)
     };
-    let user = rustix::process::geteuid().as_raw();
-    let stores = || {
-        let files = std::fs::read_dir(dir.path().join(format!("phalanx-{user}"))).unwrap();
-        files.count()
+    let files = || {
+        let names = std::fs::read_dir(dir.path()).unwrap();
+        let names = names.map(|entry| entry.unwrap().file_name());
+        let names = names.filter(|name| name.to_string_lossy().starts_with("phalanx-"));
+        names.count()
     };
-    let [a, b] = start("first");
-    assert_eq!(stores(), 2);
+    let lonely = rank("0");
+    eventually("rank 0 has written the file", || files() == 1);
+    lonely.signal(Signal::KILL);
+    lonely.wait();
+    assert_eq!(files(), 1);
+    let (mut a, b) = (rank("0"), rank("1"));
+    while !a.line().contains("/500 loss:") {}
+    assert_eq!(files(), 0);
     b.signal(Signal::KILL);
     b.wait();
     let a = a.wait();
     assert_eq!(a.code(), 3, "{a:#?}");
-    assert_eq!(stores(), 0, "the other one closes it");
-
-    // Nobody is left to do so, but the next job.
-    for rank in start("second") {
-        rank.signal(Signal::KILL);
-        rank.wait();
-    }
-    assert_eq!(stores(), 2);
-    let [a, b] = start("third");
-    assert_eq!(stores(), 2, "its own");
-    b.signal(Signal::KILL);
-    a.wait();
-    assert_eq!(stores(), 0);
+    assert_eq!(files(), 0);
 }
 
 #[test]

@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use phalanx_base::format::duration;
 use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, Will};
 
 use super::host::Host;
 use super::member::{Member, this_process};
-use crate::notice::{HostSpeaker, Waiting, list, ranks, say, seconds};
+use crate::notice::{HostSpeaker, Waiting, list, ranks, say};
 use crate::{Error, ErrorKind, Result, limits};
 
 /// Interval between two heartbeats of a rank that forms a group. The first comes after
@@ -50,7 +51,7 @@ impl WaitReport<'_> {
                 "forming the group: waiting {} s for {}; deadline in {}",
                 waited.as_secs(),
                 what(),
-                seconds(self.meeting.left()),
+                duration(self.meeting.left()),
             ));
         }
     }
@@ -316,7 +317,7 @@ impl Rendezvous<'_> {
             ranks(missing),
             self.world,
             self.note(),
-            seconds(self.left()),
+            duration(self.left()),
         )
     }
 
@@ -410,8 +411,8 @@ impl Rendezvous<'_> {
         };
         let mut message = format!(
             "{} did not {what} within {}",
-            name(&guilty),
-            humane(self.timeout)
+            crate::notice::ranks(&guilty),
+            duration(self.timeout)
         );
         if !arrived.is_empty() {
             message.push_str(&format!("; arrived: {}", list(&arrived)));
@@ -501,25 +502,8 @@ impl Rendezvous<'_> {
     }
 }
 
-/// "rank 2" or "ranks 2, 5".
-pub(crate) fn name(ranks: &[usize]) -> String {
-    match ranks {
-        [one] => format!("rank {one}"),
-        many => format!("ranks {}", list(many)),
-    }
-}
-
 fn printable(text: &[u8]) -> String {
     let text = String::from_utf8_lossy(text);
     let printable = text.chars().filter(|c| !c.is_control());
     printable.take(NOTE_CHARS).collect()
-}
-
-/// "30 s", "1.5 s", "200 ms".
-fn humane(duration: Duration) -> String {
-    if duration < Duration::from_secs(1) {
-        format!("{} ms", duration.as_millis())
-    } else {
-        format!("{} s", duration.as_millis() as f64 / 1000.0)
-    }
 }

@@ -484,19 +484,6 @@ fn who_waits_in_another_group_is_said_to_be_there() {
     );
 }
 
-#[test]
-fn durations() {
-    for (ns, want) in [
-        (900, "0.9 µs"),
-        (1_250_000, "1.2 ms"),
-        (2_340_000_000, "2.3 s"),
-        (58 * S, "58 s"),
-        (605 * S, "10 min 5 s"),
-    ] {
-        assert_eq!(duration(ns), want);
-    }
-}
-
 /// Whatever a hostile file says, there is a sentence and no panic.
 #[test]
 fn absurd_dumps_are_survived() {
