@@ -101,7 +101,7 @@ pub struct Batches<'j, D: Dataset + ?Sized> {
     cursor: Cursor,
     /// The step of the epoch before which they end.
     steps: usize,
-    /// The epoch goes on after them.
+    /// The epoch continues after them.
     pauses: bool,
     /// The trainer's.
     position: Rc<Cell<BatchPosition>>,
@@ -111,9 +111,9 @@ impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
     pub(crate) fn new(
         ctx: &'j RankContext,
         mut loader: Loader<D>,
-        split: BatchSplit,
-        plan: EpochPlan,
+        (split, plan): (BatchSplit, EpochPlan),
         [epoch, first, steps]: [usize; 3],
+        pauses: bool,
         waited: Rc<Cell<Duration>>,
         position: Rc<Cell<BatchPosition>>,
     ) -> Self {
@@ -135,15 +135,9 @@ impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
             epoch,
             index: first,
             steps,
-            pauses: false,
+            pauses,
             position,
         }
-    }
-
-    /// The same where the epoch goes on after them, if it `pauses`.
-    pub(crate) fn with_pause(mut self, pauses: bool) -> Self {
-        self.pauses = pauses;
-        self
     }
 }
 

@@ -365,8 +365,8 @@ impl Strategy for Ddp {
                 let calls = Cell::new(0);
                 let micro = MicroBatch::new(&step, &*loaded, indices, randomness, &calls);
                 let loss = loss(model, micro)?;
-                if let Some(log) = log.as_mut().filter(|log| log.wants_graph()) {
-                    log.graph(step.graph());
+                if let Some(log) = &mut log {
+                    log.graph(|| step.graph());
                 }
                 if !indices.is_empty() {
                     sums[part] = f64::from(loss.item()?) * f64::from(indices.len() as f32);

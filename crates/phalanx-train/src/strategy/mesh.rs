@@ -441,8 +441,8 @@ impl Strategy for OnMesh {
             // The same on all ranks.
             total += f64::from(loss.item()?) * ids.len() as f64;
             forward_ended = Instant::now();
-            if let Some(log) = log.as_mut().filter(|log| log.wants_graph()) {
-                log.graph(step.local().graph());
+            if let Some(log) = &mut log {
+                log.graph(|| step.local().graph());
             }
             if explained {
                 let text = explain::conversions(&step.explain());

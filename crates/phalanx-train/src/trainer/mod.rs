@@ -217,13 +217,17 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
                 began: Instant::now(),
             });
         }
-        let is_last = self.course.round_end == self.sources.steps;
-        let place = [epoch, first, self.course.round_end];
-        let (split, waited) = (self.sources.split.clone(), Rc::clone(&self.sources.waited));
+        let end = self.course.round_end;
+        let (place, pauses) = ([epoch, first, end], end != self.sources.steps);
+        let (parts, waited) = (
+            (self.sources.split.clone(), plan),
+            Rc::clone(&self.sources.waited),
+        );
         self.course.position = Rc::default();
         let position = Rc::clone(&self.course.position);
-        let batches = Batches::new(self.ctx, loader, split, plan, place, waited, position);
-        Ok(batches.with_pause(!is_last))
+        Ok(Batches::new(
+            self.ctx, loader, parts, place, pauses, waited, position,
+        ))
     }
 
     /// Makes the model's buffers (running statistics) those of all ranks, and checks that all
