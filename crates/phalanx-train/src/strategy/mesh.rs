@@ -360,7 +360,7 @@ impl Strategy for OnMesh {
     ) -> Result<()> {
         resumed.mesh(&mut self.weights, &mut *self.optimizer, shaping)?;
         self.grads
-            .set_skipped_steps(resumed.history()?.skipped_steps());
+            .set_skipped_steps(resumed.history()?.skipped_steps);
         Ok(())
     }
 
@@ -532,9 +532,9 @@ impl Strategy for OnMesh {
         action: SaveAction,
         _: Option<&[f32]>,
         place: Place,
-        history: History,
+        mut history: History,
     ) -> Result<()> {
-        let history = history.with_skipped_steps(self.grads.skipped_steps());
+        history.skipped_steps = self.grads.skipped_steps();
         saving.save_streamed(action, place, &history, |folder, info| {
             self.weights.save(folder, &*self.optimizer, info)
         })
