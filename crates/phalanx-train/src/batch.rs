@@ -101,7 +101,7 @@ pub struct Batches<'j, D: Dataset + ?Sized> {
     cursor: Cursor,
     /// The step of the epoch before which they end.
     steps: usize,
-    /// The epoch goes on after them.
+    /// The epoch continues after them.
     pauses: bool,
     /// The trainer's.
     position: Rc<Cell<BatchPosition>>,
@@ -111,9 +111,9 @@ impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
     pub(crate) fn new(
         ctx: &'j RankContext,
         mut loader: Loader<D>,
-        split: BatchSplit,
-        plan: EpochPlan,
+        (split, plan): (BatchSplit, EpochPlan),
         [epoch, first, steps]: [usize; 3],
+        pauses: bool,
         waited: Rc<Cell<Duration>>,
         position: Rc<Cell<BatchPosition>>,
     ) -> Self {
@@ -135,15 +135,9 @@ impl<'j, D: Dataset + ?Sized> Batches<'j, D> {
             epoch,
             index: first,
             steps,
-            pauses: false,
+            pauses,
             position,
         }
-    }
-
-    /// The same where the epoch goes on after them, if it `pauses`.
-    pub(crate) fn with_pause(mut self, pauses: bool) -> Self {
-        self.pauses = pauses;
-        self
     }
 }
 
@@ -420,8 +414,9 @@ pub trait Engine: Sized {
     type Step<'s>;
 }
 
-/// Samples that a model is given together. It dereferences to the data set's own batch type.
-pub struct MicroBatch<'s, B, S: Engine> {
+/// Samples that a model is given together, in a training with the strategy `S`. It dereferences to the data set's own batch
+/// type.
+pub struct MicroBatchOf<'s, B, S: Engine> {
     step: &'s S::Step<'s>,
     data: &'s B,
     indices: &'s [u64],
@@ -430,15 +425,15 @@ pub struct MicroBatch<'s, B, S: Engine> {
     calls: &'s Cell<u32>,
 }
 
-impl<B, S: Engine> Clone for MicroBatch<'_, B, S> {
+impl<B, S: Engine> Clone for MicroBatchOf<'_, B, S> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<B, S: Engine> Copy for MicroBatch<'_, B, S> {}
+impl<B, S: Engine> Copy for MicroBatchOf<'_, B, S> {}
 
-impl<'s, B, S: Engine> MicroBatch<'s, B, S> {
+impl<'s, B, S: Engine> MicroBatchOf<'s, B, S> {
     pub(crate) fn new(
         step: &'s S::Step<'s>,
         data: &'s B,
@@ -446,7 +441,7 @@ impl<'s, B, S: Engine> MicroBatch<'s, B, S> {
         randomness: Randomness,
         calls: &'s Cell<u32>,
     ) -> Self {
-        MicroBatch {
+        MicroBatchOf {
             step,
             data,
             indices,
@@ -482,14 +477,14 @@ impl<'s, B, S: Engine> MicroBatch<'s, B, S> {
     }
 }
 
-impl<'s, S: Engine> MicroBatch<'s, ImageBatch, S> {
+impl<'s, S: Engine> MicroBatchOf<'s, ImageBatch, S> {
     /// One label an image.
     pub fn labels(&self) -> &'s [u32] {
         &self.data.labels
     }
 }
 
-impl<B, S: Engine> Deref for MicroBatch<'_, B, S> {
+impl<B, S: Engine> Deref for MicroBatchOf<'_, B, S> {
     type Target = B;
 
     fn deref(&self) -> &B {

@@ -36,7 +36,7 @@ pub use args::{
     Defaults, Determinism, ExchangeArg, FolderArgs, LabelArgs, Mesh, MeshArgs, PrecisionArg,
     SamplerKind, SavingArgs, Settings, SplitArgs, check_folder_of,
 };
-pub use batch::{Batches, Engine, StepBatch};
+pub use batch::{Batches, Engine, MicroBatchOf, StepBatch};
 pub use best::EarlyStopping;
 pub use evaluation::{Evaluation, Measure};
 pub use folder::{Files, PreparedRun, RunDir, file_of, prepare_run};

@@ -193,8 +193,8 @@ impl DistributedDataParallel {
             Deterministic::Ranks | Deterministic::Off => (specs, None),
             Deterministic::Shards(tree) => {
                 let buffers = params.buffers_flat().len();
-                let mut shards = Shards::new(group.clone(), tree, specs, buffers)?;
-                shards.set_own(routes.ignored_names());
+                let own = routes.ignored_names();
+                let shards = Shards::new(group.clone(), tree, specs, buffers, own)?;
                 (Vec::new(), Some(Box::new(shards)))
             }
         };

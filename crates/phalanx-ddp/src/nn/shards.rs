@@ -81,6 +81,7 @@ impl Shards {
         tree: ShardTree,
         params: Vec<ParamSpec>,
         buffer_elems: usize,
+        own: Vec<String>,
     ) -> Result<Shards> {
         if group.world_size() > tree.shards() {
             return Err(Error::usage(format!(
@@ -109,7 +110,7 @@ impl Shards {
             step: None,
             result: vec![0.0; at + buffer_elems],
             veto_next: false,
-            own: Vec::new(),
+            own,
             untouched: vec![false; params.len()],
             params,
             committed: false,
@@ -267,11 +268,6 @@ impl Shards {
             Some(step) => step.ballot.veto(params),
             None => self.veto_next = true,
         }
-    }
-
-    /// As [`Reducer::set_own`](crate::Reducer).
-    pub(crate) fn set_own(&mut self, names: Vec<String>) {
-        self.own = names;
     }
 
     /// Votes against the running step because of number `index` of this rank's own gradients.

@@ -234,3 +234,42 @@ fn values_of_all_ranks_are_compared() {
         all[0]
     );
 }
+
+#[test]
+fn a_digest_is_of_the_parameters_and_not_of_the_buffers() {
+    let group = phalanx_comm::ProcessGroup::threads(1, Default::default()).remove(0);
+    let one = |values: Vec<f32>| {
+        let shape = vec![values.len()];
+        let name = "w".to_owned();
+        HostTensor {
+            name,
+            shape,
+            values,
+        }
+    };
+    let model = |buffer: f32| HostTensors::new(vec![one(vec![1.0, 2.0])], vec![one(vec![buffer])]);
+    let replica = Replica::new(&group, &mut model(0.0), ReplicaOptions::default()).expect("made");
+    // `printf '\0\0\200\77\0\0\0\100' | sha256sum`
+    let want = "b9c80b5adeca450753a16950c3cc655d271f7bef7a485bc83f112b72fef21d37";
+    assert_eq!(replica.digest(model(0.0)), want);
+    assert_eq!(replica.digest(model(5.0)), want);
+}
+
+#[test]
+fn an_error_of_one_rank_aborts_the_group_and_is_passed_on() {
+    let all = ranks(2, Over::Thread, |group| {
+        let mut replica =
+            Replica::new(&group, &mut model(0), ReplicaOptions::default()).expect("made");
+        assert_eq!(replica.or_abort(Ok::<_, Error>(3)).expect("passed on"), 3);
+        if group.rank() == 0 {
+            let failed = replica.or_abort(Err::<(), _>("the engine failed"));
+            assert_eq!(failed.expect_err("passed on"), "the engine failed");
+            return String::new();
+        }
+        run(&mut replica, 0);
+        let error = replica.finish().expect_err("aborted");
+        let cause = std::error::Error::source(&error).map(ToString::to_string);
+        format!("{error}: {}", cause.unwrap_or_default())
+    });
+    assert!(all[1].contains("the engine failed"), "{}", all[1]);
+}

@@ -217,15 +217,11 @@ impl RunLog {
         });
     }
 
-    /// Whether the graph of the model is still to be given.
-    pub fn wants_graph(&self) -> bool {
-        self.is_main && !self.has_graph
-    }
-
-    /// Writes the model's graph to `run.json`.
-    pub fn graph(&mut self, graph: Vec<GraphNode>) {
-        self.has_graph = true;
-        self.send(Message::Graph(graph));
+    /// Writes the model's graph to `run.json`, once.
+    pub fn graph(&mut self, graph: impl FnOnce() -> Vec<GraphNode>) {
+        if self.is_main && !std::mem::replace(&mut self.has_graph, true) {
+            self.send(Message::Graph(graph()));
+        }
     }
 
     /// Writes what a person should know of the step `step`, counted from 0.

@@ -6,7 +6,7 @@ use phalanx_nn::optim::schedule::Schedule;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::best::{Best, BestEpoch, Judged};
+use crate::best::{BestEpoch, Judged};
 use crate::evaluation::Evaluation;
 use crate::param_group::SavedGroup;
 
@@ -29,26 +29,27 @@ pub struct History {
     last: Option<SavedEvaluation>,
     /// The steps of the training before it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    last_step: Option<u64>,
+    pub(crate) last_step: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    best: Option<BestEpoch>,
+    /// As the evaluations that were compared say.
+    pub(crate) best: Option<BestEpoch>,
     /// The evaluations that were compared.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    judged: Vec<Judged>,
+    pub(crate) judged: Vec<Judged>,
     /// What was measured before the last evaluation, where `--max-steps` has cut an epoch for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    before_cut: Option<Box<History>>,
+    pub(crate) before_cut: Option<Box<History>>,
     /// The learning rate that the program has set, as bits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    lr: Option<u64>,
+    pub(crate) lr: Option<u64>,
     /// The program's own state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    state: Option<Value>,
+    pub(crate) state: Option<Value>,
     /// Steps that were voted down.
-    pub(super) skipped_steps: u64,
+    pub(crate) skipped_steps: u64,
     /// Where there are several optimizers: all of them, the trainer's own first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) groups: Vec<SavedGroup>,
+    pub(crate) groups: Vec<SavedGroup>,
 }
 
 /// Most numbers of a confusion matrix that is read.
@@ -74,73 +75,29 @@ fn floats(bits: &[u64]) -> Vec<f64> {
 }
 
 impl History {
-    /// `losses` and `samples` are of the running epoch, over all ranks.
+    /// Accuracies, metrics and the `last` evaluation; `losses` and `samples` are of the running epoch, over all ranks.
     pub fn new(
         accuracies: &[f64],
         metrics: &MetricsDigest,
-        losses: &[f64],
-        samples: usize,
+        (losses, samples): (&[f64], usize),
+        last: &Evaluation,
     ) -> History {
+        let counts = last.confusion.counts().iter().copied().enumerate();
+        let values = last.values.iter();
         History {
             accuracies: bits(accuracies),
             metrics_state: Some(metrics.state()),
             losses: bits(losses),
             samples: samples as u64,
+            last: Some(SavedEvaluation {
+                loss: last.loss.to_bits(),
+                accuracy: last.accuracy.to_bits(),
+                values: values.map(|(k, v)| (k.clone(), v.to_bits())).collect(),
+                classes: last.confusion.classes(),
+                confusion: counts.filter(|(_, count)| *count != 0).collect(),
+            }),
             ..History::default()
         }
-    }
-
-    /// With the number of steps that were voted down.
-    #[must_use]
-    pub fn with_skipped_steps(self, skipped_steps: u64) -> History {
-        History {
-            skipped_steps,
-            ..self
-        }
-    }
-
-    /// Steps that were voted down.
-    pub fn skipped_steps(&self) -> u64 {
-        self.skipped_steps
-    }
-
-    /// The same with the last evaluation, after so many steps of the training.
-    #[must_use]
-    pub fn with_last(mut self, last: &Evaluation, step: Option<u64>) -> History {
-        self.last_step = step;
-        let counts = last.confusion.counts().iter().copied().enumerate();
-        let values = last.values.iter();
-        self.last = Some(SavedEvaluation {
-            loss: last.loss.to_bits(),
-            accuracy: last.accuracy.to_bits(),
-            values: values.map(|(k, v)| (k.clone(), v.to_bits())).collect(),
-            classes: last.confusion.classes(),
-            confusion: counts.filter(|(_, count)| *count != 0).collect(),
-        });
-        self
-    }
-
-    /// The same with the best weights so far, and the evaluations that were compared.
-    #[must_use]
-    pub(crate) fn with_best(mut self, best: &Best) -> History {
-        self.best = best.so_far().cloned();
-        self.judged = best.judged().to_vec();
-        self
-    }
-
-    /// The same with what was measured `before` the last evaluation, where `--max-steps` has cut an epoch for it.
-    #[must_use]
-    pub fn with_before_cut(mut self, before: Option<&History>) -> History {
-        self.before_cut = before.cloned().map(Box::new);
-        self
-    }
-
-    /// The same with the learning rate that the program has set, and its own state.
-    #[must_use]
-    pub fn with_program(mut self, lr: Option<f64>, state: Option<&Value>) -> History {
-        self.lr = lr.map(f64::to_bits);
-        self.state = state.cloned();
-        self
     }
 
     /// The learning rate that the program has set.
@@ -160,11 +117,6 @@ impl History {
         }
     }
 
-    /// The program's own state.
-    pub fn state(&self) -> Option<&Value> {
-        self.state.as_ref()
-    }
-
     /// Goes on after `step` steps, where `--max-steps` had cut an epoch: without the cut nothing would have been evaluated, or
     /// only a part of the epoch, if `is_part`.
     pub(crate) fn go_past_cut(&mut self, step: u64, is_part: bool) {
@@ -181,11 +133,6 @@ impl History {
             // Of an older version.
             None => self.judged.retain(|judged| judged.step() != step),
         }
-    }
-
-    /// The evaluations that were compared.
-    pub(crate) fn judged(&self) -> &[Judged] {
-        &self.judged
     }
 
     /// The best epoch so far.
@@ -267,7 +214,7 @@ mod tests {
             "accuracies": [], "metrics": bits(&values), "losses": [], "samples": 0, "skipped_steps": 0, "hook": null,
         });
         let older = History::deserialize(older).expect("read");
-        let newer = History::new(&[], &digest, &[], 0);
+        let newer = History::new(&[], &digest, (&[], 0), &Evaluation::nothing());
         let text = serde_json::to_string(&newer).expect("JSON");
         let newer: History = serde_json::from_str(&text).expect("read");
         for history in [&older, &newer] {

@@ -74,9 +74,10 @@ pub struct Saving<'a> {
     /// On rank 0, if there are checkpoints at all.
     background: Option<Background>,
     folder: Folder,
-    is_off: bool,
-    /// Steps of this run.
-    steps: u64,
+    /// Nothing is saved, as rank 0 cannot write.
+    pub(crate) is_off: bool,
+    /// Steps since the run was started or resumed.
+    pub(crate) steps: u64,
     due: Due,
     /// Why all ranks stop, once they do: the signal that one of them got, or [`FLAG`].
     why: i32,
@@ -147,29 +148,10 @@ impl<'a> Saving<'a> {
         self.args.enabled()
     }
 
-    /// Steps since the run was started or resumed.
-    pub(crate) fn steps(&self) -> u64 {
-        self.steps
-    }
-
-    /// Sets their number, of a rank that joins.
-    pub(crate) fn set_steps(&mut self, steps: u64) {
-        self.steps = steps;
-    }
-
     /// This rank saves into `folder` from now on, as rank 0 that was lost has done.
     pub(crate) fn take_over(&mut self, folder: Folder) {
         self.background = self.enabled().then(|| Background::new(folder.clone()));
         self.folder = folder;
-    }
-
-    /// Saves nothing while it is `off`, as rank 0 cannot write.
-    pub(crate) fn turn_off(&mut self, off: bool) {
-        self.is_off = off;
-    }
-
-    pub(crate) fn is_off(&self) -> bool {
-        self.is_off
     }
 
     /// What this rank wants to do after the training's step number `step`, counted from 1, for

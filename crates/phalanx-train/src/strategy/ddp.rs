@@ -21,7 +21,7 @@ use super::{Choices, Description, Gradients, Group, Parts, Report, State, StepTo
 use crate::args::Determinism;
 use crate::args::ExchangeArg;
 use crate::args::Settings;
-use crate::batch::{self, Engine, LoadedMicroBatches, Randomness};
+use crate::batch::{Engine, LoadedMicroBatches, MicroBatchOf, Randomness};
 use crate::error::Result;
 use crate::evaluation::Measure;
 use crate::format::{bytes, plural};
@@ -43,8 +43,9 @@ pub struct Ddp {
     joins_batches: bool,
 }
 
-/// Samples that a model is given together. It dereferences to the data set's own batch type.
-pub type MicroBatch<'s, B, S = Ddp> = batch::MicroBatch<'s, B, S>;
+/// Samples that a model is given together, of a training with [`Ddp`] unless `S` says otherwise; [`MicroBatchOf`] has its
+/// methods.
+pub type MicroBatch<'s, B, S = Ddp> = MicroBatchOf<'s, B, S>;
 
 impl<'s, B> MicroBatch<'s, B> {
     /// `values` as a tensor of `shape` that needs no gradient.
@@ -364,8 +365,8 @@ impl Strategy for Ddp {
                 let calls = Cell::new(0);
                 let micro = MicroBatch::new(&step, &*loaded, indices, randomness, &calls);
                 let loss = loss(model, micro)?;
-                if let Some(log) = log.as_mut().filter(|log| log.wants_graph()) {
-                    log.graph(step.graph());
+                if let Some(log) = &mut log {
+                    log.graph(|| step.graph());
                 }
                 if !indices.is_empty() {
                     sums[part] = f64::from(loss.item()?) * f64::from(indices.len() as f32);

@@ -25,7 +25,7 @@ use super::{
 };
 use crate::args::restarts_ranks;
 use crate::args::{Mesh, Settings};
-use crate::batch::{Engine, LoadedMicroBatches, MicroBatch, Randomness};
+use crate::batch::{Engine, LoadedMicroBatches, MicroBatchOf, Randomness};
 use crate::different_arguments;
 use crate::error::{Error, Result};
 use crate::evaluation::Measure;
@@ -54,7 +54,7 @@ pub struct OnMesh {
     plan: Option<(EpochPlan, usize)>,
 }
 
-impl<'s, B> MicroBatch<'s, B, OnMesh> {
+impl<'s, B> MicroBatchOf<'s, B, OnMesh> {
     /// The rows of all ranks as a global tensor; `values` are this rank's, of `shape`, which begins with
     /// [`samples`](Self::samples).
     ///
@@ -97,7 +97,7 @@ impl<'s, B> MicroBatch<'s, B, OnMesh> {
     }
 }
 
-impl<'s> MicroBatch<'s, ImageBatch, OnMesh> {
+impl<'s> MicroBatchOf<'s, ImageBatch, OnMesh> {
     /// The images of all ranks: number, height, width, channels.
     ///
     /// # Errors
@@ -360,7 +360,7 @@ impl Strategy for OnMesh {
     ) -> Result<()> {
         resumed.mesh(&mut self.weights, &mut *self.optimizer, shaping)?;
         self.grads
-            .set_skipped_steps(resumed.history()?.skipped_steps());
+            .set_skipped_steps(resumed.history()?.skipped_steps);
         Ok(())
     }
 
@@ -402,7 +402,7 @@ impl Strategy for OnMesh {
         tools: StepTools<'_>,
         model: &M,
         batches: &mut LoadedMicroBatches<'_, '_, D>,
-        loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, Self>) -> Result<Global<'s>>,
+        loss: &mut impl for<'s> FnMut(&M, MicroBatchOf<'s, D::Batch, Self>) -> Result<Global<'s>>,
     ) -> Result<Gradients> {
         let StepTools {
             ctx,
@@ -436,13 +436,13 @@ impl Strategy for OnMesh {
             }
             // All ranks take part, also one that has no row.
             let calls = Cell::new(0);
-            let micro = MicroBatch::new(&step, &*loaded, loaded.indices(), randomness, &calls);
+            let micro = MicroBatchOf::new(&step, &*loaded, loaded.indices(), randomness, &calls);
             let loss = loss(model, micro)?;
             // The same on all ranks.
             total += f64::from(loss.item()?) * ids.len() as f64;
             forward_ended = Instant::now();
-            if let Some(log) = log.as_mut().filter(|log| log.wants_graph()) {
-                log.graph(step.local().graph());
+            if let Some(log) = &mut log {
+                log.graph(|| step.local().graph());
             }
             if explained {
                 let text = explain::conversions(&step.explain());
@@ -511,11 +511,11 @@ impl Strategy for OnMesh {
         model: &M,
         (data, indices): (&B, &[u64]),
         randomness: Randomness,
-        measure: &mut impl for<'s> FnMut(&M, MicroBatch<'s, B, Self>) -> Result<Measure>,
+        measure: &mut impl for<'s> FnMut(&M, MicroBatchOf<'s, B, Self>) -> Result<Measure>,
     ) -> Result<Option<Measure>> {
         let step = self.weights.inference(tape);
         let calls = Cell::new(0);
-        let micro = MicroBatch::new(&step, data, indices, randomness, &calls);
+        let micro = MicroBatchOf::new(&step, data, indices, randomness, &calls);
         // All ranks take part in the model, also one that has no row.
         let measured = measure(model, micro)?;
         Ok((!indices.is_empty()).then_some(measured))
@@ -532,9 +532,9 @@ impl Strategy for OnMesh {
         action: SaveAction,
         _: Option<&[f32]>,
         place: Place,
-        history: History,
+        mut history: History,
     ) -> Result<()> {
-        let history = history.with_skipped_steps(self.grads.skipped_steps());
+        history.skipped_steps = self.grads.skipped_steps();
         saving.save_streamed(action, place, &history, |folder, info| {
             self.weights.save(folder, &*self.optimizer, info)
         })

@@ -211,7 +211,7 @@ pub trait Strategy: Engine {
         tape: &mut Tape,
     ) -> Result<Option<String>>;
 
-    /// Sets the number of [skipped steps](Group::skipped) of each group.
+    /// Sets the number of skipped steps of each group.
     fn set_skipped_steps(&mut self, skipped: &[u64]);
 
     /// The ranks that split a batch, this one included.

@@ -150,7 +150,7 @@ impl CoursePlan<'_> {
         }
         let wanted = self.best.as_deref().map(BestMeasure::parse).transpose()?;
         let mut best = Best::new(wanted, self.early_stopping);
-        best.go_on(history.best(), history.judged());
+        best.go_on(history.best(), &history.judged);
         let mut course = Course {
             extent,
             round_end: steps,
@@ -188,7 +188,7 @@ impl Course {
     /// Takes over what the program has set in the training that `history` is of.
     pub(super) fn take_program(&mut self, history: &History) {
         self.set_lr = history.lr();
-        self.own_state.value = history.state().cloned();
+        self.own_state.value = history.state.clone();
         self.own_state.is_used |= self.own_state.value.is_some();
     }
 

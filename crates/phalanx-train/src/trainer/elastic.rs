@@ -364,7 +364,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             skipped: skipped_steps(&self.strategy),
             initial: results.initial.clone(),
             weights: results.weights.clone(),
-            saved_steps: self.saving.steps(),
+            saved_steps: self.saving.steps,
             folder: self.reports.output.dir().to_owned(),
             elapsed: self.ctx.started().elapsed(),
             timing: results.timing.clone(),
@@ -406,9 +406,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         results.metrics = history.metrics().unwrap_or_default();
         results.last = history.last().unwrap_or_else(Evaluation::nothing);
         results.last_step = history.last_step();
-        results.best.go_on(history.best(), history.judged());
+        results.best.go_on(history.best(), &history.judged);
         (results.initial, results.weights) = (handover.initial, handover.weights);
-        self.saving.set_steps(handover.saved_steps);
+        self.saving.steps = handover.saved_steps;
         self.reports.output.set_dir(handover.folder);
         // Should this rank write the run's files, its times go on from there.
         self.ctx.runs_since(handover.elapsed);
@@ -462,7 +462,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         // Saving is the work of all ranks.
         let mut off = [u8::from(!opened)];
         self.ctx.group().all_reduce(&mut off, ReduceOp::Max)?;
-        self.saving.turn_off(off != [0]);
+        self.saving.is_off = off != [0];
         Ok(())
     }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
+use phalanx_checkpoint::digest::MetricsDigest;
 use phalanx_comm::ReduceOp;
 use phalanx_data::Dataset;
 use phalanx_data::loader::{Loader, LoaderOptions};
@@ -66,7 +67,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 // Until here, ranks have met those of their part of the batch only.
                 trainer.ctx.group().barrier()?;
             }
-            let shared = is_elastic.then(|| History::default().with_last(&evaluation, None));
+            let nothing = MetricsDigest::new();
+            let shared = is_elastic.then(|| History::new(&[], &nothing, (&[], 0), &evaluation));
             own_result = Some(evaluation);
             Ok(shared)
         });

@@ -217,13 +217,17 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
                 began: Instant::now(),
             });
         }
-        let is_last = self.course.round_end == self.sources.steps;
-        let place = [epoch, first, self.course.round_end];
-        let (split, waited) = (self.sources.split.clone(), Rc::clone(&self.sources.waited));
+        let end = self.course.round_end;
+        let (place, pauses) = ([epoch, first, end], end != self.sources.steps);
+        let (parts, waited) = (
+            (self.sources.split.clone(), plan),
+            Rc::clone(&self.sources.waited),
+        );
         self.course.position = Rc::default();
         let position = Rc::clone(&self.course.position);
-        let batches = Batches::new(self.ctx, loader, split, plan, place, waited, position);
-        Ok(batches.with_pause(!is_last))
+        Ok(Batches::new(
+            self.ctx, loader, parts, place, pauses, waited, position,
+        ))
     }
 
     /// Makes the model's buffers (running statistics) those of all ranks, and checks that all
@@ -322,12 +326,16 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
 
     /// What was measured so far, for a checkpoint or another rank; `losses` and `samples` are of the running epoch.
     fn measured(&self, losses: &[f64], samples: usize) -> History {
-        let results = &self.course.results;
-        History::new(&results.accuracies, &results.metrics, losses, samples)
-            .with_last(&results.last, results.last_step)
-            .with_best(&results.best)
-            .with_before_cut(results.before_cut.as_ref())
-            .with_program(self.course.set_lr, self.course.own_state.value.as_ref())
+        let (course, results) = (&self.course, &self.course.results);
+        let (accuracies, metrics) = (&results.accuracies, &results.metrics);
+        let mut history = History::new(accuracies, metrics, (losses, samples), &results.last);
+        history.last_step = results.last_step;
+        history.best = results.best.so_far().cloned();
+        history.judged = results.best.judged().to_vec();
+        history.before_cut = results.before_cut.clone().map(Box::new);
+        history.lr = course.set_lr.map(f64::to_bits);
+        history.state = course.own_state.value.clone();
+        history
     }
 
     /// [`record`](Self::record) of an epoch that has not ended. Elsewhere it is of no epoch of this run, which was resumed after
@@ -576,7 +584,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         sums: &[f64],
         samples: usize,
     ) -> Result<()> {
-        if self.saving.is_off() {
+        if self.saving.is_off {
             if action != SaveAction::Stop {
                 return Ok(());
             }

@@ -13,13 +13,13 @@ use serde_json::json;
 
 use super::course::{Ended, Running};
 use super::{Reports, Trainer};
-use crate::batch::{LoadedMicroBatches, MicroBatch, Randomness, StepBatch, StepContext};
+use crate::batch::{LoadedMicroBatches, Randomness, StepBatch, StepContext};
 use crate::error::{Error, Result};
 use crate::folder::MFU;
 use crate::format::plural;
 use crate::reporter::StepInfo;
 use crate::saving::SaveAction;
-use crate::strategy::{Gradients, Group, StepTools, Strategy, exposed, skipped_steps};
+use crate::strategy::{Gradients, Group, MicroBatch, StepTools, Strategy, exposed, skipped_steps};
 
 /// An update that [`before_update`](crate::TrainerBuilder::before_update) may refuse.
 #[derive(Debug, Clone, Copy)]
