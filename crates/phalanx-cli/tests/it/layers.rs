@@ -484,8 +484,8 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
 ];
 
 /// The number of circles of files, and of files in them, that is allowed.
-const CIRCLES: usize = 6;
-const FILES_IN_CIRCLES: usize = 73;
+const CIRCLES: usize = 4;
+const FILES_IN_CIRCLES: usize = 47;
 
 /// The number of lines of code in the whole repository that is allowed. It may only fall: a feature that needs lines frees as
 /// many first.
