@@ -67,15 +67,19 @@ fn known() -> impl Iterator<Item = Network> {
     NETWORKS.into_iter().map(|(_, network)| network)
 }
 
-/// How a checkpoint's network looks at images.
-struct Looks {
+/// How images are prepared for a checkpoint's network.
+struct Preprocessing {
     scaling: Scaling,
     views: Views,
 }
 
-impl Looks {
+impl Preprocessing {
     /// As typed, else as the checkpoint says, else as the network is trained by default.
-    fn new(args: &PredictArgs, known: &Network, metadata: &BTreeMap<String, String>) -> Looks {
+    fn new(
+        args: &PredictArgs,
+        known: &Network,
+        metadata: &BTreeMap<String, String>,
+    ) -> Preprocessing {
         let (pixels, views) = match metadata.get("pixels").map(String::as_str) {
             Some("unit") => (Pixels::Unit, Views::One),
             Some("normalised") => (Pixels::Normalised, Views::One),
@@ -88,7 +92,7 @@ impl Looks {
         let was_mirrored = metadata.get("mirrored").is_some_and(|text| text == "true");
         let was_mirrored = was_mirrored.then_some(Views::Mirrored);
         let said = said.and_then(std::result::Result::ok).or(was_mirrored);
-        Looks {
+        Preprocessing {
             scaling: args.pixels.unwrap_or(pixels).scaling(),
             views: args.views.or(said).unwrap_or(views),
         }
@@ -154,15 +158,15 @@ pub fn run(args: &PredictArgs) -> Result<()> {
             checkpoint.display()
         ));
     }
-    let looks = Looks::new(args, &known, &metadata);
-    let source = Source::open(args, &known, &looks)?;
+    let preprocessing = Preprocessing::new(args, &known, &metadata);
+    let source = Source::open(args, &known, &preprocessing)?;
     let mut predictor = Predictor {
         args,
         known,
         net,
         params,
         source,
-        views: looks.views,
+        views: preprocessing.views,
         tape: Tape::new(Threads(threads)),
         seen: 0,
         judged: 0,
@@ -337,7 +341,7 @@ enum Source {
 }
 
 impl Source {
-    fn open(args: &PredictArgs, known: &Network, looks: &Looks) -> Result<Source> {
+    fn open(args: &PredictArgs, known: &Network, preprocessing: &Preprocessing) -> Result<Source> {
         let grey = known.image[2] == 1;
         let set: Box<dyn ImageDataset> = match &args.data[..] {
             [one] if one.as_os_str() == "synthetic" => {
@@ -349,7 +353,7 @@ impl Source {
                         synthetic::UNSEEN,
                         samples,
                         1,
-                        looks.scaling,
+                        preprocessing.scaling,
                     ))
                 }
             }
@@ -357,10 +361,14 @@ impl Source {
                 if grey {
                     Box::new(mnist::load(one, mnist::Split::Test)?)
                 } else {
-                    Box::new(cifar10::load(one, cifar10::Split::Test, looks.scaling)?)
+                    Box::new(cifar10::load(
+                        one,
+                        cifar10::Split::Test,
+                        preprocessing.scaling,
+                    )?)
                 }
             }
-            files => return Ok(Source::Files(files.to_vec(), looks.tables(known))),
+            files => return Ok(Source::Files(files.to_vec(), preprocessing.tables(known))),
         };
         known.check_images(&*set, "images")?;
         Ok(Source::Set(set))

@@ -5,7 +5,7 @@ use std::time::Instant;
 use crate::deadline::Deadline;
 use crate::operation::{Operation, Signature};
 use crate::recorder::Flight;
-use crate::stall::{Awaited, Begun, Board};
+use crate::stall::{Awaited, Begun, StallReports};
 
 /// One operation in progress, as the layers below the backend see it.
 pub(crate) struct RunContext<'a> {
@@ -14,7 +14,7 @@ pub(crate) struct RunContext<'a> {
     pub(crate) deadline: &'a Deadline,
     pub(crate) flight: &'a mut Flight,
     /// Where stalled ranks publish the operation they wait in; absent in a group of one.
-    pub(crate) board: Option<&'a mut Board>,
+    pub(crate) board: Option<&'a mut StallReports>,
     /// What this rank has begun so far, this operation included.
     pub(crate) begun: Begun<'a>,
     /// Takes in messages that others send to this rank.

@@ -89,7 +89,7 @@ pub use dtype::Element;
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
     Buffer, Call, Detached, Formation, GroupOptions, InitOptions, Input, MAX_OBJECT_BYTES, OpTimes,
-    P2POp, Peer, PhaseGuard, ProcessGroup, Transport, Work, name_ranks, read_token,
+    P2POp, Peer, PhaseGuard, ProcessGroup, Transport, Work, format_ranks, read_token,
 };
 pub use inherited::{inherited_socket, open as open_inherited};
 pub use limits::raise_open_files;

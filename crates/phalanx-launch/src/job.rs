@@ -352,8 +352,8 @@ enum Outcome {
     Final(Error),
     /// The ranks of other nodes continue without those of this one.
     Left(Error),
-    /// The same, and this one has the store.
-    Without,
+    /// The ranks of other nodes continue without those of this one, which hosts the store.
+    HostLeft,
 }
 
 impl Job<'_> {
@@ -369,11 +369,11 @@ impl Job<'_> {
         loop {
             let outcome = match self.attempt(number)? {
                 Outcome::Success => self.wait_for_others(true)?,
-                Outcome::Without => self.wait_for_others(false)?,
+                Outcome::HostLeft => self.wait_for_others(false)?,
                 outcome => outcome,
             };
             match outcome {
-                Outcome::Success | Outcome::Without => return Ok(()),
+                Outcome::Success | Outcome::HostLeft => return Ok(()),
                 Outcome::Left(error) => {
                     self.may_go_on_elsewhere = true;
                     // Nobody is interrupted by it.
@@ -1643,7 +1643,7 @@ impl Job<'_> {
                 };
                 Outcome::Left(why.into_error(None))
             }
-            None if self.nodes.as_ref().is_none_or(Nodes::hosts_store) => Outcome::Without,
+            None if self.nodes.as_ref().is_none_or(Nodes::hosts_store) => Outcome::HostLeft,
             None => left(ErrorKind::PeerLost, "has lost all its ranks".to_owned()),
         }
     }

@@ -18,7 +18,7 @@ use crate::log::Log;
 use crate::state::{Event, State};
 
 /// The phase of ranks that form a new group.
-pub const FORMING: &str = "forming the group anew";
+pub const FORMING: &str = "forming the next group";
 
 /// How many times a store is asked that does not answer.
 const TRIES: u32 = 6;

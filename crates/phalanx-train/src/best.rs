@@ -29,7 +29,7 @@ impl BestMeasure {
     }
 
     /// The accuracy of what classifies, otherwise the loss.
-    fn usual(evaluation: &Evaluation) -> BestMeasure {
+    fn default_for(evaluation: &Evaluation) -> BestMeasure {
         match evaluation.confusion.classes() {
             0 => BestMeasure::new(LOSS, false),
             _ => BestMeasure::new(ACCURACY, true),
@@ -219,13 +219,13 @@ pub(crate) fn kept_name(metadata: &BTreeMap<String, String>) -> Option<String> {
 }
 
 /// Whether the greatest value of the measure `by`, as [`BestMeasure`] shows it, is the best.
-fn is_greatest(by: &str) -> bool {
+fn maximizes(by: &str) -> bool {
     by.ends_with(":max")
 }
 
 /// What an evaluation's measure was.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Judged {
+pub struct MetricPoint {
     /// The measure, as [`BestMeasure`] shows it.
     by: String,
     /// Steps of the training before it.
@@ -234,7 +234,7 @@ pub struct Judged {
     value: u64,
 }
 
-impl Judged {
+impl MetricPoint {
     /// The steps before it.
     pub(crate) fn step(&self) -> u64 {
         self.step
@@ -242,7 +242,7 @@ impl Judged {
 
     /// Its value, and whether the greatest is the best.
     pub(crate) fn value(&self) -> (f64, bool) {
-        (f64::from_bits(self.value), is_greatest(&self.by))
+        (f64::from_bits(self.value), maximizes(&self.by))
     }
 }
 
@@ -254,7 +254,7 @@ pub struct Best {
     best: Option<BestEpoch>,
     is_new: bool,
     /// All evaluations that were compared, of which everything else follows.
-    judged: Vec<Judged>,
+    judged: Vec<MetricPoint>,
 }
 
 impl Best {
@@ -270,7 +270,7 @@ impl Best {
     }
 
     /// Goes on from the evaluations `judged`, of which `best` was the best.
-    pub fn go_on(&mut self, best: Option<BestEpoch>, judged: &[Judged]) {
+    pub fn go_on(&mut self, best: Option<BestEpoch>, judged: &[MetricPoint]) {
         self.best = best;
         self.judged = judged.to_vec();
     }
@@ -290,7 +290,7 @@ impl Best {
         branch: String,
     ) -> Result<(f64, bool)> {
         let wanted = self.wanted.clone();
-        let by = wanted.unwrap_or_else(|| BestMeasure::usual(evaluation));
+        let by = wanted.unwrap_or_else(|| BestMeasure::default_for(evaluation));
         let Some(value) = by.value(evaluation) else {
             let values = evaluation.values.keys().map(|name| &**name);
             let accuracy = (evaluation.confusion.classes() > 0).then_some(ACCURACY);
@@ -316,7 +316,7 @@ impl Best {
             });
             self.is_new = true;
         }
-        self.judged.push(Judged {
+        self.judged.push(MetricPoint {
             by: name,
             step,
             value: value.to_bits(),
@@ -330,7 +330,7 @@ impl Best {
     }
 
     /// The evaluations that were compared.
-    pub fn judged(&self) -> &[Judged] {
+    pub fn judged(&self) -> &[MetricPoint] {
         &self.judged
     }
 
@@ -371,7 +371,7 @@ impl Best {
         // It may have been another one before the run was resumed.
         let by = self.wanted().unwrap_or_else(|| last.by.clone());
         let judged = self.judged.iter().filter(|judged| judged.by == by);
-        early.is_reached(judged.map(|judged| judged.value().0), is_greatest(&by))
+        early.is_reached(judged.map(|judged| judged.value().0), maximizes(&by))
     }
 
     /// Whether the weights that were compared last are the best, and are not saved yet.

@@ -5,7 +5,7 @@ use std::io::{self, BufRead, BufReader};
 
 use phalanx_base::host_name;
 use phalanx_comm::transport::machine;
-use phalanx_comm::{ProcessGroup, ReduceOp, name_ranks};
+use phalanx_comm::{ProcessGroup, ReduceOp, format_ranks};
 use phalanx_launch::RankContext;
 use phalanx_launch::TransportArg;
 use serde::{Deserialize, Serialize};
@@ -274,7 +274,7 @@ fn name_apart(hosts: &mut [HostReport]) {
 /// `2 ranks`, or the numbers of a few.
 fn ranks_where(all: &[RankFacts], holds: impl Fn(&RankFacts) -> bool) -> String {
     let ranks: Vec<usize> = (0..all.len()).filter(|rank| holds(&all[*rank])).collect();
-    name_ranks(&ranks)
+    format_ranks(&ranks)
 }
 
 fn same_program(all: &[RankFacts]) -> Check {
@@ -402,7 +402,7 @@ fn sums(measured: &[Measured]) -> Check {
         true => Check::ok(NAME, "right, and the same bits on all ranks"),
         false => Check::problem(
             NAME,
-            format!("wrong sums on {}", name_ranks(&wrong)),
+            format!("wrong sums on {}", format_ranks(&wrong)),
             "the same program on all hosts; then check the memory of these hosts",
         ),
     }

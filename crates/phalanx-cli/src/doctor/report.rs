@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use phalanx_comm::name_ranks;
+use phalanx_comm::format_ranks;
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -64,7 +64,7 @@ impl Report {
             let address = address.map_or(String::new(), |address| format!(" ({address})"));
             let ranks = match self.world {
                 1 => String::new(),
-                _ => format!(", {}", name_ranks(&host.ranks)),
+                _ => format!(", {}", format_ranks(&host.ranks)),
             };
             let _ = writeln!(text, "Host {}{address}{ranks}", host.name);
             let is_shown = |check: &&Check| index == 0 || check.status > Status::Ok;
@@ -273,8 +273,8 @@ Ranks                transport     latency    bandwidth
 
     #[test]
     fn lists_of_ranks() {
-        assert_eq!(name_ranks(&[3]), "rank 3");
-        assert_eq!(name_ranks(&[0, 1]), "ranks 0, 1");
-        assert_eq!(name_ranks(&[0, 1, 2, 5]), "ranks 0-2, 5");
+        assert_eq!(format_ranks(&[3]), "rank 3");
+        assert_eq!(format_ranks(&[0, 1]), "ranks 0, 1");
+        assert_eq!(format_ranks(&[0, 1, 2, 5]), "ranks 0-2, 5");
     }
 }

@@ -15,7 +15,7 @@ use crate::messages::Messages;
 use crate::operation::{Buffers, Limits, Operation, Signature, Visit};
 use crate::recorder::Flight;
 use crate::shm::Counters;
-use crate::stall::{Board, Counts, Users, end_group};
+use crate::stall::{Counts, StallReports, Users, end_group};
 use crate::transport::AbortHandle;
 use crate::{Error, Result};
 
@@ -36,7 +36,7 @@ pub(crate) struct Runner {
     operations: u64,
     failed: Option<Error>,
     /// Absent in a group of one.
-    board: Option<Board>,
+    board: Option<StallReports>,
     bytes_sent: Arc<[AtomicU64]>,
 }
 
@@ -47,7 +47,7 @@ impl Runner {
         flight: Flight,
         rank: usize,
         limits: Limits,
-        board: Option<Board>,
+        board: Option<StallReports>,
         (counts, users): (Arc<Counts>, Arc<Users>),
     ) -> Runner {
         Runner {
@@ -240,7 +240,7 @@ impl Runner {
 
     /// Poisons the group over an error; returns the error to report.
     fn poison_over(&self, error: Error, cause: String) -> Error {
-        let found = self.board.as_ref().and_then(Board::found);
+        let found = self.board.as_ref().and_then(StallReports::found);
         end_group(&self.abort, self.rank, found, error, cause)
     }
 

@@ -40,7 +40,7 @@ pub use self::options::{Call, GroupOptions, InitOptions, Transport};
 pub use self::phase::PhaseGuard;
 pub use self::token::read_token;
 pub use self::work::{OpTimes, Work};
-pub use monitored::name_ranks;
+pub use monitored::format_ranks;
 
 use self::join::{Processes, WORLD_GROUP};
 use self::launch::check_rank;
@@ -54,7 +54,7 @@ use crate::plan::Hosts;
 use crate::recorder::{Failure, Flight, Place, Recorder, Watched};
 use crate::select::{Algorithm, Costs, Rules, Selector};
 use crate::shm::{CollectiveBytes, Counters};
-use crate::stall::{Board, Counts, Users};
+use crate::stall::{Counts, StallReports, Users};
 use crate::transport::{AbortHandle, GroupKeys, Mesh, Poison, TransportKind, thread_mesh_with};
 use crate::wait::{Budgets, Callers, Topology};
 use crate::{Bucket, Element, Error, Result};
@@ -352,7 +352,7 @@ impl ProcessGroup {
         let flight = Flight::new(watched, kinds, &identity.roster);
         let board = || {
             let ranks = (member.rank, &identity.roster[..]);
-            (member.world > 1).then(|| Board::new(Arc::clone(&keys), ranks, abort.clone()))
+            (member.world > 1).then(|| StallReports::new(Arc::clone(&keys), ranks, abort.clone()))
         };
         let counts = Arc::new(Counts::new(member.world));
         let users = Arc::new(Users::new(callers.clone()));

@@ -125,7 +125,7 @@ impl Barrier<'_> {
                 .collect();
             verdict.push(format!(
                 "{} did not arrive within {:.2} s; arrived: {}",
-                name_ranks(&missing),
+                format_ranks(&missing),
                 start.elapsed().as_secs_f64(),
                 rank_list(&arrived)
             ));
@@ -133,7 +133,7 @@ impl Barrier<'_> {
         if !gone.is_empty() {
             verdict.push(format!(
                 "{} gave up before rank 0 arrived",
-                name_ranks(&gone)
+                format_ranks(&gone)
             ));
         }
         let verdict = verdict.join("; ");
@@ -245,7 +245,7 @@ fn is_late(error: &phalanx_store::Error) -> bool {
 }
 
 /// Ranks as text: `rank 3`, `ranks 0, 2-4, 7`.
-pub fn name_ranks(list: &[usize]) -> String {
+pub fn format_ranks(list: &[usize]) -> String {
     let plural = if list.len() == 1 { "rank" } else { "ranks" };
     format!("{plural} {}", rank_list(list))
 }

@@ -11,7 +11,7 @@ use super::{Shared, Way};
 use crate::exec::{Frame, FrameContext, Sender};
 use crate::operation::Operation;
 use crate::plan::Collective;
-use crate::stall::{Awaited, Board, Found};
+use crate::stall::{Awaited, Found, StallReports};
 use crate::transport::{Interest, Mesh, Poison};
 use crate::{Error, ErrorKind, Result};
 
@@ -59,7 +59,7 @@ pub(super) struct Engine {
     want: Vec<Interest>,
     /// The entry of the message that a thread was noted to wait for.
     noted: Option<u64>,
-    board: Option<Board>,
+    board: Option<StallReports>,
     bytes_sent: Arc<[AtomicU64]>,
 }
 
@@ -68,7 +68,7 @@ impl Engine {
         mesh: Mesh,
         ids: (u32, u32),
         segment_bytes: usize,
-        board: Option<Board>,
+        board: Option<StallReports>,
         bytes_sent: Arc<[AtomicU64]>,
     ) -> Engine {
         let world = mesh.world();
@@ -95,7 +95,7 @@ impl Engine {
 
     /// Why a wait never ends, if this rank has found that.
     pub(super) fn found(&self) -> Option<&(Found, Poison)> {
-        self.board.as_ref().and_then(Board::found)
+        self.board.as_ref().and_then(StallReports::found)
     }
 
     /// Runs until `enough`, which gets the time since something moved.

@@ -26,7 +26,7 @@ use self::engine::Engine;
 use self::pending::Pending;
 use crate::operation::{Limits, Operation};
 use crate::recorder::MessageFlight;
-use crate::stall::{Board, Counts, Users, end_group};
+use crate::stall::{Counts, StallReports, Users, end_group};
 use crate::sync::lock;
 use crate::transport::{AbortHandle, Mesh, Poison, Waker};
 use crate::wait::{Callers, take_short_turns};
@@ -144,7 +144,7 @@ struct Load {
 /// What the messages of a rank share with its collectives.
 pub(crate) struct Common {
     pub(crate) flight: MessageFlight,
-    pub(crate) board: Option<Board>,
+    pub(crate) board: Option<StallReports>,
     pub(crate) counts: Arc<Counts>,
     pub(crate) users: Arc<Users>,
     pub(crate) bytes_sent: Arc<[AtomicU64]>,

@@ -49,17 +49,17 @@ pub(crate) struct Watched {
     pub(super) limit_ns: AtomicU64,
     /// When something last moved in a long operation, in ticks.
     pub(super) moved: AtomicU64,
-    talk: Mutex<Talk>,
+    talk: Mutex<Reporting>,
     /// The records read from the store of ranks without a cell.
     heard: Mutex<Vec<Fact>>,
-    beats: Mutex<Beats>,
+    beats: Mutex<Heartbeats>,
     /// When a rank without a cell was last known to be in a declared phase, on the monotonic clock; 0: never.
     heard_busy_ns: AtomicU64,
 }
 
 /// The store's record of declared phases: a number that grows while any rank of the group is in one.
 #[derive(Default)]
-struct Beats {
+struct Heartbeats {
     told_ns: u64,
     asked_ns: u64,
     /// The last value read; none before the first read.
@@ -68,7 +68,7 @@ struct Beats {
 
 /// What was reported, so that it is reported once.
 #[derive(Default)]
-struct Talk {
+struct Reporting {
     /// The ticket reported, and how often.
     late: (u64, u32),
     published_ns: Option<u64>,

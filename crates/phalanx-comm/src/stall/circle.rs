@@ -31,7 +31,7 @@
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
-use super::post::Post;
+use super::post::StallReport;
 use crate::plan::Collective;
 
 /// Reports of a rank after which at least one was made after the first was seen: one
@@ -73,7 +73,7 @@ impl What {
 
 /// Whether `post` is of a collective that ends on its rank only after rank
 /// `other` has begun it.
-fn depends((rank, post): (usize, &Post), other: usize) -> bool {
+fn depends((rank, post): (usize, &StallReport), other: usize) -> bool {
     let header = &post.header;
     let Some(collective) = Collective::from_wire(header.collective) else {
         return false;
@@ -92,7 +92,7 @@ fn depends((rank, post): (usize, &Post), other: usize) -> bool {
 }
 
 /// How rank `x` waits for rank `y`, if it does.
-fn waits((x, mine): (usize, &Post), (y, theirs): (usize, &Post)) -> Option<What> {
+fn waits((x, mine): (usize, &StallReport), (y, theirs): (usize, &StallReport)) -> Option<What> {
     let awaited = mine.awaited(y);
     if !mine.is_message() {
         let seq = mine.header.seq;
@@ -117,15 +117,15 @@ fn waits((x, mine): (usize, &Post), (y, theirs): (usize, &Post)) -> Option<What>
 /// A cycle of at most `most` ranks through rank `me`, beginning with the lowest rank.
 /// `ask` returns the last post of a rank.
 pub(super) fn find<E>(
-    (me, mine): (usize, &Post),
+    (me, mine): (usize, &StallReport),
     most: usize,
-    mut ask: impl FnMut(usize) -> Result<Option<Post>, E>,
+    mut ask: impl FnMut(usize) -> Result<Option<StallReport>, E>,
 ) -> Result<Option<Vec<Wait>>, E> {
     // The path so far; the last one's peers are tried one after another.
-    let mut path: Vec<(usize, Post, usize)> = vec![(me, mine.clone(), 0)];
+    let mut path: Vec<(usize, StallReport, usize)> = vec![(me, mine.clone(), 0)];
     let mut ways: Vec<What> = Vec::new();
     let mut seen = HashSet::from([me]);
-    let mut asked: HashMap<usize, Option<Post>> = HashMap::new();
+    let mut asked: HashMap<usize, Option<StallReport>> = HashMap::new();
     while let Some((x, post, tried)) = path.last_mut() {
         // The way back to `me` is tried first: in a collective it may exist although
         // the plan does not wait for `me` directly.
@@ -163,7 +163,7 @@ pub(super) fn find<E>(
     Ok(None)
 }
 
-fn in_order(path: &[(usize, Post, usize)], ways: &[What]) -> Vec<Wait> {
+fn in_order(path: &[(usize, StallReport, usize)], ways: &[What]) -> Vec<Wait> {
     let nexts = path.iter().cycle().skip(1);
     let mut circle: Vec<Wait> = path
         .iter()
@@ -255,7 +255,7 @@ mod tests {
     const NOBODY: [usize; 0] = [];
 
     /// Rank numbers with their posts, as in the store.
-    type Said = Vec<(usize, Post)>;
+    type Said = Vec<(usize, StallReport)>;
 
     fn post(
         collective: Collective,
@@ -263,17 +263,17 @@ mod tests {
         (begun, turn): (u64, u64),
         awaits: &[Awaited],
         counts: &[(u64, u64)],
-    ) -> Post {
+    ) -> StallReport {
         let mut header = Header::new(Kind::Data);
         header.collective = collective.wire();
         (header.root, header.seq, header.count) = (root, seq, count);
         let awaits = awaits.iter().copied();
         let counts = Counts::of(begun, counts);
-        Post::new(header, &counts.begun(&|| true), (3, turn), awaits)
+        StallReport::new(header, &counts.begun(&|| true), (3, turn), awaits)
     }
 
     /// A send waits for nobody.
-    fn sends(to: usize, k: u64, counts: &[(u64, u64)]) -> Post {
+    fn sends(to: usize, k: u64, counts: &[(u64, u64)]) -> StallReport {
         let awaited = Awaited {
             peer: to,
             data: false,
@@ -282,7 +282,7 @@ mod tests {
         post(Collective::SendRecv, (0, k, 9), (5, 1), &[awaited], counts)
     }
 
-    fn receives(from: usize, k: u64, counts: &[(u64, u64)]) -> Post {
+    fn receives(from: usize, k: u64, counts: &[(u64, u64)]) -> StallReport {
         let awaited = Awaited {
             peer: from,
             data: true,
@@ -292,7 +292,7 @@ mod tests {
     }
 
     /// In collective `seq`, waiting for `from`.
-    fn inside(collective: Collective, seq: u64, from: usize, data: bool) -> Post {
+    fn inside(collective: Collective, seq: u64, from: usize, data: bool) -> StallReport {
         let awaited = Awaited {
             peer: from,
             data,
@@ -360,7 +360,7 @@ mod tests {
     #[test]
     fn what_is_on_its_way_is_no_circle() {
         let one = receives(0, 7, &[(4, 8)]);
-        let sent = |zero: Post| ranks(&seen_by(0, &vec![(0, zero), (1, one.clone())]));
+        let sent = |zero: StallReport| ranks(&seen_by(0, &vec![(0, zero), (1, one.clone())]));
         assert_eq!(sent(receives(1, 4, &[(0, 0), (7, 5)])), [0, 1]);
         assert_eq!(
             sent(receives(1, 4, &[(0, 0), (8, 5)])),
@@ -405,7 +405,7 @@ mod tests {
             post(Collective::SendRecv, of, (5, 1), &awaits, counts)
         };
         let other = (2, receives(0, 0, &[]));
-        let found = |zero: Post| ranks(&seen_by(0, &vec![(0, zero), other.clone()]));
+        let found = |zero: StallReport| ranks(&seen_by(0, &vec![(0, zero), other.clone()]));
         assert_eq!(found(batch(&[(0, 0), (0, 1), (0, 1)])), [0, 2]);
         // It sends to rank 2 as well.
         assert_eq!(found(batch(&[(0, 0), (0, 1), (1, 1)])), NOBODY);
@@ -433,8 +433,8 @@ mod tests {
     /// Rank 0 is in collective 5, rank 1 in message 2 between them.
     #[test]
     fn a_collective_against_a_message() {
-        let outside = |shape: fn(usize, u64, &[(u64, u64)]) -> Post| shape(0, 2, &[]);
-        let met = |zero: &Post, one: &Post| {
+        let outside = |shape: fn(usize, u64, &[(u64, u64)]) -> StallReport| shape(0, 2, &[]);
+        let met = |zero: &StallReport, one: &StallReport| {
             let said = vec![(0, zero.clone()), (1, one.clone())];
             let there = ranks(&seen_by(0, &said));
             assert_eq!(there, ranks(&seen_by(1, &said)));
@@ -451,7 +451,7 @@ mod tests {
         // Rank 0 has sent that message, or taken it, before.
         let counts = Counts::of(6, &[(0, 0), (3, 3)]);
         let begun = counts.begun(&|| true);
-        let sent = Post::new(barrier.header, &begun, (3, 1), barrier.awaits.into_iter());
+        let sent = StallReport::new(barrier.header, &begun, (3, 1), barrier.awaits.into_iter());
         assert!(!met(&sent, &outside(receives)));
     }
 

@@ -2,7 +2,7 @@
 
 use super::circle;
 use super::counts::Counts;
-use super::post::{AWAITED_MAX, Awaited, Post};
+use super::post::{AWAITED_MAX, Awaited, StallReport};
 use crate::plan::Collective;
 use phalanx_wire::frame::{Header, Kind};
 
@@ -10,16 +10,16 @@ use phalanx_wire::frame::{Header, Kind};
 /// encodes to the same bytes, and a reported cycle is one.
 pub(crate) fn posts(mut data: &[u8]) {
     const RANKS: usize = 12;
-    let mut table: Vec<Option<Post>> = Vec::new();
+    let mut table: Vec<Option<StallReport>> = Vec::new();
     while let Some((length, rest)) = data.split_first_chunk()
         && table.len() < RANKS
     {
         let length = usize::from(u16::from_le_bytes(*length)).min(rest.len());
         let (bytes, rest) = rest.split_at(length);
-        let post = Post::decode(bytes);
+        let post = StallReport::decode(bytes);
         if let Some(post) = &post {
             assert!(post.awaits.len() <= AWAITED_MAX);
-            assert_eq!(Post::decode(&post.encode()).as_ref(), Some(post));
+            assert_eq!(StallReport::decode(&post.encode()).as_ref(), Some(post));
         }
         table.push(post);
         data = rest;
@@ -53,10 +53,10 @@ pub(crate) fn posts_seeds() -> Vec<Vec<u8>> {
         };
         let counts = Counts::of(3, &[(1, 1), (0, 0), (2, 2)]);
         let begun = counts.begun(&|| true);
-        Post::new(header, &begun, (1, 1), [awaited].into_iter())
+        StallReport::new(header, &begun, (1, 1), [awaited].into_iter())
     };
-    let all = |posts: &[Post]| {
-        let encoded = posts.iter().map(Post::encode);
+    let all = |posts: &[StallReport]| {
+        let encoded = posts.iter().map(StallReport::encode);
         let framed =
             encoded.map(|bytes| [&(bytes.len() as u16).to_le_bytes(), &bytes[..]].concat());
         framed.collect::<Vec<_>>().concat()

@@ -3,7 +3,7 @@
 //! A frame names its sender's operation, so the first frame reveals most mistakes. But
 //! when two ranks both wait to receive (each expects another root of a broadcast), no
 //! frame is ever sent. So a rank that has waited for [`AFTER`] without progress writes
-//! a [`Post`] to the store, with its operation and the ranks it waits for, and repeats
+//! a [`StallReport`] to the store, with its operation and the ranks it waits for, and repeats
 //! that while nothing moves. It also reads the posts of the ranks it waits for. Two
 //! different operations with the same number are certainly a desync, however late
 //! either rank is. Ranks that wait for each other in a cycle are found by following the
@@ -31,7 +31,7 @@ pub(crate) use self::counts::{Begun, Counts, Users, this_thread};
 pub(crate) use self::post::Awaited;
 
 use self::circle::Suspect;
-use self::post::Post;
+use self::post::StallReport;
 use crate::lost::LostRanks;
 use crate::operation::Signature;
 use crate::transport::{AbortHandle, GroupKeys, Poison};
@@ -46,8 +46,8 @@ const AGAIN: Duration = Duration::from_millis(250);
 const CIRCLE_MAX: usize = 32;
 
 /// Publishes what this rank waits in, for the other ranks of a group.
-pub(crate) struct Board {
-    desk: Option<Desk>,
+pub(crate) struct StallReports {
+    desk: Option<StallReporter>,
     tell: Option<SyncSender<Report>>,
     told: Option<Instant>,
     /// Since when nothing has moved, and the number of this stall.
@@ -68,7 +68,7 @@ pub(crate) enum Found {
 }
 
 /// The state of the asking thread.
-struct Desk {
+struct StallReporter {
     keys: Arc<GroupKeys>,
     rank: usize,
     abort: AbortHandle,
@@ -80,7 +80,7 @@ struct Desk {
 
 struct Report {
     signature: Signature,
-    post: Post,
+    post: StallReport,
 }
 
 /// Whether `cause` is a cycle of ranks that includes this one: then it is an error of
@@ -122,16 +122,16 @@ pub(crate) fn end_group(
     }
 }
 
-impl Board {
+impl StallReports {
     /// For `rank` of a group whose ranks are the processes `numbers`.
     pub(crate) fn new(
         keys: Arc<GroupKeys>,
         (rank, numbers): (usize, &[usize]),
         abort: AbortHandle,
-    ) -> Board {
+    ) -> StallReports {
         let found = Arc::new(OnceLock::new());
-        Board {
-            desk: Some(Desk {
+        StallReports {
+            desk: Some(StallReporter {
                 keys,
                 rank,
                 abort,
@@ -181,7 +181,7 @@ impl Board {
         let which = (self.stall.1, self.turn + 1);
         let report = Report {
             signature: *signature,
-            post: Post::new(signature.header(0, 0), begun, which, awaits),
+            post: StallReport::new(signature.header(0, 0), begun, which, awaits),
         };
         match tell.try_send(report) {
             Ok(()) => self.turn += 1,
@@ -198,7 +198,7 @@ impl Board {
     }
 }
 
-impl Desk {
+impl StallReporter {
     /// Runs until the group ends.
     fn serve(&mut self, reports: &Receiver<Report>) {
         let mine = self.key(self.rank);
@@ -245,9 +245,9 @@ impl Desk {
     }
 
     /// The last post of `rank`, if there is one.
-    fn ask(&self, rank: usize) -> phalanx_store::Result<Option<Post>> {
+    fn ask(&self, rank: usize) -> phalanx_store::Result<Option<StallReport>> {
         let bytes = self.keys.store().try_get(&self.key(rank))?;
-        Ok(bytes.and_then(|bytes| Post::decode(&bytes)))
+        Ok(bytes.and_then(|bytes| StallReport::decode(&bytes)))
     }
 
     /// The reason why this wait never ends, if it does not.
@@ -260,20 +260,20 @@ impl Desk {
         // From a rank in a collective only direct peers are followed: the other ranks
         // of a longer cycle find it, and a collective has many ranks.
         let most = if mine.is_message() { CIRCLE_MAX } else { 2 };
-        let mut asked: Vec<(usize, Post)> = Vec::new();
+        let mut asked: Vec<(usize, StallReport)> = Vec::new();
         let found = circle::find((me, mine), most, |rank| -> phalanx_store::Result<_> {
             let post = self.ask(rank)?;
             asked.extend(post.iter().map(|post| (rank, post.clone())));
             Ok(post)
         })?;
-        let is_other = |theirs: &Post| {
+        let is_other = |theirs: &StallReport| {
             !mine.is_message()
                 && !theirs.is_message()
                 && theirs.operation().seq() == report.signature.seq
                 && !report.signature.matches(&theirs.operation())
         };
         let desync =
-            |rank: usize, post: &Post| report.signature.desync(me, rank, &post.operation());
+            |rank: usize, post: &StallReport| report.signature.desync(me, rank, &post.operation());
         if let Some((rank, post)) = asked.iter().find(|(_, post)| is_other(post)) {
             return Ok(Some(desync(*rank, post)));
         }
@@ -285,7 +285,7 @@ impl Desk {
             return Ok(None);
         }
         // For two ranks of which one is in a collective, naming the calls says more.
-        let other = |(rank, post): &&(usize, Post)| {
+        let other = |(rank, post): &&(usize, StallReport)| {
             let is_in = circle.iter().any(|wait| wait.rank == *rank);
             is_in && post.is_message() != mine.is_message()
         };
@@ -306,7 +306,7 @@ mod tests {
     #[test]
     fn what_was_not_handed_on_is_no_turn_and_what_moved_is_another_stall() {
         let (tell, told) = sync_channel(1);
-        let mut board = Board {
+        let mut board = StallReports {
             desk: None,
             tell: Some(tell),
             told: None,

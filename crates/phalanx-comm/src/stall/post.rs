@@ -36,7 +36,7 @@ pub(super) struct Counted {
 
 /// The post of a stalled rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Post {
+pub(super) struct StallReport {
     pub(super) header: Header,
     /// Collectives begun so far.
     pub(super) begun: u64,
@@ -58,13 +58,13 @@ const AWAITED_BYTES: usize = 13;
 /// Bytes of a [`Counted`] in a post.
 const COUNTED_BYTES: usize = 20;
 
-impl Post {
+impl StallReport {
     pub(super) fn new(
         header: Header,
         begun: &Begun<'_>,
         (stall, turn): (u64, u64),
         awaits: impl Iterator<Item = Awaited>,
-    ) -> Post {
+    ) -> StallReport {
         let some = |(peer, (sent, received))| Counted {
             peer,
             sent,
@@ -80,7 +80,7 @@ impl Post {
             Some(Collective::SendRecv) => AWAITED_MAX,
             _ => AWAITED_MAX_INSIDE,
         };
-        Post {
+        StallReport {
             header,
             begun: begun.collectives(),
             stall,
@@ -120,7 +120,7 @@ impl Post {
     }
 
     /// Decodes untrusted bytes; reads no more than a post may have.
-    pub(super) fn decode(bytes: &[u8]) -> Option<Post> {
+    pub(super) fn decode(bytes: &[u8]) -> Option<StallReport> {
         let (header, mut rest) = bytes.split_first_chunk()?;
         let mut number = || {
             let (number, others) = rest.split_first_chunk()?;
@@ -154,7 +154,7 @@ impl Post {
                 received: u64::from_le_bytes(*received.first_chunk()?),
             })
         });
-        Some(Post {
+        Some(StallReport {
             header: Header::decode(header).ok()?,
             begun,
             stall,
@@ -207,18 +207,21 @@ mod tests {
         let counts: Vec<(u64, u64)> = (0..70).map(|peer| (peer % 3, peer % 2)).collect();
         let counts = Counts::of(6, &counts);
         let header = Header::new(Kind::Data);
-        let post = Post::new(header, &counts.begun(&|| true), (7, 8), awaits.into_iter());
+        let post = StallReport::new(header, &counts.begun(&|| true), (7, 8), awaits.into_iter());
         let bytes = post.encode();
-        assert_eq!(Post::decode(&bytes), Some(post.clone()));
+        assert_eq!(StallReport::decode(&bytes), Some(post.clone()));
         for end in 0..64 + 26 + 3 * AWAITED_BYTES {
-            assert_eq!(Post::decode(&bytes[..end]), None, "{end}");
+            assert_eq!(StallReport::decode(&bytes[..end]), None, "{end}");
         }
         let mut long = bytes.clone();
         long.extend([1; COUNTED_BYTES * (COUNTED_MAX + 9)]);
-        assert_eq!(Post::decode(&long).unwrap().counts.len(), COUNTED_MAX);
+        assert_eq!(
+            StallReport::decode(&long).unwrap().counts.len(),
+            COUNTED_MAX
+        );
         let mut lie = bytes;
         lie[64 + 25] = AWAITED_MAX as u8 + 1;
-        assert_eq!(Post::decode(&lie), None);
+        assert_eq!(StallReport::decode(&lie), None);
         let sent = |peer| post.counted(peer).unwrap().sent;
         assert_eq!((sent(2), sent(3), sent(1000)), (2, 0, 0));
     }
@@ -229,13 +232,13 @@ mod tests {
             let counts: Vec<(u64, u64)> = (0..n).map(|peer| (peer + 1, 0)).collect();
             let counts = Counts::of(0, &counts);
             let header = Header::new(Kind::Data);
-            Post::new(header, &counts.begun(&|| false), (0, 0), std::iter::empty())
+            StallReport::new(header, &counts.begun(&|| false), (0, 0), std::iter::empty())
         };
         let full = post(COUNTED_MAX as u64);
         assert_eq!(full.counted(COUNTED_MAX).unwrap().sent, 0);
         let more = post(COUNTED_MAX as u64 + 1);
         assert_eq!(more.counted(7).unwrap().sent, 8);
         assert_eq!(more.counted(COUNTED_MAX), None);
-        assert_eq!(Post::decode(&more.encode()), Some(more));
+        assert_eq!(StallReport::decode(&more.encode()), Some(more));
     }
 }

@@ -63,7 +63,7 @@ pub struct Attempt {
     /// Its launchers, by node rank.
     ids: Vec<Id>,
     infos: Vec<NodeInfo>,
-    /// Those of them that are lost.
+    /// The launchers that are lost, by id.
     lost: Vec<Id>,
     /// The ranks' `MASTER_PORT` on node 0.
     pub master_port: u16,

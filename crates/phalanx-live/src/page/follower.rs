@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use phalanx_track::{Follow, Record};
 
 use super::hub::Hub;
-use super::job::{Inbox, Job, Told};
+use super::job::{Inbox, Job, JobState};
 use super::run::RunView;
 use super::view::View;
 use crate::{End, Result, run_folder};
@@ -29,7 +29,7 @@ const LAST_LIMIT: Duration = Duration::from_secs(2);
 /// Reads the folder, and tells the hub.
 pub(crate) struct Follower {
     hub: Arc<Hub<View>>,
-    told: Arc<Told>,
+    told: Arc<JobState>,
     job: Job,
     pointer: Option<PathBuf>,
     followed: Option<(PathBuf, Follow)>,
@@ -39,7 +39,7 @@ pub(crate) struct Follower {
 
 impl Follower {
     /// The first state is there at once.
-    pub fn new(hub: Arc<Hub<View>>, told: Arc<Told>, job: Job) -> Follower {
+    pub fn new(hub: Arc<Hub<View>>, told: Arc<JobState>, job: Job) -> Follower {
         hub.update(|view| view.set_job(job.clone()));
         Follower {
             hub,

@@ -39,12 +39,12 @@ pub(crate) struct Inbox {
 
 /// The inbox, and a bell for its last message.
 #[derive(Debug, Default)]
-pub(crate) struct Told {
+pub(crate) struct JobState {
     inbox: Mutex<Inbox>,
     pub(super) ended: Condvar,
 }
 
-impl Told {
+impl JobState {
     pub fn inbox(&self) -> MutexGuard<'_, Inbox> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -18,7 +18,7 @@ use std::time::Duration;
 use self::access::Access;
 use self::follower::Follower;
 use self::hub::Hub;
-use self::job::{Job, Told};
+use self::job::{Job, JobState};
 use self::runs::Runs;
 use self::server::Site;
 use self::view::View;
@@ -30,7 +30,7 @@ const END_LIMIT: Duration = Duration::from_secs(3);
 
 /// The page of one job. It is served until this is dropped.
 pub struct Page {
-    told: Arc<Told>,
+    told: Arc<JobState>,
     serving: Serving<View>,
     /// Disconnected when its thread has ended.
     follower: Receiver<()>,
@@ -44,7 +44,7 @@ impl Page {
     /// `Usage`, if it cannot listen there; `System` without threads or random numbers.
     pub fn open(address: &Address, program: &str) -> Result<Page> {
         let serving = Serving::open(address)?;
-        let told = Arc::new(Told::default());
+        let told = Arc::new(JobState::default());
         let job = Job {
             program: program.to_owned(),
             host: phalanx_base::host_name(),

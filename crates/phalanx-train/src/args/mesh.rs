@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 pub struct MeshArgs {
     /// Train on global tensors, with the ranks as a mesh: `data` splits the batch, `tensor` the attention heads, MLPs and vocabulary. The sizes multiply to the number of ranks; the one that is left out follows from it [default: DistributedDataParallel over all ranks]
     #[arg(long, value_parser = parse, value_name = "data=N,tensor=N")]
-    pub mesh: Option<Typed>,
+    pub mesh: Option<MeshSize>,
     /// Split the weights over `data` too: each is gathered before its use, and its gradient is reduced and scattered (fully sharded data parallel)
     #[arg(long, requires = "mesh")]
     pub fully_sharded: bool,
@@ -26,14 +26,14 @@ pub struct MeshArgs {
 
 /// The sizes that were typed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Typed {
+pub struct MeshSize {
     data: Option<usize>,
     tensor: Option<usize>,
 }
 
-fn parse(text: &str) -> std::result::Result<Typed, String> {
+fn parse(text: &str) -> std::result::Result<MeshSize, String> {
     const ALLOWED: &str = "write data=N, tensor=N, or data=N,tensor=N, with sizes from 1 up";
-    let mut typed = Typed {
+    let mut typed = MeshSize {
         data: None,
         tensor: None,
     };
@@ -55,7 +55,7 @@ fn parse(text: &str) -> std::result::Result<Typed, String> {
     Ok(typed)
 }
 
-impl fmt::Display for Typed {
+impl fmt::Display for MeshSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let sizes = [("data", self.data), ("tensor", self.tensor)];
         let sizes = sizes.iter().filter_map(|(name, size)| {

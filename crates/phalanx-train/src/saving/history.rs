@@ -6,7 +6,7 @@ use phalanx_nn::optim::schedule::Schedule;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::best::{BestEpoch, Judged};
+use crate::best::{BestEpoch, MetricPoint};
 use crate::evaluation::Evaluation;
 use crate::param_group::SavedGroup;
 
@@ -35,7 +35,7 @@ pub struct History {
     pub(crate) best: Option<BestEpoch>,
     /// The evaluations that were compared.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) judged: Vec<Judged>,
+    pub(crate) judged: Vec<MetricPoint>,
     /// What was measured before the last evaluation, where `--max-steps` has cut an epoch for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) before_cut: Option<Box<History>>,
@@ -153,7 +153,7 @@ impl History {
 
     /// The steps of the training before the last evaluation, as far as it is known.
     pub fn last_step(&self) -> Option<u64> {
-        let judged = self.judged.last().map(Judged::step);
+        let judged = self.judged.last().map(MetricPoint::step);
         self.last_step.or(judged)
     }
 
