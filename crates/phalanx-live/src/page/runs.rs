@@ -152,10 +152,10 @@ impl Shown {
 
 impl hub::View for Runs {
     const FILES: &'static [(&'static str, &'static str, &'static str)] = &[
-        ("/", HTML, include_str!("runs.html")),
-        ("/run", HTML, include_str!("runs.html")),
+        ("/", HTML, include_str!("page.html")),
+        ("/run", HTML, include_str!("page.html")),
         (
-            "/runs.js",
+            "/page.js",
             "text/javascript; charset=utf-8",
             include_str!("runs.js"),
         ),

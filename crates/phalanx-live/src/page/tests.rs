@@ -47,7 +47,7 @@ fn page() -> Page {
 #[test]
 fn nothing_is_shown_without_the_secret_on_loopback_too() {
     let page = page();
-    for path in ["/", "/events", "/live.js", "/?key=", "/none"] {
+    for path in ["/", "/events", "/page.js", "/?key=", "/none"] {
         let get = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n");
         let answer = ask(&page, get.as_bytes());
         assert_eq!(status(&answer), "403", "{path}: {answer}");

@@ -55,9 +55,9 @@ impl View {
 
 impl hub::View for View {
     const FILES: &'static [(&'static str, &'static str, &'static str)] = &[
-        ("/", "text/html; charset=utf-8", include_str!("live.html")),
+        ("/", "text/html; charset=utf-8", include_str!("page.html")),
         (
-            "/live.js",
+            "/page.js",
             "text/javascript; charset=utf-8",
             include_str!("live.js"),
         ),
