@@ -458,7 +458,7 @@ fn damaged_and_foreign_checkpoints_change_nothing() {
     }
     std::fs::write(&path, &whole).expect("written");
     ranks(2, |group| load(&group, &Model::new(0)).expect("whole"));
-    refused("state is another", &|group, model| {
+    refused("state has another type", &|group, model| {
         ddp(group, model)
             .load::<u32>(&path, &mut adamw(model))
             .map(drop)
