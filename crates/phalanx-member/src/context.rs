@@ -109,7 +109,7 @@ impl RankContext {
         lock(&self.log).store().clone()
     }
 
-    /// The log of the job, which goes on with the events that this rank has not read.
+    /// A reader of the job's log. It continues after the events that this rank has read.
     pub fn log(&self) -> Log {
         lock(&self.log).clone()
     }

@@ -1,11 +1,11 @@
 //! Groups to test with, values to test on.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use half::{bf16, f16};
 use phalanx_comm::{Element, GroupOptions, InitOptions, ProcessGroup, ReduceOp, Transport};
-use phalanx_store::MemStore;
+use phalanx_store::{MemStore, Store};
 use phalanx_wire::Token;
 
 /// How the ranks of a test are linked.
@@ -302,4 +302,34 @@ pub fn assert_same_bits<T: Value>(got: &[T], want: &[T], what: impl Fn() -> Stri
             panic!("element {i} is {g:?}, not {w:?}: {}", what());
         }
     }
+}
+
+/// Returns when *all* ranks are through a barrier: after one of the group
+/// alone a rank may still be in it when the next one leaves.
+pub fn all_ready(group: &ProcessGroup, gate: &Barrier) {
+    group.barrier().unwrap();
+    gate.wait();
+}
+
+/// The sum of first ranks over the group, by which its members are checked.
+pub fn sum_of_members(group: &ProcessGroup) -> i64 {
+    let mut data = [group.global_rank() as i64];
+    group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+    data[0]
+}
+
+/// A store of its own, a token, and two ranks that have formed a group there.
+pub fn two_with_store(over: Over) -> (Arc<dyn Store>, Token, Vec<ProcessGroup>) {
+    let token = Token::generate().unwrap();
+    let store: Arc<dyn Store> = Arc::new(MemStore::new());
+    let groups = std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..2)
+            .map(|rank| {
+                let (store, options) = (Arc::clone(&store), init_options(over, &token));
+                scope.spawn(move || ProcessGroup::from_store(store, rank, 2, options).unwrap())
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    (store, token, groups)
 }

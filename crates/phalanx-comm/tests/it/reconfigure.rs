@@ -4,41 +4,14 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use phalanx_comm::{Call, Detached, ErrorKind, ProcessGroup, ReduceOp, report_lost};
+use phalanx_comm::{Call, Detached, ErrorKind, ProcessGroup, report_lost};
 use phalanx_store::MemStore;
 use phalanx_wire::Token;
 
-use crate::common::{EVERYWHERE, Over, PATIENCE, SOON, groups, init_options, on_each};
-
-/// Returns when *all* ranks are through a barrier: after one of the group
-/// alone a rank may still be in it when the next one leaves.
-fn all_ready(group: &ProcessGroup, gate: &Barrier) {
-    group.barrier().unwrap();
-    gate.wait();
-}
-
-/// The sum of first ranks over the group, by which its members are checked.
-fn sum_of_members(group: &ProcessGroup) -> i64 {
-    let mut data = [group.global_rank() as i64];
-    group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
-    data[0]
-}
-
-/// A store of its own, a token, and two ranks that have formed a group there.
-fn two_with_store(over: Over) -> (Arc<dyn phalanx_store::Store>, Token, Vec<ProcessGroup>) {
-    let token = Token::generate().unwrap();
-    let store: Arc<dyn phalanx_store::Store> = Arc::new(MemStore::new());
-    let groups = std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..2)
-            .map(|rank| {
-                let (store, options) = (Arc::clone(&store), init_options(over, &token));
-                scope.spawn(move || ProcessGroup::from_store(store, rank, 2, options).unwrap())
-            })
-            .collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    });
-    (store, token, groups)
-}
+use crate::common::{
+    EVERYWHERE, Over, PATIENCE, SOON, all_ready, groups, init_options, on_each, sum_of_members,
+    two_with_store,
+};
 
 /// A host that is down, or stopped with its launcher, closes no connection.
 #[test]

@@ -14,15 +14,9 @@ use phalanx_store::{MemStore, Store, TcpServer};
 use phalanx_wire::Token;
 
 use crate::common::{
-    EVERYWHERE, Over, PATIENCE, SOON, at_once, everywhere, groups, init_options, on_each,
+    EVERYWHERE, Over, PATIENCE, SOON, all_ready, at_once, everywhere, groups, init_options,
+    on_each, sum_of_members, two_with_store,
 };
-
-/// Returns when *all* ranks are through a barrier: after one of the group
-/// alone a rank may still be in it when the next one leaves.
-fn all_ready(group: &ProcessGroup, gate: &Barrier) {
-    group.barrier().unwrap();
-    gate.wait();
-}
 
 /// Long enough that a rank which does come is never left out, also on a busy
 /// machine.
@@ -34,13 +28,6 @@ fn hasty() -> ShrinkOptions {
         timeout: PATIENCE,
         ..ShrinkOptions::default()
     }
-}
-
-/// The sum of first ranks over the group, by which its members are checked.
-fn sum_of_members(group: &ProcessGroup) -> i64 {
-    let mut data = [group.global_rank() as i64];
-    group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
-    data[0]
 }
 
 #[test]
@@ -235,22 +222,6 @@ fn patient() -> ShrinkOptions {
         timeout: PATIENCE,
         ..ShrinkOptions::default()
     }
-}
-
-/// A store of its own, a token, and two ranks that have formed a group there.
-fn two_with_store(over: Over) -> (Arc<dyn Store>, Token, Vec<ProcessGroup>) {
-    let token = Token::generate().unwrap();
-    let store: Arc<dyn Store> = Arc::new(MemStore::new());
-    let groups = std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..2)
-            .map(|rank| {
-                let (store, options) = (Arc::clone(&store), init_options(over, &token));
-                scope.spawn(move || ProcessGroup::from_store(store, rank, 2, options).unwrap())
-            })
-            .collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    });
-    (store, token, groups)
 }
 
 #[test]
