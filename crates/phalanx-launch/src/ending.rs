@@ -2,6 +2,7 @@
 //! of a launcher that was killed tells the other nodes.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use phalanx_base::files::as_typed;
@@ -11,7 +12,7 @@ use phalanx_wire::Token;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::report::JobFailure;
+use crate::nodes::{LauncherEvent, LauncherLog};
 use crate::say;
 
 pub use folder::{deliver, record};
@@ -39,23 +40,17 @@ impl Training {
 /// How long the guard tries to tell the other nodes.
 const TELL_LIMIT: Duration = Duration::from_secs(2);
 
-/// Names of the guard's notes: where the other nodes meet, the job token in hexadecimal, the key there, a [`JobFailure`] as
-/// JSON, a [`Training`] as JSON.
+/// Names of the guard's notes: where the other nodes meet, the job token in hexadecimal, a [`LauncherEvent`] as JSON, a
+/// [`Training`] as JSON.
 const STORE: &str = "store";
 const TOKEN: &str = "token";
-const KEY: &str = "key";
-const VERDICT: &str = "verdict";
+const EVENT: &str = "event";
 const TRAINING: &str = "training";
 
-/// Sets the store and the verdict that `guard` publishes there under `key` when this launcher is killed.
-pub fn tell(guard: &Guard, store: &str, token: &Token, key: &str, verdict: &str) {
-    let token = token.to_hex();
-    for (name, text) in [
-        (STORE, store),
-        (TOKEN, &token),
-        (KEY, key),
-        (VERDICT, verdict),
-    ] {
+/// Sets the store, and what `guard` writes into the log of the launchers there when this launcher is killed.
+pub fn tell(guard: &Guard, store: &str, token: &Token, event: &LauncherEvent) {
+    let event = serde_json::to_string(event).unwrap_or_default();
+    for (name, text) in [(STORE, store), (TOKEN, &token.to_hex()), (EVENT, &event)] {
         guard.note(name, text);
     }
 }
@@ -75,14 +70,13 @@ pub fn killed(notes: Notes) -> impl FnOnce() {
     // The launcher's folder has the pointer to it.
     let run = training.as_ref().and_then(Training::folder);
     move || {
-        let verdict = notes.get(VERDICT);
-        let verdict = verdict.and_then(|text| serde_json::from_str::<JobFailure>(text).ok());
-        if let (Some(store), Some(token)) = (notes.get(STORE), notes.get(TOKEN))
-            && let (Some(key), Some(verdict)) = (notes.get(KEY), verdict)
+        let event = notes.get(EVENT);
+        let event = event.and_then(|text| serde_json::from_str::<LauncherEvent>(text).ok());
+        if let (Some(store), Some(token), Some(event)) = (notes.get(STORE), notes.get(TOKEN), event)
             && let Ok(token) = Token::from_hex(token)
             && let Ok(store) = TcpStore::connect(store, token, TELL_LIMIT)
         {
-            let _ = verdict.publish_at(&store, key);
+            let _ = LauncherLog::new(Arc::new(store)).append(|_| Some(event.clone()));
         }
         if let (Some(run), Some(training)) = (run, training) {
             let error = Error::new(

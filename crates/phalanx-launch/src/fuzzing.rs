@@ -6,7 +6,7 @@ use phalanx_process::oom;
 
 use super::args::LaunchArgs;
 use super::flags::LaunchCli;
-use super::nodes::NodeInfo;
+use super::nodes::LauncherEvent;
 use super::place::torchrun::rendezvous_conf;
 use super::place::{self, Env};
 use super::report::{self, JobFailure};
@@ -115,7 +115,7 @@ pub fn messages(data: &[u8]) {
         assert!(!error.render().is_empty());
         assert_ne!(error.exit_code(), 0, "a verdict is never a success");
     }
-    let _ = serde_json::from_slice::<NodeInfo>(data);
+    let _ = serde_json::from_slice::<LauncherEvent>(data);
     let text = String::from_utf8_lossy(data);
     if let Some(message) = report::error_file_message(&text) {
         assert!(message.chars().count() <= 2000);

@@ -129,8 +129,7 @@ pub fn run(plan: &LaunchPlan) -> Result<()> {
         if joined.has_begun() {
             joined.watch(meeting.lost_after, sender.clone())?;
         }
-        joined.await_end_of_attempt(sender.clone())?;
-        joined.coordinate(rules(plan, meeting), sender.clone())?;
+        joined.coordinate(rules(plan, meeting), None)?;
         drop(plan.until_met.take());
         (nodes, port) = (Some(joined), held);
     }
@@ -379,7 +378,7 @@ impl Job<'_> {
                     // Nobody is interrupted by it.
                     let code = ErrorKind::PeerLost.exit_code();
                     let verdict = self.plain_verdict(code, &error.chain());
-                    self.nodes.iter().for_each(|nodes| nodes.go(&verdict));
+                    self.nodes.iter().for_each(|nodes| drop(nodes.go(&verdict)));
                     if error.kind() != ErrorKind::Usage {
                         self.note(format!("{}; the other nodes continue", error.chain()));
                     }
@@ -489,7 +488,6 @@ impl Job<'_> {
                 let limit = meeting.map_or(LOST_AFTER, |meeting| meeting.lost_after);
                 nodes.watch(limit, self.sender.clone())?;
             }
-            nodes.await_end_of_attempt(self.sender.clone())?;
         }
         let nodes = self.nodes.as_ref();
         self.shared = shared(self.plan, &self.at, nodes, attempt.master_port);
@@ -501,13 +499,13 @@ impl Job<'_> {
         Ok(attempt.number)
     }
 
-    /// On node 0: the last launcher of `attempt` joins it, unless another attempt has begun.
+    /// The last launcher of `attempt` has joined it.
     fn admit(&mut self, attempt: &Attempt) -> Result<()> {
-        let Some(nodes) = self.nodes.as_mut().filter(|nodes| nodes.runs(attempt)) else {
-            return Ok(());
-        };
-        let name = nodes.admit(attempt, self.sender.clone())?;
-        self.note(format!("{name} joins"));
+        if let Some(nodes) = &mut self.nodes
+            && let Some(name) = nodes.admit(attempt, self.sender.clone())?
+        {
+            self.note(format!("{name} joins"));
+        }
         Ok(())
     }
 
@@ -516,7 +514,7 @@ impl Job<'_> {
         let page = self.page.take();
         if let Some(nodes) = &self.nodes {
             let decided = self.decided.unwrap_or_else(Instant::now);
-            nodes.leave(nodes.infos().len(), decided);
+            nodes.leave(decided);
         }
         let result = match (result, self.unwritten.first()) {
             (Ok(()), Some(what)) => Err(Error::new(
@@ -707,15 +705,8 @@ impl Job<'_> {
             return;
         };
         let verdict = JobFailure::of_killed(self.shared.node_rank, &self.host);
-        if let Ok(text) = serde_json::to_string(&verdict) {
-            ending::tell(
-                guard,
-                &self.at.dial,
-                &self.plan.token,
-                &nodes.death_key(),
-                &text,
-            );
-        }
+        let event = nodes.killed_event(verdict);
+        ending::tell(guard, &self.at.dial, &self.plan.token, &event);
         nodes.is_guarded();
     }
 
@@ -754,7 +745,6 @@ impl Job<'_> {
             _ => None,
         };
         let (nodes, _) = join_nodes(self.plan, meeting, &mut self.at, interrupt)?;
-        nodes.await_end_of_attempt(self.sender.clone())?;
         self.nodes = Some(nodes);
         Ok(())
     }
@@ -1125,9 +1115,6 @@ impl Job<'_> {
             Event::Admit(attempt) => {
                 if let Err(error) = self.admit(&attempt) {
                     self.note(format!("warning: {}", error.chain()));
-                    let why = self.plain_verdict(error.exit_code(), &error.chain());
-                    let nodes = self.nodes.iter();
-                    nodes.for_each(|nodes| nodes.refuse_last(&attempt, &why));
                 }
             }
             Event::Signal(Caught::End(signal, at)) if self.leave(watch, signal, at) => {}
@@ -1681,15 +1668,11 @@ impl Job<'_> {
             };
             let mut is_done = || done || log.as_mut().is_some_and(is_over);
             told = told || (is_done() && nodes.done()?);
-            if nodes.can_restart() {
-                // Node 0 decides, so that all know the same.
-                match nodes.end_of_attempt()? {
-                    Some(verdict) if verdict.code == 0 => return Ok(Outcome::Success),
-                    Some(verdict) => return Ok(Outcome::Failed(verdict.into_error(None))),
-                    None => {}
-                }
-            } else if told && nodes.all_done()? {
-                return Ok(Outcome::Success);
+            // The host of the store decides, so that all know the same.
+            match nodes.end_of_attempt()? {
+                Some(verdict) if verdict.code == 0 => return Ok(Outcome::Success),
+                Some(verdict) => return Ok(Outcome::Failed(verdict.into_error(None))),
+                None => {}
             }
             self.take_events()?;
         }

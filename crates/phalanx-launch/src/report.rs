@@ -3,15 +3,12 @@
 use std::fmt;
 use std::time::Duration;
 
-use phalanx_store::{Store as _, TcpStore};
 use serde::{Deserialize, Serialize};
 
 use super::machine::ExitStatus;
 use crate::error::{Error, ErrorKind};
 use crate::stop::signal_name;
 
-/// The key of the first verdict in the store of node 0, and the only one unless it was an echo.
-pub const ABORT_KEY: &str = "launch/abort";
 /// Label of the note that says what a rank was doing.
 pub const WHILE: &str = "while";
 /// Lines of a rank's stderr that the report repeats, at most.
@@ -20,7 +17,7 @@ const SAID_LINES: usize = 20;
 const LAST_LINES: usize = 10;
 
 /// Why the job ended, as launchers tell each other through the store.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct JobFailure {
     /// The exit code for every launcher.
     pub code: u8,
@@ -57,32 +54,6 @@ impl JobFailure {
             std::process::id(),
         );
         JobFailure::new(ErrorKind::PeerLost.exit_code(), node, message)
-    }
-
-    /// Writes it to the store of node 0 unless there is a better one, and returns the one that holds.
-    pub fn publish(&self, store: &TcpStore) -> phalanx_store::Result<JobFailure> {
-        self.publish_at(store, ABORT_KEY)
-    }
-
-    /// The same for the verdict of `key`.
-    pub fn publish_at(&self, store: &TcpStore, key: &str) -> phalanx_store::Result<JobFailure> {
-        let Ok(mine) = serde_json::to_vec(self) else {
-            return Ok(self.clone());
-        };
-        let mut expected: Option<Vec<u8>> = None;
-        // Twice: once against nothing, once against an echo.
-        for _ in 0..2 {
-            let stored = store.compare_set(key, expected.as_deref(), &mine)?;
-            if stored == mine {
-                break;
-            }
-            match serde_json::from_slice::<JobFailure>(&stored) {
-                Ok(theirs) if theirs.echo && !self.echo => expected = Some(stored),
-                Ok(theirs) => return Ok(theirs),
-                Err(_) => break,
-            }
-        }
-        Ok(self.clone())
     }
 
     /// Whether it is a rank's timeout whose cause is unknown on its node.

@@ -6,34 +6,117 @@
 //!
 //! Events are numbered from 0. An event is written as the Kth only by one who has read all K before it, so its writer knew
 //! the state that it changes. Where the store moves to another host, its copy has the log.
+//!
+//! Launchers have a log of their own, of the same kind, with other events.
 
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
 use phalanx_comm::report_lost;
 use phalanx_store::{Error, ErrorKind, Result, Store};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::state::{Event, State};
 
-/// A reader and writer of a job's log. A clone reads on from the same event.
-#[derive(Clone)]
-pub struct Log {
-    store: Arc<dyn Store>,
+/// What follows from the events of a log.
+pub trait Replay: Clone + Default {
+    /// One entry of the log.
+    type Event: Clone + Debug + Serialize + DeserializeOwned;
+
+    /// What the keys of the events begin with; it ends with `/`.
+    const PREFIX: &'static str;
+
+    /// Changes the state by the next event. An event that does not fit the state changes nothing.
+    fn apply(&mut self, event: Self::Event);
+}
+
+impl Replay for State {
+    type Event = Event;
+
+    const PREFIX: &'static str = "job/log/";
+
+    fn apply(&mut self, event: Event) {
+        State::apply(self, event);
+    }
+}
+
+/// The state after the first events of a log.
+#[derive(Clone, Debug, Default)]
+pub struct Replayed<S> {
     next: u64,
-    state: State,
+    state: S,
 }
 
-fn key(index: u64) -> String {
-    format!("job/log/{index}")
+impl<S: Replay> Replayed<S> {
+    /// The state after the events that were read.
+    pub fn state(&self) -> &S {
+        &self.state
+    }
+
+    /// The key of the next event.
+    pub fn next_key(&self) -> String {
+        format!("{}{}", S::PREFIX, self.next)
+    }
+
+    /// Reads on as far as `get` has events.
+    ///
+    /// # Errors
+    ///
+    /// Those of `get`; `Protocol` for an event that is not one.
+    pub fn read<B: AsRef<[u8]>>(&mut self, get: impl Fn(&str) -> Result<Option<B>>) -> Result<()> {
+        while let Some(bytes) = get(&self.next_key())? {
+            self.apply(bytes.as_ref())?;
+        }
+        Ok(())
+    }
+
+    /// The key and value of `event` as the next one.
+    ///
+    /// # Errors
+    ///
+    /// `Internal` for an event that JSON cannot say.
+    pub fn entry(&self, event: &S::Event) -> Result<(String, Vec<u8>)> {
+        let text = serde_json::to_vec(event).map_err(|error| {
+            let what = format!("{event:?} is not JSON: {error}");
+            Error::new(ErrorKind::Internal, what)
+        })?;
+        Ok((self.next_key(), text))
+    }
+
+    /// Takes the next event from its value.
+    ///
+    /// # Errors
+    ///
+    /// `Protocol` for an event that is not one.
+    pub fn apply(&mut self, bytes: &[u8]) -> Result<()> {
+        let event = serde_json::from_slice(bytes).map_err(|error| {
+            let what = format!("{} is no event of the job: {error}", self.next_key());
+            Error::new(ErrorKind::Protocol, what)
+        })?;
+        self.state.apply(event);
+        self.next += 1;
+        Ok(())
+    }
 }
 
-impl Log {
+/// A reader and writer of a log. A clone reads on from the same event.
+#[derive(Clone)]
+pub struct EventLog<S> {
+    store: Arc<dyn Store>,
+    replayed: Replayed<S>,
+}
+
+/// The log of a job's processes.
+pub type Log = EventLog<State>;
+
+impl<S: Replay> EventLog<S> {
     /// The log in `store`, of which nothing was read yet.
-    pub fn new(store: Arc<dyn Store>) -> Log {
-        Log {
+    pub fn new(store: Arc<dyn Store>) -> EventLog<S> {
+        EventLog {
             store,
-            next: 0,
-            state: State::default(),
+            replayed: Replayed::default(),
         }
     }
 
@@ -43,8 +126,8 @@ impl Log {
     }
 
     /// The state after the events that were read.
-    pub fn state(&self) -> &State {
-        &self.state
+    pub fn state(&self) -> &S {
+        &self.replayed.state
     }
 
     /// The state after all events. *Costs* one request, and one for each event that was not read yet.
@@ -52,11 +135,9 @@ impl Log {
     /// # Errors
     ///
     /// Those of the store; `Protocol` for an event that is not one.
-    pub fn read(&mut self) -> Result<&State> {
-        while let Some(bytes) = self.store.try_get(&key(self.next))? {
-            self.apply(&bytes)?;
-        }
-        Ok(&self.state)
+    pub fn read(&mut self) -> Result<&S> {
+        self.replayed.read(|key| self.store.try_get(key))?;
+        Ok(&self.replayed.state)
     }
 
     /// As [`read`](Self::read), after *blocking until* there is an event that was not read yet, at most `limit`.
@@ -64,23 +145,13 @@ impl Log {
     /// # Errors
     ///
     /// As [`read`](Self::read).
-    pub fn wait(&mut self, limit: Duration) -> Result<&State> {
-        match self.store.get(&key(self.next), limit) {
-            Ok(bytes) => self.apply(&bytes)?,
-            Err(error) if error.kind() == ErrorKind::Timeout => return Ok(&self.state),
+    pub fn wait(&mut self, limit: Duration) -> Result<&S> {
+        match self.store.get(&self.replayed.next_key(), limit) {
+            Ok(bytes) => self.replayed.apply(&bytes)?,
+            Err(error) if error.kind() == ErrorKind::Timeout => return Ok(self.state()),
             Err(error) => return Err(error),
         }
         self.read()
-    }
-
-    fn apply(&mut self, bytes: &[u8]) -> Result<()> {
-        let event = serde_json::from_slice(bytes).map_err(|error| {
-            let what = format!("event {} of the job's log is garbled: {error}", self.next);
-            Error::new(ErrorKind::Protocol, what)
-        })?;
-        self.state.apply(event);
-        self.next += 1;
-        Ok(())
     }
 
     /// Writes what `event` makes of the state after all events, if anything. After an error it may have been written; the
@@ -89,25 +160,22 @@ impl Log {
     /// # Errors
     ///
     /// Those of the store.
-    pub fn append(&mut self, event: impl Fn(&State) -> Option<Event>) -> Result<()> {
+    pub fn append(&mut self, event: impl Fn(&S) -> Option<S::Event>) -> Result<()> {
         loop {
             let Some(event) = event(self.read()?) else {
                 return Ok(());
             };
-            let text = serde_json::to_vec(&event).map_err(|error| {
-                Error::new(
-                    ErrorKind::Internal,
-                    format!("{event:?} is not JSON: {error}"),
-                )
-            })?;
-            let written = self.store.compare_set(&key(self.next), None, &text)?;
-            self.apply(&written)?;
+            let (key, text) = self.replayed.entry(&event)?;
+            let written = self.store.compare_set(&key, None, &text)?;
+            self.replayed.apply(&written)?;
             if written == text {
                 return Ok(());
             }
         }
     }
+}
 
+impl Log {
     /// The process `number` has ended, or is out of reach, and `why`. Ranks of other hosts that wait for it in an operation
     /// leave it with `PeerLost` within half a second, and those that form the next group do not wait for it.
     ///
@@ -154,6 +222,6 @@ impl Log {
     /// Those of the store. The numbers are used up then.
     pub fn start(&mut self, launcher: usize, first: usize, ranks: usize) -> Result<usize> {
         self.append(|_| Some(Event::Started { launcher, ranks }))?;
-        Ok(self.state.numbers(first).end - ranks)
+        Ok(self.state().numbers(first).end - ranks)
     }
 }

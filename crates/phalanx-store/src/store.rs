@@ -132,7 +132,8 @@ pub trait Store: Send + Sync + 'static {
 
     /// Leaves a will: if this process ends, in any way, before it drops the returned
     /// [`Will`], the store sets `key` to `value` (at most 4 KiB) unless the key
-    /// exists. The same happens, some time later, if this host cannot be reached any
+    /// exists. Where `key` ends with `/`, it sets the first of the keys `key0`, `key1`, … that
+    /// does not exist. The same happens, some time later, if this host cannot be reached any
     /// more. Returns `None` if this kind of store does not support wills.
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use crate::plan::UNNAMED;
 use crate::report::rank_list;
 
 /// What a node publishes when it joins.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct NodeInfo {
     /// How many nodes it expects, at most.
     pub nodes: usize,
@@ -117,9 +117,8 @@ pub(super) fn compare(
     mine: &NodeInfo,
     me: Option<usize>,
     theirs: &NodeInfo,
-    key: &str,
+    node: usize,
 ) -> Result<()> {
-    let node = key.rsplit('/').next().unwrap_or("?");
     let own = me.map_or("this launcher".to_owned(), |me| format!("node {me}"));
     let differ = |what: &str, their: &dyn std::fmt::Display, my: &dyn std::fmt::Display| {
         Err(Error::usage(format!(
@@ -189,7 +188,7 @@ mod tests {
             ..info()
         };
         for (mine, theirs) in [(&info(), &by_arrival), (&by_arrival, &info())] {
-            let error = compare(mine, Some(0), theirs, "launch/node/1").unwrap_err();
+            let error = compare(mine, Some(0), theirs, 1).unwrap_err();
             let want = "on host a (pid 1) has --node-rank and the one on host b (pid 1) has none";
             assert!(error.chain().contains(want), "{}", error.chain());
             assert_eq!(error.exit_code(), 2);
@@ -207,7 +206,7 @@ mod tests {
                     local_ranks: 7,
                     ..info()
                 },
-                "launch/node/1"
+                1
             )
             .is_ok()
         );
@@ -237,7 +236,7 @@ mod tests {
                 "phalanx 9",
             ),
         ] {
-            let error = compare(&mine, Some(0), &theirs, "launch/node/1").unwrap_err();
+            let error = compare(&mine, Some(0), &theirs, 1).unwrap_err();
             assert!(error.chain().contains(want), "{}", error.chain());
             assert!(
                 error.chain().starts_with("node 1 (host a)"),

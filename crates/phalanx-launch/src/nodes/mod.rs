@@ -3,18 +3,15 @@
 //!
 //! | key               | value                          | written by            |
 //! |-------------------|--------------------------------|-----------------------|
+//! | `launch/log/K`    | what has happened to launchers, and what was decided (`membership.rs`) | launchers |
 //! | `launch/arrived`  | a count that rises             | launchers without a number, to get one |
-//! | `launch/node/R`   | the node's NodeInfo (JSON)     | node R, once          |
-//! | `launch/beat/R`   | nothing                        | node R, every 200 ms; node 0 removes it when it has seen it |
-//! | `launch/abort`    | the verdict (JSON)             | the first to fail     |
-//! | `launch/done/R`   | all ranks of node R ended well | node R                |
-//! | `launch/left/R`   | node R needs the store no more | node R                |
-//! | `launch/gone/R`   | nothing comes from node R: for how many seconds, or `closed` | node 0, the store (node R's will) |
+//! | `launch/beat/R`   | nothing                        | launcher R, every 200 ms; node 0 removes it when it has seen it |
+//! | `launch/left/R`   | launcher R needs the store no more | launcher R        |
+//! | `launch/gone/R`   | nothing comes from launcher R: for how many seconds, or `closed` | node 0, the store (launcher R's will) |
 //!
-//! Those of jobs that start their ranks again are in `attempts.rs`. In all of these, node 0 is the one whose launcher hosts
-//! the store: where ranks go on in place it may be another one later (`standby.rs`).
+//! Node 0 is the one whose launcher hosts the store: where ranks go on in place it may be another one later (`standby.rs`).
 //!
-//! When a launcher dies, its guard writes the verdict, or, before there is a guard, the
+//! When a launcher dies, its guard writes so into the log, or, before there is a guard, the
 //! store does (the launcher's will). A host that vanishes or is cut off stops beating, which
 //! node 0 notices (`pulse.rs`, `silence.rs`). All others notice when node 0's answers end, or its store.
 //!
@@ -30,13 +27,13 @@ mod standby;
 mod store;
 mod tell;
 
-pub use attempts::{Attempt, Next, insist};
+pub use attempts::{Next, insist};
 pub use info::NodeInfo;
-pub use membership::Rules;
+pub use membership::{Attempt, LauncherEvent, LauncherLog, Rules};
 pub use standby::Moved;
 pub use store::{NodeStore, host_locally, meeting_store};
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -46,16 +43,16 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::PortRange;
 use phalanx_comm::transport::what_loopback_means;
+use phalanx_member::Replay;
 use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore, Will};
 use phalanx_wire::Token;
-use serde::{Deserialize, Serialize};
 
-use self::attempts::lost_key;
 use self::info::{compare, compare_jobs, mixed, name_of};
+use self::membership::Launchers;
 use self::pulse::{Heard, Pulse, SILENT, gone_key};
 use self::standby::{Quorum, Roster};
 use super::Event;
-use super::report::{ABORT_KEY, JobFailure};
+use super::report::JobFailure;
 use crate::error::{Error, ErrorKind, Result};
 use crate::{lock, say, spawn, system};
 
@@ -104,13 +101,13 @@ pub struct Nodes {
     last_host: usize,
     /// Where this launcher and its ranks read where the store is, once it may move.
     moves: Option<PathBuf>,
-    /// The number of this launcher, and those of all, by node. They are the nodes' unless launchers come and go.
+    /// What has happened to the launchers.
+    log: Mutex<LauncherLog>,
+    /// The number of this launcher. It is the node's unless launchers come and go.
     id: usize,
-    ids: Vec<usize>,
-    /// On node 0, those of them that are lost.
-    lost: Vec<usize>,
     me: usize,
-    infos: Vec<NodeInfo>,
+    /// The attempt of which this launcher is part, or was last.
+    attempt: Attempt,
     stop: Arc<AtomicBool>,
     /// Ends the threads that watch the launchers of this attempt.
     is_watched: Arc<AtomicBool>,
@@ -122,8 +119,8 @@ pub struct Nodes {
     out_of_reach: AtomicBool,
     /// Our verdict, should we be killed before we have a guard.
     will: Mutex<Option<Will>>,
-    /// The number of the next attempt, where one may follow.
-    next: Option<u32>,
+    /// Another attempt may follow.
+    can_restart: bool,
     /// Launchers may go, or come and go.
     is_elastic: bool,
     /// This one has said that it goes.
@@ -166,14 +163,16 @@ pub fn join(
     store.set_response_timeout(left.clamp(LAST_WORDS, ANSWER_LIMIT));
     // Without them a request opens one.
     let _ = store.reserve_connections(ASKING_THREADS);
+    let store = Arc::new(store);
+    let mut log = LauncherLog::new(store.clone());
     if at.server.is_none() && me != Some(0) {
         // Before anything is written: a launcher that is refused hurts no other.
-        let first = node_0(&store, deadline, &mut interrupted)?;
+        let first = node_0(&mut log, deadline, &mut interrupted)?;
         compare_jobs(&info, &first, &at.dial)?;
-        compare(&info, me, &first, &node_key(0)).inspect_err(|error| {
+        compare(&info, me, &first, 0).inspect_err(|error| {
             if info.least.is_none() {
                 // The others would wait for this node, unless all have met.
-                let _ = tell::leave_word(&store, &info.host, error);
+                let _ = tell::leave_word(&mut log, store.local_ip(), &info.host, error);
             }
         })?;
     }
@@ -182,22 +181,21 @@ pub fn join(
         None if at.server.is_some() => 0,
         None => arrive(&store, info.least.map_or(total, |_| usize::MAX))?,
     };
-    let will = register(&store, me, &info)?;
+    let will = register(&mut log, me, &info)?;
     let mut nodes = Nodes {
-        store: Arc::new(store),
+        store,
         server: at.server.take().map(Arc::new),
         standby: standby.map(Arc::new),
         standing_by: None,
-        roster: Arc::default(),
+        roster: Arc::new(Mutex::new(Roster::new(&at.first))),
         first: at.first.clone(),
         token: token.clone(),
         last_host: 0,
         moves: None,
+        log: Mutex::new(log),
         id: me,
-        ids: (0..total).collect(),
-        lost: Vec::new(),
         me,
-        infos: Vec::new(),
+        attempt: Attempt::default(),
         stop: Arc::new(AtomicBool::new(false)),
         is_watched: Arc::new(AtomicBool::new(true)),
         heard: Arc::new(Heard::new(total)),
@@ -205,7 +203,7 @@ pub fn join(
         gone: Arc::default(),
         out_of_reach: AtomicBool::new(false),
         will: Mutex::new(will),
-        next: (info.max_restarts > 0).then_some(1),
+        can_restart: info.max_restarts > 0 || info.elastic || info.least.is_some(),
         is_elastic: info.least.is_some(),
         has_left: Arc::default(),
         to_begin: attempts::ToBegin::default(),
@@ -215,23 +213,19 @@ pub fn join(
     };
     if nodes.is_elastic {
         nodes.store.set_response_timeout(ANSWER_LIMIT);
-        nodes.next = Some(0);
         return Ok(nodes);
     }
     // From here on the others count on us: a failure must reach them.
     match nodes.gather(total, &info, started, deadline, &mut interrupted) {
-        Ok(infos) => {
-            nodes.infos = infos;
-            if info.elastic {
-                (nodes.is_elastic, nodes.next) = (true, Some(1));
-                nodes.note_members(&nodes.running());
-            }
+        Ok(attempt) => {
+            nodes.is_elastic = info.elastic;
+            nodes.enter(&attempt);
             Ok(nodes)
         }
         Err(error) => {
             let message = format!("node {me} (host {}): {}", info.host, error.chain());
             nodes.publish(&JobFailure::new(error.exit_code(), me, message), true);
-            nodes.leave(total, Instant::now());
+            nodes.leave(Instant::now());
             Err(error)
         }
     }
@@ -291,67 +285,81 @@ fn standby_of(
     standby
 }
 
-/// Writes the description of node `me`, with which the others begin to count on it. Returns its will.
-fn register(store: &TcpStore, me: usize, info: &NodeInfo) -> Result<Option<Will>> {
-    let death_key = attempts::death_key(me, info.least.is_some(), false);
+/// Writes the description of launcher `me`, with which the others begin to count on it. Returns its will.
+fn register(log: &mut LauncherLog, me: usize, info: &NodeInfo) -> Result<Option<Will>> {
+    let why = JobFailure::of_killed(me, &info.host);
+    let killed = match info.least.is_some() && me != 0 {
+        true => LauncherEvent::Lost { id: me, why },
+        false => LauncherEvent::Abort(why),
+    };
     // Before the entry, with which the others begin to count on us.
     let mut will = match me {
         // Its store would die with it.
         0 => None,
-        _ => store
-            .leave_will(&death_key, &encode(&JobFailure::of_killed(me, &info.host))?)
-            .map_err(lost_node_0)?,
+        _ => {
+            let killed = serde_json::to_vec(&killed).map_err(system("cannot write JSON"))?;
+            let will = log.store().leave_will(Launchers::PREFIX, &killed);
+            will.map_err(lost_node_0)?
+        }
     };
-    let mine = encode(&info)?;
-    let stored = store
-        .compare_set(&node_key(me), None, &mine)
-        .map_err(|error| {
-            // The entry may be there: only the answer was lost.
-            will.take().into_iter().for_each(Will::execute);
-            lost_store("node 0", error)
-        })?;
-    if stored != mine {
-        drop(will); // nobody waits for this launcher
-        let other = decode::<NodeInfo>(&stored);
-        let error = match other.as_ref().filter(|o| o.by_arrival != info.by_arrival) {
-            Some(other) => mixed(info, other),
-            None => {
-                let who = other.map_or("another launcher".into(), |c| {
-                    format!("host {}, pid {}", c.host, c.pid)
-                });
-                Error::usage(format!("node {me} has already joined: {who}"))
-                    .note("fix", "give every launcher its own --node-rank")
-            }
-        };
-        // Without its number, which is the other launcher's.
-        let _ = tell::leave_word(store, &info.host, &error);
-        return Err(error);
-    }
-    Ok(will)
+    let written = log.append(|all| {
+        let info = info.clone();
+        let is_new = all.info(me).is_none();
+        is_new.then_some(LauncherEvent::Arrived { id: me, info })
+    });
+    written.map_err(|error| {
+        // The entry may be there: only the answer was lost.
+        will.take().into_iter().for_each(Will::execute);
+        lost_store("node 0", error)
+    })?;
+    let other = log.state().info(me).filter(|other| *other != info);
+    let Some(other) = other.cloned() else {
+        return Ok(will);
+    };
+    drop(will); // no launcher waits for this one
+    let error = match other.by_arrival == info.by_arrival {
+        false => mixed(info, &other),
+        true => {
+            let who = format!("host {}, pid {}", other.host, other.pid);
+            Error::usage(format!("node {me} has already joined: {who}"))
+                .note("fix", "give every launcher its own --node-rank")
+        }
+    };
+    // Without its number, which is the other launcher's.
+    let _ = tell::leave_word(log, info.address, &info.host, &error);
+    Err(error)
 }
 
 /// Waits for the description of node 0.
 fn node_0(
-    store: &TcpStore,
+    log: &mut LauncherLog,
     deadline: Instant,
     interrupted: &mut impl FnMut() -> Option<Error>,
 ) -> Result<NodeInfo> {
-    let key = node_key(0);
     loop {
-        match store.get(&key, SLICE) {
-            Ok(bytes) => return decode(&bytes).ok_or_else(|| no_node(&key)),
-            Err(error) if Instant::now() >= deadline => return Err(lost_node_0(error)),
-            Err(error) if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {}
+        match log.wait(SLICE) {
+            Ok(all) => {
+                if let Some(info) = all.info(0) {
+                    return Ok(info.clone());
+                }
+                if Instant::now() >= deadline {
+                    let what = "the launcher of node 0 has not joined its own job";
+                    return Err(Error::new(ErrorKind::Timeout, what));
+                }
+            }
+            Err(error) if error.kind() == StoreKind::NoAnswer && Instant::now() < deadline => {}
             Err(error) => return Err(lost_node_0(error)),
         }
-        check_goes_on(store, interrupted)?;
+        check_goes_on(log.state(), interrupted)?;
     }
 }
 
 /// That the job has no verdict yet, and this launcher was not interrupted.
-fn check_goes_on(store: &TcpStore, interrupted: &mut impl FnMut() -> Option<Error>) -> Result<()> {
-    let verdict = store.try_get(ABORT_KEY).map_err(lost_node_0)?;
-    let verdict = verdict.and_then(|bytes| decode::<JobFailure>(&bytes));
+fn check_goes_on(
+    launchers: &Launchers,
+    interrupted: &mut impl FnMut() -> Option<Error>,
+) -> Result<()> {
+    let verdict = launchers.abort().cloned();
     let error = verdict.map(|verdict| verdict.into_error(None));
     error.or_else(interrupted).map_or(Ok(()), Err)
 }
@@ -474,7 +482,7 @@ fn means_this_host(dial: &str) -> Option<String> {
 }
 
 impl Nodes {
-    /// Waits for all nodes' descriptions and compares them with ours.
+    /// Waits for the first attempt, which begins when all nodes have joined, and compares their descriptions with ours.
     fn gather(
         &self,
         total: usize,
@@ -482,40 +490,49 @@ impl Nodes {
         started: Instant,
         deadline: Instant,
         interrupted: &mut impl FnMut() -> Option<Error>,
-    ) -> Result<Vec<NodeInfo>> {
-        let keys: Vec<String> = (0..total).map(node_key).collect();
-        let mut missing: Vec<String> = keys.clone();
-        let mut seen: HashMap<String, NodeInfo> = HashMap::new();
+    ) -> Result<Attempt> {
+        let mut log = lock(&self.log);
+        let mut seen = BTreeSet::new();
         let mut say_at = QUIET;
         loop {
-            let wanted: Vec<&str> = missing.iter().map(String::as_str).collect();
-            let left = match self.store.wait(&wanted, SLICE) {
-                Ok(()) => Vec::new(),
-                Err(error) if error.kind() == StoreKind::Timeout => error.missing_keys().to_vec(),
+            match log.wait(SLICE) {
+                Ok(_) => {}
                 // It says nothing of who came.
-                Err(error) if error.kind() == StoreKind::NoAnswer => missing.clone(),
+                Err(error) if error.kind() == StoreKind::NoAnswer => {}
                 Err(error) => return Err(lost_node_0(error)),
-            };
+            }
             // Look at entries as they come: a node that expects another world
             // must not keep us waiting for one that never comes.
-            for key in missing.iter().filter(|key| !left.contains(key)) {
-                let Some(bytes) = self.store.try_get(key).map_err(lost_node_0)? else {
-                    continue;
+            let there = (0..total).filter_map(|node| Some((node, log.state().info(node)?)));
+            for (node, theirs) in there.filter(|(node, _)| !seen.contains(node)) {
+                compare(info, Some(self.me), theirs, node)?;
+            }
+            let (here, absent): (Vec<usize>, _) =
+                (0..total).partition(|node| log.state().info(*node).is_some());
+            seen.extend(here);
+            if let Some(first) = log
+                .state()
+                .info(0)
+                .filter(|_| absent.is_empty() && self.me == 0)
+            {
+                let first = Attempt {
+                    ids: (0..total).collect(),
+                    master_port: first.master_port.unwrap_or(0),
+                    ..Attempt::default()
                 };
-                let theirs = decode::<NodeInfo>(&bytes).ok_or_else(|| no_node(key))?;
-                compare(info, Some(self.me), &theirs, key)?;
-                seen.insert(key.clone(), theirs);
+                let written = log.append(|all| all.begin_with(&first));
+                written.map_err(lost_node_0)?;
             }
-            if left.is_empty() {
-                break;
+            if let Some(attempt) = log.state().attempt() {
+                return Ok(attempt.clone());
             }
-            missing = left;
-            check_goes_on(&self.store, interrupted)?;
-            let absent: Vec<String> = missing
-                .iter()
-                .filter_map(|key| key.rsplit('/').next())
-                .map(str::to_owned)
-                .collect();
+            check_goes_on(log.state(), interrupted)?;
+            // Where all have come, node 0 has still to say so.
+            let absent = match absent.is_empty() {
+                true => vec![0],
+                false => absent,
+            };
+            let absent: Vec<String> = absent.iter().map(usize::to_string).collect();
             let absent = absent.join(", ");
             if Instant::now() >= deadline {
                 let waited = started.elapsed().as_secs_f64();
@@ -551,12 +568,6 @@ impl Nodes {
                 say::note(format_args!("waiting for node {absent} of {total}{why}"));
             }
         }
-        keys.iter()
-            .map(|key| {
-                seen.remove(key)
-                    .ok_or_else(|| Error::new(ErrorKind::System, format!("{key} vanished")))
-            })
-            .collect()
     }
 
     /// The address of our store.
@@ -595,12 +606,12 @@ impl Nodes {
 
     /// The nodes of the job, by node rank.
     pub fn infos(&self) -> &[NodeInfo] {
-        &self.infos
+        &self.attempt.infos
     }
 
     /// Starts the threads that beat and listen. A node is lost after a silence of `limit`.
     pub fn watch(&self, limit: Duration, events: Sender<Event>) -> Result<()> {
-        self.heard.watch(self.infos.len(), limit);
+        self.heard.watch(self.infos().len(), limit);
         self.host.watch(1, limit);
         // A node that is lost is waited for no longer.
         self.store.set_response_timeout(limit);
@@ -616,8 +627,8 @@ impl Nodes {
             stop: self.stop.clone(),
             is_watched: self.is_watched.clone(),
             id: self.id,
-            ids: self.ids.clone(),
-            lost: self.lost.clone(),
+            ids: self.attempt.ids.clone(),
+            lost: self.lost_launchers(),
         };
         // Where the main thread has ended, nobody listens.
         let tell = move |event: Event| drop(events.send(event));
@@ -627,15 +638,13 @@ impl Nodes {
             spawn("beat", move || beating.hear(lost))?;
             if let Some(quorum) = self.quorum() {
                 let (watching, publish, me) = (pulse(), self.publish_loss(), self.me);
-                let (ids, infos) = (self.ids.clone(), self.infos.clone());
+                let attempt = self.attempt.clone();
                 spawn("quorum", move || {
                     while watching.goes_on() {
                         quorum.note_dropped();
                         for id in quorum.drop_ended() {
-                            if let Some(node) = ids.iter().position(|other| *other == id) {
-                                let name = name_of(&infos, node);
-                                publish(id, verdict_of_lost(&name, me, Duration::ZERO));
-                            }
+                            let name = attempt.name_of(id);
+                            publish(id, verdict_of_lost(&name, me, Duration::ZERO));
                         }
                         std::thread::sleep(silence::LOOK);
                     }
@@ -653,29 +662,37 @@ impl Nodes {
                 })?;
             }
         }
-        let host = name_of(&self.infos, self.node_of_host());
-        let lost_key = (self.is_elastic && self.server.is_none()).then(|| self.death_key());
-        let (store, me, listening) = (self.store.clone(), self.me, pulse());
-        let has_left = self.has_left.clone();
+        let host = name_of(self.infos(), self.node_of_host());
+        let listening = pulse();
+        let mut log = lock(&self.log).clone();
+        let mut last = (self.attempt.number, self.attempt.ids.len());
+        let mut over = None;
+        let may_be_lost = self.is_elastic && self.server.is_none();
+        let (id, has_left) = (self.id, self.has_left.clone());
         spawn("nodes", move || {
             while listening.goes_on() {
-                let key = lost_key.as_ref();
-                let is_lost = key.is_some_and(|key| matches!(store.try_get(key), Ok(Some(_))));
-                // This launcher writes the same key before it goes.
-                if is_lost && !has_left.load(Ordering::Relaxed) {
+                let all = log.state();
+                // This launcher writes the same before it goes.
+                if may_be_lost && all.why_lost(id).is_some() && !has_left.load(Ordering::Relaxed) {
                     return tell(Event::WasLost);
                 }
-                match store.get(ABORT_KEY, VERDICT_WAIT) {
-                    Ok(bytes) => {
-                        let code = ErrorKind::PeerLost.exit_code();
-                        let verdict = decode(&bytes).unwrap_or_else(|| JobFailure {
-                            echo: true,
-                            ..JobFailure::new(code, me, "another node failed and gave no reason")
-                        });
-                        return tell(Event::Abort(Box::new(verdict)));
+                if let Some(verdict) = all.abort() {
+                    return tell(Event::Abort(Box::new(verdict.clone())));
+                }
+                if let Some(attempt) = all.attempt() {
+                    let number = attempt.number;
+                    if let Some(why) = all.over().filter(|_| over != Some(number)) {
+                        over = Some(number);
+                        tell(Event::Over(number, Box::new(why.clone())));
                     }
-                    Err(error)
-                        if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {}
+                    let now = (number, attempt.ids.len());
+                    if std::mem::replace(&mut last, now) < now {
+                        tell(Event::Admit(Box::new(attempt.clone())));
+                    }
+                }
+                match log.wait(VERDICT_WAIT) {
+                    Ok(_) => {}
+                    Err(error) if error.kind() == StoreKind::NoAnswer => {}
                     // It has moved since the question.
                     Err(_) if !listening.goes_on() => return,
                     Err(error) => {
@@ -691,9 +708,8 @@ impl Nodes {
     where
         T: Fn(Event) + Send + 'static,
     {
-        let (store, heard) = (self.store.clone(), self.heard.clone());
-        let (is_elastic, in_place, me) = (self.is_elastic, self.goes_on_in_place(), self.me);
-        let (ids, infos) = (self.ids.clone(), self.infos.clone());
+        let (heard, is_elastic, me) = (self.heard.clone(), self.is_elastic, self.me);
+        let attempt = self.attempt.clone();
         let (quorum, publish_loss) = (self.quorum(), self.publish_loss());
         let is_watched = self.is_watched.clone();
         move |node| {
@@ -701,6 +717,7 @@ impl Nodes {
                 tell(Event::NodeLost(node));
                 return true;
             }
+            let ids = &attempt.ids;
             let is_silent = |node: &usize| *node != me && heard.is_lost(*node);
             let silent = (0..ids.len()).filter(is_silent).map(|node| ids[node]);
             let silent: BTreeSet<usize> = silent.collect();
@@ -712,15 +729,9 @@ impl Nodes {
                 return true;
             }
             // The job goes on without it.
-            let verdict = verdict_of_lost(&name_of(&infos, node), me, heard.silent(node));
-            if quorum.is_some() {
-                publish_loss(ids[node], verdict);
-                return true;
-            }
-            let key = attempts::death_key(ids[node], is_elastic, in_place);
-            let is_told = verdict.publish_at(&store, &key).is_ok();
-            // It is no reason for what fails later.
-            is_told && store.delete(&gone_key(ids[node])).is_ok()
+            let name = attempt.name_of(ids[node]);
+            publish_loss(ids[node], verdict_of_lost(&name, me, heard.silent(node)));
+            true
         }
     }
 
@@ -728,11 +739,13 @@ impl Nodes {
     /// for another launcher that is silent, and again until it is told.
     fn publish_loss(&self) -> impl Fn(usize, JobFailure) + Send + use<> {
         let (store, roster, stop) = (self.store.clone(), self.roster.clone(), self.stop.clone());
+        let log = lock(&self.log).clone();
         move |id, verdict| {
             let (store, roster, stop) = (store.clone(), roster.clone(), stop.clone());
-            let publish = move || -> phalanx_store::Result<()> {
+            let mut log = log.clone();
+            let mut publish = move || -> phalanx_store::Result<()> {
                 if store.try_get(&left_key(id))?.is_none() {
-                    verdict.publish_at(&store, &lost_key(id))?;
+                    log.append(|all| all.lost_for(id, &verdict))?;
                     lock(&roster).lost.insert(id);
                 }
                 // It is no reason for what fails later.
@@ -762,7 +775,12 @@ impl Nodes {
     /// The node whose launcher hosts the store.
     fn node_of_host(&self) -> usize {
         let host = lock(&self.roster).host;
-        self.ids.iter().position(|id| *id == host).unwrap_or(0)
+        self.attempt.node_of(host).unwrap_or(0)
+    }
+
+    /// The launchers that are lost, as far as this one has read.
+    fn lost_launchers(&self) -> BTreeSet<usize> {
+        lock(&self.log).state().lost()
     }
 
     /// The verdict that `node`, from which nothing comes any more, is lost. Without its host nothing else is asked of the
@@ -775,7 +793,7 @@ impl Nodes {
             }
             false => self.heard.silent(node),
         };
-        verdict_of_lost(&name_of(&self.infos, node), self.me, silent)
+        verdict_of_lost(&name_of(self.infos(), node), self.me, silent)
     }
 
     /// The verdict that this launcher reaches too few of the others to go on.
@@ -786,10 +804,10 @@ impl Nodes {
             Some(_) => {
                 let lost = &lock(&self.roster).lost;
                 let is_lost = |node: &usize| {
-                    let is_other = *node != self.me && !lost.contains(&self.ids[*node]);
+                    let is_other = *node != self.me && !lost.contains(&self.attempt.ids[*node]);
                     is_other && self.heard.is_lost(*node)
                 };
-                (0..self.infos.len()).find(is_lost).unwrap_or(0)
+                (0..self.infos().len()).find(is_lost).unwrap_or(0)
             }
         };
         let mut verdict = self.verdict_of_lost(node);
@@ -824,18 +842,30 @@ impl Nodes {
         }
     }
 
+    /// Writes `event`, and gives back the verdict that holds then; `None`: the store has not answered.
+    fn write(
+        &self,
+        event: impl Fn(&Launchers) -> Option<LauncherEvent>,
+        holds: impl FnOnce(&Launchers) -> Option<&JobFailure>,
+    ) -> Option<JobFailure> {
+        let mut log = lock(&self.log);
+        self.reachable(|_| log.append(event))?;
+        holds(log.state()).cloned()
+    }
+
     /// Writes the verdict unless there is a better one, and gives back the
     /// one that holds. One that is not final may be followed by another attempt.
     pub fn publish(&self, verdict: &JobFailure, is_final: bool) -> JobFailure {
-        let mut key = self.verdict_key(is_final);
-        if is_final && self.is_elastic && verdict.code == ErrorKind::Interrupted.exit_code() {
+        let is_interrupt = verdict.code == ErrorKind::Interrupted.exit_code();
+        if is_final && self.is_elastic && is_interrupt && !self.hosts_store() {
             // The others go on without this launcher, unless they need its store.
-            if !self.hosts_store() {
-                key = self.death_key();
-                self.has_left.store(true, Ordering::Relaxed);
-            }
+            return self.go(verdict);
         }
-        let stored = self.reachable(|store| verdict.publish_at(store, &key));
+        let number = self.attempt.number;
+        let stored = match is_final || !self.can_restart {
+            true => self.write(|all| all.abort_for(verdict), Launchers::abort),
+            false => self.write(|all| all.over_for(number, verdict, true), Launchers::over),
+        };
         stored.unwrap_or_else(|| verdict.clone())
     }
 
@@ -844,15 +874,15 @@ impl Nodes {
         let silent = self.host.silent(0);
         if self.server.is_none() && silent >= SILENT {
             return Some(disconnected(
-                &name_of(&self.infos, self.node_of_host()),
+                &name_of(self.infos(), self.node_of_host()),
                 silent,
             ));
         }
-        let is_lost = |node: &usize| self.lost.contains(&self.ids[*node]);
-        let others = (0..self.infos.len()).filter(|node| *node != self.me && !is_lost(node));
+        let lost = self.lost_launchers();
+        let others = self.attempt.ids.iter().copied();
+        let others = others.filter(|id| *id != self.id && !lost.contains(id));
         let others: Vec<usize> = others.collect();
-        let keys = others.iter().map(|node| gone_key(self.ids[*node]));
-        let keys: Vec<String> = keys.collect();
+        let keys: Vec<String> = others.iter().copied().map(gone_key).collect();
         let missing = self.reachable(|store| {
             let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
             match store.wait(&keys, Duration::ZERO) {
@@ -865,19 +895,19 @@ impl Nodes {
         })?;
         let gone = others.iter().zip(&keys);
         let gone = gone.filter(|(_, key)| !missing.contains(key));
-        gone.into_iter().find_map(|(node, key)| {
+        gone.into_iter().find_map(|(id, key)| {
             let why = self.reachable(|store| store.try_get(key))??;
             // It has ended as it should.
             if self
-                .reachable(|store| store.try_get(&left_key(self.ids[*node])))?
+                .reachable(|store| store.try_get(&left_key(*id)))?
                 .is_some()
             {
                 return None;
             }
             let seconds = String::from_utf8(why).ok()?.parse().ok();
             Some(match seconds.map(Duration::try_from_secs_f64) {
-                Some(silent) => disconnected(&name_of(&self.infos, *node), silent.ok()?),
-                None => closed(&name_of(&self.infos, *node)),
+                Some(silent) => disconnected(&self.attempt.name_of(*id), silent.ok()?),
+                None => closed(&self.attempt.name_of(*id)),
             })
         })
     }
@@ -887,29 +917,21 @@ impl Nodes {
         if self.has_left.load(Ordering::Relaxed) {
             return None;
         }
-        let look = |is_final| {
-            let key = self.verdict_key(is_final);
-            self.reachable(|store| store.try_get(&key))?
-        };
-        decode(&look(true).or_else(|| look(false))?)
-    }
-
-    /// Says that all ranks here ended well; false: the store has not answered.
-    pub fn done(&self) -> Result<bool> {
-        self.say(&self.done_key())
-    }
-
-    /// Whether all nodes said so; waits a moment for it.
-    pub fn all_done(&self) -> Result<bool> {
-        let all: Vec<usize> = (0..self.infos.len()).collect();
-        self.wait_all("launch/done", &all, SLICE)
-            .map_err(|error| self.lost_store(error))
+        let number = self.attempt.number;
+        let mut log = lock(&self.log);
+        self.reachable(|_| log.read().map(drop))?;
+        let all = log.state();
+        let of_attempt = all.attempt().filter(|last| last.number == number);
+        let over = all
+            .over()
+            .filter(|why| of_attempt.is_some() && why.code != 0);
+        all.abort().or(over).cloned()
     }
 
     /// The last words: nothing is asked of the store after this. Node 0 keeps
     /// the store until all that joined have said so, within reason: `decided`
     /// is when the others could know how it ends.
-    pub fn leave(&self, total: usize, decided: Instant) {
+    pub fn leave(&self, decided: Instant) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(standing_by) = &self.standing_by {
             // Until it has retired.
@@ -929,46 +951,18 @@ impl Nodes {
         // The store moves no more.
         server.drop_followers();
         self.ask_no_more();
-        let total = match self.is_elastic {
-            true => total.max(attempts::arrived(&self.store).unwrap_or(0) + 1),
-            false => total,
-        };
-        let is_there = |key: &str| matches!(self.store.try_get(key), Ok(Some(_)));
-        let is_lost = |id: usize| {
-            let node = self.ids.iter().position(|other| *other == id);
+        let is_silent = |id: &usize| {
+            let node = self.attempt.node_of(*id);
             node.is_some_and(|node| self.heard.is_lost(node))
         };
-        let joined =
-            |id: &usize| is_there(&node_key(*id)) && !is_lost(*id) && !is_there(&lost_key(*id));
-        let joined: Vec<usize> = (0..total).filter(joined).collect();
+        let mut log = lock(&self.log);
+        let _ = log.read();
+        let joined = log.state().there().filter(|id| !is_silent(id));
+        let left: Vec<String> = joined.map(left_key).collect();
+        let left: Vec<&str> = left.iter().map(String::as_str).collect();
         let limit = (decided + LEAVE_LIMIT).saturating_duration_since(Instant::now());
-        let _ = self.wait_all("launch/left", &joined, limit);
+        let _ = self.store.wait(&left, limit);
     }
-
-    fn wait_all(
-        &self,
-        what: &str,
-        nodes: &[usize],
-        limit: Duration,
-    ) -> phalanx_store::Result<bool> {
-        let keys: Vec<String> = nodes.iter().map(|node| format!("{what}/{node}")).collect();
-        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        match self.store.wait(&keys, limit) {
-            Ok(()) => Ok(true),
-            Err(error) if matches!(error.kind(), StoreKind::Timeout | StoreKind::NoAnswer) => {
-                Ok(false)
-            }
-            Err(error) => Err(error),
-        }
-    }
-}
-
-fn no_node(key: &str) -> Error {
-    Error::new(ErrorKind::System, format!("{key} does not describe a node"))
-}
-
-fn node_key(node: usize) -> String {
-    format!("launch/node/{node}")
 }
 
 fn left_key(node: usize) -> String {
@@ -1011,14 +1005,6 @@ fn lost_store(node_0: &str, error: phalanx_store::Error) -> Error {
 /// The same before the nodes know each other.
 fn lost_node_0(error: phalanx_store::Error) -> Error {
     lost_store("node 0", error)
-}
-
-fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>> {
-    serde_json::to_vec(value).map_err(system("cannot write JSON"))
-}
-
-fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Option<T> {
-    serde_json::from_slice(bytes).ok()
 }
 
 #[cfg(test)]

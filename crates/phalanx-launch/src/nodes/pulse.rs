@@ -8,7 +8,7 @@
 //! | `beat`    | other nodes | beats; waits for the answer as long as it takes              |
 //! | `silence` | other nodes | looks for how long no answer has come                        |
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::sleep;
@@ -114,7 +114,7 @@ pub(super) struct Pulse<S> {
     pub(super) id: usize,
     pub(super) ids: Vec<usize>,
     /// Those of them that are lost already.
-    pub(super) lost: Vec<usize>,
+    pub(super) lost: BTreeSet<usize>,
 }
 
 impl<S: Store> Pulse<S> {
@@ -229,7 +229,7 @@ mod tests {
             is_watched: Arc::new(AtomicBool::new(true)),
             id,
             ids: ids.to_vec(),
-            lost: Vec::new(),
+            lost: BTreeSet::new(),
         }
     }
 

@@ -25,14 +25,14 @@ use std::thread::{Builder, sleep};
 use std::time::{Duration, Instant};
 
 use phalanx_comm::PortRange;
+use phalanx_member::Replayed;
 use phalanx_store::{Follower, ServerState, Store, TcpServer, TcpStore};
 use phalanx_wire::Token;
 
-use super::attempts::{Attempt, LOST, decimal, is_decided, lost_key, newest_of};
-use super::membership::Id;
+use super::membership::{Attempt, Id, Launchers};
 use super::pulse::{BEATEN, GONE, Heard, raise_priority};
 use super::silence::{BEAT, LOOK};
-use super::{ARRIVED_KEY, encode, verdict_of_lost};
+use super::verdict_of_lost;
 use crate::report::JobFailure;
 use crate::{Event, lock, say};
 
@@ -98,11 +98,20 @@ fn dropped_key(id: Id) -> String {
 
 /// The launchers that the others go on without, as `entries` of the store say.
 fn dropped_in(entries: &[(String, Vec<u8>)]) -> Vec<u64> {
-    let ids = entries.iter().filter_map(|(key, _)| {
-        let id = key.strip_prefix(DROPPED).or(key.strip_prefix(LOST))?;
-        id.parse().ok()
-    });
-    ids.collect()
+    let ids = entries.iter();
+    let ids = ids.filter_map(|(key, _)| key.strip_prefix(DROPPED)?.parse().ok());
+    let get = |key: &str| entries.iter().find(|(other, _)| other == key);
+    let lost = launchers_in(|key| get(key).map(|(_, value)| value.as_slice()));
+    let lost = lost.state().lost().into_iter();
+    ids.chain(lost.map(|id| id as u64)).collect()
+}
+
+/// What has happened to the launchers, as far as `get` has it.
+fn launchers_in<'a>(get: impl Fn(&str) -> Option<&'a [u8]>) -> Replayed<Launchers> {
+    let mut all = Replayed::default();
+    // What follows an event that is none is not known.
+    let _ = all.read(|key| Ok(get(key)));
+    all
 }
 
 /// How long an election takes where a silent launcher is lost after `lost_after`.
@@ -129,7 +138,8 @@ pub(super) fn leave_out_beats(server: &TcpServer) {
 /// The launchers of the attempt that runs.
 #[derive(Debug, Default)]
 pub(super) struct Roster {
-    attempt: u32,
+    /// The address of node 0.
+    first: String,
     pub(super) members: Vec<Member>,
     /// Who hosts the store, and how often it had moved when this launcher asked.
     pub(super) host: Id,
@@ -147,34 +157,37 @@ pub(super) struct Roster {
 }
 
 impl Roster {
-    /// Those of `attempt`; node 0 is reached at `first`.
-    pub(super) fn enter(&mut self, attempt: &Attempt, first: &str) {
-        self.attempt = attempt.number;
+    /// Of nobody; node 0 is reached at `first`.
+    pub(super) fn new(first: &str) -> Roster {
+        Roster {
+            first: first.to_owned(),
+            ..Roster::default()
+        }
+    }
+
+    /// Those of `attempt`.
+    pub(super) fn enter(&mut self, attempt: &Attempt) {
         let members = attempt.launchers().map(|(id, info)| Member {
             id,
             name: attempt.name_of(id),
             ranks: info.local_ranks,
             at: match id {
-                0 => Some(first.to_owned()),
+                0 => Some(self.first.clone()),
                 _ => info.standby.map(|at| at.to_string()),
             },
         });
         self.members = members.collect();
     }
 
-    /// As the store says, whose values `get` gives.
-    fn read<'a>(&mut self, get: impl Fn(&str) -> Option<&'a [u8]>) {
-        let is_member = |id: Id| self.members.iter().any(|member| member.id == id);
-        if let Some(attempt) = newest_of(self.attempt, is_member, &get) {
-            let first = self.members.iter().find(|member| member.id == 0);
-            let first = first.and_then(|first| first.at.clone()).unwrap_or_default();
-            self.enter(&attempt, &first);
+    /// As the copy of the store says.
+    fn read(&mut self, all: &Launchers, copy: &Follower) {
+        if let Some(attempt) = all.attempt() {
+            self.enter(attempt);
         }
-        let with = |key: fn(Id) -> String| {
-            let members = self.members.iter().map(|member| member.id);
-            members.filter(|id| get(&key(*id)).is_some()).collect()
-        };
-        (self.lost, self.dropped) = (with(lost_key), with(dropped_key));
+        self.lost = all.lost();
+        let members = self.members.iter().map(|member| member.id);
+        let is_dropped = |id: &Id| copy.get(&dropped_key(*id)).is_some();
+        self.dropped = members.filter(is_dropped).collect();
     }
 
     /// Who hosts the store, as it says in [`HOST_KEY`].
@@ -268,8 +281,6 @@ pub struct Moved {
     pub host: Id,
     /// The others that have ended.
     pub ended: Vec<Id>,
-    /// The highest number of a launcher that had come to the last host.
-    pub arrived: Id,
 }
 
 /// On another launcher: follows the host of the store, and takes its place or follows the next one when it is lost.
@@ -345,6 +356,7 @@ impl Standby {
     /// As [`run`](Self::run). Returns the copy at the end of the job.
     fn follow_all(&self, tell: impl Fn(Event)) -> Option<Follower> {
         let mut copy: Option<Follower> = None;
+        let mut launchers = Replayed::<Launchers>::default();
         let mut instance = None;
         while !self.stop.load(Ordering::Relaxed) {
             let host = lock(&self.roster).host;
@@ -354,13 +366,10 @@ impl Standby {
                 None => false,
             };
             if let Some(copy) = &copy {
-                let is_over = {
-                    let mut roster = lock(&self.roster);
-                    roster.read(|key| copy.get(key));
-                    is_decided(roster.attempt, |key| copy.get(key))
-                };
+                let _ = launchers.read(|key| Ok(copy.get(key)));
+                lock(&self.roster).read(launchers.state(), copy);
                 // All that is left is to hear how the job ends.
-                if is_over {
+                if launchers.state().is_decided() {
                     if !is_there {
                         sleep(LOOK);
                     }
@@ -373,6 +382,8 @@ impl Standby {
                 let is_same = |new: &Follower| instance.is_none_or(|known| known == new.instance());
                 if let Some(again) = again.filter(is_same) {
                     instance = Some(again.instance());
+                    // Not all that another copy had must be in this one.
+                    launchers = launchers_in(|key| again.get(key));
                     copy = Some(again);
                 } else {
                     sleep(2 * LOOK);
@@ -388,10 +399,21 @@ impl Standby {
             let term = copy.as_ref().map_or(known, |copy| Term::of(copy).number);
             let entries = copy.as_ref().map(|copy| {
                 let mut entries = copy.entries();
-                // As a change of its own it might be lost with the next host.
-                if copy.get(&lost_key(host)).is_none() {
-                    let verdict = lock(&self.roster).verdict_of_lost(self.id, host, silent);
-                    entries.push((lost_key(host), encode(&verdict).unwrap_or_default()));
+                let mut known = launchers_in(|key| copy.get(key));
+                let verdict = lock(&self.roster).verdict_of_lost(self.id, host, silent);
+                // Those that waited for a place come to the next host as others. As a change of its own the loss of this host
+                // might be lost with the next one.
+                for id in known
+                    .state()
+                    .waiting()
+                    .chain([host])
+                    .collect::<BTreeSet<Id>>()
+                {
+                    let event = known.state().lost_for(id, &verdict);
+                    if let Some(entry) = event.and_then(|event| known.entry(&event).ok()) {
+                        let _ = known.apply(&entry.1);
+                        entries.push(entry);
+                    }
                 }
                 entries
             });
@@ -415,6 +437,9 @@ impl Standby {
             };
             instance = follower.as_ref().map(Follower::instance);
             copy = follower;
+            launchers = copy
+                .as_ref()
+                .map_or_else(Replayed::default, |copy| launchers_in(|key| copy.get(key)));
             let at = {
                 let mut roster = lock(&self.roster);
                 roster.host = new;
@@ -428,12 +453,9 @@ impl Standby {
                 ));
             }
             let ended = election.ended.into_iter().filter(|id| *id != host);
-            let arrived = election.entries.iter().flatten();
-            let arrived = arrived.filter(|(key, _)| key == ARRIVED_KEY);
             tell(Event::StoreMoved(Moved {
                 host: new,
                 ended: ended.collect(),
-                arrived: arrived.map(|(_, count)| decimal(count)).max().unwrap_or(0),
             }));
             if new == self.id {
                 return None;

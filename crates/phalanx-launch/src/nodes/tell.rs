@@ -1,36 +1,24 @@
 //! Why a launcher that the other nodes wait for does not join.
 
-use std::time::Duration;
+use std::net::IpAddr;
 
-use phalanx_store::{Store, TcpStore};
-
-use super::attempts::attempt_key;
-use super::{NodeInfo, decode, node_key};
+use super::LauncherLog;
 use crate::error::Error;
 use crate::report::{JobFailure, taken_apart};
 
 /// The longest message that is sent, in characters.
 const LONGEST: usize = 4000;
 
-/// Leaves `error` of a node of `host` in the store, unless the nodes have met.
-pub(super) fn leave_word(store: &TcpStore, host: &str, error: &Error) -> phalanx_store::Result<()> {
-    // Nodes that come and go: it runs without this one.
-    if store.try_get(&attempt_key(0))?.is_some() {
-        return Ok(());
-    }
-    let first = store.try_get(&node_key(0))?;
-    if let Some(first) = first.and_then(|bytes| decode::<NodeInfo>(&bytes)) {
-        let keys: Vec<String> = (0..first.nodes).map(node_key).collect();
-        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        if store.wait(&keys, Duration::ZERO).is_ok() {
-            return Ok(());
-        }
-    }
+/// Ends the job by `error` of a node of `host` at `address`, unless an attempt has begun, which runs without this one.
+pub(super) fn leave_word(
+    log: &mut LauncherLog,
+    address: Option<IpAddr>,
+    host: &str,
+    error: &Error,
+) -> phalanx_store::Result<()> {
     let text: String = error.render().chars().take(LONGEST).collect();
     let (message, notes) = taken_apart(text.strip_prefix("error: ").unwrap_or(&text).trim_end());
-    let address = store
-        .local_ip()
-        .map_or(String::new(), |ip| format!(", {ip}"));
+    let address = address.map_or(String::new(), |ip| format!(", {ip}"));
     let verdict = JobFailure {
         mistake: true,
         notes,
@@ -40,5 +28,5 @@ pub(super) fn leave_word(store: &TcpStore, host: &str, error: &Error) -> phalanx
             format!("a node (host {host}{address}): {message}"),
         )
     };
-    verdict.publish(store).map(drop)
+    log.append(|all| all.attempt().is_none().then(|| all.abort_for(&verdict))?)
 }

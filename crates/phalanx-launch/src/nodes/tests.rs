@@ -169,7 +169,7 @@ fn a_node_that_has_left_is_not_lost() {
     let store = a.store.clone();
     store.set(&gone_key(1), b"closed").unwrap();
     assert!(a.lost().is_some());
-    b.leave(2, Instant::now());
+    b.leave(Instant::now());
     assert_eq!(a.lost(), None);
 }
 
@@ -208,9 +208,12 @@ fn is_known_to_be_gone(connections: usize) {
     let server = TcpServer::bind((Ipv4Addr::LOCALHOST, 0).into(), token.clone()).unwrap();
     let direct =
         TcpStore::connect(&server.local_addr().to_string(), token.clone(), PATIENCE).unwrap();
-    direct
-        .set("launch/node/0", &encode(&of_three("a")).unwrap())
-        .unwrap();
+    let mut log = LauncherLog::new(Arc::new(direct));
+    let first = LauncherEvent::Arrived {
+        id: 0,
+        info: of_three("a"),
+    };
+    log.append(|_| Some(first.clone())).unwrap();
     let way = Forwarder::start(server.local_addr());
     let mut place = place_at(way.at, None);
     let joining = thread::spawn(move || {
@@ -225,9 +228,9 @@ fn is_known_to_be_gone(connections: usize) {
         )
         .map(drop)
     });
-    direct.wait(&["launch/node/1"], PATIENCE).unwrap();
+    eventually(|| log.read().unwrap().info(1).cloned());
     let _others = way.cut(connections);
-    let verdict: JobFailure = decode(&direct.get(ABORT_KEY, PATIENCE).unwrap()).unwrap();
+    let verdict = eventually(|| log.read().unwrap().abort().cloned());
     assert_eq!(verdict.node, 1);
     assert!(joining.join().unwrap().is_err());
 }

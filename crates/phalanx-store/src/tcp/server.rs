@@ -1233,7 +1233,11 @@ impl ServerLoop {
         let closed = self.conns.remove(&id);
         self.followers.ended(id);
         debug_assert!(!self.conns.is_empty() || self.waiters.len() + self.poppers.len() == 0);
-        if let Some((key, value)) = closed.and_then(|conn| conn.will) {
+        if let Some((mut key, value)) = closed.and_then(|conn| conn.will) {
+            if key.ends_with('/') {
+                let free = (0_u64..).find(|n| !self.table.contains(&format!("{key}{n}")));
+                key.push_str(&free.unwrap_or(u64::MAX).to_string());
+            }
             // Without room in the store, the will is lost.
             match self.table.compare_set(&key, None, &value) {
                 Ok(true) => {

@@ -109,8 +109,8 @@ pub fn frames(shot: &Shot<'_>) -> Option<Answer> {
             .encode(&mut bytes)
             .ok()?,
         _ => {
-            let key = "launch/abort";
-            let value = b"{\"code\":1}";
+            let key = "launch/log/0";
+            let value = b"{\"Abort\":{\"code\":1}}";
             Request::Set { key, value }.encode(&mut bytes).ok()?;
         }
     }

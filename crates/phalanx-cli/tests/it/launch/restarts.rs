@@ -2,6 +2,7 @@
 
 use phalanx_store::{Store, TcpStore};
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 
 use crate::launch::harness::Running;
 use crate::launch::nodes::{Job, both};
@@ -440,7 +441,13 @@ fn a_launcher_beyond_max_waits_and_mistakes_of_another_harm_nobody() {
     assert_world(&mut [(&mut a, 1), (&mut b, 1)], 1);
     let store = TcpStore::connect(&format!("127.0.0.1:{}", job.port), job.token(), SOON).unwrap();
     let mut c = come(&job, "1:2", false, &[], &script);
-    store.wait(&["launch/node/2"], SOON).unwrap();
+    let has_arrived = |id: u64| {
+        let events = (0..).map_while(|n| store.try_get(&format!("launch/log/{n}")).unwrap());
+        let events = events.map(|event| serde_json::from_slice::<Value>(&event).unwrap());
+        let mut arrived = events.filter_map(|event| event["Arrived"]["id"].as_u64());
+        arrived.any(|other| other >= id)
+    };
+    eventually("it waits", || has_arrived(2));
     for (nodes, more, want) in [
         ("1:3", &[][..], "started with --nnodes 1:2"),
         (
@@ -458,12 +465,7 @@ fn a_launcher_beyond_max_waits_and_mistakes_of_another_harm_nobody() {
     drop(b.wait());
     assert_world(&mut [(&mut a, 1), (&mut c, 1)], 2);
     let d = come(&job, "1:2", false, &[], "echo never");
-    eventually("it waits", || {
-        let arrived = store.try_get("launch/arrived").unwrap().unwrap();
-        let number: u32 = String::from_utf8(arrived).unwrap().parse().unwrap();
-        let card = |number| store.try_get(&format!("launch/node/{number}")).unwrap();
-        number > 2 && card(number).is_some()
-    });
+    eventually("it waits", || has_arrived(3));
     std::fs::write(end, "").unwrap();
     let done = [a.wait(), c.wait(), d.wait()];
     assert!(done.iter().all(|done| done.code() == 0), "{done:#?}");
