@@ -11,10 +11,10 @@ use phalanx_base::error::{Error, ErrorKind, Result};
 use phalanx_base::format::{number, plural};
 use phalanx_base::{lock, say};
 use phalanx_comm::{PhaseGuard, ProcessGroup, TransportKind};
-use phalanx_store::{ErrorKind as StoreKind, Store};
+use phalanx_store::Store;
 
 use crate::group::{Newcomer, ShrinkOptions};
-use crate::log::Log;
+use crate::log::{Log, insist};
 use crate::state::{Event, State};
 
 /// The phase of ranks that form a new group.
@@ -143,14 +143,9 @@ impl RankContext {
 
     /// Asks the store again that does not answer, a few times.
     fn insist<T>(&self, ask: impl Fn(&mut Log) -> phalanx_store::Result<T>) -> Result<T> {
-        let mut tries = 0;
-        loop {
-            tries += 1;
-            match ask(&mut lock(&self.log)) {
-                Err(error) if error.kind() == StoreKind::NoAnswer && tries < TRIES => {}
-                answer => return Ok(answer.map_err(phalanx_comm::Error::from)?),
-            }
-        }
+        let mut tries = 1..TRIES;
+        let answer = insist(|| tries.next().is_some(), || ask(&mut lock(&self.log)));
+        Ok(answer.map_err(phalanx_comm::Error::from)?)
     }
 
     /// This rank, 0-based. A newcomer that has not joined yet has its [number](Self::number).

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use phalanx_comm::{Detached, Error, ErrorKind, Formation, InitOptions, ProcessGroup, Result};
 use phalanx_store::{ErrorKind as StoreKind, Store};
 
-use crate::log::Log;
+use crate::log::{Log, insist};
 use crate::state::{Event, Next, Seat};
 
 /// How the next group is formed. All ranks must give the same options.
@@ -325,12 +325,9 @@ impl Meeting<'_> {
         &mut self,
         mut ask: impl FnMut(&mut Log) -> phalanx_store::Result<T>,
     ) -> Result<T> {
-        loop {
-            match ask(self.log) {
-                Err(e) if e.kind() == StoreKind::NoAnswer && !self.left().is_zero() => {}
-                answer => return answer.map_err(cannot_meet),
-            }
-        }
+        let until = self.until;
+        let is_time = || until.is_none_or(|until| Instant::now() < until);
+        insist(is_time, || ask(self.log)).map_err(cannot_meet)
     }
 
     /// The next group, which this process is a member of.

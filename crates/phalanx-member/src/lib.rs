@@ -15,5 +15,5 @@ mod state;
 
 pub use context::{Elastic, FORMING, RankContext};
 pub use group::{Newcomer, ShrinkOptions, grow, shrink};
-pub use log::{EventLog, Log, Replay, Replayed};
+pub use log::{EventLog, Log, Replay, Replayed, insist};
 pub use state::{Event, Group, RequestedChange, State};

@@ -101,6 +101,20 @@ impl<S: Replay> Replayed<S> {
     }
 }
 
+/// Asks a store that does not answer again, while `again` says so.
+///
+/// # Errors
+///
+/// Those of `ask`.
+pub fn insist<T>(mut again: impl FnMut() -> bool, mut ask: impl FnMut() -> Result<T>) -> Result<T> {
+    loop {
+        match ask() {
+            Err(error) if error.kind() == ErrorKind::NoAnswer && again() => {}
+            answer => return answer,
+        }
+    }
+}
+
 /// A reader and writer of a log. A clone reads on from the same event.
 #[derive(Clone)]
 pub struct EventLog<S> {

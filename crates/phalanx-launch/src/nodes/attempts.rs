@@ -710,12 +710,7 @@ impl Coordinator {
 }
 
 /// Asks until there is an answer: a decision is taken once.
-pub fn insist<T>(mut ask: impl FnMut() -> phalanx_store::Result<T>) -> phalanx_store::Result<T> {
-    let mut tries = 0;
-    loop {
-        match ask() {
-            Err(error) if error.kind() == StoreKind::NoAnswer && tries < TRIES => tries += 1,
-            answer => return answer,
-        }
-    }
+pub fn insist<T>(ask: impl FnMut() -> phalanx_store::Result<T>) -> phalanx_store::Result<T> {
+    let mut tries = 0..TRIES;
+    phalanx_member::insist(|| tries.next().is_some(), ask)
 }

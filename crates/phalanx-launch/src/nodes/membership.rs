@@ -588,8 +588,12 @@ mod tests {
 
         fn apply(&mut self, event: LauncherEvent) {
             self.launchers.apply(event);
-            // Messages are not the subject here.
-            self.launchers.changes.clear();
+            // Messages, and those that are lost and in no attempt, make no difference.
+            let all = &mut self.launchers;
+            all.changes.clear();
+            let gone = |id: &Id| all.lost.contains_key(id) && !all.members.contains_key(id);
+            all.infos.retain(|id, _| !gone(id));
+            all.lost.retain(|id, _| all.members.contains_key(id));
         }
 
         fn arrived(&mut self, id: Id) {
@@ -636,6 +640,8 @@ mod tests {
                 Decision::Start(ids, restarts) => {
                     let last = self.launchers.attempt();
                     let number = last.map_or(0, |last| last.number + 1);
+                    let again = self.launchers.decide(&mut self.host, now);
+                    assert_eq!(again, None, "it is said once");
                     self.apply(LauncherEvent::Began(Attempt {
                         number,
                         ids,
@@ -905,17 +911,17 @@ mod tests {
         let mut count = 0;
         for (least, most, restarts, length, in_place) in [
             (1, 1, 1, 12, false),
-            (1, 2, 0, 14, false),
-            (1, 3, 1, 12, false),
-            (2, 2, 1, 14, false),
-            (2, 3, 1, 13, false),
-            (3, 3, 1, 14, false),
+            (1, 2, 0, 12, false),
+            (1, 3, 1, 10, false),
+            (2, 2, 1, 12, false),
+            (2, 3, 1, 11, false),
+            (3, 3, 1, 12, false),
             (1, 1, 1, 12, true),
-            (1, 2, 0, 14, true),
-            (1, 3, 1, 12, true),
-            (2, 2, 1, 14, true),
-            (2, 3, 1, 13, true),
-            (3, 3, 0, 14, true),
+            (1, 2, 0, 12, true),
+            (1, 3, 1, 10, true),
+            (2, 2, 1, 12, true),
+            (2, 3, 1, 11, true),
+            (3, 3, 0, 12, true),
         ] {
             let rules = Rules {
                 in_place,
@@ -990,6 +996,42 @@ mod tests {
     }
 
     #[test]
+    fn what_is_left_waits_for_others_and_then_for_more() {
+        let mut m = Machine::running(rules(2, 3, 1));
+        m.failed();
+        m.lost(1);
+        m.lost(2);
+        m.ended(0);
+        assert_eq!(m.decide(SECOND), None);
+        m.arrived(3);
+        assert_eq!(m.decide(2 * SECOND), None, "the last call");
+        let start = Some(Decision::Start(vec![0, 3], 0));
+        assert_eq!(m.decide(4 * SECOND), start);
+    }
+
+    /// After the decision, and before it is in the log.
+    #[test]
+    fn a_launcher_that_is_lost_before_its_attempt_begins_is_lost_in_it() {
+        for (in_place, want) in [(false, Decision::Stop), (true, Decision::Lose(1))] {
+            let mut m = Machine::new(Rules {
+                in_place,
+                ..rules(1, 2, 0)
+            });
+            m.arrived(0);
+            m.arrived(1);
+            let start = m.launchers.decide(&mut m.host, SECOND);
+            assert_eq!(start, Some(Decision::Start(vec![0, 1], 0)));
+            m.launchers
+                .apply(LauncherEvent::Lost { id: 1, why: why(3) });
+            m.launchers.apply(LauncherEvent::Began(Attempt {
+                ids: vec![0, 1],
+                ..Attempt::default()
+            }));
+            assert_eq!(m.decide(SECOND), Some(want));
+        }
+    }
+
+    #[test]
     fn failures_count_and_comings_and_goings_do_not() {
         let mut m = Machine::new(rules(1, 3, 1));
         let restart = |m: &mut Machine, stops: bool| {
@@ -1031,6 +1073,10 @@ mod tests {
         m.done(0);
         m.lost(2);
         assert_eq!(m.decide(SECOND), Some(Decision::Stop));
+        let mut m = Machine::running(rules(1, 2, 0));
+        m.done(0);
+        m.lost(0);
+        assert_eq!(m.decide(SECOND), None, "no rank misses it");
         let mut m = Machine::running(rules(1, 2, 0));
         m.lost(1);
         m.decide(SECOND);

@@ -648,6 +648,14 @@ fn a_will_that_was_taken_back_is_not_executed() {
     let will = store.leave_will("failed", b"rank 3 is gone").unwrap();
     will.expect("this store notices").execute();
     assert_eq!(store.get("failed", LONG).unwrap(), b"rank 3 is gone");
+    // As the next entry of a list.
+    for (key, value) in [("log/0", "a"), ("log/1", "b"), ("log/3", "d")] {
+        store.set(key, value.as_bytes()).unwrap();
+    }
+    let will = store.leave_will("log/", b"rank 3 is gone").unwrap();
+    will.expect("this store notices").execute();
+    assert_eq!(store.get("log/2", LONG).unwrap(), b"rank 3 is gone");
+    assert_eq!(store.try_get("log/").unwrap(), None);
     assert!(MemStore::new().leave_will("k", b"v").unwrap().is_none());
 }
 
