@@ -12,6 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_base::files::as_typed;
+use phalanx_base::format::rank_list;
 use phalanx_comm::PortRange;
 use phalanx_comm::recorder::Failure;
 use phalanx_live::{Page, State};
@@ -850,7 +851,7 @@ impl Job<'_> {
             until: Instant::now() + grace,
         });
         let name = stop::signal_name(signal);
-        let ranks = report::rank_list(&own);
+        let ranks = rank_list(&own);
         let verb = if own.len() == 1 { "leaves" } else { "leave" };
         self.note(format!(
             "{name}: {ranks} {verb} after a step, and the others continue"
@@ -1216,9 +1217,9 @@ impl Job<'_> {
         let verb = if running.len() == 1 { "is" } else { "are" };
         self.note(format!(
             "{} ended {} s ago with code 0; {} {verb} still running and may be waiting for it",
-            report::rank_list(&ended),
+            rank_list(&ended),
             LONE_AFTER.as_secs(),
-            report::rank_list(&running),
+            rank_list(&running),
         ));
     }
 
@@ -1522,7 +1523,7 @@ impl Job<'_> {
         if !immortal.is_empty() {
             return Some(format!(
                 "{} did not end after SIGKILL: blocked in the kernel",
-                report::rank_list(&immortal)
+                rank_list(&immortal)
             ));
         }
         let stopped = watch.machine.stopped();

@@ -61,20 +61,17 @@ use std::time::{Duration, Instant};
 pub use flags::{LaunchCli, RankArgs, TransportArg};
 pub use phalanx_base::env::{number, real_env};
 pub use phalanx_live::Address;
-pub use phalanx_member::{Elastic, RankContext};
+pub use phalanx_member::RankContext;
 pub use phalanx_process::error_file::exit_code;
 pub use place::{Process, rank_place};
 pub use rank_args::{PrintingRanks, check_local_ranks, run as run_ranks, start};
-pub use report::rank_list;
 pub use start::{NoArgs, main, main_of, main_with};
 pub use threads::{Cores, Threads};
 pub use token::write_token;
 
 use phalanx_base::error::system;
 use phalanx_base::{cores, error, format, lock, say, stop};
-use phalanx_process::own_program;
 use phalanx_process::signals::Caught;
-use sha2::{Digest, Sha256};
 
 use crate::error::Result;
 
@@ -128,12 +125,6 @@ pub fn run(cli: &LaunchCli) -> Result<()> {
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
     let started = std::thread::Builder::new().name(name.to_owned()).spawn(run);
     started.map(drop).map_err(system("cannot start a thread"))
-}
-
-/// Tells builds of the program apart that runs as this process.
-pub fn program_digest() -> String {
-    let program = std::fs::read(own_program()).unwrap_or_default();
-    format!("SHA-256 {}…", hex::encode(&Sha256::digest(program)[..6]))
 }
 
 /// Where the launcher has started this program as one of its helper processes: does that

@@ -42,7 +42,7 @@ pub use evaluation::{Evaluation, Measure};
 pub use folder::{Files, PreparedRun, RunDir, file_of, prepare_run};
 pub use job::Job;
 pub use phalanx_base::error::{Error, ErrorKind, Result};
-pub use phalanx_launch::RankContext;
+pub use phalanx_member::RankContext;
 pub use phalanx_track::{TrackArgs, Tracker};
 pub use reporter::{EpochLines, Reporter, StepInfo};
 pub use strategy::{Ddp, MicroBatch, OnMesh, Strategy};

@@ -46,7 +46,6 @@ const MAY: [(&str, &[&str]); 24] = [
             "report",
             "track",
             "member",
-            "launch",
         ],
     ),
     (
