@@ -5,17 +5,18 @@ use std::collections::{BTreeMap, HashSet};
 use std::ffi::{OsStr, OsString};
 use std::io::{stderr, stdout};
 use std::os::fd::AsFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
+use phalanx_base::address::Address;
 use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_base::files::as_typed;
 use phalanx_base::format::rank_list;
+use phalanx_base::job_files::RUN_POINTER;
 use phalanx_comm::PortRange;
 use phalanx_comm::recorder::Failure;
-use phalanx_live::{Page, State};
 use phalanx_member::{Event as Change, Log};
 use phalanx_process::Guard;
 use phalanx_process::error_file::{reported_code, reported_signal};
@@ -35,6 +36,7 @@ use super::contract::{self, LauncherVariables, RankVariables};
 use super::ending::{self, Training};
 use super::evict::{Evictions, Seen};
 use super::flight;
+use super::job_files::{JobFiles, RankFacts};
 use super::machine::{Action, ExitStatus, ShutdownState, StopCause, TWIN};
 use super::nodes::{self, Attempt, Moved, Next, NodeInfo, NodeStore, Nodes, Rules};
 use super::numa;
@@ -71,108 +73,164 @@ const LOCAL_STORE: Duration = Duration::from_secs(10);
 const MOST_NAMED: usize = 4;
 /// The exit of a Phalanx rank whose deadline passed.
 const TIMED_OUT: ExitStatus = ExitStatus::Code(4);
-/// How often the states of the ranks are looked at for the live page.
-const LIVE_EVERY: Duration = Duration::from_secs(1);
+/// How often the states and the output of the ranks are written for the live page.
+const LIVE_EVERY: Duration = Duration::from_millis(500);
 /// How many times in a row a rank is found late before the page says so: in a collective, one rank
 /// is always the last.
-const LATE_LOOKS: usize = 3;
+const LATE_LOOKS: usize = 6;
 /// How long after the first successful exit the ranks that still run are reported, once:
 /// they may be waiting for it.
 const LONE_AFTER: Duration = Duration::from_secs(10);
 
-/// Runs the plan to its end.
-///
-/// # Errors
-/// The root cause, whose kind gives the exit code.
-pub fn run(plan: &LaunchPlan) -> Result<()> {
-    let began = SystemTime::now();
-    let alone = !reap::has_children();
-    reap::adopt_orphans();
-    let (sender, events) = channel();
-    let others = [SIGTSTP, SIGUSR1, SIGUSR2];
-    let signals = SignalWatch::start(
-        sender.clone(),
-        Event::Signal,
-        &plan.args.torchrun.signals,
-        &others,
-    )?;
-    let binds = plan.args.torchrun.numa;
-    let processors = binds.then(|| numa::processors(plan.args.node.local_ranks));
-    let processors = processors.transpose()?;
-    let host = phalanx_base::host_name();
-    let page = match &plan.args.live {
-        None => None,
-        Some(address) => Some(Page::open(address, &title(plan))?),
-    };
-    if let Some(page) = &page {
-        say::note(format_args!("live: {}", page.link()));
-    }
-    let token_fd = token::memory_file(&plan.token)?;
-    let folder = match &plan.logs {
-        Some(logs) => RunFolder::kept(&logs.dir),
-        None => RunFolder::private()?,
-    };
-    let mut interrupt = || match events.try_recv() {
-        Ok(Event::Signal(Caught::End(signal, _))) => Some(interrupted(signal)),
-        Ok(Event::Signal(Caught::Suspend)) => {
-            suspend_self();
-            None
+/// A job of which this process is about to be a launcher.
+pub struct Launch {
+    plan: LaunchPlan,
+    began: SystemTime,
+    /// Whether all descendants of this process belong to our ranks.
+    alone: bool,
+    sender: Sender<Event>,
+    events: Receiver<Event>,
+    signals: SignalWatch,
+    folder: RunFolder,
+    /// Of a job that is shown: its files, and the guard until ranks are started.
+    shown: Option<(JobFiles, Arc<Guard>)>,
+}
+
+impl Launch {
+    pub(crate) fn new(plan: LaunchPlan) -> Result<Launch> {
+        let began = SystemTime::now();
+        let alone = !reap::has_children();
+        reap::adopt_orphans();
+        let (sender, events) = channel();
+        let others = [SIGTSTP, SIGUSR1, SIGUSR2];
+        let signals = SignalWatch::start(
+            sender.clone(),
+            Event::Signal,
+            &plan.args.torchrun.signals,
+            &others,
+        )?;
+        let mut folder = match &plan.logs {
+            Some(logs) => RunFolder::kept(&logs.dir),
+            None => RunFolder::private()?,
+        };
+        let mut shown = None;
+        if plan.args.live.is_some() {
+            let guard = Arc::new(Guard::start()?);
+            folder.make(&guard)?;
+            say_logs(&plan, &folder);
+            shown = Some((JobFiles::new(folder.path(), title(&plan)), guard));
         }
-        _ => None,
-    };
-    let mut at = open_store(plan, &mut interrupt)?;
-    if let Some(warning) = &at.warning {
-        say::note(format_args!("warning: {warning}"));
+        Ok(Launch {
+            plan,
+            began,
+            alone,
+            sender,
+            events,
+            signals,
+            folder,
+            shown,
+        })
     }
-    let (mut nodes, mut port) = (None, None);
-    if let Some(meeting) = &plan.args.node.meeting {
-        let (joined, held) = join_nodes(plan, meeting, &mut at, interrupt)?;
-        if joined.has_begun() {
-            joined.watch(meeting.lost_after, sender.clone())?;
+
+    /// Where a page is to show the job.
+    pub fn live(&self) -> Option<&Address> {
+        self.plan.args.live.as_ref()
+    }
+
+    /// The folder with the files of a job that is shown.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Runs the job to its end. `finish` gets its result, and the training that has ended with it, and returns the result.
+    ///
+    /// # Errors
+    ///
+    /// The root cause, whose kind gives the exit code.
+    pub fn run(
+        self,
+        finish: impl FnOnce(Result<()>, Option<&Training>) -> Result<()>,
+    ) -> Result<()> {
+        let Launch {
+            plan,
+            sender,
+            events,
+            ..
+        } = self;
+        let binds = plan.args.torchrun.numa;
+        let processors = binds.then(|| numa::processors(plan.args.node.local_ranks));
+        let processors = processors.transpose()?;
+        let token_fd = token::memory_file(&plan.token)?;
+        let mut interrupt = || match events.try_recv() {
+            Ok(Event::Signal(Caught::End(signal, _))) => Some(interrupted(signal)),
+            Ok(Event::Signal(Caught::Suspend)) => {
+                suspend_self();
+                None
+            }
+            _ => None,
+        };
+        let mut at = open_store(&plan, &mut interrupt)?;
+        if let Some(warning) = &at.warning {
+            say::note(format_args!("warning: {warning}"));
         }
-        joined.await_end_of_attempt(sender.clone())?;
-        joined.coordinate(rules(plan, meeting), sender.clone())?;
-        drop(plan.until_met.take());
-        (nodes, port) = (Some(joined), held);
+        let (mut nodes, mut port) = (None, None);
+        if let Some(meeting) = &plan.args.node.meeting {
+            let (joined, held) = join_nodes(&plan, meeting, &mut at, interrupt)?;
+            if joined.has_begun() {
+                joined.watch(meeting.lost_after, sender.clone())?;
+            }
+            joined.await_end_of_attempt(sender.clone())?;
+            joined.coordinate(rules(&plan, meeting), sender.clone())?;
+            drop(plan.until_met.take());
+            (nodes, port) = (Some(joined), held);
+        }
+        let told = nodes.as_ref().map(|nodes| nodes.infos().first());
+        let master_port = match told {
+            Some(first) => first.and_then(|info| info.master_port).unwrap_or(0),
+            None => port
+                .insert(PortForRanks::new(plan.args.node.master_port, None)?)
+                .number(),
+        };
+        let shared = shared(&plan, &at, nodes.as_ref(), master_port);
+        let unwritten = WriteError::default();
+        let (files, guard) = self.shown.unzip();
+        let mut job = Job {
+            plan: &plan,
+            host: phalanx_base::host_name(),
+            shared,
+            port,
+            nodes,
+            redirect: None,
+            at,
+            token_fd,
+            folder: self.folder,
+            out: Sink::new("standard output", stdout(), Some(unwritten.clone())),
+            err: Sink::new("standard error", stderr(), None),
+            unwritten,
+            oom: OomWatch::start(),
+            processors,
+            alone: self.alone,
+            guard,
+            may_go_on_elsewhere: false,
+            decided: None,
+            files,
+            began: self.began,
+            restarts: 0,
+            sender,
+            events,
+        };
+        let result = job.attempts();
+        let result = job.end(result, finish);
+        drop(self.signals);
+        result
     }
-    let told = nodes.as_ref().map(|nodes| nodes.infos().first());
-    let master_port = match told {
-        Some(first) => first.and_then(|info| info.master_port).unwrap_or(0),
-        None => port
-            .insert(PortForRanks::new(plan.args.node.master_port, None)?)
-            .number(),
-    };
-    let shared = shared(plan, &at, nodes.as_ref(), master_port);
-    let unwritten = WriteError::default();
-    let mut job = Job {
-        plan,
-        host,
-        shared,
-        port,
-        nodes,
-        redirect: None,
-        at,
-        token_fd,
-        folder,
-        out: Sink::new("standard output", stdout(), Some(unwritten.clone())),
-        err: Sink::new("standard error", stderr(), None),
-        unwritten,
-        oom: OomWatch::start(),
-        processors,
-        alone,
-        guard: None,
-        may_go_on_elsewhere: false,
-        decided: None,
-        page,
-        began,
-        restarts: 0,
-        sender,
-        events,
-    };
-    let result = job.attempts();
-    let result = job.end(result);
-    drop(signals);
-    result
+}
+
+/// Prints where the logs are.
+fn say_logs(plan: &LaunchPlan, folder: &RunFolder) {
+    if plan.logs.is_some() {
+        say::note(format_args!("logs: {}", as_typed(folder.path())));
+    }
 }
 
 /// Hosts the store, or says how to reach it.
@@ -254,7 +312,7 @@ fn rules(plan: &LaunchPlan, meeting: &Meeting) -> Rules {
     }
 }
 
-/// The program and its arguments, for the page.
+/// The program and its arguments, for a page.
 fn title(plan: &LaunchPlan) -> String {
     let program = Path::new(&plan.args.run.program).file_name();
     let words = program
@@ -335,8 +393,8 @@ struct Job<'a> {
     may_go_on_elsewhere: bool,
     /// When the last stop began.
     decided: Option<Instant>,
-    /// Shows the job.
-    page: Option<Page>,
+    /// Of a job that is shown.
+    files: Option<JobFiles>,
     began: SystemTime,
     /// On one node: restarts so far, of all ranks or of one.
     restarts: u32,
@@ -512,9 +570,12 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// After the last attempt: leaves the other nodes, and ends the page and the report of the training.
-    fn end(&mut self, result: Result<()>) -> Result<()> {
-        let page = self.page.take();
+    /// After the last attempt: leaves the other nodes, and ends the job's files.
+    fn end(
+        &self,
+        result: Result<()>,
+        finish: impl FnOnce(Result<()>, Option<&Training>) -> Result<()>,
+    ) -> Result<()> {
         if let Some(nodes) = &self.nodes {
             let decided = self.decided.unwrap_or_else(Instant::now);
             nodes.leave(nodes.infos().len(), decided);
@@ -526,65 +587,42 @@ impl Job<'_> {
             )),
             (result, _) => result,
         };
-        let training = self.training();
         // Not where the training may go on elsewhere.
-        let run = training.folder().filter(|_| !self.may_go_on_elsewhere);
-        let result = result.map_err(|error| match &run {
-            Some(run) => ending::with_report(run, &training, error),
-            None => error,
-        });
-        if let Some(page) = page {
-            page.end(match &result {
-                Ok(()) => phalanx_live::End::Finished,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {
-                    phalanx_live::End::Stopped(error.chain())
-                }
-                Err(error) => phalanx_live::End::Failed(error.chain()),
-            });
+        let training = Training::of_job(self.folder.path(), self.began);
+        let training = training.filter(|_| !self.may_go_on_elsewhere);
+        if let Some(files) = &self.files {
+            files.end(result.as_ref().err());
         }
-        if let (Err(_), Some(run)) = (&result, &run) {
-            ending::deliver(run);
-        }
-        result
+        finish(result, training.as_ref())
     }
 
-    /// Prints a message, and shows it on the page.
+    /// Prints a message, and adds it to the job's files.
     fn note(&self, text: String) {
         say::note(&text);
-        if let Some(page) = &self.page {
-            page.note(text);
+        if let Some(files) = &self.files {
+            files.note(&text);
         }
     }
 
-    /// Where rank 0 leaves the path of the run's folder.
-    fn run_pointer(&self) -> PathBuf {
-        self.folder.path().join("run-folder")
-    }
-
-    /// The training that the ranks run, if they do.
-    fn training(&self) -> Training {
-        Training::new(self.run_pointer(), self.began)
-    }
-
-    /// Shows the states of the ranks on the page.
+    /// Writes the states of the ranks into the job's files.
     fn show(&self, watch: &mut Supervision<'_>) {
-        let Some(page) = &self.page else { return };
+        let Some(files) = &self.files else { return };
         let late = flight::late(&watch.ranks);
         watch.late.retain(|rank, _| late.contains(rank));
         for rank in late {
             *watch.late.entry(rank).or_default() += 1;
         }
         let state = |local: usize, rank: &Rank| match watch.machine.end(local) {
-            Some(end) if end.is_ok() => State::Done,
-            Some(_) if watch.machine.stopped().contains(&local) => State::Ended,
-            Some(_) => State::Failed,
-            None if rank.is_stopped() => State::Stopped,
-            None if watch.late.get(&rank.rank) >= Some(&LATE_LOOKS) => State::Late,
-            None => State::Running,
+            Some(end) if end.is_ok() => "done",
+            Some(_) if watch.machine.stopped().contains(&local) => "ended",
+            Some(_) => "failed",
+            None if rank.is_stopped() => "stopped",
+            None if watch.late.get(&rank.rank) >= Some(&LATE_LOOKS) => "late",
+            None => "running",
         };
         let here = watch.ranks.iter().enumerate().map(|(local, rank)| {
             let end = watch.machine.end(local);
-            phalanx_live::Rank {
+            RankFacts {
                 rank: rank.rank,
                 host: self.host.clone(),
                 pid: Some(rank.pid.as_raw_nonzero().get()),
@@ -596,27 +634,24 @@ impl Job<'_> {
         let hosts = nodes.flat_map(|node| std::iter::repeat_n(&node.host, node.local_ranks));
         let own = self.shared.first_rank..self.shared.first_rank + self.shared.local_ranks;
         let others = hosts.enumerate().filter(|(rank, _)| !own.contains(rank));
-        let others = others.map(|(rank, host)| phalanx_live::Rank {
+        let others = others.map(|(rank, host)| RankFacts {
             rank,
             host: host.clone(),
             pid: None,
-            state: State::Elsewhere,
+            state: "elsewhere",
             end: None,
         });
         let mut all: Vec<_> = here.chain(others).collect();
         all.sort_by_key(|rank| rank.rank);
-        page.set_ranks(all);
+        files.set_ranks(all);
     }
 
     /// Runs the ranks once; `number` counts the attempts before and, on one node, restarts of one rank.
     fn attempt(&mut self, number: u32) -> Result<Outcome> {
         let guard = Arc::new(Guard::start()?);
         let made = self.folder.make(&guard);
-        if made.is_ok() && self.guard.is_none() && self.plan.logs.is_some() {
-            say::note(format_args!("logs: {}", as_typed(self.folder.path())));
-        }
-        if let Some(page) = &self.page {
-            page.set_pointer(self.run_pointer());
+        if made.is_ok() && self.guard.is_none() {
+            say_logs(self.plan, &self.folder);
         }
         if let Some(nodes) = self.nodes.as_mut().filter(|_| made.is_ok()) {
             let file = self.folder.path().join("store-address");
@@ -624,7 +659,7 @@ impl Job<'_> {
             self.shared.store_file = nodes.moves().map(|file| file.as_os_str().to_owned());
         }
         if !self.goes_on_in_place() {
-            ending::watch(&guard, &self.training());
+            ending::watch(&guard, self.folder.path(), self.began);
         }
         // This drops the guard of the attempt before.
         self.guard = Some(guard.clone());
@@ -708,15 +743,8 @@ impl Job<'_> {
             return;
         };
         let verdict = JobFailure::of_killed(self.shared.node_rank, &self.host);
-        if let Ok(text) = serde_json::to_string(&verdict) {
-            ending::tell(
-                guard,
-                &self.at.dial,
-                &self.plan.token,
-                &nodes.death_key(),
-                &text,
-            );
-        }
+        let (store, token) = (&self.at.dial, &self.plan.token);
+        ending::tell(guard, store, token, &nodes.death_key(), &verdict);
         nodes.is_guarded();
     }
 
@@ -777,11 +805,11 @@ impl Job<'_> {
             err: &self.err,
             unwritten: &self.unwritten,
             processors: self.processors.as_deref(),
-            page: self.page.as_ref(),
+            files: self.files.as_ref(),
             guard,
             events: &self.sender,
         };
-        let pointer = self.run_pointer().into_os_string();
+        let pointer = self.folder.path().join(RUN_POINTER).into_os_string();
         let pointer = (RUN_POINTER_VARIABLE.into(), pointer);
         let devices = self.plan.args.torchrun.devices.as_ref();
         let rank = self.shared.first_rank + local_rank;
@@ -1049,7 +1077,7 @@ impl Job<'_> {
         let mut shown = None;
         loop {
             let now = Instant::now();
-            if self.page.is_some() && shown.is_none_or(|at| now >= at + LIVE_EVERY) {
+            if self.files.is_some() && shown.is_none_or(|at| now >= at + LIVE_EVERY) {
                 self.show(watch);
                 shown = Some(now);
             }

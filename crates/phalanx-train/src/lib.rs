@@ -33,8 +33,8 @@ mod trainer;
 mod update;
 
 pub use args::{
-    Defaults, Determinism, ExchangeArg, FolderArgs, LabelArgs, Mesh, MeshArgs, PrecisionArg,
-    SamplerKind, SavingArgs, Settings, SplitArgs, check_folder_of,
+    Defaults, Determinism, ExchangeArg, FolderArgs, LabelArgs, Mesh, MeshArgs, OF_ONE_RUN,
+    PrecisionArg, SamplerKind, SavingArgs, Settings, SplitArgs, check_folder_of,
 };
 pub use batch::{Batches, Engine, MicroBatchOf, StepBatch};
 pub use best::EarlyStopping;

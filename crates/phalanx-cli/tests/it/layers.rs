@@ -26,9 +26,7 @@ const MAY: [(&str, &[&str]); 24] = [
     ("process", &["base"]),
     (
         "launch",
-        &[
-            "base", "process", "wire", "store", "comm", "member", "report", "track", "live", "mpi",
-        ],
+        &["base", "process", "wire", "store", "comm", "member", "mpi"],
     ),
     ("flow", &["base", "process"]),
     (
@@ -61,6 +59,8 @@ const MAY: [(&str, &[&str]); 24] = [
             "checkpoint",
             "data",
             "report",
+            "track",
+            "live",
             "member",
             "launch",
             "flow",
@@ -154,7 +154,13 @@ fn launcher_pages_and_trackers_are_built_without_the_engine() {
 const LAYERS: [(&str, &[&[&str]]); 20] = [
     (
         "phalanx",
-        &[&["training"], &["program"], &["spawn"], &["prelude"]],
+        &[
+            &["watch"],
+            &["training"],
+            &["program"],
+            &["spawn"],
+            &["prelude"],
+        ],
     ),
     (
         "phalanx-base",
@@ -165,8 +171,10 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["env"],
             &["files"],
             &["process"],
+            &["job_files"],
             &["say"],
             &["stop"],
+            &["address"],
         ],
     ),
     (
@@ -351,6 +359,8 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["machine"],
             &["report"],
             &["ending"],
+            &["tail"],
+            &["job_files"],
             &["inspect"],
             &["threads"],
             &["plan"],
@@ -366,10 +376,7 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["start"],
         ],
     ),
-    (
-        "phalanx-live",
-        &[&["address"], &["tail"], &["no_page", "page"]],
-    ),
+    ("phalanx-live", &[&["page"]]),
     (
         "phalanx-member",
         &[&["state"], &["log"], &["group"], &["context"]],

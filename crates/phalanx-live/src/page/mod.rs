@@ -3,164 +3,76 @@
 mod access;
 mod follower;
 mod hub;
-mod job;
 mod run;
 mod runs;
 mod server;
 mod view;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::Duration;
 
+use phalanx_base::address::Address;
+
 use self::access::Access;
 use self::follower::Follower;
 use self::hub::Hub;
-use self::job::{Job, JobState};
-use self::runs::Runs;
 use self::server::Site;
-use self::view::View;
-use crate::{Address, End, Error, ErrorKind, Rank, Result, Tail};
+use crate::{Error, ErrorKind, Result};
 
 /// How long the end of the job waits for the last look at the run's folder, which may be on a slow
 /// file system, and for the readers.
 const END_LIMIT: Duration = Duration::from_secs(3);
 
-/// The page of one job. It is served until this is dropped.
+/// A page. It is served until this is dropped, which *blocks* until it has read and sent the rest, for three seconds at most
+/// each.
 pub struct Page {
-    told: Arc<JobState>,
-    serving: Serving<View>,
-    /// Disconnected when its thread has ended.
+    link: String,
+    /// Disconnects the follower's other end: it reads for the last time.
+    stop: Option<Sender<()>>,
+    /// Ends the server, once the readers have the rest.
+    end: Box<dyn Fn()>,
+    /// Each is disconnected when its thread has ended.
     follower: Receiver<()>,
+    server: Receiver<()>,
 }
 
 impl Page {
-    /// Serves the page of the job `program` at `address`, from threads of its own.
+    /// Serves the page of the job whose launcher writes into `folder` at `address`, from threads of its own.
     ///
     /// # Errors
     ///
     /// `Usage`, if it cannot listen there; `System` without threads or random numbers.
-    pub fn open(address: &Address, program: &str) -> Result<Page> {
-        let serving = Serving::open(address)?;
-        let told = Arc::new(JobState::default());
-        let job = Job {
-            program: program.to_owned(),
-            host: phalanx_base::host_name(),
-            started: phalanx_base::unix_time().as_secs_f64(),
-            ended: None,
-            state: "running",
-            message: None,
-            trouble: None,
-        };
-        let following = Follower::new(serving.site.hub.clone(), told.clone(), job);
-        let follower = start("live files", move || following.run())?;
-        Ok(Page {
-            told,
-            serving,
-            follower,
-        })
+    pub fn of_job(address: &Address, folder: &Path) -> Result<Page> {
+        let hub = Arc::default();
+        let following = Follower::new(Arc::clone(&hub), folder);
+        Page::open(address, hub, move |stop| following.run(stop))
     }
 
-    /// The address for a browser, with the secret.
-    pub fn link(&self) -> &str {
-        &self.serving.link
-    }
-
-    /// Rank 0 writes the path of the run's folder into the file `pointer`.
-    pub fn set_pointer(&self, pointer: PathBuf) {
-        self.told.inbox().pointer = Some(pointer);
-    }
-
-    /// The ranks of the job, or their states, are now these.
-    pub fn set_ranks(&self, ranks: Vec<Rank>) {
-        let mut inbox = self.told.inbox();
-        inbox.ranks_are_new |= inbox.ranks != ranks;
-        inbox.ranks = ranks;
-    }
-
-    /// Where the output of rank `rank` is added.
-    pub fn tail(&self, rank: usize) -> Arc<Tail> {
-        self.told.inbox().tails.entry(rank).or_default().clone()
-    }
-
-    /// Shows a message of the launcher.
-    pub fn note(&self, text: String) {
-        self.told.inbox().notes.push(text);
-    }
-
-    /// The job has ended: shows that, then *blocks* until the readers have it, for three seconds
-    /// at most, and closes the port.
-    pub fn end(self, end: End) {
-        self.told.inbox().outcome = Some(end);
-    }
-}
-
-impl Drop for Page {
-    fn drop(&mut self) {
-        let unsaid = || End::Failed("the launcher ended with an error".to_owned());
-        self.told.inbox().outcome.get_or_insert_with(unsaid);
-        self.told.ended.notify_all();
-        let _ = self.follower.recv_timeout(END_LIMIT);
-        self.serving.end();
-    }
-}
-
-/// The page of the runs below a folder. It is served until this is dropped.
-pub struct RunsPage {
-    serving: Serving<Runs>,
-    /// Ends the follower.
-    stop: Option<Sender<()>>,
-    follower: Receiver<()>,
-}
-
-impl RunsPage {
     /// Serves the page of the runs below `folder` at `address`, from threads of its own. Nothing is
     /// written there.
     ///
     /// # Errors
     ///
     /// `Usage`, if there is no such folder, or it cannot listen there; `System` without threads or random numbers.
-    pub fn open(address: &Address, folder: &Path) -> Result<RunsPage> {
+    pub fn of_runs(address: &Address, folder: &Path) -> Result<Page> {
         if !folder.is_dir() {
             return Err(Error::usage(format!("no folder {}", folder.display())));
         }
-        let serving = Serving::open(address)?;
-        let (hub, folder) = (serving.site.hub.clone(), folder.to_owned());
-        let (stop, stopped) = channel();
-        let follower = start("live files", move || runs::follow(&folder, &hub, &stopped))?;
-        Ok(RunsPage {
-            serving,
-            stop: Some(stop),
-            follower,
+        let hub = Arc::default();
+        let (folder, shown) = (folder.to_owned(), Arc::clone(&hub));
+        Page::open(address, hub, move |stop| {
+            runs::follow(&folder, &shown, stop);
         })
     }
 
-    /// The address for a browser, with the secret.
-    pub fn link(&self) -> &str {
-        &self.serving.link
-    }
-}
-
-impl Drop for RunsPage {
-    fn drop(&mut self) {
-        self.stop = None;
-        let _ = self.follower.recv_timeout(END_LIMIT);
-        self.serving.end();
-    }
-}
-
-/// The server of a page.
-struct Serving<V> {
-    link: String,
-    site: Arc<Site<V>>,
-    /// Disconnected when its thread has ended.
-    server: Receiver<()>,
-}
-
-impl<V: hub::View + Default> Serving<V> {
-    fn open(address: &Address) -> Result<Serving<V>> {
+    fn open<V: hub::View>(
+        address: &Address,
+        hub: Arc<Hub<V>>,
+        follow: impl FnOnce(&Receiver<()>) + Send + 'static,
+    ) -> Result<Page> {
         let listener = address.listen()?;
         let own = listener.local_addr().map_err(|e| {
             Error::new(ErrorKind::System, "cannot find the port of the live page").caused_by(e)
@@ -177,22 +89,39 @@ impl<V: hub::View + Default> Serving<V> {
         };
         let link = format!("http://{host}:{}/?key={secret}", own.port());
         let access = Access::new(secret, own.ip(), own.port(), address.host(), &machine);
-        let site = Arc::new(Site::new(access, Arc::new(Hub::default())));
+        let site = Arc::new(Site::new(access, hub));
         let serving = site.clone();
         let server = start("live server", move || {
             if server::serve(listener, &serving).is_err() {
-                // Nobody can read it, and the job goes on.
+                // Without a server no reader can read it, and the job continues.
                 serving.hub.end();
             }
         })?;
-        Ok(Serving { link, site, server })
+        let (stop, stopped) = channel();
+        let follower = start("live files", move || follow(&stopped))?;
+        Ok(Page {
+            link,
+            stop: Some(stop),
+            end: Box::new(move || {
+                site.hub.end();
+                site.stop.notify_one();
+            }),
+            follower,
+            server,
+        })
+    }
+
+    /// The address for a browser, with the secret.
+    pub fn link(&self) -> &str {
+        &self.link
     }
 }
 
-impl<V: hub::View> Serving<V> {
-    fn end(&self) {
-        self.site.hub.end();
-        self.site.stop.notify_one();
+impl Drop for Page {
+    fn drop(&mut self) {
+        self.stop = None;
+        let _ = self.follower.recv_timeout(END_LIMIT);
+        (self.end)();
         let _ = self.server.recv_timeout(END_LIMIT);
     }
 }

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
@@ -14,7 +13,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::hub::{self, Hub};
-use super::run::{Curves, New};
+use super::run::{Curves, New, Stamp, stamp};
 
 /// How often new lines, and new runs, are looked for.
 const EVERY: Duration = Duration::from_millis(500);
@@ -105,9 +104,7 @@ impl Shown {
             Record::Run(mut about) => {
                 // The graph of a large model is most of it.
                 about.as_object_mut().map(|about| about.remove("model"));
-                if about != self.about.value {
-                    self.about.set(about);
-                }
+                self.about.update(about);
             }
             Record::Metrics(metrics) => {
                 let is_shown = |name: &str| !NOT_SHOWN.contains(&name);
@@ -191,14 +188,6 @@ impl hub::View for Runs {
 }
 
 const HTML: &str = "text/html; charset=utf-8";
-
-/// A version of a file: inode, length, and when it was written.
-type Stamp = Option<(u64, u64, i64, i64)>;
-
-fn stamp(path: &Path) -> Stamp {
-    let about = fs::symlink_metadata(path).ok()?;
-    Some((about.ino(), about.len(), about.mtime(), about.mtime_nsec()))
-}
 
 /// How far a run was read.
 struct Read {
@@ -300,9 +289,7 @@ pub(crate) fn follow(folder: &Path, hub: &Hub<Runs>, stop: &Receiver<()>) {
                     let new = || Shown::new(&read.path, read.id);
                     shown.entry(name.clone()).or_insert_with(new);
                 }
-                if view.total.value != total {
-                    view.total.set(total);
-                }
+                view.total.update(total);
             });
         }
         // The newest first; a long one does not delay the others.
@@ -372,9 +359,7 @@ fn show(view: &mut Runs, runs: &BTreeMap<String, Read>, read: Vec<(&String, bool
                 row.error = Some("its process ended without a message".to_owned());
             }
         }
-        if row != shown.row.value {
-            shown.row.set(row);
-        }
+        shown.row.update(row);
     }
 }
 

@@ -1,55 +1,92 @@
 //! What the page shows, and what has changed of it.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::path::Path;
 
+use phalanx_base::files::read_regular;
+use phalanx_base::job_files::{JOB_FILE, output_file};
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::hub;
-use super::job::Job;
-use super::run::{New, RunView};
-use crate::Rank;
-use crate::tail::Tail;
+use super::run::{New, RunView, Stamp, stamp};
+use crate::Error;
 
-/// Messages of the launcher that are shown.
-const MOST_NOTES: usize = 200;
+/// The longest file of a job.
+const FILE_BYTES: u64 = 64 << 20;
 
 /// What the page shows.
 #[derive(Default)]
 pub(crate) struct View {
-    job: New<Option<Job>>,
-    ranks: New<Vec<Rank>>,
-    notes: New<Vec<String>>,
-    /// Output by rank, and how many lines were sent.
-    tails: BTreeMap<usize, (Arc<Tail>, u64)>,
+    /// The job's file.
+    job: Map<String, Value>,
+    /// The job, its ranks, and the messages of its launcher.
+    parts: BTreeMap<&'static str, New<Value>>,
+    outputs: BTreeMap<u64, Output>,
     pub run: RunView,
 }
 
+/// The last lines of a rank's output.
+#[derive(Default)]
+struct Output {
+    /// The file as it was read.
+    seen: Stamp,
+    printed: Printed,
+    /// Lines that were sent.
+    sent: usize,
+}
+
+/// The file with the last lines of a rank's output.
+#[derive(Default, Deserialize)]
+struct Printed {
+    /// Lines so far, with those that are not kept.
+    count: usize,
+    lines: Vec<Value>,
+}
+
 impl View {
-    pub fn set_job(&mut self, job: Job) {
-        self.job.set(Some(job));
-    }
-
-    pub fn set_ranks(&mut self, ranks: Vec<Rank>) {
-        self.ranks.set(ranks);
-    }
-
-    pub fn set_tails(&mut self, tails: &BTreeMap<usize, Arc<Tail>>) {
-        for (rank, tail) in tails {
-            let entry = self.tails.entry(*rank);
-            entry.or_insert_with(|| (tail.clone(), 0));
+    /// Reads what the launcher has written into `folder`. `trouble`: why the run's folder cannot be read. A job that `is_over`
+    /// has failed if its launcher has not said how it ended.
+    pub fn read_job(&mut self, folder: &Path, trouble: Option<Error>, is_over: bool) {
+        let read = read_regular(&folder.join(JOB_FILE), FILE_BYTES).ok();
+        if let Some(Value::Object(job)) = read.and_then(|text| serde_json::from_slice(&text).ok()) {
+            self.job = job;
         }
-    }
-
-    /// Messages of the launcher.
-    pub fn note(&mut self, new: Vec<String>) {
-        if new.is_empty() {
+        let mut job = self.job.clone();
+        let Some((ranks, notes)) = job.remove("ranks").zip(job.remove("notes")) else {
             return;
+        };
+        job.insert("trouble".into(), json!(trouble.map(|error| error.chain())));
+        if is_over && job["ended"].is_null() {
+            let now = phalanx_base::unix_time().as_secs_f64();
+            let why = "the launcher ended with an error";
+            job.extend([
+                ("ended".into(), now.into()),
+                ("state".into(), "failed".into()),
+                ("message".into(), why.into()),
+            ]);
         }
-        let mut notes = std::mem::take(&mut self.notes.value);
-        notes.extend(new);
-        notes.drain(..notes.len().saturating_sub(MOST_NOTES));
-        self.notes.set(notes);
+        self.set("job", job.into());
+        self.set("ranks", ranks);
+        self.set("notes", notes);
+        let ranks = self.parts["ranks"].value.as_array().into_iter().flatten();
+        // The output of others is known to their launchers.
+        let here = ranks.filter(|rank| !rank["pid"].is_null());
+        for rank in here.filter_map(|rank| rank["rank"].as_u64()) {
+            let path = folder.join(output_file(rank as usize));
+            let (output, now) = (self.outputs.entry(rank).or_default(), stamp(&path));
+            if output.seen != now
+                && let Ok(text) = read_regular(&path, FILE_BYTES)
+                && let Ok(printed) = serde_json::from_slice(&text)
+            {
+                (output.seen, output.printed) = (now, printed);
+            }
+        }
+    }
+
+    /// Sets the job, its ranks, or the messages of its launcher.
+    pub fn set(&mut self, name: &'static str, value: Value) {
+        self.parts.entry(name).or_default().update(value);
     }
 }
 
@@ -64,35 +101,30 @@ impl hub::View for View {
     ];
 
     fn whole(&self) -> Value {
-        let tails = self.tails.iter().map(|(rank, (tail, sent))| {
-            let (lines, _) = tail.lines(0, *sent);
-            (rank.to_string(), json!(lines))
-        });
-        let mut whole = Map::new();
-        let parts = [
-            ("job", json!(self.job.value)),
-            ("ranks", json!(self.ranks.value)),
-            ("notes", json!(self.notes.value)),
-            ("lines", tails.collect::<Map<_, _>>().into()),
-        ];
-        whole.extend(parts.map(|(name, part)| (name.to_owned(), part)));
+        let outputs = self.outputs.iter();
+        let lines = outputs.map(|(rank, output)| (rank.to_string(), json!(output.printed.lines)));
+        let lines: Map<_, _> = lines.collect();
+        let parts = self.parts.iter();
+        let parts = parts.map(|(name, part)| ((*name).to_owned(), part.value.clone()));
+        let mut whole: Map<_, _> = parts.chain([("lines".to_owned(), lines.into())]).collect();
         self.run.whole(&mut whole);
         whole.into()
     }
 
     fn change(&mut self) -> Option<Value> {
         let mut change = Map::new();
-        self.job.add_to(&mut change, "job");
-        self.ranks.add_to(&mut change, "ranks");
-        self.notes.add_to(&mut change, "notes");
+        for (name, part) in &mut self.parts {
+            part.add_to(&mut change, name);
+        }
         self.run.change(&mut change);
         let mut lines = Map::new();
-        for (rank, (tail, sent)) in &mut self.tails {
-            let (new, next) = tail.lines(*sent, u64::MAX);
-            if next > *sent {
-                lines.insert(rank.to_string(), json!(new));
-                *sent = next;
+        for (rank, Output { printed, sent, .. }) in &mut self.outputs {
+            let new = printed.count.saturating_sub(*sent).min(printed.lines.len());
+            if new > 0 {
+                let first = printed.lines.len() - new;
+                lines.insert(rank.to_string(), json!(printed.lines[first..]));
             }
+            *sent = printed.count;
         }
         if !lines.is_empty() {
             change.insert("lines".to_owned(), lines.into());
