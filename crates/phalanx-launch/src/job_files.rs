@@ -132,3 +132,65 @@ impl JobFiles {
             std::fs::write(&new, text).and_then(|()| std::fs::rename(&new, self.folder.join(name)));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    #[test]
+    fn the_files_say_what_has_changed() {
+        let dir = tempfile::tempdir().unwrap();
+        let read = |name: &str| -> Value {
+            let text = std::fs::read(dir.path().join(name)).unwrap();
+            serde_json::from_slice(&text).unwrap()
+        };
+        let files = JobFiles::new(dir.path(), "program --flag".into());
+        let job = read(JOB_FILE);
+        assert_eq!(job["program"], "program --flag");
+        assert_eq!(
+            (&job["state"], &job["ended"]),
+            (&json!("running"), &Value::Null)
+        );
+        let rank = RankFacts {
+            rank: 3,
+            host: "a".into(),
+            pid: Some(7),
+            state: "failed",
+            end: Some("exited with code 1".into()),
+        };
+        files.tail(3).push(true, b"why\n");
+        files.set_ranks(vec![rank]);
+        let want = json!({"rank": 3, "host": "a", "pid": 7, "state": "failed", "end": "exited with code 1"});
+        assert_eq!(read(JOB_FILE)["ranks"], json!([want]));
+        let lines = json!([{"err": true, "text": "why"}]);
+        assert_eq!(read(&output_file(3)), json!({"count": 1, "lines": lines}));
+        for n in 0..MOST_NOTES + 5 {
+            files.note(&n.to_string());
+        }
+        let notes = read(JOB_FILE)["notes"].take();
+        let notes = notes.as_array().unwrap();
+        assert_eq!((notes.len(), &notes[0]), (MOST_NOTES, &json!("5")));
+        for (kind, state) in [
+            (ErrorKind::Interrupted, "stopped"),
+            (ErrorKind::Failed, "failed"),
+        ] {
+            files.end(Some(&Error::new(kind, "it")));
+            let job = read(JOB_FILE);
+            assert_eq!([&job["state"], &job["message"]], [state, "it"]);
+            assert!(job["ended"].is_number());
+        }
+        files.end(None);
+        let job = read(JOB_FILE);
+        assert_eq!(
+            (&job["state"], &job["message"]),
+            (&json!("finished"), &Value::Null)
+        );
+        assert_eq!(
+            std::fs::read_dir(dir.path()).unwrap().count(),
+            2,
+            "no other files"
+        );
+    }
+}

@@ -376,7 +376,18 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["start"],
         ],
     ),
-    ("phalanx-live", &[&["page"]]),
+    (
+        "phalanx-live",
+        &[
+            &["access"],
+            &["hub"],
+            &["run"],
+            &["view"],
+            &["runs"],
+            &["follower"],
+            &["server"],
+        ],
+    ),
     (
         "phalanx-member",
         &[&["state"], &["log"], &["group"], &["context"]],

@@ -8,9 +8,9 @@ use phalanx_base::job_files::{JOB_FILE, output_file};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::hub;
-use super::run::{New, RunView, Stamp, stamp};
 use crate::Error;
+use crate::hub;
+use crate::run::{New, RunView, Stamp, stamp};
 
 /// The longest file of a job.
 const FILE_BYTES: u64 = 64 << 20;
@@ -92,11 +92,15 @@ impl View {
 
 impl hub::View for View {
     const FILES: &'static [(&'static str, &'static str, &'static str)] = &[
-        ("/", "text/html; charset=utf-8", include_str!("page.html")),
+        (
+            "/",
+            "text/html; charset=utf-8",
+            include_str!("page/page.html"),
+        ),
         (
             "/page.js",
             "text/javascript; charset=utf-8",
-            include_str!("live.js"),
+            include_str!("page/live.js"),
         ),
     ];
 

@@ -20,8 +20,8 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
-use super::access::Access;
-use super::hub::{Hub, Subscription, View};
+use crate::access::Access;
+use crate::hub::{Hub, Subscription, View};
 
 /// Connections at a time; others are closed at once.
 const MOST_CONNECTIONS: usize = 192;
@@ -68,7 +68,7 @@ const FILES: [(&str, &str, &str); 4] = [
     (
         "/live.css",
         "text/css; charset=utf-8",
-        include_str!("live.css"),
+        include_str!("page/live.css"),
     ),
     (
         "/report.js",
@@ -78,7 +78,7 @@ const FILES: [(&str, &str, &str); 4] = [
     (
         "/stream.js",
         "text/javascript; charset=utf-8",
-        include_str!("stream.js"),
+        include_str!("page/stream.js"),
     ),
 ];
 

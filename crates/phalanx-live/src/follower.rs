@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use phalanx_base::job_files::run_folder;
 use phalanx_track::{Follow, Record};
 
-use super::hub::Hub;
-use super::run::RunView;
-use super::view::View;
 use crate::Result;
+use crate::hub::Hub;
+use crate::run::RunView;
+use crate::view::View;
 
 /// How often it reads.
 const EVERY: Duration = Duration::from_millis(500);

@@ -12,8 +12,8 @@ use phalanx_track::{EVENTS_FILE, Follow, METRICS_FILE, RUN_FILE, Record, SUMMARY
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::hub::{self, Hub};
-use super::run::{Curves, New, Stamp, stamp};
+use crate::hub::{self, Hub};
+use crate::run::{Curves, New, Stamp, stamp};
 
 /// How often new lines, and new runs, are looked for.
 const EVERY: Duration = Duration::from_millis(500);
@@ -149,12 +149,12 @@ impl Shown {
 
 impl hub::View for Runs {
     const FILES: &'static [(&'static str, &'static str, &'static str)] = &[
-        ("/", HTML, include_str!("page.html")),
-        ("/run", HTML, include_str!("page.html")),
+        ("/", HTML, include_str!("page/page.html")),
+        ("/run", HTML, include_str!("page/page.html")),
         (
             "/page.js",
             "text/javascript; charset=utf-8",
-            include_str!("runs.js"),
+            include_str!("page/runs.js"),
         ),
     ];
 
