@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use phalanx_base::job_files::run_folder;
@@ -13,13 +13,8 @@ use crate::hub::Hub;
 use crate::run::RunView;
 use crate::view::View;
 
-/// How often it reads.
-const EVERY: Duration = Duration::from_millis(500);
-
-/// How often the parts of the report that are read as a whole are read, and readers get something
-/// even if nothing changes.
+/// How often the parts of the report that are read as a whole are read.
 const REPORT_EVERY: Duration = Duration::from_secs(2);
-const BEAT: Duration = Duration::from_secs(10);
 
 /// How long it reads at a time, when much is there: readers of a resumed run see it grow.
 const READ_LIMIT: Duration = Duration::from_millis(500);
@@ -51,13 +46,8 @@ impl Follower {
 
     /// Until `stop` is disconnected.
     pub fn run(mut self, stop: &Receiver<()>) {
-        let mut sent = Instant::now();
-        while stop.recv_timeout(EVERY) == Err(RecvTimeoutError::Timeout) {
+        while self.hub.wait(stop) {
             self.look(READ_LIMIT, false);
-            if sent.elapsed() >= BEAT {
-                self.hub.beat();
-                sent = Instant::now();
-            }
         }
         self.look(LAST_LIMIT, true);
     }

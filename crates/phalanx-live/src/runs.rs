@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use phalanx_base::files::read_regular;
@@ -15,10 +15,8 @@ use serde_json::{Map, Value, json};
 use crate::hub::{self, Hub};
 use crate::run::{Curves, New, Stamp, stamp};
 
-/// How often new lines, and new runs, are looked for.
-const EVERY: Duration = Duration::from_millis(500);
+/// How often new runs are looked for.
 const SCAN_EVERY: Duration = Duration::from_secs(3);
-const BEAT: Duration = Duration::from_secs(10);
 
 /// How long it reads before the page gets what was read.
 const READ_LIMIT: Duration = Duration::from_millis(250);
@@ -148,14 +146,10 @@ impl Shown {
 }
 
 impl hub::View for Runs {
-    const FILES: &'static [(&'static str, &'static str, &'static str)] = &[
-        ("/", HTML, include_str!("page/page.html")),
-        ("/run", HTML, include_str!("page/page.html")),
-        (
-            "/page.js",
-            "text/javascript; charset=utf-8",
-            include_str!("page/runs.js"),
-        ),
+    const FILES: &'static [(&'static str, &'static str)] = &[
+        ("/", include_str!("page/page.html")),
+        ("/run", include_str!("page/page.html")),
+        ("/page.js", include_str!("page/runs.js")),
     ];
 
     fn whole(&self) -> Value {
@@ -186,8 +180,6 @@ impl hub::View for Runs {
         Some((run.path.clone(), end))
     }
 }
-
-const HTML: &str = "text/html; charset=utf-8";
 
 /// How far a run was read.
 struct Read {
@@ -260,7 +252,7 @@ impl Read {
 /// Follows the runs below `folder` until `stop` is disconnected.
 pub(crate) fn follow(folder: &Path, hub: &Hub<Runs>, stop: &Receiver<()>) {
     let mut runs: BTreeMap<String, Read> = BTreeMap::new();
-    let (mut next_id, mut scanned, mut sent) = (0, None::<Instant>, Instant::now());
+    let (mut next_id, mut scanned) = (0, None::<Instant>);
     hub.update(|view| view.folder.set(folder.display().to_string()));
     loop {
         if scanned.is_none_or(|at| at.elapsed() >= SCAN_EVERY) {
@@ -321,19 +313,13 @@ pub(crate) fn follow(folder: &Path, hub: &Hub<Runs>, stop: &Receiver<()>) {
                     }
                 }
                 hub.update(|view| show(view, &runs, read));
-                match stop.recv_timeout(Duration::ZERO) {
-                    Err(RecvTimeoutError::Timeout) => {}
-                    _ => return,
+                if stop.try_recv() != Err(TryRecvError::Empty) {
+                    return;
                 }
             }
         }
-        if sent.elapsed() >= BEAT {
-            hub.beat();
-            sent = Instant::now();
-        }
-        match stop.recv_timeout(EVERY) {
-            Err(RecvTimeoutError::Timeout) => {}
-            _ => return,
+        if !hub.wait(stop) {
+            return;
         }
     }
 }

@@ -91,17 +91,9 @@ impl View {
 }
 
 impl hub::View for View {
-    const FILES: &'static [(&'static str, &'static str, &'static str)] = &[
-        (
-            "/",
-            "text/html; charset=utf-8",
-            include_str!("page/page.html"),
-        ),
-        (
-            "/page.js",
-            "text/javascript; charset=utf-8",
-            include_str!("page/live.js"),
-        ),
+    const FILES: &'static [(&'static str, &'static str)] = &[
+        ("/", include_str!("page/page.html")),
+        ("/page.js", include_str!("page/live.js")),
     ];
 
     fn whole(&self) -> Value {
