@@ -128,3 +128,57 @@ impl hub::View for View {
         (!change.is_empty()).then(|| change.into())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hub::View as _;
+
+    #[test]
+    fn output_is_sent_once_and_a_job_without_an_end_has_failed() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, value: Value| {
+            let new = dir.path().join("new");
+            std::fs::write(&new, value.to_string()).unwrap();
+            std::fs::rename(new, dir.path().join(name)).unwrap();
+        };
+        let printed = |count: usize| {
+            let lines: Vec<usize> = (count.saturating_sub(200)..count).collect();
+            write(&output_file(1), json!({"count": count, "lines": lines}));
+        };
+        let mut view = View::default();
+        let mut look = |is_over: bool| {
+            view.read_job(dir.path(), None, is_over);
+            let change = view.change().unwrap_or_default();
+            (change, view.whole())
+        };
+        let (change, whole) = look(false);
+        assert_eq!(
+            (&change["job"], &whole["ranks"]),
+            (&Value::Null, &Value::Null)
+        );
+        let ranks = json!([{"rank": 0, "pid": null}, {"rank": 1, "pid": 7}]);
+        let job = json!({"state": "running", "ended": null, "ranks": ranks, "notes": ["a"]});
+        write(JOB_FILE, job);
+        printed(2);
+        // That of a rank of another host.
+        write(&output_file(0), json!({"count": 1, "lines": ["x"]}));
+        let (change, _) = look(false);
+        assert_eq!(
+            (&change["ranks"], &change["notes"]),
+            (&ranks, &json!(["a"]))
+        );
+        assert_eq!(change["lines"], json!({"1": [0, 1]}));
+        assert_eq!(look(false).0, Value::Null, "nothing has changed");
+        printed(250);
+        let (change, whole) = look(false);
+        assert_eq!(change["lines"]["1"], json!((50..250).collect::<Vec<_>>()));
+        assert_eq!(change["lines"], whole["lines"]);
+        printed(251);
+        assert_eq!(look(false).0, json!({"lines": {"1": [250]}}));
+        std::fs::remove_file(dir.path().join(JOB_FILE)).unwrap();
+        let (change, _) = look(true);
+        assert_eq!(change["job"]["state"], "failed");
+        assert!(change["job"]["ended"].is_number());
+    }
+}
