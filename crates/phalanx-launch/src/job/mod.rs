@@ -80,7 +80,6 @@ impl Launch {
         if plan.args.live.is_some() {
             let guard = Arc::new(Guard::start()?);
             folder.make(&guard)?;
-            say_logs(&plan, &folder);
             shown = Some((JobFiles::new(folder.path(), title(&plan)), guard));
         }
         Ok(Launch {
@@ -120,6 +119,9 @@ impl Launch {
             events,
             ..
         } = self;
+        if self.shown.is_some() {
+            say_logs(&plan, &self.folder);
+        }
         let binds = plan.args.torchrun.numa;
         let processors = binds.then(|| numa::processors(plan.args.node.local_ranks));
         let processors = processors.transpose()?;
