@@ -49,6 +49,34 @@ pub fn plural(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
+/// `a`, `a and b`, `a, b and c`.
+pub fn join(parts: &[String]) -> String {
+    match parts.split_last() {
+        None => String::new(),
+        Some((last, [])) => last.clone(),
+        Some((last, rest)) => format!("{} and {last}", rest.join(", ")),
+    }
+}
+
+/// Ascending ranks in runs: `0`, `2-4`, `7`.
+pub fn rank_runs(ranks: &[usize]) -> Vec<String> {
+    let runs = ranks.chunk_by(|a, b| a + 1 == *b);
+    let texts = runs.flat_map(|run| match run {
+        [first, _, .., last] => vec![format!("{first}-{last}")],
+        few => few.iter().map(usize::to_string).collect(),
+    });
+    texts.collect()
+}
+
+/// `rank 0`, `ranks 0 and 2`, `ranks 0-6 and 9`.
+pub fn rank_list(ranks: &[usize]) -> String {
+    match ranks {
+        [] => "no rank".into(),
+        [one] => format!("rank {one}"),
+        _ => format!("ranks {}", join(&rank_runs(ranks))),
+    }
+}
+
 /// Bytes in binary units with at most one decimal: `73.5 KiB`, `4 MiB`.
 pub fn bytes(n: usize) -> String {
     const UNITS: [&str; 4] = ["B", "KiB", "MiB", "GiB"];
@@ -82,6 +110,21 @@ pub fn duration(time: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lists_of_ranks() {
+        for (ranks, want) in [
+            (&[][..], "no rank"),
+            (&[3], "rank 3"),
+            (&[0, 1], "ranks 0 and 1"),
+            (&[0, 2], "ranks 0 and 2"),
+            (&[0, 1, 2, 3, 9], "ranks 0-3 and 9"),
+            (&[0, 1, 2], "ranks 0-2"),
+            (&[0, 2, 4, 5], "ranks 0, 2, 4 and 5"),
+        ] {
+            assert_eq!(rank_list(ranks), want);
+        }
+    }
 
     #[test]
     fn durations() {

@@ -5,10 +5,12 @@
 // They panic where an output cannot be written; `say` does not.
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
+pub mod address;
 pub mod env;
 pub mod error;
 pub mod files;
 pub mod format;
+pub mod job_files;
 pub mod process;
 pub mod say;
 pub mod stop;

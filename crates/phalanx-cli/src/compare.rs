@@ -176,7 +176,7 @@ fn start(training: &[OsString], workers: usize, output_dir: &Path) -> Result<()>
     let mut flag = OsString::from("--output-dir=");
     flag.push(output_dir);
     let flight_dir = output_dir.join(phalanx_train::FLIGHT_DIR);
-    launch::start(workers, own, &[flag], flight_dir)
+    launch::start(workers, own, &[flag], flight_dir, phalanx::watch::run)
 }
 
 impl Run {

@@ -24,7 +24,7 @@ use phalanx_launch::{self as launch, inspect};
 
 /// Runs the command line of this process: the body of the program's `main`.
 pub fn main() -> std::process::ExitCode {
-    let helped = launch::run_helper();
+    let helped = launch::run_helper(phalanx::watch::killed);
     // The processes of tasks. Guards are the launcher's: these know what to do when it was killed.
     #[cfg(feature = "flow")]
     let helped = helped.or_else(phalanx_flow::run_helper);

@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use phalanx_launch::Address;
-use phalanx_live::RunsPage;
+use phalanx_base::address::Address;
+use phalanx_live::Page;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::signal_name;
@@ -30,7 +30,7 @@ pub struct LiveArgs {
 pub fn run(args: &LiveArgs) -> Result<()> {
     let failed = |e| Error::new(ErrorKind::System, "cannot watch for signals").caused_by(e);
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).map_err(failed)?;
-    let page = RunsPage::open(&args.address.clone().unwrap_or_default(), &args.folder)?;
+    let page = Page::of_runs(&args.address.clone().unwrap_or_default(), &args.folder)?;
     say::note(format_args!("live: {}", page.link()));
     let signal = signals.forever().next().and_then(signal_name);
     drop(page);

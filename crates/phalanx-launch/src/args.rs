@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use phalanx_live::Address;
+use phalanx_base::address::Address;
 
 use super::place::torchrun::{Setting, setting, switch, variable};
 use super::place::{Env, Node};

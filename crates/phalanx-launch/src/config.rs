@@ -16,21 +16,14 @@ use crate::contract::ARGUMENTS_FILE_VARIABLE;
 use crate::error::{Error, Result};
 use crate::words::dashed;
 
-/// Flags of a run that say where its ranks meet, what it writes, where it goes on and where it stops, and not how it trains.
-const OF_ONE_RUN: [&str; 14] = [
+/// Flags about ranks that say where they meet, and not how they train.
+const OF_ONE_JOB: [&str; 7] = [
     "bind",
-    "find-lr",
     "init-method",
-    "log-samples",
     "master-addr",
     "master-port",
     "node-rank",
-    "output-dir",
-    "overwrite",
-    "profile",
     "rank",
-    "resume",
-    "stop-after",
     "token-file",
 ];
 
@@ -62,12 +55,16 @@ pub fn own_arguments() -> Result<Vec<OsString>> {
 
 /// `words` with the flags in the file that `--config` names there in its place: those that are not there already, and that no
 /// flag there excludes. What the file may have depends on the command that `words` name in `command`; without a flag
-/// `--config` of this command nothing is read.
+/// `--config` of this command nothing is read. Of a run, the program's flags `of_one_run` are left out, too.
 ///
 /// # Errors
 ///
 /// Usage, naming the file and the flag.
-pub fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<OsString>> {
+pub fn with_config(
+    command: &Command,
+    of_one_run: &[&str],
+    mut words: Vec<OsString>,
+) -> Result<Vec<OsString>> {
     let whole = command;
     let command = words.iter().fold(command, |command, word| {
         let named = word.to_str().and_then(|name| command.find_subcommand(name));
@@ -85,7 +82,7 @@ pub fn with_config(command: &Command, mut words: Vec<OsString>) -> Result<Vec<Os
     let typed = typed.iter().filter_map(|(name, _)| find(command, name));
     let typed: Vec<&Arg> = typed.collect();
     let mut more = Vec::new();
-    for (name, value) in read(command, Path::new(path))? {
+    for (name, value) in read(command, of_one_run, Path::new(path))? {
         let Some(arg) = find(command, &name) else {
             let what = format!("{path}: {} has no flag --{name}", command.get_name());
             return Err(Error::usage(what));
@@ -169,7 +166,7 @@ fn flags(words: impl Iterator<Item = String>) -> Vec<Flag> {
 }
 
 /// The flags in the file `path`: of a run, those that say how it trained, and of another file those of its lines.
-fn read(command: &Command, path: &Path) -> Result<Vec<Flag>> {
+fn read(command: &Command, of_one_run: &[&str], path: &Path) -> Result<Vec<Flag>> {
     let shown = path.display();
     let text = std::fs::read_to_string(path)
         .map_err(|error| Error::not_opened("configuration", path, error))?;
@@ -184,7 +181,8 @@ fn read(command: &Command, path: &Path) -> Result<Vec<Flag>> {
         let mut all = flags(words.map(ToOwned::to_owned));
         all.retain(|(name, value)| {
             let name = find(command, name).and_then(Arg::get_long).unwrap_or(name);
-            !OF_ONE_RUN.contains(&name) && value.as_deref() != Some(HIDDEN)
+            let is_of_one = OF_ONE_JOB.contains(&name) || of_one_run.contains(&name);
+            !is_of_one && value.as_deref() != Some(HIDDEN)
         });
         return Ok(all);
     }
@@ -220,6 +218,8 @@ mod tests {
     use clap::ArgAction;
     use std::path::PathBuf;
 
+    const OF_ONE_RUN: [&str; 4] = ["find-lr", "log-samples", "profile", "resume"];
+
     fn command() -> Command {
         let value = |name: &'static str| Arg::new(name).long(name);
         let train = Command::new("train")
@@ -248,7 +248,7 @@ mod tests {
         let count = count.filter(|word| word.to_string_lossy() != path).count();
         let mut command = command();
         command.build();
-        let all = with_config(&command, words)?;
+        let all = with_config(&command, &OF_ONE_RUN, words)?;
         let added = all[count..].iter().map(|word| word.to_string_lossy());
         Ok(added.collect::<Vec<_>>().join(" "))
     }
@@ -268,7 +268,8 @@ mod tests {
         let optional = added("txt", "--mlflow\n", "train --config FILE");
         assert_eq!(optional.expect("a flag"), "--mlflow");
         let other = ["other", "--config", "x"].map(OsString::from).to_vec();
-        let same = with_config(&command(), other.clone()).expect("it has no such flag");
+        let same =
+            with_config(&command(), &OF_ONE_RUN, other.clone()).expect("it has no such flag");
         assert_eq!(same, other);
     }
 
@@ -280,7 +281,7 @@ mod tests {
             let path = path.value_parser(clap::value_parser!(PathBuf));
             let mut command = command().mut_subcommand("train", |train| train.arg(path));
             command.build();
-            with_config(&command, words.collect())
+            with_config(&command, &OF_ONE_RUN, words.collect())
         };
         let refused = |typed: &[&[u8]], shown: &str| {
             let error = read(typed).expect_err(shown).to_string();
@@ -302,7 +303,7 @@ mod tests {
             Command::new("phalanx").subcommand(launch.arg(program.allow_hyphen_values(true)));
         let words = [&b"launch"[..], b"program", b"--lr", b"\xff"];
         let words = words.map(|word| OsStr::from_bytes(word).to_owned());
-        assert!(with_config(&command, words.to_vec()).is_ok());
+        assert!(with_config(&command, &OF_ONE_RUN, words.to_vec()).is_ok());
         for fine in fine {
             assert_eq!(read(fine).expect("a path").len(), fine.len());
         }
@@ -341,7 +342,7 @@ mod tests {
             assert!(end.starts_with(why), "{text}");
         }
         let words = ["train", "--config", "/none"].map(OsString::from);
-        let error = with_config(&command(), words.to_vec()).expect_err("no file");
+        let error = with_config(&command(), &OF_ONE_RUN, words.to_vec()).expect_err("no file");
         assert!(error.to_string().contains("/none"), "{error}");
     }
 }

@@ -7,8 +7,8 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use phalanx_base::address::Address;
 use phalanx_comm::Algorithm;
-use phalanx_live::Address;
 
 /// The flags of a job, as typed: `phalanx launch` and commands that start ranks of their own.
 #[derive(clap::Args, Clone, Debug, Default)]
@@ -39,7 +39,7 @@ pub struct NodeFlags {
     #[arg(long, value_name = "FILE")]
     pub(crate) token_file: Option<PathBuf>,
     /// Show the job on a web page while it runs, at PORT, HOST:PORT or [IPV6]:PORT [default with --live: a free port of 127.0.0.1]
-    #[arg(long, value_name = "ADDR", hide = cfg!(not(feature = "records")))]
+    #[arg(long, value_name = "ADDR")]
     pub(crate) live: Option<Option<Address>>,
 }
 

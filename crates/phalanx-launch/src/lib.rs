@@ -38,6 +38,7 @@ mod flight;
 pub mod fuzzing;
 pub mod inspect;
 mod job;
+mod job_files;
 pub mod log;
 mod machine;
 mod nodes;
@@ -51,6 +52,7 @@ mod ranks;
 mod report;
 mod start;
 mod streams;
+mod tail;
 mod threads;
 mod token;
 mod torchrun;
@@ -58,25 +60,23 @@ pub mod words;
 
 use std::time::{Duration, Instant};
 
+pub use ending::{Training, sentence};
 pub use flags::{LaunchCli, RankArgs, TransportArg};
+pub use job::Launch;
 pub use phalanx_base::env::{number, real_env};
-pub use phalanx_live::Address;
-pub use phalanx_member::{Elastic, RankContext};
+pub use phalanx_member::RankContext;
 pub use phalanx_process::error_file::exit_code;
 pub use place::{Process, rank_place};
 pub use rank_args::{PrintingRanks, check_local_ranks, run as run_ranks, start};
-pub use report::rank_list;
 pub use start::{NoArgs, main, main_of, main_with};
 pub use threads::{Cores, Threads};
 pub use token::write_token;
 
 use phalanx_base::error::system;
 use phalanx_base::{cores, error, format, lock, say, stop};
-use phalanx_process::own_program;
 use phalanx_process::signals::Caught;
-use sha2::{Digest, Sha256};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 use args::LaunchArgs;
 use machine::ExitStatus;
@@ -117,12 +117,15 @@ enum Event {
     Admit(Box<Attempt>),
 }
 
-/// `phalanx launch`.
-pub fn run(cli: &LaunchCli) -> Result<()> {
+/// `phalanx launch`: `run` runs its job.
+pub fn run(cli: &LaunchCli, run: RunJob) -> Result<()> {
     let env = real_env();
     let args = LaunchArgs::resolve(cli, &env, cores())?;
-    job::run(&LaunchPlan::prepare(args, &env)?)
+    run(Launch::new(LaunchPlan::prepare(args, &env)?)?)
 }
+
+/// Runs a job as this process's program does: shows it on a page, for example.
+pub type RunJob = fn(Launch) -> Result<()>;
 
 /// Starts a thread.
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
@@ -130,18 +133,13 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
     started.map(drop).map_err(system("cannot start a thread"))
 }
 
-/// Tells builds of the program apart that runs as this process.
-pub fn program_digest() -> String {
-    let program = std::fs::read(own_program()).unwrap_or_default();
-    format!("SHA-256 {}…", hex::encode(&Sha256::digest(program)[..6]))
-}
-
 /// Where the launcher has started this program as one of its helper processes: does that
-/// helper's work and returns its outcome. Every program that starts ranks calls this first.
-pub fn run_helper() -> Option<Result<()>> {
+/// helper's work and returns its outcome. Every program that starts ranks calls this first. `killed` completes a training whose
+/// launcher was killed; the error says that.
+pub fn run_helper(killed: impl FnOnce(&Training, &Error)) -> Option<Result<()>> {
     match phalanx_process::helper()? {
         (name, args) if name == MPI_BROADCAST => Some(engine::helper(args)),
-        _ => phalanx_process::run_helper(ending::killed),
+        _ => phalanx_process::run_helper(|notes| ending::killed(notes, killed)),
     }
 }
 

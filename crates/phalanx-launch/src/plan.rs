@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 use phalanx_base::env::TOKEN_VARIABLE;
 use phalanx_comm::transport::is_own_address;
-use phalanx_process::folder;
 use phalanx_process::proc_stat::path_of;
+use phalanx_process::{folder, own_program};
 use phalanx_wire::Token;
 
 use super::args::LaunchArgs;
@@ -146,7 +146,7 @@ impl LaunchPlan {
         args.extend(more.iter().cloned());
         let program = std::env::current_exe();
         let run = Program {
-            program: program.map_or_else(|_| crate::own_program(), PathBuf::into_os_string),
+            program: program.map_or_else(|_| own_program(), PathBuf::into_os_string),
             args,
             script: None,
         };

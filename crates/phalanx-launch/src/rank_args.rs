@@ -29,7 +29,7 @@ use crate::place::{self, Env, Node, Place, Process, real_env};
 use crate::plan::LaunchPlan;
 use crate::streams::Prefix;
 use crate::threads::{self, Cores, Threads};
-use crate::{job, say, stop, token};
+use crate::{Launch, RunJob, say, stop, token};
 
 impl RankArgs {
     /// The defaults, for commands without these flags.
@@ -254,7 +254,7 @@ pub fn check_local_ranks(flag: &str, value: usize) -> Result<()> {
 
 /// Runs `rank` in every rank of the world (or in the one that this process is).
 /// `extra` arguments are added to the command line of started ranks; when
-/// these fail, their flight recorders are written into `flight_dir`.
+/// these fail, their flight recorders are written into `flight_dir`. `run_job` runs the job of started ranks.
 ///
 /// # Errors
 ///
@@ -264,6 +264,7 @@ pub fn run(
     printing: PrintingRanks,
     extra: &[OsString],
     flight_dir: Option<&Path>,
+    run_job: RunJob,
     rank: impl Fn(&RankContext) -> Result<()> + Sync,
 ) -> Result<()> {
     args.validate()?;
@@ -325,7 +326,7 @@ pub fn run(
     // The page shows what rank 0 writes too.
     plan.rank0_owns_stderr &= plan.args.live.is_none();
     plan.flight_dir = flight_dir.map(Path::to_owned);
-    run_plan(&plan)
+    run_plan(plan, run_job)
 }
 
 /// Starts this program as `ranks` ranks with `args` and `more` arguments, and *blocks* until all have ended. When these fail, their flight
@@ -341,16 +342,18 @@ pub fn start(
     args: Vec<OsString>,
     more: &[OsString],
     flight_dir: PathBuf,
+    run_job: RunJob,
 ) -> Result<()> {
     let node = Node::alone(ranks);
     let mut plan = LaunchPlan::of_this_program(node, args, more, None, None, &real_env())?;
     plan.flight_dir = Some(flight_dir);
-    run_plan(&plan)
+    run_plan(plan, run_job)
 }
 
-fn run_plan(plan: &LaunchPlan) -> Result<()> {
-    let result = job::run(plan);
-    if result.is_err() && plan.rank0_owns_stderr {
+fn run_plan(plan: LaunchPlan, run_job: RunJob) -> Result<()> {
+    let owns_stderr = plan.rank0_owns_stderr;
+    let result = run_job(Launch::new(plan)?);
+    if result.is_err() && owns_stderr {
         // Rank 0's progress bar may have left the cursor inside a line.
         say::note("");
     }

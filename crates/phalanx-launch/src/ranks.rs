@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 
 use phalanx_base::env::{RUN_POINTER_VARIABLE, TOKEN_VARIABLE};
 use phalanx_comm::recorder::Dump;
-use phalanx_live::Page;
 use phalanx_process::error_file::{ERRORS_VARIABLE, LAUNCHER, error_file_text, reported_code};
 use phalanx_process::folder::RunFolder;
 use phalanx_process::proc_stat::{path_of, stat};
@@ -27,6 +26,7 @@ use rustix::process::{
 use rustix::termios::tcgetpgrp;
 
 use super::Event;
+use super::job_files::JobFiles;
 use super::machine::ExitStatus;
 use super::plan::LaunchPlan;
 use super::report;
@@ -72,8 +72,8 @@ pub struct RankSpawner<'a> {
     pub folder: &'a RunFolder,
     /// The processors of each local rank, where they are bound.
     pub processors: Option<&'a [Vec<usize>]>,
-    /// The page that shows the job.
-    pub page: Option<&'a Page>,
+    /// Of a job that is shown.
+    pub files: Option<&'a JobFiles>,
     /// The guard to register with.
     pub guard: &'a Arc<Guard>,
     /// Receives the ranks' ends.
@@ -138,9 +138,9 @@ impl RankSpawner<'_> {
         };
         let mut out = self.route(of, true, &folder, None)?;
         let mut err = self.route(of, false, &folder, Some(&tail))?;
-        if let Some(page) = self.page {
+        if let Some(files) = self.files {
             for (route, is_err) in [(&mut out, false), (&mut err, true)] {
-                let tail = page.tail(rank);
+                let tail = files.tail(rank);
                 route.copy = Some(Box::new(move |bytes| tail.push(is_err, bytes)));
             }
         }

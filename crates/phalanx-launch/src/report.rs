@@ -3,6 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
+use phalanx_base::format::rank_list;
 use serde::{Deserialize, Serialize};
 
 use super::machine::ExitStatus;
@@ -118,31 +119,6 @@ pub fn ended(end: ExitStatus, ours: bool) -> String {
     }
 }
 
-/// `a`, `a and b`, `a, b and c`.
-pub fn join(parts: &[String]) -> String {
-    match parts.split_last() {
-        None => String::new(),
-        Some((last, [])) => last.clone(),
-        Some((last, rest)) => format!("{} and {last}", rest.join(", ")),
-    }
-}
-
-/// `rank 0`, `ranks 0 and 2`, `ranks 0-6 and 9`.
-pub fn rank_list(ranks: &[usize]) -> String {
-    let runs = ranks.chunk_by(|a, b| a + 1 == *b);
-    let words: Vec<String> = runs
-        .flat_map(|run| match run {
-            [first, _, .., last] => vec![format!("{first}-{last}")],
-            few => few.iter().map(usize::to_string).collect(),
-        })
-        .collect();
-    match ranks.len() {
-        0 => "no rank".into(),
-        1 => format!("rank {}", ranks[0]),
-        _ => format!("ranks {}", join(&words)),
-    }
-}
-
 /// `rank 0 was stopped within 0.2 s`; `None` when no rank was running.
 pub fn stopped(ranks: &[usize], took: Duration) -> Option<String> {
     let were = match ranks {
@@ -252,18 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_of_ranks() {
-        for (ranks, want) in [
-            (&[][..], "no rank"),
-            (&[3], "rank 3"),
-            (&[0, 1], "ranks 0 and 1"),
-            (&[0, 2], "ranks 0 and 2"),
-            (&[0, 1, 2, 3, 9], "ranks 0-3 and 9"),
-            (&[0, 1, 2], "ranks 0-2"),
-            (&[0, 2, 4, 5], "ranks 0, 2, 4 and 5"),
-        ] {
-            assert_eq!(rank_list(ranks), want);
-        }
+    fn ranks_that_were_stopped_are_named() {
         assert_eq!(stopped(&[], Duration::ZERO), None);
         assert_eq!(
             stopped(&[0, 2], Duration::from_millis(212)).unwrap(),

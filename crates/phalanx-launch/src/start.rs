@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::flags::RankArgs;
 use crate::rank_args::{PrintingRanks, run};
 use crate::words::{dashed, taking_negative_numbers};
-use crate::{exit_code, log, run_helper};
+use crate::{Launch, Training, exit_code, log, run_helper};
 use phalanx_member::RankContext;
 
 /// As [`main_with`], of a program without flags of its own.
@@ -39,9 +39,11 @@ pub fn main_with<A: clap::Args + Send + Sync>(
     // Without this, those of our own flags are the description.
     let own = A::augment_args(Command::new(""));
     let command = Typed::<A>::command()
+        .mut_arg("live", |arg| arg.hide(true))
         .about(Resettable::from(own.get_about().cloned()))
         .long_about(Resettable::from(own.get_long_about().cloned()));
-    main_of(command, |matches| {
+    let killed = |_: &Training, _: &Error| {};
+    main_of(killed, &[], command, |matches| {
         let Typed { own, ranks } = Typed::<A>::from_arg_matches(matches)?;
         let refused = || {
             Err(Error::usage(
@@ -52,14 +54,24 @@ pub fn main_with<A: clap::Args + Send + Sync>(
         if ranks.is_elastic() {
             return Ok(refused());
         }
-        Ok(run(&ranks, PrintingRanks::Rank0, &[], None, |ctx| {
+        let outcome = run(&ranks, PrintingRanks::Rank0, &[], None, unseen, |ctx| {
             match ctx.elastic {
                 // Under `phalanx launch --elastic`.
                 Some(_) => refused(),
                 None => rank(ctx, &own),
             }
-        }))
+        });
+        Ok(outcome)
     })
+}
+
+/// Runs a job without a page.
+fn unseen(job: Launch) -> Result<()> {
+    if job.live().is_some() {
+        let why = "this program was built without the live page";
+        return Err(Error::usage(why).note("try", "phalanx launch --live -- PROGRAM"));
+    }
+    job.run(|result, _| result)
 }
 
 // Not a doc comment: it would be the program's help.
@@ -74,10 +86,12 @@ struct Typed<A: clap::Args> {
 /// Parses the command line as `command`, does what `run` does with it, and returns the exit code. A helper process of the
 /// launcher does its work instead.
 pub fn main_of(
+    killed: impl FnOnce(&Training, &Error),
+    of_one_run: &[&str],
     command: Command,
     run: impl FnOnce(&ArgMatches) -> std::result::Result<Result<()>, clap::Error>,
 ) -> ExitCode {
-    if let Some(outcome) = run_helper() {
+    if let Some(outcome) = run_helper(killed) {
         return exit_code(outcome);
     }
     log::start();
@@ -87,7 +101,8 @@ pub fn main_of(
     log::warn_of_nonsense();
     let mut command = taking_negative_numbers(command).args_override_self(true);
     command.build();
-    let read = own_arguments().and_then(|typed| with_config(&command, words(&command, typed)));
+    let read =
+        own_arguments().and_then(|typed| with_config(&command, of_one_run, words(&command, typed)));
     let words = match read {
         Ok(words) => words,
         Err(error) => return exit_code(Err(error)),

@@ -15,7 +15,7 @@ use phalanx_nn::rng::philox::philox4x32_10;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sample_log::SampleLog;
 use crate::split::BatchSplit;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// Which step it is, and what there is to do in it.
 #[derive(Debug, Clone)]

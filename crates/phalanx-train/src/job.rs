@@ -11,7 +11,7 @@ use phalanx_nn::{Params, Scope};
 use crate::args::Settings;
 use crate::error::{Error, ErrorKind, Result};
 use crate::trainer::{TrainerBuilder, Trainings};
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// What a training program gets on each rank: its place among the ranks, and the settings of its
 /// command line.

@@ -33,8 +33,8 @@ mod trainer;
 mod update;
 
 pub use args::{
-    Defaults, Determinism, ExchangeArg, FolderArgs, LabelArgs, Mesh, MeshArgs, PrecisionArg,
-    SamplerKind, SavingArgs, Settings, SplitArgs, check_folder_of,
+    Defaults, Determinism, ExchangeArg, FolderArgs, LabelArgs, Mesh, MeshArgs, OF_ONE_RUN,
+    PrecisionArg, SamplerKind, SavingArgs, Settings, SplitArgs, check_folder_of,
 };
 pub use batch::{Batches, Engine, MicroBatchOf, StepBatch};
 pub use best::EarlyStopping;
@@ -42,7 +42,7 @@ pub use evaluation::{Evaluation, Measure};
 pub use folder::{Files, PreparedRun, RunDir, file_of, prepare_run};
 pub use job::Job;
 pub use phalanx_base::error::{Error, ErrorKind, Result};
-pub use phalanx_launch::RankContext;
+pub use phalanx_member::RankContext;
 pub use phalanx_track::{TrackArgs, Tracker};
 pub use reporter::{EpochLines, Reporter, StepInfo};
 pub use strategy::{Ddp, MicroBatch, OnMesh, Strategy};

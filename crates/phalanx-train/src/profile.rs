@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::format::plural;
 use crate::say;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// Steps before the first that is profiled: buckets are rebuilt and memory is warm then.
 const SKIPPED: usize = 2;

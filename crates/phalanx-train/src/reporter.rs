@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::evaluation::Evaluation;
 use crate::format::rounded;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// What a step has done.
 #[derive(Debug, Clone, Copy)]

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::say;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// One line a step: epoch, step, and the samples of this rank.
 pub struct SampleLog {

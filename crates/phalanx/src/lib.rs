@@ -39,6 +39,8 @@ pub mod prelude;
 mod program;
 mod spawn;
 mod training;
+#[doc(hidden)]
+pub mod watch;
 
 #[cfg(feature = "flow")]
 pub mod flow {
@@ -47,7 +49,7 @@ pub mod flow {
 
     /// As [`phalanx_flow::main`], of a program whose tasks may train on several ranks.
     pub fn main(flow: Flow) -> std::process::ExitCode {
-        match phalanx_launch::run_helper() {
+        match phalanx_launch::run_helper(crate::watch::killed) {
             Some(outcome) => phalanx_launch::exit_code(outcome),
             None => phalanx_flow::main(flow),
         }
@@ -55,7 +57,7 @@ pub mod flow {
 
     /// As [`phalanx_flow::run_helper`], also for the helpers of a launcher.
     pub fn run_helper() -> Option<Result<()>> {
-        phalanx_launch::run_helper().or_else(phalanx_flow::run_helper)
+        phalanx_launch::run_helper(crate::watch::killed).or_else(phalanx_flow::run_helper)
     }
 }
 

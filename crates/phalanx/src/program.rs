@@ -8,9 +8,10 @@ use clap::{ArgMatches, Command, CommandFactory, FromArgMatches};
 use phalanx_base::error::Result;
 use phalanx_base::say::{self, Secrets};
 use phalanx_launch::{NoArgs, PrintingRanks, RankArgs, main_of};
-use phalanx_train::{Defaults, Job, Settings};
+use phalanx_train::{Defaults, Job, OF_ONE_RUN, Settings};
 
 use crate::training::{Subcommand, Training};
+use crate::watch;
 
 /// Runs `train` on every rank, as the command line says: the body of a training program's `main`.
 ///
@@ -190,7 +191,7 @@ impl Program {
 impl<A: clap::Args + Send + Sync> Program<A> {
     /// As [`main_with`].
     pub fn main_with(self, train: impl Fn(&Job<'_>, &A) -> Result<()> + Sync) -> ExitCode {
-        main_of(self.command(), |matches| {
+        main_of(watch::killed, &OF_ONE_RUN, self.command(), |matches| {
             let training = self.training(matches, &train)?;
             Ok(training.run())
         })

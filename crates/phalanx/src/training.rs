@@ -7,6 +7,8 @@ use phalanx_comm::Algorithm;
 use phalanx_launch::{PrintingRanks, RankArgs, run_ranks};
 use phalanx_train::{Job, Settings, prepare_run};
 
+use crate::watch;
+
 type Parse = dyn Fn(&clap::ArgMatches) -> std::result::Result<Training<'static>, clap::Error>;
 
 /// A training program as a subcommand, for the command `phalanx`.
@@ -109,7 +111,7 @@ impl Training<'_> {
         } = &mut *settings;
         let prepared = prepare_run(ranks.has_first()?, output_dir, saving, &name)?;
         let (extra, flight) = (&prepared.extra, prepared.flight.as_deref());
-        run_ranks(&ranks, printing, extra, flight, |ctx| {
+        run_ranks(&ranks, printing, extra, flight, watch::run, |ctx| {
             check(&settings, ctx.world())?;
             let job = Job::new(&name, ctx, &settings);
             train(&job)?;

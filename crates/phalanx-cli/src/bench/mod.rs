@@ -5,9 +5,7 @@ pub(crate) mod memory;
 mod train;
 
 use crate::error::Result;
-use phalanx_launch::PrintingRanks;
-
-use crate::launch;
+use phalanx::watch;
 
 /// Arguments of `phalanx bench`.
 #[derive(Debug, clap::Args)]
@@ -46,9 +44,7 @@ pub fn run(args: BenchArgs) -> Result<()> {
     let (op, args) = match args.what {
         What::Train(args) => {
             args.validate()?;
-            return launch::run_ranks(&args.ranks, PrintingRanks::Rank0, &[], None, |ctx| {
-                train::run_rank(ctx, &args)
-            });
+            return watch::run_ranks(&args.ranks, |ctx| train::run_rank(ctx, &args));
         }
         What::AllReduce(args) => (Op::AllReduce, args),
         What::Broadcast(args) => (Op::Broadcast, args),
@@ -59,7 +55,5 @@ pub fn run(args: BenchArgs) -> Result<()> {
         What::Barrier(args) => (Op::Barrier, args),
     };
     args.validate(op)?;
-    launch::run_ranks(&args.ranks, PrintingRanks::Rank0, &[], None, |ctx| {
-        collective::run_rank(ctx, op, &args)
-    })
+    watch::run_ranks(&args.ranks, |ctx| collective::run_rank(ctx, op, &args))
 }

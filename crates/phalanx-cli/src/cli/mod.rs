@@ -106,7 +106,7 @@ fn run(command: Command) -> Result<()> {
         Command::Report(args) => report::run(&args),
         Command::Live(args) => live::run(&args),
         Command::Bench(args) => bench::run(*args),
-        Command::Launch(cli) => launch::run(&cli),
+        Command::Launch(cli) => launch::run(&cli, phalanx::watch::run),
         Command::Doctor(args) => doctor::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Download(args) => download::run(&args),
@@ -146,7 +146,7 @@ fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Cli>> {
     // Messages call the program phalanx, whatever its file is called.
     let name = OsString::from("phalanx");
     let args = normalise(args, |flag| launch_flag(&parser, flag));
-    let args = with_config(&parser, args)?;
+    let args = with_config(&parser, &phalanx_train::OF_ONE_RUN, args)?;
     let path = commands(&parser, &args);
     let parsed = parser
         .try_get_matches_from_mut(std::iter::once(name).chain(args))

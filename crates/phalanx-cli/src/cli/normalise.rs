@@ -8,7 +8,7 @@
 
 use std::ffi::OsString;
 
-use phalanx_launch::Address;
+use phalanx_base::address::Address;
 use phalanx_launch::words::dashed;
 
 /// The kind of a flag of `launch`.

@@ -3,10 +3,10 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 
+use phalanx::member::RankContext;
 use phalanx_base::host_name;
 use phalanx_comm::transport::machine;
 use phalanx_comm::{ProcessGroup, ReduceOp, format_ranks};
-use phalanx_launch::RankContext;
 use phalanx_launch::TransportArg;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};

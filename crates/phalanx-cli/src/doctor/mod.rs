@@ -12,7 +12,8 @@ mod report;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use phalanx_launch::{PrintingRanks, RankArgs};
+use phalanx::watch;
+use phalanx_launch::RankArgs;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::{launch, say};
@@ -45,7 +46,7 @@ pub struct DoctorArgs {
 /// Problems that were found (printed, exit code 1), and whatever kept the ranks from meeting.
 pub fn run(args: &DoctorArgs) -> Result<()> {
     let have_met = AtomicBool::new(false);
-    let outcome = launch::run_ranks(&args.ranks, PrintingRanks::Rank0, &[], None, |ctx| {
+    let outcome = watch::run_ranks(&args.ranks, |ctx| {
         have_met.store(true, Ordering::Relaxed);
         job::examine(ctx, args)
     });

@@ -10,7 +10,8 @@ use crate::error::{Error, Result};
 use crate::launch;
 use crate::say;
 use crate::units::{ByteSize, Delay, Rate};
-use phalanx_launch::{PrintingRanks, RankArgs};
+use phalanx::watch;
+use phalanx_launch::RankArgs;
 
 /// Arguments of `phalanx plan`.
 #[derive(Debug, clap::Args)]
@@ -75,7 +76,7 @@ pub fn run(args: &PlanArgs) -> Result<()> {
         return say::print(&format!("{}\n", report(&selector, args, None)));
     }
     let ranks: RankArgs = RankArgs::untyped()?;
-    launch::run_ranks(&ranks, PrintingRanks::Rank0, &[], None, |ctx| {
+    watch::run_ranks(&ranks, |ctx| {
         if ctx.is_main() {
             let text = report(ctx.group().selector(), args, Some(&ctx.group().describe()));
             ctx.line(&text)?;

@@ -26,9 +26,7 @@ const MAY: [(&str, &[&str]); 24] = [
     ("process", &["base"]),
     (
         "launch",
-        &[
-            "base", "process", "wire", "store", "comm", "member", "report", "track", "live", "mpi",
-        ],
+        &["base", "process", "wire", "store", "comm", "member", "mpi"],
     ),
     ("flow", &["base", "process"]),
     (
@@ -46,7 +44,6 @@ const MAY: [(&str, &[&str]); 24] = [
             "report",
             "track",
             "member",
-            "launch",
         ],
     ),
     (
@@ -62,6 +59,8 @@ const MAY: [(&str, &[&str]); 24] = [
             "checkpoint",
             "data",
             "report",
+            "track",
+            "live",
             "member",
             "launch",
             "flow",
@@ -155,7 +154,13 @@ fn launcher_pages_and_trackers_are_built_without_the_engine() {
 const LAYERS: [(&str, &[&[&str]]); 20] = [
     (
         "phalanx",
-        &[&["training"], &["program"], &["spawn"], &["prelude"]],
+        &[
+            &["watch"],
+            &["training"],
+            &["program"],
+            &["spawn"],
+            &["prelude"],
+        ],
     ),
     (
         "phalanx-base",
@@ -166,8 +171,10 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["env"],
             &["files"],
             &["process"],
+            &["job_files"],
             &["say"],
             &["stop"],
+            &["address"],
         ],
     ),
     (
@@ -352,6 +359,8 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["machine"],
             &["report"],
             &["ending"],
+            &["tail"],
+            &["job_files"],
             &["inspect"],
             &["threads"],
             &["plan"],
@@ -369,7 +378,15 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
     ),
     (
         "phalanx-live",
-        &[&["address"], &["tail"], &["no_page", "page"]],
+        &[
+            &["access"],
+            &["hub"],
+            &["run"],
+            &["view"],
+            &["runs"],
+            &["follower"],
+            &["server"],
+        ],
     ),
     (
         "phalanx-member",

@@ -30,6 +30,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use phalanx_base::format::rank_runs;
 use phalanx_store::{MemStore, Store};
 
 pub use self::buffer::{Buffer, Input};
@@ -722,14 +723,7 @@ fn lengths_hash(lengths: impl Iterator<Item = usize>) -> u16 {
 
 /// Ranks as text: `0, 2-4, 7`.
 fn rank_list(ranks: &[usize]) -> String {
-    let runs = ranks.chunk_by(|a, b| a + 1 == *b);
-    let texts: Vec<String> = runs
-        .flat_map(|run| match run {
-            [first, .., last] if run.len() > 2 => vec![format!("{first}-{last}")],
-            few => few.iter().map(usize::to_string).collect(),
-        })
-        .collect();
-    texts.join(", ")
+    rank_runs(ranks).join(", ")
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ pub use super::describe::last_known;
 pub(crate) use super::describe::{doing, named};
 use super::history::{self, Change, Event};
 use crate::format::plural;
-use crate::report::{join, rank_list};
+use crate::format::{join, rank_list};
 
 /// The findings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]

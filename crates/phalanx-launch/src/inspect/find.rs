@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use phalanx_comm::recorder::Dump;
 
 use crate::error::{Error, Result};
-use crate::report::rank_list;
+use crate::format::rank_list;
 
 /// More files than any job leaves.
 const MAX_FILES: usize = 4096;

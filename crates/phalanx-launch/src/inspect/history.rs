@@ -4,7 +4,7 @@ use phalanx_comm::recorder::Dump;
 use serde::Serialize;
 
 use super::describe::last_known;
-use crate::report::rank_list;
+use crate::format::rank_list;
 
 /// Something that happened to the ranks.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]

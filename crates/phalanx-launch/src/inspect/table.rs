@@ -8,7 +8,7 @@ use phalanx_comm::recorder::{Dump, Entry, State};
 
 use super::analysis::Diagnosis;
 use crate::format::duration;
-use crate::report::rank_list;
+use crate::format::rank_list;
 
 /// Rows shown.
 const ROWS: usize = 6;

@@ -6,8 +6,8 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::format::rank_list;
 use crate::plan::UNNAMED;
-use crate::report::rank_list;
 
 /// What a node publishes when it joins.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -4,7 +4,7 @@ use std::fmt;
 
 use phalanx_comm::ProcessGroup;
 use phalanx_global::Placement;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 use super::{ExchangeArg, GradientType, Settings};
 use crate::choice_name;

@@ -40,6 +40,18 @@ pub(crate) const GRADIENT_TYPE: &str = "--gradient-type";
 /// The name of the fact that a flag can mend.
 pub(crate) const GLOBAL_BATCH: &str = "global batch size";
 
+/// Flags of a run that say what it writes, where it continues and where it stops, and not how it trains. A `--config` that is a
+/// run does not set them.
+pub const OF_ONE_RUN: [&str; 7] = [
+    "find-lr",
+    "log-samples",
+    "output-dir",
+    "overwrite",
+    "profile",
+    "resume",
+    "stop-after",
+];
+
 /// Which samples a rank gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum SamplerKind {

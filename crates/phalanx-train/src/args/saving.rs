@@ -10,7 +10,7 @@ use super::Attempt;
 use crate::choice_name;
 use crate::error::{Error, Result, check_count};
 use crate::stop;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// Folder of checkpoints in a run's output folder.
 pub const FOLDER: &str = "checkpoints";

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// `--init`: what weights are before the first step.
 #[derive(Debug, Clone, PartialEq, Eq)]

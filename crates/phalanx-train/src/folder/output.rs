@@ -23,7 +23,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::log::{self, Attempt, EVENTS_FILE, IMAGES_DIR, RUN_FILE, RunInfo, RunLog, TABLES_DIR};
 use crate::say;
 use phalanx_base::env::RUN_POINTER_VARIABLE;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 const METRICS_FILE: &str = "metrics.jsonl";
 /// Model FLOPs utilization, in the records of `metrics.jsonl`.

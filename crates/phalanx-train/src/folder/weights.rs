@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use phalanx_checkpoint as checkpoint;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 use phalanx_nn::Params;
 
 use super::output::{ASIDE_BEST_FILE, BEST_FILE};

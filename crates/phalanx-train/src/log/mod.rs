@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_comm::set_notice_listener;
 use phalanx_data::metrics::MetricsLog;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 use phalanx_nn::{GradView, GraphNode, Params};
 use phalanx_report::png_size;
 use phalanx_track::{Delivery, TensorBoard};

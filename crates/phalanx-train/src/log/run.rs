@@ -7,7 +7,7 @@ use std::path::Path;
 use phalanx_base::files::Dir;
 use phalanx_base::unix_time;
 use phalanx_data::metrics::write_summary_in;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 use phalanx_nn::{GraphNode, ParamInfo};
 use serde_json::{Value, json};
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_base::process::proc_bytes;
 use phalanx_base::{host_name, unix_time};
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 use phalanx_store::Store;
 use serde_json::{Map, Value, json};
 

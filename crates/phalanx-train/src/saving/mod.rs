@@ -35,7 +35,7 @@ use crate::param_group::{ParamGroup, joined_state};
 use crate::stop;
 use crate::stop::signal_name;
 use crate::update::Update;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// What all ranks do after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -17,7 +17,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
 use crate::param_group::ParamGroup;
 use crate::update::Update;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// Flags of all trainings on which no optimizer's state depends.
 const OF_NO_OPTIMIZER: [&str; 10] = [

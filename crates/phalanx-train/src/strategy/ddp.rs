@@ -13,7 +13,7 @@ use phalanx_data::{Dataset, ImageBatch};
 use phalanx_ddp::{
     Buffers, DdpOptions, DistributedDataParallel, ErrorKind, Exchange, take_state, verify_equal,
 };
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 use phalanx_nn::{Params, Step, Tape, Tensor};
 use serde_json::{Map, json};
 

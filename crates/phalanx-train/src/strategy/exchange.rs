@@ -5,7 +5,7 @@ use phalanx_ddp::{Exchange, all_share_memory};
 
 use crate::args::{ExchangeArg, Settings, needs_whole};
 use crate::error::{Error, Result};
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// Compute threads of a rank beyond which one thread's exchange would keep the others waiting for long.
 const MAX_THREADS: usize = 2;

@@ -14,7 +14,7 @@ use phalanx_ddp::{Fingerprint, broadcast_parameters, verify_equal};
 use phalanx_global::{
     Global, GlobalGrads, GlobalParams, GlobalStep, Indices, Parallel, Placement, Sbp,
 };
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 use phalanx_nn::optim::{Optimizer, clip_factor};
 use phalanx_nn::{Params, Tape, Tensor, Value as _};
 use serde_json::{Map, json};

@@ -18,7 +18,7 @@ use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::{Cursor, SamplerConfig};
 use phalanx_ddp::{Commit, StepTimes};
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{GradView, ParamInfo, Params, Tape};
 use serde_json::{Map, Value};

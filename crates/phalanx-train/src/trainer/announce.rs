@@ -10,11 +10,13 @@ use crate::args::Start;
 use crate::choice_name;
 use crate::error::Result;
 use crate::folder::Output;
-use crate::format::{plural, thousands};
+use crate::format::{plural, rank_list, thousands};
 use crate::log::RunInfo;
 use crate::saving::Resumed;
 use crate::strategy::Description;
-use phalanx_launch::{RankContext, rank_list};
+use phalanx_member::RankContext;
+use phalanx_process::own_program;
+use sha2::{Digest, Sha256};
 
 /// What is announced besides the settings.
 pub(super) struct About<'a> {
@@ -122,13 +124,19 @@ pub(super) fn compare_hosts(ctx: &RankContext) -> Result<()> {
             "warning: the processors differ: {found}; each step takes as long as on the slowest host; the results are those of equal hosts, bit for bit (in bf16 but for subnormal numbers)"
         ));
     }
-    if let Some(found) = differences(ctx, &phalanx_launch::program_digest())? {
+    if let Some(found) = differences(ctx, &program_digest())? {
         ctx.note(&format!(
             "warning: the program files differ: {found}, all with phalanx {}; results may differ from those of one build: copy one file to all hosts",
             env!("CARGO_PKG_VERSION")
         ));
     }
     Ok(())
+}
+
+/// Distinguishes builds of the program that runs as this process.
+fn program_digest() -> String {
+    let program = std::fs::read(own_program()).unwrap_or_default();
+    format!("SHA-256 {}…", hex::encode(&Sha256::digest(program)[..6]))
 }
 
 /// Which ranks have what, as `x (rank 0, host a), y (ranks 1 and 2, host b)`, unless all have the same.

@@ -38,7 +38,7 @@ use crate::reporter::{EpochLines, Reporter};
 use crate::sample_log::SampleLog;
 use crate::saving::{AfterSaving, Resumed, Saving};
 use crate::strategy::{Choices, Ddp, MakeOptimizer, OnMesh, Strategy, weights_sha256};
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// Whether a training's folder may be called so in the run's, where a trainer without a name has files and folders.
 fn is_folder_name(name: &str) -> bool {

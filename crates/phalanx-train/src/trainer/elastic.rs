@@ -939,7 +939,7 @@ mod tests {
     use clap::Parser as _;
     use phalanx_comm::{GroupOptions, ProcessGroup};
     use phalanx_global::Parallel;
-    use phalanx_launch::{Elastic, RankContext};
+    use phalanx_member::{Elastic, RankContext};
     use phalanx_nn::Value as _;
     use phalanx_nn::layers::{Act, Linear};
     use phalanx_nn::optim::Adam;

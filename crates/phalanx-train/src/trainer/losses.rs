@@ -6,7 +6,7 @@ use phalanx_ddp::ShardTree;
 use crate::error::Result;
 use crate::saving::History;
 use crate::split::BatchSplit;
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// The losses of an epoch, kept by part, so that their sum does not depend on
 /// who had which part.

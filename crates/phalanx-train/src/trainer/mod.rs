@@ -57,7 +57,7 @@ use crate::reporter::Reporter;
 use crate::sample_log::SampleLog;
 use crate::saving::{History, SaveAction, Saving};
 use crate::strategy::{Ddp, Strategy};
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 
 /// A model in training on this rank, with all that belongs to it: parameters, the wrapper that
 /// averages gradients over the ranks, optimizer, schedule, checkpoints, metrics and progress.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use phalanx_launch::RankContext;
+use phalanx_member::RankContext;
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
 
 use super::step::BeforeUpdate;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 use phalanx_comm::{GroupOptions, ProcessGroup};
-use phalanx_launch::Elastic;
+use phalanx_member::Elastic;
 use phalanx_member::{Event, Log};
 use phalanx_nn::layers::{Act, Linear};
 use phalanx_nn::optim::{Adam, Ema, Optimizer, Sgd, schedule::Schedule};

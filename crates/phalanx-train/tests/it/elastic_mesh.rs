@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use phalanx_comm::{GroupOptions, ProcessGroup};
 use phalanx_global::{Global, Parallel};
-use phalanx_launch::Elastic;
+use phalanx_member::Elastic;
 use phalanx_member::Log;
 use phalanx_nn::layers::{Act, Linear};
 use phalanx_nn::optim::Adam;

@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
 
 use hyper::body::Bytes;
 use phalanx_base::lock;
@@ -13,8 +14,8 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 
 /// What a page shows.
 pub(crate) trait View: Send + 'static {
-    /// The page's own files: path, type, text.
-    const FILES: &'static [(&'static str, &'static str, &'static str)];
+    /// The page's own files: path and text.
+    const FILES: &'static [(&'static str, &'static str)];
 
     /// All of it, as far as [`change`](Self::change) has given it; to be called after that.
     fn whole(&self) -> Value;
@@ -27,6 +28,10 @@ pub(crate) trait View: Send + 'static {
         None
     }
 }
+
+/// How often the folders are read, and readers get something even if nothing changes.
+const EVERY: Duration = Duration::from_millis(500);
+const BEAT: Duration = Duration::from_secs(10);
 
 /// Readers at a time.
 const MOST_READERS: usize = 32;
@@ -51,6 +56,8 @@ struct Inner<V> {
     number: u64,
     /// The whole state as a message, until it changes.
     whole: Option<Bytes>,
+    /// When the last message was sent.
+    sent: Option<Instant>,
 }
 
 struct Reader {
@@ -101,9 +108,15 @@ impl<V: View> Hub<V> {
         lock(&self.inner).view.run(id)
     }
 
-    /// Sends something that is not shown, so that closed connections are noticed.
-    pub fn beat(&self) {
-        lock(&self.inner).send(&Bytes::from_static(b":\n\n"));
+    /// Waits until the folders are to be read again. When nothing was sent for long, it sends something that is not shown, so
+    /// that closed connections are noticed. Returns false when `stop` is disconnected.
+    pub fn wait(&self, stop: &mpsc::Receiver<()>) -> bool {
+        let mut inner = lock(&self.inner);
+        if inner.sent.is_none_or(|at| at.elapsed() >= BEAT) {
+            inner.send(&Bytes::from_static(b":\n\n"));
+        }
+        drop(inner);
+        stop.recv_timeout(EVERY) == Err(mpsc::RecvTimeoutError::Timeout)
     }
 
     /// Ends all readers when they have read the rest.
@@ -148,6 +161,7 @@ impl<V: View> Hub<V> {
 
 impl<V> Inner<V> {
     fn send(&mut self, message: &Bytes) {
+        self.sent = Some(Instant::now());
         self.readers.retain(|reader| {
             let behind = reader.behind.fetch_add(message.len(), Ordering::Relaxed);
             let is_sent = behind <= MOST_BYTES && reader.messages.try_send(message.clone()).is_ok();

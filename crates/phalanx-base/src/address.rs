@@ -1,4 +1,4 @@
-//! Where the page listens.
+//! Where a page listens.
 
 use std::fmt;
 use std::net::{Ipv6Addr, TcpListener, ToSocketAddrs};
@@ -9,7 +9,7 @@ use crate::{Error, Result};
 /// The host where none is given.
 const LOOPBACK: &str = "127.0.0.1";
 
-/// Where the page listens: `PORT`, `HOST:PORT` or `[IPV6]:PORT`. Without a host only this machine
+/// Where a page listens: `PORT`, `HOST:PORT` or `[IPV6]:PORT`. Without a host only this machine
 /// can open it. Port 0 is a free one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Address {
@@ -80,7 +80,7 @@ impl Address {
     }
 
     /// The host as it was typed.
-    pub(crate) fn host(&self) -> &str {
+    pub fn host(&self) -> &str {
         &self.host
     }
 
@@ -89,7 +89,7 @@ impl Address {
     /// # Errors
     ///
     /// `Usage`: the host is unknown or not this machine's, the port is in use or not allowed.
-    pub(crate) fn listen(&self) -> Result<TcpListener> {
+    pub fn listen(&self) -> Result<TcpListener> {
         let failed = |e: std::io::Error| {
             Error::usage(format!("the live page cannot listen on {self}"))
                 .caused_by(e)

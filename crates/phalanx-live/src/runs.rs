@@ -2,9 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use phalanx_base::files::read_regular;
@@ -13,13 +12,11 @@ use phalanx_track::{EVENTS_FILE, Follow, METRICS_FILE, RUN_FILE, Record, SUMMARY
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::hub::{self, Hub};
-use super::run::{Curves, New};
+use crate::hub::{self, Hub};
+use crate::run::{Curves, New, Stamp, stamp};
 
-/// How often new lines, and new runs, are looked for.
-const EVERY: Duration = Duration::from_millis(500);
+/// How often new runs are looked for.
 const SCAN_EVERY: Duration = Duration::from_secs(3);
-const BEAT: Duration = Duration::from_secs(10);
 
 /// How long it reads before the page gets what was read.
 const READ_LIMIT: Duration = Duration::from_millis(250);
@@ -105,9 +102,7 @@ impl Shown {
             Record::Run(mut about) => {
                 // The graph of a large model is most of it.
                 about.as_object_mut().map(|about| about.remove("model"));
-                if about != self.about.value {
-                    self.about.set(about);
-                }
+                self.about.update(about);
             }
             Record::Metrics(metrics) => {
                 let is_shown = |name: &str| !NOT_SHOWN.contains(&name);
@@ -151,14 +146,10 @@ impl Shown {
 }
 
 impl hub::View for Runs {
-    const FILES: &'static [(&'static str, &'static str, &'static str)] = &[
-        ("/", HTML, include_str!("page.html")),
-        ("/run", HTML, include_str!("page.html")),
-        (
-            "/page.js",
-            "text/javascript; charset=utf-8",
-            include_str!("runs.js"),
-        ),
+    const FILES: &'static [(&'static str, &'static str)] = &[
+        ("/", include_str!("page/page.html")),
+        ("/run", include_str!("page/page.html")),
+        ("/page.js", include_str!("page/runs.js")),
     ];
 
     fn whole(&self) -> Value {
@@ -188,16 +179,6 @@ impl hub::View for Runs {
         let end = json!({"status": state, "error": error});
         Some((run.path.clone(), end))
     }
-}
-
-const HTML: &str = "text/html; charset=utf-8";
-
-/// A version of a file: inode, length, and when it was written.
-type Stamp = Option<(u64, u64, i64, i64)>;
-
-fn stamp(path: &Path) -> Stamp {
-    let about = fs::symlink_metadata(path).ok()?;
-    Some((about.ino(), about.len(), about.mtime(), about.mtime_nsec()))
 }
 
 /// How far a run was read.
@@ -271,7 +252,7 @@ impl Read {
 /// Follows the runs below `folder` until `stop` is disconnected.
 pub(crate) fn follow(folder: &Path, hub: &Hub<Runs>, stop: &Receiver<()>) {
     let mut runs: BTreeMap<String, Read> = BTreeMap::new();
-    let (mut next_id, mut scanned, mut sent) = (0, None::<Instant>, Instant::now());
+    let (mut next_id, mut scanned) = (0, None::<Instant>);
     hub.update(|view| view.folder.set(folder.display().to_string()));
     loop {
         if scanned.is_none_or(|at| at.elapsed() >= SCAN_EVERY) {
@@ -300,9 +281,7 @@ pub(crate) fn follow(folder: &Path, hub: &Hub<Runs>, stop: &Receiver<()>) {
                     let new = || Shown::new(&read.path, read.id);
                     shown.entry(name.clone()).or_insert_with(new);
                 }
-                if view.total.value != total {
-                    view.total.set(total);
-                }
+                view.total.update(total);
             });
         }
         // The newest first; a long one does not delay the others.
@@ -334,19 +313,13 @@ pub(crate) fn follow(folder: &Path, hub: &Hub<Runs>, stop: &Receiver<()>) {
                     }
                 }
                 hub.update(|view| show(view, &runs, read));
-                match stop.recv_timeout(Duration::ZERO) {
-                    Err(RecvTimeoutError::Timeout) => {}
-                    _ => return,
+                if stop.try_recv() != Err(TryRecvError::Empty) {
+                    return;
                 }
             }
         }
-        if sent.elapsed() >= BEAT {
-            hub.beat();
-            sent = Instant::now();
-        }
-        match stop.recv_timeout(EVERY) {
-            Err(RecvTimeoutError::Timeout) => {}
-            _ => return,
+        if !hub.wait(stop) {
+            return;
         }
     }
 }
@@ -372,9 +345,7 @@ fn show(view: &mut Runs, runs: &BTreeMap<String, Read>, read: Vec<(&String, bool
                 row.error = Some("its process ended without a message".to_owned());
             }
         }
-        if row != shown.row.value {
-            shown.row.set(row);
-        }
+        shown.row.update(row);
     }
 }
 

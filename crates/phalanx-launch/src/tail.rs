@@ -1,9 +1,12 @@
 //! The last lines of a rank's output.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use serde::Serialize;
+use serde_json::json;
+
+use crate::lock;
 
 /// Lines that are kept of each rank.
 const MOST_LINES: usize = 200;
@@ -12,15 +15,15 @@ const MOST_LINES: usize = 200;
 const LINE_BYTES: usize = 1000;
 
 /// A line of a rank's output.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct Line {
+#[derive(Debug, Serialize)]
+struct Line {
     /// It was written to standard error.
     err: bool,
     text: String,
 }
 
 /// The last 200 lines of one rank's standard output and standard error, in the order in which they
-/// arrived. Adding to it never waits for a reader of the page.
+/// arrived.
 #[derive(Debug, Default)]
 pub struct Tail(Mutex<Lines>);
 
@@ -36,7 +39,7 @@ struct Lines {
 impl Tail {
     /// Adds what was read of standard error (`err`) or of standard output.
     pub fn push(&self, err: bool, bytes: &[u8]) {
-        let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lines = lock(&self.0);
         // No more than the last lines of a large piece are worth their copies.
         let mut ends = (0..bytes.len()).rev().filter(|at| bytes[*at] == b'\n');
         let from = match ends.nth(MOST_LINES) {
@@ -71,14 +74,11 @@ impl Tail {
         }
     }
 
-    /// The lines with numbers in `from..to`, as far as they are kept, and the number of the next.
-    pub(crate) fn lines(&self, from: u64, to: u64) -> (Vec<Line>, u64) {
-        let lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let first = lines.count - lines.kept.len() as u64;
-        let numbered = (first..).zip(&lines.kept);
-        let wanted = numbered.filter(|(number, _)| (from..to).contains(number));
-        let wanted = wanted.map(|(_, line)| line.clone()).collect();
-        (wanted, lines.count.min(to))
+    /// The number of lines so far, and the text of the file with the last ones, unless that number is `known`.
+    pub fn grown(&self, known: u64) -> Option<(u64, String)> {
+        let lines = lock(&self.0);
+        let text = || json!({"count": lines.count, "lines": lines.kept}).to_string();
+        (lines.count != known).then(|| (lines.count, text()))
     }
 }
 
@@ -107,23 +107,22 @@ mod tests {
     use super::*;
 
     fn texts(tail: &Tail) -> Vec<String> {
-        let (lines, _) = tail.lines(0, u64::MAX);
-        lines.into_iter().map(|line| line.text).collect()
+        let lines = lock(&tail.0);
+        lines.kept.iter().map(|line| line.text.clone()).collect()
     }
 
     #[test]
-    fn lines_arrive_whole_and_are_read_once() {
+    fn lines_arrive_whole_and_are_counted() {
         let tail = Tail::default();
+        assert_eq!(tail.grown(0), None);
         tail.push(false, b"one\ntw");
         tail.push(true, b"error\n");
-        let (first, next) = tail.lines(0, u64::MAX);
-        assert_eq!((first.len(), next), (2, 2));
-        assert!(first[1].err && !first[0].err);
+        let lines = r#"{"err":false,"text":"one"},{"err":true,"text":"error"}"#;
+        let grown = Some((2, format!(r#"{{"count":2,"lines":[{lines}]}}"#)));
+        assert_eq!((tail.grown(0), tail.grown(2)), (grown, None));
         tail.push(false, b"o\nthree");
-        let (second, next) = tail.lines(next, u64::MAX);
-        assert_eq!(second[0].text, "two");
-        assert_eq!((second.len(), next), (1, 3));
-        assert_eq!(tail.lines(1, 2), (first[1..].to_vec(), 2));
+        assert_eq!(tail.grown(2).map(|(count, _)| count), Some(3));
+        assert_eq!(texts(&tail)[2], "two");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! that do not depend on how long the run is.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use phalanx_base::files::Dir;
@@ -24,11 +25,28 @@ const MOST_OTHER: usize = 1000;
 /// All of them together.
 const MOST_BYTES: usize = 64 << 20;
 
+/// A version of a file: inode, length, and when it was written.
+pub(crate) type Stamp = Option<(u64, u64, i64, i64)>;
+
+pub(crate) fn stamp(path: &Path) -> Stamp {
+    let about = std::fs::symlink_metadata(path).ok()?;
+    Some((about.ino(), about.len(), about.mtime(), about.mtime_nsec()))
+}
+
 /// A value, and whether it was sent.
 #[derive(Default)]
 pub(crate) struct New<T> {
     pub value: T,
     is_new: bool,
+}
+
+impl<T: Serialize + PartialEq> New<T> {
+    /// Sets another value.
+    pub fn update(&mut self, value: T) {
+        if self.value != value {
+            self.set(value);
+        }
+    }
 }
 
 impl<T: Serialize> New<T> {
@@ -171,9 +189,7 @@ impl RunView {
             Record::Summary(_) => self.is_complete = true,
         }
         self.is_outdated = true;
-        if goal != self.goal.value {
-            self.goal.set(goal);
-        }
+        self.goal.update(goal);
     }
 
     /// Reads the rest of the report anew, if something has changed: of a complete run all, else
@@ -196,10 +212,7 @@ impl RunView {
         };
         // Those of the log are sent as they grow.
         for (name, part) in parts.into_iter().filter(|(name, _)| name != "curves") {
-            let old = self.report.entry(name).or_default();
-            if old.value != part {
-                old.set(part);
-            }
+            self.report.entry(name).or_default().update(part);
         }
         Ok(())
     }

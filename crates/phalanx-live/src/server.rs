@@ -20,8 +20,8 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
-use super::access::Access;
-use super::hub::{Hub, Subscription, View};
+use crate::access::Access;
+use crate::hub::{Hub, Subscription, View};
 
 /// Connections at a time; others are closed at once.
 const MOST_CONNECTIONS: usize = 192;
@@ -58,28 +58,12 @@ const HEADERS: [(HeaderName, &str); 7] = [
     ),
 ];
 
-/// The files of every page: path, type, text.
-const FILES: [(&str, &str, &str); 4] = [
-    (
-        "/report.css",
-        "text/css; charset=utf-8",
-        phalanx_report::CSS,
-    ),
-    (
-        "/live.css",
-        "text/css; charset=utf-8",
-        include_str!("live.css"),
-    ),
-    (
-        "/report.js",
-        "text/javascript; charset=utf-8",
-        phalanx_report::JS,
-    ),
-    (
-        "/stream.js",
-        "text/javascript; charset=utf-8",
-        include_str!("stream.js"),
-    ),
+/// The files of every page: path and text.
+const FILES: [(&str, &str); 4] = [
+    ("/report.css", phalanx_report::CSS),
+    ("/live.css", include_str!("page/live.css")),
+    ("/report.js", phalanx_report::JS),
+    ("/stream.js", include_str!("page/stream.js")),
 ];
 
 /// What the connections share.
@@ -184,13 +168,14 @@ async fn answer<V: View>(request: Parts, site: &Site<V>, end: &Arc<Notify>) -> R
         Err((status, text)) => return refused(status, text),
     };
     let path = request.uri.path();
-    let (kind, body) = match FILES
-        .iter()
-        .chain(V::FILES)
-        .find(|(name, ..)| *name == path)
-    {
-        Some((_, kind, text)) => (
-            *kind,
+    let mut files = FILES.iter().chain(V::FILES);
+    let (kind, body) = match files.find(|(name, _)| *name == path) {
+        Some((_, text)) => (
+            match path.rsplit_once('.') {
+                Some((_, "css")) => "text/css; charset=utf-8",
+                Some((_, "js")) => "text/javascript; charset=utf-8",
+                _ => "text/html; charset=utf-8",
+            },
             Answer::Text(Some(Bytes::from_static(text.as_bytes()))),
         ),
         None if path == "/report.json" => match report(&request, site).await {

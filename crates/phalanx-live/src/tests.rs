@@ -4,8 +4,11 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::Instant;
 
+use phalanx_base::job_files::JOB_FILE;
+use serde_json::json;
 use tokio::sync::Notify;
 
+use super::view::View;
 use super::*;
 
 const SOON: Duration = Duration::from_secs(30);
@@ -40,7 +43,11 @@ fn with_key(page: &Page, path: &str) -> String {
 }
 
 fn page() -> Page {
-    Page::open(&Address::default(), "test").unwrap()
+    page_of(Path::new("/no job"))
+}
+
+fn page_of(job: &Path) -> Page {
+    Page::of_job(&Address::default(), job).unwrap()
 }
 
 /// Another user of the host has the port, but not the link.
@@ -117,7 +124,8 @@ fn connections_beyond_the_limit_are_closed_and_others_go_on() {
 
 #[test]
 fn there_are_few_streams_and_all_end_with_the_job() {
-    let page = page();
+    let job = tempfile::tempdir().unwrap();
+    let page = page_of(job.path());
     let events = with_key(&page, "/events");
     let stream = || {
         let mut stream = connect(&page);
@@ -131,7 +139,9 @@ fn there_are_few_streams_and_all_end_with_the_job() {
     assert!(streams.iter().all(|(_, first)| first == b"HTTP/1.0 200"));
     assert_eq!(&stream().1, b"HTTP/1.0 503");
     let started = Instant::now();
-    page.end(End::Failed("it \n failed".into()));
+    let end = r#"{"ranks": [], "notes": [], "ended": 1, "message": "it \n failed"}"#;
+    std::fs::write(job.path().join(JOB_FILE), end).unwrap();
+    drop(page);
     assert!(started.elapsed() < SOON);
     for (stream, _) in &mut streams {
         let mut rest = String::new();
@@ -144,11 +154,13 @@ fn there_are_few_streams_and_all_end_with_the_job() {
 #[test]
 fn a_slow_reader_is_dropped() {
     let hub = Hub::<View>::default();
-    let count = |n: usize, bytes: usize| {
+    let mut number = 0;
+    let mut count = |n: usize, bytes: usize| {
         let dropped = Arc::new(Notify::new());
         let _reader = hub.subscribe(dropped.clone()).unwrap();
         for _ in 0..n {
-            hub.update(|view| view.note(vec!["x".repeat(bytes)]));
+            number += 1;
+            hub.update(|view| view.set("notes", json!([number, "x".repeat(bytes)])));
         }
         let mut waiting = std::pin::pin!(dropped.notified());
         let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
@@ -156,5 +168,5 @@ fn a_slow_reader_is_dropped() {
     };
     assert!(!count(32, 1));
     assert!(count(33, 1));
-    assert!(count(12, 1 << 20), "all notes are sent with each");
+    assert!(count(12, 6 << 20), "too many bytes");
 }
