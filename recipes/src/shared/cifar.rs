@@ -4,8 +4,9 @@
 use std::sync::Arc;
 
 use phalanx::data::ImageDataset;
+use phalanx::data::StoredImages;
 use phalanx::data::augment::{Augmentation, Augmented};
-use phalanx::data::cifar10::{self, Cifar10, Split};
+use phalanx::data::cifar10::{self, Split};
 use phalanx::data::synthetic::{self, noise};
 use phalanx::nn::optim::schedule::{OneCycle, Schedule};
 use phalanx::train::{RankContext, Settings};
@@ -145,7 +146,7 @@ impl CifarArgs {
             content = format!("synthetic pictures {n} + {m} from {first}, seed {seed}");
         } else {
             let folder = self.data_url.as_ref();
-            let load = |split, flag: &str, wanted: Option<usize>| -> Result<Cifar10> {
+            let load = |split, flag: &str, wanted: Option<usize>| -> Result<StoredImages> {
                 let set = cifar10::load(folder, split, scaling);
                 let mut set = set.map_err(|e| unreadable(Kind::Cifar10, &self.data_url, e))?;
                 if let Some(n) = wanted {
@@ -191,7 +192,7 @@ impl CifarArgs {
     }
 }
 
-fn sums(train: &Cifar10, test: &Cifar10) -> String {
+fn sums(train: &StoredImages, test: &StoredImages) -> String {
     format!(
         "CIFAR-10 {} + {}, SHA-256 {:.16} + {:.16}",
         train.len(),

@@ -231,6 +231,7 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
         "phalanx-data",
         &[
             &["dataset"],
+            &["stored"],
             &["augment"],
             &["sampler"],
             &["gzip"],

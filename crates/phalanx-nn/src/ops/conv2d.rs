@@ -64,11 +64,9 @@ impl Conv2dOptions {
 
     /// Sets the stride of each direction.
     #[must_use]
-    pub fn stride_rect(self, height: usize, width: usize) -> Self {
-        Conv2dOptions {
-            stride: [height, width],
-            ..self
-        }
+    pub fn stride_rect(mut self, height: usize, width: usize) -> Self {
+        self.stride = [height, width];
+        self
     }
 
     /// Sets the zero padding of both directions.
@@ -79,20 +77,16 @@ impl Conv2dOptions {
 
     /// Sets the zero padding of each direction.
     #[must_use]
-    pub fn padding_rect(self, height: usize, width: usize) -> Self {
-        Conv2dOptions {
-            padding: [height, width],
-            ..self
-        }
+    pub fn padding_rect(mut self, height: usize, width: usize) -> Self {
+        self.padding = [height, width];
+        self
     }
 
     /// Sets the distance between kernel taps, each direction.
     #[must_use]
-    pub fn dilation_rect(self, height: usize, width: usize) -> Self {
-        Conv2dOptions {
-            dilation: [height, width],
-            ..self
-        }
+    pub fn dilation_rect(mut self, height: usize, width: usize) -> Self {
+        self.dilation = [height, width];
+        self
     }
 
     /// Sets the number of groups, which divides both channel counts.
@@ -103,11 +97,9 @@ impl Conv2dOptions {
 
     /// Leaves the bias out.
     #[must_use]
-    pub fn no_bias(self) -> Self {
-        Conv2dOptions {
-            bias: false,
-            ..self
-        }
+    pub fn no_bias(mut self) -> Self {
+        self.bias = false;
+        self
     }
 }
 
