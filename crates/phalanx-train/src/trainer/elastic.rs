@@ -151,7 +151,7 @@ impl Requests {
 struct Handover {
     completed: u64,
     result: String,
-    place: [u64; 4],
+    place: Place,
     history: History,
     /// Of each group of parameters.
     skipped: Vec<u64>,
@@ -345,12 +345,6 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     }
 
     fn handover(&self) -> Handover {
-        let Place {
-            epoch,
-            samples,
-            step_in_epoch,
-            step,
-        } = self.course.place;
         let (sums, count) = match &self.course.running {
             Some(running) => running.losses.full(),
             None => (Vec::new(), 0),
@@ -359,7 +353,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         Handover {
             completed: self.elastic.completed,
             result: self.elastic.result.clone(),
-            place: [epoch, samples, step_in_epoch, step],
+            place: self.course.place,
             history: self.measured(&sums, count),
             skipped: skipped_steps(&self.strategy),
             initial: results.initial.clone(),
@@ -389,16 +383,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 None => Ok(()),
             };
         }
-        let [epoch, samples, step_in_epoch, step] = handover.place;
-        self.course.place = Place {
-            epoch,
-            samples,
-            step_in_epoch,
-            step,
-        };
+        self.course.place = handover.place;
         let history = handover.history;
         if let Some(schedule) = &mut self.course.schedule {
-            history.replay(schedule, step);
+            history.replay(schedule, handover.place.step);
         }
         self.course.take_program(&history);
         let results = &mut self.course.results;

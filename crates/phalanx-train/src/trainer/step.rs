@@ -334,7 +334,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             ctx: self.ctx,
             tape: &mut self.model.tape,
             split: &self.sources.split,
-            turn,
+            step: turn,
             randomness: Randomness {
                 // Each group has other random numbers in the same step.
                 seed: self.settings.seed ^ ((group as u64) << 32),
