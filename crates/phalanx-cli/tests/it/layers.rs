@@ -274,6 +274,7 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["child"],
             &["lock"],
             &["resources"],
+            &["create"],
             &["engine"],
             &["export"],
             &["file"],
