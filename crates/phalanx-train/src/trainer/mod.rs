@@ -11,10 +11,13 @@ mod elastic;
 mod evaluate;
 mod extent;
 mod finish;
+mod handover;
+mod joining;
 mod losses;
 mod model;
 mod sources;
 mod step;
+mod takeover;
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
