@@ -192,21 +192,11 @@ impl<'a, N> Tests<'a, N> {
     /// Those of reading images and of the model; peers that are lost.
     pub fn run(&mut self, trainer: &mut Trainer<'_, N>, epoch: usize) -> Result<()> {
         self.evaluate(trainer)?;
-        let Tests {
-            args,
-            data,
-            forward,
-            views,
-            ..
-        } = *self;
-        let predictions = &mut self.predictions;
-        predictions.add(
-            epoch,
-            args.log_batches,
-            trainer,
-            &data.test,
-            |net, step, images, shape| scores(forward, net, views, step, images, shape),
-        )
+        let (forward, views, test) = (self.forward, self.views, &self.data.test);
+        let batches = self.args.log_batches;
+        (self.predictions).add(epoch, batches, trainer, test, |net, step, images, shape| {
+            scores(forward, net, views, step, images, shape)
+        })
     }
 
     /// Measures the accuracy with the mean of the scores of these views (test-time augmentation). It is logged and put into the
