@@ -261,7 +261,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     pub(super) fn share_losses(
         &mut self,
         group: usize,
-        taken: &Rc<StepContext>,
+        at: &Rc<StepContext>,
         gradients: &mut Gradients,
         buffers: &[f32],
     ) -> Result<bool> {
@@ -282,7 +282,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             let after = self.strategy.params().buffers_flat().to_vec();
             self.elastic.averaged = self.strategy.is_sharded().then(|| Averaged {
                 group,
-                step: Rc::clone(taken),
+                step: Rc::clone(at),
                 commit: gradients.commit.clone(),
                 buffers: [buffers.to_vec(), after],
             });
@@ -293,7 +293,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             None => all.iter().sum(),
         };
         gradients.sums = all;
-        gradients.mean = total / taken.global.samples.max(1) as f64;
+        gradients.mean = total / at.global.samples.max(1) as f64;
         gradients.mean_of_all = gradients.mean;
         Ok(wanted)
     }

@@ -47,16 +47,14 @@ pub(super) struct Handover {
 
 impl<M, S: Strategy> Trainer<'_, M, S> {
     pub(super) fn handover(&self) -> Handover {
-        let (sums, count) = match &self.course.running {
-            Some(running) => running.losses.full(),
-            None => (Vec::new(), 0),
-        };
+        let running = self.course.running.as_ref();
+        let losses = running.map(|running| running.losses.full());
         let results = &self.course.results;
         Handover {
             completed: self.elastic.completed,
             result: self.elastic.result.clone(),
             place: self.course.place,
-            history: self.measured(&sums, count),
+            history: self.measured(&losses.unwrap_or_default()),
             skipped: skipped_steps(&self.strategy),
             initial: results.initial.clone(),
             weights: results.weights.clone(),
