@@ -11,19 +11,17 @@ pub struct Flyte {
 impl Flyte {
     /// A line that every rank prints, in the document's form only.
     fn all(&self, ctx: &RankContext, text: &str) -> Result<()> {
-        if self.document {
-            ctx.line(text)
-        } else {
-            Ok(())
+        match self.document {
+            true => ctx.line(text),
+            false => Ok(()),
         }
     }
 
     /// A line of rank 0, in the document's form only.
     fn main(&self, ctx: &RankContext, text: &str) -> Result<()> {
-        if self.document && ctx.is_main() {
-            ctx.line(text)
-        } else {
-            Ok(())
+        match ctx.is_main() {
+            true => self.all(ctx, text),
+            false => Ok(()),
         }
     }
 
@@ -35,22 +33,18 @@ impl Flyte {
     pub fn started(&mut self, ctx: &RankContext) -> Result<()> {
         let (rank, world) = (ctx.rank(), ctx.world());
         // Its task prints these before it starts the ranks.
-        self.main(
-            ctx,
-            &format!("Start MNIST training:\nDevice count: {world}"),
-        )?;
+        let text = format!("Start MNIST training:\nDevice count: {world}");
+        self.main(ctx, &text)?;
         let backend = if world > 1 { ctx.transport() } else { "local" };
-        self.all(
-            ctx,
-            &format!(
-                "Using distributed Phalanx with {backend} backend\n\
-                 Running MNIST training on rank {rank}, world size: {world}\n\
-                 Use cuda: False\n\
-                 Rank {}/{world} process initialized.\n\n\
-                 Getting data loaders",
-                rank + 1
-            ),
-        )
+        let text = format!(
+            "Using distributed Phalanx with {backend} backend\n\
+             Running MNIST training on rank {rank}, world size: {world}\n\
+             Use cuda: False\n\
+             Rank {}/{world} process initialized.\n\n\
+             Getting data loaders",
+            rank + 1
+        );
+        self.all(ctx, &text)
     }
 
     /// The data is loaded.
@@ -73,11 +67,8 @@ impl Reporter for Flyte {
             return None;
         }
         // The document counts the samples of rank 0 alone.
-        let done = if self.document {
-            facts.done / ctx.world()
-        } else {
-            facts.done
-        };
+        let counted = if self.document { ctx.world() } else { 1 };
+        let done = facts.done / counted;
         let percent = 100.0 * facts.index as f64 / facts.steps as f64;
         Some(format!(
             "Train Epoch: {} [{done}/{} ({percent:.0}%)]\tloss={:.4}",
@@ -91,32 +82,21 @@ impl Reporter for Flyte {
         _epoch: usize,
         tested: &Evaluation,
     ) -> Result<()> {
-        if !ctx.is_main() {
-            return Ok(());
+        let (loss, accuracy) = (tested.loss, tested.accuracy);
+        match ctx.is_main() {
+            true => ctx.line(&format!("\ntest_loss={loss:.4}\naccuracy={accuracy:.4}\n")),
+            false => Ok(()),
         }
-        ctx.line(&format!(
-            "\ntest_loss={:.4}\naccuracy={:.4}\n",
-            tested.loss, tested.accuracy
-        ))
     }
 
     fn on_save(&mut self, ctx: &RankContext, weights: bool) -> Result<()> {
-        self.main(
-            ctx,
-            if weights {
-                "Saving model"
-            } else {
-                "Saving accuracies"
-            },
-        )
+        let what = if weights { "model" } else { "accuracies" };
+        self.main(ctx, &format!("Saving {what}"))
     }
 
     fn on_train_end(&mut self, ctx: &RankContext) -> Result<()> {
-        let world = ctx.world();
-        self.all(
-            ctx,
-            &format!("Rank {}/{world} process complete.\n", ctx.rank() + 1),
-        )?;
+        let (number, world) = (ctx.rank() + 1, ctx.world());
+        self.all(ctx, &format!("Rank {number}/{world} process complete.\n"))?;
         self.main(ctx, "Training Complete")
     }
 }

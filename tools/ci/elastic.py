@@ -36,6 +36,8 @@ import time
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.realpath(__file__)), ".."))
 from hosts import Hosts, processes  # noqa: E402
 
+# Seconds between two steps, with --minutes.
+MOST_PAUSE = 10
 HASHES = ["weights_sha256", "optimizer_sha256", "metrics_sha256"]
 
 
@@ -92,8 +94,7 @@ class Usage:
 def words(args, folder, run, epochs):
     return [args.phalanx, "train", args.recipe, "--data", args.data or f"synthetic:{args.samples}",
             "--epochs", str(epochs), "--global-batch-size", str(args.batch), "--deterministic", "shards", "--shards", "8",
-            "--threads", "1", "--log-interval", "1", "--output-dir", f"{folder}/{run}",
-            *(["--save-every", str(args.save_every)] if args.save_every else [])]
+            "--threads", "1", "--log-interval", "1", "--output-dir", f"{folder}/{run}"]
 
 
 def lose(hosts, n, is_deaf, action):
@@ -115,8 +116,7 @@ class Job:
     def line(self, node):
         args, folder = self.args, self.folder
         line = self.hosts.prefix(node) + words(args, folder, "run", self.epochs)
-        line += ["--elastic", "--max-restarts", "100000", *(["--evict-after", str(args.evict_after)] if args.evict_after else []),
-                 "--log-samples", f"{folder}/seen",
+        line += ["--elastic", "--max-restarts", "100000", "--log-samples", f"{folder}/seen",
                  "--nproc-per-node", str(args.ranks // args.hosts)]
         if args.hosts > 1:
             line += ["--nnodes", f"1:{self.most}", "--master-addr", "10.79.0.1", "--token-file", f"{folder}/token"]
@@ -184,7 +184,7 @@ class Job:
             self.note(f"{kind} of process {pid}")
             os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
             if kind == "stop":
-                time.sleep(random.uniform(*map(float, self.args.stops.split(","))))
+                time.sleep(random.uniform(0.1, 1.4))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
             return True
@@ -242,7 +242,7 @@ def check(args, folder, epochs, job):
     wrong = job.wrong + [f"node {node} ended with {code}" for node, code in codes if code]
     if wrong:
         return [open(f"{folder}/out.{node}").read()[-3000:] for node in range(args.hosts)] + job.log + wrong
-    line = words(args, folder, "base", epochs) + ["--nproc-per-node", str(args.base_ranks)]
+    line = words(args, folder, "base", epochs) + ["--nproc-per-node", "1"]
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     ours, base = (json.load(open(f"{folder}/{run}/summary.json")) for run in ("run", "base"))
     wrong += [f"{name}: {ours[name]} is not {base[name]}" for name in HASHES if ours[name] != base[name]]
@@ -295,12 +295,7 @@ def main():
     parser.add_argument("--seconds", type=float, help="of the undisturbed training, about; default: --minutes, or twice --kills times --gap")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data")
-    parser.add_argument("--save-every", type=int, default=0, help="steps from one checkpoint to the next")
     parser.add_argument("--minutes", type=float, help="faults end after that time, however many there were")
-    parser.add_argument("--stops", default="0.1,1.4", help="seconds for which a rank is stopped, least and most")
-    parser.add_argument("--evict-after", type=float)
-    parser.add_argument("--base-ranks", type=int, default=1, help="of the undisturbed training")
-    parser.add_argument("--most-pause", type=float, default=10, help="seconds between two steps, with --minutes")
     parser.add_argument("--gap", type=float, default=1.5, help="mean seconds between two faults")
     args = parser.parse_args()
     args.phalanx = os.path.realpath(args.phalanx)
@@ -352,7 +347,7 @@ def run(args, folder, epochs, job, began):
         times = [r["elapsed_s"] for r in metrics(folder, "run") if "loss" in r]
         pause = max((after - before for before, after in zip(times, times[1:])), default=0)
         print(f"faults for {took:.0f} s, training for {max(times, default=0):.0f} s, {len(changes)} changes of ranks; longest time between two steps {pause:.1f} s")
-        wrong += [f"{pause:.1f} s without a step"] if pause > args.most_pause else []
+        wrong += [f"{pause:.1f} s without a step"] if pause > MOST_PAUSE else []
     if wrong or is_early:
         print("\n".join(wrong) or "the training ended before all faults", f"\nkept in {folder}")
         sys.exit(1)

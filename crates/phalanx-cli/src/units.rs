@@ -17,6 +17,14 @@ pub struct Rate(pub f64);
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Delay(pub f64);
 
+/// A time of `us` microseconds.
+pub fn time(us: f64) -> String {
+    match us {
+        us if us < 1000.0 => format!("{us:.1} µs"),
+        us => format!("{:.2} ms", us / 1000.0),
+    }
+}
+
 /// The number in front, and the unit behind it in lower case.
 fn split(text: &str) -> Option<(f64, String)> {
     let text = text.trim();
@@ -25,9 +33,8 @@ fn split(text: &str) -> Option<(f64, String)> {
         .unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
     let number: f64 = number.parse().ok()?;
-    number
-        .is_finite()
-        .then(|| (number, unit.trim().to_ascii_lowercase()))
+    let unit = unit.trim().to_ascii_lowercase();
+    number.is_finite().then_some((number, unit))
 }
 
 impl FromStr for ByteSize {

@@ -41,8 +41,10 @@ pub mod metrics;
 pub mod mnist;
 pub mod progress;
 pub mod sampler;
+mod stored;
 pub mod synthetic;
 mod text_dataset;
 
 pub use dataset::{Dataset, ImageBatch, ImageDataset};
+pub use stored::StoredImages;
 pub use text_dataset::{TextBatch, TextDataset};

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
+use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -53,7 +54,13 @@ pub(crate) struct ProcessLimits {
     pub cpus: Vec<usize>,
 }
 
-/// The attempt's folders and files.
+/// The attempt's folders, which go once it is done, and its log, which stays.
+pub(crate) fn folders(attempt: &Path) -> [PathBuf; 3] {
+    [inputs_dir(attempt), work_dir(attempt), outputs_dir(attempt)]
+}
+pub(crate) fn inputs_dir(attempt: &Path) -> PathBuf {
+    attempt.join("inputs")
+}
 pub(crate) fn work_dir(attempt: &Path) -> PathBuf {
     attempt.join("work")
 }
@@ -62,6 +69,22 @@ pub(crate) fn outputs_dir(attempt: &Path) -> PathBuf {
 }
 pub(crate) fn log_file(attempt: &Path) -> PathBuf {
     attempt.join("log.txt")
+}
+
+/// The last `count` lines of the attempt's log.
+pub(crate) fn last_lines(attempt: &Path, count: usize) -> Vec<String> {
+    let read = || {
+        let mut file = fs::File::open(log_file(attempt))?;
+        let size = file.metadata()?.len();
+        file.seek(SeekFrom::Start(size.saturating_sub(16 << 10)))?;
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).map(|_| bytes)
+    };
+    let bytes = read().unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes);
+    let lines: Vec<&str> = text.lines().collect();
+    let last = lines[lines.len().saturating_sub(count)..].iter();
+    last.map(|line| (*line).to_owned()).collect()
 }
 
 /// Writes `start` into the attempt's folder; returns the arguments of its process.

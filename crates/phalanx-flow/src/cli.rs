@@ -14,6 +14,7 @@ use phalanx_base::{format, say};
 use serde_json::{Value as Json, json};
 
 use crate::child::log_file;
+use crate::create;
 use crate::engine::{self, Options};
 use crate::export::{self, ExportArgs};
 use crate::file::FLOW_FILE;
@@ -239,10 +240,10 @@ fn run_flow(dir: &Path, args: &RunArgs, flow: Option<&Flow>) -> Result<()> {
         None => {
             let workflow = workflow_of(args.file.as_deref(), flow)?;
             engine::check_machine(&workflow, &options)?;
-            let given = engine::given(&workflow, &args.input)?;
+            let given = create::given(&workflow, &args.input)?;
             let store = Store::create(dir)?;
             let lock = store.lock()?;
-            let id = engine::create(&store, workflow, &given)?;
+            let id = create::create(&store, workflow, &given)?;
             (store, lock, id)
         }
     };

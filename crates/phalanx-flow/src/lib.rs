@@ -15,6 +15,7 @@ mod call;
 mod check;
 mod child;
 mod cli;
+mod create;
 mod engine;
 mod export;
 pub mod file;

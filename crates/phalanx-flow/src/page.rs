@@ -9,8 +9,7 @@ use std::time::Duration;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use phalanx_base::format;
 
-use crate::child::{log_file, outputs_dir};
-use crate::engine::last_lines;
+use crate::child::{last_lines, outputs_dir};
 use crate::resources::size;
 use crate::spec::{Resources, Task, Workflow};
 use crate::store::{Attempt, Item, Items, Node, Run, State, Store, now};
@@ -443,7 +442,7 @@ impl Writer<'_> {
         let settings = settings.map(|line| escape(&line));
         let log = match node.attempts.len() {
             0 => Vec::new(),
-            last => last_lines(&log_file(&store.attempt_dir(id, name, last)), 20),
+            last => last_lines(&store.attempt_dir(id, name, last), 20),
         };
         let log = match (log.is_empty(), node.state) {
             (true, _) => String::new(),
@@ -516,9 +515,7 @@ mod tests {
             started,
             ended: Some(ended),
             end: Some(end.to_owned()),
-            counts: true,
-            limits: String::new(),
-            gpus: Vec::new(),
+            ..Attempt::new(String::new(), Vec::new())
         };
         let mut a = Node::new();
         a.attempts = vec![

@@ -11,7 +11,7 @@ use std::time::Duration;
 use phalanx_base::error::Result;
 use phalanx_base::{format, say};
 
-use crate::child::{self, outputs_dir, work_dir};
+use crate::child;
 use crate::resources::size;
 use crate::store::{Cached, Item, Items, Run, Store, now};
 
@@ -203,12 +203,8 @@ fn objects_of(items: &Items) -> impl Iterator<Item = (String, u64)> {
 
 /// The folders that an attempt without success leaves; its log stays.
 fn left_by(attempt: &Path) -> Vec<PathBuf> {
-    let all = [
-        work_dir(attempt),
-        outputs_dir(attempt),
-        attempt.join("inputs"),
-    ];
-    all.into_iter().filter(|folder| folder.is_dir()).collect()
+    let all = child::folders(attempt).into_iter();
+    all.filter(|folder| folder.is_dir()).collect()
 }
 
 /// Bytes of the files at and below `path`; links are not followed.
@@ -329,6 +325,7 @@ fn unused(store: &Store, gone: &Gone) -> Result<Vec<PathBuf>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::child::work_dir;
     use crate::objects::Object;
     use crate::spec::Type;
     use crate::store::tests::run;
@@ -351,9 +348,7 @@ mod tests {
             started: *ended,
             ended: Some(*ended),
             end: Some((*end).to_owned()),
-            counts: true,
-            limits: String::new(),
-            gpus: Vec::new(),
+            ..Attempt::new(String::new(), Vec::new())
         };
         Node {
             state: State::Done,

@@ -439,6 +439,18 @@ impl Type {
             .filter(|value| self.accepts(value))
             .ok_or_else(|| format!("is not of type {self}"))
     }
+
+    /// `value` as it is written: `3` as a float is `3.0`.
+    pub(crate) fn canonical(self, value: &Json) -> Json {
+        match (self, value) {
+            (Type::Float, Json::Number(n)) => n.as_f64().map_or(Json::Null, Json::from),
+            (Type::List(item), Json::Array(items)) => {
+                let item = Type::from(item);
+                items.iter().map(|value| item.canonical(value)).collect()
+            }
+            (_, value) => value.clone(),
+        }
+    }
 }
 
 impl From<Scalar> for Type {

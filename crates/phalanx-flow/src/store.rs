@@ -132,6 +132,20 @@ pub(crate) struct Attempt {
     pub gpus: Vec<String>,
 }
 
+impl Attempt {
+    /// One that starts now.
+    pub fn new(limits: String, gpus: Vec<String>) -> Attempt {
+        Attempt {
+            started: now(),
+            ended: None,
+            end: None,
+            counts: true,
+            limits,
+            gpus,
+        }
+    }
+}
+
 /// A result that later runs may use.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Cached {

@@ -109,3 +109,8 @@ impl From<Error> for phalanx_base::Error {
         Self::from_library(kind, error)
     }
 }
+
+/// The usage error of an operation on global tensors.
+pub(crate) fn refuse<T>(what: impl Into<String>) -> phalanx_nn::Result<T> {
+    Err(Error::usage(what).into())
+}

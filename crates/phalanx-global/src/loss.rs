@@ -7,7 +7,7 @@ use phalanx_comm::ReduceOp;
 use phalanx_nn::losses::{CrossEntropyOptions, IGNORE_LABEL};
 use phalanx_nn::{Reduction, Result, Tensor, Value};
 
-use crate::error::Error;
+use crate::error::{Error, refuse};
 use crate::indices::Indices;
 use crate::layout::Layout;
 use crate::rules::{Decision, Rule};
@@ -88,15 +88,14 @@ impl<'s> Global<'s> {
         run: impl FnOnce(Tensor<'s>, &[u32], Reduction) -> Result<Tensor<'s>>,
     ) -> Result<Self> {
         let Some((_, outer)) = self.dims().split_last() else {
-            return Err(Error::usage("a loss over classes needs a dimension of classes").into());
+            return refuse("a loss over classes needs a dimension of classes");
         };
         if labels.layout().shape() != outer {
-            return Err(Error::usage(format!(
+            return refuse(format!(
                 "{operation}: labels of shape {:?} for scores of shape {:?}",
                 labels.layout().shape(),
                 self.dims()
-            ))
-            .into());
+            ));
         }
         let (each, shape) = each_or_one(reduction, outer);
         let rules = rules_of(outer.len(), 2, each);
@@ -148,12 +147,11 @@ impl<'s> Global<'s> {
         let last = self.dims().len().saturating_sub(1);
         let wide = self.dims().last().copied().unwrap_or(1);
         if let Some(p) = positive.filter(|p| p.len() != wide) {
-            return Err(Error::usage(format!(
+            return refuse(format!(
                 "bce_with_logits: {} positive weights for shape {:?}",
                 p.len(),
                 self.dims()
-            ))
-            .into());
+            ));
         }
         let rank = self.step().placement().rank();
         self.of_elements(
@@ -209,12 +207,11 @@ impl<'s> Global<'s> {
         run: impl FnOnce(Tensor<'s>, &[f32], Reduction, &Layout) -> Result<Tensor<'s>>,
     ) -> Result<Self> {
         if self.dims() != target.dims() {
-            return Err(Error::usage(format!(
+            return refuse(format!(
                 "{operation}: a target of shape {:?} for shape {:?}",
                 target.dims(),
                 self.dims()
-            ))
-            .into());
+            ));
         }
         let outer = &self.dims()[..self.dims().len().saturating_sub(inner)];
         let count: usize = outer.iter().product();

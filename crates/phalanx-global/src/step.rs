@@ -10,7 +10,7 @@ use phalanx_nn::layers::JoinStatistics;
 use phalanx_nn::{Result, Step, Tensor};
 
 use crate::boxing::Boxing;
-use crate::error::Error;
+use crate::error::{Error, refuse};
 use crate::indices::Indices;
 use crate::layout::Layout;
 use crate::params::GlobalParams;
@@ -152,11 +152,10 @@ impl<'a> GlobalStep<'a> {
     ) -> Result<Global<'s>> {
         let numel: usize = shape.iter().product();
         if data.len() != numel {
-            return Err(Error::usage(format!(
+            return refuse(format!(
                 "a tensor of shape {shape:?} needs {numel} values, got {}",
                 data.len()
-            ))
-            .into());
+            ));
         }
         let mesh = self.placement().sizes();
         let whole = Layout::even(mesh, shape, &vec![Sbp::Broadcast; mesh.len()])?;

@@ -8,7 +8,7 @@ use phalanx_comm::ReduceOp;
 use phalanx_nn::{CustomOp, Error as NnError, GradSink, ParamId, Result, Tensor, Weight};
 
 use crate::boxing::{Boxing, StepKind};
-use crate::error::Error;
+use crate::error::{Error, refuse};
 use crate::layout::Layout;
 use crate::params::{GlobalGrads, GlobalParams};
 use crate::placement::Placement;
@@ -240,11 +240,10 @@ impl<'s> Global<'s> {
     /// As [`Tensor::backward`]; `Comm` (as source) when a collective fails.
     pub fn backward(self, grads: &mut GlobalGrads) -> Result<()> {
         if self.layout.numel() != 1 {
-            return Err(Error::usage(format!(
+            return refuse(format!(
                 "backward needs a loss of one element, this tensor has shape {:?}",
                 self.layout.shape()
-            ))
-            .into());
+            ));
         }
         if let Some(s) = self
             .layout
@@ -252,10 +251,9 @@ impl<'s> Global<'s> {
             .iter()
             .find(|s| matches!(s, Sbp::Split(_) | Sbp::Partial(Fold::Min | Fold::Max)))
         {
-            return Err(Error::usage(format!(
+            return refuse(format!(
                 "backward needs a loss that is whole or a sum, not {s}; convert it with to_global"
-            ))
-            .into());
+            ));
         }
         let (step, mesh) = (self.step, self.layout.mesh());
         let sums = (0..mesh.len()).filter(|d| self.layout.sbp()[*d].is_partial());

@@ -96,11 +96,9 @@ impl EarlyStopping {
 
     /// What is not better by more than `delta` counts as no improvement.
     #[must_use]
-    pub fn min_delta(self, delta: f64) -> EarlyStopping {
-        EarlyStopping {
-            min_delta: delta.abs(),
-            ..self
-        }
+    pub fn min_delta(mut self, delta: f64) -> EarlyStopping {
+        self.min_delta = delta.abs();
+        self
     }
 
     /// Whether the measure, which had these values in all evaluations, has not improved for too long.

@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::say;
 use fetch::Got;
 use phalanx::train::{FolderArgs, RunDir};
-use sets::{DataSet, SETS};
+use sets::{DataSet, File, SETS};
 
 /// `phalanx download`.
 #[derive(clap::Args, Debug)]
@@ -61,24 +61,16 @@ pub fn run(args: &DownloadArgs) -> Result<()> {
             (Some(to), 1) => to.clone(),
             (Some(to), _) => to.join(set.name),
         };
-        let mut made = RunDir::given(folder.clone());
-        let dir = made.make(args.folder)?;
-        let sources = sources(set, args.from.as_deref());
-        let agent = phalanx_http::agent(fetch::SILENCE, false)?;
-        say::print(&format!(
-            "{}: {} ({:.1} MB)\n",
-            set.name,
-            set.title,
-            set.bytes() as f64 / 1e6
-        ))?;
-        for file in set.files {
-            let how = match fetch::fetch(&agent, &sources, &dir, file, args.force)? {
+        let (name, mb) = (set.name, set.bytes() as f64 / 1e6);
+        say::print(&format!("{name}: {} ({mb:.1} MB)\n", set.title))?;
+        let from = args.from.as_deref();
+        get(set, &folder, from, args.force, args.folder, |file, got| {
+            let how = match got {
                 Got::Already => "is there".to_owned(),
                 Got::From(url) => format!("from {url}"),
             };
-            say::print(&format!("  {}  {how}\n", file.name))?;
-        }
-        drop(made);
+            say::print(&format!("  {}  {how}\n", file.name))
+        })?;
         say::print(&format!("next: {} {}\n", set.next, as_typed(&folder)))?;
     }
     Ok(())
@@ -96,23 +88,29 @@ pub(crate) fn ensure(
     mirror: Option<&str>,
     args: FolderArgs,
 ) -> Result<()> {
-    let set = named(name)?;
-    let mut made = RunDir::given(folder.to_owned());
-    let dir = made.make(args)?;
-    let sources = sources(set, mirror);
-    let agent = phalanx_http::agent(fetch::SILENCE, false)?;
-    for file in set.files {
-        fetch::fetch(&agent, &sources, &dir, file, false)?;
-    }
-    Ok(())
+    get(named(name)?, folder, mirror, false, args, |_, _| Ok(()))
 }
 
-/// The folders that have the set's files.
-fn sources(set: &DataSet, mirror: Option<&str>) -> Vec<String> {
-    match mirror {
+/// Gets the files of `set` into `folder`, and calls `ended` after each.
+fn get(
+    set: &DataSet,
+    folder: &Path,
+    mirror: Option<&str>,
+    force: bool,
+    args: FolderArgs,
+    mut ended: impl FnMut(&File, Got) -> Result<()>,
+) -> Result<()> {
+    let mut made = RunDir::given(folder.to_owned());
+    let dir = made.make(args)?;
+    let sources: Vec<String> = match mirror {
         Some(url) => vec![url.to_owned()],
         None => set.sources.iter().map(|&s| s.to_owned()).collect(),
+    };
+    let agent = phalanx_http::agent(fetch::SILENCE, false)?;
+    for file in set.files {
+        ended(file, fetch::fetch(&agent, &sources, &dir, file, force)?)?;
     }
+    Ok(())
 }
 
 /// Checks that `url`, the value of `flag`, is an http or https URL.

@@ -3,19 +3,18 @@
 
 use std::sync::Arc;
 
-use phalanx::data::ImageDataset;
 use phalanx::data::augment::{Augmentation, Augmented};
-use phalanx::data::cifar10::{self, Cifar10, Split};
+use phalanx::data::cifar10::{self, Split};
 use phalanx::data::synthetic::{self, noise};
+use phalanx::data::{ImageDataset, StoredImages};
 use phalanx::nn::optim::schedule::{OneCycle, Schedule};
 use phalanx::train::{RankContext, Settings};
 use phalanx::{Error, Job, Result};
 
-use super::image::Data;
+use super::image::{Data, counts};
 use super::net::{Loss, Pixels};
 use super::prepare::{FetchArgs, Kind, unreadable};
 use crate::error::check_count;
-use crate::format::thousands;
 
 /// Arguments of programs for CIFAR-10, whose networks have batch norms.
 #[derive(Debug, Clone, clap::Args)]
@@ -81,15 +80,6 @@ impl CifarArgs {
         Ok(())
     }
 
-    /// As the user typed it, for the summary.
-    fn name(&self) -> String {
-        if self.custom_data {
-            "custom random data".to_owned()
-        } else {
-            self.data_url.clone()
-        }
-    }
-
     /// The document's own sentence on random data; its complete listing logs it.
     pub fn warn_of_random(&self, ctx: &RankContext) {
         if self.custom_data {
@@ -120,32 +110,32 @@ impl CifarArgs {
         self.fetch.run(job, Kind::Cifar10, &self.data_url)?;
         let (_loading, seed) = (job.context().phase("loading data"), job.settings().seed);
         let scaling = pixels.scaling();
-        let (train, test, mut description, content): (
-            Arc<dyn ImageDataset>,
-            Arc<dyn ImageDataset>,
-            _,
-            _,
-        );
-        if self.custom_data {
+        let mut data = if self.custom_data {
             let n = self.train_samples.unwrap_or(noise::TRAIN_SAMPLES);
             let m = self.test_samples.unwrap_or(noise::TEST_SAMPLES);
-            train = Arc::new(noise::noise(n, seed, 0));
-            test = Arc::new(noise::noise(m, seed, 1));
-            description = format!("custom random data, seed {seed}");
-            content = format!("custom {n} + {m}, seed {seed}");
+            Data {
+                train: Arc::new(noise::noise(n, seed, 0)),
+                test: Arc::new(noise::noise(m, seed, 1)),
+                name: "custom random data".to_owned(),
+                description: format!("custom random data, seed {seed}, {}", counts(n, m)),
+                content: format!("custom {n} + {m}, seed {seed}"),
+            }
         } else if let Some(drawn) = synthetic::samples(&self.data_url, SAMPLES)? {
             let n = self.train_samples.unwrap_or(drawn);
             let sixth = (drawn / 6).max(1);
             let m = self.test_samples.unwrap_or(sixth);
             // The test pictures follow the training pictures, so none is seen in training.
             let first = n.max(drawn) as u64;
-            train = Arc::new(synthetic::pictures(0, n, seed, scaling));
-            test = Arc::new(synthetic::pictures(first, m, seed, scaling));
-            description = format!("synthetic pictures, seed {seed}");
-            content = format!("synthetic pictures {n} + {m} from {first}, seed {seed}");
+            Data {
+                train: Arc::new(synthetic::pictures(0, n, seed, scaling)),
+                test: Arc::new(synthetic::pictures(first, m, seed, scaling)),
+                name: self.data_url.clone(),
+                description: format!("synthetic pictures, seed {seed}, {}", counts(n, m)),
+                content: format!("synthetic pictures {n} + {m} from {first}, seed {seed}"),
+            }
         } else {
             let folder = self.data_url.as_ref();
-            let load = |split, flag: &str, wanted: Option<usize>| -> Result<Cifar10> {
+            let load = |split, flag: &str, wanted: Option<usize>| -> Result<StoredImages> {
                 let set = cifar10::load(folder, split, scaling);
                 let mut set = set.map_err(|e| unreadable(Kind::Cifar10, &self.data_url, e))?;
                 if let Some(n) = wanted {
@@ -157,48 +147,16 @@ impl CifarArgs {
             };
             let images = load(Split::Train, "--train-samples", self.train_samples)?;
             let tests = load(Split::Test, "--test-samples", self.test_samples)?;
-            description = format!("CIFAR-10 in {}", self.data_url);
-            content = sums(&images, &tests);
-            (train, test) = (Arc::new(images), Arc::new(tests));
-        }
-        description.push_str(&format!(
-            ", {} train / {} test",
-            thousands(train.len()),
-            thousands(test.len())
-        ));
-        let train: Arc<dyn ImageDataset> = match augmentation {
-            None => train,
-            Some(augmentation) => {
-                description.push_str(&format!(
-                    ", shifted by up to {}, flipped{}",
-                    augmentation.shift,
-                    if augmentation.cutout > 0 {
-                        ", cut out"
-                    } else {
-                        ""
-                    }
-                ));
-                Arc::new(Augmented::new(train, augmentation, seed)?)
-            }
+            Data::stored(&self.data_url, [images, tests])
         };
-        Ok(Data {
-            train,
-            test,
-            name: self.name(),
-            description,
-            content,
-        })
+        if let Some(augmentation) = augmentation {
+            let cut = [", cut out", ""][usize::from(augmentation.cutout == 0)];
+            let how = format!(", shifted by up to {}, flipped{cut}", augmentation.shift);
+            data.description.push_str(&how);
+            data.train = Arc::new(Augmented::new(data.train, augmentation, seed)?);
+        }
+        Ok(data)
     }
-}
-
-fn sums(train: &Cifar10, test: &Cifar10) -> String {
-    format!(
-        "CIFAR-10 {} + {}, SHA-256 {:.16} + {:.16}",
-        train.len(),
-        test.len(),
-        train.sha256(),
-        test.sha256()
-    )
 }
 
 /// A black pixel of normalized images.

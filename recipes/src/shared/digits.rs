@@ -6,9 +6,8 @@ use phalanx::data::augment::{Augmentation, Augmented};
 use phalanx::data::{ImageDataset, mnist, synthetic};
 use phalanx::{Job, Result};
 
-use super::image::Data;
+use super::image::{Data, counts};
 use super::prepare::{FetchArgs, Kind, unreadable};
-use crate::format::thousands;
 
 /// Arguments about digits.
 #[derive(Debug, Clone, clap::Args)]
@@ -69,11 +68,7 @@ fn drawn(name: &str, n: usize, seed: u64) -> Data {
         train: Arc::new(train),
         test: Arc::new(test),
         name: name.to_owned(),
-        description: format!(
-            "synthetic digits, {} train / {} test, seed {seed}",
-            thousands(n),
-            thousands(m),
-        ),
+        description: format!("synthetic digits, {}, seed {seed}", counts(n, m)),
         content: format!("synthetic {n} + {m}, seed {seed}"),
     }
 }
@@ -83,26 +78,6 @@ fn read(folder: &str) -> Result<Data> {
         let set = mnist::load(folder.as_ref(), split);
         set.map_err(|error| unreadable(Kind::Mnist, folder, error))
     };
-    let (train, test) = (load(mnist::Split::Train)?, load(mnist::Split::Test)?);
-    let description = format!(
-        "{} in {folder}, {} train / {} test",
-        train.name(),
-        thousands(train.len()),
-        thousands(test.len())
-    );
-    let content = format!(
-        "{} {} + {}, SHA-256 {:.16} + {:.16}",
-        train.name(),
-        train.len(),
-        test.len(),
-        train.sha256(),
-        test.sha256()
-    );
-    Ok(Data {
-        train: Arc::new(train),
-        test: Arc::new(test),
-        name: folder.to_owned(),
-        description,
-        content,
-    })
+    let sets = [load(mnist::Split::Train)?, load(mnist::Split::Test)?];
+    Ok(Data::stored(folder, sets))
 }

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use phalanx::PrintingRanks;
-use phalanx::data::ImageDataset;
 use phalanx::data::metrics::Confusion;
+use phalanx::data::{ImageDataset, StoredImages};
 use phalanx::nn;
 use phalanx::prelude::*;
 use phalanx::train::{Determinism, Strategy};
@@ -12,7 +12,7 @@ use phalanx::train::{Determinism, Strategy};
 use super::net::{Loss, Network};
 use super::predictions::Predictions;
 use super::views::Views;
-use crate::format::on_or_off;
+use crate::format::{on_or_off, thousands};
 
 /// A training set and a test set.
 pub struct Data {
@@ -29,10 +29,29 @@ pub struct Data {
 }
 
 impl Data {
+    /// Images that were read from `folder`.
+    pub fn stored(folder: &str, [train, test]: [StoredImages; 2]) -> Data {
+        let name = train.name();
+        let [n, m] = [&train, &test].map(ImageDataset::len);
+        let hashes = format!("{:.16} + {:.16}", train.sha256(), test.sha256());
+        Data {
+            description: format!("{name} in {folder}, {}", counts(n, m)),
+            content: format!("{name} {n} + {m}, SHA-256 {hashes}"),
+            train: Arc::new(train),
+            test: Arc::new(test),
+            name: folder.to_owned(),
+        }
+    }
+
     /// Adds the name of the data to the summary.
     pub fn name_in_summary<M, S: Strategy>(&self, trainer: &mut Trainer<'_, M, S>) {
         trainer.add_to_summary("data", self.name.as_str());
     }
+}
+
+/// How many images there are.
+pub fn counts(train: usize, test: usize) -> String {
+    format!("{} train / {} test", thousands(train), thousands(test))
 }
 
 /// Flags of every program that classifies images.
@@ -173,21 +192,11 @@ impl<'a, N> Tests<'a, N> {
     /// Those of reading images and of the model; peers that are lost.
     pub fn run(&mut self, trainer: &mut Trainer<'_, N>, epoch: usize) -> Result<()> {
         self.evaluate(trainer)?;
-        let Tests {
-            args,
-            data,
-            forward,
-            views,
-            ..
-        } = *self;
-        let predictions = &mut self.predictions;
-        predictions.add(
-            epoch,
-            args.log_batches,
-            trainer,
-            &data.test,
-            |net, step, images, shape| scores(forward, net, views, step, images, shape),
-        )
+        let (forward, views, test) = (self.forward, self.views, &self.data.test);
+        let batches = self.args.log_batches;
+        (self.predictions).add(epoch, batches, trainer, test, |net, step, images, shape| {
+            scores(forward, net, views, step, images, shape)
+        })
     }
 
     /// Measures the accuracy with the mean of the scores of these views (test-time augmentation). It is logged and put into the

@@ -12,8 +12,8 @@ use phalanx_base::files::{Dir, as_typed, folder_of};
 
 use crate::download;
 
-/// How often a rank that downloads looks whether another has failed.
-const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// How often a rank that downloads checks whether another has failed.
+const CHECK_EVERY: Duration = Duration::from_millis(200);
 
 /// Arguments about data that are not there yet.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -60,12 +60,9 @@ impl FetchArgs {
     /// reason, on the others.
     pub fn run(&self, job: &Job<'_>, kind: Kind, folder: &str) -> Result<()> {
         let (ctx, args) = (job.context(), job.settings().saving.folder);
-        let fetch = (self.wanted() && ctx.local_rank == 0).then(|| Fetch {
-            kind,
-            folder: folder.into(),
-            from: self.download.clone().flatten(),
-        });
-        all_after(ctx, fetch.map(|fetch| move || fetch.run(args)))
+        let (from, folder) = (self.download.clone().flatten(), PathBuf::from(folder));
+        let get = move || kind.get(&folder, from.as_deref(), args);
+        all_after(ctx, (self.wanted() && ctx.local_rank == 0).then_some(get))
     }
 }
 
@@ -78,36 +75,23 @@ pub enum Kind {
     Cifar10,
 }
 
-/// Getting one data set into one folder.
-struct Fetch {
-    kind: Kind,
-    folder: PathBuf,
-    from: Option<String>,
-}
-
-impl Fetch {
-    /// Does it; nothing, where all is there.
+impl Kind {
+    /// Gets what is not in `folder` yet, from the mirror `from` if given.
     ///
     /// # Errors
     ///
     /// Those of downloading and unpacking, naming file and folder.
-    fn run(&self, folder: FolderArgs) -> Result<()> {
-        let from = self.from.as_deref();
-        match self.kind {
-            Kind::Mnist => {
-                if mnist::check(&self.folder).is_err() {
-                    download::ensure("mnist", &self.folder, from, folder)?;
-                }
-            }
-            Kind::Cifar10 => {
-                if cifar10::check(&self.folder).is_err() {
-                    download::ensure("cifar10", &self.folder, from, folder)?;
-                }
-                if cifar10::is_packed(&self.folder)? {
-                    folder.check(&Dir::open(&self.folder)?)?;
-                    cifar10::unpack(&self.folder)?;
-                }
-            }
+    fn get(self, folder: &Path, from: Option<&str>, args: FolderArgs) -> Result<()> {
+        let (name, found) = match self {
+            Kind::Mnist => ("mnist", mnist::check(folder)),
+            Kind::Cifar10 => ("cifar10", cifar10::check(folder).map(drop)),
+        };
+        if found.is_err() {
+            download::ensure(name, folder, from, args)?;
+        }
+        if matches!(self, Kind::Cifar10) && cifar10::is_packed(folder)? {
+            args.check(&Dir::open(folder)?)?;
+            cifar10::unpack(folder)?;
         }
         Ok(())
     }
@@ -115,26 +99,21 @@ impl Fetch {
 
 /// Reading the data set of that kind in `folder` failed. Where a file is damaged that is no
 /// crash, and getting it again is the way out.
-pub fn unreadable(kind: Kind, folder: &str, error: phalanx_base::Error) -> Error {
-    let is_damaged = error.kind() == phalanx_base::ErrorKind::Data;
-    let error = error;
-    if !is_damaged {
+pub fn unreadable(kind: Kind, folder: &str, error: Error) -> Error {
+    if error.kind() != ErrorKind::Data {
         return error;
     }
     let mut folder = Path::new(folder).to_owned();
     if folder.is_file() {
         folder = folder_of(&folder);
     }
-    let folder = as_typed(&folder);
-    error.into_usage().note(
-        "try",
-        match kind {
-            Kind::Mnist => {
-                format!("phalanx download mnist --to {folder} --force   (or fashion-mnist)")
-            }
-            Kind::Cifar10 => format!("phalanx download cifar10 --to {folder} --force"),
-        },
-    )
+    let (name, other) = match kind {
+        Kind::Mnist => ("mnist", "   (or fashion-mnist)"),
+        Kind::Cifar10 => ("cifar10", ""),
+    };
+    let to = as_typed(&folder);
+    let fix = format!("phalanx download {name} --to {to} --force{other}");
+    error.into_usage().note("try", fix)
 }
 
 /// Does `work`, where there is some, and waits until all ranks have done theirs.
@@ -151,22 +130,19 @@ fn all_after(
         let _phase = ctx.phase("downloading data");
         let (done, outcome) = channel();
         // Not waited for when another rank fails: the process is about to end.
-        std::thread::Builder::new()
-            .name("prepare".into())
-            .spawn(move || {
-                let _ = done.send(work());
-            })
-            .map_err(|e| Error::new(ErrorKind::System, "cannot start a thread").caused_by(e))?;
+        let thread = std::thread::Builder::new().name("prepare".into());
+        let started = thread.spawn(move || {
+            let _ = done.send(work());
+        });
+        started.map_err(|e| Error::new(ErrorKind::System, "cannot start a thread").caused_by(e))?;
         loop {
-            match outcome.recv_timeout(LOOK_EVERY) {
+            match outcome.recv_timeout(CHECK_EVERY) {
                 // A failure ends this rank, and the barrier of the others by name.
                 Ok(result) => break result?,
                 Err(RecvTimeoutError::Timeout) => ctx.group().check()?,
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Error::new(
-                        ErrorKind::Failed,
-                        "preparing the data panicked; this is a bug in phalanx",
-                    ));
+                    let what = "preparing the data panicked; this is a bug in phalanx";
+                    return Err(Error::new(ErrorKind::Failed, what));
                 }
             }
         }

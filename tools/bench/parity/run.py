@@ -8,8 +8,8 @@
 Two comparisons, on one rank and on two (PyTorch: DistributedDataParallel on Gloo):
 
 losses    The first 20 losses of rank 0 agree within 1e-3 relative, at a learning rate where PyTorch's own float32 and float64
-          runs agree within 1e-4. Larger rates are shown beside it; where they part, `ties.py` says why. Dropout is off:
-          its masks cannot be the same.
+          runs agree within 1e-4. Larger rates are shown too. Dropout is off: its masks cannot
+          be the same.
 accuracy  MNIST CNN with all of its document's hyperparameters, dropout included: the test accuracies after the last
           epoch, means over seeds, lie within 0.2 points.
 

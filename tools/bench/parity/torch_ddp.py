@@ -33,8 +33,6 @@ p.add_argument("--dropout", default="0.25,0.5", help="mnist")
 p.add_argument("--batch-size", type=int, default=64)
 p.add_argument("--epochs", type=int, default=1)
 p.add_argument("--steps", type=int, help="stop after so many, without a test")
-p.add_argument("--kernels", choices=["usual", "plain"], default="usual", help="plain: PyTorch's own loops instead of oneDNN's")
-p.add_argument("--dump", type=pathlib.Path, help="folder for rank 0's weights and mean gradients of every step")
 p.add_argument("--out", required=True)
 args = p.parse_args()
 
@@ -77,7 +75,6 @@ def worker():
     sys.path.insert(0, str(pathlib.Path(__file__).parent))
     import models
     torch.set_num_threads(args.threads)
-    torch.backends.mkldnn.enabled = args.kernels == "usual"
     dtype = {"f32": torch.float32, "f64": torch.float64}[args.dtype]
     import torch.distributed as dist
     dist.init_process_group("gloo")
@@ -112,9 +109,6 @@ def worker():
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            if args.dump and rank == 0:
-                torch.save({"weights": net.state_dict(), "gradients": {n: w.grad for n, w in net.named_parameters()}},
-                           args.dump / f"{len(losses)}.pt")
             done = len(losses) == args.steps
             if done:
                 break

@@ -116,18 +116,7 @@ impl State {
     /// differs; `params` is then unchanged.
     pub fn restore_params(&self, params: &mut Params) -> Result<()> {
         let outline = Outline::of(params);
-        let mut all = Vec::new();
-        for (tensor, (name, shape)) in outline.by_name() {
-            all.push((tensor, self.tensor(&format!("{MODEL}{name}"), shape)?));
-        }
-        let names = self.file.tensors();
-        let saved = names.iter().filter(|(n, _)| n.starts_with(MODEL)).count();
-        if saved != all.len() {
-            return Err(self.wrong(format_args!(
-                "it has {saved} tensors of a model, but this model has {}",
-                all.len()
-            )));
-        }
+        let all = self.of_model(&outline)?;
         // Nothing is read for another model, and nothing is changed before everything is
         // read.
         let values: Result<Vec<_>> = all.iter().map(|(_, found)| self.values(found)).collect();
@@ -196,7 +185,7 @@ impl State {
         Ok(())
     }
 
-    fn matched(&self, outline: &Outline) -> Result<Vec<(TensorId, &TensorInfo)>> {
+    fn of_model(&self, outline: &Outline) -> Result<Vec<(TensorId, &TensorInfo)>> {
         let mut all = Vec::new();
         for (tensor, (name, shape)) in outline.by_name() {
             all.push((tensor, self.tensor(&format!("{MODEL}{name}"), shape)?));
@@ -204,15 +193,18 @@ impl State {
         let model = outline.params().iter().chain(outline.buffers());
         let known: HashSet<&str> = model.map(|(name, _)| &name[..]).collect();
         let names = self.file.tensors();
-        let mut saved = names
-            .iter()
-            .filter_map(|(name, _)| name.strip_prefix(MODEL));
+        let mut saved = (names.iter()).filter_map(|(name, _)| name.strip_prefix(MODEL));
         if let Some(stranger) = saved.find(|name| !known.contains(name)) {
             return Err(self.wrong(format_args!(
                 "the model does not know {}, which it has",
                 one_line(stranger)
             )));
         }
+        Ok(all)
+    }
+
+    fn matched(&self, outline: &Outline) -> Result<Vec<(TensorId, &TensorInfo)>> {
+        let mut all = self.of_model(outline)?;
         let buffers = &self.manifest.optimizer_buffers;
         for (buffer, of) in buffers.iter().enumerate() {
             if buffers[..buffer].contains(of) {

@@ -7,10 +7,7 @@ use sha2::{Digest, Sha256};
 
 use super::OptimizerState;
 use super::manifest::{Manifest, Place, Written};
-use crate::pth::DType;
-use crate::weights::{
-    Outline, TensorId, Values, all_finite, check_len, write_header, write_values,
-};
+use crate::weights::{Outline, TensorId, Values, all_finite, write_all};
 
 /// Prefix of parameters and buffers in the data file.
 pub(crate) const MODEL: &str = "model.";
@@ -87,21 +84,13 @@ impl Streamed {
             hash: Sha256::new(),
             bytes: 0,
         };
-        let heads = all.iter().map(|(_, (name, shape))| {
-            let elements: usize = shape.iter().product();
-            (&name[..], DType::F32, &shape[..], 4 * elements)
-        });
-        write_header(&mut out, &self.metadata, heads)?;
         let mut not_finite = None;
-        for (tensor, named) in &all {
-            let values = values(*tensor)?;
-            check_len(named, &values)?;
+        write_all(&mut out, &all, &self.metadata, values, |tensor, values| {
             let is_model = !matches!(tensor, TensorId::State { .. });
-            if is_model && not_finite.is_none() && !all_finite(&values) {
-                not_finite = Some(self.outline.name(*tensor).to_owned());
+            if is_model && not_finite.is_none() && !all_finite(values) {
+                not_finite = Some(self.outline.name(tensor).to_owned());
             }
-            write_values(&mut out, &values)?;
-        }
+        })?;
         Ok(Written {
             not_finite,
             bytes: out.bytes,

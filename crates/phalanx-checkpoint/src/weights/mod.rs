@@ -7,6 +7,7 @@
 mod file;
 mod outline;
 
+use std::borrow::Borrow;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::io::Write;
@@ -189,22 +190,42 @@ pub fn write_params_with(
     metadata: &BTreeMap<String, String>,
     mut values: impl FnMut(TensorId) -> std::io::Result<Vec<f32>>,
 ) -> std::io::Result<Option<TensorId>> {
-    let all = outline.by_name();
-    let heads = all.iter().map(|(_, (name, shape))| {
+    let mut not_finite = None;
+    write_all(
+        out,
+        &outline.by_name(),
+        metadata,
+        &mut values,
+        |tensor, values| {
+            if !all_finite(values) && not_finite.is_none_or(|first| tensor < first) {
+                not_finite = Some(tensor);
+            }
+        },
+    )?;
+    Ok(not_finite)
+}
+
+/// Writes the tensors `all` as float32 safetensors in this order; `seen` gets the values of each.
+pub(crate) fn write_all(
+    out: &mut dyn Write,
+    all: &[(TensorId, impl Borrow<NamedShape>)],
+    metadata: &BTreeMap<String, String>,
+    values: &mut Values<'_>,
+    mut seen: impl FnMut(TensorId, &[f32]),
+) -> std::io::Result<()> {
+    let heads = all.iter().map(|(_, named)| {
+        let (name, shape) = named.borrow();
         let elements: usize = shape.iter().product();
         (&name[..], DType::F32, &shape[..], 4 * elements)
     });
     write_header(out, metadata, heads)?;
-    let mut not_finite = None;
-    for (tensor, named) in &all {
+    for (tensor, named) in all {
         let values = values(*tensor)?;
-        check_len(named, &values)?;
-        if !all_finite(&values) && not_finite.is_none_or(|first| *tensor < first) {
-            not_finite = Some(*tensor);
-        }
+        check_len(named.borrow(), &values)?;
+        seen(*tensor, &values);
         write_values(out, &values)?;
     }
-    Ok(not_finite)
+    Ok(())
 }
 
 /// Atomically writes `tensors` to `path`: in PyTorch's format if its name ends in `.pth` or

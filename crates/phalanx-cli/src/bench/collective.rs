@@ -13,7 +13,7 @@ use super::memory;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format;
 use crate::launch;
-use crate::units::ByteSize;
+use crate::units::{ByteSize, time};
 use phalanx_launch::RankArgs;
 use phalanx_train::RankContext;
 
@@ -206,19 +206,9 @@ fn report(
         });
         return ctx.line(&line.to_string());
     }
-    let time = |us: f64| {
-        if us < 1000.0 {
-            format!("{us:.1} µs")
-        } else {
-            format!("{:.2} ms", us / 1000.0)
-        }
-    };
-    let speed = |gb_s: f64| {
-        if bytes < 1024 || ctx.world() == 1 {
-            "-".to_owned()
-        } else {
-            format!("{gb_s:.2} GB/s")
-        }
+    let speed = |gb_s: f64| match bytes < 1024 || ctx.world() == 1 {
+        true => "-".to_owned(),
+        false => format!("{gb_s:.2} GB/s"),
     };
     ctx.line(&format!(
         "{:>12} {:>8} {:>12} {:>12} {:>12} {:>11} {:>11}",

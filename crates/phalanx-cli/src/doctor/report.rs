@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use super::check::{Check, Status};
 use super::pairs::Pair;
 use crate::format::plural;
+use crate::units::time;
 
 /// So many pairs are listed; more are a matrix, and still more only the slowest.
 const LISTED_PAIRS: usize = 10;
@@ -141,7 +142,7 @@ impl Report {
                 text,
                 "{label:<width$}  {:<9} {:>11} {:>12}",
                 pair.transport,
-                latency(pair.latency_us),
+                time(pair.latency_us),
                 format!("{:.2} GB/s", pair.gb_per_s)
             );
         }
@@ -171,13 +172,6 @@ impl Report {
             text.push('\n');
         }
         text.push('\n');
-    }
-}
-
-fn latency(us: f64) -> String {
-    match us {
-        us if us < 1000.0 => format!("{us:.1} µs"),
-        us => format!("{:.2} ms", us / 1000.0),
     }
 }
 

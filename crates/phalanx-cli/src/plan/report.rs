@@ -5,8 +5,8 @@ use phalanx_comm::plan::{Collective, Method};
 use phalanx_comm::{DType, Selector};
 use serde_json::{Value, json};
 
-use crate::format;
-use crate::units::ByteSize;
+use crate::format::{self, plural};
+use crate::units::{self, ByteSize};
 
 /// Operations of the table.
 const OPERATIONS: [Collective; 6] = [
@@ -146,7 +146,7 @@ pub(super) fn as_text(selector: &Selector, sizes: &[ByteSize], measured: Option<
     let mut lines = vec![format!(
         "ranks    {} on {}{largest}",
         hosts.world(),
-        format::plural(hosts.count(), "host"),
+        plural(hosts.count(), "host"),
     )];
     if hosts.world() == 1 {
         lines.push(
@@ -164,9 +164,8 @@ pub(super) fn as_text(selector: &Selector, sizes: &[ByteSize], measured: Option<
         "operation", "bytes", "plan", "predicted"
     ));
     for row in rows(selector, sizes) {
-        let others: Vec<String> = row
-            .others
-            .iter()
+        let others = row.others.iter();
+        let others: Vec<String> = others
             .map(|(method, seconds)| format!("{} {}", method.name(), time(*seconds)))
             .collect();
         let line = format!(
@@ -204,16 +203,14 @@ fn cost_lines(selector: &Selector, measured: Option<&str>) -> Vec<String> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let mut lines = vec![match measured {
         Some(group) => format!("waiting  {group}"),
-        None if most <= cores => format!(
-            "waiting  {} on {} as here: they poll before they sleep",
-            format::plural(most, "rank"),
-            format::plural(cores, "core")
-        ),
-        None => format!(
-            "waiting  {} on {} as here: more ranks than cores, so they yield, then sleep",
-            format::plural(most, "rank"),
-            format::plural(cores, "core")
-        ),
+        None => {
+            let how = match most <= cores {
+                true => "they poll before they sleep",
+                false => "more ranks than cores, so they yield, then sleep",
+            };
+            let (ranks, cores) = (plural(most, "rank"), plural(cores, "core"));
+            format!("waiting  {ranks} on {cores} as here: {how}")
+        }
     }];
     let inside = format!(
         "{} a synchronisation, {:.1} GB/s a core",
@@ -225,11 +222,7 @@ fn cost_lines(selector: &Selector, measured: Option<&str>) -> Vec<String> {
         time(costs.wire_latency_s),
         costs.wire_bytes_per_s / 1e9
     );
-    let how = if measured.is_some() {
-        "measured"
-    } else {
-        "given"
-    };
+    let how = measured.map_or("given", |_| "measured");
     lines.push(match hosts.count() {
         0 | 1 => format!("costs    {inside} (assumed)"),
         _ => format!("costs    {wire} ({how}); {inside} (assumed)"),
@@ -245,11 +238,7 @@ fn cost_lines(selector: &Selector, measured: Option<&str>) -> Vec<String> {
 }
 
 fn time(seconds: f64) -> String {
-    if seconds < 1e-3 {
-        format!("{:.1} µs", seconds * 1e6)
-    } else {
-        format!("{:.2} ms", seconds * 1e3)
-    }
+    units::time(seconds * 1e6)
 }
 
 #[cfg(test)]

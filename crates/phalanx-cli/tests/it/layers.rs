@@ -238,6 +238,7 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
         "phalanx-data",
         &[
             &["dataset"],
+            &["stored"],
             &["augment"],
             &["sampler"],
             &["gzip"],
@@ -280,6 +281,7 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["child"],
             &["lock"],
             &["resources"],
+            &["create"],
             &["engine"],
             &["export"],
             &["file"],

@@ -10,9 +10,7 @@ mod pickle;
 
 use std::path::{Path, PathBuf};
 
-use sha2::{Digest, Sha256};
-
-use crate::dataset::{ImageDataset, check_read};
+use crate::stored::StoredImages;
 use phalanx_base::{Error, Result};
 
 /// Height and width of an image.
@@ -114,14 +112,6 @@ impl Batch<'_> {
     }
 }
 
-/// One split in memory, as bytes.
-#[derive(Clone)]
-pub struct Cifar10 {
-    pixels: Vec<u8>,
-    labels: Vec<u8>,
-    table: [[f32; 256]; CHANNELS],
-}
-
 /// Files of the data set that were found but not read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
@@ -173,9 +163,9 @@ pub fn is_packed(folder: &Path) -> Result<bool> {
 ///
 /// `Usage` as [`check`]; `Data`, naming file, offset and what was expected there, when a
 /// file is truncated, damaged or of another format; `System` when it cannot be read.
-pub fn load(folder: &Path, split: Split, scaling: Scaling) -> Result<Cifar10> {
+pub fn load(folder: &Path, split: Split, scaling: Scaling) -> Result<StoredImages> {
     let files = split.files();
-    let mut set = Cifar10::with_room(files.len() * BATCH_IMAGES, scaling);
+    let mut set = with_room(files.len() * BATCH_IMAGES, scaling);
     let take = |place: usize, path: &Path, batch: &Batch<'_>| {
         if batch.labels.len() != BATCH_IMAGES {
             return Err(Error::data(format!(
@@ -184,7 +174,7 @@ pub fn load(folder: &Path, split: Split, scaling: Scaling) -> Result<Cifar10> {
                 batch.labels.len()
             )));
         }
-        set.put(place * BATCH_IMAGES, batch);
+        put(&mut set, place * BATCH_IMAGES, batch);
         Ok(())
     };
     match find::find(folder)? {
@@ -272,107 +262,30 @@ impl Batch<'_> {
     }
 }
 
-impl Cifar10 {
-    /// Black images of class 0, in memory that is not touched yet.
-    fn with_room(images: usize, scaling: Scaling) -> Cifar10 {
-        Cifar10 {
-            pixels: vec![0; images * PIXELS],
-            labels: vec![0; images],
-            table: scaling.table(),
-        }
-    }
-
-    /// Replaces images from `first` on by those of `batch`, converted from planes to
-    /// pixels.
-    fn put(&mut self, first: usize, batch: &Batch<'_>) {
-        self.labels[first..first + batch.labels.len()].copy_from_slice(&batch.labels);
-        let images = self.pixels[first * PIXELS..].chunks_exact_mut(PIXELS);
-        for (pixels, planes) in images.zip(batch.images()) {
-            let (red, rest) = planes.split_at(SIDE * SIDE);
-            let (green, blue) = rest.split_at(SIDE * SIDE);
-            let channels = red.iter().zip(green).zip(blue);
-            for (pixel, ((r, g), b)) in pixels.chunks_exact_mut(CHANNELS).zip(channels) {
-                pixel.copy_from_slice(&[*r, *g, *b]);
-            }
-        }
-    }
-
-    /// The bytes of one image: rows of RGB pixels. `None` beyond the end.
-    pub fn pixels(&self, index: usize) -> Option<&[u8]> {
-        self.pixels.chunks_exact(PIXELS).nth(index)
-    }
-
-    /// Keeps the first `samples` images.
-    pub fn truncate(&mut self, samples: usize) {
-        self.labels.truncate(samples);
-        self.pixels.truncate(self.labels.len() * PIXELS);
-    }
-
-    /// All labels in file order.
-    pub fn labels(&self) -> &[u8] {
-        &self.labels
-    }
-
-    /// SHA-256 of all pixels (as [`pixels`](Self::pixels)), then all labels, in
-    /// hexadecimal.
-    pub fn sha256(&self) -> String {
-        let mut hash = Sha256::new();
-        hash.update(&self.pixels);
-        hash.update(&self.labels);
-        hex::encode(hash.finalize())
+/// Black images of class 0, in memory that is not touched yet.
+fn with_room(images: usize, scaling: Scaling) -> StoredImages {
+    StoredImages {
+        name: "CIFAR-10",
+        shape: [SIDE, SIDE, CHANNELS],
+        classes: CLASSES,
+        class_names: &CLASS_NAMES,
+        pixels: vec![0; images * PIXELS],
+        labels: vec![0; images],
+        tables: scaling.table().to_vec(),
     }
 }
 
-impl std::fmt::Debug for Cifar10 {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Cifar10")
-            .field("samples", &self.labels.len())
-            .finish_non_exhaustive()
-    }
-}
-
-impl ImageDataset for Cifar10 {
-    fn name(&self) -> &str {
-        "CIFAR-10"
-    }
-
-    fn len(&self) -> usize {
-        self.labels.len()
-    }
-
-    fn image_shape(&self) -> [usize; 3] {
-        [SIDE, SIDE, CHANNELS]
-    }
-
-    fn classes(&self) -> usize {
-        CLASSES
-    }
-
-    fn class_names(&self) -> Vec<String> {
-        CLASS_NAMES.map(str::to_owned).to_vec()
-    }
-
-    fn content(&self) -> String {
-        let sha256 = self.sha256();
-        format!("{} {}, SHA-256 {sha256:.16}", self.name(), self.len())
-    }
-
-    fn read(&self, index: usize, out: &mut [f32]) -> Result<u32> {
-        check_read(self, index, out)?;
-        let pixels = &self.pixels[index * PIXELS..(index + 1) * PIXELS];
-        scale(&self.table, pixels, out);
-        Ok(u32::from(self.labels[index]))
-    }
-}
-
-/// Scales the bytes of pixels.
-pub(crate) fn scale(table: &[[f32; 256]; CHANNELS], pixels: &[u8], out: &mut [f32]) {
-    for (out, pixel) in out
-        .chunks_exact_mut(CHANNELS)
-        .zip(pixels.chunks_exact(CHANNELS))
-    {
-        for c in 0..CHANNELS {
-            out[c] = table[c][usize::from(pixel[c])];
+/// Replaces the images of `set` from `first` on by those of `batch`, converted from planes to
+/// pixels.
+fn put(set: &mut StoredImages, first: usize, batch: &Batch<'_>) {
+    set.labels[first..first + batch.labels.len()].copy_from_slice(&batch.labels);
+    let images = set.pixels[first * PIXELS..].chunks_exact_mut(PIXELS);
+    for (pixels, planes) in images.zip(batch.images()) {
+        let (red, rest) = planes.split_at(SIDE * SIDE);
+        let (green, blue) = rest.split_at(SIDE * SIDE);
+        let channels = red.iter().zip(green).zip(blue);
+        for (pixel, ((r, g), b)) in pixels.chunks_exact_mut(CHANNELS).zip(channels) {
+            pixel.copy_from_slice(&[*r, *g, *b]);
         }
     }
 }

@@ -1,6 +1,7 @@
 use std::path::PathBuf;
 
 use super::*;
+use crate::dataset::ImageDataset as _;
 use crate::fuzzing::{archive_of, small_archive, small_binary, small_pickle};
 use phalanx_base::ErrorKind;
 
@@ -101,8 +102,8 @@ fn the_real_files_in_an_archive_are_the_same_set() {
 fn planes_become_pixels() {
     let bytes = small_binary();
     let batch = parse_binary(&bytes).expect("one image");
-    let mut set = Cifar10::with_room(1, Scaling::Unit);
-    set.put(0, &batch);
+    let mut set = with_room(1, Scaling::Unit);
+    put(&mut set, 0, &batch);
     let pixels = set.pixels(0).expect("an image");
     for (i, pixel) in pixels.chunks_exact(3).enumerate() {
         let plane = |c: usize| ((i + 1024 * c) % 251) as u8;

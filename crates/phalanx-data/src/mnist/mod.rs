@@ -11,9 +11,8 @@ mod known;
 use std::path::Path;
 use std::sync::Arc;
 
-use sha2::{Digest, Sha256};
-
-use crate::dataset::{ImageDataset, check_read};
+use crate::dataset::ImageDataset;
+use crate::stored::StoredImages;
 use crate::synthetic;
 use phalanx_base::{Error, Result};
 
@@ -23,7 +22,6 @@ pub use crate::digits::normalised;
 const TRAIN_SAMPLES: usize = 60_000;
 /// Number of classes of both data sets.
 const CLASSES: usize = 10;
-const FASHION: &str = "Fashion-MNIST";
 /// Names of Fashion-MNIST's classes by label. MNIST's are digits.
 pub const FASHION_CLASS_NAMES: [&str; CLASSES] = [
     "T-shirt/top",
@@ -46,18 +44,6 @@ pub enum Split {
     Test,
 }
 
-/// One split in memory, one byte per pixel.
-#[derive(Clone)]
-pub struct Mnist {
-    name: &'static str,
-    height: usize,
-    width: usize,
-    pixels: Vec<u8>,
-    labels: Vec<u8>,
-    /// The normalized value of each byte.
-    normalised: [f32; 256],
-}
-
 /// Reads one split from `folder`.
 ///
 /// # Errors
@@ -65,7 +51,7 @@ pub struct Mnist {
 /// `Usage` when the folder or files are missing (the message lists the expected files and
 /// where to get them); `Data` when a file is truncated, damaged or of another format, or
 /// images and labels do not match; `System` when a file cannot be read.
-pub fn load(folder: &Path, split: Split) -> Result<Mnist> {
+pub fn load(folder: &Path, split: Split) -> Result<StoredImages> {
     let found = find::find(folder, split)?;
     let images = idx::read_images(&found.images, found.fashion)?;
     let labels = idx::read_labels(&found.labels, found.fashion)?;
@@ -85,13 +71,18 @@ pub fn load(folder: &Path, split: Split) -> Result<Mnist> {
             labels[at]
         )));
     }
-    Ok(Mnist {
-        name: if found.fashion { FASHION } else { "MNIST" },
-        height: images.height,
-        width: images.width,
+    let (name, class_names): (_, &[_]) = match found.fashion {
+        true => ("Fashion-MNIST", &FASHION_CLASS_NAMES),
+        false => ("MNIST", &[]),
+    };
+    Ok(StoredImages {
+        name,
+        shape: [images.height, images.width, 1],
+        classes: CLASSES,
+        class_names,
         pixels: images.pixels,
         labels,
-        normalised: normalised(),
+        tables: vec![normalised()],
     })
 }
 
@@ -139,75 +130,4 @@ pub fn check(folder: &Path) -> Result<()> {
     find::find(folder, Split::Train)?;
     find::find(folder, Split::Test)?;
     Ok(())
-}
-
-impl Mnist {
-    /// The bytes of one image, row by row; `None` beyond the end.
-    pub fn pixels(&self, index: usize) -> Option<&[u8]> {
-        self.pixels
-            .chunks_exact(self.height * self.width)
-            .nth(index)
-    }
-
-    /// SHA-256 of all pixels, then all labels, in file order, in hexadecimal.
-    pub fn sha256(&self) -> String {
-        let mut hash = Sha256::new();
-        hash.update(&self.pixels);
-        hash.update(&self.labels);
-        hex::encode(hash.finalize())
-    }
-
-    /// All labels in file order.
-    pub fn labels(&self) -> &[u8] {
-        &self.labels
-    }
-}
-
-impl std::fmt::Debug for Mnist {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Mnist")
-            .field("name", &self.name)
-            .field("samples", &self.labels.len())
-            .finish_non_exhaustive()
-    }
-}
-
-impl ImageDataset for Mnist {
-    fn name(&self) -> &str {
-        self.name
-    }
-
-    fn len(&self) -> usize {
-        self.labels.len()
-    }
-
-    fn image_shape(&self) -> [usize; 3] {
-        [self.height, self.width, 1]
-    }
-
-    fn classes(&self) -> usize {
-        CLASSES
-    }
-
-    fn class_names(&self) -> Vec<String> {
-        match self.name == FASHION {
-            true => FASHION_CLASS_NAMES.map(str::to_owned).to_vec(),
-            false => Vec::new(),
-        }
-    }
-
-    fn content(&self) -> String {
-        let sha256 = self.sha256();
-        format!("{} {}, SHA-256 {sha256:.16}", self.name(), self.len())
-    }
-
-    fn read(&self, index: usize, out: &mut [f32]) -> Result<u32> {
-        check_read(self, index, out)?;
-        let first = index * out.len();
-        let pixels = &self.pixels[first..first + out.len()];
-        for (value, &pixel) in out.iter_mut().zip(pixels) {
-            *value = self.normalised[usize::from(pixel)];
-        }
-        Ok(u32::from(self.labels[index]))
-    }
 }

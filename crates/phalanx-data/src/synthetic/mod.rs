@@ -13,14 +13,15 @@ mod pictures;
 mod text;
 mod words;
 
+use crate::cifar10::{self, Scaling};
 use crate::dataset::{ImageDataset, check_read};
 use crate::digits::normalised;
+use crate::stored::scale;
 use glyphs::GLYPHS;
 use pen::{Canvas, Hand};
 use phalanx_base::{Error, Result};
 use words::Words;
 
-pub use pictures::{Pictures, pictures};
 pub use text::text;
 
 /// Height and width of an image.
@@ -38,32 +39,58 @@ const STRAY_OF_256: u32 = 72;
 /// Maximum amplitude of the background noise, relative to full ink.
 const MAX_NOISE: f32 = 0.45;
 
-/// A range of the endless sequence of generated digits of one seed.
-#[derive(Clone)]
-pub struct Digits {
+/// A range of an endless sequence of generated images of one seed.
+#[derive(Clone, Debug)]
+pub struct GeneratedImages {
+    name: &'static str,
+    content: String,
+    shape: [usize; 3],
+    classes: usize,
     seed: u64,
     first: u64,
     len: usize,
-    normalised: [f32; 256],
+    /// The scaled value of every byte, by channel.
+    tables: Vec<[f32; 256]>,
+    draw: fn(u64, u64, &mut [u8]) -> u32,
 }
 
 /// The first `n` generated digits of `seed`.
-pub fn digits(n: usize, seed: u64) -> Digits {
+pub fn digits(n: usize, seed: u64) -> GeneratedImages {
     range(0, n, seed)
 }
 
 /// `n` generated digits of `seed` from index `first` on.
-pub fn range(first: u64, n: usize, seed: u64) -> Digits {
-    Digits {
+pub fn range(first: u64, n: usize, seed: u64) -> GeneratedImages {
+    GeneratedImages {
+        name: "synthetic digits",
+        content: format!("synthetic digits {n} from {first}, seed {seed}"),
+        shape: [SIDE, SIDE, 1],
+        classes: GLYPHS.len(),
         seed,
         first,
         len: n,
-        normalised: normalised(),
+        tables: vec![normalised()],
+        draw,
+    }
+}
+
+/// `n` generated pictures of `seed` from index `first` on, a replacement for CIFAR-10.
+pub fn pictures(first: u64, n: usize, seed: u64, scaling: Scaling) -> GeneratedImages {
+    GeneratedImages {
+        name: "synthetic pictures",
+        content: format!("synthetic pictures, {n} samples"),
+        shape: [cifar10::SIDE, cifar10::SIDE, cifar10::CHANNELS],
+        classes: cifar10::CLASSES,
+        seed,
+        first,
+        len: n,
+        tables: scaling.table().to_vec(),
+        draw: pictures::draw,
     }
 }
 
 /// `n` training digits, and a sixth as many test digits; they have no sample in common.
-pub fn train_and_test(n: usize, seed: u64) -> (Digits, Digits) {
+pub fn train_and_test(n: usize, seed: u64) -> (GeneratedImages, GeneratedImages) {
     (digits(n, seed), range(n as u64, (n / 6).max(1), seed))
 }
 
@@ -88,27 +115,17 @@ pub fn samples(data: &str, default: usize) -> Result<Option<usize>> {
     }
 }
 
-impl Digits {
-    /// Draws sample `index`, one byte per pixel, row by row, and returns its digit. `index`
+impl GeneratedImages {
+    /// Draws sample `index`, one byte per value, row by row, and returns its class. `index`
     /// may be beyond [`len`](ImageDataset::len).
-    pub fn draw(&self, index: usize, pixels: &mut [u8; PIXELS]) -> u32 {
-        draw(self.seed, self.first.wrapping_add(index as u64), pixels)
+    pub fn draw(&self, index: usize, pixels: &mut [u8]) -> u32 {
+        (self.draw)(self.seed, self.first.wrapping_add(index as u64), pixels)
     }
 }
 
-impl std::fmt::Debug for Digits {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Digits")
-            .field("seed", &self.seed)
-            .field("first", &self.first)
-            .field("len", &self.len)
-            .finish_non_exhaustive()
-    }
-}
-
-impl ImageDataset for Digits {
+impl ImageDataset for GeneratedImages {
     fn name(&self) -> &str {
-        "synthetic digits"
+        self.name
     }
 
     fn len(&self) -> usize {
@@ -116,30 +133,28 @@ impl ImageDataset for Digits {
     }
 
     fn image_shape(&self) -> [usize; 3] {
-        [SIDE, SIDE, 1]
+        self.shape
     }
 
     fn classes(&self) -> usize {
-        GLYPHS.len()
+        self.classes
     }
 
     fn content(&self) -> String {
-        let (first, seed) = (self.first, self.seed);
-        format!("synthetic digits {} from {first}, seed {seed}", self.len)
+        self.content.clone()
     }
 
     fn read(&self, index: usize, out: &mut [f32]) -> Result<u32> {
         check_read(self, index, out)?;
-        let mut pixels = [0; PIXELS];
-        let label = self.draw(index, &mut pixels);
-        for (value, &pixel) in out.iter_mut().zip(&pixels) {
-            *value = self.normalised[usize::from(pixel)];
-        }
+        let mut memory = [0; cifar10::PIXELS];
+        let pixels = &mut memory[..out.len()];
+        let label = self.draw(index, pixels);
+        scale(&self.tables, pixels, out);
         Ok(label)
     }
 }
 
-fn draw(seed: u64, sample: u64, pixels: &mut [u8; PIXELS]) -> u32 {
+fn draw(seed: u64, sample: u64, pixels: &mut [u8]) -> u32 {
     let mut words = Words::new(seed, sample);
     let label = words.below(GLYPHS.len() as u32);
     let styles = GLYPHS[label as usize];

@@ -150,13 +150,7 @@ impl Canvas {
     }
 
     /// Converts distances to ink over noise, one byte per pixel.
-    pub(super) fn develop(
-        &self,
-        hand: &Hand,
-        noise: f32,
-        words: &mut Words,
-        pixels: &mut [u8; PIXELS],
-    ) {
+    pub(super) fn develop(&self, hand: &Hand, noise: f32, words: &mut Words, pixels: &mut [u8]) {
         // A pixel half a pixel beyond the radius is half covered.
         let edge = hand.radius + 0.5;
         let noise = noise / 128.0;

@@ -7,74 +7,13 @@
 //! multiplications, divisions and square roots are used.
 
 use super::words::Words;
-use crate::cifar10::{CHANNELS, CLASSES, PIXELS, SIDE, Scaling, scale};
-use crate::dataset::{ImageDataset, check_read};
-use phalanx_base::Result;
+use crate::cifar10::{CHANNELS, CLASSES, SIDE};
 
 /// Separates these random numbers from those of the digits.
 const SEED_MIX: u64 = 0x7069_6374_7572_6573;
 
-/// A range of the endless sequence of generated pictures of one seed.
-#[derive(Clone)]
-pub struct Pictures {
-    seed: u64,
-    first: u64,
-    len: usize,
-    table: [[f32; 256]; CHANNELS],
-}
-
-/// `n` generated pictures of `seed` from index `first` on.
-pub fn pictures(first: u64, n: usize, seed: u64, scaling: Scaling) -> Pictures {
-    Pictures {
-        seed,
-        first,
-        len: n,
-        table: scaling.table(),
-    }
-}
-
-impl std::fmt::Debug for Pictures {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pictures")
-            .field("seed", &self.seed)
-            .field("first", &self.first)
-            .field("len", &self.len)
-            .finish_non_exhaustive()
-    }
-}
-
-impl ImageDataset for Pictures {
-    fn name(&self) -> &str {
-        "synthetic pictures"
-    }
-
-    fn len(&self) -> usize {
-        self.len
-    }
-
-    fn image_shape(&self) -> [usize; 3] {
-        [SIDE, SIDE, CHANNELS]
-    }
-
-    fn classes(&self) -> usize {
-        CLASSES
-    }
-
-    fn read(&self, index: usize, out: &mut [f32]) -> Result<u32> {
-        check_read(self, index, out)?;
-        let mut pixels = [0; PIXELS];
-        let label = draw(
-            self.seed,
-            self.first.wrapping_add(index as u64),
-            &mut pixels,
-        );
-        scale(&self.table, &pixels, out);
-        Ok(label)
-    }
-}
-
 /// Draws one picture and returns its class: the shape, plus five if striped.
-fn draw(seed: u64, sample: u64, pixels: &mut [u8; PIXELS]) -> u32 {
+pub(super) fn draw(seed: u64, sample: u64, pixels: &mut [u8]) -> u32 {
     let mut words = Words::new(seed ^ SEED_MIX, sample);
     let label = words.below(CLASSES as u32);
     let (shape, striped) = (label % 5, label >= 5);

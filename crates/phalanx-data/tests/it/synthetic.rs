@@ -3,10 +3,10 @@
 use phalanx_base::ErrorKind;
 use phalanx_data::ImageDataset;
 use phalanx_data::mnist;
-use phalanx_data::synthetic::{self, Digits, PIXELS};
+use phalanx_data::synthetic::{self, GeneratedImages, PIXELS};
 use sha2::{Digest, Sha256};
 
-fn drawn(set: &Digits, index: usize) -> (u32, [u8; PIXELS]) {
+fn drawn(set: &GeneratedImages, index: usize) -> (u32, [u8; PIXELS]) {
     let mut pixels = [0; PIXELS];
     let label = set.draw(index, &mut pixels);
     (label, pixels)

@@ -7,7 +7,7 @@ use phalanx_base::format::plural;
 use phalanx_base::say;
 
 use super::{Engine, Volume, export};
-use crate::engine::given;
+use crate::create::given;
 use crate::spec::Workflow;
 
 #[derive(clap::Args, Debug)]

@@ -6,7 +6,6 @@ use serde_json::Value as Json;
 
 use super::script;
 use super::text::{Notes, ONE_STORAGE, filled, has_both, literal, quantity, uses_folder};
-use crate::engine::canonical;
 use crate::spec::{
     Action, Placeholder, Resources, Scalar, Source, Task, TaskInput, Type, Value, Workflow,
 };
@@ -146,7 +145,7 @@ fn python(workflow: &Workflow, kind: Type, value: &Json) -> String {
         (_, Json::Bool(true)) => "True".to_owned(),
         (_, Json::Bool(false)) => "False".to_owned(),
         (_, Json::String(text)) => literal(text),
-        (kind, value) => canonical(kind, value).to_string(),
+        (kind, value) => kind.canonical(value).to_string(),
     }
 }
 

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use serde_json::Value as Json;
 
-use crate::engine::canonical;
 use crate::spec::{Action, Placeholder, Resources, Source, Task, TaskInput, Type, Value, Workflow};
 
 /// What an export does not express.
@@ -72,7 +71,7 @@ pub(super) fn filled(
 
 /// The text in which commands get a value: a string as it is, others as JSON.
 pub(super) fn text_of(kind: Type, value: &Json) -> String {
-    match canonical(kind, value) {
+    match kind.canonical(value) {
         Json::String(text) => text,
         other => other.to_string(),
     }

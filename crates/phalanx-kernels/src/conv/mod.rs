@@ -29,7 +29,7 @@ use super::element::{Values, ValuesMut};
 use super::elementwise::fold;
 use super::{Mode, bf16};
 use crate::Precision;
-use crate::par::{Disjoint, ThreadPool, scratch};
+use crate::par::{ThreadPool, scratch};
 
 /// The method that computes a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,31 +93,20 @@ pub fn forward(
         return bf16::forward(threads, s, x, w, (bias, relu), work, y);
     }
     let (x, y) = (x.f32(), y.f32());
-    if method == Method::Winograd {
-        return winograd::forward(threads, s, x, w, (bias, relu), work, y);
+    let each_image = |y: &mut [f32], of: &(dyn Fn(&[f32], &mut [f32]) + Sync)| {
+        threads.split(y, ol, |at, y| of(&x[at / ol * il..][..il], y));
+    };
+    match method {
+        Method::Winograd => winograd::forward(threads, s, x, w, (bias, relu), work, y),
+        Method::Direct => direct::forward(threads, s, x, w, (bias, relu), work, y),
+        Method::Depthwise => depthwise::forward(threads, s, x, w, (bias, relu), y, Mode::Write),
+        Method::Pointwise => pointwise::forward(threads, s, x, w, (bias, relu), y),
+        Method::OverlappingRows => each_image(y, &|x, y| overlap::forward(s, x, w, bias, relu, y)),
+        _ => each_image(y, &|x, y| {
+            gather::forward(s, x, w, y);
+            finish(y, bias, relu); // the image is still in cache
+        }),
     }
-    if method == Method::Direct {
-        return direct::forward(threads, s, x, w, (bias, relu), work, y);
-    }
-    if method == Method::Depthwise {
-        return depthwise::forward(threads, s, x, w, (bias, relu), y, Mode::Write);
-    }
-    if method == Method::Pointwise {
-        return pointwise::forward(threads, s, x, w, (bias, relu), y);
-    }
-    let out = Disjoint::new(y);
-    threads.run(s.images, |i| {
-        // SAFETY: chunk i alone touches image i.
-        let y = unsafe { out.range(i * ol..(i + 1) * ol) };
-        let x = &x[i * il..(i + 1) * il];
-        match method {
-            Method::OverlappingRows => overlap::forward(s, x, w, bias, relu, y),
-            _ => {
-                gather::forward(s, x, w, y);
-                finish(y, bias, relu); // the image is still in cache
-            }
-        }
-    });
 }
 
 /// Elements that all partial weight gradients together may take.
@@ -180,24 +169,17 @@ pub fn weight_gradient(
     threads.split(parts, len, |at, dw| {
         let chunk = at / len;
         let images = (chunk * per).min(s.images)..((chunk + 1) * per).min(s.images);
-        match method {
-            Method::Depthwise | Method::Pointwise => {
-                let x = &x[images.start * il..images.end * il];
-                let dy = &dy[images.start * ol..images.end * ol];
-                return if method == Method::Depthwise {
-                    depthwise::weight_gradient(s, x, dy, dw)
-                } else {
-                    pointwise::weight_gradient(s, x, dy, dw)
-                };
-            }
-            _ => dw.fill(0.0),
-        }
-        for i in images {
-            let (x, dy) = (&x[i * il..(i + 1) * il], &dy[i * ol..(i + 1) * ol]);
-            match method {
-                Method::OverlappingRows => overlap::weight_gradient(s, x, dy, dw),
-                _ => gather::weight_gradient(s, x, dy, dw),
-            }
+        let x = &x[images.start * il..images.end * il];
+        let dy = &dy[images.start * ol..images.end * ol];
+        let of_image = match method {
+            Method::Depthwise => return depthwise::weight_gradient(s, x, dy, dw),
+            Method::Pointwise => return pointwise::weight_gradient(s, x, dy, dw),
+            Method::OverlappingRows => overlap::weight_gradient,
+            _ => gather::weight_gradient,
+        };
+        dw.fill(0.0);
+        for (x, dy) in x.chunks_exact(il.max(1)).zip(dy.chunks_exact(ol.max(1))) {
+            of_image(s, x, dy, dw);
         }
     });
     fold(threads, parts, dw, mode);
@@ -242,32 +224,26 @@ pub fn input_gradient(
         return bf16::input_gradient(threads, s, w, dy, work, dx, mode);
     }
     let (dy, dx) = (dy.f32(), dx.f32());
-    if method == Method::Winograd {
-        return winograd::input_gradient(threads, s, w, dy, work, dx, mode);
-    }
-    if method == Method::Direct {
-        return direct::input_gradient(threads, s, w, dy, work, dx, mode);
-    }
-    if method == Method::Pointwise {
-        return pointwise::input_gradient(threads, s, w, dy, dx, mode);
-    }
     let weights = &mut work[..s.weight_len()];
-    if method == Method::Depthwise {
-        return depthwise::input_gradient(threads, s, w, dy, weights, dx, mode);
-    }
-    match method {
-        Method::OverlappingRows => overlap::rotate180(s, w, weights),
-        _ => gather::transpose_weights(s, w, weights),
-    }
-    let weights = &*weights;
-    let (il, ol) = (s.in_len(), s.out_len());
-    let image = |i: usize, dx: &mut [f32]| {
-        let dy = &dy[i * ol..(i + 1) * ol];
-        match method {
-            Method::OverlappingRows => overlap::input_gradient(s, weights, dy, dx),
-            _ => gather::input_gradient(s, weights, dy, dx),
+    let of_image = match method {
+        Method::Winograd => return winograd::input_gradient(threads, s, w, dy, work, dx, mode),
+        Method::Direct => return direct::input_gradient(threads, s, w, dy, work, dx, mode),
+        Method::Pointwise => return pointwise::input_gradient(threads, s, w, dy, dx, mode),
+        Method::Depthwise => {
+            return depthwise::input_gradient(threads, s, w, dy, weights, dx, mode);
+        }
+        Method::OverlappingRows => {
+            overlap::rotate180(s, w, weights);
+            overlap::input_gradient
+        }
+        _ => {
+            gather::transpose_weights(s, w, weights);
+            gather::input_gradient
         }
     };
+    let weights = &*weights;
+    let (il, ol) = (s.in_len(), s.out_len());
+    let image = |i: usize, dx: &mut [f32]| of_image(s, weights, &dy[i * ol..(i + 1) * ol], dx);
     threads.split(dx, il, |at, dx| match mode {
         Mode::Write => image(at / il, dx),
         Mode::Add => scratch(il, |own| {

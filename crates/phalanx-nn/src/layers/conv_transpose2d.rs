@@ -41,11 +41,9 @@ impl ConvTranspose2d {
 
     /// Adds rows and columns to the end of the output (PyTorch's `output_padding`).
     #[must_use]
-    pub fn output_padding(self, height: usize, width: usize) -> Self {
-        ConvTranspose2d {
-            extra: [height, width],
-            ..self
-        }
+    pub fn output_padding(mut self, height: usize, width: usize) -> Self {
+        self.extra = [height, width];
+        self
     }
 
     /// Images (N, H, W, C) to images.

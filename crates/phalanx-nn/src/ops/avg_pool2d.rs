@@ -43,11 +43,9 @@ impl AvgPool2dOptions {
 
     /// Divides by the number of inputs inside the image only.
     #[must_use]
-    pub fn exclude_padding(self) -> Self {
-        AvgPool2dOptions {
-            counted: false,
-            ..self
-        }
+    pub fn exclude_padding(mut self) -> Self {
+        self.counted = false;
+        self
     }
 
     /// Keeps windows that reach past the end of the image.

@@ -64,11 +64,9 @@ impl Conv2dOptions {
 
     /// Sets the stride of each direction.
     #[must_use]
-    pub fn stride_rect(self, height: usize, width: usize) -> Self {
-        Conv2dOptions {
-            stride: [height, width],
-            ..self
-        }
+    pub fn stride_rect(mut self, height: usize, width: usize) -> Self {
+        self.stride = [height, width];
+        self
     }
 
     /// Sets the zero padding of both directions.
@@ -79,20 +77,16 @@ impl Conv2dOptions {
 
     /// Sets the zero padding of each direction.
     #[must_use]
-    pub fn padding_rect(self, height: usize, width: usize) -> Self {
-        Conv2dOptions {
-            padding: [height, width],
-            ..self
-        }
+    pub fn padding_rect(mut self, height: usize, width: usize) -> Self {
+        self.padding = [height, width];
+        self
     }
 
     /// Sets the distance between kernel taps, each direction.
     #[must_use]
-    pub fn dilation_rect(self, height: usize, width: usize) -> Self {
-        Conv2dOptions {
-            dilation: [height, width],
-            ..self
-        }
+    pub fn dilation_rect(mut self, height: usize, width: usize) -> Self {
+        self.dilation = [height, width];
+        self
     }
 
     /// Sets the number of groups, which divides both channel counts.
@@ -103,10 +97,37 @@ impl Conv2dOptions {
 
     /// Leaves the bias out.
     #[must_use]
-    pub fn no_bias(self) -> Self {
-        Conv2dOptions {
-            bias: false,
-            ..self
+    pub fn no_bias(mut self) -> Self {
+        self.bias = false;
+        self
+    }
+
+    /// Outputs along dimension `d` of `input` inputs.
+    pub(super) fn out_size(self, d: usize, input: usize) -> Option<usize> {
+        let (stride, padding) = (self.stride[d], self.padding[d]);
+        ConvShape::out_size(input, self.kernel[d], stride, padding, self.dilation[d])
+    }
+
+    /// The convolution of `images` from these sizes and channels to those.
+    pub(super) fn shape(
+        self,
+        images: usize,
+        (input, inp): ([usize; 2], usize),
+        (output, out): ([usize; 2], usize),
+        precision: Precision,
+    ) -> ConvShape {
+        ConvShape {
+            images,
+            input,
+            output,
+            inp,
+            out,
+            kernel: self.kernel,
+            stride: self.stride,
+            padding: self.padding,
+            dilation: self.dilation,
+            groups: self.groups,
+            precision,
         }
     }
 }
@@ -157,10 +178,9 @@ impl<'s> Tensor<'s> {
         let w = weight.known(step)?;
         let s = self.conv_shape(&w, options)?;
         let b = known_vector(bias.as_ref(), step, (s.out, "outputs"))?;
-        let x = if conv::in_bf16(&s) {
-            self.own_slot()
-        } else {
-            self.slot()
+        let x = match conv::in_bf16(&s) {
+            true => self.own_slot(),
+            false => self.slot(),
         };
         let shape = Shape::new(&[s.images, s.output[0], s.output[1], s.out])?;
         let op = Conv2d {
@@ -224,12 +244,8 @@ impl<'s> Tensor<'s> {
 
     fn conv_shape(&self, weight: &Known<'_>, o: Conv2dOptions) -> Result<ConvShape> {
         let (shape, dims) = (weight.shape(), self.dims());
-        let wrong = |what: String| {
-            Err(Error::usage(format!(
-                "convolution {}: {what}",
-                weight.name()
-            )))
-        };
+        let name = weight.name();
+        let wrong = |what: String| Err(Error::usage(format!("convolution {name}: {what}")));
         let Some([out, group_in, kh, kw]) = weight.kernel() else {
             return wrong(format!("{shape:?} is not a convolution's weight"));
         };
@@ -250,25 +266,11 @@ impl<'s> Tensor<'s> {
                 o.groups
             ));
         }
-        let size = |d: usize, input| {
-            ConvShape::out_size(input, o.kernel[d], o.stride[d], o.padding[d], o.dilation[d])
-        };
-        let (Some(oh), Some(ow)) = (size(0, h), size(1, w)) else {
+        let (Some(oh), Some(ow)) = (o.out_size(0, h), o.out_size(1, w)) else {
             return wrong(format!("{o} does not fit images of {h} x {w}"));
         };
-        Ok(ConvShape {
-            images,
-            input: [h, w],
-            output: [oh, ow],
-            inp,
-            out,
-            kernel: o.kernel,
-            stride: o.stride,
-            padding: o.padding,
-            dilation: o.dilation,
-            groups: o.groups,
-            precision: self.step().state().precision,
-        })
+        let precision = self.step().state().precision;
+        Ok(o.shape(images, ([h, w], inp), ([oh, ow], out), precision))
     }
 }
 
@@ -331,11 +333,8 @@ impl Operation for Conv2d {
         // the input gradient, so that their reduction can start meanwhile.
         let mut work = ctx.pool().get(conv::work_len(s));
         let x = ctx.values(slots.x[0]);
-        let d = Values::of(
-            dy.slice(),
-            ctx.precision_of(slots.out),
-            s.images * s.out_len(),
-        );
+        let precision = ctx.precision_of(slots.out);
+        let d = Values::of(dy.slice(), precision, s.images * s.out_len());
         ctx.operand_grad(self.weight, |dw, mode| {
             conv::weight_gradient(threads, s, x, d, work.slice_mut(), dw, mode);
         })?;

@@ -70,10 +70,10 @@ impl<'s> Tensor<'s> {
         extra: [usize; 2],
     ) -> Result<ConvShape> {
         let dims = self.dims();
+        let name = weight.name();
         let wrong = |what: String| {
             Err(Error::usage(format!(
-                "transposed convolution {}: {what}",
-                weight.name()
+                "transposed convolution {name}: {what}"
             )))
         };
         let &[images, h, w, inp] = &*dims else {
@@ -98,28 +98,15 @@ impl<'s> Tensor<'s> {
             let size = size.checked_add(extra[d])?;
             let size = size.checked_sub(o.padding[d].checked_mul(2)?)?;
             // The convolution back must give this layer's input.
-            let back =
-                ConvShape::out_size(size, o.kernel[d], o.stride[d], o.padding[d], o.dilation[d]);
-            (back == Some(n)).then_some(size)
+            (o.out_size(d, size) == Some(n)).then_some(size)
         };
         let (Some(oh), Some(ow)) = (size(0, h), size(1, w)) else {
             return wrong(format!(
                 "{o} and {extra:?} more rows and columns does not fit images of {h} x {w}"
             ));
         };
-        Ok(ConvShape {
-            images,
-            input: [oh, ow],
-            output: [h, w],
-            inp: out,
-            out: inp,
-            kernel: o.kernel,
-            stride: o.stride,
-            padding: o.padding,
-            dilation: o.dilation,
-            groups: o.groups,
-            precision: self.step().state().precision,
-        })
+        let precision = self.step().state().precision;
+        Ok(o.shape(images, ([oh, ow], out), ([h, w], inp), precision))
     }
 }
 

@@ -36,29 +36,23 @@ impl MaxPool2dOptions {
 
     /// Sets the stride of both directions.
     #[must_use]
-    pub fn stride(self, stride: usize) -> Self {
-        MaxPool2dOptions {
-            stride: [stride; 2],
-            ..self
-        }
+    pub fn stride(mut self, stride: usize) -> Self {
+        self.stride = [stride; 2];
+        self
     }
 
     /// Sets the padding (which never wins) of both directions.
     #[must_use]
-    pub fn padding(self, padding: usize) -> Self {
-        MaxPool2dOptions {
-            padding: [padding; 2],
-            ..self
-        }
+    pub fn padding(mut self, padding: usize) -> Self {
+        self.padding = [padding; 2];
+        self
     }
 
     /// Sets the distance between window taps of both directions.
     #[must_use]
-    pub fn dilation(self, dilation: usize) -> Self {
-        MaxPool2dOptions {
-            dilation: [dilation; 2],
-            ..self
-        }
+    pub fn dilation(mut self, dilation: usize) -> Self {
+        self.dilation = [dilation; 2];
+        self
     }
 
     /// Keeps windows that reach past the end of the image.

@@ -17,7 +17,7 @@ use phalanx_member::RankContext;
 use phalanx_nn::{Params, Step, Tape, Tensor};
 use serde_json::{Map, json};
 
-use super::{Choices, Description, Gradients, Group, Parts, Report, State, StepTools, Strategy};
+use super::{Description, Gradients, Group, Parts, Report, State, StepTools, Strategy};
 use crate::args::Determinism;
 use crate::args::ExchangeArg;
 use crate::args::Settings;
@@ -100,29 +100,15 @@ impl Strategy for Ddp {
     }
 
     fn build((): (), parts: Parts<'_, '_>) -> Result<Self> {
-        let Parts {
-            ctx,
-            settings,
-            resumed,
-            mut params,
-            facts,
-            choices,
-            tape,
-        } = parts;
-        let Choices {
-            frozen,
-            lr,
-            sync_batch_norm,
-            optimizers,
-            ..
-        } = choices;
-        if let Some((resumed, shaping)) = resumed {
+        let (ctx, settings, choices) = (parts.ctx, parts.settings, parts.choices);
+        let (mut params, tape, lr) = (parts.params, parts.tape, choices.lr);
+        if let Some((resumed, shaping)) = parts.resumed {
             resumed.params(&mut params, shaping)?;
         }
         // The first that needs whole parameters; it matters only where ranks could divide them.
         let whole = match settings.exchange {
             ExchangeArg::AllReduce => None,
-            _ => optimizers.iter().find_map(|(_, make)| {
+            _ => choices.optimizers.iter().find_map(|(_, make)| {
                 let optimizer = make(&params, lr);
                 match optimizer.averages() {
                     Some(_) => Some("Ema"),
@@ -131,18 +117,23 @@ impl Strategy for Ddp {
             }),
         };
         let exchange = settings.exchange.choose_for(ctx, settings, whole)?;
-        let names: Vec<&str> = optimizers.iter().skip(1).map(|(n, _)| &n[..]).collect();
+        let names: Vec<&str> = choices
+            .optimizers
+            .iter()
+            .skip(1)
+            .map(|(n, _)| &n[..])
+            .collect();
         let split = param_group::split(&params, &names)?;
         let (mut groups, mut all_options) = (Vec::new(), Vec::new());
-        for ((name, make), own) in optimizers.into_iter().zip(split) {
-            let mut frozen = frozen.clone();
+        for ((name, make), own) in choices.optimizers.into_iter().zip(split) {
+            let mut frozen = choices.frozen.clone();
             let others = params.ids().zip(params.infos());
             let others =
                 others.filter(|(id, info)| !own.contains(id) && !frozen.contains(&info.name));
             let others: Vec<String> = others.map(|(_, info)| info.name.clone()).collect();
             frozen.extend(others);
-            let mut options = settings.ddp_options(exchange, facts.to_vec(), frozen)?;
-            if sync_batch_norm {
+            let mut options = settings.ddp_options(exchange, parts.facts.to_vec(), frozen)?;
+            if choices.sync_batch_norm {
                 // Those of all ranks are equal already.
                 options.buffers = Buffers::Never;
             }
@@ -167,7 +158,7 @@ impl Strategy for Ddp {
                 norm: None,
             });
         }
-        if sync_batch_norm {
+        if choices.sync_batch_norm {
             groups[0].ddp.sync_batch_norm(tape)?;
         }
         Ok(Ddp {
@@ -175,7 +166,7 @@ impl Strategy for Ddp {
             params,
             groups,
             options: all_options,
-            joins_batches: sync_batch_norm,
+            joins_batches: choices.sync_batch_norm,
         })
     }
 
@@ -336,37 +327,28 @@ impl Strategy for Ddp {
         batches: &mut LoadedMicroBatches<'_, '_, D>,
         loss: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, Self>) -> Result<Tensor<'s>>,
     ) -> Result<Gradients> {
-        let StepTools {
-            ctx,
-            tape,
-            split,
-            turn,
-            randomness,
-            clip,
-            mut log,
-            ..
-        } = tools;
-        let mut sums = vec![0.0; split.parts()];
+        let (ctx, tape, step, randomness) = (tools.ctx, tools.tape, tools.step, tools.randomness);
+        let (mut log, mut sums) = (tools.log, vec![0.0; tools.split.parts()]);
         let mut forward_ended = Instant::now();
         // Of joined batches, those that are empty on some ranks only as well.
         let count = match self.joins_batches {
-            true => turn.sizes.len().min(turn.global.samples),
-            false => turn.sizes.iter().filter(|n| **n > 0).count(),
+            true => step.sizes.len().min(step.global.samples),
+            false => step.sizes.iter().filter(|n| **n > 0).count(),
         };
         // The mean is taken over all samples, however unevenly they are split.
         let ddp = &mut self.groups[group].ddp;
-        let mut micro_batches = ddp.begin_known(&turn.sizes[..count], turn.global)?;
+        let mut micro_batches = ddp.begin_known(&step.sizes[..count], step.global)?;
         let mut index = 0;
         while let Some((part, loaded)) = batches.next()? {
             let indices = loaded.indices();
             if index < count {
                 ctx.group().set_phase("forward");
-                let step = tape.step(&self.params, randomness.key(indices));
+                let taped = tape.step(&self.params, randomness.key(indices));
                 let calls = Cell::new(0);
-                let micro = MicroBatch::new(&step, &*loaded, indices, randomness, &calls);
+                let micro = MicroBatch::new(&taped, &*loaded, indices, randomness, &calls);
                 let loss = loss(model, micro)?;
                 if let Some(log) = &mut log {
-                    log.graph(|| step.graph());
+                    log.graph(|| taped.graph());
                 }
                 if !indices.is_empty() {
                     sums[part] = f64::from(loss.item()?) * f64::from(indices.len() as f32);
@@ -380,25 +362,27 @@ impl Strategy for Ddp {
                     }
                     false => loss.backward(micro_batches.micro_batch()?)?,
                 }
-                drop(step);
+                drop(taped);
                 micro_batches.update_buffers(tape, &mut self.params)?;
             }
             index += 1;
             batches.keep(loaded);
         }
-        let samples: usize = turn.sizes.iter().sum();
+        let samples: usize = step.sizes.iter().sum();
         let commit = micro_batches.finish()?;
         ctx.group().set_phase("optimizer");
         let group = &mut self.groups[group];
         if commit.is_yes() {
-            group.norm = group.update.prepare(&self.params, &mut group.ddp, clip)?;
+            group.norm = group
+                .update
+                .prepare(&self.params, &mut group.ddp, tools.clip)?;
         }
         let mean = sums.iter().sum::<f64>() / samples.max(1) as f64;
         let carried = group.ddp.carried();
         Ok(Gradients {
             commit,
             mean,
-            mean_of_all: carried.map_or(mean, |sum| sum / turn.global.samples.max(1) as f64),
+            mean_of_all: carried.map_or(mean, |sum| sum / step.global.samples.max(1) as f64),
             sums,
             forward_ended,
         })

@@ -20,7 +20,7 @@ use phalanx_nn::{Params, Tape, Tensor, Value as _};
 use serde_json::{Map, json};
 
 use super::{
-    Choices, Description, Gradients, Group, Parts, Report, State, StepTools, Strategy, explain,
+    Description, Gradients, Group, Parts, Report, State, StepTools, Strategy, explain,
     weights_sha256,
 };
 use crate::args::restarts_ranks;
@@ -188,42 +188,26 @@ impl Strategy for OnMesh {
     }
 
     fn build((mesh, mut parallel): Self::Setup, parts: Parts<'_, '_>) -> Result<Self> {
-        let Parts {
-            ctx,
-            settings,
-            resumed,
-            mut params,
-            facts,
-            choices,
-            tape,
-        } = parts;
-        let Choices {
-            frozen,
-            lr,
-            sampler,
-            drop_last,
-            optimizers,
-            // They always do.
-            sync_batch_norm: _,
-        } = choices;
-        if !frozen.is_empty() {
+        let (ctx, settings, choices) = (parts.ctx, parts.settings, parts.choices);
+        let (mut params, sampler, drop_last) = (parts.params, choices.sampler, choices.drop_last);
+        if !choices.frozen.is_empty() {
             return Err(Error::usage(
                 "a mesh trains all parameters: leave out frozen(...)",
             ));
         }
-        let mut optimizers = optimizers.into_iter();
+        let mut optimizers = choices.optimizers.into_iter();
         let (Some((_, make)), None) = (optimizers.next(), optimizers.next()) else {
             return Err(Error::usage(
                 "a mesh has one optimizer: leave out optimizer_of(...)",
             ));
         };
         let mut fingerprint = Fingerprint::new();
-        for fact in facts {
+        for fact in parts.facts {
             fingerprint.line(fact.as_str());
         }
         let compared = fingerprint.parameters(&params).compare(&ctx.group());
         compared.map_err(different_arguments)?;
-        if resumed.is_none() {
+        if parts.resumed.is_none() {
             broadcast_parameters(&ctx.group(), &mut params, 0)?;
         }
         let placement = mesh.placement(&ctx.group())?;
@@ -234,8 +218,8 @@ impl Strategy for OnMesh {
             parallel = parallel.fully_sharded("data");
         }
         let weights = parallel.build(&placement, &params)?;
-        let mut optimizer = make(weights.local(), lr);
-        optimizer.set_thread_pool(tape.thread_pool());
+        let mut optimizer = make(weights.local(), choices.lr);
+        optimizer.set_thread_pool(parts.tape.thread_pool());
         let lr = optimizer.lr();
         let is_split = |id| {
             weights
@@ -404,18 +388,10 @@ impl Strategy for OnMesh {
         batches: &mut LoadedMicroBatches<'_, '_, D>,
         loss: &mut impl for<'s> FnMut(&M, MicroBatchOf<'s, D::Batch, Self>) -> Result<Global<'s>>,
     ) -> Result<Gradients> {
-        let StepTools {
-            ctx,
-            tape,
-            split,
-            turn,
-            randomness,
-            clip,
-            mut log,
-            progress,
-        } = tools;
-        let all = turn.global.samples.max(1) as f64;
-        let accumulates = split.mine().len() > 1 && !self.samples(turn.index, 1).is_empty();
+        let (ctx, tape, split, randomness) = (tools.ctx, tools.tape, tools.split, tools.randomness);
+        let (mut log, index_of_step) = (tools.log, tools.step.index);
+        let all = tools.step.global.samples.max(1) as f64;
+        let accumulates = split.mine().len() > 1 && !self.samples(index_of_step, 1).is_empty();
         self.grads.set_accumulate(accumulates);
         if accumulates {
             self.grads.zero();
@@ -424,7 +400,7 @@ impl Strategy for OnMesh {
         let explains = std::mem::take(&mut self.mesh.explain);
         let mut index = 0;
         while let Some((_, loaded)) = batches.next()? {
-            let ids = self.samples(turn.index, index);
+            let ids = self.samples(index_of_step, index);
             if ids.is_empty() {
                 break;
             }
@@ -446,7 +422,7 @@ impl Strategy for OnMesh {
             }
             if explained {
                 let text = explain::conversions(&step.explain());
-                progress.suspend(|| ctx.note(&text));
+                tools.progress.suspend(|| ctx.note(&text));
             }
             ctx.group().set_phase("backward");
             // The mean over the step's samples.
@@ -463,7 +439,7 @@ impl Strategy for OnMesh {
         if accumulates {
             self.grads.sum(&self.weights)?;
         }
-        let (commit, factor) = match clip {
+        let (commit, factor) = match tools.clip {
             Some(limit) => {
                 let (commit, norm) = self.grads.commit_with_norm(&self.weights)?;
                 self.norm = Some(norm);

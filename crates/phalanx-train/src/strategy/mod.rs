@@ -71,7 +71,7 @@ pub struct StepTools<'a> {
     pub(crate) ctx: &'a RankContext,
     pub(crate) tape: &'a mut Tape,
     pub(crate) split: &'a BatchSplit,
-    pub(crate) turn: &'a StepContext,
+    pub(crate) step: &'a StepContext,
     pub(crate) randomness: Randomness,
     pub(crate) clip: Option<f64>,
     /// Gets the graph of the first step.

@@ -10,7 +10,7 @@ use phalanx_nn::optim::schedule::Schedule;
 use serde_json::Value;
 
 use super::extent::{Extent, LoopState};
-use super::losses::EpochLoss;
+use super::losses::{EpochLoss, Losses};
 use crate::args::Settings;
 use crate::batch::BatchPosition;
 use crate::best::{Best, BestMeasure, EarlyStopping};
@@ -72,7 +72,7 @@ pub(super) struct Ended {
     pub(super) step: usize,
     pub(super) train_loss: f64,
     /// The sums of its losses, and their samples, if `--max-steps` has cut it.
-    pub(super) losses: (Vec<f64>, usize),
+    pub(super) losses: Losses,
     /// Its weights were compared.
     pub(super) is_checked: bool,
     /// It has its evaluation.

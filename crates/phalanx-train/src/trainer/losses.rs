@@ -8,6 +8,9 @@ use crate::saving::History;
 use crate::split::BatchSplit;
 use phalanx_member::RankContext;
 
+/// The sums of all ranks, and the samples in them.
+pub(super) type Losses = (Vec<f64>, usize);
+
 /// The losses of an epoch, kept by part, so that their sum does not depend on
 /// who had which part.
 pub(super) struct EpochLoss {
@@ -42,8 +45,8 @@ impl EpochLoss {
         self.steps += 1;
     }
 
-    /// The sums of all ranks, and the samples in them.
-    pub(super) fn gathered(&self, group: &ProcessGroup) -> Result<(Vec<f64>, usize)> {
+    /// Those of all ranks.
+    pub(super) fn gathered(&self, group: &ProcessGroup) -> Result<Losses> {
         let mut sums = self.sums.clone();
         if !self.of_all {
             ShardTree::gather_values(group, &mut sums)?;
@@ -51,8 +54,8 @@ impl EpochLoss {
         Ok((sums, self.samples))
     }
 
-    /// The sums of all ranks, and the samples in them, where each rank has them.
-    pub(super) fn full(&self) -> (Vec<f64>, usize) {
+    /// Those of all ranks, where each rank has them.
+    pub(super) fn full(&self) -> Losses {
         (self.sums.clone(), self.samples)
     }
 

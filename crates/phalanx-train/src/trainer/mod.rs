@@ -11,10 +11,13 @@ mod elastic;
 mod evaluate;
 mod extent;
 mod finish;
+mod handover;
+mod joining;
 mod losses;
 mod model;
 mod sources;
 mod step;
+mod takeover;
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -40,7 +43,7 @@ pub use self::builder::TrainerBuilder;
 use self::course::{Course, OwnState, Running};
 use self::elastic::Elasticity;
 pub use self::extent::Epochs;
-use self::losses::EpochLoss;
+use self::losses::{EpochLoss, Losses};
 use self::model::Model;
 use self::sources::Sources;
 pub use self::step::PendingUpdate;
@@ -279,7 +282,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             return Ok(());
         }
         let branch = self.branch(&evaluation);
-        let history = self.measured(&[], 0);
+        let history = self.measured(&Losses::default());
         let Some(ended) = &mut self.course.ended else {
             return self.record_at_step(evaluation);
         };
@@ -324,11 +327,11 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         self.course.results.last_step = Some(self.course.place.step);
     }
 
-    /// What was measured so far, for a checkpoint or another rank; `losses` and `samples` are of the running epoch.
-    fn measured(&self, losses: &[f64], samples: usize) -> History {
+    /// What was measured so far, for a checkpoint or another rank; `losses` are of the running epoch.
+    fn measured(&self, (losses, samples): &Losses) -> History {
         let (course, results) = (&self.course, &self.course.results);
         let (accuracies, metrics) = (&results.accuracies, &results.metrics);
-        let mut history = History::new(accuracies, metrics, (losses, samples), &results.last);
+        let mut history = History::new(accuracies, metrics, (losses, *samples), &results.last);
         history.last_step = results.last_step;
         history.best = results.best.so_far().cloned();
         history.judged = results.best.judged().to_vec();
@@ -400,16 +403,14 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         Ok(())
     }
 
-    /// Tells the program's loop over the epochs how far the training has come.
+    /// Shows the program's loop over the epochs how far the training has come.
     fn update_loop(&self) {
         let is_over =
             self.is_complete() || self.purpose == Purpose::Evaluate || self.course.is_last();
-        self.course.loop_state.is_over.set(is_over);
-        self.course
-            .loop_state
-            .ended
-            .set(self.course.place.epoch as usize);
-        self.course.loop_state.step.set(self.course.place.step);
+        let (state, place) = (&self.course.loop_state, self.course.place);
+        state.is_over.set(is_over);
+        state.ended.set(place.epoch as usize);
+        state.step.set(place.step);
     }
 
     /// Runs `work` with the averages of the weights in their place, where the optimizer has averages
@@ -533,8 +534,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             true => SaveAction::Stop,
             false => SaveAction::Save,
         };
-        let (sums, samples) = ended.losses;
-        self.save_for(action, None, &sums, samples)?;
+        self.save_for(action, None, &ended.losses)?;
         match stop {
             true => Err(self.stopped()),
             false => Ok(()),
@@ -549,11 +549,10 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         self.by_rank_0(|trainer| {
             trainer.with_averages(|trainer| {
                 let (output, saving) = (&mut trainer.reports.output, &trainer.saving);
-                let gathered = trainer
-                    .strategy
-                    .gather_weights(trainer.ctx, |outline, values| {
-                        write(output, saving, outline, values)
-                    });
+                let (strategy, ctx) = (&trainer.strategy, trainer.ctx);
+                let gathered = strategy.gather_weights(ctx, |outline, values| {
+                    write(output, saving, outline, values)
+                });
                 gathered.map(drop)
             })
         })
@@ -564,26 +563,16 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         &mut self,
         action: SaveAction,
         buffers: Option<&[f32]>,
-        sums: &[f64],
-        samples: usize,
+        losses: &Losses,
     ) -> Result<()> {
-        match action {
-            _ if action == SaveAction::Stop || self.strategy.is_sharded() => {
-                self.by_rank_0(|trainer| trainer.save(action, buffers, sums, samples))
-            }
-            _ => self.save(action, buffers, sums, samples),
+        match action == SaveAction::Stop || self.strategy.is_sharded() {
+            true => self.by_rank_0(|trainer| trainer.save(action, buffers, losses)),
+            false => self.save(action, buffers, losses),
         }
     }
 
-    /// Takes a checkpoint; `sums` and `samples` are the running epoch's losses,
-    /// `buffers` stand in for the model's own.
-    fn save(
-        &mut self,
-        action: SaveAction,
-        buffers: Option<&[f32]>,
-        sums: &[f64],
-        samples: usize,
-    ) -> Result<()> {
+    /// Takes a checkpoint; `losses` are the running epoch's, `buffers` stand in for the model's own.
+    fn save(&mut self, action: SaveAction, buffers: Option<&[f32]>, losses: &Losses) -> Result<()> {
         if self.saving.is_off {
             if action != SaveAction::Stop {
                 return Ok(());
@@ -596,7 +585,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             log.checkpoint(self.course.place.step, Path::new(&file));
         }
         log.flush();
-        let history = self.measured(sums, samples);
+        let history = self.measured(losses);
         let (saving, place) = (&mut self.saving, self.course.place);
         self.strategy
             .save(self.ctx, saving, action, buffers, place, history)
@@ -613,7 +602,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         self.reports.progress.suspend(|| self.ctx.note(text));
     }
 
-    /// All is saved, and the ranks stop: how to resume was told, and the program ends with this
+    /// All is saved, and the ranks stop: how to resume was said, and the program ends with this
     /// error's exit code, which is 0 unless a SIGTERM was the cause.
     fn stopped(&mut self) -> Error {
         self.finish_profile();

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::course::{Ended, Running};
+use super::losses::Losses;
 use super::{Reports, Trainer};
 use crate::batch::{LoadedMicroBatches, Randomness, StepBatch, StepContext};
 use crate::error::{Error, Result};
@@ -91,14 +92,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.reports.profiler.before(&mut self.model.tape);
         let taken = self.together(|trainer| trainer.train(0, batch, loss))?;
         self.gather_updated(0)?;
-        let turn = &*batch.context();
+        let at = &*batch.context();
         self.set_wanted(taken.wanted);
         let sums: Vec<f64> = taken.sums.into_iter().map(f64::from_bits).collect();
         let mean = f64::from_bits(taken.mean);
         // Files and terminals may be slow.
         let phase = ctx.phase("reporting");
         if ctx.elastic.is_none() {
-            self.reports.samples.step(turn.epoch, turn.index, 0);
+            self.reports.samples.step(at.epoch, at.index, 0);
         }
         let times = self.strategy.groups()[0].times;
         let exposed = exposed(times);
@@ -107,22 +108,22 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         profiler.after(ctx, &mut self.model.tape, params, forward_ended, times);
 
         match &self.course.lr_finder {
-            Some(_) => self.find_lr(turn, &sums)?,
-            None => self.check_mean(0, turn, mean)?,
+            Some(_) => self.find_lr(at, &sums)?,
+            None => self.check_mean(0, at, mean)?,
         }
         if let Some(running) = &mut self.course.running {
-            running.losses.add(&sums, mean, turn.global.samples);
+            running.losses.add(&sums, mean, at.global.samples);
         }
         let timing = &mut self.course.results.timing;
-        timing.add(exposed, turn.global.samples * self.sources.unit.1);
+        timing.add(exposed, at.global.samples * self.sources.unit.1);
         self.count_time(1);
-        self.report(turn, sums, [mean, f64::from_bits(taken.mean_of_all)])?;
-        self.report_change(turn)?;
+        self.report(at, sums, [mean, f64::from_bits(taken.mean_of_all)])?;
+        self.report_change(at)?;
         if let Some(schedule) = &mut self.course.schedule {
             schedule.advance();
         }
         drop(phase);
-        self.save_after(turn)?;
+        self.save_after(at)?;
         Ok(mean)
     }
 
@@ -169,7 +170,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// Takes the losses of a step under `--find-lr`. After the last step, or when the losses diverge, rank 0 says which learning
     /// rate it suggests, and the error ends the program with success.
-    fn find_lr(&mut self, turn: &StepContext, sums: &[f64]) -> Result<()> {
+    fn find_lr(&mut self, at: &StepContext, sums: &[f64]) -> Result<()> {
         let (ctx, lr) = (self.ctx, self.lr());
         let mut sum = [sums.iter().sum::<f64>()];
         let group = self.strategy.batch_group();
@@ -177,9 +178,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let Some(finder) = &mut self.course.lr_finder else {
             return Ok(());
         };
-        let loss = sum[0] / turn.global.samples.max(1) as f64;
+        let loss = sum[0] / at.global.samples.max(1) as f64;
         let (step, taken) = (self.course.place.step, self.course.place.step + 1);
-        let record = json!({ "step": step, "epoch": turn.epoch, "loss": loss, "lr": lr });
+        let record = json!({ "step": step, "epoch": at.epoch, "loss": loss, "lr": lr });
         self.reports.log.event(&record)?;
         if !finder.add(lr, loss) && taken < self.course.extent.all() {
             return Ok(());
@@ -189,8 +190,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.finish_profile();
         match suggestion {
             Some((suggested, least)) => {
-                let record =
-                    json!({ "step": step, "epoch": turn.epoch, "suggested_lr": suggested });
+                let record = json!({ "step": step, "epoch": at.epoch, "suggested_lr": suggested });
                 self.reports.log.event(&record)?;
                 ctx.note(&format!(
                     "suggested learning rate {suggested:.2e} (steepest fall); lowest loss at {least:.2e}"
@@ -212,14 +212,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     }
 
     /// Begins a step of the group number `group`.
-    fn begin(&mut self, group: usize, turn: &StepContext) -> Result<()> {
+    fn begin(&mut self, group: usize, at: &StepContext) -> Result<()> {
         let running = self.course.running.as_ref().map(|running| running.epoch);
-        if running != Some(turn.epoch) {
-            let what = format!("the batch of {} is not of the running epoch", turn.name());
+        if running != Some(at.epoch) {
+            let what = format!("the batch of {} is not of the running epoch", at.name());
             return Err(Error::usage(what));
         }
         self.trainings.unfinished.set(true);
-        let position = (turn.epoch as u64, turn.index as u64 + 1);
+        let position = (at.epoch as u64, at.index as u64 + 1);
         self.ctx.group().set_position(position.0, position.1);
         let now = self
             .course
@@ -242,11 +242,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     }
 
     /// An error unless the mean of this rank's losses is a number.
-    fn check_mean(&self, group: usize, turn: &StepContext, mean: f64) -> Result<()> {
+    fn check_mean(&self, group: usize, at: &StepContext, mean: f64) -> Result<()> {
         // Another group may have changed the weights within the first step.
         let is_updated = self.course.place.step > 0 || self.strategy.groups().len() > 1;
         let lr = is_updated.then(|| self.strategy.groups()[group].optimizer.lr());
-        let checked = (self.ctx).check_loss(mean, format_args!("{}", turn.name()), lr);
+        let checked = (self.ctx).check_loss(mean, format_args!("{}", at.name()), lr);
         checked.map_err(|error| error.note("or", "--anomaly, which names the operation"))
     }
 
@@ -261,10 +261,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let skipped = skipped_steps(&self.strategy);
         let flops = self.model.tape.flops();
         let averaged = self.average_gradients(group, batch, loss);
-        let turn = batch.context();
+        let at = batch.context();
         let shared = averaged.and_then(|mut gradients| {
             let wanted = match self.ctx.elastic {
-                Some(_) => self.share_losses(group, &turn, &mut gradients, &buffers)?,
+                Some(_) => self.share_losses(group, &at, &mut gradients, &buffers)?,
                 None => false,
             };
             Ok((gradients, wanted))
@@ -274,14 +274,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             self.strategy.set_skipped_steps(&skipped);
         })?;
         self.course.results.timing.flops += self.model.tape.flops().wrapping_sub(flops) as f64;
-        let turn = &*turn;
+        let at = &*at;
         if let Some((rows, joined)) = self.model.tape.take_fewest_normalised() {
-            self.check_last_batch(turn.global.samples, rows, joined)?;
+            self.check_last_batch(at.global.samples, rows, joined)?;
         }
         if self.settings.watch > 0 && group == 0 && gradients.commit.is_yes() {
-            self.watch(turn);
+            self.watch(at);
         }
-        self.update(group, turn, &gradients.commit, &buffers)?;
+        self.update(group, at, &gradients.commit, &buffers)?;
         Ok(Taken {
             sums: gradients.sums.into_iter().map(f64::to_bits).collect(),
             mean: gradients.mean.to_bits(),
@@ -326,7 +326,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             self.renew(batch)?;
             self.reports.samples.begin_again();
         }
-        let turn = &*batch.context();
+        let at = &*batch.context();
         let reports = &mut self.reports;
         let samples = (group == 0).then_some(&mut reports.samples);
         let mut batches = LoadedMicroBatches::new(batch, self.sources.split.mine(), samples)?;
@@ -334,12 +334,12 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             ctx: self.ctx,
             tape: &mut self.model.tape,
             split: &self.sources.split,
-            turn,
+            step: at,
             randomness: Randomness {
                 // Each group has other random numbers in the same step.
                 seed: self.settings.seed ^ ((group as u64) << 32),
-                epoch: turn.epoch as u64 - 1,
-                step: turn.index as u64,
+                epoch: at.epoch as u64 - 1,
+                step: at.index as u64,
             },
             clip: self.model.clip,
             log: (group == 0).then_some(&mut reports.log),
@@ -347,14 +347,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         };
         let gradients =
             (self.strategy).gradients(group, tools, &self.model.net, &mut batches, loss)?;
-        self.ask_before_update(group, turn, gradients)
+        self.ask_before_update(group, at, gradients)
     }
 
     /// Calls the program's hook, if there is one. If it refuses the update on any rank, all ranks skip it.
     fn ask_before_update(
         &mut self,
         group: usize,
-        turn: &StepContext,
+        at: &StepContext,
         mut gradients: Gradients,
     ) -> Result<Gradients> {
         let (Some(ask), true) = (&mut self.model.before_update, gradients.commit.is_yes()) else {
@@ -363,7 +363,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let now = &self.strategy.groups()[group];
         let is_taken = ask(&PendingUpdate {
             group: now.name,
-            epoch: turn.epoch,
+            epoch: at.epoch,
             step: self.course.place.step + 1,
             grad_norm: now.norm.unwrap_or(f64::NAN),
             lr: now.optimizer.lr(),
@@ -391,7 +391,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     pub(super) fn update(
         &mut self,
         group: usize,
-        turn: &StepContext,
+        at: &StepContext,
         commit: &Commit,
         buffers: &[f32],
     ) -> Result<()> {
@@ -401,7 +401,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         } else {
             // Statistics of a batch that is not trained on must not stay.
             self.set_buffers(buffers);
-            let (ctx, at) = (self.ctx, turn.name());
+            let (ctx, name) = (self.ctx, at.name());
             let why = match commit {
                 Commit::No(vetoes) if vetoes.iter().all(|veto| veto.parameter.is_none()) => {
                     let ranks: Vec<_> = vetoes.iter().map(|veto| veto.rank.to_string()).collect();
@@ -410,17 +410,17 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
                 _ => commit.to_string(),
             };
             let Reports { progress, log, .. } = &self.reports;
-            let step = (turn.epoch - 1) * self.sources.steps + turn.index;
-            let text = format!("{at} is skipped on all ranks: {why}");
+            let step = (at.epoch - 1) * self.sources.steps + at.index;
+            let text = format!("{name} is skipped on all ranks: {why}");
             log.notice(step as u64, &text);
-            progress.suspend(|| ctx.note_skipped(&why, format_args!("{at}")));
+            progress.suspend(|| ctx.note_skipped(&why, format_args!("{name}")));
         }
         Ok(())
     }
 
     /// Writes histograms for `--watch`, if it is their step.
-    fn watch(&mut self, turn: &StepContext) {
-        let step = (turn.epoch - 1) * self.sources.steps + turn.index;
+    fn watch(&mut self, at: &StepContext) {
+        let step = (at.epoch - 1) * self.sources.steps + at.index;
         if step.is_multiple_of(self.settings.watch) && self.ctx.is_main() {
             let _phase = self.ctx.phase("reporting");
             let grads = self.strategy.groups()[0].gradients;
@@ -476,17 +476,12 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Reports a step of the mean loss `own` of this rank and `mean` of all; `sums` are this rank's losses by part.
     fn report(
         &mut self,
-        turn: &StepContext,
+        at: &StepContext,
         mut sums: Vec<f64>,
         [own, mean]: [f64; 2],
     ) -> Result<()> {
         let (ctx, settings) = (self.ctx, self.settings);
-        let StepContext {
-            epoch,
-            index,
-            global,
-            ..
-        } = *turn;
+        let (epoch, index, global) = (at.epoch, at.index, at.global);
         let reports = &mut self.reports;
         let units = global.samples * self.sources.unit.1;
         reports.progress.step(units, Some(mean));
@@ -546,13 +541,13 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// Saves after a step, if it is time. After the last step of an epoch, or of its part, nothing is saved before the
     /// evaluation; with a state of the program's own nothing before the next step.
-    fn save_after(&mut self, turn: &StepContext) -> Result<()> {
-        let (next, step) = (turn.index + 1, self.course.place.step + 1);
+    fn save_after(&mut self, at: &StepContext) -> Result<()> {
+        let (next, step) = (at.index + 1, self.course.place.step + 1);
         let is_end = next == self.sources.steps;
         let ended = is_end || self.course.extent.is_cut(step);
         self.course.place = Place {
-            epoch: turn.cursor.epoch,
-            samples: turn.cursor.samples,
+            epoch: at.cursor.epoch,
+            samples: at.cursor.samples,
             step_in_epoch: if is_end { 0 } else { next as u64 },
             step,
         };
@@ -618,11 +613,11 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let began = Instant::now();
         let phase = self.ctx.phase("saving");
         let buffers = self.mean_buffers()?;
-        let (sums, samples) = match &self.course.running {
+        let losses = match &self.course.running {
             Some(running) => running.losses.gathered(self.strategy.batch_group())?,
-            None => (Vec::new(), 0),
+            None => Losses::default(),
         };
-        self.save_for(action, buffers.as_deref(), &sums, samples)?;
+        self.save_for(action, buffers.as_deref(), &losses)?;
         drop(phase);
         self.course.results.timing.saved += began.elapsed();
         self.count_time(0);
@@ -638,7 +633,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             taken => (epoch - 1) * self.sources.steps + taken - 1,
         };
         let losses = match taken {
-            0 => (Vec::new(), 0),
+            0 => Losses::default(),
             _ => running.losses.gathered(self.strategy.batch_group())?,
         };
         let train_loss = running

@@ -4,44 +4,43 @@
 //! starts; outputs are moved into the store and synced, then recorded together with `done`.
 //! An engine that dies at any moment therefore leaves a run that another one continues.
 
+mod attempt;
+mod files;
+mod screen;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::IsTerminal;
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, ExitStatus, Stdio};
+use std::path::PathBuf;
+use std::process::ExitStatus;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use phalanx_base::error::{Error, ErrorKind, Result};
-use phalanx_base::files::{create_folder, read_regular};
-use phalanx_base::{format, say, stop};
-use phalanx_process::reap::{adopt_orphans, reap_group};
-use phalanx_process::{Guard, own_program, tied_command};
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
-use serde_json::{Map, Value as Json};
+use phalanx_base::files::create_folder;
+use phalanx_base::{format, stop};
+use phalanx_process::Guard;
+use phalanx_process::reap::adopt_orphans;
+use rustix::process::Signal;
 
+use self::attempt::{Live, Why, start_of};
+use self::files::{Broken, broken, check, collect, has, mend};
+use self::screen::Screen;
 use crate::call::Call;
-use crate::child::{self, Start, log_file, outputs_dir, work_dir};
+use crate::child;
 use crate::lock::EngineLock;
-use crate::objects::{Objects, cannot, remove_all};
-use crate::resources::{Grant, Limiter, Machine, Pool, end_group, size};
-use crate::spec::{Action, Placeholder, Resources, Source, Task, Type, Value, Workflow};
+use crate::objects::{cannot, remove_all};
+use crate::resources::{Grant, Limiter, Machine, Pool};
+use crate::spec::{Resources, Source, Task, Value, Workflow};
 use crate::store::{Attempt, Cached, Item, Items, Node, Run, State, Store, now};
-
-/// From SIGTERM to SIGKILL.
-const GRACE: Duration = Duration::from_secs(5);
 
 /// When it is looked again whether the processes of a stopped task have ended.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Tasks for which files are read at the same time, before they start.
 const MOST_BUSY: usize = 8;
-
-/// Largest text of an output value.
-const MOST_VALUE: u64 = 16 << 20;
 
 /// What a user chooses for one run.
 #[derive(Default)]
@@ -70,13 +69,6 @@ enum Found {
     End(End),
 }
 
-/// An input that cannot be used.
-struct Broken {
-    input: String,
-    sha256: String,
-    why: String,
-}
-
 /// How an attempt has ended.
 struct End {
     dir: PathBuf,
@@ -90,94 +82,6 @@ struct End {
     outputs: Option<std::result::Result<Items, String>>,
     /// The key of its call now.
     key: Option<String>,
-}
-
-/// Why the engine ends an attempt.
-#[derive(Clone, Copy, PartialEq)]
-enum Why {
-    Timeout(Duration),
-    Stopped,
-    /// An input was changed by it, or by another task that runs.
-    InputChanged,
-}
-
-impl Why {
-    fn text(self) -> String {
-        match self {
-            Why::Timeout(limit) => {
-                format!("timeout after {}", humantime::format_duration(limit))
-            }
-            Why::Stopped => "stopped".to_owned(),
-            Why::InputChanged => {
-                "an input was changed while it and another task ran; it runs again alone".to_owned()
-            }
-        }
-    }
-}
-
-/// The processes of an attempt.
-struct Processes {
-    child: Child,
-    group: Pid,
-    cgroup: Option<PathBuf>,
-    is_reaped: bool,
-}
-
-/// An attempt that runs, or whose outputs are read.
-struct Live {
-    /// `None` once its main process has ended.
-    processes: Option<Processes>,
-    /// All have ended.
-    is_over: Arc<AtomicBool>,
-    dir: PathBuf,
-    grant: Grant,
-    started: Instant,
-    /// When it is told to end, and when it is killed.
-    term_at: Option<Instant>,
-    kill_at: Option<Instant>,
-    why: Option<Why>,
-}
-
-impl Live {
-    fn signal(&self, signal: Signal) {
-        if let Some(processes) = &self.processes {
-            processes.signal(signal);
-        }
-    }
-
-    fn end(&mut self, why: Why) {
-        if self.why.is_none() {
-            self.why = Some(why);
-            self.term_at = None;
-            self.kill_at = Some(Instant::now() + GRACE);
-            self.signal(Signal::TERM);
-        }
-    }
-}
-
-impl Processes {
-    fn signal(&self, signal: Signal) {
-        let _ = kill_process_group(self.group, signal);
-    }
-
-    /// Ends and reaps all; whether the memory limit was exceeded.
-    fn finish(&mut self) -> (std::io::Result<ExitStatus>, bool) {
-        self.signal(Signal::KILL);
-        let status = self.child.wait();
-        self.is_reaped = true;
-        reap_group(self.group);
-        let too_large = self.cgroup.take().is_some_and(|group| end_group(&group));
-        (status, too_large)
-    }
-}
-
-impl Drop for Processes {
-    /// No attempt outlives its engine.
-    fn drop(&mut self) {
-        if !self.is_reaped {
-            let _ = self.finish();
-        }
-    }
 }
 
 /// One engine, which runs one workflow. Files are read on other threads, so that it looks at
@@ -212,167 +116,11 @@ struct Engine<'a> {
     sender: Sender<Event>,
 }
 
-/// The values of `--input NAME=VALUE`; a file or folder is its absolute path.
-///
-/// # Errors
-///
-/// Usage: an unknown name, a value of another type.
-pub(crate) fn given(workflow: &Workflow, words: &[String]) -> Result<BTreeMap<String, Json>> {
-    let mut values = BTreeMap::new();
-    let here = std::env::current_dir()?;
-    for word in words {
-        let (name, text) = word.split_once('=').ok_or_else(|| {
-            Error::usage(format!("--input cannot be {word:?}")).note("try", "--input NAME=VALUE")
-        })?;
-        // An input of a group may be given without the group's name.
-        let is_it = |known: &str| known.split_once('.').is_some_and(|(_, own)| own == name);
-        let mut short = workflow.inputs.keys().filter(|known| is_it(known));
-        let name = match (
-            workflow.inputs.contains_key(name),
-            short.next(),
-            short.next(),
-        ) {
-            (false, Some(only), None) => only,
-            _ => name,
-        };
-        let Some(input) = workflow.inputs.get(name) else {
-            let known: Vec<&str> = workflow.inputs.keys().map(String::as_str).collect();
-            let known = if known.is_empty() {
-                "none".to_owned()
-            } else {
-                known.join(", ")
-            };
-            return Err(
-                Error::usage(format!("--input {name}: the workflow has no such input"))
-                    .note("inputs", known),
-            );
-        };
-        let value = (input.kind.read(text))
-            .map_err(|why| Error::usage(format!("--input {name}: {text:?} {why}")))?;
-        values.insert(
-            name.to_owned(),
-            match value {
-                Json::String(path) if input.kind.is_path() => {
-                    here.join(path).to_string_lossy().into()
-                }
-                value => value,
-            },
-        );
-    }
-    Ok(values)
-}
-
-/// Starts a new run of `workflow` with `given`; returns its id. The store must be locked.
-pub(crate) fn create(
-    store: &Store,
-    workflow: Workflow,
-    given: &BTreeMap<String, Json>,
-) -> Result<String> {
-    record_run(store, workflow, given).map_err(|error| match error.kind() {
-        ErrorKind::Usage => error,
-        _ => error.note("then", "start it again"),
-    })
-}
-
-fn record_run(store: &Store, workflow: Workflow, given: &BTreeMap<String, Json>) -> Result<String> {
-    store.tidy()?;
-    let mut sources = BTreeMap::new();
-    let mut resolve = |kind: Type, value: &Json| -> Result<Item> {
-        match value {
-            Json::String(path) if kind.is_path() => {
-                let path = std::path::absolute(workflow.folder.join(path))?;
-                let object = store.objects.import(&path, kind)?;
-                sources.insert(object.sha256.clone(), path);
-                Ok(Item::Object(object))
-            }
-            value => Ok(Item::Value(canonical(kind, value))),
-        }
-    };
-    let mut inputs = Items::new();
-    for (name, input) in &workflow.inputs {
-        let Some(value) = given.get(name).or(input.default.as_ref()) else {
-            return Err(
-                Error::usage(format!("input {name:?} ({}) has no default", input.kind))
-                    .note("try", format!("--input {name}=VALUE")),
-            );
-        };
-        inputs.insert(name.clone(), resolve(input.kind, value)?);
-    }
-    let mut constants = Items::new();
-    let disk = rustix::fs::statvfs(&store.dir).ok();
-    let free = disk.map_or(u64::MAX, |disk| disk.f_bavail.saturating_mul(disk.f_frsize));
-    for task in &workflow.tasks {
-        let Resources {
-            storage,
-            ephemeral_storage,
-            ..
-        } = task.requests;
-        // The store has both.
-        let asked = storage
-            .unwrap_or(0)
-            .saturating_add(ephemeral_storage.unwrap_or(0));
-        if asked > free {
-            let message = format!(
-                "task {:?} requests {} of storage, but {} has {}",
-                task.name,
-                size(asked),
-                store.dir.display(),
-                size(free)
-            );
-            return Err(
-                Error::usage(message).note("try", "free some space, or another --store DIR")
-            );
-        }
-        for (name, input) in &task.inputs {
-            if let Value::Constant(value) = &input.value {
-                let item = resolve(input.kind, value).map_err(|error| {
-                    error.note("in", format!("task {:?}, input {name:?}", task.name))
-                })?;
-                constants.insert(format!("{}.{name}", task.name), item);
-            }
-        }
-    }
-    let number = store.next_number()?;
-    let id = format!("{}-{number}", workflow.name);
-    let run = Run {
-        number,
-        state: State::Interrupted,
-        started: now(),
-        ended: None,
-        limits: String::new(),
-        inputs,
-        constants,
-        sources,
-        outputs: Items::new(),
-        workflow,
-    };
-    store.write(|changes| {
-        changes.run(&id, &run);
-        for task in &run.workflow.tasks {
-            changes.node(&id, &task.name, &Node::new());
-        }
-    })?;
-    Ok(id)
-}
-
-/// `3` as a float is `3.0`.
-pub(crate) fn canonical(kind: Type, value: &Json) -> Json {
-    match (kind, value) {
-        (Type::Float, Json::Number(n)) => n.as_f64().map_or(Json::Null, Json::from),
-        (Type::List(item), Json::Array(items)) => {
-            items.iter().map(|v| canonical(item.into(), v)).collect()
-        }
-        (_, value) => value.clone(),
-    }
-}
-
 /// Checks that this machine can run all tasks of `workflow`.
 pub(crate) fn check_machine(workflow: &Workflow, options: &Options) -> Result<()> {
     let machine = Machine::new(&options.resources);
-    workflow
-        .tasks
-        .iter()
-        .try_for_each(|task| machine.check(task))
+    let mut tasks = workflow.tasks.iter();
+    tasks.try_for_each(|task| machine.check(task))
 }
 
 /// Runs, or continues, the run `id` until it has ended. Must be called on a thread that lives as
@@ -455,11 +203,8 @@ impl Engine<'_> {
         for task in self.run.workflow.tasks.clone() {
             let mut node = self.store.node(self.id, &task.name)?;
             if node.attempts.last().is_some_and(|last| last.end.is_none()) {
-                child::end_all(
-                    &self
-                        .store
-                        .attempt_dir(self.id, &task.name, node.attempts.len()),
-                )?;
+                let number = node.attempts.len();
+                child::end_all(&self.store.attempt_dir(self.id, &task.name, number))?;
             }
             for attempt in &mut node.attempts {
                 attempt.counts = false;
@@ -491,16 +236,14 @@ impl Engine<'_> {
             }
         }
         let tasks = &self.run.workflow.tasks;
-        self.screen.line(
-            "Run",
-            &format!("{} ({})", self.id, format::plural(tasks.len(), "task")),
-        );
+        let text = format!("{} ({})", self.id, format::plural(tasks.len(), "task"));
+        self.screen.line("Run", &text);
         let has_limits = |task: &Task| {
             task.limits.cpus.or(task.limits.gpus).is_some() || task.limits.memory.is_some()
         };
         if tasks.iter().any(has_limits) {
-            self.screen
-                .line("Limits", &format!("by {}", self.run.limits));
+            let text = format!("by {}", self.run.limits);
+            self.screen.line("Limits", &text);
         }
         Ok(())
     }
@@ -541,12 +284,9 @@ impl Engine<'_> {
                 return self.conclude();
             }
             let now = Instant::now();
-            let times = self
-                .live
-                .values()
-                .flat_map(|live| [live.term_at, live.kill_at])
-                .flatten();
-            let next = times.chain(self.pauses.values().copied()).min();
+            let live = self.live.values();
+            let times = live.flat_map(|live| [live.term_at, live.kill_at]);
+            let next = times.flatten().chain(self.pauses.values().copied()).min();
             let mut wait = next.map_or(Duration::from_secs(60), |at| {
                 at.saturating_duration_since(now)
             });
@@ -699,7 +439,7 @@ impl Engine<'_> {
                 Value::From(source) => self.item(source),
             };
             let item = match item? {
-                Item::Value(value) => Item::Value(canonical(input.kind, value)),
+                Item::Value(value) => Item::Value(input.kind.canonical(value)),
                 object => object.clone(),
             };
             Some((name.clone(), item))
@@ -835,14 +575,7 @@ impl Engine<'_> {
             }
         }
         let end = format!("cannot start: input {:?}: {}", broken.input, broken.why);
-        let attempt = Attempt {
-            started: now(),
-            ended: None,
-            end: None,
-            counts: true,
-            limits: String::new(),
-            gpus: Vec::new(),
-        };
+        let attempt = Attempt::new(String::new(), Vec::new());
         self.change(&task.name, |node| node.attempts.push(attempt))?;
         self.record(&task.name, end.clone(), Outcome::Failed)?;
         self.screen.line("Failed", &format!("{}: {end}", task.name));
@@ -856,83 +589,24 @@ impl Engine<'_> {
         let dir = self.store.attempt_dir(self.id, name, number);
         // Of an engine that was killed before it had recorded the attempt.
         remove_all(&dir).map_err(|error| cannot("remove", &dir, error))?;
-        for folder in [dir.join("inputs"), work_dir(&dir), outputs_dir(&dir)] {
+        for folder in child::folders(&dir) {
             create_folder(&folder)?;
         }
-        let (limits, said) = self
-            .limiter
-            .limits(task, &grant, &format!("{name}-{number}"))?;
-        let cgroup = limits.cgroup.clone();
-        let start = self.start_of(task, &inputs, &dir, number, limits)?;
+        let group = format!("{name}-{number}");
+        let (limits, said) = self.limiter.limits(task, &grant, &group)?;
+        let call = self.call(task, inputs);
+        let names = [self.id, &number.to_string()];
+        let start = start_of(&call, &self.store.objects, &dir, names, limits)?;
         let args = child::prepare(&start)?;
-        let attempt = Attempt {
-            started: now(),
-            ended: None,
-            end: None,
-            counts: true,
-            limits: said.clone(),
-            gpus: grant.gpus.clone(),
-        };
+        let attempt = Attempt::new(said.clone(), grant.gpus.clone());
         self.change(name, |node| {
             node.state = State::Running;
             node.attempts.push(attempt);
         })?;
-        let log =
-            fs::File::create(log_file(&dir)).map_err(|error| cannot("create", &dir, error))?;
-        let failed = |error| {
-            Error::new(
-                ErrorKind::System,
-                format!("cannot start a process for task {name:?}"),
-            )
-            .caused_by(error)
-        };
-        let child = tied_command(&self.guard, None)
-            .and_then(|mut command| {
-                command
-                    .arg(own_program())
-                    .args(args)
-                    .stdin(Stdio::null())
-                    .stdout(log.try_clone()?)
-                    .stderr(log)
-                    // Tasks without GPUs must not use those of others.
-                    .env("CUDA_VISIBLE_DEVICES", grant.gpus.join(","))
-                    .spawn()
-            })
-            .map_err(failed)?;
-        // Numbers of processes are positive.
-        let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
-        let group = pid.ok_or_else(|| failed(std::io::Error::other("no process number")))?;
-        let started = Instant::now();
-        let processes = Processes {
-            child,
-            group,
-            cgroup,
-            is_reaped: false,
-        };
-        let live = Live {
-            processes: Some(processes),
-            is_over: Arc::default(),
-            dir,
-            started,
-            term_at: task.timeout.and_then(|limit| started.checked_add(limit)),
-            kill_at: None,
-            why: None,
-            grant,
-        };
-        let (sender, task) = (self.sender.clone(), name.clone());
-        std::thread::Builder::new()
-            .stack_size(64 << 10)
-            .spawn(move || {
-                // Not reaped here: until then nobody else gets its number. Without a deadline:
-                // the main thread has those.
-                let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-                while matches!(
-                    waitid(WaitId::Pid(group), options),
-                    Err(rustix::io::Errno::INTR)
-                ) {}
-                let _ = sender.send(Event::Ended(task));
-            })
-            .map_err(failed)?;
+        let (sender, ended) = (self.sender.clone(), Event::Ended(name.clone()));
+        let live = Live::start(task, start, args, grant, &self.guard, move || {
+            let _ = sender.send(ended);
+        })?;
         let mut text = name.clone();
         if number > 1 {
             text.push_str(&format!(" (attempt {number})"));
@@ -946,77 +620,6 @@ impl Engine<'_> {
         self.screen.line("Running", &text);
         self.live.insert(name.clone(), live);
         Ok(())
-    }
-
-    fn start_of(
-        &self,
-        task: &Task,
-        inputs: &Items,
-        dir: &Path,
-        number: usize,
-        limits: child::ProcessLimits,
-    ) -> Result<Start> {
-        let mut values = Map::new();
-        for (name, item) in inputs {
-            let value = match item {
-                Item::Value(value) => value.clone(),
-                Item::Object(object) => {
-                    let link = dir.join("inputs").join(name);
-                    std::os::unix::fs::symlink(self.store.objects.path(object), &link)
-                        .map_err(|error| cannot("create", &link, error))?;
-                    Json::from(link.to_string_lossy())
-                }
-            };
-            values.insert(name.clone(), value);
-        }
-        let text = |name: &str| match values.get(name) {
-            Some(Json::String(text)) => text.clone(),
-            Some(value) => value.to_string(),
-            None => String::new(),
-        };
-        let output = |name: &str| outputs_dir(dir).join(name).to_string_lossy().into_owned();
-        let folder = self.run.workflow.folder.to_string_lossy();
-        let fill = |template: &str| {
-            Task::fill(template, &mut |placeholder| match placeholder {
-                Placeholder::Input(name) => text(name),
-                Placeholder::Output(name) => output(name),
-                Placeholder::Folder => folder.to_string(),
-            })
-        };
-        let mut env = BTreeMap::from([
-            ("FLOW_RUN".to_owned(), self.id.to_owned()),
-            ("FLOW_TASK".to_owned(), task.name.clone()),
-            ("FLOW_ATTEMPT".to_owned(), number.to_string()),
-            ("FLOW_FOLDER".to_owned(), folder.to_string()),
-        ]);
-        env.extend(path_with_us().map(|path| ("PATH".to_owned(), path)));
-        env.extend(
-            task.inputs
-                .keys()
-                .map(|name| (Task::input_variable(name), text(name))),
-        );
-        env.extend(
-            task.outputs
-                .keys()
-                .map(|name| (Task::output_variable(name), output(name))),
-        );
-        env.extend(
-            task.env
-                .iter()
-                .map(|(name, value)| (name.clone(), fill(value))),
-        );
-        let argv = match &task.action {
-            Action::Command(argv) => Some(argv.iter().map(|word| fill(word)).collect()),
-            _ => task.argv(),
-        };
-        Ok(Start {
-            argv,
-            task: task.name.clone(),
-            env,
-            inputs: values,
-            dir: dir.to_owned(),
-            limits,
-        })
     }
 
     /// A task's main process has ended: ends its other ones and reads its outputs.
@@ -1034,10 +637,8 @@ impl Engine<'_> {
         let task = task.clone();
         let guard = self.guard.clone();
         let inputs = self.nodes[name].inputs.clone();
-        let call = task
-            .cache
-            .is_some()
-            .then(|| self.call(&task, inputs.clone()));
+        let is_cached = task.cache.is_some();
+        let call = is_cached.then(|| self.call(&task, inputs.clone()));
         self.find(name, move |store| {
             let left = child::end_all(&dir).err();
             let (status, is_too_large) = processes.finish();
@@ -1072,15 +673,12 @@ impl Engine<'_> {
         if self.live.get(name).is_none_or(|live| live.dir != end.dir) {
             return Ok(());
         }
-        let (Some(live), Some(task)) = (
-            self.live.remove(name),
-            self.run.workflow.task(name).cloned(),
-        ) else {
+        let task = self.run.workflow.task(name).cloned();
+        let (Some(live), Some(task)) = (self.live.remove(name), task) else {
             return Ok(());
         };
-        let status = end
-            .status
-            .map_err(|error| cannot("wait for", &live.dir, error))?;
+        let failed = |error| cannot("wait for", &live.dir, error);
+        let status = end.status.map_err(failed)?;
         self.pool.give_back(live.grant);
         let (text, outcome) = match (live.why, status.code()) {
             (Some(why @ Why::InputChanged), _) => (why.text(), Outcome::Again),
@@ -1117,17 +715,13 @@ impl Engine<'_> {
             State::Done => {
                 let took = format!("{:.1} s", live.started.elapsed().as_secs_f64());
                 self.screen.line("Done", &format!("{name} in {took}"));
-                for folder in [
-                    work_dir(&live.dir),
-                    outputs_dir(&live.dir),
-                    live.dir.join("inputs"),
-                ] {
+                for folder in child::folders(&live.dir) {
                     let _ = remove_all(&folder);
                 }
             }
             State::Failed => {
                 self.screen.line("Failed", &format!("{name}: {text}"));
-                for line in last_lines(&log_file(&live.dir), 10) {
+                for line in child::last_lines(&live.dir, 10) {
                     self.screen.line("", &line);
                 }
             }
@@ -1141,10 +735,8 @@ impl Engine<'_> {
                 self.pauses.insert(name.to_owned(), Instant::now() + pause);
                 let pause = humantime::format_duration(pause);
                 let left = task.retries.times + 1 - failures;
-                self.screen.line(
-                    "Retry",
-                    &format!("{name}: {text}; again in {pause} ({left} left)"),
-                );
+                let text = format!("{name}: {text}; again in {pause} ({left} left)");
+                self.screen.line("Retry", &text);
             }
         }
         Ok(())
@@ -1158,11 +750,8 @@ impl Engine<'_> {
         }
         let nodes = &self.nodes;
         let has_it = |name: &String| has(&nodes[name].inputs, &changed.sha256);
-        let mut others = self
-            .live
-            .iter_mut()
-            .filter(|(name, _)| has_it(name))
-            .peekable();
+        let live = self.live.iter_mut();
+        let mut others = live.filter(|(name, _)| has_it(name)).peekable();
         if others.peek().is_none() {
             return false;
         }
@@ -1219,10 +808,8 @@ impl Engine<'_> {
     }
 
     fn conclude(&mut self) -> Result<Result<Items>> {
-        let failed = self
-            .nodes
-            .iter()
-            .find(|(_, node)| node.state == State::Failed);
+        let mut nodes = self.nodes.iter();
+        let failed = nodes.find(|(_, node)| node.state == State::Failed);
         let all_done = self.nodes.values().all(|node| node.state == State::Done);
         let cancel = self.store.cancel_file(self.id).exists();
         let state = match (failed, self.stopping) {
@@ -1239,12 +826,9 @@ impl Engine<'_> {
         let error = failed.map(|(name, node)| {
             let end = node.attempts.last().and_then(|attempt| attempt.end.clone());
             let message = format!("task {name:?} failed: {}", end.unwrap_or_default());
-            Error::new(ErrorKind::Failed, message)
-                .note(
-                    "log",
-                    format!("{} logs {} {name}", self.options.command, self.id),
-                )
-                .note("try", again.clone())
+            let log = format!("{} logs {} {name}", self.options.command, self.id);
+            let error = Error::new(ErrorKind::Failed, message).note("log", log);
+            error.note("try", again.clone())
         });
         self.run.state = state;
         self.run.ended = Some(now());
@@ -1269,26 +853,14 @@ impl Engine<'_> {
     }
 
     fn status(&mut self) {
-        let done = self
-            .nodes
-            .values()
-            .filter(|node| node.state == State::Done)
-            .count();
-        let live = self.live.iter();
-        let live: Vec<String> = live
-            .map(|(name, live)| format!("{name} {} s", live.started.elapsed().as_secs()))
-            .collect();
+        let is_done = |node: &&Node| node.state == State::Done;
+        let done = self.nodes.values().filter(is_done).count();
+        let live = (self.live.iter())
+            .map(|(name, live)| format!("{name} {} s", live.started.elapsed().as_secs()));
+        let live: Vec<String> = live.collect();
         let text = format!("{done}/{} done: {}", self.nodes.len(), live.join(", "));
         self.screen.status(&text);
     }
-}
-
-/// `PATH`, and at its end the folder of this program: commands find `phalanx`.
-fn path_with_us() -> Option<String> {
-    let exe = std::env::current_exe().ok()?;
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let folders = std::env::split_paths(&path).chain([exe.parent()?.to_owned()]);
-    std::env::join_paths(folders).ok()?.into_string().ok()
 }
 
 /// What has become of a task after an attempt.
@@ -1300,206 +872,4 @@ enum Outcome {
     Retry,
     /// The attempt does not count.
     Again,
-}
-
-fn has(items: &Items, sha256: &str) -> bool {
-    let mut items = items.values();
-    items.any(|item| matches!(item, Item::Object(object) if object.sha256 == sha256))
-}
-
-/// Whether all files and folders in `items` are whole.
-fn check(store: &Store, items: &Items) -> std::result::Result<(), String> {
-    items.values().try_for_each(|item| match item {
-        Item::Object(object) => store.objects.check_changes(object),
-        Item::Value(_) => Ok(()),
-    })
-}
-
-/// The first input that is not whole.
-fn broken(store: &Store, inputs: &Items) -> Option<Broken> {
-    inputs.iter().find_map(|(name, item)| match item {
-        Item::Object(object) => Some(Broken {
-            why: store.objects.check_changes(object).err()?,
-            input: name.clone(),
-            sha256: object.sha256.clone(),
-        }),
-        Item::Value(_) => None,
-    })
-}
-
-/// Copies inputs that are not whole from where they came, or says why that is not possible.
-fn mend(
-    store: &Store,
-    inputs: &Items,
-    sources: &BTreeMap<String, PathBuf>,
-) -> Result<std::result::Result<(), Broken>> {
-    for item in inputs.values() {
-        let Item::Object(object) = item else { continue };
-        if let Some(source) = sources.get(&object.sha256)
-            && let Err(why) = store.objects.check_changes(object)
-            && let Err(and) = store.objects.restore(object, source)?
-        {
-            let input = inputs.iter().find(|(_, other)| *other == item);
-            return Ok(Err(Broken {
-                input: input.map(|(name, _)| name.clone()).unwrap_or_default(),
-                sha256: object.sha256.clone(),
-                why: format!("{why}, and {and}"),
-            }));
-        }
-    }
-    Ok(broken(store, inputs).map_or(Ok(()), Err))
-}
-
-/// Moves the outputs of an attempt into the store, or says which one is missing or wrong.
-fn collect(
-    objects: &Objects,
-    task: &Task,
-    dir: &Path,
-) -> Result<std::result::Result<Items, String>> {
-    let mut items = Items::new();
-    for (name, kind) in &task.outputs {
-        let path = outputs_dir(dir).join(name);
-        let Ok(found) = path.symlink_metadata() else {
-            let variable = Task::output_variable(name);
-            return Ok(Err(format!(
-                "output {name:?} is missing: the task must write it to ${variable}"
-            )));
-        };
-        let is_right = match kind {
-            Type::Folder => found.is_dir(),
-            _ => found.is_file(),
-        };
-        if !is_right {
-            return Ok(Err(format!("output {name:?} is not a {kind}")));
-        }
-        let item = if kind.is_path() {
-            match objects.adopt(&path, *kind) {
-                Ok(object) => Item::Object(object),
-                Err(error) if error.kind() == ErrorKind::Usage => {
-                    return Ok(Err(error.chain()));
-                }
-                Err(error) => return Err(error),
-            }
-        } else {
-            let text = read_regular(&path, MOST_VALUE).map(String::from_utf8);
-            let Ok(Ok(text)) = text else {
-                return Ok(Err(format!(
-                    "output {name:?} is not text of at most 16 MiB"
-                )));
-            };
-            let text = text.strip_suffix('\n').unwrap_or(&text);
-            match kind.read(text) {
-                Ok(value) => Item::Value(canonical(*kind, &value)),
-                Err(why) => return Ok(Err(format!("output {name:?} {why}"))),
-            }
-        };
-        items.insert(name.clone(), item);
-    }
-    Ok(Ok(items))
-}
-
-/// The last `count` lines of a log.
-pub(crate) fn last_lines(path: &Path, count: usize) -> Vec<String> {
-    use std::io::{Read, Seek, SeekFrom};
-    let read = || {
-        let mut file = fs::File::open(path)?;
-        let size = file.metadata()?.len();
-        file.seek(SeekFrom::Start(size.saturating_sub(16 << 10)))?;
-        let mut bytes = Vec::new();
-        file.read_to_end(&mut bytes)?;
-        Ok::<_, std::io::Error>(String::from_utf8_lossy(&bytes).into_owned())
-    };
-    let text = read().unwrap_or_default();
-    let lines: Vec<&str> = text.lines().collect();
-    lines[lines.len().saturating_sub(count)..]
-        .iter()
-        .map(|line| (*line).to_owned())
-        .collect()
-}
-
-/// Lines on standard error, as cargo's, and below them the state of a run on a terminal.
-struct Screen {
-    is_terminal: bool,
-    has_status: bool,
-}
-
-impl Screen {
-    fn new() -> Screen {
-        Screen {
-            is_terminal: std::io::stderr().is_terminal(),
-            has_status: false,
-        }
-    }
-
-    fn raw(&mut self, text: &str) {
-        use std::io::Write;
-        let _ = std::io::stderr().write_all(text.as_bytes());
-    }
-
-    fn clear(&mut self) {
-        if std::mem::take(&mut self.has_status) {
-            self.raw("\r\x1b[K");
-        }
-    }
-
-    fn line(&mut self, verb: &str, text: &str) {
-        self.clear();
-        say::note(format!("{verb:>12} {text}"));
-    }
-
-    fn status(&mut self, text: &str) {
-        self.clear();
-        let short: String = text.chars().take(76).collect();
-        self.raw(&phalanx_base::text::one_line(&short));
-        self.has_status = true;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// As `phalanx flow run` of a folder, up to its first task.
-    fn start(dir: &Path, folder: &Path) -> Result<String> {
-        let text = "name = \"w\"\n[inputs]\ndata = { type = \"folder\" }\n[tasks.a]\nshell = \"true\"\ninputs = { data = \"{inputs.data}\" }\n";
-        let workflow = Workflow::from_toml(text, dir, "flow.toml")?;
-        let store = Store::create(&dir.join("store"))?;
-        let _lock = store.lock()?;
-        let given = BTreeMap::from([("data".to_owned(), Json::from(folder.to_string_lossy()))]);
-        create(&store, workflow, &given)
-    }
-
-    #[test]
-    fn a_run_starts_after_one_that_was_killed_while_it_copied_an_input() {
-        crate::objects::as_another_user(|dir| {
-            use std::os::unix::fs::PermissionsExt;
-            let data = dir.join("data");
-            fs::create_dir(&data).unwrap();
-            fs::write(data.join("a"), "1").unwrap();
-            fs::write(data.join("b"), "2").unwrap();
-            let read_only = fs::Permissions::from_mode(0o444);
-            fs::set_permissions(data.join("a"), read_only.clone()).unwrap();
-            let objects = Objects::new(&dir.join("store"));
-            let sum = objects.content(&data, Type::Folder).unwrap().sha256;
-            // Half of a copy, by the names of older versions and of this one.
-            for name in [format!("import-{sum}"), "import-0".to_owned()] {
-                let left = dir.join("store/tmp").join(name);
-                fs::create_dir_all(&left).unwrap();
-                fs::write(left.join("a"), "").unwrap();
-                fs::set_permissions(left.join("a"), read_only.clone()).unwrap();
-                fs::set_permissions(&left, fs::Permissions::from_mode(0o555)).unwrap();
-            }
-            assert_eq!(start(dir, &data).unwrap(), "w-1");
-            assert_eq!(start(dir, &data).unwrap(), "w-2");
-            // The second one found all in the store.
-            assert!(!dir.join("store/tmp").exists());
-        });
-    }
-
-    #[test]
-    fn a_folder_with_the_store_in_it_is_no_input() {
-        let dir = tempfile::tempdir().unwrap();
-        let text = start(dir.path(), dir.path()).unwrap_err().chain();
-        assert!(text.contains("the store is in it"), "{text}");
-    }
 }
