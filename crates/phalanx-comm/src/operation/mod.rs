@@ -5,7 +5,7 @@ mod signature;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub(crate) use self::signature::{PeerOperation, Signature};
+pub(crate) use self::signature::{PeerOperation, Signature, desync};
 
 use crate::plan::{Collective, Method, RankPlan};
 use crate::{DType, ReduceOp};
