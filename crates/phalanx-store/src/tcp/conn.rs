@@ -170,7 +170,7 @@ impl Conn {
     }
 
     /// Queues a message to a follower, behind others.
-    pub(super) fn queue(&mut self, message: &Response<'_>) {
+    pub(super) fn queue(&mut self, message: &Response) {
         if self.sent > self.outbox.len() / 2 {
             self.outbox.drain(..self.sent);
             self.sent = 0;

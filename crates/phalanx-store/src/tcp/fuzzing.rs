@@ -171,7 +171,10 @@ mod tests {
         other.0.set_nonblocking(false).unwrap();
         let mut response = [0; 10];
         other.0.read_exact(&mut response).unwrap();
-        assert_eq!(Response::decode(&response[4..]), Ok(Response::Value(b"1")));
+        assert_eq!(
+            Response::decode(&response[4..]),
+            Ok(Response::Value(b"1".to_vec()))
+        );
         ask(&serving, &mut late, &pop);
         drop(late.0);
         arrived(&serving, late.1, PollFlags::RDHUP);

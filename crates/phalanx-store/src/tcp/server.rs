@@ -252,8 +252,12 @@ impl TcpServer {
         self.ask(move |server| {
             let keys = server.table.iter().map(|(key, _)| key);
             let keys = keys.filter(|key| !key.starts_with(&keep));
-            let keys = keys.map(str::to_owned).collect();
-            server.remove(keys);
+            for key in keys.map(str::to_owned).collect::<Vec<_>>() {
+                server.table.delete(&key);
+                server
+                    .followers
+                    .changed(&mut server.conns, &server.table, &key);
+            }
         });
     }
 
@@ -521,15 +525,6 @@ impl ServerLoop {
         for id in members.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.close(id);
         }
-    }
-
-    /// Removes keys. Returns how many there were.
-    fn remove(&mut self, keys: Vec<String>) -> u64 {
-        for key in &keys {
-            self.table.delete(key);
-            self.followers.changed(&mut self.conns, &self.table, key);
-        }
-        keys.len() as u64
     }
 
     /// Lets go the responses whose changes all followers have.
@@ -921,84 +916,32 @@ impl ServerLoop {
         } else if self.mode != Mode::Everybody {
             return self.protocol_error(id, &"a request before the store is open");
         }
-        let mut appeared = None;
-        let pushed;
-        let about = key_of(&request);
-        let result = match request {
-            Request::Set { key, value } => {
-                let done = self.table.set(key, value);
-                appeared = done.is_ok().then_some(key);
-                done.map(|()| Response::Done)
-            }
-            Request::Get { key, timeout_ms } => {
-                return self.wait(id, &[key], timeout_ms, Wanted::Value);
-            }
-            Request::Wait { keys, timeout_ms } => {
-                return self.wait(id, &keys, timeout_ms, Wanted::Keys);
-            }
+        match request {
+            Request::Get { key, timeout_ms } => self.wait(id, &[key], timeout_ms, Wanted::Value),
+            Request::Wait { keys, timeout_ms } => self.wait(id, &keys, timeout_ms, Wanted::Keys),
             Request::QueuePop { queue, timeout_ms } => {
-                return self.wait(id, &[queue], timeout_ms, Wanted::Element);
-            }
-            Request::TryGet { key } => {
-                let value = self.table.get(key);
-                Ok(value.map_or(Response::NotFound, Response::Value))
-            }
-            Request::Add { key, delta } => {
-                let sum = self.table.add(key, delta);
-                appeared = sum.is_ok().then_some(key);
-                sum.map(Response::Number)
-            }
-            Request::Append { key, value } => {
-                let length = self.table.append(key, value);
-                appeared = length.is_ok().then_some(key);
-                length.map(|length| Response::Number(length.cast_signed()))
-            }
-            Request::QueuePush { queue, value } => {
-                pushed = self.table.push(queue, value);
-                appeared = pushed.as_deref().ok();
-                pushed.clone().map(|_| Response::Done)
-            }
-            Request::QueueLen { queue } => {
-                let length = self.table.queue_len(queue);
-                Ok(Response::Number(length.cast_signed()))
-            }
-            Request::CompareSet {
-                key,
-                expected,
-                desired,
-            } => {
-                let stored = self.table.compare_set(key, expected, desired);
-                appeared = (stored == Ok(true)).then_some(key);
-                let now = self.table.get(key);
-                stored.map(|_| now.map_or(Response::NotFound, Response::Value))
-            }
-            Request::Delete { key } => {
-                let existed = self.table.delete(key);
-                if existed {
-                    self.followers.changed(&mut self.conns, &self.table, key);
-                }
-                Ok(Response::Existed(existed))
-            }
-            Request::DeletePrefix { prefix } => {
-                let keys = self.table.with_prefix(prefix);
-                Ok(Response::Removed(self.remove(keys)))
+                self.wait(id, &[queue], timeout_ms, Wanted::Element);
             }
             Request::Will { key, value } => {
                 if let Some(conn) = self.conns.get_mut(&id) {
                     conn.will = value.map(|value| (key.to_owned(), value.to_vec()));
                 }
-                Ok(Response::Done)
+                self.answer(id, [key], &Response::Done);
             }
-            _ => return self.protocol_error(id, &"only a follower sends this request"),
-        };
-        if let Some(key) = appeared {
-            self.followers.changed(&mut self.conns, &self.table, key);
-        }
-        let response = result.unwrap_or_else(Response::Failed);
-        let hold = self.followers.hold(appeared.or(about));
-        answer(&mut self.conns, &self.location, hold, id, &response);
-        if let Some(key) = appeared {
-            self.key_appeared(key);
+            request => match self.table.apply(&request) {
+                (Response::Failed(Failure::BadRequest), _) => {
+                    self.protocol_error(id, &"only a follower sends this request");
+                }
+                (response, changed) => {
+                    for key in &changed {
+                        self.followers.changed(&mut self.conns, &self.table, key);
+                    }
+                    self.answer(id, [request.key()], &response);
+                    for key in &changed {
+                        self.key_appeared(key);
+                    }
+                }
+            },
         }
     }
 
@@ -1018,17 +961,18 @@ impl ServerLoop {
     /// Starts a wait.
     fn wait(&mut self, id: ConnId, keys: &[&str], timeout_ms: u32, wanted: Wanted) {
         let key_bytes: u64 = keys.iter().map(|key| key.len() as u64).sum();
+        let full = Response::Failed(Failure::StoreFull);
         while self.waited_bytes + key_bytes > self.options.max_buffered_bytes / 2 {
             // The wait with the most bytes fails: this one, or another.
             let Some((other, bytes)) = room::longest_wait(&self.conns, key_bytes) else {
-                return self.answer_failed(id, Failure::StoreFull);
+                return self.answer(id, [""], &full);
             };
             self.waited_bytes = self.waited_bytes.saturating_sub(bytes);
             self.remove_wait(other);
             if let Some(conn) = self.conns.get_mut(&other) {
                 conn.state = State::Member;
             }
-            self.answer_failed(other, Failure::StoreFull);
+            self.answer(other, [""], &full);
             self.answered.push(other);
         }
         self.waited_bytes += key_bytes;
@@ -1064,19 +1008,20 @@ impl ServerLoop {
             }
             return;
         }
-        let response = match wait.keys.first() {
-            Some(key) if wait.wanted == Wanted::Value => {
-                Response::Value(self.table.get(key).unwrap_or_default())
-            }
+        let value = wait.keys.first().and_then(|key| self.table.get(key));
+        let response = match value {
+            Some(value) if wait.wanted == Wanted::Value => Response::Value(value.to_vec()),
             _ => Response::Done,
         };
-        let mut out = std::mem::take(&mut conn.outbox);
-        let encoded = response.encode(&mut out);
-        conn.outbox = out;
-        conn.held_until = self.followers.hold(wait.keys.iter().map(String::as_str));
-        conn.state = State::Member;
-        if let Err(e) = encoded {
-            self.protocol_error(id, &e);
+        self.end_wait(id, &response);
+    }
+
+    /// Responds to a wait.
+    fn end_wait(&mut self, id: ConnId, response: &Response) {
+        if let Some(conn) = self.conns.get_mut(&id)
+            && let State::Waiting(wait) = std::mem::replace(&mut conn.state, State::Member)
+        {
+            self.answer(id, wait.keys.iter().map(String::as_str), response);
         }
     }
 
@@ -1092,16 +1037,16 @@ impl ServerLoop {
         let Some((key, value)) = self.table.pop(queue) else {
             return self.poppers.add(queue, id);
         };
-        conn.state = State::Member;
         self.followers.changed(&mut self.conns, &self.table, &key);
-        let hold = self.followers.hold([&*key]);
-        let response = Response::Value(&value);
-        answer(&mut self.conns, &self.location, hold, id, &response);
+        self.end_wait(id, &Response::Value(value));
     }
 
-    /// Ends the waits for which this was the last missing key. One that waits for an
-    /// element takes it.
+    /// Ends the waits for which this was the last missing key, if it exists. One that waits for
+    /// an element takes it.
     fn key_appeared(&mut self, key: &str) {
+        if !self.table.contains(key) {
+            return; // it was removed
+        }
         for id in self.waiters.take(key) {
             let Some(conn) = self.conns.get_mut(&id) else {
                 continue;
@@ -1155,18 +1100,19 @@ impl ServerLoop {
     /// Responds to a wait that timed out with the missing keys.
     fn time_out_wait(&mut self, id: ConnId) {
         self.remove_wait(id);
-        let Some(conn) = self.conns.get_mut(&id) else {
+        let Some(Conn {
+            state: State::Waiting(wait),
+            ..
+        }) = self.conns.get(&id)
+        else {
             return;
         };
-        let State::Waiting(wait) = std::mem::replace(&mut conn.state, State::Member) else {
-            return;
-        };
+        let missing = self.table.missing(wait.keys.iter().map(String::as_str));
         let response = match wait.wanted {
             Wanted::Element => Response::NotFound,
-            _ => Response::Missing(self.table.missing(wait.keys.iter().map(String::as_str))),
+            _ => Response::Missing(missing.into_iter().map(str::to_owned).collect()),
         };
-        let hold = self.followers.hold(wait.keys.iter().map(String::as_str));
-        answer(&mut self.conns, &self.location, hold, id, &response);
+        self.end_wait(id, &response);
     }
 
     /// Removes a connection's wait from the table of waiters.
@@ -1218,14 +1164,26 @@ impl ServerLoop {
             conn.since = Instant::now();
         }
         // It says nothing about the keys, so it is not held.
-        let response = Response::Failed(failure);
-        answer(&mut self.conns, &self.location, None, id, &response);
+        self.answer(id, [], &Response::Failed(failure));
     }
 
-    fn answer_failed(&mut self, id: ConnId, failure: Failure) {
-        let hold = self.followers.hold([""]);
-        let response = Response::Failed(failure);
-        answer(&mut self.conns, &self.location, hold, id, &response);
+    /// Queues a response about `keys`, to be held until the followers have them.
+    fn answer<'a>(
+        &mut self,
+        id: ConnId,
+        keys: impl IntoIterator<Item = &'a str>,
+        response: &Response,
+    ) {
+        let Some(conn) = self.conns.get_mut(&id) else {
+            return;
+        };
+        conn.held_until = self.followers.hold(keys);
+        if let Err(e) = response.encode(&mut conn.outbox) {
+            // The table has the same limits as the codec, so this is a bug. Close the
+            // connection, so that the member does not hang.
+            tracing::error!(location = self.location, "cannot encode a response: {e}");
+            conn.state = State::Closing;
+        }
     }
 
     fn close(&mut self, id: ConnId) {
@@ -1249,23 +1207,6 @@ impl ServerLoop {
     }
 }
 
-/// The key, or prefix, that a request which is answered at once is about.
-fn key_of<'a>(request: &Request<'a>) -> Option<&'a str> {
-    match request {
-        Request::Set { key, .. }
-        | Request::TryGet { key }
-        | Request::Add { key, .. }
-        | Request::Append { key, .. }
-        | Request::CompareSet { key, .. }
-        | Request::Delete { key }
-        | Request::QueuePush { queue: key, .. }
-        | Request::QueueLen { queue: key }
-        | Request::Will { key, .. }
-        | Request::DeletePrefix { prefix: key } => Some(key),
-        _ => None,
-    }
-}
-
 /// The unauthenticated connections.
 fn pending_conns(conns: &HashMap<ConnId, Conn>) -> impl Iterator<Item = Pending<ConnId>> {
     let pending = conns.iter().filter(|(_, conn)| conn.is_pending());
@@ -1275,25 +1216,4 @@ fn pending_conns(conns: &HashMap<ConnId, Conn>) -> impl Iterator<Item = Pending<
         source: conn.peer.ip(),
         since: conn.since,
     })
-}
-
-/// Queues a response, to be held until the followers have the change `hold`. Not a
-/// method, because the response may borrow from the table.
-fn answer(
-    conns: &mut HashMap<ConnId, Conn>,
-    location: &str,
-    hold: Option<u64>,
-    id: ConnId,
-    response: &Response<'_>,
-) {
-    let Some(conn) = conns.get_mut(&id) else {
-        return;
-    };
-    conn.held_until = hold;
-    if let Err(e) = response.encode(&mut conn.outbox) {
-        // The table has the same limits as the codec, so this is a bug. Close the
-        // connection, so that the member does not hang.
-        tracing::error!(location, "cannot encode a response: {e}");
-        conn.state = State::Closing;
-    }
 }

@@ -235,6 +235,26 @@ impl<'a> Field<'a> for &'a [u8] {
     }
 }
 
+impl Field<'_> for String {
+    fn put(&self, out: &mut Vec<u8>) {
+        self.as_str().put(out);
+    }
+
+    fn take(r: &mut Reader<'_>) -> Result<Self> {
+        <&str>::take(r).map(str::to_owned)
+    }
+}
+
+impl Field<'_> for Vec<u8> {
+    fn put(&self, out: &mut Vec<u8>) {
+        self.as_slice().put(out);
+    }
+
+    fn take(r: &mut Reader<'_>) -> Result<Self> {
+        <&[u8]>::take(r).map(<[u8]>::to_vec)
+    }
+}
+
 impl<'a, T: Field<'a>> Field<'a> for Option<T> {
     fn put(&self, out: &mut Vec<u8>) {
         self.is_some().put(out);
@@ -248,7 +268,7 @@ impl<'a, T: Field<'a>> Field<'a> for Option<T> {
     }
 }
 
-impl<'a> Field<'a> for Vec<&'a str> {
+impl<'a, T: Field<'a>> Field<'a> for Vec<T> {
     fn put(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&(self.len() as u16).to_le_bytes());
         self.iter().for_each(|key| key.put(out));
@@ -260,7 +280,7 @@ impl<'a> Field<'a> for Vec<&'a str> {
         // A key takes at least two bytes, so this reserves no more than was received.
         let mut keys = Vec::with_capacity(count.min(r.left() / 2));
         for _ in 0..count {
-            keys.push(<&str>::take(r)?);
+            keys.push(T::take(r)?);
         }
         Ok(keys)
     }
@@ -268,8 +288,8 @@ impl<'a> Field<'a> for Vec<&'a str> {
 
 /// Encodes and decodes messages, by their codes and fields.
 macro_rules! codec {
-    ($message:ident: $($code:literal => $variant:ident { $($field:tt: $value:ident),* },)*) => {
-        impl<'a> $message<'a> {
+    ($message:ty: $($code:literal => $variant:ident { $($field:tt: $value:ident),* },)*) => {
+        impl<'a> $message {
             /// Appends length and body to `out`.
             ///
             /// # Errors
@@ -279,7 +299,7 @@ macro_rules! codec {
                 let start = out.len();
                 out.extend_from_slice(&[0; LENGTH_BYTES]);
                 match self {
-                    $($message::$variant { $($field: $value),* } => {
+                    $(Self::$variant { $($field: $value),* } => {
                         out.push($code);
                         $($value.put(out);)*
                     })*
@@ -300,7 +320,7 @@ macro_rules! codec {
             pub fn decode(body: &'a [u8]) -> Result<Self> {
                 let mut r = Reader::new(body);
                 let message = match r.u8()? {
-                    $($code => $message::$variant { $($field: Field::take(&mut r)?),* },)*
+                    $($code => Self::$variant { $($field: Field::take(&mut r)?),* },)*
                     other => return Err(Error::with(ErrorKind::UnknownCode, u64::from(other), 0)),
                 };
                 r.end()?;

@@ -1,5 +1,7 @@
 //! Requests of a store's clients.
 
+use std::time::Duration;
+
 use super::{
     Field, LENGTH_BYTES, check_key, check_prefix, check_queue, check_value, check_wait, check_will,
     codec,
@@ -120,7 +122,7 @@ pub enum Request<'a> {
     },
 }
 
-codec! { Request:
+codec! { Request<'a>:
     1 => Set { key: key, value: value },
     2 => Get { key: key, timeout_ms: timeout },
     3 => TryGet { key: key },
@@ -140,7 +142,38 @@ codec! { Request:
     17 => QueueLen { queue: queue },
 }
 
-impl Request<'_> {
+impl<'a> Request<'a> {
+    /// The key, queue or prefix; of a wait the first key.
+    pub fn key(&self) -> &'a str {
+        match self {
+            Request::Set { key, .. }
+            | Request::Get { key, .. }
+            | Request::TryGet { key }
+            | Request::Add { key, .. }
+            | Request::Append { key, .. }
+            | Request::CompareSet { key, .. }
+            | Request::Delete { key }
+            | Request::Retire { key }
+            | Request::Will { key, .. }
+            | Request::DeletePrefix { prefix: key }
+            | Request::QueuePush { queue: key, .. }
+            | Request::QueuePop { queue: key, .. }
+            | Request::QueueLen { queue: key } => key,
+            Request::Wait { keys, .. } => keys.first().copied().unwrap_or_default(),
+            Request::Follow { .. } | Request::Ack { .. } | Request::Leave => "",
+        }
+    }
+
+    /// How long to wait.
+    pub fn timeout(&self) -> Duration {
+        match self {
+            Request::Get { timeout_ms, .. }
+            | Request::Wait { timeout_ms, .. }
+            | Request::QueuePop { timeout_ms, .. } => Duration::from_millis((*timeout_ms).into()),
+            _ => Duration::ZERO,
+        }
+    }
+
     /// Checks the limits.
     ///
     /// # Errors

@@ -4,14 +4,14 @@ use super::{Field, LENGTH_BYTES, check_key, check_value, check_wait, codec};
 use crate::bytes::Reader;
 use crate::{Error, ErrorKind, Result};
 
-/// A response of a store. Borrows from the bytes it was decoded from.
+/// A response of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Response<'a> {
+pub enum Response {
     /// Done.
     Done,
     /// The value of the key, or the element.
-    Value(&'a [u8]),
+    Value(Vec<u8>),
     /// The key does not exist, or the queue stayed empty.
     NotFound,
     /// The sum after an addition, the length after an append, or that of a queue.
@@ -21,7 +21,7 @@ pub enum Response<'a> {
     /// Number of removed keys.
     Removed(u64),
     /// The wait timed out; these keys are missing.
-    Missing(Vec<&'a str>),
+    Missing(Vec<String>),
     /// The request failed.
     Failed(Failure),
     /// For a follower: the key has this value now, or does not exist.
@@ -29,9 +29,9 @@ pub enum Response<'a> {
         /// Number of the newest change.
         seq: u64,
         /// The key.
-        key: &'a str,
+        key: String,
         /// The value; `None` if the key was removed.
-        value: Option<&'a [u8]>,
+        value: Option<Vec<u8>>,
     },
     /// For a follower: the copy is complete.
     Copied {
@@ -99,7 +99,7 @@ codec! { Response:
     0x8a => Copied { seq: seq },
 }
 
-impl Response<'_> {
+impl Response {
     /// Checks the limits.
     ///
     /// # Errors
@@ -113,7 +113,7 @@ impl Response<'_> {
             }
             Response::Change { key, value, .. } => {
                 check_key(key)?;
-                value.map_or(Ok(()), check_value)
+                value.as_deref().map_or(Ok(()), check_value)
             }
             _ => Ok(()),
         }

@@ -24,7 +24,7 @@ fn round_trip(request: &Request<'_>) {
     assert_eq!(&Request::decode(&message[LENGTH_BYTES..]).unwrap(), request);
 }
 
-fn answer_round_trip(response: &Response<'_>) {
+fn answer_round_trip(response: &Response) {
     let mut out = Vec::new();
     response.encode(&mut out).unwrap();
     assert_eq!(
@@ -133,23 +133,23 @@ fn responses_round_trip() {
     let key = "k".repeat(MAX_KEY_BYTES);
     let mut all = vec![
         Response::Done,
-        Response::Value(b""),
-        Response::Value(&value),
+        Response::Value(Vec::new()),
+        Response::Value(value.clone()),
         Response::NotFound,
         Response::Number(-1),
         Response::Existed(true),
         Response::Existed(false),
         Response::Removed(u64::MAX),
-        Response::Missing(vec!["a"]),
-        Response::Missing(vec![&key; MAX_WAIT_KEYS]),
+        Response::Missing(vec!["a".to_owned()]),
+        Response::Missing(vec![key.clone(); MAX_WAIT_KEYS]),
         Response::Change {
             seq: u64::MAX,
-            key: &key,
-            value: Some(&value),
+            key: key.clone(),
+            value: Some(value),
         },
         Response::Change {
             seq: 0,
-            key: "k",
+            key: "k".to_owned(),
             value: None,
         },
         Response::Copied { seq: 7 },
@@ -212,11 +212,15 @@ fn refused_before_it_is_sent() {
         );
     }
     let mut out = Vec::new();
-    assert!(Response::Value(value).encode(&mut out).is_err());
+    assert!(Response::Value(value.clone()).encode(&mut out).is_err());
     assert!(Response::Missing(vec![]).encode(&mut out).is_err());
-    assert!(Response::Missing(vec![""]).encode(&mut out).is_err());
-    for (key, value) in [("", None), (&long_key, None), ("k", Some(&value[..]))] {
-        let seq = 1;
+    assert!(
+        Response::Missing(vec![String::new()])
+            .encode(&mut out)
+            .is_err()
+    );
+    for (key, value) in [("", None), (&*long_key, None), ("k", Some(value.clone()))] {
+        let (seq, key) = (1, key.to_owned());
         let change = Response::Change { seq, key, value };
         assert!(change.encode(&mut out).is_err());
     }
@@ -350,10 +354,10 @@ fn messages_of_followers() {
     assert_eq!(body(&Request::Retire { key: "k" }), [13, 1, 0, b'k']);
     let seq = 4;
     let mut out = Vec::new();
-    for value in [Some(&b"v"[..]), None] {
+    for value in [Some(b"v".to_vec()), None] {
         let change = Response::Change {
             seq,
-            key: "k",
+            key: "k".to_owned(),
             value,
         };
         change.encode(&mut out).unwrap();

@@ -300,7 +300,6 @@ impl Rendezvous<'_> {
     /// `forming the group: waiting 2 s for rank 1 of 4 to arrive (the store at 10.0.0.1:29500); deadline in 298 s`.
     fn waits(&self, missing: &[usize], what: &str, waited: Duration) -> String {
         let at = match (self.store.location(), self.server) {
-            ("", _) => String::new(),
             (place, Some(server)) if server.local_addr().ip().is_loopback() => {
                 format!(" ({place}, which no other host can reach)")
             }
