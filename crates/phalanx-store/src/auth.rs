@@ -42,9 +42,8 @@ use phalanx_wire::handshake::{
 };
 use phalanx_wire::{ErrorKind as WireKind, Token};
 
-pub use crate::pending::{
-    HelloState, Pending, closable, is_out_of_files, max_pending, next_closable,
-};
+pub use crate::handshakes::{Authenticated, Handshakes, Listener};
+pub use crate::pending::is_out_of_files;
 use crate::{Error, ErrorKind, Result};
 
 /// Timeout of an acceptor for the whole handshake.

@@ -37,6 +37,7 @@ mod error;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
+mod handshakes;
 mod mem;
 mod pending;
 mod store;

@@ -598,7 +598,7 @@ fn is_mismatch(kind: ErrorKind) -> bool {
 /// Whether this process or the system has too many open files.
 fn is_out_of_files(error: &Error) -> bool {
     let source = std::error::Error::source(error).and_then(|e| e.downcast_ref::<std::io::Error>());
-    source.is_some_and(crate::auth::is_out_of_files)
+    source.is_some_and(crate::pending::is_out_of_files)
 }
 
 /// Errors after which the server may be found elsewhere.

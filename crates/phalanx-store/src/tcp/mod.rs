@@ -16,6 +16,7 @@ mod waiters;
 
 pub use client::{ServerState, TcpStore, host_port};
 pub use follower::Follower;
+pub(crate) use refused::Refusals;
 pub use refused::{RefusalReason, RefusedConnections};
 #[cfg(any(test, fuzzing))]
 pub(crate) use server::fuzzing;

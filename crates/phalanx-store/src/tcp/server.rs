@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasher, RandomState};
-use std::io::{ErrorKind as IoKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::io::{Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -12,40 +12,34 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use phalanx_wire::Token;
-use phalanx_wire::handshake::{Hello, Proven, RejectReason, Role, TAG_BYTES};
+use phalanx_wire::handshake::{Hello, RejectReason, Role};
 use phalanx_wire::store_msg::{Failure, Request, Response};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::FOLLOWER_STREAM;
 use super::conn::{Conn, IoState, State, Wait, Wanted};
 use super::followers::Followers;
-use super::refused::{RefusalReason, Refusals, RefusedConnections};
+use super::refused::{Refusals, RefusedConnections};
 use super::room;
 use super::socket::{listen, tune};
 use super::waiters::{ConnId, Waiters};
-use crate::auth::{
-    HANDSHAKE_TIMEOUT, HelloState, Pending, Progress, RefusalLog, closable, is_out_of_files,
-    max_pending, next_closable,
-};
+use crate::auth::{Authenticated, HANDSHAKE_TIMEOUT, Handshakes};
+use crate::pending::max_pending;
 use crate::table::{Limits, Table, element};
-use crate::{Error, ErrorKind, Result};
+use crate::{Error, Result};
 
 #[cfg(any(test, fuzzing))]
 #[path = "fuzzing.rs"]
 pub(crate) mod fuzzing;
 
-/// Pause after the process ran out of file descriptors. The listener stays readable
-/// meanwhile, so polling it would spin.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Pause after `poll` has failed.
+const POLL_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long a task of the server's owner may take.
 const TASK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Size of the read buffer.
 const SCRATCH_BYTES: usize = 128 << 10;
-
-/// Maximum number of connections accepted before members are served again.
-const ACCEPT_BATCH: usize = 256;
 
 /// Maximum number of requests of one member served before the others.
 const REQUESTS_PER_TURN: usize = 64;
@@ -63,7 +57,7 @@ pub struct ServerOptions {
     /// Maximum number of connected members (4096).
     pub max_clients: usize,
     /// Maximum number of unauthenticated connections
-    /// ([`auth::max_pending`](crate::auth::max_pending)).
+    /// (a quarter of the process's open files, at most 4096).
     pub max_pending_handshakes: usize,
     /// Timeout of a handshake (5 s).
     pub handshake_timeout: Duration,
@@ -89,11 +83,10 @@ impl Default for ServerOptions {
 #[derive(Debug, Default)]
 struct Shared {
     stop: AtomicBool,
-    rejected: AtomicU64,
+    refusals: Arc<Refusals>,
     clients: AtomicUsize,
     pending_waits: AtomicUsize,
     buffered_bytes: AtomicU64,
-    refusals: Refusals,
 }
 
 /// What the server's owner has its thread do.
@@ -221,7 +214,7 @@ impl TcpServer {
     /// Number of refused connections: other protocols, wrong tokens, handshakes that
     /// timed out, members with a wrong role or job.
     pub fn rejected(&self) -> u64 {
-        self.shared.rejected.load(Ordering::Relaxed)
+        self.shared.refusals.total()
     }
 
     /// Refused unauthenticated connections by source and reason, the most frequent
@@ -388,7 +381,7 @@ struct ServerLoop {
     location: String,
     /// Source address in log lines about the listener itself.
     listening_on: IpAddr,
-    listener: TcpListener,
+    handshakes: Handshakes<TcpListener>,
     woken: UnixStream,
     token: Token,
     options: ServerOptions,
@@ -399,7 +392,6 @@ struct ServerLoop {
     is_alone: bool,
     /// A number by which clients tell this server from another one at its address.
     instance: u16,
-    log: RefusalLog,
     table: Table,
     followers: Followers,
     waiters: Waiters,
@@ -407,8 +399,6 @@ struct ServerLoop {
     poppers: Waiters,
     conns: HashMap<ConnId, Conn>,
     next_id: ConnId,
-    /// Time before which no connection is accepted.
-    accept_again: Option<Instant>,
     /// Connections whose wait was ended by another connection: they have a response
     /// to send, and may have further requests.
     answered: Vec<ConnId>,
@@ -429,10 +419,19 @@ impl ServerLoop {
         shared: Arc<Shared>,
         tasks: Receiver<Task>,
     ) -> ServerLoop {
+        let location = format!("store server {addr}");
+        let prepare = |stream: &TcpStream| {
+            stream.set_nonblocking(true)?;
+            tune(stream)
+        };
+        let mut handshakes = Handshakes::new(listener, token.clone(), location.clone(), prepare);
+        handshakes.limit = options.max_pending_handshakes;
+        handshakes.timeout = options.handshake_timeout;
+        handshakes.refusals = Arc::clone(&shared.refusals);
         ServerLoop {
-            location: format!("store server {addr}"),
+            location,
             listening_on: addr.ip(),
-            listener,
+            handshakes,
             woken,
             token,
             options,
@@ -441,14 +440,12 @@ impl ServerLoop {
             mode: Mode::Everybody,
             is_alone: false,
             instance: RandomState::new().hash_one(()) as u16,
-            log: RefusalLog::new(),
             table: Table::new(options.limits),
             followers: Followers::default(),
             waiters: Waiters::default(),
             poppers: Waiters::default(),
             conns: HashMap::new(),
             next_id: 0,
-            accept_again: None,
             answered: Vec::new(),
             unfinished: BTreeSet::new(),
             waited_bytes: 0,
@@ -461,12 +458,12 @@ impl ServerLoop {
         let _ = rustix::process::setpriority_process(None, -20);
         let mut ready = Vec::new();
         while !self.shared.stop.load(Ordering::Acquire) {
-            let accept = match self.sleep(&mut ready) {
-                Ok(accept) => accept,
+            let handshakes = match self.sleep(&mut ready) {
+                Ok(handshakes) => handshakes,
                 Err(e) => {
                     // Out of memory, or a bug. Continuing at once would spin.
                     tracing::error!(location = self.location, "poll failed: {e}");
-                    std::thread::sleep(ACCEPT_PAUSE);
+                    std::thread::sleep(POLL_PAUSE);
                     continue;
                 }
             };
@@ -477,10 +474,21 @@ impl ServerLoop {
                 task(&mut self);
             }
             self.finish_turn();
-            if accept {
-                self.accept();
-            }
+            self.admit(&handshakes);
             self.publish();
+        }
+    }
+
+    /// Continues handshakes. Those who have proven the token become members.
+    fn admit(&mut self, ready: &[bool]) {
+        // A closed one is only looked at.
+        self.handshakes.logs = self.mode != Mode::Nobody;
+        match self.handshakes.serve(ready) {
+            Ok(all) => all.into_iter().for_each(|one| self.decide(one)),
+            Err(e) => {
+                let why = format_args!("{e}; raise the limit of open files (ulimit -n)");
+                self.handshakes.warn(self.listening_on, &why);
+            }
         }
     }
 
@@ -521,8 +529,7 @@ impl ServerLoop {
         }
         self.mode = Mode::Nobody;
         self.followers.clear();
-        let members = self.conns.iter().filter(|(_, conn)| !conn.is_pending());
-        for id in members.map(|(id, _)| *id).collect::<Vec<_>>() {
+        for id in self.conns.keys().copied().collect::<Vec<_>>() {
             self.close(id);
         }
     }
@@ -567,10 +574,8 @@ impl ServerLoop {
             };
             if let Some(conn) = self.conns.get(&id) {
                 bytes -= conn.buffered_bytes();
-                let (location, source) = (&self.location, conn.peer.ip());
-                self.log.warn(
-                    source,
-                    location,
+                self.handshakes.warn(
+                    conn.peer.ip(),
                     &"the memory limit for incomplete requests and unread responses is reached",
                 );
             }
@@ -581,146 +586,58 @@ impl ServerLoop {
     }
 
     fn publish(&self) {
-        let members = self.conns.values().filter(|c| !c.is_pending()).count();
         let waits = self.conns.values();
         let waits = waits.filter(|c| matches!(c.state, State::Waiting(_)));
         self.shared
             .pending_waits
             .store(waits.count(), Ordering::Relaxed);
-        self.shared.clients.store(members, Ordering::Relaxed);
+        self.shared
+            .clients
+            .store(self.conns.len(), Ordering::Relaxed);
     }
 
     /// Sleeps until the next event or timeout. Fills `ready` with the connections
-    /// that are ready; returns whether there are connections to accept.
-    fn sleep(&mut self, ready: &mut Vec<(ConnId, PollFlags)>) -> std::io::Result<bool> {
-        let now = Instant::now();
-        if self.accept_again.is_some_and(|then| then <= now) {
-            self.accept_again = None;
-        }
-        let mut due = self.accept_again;
-        if !self.unfinished.is_empty() {
-            due = Some(now);
-        }
-        let mut sooner = |when: Instant| due = Some(due.map_or(when, |due| due.min(when)));
-        let mut fds = Vec::with_capacity(self.conns.len() + 2);
-        let mut ids = Vec::with_capacity(self.conns.len());
-        let mut pending = 0;
+    /// that are ready; returns which of the handshakes are.
+    fn sleep(&mut self, ready: &mut Vec<(ConnId, PollFlags)>) -> std::io::Result<Vec<bool>> {
+        let mut fds = Vec::with_capacity(self.conns.len() + self.handshakes.count() + 2);
         fds.push(PollFd::new(&self.woken, PollFlags::IN));
-        for (id, conn) in &self.conns {
-            match &conn.state {
-                State::Handshake(_) => {
-                    pending += 1;
-                    sooner(conn.since + self.options.handshake_timeout);
-                }
-                State::Waiting(wait) => sooner(wait.deadline),
-                State::Closing => sooner(conn.since + self.options.handshake_timeout),
-                State::Member | State::Follower(_) => {}
-            }
+        let ids: Vec<ConnId> = self.conns.keys().copied().collect();
+        let ends = self.conns.values().map(|conn| {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, conn.wants_input());
             flags.set(PollFlags::OUT, conn.wants_output());
-            ids.push(*id);
             fds.push(PollFd::new(&conn.stream, flags));
-        }
-        let mut listening = self.accept_again.is_none();
-        if pending >= self.options.max_pending_handshakes {
-            // No free slot: try again when a connection may be closed for one.
-            if let Some(when) = next_closable(pending_conns(&self.conns))
-                && when > now
-            {
-                listening = false;
-                sooner(when);
-            }
-        }
-        if listening {
-            fds.push(PollFd::new(&self.listener, PollFlags::IN));
-        }
-        let timeout = due.map(|due| {
-            let left = due.saturating_duration_since(Instant::now());
-            Timespec {
-                tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
-                tv_nsec: i64::from(left.subsec_nanos()),
-            }
+            self.end_of(conn)
         });
+        let end = ends.flatten().min();
+        let more = (!self.unfinished.is_empty()).then(Instant::now);
+        let due = self.handshakes.poll_fds(&mut fds);
+        let due = due.into_iter().chain(end).chain(more).min();
+        let left = due.map(|due| due.saturating_duration_since(Instant::now()));
+        let timeout = left.and_then(|left| Timespec::try_from(left).ok());
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) => {}
-            Err(rustix::io::Errno::INTR) => return Ok(false),
+            Err(rustix::io::Errno::INTR) => return Ok(Vec::new()),
             Err(e) => return Err(e.into()),
         }
-        for (id, fd) in ids.iter().zip(&fds[1..]) {
-            if !fd.revents().is_empty() {
-                ready.push((*id, fd.revents()));
-            }
-        }
-        let accept = listening && fds.last().is_some_and(|fd| !fd.revents().is_empty());
-        if !fds[0].revents().is_empty() {
+        let mut events = fds.iter().map(PollFd::revents);
+        if events.next().is_some_and(|woken| !woken.is_empty()) {
             let mut sink = [0; 16];
             // The flag `stop` has the reason.
             let _ = (&self.woken).read(&mut sink);
         }
-        Ok(accept)
+        let all = ids.into_iter().zip(events.by_ref());
+        ready.extend(all.filter(|(_, flags)| !flags.is_empty()));
+        Ok(events.map(|flags| !flags.is_empty()).collect())
     }
 
-    /// Accepts connections. Without a free slot, closes others first.
-    fn accept(&mut self) {
-        let mut pending = self.conns.values().filter(|c| c.is_pending()).count();
-        // Computed once, when needed; connections accepted here are too new.
-        let mut evictable: Option<Vec<ConnId>> = None;
-        for _ in 0..ACCEPT_BATCH {
-            if pending >= self.options.max_pending_handshakes {
-                if !self.evict(&mut evictable) {
-                    return;
-                }
-                pending -= 1;
-            }
-            let (stream, peer) = match self.listener.accept() {
-                Ok(accepted) => accepted,
-                Err(e) if e.kind() == IoKind::WouldBlock => return,
-                // The peer left before it was accepted.
-                Err(e)
-                    if matches!(
-                        e.kind(),
-                        IoKind::ConnectionAborted | IoKind::ConnectionReset
-                    ) =>
-                {
-                    self.shared.rejected.fetch_add(1, Ordering::Relaxed);
-                    continue;
-                }
-                Err(e) if e.kind() == IoKind::Interrupted => continue,
-                // Too many open files: close another connection.
-                Err(e) if is_out_of_files(&e) && self.evict(&mut evictable) => {
-                    pending -= 1;
-                    continue;
-                }
-                Err(e) => {
-                    let why = format_args!(
-                        "{e}; if there are too many open files, raise the limit (ulimit -n)"
-                    );
-                    self.log.warn(self.listening_on, &self.location, &why);
-                    self.accept_again = Some(Instant::now() + ACCEPT_PAUSE);
-                    return;
-                }
-            };
-            if stream.set_nonblocking(true).is_err() || tune(&stream).is_err() {
-                // These fail only on closed sockets.
-                self.shared.rejected.fetch_add(1, Ordering::Relaxed);
-                continue;
-            }
-            self.next_id += 1;
-            self.conns.insert(self.next_id, Conn::new(stream, peer));
-            pending += 1;
+    /// When a connection's wait, or its time to receive the last response, ends.
+    fn end_of(&self, conn: &Conn) -> Option<Instant> {
+        match &conn.state {
+            State::Waiting(wait) => Some(wait.deadline),
+            State::Closing => Some(conn.since + self.options.handshake_timeout),
+            State::Member | State::Follower(_) => None,
         }
-    }
-
-    /// Closes the next of the `evictable` connections. Returns false if there is none.
-    fn evict(&mut self, evictable: &mut Option<Vec<ConnId>>) -> bool {
-        let now = Instant::now();
-        let evictable = evictable.get_or_insert_with(|| closable(pending_conns(&self.conns), now));
-        let Some(id) = evictable.pop() else {
-            return false;
-        };
-        self.refuse(id, None, &"its slot was needed for another connection");
-        true
     }
 
     /// Serves a connection that is ready.
@@ -734,9 +651,7 @@ impl ServerLoop {
             gone = true;
         }
         if flags.intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR) {
-            if conn.is_pending() {
-                // Its handshake reads and notices the end.
-            } else if conn.wants_input() {
+            if conn.wants_input() {
                 gone |= conn.pull(&mut self.scratch) == IoState::Gone;
             } else if flags.intersects(PollFlags::HUP | PollFlags::ERR) {
                 gone = true;
@@ -797,23 +712,6 @@ impl ServerLoop {
             return Step::Idle;
         }
         match conn.state {
-            State::Handshake(ref mut handshake) => {
-                match handshake.advance(&mut conn.stream, &self.token) {
-                    Ok(Progress::Waiting) => return Step::Idle,
-                    Ok(Progress::Challenged(tag)) => self.note_tag(id, tag),
-                    Ok(Progress::Proven(proven)) => self.decide(id, proven),
-                    Err(e) => {
-                        let reason = match e.kind() {
-                            ErrorKind::Rejected(_) => Some(RefusalReason::WrongVersion),
-                            ErrorKind::TokenMismatch => Some(RefusalReason::WrongToken),
-                            ErrorKind::WrongProtocol => Some(RefusalReason::WrongProtocol),
-                            _ => None,
-                        };
-                        self.refuse(id, reason, &e);
-                        return Step::Idle;
-                    }
-                }
-            }
             State::Member => match conn.next_request() {
                 Ok(None) => return Step::Idle,
                 Ok(Some(body)) => self.serve(id, &body),
@@ -854,55 +752,44 @@ impl ServerLoop {
         Step::Continue
     }
 
-    /// Records the tag of a hello. A tag that another connection has was replayed
-    /// and does not count.
-    fn note_tag(&mut self, id: ConnId, tag: Option<[u8; TAG_BYTES]>) {
-        let others = || self.conns.iter().filter(|(other, _)| **other != id);
-        let is_new = tag.is_some() && others().all(|(_, conn)| conn.tag != tag);
-        if let Some(conn) = self.conns.get_mut(&id) {
-            (conn.hello, conn.tag) = match tag {
-                Some(_) if is_new => (HelloState::Tagged, tag),
-                _ => (HelloState::Untagged, None),
-            };
-        }
-    }
-
     /// Accepts or refuses a peer that has proven the token.
-    fn decide(&mut self, id: ConnId, proven: Proven) {
-        let members = self.conns.values().filter(|c| !c.is_pending()).count();
+    fn decide(&mut self, authenticated: Authenticated<TcpStream>) {
+        let Authenticated {
+            stream,
+            peer: address,
+            proven,
+        } = authenticated;
         let peer = proven.peer();
         let mine = Hello::new(Role::StoreServer, self.token.job_id()).stream(self.instance);
-        let verdict = if peer.role != Role::StoreClient {
-            Err(RejectReason::WrongRole)
+        let reason = if peer.role != Role::StoreClient {
+            Some(RejectReason::WrongRole)
         } else if peer.job != mine.job {
-            Err(RejectReason::WrongJob)
+            Some(RejectReason::WrongJob)
         } else if self.mode == Mode::Nobody
             || (self.mode == Mode::Followers && peer.stream != FOLLOWER_STREAM)
         {
-            Err(RejectReason::NotOpen)
-        } else if members >= self.options.max_clients {
-            Err(RejectReason::Full)
+            Some(RejectReason::NotOpen)
+        } else if self.conns.len() >= self.options.max_clients {
+            Some(RejectReason::Full)
         } else {
-            Ok(())
+            None
         };
-        let Some(conn) = self.conns.get_mut(&id) else {
-            return;
-        };
-        match verdict {
-            Ok(()) => {
-                conn.outbox.extend_from_slice(&proven.welcome(mine));
-                conn.state = State::Member;
-            }
-            Err(reason) => {
+        let (state, message) = match reason {
+            None => (State::Member, proven.welcome(mine)),
+            Some(reason) => {
                 // Before it opens, members come again and again.
                 if reason != RejectReason::NotOpen {
-                    self.shared.rejected.fetch_add(1, Ordering::Relaxed);
-                    tracing::warn!(location = self.location, peer = %conn.peer, "rejected a member: {reason}");
+                    self.shared.refusals.count();
+                    tracing::warn!(location = self.location, peer = %address, "rejected a member: {reason}");
                 }
-                conn.outbox.extend_from_slice(&proven.reject(reason));
-                conn.state = State::Closing;
+                (State::Closing, proven.reject(reason))
             }
-        }
+        };
+        let mut conn = Conn::new(stream, address, state);
+        conn.outbox.extend_from_slice(&message);
+        self.next_id += 1;
+        self.conns.insert(self.next_id, conn);
+        self.advance(self.next_id);
     }
 
     /// Serves a request of a member.
@@ -936,7 +823,12 @@ impl ServerLoop {
                     for key in &changed {
                         self.followers.changed(&mut self.conns, &self.table, key);
                     }
-                    self.answer(id, [request.key()], &response);
+                    // Of a push, that is the element.
+                    let about = match (&request, &changed[..]) {
+                        (Request::QueuePush { .. }, [element]) => element,
+                        _ => request.key(),
+                    };
+                    self.answer(id, [about], &response);
                     for key in &changed {
                         self.key_appeared(key);
                     }
@@ -1013,15 +905,17 @@ impl ServerLoop {
             Some(value) if wait.wanted == Wanted::Value => Response::Value(value.to_vec()),
             _ => Response::Done,
         };
-        self.end_wait(id, &response);
+        self.end_wait(id, None, &response);
     }
 
-    /// Responds to a wait.
-    fn end_wait(&mut self, id: ConnId, response: &Response) {
+    /// Responds to a wait; the response is about its keys, or this `element`.
+    fn end_wait(&mut self, id: ConnId, element: Option<&str>, response: &Response) {
         if let Some(conn) = self.conns.get_mut(&id)
             && let State::Waiting(wait) = std::mem::replace(&mut conn.state, State::Member)
         {
-            self.answer(id, wait.keys.iter().map(String::as_str), response);
+            let keys = wait.keys.iter().map(String::as_str);
+            let keys = keys.filter(|_| element.is_none()).chain(element);
+            self.answer(id, keys, response);
         }
     }
 
@@ -1038,7 +932,7 @@ impl ServerLoop {
             return self.poppers.add(queue, id);
         };
         self.followers.changed(&mut self.conns, &self.table, &key);
-        self.end_wait(id, &Response::Value(value));
+        self.end_wait(id, Some(&key), &Response::Value(value));
     }
 
     /// Ends the waits for which this was the last missing key, if it exists. One that waits for
@@ -1070,30 +964,24 @@ impl ServerLoop {
         }
     }
 
-    /// Ends waits, handshakes and closing connections that have timed out.
+    /// Ends waits and closing connections that have timed out.
     fn expire(&mut self) {
         let now = Instant::now();
-        let mut late_waits = Vec::new();
-        let mut late_handshakes = Vec::new();
-        let mut late_closings = Vec::new();
-        for (id, conn) in &self.conns {
-            let too_old = now.duration_since(conn.since) >= self.options.handshake_timeout;
-            match &conn.state {
-                State::Waiting(wait) if wait.deadline <= now => late_waits.push(*id),
-                State::Handshake(_) if too_old => late_handshakes.push(*id),
-                State::Closing if too_old => late_closings.push(*id),
-                _ => {}
+        let is_late = |(_, conn): &(_, &Conn)| self.end_of(conn).is_some_and(|end| end <= now);
+        let late: Vec<ConnId> = self
+            .conns
+            .iter()
+            .filter(is_late)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in late {
+            match self.conns.get(&id).map(|conn| &conn.state) {
+                Some(State::Waiting(_)) => {
+                    self.time_out_wait(id);
+                    self.advance(id);
+                }
+                _ => self.close(id),
             }
-        }
-        for id in late_waits {
-            self.time_out_wait(id);
-            self.advance(id);
-        }
-        for id in late_handshakes {
-            self.refuse(id, None, &"the handshake timed out");
-        }
-        for id in late_closings {
-            self.close(id);
         }
     }
 
@@ -1112,7 +1000,7 @@ impl ServerLoop {
             Wanted::Element => Response::NotFound,
             _ => Response::Missing(missing.into_iter().map(str::to_owned).collect()),
         };
-        self.end_wait(id, &response);
+        self.end_wait(id, None, &response);
     }
 
     /// Removes a connection's wait from the table of waiters.
@@ -1128,24 +1016,6 @@ impl ServerLoop {
             };
             waiters.remove(wait.keys.iter().map(String::as_str), id);
         }
-    }
-
-    /// Closes an unauthenticated connection. Without a `reason`, the state of its
-    /// hello gives one.
-    fn refuse(&mut self, id: ConnId, reason: Option<RefusalReason>, why: &dyn std::fmt::Display) {
-        self.shared.rejected.fetch_add(1, Ordering::Relaxed);
-        if let Some(conn) = self.conns.get(&id) {
-            let reason = reason.unwrap_or(match conn.hello {
-                HelloState::Untagged => RefusalReason::WrongToken,
-                _ => RefusalReason::Unfinished,
-            });
-            self.shared.refusals.note(conn.peer.ip(), reason);
-            // A closed one is only looked at.
-            if self.mode != Mode::Nobody {
-                self.log.warn(conn.peer.ip(), &self.location, why);
-            }
-        }
-        self.close(id);
     }
 
     /// Closes the connection of a member that broke the protocol.
@@ -1205,15 +1075,4 @@ impl ServerLoop {
             }
         }
     }
-}
-
-/// The unauthenticated connections.
-fn pending_conns(conns: &HashMap<ConnId, Conn>) -> impl Iterator<Item = Pending<ConnId>> {
-    let pending = conns.iter().filter(|(_, conn)| conn.is_pending());
-    pending.map(|(id, conn)| Pending {
-        id: *id,
-        hello: conn.hello,
-        source: conn.peer.ip(),
-        since: conn.since,
-    })
 }
