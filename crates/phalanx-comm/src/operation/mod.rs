@@ -61,6 +61,42 @@ pub(crate) struct Buffers {
     pub(crate) exposed: bool,
 }
 
+impl Operation {
+    /// With the defaults of everything else.
+    pub(crate) fn new(
+        collective: Collective,
+        method: Option<Method>,
+        dtype: Option<DType>,
+        count: usize,
+    ) -> Operation {
+        Operation {
+            collective,
+            method,
+            short_segments: false,
+            automatic: false,
+            dtype,
+            op: None,
+            root: 0,
+            target: 0,
+            count,
+            tail_padding: 0,
+            lengths: 0,
+            plan: None,
+            label: None,
+            timeout: None,
+        }
+    }
+
+    /// A send or receive of `count` elements from `root` to `target`.
+    pub(crate) fn message(dtype: DType, count: usize, (root, target): (usize, usize)) -> Operation {
+        Operation {
+            root,
+            target,
+            ..Operation::new(Collective::SendRecv, None, Some(dtype), count)
+        }
+    }
+}
+
 impl Buffers {
     pub(crate) fn none() -> Buffers {
         Buffers {

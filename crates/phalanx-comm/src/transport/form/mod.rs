@@ -39,6 +39,7 @@ use std::time::Duration;
 use phalanx_store::{Store, TcpServer, Will};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, Role};
+use serde::{Deserialize, Serialize};
 
 use super::TransportKind;
 use super::layout::Layout;
@@ -54,7 +55,8 @@ use host::Host;
 use phalanx_fold::Isa;
 
 /// Which transport to use between ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Prefer {
     /// Shared memory where it works, TCP elsewhere.
     #[default]
@@ -72,12 +74,6 @@ impl Prefer {
             Prefer::Shm => "shm",
             Prefer::Tcp => "tcp",
         }
-    }
-
-    pub(crate) fn parse(text: &str) -> Option<Prefer> {
-        [Prefer::Auto, Prefer::Shm, Prefer::Tcp]
-            .into_iter()
-            .find(|p| p.name() == text)
     }
 }
 

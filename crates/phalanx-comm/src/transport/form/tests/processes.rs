@@ -76,7 +76,7 @@ fn child() {
     let token = Token::from_hex(&variable(TOKEN)).unwrap();
     let store = TcpStore::connect(&place, token.clone(), PATIENCE).unwrap();
     let rank: usize = variable(RANK).parse().unwrap();
-    let prefer = Prefer::parse(&variable(PREFER)).unwrap();
+    let prefer: Prefer = serde_json::from_value(variable(PREFER).into()).unwrap();
     if let Ok(more) = std::env::var(FILES) {
         allow_files(more.parse().unwrap());
     }
