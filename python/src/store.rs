@@ -164,12 +164,13 @@ impl TorchStore {
 
     fn check(&self, keys: &[&str]) -> Result<bool> {
         let keys: Vec<String> = keys.iter().map(|key| self.key(key)).collect();
-        self.ask(|store| store.call_method1("check", (keys,))?.extract())
+        self.ask::<bool>(|store| store.call_method1("check", (keys,))?.extract())
     }
 
     /// The value, once the key exists.
     fn value(&self, key: &str) -> Result<Response> {
-        let value = self.ask(|store| store.call_method1("get", (self.key(key),))?.extract())?;
+        let value =
+            self.ask::<Vec<u8>>(|store| store.call_method1("get", (self.key(key),))?.extract())?;
         Ok(Response::Value(value))
     }
 
@@ -254,10 +255,10 @@ impl Store for TorchStore {
                 missing => Ok(Response::Missing(missing)),
             },
             Request::Add { key, delta } => {
-                let sum = |store: &Bound<'_, PyAny>| {
+                let sum = self.ask::<i64>(|store| {
                     store.call_method1("add", (self.key(key), delta))?.extract()
-                };
-                self.ask(sum).map(Response::Number)
+                })?;
+                Ok(Response::Number(sum))
             }
             Request::CompareSet {
                 key,
@@ -265,11 +266,12 @@ impl Store for TorchStore {
                 desired,
             } => self.swap(key, expected, desired),
             Request::Delete { key } => {
-                let existed = |store: &Bound<'_, PyAny>| {
-                    let key = (self.key(key),);
-                    store.call_method1("delete_key", key)?.extract()
-                };
-                self.ask(existed).map(Response::Existed)
+                let existed = self.ask::<bool>(|store| {
+                    store
+                        .call_method1("delete_key", (self.key(key),))?
+                        .extract()
+                })?;
+                Ok(Response::Existed(existed))
             }
             Request::DeletePrefix { prefix } => self.remove(prefix).map(Response::Removed),
             _ => {

@@ -36,10 +36,11 @@ pub use self::buffer::{Buffer, Input};
 pub use self::detached::{Detached, Formation};
 pub use self::messages::{P2POp, Peer};
 pub use self::objects::MAX_OBJECT_BYTES;
-pub use self::options::{Call, GroupOptions, InitOptions, Transport};
+pub use self::options::{Call, GroupOptions, InitOptions};
 pub use self::phase::PhaseGuard;
 pub use self::token::read_token;
 pub use self::work::{OpTimes, Work};
+pub use crate::transport::Transport;
 pub use monitored::format_ranks;
 
 use self::join::{Processes, WORLD_GROUP};

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
-use super::Prefer;
+use super::Transport;
 use super::host::Host;
 use crate::wait::Share;
 use phalanx_base::host_name;
@@ -30,7 +30,7 @@ pub(crate) struct Member {
     /// The process, for messages: "process 4711 on node7".
     pub(crate) process: String,
     pub(crate) world: usize,
-    pub(crate) prefer: Prefer,
+    pub(crate) prefer: Transport,
     pub(crate) host: Host,
     /// The cores it computes on.
     pub(crate) share: Share,
@@ -67,7 +67,7 @@ mod tests {
             instance: 0xfeed,
             process: this_process(),
             world: 4,
-            prefer: Prefer::Auto,
+            prefer: Transport::Auto,
             host: Host {
                 machine: "b/1".to_owned(),
                 hint: "b/1/0".to_owned(),
@@ -83,7 +83,7 @@ mod tests {
         assert_eq!(Member::decode(&with.encode()), Ok(with.clone()));
         let without = Member {
             address: None,
-            prefer: Prefer::Shm,
+            prefer: Transport::Shm,
             ..with
         };
         assert_eq!(Member::decode(&without.encode()), Ok(without));
