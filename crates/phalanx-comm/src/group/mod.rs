@@ -362,14 +362,13 @@ impl ProcessGroup {
             .take_messages()
             .ok_or_else(|| Error::internal("the links of messages are taken"))?;
         let native = Native::new(mesh, member.generation, member.id, &member.limits);
+        let (arena, counters) = (native.arena(), native.counters());
+        let bytes_sent = native.bytes_sent();
         let beside = (Arc::clone(&counts), Arc::clone(&users));
-        let native = Box::new(native);
         let mut runner = Runner::new(native, flight, member.rank, member.limits, board(), beside);
         if probe && selector.hosts().count() > 1 {
             selector.set_costs(probe::measure(&mut runner, selector.hosts())?);
         }
-        let bytes_sent = runner.bytes_sent();
-        let (arena, counters) = (runner.arena(), runner.counters());
         let runner_messages = runner.messages();
         let caller_users = Arc::clone(&users);
         let queue = Queue::new(

@@ -108,6 +108,8 @@ const NOT_OPEN: ErrorKind = ErrorKind::Rejected(RejectReason::NotOpen);
 #[derive(Debug)]
 struct Connection {
     stream: TcpStream,
+    /// Name of the store in messages.
+    store: String,
     /// [`Place::moves`] when it was opened.
     moves: u64,
     /// The last request, then the last response.
@@ -329,8 +331,7 @@ impl TcpStore {
                 Err(error) if is_final(error.kind()) => return Err(error.context(self.location())),
                 Err(error) if is_out_of_files(&error) => return Err(error.context(self.location())),
                 Err(error) if !is_first && error.is_refused() => {
-                    let closed = self.describe(Fault::Closed(None), Duration::ZERO);
-                    return Err(closed.caused_by(error));
+                    return Err(closed(&self.location()).caused_by(error));
                 }
                 Err(error) => error,
             };
@@ -378,11 +379,11 @@ impl TcpStore {
 
     /// Tries each address of the name once.
     fn attempt(&self, deadline: Instant) -> Result<Connection> {
-        let (addr, moves) = {
+        let (addr_text, moves) = {
             let place = self.place();
             (place.addr.clone(), place.moves)
         };
-        let addrs: Vec<SocketAddr> = addr
+        let addrs: Vec<SocketAddr> = addr_text
             .to_socket_addrs()
             .map_err(|e| Error::io("resolving the host name", e))?
             .collect();
@@ -403,6 +404,7 @@ impl TcpStore {
                     drop(place);
                     return Ok(Connection {
                         stream,
+                        store: name(&addr_text),
                         moves,
                         buffer: Vec::new(),
                         timeout: None,
@@ -525,50 +527,10 @@ impl TcpStore {
             }
         };
         let moves = connection.moves;
-        connection
-            .round_trip(request, wait.saturating_add(patience), slice, &mut || {
-                self.look() != moves
-            })
-            .map_err(|fault| self.describe(fault, wait))?;
+        connection.round_trip(request, wait.saturating_add(patience), slice, &mut || {
+            self.look() != moves
+        })?;
         Ok(connection)
-    }
-
-    fn broken(&self, source: phalanx_wire::Error) -> Error {
-        Error::new(
-            ErrorKind::Protocol,
-            format!("{} sent a malformed response: {source}", self.location()),
-        )
-        .caused_by(source)
-    }
-
-    fn describe(&self, fault: Fault, wait: Duration) -> Error {
-        match fault {
-            Fault::Encode(e) => Error::new(ErrorKind::Usage, e.to_string()).caused_by(e),
-            Fault::Decode(e) => self.broken(e),
-            Fault::Closed(source) => {
-                let error = Error::new(
-                    ErrorKind::PeerLost,
-                    format!(
-                        "{} closed the connection: the process that hosts it (rank 0 or the launcher) has ended",
-                        self.location()
-                    ),
-                );
-                match source {
-                    Some(source) => error.caused_by(source),
-                    None => error,
-                }
-            }
-            Fault::Late => Error::new(
-                ErrorKind::NoAnswer,
-                format!(
-                    "{} did not answer within {:.1?}: its process is stopped, or its host out of reach",
-                    self.location(),
-                    wait.saturating_add(self.response_timeout())
-                ),
-            ),
-            Fault::Io(e) => Error::io(format_args!("a request to {}", self.location()), e),
-            Fault::Moved => Error::new(ErrorKind::PeerLost, "the store has moved"),
-        }
     }
 }
 
@@ -634,18 +596,34 @@ fn io_kind(error: &Error) -> Option<IoKind> {
     Some(source.downcast_ref::<std::io::Error>()?.kind())
 }
 
-/// An error of one round trip.
-enum Fault {
-    Encode(phalanx_wire::Error),
-    Decode(phalanx_wire::Error),
-    Closed(Option<std::io::Error>),
-    Late,
-    Io(std::io::Error),
-    /// The server is at another address now.
-    Moved,
+/// The server of this store has ended.
+fn closed(store: &str) -> Error {
+    Error::new(
+        ErrorKind::PeerLost,
+        format!(
+            "{store} closed the connection: the process that hosts it (rank 0 or the launcher) has ended"
+        ),
+    )
 }
 
 impl Connection {
+    fn response(&self) -> Result<Response> {
+        Response::decode(&self.buffer).map_err(|e| self.malformed(e))
+    }
+
+    fn malformed(&self, source: phalanx_wire::Error) -> Error {
+        let what = format!("{} sent a malformed response: {source}", self.store);
+        Error::new(ErrorKind::Protocol, what).caused_by(source)
+    }
+
+    fn late(&self, limit: Duration) -> Error {
+        let what = format!(
+            "{} did not answer within {limit:.1?}: its process is stopped, or its host out of reach",
+            self.store
+        );
+        Error::new(ErrorKind::NoAnswer, what)
+    }
+
     /// Sends the request and receives the body of the response into the buffer. Asks
     /// every `slice` whether the server has moved. After an error the connection cannot
     /// be used: a response may still arrive.
@@ -655,35 +633,37 @@ impl Connection {
         limit: Duration,
         slice: Duration,
         has_moved: &mut dyn FnMut() -> bool,
-    ) -> Result<(), Fault> {
+    ) -> Result<()> {
         let deadline = Instant::now() + limit.min(MAX_TIMEOUT);
         self.buffer.clear();
-        request.encode(&mut self.buffer).map_err(Fault::Encode)?;
+        request
+            .encode(&mut self.buffer)
+            .map_err(|e| Error::new(ErrorKind::Usage, e.to_string()).caused_by(e))?;
         self.set_timeout(limit.min(slice))?;
         // Returns an error unless the call may be tried again.
         let mut again = |connection: &mut Connection, error| {
-            connection.check_error(error, deadline, slice)?;
+            connection.check_error(error, (deadline, limit), slice)?;
             match has_moved() {
-                true => Err(Fault::Moved),
+                true => Err(Error::new(ErrorKind::PeerLost, "the store has moved")),
                 false => Ok(()),
             }
         };
         let mut sent = 0;
         while sent < self.buffer.len() {
             match self.stream.write(&self.buffer[sent..]) {
-                Ok(0) => return Err(Fault::Closed(None)),
+                Ok(0) => return Err(closed(&self.store)),
                 Ok(n) => sent += n,
                 Err(e) => again(self, e)?,
             }
         }
         let mut length = [0; LENGTH_BYTES];
-        self.fill(&mut length, deadline, &mut again)?;
-        let bytes = response_bytes(length).map_err(Fault::Decode)?;
+        self.fill(&mut length, (deadline, limit), &mut again)?;
+        let bytes = response_bytes(length).map_err(|e| self.malformed(e))?;
         // At most MAX_RESPONSE_BYTES, from a peer with the token.
         let mut body = std::mem::take(&mut self.buffer);
         body.clear();
         body.resize(bytes, 0);
-        self.fill(&mut body, deadline, &mut again)?;
+        self.fill(&mut body, (deadline, limit), &mut again)?;
         self.buffer = body;
         Ok(())
     }
@@ -691,28 +671,28 @@ impl Connection {
     fn fill(
         &mut self,
         into: &mut [u8],
-        deadline: Instant,
-        again: &mut dyn FnMut(&mut Self, std::io::Error) -> Result<(), Fault>,
-    ) -> Result<(), Fault> {
+        (deadline, limit): (Instant, Duration),
+        again: &mut dyn FnMut(&mut Self, std::io::Error) -> Result<()>,
+    ) -> Result<()> {
         let mut have = 0;
         while have < into.len() {
             match self.stream.read(&mut into[have..]) {
-                Ok(0) => return Err(Fault::Closed(None)),
+                Ok(0) => return Err(closed(&self.store)),
                 Ok(n) => have += n,
                 Err(e) => again(self, e)?,
             }
             if have < into.len() && Instant::now() >= deadline {
-                return Err(Fault::Late);
+                return Err(self.late(limit));
             }
         }
         Ok(())
     }
 
     /// Sets the timeout of reads and writes, if it differs from the current one.
-    fn set_timeout(&mut self, limit: Duration) -> Result<(), Fault> {
+    fn set_timeout(&mut self, limit: Duration) -> Result<()> {
         let limit = Some(limit.max(Duration::from_millis(1)));
         if self.timeout != limit {
-            auth::Channel::set_timeouts(&self.stream, limit).map_err(Fault::Io)?;
+            auth::Channel::set_timeouts(&self.stream, limit).map_err(|e| self.failed(e))?;
             self.timeout = limit;
         }
         Ok(())
@@ -722,24 +702,28 @@ impl Connection {
     fn check_error(
         &mut self,
         error: std::io::Error,
-        deadline: Instant,
+        (deadline, limit): (Instant, Duration),
         slice: Duration,
-    ) -> Result<(), Fault> {
+    ) -> Result<()> {
         match error.kind() {
             IoKind::Interrupted | IoKind::WouldBlock => {
                 let left = deadline.saturating_duration_since(Instant::now());
                 if left.is_zero() {
-                    return Err(Fault::Late);
+                    return Err(self.late(limit));
                 }
                 self.set_timeout(left.min(slice))
             }
-            IoKind::ConnectionReset | IoKind::ConnectionAborted | IoKind::BrokenPipe => {
-                Err(Fault::Closed(Some(error)))
-            }
-            // The keep-alive probes were not answered.
-            IoKind::TimedOut => Err(Fault::Closed(Some(error))),
-            _ => Err(Fault::Io(error)),
+            // The last one: the keep-alive probes were not answered.
+            IoKind::ConnectionReset
+            | IoKind::ConnectionAborted
+            | IoKind::BrokenPipe
+            | IoKind::TimedOut => Err(closed(&self.store).caused_by(error)),
+            _ => Err(self.failed(error)),
         }
+    }
+
+    fn failed(&self, error: std::io::Error) -> Error {
+        Error::io(format_args!("a request to {}", self.store), error)
     }
 }
 
@@ -750,7 +734,7 @@ impl Store for TcpStore {
 
     fn execute(&self, request: &Request<'_>) -> Result<Response> {
         let connection = self.exchange(request, false)?;
-        let response = Response::decode(&connection.buffer).map_err(|e| self.broken(e))?;
+        let response = connection.response()?;
         // The server closes the connection after this failure.
         if response != Response::Failed(Failure::BadRequest) {
             self.keep(connection);
@@ -766,7 +750,7 @@ impl Store for TcpStore {
         Error::check(key, &request)?;
         // Its own connection, which is not returned to the pool.
         let connection = self.exchange(&request, true)?;
-        match Response::decode(&connection.buffer).map_err(|e| self.broken(e))? {
+        match connection.response()? {
             Response::Failed(failure) => Err(Error::failed(&self.location(), key, failure)),
             _ => Ok(Some(Will {
                 stream: connection.stream,
