@@ -42,7 +42,6 @@ use phalanx_wire::handshake::{
 };
 use phalanx_wire::{ErrorKind as WireKind, Token};
 
-pub use crate::handshakes::{Authenticated, Handshakes, Listener};
 pub use crate::pending::is_out_of_files;
 use crate::{Error, ErrorKind, Result};
 
@@ -130,20 +129,13 @@ pub fn accept<S: Channel + ?Sized>(
     decide: impl FnOnce(&Hello) -> Result<Hello, RejectReason>,
 ) -> Result<Hello> {
     let mut timed = Timed::new(stream, timeout);
-    let hello = match timed.read(Awaiting::Hello) {
-        Ok(hello) => hello,
-        Err(error) => {
-            if error.kind() == ErrorKind::Rejected(RejectReason::WrongVersion) {
-                // For the peer's user; whether it arrives does not matter here.
-                let _ = timed.write(&version_notice());
-            }
-            return Err(error);
+    let mut handshake = PendingHandshake::default();
+    let proven = loop {
+        timed.check_and_limit()?;
+        if let Progress::Proven(proven) = handshake.advance(timed.stream, token)? {
+            break proven;
         }
     };
-    let (acceptor, challenge) = Acceptor::start(&hello, token)?;
-    timed.write(&challenge)?;
-    let proof = timed.read(Awaiting::Proof)?;
-    let proven = acceptor.verify(&proof)?;
     let peer = *proven.peer();
     match decide(&peer) {
         Ok(mine) => {

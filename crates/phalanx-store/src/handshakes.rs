@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::auth::{Channel, HANDSHAKE_TIMEOUT, PendingHandshake, Progress, RefusalLog};
 use crate::pending::{HelloState, Pending, closable, is_out_of_files, max_pending, next_closable};
-use crate::tcp::{RefusalReason, Refusals};
+use crate::refused::{RefusalReason, Refusals};
 use crate::{Error, ErrorKind};
 
 /// Pause after connections could not be accepted. The listener stays readable meanwhile, so

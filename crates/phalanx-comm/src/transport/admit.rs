@@ -6,7 +6,8 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use phalanx_store::auth::{self, Authenticated, Channel, Handshakes, Listener};
+use phalanx_store::auth::{self, Channel};
+use phalanx_store::{Authenticated, Handshakes, Listener};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, RejectReason, Role};
 

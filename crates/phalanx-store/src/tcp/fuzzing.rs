@@ -90,7 +90,7 @@ pub(crate) fn session(member: bool, piece: usize, input: &[u8]) {
             (false, Err(_)) => None,
         };
         let Some(id) = id else { return };
-        let turn = |serving: &mut ServerLoop| match member {
+        let serve = |serving: &mut ServerLoop| match member {
             true => serving.turn(id),
             // The listener is not polled.
             false if serving.handshakes.count() > 0 => serving.admit(&[true]),
@@ -101,7 +101,7 @@ pub(crate) fn session(member: bool, piece: usize, input: &[u8]) {
             if ours.write_all(piece).is_err() {
                 break;
             }
-            turn(serving);
+            serve(serving);
             let _ = ours.read_to_end(&mut received);
             assert!(serving.table.bytes <= LIMITS.max_total_bytes);
             assert!(serving.table.iter().count() <= LIMITS.max_keys);
@@ -116,7 +116,7 @@ pub(crate) fn session(member: bool, piece: usize, input: &[u8]) {
             );
         }
         drop(ours);
-        turn(serving);
+        serve(serving);
         let stayed = serving.conns.len() + serving.handshakes.count();
         assert_eq!(stayed, 0, "the connection stayed");
         let waits = serving.waiters.len() + serving.poppers.len();

@@ -8,7 +8,6 @@ mod client;
 mod conn;
 mod follower;
 mod followers;
-mod refused;
 mod room;
 mod server;
 mod serving;
@@ -17,8 +16,6 @@ mod waiters;
 
 pub use client::{ServerState, TcpStore, host_port};
 pub use follower::Follower;
-pub(crate) use refused::Refusals;
-pub use refused::{RefusalReason, RefusedConnections};
 pub use server::TcpServer;
 pub use serving::ServerOptions;
 #[cfg(any(test, fuzzing))]

@@ -12,9 +12,9 @@ use std::time::Duration;
 use phalanx_wire::Token;
 
 use super::conn::State;
-use super::refused::RefusedConnections;
 use super::serving::{Mode, ServerLoop, ServerOptions, Shared, Task};
 use super::socket::listen;
+use crate::refused::RefusedConnections;
 use crate::{Error, Result};
 
 /// How long a task of the server's owner may take.
@@ -39,8 +39,9 @@ impl TcpServer {
     /// [`local_addr`](Self::local_addr).
     ///
     /// # Errors
-    /// [`ErrorKind::AddressInUse`](crate::ErrorKind::AddressInUse); [`ErrorKind::Usage`](crate::ErrorKind::Usage) when the address is not
-    /// this host's, or means all interfaces.
+    /// [`ErrorKind::AddressInUse`](crate::ErrorKind::AddressInUse);
+    /// [`ErrorKind::Usage`](crate::ErrorKind::Usage) when the address is not this host's, or
+    /// means all interfaces.
     pub fn bind(addr: SocketAddr, token: Token) -> Result<TcpServer> {
         Self::bind_with(addr, token, ServerOptions::default())
     }
@@ -50,18 +51,19 @@ impl TcpServer {
     /// # Errors
     /// As [`bind`](Self::bind).
     pub fn bind_with(addr: SocketAddr, token: Token, options: ServerOptions) -> Result<TcpServer> {
-        Self::from_listener_with(listen(addr)?, token, options)
+        Self::start(listen(addr)?, token, options, Mode::Open)
     }
 
-    /// A server that serves nobody yet: it rejects members with
-    /// [`RejectReason::NotOpen`](phalanx_wire::handshake::RejectReason::NotOpen), and clients try again until their deadline. So a
-    /// refused connection to its address means that its process has ended.
+    /// A server that serves no client yet: it rejects members with
+    /// [`RejectReason::NotOpen`](phalanx_wire::handshake::RejectReason::NotOpen), and clients
+    /// try again until their deadline. So a refused connection to its address means that its
+    /// process has ended.
     ///
     /// # Errors
     /// As [`bind`](Self::bind).
     pub fn bind_closed(addr: SocketAddr, token: Token) -> Result<TcpServer> {
         let options = ServerOptions::default();
-        Self::start(listen(addr)?, token, options, Mode::Nobody)
+        Self::start(listen(addr)?, token, options, Mode::Closed)
     }
 
     /// Serves on a listening socket, for example one passed on by a launcher so that
@@ -70,19 +72,7 @@ impl TcpServer {
     /// # Errors
     /// [`ErrorKind::Io`](crate::ErrorKind::Io).
     pub fn from_listener(listener: TcpListener, token: Token) -> Result<TcpServer> {
-        Self::from_listener_with(listener, token, ServerOptions::default())
-    }
-
-    /// As [`from_listener`](Self::from_listener), with other limits.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Io`](crate::ErrorKind::Io).
-    pub fn from_listener_with(
-        listener: TcpListener,
-        token: Token,
-        options: ServerOptions,
-    ) -> Result<TcpServer> {
-        Self::start(listener, token, options, Mode::Everybody)
+        Self::start(listener, token, ServerOptions::default(), Mode::Open)
     }
 
     fn start(
@@ -187,7 +177,7 @@ impl TcpServer {
         self.ask(move |server| {
             server.set(&key, &value);
             server.followers.demand_newest();
-            server.mode = Mode::Everybody;
+            server.mode = Mode::Open;
         });
     }
 

@@ -18,12 +18,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::FOLLOWER_STREAM;
 use super::conn::{Conn, IoState, State, Wait, Wanted};
 use super::followers::Followers;
-use super::refused::Refusals;
 use super::room;
 use super::socket::tune;
 use super::waiters::{ConnId, Waiters};
-use crate::auth::{Authenticated, HANDSHAKE_TIMEOUT, Handshakes};
+use crate::auth::HANDSHAKE_TIMEOUT;
+use crate::handshakes::{Authenticated, Handshakes};
 use crate::pending::max_pending;
+use crate::refused::Refusals;
 use crate::table::{Limits, Table, element};
 
 #[cfg(any(test, fuzzing))]
@@ -87,12 +88,12 @@ pub(super) struct Shared {
 /// What the server's owner has its thread do.
 pub(super) type Task = Box<dyn FnOnce(&mut ServerLoop) + Send>;
 
-/// Whom a server serves.
+/// Which clients a server serves: none, followers only, or all.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
-    Nobody,
+    Closed,
     Followers,
-    Everybody,
+    Open,
 }
 
 /// Result of one step of a connection.
@@ -118,7 +119,7 @@ pub(super) struct ServerLoop {
     pub(super) mode: Mode,
     /// It takes no followers any more.
     pub(super) is_alone: bool,
-    /// A number by which clients tell this server from another one at its address.
+    /// A number by which clients distinguish this server from another one at its address.
     instance: u16,
     pub(super) table: Table,
     pub(super) followers: Followers,
@@ -165,7 +166,7 @@ impl ServerLoop {
             options,
             shared,
             tasks,
-            mode: Mode::Everybody,
+            mode: Mode::Open,
             is_alone: false,
             instance: RandomState::new().hash_one(()) as u16,
             table: Table::new(options.limits),
@@ -210,7 +211,7 @@ impl ServerLoop {
     /// Continues handshakes. Those who have proven the token become members.
     fn admit(&mut self, ready: &[bool]) {
         // A closed one is only looked at.
-        self.handshakes.logs = self.mode != Mode::Nobody;
+        self.handshakes.logs = self.mode != Mode::Closed;
         match self.handshakes.serve(ready) {
             Ok(all) => all.into_iter().for_each(|one| self.decide(one)),
             Err(e) => {
@@ -221,7 +222,7 @@ impl ServerLoop {
     }
 
     pub(super) fn admit_followers(&mut self, entries: Vec<(String, Vec<u8>)>, dropped: Vec<u64>) {
-        if self.mode != Mode::Nobody {
+        if self.mode != Mode::Closed {
             return;
         }
         self.mode = Mode::Followers;
@@ -255,7 +256,7 @@ impl ServerLoop {
         if self.mode != Mode::Followers {
             return;
         }
-        self.mode = Mode::Nobody;
+        self.mode = Mode::Closed;
         self.followers.clear();
         for id in self.conns.keys().copied().collect::<Vec<_>>() {
             self.close(id);
@@ -493,7 +494,7 @@ impl ServerLoop {
             Some(RejectReason::WrongRole)
         } else if peer.job != mine.job {
             Some(RejectReason::WrongJob)
-        } else if self.mode == Mode::Nobody
+        } else if self.mode == Mode::Closed
             || (self.mode == Mode::Followers && peer.stream != FOLLOWER_STREAM)
         {
             Some(RejectReason::NotOpen)
@@ -528,7 +529,7 @@ impl ServerLoop {
         };
         if let Request::Follow { id: follower } = request {
             return self.follow(id, follower);
-        } else if self.mode != Mode::Everybody {
+        } else if self.mode != Mode::Open {
             return self.protocol_error(id, &"a request before the store is open");
         }
         match request {

@@ -65,7 +65,7 @@ impl Refusals {
         self.1.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn total(&self) -> u64 {
+    pub(crate) fn total(&self) -> u64 {
         self.1.load(Ordering::Relaxed)
     }
 
@@ -79,7 +79,7 @@ impl Refusals {
     }
 
     /// All counts, the largest first.
-    pub(super) fn list(&self) -> Vec<RefusedConnections> {
+    pub(crate) fn list(&self) -> Vec<RefusedConnections> {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut list: Vec<RefusedConnections> = counts
             .iter()
