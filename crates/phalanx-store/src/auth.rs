@@ -129,13 +129,15 @@ pub fn accept<S: Channel + ?Sized>(
     decide: impl FnOnce(&Hello) -> Result<Hello, RejectReason>,
 ) -> Result<Hello> {
     let mut timed = Timed::new(stream, timeout);
-    let mut handshake = PendingHandshake::default();
-    let proven = loop {
-        timed.check_and_limit()?;
-        if let Progress::Proven(proven) = handshake.advance(timed.stream, token)? {
-            break proven;
+    let hello = timed.read(Awaiting::Hello).inspect_err(|error| {
+        if error.kind() == ErrorKind::Rejected(RejectReason::WrongVersion) {
+            // For the peer's user; whether it arrives does not matter here.
+            let _ = timed.stream.write(&version_notice());
         }
-    };
+    })?;
+    let (acceptor, challenge) = Acceptor::start(&hello, token)?;
+    timed.write(&challenge)?;
+    let proven = acceptor.verify(&timed.read(Awaiting::Proof)?)?;
     let peer = *proven.peer();
     match decide(&peer) {
         Ok(mine) => {
