@@ -136,55 +136,16 @@ impl Memory {
 /// Runs `$body` with `$T` as the type of `$dtype`'s elements.
 macro_rules! typed {
     ($dtype:expr, $T:ident => $body:expr) => {
+        typed! { $dtype, $T => $body;
+            F32 f32, F64 f64, F16 f16, Bf16 bf16, I32 i32, I64 i64, U8 u8, I8 i8, I16 i16, U16 u16, U32 u32, U64 u64
+        }
+    };
+    ($dtype:expr, $T:ident => $body:expr; $($variant:ident $element:ty),*) => {
         match $dtype {
-            DType::F32 => {
-                type $T = f32;
+            $(DType::$variant => {
+                type $T = $element;
                 $body
-            }
-            DType::F64 => {
-                type $T = f64;
-                $body
-            }
-            DType::F16 => {
-                type $T = f16;
-                $body
-            }
-            DType::Bf16 => {
-                type $T = bf16;
-                $body
-            }
-            DType::I32 => {
-                type $T = i32;
-                $body
-            }
-            DType::I64 => {
-                type $T = i64;
-                $body
-            }
-            DType::U8 => {
-                type $T = u8;
-                $body
-            }
-            DType::I8 => {
-                type $T = i8;
-                $body
-            }
-            DType::I16 => {
-                type $T = i16;
-                $body
-            }
-            DType::U16 => {
-                type $T = u16;
-                $body
-            }
-            DType::U32 => {
-                type $T = u32;
-                $body
-            }
-            DType::U64 => {
-                type $T = u64;
-                $body
-            }
+            })*
             other => return Err(PyTypeError::new_err(format!("no operations on {other}"))),
         }
     };

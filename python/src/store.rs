@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use phalanx_comm as comm;
 use phalanx_store::{Error, ErrorKind, Result, Store};
 use phalanx_wire::Token;
+use phalanx_wire::store_msg::{Request, Response};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -161,81 +162,41 @@ impl TorchStore {
         answer
     }
 
-    fn has(&self, key: &str) -> Result<bool> {
-        self.ask(|store| {
-            store
-                .call_method1("check", (vec![self.key(key)],))?
-                .extract()
-        })
+    fn check(&self, keys: &[&str]) -> Result<bool> {
+        let keys: Vec<String> = keys.iter().map(|key| self.key(key)).collect();
+        self.ask::<bool>(|store| store.call_method1("check", (keys,))?.extract())
     }
 
-    fn value(&self, key: &str) -> Result<Vec<u8>> {
-        self.ask(|store| store.call_method1("get", (self.key(key),))?.extract())
-    }
-}
-
-impl Store for TorchStore {
-    fn location(&self) -> &str {
-        "PyTorch's store"
+    /// The value, once the key exists.
+    fn value(&self, key: &str) -> Result<Response> {
+        let value =
+            self.ask::<Vec<u8>>(|store| store.call_method1("get", (self.key(key),))?.extract())?;
+        Ok(Response::Value(value))
     }
 
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.ask(|store| {
-            let value = PyBytes::new(store.py(), value);
-            store.call_method1("set", (self.key(key), value)).map(drop)
-        })
-    }
-
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.wait(&[key], timeout)?;
-        self.value(key)
-    }
-
-    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        match self.has(key)? {
-            true => self.value(key).map(Some),
-            false => Ok(None),
-        }
-    }
-
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+    /// Waits for keys; returns the missing ones.
+    fn missing(&self, keys: &[&str], timeout: Duration) -> Result<Vec<String>> {
         let begun = Instant::now();
         let mut pause = LOOK[0];
-        loop {
-            let all: Vec<String> = keys.iter().map(|key| self.key(key)).collect();
-            if self.ask(|store| store.call_method1("check", (all,))?.extract::<bool>())? {
-                return Ok(());
-            }
+        while !self.check(keys)? {
             let left = timeout.saturating_sub(begun.elapsed());
             if left.is_zero() {
-                break;
+                let mut missing = Vec::new();
+                for key in keys {
+                    if !self.check(&[key])? {
+                        missing.push((*key).to_owned());
+                    }
+                }
+                return Ok(missing);
             }
             std::thread::sleep(pause.min(left));
             pause = (2 * pause).min(LOOK[1]);
         }
-        let mut missing = Vec::new();
-        for key in keys {
-            if !self.has(key)? {
-                missing.push((*key).to_owned());
-            }
-        }
-        if missing.is_empty() {
-            return Ok(());
-        }
-        Err(Error::missing(
-            self.location(),
-            keys.len(),
-            timeout,
-            missing,
-        ))
-    }
-
-    fn add(&self, key: &str, delta: i64) -> Result<i64> {
-        self.ask(|store| store.call_method1("add", (self.key(key), delta))?.extract())
+        Ok(Vec::new())
     }
 
     /// PyTorch's stores take an empty value for one that does not exist, and answer with `expected` where there is none.
-    fn compare_set(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Vec<u8>> {
+    fn swap(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Response> {
         let now: Vec<u8> = self.ask(|store| {
             let expected = PyBytes::new(store.py(), expected.unwrap_or_default());
             let desired = PyBytes::new(store.py(), desired);
@@ -244,22 +205,14 @@ impl Store for TorchStore {
                 .extract()
         })?;
         let is_as_before = expected == Some(&now[..]) && now != desired;
-        match is_as_before && !self.has(key)? {
-            true => Ok(Vec::new()),
-            false => Ok(now),
+        match is_as_before && !self.check(&[key])? {
+            true => Ok(Response::NotFound),
+            false => Ok(Response::Value(now)),
         }
     }
 
-    fn delete(&self, key: &str) -> Result<bool> {
-        self.ask(|store| {
-            store
-                .call_method1("delete_key", (self.key(key),))?
-                .extract()
-        })
-    }
-
     /// Nothing where the store cannot list its keys: then they stay until it ends.
-    fn delete_prefix(&self, prefix: &str) -> Result<u64> {
+    fn remove(&self, prefix: &str) -> Result<u64> {
         let prefix = self.key(prefix);
         self.ask(|store| {
             let Ok(keys) = store.call_method0("list_keys") else {
@@ -275,5 +228,56 @@ impl Store for TorchStore {
             }
             Ok(count)
         })
+    }
+}
+
+impl Store for TorchStore {
+    fn location(&self) -> String {
+        "PyTorch's store".to_owned()
+    }
+
+    fn execute(&self, request: &Request<'_>) -> Result<Response> {
+        let timeout = request.timeout();
+        match *request {
+            Request::Set { key, value } => self.ask(|store| {
+                let value = PyBytes::new(store.py(), value);
+                let done = store.call_method1("set", (self.key(key), value));
+                done.map(|_| Response::Done)
+            }),
+            Request::Get { key, .. } => match self.missing(&[key], timeout)? {
+                missing if missing.is_empty() => self.value(key),
+                missing => Ok(Response::Missing(missing)),
+            },
+            Request::TryGet { key } if self.check(&[key])? => self.value(key),
+            Request::TryGet { .. } => Ok(Response::NotFound),
+            Request::Wait { ref keys, .. } => match self.missing(keys, timeout)? {
+                missing if missing.is_empty() => Ok(Response::Done),
+                missing => Ok(Response::Missing(missing)),
+            },
+            Request::Add { key, delta } => {
+                let sum = self.ask::<i64>(|store| {
+                    store.call_method1("add", (self.key(key), delta))?.extract()
+                })?;
+                Ok(Response::Number(sum))
+            }
+            Request::CompareSet {
+                key,
+                expected,
+                desired,
+            } => self.swap(key, expected, desired),
+            Request::Delete { key } => {
+                let existed = self.ask::<bool>(|store| {
+                    store
+                        .call_method1("delete_key", (self.key(key),))?
+                        .extract()
+                })?;
+                Ok(Response::Existed(existed))
+            }
+            Request::DeletePrefix { prefix } => self.remove(prefix).map(Response::Removed),
+            _ => {
+                let what = format!("{} does not support this request", self.location());
+                Err(Error::new(ErrorKind::Usage, what))
+            }
+        }
     }
 }

@@ -36,11 +36,8 @@ pub(crate) fn futex_wait(
     expected: u32,
     timeout: Duration,
 ) -> bool {
-    let timeout = futex::Timespec {
-        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
-    let result = futex::wait(word, kind.flags(), expected, Some(&timeout));
+    let timeout = futex::Timespec::try_from(timeout).ok();
+    let result = futex::wait(word, kind.flags(), expected, timeout.as_ref());
     result != Err(rustix::io::Errno::TIMEDOUT)
 }
 

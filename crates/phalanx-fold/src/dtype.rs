@@ -59,20 +59,10 @@ impl DType {
 
     /// The name used in messages, as Rust spells it.
     pub const fn name(self) -> &'static str {
-        match self {
-            DType::F32 => "f32",
-            DType::F64 => "f64",
-            DType::F16 => "f16",
-            DType::Bf16 => "bf16",
-            DType::I32 => "i32",
-            DType::I64 => "i64",
-            DType::U8 => "u8",
-            DType::I8 => "i8",
-            DType::I16 => "i16",
-            DType::U16 => "u16",
-            DType::U32 => "u32",
-            DType::U64 => "u64",
-        }
+        const NAMES: [&str; 12] = [
+            "f32", "f64", "f16", "bf16", "i32", "i64", "u8", "i8", "i16", "u16", "u32", "u64",
+        ];
+        NAMES[self as usize]
     }
 
     /// Whether the mean of such elements is such an element.
@@ -83,26 +73,13 @@ impl DType {
     /// Code in frame headers; 0 is left for "no data".
     #[doc(hidden)]
     pub const fn wire(self) -> u8 {
-        match self {
-            DType::F32 => 1,
-            DType::F64 => 2,
-            DType::F16 => 3,
-            DType::Bf16 => 4,
-            DType::I32 => 5,
-            DType::I64 => 6,
-            DType::U8 => 7,
-            DType::I8 => 8,
-            DType::I16 => 9,
-            DType::U16 => 10,
-            DType::U32 => 11,
-            DType::U64 => 12,
-        }
+        self as u8 + 1
     }
 
     /// Inverse of [`DType::wire`].
     #[doc(hidden)]
     pub fn from_wire(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|d| d.wire() == code)
+        Self::ALL.get(usize::from(code.checked_sub(1)?)).copied()
     }
 }
 

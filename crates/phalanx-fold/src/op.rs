@@ -56,16 +56,10 @@ impl ReduceOp {
 
     /// The name used in messages.
     pub const fn name(self) -> &'static str {
-        match self {
-            ReduceOp::Sum => "sum",
-            ReduceOp::Mean => "mean",
-            ReduceOp::Min => "min",
-            ReduceOp::Max => "max",
-            ReduceOp::Product => "product",
-            ReduceOp::BitAnd => "bit_and",
-            ReduceOp::BitOr => "bit_or",
-            ReduceOp::BitXor => "bit_xor",
-        }
+        const NAMES: [&str; 8] = [
+            "sum", "mean", "min", "max", "product", "bit_and", "bit_or", "bit_xor",
+        ];
+        NAMES[self as usize]
     }
 
     /// Whether elements of type `dtype` support this reduction.
@@ -80,22 +74,13 @@ impl ReduceOp {
     /// Code in frame headers; 0 is left for collectives that do not reduce.
     #[doc(hidden)]
     pub const fn wire(self) -> u8 {
-        match self {
-            ReduceOp::Sum => 1,
-            ReduceOp::Mean => 2,
-            ReduceOp::Min => 3,
-            ReduceOp::Max => 4,
-            ReduceOp::Product => 5,
-            ReduceOp::BitAnd => 6,
-            ReduceOp::BitOr => 7,
-            ReduceOp::BitXor => 8,
-        }
+        self as u8 + 1
     }
 
     /// Inverse of [`ReduceOp::wire`].
     #[doc(hidden)]
     pub fn from_wire(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|o| o.wire() == code)
+        Self::ALL.get(usize::from(code.checked_sub(1)?)).copied()
     }
 }
 

@@ -189,16 +189,12 @@ impl Seen {
 
     /// Whether the rank has done its part of the collective.
     fn is_past(&self, entry: &Entry) -> bool {
-        let entries = self.dump.iter().flat_map(|dump| &dump.entries);
-        let same = entries.filter(|own| {
+        let mut entries = self.dump.iter().flat_map(|dump| &dump.entries);
+        entries.any(|own| {
             (own.generation, own.group) == (entry.generation, entry.group)
                 && own.op != "send/recv"
-                && own.state != State::Queued
-        });
-        let newest = same.max_by_key(|own| own.seq);
-        newest.is_some_and(|own| match own.seq == entry.seq {
-            true => own.state == State::Done,
-            false => own.seq > entry.seq,
+                && (own.seq == entry.seq && own.state == State::Done
+                    || own.seq > entry.seq && own.state != State::Queued)
         })
     }
 

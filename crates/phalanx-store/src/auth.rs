@@ -42,9 +42,7 @@ use phalanx_wire::handshake::{
 };
 use phalanx_wire::{ErrorKind as WireKind, Token};
 
-pub use crate::pending::{
-    HelloState, Pending, closable, is_out_of_files, max_pending, next_closable,
-};
+pub use crate::pending::is_out_of_files;
 use crate::{Error, ErrorKind, Result};
 
 /// Timeout of an acceptor for the whole handshake.
@@ -131,20 +129,15 @@ pub fn accept<S: Channel + ?Sized>(
     decide: impl FnOnce(&Hello) -> Result<Hello, RejectReason>,
 ) -> Result<Hello> {
     let mut timed = Timed::new(stream, timeout);
-    let hello = match timed.read(Awaiting::Hello) {
-        Ok(hello) => hello,
-        Err(error) => {
-            if error.kind() == ErrorKind::Rejected(RejectReason::WrongVersion) {
-                // For the peer's user; whether it arrives does not matter here.
-                let _ = timed.write(&version_notice());
-            }
-            return Err(error);
+    let hello = timed.read(Awaiting::Hello).inspect_err(|error| {
+        if error.kind() == ErrorKind::Rejected(RejectReason::WrongVersion) {
+            // For the peer's user; whether it arrives does not matter here.
+            let _ = timed.stream.write(&version_notice());
         }
-    };
+    })?;
     let (acceptor, challenge) = Acceptor::start(&hello, token)?;
     timed.write(&challenge)?;
-    let proof = timed.read(Awaiting::Proof)?;
-    let proven = acceptor.verify(&proof)?;
+    let proven = acceptor.verify(&timed.read(Awaiting::Proof)?)?;
     let peer = *proven.peer();
     match decide(&peer) {
         Ok(mine) => {

@@ -109,12 +109,6 @@ impl Error {
         Error::new(ErrorKind::Timeout, what)
     }
 
-    /// An operation that a store outside this crate lacks.
-    pub(crate) fn unsupported(operation: &str) -> Self {
-        let what = format!("this kind of store does not support {operation}");
-        Error::new(ErrorKind::Usage, what)
-    }
-
     /// Checks the limits of a request about `key`.
     pub(crate) fn check(key: &str, request: &Request<'_>) -> Result<()> {
         request.check().map_err(|e| Error::bad_request(key, e))

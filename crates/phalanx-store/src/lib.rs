@@ -37,19 +37,20 @@ mod error;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
+mod handshakes;
 mod mem;
 mod pending;
+mod refused;
 mod store;
 mod table;
 mod tcp;
 mod will;
 
 pub use error::{Error, ErrorKind, Result};
+pub use handshakes::{Authenticated, Handshakes, Listener};
 pub use mem::MemStore;
+pub use refused::{RefusalReason, RefusedConnections};
 pub use store::Store;
 pub use table::Limits;
-pub use tcp::{
-    Follower, RefusalReason, RefusedConnections, ServerOptions, ServerState, TcpServer, TcpStore,
-    host_port,
-};
+pub use tcp::{Follower, ServerOptions, ServerState, TcpServer, TcpStore, host_port};
 pub use will::Will;

@@ -27,7 +27,7 @@ const FILES_PART: u64 = 4;
 
 /// What an unauthenticated connection has sent. The first kind is closed first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum HelloState {
+pub(crate) enum HelloState {
     /// A hello without a valid tag.
     Untagged,
     /// No hello yet.
@@ -38,18 +38,18 @@ pub enum HelloState {
 
 /// An unauthenticated connection, identified by `id`.
 #[derive(Clone, Copy, Debug)]
-pub struct Pending<I> {
+pub(crate) struct Pending {
     /// Identifier of the connection; later ones are larger.
-    pub id: I,
+    pub(crate) id: u64,
     /// What it has sent.
-    pub hello: HelloState,
+    pub(crate) hello: HelloState,
     /// Address of the peer.
-    pub source: IpAddr,
+    pub(crate) source: IpAddr,
     /// When it was accepted.
-    pub since: Instant,
+    pub(crate) since: Instant,
 }
 
-impl<I> Pending<I> {
+impl Pending {
     /// Time from which on it may be closed for another connection.
     fn closable_at(&self) -> Instant {
         let safe_for = match self.hello {
@@ -63,7 +63,7 @@ impl<I> Pending<I> {
 
 /// Maximum number of unauthenticated connections of a process: 4096, and at most a
 /// quarter of its limit of open files.
-pub fn max_pending() -> usize {
+pub(crate) fn max_pending() -> usize {
     let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     usize::try_from(files / FILES_PART).map_or(MAX_PENDING, |files| files.clamp(1, MAX_PENDING))
 }
@@ -77,16 +77,16 @@ pub fn is_out_of_files(error: &std::io::Error) -> bool {
 }
 
 /// Time at which the first connection may be closed; `None` if there is none.
-pub fn next_closable<I>(pending: impl Iterator<Item = Pending<I>>) -> Option<Instant> {
+pub(crate) fn next_closable(pending: impl Iterator<Item = Pending>) -> Option<Instant> {
     pending.map(|pending| pending.closable_at()).min()
 }
 
 /// The connections that may be closed now. The one to close first is the last.
-pub fn closable<I: Copy + Ord>(pending: impl Iterator<Item = Pending<I>>, now: Instant) -> Vec<I> {
+pub(crate) fn closable(pending: impl Iterator<Item = Pending>, now: Instant) -> Vec<u64> {
     let mut pending: Vec<_> = pending.filter(|p| p.closable_at() <= now).collect();
     pending.sort_unstable_by_key(|pending| Reverse(pending.id));
     let mut newer: HashMap<(HelloState, IpAddr), u32> = HashMap::new();
-    let mut order: Vec<(HelloState, u32, I)> = Vec::with_capacity(pending.len());
+    let mut order: Vec<(HelloState, u32, u64)> = Vec::with_capacity(pending.len());
     for Pending {
         id, hello, source, ..
     } in pending

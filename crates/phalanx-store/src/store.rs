@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::{Error, Result, Will};
+use phalanx_wire::store_msg::{MAX_WAIT_KEYS, Request, Response, check_key};
+
+use crate::{Error, ErrorKind, Result, Will};
 
 /// A small key/value store that several ranks share.
 ///
@@ -20,22 +22,44 @@ use crate::{Error, Result, Will};
 /// 1007 bytes. Where it is the start of another queue's name (`q` of `q/1`), an operation on it looks at the elements of
 /// both.
 pub trait Store: Send + Sync + 'static {
-    /// Name of the store in messages; empty for a store in memory.
-    fn location(&self) -> &str {
-        ""
-    }
+    /// Name of the store in messages.
+    fn location(&self) -> String;
+
+    /// Executes one request; the other methods call this. The limits of the request were checked. A wait that times out
+    /// is answered with [`Response::Missing`], that for an element of a queue with [`Response::NotFound`].
+    ///
+    /// # Errors
+    /// When there is no response. [`ErrorKind::Usage`] for a request that this kind of store does not support.
+    fn execute(&self, request: &Request<'_>) -> Result<Response>;
 
     /// Stores a value, replacing an existing one.
-    fn set(&self, key: &str, value: &[u8]) -> Result<()>;
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        ask(self, &Request::Set { key, value }).map(drop)
+    }
 
     /// Waits up to `timeout` for a key and returns its value.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) names the key.
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>>;
+    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
+        let timeout_ms = millis(timeout);
+        match ask(self, &Request::Get { key, timeout_ms })? {
+            Response::Value(value) => Ok(value),
+            Response::Missing(missing) => {
+                Err(Error::missing(&self.location(), 1, timeout, missing))
+            }
+            other => wrong(self, &other),
+        }
+    }
 
     /// Returns the current value, if any, without waiting.
-    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>>;
+    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
+        match ask(self, &Request::TryGet { key })? {
+            Response::Value(value) => Ok(Some(value)),
+            Response::NotFound => Ok(None),
+            other => wrong(self, &other),
+        }
+    }
 
     /// Waits up to `timeout` until all keys exist at the same time. Returns at once
     /// if `keys` is empty.
@@ -44,7 +68,36 @@ pub trait Store: Send + Sync + 'static {
     /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout), and
     /// [`Error::missing_keys`](crate::Error::missing_keys) has exactly the keys
     /// that were missing at the end.
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()>;
+    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+        for key in keys {
+            check_key(key).map_err(|e| Error::bad_request(key, e))?;
+        }
+        let start = Instant::now();
+        let left = || timeout.saturating_sub(start.elapsed());
+        loop {
+            let is_last = left().is_zero();
+            let mut missing = Vec::new();
+            // More keys than one request allows: one part after the other...
+            for some in keys.chunks(MAX_WAIT_KEYS) {
+                missing.extend(wait_some(self, some, left())?);
+            }
+            // ...then all of them again, since a key may have been deleted while the
+            // others were waited for, and the error names all missing keys.
+            if keys.len() > MAX_WAIT_KEYS && !is_last {
+                missing.clear();
+                for some in keys.chunks(MAX_WAIT_KEYS) {
+                    missing.extend(wait_some(self, some, Duration::ZERO)?);
+                }
+            }
+            if missing.is_empty() {
+                return Ok(());
+            }
+            if is_last || keys.len() <= MAX_WAIT_KEYS {
+                let location = self.location();
+                return Err(Error::missing(&location, keys.len(), timeout, missing));
+            }
+        }
+    }
 
     /// Adds to a number, stored as decimal text and 0 at first, and returns the sum.
     /// The addition is atomic.
@@ -52,7 +105,9 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     /// [`ErrorKind::NotANumber`](crate::ErrorKind::NotANumber), with the value
     /// unchanged.
-    fn add(&self, key: &str, delta: i64) -> Result<i64>;
+    fn add(&self, key: &str, delta: i64) -> Result<i64> {
+        number(self, &Request::Add { key, delta })
+    }
 
     /// Appends to a value, empty at first, and returns the new length in bytes. The append
     /// is atomic. *Cost:* the store writes the whole value again, also to its followers or
@@ -60,10 +115,10 @@ pub trait Store: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`ErrorKind::LimitExceeded`](crate::ErrorKind::LimitExceeded), with the value
-    /// unchanged. The default, for stores outside this crate:
-    /// [`ErrorKind::Usage`](crate::ErrorKind::Usage).
-    fn append(&self, _key: &str, _value: &[u8]) -> Result<u64> {
-        Err(Error::unsupported("append"))
+    /// unchanged.
+    fn append(&self, key: &str, value: &[u8]) -> Result<u64> {
+        let length = number(self, &Request::Append { key, value })?;
+        Ok(length.cast_unsigned())
     }
 
     /// Waits up to `timeout` until all keys exist, and returns their values. Each value is
@@ -94,21 +149,41 @@ pub trait Store: Send + Sync + 'static {
     /// exist), and returns the value afterwards: `desired`, or the value that
     /// differs from `expected`. It is empty if a value was expected and the key does
     /// not exist.
-    fn compare_set(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Vec<u8>>;
+    fn compare_set(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Vec<u8>> {
+        let request = Request::CompareSet {
+            key,
+            expected,
+            desired,
+        };
+        match ask(self, &request)? {
+            Response::Value(value) => Ok(value),
+            Response::NotFound => Ok(Vec::new()),
+            other => wrong(self, &other),
+        }
+    }
 
     /// Removes a key. Returns whether it existed.
-    fn delete(&self, key: &str) -> Result<bool>;
+    fn delete(&self, key: &str) -> Result<bool> {
+        match ask(self, &Request::Delete { key })? {
+            Response::Existed(existed) => Ok(existed),
+            other => wrong(self, &other),
+        }
+    }
 
     /// Removes all keys with this prefix. Returns their number.
-    fn delete_prefix(&self, prefix: &str) -> Result<u64>;
+    fn delete_prefix(&self, prefix: &str) -> Result<u64> {
+        match ask(self, &Request::DeletePrefix { prefix })? {
+            Response::Removed(count) => Ok(count),
+            other => wrong(self, &other),
+        }
+    }
 
     /// Adds an element at the end of a queue.
     ///
     /// # Errors
-    /// As [`set`](Self::set). The default, for stores outside this crate:
-    /// [`ErrorKind::Usage`](crate::ErrorKind::Usage).
-    fn queue_push(&self, _queue: &str, _value: &[u8]) -> Result<()> {
-        Err(Error::unsupported("queues"))
+    /// As [`set`](Self::set).
+    fn queue_push(&self, queue: &str, value: &[u8]) -> Result<()> {
+        ask(self, &Request::QueuePush { queue, value }).map(drop)
     }
 
     /// Waits up to `timeout` for an element, removes the first one and returns it. Each
@@ -116,18 +191,20 @@ pub trait Store: Send + Sync + 'static {
     /// caller ends before it has received it.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) names the queue. The default, as
-    /// for [`queue_push`](Self::queue_push).
-    fn queue_pop(&self, _queue: &str, _timeout: Duration) -> Result<Vec<u8>> {
-        Err(Error::unsupported("queues"))
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) names the queue.
+    fn queue_pop(&self, queue: &str, timeout: Duration) -> Result<Vec<u8>> {
+        let timeout_ms = millis(timeout);
+        match ask(self, &Request::QueuePop { queue, timeout_ms })? {
+            Response::Value(value) => Ok(value),
+            Response::NotFound => Err(Error::empty(&self.location(), queue, timeout)),
+            other => wrong(self, &other),
+        }
     }
 
     /// Returns the number of elements of a queue. *Cost:* linear in it.
-    ///
-    /// # Errors
-    /// The default, as for [`queue_push`](Self::queue_push).
-    fn queue_len(&self, _queue: &str) -> Result<u64> {
-        Err(Error::unsupported("queues"))
+    fn queue_len(&self, queue: &str) -> Result<u64> {
+        let length = number(self, &Request::QueueLen { queue })?;
+        Ok(length.cast_unsigned())
     }
 
     /// Leaves a will: if this process ends, in any way, before it drops the returned
@@ -143,57 +220,58 @@ pub trait Store: Send + Sync + 'static {
     }
 }
 
+/// Executes a request that is within the limits.
+fn ask<S: Store + ?Sized>(store: &S, request: &Request<'_>) -> Result<Response> {
+    let key = request.key();
+    request.check().map_err(|e| Error::bad_request(key, e))?;
+    match store.execute(request)? {
+        Response::Failed(failure) => Err(Error::failed(&store.location(), key, failure)),
+        response => Ok(response),
+    }
+}
+
+/// A request for a sum or a length.
+fn number<S: Store + ?Sized>(store: &S, request: &Request<'_>) -> Result<i64> {
+    match ask(store, request)? {
+        Response::Number(number) => Ok(number),
+        other => wrong(store, &other),
+    }
+}
+
+/// Waits for up to [`MAX_WAIT_KEYS`] keys; returns the missing ones.
+fn wait_some<S: Store + ?Sized>(
+    store: &S,
+    keys: &[&str],
+    timeout: Duration,
+) -> Result<Vec<String>> {
+    let request = Request::Wait {
+        keys: keys.to_vec(),
+        timeout_ms: millis(timeout),
+    };
+    match ask(store, &request)? {
+        Response::Done => Ok(Vec::new()),
+        Response::Missing(missing) => Ok(missing),
+        other => wrong(store, &other),
+    }
+}
+
+fn wrong<S: Store + ?Sized, T>(store: &S, response: &Response) -> Result<T> {
+    let what = format!("{} sent a wrong response: {response:?}", store.location());
+    Err(Error::new(ErrorKind::Protocol, what))
+}
+
+/// Milliseconds, rounded up so that a wait never ends early; at most 49 days.
+pub(crate) fn millis(timeout: Duration) -> u32 {
+    u32::try_from(timeout.as_nanos().div_ceil(1_000_000)).unwrap_or(u32::MAX)
+}
+
 impl<S: Store + ?Sized> Store for Arc<S> {
-    fn location(&self) -> &str {
+    fn location(&self) -> String {
         (**self).location()
     }
 
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        (**self).set(key, value)
-    }
-
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        (**self).get(key, timeout)
-    }
-
-    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        (**self).try_get(key)
-    }
-
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        (**self).wait(keys, timeout)
-    }
-
-    fn add(&self, key: &str, delta: i64) -> Result<i64> {
-        (**self).add(key, delta)
-    }
-
-    fn append(&self, key: &str, value: &[u8]) -> Result<u64> {
-        (**self).append(key, value)
-    }
-
-    fn compare_set(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Vec<u8>> {
-        (**self).compare_set(key, expected, desired)
-    }
-
-    fn delete(&self, key: &str) -> Result<bool> {
-        (**self).delete(key)
-    }
-
-    fn delete_prefix(&self, prefix: &str) -> Result<u64> {
-        (**self).delete_prefix(prefix)
-    }
-
-    fn queue_push(&self, queue: &str, value: &[u8]) -> Result<()> {
-        (**self).queue_push(queue, value)
-    }
-
-    fn queue_pop(&self, queue: &str, timeout: Duration) -> Result<Vec<u8>> {
-        (**self).queue_pop(queue, timeout)
-    }
-
-    fn queue_len(&self, queue: &str) -> Result<u64> {
-        (**self).queue_len(queue)
+    fn execute(&self, request: &Request<'_>) -> Result<Response> {
+        (**self).execute(request)
     }
 
     fn leave_will(&self, key: &str, value: &[u8]) -> Result<Option<Will>> {

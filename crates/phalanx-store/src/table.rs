@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::ops::Bound;
 
-use phalanx_wire::store_msg::{Failure, MAX_KEYS, MAX_TOTAL_BYTES, MAX_VALUE_BYTES};
+use phalanx_wire::store_msg::{
+    Failure, MAX_KEYS, MAX_TOTAL_BYTES, MAX_VALUE_BYTES, Request, Response,
+};
 
 /// Limits of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -184,12 +186,94 @@ impl Table {
         keys.cloned().collect()
     }
 
-    pub(crate) fn delete_prefix(&mut self, prefix: &str) -> u64 {
+    /// Removes all keys with this prefix; returns them.
+    pub(crate) fn delete_prefix(&mut self, prefix: &str) -> Vec<String> {
         let keys = self.with_prefix(prefix);
         for key in &keys {
             self.delete(key);
         }
-        keys.len() as u64
+        keys
+    }
+
+    /// Executes a request at once; a wait is answered as if its time were over. Returns the
+    /// response, and the keys that have changed.
+    pub(crate) fn apply(&mut self, request: &Request<'_>) -> (Response, Vec<String>) {
+        let mut changed = Vec::new();
+        let response = self.try_apply(request, &mut changed);
+        (response.unwrap_or_else(Response::Failed), changed)
+    }
+
+    fn try_apply(
+        &mut self,
+        request: &Request<'_>,
+        changed: &mut Vec<String>,
+    ) -> Result<Response, Failure> {
+        let mut change = |key: &str| changed.push(key.to_owned());
+        Ok(match *request {
+            Request::Set { key, value } => {
+                self.set(key, value)?;
+                change(key);
+                Response::Done
+            }
+            Request::TryGet { key } => self.value(key),
+            Request::Get { key, .. } => match self.value(key) {
+                Response::NotFound => Response::Missing(vec![key.to_owned()]),
+                value => value,
+            },
+            Request::Wait { ref keys, .. } => match self.missing(keys.iter().copied()) {
+                missing if missing.is_empty() => Response::Done,
+                missing => Response::Missing(missing.into_iter().map(str::to_owned).collect()),
+            },
+            Request::Add { key, delta } => {
+                let sum = self.add(key, delta)?;
+                change(key);
+                Response::Number(sum)
+            }
+            Request::Append { key, value } => {
+                let length = self.append(key, value)?;
+                change(key);
+                Response::Number(length.cast_signed())
+            }
+            Request::CompareSet {
+                key,
+                expected,
+                desired,
+            } => {
+                if self.compare_set(key, expected, desired)? {
+                    change(key);
+                }
+                self.value(key)
+            }
+            Request::Delete { key } => {
+                let existed = self.delete(key);
+                if existed {
+                    change(key);
+                }
+                Response::Existed(existed)
+            }
+            Request::DeletePrefix { prefix } => {
+                *changed = self.delete_prefix(prefix);
+                Response::Removed(changed.len() as u64)
+            }
+            Request::QueuePush { queue, value } => {
+                changed.push(self.push(queue, value)?);
+                Response::Done
+            }
+            Request::QueuePop { queue, .. } => match self.pop(queue) {
+                Some((key, value)) => {
+                    changed.push(key);
+                    Response::Value(value)
+                }
+                None => Response::NotFound,
+            },
+            Request::QueueLen { queue } => Response::Number(self.queue_len(queue).cast_signed()),
+            _ => return Err(Failure::BadRequest),
+        })
+    }
+
+    fn value(&self, key: &str) -> Response {
+        let value = self.get(key);
+        value.map_or(Response::NotFound, |value| Response::Value(value.to_vec()))
     }
 }
 
@@ -331,12 +415,12 @@ mod tests {
         for key in ["a", "a/", "a/b", "a/b/c", "a0", "b", "é/x"] {
             table.set(key, b"").unwrap();
         }
-        assert_eq!(table.delete_prefix("a/"), 3);
-        assert_eq!(table.delete_prefix("%"), 0);
+        assert_eq!(table.delete_prefix("a/").len(), 3);
+        assert_eq!(table.delete_prefix("%").len(), 0);
         assert!(table.contains("a") && table.contains("a0") && table.contains("b"));
         let after: Vec<&str> = table.after("a").map(|(key, _)| key).collect();
         assert_eq!(after, ["a0", "b", "é/x"]);
-        assert_eq!(table.delete_prefix(""), 4);
+        assert_eq!(table.delete_prefix("").len(), 4);
         recount(&table);
     }
 }

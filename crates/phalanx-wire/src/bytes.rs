@@ -83,8 +83,4 @@ impl<'a> Writer<'a> {
         }
         self
     }
-
-    pub(crate) fn at(&self) -> usize {
-        self.at
-    }
 }

@@ -102,81 +102,39 @@ impl fmt::Debug for Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use ErrorKind as K;
         let (found, limit) = (self.found, self.limit);
-        match self.kind {
-            ErrorKind::BadMagic => write!(
-                f,
+        let text = match self.kind {
+            K::BadMagic => format!(
                 "not a phalanx message (first bytes {found:08x}{}, expected {limit:08x}): another protocol is at the other end; check address and port",
                 shown(found)
             ),
-            ErrorKind::WrongVersion => write!(
-                f,
+            K::WrongVersion => format!(
                 "the peer speaks protocol version {found}, this build speaks {limit}: run the same phalanx version everywhere"
             ),
-            ErrorKind::UnknownCode => write!(f, "unknown code {found} in a message"),
-            ErrorKind::ReservedNotZero => {
-                write!(f, "reserved bytes are {found:#x} instead of zero")
-            }
-            ErrorKind::BadCrc => write!(
-                f,
-                "header checksum is {found:08x}, computed {limit:08x}"
-            ),
-            ErrorKind::FrameTooLong => write!(
-                f,
-                "frame announces {found} payload bytes, the limit is {limit}"
-            ),
-            ErrorKind::OffsetOverflow => write!(
-                f,
-                "frame offset {found} plus length {limit} does not fit 64 bits"
-            ),
-            ErrorKind::UnexpectedMessage => write!(
-                f,
-                "unexpected handshake message of type {found}, expected type {limit}"
-            ),
-            ErrorKind::WrongLength => write!(
-                f,
-                "message of {found} bytes, but its type has {limit}"
-            ),
-            ErrorKind::Truncated => {
-                write!(f, "message ends after {found} bytes, but {limit} are needed")
-            }
-            ErrorKind::TrailingBytes => {
-                write!(f, "{found} bytes follow the last field of a message")
-            }
-            ErrorKind::NonceMismatch => {
-                f.write_str("the peer changed its nonce during the handshake")
-            }
-            ErrorKind::BadProof => {
-                f.write_str("the peer does not hold this job's token: it belongs to another job, or is another program")
-            }
-            ErrorKind::TokenMismatch => {
-                f.write_str("the job token differs, or another program listens there: give every rank of the job the same token")
-            }
-            ErrorKind::MessageTooLong => write!(
-                f,
-                "store message announces {found} bytes, the limit is {limit}"
-            ),
-            ErrorKind::KeyEmpty => f.write_str("store key is empty"),
-            ErrorKind::KeyTooLong => {
-                write!(f, "store key has {found} bytes, the limit is {limit}")
-            }
-            ErrorKind::KeyNotUtf8 => f.write_str("store key is not valid utf-8"),
-            ErrorKind::ValueTooLong => {
-                write!(f, "store value has {found} bytes, the limit is {limit}")
-            }
-            ErrorKind::WaitKeys => write!(
-                f,
-                "a wait for {found} keys, but 1 to {limit} are allowed"
-            ),
-            ErrorKind::BadFlag => write!(f, "flag byte is {found}, neither 0 nor 1"),
-            ErrorKind::BadTokenText => f.write_str(
-                "job token is not 64 hexadecimal digits (the text itself is not shown)",
-            ),
-            ErrorKind::Random => write!(
-                f,
-                "the operating system gave no random bytes (code {found})"
-            ),
-        }
+            K::UnknownCode => format!("unknown code {found} in a message"),
+            K::ReservedNotZero => format!("reserved bytes are {found:#x} instead of zero"),
+            K::BadCrc => format!("header checksum is {found:08x}, computed {limit:08x}"),
+            K::FrameTooLong => format!("frame announces {found} payload bytes, the limit is {limit}"),
+            K::OffsetOverflow => format!("frame offset {found} plus length {limit} does not fit 64 bits"),
+            K::UnexpectedMessage => format!("unexpected handshake message of type {found}, expected type {limit}"),
+            K::WrongLength => format!("message of {found} bytes, but its type has {limit}"),
+            K::Truncated => format!("message ends after {found} bytes, but {limit} are needed"),
+            K::TrailingBytes => format!("{found} bytes follow the last field of a message"),
+            K::NonceMismatch => "the peer changed its nonce during the handshake".to_owned(),
+            K::BadProof => "the peer does not hold this job's token: it belongs to another job, or is another program".to_owned(),
+            K::TokenMismatch => "the job token differs, or another program listens there: give every rank of the job the same token".to_owned(),
+            K::MessageTooLong => format!("store message announces {found} bytes, the limit is {limit}"),
+            K::KeyEmpty => "store key is empty".to_owned(),
+            K::KeyTooLong => format!("store key has {found} bytes, the limit is {limit}"),
+            K::KeyNotUtf8 => "store key is not valid utf-8".to_owned(),
+            K::ValueTooLong => format!("store value has {found} bytes, the limit is {limit}"),
+            K::WaitKeys => format!("a wait for {found} keys, but 1 to {limit} are allowed"),
+            K::BadFlag => format!("flag byte is {found}, neither 0 nor 1"),
+            K::BadTokenText => "job token is not 64 hexadecimal digits (the text itself is not shown)".to_owned(),
+            K::Random => format!("the operating system gave no random bytes (code {found})"),
+        };
+        f.write_str(&text)
     }
 }
 

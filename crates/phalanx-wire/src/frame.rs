@@ -161,26 +161,9 @@ impl Header {
                 u64::from(VERSION),
             ));
         }
-        let computed = crc32c::crc32c(&bytes[..CRC_AT]);
-        let kind = r.u8()?;
-        let flags = r.u16()?;
-        let dtype = r.u8()?;
-        let op = r.u8()?;
-        let collective = r.u8()?;
-        let plan = r.u8()?;
-        let generation = r.u32()?;
-        let group = r.u32()?;
-        let step = r.u32()?;
-        let seq = r.u64()?;
-        let count = r.u64()?;
-        let offset = r.u64()?;
-        let length = r.u32()?;
-        let root = r.u32()?;
-        let stream = r.u16()?;
-        let reserved = r.u16()?;
-        let crc = r.u32()?;
-        r.end()?;
         // Before any other field is used.
+        let computed = crc32c::crc32c(&bytes[..CRC_AT]);
+        let crc = bytes.last_chunk().map_or(0, |crc| u32::from_le_bytes(*crc));
         if crc != computed {
             return Err(Error::with(
                 ErrorKind::BadCrc,
@@ -188,7 +171,25 @@ impl Header {
                 u64::from(computed),
             ));
         }
-        let kind = Kind::from_code(kind)?;
+        let header = Header {
+            kind: Kind::from_code(r.u8()?)?,
+            flags: r.u16()?,
+            dtype: r.u8()?,
+            op: r.u8()?,
+            collective: r.u8()?,
+            plan: r.u8()?,
+            generation: r.u32()?,
+            group: r.u32()?,
+            step: r.u32()?,
+            seq: r.u64()?,
+            count: r.u64()?,
+            offset: r.u64()?,
+            length: r.u32()?,
+            root: r.u32()?,
+            stream: r.u16()?,
+        };
+        let Header { offset, length, .. } = header;
+        let reserved = r.u16()?;
         if reserved != 0 {
             return Err(Error::with(
                 ErrorKind::ReservedNotZero,
@@ -210,23 +211,7 @@ impl Header {
                 u64::from(length),
             ));
         }
-        Ok(Header {
-            kind,
-            flags,
-            dtype,
-            op,
-            collective,
-            plan,
-            generation,
-            group,
-            seq,
-            step,
-            stream,
-            root,
-            count,
-            offset,
-            length,
-        })
+        Ok(header)
     }
 }
 

@@ -268,26 +268,26 @@ fn store_response(data: &[u8]) {
 fn response_seeds() -> Vec<Vec<u8>> {
     let mut responses = vec![
         Response::Done,
-        Response::Value(b"127.0.0.1:4000"),
+        Response::Value(b"127.0.0.1:4000".to_vec()),
         Response::NotFound,
         Response::Number(-3),
         Response::Existed(true),
         Response::Removed(9),
-        Response::Missing(vec!["rank/0", "rank/1"]),
+        Response::Missing(["rank/0", "rank/1"].map(str::to_owned).into()),
         Response::Change {
             seq: 4,
-            key: "rank/0",
-            value: Some(b"127.0.0.1:4000"),
+            key: "rank/0".to_owned(),
+            value: Some(b"127.0.0.1:4000".to_vec()),
         },
         Response::Change {
             seq: 5,
-            key: "k",
+            key: "k".to_owned(),
             value: None,
         },
         Response::Copied { seq: 5 },
     ];
     responses.extend(Failure::ALL.map(Response::Failed));
-    let body = |response: &Response<'_>| {
+    let body = |response: &Response| {
         let mut bytes = Vec::new();
         response.encode(&mut bytes).ok()?;
         Some(bytes.split_off(LENGTH_BYTES))

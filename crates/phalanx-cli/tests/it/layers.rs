@@ -443,6 +443,8 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["error"],
             &["pending"],
             &["auth"],
+            &["refused"],
+            &["handshakes"],
             &["table"],
             &["will"],
             &["store"],

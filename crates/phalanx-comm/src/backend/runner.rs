@@ -7,21 +7,19 @@ use std::fmt::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use super::Backend;
+use super::Native;
 use crate::context::RunContext;
 use crate::deadline::Deadline;
-use crate::memory::Arena;
 use crate::messages::Messages;
 use crate::operation::{Buffers, Limits, Operation, Signature, Visit};
 use crate::recorder::Flight;
-use crate::shm::Counters;
 use crate::stall::{Counts, StallReports, Users, end_group};
 use crate::transport::AbortHandle;
 use crate::{Error, Result};
 
 /// See the module.
 pub(crate) struct Runner {
-    backend: Box<dyn Backend>,
+    native: Native,
     abort: AbortHandle,
     rank: usize,
     flight: Flight,
@@ -41,9 +39,9 @@ pub(crate) struct Runner {
 }
 
 impl Runner {
-    /// Runs operations of `rank` on `backend`.
+    /// Runs operations of `rank` on `native`.
     pub(crate) fn new(
-        backend: Box<dyn Backend>,
+        native: Native,
         flight: Flight,
         rank: usize,
         limits: Limits,
@@ -51,9 +49,9 @@ impl Runner {
         (counts, users): (Arc<Counts>, Arc<Users>),
     ) -> Runner {
         Runner {
-            abort: backend.abort_handle(),
-            bytes_sent: backend.bytes_sent(),
-            backend,
+            abort: native.abort_handle(),
+            bytes_sent: native.bytes_sent(),
+            native,
             rank,
             flight,
             limits,
@@ -68,15 +66,10 @@ impl Runner {
         }
     }
 
-    /// As [`Backend::bytes_sent`].
-    pub(crate) fn bytes_sent(&self) -> Arc<[AtomicU64]> {
-        Arc::clone(&self.bytes_sent)
-    }
-
-    /// As [`Backend::run_beside`].
+    /// As [`Native::run_beside`].
     pub(crate) fn run_beside(&mut self, beside: bool) {
         self.beside = beside;
-        self.backend.run_beside(beside);
+        self.native.run_beside(beside);
     }
 
     /// The next operation was noted in the flight recorder when it was issued.
@@ -94,19 +87,9 @@ impl Runner {
         listen(&self.messages);
     }
 
-    /// As [`Backend::arena`].
-    pub(crate) fn arena(&self) -> Option<Arc<Arena>> {
-        self.backend.arena()
-    }
-
-    /// As [`Backend::counters`].
-    pub(crate) fn counters(&self) -> Arc<Counters> {
-        self.backend.counters()
-    }
-
-    /// As [`Backend::is_in_memory`].
+    /// As [`Native::is_in_memory`].
     pub(crate) fn is_in_memory(&self, operation: &Operation) -> bool {
-        self.backend.is_in_memory(operation)
+        self.native.is_in_memory(operation)
     }
 
     /// Sets the byte counts to zero; the next operation has the deadline of the
@@ -119,18 +102,18 @@ impl Runner {
         }
     }
 
-    /// Runs one operation to its end; `visit` as in [`Backend::run`].
+    /// Runs one operation to its end; `visit` as in [`Native::run`].
     ///
     /// # Safety
     ///
-    /// As [`Backend::run`].
+    /// As [`Native::run`].
     pub(crate) unsafe fn run(
         &mut self,
         operation: &Operation,
         buffers: Buffers,
         visit: Option<&mut Visit<'_>>,
     ) -> Result<()> {
-        let in_memory = self.backend.is_in_memory(operation);
+        let in_memory = self.native.is_in_memory(operation);
         let signature = Signature {
             collective: operation.collective,
             method: operation.method.filter(|_| !in_memory),
@@ -153,9 +136,9 @@ impl Runner {
             self.flight.refuse();
             return Err(named(self.heard(error)));
         }
-        self.observed(operation, &signature, |backend, context| {
+        self.observed(operation, &signature, |native, context| {
             // SAFETY: handed on from the caller.
-            unsafe { backend.run(context, buffers, visit) }
+            unsafe { native.run(context, buffers, visit) }
         })
         .map_err(|error| {
             let cause = format!("{} in {signature}", error.message());
@@ -168,7 +151,7 @@ impl Runner {
         &mut self,
         operation: &Operation,
         signature: &Signature,
-        run: impl FnOnce(&mut dyn Backend, RunContext<'_>) -> Result<()>,
+        run: impl FnOnce(&mut Native, RunContext<'_>) -> Result<()>,
     ) -> Result<()> {
         self.flight.begin(operation, signature);
         let limit = operation.timeout.unwrap_or(match self.operations {
@@ -187,7 +170,7 @@ impl Runner {
             begun: self.counts.begun(&is_blocked),
             listen: &|| listen(&self.messages),
         };
-        let result = run(&mut *self.backend, context);
+        let result = run(&mut self.native, context);
         self.flight.end(signature, result.is_ok());
         self.operations += 1;
         result
@@ -207,7 +190,7 @@ impl Runner {
         if let Some(error) = self.refusal() {
             return Err(error.with_rank(rank));
         }
-        self.backend.look().map_err(|error| {
+        self.native.look().map_err(|error| {
             let cause = error.message().to_owned();
             self.fail(error, cause, |error| error.with_rank(rank))
         })

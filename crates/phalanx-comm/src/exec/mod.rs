@@ -154,7 +154,7 @@ impl Executor {
     ///
     /// # Safety
     ///
-    /// As [`Backend::run`](crate::backend::Backend::run).
+    /// As [`Native::run`](crate::backend::Native::run).
     pub(crate) unsafe fn run(
         &mut self,
         mesh: &mut Mesh,

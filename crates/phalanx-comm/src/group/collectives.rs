@@ -432,20 +432,11 @@ impl ProcessGroup {
         let selector = &self.core.selector;
         let prescribed = selector.rules().method(method.collective(), bytes);
         Operation {
-            collective: method.collective(),
-            method: Some(method),
             short_segments: selector.has_short_segments(method, bytes),
             automatic: prescribed.is_none() && selector.hosts().count() <= 1,
-            dtype: Some(T::DTYPE),
-            op: None,
-            root: 0,
-            target: 0,
-            count,
-            tail_padding: 0,
-            lengths: 0,
-            plan: None,
             label: call.label.clone().or_else(|| self.defaults.label.clone()),
             timeout: call.timeout.or(self.defaults.timeout),
+            ..Operation::new(method.collective(), Some(method), Some(T::DTYPE), count)
         }
     }
 

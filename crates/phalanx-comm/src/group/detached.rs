@@ -5,7 +5,7 @@
 //! generation ([`Detached::form`]), in which each is named by its number: its rank in the first generation, or the number that
 //! a newcomer was started with. Which processes these are is decided elsewhere (`phalanx-member`).
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use phalanx_store::{ErrorKind as StoreKind, Store};
@@ -19,6 +19,7 @@ use crate::lost::LostRanks;
 use crate::operation::Limits;
 use crate::recorder::{Place, Recorder};
 use crate::select::{Algorithm, Costs, Rules, Selector};
+use crate::sync::lock;
 use crate::transport::{Mesh, Poison, machine, remove_generation};
 use crate::{Error, Result};
 
@@ -284,7 +285,7 @@ impl Detached {
                 // A member that is lost before it has come leaves nothing there.
                 let ranks = Mutex::new(LostRanks::of(&numbers.collect::<Vec<_>>()));
                 let find_lost = || -> phalanx_store::Result<Option<(usize, String)>> {
-                    let mut ranks = ranks.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut ranks = lock(&ranks);
                     let lost = ranks.look(&*store)?.first();
                     Ok(lost.map(|lost| (lost.rank, lost.why.clone())))
                 };

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use phalanx_base::format::duration;
@@ -15,12 +15,13 @@ use super::launch::{
     Launch, Meeting, STORE_FILE, TokenSource, compute_threads, environment, no_token, port_range,
     token_variable,
 };
-use super::options::{InitOptions, Transport};
+use super::options::InitOptions;
 use super::token::read_token;
 use crate::notice::{HostSpeaker, Waiting, say};
+use crate::sync::lock;
 use crate::transport::{
-    BindAddr, FormOptions, Lost, Mesh, PortRange, Prefer, form_unless, host_addresses, listen,
-    none_lost, thread_mesh, what_loopback_means,
+    BindAddr, FormOptions, Lost, Mesh, PortRange, form_unless, host_addresses, listen, none_lost,
+    thread_mesh, what_loopback_means,
 };
 use crate::{Error, Result, limits};
 
@@ -107,11 +108,7 @@ impl Processes {
                 bind: self.bind,
                 ports: port_range(self.options.port_range, environment)?,
                 server: self.server.clone(),
-                prefer: match self.options.transport {
-                    Transport::Auto => Prefer::Auto,
-                    Transport::Shm => Prefer::Shm,
-                    Transport::Tcp => Prefer::Tcp,
-                },
+                prefer: self.options.transport,
                 ring_bytes: self.options.ring_bytes,
                 compute_threads: compute_threads(self.options.compute_threads, environment)?,
                 arena_bytes: self.options.arena_bytes,
@@ -292,7 +289,7 @@ impl WaitLines<'_> {
     }
 
     fn speaks(&self) -> bool {
-        let mut speaker = self.speaker.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut speaker = lock(&self.speaker);
         speaker.speaks()
     }
 
@@ -302,7 +299,7 @@ impl WaitLines<'_> {
         let last = Mutex::new("no answer yet".to_owned());
         let waits = |waited: Duration| {
             let (waited, left) = (waited.as_secs(), duration((self.left)()));
-            let last = last.lock().unwrap_or_else(PoisonError::into_inner);
+            let last = lock(&last);
             format!("forming the group: waiting {waited} s for {what} ({last}); deadline in {left}")
         };
         std::thread::scope(|scope| {
@@ -323,7 +320,7 @@ impl WaitLines<'_> {
                 tracing::debug!("cannot start a thread that says what is waited for: {e}");
             }
             let failed = |reason| {
-                *last.lock().unwrap_or_else(PoisonError::into_inner) = reason;
+                *lock(&last) = reason;
             };
             let result = work(&failed);
             drop(running);

@@ -37,10 +37,11 @@ pub use self::buffer::{Buffer, Input};
 pub use self::detached::{Detached, Formation};
 pub use self::messages::{P2POp, Peer};
 pub use self::objects::MAX_OBJECT_BYTES;
-pub use self::options::{Call, GroupOptions, InitOptions, Transport};
+pub use self::options::{Call, GroupOptions, InitOptions};
 pub use self::phase::PhaseGuard;
 pub use self::token::read_token;
 pub use self::work::{OpTimes, Work};
+pub use crate::transport::Transport;
 pub use monitored::format_ranks;
 
 use self::join::{Processes, WORLD_GROUP};
@@ -362,14 +363,13 @@ impl ProcessGroup {
             .take_messages()
             .ok_or_else(|| Error::internal("the links of messages are taken"))?;
         let native = Native::new(mesh, member.generation, member.id, &member.limits);
+        let (arena, counters) = (native.arena(), native.counters());
+        let bytes_sent = native.bytes_sent();
         let beside = (Arc::clone(&counts), Arc::clone(&users));
-        let native = Box::new(native);
         let mut runner = Runner::new(native, flight, member.rank, member.limits, board(), beside);
         if probe && selector.hosts().count() > 1 {
             selector.set_costs(probe::measure(&mut runner, selector.hosts())?);
         }
-        let bytes_sent = runner.bytes_sent();
-        let (arena, counters) = (runner.arena(), runner.counters());
         let runner_messages = runner.messages();
         let caller_users = Arc::clone(&users);
         let queue = Queue::new(

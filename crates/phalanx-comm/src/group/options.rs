@@ -9,6 +9,7 @@ use phalanx_wire::Token;
 use crate::PortRange;
 use crate::operation::Limits;
 use crate::select::{Algorithm, Rules};
+use crate::transport::Transport;
 
 /// Time for all ranks to join (docs/design/collectives.md §9).
 const FORMING: Duration = Duration::from_secs(300);
@@ -20,34 +21,6 @@ const OPERATION: Duration = Duration::from_secs(600);
 /// One frame: large enough that headers cost nothing, small enough that a
 /// second one is in flight while the first is being read (docs/design/collectives.md §4).
 const SEGMENT_BYTES: usize = 512 << 10;
-
-/// Which transport to use between processes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Transport {
-    /// Shared memory between ranks of one host, TCP otherwise; found out per
-    /// pair by trying.
-    #[default]
-    Auto,
-    /// Shared memory only: forming fails when ranks are on several hosts.
-    Shm,
-    /// TCP only.
-    Tcp,
-}
-
-impl std::str::FromStr for Transport {
-    type Err = crate::Error;
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "auto" => Ok(Transport::Auto),
-            "shm" => Ok(Transport::Shm),
-            "tcp" => Ok(Transport::Tcp),
-            _ => Err(crate::Error::usage(format!(
-                "unknown transport {text:?}: choose auto, shm or tcp"
-            ))),
-        }
-    }
-}
 
 /// How a group of processes is formed, and the limits of its operations.
 #[derive(Clone, Debug)]

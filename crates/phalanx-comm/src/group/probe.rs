@@ -84,20 +84,9 @@ fn all_reduce<T>(
 ) -> Result<()> {
     debug_assert_eq!(size_of::<T>(), dtype.size_bytes());
     let operation = Operation {
-        collective: method.collective(),
-        method: Some(method),
-        short_segments: false,
-        automatic: false,
-        dtype: Some(dtype),
         op: Some(op),
-        root: 0,
-        target: 0,
-        count: data.len(),
-        tail_padding: 0,
-        lengths: 0,
-        plan: None,
         label: Some("the probe of the wire".into()),
-        timeout: None,
+        ..Operation::new(method.collective(), Some(method), Some(dtype), data.len())
     };
     let buffers = Buffers {
         output: data.as_mut_ptr().cast(),

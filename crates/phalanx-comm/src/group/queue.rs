@@ -23,6 +23,7 @@ use std::thread::JoinHandle;
 use crate::backend::Runner;
 use crate::messages::Collectives;
 use crate::stall::{Users, this_thread};
+use crate::sync::lock;
 use crate::transport::{AbortHandle, Poison};
 use crate::wait::{Callers, take_short_turns};
 use crate::{Error, Result};
@@ -88,13 +89,13 @@ impl State {
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Only our own code runs under this lock.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn runner(&self) -> MutexGuard<'_, Runner> {
         // After a panic inside an operation the group is poisoned, and the
         // runner refuses everything.
-        self.runner.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.runner)
     }
 
     fn sleep<'a>(&self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
@@ -253,7 +254,7 @@ impl Queue {
         self.shared.users.note();
         // Held until the job is queued, so that a thread that could not be
         // started is noticed before a ticket is taken.
-        let mut worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut worker = lock(&self.worker);
         if worker.is_none() {
             let shared = Arc::clone(&self.shared);
             let started = std::thread::Builder::new()
@@ -366,11 +367,7 @@ impl Drop for Queue {
         if self.shared.lock().holder == Some(this_thread()) {
             return;
         }
-        let worker = self
-            .worker
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let worker = lock(&self.worker).take();
         if let Some(worker) = worker {
             // It catches panics of jobs, so there is nothing to learn here. Each
             // remaining job has its deadline.

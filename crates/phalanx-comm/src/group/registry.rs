@@ -1,8 +1,9 @@
 //! Where threads of one process find the meshes of their subgroups.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
+use crate::sync::lock;
 use crate::transport::{Mesh, thread_mesh_with};
 
 /// Shared by all ranks of one group of threads, and by its subgroups.
@@ -23,7 +24,7 @@ impl Registry {
         ring_bytes: usize,
         arena_bytes: Option<usize>,
     ) -> Option<Mesh> {
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = lock(&self.waiting);
         let seats = waiting.entry(id).or_insert_with(|| {
             thread_mesh_with(world, ring_bytes, arena_bytes)
                 .into_iter()

@@ -69,12 +69,9 @@ fn read_text(path: &Path) -> Result<String> {
     let until = deadline_in(TOKEN_WITHIN);
     while have < text.len() {
         let left = until.saturating_duration_since(Instant::now());
-        let timeout = Timespec {
-            tv_sec: left.as_secs().cast_signed(),
-            tv_nsec: left.subsec_nanos().into(),
-        };
+        let timeout = Timespec::try_from(left).ok();
         let mut fds = [PollFd::new(&file, PollFlags::IN)];
-        match poll(&mut fds, Some(&timeout)) {
+        match poll(&mut fds, timeout.as_ref()) {
             Ok(0) => {
                 return Err(Error::timeout(format!(
                     "the token file {shown} is a pipe, and no token was written to it within {} s",

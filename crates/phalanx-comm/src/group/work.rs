@@ -6,6 +6,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use super::queue::Issued;
+use crate::sync::lock;
 use crate::wait::{Callers, deadline_in};
 use crate::{Error, Result};
 
@@ -109,7 +110,7 @@ impl<B> Shared<B> {
     fn lock(&self) -> MutexGuard<'_, State<B>> {
         // Every change of the state is a single assignment: a panic elsewhere
         // leaves nothing half done.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

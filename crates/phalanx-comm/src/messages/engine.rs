@@ -9,8 +9,6 @@ use super::arrival::{Arriving, Incoming, Target};
 use super::pending::Pending;
 use super::{Shared, Way};
 use crate::exec::{Frame, FrameContext, Sender};
-use crate::operation::Operation;
-use crate::plan::Collective;
 use crate::stall::{Awaited, Found, StallReports};
 use crate::transport::{Interest, Mesh, Poison};
 use crate::{Error, ErrorKind, Result};
@@ -601,31 +599,4 @@ fn copy(pending: &Pending, bytes: &[u8]) {
 fn left(peer: usize) -> Error {
     let how = format!("rank {peer} left the group while data was expected from it");
     Error::peer_lost(peer, how)
-}
-
-/// An operation of a message, for the flight recorder and for messages.
-impl Operation {
-    /// A send or receive of `count` elements from `root` to `target`.
-    pub(crate) fn message(
-        dtype: crate::DType,
-        count: usize,
-        (root, target): (usize, usize),
-    ) -> Operation {
-        Operation {
-            collective: Collective::SendRecv,
-            method: None,
-            short_segments: false,
-            automatic: false,
-            dtype: Some(dtype),
-            op: None,
-            root,
-            target,
-            count,
-            tail_padding: 0,
-            lengths: 0,
-            plan: None,
-            label: None,
-            timeout: None,
-        }
-    }
 }

@@ -5,7 +5,7 @@ mod signature;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub(crate) use self::signature::{PeerOperation, Signature};
+pub(crate) use self::signature::{PeerOperation, Signature, desync};
 
 use crate::plan::{Collective, Method, RankPlan};
 use crate::{DType, ReduceOp};
@@ -59,6 +59,42 @@ pub(crate) struct Buffers {
     /// Whether no reference into them exists, so that other ranks may read and write
     /// them in place in our arena.
     pub(crate) exposed: bool,
+}
+
+impl Operation {
+    /// With the defaults of everything else.
+    pub(crate) fn new(
+        collective: Collective,
+        method: Option<Method>,
+        dtype: Option<DType>,
+        count: usize,
+    ) -> Operation {
+        Operation {
+            collective,
+            method,
+            short_segments: false,
+            automatic: false,
+            dtype,
+            op: None,
+            root: 0,
+            target: 0,
+            count,
+            tail_padding: 0,
+            lengths: 0,
+            plan: None,
+            label: None,
+            timeout: None,
+        }
+    }
+
+    /// A send or receive of `count` elements from `root` to `target`.
+    pub(crate) fn message(dtype: DType, count: usize, (root, target): (usize, usize)) -> Operation {
+        Operation {
+            root,
+            target,
+            ..Operation::new(Collective::SendRecv, None, Some(dtype), count)
+        }
+    }
 }
 
 impl Buffers {

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use phalanx_wire::frame::{Header, Kind};
+use serde::{Deserialize, Serialize};
 
 use crate::plan::{Collective, Method};
 use crate::{DType, Error, ErrorKind, ReduceOp, Result};
@@ -84,45 +85,37 @@ impl Signature {
         if self.matches(theirs) {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::Desync, self.desync(rank, peer, theirs)).with_peer(peer))
+        let mine = PeerOperation(self.words());
+        let text = desync((rank, &mine), (peer, theirs));
+        Err(Error::new(ErrorKind::Desync, text).with_peer(peer))
     }
+}
 
-    /// Names both sides of ranks in different operations, the lower one first.
-    #[cold]
-    pub(crate) fn desync(&self, rank: usize, peer: usize, theirs: &PeerOperation) -> String {
-        let (mine, theirs) = (
-            format!("rank {rank} called {self}"),
-            format!("rank {peer} called {theirs}"),
-        );
-        let (first, second) = if rank < peer {
-            (mine, theirs)
-        } else {
-            (theirs, mine)
-        };
-        format!("ranks are in different operations: {first}, {second}")
-    }
+/// Names both sides of ranks in different operations, the lower one first.
+#[cold]
+pub(crate) fn desync(mine: (usize, &PeerOperation), theirs: (usize, &PeerOperation)) -> String {
+    let (first, second) = match mine.0 < theirs.0 {
+        true => (mine, theirs),
+        false => (theirs, mine),
+    };
+    let called = |(rank, operation)| format!("rank {rank} called {operation}");
+    format!(
+        "ranks are in different operations: {}, {}",
+        called(first),
+        called(second)
+    )
 }
 
 /// `all_reduce f32 sum of 100 elements by direct (seq 7)`
 impl fmt::Display for Signature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        describe(
-            f,
-            self.collective,
-            self.dtype,
-            self.op,
-            self.count as u64,
-            self.root as u64,
-            self.method,
-            self.lengths,
-            self.seq,
-        )
+        PeerOperation(self.words()).fmt(f)
     }
 }
 
 /// A peer's operation in the words of [`Signature::words`], read from its cell, its
 /// frames or the store. Displayed like [`Signature`]; nothing in it is trusted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PeerOperation(pub(crate) [u64; 3]);
 
 impl PeerOperation {
@@ -143,75 +136,60 @@ impl PeerOperation {
     pub(crate) fn seq(&self) -> u64 {
         self.0[2] & SEQ_MAX
     }
+
+    pub(crate) fn collective(&self) -> Option<Collective> {
+        Collective::from_wire(self.0[0] as u8)
+    }
+
+    pub(crate) fn root(&self) -> u64 {
+        self.0[0] >> 32
+    }
+
+    pub(crate) fn count(&self) -> u64 {
+        self.0[1]
+    }
+
+    pub(crate) fn has_lengths(&self) -> bool {
+        self.0[2] > SEQ_MAX
+    }
 }
 
 impl fmt::Display for PeerOperation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [first, count, last] = self.0;
-        let seq = self.seq();
-        let [collective, method, dtype, op] = (first as u32).to_le_bytes();
-        match Collective::from_wire(collective) {
-            Some(collective) => describe(
-                f,
-                collective,
-                DType::from_wire(dtype),
-                ReduceOp::from_wire(op),
-                count,
-                first >> 32,
-                Method::from_wire(method),
-                (last >> SEQ_BITS) as u16,
-                seq,
-            ),
-            None => write!(
+        let [collective, method, dtype, op] = (self.0[0] as u32).to_le_bytes();
+        let (count, root, seq) = (self.count(), self.root(), self.seq());
+        let Some(known) = Collective::from_wire(collective) else {
+            return write!(
                 f,
                 "an operation unknown here (code {collective}, seq {seq})"
-            ),
+            );
+        };
+        f.write_str(known.name())?;
+        if let Some(dtype) = DType::from_wire(dtype) {
+            write!(f, " {dtype}")?;
+            if let Some(op) = ReduceOp::from_wire(op) {
+                write!(f, " {op}")?;
+            }
+            let plural = if count == 1 { "" } else { "s" };
+            write!(f, " of {count} element{plural}")?;
         }
-    }
-}
-
-#[allow(clippy::too_many_arguments)]
-fn describe(
-    f: &mut fmt::Formatter<'_>,
-    collective: Collective,
-    dtype: Option<DType>,
-    op: Option<ReduceOp>,
-    count: u64,
-    root: u64,
-    method: Option<Method>,
-    lengths: u16,
-    seq: u64,
-) -> fmt::Result {
-    f.write_str(collective.name())?;
-    if let Some(dtype) = dtype {
-        write!(f, " {dtype}")?;
-        if let Some(op) = op {
-            write!(f, " {op}")?;
+        if known.has_root() {
+            write!(f, " with root {root}")?;
         }
-        let plural = if count == 1 { "" } else { "s" };
-        write!(f, " of {count} element{plural}")?;
+        match (known, Method::from_wire(method)) {
+            (Collective::SendRecv, _) => write!(f, " from rank {root}")?,
+            // Where there is a choice, ranks may have chosen differently.
+            (Collective::AllReduce | Collective::Broadcast | Collective::Reduce, Some(method)) => {
+                write!(f, " by {}", method.name())?
+            }
+            _ => {}
+        }
+        if self.has_lengths() {
+            // Only for comparison: it distinguishes two layouts of one size.
+            write!(f, " in lengths #{:04x}", self.0[2] >> SEQ_BITS)?;
+        }
+        write!(f, " (seq {seq})")
     }
-    if collective.has_root() {
-        write!(f, " with root {root}")?;
-    }
-    if collective == Collective::SendRecv {
-        write!(f, " from rank {root}")?;
-    }
-    // Where there is a choice, ranks may have chosen differently.
-    if let (Some(method), true) = (
-        method,
-        matches!(
-            collective,
-            Collective::AllReduce | Collective::Broadcast | Collective::Reduce
-        ),
-    ) {
-        write!(f, " by {}", method.name())?;
-    }
-    if lengths != 0 {
-        // Only for comparison: it distinguishes two layouts of one size.
-        write!(f, " in lengths #{lengths:04x}")?;
-    }
-    write!(f, " (seq {seq})")
 }
 
 #[cfg(test)]

@@ -151,24 +151,12 @@ impl Collective {
 
     /// Code in frame headers.
     pub(crate) const fn wire(self) -> u8 {
-        match self {
-            Collective::AllReduce => 1,
-            Collective::Broadcast => 2,
-            Collective::Reduce => 3,
-            Collective::AllGather => 4,
-            Collective::ReduceScatter => 5,
-            Collective::Gather => 6,
-            Collective::Scatter => 7,
-            Collective::AllToAll => 8,
-            Collective::Barrier => 9,
-            Collective::SendRecv => 10,
-            Collective::Shutdown => 11,
-        }
+        self as u8 + 1
     }
 
     /// Inverse of [`Collective::wire`].
     pub(crate) fn from_wire(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|c| c.wire() == code)
+        Self::ALL.get(usize::from(code.checked_sub(1)?)).copied()
     }
 }
 
@@ -229,135 +217,38 @@ enum Fold {
     Other,
 }
 
-/// The properties of a method, apart from its plan.
-struct Row {
-    method: Method,
-    collective: Collective,
-    name: &'static str,
-    fold: Fold,
-}
+/// A method, its collective, its name, and how it folds.
+type Row = (Method, Collective, &'static str, Fold);
 
-const fn row(method: Method, collective: Collective, name: &'static str, fold: Fold) -> Row {
-    Row {
-        method,
-        collective,
-        name,
-        fold,
-    }
-}
+use {Collective as C, Fold as F, Method as M};
 
 impl Method {
     /// Every method, in wire order.
     const TABLE: [Row; 19] = [
-        row(
-            Method::AllReduceDirect,
-            Collective::AllReduce,
-            "direct",
-            Fold::Once,
-        ),
-        row(
-            Method::AllReduceOneRound,
-            Collective::AllReduce,
-            "one-round",
-            Fold::Once,
-        ),
-        row(
-            Method::AllReduceRing,
-            Collective::AllReduce,
-            "ring",
-            Fold::Other,
-        ),
-        row(
-            Method::BroadcastTree,
-            Collective::Broadcast,
-            "tree",
-            Fold::Once,
-        ),
-        row(
-            Method::BroadcastScatter,
-            Collective::Broadcast,
+        (M::AllReduceDirect, C::AllReduce, "direct", F::Once),
+        (M::AllReduceOneRound, C::AllReduce, "one-round", F::Once),
+        (M::AllReduceRing, C::AllReduce, "ring", F::Other),
+        (M::BroadcastTree, C::Broadcast, "tree", F::Once),
+        (
+            M::BroadcastScatter,
+            C::Broadcast,
             "scatter+all-gather",
-            Fold::Once,
+            F::Once,
         ),
-        row(
-            Method::ReduceRoot,
-            Collective::Reduce,
-            "root folds",
-            Fold::Once,
-        ),
-        row(
-            Method::ReduceOwners,
-            Collective::Reduce,
-            "owners fold",
-            Fold::Once,
-        ),
-        row(
-            Method::AllGather,
-            Collective::AllGather,
-            "one round",
-            Fold::Once,
-        ),
-        row(
-            Method::ReduceScatter,
-            Collective::ReduceScatter,
-            "one round",
-            Fold::Once,
-        ),
-        row(Method::Gather, Collective::Gather, "one round", Fold::Once),
-        row(
-            Method::Scatter,
-            Collective::Scatter,
-            "one round",
-            Fold::Once,
-        ),
-        row(
-            Method::AllToAll,
-            Collective::AllToAll,
-            "one round",
-            Fold::Once,
-        ),
-        row(
-            Method::Barrier,
-            Collective::Barrier,
-            "dissemination",
-            Fold::Once,
-        ),
-        row(
-            Method::AllReduceRails,
-            Collective::AllReduce,
-            "rails",
-            Fold::Other,
-        ),
-        row(
-            Method::AllReduceChain,
-            Collective::AllReduce,
-            "chain",
-            Fold::PerHost,
-        ),
-        row(
-            Method::BroadcastHosts,
-            Collective::Broadcast,
-            "hosts",
-            Fold::Once,
-        ),
-        row(
-            Method::AllGatherHosts,
-            Collective::AllGather,
-            "hosts",
-            Fold::Once,
-        ),
-        row(
-            Method::ReduceHosts,
-            Collective::Reduce,
-            "hosts",
-            Fold::PerHost,
-        ),
-        row(
-            Method::ReduceScatterHosts,
-            Collective::ReduceScatter,
-            "hosts",
-            Fold::PerHost,
-        ),
+        (M::ReduceRoot, C::Reduce, "root folds", F::Once),
+        (M::ReduceOwners, C::Reduce, "owners fold", F::Once),
+        (M::AllGather, C::AllGather, "one round", F::Once),
+        (M::ReduceScatter, C::ReduceScatter, "one round", F::Once),
+        (M::Gather, C::Gather, "one round", F::Once),
+        (M::Scatter, C::Scatter, "one round", F::Once),
+        (M::AllToAll, C::AllToAll, "one round", F::Once),
+        (M::Barrier, C::Barrier, "dissemination", F::Once),
+        (M::AllReduceRails, C::AllReduce, "rails", F::Other),
+        (M::AllReduceChain, C::AllReduce, "chain", F::PerHost),
+        (M::BroadcastHosts, C::Broadcast, "hosts", F::Once),
+        (M::AllGatherHosts, C::AllGather, "hosts", F::Once),
+        (M::ReduceHosts, C::Reduce, "hosts", F::PerHost),
+        (M::ReduceScatterHosts, C::ReduceScatter, "hosts", F::PerHost),
     ];
 
     const fn row(self) -> &'static Row {
@@ -366,31 +257,31 @@ impl Method {
 
     /// Every method, in wire order.
     pub fn all() -> impl Iterator<Item = Method> {
-        Self::TABLE.iter().map(|row| row.method)
+        Self::TABLE.iter().map(|row| row.0)
     }
 
     /// The collective that this method carries out. (A dissemination barrier
     /// also serves [`Collective::Shutdown`].)
     pub const fn collective(self) -> Collective {
-        self.row().collective
+        self.row().1
     }
 
     /// Whether reductions are the left fold in ascending rank order. All but
     /// those that [round on every host](Method::rounds_per_host) then round once,
     /// at the end.
     pub const fn canonical(self) -> bool {
-        !matches!(self.row().fold, Fold::Other)
+        !matches!(self.row().3, Fold::Other)
     }
 
     /// Whether the prefix of the fold is stored between hosts, so that f16 and bf16,
     /// which are folded in f32, are rounded on every host.
     pub const fn rounds_per_host(self) -> bool {
-        matches!(self.row().fold, Fold::PerHost)
+        matches!(self.row().3, Fold::PerHost)
     }
 
     /// The name used in messages and logs.
     pub const fn name(self) -> &'static str {
-        self.row().name
+        self.row().2
     }
 
     /// Code in frame headers.
@@ -401,7 +292,7 @@ impl Method {
     /// Inverse of [`Method::wire`].
     pub(crate) fn from_wire(code: u8) -> Option<Self> {
         let row = Self::TABLE.get(usize::from(code.checked_sub(1)?))?;
-        Some(row.method)
+        Some(row.0)
     }
 }
 

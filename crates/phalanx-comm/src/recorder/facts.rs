@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::dump::{Entry, position};
-use crate::status::words::{printable, ranks_of};
+use crate::status::words::printable;
 use crate::status::{Elsewhere, Status, pid_space};
 
 /// Longest record that is read from the store; ours have about 300 bytes.
@@ -28,17 +28,9 @@ pub(super) fn elsewhere(entry: &Entry) -> Option<Elsewhere> {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
     pub(super) host: String,
-    /// Kernel and pid namespace in which the pid is valid.
-    pub(super) machine: String,
-    pub(super) pid: u32,
-    pub(super) phase: Option<String>,
-    /// How long the phase had lasted when this was written.
-    pub(super) phase_ms: u64,
-    pub(super) position: u64,
-    pub(super) entered: Option<u64>,
-    pub(super) done: Option<u64>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) elsewhere: Option<Elsewhere>,
+    /// The kernel that knows the pid.
+    pub(super) kernel: String,
+    pub(super) status: Status,
     /// When this was written.
     pub(super) unix_ms: u64,
 }
@@ -48,19 +40,20 @@ impl Record {
     pub(super) fn decode(bytes: &[u8]) -> Option<Record> {
         let bytes = bytes.get(..bytes.len().min(MAX_RECORD_BYTES))?;
         let mut record: Record = serde_json::from_slice(bytes).ok()?;
-        record.host = printable(&record.host);
-        record.phase = record.phase.as_deref().map(printable);
-        if let Some(elsewhere) = &mut record.elsewhere {
-            elsewhere.op = printable(&elsewhere.op);
+        let status = &mut record.status;
+        let phase = status.phase.iter_mut().map(|(name, _)| name);
+        let elsewhere = status.elsewhere.iter_mut().map(|other| &mut other.op);
+        for text in phase.chain(elsewhere).chain([&mut record.host]) {
+            *text = printable(text);
         }
         Some(record)
     }
 }
 
-/// This kernel and pid namespace.
-pub(super) fn machine() -> String {
+/// Identifies this kernel since it booted.
+pub(super) fn kernel() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    format!("{}/{}", boot.trim(), pid_space())
+    boot.trim().to_owned()
 }
 
 /// What is known about one rank.
@@ -68,59 +61,39 @@ pub(super) fn machine() -> String {
 pub(crate) struct Fact {
     pub(crate) rank: usize,
     pub(crate) host: Option<String>,
-    /// Whether it runs under this kernel, so that `/proc` knows it.
+    /// Whether `/proc` knows its process.
     pub(crate) is_local: bool,
-    pub(crate) pid: u32,
-    pub(crate) phase: Option<(String, Duration)>,
-    pub(crate) position: u64,
-    /// The last collective it entered, and the last it completed.
-    pub(crate) entered: Option<u64>,
-    pub(crate) done: Option<u64>,
-    /// The ranks it waits for now; known only for ranks whose cell we can read.
-    pub(crate) awaits: Vec<usize>,
-    pub(crate) elsewhere: Option<Elsewhere>,
+    pub(crate) status: Status,
 }
 
 impl Fact {
-    pub(super) fn of_cell(rank: usize, seen: Status, own_space: u32, now_ns: u64) -> Fact {
+    pub(super) fn of_cell(rank: usize, status: Status) -> Fact {
         Fact {
             rank,
             host: None,
-            is_local: seen.pid_space == own_space,
-            pid: seen.pid,
-            phase: seen
-                .phase
-                .map(|(name, since)| (name, Duration::from_nanos(now_ns.saturating_sub(since)))),
-            position: seen.position,
-            entered: seen.entered,
-            done: seen.done,
-            awaits: ranks_of(&seen.awaited)
-                .into_iter()
-                .map(|rank| rank as usize)
-                .collect(),
-            elsewhere: seen.elsewhere,
+            is_local: status.pid_space == pid_space(),
+            status,
         }
     }
 
-    pub(super) fn of_record(rank: usize, record: Record, own_machine: &str, now_ms: u64) -> Fact {
+    pub(super) fn of_record(rank: usize, record: Record, own_kernel: &str, now_ms: u64) -> Fact {
         let age = Duration::from_millis(now_ms.saturating_sub(record.unix_ms));
-        let is_fresh = age < STALE;
-        let phase_for = Duration::from_millis(record.phase_ms) + age;
+        let mut status = record.status;
+        let is_local = record.kernel == own_kernel && status.pid_space == pid_space();
+        if age >= STALE {
+            status = Status {
+                pid: status.pid,
+                ..Status::default()
+            };
+        }
+        if let Some((_, lasted)) = &mut status.phase {
+            *lasted = lasted.saturating_add(age);
+        }
         Fact {
             rank,
-            is_local: record.machine == own_machine,
             host: Some(record.host),
-            pid: record.pid,
-            phase: record
-                .phase
-                .filter(|_| is_fresh)
-                .map(|name| (name, phase_for)),
-            position: if is_fresh { record.position } else { 0 },
-            entered: record.entered.filter(|_| is_fresh),
-            done: record.done.filter(|_| is_fresh),
-            // The record is seconds old, so the ranks awaited now would be a guess.
-            awaits: Vec::new(),
-            elsewhere: record.elsewhere.filter(|_| is_fresh),
+            is_local,
+            status,
         }
     }
 
@@ -128,26 +101,30 @@ impl Fact {
     pub(super) fn name(&self) -> String {
         match &self.host {
             Some(host) if !self.is_local => {
-                format!("rank {} (pid {}, host {host})", self.rank, self.pid)
+                format!("rank {} (pid {}, host {host})", self.rank, self.status.pid)
             }
-            _ => format!("rank {} (pid {})", self.rank, self.pid),
+            _ => format!("rank {} (pid {})", self.rank, self.status.pid),
         }
     }
 
     /// Whether it is in collective `seq` now.
     pub(super) fn is_in(&self, seq: u64) -> bool {
-        self.entered == Some(seq) && self.done != Some(seq)
+        self.status.entered == Some(seq) && self.status.done != Some(seq)
     }
 
     /// Whether, according to the kernel, it is stopped or dead.
     pub(super) fn is_halted(&self) -> bool {
-        self.is_local && matches!(Process::look(self.pid), Process::Stopped | Process::Dead)
+        self.is_local
+            && matches!(
+                Process::look(self.status.pid),
+                Process::Stopped | Process::Dead
+            )
     }
 
     /// What it is doing instead of joining operation `seq`, without its name.
     pub(super) fn doing(&self, seq: Option<u64>) -> String {
         let process = if self.is_local {
-            Process::look(self.pid)
+            Process::look(self.status.pid)
         } else {
             Process::Unknown
         };
@@ -162,13 +139,13 @@ impl Fact {
             }
             Process::Unknown | Process::Alive => {}
         }
-        if let Some(done) = self.done.filter(|_| !waits) {
+        if let Some(done) = self.status.done.filter(|_| !waits) {
             parts.push(format!("last completed seq {done}"));
         }
-        if let Some(elsewhere) = self.elsewhere.as_ref().filter(|_| !waits) {
+        if let Some(elsewhere) = self.status.elsewhere.as_ref().filter(|_| !waits) {
             parts.push(format!("is in {}", elsewhere.text()));
         }
-        if let Some((name, since)) = self.phase.as_ref().filter(|_| !waits) {
+        if let Some((name, since)) = self.status.phase.as_ref().filter(|_| !waits) {
             let verb = match process {
                 Process::Stopped | Process::Dead => "was",
                 _ => "is",
@@ -177,7 +154,7 @@ impl Fact {
                 "{verb} in {name} for {}",
                 phalanx_base::format::duration(*since)
             );
-            if let Some(at) = position(self.position) {
+            if let Some(at) = position(self.status.position) {
                 text.push_str(&format!(" (epoch {} step {})", at.epoch, at.step));
             }
             parts.push(text);
@@ -203,7 +180,9 @@ pub(super) fn culprits(facts: &[Fact], me: usize, missing: &[usize]) -> Vec<usiz
         }
         match facts.iter().find(|fact| fact.rank == rank) {
             Some(fact) if fact.is_halted() => halted.push(rank),
-            Some(fact) if !fact.awaits.is_empty() => next.extend(&fact.awaits),
+            Some(fact) if !fact.status.awaited.is_empty() => {
+                next.extend(fact.status.awaited.iter().map(|rank| *rank as usize));
+            }
             _ => idle.push(rank),
         }
     }
@@ -253,22 +232,23 @@ mod tests {
             rank: 2,
             host: Some("node-b".into()),
             is_local: false,
-            pid: 4712,
-            phase: Some(("loading data".into(), Duration::from_secs(58))),
-            position: (1 << 40 | 212) + 1,
-            entered: Some(811),
-            done: Some(811),
-            awaits: Vec::new(),
-            elsewhere: None,
+            status: Status {
+                pid: 4712,
+                phase: Some(("loading data".into(), Duration::from_secs(58))),
+                position: (1 << 40 | 212) + 1,
+                entered: Some(811),
+                done: Some(811),
+                ..Status::default()
+            },
         }
     }
 
     #[test]
     fn who_only_waits_is_no_culprit() {
-        let rank = |rank, awaits: &[usize]| Fact {
-            rank,
-            awaits: awaits.to_vec(),
-            ..fact()
+        let rank = |rank, awaited: &[u32]| {
+            let mut fact = Fact { rank, ..fact() };
+            fact.status.awaited = awaited.to_vec();
+            fact
         };
         // 3 waits for 2, which waits for 0, about which nothing is known.
         let facts = [rank(1, &[]), rank(2, &[0, 3])];
@@ -279,27 +259,24 @@ mod tests {
         assert_eq!(culprits(&facts, 3, &[2]), [2]);
         assert_eq!(culprits(&facts, 3, &[]), [0; 0]);
         // The kernel's state takes precedence.
-        let dead = Fact {
+        let mut dead = Fact {
             is_local: true,
-            pid: u32::MAX,
             ..rank(0, &[1])
         };
+        dead.status.pid = u32::MAX;
         assert_eq!(culprits(&[dead, rank(1, &[])], 3, &[0, 1, 2]), [0]);
     }
 
     #[test]
     fn a_late_rank_is_described() {
-        let fact = fact();
+        let mut fact = fact();
         assert_eq!(fact.name(), "rank 2 (pid 4712, host node-b)");
         assert_eq!(
             fact.doing(Some(812)),
             "last completed seq 811 and is in loading data for 58 s (epoch 1 step 212)"
         );
-        let waiting = Fact {
-            entered: Some(812),
-            ..fact
-        };
-        assert_eq!(waiting.doing(Some(812)), "has come but does not go on");
+        fact.status.entered = Some(812);
+        assert_eq!(fact.doing(Some(812)), "has come but does not go on");
     }
 
     #[test]
@@ -313,44 +290,43 @@ mod tests {
             .unwrap();
         let pid = rustix::process::Pid::from_child(&child);
         rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
-        let number = child.id();
-        let dead = || Fact {
-            is_local: true,
-            pid: number,
-            phase: None,
-            ..fact()
-        };
+        let mut fact = fact();
+        fact.is_local = true;
+        (fact.status.pid, fact.status.phase) = (child.id(), None);
         let until = std::time::Instant::now() + Duration::from_secs(60);
-        while Process::look(number) != Process::Stopped {
+        while Process::look(child.id()) != Process::Stopped {
             assert!(std::time::Instant::now() < until);
             std::thread::yield_now();
         }
         assert_eq!(
-            dead().doing(Some(812)),
+            fact.doing(Some(812)),
             "is stopped (SIGSTOP or a debugger) and last completed seq 811"
         );
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(dead().doing(None).starts_with("is dead"));
+        assert!(fact.doing(None).starts_with("is dead"));
     }
 
     #[test]
-    fn old_records_tell_only_who_it_was() {
+    fn old_records_name_only_the_process() {
         let record = Record {
             host: "node\x1b[2J".into(),
-            machine: "m".into(),
-            pid: 7,
-            phase: Some("backward".into()),
-            phase_ms: 2000,
-            position: 1,
-            entered: Some(3),
-            done: Some(3),
-            elsewhere: Some(Elsewhere {
-                op: "all_reduce\n".into(),
-                group: 0x2f,
-                seq: 4,
-                awaited: vec![0, 1],
-            }),
+            kernel: "m".into(),
+            status: Status {
+                pid: 7,
+                pid_space: pid_space(),
+                phase: Some(("backward".into(), Duration::from_secs(2))),
+                position: 1,
+                entered: Some(3),
+                done: Some(3),
+                awaited: Vec::new(),
+                elsewhere: Some(Elsewhere {
+                    op: "all_reduce\n".into(),
+                    group: 0x2f,
+                    seq: 4,
+                    awaited: vec![0, 1],
+                }),
+            },
             unix_ms: 100_000,
         };
         let bytes = serde_json::to_vec(&record).unwrap();
@@ -359,15 +335,18 @@ mod tests {
         let fresh = Fact::of_record(1, record.clone(), "m", 103_000);
         assert!(fresh.is_local);
         assert_eq!(
-            fresh.phase,
+            fresh.status.phase,
             Some(("backward".to_owned(), Duration::from_secs(5)))
         );
         let text = fresh.doing(Some(9));
         let elsewhere = "is in all_reduce? seq 4 of group 0x2f, where it waits for ranks 0, 1";
         assert!(text.contains(elsewhere), "{text}");
         let stale = Fact::of_record(1, record, "other", 900_000);
-        assert_eq!(stale.elsewhere, None);
-        assert_eq!((stale.phase, stale.done, stale.pid), (None, None, 7));
+        let known = Status {
+            pid: 7,
+            ..Status::default()
+        };
+        assert_eq!((stale.is_local, stale.status), (false, known));
         for end in 0..bytes.len() {
             assert_eq!(Record::decode(&bytes[..end]), None);
         }

@@ -24,14 +24,7 @@ const NOBODY: Mask = [0; MASK_WORDS];
 /// Every operation calls [`begin`](Flight::begin), then [`waiting`](Flight::waiting) each time before it sleeps
 /// and [`progress`](Flight::progress) when it continues, and [`end`](Flight::end).
 pub(crate) struct Flight {
-    recorder: Arc<Recorder>,
-    watched: Arc<Watched>,
-    generation: u32,
-    group: u32,
-    transport: u8,
-    cell: Option<Arc<StatusCell>>,
-    /// The first ranks of the members, by rank, where they differ.
-    roster: Option<Arc<[usize]>>,
+    shared: MessageFlight,
     /// The ticket under which the next operation was queued.
     adopted: Option<u64>,
     ticket: u64,
@@ -46,8 +39,6 @@ pub(crate) struct Flight {
     progressed: u64,
     folded: u64,
     awaited: Mask,
-    /// Words of a mask that this group's ranks need.
-    mask_words: usize,
     /// The rank waited for longest, plus 1, and how long.
     slowest: (u64, u64),
 }
@@ -64,18 +55,19 @@ impl Flight {
         if watched.has_peers() {
             monitor::watch(Arc::downgrade(&watched));
         }
-        Flight {
+        let is_other = |(rank, first): (usize, &usize)| rank != *first;
+        let shared = MessageFlight {
             recorder,
             watched,
             generation,
             group,
             transport,
             cell,
-            roster: roster
-                .iter()
-                .enumerate()
-                .any(|(rank, first)| rank != *first)
-                .then(|| Arc::clone(roster)),
+            roster: (roster.iter().enumerate().any(is_other)).then(|| Arc::clone(roster)),
+            mask_words: roster.len().div_ceil(64).clamp(1, MASK_WORDS),
+        };
+        Flight {
+            shared,
             adopted: None,
             ticket: 0,
             brief: true,
@@ -88,7 +80,6 @@ impl Flight {
             progressed: 0,
             folded: 0,
             awaited: NOBODY,
-            mask_words: roster.len().div_ceil(64).clamp(1, MASK_WORDS),
             slowest: (0, 0),
         }
     }
@@ -102,14 +93,14 @@ impl Flight {
     #[cold]
     pub(crate) fn refuse(&mut self) {
         if let Some(ticket) = self.adopted.take() {
-            self.recorder.abandon(ticket);
+            self.shared.recorder.abandon(ticket);
         }
     }
 
     /// The operation starts to run.
     #[inline]
     pub(crate) fn begin(&mut self, operation: &Operation, signature: &Signature) {
-        let recorder = &*self.recorder;
+        let recorder = &*self.shared.recorder;
         let now = recorder.clock.ticks();
         let queued = self.adopted.take();
         self.ticket = queued.unwrap_or_else(|| recorder.claim());
@@ -118,7 +109,7 @@ impl Flight {
         if queued.is_none() {
             set(
                 entry::GROUP,
-                u64::from(self.generation) << 32 | u64::from(self.group),
+                u64::from(self.shared.generation) << 32 | u64::from(self.shared.group),
             );
             set(entry::COUNT, operation.count as u64);
             set(entry::ROOT, root(operation));
@@ -127,7 +118,7 @@ impl Flight {
                 set(at, 0);
             }
         }
-        set(entry::WHAT, recorder.what(operation, self.transport));
+        set(entry::WHAT, recorder.what(operation, self.shared.transport));
         set(entry::SEQ, signature.seq);
         set(entry::STARTED, now);
         set(entry::STATE, state::RUNNING);
@@ -145,13 +136,14 @@ impl Flight {
         self.noted_wide = false;
         self.awaited = NOBODY;
         self.slowest = (0, 0);
-        self.watched.moved.store(0, Relaxed);
-        self.watched
+        self.shared.watched.moved.store(0, Relaxed);
+        self.shared
+            .watched
             .current
             .store(self.ticket.wrapping_add(1), Release);
-        if let Some(cell) = &self.cell {
+        if let Some(cell) = &self.shared.cell {
             // A failed operation left the ranks that it had waited for.
-            cell.await_ranks(&self.awaited[..self.mask_words]);
+            cell.await_ranks(&self.awaited[..self.shared.mask_words]);
             cell.enter(signature.seq);
         }
     }
@@ -183,7 +175,7 @@ impl Flight {
         let now = if self.brief {
             0
         } else {
-            self.recorder.clock.ticks()
+            self.shared.recorder.clock.ticks()
         };
         if self.waiting {
             // A rank has come; the time is attributed to the ranks that have not.
@@ -197,15 +189,15 @@ impl Flight {
         self.ever_waited = true;
         self.since = now;
         self.awaited = mask;
-        let words = self.recorder.memory.entry(self.ticket);
-        let noted = self.first_ranks(mask);
+        let words = self.shared.recorder.memory.entry(self.ticket);
+        let noted = self.shared.first_ranks(mask);
         let (low, wide) = noted.split_at(entry::AWAITED_WORDS);
         for (at, word) in (entry::AWAITED..).zip(low) {
             words[at].store(*word, Relaxed);
         }
         self.note_wide(wide);
-        if let Some(cell) = &self.cell {
-            cell.await_ranks(&mask[..self.mask_words]);
+        if let Some(cell) = &self.shared.cell {
+            cell.await_ranks(&mask[..self.shared.mask_words]);
         }
     }
 
@@ -215,21 +207,7 @@ impl Flight {
             return;
         }
         self.noted_wide = true;
-        self.recorder.note_wide(self.ticket, wide);
-    }
-
-    /// The same ranks by their numbers in the first generation, as far as there is room.
-    fn first_ranks(&self, mask: Mask) -> Mask {
-        let Some(roster) = &self.roster else {
-            return mask;
-        };
-        let mut noted = NOBODY;
-        for rank in ranks_of(&mask[..self.mask_words]) {
-            if let Some(first) = roster.get(rank as usize) {
-                set_rank(&mut noted, *first);
-            }
-        }
-        noted
+        self.shared.recorder.note_wide(self.ticket, wide);
     }
 
     /// Of the ranks waited for, this one came last.
@@ -250,29 +228,29 @@ impl Flight {
         let now = if self.brief {
             0
         } else {
-            self.recorder.clock.ticks()
+            self.shared.recorder.clock.ticks()
         };
         self.account(now);
         self.waiting = false;
         self.since = now;
-        if let Some(cell) = &self.cell {
-            cell.await_ranks(&NOBODY[..self.mask_words]);
+        if let Some(cell) = &self.shared.cell {
+            cell.await_ranks(&NOBODY[..self.shared.mask_words]);
         }
         if !self.brief {
             // Also lets watchers distinguish a long transfer from a stuck one.
-            let words = self.recorder.memory.entry(self.ticket);
+            let words = self.shared.recorder.memory.entry(self.ticket);
             if self.progressed == 0 {
                 words[entry::PROGRESS].store(now, Relaxed);
             }
             self.progressed = now;
-            self.watched.moved.store(now, Relaxed);
+            self.shared.watched.moved.store(now, Relaxed);
         }
     }
 
     fn account(&mut self, now: u64) {
         let took = now.saturating_sub(self.since);
         self.waited += took;
-        if let Some(peer) = lowest(&self.awaited[..self.mask_words])
+        if let Some(peer) = lowest(&self.awaited[..self.shared.mask_words])
             && (took >= self.slowest.1)
         {
             self.slowest = (peer + 1, took);
@@ -285,7 +263,7 @@ impl Flight {
         if self.brief {
             0
         } else {
-            self.recorder.clock.ticks()
+            self.shared.recorder.clock.ticks()
         }
     }
 
@@ -293,26 +271,26 @@ impl Flight {
     #[inline]
     pub(crate) fn folded(&mut self, began: u64) {
         if !self.brief {
-            self.folded += self.recorder.clock.ticks().saturating_sub(began);
+            self.folded += self.shared.recorder.clock.ticks().saturating_sub(began);
         }
     }
 
     /// The operation is over, successfully or not.
     #[inline]
     pub(crate) fn end(&mut self, signature: &Signature, is_ok: bool) {
-        let now = self.recorder.clock.ticks();
+        let now = self.shared.recorder.clock.ticks();
         if self.waiting {
             self.account(if self.brief { 0 } else { now });
         }
         if self.brief && self.ever_waited {
             self.waited = now.saturating_sub(self.started);
         }
-        let words = self.recorder.memory.entry(self.ticket);
+        let words = self.shared.recorder.memory.entry(self.ticket);
         let set = |at: usize, value: u64| words[at].store(value, Relaxed);
         set(entry::DONE, now);
         set(entry::WAITED, self.waited);
         set(entry::FOLDED, self.folded);
-        let slowest = match (&self.roster, self.slowest.0) {
+        let slowest = match (&self.shared.roster, self.slowest.0) {
             (Some(roster), rank @ 1..) => roster
                 .get(rank as usize - 1)
                 .map_or(0, |first| *first as u64 + 1),
@@ -324,16 +302,19 @@ impl Flight {
                 .take(entry::AWAITED_WORDS)
                 .for_each(|at| set(at, 0));
             if self.noted_wide {
-                self.recorder.forget_wide(self.ticket);
+                self.shared.recorder.forget_wide(self.ticket);
             }
         }
         let state = if is_ok { state::DONE } else { state::ABORTED };
         words[entry::STATE].store(state, Release);
-        self.watched.current.store(0, Relaxed);
-        self.recorder.memory.prefetch(self.ticket.wrapping_add(1));
-        if let Some(cell) = self.cell.as_ref().filter(|_| is_ok) {
+        self.shared.watched.current.store(0, Relaxed);
+        self.shared
+            .recorder
+            .memory
+            .prefetch(self.ticket.wrapping_add(1));
+        if let Some(cell) = self.shared.cell.as_ref().filter(|_| is_ok) {
             if self.waiting {
-                cell.await_ranks(&NOBODY[..self.mask_words]);
+                cell.await_ranks(&NOBODY[..self.shared.mask_words]);
             }
             cell.done(signature.seq);
         }
@@ -343,26 +324,18 @@ impl Flight {
     #[inline]
     pub(crate) fn set_limit(&self, limit: Duration) {
         let ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
-        self.watched.limit_ns.store(ns, Relaxed);
+        self.shared.watched.limit_ns.store(ns, Relaxed);
     }
 
     /// When another rank of the group was last known to be in a declared phase.
     #[cold]
     pub(crate) fn others_busy(&self) -> Option<Instant> {
-        self.watched.others_busy()
+        self.shared.watched.others_busy()
     }
 
     /// The same for the messages of the group.
     pub(crate) fn messages(&self) -> MessageFlight {
-        MessageFlight {
-            recorder: Arc::clone(&self.recorder),
-            watched: Arc::clone(&self.watched),
-            generation: self.generation,
-            group: self.group,
-            cell: self.cell.clone(),
-            roster: self.roster.clone(),
-            transport: self.transport,
-        }
+        self.shared.clone()
     }
 
     /// The ranks to blame among the `missing` ones and those they wait for, as far as
@@ -373,26 +346,28 @@ impl Flight {
         missing: &[usize],
         signature: &Signature,
     ) -> (Vec<usize>, Option<String>) {
-        self.watched.blame(missing, Some(signature.seq))
+        self.shared.watched.blame(missing, Some(signature.seq))
     }
 
     /// Records the reason and writes the dump.
     #[cold]
     pub(crate) fn failed(&self, error: &Error) {
-        let failure = Failure::of(error.kind());
-        self.recorder
-            .failed(self.watched.ids(), &error.to_string(), failure);
+        self.shared.failed(error);
     }
 }
 
 /// Records the messages of one group, of which several may be in flight.
+#[derive(Clone)]
 pub(crate) struct MessageFlight {
     recorder: Arc<Recorder>,
     watched: Arc<Watched>,
     generation: u32,
     group: u32,
     cell: Option<Arc<StatusCell>>,
+    /// The first ranks of the members, by rank, where they differ.
     roster: Option<Arc<[usize]>>,
+    /// Words of a mask that this group's ranks need.
+    mask_words: usize,
     transport: u8,
 }
 
@@ -421,12 +396,9 @@ impl MessageFlight {
         }
         let ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
         self.watched.limit_ns.store(ns, Relaxed);
-        let (mut mask, mut first) = (NOBODY, NOBODY);
-        for rank in ranks {
-            set_rank(&mut mask, rank);
-            let known = self.roster.as_ref().and_then(|roster| roster.get(rank));
-            set_rank(&mut first, known.copied().unwrap_or(rank));
-        }
+        let mut mask = NOBODY;
+        ranks.for_each(|rank| set_rank(&mut mask, rank));
+        let first = self.first_ranks(mask);
         let words = self.recorder.memory.entry(entry);
         let (low, wide) = first.split_at(entry::AWAITED_WORDS);
         for (at, word) in (entry::AWAITED..).zip(low) {
@@ -438,6 +410,20 @@ impl MessageFlight {
         if let Some(cell) = &self.cell {
             cell.await_ranks(&mask);
         }
+    }
+
+    /// The same ranks by their numbers in the first generation, as far as there is room.
+    fn first_ranks(&self, mask: Mask) -> Mask {
+        let Some(roster) = &self.roster else {
+            return mask;
+        };
+        let mut noted = NOBODY;
+        for rank in ranks_of(&mask[..self.mask_words]) {
+            if let Some(first) = roster.get(rank as usize) {
+                set_rank(&mut noted, *first);
+            }
+        }
+        noted
     }
 
     /// No thread waits for the message of `entry` any more.

@@ -1,10 +1,12 @@
 //! Fuzzes what ranks publish about themselves for each other and for the launcher.
 
+use std::time::Duration;
+
 use super::clock::Clock;
 use super::dump::Dump;
 use super::facts::{Fact, Record};
 use super::layout::{ENTRIES, LABELS, MAGIC, VERSION, WORDS, entry, entry_at, head, state};
-use crate::status::Elsewhere;
+use crate::status::{Elsewhere, Status};
 
 /// The record of a rank of another host, from the store: the printed text has no
 /// control characters.
@@ -12,11 +14,8 @@ pub(crate) fn record(data: &[u8]) {
     let Some(record) = Record::decode(data) else {
         return;
     };
-    for (machine, now_ms) in [
-        ("ours", record.unix_ms),
-        (&record.machine.clone(), u64::MAX),
-    ] {
-        let fact = Fact::of_record(1, record.clone(), machine, now_ms);
+    for (kernel, now_ms) in [("ours", record.unix_ms), (&record.kernel.clone(), u64::MAX)] {
+        let fact = Fact::of_record(1, record.clone(), kernel, now_ms);
         let said = [fact.name(), fact.doing(Some(3)), fact.doing(None)];
         assert!(!said.concat().contains(char::is_control), "{said:?}");
     }
@@ -25,19 +24,22 @@ pub(crate) fn record(data: &[u8]) {
 pub(crate) fn record_seeds() -> Vec<Vec<u8>> {
     let record = |phase: Option<&str>, seq| Record {
         host: "node-b".into(),
-        machine: "boot/4026531836".into(),
-        pid: u32::MAX,
-        phase: phase.map(str::to_owned),
-        phase_ms: 2000,
-        position: 1 << 40 | 7,
-        entered: Some(seq),
-        done: (seq > 0).then(|| seq - 1),
-        elsewhere: (seq == 9).then(|| Elsewhere {
-            op: "all_reduce".into(),
-            group: 0x2f,
-            seq: 4,
-            awaited: vec![0, 1],
-        }),
+        kernel: "boot".into(),
+        status: Status {
+            pid: u32::MAX,
+            pid_space: 4_026_531_836,
+            phase: phase.map(|name| (name.to_owned(), Duration::from_secs(2))),
+            position: 1 << 40 | 7,
+            entered: Some(seq),
+            done: (seq > 0).then(|| seq - 1),
+            awaited: Vec::new(),
+            elsewhere: (seq == 9).then(|| Elsewhere {
+                op: "all_reduce".into(),
+                group: 0x2f,
+                seq: 4,
+                awaited: vec![0, 1],
+            }),
+        },
         unix_ms: 1_700_000_000_000,
     };
     [

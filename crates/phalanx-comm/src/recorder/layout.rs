@@ -35,9 +35,9 @@ pub(crate) mod head {
     pub(crate) const LABELS_USED: usize = 9;
     /// Ticks; 0: no phase was ever set.
     pub(crate) const PHASE_SINCE: usize = 10;
-    /// Four words of text, padded with zeros.
+    /// Text, padded with zeros.
     pub(crate) const PHASE: usize = 11;
-    pub(crate) const PHASE_WORDS: usize = 4;
+    pub(crate) const PHASE_WORDS: usize = crate::status::PHASE_WORDS;
     /// `epoch << 40 | step`, plus 1; 0: unknown.
     pub(crate) const POSITION: usize = 15;
     /// Ticks; 0: nothing failed.

@@ -50,7 +50,7 @@ use crate::operation::Operation;
 use crate::status::StatusCell;
 use crate::status::words::{cut, write_text};
 use crate::sync::lock;
-use clock::{Anchor, Clock};
+use clock::{Anchor, Clock, Scale};
 use layout::{
     BUSY, ENTRIES, LABEL_BYTES, LABEL_LOST, LABELS, NO_TICKET, entry, head, label_at, state,
 };
@@ -190,8 +190,14 @@ impl Recorder {
         }
         drop(dumped);
         if let Some(cell) = cell {
-            cell.sit();
             let mut cells = lock(&self.cells);
+            cell.sit();
+            cell.set_position(word(head::POSITION).load(Relaxed));
+            let since = word(head::PHASE_SINCE).load(Relaxed);
+            if since > 0 {
+                let scale = Scale::new(self.anchor, self.clock.anchor());
+                cell.set_phase(&self.phase_name(), scale.moment(since));
+            }
             cells.retain(|cell| cell.strong_count() > 0);
             cells.push(Arc::downgrade(cell));
         }
@@ -227,13 +233,17 @@ impl Recorder {
         }
     }
 
+    fn phase_name(&self) -> PhaseName {
+        std::array::from_fn(|i| self.memory.word(head::PHASE + i).load(Relaxed))
+    }
+
     /// The rank is in phase `name` until [`end_phase`](Self::end_phase), for at most `limit`, and others wait for it
     /// meanwhile.
     pub(crate) fn begin_phase(&self, name: &str, limit: Duration) -> Earlier {
         let limit = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
         let until = clock::monotonic_ns().saturating_add(limit);
         let earlier = Earlier {
-            name: std::array::from_fn(|i| self.memory.word(head::PHASE + i).load(Relaxed)),
+            name: self.phase_name(),
             busy_until_ns: self.busy_until().swap(until, Relaxed),
         };
         self.set_phase(name);

@@ -4,11 +4,12 @@
 //! they are busy, so a late rank can report what it is doing. A stopped process reports
 //! nothing.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::Thread;
 use std::time::Duration;
 
 use super::watch::Watched;
+use crate::sync::lock;
 
 const TURN: Duration = Duration::from_millis(500);
 
@@ -24,7 +25,7 @@ static GROUPS: Mutex<Groups> = Mutex::new(Groups {
 
 /// Checks this group from now on, as long as it exists.
 pub(crate) fn watch(group: Weak<Watched>) {
-    let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut groups = lock(&GROUPS);
     groups.watched.push(group);
     if let Some(thread) = &groups.thread {
         // At once: a rank that is stopped soon could not publish its identity later.
@@ -45,7 +46,7 @@ pub(crate) fn watch(group: Weak<Watched>) {
 
 fn run() {
     loop {
-        let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut groups = lock(&GROUPS);
         groups.watched.retain(|group| group.strong_count() > 0);
         if groups.watched.is_empty() {
             groups.thread = None;

@@ -11,13 +11,11 @@ use super::Recorder;
 use super::clock::{self, Scale};
 use super::dump::{Entry, State};
 use super::facts::{self, Fact, Record};
-use super::layout::head;
 use phalanx_base::host_name;
 
 use crate::notice::{late_variable, ranks, say};
 use crate::plan::Collective;
-use crate::status::words::read_text;
-use crate::status::{Elsewhere, StatusCell, pid_space};
+use crate::status::StatusCell;
 use crate::sync::lock;
 use crate::transport::GroupKeys;
 
@@ -49,7 +47,7 @@ pub(crate) struct Watched {
     pub(super) limit_ns: AtomicU64,
     /// When something last moved in a long operation, in ticks.
     pub(super) moved: AtomicU64,
-    talk: Mutex<Reporting>,
+    reported: Mutex<Reported>,
     /// The records read from the store of ranks without a cell.
     heard: Mutex<Vec<Fact>>,
     beats: Mutex<Heartbeats>,
@@ -68,7 +66,7 @@ struct Heartbeats {
 
 /// What was reported, so that it is reported once.
 #[derive(Default)]
-struct Reporting {
+struct Reported {
     /// The ticket reported, and how often.
     late: (u64, u32),
     published_ns: Option<u64>,
@@ -94,7 +92,7 @@ impl Watched {
             current: AtomicU64::new(0),
             limit_ns: AtomicU64::new(0),
             moved: AtomicU64::new(0),
-            talk: Mutex::default(),
+            reported: Mutex::default(),
             heard: Mutex::default(),
             beats: Mutex::default(),
             heard_busy_ns: AtomicU64::new(0),
@@ -221,12 +219,7 @@ impl Watched {
             .and_then(|entry| entry.started_ns)
             .map_or(0, |began| now.monotonic_ns.saturating_sub(began));
         let quiet_for = waited.max(Duration::from_nanos(of_other));
-        self.publish(
-            (running.as_ref(), elsewhere),
-            quiet_for,
-            &scale,
-            now.monotonic_ns,
-        );
+        self.publish(quiet_for, now.monotonic_ns);
         self.beat_through_store(is_busy, waited, now.monotonic_ns);
         let Some(entry) = running else { return };
         let limit = Duration::from_nanos(self.limit_ns.load(Relaxed));
@@ -237,15 +230,15 @@ impl Watched {
         if left < Duration::from_secs(2) {
             self.ask();
         }
-        let mut talk = lock(&self.talk);
-        if talk.late.0 != entry.n + 1 {
-            talk.late = (entry.n + 1, 0);
+        let mut reported = lock(&self.reported);
+        if reported.late.0 != entry.n + 1 {
+            reported.late = (entry.n + 1, 0);
         }
-        if waited < threshold(recorder.late_after, talk.late.1) {
+        if waited < threshold(recorder.late_after, reported.late.1) {
             return;
         }
-        talk.late.1 += 1;
-        drop(talk);
+        reported.late.1 += 1;
+        drop(reported);
         self.ask();
         if let Some(text) = self.report(&entry, waited, left) {
             say(&text);
@@ -254,16 +247,13 @@ impl Watched {
 
     /// What is known about all other ranks.
     fn facts(&self) -> Vec<Fact> {
-        let (space, now) = (pid_space(), clock::monotonic_ns());
+        let now = clock::monotonic_ns();
         let mut facts: Vec<Fact> = self
             .cells
             .iter()
             .enumerate()
             .filter(|(rank, _)| *rank != self.rank)
-            .filter_map(|(rank, cell)| {
-                let seen = cell.as_ref()?.read();
-                Some(Fact::of_cell(rank, seen, space, now))
-            })
+            .filter_map(|(rank, cell)| Some(Fact::of_cell(rank, cell.as_ref()?.read(now))))
             .collect();
         facts.extend(lock(&self.heard).iter().cloned());
         facts.sort_by_key(|fact| fact.rank);
@@ -293,7 +283,7 @@ impl Watched {
         let (mut waiting, mut late) = (vec![self.rank], Vec::new());
         for fact in &facts {
             let is_in = seq.is_some_and(|seq| fact.is_in(seq));
-            let is_past = seq.is_some_and(|seq| fact.done.is_some_and(|done| done >= seq));
+            let is_past = seq.is_some_and(|seq| fact.status.done.is_some_and(|done| done >= seq));
             if is_in && !fact.is_halted() {
                 waiting.push(fact.rank);
             } else if !is_past && (is_collective || awaited.contains(&fact.rank)) {
@@ -367,24 +357,19 @@ impl Watched {
 
     /// Publishes what we are doing to ranks that share no memory with us, when that has
     /// not changed for a while.
-    fn publish(
-        &self,
-        (running, elsewhere): (Option<&Entry>, Option<Elsewhere>),
-        waited: Duration,
-        scale: &Scale,
-        now_ns: u64,
-    ) {
-        let Some(keys) = &self.keys else { return };
-        let memory = &self.recorder.memory;
-        let get = |at: usize| memory.word(at).load(Relaxed);
-        let phase_for = match get(head::PHASE_SINCE) {
-            0 => Duration::ZERO,
-            ticks => Duration::from_nanos(now_ns.saturating_sub(scale.moment(ticks))),
+    fn publish(&self, waited: Duration, now_ns: u64) {
+        let (Some(keys), Some(cell)) = (&self.keys, self.own_cell()) else {
+            return;
         };
+        let status = cell.read(now_ns);
+        let phase_for = status
+            .phase
+            .as_ref()
+            .map_or(Duration::ZERO, |phase| phase.1);
         let limit = Duration::from_nanos(self.limit_ns.load(Relaxed));
         let quiet = QUIET.min(if limit.is_zero() { QUIET } else { limit / 4 });
         let is_quiet = waited.max(phase_for) >= quiet;
-        let due = match lock(&self.talk).published_ns {
+        let due = match lock(&self.reported).published_ns {
             // Our identity, once: a rank that is stopped could not publish it later.
             None => true,
             Some(last) => is_quiet && Duration::from_nanos(now_ns.saturating_sub(last)) >= quiet,
@@ -392,25 +377,13 @@ impl Watched {
         if !due {
             return;
         }
-        let seen = self.own_cell().map(|cell| cell.read());
         let record = Record {
             host: host_name(),
-            machine: facts::machine(),
-            pid: std::process::id(),
-            phase: (get(head::PHASE_SINCE) > 0).then(|| {
-                let words = (0..head::PHASE_WORDS).map(|i| get(head::PHASE + i));
-                read_text(words)
-            }),
-            phase_ms: u64::try_from(phase_for.as_millis()).unwrap_or(u64::MAX),
-            position: get(head::POSITION),
-            entered: running
-                .and_then(|entry| entry.seq)
-                .or(seen.as_ref().and_then(|seen| seen.entered)),
-            done: seen.as_ref().and_then(|seen| seen.done),
-            elsewhere,
+            kernel: facts::kernel(),
+            status,
             unix_ms: phalanx_base::unix_ms(),
         };
-        lock(&self.talk).published_ns = Some(now_ns);
+        lock(&self.reported).published_ns = Some(now_ns);
         let published = serde_json::to_vec(&record)
             .map_err(|e| e.to_string())
             .and_then(|bytes| {
@@ -426,7 +399,7 @@ impl Watched {
     /// Asks the store about all ranks that have no cell.
     fn ask(&self) {
         let Some(keys) = &self.keys else { return };
-        let machine = facts::machine();
+        let kernel = facts::kernel();
         let mut heard = Vec::new();
         for (rank, _) in self
             .cells
@@ -435,9 +408,11 @@ impl Watched {
             .filter(|(_, cell)| cell.is_none())
         {
             match keys.store().try_get(&keys.key(TOPIC, rank)) {
-                Ok(Some(bytes)) => heard.extend(Record::decode(&bytes).map(|record| {
-                    Fact::of_record(rank, record, &machine, phalanx_base::unix_ms())
-                })),
+                Ok(Some(bytes)) => {
+                    heard.extend(Record::decode(&bytes).map(|record| {
+                        Fact::of_record(rank, record, &kernel, phalanx_base::unix_ms())
+                    }))
+                }
                 Ok(None) => {}
                 Err(_) => break,
             }
@@ -451,7 +426,7 @@ impl Watched {
 fn excuse(facts: &[Fact], ranks: &[usize], seq: Option<u64>) -> Option<String> {
     // An awaited rank may itself wait for one that has not come.
     let absent = |fact: &&Fact| {
-        seq.is_some_and(|seq| !fact.is_in(seq) && fact.done.is_none_or(|done| done < seq))
+        seq.is_some_and(|seq| !fact.is_in(seq) && fact.status.done.is_none_or(|done| done < seq))
     };
     let is_halted = |fact: &Fact| ranks.contains(&fact.rank) && fact.is_halted();
     let is_absent = facts.iter().any(|fact| absent(&fact)) && !facts.iter().any(is_halted);
@@ -467,7 +442,7 @@ fn excuse(facts: &[Fact], ranks: &[usize], seq: Option<u64>) -> Option<String> {
         .take(2)
         .map(|fact| format!("{} {}", fact.name(), fact.doing(seq)))
         .collect();
-    let elsewhere = |fact: &Fact| fact.elsewhere.is_some() && absent(&fact);
+    let elsewhere = |fact: &Fact| fact.status.elsewhere.is_some() && absent(&fact);
     let advice = match facts.iter().any(elsewhere) {
         true => "; operations of several groups must come in one order on all ranks",
         false => "",

@@ -101,7 +101,7 @@ impl Run<'_, '_> {
 
     /// # Safety
     ///
-    /// As [`Backend::run`](crate::backend::Backend::run).
+    /// As [`Native::run`](crate::backend::Native::run).
     pub(super) unsafe fn exchange(&mut self) -> Result<()> {
         let shape = Shape::of(self.operation.collective, self.operation.root);
         let (me, world) = (self.shm.me, self.shm.world);

@@ -189,7 +189,7 @@ impl Shm {
     ///
     /// # Safety
     ///
-    /// As [`Backend::run`](crate::backend::Backend::run).
+    /// As [`Native::run`](crate::backend::Native::run).
     pub(crate) unsafe fn run(
         &mut self,
         mesh: &mut Mesh,

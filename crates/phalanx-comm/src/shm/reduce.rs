@@ -22,7 +22,7 @@ impl Run<'_, '_> {
     ///
     /// # Safety
     ///
-    /// As [`Backend::run`](crate::backend::Backend::run).
+    /// As [`Native::run`](crate::backend::Native::run).
     pub(super) unsafe fn reduce(&mut self) -> Result<()> {
         let (count, bytes) = (self.operation.count, self.operation.count * self.elem_bytes);
         let data = self.buffers.output;
@@ -278,7 +278,7 @@ impl Run<'_, '_> {
     ///
     /// # Safety
     ///
-    /// As [`Backend::run`](crate::backend::Backend::run).
+    /// As [`Native::run`](crate::backend::Native::run).
     pub(super) unsafe fn reduce_scatter(&mut self, visit: Option<&mut Visit<'_>>) -> Result<()> {
         let (me, world, count) = (self.shm.me, self.shm.world, self.operation.count);
         let part_bytes = count * self.elem_bytes;

@@ -39,7 +39,7 @@ fn meet(offset: u64, wish: usize) -> crate::Error {
         Arc::new(Counts::new(2)),
         Arc::new(Users::new(Callers::default())),
     );
-    let mut runner = Runner::new(Box::new(native), flight, 0, limits, None, beside);
+    let mut runner = Runner::new(native, flight, 0, limits, None, beside);
     let operation = Operation {
         collective: Collective::AllReduce,
         method: Some(Method::AllReduceDirect),

@@ -38,7 +38,7 @@ use crate::plan::Collective;
 /// report may be on its way to the store and one may wait for it. About three seconds:
 /// a network may be silent for a moment, and a thread that has not used the group yet
 /// may send.
-const TURNS: u64 = 12;
+const CHECKS: u64 = 12;
 
 /// Ranks of a cycle that the message names.
 const NAMED: usize = 5;
@@ -53,13 +53,17 @@ pub(super) struct Wait {
     next: usize,
     what: What,
     stall: u64,
-    turn: u64,
+    check: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum What {
     Receives(u64),
-    Meets { code: u8, seq: u64, is_sure: bool },
+    Meets {
+        name: &'static str,
+        seq: u64,
+        is_sure: bool,
+    },
 }
 
 impl What {
@@ -74,15 +78,15 @@ impl What {
 /// Whether `post` is of a collective that ends on its rank only after rank
 /// `other` has begun it.
 fn depends((rank, post): (usize, &StallReport), other: usize) -> bool {
-    let header = &post.header;
-    let Some(collective) = Collective::from_wire(header.collective) else {
+    let operation = &post.operation;
+    let Some(collective) = operation.collective() else {
         return false;
     };
     // Some uneven lengths may be zero; then a rank may wait for no other.
-    if collective != Collective::Barrier && (header.count == 0 || header.flags != 0) {
+    if collective != Collective::Barrier && (operation.count() == 0 || operation.has_lengths()) {
         return false;
     }
-    let is_root = |rank: usize| u64::from(header.root) == rank as u64;
+    let is_root = |rank: usize| operation.root() == rank as u64;
     match collective {
         Collective::SendRecv => false,
         Collective::Broadcast | Collective::Scatter => is_root(other),
@@ -95,22 +99,25 @@ fn depends((rank, post): (usize, &StallReport), other: usize) -> bool {
 fn waits((x, mine): (usize, &StallReport), (y, theirs): (usize, &StallReport)) -> Option<What> {
     let awaited = mine.awaited(y);
     if !mine.is_message() {
-        let seq = mine.header.seq;
+        let seq = mine.operation.seq();
         let is_due = theirs.begun <= seq
             && (theirs.is_blocked || !theirs.is_message())
             && (awaited.is_some() || depends((x, mine), y))
             // In a collective of the same number the ranks are in different ones, which
             // has a better message.
-            && (theirs.is_message() || theirs.header.seq != seq);
+            && (theirs.is_message() || theirs.operation.seq() != seq);
         return is_due.then(|| What::Meets {
-            code: mine.header.collective,
+            name: mine
+                .operation
+                .collective()
+                .map_or("a collective", Collective::name),
             seq,
             is_sure: !theirs.is_message()
                 && (depends((x, mine), y) || awaited.is_none_or(|awaited| awaited.data)),
         });
     }
-    let counted = theirs.counted(x)?;
-    let takes = awaited?.takes.filter(|k| counted.sent <= *k);
+    let sent = theirs.sent(x)?;
+    let takes = awaited?.takes.filter(|k| sent <= *k);
     takes.filter(|_| theirs.is_blocked).map(What::Receives)
 }
 
@@ -174,7 +181,7 @@ fn in_order(path: &[(usize, StallReport, usize)], ways: &[What]) -> Vec<Wait> {
             next: *next,
             what: *what,
             stall: post.stall,
-            turn: post.turn,
+            check: post.check,
         })
         .collect();
     let lowest = circle.iter().enumerate().min_by_key(|(_, wait)| wait.rank);
@@ -205,7 +212,7 @@ impl Suspect {
             return false;
         }
         let mut both = self.first_seen.iter().zip(circle);
-        both.all(|(then, now)| now.turn.saturating_sub(then.turn) >= TURNS)
+        both.all(|(then, now)| now.check.saturating_sub(then.check) >= CHECKS)
     }
 
     /// No cycle is seen any more.
@@ -225,8 +232,7 @@ pub(super) fn describe(circle: &[Wait]) -> String {
                 What::Receives(seq) => {
                     format!("rank {rank} waits in recv from rank {next} (seq {seq})")
                 }
-                What::Meets { code, seq, .. } => {
-                    let name = Collective::from_wire(code).map_or("a collective", Collective::name);
+                What::Meets { name, seq, .. } => {
                     format!("rank {rank} waits in {name} (seq {seq}) for rank {next}")
                 }
             }
@@ -250,7 +256,7 @@ mod tests {
     use super::super::counts::Counts;
     use super::super::post::Awaited;
     use super::*;
-    use phalanx_wire::frame::{Header, Kind};
+    use crate::operation::PeerOperation;
 
     const NOBODY: [usize; 0] = [];
 
@@ -259,17 +265,16 @@ mod tests {
 
     fn post(
         collective: Collective,
-        (root, seq, count): (u32, u64, u64),
-        (begun, turn): (u64, u64),
+        (root, seq, count): (u64, u64, u64),
+        (begun, check): (u64, u64),
         awaits: &[Awaited],
         counts: &[(u64, u64)],
     ) -> StallReport {
-        let mut header = Header::new(Kind::Data);
-        header.collective = collective.wire();
-        (header.root, header.seq, header.count) = (root, seq, count);
+        let first = u64::from(collective.wire()) | root << 32;
+        let operation = PeerOperation([first, count, seq]);
         let awaits = awaits.iter().copied();
         let counts = Counts::of(begun, counts);
-        StallReport::new(header, &counts.begun(&|| true), (3, turn), awaits)
+        StallReport::new(operation, &counts.begun(&|| true), (3, check), awaits)
     }
 
     /// A send waits for nobody.
@@ -451,7 +456,12 @@ mod tests {
         // Rank 0 has sent that message, or taken it, before.
         let counts = Counts::of(6, &[(0, 0), (3, 3)]);
         let begun = counts.begun(&|| true);
-        let sent = StallReport::new(barrier.header, &begun, (3, 1), barrier.awaits.into_iter());
+        let sent = StallReport::new(
+            barrier.operation,
+            &begun,
+            (3, 1),
+            barrier.awaits.into_iter(),
+        );
         assert!(!met(&sent, &outside(receives)));
     }
 
@@ -476,32 +486,32 @@ mod tests {
         assert_eq!(seen_by(1, &said), None);
         // With zero elements nothing is certain.
         let mut none = inside(Collective::AllReduce, 5, 1, true);
-        none.header.count = 0;
+        none.operation.0[1] = 0;
         let said = vec![(0, receives(2, 0, &[])), (2, none)];
         assert_eq!(seen_by(0, &said), None);
     }
 
     #[test]
     fn what_is_not_sure_counts_only_after_all_have_looked_again() {
-        let circle = |turns: [u64; 2], stall| {
+        let circle = |checks: [u64; 2], stall| {
             let other = receives(0, 0, &[]);
             let mut circle = seen_by(0, &vec![(0, receives(1, 0, &[])), (1, other)]).unwrap();
-            for (wait, turn) in circle.iter_mut().zip(turns) {
-                (wait.turn, wait.stall) = (turn, stall);
+            for (wait, check) in circle.iter_mut().zip(checks) {
+                (wait.check, wait.stall) = (check, stall);
             }
             circle
         };
         let mut suspect = Suspect::default();
         assert!(!suspect.is_for_ever(&circle([1, 1], 3)));
         assert!(!suspect.is_for_ever(&circle([90, 1], 3)), "one is stopped");
-        assert!(!suspect.is_for_ever(&circle([90, TURNS], 3)));
-        assert!(suspect.is_for_ever(&circle([90, 1 + TURNS], 3)));
+        assert!(!suspect.is_for_ever(&circle([90, CHECKS], 3)));
+        assert!(suspect.is_for_ever(&circle([90, 1 + CHECKS], 3)));
         // Something moved in between.
         assert!(!suspect.is_for_ever(&circle([90, 90], 4)));
         assert!(!suspect.is_for_ever(&circle([91, 91], 4)));
         suspect.forget();
         assert!(!suspect.is_for_ever(&circle([200, 200], 4)));
-        assert!(suspect.is_for_ever(&circle([200 + TURNS, 200 + TURNS], 4)));
+        assert!(suspect.is_for_ever(&circle([200 + CHECKS, 200 + CHECKS], 4)));
     }
 
     #[test]

@@ -75,11 +75,10 @@ impl Begun<'_> {
         self.counts.collectives.load(Ordering::Relaxed)
     }
 
-    /// Messages sent to and received from each rank.
-    pub(super) fn messages(&self) -> impl Iterator<Item = (u64, u64)> {
-        let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        let both = self.counts.sent.iter().zip(&self.counts.received);
-        both.map(move |(sent, received)| (load(sent), load(received)))
+    /// Messages sent to each rank.
+    pub(super) fn sent(&self) -> impl Iterator<Item = u64> {
+        let sent = self.counts.sent.iter();
+        sent.map(|count| count.load(Ordering::Relaxed))
     }
 }
 

@@ -33,7 +33,7 @@ pub(crate) use self::post::Awaited;
 use self::circle::Suspect;
 use self::post::StallReport;
 use crate::lost::LostRanks;
-use crate::operation::Signature;
+use crate::operation::{PeerOperation, Signature, desync};
 use crate::transport::{AbortHandle, GroupKeys, Poison};
 use crate::{Error, ErrorKind};
 
@@ -47,14 +47,15 @@ const CIRCLE_MAX: usize = 32;
 
 /// Publishes what this rank waits in, for the other ranks of a group.
 pub(crate) struct StallReports {
-    desk: Option<StallReporter>,
-    tell: Option<SyncSender<Report>>,
-    told: Option<Instant>,
+    /// Until its thread starts.
+    reporter: Option<StallReporter>,
+    reports: Option<SyncSender<StallReport>>,
+    last: Option<Instant>,
     /// Since when nothing has moved, and the number of this stall.
     stall: (Option<Instant>, u64),
     /// Number of reports passed to the asking thread, not counting those it had no time
     /// for: at most two of them may be newer than the post in the store.
-    turn: u64,
+    checks: u64,
     found: Arc<OnceLock<(Found, Poison)>>,
 }
 
@@ -76,11 +77,6 @@ struct StallReporter {
     lost: LostRanks,
     /// The stall in which a rank was found lost.
     lost_in: Option<u64>,
-}
-
-struct Report {
-    signature: Signature,
-    post: StallReport,
 }
 
 /// Whether `cause` is a cycle of ranks that includes this one: then it is an error of
@@ -131,7 +127,7 @@ impl StallReports {
     ) -> StallReports {
         let found = Arc::new(OnceLock::new());
         StallReports {
-            desk: Some(StallReporter {
+            reporter: Some(StallReporter {
                 keys,
                 rank,
                 abort,
@@ -139,10 +135,10 @@ impl StallReports {
                 lost: LostRanks::of(numbers),
                 lost_in: None,
             }),
-            tell: None,
-            told: None,
+            reports: None,
+            last: None,
             stall: (None, 0),
-            turn: 0,
+            checks: 0,
             found,
         }
     }
@@ -155,39 +151,35 @@ impl StallReports {
         awaits: impl Iterator<Item = Awaited>,
         (since, now): (Instant, Instant),
     ) -> bool {
-        if now.duration_since(since) < AFTER
-            || self
-                .told
-                .is_some_and(|told| now.duration_since(told) < AGAIN)
-        {
+        let is_early = |last: Instant| now.duration_since(last) < AGAIN;
+        if now.duration_since(since) < AFTER || self.last.is_some_and(is_early) {
             return false;
         }
-        self.told = Some(now);
+        self.last = Some(now);
         if self.stall.0 != Some(since) {
             self.stall = (Some(since), self.stall.1 + 1);
         }
-        if let Some(mut desk) = self.desk.take() {
-            let (tell, told) = sync_channel(1);
+        if let Some(mut reporter) = self.reporter.take() {
+            let (reports, received) = sync_channel(1);
             let started = std::thread::Builder::new()
                 .name("phalanx-stall".to_owned())
                 .stack_size(128 << 10)
-                .spawn(move || desk.serve(&told));
+                .spawn(move || reporter.serve(&received));
             match started {
-                Ok(_) => self.tell = Some(tell),
+                Ok(_) => self.reports = Some(reports),
                 Err(e) => tracing::debug!("cannot start a thread to look for a desync: {e}"),
             }
         }
-        let Some(tell) = &self.tell else { return true };
-        let which = (self.stall.1, self.turn + 1);
-        let report = Report {
-            signature: *signature,
-            post: StallReport::new(signature.header(0, 0), begun, which, awaits),
+        let Some(reports) = &self.reports else {
+            return true;
         };
-        match tell.try_send(report) {
-            Ok(()) => self.turn += 1,
+        let which = (self.stall.1, self.checks + 1);
+        let operation = PeerOperation(signature.words());
+        match reports.try_send(StallReport::new(operation, begun, which, awaits)) {
+            Ok(()) => self.checks += 1,
             // The store is slow, and the previous request is still open.
             Err(TrySendError::Full(_)) => {}
-            Err(TrySendError::Disconnected(_)) => self.tell = None,
+            Err(TrySendError::Disconnected(_)) => self.reports = None,
         }
         true
     }
@@ -200,20 +192,10 @@ impl StallReports {
 
 impl StallReporter {
     /// Runs until the group ends.
-    fn serve(&mut self, reports: &Receiver<Report>) {
-        let mine = self.key(self.rank);
+    fn serve(&mut self, reports: &Receiver<StallReport>) {
         let mut suspect = Suspect::default();
         while let Ok(report) = reports.recv() {
-            let looked = self.keys.set(&mine, &report.post.encode());
-            let looked = looked.and_then(|()| self.look_for_lost(&report));
-            let looked = looked.and_then(|lost| match lost {
-                Some(lost) => Ok(Some(lost)),
-                None => {
-                    let cause = self.look(&report, &mut suspect)?;
-                    Ok(cause.map(|cause| (Found::Desync, cause)))
-                }
-            });
-            match looked {
+            match self.check(&report, &mut suspect) {
                 Ok(None) => {}
                 Ok(Some((found, cause))) => {
                     let poison = Poison::new(self.rank, cause);
@@ -225,16 +207,32 @@ impl StallReporter {
         }
     }
 
+    /// Publishes the report; the reason why this wait never ends, if it does not.
+    fn check(
+        &mut self,
+        report: &StallReport,
+        suspect: &mut Suspect,
+    ) -> phalanx_store::Result<Option<(Found, String)>> {
+        let post = serde_json::to_vec(report).unwrap_or_default();
+        self.keys.set(&self.key(self.rank), &post)?;
+        if let Some(lost) = self.lost_rank(report)? {
+            return Ok(Some(lost));
+        }
+        let cause = self.desync(report, suspect)?;
+        Ok(cause.map(|cause| (Found::Desync, cause)))
+    }
+
     /// A rank that was reported lost, and why.
-    fn look_for_lost(&mut self, report: &Report) -> phalanx_store::Result<Option<(Found, String)>> {
+    fn lost_rank(
+        &mut self,
+        report: &StallReport,
+    ) -> phalanx_store::Result<Option<(Found, String)>> {
         // Those that wait for another one end the group for all.
-        let awaits = |rank: usize| report.post.awaits.iter().any(|a| a.peer == rank);
         let mut lost = self.lost.look(self.keys.store())?.iter();
-        let Some(lost) = lost.find(|lost| awaits(lost.rank)) else {
+        let Some(lost) = lost.find(|lost| report.awaited(lost.rank).is_some()) else {
             return Ok(None);
         };
-        let stall = report.post.stall;
-        let is_same = self.lost_in.replace(stall) == Some(stall);
+        let is_same = self.lost_in.replace(report.stall) == Some(report.stall);
         let (rank, why) = (lost.rank, &lost.why);
         let cause = format!("rank {rank} was reported lost: {why}");
         Ok(is_same.then_some((Found::Lost(rank), cause)))
@@ -250,13 +248,13 @@ impl StallReporter {
         Ok(bytes.and_then(|bytes| StallReport::decode(&bytes)))
     }
 
-    /// The reason why this wait never ends, if it does not.
-    fn look(
+    /// The operations of ranks that wait for each other.
+    fn desync(
         &self,
-        report: &Report,
+        mine: &StallReport,
         suspect: &mut Suspect,
     ) -> phalanx_store::Result<Option<String>> {
-        let (mine, me) = (&report.post, self.rank);
+        let me = self.rank;
         // From a rank in a collective only direct peers are followed: the other ranks
         // of a longer cycle find it, and a collective has many ranks.
         let most = if mine.is_message() { CIRCLE_MAX } else { 2 };
@@ -269,11 +267,12 @@ impl StallReporter {
         let is_other = |theirs: &StallReport| {
             !mine.is_message()
                 && !theirs.is_message()
-                && theirs.operation().seq() == report.signature.seq
-                && !report.signature.matches(&theirs.operation())
+                && theirs.operation.seq() == mine.operation.seq()
+                && theirs.operation != mine.operation
         };
-        let desync =
-            |rank: usize, post: &StallReport| report.signature.desync(me, rank, &post.operation());
+        let desync = |rank: usize, post: &StallReport| {
+            desync((me, &mine.operation), (rank, &post.operation))
+        };
         if let Some((rank, post)) = asked.iter().find(|(_, post)| is_other(post)) {
             return Ok(Some(desync(*rank, post)));
         }
@@ -301,17 +300,17 @@ mod tests {
     use super::*;
     use crate::plan::Collective;
 
-    /// A reader that compares turns must know how many reports may be missing in the
+    /// A reader that compares checks must know how many reports may be missing in the
     /// store.
     #[test]
-    fn what_was_not_handed_on_is_no_turn_and_what_moved_is_another_stall() {
-        let (tell, told) = sync_channel(1);
-        let mut board = StallReports {
-            desk: None,
-            tell: Some(tell),
-            told: None,
+    fn a_report_that_was_not_passed_on_is_no_check_and_a_move_begins_another_stall() {
+        let (reports, received) = sync_channel(1);
+        let mut stalls = StallReports {
+            reporter: None,
+            reports: Some(reports),
+            last: None,
             stall: (None, 0),
-            turn: 0,
+            checks: 0,
             found: Arc::default(),
         };
         let signature = Signature {
@@ -329,11 +328,11 @@ mod tests {
         let start = Instant::now();
         let mut stalled = |since: Duration, now: Duration| {
             let times = (start + since, start + now);
-            board.stalled(&signature, &begun, std::iter::empty(), times);
+            stalls.stalled(&signature, &begun, std::iter::empty(), times);
         };
         let seen = || {
-            let report: Option<Report> = told.try_recv().ok();
-            report.map(|report| (report.post.stall, report.post.turn))
+            let report = received.try_recv().ok();
+            report.map(|report: StallReport| (report.stall, report.check))
         };
         let none = Duration::ZERO;
         stalled(none, AFTER / 2);

@@ -9,6 +9,7 @@ pub(crate) mod words;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -24,8 +25,7 @@ const PID: usize = 1;
 const BUSY: usize = 2;
 const PHASE_SINCE: usize = 3;
 const PHASE: usize = 4;
-const PHASE_WORDS: usize = 3;
-const POSITION: usize = 7;
+pub(crate) const PHASE_WORDS: usize = 4;
 /// The second line.
 const ENTERED: usize = 8;
 const DONE: usize = 9;
@@ -38,6 +38,7 @@ const ELSEWHERE_AWAITED: usize = 14;
 /// Of higher ranks; small groups do not touch these lines.
 const AWAITED_WIDE: usize = 16;
 const ELSEWHERE_AWAITED_WIDE: usize = 32;
+const POSITION: usize = 46;
 /// Bytes from the seat's state on.
 pub(crate) const SEAT_BYTES: usize = 8 * 48;
 
@@ -82,20 +83,22 @@ pub(crate) struct StatusCell {
     offset: usize,
 }
 
-/// The status read from a rank; nothing in it is trusted.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The status of a rank, read from its cell or from the store; nothing in it is trusted.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Status {
     pub(crate) pid: u32,
     /// Process ids mean the same only in one pid namespace.
     pub(crate) pid_space: u32,
-    /// Name, and since when on the monotonic clock.
-    pub(crate) phase: Option<(String, u64)>,
+    /// The phase and how long the rank has been in it.
+    pub(crate) phase: Option<(String, Duration)>,
     /// `epoch << 40 | step`, plus 1, or 0.
     pub(crate) position: u64,
-    /// The last operation entered, and the last completed.
+    /// The last collective entered, and the last completed.
     pub(crate) entered: Option<u64>,
     pub(crate) done: Option<u64>,
-    pub(crate) awaited: Mask,
+    /// The ranks it waits for. Only from a cell: a record in the store is seconds old.
+    #[serde(skip)]
+    pub(crate) awaited: Vec<u32>,
     pub(crate) elsewhere: Option<Elsewhere>,
 }
 
@@ -126,10 +129,10 @@ impl StatusCell {
         self.word(BUSY).load(Relaxed)
     }
 
-    /// Stores as much of `name` as there is room for; a time of 0 means no phase.
-    pub(crate) fn set_phase(&self, name: &[u64], since_ns: u64) {
+    /// A time of 0 means no phase.
+    pub(crate) fn set_phase(&self, name: &[u64; PHASE_WORDS], since_ns: u64) {
         self.word(PHASE_SINCE).store(since_ns, Relaxed);
-        for (i, word) in name.iter().take(PHASE_WORDS).enumerate() {
+        for (i, word) in name.iter().enumerate() {
             self.word(PHASE + i).store(*word, Relaxed);
         }
     }
@@ -192,7 +195,8 @@ impl StatusCell {
         })
     }
 
-    pub(crate) fn read(&self) -> Status {
+    /// The status at `now_ns`, on the monotonic clock.
+    pub(crate) fn read(&self, now_ns: u64) -> Status {
         let get = |index: usize| self.word(index).load(Relaxed);
         let since = get(PHASE_SINCE);
         Status {
@@ -200,12 +204,12 @@ impl StatusCell {
             pid_space: (get(PID) >> 32) as u32,
             phase: (since > 0).then(|| {
                 let text = read_text((0..PHASE_WORDS).map(|i| get(PHASE + i)));
-                (text, since)
+                (text, Duration::from_nanos(now_ns.saturating_sub(since)))
             }),
             position: get(POSITION),
             entered: get(ENTERED).checked_sub(1),
             done: get(DONE).checked_sub(1),
-            awaited: self.mask(AWAITED, AWAITED_WIDE),
+            awaited: ranks_of(&self.mask(AWAITED, AWAITED_WIDE)),
             elsewhere: self.elsewhere(),
         }
     }

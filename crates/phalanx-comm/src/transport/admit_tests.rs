@@ -1,7 +1,7 @@
 //! Tests that members are admitted and strangers disturb no member.
 
 use std::io::{Read, Write};
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use phalanx_store::ErrorKind as StoreKind;
@@ -216,13 +216,13 @@ fn members_get_through_half_open_handshakes() {
         let _end = SetOnDrop(&over);
         scope.spawn(|| half_open(&scene, 500, &up, &over));
         let admitting = scope.spawn(|| {
-            let mut door = Door::<TcpStream>::new(scene.hello(0), &scene.token, &expected);
-            door.places = 64;
+            let (token, prepare) = (scene.token.clone(), TcpStream::prepare);
+            let mut handshakes = Handshakes::new(&scene.listener, token, String::new(), prepare);
+            handshakes.limit = 64;
             let deadline = Instant::now() + LIMIT;
-            let members = run(&mut door, &scene.listener, &expected, deadline, &mut |_| {
-                Ok(true)
-            });
-            assert!(door.pending.len() <= door.places);
+            let me = scene.hello(0);
+            let members = run(&mut handshakes, me, &expected, deadline, |_| Ok(true));
+            assert!(handshakes.count() <= 64);
             members
         });
         let start = Instant::now();

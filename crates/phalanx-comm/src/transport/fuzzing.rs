@@ -31,10 +31,12 @@ pub(crate) fn member(data: &[u8]) {
 
 pub(crate) fn member_seeds() -> Vec<Vec<u8>> {
     let texts = [
-        "instance=000000000000feed\nprocess=process 7 on a\nworld=4\nprefer=auto\nmachine=b/1\nhint=b/1/0\n\
-         share=2 threads on 0-3 quota 2\naddress=127.0.0.1:4000\n",
-        "instance=1\nprocess=process 1 on b\nworld=2\nprefer=shm\nmachine=\nhint=\nshare=1 threads on 0\naddress=\n",
-        "instance=f\nprocess=\nworld=2\nprefer=tcp\nmachine=m\nhint=h\nshare=1 threads on 0\naddress=[::1]:9\n",
+        r#"{"instance":7,"process":"process 7 on a","world":4,"prefer":"auto","host":{"machine":"b/1","hint":"b/1/0"},
+            "share":"2 threads on 0-3 quota 2","address":"127.0.0.1:4000"}"#,
+        r#"{"instance":1,"process":"process 1 on b","world":2,"prefer":"shm","host":{"machine":"","hint":""},
+            "share":"1 threads on 0","address":null}"#,
+        r#"{"instance":9,"process":"","world":2,"prefer":"tcp","host":{"machine":"m","hint":"h"},
+            "share":"1 threads on 0","address":"[::1]:9"}"#,
     ];
     texts
         .map(|text| format!("{MEMBER_TITLE}\n{text}").into_bytes())
@@ -76,6 +78,7 @@ pub(crate) fn failure_mark(data: &[u8]) {
         lost: &super::none_lost,
         taken: Default::default(),
         misfit: Default::default(),
+        waits: Default::default(),
     };
     if store.set("comm/0/0/2/failed", data).is_ok() {
         assert!(meeting.check().is_err());

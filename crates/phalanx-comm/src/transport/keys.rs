@@ -12,6 +12,7 @@ use std::time::Duration;
 use phalanx_store::Store;
 
 use super::AbortHandle;
+use crate::sync::lock;
 
 /// How long leaving a group waits for the store: its host may have vanished.
 const PATIENCE: Duration = Duration::from_millis(500);
@@ -74,7 +75,7 @@ impl GroupKeys {
     }
 
     fn note(&self, key: &str) {
-        let mut mine = self.mine.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut mine = lock(&self.mine);
         if !mine.keys.iter().any(|known| known == key) {
             mine.keys.push(key.to_owned());
         }
@@ -82,7 +83,7 @@ impl GroupKeys {
 
     /// Removes all keys below `prefix` when this rank leaves the group.
     pub(crate) fn remove_at_end(&self, prefix: String) {
-        let mut mine = self.mine.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut mine = lock(&self.mine);
         mine.prefixes.push(prefix);
     }
 }

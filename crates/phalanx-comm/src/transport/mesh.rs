@@ -395,47 +395,31 @@ impl Mesh {
             dependents: Mutex::default(),
             parents: Mutex::default(),
         });
-        let messages = Mesh {
-            channel: Channel::Messages,
+        let (mut watches, mut probes) = (Some(parts.watches), Some(parts.probes));
+        let mut mesh = |channel, peers, waker| Mesh {
+            channel,
             messages: None,
-            waker: Some(Arc::new(Waker::new(
-                Arc::clone(&shared),
-                parts.seat,
-                has_sockets,
-            ))),
+            waker,
             shared: Arc::clone(&shared),
-            arenas: None,
+            arenas: parts.arenas.clone(),
             instance: parts.instance,
             hosts: parts.hosts.clone(),
-            seat: parts.seat,
-            world: parts.world,
-            peers: messages,
-            budgets: Budgets::new(parts.policy, parts.topology),
-            beside: false,
-            callers: Callers::default(),
-            // The other channel checks whether peers live.
-            watches: Vec::new(),
-            probes: Vec::new(),
-            next_watch: Instant::now() + SLICE,
-        };
-        Mesh {
-            channel: Channel::Collectives,
-            messages: Some(Box::new(messages)),
-            waker: None,
-            shared,
-            arenas: parts.arenas,
-            instance: parts.instance,
-            hosts: parts.hosts,
             seat: parts.seat,
             world: parts.world,
             peers,
             budgets: Budgets::new(parts.policy, parts.topology),
             beside: false,
             callers: Callers::default(),
-            watches: parts.watches,
-            probes: parts.probes,
+            // The first one, that of collectives, checks whether peers live.
+            watches: watches.take().unwrap_or_default(),
+            probes: probes.take().unwrap_or_default(),
             next_watch: Instant::now() + SLICE,
-        }
+        };
+        let waker = Waker::new(Arc::clone(&shared), parts.seat, has_sockets);
+        let mut collectives = mesh(Channel::Collectives, peers, None);
+        let messages = mesh(Channel::Messages, messages, Some(Arc::new(waker)));
+        collectives.messages = Some(Box::new(messages));
+        collectives
     }
 
     /// The links for sends and receives, which other threads may use at the same time; once.
@@ -829,11 +813,8 @@ impl Drop for Mesh {
 
 /// `poll` with a timeout; interruptions count as timeouts.
 fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> std::io::Result<()> {
-    let timeout = Timespec {
-        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
-    match rustix::event::poll(fds, Some(&timeout)) {
+    let timeout = Timespec::try_from(timeout).ok();
+    match rustix::event::poll(fds, timeout.as_ref()) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(e) => Err(e.into()),
     }

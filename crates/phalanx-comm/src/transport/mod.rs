@@ -34,7 +34,7 @@ mod tcp;
 mod testing;
 
 pub use form::{
-    BindAddr, FormOptions, PortRange, Prefer, form, host_addresses, is_own_address,
+    BindAddr, FormOptions, PortRange, Transport, form, host_addresses, is_own_address,
     local_address_towards, machine, what_loopback_means,
 };
 pub(crate) use form::{Lost, form_unless, listen, none_lost};

@@ -43,13 +43,7 @@ impl Poison {
     /// A poison whose cause is truncated to [`MAX_CAUSE_BYTES`] at a character boundary.
     pub fn new(origin_rank: usize, cause: impl Into<String>) -> Poison {
         let mut cause = cause.into();
-        if cause.len() > MAX_CAUSE_BYTES {
-            let mut end = MAX_CAUSE_BYTES;
-            while !cause.is_char_boundary(end) {
-                end -= 1;
-            }
-            cause.truncate(end);
-        }
+        cause.truncate(cause.floor_char_boundary(MAX_CAUSE_BYTES));
         Poison { origin_rank, cause }
     }
 

@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 /// Highest core number that is accepted; far beyond any machine.
 const MAX_CORES: u32 = 1 << 16;
 
@@ -11,7 +13,8 @@ const MAX_THREADS: usize = 1 << 16;
 
 /// One rank's description of the cores it computes on. Ranks exchange it when the group
 /// forms.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub(crate) struct Share {
     /// Its compute threads, at least one.
     threads: usize,
@@ -43,7 +46,7 @@ impl Share {
     }
 
     /// One line of text: `2 threads on 0-3,8 quota 2`.
-    pub(crate) fn encode(&self) -> String {
+    pub(super) fn encode(&self) -> String {
         let mut runs: Vec<(u32, u32)> = Vec::new();
         for &core in &self.cores {
             match runs.last_mut() {
@@ -69,7 +72,7 @@ impl Share {
     }
 
     /// Inverse of [`Share::encode`]; the error quotes the wrong part.
-    pub(crate) fn decode(text: &str) -> Result<Share, String> {
+    pub(super) fn decode(text: &str) -> Result<Share, String> {
         let wrong = || format!("{text:?} is not a list of cores");
         let (threads, rest) = text.split_once(" threads on ").ok_or_else(wrong)?;
         let (list, quota) = match rest.split_once(" quota ") {
@@ -96,6 +99,20 @@ impl Share {
             cores,
             quota,
         })
+    }
+}
+
+impl From<Share> for String {
+    fn from(share: Share) -> String {
+        share.encode()
+    }
+}
+
+impl TryFrom<String> for Share {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Share, String> {
+        Share::decode(&text)
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use phalanx_comm::ProcessGroup;
 use phalanx_store::{MemStore, Result, Store};
 use phalanx_wire::Token;
+use phalanx_wire::store_msg::{Request, Response};
 
 use crate::common::{Over, SOON, init_options, on_each};
 
@@ -35,49 +36,26 @@ impl Listed {
 }
 
 impl Store for Listed {
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        let mut keys = self.keys.lock().unwrap();
-        keys.insert(key.to_owned());
-        self.store.set(key, value)
+    fn location(&self) -> String {
+        self.store.location()
     }
 
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.store.get(key, timeout)
-    }
-
-    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        self.store.try_get(key)
-    }
-
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        self.store.wait(keys, timeout)
-    }
-
-    fn add(&self, key: &str, delta: i64) -> Result<i64> {
-        let mut keys = self.keys.lock().unwrap();
-        keys.insert(key.to_owned());
-        self.store.add(key, delta)
-    }
-
-    fn compare_set(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Vec<u8>> {
-        let mut keys = self.keys.lock().unwrap();
-        let now = self.store.compare_set(key, expected, desired)?;
-        if self.store.try_get(key)?.is_some() {
-            keys.insert(key.to_owned());
+    fn execute(&self, request: &Request<'_>) -> Result<Response> {
+        if request.timeout() > Duration::ZERO {
+            return self.store.execute(request);
         }
-        Ok(now)
-    }
-
-    fn delete(&self, key: &str) -> Result<bool> {
         let mut keys = self.keys.lock().unwrap();
-        keys.remove(key);
-        self.store.delete(key)
-    }
-
-    fn delete_prefix(&self, prefix: &str) -> Result<u64> {
-        let mut keys = self.keys.lock().unwrap();
-        keys.retain(|key| !key.starts_with(prefix));
-        self.store.delete_prefix(prefix)
+        let response = self.store.execute(request)?;
+        match request {
+            Request::DeletePrefix { prefix } => keys.retain(|key| !key.starts_with(prefix)),
+            _ if self.store.try_get(request.key())?.is_some() => {
+                keys.insert(request.key().to_owned());
+            }
+            _ => {
+                keys.remove(request.key());
+            }
+        }
+        Ok(response)
     }
 }
 

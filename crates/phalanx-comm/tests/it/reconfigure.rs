@@ -5,8 +5,9 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use phalanx_comm::{Call, Detached, ErrorKind, ProcessGroup, report_lost};
-use phalanx_store::MemStore;
+use phalanx_store::{MemStore, Store};
 use phalanx_wire::Token;
+use phalanx_wire::store_msg::{Request, Response};
 
 use crate::common::{
     EVERYWHERE, Over, PATIENCE, SOON, all_ready, groups, init_options, on_each, sum_of_members,
@@ -59,38 +60,16 @@ fn hosts_agree_on_one_first_cause() {
 #[test]
 fn an_abort_does_not_wait_for_a_store_that_hangs() {
     struct Hangs(MemStore, std::sync::atomic::AtomicBool);
-    impl phalanx_store::Store for Hangs {
-        fn set(&self, key: &str, value: &[u8]) -> phalanx_store::Result<()> {
-            self.0.set(key, value)
+    impl Store for Hangs {
+        fn location(&self) -> String {
+            self.0.location()
         }
-        fn get(&self, key: &str, timeout: Duration) -> phalanx_store::Result<Vec<u8>> {
-            self.0.get(key, timeout)
-        }
-        fn try_get(&self, key: &str) -> phalanx_store::Result<Option<Vec<u8>>> {
-            self.0.try_get(key)
-        }
-        fn wait(&self, keys: &[&str], timeout: Duration) -> phalanx_store::Result<()> {
-            self.0.wait(keys, timeout)
-        }
-        fn add(&self, key: &str, delta: i64) -> phalanx_store::Result<i64> {
-            self.0.add(key, delta)
-        }
-        fn compare_set(
-            &self,
-            key: &str,
-            expected: Option<&[u8]>,
-            desired: &[u8],
-        ) -> phalanx_store::Result<Vec<u8>> {
-            while self.1.load(SeqCst) {
+
+        fn execute(&self, request: &Request<'_>) -> phalanx_store::Result<Response> {
+            while matches!(request, Request::CompareSet { .. }) && self.1.load(SeqCst) {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            self.0.compare_set(key, expected, desired)
-        }
-        fn delete(&self, key: &str) -> phalanx_store::Result<bool> {
-            self.0.delete(key)
-        }
-        fn delete_prefix(&self, prefix: &str) -> phalanx_store::Result<u64> {
-            self.0.delete_prefix(prefix)
+            self.0.execute(request)
         }
     }
     let store = Arc::new(Hangs(MemStore::new(), false.into()));

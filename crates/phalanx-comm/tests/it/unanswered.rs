@@ -11,6 +11,7 @@ use phalanx_comm::{ErrorKind, InitOptions, ProcessGroup};
 use phalanx_store::{MemStore, Result, Store, TcpStore, auth};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, Role};
+use phalanx_wire::store_msg::{Request, Response};
 
 use crate::common::{Over, PATIENCE, init_options, on_each};
 
@@ -49,32 +50,15 @@ impl Unanswered {
 }
 
 impl Store for Unanswered {
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        if self.silent.load(SeqCst) {
-            return self.stopped.wait(keys, timeout);
+    fn location(&self) -> String {
+        self.memory.location()
+    }
+
+    fn execute(&self, request: &Request<'_>) -> Result<Response> {
+        match request {
+            Request::Wait { .. } if self.silent.load(SeqCst) => self.stopped.execute(request),
+            _ => self.memory.execute(request),
         }
-        self.memory.wait(keys, timeout)
-    }
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.memory.set(key, value)
-    }
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        self.memory.get(key, timeout)
-    }
-    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        self.memory.try_get(key)
-    }
-    fn add(&self, key: &str, delta: i64) -> Result<i64> {
-        self.memory.add(key, delta)
-    }
-    fn compare_set(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Vec<u8>> {
-        self.memory.compare_set(key, expected, desired)
-    }
-    fn delete(&self, key: &str) -> Result<bool> {
-        self.memory.delete(key)
-    }
-    fn delete_prefix(&self, prefix: &str) -> Result<u64> {
-        self.memory.delete_prefix(prefix)
     }
 }
 

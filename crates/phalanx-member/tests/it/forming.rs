@@ -12,6 +12,7 @@ use phalanx_comm::{Error, ErrorKind, Formation, InitOptions, ProcessGroup, Reduc
 use phalanx_member::{Event, Log, Newcomer, RequestedChange, ShrinkOptions, grow, shrink};
 use phalanx_store::{MemStore, Store, TcpServer};
 use phalanx_wire::Token;
+use phalanx_wire::store_msg::{Request, Response};
 
 use crate::common::{
     EVERYWHERE, Over, PATIENCE, SOON, all_ready, at_once, everywhere, groups, init_options,
@@ -667,34 +668,12 @@ impl Watched {
 }
 
 impl Store for Watched {
-    fn set(&self, key: &str, value: &[u8]) -> phalanx_store::Result<()> {
-        self.ask()?.set(key, value)
+    fn location(&self) -> String {
+        self.store.location()
     }
-    fn get(&self, key: &str, timeout: Duration) -> phalanx_store::Result<Vec<u8>> {
-        self.ask()?.get(key, timeout)
-    }
-    fn try_get(&self, key: &str) -> phalanx_store::Result<Option<Vec<u8>>> {
-        self.ask()?.try_get(key)
-    }
-    fn wait(&self, keys: &[&str], timeout: Duration) -> phalanx_store::Result<()> {
-        self.ask()?.wait(keys, timeout)
-    }
-    fn add(&self, key: &str, delta: i64) -> phalanx_store::Result<i64> {
-        self.ask()?.add(key, delta)
-    }
-    fn compare_set(
-        &self,
-        key: &str,
-        expected: Option<&[u8]>,
-        desired: &[u8],
-    ) -> phalanx_store::Result<Vec<u8>> {
-        self.ask()?.compare_set(key, expected, desired)
-    }
-    fn delete(&self, key: &str) -> phalanx_store::Result<bool> {
-        self.ask()?.delete(key)
-    }
-    fn delete_prefix(&self, prefix: &str) -> phalanx_store::Result<u64> {
-        self.ask()?.delete_prefix(prefix)
+
+    fn execute(&self, request: &Request<'_>) -> phalanx_store::Result<Response> {
+        self.ask()?.execute(request)
     }
 }
 

@@ -9,13 +9,12 @@ use std::time::{Duration, Instant};
 
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, RejectReason, Role};
-use phalanx_wire::store_msg::{
-    Failure, LENGTH_BYTES, MAX_WAIT_KEYS, Request, Response, check_key, response_bytes,
-};
+use phalanx_wire::store_msg::{Failure, LENGTH_BYTES, Request, Response, response_bytes};
 
 use super::FOLLOWER_STREAM;
 use super::socket::tune;
 use crate::auth;
+use crate::store::millis;
 use crate::{Error, ErrorKind, Result, Store, Will};
 
 /// Default timeout of a response, in addition to the timeout of a wait.
@@ -65,8 +64,6 @@ const WAIT_SLICE: Duration = Duration::from_millis(200);
 pub struct TcpStore {
     /// Where the server is.
     place: Mutex<Place>,
-    /// Name of the store in messages, with its first address.
-    location: String,
     /// The stream of its hellos.
     stream: u16,
     token: Token,
@@ -111,6 +108,8 @@ const NOT_OPEN: ErrorKind = ErrorKind::Rejected(RejectReason::NotOpen);
 #[derive(Debug)]
 struct Connection {
     stream: TcpStream,
+    /// Name of the store in messages.
+    store: String,
     /// [`Place::moves`] when it was opened.
     moves: u64,
     /// The last request, then the last response.
@@ -194,7 +193,7 @@ impl TcpStore {
         let goes_on = &mut |error: &Error| !error.is_refused() && error.kind() != NOT_OPEN;
         let connection = store.open(timeout, true, goes_on)?;
         let instance = store.place().instance.unwrap_or_default();
-        Ok((store.location, instance, connection.stream))
+        Ok((store.location(), instance, connection.stream))
     }
 
     /// Whether members can connect to `addr`, as one attempt of up to `timeout` shows.
@@ -228,7 +227,6 @@ impl TcpStore {
                 file: None,
                 looked: None,
             }),
-            location: name(addr),
             stream: 0,
             local_ip: None,
             token,
@@ -252,11 +250,6 @@ impl TcpStore {
 
     fn place(&self) -> MutexGuard<'_, Place> {
         self.place.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Name of the store in messages, with its current address.
-    fn name(&self) -> String {
-        name(&self.place().addr)
     }
 
     /// Reads the file, if it was not read just before, and takes the address in it.
@@ -335,22 +328,21 @@ impl TcpStore {
             attempts += 1;
             let error = match self.attempt(deadline) {
                 Ok(connection) => return Ok(connection),
-                Err(error) if is_final(error.kind()) => return Err(error.context(self.name())),
-                Err(error) if is_out_of_files(&error) => return Err(error.context(self.name())),
+                Err(error) if is_final(error.kind()) => return Err(error.context(self.location())),
+                Err(error) if is_out_of_files(&error) => return Err(error.context(self.location())),
                 Err(error) if !is_first && error.is_refused() => {
-                    let closed = self.describe(Fault::Closed(None), Duration::ZERO);
-                    return Err(closed.caused_by(error));
+                    return Err(closed(&self.location()).caused_by(error));
                 }
                 Err(error) => error,
             };
             if !go_on(&error) {
-                return Err(error.context(self.name()));
+                return Err(error.context(self.location()));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if is_mismatch(error.kind()) {
                 let since = *mismatch_since.get_or_insert_with(Instant::now);
                 if left.is_zero() || since.elapsed() >= MISMATCH_TIMEOUT {
-                    return Err(error.context(self.name()));
+                    return Err(error.context(self.location()));
                 }
             }
             // The last attempt is often cut short by the deadline; the error of the
@@ -372,7 +364,7 @@ impl TcpStore {
                         "could not reach {} within {:.1?} ({attempts} attempt{}, last: {error}); \
                          does rank 0 or the launcher run there, are address and port the same on all \
                          hosts, and does a firewall let the port through?",
-                        self.name(),
+                        self.location(),
                         start.elapsed(),
                         if attempts == 1 { "" } else { "s" },
                     ),
@@ -387,11 +379,11 @@ impl TcpStore {
 
     /// Tries each address of the name once.
     fn attempt(&self, deadline: Instant) -> Result<Connection> {
-        let (addr, moves) = {
+        let (addr_text, moves) = {
             let place = self.place();
             (place.addr.clone(), place.moves)
         };
-        let addrs: Vec<SocketAddr> = addr
+        let addrs: Vec<SocketAddr> = addr_text
             .to_socket_addrs()
             .map_err(|e| Error::io("resolving the host name", e))?
             .collect();
@@ -412,6 +404,7 @@ impl TcpStore {
                     drop(place);
                     return Ok(Connection {
                         stream,
+                        store: name(&addr_text),
                         moves,
                         buffer: Vec::new(),
                         timeout: None,
@@ -467,9 +460,10 @@ impl TcpStore {
 
     /// Sends a request and receives the response on a connection, at another address if
     /// the server moves. With a will, the connection must be a `fresh` one.
-    fn exchange(&self, request: &Request<'_>, wait: Duration, fresh: bool) -> Result<Connection> {
+    fn exchange(&self, request: &Request<'_>, fresh: bool) -> Result<Connection> {
+        let wait = request.timeout();
         let Some((_, limit)) = self.place().file.clone() else {
-            return self.exchange_here(request, wait, self.response_timeout(), fresh);
+            return self.exchange_here(request, self.response_timeout(), fresh);
         };
         let start = Instant::now();
         // The first failure.
@@ -488,7 +482,7 @@ impl TcpStore {
             if let Some((since, _)) = &failed {
                 patience = patience.min(limit.saturating_sub(since.elapsed()));
             }
-            let error = match self.exchange_here(&request, left, patience, fresh) {
+            let error = match self.exchange_here(&request, patience, fresh) {
                 Ok(connection) => return Ok(connection),
                 Err(error) if !may_move(&error) => return Err(error),
                 Err(error) => error,
@@ -507,14 +501,14 @@ impl TcpStore {
         }
     }
 
-    /// Sends a request and receives the response, within `wait` plus `patience`.
+    /// Sends a request and receives the response, within its time plus `patience`.
     fn exchange_here(
         &self,
         request: &Request<'_>,
-        wait: Duration,
         patience: Duration,
         fresh: bool,
     ) -> Result<Connection> {
+        let wait = request.timeout();
         let (idle, moves, slice) = {
             let mut place = self.place();
             let idle = if fresh { None } else { place.idle.pop() };
@@ -533,124 +527,10 @@ impl TcpStore {
             }
         };
         let moves = connection.moves;
-        connection
-            .round_trip(request, wait.saturating_add(patience), slice, &mut || {
-                self.look() != moves
-            })
-            .map_err(|fault| self.describe(fault, wait))?;
+        connection.round_trip(request, wait.saturating_add(patience), slice, &mut || {
+            self.look() != moves
+        })?;
         Ok(connection)
-    }
-
-    /// Sends a request about `key`, waits up to `wait` plus the response timeout, and passes
-    /// the response to `read`, if it is no failure.
-    fn request<T>(
-        &self,
-        key: &str,
-        request: &Request<'_>,
-        wait: Duration,
-        read: impl FnOnce(Response<'_>) -> Option<Result<T>>,
-    ) -> Result<T> {
-        Error::check(key, request)?;
-        let connection = self.exchange(request, wait, false)?;
-        let response = match Response::decode(&connection.buffer) {
-            Ok(response) => response,
-            Err(e) => return Err(self.broken(e)),
-        };
-        // The server closes the connection after this failure.
-        let usable = response != Response::Failed(Failure::BadRequest);
-        let result = match response {
-            Response::Failed(failure) => Err(Error::failed(&self.name(), key, failure)),
-            other => read(other).ok_or_else(|| self.wrong_type())?,
-        };
-        if usable {
-            self.keep(connection);
-        }
-        result
-    }
-
-    fn wrong_type(&self) -> Error {
-        Error::new(
-            ErrorKind::Protocol,
-            format!("{} sent a response of the wrong type", self.name()),
-        )
-    }
-
-    fn broken(&self, source: phalanx_wire::Error) -> Error {
-        Error::new(
-            ErrorKind::Protocol,
-            format!("{} sent a malformed response: {source}", self.name()),
-        )
-        .caused_by(source)
-    }
-
-    fn describe(&self, fault: Fault, wait: Duration) -> Error {
-        match fault {
-            Fault::Encode(e) => Error::new(ErrorKind::Usage, e.to_string()).caused_by(e),
-            Fault::Decode(e) => self.broken(e),
-            Fault::Closed(source) => {
-                let error = Error::new(
-                    ErrorKind::PeerLost,
-                    format!(
-                        "{} closed the connection: the process that hosts it (rank 0 or the launcher) has ended",
-                        self.name()
-                    ),
-                );
-                match source {
-                    Some(source) => error.caused_by(source),
-                    None => error,
-                }
-            }
-            Fault::Late => Error::new(
-                ErrorKind::NoAnswer,
-                format!(
-                    "{} did not answer within {:.1?}: its process is stopped, or its host out of reach",
-                    self.name(),
-                    wait.saturating_add(self.response_timeout())
-                ),
-            ),
-            Fault::Io(e) => Error::io(format_args!("a request to {}", self.name()), e),
-            Fault::Moved => Error::new(ErrorKind::PeerLost, "the store has moved"),
-        }
-    }
-
-    fn simple<T>(
-        &self,
-        key: &str,
-        request: &Request<'_>,
-        read: impl FnOnce(Response<'_>) -> Option<T>,
-    ) -> Result<T> {
-        self.request(key, request, Duration::ZERO, |r| read(r).map(Ok))
-    }
-
-    /// A request for a sum or a length.
-    fn number(&self, key: &str, request: &Request<'_>) -> Result<i64> {
-        self.simple(key, request, |r| match r {
-            Response::Number(number) => Some(number),
-            _ => None,
-        })
-    }
-
-    /// The result of a wait for `keys` with these missing.
-    fn wait_result(&self, keys: &[&str], timeout: Duration, missing: Vec<String>) -> Result<()> {
-        if missing.is_empty() {
-            return Ok(());
-        }
-        Err(Error::missing(&self.name(), keys.len(), timeout, missing))
-    }
-
-    /// Waits for up to [`MAX_WAIT_KEYS`] keys; returns the missing ones.
-    fn wait_some(&self, keys: &[&str], timeout: Duration) -> Result<Vec<String>> {
-        let request = Request::Wait {
-            keys: keys.to_vec(),
-            timeout_ms: millis(timeout),
-        };
-        self.request(keys[0], &request, timeout, |response| match response {
-            Response::Done => Some(Ok(Vec::new())),
-            Response::Missing(missing) => {
-                Some(Ok(missing.into_iter().map(str::to_owned).collect()))
-            }
-            _ => None,
-        })
     }
 }
 
@@ -680,7 +560,7 @@ fn is_mismatch(kind: ErrorKind) -> bool {
 /// Whether this process or the system has too many open files.
 fn is_out_of_files(error: &Error) -> bool {
     let source = std::error::Error::source(error).and_then(|e| e.downcast_ref::<std::io::Error>());
-    source.is_some_and(crate::auth::is_out_of_files)
+    source.is_some_and(crate::pending::is_out_of_files)
 }
 
 /// Errors after which the server may be found elsewhere.
@@ -716,23 +596,34 @@ fn io_kind(error: &Error) -> Option<IoKind> {
     Some(source.downcast_ref::<std::io::Error>()?.kind())
 }
 
-/// Milliseconds, rounded up so that a wait never ends early; at most 49 days.
-fn millis(timeout: Duration) -> u32 {
-    u32::try_from(timeout.as_nanos().div_ceil(1_000_000)).unwrap_or(u32::MAX)
-}
-
-/// An error of one round trip.
-enum Fault {
-    Encode(phalanx_wire::Error),
-    Decode(phalanx_wire::Error),
-    Closed(Option<std::io::Error>),
-    Late,
-    Io(std::io::Error),
-    /// The server is at another address now.
-    Moved,
+/// The server of this store has ended.
+fn closed(store: &str) -> Error {
+    Error::new(
+        ErrorKind::PeerLost,
+        format!(
+            "{store} closed the connection: the process that hosts it (rank 0 or the launcher) has ended"
+        ),
+    )
 }
 
 impl Connection {
+    fn response(&self) -> Result<Response> {
+        Response::decode(&self.buffer).map_err(|e| self.malformed(e))
+    }
+
+    fn malformed(&self, source: phalanx_wire::Error) -> Error {
+        let what = format!("{} sent a malformed response: {source}", self.store);
+        Error::new(ErrorKind::Protocol, what).caused_by(source)
+    }
+
+    fn late(&self, limit: Duration) -> Error {
+        let what = format!(
+            "{} did not answer within {limit:.1?}: its process is stopped, or its host out of reach",
+            self.store
+        );
+        Error::new(ErrorKind::NoAnswer, what)
+    }
+
     /// Sends the request and receives the body of the response into the buffer. Asks
     /// every `slice` whether the server has moved. After an error the connection cannot
     /// be used: a response may still arrive.
@@ -742,35 +633,37 @@ impl Connection {
         limit: Duration,
         slice: Duration,
         has_moved: &mut dyn FnMut() -> bool,
-    ) -> Result<(), Fault> {
+    ) -> Result<()> {
         let deadline = Instant::now() + limit.min(MAX_TIMEOUT);
         self.buffer.clear();
-        request.encode(&mut self.buffer).map_err(Fault::Encode)?;
+        request
+            .encode(&mut self.buffer)
+            .map_err(|e| Error::new(ErrorKind::Usage, e.to_string()).caused_by(e))?;
         self.set_timeout(limit.min(slice))?;
         // Returns an error unless the call may be tried again.
         let mut again = |connection: &mut Connection, error| {
-            connection.check_error(error, deadline, slice)?;
+            connection.check_error(error, (deadline, limit), slice)?;
             match has_moved() {
-                true => Err(Fault::Moved),
+                true => Err(Error::new(ErrorKind::PeerLost, "the store has moved")),
                 false => Ok(()),
             }
         };
         let mut sent = 0;
         while sent < self.buffer.len() {
             match self.stream.write(&self.buffer[sent..]) {
-                Ok(0) => return Err(Fault::Closed(None)),
+                Ok(0) => return Err(closed(&self.store)),
                 Ok(n) => sent += n,
                 Err(e) => again(self, e)?,
             }
         }
         let mut length = [0; LENGTH_BYTES];
-        self.fill(&mut length, deadline, &mut again)?;
-        let bytes = response_bytes(length).map_err(Fault::Decode)?;
+        self.fill(&mut length, (deadline, limit), &mut again)?;
+        let bytes = response_bytes(length).map_err(|e| self.malformed(e))?;
         // At most MAX_RESPONSE_BYTES, from a peer with the token.
         let mut body = std::mem::take(&mut self.buffer);
         body.clear();
         body.resize(bytes, 0);
-        self.fill(&mut body, deadline, &mut again)?;
+        self.fill(&mut body, (deadline, limit), &mut again)?;
         self.buffer = body;
         Ok(())
     }
@@ -778,28 +671,28 @@ impl Connection {
     fn fill(
         &mut self,
         into: &mut [u8],
-        deadline: Instant,
-        again: &mut dyn FnMut(&mut Self, std::io::Error) -> Result<(), Fault>,
-    ) -> Result<(), Fault> {
+        (deadline, limit): (Instant, Duration),
+        again: &mut dyn FnMut(&mut Self, std::io::Error) -> Result<()>,
+    ) -> Result<()> {
         let mut have = 0;
         while have < into.len() {
             match self.stream.read(&mut into[have..]) {
-                Ok(0) => return Err(Fault::Closed(None)),
+                Ok(0) => return Err(closed(&self.store)),
                 Ok(n) => have += n,
                 Err(e) => again(self, e)?,
             }
             if have < into.len() && Instant::now() >= deadline {
-                return Err(Fault::Late);
+                return Err(self.late(limit));
             }
         }
         Ok(())
     }
 
     /// Sets the timeout of reads and writes, if it differs from the current one.
-    fn set_timeout(&mut self, limit: Duration) -> Result<(), Fault> {
+    fn set_timeout(&mut self, limit: Duration) -> Result<()> {
         let limit = Some(limit.max(Duration::from_millis(1)));
         if self.timeout != limit {
-            auth::Channel::set_timeouts(&self.stream, limit).map_err(Fault::Io)?;
+            auth::Channel::set_timeouts(&self.stream, limit).map_err(|e| self.failed(e))?;
             self.timeout = limit;
         }
         Ok(())
@@ -809,123 +702,44 @@ impl Connection {
     fn check_error(
         &mut self,
         error: std::io::Error,
-        deadline: Instant,
+        (deadline, limit): (Instant, Duration),
         slice: Duration,
-    ) -> Result<(), Fault> {
+    ) -> Result<()> {
         match error.kind() {
             IoKind::Interrupted | IoKind::WouldBlock => {
                 let left = deadline.saturating_duration_since(Instant::now());
                 if left.is_zero() {
-                    return Err(Fault::Late);
+                    return Err(self.late(limit));
                 }
                 self.set_timeout(left.min(slice))
             }
-            IoKind::ConnectionReset | IoKind::ConnectionAborted | IoKind::BrokenPipe => {
-                Err(Fault::Closed(Some(error)))
-            }
-            // The keep-alive probes were not answered.
-            IoKind::TimedOut => Err(Fault::Closed(Some(error))),
-            _ => Err(Fault::Io(error)),
+            // The last one: the keep-alive probes were not answered.
+            IoKind::ConnectionReset
+            | IoKind::ConnectionAborted
+            | IoKind::BrokenPipe
+            | IoKind::TimedOut => Err(closed(&self.store).caused_by(error)),
+            _ => Err(self.failed(error)),
         }
+    }
+
+    fn failed(&self, error: std::io::Error) -> Error {
+        Error::io(format_args!("a request to {}", self.store), error)
     }
 }
 
 impl Store for TcpStore {
-    fn location(&self) -> &str {
-        &self.location
+    fn location(&self) -> String {
+        name(&self.place().addr)
     }
 
-    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.simple(key, &Request::Set { key, value }, |r| {
-            matches!(r, Response::Done).then_some(())
-        })
-    }
-
-    fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
-        let request = Request::Get {
-            key,
-            timeout_ms: millis(timeout),
-        };
-        self.request(key, &request, timeout, |response| match response {
-            Response::Value(value) => Some(Ok(value.to_vec())),
-            Response::Missing(_) => Some(Err(Error::missing(
-                &self.name(),
-                1,
-                timeout,
-                vec![key.to_owned()],
-            ))),
-            _ => None,
-        })
-    }
-
-    fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
-        self.simple(key, &Request::TryGet { key }, |r| match r {
-            Response::Value(value) => Some(Some(value.to_vec())),
-            Response::NotFound => Some(None),
-            _ => None,
-        })
-    }
-
-    fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        for key in keys {
-            check_key(key).map_err(|e| Error::bad_request(key, e))?;
+    fn execute(&self, request: &Request<'_>) -> Result<Response> {
+        let connection = self.exchange(request, false)?;
+        let response = connection.response()?;
+        // The server closes the connection after this failure.
+        if response != Response::Failed(Failure::BadRequest) {
+            self.keep(connection);
         }
-        if keys.is_empty() {
-            return Ok(());
-        }
-        if keys.len() <= MAX_WAIT_KEYS {
-            let missing = self.wait_some(keys, timeout)?;
-            return self.wait_result(keys, timeout, missing);
-        }
-        let start = Instant::now();
-        let left = || timeout.saturating_sub(start.elapsed());
-        loop {
-            // More keys than one request allows: one part after the other...
-            for some in keys.chunks(MAX_WAIT_KEYS) {
-                if !self.wait_some(some, left())?.is_empty() {
-                    break;
-                }
-            }
-            // ...then all of them again, since a key may have been deleted while the
-            // others were waited for, and the error names all missing keys.
-            let is_last = left().is_zero();
-            let mut missing = Vec::new();
-            for some in keys.chunks(MAX_WAIT_KEYS) {
-                missing.extend(self.wait_some(some, Duration::ZERO)?);
-            }
-            if missing.is_empty() || is_last {
-                return self.wait_result(keys, timeout, missing);
-            }
-        }
-    }
-
-    fn add(&self, key: &str, delta: i64) -> Result<i64> {
-        self.number(key, &Request::Add { key, delta })
-    }
-
-    fn append(&self, key: &str, value: &[u8]) -> Result<u64> {
-        let length = self.number(key, &Request::Append { key, value })?;
-        Ok(length.cast_unsigned())
-    }
-
-    fn compare_set(&self, key: &str, expected: Option<&[u8]>, desired: &[u8]) -> Result<Vec<u8>> {
-        let request = Request::CompareSet {
-            key,
-            expected,
-            desired,
-        };
-        self.simple(key, &request, |r| match r {
-            Response::Value(value) => Some(value.to_vec()),
-            Response::NotFound => Some(Vec::new()),
-            _ => None,
-        })
-    }
-
-    fn delete(&self, key: &str) -> Result<bool> {
-        self.simple(key, &Request::Delete { key }, |r| match r {
-            Response::Existed(existed) => Some(existed),
-            _ => None,
-        })
+        Ok(response)
     }
 
     fn leave_will(&self, key: &str, value: &[u8]) -> Result<Option<Will>> {
@@ -935,53 +749,19 @@ impl Store for TcpStore {
         };
         Error::check(key, &request)?;
         // Its own connection, which is not returned to the pool.
-        let connection = self.exchange(&request, Duration::ZERO, true)?;
-        match Response::decode(&connection.buffer) {
-            Ok(Response::Done) => {
-                let Connection { stream, buffer, .. } = connection;
-                Ok(Some(Will {
-                    stream,
-                    buffer,
-                    key: key.to_owned(),
-                    executed: false,
-                }))
-            }
-            Ok(Response::Failed(failure)) => Err(Error::failed(&self.name(), key, failure)),
-            Ok(_) => Err(self.wrong_type()),
-            Err(e) => Err(self.broken(e)),
+        let connection = self.exchange(&request, true)?;
+        match connection.response()? {
+            Response::Failed(failure) => Err(Error::failed(&self.location(), key, failure)),
+            _ => Ok(Some(Will {
+                stream: connection.stream,
+                buffer: connection.buffer,
+                key: key.to_owned(),
+                executed: false,
+            })),
         }
     }
-
-    fn delete_prefix(&self, prefix: &str) -> Result<u64> {
-        self.simple(prefix, &Request::DeletePrefix { prefix }, |r| match r {
-            Response::Removed(count) => Some(count),
-            _ => None,
-        })
-    }
-
-    fn queue_push(&self, queue: &str, value: &[u8]) -> Result<()> {
-        self.simple(queue, &Request::QueuePush { queue, value }, |r| {
-            matches!(r, Response::Done).then_some(())
-        })
-    }
-
-    fn queue_pop(&self, queue: &str, timeout: Duration) -> Result<Vec<u8>> {
-        let request = Request::QueuePop {
-            queue,
-            timeout_ms: millis(timeout),
-        };
-        self.request(queue, &request, timeout, |response| match response {
-            Response::Value(value) => Some(Ok(value.to_vec())),
-            Response::NotFound => Some(Err(Error::empty(&self.name(), queue, timeout))),
-            _ => None,
-        })
-    }
-
-    fn queue_len(&self, queue: &str) -> Result<u64> {
-        let length = self.number(queue, &Request::QueueLen { queue })?;
-        Ok(length.cast_unsigned())
-    }
 }
+
 /// The address `HOST:PORT` for [`TcpStore::connect`], with an IPv6 address in brackets.
 pub fn host_port(host: &str, port: u16) -> String {
     match host.contains(':') {

@@ -4,18 +4,13 @@ use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Instant;
 
-use phalanx_wire::handshake::TAG_BYTES;
 use phalanx_wire::store_msg::{LENGTH_BYTES, MAX_REQUEST_BYTES, Response, request_bytes};
-
-use crate::auth::{HelloState, PendingHandshake};
 
 /// Capacity that an empty buffer keeps.
 const BUFFER_KEPT_BYTES: usize = 64 << 10;
 
 /// State of a connection.
 pub(super) enum State {
-    /// Handshake in progress. Boxed because it is large and short-lived.
-    Handshake(Box<PendingHandshake>),
     /// A member, whose requests are served.
     Member,
     /// A member with a wait in progress.
@@ -55,12 +50,8 @@ pub(super) struct Conn {
     pub(super) stream: TcpStream,
     pub(super) peer: SocketAddr,
     pub(super) state: State,
-    /// When it was accepted.
+    /// When it became a member, or was to be closed.
     pub(super) since: Instant,
-    /// What it has sent before the token was proven.
-    pub(super) hello: HelloState,
-    /// The tag of its hello, if it is valid.
-    pub(super) tag: Option<[u8; TAG_BYTES]>,
     /// The peer has closed; its earlier requests are still served.
     pub(super) ended: bool,
     /// Since when a request is incomplete or a response not received.
@@ -87,14 +78,12 @@ pub(super) enum IoState {
 }
 
 impl Conn {
-    pub(super) fn new(stream: TcpStream, peer: SocketAddr) -> Self {
+    pub(super) fn new(stream: TcpStream, peer: SocketAddr, state: State) -> Self {
         Self {
             stream,
             peer,
-            state: State::Handshake(Box::default()),
+            state,
             since: Instant::now(),
-            hello: HelloState::Silent,
-            tag: None,
             ended: false,
             stalled: None,
             will: None,
@@ -106,13 +95,7 @@ impl Conn {
         }
     }
 
-    /// Whether the handshake is in progress.
-    pub(super) fn is_pending(&self) -> bool {
-        matches!(self.state, State::Handshake(_))
-    }
-
-    /// Number of further bytes to accept: up to one request in all. The handshake
-    /// reads its own bytes.
+    /// Number of further bytes to accept: up to one request in all.
     fn room(&self) -> usize {
         (MAX_REQUEST_BYTES + LENGTH_BYTES).saturating_sub(self.unread().len())
     }
@@ -170,7 +153,7 @@ impl Conn {
     }
 
     /// Queues a message to a follower, behind others.
-    pub(super) fn queue(&mut self, message: &Response<'_>) {
+    pub(super) fn queue(&mut self, message: &Response) {
         if self.sent > self.outbox.len() / 2 {
             self.outbox.drain(..self.sent);
             self.sent = 0;

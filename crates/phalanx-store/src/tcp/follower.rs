@@ -142,8 +142,8 @@ impl Follower {
                 Response::Change { seq, key, value } => {
                     self.seq = seq;
                     match value {
-                        Some(value) => self.copy.insert(key.to_owned(), value.to_vec()),
-                        None => self.copy.remove(key),
+                        Some(value) => self.copy.insert(key, value),
+                        None => self.copy.remove(&key),
                     };
                 }
                 Response::Copied { seq } => (self.seq, self.complete) = (seq, true),

@@ -113,8 +113,8 @@ impl Followers {
         self.seq += 1;
         let change = Response::Change {
             seq: self.seq,
-            key,
-            value: table.get(key),
+            key: key.to_owned(),
+            value: table.get(key).map(<[u8]>::to_vec),
         };
         for conn in self.all.values().filter_map(|follower| follower.conn) {
             if let Some(conn) = conns.get_mut(&conn) {
@@ -166,8 +166,8 @@ impl Followers {
             }
             conn.queue(&Response::Change {
                 seq,
-                key,
-                value: Some(value),
+                key: key.to_owned(),
+                value: Some(value.to_vec()),
             });
             if conn.outbox.len() >= COPY_BYTES {
                 *copy = Copy::UpTo(key.to_owned());

@@ -37,14 +37,11 @@ fn server() -> std::io::Result<(TcpListener, ServerLoop)> {
 }
 
 impl ServerLoop {
-    /// Serves a connection, authenticated or not.
-    fn adopt(&mut self, stream: TcpStream, member: bool) -> std::io::Result<u64> {
+    /// Serves a member's connection.
+    fn adopt(&mut self, stream: TcpStream) -> std::io::Result<u64> {
         let peer = stream.peer_addr()?;
-        let mut conn = Conn::new(stream, peer);
-        if member {
-            conn.state = State::Member;
-        }
         self.next_id += 1;
+        let conn = Conn::new(stream, peer, State::Member);
         self.conns.insert(self.next_id, conn);
         Ok(self.next_id)
     }
@@ -84,15 +81,27 @@ pub(crate) fn session(member: bool, piece: usize, input: &[u8]) {
         let Ok((mut ours, theirs)) = connect(listener) else {
             return;
         };
-        let Ok(id) = serving.adopt(theirs, member) else {
-            return;
+        let id = match (member, theirs.peer_addr()) {
+            (true, _) => serving.adopt(theirs).ok(),
+            (false, Ok(peer)) => {
+                serving.handshakes.adopt(theirs, peer);
+                Some(0)
+            }
+            (false, Err(_)) => None,
+        };
+        let Some(id) = id else { return };
+        let serve = |serving: &mut ServerLoop| match member {
+            true => serving.turn(id),
+            // The listener is not polled.
+            false if serving.handshakes.count() > 0 => serving.admit(&[true]),
+            false => {}
         };
         let mut received = Vec::new();
         for piece in input.chunks(piece) {
             if ours.write_all(piece).is_err() {
                 break;
             }
-            serving.turn(id);
+            serve(serving);
             let _ = ours.read_to_end(&mut received);
             assert!(serving.table.bytes <= LIMITS.max_total_bytes);
             assert!(serving.table.iter().count() <= LIMITS.max_keys);
@@ -107,8 +116,9 @@ pub(crate) fn session(member: bool, piece: usize, input: &[u8]) {
             );
         }
         drop(ours);
-        serving.turn(id);
-        assert!(serving.conns.is_empty(), "the connection stayed");
+        serve(serving);
+        let stayed = serving.conns.len() + serving.handshakes.count();
+        assert_eq!(stayed, 0, "the connection stayed");
         let waits = serving.waiters.len() + serving.poppers.len();
         assert_eq!(waits, 0, "a wait stayed");
         assert!(serving.unfinished.is_empty());
@@ -153,7 +163,7 @@ mod tests {
         let (listener, mut serving) = server().unwrap();
         let [mut early, mut other, mut pusher, mut late] = [(); 4].map(|()| {
             let (ours, theirs) = connect(&listener).unwrap();
-            (ours, serving.adopt(theirs, true).unwrap())
+            (ours, serving.adopt(theirs).unwrap())
         });
         let (queue, timeout_ms) = ("q", u32::MAX);
         let pop = Request::QueuePop { queue, timeout_ms };
@@ -171,7 +181,10 @@ mod tests {
         other.0.set_nonblocking(false).unwrap();
         let mut response = [0; 10];
         other.0.read_exact(&mut response).unwrap();
-        assert_eq!(Response::decode(&response[4..]), Ok(Response::Value(b"1")));
+        assert_eq!(
+            Response::decode(&response[4..]),
+            Ok(Response::Value(b"1".to_vec()))
+        );
         ask(&serving, &mut late, &pop);
         drop(late.0);
         arrived(&serving, late.1, PollFlags::RDHUP);

@@ -8,18 +8,18 @@ mod client;
 mod conn;
 mod follower;
 mod followers;
-mod refused;
 mod room;
 mod server;
+mod serving;
 mod socket;
 mod waiters;
 
 pub use client::{ServerState, TcpStore, host_port};
 pub use follower::Follower;
-pub use refused::{RefusalReason, RefusedConnections};
+pub use server::TcpServer;
+pub use serving::ServerOptions;
 #[cfg(any(test, fuzzing))]
-pub(crate) use server::fuzzing;
-pub use server::{ServerOptions, TcpServer};
+pub(crate) use serving::fuzzing;
 
 /// The stream in a follower's hello; that of other members is 0.
 const FOLLOWER_STREAM: u16 = 1;

@@ -1,8 +1,8 @@
 //! The side that accepted the connection.
 
 use super::{
-    Awaiting, Hello, LABEL_CHALLENGE, LABEL_PROOF, LABEL_REJECT, LABEL_WELCOME, Message,
-    RejectReason, TAG_BYTES, Type, open,
+    Awaiting, Hello, LABEL_CHALLENGE, LABEL_PROOF, LABEL_REJECT, LABEL_WELCOME, RejectReason,
+    TAG_BYTES, Type, message, open,
 };
 use crate::token::random_bytes;
 use crate::{Error, ErrorKind, Result, Token};
@@ -29,14 +29,14 @@ impl Acceptor {
     /// # Errors
     /// [`ErrorKind::Random`], [`ErrorKind::ReservedNotZero`], and the kinds of
     /// [`body_bytes`](super::body_bytes).
-    pub fn start(hello: &[u8], token: &Token) -> Result<(Acceptor, Message)> {
+    pub fn start(hello: &[u8], token: &Token) -> Result<(Acceptor, Vec<u8>)> {
         let (_, mut r) = open(hello, Awaiting::Hello)?;
         let hello: [u8; Hello::BYTES] = r.array()?;
         r.end()?;
         let peer = Hello::decode(&hello)?;
         let nonce = random_bytes()?;
         let mac = token.mac(&[LABEL_CHALLENGE, &hello, &nonce]);
-        let message = Message::new(Type::Challenge, &[&nonce, &mac]);
+        let message = message(Type::Challenge, &[&nonce, &mac]);
         let token = token.clone();
         Ok((
             Acceptor {
@@ -82,7 +82,7 @@ impl Proven {
     }
 
     /// Accepts the peer. `hello` describes this side.
-    pub fn welcome(self, hello: Hello) -> Message {
+    pub fn welcome(self, hello: Hello) -> Vec<u8> {
         let Acceptor {
             hello: theirs,
             nonce,
@@ -91,11 +91,11 @@ impl Proven {
         } = self.0;
         let mine = Hello { nonce, ..hello }.encode();
         let mac = token.mac(&[LABEL_WELCOME, &theirs, &nonce, &mine]);
-        Message::new(Type::Welcome, &[&mine, &mac])
+        message(Type::Welcome, &[&mine, &mac])
     }
 
     /// Refuses the peer and sends it the reason.
-    pub fn reject(self, reason: RejectReason) -> Message {
+    pub fn reject(self, reason: RejectReason) -> Vec<u8> {
         let Acceptor {
             hello: theirs,
             nonce,
@@ -104,7 +104,7 @@ impl Proven {
         } = self.0;
         let code = reason.code().to_le_bytes();
         let mac = token.mac(&[LABEL_REJECT, &theirs, &nonce, &code]);
-        Message::new(Type::Reject, &[&code, &mac])
+        message(Type::Reject, &[&code, &mac])
     }
 }
 
@@ -112,7 +112,7 @@ impl Proven {
 /// so that its user reads "wrong version" instead of "connection closed". It holds
 /// only this side's version, in the prefix that all versions share, and is not
 /// authenticated.
-pub fn version_notice() -> Message {
+pub fn version_notice() -> Vec<u8> {
     let code = RejectReason::WrongVersion.code().to_le_bytes();
-    Message::new(Type::Reject, &[&code, &[0; 32]])
+    message(Type::Reject, &[&code, &[0; 32]])
 }

@@ -1,8 +1,8 @@
 //! The side that opened the connection.
 
 use super::{
-    Awaiting, Hello, LABEL_CHALLENGE, LABEL_PROOF, LABEL_REJECT, LABEL_WELCOME, Message,
-    RejectReason, Type, open,
+    Awaiting, Hello, LABEL_CHALLENGE, LABEL_PROOF, LABEL_REJECT, LABEL_WELCOME, RejectReason, Type,
+    message, open,
 };
 use crate::token::random_bytes;
 use crate::{Error, ErrorKind, Result, Token};
@@ -37,13 +37,13 @@ impl Initiator {
     ///
     /// # Errors
     /// [`ErrorKind::Random`].
-    pub fn start(hello: Hello, token: &Token) -> Result<(Initiator, Message)> {
+    pub fn start(hello: Hello, token: &Token) -> Result<(Initiator, Vec<u8>)> {
         let hello = Hello {
             nonce: random_bytes()?,
             ..hello
         };
         let hello = hello.encode_tagged(token);
-        let message = Message::new(Type::Hello, &[&hello]);
+        let message = message(Type::Hello, &[&hello]);
         let token = token.clone();
         Ok((Initiator { hello, token }, message))
     }
@@ -54,7 +54,7 @@ impl Initiator {
     /// # Errors
     /// [`ErrorKind::TokenMismatch`] when the acceptor does not have the token,
     /// and the kinds of [`body_bytes`](super::body_bytes).
-    pub fn answer(self, challenge: &[u8]) -> Result<(Proving, Message)> {
+    pub fn answer(self, challenge: &[u8]) -> Result<(Proving, Vec<u8>)> {
         let (_, mut r) = open(challenge, Awaiting::Challenge)?;
         let nonce: [u8; 32] = r.array()?;
         let mac: [u8; 32] = r.array()?;
@@ -64,7 +64,7 @@ impl Initiator {
             return Err(Error::new(ErrorKind::TokenMismatch));
         }
         let proof = self.token.mac(&[LABEL_PROOF, &hello, &nonce]);
-        let message = Message::new(Type::Proof, &[&proof]);
+        let message = message(Type::Proof, &[&proof]);
         let token = self.token;
         Ok((
             Proving {
@@ -130,7 +130,7 @@ mod tests {
         }
         .encode();
         let parts: [&[u8]; 4] = [LABEL_WELCOME, &proving.hello, &proving.nonce, &peer];
-        let welcome = Message::new(Type::Welcome, &[&peer, &token.mac(&parts)]);
+        let welcome = message(Type::Welcome, &[&peer, &token.mac(&parts)]);
         let error = proving.finish(&welcome).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NonceMismatch);
     }

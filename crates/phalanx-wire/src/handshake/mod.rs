@@ -61,8 +61,6 @@ mod hello;
 mod initiator;
 mod reject;
 
-use std::ops::Deref;
-
 pub use acceptor::{Acceptor, Proven, version_notice};
 pub use hello::{Hello, NO_RANK, Role, TAG_BYTES};
 pub use initiator::{Initiator, Outcome, Proving};
@@ -220,40 +218,10 @@ fn open(message: &[u8], awaiting: Awaiting) -> Result<(Type, Reader<'_>)> {
     Ok((kind, r))
 }
 
-/// A message to send, without heap memory.
-#[derive(Clone)]
-pub struct Message {
-    bytes: [u8; MAX_MESSAGE_BYTES],
-    len: usize,
-}
-
-impl Message {
-    fn new(kind: Type, parts: &[&[u8]]) -> Self {
-        let mut bytes = [0; MAX_MESSAGE_BYTES];
-        let body = kind.body_bytes();
-        debug_assert_eq!(body, parts.iter().map(|part| part.len()).sum::<usize>());
-        let mut w = crate::bytes::Writer::new(&mut bytes);
-        w.put(&MAGIC)
-            .put(&[VERSION, kind as u8])
-            .put(&(body as u16).to_le_bytes());
-        for part in parts {
-            w.put(part);
-        }
-        let len = w.at();
-        Self { bytes, len }
-    }
-}
-
-impl Deref for Message {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        &self.bytes[..self.len]
-    }
-}
-
-impl std::fmt::Debug for Message {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Message({} bytes, type {})", self.len, self.bytes[5])
-    }
+/// One message: prefix, then body.
+fn message(kind: Type, parts: &[&[u8]]) -> Vec<u8> {
+    let body = parts.concat();
+    debug_assert_eq!(body.len(), kind.body_bytes());
+    let length = (body.len() as u16).to_le_bytes();
+    [&MAGIC[..], &[VERSION, kind as u8], &length, &body].concat()
 }

@@ -166,96 +166,168 @@ pub fn check_wait(keys: usize) -> Result<()> {
     Ok(())
 }
 
-/// Appends one message; the length is set after the body is written.
-fn message(out: &mut Vec<u8>, body: impl FnOnce(&mut Vec<u8>)) {
-    let start = out.len();
-    out.extend_from_slice(&[0; LENGTH_BYTES]);
-    body(out);
-    let bytes = out.len() - start - LENGTH_BYTES;
-    // Every body is below the limits, far below 4 GiB.
-    let length = (bytes as u32).to_le_bytes();
-    out[start..start + LENGTH_BYTES].copy_from_slice(&length);
+/// A field of a message.
+trait Field<'a>: Sized {
+    /// The value is within the limits.
+    fn put(&self, out: &mut Vec<u8>);
+    fn take(r: &mut Reader<'a>) -> Result<Self>;
 }
 
-fn put_key(out: &mut Vec<u8>, key: &str) {
-    // Checked before: at most MAX_KEY_BYTES.
-    out.extend_from_slice(&(key.len() as u16).to_le_bytes());
-    out.extend_from_slice(key.as_bytes());
-}
+macro_rules! numbers {
+    ($($number:ty),*) => {$(
+        impl Field<'_> for $number {
+            fn put(&self, out: &mut Vec<u8>) {
+                out.extend_from_slice(&self.to_le_bytes());
+            }
 
-fn put_value(out: &mut Vec<u8>, value: &[u8]) {
-    // Checked before: at most MAX_VALUE_BYTES.
-    out.extend_from_slice(&(value.len() as u32).to_le_bytes());
-    out.extend_from_slice(value);
+            fn take(r: &mut Reader<'_>) -> Result<Self> {
+                Ok(<$number>::from_le_bytes(r.array()?))
+            }
+        }
+    )*};
 }
+numbers!(u32, u64, i64);
 
-fn take_prefix<'a>(r: &mut Reader<'a>) -> Result<&'a str> {
-    let length = usize::from(r.u16()?);
-    check_length(length, MAX_KEY_BYTES)?;
-    std::str::from_utf8(r.take(length)?).map_err(|_| Error::new(ErrorKind::KeyNotUtf8))
-}
+impl Field<'_> for bool {
+    fn put(&self, out: &mut Vec<u8>) {
+        out.push(u8::from(*self));
+    }
 
-fn take_key<'a>(r: &mut Reader<'a>) -> Result<&'a str> {
-    let key = take_prefix(r)?;
-    check_key(key)?;
-    Ok(key)
-}
-
-fn take_queue<'a>(r: &mut Reader<'a>) -> Result<&'a str> {
-    let queue = take_prefix(r)?;
-    check_queue(queue)?;
-    Ok(queue)
-}
-
-fn take_value<'a>(r: &mut Reader<'a>) -> Result<&'a [u8]> {
-    let length = r.u32()?;
-    match usize::try_from(length) {
-        Ok(bytes) if bytes <= MAX_VALUE_BYTES => r.take(bytes),
-        _ => Err(Error::with(
-            ErrorKind::ValueTooLong,
-            u64::from(length),
-            MAX_VALUE_BYTES as u64,
-        )),
+    fn take(r: &mut Reader<'_>) -> Result<Self> {
+        match r.u8()? {
+            0 => Ok(false),
+            1 => Ok(true),
+            other => Err(Error::with(ErrorKind::BadFlag, u64::from(other), 1)),
+        }
     }
 }
 
-fn put_keys(out: &mut Vec<u8>, keys: &[&str]) {
-    // Checked before: at most MAX_WAIT_KEYS.
-    out.extend_from_slice(&(keys.len() as u16).to_le_bytes());
-    for key in keys {
-        put_key(out, key);
+/// A key, or what is a part of one.
+impl<'a> Field<'a> for &'a str {
+    fn put(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&(self.len() as u16).to_le_bytes());
+        out.extend_from_slice(self.as_bytes());
+    }
+
+    fn take(r: &mut Reader<'a>) -> Result<Self> {
+        let length = usize::from(r.u16()?);
+        check_length(length, MAX_KEY_BYTES)?;
+        std::str::from_utf8(r.take(length)?).map_err(|_| Error::new(ErrorKind::KeyNotUtf8))
     }
 }
 
-fn put_optional(out: &mut Vec<u8>, value: Option<&[u8]>) {
-    out.push(u8::from(value.is_some()));
-    if let Some(value) = value {
-        put_value(out, value);
+impl<'a> Field<'a> for &'a [u8] {
+    fn put(&self, out: &mut Vec<u8>) {
+        (self.len() as u32).put(out);
+        out.extend_from_slice(self);
+    }
+
+    fn take(r: &mut Reader<'a>) -> Result<Self> {
+        let length = r.u32()?;
+        match usize::try_from(length) {
+            Ok(bytes) if bytes <= MAX_VALUE_BYTES => r.take(bytes),
+            _ => Err(Error::with(
+                ErrorKind::ValueTooLong,
+                u64::from(length),
+                MAX_VALUE_BYTES as u64,
+            )),
+        }
     }
 }
 
-fn take_optional<'a>(r: &mut Reader<'a>) -> Result<Option<&'a [u8]>> {
-    match take_flag(r)? {
-        true => take_value(r).map(Some),
-        false => Ok(None),
+impl Field<'_> for String {
+    fn put(&self, out: &mut Vec<u8>) {
+        self.as_str().put(out);
+    }
+
+    fn take(r: &mut Reader<'_>) -> Result<Self> {
+        <&str>::take(r).map(str::to_owned)
     }
 }
 
-fn take_keys<'a>(r: &mut Reader<'a>) -> Result<Vec<&'a str>> {
-    let count = usize::from(r.u16()?);
-    check_wait(count)?;
-    // A key takes at least three bytes, so this reserves no more than was received.
-    let mut keys = Vec::with_capacity(count.min(r.left() / 3));
-    for _ in 0..count {
-        keys.push(take_key(r)?);
+impl Field<'_> for Vec<u8> {
+    fn put(&self, out: &mut Vec<u8>) {
+        self.as_slice().put(out);
     }
-    Ok(keys)
+
+    fn take(r: &mut Reader<'_>) -> Result<Self> {
+        <&[u8]>::take(r).map(<[u8]>::to_vec)
+    }
 }
 
-fn take_flag(r: &mut Reader<'_>) -> Result<bool> {
-    match r.u8()? {
-        0 => Ok(false),
-        1 => Ok(true),
-        other => Err(Error::with(ErrorKind::BadFlag, u64::from(other), 1)),
+impl<'a, T: Field<'a>> Field<'a> for Option<T> {
+    fn put(&self, out: &mut Vec<u8>) {
+        self.is_some().put(out);
+        if let Some(value) = self {
+            value.put(out);
+        }
+    }
+
+    fn take(r: &mut Reader<'a>) -> Result<Self> {
+        bool::take(r)?.then(|| T::take(r)).transpose()
     }
 }
+
+impl<'a, T: Field<'a>> Field<'a> for Vec<T> {
+    fn put(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&(self.len() as u16).to_le_bytes());
+        self.iter().for_each(|key| key.put(out));
+    }
+
+    fn take(r: &mut Reader<'a>) -> Result<Self> {
+        let count = usize::from(r.u16()?);
+        check_wait(count)?;
+        // A key takes at least two bytes, so this reserves no more than was received.
+        let mut keys = Vec::with_capacity(count.min(r.left() / 2));
+        for _ in 0..count {
+            keys.push(T::take(r)?);
+        }
+        Ok(keys)
+    }
+}
+
+/// Encodes and decodes messages, by their codes and fields.
+macro_rules! codec {
+    ($message:ty: $($code:literal => $variant:ident { $($field:tt: $value:ident),* },)*) => {
+        impl<'a> $message {
+            /// Appends length and body to `out`.
+            ///
+            /// # Errors
+            /// As [`check`](Self::check); `out` is unchanged then.
+            pub fn encode(&self, out: &mut Vec<u8>) -> Result<()> {
+                self.check()?;
+                let start = out.len();
+                out.extend_from_slice(&[0; LENGTH_BYTES]);
+                match self {
+                    $(Self::$variant { $($field: $value),* } => {
+                        out.push($code);
+                        $($value.put(out);)*
+                    })*
+                }
+                let bytes = out.len() - start - LENGTH_BYTES;
+                // Every body is below the limits, far below 4 GiB.
+                let length = (bytes as u32).to_le_bytes();
+                out[start..start + LENGTH_BYTES].copy_from_slice(&length);
+                Ok(())
+            }
+
+            /// Decodes a body (without its length).
+            ///
+            /// # Errors
+            /// [`ErrorKind::UnknownCode`], [`Truncated`](ErrorKind::Truncated),
+            /// [`TrailingBytes`](ErrorKind::TrailingBytes), [`BadFlag`](ErrorKind::BadFlag),
+            /// [`KeyNotUtf8`](ErrorKind::KeyNotUtf8) and those of [`check`](Self::check).
+            pub fn decode(body: &'a [u8]) -> Result<Self> {
+                let mut r = Reader::new(body);
+                let message = match r.u8()? {
+                    $($code => Self::$variant { $($field: Field::take(&mut r)?),* },)*
+                    other => return Err(Error::with(ErrorKind::UnknownCode, u64::from(other), 0)),
+                };
+                r.end()?;
+                message.check()?;
+                Ok(message)
+            }
+        }
+    };
+}
+use codec;

@@ -1,9 +1,10 @@
 //! Requests of a store's clients.
 
+use std::time::Duration;
+
 use super::{
-    check_key, check_prefix, check_queue, check_value, check_wait, check_will, message, put_key,
-    put_keys, put_optional, put_value, take_key, take_keys, take_optional, take_prefix, take_queue,
-    take_value,
+    Field, LENGTH_BYTES, check_key, check_prefix, check_queue, check_value, check_wait, check_will,
+    codec,
 };
 use crate::bytes::Reader;
 use crate::{Error, ErrorKind, Result};
@@ -121,32 +122,58 @@ pub enum Request<'a> {
     },
 }
 
-const SET: u8 = 1;
-const GET: u8 = 2;
-const TRY_GET: u8 = 3;
-const WAIT: u8 = 4;
-const ADD: u8 = 5;
-const COMPARE_SET: u8 = 6;
-const DELETE: u8 = 7;
-const DELETE_PREFIX: u8 = 8;
-const WILL: u8 = 9;
-const FOLLOW: u8 = 10;
-const ACK: u8 = 11;
-const LEAVE: u8 = 12;
-const RETIRE: u8 = 13;
-const APPEND: u8 = 14;
-const QUEUE_PUSH: u8 = 15;
-const QUEUE_POP: u8 = 16;
-const QUEUE_LEN: u8 = 17;
-
-/// Begins a body: its code and its key.
-fn start<'o>(out: &'o mut Vec<u8>, code: u8, key: &str) -> &'o mut Vec<u8> {
-    out.push(code);
-    put_key(out, key);
-    out
+codec! { Request<'a>:
+    1 => Set { key: key, value: value },
+    2 => Get { key: key, timeout_ms: timeout },
+    3 => TryGet { key: key },
+    4 => Wait { timeout_ms: timeout, keys: keys },
+    5 => Add { key: key, delta: delta },
+    6 => CompareSet { key: key, expected: expected, desired: desired },
+    7 => Delete { key: key },
+    8 => DeletePrefix { prefix: prefix },
+    9 => Will { key: key, value: value },
+    10 => Follow { id: id },
+    11 => Ack { seq: seq },
+    12 => Leave {},
+    13 => Retire { key: key },
+    14 => Append { key: key, value: value },
+    15 => QueuePush { queue: queue, value: value },
+    16 => QueuePop { queue: queue, timeout_ms: timeout },
+    17 => QueueLen { queue: queue },
 }
 
 impl<'a> Request<'a> {
+    /// The key, queue or prefix; of a wait the first key.
+    pub fn key(&self) -> &'a str {
+        match self {
+            Request::Set { key, .. }
+            | Request::Get { key, .. }
+            | Request::TryGet { key }
+            | Request::Add { key, .. }
+            | Request::Append { key, .. }
+            | Request::CompareSet { key, .. }
+            | Request::Delete { key }
+            | Request::Retire { key }
+            | Request::Will { key, .. }
+            | Request::DeletePrefix { prefix: key }
+            | Request::QueuePush { queue: key, .. }
+            | Request::QueuePop { queue: key, .. }
+            | Request::QueueLen { queue: key } => key,
+            Request::Wait { keys, .. } => keys.first().copied().unwrap_or_default(),
+            Request::Follow { .. } | Request::Ack { .. } | Request::Leave => "",
+        }
+    }
+
+    /// How long to wait.
+    pub fn timeout(&self) -> Duration {
+        match self {
+            Request::Get { timeout_ms, .. }
+            | Request::Wait { timeout_ms, .. }
+            | Request::QueuePop { timeout_ms, .. } => Duration::from_millis((*timeout_ms).into()),
+            _ => Duration::ZERO,
+        }
+    }
+
     /// Checks the limits.
     ///
     /// # Errors
@@ -188,135 +215,5 @@ impl<'a> Request<'a> {
             }
             Request::Follow { .. } | Request::Ack { .. } | Request::Leave => Ok(()),
         }
-    }
-
-    /// Appends length and body to `out`.
-    ///
-    /// # Errors
-    /// As [`check`](Self::check); `out` is unchanged then.
-    pub fn encode(&self, out: &mut Vec<u8>) -> Result<()> {
-        self.check()?;
-        message(out, |out| match self {
-            Request::Set { key, value } => put_value(start(out, SET, key), value),
-            Request::Get { key, timeout_ms } => {
-                start(out, GET, key).extend_from_slice(&timeout_ms.to_le_bytes());
-            }
-            Request::TryGet { key } => _ = start(out, TRY_GET, key),
-            Request::Wait { keys, timeout_ms } => {
-                out.push(WAIT);
-                out.extend_from_slice(&timeout_ms.to_le_bytes());
-                put_keys(out, keys);
-            }
-            Request::Add { key, delta } => {
-                start(out, ADD, key).extend_from_slice(&delta.to_le_bytes());
-            }
-            Request::CompareSet {
-                key,
-                expected,
-                desired,
-            } => {
-                put_optional(start(out, COMPARE_SET, key), *expected);
-                put_value(out, desired);
-            }
-            Request::Delete { key } => _ = start(out, DELETE, key),
-            Request::DeletePrefix { prefix } => _ = start(out, DELETE_PREFIX, prefix),
-            Request::Will { key, value } => put_optional(start(out, WILL, key), *value),
-            Request::Follow { id } => {
-                out.push(FOLLOW);
-                out.extend_from_slice(&id.to_le_bytes());
-            }
-            Request::Ack { seq } => {
-                out.push(ACK);
-                out.extend_from_slice(&seq.to_le_bytes());
-            }
-            Request::Leave => out.push(LEAVE),
-            Request::Retire { key } => _ = start(out, RETIRE, key),
-            Request::Append { key, value } => put_value(start(out, APPEND, key), value),
-            Request::QueuePush { queue, value } => {
-                put_value(start(out, QUEUE_PUSH, queue), value);
-            }
-            Request::QueuePop { queue, timeout_ms } => {
-                start(out, QUEUE_POP, queue).extend_from_slice(&timeout_ms.to_le_bytes());
-            }
-            Request::QueueLen { queue } => _ = start(out, QUEUE_LEN, queue),
-        });
-        Ok(())
-    }
-
-    /// Decodes a body (without its length).
-    ///
-    /// # Errors
-    /// As [`check`](Self::check), and [`ErrorKind::UnknownCode`],
-    /// [`Truncated`](ErrorKind::Truncated), [`TrailingBytes`](ErrorKind::TrailingBytes),
-    /// [`KeyNotUtf8`](ErrorKind::KeyNotUtf8), [`BadFlag`](ErrorKind::BadFlag).
-    pub fn decode(body: &'a [u8]) -> Result<Self> {
-        let mut r = Reader::new(body);
-        let request = match r.u8()? {
-            SET => Request::Set {
-                key: take_key(&mut r)?,
-                value: take_value(&mut r)?,
-            },
-            GET => Request::Get {
-                key: take_key(&mut r)?,
-                timeout_ms: r.u32()?,
-            },
-            TRY_GET => Request::TryGet {
-                key: take_key(&mut r)?,
-            },
-            WAIT => {
-                let timeout_ms = r.u32()?;
-                let keys = take_keys(&mut r)?;
-                Request::Wait { keys, timeout_ms }
-            }
-            ADD => Request::Add {
-                key: take_key(&mut r)?,
-                delta: i64::from_le_bytes(r.array()?),
-            },
-            COMPARE_SET => {
-                let key = take_key(&mut r)?;
-                let expected = take_optional(&mut r)?;
-                Request::CompareSet {
-                    key,
-                    expected,
-                    desired: take_value(&mut r)?,
-                }
-            }
-            DELETE => Request::Delete {
-                key: take_key(&mut r)?,
-            },
-            DELETE_PREFIX => Request::DeletePrefix {
-                prefix: take_prefix(&mut r)?,
-            },
-            WILL => {
-                let key = take_key(&mut r)?;
-                let value = take_optional(&mut r)?;
-                value.map_or(Ok(()), check_will)?;
-                Request::Will { key, value }
-            }
-            FOLLOW => Request::Follow { id: r.u64()? },
-            ACK => Request::Ack { seq: r.u64()? },
-            LEAVE => Request::Leave,
-            RETIRE => Request::Retire {
-                key: take_key(&mut r)?,
-            },
-            APPEND => Request::Append {
-                key: take_key(&mut r)?,
-                value: take_value(&mut r)?,
-            },
-            QUEUE_PUSH => Request::QueuePush {
-                queue: take_queue(&mut r)?,
-                value: take_value(&mut r)?,
-            },
-            QUEUE_POP => Request::QueuePop {
-                queue: take_queue(&mut r)?,
-                timeout_ms: r.u32()?,
-            },
-            QUEUE_LEN => Request::QueueLen {
-                queue: take_queue(&mut r)?,
-            },
-            other => return Err(Error::with(ErrorKind::UnknownCode, u64::from(other), 0)),
-        };
-        r.end()?;
-        Ok(request)
     }
 }

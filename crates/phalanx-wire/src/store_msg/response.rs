@@ -1,20 +1,17 @@
 //! Responses of a store.
 
-use super::{
-    check_key, check_value, check_wait, message, put_key, put_keys, put_optional, put_value,
-    take_flag, take_key, take_keys, take_optional, take_value,
-};
+use super::{Field, LENGTH_BYTES, check_key, check_value, check_wait, codec};
 use crate::bytes::Reader;
 use crate::{Error, ErrorKind, Result};
 
-/// A response of a store. Borrows from the bytes it was decoded from.
+/// A response of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Response<'a> {
+pub enum Response {
     /// Done.
     Done,
     /// The value of the key, or the element.
-    Value(&'a [u8]),
+    Value(Vec<u8>),
     /// The key does not exist, or the queue stayed empty.
     NotFound,
     /// The sum after an addition, the length after an append, or that of a queue.
@@ -24,7 +21,7 @@ pub enum Response<'a> {
     /// Number of removed keys.
     Removed(u64),
     /// The wait timed out; these keys are missing.
-    Missing(Vec<&'a str>),
+    Missing(Vec<String>),
     /// The request failed.
     Failed(Failure),
     /// For a follower: the key has this value now, or does not exist.
@@ -32,9 +29,9 @@ pub enum Response<'a> {
         /// Number of the newest change.
         seq: u64,
         /// The key.
-        key: &'a str,
+        key: String,
         /// The value; `None` if the key was removed.
-        value: Option<&'a [u8]>,
+        value: Option<Vec<u8>>,
     },
     /// For a follower: the copy is complete.
     Copied {
@@ -77,106 +74,48 @@ impl Failure {
     ];
 }
 
-const DONE: u8 = 0x81;
-const VALUE: u8 = 0x82;
-const NOT_FOUND: u8 = 0x83;
-const NUMBER: u8 = 0x84;
-const EXISTED: u8 = 0x85;
-const REMOVED: u8 = 0x86;
-const MISSING: u8 = 0x87;
-const FAILED: u8 = 0x88;
-const CHANGE: u8 = 0x89;
-const COPIED: u8 = 0x8a;
+impl Field<'_> for Failure {
+    fn put(&self, out: &mut Vec<u8>) {
+        out.push(*self as u8);
+    }
 
-impl<'a> Response<'a> {
-    /// Appends length and body to `out`.
+    fn take(r: &mut Reader<'_>) -> Result<Self> {
+        let code = r.u8()?;
+        let failure = Failure::ALL.into_iter().find(|f| *f as u8 == code);
+        failure.ok_or(Error::with(ErrorKind::UnknownCode, u64::from(code), 0))
+    }
+}
+
+codec! { Response:
+    0x81 => Done {},
+    0x82 => Value { 0: value },
+    0x83 => NotFound {},
+    0x84 => Number { 0: number },
+    0x85 => Existed { 0: existed },
+    0x86 => Removed { 0: count },
+    0x87 => Missing { 0: keys },
+    0x88 => Failed { 0: failure },
+    0x89 => Change { seq: seq, key: key, value: value },
+    0x8a => Copied { seq: seq },
+}
+
+impl Response {
+    /// Checks the limits.
     ///
     /// # Errors
-    /// [`ErrorKind::ValueTooLong`], [`ErrorKind::WaitKeys`] and those of a key;
-    /// `out` is unchanged then.
-    pub fn encode(&self, out: &mut Vec<u8>) -> Result<()> {
+    /// [`ErrorKind::ValueTooLong`], [`ErrorKind::WaitKeys`] and those of a key.
+    pub fn check(&self) -> Result<()> {
         match self {
-            Response::Value(value) => check_value(value)?,
+            Response::Value(value) => check_value(value),
             Response::Missing(keys) => {
                 check_wait(keys.len())?;
-                keys.iter().try_for_each(|key| check_key(key))?;
+                keys.iter().try_for_each(|key| check_key(key))
             }
             Response::Change { key, value, .. } => {
                 check_key(key)?;
-                value.map_or(Ok(()), check_value)?;
+                value.as_deref().map_or(Ok(()), check_value)
             }
-            _ => {}
+            _ => Ok(()),
         }
-        message(out, |out| match self {
-            Response::Done => out.push(DONE),
-            Response::Value(value) => {
-                out.push(VALUE);
-                put_value(out, value);
-            }
-            Response::NotFound => out.push(NOT_FOUND),
-            Response::Number(number) => {
-                out.push(NUMBER);
-                out.extend_from_slice(&number.to_le_bytes());
-            }
-            Response::Existed(existed) => out.extend_from_slice(&[EXISTED, u8::from(*existed)]),
-            Response::Removed(count) => {
-                out.push(REMOVED);
-                out.extend_from_slice(&count.to_le_bytes());
-            }
-            Response::Missing(keys) => {
-                out.push(MISSING);
-                put_keys(out, keys);
-            }
-            Response::Failed(failure) => out.extend_from_slice(&[FAILED, *failure as u8]),
-            Response::Change { seq, key, value } => {
-                out.push(CHANGE);
-                out.extend_from_slice(&seq.to_le_bytes());
-                put_key(out, key);
-                put_optional(out, *value);
-            }
-            Response::Copied { seq } => {
-                out.push(COPIED);
-                out.extend_from_slice(&seq.to_le_bytes());
-            }
-        });
-        Ok(())
-    }
-
-    /// Decodes a body (without its length).
-    ///
-    /// # Errors
-    /// [`ErrorKind::UnknownCode`], [`Truncated`](ErrorKind::Truncated),
-    /// [`TrailingBytes`](ErrorKind::TrailingBytes),
-    /// [`ValueTooLong`](ErrorKind::ValueTooLong), [`BadFlag`](ErrorKind::BadFlag),
-    /// [`WaitKeys`](ErrorKind::WaitKeys) and those of a key.
-    pub fn decode(body: &'a [u8]) -> Result<Self> {
-        let mut r = Reader::new(body);
-        let response = match r.u8()? {
-            DONE => Response::Done,
-            VALUE => Response::Value(take_value(&mut r)?),
-            NOT_FOUND => Response::NotFound,
-            NUMBER => Response::Number(i64::from_le_bytes(r.array()?)),
-            EXISTED => Response::Existed(take_flag(&mut r)?),
-            REMOVED => Response::Removed(r.u64()?),
-            MISSING => Response::Missing(take_keys(&mut r)?),
-            FAILED => {
-                let code = r.u8()?;
-                let failure = Failure::ALL.into_iter().find(|f| *f as u8 == code);
-                Response::Failed(failure.ok_or(Error::with(
-                    ErrorKind::UnknownCode,
-                    u64::from(code),
-                    0,
-                ))?)
-            }
-            CHANGE => Response::Change {
-                seq: r.u64()?,
-                key: take_key(&mut r)?,
-                value: take_optional(&mut r)?,
-            },
-            COPIED => Response::Copied { seq: r.u64()? },
-            other => return Err(Error::with(ErrorKind::UnknownCode, u64::from(other), 0)),
-        };
-        r.end()?;
-        Ok(response)
     }
 }

@@ -1,8 +1,8 @@
 //! Every way in which a handshake can go, and every malformed message it must refuse.
 
 use phalanx_wire::handshake::{
-    Acceptor, Awaiting, Hello, Initiator, MAX_MESSAGE_BYTES, Message, NO_RANK, Outcome,
-    PREFIX_BYTES, Proven, Proving, RejectReason, Role, TAG_BYTES, body_bytes, version_notice,
+    Acceptor, Awaiting, Hello, Initiator, MAX_MESSAGE_BYTES, NO_RANK, Outcome, PREFIX_BYTES,
+    Proven, Proving, RejectReason, Role, TAG_BYTES, body_bytes, version_notice,
 };
 use phalanx_wire::{Error, ErrorKind, Token};
 
@@ -34,7 +34,7 @@ fn kind<T>(result: Result<T, Error>) -> ErrorKind {
     }
 }
 
-fn changed(message: &Message, at: usize, to: u8) -> Vec<u8> {
+fn changed(message: &[u8], at: usize, to: u8) -> Vec<u8> {
     let mut bytes = message.to_vec();
     assert_ne!(bytes[at], to, "the test changes nothing");
     bytes[at] = to;

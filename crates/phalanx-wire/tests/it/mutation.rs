@@ -208,17 +208,17 @@ fn garbled_responses() {
     for _ in 0..100_000 {
         let response = match dice.below(10) {
             0 => Response::Done,
-            1 => Response::Value(b"some value"),
+            1 => Response::Value(b"some value".to_vec()),
             2 => Response::NotFound,
             3 => Response::Number(dice.roll() as i64),
             4 => Response::Existed(dice.below(2) == 0),
             5 => Response::Removed(dice.roll()),
-            6 => Response::Missing(vec!["rank/3"; 1 + dice.below(9)]),
+            6 => Response::Missing(vec!["rank/3".to_owned(); 1 + dice.below(9)]),
             7 => Response::Copied { seq: dice.roll() },
             8 => Response::Change {
                 seq: dice.roll(),
-                key: "k",
-                value: (dice.below(2) == 0).then_some(&b"1"[..]),
+                key: "k".to_owned(),
+                value: (dice.below(2) == 0).then(|| b"1".to_vec()),
             },
             _ => Response::Failed(Failure::ALL[dice.below(Failure::ALL.len())]),
         };

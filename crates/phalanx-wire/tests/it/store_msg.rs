@@ -24,7 +24,7 @@ fn round_trip(request: &Request<'_>) {
     assert_eq!(&Request::decode(&message[LENGTH_BYTES..]).unwrap(), request);
 }
 
-fn answer_round_trip(response: &Response<'_>) {
+fn answer_round_trip(response: &Response) {
     let mut out = Vec::new();
     response.encode(&mut out).unwrap();
     assert_eq!(
@@ -133,23 +133,23 @@ fn responses_round_trip() {
     let key = "k".repeat(MAX_KEY_BYTES);
     let mut all = vec![
         Response::Done,
-        Response::Value(b""),
-        Response::Value(&value),
+        Response::Value(Vec::new()),
+        Response::Value(value.clone()),
         Response::NotFound,
         Response::Number(-1),
         Response::Existed(true),
         Response::Existed(false),
         Response::Removed(u64::MAX),
-        Response::Missing(vec!["a"]),
-        Response::Missing(vec![&key; MAX_WAIT_KEYS]),
+        Response::Missing(vec!["a".to_owned()]),
+        Response::Missing(vec![key.clone(); MAX_WAIT_KEYS]),
         Response::Change {
             seq: u64::MAX,
-            key: &key,
-            value: Some(&value),
+            key: key.clone(),
+            value: Some(value),
         },
         Response::Change {
             seq: 0,
-            key: "k",
+            key: "k".to_owned(),
             value: None,
         },
         Response::Copied { seq: 7 },
@@ -212,11 +212,15 @@ fn refused_before_it_is_sent() {
         );
     }
     let mut out = Vec::new();
-    assert!(Response::Value(value).encode(&mut out).is_err());
+    assert!(Response::Value(value.clone()).encode(&mut out).is_err());
     assert!(Response::Missing(vec![]).encode(&mut out).is_err());
-    assert!(Response::Missing(vec![""]).encode(&mut out).is_err());
-    for (key, value) in [("", None), (&long_key, None), ("k", Some(&value[..]))] {
-        let seq = 1;
+    assert!(
+        Response::Missing(vec![String::new()])
+            .encode(&mut out)
+            .is_err()
+    );
+    for (key, value) in [("", None), (&*long_key, None), ("k", Some(value.clone()))] {
+        let (seq, key) = (1, key.to_owned());
         let change = Response::Change { seq, key, value };
         assert!(change.encode(&mut out).is_err());
     }
@@ -350,10 +354,10 @@ fn messages_of_followers() {
     assert_eq!(body(&Request::Retire { key: "k" }), [13, 1, 0, b'k']);
     let seq = 4;
     let mut out = Vec::new();
-    for value in [Some(&b"v"[..]), None] {
+    for value in [Some(b"v".to_vec()), None] {
         let change = Response::Change {
             seq,
-            key: "k",
+            key: "k".to_owned(),
             value,
         };
         change.encode(&mut out).unwrap();
@@ -374,7 +378,9 @@ fn messages_of_followers() {
         change[at] = with;
         Response::decode(&change).unwrap_err().kind()
     };
-    assert_eq!(broken(9, 0), ErrorKind::KeyEmpty);
+    let no_key = [0x89, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    let error = Response::decode(&no_key).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::KeyEmpty);
     assert_eq!(broken(10, 0xff), ErrorKind::KeyTooLong);
     assert_eq!(broken(11, 0xff), ErrorKind::KeyNotUtf8);
     assert_eq!(broken(12, 2), ErrorKind::BadFlag);
@@ -406,10 +412,11 @@ fn messages_of_appends_and_queues() {
     // An element's key is longer than its queue's name.
     let long = "q".repeat(MAX_QUEUE_BYTES + 1);
     let length = (long.len() as u16).to_le_bytes();
-    for code in 15..=17 {
-        assert_eq!(malformed(&[code, 0, 0]), ErrorKind::KeyEmpty);
+    for (code, rest) in [(15, &[0; 4][..]), (16, &[0; 4]), (17, &[])] {
+        let empty = [&[code, 0, 0][..], rest].concat();
+        assert_eq!(malformed(&empty), ErrorKind::KeyEmpty);
         assert_eq!(malformed(&[code, 1, 0, 0xff]), ErrorKind::KeyNotUtf8);
-        let too_long = [&[code][..], &length, long.as_bytes()].concat();
+        let too_long = [&[code][..], &length, long.as_bytes(), rest].concat();
         assert_eq!(malformed(&too_long), ErrorKind::KeyTooLong);
     }
     for code in [14, 15] {

@@ -390,6 +390,7 @@ mod tests {
             lost: &crate::transport::none_lost,
             taken: Default::default(),
             misfit: Default::default(),
+            waits: Default::default(),
         };
         let hello = |rank| {
             Hello::new(Role::SharedMemory, token.job_id())

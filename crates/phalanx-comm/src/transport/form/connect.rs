@@ -226,7 +226,7 @@ fn take(sockets: &mut Vec<Admitted<TcpStream>>, peer: usize, stream: u16) -> Res
 
 #[cfg(test)]
 mod tests {
-    use super::super::Prefer;
+    use super::super::Transport;
     use super::super::host::Host;
     use super::*;
     use crate::wait::Share;
@@ -236,7 +236,7 @@ mod tests {
             instance: 0,
             process: String::new(),
             world: 0,
-            prefer: Prefer::Tcp,
+            prefer: Transport::Tcp,
             host: Host {
                 machine: format!("boot-{machine}/1"),
                 hint: String::new(),

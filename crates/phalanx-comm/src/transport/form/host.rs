@@ -3,10 +3,12 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
+use serde::{Deserialize, Serialize};
+
 use crate::{Error, Result};
 
 /// A rank's description of where it runs.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Host {
     /// Kernel and network name space: a loopback address is meaningful among
     /// ranks with the same one. Empty when unknown.

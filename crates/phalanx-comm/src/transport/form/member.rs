@@ -2,12 +2,14 @@
 
 use std::net::SocketAddr;
 
-use super::Prefer;
+use serde::{Deserialize, Serialize};
+
+use super::Transport;
 use super::host::Host;
 use crate::wait::Share;
 use phalanx_base::host_name;
 
-pub(crate) const TITLE: &str = "phalanx-comm member 5";
+pub(crate) const TITLE: &str = "phalanx-comm member 6";
 /// Longest record that is read; ours have about 300 bytes, up to 3000 more when
 /// a rank may use every other core of a thousand.
 const MAX_BYTES: usize = 4096;
@@ -21,14 +23,14 @@ pub(crate) fn this_process() -> String {
 }
 
 /// One rank's record, as lines `name=value`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Member {
     /// Random: two processes that claim one rank differ in it.
     pub(crate) instance: u64,
     /// The process, for messages: "process 4711 on node7".
     pub(crate) process: String,
     pub(crate) world: usize,
-    pub(crate) prefer: Prefer,
+    pub(crate) prefer: Transport,
     pub(crate) host: Host,
     /// The cores it computes on.
     pub(crate) share: Share,
@@ -38,60 +40,21 @@ pub(crate) struct Member {
 
 impl Member {
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let address = self.address.map(|a| a.to_string()).unwrap_or_default();
-        format!(
-            "{TITLE}\ninstance={:016x}\nprocess={}\nworld={}\nprefer={}\nmachine={}\nhint={}\nshare={}\naddress={address}\n",
-            self.instance,
-            self.process,
-            self.world,
-            self.prefer.name(),
-            self.host.machine,
-            self.host.hint,
-            self.share.encode(),
-        )
-        .into_bytes()
+        let mut record = format!("{TITLE}\n").into_bytes();
+        // Writing to memory cannot fail.
+        let _ = serde_json::to_writer(&mut record, self);
+        record
     }
 
-    /// Parses a record; the error describes what is wrong with it.
+    /// The error says what is wrong with the record.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Member, String> {
         if bytes.len() > MAX_BYTES {
             return Err(format!("its record has {} bytes", bytes.len()));
         }
-        let text = std::str::from_utf8(bytes).map_err(|_| "its record is not text")?;
-        let mut lines = text.lines();
-        if lines.next() != Some(TITLE) {
-            return Err(format!(
-                "its record is not a {TITLE:?}: run the same version everywhere"
-            ));
-        }
-        let mut field = |name: &str| {
-            lines
-                .next()
-                .and_then(|line| line.strip_prefix(name)?.strip_prefix('='))
-                .map(str::to_owned)
-                .ok_or_else(|| format!("its record has no {name} where one belongs"))
-        };
-        let instance = u64::from_str_radix(&field("instance")?, 16);
-        let process = field("process")?;
-        let world = field("world")?.parse();
-        let prefer = Prefer::parse(&field("prefer")?);
-        let host = Host {
-            machine: field("machine")?,
-            hint: field("hint")?,
-        };
-        let share = Share::decode(&field("share")?);
-        let address = Some(field("address")?)
-            .filter(|a| !a.is_empty())
-            .map(|a| a.parse());
-        Ok(Member {
-            instance: instance.map_err(|e| format!("instance: {e}"))?,
-            process,
-            world: world.map_err(|e| format!("world: {e}"))?,
-            prefer: prefer.ok_or("it prefers an unknown transport")?,
-            host,
-            share: share?,
-            address: address.transpose().map_err(|e| format!("address: {e}"))?,
-        })
+        let record = bytes.strip_prefix(TITLE.as_bytes()).ok_or_else(|| {
+            format!("its record is not a {TITLE:?}: run the same version everywhere")
+        })?;
+        serde_json::from_slice(record).map_err(|e| format!("its record is garbled: {e}"))
     }
 }
 
@@ -104,7 +67,7 @@ mod tests {
             instance: 0xfeed,
             process: this_process(),
             world: 4,
-            prefer: Prefer::Auto,
+            prefer: Transport::Auto,
             host: Host {
                 machine: "b/1".to_owned(),
                 hint: "b/1/0".to_owned(),
@@ -120,7 +83,7 @@ mod tests {
         assert_eq!(Member::decode(&with.encode()), Ok(with.clone()));
         let without = Member {
             address: None,
-            prefer: Prefer::Shm,
+            prefer: Transport::Shm,
             ..with
         };
         assert_eq!(Member::decode(&without.encode()), Ok(without));
@@ -136,19 +99,14 @@ mod tests {
     #[test]
     fn garbage_is_refused() {
         let good = member().encode();
-        for end in 0..good.len() - 1 {
-            // Cuts inside the last line may leave a shorter valid address.
-            let cut = Member::decode(&good[..end]);
-            assert!(
-                cut.is_err() || cut.unwrap().address != member().address,
-                "{end}"
-            );
+        for end in 0..good.len() {
+            assert!(Member::decode(&good[..end]).is_err(), "{end}");
         }
         assert!(Member::decode(b"\xff\xfe").is_err());
         assert!(Member::decode(&vec![b'a'; 5000]).is_err());
         let text = String::from_utf8(good).unwrap();
-        assert!(Member::decode(text.replace("prefer=auto", "prefer=x").as_bytes()).is_err());
-        assert!(Member::decode(text.replace("world=4", "world=-4").as_bytes()).is_err());
+        assert!(Member::decode(text.replace("\"auto\"", "\"x\"").as_bytes()).is_err());
+        assert!(Member::decode(text.replace("\"world\":4", "\"world\":-4").as_bytes()).is_err());
         assert!(Member::decode(text.replace("2 threads", "0 threads").as_bytes()).is_err());
     }
 }

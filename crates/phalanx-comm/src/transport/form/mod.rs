@@ -33,12 +33,12 @@ pub(super) use rendezvous::{Rendezvous, WaitReport};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use phalanx_store::{Store, TcpServer, Will};
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Hello, Role};
+use serde::{Deserialize, Serialize};
 
 use super::TransportKind;
 use super::layout::Layout;
@@ -54,8 +54,10 @@ use host::Host;
 use phalanx_fold::Isa;
 
 /// Which transport to use between ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Prefer {
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Transport {
     /// Shared memory where it works, TCP elsewhere.
     #[default]
     Auto,
@@ -65,19 +67,27 @@ pub enum Prefer {
     Tcp,
 }
 
-impl Prefer {
+impl Transport {
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Prefer::Auto => "auto",
-            Prefer::Shm => "shm",
-            Prefer::Tcp => "tcp",
+            Transport::Auto => "auto",
+            Transport::Shm => "shm",
+            Transport::Tcp => "tcp",
         }
     }
+}
 
-    pub(crate) fn parse(text: &str) -> Option<Prefer> {
-        [Prefer::Auto, Prefer::Shm, Prefer::Tcp]
-            .into_iter()
-            .find(|p| p.name() == text)
+impl std::str::FromStr for Transport {
+    type Err = crate::Error;
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "auto" => Ok(Transport::Auto),
+            "shm" => Ok(Transport::Shm),
+            "tcp" => Ok(Transport::Tcp),
+            _ => Err(crate::Error::usage(format!(
+                "unknown transport {text:?}: choose auto, shm or tcp"
+            ))),
+        }
     }
 }
 
@@ -104,7 +114,7 @@ pub struct FormOptions {
     /// The server of the store, if this rank hosts it: it knows which connections were refused.
     pub server: Option<Arc<TcpServer>>,
     /// Which transport to use.
-    pub prefer: Prefer,
+    pub prefer: Transport,
     /// Capacity of each ring in shared memory; by default a share of 64 MiB
     /// between 64 KiB and 1 MiB.
     pub ring_bytes: Option<usize>,
@@ -166,22 +176,9 @@ pub(crate) fn form_at(
         lost,
         taken: AtomicBool::new(false),
         misfit: AtomicBool::new(false),
+        waits: AtomicBool::new(false),
     };
-    let result = std::thread::scope(|scope| {
-        let (running, stopped) = channel();
-        let beating = std::thread::Builder::new()
-            .name("phalanx-beat".to_owned())
-            .spawn_scoped(scope, {
-                let meeting = &meeting;
-                move || meeting.beat(&stopped)
-            });
-        if let Err(e) = beating {
-            tracing::debug!("cannot start a thread to show that we live: {e}");
-        }
-        let result = join(&meeting, o, host, policy);
-        drop(running);
-        result
-    });
+    let result = join(&meeting, o, host, policy);
     if let Err(e) = &result {
         meeting.fail(e);
     }
@@ -197,7 +194,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
             .group(o.group)
     };
     let listener = match o.prefer {
-        Prefer::Shm => None,
+        Transport::Shm => None,
         _ if o.world == 1 => None,
         _ => Some(connect::listen(o.bind.resolve()?, o.ports, o.rank)?),
     };
@@ -223,7 +220,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
     let local: Vec<usize> = (0..o.world)
         .filter(|&r| !hint.is_empty() && members[r].host.hint == *hint)
         .collect();
-    if o.prefer == Prefer::Shm
+    if o.prefer == Transport::Shm
         && let Some(far) = (0..o.world).find(|r| *r != o.rank && !local.contains(r))
     {
         return Err(Error::usage(format!(
@@ -234,7 +231,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
     }
     let topology = topology(o.rank, &members);
     let mut attached = None;
-    if o.prefer != Prefer::Tcp && local.len() > 1 {
+    if o.prefer != Transport::Tcp && local.len() > 1 {
         let attempt = Attempt {
             meeting,
             me: hello(Role::SharedMemory),
@@ -245,7 +242,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
         };
         let (memory, reasons) = attempt.run()?;
         if let Some((rank, reason)) = reasons.first() {
-            if o.prefer == Prefer::Shm {
+            if o.prefer == Transport::Shm {
                 return Err(Error::new(
                     ErrorKind::Io,
                     format!(
@@ -329,9 +326,9 @@ fn by_reason(reasons: &[attach::Reason]) -> BTreeMap<&str, Vec<usize>> {
 
 /// Which ranks share a host and its memory. If all use TCP, or ranks are not numbered
 /// host by host, each rank counts as a separate host.
-fn hosts(prefer: Prefer, members: &[Member]) -> Hosts {
+fn hosts(prefer: Transport, members: &[Member]) -> Hosts {
     let alone = || Hosts::of_sizes(&vec![1; members.len()]);
-    if prefer == Prefer::Tcp {
+    if prefer == Transport::Tcp {
         return alone();
     }
     let hints: Vec<&str> = members.iter().map(|m| m.host.hint.as_str()).collect();

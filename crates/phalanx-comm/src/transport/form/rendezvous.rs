@@ -2,7 +2,6 @@
 //! ranks, and a mark by which the first failure ends the wait of all ranks.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use phalanx_base::format::duration;
@@ -14,13 +13,6 @@ use crate::notice::{HostSpeaker, Waiting, list, ranks, say};
 use crate::{Error, ErrorKind, Result, limits};
 
 /// Interval between two heartbeats of a rank that forms a group. The first comes after
-/// one interval: most formings are over by then.
-const BEAT: Duration = Duration::from_millis(100);
-/// How long to wait for a rank's heartbeat before it counts as silent.
-const LISTEN: Duration = Duration::from_millis(350);
-/// Shorter deadlines are not extended by this wait.
-const LISTEN_ABOVE: Duration = Duration::from_secs(2);
-
 /// The beginning of a failure mark that a rank did not write itself.
 const LOST: &str = "lost ";
 
@@ -85,6 +77,8 @@ pub(crate) struct Rendezvous<'a> {
     /// Whether our world size is the wrong one. Then, as when our rank is taken, our
     /// failure does not end the forming of others.
     pub(crate) misfit: AtomicBool,
+    /// Whether this rank waits for others, as the store says.
+    pub(crate) waits: AtomicBool,
 }
 
 impl Rendezvous<'_> {
@@ -154,6 +148,8 @@ impl Rendezvous<'_> {
     /// This process is the wrong one; this does not end the forming of others.
     fn refuse(&self, because: &str) -> Error {
         self.misfit.store(true, Ordering::Relaxed);
+        // The others may have removed their keys by now.
+        let _ = self.store.delete(&self.key("waits", self.rank));
         Error::usage(format!(
             "rank {} was started for {} ranks, but {because}: all ranks must be started with the same; this process, {}, \
              does not take part",
@@ -300,7 +296,6 @@ impl Rendezvous<'_> {
     /// `forming the group: waiting 2 s for rank 1 of 4 to arrive (the store at 10.0.0.1:29500); deadline in 298 s`.
     fn waits(&self, missing: &[usize], what: &str, waited: Duration) -> String {
         let at = match (self.store.location(), self.server) {
-            ("", _) => String::new(),
             (place, Some(server)) if server.local_addr().ip().is_loopback() => {
                 format!(" ({place}, which no other host can reach)")
             }
@@ -346,53 +341,17 @@ impl Rendezvous<'_> {
         self.read(&self.key(topic, rank))
     }
 
-    /// Sends heartbeats of this rank until `stopped` is disconnected. A rank that is
-    /// missing at the deadline may itself be waiting; a rank without heartbeats is to
-    /// blame.
-    pub(crate) fn beat(&self, stopped: &Receiver<()>) {
-        let key = self.beat_key(self.rank);
-        let mut beaten = false;
-        while stopped.recv_timeout(BEAT) == Err(RecvTimeoutError::Timeout) {
-            // Without a store forming fails with its own error.
-            if self.store.add(&key, 1).is_err() {
-                return;
-            }
-            beaten = true;
-        }
-        // If our rank is taken, the heartbeats are those of the other process.
-        if beaten && !self.taken.load(Ordering::Relaxed) && self.left() > Duration::ZERO {
-            let _ = self.store.delete(&key);
-        }
-    }
-
     fn is_refused(&self) -> bool {
         self.taken.load(Ordering::Relaxed) || self.misfit.load(Ordering::Relaxed)
     }
 
-    fn beat_key(&self, rank: usize) -> String {
-        // Not below the prefix: the last rank removes that when others may still send a
-        // heartbeat.
-        format!(
-            "beat/{}/{}/{}/{rank}",
-            self.generation, self.group, self.world
-        )
-    }
-
-    /// Those of `ranks` without heartbeats; all if that is not known.
+    /// Those of `ranks` that do not wait for others; all if that is not known.
     fn silent(&self, ranks: &[usize]) -> Vec<usize> {
-        let look = |rank: &usize| self.store.try_get(&self.beat_key(*rank)).ok().flatten();
-        let before: Vec<_> = ranks.iter().map(look).collect();
-        std::thread::sleep(LISTEN);
-        let silent: Vec<usize> = ranks
-            .iter()
-            .zip(before)
-            .filter(|(rank, before)| look(rank) == *before)
-            .map(|(rank, _)| *rank)
-            .collect();
-        if silent.is_empty() {
-            ranks.to_vec()
-        } else {
-            silent
+        let waits = |rank: &usize| self.peek("waits", *rank).is_ok_and(|mark| mark.is_some());
+        let silent: Vec<usize> = ranks.iter().filter(|rank| !waits(rank)).copied().collect();
+        match silent.is_empty() {
+            true => ranks.to_vec(),
+            false => silent,
         }
     }
 
@@ -404,10 +363,9 @@ impl Rendezvous<'_> {
             .filter(|rank| !missing.contains(rank))
             .copied()
             .collect();
-        let guilty = if missing.len() > 1 && self.timeout >= LISTEN_ABOVE {
-            self.silent(missing)
-        } else {
-            missing.to_vec()
+        let guilty = match missing {
+            [_] => missing.to_vec(),
+            many => self.silent(many),
         };
         let mut message = format!(
             "{} did not {what} within {}",
@@ -451,8 +409,13 @@ impl Rendezvous<'_> {
         }
     }
 
-    /// Errors if another rank has failed.
+    /// Errors if another rank has failed. Called by ranks that wait: marks this one as such, for a rank that is missing at
+    /// the deadline may itself be waiting.
     pub(crate) fn check(&self) -> Result<()> {
+        if !self.waits.swap(true, Ordering::Relaxed) {
+            // Without a store forming fails with its own error.
+            let _ = self.publish("waits", b"");
+        }
         let key = format!("{}failed", self.prefix());
         let Some(mark) = self.read(&key)? else {
             return match (self.lost)()? {

@@ -13,7 +13,7 @@ use super::*;
 
 mod processes;
 
-fn options(rank: usize, world: usize, token: &Token, prefer: Prefer) -> FormOptions {
+fn options(rank: usize, world: usize, token: &Token, prefer: Transport) -> FormOptions {
     FormOptions {
         rank,
         world,
@@ -32,7 +32,7 @@ fn options(rank: usize, world: usize, token: &Token, prefer: Prefer) -> FormOpti
 }
 
 /// Forms a group whose rank r claims to be on `hosts[r]`.
-fn form_on(store: &MemStore, prefer: Prefer, hosts: &[&str]) -> Vec<Result<Mesh>> {
+fn form_on(store: &MemStore, prefer: Transport, hosts: &[&str]) -> Vec<Result<Mesh>> {
     let token = Token::generate().unwrap();
     std::thread::scope(|scope| {
         let threads: Vec<_> = hosts
@@ -51,7 +51,7 @@ fn form_on(store: &MemStore, prefer: Prefer, hosts: &[&str]) -> Vec<Result<Mesh>
     })
 }
 
-fn formed(prefer: Prefer, hosts: &[&str]) -> Vec<Mesh> {
+fn formed(prefer: Transport, hosts: &[&str]) -> Vec<Mesh> {
     let store = MemStore::new();
     let meshes = form_on(&store, prefer, hosts)
         .into_iter()
@@ -69,12 +69,12 @@ fn kinds(mesh: &Mesh) -> Vec<TransportKind> {
     mesh.describe().into_iter().map(|(_, kind)| kind).collect()
 }
 
-/// Rank 2 comes and then sends no heartbeats; rank 1 cannot finish without it.
+/// Rank 2 comes and is then stopped; rank 1 cannot finish without it.
 #[test]
 fn who_only_waits_is_not_blamed_for_a_late_forming() {
     let store = MemStore::new();
     let token = Token::generate().unwrap();
-    let mut o = options(0, 4, &token, Prefer::Tcp);
+    let mut o = options(0, 4, &token, Transport::Tcp);
     o.timeout = Duration::from_secs(4);
     // What rank 2 would have written before it was stopped.
     let stopped = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -82,7 +82,7 @@ fn who_only_waits_is_not_blamed_for_a_late_forming() {
         instance: 7,
         process: "process 7 on node7".to_owned(),
         world: 4,
-        prefer: Prefer::Tcp,
+        prefer: Transport::Tcp,
         host: Host::here(),
         share: Share::here(1),
         address: Some(stopped.local_addr().unwrap()),
@@ -108,7 +108,7 @@ fn who_only_waits_is_not_blamed_for_a_late_forming() {
 #[test]
 fn one_host_shares_memory() {
     for world in [2, 3, 5] {
-        on_all(formed(Prefer::Auto, &vec!["a"; world]), |mut mesh| {
+        on_all(formed(Transport::Auto, &vec!["a"; world]), |mut mesh| {
             assert_eq!(kinds(&mesh), vec![TransportKind::Shm; world - 1]);
             exchange(&mut mesh, 200_000).unwrap();
         });
@@ -118,7 +118,7 @@ fn one_host_shares_memory() {
 #[test]
 fn tcp_on_request() {
     for world in [2, 4] {
-        on_all(formed(Prefer::Tcp, &vec!["a"; world]), |mut mesh| {
+        on_all(formed(Transport::Tcp, &vec!["a"; world]), |mut mesh| {
             assert_eq!(kinds(&mesh), vec![TransportKind::Tcp; world - 1]);
             exchange(&mut mesh, 3_000_000).unwrap();
             exchange(&mut mesh, 1).unwrap();
@@ -138,7 +138,7 @@ fn hosts_are_mixed_per_pair() {
         vec![Tcp, Tcp, Tcp, Tcp],
     ];
     on_all(
-        formed(Prefer::Auto, &["a", "b", "a", "b", "c"]),
+        formed(Transport::Auto, &["a", "b", "a", "b", "c"]),
         |mut mesh| {
             assert_eq!(kinds(&mesh), expected[mesh.rank()]);
             exchange(&mut mesh, 500_000).unwrap();
@@ -149,14 +149,14 @@ fn hosts_are_mixed_per_pair() {
 
 #[test]
 fn a_rank_without_a_hint_uses_tcp() {
-    for mesh in formed(Prefer::Auto, &["", ""]) {
+    for mesh in formed(Transport::Auto, &["", ""]) {
         assert_eq!(kinds(&mesh), [TransportKind::Tcp]);
     }
 }
 
 #[test]
 fn a_group_of_one_needs_nobody() {
-    for prefer in [Prefer::Auto, Prefer::Shm, Prefer::Tcp] {
+    for prefer in [Transport::Auto, Transport::Shm, Transport::Tcp] {
         let mut meshes = formed(prefer, &["a"]);
         assert!(meshes[0].describe().is_empty());
         loiter(&mut meshes[0], Duration::from_millis(5)).unwrap();
@@ -170,7 +170,7 @@ fn the_real_host_is_found_by_probing() {
     let meshes: Vec<Mesh> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..2)
             .map(|rank| {
-                let o = options(rank, 2, &token, Prefer::Shm);
+                let o = options(rank, 2, &token, Transport::Shm);
                 let store = &store;
                 scope.spawn(move || form(store, &o).unwrap())
             })
@@ -189,7 +189,7 @@ fn several_groups_share_a_store() {
             for rank in 0..2 {
                 let o = FormOptions {
                     group,
-                    ..options(rank, 2, &token, Prefer::Auto)
+                    ..options(rank, 2, &token, Transport::Auto)
                 };
                 let store = Arc::clone(&store);
                 scope.spawn(move || exchange(&mut form(&*store, &o).unwrap(), 1000).unwrap());
@@ -202,7 +202,7 @@ fn several_groups_share_a_store() {
 fn forming_may_take_for_ever() {
     let store = MemStore::new();
     let token = Token::generate().unwrap();
-    for prefer in [Prefer::Shm, Prefer::Tcp] {
+    for prefer in [Transport::Shm, Transport::Tcp] {
         std::thread::scope(|scope| {
             for rank in 0..2 {
                 let o = FormOptions {
@@ -226,7 +226,7 @@ fn late_ranks_are_named() {
             let timeout = Duration::from_millis(3000);
             let o = FormOptions {
                 timeout,
-                ..options(rank, 4, &token, Prefer::Auto)
+                ..options(rank, 4, &token, Transport::Auto)
             };
             let store = &store;
             scope.spawn(move || {
@@ -247,7 +247,7 @@ fn late_ranks_are_named() {
 fn who_comes_after_the_others_gave_up_hears_it_at_once() {
     let store = MemStore::new();
     let token = Token::generate().unwrap();
-    for prefer in [Prefer::Shm, Prefer::Tcp] {
+    for prefer in [Transport::Shm, Transport::Tcp] {
         let generation = prefer as u32;
         let hasty = FormOptions {
             generation,
@@ -270,7 +270,7 @@ fn who_comes_after_the_others_gave_up_hears_it_at_once() {
 /// The first to claim the rank keeps it, and no other rank is affected.
 #[test]
 fn of_a_rank_taken_twice_only_the_second_is_refused() {
-    for prefer in [Prefer::Auto, Prefer::Tcp] {
+    for prefer in [Transport::Auto, Transport::Tcp] {
         let store = MemStore::new();
         let token = Token::generate().unwrap();
         let form_as = |rank| form(&store, &options(rank, 2, &token, prefer));
@@ -311,7 +311,7 @@ fn a_stray_of_another_size_that_came_first_is_refused_alone() {
     for size in [3, 5, 1000] {
         let store = MemStore::new();
         let token = Token::generate().unwrap();
-        let form_as = |rank, world| form(&store, &options(rank, world, &token, Prefer::Auto));
+        let form_as = |rank, world| form(&store, &options(rank, world, &token, Transport::Auto));
         std::thread::scope(|scope| {
             let stray = scope.spawn(|| form_as(2, size).map(drop).unwrap_err());
             let record = format!("comm/1/0/{size}/member/2");
@@ -341,7 +341,7 @@ fn a_stray_of_another_size_that_came_first_is_refused_alone() {
 fn a_stray_is_refused_by_a_group_that_has_formed() {
     let store = MemStore::new();
     let token = Token::generate().unwrap();
-    let form_as = |rank, world| form(&store, &options(rank, world, &token, Prefer::Auto));
+    let form_as = |rank, world| form(&store, &options(rank, world, &token, Transport::Auto));
     std::thread::scope(|scope| {
         let strays = [1, 2].map(|rank| {
             let stray = scope.spawn(move || form_as(rank, 100).map(drop).unwrap_err());
@@ -372,7 +372,7 @@ fn a_missed_deadline_says_who_was_turned_away() {
         .unwrap();
     std::thread::scope(|scope| {
         for rank in [0, 1] {
-            let (store, mut o) = (&store, options(rank, 3, &token, Prefer::Tcp));
+            let (store, mut o) = (&store, options(rank, 3, &token, Transport::Tcp));
             o.timeout = Duration::from_secs(1);
             scope.spawn(move || {
                 let text = form(store, &o).map(drop).unwrap_err().to_string();
@@ -400,9 +400,9 @@ fn disagreement_is_named_and_ends_everyones_wait() {
     };
     let auto = |rank, world| FormOptions {
         timeout: Duration::from_secs(2),
-        ..options(rank, world, &token, Prefer::Auto)
+        ..options(rank, world, &token, Transport::Auto)
     };
-    for text in disagree(auto(0, 2), options(1, 2, &token, Prefer::Tcp)) {
+    for text in disagree(auto(0, 2), options(1, 2, &token, Transport::Tcp)) {
         assert!(text.contains("transport"), "{text}");
     }
     let [first, second] = disagree(auto(0, 2), auto(1, 3));
@@ -415,7 +415,7 @@ fn disagreement_is_named_and_ends_everyones_wait() {
 
 #[test]
 fn shm_on_request_or_an_error_saying_why() {
-    let results = form_on(&MemStore::new(), Prefer::Shm, &["a", "b"]);
+    let results = form_on(&MemStore::new(), Transport::Shm, &["a", "b"]);
     for result in results {
         let e = result.unwrap_err();
         assert!(e.to_string().contains("another host"), "{e}");
@@ -428,7 +428,7 @@ fn loopback_between_machines_is_refused_at_once() {
     let token = Token::generate().unwrap();
     std::thread::scope(|scope| {
         for rank in 0..2 {
-            let o = options(rank, 2, &token, Prefer::Auto);
+            let o = options(rank, 2, &token, Transport::Auto);
             let name = format!("machine {rank}");
             let host = Host {
                 machine: name.clone(),
@@ -458,7 +458,7 @@ fn strangers_do_not_disturb_forming() {
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..3)
             .map(|rank| {
-                let (store, o) = (&store, options(rank, 3, &token, Prefer::Tcp));
+                let (store, o) = (&store, options(rank, 3, &token, Transport::Tcp));
                 scope.spawn(move || {
                     // Rank 2 is late: the others listen for a while.
                     if rank == 2 {
@@ -496,7 +496,7 @@ fn another_token_is_a_users_mistake() {
             let timeout = Duration::from_secs(6);
             let o = FormOptions {
                 timeout,
-                ..options(rank, 2, &token, Prefer::Tcp)
+                ..options(rank, 2, &token, Transport::Tcp)
             };
             let store = &store;
             scope.spawn(move || {
@@ -514,7 +514,7 @@ fn another_token_is_a_users_mistake() {
 
 #[test]
 fn abort_crosses_tcp_with_its_cause() {
-    on_all(formed(Prefer::Tcp, &["a"; 3]), |mut mesh| {
+    on_all(formed(Transport::Tcp, &["a"; 3]), |mut mesh| {
         if mesh.rank() == 1 {
             std::thread::sleep(Duration::from_millis(20));
             mesh.abort_handle().poison(&Poison::new(1, "disk full"));
@@ -532,23 +532,26 @@ fn abort_crosses_tcp_with_its_cause() {
 
 #[test]
 fn abort_reaches_all_hosts_of_a_mixed_mesh() {
-    on_all(formed(Prefer::Auto, &["a", "a", "b", "b"]), |mut mesh| {
-        let start = Instant::now();
-        if mesh.rank() == 3 {
-            std::thread::sleep(Duration::from_millis(20));
-            mesh.abort_handle().poison(&Poison::new(3, "enough"));
-        }
-        // Every rank waits for its neighbour in shared memory only.
-        let peer = mesh.rank() ^ 1;
-        let e = recv_byte(&mut mesh, peer).unwrap_err();
-        assert_eq!(e.origin_rank(), Some(3), "{e}");
-        assert!(start.elapsed() < SOON);
-    });
+    on_all(
+        formed(Transport::Auto, &["a", "a", "b", "b"]),
+        |mut mesh| {
+            let start = Instant::now();
+            if mesh.rank() == 3 {
+                std::thread::sleep(Duration::from_millis(20));
+                mesh.abort_handle().poison(&Poison::new(3, "enough"));
+            }
+            // Every rank waits for its neighbour in shared memory only.
+            let peer = mesh.rank() ^ 1;
+            let e = recv_byte(&mut mesh, peer).unwrap_err();
+            assert_eq!(e.origin_rank(), Some(3), "{e}");
+            assert!(start.elapsed() < SOON);
+        },
+    );
 }
 
 #[test]
 fn leaving_over_tcp_is_a_loss_only_for_those_who_expect_something() {
-    on_all(formed(Prefer::Tcp, &["a"; 3]), |mut mesh| {
+    on_all(formed(Transport::Tcp, &["a"; 3]), |mut mesh| {
         match mesh.rank() {
             0 => {
                 assert_eq!(recv_byte(&mut mesh, 2).unwrap(), b'a');
@@ -569,7 +572,7 @@ fn leaving_over_tcp_is_a_loss_only_for_those_who_expect_something() {
 
 #[test]
 fn sending_to_one_who_left_over_tcp_ends() {
-    on_all(formed(Prefer::Tcp, &["a"; 2]), |mut mesh| {
+    on_all(formed(Transport::Tcp, &["a"; 2]), |mut mesh| {
         if mesh.rank() == 1 {
             return;
         }
@@ -602,7 +605,7 @@ fn sending_to_one_who_left_over_tcp_ends() {
 #[test]
 fn a_poisoned_rank_that_leaves_passes_the_first_cause_on() {
     on_all(
-        formed(Prefer::Auto, &["a", "a", "b"]),
+        formed(Transport::Auto, &["a", "a", "b"]),
         |mut mesh| match mesh.rank() {
             0 => assert!(mesh.abort_handle().poison(&Poison::new(0, "root"))),
             // Learns it through shared memory, and leaves.

@@ -4,7 +4,7 @@ use std::io::{ErrorKind as IoKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use phalanx_wire::frame::{Header, Kind};
@@ -12,6 +12,7 @@ use phalanx_wire::frame::{Header, Kind};
 use super::super::poison::{MAX_CAUSE_BYTES, Poison};
 use super::super::segment::Segment;
 use crate::Error;
+use crate::sync::lock;
 
 /// How long after the end of a data stream its reason may still be in transit on the
 /// control stream.
@@ -132,7 +133,7 @@ impl Control {
     /// Reads the bytes that have come; returns the peer's fate once it is known. An
     /// abort also poisons this host.
     pub(crate) fn pump(&self) -> Option<Fate> {
-        let mut inbox = self.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut inbox = lock(&self.inbox);
         if inbox.fate.is_none() {
             inbox.fate = self.read(&mut inbox);
             if let Some(fate) = &inbox.fate {

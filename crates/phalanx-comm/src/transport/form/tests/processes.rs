@@ -6,6 +6,7 @@
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::channel;
 
 use phalanx_store::{TcpServer, TcpStore};
 
@@ -25,7 +26,7 @@ const NOT_FORMED: i32 = 3;
 struct Rank(Child);
 
 impl Rank {
-    fn start(rank: usize, place: &str, token: &Token, prefer: Prefer, temp: &Path) -> Rank {
+    fn start(rank: usize, place: &str, token: &Token, prefer: Transport, temp: &Path) -> Rank {
         Rank(
             Rank::command(rank, place, token, prefer, temp)
                 .spawn()
@@ -33,7 +34,7 @@ impl Rank {
         )
     }
 
-    fn command(rank: usize, place: &str, token: &Token, prefer: Prefer, temp: &Path) -> Command {
+    fn command(rank: usize, place: &str, token: &Token, prefer: Transport, temp: &Path) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
             .args([
@@ -76,7 +77,7 @@ fn child() {
     let token = Token::from_hex(&variable(TOKEN)).unwrap();
     let store = TcpStore::connect(&place, token.clone(), PATIENCE).unwrap();
     let rank: usize = variable(RANK).parse().unwrap();
-    let prefer = Prefer::parse(&variable(PREFER)).unwrap();
+    let prefer: Transport = serde_json::from_value(variable(PREFER).into()).unwrap();
     if let Ok(more) = std::env::var(FILES) {
         allow_files(more.parse().unwrap());
     }
@@ -125,7 +126,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 /// Kills rank 2 while ranks 0 and 1 wait, `waiting` deciding for whom.
-fn kill_one(prefer: Prefer, kind: TransportKind) {
+fn kill_one(prefer: Transport, kind: TransportKind) {
     let token = Token::generate().unwrap();
     let server = TcpServer::bind("127.0.0.1:0".parse().unwrap(), token.clone()).unwrap();
     let place = server.local_addr().to_string();
@@ -177,7 +178,7 @@ fn who_is_killed_while_the_group_forms_is_named_at_once() {
     let server = TcpServer::bind("127.0.0.1:0".parse().unwrap(), token.clone()).unwrap();
     let place = server.local_addr().to_string();
     let temp = tempfile::tempdir().unwrap();
-    for prefer in [Prefer::Auto, Prefer::Tcp] {
+    for prefer in [Transport::Auto, Transport::Tcp] {
         let store = TcpStore::connect(&place, token.clone(), PATIENCE).unwrap();
         let mut victim = Rank::start(1, &place, &token, prefer, temp.path());
         let error = std::thread::scope(|scope| {
@@ -210,12 +211,12 @@ fn who_is_killed_while_the_group_forms_is_named_at_once() {
 
 #[test]
 fn a_killed_process_is_named_at_once_over_shm() {
-    kill_one(Prefer::Shm, TransportKind::Shm);
+    kill_one(Transport::Shm, TransportKind::Shm);
 }
 
 #[test]
 fn a_killed_process_is_named_at_once_over_tcp() {
-    kill_one(Prefer::Tcp, TransportKind::Tcp);
+    kill_one(Transport::Tcp, TransportKind::Tcp);
 }
 
 /// Ranks 1 and 2 wait on one host: one of them reports it, the other is silent.
@@ -228,7 +229,7 @@ fn a_rank_that_starts_late_is_named_while_the_group_forms() {
     let (tell, told) = channel();
     let mut ranks = Vec::new();
     for rank in [1, 2] {
-        let mut command = Rank::command(rank, &place, &token, Prefer::Auto, temp.path());
+        let mut command = Rank::command(rank, &place, &token, Transport::Auto, temp.path());
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stderr.take().unwrap()).lines();
         ranks.push(Rank(child));
@@ -265,14 +266,14 @@ fn running_out_of_files_ends_forming_and_names_the_limit() {
         let temp = tempfile::tempdir().unwrap();
         let store = TcpStore::connect(&place, token.clone(), PATIENCE).unwrap();
         let start = |rank| {
-            let mut command = Rank::command(rank, &place, &token, Prefer::Tcp, temp.path());
+            let mut command = Rank::command(rank, &place, &token, Transport::Tcp, temp.path());
             command.stderr(Stdio::null());
             command
         };
         let limited = Rank(start(1).env(FILES, more.to_string()).spawn().unwrap());
         let other = Rank(start(2).spawn().unwrap());
         let began = Instant::now();
-        let error = form(&store, &options(0, 3, &token, Prefer::Tcp)).unwrap_err();
+        let error = form(&store, &options(0, 3, &token, Transport::Tcp)).unwrap_err();
         assert!(began.elapsed() < SOON, "{error}");
         assert_eq!(error.origin_rank(), Some(1), "{error}");
         assert!(error.to_string().contains("(ulimit -n)"), "{error}");

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// Maximum number of pairs of source and reason.
@@ -54,12 +55,22 @@ impl fmt::Display for RefusedConnections {
     }
 }
 
-/// Counts by source and reason.
+/// Counts by source and reason, and their sum, with refused members.
 #[derive(Debug, Default)]
-pub(super) struct Refusals(Mutex<BTreeMap<(IpAddr, RefusalReason), u64>>);
+pub(crate) struct Refusals(Mutex<BTreeMap<(IpAddr, RefusalReason), u64>>, AtomicU64);
 
 impl Refusals {
-    pub(super) fn note(&self, source: IpAddr, reason: RefusalReason) {
+    /// Counts one of which only the number is known.
+    pub(crate) fn count(&self) {
+        self.1.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn total(&self) -> u64 {
+        self.1.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn note(&self, source: IpAddr, reason: RefusalReason) {
+        self.count();
         let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (source.to_canonical(), reason);
         if counts.len() < MAX_KEPT || counts.contains_key(&key) {
@@ -68,7 +79,7 @@ impl Refusals {
     }
 
     /// All counts, the largest first.
-    pub(super) fn list(&self) -> Vec<RefusedConnections> {
+    pub(crate) fn list(&self) -> Vec<RefusedConnections> {
         let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut list: Vec<RefusedConnections> = counts
             .iter()
