@@ -360,7 +360,6 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["engine"],
             &["machine"],
             &["report"],
-            &["ending"],
             &["tail"],
             &["job_files"],
             &["inspect"],
@@ -370,6 +369,7 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["flight"],
             &["evict"],
             &["nodes"],
+            &["ending"],
             &["job"],
             &["log"],
             &["rank_args"],
@@ -505,12 +505,12 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
 ];
 
 /// The number of circles of files, and of files in them, that is allowed.
-const CIRCLES: usize = 4;
-const FILES_IN_CIRCLES: usize = 47;
+const CIRCLES: usize = 3;
+const FILES_IN_CIRCLES: usize = 45;
 
 /// The number of lines of code in the whole repository that is allowed. It may only fall: a feature that needs lines frees as
 /// many first.
-const LINES: usize = 121_174;
+const LINES: usize = 119_106;
 
 /// When the code is more than this much shorter than `LINES`, `LINES` must be lowered.
 const SLACK: usize = 150;

@@ -20,52 +20,41 @@
 
 mod attempts;
 mod info;
+mod join;
 mod membership;
 mod pulse;
 mod silence;
 mod standby;
 mod store;
-mod tell;
 
 pub use attempts::{Next, insist};
 pub use info::NodeInfo;
+pub use join::join;
 pub use membership::{Attempt, LauncherEvent, LauncherLog, Rules};
 pub use standby::Moved;
 pub use store::{NodeStore, host_locally, meeting_store};
 
 use std::collections::BTreeSet;
-use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use phalanx_comm::PortRange;
-use phalanx_comm::transport::what_loopback_means;
-use phalanx_member::Replay;
 use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore, Will};
 use phalanx_wire::Token;
 
-use self::info::{compare, compare_jobs, mixed, name_of};
+use self::info::name_of;
 use self::membership::Launchers;
 use self::pulse::{Heard, Pulse, SILENT, gone_key};
 use self::standby::{Quorum, Roster};
 use super::Event;
 use super::report::JobFailure;
 use crate::error::{Error, ErrorKind, Result};
-use crate::{lock, say, spawn, system};
-
-/// How many nodes without a number have arrived.
-const ARRIVED_KEY: &str = "launch/arrived";
+use crate::{lock, say, spawn};
 
 /// How often blocking steps check for a Ctrl-C.
 const SLICE: Duration = Duration::from_millis(200);
-/// How much longer than its deadline connecting may take: resolving a name has none.
-const LOOKUP_LIMIT: Duration = Duration::from_secs(1);
-/// Threads of a launcher that ask the store at once: the one that beats, the one that waits for the verdict, and the
-/// main one.
-const ASKING_THREADS: usize = 3;
 /// How long one question for the verdict waits.
 const VERDICT_WAIT: Duration = Duration::from_millis(500);
 /// How long node 0 keeps the store, from the moment on when all is decided,
@@ -80,8 +69,6 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// When a wait is reported for the first time; then again each time it has doubled.
 const QUIET: Duration = Duration::from_secs(2);
-/// Most kinds of refused connections that are named at a time.
-const REFUSED_SHOWN: usize = 3;
 
 /// The nodes of the job, after all have joined.
 pub struct Nodes {
@@ -133,253 +120,6 @@ pub struct Nodes {
     searches_until: Option<Instant>,
 }
 
-/// Joins as node `me`, or as the next one that arrives; `interrupted` is asked often and ends it.
-///
-/// # Errors
-/// `Timeout` names the nodes that did not come, or the address where nobody
-/// listens; `Usage` names the node that was started differently.
-pub fn join(
-    at: &mut NodeStore,
-    me: Option<usize>,
-    mut info: NodeInfo,
-    token: &Token,
-    timeout: Duration,
-    ports: Option<PortRange>,
-    mut interrupted: impl FnMut() -> Option<Error>,
-) -> Result<Nodes> {
-    let started = Instant::now();
-    let deadline = started + timeout;
-    let store = reach(at, &info, token, (started, deadline), &mut interrupted)?;
-    // The way to node 0 says by which of our addresses others reach us.
-    if at.server.is_none() {
-        at.bind = at.bind.or(store.local_ip());
-    }
-    info.address = at.bind;
-    let standby = standby_of(at, &info, token, ports);
-    info.standby = standby.as_ref().map(TcpServer::local_addr);
-    let total = info.nodes;
-    // Until all are here the meeting's deadline holds for every question.
-    let left = deadline.saturating_duration_since(Instant::now());
-    store.set_response_timeout(left.clamp(LAST_WORDS, ANSWER_LIMIT));
-    // Without them a request opens one.
-    let _ = store.reserve_connections(ASKING_THREADS);
-    let store = Arc::new(store);
-    let mut log = LauncherLog::new(store.clone());
-    if at.server.is_none() && me != Some(0) {
-        // Before anything is written: a launcher that is refused hurts no other.
-        let first = node_0(&mut log, deadline, &mut interrupted)?;
-        compare_jobs(&info, &first, &at.dial)?;
-        compare(&info, me, &first, 0).inspect_err(|error| {
-            if info.least.is_none() {
-                // The others would wait for this node, unless all have met.
-                let _ = tell::leave_word(&mut log, store.local_ip(), &info.host, error);
-            }
-        })?;
-    }
-    let me = match me {
-        Some(me) => me,
-        None if at.server.is_some() => 0,
-        None => arrive(&store, info.least.map_or(total, |_| usize::MAX))?,
-    };
-    let will = register(&mut log, me, &info)?;
-    let mut nodes = Nodes {
-        store,
-        server: at.server.take().map(Arc::new),
-        standby: standby.map(Arc::new),
-        standing_by: None,
-        roster: Arc::new(Mutex::new(Roster::new(&at.first))),
-        first: at.first.clone(),
-        token: token.clone(),
-        last_host: 0,
-        moves: None,
-        log: Mutex::new(log),
-        id: me,
-        me,
-        attempt: Attempt::default(),
-        stop: Arc::new(AtomicBool::new(false)),
-        is_watched: Arc::new(AtomicBool::new(true)),
-        heard: Arc::new(Heard::new(total)),
-        host: Arc::new(Heard::new(1)),
-        gone: Arc::default(),
-        out_of_reach: AtomicBool::new(false),
-        will: Mutex::new(will),
-        can_restart: info.max_restarts > 0 || info.elastic || info.least.is_some(),
-        is_elastic: info.least.is_some(),
-        has_left: Arc::default(),
-        to_begin: attempts::ToBegin::default(),
-        is_spare: false,
-        servers: Vec::new(),
-        searches_until: None,
-    };
-    if nodes.is_elastic {
-        nodes.store.set_response_timeout(ANSWER_LIMIT);
-        return Ok(nodes);
-    }
-    // From here on the others count on us: a failure must reach them.
-    match nodes.gather(total, &info, started, deadline, &mut interrupted) {
-        Ok(attempt) => {
-            nodes.is_elastic = info.elastic;
-            nodes.enter(&attempt);
-            Ok(nodes)
-        }
-        Err(error) => {
-            let message = format!("node {me} (host {}): {}", info.host, error.chain());
-            nodes.publish(&JobFailure::new(error.exit_code(), me, message), true);
-            nodes.leave(Instant::now());
-            Err(error)
-        }
-    }
-}
-
-/// Connects to the store of the job, also where it has moved from node 0.
-fn reach(
-    at: &mut NodeStore,
-    info: &NodeInfo,
-    token: &Token,
-    (started, deadline): (Instant, Instant),
-    interrupted: &mut impl FnMut() -> Option<Error>,
-) -> Result<TcpStore> {
-    loop {
-        let store = connect(&at.dial, token, started, deadline, interrupted)?;
-        let moved = store.try_get(standby::MOVED_KEY).map_err(lost_node_0)?;
-        // A launcher that hosts this store joins it as node 0; `next` then sends it to the other store.
-        let Some(address) = moved.filter(|_| info.least.is_some() && at.server.is_none()) else {
-            return Ok(store);
-        };
-        let address = String::from_utf8_lossy(&address).into_owned();
-        match TcpStore::connect(&address, token.clone(), ANSWER_LIMIT) {
-            Ok(store) => {
-                at.moved(&address);
-                return Ok(store);
-            }
-            // It has moved once more.
-            Err(_) if Instant::now() < deadline => std::thread::sleep(SLICE),
-            Err(error) => return Err(lost_store("the node with the store", error)),
-        }
-        if let Some(error) = interrupted() {
-            return Err(error);
-        }
-    }
-}
-
-/// The server to which the store can move, of a launcher that does not host it.
-fn standby_of(
-    at: &NodeStore,
-    info: &NodeInfo,
-    token: &Token,
-    ports: Option<PortRange>,
-) -> Option<TcpServer> {
-    if !info.elastic {
-        return None;
-    }
-    if let Some(server) = &at.server {
-        standby::leave_out_beats(server);
-        return None;
-    }
-    let standby = at.bind.and_then(|ip| standby::bind(ip, ports, token));
-    if standby.is_none() {
-        say::note(
-            "warning: no port is free for this node's copy of the job's store: the store cannot move here, and the ranks of this node do not count where the network breaks; give --port-range one port more",
-        );
-    }
-    standby
-}
-
-/// Writes the description of launcher `me`, with which the others begin to count on it. Returns its will.
-fn register(log: &mut LauncherLog, me: usize, info: &NodeInfo) -> Result<Option<Will>> {
-    let why = JobFailure::of_killed(me, &info.host);
-    let killed = match info.least.is_some() && me != 0 {
-        true => LauncherEvent::Lost { id: me, why },
-        false => LauncherEvent::Abort(why),
-    };
-    // Before the entry, with which the others begin to count on us.
-    let mut will = match me {
-        // Its store would die with it.
-        0 => None,
-        _ => {
-            let killed = serde_json::to_vec(&killed).map_err(system("cannot write JSON"))?;
-            let will = log.store().leave_will(Launchers::PREFIX, &killed);
-            will.map_err(lost_node_0)?
-        }
-    };
-    let written = log.append(|all| {
-        let info = info.clone();
-        let is_new = all.info(me).is_none();
-        is_new.then_some(LauncherEvent::Arrived { id: me, info })
-    });
-    written.map_err(|error| {
-        // The entry may be there: only the answer was lost.
-        will.take().into_iter().for_each(Will::execute);
-        lost_store("node 0", error)
-    })?;
-    let other = log.state().info(me).filter(|other| *other != info);
-    let Some(other) = other.cloned() else {
-        return Ok(will);
-    };
-    drop(will); // no launcher waits for this one
-    let error = match other.by_arrival == info.by_arrival {
-        false => mixed(info, &other),
-        true => {
-            let who = format!("host {}, pid {}", other.host, other.pid);
-            Error::usage(format!("node {me} has already joined: {who}"))
-                .note("fix", "give every launcher its own --node-rank")
-        }
-    };
-    // Without its number, which is the other launcher's.
-    let _ = tell::leave_word(log, info.address, &info.host, &error);
-    Err(error)
-}
-
-/// Waits for the description of node 0.
-fn node_0(
-    log: &mut LauncherLog,
-    deadline: Instant,
-    interrupted: &mut impl FnMut() -> Option<Error>,
-) -> Result<NodeInfo> {
-    loop {
-        match log.wait(SLICE) {
-            Ok(all) => {
-                if let Some(info) = all.info(0) {
-                    return Ok(info.clone());
-                }
-                if Instant::now() >= deadline {
-                    let what = "the launcher of node 0 has not joined its own job";
-                    return Err(Error::new(ErrorKind::Timeout, what));
-                }
-            }
-            Err(error) if error.kind() == StoreKind::NoAnswer && Instant::now() < deadline => {}
-            Err(error) => return Err(lost_node_0(error)),
-        }
-        check_goes_on(log.state(), interrupted)?;
-    }
-}
-
-/// That the job has no verdict yet, and this launcher was not interrupted.
-fn check_goes_on(
-    launchers: &Launchers,
-    interrupted: &mut impl FnMut() -> Option<Error>,
-) -> Result<()> {
-    let verdict = launchers.abort().cloned();
-    let error = verdict.map(|verdict| verdict.into_error(None));
-    error.or_else(interrupted).map_or(Ok(()), Err)
-}
-
-/// The number of a node that has none: the next one after those that have arrived.
-fn arrive(store: &TcpStore, total: usize) -> Result<usize> {
-    let arrived = store.add(ARRIVED_KEY, 1).map_err(lost_node_0)?;
-    let me = usize::try_from(arrived).unwrap_or(usize::MAX);
-    if me < total {
-        return Ok(me);
-    }
-    Err(Error::usage(format!(
-        "the job has its {total} nodes already: this launcher is one more"
-    ))
-    .note(
-        "fix",
-        "start one launcher per node, and a new job (--rdzv-endpoint) after the last one has ended",
-    ))
-}
-
 impl Drop for Nodes {
     /// This launcher ends without a guard. Where it could not publish why, its will is all that the others hear.
     fn drop(&mut self) {
@@ -388,210 +128,7 @@ impl Drop for Nodes {
     }
 }
 
-fn connect(
-    dial: &str,
-    token: &Token,
-    started: Instant,
-    deadline: Instant,
-    interrupted: &mut impl FnMut() -> Option<Error>,
-) -> Result<TcpStore> {
-    // One attempt until the deadline, as a new one goes to the end of a busy server's queue.
-    // It cannot be interrupted, so it runs on a thread.
-    let (tell, told) = channel();
-    let last = Arc::new(Mutex::new(None));
-    let failure = last.clone();
-    let (to, token) = (dial.to_owned(), token.clone());
-    spawn("connect", move || {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = left.max(Duration::from_millis(20));
-        let mut is_first = true;
-        let store = TcpStore::connect_with(&to, token, left, |error| {
-            if std::mem::take(&mut is_first)
-                && let Some(means) = means_this_host(&to)
-            {
-                say::note(format_args!(
-                    "warning: {means}: if node 0 is on another host, give all nodes its address as --master-addr"
-                ));
-            }
-            *lock(&failure) = Some(error.to_string());
-        });
-        // Nobody listens after an interrupt.
-        let _ = tell.send(store);
-    })?;
-    let last = || lock(&last).clone();
-    let mut say_at = QUIET;
-    let error = loop {
-        match told.recv_timeout(SLICE) {
-            Ok(Ok(store)) => return Ok(store),
-            Ok(Err(error)) => break Some(error),
-            Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => break None,
-        }
-        if let Some(error) = interrupted() {
-            return Err(error);
-        }
-        if Instant::now() >= deadline + LOOKUP_LIMIT {
-            break None;
-        }
-        if started.elapsed() >= say_at {
-            say_at = started.elapsed() * 2;
-            let why = last().unwrap_or_else(|| "it does not answer".to_owned());
-            say::note(format_args!(
-                "waiting for the launcher of node 0 at {dial}: {why}"
-            ));
-        }
-    };
-    match error.as_ref().map(phalanx_store::Error::kind) {
-        Some(StoreKind::TokenMismatch) => {
-            return Err(Error::usage(format!(
-                "the launcher at {dial} belongs to another job: it has another token"
-            ))
-            .note("fix", "give all launchers of the job the same --token-file"));
-        }
-        Some(StoreKind::Rejected(_) | StoreKind::Usage) => {
-            let ours = Error::usage(format!("no launcher to join at {dial}"));
-            return Err(match error {
-                Some(error) => ours.caused_by(error),
-                None => ours,
-            });
-        }
-        _ => {}
-    }
-    let waited = started.elapsed().as_secs_f64();
-    let ours = Error::new(
-        ErrorKind::Timeout,
-        format!("no launcher of node 0 answered at {dial} within {waited:.1} s"),
-    );
-    let ours = match error {
-        Some(error) => ours.caused_by(error),
-        None => ours.note("last", last().unwrap_or_else(|| "no answer".to_owned())),
-    };
-    Err(ours.note(
-        "fix",
-        "start node 0; check --master-addr, --master-port and firewalls",
-    ))
-}
-
-/// Whether the name in `dial` is this host's own, so that node 0 cannot be found by it from here.
-fn means_this_host(dial: &str) -> Option<String> {
-    let (host, _) = dial.rsplit_once(':')?;
-    let addresses: Vec<SocketAddr> = dial.to_socket_addrs().ok()?.collect();
-    let is_local = addresses.iter().all(|address| address.ip().is_loopback());
-    let first = addresses.first().filter(|_| is_local)?;
-    what_loopback_means(host.trim_matches(['[', ']']), first.ip())
-}
-
 impl Nodes {
-    /// Waits for the first attempt, which begins when all nodes have joined, and compares their descriptions with ours.
-    fn gather(
-        &self,
-        total: usize,
-        info: &NodeInfo,
-        started: Instant,
-        deadline: Instant,
-        interrupted: &mut impl FnMut() -> Option<Error>,
-    ) -> Result<Attempt> {
-        let mut log = lock(&self.log);
-        let mut seen = BTreeSet::new();
-        let mut say_at = QUIET;
-        loop {
-            match log.wait(SLICE) {
-                Ok(_) => {}
-                // It says nothing of who came.
-                Err(error) if error.kind() == StoreKind::NoAnswer => {}
-                Err(error) => return Err(lost_node_0(error)),
-            }
-            // Look at entries as they come: a node that expects another world
-            // must not keep us waiting for one that never comes.
-            let there = (0..total).filter_map(|node| Some((node, log.state().info(node)?)));
-            for (node, theirs) in there.filter(|(node, _)| !seen.contains(node)) {
-                compare(info, Some(self.me), theirs, node)?;
-            }
-            let (here, absent): (Vec<usize>, _) =
-                (0..total).partition(|node| log.state().info(*node).is_some());
-            seen.extend(here);
-            if let Some(first) = log
-                .state()
-                .info(0)
-                .filter(|_| absent.is_empty() && self.me == 0)
-            {
-                let first = Attempt {
-                    ids: (0..total).collect(),
-                    master_port: first.master_port.unwrap_or(0),
-                    ..Attempt::default()
-                };
-                let written = log.append(|all| all.begin_with(&first));
-                written.map_err(lost_node_0)?;
-            }
-            if let Some(attempt) = log.state().attempt() {
-                return Ok(attempt.clone());
-            }
-            check_goes_on(log.state(), interrupted)?;
-            // Where all have come, node 0 has still to say so.
-            let absent = match absent.is_empty() {
-                true => vec![0],
-                false => absent,
-            };
-            let absent: Vec<String> = absent.iter().map(usize::to_string).collect();
-            let absent = absent.join(", ");
-            if Instant::now() >= deadline {
-                let waited = started.elapsed().as_secs_f64();
-                let mut error = Error::new(
-                    ErrorKind::Timeout,
-                    format!("node {absent} of {total} did not join within {waited:.1} s"),
-                );
-                let refused = self.refused();
-                if refused.is_empty() && self.server.is_some() {
-                    error = error.note(
-                        "seen",
-                        format!("it has not connected to {}", self.reached_at()),
-                    );
-                }
-                for refused in refused {
-                    error = error.note("perhaps", refused);
-                }
-                return Err(error.note(
-                    "fix",
-                    "start a launcher there, check its --master-addr and --master-port and firewalls between, or wait longer with --rdzv-timeout S",
-                ));
-            }
-            if started.elapsed() >= say_at {
-                say_at = started.elapsed() * 2;
-                let refused = self.refused().join("; ");
-                let why = match (&self.server, refused.as_str()) {
-                    (None, _) => String::new(),
-                    (_, "") => format!(": it has not connected to {}", self.reached_at()),
-                    (_, refused) => format!(
-                        ": {refused}; all launchers need the same --master-addr, --master-port and --token-file"
-                    ),
-                };
-                say::note(format_args!("waiting for node {absent} of {total}{why}"));
-            }
-        }
-    }
-
-    /// The address of our store.
-    fn reached_at(&self) -> String {
-        let addr = self.store.addr();
-        let is_local = addr
-            .parse::<SocketAddr>()
-            .is_ok_and(|a| a.ip().is_loopback());
-        let only = if is_local {
-            ", which no other host can reach"
-        } else {
-            ""
-        };
-        format!("{addr}{only}")
-    }
-
-    /// The connections that our store refused.
-    fn refused(&self) -> Vec<String> {
-        let refused = self.server.as_ref().map(|server| server.refused());
-        let refused = refused.unwrap_or_default();
-        let most = refused.iter().take(REFUSED_SHOWN);
-        most.map(ToString::to_string).collect()
-    }
-
     /// Our guard has our verdict: from now on a broken connection to the store
     /// alone is nobody's death.
     pub fn is_guarded(&self) {
@@ -1000,11 +537,6 @@ fn lost_store(node_0: &str, error: phalanx_store::Error) -> Error {
         _ => ErrorKind::PeerLost,
     };
     Error::new(kind, format!("lost the launcher of {node_0}")).caused_by(error)
-}
-
-/// The same before the nodes know each other.
-fn lost_node_0(error: phalanx_store::Error) -> Error {
-    lost_store("node 0", error)
 }
 
 #[cfg(test)]

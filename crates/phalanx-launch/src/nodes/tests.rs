@@ -1,7 +1,9 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::mpsc::channel;
 use std::thread;
 
+use super::join::ASKING_THREADS;
 use super::*;
 use crate::place::LOST_AFTER;
 
