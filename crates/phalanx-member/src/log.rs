@@ -92,7 +92,8 @@ impl<S: Replay> Replayed<S> {
     /// `Protocol` for an event that is not one.
     pub fn apply(&mut self, bytes: &[u8]) -> Result<()> {
         let event = serde_json::from_slice(bytes).map_err(|error| {
-            let what = format!("{} is no event of the job: {error}", self.next_key());
+            let (log, next) = (S::PREFIX.trim_end_matches('/'), self.next);
+            let what = format!("event {next} of {log} is garbled: {error}");
             Error::new(ErrorKind::Protocol, what)
         })?;
         self.state.apply(event);

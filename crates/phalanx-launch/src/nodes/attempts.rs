@@ -358,7 +358,7 @@ impl Nodes {
         }
         let host =
             insist(|| self.store.try_get(HOST_KEY)).map_err(|error| self.lost_store(error))?;
-        self.last_host = lock(&self.roster).note_host(host);
+        lock(&self.roster).note_host(host);
         let limit = standby::longest_election(self.host.limit()) * 2;
         self.store.move_with(file.clone(), limit);
         self.moves = Some(file.clone());
@@ -397,7 +397,6 @@ impl Nodes {
         events: Sender<Event>,
     ) -> Result<(String, String)> {
         let host = moved.host;
-        self.last_host = host;
         // Its will was left at the old place. A thread may be about to leave one there.
         self.gone = Arc::default();
         self.out_of_reach.store(false, Ordering::Relaxed);

@@ -93,7 +93,6 @@ pub fn join(
         roster: Arc::new(Mutex::new(Roster::new(&at.first))),
         first: at.first.clone(),
         token: token.clone(),
-        last_host: 0,
         moves: None,
         log: Mutex::new(log),
         id: me,

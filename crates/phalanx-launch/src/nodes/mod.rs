@@ -84,8 +84,6 @@ pub struct Nodes {
     /// The address of node 0.
     first: String,
     token: Token,
-    /// Who hosted it when the main thread heard of it last.
-    last_host: usize,
     /// Where this launcher and its ranks read where the store is, once it may move.
     moves: Option<PathBuf>,
     /// What has happened to the launchers.

@@ -191,10 +191,9 @@ impl Roster {
     }
 
     /// Who hosts the store, as it says in [`HOST_KEY`].
-    pub(super) fn note_host(&mut self, stored: Option<Vec<u8>>) -> Id {
+    pub(super) fn note_host(&mut self, stored: Option<Vec<u8>>) {
         let term = Term::stored(stored.as_deref());
         (self.host, self.term) = (term.host, term.number);
-        self.host
     }
 
     /// What launcher `me` says of the lost one `id`, from which nothing had come for so long.
