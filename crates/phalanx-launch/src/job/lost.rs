@@ -76,8 +76,8 @@ impl Job<'_> {
 
     /// Asks the ranks of this node to leave the others after a step, if the job goes on without them; false: it does not.
     pub(super) fn leave(&self, watch: &mut Supervision<'_>, signal: i32, at: Instant) -> bool {
-        let nodes = self.nodes.as_ref().filter(|nodes| nodes.goes_on_in_place());
-        // Ctrl-C where the store is means the job.
+        let nodes = self.nodes.as_ref().filter(|n| n.continues_in_place());
+        // Ctrl-C on the node with the store ends the job.
         let ends = |nodes: &Nodes| nodes.hosts_store() && signal != Signal::TERM.as_raw();
         if nodes.is_none_or(|nodes| ends(nodes) || !nodes.may_go()) || watch.machine.why().is_some()
         {
@@ -162,7 +162,7 @@ impl Job<'_> {
     /// The job goes on without the local rank `local`, or with another process in its place.
     pub(super) fn lose(&self, watch: &mut Supervision<'_>, local: usize) {
         let (number, pid) = (watch.ranks[local].number, watch.ranks[local].pid);
-        let (in_place, world) = (self.goes_on_in_place(), self.shared.world);
+        let (in_place, world) = (self.continues_in_place(), self.shared.world);
         let alive: Vec<usize> = watch.machine.alive().collect();
         let alive = alive.iter().map(|local| watch.ranks[*local].number);
         let alive: Vec<usize> = alive.collect();

@@ -579,7 +579,7 @@ impl Job<'_> {
             nodes.stand_by(file, self.sender.clone())?;
             self.shared.store_file = nodes.moves().map(|file| file.as_os_str().to_owned());
         }
-        if !self.goes_on_in_place() {
+        if !self.continues_in_place() {
             ending::watch(&guard, self.folder.path(), self.began);
         }
         // This drops the guard of the attempt before.
@@ -609,7 +609,7 @@ impl Job<'_> {
             children,
             machine: ShutdownState::new(ranks.len(), self.plan.args.stop_grace, ECHO_WAIT)
                 .elastic(self.plan.args.elastic)
-                .with_others(self.goes_on_in_place()),
+                .with_others(self.continues_in_place()),
             started: ranks.len(),
             restarts: self.restarts,
             log: None,
@@ -709,8 +709,8 @@ impl Job<'_> {
     }
 
     /// Whether the ranks of other nodes continue without those of this one.
-    fn goes_on_in_place(&self) -> bool {
-        self.nodes.as_ref().is_some_and(Nodes::goes_on_in_place)
+    fn continues_in_place(&self) -> bool {
+        self.nodes.as_ref().is_some_and(Nodes::continues_in_place)
     }
 
     /// All ranks here succeeded. With several nodes, each launcher waits until all nodes are

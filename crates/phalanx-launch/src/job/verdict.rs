@@ -246,7 +246,7 @@ impl Job<'_> {
 
     /// Our node's number, when there are several.
     pub(super) fn node(&self) -> Option<usize> {
-        let are_several = self.shared.nodes > 1 || self.goes_on_in_place();
+        let are_several = self.shared.nodes > 1 || self.continues_in_place();
         are_several.then_some(self.shared.node_rank)
     }
 

@@ -46,7 +46,7 @@ impl Forwarder {
         Forwarder { at, over, door }
     }
 
-    /// Lets nobody in any more and closes the first `connections`; gives the sockets of the others. A connection
+    /// Accepts no more connections and closes the first `connections`; gives the sockets of the others. A connection
     /// may carry its whole conversation before the door thread has noted it, so they are closed when that
     /// thread has ended.
     fn cut(self, connections: usize) -> Vec<TcpStream> {
@@ -183,7 +183,7 @@ fn a_node_from_which_nothing_comes_is_lost() {
     let want = "lost the connection to node 1 (host b, 127.0.0.1, ranks 1 and 2): nothing has come from it for 8.0 s";
     assert_eq!(a.lost().unwrap(), want);
     assert_eq!(b.lost(), None, "the key is about itself");
-    (1..=180).for_each(|n| lock(&b.host.silence).look(n * silence::LOOK));
+    (1..=180).for_each(|n| lock(&b.host.silence).advance(n * silence::LOOK));
     let want = "lost the connection to node 0 (host a, 127.0.0.1, rank 0): nothing has come from it for 9.0 s";
     assert_eq!(b.lost().unwrap(), want);
 }
@@ -240,7 +240,7 @@ fn is_known_to_be_gone(connections: usize) {
 /// A launcher that hosts its own store has the number 0. It took this number to the store of the running job, which had a
 /// node 0 already.
 #[test]
-fn a_launcher_that_is_told_at_once_of_a_job_elsewhere_goes_there() {
+fn a_launcher_that_learns_at_once_of_a_job_elsewhere_goes_there() {
     let token = Token::generate().unwrap();
     let server = TcpServer::bind((Ipv4Addr::LOCALHOST, 0).into(), token.clone()).unwrap();
     let at = server.local_addr();

@@ -185,7 +185,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     /// The error that ends the training on all ranks, since what none of them has cannot be restored.
     fn end(&mut self, what: &str) -> Result<Error> {
         self.elastic.is_lost = true;
-        self.ctx.tell(|_| Some(Event::NotElastic))?;
+        self.ctx.append(|_| Some(Event::NotElastic))?;
         self.ctx.note(what);
         let error = Error::new(ErrorKind::PeerLost, what);
         Ok(error.note("fix", "start the training again, from its last checkpoint"))

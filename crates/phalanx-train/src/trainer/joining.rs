@@ -79,7 +79,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             let takes_others = S::TAKES_OTHERS;
             // All ranks write it, each perhaps as the last one that is left.
             self.ctx
-                .tell(|state| (!state.is_elastic()).then_some(Event::Elastic { takes_others }))?;
+                .append(|state| (!state.is_elastic()).then_some(Event::Elastic { takes_others }))?;
             self.watch_requests();
             return Ok(());
         }
@@ -108,8 +108,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// This rank has the state of the others. `took_part`: and has taken a step.
     pub(super) fn announce_joined(&self, took_part: bool) -> Result<()> {
-        let number = self.ctx.number();
-        self.ctx.tell(|_| Some(Event::Joined { number, took_part }))
+        let (ctx, number) = (self.ctx, self.ctx.number());
+        ctx.append(|_| Some(Event::Joined { number, took_part }))
     }
 
     /// What must be the same on all ranks.

@@ -120,7 +120,7 @@ impl Machine {
             Decision::Fail(why) => self.apply(LauncherEvent::Abort(why)),
             Decision::TooFew(_) => self.apply(LauncherEvent::Abort(why(4))),
             Decision::Admit(id) => self.apply(LauncherEvent::Admitted { id, first: 0 }),
-            Decision::Lose(_) | Decision::Hold(_) | Decision::GoOn => {}
+            Decision::Lose(_) | Decision::Hold(_) | Decision::Continue => {}
         }
         Some(decision)
     }
@@ -204,7 +204,7 @@ impl World {
                     );
                     self.held = true;
                 }
-                Decision::GoOn => {
+                Decision::Continue => {
                     let there = self.running();
                     assert!(
                         self.held && there >= self.machine.host.rules.least,
@@ -422,7 +422,7 @@ fn in_place_the_ranks_of_others_go_on() {
     m.arrived(5);
     assert_eq!(m.decide(2 * SECOND), Some(Decision::Admit(3)));
     assert_eq!(m.decide(2 * SECOND), Some(Decision::Admit(4)));
-    assert_eq!(m.decide(2 * SECOND), Some(Decision::GoOn));
+    assert_eq!(m.decide(2 * SECOND), Some(Decision::Continue));
     assert_eq!(m.decide(9 * SECOND), None, "there is no room");
     m.lost(3);
     assert_eq!(m.decide(9 * SECOND), Some(Decision::Lose(3)));
