@@ -183,7 +183,7 @@ fn main_of(flow: &Flow, args: Vec<OsString>) -> Result<()> {
             // A closed output is no second error.
             let _ = error.print();
             match error.use_stderr() {
-                true => Err(Error::usage("wrong arguments").told()),
+                true => Err(Error::usage("wrong arguments").printed()),
                 false => Ok(()),
             }
         }

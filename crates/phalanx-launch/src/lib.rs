@@ -107,11 +107,11 @@ enum Event {
     StoreLost(String),
     /// Nothing comes from this node any more.
     NodeLost(usize),
-    /// The other nodes have lost this one, and go on.
+    /// The other nodes have lost this one, and continue.
     WasLost,
     /// The store is at another launcher now.
     StoreMoved(Moved),
-    /// This launcher reaches too few of the others to go on.
+    /// This launcher reaches too few of the others to continue.
     Parted,
     /// On node 0: the last launcher of the attempt joins it.
     Admit(Box<Attempt>),

@@ -19,7 +19,7 @@ use phalanx_base::{Error, ErrorKind, Result};
 use crate::error_file::ERRORS_VARIABLE;
 use crate::guard;
 
-/// The word by which the shim is told the processors.
+/// The argument that names the processors for the shim.
 pub fn processors_word(processors: Option<&Vec<usize>>) -> String {
     let numbers = processors.into_iter().flatten().map(usize::to_string);
     let numbers: Vec<String> = numbers.collect();

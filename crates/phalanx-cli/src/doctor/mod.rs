@@ -103,7 +103,7 @@ fn verdict(problems: usize) -> Result<()> {
         return Ok(());
     }
     let text = crate::format::plural(problems, "problem");
-    Err(Error::new(ErrorKind::Failed, format!("{text} found")).told())
+    Err(Error::new(ErrorKind::Failed, format!("{text} found")).printed())
 }
 
 impl Report {

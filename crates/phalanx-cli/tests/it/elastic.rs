@@ -757,7 +757,7 @@ fn ranks_that_wait_for_nodes_can_be_stopped_and_resumed() {
         signal(first.id(), "INT");
         let (code, out, err) = ended(first);
         assert_eq!(code, 130, "{out}{err}");
-        assert!(err.contains("go on with --resume auto"), "{err}");
+        assert!(err.contains("continue with --resume auto"), "{err}");
     }
     // One that is resumed does not know its initial weights.
     let (hashes, world) = result(&dir.join("run"));

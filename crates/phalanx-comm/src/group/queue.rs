@@ -133,7 +133,7 @@ impl Drop for Turn<'_> {
         let mut state = self.0.lock();
         state.holder = None;
         state.serving += 1;
-        // Otherwise nobody has the next ticket, or waits for the end.
+        // Otherwise no thread has the next ticket, or waits for the end.
         if state.serving != state.next_ticket || state.closed {
             self.0.wake(state);
         }
@@ -339,7 +339,7 @@ fn work(shared: &Shared) {
     }
 }
 
-/// Runs a job whose ticket is served, beside a thread that computes or not.
+/// Runs a job whose ticket is served; `beside`: while another thread computes.
 fn run_job(shared: &Shared, mut state: MutexGuard<'_, State>, job: Job, beside: bool) {
     state.holder = Some(this_thread());
     drop(state);
@@ -421,7 +421,7 @@ mod tests {
         assert_eq!(help(3), []);
         run_job(shared, shared.lock(), other, true);
         assert_eq!(help(3), [(2, true), (3, true)]);
-        // A call of this thread goes on from there.
+        // A call of this thread continues from there.
         group.barrier().unwrap();
     }
 

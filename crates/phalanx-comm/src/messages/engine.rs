@@ -109,7 +109,7 @@ impl Engine {
         let mut looked = None;
         loop {
             self.take_inbox(shared)?;
-            // What nobody waits for is read only when nothing else moves.
+            // A message that no thread waits for is read only when nothing else moves.
             let moved = self.progress(shared, false)? || self.progress(shared, true)?;
             let quiet = still_since.map_or(Duration::ZERO, |since| since.elapsed());
             if enough(quiet) {
@@ -495,7 +495,7 @@ impl Engine {
         self.noted = first.map(|(entry, _)| entry);
     }
 
-    /// Nothing has moved since the first of the `times`: tells the other ranks, if a thread waits.
+    /// Nothing has moved since the first of the `times`: reports it to the other ranks, if a thread waits.
     fn report_stall(&mut self, shared: &Shared, times: (Instant, Instant)) {
         let Some(mut board) = self.board.take() else {
             return;

@@ -1,4 +1,4 @@
-//! Sends and receives: several in flight, matched by sender and tag, beside the collectives of the group.
+//! Sends and receives: several in flight, matched by sender and tag, at the same time as collectives of the group.
 //!
 //! Messages have links of their own, so that neither they nor collectives wait for the other. An [`Engine`] moves them.
 //! A thread that waits for a message runs it; while none does, the message thread runs it as long as messages are in

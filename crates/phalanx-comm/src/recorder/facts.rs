@@ -135,7 +135,7 @@ impl Fact {
             Process::Stopped => parts.push(format!("is stopped (SIGSTOP or a debugger){within}")),
             Process::Dead => parts.push(format!("is dead{within}")),
             Process::Unknown | Process::Alive if waits => {
-                parts.push("has come but does not go on".to_owned());
+                parts.push("has come but does not continue".to_owned());
             }
             Process::Unknown | Process::Alive => {}
         }
@@ -276,7 +276,7 @@ mod tests {
             "last completed seq 811 and is in loading data for 58 s (epoch 1 step 212)"
         );
         fact.status.entered = Some(812);
-        assert_eq!(fact.doing(Some(812)), "has come but does not go on");
+        assert_eq!(fact.doing(Some(812)), "has come but does not continue");
     }
 
     #[test]

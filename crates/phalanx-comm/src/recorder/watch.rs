@@ -313,8 +313,8 @@ impl Watched {
             .iter()
             .all(|rank| fact_of(*rank).is_some_and(|fact| seq.is_some_and(|seq| fact.is_in(seq))));
         let verb = match (all_came, late.len()) {
-            (true, 1) => "does not go on in",
-            (true, _) => "do not go on in",
+            (true, 1) => "does not continue in",
+            (true, _) => "do not continue in",
             (false, 1) => "has not reached",
             (false, _) => "have not come to",
         };

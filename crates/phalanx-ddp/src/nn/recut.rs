@@ -486,7 +486,7 @@ mod tests {
             std::mem::replace(&mut self.group, alone)
         }
 
-        /// Goes on in a new group of the ranks that are left.
+        /// Continues in a new group of the remaining ranks.
         fn shrink(&mut self) -> Result<()> {
             let options = ShrinkOptions {
                 min_world: Some(1),

@@ -148,8 +148,8 @@ impl Launch {
             drop(plan.until_met.take());
             (nodes, port) = (Some(joined), held);
         }
-        let told = nodes.as_ref().map(|nodes| nodes.infos().first());
-        let master_port = match told {
+        let first = nodes.as_ref().map(|nodes| nodes.infos().first());
+        let master_port = match first {
             Some(first) => first.and_then(|info| info.master_port).unwrap_or(0),
             None => port
                 .insert(PortForRanks::new(plan.args.node.master_port, None)?)
@@ -350,8 +350,8 @@ struct Job<'a> {
     processors: Option<Vec<Vec<usize>>>,
     /// Whether all descendants of this process belong to our ranks.
     alone: bool,
-    /// The guard of the last attempt. It is kept to the end, as it must tell the other nodes
-    /// and remove the folder if this launcher is killed.
+    /// The guard of the last attempt. It is kept to the end, because it informs the other nodes
+    /// and removes the folder if this launcher is killed.
     guard: Option<Arc<Guard>>,
     /// The other nodes continue without this one, or may do so.
     may_go_on_elsewhere: bool,
@@ -399,7 +399,7 @@ impl Job<'_> {
                 Outcome::Success | Outcome::HostLeft => return Ok(()),
                 Outcome::Left(error) => {
                     self.may_go_on_elsewhere = true;
-                    // Nobody is interrupted by it.
+                    // It interrupts no rank.
                     let code = ErrorKind::PeerLost.exit_code();
                     let verdict = self.plain_verdict(code, &error.chain());
                     self.nodes.iter().for_each(|nodes| drop(nodes.go(&verdict)));
@@ -443,16 +443,16 @@ impl Job<'_> {
     /// Waits until the ranks of all nodes have ended, here after `error`, and for what node 0 decides then. Returns the
     /// number of the next attempt; `None`: the job has done without this launcher.
     fn next_attempt(&mut self, error: Option<Error>) -> Result<Option<u32>> {
-        let mut told = false;
+        let mut reported = false;
         let (began, mut say_at) = (Instant::now(), SAY_WAITING);
         // No deadline: node 0 has one, and notices lost nodes.
         loop {
             let Some(nodes) = &mut self.nodes else {
                 return Ok(None);
             };
-            if let Some(error) = error.as_ref().filter(|_| !told) {
+            if let Some(error) = error.as_ref().filter(|_| !reported) {
                 let (code, node) = (error.exit_code(), self.shared.node_rank);
-                told = nodes.ended(&JobFailure::new(code, node, error.chain()))?;
+                reported = nodes.ended(&JobFailure::new(code, node, error.chain()))?;
             }
             if let Some(attempt) = nodes.to_begin() {
                 self.begin(attempt)?;
@@ -550,7 +550,7 @@ impl Job<'_> {
             )),
             (result, _) => result,
         };
-        // Not where the training may go on elsewhere.
+        // Not where the training may continue elsewhere.
         let training = Training::of_job(self.folder.path(), self.began);
         let training = training.filter(|_| !self.may_go_on_elsewhere);
         if let Some(files) = &self.files {
@@ -620,10 +620,10 @@ impl Job<'_> {
             verdict: None,
             halted: None,
             lone_at: None,
-            lone_told: false,
+            lone_reported: false,
             late: BTreeMap::new(),
             leaving: None,
-            untold: Vec::new(),
+            unreported: Vec::new(),
             was_lost: false,
             refused: None,
             evictions: self.plan.args.evict_after.map(Evictions::new),
@@ -657,7 +657,7 @@ impl Job<'_> {
         Ok(self.outcome(watch))
     }
 
-    /// Tells the guard how to tell the other nodes if this launcher is killed, unless the store ends with it.
+    /// Sets the event that the guard writes for the other nodes if this launcher is killed, unless the store ends with it.
     fn instruct_guard(&self) {
         let nodes = self.nodes.as_ref().filter(|nodes| !nodes.hosts_store());
         let (Some(nodes), Some(guard)) = (nodes, &self.guard) else {
@@ -665,7 +665,7 @@ impl Job<'_> {
         };
         let verdict = JobFailure::of_killed(self.shared.node_rank, &self.host);
         let (store, token) = (&self.at.dial, &self.plan.token);
-        ending::tell(guard, store, token, &nodes.killed_event(verdict));
+        ending::set_event(guard, store, token, &nodes.killed_event(verdict));
         nodes.is_guarded();
     }
 
@@ -718,7 +718,7 @@ impl Job<'_> {
     /// same code, or start again together.
     /// Unless they are `done`, which all know when the job is over.
     fn wait_for_others(&mut self, done: bool) -> Result<Outcome> {
-        let mut told = false;
+        let mut reported = false;
         let mut log = self.nodes.as_ref().map(|nodes| Log::new(nodes.store()));
         // No deadline: lost nodes are noticed.
         loop {
@@ -726,7 +726,7 @@ impl Job<'_> {
                 return Ok(Outcome::Success);
             };
             let mut is_done = || done || log.as_mut().is_some_and(is_over);
-            told = told || (is_done() && nodes.done()?);
+            reported = reported || (is_done() && nodes.done()?);
             // The host of the store decides, so that all know the same.
             match nodes.end_of_attempt()? {
                 Some(verdict) if verdict.code == 0 => return Ok(Outcome::Success),
@@ -801,13 +801,13 @@ struct Supervision<'a> {
     halted: Option<Vec<usize>>,
     /// When to report that some ranks have ended and others have not.
     lone_at: Option<Instant>,
-    lone_told: bool,
+    lone_reported: bool,
     /// How many times in a row a rank was found late.
     late: BTreeMap<usize, usize>,
     leaving: Option<Leaving>,
     /// Lost local ranks that were not reported yet, as the store did not answer.
-    untold: Vec<usize>,
-    /// The other nodes have lost this one, and go on.
+    unreported: Vec<usize>,
+    /// The other nodes have lost this one, and continue.
     was_lost: bool,
     /// Why the last newcomer has failed before it took part in anything.
     refused: Option<JobFailure>,

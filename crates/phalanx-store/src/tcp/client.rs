@@ -239,7 +239,7 @@ impl TcpStore {
     /// address in the file, for up to `limit` after the first failure; then the first
     /// error is returned. The file may be missing or empty; it must be replaced as a
     /// whole, by renaming another one. A wait in progress notices a changed file within
-    /// 500 ms, and goes on at the new address with the time that is left.
+    /// 500 ms, and continues at the new address with the time that is left.
     ///
     /// A request that is repeated may have been executed before: an addition, an append or
     /// a push may count twice, a pop may lose an element, a deletion may say that the key
@@ -411,7 +411,7 @@ impl TcpStore {
                     });
                 }
                 Err(error) if is_final(error.kind()) => return Err(error),
-                // Nobody listens there only where that is so of all.
+                // No server listens only if all addresses refuse.
                 Err(error) if last.is_some() && error.is_refused() => {}
                 Err(error) => last = Some(error),
             }

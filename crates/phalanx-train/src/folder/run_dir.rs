@@ -20,7 +20,7 @@ use crate::log::RUN_FILE;
 /// What a run ends with.
 pub(crate) const SUMMARY_FILE: &str = "summary.json";
 
-/// Folder of runs to which nobody gave one.
+/// Folder of runs that were given none.
 const RUNS: &str = "runs";
 
 /// `runs/<recipe>-<date>-<time>` (UTC).
@@ -63,7 +63,7 @@ impl Claim {
     }
 }
 
-/// Says that from now on this job's training is in `dir`: a later attempt goes on with it. On rank 0, before anything is
+/// Says that from now on this job's training is in `dir`: a later attempt continues it. On rank 0, before anything is
 /// written there.
 ///
 /// # Errors
@@ -121,7 +121,7 @@ impl RunDir {
     pub(crate) fn settle(&self, attempt: &Attempt, saving: &SavingArgs) -> Result<Found> {
         let ours = Claim::read(&self.path)
             .filter(|claim| attempt.restarts > 0 && Some(&claim.job) == attempt.job.as_ref());
-        // Without a claim nobody knows how far an earlier attempt came.
+        // Without a claim it is not known how far an earlier attempt came.
         let begun = attempt.restarts > 0 && ours.as_ref().is_none_or(|claim| claim.begun);
         if let (None, Some(job)) = (&ours, &attempt.job) {
             let job = job.clone();
@@ -166,7 +166,7 @@ impl RunDir {
         self.make(args)?.check_writable().map_err(mistake)
     }
 
-    /// That nobody loses days of training by a forgotten flag.
+    /// Protects days of training from a forgotten flag.
     ///
     /// # Errors
     ///

@@ -171,7 +171,7 @@ pub trait Strategy: Engine {
     /// whose gradients are averaged completes the step itself, as those that have completed it may have other parts.
     fn is_sharded(&self) -> bool;
 
-    /// Checks that it can go on with other ranks.
+    /// Checks that it can continue with other ranks.
     ///
     /// # Errors
     ///

@@ -280,7 +280,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         Ok(())
     }
 
-    /// The loss of those that have `joined`, with whom the ranks could not go on because of `error`.
+    /// The loss of those that have `joined`, with whom the ranks could not continue because of `error`.
     fn blame(&self, error: Error, joined: &[usize]) -> Result<Error> {
         let is_theirs = error.kind() != ErrorKind::PeerLost && !joined.is_empty();
         if !is_theirs || self.elastic.is_lost {

@@ -52,7 +52,7 @@ impl WaitReport<'_> {
 /// Looks whether a rank of the group that forms is known to be lost, and why.
 pub(crate) type Lost<'a> = &'a (dyn Fn() -> Result<Option<(usize, String)>> + Sync);
 
-/// Nobody knows of lost ranks.
+/// Without a log of lost ranks.
 pub(crate) fn none_lost() -> Result<Option<(usize, String)>> {
     Ok(None)
 }
@@ -405,7 +405,7 @@ impl Rendezvous<'_> {
         let text = format!("{}\n{}", self.rank, error.message());
         let key = format!("{}failed", self.prefix());
         if let Err(e) = self.store.compare_set(&key, None, text.as_bytes()) {
-            tracing::debug!("could not tell the other ranks that forming failed: {e}");
+            tracing::debug!("could not report to the other ranks that forming failed: {e}");
         }
     }
 

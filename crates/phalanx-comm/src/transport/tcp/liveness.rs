@@ -110,18 +110,18 @@ impl HostProbe {
 
 /// Tries to connect to `address`, on a separate thread; an error means that the host does not answer.
 fn ask(address: SocketAddr) -> Option<Receiver<std::io::Result<()>>> {
-    let (tell, told) = channel();
+    let (sender, receiver) = channel();
     let started = std::thread::Builder::new()
         .name("phalanx-probe".to_owned())
         .stack_size(128 << 10)
         .spawn(move || {
             if let Some(answer) = verdict(TcpStream::connect_timeout(&address, ANSWER_WITHIN).err())
             {
-                let _ = tell.send(answer);
+                let _ = sender.send(answer);
             }
         });
     match started {
-        Ok(_) => Some(told),
+        Ok(_) => Some(receiver),
         Err(e) => {
             tracing::debug!("cannot start a thread to look for a host: {e}");
             None
