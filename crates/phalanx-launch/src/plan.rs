@@ -211,7 +211,7 @@ fn job_token(
     meeting: Option<&mut Meeting>,
     bind: Option<IpAddr>,
 ) -> Result<(Token, RendezvousResources)> {
-    let given = token::given(file, env, meeting.is_some())?;
+    let given = token::find(file, env, meeting.is_some())?;
     let Some(meeting) = meeting else {
         let token = given.map_or_else(token::mint, Ok)?;
         return Ok((token, RendezvousResources::default()));

@@ -381,7 +381,7 @@ fn as_launched_rank(
     // Ranks of a launcher of ours have that launcher's, whatever was typed.
     let typed = args.nodes.token_file.as_deref();
     let typed = typed.filter(|_| !place::is_under_launcher(env));
-    let token = token::given(typed, env, true)?;
+    let token = token::find(typed, env, true)?;
     let (init_method, token, until_met) = match args.agree(place, token.as_ref(), env)? {
         Some(agreed) => (agreed.url(), Some(agreed.token), agreed.until_met),
         None => {

@@ -112,7 +112,7 @@ fn facts(ctx: &RankContext, args: &DoctorArgs) -> Result<RankFacts> {
             .map(|(peer, kind)| (*peer, kind.name().to_owned()))
             .collect(),
         checks,
-        data: args.data.as_deref().filter(|_| is_first).map(data::look),
+        data: args.data.as_deref().filter(|_| is_first).map(data::scan),
     })
 }
 

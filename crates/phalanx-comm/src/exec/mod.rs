@@ -19,7 +19,7 @@ use phalanx_wire::frame::MAX_FRAME_BYTES;
 pub(crate) use self::transfer::{Context as FrameContext, Frame, Sender};
 
 use self::cache::{PlanCache, Prepared};
-use self::flow::{Cut, Flow, Piece, Schedule};
+use self::flow::{Flow, Framing, LaneFrame, Schedule};
 use self::transfer::Context;
 use crate::context::RunContext;
 use crate::deadline::{echo, missed};
@@ -140,7 +140,7 @@ impl Executor {
     /// Whether to check the clock after this number of iterations with progress. If so,
     /// this checks whether the group has failed. Idle iterations check both by
     /// themselves.
-    fn looks_up(&self, turns: u32) -> Result<bool> {
+    fn check_clock(&self, turns: u32) -> Result<bool> {
         if !turns.is_multiple_of(TURNS_PER_CLOCK) {
             return Ok(false);
         }
@@ -167,7 +167,7 @@ impl Executor {
             ..
         } = context;
         let elem_bytes = operation.dtype.map_or(1, DType::size_bytes);
-        let cut = Cut {
+        let cut = Framing {
             segment_bytes: self.segment_bytes,
             elem_bytes,
         };
@@ -250,7 +250,7 @@ impl Executor {
                 spins = 0;
                 still_since = None;
                 turns += 1;
-                if self.looks_up(turns)?
+                if self.check_clock(turns)?
                     && !self.flow.is_done()
                     && deadline.has_passed(Instant::now(), self.flow.base, || {
                         context.flight.others_busy()
@@ -357,7 +357,7 @@ impl Executor {
     }
 
     /// Writes to `want` the lanes whose next piece is `wanted`.
-    fn note_wanted(&mut self, schedule: &Schedule, wanted: impl Fn(&Flow, &Piece) -> bool) {
+    fn note_wanted(&mut self, schedule: &Schedule, wanted: impl Fn(&Flow, &LaneFrame) -> bool) {
         self.want.fill(Interest::default());
         for (lane, (next, _)) in schedule.tx.iter().zip(&self.flow.tx) {
             let piece = lane.pieces.get(*next);

@@ -573,8 +573,8 @@ impl ProcessGroup {
         if let Some(poison) = self.core.abort.poisoned() {
             return Err(poison.to_error().with_rank(self.core.rank));
         }
-        let looked = self.core.queue.run_if_idle(|runner| runner.look());
-        looked.unwrap_or(Ok(()))
+        let checked = self.core.queue.run_if_idle(|runner| runner.check());
+        checked.unwrap_or(Ok(()))
     }
 
     /// Sets what this rank is doing from now on (`backward`, `optimizer`), of which 24 bytes are shown. Other ranks

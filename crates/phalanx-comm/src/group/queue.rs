@@ -33,12 +33,12 @@ pub(super) type Job = Box<dyn FnOnce(Result<&mut Runner>) + Send>;
 
 /// The queue of one rank in one group. Dropping it finishes the jobs issued.
 pub(super) struct Queue {
-    shared: Arc<Shared>,
+    shared: Arc<QueueCore>,
     /// Present once the first asynchronous operation was issued.
     worker: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct Shared {
+struct QueueCore {
     rank: usize,
     abort: AbortHandle,
     state: Mutex<State>,
@@ -86,7 +86,7 @@ impl State {
     }
 }
 
-impl Shared {
+impl QueueCore {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Only our own code runs under this lock.
         lock(&self.state)
@@ -126,7 +126,7 @@ impl Shared {
 }
 
 /// The right to run an operation; dropping it serves the next ticket.
-struct Turn<'a>(&'a Shared);
+struct Turn<'a>(&'a QueueCore);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
@@ -149,7 +149,7 @@ impl Queue {
         users: Arc<Users>,
     ) -> Self {
         Queue {
-            shared: Arc::new(Shared {
+            shared: Arc::new(QueueCore {
                 rank,
                 abort,
                 state: Mutex::new(State::default()),
@@ -192,12 +192,12 @@ impl Queue {
         let shared = Arc::downgrade(&self.shared);
         let same = Weak::clone(&shared);
         Collectives {
-            look: Box::new(move || {
+            check: Box::new(move || {
                 let Some(shared) = shared.upgrade().filter(|shared| !shared.lock().closed) else {
                     return Ok(());
                 };
-                let looked = Self::run_if_idle_on(&shared, |runner| runner.look());
-                looked.unwrap_or(Ok(()))
+                let checked = Self::run_if_idle_on(&shared, |runner| runner.check());
+                checked.unwrap_or(Ok(()))
             }),
             is_idle: Box::new(move || {
                 same.upgrade().is_some_and(|shared| {
@@ -214,7 +214,7 @@ impl Queue {
     }
 
     fn run_if_idle_on<R>(
-        shared: &Shared,
+        shared: &QueueCore,
         operation: impl FnOnce(&mut Runner) -> Result<R>,
     ) -> Option<Result<R>> {
         let mut state = shared.lock();
@@ -230,7 +230,7 @@ impl Queue {
 
     /// Runs `operation`, whose ticket is served.
     fn take_turn<R>(
-        shared: &Shared,
+        shared: &QueueCore,
         mut state: MutexGuard<'_, State>,
         operation: impl FnOnce(&mut Runner) -> Result<R>,
     ) -> Result<R> {
@@ -303,7 +303,7 @@ fn closed() -> Error {
 
 /// An operation that was issued.
 pub(super) struct Issued {
-    shared: Weak<Shared>,
+    shared: Weak<QueueCore>,
     ticket: u64,
 }
 
@@ -324,7 +324,7 @@ impl Issued {
 }
 
 /// The communication thread.
-fn work(shared: &Shared) {
+fn work(shared: &QueueCore) {
     take_short_turns();
     loop {
         let mut state = shared.lock();
@@ -340,7 +340,7 @@ fn work(shared: &Shared) {
 }
 
 /// Runs a job whose ticket is served; `beside`: while another thread computes.
-fn run_job(shared: &Shared, mut state: MutexGuard<'_, State>, job: Job, beside: bool) {
+fn run_job(shared: &QueueCore, mut state: MutexGuard<'_, State>, job: Job, beside: bool) {
     state.holder = Some(this_thread());
     drop(state);
     let _turn = Turn(shared);

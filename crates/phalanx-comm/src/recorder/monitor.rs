@@ -72,7 +72,7 @@ fn run() {
             group.beat();
         }
         for (group, busy) in watched.iter().zip(busy) {
-            group.look(others(group), busy);
+            group.check(others(group), busy);
         }
         // A thread that leaves its group meanwhile is the last to hold it.
         drop(watched);

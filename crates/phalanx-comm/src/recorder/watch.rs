@@ -194,7 +194,7 @@ impl Watched {
 
     /// Checks the group; called by the watching thread, twice a second. `others` are the other
     /// groups of the same rank, which `is_busy` in a declared phase and in no operation.
-    pub(super) fn look<'a>(&self, others: impl Iterator<Item = &'a Watched>, is_busy: bool) {
+    pub(super) fn check<'a>(&self, others: impl Iterator<Item = &'a Watched>, is_busy: bool) {
         let recorder = &*self.recorder;
         let now = recorder.clock.anchor();
         let scale = Scale::new(recorder.anchor, now);

@@ -191,7 +191,7 @@ impl Run<'_, '_> {
         total: usize,
     ) {
         let part = self.operation.count * self.elem_bytes;
-        let piece = self.given(self.shm.me, piece);
+        let piece = self.present(self.shm.me, piece);
         if piece.is_empty() {
             return;
         }
@@ -231,7 +231,7 @@ impl Run<'_, '_> {
                 continue;
             }
             let index = shape.part_for(me);
-            let range = self.given(rank, range.clone());
+            let range = self.present(rank, range.clone());
             if range.is_empty() {
                 continue;
             }
@@ -267,7 +267,7 @@ impl Run<'_, '_> {
     }
 
     /// The bytes of the range `range` of a part that `rank` has.
-    fn given(&self, rank: usize, range: Range<usize>) -> Range<usize> {
+    fn present(&self, rank: usize, range: Range<usize>) -> Range<usize> {
         let behind = (self.shm.world - 1 - rank) * self.operation.count;
         let lacks = self.operation.tail_padding.saturating_sub(behind);
         let has = self.operation.count.saturating_sub(lacks) * self.elem_bytes;

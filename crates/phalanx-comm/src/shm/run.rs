@@ -155,14 +155,14 @@ impl<'a, 'b> Run<'a, 'b> {
 
     /// Publishes that this rank has reached this step, and waits for the others.
     pub(super) fn step(&mut self) -> Result<()> {
-        if !self.publish() && !self.look() {
+        if !self.publish() && !self.poll() {
             self.wait()?;
         }
         self.step += 1;
         Ok(())
     }
 
-    fn look(&self) -> bool {
+    fn poll(&self) -> bool {
         let looks = if self.mesh.polls() { QUICK_LOOKS } else { 0 };
         (0..looks).any(|_| {
             std::hint::spin_loop();

@@ -244,7 +244,7 @@ impl Job<'_> {
         let Some(evictions) = &mut watch.evictions else {
             return;
         };
-        if now < evictions.next_look(now) || watch.machine.why().is_some() {
+        if now < evictions.next_check(now) || watch.machine.why().is_some() {
             return;
         }
         let ranks = watch.ranks.iter().enumerate();
@@ -252,7 +252,7 @@ impl Job<'_> {
             watch.machine.end(*local).is_none() && !watch.evicted.contains_key(local)
         });
         let seen: Vec<Seen> = running.map(|(local, rank)| Seen::of(local, rank)).collect();
-        let late = evictions.look(&seen, now);
+        let late = evictions.check(&seen, now);
         if late.is_empty() {
             return;
         }

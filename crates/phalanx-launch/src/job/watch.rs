@@ -344,8 +344,8 @@ impl Supervision<'_> {
                 Action::None
             }
             Event::Signal(Caught::Checkpoint) => {
-                let notify = |rank: &&Rank| rank.notify(Signal::USR1);
-                if self.ranks.iter().filter(notify).count() == 0 {
+                let notified = self.ranks.iter().filter(|r| r.notify(Signal::USR1));
+                if notified.count() == 0 {
                     say::note(
                         "warning: SIGUSR1 is not forwarded: no rank has a handler for it (yet), and it would end them",
                     );
@@ -507,12 +507,12 @@ impl Supervision<'_> {
         let evictions = evictions.filter(|_| self.machine.why().is_none());
         let leaving = self.leaving.filter(|_| self.give_up.is_none());
         let first = [
-            evictions.map(|evictions| evictions.next_look(now)),
+            evictions.map(|evictions| evictions.next_check(now)),
             self.machine.next_tick(),
             self.give_up,
             self.lone_at,
             leaving.map(|leaving| leaving.until),
-            self.next_look_at_stopped(now),
+            self.next_stop_check(now),
             (!self.unreported.is_empty()).then(|| now + REPORT_AGAIN),
         ]
         .into_iter()
@@ -522,7 +522,7 @@ impl Supervision<'_> {
     }
 
     /// When to look for ranks that [are stopped](Self::kill_stopped).
-    fn next_look_at_stopped(&self, now: Instant) -> Option<Instant> {
+    fn next_stop_check(&self, now: Instant) -> Option<Instant> {
         let first = self.stopping_since? + STOPPED_GRACE;
         self.give_up
             .is_none()

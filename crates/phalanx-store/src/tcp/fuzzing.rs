@@ -11,7 +11,7 @@ use std::time::Duration;
 use phalanx_wire::store_msg::{LENGTH_BYTES, Response, response_bytes};
 
 use super::super::conn::{Conn, State};
-use super::{Followers, PollFlags, ServerLoop, ServerOptions, Shared};
+use super::{Followers, PollFlags, ServerControl, ServerLoop, ServerOptions};
 use crate::table::Limits;
 
 /// Small limits, so that they are reached.
@@ -31,7 +31,7 @@ fn server() -> std::io::Result<(TcpListener, ServerLoop)> {
     let (_, woken) = UnixStream::pair()?;
     let ours = (listener.try_clone()?, listener.local_addr()?);
     let token = crate::fuzzing::token();
-    let shared = Arc::new(Shared::default());
+    let shared = Arc::new(ServerControl::default());
     let serving = ServerLoop::new(ours, woken, token, options, shared, channel().1);
     Ok((listener, serving))
 }

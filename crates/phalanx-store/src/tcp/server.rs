@@ -12,7 +12,7 @@ use std::time::Duration;
 use phalanx_wire::Token;
 
 use super::conn::State;
-use super::serving::{Mode, ServerLoop, ServerOptions, Shared, Task};
+use super::serving::{Mode, ServerControl, ServerLoop, ServerOptions, Task};
 use super::socket::listen;
 use crate::refused::RefusedConnections;
 use crate::{Error, Result};
@@ -28,7 +28,7 @@ const TASK_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct TcpServer {
     addr: SocketAddr,
-    shared: Arc<Shared>,
+    shared: Arc<ServerControl>,
     tasks: Sender<Task>,
     waker: UnixStream,
     thread: Option<JoinHandle<()>>,
@@ -92,7 +92,7 @@ impl TcpServer {
         let (waker, woken) = UnixStream::pair().map_err(fail)?;
         woken.set_nonblocking(true).map_err(fail)?;
         waker.set_nonblocking(true).map_err(fail)?;
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(ServerControl::default());
         let (tasks, asked) = channel();
         let mut serving = ServerLoop::new(
             (listener, addr),

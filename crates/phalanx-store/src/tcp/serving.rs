@@ -77,7 +77,7 @@ impl Default for ServerOptions {
 
 /// State shared by the server's thread and its owner.
 #[derive(Debug, Default)]
-pub(super) struct Shared {
+pub(super) struct ServerControl {
     pub(super) stop: AtomicBool,
     pub(super) refusals: Arc<Refusals>,
     pub(super) clients: AtomicUsize,
@@ -114,7 +114,7 @@ pub(super) struct ServerLoop {
     woken: UnixStream,
     token: Token,
     options: ServerOptions,
-    shared: Arc<Shared>,
+    shared: Arc<ServerControl>,
     tasks: Receiver<Task>,
     pub(super) mode: Mode,
     /// It takes no followers any more.
@@ -145,7 +145,7 @@ impl ServerLoop {
         woken: UnixStream,
         token: Token,
         options: ServerOptions,
-        shared: Arc<Shared>,
+        shared: Arc<ServerControl>,
         tasks: Receiver<Task>,
     ) -> ServerLoop {
         let location = format!("store server {addr}");

@@ -38,13 +38,13 @@ pub fn prepare_run(
     }
     let mut extra = Vec::new();
     let mut dir = match (&*output_dir, saving.resumed_dir()) {
-        (Some(typed), _) => RunDir::given(typed.clone()),
+        (Some(typed), _) => RunDir::at(typed.clone()),
         (None, resumed) => {
             let dir = match resumed {
-                Some(resumed) => RunDir::given(resumed),
+                Some(resumed) => RunDir::at(resumed),
                 None if has_first == Some(true) => RunDir::of_attempt(program, &attempt),
                 // Rank 0 sends which one it is.
-                None => RunDir::given(default_output_dir(program)),
+                None => RunDir::at(default_output_dir(program)),
             };
             if has_first.is_some() {
                 let mut flag = OsString::from("--output-dir=");

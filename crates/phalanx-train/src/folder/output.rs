@@ -156,7 +156,7 @@ impl Output {
             lock = Some(taken);
             if is_first {
                 // The training that was waited for has left its results.
-                RunDir::given(dir.path().to_owned()).check(args, dir.path())?;
+                RunDir::at(dir.path().to_owned()).check(args, dir.path())?;
             }
             if let Some(fresh) = fresh {
                 if !args.overwrite && dir.has(METRICS_FILE) {
@@ -832,7 +832,7 @@ mod tests {
             std::fs::write(dir.path().join(name), "old").expect("written");
         }
         let opened = Dir::open(dir.path()).expect("folder");
-        let found = RunDir::given(dir.path().to_owned())
+        let found = RunDir::at(dir.path().to_owned())
             .settle(&Attempt::default(), &saving(&["--overwrite"]));
         let Found::Nothing(fresh) = found.expect("settled") else {
             panic!("not fresh");

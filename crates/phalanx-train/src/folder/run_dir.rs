@@ -98,7 +98,7 @@ impl RunDir {
     /// The one that an earlier attempt has claimed, or else [a new one](Self::claim).
     pub(crate) fn of_attempt(recipe: &str, attempt: &Attempt) -> RunDir {
         let claimed = || RunDir::claimed(Path::new(RUNS), recipe, attempt);
-        claimed().map_or_else(|| RunDir::claim(recipe), RunDir::given)
+        claimed().map_or_else(|| RunDir::claim(recipe), RunDir::at)
     }
 
     fn claimed(runs: &Path, recipe: &str, attempt: &Attempt) -> Option<PathBuf> {
@@ -150,7 +150,7 @@ impl RunDir {
     }
 
     /// One that may be there.
-    pub fn given(path: PathBuf) -> RunDir {
+    pub fn at(path: PathBuf) -> RunDir {
         RunDir {
             path,
             made: Vec::new(),
@@ -259,9 +259,9 @@ impl RunDir {
                 Some(RunDir { path, made })
             }
             Err(error) if error.kind() == ErrorKind::AlreadyExists => None,
-            Err(_) => Some(RunDir::given(path)),
+            Err(_) => Some(RunDir::at(path)),
         });
-        free.unwrap_or_else(|| RunDir::given(path.clone()))
+        free.unwrap_or_else(|| RunDir::at(path.clone()))
     }
 
     /// Where it is.
@@ -340,7 +340,7 @@ mod tests {
     fn a_folder_is_an_earlier_runs_only_if_something_would_be_lost() {
         let dir = tempfile::tempdir().expect("folder");
         let run = dir.path().join("a run");
-        let check = || RunDir::given(run.clone()).check_no_run(&run);
+        let check = || RunDir::at(run.clone()).check_no_run(&run);
         check().expect("not there yet");
         std::fs::create_dir_all(run.join("checkpoints")).expect("folder");
         for harmless in [
@@ -376,7 +376,7 @@ mod tests {
         let at = |name: &str| dir.path().join(name);
         std::fs::create_dir(at("there")).expect("folder");
         let prepared = |name: &str| {
-            let mut folder = RunDir::given(at(name));
+            let mut folder = RunDir::at(at(name));
             folder.prepare(FolderArgs::default()).map(|()| folder)
         };
         let (there, new) = (prepared("there/a/b"), prepared("new/c"));
@@ -394,7 +394,7 @@ mod tests {
             );
         }
         for wrong in ["/proc", "/proc/x", "/dev/null"] {
-            let prepared = RunDir::given(wrong.into()).prepare(FolderArgs::default());
+            let prepared = RunDir::at(wrong.into()).prepare(FolderArgs::default());
             let error = prepared.expect_err(wrong);
             assert_eq!(error.exit_code(), 2, "{}", error.render());
             assert!(error.chain().contains(wrong), "{}", error.render());

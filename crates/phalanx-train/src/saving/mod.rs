@@ -204,7 +204,7 @@ impl<'a> Saving<'a> {
             self.ctx.group().set_stop_grace(grace);
         }
         if self.why <= FLAG && wishes[1] > FLAG {
-            stop::heard();
+            stop::agreed();
         }
         self.why = wishes[1];
         match wishes {

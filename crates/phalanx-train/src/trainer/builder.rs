@@ -526,7 +526,7 @@ impl Plan<'_> {
             return Err(Error::usage(what).note("fix", flags));
         }
         if self.ctx.is_main() && !matches!(saving.found, Found::Attempt) {
-            RunDir::given(dir.clone()).check(saving, run)?;
+            RunDir::at(dir.clone()).check(saving, run)?;
         }
         Ok(dir)
     }

@@ -379,7 +379,7 @@ fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<(Vec<Member>, Optio
         return Err(is_taken(meeting.generation, meeting.rank, &theirs));
     }
     let all: Vec<usize> = (0..meeting.world).collect();
-    let records = meeting.collect_while("member", &all, ARRIVE, || meeting.look())?;
+    let records = meeting.collect_while("member", &all, ARRIVE, || meeting.check_missing())?;
     let mut members = Vec::with_capacity(records.len());
     for (rank, bytes) in records.iter().enumerate() {
         let member = Member::decode(bytes)

@@ -138,7 +138,7 @@ impl Rendezvous<'_> {
     }
 
     /// Checks the world size while ranks are missing.
-    pub(super) fn look(&self) -> Result<()> {
+    pub(super) fn check_missing(&self) -> Result<()> {
         match self.peek("member", self.rank)? {
             Some(_) => self.check_world(),
             None => Err(self.refuse("the group has formed without this process")),
@@ -231,7 +231,7 @@ impl Rendezvous<'_> {
         topic: &str,
         ranks: &[usize],
         what: &str,
-        look: impl Fn() -> Result<()>,
+        check: impl Fn() -> Result<()>,
     ) -> Result<Vec<Vec<u8>>> {
         let keys: Vec<String> = ranks.iter().map(|&rank| self.key(topic, rank)).collect();
         let names: Vec<&str> = keys.iter().map(String::as_str).collect();
@@ -251,7 +251,7 @@ impl Rendezvous<'_> {
                         return Err(self.late(ranks, &missing, what));
                     }
                     self.check()?;
-                    look()?;
+                    check()?;
                     if let Some(waited) = waiting.due()
                         && self.speaks(&missing)?
                     {

@@ -49,7 +49,7 @@ pub(in super::super) struct HostProbe {
     control: Arc<Control>,
     /// Where the peer listened while the group formed.
     address: SocketAddr,
-    next_look: Instant,
+    next_check: Instant,
     /// A new connection is being tried.
     asked: Option<Receiver<std::io::Result<()>>>,
 }
@@ -60,17 +60,17 @@ impl HostProbe {
         HostProbe {
             control,
             address,
-            next_look: Instant::now(),
+            next_check: Instant::now(),
             asked: None,
         }
     }
 
     /// An error if the host is gone.
-    pub(in super::super) fn look(&mut self, now: Instant) -> Result<()> {
-        if now < self.next_look || !self.control.is_open() {
+    pub(in super::super) fn check(&mut self, now: Instant) -> Result<()> {
+        if now < self.next_check || !self.control.is_open() {
             return Ok(());
         }
-        self.next_look = now + LOOK_EVERY;
+        self.next_check = now + LOOK_EVERY;
         let lost = unanswered_probes(&self.control.socket()).unwrap_or(0);
         match self.judge(lost) {
             None => Ok(()),
