@@ -115,7 +115,7 @@ fn everywhere(port: u16) -> [SocketAddr; 2] {
     ]
 }
 
-/// One who has bound it too would be noticed by listening only.
+/// Another program that has bound it too would be noticed by listening only.
 fn can_listen(port: u16) -> std::io::Result<()> {
     TcpListener::bind(everywhere(port).as_slice()).map(drop)
 }

@@ -25,7 +25,7 @@ use crate::messages::Collectives;
 use crate::stall::{Users, this_thread};
 use crate::sync::lock;
 use crate::transport::{AbortHandle, Poison};
-use crate::wait::{Callers, take_short_turns};
+use crate::wait::{Callers, take_short_slices};
 use crate::{Error, Result};
 
 /// An asynchronous operation. It gets an error when it cannot run.
@@ -42,7 +42,7 @@ struct QueueCore {
     rank: usize,
     abort: AbortHandle,
     state: Mutex<State>,
-    turn: Condvar,
+    served: Condvar,
     runner: Mutex<Runner>,
     /// Threads that wait instead of computing.
     callers: Callers,
@@ -56,7 +56,7 @@ struct State {
     jobs: VecDeque<(u64, Job)>,
     /// The thread whose ticket is served, while it runs.
     holder: Option<usize>,
-    /// Threads asleep on `turn`: without any, no wake-up is sent.
+    /// Threads asleep on `served`: without any, no wake-up is sent.
     sleepers: usize,
     closed: bool,
 }
@@ -104,7 +104,7 @@ impl QueueCore {
         // deadline, and serves the next ticket even on a panic. The communication thread
         // sleeps until the last handle is dropped.
         let mut state = self
-            .turn
+            .served
             .wait(state)
             .unwrap_or_else(PoisonError::into_inner);
         state.sleepers -= 1;
@@ -115,7 +115,7 @@ impl QueueCore {
         let sleepers = state.sleepers;
         drop(state);
         if sleepers > 0 {
-            self.turn.notify_all();
+            self.served.notify_all();
         }
     }
 
@@ -126,9 +126,9 @@ impl QueueCore {
 }
 
 /// The right to run an operation; dropping it serves the next ticket.
-struct Turn<'a>(&'a QueueCore);
+struct Serving<'a>(&'a QueueCore);
 
-impl Drop for Turn<'_> {
+impl Drop for Serving<'_> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.holder = None;
@@ -153,7 +153,7 @@ impl Queue {
                 rank,
                 abort,
                 state: Mutex::new(State::default()),
-                turn: Condvar::new(),
+                served: Condvar::new(),
                 runner: Mutex::new(runner),
                 callers,
                 users,
@@ -176,7 +176,7 @@ impl Queue {
                 state = shared.sleep(state);
             }
         }
-        Self::take_turn(shared, state, operation)
+        Self::serve(shared, state, operation)
     }
 
     /// As [`run`](Self::run) if all issued operations are over; otherwise returns `None` at once.
@@ -225,18 +225,18 @@ impl Queue {
             return None;
         }
         state.next_ticket += 1;
-        Some(Self::take_turn(shared, state, operation))
+        Some(Self::serve(shared, state, operation))
     }
 
     /// Runs `operation`, whose ticket is served.
-    fn take_turn<R>(
+    fn serve<R>(
         shared: &QueueCore,
         mut state: MutexGuard<'_, State>,
         operation: impl FnOnce(&mut Runner) -> Result<R>,
     ) -> Result<R> {
         state.holder = Some(this_thread());
         drop(state);
-        let _turn = Turn(shared);
+        let _serving = Serving(shared);
         let mut runner = shared.runner();
         runner.run_beside(false);
         match catch_unwind(AssertUnwindSafe(|| operation(&mut runner))) {
@@ -325,7 +325,7 @@ impl Issued {
 
 /// The communication thread.
 fn work(shared: &QueueCore) {
-    take_short_turns();
+    take_short_slices();
     loop {
         let mut state = shared.lock();
         let job = loop {
@@ -343,7 +343,7 @@ fn work(shared: &QueueCore) {
 fn run_job(shared: &QueueCore, mut state: MutexGuard<'_, State>, job: Job, beside: bool) {
     state.holder = Some(this_thread());
     drop(state);
-    let _turn = Turn(shared);
+    let _serving = Serving(shared);
     let mut runner = shared.runner();
     runner.run_beside(beside);
     if catch_unwind(AssertUnwindSafe(|| job(Ok(&mut runner)))).is_err() {

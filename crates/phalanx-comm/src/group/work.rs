@@ -361,7 +361,7 @@ mod tests {
         let start = Instant::now();
         let work = work.wait_for(Duration::from_millis(20)).unwrap_err();
         assert!(start.elapsed() >= Duration::from_millis(20));
-        assert!(!work.callers.some(), "nobody waits any more");
+        assert!(!work.callers.some(), "no task waits any more");
         std::thread::spawn(move || completer.finish(Ok(7)));
         let answer = work.wait_for(Duration::from_secs(20)).unwrap();
         assert_eq!(answer.unwrap(), 7);

@@ -19,7 +19,7 @@ pub(super) const EARLY_MAX: usize = 1 << 30;
 /// How often it is checked whether the ranks live while nothing moves.
 const LOOK: Duration = Duration::from_millis(100);
 /// Iterations with progress after which it is checked whether the group has failed.
-const TURNS_PER_CHECK: u32 = 64;
+const LOOPS_PER_CHECK: u32 = 64;
 /// Frames of one peer that are received at a time.
 const FRAMES: usize = 16;
 /// What a message without a receive counts besides its bytes.
@@ -104,7 +104,7 @@ impl Engine {
         enough: impl Fn(Duration) -> bool,
     ) -> Result<()> {
         self.mesh.run_beside(beside);
-        let (mut spins, mut turns) = (0_u32, 0_u32);
+        let (mut spins, mut loops) = (0_u32, 0_u32);
         let mut still_since: Option<Instant> = None;
         let mut looked = None;
         loop {
@@ -117,8 +117,8 @@ impl Engine {
             }
             if moved {
                 (spins, still_since) = (0, None);
-                turns = turns.wrapping_add(1);
-                if turns.is_multiple_of(TURNS_PER_CHECK) {
+                loops = loops.wrapping_add(1);
+                if loops.is_multiple_of(LOOPS_PER_CHECK) {
                     if let Some(poison) = shared.abort.poisoned() {
                         return Err(poison.to_error());
                     }

@@ -29,7 +29,7 @@ use crate::recorder::MessageFlight;
 use crate::stall::{Counts, StallReports, Users, end_group};
 use crate::sync::lock;
 use crate::transport::{AbortHandle, Mesh, Poison, Waker};
-use crate::wait::{Callers, take_short_turns};
+use crate::wait::{Callers, take_short_slices};
 use crate::{Error, ErrorKind, Result};
 
 /// How long the message thread continues to receive after the last message in flight: the next one often follows soon.
@@ -459,7 +459,7 @@ impl Mailbox {
 
     /// The message thread.
     fn work(&self) {
-        take_short_turns();
+        take_short_slices();
         loop {
             let mut load = lock(&self.load);
             while load.drivers > 0 || (load.pending == 0 && !load.listen) {

@@ -171,12 +171,12 @@ impl Run<'_, '_> {
             }
         }
         if !all {
-            self.shm.turn += segments;
+            self.shm.staged += segments;
         }
         Ok(())
     }
 
-    /// Copies the bytes `piece` of what others take to our stage number `turn`
+    /// Copies the bytes `piece` of what others take to our stage `number`
     /// of this operation.
     ///
     /// # Safety
@@ -187,7 +187,7 @@ impl Run<'_, '_> {
         shape: Shape,
         piece: Range<usize>,
         stride: usize,
-        turn: usize,
+        number: usize,
         total: usize,
     ) {
         let part = self.operation.count * self.elem_bytes;
@@ -195,7 +195,7 @@ impl Run<'_, '_> {
         if piece.is_empty() {
             return;
         }
-        let stage = self.stage(self.shm.me, self.shm.turn + turn, total);
+        let stage = self.stage(self.shm.me, self.shm.staged + number, total);
         let parts = if shape.parts { self.shm.world } else { 1 };
         for index in (0..parts).filter(|&index| !shape.parts || index != self.shm.me) {
             // SAFETY: the piece lies inside every part, and as many strides
@@ -214,13 +214,13 @@ impl Run<'_, '_> {
     ///
     /// # Safety
     ///
-    /// They are in stage number `turn`, or their owners wait until they are read.
+    /// They are in stage `number`, or their owners wait until they are read.
     unsafe fn take_from_all(
         &mut self,
         shape: Shape,
         range: Range<usize>,
         stride: usize,
-        turn: usize,
+        number: usize,
         total: usize,
     ) -> Result<()> {
         let (me, world) = (self.shm.me, self.shm.world);
@@ -257,7 +257,7 @@ impl Run<'_, '_> {
                         self.shm.counters.moved(range.len());
                     }
                     (None, _) => {
-                        let stage = self.stage(rank, self.shm.turn + turn, total);
+                        let stage = self.stage(rank, self.shm.staged + number, total);
                         self.copy_staged(stage.add(index * stride), into, range.len());
                     }
                 }

@@ -28,9 +28,9 @@ use crate::{Error, Result};
 const MIXED_SLICE: Duration = Duration::from_millis(50);
 
 /// First and longest wait on shared memory between two checks of sockets when both are awaited.
-const TURN_MIN: Duration = Duration::from_micros(50);
-/// See [`TURN_MIN`].
-const TURN_MAX: Duration = Duration::from_millis(1);
+const SLEEP_MIN: Duration = Duration::from_micros(50);
+/// See [`SLEEP_MIN`].
+const SLEEP_MAX: Duration = Duration::from_millis(1);
 
 /// Checks of sockets without progress before waiting in the kernel, when the core would
 /// otherwise be idle.
@@ -596,16 +596,16 @@ impl Mesh {
         } else {
             // Waits on memory, and checks sockets after each such wait.
             let end = now + timeout;
-            let mut turn = TURN_MIN;
+            let mut sleep = SLEEP_MIN;
             loop {
                 let left = end.saturating_duration_since(Instant::now());
-                if self.wait_memory(want, fresh, turn.min(left)) != Wake::Elapsed
+                if self.wait_memory(want, fresh, sleep.min(left)) != Wake::Elapsed
                     || self.wait_sockets(want, Duration::ZERO)?
                     || left.is_zero()
                 {
                     break;
                 }
-                turn = (turn * 2).min(TURN_MAX);
+                sleep = (sleep * 2).min(SLEEP_MAX);
             }
         }
         if let Some(waker) = &self.waker {

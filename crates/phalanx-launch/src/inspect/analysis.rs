@@ -326,7 +326,7 @@ fn waiting(story: &mut Diagnosis, views: &[RankTimeline<'_>]) -> Option<String> 
         parts.push(format!("rank {} {}", view.rank(), view.excuse(None)));
     }
     if absent.is_empty() && story.missing.is_empty() {
-        // All came; they say themselves whom they wait for. But where a
+        // All came; each reports the rank that it waits for. But where a
         // connection broke, both its ends left, and the others wait for those
         // or for each other as it happens: the first failure decides then.
         let broke = |view: &RankTimeline<'_>| view.dump.failure == Some(Failure::PeerLost);

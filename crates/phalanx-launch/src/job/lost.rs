@@ -144,9 +144,8 @@ impl Job<'_> {
     pub(super) fn is_done(&self, watch: &mut Supervision<'_>, local: usize) {
         let number = watch.ranks[local].number;
         // Ranks that do not learn of it wait for a deadline.
-        let _ = self
-            .log_of(watch)
-            .map(|log| log.lose(number, "it has succeeded"));
+        let log = self.log_of(watch);
+        let _ = log.map(|log| log.lose(number, "it has succeeded"));
     }
 
     /// Whether the local rank `local`, which has failed, was a newcomer that the others do not need.

@@ -357,7 +357,7 @@ struct Job<'a> {
     may_go_on_elsewhere: bool,
     /// When the last stop began.
     decided: Option<Instant>,
-    /// Of a job that is shown.
+    /// The files of a job that is shown.
     files: Option<JobFiles>,
     began: SystemTime,
     /// On one node: restarts so far, of all ranks or of one.
@@ -669,7 +669,7 @@ impl Job<'_> {
         nodes.is_guarded();
     }
 
-    /// The store is at another launcher, or here.
+    /// The store has moved to another launcher, or to this one.
     fn store_moved(&mut self, moved: Moved) -> Result<()> {
         let (Some(nodes), Some(meeting)) = (&mut self.nodes, &self.plan.args.node.meeting) else {
             return Ok(());
@@ -684,8 +684,8 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Joins the job whose store is at `at` now: in place of one that this launcher was about to start, whose store says so to
-    /// launchers that come, or for another place to wait at.
+    /// Joins the running job whose store is at `at`: instead of the job that this launcher was about to start, or as a spare
+    /// that has lost the store.
     fn join_elsewhere(&mut self, at: &str) -> Result<()> {
         let Some(meeting) = &self.plan.args.node.meeting else {
             return Ok(());

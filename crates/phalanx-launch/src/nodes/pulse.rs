@@ -263,7 +263,7 @@ mod tests {
         });
         assert_eq!(lost, [1]);
         assert!(node_0.beats.is_lost(1));
-        // Those whose ranks have lost node 1 sooner learn why.
+        // Launchers whose ranks have lost node 1 sooner learn why.
         let silent = store.try_get(&gone_key(4)).unwrap().unwrap();
         let silent: f64 = String::from_utf8(silent).unwrap().parse().unwrap();
         assert!(silent >= SILENT.as_secs_f64(), "{silent}");

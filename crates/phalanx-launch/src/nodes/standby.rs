@@ -227,7 +227,7 @@ pub(super) struct Quorum {
 }
 
 impl Quorum {
-    /// Notes who was dropped, if all followers know.
+    /// Notes which launchers were dropped, if all followers know.
     pub(super) fn note_dropped(&self) {
         let keys = self.server.known_keys(DROPPED).into_iter().flatten();
         let ids = keys.filter_map(|key| key.strip_prefix(DROPPED)?.parse::<Id>().ok());

@@ -242,8 +242,8 @@ impl RunDir {
         Ok(dir)
     }
 
-    /// The first of `path`, `path-2`, ... that was not there. What else is wrong with them is
-    /// told when files are written.
+    /// The first of `path`, `path-2`, ... that was not there. Other errors with them are
+    /// reported when files are written.
     fn unused(path: PathBuf) -> RunDir {
         let others = (2..1000).map(|next| {
             let mut name = path.as_os_str().to_owned();

@@ -284,7 +284,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
             let me = hello(Role::Peer);
             connect::connect(meeting, me, &o.token, listener, &members, &peers, &segment)?
         }
-        (None, false) => return Err(Error::internal("some peers are left and nobody listens")),
+        (None, false) => return Err(Error::internal("some peers are left and no socket listens")),
     };
     drop(listener);
     meeting.finish()?;

@@ -145,7 +145,7 @@ struct Rules {
     tells_first: bool,
     /// A launcher without a copy follows no candidate.
     votes_with_copy: bool,
-    /// An election minds who has ended only after the host was seen to end.
+    /// An election counts ended launchers only after the host was seen to end.
     minds_silence: bool,
     /// Only launchers that follow, and were not dropped, are those that are left.
     asks_followers: bool,
@@ -358,7 +358,7 @@ impl Model {
             for other in each(joined_in(&log[..by_all])) {
                 if state.launchers[other].role == Role::Outside {
                     let mut next = state.clone();
-                    // It asks who has the store.
+                    // It asks which launcher has the store.
                     let term = log.iter().rev().find(|e| matches!(e, Entry::Term(..)));
                     next.launchers[other] = Launcher {
                         role: Role::Joining { host: id },
