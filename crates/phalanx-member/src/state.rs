@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the text of each event names its fields")]
 pub enum Event {
-    /// The ranks continue when some are lost. `takes_others`: processes may also join, and be asked to leave.
-    Elastic { takes_others: bool },
+    /// The ranks continue when some are lost. `can_grow`: processes may also join, and be asked to leave.
+    Elastic { can_grow: bool },
     /// The ranks do not continue any more when some are lost.
     NotElastic,
     /// `launcher` starts `ranks` processes that join the others.
@@ -70,7 +70,7 @@ impl RequestedChange {
 /// started to join the others. No number is given twice.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct State {
-    takes_others: Option<bool>,
+    can_grow: Option<bool>,
     over: Option<String>,
     hold: Option<String>,
     /// The launcher of each process that was started to join the others.
@@ -89,8 +89,8 @@ impl State {
     /// Changes the state by the next event of the log.
     pub fn apply(&mut self, event: Event) {
         match event {
-            Event::Elastic { takes_others } => self.takes_others = Some(takes_others),
-            Event::NotElastic => self.takes_others = None,
+            Event::Elastic { can_grow } => self.can_grow = Some(can_grow),
+            Event::NotElastic => self.can_grow = None,
             Event::Started { launcher, ranks } => {
                 self.started.extend(std::iter::repeat_n(launcher, ranks));
             }
@@ -212,12 +212,12 @@ impl State {
 
     /// Whether the ranks continue when some are lost.
     pub fn is_elastic(&self) -> bool {
-        self.takes_others.is_some()
+        self.can_grow.is_some()
     }
 
     /// Whether processes may join, and be asked to leave.
-    pub fn takes_others(&self) -> bool {
-        self.takes_others == Some(true)
+    pub fn can_grow(&self) -> bool {
+        self.can_grow == Some(true)
     }
 
     /// Whether the job can continue with those of the processes `numbers` that are not lost: one of them must have the state of
@@ -225,7 +225,7 @@ impl State {
     pub fn continues_with(&self, first: usize, numbers: impl IntoIterator<Item = usize>) -> bool {
         let has_state = |number: &usize| *number < first || self.joined.contains_key(number);
         let mut numbers = numbers.into_iter().filter(has_state);
-        self.takes_others.is_some() && numbers.any(|number| !self.lost.contains_key(&number))
+        self.can_grow.is_some() && numbers.any(|number| !self.lost.contains_key(&number))
     }
 
     /// Whether the process `number` was started after the `first` ones and has taken no step yet: its failure does not affect

@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rise_of_the_count_is_told() {
+    fn a_rise_of_the_count_is_reported() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("job/memory.events");
         fs::create_dir(dir.path().join("job")).unwrap();

@@ -188,7 +188,7 @@ mod tests {
     use phalanx_comm::ReduceOp;
 
     #[test]
-    fn the_first_failure_ends_all_and_is_told() {
+    fn the_first_failure_ends_all_and_is_reported() {
         for panics in [false, true] {
             let outcome = spawn(
                 |group, panics| {

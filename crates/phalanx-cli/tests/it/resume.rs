@@ -1259,7 +1259,7 @@ fn changes(text: &str) -> Vec<&str> {
 }
 
 #[test]
-fn settings_that_have_changed_since_the_checkpoint_are_told() {
+fn settings_that_have_changed_since_the_checkpoint_are_reported() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let dir = dir.path();
     let base = ["--resume", "auto", "--stop-after", "1"];

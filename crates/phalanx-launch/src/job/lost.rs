@@ -95,7 +95,7 @@ impl Job<'_> {
             let failed = || system("cannot leave the other nodes");
             let state = log.read().map_err(failed())?;
             let others = state.numbers(world).filter(|number| !own.contains(number));
-            let continues = state.takes_others() && state.continues_with(world, others);
+            let continues = state.can_grow() && state.continues_with(world, others);
             for number in own.iter().filter(|_| continues) {
                 let leave = Change::Leave { number: *number };
                 let left = log.append(|state| (!state.is_leaving(*number)).then(|| leave.clone()));

@@ -175,7 +175,7 @@ impl Launch {
             processors,
             alone: self.alone,
             guard,
-            may_go_on_elsewhere: false,
+            may_continue_elsewhere: false,
             decided: None,
             files,
             began: self.began,
@@ -354,7 +354,7 @@ struct Job<'a> {
     /// and removes the folder if this launcher is killed.
     guard: Option<Arc<Guard>>,
     /// The other nodes continue without this one, or may do so.
-    may_go_on_elsewhere: bool,
+    may_continue_elsewhere: bool,
     /// When the last stop began.
     decided: Option<Instant>,
     /// The files of a job that is shown.
@@ -371,7 +371,7 @@ enum Outcome {
     Success,
     /// A rank failed; another attempt may help.
     Failed(Error),
-    /// Not worth another attempt: interrupted, for example.
+    /// No attempt can help: the job was interrupted, for example.
     Final(Error),
     /// The ranks of other nodes continue without those of this one.
     Left(Error),
@@ -398,7 +398,7 @@ impl Job<'_> {
             match outcome {
                 Outcome::Success | Outcome::HostLeft => return Ok(()),
                 Outcome::Left(error) => {
-                    self.may_go_on_elsewhere = true;
+                    self.may_continue_elsewhere = true;
                     // It interrupts no rank.
                     let code = ErrorKind::PeerLost.exit_code();
                     let verdict = self.plain_verdict(code, &error.chain());
@@ -552,7 +552,7 @@ impl Job<'_> {
         };
         // Not where the training may continue elsewhere.
         let training = Training::of_job(self.folder.path(), self.began);
-        let training = training.filter(|_| !self.may_go_on_elsewhere);
+        let training = training.filter(|_| !self.may_continue_elsewhere);
         if let Some(files) = &self.files {
             files.end(result.as_ref().err());
         }
@@ -713,10 +713,10 @@ impl Job<'_> {
         self.nodes.as_ref().is_some_and(Nodes::continues_in_place)
     }
 
-    /// All ranks here succeeded. With several nodes, each launcher waits until all nodes are
-    /// done: the store must not vanish under running ranks, and all launchers must end with the
-    /// same code, or start again together.
-    /// Unless they are `done`, which all know when the job is over.
+    /// Waits, after all ranks of this launcher have ended, until all nodes are done: the store must
+    /// not vanish under running ranks, and all launchers must end with the same code, or start
+    /// again together. `done`: the ranks have succeeded; otherwise this launcher is done when the
+    /// job is over.
     fn wait_for_others(&mut self, done: bool) -> Result<Outcome> {
         let mut reported = false;
         let mut log = self.nodes.as_ref().map(|nodes| Log::new(nodes.store()));
@@ -737,7 +737,7 @@ impl Job<'_> {
         }
     }
 
-    /// While no rank runs.
+    /// Handles events while no rank runs.
     fn take_events(&mut self) -> Result<()> {
         match self.events.try_recv() {
             Ok(Event::Admit(attempt)) => self.admit(&attempt),
@@ -764,7 +764,7 @@ impl Job<'_> {
                 })
             }
             Ok(Event::Parted) => {
-                self.may_go_on_elsewhere = true;
+                self.may_continue_elsewhere = true;
                 let nodes = self.nodes.as_ref();
                 nodes.map_or(Ok(()), |nodes| {
                     Err(nodes.verdict_of_parted().into_error(None))
@@ -791,7 +791,7 @@ struct Supervision<'a> {
     started: usize,
     /// Restarts that count for those of one rank: with several nodes, of single ranks here in this attempt.
     restarts: u32,
-    /// Of an elastic job.
+    /// The log of an elastic job.
     log: Option<Log>,
     reaped: usize,
     give_up: Option<Instant>,
@@ -809,7 +809,7 @@ struct Supervision<'a> {
     unreported: Vec<usize>,
     /// The other nodes have lost this one, and continue.
     was_lost: bool,
-    /// Why the last newcomer has failed before it took part in anything.
+    /// Why the last newcomer has failed before it took a step.
     refused: Option<JobFailure>,
     evictions: Option<Evictions>,
     /// Why local ranks were killed by this launcher.
@@ -819,10 +819,10 @@ struct Supervision<'a> {
 /// The ranks of this launcher leave the others.
 #[derive(Clone, Copy)]
 struct Leaving {
-    /// After this signal.
+    /// The signal that this launcher got.
     signal: i32,
     asked: Instant,
-    /// Then they are killed.
+    /// When they are killed.
     until: Instant,
 }
 

@@ -149,7 +149,7 @@ impl Job<'_> {
                 return self.end_by(watch, |nodes| nodes.verdict_of_lost(node));
             }
             Event::Parted => {
-                self.may_go_on_elsewhere = true;
+                self.may_continue_elsewhere = true;
                 let is_first = watch.machine.why().is_none();
                 let action = self.end_by(watch, Nodes::verdict_of_parted);
                 if is_first {

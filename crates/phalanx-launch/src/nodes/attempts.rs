@@ -561,7 +561,7 @@ impl Coordinator {
         let waits = self.launchers.state().waiting().next().is_some();
         if self.host.rules.in_place && waits {
             // Processes can join only after the ranks have begun to train.
-            self.host.takes_others = self.ask(State::takes_others)?;
+            self.host.can_grow = self.ask(State::can_grow)?;
         }
         loop {
             let Some(decision) = self.launchers.state().decide(&mut self.host, now) else {
@@ -578,11 +578,11 @@ impl Coordinator {
                 Decision::TooFew(there) => self.abort(&self.too_few(there))?,
                 Decision::Lose(id) => self.lose(id)?,
                 Decision::Admit(id) => self.admit(id)?,
-                Decision::Hold(_) if !self.ask(State::takes_others)? => self.host.never_holds(),
+                Decision::Hold(_) if !self.ask(State::can_grow)? => self.host.never_holds(),
                 Decision::Hold(there) => {
                     self.is_enough = false;
                     let least = self.host.rules.least;
-                    let why = format!("{there} of at least {least} nodes are there");
+                    let why = format!("{there} of at least {least} nodes are present");
                     self.processes(|log| log.hold(Some(&why)))?;
                 }
                 Decision::Continue => self.is_enough = true,
@@ -628,8 +628,8 @@ impl Coordinator {
                 false => Ok(()),
             };
         }
-        let takes_others = self.attempt().infos.iter().any(|info| info.least.is_some());
-        match (continues, takes_others) {
+        let can_join = self.attempt().infos.iter().any(|info| info.least.is_some());
+        match (continues, can_join) {
             (true, _) => {}
             (false, true) => return self.stop(),
             (false, false) => return self.abort(&why),

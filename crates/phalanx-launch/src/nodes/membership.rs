@@ -393,7 +393,7 @@ impl Launchers {
         if host.attempt != Some(attempt.number) {
             *host = Host {
                 attempt: Some(attempt.number),
-                takes_others: host.takes_others,
+                can_grow: host.can_grow,
                 ..Host::new(rules)
             };
         }
@@ -438,7 +438,7 @@ impl Launchers {
         }
         if let Some(id) = waiting.filter(|_| count < rules.most) {
             match rules.in_place {
-                true if host.takes_others => return Some(Decision::Admit(id)),
+                true if host.can_grow => return Some(Decision::Admit(id)),
                 true => {}
                 false => return Some(Decision::Stop),
             }
@@ -496,7 +496,7 @@ impl Launchers {
 pub(super) struct Host {
     pub(super) rules: Rules,
     /// The ranks accept processes that join.
-    pub(super) takes_others: bool,
+    pub(super) can_grow: bool,
     /// The attempt that the other fields describe.
     attempt: Option<u32>,
     /// Launchers are waited for: failures so far, since when, and when the last call began.

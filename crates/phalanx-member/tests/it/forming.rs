@@ -237,12 +237,12 @@ fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
             let state = log.read().unwrap();
             state.continues_with(2, numbers.iter().copied())
         };
-        let takes_others = true;
+        let can_grow = true;
         assert!(!continues_with(&[0, 1]), "no rank said so");
-        tell(&store, Event::Elastic { takes_others });
+        tell(&store, Event::Elastic { can_grow });
         tell(&store, Event::NotElastic);
         assert!(!continues_with(&[0, 1]), "it was taken back");
-        tell(&store, Event::Elastic { takes_others });
+        tell(&store, Event::Elastic { can_grow });
         assert!(continues_with(&[1, 7]));
         assert!(!continues_with(&[5, 7]), "they are in no group");
         let gate = &Barrier::new(4);

@@ -165,7 +165,7 @@ pub trait Strategy: Engine {
     fn build(setup: Self::Setup, parts: Parts<'_, '_>) -> Result<Self>;
 
     /// Whether ranks take in others in an elastic training, and leave it when they are asked to.
-    const TAKES_OTHERS: bool;
+    const CAN_GROW: bool;
 
     /// Whether ranks have parts of the parameters or of the optimizers' state: all of them take part in a save, and a rank
     /// whose gradients are averaged completes the step itself, as those that have completed it may have other parts.

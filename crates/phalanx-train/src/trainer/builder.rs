@@ -651,7 +651,7 @@ fn start_sha256<S: Strategy>(strategy: &S, ctx: &RankContext) -> Result<Option<S
     let weights = weights_sha256(strategy, ctx)?;
     // Any rank may become rank 0.
     Ok(match ctx.elastic {
-        Some(_) if S::TAKES_OTHERS => Some(hex::encode(weights_digest(strategy.params()))),
+        Some(_) if S::CAN_GROW => Some(hex::encode(weights_digest(strategy.params()))),
         Some(_) => Some(ctx.group().broadcast_object(weights.as_ref(), 0)?),
         None => weights,
     })

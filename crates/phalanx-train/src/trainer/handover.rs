@@ -112,7 +112,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     fn complete(&mut self, averaged: Averaged) -> Result<()> {
         let [before, after] = averaged.buffers;
         // Where parameters are whole, those of the other rank were taken over.
-        if !S::TAKES_OTHERS {
+        if !S::CAN_GROW {
             self.set_buffers(&after);
         }
         self.update(averaged.group, &averaged.step, &averaged.commit, &before)

@@ -76,10 +76,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             if self.ctx.is_main() {
                 self.set_agreed()?;
             }
-            let takes_others = S::TAKES_OTHERS;
+            let can_grow = S::CAN_GROW;
             // All ranks write it, because each may be the only one that remains.
             self.ctx
-                .append(|state| (!state.is_elastic()).then_some(Event::Elastic { takes_others }))?;
+                .append(|state| (!state.is_elastic()).then_some(Event::Elastic { can_grow }))?;
             self.watch_requests();
             return Ok(());
         }
@@ -101,7 +101,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// On rank 0, watches from now on whether processes ask to join or ranks are to leave. No process joins a mesh.
     pub(super) fn watch_requests(&mut self) {
-        let asks = self.ctx.elastic.is_some() && self.ctx.is_main() && S::TAKES_OTHERS;
+        let asks = self.ctx.elastic.is_some() && self.ctx.is_main() && S::CAN_GROW;
         let members = || self.ctx.group().global_ranks().to_vec();
         self.elastic.requests = asks.then(|| Requests::watch(self.ctx.log(), members()));
     }

@@ -39,7 +39,7 @@ impl Machine {
             launchers: Launchers::default(),
             host: Host::new(rules),
         };
-        machine.host.takes_others = true;
+        machine.host.can_grow = true;
         machine
     }
 
