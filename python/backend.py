@@ -1,4 +1,4 @@
-"""Builds the wheel: maturin's build backend, and the command ``phalanx`` beside the package."""
+"""Builds the wheel: maturin's build backend, and the command ``phalanx`` next to the package."""
 
 import json
 import os

@@ -17,8 +17,8 @@ impl Spirals {
         let point = |i: usize| {
             let class = i % CLASSES;
             let radius = (i as f32 + shift) / count as f32;
-            let turn = class as f32 / CLASSES as f32 + 0.6 * radius;
-            let (sin, cos) = (std::f32::consts::TAU * turn).sin_cos();
+            let fraction = class as f32 / CLASSES as f32 + 0.6 * radius;
+            let (sin, cos) = (std::f32::consts::TAU * fraction).sin_cos();
             ([radius * sin, radius * cos], class as u32)
         };
         Spirals {

@@ -83,7 +83,7 @@ _MOVING = threading.Lock()
 # Smaller ones are not worth pages of their own.
 _LEAST_SHARED = 1 << 16
 
-# After so many that were moved for one operation only, none is moved any more.
+# After this many that were moved for one operation only, none is moved any more.
 _MOST_WASTED = 1000
 _wasted = 0
 
@@ -823,11 +823,11 @@ def _leave():
         # A forked process has none of the threads.
         if backend._pid == os.getpid():
             if error is not None:
-                # So that nobody waits for this rank, nor this one for them.
+                # No rank waits for this one any more, nor this one for others.
                 backend._group.abort(f"the program ended with {type(error).__name__}: {error}")
             backend.shutdown()
     for found in _SHARED.values():
-        # Whoever looks at a tensor still finds what it was.
+        # Code that looks at a tensor still finds its old values.
         if found.memory is not None:
             found.memory.keep()
 
@@ -884,7 +884,7 @@ class _Group(dist.ProcessGroup):
 
 def _create(options, _):
     config = sys._getframe(1).f_locals.get("backend_config")
-    # PyTorch does not tell a back end of the others in its group; this is where it makes all of them.
+    # A back end does not learn from PyTorch of the others in its group; this is where it makes all of them.
     is_alone = config is not None and set(config.get_device_backend_map().values()) == {_NAME}
     changes = getattr(options, "enable_reconfigure", False)
     if changes and not is_alone:

@@ -120,7 +120,7 @@ impl Memory {
     /// # Safety
     ///
     /// As for `bucket`.
-    unsafe fn beside<T: Element>(self, other: &Memory) -> Bucket<T> {
+    unsafe fn paired<T: Element>(self, other: &Memory) -> Bucket<T> {
         let bytes = |memory: &Memory| memory.count * memory.dtype.size_bytes();
         let is_before = |a: &Memory, b: &Memory| a.address + bytes(a) <= b.address;
         let is_apart = is_before(&self, other) || is_before(other, &self);
@@ -408,7 +408,7 @@ impl Group {
         let group = self.get()?;
         typed!(same(&input, &output)?, T => {
             // SAFETY: as in `all_reduce`.
-            let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
+            let (input, output) = unsafe { (input.paired::<T>(&output), output.bucket::<T>()) };
             if let Some(group) = self.in_caller(&how)? {
                 let (mut input, mut output) = (input, output);
                 return run(py, || group.all_gather(&mut input, &mut output));
@@ -428,7 +428,7 @@ impl Group {
         let group = self.get()?;
         typed!(same(&input, &output)?, T => {
             // SAFETY: as in `all_reduce`.
-            let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
+            let (input, output) = unsafe { (input.paired::<T>(&output), output.bucket::<T>()) };
             Self::pending(group.all_gather_v_async(input, &lengths, output, how.call()))
         })
     }
@@ -444,7 +444,7 @@ impl Group {
         let (group, op) = (self.get()?, reduction(op)?);
         typed!(same(&input, &output)?, T => {
             // SAFETY: as in `all_reduce`.
-            let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
+            let (input, output) = unsafe { (input.paired::<T>(&output), output.bucket::<T>()) };
             if let Some(group) = self.in_caller(&how)? {
                 let (mut input, mut output) = (input, output);
                 return run(py, || group.reduce_scatter(&mut input, &mut output, op));
@@ -465,7 +465,7 @@ impl Group {
         let (group, op) = (self.get()?, reduction(op)?);
         typed!(same(&input, &output)?, T => {
             // SAFETY: as in `all_reduce`.
-            let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
+            let (input, output) = unsafe { (input.paired::<T>(&output), output.bucket::<T>()) };
             Self::pending(group.reduce_scatter_v_async(input, &lengths, output, op, how.call()))
         })
     }
@@ -486,7 +486,7 @@ impl Group {
             // SAFETY: as in `all_reduce`.
             let (input, output) = unsafe {
                 match output {
-                    Some(output) => (input.beside::<T>(&output), Some(output.bucket::<T>())),
+                    Some(output) => (input.paired::<T>(&output), Some(output.bucket::<T>())),
                     None => (input.bucket::<T>(), None),
                 }
             };
@@ -509,7 +509,7 @@ impl Group {
         typed!(dtype, T => {
             // SAFETY: as in `all_reduce`.
             let (input, output) = unsafe {
-                (input.map(|input| input.beside::<T>(&output)), output.bucket::<T>())
+                (input.map(|input| input.paired::<T>(&output)), output.bucket::<T>())
             };
             Self::pending(group.scatter_async(input, output, root.0, how.call()))
         })
@@ -525,7 +525,7 @@ impl Group {
         let group = self.get()?;
         typed!(same(&input, &output)?, T => {
             // SAFETY: as in `all_reduce`.
-            let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
+            let (input, output) = unsafe { (input.paired::<T>(&output), output.bucket::<T>()) };
             if let Some(group) = self.in_caller(&how)? {
                 let (mut input, mut output) = (input, output);
                 return run(py, || group.all_to_all(&mut input, &mut output));
@@ -546,7 +546,7 @@ impl Group {
         let group = self.get()?;
         typed!(same(&input, &output)?, T => {
             // SAFETY: as in `all_reduce`.
-            let (input, output) = unsafe { (input.beside::<T>(&output), output.bucket::<T>()) };
+            let (input, output) = unsafe { (input.paired::<T>(&output), output.bucket::<T>()) };
             let (sent, received) = (&input_lengths, &output_lengths);
             Self::pending(group.all_to_all_v_async(input, sent, output, received, how.call()))
         })
@@ -637,7 +637,7 @@ impl Drop for Group {
     }
 }
 
-/// Whoever comes first makes the secret.
+/// The first rank makes the secret.
 fn agree_on_token(store: &TorchStore) -> Result<Token> {
     let refused = |error: phalanx_wire::Error| Error::usage(format!("the group's token: {error}"));
     let own = Token::generate().map_err(refused)?;

@@ -123,7 +123,7 @@ impl Pending {
         match py.detach(|| self.outcome(span)) {
             Some(outcome) => outcome.map(drop).map_err(|error| raised(&error)),
             None => Err(raise(format!(
-                "the operation is not over after the {} s that wait was given; it goes on",
+                "the operation is not over after the {} s that wait was given; it continues",
                 limit.unwrap_or_default()
             ))),
         }

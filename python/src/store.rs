@@ -24,7 +24,7 @@ const END: Duration = Duration::from_secs(5);
 ///
 /// One store may see many groups, of any sizes and ranks, also of processes that have ended. So rank 0 gives each group a
 /// random name: every other rank writes a random word to `come/RANK`, and waits for the name in `group/WORD`. What an earlier
-/// process has left there is answered too, and nobody reads it.
+/// process has left there is answered too, and the answer is not read.
 #[derive(Clone)]
 pub(crate) struct TorchStore {
     shared: Arc<(Mutex<State>, Condvar)>,
@@ -70,7 +70,7 @@ impl TorchStore {
             self.set(&come_key(rank), word.as_bytes())?;
             self.add(COME_KEY, 1)?;
             let answer = answer_key(&word);
-            let told = self
+            let sent = self
                 .get(&answer, timeout)
                 .map_err(|error| match error.kind() {
                     ErrorKind::Timeout => comm::Error::timeout(format!(
@@ -79,7 +79,7 @@ impl TorchStore {
                     )),
                     _ => error.into(),
                 })?;
-            name = String::from_utf8_lossy(&told).into_owned();
+            name = String::from_utf8_lossy(&sent).into_owned();
             // Some stores cannot.
             let _ = self.delete(&answer);
         }
@@ -89,7 +89,7 @@ impl TorchStore {
         })
     }
 
-    /// Tells the other ranks of `group` its name as they come, until `formed` is closed. For rank 0.
+    /// Sends the other ranks of `group` its name as they come, until `formed` is closed. For rank 0.
     pub(crate) fn welcome(&self, group: &TorchStore, world: usize, formed: &Receiver<()>) {
         let name = group.prefix.split('/').nth(1).unwrap_or_default();
         let mut answered = vec![Vec::new(); world];
@@ -220,7 +220,7 @@ impl TorchStore {
             };
             let mut count = 0;
             for key in keys.extract::<Vec<String>>()? {
-                // Behind the prefixes of PyTorch, if the store tells them.
+                // Behind the prefixes of PyTorch, if the store reports them.
                 if let Some(at) = key.find(&prefix) {
                     let deleted = store.call_method1("delete_key", (&key[at..],))?;
                     count += u64::from(deleted.extract::<bool>()?);

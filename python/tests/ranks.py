@@ -220,7 +220,7 @@ def test_messages(rank, world):
     dist.send(torch.full((1,), float(rank)), right)
     receive.wait()
     assert wide.item() == left and total.item() == world
-    # From whoever sends: rank 0 gets one message of each other, and answers it.
+    # From any sender: rank 0 gets one message of each other, and answers it.
     if rank == 0:
         senders = []
         for _ in range(1, world):
@@ -342,7 +342,7 @@ def test_groups(rank, world):
         dist.all_reduce(total, group=part)
         mine = even if rank in even else [r for r in range(world) if r not in even]
         assert total.item() == len(mine) and dist.get_process_group_ranks(part) == mine
-        # The first one hears of all others, whoever is first.
+        # The first one learns of all others, whoever is first.
         if rank == mine[0]:
             senders = [dist.recv(torch.empty(1), group=part) for _ in mine[1:]]
             assert sorted(senders) == mine[1:], senders
@@ -541,7 +541,7 @@ def test_flight(rank, world):
 
 
 def test_raises(rank, world):
-    """The others are told what a rank has died of, which does not wait for them."""
+    """The others learn why a rank has died, which does not wait for them."""
     work = dist.isend(torch.ones(1), 0) if rank == 1 else None
     if rank == 1:
         dist.all_reduce(torch.ones(4), async_op=True)

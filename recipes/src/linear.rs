@@ -128,7 +128,7 @@ struct Lines {
     iterations: usize,
 }
 
-/// A loss line every so many steps, as in the document.
+/// Steps between two loss lines, as in the document.
 const PRINT_EVERY: usize = 50;
 
 impl Reporter for Lines {

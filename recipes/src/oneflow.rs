@@ -6,7 +6,7 @@ use phalanx::prelude::*;
 
 use crate::shared::image::{Data, ImageArgs};
 
-/// A loss line every so many steps, as in the document.
+/// Steps between two loss lines, as in the document.
 const PRINT_EVERY: usize = 5;
 
 /// The document's lines. It tests nothing; the last line is ours.

@@ -24,7 +24,7 @@ use crate::{DistributedDataParallel, Error, ErrorKind, Result};
 /// (those of training on its own batches), saves checkpoints, decides on early stopping and shows the progress; the other
 /// ranks wait for it meanwhile. All ranks stop together, after the step in which one of them was interrupted.
 ///
-/// A training that goes on from [`SupervisedTraining::checkpoint`] reads it on every rank, so that its folder must be
+/// A training that continues from [`SupervisedTraining::checkpoint`] reads it on every rank, so that its folder must be
 /// there on every host.
 ///
 /// ```no_run
@@ -351,13 +351,13 @@ impl<M: LearnerModel> Run<'_, M> {
     /// Metrics and progress are those of rank 0.
     fn tell_train(&mut self, event: impl FnOnce() -> LearnerEvent<<M as TrainStep>::Output>) {
         if self.ranks.group.rank() == 0 {
-            let told = self.components.event_processor.process_train(event());
-            self.components.interrupter.fail_on_error(told);
+            let sent = self.components.event_processor.process_train(event());
+            self.components.interrupter.fail_on_error(sent);
         }
     }
 
     fn tell_valid(&mut self, event: LearnerEvent<<M as InferenceStep>::Output>) {
-        let told = self.components.event_processor.process_valid(event);
-        self.components.interrupter.fail_on_error(told);
+        let sent = self.components.event_processor.process_valid(event);
+        self.components.interrupter.fail_on_error(sent);
     }
 }

@@ -162,7 +162,7 @@ fn gradients_are_the_mean_in_the_order_of_the_ranks() {
             assert_eq!(got, want, "{world} ranks");
             assert!(
                 got[4..].iter().all(Vec::is_empty),
-                "nobody uses the last layer"
+                "no rank uses the last layer"
             );
         }
     }

@@ -43,7 +43,7 @@ struct Args {
     /// Learning rate
     #[arg(long, default_value_t = 1e-3)]
     lr: f64,
-    /// File from which the training goes on, and into which it is saved after each epoch
+    /// File from which the training continues, and into which it is saved after each epoch
     #[arg(long)]
     checkpoint: Option<PathBuf>,
 }

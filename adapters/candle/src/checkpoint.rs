@@ -1,4 +1,4 @@
-//! Checkpoints from which a training goes on with the same results, on any number of ranks.
+//! Checkpoints from which a training continues with the same results, on any number of ranks.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::ErrorKind as Io;
@@ -141,7 +141,7 @@ impl DistributedDataParallel {
         Ok(Some(state))
     }
 
-    /// The others wait for this rank until the guard is dropped. A phase of the program's own goes on instead.
+    /// The others wait for this rank until the guard is dropped. A phase of the program's own continues instead.
     fn alone(&self, name: &str) -> Option<PhaseGuard> {
         let group = self.group();
         (!group.in_phase()).then(|| group.phase(name, ALONE))
@@ -213,15 +213,15 @@ impl DistributedDataParallel {
             return mine;
         }
         // The number of bytes, or what went wrong there.
-        let told = match &mine {
+        let sent = match &mine {
             Ok(bytes) => Ok(bytes.as_ref().map(Vec::len)),
             Err(error) => {
                 let kind = KINDS.iter().position(|kind| *kind == error.kind());
                 Err((kind, error.to_string()))
             }
         };
-        let told = group.broadcast_object(Some(&told).filter(|_| group.rank() == 0), 0)?;
-        match (mine, told) {
+        let sent = group.broadcast_object(Some(&sent).filter(|_| group.rank() == 0), 0)?;
+        match (mine, sent) {
             (Err(error), _) => Err(error),
             (_, Err((kind, why))) => {
                 let kind = kind

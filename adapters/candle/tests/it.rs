@@ -555,7 +555,7 @@ fn parameters_that_no_rank_uses_have_no_gradient() {
             var.expect("a variable").1
         };
         let (bias, weight) = (of("fc2.bias"), of("fc1.weight"));
-        // Rank 0 uses fc2.bias, rank 1 fc1.weight; nobody the others.
+        // Rank 0 uses fc2.bias, rank 1 fc1.weight; no rank the others.
         let used = [&bias, &weight][group.rank()];
         let loss = used.sum_all().expect("a loss");
         let gradients = ddp.backward(&loss).expect("gradients");
@@ -740,7 +740,7 @@ fn steps_that_are_left_leave_nothing_behind() {
         );
         assert_eq!(got, want);
     });
-    // In the middle of one the other rank is told, wherever it is.
+    // In the middle of one the other rank gets the error, wherever it is.
     for text in ranks(2, |group| {
         let model = Model::new(0);
         let mut ddp = ddp(&group, &model);

@@ -83,7 +83,7 @@ struct Inner {
     message: String,
     notes: Vec<(String, String)>,
     /// It has been printed.
-    told: bool,
+    printed: bool,
     source: Option<Box<dyn StdError + Send + Sync>>,
     /// The message and the notes say what the source says.
     says_source: bool,
@@ -96,7 +96,7 @@ impl Error {
             kind,
             message: message.into(),
             notes: Vec::new(),
-            told: false,
+            printed: false,
             source: None,
             says_source: false,
         };
@@ -197,14 +197,14 @@ impl Error {
 
     /// Ends a program early with success, without further output: it was asked to stop.
     pub fn stopped() -> Self {
-        Error::new(ErrorKind::Stopped, "stopped as asked").told()
+        Error::new(ErrorKind::Stopped, "stopped as asked").printed()
     }
 
     /// Adds an indented line; `text` may have several lines, and an empty
     /// `label` leaves it without a column of its own.
     pub fn note(mut self, label: &str, text: impl Into<String>) -> Self {
         self.inner.notes.push((label.to_owned(), text.into()));
-        self.inner.told = false;
+        self.inner.printed = false;
         self
     }
 
@@ -216,14 +216,14 @@ impl Error {
 
     /// Marks it as printed: it is not printed again, unless a note is added. It still ends
     /// the program with its exit code.
-    pub fn told(mut self) -> Self {
-        self.inner.told = true;
+    pub fn printed(mut self) -> Self {
+        self.inner.printed = true;
         self
     }
 
     /// Whether it has been printed.
-    pub fn is_told(&self) -> bool {
-        self.inner.told
+    pub fn is_printed(&self) -> bool {
+        self.inner.printed
     }
 
     /// Chains the cause; it is printed on the same line.
@@ -333,7 +333,7 @@ impl Error {
 
     /// Prints it to standard error, unless it has been printed; a closed standard error is ignored.
     pub fn print(&self) {
-        if self.inner.told {
+        if self.inner.printed {
             return;
         }
         let _ = std::io::stderr().write_all(visible(&self.render()).as_bytes());

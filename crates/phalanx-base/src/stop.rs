@@ -70,7 +70,7 @@ pub fn listen() -> Result<()> {
     for signal in [SIGINT, SIGHUP].into_iter().filter(heeded) {
         // Registered first, so that the first signal is never taken for a second.
         signal_hook::flag::register_conditional_default(signal, IMPATIENT.clone())
-            .map_err(not_heard)?;
+            .map_err(not_listening)?;
         register(signal, SIGTERM, &AtomicBool::new(false))?;
     }
     register(SIGTERM, SIGTERM, &LISTENING)
@@ -78,7 +78,7 @@ pub fn listen() -> Result<()> {
 
 /// Called when the ranks have agreed to stop. Soon after, another Ctrl-C ends the process without waiting for the
 /// checkpoint; the delay ignores a first signal that was sent both to the process and to its group.
-pub fn heard() {
+pub fn agreed() {
     CAUSE.store(RECEIVED.load(Ordering::SeqCst), Ordering::SeqCst);
     std::thread::spawn(|| {
         std::thread::sleep(TWINS);
@@ -109,7 +109,7 @@ fn register(signal: i32, word: i32, done: &AtomicBool) -> Result<()> {
     // RECEIVED first: it is set wherever ASKED is seen.
     for (place, value) in [(&*RECEIVED, signal), (&*ASKED, word)] {
         signal_hook::flag::register_usize(signal, place.clone(), value as usize)
-            .map_err(not_heard)?;
+            .map_err(not_listening)?;
     }
     Ok(())
 }
@@ -123,7 +123,7 @@ pub fn cause() -> Option<i32> {
     }
 }
 
-fn not_heard(error: std::io::Error) -> Error {
+fn not_listening(error: std::io::Error) -> Error {
     Error::new(ErrorKind::System, "cannot listen for signals").caused_by(error)
 }
 

@@ -79,7 +79,7 @@ impl MetricsDigest {
         hex::encode(self.hash.serialize())
     }
 
-    /// Goes on from `state`, as [`state`](Self::state) gave it; `None` when it is none.
+    /// Continues from `state`, as [`state`](Self::state) returned it; `None` when it is no state.
     pub fn from_state(state: &str) -> Option<Self> {
         let mut bytes = SerializedState::<Sha256>::default();
         hex::decode_to_slice(state, &mut bytes).ok()?;

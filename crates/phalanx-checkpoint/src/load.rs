@@ -164,7 +164,7 @@ impl Opened {
 /// `model.safetensors.index.json` or `pytorch_model.bin.index.json`.
 #[derive(serde::Deserialize)]
 struct Index {
-    /// Each tensor's file, which lies beside the index.
+    /// Each tensor's file, next to the index.
     weight_map: BTreeMap<String, String>,
 }
 
@@ -280,7 +280,7 @@ fn in_safetensors(file: &TensorsFile) -> AllFound<'_> {
     all.collect()
 }
 
-/// Whether it is a manifest or an index, with the tensors in files beside it.
+/// Whether it is a manifest or an index, with the tensors in files next to it.
 fn is_json(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "json")
 }

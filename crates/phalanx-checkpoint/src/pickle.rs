@@ -13,7 +13,7 @@ const MAX_NAME_BYTES: usize = 256;
 /// Result of an opcode, or the reason to refuse the pickle.
 pub type Step<T> = std::result::Result<T, String>;
 
-/// Objects beside Python's own values: functions, tensors, arrays.
+/// Objects in addition to Python's own values: functions, tensors, arrays.
 pub trait Object {
     /// Name of its type in messages.
     fn kind(&self) -> &'static str;
@@ -21,7 +21,7 @@ pub trait Object {
 
 /// What the pickles of one format may do.
 pub trait Dialect {
-    /// What they have beside Python's own values.
+    /// What they have in addition to Python's own values.
     type Object: Object;
 
     /// Maximum number of objects; each takes about a hundred bytes.

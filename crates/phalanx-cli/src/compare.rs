@@ -113,7 +113,7 @@ pub(crate) fn run(
     let recipe = training.check_comparable(&args.workers)?;
     let dir = args.output_dir.clone();
     let claim = || RunDir::claim(&format!("compare-{recipe}"));
-    let mut claimed = dir.map_or_else(claim, RunDir::given);
+    let mut claimed = dir.map_or_else(claim, RunDir::at);
     let prepared = claimed.prepare(args.folder);
     prepared.map_err(|error| error.note("try", "another folder with --output-dir"))?;
     let dir = claimed.path();

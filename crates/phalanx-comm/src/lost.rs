@@ -56,8 +56,8 @@ impl LostRanks {
         }
     }
 
-    /// Those that have been reported by now, by rank. *Costs* one request where none was reported since the last look.
-    pub(crate) fn look(&mut self, store: &dyn Store) -> phalanx_store::Result<&[LostRank]> {
+    /// Those that have been reported by now, by rank. *Costs* one request where none was reported since the last read.
+    pub(crate) fn read(&mut self, store: &dyn Store) -> phalanx_store::Result<&[LostRank]> {
         let count = store.try_get(LOST)?.unwrap_or_default();
         if count != self.looked {
             let mut found = Vec::new();
@@ -83,9 +83,9 @@ mod tests {
     fn lost_ranks_are_found_once_they_are_reported() {
         let store = MemStore::new();
         let mut ranks = LostRanks::of(&[2, 5, 7]);
-        assert_eq!(ranks.look(&store).unwrap(), []);
+        assert_eq!(ranks.read(&store).unwrap(), []);
         report_lost(&store, 3, "of another group").unwrap();
-        assert_eq!(ranks.look(&store).unwrap(), []);
+        assert_eq!(ranks.read(&store).unwrap(), []);
         report_lost(&store, 7, "its host is down").unwrap();
         let lost = LostRank {
             rank: 2,
@@ -93,7 +93,7 @@ mod tests {
             why: "its host is down".to_owned(),
         };
         for _ in 0..2 {
-            assert_eq!(ranks.look(&store).unwrap(), std::slice::from_ref(&lost));
+            assert_eq!(ranks.read(&store).unwrap(), std::slice::from_ref(&lost));
         }
     }
 }

@@ -243,7 +243,7 @@ impl ImageDataset for Augmented {
 mod tests {
     use super::*;
 
-    /// Images of 5 x 4 whose values tell row, column and channel.
+    /// Images of 5 x 4 whose values encode row, column and channel.
     struct Grid;
 
     impl ImageDataset for Grid {

@@ -55,12 +55,12 @@ impl Default for LoaderOptions {
 
 /// Reads the batches of a data set ahead, on worker threads.
 pub struct Loader<D: Dataset + ?Sized> {
-    shared: Arc<Shared<D>>,
+    shared: Arc<LoaderState<D>>,
     workers: Vec<JoinHandle<()>>,
     waited: Duration,
 }
 
-struct Shared<D: Dataset + ?Sized> {
+struct LoaderState<D: Dataset + ?Sized> {
     dataset: Arc<D>,
     ahead: usize,
     state: Mutex<State<D::Batch>>,
@@ -115,7 +115,7 @@ impl<D: Dataset + ?Sized> Loader<D> {
                 "a loader needs at least 1 worker and 1 batch ahead",
             ));
         }
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(LoaderState {
             dataset,
             ahead,
             state: Mutex::new(State {
@@ -234,7 +234,7 @@ impl<D: Dataset + ?Sized> Drop for Loader<D> {
 /// batch type.
 pub struct LoadedBatch<D: Dataset + ?Sized> {
     batch: Batch<D::Batch>,
-    home: Arc<Shared<D>>,
+    home: Arc<LoaderState<D>>,
 }
 
 impl<D: Dataset + ?Sized> LoadedBatch<D> {
@@ -292,7 +292,7 @@ impl<B> State<B> {
     }
 }
 
-impl<D: Dataset + ?Sized> Shared<D> {
+impl<D: Dataset + ?Sized> LoaderState<D> {
     /// The loop of a worker.
     fn work(&self) {
         let mut state = lock(&self.state);

@@ -183,7 +183,7 @@ fn main_of(flow: &Flow, args: Vec<OsString>) -> Result<()> {
             // A closed output is no second error.
             let _ = error.print();
             match error.use_stderr() {
-                true => Err(Error::usage("wrong arguments").told()),
+                true => Err(Error::usage("wrong arguments").printed()),
                 false => Ok(()),
             }
         }
@@ -240,7 +240,7 @@ fn run_flow(dir: &Path, args: &RunArgs, flow: Option<&Flow>) -> Result<()> {
         None => {
             let workflow = workflow_of(args.file.as_deref(), flow)?;
             engine::check_machine(&workflow, &options)?;
-            let given = create::given(&workflow, &args.input)?;
+            let given = create::inputs(&workflow, &args.input)?;
             let store = Store::create(dir)?;
             let lock = store.lock()?;
             let id = create::create(&store, workflow, &given)?;

@@ -14,7 +14,7 @@ use crate::store::{Item, Items, Node, Run, State, Store, now};
 /// # Errors
 ///
 /// Usage: an unknown name, a value of another type.
-pub(crate) fn given(workflow: &Workflow, words: &[String]) -> Result<BTreeMap<String, Json>> {
+pub(crate) fn inputs(workflow: &Workflow, words: &[String]) -> Result<BTreeMap<String, Json>> {
     let mut values = BTreeMap::new();
     let here = std::env::current_dir()?;
     for word in words {

@@ -6,7 +6,7 @@
 //! [inputs]                                        # of the workflow; each run may set them
 //! epochs = 10                                     # an int with a default
 //! rate = { type = "float", default = 0.1 }
-//! images = { type = "folder", default = "data" }  # a path beside this file
+//! images = { type = "folder", default = "data" }  # a path next to this file
 //! seed = { type = "int" }                         # no default: --input seed=1
 //!
 //! [inputs.optimizer]                              # a group of inputs: --input optimizer.momentum=0.8
@@ -22,7 +22,7 @@
 //! retries = { times = 2, backoff = "10s" }        # or: retries = 2
 //! timeout = "2h"                                  # of each attempt
 //! unrecoverable = [2]                             # exit codes that are not retried
-//! after = []                                      # tasks that are done before, beside those below
+//! after = []                                      # tasks that are done before, in addition to those below
 //! requests = { cpus = 2, memory = "4GiB", gpus = 0, storage = "1GiB", ephemeral_storage = "1GiB" }
 //! limits = { memory = "8GiB" }
 //!
@@ -30,7 +30,7 @@
 //! limits = { memory = "4GiB" }
 //!
 //! [tasks.train.inputs]
-//! program = { type = "file", value = "train.py" } # a constant: a path beside this file
+//! program = { type = "file", value = "train.py" } # a constant: a path next to this file
 //! epochs = "{inputs.epochs}"                      # an input of the workflow
 //! seed = "{inputs.seed}"
 //! kind = "cnn"                                    # a constant of type string

@@ -158,7 +158,7 @@ impl TaskSettings {
         self
     }
 
-    /// Waits for the end of task `name`, beside those of its inputs.
+    /// Waits for the end of task `name`, in addition to those of its inputs.
     pub fn after(mut self, name: &str) -> Self {
         self.task.after.push(name.to_owned());
         self

@@ -51,7 +51,7 @@ struct Memory {
     changed: BTreeSet<PathBuf>,
 }
 
-/// The folder `objects` of a store, and `tmp` beside it.
+/// The folder `objects` of a store, and `tmp` next to it.
 #[derive(Debug)]
 pub(crate) struct Objects {
     root: PathBuf,
@@ -306,7 +306,7 @@ impl Objects {
     }
 }
 
-/// What tells whether a file or folder was changed: inodes, modes, sizes and times of all in it.
+/// What shows whether a file or folder was changed: inodes, modes, sizes and times of all in it.
 struct Stamp {
     sum: String,
     /// When it was changed last, in seconds and nanoseconds since 1970, and what.

@@ -289,7 +289,7 @@ fn apply(store: &Store, gone: &Gone, dry_run: bool) -> Result<Removed> {
     Ok(removed)
 }
 
-/// Objects, and folders of runs, that no record beside those of `gone` refers to.
+/// Objects, and folders of runs, that no record other than those of `gone` refers to.
 fn unused(store: &Store, gone: &Gone) -> Result<Vec<PathBuf>> {
     let (mut objects, mut runs) = (BTreeSet::new(), BTreeSet::new());
     let mut keep = |items: &Items| objects.extend(objects_of(items).map(|(sha256, _)| sha256));
@@ -358,7 +358,7 @@ mod tests {
         }
     }
 
-    /// Run 1 with an input (4 KiB) and a cached output (2 KiB), which run 2 uses beside one of its
+    /// Run 1 with an input (4 KiB) and a cached output (2 KiB), which run 2 uses in addition to one of its
     /// own (1 KiB); the cached result of a run that was removed (16 KiB); run 3 with a failed attempt (8 KiB).
     fn store(dir: &Path) -> (Store, [Object; 4]) {
         let store = Store::create(&dir.join("s")).unwrap();

@@ -117,7 +117,7 @@ pub struct Task {
     pub inputs: BTreeMap<String, TaskInput>,
     /// Its outputs by name.
     pub outputs: BTreeMap<String, Type>,
-    /// Tasks that must be done before, beside those of its inputs.
+    /// Tasks that must be done before, in addition to those of its inputs.
     pub after: Vec<String>,
 }
 

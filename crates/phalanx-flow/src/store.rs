@@ -180,7 +180,7 @@ impl Store {
         let dir = std::path::absolute(dir)?;
         make_private(&dir)?;
         let mut builder = Database::builder();
-        // `show` and `cancel` work beside an engine.
+        // `show` and `cancel` work while an engine runs.
         builder.set_concurrency_mode(ConcurrencyMode::MultiWriter);
         builder.set_cache_size(16 << 20);
         let path = dir.join(STATE);

@@ -31,7 +31,7 @@ fn on(isa: Isa, values: &[f32]) -> f32 {
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => unsafe { avx2(values) },
-        _ => look(values),
+        _ => scan(values),
     }
 }
 
@@ -41,7 +41,7 @@ fn on(isa: Isa, values: &[f32]) -> f32 {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2")]
 unsafe fn avx512(values: &[f32]) -> f32 {
-    look(values)
+    scan(values)
 }
 
 /// # Safety
@@ -50,12 +50,12 @@ unsafe fn avx512(values: &[f32]) -> f32 {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 unsafe fn avx2(values: &[f32]) -> f32 {
-    look(values)
+    scan(values)
 }
 
 /// The loop; inlined into functions compiled for more than the baseline instruction set.
 #[inline(always)]
-fn look(values: &[f32]) -> f32 {
+fn scan(values: &[f32]) -> f32 {
     // Without the sign, the bits are ordered by magnitude, and those of every NaN are the largest.
     let magnitude = |value: &f32| (value.to_bits() & 0x7fff_ffff) as i32;
     let of_block = |block: &[f32]| {

@@ -204,7 +204,7 @@ impl GlobalParams {
         &self.placement
     }
 
-    /// Goes on with the same parameters on `placement`, a mesh that has another size where all of them are whole, as when
+    /// Continues with the same parameters on `placement`, a mesh that has another size where all of them are whole, as when
     /// ranks were lost. This rank keeps its parts, and its coordinates in the other dimensions. Does not communicate.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! Gathers of sharded parameters that begin before their use.
 //!
 //! The gathers of a step, forward and again in backward, have the same order in each step: that of the step before
-//! is followed. When one has been used, or a gradient is final, the next one begins in the background, beside what
+//! is followed. When one has been used, or a gradient is final, the next one begins in the background, at the same time as what
 //! is computed until then. All ranks know the same order, so they begin the same ones.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -231,7 +231,7 @@ pub fn backward(
         let fits = |grad: &&mut [f32]| grad.len() == z.elements(rows);
         assert!(grad.as_ref().is_none_or(fits), "the size of a gradient");
     }
-    // Sums of keys and values go on from block to block.
+    // Sums of keys and values continue from block to block.
     let [dq, dk, dv] = grads.map(|grad| {
         grad.map(|grad| {
             grad.fill(0.0);

@@ -135,17 +135,17 @@ const CHUNKS: usize = 16;
 /// How the backward pass is cut, by shape alone: each chunk is several small images, or one image in
 /// blocks of pixels. A chunk has a part of the weight gradients for each of its blocks.
 #[derive(Clone, Copy)]
-struct Cut {
+struct NormChunks {
     /// Images of a chunk, the last one's fewer.
     images: usize,
     /// Blocks of an image, [`MAX_ROWS`] pixels each, the last one's fewer.
     blocks: usize,
 }
 
-impl Cut {
+impl NormChunks {
     fn of(g: Groups) -> Self {
         let most = (MAX_ROWS / g.pixels.max(1)).max(1);
-        Cut {
+        NormChunks {
             images: g.images.div_ceil(CHUNKS).clamp(1, most),
             blocks: g.pixels.div_ceil(MAX_ROWS).max(1),
         }
@@ -154,7 +154,7 @@ impl Cut {
 
 /// Elements of the partial weight and bias gradients.
 pub fn partials_len(g: Groups) -> usize {
-    let cut = Cut::of(g);
+    let cut = NormChunks::of(g);
     g.images.div_ceil(cut.images) * cut.blocks * 2 * g.channels
 }
 
@@ -212,7 +212,7 @@ pub fn backward(
     if dy.is_empty() {
         return add_parts(&[], dw, db);
     }
-    let cut = Cut::of(g);
+    let cut = NormChunks::of(g);
     let dy = Disjoint::new(dy);
     let work = &mut work[..partials_len(g)];
     let piece = cut.blocks * 2 * c;

@@ -194,11 +194,11 @@ pub(super) unsafe fn product_at(
 const SLAB: usize = 1024;
 /// Columns of `b` packed at a time.
 const COLUMNS: usize = 256;
-/// Inner steps between two visits of `c`: so many of the columns of a tile stay in L1 while the rows go by.
+/// Inner steps between two visits of `c`: this many of the columns of a tile stay in L1 while the rows go by.
 const DEPTH: usize = 256;
 /// Rows of `a` that stay in cache while the columns go by.
 const ROWS: usize = 96;
-/// Rows of the tallest tile; smaller ones lie within so many.
+/// Rows of the tallest tile; smaller ones fit into it.
 const TALL: usize = 12;
 /// Elements of a page of memory.
 const PAGE: usize = 1024;
@@ -685,7 +685,7 @@ mod tests {
             }
             product_biased(&pool, &mut got, (a, b), &bias);
             assert_eq!(got, want, "{m} x {k} x {n}");
-            // The sum goes on from what is there.
+            // The sum continues from the stored value.
             let (left, right) = (k / 3, k - k / 3);
             let mut onto = vec![0.0; m * n];
             for (from, to) in [(0, left), (left, left + right)] {

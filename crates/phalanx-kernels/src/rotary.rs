@@ -1,8 +1,8 @@
 //! Rotary positions.
 
 simd! {
-    /// Turns the points of a row's vectors by the angles of these cosines and sines.
-    pub fn turn(row: &mut [f32], cosines: &[f32], sines: &[f32], sign: f32) {
+    /// Rotates the points of a row's vectors by the angles of these cosines and sines.
+    pub fn rotate(row: &mut [f32], cosines: &[f32], sines: &[f32], sign: f32) {
         let half = cosines.len();
         for vector in row.chunks_exact_mut(2 * half) {
             let (a, b) = vector.split_at_mut(half);

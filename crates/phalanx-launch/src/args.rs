@@ -167,7 +167,7 @@ pub fn check_evict_after(after: Duration, is_elastic: bool) -> Result<()> {
             "--evict-after must be at least 1 second: ranks wait for each other in every step",
         )),
         false => Err(Error::usage(
-            "--evict-after takes a rank out of a job that goes on without it: add --elastic",
+            "--evict-after kills a rank, and the job continues without it: add --elastic",
         )),
         true => Ok(()),
     }

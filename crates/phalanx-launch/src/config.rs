@@ -101,7 +101,7 @@ pub fn with_config(
         let value = value.map_or(String::new(), |value| format!("={value}"));
         more.push(OsString::from(format!("--{name}{value}")));
     }
-    // The file is not named where the words are told or recorded.
+    // The name of the file is not printed or recorded.
     while let Some(at) = words.iter().position(is_config) {
         let is_attached = words[at].to_string_lossy().contains('=');
         let end = (at + 1 + usize::from(!is_attached)).min(words.len());

@@ -2,8 +2,8 @@
 //! (`tests/fixtures/torchrun.json`), and some of our own.
 //!
 //! One value differs from torchrun's: `TORCHELASTIC_USE_AGENT_STORE` is `False`.
-//! torchrun hosts PyTorch's store at `MASTER_ADDR:MASTER_PORT`, and `True` tells
-//! `init_process_group` so. Our store speaks another protocol and is where
+//! torchrun hosts PyTorch's store at `MASTER_ADDR:MASTER_PORT`, and `True` informs
+//! `init_process_group` of it. Our store speaks another protocol and is where
 //! `PHALANX_STORE` says; `MASTER_PORT` is a port of node 0 that is kept free, for
 //! rank 0 of a PyTorch program to host PyTorch's store at.
 
@@ -73,7 +73,7 @@ pub struct LauncherVariables {
     pub threads_set: bool,
     /// Threads of rayon, with which candle and Burn compute; `None` leaves them as they are.
     pub rayon_threads: Option<usize>,
-    /// Ranks go on without those that are lost.
+    /// Ranks continue without those that are lost.
     pub elastic: bool,
 }
 

@@ -38,7 +38,7 @@ const EVENT: &str = "event";
 const JOB: &str = "job";
 
 /// Sets the store, and what `guard` writes into the log of the launchers there when this launcher is killed.
-pub fn tell(guard: &Guard, store: &str, token: &Token, event: &LauncherEvent) {
+pub fn set_event(guard: &Guard, store: &str, token: &Token, event: &LauncherEvent) {
     note(guard, EVENT, &(store, token.to_hex(), event));
 }
 

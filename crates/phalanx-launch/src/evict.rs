@@ -33,7 +33,7 @@ pub(super) struct Seen {
 pub(super) struct Evictions {
     after: Duration,
     every: Duration,
-    looked: Option<Instant>,
+    checked: Option<Instant>,
     /// By the rank's number.
     waits: BTreeMap<usize, Wait>,
 }
@@ -50,19 +50,19 @@ impl Evictions {
         Evictions {
             after,
             every: (after / 5).clamp(LOOKS[0], LOOKS[1]),
-            looked: None,
+            checked: None,
             waits: BTreeMap::new(),
         }
     }
 
-    /// When to look next.
-    pub(super) fn next_look(&self, now: Instant) -> Instant {
-        self.looked.map_or(now, |at| at + self.every)
+    /// When to check next.
+    pub(super) fn next_check(&self, now: Instant) -> Instant {
+        self.checked.map_or(now, |at| at + self.every)
     }
 
-    /// Looks at the running ranks. Gives those that were late for too long, with what they are late for.
-    pub(super) fn look(&mut self, ranks: &[Seen], now: Instant) -> Vec<(usize, String)> {
-        let since = self.looked.replace(now).map(|at| now - at);
+    /// Checks the running ranks. Returns those that were late for too long, with what they are late for.
+    pub(super) fn check(&mut self, ranks: &[Seen], now: Instant) -> Vec<(usize, String)> {
+        let since = self.checked.replace(now).map(|at| now - at);
         let counted = match since.unwrap_or_default() {
             long if long > 2 * self.every => self.every,
             since => since,
@@ -273,11 +273,11 @@ mod tests {
         let (mut evictions, start) = (Evictions::new(AFTER), Instant::now());
         let mut now = start;
         while now < start + 3 * AFTER {
-            let found = evictions.look(ranks, now);
+            let found = evictions.check(ranks, now);
             if !found.is_empty() {
                 return Some((now - start, found.iter().map(|(local, _)| *local).collect()));
             }
-            now = evictions.next_look(now);
+            now = evictions.next_check(now);
         }
         None
     }
@@ -345,13 +345,13 @@ mod tests {
         let ranks = |hanging: Seen| [waits(0), waits(1), hanging];
         let late = ranks(rank(2, 6, "done"));
         let (mut evictions, mut now) = (Evictions::new(AFTER), Instant::now());
-        let mut look = |ranks: &[Seen], pause: Duration| {
+        let mut check = |ranks: &[Seen], pause: Duration| {
             now += pause;
-            !evictions.look(ranks, now).is_empty()
+            !evictions.check(ranks, now).is_empty()
         };
         let second = Duration::from_secs(1);
         for _ in 0..10 {
-            assert!(!look(&late, second));
+            assert!(!check(&late, second));
         }
         // The launcher was stopped for an hour, another rank saves.
         let saving = [
@@ -360,17 +360,17 @@ mod tests {
             rank(2, 6, "done"),
         ];
         for _ in 0..20 {
-            assert!(!look(&saving, second));
+            assert!(!check(&saving, second));
         }
         // It has begun something since.
-        assert!(!look(&ranks(rank(2, 5, "done")), second));
+        assert!(!check(&ranks(rank(2, 5, "done")), second));
         for _ in 0..9 {
-            assert!(!look(&ranks(rank(2, 5, "done")), second));
+            assert!(!check(&ranks(rank(2, 5, "done")), second));
         }
-        assert!(!look(&late, second));
+        assert!(!check(&late, second));
         for _ in 0..9 {
-            assert!(!look(&late, 3600 * second));
+            assert!(!check(&late, 3600 * second));
         }
-        assert!(look(&late, second));
+        assert!(check(&late, second));
     }
 }

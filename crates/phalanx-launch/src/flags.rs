@@ -178,7 +178,7 @@ pub struct RankArgs {
     /// waited for (--phase-timeout)
     #[arg(long, value_name = "S")]
     pub(crate) evict_after: Option<f64>,
-    /// Number of restarts: with --elastic of lost ranks, which join the others; without it of all ranks, which go on from
+    /// Number of restarts: with --elastic of lost ranks, which join the others; without it of all ranks, which continue from
     /// the last checkpoint
     #[arg(long, value_name = "K", default_value_t = 0)]
     pub(crate) max_restarts: u32,

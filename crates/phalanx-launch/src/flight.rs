@@ -28,7 +28,7 @@ pub(super) fn last_known(
     if !is_messenger {
         return analysis::last_known(&rank.flight()?);
     }
-    let story = analysis::tell(&dumps(ranks, stopped));
+    let story = analysis::diagnose(&dumps(ranks, stopped));
     // Without an operation that some ranks have not reached, the error says it all.
     let generation = format!("generation {}: ", story.generation);
     let sentence = story.sentence.strip_prefix(&generation);
@@ -36,7 +36,7 @@ pub(super) fn last_known(
 }
 
 /// The ranks of this node that have not come to an operation in which others wait, and wait in no other themselves;
-/// or the one that has come to it and does not go on.
+/// or the one that has come to it and does not continue.
 pub(super) fn late(ranks: &[Rank]) -> Vec<usize> {
     let dumps = dumps(ranks, &[]);
     let waits = |dump: &&Dump| {
@@ -45,7 +45,7 @@ pub(super) fn late(ranks: &[Rank]) -> Vec<usize> {
         newest.any(|entry| matches!(entry.state, State::Running | State::Aborted))
     };
     let waiting: Vec<usize> = dumps.iter().filter(waits).map(|dump| dump.rank).collect();
-    let story = analysis::tell(&dumps);
+    let story = analysis::diagnose(&dumps);
     let is_late = |number: &usize| story.waiting.contains(number) || !waiting.contains(number);
     let late = ranks
         .iter()

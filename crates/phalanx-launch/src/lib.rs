@@ -13,9 +13,9 @@
 //!   goes by thread, so it must be one that lives as long as the launcher),
 //!   then takes events one by one and asks `machine` what to do;
 //! * a thread for each rank waits for its end, two more pump its output;
-//! * one thread waits for signals; with several nodes, up to three for the others, and
-//!   where they may start again one for the end of the attempt; on node 0 one decides what follows;
-//! * a **guard** process ends what is left when the launcher is killed.
+//! * one thread waits for signals; with several nodes, up to three watch the other launchers, and with restarts one
+//!   waits for the end of the attempt; on node 0 one decides what follows;
+//! * a **guard** process ends the remaining processes when the launcher is killed.
 //!
 //! Each run has a folder of its own (`phalanx_process::folder`) for the ranks' error files: under
 //! `--log-dir`, or a private one that is removed at the end. The token and the
@@ -105,13 +105,13 @@ enum Event {
     Over(u32, Box<JobFailure>),
     /// The connection to the store has ended; the headline.
     StoreLost(String),
-    /// Nothing comes from this node any more.
+    /// This node is lost: it was silent for too long.
     NodeLost(usize),
-    /// The other nodes have lost this one, and go on.
+    /// The other nodes have lost this one, and continue.
     WasLost,
-    /// The store is at another launcher now.
+    /// The store has moved to another launcher.
     StoreMoved(Moved),
-    /// This launcher reaches too few of the others to go on.
+    /// This launcher reaches too few of the others to continue.
     Parted,
     /// On node 0: the last launcher of the attempt joins it.
     Admit(Box<Attempt>),

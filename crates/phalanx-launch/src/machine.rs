@@ -13,9 +13,9 @@
 //! | Stopping | the first interrupt, sent twice   | Stopping |           |
 //! | Stopping | our first, after another node's   | Stopping |           |
 //!
-//! In an elastic job, a rank that was killed, or that the others have gone on without, is lost instead, as long as
-//! another one is left, here or with other launchers: nothing is stopped. So is one that has joined the others and not
-//! taken part in anything yet, however it ends.
+//! In an elastic job, a rank that was killed by a signal or that lost a peer (exit code 3) is lost instead, as long as
+//! another rank is left, here or with other launchers: no rank is stopped. So is a rank that has joined the others and has
+//! taken no step yet, however it ends.
 //!
 //! The grace counts from the first failure, so that deciding does not lengthen the stop.
 
@@ -31,7 +31,7 @@ pub enum ExitStatus {
 }
 
 /// SIGHUP, SIGINT and SIGTERM, which are sent to all processes of a job at once.
-const TOLD: [i32; 3] = [1, 2, 15];
+const STOP_SIGNALS: [i32; 3] = [1, 2, 15];
 
 /// A second interrupt that comes sooner is the same one, sent twice: to us
 /// and to our process group, as `timeout` and some job systems do.
@@ -56,7 +56,7 @@ impl ExitStatus {
         match self {
             ExitStatus::Code(PEER_LOST) => 2,
             ExitStatus::Code(INTERRUPTED) => 1,
-            ExitStatus::Signal(signal) if TOLD.contains(&signal) => 1,
+            ExitStatus::Signal(signal) if STOP_SIGNALS.contains(&signal) => 1,
             _ => 0,
         }
     }
@@ -99,7 +99,7 @@ pub enum Action {
     Terminate,
     /// SIGKILL to every process group.
     Kill,
-    /// The job goes on without this local rank.
+    /// The job continues without this local rank.
     Lose(usize),
 }
 
@@ -128,7 +128,7 @@ pub struct ShutdownState {
     echo_wait: Duration,
     elastic: bool,
     has_others: bool,
-    /// Whose failure is their own.
+    /// The ranks whose failure does not affect the others.
     candidates: Vec<bool>,
 }
 
@@ -153,19 +153,19 @@ impl ShutdownState {
         self.candidates.get(rank) == Some(&true)
     }
 
-    /// Whether a failure of local rank `rank` is its own, of an elastic job that is.
+    /// Sets whether a failure of local rank `rank` of an elastic job does not affect the others.
     pub fn set_candidate(&mut self, rank: usize, is_candidate: bool) {
         if let Some(slot) = self.candidates.get_mut(rank) {
             *slot = is_candidate;
         }
     }
 
-    /// The same of an elastic job, if `elastic`.
+    /// Sets whether the job is elastic.
     pub fn elastic(self, elastic: bool) -> Self {
         ShutdownState { elastic, ..self }
     }
 
-    /// The same where, if `has_others`, other launchers have ranks of the job too, so that none of these need be left.
+    /// Sets whether other launchers have ranks of the job too, so that the job can continue without any rank of this one.
     pub fn with_others(self, has_others: bool) -> Self {
         ShutdownState { has_others, ..self }
     }
@@ -178,7 +178,7 @@ impl ShutdownState {
         }
     }
 
-    /// The job cannot go on without the lost local rank `rank`.
+    /// The job cannot continue without the lost local rank `rank`.
     pub fn fail(&mut self, rank: usize, now: Instant) -> Action {
         match self.phase {
             Phase::Stopping { .. } => Action::None,
@@ -383,7 +383,7 @@ mod tests {
         assert_eq!(m.ended(1, ExitStatus::Signal(9), t), Action::Terminate);
         assert_eq!(m.why(), Some(StopCause::Rank(1)));
         assert_eq!(m.stopped(), [0, 2]);
-        // what the others do when told to stop changes nothing
+        // how the others end when asked to stop changes nothing
         assert_eq!(m.ended(0, ExitStatus::Signal(11), t + MS), Action::None);
         assert_eq!(m.next_tick(), Some(t + 1500 * MS));
         assert_eq!(m.tick(t + 1499 * MS), Action::None);
@@ -441,9 +441,9 @@ mod tests {
         assert_eq!(m.tick(t + 200 * MS), Action::Terminate);
         assert_eq!(m.why(), Some(StopCause::Rank(1)));
 
-        for told in [ExitStatus::Signal(15), ExitStatus::Code(130)] {
+        for asked in [ExitStatus::Signal(15), ExitStatus::Code(130)] {
             let (mut m, t) = machine(2);
-            assert_eq!(m.ended(1, told, t), Action::None);
+            assert_eq!(m.ended(1, asked, t), Action::None);
             assert_eq!(m.interrupted(15, t + MS), Action::Terminate);
             assert_eq!(m.why(), Some(StopCause::Interrupt(15)));
         }

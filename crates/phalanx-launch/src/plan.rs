@@ -43,7 +43,7 @@ pub struct LaunchPlan {
     /// Where flight recorders are written; `None`: where the ranks ask for.
     pub flight_dir: Option<PathBuf>,
     /// Ranks that end with code 130 have printed why.
-    pub ranks_tell: bool,
+    pub ranks_report: bool,
     /// Whose lines get a prefix.
     pub prefix: Prefix,
     /// Rank 0 writes to our stderr itself, so that its progress bar sees the
@@ -161,7 +161,7 @@ impl LaunchPlan {
         Ok(LaunchPlan {
             bind,
             run_id,
-            ranks_tell: true,
+            ranks_report: true,
             prefix: Prefix::AllButRank0,
             rank0_owns_stderr: is_first && std::io::stderr().is_terminal(),
             arguments,
@@ -189,7 +189,7 @@ impl LaunchPlan {
             token,
             until_met: until_met.into(),
             flight_dir: None,
-            ranks_tell: false,
+            ranks_report: false,
             prefix: Prefix::None,
             rank0_owns_stderr: false,
             arguments: None,
@@ -211,7 +211,7 @@ fn job_token(
     meeting: Option<&mut Meeting>,
     bind: Option<IpAddr>,
 ) -> Result<(Token, RendezvousResources)> {
-    let given = token::given(file, env, meeting.is_some())?;
+    let given = token::find(file, env, meeting.is_some())?;
     let Some(meeting) = meeting else {
         let token = given.map_or_else(token::mint, Ok)?;
         return Ok((token, RendezvousResources::default()));
@@ -234,7 +234,7 @@ fn job_token(
     }
 }
 
-/// The name of a job at a given address to which nobody gave one.
+/// The name of a job at a given address that was given none.
 pub(crate) const UNNAMED: &str = "none";
 
 /// The job's name: the given one, the same on all nodes where there is an address, or a random one.

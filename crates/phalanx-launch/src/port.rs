@@ -12,10 +12,10 @@ use crate::error::{Error, Result};
 use crate::system;
 
 /// A port of this host for the program's own meeting, at which PyTorch's rank 0
-/// listens on all addresses. Until then, seconds later, nobody else comes upon it: a
+/// listens on all addresses. Until then, seconds later, no other program gets it: a
 /// socket of ours is bound to it, and the kernel hands out no port that one is bound to.
 ///
-/// It does not listen and allows others to bind (`SO_REUSEADDR`), so whoever allows the
+/// It does not listen and allows others to bind (`SO_REUSEADDR`), so a program that allows the
 /// same and means this port gets it, as PyTorch's store and nearly all servers do.
 pub struct PortForRanks {
     number: u16,
@@ -115,7 +115,7 @@ fn everywhere(port: u16) -> [SocketAddr; 2] {
     ]
 }
 
-/// One who has bound it too would be noticed by listening only.
+/// Another program that has bound it too would be noticed by listening only.
 fn can_listen(port: u16) -> std::io::Result<()> {
     TcpListener::bind(everywhere(port).as_slice()).map(drop)
 }
@@ -164,7 +164,7 @@ mod tests {
         let rank_0 = TcpListener::bind(("0.0.0.0", number)).unwrap();
         let _client = TcpStream::connect(loopback).unwrap();
         let _server = rank_0.accept().unwrap();
-        // While it listens nobody else can.
+        // While it listens no other program can.
         assert!(PortForRanks::new(Some(number), None).is_err());
         let range = PortRange::new(number, number).unwrap();
         assert!(PortForRanks::new(None, Some(range)).is_err());

@@ -71,7 +71,7 @@ impl RankArgs {
         })
     }
 
-    /// Whether the job goes on without ranks or nodes that are lost.
+    /// Whether the job continues when ranks or nodes are lost.
     pub fn is_elastic(&self) -> bool {
         let nodes = self.nodes.nnodes.as_deref().unwrap_or_default();
         self.nodes.elastic || nodes.contains(':')
@@ -381,7 +381,7 @@ fn as_launched_rank(
     // Ranks of a launcher of ours have that launcher's, whatever was typed.
     let typed = args.nodes.token_file.as_deref();
     let typed = typed.filter(|_| !place::is_under_launcher(env));
-    let token = token::given(typed, env, true)?;
+    let token = token::find(typed, env, true)?;
     let (init_method, token, until_met) = match args.agree(place, token.as_ref(), env)? {
         Some(agreed) => (agreed.url(), Some(agreed.token), agreed.until_met),
         None => {
@@ -508,7 +508,7 @@ fn panicked(rank: usize, panic: &(dyn Any + Send)) -> Error {
 /// after a failure, so that the other ranks get the cause at once instead of a lost connection.
 fn finish(ctx: RankContext, outcome: Result<()>) -> Result<()> {
     match outcome {
-        Err(error) if !error.is_told() => {
+        Err(error) if !error.is_printed() => {
             ctx.group().abort(&error.to_string());
             Err(error)
         }

@@ -324,7 +324,7 @@ impl RankSpawner<'_> {
             true => (&self.plan.args.torchrun.out_filters, "filtered_stdout.log"),
             false => (&self.plan.args.torchrun.err_filters, "filtered_stderr.log"),
         };
-        // Beside the folders of the attempt's ranks.
+        // Next to the folders of the attempt's ranks.
         let filtered = match folder.parent() {
             Some(attempt) if !texts.is_empty() => Some((texts.clone(), open(attempt.join(name))?)),
             _ => None,
@@ -358,7 +358,7 @@ impl Rank {
 
     /// Sends `signal` to the rank alone, if it has a handler for it (without one it would be
     /// killed). Returns whether it was sent.
-    pub fn tell(&self, signal: Signal) -> bool {
+    pub fn notify(&self, signal: Signal) -> bool {
         let alive = lock(&self.alive);
         match *alive {
             Some(pid) if catches(pid, signal) => kill_process(pid, signal).is_ok(),
@@ -439,7 +439,7 @@ impl Rank {
             && let Some(text) = report::error_file_message(&json)
             && let Ok(mut log) = File::options().append(true).open(path)
         {
-            // The file beside it has the text too.
+            // The file next to it has the text too.
             let _ = log.write_all(format!("error: {text}\n").as_bytes());
         }
     }

@@ -17,7 +17,7 @@ const SAID_LINES: usize = 20;
 /// Without a recognisable message, only the end is shown.
 const LAST_LINES: usize = 10;
 
-/// Why the job ended, as launchers tell each other through the store.
+/// Why the job ended, as launchers publish it in the store.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct JobFailure {
     /// The exit code for every launcher.

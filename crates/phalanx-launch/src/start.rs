@@ -31,7 +31,7 @@ pub struct NoArgs {}
 /// starts N ranks of it, and under `phalanx launch`, torchrun, Slurm or MPI it is one of theirs; without either it is the
 /// only rank. Errors are printed, and their kind decides the exit code. Call it before anything else.
 ///
-/// Rank 0 owns standard output. With `--max-restarts K` all ranks are started again when one is lost, and the program goes on
+/// Rank 0 owns standard output. With `--max-restarts K` all ranks are started again when one is lost, and the program continues
 /// from its own checkpoint. `--elastic` is refused: only our trainer repeats a step without the lost rank.
 pub fn main_with<A: clap::Args + Send + Sync>(
     rank: impl Fn(&RankContext, &A) -> Result<()> + Sync,

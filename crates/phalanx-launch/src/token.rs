@@ -61,7 +61,7 @@ pub fn mint() -> Result<Token> {
 /// The token from `--token-file`, else from `PHALANX_TOKEN_FILE` or `PHALANX_TOKEN`. An outer
 /// launcher sets `PHALANX_TOKEN_FILE` for its own job, so it counts only where the token
 /// `is_shared` with other launchers.
-pub fn given(path: Option<&Path>, env: &Env, is_shared: bool) -> Result<Option<Token>> {
+pub fn find(path: Option<&Path>, env: &Env, is_shared: bool) -> Result<Option<Token>> {
     let variable = text(env, TOKEN_FILE_VARIABLE).filter(|_| is_shared);
     if let Some(path) = path.or(variable.map(Path::new)) {
         return read(path).map(Some);
@@ -138,7 +138,7 @@ mod tests {
         let path = dir.path().join("job.token");
         write_token(&path).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
-        let token = given(Some(&path), &Env::new(), true).unwrap().unwrap();
+        let token = find(Some(&path), &Env::new(), true).unwrap().unwrap();
         assert_eq!(
             std::fs::read_to_string(&path).unwrap().trim(),
             token.to_hex()
@@ -146,7 +146,7 @@ mod tests {
         let again = write_token(&path).unwrap_err();
         assert!(again.chain().contains("exists"), "{}", again.chain());
         assert_eq!(
-            given(Some(&path), &Env::new(), true).unwrap().unwrap(),
+            find(Some(&path), &Env::new(), true).unwrap().unwrap(),
             token
         );
     }
@@ -156,7 +156,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("t");
         let refused = |want: &str| {
-            let error = given(Some(&path), &Env::new(), true).unwrap_err();
+            let error = find(Some(&path), &Env::new(), true).unwrap_err();
             assert!(error.render().contains(want), "{}", error.render());
             assert_eq!(error.exit_code(), 2);
         };
@@ -173,19 +173,19 @@ mod tests {
     fn the_variable_is_the_fallback() {
         let token = mint().unwrap();
         let env = Env::from([(TOKEN_VARIABLE.to_owned(), token.to_hex())]);
-        assert_eq!(given(None, &env, true).unwrap(), Some(token));
-        assert_eq!(given(None, &Env::new(), true).unwrap(), None);
+        assert_eq!(find(None, &env, true).unwrap(), Some(token));
+        assert_eq!(find(None, &Env::new(), true).unwrap(), None);
         let mut env = Env::from([(TOKEN_VARIABLE.to_owned(), "x".to_owned())]);
-        assert_eq!(given(None, &env, true).unwrap_err().exit_code(), 2);
+        assert_eq!(find(None, &env, true).unwrap_err().exit_code(), 2);
         // A file is asked first, as ranks do.
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("t");
         write_token(&path).unwrap();
         let name = path.to_str().unwrap().to_owned();
         env.insert(TOKEN_FILE_VARIABLE.to_owned(), name);
-        let token = given(Some(&path), &Env::new(), true).unwrap();
-        assert_eq!(given(None, &env, true).unwrap(), token);
-        assert!(given(None, &env, false).is_err(), "the variable is broken");
+        let token = find(Some(&path), &Env::new(), true).unwrap();
+        assert_eq!(find(None, &env, true).unwrap(), token);
+        assert!(find(None, &env, false).is_err(), "the variable is broken");
     }
 
     #[test]
@@ -197,7 +197,7 @@ mod tests {
         let deleted = deleted_file(text.as_bytes()).unwrap();
         for fd in [&sealed, &deleted, &sealed, &deleted] {
             let path = path(fd);
-            let read = given(Some(Path::new(&path)), &Env::new(), true).unwrap();
+            let read = find(Some(Path::new(&path)), &Env::new(), true).unwrap();
             assert_eq!(read, Some(token.clone()));
             assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
         }

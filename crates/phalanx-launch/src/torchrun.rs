@@ -11,7 +11,7 @@ use super::place::{Env, text};
 use crate::error::{Error, Result};
 use crate::stop::signal_name;
 
-/// The signals that end the job, unless told otherwise.
+/// The signals that end the job by default.
 const SIGNALS: [i32; 4] = [SIGTERM, SIGINT, SIGHUP, SIGQUIT];
 
 /// The settings that only torchrun's flags give.

@@ -47,12 +47,12 @@ impl Follower {
     /// Until `stop` is disconnected.
     pub fn run(mut self, stop: &Receiver<()>) {
         while self.hub.wait(stop) {
-            self.look(READ_LIMIT, false);
+            self.poll(READ_LIMIT, false);
         }
-        self.look(LAST_LIMIT, true);
+        self.poll(LAST_LIMIT, true);
     }
 
-    fn look(&mut self, limit: Duration, is_last: bool) {
+    fn poll(&mut self, limit: Duration, is_last: bool) {
         let (begun, records, read) = self.read(Instant::now() + limit);
         self.hub.update(|view| {
             if let Some(folder) = begun {

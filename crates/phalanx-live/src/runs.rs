@@ -35,7 +35,7 @@ const PARTS_OF_RUNS: [&str; 2] = ["checkpoints", "images"];
 const MOST_CURVES: usize = 40;
 const MOST_POINTS: usize = 500;
 
-/// Clocks and counters, which nobody compares.
+/// Clocks and counters, which are not compared.
 const NOT_SHOWN: [&str; 4] = ["epoch", "train_s", "data_wait_total_ms", "saving_total_ms"];
 
 /// How long a run without a process may have logged nothing before it counts as killed.

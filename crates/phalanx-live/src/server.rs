@@ -152,7 +152,7 @@ async fn connection<V: View>(stream: TcpStream, site: &Arc<Site<V>>) {
             pending::<()>().await;
         }
     };
-    // Whatever ends it: there is nobody to tell.
+    // However it ends, there is no client to inform.
     either(answered, either(late, end.notified())).await;
     if is_stream.load(Ordering::Relaxed) {
         site.streams.fetch_sub(1, Ordering::Relaxed);

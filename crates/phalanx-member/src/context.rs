@@ -20,14 +20,14 @@ use crate::state::{Event, State};
 /// The phase of ranks that form a new group.
 pub const FORMING: &str = "forming the next group";
 
-/// How many times a store is asked that does not answer.
+/// How many times the store is asked when it does not answer.
 const TRIES: u32 = 6;
 
 /// One rank of a training run.
 pub struct RankContext {
     membership: Mutex<Membership>,
     log: Mutex<Log>,
-    /// Whether the training goes on without ranks that are lost, and with ranks that join.
+    /// How the training continues when ranks are lost or join; `None`: it does not.
     pub elastic: Option<Elastic>,
     /// How long the other ranks wait while this rank is busy on its own (`--phase-timeout`).
     pub phase_limit: Duration,
@@ -41,12 +41,12 @@ pub struct RankContext {
     started: Mutex<Instant>,
 }
 
-/// How a training goes on when ranks are lost or join (`--elastic`).
+/// How a training continues when ranks are lost or join (`--elastic`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Elastic {
-    /// Number of ranks that the job was started with: what its batches are made for.
+    /// Number of ranks that the job was started with. The global batch is divided for it.
     pub first_world: usize,
-    /// How long ranks wait for one that is neither there nor known to be lost.
+    /// How long ranks wait for a rank that does not come and is not known to be lost.
     pub patience: Duration,
 }
 
@@ -60,14 +60,14 @@ impl Elastic {
     }
 }
 
-/// The group that this rank is in, and the process that it is until it has joined one.
+/// The group that this rank is in, and the newcomer that has yet to join one.
 struct Membership {
     group: ProcessGroup,
     newcomer: Option<Newcomer>,
 }
 
 impl RankContext {
-    /// The member of `group` that computes with `threads` threads, without a launcher.
+    /// The rank of `group`, with `threads` compute threads and without a launcher.
     pub fn new(group: ProcessGroup, threads: usize) -> RankContext {
         RankContext {
             local_rank: group.rank(),
@@ -84,7 +84,7 @@ impl RankContext {
         }
     }
 
-    /// One that is alone until it [joins](Self::join) the others.
+    /// The rank of a newcomer, which is alone until it [joins](Self::join) the others.
     pub fn of_newcomer(newcomer: Newcomer, alone: ProcessGroup, threads: usize) -> Self {
         let log = Mutex::new(newcomer.log().clone());
         let ctx = RankContext {
@@ -114,7 +114,7 @@ impl RankContext {
         lock(&self.log).clone()
     }
 
-    /// What `question` makes of the processes of the job as they are now.
+    /// Reads the log, and returns `question` of the state after it.
     ///
     /// # Errors
     ///
@@ -123,12 +123,12 @@ impl RankContext {
         self.insist(|log| log.read().map(&question))
     }
 
-    /// Writes what has happened to the processes of the job: what `event` makes of the state before it.
+    /// Writes an event into the log: the one that `event` returns for the state before it, if any.
     ///
     /// # Errors
     ///
     /// The store is gone, or does not answer.
-    pub fn tell(&self, event: impl Fn(&State) -> Option<Event>) -> Result<()> {
+    pub fn append(&self, event: impl Fn(&State) -> Option<Event>) -> Result<()> {
         self.insist(|log| log.append(&event))
     }
 
@@ -141,7 +141,7 @@ impl RankContext {
         self.insist(|log| log.lose(number, why))
     }
 
-    /// Asks the store again that does not answer, a few times.
+    /// Asks the store again, a few times, while it does not answer.
     fn insist<T>(&self, ask: impl Fn(&mut Log) -> phalanx_store::Result<T>) -> Result<T> {
         let mut tries = 1..TRIES;
         let answer = insist(|| tries.next().is_some(), || ask(&mut lock(&self.log)));
@@ -165,7 +165,7 @@ impl RankContext {
         *lock(&self.started)
     }
 
-    /// The command was started so long ago: of a rank that joins others, theirs.
+    /// Sets when the command was started, as the time since then. A rank that joins takes the time of the others.
     pub fn runs_since(&self, elapsed: Duration) {
         if let Some(started) = Instant::now().checked_sub(elapsed) {
             *lock(&self.started) = started;
@@ -200,8 +200,7 @@ impl RankContext {
         elastic.ok_or_else(|| Error::usage("the ranks were started without --elastic"))
     }
 
-    /// Takes the place of the group, after a failure, with that of the ranks which are left. *Blocks* until all of these
-    /// call it.
+    /// Replaces the group, after a failure, with one of the remaining ranks. *Blocks* until all of them call it.
     ///
     /// # Errors
     ///
@@ -210,7 +209,7 @@ impl RankContext {
         self.form_next(Log::shrink)
     }
 
-    /// Takes in the processes that ask to join, and continues without those with the numbers `leaving`. *Blocks*
+    /// Replaces the group with one that has the processes that ask to join, and not those with the numbers `leaving`. *Blocks*
     /// until all ranks that stay call it, between two operations.
     ///
     /// # Errors
@@ -234,7 +233,7 @@ impl RankContext {
         Ok(())
     }
 
-    /// Joins the others, if this is a newcomer; `false` when the job has ended before. *Blocks* until they take it in.
+    /// Joins the others, if this is a newcomer; `false` when the job has ended before. *Blocks* until it is a member.
     ///
     /// # Errors
     ///
@@ -300,8 +299,8 @@ impl RankContext {
         })
     }
 
-    /// This rank is busy on its own until the guard is dropped, and the others wait for it: up to `--phase-timeout`, as
-    /// long as its process is alive.
+    /// Declares that this rank is busy on its own until the guard is dropped. The others wait for it, up to `--phase-timeout`,
+    /// as long as its process is alive.
     pub fn phase(&self, name: &str) -> PhaseGuard {
         self.group().phase(name, self.phase_limit)
     }

@@ -2,19 +2,19 @@
 //!
 //! | key                          | value    | written by                       |
 //! |------------------------------|----------|----------------------------------|
-//! | `job/here/JOB/GENERATION/N`  | its host | each process that takes part, N  |
+//! | `job/here/JOB/GENERATION/N`  | its host | process N, when it takes part    |
 //!
-//! The processes that were in the last group come to a meeting for the next generation. One that sees all of those that are
-//! not lost, or enough of them and no more during the wait for stragglers, writes [`Event::Formed`] with those that are here.
-//! The log has one next event, so there is one group. Where a majority is required, at most one side of a split has enough
-//! processes. A process that is not in the group gets an error. When forming the links fails (another rank died meanwhile),
-//! the members meet for the generation after it.
+//! Each process of the last group writes its key for the next generation. When all processes that are not lost have written
+//! theirs, or enough of them and no more during the wait for stragglers, one of them writes [`Event::Formed`] with the
+//! processes that are present. The log has one next event, so there is one group. Where a majority is required, at most one
+//! side of a split has enough processes. A process that is not in the group gets an error. When forming the links fails
+//! (another rank died meanwhile), the members try the generation after it.
 //!
-//! Members of the last group keep their order, and a newcomer follows those of its host: where ranks are numbered host by
-//! host, they stay so.
+//! Members of the last group keep their order, and a newcomer comes after those of its host: ranks that are numbered host by
+//! host stay so.
 //!
-//! *The store must live.* `phalanx launch` hosts it, apart from all ranks. When rank 0 hosts it (`tcp://` without a
-//! launcher) its death ends the job, and the error says so.
+//! *The store must live.* `phalanx launch` hosts it, outside of all ranks. When rank 0 hosts it (`tcp://` without a
+//! launcher), the death of rank 0 ends the job, and the error says so.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::sync::Arc;
@@ -29,14 +29,14 @@ use crate::state::{Event, Next, Seat};
 /// How the next group is formed. All ranks must give the same options.
 #[derive(Clone, Debug)]
 pub struct ShrinkOptions {
-    /// Least size of the new group; default: more than half of the group that ended, so
-    /// that two parts of it can never both continue, and 1 where all ranks that do not come
+    /// Least size of the new group. Default: more than half of the last group, so
+    /// that two parts of it can never both continue; 1 if all ranks that do not come
     /// were [reported lost](Log::lose).
     pub min_world: Option<usize>,
     /// How long to wait for more ranks once there are enough; 1 s. Ranks that were reported
     /// lost are not waited for. Ranks that come later get [`ErrorKind::Excluded`].
     pub straggler_wait: Duration,
-    /// Deadline for the whole; 60 s.
+    /// Deadline for forming the group; 60 s.
     pub timeout: Duration,
 }
 
@@ -52,18 +52,18 @@ impl Default for ShrinkOptions {
 
 /// Interval at which to check which processes have come.
 const LOOK: Duration = Duration::from_millis(5);
-/// How long the store takes at most, usually, to say where a process is.
+/// How long the store usually takes at most to return the host of a process.
 const ASK: Duration = Duration::from_millis(2);
-/// How long a newcomer waits for an event before it looks again.
+/// How long a newcomer waits for an event before it checks again.
 const LISTEN: Duration = Duration::from_millis(200);
-/// How long members of a group wait for a newcomer that has asked to join, and does not come or cannot be connected.
+/// How long members of a group wait for a newcomer that has asked to join, but does not come or cannot be connected.
 const NEWCOMER_WAIT: Duration = Duration::from_secs(5);
 /// Shortest deadline for forming the links; after a failure the next generation is tried.
 const FORMING_MIN: Duration = Duration::from_secs(1);
 
 /// Forms a new group of the remaining ranks, without new processes, after a rank was lost or after any other failure of
 /// `group`. All ranks that want to continue must call it. The ranks keep their order and are numbered from 0; the new group
-/// has the next [`generation`](ProcessGroup::generation). Subgroups must be made again.
+/// has the next [`generation`](ProcessGroup::generation). Subgroups must be created again.
 ///
 /// This handle is consumed. Other handles to the old group refuse operations; the old group is aborted if it was not, so
 /// that no rank stays in it.
@@ -149,7 +149,7 @@ impl Newcomer {
         Ok(Newcomer::of(Detached::new(number, options)?))
     }
 
-    /// The same through a store that the caller has opened; `options` must have a token.
+    /// As [`new`](Self::new), through a store that the caller has opened; `options` must have a token.
     ///
     /// # Errors
     ///
@@ -194,7 +194,7 @@ impl Newcomer {
         let number = self.number();
         let tag = RandomState::new().build_hasher().finish();
         let mut has_asked = false;
-        // The group whose members this process has come to meet: its job and generation.
+        // The group that this process has come to join: its job and generation.
         let mut met: Option<(u64, u32)> = None;
         loop {
             let limit = if has_asked { LISTEN } else { Duration::ZERO };
@@ -274,13 +274,13 @@ fn here_key(job: u64, generation: u32, number: usize) -> String {
     format!("job/here/{job:016x}/{generation}/{number}")
 }
 
-/// Processes that form the next group, as one of them sees it.
+/// One process's part in forming the next group.
 struct Meeting<'a> {
     log: &'a mut Log,
     process: &'a mut Detached,
     options: &'a ShrinkOptions,
     until: Option<Instant>,
-    /// It was agreed on between two operations: newcomers are taken in.
+    /// The ranks have agreed on it between two operations: newcomers may join.
     is_planned: bool,
 }
 
@@ -290,7 +290,7 @@ impl Meeting<'_> {
         self.until.map_or(Duration::MAX, left)
     }
 
-    /// Meets and connects under the next generations, until a group has formed.
+    /// Tries one generation after the other, until a group has formed.
     fn form(mut self) -> Result<ProcessGroup> {
         loop {
             let next = self.meet()?;
@@ -300,7 +300,7 @@ impl Meeting<'_> {
         }
     }
 
-    /// Connects the members of `next`; `None`: it failed, and the next generation can be tried.
+    /// Connects to the members of `next`; `None`: it failed, and the next generation can be tried.
     fn connect(&mut self, next: Formation) -> Option<Result<ProcessGroup>> {
         let (generation, left) = (next.generation, self.left());
         let limit = (left / 2).max(FORMING_MIN).min(left);
@@ -330,7 +330,7 @@ impl Meeting<'_> {
         insist(is_time, || ask(self.log)).map_err(cannot_meet)
     }
 
-    /// The next group, which this process is a member of.
+    /// Waits for the others. Returns the next group, if this process is a member of it.
     fn meet(&mut self) -> Result<Formation> {
         let last = self.process.last().cloned();
         let last = last.ok_or_else(|| Error::internal("it was in no group"))?;
@@ -389,7 +389,7 @@ impl Meeting<'_> {
                     _ => self.options.straggler_wait,
                 };
                 let joins = present.last().is_some_and(|last| newcomers.contains(last));
-                // One asks where they are; should it be lost, the others do.
+                // The first process asks for their hosts; if it is lost, the others do.
                 let patience = match joins && present.first() != Some(&seat.number) {
                     true => 4 * LOOK + ASK * present.len() as u32,
                     false => Duration::ZERO,
@@ -401,7 +401,7 @@ impl Meeting<'_> {
                     continue;
                 }
                 if since.elapsed() >= waited {
-                    // Until it is decided.
+                    // Waits for the decision of another process.
                     let limit = LOOK.min(self.left());
                     self.insist(|log| log.wait(limit).map(drop))?;
                 }
@@ -515,7 +515,7 @@ mod tests {
             (6, "c"),
             (7, "a"),
         ];
-        // No host is asked for.
+        // Without newcomers no host is needed.
         assert_eq!(placed(&[3, 1, 2], &[9], &[]), [3, 1, 2]);
         assert_eq!(placed(&[1, 2, 3, 4], &[4], &hosts), [1, 4, 2, 3]);
         assert_eq!(

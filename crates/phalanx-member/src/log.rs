@@ -1,13 +1,13 @@
-//! The log of a job: what has happened to its processes, as all of them read it.
+//! The log of a job: the events of its processes, which all of them read.
 //!
 //! | key         | value                | written by                                |
 //! |-------------|----------------------|-------------------------------------------|
 //! | `job/log/K` | an [`Event`] as JSON | any process of the job, by compare-and-set |
 //!
-//! Events are numbered from 0. An event is written as the Kth only by one who has read all K before it, so its writer knew
-//! the state that it changes. Where the store moves to another host, its copy has the log.
+//! Events are numbered from 0. A process writes event K only after it has read all K events before, so it knows the state
+//! that the event changes. When the store moves to another host, the log moves with it.
 //!
-//! Launchers have a log of their own, of the same kind, with other events.
+//! Launchers have a log of their own, of the same kind, with other events (`phalanx-launch/src/nodes/membership.rs`).
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -20,12 +20,12 @@ use serde::de::DeserializeOwned;
 
 use crate::state::{Event, State};
 
-/// What follows from the events of a log.
+/// A state that follows from the events of a log.
 pub trait Replay: Clone + Default {
     /// One entry of the log.
     type Event: Clone + Debug + Serialize + DeserializeOwned;
 
-    /// What the keys of the events begin with; it ends with `/`.
+    /// The prefix of the events' keys; it ends with `/`.
     const PREFIX: &'static str;
 
     /// Changes the state by the next event. An event that does not fit the state changes nothing.
@@ -60,7 +60,7 @@ impl<S: Replay> Replayed<S> {
         format!("{}{}", S::PREFIX, self.next)
     }
 
-    /// Reads on as far as `get` has events.
+    /// Applies the next events, as far as `get` has them.
     ///
     /// # Errors
     ///
@@ -76,7 +76,7 @@ impl<S: Replay> Replayed<S> {
     ///
     /// # Errors
     ///
-    /// `Internal` for an event that JSON cannot say.
+    /// `Internal` for an event that JSON cannot express.
     pub fn entry(&self, event: &S::Event) -> Result<(String, Vec<u8>)> {
         let text = serde_json::to_vec(event).map_err(|error| {
             let what = format!("{event:?} is not JSON: {error}");
@@ -85,7 +85,7 @@ impl<S: Replay> Replayed<S> {
         Ok((self.next_key(), text))
     }
 
-    /// Takes the next event from its value.
+    /// Applies the next event, from its value.
     ///
     /// # Errors
     ///
@@ -102,7 +102,7 @@ impl<S: Replay> Replayed<S> {
     }
 }
 
-/// Asks a store that does not answer again, while `again` says so.
+/// Calls `ask` again when the store has not answered, while `again` returns true.
 ///
 /// # Errors
 ///
@@ -116,7 +116,7 @@ pub fn insist<T>(mut again: impl FnMut() -> bool, mut ask: impl FnMut() -> Resul
     }
 }
 
-/// A reader and writer of a log. A clone reads on from the same event.
+/// A reader and writer of a log. A clone continues at the same event.
 #[derive(Clone)]
 pub struct EventLog<S> {
     store: Arc<dyn Store>,
@@ -127,7 +127,7 @@ pub struct EventLog<S> {
 pub type Log = EventLog<State>;
 
 impl<S: Replay> EventLog<S> {
-    /// The log in `store`, of which nothing was read yet.
+    /// The log in `store`; no event was read yet.
     pub fn new(store: Arc<dyn Store>) -> EventLog<S> {
         EventLog {
             store,
@@ -169,8 +169,8 @@ impl<S: Replay> EventLog<S> {
         self.read()
     }
 
-    /// Writes what `event` makes of the state after all events, if anything. After an error it may have been written; the
-    /// caller can call this again.
+    /// Writes the event that `event` returns for the state after all events, if any. After an error it may have been written;
+    /// the caller can call this again.
     ///
     /// # Errors
     ///
@@ -191,8 +191,8 @@ impl<S: Replay> EventLog<S> {
 }
 
 impl Log {
-    /// The process `number` has ended, or is out of reach, and `why`. Ranks of other hosts that wait for it in an operation
-    /// leave it with `PeerLost` within half a second, and those that form the next group do not wait for it.
+    /// Reports that the process `number` has ended or is out of reach, and `why`. Ranks of other hosts that wait for it in an
+    /// operation get `PeerLost` within half a second, and ranks that form the next group do not wait for it.
     ///
     /// # Errors
     ///
@@ -206,7 +206,7 @@ impl Log {
         report_lost(&*self.store, number, why)
     }
 
-    /// The job ends, and `why`: processes that form the next group, or ask to join, do not wait any longer.
+    /// Ends the job, for the reason `why`: processes that form the next group, or ask to join, stop waiting.
     ///
     /// # Errors
     ///
@@ -218,7 +218,7 @@ impl Log {
         })
     }
 
-    /// The ranks are to wait between two steps, and why; `None`: they continue.
+    /// Makes the ranks wait between two steps, for the reason `why`; `None`: lets them continue.
     ///
     /// # Errors
     ///
@@ -230,11 +230,11 @@ impl Log {
         })
     }
 
-    /// Numbers `ranks` processes that `launcher` starts to join the `first` ones. Gives the number of the first of them.
+    /// Numbers `ranks` processes that `launcher` starts to join the `first` ones. Returns the number of the first new one.
     ///
     /// # Errors
     ///
-    /// Those of the store. The numbers are used up then.
+    /// Those of the store. The numbers are then used up.
     pub fn start(&mut self, launcher: usize, first: usize, ranks: usize) -> Result<usize> {
         self.append(|_| Some(Event::Started { launcher, ranks }))?;
         Ok(self.state().numbers(first).end - ranks)

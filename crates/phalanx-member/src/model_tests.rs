@@ -1,5 +1,5 @@
 //! All orders in which the processes of a small job fail, gather, form groups, join and leave: there is one group of a
-//! generation, and without further failures all that live end up in one.
+//! generation, and without further failures all living processes end up in one group.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -21,14 +21,14 @@ struct Faults {
 enum At {
     /// It asks to join, as the process with this tag.
     Asks,
-    /// In the group, between two operations.
+    /// It is in the group, between two operations.
     Idle(Formation),
     Gathers(Seat),
-    /// It is about to write that these form the next group, as it has seen these expected.
+    /// It is about to write that these members form the next group, after it has seen this expectation.
     Proposes(Seat, Vec<usize>, Expected),
-    /// It connects to the other members of a group, after the one that it was in.
+    /// It connects to the other members of the group after its last one.
     Forms(Formation, Option<u32>),
-    /// It was asked to leave, and has.
+    /// It was asked to leave, and has left.
     Left,
 }
 
@@ -36,11 +36,11 @@ enum At {
 struct World {
     state: State,
     processes: BTreeMap<usize, At>,
-    /// Those that have ended, and whose launchers have not written so.
+    /// Processes that have ended, but whose launchers have not written it yet.
     ended: BTreeSet<usize>,
-    /// Who has come to meet the others, by the generation of the next group.
+    /// The processes that are present, by the generation of the next group.
     here: BTreeSet<(u32, usize)>,
-    /// Who has begun to form a group, by generation.
+    /// The processes that have begun to form a group, by generation.
     connects: BTreeSet<(u32, usize)>,
     /// The generations whose members have agreed, between two operations, to form the next group, and which of them leave.
     agreed: BTreeMap<u32, Vec<usize>>,

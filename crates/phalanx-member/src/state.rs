@@ -1,8 +1,8 @@
 //! Which processes belong to a job: a state machine without sockets and clocks.
 //!
-//! The state is that after all [events](Event) of the job's log, in their order. Whoever reads the log has the same state, so
-//! nobody has to be asked, and a decision is one more event: [`Event::Formed`] says which processes form the next group.
-//! Events that do not fit the state, for instance a group with a process that was lost before, change nothing.
+//! The state follows from all [events](Event) of the job's log, in their order, so every process that reads the log has the
+//! same state. A decision is one more event: [`Event::Formed`] says which processes form the next group. Events that do not fit
+//! the state, for instance a group with a process that was lost before, change nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,9 +13,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[expect(missing_docs, reason = "the text of each event names its fields")]
 pub enum Event {
-    /// The ranks continue when some are lost. `takes_others`: and when processes join or are asked to leave.
-    Elastic { takes_others: bool },
-    /// They do not any more.
+    /// The ranks continue when some are lost. `can_grow`: processes may also join, and be asked to leave.
+    Elastic { can_grow: bool },
+    /// The ranks do not continue any more when some are lost.
     NotElastic,
     /// `launcher` starts `ranks` processes that join the others.
     Started { launcher: usize, ranks: usize },
@@ -23,15 +23,15 @@ pub enum Event {
     Lost { number: usize, why: String },
     /// The process `number` asks to join. The `tag` distinguishes it from another with its number.
     Asks { number: usize, tag: u64 },
-    /// The process `number` has joined, and has the state of the others. `took_part`: and has done something with them.
+    /// The process `number` has joined, and has the state of the others. `took_part`: it has also taken a step with them.
     Joined { number: usize, took_part: bool },
     /// The process `number` is to leave.
     Leave { number: usize },
-    /// The ranks are to wait between two steps, and why; `None`: they continue.
+    /// The ranks are to wait between two steps, for the reason `why`; `None`: they continue.
     Hold { why: Option<String> },
-    /// The members of this group are about to form the next one, and take in the processes that ask.
+    /// The members of this group are about to form the next one, with the processes that ask to join.
     Gather { group: Formation },
-    /// The next group. `is_planned`: it was formed after a [`Gather`](Event::Gather), between two operations.
+    /// These processes form the next group. `is_planned`: after a [`Gather`](Event::Gather), between two operations.
     Formed { group: Formation, is_planned: bool },
     /// The job ends.
     Over { why: String },
@@ -44,16 +44,16 @@ pub struct Group {
     pub formation: Formation,
     /// Members that were in no group before it.
     pub new: Vec<usize>,
-    /// Its members take in the processes that ask.
+    /// [`Event::Gather`] was written: processes that ask may join the next group.
     pub gathers: bool,
 }
 
-/// What is asked of the ranks of a group, which they must agree on before they act.
+/// The changes that the ranks of a group are asked for. They must agree on them before they act.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestedChange {
     /// The numbers of the processes that ask to join, in ascending order.
     pub joining: Vec<usize>,
-    /// Those of the ranks that are to leave.
+    /// The numbers of the ranks that are to leave.
     pub leaving: Vec<usize>,
     /// Why the ranks are to wait.
     pub hold: Option<String>,
@@ -70,18 +70,18 @@ impl RequestedChange {
 /// started to join the others. No number is given twice.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct State {
-    takes_others: Option<bool>,
+    can_grow: Option<bool>,
     over: Option<String>,
     hold: Option<String>,
     /// The launcher of each process that was started to join the others.
     started: Vec<usize>,
     lost: BTreeMap<usize, String>,
-    /// With their tags.
+    /// The processes that ask to join, with their tags.
     asking: BTreeMap<usize, u64>,
-    /// Those with the state of the others; whether each has taken part in something.
+    /// The processes that have joined; whether each has taken a step with the others.
     joined: BTreeMap<usize, bool>,
     leaving: BTreeSet<usize>,
-    /// By job.
+    /// The last group of each job.
     groups: BTreeMap<u64, Group>,
 }
 
@@ -89,8 +89,8 @@ impl State {
     /// Changes the state by the next event of the log.
     pub fn apply(&mut self, event: Event) {
         match event {
-            Event::Elastic { takes_others } => self.takes_others = Some(takes_others),
-            Event::NotElastic => self.takes_others = None,
+            Event::Elastic { can_grow } => self.can_grow = Some(can_grow),
+            Event::NotElastic => self.can_grow = None,
             Event::Started { launcher, ranks } => {
                 self.started.extend(std::iter::repeat_n(launcher, ranks));
             }
@@ -150,7 +150,7 @@ impl State {
             gathers: false,
         };
         if is_planned {
-            // Those that did not come ask again.
+            // Processes that did not come ask again.
             self.asking.clear();
         }
         self.groups.insert(formation.job, group);
@@ -199,7 +199,7 @@ impl State {
         self.groups.values()
     }
 
-    /// What is asked of the ranks with the numbers `members`.
+    /// The changes that the ranks with the numbers `members` are asked for.
     pub fn requested(&self, members: &[usize]) -> RequestedChange {
         let leaving = self.leaving.iter().copied();
         let is_there = |number: &usize| members.contains(number) && !self.lost.contains_key(number);
@@ -212,24 +212,24 @@ impl State {
 
     /// Whether the ranks continue when some are lost.
     pub fn is_elastic(&self) -> bool {
-        self.takes_others.is_some()
+        self.can_grow.is_some()
     }
 
     /// Whether processes may join, and be asked to leave.
-    pub fn takes_others(&self) -> bool {
-        self.takes_others == Some(true)
+    pub fn can_grow(&self) -> bool {
+        self.can_grow == Some(true)
     }
 
-    /// Whether the job continues with those of the processes `numbers` that are not lost: one of them is needed that has the
-    /// state, as the `first` processes have.
+    /// Whether the job can continue with those of the processes `numbers` that are not lost: one of them must have the state of
+    /// the training. The `first` processes and those that have joined have it.
     pub fn continues_with(&self, first: usize, numbers: impl IntoIterator<Item = usize>) -> bool {
         let has_state = |number: &usize| *number < first || self.joined.contains_key(number);
         let mut numbers = numbers.into_iter().filter(has_state);
-        self.takes_others.is_some() && numbers.any(|number| !self.lost.contains_key(&number))
+        self.can_grow.is_some() && numbers.any(|number| !self.lost.contains_key(&number))
     }
 
-    /// Whether the process `number` was started after the `first` ones and has not taken part in anything yet: its failure is
-    /// its own.
+    /// Whether the process `number` was started after the `first` ones and has taken no step yet: its failure does not affect
+    /// the others.
     pub fn is_candidate(&self, first: usize, number: usize) -> bool {
         number >= first && self.joined.get(&number) != Some(&true)
     }
@@ -239,7 +239,7 @@ impl State {
         0..first + self.started.len()
     }
 
-    /// The numbers of those that `launcher` has started to join the `first` ones.
+    /// The numbers of the processes that `launcher` has started to join the `first` ones.
     pub fn started_by(&self, first: usize, launcher: usize) -> impl Iterator<Item = usize> {
         let all = self.started.iter().enumerate();
         let own = all.filter(move |(_, other)| **other == launcher);
@@ -252,36 +252,36 @@ impl State {
 pub(crate) struct Seat {
     pub(crate) number: usize,
     pub(crate) last: Formation,
-    /// This process was in that group; it has not only tried to form it.
+    /// This process was a member of that group after it had formed; it did not only try to form it.
     pub(crate) has_formed: bool,
-    /// It was agreed on between two operations: newcomers are taken in.
+    /// The ranks have agreed on it between two operations: newcomers may join.
     pub(crate) is_planned: bool,
 }
 
 /// The processes that are waited for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Expected {
-    /// Those of the last group that are not lost, by rank.
+    /// The members of the last group that are not lost, by rank.
     pub(crate) members: Vec<usize>,
-    /// Those that have nothing that the others need.
+    /// The newcomers, which have nothing that the others need.
     pub(crate) newcomers: Vec<usize>,
 }
 
-/// What has become of a [`Seat`].
+/// The result for a [`Seat`].
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Next {
-    /// It is not decided who is in the next group.
+    /// The next group is not decided yet.
     Open,
     /// The process is in this group.
     In(Formation),
     /// The others have formed this group without it.
     Without(Formation),
-    /// It was lost, and why.
+    /// The process was reported lost, and why.
     Lost(String),
 }
 
 impl Seat {
-    /// What has become of it.
+    /// The result so far.
     pub(crate) fn next(&self, state: &State) -> Next {
         if let Some(why) = state.why_lost(self.number) {
             return Next::Lost(why.to_owned());
@@ -294,7 +294,7 @@ impl Seat {
         }
     }
 
-    /// The last group as the log has it, unless it has a later one.
+    /// The last group as the log has it, unless the log has a later one.
     fn group<'a>(&self, state: &'a State) -> Option<&'a Group> {
         let group = state.group(self.last.job)?;
         (group.formation.generation == self.last.generation).then_some(group)
@@ -314,7 +314,7 @@ impl Seat {
             .count()
     }
 
-    /// Those that are waited for.
+    /// The processes that are waited for.
     pub(crate) fn expected(&self, state: &State) -> Expected {
         let living = self.last.members.iter().copied();
         let living = living.filter(|number| state.why_lost(*number).is_none());
@@ -326,7 +326,7 @@ impl Seat {
         Expected { members, newcomers }
     }
 
-    /// Calls the processes that ask, if there are any. A process that asks later waits for the generation after the next.
+    /// The event that calls the processes that ask to join, if there are any. A process that asks later joins a later group.
     pub(crate) fn gather(&self, state: &State) -> Option<Event> {
         let known = state.group(self.last.job);
         let is_open = known.is_none_or(|known| {
@@ -337,7 +337,7 @@ impl Seat {
         calls.then_some(Event::Gather { group })
     }
 
-    /// Forms the next group of `members`, who came when these were `expected`, if they still are.
+    /// The event that forms the next group of `members`, if the processes that are waited for are still those of `expected`.
     pub(crate) fn form(
         &self,
         state: &State,

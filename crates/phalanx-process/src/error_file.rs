@@ -35,7 +35,7 @@ pub fn exit_code(outcome: Result<()>) -> ExitCode {
 pub fn report(error: &Error) {
     let text = error.render();
     let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
-    let text = Some(text).filter(|_| !error.is_told());
+    let text = Some(text).filter(|_| !error.is_printed());
     if !hand_over(text, error.exit_code()) {
         error.print();
     }

@@ -23,7 +23,7 @@ const IN_MEMORY: &str = "/dev/shm";
 /// How the name of a private folder begins.
 const PRIVATE: &str = "phalanx-run-";
 
-/// How the name of a folder for logs begins that nobody has named.
+/// Prefix of the name of a folder for logs, if the user gave none.
 const LOGS: &str = "phalanx-logs-";
 
 /// A launcher has locked its private folder long before the folder is this old.

@@ -188,7 +188,7 @@ pub(crate) fn guard<F: FnOnce()>(killed: impl FnOnce(Notes) -> F) -> Result<()> 
     ] {
         let _ = signal_hook::flag::register(signal, ignored.clone());
     }
-    let mut told = Messages::default();
+    let mut messages = Messages::default();
     let mut line = Vec::new();
     let mut input = std::io::stdin().lock();
     // Without a deadline: the guard lives as long as its supervisor, whose end is
@@ -205,19 +205,19 @@ pub(crate) fn guard<F: FnOnce()>(killed: impl FnOnce(Notes) -> F) -> Result<()> 
         if let Some(b'\n') = line.last()
             && let Ok(text) = std::str::from_utf8(&line[..line.len() - 1])
         {
-            told.line(text);
+            messages.line(text);
         }
     }
-    for group in &told.groups {
+    for group in &messages.groups {
         if let Some(group) = Pid::from_raw(*group) {
             let _ = kill_process_group(group, Signal::KILL);
         }
     }
-    if told.done {
+    if messages.done {
         return Ok(());
     }
-    let folder = told.folder();
-    let last = killed(told.notes);
+    let folder = messages.folder();
+    let last = killed(messages.notes);
     if let Some(folder) = &folder {
         remove(folder);
     }
@@ -243,7 +243,7 @@ mod tests {
 
     #[test]
     fn only_living_groups_are_remembered() {
-        let mut told = Messages::default();
+        let mut messages = Messages::default();
         for line in [
             "+10",
             "+11",
@@ -259,21 +259,21 @@ mod tests {
             "verdict {\"a b\":1}",
             "folder \"/tmp/a\\nb\"",
         ] {
-            told.line(line);
+            messages.line(line);
         }
-        assert_eq!(told.groups, BTreeSet::from([11]));
+        assert_eq!(messages.groups, BTreeSet::from([11]));
         let notes = [
             ("folder", "\"/tmp/a\\nb\""),
             ("key", "k/1"),
             ("verdict", "{\"a b\":1}"),
         ];
         assert_eq!(
-            told.notes,
+            messages.notes,
             notes.map(|(name, text)| (name.into(), text.into())).into()
         );
-        assert_eq!(told.folder(), Some("/tmp/a\nb".into()));
-        assert!(!told.done);
-        told.line("done");
-        assert!(told.done);
+        assert_eq!(messages.folder(), Some("/tmp/a\nb".into()));
+        assert!(!messages.done);
+        messages.line("done");
+        assert!(messages.done);
     }
 }

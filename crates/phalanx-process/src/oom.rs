@@ -32,7 +32,7 @@ impl OomWatch {
     }
 
     /// A sentence about SIGKILL for the rank `pid`, one of `ranks` here, which has ended but
-    /// was not waited for; `None` when the kernel has killed nobody for its memory since.
+    /// was not waited for; `None` when the kernel has killed no process for its memory since.
     pub fn hint(&self, pid: Pid, ranks: usize) -> Option<String> {
         let theirs = count_of(&read(&format!("/proc/{}/cgroup", pid.as_raw_nonzero())));
         let ours = self.group.as_ref();
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rise_of_the_count_is_told() {
+    fn a_rise_of_the_count_is_reported() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("job/memory.events");
         fs::create_dir(dir.path().join("job")).unwrap();
@@ -193,7 +193,7 @@ mod tests {
         };
         let me = rustix::process::getpid();
         let hint = |watch: &OomWatch, ranks| watch.hint(me, ranks);
-        // The kernel shows the host's count since 4.13; in these tests it kills nobody.
+        // The kernel shows the host's count since 4.13; in these tests it kills no process.
         if watch.host.is_some() {
             assert_eq!(hint(&watch, 2), None);
         }

@@ -48,7 +48,7 @@ fn parse(text: &str) -> Option<Stat> {
 }
 
 /// The process that started this one as one of several, and its number: the first process above this one whose
-/// environment has other values of `variables`, which tell the processes apart. A shell or `numactl` between the two has
+/// environment has other values of `variables`, which differ between the processes. A shell or `numactl` between the two has
 /// the same values. `None`: the process has ended, or `/proc` cannot be read.
 pub fn starter(variables: &[&str]) -> Option<(u32, Stat)> {
     let pair = |name: &&str| {

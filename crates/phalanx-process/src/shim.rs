@@ -19,7 +19,7 @@ use phalanx_base::{Error, ErrorKind, Result};
 use crate::error_file::ERRORS_VARIABLE;
 use crate::guard;
 
-/// The word by which the shim is told the processors.
+/// The argument that names the processors for the shim.
 pub fn processors_word(processors: Option<&Vec<usize>>) -> String {
     let numbers = processors.into_iter().flatten().map(usize::to_string);
     let numbers: Vec<String> = numbers.collect();
@@ -47,7 +47,7 @@ fn bind_to(word: &str) -> Result<()> {
 /// only if that fails.
 ///
 /// Order matters. First an own session, hence an own process group: from
-/// then on whoever ends the group ends all that the program may start. Then
+/// then on ending the group ends all that the program may start. Then
 /// the guard gets to know the group. Then the death signal. Then the look
 /// whether the supervisor is still there: if it died before the signal was set,
 /// the kernel would never send it, but our parent is another process now.

@@ -76,8 +76,8 @@ impl Drop for SignalWatch {
     }
 }
 
-/// Stops this process, as a Ctrl-Z would have if nobody had asked for it;
-/// returns when it is continued. Where nobody could continue it, it goes on.
+/// Stops this process, as a Ctrl-Z would have without a handler;
+/// returns when it is continued. Where no process could continue it, it does not stop.
 pub fn suspend_self() {
     if can_be_continued() {
         let _ = kill_process(getpid(), Signal::STOP);
@@ -105,7 +105,7 @@ pub fn can_be_continued() -> bool {
     false
 }
 
-/// A stop that takes longer is told.
+/// A stop that takes longer is reported.
 const AT_ONCE: Duration = Duration::from_secs(1);
 
 /// The error of a process that `signal` ended.
@@ -133,13 +133,13 @@ pub fn end_on_signals() -> Result<()> {
         .spawn(move || {
             let _watch = watch;
             // Without a deadline: until a signal comes or the process ends.
-            let mut told = false;
+            let mut asked = false;
             let mut patience = Duration::MAX;
             let signal = loop {
                 match events.recv_timeout(patience) {
-                    // The training saves and ends; whoever asks twice does not wait.
+                    // The training saves and ends; a second signal does not wait.
                     Ok(Caught::End(signal, _))
-                        if stop::is_listening() && !std::mem::replace(&mut told, true) =>
+                        if stop::is_listening() && !std::mem::replace(&mut asked, true) =>
                     {
                         stop::ask(signal);
                         patience = AT_ONCE;

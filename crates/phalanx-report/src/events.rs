@@ -61,7 +61,7 @@ impl Events {
             events.finish = None;
             let said = match &*head.kind {
                 "start" => {
-                    // The rank that takes the place of rank 0 goes on with the attempt, and its clock.
+                    // The rank that takes the place of rank 0 continues the attempt, and its clock.
                     attempts += u64::from(!head.takes_over);
                     let resumed = head.resumed_at.map(|step| Resumption {
                         step,

@@ -162,7 +162,7 @@ impl Run {
     }
 
     /// As [`read_in`](Self::read_in), with `metrics` and `events` in place of the lines of
-    /// `metrics.jsonl` and `events.jsonl`: of a long run that goes on, some.
+    /// `metrics.jsonl` and `events.jsonl`: of a long run that is not over, some.
     ///
     /// # Errors
     ///

@@ -56,7 +56,7 @@ pub enum ErrorKind {
     WrongProtocol,
     /// *A peer's failure*: a member broke the protocol after the handshake.
     Protocol,
-    /// The server goes on without this [`Follower`](crate::Follower).
+    /// The server continues without this [`Follower`](crate::Follower).
     Dropped,
     /// An error of the operating system.
     Io,

@@ -11,7 +11,7 @@
 //!
 //! All enforce the limits of [`phalanx_wire::store_msg`] and pass the same tests
 //! (`tests/it/conformance.rs`). A [`Follower`] keeps a copy of a [`TcpServer`]'s keys,
-//! with which another server can go on.
+//! with which another server can continue.
 //!
 //! Every wait has a timeout, and its error names exactly the missing keys
 //! ([`Error::missing_keys`]), so a failed join can name the missing ranks. A

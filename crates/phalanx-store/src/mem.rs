@@ -10,10 +10,10 @@ use crate::{Result, Store};
 
 /// A store for the threads of one process. Clones share their keys.
 #[derive(Clone, Debug, Default)]
-pub struct MemStore(Arc<Shared>);
+pub struct MemStore(Arc<MemTable>);
 
 #[derive(Debug, Default)]
-struct Shared {
+struct MemTable {
     table: Mutex<Table>,
     /// Notified when a key may have appeared.
     changed: Condvar,

@@ -1,4 +1,4 @@
-//! Hands the records of a run to a tracker, beside the training.
+//! Hands the records of a run to a tracker, while the training runs.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -61,7 +61,7 @@ struct Courier {
     /// Read, and not given yet.
     pending: VecDeque<Batch>,
     kept: Kept,
-    /// Whether the next process goes on from `kept`.
+    /// Whether the next process continues from `kept`.
     goes_on: bool,
     /// How far the records were given.
     given: Arc<Mutex<Position>>,
@@ -101,7 +101,7 @@ impl Courier {
             kept,
             lock,
         };
-        // Whoever delivers the rest of it later knows where to.
+        // The process that delivers the rest later knows where to.
         courier.save()?;
         Ok(courier)
     }
@@ -323,7 +323,7 @@ impl Delivery {
         let name = remainder.name.clone();
         let thread = std::thread::Builder::new().name(name.clone());
         let started = thread.spawn(move || {
-            // Nobody waits any more for one that comes too late.
+            // No caller waits any more for one that comes too late.
             let _ = done.send(deliver(courier, &training, &state));
         });
         started.map_err(|e| {

@@ -21,7 +21,7 @@ use crate::{
 /// The file that a training locks while it runs.
 const LOCK_FILE: &str = ".lock";
 
-/// What a run is said to have failed by, where nobody saw its end.
+/// The reason of a run's failure, if no process saw its end.
 const UNSEEN: &str = "its process ended without a message: it was killed, or its host went down";
 
 /// How long a run is quiet whose process is not known to have ended, before that is taken for its end.
@@ -113,8 +113,8 @@ pub fn record_unseen_end(dir: &Path, env: &Env) -> Result<()> {
     files.try_for_each(|name| upload(dir, tracker(dir, name, env)?))
 }
 
-/// Whether the training in `dir` may still run. It has ended if nobody has its lock, and its process, which the lock names,
-/// is seen to have ended. Where it cannot be seen, as from another host, it has ended if nobody has the lock and nothing was
+/// Whether the training in `dir` may still run. It has ended if no process has its lock, and its process, which the lock names,
+/// is seen to have ended. Where it cannot be seen, as from another host, it has ended if no process has the lock and nothing was
 /// written for a minute; where the lock cannot be asked, it may run.
 pub(crate) fn may_run(dir: &Dir) -> Result<bool> {
     let lock = dir.open_read(LOCK_FILE)?;

@@ -37,7 +37,7 @@ const LOGGED: [&str; 5] = ["watch", "image", "table", "text", "rows"];
 /// The start of an attempt is shorter.
 const LONGEST_START: usize = 1 << 12;
 
-/// As many bytes before a position tell whether a file still has what was read of it.
+/// This many bytes before a position show whether a file still has what was read of it.
 const TAIL_BYTES: u64 = 256;
 
 /// Something that a run has logged.
@@ -294,7 +294,7 @@ impl Follow {
     }
 }
 
-/// Where the starts of attempts end in `events.jsonl`, and where each of them goes on; from the beginning if nowhere.
+/// Where the starts of attempts end in `events.jsonl`, and where each of them continues; from the beginning if nowhere.
 fn starts(dir: &Dir) -> Result<Vec<(u64, Option<Resumption>)>> {
     let mut starts = Vec::new();
     let Some(file) = dir.open_read(EVENTS_FILE)? else {
@@ -551,7 +551,7 @@ mod tests {
         let run = Record::Run(json!({"id": "a"}));
         let [one, two] = [1, 2].map(|step| Record::Metrics(json!({"step": step})));
         assert_eq!(follow.poll().expect("read"), [run, one, two]);
-        // The position is all that is needed to go on.
+        // The position is all that is needed to continue.
         let kept = serde_json::to_string(follow.position()).expect("JSON");
         let kept = serde_json::from_str(&kept).expect("a position");
         let mut follow = Follow::open_at(folder.0.path(), kept);

@@ -1,7 +1,7 @@
 //! Trackers of a run: what a training leaves in its folder, handed to other programs while it grows.
 //!
 //! [`Follow`] reads the files of a run's folder as they are written; [`Delivery`] hands what it reads to a
-//! [`Tracker`], beside the training.
+//! [`Tracker`], while the training runs.
 
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]

@@ -20,7 +20,7 @@ pub trait Tracker {
     fn name(&self) -> &str;
 
     /// Called once, first: the run's folder, and the [`state`](Self::state) that an earlier process kept of the
-    /// same run (`null`, if there was none). Returns whether the delivery goes on after what was delivered then;
+    /// same run (`null`, if there was none). Returns whether the delivery continues after what was delivered then;
     /// otherwise all records are given.
     ///
     /// # Errors
@@ -31,7 +31,7 @@ pub trait Tracker {
         Ok(true)
     }
 
-    /// What the next process needs to go on: kept in `.tracker-NAME.json`, readable for others. No secrets.
+    /// What the next process needs to continue: kept in `.tracker-NAME.json`, readable for others. No secrets.
     fn state(&self) -> Value {
         Value::Null
     }

@@ -189,7 +189,7 @@ impl BestEpoch {
         named.map_or(&*self.by, |(metric, _)| metric)
     }
 
-    /// What the file of its weights says beside them: the epoch, and the measure by its name.
+    /// What the file of its weights says in addition to them: the epoch, and the measure by its name.
     pub(crate) fn metadata(&self) -> Vec<(&str, String)> {
         let value = f64::from_bits(self.value).to_string();
         let mut metadata = vec![("epoch", self.epoch.to_string()), (self.metric(), value)];
@@ -206,7 +206,7 @@ impl BestEpoch {
     }
 }
 
-/// Files among the checkpoints that begin so are of earlier best weights, with which a checkpoint goes on.
+/// Files among the checkpoints that begin so are of earlier best weights, with which a checkpoint continues.
 pub(crate) const KEPT_BEST: &str = "best-";
 
 /// The name, without its ending, that a file of best weights with this `metadata` has among the checkpoints.
@@ -267,7 +267,7 @@ impl Best {
         }
     }
 
-    /// Goes on from the evaluations `judged`, of which `best` was the best.
+    /// Continues from the evaluations `judged`, of which `best` was the best.
     pub fn go_on(&mut self, best: Option<BestEpoch>, judged: &[MetricPoint]) {
         self.best = best;
         self.judged = judged.to_vec();

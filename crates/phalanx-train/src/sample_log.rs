@@ -19,7 +19,7 @@ pub struct SampleLog {
 }
 
 impl SampleLog {
-    /// Goes on at the end of `FILE.<rank>.jsonl`; nothing without a file. A training that was
+    /// Continues at the end of `FILE.<rank>.jsonl`; nothing without a file. A training that was
     /// resumed at `resumed` takes the steps after it again: their lines go first.
     ///
     /// # Errors

@@ -188,7 +188,7 @@ mod tests {
     use phalanx_comm::ReduceOp;
 
     #[test]
-    fn the_first_failure_ends_all_and_is_told() {
+    fn the_first_failure_ends_all_and_is_reported() {
         for panics in [false, true] {
             let outcome = spawn(
                 |group, panics| {
@@ -212,28 +212,28 @@ mod tests {
 
     #[test]
     fn without_join_the_ranks_run_on() {
-        let (tell, heard) = std::sync::mpsc::channel();
+        let (send, sums) = std::sync::mpsc::channel();
         let (go, wait) = std::sync::mpsc::channel::<()>();
         let wait = Mutex::new(wait);
         let spawned = spawn(
-            move |group, tell: &Mutex<std::sync::mpsc::Sender<usize>>| {
+            move |group, send: &Mutex<std::sync::mpsc::Sender<usize>>| {
                 if group.rank() == 0 {
                     // Until the caller has come back from spawn.
                     wait.lock().map_err(|_| "poisoned")?.recv()?;
                 }
                 let mut sum = [1.0f32];
                 group.all_reduce(&mut sum, ReduceOp::Sum)?;
-                tell.lock().map_err(|_| "poisoned")?.send(sum[0] as usize)?;
+                send.lock().map_err(|_| "poisoned")?.send(sum[0] as usize)?;
                 Ok(())
             },
-            Mutex::new(tell),
+            Mutex::new(send),
             2,
             false,
         )
         .expect("started");
         go.send(()).expect("rank 0 waits");
         spawned.join().expect("both succeed");
-        assert_eq!(heard.iter().collect::<Vec<_>>(), [2, 2]);
+        assert_eq!(sums.iter().collect::<Vec<_>>(), [2, 2]);
     }
 
     #[test]

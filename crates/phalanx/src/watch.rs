@@ -54,7 +54,7 @@ pub fn killed(training: &Training, error: &Error) {
 /// Adds to `error` where the report is, after [`record`].
 fn with_report(training: &Training, error: Error) -> Error {
     match record(training, &error) {
-        Ok(true) if !error.is_told() => {
+        Ok(true) if !error.is_printed() => {
             let report = training.folder.join(REPORT_FILE);
             let here = std::env::current_dir().unwrap_or_default();
             let shown = report.strip_prefix(here).unwrap_or(&report);

@@ -100,7 +100,7 @@ fn get(
     args: FolderArgs,
     mut ended: impl FnMut(&File, Got) -> Result<()>,
 ) -> Result<()> {
-    let mut made = RunDir::given(folder.to_owned());
+    let mut made = RunDir::at(folder.to_owned());
     let dir = made.make(args)?;
     let sources: Vec<String> = match mirror {
         Some(url) => vec![url.to_owned()],

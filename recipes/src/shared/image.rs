@@ -24,7 +24,7 @@ pub struct Data {
     pub name: String,
     /// For the person at the terminal.
     pub description: String,
-    /// Tells other data apart, whatever its folder is called.
+    /// Distinguishes other data, whatever its folder is called.
     pub content: String,
 }
 
@@ -89,7 +89,7 @@ impl ImageArgs {
         }
     }
 
-    /// Tells the training of `network` on `data` what it is called, and which flags shape it.
+    /// Gives the training of `network` on `data` its name, and the flags that shape it.
     ///
     /// # Errors
     ///
@@ -200,7 +200,7 @@ impl<'a, N> Tests<'a, N> {
     }
 
     /// Measures the accuracy with the mean of the scores of these views (test-time augmentation). It is logged and put into the
-    /// summary as `tta_accuracy`, beside the epochs'. *Blocks* until all ranks call it.
+    /// summary as `tta_accuracy`, next to the epochs'. *Blocks* until all ranks call it.
     ///
     /// # Errors
     ///

@@ -41,7 +41,7 @@ impl FetchArgs {
         }
     }
 
-    /// A usage error for data that nobody publishes.
+    /// A usage error for data that is not published.
     pub fn refuse(&self, data: &str) -> Result<()> {
         if self.wanted() {
             return Err(Error::usage(format!(
@@ -71,7 +71,7 @@ impl FetchArgs {
 pub enum Kind {
     /// Four files, read as they are.
     Mnist,
-    /// An archive, unpacked beside itself.
+    /// An archive, unpacked into its own folder.
     Cifar10,
 }
 

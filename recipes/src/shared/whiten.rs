@@ -72,16 +72,16 @@ fn eigen(mut a: Matrix) -> ([f64; PATCH_LEN], Matrix) {
                 let t = theta.signum() / (theta.abs() + theta.hypot(1.0));
                 let cos = 1.0 / t.hypot(1.0);
                 let sin = t * cos;
-                let turn = |x: f64, y: f64| (cos * x - sin * y, sin * x + cos * y);
+                let rotate = |x: f64, y: f64| (cos * x - sin * y, sin * x + cos * y);
                 for row in &mut a {
-                    (row[p], row[q]) = turn(row[p], row[q]);
+                    (row[p], row[q]) = rotate(row[p], row[q]);
                 }
                 let (above, below) = a.split_at_mut(q);
                 for (x, y) in above[p].iter_mut().zip(&mut below[0]) {
-                    (*x, *y) = turn(*x, *y);
+                    (*x, *y) = rotate(*x, *y);
                 }
                 for row in &mut v {
-                    (row[p], row[q]) = turn(row[p], row[q]);
+                    (row[p], row[q]) = rotate(row[p], row[q]);
                 }
             }
         }

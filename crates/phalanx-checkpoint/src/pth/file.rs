@@ -20,7 +20,7 @@ const WRAPPERS: [&str; 4] = ["model", "state_dict", "model_state_dict", "net"];
 pub(crate) const WRAPPED: [&str; 2] = [DDP, "_orig_mod."];
 /// The prefix of `DistributedDataParallel` and `AveragedModel`.
 const DDP: &str = "module.";
-/// The count of averages that `AveragedModel` saves beside the names with [`DDP`].
+/// The count of averages that `AveragedModel` saves in addition to the names with [`DDP`].
 const N_AVERAGED: &str = "n_averaged";
 
 /// Storages up to this size are read however small the tensors in them are.

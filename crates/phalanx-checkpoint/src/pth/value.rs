@@ -14,7 +14,7 @@ pub(super) enum Global {
     Storage(DType),
 }
 
-/// What a pickle has beside Python's own values.
+/// What a pickle has in addition to Python's own values.
 pub(super) enum Object {
     Global(Global),
     Storage(Arc<Storage>),

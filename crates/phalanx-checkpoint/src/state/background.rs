@@ -207,7 +207,7 @@ mod tests {
         assert_ne!(memory(&snapshot), first);
     }
 
-    /// However long the disk takes, nobody is made to wait who only asks.
+    /// However long the disk takes, a caller that only asks does not wait.
     #[test]
     fn a_disk_that_is_busy_is_not_waited_for() {
         let dir = tempfile::tempdir().unwrap();

@@ -36,7 +36,7 @@ pub struct Place {
 pub struct Manifest {
     pub(super) format: String,
     pub(super) version: u32,
-    /// Name of the data file beside the manifest.
+    /// Name of the data file next to the manifest.
     pub(super) file: String,
     pub(super) bytes: u64,
     pub(super) sha256: String,

@@ -143,7 +143,7 @@ mod tests {
     #[test]
     fn a_save_that_is_wanted_waits_for_no_pacer() {
         let pace = Arc::new(Pace::default());
-        let (tell, told) = channel();
+        let (sender, receiver) = channel();
         let its = pace.clone();
         let save = std::thread::spawn(move || {
             // As where no processor is ever to spare.
@@ -153,14 +153,14 @@ mod tests {
             };
             let mut out = Vec::new();
             let mut paced = pacer.writer(&mut out);
-            tell.send(()).unwrap();
+            sender.send(()).unwrap();
             for _ in 0..3 {
                 paced.write_all(&[7; PIECE_BYTES]).unwrap();
             }
             drop(paced);
             out
         });
-        told.recv().unwrap();
+        receiver.recv().unwrap();
         while pace.0.load(SeqCst) != WAITS {
             std::thread::yield_now();
         }

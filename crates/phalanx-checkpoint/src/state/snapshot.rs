@@ -129,7 +129,7 @@ impl Snapshot {
         all.map(|values| (values.as_ptr(), values.len())).collect()
     }
 
-    /// Writes the data file's content to `out`, a tensor at a time: beside the
+    /// Writes the data file's content to `out`, a tensor at a time: in addition to the
     /// snapshot there is never more than one of them in memory.
     pub(super) fn write(&self, out: &mut dyn Write) -> std::io::Result<Written> {
         self.state.write(out, &mut |tensor| {

@@ -339,7 +339,7 @@ mod tests {
             "x",
         ]);
         assert!(text.contains("cannot be combined with"), "{text}");
-        // Elsewhere they are nobody's.
+        // Elsewhere no command takes them.
         let text = error_of(&["train", "mnist", "--no-python"]);
         assert!(
             text.starts_with("error: unknown flag \"--no-python\""),

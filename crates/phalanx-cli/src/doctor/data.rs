@@ -33,7 +33,7 @@ pub enum Data {
 }
 
 /// Lists the folder; no file is read.
-pub fn look(folder: &Path) -> Data {
+pub fn scan(folder: &Path) -> Data {
     let mut sizes = BTreeMap::new();
     if let Err(e) = list(folder, folder, &mut sizes) {
         return Data::Missing(format!("{}: {e}", folder.display()));
@@ -169,7 +169,7 @@ mod tests {
             for (name, size) in files {
                 std::fs::write(folder.join(name), vec![7; *size]).unwrap();
             }
-            look(&folder)
+            scan(&folder)
         };
         let a = folder("a", &[("x", 3), ("in/y", 4)]);
         let same = folder("same", &[("in/y", 4), ("x", 3)]);
@@ -186,7 +186,7 @@ mod tests {
         assert!(check.found.ends_with("2 files, 7 B"), "{}", check.found);
 
         assert_eq!(folder("empty", &[]).check().status, Status::Problem);
-        let missing = look(&dir.path().join("no"));
+        let missing = scan(&dir.path().join("no"));
         assert_eq!(missing.check().status, Status::Problem);
         assert_eq!(
             a.difference("a", &missing, "b"),

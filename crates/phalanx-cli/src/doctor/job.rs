@@ -20,11 +20,11 @@ use crate::error::Result;
 use crate::format::plural;
 use crate::launch;
 
-/// Of ranks on one host, at most so many measure each other.
+/// The most ranks of one host that measure each other.
 const MOST_MEASURED: usize = 8;
 /// Clocks further apart confuse logs and file times.
 const CLOCK_SECONDS: f64 = 1.0;
-/// A pair that is so many times slower than the middle one is named.
+/// A pair that is this many times slower than the median is named.
 const SLOW: f64 = 4.0;
 const SUMMED: usize = 1000;
 /// Large enough that ranks of one host read it where it lies.
@@ -112,7 +112,7 @@ fn facts(ctx: &RankContext, args: &DoctorArgs) -> Result<RankFacts> {
             .map(|(peer, kind)| (*peer, kind.name().to_owned()))
             .collect(),
         checks,
-        data: args.data.as_deref().filter(|_| is_first).map(data::look),
+        data: args.data.as_deref().filter(|_| is_first).map(data::scan),
     })
 }
 

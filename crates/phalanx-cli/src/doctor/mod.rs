@@ -76,7 +76,7 @@ fn report_alone(args: &DoctorArgs, error: &Error) -> Result<()> {
         checks: host::checks(args)?,
     };
     if let Some(data) = &args.data {
-        host.checks.push(data::look(data).check());
+        host.checks.push(data::scan(data).check());
     }
     // As text, the error follows on standard error.
     let why = match args.json {
@@ -103,7 +103,7 @@ fn verdict(problems: usize) -> Result<()> {
         return Ok(());
     }
     let text = crate::format::plural(problems, "problem");
-    Err(Error::new(ErrorKind::Failed, format!("{text} found")).told())
+    Err(Error::new(ErrorKind::Failed, format!("{text} found")).printed())
 }
 
 impl Report {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Result;
 
-/// Each rank measures with at most so many others.
+/// The most other ranks that a rank measures with.
 const MOST_ROUNDS: usize = 32;
 /// Exchanges before the time of one is known.
 const FIRST: usize = 5;

@@ -11,7 +11,7 @@ use super::pairs::Pair;
 use crate::format::plural;
 use crate::units::time;
 
-/// So many pairs are listed; more are a matrix, and still more only the slowest.
+/// The most pairs that are listed; more are a matrix, and still more only the slowest.
 const LISTED_PAIRS: usize = 10;
 const MATRIX: usize = 12;
 /// The first column of a check's text.

@@ -709,13 +709,13 @@ fn nodes_come_and_go_and_the_result_is_the_same() {
     let (code, out, err) = ended(leaves);
     assert_eq!(code, 0, "{out}{err}");
     assert!(err.contains("SIGTERM: rank 2 leaves after a step"), "{err}");
-    wait_for_log(dir, "waiting: 1 of at least 2 nodes are there", 1);
+    wait_for_log(dir, "waiting: 1 of at least 2 nodes are present", 1);
     let killed = node(1);
     wait_for_log(dir, "going on with 3 ranks", 1);
     wait_for_ranks(dir, 2, 3);
     signal(killed.id(), "KILL");
     ended(killed);
-    wait_for_log(dir, "waiting: 1 of at least 2 nodes are there", 2);
+    wait_for_log(dir, "waiting: 1 of at least 2 nodes are present", 2);
     let last = node(2);
     let (code, out, err) = ended(last);
     assert_eq!(code, 0, "{out}{err}");
@@ -753,11 +753,11 @@ fn ranks_that_wait_for_nodes_can_be_stopped_and_resumed() {
         wait_for_step(dir, 1, 2);
         signal(other.id(), "KILL");
         ended(other);
-        wait_for_log(dir, "waiting: 1 of at least 2 nodes are there", 1);
+        wait_for_log(dir, "waiting: 1 of at least 2 nodes are present", 1);
         signal(first.id(), "INT");
         let (code, out, err) = ended(first);
         assert_eq!(code, 130, "{out}{err}");
-        assert!(err.contains("go on with --resume auto"), "{err}");
+        assert!(err.contains("continue with --resume auto"), "{err}");
     }
     // One that is resumed does not know its initial weights.
     let (hashes, world) = result(&dir.join("run"));
@@ -850,7 +850,7 @@ fn nodes_find_the_store_where_it_has_moved() {
         err.contains("has left after SIGTERM; the other nodes continue"),
         "{err}"
     );
-    wait_for_log(dir, "waiting: 1 of at least 2 nodes are there", 1);
+    wait_for_log(dir, "waiting: 1 of at least 2 nodes are present", 1);
     // Without the others it would start a job of its own.
     let again = node();
     let (code, out, err) = ended(other);

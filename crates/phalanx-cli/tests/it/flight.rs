@@ -94,7 +94,7 @@ fn a_stopped_rank_is_named(transport: &str) {
     let name = format!("rank 2 (pid {stopped}) ");
     let verb = late.strip_prefix(&name).unwrap_or_else(|| panic!("{late}"));
     assert!(
-        verb.starts_with("has not reached ") || verb.starts_with("does not go on in "),
+        verb.starts_with("has not reached ") || verb.starts_with("does not continue in "),
         "{late}"
     );
     let doing = line(&err, "  rank 2 ");

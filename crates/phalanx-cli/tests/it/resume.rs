@@ -93,7 +93,7 @@ fn stopped_twice(more: &[&str], first: &str, second: &str, same_bits: bool) {
     };
     let logged = |extra: &[&str]| go("stopped", &[&["--log-samples", "seen"], extra].concat());
     let text = logged(&["--nproc-per-node", "2", "--stop-after", first]);
-    assert!(text.contains("go on with --resume auto"), "{text}");
+    assert!(text.contains("continue with --resume auto"), "{text}");
     assert!(!dir.join("stopped/summary.json").exists());
     let text = logged(&[
         "--nproc-per-node",
@@ -1259,7 +1259,7 @@ fn changes(text: &str) -> Vec<&str> {
 }
 
 #[test]
-fn settings_that_have_changed_since_the_checkpoint_are_told() {
+fn settings_that_have_changed_since_the_checkpoint_are_reported() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let dir = dir.path();
     let base = ["--resume", "auto", "--stop-after", "1"];

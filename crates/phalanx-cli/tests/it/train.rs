@@ -1039,7 +1039,7 @@ fn an_output_folder_that_cannot_be_is_a_mistake() {
 
 /// What is not the default is on the screen and in the summary.
 #[test]
-fn how_gradients_are_exchanged_is_told() {
+fn how_gradients_are_exchanged_is_reported() {
     let train = "train mnist --epochs 1 --data synthetic:128 --threads 1 --output-dir out";
     for (flags, told, gradient_type, deterministic) in [
         ("", None, "f32", "ranks"),

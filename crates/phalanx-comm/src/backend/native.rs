@@ -66,7 +66,7 @@ impl Native {
     }
 
     /// Checks for poison and for lost peers, without waiting.
-    pub(crate) fn look(&mut self) -> Result<()> {
+    pub(crate) fn check(&mut self) -> Result<()> {
         let nothing = vec![Interest::default(); self.mesh.world()];
         self.mesh.idle(&nothing, 1, Instant::now())
     }

@@ -134,7 +134,7 @@ impl Runner {
         };
         if let Some(error) = self.refusal() {
             self.flight.refuse();
-            return Err(named(self.heard(error)));
+            return Err(named(self.note_abort(error)));
         }
         self.observed(operation, &signature, |native, context| {
             // SAFETY: handed on from the caller.
@@ -185,12 +185,12 @@ impl Runner {
 
     /// Checks whether the group is poisoned or a peer is lost; for operations that wait
     /// for something other than their links.
-    pub(crate) fn look(&mut self) -> Result<()> {
+    pub(crate) fn check(&mut self) -> Result<()> {
         let rank = self.rank;
         if let Some(error) = self.refusal() {
             return Err(error.with_rank(rank));
         }
-        self.native.look().map_err(|error| {
+        self.native.check().map_err(|error| {
             let cause = error.message().to_owned();
             self.fail(error, cause, |error| error.with_rank(rank))
         })
@@ -213,7 +213,7 @@ impl Runner {
 
     /// The group has ended while this rank was in none of its operations. The flight
     /// recorder counts this as the time of the failure here.
-    fn heard(&mut self, error: Error) -> Error {
+    fn note_abort(&mut self, error: Error) -> Error {
         if self.failed.is_none() {
             self.flight.failed(&error);
             self.failed = Some(error.clone());

@@ -13,12 +13,12 @@ use super::transfer::{Frame, Receiver, Sender};
 
 /// How transfers are split into frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Cut {
+pub(super) struct Framing {
     pub(super) segment_bytes: usize,
     pub(super) elem_bytes: usize,
 }
 
-impl Cut {
+impl Framing {
     /// The frames of a transfer of `total` bytes in round `step`. A transfer of zero
     /// bytes has one empty frame.
     pub(super) fn frames(
@@ -38,7 +38,7 @@ impl Cut {
 
 /// One frame of a lane.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Piece {
+pub(super) struct LaneFrame {
     /// The operation it is a part of.
     pub(super) step: u32,
     pub(super) frame: Frame,
@@ -50,7 +50,7 @@ pub(super) struct Piece {
 #[derive(Clone, Debug)]
 pub(super) struct Lane {
     pub(super) peer: usize,
-    pub(super) pieces: Vec<Piece>,
+    pub(super) pieces: Vec<LaneFrame>,
 }
 
 /// A plan prepared to run; reused for every operation of its shape.
@@ -63,7 +63,7 @@ pub(super) struct Schedule {
 }
 
 impl Schedule {
-    pub(super) fn new(plan: &RankPlan, cut: Cut) -> Schedule {
+    pub(super) fn new(plan: &RankPlan, cut: Framing) -> Schedule {
         let order = Order::of(plan);
         let mut pieces = vec![1u32; order.steps.len()];
         let (mut tx, mut rx) = (Vec::new(), Vec::new());
@@ -77,7 +77,7 @@ impl Schedule {
             let frames = cut.frames(round, total);
             pieces[at] = frames.len() as u32;
             for frame in frames {
-                let piece = Piece {
+                let piece = LaneFrame {
                     step: at as u32,
                     frame,
                     part: transfer.part,
@@ -167,7 +167,7 @@ impl Flow {
     }
 
     /// Whether a piece's transfer may run now.
-    pub(super) fn may_run(&self, piece: &Piece) -> bool {
+    pub(super) fn may_run(&self, piece: &LaneFrame) -> bool {
         self.waits[piece.step as usize] == 0 && self.in_window(piece.frame.step)
     }
 

@@ -19,7 +19,7 @@ use phalanx_wire::frame::MAX_FRAME_BYTES;
 pub(crate) use self::transfer::{Context as FrameContext, Frame, Sender};
 
 use self::cache::{PlanCache, Prepared};
-use self::flow::{Cut, Flow, Piece, Schedule};
+use self::flow::{Flow, Framing, LaneFrame, Schedule};
 use self::transfer::Context;
 use crate::context::RunContext;
 use crate::deadline::{echo, missed};
@@ -35,7 +35,7 @@ use phalanx_fold::Source;
 
 /// Iterations with progress after which a rank checks the clock and whether the group
 /// has failed, although nothing was idle.
-const TURNS_PER_CLOCK: u32 = 64;
+const LOOPS_PER_CLOCK: u32 = 64;
 
 /// Base addresses of a plan's buffers.
 #[derive(Clone, Copy)]
@@ -140,8 +140,8 @@ impl Executor {
     /// Whether to check the clock after this number of iterations with progress. If so,
     /// this checks whether the group has failed. Idle iterations check both by
     /// themselves.
-    fn looks_up(&self, turns: u32) -> Result<bool> {
-        if !turns.is_multiple_of(TURNS_PER_CLOCK) {
+    fn check_clock(&self, loops: u32) -> Result<bool> {
+        if !loops.is_multiple_of(LOOPS_PER_CLOCK) {
             return Ok(false);
         }
         match self.abort.poisoned() {
@@ -167,7 +167,7 @@ impl Executor {
             ..
         } = context;
         let elem_bytes = operation.dtype.map_or(1, DType::size_bytes);
-        let cut = Cut {
+        let cut = Framing {
             segment_bytes: self.segment_bytes,
             elem_bytes,
         };
@@ -229,7 +229,7 @@ impl Executor {
         let Prepared { plan, schedule } = prepared;
         let order = &schedule.order;
         self.flow.begin(schedule);
-        let (mut spins, mut turns) = (0u32, 0u32);
+        let (mut spins, mut loops) = (0u32, 0u32);
         let mut still_since = None;
         while !self.flow.is_done() {
             // SAFETY: handed on from the caller.
@@ -249,8 +249,8 @@ impl Executor {
                 context.flight.progress();
                 spins = 0;
                 still_since = None;
-                turns += 1;
-                if self.looks_up(turns)?
+                loops += 1;
+                if self.check_clock(loops)?
                     && !self.flow.is_done()
                     && deadline.has_passed(Instant::now(), self.flow.base, || {
                         context.flight.others_busy()
@@ -357,7 +357,7 @@ impl Executor {
     }
 
     /// Writes to `want` the lanes whose next piece is `wanted`.
-    fn note_wanted(&mut self, schedule: &Schedule, wanted: impl Fn(&Flow, &Piece) -> bool) {
+    fn note_wanted(&mut self, schedule: &Schedule, wanted: impl Fn(&Flow, &LaneFrame) -> bool) {
         self.want.fill(Interest::default());
         for (lane, (next, _)) in schedule.tx.iter().zip(&self.flow.tx) {
             let piece = lane.pieces.get(*next);

@@ -286,7 +286,7 @@ impl Detached {
                 let ranks = Mutex::new(LostRanks::of(&numbers.collect::<Vec<_>>()));
                 let find_lost = || -> phalanx_store::Result<Option<(usize, String)>> {
                     let mut ranks = lock(&ranks);
-                    let lost = ranks.look(&*store)?.first();
+                    let lost = ranks.read(&*store)?.first();
                     Ok(lost.map(|lost| (lost.rank, lost.why.clone())))
                 };
                 let lost = || match find_lost() {

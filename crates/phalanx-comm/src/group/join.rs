@@ -42,7 +42,7 @@ const RESOLVE_PAUSE: Duration = Duration::from_millis(500);
 const FILE_PAUSE: Duration = Duration::from_millis(20);
 const FIRST_DIAL: Duration = Duration::from_millis(250);
 /// Interval at which to check whether a wait is to be reported.
-const TURN: Duration = Duration::from_millis(100);
+const INTERVAL: Duration = Duration::from_millis(100);
 
 /// What later subgroups, and later generations, need to form their own links.
 #[derive(Clone)]
@@ -308,7 +308,7 @@ impl WaitLines<'_> {
                 .name("phalanx-waiting".to_owned())
                 .spawn_scoped(scope, move || {
                     let mut waiting = Waiting::start();
-                    while stopped.recv_timeout(TURN) == Err(RecvTimeoutError::Timeout) {
+                    while stopped.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
                         if let Some(waited) = waiting.due()
                             && self.speaks()
                         {

@@ -192,7 +192,7 @@ impl Launch {
             let agent = !external
                 && variable(AGENT_STORE)
                     .is_some_and(|v| v.eq_ignore_ascii_case("true") || v == "1");
-            let port = if agent { beside(port) } else { port };
+            let port = if agent { next_to(port) } else { port };
             return Ok((Meeting::Tcp { host, port }, external));
         }
         if let Some(address) = method.strip_prefix("tcp://") {
@@ -222,7 +222,7 @@ fn is_env(method: &str) -> bool {
     matches!(method, "env://" | "env")
 }
 
-/// The rank and the number of ranks: 0 and 1 of a program that nobody has started as one of several.
+/// The rank and the number of ranks: 0 and 1 for a program that was not started as one of several.
 fn numbers(
     options: &InitOptions,
     variable: &impl Fn(&str) -> Option<String>,
@@ -264,7 +264,7 @@ fn host_and_port(address: &str) -> Option<(String, &str)> {
 
 /// The port of our store on rank 0 when torchrun's own store, with another protocol,
 /// has `port`. All ranks must derive the same port without communication.
-fn beside(port: u16) -> u16 {
+fn next_to(port: u16) -> u16 {
     port.checked_add(1).unwrap_or(port - 1)
 }
 

@@ -1,7 +1,7 @@
 //! Sends and receives, typed.
 
 use super::{Call, ProcessGroup, Work};
-use crate::messages::{Request, Way};
+use crate::messages::{Direction, Request};
 use crate::operation::Operation;
 use crate::wait::Callers;
 use crate::{Bucket, DType, Element, Result};
@@ -267,7 +267,7 @@ impl ProcessGroup {
         let operation = self.message(dtype, count, ends, call);
         Ok(Request {
             operation,
-            way: Way::Send { to, from },
+            way: Direction::Send { to, from },
             tag: peer.tag,
             bytes: count * dtype.size_bytes(),
         })
@@ -292,7 +292,7 @@ impl ProcessGroup {
         let operation = self.message(dtype, count, ends, call);
         Ok(Request {
             operation,
-            way: Way::Receive {
+            way: Direction::Receive {
                 from: peer.rank,
                 into,
             },

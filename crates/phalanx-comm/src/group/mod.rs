@@ -65,7 +65,7 @@ use crate::{Bucket, Element, Error, Result};
 ///
 /// A handle is cheap to clone and may be used from several threads; operations
 /// are then served one at a time in the order in which they were issued, except sends
-/// and receives, which run beside the others. All ranks must issue the same operations
+/// and receives, which run at the same time as the others. All ranks must issue the same operations
 /// in the same order. When they do not,
 /// the first rank to notice gets an error that names both sides
 /// ([`ErrorKind::Desync`](crate::ErrorKind::Desync)).
@@ -573,8 +573,8 @@ impl ProcessGroup {
         if let Some(poison) = self.core.abort.poisoned() {
             return Err(poison.to_error().with_rank(self.core.rank));
         }
-        let looked = self.core.queue.run_if_idle(|runner| runner.look());
-        looked.unwrap_or(Ok(()))
+        let checked = self.core.queue.run_if_idle(|runner| runner.check());
+        checked.unwrap_or(Ok(()))
     }
 
     /// Sets what this rank is doing from now on (`backward`, `optimizer`), of which 24 bytes are shown. Other ranks

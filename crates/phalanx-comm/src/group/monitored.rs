@@ -163,7 +163,7 @@ impl Barrier<'_> {
         }
         let until = deadline_in(self.timeout.saturating_add(GRACE));
         let verdict = loop {
-            runner.look()?;
+            runner.check()?;
             runner.listen();
             let left = until.saturating_duration_since(Instant::now());
             match self.store.get(&self.verdict(), left.min(SLICE)) {
@@ -189,7 +189,7 @@ impl Barrier<'_> {
         let keys: Vec<String> = ranks.iter().map(|&rank| self.here(rank)).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         loop {
-            runner.look()?;
+            runner.check()?;
             runner.listen();
             let left = until.saturating_duration_since(Instant::now());
             match self.store.wait(&keys, left.min(SLICE)) {

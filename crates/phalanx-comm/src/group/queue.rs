@@ -25,7 +25,7 @@ use crate::messages::Collectives;
 use crate::stall::{Users, this_thread};
 use crate::sync::lock;
 use crate::transport::{AbortHandle, Poison};
-use crate::wait::{Callers, take_short_turns};
+use crate::wait::{Callers, take_short_slices};
 use crate::{Error, Result};
 
 /// An asynchronous operation. It gets an error when it cannot run.
@@ -33,16 +33,16 @@ pub(super) type Job = Box<dyn FnOnce(Result<&mut Runner>) + Send>;
 
 /// The queue of one rank in one group. Dropping it finishes the jobs issued.
 pub(super) struct Queue {
-    shared: Arc<Shared>,
+    shared: Arc<QueueCore>,
     /// Present once the first asynchronous operation was issued.
     worker: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct Shared {
+struct QueueCore {
     rank: usize,
     abort: AbortHandle,
     state: Mutex<State>,
-    turn: Condvar,
+    served: Condvar,
     runner: Mutex<Runner>,
     /// Threads that wait instead of computing.
     callers: Callers,
@@ -56,7 +56,7 @@ struct State {
     jobs: VecDeque<(u64, Job)>,
     /// The thread whose ticket is served, while it runs.
     holder: Option<usize>,
-    /// Threads asleep on `turn`: without any, no wake-up is sent.
+    /// Threads asleep on `served`: without any, no wake-up is sent.
     sleepers: usize,
     closed: bool,
 }
@@ -86,7 +86,7 @@ impl State {
     }
 }
 
-impl Shared {
+impl QueueCore {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Only our own code runs under this lock.
         lock(&self.state)
@@ -104,7 +104,7 @@ impl Shared {
         // deadline, and serves the next ticket even on a panic. The communication thread
         // sleeps until the last handle is dropped.
         let mut state = self
-            .turn
+            .served
             .wait(state)
             .unwrap_or_else(PoisonError::into_inner);
         state.sleepers -= 1;
@@ -115,7 +115,7 @@ impl Shared {
         let sleepers = state.sleepers;
         drop(state);
         if sleepers > 0 {
-            self.turn.notify_all();
+            self.served.notify_all();
         }
     }
 
@@ -126,14 +126,14 @@ impl Shared {
 }
 
 /// The right to run an operation; dropping it serves the next ticket.
-struct Turn<'a>(&'a Shared);
+struct Serving<'a>(&'a QueueCore);
 
-impl Drop for Turn<'_> {
+impl Drop for Serving<'_> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.holder = None;
         state.serving += 1;
-        // Otherwise nobody has the next ticket, or waits for the end.
+        // Otherwise no thread has the next ticket, or waits for the end.
         if state.serving != state.next_ticket || state.closed {
             self.0.wake(state);
         }
@@ -149,11 +149,11 @@ impl Queue {
         users: Arc<Users>,
     ) -> Self {
         Queue {
-            shared: Arc::new(Shared {
+            shared: Arc::new(QueueCore {
                 rank,
                 abort,
                 state: Mutex::new(State::default()),
-                turn: Condvar::new(),
+                served: Condvar::new(),
                 runner: Mutex::new(runner),
                 callers,
                 users,
@@ -176,7 +176,7 @@ impl Queue {
                 state = shared.sleep(state);
             }
         }
-        Self::take_turn(shared, state, operation)
+        Self::serve(shared, state, operation)
     }
 
     /// As [`run`](Self::run) if all issued operations are over; otherwise returns `None` at once.
@@ -192,12 +192,12 @@ impl Queue {
         let shared = Arc::downgrade(&self.shared);
         let same = Weak::clone(&shared);
         Collectives {
-            look: Box::new(move || {
+            check: Box::new(move || {
                 let Some(shared) = shared.upgrade().filter(|shared| !shared.lock().closed) else {
                     return Ok(());
                 };
-                let looked = Self::run_if_idle_on(&shared, |runner| runner.look());
-                looked.unwrap_or(Ok(()))
+                let checked = Self::run_if_idle_on(&shared, |runner| runner.check());
+                checked.unwrap_or(Ok(()))
             }),
             is_idle: Box::new(move || {
                 same.upgrade().is_some_and(|shared| {
@@ -214,7 +214,7 @@ impl Queue {
     }
 
     fn run_if_idle_on<R>(
-        shared: &Shared,
+        shared: &QueueCore,
         operation: impl FnOnce(&mut Runner) -> Result<R>,
     ) -> Option<Result<R>> {
         let mut state = shared.lock();
@@ -225,18 +225,18 @@ impl Queue {
             return None;
         }
         state.next_ticket += 1;
-        Some(Self::take_turn(shared, state, operation))
+        Some(Self::serve(shared, state, operation))
     }
 
     /// Runs `operation`, whose ticket is served.
-    fn take_turn<R>(
-        shared: &Shared,
+    fn serve<R>(
+        shared: &QueueCore,
         mut state: MutexGuard<'_, State>,
         operation: impl FnOnce(&mut Runner) -> Result<R>,
     ) -> Result<R> {
         state.holder = Some(this_thread());
         drop(state);
-        let _turn = Turn(shared);
+        let _serving = Serving(shared);
         let mut runner = shared.runner();
         runner.run_beside(false);
         match catch_unwind(AssertUnwindSafe(|| operation(&mut runner))) {
@@ -303,7 +303,7 @@ fn closed() -> Error {
 
 /// An operation that was issued.
 pub(super) struct Issued {
-    shared: Weak<Shared>,
+    shared: Weak<QueueCore>,
     ticket: u64,
 }
 
@@ -324,8 +324,8 @@ impl Issued {
 }
 
 /// The communication thread.
-fn work(shared: &Shared) {
-    take_short_turns();
+fn work(shared: &QueueCore) {
+    take_short_slices();
     loop {
         let mut state = shared.lock();
         let job = loop {
@@ -339,11 +339,11 @@ fn work(shared: &Shared) {
     }
 }
 
-/// Runs a job whose ticket is served, beside a thread that computes or not.
-fn run_job(shared: &Shared, mut state: MutexGuard<'_, State>, job: Job, beside: bool) {
+/// Runs a job whose ticket is served; `beside`: while another thread computes.
+fn run_job(shared: &QueueCore, mut state: MutexGuard<'_, State>, job: Job, beside: bool) {
     state.holder = Some(this_thread());
     drop(state);
-    let _turn = Turn(shared);
+    let _serving = Serving(shared);
     let mut runner = shared.runner();
     runner.run_beside(beside);
     if catch_unwind(AssertUnwindSafe(|| job(Ok(&mut runner)))).is_err() {
@@ -421,7 +421,7 @@ mod tests {
         assert_eq!(help(3), []);
         run_job(shared, shared.lock(), other, true);
         assert_eq!(help(3), [(2, true), (3, true)]);
-        // A call of this thread goes on from there.
+        // A call of this thread continues from there.
         group.barrier().unwrap();
     }
 

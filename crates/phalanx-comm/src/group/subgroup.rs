@@ -38,8 +38,8 @@ impl ProcessGroup {
     }
 
     /// Forms a group of some ranks of this one, of which this rank is one; only these call it, with the same ranks. What the
-    /// others do is not disturbed. Otherwise as [`new_group`](Self::new_group). Groups of the same ranks are told apart by
-    /// how many were made before. PyTorch: `new_group(ranks, use_local_synchronization=True)`.
+    /// others do is not disturbed. Otherwise as [`new_group`](Self::new_group). Groups of the same ranks differ by
+    /// how many were created before. PyTorch: `new_group(ranks, use_local_synchronization=True)`.
     ///
     /// ```
     /// use phalanx_comm::{GroupOptions, ProcessGroup, ReduceOp};

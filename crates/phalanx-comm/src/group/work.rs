@@ -86,13 +86,13 @@ pub struct OpTimes {
 /// ```
 #[must_use = "the operation's result and its memory come back from `wait`"]
 pub struct Work<B> {
-    shared: Arc<Shared<B>>,
+    shared: Arc<WorkState<B>>,
     callers: Callers,
     /// Its place in the queue, if it has one.
     issued: Option<Issued>,
 }
 
-struct Shared<B> {
+struct WorkState<B> {
     state: Mutex<State<B>>,
     changed: Condvar,
 }
@@ -106,7 +106,7 @@ struct State<B> {
     waker: Option<Waker>,
 }
 
-impl<B> Shared<B> {
+impl<B> WorkState<B> {
     fn lock(&self) -> MutexGuard<'_, State<B>> {
         // Every change of the state is a single assignment: a panic elsewhere
         // leaves nothing half done.
@@ -117,7 +117,7 @@ impl<B> Shared<B> {
 impl<B> Work<B> {
     /// A handle and its completer. Threads that wait for it are counted in `callers`.
     pub(super) fn new(callers: Callers) -> (Work<B>, Completer<B>) {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(WorkState {
             state: Mutex::new(State {
                 issued: Instant::now(),
                 started: None,
@@ -222,7 +222,7 @@ impl<B> Work<B> {
                 return Ok(result.map(|value| (value, times)));
             }
             if state.finished.is_some() {
-                return Ok(Err(given()));
+                return Ok(Err(taken()));
             }
             if until.is_none() {
                 waiting.get_or_insert_with(|| self.callers.wait());
@@ -252,7 +252,7 @@ impl<B> Work<B> {
     }
 }
 
-fn given() -> Error {
+fn taken() -> Error {
     Error::usage("the result of this operation was already given to the task that awaited it")
 }
 
@@ -266,7 +266,7 @@ impl<B> Future for Work<B> {
             return Poll::Ready(result);
         }
         if state.finished.is_some() {
-            return Poll::Ready(Err(given()));
+            return Poll::Ready(Err(taken()));
         }
         match &mut state.waker {
             Some(waker) => waker.clone_from(task.waker()),
@@ -291,7 +291,7 @@ impl<B> std::fmt::Debug for Work<B> {
 /// The executing side of a [`Work`]. Dropped without a result it completes the work
 /// with an error, so that no thread waits forever.
 pub(super) struct Completer<B> {
-    shared: Arc<Shared<B>>,
+    shared: Arc<WorkState<B>>,
 }
 
 impl<B> Completer<B> {
@@ -361,7 +361,7 @@ mod tests {
         let start = Instant::now();
         let work = work.wait_for(Duration::from_millis(20)).unwrap_err();
         assert!(start.elapsed() >= Duration::from_millis(20));
-        assert!(!work.callers.some(), "nobody waits any more");
+        assert!(!work.callers.some(), "no task waits any more");
         std::thread::spawn(move || completer.finish(Ok(7)));
         let answer = work.wait_for(Duration::from_secs(20)).unwrap();
         assert_eq!(answer.unwrap(), 7);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::arrival::{Arriving, Incoming, Target};
 use super::pending::Pending;
-use super::{Shared, Way};
+use super::{Direction, Mailbox};
 use crate::exec::{Frame, FrameContext, Sender};
 use crate::stall::{Awaited, Found, StallReports};
 use crate::transport::{Interest, Mesh, Poison};
@@ -19,7 +19,7 @@ pub(super) const EARLY_MAX: usize = 1 << 30;
 /// How often it is checked whether the ranks live while nothing moves.
 const LOOK: Duration = Duration::from_millis(100);
 /// Iterations with progress after which it is checked whether the group has failed.
-const TURNS_PER_CHECK: u32 = 64;
+const LOOPS_PER_CHECK: u32 = 64;
 /// Frames of one peer that are received at a time.
 const FRAMES: usize = 16;
 /// What a message without a receive counts besides its bytes.
@@ -99,17 +99,17 @@ impl Engine {
     /// Runs until `enough`, which gets the time since something moved.
     pub(super) fn run(
         &mut self,
-        shared: &Shared,
+        shared: &Mailbox,
         beside: bool,
         enough: impl Fn(Duration) -> bool,
     ) -> Result<()> {
         self.mesh.run_beside(beside);
-        let (mut spins, mut turns) = (0_u32, 0_u32);
+        let (mut spins, mut loops) = (0_u32, 0_u32);
         let mut still_since: Option<Instant> = None;
         let mut looked = None;
         loop {
             self.take_inbox(shared)?;
-            // What nobody waits for is read only when nothing else moves.
+            // A message that no thread waits for is read only when nothing else moves.
             let moved = self.progress(shared, false)? || self.progress(shared, true)?;
             let quiet = still_since.map_or(Duration::ZERO, |since| since.elapsed());
             if enough(quiet) {
@@ -117,8 +117,8 @@ impl Engine {
             }
             if moved {
                 (spins, still_since) = (0, None);
-                turns = turns.wrapping_add(1);
-                if turns.is_multiple_of(TURNS_PER_CHECK) {
+                loops = loops.wrapping_add(1);
+                if loops.is_multiple_of(LOOPS_PER_CHECK) {
                     if let Some(poison) = shared.abort.poisoned() {
                         return Err(poison.to_error());
                     }
@@ -134,7 +134,7 @@ impl Engine {
             }
             if now.duration_since(*looked.get_or_insert(now)) >= LOOK && shared.is_busy() {
                 looked = Some(now);
-                (shared.collectives.look)()?;
+                (shared.collectives.check)()?;
             }
             self.report_stall(shared, (since, now));
             for (peer, want) in self.want.iter_mut().enumerate() {
@@ -173,23 +173,23 @@ impl Engine {
         !self.tx[peer].queue.is_empty()
             || self.rx[peer].is_awaited()
             || self.posted.iter().any(|pending| match pending.request.way {
-                Way::Receive { from, .. } => from.map_or(is_last, |from| from == peer),
-                Way::Send { .. } => false,
+                Direction::Receive { from, .. } => from.map_or(is_last, |from| from == peer),
+                Direction::Send { .. } => false,
             })
     }
 
     /// Takes the requests that were issued.
-    fn take_inbox(&mut self, shared: &Shared) -> Result<()> {
+    fn take_inbox(&mut self, shared: &Mailbox) -> Result<()> {
         let issued = std::mem::take(&mut *super::lock(&shared.inbox));
         let mut issued = issued.into_iter();
         while let Some(pending) = issued.next() {
             let result = match pending.request.way {
-                Way::Send { to, .. } => {
+                Direction::Send { to, .. } => {
                     let gone = self.rx[to].gone;
                     self.tx[to].queue.push_back(pending);
                     if gone { Err(left(to)) } else { Ok(()) }
                 }
-                Way::Receive { .. } => self.post(shared, pending),
+                Direction::Receive { .. } => self.post(shared, pending),
             };
             if result.is_err() {
                 // They fail with the others.
@@ -208,7 +208,7 @@ impl Engine {
     }
 
     /// A receive was issued.
-    fn post(&mut self, shared: &Shared, mut pending: Pending) -> Result<()> {
+    fn post(&mut self, shared: &Mailbox, mut pending: Pending) -> Result<()> {
         let rank = shared.rank;
         let fits = |early: &Early| pending.takes(early.peer, early.message.tag);
         if let Some(early) = self.early.iter().position(fits)
@@ -262,7 +262,7 @@ impl Engine {
 
     /// Moves what the links take and give, from `all` peers or only those of which something is awaited; true if a byte
     /// moved.
-    fn progress(&mut self, shared: &Shared, all: bool) -> Result<bool> {
+    fn progress(&mut self, shared: &Mailbox, all: bool) -> Result<bool> {
         let mut moved = false;
         for peer in 0..self.tx.len() {
             if !self.tx[peer].queue.is_empty() {
@@ -283,15 +283,15 @@ impl Engine {
 
     /// Whether a message of `peer` in particular is awaited, or has begun to come.
     fn awaits(&self, peer: usize) -> bool {
-        let is_from = |pending: &Pending| matches!(pending.request.way, Way::Receive { from: Some(from), .. } if from == peer);
+        let is_from = |pending: &Pending| matches!(pending.request.way, Direction::Receive { from: Some(from), .. } if from == peer);
         self.rx[peer].message.is_some() || self.posted.iter().any(is_from)
     }
 
-    fn send(&mut self, shared: &Shared, peer: usize) -> Result<bool> {
+    fn send(&mut self, shared: &Mailbox, peer: usize) -> Result<bool> {
         let mut moved = false;
         let outbox = &mut self.tx[peer];
         while let Some(pending) = outbox.queue.front() {
-            let Way::Send { from, .. } = pending.request.way else {
+            let Direction::Send { from, .. } = pending.request.way else {
                 return Err(Error::internal("a receive among the sends"));
             };
             let length = (pending.request.bytes - outbox.offset).min(self.segment_bytes);
@@ -332,7 +332,7 @@ impl Engine {
         Ok(moved)
     }
 
-    fn receive(&mut self, shared: &Shared, peer: usize) -> Result<bool> {
+    fn receive(&mut self, shared: &Mailbox, peer: usize) -> Result<bool> {
         let mut moved = false;
         for _ in 0..FRAMES {
             let incoming = &mut self.rx[peer];
@@ -375,7 +375,7 @@ impl Engine {
                         link.try_recv(&mut bytes[message.got..])?
                     }
                     Target::Receive(pending) => {
-                        let Way::Receive { into, .. } = pending.request.way else {
+                        let Direction::Receive { into, .. } = pending.request.way else {
                             return Err(Error::internal("a message for a send"));
                         };
                         // SAFETY: within the memory of the request: its length is the message's, which is at least
@@ -411,7 +411,7 @@ impl Engine {
     }
 
     /// A message of `peer` begins to come: finds its receive.
-    fn meet(&mut self, shared: &Shared, peer: usize) -> Result<()> {
+    fn meet(&mut self, shared: &Mailbox, peer: usize) -> Result<()> {
         let Some(message) = &mut self.rx[peer].message else {
             return Ok(());
         };
@@ -445,7 +445,7 @@ impl Engine {
     }
 
     /// The next deadline.
-    fn check_deadlines(&self, shared: &Shared, now: Instant) -> Result<Instant> {
+    fn check_deadlines(&self, shared: &Mailbox, now: Instant) -> Result<Instant> {
         let mut next = now + LOOK;
         let busy = || shared.flight.others_busy();
         let (world, rank) = (self.rx.len(), shared.rank);
@@ -474,7 +474,7 @@ impl Engine {
     }
 
     /// Records which ranks a waiting thread waits for.
-    fn note_wait(&mut self, shared: &Shared) {
+    fn note_wait(&mut self, shared: &Mailbox) {
         let (world, rank) = (self.rx.len(), shared.rank);
         let mut waiting = self
             .pending()
@@ -495,8 +495,8 @@ impl Engine {
         self.noted = first.map(|(entry, _)| entry);
     }
 
-    /// Nothing has moved since the first of the `times`: tells the other ranks, if a thread waits.
-    fn report_stall(&mut self, shared: &Shared, times: (Instant, Instant)) {
+    /// Nothing has moved since the first of the `times`: reports it to the other ranks, if a thread waits.
+    fn report_stall(&mut self, shared: &Mailbox, times: (Instant, Instant)) {
         let Some(mut board) = self.board.take() else {
             return;
         };
@@ -509,9 +509,9 @@ impl Engine {
             let signature = first.signature;
             let awaits = waiting.filter_map(|pending| {
                 let (peer, takes) = match pending.request.way {
-                    Way::Send { to, .. } => (to, None),
+                    Direction::Send { to, .. } => (to, None),
                     // Any of two is the other one.
-                    Way::Receive { from, .. } => {
+                    Direction::Receive { from, .. } => {
                         let other = (self.rx.len() == 2).then(|| 1 - shared.rank);
                         let peer = from.or(other)?;
                         let arriving = self.rx[peer].message.as_ref();
@@ -537,7 +537,7 @@ impl Engine {
     }
 
     /// Ends all requests with an error.
-    pub(super) fn fail(&mut self, shared: &Shared, error: &Error) {
+    pub(super) fn fail(&mut self, shared: &Mailbox, error: &Error) {
         let mut all = std::mem::take(&mut *super::lock(&shared.inbox));
         for outbox in &mut self.tx {
             all.extend(outbox.queue.drain(..));
@@ -587,7 +587,7 @@ fn make_room(early_bytes: &mut usize, message: &mut Arriving) -> bool {
 
 /// Copies what has come of a message to its receive.
 fn copy(pending: &Pending, bytes: &[u8]) {
-    if let Way::Receive { into, .. } = pending.request.way
+    if let Direction::Receive { into, .. } = pending.request.way
         && !bytes.is_empty()
     {
         // SAFETY: the request's memory has the message's length, of which these are the first bytes; it is writable, and

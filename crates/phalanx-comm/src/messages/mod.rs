@@ -1,4 +1,4 @@
-//! Sends and receives: several in flight, matched by sender and tag, beside the collectives of the group.
+//! Sends and receives: several in flight, matched by sender and tag, at the same time as collectives of the group.
 //!
 //! Messages have links of their own, so that neither they nor collectives wait for the other. An [`Engine`] moves them.
 //! A thread that waits for a message runs it; while none does, the message thread runs it as long as messages are in
@@ -29,7 +29,7 @@ use crate::recorder::MessageFlight;
 use crate::stall::{Counts, StallReports, Users, end_group};
 use crate::sync::lock;
 use crate::transport::{AbortHandle, Mesh, Poison, Waker};
-use crate::wait::{Callers, take_short_turns};
+use crate::wait::{Callers, take_short_slices};
 use crate::{Error, ErrorKind, Result};
 
 /// How long the message thread continues to receive after the last message in flight: the next one often follows soon.
@@ -43,14 +43,14 @@ const PATIENCE_MAX: Duration = Duration::from_millis(20);
 pub(crate) struct Request {
     /// As all ranks know it; of a receive from any rank, the root is this rank.
     pub(crate) operation: Operation,
-    pub(crate) way: Way,
+    pub(crate) way: Direction,
     pub(crate) tag: u32,
     pub(crate) bytes: usize,
 }
 
 /// Which way a message goes, and its memory.
 #[derive(Clone, Copy)]
-pub(crate) enum Way {
+pub(crate) enum Direction {
     Send { to: usize, from: *const u8 },
     Receive { from: Option<usize>, into: *mut u8 },
 }
@@ -96,7 +96,7 @@ impl Ticket {
 
 /// The messages of one rank in one group.
 pub(crate) struct Messages {
-    shared: Arc<Shared>,
+    shared: Arc<Mailbox>,
     /// Present once a message was issued in the background.
     worker: Mutex<Option<JoinHandle<()>>>,
 }
@@ -104,12 +104,12 @@ pub(crate) struct Messages {
 /// What the engine asks the queue of collectives.
 pub(crate) struct Collectives {
     /// Checks whether the ranks live, unless a collective does.
-    pub(crate) look: Box<dyn Fn() -> Result<()> + Send + Sync>,
+    pub(crate) check: Box<dyn Fn() -> Result<()> + Send + Sync>,
     /// Whether none is issued that is not over.
     pub(crate) is_idle: Box<dyn Fn() -> bool + Send + Sync>,
 }
 
-struct Shared {
+struct Mailbox {
     rank: usize,
     engine: Mutex<Engine>,
     /// Requests that the engine has not taken yet.
@@ -168,7 +168,7 @@ impl Messages {
             limits,
         } = common;
         Messages {
-            shared: Arc::new(Shared {
+            shared: Arc::new(Mailbox {
                 rank: mesh.rank(),
                 inbox: Mutex::default(),
                 load: Mutex::default(),
@@ -352,7 +352,7 @@ impl Drop for Messages {
     }
 }
 
-impl Shared {
+impl Mailbox {
     /// Whether requests are in flight.
     fn is_busy(&self) -> bool {
         lock(&self.load).pending > 0
@@ -459,7 +459,7 @@ impl Shared {
 
     /// The message thread.
     fn work(&self) {
-        take_short_turns();
+        take_short_slices();
         loop {
             let mut load = lock(&self.load);
             while load.drivers > 0 || (load.pending == 0 && !load.listen) {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Request, Shared, Ticket, Way};
+use super::{Direction, Mailbox, Request, Ticket};
 use crate::deadline::Deadline;
 use crate::operation::{PeerOperation, Signature};
 use crate::plan::Collective;
@@ -30,8 +30,8 @@ impl Pending {
         (rank, counts): (usize, &Counts),
     ) -> Pending {
         let (root, seq) = match request.way {
-            Way::Send { to, .. } => (rank, counts.sent(to)),
-            Way::Receive { from, .. } => {
+            Direction::Send { to, .. } => (rank, counts.sent(to)),
+            Direction::Receive { from, .. } => {
                 let seq = from.map_or(0, |from| counts.received(from));
                 (from.unwrap_or(rank), seq)
             }
@@ -59,7 +59,7 @@ impl Pending {
 
     /// It is in flight from now on.
     pub(super) fn begun(self, flight: &MessageFlight, counts: &Counts) -> Pending {
-        if let Way::Send { to, .. } = self.request.way {
+        if let Direction::Send { to, .. } = self.request.way {
             counts.add_sent(to);
         }
         self.deadline.at(0);
@@ -70,7 +70,7 @@ impl Pending {
     /// The error with this request's name.
     pub(super) fn named(&self, error: Error, rank: usize) -> Error {
         let mut name = match self.request.way {
-            Way::Receive { from: None, .. } => "send/recv from any rank".to_owned(),
+            Direction::Receive { from: None, .. } => "send/recv from any rank".to_owned(),
             _ => self.signature.to_string(),
         };
         if self.request.tag != 0 {
@@ -82,7 +82,7 @@ impl Pending {
         error.with_rank(rank).with_operation(name)
     }
 
-    pub(super) fn finish(self, shared: &Shared, result: Result<usize>) {
+    pub(super) fn finish(self, shared: &Mailbox, result: Result<usize>) {
         shared.flight.end(self.entry, result.is_ok());
         let result = result.map_err(|error| self.named(error, shared.rank));
         super::lock(&shared.load).pending -= 1;
@@ -91,7 +91,7 @@ impl Pending {
 
     /// Whether it receives a message of `peer` with `tag`.
     pub(super) fn takes(&self, peer: usize, tag: u32) -> bool {
-        matches!(self.request.way, Way::Receive { from, .. } if from.is_none_or(|from| from == peer))
+        matches!(self.request.way, Direction::Receive { from, .. } if from.is_none_or(|from| from == peer))
             && self.request.tag == tag
     }
 
@@ -103,7 +103,7 @@ impl Pending {
     }
 
     /// It has its message.
-    pub(super) fn matched(&self, shared: &Shared) {
+    pub(super) fn matched(&self, shared: &Mailbox) {
         let flight = &shared.flight;
         flight.matched(self.entry, &self.signature, shared.rank);
     }
@@ -111,11 +111,11 @@ impl Pending {
     /// The ranks it waits for: what is awaited from each.
     pub(super) fn awaited(&self, world: usize, rank: usize) -> Vec<(usize, &'static str)> {
         match self.request.way {
-            Way::Send { to, .. } => vec![(to, "to take data")],
-            Way::Receive {
+            Direction::Send { to, .. } => vec![(to, "to take data")],
+            Direction::Receive {
                 from: Some(from), ..
             } => vec![(from, "to send data")],
-            Way::Receive { from: None, .. } => (0..world)
+            Direction::Receive { from: None, .. } => (0..world)
                 .filter(|peer| *peer != rank)
                 .map(|peer| (peer, "to send data"))
                 .collect(),

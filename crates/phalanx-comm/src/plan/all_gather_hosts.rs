@@ -44,12 +44,12 @@ pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
     let mut sent = vec![0; hosts.ranks(host).len()];
     let mut rounds: Vec<Round> = Vec::new();
     for (by, r) in passed_on(hosts, host) {
-        let turn = &mut sent[by - hosts.ranks(host).start];
-        if *turn == rounds.len() {
+        let next = &mut sent[by - hosts.ranks(host).start];
+        if *next == rounds.len() {
             rounds.push(Round::default());
         }
-        let round = &mut rounds[*turn];
-        *turn += 1;
+        let round = &mut rounds[*next];
+        *next += 1;
         if by == rank {
             others(hosts, host, rank).for_each(|peer| round.send(peer, place(r)));
         } else {

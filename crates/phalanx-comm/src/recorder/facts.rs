@@ -116,7 +116,7 @@ impl Fact {
     pub(super) fn is_halted(&self) -> bool {
         self.is_local
             && matches!(
-                Process::look(self.status.pid),
+                Process::of(self.status.pid),
                 Process::Stopped | Process::Dead
             )
     }
@@ -124,7 +124,7 @@ impl Fact {
     /// What it is doing instead of joining operation `seq`, without its name.
     pub(super) fn doing(&self, seq: Option<u64>) -> String {
         let process = if self.is_local {
-            Process::look(self.status.pid)
+            Process::of(self.status.pid)
         } else {
             Process::Unknown
         };
@@ -135,7 +135,7 @@ impl Fact {
             Process::Stopped => parts.push(format!("is stopped (SIGSTOP or a debugger){within}")),
             Process::Dead => parts.push(format!("is dead{within}")),
             Process::Unknown | Process::Alive if waits => {
-                parts.push("has come but does not go on".to_owned());
+                parts.push("has come but does not continue".to_owned());
             }
             Process::Unknown | Process::Alive => {}
         }
@@ -204,7 +204,7 @@ enum Process {
 }
 
 impl Process {
-    fn look(pid: u32) -> Process {
+    fn of(pid: u32) -> Process {
         let stat = match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
             Ok(stat) => stat,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Process::Dead,
@@ -276,14 +276,14 @@ mod tests {
             "last completed seq 811 and is in loading data for 58 s (epoch 1 step 212)"
         );
         fact.status.entered = Some(812);
-        assert_eq!(fact.doing(Some(812)), "has come but does not go on");
+        assert_eq!(fact.doing(Some(812)), "has come but does not continue");
     }
 
     #[test]
     fn the_kernel_knows_who_is_dead_or_stopped() {
         let own = std::process::id();
-        assert_eq!(Process::look(own), Process::Alive);
-        assert_eq!(Process::look(u32::MAX), Process::Dead);
+        assert_eq!(Process::of(own), Process::Alive);
+        assert_eq!(Process::of(u32::MAX), Process::Dead);
         let mut child = std::process::Command::new("sleep")
             .arg("60")
             .spawn()
@@ -294,7 +294,7 @@ mod tests {
         fact.is_local = true;
         (fact.status.pid, fact.status.phase) = (child.id(), None);
         let until = std::time::Instant::now() + Duration::from_secs(60);
-        while Process::look(child.id()) != Process::Stopped {
+        while Process::of(child.id()) != Process::Stopped {
             assert!(std::time::Instant::now() < until);
             std::thread::yield_now();
         }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use super::watch::Watched;
 use crate::sync::lock;
 
-const TURN: Duration = Duration::from_millis(500);
+const INTERVAL: Duration = Duration::from_millis(500);
 
 struct Groups {
     watched: Vec<Weak<Watched>>,
@@ -72,10 +72,10 @@ fn run() {
             group.beat();
         }
         for (group, busy) in watched.iter().zip(busy) {
-            group.look(others(group), busy);
+            group.check(others(group), busy);
         }
         // A thread that leaves its group meanwhile is the last to hold it.
         drop(watched);
-        std::thread::park_timeout(TURN);
+        std::thread::park_timeout(INTERVAL);
     }
 }

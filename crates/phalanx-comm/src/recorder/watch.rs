@@ -194,7 +194,7 @@ impl Watched {
 
     /// Checks the group; called by the watching thread, twice a second. `others` are the other
     /// groups of the same rank, which `is_busy` in a declared phase and in no operation.
-    pub(super) fn look<'a>(&self, others: impl Iterator<Item = &'a Watched>, is_busy: bool) {
+    pub(super) fn check<'a>(&self, others: impl Iterator<Item = &'a Watched>, is_busy: bool) {
         let recorder = &*self.recorder;
         let now = recorder.clock.anchor();
         let scale = Scale::new(recorder.anchor, now);
@@ -313,8 +313,8 @@ impl Watched {
             .iter()
             .all(|rank| fact_of(*rank).is_some_and(|fact| seq.is_some_and(|seq| fact.is_in(seq))));
         let verb = match (all_came, late.len()) {
-            (true, 1) => "does not go on in",
-            (true, _) => "do not go on in",
+            (true, 1) => "does not continue in",
+            (true, _) => "do not continue in",
             (false, 1) => "has not reached",
             (false, _) => "have not come to",
         };

@@ -171,12 +171,12 @@ impl Run<'_, '_> {
             }
         }
         if !all {
-            self.shm.turn += segments;
+            self.shm.staged += segments;
         }
         Ok(())
     }
 
-    /// Copies the bytes `piece` of what others take to our stage number `turn`
+    /// Copies the bytes `piece` of what others take to our stage `number`
     /// of this operation.
     ///
     /// # Safety
@@ -187,15 +187,15 @@ impl Run<'_, '_> {
         shape: Shape,
         piece: Range<usize>,
         stride: usize,
-        turn: usize,
+        number: usize,
         total: usize,
     ) {
         let part = self.operation.count * self.elem_bytes;
-        let piece = self.given(self.shm.me, piece);
+        let piece = self.present(self.shm.me, piece);
         if piece.is_empty() {
             return;
         }
-        let stage = self.stage(self.shm.me, self.shm.turn + turn, total);
+        let stage = self.stage(self.shm.me, self.shm.staged + number, total);
         let parts = if shape.parts { self.shm.world } else { 1 };
         for index in (0..parts).filter(|&index| !shape.parts || index != self.shm.me) {
             // SAFETY: the piece lies inside every part, and as many strides
@@ -214,13 +214,13 @@ impl Run<'_, '_> {
     ///
     /// # Safety
     ///
-    /// They are in stage number `turn`, or their owners wait until they are read.
+    /// They are in stage `number`, or their owners wait until they are read.
     unsafe fn take_from_all(
         &mut self,
         shape: Shape,
         range: Range<usize>,
         stride: usize,
-        turn: usize,
+        number: usize,
         total: usize,
     ) -> Result<()> {
         let (me, world) = (self.shm.me, self.shm.world);
@@ -231,7 +231,7 @@ impl Run<'_, '_> {
                 continue;
             }
             let index = shape.part_for(me);
-            let range = self.given(rank, range.clone());
+            let range = self.present(rank, range.clone());
             if range.is_empty() {
                 continue;
             }
@@ -257,7 +257,7 @@ impl Run<'_, '_> {
                         self.shm.counters.moved(range.len());
                     }
                     (None, _) => {
-                        let stage = self.stage(rank, self.shm.turn + turn, total);
+                        let stage = self.stage(rank, self.shm.staged + number, total);
                         self.copy_staged(stage.add(index * stride), into, range.len());
                     }
                 }
@@ -267,7 +267,7 @@ impl Run<'_, '_> {
     }
 
     /// The bytes of the range `range` of a part that `rank` has.
-    fn given(&self, rank: usize, range: Range<usize>) -> Range<usize> {
+    fn present(&self, rank: usize, range: Range<usize>) -> Range<usize> {
         let behind = (self.shm.world - 1 - rank) * self.operation.count;
         let lacks = self.operation.tail_padding.saturating_sub(behind);
         let has = self.operation.count.saturating_sub(lacks) * self.elem_bytes;

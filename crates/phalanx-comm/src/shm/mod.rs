@@ -73,7 +73,7 @@ pub(crate) struct Shm {
     /// Collectives begun; their parity selects the cell.
     operations: u64,
     /// Stages filled; the parity selects the next one.
-    turn: usize,
+    staged: usize,
     /// Bytes of a stage: our preference, then the size that all agreed on.
     stage_bytes: usize,
     agreed: bool,
@@ -146,7 +146,7 @@ impl Shm {
             world,
             phase: 0,
             operations: 0,
-            turn: 0,
+            staged: 0,
             stage_bytes: limits
                 .segment_bytes
                 .min(most)

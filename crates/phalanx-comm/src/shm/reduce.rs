@@ -43,7 +43,7 @@ impl Run<'_, '_> {
             // by all ranks (README.md, "why nothing is overwritten too early").
             unsafe {
                 if in_one_round {
-                    let stage = self.stage(self.shm.me, self.shm.turn, bytes);
+                    let stage = self.stage(self.shm.me, self.shm.staged, bytes);
                     self.copy_staged(data, stage, bytes);
                 } else {
                     self.stage_for_owners(piece(0), 0);
@@ -54,7 +54,7 @@ impl Run<'_, '_> {
         if in_one_round && !self.any_registered() {
             // SAFETY: handed on from the caller, and every rank has staged all its data.
             unsafe { self.fold_everything(bytes) };
-            self.shm.turn += 1;
+            self.shm.staged += 1;
             return Ok(());
         }
         if self.all_registered() {
@@ -83,7 +83,7 @@ impl Run<'_, '_> {
             // seen us in the next operation.
             unsafe { self.fetch_results(piece(segments - 1), segments - 1) };
         }
-        self.shm.turn += segments;
+        self.shm.staged += segments;
         Ok(())
     }
 
@@ -112,7 +112,7 @@ impl Run<'_, '_> {
     ///
     /// As [`Run::reduce`], and every rank has staged its data.
     unsafe fn fold_everything(&mut self, bytes: usize) {
-        let (me, turn, data) = (self.shm.me, self.shm.turn, self.buffers.output);
+        let (me, index, data) = (self.shm.me, self.shm.staged, self.buffers.output);
         if bytes == 0 || !self.receives(me) {
             return;
         }
@@ -120,7 +120,7 @@ impl Run<'_, '_> {
         lists.sources.clear();
         let places = (0..self.shm.world).map(|rank| match rank == me {
             true => data.cast_const(),
-            false => self.stage(rank, turn, bytes).cast_const(),
+            false => self.stage(rank, index, bytes).cast_const(),
         });
         lists.sources.extend(places);
         // SAFETY: no rank writes there before it has seen us in the next operation.
@@ -128,16 +128,16 @@ impl Run<'_, '_> {
         self.shm.lists = lists;
     }
 
-    /// Copies the elements of `piece` that others own to our stage number `turn` of
+    /// Copies the elements of `piece` that others own to our stage `index` of
     /// this operation.
     ///
     /// # Safety
     ///
     /// The data is the caller's, and no rank reads that stage.
-    unsafe fn stage_for_owners(&mut self, piece: std::ops::Range<usize>, turn: usize) {
+    unsafe fn stage_for_owners(&mut self, piece: std::ops::Range<usize>, index: usize) {
         let chunks = self.chunks(piece.len());
         let mine = chunks.range(self.shm.me);
-        let stage = self.stage(self.shm.me, self.shm.turn + turn, usize::MAX);
+        let stage = self.stage(self.shm.me, self.shm.staged + index, usize::MAX);
         let bytes = |elems: usize| elems * self.elem_bytes;
         for part in [0..mine.start, mine.end..piece.len()] {
             // SAFETY: the piece is inside the data and no longer than a stage.
@@ -151,26 +151,26 @@ impl Run<'_, '_> {
         }
     }
 
-    /// Folds the elements that we own of `piece`, segment number `turn`.
+    /// Folds the elements that we own of `piece`, segment `index`.
     ///
     /// # Safety
     ///
     /// The segment is staged, and no other rank touches our chunk of it.
-    unsafe fn fold_piece(&mut self, piece: std::ops::Range<usize>, turn: usize) {
+    unsafe fn fold_piece(&mut self, piece: std::ops::Range<usize>, index: usize) {
         let mine = self.chunks(piece.len()).range(self.shm.me);
         // SAFETY: handed on from the caller.
         unsafe {
             self.fold_chunk(
                 piece.start + mine.start..piece.start + mine.end,
                 Some(mine.start),
-                turn,
+                index,
             );
         }
     }
 
     /// Folds the elements `range`, which we own, from all ranks; writes them to all
     /// ranks that get the result and published a place for it, and, if others get it
-    /// too, to our result number `turn`. `in_stage` is where unregistered ranks have
+    /// too, to our result `index`. `in_stage` is where unregistered ranks have
     /// staged them; `None` when all are registered.
     ///
     /// # Safety
@@ -180,7 +180,7 @@ impl Run<'_, '_> {
         &mut self,
         range: std::ops::Range<usize>,
         in_stage: Option<usize>,
-        turn: usize,
+        index: usize,
     ) {
         if range.is_empty() {
             return;
@@ -206,7 +206,7 @@ impl Run<'_, '_> {
                     }
                 }
                 None => {
-                    let stage = self.stage(rank, self.shm.turn + turn, usize::MAX);
+                    let stage = self.stage(rank, self.shm.staged + index, usize::MAX);
                     // SAFETY: the chunk lies inside the stage.
                     lists.sources.push(unsafe { stage.add(staged_at) });
                     to_result |= self.receives(rank);
@@ -214,7 +214,7 @@ impl Run<'_, '_> {
             }
         }
         if to_result {
-            let result = self.result(self.shm.me, turn);
+            let result = self.result(self.shm.me, index);
             // SAFETY: a result is as large as a stage.
             lists.intos.push(unsafe { result.add(staged_at) });
         }
@@ -248,8 +248,8 @@ impl Run<'_, '_> {
     ///
     /// # Safety
     ///
-    /// The segment number `turn` is folded, and no other rank touches our data.
-    unsafe fn fetch_results(&mut self, piece: std::ops::Range<usize>, turn: usize) {
+    /// The segment `index` is folded, and no other rank touches our data.
+    unsafe fn fetch_results(&mut self, piece: std::ops::Range<usize>, index: usize) {
         if !self.receives(self.shm.me) {
             return;
         }
@@ -261,7 +261,7 @@ impl Run<'_, '_> {
             // inside the data.
             unsafe {
                 self.copy_staged(
-                    self.result(owner, turn).add(bytes(part.start)),
+                    self.result(owner, index).add(bytes(part.start)),
                     self.buffers.output.add(bytes(piece.start + part.start)),
                     bytes(part.len()),
                 );
@@ -327,9 +327,9 @@ impl Run<'_, '_> {
                     self.stage_parts(piece(i), stride, i, total);
                 }
                 let into = self.buffers.output.add(from.start * self.elem_bytes);
-                let turn = self.shm.turn + i - 1;
+                let index = self.shm.staged + i - 1;
                 self.fold_ours(from, into, |run, rank| {
-                    run.stage(rank, turn, total).add(me * stride)
+                    run.stage(rank, index, total).add(me * stride)
                 });
             }
             // Registered inputs are read until here.
@@ -338,7 +338,7 @@ impl Run<'_, '_> {
             }
         }
         if !in_place {
-            self.shm.turn += segments;
+            self.shm.staged += segments;
         }
         Ok(())
     }
@@ -375,7 +375,7 @@ impl Run<'_, '_> {
     }
 
     /// Copies the elements `piece` of every part but ours to our stage number
-    /// `turn` of this operation.
+    /// `index` of this operation.
     ///
     /// # Safety
     ///
@@ -384,11 +384,11 @@ impl Run<'_, '_> {
         &mut self,
         piece: std::ops::Range<usize>,
         stride: usize,
-        turn: usize,
+        index: usize,
         total: usize,
     ) {
         let part_bytes = self.operation.count * self.elem_bytes;
-        let stage = self.stage(self.shm.me, self.shm.turn + turn, total);
+        let stage = self.stage(self.shm.me, self.shm.staged + index, total);
         for rank in (0..self.shm.world).filter(|&rank| rank != self.shm.me) {
             // SAFETY: the piece lies inside every part, and `world` strides
             // inside the stage.

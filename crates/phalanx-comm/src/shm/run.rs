@@ -20,9 +20,9 @@ use crate::{DType, Error, Result};
 const QUICK_LOOKS: u32 = 64;
 
 /// How often a sleeper checks which ranks are still missing while the wait doubles.
-const TURNS_PER_WAIT: f64 = 8.0;
+const CHECKS_PER_WAIT: f64 = 8.0;
 /// Shortest time between two such checks.
-const TURN_MIN: Duration = Duration::from_millis(1);
+const PAUSE_MIN: Duration = Duration::from_millis(1);
 
 /// An operation in progress.
 pub(super) struct Run<'a, 'b> {
@@ -155,14 +155,14 @@ impl<'a, 'b> Run<'a, 'b> {
 
     /// Publishes that this rank has reached this step, and waits for the others.
     pub(super) fn step(&mut self) -> Result<()> {
-        if !self.publish() && !self.look() {
+        if !self.publish() && !self.poll() {
             self.wait()?;
         }
         self.step += 1;
         Ok(())
     }
 
-    fn look(&self) -> bool {
+    fn poll(&self) -> bool {
         let looks = if self.mesh.polls() { QUICK_LOOKS } else { 0 };
         (0..looks).any(|_| {
             std::hint::spin_loop();
@@ -196,8 +196,8 @@ impl<'a, 'b> Run<'a, 'b> {
             let me = self.shm.me;
             // Only the last rank to come wakes us: without checks in between, the
             // recorder would also blame ranks that came long before.
-            let turn = (now - began).div_f64(TURNS_PER_WAIT).max(TURN_MIN);
-            let until = self.context.deadline.at(self.step).min(now + turn);
+            let pause = (now - began).div_f64(CHECKS_PER_WAIT).max(PAUSE_MIN);
+            let until = self.context.deadline.at(self.step).min(now + pause);
             self.mesh.idle_for(spins, until, |rank| {
                 rank != me && Cell::new(segment, rank, which).phase() < phase
             })?;
@@ -372,18 +372,18 @@ impl<'a, 'b> Run<'a, 'b> {
         places.any(|place| matches!(place, Place::Arena(_)))
     }
 
-    /// Stage number `turn` of `rank`, or for tiny data its cell.
-    pub(super) fn stage(&self, rank: usize, turn: usize, total_bytes: usize) -> *mut u8 {
+    /// Stage `index` of `rank`, or for tiny data its cell.
+    pub(super) fn stage(&self, rank: usize, index: usize, total_bytes: usize) -> *mut u8 {
         if total_bytes <= PAYLOAD_BYTES {
             self.cell(rank).payload()
         } else {
-            self.shm.segment.stage(rank, turn % 2)
+            self.shm.segment.stage(rank, index % 2)
         }
     }
 
-    /// Result number `turn` of `rank` in this operation.
-    pub(super) fn result(&self, rank: usize, turn: usize) -> *mut u8 {
-        self.shm.segment.result(rank, turn % 2)
+    /// Result `index` of `rank` in this operation.
+    pub(super) fn result(&self, rank: usize, index: usize) -> *mut u8 {
+        self.shm.segment.result(rank, index % 2)
     }
 
     /// Copies into or out of memory that others access.

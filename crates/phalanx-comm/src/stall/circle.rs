@@ -277,7 +277,7 @@ mod tests {
         StallReport::new(operation, &counts.begun(&|| true), (3, check), awaits)
     }
 
-    /// A send waits for nobody.
+    /// A send waits for no rank.
     fn sends(to: usize, k: u64, counts: &[(u64, u64)]) -> StallReport {
         let awaited = Awaited {
             peer: to,

@@ -228,7 +228,7 @@ impl StallReporter {
         report: &StallReport,
     ) -> phalanx_store::Result<Option<(Found, String)>> {
         // Those that wait for another one end the group for all.
-        let mut lost = self.lost.look(self.keys.store())?.iter();
+        let mut lost = self.lost.read(self.keys.store())?.iter();
         let Some(lost) = lost.find(|lost| report.awaited(lost.rank).is_some()) else {
             return Ok(None);
         };

@@ -44,7 +44,7 @@ impl FirstCause {
 
     /// Records `cause` unless there is one already; returns the recorded one.
     pub(super) fn agree(&self, cause: &Poison) -> Poison {
-        let (tell, told) = channel();
+        let (sender, receiver) = channel();
         let (store, key) = (Arc::clone(&self.store), self.key.clone());
         let mine = encode(cause);
         // On a separate thread: a store whose host vanished may take much longer to
@@ -55,10 +55,10 @@ impl FirstCause {
             .spawn(move || {
                 let stored = store.compare_set(&key, None, &mine);
                 drop(store);
-                let _ = tell.send(stored);
+                let _ = sender.send(stored);
             });
         let answer = match asked {
-            Ok(_) => told.recv_timeout(PATIENCE),
+            Ok(_) => receiver.recv_timeout(PATIENCE),
             Err(e) => {
                 tracing::debug!("cannot start a thread to record the cause: {e}");
                 return cause.clone();

@@ -28,9 +28,9 @@ use crate::{Error, Result};
 const MIXED_SLICE: Duration = Duration::from_millis(50);
 
 /// First and longest wait on shared memory between two checks of sockets when both are awaited.
-const TURN_MIN: Duration = Duration::from_micros(50);
-/// See [`TURN_MIN`].
-const TURN_MAX: Duration = Duration::from_millis(1);
+const SLEEP_MIN: Duration = Duration::from_micros(50);
+/// See [`SLEEP_MIN`].
+const SLEEP_MAX: Duration = Duration::from_millis(1);
 
 /// Checks of sockets without progress before waiting in the kernel, when the core would
 /// otherwise be idle.
@@ -117,19 +117,19 @@ enum Peer {
 }
 
 /// State that abort handles share with their mesh.
-struct Shared {
+struct MeshState {
     rank: usize,
     segment: Arc<Segment>,
     controls: Vec<Arc<Control>>,
     /// Present if ranks of several hosts must agree.
     first_cause: OnceLock<FirstCause>,
     /// Groups that end with this one.
-    dependents: Mutex<Vec<Weak<Shared>>>,
+    dependents: Mutex<Vec<Weak<MeshState>>>,
     /// Groups with which this one ends.
-    parents: Mutex<Vec<Weak<Shared>>>,
+    parents: Mutex<Vec<Weak<MeshState>>>,
 }
 
-impl Shared {
+impl MeshState {
     /// True if `cause` is the first.
     fn poison(&self, cause: &Poison) -> bool {
         // Only the first cause is sent; a later one is a consequence of it.
@@ -163,7 +163,7 @@ impl Shared {
 
     /// Checks whether a group with which this one ends was aborted, also by ranks that
     /// are not in this one.
-    fn look_at_parents(&self) {
+    fn check_parents(&self) {
         // Locked: a cycle of groups has led back here.
         let Ok(mut parents) = self.parents.try_lock() else {
             return;
@@ -173,7 +173,7 @@ impl Shared {
             for control in parent.controls.iter().filter(|c| c.is_open()) {
                 control.pump();
             }
-            parent.look_at_parents();
+            parent.check_parents();
             parent.poisoned();
         }
     }
@@ -199,7 +199,7 @@ impl Shared {
 /// Aborts a group from any thread, also while its mesh sleeps.
 #[derive(Clone)]
 pub struct AbortHandle {
-    shared: Arc<Shared>,
+    shared: Arc<MeshState>,
 }
 
 impl AbortHandle {
@@ -245,7 +245,7 @@ pub struct Mesh {
     messages: Option<Box<Mesh>>,
     /// Lets other threads end a wait; for messages only.
     waker: Option<Arc<Waker>>,
-    shared: Arc<Shared>,
+    shared: Arc<MeshState>,
     arenas: Option<Arc<Arenas>>,
     hosts: Hosts,
     seat: usize,
@@ -274,7 +274,7 @@ impl std::fmt::Debug for Mesh {
 
 /// Ends a wait of a message mesh, from any thread.
 pub(crate) struct Waker {
-    shared: Arc<Shared>,
+    shared: Arc<MeshState>,
     seat: usize,
     woken: AtomicBool,
     /// Wakes a thread that waits for sockets.
@@ -282,7 +282,7 @@ pub(crate) struct Waker {
 }
 
 impl Waker {
-    fn new(shared: Arc<Shared>, seat: usize, has_sockets: bool) -> Waker {
+    fn new(shared: Arc<MeshState>, seat: usize, has_sockets: bool) -> Waker {
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let event = has_sockets.then(|| eventfd(0, flags));
         let event = event.transpose().unwrap_or_else(|e| {
@@ -387,7 +387,7 @@ impl Mesh {
         let has_sockets = !parts.sockets.is_empty();
         let messages = links(Channel::Messages, parts.message_sockets);
         let peers = links(Channel::Collectives, parts.sockets);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(MeshState {
             rank: parts.rank,
             segment: parts.segment,
             controls,
@@ -557,7 +557,7 @@ impl Mesh {
     /// any peer whose process died or whose connection broke, and an awaited
     /// one that has left in good order.
     pub(crate) fn idle(&mut self, want: &[Interest], spins: u32, until: Instant) -> Result<()> {
-        let now = self.look_around()?;
+        let now = self.check_state()?;
         let (mut rings, mut sockets) = (false, false);
         for (peer, want) in self
             .peers
@@ -596,16 +596,16 @@ impl Mesh {
         } else {
             // Waits on memory, and checks sockets after each such wait.
             let end = now + timeout;
-            let mut turn = TURN_MIN;
+            let mut sleep = SLEEP_MIN;
             loop {
                 let left = end.saturating_duration_since(Instant::now());
-                if self.wait_memory(want, fresh, turn.min(left)) != Wake::Elapsed
+                if self.wait_memory(want, fresh, sleep.min(left)) != Wake::Elapsed
                     || self.wait_sockets(want, Duration::ZERO)?
                     || left.is_zero()
                 {
                     break;
                 }
-                turn = (turn * 2).min(TURN_MAX);
+                sleep = (sleep * 2).min(SLEEP_MAX);
             }
         }
         if let Some(waker) = &self.waker {
@@ -648,7 +648,7 @@ impl Mesh {
         until: Instant,
         missing: impl Fn(usize) -> bool,
     ) -> Result<()> {
-        let now = self.look_around()?;
+        let now = self.check_state()?;
         let (segment, world) = (&self.shared.segment, self.world);
         // `has_left` first: what a rank did before it left is then visible.
         let lost = |rank: usize| segment.has_left(rank) && missing(rank);
@@ -671,11 +671,11 @@ impl Mesh {
     }
 
     /// The checks of every wait: poison, and now and then whether the peers live.
-    fn look_around(&mut self) -> Result<Instant> {
+    fn check_state(&mut self) -> Result<Instant> {
         let now = Instant::now();
         let is_due = now >= self.next_watch;
         if is_due {
-            self.shared.look_at_parents();
+            self.shared.check_parents();
         }
         self.shared.check()?;
         if is_due {
@@ -781,7 +781,7 @@ impl Mesh {
         }
         self.wait_sockets(&[], Duration::ZERO)?;
         for probe in &mut self.probes {
-            probe.look(now).map_err(|end| self.shared.blame(end))?;
+            probe.check(now).map_err(|end| self.shared.blame(end))?;
         }
         Ok(())
     }

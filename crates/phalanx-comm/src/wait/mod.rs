@@ -8,15 +8,15 @@ pub(crate) mod fuzzing;
 #[cfg(test)]
 mod jitter;
 mod sleep;
+mod slices;
 mod topology;
-mod turns;
 
 pub(crate) use crate::sync::FutexKind;
 pub(crate) use budget::{Budget, Budgets, Callers};
 pub(crate) use doorbell::{BELL_BYTES, Bell};
 pub(crate) use sleep::Wake;
+pub(crate) use slices::take_short_slices;
 pub(crate) use topology::{Share, Topology};
-pub(crate) use turns::take_short_turns;
 
 use std::time::{Duration, Instant};
 

@@ -33,7 +33,7 @@ pub(super) fn read(
     })
 }
 
-/// Writes the files of both splits into their published folder beside the archive, each
+/// Writes the files of both splits into their published folder next to the archive, each
 /// after it was checked.
 ///
 /// # Errors
@@ -41,7 +41,7 @@ pub(super) fn read(
 /// As [`read`]; `DiskFull` or `System`, naming the file.
 pub(super) fn unpack(path: &Path) -> Result<()> {
     let wanted = [Split::Train.files(), Split::Test.files()].concat();
-    let beside = Dir::open(&folder_of(path))?;
+    let parent = Dir::open(&folder_of(path))?;
     members(path, &wanted, |member| {
         member.parse(path)?;
         let (published, ending) = if member.is_binary {
@@ -50,7 +50,7 @@ pub(super) fn unpack(path: &Path) -> Result<()> {
             (PYTHON, "")
         };
         let name = format!("{}{ending}", wanted[member.place]);
-        let folder = beside.create_sub(published)?;
+        let folder = parent.create_sub(published)?;
         folder.write(name, |out| out.write_all(&member.bytes))
     })
 }

@@ -133,7 +133,7 @@ pub fn check(folder: &Path) -> Result<Source> {
     find::find(folder)
 }
 
-/// Unpacks the archive in `folder` into the published folder beside it, if there is nothing
+/// Unpacks the archive in `folder` into the published folder next to it, if there is nothing
 /// but an archive, so that ranks need not decompress it each time. Files are written
 /// atomically; an interrupted call can be repeated. Does nothing if `folder` is the path of
 /// an archive.

@@ -51,7 +51,7 @@ impl Meter {
         Self { unit, ..self }
     }
 
-    /// Shows `measure` beside the loss, if it is not empty.
+    /// Shows `measure` next to the loss, if it is not empty.
     pub(super) fn set_measure(&mut self, measure: &str) {
         measure.clone_into(&mut self.measure);
     }

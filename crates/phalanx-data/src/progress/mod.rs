@@ -16,7 +16,7 @@ use phalanx_base::text::visible;
 
 /// Interval between two lines without a terminal.
 const LINE_EVERY: Duration = Duration::from_secs(10);
-/// Interval between two updates of the text beside the bar.
+/// Interval between two updates of the text next to the bar.
 const TEXT_EVERY: Duration = Duration::from_millis(200);
 
 /// The progress display of a training.
@@ -56,7 +56,7 @@ struct Running {
     /// Time of the next line or text, since the start.
     due: Duration,
     bar: Option<ProgressBar>,
-    /// Columns of the longest text beside the bar so far. Shorter ones are padded, so that the bar keeps its width.
+    /// Columns of the longest text next to the bar so far. Shorter ones are padded, so that the bar keeps its width.
     columns: usize,
 }
 
@@ -120,7 +120,7 @@ impl Progress {
         });
     }
 
-    /// Shows `measure`, a name and a value, beside the loss from now on.
+    /// Shows `measure`, a name and a value, next to the loss from now on.
     pub fn set_measure(&mut self, measure: String) {
         if let Some(running) = &mut self.epoch {
             running.meter.set_measure(&measure);

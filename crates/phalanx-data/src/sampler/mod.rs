@@ -7,10 +7,10 @@
 //!   each. Every sample once per epoch at any world size, nothing padded or
 //!   dropped unless [`Sampler::drop_last`] says so; the last batch may be short, or empty on some ranks, and every
 //!   rank takes the same number of steps. The global batches do not depend
-//!   on the world size, so a run goes on from any [`Cursor`] on any number of
+//!   on the world size, so a run continues from any [`Cursor`] on any number of
 //!   ranks.
 //! * **torch**: what `DistributedSampler` and `DataLoader` do, padding and
-//!   dropping included, bit for bit, for laying runs beside PyTorch's.
+//!   dropping included, bit for bit, for comparing runs with PyTorch's.
 //!
 //! The epoch belongs to the iterator that [`Sampler::epochs`] returns, so there is no
 //! `set_epoch` to forget.

@@ -15,7 +15,9 @@ use phalanx_nn::Params;
 use phalanx_nn::optim::Optimizer;
 
 use super::ddp::DistributedDataParallel;
-use super::zero::{Cut, Piece, Recut, ShardedOptimizer, held, lay_out, len_of, parts_of, refused};
+use super::zero::{
+    ParamSlice, Partition, Recut, ShardedOptimizer, held, lay_out, len_of, parts_of, refused,
+};
 use crate::error::{Error, Result};
 
 /// What all ranks must know of the cut that ends.
@@ -23,7 +25,7 @@ struct Ending {
     /// The number of each rank in the job.
     numbers: Vec<usize>,
     shift: usize,
-    parts: Vec<Vec<Piece>>,
+    parts: Vec<Vec<ParamSlice>>,
     steps: u64,
     /// Of the optimizer's buffers.
     names: Vec<String>,
@@ -58,7 +60,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         }
         let (group, parts) = (self.cut.group.clone(), std::mem::take(&mut self.cut.parts));
         let shift = shift(&group);
-        self.cut = Cut::new(group, params, parts, shift)?;
+        self.cut = Partition::new(group, params, parts, shift)?;
         self.optimizer.lay_out(&self.cut.own).map_err(refused)?;
         for piece in &self.cut.held {
             let kept = &mut self.cut.own.flat_mut()[piece.own()];
@@ -104,7 +106,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     ) -> Result<()> {
         let group = wrapper.group().clone();
         let ending = self.agree_on_ending(&group, params)?;
-        let cut = Cut::new(
+        let cut = Partition::new(
             group.clone(),
             params,
             parts_of(wrapper, params),
@@ -205,7 +207,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     }
 
     fn sent(&self) -> Sent {
-        let piece = |p: &Piece| (p.param.index(), p.elems.start, p.elems.end);
+        let piece = |p: &ParamSlice| (p.param.index(), p.elems.start, p.elems.end);
         let parts = self.cut.parts.iter();
         let state = self.optimizer.state().into_iter();
         (
@@ -235,7 +237,7 @@ struct Moves {
 }
 
 impl Moves {
-    fn new(ending: &Ending, cut: &Cut) -> Result<Moves> {
+    fn new(ending: &Ending, cut: &Partition) -> Result<Moves> {
         let (group, world) = (&cut.group, ending.parts.len());
         // The ranks that have a part, and where it begins in their buffers.
         let holders = |part: usize| {
@@ -250,7 +252,7 @@ impl Moves {
             now.collect::<Vec<_>>()
         };
         let holders: Vec<Vec<(usize, usize)>> = (0..world).map(holders).collect();
-        let mut old: Vec<(&Piece, usize)> = Vec::new();
+        let mut old: Vec<(&ParamSlice, usize)> = Vec::new();
         for (part, pieces) in ending.parts.iter().enumerate() {
             if holders[part].is_empty() && !pieces.is_empty() {
                 return Err(lost(ending, part));
@@ -263,7 +265,7 @@ impl Moves {
         for (to, sends) in sends.iter_mut().enumerate() {
             for new in held(&cut.parts, cut.shift, to) {
                 let first = old.partition_point(|(old, _)| old.whole().end <= new.flat);
-                let within = |(old, _): &&(&Piece, usize)| old.flat < new.whole().end;
+                let within = |(old, _): &&(&ParamSlice, usize)| old.flat < new.whole().end;
                 for (old, part) in old[first..].iter().take_while(within) {
                     let from = old.flat.max(new.flat);
                     let len = old.whole().end.min(new.whole().end) - from;
@@ -486,7 +488,7 @@ mod tests {
             std::mem::replace(&mut self.group, alone)
         }
 
-        /// Goes on in a new group of the ranks that are left.
+        /// Continues in a new group of the remaining ranks.
         fn shrink(&mut self) -> Result<()> {
             let options = ShrinkOptions {
                 min_world: Some(1),

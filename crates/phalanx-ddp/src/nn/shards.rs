@@ -356,7 +356,7 @@ impl Shards {
         let commit = match self.vote(&step).and_then(|commit| {
             self.exchange(step.present)?;
             Ok(if commit.is_yes() {
-                self.look_at_result()
+                self.check_result()
             } else {
                 commit
             })
@@ -467,7 +467,7 @@ impl Shards {
 
     /// Sums of finite gradients need not be finite. All ranks have the same sums, so they decide alike without
     /// communication.
-    fn look_at_result(&self) -> Commit {
+    fn check_result(&self) -> Commit {
         let is_finite = |(start, spec): (&usize, &ParamSpec)| {
             phalanx_comm::all_finite(&self.result[*start..*start + spec.len])
         };

@@ -37,7 +37,7 @@ type Buffers = Vec<(&'static str, Vec<f32>)>;
 /// element by itself ([`Optimizer::is_elementwise`]: SGD and Adam, not Muon).
 pub struct ShardedOptimizer<O> {
     pub(super) optimizer: O,
-    pub(super) cut: Cut,
+    pub(super) cut: Partition,
     /// Elements of the flat region of all parameters.
     total: usize,
     /// Whether the pieces are those of a wrapper.
@@ -54,21 +54,21 @@ pub struct ShardedOptimizer<O> {
 
 /// A cut that this rank can change to.
 pub(super) struct Recut {
-    pub(super) cut: Cut,
+    pub(super) cut: Partition,
     pub(super) steps: u64,
     pub(super) updates: Vec<u64>,
     pub(super) state: Vec<(String, Vec<f32>)>,
 }
 
 /// Which rank has which pieces.
-pub(super) struct Cut {
+pub(super) struct Partition {
     pub(super) group: ProcessGroup,
     /// Every rank's own pieces.
-    pub(super) parts: Vec<Vec<Piece>>,
+    pub(super) parts: Vec<Vec<ParamSlice>>,
     /// The copy of a part is on the rank this many further; 0: there are none.
     pub(super) shift: usize,
     /// This rank's pieces: its own, then those of which it has the copy.
-    pub(super) held: Vec<Piece>,
+    pub(super) held: Vec<ParamSlice>,
     /// The parameters given to the optimizer: these pieces, with the names of the whole parameters. The elements
     /// themselves are the model's; where there are copies, here are those that this rank has updated last.
     pub(super) own: Params,
@@ -76,9 +76,9 @@ pub(super) struct Cut {
     pub(super) piece_of: Vec<[Option<usize>; 2]>,
 }
 
-/// A parameter, or the part of it that one rank has.
+/// A parameter, or the slice of it that one rank has.
 #[derive(Debug, Clone)]
-pub(super) struct Piece {
+pub(super) struct ParamSlice {
     pub(super) param: ParamId,
     pub(super) elems: Range<usize>,
     /// Where it begins among the rank's pieces.
@@ -87,7 +87,7 @@ pub(super) struct Piece {
     pub(super) flat: usize,
 }
 
-impl Piece {
+impl ParamSlice {
     pub(super) fn own(&self) -> Range<usize> {
         self.at..self.at + self.elems.len()
     }
@@ -98,12 +98,12 @@ impl Piece {
 }
 
 /// Places pieces one behind the other, each starting on a cache line.
-pub(super) fn lay_out(params: &Params, pieces: Vec<(ParamId, Range<usize>)>) -> Vec<Piece> {
+pub(super) fn lay_out(params: &Params, pieces: Vec<(ParamId, Range<usize>)>) -> Vec<ParamSlice> {
     let mut next = 0;
     let piece = |(param, elems): (ParamId, Range<usize>)| {
         let at = next;
         next = (at + elems.len()).next_multiple_of(LINE_ELEMS);
-        Piece {
+        ParamSlice {
             param,
             flat: params.infos()[param.index()].offset + elems.start,
             elems,
@@ -113,19 +113,19 @@ pub(super) fn lay_out(params: &Params, pieces: Vec<(ParamId, Range<usize>)>) -> 
     pieces.into_iter().map(piece).collect()
 }
 
-pub(super) fn len_of(pieces: &[Piece]) -> usize {
+pub(super) fn len_of(pieces: &[ParamSlice]) -> usize {
     pieces
         .last()
         .map_or(0, |p| p.own().end.next_multiple_of(LINE_ELEMS))
 }
 
-impl Cut {
+impl Partition {
     pub(super) fn new(
         group: ProcessGroup,
         params: &Params,
-        parts: Vec<Vec<Piece>>,
+        parts: Vec<Vec<ParamSlice>>,
         shift: usize,
-    ) -> Result<Cut> {
+    ) -> Result<Partition> {
         let rank = group.rank();
         let held = held(&parts, shift, rank);
         let mut piece_of = vec![[None; 2]; params.len()];
@@ -148,7 +148,7 @@ impl Cut {
         if own.flat().len() > len_of(&held) || places.any(|(info, p)| info.offset != p.at) {
             return Err(not_in_lines());
         }
-        Ok(Cut {
+        Ok(Partition {
             group,
             parts,
             shift,
@@ -158,23 +158,23 @@ impl Cut {
         })
     }
 
-    fn mine(&self) -> &[Piece] {
+    fn mine(&self) -> &[ParamSlice] {
         &self.parts[self.group.rank()]
     }
 
-    fn pieces_of(&self, param: ParamId) -> impl Iterator<Item = &Piece> {
+    fn pieces_of(&self, param: ParamId) -> impl Iterator<Item = &ParamSlice> {
         let places = self.piece_of[param.index()].iter().flatten();
         places.map(|at| &self.held[*at])
     }
 }
 
 /// The pieces that `rank` has: its own, then the copy of those of another rank.
-pub(super) fn held(parts: &[Vec<Piece>], shift: usize, rank: usize) -> Vec<Piece> {
+pub(super) fn held(parts: &[Vec<ParamSlice>], shift: usize, rank: usize) -> Vec<ParamSlice> {
     let mut held = parts[rank].clone();
     if shift > 0 {
         let begin = len_of(&held);
         let of = (rank + parts.len() - shift) % parts.len();
-        held.extend(parts[of].iter().map(|piece| Piece {
+        held.extend(parts[of].iter().map(|piece| ParamSlice {
             at: begin + piece.at,
             ..piece.clone()
         }));
@@ -209,10 +209,9 @@ impl<O: Optimizer> ShardedOptimizer<O> {
             }
             lay_out(params, pieces)
         };
-        let cut: Vec<Vec<Piece>> = (0..world).map(pieces).collect();
-        let as_in_flat =
-            |(r, pieces): (usize, &Vec<Piece>)| pieces.iter().all(|p| p.flat == border(r) + p.at);
-        if !cut.iter().enumerate().all(as_in_flat) {
+        let cut: Vec<Vec<ParamSlice>> = (0..world).map(pieces).collect();
+        let mut all = cut.iter().enumerate();
+        if !all.all(|(r, own)| own.iter().all(|p| p.flat == border(r) + p.at)) {
             return Err(not_in_lines());
         }
         Self::build(group, params, cut, make)
@@ -247,10 +246,10 @@ impl<O: Optimizer> ShardedOptimizer<O> {
     fn build(
         group: ProcessGroup,
         params: &Params,
-        parts: Vec<Vec<Piece>>,
+        parts: Vec<Vec<ParamSlice>>,
         make: impl FnOnce(&Params) -> O,
     ) -> Result<ShardedOptimizer<O>> {
-        let cut = Cut::new(group, params, parts, 0)?;
+        let cut = Partition::new(group, params, parts, 0)?;
         let optimizer = make(&cut.own);
         if !optimizer.is_elementwise() {
             return Err(Error::usage(format!(
@@ -581,7 +580,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
         let failed = |e| Error::comm_while("optimizer state could not be gathered", e);
         let (own, group) = (self.optimizer.state(), &self.cut.group);
         let ranks = self.cut.parts.iter().enumerate();
-        let mut parts: Vec<(usize, &Piece)> = ranks
+        let mut parts: Vec<(usize, &ParamSlice)> = ranks
             .flat_map(|(rank, pieces)| pieces.iter().map(move |piece| (rank, piece)))
             .collect();
         parts.sort_by_key(|(_, piece)| piece.flat);
@@ -653,7 +652,7 @@ impl<O: Optimizer> ShardedOptimizer<O> {
 }
 
 /// The pieces of each rank, as `wrapper` scatters gradients.
-pub(super) fn parts_of(wrapper: &DistributedDataParallel, params: &Params) -> Vec<Vec<Piece>> {
+pub(super) fn parts_of(wrapper: &DistributedDataParallel, params: &Params) -> Vec<Vec<ParamSlice>> {
     let pieces = |rank| lay_out(params, wrapper.scattered(rank));
     (0..wrapper.group().world_size()).map(pieces).collect()
 }
@@ -668,7 +667,7 @@ fn not_in_lines() -> Error {
 
 /// A wrapper's gradients of pieces.
 struct Pieces<'a> {
-    pieces: &'a [Piece],
+    pieces: &'a [ParamSlice],
     source: &'a DistributedDataParallel,
 }
 

@@ -523,7 +523,7 @@ impl Reducer {
         }
         self.committed = commit.is_yes();
         if self.committed && !large.is_empty() {
-            commit = self.look_at_means(&large)?;
+            commit = self.check_means(&large)?;
         }
         if self.has_hook_to_run()
             && let Some(hook) = &mut self.hook

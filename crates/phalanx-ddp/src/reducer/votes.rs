@@ -79,7 +79,7 @@ impl Reducer {
     /// Checks the means themselves, if the ranks `large` have large, finite numbers: no rank may apply a mean that is
     /// not finite. Rare, so it may cost a pass over the gradients, and a collective if each rank has only its part of
     /// them.
-    pub(super) fn look_at_means(&mut self, large: &[usize]) -> Result<Commit> {
+    pub(super) fn check_means(&mut self, large: &[usize]) -> Result<Commit> {
         self.exchange_late()?;
         let mut bad = self.first_mean_not_finite();
         if self.is_scattered() && self.group.world_size() > 1 {

@@ -481,7 +481,7 @@ impl Engine<'_> {
         }
     }
 
-    /// Goes on with a task after another thread has read files for it.
+    /// Continues a task after another thread has read files for it.
     fn found(&mut self, name: &str, found: Found) -> Result<()> {
         let found = match found {
             Found::End(end) => return self.settle(name, end),

@@ -7,7 +7,7 @@ use phalanx_base::format::plural;
 use phalanx_base::say;
 
 use super::{Engine, Volume, export};
-use crate::create::given;
+use crate::create::inputs;
 use crate::spec::Workflow;
 
 #[derive(clap::Args, Debug)]
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &ExportArgs, mut workflow: Workflow) -> Result<()> {
     let folder = args.output.clone().unwrap_or_else(|| name.into());
     let exported = export(
         &workflow,
-        &given(&workflow, &args.input)?,
+        &inputs(&workflow, &args.input)?,
         args.to,
         &args.volume,
     )?;

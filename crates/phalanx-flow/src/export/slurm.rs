@@ -6,7 +6,7 @@ use super::script;
 use super::text::{Notes, ONE_STORAGE, amounts, has_both, outputs, seconds, template, uses_folder};
 use crate::spec::{Task, Workflow};
 
-/// Extra time for a job beside its attempts: start, and the end of a command that was stopped.
+/// Extra time for a job in addition to its attempts: start, and the end of a command that was stopped.
 const MARGIN: Duration = Duration::from_secs(60);
 
 pub fn files(workflow: &Workflow, notes: &mut Notes) -> (Vec<(String, String)>, String) {

@@ -11,7 +11,7 @@ use crate::bias::finish;
 use crate::element::{Bf16, Element, Values, ValuesMut, elements_mut};
 use crate::par::{Disjoint, ThreadPool, scratch};
 
-/// Outputs of a chunk, about: its packed pixels stay in the L2 cache beside two
+/// Outputs of a chunk, about: its packed pixels stay in the L2 cache next to two
 /// panels of weights, which serve all of them.
 const CHUNK: usize = 256;
 /// Chunks from which on outputs are not cut by columns too.

@@ -21,7 +21,7 @@ const MIN_PARTIALS: usize = 4;
 const MAX_RUNS: usize = WEIGHT_PIXELS;
 
 /// How a weight gradient is cut: by shape alone.
-struct Cut {
+struct WeightChunks {
     layout: Layout,
     /// Chunks of units with sums of their own; one: chunks of channels instead.
     partials: usize,
@@ -34,7 +34,7 @@ struct Cut {
     blocks: usize,
 }
 
-impl Cut {
+impl WeightChunks {
     fn of(w: &Window, s: &ConvShape) -> Self {
         let layout = Layout::new(w, DEPTH, WEIGHT_PIXELS);
         let segment = (WEIGHT_PIXELS / layout.pixels.max(1))
@@ -47,7 +47,7 @@ impl Cut {
         } else {
             partials.min(segments.max(1))
         };
-        Cut {
+        WeightChunks {
             partials,
             segment,
             segments,
@@ -80,7 +80,7 @@ impl Cut {
 
 /// Elements of `work`: partial sums, or all output gradients in pairs.
 pub(super) fn work_len(s: &ConvShape) -> usize {
-    let cut = Cut::of(&Window::forward(s), s);
+    let cut = WeightChunks::of(&Window::forward(s), s);
     if cut.partials > 1 {
         cut.partials * s.weight_len()
     } else {
@@ -104,7 +104,7 @@ pub fn weight_gradient(
     assert!(x.len() == s.images * s.in_len() && dy.len() == s.images * s.out_len());
     assert!(dw.len() == s.weight_len());
     let window = Window::forward(s);
-    let cut = Cut::of(&window, s);
+    let cut = WeightChunks::of(&window, s);
     if cut.layout.units == 0 || cut.layout.pixels == 0 {
         if mode == Mode::Write {
             dw.fill(0.0);
@@ -164,7 +164,7 @@ pub fn weight_gradient(
 
 struct Job<'a> {
     window: &'a Window,
-    cut: &'a Cut,
+    cut: &'a WeightChunks,
     s: &'a ConvShape,
     x: Values<'a>,
     dy: Values<'a>,

@@ -30,7 +30,7 @@ impl Ticket {
 }
 
 /// State that the threads share.
-struct Shared {
+struct HelperState {
     /// Of the caller, then of each helper that was asked for.
     tickets: Vec<Ticket>,
     /// The call's function: what to call, and the closure to call it with.
@@ -53,7 +53,7 @@ struct Shared {
     spins: usize,
 }
 
-/// The function that [`Shared::call`] points to.
+/// The function that [`HelperState::call`] points to.
 type Call = unsafe fn(*const (), usize);
 
 /// Calls the closure that `f` points to.
@@ -69,7 +69,7 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Shared {
+impl HelperState {
     /// First chunk of thread `i` in a call of `chunks`.
     fn first(&self, i: usize, chunks: usize) -> usize {
         (i * chunks).div_ceil(self.tickets.len())
@@ -165,7 +165,7 @@ impl Shared {
 
 /// Helpers of one caller at a time.
 pub(super) struct Helpers {
-    shared: Arc<Shared>,
+    shared: Arc<HelperState>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -173,7 +173,7 @@ impl Helpers {
     /// Starts `helpers` threads, or as many as the system allows.
     pub(super) fn new(helpers: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(HelperState {
             tickets: (0..=helpers).map(|_| Ticket::default()).collect(),
             call: AtomicPtr::default(),
             closure: AtomicPtr::default(),

@@ -24,7 +24,7 @@ pub enum Mode {
     Plain,
     /// It begins with the gradient.
     First,
-    /// It goes on.
+    /// It continues.
     Later,
 }
 

@@ -98,7 +98,7 @@ mod tests {
         assert_eq!((ended.status.code(), &*ended.out), (Some(3), "words"));
         assert!(ended.err.starts_with("why\n"));
         assert_eq!(ended.err.len() as u64, OUTPUT_BYTES);
-        // Long enough for a tick, however slowly a program starts beside others.
+        // Long enough for a tick, however slowly a program starts on a busy host.
         let soon = Instant::now() + Duration::from_secs(3);
         let mut ticks = 0;
         let ended = run(shell("exec sleep 60"), "", soon, || ticks += 1).unwrap();

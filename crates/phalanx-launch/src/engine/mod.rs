@@ -1,4 +1,4 @@
-//! Token, address and port of a job through the engine that started its processes: nobody has to copy
+//! Token, address and port of a job through the engine that started its processes: a user need not copy
 //! a token or to name a host.
 //!
 //! Process 0 makes an offer: its address, a port that is free there and a new token. The engine's own
@@ -223,7 +223,7 @@ impl RendezvousInfo {
 /// Says once, after two seconds, what this process waits for.
 struct WaitNotice {
     started: Instant,
-    is_told: bool,
+    is_reported: bool,
     engine: &'static str,
 }
 
@@ -232,17 +232,17 @@ impl WaitNotice {
     fn new(process: &Process) -> WaitNotice {
         WaitNotice {
             started: Instant::now(),
-            is_told: process.local_rank != 0,
+            is_reported: process.local_rank != 0,
             engine: process.source,
         }
     }
 
     /// To be called a few times a second. `what` is waited for.
     fn tick(&mut self, what: &str, deadline: Instant) {
-        if self.is_told || self.started.elapsed() < Duration::from_secs(2) {
+        if self.is_reported || self.started.elapsed() < Duration::from_secs(2) {
             return;
         }
-        self.is_told = true;
+        self.is_reported = true;
         let left = deadline.saturating_duration_since(Instant::now()).as_secs();
         say::note(format_args!(
             "waiting for {what} ({} carries the job's token and address); deadline in {left} s",

@@ -23,7 +23,7 @@ use crate::system;
 /// Names of the library. Versions 1.10 to 5 have the first one.
 const NAMES: [&str; 2] = ["libmpi.so.40", "libmpi.so"];
 
-/// Libraries of Open MPI's that `mpirun` and its daemons use; MPI's lies beside them or one folder above.
+/// Libraries of Open MPI's that `mpirun` and its daemons use; MPI's lies next to them or one folder above.
 const SIBLINGS: [&str; 5] = ["libopen-", "libprrte", "libpmix", "libmpi", "mca_"];
 
 /// Starts the line with the result, as MPI may print lines of its own.
@@ -87,7 +87,7 @@ pub(super) fn broadcast(
     )))
 }
 
-/// The MPI library: in `OPAL_PREFIX`, which relocated installations set; beside the libraries and the program of
+/// The MPI library: in `OPAL_PREFIX`, which relocated installations set; next to the libraries and the program of
 /// the processes that started this one, one of which is `mpirun` or its daemon; else wherever the loader looks.
 fn library(env: &Env) -> PathBuf {
     let mut folders = Vec::new();
@@ -97,7 +97,7 @@ fn library(env: &Env) -> PathBuf {
     let mut pid = std::process::id();
     while let Some(stat) = stat(pid).filter(|stat| stat.parent > 1) {
         pid = stat.parent;
-        folders.extend(beside(pid));
+        folders.extend(next_to(pid));
     }
     folders
         .iter()
@@ -108,7 +108,7 @@ fn library(env: &Env) -> PathBuf {
 
 /// Folders in which a process that is Open MPI's has its libraries; none for other processes, and those
 /// of other users.
-fn beside(pid: u32) -> Vec<PathBuf> {
+fn next_to(pid: u32) -> Vec<PathBuf> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
     let mut folders = Vec::new();
     for line in maps.lines() {

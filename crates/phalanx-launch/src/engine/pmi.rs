@@ -220,7 +220,7 @@ mod tests {
     fn waiting() -> WaitNotice {
         WaitNotice {
             started: Instant::now(),
-            is_told: true,
+            is_reported: true,
             engine: "PMI",
         }
     }

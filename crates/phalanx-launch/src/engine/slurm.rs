@@ -288,7 +288,7 @@ mod tests {
     fn waiting() -> WaitNotice {
         WaitNotice {
             started: Instant::now(),
-            is_told: true,
+            is_reported: true,
             engine: "Slurm",
         }
     }

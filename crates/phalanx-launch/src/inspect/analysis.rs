@@ -148,8 +148,8 @@ fn collectives(dump: &Dump, generation: u32) -> impl Iterator<Item = &Entry> {
         .filter(move |entry| entry.generation == generation && entry.op != "send/recv")
 }
 
-/// Says what happened, from at most one dump a rank.
-pub fn tell(all: &[Dump]) -> Diagnosis {
+/// Finds what happened, from at most one dump a rank.
+pub fn diagnose(all: &[Dump]) -> Diagnosis {
     let in_job = all.iter().filter(|dump| !dump.is_lost);
     let newest = in_job.map(|dump| dump.generation).max();
     let generation = newest.unwrap_or_else(|| {
@@ -311,24 +311,24 @@ fn waiting(story: &mut Diagnosis, views: &[RankTimeline<'_>]) -> Option<String> 
     } else {
         parts.push(format!("no rank waits in {what} any more"));
     }
-    const TOLD: usize = 3;
-    for view in absent.iter().take(TOLD) {
+    const SHOWN: usize = 3;
+    for view in absent.iter().take(SHOWN) {
         parts.push(format!("rank {} {}", view.rank(), view.excuse(Some(seq))));
     }
-    if absent.len() > TOLD {
-        let more = rank_list(&ranks_of(&absent[TOLD..]));
+    if absent.len() > SHOWN {
+        let more = rank_list(&ranks_of(&absent[SHOWN..]));
         parts.push(format!("also not in it: {more}"));
     }
     // A rank that died after it had done the same is named as well.
     let gone = views.iter().filter(is_dead);
     let gone = gone.filter(|view| view.done.is_some_and(|done| done >= seq));
-    for view in gone.take(TOLD) {
+    for view in gone.take(SHOWN) {
         parts.push(format!("rank {} {}", view.rank(), view.excuse(None)));
     }
     if absent.is_empty() && story.missing.is_empty() {
-        // All came; they say themselves whom they wait for. But where a
+        // All came; each reports the rank that it waits for. But where a
         // connection broke, both its ends left, and the others wait for those
-        // or for each other as it happens: the first failure tells then.
+        // or for each other as it happens: the first failure decides then.
         let broke = |view: &RankTimeline<'_>| view.dump.failure == Some(Failure::PeerLost);
         let mut votes: BTreeMap<usize, usize> = BTreeMap::new();
         let asked = if views.iter().any(broke) {
@@ -345,7 +345,7 @@ fn waiting(story: &mut Diagnosis, views: &[RankTimeline<'_>]) -> Option<String> 
         let awaited: Vec<usize> = votes.into_keys().collect();
         parts.push(match &awaited[..] {
             [] => "all have come to it".to_owned(),
-            some => format!("all have come to it; {} did not go on", rank_list(some)),
+            some => format!("all have come to it; {} did not continue", rank_list(some)),
         });
         if let [rank] = awaited[..] {
             story.late = vec![rank];

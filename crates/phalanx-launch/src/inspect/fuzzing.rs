@@ -24,7 +24,7 @@ pub fn dumps(data: &[u8]) {
     if dumps.is_empty() || dumps.iter().any(|dump| dump.world > 1 << 12) {
         return;
     }
-    let story = analysis::tell(&dumps);
+    let story = analysis::diagnose(&dumps);
     let text = super::render(&story, &dumps);
     assert!(text.starts_with(&story.sentence));
     // It goes to a terminal.

@@ -43,7 +43,7 @@ pub struct InspectArgs {
 /// Usage errors when there is nothing to read.
 pub fn run(args: &InspectArgs) -> Result<()> {
     let found = find::read(&args.paths)?;
-    let mut story = analysis::tell(&found.dumps);
+    let mut story = analysis::diagnose(&found.dumps);
     story.notes.extend(found.notes);
     if args.json {
         let text = serde_json::to_string_pretty(&story);

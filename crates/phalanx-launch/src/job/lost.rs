@@ -74,10 +74,10 @@ impl Job<'_> {
         })
     }
 
-    /// Asks the ranks of this node to leave the others after a step, if the job goes on without them; false: it does not.
+    /// Asks the ranks of this node to leave the others after a step, if the job continues without them; false: it does not.
     pub(super) fn leave(&self, watch: &mut Supervision<'_>, signal: i32, at: Instant) -> bool {
-        let nodes = self.nodes.as_ref().filter(|nodes| nodes.goes_on_in_place());
-        // Ctrl-C where the store is means the job.
+        let nodes = self.nodes.as_ref().filter(|n| n.continues_in_place());
+        // Ctrl-C on the node with the store ends the job.
         let ends = |nodes: &Nodes| nodes.hosts_store() && signal != Signal::TERM.as_raw();
         if nodes.is_none_or(|nodes| ends(nodes) || !nodes.may_go()) || watch.machine.why().is_some()
         {
@@ -95,13 +95,13 @@ impl Job<'_> {
             let failed = || system("cannot leave the other nodes");
             let state = log.read().map_err(failed())?;
             let others = state.numbers(world).filter(|number| !own.contains(number));
-            let goes_on = state.takes_others() && state.continues_with(world, others);
-            for number in own.iter().filter(|_| goes_on) {
+            let continues = state.can_grow() && state.continues_with(world, others);
+            for number in own.iter().filter(|_| continues) {
                 let leave = Change::Leave { number: *number };
                 let left = log.append(|state| (!state.is_leaving(*number)).then(|| leave.clone()));
                 left.map_err(failed())?;
             }
-            Ok(goes_on)
+            Ok(continues)
         });
         if !asked.unwrap_or(false) {
             return false;
@@ -121,7 +121,7 @@ impl Job<'_> {
         true
     }
 
-    /// What has happened to the processes of an elastic job, which its ranks read too.
+    /// The log of an elastic job's processes, which its ranks read too.
     pub(super) fn log_of<'w>(&self, watch: &'w mut Supervision<'_>) -> Result<&'w mut Log> {
         if watch.log.is_none() {
             let failed = "cannot reach the store";
@@ -143,10 +143,9 @@ impl Job<'_> {
     /// The others need not wait for the local rank `local` of an elastic job, which has succeeded.
     pub(super) fn is_done(&self, watch: &mut Supervision<'_>, local: usize) {
         let number = watch.ranks[local].number;
-        // Ranks that do not hear it wait for a deadline.
-        let _ = self
-            .log_of(watch)
-            .map(|log| log.lose(number, "it has succeeded"));
+        // Ranks that do not learn of it wait for a deadline.
+        let log = self.log_of(watch);
+        let _ = log.map(|log| log.lose(number, "it has succeeded"));
     }
 
     /// Whether the local rank `local`, which has failed, was a newcomer that the others do not need.
@@ -159,14 +158,14 @@ impl Job<'_> {
         watch.machine.set_candidate(local, is_candidate);
     }
 
-    /// The job goes on without the local rank `local`, or with another process in its place.
+    /// The job continues without the local rank `local`, or with another process in its place.
     pub(super) fn lose(&self, watch: &mut Supervision<'_>, local: usize) {
         let (number, pid) = (watch.ranks[local].number, watch.ranks[local].pid);
-        let (in_place, world) = (self.goes_on_in_place(), self.shared.world);
+        let (in_place, world) = (self.continues_in_place(), self.shared.world);
         let alive: Vec<usize> = watch.machine.alive().collect();
         let alive = alive.iter().map(|local| watch.ranks[*local].number);
         let alive: Vec<usize> = alive.collect();
-        let told = self.log_of(watch).and_then(|log| {
+        let continues = self.log_of(watch).and_then(|log| {
             let failed = || system("cannot report a lost rank");
             let state = log.read().map_err(failed())?;
             let others = match in_place {
@@ -174,20 +173,20 @@ impl Job<'_> {
                 false => alive,
             };
             let others = others.into_iter().filter(|other| *other != number);
-            let goes_on = state.continues_with(world, others);
-            if goes_on {
+            let continues = state.continues_with(world, others);
+            if continues {
                 let why = format!("pid {} has ended", pid.as_raw_nonzero());
                 log.lose(number, &why).map_err(failed())?;
             }
-            Ok(goes_on)
+            Ok(continues)
         });
-        if let Ok(false) = told {
+        if let Ok(false) = continues {
             let action = watch.machine.fail(local, Instant::now());
             return watch.act(action);
         }
-        if told.is_err() && in_place && watch.machine.why().is_none() {
+        if continues.is_err() && in_place && watch.machine.why().is_none() {
             // The network to node 0 is down, for a moment or longer.
-            return watch.untold.push(local);
+            return watch.unreported.push(local);
         }
         if self.nodes.as_ref().is_some_and(Nodes::was_lost) {
             watch.was_lost = true;
@@ -229,7 +228,7 @@ impl Job<'_> {
         watch.ranks[local].is_lost = true;
         let dump = watch.ranks[local].flight();
         self.note(format!("{message}{hint}; {then}"));
-        let restarted = told.and_then(|_| match starts {
+        let restarted = continues.and_then(|_| match starts {
             true => self.replace(watch, local),
             false => Ok(()),
         });
@@ -244,7 +243,7 @@ impl Job<'_> {
         let Some(evictions) = &mut watch.evictions else {
             return;
         };
-        if now < evictions.next_look(now) || watch.machine.why().is_some() {
+        if now < evictions.next_check(now) || watch.machine.why().is_some() {
             return;
         }
         let ranks = watch.ranks.iter().enumerate();
@@ -252,7 +251,7 @@ impl Job<'_> {
             watch.machine.end(*local).is_none() && !watch.evicted.contains_key(local)
         });
         let seen: Vec<Seen> = running.map(|(local, rank)| Seen::of(local, rank)).collect();
-        let late = evictions.look(&seen, now);
+        let late = evictions.check(&seen, now);
         if late.is_empty() {
             return;
         }

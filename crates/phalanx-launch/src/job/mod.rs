@@ -148,8 +148,8 @@ impl Launch {
             drop(plan.until_met.take());
             (nodes, port) = (Some(joined), held);
         }
-        let told = nodes.as_ref().map(|nodes| nodes.infos().first());
-        let master_port = match told {
+        let first = nodes.as_ref().map(|nodes| nodes.infos().first());
+        let master_port = match first {
             Some(first) => first.and_then(|info| info.master_port).unwrap_or(0),
             None => port
                 .insert(PortForRanks::new(plan.args.node.master_port, None)?)
@@ -175,7 +175,7 @@ impl Launch {
             processors,
             alone: self.alone,
             guard,
-            may_go_on_elsewhere: false,
+            may_continue_elsewhere: false,
             decided: None,
             files,
             began: self.began,
@@ -350,14 +350,14 @@ struct Job<'a> {
     processors: Option<Vec<Vec<usize>>>,
     /// Whether all descendants of this process belong to our ranks.
     alone: bool,
-    /// The guard of the last attempt. It is kept to the end, as it must tell the other nodes
-    /// and remove the folder if this launcher is killed.
+    /// The guard of the last attempt. It is kept to the end, because it informs the other nodes
+    /// and removes the folder if this launcher is killed.
     guard: Option<Arc<Guard>>,
     /// The other nodes continue without this one, or may do so.
-    may_go_on_elsewhere: bool,
+    may_continue_elsewhere: bool,
     /// When the last stop began.
     decided: Option<Instant>,
-    /// Of a job that is shown.
+    /// The files of a job that is shown.
     files: Option<JobFiles>,
     began: SystemTime,
     /// On one node: restarts so far, of all ranks or of one.
@@ -371,7 +371,7 @@ enum Outcome {
     Success,
     /// A rank failed; another attempt may help.
     Failed(Error),
-    /// Not worth another attempt: interrupted, for example.
+    /// No attempt can help: the job was interrupted, for example.
     Final(Error),
     /// The ranks of other nodes continue without those of this one.
     Left(Error),
@@ -398,8 +398,8 @@ impl Job<'_> {
             match outcome {
                 Outcome::Success | Outcome::HostLeft => return Ok(()),
                 Outcome::Left(error) => {
-                    self.may_go_on_elsewhere = true;
-                    // Nobody is interrupted by it.
+                    self.may_continue_elsewhere = true;
+                    // It interrupts no rank.
                     let code = ErrorKind::PeerLost.exit_code();
                     let verdict = self.plain_verdict(code, &error.chain());
                     self.nodes.iter().for_each(|nodes| drop(nodes.go(&verdict)));
@@ -443,16 +443,16 @@ impl Job<'_> {
     /// Waits until the ranks of all nodes have ended, here after `error`, and for what node 0 decides then. Returns the
     /// number of the next attempt; `None`: the job has done without this launcher.
     fn next_attempt(&mut self, error: Option<Error>) -> Result<Option<u32>> {
-        let mut told = false;
+        let mut reported = false;
         let (began, mut say_at) = (Instant::now(), SAY_WAITING);
         // No deadline: node 0 has one, and notices lost nodes.
         loop {
             let Some(nodes) = &mut self.nodes else {
                 return Ok(None);
             };
-            if let Some(error) = error.as_ref().filter(|_| !told) {
+            if let Some(error) = error.as_ref().filter(|_| !reported) {
                 let (code, node) = (error.exit_code(), self.shared.node_rank);
-                told = nodes.ended(&JobFailure::new(code, node, error.chain()))?;
+                reported = nodes.ended(&JobFailure::new(code, node, error.chain()))?;
             }
             if let Some(attempt) = nodes.to_begin() {
                 self.begin(attempt)?;
@@ -550,9 +550,9 @@ impl Job<'_> {
             )),
             (result, _) => result,
         };
-        // Not where the training may go on elsewhere.
+        // Not where the training may continue elsewhere.
         let training = Training::of_job(self.folder.path(), self.began);
-        let training = training.filter(|_| !self.may_go_on_elsewhere);
+        let training = training.filter(|_| !self.may_continue_elsewhere);
         if let Some(files) = &self.files {
             files.end(result.as_ref().err());
         }
@@ -579,7 +579,7 @@ impl Job<'_> {
             nodes.stand_by(file, self.sender.clone())?;
             self.shared.store_file = nodes.moves().map(|file| file.as_os_str().to_owned());
         }
-        if !self.goes_on_in_place() {
+        if !self.continues_in_place() {
             ending::watch(&guard, self.folder.path(), self.began);
         }
         // This drops the guard of the attempt before.
@@ -609,7 +609,7 @@ impl Job<'_> {
             children,
             machine: ShutdownState::new(ranks.len(), self.plan.args.stop_grace, ECHO_WAIT)
                 .elastic(self.plan.args.elastic)
-                .with_others(self.goes_on_in_place()),
+                .with_others(self.continues_in_place()),
             started: ranks.len(),
             restarts: self.restarts,
             log: None,
@@ -620,10 +620,10 @@ impl Job<'_> {
             verdict: None,
             halted: None,
             lone_at: None,
-            lone_told: false,
+            lone_reported: false,
             late: BTreeMap::new(),
             leaving: None,
-            untold: Vec::new(),
+            unreported: Vec::new(),
             was_lost: false,
             refused: None,
             evictions: self.plan.args.evict_after.map(Evictions::new),
@@ -657,7 +657,7 @@ impl Job<'_> {
         Ok(self.outcome(watch))
     }
 
-    /// Tells the guard how to tell the other nodes if this launcher is killed, unless the store ends with it.
+    /// Sets the event that the guard writes for the other nodes if this launcher is killed, unless the store ends with it.
     fn instruct_guard(&self) {
         let nodes = self.nodes.as_ref().filter(|nodes| !nodes.hosts_store());
         let (Some(nodes), Some(guard)) = (nodes, &self.guard) else {
@@ -665,11 +665,11 @@ impl Job<'_> {
         };
         let verdict = JobFailure::of_killed(self.shared.node_rank, &self.host);
         let (store, token) = (&self.at.dial, &self.plan.token);
-        ending::tell(guard, store, token, &nodes.killed_event(verdict));
+        ending::set_event(guard, store, token, &nodes.killed_event(verdict));
         nodes.is_guarded();
     }
 
-    /// The store is at another launcher, or here.
+    /// The store has moved to another launcher, or to this one.
     fn store_moved(&mut self, moved: Moved) -> Result<()> {
         let (Some(nodes), Some(meeting)) = (&mut self.nodes, &self.plan.args.node.meeting) else {
             return Ok(());
@@ -684,8 +684,8 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Joins the job whose store is at `at` now: in place of one that this launcher was about to start, whose store says so to
-    /// launchers that come, or for another place to wait at.
+    /// Joins the running job whose store is at `at`: instead of the job that this launcher was about to start, or as a spare
+    /// that has lost the store.
     fn join_elsewhere(&mut self, at: &str) -> Result<()> {
         let Some(meeting) = &self.plan.args.node.meeting else {
             return Ok(());
@@ -709,16 +709,16 @@ impl Job<'_> {
     }
 
     /// Whether the ranks of other nodes continue without those of this one.
-    fn goes_on_in_place(&self) -> bool {
-        self.nodes.as_ref().is_some_and(Nodes::goes_on_in_place)
+    fn continues_in_place(&self) -> bool {
+        self.nodes.as_ref().is_some_and(Nodes::continues_in_place)
     }
 
-    /// All ranks here succeeded. With several nodes, each launcher waits until all nodes are
-    /// done: the store must not vanish under running ranks, and all launchers must end with the
-    /// same code, or start again together.
-    /// Unless they are `done`, which all know when the job is over.
+    /// Waits, after all ranks of this launcher have ended, until all nodes are done: the store must
+    /// not vanish under running ranks, and all launchers must end with the same code, or start
+    /// again together. `done`: the ranks have succeeded; otherwise this launcher is done when the
+    /// job is over.
     fn wait_for_others(&mut self, done: bool) -> Result<Outcome> {
-        let mut told = false;
+        let mut reported = false;
         let mut log = self.nodes.as_ref().map(|nodes| Log::new(nodes.store()));
         // No deadline: lost nodes are noticed.
         loop {
@@ -726,7 +726,7 @@ impl Job<'_> {
                 return Ok(Outcome::Success);
             };
             let mut is_done = || done || log.as_mut().is_some_and(is_over);
-            told = told || (is_done() && nodes.done()?);
+            reported = reported || (is_done() && nodes.done()?);
             // The host of the store decides, so that all know the same.
             match nodes.end_of_attempt()? {
                 Some(verdict) if verdict.code == 0 => return Ok(Outcome::Success),
@@ -737,7 +737,7 @@ impl Job<'_> {
         }
     }
 
-    /// While no rank runs.
+    /// Handles events while no rank runs.
     fn take_events(&mut self) -> Result<()> {
         match self.events.try_recv() {
             Ok(Event::Admit(attempt)) => self.admit(&attempt),
@@ -764,7 +764,7 @@ impl Job<'_> {
                 })
             }
             Ok(Event::Parted) => {
-                self.may_go_on_elsewhere = true;
+                self.may_continue_elsewhere = true;
                 let nodes = self.nodes.as_ref();
                 nodes.map_or(Ok(()), |nodes| {
                     Err(nodes.verdict_of_parted().into_error(None))
@@ -791,7 +791,7 @@ struct Supervision<'a> {
     started: usize,
     /// Restarts that count for those of one rank: with several nodes, of single ranks here in this attempt.
     restarts: u32,
-    /// Of an elastic job.
+    /// The log of an elastic job.
     log: Option<Log>,
     reaped: usize,
     give_up: Option<Instant>,
@@ -801,15 +801,15 @@ struct Supervision<'a> {
     halted: Option<Vec<usize>>,
     /// When to report that some ranks have ended and others have not.
     lone_at: Option<Instant>,
-    lone_told: bool,
+    lone_reported: bool,
     /// How many times in a row a rank was found late.
     late: BTreeMap<usize, usize>,
     leaving: Option<Leaving>,
     /// Lost local ranks that were not reported yet, as the store did not answer.
-    untold: Vec<usize>,
-    /// The other nodes have lost this one, and go on.
+    unreported: Vec<usize>,
+    /// The other nodes have lost this one, and continue.
     was_lost: bool,
-    /// Why the last newcomer has failed before it took part in anything.
+    /// Why the last newcomer has failed before it took a step.
     refused: Option<JobFailure>,
     evictions: Option<Evictions>,
     /// Why local ranks were killed by this launcher.
@@ -819,10 +819,10 @@ struct Supervision<'a> {
 /// The ranks of this launcher leave the others.
 #[derive(Clone, Copy)]
 struct Leaving {
-    /// After this signal.
+    /// The signal that this launcher got.
     signal: i32,
     asked: Instant,
-    /// Then they are killed.
+    /// When they are killed.
     until: Instant,
 }
 

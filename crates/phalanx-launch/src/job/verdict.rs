@@ -125,8 +125,8 @@ impl Job<'_> {
         }
         let error_json = rank.error_json();
         let reported = error_json.as_deref().and_then(reported_code);
-        let told = error_json.as_deref().and_then(report::error_file_message);
-        if let (ExitStatus::Code(2), Some(2), Some(text)) = (end, reported, &told) {
+        let written = error_json.as_deref().and_then(report::error_file_message);
+        if let (ExitStatus::Code(2), Some(2), Some(text)) = (end, reported, &written) {
             let (message, notes) = report::taken_apart(text);
             return JobFailure {
                 mistake: true,
@@ -135,7 +135,7 @@ impl Job<'_> {
             };
         }
         // The rank has printed why, as `phalanx doctor` does, and that is all there is to say.
-        if let (true, ExitStatus::Code(code @ 1..), None) = (self.plan.ranks_tell, end, &told)
+        if let (true, ExitStatus::Code(code @ 1..), None) = (self.plan.ranks_report, end, &written)
             && reported == Some(code)
             && end.job_code(true) != ErrorKind::Interrupted.exit_code()
         {
@@ -147,7 +147,7 @@ impl Job<'_> {
             };
         }
         let lines = rank.last_lines();
-        if let Some(text) = told {
+        if let Some(text) = written {
             notes.push(("said".to_owned(), text));
         } else if let Some(text) = report::said(&lines) {
             notes.push(("stderr".to_owned(), text));
@@ -246,7 +246,7 @@ impl Job<'_> {
 
     /// Our node's number, when there are several.
     pub(super) fn node(&self) -> Option<usize> {
-        let are_several = self.shared.nodes > 1 || self.goes_on_in_place();
+        let are_several = self.shared.nodes > 1 || self.continues_in_place();
         are_several.then_some(self.shared.node_rank)
     }
 
@@ -305,11 +305,11 @@ impl Job<'_> {
         };
         let verdict = self.last_verdict(&mut watch, why);
         let so = self.stopped(&watch);
-        if self.plan.ranks_tell && watch.all_stopped_themselves() {
-            return Outcome::Final(verdict.into_error(so).told());
+        if self.plan.ranks_report && watch.all_stopped_themselves() {
+            return Outcome::Final(verdict.into_error(so).printed());
         }
         // The signal came after all work was done.
-        let alone = self.plan.ranks_tell && self.nodes.is_none();
+        let alone = self.plan.ranks_report && self.nodes.is_none();
         if alone && watch.is_interrupt() && watch.all_ended_well() {
             return Outcome::Success;
         }
@@ -326,9 +326,9 @@ impl Job<'_> {
         if verdict.mistake {
             // This node's terminal has more than the message.
             let is_here = verdict.node == self.shared.node_rank;
-            let is_told = is_here && verdict.code != ErrorKind::Usage.exit_code();
+            let is_printed = is_here && verdict.code != ErrorKind::Usage.exit_code();
             let error = verdict.into_error(None);
-            return Outcome::Final(if is_told { error.told() } else { error });
+            return Outcome::Final(if is_printed { error.printed() } else { error });
         }
         let interrupted = ErrorKind::Interrupted.exit_code();
         let is_interrupt = verdict.code == interrupted;

@@ -26,7 +26,7 @@ const LIVE_EVERY: Duration = Duration::from_millis(500);
 const LATE_LOOKS: usize = 6;
 
 /// When the store is asked again that did not answer.
-const TELL_AGAIN: Duration = Duration::from_millis(100);
+const REPORT_AGAIN: Duration = Duration::from_millis(100);
 
 /// How long to wait for processes after SIGKILL; one that is blocked in the kernel for
 /// longer is reported.
@@ -95,8 +95,8 @@ impl Job<'_> {
                 self.show(watch);
                 shown = Some(now);
             }
-            let is_told = watch.untold.is_empty() || watch.machine.why().is_some();
-            let over = watch.machine.finished() && watch.reaped == watch.started && is_told;
+            let all_reported = watch.unreported.is_empty() || watch.machine.why().is_some();
+            let over = watch.machine.finished() && watch.reaped == watch.started && all_reported;
             if over || watch.give_up.is_some_and(|at| now >= at) {
                 return;
             }
@@ -106,7 +106,7 @@ impl Job<'_> {
                 Ok(event) => self.handle(watch, event),
                 // Never disconnected: this process holds a sender.
                 Err(_) => {
-                    for local in std::mem::take(&mut watch.untold) {
+                    for local in std::mem::take(&mut watch.unreported) {
                         self.lose(watch, local);
                     }
                     reap::reap_strangers(&watch.children);
@@ -133,7 +133,7 @@ impl Job<'_> {
             }
             if watch.lone_at.is_some_and(|at| Instant::now() >= at) {
                 watch.lone_at = Some(Instant::now() + LONE_AFTER);
-                if !std::mem::replace(&mut watch.lone_told, true) {
+                if !std::mem::replace(&mut watch.lone_reported, true) {
                     self.say_who_still_runs(watch);
                 }
                 self.end_if_all_are_stopped(watch);
@@ -149,7 +149,7 @@ impl Job<'_> {
                 return self.end_by(watch, |nodes| nodes.verdict_of_lost(node));
             }
             Event::Parted => {
-                self.may_go_on_elsewhere = true;
+                self.may_continue_elsewhere = true;
                 let is_first = watch.machine.why().is_none();
                 let action = self.end_by(watch, Nodes::verdict_of_parted);
                 if is_first {
@@ -197,7 +197,7 @@ impl Job<'_> {
             return;
         }
         let until = Instant::now() + grace;
-        let mut told = HashSet::new();
+        let mut asked = HashSet::new();
         let mut later = Vec::new();
         loop {
             let left = reap::reap_strangers(&watch.children);
@@ -206,7 +206,7 @@ impl Job<'_> {
                 break;
             }
             for pid in left {
-                if told.insert(pid) {
+                if asked.insert(pid) {
                     let _ = kill_process(pid, Signal::TERM);
                 }
             }
@@ -344,8 +344,8 @@ impl Supervision<'_> {
                 Action::None
             }
             Event::Signal(Caught::Checkpoint) => {
-                let tell = |rank: &&Rank| rank.tell(Signal::USR1);
-                if self.ranks.iter().filter(tell).count() == 0 {
+                let notified = self.ranks.iter().filter(|r| r.notify(Signal::USR1));
+                if notified.count() == 0 {
                     say::note(
                         "warning: SIGUSR1 is not forwarded: no rank has a handler for it (yet), and it would end them",
                     );
@@ -507,13 +507,13 @@ impl Supervision<'_> {
         let evictions = evictions.filter(|_| self.machine.why().is_none());
         let leaving = self.leaving.filter(|_| self.give_up.is_none());
         let first = [
-            evictions.map(|evictions| evictions.next_look(now)),
+            evictions.map(|evictions| evictions.next_check(now)),
             self.machine.next_tick(),
             self.give_up,
             self.lone_at,
             leaving.map(|leaving| leaving.until),
-            self.next_look_at_stopped(now),
-            (!self.untold.is_empty()).then(|| now + TELL_AGAIN),
+            self.next_stop_check(now),
+            (!self.unreported.is_empty()).then(|| now + REPORT_AGAIN),
         ]
         .into_iter()
         .flatten()
@@ -522,7 +522,7 @@ impl Supervision<'_> {
     }
 
     /// When to look for ranks that [are stopped](Self::kill_stopped).
-    fn next_look_at_stopped(&self, now: Instant) -> Option<Instant> {
+    fn next_stop_check(&self, now: Instant) -> Option<Instant> {
         let first = self.stopping_since? + STOPPED_GRACE;
         self.give_up
             .is_none()

@@ -1,14 +1,14 @@
-//! Attempts of a job on several nodes: who starts the ranks again, and what the host of the store does about it.
+//! Attempts of a job on several nodes: how one ends on all nodes, and how the next one begins.
 //!
-//! All launchers stop their ranks when the attempt is [over](LauncherEvent::Over). When all have said that theirs have ended,
-//! a thread of the store's host decides (`membership.rs`); its launcher then removes the keys of the ranks and writes that the
-//! next attempt has begun, which all others wait for. A verdict that no attempt can mend [ends](LauncherEvent::Abort) the job.
+//! All launchers stop their ranks when the attempt is [over](LauncherEvent::Over). When all have written that theirs have ended,
+//! a thread of the store's host decides (`membership.rs`). That launcher removes the keys of the ranks and writes that the next
+//! attempt has begun; the other launchers wait for this event. When no attempt may follow, the job [ends](LauncherEvent::Abort).
 //!
-//! Where launchers come and go (`--nnodes MIN:MAX`) they are numbered by arrival, and a node has its place among the launchers
-//! of the attempt. A launcher that is not part of an attempt waits for the next one.
+//! With `--nnodes MIN:MAX` launchers join and leave. They are numbered by arrival, and a node rank is the place in the
+//! attempt's list of launchers. A launcher that is not part of an attempt waits for the next one.
 //!
-//! Where ranks go on in place (`--elastic` too), the ranks of a launcher that is lost are reported so, and one that comes
-//! starts ranks that join the others: the attempt goes on. Its list of launchers only grows.
+//! With `--elastic` too, the attempt continues when launchers are lost or join: the ranks of a lost launcher are reported as
+//! lost, and a new launcher starts ranks that join the others. The attempt's list of launchers only grows.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -24,18 +24,18 @@ use super::info::name_of;
 use super::membership::{
     Attempt, Decision, Host, Id, LauncherEvent, LauncherLog, Launchers, Rules,
 };
-use super::pulse::{Heard, gone_key};
+use super::pulse::{Heartbeats, gone_key};
 use super::standby::{self, HOST_KEY, MOVED_KEY, Moved, Roster, Standby, point_here};
-use super::{ANSWER_LIMIT, LAST_WORDS, NodeInfo, Nodes, SLICE, lost_store, verdict_of_lost};
+use super::{ANSWER_LIMIT, END_LIMIT, NodeInfo, Nodes, SLICE, lost_store, verdict_of_lost};
 use crate::error::{ErrorKind, Result};
 use crate::report::JobFailure;
 use crate::{Event, format::plural, lock, say, spawn};
 
-/// What launchers write begins so; everything else in the store belongs to ranks.
+/// The prefix of the keys of launchers; all other keys in the store belong to ranks.
 const LAUNCHERS: &str = "launch/";
-/// How often the host of the store looks what time it is.
+/// How long the host of the store waits for an event before it looks at the clock.
 const LOOK: Duration = Duration::from_millis(50);
-/// How many times the host asks its own store again that does not answer.
+/// How many times the host asks its own store again when it does not answer.
 const TRIES: u32 = 20;
 
 /// What follows an attempt.
@@ -44,7 +44,7 @@ pub enum Next {
     Attempt(Attempt),
     /// The job runs already, and its store is at this address.
     Elsewhere(String),
-    /// The end of the job; the code is 0 where it did without this launcher.
+    /// The end of the job; the code is 0 if the job has succeeded without this launcher.
     End(JobFailure),
 }
 
@@ -57,7 +57,7 @@ impl Nodes {
         self.can_restart
     }
 
-    /// Whether launchers may go, or come and go.
+    /// Whether launchers may leave, or join and leave.
     pub fn is_elastic(&self) -> bool {
         self.is_elastic
     }
@@ -72,8 +72,8 @@ impl Nodes {
         !self.has_begun() && self.is_spare
     }
 
-    /// Whether ranks go on without those of lost launchers, and with those of others.
-    pub fn goes_on_in_place(&self) -> bool {
+    /// Whether ranks continue without those of lost launchers, and with those of new ones.
+    pub fn continues_in_place(&self) -> bool {
         self.is_elastic && self.has_begun() && self.infos().iter().all(|info| info.elastic)
     }
 
@@ -104,12 +104,12 @@ impl Nodes {
         own.is_some_and(|info| info.joins_as.is_some())
     }
 
-    /// The store, for what ranks hear from this launcher.
+    /// The store, through which this launcher reaches ranks.
     pub fn store(&self) -> Arc<dyn Store> {
         self.store.clone()
     }
 
-    /// Whether the others go on without this launcher.
+    /// Whether the others continue without this launcher.
     pub fn was_lost(&self) -> bool {
         let may_be = self.is_elastic && !self.hosts_store();
         may_be
@@ -117,7 +117,7 @@ impl Nodes {
             && (lock(&self.log).read()).is_ok_and(|all| all.why_lost(self.id).is_some())
     }
 
-    /// This launcher goes, for the reason in `verdict`, and the others go on. Returns the reason that holds.
+    /// This launcher leaves, for the reason in `verdict`, and the others continue. Returns the reason that holds.
     pub fn go(&self, verdict: &JobFailure) -> JobFailure {
         if self.has_left.swap(true, Ordering::Relaxed) {
             return verdict.clone();
@@ -126,36 +126,36 @@ impl Nodes {
             |all| all.lost_for(self.id, verdict),
             |all| all.why_lost(self.id),
         );
-        // The host of the store may end now, and what this launcher still asks need not wait for the next one.
+        // The host of the store may end now, and later requests of this launcher need not wait for the next host.
         if let Some(file) = &self.moves {
-            self.store.move_with(file.clone(), LAST_WORDS);
+            self.store.move_with(file.clone(), END_LIMIT);
         }
         own.unwrap_or_else(|| verdict.clone())
     }
 
-    /// What the others read if this launcher is killed: without it the job ends, unless launchers come and go, and without
-    /// node 0 unless ranks go on in place.
+    /// The event that is written if this launcher is killed: the job ends, unless launchers join and leave. Without node 0 it
+    /// ends unless ranks continue in place.
     pub fn killed_event(&self, why: JobFailure) -> LauncherEvent {
         let id = self.id;
-        match self.is_elastic && (id != 0 || self.goes_on_in_place()) {
+        match self.is_elastic && (id != 0 || self.continues_in_place()) {
             true => LauncherEvent::Lost { id, why },
             false => LauncherEvent::Abort(why),
         }
     }
 
-    /// Whether this launcher has the store.
+    /// Whether this launcher hosts the store.
     pub fn hosts_store(&self) -> bool {
         self.server.is_some()
     }
 
-    /// Whether the job can go on without this launcher: the store moves, if it is here.
+    /// Whether the job can continue without this launcher: if it hosts the store, the store can move.
     pub fn may_go(&self) -> bool {
         let server = self.server.as_ref();
         server.is_none_or(|server| self.moves.is_some() && !server.followers().is_empty())
     }
 
-    /// What `question` makes of the launchers, after waiting a moment for the next event; `None`: the store has not answered.
-    fn look<T>(&self, question: impl FnOnce(&Launchers) -> T) -> Result<Option<T>> {
+    /// Waits a moment for the next event, and returns `question` of the launchers; `None`: the store has not answered.
+    fn ask<T>(&self, question: impl FnOnce(&Launchers) -> T) -> Result<Option<T>> {
         match lock(&self.log).wait(SLICE) {
             Ok(launchers) => Ok(Some(question(launchers))),
             Err(error) if error.kind() == StoreKind::NoAnswer => Ok(None),
@@ -164,7 +164,7 @@ impl Nodes {
     }
 
     /// Writes `event`; false: the store has not answered.
-    fn say(&self, event: impl Fn(&Launchers) -> Option<LauncherEvent>) -> Result<bool> {
+    fn append(&self, event: impl Fn(&Launchers) -> Option<LauncherEvent>) -> Result<bool> {
         match lock(&self.log).append(event) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == StoreKind::NoAnswer => Ok(false),
@@ -172,28 +172,28 @@ impl Nodes {
         }
     }
 
-    /// Says that all ranks here ended well; false: the store has not answered.
+    /// Writes that all ranks of this launcher have succeeded; false: the store has not answered.
     pub fn done(&self) -> Result<bool> {
         let (id, attempt) = (self.id, self.attempt.number);
-        self.say(|_| Some(LauncherEvent::Done { id, attempt }))
+        self.append(|_| Some(LauncherEvent::Done { id, attempt }))
     }
 
     /// Why this attempt has ended, once it has; waits a moment for it. The code is 0 where all ranks have succeeded.
     pub fn end_of_attempt(&self) -> Result<Option<JobFailure>> {
-        Ok(self.look(|all| all.over().cloned())?.flatten())
+        Ok(self.ask(|all| all.over().cloned())?.flatten())
     }
 
-    /// Says that the ranks of this launcher have ended after the attempt, for `why` if no launcher has said that yet; false:
-    /// the store has not answered.
+    /// Writes that the ranks of this launcher have ended after the attempt. If the attempt is not over in the log, writes that
+    /// too, with the reason `why`. False: the store has not answered.
     pub fn ended(&self, why: &JobFailure) -> Result<bool> {
-        // The last words were none.
-        self.store.set_response_timeout(self.heard.limit());
+        // This launcher continues, so the store has its usual time again.
+        self.store.set_response_timeout(self.beats.limit());
         let (id, attempt) = (self.id, self.attempt.number);
-        Ok(self.say(|all| {
+        Ok(self.append(|all| {
             all.over()
                 .is_none()
                 .then(|| all.over_for(attempt, why, true))?
-        })? && self.say(|_| Some(LauncherEvent::Ended { id, attempt }))?)
+        })? && self.append(|_| Some(LauncherEvent::Ended { id, attempt }))?)
     }
 
     /// What follows this attempt, once that is decided; waits a moment for it.
@@ -214,7 +214,7 @@ impl Nodes {
 
     fn look_for_next(&mut self) -> Result<Option<Next>> {
         let (is_member, id, last) = (self.has_begun(), self.id, self.attempt.number);
-        let found = self.look(|all| {
+        let found = self.ask(|all| {
             let new = all.attempt().filter(|new| !is_member || new.number > last);
             let verdict = || {
                 let good = all.over().filter(|why| why.code == 0 && !is_member);
@@ -251,7 +251,7 @@ impl Nodes {
         Ok(at.map(Next::Elsewhere))
     }
 
-    /// Looks where the store is that a launcher which waits for a place has lost.
+    /// Looks for the store after a spare launcher has lost it.
     fn search(&mut self, error: Option<crate::error::Error>) -> Result<Option<Next>> {
         let limit = 2 * standby::longest_election(self.host.limit());
         let until = *(self.searches_until).get_or_insert_with(|| Instant::now() + limit);
@@ -272,7 +272,7 @@ impl Nodes {
         lock(&self.to_begin).take()
     }
 
-    /// Removes what ranks have left in the store and lets all launchers start theirs.
+    /// Removes the keys of the last attempt's ranks, and writes that the attempt has begun.
     pub fn begin(&self, attempt: &Attempt) -> Result<()> {
         if let Some(server) = &self.server {
             server.clear_all_but(LAUNCHERS);
@@ -290,13 +290,14 @@ impl Nodes {
         if self.is_elastic {
             self.is_watched.store(false, Ordering::Relaxed);
             self.is_watched = Arc::new(AtomicBool::new(true));
-            // The threads of the last attempt count by other places.
-            self.heard = Arc::new(Heard::new(attempt.infos.len()));
+            // The threads of the last attempt use other node ranks.
+            self.beats = Arc::new(Heartbeats::new(attempt.infos.len()));
         }
         self.out_of_reach.store(false, Ordering::Relaxed);
     }
 
-    /// The last launcher of `attempt` has joined it, unless another attempt has begun. Its name, on the host of the store.
+    /// The last launcher of `attempt` has joined it, unless another attempt has begun. Returns its name, on the host of the
+    /// store.
     pub fn admit(&mut self, attempt: &Attempt, events: Sender<Event>) -> Result<Option<String>> {
         let joined = attempt.ids.last().copied().unwrap_or_default();
         if attempt.number != self.attempt.number || attempt.ids.len() <= self.attempt.ids.len() {
@@ -307,14 +308,14 @@ impl Nodes {
         if !self.hosts_store() {
             return Ok(None);
         }
-        self.heard.extend(attempt.infos.len());
-        self.watch_anew(events)?;
+        self.beats.extend(attempt.infos.len());
+        self.watch_again(events)?;
         Ok(Some(attempt.name_of(joined)))
     }
 
-    /// On the host of the store: starts the thread that decides when ranks start, and when the job has succeeded. Where the
-    /// store has moved to this launcher, the last host has printed the losses of `told`.
-    pub fn coordinate(&self, rules: Rules, told: Option<BTreeSet<Id>>) -> Result<()> {
+    /// On the host of the store: starts the thread that decides when ranks start, and when the job has succeeded. If the store
+    /// has moved here, the last host has already printed that the launchers `printed` are lost.
+    pub fn coordinate(&self, rules: Rules, printed: Option<BTreeSet<Id>>) -> Result<()> {
         if self.server.is_none() {
             return Ok(());
         }
@@ -323,7 +324,7 @@ impl Nodes {
         let attempt = launchers.state().attempt();
         let joined = attempt.iter().flat_map(|attempt| attempt.launchers());
         let joined = joined.filter(|(_, info)| info.joins_as.is_some());
-        if told.is_some() {
+        if printed.is_some() {
             host.see_changes(launchers.state());
         }
         let mut coordinator = Coordinator {
@@ -335,25 +336,25 @@ impl Nodes {
             host,
             to_begin: self.to_begin.clone(),
             log: None,
-            // If ranks wait, that is decided anew.
-            is_enough: told.is_some(),
-            told: told.unwrap_or_default(),
+            // Whether ranks wait is decided again.
+            is_enough: printed.is_some(),
+            printed: printed.unwrap_or_default(),
         };
         let (stop, began) = (self.stop.clone(), Instant::now());
         spawn("attempts", move || coordinator.run(&stop, began))
     }
 
-    /// This launcher starts no job, as there is one. Its store.
+    /// This launcher starts no job, because the job already runs elsewhere. Returns its store.
     pub fn give_up(mut self) -> Option<Arc<TcpServer>> {
         self.stop.store(true, Ordering::Relaxed);
         self.server.take()
     }
 
-    /// From now on the store may move: to a launcher that follows it, which this one does unless it has it. `file` is to
-    /// say where the store is, once it has moved.
+    /// From now on the store may move to a launcher that keeps a copy. This one keeps a copy, unless it hosts the store.
+    /// `file` has the address of the store once it has moved.
     pub fn stand_by(&mut self, file: PathBuf, events: Sender<Event>) -> Result<()> {
         let is_possible = self.standby.is_some() || self.server.is_some();
-        if !is_possible || self.moves.is_some() || !self.goes_on_in_place() {
+        if !is_possible || self.moves.is_some() || !self.continues_in_place() {
             return Ok(());
         }
         let host =
@@ -362,7 +363,7 @@ impl Nodes {
         let limit = standby::longest_election(self.host.limit()) * 2;
         self.store.move_with(file.clone(), limit);
         self.moves = Some(file.clone());
-        self.watch_anew(events.clone())?;
+        self.watch_again(events.clone())?;
         let Some(server) = self.standby.clone() else {
             return Ok(());
         };
@@ -371,7 +372,7 @@ impl Nodes {
             token: self.token.clone(),
             id: self.id,
             roster: self.roster.clone(),
-            heard: self.host.clone(),
+            beats: self.host.clone(),
             file,
             stop: self.stop.clone(),
         };
@@ -379,17 +380,17 @@ impl Nodes {
         self.standing_by = Some(standing_by);
         spawn("standby", move || {
             let _ends: Sender<()> = ends;
-            // Where the main thread has ended, its receiver has too.
+            // If the main thread has ended, there is no receiver.
             standby.run(|event| drop(events.send(event)));
         })
     }
 
-    /// Where the ranks of this launcher read where the store is, if it may move.
+    /// The file with the address of the store, for the ranks of this launcher, if the store may move.
     pub fn moves(&self) -> Option<&Path> {
         self.moves.as_deref()
     }
 
-    /// The store has moved. Returns the name of the node where it is, and its address.
+    /// The store has moved. Returns the name of its new node, and its address.
     pub fn store_moved(
         &mut self,
         moved: Moved,
@@ -397,31 +398,31 @@ impl Nodes {
         events: Sender<Event>,
     ) -> Result<(String, String)> {
         let host = moved.host;
-        // Its will was left at the old place. A thread may be about to leave one there.
+        // The will was left in the old store. A thread may be about to leave one there.
         self.gone = Arc::default();
         self.out_of_reach.store(false, Ordering::Relaxed);
         if host == self.id {
             self.server = self.standby.take();
-            let told: BTreeSet<Id> = lock(&self.roster).lost.clone();
-            self.heard.watch_again(self.infos().len());
+            let printed: BTreeSet<Id> = lock(&self.roster).lost.clone();
+            self.beats.watch_again(self.infos().len());
             let mut log = lock(&self.log).clone();
             insist(|| log.read().map(drop)).map_err(|error| self.lost_store(error))?;
             if let Some(attempt) = log.state().attempt()
                 && attempt.number == self.attempt.number
             {
                 self.attempt.clone_from(attempt);
-                self.heard.extend(attempt.infos.len());
+                self.beats.extend(attempt.infos.len());
             }
             *lock(&self.log) = log;
-            // From here on nothing is held for a launcher that is lost now.
-            self.watch_anew(events.clone())?;
+            // From here on no response waits for a launcher that is lost now.
+            self.watch_again(events.clone())?;
             for id in moved.ended {
                 let verdict = verdict_of_lost(&self.attempt.name_of(id), self.me, Duration::ZERO);
                 let mut log = lock(&self.log);
-                let told = insist(|| log.append(|all| all.lost_for(id, &verdict)));
-                told.map_err(|error| self.lost_store(error))?;
+                let written = insist(|| log.append(|all| all.lost_for(id, &verdict)));
+                written.map_err(|error| self.lost_store(error))?;
             }
-            self.coordinate(rules, Some(told))?;
+            self.coordinate(rules, Some(printed))?;
             let here = self.server.as_ref().map(|server| server.local_addr());
             let comes = self.infos().iter().any(|info| info.least.is_some());
             if let Some(here) = here.filter(|_| comes) {
@@ -431,19 +432,19 @@ impl Nodes {
                 spawn("redirect", move || point_here(&first, &token, &here, &stop))?;
             }
         }
-        self.watch_anew(events)?;
+        self.watch_again(events)?;
         let at = lock(&self.roster).address_of(host).unwrap_or_default();
         Ok((self.attempt.name_of(host), at))
     }
 
-    /// Starts the threads that watch, in place of those that do.
-    fn watch_anew(&mut self, events: Sender<Event>) -> Result<()> {
+    /// Replaces the threads that watch the other launchers.
+    fn watch_again(&mut self, events: Sender<Event>) -> Result<()> {
         self.is_watched.store(false, Ordering::Relaxed);
         self.is_watched = Arc::new(AtomicBool::new(true));
         self.start_watching(events)
     }
 
-    /// What the threads that elect the host of the store know of the attempt.
+    /// Passes the launchers of the attempt to the threads that elect the host of the store.
     fn note_members(&self) {
         lock(&self.roster).enter(&self.attempt);
     }
@@ -453,7 +454,7 @@ impl Nodes {
     }
 }
 
-/// The thread of the store's host that does what is decided.
+/// The thread of the store's host that carries decisions out.
 struct Coordinator {
     store: Arc<TcpStore>,
     roster: Arc<Mutex<Roster>>,
@@ -461,12 +462,12 @@ struct Coordinator {
     id: Id,
     launchers: LauncherLog,
     host: Host,
-    /// Lost launchers of which the last host of the store has told.
-    told: BTreeSet<Id>,
+    /// Lost launchers that the last host of the store has printed.
+    printed: BTreeSet<Id>,
     to_begin: ToBegin,
-    /// What has happened to the processes of this attempt.
+    /// The log of this attempt's processes.
     log: Option<(u32, Log)>,
-    /// The ranks that wait may go on once those that are joining have joined.
+    /// Ranks that wait may continue once the ranks of all admitted launchers have joined.
     is_enough: bool,
     /// Launchers that were admitted, and whose ranks may not have joined yet.
     joining: Vec<Id>,
@@ -476,16 +477,16 @@ impl Coordinator {
     fn run(&mut self, stop: &AtomicBool, began: Instant) {
         while !stop.load(Ordering::Relaxed) {
             match self.launchers.wait(LOOK) {
-                // It leaves the job, and its store with it.
+                // This launcher leaves the job, and the store with it.
                 Ok(all) if all.why_lost(self.id).is_some() => return,
                 Ok(all) => {
                     lock(&self.roster).lost.extend(all.lost());
-                    // Without its own store node 0 is at an end, as its other threads say.
+                    // Without its own store this launcher ends; its other threads report it.
                     if self.act(began.elapsed()).is_err() {
                         return;
                     }
                 }
-                // This process was stopped, or the machine is busy.
+                // This process was suspended, or the machine is busy.
                 Err(error) if error.kind() == StoreKind::NoAnswer => std::thread::sleep(LOOK),
                 Err(_) => return,
             }
@@ -497,7 +498,7 @@ impl Coordinator {
         attempt.cloned().unwrap_or_default()
     }
 
-    /// Reads or writes what has happened to the processes of the attempt; nothing before it has begun.
+    /// Reads or writes the log of the attempt's processes; does nothing before the attempt has begun.
     fn processes<T: Default>(
         &mut self,
         act: impl Fn(&mut Log) -> phalanx_store::Result<T>,
@@ -512,7 +513,7 @@ impl Coordinator {
         insist(|| act(log))
     }
 
-    /// What `question` makes of the processes of the attempt.
+    /// Returns `question` of the processes of the attempt.
     fn ask<T: Default>(&mut self, question: impl Fn(&State) -> T) -> phalanx_store::Result<T> {
         self.processes(|log| log.read().map(&question))
     }
@@ -525,7 +526,7 @@ impl Coordinator {
         insist(|| self.launchers.append(&event))
     }
 
-    /// Lets ranks that wait continue when those of each admitted launcher have joined.
+    /// Lets ranks that wait continue when the ranks of each admitted launcher have joined.
     fn release(&mut self) -> phalanx_store::Result<()> {
         while let Some(id) = self.joining.last().copied().filter(|_| self.is_enough) {
             let numbers = self.numbers_of(id)?;
@@ -547,7 +548,7 @@ impl Coordinator {
         self.ask(|state| {
             let later = state.started_by(world, id);
             let mut numbers: Vec<usize> = ranks.clone().chain(later).collect();
-            // Those of a launcher that was admitted are in both.
+            // The ranks of an admitted launcher are in both.
             numbers.sort_unstable();
             numbers.dedup();
             numbers
@@ -558,8 +559,8 @@ impl Coordinator {
         self.release()?;
         let waits = self.launchers.state().waiting().next().is_some();
         if self.host.rules.in_place && waits {
-            // Ranks that have not begun cannot take in others yet.
-            self.host.takes_others = self.ask(State::takes_others)?;
+            // Processes can join only after the ranks have begun to train.
+            self.host.can_grow = self.ask(State::can_grow)?;
         }
         loop {
             let Some(decision) = self.launchers.state().decide(&mut self.host, now) else {
@@ -576,14 +577,14 @@ impl Coordinator {
                 Decision::TooFew(there) => self.abort(&self.too_few(there))?,
                 Decision::Lose(id) => self.lose(id)?,
                 Decision::Admit(id) => self.admit(id)?,
-                Decision::Hold(_) if !self.ask(State::takes_others)? => self.host.never_holds(),
+                Decision::Hold(_) if !self.ask(State::can_grow)? => self.host.never_holds(),
                 Decision::Hold(there) => {
                     self.is_enough = false;
                     let least = self.host.rules.least;
-                    let why = format!("{there} of at least {least} nodes are there");
+                    let why = format!("{there} of at least {least} nodes are present");
                     self.processes(|log| log.hold(Some(&why)))?;
                 }
-                Decision::GoOn => self.is_enough = true,
+                Decision::Continue => self.is_enough = true,
             }
         }
     }
@@ -607,27 +608,27 @@ impl Coordinator {
         self.write(|all| all.abort_for(why))
     }
 
-    /// The ranks go on without those of launcher `id`, if one that is left has what is needed.
+    /// The ranks continue without those of launcher `id`, if a remaining rank has the state of the training.
     fn lose(&mut self, id: Id) -> phalanx_store::Result<()> {
         let own = self.numbers_of(id)?;
         self.joining.retain(|joining| *joining != id);
         let world = self.attempt().world();
-        let (goes_on, is_over) = self.ask(|state| {
+        let (continues, is_over) = self.ask(|state| {
             let others = state.numbers(world).filter(|number| !own.contains(number));
             (state.continues_with(world, others), state.over().is_some())
         })?;
         let Some(why) = self.launchers.state().why_lost(id).cloned() else {
             return Ok(());
         };
-        if !goes_on && is_over {
+        if !continues && is_over {
             // Its ranks have ended with those of the others, or have stopped the training.
             return match why.code == ErrorKind::Interrupted.exit_code() {
                 true => self.abort(&why),
                 false => Ok(()),
             };
         }
-        let takes_others = self.attempt().infos.iter().any(|info| info.least.is_some());
-        match (goes_on, takes_others) {
+        let can_join = self.attempt().infos.iter().any(|info| info.least.is_some());
+        match (continues, can_join) {
             (true, _) => {}
             (false, true) => return self.stop(),
             (false, false) => return self.abort(&why),
@@ -636,10 +637,10 @@ impl Coordinator {
         for number in own {
             self.processes(|log| log.lose(number, &why))?;
         }
-        // It is no reason for what fails later.
+        // Later failures have other causes.
         insist(|| self.store.delete(&gone_key(id)))?;
         self.host.see_changes(self.launchers.state());
-        if !self.told.contains(&id) {
+        if !self.printed.contains(&id) {
             say::note(format_args!("{why}; the ranks of the other nodes continue"));
         }
         Ok(())
@@ -708,7 +709,7 @@ impl Coordinator {
     }
 }
 
-/// Asks until there is an answer: a decision is taken once.
+/// Asks again while the store does not answer: a decision is taken once.
 pub fn insist<T>(ask: impl FnMut() -> phalanx_store::Result<T>) -> phalanx_store::Result<T> {
     let mut tries = 0..TRIES;
     phalanx_member::insist(|| tries.next().is_some(), ask)

@@ -21,12 +21,12 @@ pub struct NodeInfo {
     pub local_ranks: usize,
     /// The job's name.
     pub run_id: String,
-    /// The program, which tells jobs without a name of their own apart.
+    /// The program, which distinguishes jobs without a name.
     #[serde(default)]
     pub program: String,
     /// Host name.
     pub host: String,
-    /// By which other nodes reach it.
+    /// The address by which other nodes reach it.
     #[serde(default)]
     pub address: Option<IpAddr>,
     /// The launcher's process id.
@@ -36,16 +36,16 @@ pub struct NodeInfo {
     /// Restarts that it allows.
     #[serde(default)]
     pub max_restarts: u32,
-    /// Whether its number is by arrival.
+    /// Whether launchers are numbered by arrival.
     #[serde(default)]
     pub by_arrival: bool,
-    /// Whether ranks go on in place.
+    /// Whether ranks continue in place (`--elastic`).
     #[serde(default)]
     pub elastic: bool,
-    /// Of a launcher that joins an attempt: the number of its first rank.
+    /// For a launcher that joins a running attempt: the number of its first rank.
     #[serde(default)]
     pub joins_as: Option<usize>,
-    /// Where the store moves to when its host is lost and this launcher takes its place.
+    /// The address of the store if this launcher becomes its host.
     #[serde(default)]
     pub standby: Option<SocketAddr>,
     /// Our version: launchers of different builds do not mix.
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn cards_must_agree() {
+    fn node_infos_must_agree() {
         let mine = info();
         assert!(
             compare(
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_are_told_apart_by_their_names_and_else_by_their_programs() {
+    fn jobs_differ_by_their_names_or_else_by_their_programs() {
         let job = |run_id: &str, program: &str| NodeInfo {
             run_id: run_id.into(),
             program: program.into(),

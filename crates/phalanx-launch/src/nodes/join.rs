@@ -1,4 +1,4 @@
-//! A launcher joins a job: it reaches the store of node 0, says what it is, and waits for the others.
+//! A launcher joins a job: it connects to the store of node 0, publishes its [`NodeInfo`], and waits for the others.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -16,9 +16,9 @@ use phalanx_wire::Token;
 use super::attempts::ToBegin;
 use super::info::{NodeInfo, compare, compare_jobs, mixed};
 use super::membership::{Attempt, LauncherEvent, LauncherLog, Launchers};
-use super::pulse::Heard;
+use super::pulse::Heartbeats;
 use super::standby::{self, Roster};
-use super::{ANSWER_LIMIT, LAST_WORDS, NodeStore, Nodes, QUIET, SLICE, lost_store};
+use super::{ANSWER_LIMIT, END_LIMIT, NodeStore, Nodes, QUIET, SLICE, lost_store};
 use crate::error::{Error, ErrorKind, Result};
 use crate::report::{JobFailure, taken_apart};
 use crate::{lock, say, spawn, system};
@@ -28,8 +28,7 @@ const ARRIVED_KEY: &str = "launch/arrived";
 
 /// How much longer than its deadline connecting may take: resolving a name has none.
 const LOOKUP_LIMIT: Duration = Duration::from_secs(1);
-/// Threads of a launcher that ask the store at once: the one that beats, the one that waits for the verdict, and the
-/// main one.
+/// Threads of a launcher that use the store at once: for heartbeats, for the verdict, and the main thread.
 pub(super) const ASKING_THREADS: usize = 3;
 /// Most kinds of refused connections that are named at a time.
 const REFUSED_SHOWN: usize = 3;
@@ -39,7 +38,7 @@ const LONGEST: usize = 4000;
 /// Joins as node `me`, or as the next one that arrives; `interrupted` is asked often and ends it.
 ///
 /// # Errors
-/// `Timeout` names the nodes that did not come, or the address where nobody
+/// `Timeout` names the nodes that did not come, or the address where no launcher
 /// listens; `Usage` names the node that was started differently.
 pub fn join(
     at: &mut NodeStore,
@@ -53,7 +52,7 @@ pub fn join(
     let started = Instant::now();
     let deadline = started + timeout;
     let store = reach(at, &info, token, (started, deadline), &mut interrupted)?;
-    // The way to node 0 says by which of our addresses others reach us.
+    // Other nodes reach this one at the local address of its connection to node 0.
     if at.server.is_none() {
         at.bind = at.bind.or(store.local_ip());
     }
@@ -61,21 +60,21 @@ pub fn join(
     let standby = standby_of(at, &info, token, ports);
     info.standby = standby.as_ref().map(TcpServer::local_addr);
     let total = info.nodes;
-    // Until all are here the meeting's deadline holds for every question.
+    // Until all nodes have joined, the deadline of joining limits every request.
     let left = deadline.saturating_duration_since(Instant::now());
-    store.set_response_timeout(left.clamp(LAST_WORDS, ANSWER_LIMIT));
-    // Without them a request opens one.
+    store.set_response_timeout(left.clamp(END_LIMIT, ANSWER_LIMIT));
+    // Without reserved connections a request opens one.
     let _ = store.reserve_connections(ASKING_THREADS);
     let store = Arc::new(store);
     let mut log = LauncherLog::new(store.clone());
     if at.server.is_none() && me != Some(0) {
-        // Before anything is written: a launcher that is refused hurts no other.
+        // Compared before anything is written, so that a refused launcher does not disturb the others.
         let first = node_0(&mut log, deadline, &mut interrupted)?;
         compare_jobs(&info, &first, &at.dial)?;
         compare(&info, me, &first, 0).inspect_err(|error| {
             if info.least.is_none() {
-                // The others would wait for this node, unless all have met.
-                let _ = leave_word(&mut log, store.local_ip(), &info.host, error);
+                // The others would wait for this node, unless all have joined.
+                let _ = publish_mistake(&mut log, store.local_ip(), &info.host, error);
             }
         })?;
     }
@@ -100,8 +99,8 @@ pub fn join(
         attempt: Attempt::default(),
         stop: Arc::new(AtomicBool::new(false)),
         is_watched: Arc::new(AtomicBool::new(true)),
-        heard: Arc::new(Heard::new(total)),
-        host: Arc::new(Heard::new(1)),
+        beats: Arc::new(Heartbeats::new(total)),
+        host: Arc::new(Heartbeats::new(1)),
         gone: Arc::default(),
         out_of_reach: AtomicBool::new(false),
         will: Mutex::new(will),
@@ -117,7 +116,7 @@ pub fn join(
         nodes.store.set_response_timeout(ANSWER_LIMIT);
         return Ok(nodes);
     }
-    // From here on the others count on us: a failure must reach them.
+    // From here on the others expect this launcher: they must learn of its failure.
     match nodes.gather(total, &info, started, deadline, &mut interrupted) {
         Ok(attempt) => {
             nodes.is_elastic = info.elastic;
@@ -187,16 +186,16 @@ fn standby_of(
     standby
 }
 
-/// Writes the description of launcher `me`, with which the others begin to count on it. Returns its will.
+/// Writes the description of launcher `me`; from then on the others expect it. Returns its will.
 fn register(log: &mut LauncherLog, me: usize, info: &NodeInfo) -> Result<Option<Will>> {
     let why = JobFailure::of_killed(me, &info.host);
     let killed = match info.least.is_some() && me != 0 {
         true => LauncherEvent::Lost { id: me, why },
         false => LauncherEvent::Abort(why),
     };
-    // Before the entry, with which the others begin to count on us.
+    // Left before the entry, because from then on the others expect this launcher.
     let mut will = match me {
-        // Its store would die with it.
+        // The store would end with it.
         0 => None,
         _ => {
             let killed = serde_json::to_vec(&killed).map_err(system("cannot write JSON"))?;
@@ -227,8 +226,8 @@ fn register(log: &mut LauncherLog, me: usize, info: &NodeInfo) -> Result<Option<
                 .note("fix", "give every launcher its own --node-rank")
         }
     };
-    // Without its number, which is the other launcher's.
-    let _ = leave_word(log, info.address, &info.host, &error);
+    // Without a node rank: it is the other launcher's.
+    let _ = publish_mistake(log, info.address, &info.host, &error);
     Err(error)
 }
 
@@ -252,12 +251,12 @@ fn node_0(
             Err(error) if error.kind() == StoreKind::NoAnswer && Instant::now() < deadline => {}
             Err(error) => return Err(lost_node_0(error)),
         }
-        check_goes_on(log.state(), interrupted)?;
+        check_not_over(log.state(), interrupted)?;
     }
 }
 
-/// That the job has no verdict yet, and this launcher was not interrupted.
-fn check_goes_on(
+/// Fails if the job has a verdict, or this launcher was interrupted.
+fn check_not_over(
     launchers: &Launchers,
     interrupted: &mut impl FnMut() -> Option<Error>,
 ) -> Result<()> {
@@ -266,7 +265,7 @@ fn check_goes_on(
     error.or_else(interrupted).map_or(Ok(()), Err)
 }
 
-/// The number of a node that has none: the next one after those that have arrived.
+/// The number of a launcher without one: the next after those that have arrived.
 fn arrive(store: &TcpStore, total: usize) -> Result<usize> {
     let arrived = store.add(ARRIVED_KEY, 1).map_err(lost_node_0)?;
     let me = usize::try_from(arrived).unwrap_or(usize::MAX);
@@ -289,9 +288,9 @@ fn connect(
     deadline: Instant,
     interrupted: &mut impl FnMut() -> Option<Error>,
 ) -> Result<TcpStore> {
-    // One attempt until the deadline, as a new one goes to the end of a busy server's queue.
+    // One attempt until the deadline, because a new one goes to the end of a busy server's queue.
     // It cannot be interrupted, so it runs on a thread.
-    let (tell, told) = channel();
+    let (sender, connected) = channel();
     let last = Arc::new(Mutex::new(None));
     let failure = last.clone();
     let (to, token) = (dial.to_owned(), token.clone());
@@ -309,13 +308,13 @@ fn connect(
             }
             *lock(&failure) = Some(error.to_string());
         });
-        // Nobody listens after an interrupt.
-        let _ = tell.send(store);
+        // After an interrupt there is no receiver.
+        let _ = sender.send(store);
     })?;
     let last = || lock(&last).clone();
     let mut say_at = QUIET;
     let error = loop {
-        match told.recv_timeout(SLICE) {
+        match connected.recv_timeout(SLICE) {
             Ok(Ok(store)) => return Ok(store),
             Ok(Err(error)) => break Some(error),
             Err(RecvTimeoutError::Timeout) => {}
@@ -391,12 +390,12 @@ impl Nodes {
         loop {
             match log.wait(SLICE) {
                 Ok(_) => {}
-                // It says nothing of who came.
+                // The log was not read: no event is known.
                 Err(error) if error.kind() == StoreKind::NoAnswer => {}
                 Err(error) => return Err(lost_node_0(error)),
             }
-            // Look at entries as they come: a node that expects another world
-            // must not keep us waiting for one that never comes.
+            // Compare entries as they come: otherwise a node that was started with other flags
+            // could make all wait until the deadline.
             let there = (0..total).filter_map(|node| Some((node, log.state().info(node)?)));
             for (node, theirs) in there.filter(|(node, _)| !seen.contains(node)) {
                 compare(info, Some(self.me), theirs, node)?;
@@ -420,8 +419,8 @@ impl Nodes {
             if let Some(attempt) = log.state().attempt() {
                 return Ok(attempt.clone());
             }
-            check_goes_on(log.state(), interrupted)?;
-            // Where all have come, node 0 has still to say so.
+            check_not_over(log.state(), interrupted)?;
+            // If all have joined, node 0 has yet to begin the attempt.
             let absent = match absent.is_empty() {
                 true => vec![0],
                 false => absent,
@@ -487,8 +486,8 @@ impl Nodes {
     }
 }
 
-/// Ends the job by `error` of a node of `host` at `address`, unless an attempt has begun, which runs without this one.
-fn leave_word(
+/// Ends the job with the `error` of a launcher on `host` at `address`, unless an attempt has begun: it runs without this one.
+fn publish_mistake(
     log: &mut LauncherLog,
     address: Option<IpAddr>,
     host: &str,
@@ -509,7 +508,7 @@ fn leave_word(
     log.append(|all| all.attempt().is_none().then(|| all.abort_for(&verdict))?)
 }
 
-/// The store does not answer before the nodes know each other.
+/// The error that the store does not answer before all nodes have joined.
 fn lost_node_0(error: phalanx_store::Error) -> Error {
     lost_store("node 0", error)
 }

@@ -1,7 +1,7 @@
-//! Which launchers make an attempt, and when one begins or the job ends: a state machine without sockets and clocks.
+//! Which launchers take part in an attempt, and when one begins or the job ends: a state machine without sockets and clocks.
 //!
-//! Its state follows from the log of the launchers, which each of them reads. The launcher that hosts the store
-//! [decides](Launchers::decide), and writes its decision as one more event, so another one that gets the store decides on.
+//! Its state follows from the log of the launchers, which all launchers read. The launcher that hosts the store
+//! [decides](Launchers::decide), and writes its decision as one more event. If the store moves, its new host continues from there.
 //!
 //! | key            | value                       | written by                                                      |
 //! |----------------|-----------------------------|-----------------------------------------------------------------|
@@ -20,20 +20,20 @@
 //! | stopping | all have ended, `least` or more are there | running  | start       |
 //! | stopping | all have ended, fewer are there           | forming  |             |
 //!
-//! Where ranks go on in place, an attempt has other launchers in its course:
+//! With `--elastic` ranks continue in place: launchers join and leave an attempt while it runs.
 //!
 //! | phase    | event                                     | next     | decision    |
 //! |----------|-------------------------------------------|----------|-------------|
 //! | running  | a member is lost                          | running  | lose        |
 //! | running  | a launcher arrives, and there is room     | running  | admit       |
 //! | running  | fewer than `least` are left               | running  | hold        |
-//! | running  | `least` are there again                   | running  | go on       |
+//! | running  | `least` are there again                   | running  | continue    |
 //! | running  | the join time-out, fewer than `least`     | decided  | too few     |
 //! | running  | no rank that is left has the state        | stopping | stop        |
 //!
 //! As under torchrun, the last call begins when `least` launchers are there, and a launcher that arrives does not count
-//! as a restart. Unlike there, a lost one does not count either, and what is left of an attempt starts the next without a
-//! last call. A launcher that arrives after ranks of a member have succeeded interrupts no rank.
+//! as a restart. Unlike there, a lost launcher does not count either, and the next attempt begins without a last call. A
+//! launcher that arrives after ranks of a member have succeeded interrupts no rank.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -50,12 +50,12 @@ pub type Id = usize;
 /// The log of a job's launchers.
 pub type LauncherLog = EventLog<Launchers>;
 
-/// Something that has happened to a launcher, or that was decided.
+/// Something that has happened to a launcher, or a decision.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum LauncherEvent {
     /// Launcher `id` has joined the job.
     Arrived { id: Id, info: NodeInfo },
-    /// Nothing more comes from launcher `id`. Written by itself, its guard, its will, or the host of the store.
+    /// Launcher `id` is lost or has left. Written by itself, its guard, its will, or the host of the store.
     Lost { id: Id, why: JobFailure },
     /// The launchers of the attempt start their ranks.
     Began(Attempt),
@@ -84,7 +84,7 @@ pub struct Attempt {
     pub why: String,
     /// Its launchers, by node rank. The list only grows.
     pub(super) ids: Vec<Id>,
-    /// What they have said of themselves.
+    /// Their descriptions, in the same order.
     #[serde(skip)]
     pub(super) infos: Vec<NodeInfo>,
     /// The ranks' `MASTER_PORT` on node 0.
@@ -119,7 +119,7 @@ impl Attempt {
         node.map_or(0..0, |node| ranks_of(&self.infos, node))
     }
 
-    /// With how many ranks it began.
+    /// The number of ranks with which it began.
     pub(super) fn world(&self) -> usize {
         let first = self.infos.iter().filter(|info| info.joins_as.is_none());
         first.map(|info| info.local_ranks).sum()
@@ -139,7 +139,7 @@ pub struct Rules {
     pub last_call: Duration,
     /// How many failures start another attempt.
     pub max_restarts: u32,
-    /// Ranks go on without those that are lost, and with others.
+    /// Ranks continue when others are lost or join (`--elastic`).
     pub in_place: bool,
 }
 
@@ -148,22 +148,22 @@ pub struct Rules {
 pub(super) enum Decision {
     /// Begin the attempt with these launchers, by node rank, after this many failures.
     Start(Vec<Id>, u32),
-    /// End the ranks of this attempt, for the launchers that have arrived or are lost.
+    /// End the ranks of this attempt, because launchers have arrived or are lost.
     Stop,
     /// All ranks of all members have succeeded.
     Succeed,
     /// The job ends for this reason: a rank failed, and no restart is left.
     Fail(JobFailure),
-    /// The job ends: this many launchers are there.
+    /// The job ends: only this many launchers are present.
     TooFew(usize),
-    /// The ranks go on without those of this launcher.
+    /// The ranks continue without those of this launcher.
     Lose(Id),
-    /// They go on with those of this launcher.
+    /// The ranks of this launcher join the others.
     Admit(Id),
-    /// They wait until more launchers are there than this.
+    /// The ranks wait: only this many launchers are present.
     Hold(usize),
-    /// They go on.
-    GoOn,
+    /// The ranks do not wait any more.
+    Continue,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -179,7 +179,7 @@ enum Member {
 /// The launchers of a job, after the events of their log.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Launchers {
-    /// Of all that have arrived.
+    /// The descriptions of all launchers that have arrived.
     infos: BTreeMap<Id, NodeInfo>,
     lost: BTreeMap<Id, JobFailure>,
     /// The attempt that was begun last, with those that have joined it.
@@ -190,7 +190,7 @@ pub struct Launchers {
     /// Why the attempt has ended, and whether a rank has failed.
     over: Option<(JobFailure, bool)>,
     abort: Option<JobFailure>,
-    /// Who has come and gone since the last attempt began.
+    /// Messages on launchers that have joined or left since the last attempt began.
     changes: Vec<String>,
 }
 
@@ -291,14 +291,14 @@ impl Launchers {
         }
         self.lost.insert(id, why);
         match self.members.get_mut(&id) {
-            // No rank misses it.
+            // Its ranks have succeeded, so no rank needs it.
             Some(Member::Done) if self.over.is_none() => drop(self.members.remove(&id)),
             Some(state) => *state = Member::Lost,
             None => {}
         }
     }
 
-    /// What launcher `id` has said of itself.
+    /// The description of launcher `id`.
     pub(super) fn info(&self, id: Id) -> Option<&NodeInfo> {
         self.infos.get(&id)
     }
@@ -309,7 +309,7 @@ impl Launchers {
         all.filter(|id| !self.lost.contains_key(id))
     }
 
-    /// Those of them that are not part of the attempt.
+    /// The launchers that have arrived, are not lost and are not part of the attempt.
     pub(super) fn waiting(&self) -> impl Iterator<Item = Id> {
         let is_member = |id: &Id| self.attempt.as_ref().is_some_and(|a| a.ids.contains(id));
         self.there().filter(move |id| !is_member(id))
@@ -345,12 +345,12 @@ impl Launchers {
         self.abort.is_some() || self.over().is_some_and(|why| why.code == 0)
     }
 
-    /// The event with which the job ends for `why`, unless there is a better verdict.
+    /// The event that ends the job for `why`, unless there is a better verdict.
     pub(super) fn abort_for(&self, why: &JobFailure) -> Option<LauncherEvent> {
         is_better(why, self.abort()).then(|| LauncherEvent::Abort(why.clone()))
     }
 
-    /// The event with which `attempt` ends for `why`, unless there is a better verdict.
+    /// The event that ends `attempt` for `why`, unless there is a better verdict.
     pub(super) fn over_for(
         &self,
         attempt: u32,
@@ -368,20 +368,20 @@ impl Launchers {
         })
     }
 
-    /// The event with which `attempt` begins, unless it has.
+    /// The event that begins `attempt`, unless it has begun.
     pub(super) fn begin_with(&self, attempt: &Attempt) -> Option<LauncherEvent> {
         let last = self.attempt.as_ref();
         let is_new = last.is_none_or(|last| last.number < attempt.number);
         is_new.then(|| LauncherEvent::Began(attempt.clone()))
     }
 
-    /// The event that launcher `id` is lost for `why`, unless it is known.
+    /// The event that launcher `id` is lost for `why`, unless the log has it.
     pub(super) fn lost_for(&self, id: Id, why: &JobFailure) -> Option<LauncherEvent> {
         let why = why.clone();
         (!self.lost.contains_key(&id)).then_some(LauncherEvent::Lost { id, why })
     }
 
-    /// What to do at `now`; `None`: wait for the next event. The same again until its event is in the log.
+    /// What to do at `now`; `None`: wait for the next event. The decision repeats until its event is in the log.
     pub(super) fn decide(&self, host: &mut Host, now: Duration) -> Option<Decision> {
         let Host { rules, .. } = *host;
         if self.is_decided() {
@@ -393,7 +393,7 @@ impl Launchers {
         if host.attempt != Some(attempt.number) {
             *host = Host {
                 attempt: Some(attempt.number),
-                takes_others: host.takes_others,
+                can_grow: host.can_grow,
                 ..Host::new(rules)
             };
         }
@@ -438,7 +438,7 @@ impl Launchers {
         }
         if let Some(id) = waiting.filter(|_| count < rules.most) {
             match rules.in_place {
-                true if host.takes_others => return Some(Decision::Admit(id)),
+                true if host.can_grow => return Some(Decision::Admit(id)),
                 true => {}
                 false => return Some(Decision::Stop),
             }
@@ -451,13 +451,13 @@ impl Launchers {
             (true, Some(since)) if now >= since + rules.join => Some(Decision::TooFew(count)),
             (false, Some(_)) => {
                 host.short = None;
-                Some(Decision::GoOn)
+                Some(Decision::Continue)
             }
             _ => None,
         }
     }
 
-    /// Waits for launchers, with which an attempt after this many failures begins.
+    /// Waits for enough launchers for the next attempt, after this many failures.
     fn form(&self, host: &mut Host, restarts: u32, now: Duration) -> Option<Decision> {
         let there = self.there().count();
         let rules = host.rules;
@@ -475,7 +475,7 @@ impl Launchers {
         }
     }
 
-    /// Those of the last attempt go before those that wait, and an earlier arrival before a later one.
+    /// Launchers of the last attempt come before those that wait, and earlier arrivals before later ones.
     fn start(&self, host: &mut Host, restarts: u32) -> Option<Decision> {
         let mut chosen: Vec<Id> = self.there().collect();
         chosen.sort_by_key(|id| !self.members.contains_key(id));
@@ -485,25 +485,25 @@ impl Launchers {
         is_new.then_some(Decision::Start(chosen, restarts))
     }
 
-    /// Who has come and gone and has not been dealt with.
+    /// The launchers that have joined or left and were not dealt with yet, as one line.
     pub(super) fn changes(&self, host: &Host) -> String {
         self.changes.get(host.seen..).unwrap_or_default().join("; ")
     }
 }
 
-/// What only the launcher with the store knows. Times are since any moment.
+/// What only the launcher with the store knows. Times count from any fixed moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Host {
     pub(super) rules: Rules,
-    /// The ranks take in others.
-    pub(super) takes_others: bool,
-    /// The attempt of which the rest is said.
+    /// The ranks accept processes that join.
+    pub(super) can_grow: bool,
+    /// The attempt that the other fields describe.
     attempt: Option<u32>,
     /// Launchers are waited for: failures so far, since when, and when the last call began.
     forming: Option<(u32, Duration, Option<Duration>)>,
     /// [`Decision::Start`] was taken.
     is_starting: bool,
-    /// Since when there are too few, in place.
+    /// Since when too few launchers are present, with ranks in place.
     short: Option<Duration>,
     /// Those for which [`Decision::Lose`] was taken.
     lost: BTreeSet<Id>,
@@ -519,12 +519,12 @@ impl Host {
         }
     }
 
-    /// The changes so far are no reason for what fails later.
+    /// Later failures have other causes than the changes so far.
     pub(super) fn see_changes(&mut self, launchers: &Launchers) {
         self.seen = launchers.changes.len();
     }
 
-    /// Ranks that take in no others do not wait for them.
+    /// Ranks that accept no processes do not wait for launchers.
     pub(super) fn never_holds(&mut self) {
         self.rules.least = 1;
     }

@@ -1,22 +1,22 @@
 //! A job of several nodes: their launchers meet in the store of node 0, agree on the
-//! world, and share the verdict (why the job ended).
+//! nodes and ranks of the job, and share the verdict: why the job ended.
 //!
 //! | key               | value                          | written by            |
 //! |-------------------|--------------------------------|-----------------------|
 //! | `launch/log/K`    | what has happened to launchers, and what was decided (`membership.rs`) | launchers |
 //! | `launch/arrived`  | a count that rises             | launchers without a number, to get one |
 //! | `launch/beat/R`   | nothing                        | launcher R, every 200 ms; node 0 removes it when it has seen it |
-//! | `launch/left/R`   | launcher R needs the store no more | launcher R        |
-//! | `launch/gone/R`   | nothing comes from launcher R: for how many seconds, or `closed` | node 0, the store (launcher R's will) |
+//! | `launch/left/R`   | launcher R does not need the store any more | launcher R |
+//! | `launch/gone/R`   | for how many seconds launcher R has been silent, or `closed` | node 0, the store (launcher R's will) |
 //!
-//! Node 0 is the one whose launcher hosts the store: where ranks go on in place it may be another one later (`standby.rs`).
+//! Node 0 is the node whose launcher hosts the store. With `--elastic`, another launcher may host it later (`standby.rs`).
 //!
-//! When a launcher dies, its guard writes so into the log, or, before there is a guard, the
-//! store does (the launcher's will). A host that vanishes or is cut off stops beating, which
-//! node 0 notices (`pulse.rs`, `silence.rs`). All others notice when node 0's answers end, or its store.
+//! When a launcher dies, its guard writes that into the log. Before there is a guard, the
+//! store writes it (the launcher's will). When a host vanishes or is cut off, node 0 misses its
+//! heartbeats (`pulse.rs`, `silence.rs`). When node 0 or its store is lost, the others get no more answers.
 //!
-//! Ranks may notice a lost node sooner than launchers do. A verdict that only says so (an echo) names the node
-//! that is lost instead ([`Nodes::lost`]).
+//! Ranks may notice a lost node sooner than launchers do. Their error is only an echo of the cause, so the verdict
+//! names the lost node instead ([`Nodes::lost`]).
 
 mod attempts;
 mod info;
@@ -46,7 +46,7 @@ use phalanx_wire::Token;
 
 use self::info::name_of;
 use self::membership::Launchers;
-use self::pulse::{Heard, Pulse, SILENT, gone_key};
+use self::pulse::{Heartbeats, Pulse, SILENT, gone_key};
 use self::standby::{Quorum, Roster};
 use super::Event;
 use super::report::JobFailure;
@@ -55,17 +55,16 @@ use crate::{lock, say, spawn};
 
 /// How often blocking steps check for a Ctrl-C.
 const SLICE: Duration = Duration::from_millis(200);
-/// How long one question for the verdict waits.
+/// How long one request for the verdict waits.
 const VERDICT_WAIT: Duration = Duration::from_millis(500);
-/// How long node 0 keeps the store, from the moment on when all is decided,
-/// so that every launcher can read the end of the story there.
+/// How long node 0 keeps the store after the verdict is decided, so that every launcher can read it.
 const LEAVE_LIMIT: Duration = Duration::from_secs(1);
 
 /// How long the store may take to answer while the nodes meet.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
-/// How long the store may take to answer once this node's end is decided: it
-/// may be out of reach, and an end must not wait for that.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+/// How long the store may take to answer once the end of this node is decided: the store
+/// may be out of reach, and the launcher must end all the same.
+const END_LIMIT: Duration = Duration::from_millis(500);
 
 /// When a wait is reported for the first time; then again each time it has doubled.
 const QUIET: Duration = Duration::from_secs(2);
@@ -73,9 +72,9 @@ const QUIET: Duration = Duration::from_secs(2);
 /// The nodes of the job, after all have joined.
 pub struct Nodes {
     store: Arc<TcpStore>,
-    /// On the host of the store, the store.
+    /// The store, on the launcher that hosts it.
     server: Option<Arc<TcpServer>>,
-    /// Of another launcher, where the store may move to.
+    /// On another launcher, the closed server to which the store can move.
     standby: Option<Arc<TcpServer>>,
     /// Disconnected when the thread that follows the host of the store has ended.
     standing_by: Option<Receiver<()>>,
@@ -84,11 +83,11 @@ pub struct Nodes {
     /// The address of node 0.
     first: String,
     token: Token,
-    /// Where this launcher and its ranks read where the store is, once it may move.
+    /// The file with the address of the store, for this launcher and its ranks, if the store may move.
     moves: Option<PathBuf>,
-    /// What has happened to the launchers.
+    /// The log of the launchers.
     log: Mutex<LauncherLog>,
-    /// The number of this launcher. It is the node's unless launchers come and go.
+    /// The number of this launcher: the node rank, unless launchers join and leave.
     id: usize,
     me: usize,
     /// The attempt of which this launcher is part, or was last.
@@ -96,30 +95,30 @@ pub struct Nodes {
     stop: Arc<AtomicBool>,
     /// Ends the threads that watch the launchers of this attempt.
     is_watched: Arc<AtomicBool>,
-    heard: Arc<Heard>,
-    host: Arc<Heard>,
-    /// Tells the others that our connection to the store has ended.
+    beats: Arc<Heartbeats>,
+    host: Arc<Heartbeats>,
+    /// The will by which the others learn that the connection of this launcher to the store has ended.
     gone: Arc<Mutex<Option<Will>>>,
-    /// The store did not answer our last words.
+    /// The store did not answer after the end was decided.
     out_of_reach: AtomicBool,
-    /// Our verdict, should we be killed before we have a guard.
+    /// The verdict that the store publishes if this launcher is killed before it has a guard.
     will: Mutex<Option<Will>>,
     /// Another attempt may follow.
     can_restart: bool,
-    /// Launchers may go, or come and go.
+    /// Launchers may leave, or join and leave.
     is_elastic: bool,
-    /// This one has said that it goes.
+    /// This launcher has announced that it leaves.
     has_left: Arc<AtomicBool>,
     to_begin: attempts::ToBegin,
-    /// An attempt runs without this launcher, which waits for a place.
+    /// An attempt runs without this launcher, which waits as a spare.
     is_spare: bool,
-    /// Where the store may be next, for a spare, and until when it looks there.
+    /// For a spare: the addresses at which it looks for the store when it loses it, and until when.
     servers: Vec<String>,
     searches_until: Option<Instant>,
 }
 
 impl Drop for Nodes {
-    /// This launcher ends without a guard. Where it could not publish why, its will is all that the others hear.
+    /// This launcher ends without a guard. If it could not publish why, the others learn it from its will.
     fn drop(&mut self) {
         let will = self.will.get_mut().unwrap_or_else(PoisonError::into_inner);
         will.take().into_iter().for_each(Will::execute);
@@ -127,8 +126,8 @@ impl Drop for Nodes {
 }
 
 impl Nodes {
-    /// Our guard has our verdict: from now on a broken connection to the store
-    /// alone is nobody's death.
+    /// The guard has the verdict now: from here on a broken connection to the store
+    /// does not mean that this launcher is dead.
     pub fn is_guarded(&self) {
         let mut will = lock(&self.will);
         drop(will.take());
@@ -144,11 +143,11 @@ impl Nodes {
         &self.attempt.infos
     }
 
-    /// Starts the threads that beat and listen. A node is lost after a silence of `limit`.
+    /// Starts the threads that send heartbeats and read the log. A node is lost after a silence of `limit`.
     pub fn watch(&self, limit: Duration, events: Sender<Event>) -> Result<()> {
-        self.heard.watch(self.infos().len(), limit);
+        self.beats.watch(self.infos().len(), limit);
         self.host.watch(1, limit);
-        // A node that is lost is waited for no longer.
+        // The store waits for a lost node for this long.
         self.store.set_response_timeout(limit);
         self.start_watching(events)
     }
@@ -156,7 +155,7 @@ impl Nodes {
     fn start_watching(&self, events: Sender<Event>) -> Result<()> {
         let pulse = || Pulse {
             store: self.store.clone(),
-            heard: self.heard.clone(),
+            beats: self.beats.clone(),
             host: self.host.clone(),
             gone: self.gone.clone(),
             stop: self.stop.clone(),
@@ -165,17 +164,17 @@ impl Nodes {
             ids: self.attempt.ids.clone(),
             lost: self.lost_launchers(),
         };
-        // Where the main thread has ended, nobody listens.
-        let tell = move |event: Event| drop(events.send(event));
-        let (beating, tell_of_loss) = (pulse(), tell.clone());
+        // If the main thread has ended, there is no receiver.
+        let send = move |event: Event| drop(events.send(event));
+        let (beating, send_loss) = (pulse(), send.clone());
         if self.server.is_some() {
-            let lost = self.on_loss(tell_of_loss);
-            spawn("beat", move || beating.hear(lost))?;
+            let lost = self.on_loss(send_loss);
+            spawn("beat", move || beating.watch(lost))?;
             if let Some(quorum) = self.quorum() {
                 let (watching, publish, me) = (pulse(), self.publish_loss(), self.me);
                 let attempt = self.attempt.clone();
                 spawn("quorum", move || {
-                    while watching.goes_on() {
+                    while watching.is_running() {
                         quorum.note_dropped();
                         for id in quorum.drop_ended() {
                             let name = attempt.name_of(id);
@@ -188,11 +187,11 @@ impl Nodes {
         } else {
             spawn("beat", move || beating.beat())?;
             let (looking, host) = (pulse(), self.node_of_host());
-            // The thread that follows the host looks otherwise.
+            // Otherwise the thread that follows the host of the store does this.
             if self.moves.is_none() {
                 spawn("silence", move || {
                     if looking.is_host_lost() {
-                        tell_of_loss(Event::NodeLost(host));
+                        send_loss(Event::NodeLost(host));
                     }
                 })?;
             }
@@ -205,73 +204,73 @@ impl Nodes {
         let may_be_lost = self.is_elastic && self.server.is_none();
         let (id, has_left) = (self.id, self.has_left.clone());
         spawn("nodes", move || {
-            while listening.goes_on() {
+            while listening.is_running() {
                 let all = log.state();
-                // This launcher writes the same before it goes.
+                // This launcher also writes it before it leaves.
                 if may_be_lost && all.why_lost(id).is_some() && !has_left.load(Ordering::Relaxed) {
-                    return tell(Event::WasLost);
+                    return send(Event::WasLost);
                 }
                 if let Some(verdict) = all.abort() {
-                    return tell(Event::Abort(Box::new(verdict.clone())));
+                    return send(Event::Abort(Box::new(verdict.clone())));
                 }
                 if let Some(attempt) = all.attempt() {
                     let number = attempt.number;
                     if let Some(why) = all.over().filter(|_| over != Some(number)) {
                         over = Some(number);
-                        tell(Event::Over(number, Box::new(why.clone())));
+                        send(Event::Over(number, Box::new(why.clone())));
                     }
                     let now = (number, attempt.ids.len());
                     if std::mem::replace(&mut last, now) < now {
-                        tell(Event::Admit(Box::new(attempt.clone())));
+                        send(Event::Admit(Box::new(attempt.clone())));
                     }
                 }
                 match log.wait(VERDICT_WAIT) {
                     Ok(_) => {}
                     Err(error) if error.kind() == StoreKind::NoAnswer => {}
                     // It has moved since the question.
-                    Err(_) if !listening.goes_on() => return,
+                    Err(_) if !listening.is_running() => return,
                     Err(error) => {
-                        return tell(Event::StoreLost(lost_store(&host, error).chain()));
+                        return send(Event::StoreLost(lost_store(&host, error).chain()));
                     }
                 }
             }
         })
     }
 
-    /// What the host of the store does about a node from which nothing comes any more.
-    fn on_loss<T>(&self, tell: T) -> impl FnMut(usize) -> bool + use<T>
+    /// What the host of the store does about a node that is silent for too long.
+    fn on_loss<T>(&self, send: T) -> impl FnMut(usize) -> bool + use<T>
     where
         T: Fn(Event) + Send + 'static,
     {
-        let (heard, is_elastic, me) = (self.heard.clone(), self.is_elastic, self.me);
+        let (beats, is_elastic, me) = (self.beats.clone(), self.is_elastic, self.me);
         let attempt = self.attempt.clone();
         let (quorum, publish_loss) = (self.quorum(), self.publish_loss());
         let is_watched = self.is_watched.clone();
         move |node| {
             if !is_elastic {
-                tell(Event::NodeLost(node));
+                send(Event::NodeLost(node));
                 return true;
             }
             let ids = &attempt.ids;
-            let is_silent = |node: &usize| *node != me && heard.is_lost(*node);
+            let is_silent = |node: &usize| *node != me && beats.is_lost(*node);
             let silent = (0..ids.len()).filter(is_silent).map(|node| ids[node]);
             let silent: BTreeSet<usize> = silent.collect();
             if let Some(quorum) = &quorum
                 && !quorum.drop(ids[node], &silent)
             {
                 is_watched.store(false, Ordering::Relaxed);
-                tell(Event::Parted);
+                send(Event::Parted);
                 return true;
             }
-            // The job goes on without it.
+            // The job continues without it.
             let name = attempt.name_of(ids[node]);
-            publish_loss(ids[node], verdict_of_lost(&name, me, heard.silent(node)));
+            publish_loss(ids[node], verdict_of_lost(&name, me, beats.silent(node)));
             true
         }
     }
 
-    /// Publishes that a launcher is lost, unless it has ended as it should: on a thread of its own, since the answer may wait
-    /// for another launcher that is silent, and again until it is told.
+    /// Publishes that a launcher is lost, unless it has ended as it should. Runs on a thread of its own, because the answer may
+    /// wait for another silent launcher, and repeats until the store has the event.
     fn publish_loss(&self) -> impl Fn(usize, JobFailure) + Send + use<> {
         let (store, roster, stop) = (self.store.clone(), self.roster.clone(), self.stop.clone());
         let log = lock(&self.log).clone();
@@ -283,7 +282,7 @@ impl Nodes {
                     log.append(|all| all.lost_for(id, &verdict))?;
                     lock(&roster).lost.insert(id);
                 }
-                // It is no reason for what fails later.
+                // Later failures have other causes.
                 store.delete(&gone_key(id)).map(drop)
             };
             let publishing = spawn("lost", move || {
@@ -318,20 +317,19 @@ impl Nodes {
         lock(&self.log).state().lost()
     }
 
-    /// The verdict that `node`, from which nothing comes any more, is lost. Without its host nothing else is asked of the
-    /// store.
+    /// The verdict that the silent `node` is lost. If it hosted the store, the store is not asked again.
     pub fn verdict_of_lost(&self, node: usize) -> JobFailure {
         let silent = match node == self.node_of_host() && self.server.is_none() {
             true => {
                 self.ask_no_more();
                 self.host.silent(0)
             }
-            false => self.heard.silent(node),
+            false => self.beats.silent(node),
         };
         verdict_of_lost(&name_of(self.infos(), node), self.me, silent)
     }
 
-    /// The verdict that this launcher reaches too few of the others to go on.
+    /// The verdict that this launcher reaches too few of the others to continue.
     pub fn verdict_of_parted(&self) -> JobFailure {
         self.ask_no_more();
         let node = match &self.server {
@@ -340,7 +338,7 @@ impl Nodes {
                 let lost = &lock(&self.roster).lost;
                 let is_lost = |node: &usize| {
                     let is_other = *node != self.me && !lost.contains(&self.attempt.ids[*node]);
-                    is_other && self.heard.is_lost(*node)
+                    is_other && self.beats.is_lost(*node)
                 };
                 (0..self.infos().len()).find(is_lost).unwrap_or(0)
             }
@@ -352,22 +350,22 @@ impl Nodes {
         verdict
     }
 
-    /// From now on nothing waits for the store.
+    /// From now on no request waits for the store.
     fn ask_no_more(&self) {
         self.out_of_reach.store(true, Ordering::Relaxed);
-        self.store.set_response_timeout(LAST_WORDS);
+        self.store.set_response_timeout(END_LIMIT);
         if let Some(file) = &self.moves {
             self.store.move_with(file.clone(), Duration::ZERO);
         }
     }
 
-    /// Whether there is any use in asking the store: once the end is decided,
-    /// a store that did not answer is not asked again.
+    /// Asks the store with a short limit, for the time after the end is decided. A store that did not
+    /// answer once is not asked again.
     fn reachable<T>(&self, ask: impl FnOnce(&TcpStore) -> phalanx_store::Result<T>) -> Option<T> {
         if self.out_of_reach.load(Ordering::Relaxed) {
             return None;
         }
-        self.store.set_response_timeout(LAST_WORDS);
+        self.store.set_response_timeout(END_LIMIT);
         match ask(&self.store) {
             Ok(answer) => Some(answer),
             Err(_) => {
@@ -377,7 +375,7 @@ impl Nodes {
         }
     }
 
-    /// Writes `event`, and gives back the verdict that holds then; `None`: the store has not answered.
+    /// Writes `event`, and returns the verdict that holds after it; `None`: the store has not answered.
     fn write(
         &self,
         event: impl Fn(&Launchers) -> Option<LauncherEvent>,
@@ -388,12 +386,12 @@ impl Nodes {
         holds(log.state()).cloned()
     }
 
-    /// Writes the verdict unless there is a better one, and gives back the
-    /// one that holds. One that is not final may be followed by another attempt.
+    /// Writes the verdict unless there is a better one, and returns the
+    /// one that holds. If it is not final, another attempt may follow.
     pub fn publish(&self, verdict: &JobFailure, is_final: bool) -> JobFailure {
         let is_interrupt = verdict.code == ErrorKind::Interrupted.exit_code();
         if is_final && self.is_elastic && is_interrupt && !self.hosts_store() {
-            // The others go on without this launcher, unless they need its store.
+            // The others continue without this launcher, unless they need its store.
             return self.go(verdict);
         }
         let number = self.attempt.number;
@@ -404,7 +402,7 @@ impl Nodes {
         stored.unwrap_or_else(|| verdict.clone())
     }
 
-    /// The node that is lost, where ranks of this node may have failed for that reason; the headline of a verdict.
+    /// The headline of the verdict if a node is lost, which may be why ranks of this node failed.
     pub fn lost(&self) -> Option<String> {
         let silent = self.host.silent(0);
         if self.server.is_none() && silent >= SILENT {
@@ -463,17 +461,17 @@ impl Nodes {
         all.abort().or(over).cloned()
     }
 
-    /// The last words: nothing is asked of the store after this. Node 0 keeps
-    /// the store until all that joined have said so, within reason: `decided`
-    /// is when the others could know how it ends.
+    /// Announces that this launcher does not need the store any more. Node 0 keeps
+    /// the store until all launchers have announced it, at most [`LEAVE_LIMIT`] after `decided`,
+    /// the moment when the others could read the verdict.
     pub fn leave(&self, decided: Instant) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(standing_by) = &self.standing_by {
-            // Until it has retired.
-            let _ = standing_by.recv_timeout(LAST_WORDS);
+            // The copy of the store retires.
+            let _ = standing_by.recv_timeout(END_LIMIT);
         }
         if let Some(file) = &self.moves {
-            self.store.move_with(file.clone(), LAST_WORDS);
+            self.store.move_with(file.clone(), END_LIMIT);
         }
         self.reachable(|store| store.set(&left_key(self.id), b""));
         let Some(server) = &self.server else {
@@ -488,7 +486,7 @@ impl Nodes {
         self.ask_no_more();
         let is_silent = |id: &usize| {
             let node = self.attempt.node_of(*id);
-            node.is_some_and(|node| self.heard.is_lost(node))
+            node.is_some_and(|node| self.beats.is_lost(node))
         };
         let mut log = lock(&self.log);
         let _ = log.read();
@@ -504,7 +502,7 @@ fn left_key(node: usize) -> String {
     format!("launch/left/{node}")
 }
 
-/// Nothing has come from the node `name` for this long.
+/// The message that the node `name` has been silent for this long.
 fn disconnected(name: &str, silent: Duration) -> String {
     let silent = silent.as_secs_f64();
     format!("lost the connection to {name}: nothing has come from it for {silent:.1} s")
@@ -514,7 +512,7 @@ fn closed(name: &str) -> String {
     format!("lost {name}: the connection of its launcher was closed, and it gave no reason")
 }
 
-/// The verdict of node `me` that nothing has come from the node `name` for this long.
+/// The verdict of node `me` that the node `name` has been silent for this long.
 fn verdict_of_lost(name: &str, me: usize, silent: Duration) -> JobFailure {
     let code = ErrorKind::PeerLost.exit_code();
     if silent < SILENT {
@@ -527,8 +525,7 @@ fn verdict_of_lost(name: &str, me: usize, silent: Duration) -> JobFailure {
     }
 }
 
-/// The store does not answer any more: `node_0` is gone. The store's own words
-/// say where it was.
+/// The error that the store does not answer any more: `node_0` is gone. The cause has its address.
 fn lost_store(node_0: &str, error: phalanx_store::Error) -> Error {
     let kind = match error.kind() {
         StoreKind::Timeout | StoreKind::NoAnswer => ErrorKind::Timeout,

@@ -1,12 +1,12 @@
-//! Heartbeats between the launchers, through the store of node 0: its host hears those of all others, which hear its
-//! answers. `silence.rs` decides what they mean.
+//! Heartbeats between the launchers, through the store. Its host watches the heartbeats of the others, and the others watch its
+//! answers. `silence.rs` decides when a launcher is lost.
 //!
 //! | thread    | on          | does                                                         |
 //! |-----------|-------------|--------------------------------------------------------------|
 //! | `nodes`   | all nodes   | waits for the verdict                                        |
-//! | `beat`    | node 0      | looks which nodes have beaten, and for how long others have not |
-//! | `beat`    | other nodes | beats; waits for the answer as long as it takes              |
-//! | `silence` | other nodes | looks for how long no answer has come                        |
+//! | `beat`    | node 0      | checks which nodes have sent heartbeats, and how long the others have been silent |
+//! | `beat`    | other nodes | sends heartbeats, each until the store has answered          |
+//! | `silence` | other nodes | checks how long no answer has come                           |
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,18 +21,18 @@ use super::silence::{BEAT, LOOK, Silence};
 use crate::lock;
 use crate::place::LOST_AFTER;
 
-/// A node that did not beat for this long is the reason why ranks have lost those of that node.
+/// If a node has been silent for this long, errors of ranks that lost its ranks are blamed on the node.
 pub(super) const SILENT: Duration = Duration::from_secs(1);
-/// How many beats there are to one check of [`gone_key`].
+/// Heartbeats between two checks of [`gone_key`].
 const CHECK_EVERY: u32 = 5;
 /// The value of [`gone_key`] of a node whose connection ended.
 const CLOSED: &[u8] = b"closed";
 /// See [`gone_key`].
 pub(super) const GONE: &str = "launch/gone/";
-/// The nodes that have beaten since the host looked last.
+/// Keys of the nodes that have sent a heartbeat since the last check.
 pub(super) const BEATEN: &str = "launch/beat/";
 
-/// Says that nothing comes from the node: see the table in `mod.rs`.
+/// The key that says that the node is silent: see the table in `mod.rs`.
 pub(super) fn gone_key(node: usize) -> String {
     format!("{GONE}{node}")
 }
@@ -41,27 +41,27 @@ pub(super) fn beat_key(node: usize) -> String {
     format!("{BEATEN}{node}")
 }
 
-/// How long the others have been silent, as this launcher's threads know it.
-pub(super) struct Heard {
+/// How long the others have been silent, shared by this launcher's threads.
+pub(super) struct Heartbeats {
     pub(super) silence: Mutex<Silence>,
     start: Instant,
 }
 
-impl Heard {
-    pub(super) fn new(nodes: usize) -> Heard {
-        Heard {
+impl Heartbeats {
+    pub(super) fn new(nodes: usize) -> Heartbeats {
+        Heartbeats {
             silence: Mutex::new(Silence::new(nodes, LOST_AFTER, Duration::ZERO)),
             start: Instant::now(),
         }
     }
 
-    /// From now on, with the same limit.
+    /// Starts again with the same limit.
     pub(super) fn watch_again(&self, nodes: usize) {
         let mut silence = lock(&self.silence);
         *silence = Silence::new(nodes, silence.limit(), self.start.elapsed());
     }
 
-    /// From now on.
+    /// Starts to watch this many nodes.
     pub(super) fn watch(&self, nodes: usize, limit: Duration) {
         *lock(&self.silence) = Silence::new(nodes, limit, self.start.elapsed());
     }
@@ -70,12 +70,12 @@ impl Heard {
         lock(&self.silence).of(node)
     }
 
-    /// As many nodes as that, the new ones from now on.
+    /// Watches this many nodes, the new ones from now on.
     pub(super) fn extend(&self, nodes: usize) {
         lock(&self.silence).extend(nodes, self.start.elapsed());
     }
 
-    /// After which silence every node is lost.
+    /// How long a node may be silent before it is lost.
     pub(super) fn limit(&self) -> Duration {
         lock(&self.silence).limit()
     }
@@ -84,73 +84,73 @@ impl Heard {
         lock(&self.silence).is_lost(node)
     }
 
-    /// Whether `node` is lost, unless it has beaten.
-    pub(super) fn look(&self, node: usize, has_beaten: bool) -> bool {
+    /// Records a heartbeat of `node` if `has_beaten`, and returns whether the node is lost.
+    pub(super) fn update(&self, node: usize, has_beaten: bool) -> bool {
         let mut silence = lock(&self.silence);
-        // Under the lock: the times of two threads are in order.
+        // Taken under the lock, so that the times of two threads are in order.
         let now = self.start.elapsed();
         match has_beaten {
-            true => silence.heard(node, now),
-            false => silence.look(now),
+            true => silence.beat(node, now),
+            false => silence.advance(now),
         }
         silence.is_lost(node)
     }
 }
 
-/// The threads' common ground.
+/// What the threads of the heartbeats share.
 pub(super) struct Pulse<S> {
     pub(super) store: Arc<S>,
-    /// The silence of all nodes, as the host of the store knows it.
-    pub(super) heard: Arc<Heard>,
-    /// That of the host of the store.
-    pub(super) host: Arc<Heard>,
+    /// The silence of all nodes, on the host of the store.
+    pub(super) beats: Arc<Heartbeats>,
+    /// The silence of the host of the store, on the others.
+    pub(super) host: Arc<Heartbeats>,
     /// The will for [`gone_key`]; it outlives the threads of an attempt.
     pub(super) gone: Arc<Mutex<Option<Will>>>,
-    /// The end of the job.
+    /// The job has ended.
     pub(super) stop: Arc<AtomicBool>,
-    /// False: other threads watch the next attempt.
+    /// False: other threads have taken over.
     pub(super) is_watched: Arc<AtomicBool>,
-    /// The number of this launcher, and those of all, by node: their keys have it.
+    /// The number of this launcher, and those of all by node rank, for their keys.
     pub(super) id: usize,
     pub(super) ids: Vec<usize>,
-    /// Those of them that are lost already.
+    /// Launchers that are already lost.
     pub(super) lost: BTreeSet<usize>,
 }
 
 impl<S: Store> Pulse<S> {
-    pub(super) fn goes_on(&self) -> bool {
+    pub(super) fn is_running(&self) -> bool {
         !self.stop.load(Ordering::Relaxed) && self.is_watched.load(Ordering::Relaxed)
     }
 
-    /// On the host of the store: watches the others until the end, and calls `lost` with each node that is lost, again if
-    /// it gives false. One that is told of is watched no more.
-    pub(super) fn hear(&self, mut lost: impl FnMut(usize) -> bool) {
+    /// On the host of the store: watches the others until the end, and calls `lost` with each node that is lost, again while
+    /// it returns false. After that the node is not watched any more.
+    pub(super) fn watch(&self, mut lost: impl FnMut(usize) -> bool) {
         raise_priority();
         let others = self.ids.iter().enumerate();
         let others = others.filter(|(_, id)| **id != self.id && !self.lost.contains(id));
         let mut others: Vec<(usize, usize, String)> = others
             .map(|(node, id)| (node, *id, beat_key(*id)))
             .collect();
-        while self.goes_on() && !others.is_empty() {
+        while self.is_running() && !others.is_empty() {
             let keys: Vec<&str> = others.iter().map(|(.., key)| key.as_str()).collect();
             let missing: HashSet<String> = match self.store.wait(&keys, Duration::ZERO) {
                 Ok(()) => HashSet::new(),
                 Err(error) if error.kind() == StoreKind::Timeout => {
                     error.missing_keys().iter().cloned().collect()
                 }
-                // Without an answer of the store, which is in this process, this was no look.
+                // The store, which is in this process, has not answered: nothing was checked.
                 Err(_) => {
                     sleep(LOOK);
                     continue;
                 }
             };
             if missing.len() < keys.len() {
-                // A beat that comes in between is lost, which does not matter.
+                // A heartbeat that comes in between is dropped, which does not matter.
                 let _ = self.store.delete_prefix(BEATEN);
             }
             others.retain(|(node, id, key)| {
-                let is_lost = self.heard.look(*node, !missing.contains(key));
-                let silent = self.heard.silent(*node);
+                let is_lost = self.beats.update(*node, !missing.contains(key));
+                let silent = self.beats.silent(*node);
                 if silent >= SILENT {
                     let silent = silent.as_secs_f64().to_string();
                     let _ = self.store.set(&gone_key(*id), silent.as_bytes());
@@ -161,20 +161,20 @@ impl<S: Store> Pulse<S> {
         }
     }
 
-    /// On another node: beats until the end. Each beat is an attempt of its own; that node 0 does not answer is noticed by
-    /// its silence, and that its store has ended by the thread that waits for the verdict, after it has read it.
+    /// On another node: sends heartbeats until the end, and ignores failures. The thread `silence` notices that the host does
+    /// not answer, and the thread that waits for the verdict that the store has ended.
     pub(super) fn beat(&self) {
         raise_priority();
         let beat = beat_key(self.id);
         let mut count = 0_u32;
-        while self.goes_on() {
+        while self.is_running() {
             let began = Instant::now();
             if count.is_multiple_of(CHECK_EVERY) {
                 let _ = self.check_will();
             }
             count = count.wrapping_add(1);
             if self.store.set(&beat, b"").is_ok() {
-                self.host.look(0, true);
+                self.host.update(0, true);
             }
             sleep(BEAT.saturating_sub(began.elapsed()));
         }
@@ -184,7 +184,7 @@ impl<S: Store> Pulse<S> {
         let gone = gone_key(self.id);
         let mut will = lock(&self.gone);
         if self.store.try_get(&gone)?.is_some() {
-            // This node is alive: a connection broke, or its beats were late.
+            // This node is alive: a connection broke, or its heartbeats were late.
             *will = None;
             self.store.delete(&gone)?;
         }
@@ -197,8 +197,8 @@ impl<S: Store> Pulse<S> {
     /// On another node: whether the host of the store is lost before the end.
     pub(super) fn is_host_lost(&self) -> bool {
         raise_priority();
-        while self.goes_on() {
-            if self.host.look(0, false) {
+        while self.is_running() {
+            if self.host.update(0, false) {
                 return true;
             }
             sleep(LOOK);
@@ -207,7 +207,7 @@ impl<S: Store> Pulse<S> {
     }
 }
 
-/// Puts this thread before those that compute, where that is permitted.
+/// Gives this thread priority over those that compute, where that is permitted.
 pub(super) fn raise_priority() {
     let _ = setpriority_process(None, -20);
 }
@@ -222,8 +222,8 @@ mod tests {
     fn pulse(store: &Arc<MemStore>, id: usize, ids: &[usize]) -> Pulse<MemStore> {
         Pulse {
             store: Arc::clone(store),
-            heard: Arc::new(Heard::new(ids.len())),
-            host: Arc::new(Heard::new(1)),
+            beats: Arc::new(Heartbeats::new(ids.len())),
+            host: Arc::new(Heartbeats::new(1)),
             gone: Arc::default(),
             stop: Arc::default(),
             is_watched: Arc::new(AtomicBool::new(true)),
@@ -241,7 +241,7 @@ mod tests {
         let mut lost = Vec::new();
         std::thread::scope(|scope| {
             let hears = scope.spawn(|| {
-                node_0.hear(|node| {
+                node_0.watch(|node| {
                     lost.push(node);
                     true
                 });
@@ -249,7 +249,7 @@ mod tests {
             scope.spawn(|| node_1.beat());
             let beat = beat_key(4);
             store.wait(&[&beat], Duration::from_secs(60)).unwrap();
-            // Node 0 removes what it has seen.
+            // Node 0 removes heartbeats that it has seen.
             while store.try_get(&beat).unwrap().is_some() {
                 sleep(LOOK);
             }
@@ -262,24 +262,24 @@ mod tests {
             stop_0.store(true, Ordering::Relaxed);
         });
         assert_eq!(lost, [1]);
-        assert!(node_0.heard.is_lost(1));
-        // Those whose ranks have lost node 1 sooner learn why.
+        assert!(node_0.beats.is_lost(1));
+        // Launchers whose ranks have lost node 1 sooner learn why.
         let silent = store.try_get(&gone_key(4)).unwrap().unwrap();
         let silent: f64 = String::from_utf8(silent).unwrap().parse().unwrap();
         assert!(silent >= SILENT.as_secs_f64(), "{silent}");
-        // It is heard again.
+        // Node 1 is alive after all.
         node_1.check_will().unwrap();
         assert_eq!(store.try_get(&gone_key(4)).unwrap(), None);
     }
 
-    /// Two of them at once, each told of once and again where that has failed, and not those that beat on.
+    /// Two nodes are lost at once: each is reported, again after a failure, and the living one is not.
     #[test]
-    fn each_of_several_lost_nodes_is_told_of() {
+    fn each_of_several_lost_nodes_is_reported() {
         let store = Arc::new(MemStore::new());
         let ids = [0, 3, 5, 8];
         let node_0 = pulse(&store, 0, &ids);
         let (stop, over) = (node_0.stop.clone(), AtomicBool::new(false));
-        let told = Mutex::new(Vec::new());
+        let reported = Mutex::new(Vec::new());
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !over.load(Ordering::Relaxed) {
@@ -291,22 +291,22 @@ mod tests {
                 store.set(&beat_key(id), b"").unwrap();
             }
             scope.spawn(|| {
-                node_0.hear(|node| {
-                    let mut told = lock(&told);
-                    told.push(node);
-                    told.len() > 1
+                node_0.watch(|node| {
+                    let mut reported = lock(&reported);
+                    reported.push(node);
+                    reported.len() > 1
                 });
             });
             let until = Instant::now() + Duration::from_secs(60);
-            while lock(&told).len() < 3 && Instant::now() < until {
+            while lock(&reported).len() < 3 && Instant::now() < until {
                 sleep(LOOK);
             }
             sleep(4 * LOOK);
             stop.store(true, Ordering::Relaxed);
             over.store(true, Ordering::Relaxed);
         });
-        let mut told = told.into_inner().unwrap();
-        told.sort_unstable();
-        assert_eq!(told, [1, 1, 3]);
+        let mut reported = reported.into_inner().unwrap();
+        reported.sort_unstable();
+        assert_eq!(reported, [1, 1, 3]);
     }
 }

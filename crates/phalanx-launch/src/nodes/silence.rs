@@ -1,51 +1,51 @@
-//! Decides from the arrivals of heartbeats when a node is lost. It has neither clock nor sockets: times are counted
-//! from any fixed moment.
+//! Decides from the arrivals of heartbeats when a node is lost. It has no clock and no sockets: times count from any fixed
+//! moment.
 //!
-//! A node is lost when nothing has come from it for longer than `--lost-after`.
+//! A node is lost when it has been silent for longer than `--lost-after`.
 //!
-//! Time in which the watcher itself did not run (it was stopped, its host suspended, or the processors busy) is nobody's
-//! silence: of the time between two looks that are further apart than [`LATE`], only [`LOOK`] counts.
+//! Time in which the watcher itself did not run (it was stopped, its host suspended, or the processors busy) does not count:
+//! of the time between two checks that are further apart than [`LATE`], only [`LOOK`] counts.
 
 use std::time::Duration;
 
 /// Interval of heartbeats.
 pub(super) const BEAT: Duration = Duration::from_millis(200);
-/// Interval of looks at what has arrived.
+/// Interval of checks for heartbeats.
 pub(super) const LOOK: Duration = Duration::from_millis(50);
-/// The longest interval between two looks that counts in full.
+/// The longest interval between two checks that counts in full.
 const LATE: Duration = Duration::from_millis(250);
-/// The least limit before the first heartbeat of a node, whose launcher is starting.
+/// The least limit before the first heartbeat of a node: its launcher is still starting.
 const FIRST: Duration = Duration::from_secs(10);
 
 /// How long each node of a job has been silent.
 #[derive(Debug)]
 pub(super) struct Silence {
     limit: Duration,
-    /// The last look.
-    looked: Duration,
+    /// The last check.
+    seen: Duration,
     nodes: Vec<Arrivals>,
 }
 
 #[derive(Clone, Debug)]
 struct Arrivals {
-    /// The last arrival, or when watching began; later by what does not count since.
+    /// The last arrival, or the start; moved on by the time that does not count.
     last: Duration,
     has_beaten: bool,
 }
 
 impl Silence {
-    /// Of `nodes` nodes, watched from `now` on.
+    /// Watches this many nodes from `now` on.
     pub(super) fn new(nodes: usize, limit: Duration, now: Duration) -> Silence {
         let mut silence = Silence {
             limit,
-            looked: now,
+            seen: now,
             nodes: Vec::new(),
         };
         silence.extend(nodes, now);
         silence
     }
 
-    /// As many nodes as that, the new ones watched from `now` on.
+    /// Watches this many nodes, the new ones from `now` on.
     pub(super) fn extend(&mut self, nodes: usize, now: Duration) {
         let arrivals = Arrivals {
             last: now,
@@ -54,15 +54,15 @@ impl Silence {
         self.nodes.resize(nodes.max(self.nodes.len()), arrivals);
     }
 
-    /// A longer silence is a loss.
+    /// How long a node may be silent before it is lost.
     pub(super) fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// The watcher runs, and has seen all that arrived before `now`.
-    pub(super) fn look(&mut self, now: Duration) {
-        let since = now.saturating_sub(self.looked);
-        self.looked = now;
+    /// Checks at `now`: the watcher has seen all heartbeats that arrived before.
+    pub(super) fn advance(&mut self, now: Duration) {
+        let since = now.saturating_sub(self.seen);
+        self.seen = now;
         if since > LATE {
             for node in &mut self.nodes {
                 node.last += since - LOOK;
@@ -71,21 +71,21 @@ impl Silence {
     }
 
     /// A heartbeat of `node` has arrived.
-    pub(super) fn heard(&mut self, node: usize, now: Duration) {
-        self.look(now);
+    pub(super) fn beat(&mut self, node: usize, now: Duration) {
+        self.advance(now);
         if let Some(node) = self.nodes.get_mut(node) {
             node.has_beaten = true;
             node.last = now;
         }
     }
 
-    /// How long nothing had come from `node` at the last look.
+    /// How long `node` had been silent at the last check.
     pub(super) fn of(&self, node: usize) -> Duration {
         let node = self.nodes.get(node);
-        node.map_or(Duration::ZERO, |node| self.looked.saturating_sub(node.last))
+        node.map_or(Duration::ZERO, |node| self.seen.saturating_sub(node.last))
     }
 
-    /// Whether `node` was lost at the last look.
+    /// Whether `node` was lost at the last check.
     pub(super) fn is_lost(&self, node: usize) -> bool {
         let has_beaten = self.nodes.get(node).is_some_and(|node| node.has_beaten);
         self.of(node)
@@ -137,14 +137,13 @@ mod tests {
             }
         }
 
-        /// Looks once, after `pause`, and says whether the node is lost; heartbeats arrive at intervals that `interval`
-        /// gives.
+        /// Checks once, after `pause`, and returns whether the node is lost; `interval` is the time between heartbeats.
         fn step(&mut self, pause: Duration, interval: impl FnOnce() -> Duration) -> bool {
             self.now += pause;
-            self.silence.look(self.now);
+            self.silence.advance(self.now);
             let is_lost = self.silence.is_lost(1);
             if self.next <= self.now {
-                self.silence.heard(1, self.now);
+                self.silence.beat(1, self.now);
                 self.next = self.now + interval();
             }
             is_lost
@@ -230,19 +229,19 @@ mod tests {
         assert_eq!(simulation.silence.of(1), before + LOOK);
         let after = simulation.lost_after();
         assert!(after < ms(1100) && after > ms(600), "{after:?}");
-        // The heartbeat that arrived meanwhile is heard first, or the look comes first.
-        for hears_first in [true, false] {
+        // The heartbeat that arrived meanwhile comes before the check, or after it.
+        for beats_first in [true, false] {
             let mut silence = Silence::new(2, WIDE, Duration::ZERO);
-            silence.heard(1, ms(100));
+            silence.beat(1, ms(100));
             let wake = ms(900_000);
-            if !hears_first {
-                silence.look(wake);
+            if !beats_first {
+                silence.advance(wake);
             }
-            silence.heard(1, wake);
-            silence.look(wake);
+            silence.beat(1, wake);
+            silence.advance(wake);
             assert_eq!(silence.of(1), Duration::ZERO);
             for n in 1..=11 {
-                silence.look(wake + n * LOOK);
+                silence.advance(wake + n * LOOK);
             }
             assert_eq!(silence.of(1), 11 * LOOK, "it is not blind afterwards");
         }
@@ -271,7 +270,7 @@ mod tests {
         simulation.next = simulation.now + ms(1500);
         simulation.runs(ms(1500), || BEAT);
         for _ in 0..8 {
-            simulation.silence.heard(1, simulation.now);
+            simulation.silence.beat(1, simulation.now);
         }
         simulation.runs(ms(10_000), || BEAT);
         assert!(simulation.lost_after() <= ms(2100));
@@ -285,8 +284,8 @@ mod tests {
         // Others are not affected, and unknown ones neither.
         let mut silence = Silence::new(3, LOST_AFTER, Duration::ZERO);
         for n in 1..=60 {
-            silence.heard(2, n * LOOK);
-            silence.heard(7, n * LOOK);
+            silence.beat(2, n * LOOK);
+            silence.beat(7, n * LOOK);
         }
         assert_eq!((silence.of(1), silence.of(2)), (ms(3000), Duration::ZERO));
         assert!(!silence.is_lost(1) && !silence.is_lost(2) && !silence.is_lost(7));

@@ -1,19 +1,19 @@
-//! The store moves when the launcher that hosts it is lost, where ranks go on in place (`--elastic`).
+//! The store moves when the launcher that hosts it is lost, if ranks continue in place (`--elastic`).
 //!
-//! Every other launcher keeps a copy of the store, and has a server that is closed. Responses of the store wait until each
-//! copy has what they tell of. When the host of the store is lost, the launchers that are left elect another one: the
-//! lowest that can be reached asks the others to follow it, and opens its server once it [may](may_go_on). Only a
-//! launcher that has lost the host follows another one, and it follows one at a time.
+//! Every other launcher keeps a copy of the store, and has a closed server. The store sends a response only after each copy
+//! has the writes that it depends on. When the host of the store is lost, the remaining launchers elect another one: the
+//! lowest that can be reached asks the others to follow it, and opens its server once it [may](may_continue). A launcher
+//! follows another candidate only after it has lost the host, and one at a time.
 //!
 //! | file or key    | value                                            | written by        |
 //! |----------------|--------------------------------------------------|-------------------|
 //! | `launch/store` | how often the store has moved, and the number of the launcher that hosts it | it, once it does  |
-//! | `launch/dropped/ID` | the store waits for launcher ID no more, and no copy of it goes on | the host of the store |
+//! | `launch/dropped/ID` | the store does not wait for launcher ID any more, and its copy must not become the store | the host of the store |
 //! | `launch/moved` | in a new store of node 0: the address of the job's | the host of the store |
 //! | a file of each launcher | the address of the store, for its ranks and itself | its launcher |
 //!
-//! A launcher that leaves says that it goes on nowhere. The host of the store goes on without one that is lost only if those
-//! that follow it may go on. Before anything else is answered, all of them know who was dropped, and who is the new host.
+//! A launcher that leaves announces it. The host of the store drops a lost launcher only if those that follow it may continue.
+//! Before the store answers anything else, all followers know which launcher was dropped, and which is the new host.
 //! `model_tests.rs` tries all orders of events.
 
 use std::collections::BTreeSet;
@@ -30,7 +30,7 @@ use phalanx_store::{Follower, ServerState, Store, TcpServer, TcpStore};
 use phalanx_wire::Token;
 
 use super::membership::{Attempt, Id, Launchers};
-use super::pulse::{BEATEN, GONE, Heard, raise_priority};
+use super::pulse::{BEATEN, GONE, Heartbeats, raise_priority};
 use super::silence::{BEAT, LOOK};
 use super::verdict_of_lost;
 use crate::report::JobFailure;
@@ -40,9 +40,9 @@ use crate::{Event, lock, say};
 pub(super) const HOST_KEY: &str = "launch/store";
 /// See the table above.
 const DROPPED: &str = "launch/dropped/";
-/// In a store that a new launcher of node 0 has opened, where that of the job is: there it is to join.
+/// In the store of a restarted launcher of node 0: the address of the job's store, which it is to join.
 pub(super) const MOVED_KEY: &str = "launch/moved";
-/// How often the host of the store looks whether there is such a store.
+/// How often the host of the store checks whether there is such a store.
 const LOOK_BACK: Duration = Duration::from_millis(500);
 /// How long one attempt to reach another launcher takes.
 const ATTEMPT: Duration = Duration::from_millis(500);
@@ -61,12 +61,12 @@ pub(super) struct Member {
     pub(super) at: Option<String>,
 }
 
-/// Whether `group` goes on without the rest of `members`, which may be alive elsewhere: it has more than half of the
-/// ranks, or half of them and the lowest, or all others have `ended`. Two groups without a common member that is alive
-/// never may both.
+/// Whether `group` may continue without the rest of `members`, which may be alive elsewhere: it has more than half of the
+/// ranks, or half of them and the lowest, or all others have `ended`. Two groups without a common living member never may
+/// both.
 ///
-/// Ranks of launchers that have ended are not taken off, since these may have been part of another group before.
-pub(super) fn may_go_on(members: &[Member], ended: &BTreeSet<Id>, group: &BTreeSet<Id>) -> bool {
+/// Ranks of launchers that have ended still count, because these may have been part of another group before.
+pub(super) fn may_continue(members: &[Member], ended: &BTreeSet<Id>, group: &BTreeSet<Id>) -> bool {
     let all: usize = members.iter().map(|member| member.ranks).sum();
     let own = members.iter().filter(|member| group.contains(&member.id));
     let own: usize = own.map(|member| member.ranks).sum();
@@ -76,8 +76,8 @@ pub(super) fn may_go_on(members: &[Member], ended: &BTreeSet<Id>, group: &BTreeS
         || (members.iter()).all(|member| group.contains(&member.id) || ended.contains(&member.id))
 }
 
-/// Whether the host of the store, `me`, goes on without launcher `id`: if those of its `followers` may that are neither
-/// `silent` nor have `ended`. Of the `living`, those count that may have a copy: followers, and those that `had_copy`.
+/// Whether the host of the store, `me`, may drop launcher `id`: if its `followers` that are not `silent` and have not `ended`
+/// may continue. Of the `living`, followers and those that `had_copy` count: they may have a copy.
 fn may_drop(
     (me, id): (Id, Id),
     living: &[Member],
@@ -89,14 +89,14 @@ fn may_drop(
     let counted: Vec<Member> = counted.cloned().collect();
     let is_left = |other: &Id| *other != id && !silent.contains(other) && !ended.contains(other);
     let left = followers.iter().copied().chain([me]).filter(is_left);
-    may_go_on(&counted, ended, &left.collect())
+    may_continue(&counted, ended, &left.collect())
 }
 
 fn dropped_key(id: Id) -> String {
     format!("{DROPPED}{id}")
 }
 
-/// The launchers that the others go on without, as `entries` of the store say.
+/// The launchers that are lost or dropped in `entries` of the store.
 fn dropped_in(entries: &[(String, Vec<u8>)]) -> Vec<u64> {
     let ids = entries.iter();
     let ids = ids.filter_map(|(key, _)| key.strip_prefix(DROPPED)?.parse().ok());
@@ -106,10 +106,10 @@ fn dropped_in(entries: &[(String, Vec<u8>)]) -> Vec<u64> {
     ids.chain(lost.map(|id| id as u64)).collect()
 }
 
-/// What has happened to the launchers, as far as `get` has it.
+/// The state of the launchers after the events that `get` has.
 fn launchers_in<'a>(get: impl Fn(&str) -> Option<&'a [u8]>) -> Replayed<Launchers> {
     let mut all = Replayed::default();
-    // What follows an event that is none is not known.
+    // Reading ends at an event that cannot be parsed.
     let _ = all.read(|key| Ok(get(key)));
     all
 }
@@ -129,7 +129,7 @@ pub(super) fn bind(ip: IpAddr, ports: Option<PortRange>, token: &Token) -> Optio
     server.inspect(leave_out_beats)
 }
 
-/// Heartbeats are nobody's to copy: they begin anew where the store has moved, and must not wait for copies.
+/// Heartbeats are not copied: they begin again where the store has moved, and must not wait for copies.
 pub(super) fn leave_out_beats(server: &TcpServer) {
     server.leave_out(BEATEN);
     server.leave_out(GONE);
@@ -141,23 +141,23 @@ pub(super) struct Roster {
     /// The address of node 0.
     first: String,
     pub(super) members: Vec<Member>,
-    /// Who hosts the store, and how often it had moved when this launcher asked.
+    /// The launcher that hosts the store, and how often the store had moved when this launcher asked.
     pub(super) host: Id,
     term: u64,
-    /// Those that the store says are lost.
+    /// Launchers that are lost according to the store.
     pub(super) lost: BTreeSet<Id>,
-    /// Those of which the copy says that the store waits for them no more; on the host, of which all followers know it.
+    /// Launchers that were dropped according to the copy; on the host, those of which all followers know it.
     pub(super) dropped: BTreeSet<Id>,
-    /// On the host, those that it has dropped.
+    /// On the host, the launchers that it has dropped.
     drops: BTreeSet<Id>,
-    /// On a host that was elected, those that were living then.
+    /// On an elected host, the launchers that were living at the election.
     voters: BTreeSet<Id>,
-    /// On the host, those of which is known that they have ended.
+    /// On the host, the launchers that are known to have ended.
     ended: BTreeSet<Id>,
 }
 
 impl Roster {
-    /// Of nobody; node 0 is reached at `first`.
+    /// An empty roster; node 0 is reached at `first`.
     pub(super) fn new(first: &str) -> Roster {
         Roster {
             first: first.to_owned(),
@@ -165,7 +165,7 @@ impl Roster {
         }
     }
 
-    /// Those of `attempt`.
+    /// Takes the launchers of `attempt`.
     pub(super) fn enter(&mut self, attempt: &Attempt) {
         let members = attempt.launchers().map(|(id, info)| Member {
             id,
@@ -179,7 +179,7 @@ impl Roster {
         self.members = members.collect();
     }
 
-    /// As the copy of the store says.
+    /// Takes what the copy of the store has.
     fn read(&mut self, all: &Launchers, copy: &Follower) {
         if let Some(attempt) = all.attempt() {
             self.enter(attempt);
@@ -190,13 +190,13 @@ impl Roster {
         self.dropped = members.filter(is_dropped).collect();
     }
 
-    /// Who hosts the store, as it says in [`HOST_KEY`].
+    /// Takes the host of the store from the value of [`HOST_KEY`].
     pub(super) fn note_host(&mut self, stored: Option<Vec<u8>>) {
         let term = Term::stored(stored.as_deref());
         (self.host, self.term) = (term.host, term.number);
     }
 
-    /// What launcher `me` says of the lost one `id`, from which nothing had come for so long.
+    /// The verdict of launcher `me` that launcher `id` is lost after this silence.
     fn verdict_of_lost(&self, me: Id, id: Id, silent: Duration) -> JobFailure {
         let node = |id| self.members.iter().position(|member| member.id == id);
         let name = node(id).map(|node| self.members[node].name.clone());
@@ -209,7 +209,7 @@ impl Roster {
         member.at.clone()
     }
 
-    /// Those that are not lost, and can follow another one.
+    /// The launchers that are not lost or dropped, and have a server.
     fn living(&self) -> Vec<Member> {
         let all = self.members.iter().filter(|member| member.at.is_some());
         let is_out = |id| self.lost.contains(id) || self.dropped.contains(id);
@@ -217,7 +217,7 @@ impl Roster {
     }
 }
 
-/// On the host of the store: which launchers it may do without.
+/// On the host of the store: decides which launchers may be dropped.
 pub(super) struct Quorum {
     pub(super) server: Arc<TcpServer>,
     pub(super) roster: Arc<Mutex<Roster>>,
@@ -226,15 +226,15 @@ pub(super) struct Quorum {
 }
 
 impl Quorum {
-    /// Notes who was dropped, if all followers know.
+    /// Notes which launchers were dropped, if all followers know.
     pub(super) fn note_dropped(&self) {
         let keys = self.server.known_keys(DROPPED).into_iter().flatten();
         let ids = keys.filter_map(|key| key.strip_prefix(DROPPED)?.parse::<Id>().ok());
         lock(&self.roster).dropped.extend(ids);
     }
 
-    /// Responses wait no longer for launchers that have ended, as their hosts say, which it returns. They have not left for
-    /// another host of the store before, so no vote is needed.
+    /// Drops the launchers whose hosts report that they have ended, and returns them. They did not follow another host of the
+    /// store before, so no vote is needed.
     pub(super) fn drop_ended(&self) -> Vec<Id> {
         let broken = self.server.broken_followers().into_iter();
         let ended = broken.map(|id| id as Id).filter(|id| {
@@ -252,7 +252,7 @@ impl Quorum {
         ended
     }
 
-    /// Responses wait no longer for launcher `id`, if those that follow may go on without it and all that are `silent`.
+    /// Drops launcher `id`, if the followers may continue without it and all that are `silent`.
     pub(super) fn drop(&self, id: Id, silent: &BTreeSet<Id>) -> bool {
         self.note_dropped();
         // Held until `id` is dropped: two threads must not each count the launcher that the other one drops.
@@ -264,16 +264,16 @@ impl Quorum {
         let followers: BTreeSet<Id> = followers.map(|id| id as Id).collect();
         let had_copy = roster.voters.union(&roster.drops).copied().collect();
         let sets = [&followers, &had_copy, silent, &roster.ended];
-        let goes_on = may_drop((self.id, id), &roster.living(), sets);
-        if goes_on {
+        let may = may_drop((self.id, id), &roster.living(), sets);
+        if may {
             self.server.drop_follower(id as u64, &dropped_key(id));
             roster.drops.insert(id);
         }
-        goes_on
+        may
     }
 }
 
-/// The store is at another launcher.
+/// The store has moved to another launcher.
 #[derive(Debug)]
 pub struct Moved {
     /// Its number.
@@ -282,20 +282,20 @@ pub struct Moved {
     pub ended: Vec<Id>,
 }
 
-/// On another launcher: follows the host of the store, and takes its place or follows the next one when it is lost.
+/// On another launcher: follows the host of the store. When the host is lost, takes its place or follows the next one.
 pub(super) struct Standby {
     pub(super) server: Arc<TcpServer>,
     pub(super) token: Token,
     pub(super) id: Id,
     pub(super) roster: Arc<Mutex<Roster>>,
     /// The silence of the host.
-    pub(super) heard: Arc<Heard>,
+    pub(super) beats: Arc<Heartbeats>,
     /// Read by the ranks of this launcher, and by its own client of the store.
     pub(super) file: PathBuf,
     pub(super) stop: Arc<AtomicBool>,
 }
 
-/// Who hosts the store, as it says itself.
+/// The launcher that hosts the store, as the store has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Term {
     /// How often the store has moved.
@@ -324,36 +324,36 @@ struct Election {
     /// The host that is lost, and the number of its server.
     lost: Id,
     instance: Option<u16>,
-    /// What this launcher goes on with; without it, it cannot be the host.
+    /// The content of the copy; without it, this launcher cannot be the host.
     entries: Option<Vec<(String, Vec<u8>)>>,
     term: u64,
     ended: BTreeSet<Id>,
-    /// The host was seen to end. Otherwise it may have dropped this launcher and taken in others before it ended, of which
-    /// this launcher does not know: that all which it knows have ended says nothing then.
+    /// The host was seen to end. Otherwise it may have dropped this launcher and accepted others before it ended. Then more
+    /// launchers may live than this one knows, so that the end of those that it knows means nothing.
     saw_end: bool,
     until: Instant,
 }
 
 impl Election {
-    /// Those whose end matters.
-    fn minded(&self) -> &BTreeSet<Id> {
+    /// The ended launchers that count.
+    fn counted(&self) -> &BTreeSet<Id> {
         static NONE: BTreeSet<Id> = BTreeSet::new();
         if self.saw_end { &self.ended } else { &NONE }
     }
 }
 
 impl Standby {
-    /// Follows until the end of the job, and calls `tell` each time the store has moved. Ends when this launcher hosts it,
-    /// or cannot go on.
-    pub(super) fn run(&self, tell: impl Fn(Event)) {
+    /// Follows until the end of the job, and calls `send` each time the store has moved. Returns when this launcher hosts the
+    /// store, or cannot continue.
+    pub(super) fn run(&self, send: impl Fn(Event)) {
         raise_priority();
-        if let Some(copy) = self.follow_all(tell) {
+        if let Some(copy) = self.follow_all(send) {
             copy.retire(&dropped_key(self.id));
         }
     }
 
     /// As [`run`](Self::run). Returns the copy at the end of the job.
-    fn follow_all(&self, tell: impl Fn(Event)) -> Option<Follower> {
+    fn follow_all(&self, send: impl Fn(Event)) -> Option<Follower> {
         let mut copy: Option<Follower> = None;
         let mut launchers = Replayed::<Launchers>::default();
         let mut instance = None;
@@ -367,7 +367,7 @@ impl Standby {
             if let Some(copy) = &copy {
                 let _ = launchers.read(|key| Ok(copy.get(key)));
                 lock(&self.roster).read(launchers.state(), copy);
-                // All that is left is to hear how the job ends.
+                // The end of the job is decided: the store moves no more.
                 if launchers.state().is_decided() {
                     if !is_there {
                         sleep(LOOK);
@@ -381,7 +381,7 @@ impl Standby {
                 let is_same = |new: &Follower| instance.is_none_or(|known| known == new.instance());
                 if let Some(again) = again.filter(is_same) {
                     instance = Some(again.instance());
-                    // Not all that another copy had must be in this one.
+                    // This copy may lack events that the last one had.
                     launchers = launchers_in(|key| again.get(key));
                     copy = Some(again);
                 } else {
@@ -389,19 +389,19 @@ impl Standby {
                 }
             }
             let ended = || address().is_some_and(|at| has_ended(self.state_of(&at), instance));
-            let is_silent = self.heard.look(0, false);
+            let is_silent = self.beats.update(0, false);
             if !is_silent && (is_there || !ended()) {
                 continue;
             }
-            let silent = self.heard.silent(0);
+            let silent = self.beats.silent(0);
             let known = lock(&self.roster).term;
             let term = copy.as_ref().map_or(known, |copy| Term::of(copy).number);
             let entries = copy.as_ref().map(|copy| {
                 let mut entries = copy.entries();
                 let mut known = launchers_in(|key| copy.get(key));
                 let verdict = lock(&self.roster).verdict_of_lost(self.id, host, silent);
-                // Those that waited for a place come to the next host as others. As a change of its own the loss of this host
-                // might be lost with the next one.
+                // Spare launchers join the next host under new numbers. The loss of this host is part of the copy, because as a
+                // later write it might be lost with the next host.
                 for id in known
                     .state()
                     .waiting()
@@ -416,7 +416,7 @@ impl Standby {
                 }
                 entries
             });
-            // Where the host was only stopped, it must not take what follows for the end of this launcher.
+            // If the host was only suspended, it must not take the closed connection for the end of this launcher.
             copy.take().into_iter().for_each(Follower::leave);
             let mut election = Election {
                 lost: host,
@@ -424,13 +424,13 @@ impl Standby {
                 entries,
                 term,
                 ended: BTreeSet::new(),
-                // Before that the host has not dropped this launcher, of which it has heard as lately.
-                saw_end: !is_silent && silent + BEAT < self.heard.limit(),
-                until: Instant::now() + longest_election(self.heard.limit()),
+                // So recently the host has not dropped this launcher, whose heartbeats it had.
+                saw_end: !is_silent && silent + BEAT < self.beats.limit(),
+                until: Instant::now() + longest_election(self.beats.limit()),
             };
             let Some((new, follower)) = self.elect(&mut election) else {
                 if !self.stop.load(Ordering::Relaxed) {
-                    tell(Event::Parted);
+                    send(Event::Parted);
                 }
                 return None;
             };
@@ -444,7 +444,7 @@ impl Standby {
                 roster.host = new;
                 roster.address_of(new).unwrap_or_default()
             };
-            self.heard.watch_again(1);
+            self.beats.watch_again(1);
             if let Err(error) = write_address(&self.file, &at) {
                 let file = self.file.display();
                 say::note(format_args!(
@@ -452,7 +452,7 @@ impl Standby {
                 ));
             }
             let ended = election.ended.into_iter().filter(|id| *id != host);
-            tell(Event::StoreMoved(Moved {
+            send(Event::StoreMoved(Moved {
                 host: new,
                 ended: ended.collect(),
             }));
@@ -471,7 +471,7 @@ impl Standby {
         Follower::connect(at, self.token.clone(), self.id as u64, ATTEMPT)
     }
 
-    /// The new host of the store, and the copy that follows it unless this launcher is it. `None`: there is none.
+    /// The new host of the store, and the copy that follows it unless this launcher is the host. `None`: no host was elected.
     fn elect(&self, election: &mut Election) -> Option<(Id, Option<Follower>)> {
         let mut is_candidate = false;
         while Instant::now() < election.until && !self.stop.load(Ordering::Relaxed) {
@@ -487,10 +487,10 @@ impl Standby {
                     election.ended.insert(id);
                     continue;
                 }
-                // Two candidates must not follow one another.
+                // Two candidates must not follow each other.
                 let may_lead = match state {
                     ServerState::Open(_) => !is_lost,
-                    // It would keep the others waiting.
+                    // A silent launcher would make the others wait.
                     ServerState::Unknown => false,
                     // Without a copy it has no vote.
                     _ => id < self.id && !is_lost && election.entries.is_some(),
@@ -499,7 +499,7 @@ impl Standby {
                 let Some(mut copy) = copy.flatten() else {
                     continue;
                 };
-                // What it has is older.
+                // Its copy is older.
                 if Term::of(&copy).number < election.term {
                     copy.leave();
                     continue;
@@ -527,7 +527,7 @@ impl Standby {
         None
     }
 
-    /// The state of each of `members` that has a server, with its address. All are asked at once: each may be silent.
+    /// The state of each of `members` that has a server, with its address. All are asked at once, because each may be silent.
     fn states_of<'a>(
         &self,
         members: impl Iterator<Item = &'a Member>,
@@ -547,11 +547,11 @@ impl Standby {
         })
     }
 
-    /// Whether those of the `living` that follow this candidate may go on with it.
+    /// Whether those of the `living` that follow this candidate may continue with it.
     fn may_open(&self, living: &[Member], election: &Election) -> bool {
         let mut group: BTreeSet<Id> = BTreeSet::from([self.id]);
         group.extend(self.server.followers().iter().map(|id| *id as Id));
-        may_go_on(living, election.minded(), &group)
+        may_continue(living, election.counted(), &group)
     }
 
     /// Whether the candidate `id`, which `copy` follows, becomes the host.
@@ -568,7 +568,7 @@ impl Standby {
         }
     }
 
-    /// Opens the own server, and tells its followers; false: one of them has not heard it in time.
+    /// Opens the server of this launcher, and waits until its followers know; false: one of them does not know in time.
     fn open(&self, election: &Election) -> bool {
         let term = format!("{} {}", election.term + 1, self.id);
         self.server.open(HOST_KEY, term.as_bytes());
@@ -585,7 +585,7 @@ impl Standby {
         store.set_response_timeout(ATTEMPT);
         {
             let mut roster = lock(&self.roster);
-            roster.ended.extend(election.minded());
+            roster.ended.extend(election.counted());
             roster.voters = roster.living().iter().map(|member| member.id).collect();
         }
         let began = Instant::now();
@@ -594,7 +594,7 @@ impl Standby {
                 return true;
             }
             quorum.drop_ended();
-            if began.elapsed() > self.heard.limit() {
+            if began.elapsed() > self.beats.limit() {
                 let behind = self.server.followers_behind().into_iter();
                 let silent = behind.map(|id| id as Id).chain([election.lost]);
                 let silent: BTreeSet<Id> = silent.collect();
@@ -607,8 +607,8 @@ impl Standby {
     }
 }
 
-/// Whether `state`, which was seen at the address of a launcher, shows that this has ended: where the number of its server
-/// is known, by another server too.
+/// Whether `state`, which was seen at the address of a launcher, shows that the launcher has ended. If the number of its
+/// server is known, another server there shows it too.
 fn has_ended(state: ServerState, instance: Option<u16>) -> bool {
     match state {
         ServerState::Ended => true,
@@ -617,7 +617,7 @@ fn has_ended(state: ServerState, instance: Option<u16>) -> bool {
     }
 }
 
-/// Tells launchers that come to the address of node 0, `first`, that the store of the job is at `here`, until the end.
+/// Redirects launchers that come to the address of node 0, `first`, to the store of the job at `here`, until the end.
 pub(super) fn point_here(first: &str, token: &Token, here: &str, stop: &AtomicBool) {
     while !stop.load(Ordering::Relaxed) {
         let state = TcpStore::state_of(first, token.clone(), ATTEMPT);
@@ -645,10 +645,10 @@ mod model_tests;
 mod tests {
     use super::*;
 
-    /// All of up to five launchers with one to three ranks: whatever groups they part into, two that have no member in
-    /// common do not both go on, and all together do.
+    /// All jobs of up to five launchers with one to three ranks: of two groups without a common member at most one may
+    /// continue, and all launchers together may.
     #[test]
-    fn two_halves_never_go_on() {
+    fn two_halves_never_continue() {
         for count in 1..=5_u32 {
             for code in 0..3_usize.pow(count) {
                 let members: Vec<Member> = (0..count)
@@ -663,21 +663,21 @@ mod tests {
                     let of = (0..count).filter(|n| bits >> n & 1 == 1);
                     of.map(|n| members[n as usize].id).collect()
                 };
-                let goes_on: Vec<u32> = (0..1 << count)
-                    .filter(|bits| may_go_on(&members, &BTreeSet::new(), &group(*bits)))
+                let continues: Vec<u32> = (0..1 << count)
+                    .filter(|bits| may_continue(&members, &BTreeSet::new(), &group(*bits)))
                     .collect();
-                assert!(goes_on.contains(&((1 << count) - 1)));
-                for (a, b) in goes_on
+                assert!(continues.contains(&((1 << count) - 1)));
+                for (a, b) in continues
                     .iter()
-                    .flat_map(|a| goes_on.iter().map(move |b| (a, b)))
+                    .flat_map(|a| continues.iter().map(move |b| (a, b)))
                 {
                     assert!(a & b != 0, "{members:?}: {a:b} and {b:b}");
                 }
-                // One of two parts goes on.
+                // One of two parts continues.
                 for bits in 0..1 << count {
                     let rest = !bits & ((1 << count) - 1);
                     assert!(
-                        goes_on.contains(&bits) != goes_on.contains(&rest),
+                        continues.contains(&bits) != continues.contains(&rest),
                         "{bits:b}"
                     );
                 }

@@ -23,17 +23,17 @@ const LOOKUP_PAUSE: Duration = Duration::from_millis(500);
 pub struct NodeStore {
     /// On node 0, the store itself.
     pub server: Option<TcpServer>,
-    /// What this launcher dials.
+    /// The address that this launcher connects to.
     pub dial: String,
-    /// What it dialled first: the address of node 0.
+    /// The address that it connected to first: that of node 0.
     pub first: String,
-    /// What the ranks of this node dial.
+    /// The address that the ranks of this node connect to.
     pub store: String,
     /// The host of node 0, as its ranks and those of other nodes know it.
     pub master_addr: String,
     /// The address by which other nodes reach this one; on other nodes than 0 it is known when they have joined.
     pub bind: Option<IpAddr>,
-    /// Something a person should know.
+    /// A warning to print.
     pub warning: Option<String>,
 }
 
@@ -206,17 +206,17 @@ fn resolve(
     let mut say_at = QUIET;
     loop {
         // A lookup cannot be interrupted, so it runs on a thread.
-        let (tell, told) = channel();
+        let (sender, resolved) = channel();
         let name = named.to_owned();
         spawn("lookup", move || {
             let addresses = name.to_socket_addrs().map(Iterator::collect::<Vec<_>>);
-            // Nobody listens after an interrupt.
-            let _ = tell.send(addresses);
+            // After an interrupt there is no receiver.
+            let _ = sender.send(addresses);
         })?;
         let mut why = None;
         let pause = Instant::now() + LOOKUP_PAUSE;
         while why.is_none() || Instant::now() < pause {
-            match told.recv_timeout(SLICE) {
+            match resolved.recv_timeout(SLICE) {
                 Ok(Ok(addresses)) if !addresses.is_empty() => return Ok(addresses),
                 Ok(Ok(_)) => why = Some("it has no address".to_owned()),
                 Ok(Err(error)) => why = Some(error.to_string()),

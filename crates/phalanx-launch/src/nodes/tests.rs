@@ -7,11 +7,11 @@ use super::join::ASKING_THREADS;
 use super::*;
 use crate::place::LOST_AFTER;
 
-/// Passes connections on to a server until they are [`cut`](Forwarder::cut).
+/// Forwards connections to a server until they are [`cut`](Forwarder::cut).
 struct Forwarder {
     at: SocketAddr,
     over: Arc<AtomicBool>,
-    /// Gives every socket that it has passed on.
+    /// Sends every socket that it has forwarded.
     door: thread::JoinHandle<Vec<TcpStream>>,
 }
 
@@ -46,12 +46,12 @@ impl Forwarder {
         Forwarder { at, over, door }
     }
 
-    /// Lets nobody in any more and closes the first `connections`; gives the sockets of the others. A connection
-    /// may carry its whole conversation before the door thread has noted it, so they are closed when that
+    /// Accepts no more connections and closes the first `connections`; gives the sockets of the others. A connection
+    /// may carry all of its messages before the accepting thread has noted it, so they are closed when that
     /// thread has ended.
     fn cut(self, connections: usize) -> Vec<TcpStream> {
         self.over.store(true, Ordering::SeqCst);
-        let _ = TcpStream::connect(self.at); // the last that the door lets in
+        let _ = TcpStream::connect(self.at); // the last connection that is accepted
         let mut open = self.door.join().unwrap();
         let others = open.split_off(open.len().min(connections.saturating_mul(2)));
         for socket in open {
@@ -155,7 +155,7 @@ fn a_node_whose_connections_have_ended_is_lost() {
     a.watch(LOST_AFTER, events.clone()).unwrap();
     b.is_guarded();
     b.watch(LOST_AFTER, events).unwrap();
-    // The will that tells of it.
+    // The will that reports it.
     b.store.wait(&["launch/beat/1"], PATIENCE).unwrap();
     assert_eq!(a.lost(), None);
     assert_eq!(b.lost(), None);
@@ -177,25 +177,25 @@ fn a_node_that_has_left_is_not_lost() {
 
 /// The link between the nodes is down: each names the other.
 #[test]
-fn a_node_from_which_nothing_comes_is_lost() {
+fn a_silent_node_is_lost() {
     let (a, b, _way) = two_nodes();
     a.store.set(&gone_key(1), b"8").unwrap();
     let want = "lost the connection to node 1 (host b, 127.0.0.1, ranks 1 and 2): nothing has come from it for 8.0 s";
     assert_eq!(a.lost().unwrap(), want);
     assert_eq!(b.lost(), None, "the key is about itself");
-    (1..=180).for_each(|n| lock(&b.host.silence).look(n * silence::LOOK));
+    (1..=180).for_each(|n| lock(&b.host.silence).advance(n * silence::LOOK));
     let want = "lost the connection to node 0 (host a, 127.0.0.1, rank 0): nothing has come from it for 9.0 s";
     assert_eq!(b.lost().unwrap(), want);
 }
 
 #[test]
-fn a_launcher_killed_right_after_its_card_is_known_to_be() {
+fn a_launcher_killed_right_after_its_description_is_lost() {
     is_known_to_be_gone(usize::MAX);
 }
 
 /// It ends by itself then, and its will is on a connection that still stands.
 #[test]
-fn a_launcher_that_cannot_say_why_it_ends_is_known_to_be_gone() {
+fn a_launcher_that_cannot_publish_why_it_ends_is_lost() {
     is_known_to_be_gone(ASKING_THREADS);
 }
 
@@ -240,7 +240,7 @@ fn is_known_to_be_gone(connections: usize) {
 /// A launcher that hosts its own store has the number 0. It took this number to the store of the running job, which had a
 /// node 0 already.
 #[test]
-fn a_launcher_that_is_told_at_once_of_a_job_elsewhere_goes_there() {
+fn a_launcher_that_learns_at_once_of_a_job_elsewhere_goes_there() {
     let token = Token::generate().unwrap();
     let server = TcpServer::bind((Ipv4Addr::LOCALHOST, 0).into(), token.clone()).unwrap();
     let at = server.local_addr();

@@ -271,7 +271,7 @@ mod tests {
     enum Want {
         /// One node, or no engine.
         Alone,
-        /// This node of so many, with node 0 on this host.
+        /// This node of this many, with node 0 on this host.
         Node(usize, usize, Option<&'static str>),
         /// Exit code 2 and these words.
         Refused(&'static [&'static str]),

@@ -73,7 +73,7 @@ pub struct Address {
     pub ports: Option<PortRange>,
 }
 
-/// The flags and variables that tell a launcher its node.
+/// The flags and variables from which a launcher knows its node.
 pub struct NodeQuery<'a> {
     pub env: &'a Env,
     /// Those of `phalanx launch`; only the nodes' ones of a command that starts ranks of its own.
@@ -83,7 +83,7 @@ pub struct NodeQuery<'a> {
 }
 
 impl Node {
-    /// One node with so many ranks.
+    /// One node with this many ranks.
     pub fn alone(local_ranks: usize) -> Node {
         Node {
             local_ranks,
@@ -151,7 +151,7 @@ impl NodeQuery<'_> {
         }
     }
 
-    /// The node, which starts so many ranks.
+    /// The node, which starts this many ranks.
     ///
     /// # Errors
     /// `Usage`, naming the flag or variable.

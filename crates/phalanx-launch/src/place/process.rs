@@ -16,7 +16,7 @@ use crate::flags::NodeFlags;
 /// The `source` of a process that `RANK` and `WORLD_SIZE` describe.
 const BY_RANK: &str = "RANK";
 
-/// Variables that tell apart the ranks of a job. The process that started the ranks has other values, or none.
+/// Variables that differ between the ranks of a job. The process that started the ranks has other values, or none.
 pub const OF_A_RANK: [&str; 7] = [
     "RANK",
     "OMPI_COMM_WORLD_RANK",
@@ -452,7 +452,7 @@ mod tests {
                 None,
             ),
             ("PMI_RANK=0 PMI_SIZE=1", None),
-            // Nobody says on which host rank 0 runs, unless all run on one.
+            // No variable says on which host rank 0 runs, unless all run on one.
             (
                 "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1",
                 Some((1, 2, 0, None, 29500)),

@@ -102,7 +102,7 @@ fn twice_in_a_row_down_to_one() {
             }
             assert_eq!((group.rank(), group.global_rank()), (0, 1));
             assert_eq!(sum_of_members(&group), 1);
-            // Nobody is left: the generation still changes hands.
+            // No other rank remains: the group still forms.
             group.abort("enough");
             let group = shrink(group, &hasty()).unwrap();
             assert_eq!((group.generation(), group.world_size()), (4, 1));
@@ -131,14 +131,14 @@ fn all_may_go_on_after_an_abort() {
             );
             let group = group.unwrap();
             assert_eq!((group.rank(), group.world_size()), (rank, 3));
-            assert!(started.elapsed() < SOON, "nobody was waited for");
+            assert!(started.elapsed() < SOON, "no rank was waited for");
             assert_eq!(sum_of_members(&group), 3);
             group.shutdown().unwrap();
         });
     }
 }
 
-/// Nobody waits for a rank that is reported lost, and no majority is needed where all that do not come are.
+/// No rank waits for one that is reported lost, and no majority is needed where all that do not come are.
 #[test]
 fn ranks_that_are_reported_lost_are_not_waited_for() {
     everywhere(|over| {
@@ -178,7 +178,7 @@ fn ranks_that_form_anew_hear_that_the_job_ends() {
         on_each(groups(over, 2), |group| {
             all_ready(&group, &gate);
             if group.rank() == 1 {
-                Log::new(group.store()).end("nobody needs it").unwrap();
+                Log::new(group.store()).end("it is not needed").unwrap();
                 gate.wait();
                 return;
             }
@@ -186,7 +186,7 @@ fn ranks_that_form_anew_hear_that_the_job_ends() {
             gate.wait();
             assert_eq!(error.kind(), ErrorKind::Aborted, "{error}");
             assert!(
-                error.to_string().contains("the job ends: nobody needs it"),
+                error.to_string().contains("the job ends: it is not needed"),
                 "{error}"
             );
         });
@@ -216,7 +216,7 @@ fn wait_for(group: &ProcessGroup, joining: &[usize]) {
     }
 }
 
-/// The options of `hasty`, with which nobody is left out.
+/// The options of `hasty`, with which no rank is left out.
 fn patient() -> ShrinkOptions {
     ShrinkOptions {
         straggler_wait: Duration::MAX,
@@ -237,12 +237,12 @@ fn newcomers_join_are_lost_and_others_take_their_numbers_place() {
             let state = log.read().unwrap();
             state.continues_with(2, numbers.iter().copied())
         };
-        let takes_others = true;
+        let can_grow = true;
         assert!(!continues_with(&[0, 1]), "no rank said so");
-        tell(&store, Event::Elastic { takes_others });
+        tell(&store, Event::Elastic { can_grow });
         tell(&store, Event::NotElastic);
         assert!(!continues_with(&[0, 1]), "it was taken back");
-        tell(&store, Event::Elastic { takes_others });
+        tell(&store, Event::Elastic { can_grow });
         assert!(continues_with(&[1, 7]));
         assert!(!continues_with(&[5, 7]), "they are in no group");
         let gate = &Barrier::new(4);
@@ -501,7 +501,7 @@ fn an_event_that_is_none_is_refused() {
     let newcomer = Newcomer::from_store(store, 2, init_options(Over::Shm, &token)).unwrap();
     let error = newcomer.join(&patient()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
-    assert!(error.to_string().contains("event 0"), "{error}");
+    assert!(error.to_string().contains("event 0 of job/log"), "{error}");
 }
 
 #[test]
@@ -559,8 +559,8 @@ fn less_than_a_majority_does_not_go_on() {
     });
 }
 
-/// However the ranks are delayed, at most one group comes of it, and who is
-/// not in it is told.
+/// However the ranks are delayed, they form at most one group, and a rank that is
+/// not in it gets an error.
 #[test]
 fn there_is_never_more_than_one_group() {
     for round in 0..6_u64 {

@@ -114,7 +114,7 @@ impl MultiHeadAttention {
         self
     }
 
-    /// Turns queries and keys by their positions, counted from 0, with this base (LLaMA's is 10000), as
+    /// Rotates queries and keys by their positions, counted from 0, with this base (LLaMA's is 10000), as
     /// [`Value::rotary`]. The width of a head must be even.
     #[must_use]
     pub fn rotary(mut self, base: f64) -> Self {
@@ -182,8 +182,8 @@ impl MultiHeadAttention {
         let mut parts = [part(query, 0)?, part(key, 1)?, part(value, 2)?];
         if let Some(base) = self.rotary {
             let [q, k, v] = parts;
-            let turn = |x: V| x.rotary(self.heads, base, 0);
-            parts = [turn(q)?, turn(k)?, v];
+            let rotate = |x: V| x.rotary(self.heads, base, 0);
+            parts = [rotate(q)?, rotate(k)?, v];
         }
         let mask = mask.map_or(Mask::Open, Mask::Added);
         self.out

@@ -110,7 +110,7 @@ pub(super) fn check_rate(p: f64) -> Result<()> {
     )))
 }
 
-/// The mask of an operation of so many samples that drops elements with this probability, if it drops any.
+/// The mask of an operation of this many samples that drops elements with this probability, if it drops any.
 pub(super) fn next_mask(
     step: &Step<'_>,
     p: f64,

@@ -5,7 +5,7 @@ use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::{Error, Result, Tensor};
 use phalanx_kernels::par::{PIECE, ThreadPool};
-use phalanx_kernels::rotary::turn;
+use phalanx_kernels::rotary::rotate;
 
 pub(crate) struct Rotary {
     /// Positions of a sample.
@@ -18,9 +18,9 @@ pub(crate) struct Rotary {
 }
 
 impl<'s> Tensor<'s> {
-    /// Turns queries or keys (…, L, E) by their positions: row l, at position `first` + l, holds `heads` vectors one after
+    /// Rotates queries or keys (…, L, E) by their positions: row l, at position `first` + l, holds `heads` vectors one after
     /// the other, of D = E / `heads` elements each. Elements i and i + D / 2 of a vector, for i below D / 2, are a point
-    /// in the plane that turns by position x `base`^(-2 i / D) radians. These pairs of halves are those of LLaMA in
+    /// in the plane that rotates by position x `base`^(-2 i / D) radians. These pairs of halves are those of LLaMA in
     /// Hugging Face's transformers (the paper's are neighbours); LLaMA's base is 10000. Of (N, heads, L, D), `heads` is 1.
     ///
     /// Angles, their cosines and sines are f64, rounded once to f32, and so closer than Hugging Face's at large positions.
@@ -74,9 +74,9 @@ impl Rotary {
         let width = self.width.max(1);
         threads.split(x, (PIECE / width).max(1) * width, |at, x| {
             for (row, x) in (at / width..).zip(x.chunks_exact_mut(width)) {
-                let turns = &table[row % self.length * self.each..][..self.each];
-                let (cosines, sines) = turns.split_at(self.each / 2);
-                turn(x, cosines, sines, sign);
+                let angles = &table[row % self.length * self.each..][..self.each];
+                let (cosines, sines) = angles.split_at(self.each / 2);
+                rotate(x, cosines, sines, sign);
             }
         });
     }

@@ -437,7 +437,7 @@ impl Schedule {
         self.steps
     }
 
-    /// Tells a [plateau](Self::reduce_on_plateau) schedule, if it is one or the current part is, the value of an evaluation, and
+    /// Gives a [plateau](Self::reduce_on_plateau) schedule, if it is one or the current part is, the value of an evaluation, and
     /// whether the `greatest` is the best, as of an accuracy, or the least, as of a loss. It is not a step:
     /// [`advance`](Self::advance) is still called after each.
     pub fn observe(&mut self, value: f64, greatest: bool) {

@@ -62,7 +62,7 @@ impl Tape {
     ///   [`masked_fill`](Tensor::masked_fill), nor in what operations make of these.
     /// - Both are errors in a gradient: the one that backward begins with, and those that an
     ///   operation's backward pass gives to its inputs and parameters (added to what others gave
-    ///   before; of a parameter, before the [`GradSink`] is told that it is ready).
+    ///   before; of a parameter, before it is reported to the [`GradSink`] as ready).
     ///
     /// The error is of kind [`Anomaly`](crate::ErrorKind::Anomaly), and comes from the operation, from
     /// [`Step::input`] or from [`Tensor::backward`].

@@ -170,10 +170,10 @@ impl TcpStore {
         timeout: Duration,
         mut on_failure: impl FnMut(&Error),
     ) -> Result<TcpStore> {
-        self.look();
+        self.refresh();
         let first = self.open(timeout, true, &mut |error| {
             on_failure(error);
-            self.look();
+            self.refresh();
             true
         })?;
         self.local_ip = first.stream.local_addr().ok().map(|addr| addr.ip());
@@ -239,7 +239,7 @@ impl TcpStore {
     /// address in the file, for up to `limit` after the first failure; then the first
     /// error is returned. The file may be missing or empty; it must be replaced as a
     /// whole, by renaming another one. A wait in progress notices a changed file within
-    /// 500 ms, and goes on at the new address with the time that is left.
+    /// 500 ms, and continues at the new address with the time that is left.
     ///
     /// A request that is repeated may have been executed before: an addition, an append or
     /// a push may count twice, a pop may lose an element, a deletion may say that the key
@@ -254,7 +254,7 @@ impl TcpStore {
 
     /// Reads the file, if it was not read just before, and takes the address in it.
     /// Returns how often the address has changed.
-    fn look(&self) -> u64 {
+    fn refresh(&self) -> u64 {
         let mut place = self.place();
         if let Some((file, _)) = &place.file
             && place
@@ -411,7 +411,7 @@ impl TcpStore {
                     });
                 }
                 Err(error) if is_final(error.kind()) => return Err(error),
-                // Nobody listens there only where that is so of all.
+                // No server listens only if all addresses refuse.
                 Err(error) if last.is_some() && error.is_refused() => {}
                 Err(error) => last = Some(error),
             }
@@ -470,7 +470,7 @@ impl TcpStore {
         let mut failed: Option<(Instant, Error)> = None;
         let mut request = request.clone();
         loop {
-            let moves = self.look();
+            let moves = self.refresh();
             let left = wait.saturating_sub(start.elapsed());
             if let Request::Get { timeout_ms, .. }
             | Request::Wait { timeout_ms, .. }
@@ -487,7 +487,7 @@ impl TcpStore {
                 Err(error) if !may_move(&error) => return Err(error),
                 Err(error) => error,
             };
-            if self.look() != moves {
+            if self.refresh() != moves {
                 continue;
             }
             let (since, error) = failed.take().unwrap_or_else(|| (Instant::now(), error));
@@ -523,12 +523,12 @@ impl TcpStore {
                     WAIT_SLICE => ATTEMPT_TIMEOUT,
                     _ => MAX_TIMEOUT,
                 };
-                self.open(patience.min(most), false, &mut |_| self.look() == moves)?
+                self.open(patience.min(most), false, &mut |_| self.refresh() == moves)?
             }
         };
         let moves = connection.moves;
         connection.round_trip(request, wait.saturating_add(patience), slice, &mut || {
-            self.look() != moves
+            self.refresh() != moves
         })?;
         Ok(connection)
     }

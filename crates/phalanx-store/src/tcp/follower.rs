@@ -17,7 +17,7 @@ const READ_BYTES: usize = 128 << 10;
 /// A copy of the keys and values of a [`TcpServer`](crate::TcpServer).
 ///
 /// The server answers its members only what all its followers have. So after its end,
-/// another server with the copy of any follower that it had not dropped can go on
+/// another server with the copy of any follower that it had not dropped can continue
 /// ([`TcpServer::admit_followers`](crate::TcpServer::admit_followers)).
 ///
 /// A follower that is not asked to [`follow`](Self::follow) holds up all members.
@@ -43,7 +43,7 @@ impl Follower {
     /// # Errors
     /// As [`TcpStore::connect`], but a refused connection and a closed server are errors
     /// at once: [`Error::is_refused`],
-    /// [`RejectReason::NotOpen`](phalanx_wire::handshake::RejectReason::NotOpen). [`ErrorKind::Dropped`] when the server goes on without
+    /// [`RejectReason::NotOpen`](phalanx_wire::handshake::RejectReason::NotOpen). [`ErrorKind::Dropped`] when the server continues without
     /// this follower.
     pub fn connect(addr: &str, token: Token, id: u64, timeout: Duration) -> Result<Follower> {
         let deadline = Instant::now() + timeout.min(MAX_TIMEOUT);
@@ -110,8 +110,8 @@ impl Follower {
         Ok(true)
     }
 
-    /// Ends the connection, and tells the server that this follower goes on without it: its end is no sign that its
-    /// process has ended.
+    /// Ends the connection, and informs the server that this follower continues without it: the end of the connection does
+    /// not mean that the process has ended.
     pub fn leave(mut self) {
         let mut request = Vec::new();
         if Request::Leave.encode(&mut request).is_ok() {
@@ -120,7 +120,7 @@ impl Follower {
         }
     }
 
-    /// Ends the connection, and tells the server that this follower ends and goes on nowhere: it is
+    /// Ends the connection, and informs the server that this follower ends and will not continue: it is
     /// [dropped](crate::TcpServer::drop_follower), and `key` is set.
     pub fn retire(mut self, key: &str) {
         let mut request = Vec::new();
@@ -150,7 +150,7 @@ impl Follower {
                 Response::Failed(Failure::Dropped) => {
                     return Err(Error::new(
                         ErrorKind::Dropped,
-                        format!("{} goes on without this follower", self.location),
+                        format!("{} continues without this follower", self.location),
                     ));
                 }
                 _ => {

@@ -45,7 +45,7 @@ pub(super) struct Followers {
     all: BTreeMap<u64, Follower>,
     dropped: BTreeSet<u64>,
     broken: BTreeSet<u64>,
-    /// They go on without this server.
+    /// They continue without this server.
     left: BTreeSet<u64>,
     left_out: Vec<String>,
 }
@@ -205,7 +205,7 @@ impl Followers {
         }
     }
 
-    /// Notes that a follower goes on without this server.
+    /// Notes that a follower continues without this server.
     pub(super) fn leave(&mut self, id: u64) {
         self.left.insert(id);
     }

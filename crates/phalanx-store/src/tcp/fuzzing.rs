@@ -11,7 +11,7 @@ use std::time::Duration;
 use phalanx_wire::store_msg::{LENGTH_BYTES, Response, response_bytes};
 
 use super::super::conn::{Conn, State};
-use super::{Followers, PollFlags, ServerLoop, ServerOptions, Shared};
+use super::{Followers, PollFlags, ServerControl, ServerLoop, ServerOptions};
 use crate::table::Limits;
 
 /// Small limits, so that they are reached.
@@ -31,7 +31,7 @@ fn server() -> std::io::Result<(TcpListener, ServerLoop)> {
     let (_, woken) = UnixStream::pair()?;
     let ours = (listener.try_clone()?, listener.local_addr()?);
     let token = crate::fuzzing::token();
-    let shared = Arc::new(Shared::default());
+    let shared = Arc::new(ServerControl::default());
     let serving = ServerLoop::new(ours, woken, token, options, shared, channel().1);
     Ok((listener, serving))
 }
@@ -47,11 +47,11 @@ impl ServerLoop {
     }
 
     /// One iteration of the server's loop in which this connection is ready.
-    fn turn(&mut self, id: u64) {
+    fn round(&mut self, id: u64) {
         self.handle_ready(id, PollFlags::IN | PollFlags::OUT);
-        self.finish_turn();
+        self.finish_round();
         while !self.unfinished.is_empty() {
-            self.finish_turn();
+            self.finish_round();
         }
     }
 }
@@ -91,7 +91,7 @@ pub(crate) fn session(member: bool, piece: usize, input: &[u8]) {
         };
         let Some(id) = id else { return };
         let serve = |serving: &mut ServerLoop| match member {
-            true => serving.turn(id),
+            true => serving.round(id),
             // The listener is not polled.
             false if serving.handshakes.count() > 0 => serving.admit(&[true]),
             false => {}
@@ -169,14 +169,14 @@ mod tests {
         let pop = Request::QueuePop { queue, timeout_ms };
         for member in [&mut early, &mut other] {
             ask(&serving, member, &pop);
-            serving.turn(member.1);
+            serving.round(member.1);
         }
         drop(early.0);
         arrived(&serving, early.1, PollFlags::RDHUP);
         for value in [b"1", b"2"] {
             let push = Request::QueuePush { queue, value };
             ask(&serving, &mut pusher, &push);
-            serving.turn(pusher.1);
+            serving.round(pusher.1);
         }
         other.0.set_nonblocking(false).unwrap();
         let mut response = [0; 10];
@@ -188,11 +188,11 @@ mod tests {
         ask(&serving, &mut late, &pop);
         drop(late.0);
         arrived(&serving, late.1, PollFlags::RDHUP);
-        serving.turn(late.1);
+        serving.round(late.1);
         assert_eq!(serving.table.queue_len(queue), 1);
         // The next iterations close both.
         for id in [early.1, late.1] {
-            serving.turn(id);
+            serving.round(id);
             assert!(!serving.conns.contains_key(&id));
         }
         assert_eq!(serving.poppers.len(), 0);

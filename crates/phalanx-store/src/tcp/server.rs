@@ -12,7 +12,7 @@ use std::time::Duration;
 use phalanx_wire::Token;
 
 use super::conn::State;
-use super::serving::{Mode, ServerLoop, ServerOptions, Shared, Task};
+use super::serving::{Mode, ServerControl, ServerLoop, ServerOptions, Task};
 use super::socket::listen;
 use crate::refused::RefusedConnections;
 use crate::{Error, Result};
@@ -28,7 +28,7 @@ const TASK_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct TcpServer {
     addr: SocketAddr,
-    shared: Arc<Shared>,
+    shared: Arc<ServerControl>,
     tasks: Sender<Task>,
     waker: UnixStream,
     thread: Option<JoinHandle<()>>,
@@ -92,7 +92,7 @@ impl TcpServer {
         let (waker, woken) = UnixStream::pair().map_err(fail)?;
         woken.set_nonblocking(true).map_err(fail)?;
         waker.set_nonblocking(true).map_err(fail)?;
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(ServerControl::default());
         let (tasks, asked) = channel();
         let mut serving = ServerLoop::new(
             (listener, addr),
@@ -149,7 +149,7 @@ impl TcpServer {
         self.shared.buffered_bytes.load(Ordering::Relaxed)
     }
 
-    /// Removes all keys that do not start with `keep`. *Blocks* for one turn of the server's thread.
+    /// Removes all keys that do not start with `keep`. *Blocks* for one round of the server's thread.
     pub fn clear_all_but(&self, keep: &str) {
         let keep = keep.to_owned();
         self.ask(move |server| {
@@ -165,7 +165,7 @@ impl TcpServer {
     }
 
     /// A closed server takes these keys and values, a follower's copy, and serves
-    /// followers only, except those that were `dropped`. *Blocks* for one turn of the
+    /// followers only, except those that were `dropped`. *Blocks* for one round of the
     /// server's thread, as all methods about followers.
     pub fn admit_followers(&self, entries: Vec<(String, Vec<u8>)>, dropped: Vec<u64>) {
         self.ask(|server| server.admit_followers(entries, dropped));
@@ -198,7 +198,7 @@ impl TcpServer {
 
     /// The followers whose connection has ended, unless they have [left](crate::Follower::leave), until they follow again. All responses wait for them until they follow again or are
     /// dropped ([`drop_follower`](Self::drop_follower)): a server that is cut off from
-    /// its followers does not go on alone.
+    /// its followers does not continue alone.
     pub fn broken_followers(&self) -> Vec<u64> {
         self.ask(|server| server.followers.broken())
     }
@@ -217,16 +217,16 @@ impl TcpServer {
         })
     }
 
-    /// Goes on without a follower: responses do not wait for it any more, its connection
+    /// Drops a follower: responses do not wait for it any more, its connection
     /// is closed, and from now on it is refused with
     /// [`ErrorKind::Dropped`](crate::ErrorKind::Dropped). `key` is set without a value, and nothing is answered until all other followers have
-    /// it: none of them goes on with the copy of the dropped one.
+    /// it: none of them continues with the copy of the dropped one.
     pub fn drop_follower(&self, id: u64, key: &str) {
         let key = key.to_owned();
         self.ask(move |server| server.drop_follower(id, &key));
     }
 
-    /// Goes on without any follower, and takes none any more.
+    /// Drops all followers, and accepts none any more.
     pub fn drop_followers(&self) {
         self.ask(|server| {
             server.is_alone = true;
@@ -246,20 +246,20 @@ impl TcpServer {
         self.ask(|server| server.followers.leave_out(prefix));
     }
 
-    /// Has the server's thread do this, between two turns, and returns the result.
+    /// Runs this on the server's thread, between two rounds of its loop, and returns the result.
     fn ask<T: Default + Send + 'static>(
         &self,
         what: impl FnOnce(&mut ServerLoop) -> T + Send + 'static,
     ) -> T {
         let (done, is_done) = sync_channel(1);
         let task = move |server: &mut ServerLoop| {
-            // Whoever asked may have given up.
+            // The caller may have given up.
             let _ = done.try_send(what(server));
         };
         let _ = self.tasks.send(Box::new(task));
         // A full buffer means that the thread wakes up anyway.
         let _ = (&self.waker).write(&[1]);
-        // The thread never blocks on a client; where it has ended, nobody is served.
+        // The thread never blocks on a client; where it has ended, no client is served.
         is_done.recv_timeout(TASK_TIMEOUT).unwrap_or_default()
     }
 }

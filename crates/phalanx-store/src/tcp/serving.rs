@@ -38,7 +38,7 @@ const POLL_PAUSE: Duration = Duration::from_millis(100);
 const SCRATCH_BYTES: usize = 128 << 10;
 
 /// Maximum number of requests of one member served before the others.
-const REQUESTS_PER_TURN: usize = 64;
+const REQUESTS_PER_ROUND: usize = 64;
 
 /// Maximum memory for all members together: incomplete requests, responses not yet
 /// received, and keys of waits. 4096 ranks that wait for each other use 80 MiB.
@@ -77,7 +77,7 @@ impl Default for ServerOptions {
 
 /// State shared by the server's thread and its owner.
 #[derive(Debug, Default)]
-pub(super) struct Shared {
+pub(super) struct ServerControl {
     pub(super) stop: AtomicBool,
     pub(super) refusals: Arc<Refusals>,
     pub(super) clients: AtomicUsize,
@@ -114,7 +114,7 @@ pub(super) struct ServerLoop {
     woken: UnixStream,
     token: Token,
     options: ServerOptions,
-    shared: Arc<Shared>,
+    shared: Arc<ServerControl>,
     tasks: Receiver<Task>,
     pub(super) mode: Mode,
     /// It takes no followers any more.
@@ -145,7 +145,7 @@ impl ServerLoop {
         woken: UnixStream,
         token: Token,
         options: ServerOptions,
-        shared: Arc<Shared>,
+        shared: Arc<ServerControl>,
         tasks: Receiver<Task>,
     ) -> ServerLoop {
         let location = format!("store server {addr}");
@@ -202,7 +202,7 @@ impl ServerLoop {
             while let Ok(task) = self.tasks.try_recv() {
                 task(&mut self);
             }
-            self.finish_turn();
+            self.finish_round();
             self.admit(&handshakes);
             self.publish();
         }
@@ -277,7 +277,7 @@ impl ServerLoop {
     }
 
     /// Ends an iteration of the loop: timeouts, remaining requests, ended waits, memory limit.
-    fn finish_turn(&mut self) {
+    fn finish_round(&mut self) {
         self.expire();
         for id in std::mem::take(&mut self.unfinished) {
             self.advance(id);
@@ -404,7 +404,7 @@ impl ServerLoop {
 
     /// Serves the received requests of a connection, up to the limit per iteration.
     fn advance(&mut self, id: ConnId) {
-        let more = self.serve_turn(id);
+        let more = self.serve_round(id);
         if let Some(conn) = self.conns.get_mut(&id) {
             conn.note_stall(more);
         }
@@ -414,8 +414,8 @@ impl ServerLoop {
     }
 
     /// Serves a connection in one iteration. Returns whether requests are left.
-    fn serve_turn(&mut self, id: ConnId) -> bool {
-        for _ in 0..REQUESTS_PER_TURN {
+    fn serve_round(&mut self, id: ConnId) -> bool {
+        for _ in 0..REQUESTS_PER_ROUND {
             if self.step(id) == Step::Idle {
                 return false;
             }

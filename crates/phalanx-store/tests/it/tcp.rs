@@ -341,7 +341,7 @@ fn a_member_with_another_role_or_job_is_rejected_with_a_reason() {
 }
 
 #[test]
-fn members_beyond_the_limit_are_told() {
+fn members_beyond_the_limit_are_reported() {
     let mut options = ServerOptions::default();
     options.max_clients = 2;
     let (server, token) = serve_with(options);

@@ -166,7 +166,7 @@ pub struct Settings {
     pub defaults: Defaults,
 }
 
-/// A program's own values of settings that nobody typed. Its recipe may decide
+/// A program's own values of settings that were not typed. Its recipe may decide
 /// them, so that the parser cannot.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
@@ -411,7 +411,7 @@ impl Settings {
         }
     }
 
-    /// Checks that the training can go on when ranks are lost or join.
+    /// Checks that the training can continue when ranks are lost or join.
     ///
     /// # Errors
     ///
@@ -432,7 +432,7 @@ impl Settings {
         self.global_batch_size.unwrap_or(self.batch_size() * world)
     }
 
-    /// Steps between two records of the loss in a training of `steps` steps. Few enough for a curve, and so many that
+    /// Steps between two records of the loss in a training of `steps` steps. Few enough for a curve, and enough that
     /// writing them takes no noticeable time. The loss of a batch that is cut into shards needs a collective.
     pub fn record_interval(&self, steps: u64) -> usize {
         let points = match self.split.determinism() {

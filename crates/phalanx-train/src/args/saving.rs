@@ -112,7 +112,7 @@ pub struct SavingArgs {
     pub(crate) found: Found,
 }
 
-/// Checkpoints that are kept where nobody said how many.
+/// Checkpoints that are kept by default.
 const KEEP: usize = 2;
 
 impl SavingArgs {
@@ -234,7 +234,7 @@ impl SavingArgs {
         typed.map(Path::new)
     }
 
-    /// The run's folder that `--resume PATH` goes on in.
+    /// The run's folder that `--resume PATH` continues in.
     pub fn resumed_dir(&self) -> Option<PathBuf> {
         // The parent of a bare name.
         let here = |path: &Path| match path.as_os_str().is_empty() {

@@ -25,7 +25,7 @@ impl From<PathBuf> for Start {
 }
 
 impl Start {
-    /// Says that a run that goes on from a checkpoint has its weights from there.
+    /// Says that a run that continues from a checkpoint has its weights from there.
     pub fn announce_unused(&self, ctx: &RankContext) {
         if let Start::File(path) = self {
             ctx.note(&format!(

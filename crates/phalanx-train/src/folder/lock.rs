@@ -31,7 +31,7 @@ pub struct Lock {
 impl Lock {
     /// Holds `dir`. *Blocks* up to ten seconds while somebody else
     /// does, but for a second only if that is `lost`, a lost rank of the same training, which is replaced then. Where the
-    /// file system knows no locks, nobody is kept out.
+    /// file system knows no locks, no process is kept out.
     ///
     /// # Errors
     ///
@@ -65,11 +65,11 @@ impl Lock {
             let what = format!("cannot lock {}", path.display());
             other(Error::new(ErrorKind::System, what).caused_by(e))
         };
-        let (began, mut told) = (Instant::now(), false);
+        let (began, mut reported) = (Instant::now(), false);
         loop {
             let mut file = dir.open_private(LOCK_FILE).map_err(&other)?;
             if try_lock(&file) {
-                // Whoever had it took the file away with it.
+                // The process that had it removed the file.
                 if !dir.is_at(&file, LOCK_FILE) && began.elapsed() < PATIENCE {
                     continue;
                 }
@@ -104,7 +104,7 @@ impl Lock {
                     format!("end that process; it locks {}", path.display()),
                 ));
             }
-            if !is_lost && !std::mem::replace(&mut told, true) {
+            if !is_lost && !std::mem::replace(&mut reported, true) {
                 say::note(format_args!("waiting: {what}"));
             }
             std::thread::sleep(Duration::from_millis(50));
@@ -113,7 +113,7 @@ impl Lock {
 }
 
 impl Drop for Lock {
-    /// While it is held: nobody else's goes.
+    /// While it is held, no other process's lock file is removed.
     fn drop(&mut self) {
         if self.dir.is_at(&self.file, LOCK_FILE) {
             let _ = self.dir.remove(LOCK_FILE);
@@ -134,7 +134,7 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::Usage);
         let who = format!("(process {})", std::process::id());
         assert!(error.chain().contains(&who), "{}", error.chain());
-        // Whoever is about to let go is waited for.
+        // A process that is about to release it is waited for.
         let release = std::thread::spawn(move || drop(held));
         let held = Lock::take_within(&dir, Duration::from_secs(60), None).expect("held");
         release.join().expect("no panic");

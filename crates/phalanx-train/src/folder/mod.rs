@@ -21,7 +21,7 @@ use crate::stop;
 /// Settles what must be the same for all ranks before they start: the output
 /// folder (a new `runs/PROGRAM-<date>-<time>`, where none is typed and no run is resumed), and
 /// whether they will save when they are asked to stop. `has_first`: whether rank 0 is among them, if that is known yet; it
-/// settles the folder by itself otherwise. Ranks that are started again go on from their last checkpoint.
+/// settles the folder by itself otherwise. Ranks that are started again continue from their last checkpoint.
 ///
 /// # Errors
 ///
@@ -38,13 +38,13 @@ pub fn prepare_run(
     }
     let mut extra = Vec::new();
     let mut dir = match (&*output_dir, saving.resumed_dir()) {
-        (Some(typed), _) => RunDir::given(typed.clone()),
+        (Some(typed), _) => RunDir::at(typed.clone()),
         (None, resumed) => {
             let dir = match resumed {
-                Some(resumed) => RunDir::given(resumed),
+                Some(resumed) => RunDir::at(resumed),
                 None if has_first == Some(true) => RunDir::of_attempt(program, &attempt),
-                // Which one it is, rank 0 tells.
-                None => RunDir::given(default_output_dir(program)),
+                // Rank 0 sends which one it is.
+                None => RunDir::at(default_output_dir(program)),
             };
             if has_first.is_some() {
                 let mut flag = OsString::from("--output-dir=");
@@ -55,7 +55,7 @@ pub fn prepare_run(
             dir
         }
     };
-    // Nobody else writes there, or needs to see it.
+    // No other process writes there, or needs to see it.
     if has_first == Some(true) {
         let prepared = dir.prepare(saving.folder);
         prepared.map_err(|error| error.note("try", "another folder with --output-dir"))?;
@@ -72,7 +72,7 @@ pub fn prepare_run(
 
 /// What is known before the ranks start, and kept until they have ended.
 pub struct PreparedRun {
-    /// The flags that tell them the folder.
+    /// The flags that name the folder for the ranks.
     pub extra: Vec<OsString>,
     /// Where flight recorders go, if that is known yet.
     pub flight: Option<PathBuf>,

@@ -58,7 +58,7 @@ impl Files {
         format!("epoch_{epoch}.safetensors")
     }
 
-    /// What files of weights, and checkpoints, say beside them.
+    /// What files of weights, and checkpoints, say in addition to them.
     pub fn metadata(&self) -> BTreeMap<String, String> {
         let own = ("model", self.model.clone());
         let about = self.about.iter().chain([&own]);
@@ -97,7 +97,7 @@ impl Files {
     }
 }
 
-/// The PyTorch file beside a safetensors file: `epoch_N.pth` and
+/// The PyTorch file next to a safetensors file: `epoch_N.pth` and
 /// `mnist_cnn.pt`, as the documents call them.
 fn pytorch(path: &Path) -> PathBuf {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -156,7 +156,7 @@ impl Output {
             lock = Some(taken);
             if is_first {
                 // The training that was waited for has left its results.
-                RunDir::given(dir.path().to_owned()).check(args, dir.path())?;
+                RunDir::at(dir.path().to_owned()).check(args, dir.path())?;
             }
             if let Some(fresh) = fresh {
                 if !args.overwrite && dir.has(METRICS_FILE) {
@@ -252,7 +252,7 @@ impl Output {
         self.complete.as_ref()
     }
 
-    /// Removes the summary of a run that now goes on, with which it would be complete, and the
+    /// Removes the summary of a run that now continues, with which it would be complete, and the
     /// report, which shows that summary. Those of a complete run stay.
     ///
     /// # Errors
@@ -295,7 +295,7 @@ impl Output {
         match error.kind() {
             ErrorKind::PeerLost | ErrorKind::Timeout => error,
             ErrorKind::Stopped => error,
-            _ if self.opened.is_none() || error.is_told() || log::has_launcher() => error,
+            _ if self.opened.is_none() || error.is_printed() || log::has_launcher() => error,
             _ => error.note("report", as_typed(&self.dir.join(REPORT_FILE))),
         }
     }
@@ -305,7 +305,7 @@ impl Output {
         &self.saved
     }
 
-    /// The log of the run: on rank 0 up to where a resumed run goes on. Where an attempt before had saved no checkpoint,
+    /// The log of the run: on rank 0 up to where a resumed run continues. Where an attempt before had saved no checkpoint,
     /// its metrics are kept as `metrics-N.jsonl`. To a complete run nothing is added. `past_cut`: `--max-steps` had cut the epoch
     /// that the run continues; the evaluation of the cut epoch is removed.
     ///
@@ -493,7 +493,7 @@ impl Output {
                 checkpoint::write_pth_with(out, &root, outline, values)
             });
             if let Err(error) = saved {
-                // What lies there is of other weights than the file beside it.
+                // What lies there is of other weights than the file next to it.
                 let _ = dir.remove(&pytorch);
                 return Err(error);
             }
@@ -502,7 +502,7 @@ impl Output {
         Ok(())
     }
 
-    /// Saves the weights of the best epoch so far. The file of the best ones before stays in `checkpoints`, which may go on
+    /// Saves the weights of the best epoch so far. The file of the best ones before stays in `checkpoints`, which may continue
     /// with them, under another name.
     ///
     /// # Errors
@@ -520,7 +520,7 @@ impl Output {
         {
             let kept = checkpoints.made()?;
             let [weights, pth] = ["safetensors", "pth"].map(|end| format!("{name}.{end}"));
-            // First this one, so that it never lies beside the weights of another epoch.
+            // First this one, so that it never lies next to the weights of another epoch.
             if dir.has(BEST_PTH) {
                 dir.rename_into(BEST_PTH, &kept, &pth)?;
             }
@@ -573,7 +573,7 @@ impl Output {
                     dir.remove(to)?;
                     continue;
                 }
-                // For a run that goes on with that branch; without links, only the file aside is left of it.
+                // For a run that continues that branch; without links, only the file aside is left of it.
                 if let (Some(kept), Some(name)) = (&kept, &name) {
                     let end = from.trim_start_matches("best");
                     let _ = dir.link_into(from, kept, &format!("{name}{end}"));
@@ -671,7 +671,7 @@ impl Output {
     }
 }
 
-/// The step that comes next, counted from 0 over the epochs of so many steps, and its epoch, from 1.
+/// The step that comes next, counted from 0 over the epochs of this many steps, and its epoch, from 1.
 pub(crate) fn next_step(place: Place, steps: usize) -> (u64, u64) {
     let before = place.epoch.saturating_mul(steps as u64);
     (before.saturating_add(place.step_in_epoch), place.epoch + 1)
@@ -696,7 +696,7 @@ fn keeps(from: Resumption, version: u64, record: &Value) -> bool {
     }
 }
 
-/// Tells a launcher that asks for it where this run's folder is. The training does not depend on it.
+/// Reports this run's folder to a launcher that asks for it. The training does not depend on it.
 fn name_to_launcher(dir: &Dir) {
     if let Some(pointer) = std::env::var_os(RUN_POINTER_VARIABLE)
         && let Ok(path) = dir.path().canonicalize()
@@ -725,7 +725,7 @@ fn set_metrics_aside(dir: &Dir) -> Result<()> {
 }
 
 /// Removes what an earlier run left in the same folder, complete or not, so
-/// that a summary and weights always belong to the metrics beside them.
+/// that a summary and weights always belong to the metrics next to them.
 fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
     let failed = |e: phalanx_base::Error| e.note("try", "another folder with --output-dir");
     for name in dir.names().map_err(failed)? {
@@ -754,7 +754,7 @@ fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
     Ok(())
 }
 
-/// What `phalanx inspect` would find of an earlier run. Whoever made the
+/// What `phalanx inspect` would find of an earlier run. Whichever program made the
 /// folder unwritable learns it when the next ones are written.
 fn remove_flight_recorders(dir: &Dir) -> phalanx_base::Result<()> {
     let Some(flight) = dir.sub(crate::FLIGHT_DIR)? else {
@@ -832,7 +832,7 @@ mod tests {
             std::fs::write(dir.path().join(name), "old").expect("written");
         }
         let opened = Dir::open(dir.path()).expect("folder");
-        let found = RunDir::given(dir.path().to_owned())
+        let found = RunDir::at(dir.path().to_owned())
             .settle(&Attempt::default(), &saving(&["--overwrite"]));
         let Found::Nothing(fresh) = found.expect("settled") else {
             panic!("not fresh");

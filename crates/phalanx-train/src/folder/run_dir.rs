@@ -20,7 +20,7 @@ use crate::log::RUN_FILE;
 /// What a run ends with.
 pub(crate) const SUMMARY_FILE: &str = "summary.json";
 
-/// Folder of runs to which nobody gave one.
+/// Folder of runs that were given none.
 const RUNS: &str = "runs";
 
 /// `runs/<recipe>-<date>-<time>` (UTC).
@@ -63,7 +63,7 @@ impl Claim {
     }
 }
 
-/// Says that from now on this job's training is in `dir`: a later attempt goes on with it. On rank 0, before anything is
+/// Says that from now on this job's training is in `dir`: a later attempt continues it. On rank 0, before anything is
 /// written there.
 ///
 /// # Errors
@@ -98,7 +98,7 @@ impl RunDir {
     /// The one that an earlier attempt has claimed, or else [a new one](Self::claim).
     pub(crate) fn of_attempt(recipe: &str, attempt: &Attempt) -> RunDir {
         let claimed = || RunDir::claimed(Path::new(RUNS), recipe, attempt);
-        claimed().map_or_else(|| RunDir::claim(recipe), RunDir::given)
+        claimed().map_or_else(|| RunDir::claim(recipe), RunDir::at)
     }
 
     fn claimed(runs: &Path, recipe: &str, attempt: &Attempt) -> Option<PathBuf> {
@@ -121,7 +121,7 @@ impl RunDir {
     pub(crate) fn settle(&self, attempt: &Attempt, saving: &SavingArgs) -> Result<Found> {
         let ours = Claim::read(&self.path)
             .filter(|claim| attempt.restarts > 0 && Some(&claim.job) == attempt.job.as_ref());
-        // Without a claim nobody knows how far an earlier attempt came.
+        // Without a claim it is not known how far an earlier attempt came.
         let begun = attempt.restarts > 0 && ours.as_ref().is_none_or(|claim| claim.begun);
         if let (None, Some(job)) = (&ours, &attempt.job) {
             let job = job.clone();
@@ -150,7 +150,7 @@ impl RunDir {
     }
 
     /// One that may be there.
-    pub fn given(path: PathBuf) -> RunDir {
+    pub fn at(path: PathBuf) -> RunDir {
         RunDir {
             path,
             made: Vec::new(),
@@ -166,7 +166,7 @@ impl RunDir {
         self.make(args)?.check_writable().map_err(mistake)
     }
 
-    /// That nobody loses days of training by a forgotten flag.
+    /// Protects days of training from a forgotten flag.
     ///
     /// # Errors
     ///
@@ -242,8 +242,8 @@ impl RunDir {
         Ok(dir)
     }
 
-    /// The first of `path`, `path-2`, ... that was not there. What else is wrong with them is
-    /// told when files are written.
+    /// The first of `path`, `path-2`, ... that was not there. Other errors with them are
+    /// reported when files are written.
     fn unused(path: PathBuf) -> RunDir {
         let others = (2..1000).map(|next| {
             let mut name = path.as_os_str().to_owned();
@@ -259,9 +259,9 @@ impl RunDir {
                 Some(RunDir { path, made })
             }
             Err(error) if error.kind() == ErrorKind::AlreadyExists => None,
-            Err(_) => Some(RunDir::given(path)),
+            Err(_) => Some(RunDir::at(path)),
         });
-        free.unwrap_or_else(|| RunDir::given(path.clone()))
+        free.unwrap_or_else(|| RunDir::at(path.clone()))
     }
 
     /// Where it is.
@@ -340,7 +340,7 @@ mod tests {
     fn a_folder_is_an_earlier_runs_only_if_something_would_be_lost() {
         let dir = tempfile::tempdir().expect("folder");
         let run = dir.path().join("a run");
-        let check = || RunDir::given(run.clone()).check_no_run(&run);
+        let check = || RunDir::at(run.clone()).check_no_run(&run);
         check().expect("not there yet");
         std::fs::create_dir_all(run.join("checkpoints")).expect("folder");
         for harmless in [
@@ -376,7 +376,7 @@ mod tests {
         let at = |name: &str| dir.path().join(name);
         std::fs::create_dir(at("there")).expect("folder");
         let prepared = |name: &str| {
-            let mut folder = RunDir::given(at(name));
+            let mut folder = RunDir::at(at(name));
             folder.prepare(FolderArgs::default()).map(|()| folder)
         };
         let (there, new) = (prepared("there/a/b"), prepared("new/c"));
@@ -394,7 +394,7 @@ mod tests {
             );
         }
         for wrong in ["/proc", "/proc/x", "/dev/null"] {
-            let prepared = RunDir::given(wrong.into()).prepare(FolderArgs::default());
+            let prepared = RunDir::at(wrong.into()).prepare(FolderArgs::default());
             let error = prepared.expect_err(wrong);
             assert_eq!(error.exit_code(), 2, "{}", error.render());
             assert!(error.chain().contains(wrong), "{}", error.render());

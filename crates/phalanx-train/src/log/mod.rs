@@ -69,7 +69,7 @@ const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 const FINISH_LIMIT: Duration = Duration::from_secs(10);
 
 /// The log of a run on this rank. `metrics.jsonl` must be written; everything else is written by a thread, which no step
-/// waits for, and what cannot be written is warned of once. On ranks other than 0 the thread only tells rank 0 what the
+/// waits for, and what cannot be written is warned of once. On ranks other than 0 the thread only reports to rank 0 what the
 /// rank's process uses.
 #[derive(Debug)]
 pub struct RunLog {
@@ -287,7 +287,7 @@ impl RunLog {
         self.say("rows", Some(step), json!({ "epoch": epoch, "file": file }));
     }
 
-    /// Hands everything to the system, on rank 0, and tells rank 0 what this rank's process uses, on the others. A run
+    /// Hands everything to the system, on rank 0, and reports to rank 0 what this rank's process uses, on the others. A run
     /// that is resumed from a checkpoint has what was logged before it. *Blocks* for at most a second.
     pub fn flush(&mut self) {
         let (done, wait) = sync_channel(1);

@@ -19,7 +19,7 @@ const INTERVAL_VARIABLE: &str = "PHALANX_SYSTEM_INTERVAL_S";
 const INTERVAL: Duration = Duration::from_secs(5);
 /// More in large groups, so that `events.jsonl` does not grow with their size.
 const INTERVAL_OF_A_RANK: Duration = Duration::from_millis(250);
-/// `USER_HZ`, in which Linux tells programs times; the same on every architecture of today.
+/// `USER_HZ`, the unit of times that Linux reports to programs; the same on every architecture of today.
 const TICKS_PER_SECOND: u64 = 100;
 /// The shortest time over which the processor's use is measured.
 const LEAST: Duration = Duration::from_millis(200);

@@ -43,7 +43,7 @@ impl Status {
     }
 }
 
-/// What the thread is told.
+/// A message to the thread.
 #[derive(Debug)]
 pub(super) enum Message {
     /// A record of `events.jsonl`.

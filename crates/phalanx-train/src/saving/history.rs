@@ -10,7 +10,7 @@ use crate::best::{BestEpoch, MetricPoint};
 use crate::evaluation::Evaluation;
 use crate::param_group::SavedGroup;
 
-/// What is measured on the way, and must go on where it stopped.
+/// What is measured on the way, and must continue where it stopped.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct History {
     /// Test accuracy of each epoch, as bits: JSON would round.
@@ -117,7 +117,7 @@ impl History {
         }
     }
 
-    /// Goes on after `step` steps, where `--max-steps` had cut an epoch: without the cut nothing would have been evaluated, or
+    /// Continues after `step` steps, where `--max-steps` had cut an epoch: without the cut nothing would have been evaluated, or
     /// only a part of the epoch, if `is_part`.
     pub(crate) fn go_past_cut(&mut self, step: u64, is_part: bool) {
         let before = self.before_cut.take();
@@ -144,7 +144,7 @@ impl History {
         }
     }
 
-    /// The best weights of all from which a training may go on.
+    /// The best weights of all from which a training may continue.
     pub(crate) fn bests(&self) -> impl Iterator<Item = &BestEpoch> {
         let before = self.before_cut.as_ref();
         let before = before.and_then(|before| before.best.as_ref());

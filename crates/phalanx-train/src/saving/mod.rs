@@ -68,7 +68,7 @@ pub struct Saving<'a> {
     ctx: &'a RankContext,
     args: &'a SavingArgs,
     facts: BTreeMap<String, String>,
-    /// What a file of the weights would say beside them.
+    /// What a file of the weights would say in addition to them.
     metadata: BTreeMap<String, String>,
     hook: Option<AfterSaving<'a>>,
     /// On rank 0, if there are checkpoints at all.
@@ -102,7 +102,7 @@ const SLOW_DISK_BYTES: f64 = 20e6;
 const FLAG: i32 = 1;
 
 impl<'a> Saving<'a> {
-    /// Prepares to save into `folder`. What comes after the place where a resumed run goes on is set aside. From now on, SIGTERM, SIGINT, SIGHUP and
+    /// Prepares to save into `folder`. What comes after the place where a resumed run continues is set aside. From now on, SIGTERM, SIGINT, SIGHUP and
     /// SIGUSR1 end the training after a step, if there are checkpoints, or if this process is the only one of the training.
     ///
     /// # Errors
@@ -204,7 +204,7 @@ impl<'a> Saving<'a> {
             self.ctx.group().set_stop_grace(grace);
         }
         if self.why <= FLAG && wishes[1] > FLAG {
-            stop::heard();
+            stop::agreed();
         }
         self.why = wishes[1];
         match wishes {
@@ -258,14 +258,14 @@ impl<'a> Saving<'a> {
         Ok(())
     }
 
-    /// Saves on rank 0, while training goes on: all that the step waits for is a copy
+    /// Saves on rank 0, while training continues: all that the step waits for is a copy
     /// of the state in memory. Before a stop it is on the disk on return. *Blocks* until
     /// all ranks call it.
     ///
     /// # Errors
     ///
     /// As [`wishes`](Self::wishes); before a stop also a save that failed: there
-    /// is nothing to go on from.
+    /// is nothing to continue from.
     pub(crate) fn save(
         &mut self,
         action: SaveAction,
@@ -357,11 +357,11 @@ impl<'a> Saving<'a> {
         self.handle_saved(outcome)
     }
 
-    /// Says how to go on from what was saved, after a barrier.
+    /// Says how to continue from what was saved, after a barrier.
     ///
     /// # Errors
     ///
-    /// After SIGTERM, on all ranks, `Interrupted`, which is told:
+    /// After SIGTERM, on all ranks, `Interrupted`, which is printed:
     /// whatever was to come after the training must not take it for complete.
     pub fn stop(&mut self, place: Place) -> Result<()> {
         let why = match self.why {
@@ -373,12 +373,12 @@ impl<'a> Saving<'a> {
         };
         let steps = plural(usize::try_from(place.step).unwrap_or(usize::MAX), "step");
         self.ctx.note(&format!(
-            "stopped {why} after {steps}; saved in {}\n  go on with --resume auto and the same --output-dir",
+            "stopped {why} after {steps}; saved in {}\n  continue with --resume auto and the same --output-dir",
             self.folder.path().display()
         ));
         match self.why {
             stop::SIGTERM => {
-                Err(Error::new(ErrorKind::Interrupted, "interrupted by SIGTERM").told())
+                Err(Error::new(ErrorKind::Interrupted, "interrupted by SIGTERM").printed())
             }
             _ => Ok(()),
         }
@@ -406,7 +406,7 @@ impl<'a> Saving<'a> {
         self.enabled().then_some(&self.folder)
     }
 
-    /// Removes the files of earlier best weights with which no checkpoint goes on any more.
+    /// Removes the files of earlier best weights with which no checkpoint continues any more.
     fn remove_unused_bests(&self) -> Result<()> {
         let Some(dir) = self.folder.existing()? else {
             return Ok(());

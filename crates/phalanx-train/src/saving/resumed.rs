@@ -1,4 +1,4 @@
-//! A checkpoint that a training goes on from.
+//! A checkpoint that a training continues from.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -39,7 +39,7 @@ fn before_it_was_saved(fact: &str) -> Option<&'static str> {
     (fact == GRADIENT_TYPE).then_some("f32")
 }
 
-/// Where a training goes on.
+/// Where a training continues.
 pub struct Resumed {
     manifest: Manifest,
     /// Rank 0 has the numbers.
@@ -118,14 +118,14 @@ impl Resumed {
         settings.iter().filter_map(line).collect()
     }
 
-    /// Tells them on rank 0.
+    /// Prints them on rank 0.
     pub fn announce_changes(&self, ctx: &RankContext, settings: &BTreeMap<String, String>) {
         for line in self.changed(settings) {
             ctx.note(&format!("changed since the checkpoint: {line}"));
         }
     }
 
-    /// An error unless its place lies in epochs of so many steps.
+    /// An error unless its place lies in epochs of this many steps.
     ///
     /// # Errors
     ///
@@ -150,7 +150,7 @@ impl Resumed {
     }
 
     /// Sets aside what `folder` has of a branch that this run leaves: checkpoints of more
-    /// steps than the one it goes on from, all of them if that lies elsewhere. Nothing on
+    /// steps than the one it continues from, all of them if that lies elsewhere. Nothing on
     /// other ranks than 0.
     ///
     /// # Errors
@@ -174,7 +174,7 @@ impl Resumed {
         Ok(())
     }
 
-    /// Where it goes on.
+    /// Where it continues.
     pub fn place(&self) -> Place {
         self.manifest.place
     }

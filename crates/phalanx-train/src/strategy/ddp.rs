@@ -170,7 +170,7 @@ impl Strategy for Ddp {
         })
     }
 
-    const TAKES_OTHERS: bool = true;
+    const CAN_GROW: bool = true;
 
     fn is_sharded(&self) -> bool {
         matches!(self.groups[0].update, Update::Part(_))

@@ -260,7 +260,7 @@ impl Strategy for OnMesh {
         })
     }
 
-    const TAKES_OTHERS: bool = false;
+    const CAN_GROW: bool = false;
 
     fn is_sharded(&self) -> bool {
         true

@@ -165,20 +165,20 @@ pub trait Strategy: Engine {
     fn build(setup: Self::Setup, parts: Parts<'_, '_>) -> Result<Self>;
 
     /// Whether ranks take in others in an elastic training, and leave it when they are asked to.
-    const TAKES_OTHERS: bool;
+    const CAN_GROW: bool;
 
     /// Whether ranks have parts of the parameters or of the optimizers' state: all of them take part in a save, and a rank
     /// whose gradients are averaged completes the step itself, as those that have completed it may have other parts.
     fn is_sharded(&self) -> bool;
 
-    /// Checks that it can go on with other ranks.
+    /// Checks that it can continue with other ranks.
     ///
     /// # Errors
     ///
     /// Usage errors naming the flag.
     fn check_elastic(setup: &Self::Setup) -> Result<()>;
 
-    /// The ranks of `group`, which was formed of those that are left, whose copy of the model has lost a part.
+    /// The ranks of `group`, the group after a loss, whose model replica has lost a rank.
     fn broken_copies(&self, _group: &ProcessGroup) -> Vec<usize> {
         Vec::new()
     }
@@ -188,7 +188,7 @@ pub trait Strategy: Engine {
         leaving.to_vec()
     }
 
-    /// Takes over of rank `donor` of `group`, with which the training goes on, what is not [sharded](Self::is_sharded).
+    /// Takes over from rank `donor` of `group`, with which the training continues, what is not [sharded](Self::is_sharded).
     /// *Blocks* until all ranks call it.
     ///
     /// # Errors
@@ -198,7 +198,7 @@ pub trait Strategy: Engine {
         Ok(())
     }
 
-    /// Goes on with the ranks that there are now, unless none of them has a part of the state: gives what was lost then, on all
+    /// Continues with the ranks of the new group, unless a part of the state is lost: returns what was lost then, on all
     /// ranks. *Blocks* until all ranks call it.
     ///
     /// # Errors

@@ -63,7 +63,7 @@ struct Plan<'j> {
     info: RunInfo,
     /// Whether `--limit-train` leaves samples out.
     is_limited: bool,
-    /// What tells the data apart from other data.
+    /// What distinguishes the data from other data.
     content: String,
     classes: Vec<String>,
     /// What samples are called, and how many of these a sample has.
@@ -170,7 +170,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         self
     }
 
-    /// What the data set is called in the first lines of the output, and `content`, which tells it
+    /// What the data set is called in the first lines of the output, and `content`, which distinguishes it
     /// apart from other data ([`Dataset::content`]).
     pub fn data(mut self, description: &str, content: &str) -> Self {
         (self.plan.info.data, self.plan.content) = (description.to_owned(), content.to_owned());
@@ -308,7 +308,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
     }
 
     /// Calls `hook` with the path of each checkpoint's JSON file when it is complete on the disk, on rank 0: with DDP at the end of
-    /// a later step, as checkpoints are written while the training goes on. An error ends the training.
+    /// a later step, because checkpoints are written while the training continues. An error ends the training.
     pub fn after_saving(mut self, hook: impl FnMut(&Path) -> Result<()> + 'j) -> Self {
         self.plan.after_saving = Some(Box::new(hook));
         self
@@ -526,7 +526,7 @@ impl Plan<'_> {
             return Err(Error::usage(what).note("fix", flags));
         }
         if self.ctx.is_main() && !matches!(saving.found, Found::Attempt) {
-            RunDir::given(dir.clone()).check(saving, run)?;
+            RunDir::at(dir.clone()).check(saving, run)?;
         }
         Ok(dir)
     }
@@ -651,7 +651,7 @@ fn start_sha256<S: Strategy>(strategy: &S, ctx: &RankContext) -> Result<Option<S
     let weights = weights_sha256(strategy, ctx)?;
     // Any rank may become rank 0.
     Ok(match ctx.elastic {
-        Some(_) if S::TAKES_OTHERS => Some(hex::encode(weights_digest(strategy.params()))),
+        Some(_) if S::CAN_GROW => Some(hex::encode(weights_digest(strategy.params()))),
         Some(_) => Some(ctx.group().broadcast_object(weights.as_ref(), 0)?),
         None => weights,
     })

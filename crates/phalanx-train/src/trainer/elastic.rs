@@ -1,17 +1,17 @@
-//! An elastic training (`--elastic`): ranks go on without those that are lost, and with those that join.
+//! An elastic training (`--elastic`): it continues when ranks are lost or join.
 //!
-//! All that ranks do together is cut into *units*: a step, an evaluation, a vote on saving. The last thing in a unit is a
+//! All work that ranks do together is divided into *units*: a step, an evaluation, a vote on saving. A unit ends with a
 //! collective that no rank leaves before all have entered it. So if one rank has completed a unit, all have begun it, and
 //! ranks are never more than one unit apart. When a rank is lost, the others form a new group and compare how many units
-//! they have completed. Those that are one behind take over the result of the unit, and the state of the training, from
-//! one that is not; nothing that a rank has completed is done again. Then all go on with the unit that none has completed,
-//! its samples divided among the ranks that are left.
+//! they have completed. Ranks that are one unit behind take over its result, and the state of the training, from a rank
+//! that is not; no completed unit is repeated. Then all ranks repeat the unit that none has completed, with its samples
+//! divided among the remaining ranks.
 //!
-//! On a mesh the parameters are not whole on a rank, and with `--exchange reduce-scatter` the optimizer's state is not. Those that
+//! On a mesh the parameters are not whole on a rank, and with `--exchange reduce-scatter` the optimizer's state is not. Ranks that
 //! are one step behind complete it with the gradients that they have averaged before that last collective. On a mesh, ranks
-//! whose copy of the model has lost a part leave. Otherwise two ranks have each part of the state, and update it in the unit;
-//! after it all ranks gather the parameters. When a rank is lost then, the others gather them in the new group, in which they
-//! also divide the state anew.
+//! whose model replica has lost a rank leave. Otherwise two ranks have each part of the state, and update it in the unit;
+//! after it all ranks gather the parameters. When a rank is lost then, the others gather them in the new group, and divide
+//! the state again.
 //!
 //! A process that joins does so between two steps. It takes over the same state and what the training has measured, as if
 //! it were resumed from a checkpoint. A rank that is asked to leave does so there too, and all ranks wait there while they
@@ -47,21 +47,21 @@ pub(super) struct Elasticity {
     pub completed: u64,
     /// The result of the last one, as JSON.
     pub result: String,
-    /// On rank 0.
+    /// On rank 0, the thread that watches for requests.
     pub requests: Option<Requests>,
-    /// Ranks are to join, leave or wait, as all know from the last step.
+    /// Ranks are to join, leave or wait; all ranks know it from the last step.
     pub wanted: bool,
-    /// Epoch and step of the batch with which the program is, or was last.
+    /// Epoch and step of the current batch of the program, or of the last one.
     pub batch: Option<(usize, usize)>,
     /// This rank has yet to take over the state of the others.
     pub joining: bool,
     /// It has joined them, and has taken no step yet.
     pub is_candidate: bool,
-    /// What must be the same on all ranks, a fact a line.
+    /// Settings that must be the same on all ranks, one a line.
     pub facts: Vec<String>,
     /// A step that this rank can complete if another one has.
     pub averaged: Option<Averaged>,
-    /// What is reported when the next step is taken.
+    /// Changes to report when the next step is taken.
     pub changes: Vec<Change>,
     /// The state is lost: no group is formed any more.
     pub is_lost: bool,
@@ -129,8 +129,8 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         }
     }
 
-    /// Forms a new group after `error`, if that is the loss of a rank. Gives whether the unit that failed here was completed by
-    /// another rank.
+    /// Forms a new group after `error`, if that is the loss of a rank. Returns whether another rank has completed the unit
+    /// that failed here.
     pub(super) fn recover(&mut self, mut error: Error) -> Result<bool> {
         let (before, noticed) = (self.ctx.world(), Instant::now());
         let completed = self.elastic.completed;
@@ -157,7 +157,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         }
     }
 
-    /// Leaves the training if this rank is one of the `broken`, whose copy of the model has lost a part.
+    /// Leaves the training if this rank is one of the `broken`, whose model replica has lost a rank.
     fn leave(&mut self, broken: &[usize]) -> Result<()> {
         let group = self.ctx.group();
         if self.is_over() {
@@ -175,17 +175,17 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         Ok(())
     }
 
-    /// The error by which this rank leaves, and the others go on.
+    /// The error by which this rank leaves; the others continue.
     pub(super) fn leave_by(&self, why: &str) -> Result<Error> {
         say::note(why);
         self.ctx.lose(self.ctx.number(), why)?;
         Ok(Error::new(ErrorKind::PeerLost, why))
     }
 
-    /// The error that ends the training on all ranks, since what none of them has cannot be restored.
+    /// The error that ends the training on all ranks: a part of the state that no rank has cannot be restored.
     fn end(&mut self, what: &str) -> Result<Error> {
         self.elastic.is_lost = true;
-        self.ctx.tell(|_| Some(Event::NotElastic))?;
+        self.ctx.append(|_| Some(Event::NotElastic))?;
         self.ctx.note(what);
         let error = Error::new(ErrorKind::PeerLost, what);
         Ok(error.note("fix", "start the training again, from its last checkpoint"))
@@ -202,7 +202,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         });
     }
 
-    /// Compares with the other ranks of a new group, takes over from them what this rank lacks, and prepares to go on.
+    /// Compares with the other ranks of a new group, takes over from them what this rank lacks, and prepares to continue.
     pub(super) fn take_up(&mut self) -> Result<()> {
         let group = self.ctx.group();
         let mut all = vec![0i64; group.world_size()];

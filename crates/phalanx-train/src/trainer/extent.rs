@@ -18,7 +18,7 @@ pub(super) struct Extent {
 }
 
 impl Extent {
-    /// Of a training whose epochs have so many `steps`.
+    /// Of a training whose epochs have this many `steps`.
     pub(super) fn new(settings: &Settings, steps: usize) -> Extent {
         let max_steps = settings.max_steps();
         let epochs = match (max_steps, settings.typed_epochs()) {

@@ -98,7 +98,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         (results.initial, results.weights) = (handover.initial, handover.weights);
         self.saving.steps = handover.saved_steps;
         self.reports.output.set_dir(handover.folder);
-        // Should this rank write the run's files, its times go on from there.
+        // Should this rank write the run's files, its times continue from there.
         self.ctx.runs_since(handover.elapsed);
         // The peak is this rank's own.
         let own = std::mem::replace(&mut results.timing, handover.timing);
@@ -112,7 +112,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
     fn complete(&mut self, averaged: Averaged) -> Result<()> {
         let [before, after] = averaged.buffers;
         // Where parameters are whole, those of the other rank were taken over.
-        if !S::TAKES_OTHERS {
+        if !S::CAN_GROW {
             self.set_buffers(&after);
         }
         self.update(averaged.group, &averaged.step, &averaged.commit, &before)

@@ -24,7 +24,7 @@ use crate::strategy::Strategy;
 /// rank 0 after it.
 const AGREED: &str = "train/agreed";
 
-/// How often rank 0 asks who is to join or to leave.
+/// How often rank 0 checks whether processes ask to join or ranks are to leave.
 const ASK_EVERY: Duration = Duration::from_millis(100);
 
 /// How often ranks that wait agree that they still do.
@@ -42,7 +42,7 @@ impl Requests {
         let (stop, stopped) = channel::<()>();
         let found = Arc::clone(&any);
         let watching = std::thread::Builder::new().name("phalanx-joins".to_owned());
-        // Without the thread nobody joins.
+        // Without the thread no process joins.
         let _ = watching.spawn(move || {
             while stopped.recv_timeout(ASK_EVERY) == Err(RecvTimeoutError::Timeout) {
                 let state = log.read();
@@ -54,11 +54,11 @@ impl Requests {
     }
 }
 
-/// What all ranks know before they act.
+/// What all ranks agree on before they act.
 #[derive(Serialize, Deserialize)]
 struct Agreed {
     asked: RequestedChange,
-    /// They did not wait before.
+    /// The ranks did not wait before.
     begins_to_wait: bool,
     /// A signal asks one of them to stop.
     is_stop: bool,
@@ -76,10 +76,10 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             if self.ctx.is_main() {
                 self.set_agreed()?;
             }
-            let takes_others = S::TAKES_OTHERS;
-            // All ranks write it, each perhaps as the last one that is left.
+            let can_grow = S::CAN_GROW;
+            // All ranks write it, because each may be the only one that remains.
             self.ctx
-                .tell(|state| (!state.is_elastic()).then_some(Event::Elastic { takes_others }))?;
+                .append(|state| (!state.is_elastic()).then_some(Event::Elastic { can_grow }))?;
             self.watch_requests();
             return Ok(());
         }
@@ -99,20 +99,20 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.announce_joined(false)
     }
 
-    /// Asks from now on who is to join or to leave, on rank 0. None joins a mesh.
+    /// On rank 0, watches from now on whether processes ask to join or ranks are to leave. No process joins a mesh.
     pub(super) fn watch_requests(&mut self) {
-        let asks = self.ctx.elastic.is_some() && self.ctx.is_main() && S::TAKES_OTHERS;
+        let asks = self.ctx.elastic.is_some() && self.ctx.is_main() && S::CAN_GROW;
         let members = || self.ctx.group().global_ranks().to_vec();
         self.elastic.requests = asks.then(|| Requests::watch(self.ctx.log(), members()));
     }
 
-    /// This rank has the state of the others. `took_part`: and has taken a step.
+    /// Writes that this rank has the state of the others. `took_part`: it has also taken a step.
     pub(super) fn announce_joined(&self, took_part: bool) -> Result<()> {
-        let number = self.ctx.number();
-        self.ctx.tell(|_| Some(Event::Joined { number, took_part }))
+        let (ctx, number) = (self.ctx, self.ctx.number());
+        ctx.append(|_| Some(Event::Joined { number, took_part }))
     }
 
-    /// What must be the same on all ranks.
+    /// The settings that must be the same on all ranks.
     fn facts(&self) -> Fingerprint {
         let mut facts = Fingerprint::new();
         for fact in &self.elastic.facts {
@@ -239,7 +239,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         })
     }
 
-    /// Takes in the ranks that join, and goes on without those that leave; on these, ends the program. Changes nothing if a
+    /// Admits the ranks that join, and continues without those that leave; on these, ends the program. Changes nothing if a
     /// rank is lost before.
     fn change_ranks(&mut self, asked: &RequestedChange) -> Result<()> {
         let (before, noticed) = (self.ctx.world(), Instant::now());
@@ -280,7 +280,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         Ok(())
     }
 
-    /// The loss of those that have `joined`, with whom the ranks could not go on because of `error`.
+    /// The loss of those that have `joined`, with whom the ranks could not continue because of `error`.
     fn blame(&self, error: Error, joined: &[usize]) -> Result<Error> {
         let is_theirs = error.kind() != ErrorKind::PeerLost && !joined.is_empty();
         if !is_theirs || self.elastic.is_lost {

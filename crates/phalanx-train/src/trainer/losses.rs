@@ -68,7 +68,7 @@ impl EpochLoss {
         }
     }
 
-    /// Goes on from what a checkpoint says. Whoever has a part has its sum;
+    /// Continues from what a checkpoint says. A rank with a part has its sum;
     /// where the parts are others now, rank 0 has them all.
     pub(super) fn resume(&mut self, ctx: &RankContext, split: &BatchSplit, history: &History) {
         let (sums, samples) = history.losses();

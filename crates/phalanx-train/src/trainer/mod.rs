@@ -431,7 +431,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             return Ok(());
         };
         self.reports.progress.end();
-        // After a part of an epoch the training may go on with the next part, when it is resumed with other settings.
+        // After a part of an epoch the training may continue with the next part, when it is resumed with other settings.
         if !matches!(self.course.position.get(), BatchPosition::Paused(_)) {
             self.course.place = Place {
                 epoch: running.epoch as u64,
@@ -659,7 +659,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     }
 
     /// Sets the learning rate of all following steps, in the place of the schedule's; optimizers of other
-    /// [groups](TrainerBuilder::optimizer_of) change by the same factor. A resumed training goes on with it. All ranks set the
+    /// [groups](TrainerBuilder::optimizer_of) change by the same factor. A resumed training continues with it. All ranks set the
     /// same.
     ///
     /// # Errors

@@ -446,7 +446,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         }
     }
 
-    /// Tells the log what the time went to so far, after `steps` more steps.
+    /// Adds to the log what the time was spent on so far, after `steps` more steps.
     pub(super) fn count_time(&self, steps: u64) {
         let (timing, counters) = (&self.course.results.timing, self.reports.log.counters());
         counters.steps.fetch_add(steps, Relaxed);

@@ -87,9 +87,9 @@ pub enum Request<'a> {
         /// Number of the change.
         seq: u64,
     },
-    /// A follower ends its connection to go on without the server. There is no response.
+    /// A follower ends its connection and continues without the server. There is no response.
     Leave,
-    /// A follower ends, and goes on nowhere. There is no response.
+    /// A follower ends, and does not continue elsewhere. There is no response.
     Retire {
         /// The server sets this key, without a value.
         key: &'a str,

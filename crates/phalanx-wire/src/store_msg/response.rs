@@ -55,7 +55,7 @@ pub enum Failure {
     AddOverflow = 4,
     /// The request is malformed; the server closes the connection.
     BadRequest = 5,
-    /// The server goes on without this follower; it closes the connection.
+    /// The server continues without this follower; it closes the connection.
     Dropped = 6,
     /// The value would be longer than [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES).
     ValueTooLong = 7,

@@ -341,7 +341,7 @@ fn sigusr1_reaches_only_ranks_that_have_a_handler() {
 }
 
 #[test]
-fn sigusr1_that_reaches_nobody_is_told() {
+fn sigusr1_that_reaches_nobody_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let family = Family::new();
     let script = format!(

@@ -454,7 +454,7 @@ fn a_stranger_in_the_place_of_node_0_is_outlasted() {
 
 /// At the deadline the answer is named, as is the address.
 #[test]
-fn what_a_stranger_answered_is_told() {
+fn what_a_stranger_answered_is_reported() {
     let job = Job::new();
     let listener = TcpListener::bind(format!("127.0.0.1:{}", job.port)).unwrap();
     let over = AtomicBool::new(false);

@@ -33,7 +33,7 @@ const OK_WITHOUT_ARENAS: &str = "ok without arenas";
 /// Longest wait for a message that should come at once.
 const PROMPT: Duration = Duration::from_secs(5);
 /// Interval at which a member that waits for its host reads the store.
-const TURN: Duration = Duration::from_millis(100);
+const SLICE: Duration = Duration::from_millis(100);
 /// Rings are touched in advance when they are not larger than this, in total
 /// per rank: first touch costs 0.5 ms per MiB, once, here or in the first
 /// operation.
@@ -182,7 +182,7 @@ impl Attempt<'_> {
         for mut member in members {
             let greeting = member
                 .socket
-                .set_read_timeout(Some(self.meeting.left().clamp(TURN, PROMPT)))
+                .set_read_timeout(Some(self.meeting.left().clamp(SLICE, PROMPT)))
                 .map_err(|e| e.to_string())
                 .and_then(|()| shm::receive_greeting(&mut member.socket));
             let seat = self.ranks.iter().position(|&rank| rank == member.rank);
@@ -254,7 +254,7 @@ impl Attempt<'_> {
         let mut socket = or_no!(self.call(host, name));
         or_no!(shm::greet(&socket));
         // The host answers when the last rank has come.
-        or_no!(socket.set_read_timeout(Some(TURN)));
+        or_no!(socket.set_read_timeout(Some(SLICE)));
         let mut byte = [0];
         loop {
             use rustix::net::{RecvFlags, recv};
@@ -304,7 +304,7 @@ impl Attempt<'_> {
             let mut socket = shm::connect(name, until)
                 .map_err(|e| format!("connecting to rank {host}: {}", limits::explain(&e)))?;
             shm::check_same_user(&socket).map_err(|e| e.to_string())?;
-            let timeout = self.meeting.left().clamp(TURN, PROMPT);
+            let timeout = self.meeting.left().clamp(SLICE, PROMPT);
             match auth::initiate(&mut socket, self.me, self.token, timeout) {
                 Ok(peer) if peer.rank as usize == host && peer.role == Role::SharedMemory => {
                     return Ok(socket);

@@ -284,7 +284,7 @@ fn join(meeting: &Rendezvous<'_>, o: &FormOptions, host: Host, policy: Policy) -
             let me = hello(Role::Peer);
             connect::connect(meeting, me, &o.token, listener, &members, &peers, &segment)?
         }
-        (None, false) => return Err(Error::internal("some peers are left and nobody listens")),
+        (None, false) => return Err(Error::internal("some peers are left and no socket listens")),
     };
     drop(listener);
     meeting.finish()?;
@@ -379,7 +379,7 @@ fn meet(meeting: &Rendezvous<'_>, record: &Member) -> Result<(Vec<Member>, Optio
         return Err(is_taken(meeting.generation, meeting.rank, &theirs));
     }
     let all: Vec<usize> = (0..meeting.world).collect();
-    let records = meeting.collect_while("member", &all, ARRIVE, || meeting.look())?;
+    let records = meeting.collect_while("member", &all, ARRIVE, || meeting.check_missing())?;
     let mut members = Vec::with_capacity(records.len());
     for (rank, bytes) in records.iter().enumerate() {
         let member = Member::decode(bytes)

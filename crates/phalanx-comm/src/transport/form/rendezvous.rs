@@ -52,7 +52,7 @@ impl WaitReport<'_> {
 /// Looks whether a rank of the group that forms is known to be lost, and why.
 pub(crate) type Lost<'a> = &'a (dyn Fn() -> Result<Option<(usize, String)>> + Sync);
 
-/// Nobody knows of lost ranks.
+/// Without a log of lost ranks.
 pub(crate) fn none_lost() -> Result<Option<(usize, String)>> {
     Ok(None)
 }
@@ -138,7 +138,7 @@ impl Rendezvous<'_> {
     }
 
     /// Checks the world size while ranks are missing.
-    pub(super) fn look(&self) -> Result<()> {
+    pub(super) fn check_missing(&self) -> Result<()> {
         match self.peek("member", self.rank)? {
             Some(_) => self.check_world(),
             None => Err(self.refuse("the group has formed without this process")),
@@ -231,7 +231,7 @@ impl Rendezvous<'_> {
         topic: &str,
         ranks: &[usize],
         what: &str,
-        look: impl Fn() -> Result<()>,
+        check: impl Fn() -> Result<()>,
     ) -> Result<Vec<Vec<u8>>> {
         let keys: Vec<String> = ranks.iter().map(|&rank| self.key(topic, rank)).collect();
         let names: Vec<&str> = keys.iter().map(String::as_str).collect();
@@ -251,7 +251,7 @@ impl Rendezvous<'_> {
                         return Err(self.late(ranks, &missing, what));
                     }
                     self.check()?;
-                    look()?;
+                    check()?;
                     if let Some(waited) = waiting.due()
                         && self.speaks(&missing)?
                     {
@@ -405,7 +405,7 @@ impl Rendezvous<'_> {
         let text = format!("{}\n{}", self.rank, error.message());
         let key = format!("{}failed", self.prefix());
         if let Err(e) = self.store.compare_set(&key, None, text.as_bytes()) {
-            tracing::debug!("could not tell the other ranks that forming failed: {e}");
+            tracing::debug!("could not report to the other ranks that forming failed: {e}");
         }
     }
 

@@ -49,7 +49,7 @@ pub(in super::super) struct HostProbe {
     control: Arc<Control>,
     /// Where the peer listened while the group formed.
     address: SocketAddr,
-    next_look: Instant,
+    next_check: Instant,
     /// A new connection is being tried.
     asked: Option<Receiver<std::io::Result<()>>>,
 }
@@ -60,17 +60,17 @@ impl HostProbe {
         HostProbe {
             control,
             address,
-            next_look: Instant::now(),
+            next_check: Instant::now(),
             asked: None,
         }
     }
 
     /// An error if the host is gone.
-    pub(in super::super) fn look(&mut self, now: Instant) -> Result<()> {
-        if now < self.next_look || !self.control.is_open() {
+    pub(in super::super) fn check(&mut self, now: Instant) -> Result<()> {
+        if now < self.next_check || !self.control.is_open() {
             return Ok(());
         }
-        self.next_look = now + LOOK_EVERY;
+        self.next_check = now + LOOK_EVERY;
         let lost = unanswered_probes(&self.control.socket()).unwrap_or(0);
         match self.judge(lost) {
             None => Ok(()),
@@ -110,18 +110,18 @@ impl HostProbe {
 
 /// Tries to connect to `address`, on a separate thread; an error means that the host does not answer.
 fn ask(address: SocketAddr) -> Option<Receiver<std::io::Result<()>>> {
-    let (tell, told) = channel();
+    let (sender, receiver) = channel();
     let started = std::thread::Builder::new()
         .name("phalanx-probe".to_owned())
         .stack_size(128 << 10)
         .spawn(move || {
             if let Some(answer) = verdict(TcpStream::connect_timeout(&address, ANSWER_WITHIN).err())
             {
-                let _ = tell.send(answer);
+                let _ = sender.send(answer);
             }
         });
     match started {
-        Ok(_) => Some(told),
+        Ok(_) => Some(receiver),
         Err(e) => {
             tracing::debug!("cannot start a thread to look for a host: {e}");
             None

@@ -218,7 +218,7 @@ fn by_blocks(
         unsafe { weights::forward(kernels, part, plane, to) };
     });
     let u: *const f32 = u.pointer(0);
-    let u = Shared(u);
+    let u = SharedPtr(u);
     let tiles = map.grid.tiles();
     let block = block_tiles(map.inp.max(map.out)).min(tiles.max(1));
     let out = Disjoint::new(y);
@@ -270,7 +270,7 @@ fn by_panels(
     y: &mut [f32],
 ) {
     let tiles = map.grid.tiles();
-    let v = Shared(Domain::new(work, tiles, map.inp));
+    let v = SharedPtr(Domain::new(work, tiles, map.inp));
     transform_all(threads, tiles, map.inp, |zeros, span| {
         // SAFETY: sizes were checked in `run`; these tiles belong to this chunk.
         unsafe { tiles::input(&map.grid, x.as_ptr(), zeros, span, v.get()) };
@@ -421,7 +421,7 @@ fn both_domains(
     z: Domain,
 ) {
     let grid = TileMap::forward(s).grid;
-    let shared = Shared((v, z));
+    let shared = SharedPtr((v, z));
     transform_all(threads, count, s.inp.max(s.out), |zeros, span| {
         let (v, z) = shared.get();
         let span = Span {
@@ -488,7 +488,7 @@ fn gradient_by_blocks(
     for first in (0..tiles).step_by(block) {
         let count = block.min(tiles - first);
         both_domains(threads, s, x, dy, (first, count), v, z);
-        let shared = Shared((v, z));
+        let shared = SharedPtr((v, z));
         threads.run(POSITIONS, |p| {
             // SAFETY: position p of the sums belongs to this chunk.
             unsafe {
@@ -592,7 +592,7 @@ fn gradient_by_parts(
 ) {
     let panels = s.out / LANES;
     let (down, across) = (s.inp.div_ceil(BLOCK_INPUTS), panels.div_ceil(BLOCK_PANELS));
-    let shared = Shared((v, z));
+    let shared = SharedPtr((v, z));
     let out = Disjoint::new(dw);
     threads.run(down * across, |i| {
         let (v, z) = shared.get();
@@ -661,12 +661,12 @@ fn transform_all(
 
 /// A pointer that chunks read through, or write through to disjoint places.
 #[derive(Clone, Copy)]
-struct Shared<T>(T);
+struct SharedPtr<T>(T);
 
 // SAFETY: every use states which part of the memory belongs to which chunk.
-unsafe impl<T> Sync for Shared<T> {}
+unsafe impl<T> Sync for SharedPtr<T> {}
 
-impl<T: Copy> Shared<T> {
+impl<T: Copy> SharedPtr<T> {
     fn get(&self) -> T {
         self.0
     }

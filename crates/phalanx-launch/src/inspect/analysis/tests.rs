@@ -92,7 +92,7 @@ fn hang() -> Vec<Dump> {
 
 #[test]
 fn a_late_rank() {
-    let story = tell(&hang());
+    let story = diagnose(&hang());
     assert_eq!(
         story.sentence,
         "generation 3: ranks 0, 1 and 3 wait in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, \
@@ -114,7 +114,7 @@ fn a_killed_rank_inside_and_outside_of_the_operation() {
         epoch: 1,
         step: 212,
     });
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert!(
         story.sentence.ends_with(
             "rank 2 was killed by SIGKILL, last completed seq 811 and was in loading data for 58 s (epoch 1 step 212)"
@@ -126,7 +126,7 @@ fn a_killed_rank_inside_and_outside_of_the_operation() {
         ended: Some("was killed by SIGKILL".into()),
         ..dump(2, 811, Some(812))
     };
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert!(
         story
             .sentence
@@ -144,7 +144,7 @@ fn a_rank_that_was_killed_after_its_operation_is_named_too() {
         ended: Some("was killed by SIGKILL".into()),
         ..dump(2, 812, None)
     };
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert_eq!(
         story.sentence,
         "generation 3: ranks 0, 1 and 3 wait in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, \
@@ -157,7 +157,7 @@ fn missing_and_old_dumps_are_named() {
     let mut dumps = hang();
     dumps.remove(1);
     dumps[2].generation = 2;
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert_eq!(
         story.sentence,
         "generation 3: rank 0 waits in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, \
@@ -167,7 +167,7 @@ fn missing_and_old_dumps_are_named() {
     assert_eq!(story.missing, [1, 3]);
     assert_eq!(story.notes, ["ignored: rank 3 of an earlier generation"]);
     // Without the late rank's own dump it is at least named.
-    let story = tell(&[
+    let story = diagnose(&[
         dump(0, 811, Some(812)),
         dump(1, 811, Some(812)),
         dump(3, 811, Some(812)),
@@ -185,11 +185,11 @@ fn nobody_misses_the_dump_of_a_rank_that_was_left_behind() {
         .map(|rank| dump(rank, 811, Some(812)))
         .into_iter()
         .collect();
-    assert_eq!(tell(&dumps).missing, [1]);
+    assert_eq!(diagnose(&dumps).missing, [1]);
     for dump in &mut dumps {
         dump.members = vec![0, 2, 3];
     }
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert!(story.missing.is_empty());
     assert!(
         story.sentence.ends_with("all have come to it"),
@@ -228,7 +228,7 @@ fn elastic() -> Vec<Dump> {
 fn ranks_that_were_lost_and_joined_are_told_in_the_order_of_time() {
     let mut dumps = elastic();
     dumps[2].entries.remove(0);
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert_eq!(
         story.sentence,
         "generation 3: ranks 0, 3 and 4 wait in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, \
@@ -256,7 +256,7 @@ fn ranks_that_were_lost_and_joined_are_told_in_the_order_of_time() {
     for dump in dumps.iter_mut().filter(|dump| dump.is_lost) {
         dump.taken_unix_ns += 3_600_000_000_000;
     }
-    let late = super::super::render(&tell(&dumps), &dumps);
+    let late = super::super::render(&diagnose(&dumps), &dumps);
     let late: Vec<&str> = late.lines().skip(1).take(3).collect();
     assert_eq!(late[0], lines[0].replace("00:20:00", "00:21:40"));
     assert_eq!(late[1..], lines[1..]);
@@ -267,7 +267,7 @@ fn ranks_that_were_lost_and_joined_are_told_in_the_order_of_time() {
     );
     // One that has joined and left nothing is missing, though there were four ranks at first.
     dumps.pop();
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert_eq!(story.missing, [4]);
     assert!(
         story.sentence.ends_with("; rank 4 left no dump"),
@@ -279,7 +279,7 @@ fn ranks_that_were_lost_and_joined_are_told_in_the_order_of_time() {
 #[test]
 fn only_lost_ranks_have_left_dumps() {
     let dumps = vec![elastic().remove(1)];
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert_eq!(
         story.sentence,
         "the job went on without rank 1; no other rank has left a dump, as when a job succeeds"
@@ -294,7 +294,7 @@ fn a_rank_that_was_just_lost_is_one_of_its_generation() {
     let mut dumps = hang();
     dumps[2].ended = Some("was killed by SIGKILL".into());
     dumps[2].is_lost = true;
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert_eq!(
         (&story.late[..], &story.waiting[..]),
         (&[2][..], &[0, 1, 3][..])
@@ -317,7 +317,7 @@ fn different_operations_under_one_number() {
     other.root = 1;
     other.label = None;
     dumps[2].entries.insert(0, other);
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert_eq!(
         story.sentence,
         "generation 3: ranks are in different operations: at seq 812 ranks 0, 1 and 3 called all_reduce f32 mean \
@@ -329,7 +329,7 @@ fn different_operations_under_one_number() {
         method: "ring".into(),
         ..entry(812, State::Running)
     };
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert!(story.sentence.contains("by direct"), "{}", story.sentence);
     assert!(
         story
@@ -346,7 +346,7 @@ fn all_came_and_one_does_not_go_on() {
     for rank in [0, 1, 3] {
         dumps[rank].entries[0].awaited = vec![2];
     }
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert!(
         story
             .sentence
@@ -357,7 +357,7 @@ fn all_came_and_one_does_not_go_on() {
     assert!(
         story
             .sentence
-            .ends_with("all have come to it; rank 2 did not go on"),
+            .ends_with("all have come to it; rank 2 did not continue"),
         "{}",
         story.sentence
     );
@@ -373,7 +373,7 @@ fn nobody_is_blamed_by_vote_for_a_broken_connection() {
     }
     dumps[3].reason = Some("all_reduce: rank 1 is gone: its connection was closed".into());
     dumps[3].failure = Some(Failure::PeerLost);
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     let sentence = &story.sentence;
     assert!(sentence.ends_with("all have come to it"), "{sentence}");
     assert!(story.late.is_empty());
@@ -384,11 +384,11 @@ fn nobody_is_blamed_by_vote_for_a_broken_connection() {
 fn nothing_is_wrong_or_nothing_is_known() {
     let dumps: Vec<Dump> = (0..4).map(|rank| dump(rank, 811, None)).collect();
     assert_eq!(
-        tell(&dumps).sentence,
+        diagnose(&dumps).sentence,
         "generation 3: no rank is in an operation; all last completed seq 811"
     );
     assert_eq!(
-        tell(&[]).sentence,
+        diagnose(&[]).sentence,
         "generation 0: no operation was recorded"
     );
 }
@@ -405,7 +405,7 @@ fn the_first_failure_tells_its_reason() {
         ..entry(0, State::Queued)
     });
     assert_eq!(
-        tell(&dumps).notes,
+        diagnose(&dumps).notes,
         [
             "first failure, on rank 0: timed out",
             "rank 3 has 1 more operation queued"
@@ -419,7 +419,7 @@ fn who_comes_last_is_counted() {
     for entry in &mut dumps[2].entries {
         entry.started_ns = entry.started_ns.map(|at| at + 3_000_000);
     }
-    let story = tell(&dumps);
+    let story = diagnose(&dumps);
     assert_eq!(story.compared, 3);
     assert_eq!(
         story.slowest,
@@ -436,7 +436,7 @@ fn who_comes_last_is_counted() {
     for entry in &mut far[2].entries {
         entry.started_ns = entry.started_ns.map(|at| at + 50 * S);
     }
-    let story = tell(&far);
+    let story = diagnose(&far);
     assert_eq!(story.slowest[0].mean_late_us, 3000);
     assert!(story.notes[0].contains("clocks of several hosts"));
 }
@@ -461,7 +461,7 @@ fn a_subgroup_is_named() {
         },
     );
     assert_eq!(
-        tell(&dumps).sentence,
+        diagnose(&dumps).sentence,
         "generation 3: rank 1 waits in all_reduce seq 5 of group 0x99; rank 3 last completed seq 4"
     );
 }
@@ -478,7 +478,7 @@ fn who_waits_in_another_group_is_said_to_be_there() {
     };
     dumps[0].entries.insert(0, other);
     assert_eq!(
-        tell(&dumps).sentence,
+        diagnose(&dumps).sentence,
         "generation 3: rank 1 waits in all_reduce seq 812 (bucket 4 of 7: layer3.0.conv1.weight, layer3.0.bn1.bias); \
          rank 0 last completed seq 811 and is in all_reduce seq 4 of group 0x2f, where it waits for rank 1"
     );
@@ -510,7 +510,7 @@ fn absurd_dumps_are_survived() {
                 }
             }
         }
-        let story = tell(&dumps);
+        let story = diagnose(&dumps);
         assert!(story.sentence.starts_with("generation 3: "));
         let _ = super::super::render(&story, &dumps);
         let _ = dumps.iter().map(last_known).count();

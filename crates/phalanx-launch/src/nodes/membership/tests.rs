@@ -39,7 +39,7 @@ impl Machine {
             launchers: Launchers::default(),
             host: Host::new(rules),
         };
-        machine.host.takes_others = true;
+        machine.host.can_grow = true;
         machine
     }
 
@@ -54,7 +54,7 @@ impl Machine {
 
     fn apply(&mut self, event: LauncherEvent) {
         self.launchers.apply(event);
-        // Messages, and those that are lost and in no attempt, make no difference.
+        // Messages, and lost launchers that are in no attempt, make no difference.
         let all = &mut self.launchers;
         all.changes.clear();
         let gone = |id: &Id| all.lost.contains_key(id) && !all.members.contains_key(id);
@@ -120,7 +120,7 @@ impl Machine {
             Decision::Fail(why) => self.apply(LauncherEvent::Abort(why)),
             Decision::TooFew(_) => self.apply(LauncherEvent::Abort(why(4))),
             Decision::Admit(id) => self.apply(LauncherEvent::Admitted { id, first: 0 }),
-            Decision::Lose(_) | Decision::Hold(_) | Decision::GoOn => {}
+            Decision::Lose(_) | Decision::Hold(_) | Decision::Continue => {}
         }
         Some(decision)
     }
@@ -204,7 +204,7 @@ impl World {
                     );
                     self.held = true;
                 }
-                Decision::GoOn => {
+                Decision::Continue => {
                     let there = self.running();
                     assert!(
                         self.held && there >= self.machine.host.rules.least,
@@ -240,7 +240,7 @@ impl World {
                     if self.stopped_by_failure && !self.lost_in_attempt {
                         self.counted += 1;
                     }
-                    // Nobody that lives is left out while there is room.
+                    // No living launcher is left out while there is room.
                     let all = self.launchers.len().min(most);
                     assert_eq!(members.len(), all, "{self:?}");
                     self.attempts += 1;
@@ -271,7 +271,7 @@ impl World {
         self
     }
 
-    /// All states after one event; `faults`: launchers come and go, and ranks fail, too.
+    /// All states after one event; `faults`: launchers join and leave, and ranks fail, too.
     fn next(&self, faults: bool, most_arrivals: usize) -> Vec<World> {
         let mut next = Vec::new();
         if self.end.is_some() {
@@ -284,7 +284,7 @@ impl World {
         };
         add(&|w| w.now += SECOND);
         if faults && self.machine.host.rules.in_place && self.machine.is_running() {
-            // The store moves: its new host decides on, and lets ranks that wait go on first.
+            // The store moves: its new host continues to decide, and lets ranks that wait continue first.
             add(&|w| {
                 w.machine.host = Machine::new(w.machine.host.rules).host;
                 w.held = false;
@@ -348,7 +348,7 @@ impl World {
         next
     }
 
-    /// Without more faults the job ends, or all that there is room for run in the newest attempt.
+    /// Without more faults the job ends, or as many launchers as there is room for run in the newest attempt.
     fn comes_to_rest(&self) {
         let mut world = self.clone();
         for _ in 0..40 {
@@ -422,7 +422,7 @@ fn in_place_the_ranks_of_others_go_on() {
     m.arrived(5);
     assert_eq!(m.decide(2 * SECOND), Some(Decision::Admit(3)));
     assert_eq!(m.decide(2 * SECOND), Some(Decision::Admit(4)));
-    assert_eq!(m.decide(2 * SECOND), Some(Decision::GoOn));
+    assert_eq!(m.decide(2 * SECOND), Some(Decision::Continue));
     assert_eq!(m.decide(9 * SECOND), None, "there is no room");
     m.lost(3);
     assert_eq!(m.decide(9 * SECOND), Some(Decision::Lose(3)));
@@ -446,7 +446,7 @@ fn the_last_call_begins_with_enough_launchers_and_ends_with_all() {
     m.lost(1);
     assert_eq!(m.decide(Duration::from_millis(3900)), None);
     m.arrived(2);
-    // Beyond the join time-out, which is for the fewest.
+    // Beyond the join time-out, which is for `least` launchers.
     assert_eq!(m.decide(Duration::from_millis(3950)), None);
     assert_eq!(m.decide(5 * SECOND), None, "a call of its own");
     let start = Some(Decision::Start(vec![0, 2], 0));

@@ -1,13 +1,13 @@
 //! The protocol of this module as a state machine, whose states are explored in all orders of events: writes, messages,
 //! crashes, and launchers that take another one for lost at any time, rightly or not, which stands for broken networks
-//! and stopped processes. It decides by [`may_go_on`] and [`may_drop`], as the protocol does.
+//! and stopped processes. It decides by [`may_continue`] and [`may_drop`], as the protocol does.
 //!
 //! What is not in it: more than three launchers, launchers that have no server, and time. It finds what must not happen, and not
 //! whether something happens at last.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
-use super::{Id, Member, may_drop, may_go_on};
+use super::{Id, Member, may_continue, may_drop};
 
 /// Most terms after the first one.
 const TERMS: u8 = 3;
@@ -74,7 +74,7 @@ enum Role {
         host: Option<usize>,
         /// Who followed it then, if it was a host.
         followers: Set,
-        /// It told its host that it would.
+        /// It has announced to its host that it would.
         has_retired: bool,
     },
 }
@@ -110,7 +110,7 @@ struct Launcher {
 }
 
 impl Launcher {
-    /// This host goes on without `other`.
+    /// This host continues without `other`.
     fn drop(&mut self, other: usize, rules: Rules) {
         self.log.push(Entry::Dropped(other));
         if let Role::Host {
@@ -133,7 +133,7 @@ impl Launcher {
 struct State {
     launchers: Vec<Launcher>,
     writes: u8,
-    /// The writes that a client was told of, and by which launchers each is to be kept.
+    /// The writes that a client has an answer to, and the launchers that must keep each.
     answered: Set,
     keepers: [Set; WRITES as usize],
 }
@@ -145,7 +145,7 @@ struct Rules {
     tells_first: bool,
     /// A launcher without a copy follows no candidate.
     votes_with_copy: bool,
-    /// An election minds who has ended only after the host was seen to end.
+    /// An election counts ended launchers only after the host was seen to end.
     minds_silence: bool,
     /// Only launchers that follow, and were not dropped, are those that are left.
     asks_followers: bool,
@@ -358,7 +358,7 @@ impl Model {
             for other in each(joined_in(&log[..by_all])) {
                 if state.launchers[other].role == Role::Outside {
                     let mut next = state.clone();
-                    // It asks who has the store.
+                    // It asks which launcher has the store.
                     let term = log.iter().rev().find(|e| matches!(e, Entry::Term(..)));
                     next.launchers[other] = Launcher {
                         role: Role::Joining { host: id },
@@ -387,7 +387,7 @@ impl Model {
                 };
                 if let Some(newer) = state.launchers.iter().position(lacks) {
                     return Err(format!(
-                        "{id} answers write {write}, which {newer} goes on without"
+                        "{id} answers write {write}, which {newer} continues without"
                     ));
                 }
                 let mut next = state.clone();
@@ -544,14 +544,14 @@ impl Model {
             false => 0,
         };
         let counted = self.members(living);
-        if term > TERMS || !may_go_on(&counted, &ids(ended), &ids(group)) {
+        if term > TERMS || !may_continue(&counted, &ids(ended), &ids(group)) {
             return Ok(());
         }
         for write in each(state.answered & !writes_in(log)) {
             let is_alive = |other: &usize| !state.launchers[*other].role.has_ended();
             if let Some(keeper) = each(state.keepers[write]).find(is_alive) {
                 return Err(format!(
-                    "{id} goes on without write {write}, which {keeper} has"
+                    "{id} continues without write {write}, which {keeper} has"
                 ));
             }
         }
@@ -671,7 +671,7 @@ fn explore(rules: Rules, ranks: &[usize], later: usize) -> Explored {
 }
 
 /// No answer that a client got is lost while one of those launchers is alive that had it when it was given, and a host
-/// with a newer term goes on without nothing that an older one answers.
+/// with a newer term lacks nothing that an older one answers.
 #[test]
 fn no_order_of_events_loses_an_answer_or_makes_two_stores() {
     for (ranks, later) in RANKS.iter().flat_map(|ranks| [(ranks, 0), (ranks, 1)]) {

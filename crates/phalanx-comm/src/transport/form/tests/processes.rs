@@ -226,18 +226,18 @@ fn a_rank_that_starts_late_is_named_while_the_group_forms() {
     let server = TcpServer::bind("127.0.0.1:0".parse().unwrap(), token.clone()).unwrap();
     let place = server.local_addr().to_string();
     let temp = tempfile::tempdir().unwrap();
-    let (tell, told) = channel();
+    let (sender, lines) = channel();
     let mut ranks = Vec::new();
     for rank in [1, 2] {
         let mut command = Rank::command(rank, &place, &token, Transport::Auto, temp.path());
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stderr.take().unwrap()).lines();
         ranks.push(Rank(child));
-        let tell = tell.clone();
+        let sender = sender.clone();
         std::thread::spawn(move || {
             for line in lines.map_while(|line| line.ok()) {
                 if line.starts_with("forming the group: waiting ")
-                    && tell.send((rank, line)).is_err()
+                    && sender.send((rank, line)).is_err()
                 {
                     return;
                 }
@@ -248,7 +248,7 @@ fn a_rank_that_starts_late_is_named_while_the_group_forms() {
     let expected = format!(" s for rank 0 of 3 to arrive (the store at {place}); deadline in ");
     let mut said = 0;
     while said < 2 {
-        let (rank, line) = told.recv_timeout(PATIENCE).unwrap();
+        let (rank, line) = lines.recv_timeout(PATIENCE).unwrap();
         if line.contains(&expected) {
             assert_eq!(rank, 1, "{line}");
             said += 1;

@@ -2,7 +2,7 @@
 
 /// Requested slice in ns, the kernel's minimum. The data that arrives within it at 10 Gbit/s takes less time to
 /// handle.
-const TURN_NS: u64 = 100_000;
+const SLICE_NS: u64 = 100_000;
 
 /// Asks the scheduler to run the calling thread as soon as it is woken, for short slices, instead of after the slice of
 /// the thread that computes on its core. That slice ends at a timer tick, up to 4 ms later at 250 ticks a second, and
@@ -11,9 +11,9 @@ const TURN_NS: u64 = 100_000;
 /// Linux 6.12 and later honour it (`sched_runtime` of `sched_setattr(2)` for ordinary threads: the slice of EEVDF,
 /// by which a thread with a shorter one preempts). Elsewhere, and where the call is forbidden, nothing changes. A
 /// thread with another policy than the ordinary one keeps its setting.
-pub(crate) fn take_short_turns() {
+pub(crate) fn take_short_slices() {
     if let Err(e) = try_take() {
-        tracing::debug!("the communication thread has turns as long as any other: {e}");
+        tracing::debug!("the communication thread has slices as long as any other thread: {e}");
     }
 }
 
@@ -30,7 +30,7 @@ fn try_take() -> std::io::Result<()> {
         return Ok(());
     }
     attr.size = size as u32;
-    attr.sched_runtime = TURN_NS;
+    attr.sched_runtime = SLICE_NS;
     // SAFETY: reads `size` bytes of `attr`, which is alive and has as many.
     match unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attr, 0) } {
         0 => Ok(()),
@@ -52,16 +52,16 @@ mod tests {
     }
 
     #[test]
-    fn only_the_turn_of_the_calling_thread_changes() {
+    fn only_the_slice_of_the_calling_thread_changes() {
         let before = now();
         let inside = std::thread::spawn(|| {
-            super::take_short_turns();
+            super::take_short_slices();
             now()
         });
         let inside = inside.join().unwrap();
         assert_eq!((inside.0, inside.1), (before.0, before.1));
         // Older kernels have no slices of threads, and return 0.
-        assert!(inside.2 == super::TURN_NS || inside.2 == before.2);
+        assert!(inside.2 == super::SLICE_NS || inside.2 == before.2);
         assert_eq!(now(), before);
     }
 }
