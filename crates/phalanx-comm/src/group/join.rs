@@ -33,8 +33,7 @@ const STORE_MIN: Duration = Duration::from_secs(1);
 /// See [`STORE_MIN`].
 const STORE_MAX: Duration = Duration::from_secs(10);
 
-/// Threads of a rank that use the store at once: its own, and one that sends heartbeats
-/// or watches.
+/// Threads of a rank that use the store at once: its own, and the one that watches the group.
 const ASKING_THREADS: usize = 2;
 /// Pause after a name failed to resolve.
 const RESOLVE_PAUSE: Duration = Duration::from_millis(500);

@@ -12,7 +12,6 @@ use super::member::{Member, this_process};
 use crate::notice::{HostSpeaker, Waiting, list, ranks, say};
 use crate::{Error, ErrorKind, Result, limits};
 
-/// Interval between two heartbeats of a rank that forms a group. The first comes after
 /// The beginning of a failure mark that a rank did not write itself.
 const LOST: &str = "lost ";
 
