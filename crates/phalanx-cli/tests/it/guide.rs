@@ -30,31 +30,32 @@ fn the_guide_quotes_its_examples() {
     }
 }
 
-/// A line without what differs between runs: the width of columns, hosts, and the numbers of a line with times, speeds, shares or
-/// process ids.
+/// A line without what differs between runs: the width of columns, and in a line with times, speeds, shares or process ids
+/// these, the host, and the step.
 fn stable(line: &str) -> String {
-    let mut words: Vec<&str> = line.split_whitespace().collect();
-    if let Some(i) = words.iter().position(|word| *word == "host") {
-        words.drain(i + 1..words.len().min(i + 2));
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let units = [" ms", " µs", "/s", "%", "(pid "];
+    if !units.iter().any(|unit| line.contains(unit)) {
+        return words.join(" ");
     }
-    let line = words.join(" ");
-    if ![" ms", " µs", "/s", "%", "(pid "]
-        .iter()
-        .any(|unit| line.contains(unit))
-    {
-        return line;
-    }
-    let mut stable = String::new();
-    for c in line.chars() {
-        match c {
-            '0'..='9' if stable.ends_with('#') => {}
-            '0'..='9' => stable.push('#'),
-            // "1,234" and "1.5" are one number.
-            ',' | '.' if stable.ends_with('#') => {}
-            c => stable.push(c),
+    let word = |(i, word): (usize, &&str)| {
+        let before = i.checked_sub(1).map_or("", |i| words[i]);
+        let after = words.get(i + 1).copied().unwrap_or_default();
+        let is_number = word.starts_with(|c: char| c.is_ascii_digit());
+        let varies = word.contains('.')
+            || ["(pid", "epoch", "step"].contains(&before)
+            || ["ms", "µs"].iter().any(|unit| after.starts_with(unit));
+        match before == "host" || (is_number && varies) {
+            true => "#".to_owned(),
+            false => (*word).to_owned(),
         }
-    }
-    stable
+    };
+    words
+        .iter()
+        .enumerate()
+        .map(word)
+        .collect::<Vec<_>>()
+        .join(" ")
 }
 
 /// The commands of a page, each with the text that the page shows of its output.
