@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use crate::own_program::{program, run, succeed};
+use crate::own_program::{as_phalanx, program, run, succeed};
+use crate::programs::example_of;
 
 #[test]
 fn the_guide_quotes_its_examples() {
@@ -26,6 +27,85 @@ fn the_guide_quotes_its_examples() {
         let quoted = lines(blocks.next().expect("a quotation"));
         assert!(text.contains(&quoted), "{example} has not:\n{quoted}");
         assert_eq!(blocks.next(), None, "a block that is not compiled");
+    }
+}
+
+/// A line without what differs between runs: the width of columns, and in a line with times, speeds, shares or process ids
+/// these, the host, and the step.
+fn stable(line: &str) -> String {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let units = [" ms", " µs", "/s", "%", "(pid "];
+    if !units.iter().any(|unit| line.contains(unit)) {
+        return words.join(" ");
+    }
+    let word = |(i, word): (usize, &&str)| {
+        let before = i.checked_sub(1).map_or("", |i| words[i]);
+        let after = words.get(i + 1).copied().unwrap_or_default();
+        let is_number = word.starts_with(|c: char| c.is_ascii_digit());
+        let varies = word.contains('.')
+            || ["(pid", "epoch", "step"].contains(&before)
+            || ["ms", "µs"].iter().any(|unit| after.starts_with(unit));
+        match before == "host" || (is_number && varies) {
+            true => "#".to_owned(),
+            false => (*word).to_owned(),
+        }
+    };
+    words
+        .iter()
+        .enumerate()
+        .map(word)
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+/// The commands of a page, each with the text that the page shows of its output.
+fn commands(page: &str) -> Vec<(&str, &str)> {
+    let blocks = page.split("```sh\n").skip(1);
+    let shown = |block| {
+        let (command, rest): (&str, &str) = str::split_once(block, "```\n").expect("an end");
+        let shown = rest.trim_start().strip_prefix("```text\n");
+        let shown = shown.unwrap_or_else(|| panic!("no output of {command}"));
+        (command, shown.split("```").next().unwrap_or_default())
+    };
+    blocks.map(shown).collect()
+}
+
+#[test]
+fn the_commands_of_how_it_works_print_what_it_shows() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/guide/how-it-works.md");
+    let page = fs::read_to_string(page).expect("the page");
+    let dir = tempfile::tempdir().expect("folder");
+    let phalanx = Path::new(env!("CARGO_BIN_EXE_phalanx"));
+    let path = std::env::var("PATH").expect("PATH");
+    let path = format!("{}:{path}", phalanx.parent().expect("a folder").display());
+    let commands = commands(&page);
+    assert!(commands.len() >= 8, "{} commands", commands.len());
+    for (command, shown) in commands {
+        // An example is built already; what cargo prints is not shown.
+        let mut words = command.split("cargo run --release -p ");
+        let mut line = words.next().unwrap_or_default().to_owned();
+        for rest in words {
+            let (package, rest) = rest.split_once(" --example ").expect("an example");
+            let end = rest.find(char::is_whitespace).expect("a line's end");
+            let example = example_of(package, &rest[..end]);
+            line += &format!(
+                "{}{}",
+                example.display(),
+                rest[end..].replacen(" --", "", 1)
+            );
+        }
+        let mut shell = as_phalanx("sh", dir.path());
+        let text = succeed({
+            shell.args(["-euc", &line]).env("PATH", &path);
+            shell
+        });
+        let printed: Vec<String> = text.lines().map(stable).collect();
+        for line in shown.lines().filter(|line| *line != "…") {
+            assert!(
+                printed.contains(&stable(line)),
+                "{command}does not print\n{line}\nbut\n{text}"
+            );
+        }
     }
 }
 

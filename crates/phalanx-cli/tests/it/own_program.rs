@@ -1,6 +1,7 @@
 //! A training program of a user's own (`recipes/spirals.rs`, which `phalanx new` writes): the
 //! command line that `phalanx::main` gives it, run as a person runs it.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
@@ -16,9 +17,16 @@ fn spirals(args: &[&str], dir: &Path) -> Command {
 
 /// The example `name` with `args` in `dir`, as `phalanx` of the other tests is run.
 pub fn program(name: &str, args: &[&str], dir: &Path) -> Command {
+    let mut command = as_phalanx(example(name), dir);
+    command.args(args);
+    command
+}
+
+/// A program in `dir`, with the environment and pipes of `phalanx` in the other tests.
+pub fn as_phalanx(program: impl AsRef<OsStr>, dir: &Path) -> Command {
     let like = phalanx(&[], dir);
-    let mut command = Command::new(example(name));
-    command.args(args).current_dir(dir);
+    let mut command = Command::new(program);
+    command.current_dir(dir);
     for (name, value) in like.get_envs() {
         match value {
             Some(value) => command.env(name, value),

@@ -20,12 +20,17 @@ use serde_json::Value;
 /// The example of that name, which `cargo test` has built beside the program;
 /// built here where only this test was asked for.
 pub fn example(name: &str) -> PathBuf {
+    example_of("phalanx", name)
+}
+
+/// The same of another crate.
+pub fn example_of(package: &str, name: &str) -> PathBuf {
     let program = Path::new(env!("CARGO_BIN_EXE_phalanx"));
     let folder = program.parent().expect("a folder");
     let path = folder.join("examples").join(name);
     if !path.is_file() {
         let mut cargo = Command::new(env!("CARGO"));
-        cargo.args(["build", "--package", "phalanx", "--example", name]);
+        cargo.args(["build", "--package", package, "--example", name]);
         cargo.env("CARGO_TARGET_DIR", folder.parent().expect("a folder"));
         if folder.ends_with("release") {
             cargo.arg("--release");
