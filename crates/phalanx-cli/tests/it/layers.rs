@@ -279,6 +279,7 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["call"],
             &["check"],
             &["child"],
+            &["secrets"],
             &["lock"],
             &["resources"],
             &["create"],
