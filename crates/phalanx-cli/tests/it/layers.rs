@@ -375,6 +375,7 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["log"],
             &["rank_args"],
             &["words"],
+            &["unknown"],
             &["config"],
             &["start"],
         ],
