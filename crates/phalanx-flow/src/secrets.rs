@@ -4,7 +4,6 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufRead as _, BufReader, Read, Write};
-use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::Command;
 use std::sync::mpsc::{Receiver, channel};
@@ -64,33 +63,33 @@ impl Secrets {
         Ok(Secrets(values))
     }
 
-    /// Gives the process of `task` its secrets, and none of the other tasks.
-    pub fn give(&self, task: &Task, process: &mut Command) {
+    /// Gives the process of `task` its secrets, none of the other tasks, and its output: `log`, or, if it has secrets, a pipe from
+    /// which a thread copies it to `log` without them. The receiver ends with the copy.
+    pub fn give(
+        &self,
+        task: &Task,
+        process: &mut Command,
+        log: File,
+    ) -> io::Result<Option<Receiver<()>>> {
         for (name, value) in &self.0 {
             process.env_remove(format!("{name}_FILE")).env_remove(name);
             if task.secrets.contains(name) {
                 process.env(name, value);
             }
         }
-    }
-
-    /// Where the process of `task` writes its output: `log`, or, if it has secrets, a pipe from which a thread copies it to `log`
-    /// without them. The receiver ends with the copy.
-    pub fn output(&self, task: &Task, log: File) -> io::Result<(OwnedFd, Option<Receiver<()>>)> {
         if task.secrets.is_empty() {
-            return Ok((log.into(), None));
+            process.stdout(log.try_clone()?).stderr(log);
+            return Ok(None);
         }
         let (from, to) = io::pipe()?;
-        let (copying, copied) = channel();
-        let secrets = self.clone();
+        process.stdout(to.try_clone()?).stderr(to);
+        let ((copying, copied), secrets) = (channel(), self.clone());
         let copy = move || {
             secrets.hide(from, log);
             drop(copying);
         };
-        std::thread::Builder::new()
-            .name("output".into())
-            .spawn(copy)?;
-        Ok((to.into(), Some(copied)))
+        let thread = std::thread::Builder::new().name("output".into());
+        thread.spawn(copy).map(|_| Some(copied))
     }
 
     /// Copies `from` to `to` with `***` in place of each secret, and of each line of one. What cannot be written is left out.

@@ -73,7 +73,7 @@ pub fn with_config(
         }
     }
     let mut is_changed = configure(command, of_one_run, &mut words)?;
-    let mut own = words.split_off(start);
+    let mut own = words.split_off(start.min(words.len()));
     is_changed |= take_unknown(command, &mut own, &real_env());
     words.extend(own);
     check_text(whole, command, &words)?;
@@ -252,6 +252,8 @@ mod tests {
         let typed = "train --config FILE --global-batch-size=8 --wandb";
         assert_eq!(of(typed), others);
         assert_eq!(of("train --lr 1"), "");
+        // clap refuses that later.
+        assert_eq!(of("--config FILE train"), all);
         let optional = added("txt", "--mlflow\n", "train --config FILE");
         assert_eq!(optional.expect("a flag"), "--mlflow");
         let other = ["other", "--config", "x"].map(OsString::from).to_vec();

@@ -50,6 +50,7 @@ pub fn take_unknown(command: &Command, words: &mut Vec<OsString>, env: &Env) -> 
     };
     // Where ranks have numbers, or the nodes have, and start several ranks each.
     let rank = rank_place(env).ok().flatten().map(|place| place.rank);
+    let number = rank.or_else(|| value("rank")?.parse().ok());
     let has_ranks = value("nproc-per-node").is_some_and(|ranks| ranks != "1");
     let has_ranks = has_ranks || value("nnodes").is_some();
     let are_numbered = rank.is_some() || is_on_modelarts && has_ranks;
@@ -96,7 +97,7 @@ pub fn take_unknown(command: &Command, words: &mut Vec<OsString>, env: &Env) -> 
         }
     }
     words.extend(after);
-    if !ignored.is_empty() && rank.unwrap_or(0) == 0 {
+    if !ignored.is_empty() && number.unwrap_or(0) == 0 {
         let names = ignored.join(", ");
         say::note(format!(
             "warning: flags are ignored (--allow-unknown): {names}"

@@ -86,7 +86,8 @@ impl Live {
         start: Start,
         args: [OsString; 2],
         grant: Grant,
-        (guard, secrets): (&Guard, &Secrets),
+        guard: &Guard,
+        secrets: &Secrets,
         ended: impl FnOnce() + Send + 'static,
     ) -> Result<Live> {
         let log = log_file(&start.dir);
@@ -99,10 +100,8 @@ impl Live {
             let command = command.arg(own_program()).args(args).stdin(Stdio::null());
             // Tasks without GPUs must not use those of others.
             let command = command.env("CUDA_VISIBLE_DEVICES", grant.gpus.join(","));
-            secrets.give(task, command);
-            let (out, copied) = secrets.output(task, log)?;
-            let child = command.stdout(out.try_clone()?).stderr(out).spawn()?;
-            Ok((child, copied))
+            let copied = secrets.give(task, command, log)?;
+            command.spawn().map(|child| (child, copied))
         };
         let (child, copied) = tied_command(guard, None).and_then(spawn).map_err(failed)?;
         // Numbers of processes are positive.

@@ -608,10 +608,9 @@ impl Engine<'_> {
             node.attempts.push(attempt);
         })?;
         let (sender, ended) = (self.sender.clone(), Event::Ended(name.clone()));
-        let holders = (&*self.guard, &self.secrets);
-        let live = Live::start(task, start, args, grant, holders, move || {
-            let _ = sender.send(ended);
-        })?;
+        let ended = move || drop(sender.send(ended));
+        let (guard, secrets) = (&self.guard, &self.secrets);
+        let live = Live::start(task, start, args, grant, guard, secrets, ended)?;
         let mut text = name.clone();
         if number > 1 {
             text.push_str(&format!(" (attempt {number})"));

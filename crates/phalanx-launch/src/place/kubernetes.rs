@@ -73,14 +73,11 @@ const ENGINES: [Engine; 5] = [
 
 /// Whether ModelArts has started this process. It appends flags of its own to a command.
 pub fn is_on_modelarts(env: &Env) -> bool {
-    let names = [
-        "VC_TASK_INDEX",
-        "VC_*_NUM",
-        "VC_*_HOSTS",
-        "MA_NUM_HOSTS",
-        "MA_NUM_GPUS",
-    ];
-    !set(env, &names).is_empty()
+    !set(
+        env,
+        &["VC_TASK_INDEX", "VC_*_NUM", "VC_*_HOSTS", "MA_NUM_*"],
+    )
+    .is_empty()
 }
 
 /// This node among those of an engine that starts one process on each. `nodes` is their number
