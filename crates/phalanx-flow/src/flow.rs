@@ -123,6 +123,13 @@ impl TaskSettings {
         self
     }
 
+    /// Gives it the secret `name`, a variable of the environment: its value there, else the content of the file whose path is in
+    /// `NAME_FILE`. It is not stored, no other task gets it, and in the task's log it is `***`.
+    pub fn secret(mut self, name: &str) -> Self {
+        self.task.secrets.push(name.to_owned());
+        self
+    }
+
     /// Sets the version of the function's code (default 1).
     pub fn version(mut self, version: &str) -> Self {
         self.task.version = version.to_owned();

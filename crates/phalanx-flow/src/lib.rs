@@ -26,6 +26,7 @@ mod page;
 mod probe;
 mod prune;
 mod resources;
+mod secrets;
 pub mod spec;
 mod store;
 

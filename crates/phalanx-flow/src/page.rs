@@ -306,12 +306,14 @@ fn settings(task: &Task) -> Vec<String> {
         ),
     };
     let cache = task.cache.as_ref();
+    let secrets = task.secrets.join(", ");
     let lines = [
         Some(retries),
         task.timeout
             .map(|limit| format!("timeout: {}", duration(limit))),
         resources("requests", &task.requests),
         resources("limits", &task.limits),
+        (!secrets.is_empty()).then(|| format!("secrets: {secrets}")),
         Some(cache.map_or("not cached".to_owned(), |version| {
             format!("cache version: {version}")
         })),

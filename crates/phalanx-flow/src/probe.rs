@@ -8,7 +8,7 @@ use serde::de::{
     Visitor,
 };
 
-use crate::spec::{Scalar, Type};
+use crate::spec::Type;
 
 /// The names serde gives to [`crate::File`] and [`crate::Folder`].
 pub(crate) const FILE: &str = "phalanx_flow::File";
@@ -129,13 +129,8 @@ impl<'de> Deserializer<'de> for Probe<'_> {
             shape: &mut item,
             left: 1,
         })?;
-        self.0.kind = Some(match item.kind {
-            Some(Type::Int) => Type::List(Scalar::Int),
-            Some(Type::Float) => Type::List(Scalar::Float),
-            Some(Type::Bool) => Type::List(Scalar::Bool),
-            Some(Type::String) => Type::List(Scalar::String),
-            _ => Type::Json,
-        });
+        let scalar = item.kind.and_then(Type::scalar);
+        self.0.kind = Some(scalar.map_or(Type::Json, Type::List));
         Ok(value)
     }
 

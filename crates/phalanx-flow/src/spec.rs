@@ -101,6 +101,9 @@ pub struct Task {
     pub image: Option<String>,
     /// Environment variables; values may have placeholders.
     pub env: BTreeMap<String, String>,
+    /// Environment variables whose values are secret: from the environment of the engine, or files. Only names are stored.
+    #[serde(default)]
+    pub secrets: Vec<String>,
     /// What happens after a recoverable failure.
     pub retries: Retries,
     /// Time limit of one attempt.
@@ -242,6 +245,7 @@ impl Task {
             action,
             image: None,
             env: BTreeMap::new(),
+            secrets: Vec::new(),
             retries: Retries::default(),
             timeout: None,
             cache: None,
@@ -389,14 +393,10 @@ impl Type {
         })
     }
 
-    fn scalar(self) -> Option<Scalar> {
-        Some(match self {
-            Type::Int => Scalar::Int,
-            Type::Float => Scalar::Float,
-            Type::Bool => Scalar::Bool,
-            Type::String => Scalar::String,
-            _ => return None,
-        })
+    pub(crate) fn scalar(self) -> Option<Scalar> {
+        use Scalar::{Bool, Float, Int, String};
+        let mut all = [Int, Float, Bool, String].into_iter();
+        all.find(|scalar| Type::from(*scalar) == self)
     }
 
     /// Whether `value` has this type. An integer is a `float` too; a file or folder is a path.
@@ -488,20 +488,14 @@ impl FromStr for Type {
                 "unknown type {text:?}: one of int, float, bool, string, list[int], list[float], list[bool], list[string], json, file, folder"
             )
         };
-        Ok(match text {
-            "int" => Type::Int,
-            "float" => Type::Float,
-            "bool" => Type::Bool,
-            "string" => Type::String,
-            "json" => Type::Json,
-            "file" => Type::File,
-            "folder" => Type::Folder,
-            _ => {
-                let inside = text.strip_prefix("list[").and_then(|t| t.strip_suffix(']'));
-                let item: Type = inside.ok_or_else(unknown)?.parse().map_err(|_| unknown())?;
-                Type::List(item.scalar().ok_or_else(unknown)?)
-            }
-        })
+        let scalars = [Type::Int, Type::Float, Type::Bool, Type::String];
+        let all = [&scalars[..], &[Type::Json, Type::File, Type::Folder]].concat();
+        let lists = scalars
+            .iter()
+            .filter_map(|kind| kind.scalar().map(Type::List));
+        let mut all = all.into_iter().chain(lists);
+        all.find(|kind| kind.to_string() == text)
+            .ok_or_else(unknown)
     }
 }
 

@@ -14,7 +14,9 @@ use serde_json::Value;
 
 use crate::contract::ARGUMENTS_FILE_VARIABLE;
 use crate::error::{Error, Result};
-use crate::words::dashed;
+use crate::place::real_env;
+use crate::unknown::take_unknown;
+use crate::words::{Flag, dashed, find, flags};
 
 /// Flags about ranks that say where they meet, and not how they train.
 const OF_ONE_JOB: [&str; 7] = [
@@ -26,9 +28,6 @@ const OF_ONE_JOB: [&str; 7] = [
     "rank",
     "token-file",
 ];
-
-/// A flag's name and value.
-type Flag = (String, Option<String>);
 
 /// What stands for a secret in a `run.json`.
 const HIDDEN: &str = "***";
@@ -55,7 +54,8 @@ pub fn own_arguments() -> Result<Vec<OsString>> {
 
 /// `words` with the flags in the file that `--config` names there in its place: those that are not there already, and that no
 /// flag there excludes. What the file may have depends on the command that `words` name in `command`; without a flag
-/// `--config` of this command nothing is read. Of a run, the program's flags `of_one_run` are left out, too.
+/// `--config` of this command nothing is read. Of a run, the program's flags `of_one_run` are left out, too. Without the flags
+/// that this command does not have, where these are allowed.
 ///
 /// # Errors
 ///
@@ -65,19 +65,33 @@ pub fn with_config(
     of_one_run: &[&str],
     mut words: Vec<OsString>,
 ) -> Result<Vec<OsString>> {
-    let whole = command;
-    let command = words.iter().fold(command, |command, word| {
+    let (whole, mut command, mut start) = (command, command, 0);
+    for (at, word) in words.iter().enumerate() {
         let named = word.to_str().and_then(|name| command.find_subcommand(name));
-        named.unwrap_or(command)
-    });
+        if let Some(named) = named {
+            (command, start) = (named, at + 1);
+        }
+    }
+    let mut is_changed = configure(command, of_one_run, &mut words)?;
+    let mut own = words.split_off(start.min(words.len()));
+    is_changed |= take_unknown(command, &mut own, &real_env());
+    words.extend(own);
     check_text(whole, command, &words)?;
+    if is_changed {
+        say::set_arguments(words.clone());
+    }
+    Ok(words)
+}
+
+/// Puts the flags of `--config FILE` in its place; whether there is one.
+fn configure(command: &Command, of_one_run: &[&str], words: &mut Vec<OsString>) -> Result<bool> {
     let typed = flags(words.iter().map(|word| word.to_string_lossy().into_owned()));
     let config = typed.iter().rfind(|(name, _)| name == "config");
     let Some(path) = config.and_then(|(_, value)| value.as_ref()) else {
-        return Ok(words);
+        return Ok(false);
     };
     if find(command, "config").is_none() {
-        return Ok(words);
+        return Ok(false);
     }
     let typed = typed.iter().filter_map(|(name, _)| find(command, name));
     let typed: Vec<&Arg> = typed.collect();
@@ -108,8 +122,7 @@ pub fn with_config(
         words.drain(at..end);
     }
     words.extend(more);
-    say::set_arguments(words.clone());
-    Ok(words)
+    Ok(true)
 }
 
 /// Names the flag of `command` whose value has to be text and is not, where `whole` refuses `words` for that: clap's own error
@@ -137,32 +150,6 @@ fn check_text(whole: &Command, command: &Command, words: &[OsString]) -> Result<
 fn is_config(word: &OsString) -> bool {
     let (_, name, _) = dashed(word.clone());
     name.as_deref() == Some("config")
-}
-
-/// The flag `name` of `command`.
-fn find<'c>(command: &'c Command, name: &str) -> Option<&'c Arg> {
-    command.get_arguments().find(|arg| {
-        let aliases = arg.get_all_aliases().unwrap_or_default();
-        arg.get_long() == Some(name) || aliases.contains(&name)
-    })
-}
-
-/// The flags among `words`. A word that is no flag is the value of the flag before it, if that has none.
-fn flags(words: impl Iterator<Item = String>) -> Vec<Flag> {
-    let mut flags: Vec<Flag> = Vec::new();
-    for word in words {
-        let (whole, name, _) = dashed(word.clone().into());
-        match (name, flags.last_mut()) {
-            (Some(name), _) => {
-                let whole = whole.to_string_lossy();
-                let value = whole.split_once('=').map(|(_, value)| value.to_owned());
-                flags.push((name, value));
-            }
-            (None, Some((_, value @ None))) => *value = Some(word),
-            _ => {}
-        }
-    }
-    flags
 }
 
 /// The flags in the file `path`: of a run, those that say how it trained, and of another file those of its lines.
@@ -265,6 +252,8 @@ mod tests {
         let typed = "train --config FILE --global-batch-size=8 --wandb";
         assert_eq!(of(typed), others);
         assert_eq!(of("train --lr 1"), "");
+        // clap refuses that later.
+        assert_eq!(of("--config FILE train"), all);
         let optional = added("txt", "--mlflow\n", "train --config FILE");
         assert_eq!(optional.expect("a flag"), "--mlflow");
         let other = ["other", "--config", "x"].map(OsString::from).to_vec();

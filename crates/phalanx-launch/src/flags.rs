@@ -214,6 +214,10 @@ pub struct RankArgs {
     /// Address to listen on for other ranks [default: loopback; on several hosts, the address that reaches the master]
     #[arg(long, value_name = "IP", env = "PHALANX_BIND")]
     pub bind: Option<IpAddr>,
+    /// Ignore flags that this command does not have, and name them in one line; a misspelt flag is still an error. Implied on
+    /// ModelArts, which appends flags: --train_url and --data_url stand for --output-dir and --data where these are not given
+    #[arg(long)]
+    pub allow_unknown: bool,
 }
 
 /// Parses the value of `--nproc-per-node`.

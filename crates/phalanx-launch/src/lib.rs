@@ -56,6 +56,7 @@ mod tail;
 mod threads;
 mod token;
 mod torchrun;
+mod unknown;
 pub mod words;
 
 use std::time::{Duration, Instant};

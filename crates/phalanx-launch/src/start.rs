@@ -11,7 +11,7 @@ use crate::config::{own_arguments, with_config};
 use crate::error::{Error, Result};
 use crate::flags::RankArgs;
 use crate::rank_args::{PrintingRanks, run};
-use crate::words::{dashed, taking_negative_numbers};
+use crate::words::{dashed, find, taking_negative_numbers};
 use crate::{Launch, Training, exit_code, log, run_helper};
 use phalanx_member::RankContext;
 
@@ -125,9 +125,8 @@ pub fn main_of(
 
 /// What was typed, with flags as torchrun's users type them (`--nproc_per_node`).
 fn words(command: &Command, typed: Vec<OsString>) -> Vec<OsString> {
-    let own = |name: &str| command.get_arguments().any(|a| a.get_long() == Some(name));
     let word = |word: OsString| match dashed(word.clone()) {
-        (dashed, Some(name), _) if own(&name) => dashed,
+        (dashed, Some(name), _) if find(command, &name).is_some() => dashed,
         _ => word,
     };
     typed.into_iter().map(word).collect()

@@ -1,8 +1,9 @@
 //! The flags of trackers.
 
 use phalanx_base::env::Env;
+use phalanx_base::say;
 
-use crate::{Result, Tracker, Wandb};
+use crate::{Error, Result, Tracker, Wandb};
 
 /// The flags of trackers, for every training program.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -10,7 +11,7 @@ pub struct TrackArgs {
     /// Send settings, metrics, results and files to an MLflow tracking server [default URI: MLFLOW_TRACKING_URI]
     #[arg(long, value_name = "URI", num_args = 0..=1, default_missing_value = "")]
     pub mlflow: Option<String>,
-    /// Write an offline run into the folder's wandb/, which `wandb sync` uploads
+    /// Write an offline run into the folder's wandb/, which `wandb sync` uploads; nothing with WANDB_MODE=disabled
     #[arg(long)]
     pub wandb: bool,
 }
@@ -24,8 +25,8 @@ impl TrackArgs {
     pub fn validate(&self) -> Result<()> {
         match self.mlflow.as_deref() {
             None => Ok(()),
-            Some("") => mlflow::check(),
-            Some(uri) => mlflow::of(Some(uri), &Env::new()).map(|_| ()),
+            Some("") if cfg!(feature = "mlflow") => Ok(()),
+            Some(uri) => mlflow(Some(uri), &Env::new()).map(drop),
         }
     }
 
@@ -36,56 +37,68 @@ impl TrackArgs {
     /// As [`validate`](Self::validate); `Usage`, where `--mlflow` has no address and `env` has none either.
     pub fn trackers(&self, env: &Env) -> Result<Vec<Box<dyn Tracker + Send>>> {
         let mut trackers: Vec<Box<dyn Tracker + Send>> = Vec::new();
-        if self.wandb {
+        let set = |name: &str| env.get(name).filter(|value| !value.is_empty());
+        let mode = set("WANDB_MODE").map_or("online", String::as_str);
+        if self.wandb && mode != "disabled" {
+            if !["offline", "dryrun"].contains(&mode) {
+                let key = set("WANDB_API_KEY").map_or(" (WANDB_API_KEY is not set)", |_| "");
+                let later = "`wandb sync RUN/wandb/offline-run-*` uploads it";
+                say::note(format!("wandb: the run is written offline{key}; {later}"));
+            }
             trackers.push(Box::new(Wandb::new(env)));
         }
         if let Some(uri) = self.mlflow.as_deref() {
             let uri = Some(uri).filter(|uri| !uri.is_empty());
-            trackers.push(mlflow::of(uri, env)?);
+            trackers.push(mlflow(uri, env)?);
         }
         Ok(trackers)
     }
 }
 
-#[cfg(feature = "mlflow")]
-pub(crate) mod mlflow {
-    use phalanx_base::env::Env;
-
-    use crate::{Error, Mlflow, Result, Tracker};
-
-    pub(super) fn check() -> Result<()> {
-        Ok(())
+/// The MLflow server at `uri`, or where `env` says.
+pub(crate) fn mlflow(uri: Option<&str>, env: &Env) -> Result<Box<dyn Tracker + Send>> {
+    // It would be seen by all users of the host, and be kept in `run.json`.
+    if uri.is_some_and(|uri| uri.contains('@')) {
+        return Err(Error::usage(
+            "the address of the MLflow server has a user or password, which other users could read; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+        ));
     }
-
-    pub(crate) fn of(uri: Option<&str>, env: &Env) -> Result<Box<dyn Tracker + Send>> {
-        // It would be seen by all users of the host, and be kept in `run.json`.
-        if uri.is_some_and(|uri| uri.contains('@')) {
-            return Err(Error::usage(
-                "the address of the MLflow server has a user or password, which other users could read; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-            ));
-        }
-        Ok(Box::new(Mlflow::new(uri, env)?))
+    #[cfg(feature = "mlflow")]
+    return Ok(Box::new(crate::Mlflow::new(uri, env)?));
+    #[cfg(not(feature = "mlflow"))]
+    {
+        let _ = env;
+        let fix = "add features = [\"mlflow\"] to phalanx in its Cargo.toml";
+        Err(Error::usage("this program was built without MLflow").note("fix", fix))
     }
 }
 
-#[cfg(not(feature = "mlflow"))]
-pub(crate) mod mlflow {
-    use phalanx_base::env::Env;
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-    use crate::{Error, Result, Tracker};
-
-    fn absent() -> Error {
-        Error::usage("this program was built without MLflow").note(
-            "fix",
-            "add features = [\"mlflow\"] to phalanx in its Cargo.toml",
-        )
-    }
-
-    pub(super) fn check() -> Result<()> {
-        Err(absent())
-    }
-
-    pub(crate) fn of(_: Option<&str>, _: &Env) -> Result<Box<dyn Tracker + Send>> {
-        Err(absent())
+    #[test]
+    fn wandb_follows_its_mode() {
+        let trackers = |wandb: bool, mode: &str| {
+            let args = TrackArgs {
+                wandb,
+                mlflow: None,
+            };
+            let env = Env::from([("WANDB_MODE".to_owned(), mode.to_owned())]);
+            args.trackers(&env).expect(mode).len()
+        };
+        for (mode, count) in [
+            ("", 1),
+            ("online", 1),
+            ("offline", 1),
+            ("dryrun", 1),
+            ("disabled", 0),
+        ] {
+            assert_eq!(
+                [trackers(true, mode), trackers(false, mode)],
+                [count, 0],
+                "{mode}"
+            );
+        }
     }
 }

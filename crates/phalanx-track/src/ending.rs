@@ -10,7 +10,7 @@ use phalanx_base::files::{Dir, ask_lock, try_lock};
 use phalanx_base::process::ProcessName;
 use serde_json::{Value, json};
 
-use crate::args::mlflow::of as mlflow;
+use crate::args::mlflow;
 use crate::delivery::{lock_of, state_of};
 use crate::tensorboard::TENSORBOARD;
 use crate::{

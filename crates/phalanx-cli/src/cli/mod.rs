@@ -15,7 +15,7 @@ use crate::{
 };
 use normalise::{Flag, normalise};
 use phalanx_launch::config::{own_arguments, with_config};
-use phalanx_launch::words::taking_negative_numbers;
+use phalanx_launch::words::{find, taking_negative_numbers};
 use phalanx_recipes::download;
 
 /// Distributed data-parallel training.
@@ -180,15 +180,10 @@ fn commands(parser: &clap::Command, args: &[OsString]) -> Vec<String> {
 /// that no second list can go stale.
 fn launch_flag(parser: &clap::Command, name: &str) -> Option<Flag> {
     let launch = parser.find_subcommand("launch")?;
-    let arg = launch.get_arguments().find(|arg| {
-        arg.get_long() == Some(name)
-            || arg
-                .get_short()
-                .is_some_and(|letter| name == letter.to_string())
-            || arg
-                .get_all_aliases()
-                .is_some_and(|aliases| aliases.contains(&name))
-    })?;
+    let mut all = launch.get_arguments();
+    let is_short = |letter: char| name == letter.to_string();
+    let short = all.find(|arg| arg.get_short().is_some_and(is_short));
+    let arg = find(launch, name).or(short)?;
     if arg
         .get_num_args()
         .is_some_and(|n| n.min_values() == 0 && n.takes_values())
@@ -232,6 +227,33 @@ mod tests {
             text.ends_with("  see     phalanx launch --help\n"),
             "{text}"
         );
+    }
+
+    /// Whatever flags a recipe gets, none looks like one of ModelArts'.
+    #[test]
+    fn recipes_ignore_what_modelarts_appends_but_no_misspelling() {
+        let appended = "--allow-unknown --data_url=synthetic --train_url o --num_gpus 8 --local_rank=0 \
+                        --init_method tcp://h:1 --rank 0 --world_size 1 --job_name worker --task_index -1";
+        for program in phalanx_recipes::programs() {
+            let words = ["train", program.name()]
+                .into_iter()
+                .chain(appended.split_whitespace());
+            let words = words.map(OsString::from);
+            let Ok(Some(Cli {
+                command: Command::Train(train),
+            })) = parse(words.clone())
+            else {
+                panic!("{}", program.name())
+            };
+            let folder = train.0.settings.output_dir.as_deref();
+            assert_eq!(folder, Some("o".as_ref()), "{}", program.name());
+            for (typed, ours) in [("--epoch", "--epochs"), ("--outputdir", "--output-dir")] {
+                let words = words.clone().chain([typed.into(), "1".into()]);
+                let text = parse(words).expect_err(typed).render();
+                let said = format!("error: unknown flag {typed:?}; did you mean {ours:?}?\n");
+                assert!(text.starts_with(&said), "{text}");
+            }
+        }
     }
 
     #[test]

@@ -794,3 +794,83 @@ fn the_workflow_of_the_guide_runs() {
         "{out}"
     );
 }
+
+const SECRETS: &str = r#"name = "secrets"
+[tasks.with]
+command = ["sh", "-c", 'printf %s "$KEY" | sha256sum >"$1"; env; cat /proc/self/environ; echo; echo "a $KEY b"; echo "{$KEY}" >&2; [ -e {folder}/go ]', "x", "{outputs.sum}"]
+secrets = ["KEY"]
+retries = { times = 1, backoff = "1ms" }
+outputs = { sum = "string" }
+cache = "1"
+[tasks.without]
+shell = 'env; echo "${KEY-none} ${KEY_FILE-none}" >"$OUTPUT_ALL"'
+after = ["with"]
+outputs = { all = "string" }
+[outputs]
+sum = "{with.sum}"
+all = "{without.all}"
+"#;
+
+/// The files below `dir` that have `text`.
+fn files_with(text: &str, dir: &Path) -> String {
+    let mut grep = Command::new("grep");
+    let found = grep.args(["-rlaF", text]).arg(dir).output();
+    String::from_utf8(found.expect("grep runs").stdout).expect("UTF-8")
+}
+
+#[test]
+fn a_secret_reaches_its_task_and_no_file() {
+    let (outside, dir) = (folder(), folder());
+    let dir = dir.path();
+    write(dir, SECRETS);
+    let secret = "hunter2-\u{e4}'\"$";
+    let file = |name: &str, text: &str| {
+        let path = outside.path().join(name);
+        fs::write(&path, text).expect("written");
+        path.to_str().expect("UTF-8").to_owned()
+    };
+    let flow = |args: &[&str], variable: &str, value: &str| {
+        let mut command = phalanx(&[&["flow"], args].concat(), dir);
+        ended(command.env(variable, value).spawn().expect("it starts"))
+    };
+    let (code, _, err) = flow(&["run"], "KEY", "");
+    assert_eq!(code, 2, "{err}");
+    for why in ["the secret KEY has no value", "KEY_FILE", "task \"with\""] {
+        assert!(err.contains(why), "{err}");
+    }
+    let (code, _, err) = flow(&["run"], "KEY_FILE", &file("empty", "\n"));
+    let why = "empty has no text for the secret KEY";
+    assert!(code == 2 && err.contains(why), "{err}");
+    assert!(!dir.join(".phalanx").exists(), "nothing ran");
+    // All attempts fail: their logs and folders stay.
+    let (code, _, err) = flow(&["run"], "KEY_FILE", &file("key", &format!("{secret}\n")));
+    assert_eq!(code, 1, "{err}");
+    assert!(err.contains("a *** b") && !err.contains("hunter2"), "{err}");
+    fs::write(dir.join("go"), "").expect("written");
+    let (code, out, err) = flow(&["run", "--resume", "last"], "KEY", secret);
+    assert_eq!(code, 0, "{err}");
+    let mut digest = Command::new("sh");
+    let digest = digest.args(["-c", "printf %s \"$0\" | sha256sum", secret]);
+    let digest = String::from_utf8(digest.output().expect("sh runs").stdout).expect("UTF-8");
+    let sum = format!("sum = {}\n", digest.trim_end());
+    assert!(
+        out.contains(&sum) && out.contains("all = none none\n"),
+        "{out}"
+    );
+    let (log, _) = succeed(&words("flow logs last with"), dir);
+    for line in ["a *** b\n", "{***}\n", "\nKEY=***\n"] {
+        assert!(log.contains(line), "{line:?}: {log}");
+    }
+    // Another value is no other call.
+    let (code, _, err) = flow(&["run"], "KEY", "other");
+    assert!(code == 0 && err.contains("Cached with"), "{err}");
+    succeed(&words("flow show last --html run.html"), dir);
+    for engine in ["flyte", "kubernetes", "slurm"] {
+        let (code, _, err) = flow(&["export", "--image", "i", "--to", engine], "KEY", secret);
+        assert_eq!(code, 0, "{err}");
+    }
+    assert_eq!(files_with("hunter2", dir), "");
+    // The search finds what is there.
+    let page = files_with("secrets: KEY", dir);
+    assert!(page.contains("run.html"), "{page}");
+}

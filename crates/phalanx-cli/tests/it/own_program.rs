@@ -200,6 +200,58 @@ fn its_mistakes_are_told_as_those_of_train() {
     }
 }
 
+/// As under a platform that appends its own flags.
+#[test]
+fn it_ignores_flags_that_it_does_not_have_and_names_them_once() {
+    let dir = tempfile::tempdir().expect("folder");
+    let short = ["--epochs", "1", "--points", "300", "--nproc_per_node", "2"];
+    let appended = "--data_url /none --train_url=out --rank 0 --world_size 1 --init_method tcp://h:1 --num_gpus -1";
+    let appended: Vec<&str> = appended.split(' ').collect();
+    let with = |more: &[&str]| spirals(&[&short[..], more, &appended].concat(), dir.path());
+    let mut command = with(&[]);
+    command.envs([("VC_TASK_INDEX", "0"), ("VC_WORKER_NUM", "1")]);
+    let text = succeed(command);
+    let ignored = "warning: flags are ignored (--allow-unknown): \
+                   --data-url, --rank, --world-size, --init-method, --num-gpus\n";
+    assert_eq!(text.matches(ignored).count(), 1, "{text}");
+    assert_eq!(summary(&dir.path().join("out"))["world_size"], 2);
+    // Under a launcher each rank gets them.
+    let mut launched = phalanx(&["launch", "--nproc-per-node", "2", "--"], dir.path());
+    launched.arg(example("spirals")).args(&short[..4]);
+    launched
+        .args(&appended)
+        .args(["--allow-unknown", "--overwrite"]);
+    let text = succeed(launched);
+    assert_eq!(text.matches(ignored).count(), 1, "{text}");
+    assert_eq!(summary(&dir.path().join("out"))["world_size"], 2);
+    // A folder that is typed stays. Nothing numbers the nodes but these flags.
+    let own = [
+        "--allow_unknown",
+        "--output_dir",
+        "own",
+        "--init_method=env://",
+    ];
+    let text = succeed(spirals(
+        &[&short[..], &appended[..2], &appended[2..7], &own].concat(),
+        dir.path(),
+    ));
+    assert!(
+        text.contains("(--allow-unknown): --data-url, --train-url\n"),
+        "{text}"
+    );
+    assert!(dir.path().join("own/summary.json").exists());
+    for (more, why) in [
+        (
+            &["--allow-unknown", "--widht", "3"][..],
+            "unexpected argument '--widht'",
+        ),
+        (&[], "unexpected argument '--data_url'"),
+    ] {
+        let (code, _, err) = run(with(more));
+        assert!(code == 2 && err.contains(why), "{err}");
+    }
+}
+
 #[test]
 fn new_writes_this_very_program() {
     let dir = tempfile::tempdir().expect("folder");

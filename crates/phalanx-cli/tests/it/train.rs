@@ -1582,6 +1582,12 @@ fn a_training_on_several_nodes_is_that_of_one_with_all_ranks() {
                 if engine != "Kubeflow" {
                     flags.extend(["--nproc-per-node", "2"]);
                 }
+                if engine == "ModelArts" {
+                    // As its boot command gets them; the numbers are those of nodes.
+                    flags.extend(["--rank", node, "--world_size", "2"]);
+                    flags.extend(["--init_method=tcp://127.0.0.1:1", "--num_gpus", "-1"]);
+                    flags.extend(["--train_url", "/none", "--data_url=/none"]);
+                }
                 let mut command = match more {
                     ["launch"] => {
                         let mut command = phalanx(&["launch"], dir.path());
@@ -1611,11 +1617,78 @@ fn a_training_on_several_nodes_is_that_of_one_with_all_ranks() {
             // Flags and PET_*, which stand for them, are no engine.
             let is_engine = !["typed", "Kubeflow"].contains(&engine);
             assert_eq!(says_place, is_engine, "{engine} {node}: {err}");
+            let ignored =
+                "--rank, --world-size, --init-method, --num-gpus, --train-url, --data-url";
+            let ignored = format!("flags are ignored (--allow-unknown): {ignored}\n");
+            let times = usize::from(engine == "ModelArts" && node == 0);
+            assert_eq!(
+                err.matches(&ignored).count(),
+                times,
+                "{engine} {node}: {err}"
+            );
         }
         let told = text(&nodes[0].stderr);
         assert!(told.contains("4 ranks"), "{engine}: {told}");
         assert_eq!(sha(engine), sha("one"), "{engine}");
     }
+}
+
+/// The boot command, with what ModelArts appends to it.
+#[test]
+fn the_modelarts_recipe_leaves_typed_folders_alone() {
+    let dir = folder();
+    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/cluster/modelarts.sh");
+    let program = Path::new(env!("CARGO_BIN_EXE_phalanx"));
+    let path = std::env::var("PATH").expect("a PATH");
+    let path = format!("{}:{path}", program.parent().expect("a folder").display());
+    let run = |typed: &str, variables: &[(&str, &str)]| {
+        let mut command = std::process::Command::new("sh");
+        for (name, value) in phalanx(&[], dir.path()).get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        let line = format!("mnist --data synthetic:128 --epochs 1 {typed} --num_gpus=8");
+        command.arg(&recipe).args(line.split_whitespace());
+        command
+            .env("PATH", &path)
+            .envs([("VC_TASK_INDEX", "0"), ("VC_WORKER_NUM", "1")]);
+        command
+            .current_dir(dir.path())
+            .envs(variables.iter().copied());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let output = finish(&mut command);
+        (output.status.code(), text(&output.stderr))
+    };
+    for (typed, variables, written) in [
+        ("--train_url a", &[][..], Some("a")),
+        ("--train_url none", &[("RUN", "b")], Some("b")),
+        (
+            "--output_dir c --train_url none",
+            &[("RUN", "none")],
+            Some("c"),
+        ),
+        (
+            "--output-dir=d",
+            &[("RUN", "none"), ("RANKS", "1")],
+            Some("d"),
+        ),
+        ("--train_url obs://bucket/x", &[], None),
+    ] {
+        let (code, err) = run(typed, variables);
+        let Some(written) = written else {
+            assert!(
+                code == Some(2) && err.contains("--resume auto looks for"),
+                "{err}"
+            );
+            continue;
+        };
+        assert_eq!(code, Some(0), "{typed}: {err}");
+        let ranks = if typed.ends_with("=d") { 1 } else { 2 };
+        assert_eq!(summary(&dir.path().join(written))["world_size"], ranks);
+    }
+    assert!(!dir.path().join("none").exists() && !dir.path().join("obs:").exists());
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use phalanx_base::error::{Error, ErrorKind, Result};
@@ -20,11 +21,15 @@ use crate::call::Call;
 use crate::child::{ProcessLimits, Start, inputs_dir, log_file, outputs_dir};
 use crate::objects::{Objects, cannot};
 use crate::resources::{Grant, end_group};
+use crate::secrets::Secrets;
 use crate::spec::{Action, Placeholder, Task};
 use crate::store::Item;
 
 /// From SIGTERM to SIGKILL.
 const GRACE: Duration = Duration::from_secs(5);
+
+/// How long the copy of an attempt's output may take once its processes have ended; another process may have its output open.
+const COPY_LIMIT: Duration = Duration::from_secs(1);
 
 /// Why the engine ends an attempt.
 #[derive(Clone, Copy, PartialEq)]
@@ -55,6 +60,8 @@ pub(super) struct Processes {
     pub group: Pid,
     cgroup: Option<PathBuf>,
     is_reaped: bool,
+    /// The copy of its output, if that is copied.
+    copied: Option<Receiver<()>>,
 }
 
 /// An attempt that runs, or whose outputs are read.
@@ -80,6 +87,7 @@ impl Live {
         args: [OsString; 2],
         grant: Grant,
         guard: &Guard,
+        secrets: &Secrets,
         ended: impl FnOnce() + Send + 'static,
     ) -> Result<Live> {
         let log = log_file(&start.dir);
@@ -92,9 +100,10 @@ impl Live {
             let command = command.arg(own_program()).args(args).stdin(Stdio::null());
             // Tasks without GPUs must not use those of others.
             let command = command.env("CUDA_VISIBLE_DEVICES", grant.gpus.join(","));
-            command.stdout(log.try_clone()?).stderr(log).spawn()
+            let copied = secrets.give(task, command, log)?;
+            command.spawn().map(|child| (child, copied))
         };
-        let child = tied_command(guard, None).and_then(spawn).map_err(failed)?;
+        let (child, copied) = tied_command(guard, None).and_then(spawn).map_err(failed)?;
         // Numbers of processes are positive.
         let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
         let group = pid.ok_or_else(|| failed(std::io::Error::other("no process number")))?;
@@ -105,6 +114,7 @@ impl Live {
                 group,
                 cgroup: start.limits.cgroup,
                 is_reaped: false,
+                copied,
             }),
             is_over: Arc::default(),
             dir: start.dir,
@@ -152,6 +162,9 @@ impl Processes {
         let status = self.child.wait();
         self.is_reaped = true;
         reap_group(self.group);
+        if let Some(copied) = self.copied.take() {
+            let _ = copied.recv_timeout(COPY_LIMIT);
+        }
         let too_large = self.cgroup.take().is_some_and(|group| end_group(&group));
         (status, too_large)
     }

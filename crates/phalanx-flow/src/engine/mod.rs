@@ -33,6 +33,7 @@ use crate::child;
 use crate::lock::EngineLock;
 use crate::objects::{cannot, remove_all};
 use crate::resources::{Grant, Limiter, Machine, Pool};
+use crate::secrets::Secrets;
 use crate::spec::{Resources, Source, Task, Value, Workflow};
 use crate::store::{Attempt, Cached, Item, Items, Node, Run, State, Store, now};
 
@@ -95,6 +96,7 @@ struct Engine<'a> {
     pool: Pool,
     limiter: Limiter,
     guard: Arc<Guard>,
+    secrets: Secrets,
     live: BTreeMap<String, Live>,
     /// Tasks for which files are read before they start, some with their resources.
     busy: BTreeMap<String, Option<Grant>>,
@@ -116,11 +118,12 @@ struct Engine<'a> {
     sender: Sender<Event>,
 }
 
-/// Checks that this machine can run all tasks of `workflow`.
-pub(crate) fn check_machine(workflow: &Workflow, options: &Options) -> Result<()> {
+/// Checks that this machine can run all tasks of `workflow`, and reads their secrets.
+pub(crate) fn check_machine(workflow: &Workflow, options: &Options) -> Result<Secrets> {
     let machine = Machine::new(&options.resources);
     let mut tasks = workflow.tasks.iter();
-    tasks.try_for_each(|task| machine.check(task))
+    tasks.try_for_each(|task| machine.check(task))?;
+    Secrets::of(workflow)
 }
 
 /// Runs, or continues, the run `id` until it has ended. Must be called on a thread that lives as
@@ -136,7 +139,7 @@ pub(crate) fn execute(
     options: &Options,
 ) -> Result<Items> {
     let (_, run) = store.find(id)?;
-    check_machine(&run.workflow, options)?;
+    let secrets = check_machine(&run.workflow, options)?;
     store.tidy()?;
     let limiter = Limiter::new();
     let (sender, events) = channel();
@@ -153,6 +156,7 @@ pub(crate) fn execute(
         options,
         pool: Pool::new(Machine::new(&options.resources)),
         guard: Arc::new(Guard::start()?),
+        secrets,
         live: BTreeMap::new(),
         busy: BTreeMap::new(),
         kept: BTreeSet::new(),
@@ -604,9 +608,9 @@ impl Engine<'_> {
             node.attempts.push(attempt);
         })?;
         let (sender, ended) = (self.sender.clone(), Event::Ended(name.clone()));
-        let live = Live::start(task, start, args, grant, &self.guard, move || {
-            let _ = sender.send(ended);
-        })?;
+        let ended = move || drop(sender.send(ended));
+        let (guard, secrets) = (&self.guard, &self.secrets);
+        let live = Live::start(task, start, args, grant, guard, secrets, ended)?;
         let mut text = name.clone();
         if number > 1 {
             text.push_str(&format!(" (attempt {number})"));

@@ -15,7 +15,7 @@ from flytekit.types.file import FlyteFile as _File
 
 # Tasks, inputs and outputs have names that begin with a letter; all others here begin with "_".
 _bool, _float, _int, _str, _list = bool, float, int, str, _typing.List
-_isinstance, _open, _Error = isinstance, open, RuntimeError
+_isinstance, _map, _open, _Error = isinstance, map, open, RuntimeError
 
 
 def _text(value):
@@ -23,6 +23,10 @@ def _text(value):
     if _isinstance(value, (_File, _Folder)):
         return value.download()
     return value if _isinstance(value, _str) else _json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _secret(name):
+    return _flytekit.Secret(group=name.lower().replace("_", "-").strip("-"), key=name)
 
 
 class _Attempt:
@@ -37,11 +41,14 @@ class _Attempt:
         for folder in ("work", "outputs"):
             _os.mkdir(_os.path.join(top, folder))
 
-    def run(self, argv, env, unrecoverable):
+    def run(self, argv, env, unrecoverable, secrets):
         variables = {"FLOW_FOLDER": _FLOW_FOLDER}
         for name, text in self.inputs.items():
             variables["INPUT_" + name.upper().replace(".", "_")] = text
         variables.update((f"OUTPUT_{name.upper()}", path) for name, path in self.outputs.items())
+        for name in secrets:
+            found = _os.environ.get(name)
+            variables[name] = found or _flytekit.current_context().secrets.get(_secret(name).group, name)
         code = _subprocess.call(argv, cwd=self.folder, env={**_os.environ, **variables, **env})
         if code in unrecoverable:
             raise _Error(f"task {self.task}: exit code {code}, which is not retried")

@@ -5,7 +5,9 @@ use std::collections::BTreeSet;
 use serde_json::Value as Json;
 
 use super::script;
-use super::text::{Notes, ONE_STORAGE, filled, has_both, literal, quantity, uses_folder};
+use super::text::{
+    Notes, ONE_STORAGE, SECRETS, filled, has_both, has_secrets, literal, quantity, uses_folder,
+};
 use crate::spec::{
     Action, Placeholder, Resources, Scalar, Source, Task, TaskInput, Type, Value, Workflow,
 };
@@ -36,6 +38,7 @@ pub fn files<'a>(workflow: &'a Workflow, notes: &mut Notes) -> (Vec<(String, Str
         "the image must have the folder of flow.toml at $FLOW_FOLDER",
         uses_folder,
     );
+    notes.of(SECRETS, has_secrets);
     notes.of(
         "the task runs in Flyte's default image unless its key `image` is set",
         |task| task.image.is_none(),
@@ -226,6 +229,10 @@ fn function(workflow: &Workflow, task: &Task) -> String {
     if let Some(image) = &task.image {
         options.push(format!("container_image={}", literal(image)));
     }
+    let secrets = list(task.secrets.iter().map(|name| literal(name)));
+    if !secrets.is_empty() {
+        options.push(format!("secret_requests=[*_map(_secret, [{secrets}])]"));
+    }
     let parameter = |(input, of): (&String, &TaskInput)| match of_group(input, of) {
         Some((own, group)) => format!("{}: _{group}_inputs", identifier(own)),
         None => format!(
@@ -271,7 +278,7 @@ fn function(workflow: &Workflow, task: &Task) -> String {
         "\n\n{}\n\n@_flytekit.task({})\n\
          def {name}({parameters}) -> _{name}_outputs:\n    \
              _run = _Attempt({}, {{{inputs}}}, [{outputs}])\n    \
-             _run.run([{argv}], {{{env}}}, {:?})\n\
+             _run.run([{argv}], {{{env}}}, {:?}, [{secrets}])\n\
          {result}",
         outputs_type(&name, task.outputs.iter().map(|(name, kind)| (name, *kind))),
         options.join(", "),

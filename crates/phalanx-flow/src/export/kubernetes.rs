@@ -13,8 +13,8 @@ use sha2::{Digest, Sha256};
 
 use super::script;
 use super::text::{
-    Notes, ONE_STORAGE, amounts, constant, has_both, literal, outputs, quantity, seconds, template,
-    uses_folder,
+    Notes, ONE_STORAGE, SECRETS, amounts, constant, has_both, has_secrets, literal, outputs,
+    quantity, seconds, template, uses_folder,
 };
 use crate::objects::digest;
 use crate::spec::{Resources, Task, Type, Workflow, parse_size};
@@ -56,6 +56,7 @@ pub fn files(workflow: &Workflow, volume: &Volume, notes: &mut Notes) -> Result<
         |task| task.retries.times > 0,
     );
     notes.of(ONE_STORAGE, has_both);
+    notes.of(SECRETS, has_secrets);
     notes.of("a request of GPUs without a limit is a limit too", |task| {
         task.limits.gpus.is_none() && task.requests.gpus.is_some_and(|n| n > 0)
     });
@@ -223,6 +224,12 @@ fn manifest(all: &str, run: &str, job: &str, image: &str, task: &Task) -> Json {
             { "name": "scripts", "configMap": { "name": format!("{all}-scripts-{run}") } },
         ],
     });
+    if let Some(env) = pod["containers"][0]["env"].as_array_mut() {
+        env.extend(task.secrets.iter().map(|name| {
+            let key = json!({ "name": dns(name, 63), "key": name });
+            json!({ "name": name, "valueFrom": { "secretKeyRef": key } })
+        }));
+    }
     if let Some(limit) = task.timeout {
         // Of each pod, and each attempt is a pod.
         pod["activeDeadlineSeconds"] = seconds(limit).max(1).into();

@@ -3,6 +3,7 @@
 //! The folder `$FLOW_RESULTS` is shared by all tasks: `TASK/NAME` is the output `NAME` of `TASK`. An
 //! attempt writes to a folder of its own, which becomes `TASK` when all outputs are there.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use serde_json::Value as Json;
@@ -52,6 +53,16 @@ pub fn attempt(workflow: &Workflow, task: &Task, path_of: &dyn Fn(&Json) -> Stri
             }
         };
         lines.push(format!("export {variable}={value}"));
+    }
+    let all = workflow.tasks.iter().flat_map(|task| &task.secrets);
+    for name in all.collect::<BTreeSet<_>>() {
+        let file = format!("{name}_FILE");
+        lines.push(match task.secrets.contains(name) {
+            true => format!(
+                "{name}=${{{name}:-$(cat \"${{{file}:?or {name} must be set, a secret}}\")}}\nexport {name}\nunset {file}"
+            ),
+            false => format!("unset {name} {file}"),
+        });
     }
     lines.extend([
         "mkdir -p \"$FLOW_RESULTS\"".to_owned(),

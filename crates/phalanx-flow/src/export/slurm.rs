@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use super::script;
-use super::text::{Notes, ONE_STORAGE, amounts, has_both, outputs, seconds, template, uses_folder};
+use super::text::{
+    Notes, ONE_STORAGE, amounts, has_both, has_secrets, outputs, seconds, template, uses_folder,
+};
 use crate::spec::{Task, Workflow};
 
 /// Extra time for a job in addition to its attempts: start, and the end of a command that was stopped.
@@ -30,6 +32,10 @@ pub fn files(workflow: &Workflow, notes: &mut Notes) -> (Vec<(String, String)>, 
         task.limits.on_host().is_some()
     });
     notes.of(ONE_STORAGE, has_both);
+    notes.of(
+        "secrets are variables of the shell that runs submit.sh, which Slurm keeps until the job ends; with NAME_FILE, the path of a file, it keeps no secret",
+        has_secrets,
+    );
     let mut files = Vec::new();
     for task in &workflow.tasks {
         let path_of =

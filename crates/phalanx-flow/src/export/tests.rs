@@ -129,6 +129,71 @@ fn values_go_from_task_to_task() {
     assert_eq!(left, ["a", "b"], "attempts leave nothing else");
 }
 
+/// Each attempt has the secrets of its task, from the environment or a file, and no other.
+#[test]
+fn exports_name_secrets_and_scripts_get_their_values() {
+    let text = r#"
+        name = "w"
+        [tasks.a]
+        shell = '''printf '%s|' "$KEY_A" "${KEY_A_FILE-}" "${KEY_B-none}" "${KEY_B_FILE-none}" >"$OUTPUT_ALL"'''
+        outputs.all = "file"
+        secrets = ["KEY_A"]
+        image = "i"
+        [tasks.b]
+        shell = 'echo "$KEY_B"'
+        secrets = ["KEY_B"]
+        image = "i"
+    "#;
+    let dir = tempfile::tempdir().unwrap();
+    let secret = dir.path().join("secret");
+    std::fs::write(&secret, "from 'a' $file\n").unwrap();
+    let secret = secret.to_str().unwrap();
+    let slurm = exported(text, Engine::Slurm);
+    for (variables, want) in [
+        (
+            &[("KEY_A", "a b"), ("KEY_B", "b")][..],
+            Ok("a b||none|none|"),
+        ),
+        (
+            &[("KEY_A_FILE", secret), ("KEY_B_FILE", secret)],
+            Ok("from 'a' $file||none|none|"),
+        ),
+        (&[("KEY_B", "b")], Err("KEY_A must be set, a secret")),
+    ] {
+        let results = dir.path().join("results");
+        let mut command = Command::new("sh");
+        command.args(["-c", file(&slurm, "tasks/a.sh")]);
+        command
+            .env("FLOW_RESULTS", &results)
+            .env("FLOW_FOLDER", "/");
+        let out = command.envs(variables.iter().copied()).output().unwrap();
+        let said = String::from_utf8(out.stderr).unwrap();
+        match want {
+            Ok(want) => {
+                let got = std::fs::read_to_string(results.join("a/all")).expect(&said);
+                assert_eq!((out.status.code(), &*got), (Some(0), want), "{said}");
+                std::fs::remove_dir_all(results).unwrap();
+            }
+            Err(why) => assert!(!out.status.success() && said.contains(why), "{said}"),
+        }
+    }
+    let kubernetes = exported(text, Engine::Kubernetes);
+    let manifest = file(&kubernetes, "tasks/a.yaml");
+    let key = ["secretKeyRef:", "key: \"KEY_A\"", "name: \"key-a\""];
+    let lines: Vec<&str> = manifest.lines().map(str::trim).collect();
+    assert!(lines.windows(3).any(|lines| lines == key), "{manifest}");
+    assert!(!manifest.contains("KEY_B"), "{manifest}");
+    let flyte = exported(text, Engine::Flyte);
+    let module = file(&flyte, "flow_w.py");
+    let requested = "secret_requests=[*_map(_secret, [\"KEY_A\"])]";
+    assert_eq!(module.matches(requested).count(), 1, "{module}");
+    assert_eq!(module.matches("[2], [\"KEY_B\"])").count(), 1, "{module}");
+    for export in [slurm, kubernetes, flyte] {
+        let has = |note: &String| note.contains("secrets") && note.ends_with("(a, b)");
+        assert!(export.notes.iter().any(has), "{:?}", export.notes);
+    }
+}
+
 #[test]
 fn a_failed_attempt_has_the_commands_exit_code_and_no_results() {
     let dir = tempfile::tempdir().unwrap();

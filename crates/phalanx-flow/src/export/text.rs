@@ -28,6 +28,13 @@ impl Notes<'_> {
     }
 }
 
+/// Said of a task with secrets, of Kubernetes.
+pub(super) const SECRETS: &str = "create its secrets, with the variable as key and its name in lower case: kubectl create secret generic wandb-api-key --from-file=WANDB_API_KEY=FILE";
+
+pub(super) fn has_secrets(task: &Task) -> bool {
+    !task.secrets.is_empty()
+}
+
 /// `text` in double quotes, for Python and YAML alike: both read these escapes.
 pub(super) fn literal(text: &str) -> String {
     let mut out = String::from('"');

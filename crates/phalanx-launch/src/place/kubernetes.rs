@@ -71,6 +71,15 @@ const ENGINES: [Engine; 5] = [
     },
 ];
 
+/// Whether ModelArts has started this process. It appends flags of its own to a command.
+pub fn is_on_modelarts(env: &Env) -> bool {
+    !set(
+        env,
+        &["VC_TASK_INDEX", "VC_*_NUM", "VC_*_HOSTS", "MA_NUM_*"],
+    )
+    .is_empty()
+}
+
 /// This node among those of an engine that starts one process on each. `nodes` is their number
 /// from the command line, `has_host` whether node 0's host is given; `command` is
 /// `phalanx train`, or the name of a user's program; `None`: `phalanx launch`.

@@ -17,6 +17,7 @@ mod process;
 mod slurm;
 pub mod torchrun;
 
+pub use kubernetes::is_on_modelarts;
 pub use mpi::PMI_SOCKET;
 pub use node::{Address, LOST_AFTER, Meeting, Node, NodeQuery};
 pub use phalanx_base::env::{Env, not_a_number, number, real_env};

@@ -114,21 +114,14 @@ impl Media<'_> {
         entries.push(entry(&inside, whole.as_bytes(), &path));
         let artifact = self.artifact("run_table", &format!("run-{}-{name}", self.id), entries);
         let brief = json!({"columns": columns, "data": brief}).to_string();
-        let digest = sha256(brief.as_bytes());
-        let file = format!("{name}_{step}_{}.table.json", &digest[..NAME_DIGITS]);
-        self.write(FILES, &["media", "table"], &file, brief.as_bytes())?;
-        let path = format!("media/table/{file}");
         let value = json!({
             "_type": "table-file", "ncols": cols, "nrows": rows, "log_mode": "IMMUTABLE",
-            "sha256": digest, "size": brief.len(), "path": path,
             "artifact_path": format!("wandb-client-artifact://{}/{inside}", artifact.client_id),
             "_latest_artifact_path":
                 format!("wandb-client-artifact://{}:latest/{inside}", artifact.sequence_client_id),
         });
-        let file = FilesItem {
-            path,
-            ..FilesItem::default()
-        };
+        let name = format!("{name}_{step}");
+        let (value, file) = self.file(["table", &name, "table.json"], brief.as_bytes(), value)?;
         Ok(Table {
             value,
             file,
@@ -138,22 +131,48 @@ impl Media<'_> {
 
     /// Writes an image that was logged at `step` as `key`: what history has of it, and its file.
     pub(super) fn image(&self, key: &str, step: u64, png: &[u8]) -> Result<(Value, FilesItem)> {
-        let name = format!(
-            "{}_{step}_{}.png",
-            file_name(key),
-            &sha256(png)[..NAME_DIGITS]
-        );
-        self.write(FILES, &["media", "images"], &name, png)?;
-        let path = format!("media/images/{name}");
-        let mut value = image(png, &path);
-        value["size"] = json!(png.len());
-        Ok((
+        let name = format!("{}_{step}", file_name(key));
+        self.file(["images", &name, "png"], png, image(png, ""))
+    }
+
+    /// Writes the graph of the model, the `nodes` of `run.json`: what the summary has of it, and its file.
+    pub(super) fn graph(&self, nodes: &[Value]) -> Result<(Value, FilesItem)> {
+        let input = json!({"name": "input", "operation": "Input"});
+        let nodes = std::iter::once(&input).chain(nodes);
+        let edges = nodes.clone().flat_map(|node| {
+            let inputs = node["inputs"].as_array().into_iter().flatten();
+            inputs.map(|input| json!([input, node["name"]]))
+        });
+        let edges: Vec<Value> = edges.collect();
+        let nodes = nodes.map(|node| {
+            json!({"id": node["name"], "name": node["name"], "class_name": node["operation"], "output_shape": node["shape"]})
+        });
+        let nodes: Vec<Value> = nodes.collect();
+        let graph = json!({"format": "torch", "nodes": nodes, "edges": edges}).to_string();
+        let value = json!({"_type": "graph-file"});
+        self.file(
+            ["graph", "graph_0_summary", "graph.json"],
+            graph.as_bytes(),
             value,
-            FilesItem {
-                path,
-                ..FilesItem::default()
-            },
-        ))
+        )
+    }
+
+    /// Writes a file of the run, of this kind and with this name and ending: `value` with its place, and the file.
+    fn file(
+        &self,
+        [kind, name, end]: [&str; 3],
+        bytes: &[u8],
+        mut value: Value,
+    ) -> Result<(Value, FilesItem)> {
+        let digest = sha256(bytes);
+        let name = format!("{name}_{}.{end}", &digest[..NAME_DIGITS]);
+        self.write(FILES, &["media", kind], &name, bytes)?;
+        let path = format!("media/{kind}/{name}");
+        value["path"] = json!(path);
+        value["sha256"] = json!(digest);
+        value["size"] = json!(bytes.len());
+        let policy = FilesItem::default().policy;
+        Ok((value, FilesItem { path, policy }))
     }
 
     /// The artifact of the model, whose files are those in the run's folder `run`; none without files.

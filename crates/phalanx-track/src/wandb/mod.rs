@@ -34,6 +34,9 @@ const KILLED: i32 = 255;
 /// What the summary calls why the run has failed.
 const ERROR: &str = "error";
 
+/// What the summary calls the model's graph, as `wandb.watch` does.
+const GRAPH: &str = "graph_0";
+
 /// How long a row waits for further values of its step.
 const HOLD: Duration = Duration::from_secs(2);
 
@@ -146,13 +149,13 @@ fn tags(run: &Value) -> Vec<String> {
 }
 
 impl Wandb {
-    /// A tracker with the project, entity and name that wandb's variables in `env` give; the project is otherwise the
-    /// program, and the name that of the run's folder.
+    /// A tracker with the project, entity (or else user) and name that wandb's variables in `env` give; the project is otherwise
+    /// the program, and the name that of the run's folder.
     pub fn new(env: &Env) -> Wandb {
         let set = |name: &str| env.get(name).filter(|value| !value.is_empty()).cloned();
         Wandb {
             project: set("WANDB_PROJECT"),
-            entity: set("WANDB_ENTITY"),
+            entity: set("WANDB_ENTITY").or_else(|| set("WANDB_USERNAME")),
             display_name: set("WANDB_NAME"),
             ..Wandb::default()
         }
@@ -380,10 +383,16 @@ impl Tracker for Wandb {
     }
 
     fn run(&mut self, run: &Value) -> Result<()> {
-        let is_new = self.out.is_none();
+        let (is_new, has_graph) = (self.out.is_none(), self.last.contains_key(GRAPH));
         let out = self.out(run)?;
         if !is_new {
             out.write(What::Config(config(run)))?;
+        }
+        if let (Some(nodes), false) = (run["model"]["graph"].as_array(), has_graph) {
+            let (value, file) = out.media("").graph(nodes)?;
+            out.write(What::Files(proto::Files { files: vec![file] }))?;
+            self.last.insert(GRAPH.to_owned(), value);
+            return self.write_summary();
         }
         out.flush()
     }

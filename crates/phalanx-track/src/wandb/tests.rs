@@ -225,7 +225,9 @@ fn histograms_tables_images_and_the_model_are_there_however_often_it_is_written(
     let sheet = |images: &[f32]| phalanx_report::image::sheet(images, [1, 2, 1]).expect("a PNG");
     write(
         "run.json",
-        br#"{"id":"ab","started":100.0,"program":"mnist"}"#,
+        br#"{"id":"ab","started":100.0,"program":"mnist","model":{"graph":[
+            {"name":"fc.0","operation":"Linear","inputs":["input"],"shape":[2,3]},
+            {"name":"relu_1","operation":"Relu","inputs":["fc.0"],"shape":[2,3]}]}}"#,
     );
     write(
         "metrics.jsonl",
@@ -288,6 +290,44 @@ fn histograms_tables_images_and_the_model_are_there_however_often_it_is_written(
         brief,
         json!({"columns": ["a", "b"], "data": [["x", 1], [null, null]]})
     );
+    // `wandb.watch` calls it so.
+    let mut summaries = all.iter().filter_map(|record| match &record.what {
+        Some(What::Summary(summary)) => Some(summary.update.clone()),
+        _ => None,
+    });
+    let summary = summaries.next_back().expect("a summary");
+    let get = |part: &str| -> Value {
+        let item = summary
+            .iter()
+            .find(|item| item.nested_key == ["graph_0", part]);
+        serde_json::from_str(&item.expect(part).value_json).expect("JSON")
+    };
+    assert_eq!(get("_type"), "graph-file");
+    let bytes = std::fs::read(of_run(&get("path"))).expect("a file");
+    let digest = hex::encode(<sha2::Sha256 as sha2::Digest>::digest(&bytes));
+    assert_eq!(
+        (get("size"), get("sha256")),
+        (json!(bytes.len()), json!(digest))
+    );
+    let graph: Value = serde_json::from_slice(&bytes).expect("JSON");
+    assert_eq!(
+        graph["edges"],
+        json!([["input", "fc.0"], ["fc.0", "relu_1"]])
+    );
+    let node =
+        json!({"id": "fc.0", "name": "fc.0", "class_name": "Linear", "output_shape": [2, 3]});
+    assert_eq!(
+        (&graph["nodes"][1], graph["nodes"][0]["id"].as_str()),
+        (&node, Some("input"))
+    );
+    let is_listed = |record: &proto::Record| match &record.what {
+        Some(What::Files(files)) => files
+            .files
+            .iter()
+            .any(|file| json!(file.path) == get("path")),
+        _ => false,
+    };
+    assert_eq!(all.iter().filter(|record| is_listed(record)).count(), 1);
     let artifacts = all.iter().filter_map(|record| match &record.what {
         Some(What::Artifact(artifact)) => Some(artifact.clone()),
         _ => None,

@@ -13,6 +13,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use clap::builder::{PathBufValueParser, TypedValueParser as _};
+use clap::{Args as _, FromArgMatches as _};
 use phalanx_ddp::{BucketCaps, Buffers, DdpOptions, Every, Exchange};
 use phalanx_track::TrackArgs;
 
@@ -231,13 +232,6 @@ pub fn check_lr(lr: f64) -> Result<()> {
 /// Samples of one step; a million images of 28 x 28 are 3 GB.
 const MAX_BATCH: usize = 1 << 20;
 
-/// A command line of nothing but [`Settings`].
-#[derive(clap::Parser)]
-struct OnlySettings {
-    #[command(flatten)]
-    settings: Settings,
-}
-
 impl Settings {
     /// Those of a command line without flags, for programs that have other flags.
     ///
@@ -245,13 +239,10 @@ impl Settings {
     ///
     /// None, unless a default is not a value of its flag.
     pub fn untyped() -> Result<Settings> {
-        use clap::Parser as _;
-        match OnlySettings::try_parse_from(["phalanx"]) {
-            Ok(only) => Ok(only.settings),
-            Err(e) => Err(Error::usage(
-                e.to_string().trim_start_matches("error: ").trim(),
-            )),
-        }
+        let command = Settings::augment_args(clap::Command::new("phalanx"));
+        let matches = command.try_get_matches_from(["phalanx"]);
+        let settings = matches.and_then(|matches| Settings::from_arg_matches(&matches));
+        settings.map_err(|e| Error::usage(e.to_string().trim_start_matches("error: ").trim()))
     }
 
     /// Number of epochs.
