@@ -1,15 +1,12 @@
 //! Parameters of a model as global tensors, and their gradients.
 
-use std::cell::RefCell;
-use std::collections::HashMap;
 use std::rc::Rc;
-use std::sync::Arc;
 
 use phalanx_comm::{ReduceOp, all_finite};
 use phalanx_ddp::{Commit, Veto};
 use phalanx_nn::{GradSink, GradView, Grads, ParamId, ParamInfo, Params, StepKey, Tape};
 
-use crate::boxing::{self, Boxing};
+use crate::boxing;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::placement::Placement;
@@ -34,42 +31,7 @@ pub struct GlobalParams {
     used: Vec<Rc<Layout>>,
     /// The mesh dimensions over which results of products and look-ups are made whole, by parameter.
     sums: Vec<Vec<usize>>,
-    plans: Plans,
     prefetch: Prefetch,
-}
-
-/// The boxings that were planned so far.
-pub(crate) struct Plans {
-    placement: Placement,
-    known: RefCell<HashMap<(Layout, Layout), Arc<Boxing>>>,
-}
-
-impl Plans {
-    fn new(placement: &Placement) -> Self {
-        Plans {
-            placement: placement.clone(),
-            known: RefCell::default(),
-        }
-    }
-
-    pub(crate) fn get(&self, from: &Layout, to: &Layout) -> Result<Arc<Boxing>> {
-        let key = (from.clone(), to.clone());
-        if let Some(found) = self.known.borrow().get(&key) {
-            return Ok(Arc::clone(found));
-        }
-        let made = Arc::new(Boxing::plan(&self.placement, from, to)?);
-        self.known.borrow_mut().insert(key, Arc::clone(&made));
-        Ok(made)
-    }
-}
-
-impl crate::rules::Price for Plans {
-    fn seconds(&self, from: &Layout, to: &Layout) -> Result<f64> {
-        match from == to {
-            true => Ok(0.0),
-            false => Ok(self.get(from, to)?.seconds()),
-        }
-    }
 }
 
 impl GlobalParams {
@@ -92,12 +54,18 @@ impl GlobalParams {
     /// ```
     ///
     /// # Errors
-    /// `Usage` when an SBP does not fit the mesh or its parameter, or says that a parameter is partial.
+    /// `Usage` when an SBP does not fit the mesh or its parameter, or says that a parameter is partial, and on a rank that is
+    /// not on the mesh.
     pub fn new(
         placement: &Placement,
         params: &Params,
         mut sbp: impl FnMut(&ParamInfo) -> Vec<Sbp>,
     ) -> Result<Self> {
+        if !placement.is_member() {
+            return Err(Error::usage(format!(
+                "this rank has no parameters on the mesh {placement}, which it is not on"
+            )));
+        }
         let mesh = placement.sizes();
         let mut layouts = Vec::with_capacity(params.len());
         let mut engine = Vec::with_capacity(params.len());
@@ -131,7 +99,6 @@ impl GlobalParams {
             used: engine.clone(),
             sums: vec![Vec::new(); engine.len()],
             engine,
-            plans: Plans::new(placement),
             prefetch: Prefetch::default(),
         })
     }
@@ -233,7 +200,6 @@ impl GlobalParams {
         (self.engine, self.used) = (engine?, used?);
         self.layouts = layouts;
         self.placement = placement.clone();
-        self.plans = Plans::new(placement);
         Ok(())
     }
 
@@ -302,7 +268,7 @@ impl GlobalParams {
     pub fn full(&self, id: ParamId) -> Result<Vec<f32>> {
         let layout = self.layout(id);
         let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
-        let boxing = self.plans.get(layout, &whole)?;
+        let boxing = self.placement.plan(layout, &whole)?;
         boxing.run(&self.placement, &self.local.export(id))
     }
 
@@ -316,7 +282,8 @@ impl GlobalParams {
         let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
         let mut part = Vec::new();
         self.local.export_of(id, flat, &mut part);
-        self.plans.get(layout, &whole)?.run(&self.placement, &part)
+        let boxing = self.placement.plan(layout, &whole)?;
+        boxing.run(&self.placement, &part)
     }
 
     pub(crate) fn engine_layout(&self, id: ParamId) -> Result<&Rc<Layout>> {
@@ -336,10 +303,6 @@ impl GlobalParams {
                 self.engine.len()
             ))
         })
-    }
-
-    pub(crate) fn plans(&self) -> &Plans {
-        &self.plans
     }
 }
 
@@ -402,7 +365,11 @@ pub struct GlobalGrads {
 impl GlobalGrads {
     fn new(params: &GlobalParams) -> Self {
         let is_own = |(engine, used): (&Rc<Layout>, &Rc<Layout>)| {
-            engine == used || params.plans.get(engine, used).is_ok_and(|b| b.is_local())
+            engine == used
+                || params
+                    .placement
+                    .plan(engine, used)
+                    .is_ok_and(|b| b.is_local())
         };
         GlobalGrads {
             own: params.engine.iter().zip(&params.used).map(is_own).collect(),

@@ -2,7 +2,7 @@
 //! by predicted time and then run.
 //!
 //! A route leads over layouts in which each mesh dimension has the SBP that it starts with, the one
-//! that it ends with, or [`Sbp::Broadcast`]. [`Boxing::plan`] looks at all of them (nine at most)
+//! that it ends with, or [`Sbp::Broadcast`]. [`Boxing::plan`] looks at all of them (27 at most)
 //! and takes the one whose steps take least time by the cost model of `phalanx plan`. All ranks
 //! know the same layouts and costs, so all take the same.
 //!
@@ -103,10 +103,12 @@ impl Boxing {
                 to.mesh()
             )));
         }
+        let blocks = |layout: &Layout| (0..layout.ranks()).map(|r| layout.block(r)).collect();
+        let nodes = nodes(from, to).into_iter();
         let search = Search {
             placement,
             to,
-            nodes: nodes(from, to),
+            nodes: nodes.map(|l| (l.clone(), blocks(&l))).collect(),
         };
         let steps = search.shortest(from).ok_or_else(|| {
             Error::usage(format!("no sequence of collectives turns {from} into {to}"))
@@ -244,7 +246,7 @@ fn mixed(from: &Layout, to: &Layout, choice: &[usize]) -> Option<Layout> {
             let all_of_it = split.iter().all(|d| choice[*d] == which);
             match all_of_it {
                 true if own == split => layout.shared_cuts(axis),
-                true if own.first() == split.first() && split.len() == 1 => layout.outer_cuts(axis),
+                true if own.starts_with(&split) => layout.outer_cuts(axis, split.len()),
                 _ => None,
             }
         };
@@ -258,14 +260,14 @@ fn mixed(from: &Layout, to: &Layout, choice: &[usize]) -> Option<Layout> {
 struct Search<'a> {
     placement: &'a Placement,
     to: &'a Layout,
-    nodes: Vec<Layout>,
+    nodes: Vec<(Layout, Vec<Block>)>,
 }
 
 impl Search<'_> {
     /// Dijkstra's algorithm over the nodes; of equals the first one, on all ranks.
     fn shortest(&self, from: &Layout) -> Option<Vec<Step>> {
         let n = self.nodes.len();
-        let place = |layout: &Layout| self.nodes.iter().position(|l| l == layout);
+        let place = |layout: &Layout| self.nodes.iter().position(|node| node.0 == *layout);
         let (start, end) = (place(from)?, place(self.to)?);
         let mut seconds = vec![f64::INFINITY; n];
         let mut way: Vec<Option<(usize, Step)>> = vec![None; n];
@@ -301,12 +303,9 @@ impl Search<'_> {
     }
 
     /// The one step from `x` to `y`, if there is one.
-    fn step(&self, x: &Layout, y: &Layout) -> Option<Step> {
+    fn step(&self, (x, a): &(Layout, Vec<Block>), (y, b): &(Layout, Vec<Block>)) -> Option<Step> {
         let dims = x.mesh().len();
         let changed: Vec<usize> = (0..dims).filter(|d| x.sbp()[*d] != y.sbp()[*d]).collect();
-        let all = || 0..x.ranks();
-        let blocks = |l: &Layout| all().map(|r| l.block(r)).collect::<Vec<_>>();
-        let (a, b) = (blocks(x), blocks(y));
         let inside = |inner: &[Block], outer: &[Block]| {
             inner.iter().zip(outer).all(|(i, o)| is_inside(i, o))
         };
@@ -324,9 +323,7 @@ impl Search<'_> {
                 match y.sbp()[dim] {
                     Sbp::Broadcast if a == b => StepKind::AllReduce { dim, fold },
                     // Minima and maxima are folded whole: their gradients need to know who has them.
-                    Sbp::Split(_)
-                        if fold == Fold::Sum && inside(&b, &a) && covers(x, dim, &b, &a) =>
-                    {
+                    Sbp::Split(_) if fold == Fold::Sum && inside(b, a) && covers(x, dim, b, a) => {
                         StepKind::ReduceScatter { dim }
                     }
                     _ => return None,
@@ -335,7 +332,7 @@ impl Search<'_> {
             [dim] if y.sbp()[dim].is_partial() => match (x.sbp()[dim], y.sbp()[dim]) {
                 (Sbp::Broadcast, Sbp::Partial(Fold::Sum)) if a == b => StepKind::Keep { dim },
                 (Sbp::Broadcast, _) if a == b => StepKind::Rename,
-                (Sbp::Split(_), _) if inside(&a, &b) && covers(x, dim, &a, &b) => StepKind::Pad,
+                (Sbp::Split(_), _) if inside(a, b) && covers(x, dim, a, b) => StepKind::Pad,
                 _ => return None,
             },
             _ if changed
@@ -344,16 +341,16 @@ impl Search<'_> {
             {
                 return None;
             }
-            _ if inside(&b, &a) => StepKind::Slice,
-            [dim] if y.sbp()[dim] == Sbp::Broadcast && inside(&a, &b) && covers(x, dim, &a, &b) => {
+            _ if inside(b, a) => StepKind::Slice,
+            [dim] if y.sbp()[dim] == Sbp::Broadcast && inside(a, b) && covers(x, dim, a, b) => {
                 StepKind::AllGather { dim }
             }
             _ => StepKind::Exchange { dim: exchanging(x) },
         };
-        let sent: Vec<usize> = all()
-            .map(|rank| self.sent(kind, x, rank, (&a, &b)))
+        let sent: Vec<usize> = (0..x.ranks())
+            .map(|rank| self.sent(kind, x, rank, (a, b)))
             .collect();
-        let seconds = self.seconds(kind, x, (&a, &b), &sent);
+        let seconds = self.seconds(kind, x, (a, b), &sent);
         Some(Step {
             kind,
             to: y.clone(),

@@ -74,8 +74,9 @@ fn rows_of<'s>(
     ));
     rules.push(Rule::split(INPUTS, &[None, Some(0)], Sbp::partial_sum()));
     let operands = [tokens.layout(), &*table];
-    let (automatic, plans) = (step.is_automatic(), step.params().plans());
-    let decision = rules::decide("embedding", &operands, &rules, &shape, automatic, plans)?;
+    step.check_parameters("embedding")?;
+    let (automatic, price) = (step.is_automatic(), step.placement());
+    let decision = rules::decide("embedding", &operands, &rules, &shape, automatic, price)?;
     let made = decision.result(table.mesh(), &shape)?;
     let tokens = tokens.to(&decision.takes[0])?;
     let rank = step.placement().rank();
