@@ -459,7 +459,7 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["tracker"],
             &["values"],
             &["tensorboard"],
-            &["mlflow"],
+            &["kubeflow", "mlflow"],
             &["wandb"],
             &["args"],
             &["delivery"],
