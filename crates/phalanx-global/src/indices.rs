@@ -2,6 +2,7 @@
 
 use std::rc::Rc;
 
+use crate::boxing::Boxing;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::placement::Placement;
@@ -82,7 +83,7 @@ impl Indices {
             return Ok(self.clone());
         }
         refuse_partial(layout.sbp())?;
-        let boxing = self.placement.plan(&self.layout, layout)?;
+        let boxing = Boxing::plan(&self.placement, &self.layout, layout)?;
         // Conversions between ranges and whole tensors copy, and never add.
         let bits: Vec<f32> = self.local.iter().map(|n| f32::from_bits(*n)).collect();
         let part = boxing.run(&self.placement, &bits)?;

@@ -1,12 +1,15 @@
 //! Parameters of a model as global tensors, and their gradients.
 
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use phalanx_comm::{ReduceOp, all_finite};
 use phalanx_ddp::{Commit, Veto};
 use phalanx_nn::{GradSink, GradView, Grads, ParamId, ParamInfo, Params, StepKey, Tape};
 
-use crate::boxing;
+use crate::boxing::{self, Boxing};
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::placement::Placement;
@@ -31,8 +34,12 @@ pub struct GlobalParams {
     used: Vec<Rc<Layout>>,
     /// The mesh dimensions over which results of products and look-ups are made whole, by parameter.
     sums: Vec<Vec<usize>>,
+    plans: Plans,
     prefetch: Prefetch,
 }
+
+/// The boxings that were planned so far.
+type Plans = RefCell<HashMap<(Placement, Layout, Layout), Arc<Boxing>>>;
 
 impl GlobalParams {
     /// `params`, which every rank has in full and with equal values, as global tensors
@@ -99,6 +106,7 @@ impl GlobalParams {
             used: engine.clone(),
             sums: vec![Vec::new(); engine.len()],
             engine,
+            plans: Plans::default(),
             prefetch: Prefetch::default(),
         })
     }
@@ -200,6 +208,7 @@ impl GlobalParams {
         (self.engine, self.used) = (engine?, used?);
         self.layouts = layouts;
         self.placement = placement.clone();
+        self.plans.get_mut().clear();
         Ok(())
     }
 
@@ -268,7 +277,7 @@ impl GlobalParams {
     pub fn full(&self, id: ParamId) -> Result<Vec<f32>> {
         let layout = self.layout(id);
         let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
-        let boxing = self.placement.plan(layout, &whole)?;
+        let boxing = self.plan(&self.placement, layout, &whole)?;
         boxing.run(&self.placement, &self.local.export(id))
     }
 
@@ -282,8 +291,19 @@ impl GlobalParams {
         let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
         let mut part = Vec::new();
         self.local.export_of(id, flat, &mut part);
-        let boxing = self.placement.plan(layout, &whole)?;
+        let boxing = self.plan(&self.placement, layout, &whole)?;
         boxing.run(&self.placement, &part)
+    }
+
+    /// The steps from one layout to another, planned once.
+    pub(crate) fn plan(&self, on: &Placement, from: &Layout, to: &Layout) -> Result<Arc<Boxing>> {
+        let key = (on.clone(), from.clone(), to.clone());
+        if let Some(found) = self.plans.borrow().get(&key) {
+            return Ok(Arc::clone(found));
+        }
+        let made = Arc::new(Boxing::plan(on, from, to)?);
+        self.plans.borrow_mut().insert(key, Arc::clone(&made));
+        Ok(made)
     }
 
     pub(crate) fn engine_layout(&self, id: ParamId) -> Result<&Rc<Layout>> {
@@ -367,8 +387,7 @@ impl GlobalGrads {
         let is_own = |(engine, used): (&Rc<Layout>, &Rc<Layout>)| {
             engine == used
                 || params
-                    .placement
-                    .plan(engine, used)
+                    .plan(&params.placement, engine, used)
                     .is_ok_and(|b| b.is_local())
         };
         GlobalGrads {

@@ -1,14 +1,12 @@
 //! Ranks as a mesh.
 
-use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
 
 use phalanx_comm::{GroupOptions, ProcessGroup};
 
-use crate::boxing::Boxing;
 use crate::error::{Error, Result};
-use crate::layout::Layout;
 
 /// Ranks as a mesh of one to three dimensions, with names: OneFlow's placement, PyTorch's
 /// `DeviceMesh`. Ranks are numbered row by row: on a mesh of 2 x 3, ranks 0, 1 and 2 are the
@@ -32,8 +30,6 @@ struct Inner {
     coordinates: Vec<usize>,
     /// The ranks that differ from this one in one coordinate only, by dimension.
     lines: Vec<ProcessGroup>,
-    /// The boxings that were planned so far.
-    plans: Mutex<HashMap<(Layout, Layout), Arc<Boxing>>>,
 }
 
 impl Placement {
@@ -147,7 +143,6 @@ impl Placement {
             ranks: ranks.to_vec(),
             group,
             lines,
-            plans: Mutex::default(),
         }))
     }
 
@@ -171,18 +166,6 @@ impl Placement {
     /// The group that the mesh was made of.
     pub(crate) fn outer(&self) -> &ProcessGroup {
         &self.0.outer
-    }
-
-    /// The steps from one layout to another, planned once.
-    pub(crate) fn plan(&self, from: &Layout, to: &Layout) -> Result<Arc<Boxing>> {
-        let known = || self.0.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (from.clone(), to.clone());
-        if let Some(found) = known().get(&key) {
-            return Ok(Arc::clone(found));
-        }
-        let made = Arc::new(Boxing::plan(self, from, to)?);
-        known().insert(key, Arc::clone(&made));
-        Ok(made)
     }
 
     /// The group of all ranks of the mesh; on a rank that is [not on it](Self::is_member), a group of that rank alone.
@@ -225,18 +208,17 @@ impl Placement {
     }
 }
 
-impl crate::rules::Price for Placement {
-    fn seconds(&self, from: &Layout, to: &Layout) -> Result<f64> {
-        match from == to {
-            true => Ok(0.0),
-            false => Ok(self.plan(from, to)?.seconds()),
-        }
-    }
-}
-
 impl PartialEq for Placement {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Placement {}
+
+impl Hash for Placement {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        Arc::as_ptr(&self.0).hash(state);
     }
 }
 

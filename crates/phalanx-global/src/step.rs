@@ -119,6 +119,16 @@ impl<'a> GlobalStep<'a> {
         self.automatic.set(on);
     }
 
+    /// The steps from one layout to another.
+    pub(crate) fn plan(&self, from: &Layout, to: &Layout) -> crate::Result<Arc<Boxing>> {
+        self.params.plan(&self.placement, from, to)
+    }
+
+    /// The seconds that a conversion takes.
+    pub(crate) fn price(&self, from: &Layout, to: &Layout) -> crate::Result<f64> {
+        Ok(self.plan(from, to)?.seconds())
+    }
+
     pub(crate) fn is_automatic(&self) -> bool {
         self.automatic.get()
     }
@@ -224,7 +234,7 @@ impl<'a> GlobalStep<'a> {
         let whole = Layout::even(mesh, shape, &vec![Sbp::Broadcast; mesh.len()])?;
         let layout = Layout::even(mesh, shape, sbp)?;
         // Local: ranges of what all have.
-        let boxing = self.placement.plan(&whole, &layout)?;
+        let boxing = self.plan(&whole, &layout)?;
         let part = boxing.run(self.placement(), data)?;
         let own = layout.shape_of(self.placement().rank());
         self.leaves.set(self.leaves.get() || wants_grad);
@@ -284,9 +294,10 @@ pub(crate) fn joined_layout(
 ) -> crate::Result<Layout> {
     let mesh = placement.sizes();
     // Whether it fits at all, before anything is sent.
-    if placement.is_member() {
-        Layout::even(mesh, shape, sbp)?;
-    }
+    let fits = placement
+        .is_member()
+        .then(|| Layout::even(mesh, shape, sbp));
+    fits.transpose()?;
     let mine = Facts {
         shape: shape.to_vec(),
         sbp: sbp.to_vec(),

@@ -92,10 +92,10 @@ impl<'s> Global<'s> {
         let step = self.step;
         let converted = self.to_layout(&layout)?;
         let (mesh, gradient) = (step.placement().clone(), converted.layout.of_gradient());
-        let back = [mesh.plan(&gradient, &way)?, mesh.plan(&way, &gradient)?];
+        let back = [step.plan(&gradient, &way)?, step.plan(&way, &gradient)?];
         let shape = converted.local.shape();
         // Nothing is done forward.
-        let same = |x: &[f32], to: &mut [f32]| {
+        let forward = |x: &[f32], to: &mut [f32]| {
             to.copy_from_slice(x);
             Ok(())
         };
@@ -103,7 +103,8 @@ impl<'s> Global<'s> {
             let held = back[0].run(&mesh, d)?;
             back[1].run_into(&mesh, &held, to)
         };
-        let local = linear(step, converted.local, &shape, same, backward)?;
+        let op = Box::new(Linear { forward, backward });
+        let local = step.local().custom(op, vec![converted.local], &shape)?;
         Ok(Global::new(step, local, converted.layout))
     }
 
@@ -129,7 +130,7 @@ impl<'s> Global<'s> {
         let layout = Layout::even(to.sizes(), whole.layout.shape(), &plain.collect::<Vec<_>>())?;
         let (own, gradient) = (layout.shape_of(to.rank()), layout.of_gradient());
         let blocks: Vec<_> = (0..layout.ranks()).map(|r| layout.block(r)).collect();
-        let back = to.plan(&gradient, &gradient.with_sbp(&copies(&to))?)?;
+        let back = step.plan(&gradient, &gradient.with_sbp(&copies(&to))?)?;
         let full = [whole.layout.block(0)];
         let (all, source, target) = (full.clone(), from.clone(), to.clone());
         let forward = move |x: &[f32], part: &mut [f32]| {
@@ -144,7 +145,8 @@ impl<'s> Global<'s> {
         };
         whole.step.leaves.set(true);
         step.leaves.set(true);
-        let local = linear(step, whole.local, &own, forward, backward)?;
+        let op = Box::new(Linear { forward, backward });
+        let local = step.local().custom(op, vec![whole.local], &own)?;
         Global::new(step, local, Rc::new(layout)).to_global(sbp)
     }
 
@@ -176,7 +178,7 @@ impl<'s> Global<'s> {
             return Ok(self);
         }
         let step = self.step;
-        let boxing = step.placement().plan(&self.layout, layout)?;
+        let boxing = step.plan(&self.layout, layout)?;
         step.note(operation, operand, &boxing);
         // Steps are linear, but for minima and maxima over ranks, which have a gradient of their own.
         let mut all = self;
@@ -209,7 +211,7 @@ impl<'s> Global<'s> {
             return Ok(self);
         }
         let step = self.step;
-        let boxing = step.placement().plan(&self.layout, layout)?;
+        let boxing = step.plan(&self.layout, layout)?;
         let local = boxed(step, self.local, &boxing, None)?;
         Ok(Global::new(step, local, Rc::new(layout.clone())))
     }
@@ -227,7 +229,7 @@ impl<'s> Global<'s> {
     /// `Usage` when the SBP does not fit.
     pub fn explain(&self, sbp: &[Sbp]) -> Result<Boxing> {
         let layout = self.layout.with_sbp(sbp)?;
-        Ok((*self.step.placement().plan(&self.layout, &layout)?).clone())
+        Ok((*self.step.plan(&self.layout, &layout)?).clone())
     }
 
     /// The whole tensor on every rank, row-major.
@@ -365,7 +367,7 @@ impl std::fmt::Debug for Global<'_> {
 /// The whole tensor of which this rank has `part`.
 fn whole(step: &GlobalStep<'_>, layout: &Layout, part: &[f32]) -> Result<Vec<f32>> {
     let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
-    let boxing = step.placement().plan(layout, &whole)?;
+    let boxing = step.plan(layout, &whole)?;
     Ok(boxing.run(step.placement(), part)?)
 }
 
@@ -379,7 +381,7 @@ fn boxed<'s>(
     if boxing.steps().is_empty() {
         return Ok(local);
     }
-    let back = (step.placement()).plan(&boxing.to().of_gradient(), &boxing.from().of_gradient())?;
+    let back = step.plan(&boxing.to().of_gradient(), &boxing.from().of_gradient())?;
     let prefetched = param.map(|param| (param, step.params().prefetch().clone()));
     let (mesh, there) = (step.placement().clone(), Arc::clone(boxing));
     let placement = mesh.clone();
@@ -389,7 +391,8 @@ fn boxed<'s>(
     };
     let backward = move |d: &[f32], to: &mut [f32]| back.run_into(&placement, d, to);
     let shape = boxing.to().shape_of(step.placement().rank());
-    linear(step, local, &shape, forward, backward)
+    let op = Box::new(Linear { forward, backward });
+    step.local().custom(op, vec![local], &shape)
 }
 
 /// Gives `blocks`, one to each of the first ranks of `to`, from the ranks of `from`, which have the `full` tensor. A rank that is among
@@ -428,7 +431,7 @@ pub(crate) fn weight<'s>(
     if **own == *layout {
         return Ok(id.into());
     }
-    let boxing = step.placement().plan(own, layout)?;
+    let boxing = step.plan(own, layout)?;
     let name = || step.params().local().infos()[id.index()].name.clone();
     step.note(operation, name, &boxing);
     let local = step.local().parameter(id)?;
@@ -443,26 +446,10 @@ pub(crate) fn weight<'s>(
 /// Whether a parameter needs collectives to get into a layout, so that it is not worth keeping until backward.
 pub(crate) fn is_gathered(step: &GlobalStep<'_>, id: ParamId, layout: &Layout) -> Result<bool> {
     let own = step.params().engine_layout(id)?;
-    Ok(**own != *layout && !step.placement().plan(own, layout)?.is_local())
+    Ok(**own != *layout && !step.plan(own, layout)?.is_local())
 }
 
 type OpResult = phalanx_base::Result<()>;
-
-/// Runs `forward` on this rank's part as an operation of the step, and `backward` on the gradient.
-fn linear<'s, F, B>(
-    step: &'s GlobalStep<'s>,
-    local: Tensor<'s>,
-    shape: &[usize],
-    forward: F,
-    backward: B,
-) -> Result<Tensor<'s>>
-where
-    F: Fn(&[f32], &mut [f32]) -> crate::Result<()> + Send + 'static,
-    B: Fn(&[f32], &mut [f32]) -> crate::Result<()> + Send + 'static,
-{
-    let op = Linear { forward, backward };
-    step.local().custom(Box::new(op), vec![local], shape)
-}
 
 /// A function of one tensor that needs no values for its gradient.
 struct Linear<F, B> {

@@ -105,10 +105,17 @@ impl Boxing {
         }
         let blocks = |layout: &Layout| (0..layout.ranks()).map(|r| layout.block(r)).collect();
         let nodes = nodes(from, to).into_iter();
+        let (mut folded, a) = (Vec::new(), from.sbp());
+        let waits = |d: usize| {
+            let waits = a[d] == to.sbp()[d] && folded.iter().all(|s| *s == a[d]);
+            folded.extend(Some(a[d]).filter(|s| s.is_partial() && !waits));
+            waits
+        };
         let search = Search {
             placement,
             to,
             nodes: nodes.map(|l| (l.clone(), blocks(&l))).collect(),
+            waits: (0..from.sbp().len()).map(waits).collect(),
         };
         let steps = search.shortest(from).ok_or_else(|| {
             Error::usage(format!("no sequence of collectives turns {from} into {to}"))
@@ -261,6 +268,8 @@ struct Search<'a> {
     placement: &'a Placement,
     to: &'a Layout,
     nodes: Vec<(Layout, Vec<Block>)>,
+    /// Dimensions that stay partial, and are not folded before others: they have the same fold as all that are.
+    waits: Vec<bool>,
 }
 
 impl Search<'_> {
@@ -270,7 +279,7 @@ impl Search<'_> {
         let place = |layout: &Layout| self.nodes.iter().position(|node| node.0 == *layout);
         let (start, end) = (place(from)?, place(self.to)?);
         let mut seconds = vec![f64::INFINITY; n];
-        let mut way: Vec<Option<(usize, Step)>> = vec![None; n];
+        let mut way: Vec<Option<(usize, StepKind, f64)>> = vec![None; n];
         let mut done = vec![false; n];
         seconds[start] = 0.0;
         loop {
@@ -284,26 +293,37 @@ impl Search<'_> {
                 if done[other] {
                     continue;
                 }
-                if let Some(step) = self.step(&self.nodes[next], &self.nodes[other])
-                    && seconds[next] + step.seconds < seconds[other]
+                if let Some((kind, takes)) = self.step(&self.nodes[next], &self.nodes[other])
+                    && seconds[next] + takes < seconds[other]
                 {
-                    seconds[other] = seconds[next] + step.seconds;
-                    way[other] = Some((next, step));
+                    seconds[other] = seconds[next] + takes;
+                    way[other] = Some((next, kind, takes));
                 }
             }
         }
         let mut steps = Vec::new();
         let mut at = end;
-        while let Some((before, step)) = way[at].take() {
-            steps.push(step);
+        while let Some((before, kind, seconds)) = way[at].take() {
+            let ((x, a), (to, b)) = (&self.nodes[before], &self.nodes[at]);
+            let sent = (0..x.ranks()).map(|rank| self.sent(kind, x, rank, (a, b)));
+            steps.push(Step {
+                kind,
+                to: to.clone(),
+                sent: sent.collect(),
+                seconds,
+            });
             at = before;
         }
         steps.reverse();
         Some(steps)
     }
 
-    /// The one step from `x` to `y`, if there is one.
-    fn step(&self, (x, a): &(Layout, Vec<Block>), (y, b): &(Layout, Vec<Block>)) -> Option<Step> {
+    /// The one step from `x` to `y`, if there is one, and the seconds that it takes.
+    fn step(
+        &self,
+        (x, a): &(Layout, Vec<Block>),
+        (y, b): &(Layout, Vec<Block>),
+    ) -> Option<(StepKind, f64)> {
         let dims = x.mesh().len();
         let changed: Vec<usize> = (0..dims).filter(|d| x.sbp()[*d] != y.sbp()[*d]).collect();
         let inside = |inner: &[Block], outer: &[Block]| {
@@ -314,9 +334,8 @@ impl Search<'_> {
                 let Sbp::Partial(fold) = x.sbp()[dim] else {
                     return None;
                 };
-                // The last dimension first; one that stays partial may wait if it has the same fold.
-                let waits = |d: usize| x.sbp()[d] == self.to.sbp()[d] && x.sbp()[d] == x.sbp()[dim];
-                let later = |d: usize| x.sbp()[d].is_partial() && !waits(d);
+                // The last dimension first.
+                let later = |d: usize| x.sbp()[d].is_partial() && !self.waits[d];
                 if (dim + 1..dims).any(later) || y.sbp()[dim].is_partial() {
                     return None;
                 }
@@ -347,16 +366,7 @@ impl Search<'_> {
             }
             _ => StepKind::Exchange { dim: exchanging(x) },
         };
-        let sent: Vec<usize> = (0..x.ranks())
-            .map(|rank| self.sent(kind, x, rank, (a, b)))
-            .collect();
-        let seconds = self.seconds(kind, x, (a, b), &sent);
-        Some(Step {
-            kind,
-            to: y.clone(),
-            sent,
-            seconds,
-        })
+        Some((kind, self.seconds(kind, x, (a, b))))
     }
 
     /// Bytes that `rank` sends to others.
@@ -382,13 +392,7 @@ impl Search<'_> {
         elems * ELEM_BYTES
     }
 
-    fn seconds(
-        &self,
-        kind: StepKind,
-        x: &Layout,
-        (a, b): (&[Block], &[Block]),
-        sent: &[usize],
-    ) -> f64 {
+    fn seconds(&self, kind: StepKind, x: &Layout, (a, b): (&[Block], &[Block])) -> f64 {
         let most = |blocks: &[Block]| blocks.iter().map(|b| numel(b)).max().unwrap_or(0);
         let bytes = |elems: usize| elems * ELEM_BYTES;
         let (before, after) = (bytes(most(a)), bytes(most(b)));
@@ -411,7 +415,8 @@ impl Search<'_> {
                     None => self.placement.group().selector(),
                 };
                 let peers = (selector.hosts().world() - 1).max(1);
-                let each = sent.iter().max().unwrap_or(&0).div_ceil(peers);
+                let sent = (0..x.ranks()).map(|rank| self.sent(kind, x, rank, (a, b)));
+                let each = sent.max().unwrap_or(0).div_ceil(peers);
                 // Two rounds: the lengths, then the data.
                 let lengths = selector.predict(Method::AllToAll, size_of::<i64>());
                 lengths + selector.predict(Method::AllToAll, each) + copied
@@ -460,7 +465,9 @@ fn is_inside(inner: &[Range<usize>], outer: &[Range<usize>]) -> bool {
 
 /// Whether the `inner` blocks of the ranks of each line along `dim` make up the `outer` one.
 fn covers(layout: &Layout, dim: usize, inner: &[Block], outer: &[Block]) -> bool {
-    (0..layout.ranks()).all(|rank| {
+    let stride: usize = layout.mesh()[dim + 1..].iter().product();
+    let starts = |rank: &usize| rank / stride % layout.mesh()[dim] == 0;
+    (0..layout.ranks()).filter(starts).all(|rank| {
         let line = line_of(layout, rank, &[dim]);
         let parts: usize = line.iter().map(|r| numel(&inner[*r])).sum();
         line.iter().all(|r| outer[*r] == outer[rank]) && parts == numel(&outer[rank])
@@ -469,12 +476,16 @@ fn covers(layout: &Layout, dim: usize, inner: &[Block], outer: &[Block]) -> bool
 
 /// The ranks with `rank`'s coordinates in all dimensions but `free`, in ascending order.
 fn line_of(layout: &Layout, rank: usize, free: &[usize]) -> Vec<usize> {
-    let own = coordinates(layout.mesh(), rank);
-    let same = |other: &usize| {
-        let at = coordinates(layout.mesh(), *other);
-        (0..own.len()).all(|d| free.contains(&d) || at[d] == own[d])
-    };
-    (0..layout.ranks()).filter(same).collect()
+    let (mut line, mut stride) = (vec![rank], 1);
+    for (d, &size) in layout.mesh().iter().enumerate().rev() {
+        if free.contains(&d) {
+            let first = |r: &usize| r - r / stride % size * stride;
+            let each = |i| line.iter().map(move |r| first(r) + i * stride);
+            line = (0..size).flat_map(each).collect();
+        }
+        stride *= size;
+    }
+    line
 }
 
 /// The ranks whose blocks together are the tensor that `rank` has a part of: those of its lines along split

@@ -46,9 +46,10 @@ impl<'s> Global<'s> {
         rules: &[Rule],
         shape: &[usize],
     ) -> Result<Decision> {
-        let (automatic, price) = (self.step().is_automatic(), self.step().placement());
+        let automatic = self.step().is_automatic();
+        let price = |from: &Layout, to: &Layout| self.step().price(from, to);
         Ok(rules::decide(
-            operation, operands, rules, shape, automatic, price,
+            operation, operands, rules, shape, automatic, &price,
         )?)
     }
 
