@@ -466,7 +466,7 @@ fn is_inside(inner: &[Range<usize>], outer: &[Range<usize>]) -> bool {
 /// Whether the `inner` blocks of the ranks of each line along `dim` make up the `outer` one.
 fn covers(layout: &Layout, dim: usize, inner: &[Block], outer: &[Block]) -> bool {
     let stride: usize = layout.mesh()[dim + 1..].iter().product();
-    let starts = |rank: &usize| rank / stride % layout.mesh()[dim] == 0;
+    let starts = |rank: &usize| (rank / stride).is_multiple_of(layout.mesh()[dim]);
     (0..layout.ranks()).filter(starts).all(|rank| {
         let line = line_of(layout, rank, &[dim]);
         let parts: usize = line.iter().map(|r| numel(&inner[*r])).sum();

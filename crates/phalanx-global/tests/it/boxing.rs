@@ -145,7 +145,7 @@ fn some_pairs(over: Over, mesh: &[usize], shapes: &[[usize; 2]], every: usize) -
     for shape in shapes {
         let all = layouts(mesh, shape);
         for (i, from) in all.iter().enumerate() {
-            let drawn = |j: &usize| (number(&[i, *j]).abs() * 1e6) as usize % every == 0;
+            let drawn = |j: &usize| ((number(&[i, *j]).abs() * 1e6) as usize).is_multiple_of(every);
             let to = (0..all.len()).filter(drawn).map(|j| all[j].clone());
             pairs.extend(to.map(|to| (from.clone(), to)));
         }

@@ -198,6 +198,24 @@ pub(crate) mod tests {
         pairs.iter().map(owned).collect()
     }
 
+    /// As an elastic PyTorchJob sets them.
+    #[test]
+    fn a_range_of_nodes_by_variables() {
+        let variables = "PET_NNODES=2:4 PET_NPROC_PER_NODE=2 PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=h:7 PET_NODE_RANK=1";
+        let command = RankArgs::augment_args(clap::Command::new("phalanx"));
+        let args = RankArgs::from_arg_matches(&command.get_matches_from(["phalanx"])).unwrap();
+        let place = Place::of_ranks(&args, &env(variables), "phalanx train").unwrap();
+        let Place::Node(node) = place else {
+            panic!("{place:?}");
+        };
+        assert!(node.comes_and_goes());
+        assert_eq!(node.local_ranks, 2);
+        let meeting = node.meeting.unwrap();
+        assert_eq!((meeting.least, meeting.nodes), (Some(2), 4));
+        assert_eq!((meeting.host.as_str(), meeting.port), ("h", 7));
+        assert_eq!((meeting.node_rank, meeting.is_host), (None, Some(false)));
+    }
+
     /// The place of a command with these flags: `rank R of WORLD`, or `N ranks`, perhaps `on node R of NODES at HOST:PORT`.
     fn place(flags: &str, variables: &str) -> Result<String> {
         let command = RankArgs::augment_args(clap::Command::new("phalanx"));
