@@ -248,7 +248,7 @@ fn all_pairs_in_two_dimensions_keep_every_bit() {
 fn pairs_in_three_dimensions_keep_every_bit() {
     let mut count = 0;
     for mesh in [[2, 2, 2], [1, 2, 3], [3, 1, 2], [2, 2, 1]] {
-        count += some_pairs(Over::Thread, &mesh, &[[5, 4]], 60);
+        count += some_pairs(Over::Thread, &mesh, &[[5, 4]], 150);
     }
     for over in [Over::Shm, Over::Tcp] {
         count += some_pairs(over, &[2, 1, 2], &[[5, 4], [0, 3]], 400);
