@@ -7,6 +7,8 @@
     container FILE ROOT          sources and paths of the container file agree
 """
 
+import importlib
+import os
 import re
 import shlex
 import sys
@@ -16,8 +18,11 @@ NODES, RANKS = 2, 2
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 
 
-def missing(what):
-    print(f"{what}: skipped, this Python has no such package")
+def package(name):
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        print(f"{name}: skipped, this Python has no such package")
 
 
 def documents(path):
@@ -45,8 +50,10 @@ def unknown(given, kept, path=""):
 
 
 def jobs_of(document):
-    """The Jobs that JobSet makes of a manifest, as manifests of their own."""
-    spec = document["spec"]
+    """A manifest of Kubernetes itself, or the Jobs that JobSet makes of one, as manifests of their own."""
+    spec = document.get("spec", {})
+    if "x-k8s.io" not in document["apiVersion"] and "kubeflow.org" not in document["apiVersion"]:
+        yield document
     if document["kind"] == "TrainingRuntime":
         spec = spec["template"]["spec"]
     for job in spec.get("replicatedJobs", []):
@@ -54,43 +61,43 @@ def jobs_of(document):
 
 
 def schemas(folder):
-    try:
-        import kubernetes_validate
-    except ImportError:
-        missing("kubernetes-validate")
-    else:
-        for name in ["indexed-job.yaml", "flyte-pod.yaml"]:
-            for document in documents(folder / name):
-                kubernetes_validate.validate(document, "1.37", strict=True)
-        for name in ["jobset.yaml", "trainjob.yaml"]:
+    if kubernetes := package("kubernetes_validate"):
+        for name in ["indexed-job.yaml", "flyte-pod.yaml", "jobset.yaml", "trainjob.yaml"]:
             for document in documents(folder / name):
                 for job in jobs_of(document):
-                    kubernetes_validate.validate(job, "1.37", strict=True)
+                    kubernetes.validate(job, "1.37", strict=True)
         print("kubernetes-validate: ok")
-    try:
-        from kubeflow_trainer_api import models
-    except ImportError:
-        missing("kubeflow-trainer-api")
-    else:
-        kinds = {
-            "JobSet": models.JobsetV1alpha2JobSet,
-            "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
-            "TrainJob": models.TrainerV1alpha1TrainJob,
-        }
+    if models := package("kubeflow_trainer_api.models"):
+        kinds = {"JobSet": models.JobsetV1alpha2JobSet, "TrainJob": models.TrainerV1alpha1TrainJob}
+        kinds["TrainingRuntime"] = models.TrainerV1alpha1TrainingRuntime
         for name in ["jobset.yaml", "trainjob.yaml"]:
             for document in documents(folder / name):
                 lost = list(unknown(document, kinds[document["kind"]].from_dict(document).to_dict()))
                 assert not lost, f"{name}: {document['kind']} has no {lost}"
         print("kubeflow-trainer-api: ok")
-    try:
-        import jsonschema
-        from sky.utils.schemas import get_task_schema
-    except ImportError:
-        missing("skypilot's schema")
-    else:
+    jsonschema = package("jsonschema")
+    if sky := package("sky.utils.schemas"):
         (task,) = documents(folder / "skypilot.yaml")
-        jsonschema.validate(task, get_task_schema())
+        jsonschema.validate(task, sky.get_task_schema())
         print("skypilot's schema: ok")
+    if dstack := package("dstack._internal.core.models.configurations"):
+        (task,) = documents(folder / "phalanx.dstack.yml")
+        dstack.parse_run_configuration(task)
+        print("dstack's schema: ok")
+    # The folder config/components/crd/bases of Kueue's repository.
+    if crds := os.environ.get("KUEUE_CRDS"):
+        for document in documents(folder / "kueue.yaml"):
+            (crd,) = documents(Path(crds) / f"kueue.x-k8s.io_{document['kind'].lower()}s.yaml")
+            (version,) = [v for v in crd["spec"]["versions"] if document["apiVersion"].endswith("/" + v["name"])]
+            jsonschema.validate(document, closed(version["schema"]["openAPIV3Schema"]))
+        print("Kueue's schemas: ok")
+
+
+def closed(schema):
+    """The schema without fields that it does not name, as the API server drops them."""
+    inner = {key: {k: closed(s) for k, s in schema[key].items()} for key in ["properties"] if key in schema}
+    items = {"items": closed(schema["items"])} if "items" in schema else {}
+    return schema | inner | items | ({"additionalProperties": False} if inner else {})
 
 
 def smaller(words, runs):
@@ -151,7 +158,8 @@ def commands(folder, phalanx, out):
     trainer = trainjob["spec"]["trainer"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (NODES, RANKS)
     (sky,) = documents(folder / "skypilot.yaml")
-    assert sky["num_nodes"] == NODES
+    (dstack,) = documents(folder / "phalanx.dstack.yml")
+    assert sky["num_nodes"] == dstack["nodes"] == NODES
     unit = re.sub(r"\\\n *", "", (folder / "phalanx.service").read_text())
     start = re.search(r"^ExecStart=(.*)$", unit, re.M)[1]
     for node in range(NODES):
@@ -180,6 +188,9 @@ def commands(folder, phalanx, out):
         home = out / "home"
         line = [word.replace("~", str(home), 1) for word in shlex.split(sky["run"])]
         write("skypilot", node, variables, smaller(line, out / "runs/skypilot") + small)
+        variables = {"DSTACK_NODES_IPS": "\n".join(ADDRESSES), "DSTACK_NODE_RANK": str(node), "DSTACK_NODES_NUM": str(NODES)}
+        variables |= {"PHALANX_TOKEN": token, "DSTACK_MASTER_NODE_IP": ADDRESSES[0], "DSTACK_GPUS_PER_NODE": "0"}
+        write("dstack", node, variables, smaller(shlex.split(dstack["commands"][0]), out / "runs/dstack") + small)
         variables = {
             "PHALANX_TOKEN": token,
             "RUN": str(out / "runs/modelarts/mnist"),

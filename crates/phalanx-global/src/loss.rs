@@ -109,7 +109,7 @@ impl<'s> Global<'s> {
         };
         let made = decision.result(x.layout().mesh(), &shape)?;
         let step = x.step();
-        let local = run(x.into_local(), labels.local(), reduction)?;
+        let local = step.part([x.into_local()], |[x]| run(x, labels.local(), reduction))?;
         Ok(Global::new(step, local, Rc::new(made)))
     }
 
@@ -229,12 +229,8 @@ impl<'s> Global<'s> {
         };
         let made = decision.result(x.layout().mesh(), &shape)?;
         let step = x.step();
-        let local = run(
-            x.into_local(),
-            target.local().data(),
-            reduction,
-            &decision.takes[0],
-        )?;
+        let (target, takes) = (target.local().data(), &decision.takes[0]);
+        let local = step.part([x.into_local()], |[x]| run(x, target, reduction, takes))?;
         Ok(Global::new(step, local, Rc::new(made)))
     }
 

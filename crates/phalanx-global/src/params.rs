@@ -39,38 +39,7 @@ pub struct GlobalParams {
 }
 
 /// The boxings that were planned so far.
-pub(crate) struct Plans {
-    placement: Placement,
-    known: RefCell<HashMap<(Layout, Layout), Arc<Boxing>>>,
-}
-
-impl Plans {
-    fn new(placement: &Placement) -> Self {
-        Plans {
-            placement: placement.clone(),
-            known: RefCell::default(),
-        }
-    }
-
-    pub(crate) fn get(&self, from: &Layout, to: &Layout) -> Result<Arc<Boxing>> {
-        let key = (from.clone(), to.clone());
-        if let Some(found) = self.known.borrow().get(&key) {
-            return Ok(Arc::clone(found));
-        }
-        let made = Arc::new(Boxing::plan(&self.placement, from, to)?);
-        self.known.borrow_mut().insert(key, Arc::clone(&made));
-        Ok(made)
-    }
-}
-
-impl crate::rules::Price for Plans {
-    fn seconds(&self, from: &Layout, to: &Layout) -> Result<f64> {
-        match from == to {
-            true => Ok(0.0),
-            false => Ok(self.get(from, to)?.seconds()),
-        }
-    }
-}
+type Plans = RefCell<HashMap<(Placement, Layout, Layout), Arc<Boxing>>>;
 
 impl GlobalParams {
     /// `params`, which every rank has in full and with equal values, as global tensors
@@ -92,12 +61,18 @@ impl GlobalParams {
     /// ```
     ///
     /// # Errors
-    /// `Usage` when an SBP does not fit the mesh or its parameter, or says that a parameter is partial.
+    /// `Usage` when an SBP does not fit the mesh or its parameter, or says that a parameter is partial, and on a rank that is
+    /// not on the mesh.
     pub fn new(
         placement: &Placement,
         params: &Params,
         mut sbp: impl FnMut(&ParamInfo) -> Vec<Sbp>,
     ) -> Result<Self> {
+        if !placement.is_member() {
+            return Err(Error::usage(format!(
+                "this rank has no parameters on the mesh {placement}, which it is not on"
+            )));
+        }
         let mesh = placement.sizes();
         let mut layouts = Vec::with_capacity(params.len());
         let mut engine = Vec::with_capacity(params.len());
@@ -131,7 +106,7 @@ impl GlobalParams {
             used: engine.clone(),
             sums: vec![Vec::new(); engine.len()],
             engine,
-            plans: Plans::new(placement),
+            plans: Plans::default(),
             prefetch: Prefetch::default(),
         })
     }
@@ -233,7 +208,7 @@ impl GlobalParams {
         (self.engine, self.used) = (engine?, used?);
         self.layouts = layouts;
         self.placement = placement.clone();
-        self.plans = Plans::new(placement);
+        self.plans.get_mut().clear();
         Ok(())
     }
 
@@ -302,7 +277,7 @@ impl GlobalParams {
     pub fn full(&self, id: ParamId) -> Result<Vec<f32>> {
         let layout = self.layout(id);
         let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
-        let boxing = self.plans.get(layout, &whole)?;
+        let boxing = self.plan(&self.placement, layout, &whole)?;
         boxing.run(&self.placement, &self.local.export(id))
     }
 
@@ -316,7 +291,19 @@ impl GlobalParams {
         let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
         let mut part = Vec::new();
         self.local.export_of(id, flat, &mut part);
-        self.plans.get(layout, &whole)?.run(&self.placement, &part)
+        let boxing = self.plan(&self.placement, layout, &whole)?;
+        boxing.run(&self.placement, &part)
+    }
+
+    /// The steps from one layout to another, planned once.
+    pub(crate) fn plan(&self, on: &Placement, from: &Layout, to: &Layout) -> Result<Arc<Boxing>> {
+        let key = (on.clone(), from.clone(), to.clone());
+        if let Some(found) = self.plans.borrow().get(&key) {
+            return Ok(Arc::clone(found));
+        }
+        let made = Arc::new(Boxing::plan(on, from, to)?);
+        self.plans.borrow_mut().insert(key, Arc::clone(&made));
+        Ok(made)
     }
 
     pub(crate) fn engine_layout(&self, id: ParamId) -> Result<&Rc<Layout>> {
@@ -336,10 +323,6 @@ impl GlobalParams {
                 self.engine.len()
             ))
         })
-    }
-
-    pub(crate) fn plans(&self) -> &Plans {
-        &self.plans
     }
 }
 
@@ -402,7 +385,10 @@ pub struct GlobalGrads {
 impl GlobalGrads {
     fn new(params: &GlobalParams) -> Self {
         let is_own = |(engine, used): (&Rc<Layout>, &Rc<Layout>)| {
-            engine == used || params.plans.get(engine, used).is_ok_and(|b| b.is_local())
+            engine == used
+                || params
+                    .plan(&params.placement, engine, used)
+                    .is_ok_and(|b| b.is_local())
         };
         GlobalGrads {
             own: params.engine.iter().zip(&params.used).map(is_own).collect(),

@@ -114,13 +114,7 @@ impl Decision {
     }
 }
 
-/// Seconds that conversions take.
-pub(crate) trait Price {
-    /// Of an operand, from one layout to another.
-    fn seconds(&self, from: &Layout, to: &Layout) -> Result<f64>;
-}
-
-/// Takes one of `rules` for each mesh dimension. `shape` is the result's.
+/// Takes one of `rules` for each mesh dimension. `shape` is the result's, `price` gives the seconds that a conversion takes.
 ///
 /// # Errors
 /// `Usage` when an operand is a minimum or maximum that its rule does not take, or, if conversions are
@@ -131,7 +125,7 @@ pub(crate) fn decide(
     rules: &[Rule],
     shape: &[usize],
     automatic: bool,
-    price: &dyn Price,
+    price: &dyn Fn(&Layout, &Layout) -> Result<f64>,
 ) -> Result<Decision> {
     let mesh = operands[0].mesh();
     // As it is: the first rule that fits in each dimension.
@@ -166,7 +160,7 @@ pub(crate) fn decide(
         };
         let mut seconds = 0.0;
         for (operand, takes) in operands.iter().zip(&decision.takes) {
-            seconds += price.seconds(operand, takes)?;
+            seconds += price(operand, takes)?;
         }
         if decision.makes.iter().any(|s| s.is_partial()) {
             // The ranges of the result are not known here: an operation may change the operands'.
@@ -176,7 +170,7 @@ pub(crate) fn decide(
                 .iter()
                 .map(|s| if s.is_partial() { Sbp::Broadcast } else { *s })
                 .collect();
-            seconds += price.seconds(&made, &made.with_sbp(&folded)?)?;
+            seconds += price(&made, &made.with_sbp(&folded)?)?;
         }
         if best.as_ref().is_none_or(|b| seconds < b.0) {
             best = Some((seconds, decision));

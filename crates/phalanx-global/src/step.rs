@@ -22,11 +22,12 @@ use crate::tensor::Global;
 /// must do the same operations in the same order.
 pub struct GlobalStep<'a> {
     params: &'a GlobalParams,
-    step: Step<'a>,
+    placement: Placement,
+    step: Rc<Step<'a>>,
     joined: Joined,
     automatic: Cell<bool>,
     /// Whether there may be gradients of leaves.
-    leaves: Cell<bool>,
+    pub(crate) leaves: Cell<bool>,
     /// Conversions of the forward pass, if they are kept.
     log: RefCell<Option<Vec<Conversion>>>,
 }
@@ -52,10 +53,47 @@ impl<'a> GlobalStep<'a> {
     pub(crate) fn new(params: &'a GlobalParams, step: Step<'a>, joined: Joined) -> Self {
         GlobalStep {
             params,
-            step,
+            placement: params.placement().clone(),
+            step: Rc::new(step),
             joined,
             automatic: Cell::new(true),
             leaves: Cell::new(false),
+            log: RefCell::default(),
+        }
+    }
+
+    /// The same step on another placement: tensors that are made of what it gives lie there, and
+    /// [`Global::to_placement`] moves tensors from one to the other. All ranks of the group call it, and do the same operations. A rank that
+    /// is not on the placement has an empty tensor of the shape `[0]` as its part of every tensor there; for what it
+    /// gives to [`to_global`](Self::to_global) it takes one, too. Operations with parameters run on the parameters' placement only.
+    ///
+    /// ```
+    /// use phalanx_comm::{GroupOptions, ProcessGroup};
+    /// use phalanx_global::{GlobalParams, Placement, Sbp};
+    /// use phalanx_nn::{Scope, Seed, StepKey, Tape, Threads, Value};
+    ///
+    /// # fn check(group: ProcessGroup) -> Result<(), Box<dyn std::error::Error>> {
+    /// let all = Placement::of(&group);
+    /// let params = GlobalParams::new(&all, &Scope::new(Seed(0)).build()?, |_| vec![])?;
+    /// let pair = Placement::of_ranks(&group, &[("data", 2)], &[0, 2])?;
+    /// let mut tape = Tape::new(Threads(1));
+    /// let step = params.step(&mut tape, StepKey::new(0, 0));
+    /// let there = step.on(&pair);
+    /// let x = step.input(&[1.0, 2.0, 3.0], &[3], &[Sbp::split(0)])?;
+    /// let y = x.to_placement(&there, &[Sbp::split(0)])?.scale(10.0)?;
+    /// assert_eq!(y.share().to_local().shape(), [[2], [0], [1]][group.rank()]);
+    /// assert_eq!(y.to_placement(&step, &[Sbp::broadcast()])?.full()?, [10.0, 20.0, 30.0]);
+    /// # Ok(()) }
+    /// # std::thread::scope(|s| for group in ProcessGroup::threads(3, GroupOptions::default()) { s.spawn(move || check(group).unwrap()); });
+    /// ```
+    pub fn on(&self, placement: &Placement) -> GlobalStep<'a> {
+        GlobalStep {
+            params: self.params,
+            placement: placement.clone(),
+            step: Rc::clone(&self.step),
+            joined: self.joined.clone(),
+            automatic: self.automatic.clone(),
+            leaves: self.leaves.clone(),
             log: RefCell::default(),
         }
     }
@@ -66,8 +104,8 @@ impl<'a> GlobalStep<'a> {
     }
 
     /// The mesh.
-    pub fn placement(&self) -> &'a Placement {
-        self.params.placement()
+    pub fn placement(&self) -> &Placement {
+        &self.placement
     }
 
     /// The parameters.
@@ -81,12 +119,47 @@ impl<'a> GlobalStep<'a> {
         self.automatic.set(on);
     }
 
+    /// The steps from one layout to another.
+    pub(crate) fn plan(&self, from: &Layout, to: &Layout) -> crate::Result<Arc<Boxing>> {
+        self.params.plan(&self.placement, from, to)
+    }
+
+    /// The seconds that a conversion takes.
+    pub(crate) fn price(&self, from: &Layout, to: &Layout) -> crate::Result<f64> {
+        Ok(self.plan(from, to)?.seconds())
+    }
+
     pub(crate) fn is_automatic(&self) -> bool {
         self.automatic.get()
     }
 
     pub(crate) fn has_leaves(&self) -> bool {
         self.leaves.get()
+    }
+
+    /// Refuses an operation with parameters on another placement than theirs.
+    pub(crate) fn check_parameters(&self, operation: &str) -> Result<()> {
+        let own = self.params.placement();
+        match self.placement == *own {
+            true => Ok(()),
+            false => refuse(format!(
+                "{operation} of a tensor on {} needs parameters, which are on {own}; move it there with to_placement",
+                self.placement
+            )),
+        }
+    }
+
+    /// This rank's part of a result, which `run` makes of its parts of the operands. A rank that is not on the mesh has nothing of
+    /// it; but its gradient leads to the operands.
+    pub(crate) fn part<'s, P: Into<Vec<Tensor<'s>>>>(
+        &'s self,
+        operands: P,
+        run: impl FnOnce(P) -> Result<Tensor<'s>>,
+    ) -> Result<Tensor<'s>> {
+        match self.placement.is_member() {
+            true => run(operands),
+            false => self.local().concat(operands.into(), 0),
+        }
     }
 
     /// Starts recording the conversions of operands, for [`explain`](Self::explain).
@@ -161,13 +234,13 @@ impl<'a> GlobalStep<'a> {
         let whole = Layout::even(mesh, shape, &vec![Sbp::Broadcast; mesh.len()])?;
         let layout = Layout::even(mesh, shape, sbp)?;
         // Local: ranges of what all have.
-        let boxing = self.params.plans().get(&whole, &layout)?;
+        let boxing = self.plan(&whole, &layout)?;
         let part = boxing.run(self.placement(), data)?;
         let own = layout.shape_of(self.placement().rank());
         self.leaves.set(self.leaves.get() || wants_grad);
         let local = match wants_grad {
-            true => self.step.variable(&part, &own)?,
-            false => self.step.input(&part, &own)?,
+            true => self.local().variable(&part, &own)?,
+            false => self.local().input(&part, &own)?,
         };
         Ok(Global::new(self, local, Rc::new(layout)))
     }
@@ -221,18 +294,23 @@ pub(crate) fn joined_layout(
 ) -> crate::Result<Layout> {
     let mesh = placement.sizes();
     // Whether it fits at all, before anything is sent.
-    Layout::even(mesh, shape, sbp)?;
+    let fits = placement
+        .is_member()
+        .then(|| Layout::even(mesh, shape, sbp));
+    fits.transpose()?;
     let mine = Facts {
         shape: shape.to_vec(),
         sbp: sbp.to_vec(),
     };
-    let group = placement.group();
-    let all = match group.world_size() {
+    let group = placement.outer();
+    let mut all = match group.world_size() {
         1 => vec![mine],
         _ => group
             .all_gather_object(&mine)
             .map_err(|e| Error::comm_while("the ranks could not compare a tensor's parts", e))?,
     };
+    let mut rank = 0..;
+    all.retain(|_| placement.ranks().contains(&rank.next().unwrap_or(0)));
     let first = &all[0];
     let differ = |rank: usize, what: &str, a: String, b: String| {
         Error::mismatch(format!(
@@ -296,7 +374,8 @@ pub(crate) struct Joined(Arc<Mutex<Over>>);
 struct Over {
     /// The mesh dimensions that split batches; known since the first batch normalisation.
     dims: Option<Vec<usize>>,
-    join: Option<SyncBatchNorm>,
+    /// One after another.
+    joins: Vec<SyncBatchNorm>,
 }
 
 impl Joined {
@@ -315,12 +394,16 @@ impl Joined {
                 "batch normalisations of one step must be split over the same mesh dimensions, but one is over {known:?} and one over {dims:?}"
             )));
         }
-        let group: Option<ProcessGroup> = match dims[..] {
-            [] => None,
-            [dim] => Some(placement.line(dim).clone()),
-            _ => Some(placement.group().clone()),
-        };
-        over.join = group.map(SyncBatchNorm::new);
+        let groups: Vec<&ProcessGroup> =
+            match dims.len() > 1 && dims.len() == placement.sizes().len() {
+                true => vec![placement.group()],
+                false => dims.iter().rev().map(|d| placement.line(*d)).collect(),
+            };
+        over.joins = groups
+            .into_iter()
+            .cloned()
+            .map(SyncBatchNorm::new)
+            .collect();
         over.dims = Some(dims);
         Ok(())
     }
@@ -328,16 +411,13 @@ impl Joined {
 
 impl JoinStatistics for Joined {
     fn join(&self, rows: f64, mean: &mut [f64], squares: &mut [f64]) -> phalanx_base::Result<f64> {
-        match &self.0.lock().unwrap_or_else(PoisonError::into_inner).join {
-            Some(join) => join.join(rows, mean, squares),
-            None => Ok(rows),
-        }
+        let over = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut joins = over.joins.iter();
+        joins.try_fold(rows, |rows, join| join.join(rows, mean, squares))
     }
 
     fn sum(&self, sums: &mut [f64]) -> phalanx_base::Result<()> {
-        match &self.0.lock().unwrap_or_else(PoisonError::into_inner).join {
-            Some(join) => join.sum(sums),
-            None => Ok(()),
-        }
+        let over = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        over.joins.iter().try_for_each(|join| join.sum(sums))
     }
 }

@@ -1,18 +1,17 @@
 //! The global tensor, and its conversions with their gradients.
 
-use std::borrow::Cow;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use phalanx_comm::ReduceOp;
 use phalanx_nn::{CustomOp, Error as NnError, GradSink, ParamId, Result, Tensor, Weight};
 
-use crate::boxing::{Boxing, StepKind};
+use crate::boxing::{self, Boxing, StepKind};
 use crate::error::{Error, refuse};
 use crate::layout::Layout;
 use crate::params::{GlobalGrads, GlobalParams};
 use crate::placement::Placement;
-use crate::prefetch::Prefetch;
 use crate::sbp::{Fold, Sbp};
 use crate::step::GlobalStep;
 
@@ -92,18 +91,63 @@ impl<'s> Global<'s> {
         let way = layout.of_gradient().with_sbp(grad_sbp)?;
         let step = self.step;
         let converted = self.to_layout(&layout)?;
-        let plans = step.params().plans();
-        let gradient = converted.layout.of_gradient();
-        // Nothing is done forward.
-        let op = Converted {
-            placement: step.placement().clone(),
-            prefetched: None,
-            there: plans.get(&layout, &layout)?,
-            back: vec![plans.get(&gradient, &way)?, plans.get(&way, &gradient)?],
-        };
+        let (mesh, gradient) = (step.placement().clone(), converted.layout.of_gradient());
+        let back = [step.plan(&gradient, &way)?, step.plan(&way, &gradient)?];
         let shape = converted.local.shape();
-        let local = (step.local()).custom(Box::new(op), vec![converted.local], &shape)?;
+        // Nothing is done forward.
+        let forward = |x: &[f32], to: &mut [f32]| {
+            to.copy_from_slice(x);
+            Ok(())
+        };
+        let backward = move |d: &[f32], to: &mut [f32]| {
+            let held = back[0].run(&mesh, d)?;
+            back[1].run_into(&mesh, &held, to)
+        };
+        let op = Box::new(Linear { forward, backward });
+        let local = step.local().custom(op, vec![converted.local], &shape)?;
         Ok(Global::new(step, local, converted.layout))
+    }
+
+    /// The same tensor on the placement of `step`, which [`GlobalStep::on`] gave or of which that one was taken
+    /// (`x.to_global(placement=p, sbp=s)`), with even ranges. It is made whole where it is; then each rank gets its range from a rank that has
+    /// it. The gradient goes the same way back.
+    ///
+    /// *Blocks until* all ranks of the group of both placements call it, also those that are on neither.
+    ///
+    /// # Errors
+    /// As [`to_global`](Self::to_global), and when `step` belongs to another training step.
+    pub fn to_placement(self, step: &'s GlobalStep<'s>, sbp: &[Sbp]) -> Result<Self> {
+        let (from, to) = (self.step.placement().clone(), step.placement().clone());
+        let is_here = std::ptr::eq(self.step.local(), step.local());
+        if !is_here || from.outer().global_ranks() != to.outer().global_ranks() {
+            return refuse(format!(
+                "to_placement: the tensor on {from} and the step on {to} belong to different steps, or were made of different groups"
+            ));
+        }
+        let copies = |of: &Placement| vec![Sbp::Broadcast; of.sizes().len()];
+        let whole = self.to_global(&copies(&from))?;
+        let plain = sbp.iter().map(|s| s.fold().map_or(*s, |_| Sbp::Broadcast));
+        let layout = Layout::even(to.sizes(), whole.layout.shape(), &plain.collect::<Vec<_>>())?;
+        let (own, gradient) = (layout.shape_of(to.rank()), layout.of_gradient());
+        let blocks: Vec<_> = (0..layout.ranks()).map(|r| layout.block(r)).collect();
+        let back = step.plan(&gradient, &gradient.with_sbp(&copies(&to))?)?;
+        let full = [whole.layout.block(0)];
+        let (all, source, target) = (full.clone(), from.clone(), to.clone());
+        let forward = move |x: &[f32], part: &mut [f32]| {
+            carry((&source, x, &all[0]), (&target, &blocks), part)
+        };
+        let backward = move |d: &[f32], part: &mut [f32]| {
+            let sum = back.run(&to, d)?;
+            // The gradient of a whole tensor is a sum: here the first rank has it.
+            part.fill(Fold::Sum.identity());
+            let part = if from.rank() == 0 { part } else { &mut [] };
+            carry((&to, &sum, &full[0]), (&from, &full), part)
+        };
+        whole.step.leaves.set(true);
+        step.leaves.set(true);
+        let op = Box::new(Linear { forward, backward });
+        let local = step.local().custom(op, vec![whole.local], &own)?;
+        Global::new(step, local, Rc::new(layout)).to_global(sbp)
     }
 
     /// The same tensor with the layout of `other`, ranges included.
@@ -134,7 +178,7 @@ impl<'s> Global<'s> {
             return Ok(self);
         }
         let step = self.step;
-        let boxing = step.params().plans().get(&self.layout, layout)?;
+        let boxing = step.plan(&self.layout, layout)?;
         step.note(operation, operand, &boxing);
         // Steps are linear, but for minima and maxima over ranks, which have a gradient of their own.
         let mut all = self;
@@ -167,7 +211,7 @@ impl<'s> Global<'s> {
             return Ok(self);
         }
         let step = self.step;
-        let boxing = step.params().plans().get(&self.layout, layout)?;
+        let boxing = step.plan(&self.layout, layout)?;
         let local = boxed(step, self.local, &boxing, None)?;
         Ok(Global::new(step, local, Rc::new(layout.clone())))
     }
@@ -185,7 +229,7 @@ impl<'s> Global<'s> {
     /// `Usage` when the SBP does not fit.
     pub fn explain(&self, sbp: &[Sbp]) -> Result<Boxing> {
         let layout = self.layout.with_sbp(sbp)?;
-        Ok((*self.step.params().plans().get(&self.layout, &layout)?).clone())
+        Ok((*self.step.plan(&self.layout, &layout)?).clone())
     }
 
     /// The whole tensor on every rank, row-major.
@@ -266,12 +310,14 @@ impl<'s> Global<'s> {
             false => (parts as f32, 1.0 / parts as f32),
         };
         let seed = if counts { seed } else { 0.0 };
+        // A rank that is not on the mesh has nothing of the loss.
+        let seeds = vec![seed; self.local.data().len()];
         grads.begin();
         let mut sink = Prefetching {
             grads: &mut *grads,
             params: step.params(),
         };
-        self.local.backward_with(&[seed], &mut sink)?;
+        self.local.backward_with(&seeds, &mut sink)?;
         grads.mark_pending();
         if !grads.is_accumulating() {
             grads.sum_scaled(step.params(), factor)?;
@@ -321,7 +367,7 @@ impl std::fmt::Debug for Global<'_> {
 /// The whole tensor of which this rank has `part`.
 fn whole(step: &GlobalStep<'_>, layout: &Layout, part: &[f32]) -> Result<Vec<f32>> {
     let whole = layout.with_sbp(&vec![Sbp::Broadcast; layout.mesh().len()])?;
-    let boxing = step.params().plans().get(layout, &whole)?;
+    let boxing = step.plan(layout, &whole)?;
     Ok(boxing.run(step.placement(), part)?)
 }
 
@@ -335,16 +381,43 @@ fn boxed<'s>(
     if boxing.steps().is_empty() {
         return Ok(local);
     }
-    let back =
-        (step.params().plans()).get(&boxing.to().of_gradient(), &boxing.from().of_gradient())?;
-    let op = Converted {
-        placement: step.placement().clone(),
-        prefetched: param.map(|param| (param, step.params().prefetch().clone())),
-        there: Arc::clone(boxing),
-        back: vec![back],
+    let back = step.plan(&boxing.to().of_gradient(), &boxing.from().of_gradient())?;
+    let prefetched = param.map(|param| (param, step.params().prefetch().clone()));
+    let (mesh, there) = (step.placement().clone(), Arc::clone(boxing));
+    let placement = mesh.clone();
+    let forward = move |x: &[f32], to: &mut [f32]| match &prefetched {
+        Some((param, order)) => order.take(*param, &there, &mesh, x, to),
+        None => there.run_into(&mesh, x, to),
     };
+    let backward = move |d: &[f32], to: &mut [f32]| back.run_into(&placement, d, to);
     let shape = boxing.to().shape_of(step.placement().rank());
-    step.local().custom(Box::new(op), vec![local], &shape)
+    let op = Box::new(Linear { forward, backward });
+    step.local().custom(op, vec![local], &shape)
+}
+
+/// Gives `blocks`, one to each of the first ranks of `to`, from the ranks of `from`, which have the `full` tensor. A rank that is among
+/// these takes its own.
+fn carry(
+    (from, all, full): (&Placement, &[f32], &[Range<usize>]),
+    (to, blocks): (&Placement, &[Vec<Range<usize>>]),
+    part: &mut [f32],
+) -> crate::Result<()> {
+    let (group, from) = (to.outer(), from.ranks());
+    let mut packed = Vec::new();
+    let (mut sends, mut receives) = (vec![0; group.world_size()], vec![0; group.world_size()]);
+    for (i, (rank, block)) in to.ranks().iter().zip(blocks).enumerate() {
+        let own = from.contains(rank).then_some(*rank);
+        let source = own.unwrap_or(from[i % from.len()]);
+        if source == group.rank() {
+            packed.extend(boxing::slice(all, full, block));
+            sends[*rank] = boxing::numel(block);
+        }
+        if *rank == group.rank() {
+            receives[source] = boxing::numel(block);
+        }
+    }
+    let done = group.all_to_all_v(&packed, &sends, part, &receives);
+    done.map_err(|e| Error::comm_while("a tensor could not move to other ranks", e))
 }
 
 /// A parameter in the layout that an operation needs.
@@ -358,7 +431,7 @@ pub(crate) fn weight<'s>(
     if **own == *layout {
         return Ok(id.into());
     }
-    let boxing = step.params().plans().get(own, layout)?;
+    let boxing = step.plan(own, layout)?;
     let name = || step.params().local().infos()[id.index()].name.clone();
     step.note(operation, name, &boxing);
     let local = step.local().parameter(id)?;
@@ -373,28 +446,24 @@ pub(crate) fn weight<'s>(
 /// Whether a parameter needs collectives to get into a layout, so that it is not worth keeping until backward.
 pub(crate) fn is_gathered(step: &GlobalStep<'_>, id: ParamId, layout: &Layout) -> Result<bool> {
     let own = step.params().engine_layout(id)?;
-    Ok(**own != *layout && !step.params().plans().get(own, layout)?.is_local())
-}
-
-/// A boxing, and those of the gradient, one after another.
-struct Converted {
-    placement: Placement,
-    /// The parameter, if it is one that is gathered.
-    prefetched: Option<(usize, Prefetch)>,
-    there: Arc<Boxing>,
-    back: Vec<Arc<Boxing>>,
+    Ok(**own != *layout && !step.plan(own, layout)?.is_local())
 }
 
 type OpResult = phalanx_base::Result<()>;
 
-impl CustomOp for Converted {
+/// A function of one tensor that needs no values for its gradient.
+struct Linear<F, B> {
+    forward: F,
+    backward: B,
+}
+
+impl<F, B> CustomOp for Linear<F, B>
+where
+    F: Fn(&[f32], &mut [f32]) -> crate::Result<()> + Send,
+    B: Fn(&[f32], &mut [f32]) -> crate::Result<()> + Send,
+{
     fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> OpResult {
-        let (placement, part) = (&self.placement, inputs[0]);
-        match &self.prefetched {
-            Some((param, order)) => order.take(*param, &self.there, placement, part, output)?,
-            None => self.there.run_into(placement, part, output)?,
-        }
-        Ok(())
+        Ok((self.forward)(inputs[0], output)?)
     }
 
     fn backward(
@@ -404,16 +473,7 @@ impl CustomOp for Converted {
         d_output: &[f32],
         d_inputs: &mut [&mut [f32]],
     ) -> OpResult {
-        let Some((last, first)) = self.back.split_last() else {
-            return Err(phalanx_base::Error::internal(
-                "a conversion has no way back",
-            ));
-        };
-        let mut held = Cow::Borrowed(d_output);
-        for boxing in first {
-            held = Cow::Owned(boxing.run(&self.placement, &held)?);
-        }
-        Ok(last.run_into(&self.placement, &held, d_inputs[0])?)
+        Ok((self.backward)(d_output, d_inputs[0])?)
     }
 
     fn name(&self) -> &'static str {

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+use std::path::Path;
 use std::time::Duration;
 
 use phalanx_base::error::Result;
@@ -16,13 +17,28 @@ mod tls;
 /// OpenSSL and curl.
 pub const ROOTS: &str = "SSL_CERT_FILE";
 
-/// An HTTP client. `silence` is the timeout for connecting, for the answer and for each read and
+/// An HTTP client that trusts the certificates that [`ROOTS`] names, or the built-in ones. `silence` is the timeout for connecting, for the answer and for each read and
 /// write; `insecure` takes any certificate of a server. Statuses of errors are answers.
 ///
 /// # Errors
 ///
 /// `Usage` if the file of root certificates cannot be read.
 pub fn agent(silence: Duration, insecure: bool) -> Result<Agent> {
+    let named = std::env::var_os(ROOTS).filter(|path| !path.is_empty());
+    let roots = named.as_ref().map(|path| (ROOTS, Path::new(path)));
+    agent_trusting(silence, insecure, roots)
+}
+
+/// The same with a file of root certificates, and the variable that names it.
+///
+/// # Errors
+///
+/// As [`agent`].
+pub fn agent_trusting(
+    silence: Duration,
+    insecure: bool,
+    roots: Option<(&str, &Path)>,
+) -> Result<Agent> {
     let config = Agent::config_builder()
         .http_status_as_error(false)
         .timeout_connect(Some(silence))
@@ -31,9 +47,9 @@ pub fn agent(silence: Duration, insecure: bool) -> Result<Agent> {
         .timeout_per_write(Some(silence))
         .user_agent(concat!("phalanx/", env!("CARGO_PKG_VERSION")));
     #[cfg(feature = "tls")]
-    let config = config.tls_config(tls::config(insecure)?);
+    let config = config.tls_config(tls::config(insecure, roots)?);
     #[cfg(not(feature = "tls"))]
-    let _ = insecure;
+    let _ = (insecure, roots);
     Ok(config.build().into())
 }
 

@@ -7,26 +7,24 @@ use phalanx_base::error::{Error, Result};
 use phalanx_base::files::read_regular;
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 
-use crate::ROOTS;
-
 /// Limit for a file of root certificates; the usual ones have 230 kB.
 const MAX_ROOTS_BYTES: u64 = 64 << 20;
 
-/// Verifies certificates unless `insecure`, by the roots in [`ROOTS`] or the built-in ones.
-pub(crate) fn config(insecure: bool) -> Result<TlsConfig> {
+/// Verifies certificates unless `insecure`, by the roots in a file that a variable names, or the built-in ones.
+pub(crate) fn config(insecure: bool, file: Option<(&str, &Path)>) -> Result<TlsConfig> {
     let tls = TlsConfig::builder().disable_verification(insecure);
-    let tls = match std::env::var_os(ROOTS).filter(|path| !path.is_empty()) {
-        Some(path) => tls.root_certs(roots(Path::new(&path))?),
+    let tls = match file {
+        Some((variable, path)) => tls.root_certs(roots(variable, path)?),
         None => tls,
     };
     Ok(tls.build())
 }
 
 /// The certificates in a PEM file.
-fn roots(path: &Path) -> Result<RootCerts> {
+fn roots(variable: &str, path: &Path) -> Result<RootCerts> {
     let wrong = |e: String| {
         Error::usage(format!(
-            "{ROOTS} names {}, which is not a certificate file: {e}",
+            "{variable} names {}, which is not a certificate file: {e}",
             path.display()
         ))
     };
@@ -53,18 +51,23 @@ mod tests {
     fn certificates_are_read_or_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("roots.pem");
-        assert!(roots(&path).unwrap_err().chain().contains("SSL_CERT_FILE"));
+        assert!(
+            roots(crate::ROOTS, &path)
+                .unwrap_err()
+                .chain()
+                .contains("SSL_CERT_FILE")
+        );
         for text in [
             "no certificates here",
             "-----BEGIN CERTIFICATE-----\n!!!\n-----END CERTIFICATE-----\n",
         ] {
             std::fs::write(&path, text).unwrap();
-            let error = roots(&path).unwrap_err();
+            let error = roots(crate::ROOTS, &path).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Usage, "{text}");
         }
         let pem = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
         std::fs::write(&path, pem.repeat(2)).unwrap();
-        let RootCerts::Specific(found) = roots(&path).unwrap() else {
+        let RootCerts::Specific(found) = roots(crate::ROOTS, &path).unwrap() else {
             panic!("not those of the file");
         };
         assert_eq!(found.len(), 2);

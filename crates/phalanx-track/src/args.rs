@@ -30,6 +30,18 @@ impl TrackArgs {
         }
     }
 
+    /// As [`trackers`](Self::trackers), and for a run under Kubeflow Trainer the one that posts its progress there.
+    ///
+    /// # Errors
+    ///
+    /// As [`validate`](Self::validate).
+    pub fn of_run(&self, env: &Env) -> Result<Vec<Box<dyn Tracker + Send>>> {
+        let mut trackers = self.trackers(env)?;
+        #[cfg(feature = "mlflow")]
+        trackers.extend(crate::kubeflow::of(env));
+        Ok(trackers)
+    }
+
     /// The trackers that the flags ask for, with addresses and passwords from `env`.
     ///
     /// # Errors

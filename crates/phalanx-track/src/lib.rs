@@ -11,6 +11,8 @@ mod delivery;
 mod ending;
 mod follow;
 #[cfg(feature = "mlflow")]
+mod kubeflow;
+#[cfg(feature = "mlflow")]
 mod mlflow;
 mod tensorboard;
 mod tracker;

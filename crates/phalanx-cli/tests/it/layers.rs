@@ -461,7 +461,7 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["tracker"],
             &["values"],
             &["tensorboard"],
-            &["mlflow"],
+            &["kubeflow", "mlflow"],
             &["wandb"],
             &["args"],
             &["delivery"],

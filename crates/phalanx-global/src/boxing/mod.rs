@@ -2,7 +2,7 @@
 //! by predicted time and then run.
 //!
 //! A route leads over layouts in which each mesh dimension has the SBP that it starts with, the one
-//! that it ends with, or [`Sbp::Broadcast`]. [`Boxing::plan`] looks at all of them (nine at most)
+//! that it ends with, or [`Sbp::Broadcast`]. [`Boxing::plan`] looks at all of them (27 at most)
 //! and takes the one whose steps take least time by the cost model of `phalanx plan`. All ranks
 //! know the same layouts and costs, so all take the same.
 //!
@@ -103,10 +103,19 @@ impl Boxing {
                 to.mesh()
             )));
         }
+        let blocks = |layout: &Layout| (0..layout.ranks()).map(|r| layout.block(r)).collect();
+        let nodes = nodes(from, to).into_iter();
+        let (mut folded, a) = (Vec::new(), from.sbp());
+        let waits = |d: usize| {
+            let waits = a[d] == to.sbp()[d] && folded.iter().all(|s| *s == a[d]);
+            folded.extend(Some(a[d]).filter(|s| s.is_partial() && !waits));
+            waits
+        };
         let search = Search {
             placement,
             to,
-            nodes: nodes(from, to),
+            nodes: nodes.map(|l| (l.clone(), blocks(&l))).collect(),
+            waits: (0..from.sbp().len()).map(waits).collect(),
         };
         let steps = search.shortest(from).ok_or_else(|| {
             Error::usage(format!("no sequence of collectives turns {from} into {to}"))
@@ -244,7 +253,7 @@ fn mixed(from: &Layout, to: &Layout, choice: &[usize]) -> Option<Layout> {
             let all_of_it = split.iter().all(|d| choice[*d] == which);
             match all_of_it {
                 true if own == split => layout.shared_cuts(axis),
-                true if own.first() == split.first() && split.len() == 1 => layout.outer_cuts(axis),
+                true if own.starts_with(&split) => layout.outer_cuts(axis, split.len()),
                 _ => None,
             }
         };
@@ -258,17 +267,19 @@ fn mixed(from: &Layout, to: &Layout, choice: &[usize]) -> Option<Layout> {
 struct Search<'a> {
     placement: &'a Placement,
     to: &'a Layout,
-    nodes: Vec<Layout>,
+    nodes: Vec<(Layout, Vec<Block>)>,
+    /// Dimensions that stay partial, and are not folded before others: they have the same fold as all that are.
+    waits: Vec<bool>,
 }
 
 impl Search<'_> {
     /// Dijkstra's algorithm over the nodes; of equals the first one, on all ranks.
     fn shortest(&self, from: &Layout) -> Option<Vec<Step>> {
         let n = self.nodes.len();
-        let place = |layout: &Layout| self.nodes.iter().position(|l| l == layout);
+        let place = |layout: &Layout| self.nodes.iter().position(|node| node.0 == *layout);
         let (start, end) = (place(from)?, place(self.to)?);
         let mut seconds = vec![f64::INFINITY; n];
-        let mut way: Vec<Option<(usize, Step)>> = vec![None; n];
+        let mut way: Vec<Option<(usize, StepKind, f64)>> = vec![None; n];
         let mut done = vec![false; n];
         seconds[start] = 0.0;
         loop {
@@ -282,31 +293,39 @@ impl Search<'_> {
                 if done[other] {
                     continue;
                 }
-                if let Some(step) = self.step(&self.nodes[next], &self.nodes[other])
-                    && seconds[next] + step.seconds < seconds[other]
+                if let Some((kind, takes)) = self.step(&self.nodes[next], &self.nodes[other])
+                    && seconds[next] + takes < seconds[other]
                 {
-                    seconds[other] = seconds[next] + step.seconds;
-                    way[other] = Some((next, step));
+                    seconds[other] = seconds[next] + takes;
+                    way[other] = Some((next, kind, takes));
                 }
             }
         }
         let mut steps = Vec::new();
         let mut at = end;
-        while let Some((before, step)) = way[at].take() {
-            steps.push(step);
+        while let Some((before, kind, seconds)) = way[at].take() {
+            let ((x, a), (to, b)) = (&self.nodes[before], &self.nodes[at]);
+            let sent = (0..x.ranks()).map(|rank| self.sent(kind, x, rank, (a, b)));
+            steps.push(Step {
+                kind,
+                to: to.clone(),
+                sent: sent.collect(),
+                seconds,
+            });
             at = before;
         }
         steps.reverse();
         Some(steps)
     }
 
-    /// The one step from `x` to `y`, if there is one.
-    fn step(&self, x: &Layout, y: &Layout) -> Option<Step> {
+    /// The one step from `x` to `y`, if there is one, and the seconds that it takes.
+    fn step(
+        &self,
+        (x, a): &(Layout, Vec<Block>),
+        (y, b): &(Layout, Vec<Block>),
+    ) -> Option<(StepKind, f64)> {
         let dims = x.mesh().len();
         let changed: Vec<usize> = (0..dims).filter(|d| x.sbp()[*d] != y.sbp()[*d]).collect();
-        let all = || 0..x.ranks();
-        let blocks = |l: &Layout| all().map(|r| l.block(r)).collect::<Vec<_>>();
-        let (a, b) = (blocks(x), blocks(y));
         let inside = |inner: &[Block], outer: &[Block]| {
             inner.iter().zip(outer).all(|(i, o)| is_inside(i, o))
         };
@@ -315,18 +334,15 @@ impl Search<'_> {
                 let Sbp::Partial(fold) = x.sbp()[dim] else {
                     return None;
                 };
-                // The last dimension first; one that stays partial may wait if it has the same fold.
-                let waits = |d: usize| x.sbp()[d] == self.to.sbp()[d] && x.sbp()[d] == x.sbp()[dim];
-                let later = |d: usize| x.sbp()[d].is_partial() && !waits(d);
+                // The last dimension first.
+                let later = |d: usize| x.sbp()[d].is_partial() && !self.waits[d];
                 if (dim + 1..dims).any(later) || y.sbp()[dim].is_partial() {
                     return None;
                 }
                 match y.sbp()[dim] {
                     Sbp::Broadcast if a == b => StepKind::AllReduce { dim, fold },
                     // Minima and maxima are folded whole: their gradients need to know who has them.
-                    Sbp::Split(_)
-                        if fold == Fold::Sum && inside(&b, &a) && covers(x, dim, &b, &a) =>
-                    {
+                    Sbp::Split(_) if fold == Fold::Sum && inside(b, a) && covers(x, dim, b, a) => {
                         StepKind::ReduceScatter { dim }
                     }
                     _ => return None,
@@ -335,7 +351,7 @@ impl Search<'_> {
             [dim] if y.sbp()[dim].is_partial() => match (x.sbp()[dim], y.sbp()[dim]) {
                 (Sbp::Broadcast, Sbp::Partial(Fold::Sum)) if a == b => StepKind::Keep { dim },
                 (Sbp::Broadcast, _) if a == b => StepKind::Rename,
-                (Sbp::Split(_), _) if inside(&a, &b) && covers(x, dim, &a, &b) => StepKind::Pad,
+                (Sbp::Split(_), _) if inside(a, b) && covers(x, dim, a, b) => StepKind::Pad,
                 _ => return None,
             },
             _ if changed
@@ -344,22 +360,13 @@ impl Search<'_> {
             {
                 return None;
             }
-            _ if inside(&b, &a) => StepKind::Slice,
-            [dim] if y.sbp()[dim] == Sbp::Broadcast && inside(&a, &b) && covers(x, dim, &a, &b) => {
+            _ if inside(b, a) => StepKind::Slice,
+            [dim] if y.sbp()[dim] == Sbp::Broadcast && inside(a, b) && covers(x, dim, a, b) => {
                 StepKind::AllGather { dim }
             }
             _ => StepKind::Exchange { dim: exchanging(x) },
         };
-        let sent: Vec<usize> = all()
-            .map(|rank| self.sent(kind, x, rank, (&a, &b)))
-            .collect();
-        let seconds = self.seconds(kind, x, (&a, &b), &sent);
-        Some(Step {
-            kind,
-            to: y.clone(),
-            sent,
-            seconds,
-        })
+        Some((kind, self.seconds(kind, x, (a, b))))
     }
 
     /// Bytes that `rank` sends to others.
@@ -385,13 +392,7 @@ impl Search<'_> {
         elems * ELEM_BYTES
     }
 
-    fn seconds(
-        &self,
-        kind: StepKind,
-        x: &Layout,
-        (a, b): (&[Block], &[Block]),
-        sent: &[usize],
-    ) -> f64 {
+    fn seconds(&self, kind: StepKind, x: &Layout, (a, b): (&[Block], &[Block])) -> f64 {
         let most = |blocks: &[Block]| blocks.iter().map(|b| numel(b)).max().unwrap_or(0);
         let bytes = |elems: usize| elems * ELEM_BYTES;
         let (before, after) = (bytes(most(a)), bytes(most(b)));
@@ -414,7 +415,8 @@ impl Search<'_> {
                     None => self.placement.group().selector(),
                 };
                 let peers = (selector.hosts().world() - 1).max(1);
-                let each = sent.iter().max().unwrap_or(&0).div_ceil(peers);
+                let sent = (0..x.ranks()).map(|rank| self.sent(kind, x, rank, (a, b)));
+                let each = sent.max().unwrap_or(0).div_ceil(peers);
                 // Two rounds: the lengths, then the data.
                 let lengths = selector.predict(Method::AllToAll, size_of::<i64>());
                 lengths + selector.predict(Method::AllToAll, each) + copied
@@ -463,7 +465,9 @@ fn is_inside(inner: &[Range<usize>], outer: &[Range<usize>]) -> bool {
 
 /// Whether the `inner` blocks of the ranks of each line along `dim` make up the `outer` one.
 fn covers(layout: &Layout, dim: usize, inner: &[Block], outer: &[Block]) -> bool {
-    (0..layout.ranks()).all(|rank| {
+    let stride: usize = layout.mesh()[dim + 1..].iter().product();
+    let starts = |rank: &usize| (rank / stride).is_multiple_of(layout.mesh()[dim]);
+    (0..layout.ranks()).filter(starts).all(|rank| {
         let line = line_of(layout, rank, &[dim]);
         let parts: usize = line.iter().map(|r| numel(&inner[*r])).sum();
         line.iter().all(|r| outer[*r] == outer[rank]) && parts == numel(&outer[rank])
@@ -472,12 +476,16 @@ fn covers(layout: &Layout, dim: usize, inner: &[Block], outer: &[Block]) -> bool
 
 /// The ranks with `rank`'s coordinates in all dimensions but `free`, in ascending order.
 fn line_of(layout: &Layout, rank: usize, free: &[usize]) -> Vec<usize> {
-    let own = coordinates(layout.mesh(), rank);
-    let same = |other: &usize| {
-        let at = coordinates(layout.mesh(), *other);
-        (0..own.len()).all(|d| free.contains(&d) || at[d] == own[d])
-    };
-    (0..layout.ranks()).filter(same).collect()
+    let (mut line, mut stride) = (vec![rank], 1);
+    for (d, &size) in layout.mesh().iter().enumerate().rev() {
+        if free.contains(&d) {
+            let first = |r: &usize| r - r / stride % size * stride;
+            let each = |i| line.iter().map(move |r| first(r) + i * stride);
+            line = (0..size).flat_map(each).collect();
+        }
+        stride *= size;
+    }
+    line
 }
 
 /// The ranks whose blocks together are the tensor that `rank` has a part of: those of its lines along split

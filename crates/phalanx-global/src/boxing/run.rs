@@ -32,6 +32,9 @@ impl Boxing {
         part: &[f32],
         to: &mut [f32],
     ) -> Result<()> {
+        if !placement.is_member() {
+            return Ok(());
+        }
         let own = self.from.numel_of(placement.rank());
         if part.len() != own {
             return Err(Error::usage(format!(

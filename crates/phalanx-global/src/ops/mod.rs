@@ -46,10 +46,10 @@ impl<'s> Global<'s> {
         rules: &[Rule],
         shape: &[usize],
     ) -> Result<Decision> {
-        let (step, plans) = (self.step(), self.step().params().plans());
-        let automatic = step.is_automatic();
+        let automatic = self.step().is_automatic();
+        let price = |from: &Layout, to: &Layout| self.step().price(from, to);
         Ok(rules::decide(
-            operation, operands, rules, shape, automatic, plans,
+            operation, operands, rules, shape, automatic, &price,
         )?)
     }
 
@@ -67,7 +67,7 @@ impl<'s> Global<'s> {
         let x = self.converted(&decision.takes[0], operation, || "operand 0".to_owned())?;
         let made = decision.result_with(x.mesh(), shape, change)?;
         let (step, own) = (x.step(), made.shape_of(x.rank()));
-        let local = run(x.into_local(), &own, &decision)?;
+        let local = step.part([x.into_local()], |[x]| run(x, &own, &decision))?;
         Ok(Global::new(step, local, Rc::new(made)))
     }
 
@@ -105,7 +105,7 @@ impl<'s> Global<'s> {
         let b = other.converted(&decision.takes[1], operation, || "operand 1".to_owned())?;
         let made = decision.result(a.mesh(), shape)?;
         let step = a.step();
-        let local = run(a.into_local(), b.into_local())?;
+        let local = step.part([a.into_local(), b.into_local()], |[a, b]| run(a, b))?;
         Ok(Global::new(step, local, Rc::new(made)))
     }
 
@@ -173,6 +173,7 @@ impl<'s> Global<'s> {
         ) -> Result<Tensor<'s>>,
     ) -> Result<Self> {
         let step = self.step();
+        step.check_parameters(operation)?;
         let first = 1 + usize::from(other.is_some());
         let mut layouts = Vec::new();
         for id in ids.into_iter().flatten() {

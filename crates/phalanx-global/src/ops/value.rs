@@ -111,7 +111,7 @@ impl<'s> Value<'s> for Global<'s> {
             let value = value.converted(takes, "concat", || format!("operand {i}"))?;
             parts.push(value.into_local());
         }
-        let local = step.local().concat(parts, dim)?;
+        let local = step.part(parts, |parts| step.local().concat(parts, dim))?;
         Ok(Global::new(step, local, Rc::new(made)))
     }
 

@@ -20,7 +20,7 @@ pub enum Over {
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Names of the dimensions of a mesh.
-pub const NAMES: [&str; 2] = ["data", "tensor"];
+pub const NAMES: [&str; 3] = ["data", "tensor", "row"];
 
 /// One handle per rank, in rank order.
 pub fn groups(over: Over, world: usize) -> Vec<ProcessGroup> {
@@ -118,6 +118,11 @@ pub fn coordinates(mesh: &[usize], rank: usize) -> Vec<usize> {
     match *mesh {
         [_] => vec![rank],
         [_, columns] => vec![rank / columns, rank % columns],
-        _ => unreachable!("meshes have one or two dimensions"),
+        [_, columns, depth] => vec![
+            rank / (columns * depth),
+            rank / depth % columns,
+            rank % depth,
+        ],
+        _ => unreachable!("meshes have one to three dimensions"),
     }
 }

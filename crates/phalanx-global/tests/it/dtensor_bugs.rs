@@ -383,7 +383,7 @@ fn batch_norm_of_a_split_batch_is_that_of_the_whole() {
     let layer = BatchNorm2d::new(scope.enter("bn"), 3);
     let params = scope.build().unwrap();
     let want = normalised(&params, &layer, None);
-    let cases: [(&[usize], &[Sbp]); 9] = [
+    let cases: [(&[usize], &[Sbp]); 12] = [
         (&[1], &[S0]),
         (&[3], &[S0]),
         (&[3], &[S1]),
@@ -393,6 +393,9 @@ fn batch_norm_of_a_split_batch_is_that_of_the_whole() {
         (&[2, 2], &[B, S0]),
         (&[2, 2], &[S0, S0]),
         (&[2, 2], &[S0, S1]),
+        (&[2, 2, 2], &[S0, B, S0]),
+        (&[2, 1, 3], &[S1, B, S0]),
+        (&[2, 1, 2], &[B, B, S0]),
     ];
     for (mesh, sbp) in cases {
         let made = on_mesh(Over::Thread, mesh, |p| {

@@ -8,4 +8,5 @@ mod dtensor_bugs;
 mod gpt;
 mod lost;
 mod oracle;
+mod placement;
 mod vote;

@@ -73,6 +73,9 @@ struct Choice {
     every: usize,
     uneven: bool,
     precision: Precision,
+    most: usize,
+    /// Every how manyth operation runs.
+    rows: usize,
 }
 
 /// How many times as often declared combinations are drawn, in each mesh dimension.
@@ -82,6 +85,8 @@ const FULL: Choice = Choice {
     every: 1,
     uneven: false,
     precision: Precision::F32,
+    most: usize::MAX,
+    rows: 1,
 };
 
 /// Runs what was chosen on one mesh.
@@ -92,21 +97,37 @@ fn on(mesh: &[usize], sizes: &[usize], choice: Choice) -> Counts {
         let mut tape = Tape::new(Threads(1));
         for &n in sizes {
             for (i, row) in rows(n, ranks).iter().enumerate() {
-                if choice.precision == Precision::Bf16 && !row.is_product {
+                // On three dimensions one operation that must convert prices hundreds of layouts.
+                if (choice.precision == Precision::Bf16 && !row.is_product)
+                    || !(i + n).is_multiple_of(choice.rows)
+                {
                     continue;
                 }
                 let mut want = None;
                 let one = combinations(row);
                 let number_of = one.len().pow(mesh.len() as u32);
-                for code in 0..number_of {
+                let declared: Vec<usize> = (0..one.len())
+                    .filter(|c| row.direct.contains(&one[*c]))
+                    .collect();
+                for k in 0..number_of.min(choice.most) {
+                    // Over three dimensions there are too many to look at each: some are drawn, half of them of declared ones.
+                    let code = match mesh.len() {
+                        1 | 2 => k,
+                        _ => (0..mesh.len()).fold(0, |code, d| {
+                            let drawn = (number(&[ranks, n, i, k, d]).abs() * 1e6) as usize;
+                            let digit = match k.is_multiple_of(2) && !declared.is_empty() {
+                                true => declared[drawn % declared.len()],
+                                false => drawn % one.len(),
+                            };
+                            code * one.len() + digit
+                        }),
+                    };
                     let key = [ranks, n, i, code, usize::from(choice.uneven)];
                     let drawn = (number(&key).abs() * 1e6) as usize;
-                    let (first, second) = (code % one.len(), code / one.len());
+                    let digit = |d: usize| code / one.len().pow(d as u32) % one.len();
+                    let own: Vec<usize> = (0..mesh.len()).map(digit).collect();
                     // Of combinations that run as they are more are drawn: they are few.
-                    let is_declared = [first, second][..mesh.len()]
-                        .iter()
-                        .all(|c| row.direct.contains(&one[*c]));
-                    let more = if is_declared {
+                    let more = if own.iter().all(|c| declared.contains(c)) {
                         DECLARED.pow(mesh.len() as u32)
                     } else {
                         1
@@ -114,10 +135,8 @@ fn on(mesh: &[usize], sizes: &[usize], choice: Choice) -> Counts {
                     if !drawn.is_multiple_of((choice.every / more).max(1)) {
                         continue;
                     }
-                    let sbp = (0..one[first].len()).map(|o| match mesh.len() {
-                        1 => vec![one[first][o]],
-                        _ => vec![one[first][o], one[second][o]],
-                    });
+                    let operands = one[0].len();
+                    let sbp = (0..operands).map(|o| own.iter().map(|c| one[*c][o]).collect());
                     let lay = Lay {
                         sbp: sbp.collect(),
                         uneven: choice.uneven,
@@ -224,6 +243,24 @@ fn sample_in_two_dimensions() {
     report("2x2 and 2x3", in_two_dimensions(2000));
 }
 
+/// Triples of combinations over the dimensions of a mesh: of every `rows`-th operation `most`, of which half are declared.
+fn in_three_dimensions(mesh: [usize; 3], uneven: bool, [most, rows]: [usize; 2]) -> Counts {
+    let choice = Choice {
+        uneven,
+        most,
+        rows,
+        ..FULL
+    };
+    on(&mesh, &[4, 7], choice)
+}
+
+#[test]
+fn sample_in_three_dimensions() {
+    let mut counts = in_three_dimensions([2, 1, 2], false, [2, 8]);
+    counts += in_three_dimensions([1, 3, 1], true, [1, 9]);
+    report("three dimensions", counts);
+}
+
 /// All combinations of one dimension, every fourth in bf16, and more pairs over two.
 #[test]
 #[ignore = "takes minutes; the samples above run always"]
@@ -240,5 +277,9 @@ fn all_combinations() {
     let two = in_two_dimensions(200);
     report("2x2 and 2x3", two);
     all += two;
+    let mut three = in_three_dimensions([2, 2, 2], false, [4, 1]);
+    three += in_three_dimensions([3, 2, 1], true, [2, 1]);
+    report("three dimensions", three);
+    all += three;
     report("all", all);
 }

@@ -12,6 +12,8 @@ pub struct Engine {
     pub counts: &'static [&'static str],
     /// Variables with a host for each node, separated by commas or white space.
     pub hosts: &'static [&'static str],
+    /// Variables with the host of the first node.
+    pub leader: &'static [&'static str],
     /// Variables with this node's number.
     pub indices: &'static [&'static str],
     /// If one of these is set, the others do not describe this process.
@@ -25,8 +27,11 @@ pub struct Engine {
     pub flags: Option<&'static str>,
 }
 
+/// Set where `RANK` and `WORLD_SIZE` count nodes (DLC): the number of ranks on each.
+pub(super) const RANKS_PER_NODE: &str = "NPROC_PER_NODE";
+
 /// The first that has several nodes is followed or named. Kubeflow's `PET_*` variables stand for flags.
-const ENGINES: [Engine; 5] = [
+const ENGINES: [Engine; 7] = [
     Engine {
         name: "PyTorchJob or DLC (RANK and WORLD_SIZE count nodes)",
         counts: &["WORLD_SIZE"],
@@ -55,6 +60,27 @@ const ENGINES: [Engine; 5] = [
         indices: &["VC_TASK_INDEX"],
         flags: Some(
             r#"--nnodes "$VC_WORKER_NUM" --node-rank "$VC_TASK_INDEX" --master-addr "${VC_WORKER_HOSTS%%,*}" "#,
+        ),
+        ..Engine::NONE
+    },
+    Engine {
+        name: "dstack",
+        counts: &["DSTACK_NODES_NUM"],
+        hosts: &["DSTACK_NODES_IPS"],
+        leader: &["DSTACK_MASTER_NODE_IP"],
+        indices: &["DSTACK_NODE_RANK"],
+        flags: Some(
+            r#"--nnodes "$DSTACK_NODES_NUM" --node-rank "$DSTACK_NODE_RANK" --master-addr "$DSTACK_MASTER_NODE_IP" "#,
+        ),
+        ..Engine::NONE
+    },
+    Engine {
+        name: "LeaderWorkerSet",
+        counts: &["LWS_GROUP_SIZE"],
+        leader: &["LWS_LEADER_ADDRESS"],
+        indices: &["LWS_WORKER_INDEX"],
+        flags: Some(
+            r#"--nnodes "$LWS_GROUP_SIZE" --node-rank "$LWS_WORKER_INDEX" --master-addr "$LWS_LEADER_ADDRESS" "#,
         ),
         ..Engine::NONE
     },
@@ -100,7 +126,8 @@ pub fn node(
         let any_set = |names: &[&str]| names.iter().any(|name| is_set(env, name));
         let is_about_others =
             any_set(engine.unless) || !engine.only_with.is_empty() && !any_set(engine.only_with);
-        let is_for_us = engine.for_ranks || command.is_none() || nodes.is_some();
+        let is_node = engine.for_ranks || is_set(env, RANKS_PER_NODE);
+        let is_for_us = is_node || command.is_none() || nodes.is_some();
         if is_about_others || !is_for_us {
             continue;
         }
@@ -118,7 +145,8 @@ pub fn node(
             continue;
         }
         let count = engine.nodes(env)?;
-        let found = set(env, &[engine.counts, engine.indices, engine.hosts].concat());
+        let names = [engine.counts, engine.indices, engine.hosts, engine.leader];
+        let found = set(env, &names.concat());
         let are_several = match engine.counts {
             // It cannot show that there is one node only.
             [] => !found.is_empty() && !is_counted,
@@ -164,6 +192,7 @@ impl Engine {
         name: "",
         counts: &[],
         hosts: &[],
+        leader: &[],
         indices: &[],
         unless: &[],
         only_with: &[],
@@ -193,12 +222,14 @@ impl Engine {
         let [(name, index)] = set(env, self.indices)[..] else {
             return Ok(None);
         };
+        let leader = set(env, self.leader);
+        let first = leader.first().map(|(_, host)| host).or(hosts.first());
         let index = number(name, index)?;
         let is_equal = counts.windows(2).all(|pair| pair[0] == pair[1]);
         let count = counts.first().filter(|count| is_equal && index < **count);
         Ok(count.map(|count| Process {
             local_world: Some(1),
-            master_addr: hosts.first().map(|host| (*host).to_owned()),
+            master_addr: first.map(|host| (*host).to_owned()),
             ..Process::new(self.name, index, *count)
         }))
     }
@@ -426,6 +457,60 @@ mod tests {
                 Refused(&["3 nodes", "(VC_TASK_INDEX=2)"]),
             ),
             ("VC_TASK_INDEX=0", BOTH, None, Alone),
+            (
+                "RANK=1 WORLD_SIZE=2 MASTER_ADDR=a NPROC_PER_NODE=8",
+                BOTH,
+                None,
+                Node(1, 2, None),
+            ),
+            (
+                "DSTACK_NODES_NUM=2 DSTACK_NODE_RANK=1 DSTACK_MASTER_NODE_IP=10.0.0.1 DSTACK_NODES_IPS=10.0.0.1_10.0.0.2 DSTACK_GPUS_PER_NODE=0",
+                BOTH,
+                None,
+                Node(1, 2, Some("10.0.0.1")),
+            ),
+            (
+                "DSTACK_NODES_NUM=2 DSTACK_NODE_RANK=0 DSTACK_MASTER_NODE_IP=b",
+                BOTH,
+                None,
+                Node(0, 2, Some("b")),
+            ),
+            (
+                "DSTACK_NODES_NUM=3 DSTACK_NODE_RANK=1 DSTACK_MASTER_NODE_IP=a DSTACK_NODES_IPS=a_b",
+                BOTH,
+                None,
+                Refused(&["dstack", "DSTACK_NODES_NUM=3", "$DSTACK_MASTER_NODE_IP"]),
+            ),
+            (
+                "DSTACK_NODES_NUM=1 DSTACK_NODE_RANK=0 DSTACK_MASTER_NODE_IP=a DSTACK_NODES_IPS=a",
+                BOTH,
+                None,
+                Alone,
+            ),
+            (
+                "LWS_GROUP_SIZE=4 LWS_WORKER_INDEX=2 LWS_LEADER_ADDRESS=mnist-0.mnist.default",
+                BOTH,
+                None,
+                Node(2, 4, Some("mnist-0.mnist.default")),
+            ),
+            (
+                "LWS_GROUP_SIZE=2 LWS_WORKER_INDEX=2 LWS_LEADER_ADDRESS=h",
+                BOTH,
+                None,
+                Refused(&["LeaderWorkerSet", "3 nodes", "LWS_LEADER_ADDRESS=h"]),
+            ),
+            (
+                "LWS_GROUP_SIZE=2 LWS_WORKER_INDEX=1",
+                BOTH,
+                None,
+                Refused(&["--node-rank \"$LWS_WORKER_INDEX\""]),
+            ),
+            (
+                "LWS_GROUP_SIZE=1 LWS_WORKER_INDEX=0 LWS_LEADER_ADDRESS=h",
+                BOTH,
+                None,
+                Alone,
+            ),
             // the shell of sbatch, which runs once, and of salloc
             (
                 "SLURM_JOB_NUM_NODES=2 SLURM_NNODES=2 SLURM_PROCID=0 SLURM_NODEID=0 SLURM_NTASKS=2",

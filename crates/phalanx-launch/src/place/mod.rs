@@ -17,6 +17,7 @@ mod process;
 mod slurm;
 pub mod torchrun;
 
+use kubernetes::RANKS_PER_NODE;
 pub use kubernetes::is_on_modelarts;
 pub use mpi::PMI_SOCKET;
 pub use node::{Address, LOST_AFTER, Meeting, Node, NodeQuery};
@@ -123,7 +124,7 @@ fn started_rank(args: &RankArgs, env: &Env) -> Result<Option<Process>> {
     // The only process of its node, which starts the ranks there: `RANK` and `WORLD_SIZE` without `LOCAL_RANK`
     // may count nodes, too.
     let is_node = |rank: &Process| match rank.is_by_variables() {
-        true => has_nodes && !is_set(env, "LOCAL_RANK"),
+        true => (has_nodes || is_set(env, RANKS_PER_NODE)) && !is_set(env, "LOCAL_RANK"),
         false => rank.local_world == Some(1) && (has_nodes || args.nproc_per_node > Some(1)),
     };
     let Some(rank) = rank_place(env)?.filter(|rank| !is_node(rank)) else {
@@ -198,6 +199,24 @@ pub(crate) mod tests {
         pairs.iter().map(owned).collect()
     }
 
+    /// As an elastic PyTorchJob sets them.
+    #[test]
+    fn a_range_of_nodes_by_variables() {
+        let variables = "PET_NNODES=2:4 PET_NPROC_PER_NODE=2 PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=h:7 PET_NODE_RANK=1";
+        let command = RankArgs::augment_args(clap::Command::new("phalanx"));
+        let args = RankArgs::from_arg_matches(&command.get_matches_from(["phalanx"])).unwrap();
+        let place = Place::of_ranks(&args, &env(variables), "phalanx train").unwrap();
+        let Place::Node(node) = place else {
+            panic!("{place:?}");
+        };
+        assert!(node.comes_and_goes());
+        assert_eq!(node.local_ranks, 2);
+        let meeting = node.meeting.unwrap();
+        assert_eq!((meeting.least, meeting.nodes), (Some(2), 4));
+        assert_eq!((meeting.host.as_str(), meeting.port), ("h", 7));
+        assert_eq!((meeting.node_rank, meeting.is_host), (None, Some(false)));
+    }
+
     /// The place of a command with these flags: `rank R of WORLD`, or `N ranks`, perhaps `on node R of NODES at HOST:PORT`.
     fn place(flags: &str, variables: &str) -> Result<String> {
         let command = RankArgs::augment_args(clap::Command::new("phalanx"));
@@ -228,6 +247,25 @@ pub(crate) mod tests {
             ("", "", "1 ranks"),
             ("", "PET_NPROC_PER_NODE=3", "3 ranks"),
             ("--nproc-per-node 2", "PET_NPROC_PER_NODE=3", "2 ranks"),
+            ("", "NPROC_PER_NODE=3", "3 ranks"),
+            ("", "PET_NPROC_PER_NODE=2 NPROC_PER_NODE=3", "2 ranks"),
+            ("", "NPROC_PER_NODE=0 DSTACK_GPUS_PER_NODE=4", "4 ranks"),
+            ("", "DSTACK_GPUS_PER_NODE=0", "1 ranks"),
+            (
+                "",
+                "NPROC_PER_NODE=8 RANK=1 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=7",
+                "8 ranks on node 1 of 2 at h:7",
+            ),
+            (
+                "",
+                "NPROC_PER_NODE=8 RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=h",
+                "rank 1 of 2",
+            ),
+            (
+                "--nproc-per-node 2",
+                "LWS_GROUP_SIZE=2 LWS_WORKER_INDEX=1 LWS_LEADER_ADDRESS=h",
+                "2 ranks on node 1 of 2 at h:29500",
+            ),
             ("--nproc-per-node 2 --init-method tcp://h:1", "", "2 ranks"),
             (nodes, "", "1 ranks on node 0 of 2 at h:29500"),
             (

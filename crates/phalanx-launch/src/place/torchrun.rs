@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use phalanx_comm::{MAX_LOCAL_RANKS, PortRange};
 
-use super::{Address, Env, text};
+use super::{Address, Env, RANKS_PER_NODE, text};
 use crate::contract::PORTS_VARIABLE;
 use crate::error::{Error, Result};
 use crate::flags::{NodeFlags, count_with};
@@ -108,9 +108,14 @@ impl Setting<'_> {
     }
 }
 
-/// The number of ranks on this node: typed, else `PET_NPROC_PER_NODE`, else one. `cores` is what `auto` means.
+/// The number of ranks on this node: typed, else `PET_NPROC_PER_NODE`, else what an engine's variable says (0 on a node without
+/// GPUs), else one. `cores` is what `auto` means.
 pub fn local_ranks(env: &Env, typed: &Option<String>, cores: usize) -> Result<usize> {
-    setting(env, "nproc-per-node", typed).map_or(Ok(1), |setting| setting.ranks(cores))
+    let of_engines = [RANKS_PER_NODE, "DSTACK_GPUS_PER_NODE"];
+    let mut by_engine = of_engines.iter().filter_map(|name| variable(env, name));
+    setting(env, "nproc-per-node", typed)
+        .or_else(|| by_engine.find(|setting| setting.text != "0"))
+        .map_or(Ok(1), |setting| setting.ranks(cores))
 }
 
 impl NodeFlags {

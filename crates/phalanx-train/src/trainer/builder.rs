@@ -397,7 +397,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             plan.content.push_str(&limit);
         }
         if plan.ctx.is_main() {
-            let trackers = settings.track.trackers(&real_env())?;
+            let trackers = settings.track.of_run(&real_env())?;
             plan.trackers.extend(trackers);
         }
         Ok(world)

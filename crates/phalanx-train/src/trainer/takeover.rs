@@ -77,7 +77,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let log = output.log_of_lost(ctx, self.course.place, &self.reports.info, records)?;
         self.elastic.records.clear();
         let mut trackers = std::mem::take(&mut self.reports.trackers);
-        match settings.track.trackers(&real_env()) {
+        match settings.track.of_run(&real_env()) {
             Ok(own) => trackers.extend(own),
             // What the host of the lost rank 0 had need not be here.
             Err(error) => say::note(format_args!(
