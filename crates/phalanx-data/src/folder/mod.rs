@@ -79,19 +79,20 @@ impl ImageFolder {
     pub fn open(folder: &Path) -> Result<ImageFolder> {
         let found = ImageFolder::open_all(folder)?;
         let other = |path: &PathBuf| !matches!(format_of(path), Some("jpg" | "jpeg" | "png"));
-        let mut others = found
-            .files
-            .iter()
-            .map(|(path, _)| path)
-            .filter(|path| other(path));
-        match others.next() {
+        let others = found.files.iter().map(|(path, _)| path);
+        let others: Vec<_> = others.filter(|path| other(path)).collect();
+        match others.first() {
             None => Ok(found),
             Some(first) => Err(Error::usage(format!(
-                "{} is not read, and {} more: only JPEG and PNG images are",
-                folder.join(first).display(),
-                others.count()
+                "{} of {} images are neither JPEG nor PNG; the first is {}",
+                others.len(),
+                found.len(),
+                folder.join(first).display()
             ))
-            .note("try", "to convert them, or to skip them as damaged")),
+            .note(
+                "try",
+                "convert them, or leave them out: --skip-damaged, `Job::skip_damaged`",
+            )),
         }
     }
 
@@ -134,6 +135,13 @@ impl ImageFolder {
             size: [0; 2],
             seed: 0,
         })
+    }
+
+    /// Whether a subfolder of `folder` has an image.
+    pub fn has_classes(folder: &Path) -> bool {
+        let subfolders = names(folder).unwrap_or_default().into_iter();
+        let mut subfolders = subfolders.filter(|(_, is_folder)| *is_folder);
+        subfolders.any(|(name, _)| has_image(&folder.join(name), MAX_DEPTH))
     }
 
     /// Transforms the images as they are read; random transforms are drawn by `seed`.
@@ -201,6 +209,21 @@ impl ImageFolder {
         indices.filter_map(check).collect()
     }
 
+    /// Number of images.
+    pub fn len(&self) -> usize {
+        self.files.len()
+    }
+
+    /// Whether there are no images.
+    pub fn is_empty(&self) -> bool {
+        self.files.is_empty()
+    }
+
+    /// Names of the classes, by label.
+    pub fn class_names(&self) -> Vec<String> {
+        self.classes.to_vec()
+    }
+
     /// The path of image `index` below the folder.
     pub fn path(&self, index: usize) -> Option<&Path> {
         self.files.get(index).map(|(path, _)| path.as_path())
@@ -255,6 +278,14 @@ fn names(folder: &Path) -> Result<Vec<(OsString, bool)>> {
     Ok(all)
 }
 
+fn has_image(folder: &Path, depth: usize) -> bool {
+    let mut names = names(folder).unwrap_or_default().into_iter();
+    names.any(|(name, is_folder)| match is_folder {
+        true => depth > 0 && has_image(&folder.join(name), depth - 1),
+        false => format_of(Path::new(&name)).is_some(),
+    })
+}
+
 /// Adds the images below `folder`, a path below `root`, with their label.
 fn list(
     root: &Path,
@@ -303,7 +334,7 @@ impl ImageDataset for ImageFolder {
     }
 
     fn len(&self) -> usize {
-        self.files.len()
+        self.len()
     }
 
     fn image_shape(&self) -> [usize; 3] {
@@ -315,7 +346,7 @@ impl ImageDataset for ImageFolder {
     }
 
     fn class_names(&self) -> Vec<String> {
-        self.classes.to_vec()
+        self.class_names()
     }
 
     /// Of the paths, their order and the transforms; not of what is in the files.
