@@ -115,17 +115,21 @@ impl<'a> Job<'a> {
         let _phase = self.ctx.phase("checking images");
         let (group, threads) = (self.group(), self.ctx.threads);
         let parts = group.world_size() * threads;
-        let mine: Vec<DamagedImage> = std::thread::scope(|scope| {
+        let mine: Option<Vec<Vec<DamagedImage>>> = std::thread::scope(|scope| {
             let part = |thread| {
                 let part = group.rank() * threads + thread;
                 scope.spawn(move || images.damaged(part, parts))
             };
             let all: Vec<_> = (0..threads).map(part).collect();
-            all.into_iter()
-                .flat_map(|thread| thread.join().unwrap_or_default())
-                .collect()
+            all.into_iter().map(|thread| thread.join().ok()).collect()
         });
-        let mut damaged = group.all_gather_object(&mine)?.concat();
+        let mine = mine.ok_or_else(|| {
+            Error::new(
+                ErrorKind::Failed,
+                "decoding an image panicked; this is a bug",
+            )
+        })?;
+        let mut damaged = group.all_gather_object(&mine.concat())?.concat();
         damaged.sort_by_key(|image| image.index);
         let sound = images.without(&damaged);
         let (count, all) = (damaged.len(), images.len());

@@ -14,6 +14,8 @@ use crate::dataset::{ImageDataset, check_read};
 use crate::words::Words;
 
 mod decode;
+#[cfg(any(test, fuzzing))]
+pub(crate) use decode::decode;
 #[cfg(test)]
 mod tests;
 mod transforms;
