@@ -24,6 +24,7 @@ use phalanx::Subcommand;
 use phalanx_base::{error, format, say};
 
 pub use shared::net::{Loss, Net, Network, Pixels};
+pub use shared::photos;
 pub use shared::text::scores;
 pub use shared::views::Views;
 

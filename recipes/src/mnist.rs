@@ -19,7 +19,7 @@ pub const NETWORK: Network = Network {
         [28, 28, 1],
         Pixels::Normalised,
         Loss::Nll,
-        |scope, _| {
+        |scope, _, _| {
             let net = MnistCnn::new(scope);
             Box::new(move |images| net.forward(images))
         },
@@ -82,7 +82,7 @@ fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
         .hyperparameters(args.shaping())
         .files(Files {
             accuracies: Some("mnist_cnn_accuracies.json".into()),
-            ..NETWORK.files(NETWORK.pixels, NETWORK.views)
+            ..NETWORK.files(NETWORK.pixels, NETWORK.views, &data)
         })
         .reporter(Box::new(lines))
         .start()?;

@@ -11,6 +11,7 @@ use crate::shared::image::{ImageArgs, Tests};
 use crate::{Network, Pixels};
 
 pub const NETWORK: Network = Network {
+    any_size: true,
     has_blocks: true,
     timed: Some("torchvision's MobileNetV2 on 32 x 32 images"),
     ..Network::new(
@@ -19,8 +20,8 @@ pub const NETWORK: Network = Network {
         cifar::IMAGE,
         Pixels::Unit,
         cifar::LOSS,
-        |scope, recompute| {
-            let net = MobileNetV2::new(scope, cifar10::CLASSES).recompute(recompute);
+        |scope, recompute, classes| {
+            let net = MobileNetV2::new(scope, classes).recompute(recompute);
             Box::new(move |images| net.forward(images))
         },
     )
@@ -64,11 +65,12 @@ fn train(job: &Job<'_>, args: &MobileNet) -> Result<()> {
     let data = args.cifar.load(job, NETWORK.pixels, None)?;
     // With a head for ten classes.
     let recompute = args.recompute;
-    let net = |scope: &mut Scope| MobileNetV2::new(scope, cifar10::CLASSES).recompute(recompute);
+    let classes = data.train.classes();
+    let net = |scope: &mut Scope| MobileNetV2::new(scope, classes).recompute(recompute);
     let builder = job.trainer(&data.train, net, Sgd::new);
     let builder = (args.images.describe(builder, &NETWORK, &data)?)
         .optimizer_title(&format!("SGD lr {}", number(job.settings().lr())))
-        .files(NETWORK.files(NETWORK.pixels, NETWORK.views))
+        .files(NETWORK.files(NETWORK.pixels, NETWORK.views, &data))
         .reporter(Box::new(OneFlow {
             batch: job.settings().batch_size(),
         }))

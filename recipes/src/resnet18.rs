@@ -14,6 +14,7 @@ use crate::shared::views::Views;
 use crate::{Loss, Network, Pixels};
 
 pub const NETWORK: Network = Network {
+    any_size: true,
     has_blocks: true,
     other_pixels: true,
     timed: Some("The CIFAR ResNet-18 of the distributed-training guide"),
@@ -23,8 +24,8 @@ pub const NETWORK: Network = Network {
         cifar::IMAGE,
         Pixels::Unit,
         cifar::LOSS,
-        |scope, recompute| {
-            let net = CifarResNet::resnet18(scope).recompute(recompute);
+        |scope, recompute, classes| {
+            let net = CifarResNet::resnet18(scope, classes).recompute(recompute);
             Box::new(move |images| net.forward(images))
         },
     )
@@ -87,7 +88,8 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
     args.cifar.warn_of_random(job.context());
     let data = args.cifar.load(job, pixels, augmentation)?;
     let lr = args.document.lr(job.settings(), job.world_size())?;
-    let net = |scope: &mut Scope| CifarResNet::resnet18(scope).recompute(recompute);
+    let classes = data.train.classes();
+    let net = |scope: &mut Scope| CifarResNet::resnet18(scope, classes).recompute(recompute);
     let optimizer = |params: &Params, lr| -> Box<dyn Optimizer> {
         let sgd = || Sgd::new(params, lr).momentum(0.9).nesterov(true);
         match is_fast {
@@ -112,7 +114,7 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
         .files(Files {
             weights: None,
             each_epoch: true,
-            ..NETWORK.files(pixels, views)
+            ..NETWORK.files(pixels, views, &data)
         })
         .reporter(Box::new(ModelArts(args.images.document)))
         .start()?;

@@ -26,7 +26,7 @@ pub const NETWORK: Network = Network {
         cifar::IMAGE,
         Pixels::Normalised,
         cifar::LOSS,
-        |scope, _| {
+        |scope, _, _| {
             let net = ResNet9::new(scope, cifar10::CLASSES);
             Box::new(move |images| net.forward(images))
         },
@@ -108,7 +108,7 @@ fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
         .schedule(|lr, steps| Schedule::linear(lr, 1.0, 0.0, steps))
         .drop_last(true)
         .hyperparameters([args.cifar.shaping(), args.shaping()].concat())
-        .files(NETWORK.files(NETWORK.pixels, NETWORK.views))
+        .files(NETWORK.files(NETWORK.pixels, NETWORK.views, &data))
         .reporter(Box::new(ModelArts(args.images.document)))
         .start()?;
     let smoothing = args.label_smoothing;

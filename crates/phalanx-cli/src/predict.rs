@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use phalanx_base::text::visible_json;
 use phalanx_checkpoint::{load_params, read_metadata};
 use phalanx_data::cifar10::{self, Scaling};
+use phalanx_data::folder::{ImageFolder, Transforms, read_image};
 use phalanx_data::metrics::argmax;
 use phalanx_data::{ImageDataset, mnist, synthetic};
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
@@ -17,7 +18,7 @@ use crate::format::plural;
 use crate::say;
 use phalanx_train::{check_folder_of, file_of};
 
-use phalanx_recipes::{NETWORKS, Net, Network, Pixels, Views};
+use phalanx_recipes::{NETWORKS, Net, Network, Pixels, Views, photos};
 
 /// Arguments of `phalanx predict`.
 #[derive(Debug, clap::Args)]
@@ -26,8 +27,8 @@ pub struct PredictArgs {
     /// Weights (.pth, .pt, .safetensors, the .index.json of a model in several files), a resumable checkpoint's .json, or the folder of a run
     #[arg(value_name = "CHECKPOINT")]
     checkpoint: PathBuf,
-    /// Test set in a data set's folder, `synthetic` (generated test images), or image files (PNG, PGM, PPM); takes all
-    /// following arguments, so put CHECKPOINT first
+    /// Test set in a data set's folder, `synthetic` (generated test images), or image files (PNG, PGM, PPM; JPEG and PNG of any size
+    /// for a network that was trained on a folder of classes); takes all following arguments, so put CHECKPOINT first
     #[arg(long, required = true, num_args = 1.., value_name = "DIR|synthetic|IMAGE")]
     data: Vec<PathBuf>,
     /// Network [default: the checkpoint's, or the one that fits its weights]
@@ -71,6 +72,15 @@ fn known() -> impl Iterator<Item = Network> {
 struct Preprocessing {
     scaling: Scaling,
     views: Views,
+    /// For a network that was trained on a folder of classes.
+    own: Option<Own>,
+}
+
+/// Images of one's own.
+struct Own {
+    size: usize,
+    classes: Vec<String>,
+    transforms: Transforms,
 }
 
 impl Preprocessing {
@@ -92,10 +102,30 @@ impl Preprocessing {
         let was_mirrored = metadata.get("mirrored").is_some_and(|text| text == "true");
         let was_mirrored = was_mirrored.then_some(Views::Mirrored);
         let said = said.and_then(std::result::Result::ok).or(was_mirrored);
+        let pixels = args.pixels.unwrap_or(pixels);
+        let own = classes(metadata).map(|classes| {
+            let size = metadata
+                .get("image_size")
+                .and_then(|size| size.parse().ok());
+            let size = size.unwrap_or(known.image[0]);
+            let transforms = photos::plain(size, pixels);
+            Own {
+                size,
+                classes,
+                transforms,
+            }
+        });
         Preprocessing {
-            scaling: args.pixels.unwrap_or(pixels).scaling(),
+            scaling: pixels.scaling(),
             views: args.views.or(said).unwrap_or(views),
+            own,
         }
+    }
+
+    /// Height, width, channels of the images that the network gets.
+    fn image(&self, known: &Network) -> [usize; 3] {
+        let own = self.own.as_ref().map(|own| [own.size, own.size, 3]);
+        own.unwrap_or(known.image)
     }
 
     /// What each channel's bytes become.
@@ -106,6 +136,11 @@ impl Preprocessing {
             self.scaling.table().to_vec()
         }
     }
+}
+
+/// The names of the classes of one's own images, if the checkpoint is of such a training.
+fn classes(metadata: &BTreeMap<String, String>) -> Option<Vec<String>> {
+    serde_json::from_str(metadata.get("classes")?).ok()
 }
 
 fn names() -> clap::builder::PossibleValuesParser {
@@ -119,6 +154,9 @@ struct Row {
     image: serde_json::Value,
     /// The class with the highest score.
     guess: u32,
+    /// Its name, where images are one's own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    class: Option<String>,
     /// The label, where there is one.
     truth: Option<u32>,
     /// One a class, as the network gives them.
@@ -160,13 +198,16 @@ pub fn run(args: &PredictArgs) -> Result<()> {
     }
     let preprocessing = Preprocessing::new(args, &known, &metadata);
     let source = Source::open(args, &known, &preprocessing)?;
+    let image = preprocessing.image(&known);
     let mut predictor = Predictor {
         args,
+        image,
         known,
         net,
         params,
         source,
         views: preprocessing.views,
+        classes: preprocessing.own.map_or_else(Vec::new, |own| own.classes),
         tape: Tape::new(Threads(threads)),
         seen: 0,
         judged: 0,
@@ -183,11 +224,15 @@ pub fn run(args: &PredictArgs) -> Result<()> {
 /// What predictions are made with, and how they have been so far.
 struct Predictor<'a> {
     args: &'a PredictArgs,
+    /// Height, width, channels.
+    image: [usize; 3],
     known: Network,
     net: Net,
     params: Params,
     source: Source,
     views: Views,
+    /// Names of the classes of one's own images.
+    classes: Vec<String>,
     tape: Tape,
     /// Images looked at so far.
     seen: usize,
@@ -241,12 +286,12 @@ impl Predictor<'_> {
 
     /// The predictions of `batch` images from number `first` on.
     fn batch(&mut self, first: usize, batch: usize) -> Result<String> {
-        let [h, w, c] = self.known.image;
+        let [h, w, c] = self.image;
         let elems = h * w * c;
         let mut images = vec![0.0; batch * elems];
         let mut truths = Vec::with_capacity(batch);
         for (i, image) in images.chunks_exact_mut(elems).enumerate() {
-            truths.push(self.source.read(first + i, image, &self.known)?);
+            truths.push(self.source.read(first + i, image, self.image)?);
         }
         let step = self.tape.inference(&self.params);
         let shape = [batch, h, w, c];
@@ -262,6 +307,7 @@ impl Predictor<'_> {
             let row = Row {
                 image: self.source.name(first + i),
                 guess,
+                class: self.classes.get(guess as usize).cloned(),
                 truth,
                 scores: scores.to_vec(),
             };
@@ -303,7 +349,8 @@ fn network(path: &Path, wanted: Option<&str>) -> Result<Found> {
     let mut why = None;
     for known in candidates {
         let mut scope = Scope::new(Seed(0));
-        let net = (known.build)(&mut scope, false);
+        let classes = classes(&metadata).map_or(known.classes, |classes| classes.len());
+        let net = (known.build)(&mut scope, false, classes);
         let mut params = scope.build()?;
         match load_params(path, &mut params) {
             Ok(loaded) => {
@@ -338,11 +385,17 @@ enum Source {
     Set(Box<dyn ImageDataset>),
     /// With what each channel's bytes become.
     Files(Vec<PathBuf>, Vec<[f32; 256]>),
+    /// Of any size.
+    Photos(Vec<PathBuf>, Transforms),
+    Folder(ImageFolder),
 }
 
 impl Source {
     fn open(args: &PredictArgs, known: &Network, preprocessing: &Preprocessing) -> Result<Source> {
         let grey = known.image[2] == 1;
+        if let Some(own) = &preprocessing.own {
+            return Source::of_own(args, own);
+        }
         let set: Box<dyn ImageDataset> = match &args.data[..] {
             [one] if one.as_os_str() == "synthetic" => {
                 let samples = args.limit.unwrap_or(1000);
@@ -374,30 +427,56 @@ impl Source {
         Ok(Source::Set(set))
     }
 
+    /// Image files, or a folder with the classes that the network knows.
+    fn of_own(args: &PredictArgs, own: &Own) -> Result<Source> {
+        let folder = match &args.data[..] {
+            [one] if one.is_dir() => one,
+            files => return Ok(Source::Photos(files.to_vec(), own.transforms.clone())),
+        };
+        let found: ImageFolder = photos::tests_in(folder)?;
+        if found.class_names() != own.classes {
+            let [theirs, ours] = [&found.class_names(), &own.classes].map(|names| names.join(", "));
+            return Err(Error::usage(format!(
+                "{} has the classes {theirs}, the network knows {ours}",
+                folder.display()
+            )));
+        }
+        Ok(Source::Folder(found.transform(own.transforms.clone(), 0)?))
+    }
+
     fn len(&self) -> usize {
         match self {
             Source::Set(set) => set.len(),
-            Source::Files(files, _) => files.len(),
+            Source::Folder(set) => set.len(),
+            Source::Files(files, _) | Source::Photos(files, _) => files.len(),
         }
     }
 
     fn name(&self, index: usize) -> serde_json::Value {
         match self {
             Source::Set(_) => index.into(),
-            Source::Files(files, _) => files[index].to_string_lossy().into(),
+            Source::Folder(set) => set.path(index).map(Path::to_string_lossy).into(),
+            Source::Files(files, _) | Source::Photos(files, _) => {
+                files[index].to_string_lossy().into()
+            }
         }
     }
 
     /// Writes image `index` to `out` and gives its label, if it has one.
-    fn read(&self, index: usize, out: &mut [f32], known: &Network) -> Result<Option<u32>> {
+    fn read(&self, index: usize, out: &mut [f32], shape: [usize; 3]) -> Result<Option<u32>> {
         match self {
             Source::Set(set) => Ok(Some(set.read(index, out)?)),
+            Source::Folder(set) => Ok(Some(set.read(index, out)?)),
             Source::Files(files, tables) => {
-                let pixels = image::read(&files[index], known.image)?;
+                let pixels = image::read(&files[index], shape)?;
                 let channels = tables.iter().cycle();
                 for ((out, pixel), table) in out.iter_mut().zip(pixels).zip(channels) {
                     *out = table[usize::from(pixel)];
                 }
+                Ok(None)
+            }
+            Source::Photos(files, transforms) => {
+                out.copy_from_slice(&read_image(&files[index], transforms)?.0);
                 Ok(None)
             }
         }

@@ -19,6 +19,8 @@ pub const TARGETS: &[Target] = &[
     ("data_cifar_binary", cifar_binary, cifar_binary_seeds),
     ("data_cifar_archive", cifar_archive, cifar_archive_seeds),
     ("data_proc_status", proc_status, proc_seeds),
+    #[cfg(feature = "images")]
+    ("data_image", image, image_seeds),
 ];
 
 /// A memory file with these bytes, and a path to it.
@@ -147,6 +149,25 @@ fn proc_seeds() -> Vec<Vec<u8>> {
     vec![
         b"Name:\tx\nVmHWM:\t    1234 kB\nVmRSS:\t 7 kB\n".to_vec(),
         b"VmHWM: 18446744073709551615 kB".to_vec(),
+    ]
+}
+
+#[cfg(feature = "images")]
+fn image(data: &[u8]) {
+    if let Ok(image) = crate::folder::decode(data) {
+        assert_eq!(image.pixels.len(), image.width * image.height * 3);
+    }
+}
+
+/// JPEG with subsampled, CMYK and progressive colors; PNG with a palette and with 16 bits.
+#[cfg(feature = "images")]
+fn image_seeds() -> Vec<Vec<u8>> {
+    vec![
+        include_bytes!("../tests/images/420.jpg").to_vec(),
+        include_bytes!("../tests/images/cmyk.jpg").to_vec(),
+        include_bytes!("../tests/images/progressive.jpg").to_vec(),
+        include_bytes!("../tests/images/palette.png").to_vec(),
+        include_bytes!("../tests/images/rgb16.png").to_vec(),
     ]
 }
 

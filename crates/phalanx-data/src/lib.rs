@@ -32,6 +32,8 @@ pub mod augment;
 pub mod cifar10;
 mod dataset;
 mod digits;
+#[cfg(feature = "images")]
+pub mod folder;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -44,6 +46,7 @@ pub mod sampler;
 mod stored;
 pub mod synthetic;
 mod text_dataset;
+mod words;
 
 pub use dataset::{Dataset, ImageBatch, ImageDataset};
 pub use stored::StoredImages;

@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use phalanx_comm::ProcessGroup;
 use phalanx_data::Dataset;
+#[cfg(feature = "images")]
+use phalanx_data::folder::{DamagedImage, ImageFolder};
 use phalanx_nn::optim::Optimizer;
 use phalanx_nn::{Params, Scope};
 
@@ -99,6 +101,54 @@ impl<'a> Job<'a> {
     /// Prints `warning: ` and `text` on standard error, from rank 0 only. Where it cannot be written, nothing happens.
     pub fn warn(&self, text: &str) {
         self.ctx.note(&format!("warning: {text}"));
+    }
+
+    /// `images` without those that cannot be read; the ranks divide the work of decoding all, and rank 0 lists what is left out.
+    /// *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// Usage, when none is left; peers that are lost.
+    #[cfg(feature = "images")]
+    pub fn skip_damaged(&self, images: &ImageFolder) -> Result<ImageFolder> {
+        const SHOWN: usize = 20;
+        let _phase = self.ctx.phase("checking images");
+        let (group, threads) = (self.group(), self.ctx.threads);
+        let parts = group.world_size() * threads;
+        let mine: Option<Vec<Vec<DamagedImage>>> = std::thread::scope(|scope| {
+            let part = |thread| {
+                let part = group.rank() * threads + thread;
+                scope.spawn(move || images.damaged(part, parts))
+            };
+            let all: Vec<_> = (0..threads).map(part).collect();
+            all.into_iter().map(|thread| thread.join().ok()).collect()
+        });
+        let mine = mine.ok_or_else(|| {
+            Error::new(
+                ErrorKind::Failed,
+                "decoding an image panicked; this is a bug",
+            )
+        })?;
+        let mut damaged = group.all_gather_object(&mine.concat())?.concat();
+        damaged.sort_by_key(|image| image.index);
+        let sound = images.without(&damaged);
+        let (count, all) = (damaged.len(), images.len());
+        if count > 0 {
+            let mut lines: Vec<&str> = damaged.iter().map(|image| &*image.what).collect();
+            lines.truncate(SHOWN);
+            let more = match count - lines.len() {
+                0 => String::new(),
+                more => format!("\n  and {more} more"),
+            };
+            let lines = lines.join("\n  ");
+            self.warn(&format!(
+                "{count} of {all} images are left out:\n  {lines}{more}"
+            ));
+        }
+        match sound.is_empty() {
+            true => Err(Error::usage("no image can be read")),
+            false => Ok(sound),
+        }
     }
 
     /// A training on `train` of the model whose parameters `model` registers, with the optimizer

@@ -13,14 +13,16 @@ use phalanx::{Error, Job, Result};
 
 use super::image::{Data, counts};
 use super::net::{Loss, Pixels};
+use super::photos::PhotoArgs;
 use super::prepare::{FetchArgs, Kind, unreadable};
 use crate::error::check_count;
 
 /// Arguments of programs for CIFAR-10, whose networks have batch norms.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CifarArgs {
-    /// Folder with CIFAR-10 (pickles, binary version or original archive), the archive itself, or `synthetic` for 50000
-    /// generated training images, `synthetic:N` for N, and a sixth as many test images
+    /// Folder with CIFAR-10 (pickles, binary version or original archive), the archive itself, a folder of JPEG and PNG images with
+    /// a subfolder for each class (or `train` and `val` with these; else a tenth is held out), or `synthetic` for 50000 generated
+    /// training images, `synthetic:N` for N, and a sixth as many test images
     #[arg(
         long,
         visible_alias = "data",
@@ -34,6 +36,8 @@ pub struct CifarArgs {
     /// Train on random data, as the ModelArts document does; accuracy stays at chance level
     #[arg(long, default_value_t = false, action = clap::ArgAction::Set, value_name = "true|false")]
     pub custom_data: bool,
+    #[command(flatten)]
+    photos: PhotoArgs,
     #[command(flatten)]
     fetch: FetchArgs,
     /// Train on the first N images only
@@ -74,7 +78,7 @@ impl CifarArgs {
             self.fetch.refuse("--custom-data")?;
         } else if synthetic::samples(&self.data_url, SAMPLES)?.is_some() {
             self.fetch.refuse(&self.data_url)?;
-        } else if !self.fetch.wanted() {
+        } else if !self.photos.check(&self.data_url)? && !self.fetch.wanted() {
             cifar10::check(self.data_url.as_ref())?;
         }
         Ok(())
@@ -93,6 +97,7 @@ impl CifarArgs {
         vec![
             format!("--train-samples {}", images(self.train_samples)),
             format!("--test-samples {}", images(self.test_samples)),
+            self.photos.shaping(),
         ]
     }
 
@@ -119,6 +124,7 @@ impl CifarArgs {
                 name: "custom random data".to_owned(),
                 description: format!("custom random data, seed {seed}, {}", counts(n, m)),
                 content: format!("custom {n} + {m}, seed {seed}"),
+                classes: None,
             }
         } else if let Some(drawn) = synthetic::samples(&self.data_url, SAMPLES)? {
             let n = self.train_samples.unwrap_or(drawn);
@@ -132,7 +138,12 @@ impl CifarArgs {
                 name: self.data_url.clone(),
                 description: format!("synthetic pictures, seed {seed}, {}", counts(n, m)),
                 content: format!("synthetic pictures {n} + {m} from {first}, seed {seed}"),
+                classes: None,
             }
+        } else if let Some(own) =
+            (self.photos).load(job, &self.data_url, pixels, augmentation.is_some())?
+        {
+            return Ok(own);
         } else {
             let folder = self.data_url.as_ref();
             let load = |split, flag: &str, wanted: Option<usize>| -> Result<StoredImages> {

@@ -70,6 +70,7 @@ fn drawn(name: &str, n: usize, seed: u64) -> Data {
         name: name.to_owned(),
         description: format!("synthetic digits, {}, seed {seed}", counts(n, m)),
         content: format!("synthetic {n} + {m}, seed {seed}"),
+        classes: None,
     }
 }
 

@@ -26,6 +26,8 @@ pub struct Data {
     pub description: String,
     /// Distinguishes other data, whatever its folder is called.
     pub content: String,
+    /// Names of the classes of images of one's own.
+    pub classes: Option<Vec<String>>,
 }
 
 impl Data {
@@ -40,6 +42,7 @@ impl Data {
             train: Arc::new(train),
             test: Arc::new(test),
             name: folder.to_owned(),
+            classes: None,
         }
     }
 
@@ -100,6 +103,13 @@ impl ImageArgs {
         network: &Network,
         data: &Data,
     ) -> Result<TrainerBuilder<'j, M, S>> {
+        if data.classes.is_some() && !network.any_size {
+            let what = format!(
+                "{} is no folder for {}; resnet18 and mobilenetv2 take folders of classes",
+                data.name, network.model
+            );
+            return Err(Error::usage(what));
+        }
         network.check_images(&*data.train, "training images")?;
         network.check_images(&*data.test, "test images")?;
         Ok(builder

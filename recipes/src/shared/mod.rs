@@ -4,6 +4,7 @@ pub mod cifar;
 pub mod digits;
 pub mod image;
 pub mod net;
+pub mod photos;
 mod predictions;
 pub mod prepare;
 pub mod text;

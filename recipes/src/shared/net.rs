@@ -6,6 +6,7 @@ use phalanx::nn::losses::CrossEntropyOptions;
 use phalanx::nn::{Reduction, Result, Scope, Tensor};
 use phalanx::train::{Files, choice_name};
 
+use super::image::Data;
 use super::views::Views;
 
 /// A network: images (N, H, W, C) to scores (N, classes).
@@ -20,8 +21,12 @@ pub struct Network {
     pub title: &'static str,
     /// Height, width, channels.
     pub image: [usize; 3],
-    /// Registers its parameters. With `true`, blocks recompute their activations in backward.
-    pub build: fn(&mut Scope, bool) -> Net,
+    /// Classes, where the data are not one's own.
+    pub classes: usize,
+    /// Whether it takes images of other sizes, and any number of classes.
+    pub any_size: bool,
+    /// Registers its parameters, for so many classes. With `true`, blocks recompute their activations in backward.
+    pub build: fn(&mut Scope, bool, usize) -> Net,
     /// What it is trained with by default.
     pub pixels: Pixels,
     /// What training minimizes.
@@ -44,12 +49,14 @@ impl Network {
         image: [usize; 3],
         pixels: Pixels,
         loss: Loss,
-        build: fn(&mut Scope, bool) -> Net,
+        build: fn(&mut Scope, bool, usize) -> Net,
     ) -> Network {
         Network {
             model,
             title,
             image,
+            classes: 10,
+            any_size: false,
             build,
             pixels,
             loss,
@@ -67,7 +74,9 @@ impl Network {
     /// Usage, with both sizes.
     pub fn check_images(&self, set: &dyn ImageDataset, kind: &str) -> phalanx::Result<()> {
         let shown = |shape: [usize; 3]| shape.map(|n| n.to_string()).join(" x ");
-        match set.image_shape() == self.image {
+        let [.., channels] = set.image_shape();
+        let fits = self.any_size && channels == self.image[2];
+        match fits || set.image_shape() == self.image {
             true => Ok(()),
             false => Err(phalanx::Error::usage(format!(
                 "{} has {kind} of {}, the network {} takes {} (height, width, channels)",
@@ -79,9 +88,9 @@ impl Network {
         }
     }
 
-    /// The files of its training, which say what `phalanx predict` must know of the weights: the pixels, and the views of an image that
-    /// it was tested on.
-    pub fn files(&self, pixels: Pixels, views: Views) -> Files {
+    /// The files of its training on `data`, which say what `phalanx predict` must know of the weights: the pixels, the views of an
+    /// image that it was tested on, and the size and classes of images of one's own.
+    pub fn files(&self, pixels: Pixels, views: Views, data: &Data) -> Files {
         let mut files = Files {
             model: self.model.to_owned(),
             weights: Some(format!("{}.safetensors", self.model)),
@@ -91,6 +100,13 @@ impl Network {
             files.about.push(("pixels", choice_name(&pixels)));
             if views != Views::One {
                 files.about.push(("views", choice_name(&views)));
+            }
+            if let Some(classes) = &data.classes {
+                let [size, ..] = data.train.image_shape();
+                files.about.push(("image_size", size.to_string()));
+                files
+                    .about
+                    .push(("classes", serde_json::json!(classes).to_string()));
             }
         }
         files

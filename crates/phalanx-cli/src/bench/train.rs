@@ -369,7 +369,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
                 steps: steps_in_all,
                 global,
             });
-            let net = |scope: &mut Scope| (network.build)(scope, args.recompute);
+            let net = |scope: &mut Scope| (network.build)(scope, args.recompute, network.classes);
             let sgd = |params: &Params, lr| Sgd::new(params, lr).momentum(0.9);
             let builder = job.trainer(&data, net, sgd).shuffle(false);
             let trainer = builder.measure_only().start()?;

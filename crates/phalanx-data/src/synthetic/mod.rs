@@ -11,16 +11,15 @@ pub mod noise;
 mod pen;
 mod pictures;
 mod text;
-mod words;
 
 use crate::cifar10::{self, Scaling};
 use crate::dataset::{ImageDataset, check_read};
 use crate::digits::normalised;
 use crate::stored::scale;
+use crate::words::Words;
 use glyphs::GLYPHS;
 use pen::{Canvas, Hand};
 use phalanx_base::{Error, Result};
-use words::Words;
 
 pub use text::text;
 

@@ -1,8 +1,8 @@
 //! Drawing of strokes.
 
 use super::glyphs::Stroke;
-use super::words::Words;
 use super::{PIXELS, SIDE};
+use crate::words::Words;
 
 /// Height of an upright digit of mean size in pixels, as in MNIST.
 const HEIGHT_PX: f32 = 19.0;

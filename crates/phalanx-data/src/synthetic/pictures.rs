@@ -6,8 +6,8 @@
 //! generated digits, sample i depends on (seed, i) alone, and only additions,
 //! multiplications, divisions and square roots are used.
 
-use super::words::Words;
 use crate::cifar10::{CHANNELS, CLASSES, SIDE};
+use crate::words::Words;
 
 /// Separates these random numbers from those of the digits.
 const SEED_MIX: u64 = 0x7069_6374_7572_6573;

@@ -1,6 +1,6 @@
 //! Generated text.
 
-use super::words::Words;
+use crate::words::Words;
 
 /// The sample whose random numbers the text takes; no digit has it.
 const SAMPLE: u64 = 1 << 63;

@@ -76,9 +76,9 @@ pub struct CifarResNet {
 }
 
 impl CifarResNet {
-    /// Widths 64, 128, 256, 512, two blocks each, ten classes.
-    pub fn resnet18(scope: &mut Scope) -> Self {
-        Self::new(scope, &[64, 128, 256, 512], 2, 10)
+    /// Widths 64, 128, 256, 512, two blocks each.
+    pub fn resnet18(scope: &mut Scope, classes: usize) -> Self {
+        Self::new(scope, &[64, 128, 256, 512], 2, classes)
     }
 
     /// One stage of `blocks` basic blocks per width; all stages but the first

@@ -50,7 +50,7 @@ fn resnet18_prints_and_saves_what_the_document_does() {
         let path = folder.join(format!("epoch_{epoch}.pth"));
         assert!(std::fs::read(&path).expect("saved").starts_with(b"PK"));
         let mut scope = Scope::new(Seed(3));
-        CifarResNet::resnet18(&mut scope);
+        CifarResNet::resnet18(&mut scope, 10);
         let mut params = scope.build().expect("a model");
         checkpoint::load_params(&path, &mut params).expect("loads");
         let own = checkpoint::weights_sha256(&params);

@@ -6,7 +6,7 @@ use phalanx_nn::rng::philox::{philox4x32_10, unit_f32};
 const STREAM: u32 = 0x6469_6769; // "digi"
 
 /// Random numbers that depend on (seed, sample) and their order of use only.
-pub(super) struct Words {
+pub(crate) struct Words {
     key: [u32; 2],
     sample: [u32; 2],
     block: u32,
@@ -15,7 +15,7 @@ pub(super) struct Words {
 }
 
 impl Words {
-    pub(super) fn new(seed: u64, sample: u64) -> Self {
+    pub(crate) fn new(seed: u64, sample: u64) -> Self {
         Self {
             key: [seed as u32, (seed >> 32) as u32],
             sample: [sample as u32, (sample >> 32) as u32],
@@ -26,7 +26,7 @@ impl Words {
     }
 
     #[inline]
-    pub(super) fn word(&mut self) -> u32 {
+    pub(crate) fn word(&mut self) -> u32 {
         if self.used == 4 {
             let counter = [self.sample[0], self.sample[1], self.block, STREAM];
             self.words = philox4x32_10(counter, self.key);
@@ -40,25 +40,25 @@ impl Words {
 
     /// Uniform in [0, 1).
     #[inline]
-    pub(super) fn unit(&mut self) -> f32 {
+    pub(crate) fn unit(&mut self) -> f32 {
         unit_f32(self.word())
     }
 
     /// Uniform in [low, high).
     #[inline]
-    pub(super) fn between(&mut self, low: f32, high: f32) -> f32 {
+    pub(crate) fn between(&mut self, low: f32, high: f32) -> f32 {
         low + (high - low) * self.unit()
     }
 
     /// Uniform in -size .. size.
     #[inline]
-    pub(super) fn around(&mut self, size: f32) -> f32 {
+    pub(crate) fn around(&mut self, size: f32) -> f32 {
         self.between(-size, size)
     }
 
     /// Uniform in 0 .. n, for small n.
     #[inline]
-    pub(super) fn below(&mut self, n: u32) -> u32 {
+    pub(crate) fn below(&mut self, n: u32) -> u32 {
         ((u64::from(self.word()) * u64::from(n)) >> 32) as u32
     }
 }

@@ -1,0 +1,129 @@
+//! Image files in memory to RGB.
+
+use std::io::Cursor;
+
+use zune_core::colorspace::ColorSpace;
+use zune_core::options::DecoderOptions;
+use zune_jpeg::JpegDecoder;
+
+/// Most pixels of an image. A file of a few bytes can claim any number.
+const MAX_PIXELS: usize = 1 << 27;
+
+/// An image: rows of pixels of three bytes, red, green and blue.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Rgb {
+    pub width: usize,
+    pub height: usize,
+    pub pixels: Vec<u8>,
+}
+
+/// Decodes a JPEG or PNG file, as Pillow's `convert("RGB")`: gray is copied to three channels, transparency is dropped, CMYK is
+/// converted, and the orientation in EXIF is not applied. Of 16 bits a value, the upper 8 are taken.
+///
+/// # Errors
+///
+/// What is wrong with the file.
+pub(crate) fn decode(bytes: &[u8]) -> Result<Rgb, String> {
+    match bytes {
+        [] => Err("the file is empty".to_owned()),
+        [0xff, 0xd8, ..] => jpeg(bytes),
+        [0x89, b'P', b'N', b'G', ..] => png(bytes),
+        _ => Err(format!(
+            "it is {}; only JPEG and PNG images are read",
+            kind_of(bytes)
+        )),
+    }
+}
+
+fn kind_of(bytes: &[u8]) -> &'static str {
+    match bytes {
+        [b'G', b'I', b'F', b'8', ..] => "a GIF image",
+        [
+            b'R',
+            b'I',
+            b'F',
+            b'F',
+            _,
+            _,
+            _,
+            _,
+            b'W',
+            b'E',
+            b'B',
+            b'P',
+            ..,
+        ] => "a WebP image",
+        [b'B', b'M', ..] => "a BMP image",
+        [b'I', b'I', 42, 0, ..] | [b'M', b'M', 0, 42, ..] => "a TIFF image",
+        [b'P', b'1'..=b'7', ..] => "a netpbm image",
+        [_, _, _, _, b'f', b't', b'y', b'p', ..] => "an AVIF or HEIC image",
+        _ => "no image",
+    }
+}
+
+fn check_size(width: usize, height: usize) -> Result<(), String> {
+    match width.saturating_mul(height) {
+        0 => Err("it has no pixels".to_owned()),
+        pixels if pixels > MAX_PIXELS => Err(format!(
+            "it has {width} x {height} pixels; the limit is {MAX_PIXELS}"
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn jpeg(bytes: &[u8]) -> Result<Rgb, String> {
+    let options = DecoderOptions::default()
+        .jpeg_set_out_colorspace(ColorSpace::RGB)
+        .set_strict_mode(true);
+    let mut decoder = JpegDecoder::new_with_options(Cursor::new(bytes), options);
+    let damaged = |error| format!("it is no whole JPEG: {error}");
+    decoder.decode_headers().map_err(damaged)?;
+    let info = decoder.info().ok_or("it is no whole JPEG")?;
+    let (width, height) = (usize::from(info.width), usize::from(info.height));
+    check_size(width, height)?;
+    let pixels = decoder.decode().map_err(damaged)?;
+    // The decoder does not miss the end of the last row.
+    if !bytes.windows(2).rev().any(|end| end == [0xff, 0xd9]) {
+        return Err("it is no whole JPEG: its end is missing".to_owned());
+    }
+    let expected = width * height * 3;
+    match pixels.len() == expected {
+        true => Ok(Rgb {
+            width,
+            height,
+            pixels,
+        }),
+        false => Err(format!(
+            "it has {} bytes of pixels, expected {expected}",
+            pixels.len()
+        )),
+    }
+}
+
+fn png(bytes: &[u8]) -> Result<Rgb, String> {
+    let damaged = |error| format!("it is no whole PNG: {error}");
+    let mut decoder = png::Decoder::new(Cursor::new(bytes));
+    decoder.set_transformations(png::Transformations::normalize_to_color8());
+    let mut reader = decoder.read_info().map_err(damaged)?;
+    let (width, height) = reader.info().size();
+    let (width, height) = (width as usize, height as usize);
+    check_size(width, height)?;
+    let length = reader.output_buffer_size().ok_or("it is too large")?;
+    let mut pixels = vec![0; length];
+    let frame = reader.next_frame(&mut pixels).map_err(damaged)?;
+    pixels.truncate(frame.buffer_size());
+    let channels = frame.color_type.samples();
+    if channels != 3 {
+        let of = |pixel: &[u8]| match pixel {
+            [red, green, blue, _] => [*red, *green, *blue],
+            [gray, ..] => [*gray; 3],
+            [] => [0; 3],
+        };
+        pixels = pixels.chunks_exact(channels).flat_map(of).collect();
+    }
+    Ok(Rgb {
+        width,
+        height,
+        pixels,
+    })
+}
