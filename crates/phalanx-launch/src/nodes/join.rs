@@ -130,7 +130,10 @@ pub fn join(
             if written.is_some() {
                 nodes.is_guarded();
             }
-            nodes.leave(Instant::now());
+            // Otherwise another launcher may come under this number, and node 0 must wait for that one at the end.
+            if lock(&nodes.log).state().abort().is_some() {
+                nodes.leave(Instant::now());
+            }
             Err(error)
         }
     }
