@@ -136,15 +136,15 @@ expect no-name a 4 "waiting for the name node-x.invalid to resolve on this host"
 expect no-name b 4 "waiting for the launcher of node 0 at node-x.invalid:20011: resolving the host name"
 expect late-name a 0 "at 10.77.0.1"
 expect late-name b 0 "at 10.77.0.2"
-for host in a b; do expect other-nnodes $host 2 "was started with --nnodes"; done
+expect other-nnodes a 4 "was started with --nnodes"
+expect other-nnodes b 2 "was started with --nnodes"
 expect uneven a 2 "--port-range 20014-20015 is too narrow: node 0 needs 3 free ports"
 expect uneven b 4 "waiting for the launcher of node 0 at 10.77.0.1:20014"
 expect typo-1 a 4 "node 1 of 2 did not join"
 expect typo-1 b 2 "--bogus"
 expect typo-0 a 2 "--bogus"
 expect typo-0 b 4 "waiting for the launcher of node 0 at 10.77.0.1:20061"
-expect twice a 2 "node 1 has already joined: host "
-expect twice b 2 "node 1 has already joined: host "
+for host in a b; do expect twice $host 4 "node 2 of 3 did not join"; done
 expect twice-2 b 2 "error: node 1 has already joined: host "
 for host in a b; do expect nonlocal $host 0; done
 expect range a 0 "2 ranks over TCP"

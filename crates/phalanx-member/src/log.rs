@@ -64,10 +64,10 @@ impl<S: Replay> Replayed<S> {
     ///
     /// # Errors
     ///
-    /// Those of `get`; `Protocol` for an event that is not one.
-    pub fn read<B: AsRef<[u8]>>(&mut self, get: impl Fn(&str) -> Result<Option<B>>) -> Result<()> {
-        while let Some(bytes) = get(&self.next_key())? {
-            self.apply(bytes.as_ref())?;
+    /// `Protocol` for an event that is not one.
+    pub fn read<'a>(&mut self, get: impl Fn(&str) -> Option<&'a [u8]>) -> Result<()> {
+        while let Some(bytes) = get(&self.next_key()) {
+            self.apply(bytes)?;
         }
         Ok(())
     }
@@ -145,14 +145,13 @@ impl<S: Replay> EventLog<S> {
         &self.replayed.state
     }
 
-    /// The state after all events. *Costs* one request, and one for each event that was not read yet.
+    /// The state after all events. *Costs* one request for each MiB or 1024 events that were not read yet.
     ///
     /// # Errors
     ///
     /// Those of the store; `Protocol` for an event that is not one.
     pub fn read(&mut self) -> Result<&S> {
-        self.replayed.read(|key| self.store.try_get(key))?;
-        Ok(&self.replayed.state)
+        self.wait(Duration::ZERO)
     }
 
     /// As [`read`](Self::read), after *blocking until* there is an event that was not read yet, at most `limit`.
@@ -161,12 +160,14 @@ impl<S: Replay> EventLog<S> {
     ///
     /// As [`read`](Self::read).
     pub fn wait(&mut self, limit: Duration) -> Result<&S> {
-        match self.store.get(&self.replayed.next_key(), limit) {
-            Ok(bytes) => self.replayed.apply(&bytes)?,
-            Err(error) if error.kind() == ErrorKind::Timeout => return Ok(self.state()),
-            Err(error) => return Err(error),
+        let (events, more) = self.store.get_numbered(&self.replayed.next_key(), limit)?;
+        for event in &events {
+            self.replayed.apply(event)?;
         }
-        self.read()
+        match more {
+            true => self.read(),
+            false => Ok(self.state()),
+        }
     }
 
     /// Writes the event that `event` returns for the state after all events, if any. After an error it may have been written;

@@ -2,9 +2,12 @@
 //! generation, and without further failures all living processes end up in one group.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::sync::Arc;
 
 use phalanx_comm::{Costs, Formation};
+use phalanx_store::MemStore;
 
+use crate::log::Log;
 use crate::state::{Event, Expected, Next, Seat, State};
 
 /// How many failures, processes that join and requests to leave there are.
@@ -356,4 +359,74 @@ fn there_is_one_group_whatever_comes_first() {
         count += seen.len();
     }
     assert!(count > 10_000, "{count}");
+}
+
+/// The log is never shortened. Its size after 1,000 losses whose ranks were replaced, as `docs/design/elastic.md` has it, and
+/// the requests of a process that reads it from the start.
+#[test]
+fn the_log_of_a_thousand_losses_is_small() {
+    for (ranks, kilobytes) in [(8, 1_250), (128, 2_670)] {
+        let store = Arc::new(MemStore::new());
+        let mut log = Log::new(store.clone());
+        let mut events = 0;
+        let mut bytes = 0;
+        let mut write = |event: Event| {
+            let text = serde_json::to_vec(&event).unwrap();
+            bytes += text.len() + format!("job/log/{events}").len();
+            events += 1;
+            log.append(|_| Some(event.clone())).unwrap();
+        };
+        let measured = Costs {
+            sync_s: 5.123_456_789e-6,
+            core_bytes_per_s: 10_123_456_789.123,
+            wire_latency_s: 30.123_456_789e-6,
+            wire_message_s: 3.123_456_789e-6,
+            wire_bytes_per_s: 1_250_123_456.789,
+        };
+        let group = |generation, members: &Vec<usize>| Formation {
+            job: u64::MAX - 1,
+            costs: measured,
+            ..formation(generation, members.clone())
+        };
+        let mut members: Vec<usize> = (0..ranks).collect();
+        write(Event::Elastic { can_grow: true });
+        for n in 0..1_000 {
+            let lost = members.remove(n % ranks);
+            let why =
+                format!("rank {lost} (node 1, pid 123456, host worker-17) was killed by SIGKILL");
+            let number = ranks + n;
+            let generation = 2 * n as u32;
+            write(Event::Lost { number: lost, why });
+            write(Event::Started {
+                launcher: 1,
+                ranks: 1,
+            });
+            let next = group(generation + 1, &members);
+            let is_planned = false;
+            write(Event::Formed {
+                group: next.clone(),
+                is_planned,
+            });
+            write(Event::Asks {
+                number,
+                tag: u64::MAX,
+            });
+            write(Event::Gather { group: next });
+            members.push(number);
+            let (group, is_planned) = (group(generation + 2, &members), true);
+            write(Event::Formed { group, is_planned });
+            for took_part in [false, true] {
+                write(Event::Joined { number, took_part });
+            }
+        }
+        assert_eq!(events, 8_001);
+        assert!(
+            (kilobytes - 60..=kilobytes).contains(&(bytes / 1_000)),
+            "{bytes}"
+        );
+        let mut reader = Log::new(store);
+        let state = reader.read().unwrap();
+        assert_eq!(state.numbers(ranks), 0..ranks + 1_000);
+        assert_eq!(state, log.state());
+    }
 }

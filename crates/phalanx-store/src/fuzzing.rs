@@ -133,6 +133,10 @@ fn session_seeds() -> Vec<Vec<u8>> {
             queue: "q",
             value: b"1",
         },
+        Request::GetNumbered {
+            key: "n",
+            timeout_ms: 0,
+        },
         Request::QueueLen { queue: "q" },
         Request::QueuePop {
             queue: "q",

@@ -52,6 +52,18 @@ pub trait Store: Send + Sync + 'static {
         }
     }
 
+    /// Waits up to `timeout` for a key that ends with a decimal number. Returns its value and those of the keys with the
+    /// next numbers, as far as they exist, and whether there may be more: at most 1024 values, of 1 MiB together. No value:
+    /// the first key does not exist.
+    fn get_numbered(&self, key: &str, timeout: Duration) -> Result<(Vec<Vec<u8>>, bool)> {
+        let timeout_ms = millis(timeout);
+        match ask(self, &Request::GetNumbered { key, timeout_ms })? {
+            Response::Values { values, more } => Ok((values, more)),
+            Response::Missing(_) => Ok((Vec::new(), false)),
+            other => wrong(self, &other),
+        }
+    }
+
     /// Returns the current value, if any, without waiting.
     fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         match ask(self, &Request::TryGet { key })? {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Bound;
 
 use phalanx_wire::store_msg::{
-    Failure, MAX_KEYS, MAX_TOTAL_BYTES, MAX_VALUE_BYTES, Request, Response,
+    Failure, MAX_KEYS, MAX_TOTAL_BYTES, MAX_VALUE_BYTES, MAX_WAIT_KEYS, Request, Response,
 };
 
 /// Limits of a store.
@@ -216,10 +216,11 @@ impl Table {
                 Response::Done
             }
             Request::TryGet { key } => self.value(key),
-            Request::Get { key, .. } => match self.value(key) {
-                Response::NotFound => Response::Missing(vec![key.to_owned()]),
-                value => value,
-            },
+            Request::Get { key, .. } | Request::GetNumbered { key, .. } if !self.contains(key) => {
+                Response::Missing(vec![key.to_owned()])
+            }
+            Request::Get { key, .. } => self.value(key),
+            Request::GetNumbered { key, .. } => self.numbered(key).1,
             Request::Wait { ref keys, .. } => match self.missing(keys.iter().copied()) {
                 missing if missing.is_empty() => Response::Done,
                 missing => Response::Missing(missing.into_iter().map(str::to_owned).collect()),
@@ -271,9 +272,31 @@ impl Table {
         })
     }
 
-    fn value(&self, key: &str) -> Response {
+    pub(crate) fn value(&self, key: &str) -> Response {
         let value = self.get(key);
         value.map_or(Response::NotFound, |value| Response::Value(value.to_vec()))
+    }
+
+    /// The values of `key`, which ends with a number, and of the keys with the next numbers, as far as they exist and one
+    /// response has room for them; with these keys.
+    pub(crate) fn numbered(&self, key: &str) -> (Vec<String>, Response) {
+        let prefix = key.trim_end_matches(|digit: char| digit.is_ascii_digit());
+        // The only one, if it ends with no number.
+        let first: u64 = key[prefix.len()..].parse().unwrap_or(u64::MAX);
+        let next = (first..u64::MAX).map(|before| format!("{prefix}{}", before + 1));
+        let (mut keys, mut values, mut more) = (Vec::new(), Vec::new(), false);
+        let mut room = MAX_VALUE_BYTES;
+        for key in std::iter::once(key.to_owned()).chain(next) {
+            let Some(value) = self.get(&key) else { break };
+            more = value.len() > room || values.len() == MAX_WAIT_KEYS;
+            if more {
+                break;
+            }
+            room -= value.len();
+            values.push(value.to_vec());
+            keys.push(key);
+        }
+        (keys, Response::Values { values, more })
     }
 }
 

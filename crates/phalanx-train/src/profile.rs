@@ -37,11 +37,11 @@ pub struct Profiler {
 }
 
 impl Profiler {
-    /// Will write a Chrome trace to `file` with `.<rank>.json` appended and rank
+    /// Will write a Chrome trace to `file` with `.<number>.json` appended and rank
     /// 0's table to standard error, or nothing.
     pub fn new(file: Option<&Path>, ctx: &RankContext) -> Profiler {
         Profiler {
-            path: file.map(|f| crate::of_rank(f, ctx.rank(), "json")),
+            path: file.map(|f| crate::of_rank(f, ctx.number(), "json")),
             rank: ctx.rank(),
             seen: 0,
             began: None,

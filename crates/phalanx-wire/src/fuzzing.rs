@@ -242,6 +242,10 @@ fn request_seeds() -> Vec<Vec<u8>> {
             timeout_ms: 1000,
         },
         Request::QueueLen { queue: "jobs" },
+        Request::GetNumbered {
+            key: "job/log/0",
+            timeout_ms: 1000,
+        },
     ];
     let body = |request: &Request<'_>| {
         let mut bytes = Vec::new();
@@ -285,6 +289,10 @@ fn response_seeds() -> Vec<Vec<u8>> {
             value: None,
         },
         Response::Copied { seq: 5 },
+        Response::Values {
+            values: vec![b"first".to_vec(), Vec::new()],
+            more: true,
+        },
     ];
     responses.extend(Failure::ALL.map(Response::Failed));
     let body = |response: &Response| {
@@ -327,7 +335,7 @@ mod tests {
             assert!(Header::decode(bytes.first_chunk().unwrap()).is_ok());
         }
         assert!(request_seeds().iter().all(|s| Request::decode(s).is_ok()));
-        assert_eq!(request_seeds().len(), 19);
+        assert_eq!(request_seeds().len(), 20);
         assert!(response_seeds().iter().all(|s| Response::decode(s).is_ok()));
         assert_eq!(handshake_seeds().len(), 7);
     }

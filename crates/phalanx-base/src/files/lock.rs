@@ -7,6 +7,10 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
+/// How many times the system's list of locks is read before a lock counts as not listed: each `read` returns one page, from
+/// where the last one ended by number, so a lock between them is left out if an earlier one was released meanwhile.
+const READS: u32 = 20;
+
 /// Locks `file` while it is open (`flock`). Returns false if another process has locked it.
 /// On a file system without locks it always succeeds.
 pub fn try_lock(file: &File) -> bool {
@@ -26,8 +30,11 @@ pub fn ask_lock(file: &File) -> Option<bool> {
 /// another one. Empty if it is not known, for example on another host.
 pub fn lock_holder(file: &File) -> String {
     let found = file.metadata().ok().and_then(|about| {
-        let locks = fs::read_to_string("/proc/locks").ok()?;
-        locks.lines().find_map(|line| holder_in(line, about.ino()))
+        let listed = || {
+            let locks = fs::read_to_string("/proc/locks").ok()?;
+            locks.lines().find_map(|line| holder_in(line, about.ino()))
+        };
+        (0..READS).find_map(|_| listed())
     });
     let Some(pid) = found else {
         return String::new();

@@ -833,6 +833,46 @@ fn the_store_moves_when_its_launcher_is_killed() {
     check_result(dir, 1);
 }
 
+/// One node leaves while the launcher with the store is killed or leaves, too: before it, after it, and during the election, in
+/// which the leaving one may be elected.
+#[test]
+fn a_node_that_leaves_while_the_store_moves_harms_no_other() {
+    for (host_gets, leaver, is_first, pause) in [
+        ("KILL", 1, true, 0),
+        ("KILL", 1, false, 0),
+        ("KILL", 2, false, 60),
+        ("KILL", 1, false, 250),
+        ("TERM", 1, true, 0),
+    ] {
+        let (dir, port) = (folder_of_nodes(), free_port());
+        let dir = dir.path();
+        let node = |rank| start_node(dir, 1, port, &format!("--nnodes 3 --node-rank {rank}"));
+        let mut nodes: Vec<Job> = (0..3).map(node).collect();
+        wait_for_step(dir, 1, 2);
+        let mut signals = [(0, host_gets), (leaver, "TERM")];
+        if is_first {
+            signals.reverse();
+        }
+        for (node, name) in signals {
+            signal(nodes[node].id(), name);
+            std::thread::sleep(Duration::from_millis(pause));
+        }
+        let case = format!("{host_gets} {leaver} {is_first} {pause}");
+        let ends: Vec<_> = nodes.drain(..).map(ended).collect();
+        for (node, (code, out, err)) in ends.iter().enumerate() {
+            if node > 0 || host_gets == "TERM" {
+                assert_eq!(*code, 0, "{case}: node {node}: {out}{err}");
+            }
+            let leaves = node == leaver || node == 0 && host_gets == "TERM";
+            if leaves {
+                let said = "has left after SIGTERM; the other nodes continue";
+                assert!(err.contains(said), "{case}: node {node}: {err}");
+            }
+        }
+        check_result(dir, 1);
+    }
+}
+
 #[test]
 fn nodes_find_the_store_where_it_has_moved() {
     let (dir, port) = (folder_of_nodes(), free_port());

@@ -29,7 +29,7 @@ pub struct DumpError(String);
 
 impl Dump {
     /// Writes `rank-N.json` into `dir`, which is created if needed; atomically replaces
-    /// an older file.
+    /// an older file. That of a process of a later attempt stays: this process was lost, and the job continued without it.
     ///
     /// # Errors
     ///
@@ -53,6 +53,12 @@ impl Dump {
         let name = format!("rank-{}.json", self.rank);
         let path = dir.join(&name);
         let temporary = dir.join(format!(".{name}.{}.tmp", std::process::id()));
+        // The times alone could differ between hosts, and the generations between runs.
+        if Dump::read(&path).is_ok_and(|(other, _)| {
+            other.joined > self.joined && other.joined_unix_ns > self.joined_unix_ns
+        }) {
+            return Ok(path);
+        }
         // Created, never opened: where others may write to the directory, the name may
         // be a link to a file that is not ours. A file of an earlier process is removed.
         let _ = std::fs::remove_file(&temporary);

@@ -387,6 +387,31 @@ fn hostile_files_are_refused_or_tamed() {
     assert!(error.contains("rank-0.json: larger than 8 MiB"), "{error}");
 }
 
+/// A process of a host that was suspended, lost and resumed, whose number another process has in the next attempt.
+#[test]
+fn the_file_of_a_later_attempt_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let dump = |joined: u32, at: u64| {
+        let mut dump = recorder().dump();
+        (dump.joined, dump.joined_unix_ns) = (joined, at);
+        dump.pid = joined * 100 + at as u32;
+        dump
+    };
+    let written = |dump: &Dump| {
+        let path = dump.write_into(dir.path()).unwrap();
+        Dump::read(&path).unwrap().0.pid
+    };
+    let (lost, next) = (dump(0, 10), dump(1, 20));
+    assert_eq!(written(&lost), lost.pid);
+    assert_eq!(written(&next), next.pid);
+    assert_eq!(written(&lost), next.pid, "the job went on without it");
+    assert_eq!(written(&next), next.pid, "its own is replaced");
+    // A run that was resumed into the same folder, and one of a host whose clock is behind.
+    for later in [dump(0, 30), dump(2, 5)] {
+        assert_eq!(written(&later), later.pid);
+    }
+}
+
 #[test]
 fn a_failure_of_a_newer_version_is_another_one() {
     let recorder = recorder();

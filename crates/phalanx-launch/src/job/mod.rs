@@ -144,7 +144,7 @@ impl Launch {
             if joined.has_begun() {
                 joined.watch(meeting.lost_after, sender.clone())?;
             }
-            joined.coordinate(rules(&plan, meeting), None)?;
+            joined.coordinate(rules(&plan, meeting), false)?;
             drop(plan.until_met.take());
             (nodes, port) = (Some(joined), held);
         }

@@ -10,7 +10,6 @@
 //! With `--elastic` too, the attempt continues when launchers are lost or join: the ranks of a lost launcher are reported as
 //! lost, and a new launcher starts ranks that join the others. The attempt's list of launchers only grows.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
@@ -133,14 +132,9 @@ impl Nodes {
         own.unwrap_or_else(|| verdict.clone())
     }
 
-    /// The event that is written if this launcher is killed: the job ends, unless launchers join and leave. Without node 0 it
-    /// ends unless ranks continue in place.
+    /// The event that is written if this launcher is killed.
     pub fn killed_event(&self, why: JobFailure) -> LauncherEvent {
-        let id = self.id;
-        match self.is_elastic && (id != 0 || self.continues_in_place()) {
-            true => LauncherEvent::Lost { id, why },
-            false => LauncherEvent::Abort(why),
-        }
+        LauncherEvent::Lost { id: self.id, why }
     }
 
     /// Whether this launcher hosts the store.
@@ -313,32 +307,27 @@ impl Nodes {
         Ok(Some(attempt.name_of(joined)))
     }
 
-    /// On the host of the store: starts the thread that decides when ranks start, and when the job has succeeded. If the store
-    /// has moved here, the last host has already printed that the launchers `printed` are lost.
-    pub fn coordinate(&self, rules: Rules, printed: Option<BTreeSet<Id>>) -> Result<()> {
+    /// On the host of the store, which perhaps `has_moved` here: starts the thread that decides when ranks start, and when the
+    /// job has succeeded.
+    pub fn coordinate(&self, rules: Rules, has_moved: bool) -> Result<()> {
         if self.server.is_none() {
             return Ok(());
         }
         let launchers = lock(&self.log).clone();
-        let mut host = Host::new(rules);
         let attempt = launchers.state().attempt();
         let joined = attempt.iter().flat_map(|attempt| attempt.launchers());
         let joined = joined.filter(|(_, info)| info.joins_as.is_some());
-        if printed.is_some() {
-            host.see_changes(launchers.state());
-        }
         let mut coordinator = Coordinator {
             store: self.store.clone(),
             roster: self.roster.clone(),
             id: self.id,
             joining: joined.map(|(id, _)| id).collect(),
             launchers,
-            host,
+            host: Host::new(rules),
             to_begin: self.to_begin.clone(),
             log: None,
             // Whether ranks wait is decided again.
-            is_enough: printed.is_some(),
-            printed: printed.unwrap_or_default(),
+            is_enough: has_moved,
         };
         let (stop, began) = (self.stop.clone(), Instant::now());
         spawn("attempts", move || coordinator.run(&stop, began))
@@ -403,7 +392,6 @@ impl Nodes {
         self.out_of_reach.store(false, Ordering::Relaxed);
         if host == self.id {
             self.server = self.standby.take();
-            let printed: BTreeSet<Id> = lock(&self.roster).lost.clone();
             self.beats.watch_again(self.infos().len());
             let mut log = lock(&self.log).clone();
             insist(|| log.read().map(drop)).map_err(|error| self.lost_store(error))?;
@@ -422,7 +410,7 @@ impl Nodes {
                 let written = insist(|| log.append(|all| all.lost_for(id, &verdict)));
                 written.map_err(|error| self.lost_store(error))?;
             }
-            self.coordinate(rules, Some(printed))?;
+            self.coordinate(rules, true)?;
             let here = self.server.as_ref().map(|server| server.local_addr());
             let comes = self.infos().iter().any(|info| info.least.is_some());
             if let Some(here) = here.filter(|_| comes) {
@@ -462,8 +450,6 @@ struct Coordinator {
     id: Id,
     launchers: LauncherLog,
     host: Host,
-    /// Lost launchers that the last host of the store has printed.
-    printed: BTreeSet<Id>,
     to_begin: ToBegin,
     /// The log of this attempt's processes.
     log: Option<(u32, Log)>,
@@ -591,7 +577,7 @@ impl Coordinator {
 
     fn stop(&mut self) -> phalanx_store::Result<()> {
         let code = ErrorKind::PeerLost.exit_code();
-        let changes = self.launchers.state().changes(&self.host);
+        let changes = self.launchers.state().changes();
         self.end_attempt(&JobFailure::new(code, 0, changes))
     }
 
@@ -620,30 +606,23 @@ impl Coordinator {
         let Some(why) = self.launchers.state().why_lost(id).cloned() else {
             return Ok(());
         };
-        if !continues && is_over {
-            // Its ranks have ended with those of the others, or have stopped the training.
-            return match why.code == ErrorKind::Interrupted.exit_code() {
-                true => self.abort(&why),
-                false => Ok(()),
-            };
-        }
         let can_join = self.attempt().infos.iter().any(|info| info.least.is_some());
-        match (continues, can_join) {
-            (true, _) => {}
-            (false, true) => return self.stop(),
-            (false, false) => return self.abort(&why),
+        match (continues, is_over) {
+            (true, _) => {
+                for number in own {
+                    self.processes(|log| log.lose(number, &why.message))?;
+                }
+                // Later failures have other causes.
+                insist(|| self.store.delete(&gone_key(id)))?;
+                let why = why.message;
+                say::note(format_args!("{why}; the ranks of the other nodes continue"));
+            }
+            // Its ranks have ended with those of the others, or have stopped the training.
+            (false, true) if why.code != ErrorKind::Interrupted.exit_code() => {}
+            (false, false) if can_join => return self.stop(),
+            (false, _) => return self.abort(&why),
         }
-        let why = why.message;
-        for number in own {
-            self.processes(|log| log.lose(number, &why))?;
-        }
-        // Later failures have other causes.
-        insist(|| self.store.delete(&gone_key(id)))?;
-        self.host.see_changes(self.launchers.state());
-        if !self.printed.contains(&id) {
-            say::note(format_args!("{why}; the ranks of the other nodes continue"));
-        }
-        Ok(())
+        self.write(|_| Some(LauncherEvent::Continued { id }))
     }
 
     /// Launcher `id` joins the attempt.
@@ -669,7 +648,7 @@ impl Coordinator {
             "fix".to_owned(),
             "start more launchers, or wait longer with --rdzv-conf join_timeout=S".to_owned(),
         )];
-        let changes = self.launchers.state().changes(&self.host);
+        let changes = self.launchers.state().changes();
         if self.launchers.state().attempt().is_some() && !changes.is_empty() {
             notes.insert(0, ("since".to_owned(), changes));
         }
@@ -692,7 +671,7 @@ impl Coordinator {
                 let infos = ids.iter().filter_map(|id| all.info(*id));
                 let ranks: usize = infos.map(|info| info.local_ranks).sum();
                 let (ranks, nodes) = (plural(ranks, "rank"), plural(ids.len(), "node"));
-                let changes = all.changes(&self.host);
+                let changes = all.changes();
                 format!("restart with {ranks} on {nodes}: {changes}")
             }
         };

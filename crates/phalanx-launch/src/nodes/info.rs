@@ -119,41 +119,38 @@ pub(super) fn compare(
     theirs: &NodeInfo,
     node: usize,
 ) -> Result<()> {
-    let own = me.map_or("this launcher".to_owned(), |me| format!("node {me}"));
-    let differ = |what: &str, their: &dyn std::fmt::Display, my: &dyn std::fmt::Display| {
-        Err(Error::usage(format!(
-            "node {node} (host {}) was started with {what} {their}, {own} (host {}) with {my}",
-            theirs.host, mine.host
-        ))
-        .note(
-            "fix",
-            match what {
-                "phalanx" => "install the same version on all hosts",
-                _ => "give all launchers of the job the same flags, apart from --node-rank",
-            },
-        ))
-    };
     if theirs.by_arrival != mine.by_arrival {
         return Err(mixed(mine, theirs));
     }
-    let nnodes = |info: &NodeInfo| match info.least {
-        Some(least) => format!("{least}:{}", info.nodes),
-        None => info.nodes.to_string(),
+    let flags = |info: &NodeInfo| {
+        let nodes = match info.least {
+            Some(least) => format!("{least}:{}", info.nodes),
+            None => info.nodes.to_string(),
+        };
+        let elastic = if info.elastic { "given" } else { "left out" };
+        [
+            ("--nnodes", nodes),
+            ("--max-restarts", info.max_restarts.to_string()),
+            ("--elastic", elastic.to_owned()),
+            ("phalanx", info.version.clone()),
+        ]
     };
-    if nnodes(theirs) != nnodes(mine) {
-        return differ("--nnodes", &nnodes(theirs), &nnodes(mine));
-    }
-    if theirs.max_restarts != mine.max_restarts {
-        return differ("--max-restarts", &theirs.max_restarts, &mine.max_restarts);
-    }
-    if theirs.elastic != mine.elastic {
-        let flag = |info: &NodeInfo| if info.elastic { "given" } else { "left out" };
-        return differ("--elastic", &flag(theirs), &flag(mine));
-    }
-    if theirs.version != mine.version {
-        return differ("phalanx", &theirs.version, &mine.version);
-    }
-    Ok(())
+    let mut pairs = flags(theirs).into_iter().zip(flags(mine));
+    let Some(((what, their), (_, my))) = pairs.find(|(their, my)| their != my) else {
+        return Ok(());
+    };
+    let own = me.map_or("this launcher".to_owned(), |me| format!("node {me}"));
+    Err(Error::usage(format!(
+        "node {node} (host {}) was started with {what} {their}, {own} (host {}) with {my}",
+        theirs.host, mine.host
+    ))
+    .note(
+        "fix",
+        match what {
+            "phalanx" => "install the same version on all hosts",
+            _ => "give all launchers of the job the same flags, apart from --node-rank",
+        },
+    ))
 }
 
 #[cfg(test)]

@@ -1,7 +1,6 @@
 //! A launcher joins a job: it connects to the store of node 0, publishes its [`NodeInfo`], and waits for the others.
 
-use std::collections::BTreeSet;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
@@ -14,17 +13,19 @@ use phalanx_store::{ErrorKind as StoreKind, Store, TcpServer, TcpStore, Will};
 use phalanx_wire::Token;
 
 use super::attempts::ToBegin;
-use super::info::{NodeInfo, compare, compare_jobs, mixed};
+use super::info::{NodeInfo, compare, compare_jobs};
 use super::membership::{Attempt, LauncherEvent, LauncherLog, Launchers};
 use super::pulse::Heartbeats;
 use super::standby::{self, Roster};
 use super::{ANSWER_LIMIT, END_LIMIT, NodeStore, Nodes, QUIET, SLICE, lost_store};
 use crate::error::{Error, ErrorKind, Result};
-use crate::report::{JobFailure, taken_apart};
+use crate::report::JobFailure;
 use crate::{lock, say, spawn, system};
 
 /// How many nodes without a number have arrived.
 const ARRIVED_KEY: &str = "launch/arrived";
+/// Why the last launcher was refused.
+const REFUSED_KEY: &str = "launch/refused";
 
 /// How much longer than its deadline connecting may take: resolving a name has none.
 const LOOKUP_LIMIT: Duration = Duration::from_secs(1);
@@ -32,8 +33,6 @@ const LOOKUP_LIMIT: Duration = Duration::from_secs(1);
 pub(super) const ASKING_THREADS: usize = 3;
 /// Most kinds of refused connections that are named at a time.
 const REFUSED_SHOWN: usize = 3;
-/// The longest message that is sent, in characters.
-const LONGEST: usize = 4000;
 
 /// Joins as node `me`, or as the next one that arrives; `interrupted` is asked often and ends it.
 ///
@@ -71,17 +70,12 @@ pub fn join(
         // Compared before anything is written, so that a refused launcher does not disturb the others.
         let first = node_0(&mut log, deadline, &mut interrupted)?;
         compare_jobs(&info, &first, &at.dial)?;
-        compare(&info, me, &first, 0).inspect_err(|error| {
-            if info.least.is_none() {
-                // The others would wait for this node, unless all have joined.
-                let _ = publish_mistake(&mut log, store.local_ip(), &info.host, error);
-            }
-        })?;
+        compare(&info, me, &first, 0).inspect_err(|error| refuse(&*store, &info, error))?;
     }
     let me = match me {
         Some(me) => me,
         None if at.server.is_some() => 0,
-        None => arrive(&store, info.least.map_or(total, |_| usize::MAX))?,
+        None => arrive(&store, &mut log, info.least.map_or(total, |_| usize::MAX))?,
     };
     let will = register(&mut log, me, &info)?;
     let mut nodes = Nodes {
@@ -125,8 +119,21 @@ pub fn join(
         }
         Err(error) => {
             let message = format!("node {me} (host {}): {}", info.host, error.chain());
-            nodes.publish(&JobFailure::new(error.exit_code(), me, message), true);
-            nodes.leave(Instant::now());
+            let why = JobFailure::new(error.exit_code(), me, message);
+            let event = |all: &Launchers| match me {
+                0 => all.abort_for(&why),
+                // Only its own entry: another launcher may have taken its place.
+                _ if all.info(me) == Some(&info) => all.lost_for(me, &why),
+                _ => None,
+            };
+            let written = nodes.reachable(|_| lock(&nodes.log).append(event));
+            if written.is_some() {
+                nodes.is_guarded();
+            }
+            // Otherwise another launcher may come under this number, and node 0 must wait for that one at the end.
+            if lock(&nodes.log).state().abort().is_some() {
+                nodes.leave(Instant::now());
+            }
             Err(error)
         }
     }
@@ -189,10 +196,7 @@ fn standby_of(
 /// Writes the description of launcher `me`; from then on the others expect it. Returns its will.
 fn register(log: &mut LauncherLog, me: usize, info: &NodeInfo) -> Result<Option<Will>> {
     let why = JobFailure::of_killed(me, &info.host);
-    let killed = match info.least.is_some() && me != 0 {
-        true => LauncherEvent::Lost { id: me, why },
-        false => LauncherEvent::Abort(why),
-    };
+    let killed = LauncherEvent::Lost { id: me, why };
     // Left before the entry, because from then on the others expect this launcher.
     let mut will = match me {
         // The store would end with it.
@@ -218,16 +222,10 @@ fn register(log: &mut LauncherLog, me: usize, info: &NodeInfo) -> Result<Option<
         return Ok(will);
     };
     drop(will); // no launcher waits for this one
-    let error = match other.by_arrival == info.by_arrival {
-        false => mixed(info, &other),
-        true => {
-            let who = format!("host {}, pid {}", other.host, other.pid);
-            Error::usage(format!("node {me} has already joined: {who}"))
-                .note("fix", "give every launcher its own --node-rank")
-        }
-    };
-    // Without a node rank: it is the other launcher's.
-    let _ = publish_mistake(log, info.address, &info.host, &error);
+    let who = format!("host {}, pid {}", other.host, other.pid);
+    let error = Error::usage(format!("node {me} has already joined: {who}"))
+        .note("fix", "give every launcher its own --node-rank");
+    refuse(&**log.store(), info, &error);
     Err(error)
 }
 
@@ -265,20 +263,32 @@ fn check_not_over(
     error.or_else(interrupted).map_or(Ok(()), Err)
 }
 
-/// The number of a launcher without one: the next after those that have arrived.
-fn arrive(store: &TcpStore, total: usize) -> Result<usize> {
+/// The number of a launcher without one: the next after those that have arrived, or that of one that has left.
+fn arrive(store: &TcpStore, log: &mut LauncherLog, total: usize) -> Result<usize> {
     let arrived = store.add(ARRIVED_KEY, 1).map_err(lost_node_0)?;
     let me = usize::try_from(arrived).unwrap_or(usize::MAX);
     if me < total {
         return Ok(me);
     }
-    Err(Error::usage(format!(
+    let all = log.read().map_err(lost_node_0)?;
+    let free = (1..total).find(|node| all.attempt().is_none() && all.info(*node).is_none());
+    free.ok_or_else(|| {
+        Error::usage(format!(
         "the job has its {total} nodes already: this launcher is one more"
     ))
     .note(
         "fix",
         "start one launcher per node, and a new job (--rdzv-endpoint) after the last one has ended",
-    ))
+    )
+    })
+}
+
+/// Publishes to the launchers that wait why this one does not join them.
+fn refuse(store: &dyn Store, info: &NodeInfo, error: &Error) {
+    let (host, error) = (&info.host, error.chain());
+    let why = format!("a launcher on host {host} was refused: {error}");
+    // If that does not arrive, the others print less.
+    let _ = store.set(REFUSED_KEY, why.as_bytes());
 }
 
 fn connect(
@@ -375,7 +385,7 @@ fn means_this_host(dial: &str) -> Option<String> {
 }
 
 impl Nodes {
-    /// Waits for the first attempt, which begins when all nodes have joined, and compares their descriptions with ours.
+    /// Waits for the first attempt, which begins when all nodes have joined.
     fn gather(
         &self,
         total: usize,
@@ -385,55 +395,49 @@ impl Nodes {
         interrupted: &mut impl FnMut() -> Option<Error>,
     ) -> Result<Attempt> {
         let mut log = lock(&self.log);
-        let mut seen = BTreeSet::new();
         let mut say_at = QUIET;
         loop {
+            // Where many arrive at once, several events are read with one request.
+            std::thread::sleep(Duration::from_micros(250) * total.min(1000) as u32);
             match log.wait(SLICE) {
                 Ok(_) => {}
                 // The log was not read: no event is known.
                 Err(error) if error.kind() == StoreKind::NoAnswer => {}
                 Err(error) => return Err(lost_node_0(error)),
             }
-            // Compare entries as they come: otherwise a node that was started with other flags
-            // could make all wait until the deadline.
-            let there = (0..total).filter_map(|node| Some((node, log.state().info(node)?)));
-            for (node, theirs) in there.filter(|(node, _)| !seen.contains(node)) {
-                compare(info, Some(self.me), theirs, node)?;
-            }
-            let (here, absent): (Vec<usize>, _) =
-                (0..total).partition(|node| log.state().info(*node).is_some());
-            seen.extend(here);
-            if let Some(first) = log
-                .state()
-                .info(0)
-                .filter(|_| absent.is_empty() && self.me == 0)
-            {
+            if self.me == 0 {
                 let first = Attempt {
                     ids: (0..total).collect(),
-                    master_port: first.master_port.unwrap_or(0),
+                    master_port: info.master_port.unwrap_or(0),
                     ..Attempt::default()
                 };
-                let written = log.append(|all| all.begin_with(&first));
+                let are_all = |all: &Launchers| (0..total).all(|node| all.info(node).is_some());
+                let written = log.append(|all| all.begin_with(&first).filter(|_| are_all(all)));
                 written.map_err(lost_node_0)?;
             }
-            if let Some(attempt) = log.state().attempt() {
+            let all = log.state();
+            if all.info(self.me) != Some(info) {
+                let what = "the launcher of node 0 has lost the connection to this one";
+                return Err(Error::new(ErrorKind::PeerLost, what));
+            }
+            if let Some(attempt) = all.attempt() {
                 return Ok(attempt.clone());
             }
-            check_not_over(log.state(), interrupted)?;
+            check_not_over(all, interrupted)?;
+            let absent = (0..total).filter(|node| all.info(*node).is_none());
+            let absent: Vec<String> = absent.map(|node| node.to_string()).collect();
             // If all have joined, node 0 has yet to begin the attempt.
             let absent = match absent.is_empty() {
-                true => vec![0],
-                false => absent,
+                true => "0".to_owned(),
+                false => absent.join(", "),
             };
-            let absent: Vec<String> = absent.iter().map(usize::to_string).collect();
-            let absent = absent.join(", ");
             if Instant::now() >= deadline {
                 let waited = started.elapsed().as_secs_f64();
                 let mut error = Error::new(
                     ErrorKind::Timeout,
                     format!("node {absent} of {total} did not join within {waited:.1} s"),
                 );
-                let refused = self.refused();
+                let refused = self.refused(all);
                 if refused.is_empty() && self.server.is_some() {
                     error = error.note(
                         "seen",
@@ -450,12 +454,12 @@ impl Nodes {
             }
             if started.elapsed() >= say_at {
                 say_at = started.elapsed() * 2;
-                let refused = self.refused().join("; ");
+                let refused = self.refused(all).join("; ");
                 let why = match (&self.server, refused.as_str()) {
-                    (None, _) => String::new(),
+                    (None, "") => String::new(),
                     (_, "") => format!(": it has not connected to {}", self.reached_at()),
                     (_, refused) => format!(
-                        ": {refused}; all launchers need the same --master-addr, --master-port and --token-file"
+                        ": {refused}; give all launchers of the job the same flags and --token-file"
                     ),
                 };
                 say::note(format_args!("waiting for node {absent} of {total}{why}"));
@@ -466,46 +470,22 @@ impl Nodes {
     /// The address of our store.
     fn reached_at(&self) -> String {
         let addr = self.store.addr();
-        let is_local = addr
-            .parse::<SocketAddr>()
-            .is_ok_and(|a| a.ip().is_loopback());
-        let only = if is_local {
-            ", which no other host can reach"
-        } else {
-            ""
-        };
-        format!("{addr}{only}")
+        match addr.parse::<SocketAddr>() {
+            Ok(at) if at.ip().is_loopback() => format!("{addr}, which no other host can reach"),
+            _ => addr,
+        }
     }
 
-    /// The connections that our store refused.
-    fn refused(&self) -> Vec<String> {
+    /// The connections that our store refused, and the last launcher that was refused or has left.
+    fn refused(&self, all: &Launchers) -> Vec<String> {
         let refused = self.server.as_ref().map(|server| server.refused());
         let refused = refused.unwrap_or_default();
         let most = refused.iter().take(REFUSED_SHOWN);
-        most.map(ToString::to_string).collect()
+        let most = most.map(ToString::to_string);
+        let last = self.store.try_get(REFUSED_KEY).ok().flatten();
+        let last = last.map(|why| String::from_utf8_lossy(&why).into_owned());
+        most.chain(last).chain(all.left.clone()).collect()
     }
-}
-
-/// Ends the job with the `error` of a launcher on `host` at `address`, unless an attempt has begun: it runs without this one.
-fn publish_mistake(
-    log: &mut LauncherLog,
-    address: Option<IpAddr>,
-    host: &str,
-    error: &Error,
-) -> phalanx_store::Result<()> {
-    let text: String = error.render().chars().take(LONGEST).collect();
-    let (message, notes) = taken_apart(text.strip_prefix("error: ").unwrap_or(&text).trim_end());
-    let address = address.map_or(String::new(), |ip| format!(", {ip}"));
-    let verdict = JobFailure {
-        mistake: true,
-        notes,
-        ..JobFailure::new(
-            error.exit_code(),
-            usize::MAX,
-            format!("a node (host {host}{address}): {message}"),
-        )
-    };
-    log.append(|all| all.attempt().is_none().then(|| all.abort_for(&verdict))?)
 }
 
 /// The error that the store does not answer before all nodes have joined.

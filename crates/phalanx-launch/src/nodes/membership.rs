@@ -31,6 +31,9 @@
 //! | running  | the join time-out, fewer than `least`     | decided  | too few     |
 //! | running  | no rank that is left has the state        | stopping | stop        |
 //!
+//! A job of a fixed number of nodes begins when all are there. A launcher that leaves it before is as one that never came, and
+//! another one can take its place. Later, without `--elastic`, its loss ends the job.
+//!
 //! As under torchrun, the last call begins when `least` launchers are there, and a launcher that arrives does not count
 //! as a restart. Unlike there, a lost launcher does not count either, and the next attempt begins without a last call. A
 //! launcher that arrives after ranks of a member have succeeded interrupts no rank.
@@ -61,6 +64,8 @@ pub enum LauncherEvent {
     Began(Attempt),
     /// Launcher `id` joins the attempt that runs; its first rank has the number `first`.
     Admitted { id: Id, first: usize },
+    /// The ranks continue without those of launcher `id`, which is lost.
+    Continued { id: Id },
     /// All ranks of launcher `id` have succeeded.
     Done { id: Id, attempt: u32 },
     /// The attempt ends; code 0: all its ranks have succeeded. `by_rank`: a rank has failed.
@@ -187,10 +192,13 @@ pub struct Launchers {
     members: BTreeMap<Id, Member>,
     /// The ranks of a member have succeeded.
     is_ending: bool,
-    /// Why the attempt has ended, and whether a rank has failed.
+    /// Why the attempt has ended, and whether that counts as a failure: a rank has failed, and no member was lost before its
+    /// ranks had ended.
     over: Option<(JobFailure, bool)>,
     abort: Option<JobFailure>,
-    /// Messages on launchers that have joined or left since the last attempt began.
+    /// Why the last launcher has left, before the first attempt.
+    pub(super) left: Option<String>,
+    /// Messages on launchers that have joined or left, and without which the ranks do not continue.
     changes: Vec<String>,
 }
 
@@ -231,6 +239,11 @@ impl Replay for Launchers {
                     self.enter(id);
                 }
             }
+            LauncherEvent::Continued { id } => {
+                // Later failures have other causes.
+                self.changes.clear();
+                self.members.remove(&id);
+            }
             LauncherEvent::Done { id, attempt } => {
                 let member = self.members.get_mut(&id);
                 if let Some(state @ Member::Running) = member.filter(|_| number == Some(attempt)) {
@@ -245,8 +258,9 @@ impl Replay for Launchers {
             } => {
                 let last = self.over.as_ref();
                 if number == Some(attempt) && is_better(&why, last.map(|(why, _)| why)) {
-                    let by_rank = last.map_or(by_rank, |(_, by_rank)| *by_rank);
-                    self.over = Some((why, by_rank));
+                    let is_cause = || self.members.values().all(|state| *state != Member::Lost);
+                    let counts = last.map_or_else(|| by_rank && is_cause(), |(_, counts)| *counts);
+                    self.over = Some((why, counts));
                 }
             }
             LauncherEvent::Ended { id, attempt } => {
@@ -257,11 +271,7 @@ impl Replay for Launchers {
                     *state = Member::Ended;
                 }
             }
-            LauncherEvent::Abort(why) => {
-                if is_better(&why, self.abort.as_ref()) {
-                    self.abort = Some(why);
-                }
-            }
+            LauncherEvent::Abort(why) => self.end(why),
         }
     }
 }
@@ -273,18 +283,33 @@ fn is_better(why: &JobFailure, last: Option<&JobFailure>) -> bool {
 
 impl Launchers {
     fn enter(&mut self, id: Id) {
-        let is_lost = self.lost.contains_key(&id);
-        let state = if is_lost {
-            Member::Lost
-        } else {
-            Member::Running
+        let state = match self.lost.contains_key(&id) {
+            true => Member::Lost,
+            false => Member::Running,
         };
         self.members.insert(id, state);
+    }
+
+    fn end(&mut self, why: JobFailure) {
+        if is_better(&why, self.abort()) {
+            self.abort = Some(why);
+        }
     }
 
     fn lose(&mut self, id: Id, why: JobFailure) {
         if self.lost.contains_key(&id) {
             return;
+        }
+        let fixed = self.infos.get(&id).filter(|info| info.least.is_none());
+        match (&self.attempt, fixed) {
+            // Another launcher can come in its place.
+            (None, Some(_)) => {
+                self.infos.remove(&id);
+                self.left = Some(why.message);
+                return;
+            }
+            (Some(_), Some(info)) if !info.elastic => return self.end(why),
+            _ => {}
         }
         if self.infos.contains_key(&id) {
             self.changes.push(why.message.clone());
@@ -293,7 +318,12 @@ impl Launchers {
         match self.members.get_mut(&id) {
             // Its ranks have succeeded, so no rank needs it.
             Some(Member::Done) if self.over.is_none() => drop(self.members.remove(&id)),
-            Some(state) => *state = Member::Lost,
+            Some(state) => {
+                if let Some((_, counts)) = self.over.as_mut().filter(|_| *state != Member::Ended) {
+                    *counts = false;
+                }
+                *state = Member::Lost;
+            }
             None => {}
         }
     }
@@ -397,10 +427,7 @@ impl Launchers {
                 ..Host::new(rules)
             };
         }
-        let mut lost = self.members.iter();
-        let lost = lost.find(|(id, state)| **state == Member::Lost && !host.lost.contains(id));
-        let lost = lost.map(|(id, _)| *id);
-        if let Some((why, by_rank)) = &self.over {
+        if let Some((why, counts)) = &self.over {
             if let Some((restarts, ..)) = host.forming {
                 return self.form(host, restarts, now);
             }
@@ -408,35 +435,30 @@ impl Launchers {
             if all.any(|state| matches!(state, Member::Running | Member::Done)) {
                 return None;
             }
-            let counts = *by_rank && lost.is_none();
-            if counts && attempt.restarts >= rules.max_restarts {
+            if *counts && attempt.restarts >= rules.max_restarts {
                 return Some(Decision::Fail(why.clone()));
             }
-            let restarts = attempt.restarts + u32::from(counts);
+            let restarts = attempt.restarts + u32::from(*counts);
             return match self.there().count() >= rules.least {
                 true => self.start(host, restarts),
                 false => self.form(host, restarts, now),
             };
         }
-        let waiting = self.waiting().next();
-        match lost {
-            Some(id) if rules.in_place => {
-                host.lost.insert(id);
-                return Some(Decision::Lose(id));
-            }
-            Some(_) => return Some(Decision::Stop),
-            None => {}
+        let mut members = self.members.iter();
+        if let Some((id, _)) = members.find(|(_, state)| **state == Member::Lost) {
+            return Some(match rules.in_place {
+                true => Decision::Lose(*id),
+                false => Decision::Stop,
+            });
         }
-        let members = self.members.values();
-        let members = members.filter(|state| **state != Member::Lost);
-        let count = members.clone().count();
-        if members.clone().all(|state| *state == Member::Done) {
+        let count = self.members.len();
+        if self.members.values().all(|state| *state == Member::Done) {
             return Some(Decision::Succeed);
         }
         if self.is_ending {
             return None;
         }
-        if let Some(id) = waiting.filter(|_| count < rules.most) {
+        if let Some(id) = self.waiting().next().filter(|_| count < rules.most) {
             match rules.in_place {
                 true if host.can_grow => return Some(Decision::Admit(id)),
                 true => {}
@@ -485,9 +507,9 @@ impl Launchers {
         is_new.then_some(Decision::Start(chosen, restarts))
     }
 
-    /// The launchers that have joined or left and were not dealt with yet, as one line.
-    pub(super) fn changes(&self, host: &Host) -> String {
-        self.changes.get(host.seen..).unwrap_or_default().join("; ")
+    /// The launchers that have joined or left, and without which the ranks do not continue, as one line.
+    pub(super) fn changes(&self) -> String {
+        self.changes.join("; ")
     }
 }
 
@@ -505,10 +527,6 @@ pub(super) struct Host {
     is_starting: bool,
     /// Since when too few launchers are present, with ranks in place.
     short: Option<Duration>,
-    /// Those for which [`Decision::Lose`] was taken.
-    lost: BTreeSet<Id>,
-    /// How many changes have been dealt with.
-    seen: usize,
 }
 
 impl Host {
@@ -517,11 +535,6 @@ impl Host {
             rules,
             ..Host::default()
         }
-    }
-
-    /// Later failures have other causes than the changes so far.
-    pub(super) fn see_changes(&mut self, launchers: &Launchers) {
-        self.seen = launchers.changes.len();
     }
 
     /// Ranks that accept no processes do not wait for launchers.

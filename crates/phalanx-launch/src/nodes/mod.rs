@@ -5,6 +5,7 @@
 //! |-------------------|--------------------------------|-----------------------|
 //! | `launch/log/K`    | what has happened to launchers, and what was decided (`membership.rs`) | launchers |
 //! | `launch/arrived`  | a count that rises             | launchers without a number, to get one |
+//! | `launch/refused`  | why a launcher did not join, for the messages of those that wait | the last one that was refused |
 //! | `launch/beat/R`   | nothing                        | launcher R, every 200 ms; node 0 removes it when it has seen it |
 //! | `launch/left/R`   | launcher R does not need the store any more | launcher R |
 //! | `launch/gone/R`   | for how many seconds launcher R has been silent, or `closed` | node 0, the store (launcher R's will) |

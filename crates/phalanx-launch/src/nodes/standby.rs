@@ -110,7 +110,7 @@ fn dropped_in(entries: &[(String, Vec<u8>)]) -> Vec<u64> {
 fn launchers_in<'a>(get: impl Fn(&str) -> Option<&'a [u8]>) -> Replayed<Launchers> {
     let mut all = Replayed::default();
     // Reading ends at an event that cannot be parsed.
-    let _ = all.read(|key| Ok(get(key)));
+    let _ = all.read(get);
     all
 }
 
@@ -356,17 +356,24 @@ impl Standby {
     fn follow_all(&self, send: impl Fn(Event)) -> Option<Follower> {
         let mut copy: Option<Follower> = None;
         let mut launchers = Replayed::<Launchers>::default();
-        let mut instance = None;
+        let (mut instance, mut is_new) = (None, true);
         while !self.stop.load(Ordering::Relaxed) {
             let host = lock(&self.roster).host;
             let address = || lock(&self.roster).address_of(host);
             let is_there = match &mut copy {
-                Some(copy) => copy.follow(LOOK).is_ok(),
+                Some(copy) => {
+                    let arrived = copy.follow(LOOK);
+                    // After an error the copy may have changed, too.
+                    is_new |= !matches!(arrived, Ok(false));
+                    arrived.is_ok()
+                }
                 None => false,
             };
             if let Some(copy) = &copy {
-                let _ = launchers.read(|key| Ok(copy.get(key)));
-                lock(&self.roster).read(launchers.state(), copy);
+                if std::mem::take(&mut is_new) {
+                    let _ = launchers.read(|key| copy.get(key));
+                    lock(&self.roster).read(launchers.state(), copy);
+                }
                 // The end of the job is decided: the store moves no more.
                 if launchers.state().is_decided() {
                     if !is_there {
@@ -382,8 +389,8 @@ impl Standby {
                 if let Some(again) = again.filter(is_same) {
                     instance = Some(again.instance());
                     // This copy may lack events that the last one had.
-                    launchers = launchers_in(|key| again.get(key));
-                    copy = Some(again);
+                    launchers = Replayed::default();
+                    (copy, is_new) = (Some(again), true);
                 } else {
                     sleep(2 * LOOK);
                 }
@@ -435,10 +442,8 @@ impl Standby {
                 return None;
             };
             instance = follower.as_ref().map(Follower::instance);
-            copy = follower;
-            launchers = copy
-                .as_ref()
-                .map_or_else(Replayed::default, |copy| launchers_in(|key| copy.get(key)));
+            (copy, is_new) = (follower, true);
+            launchers = Replayed::default();
             let at = {
                 let mut roster = lock(&self.roster);
                 roster.host = new;

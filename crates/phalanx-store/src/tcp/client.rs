@@ -473,6 +473,7 @@ impl TcpStore {
             let moves = self.refresh();
             let left = wait.saturating_sub(start.elapsed());
             if let Request::Get { timeout_ms, .. }
+            | Request::GetNumbered { timeout_ms, .. }
             | Request::Wait { timeout_ms, .. }
             | Request::QueuePop { timeout_ms, .. } = &mut request
             {

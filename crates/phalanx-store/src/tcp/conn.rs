@@ -28,6 +28,8 @@ pub(super) enum Wanted {
     Keys,
     /// The only key; the response has its value.
     Value,
+    /// The only key, which ends with a number; the response has its value and those of the next numbers.
+    Values,
     /// An element of a queue; the only key is the queue's name.
     Element,
 }

@@ -534,6 +534,9 @@ impl ServerLoop {
         }
         match request {
             Request::Get { key, timeout_ms } => self.wait(id, &[key], timeout_ms, Wanted::Value),
+            Request::GetNumbered { key, timeout_ms } => {
+                self.wait(id, &[key], timeout_ms, Wanted::Values);
+            }
             Request::Wait { keys, timeout_ms } => self.wait(id, &keys, timeout_ms, Wanted::Keys),
             Request::QueuePop { queue, timeout_ms } => {
                 self.wait(id, &[queue], timeout_ms, Wanted::Element);
@@ -629,9 +632,13 @@ impl ServerLoop {
             }
             return;
         }
-        let value = wait.keys.first().and_then(|key| self.table.get(key));
-        let response = match value {
-            Some(value) if wait.wanted == Wanted::Value => Response::Value(value.to_vec()),
+        let response = match (wait.wanted, &wait.keys[..]) {
+            (Wanted::Value, [key]) => self.table.value(key),
+            (Wanted::Values, [key]) => {
+                let (keys, values) = self.table.numbered(key);
+                wait.keys = keys;
+                values
+            }
             _ => Response::Done,
         };
         self.end_wait(id, None, &response);

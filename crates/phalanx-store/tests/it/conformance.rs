@@ -84,6 +84,7 @@ suite!([mem, tcp]:
     an_append_beyond_the_limit_changes_nothing,
     no_append_is_lost,
     multi_get_and_multi_set,
+    numbered_values_are_read_together,
     pop_waits_for_an_element,
     pop_names_the_empty_queue,
     limits_of_queues,
@@ -494,6 +495,59 @@ mod checks {
         assert_eq!(error.unwrap_err().kind(), ErrorKind::Usage);
         let now = a.multi_get(&["x", "y"], Duration::ZERO).unwrap();
         assert_eq!(now, [&b"2"[..], b""]);
+    }
+
+    /// The values of consecutive numbers, from any of them on, up to the first gap and the limits of a response.
+    pub fn numbered_values_are_read_together(fixture: &dyn Fixture) {
+        let (a, b) = (fixture.member(), fixture.member());
+        let now = |key: &str| a.get_numbered(key, Duration::ZERO).unwrap();
+        assert_eq!(now("log/0"), (vec![], false));
+        let waits = thread::spawn(move || b.get_numbered("log/0", LONG).unwrap());
+        thread::sleep(SHORT);
+        let value = |n: usize| n.to_string().into_bytes();
+        a.set("log/1", b"1").unwrap();
+        a.set("log/", b"no").unwrap();
+        a.set("log/00", b"no").unwrap();
+        thread::sleep(SHORT);
+        assert!(!waits.is_finished());
+        a.set("log/0", b"0").unwrap();
+        assert_eq!(waits.join().unwrap().0[..2], [value(0), value(1)][..]);
+        (2..2100)
+            .filter(|n| *n != 1999)
+            .for_each(|n| a.set(&format!("log/{n}"), &value(n)).unwrap());
+        for (first, end, more) in [
+            (0, 1024, true),
+            (1024, 1999, false),
+            (1998, 1999, false),
+            (1999, 1999, false),
+            (2000, 2100, false),
+            (2100, 2100, false),
+        ] {
+            let want: Vec<_> = (first..end).map(value).collect();
+            assert_eq!(now(&format!("log/{first}")), (want, more));
+        }
+        // Neither without a number nor beyond the last one are there others.
+        a.set(&format!("log/{}", u64::MAX), b"last").unwrap();
+        for (key, want) in [
+            ("log/", "no"),
+            (&*format!("log/{}", u64::MAX), "last"),
+            ("log/00", "no"),
+        ] {
+            let (values, more) = now(key);
+            assert_eq!(values[0], want.as_bytes());
+            assert!(!more || key == "log/00", "{key}");
+        }
+        // Of large values, as many as fit.
+        let large = vec![7; MAX_VALUE_BYTES / 2];
+        (0..4).for_each(|n| a.set(&format!("large{n}"), &large).unwrap());
+        a.set("large4", &vec![8; MAX_VALUE_BYTES]).unwrap();
+        assert_eq!(now("large1"), (vec![large.clone(); 2], true));
+        assert_eq!(now("large3"), (vec![large], true));
+        assert_eq!(now("large4"), (vec![vec![8; MAX_VALUE_BYTES]], false));
+        assert_eq!(
+            a.get_numbered("", SHORT).unwrap_err().kind(),
+            ErrorKind::Usage
+        );
     }
 
     pub fn pop_waits_for_an_element(fixture: &dyn Fixture) {

@@ -37,10 +37,10 @@ pub const MAX_REQUEST_BYTES: usize = max(
     2 * MAX_VALUE_BYTES + MAX_KEY_BYTES,
     MAX_WAIT_KEYS * (MAX_KEY_BYTES + 2),
 ) + 64;
-/// Maximum length of a response body: a key and its value, or the names of all keys of
-/// a wait.
+/// Maximum length of a response body: a key and its value, several values, or the names of
+/// all keys of a wait.
 pub const MAX_RESPONSE_BYTES: usize = max(
-    MAX_VALUE_BYTES + MAX_KEY_BYTES,
+    MAX_VALUE_BYTES + 4 * MAX_WAIT_KEYS,
     MAX_WAIT_KEYS * (MAX_KEY_BYTES + 2),
 ) + 64;
 
@@ -72,14 +72,8 @@ fn body_bytes(length: [u8; LENGTH_BYTES], limit: usize) -> Result<usize> {
     if announced == 0 {
         return Err(Error::with(ErrorKind::Truncated, 0, 1));
     }
-    match usize::try_from(announced) {
-        Ok(bytes) if bytes <= limit => Ok(bytes),
-        _ => Err(Error::with(
-            ErrorKind::MessageTooLong,
-            u64::from(announced),
-            limit as u64,
-        )),
-    }
+    check_length(announced as usize, limit, ErrorKind::MessageTooLong)?;
+    Ok(announced as usize)
 }
 
 /// Checks a key against the limits: 1 to [`MAX_KEY_BYTES`] bytes.
@@ -98,7 +92,7 @@ pub fn check_key(key: &str) -> Result<()> {
 /// # Errors
 /// [`ErrorKind::KeyTooLong`].
 pub fn check_prefix(prefix: &str) -> Result<()> {
-    check_length(prefix.len(), MAX_KEY_BYTES)
+    check_length(prefix.len(), MAX_KEY_BYTES, ErrorKind::KeyTooLong)
 }
 
 /// Checks the name of a queue: 1 to [`MAX_QUEUE_BYTES`] bytes.
@@ -107,18 +101,14 @@ pub fn check_prefix(prefix: &str) -> Result<()> {
 /// [`ErrorKind::KeyEmpty`], [`ErrorKind::KeyTooLong`].
 pub fn check_queue(queue: &str) -> Result<()> {
     check_key(queue)?;
-    check_length(queue.len(), MAX_QUEUE_BYTES)
+    check_length(queue.len(), MAX_QUEUE_BYTES, ErrorKind::KeyTooLong)
 }
 
-fn check_length(length: usize, limit: usize) -> Result<()> {
-    if length > limit {
-        return Err(Error::with(
-            ErrorKind::KeyTooLong,
-            length as u64,
-            limit as u64,
-        ));
+fn check_length(length: usize, limit: usize, error: ErrorKind) -> Result<()> {
+    match length <= limit {
+        true => Ok(()),
+        false => Err(Error::with(error, length as u64, limit as u64)),
     }
-    Ok(())
 }
 
 /// Checks the length of a value.
@@ -126,14 +116,7 @@ fn check_length(length: usize, limit: usize) -> Result<()> {
 /// # Errors
 /// [`ErrorKind::ValueTooLong`].
 pub fn check_value(value: &[u8]) -> Result<()> {
-    if value.len() > MAX_VALUE_BYTES {
-        return Err(Error::with(
-            ErrorKind::ValueTooLong,
-            value.len() as u64,
-            MAX_VALUE_BYTES as u64,
-        ));
-    }
-    Ok(())
+    check_length(value.len(), MAX_VALUE_BYTES, ErrorKind::ValueTooLong)
 }
 
 /// Checks the length of a will's value.
@@ -141,14 +124,7 @@ pub fn check_value(value: &[u8]) -> Result<()> {
 /// # Errors
 /// [`ErrorKind::ValueTooLong`].
 pub fn check_will(value: &[u8]) -> Result<()> {
-    if value.len() > MAX_WILL_BYTES {
-        return Err(Error::with(
-            ErrorKind::ValueTooLong,
-            value.len() as u64,
-            MAX_WILL_BYTES as u64,
-        ));
-    }
-    Ok(())
+    check_length(value.len(), MAX_WILL_BYTES, ErrorKind::ValueTooLong)
 }
 
 /// Checks the number of keys in one wait: 1 to [`MAX_WAIT_KEYS`].
@@ -156,14 +132,10 @@ pub fn check_will(value: &[u8]) -> Result<()> {
 /// # Errors
 /// [`ErrorKind::WaitKeys`].
 pub fn check_wait(keys: usize) -> Result<()> {
-    if keys == 0 || keys > MAX_WAIT_KEYS {
-        return Err(Error::with(
-            ErrorKind::WaitKeys,
-            keys as u64,
-            MAX_WAIT_KEYS as u64,
-        ));
+    if keys == 0 {
+        return Err(Error::with(ErrorKind::WaitKeys, 0, MAX_WAIT_KEYS as u64));
     }
-    Ok(())
+    check_length(keys, MAX_WAIT_KEYS, ErrorKind::WaitKeys)
 }
 
 /// A field of a message.
@@ -211,7 +183,7 @@ impl<'a> Field<'a> for &'a str {
 
     fn take(r: &mut Reader<'a>) -> Result<Self> {
         let length = usize::from(r.u16()?);
-        check_length(length, MAX_KEY_BYTES)?;
+        check_length(length, MAX_KEY_BYTES, ErrorKind::KeyTooLong)?;
         std::str::from_utf8(r.take(length)?).map_err(|_| Error::new(ErrorKind::KeyNotUtf8))
     }
 }
@@ -223,15 +195,9 @@ impl<'a> Field<'a> for &'a [u8] {
     }
 
     fn take(r: &mut Reader<'a>) -> Result<Self> {
-        let length = r.u32()?;
-        match usize::try_from(length) {
-            Ok(bytes) if bytes <= MAX_VALUE_BYTES => r.take(bytes),
-            _ => Err(Error::with(
-                ErrorKind::ValueTooLong,
-                u64::from(length),
-                MAX_VALUE_BYTES as u64,
-            )),
-        }
+        let length = r.u32()? as usize;
+        check_length(length, MAX_VALUE_BYTES, ErrorKind::ValueTooLong)?;
+        r.take(length)
     }
 }
 

@@ -27,6 +27,14 @@ pub enum Request<'a> {
         /// Timeout of the wait, in milliseconds.
         timeout_ms: u32,
     },
+    /// Wait for a key that ends with a decimal number, and return its value and those of the keys with the next numbers, as
+    /// far as they exist.
+    GetNumbered {
+        /// The key of the first value.
+        key: &'a str,
+        /// Timeout of the wait for the first value, in milliseconds.
+        timeout_ms: u32,
+    },
     /// Return the current value, if any.
     TryGet {
         /// The key.
@@ -140,6 +148,7 @@ codec! { Request<'a>:
     15 => QueuePush { queue: queue, value: value },
     16 => QueuePop { queue: queue, timeout_ms: timeout },
     17 => QueueLen { queue: queue },
+    18 => GetNumbered { key: key, timeout_ms: timeout },
 }
 
 impl<'a> Request<'a> {
@@ -148,6 +157,7 @@ impl<'a> Request<'a> {
         match self {
             Request::Set { key, .. }
             | Request::Get { key, .. }
+            | Request::GetNumbered { key, .. }
             | Request::TryGet { key }
             | Request::Add { key, .. }
             | Request::Append { key, .. }
@@ -168,6 +178,7 @@ impl<'a> Request<'a> {
     pub fn timeout(&self) -> Duration {
         match self {
             Request::Get { timeout_ms, .. }
+            | Request::GetNumbered { timeout_ms, .. }
             | Request::Wait { timeout_ms, .. }
             | Request::QueuePop { timeout_ms, .. } => Duration::from_millis((*timeout_ms).into()),
             _ => Duration::ZERO,
@@ -190,11 +201,6 @@ impl<'a> Request<'a> {
                 check_value(value)
             }
             Request::QueuePop { queue, .. } | Request::QueueLen { queue } => check_queue(queue),
-            Request::Get { key, .. }
-            | Request::TryGet { key }
-            | Request::Add { key, .. }
-            | Request::Retire { key }
-            | Request::Delete { key } => check_key(key),
             Request::Wait { keys, .. } => {
                 check_wait(keys.len())?;
                 keys.iter().try_for_each(|key| check_key(key))
@@ -214,6 +220,7 @@ impl<'a> Request<'a> {
                 value.map_or(Ok(()), check_will)
             }
             Request::Follow { .. } | Request::Ack { .. } | Request::Leave => Ok(()),
+            _ => check_key(self.key()),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! Responses of a store.
 
-use super::{Field, LENGTH_BYTES, check_key, check_value, check_wait, codec};
+use super::{
+    Field, LENGTH_BYTES, MAX_VALUE_BYTES, check_key, check_length, check_value, check_wait, codec,
+};
 use crate::bytes::Reader;
 use crate::{Error, ErrorKind, Result};
 
@@ -12,6 +14,13 @@ pub enum Response {
     Done,
     /// The value of the key, or the element.
     Value(Vec<u8>),
+    /// The values of keys with consecutive numbers, of at most [`MAX_VALUE_BYTES`](super::MAX_VALUE_BYTES) together.
+    Values {
+        /// At least one value.
+        values: Vec<Vec<u8>>,
+        /// The next key may exist.
+        more: bool,
+    },
     /// The key does not exist, or the queue stayed empty.
     NotFound,
     /// The sum after an addition, the length after an append, or that of a queue.
@@ -97,6 +106,7 @@ codec! { Response:
     0x88 => Failed { 0: failure },
     0x89 => Change { seq: seq, key: key, value: value },
     0x8a => Copied { seq: seq },
+    0x8b => Values { more: more, values: values },
 }
 
 impl Response {
@@ -107,6 +117,11 @@ impl Response {
     pub fn check(&self) -> Result<()> {
         match self {
             Response::Value(value) => check_value(value),
+            Response::Values { values, .. } => {
+                check_wait(values.len())?;
+                let bytes = values.iter().map(Vec::len).sum();
+                check_length(bytes, MAX_VALUE_BYTES, ErrorKind::ValueTooLong)
+            }
             Response::Missing(keys) => {
                 check_wait(keys.len())?;
                 keys.iter().try_for_each(|key| check_key(key))

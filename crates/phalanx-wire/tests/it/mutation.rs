@@ -148,7 +148,7 @@ fn garbled_requests() {
         let key = ["k", "rank/0", "a/long/key/é"][dice.below(3)];
         let value = [&b""[..], b"1", b"some value"][dice.below(3)];
         let timeout_ms = dice.roll() as u32;
-        let request = match dice.below(17) {
+        let request = match dice.below(18) {
             0 => Request::Set { key, value },
             1 => Request::Get { key, timeout_ms },
             2 => Request::TryGet { key },
@@ -181,6 +181,7 @@ fn garbled_requests() {
                 timeout_ms,
             },
             15 => Request::QueueLen { queue: key },
+            16 => Request::GetNumbered { key, timeout_ms },
             _ => Request::DeletePrefix { prefix: key },
         };
         let mut message = Vec::new();
@@ -206,7 +207,7 @@ fn garbled_responses() {
     let mut dice = Dice(0xdead_10cc_dead_10cc);
     let mut accepted = 0;
     for _ in 0..100_000 {
-        let response = match dice.below(10) {
+        let response = match dice.below(11) {
             0 => Response::Done,
             1 => Response::Value(b"some value".to_vec()),
             2 => Response::NotFound,
@@ -215,6 +216,10 @@ fn garbled_responses() {
             5 => Response::Removed(dice.roll()),
             6 => Response::Missing(vec!["rank/3".to_owned(); 1 + dice.below(9)]),
             7 => Response::Copied { seq: dice.roll() },
+            9 => Response::Values {
+                values: vec![b"1".to_vec(); 1 + dice.below(9)],
+                more: dice.below(2) == 0,
+            },
             8 => Response::Change {
                 seq: dice.roll(),
                 key: "k".to_owned(),

@@ -99,6 +99,7 @@ fn samples<'a>(key: &'a str, value: &'a [u8]) -> Vec<Request<'a>> {
         Request::QueueLen {
             queue: queue_of(key),
         },
+        Request::GetNumbered { key, timeout_ms: 7 },
     ]
 }
 
@@ -153,6 +154,14 @@ fn responses_round_trip() {
             value: None,
         },
         Response::Copied { seq: 7 },
+        Response::Values {
+            values: vec![vec![1; MAX_VALUE_BYTES]],
+            more: false,
+        },
+        Response::Values {
+            values: vec![vec![1; MAX_VALUE_BYTES / MAX_WAIT_KEYS]; MAX_WAIT_KEYS],
+            more: true,
+        },
     ];
     all.extend(Failure::ALL.map(Response::Failed));
     for response in &all {
@@ -213,6 +222,17 @@ fn refused_before_it_is_sent() {
     }
     let mut out = Vec::new();
     assert!(Response::Value(value.clone()).encode(&mut out).is_err());
+    for values in [
+        vec![],
+        vec![Vec::new(); MAX_WAIT_KEYS + 1],
+        vec![vec![0; MAX_VALUE_BYTES / 2 + 1]; 2],
+    ] {
+        let values = Response::Values {
+            values,
+            more: false,
+        };
+        assert!(values.encode(&mut out).is_err());
+    }
     assert!(Response::Missing(vec![]).encode(&mut out).is_err());
     assert!(
         Response::Missing(vec![String::new()])
@@ -262,10 +282,10 @@ fn empty_message() {
 
 #[test]
 fn unknown_request_and_response() {
-    for code in [0, 18, 0x81, 0xff] {
+    for code in [0, 19, 0x81, 0xff] {
         assert_eq!(malformed(&[code]), ErrorKind::UnknownCode);
     }
-    for code in [0, 1, 0x80, 0x8b, 0xff] {
+    for code in [0, 1, 0x80, 0x8c, 0xff] {
         let error = Response::decode(&[code]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::UnknownCode);
     }

@@ -16,7 +16,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::launch::failures::REPORTS_3;
 use crate::launch::harness::{Done, Family, REACH_MASTER, Running};
-use crate::support::{SOON, eventually, free_port};
+use crate::support::{SOON, at_once, eventually, free_port};
 
 /// Two nodes' common ground: a port and a token file.
 pub struct Job {
@@ -631,18 +631,192 @@ fn a_node_that_never_comes_is_named_within_the_deadline() {
     assert!(b.took < SOON, "{b:#?}");
 }
 
+/// Its flag and both values are named, the others wait for another launcher, and a job that runs continues: of a fixed number of
+/// nodes and of others, whether ranks start again or continue in place.
 #[test]
-fn nodes_that_expect_different_worlds_do_not_start() {
+fn a_launcher_with_other_flags_ends_alone() {
+    let cases = [
+        ("2", false, true),
+        ("2", true, true),
+        ("2:3", false, true),
+        ("2:3", true, true),
+        ("2", false, false),
+        ("2:3", true, false),
+    ];
+    at_once(&cases, |&(nodes, is_elastic, is_numbered)| {
+        let job = Job::new();
+        let endpoint = format!("127.0.0.1:{}", job.port);
+        let node = |number: Option<&str>,
+                    nodes: &str,
+                    restarts: &str,
+                    is_elastic: bool,
+                    command: &[&str]| {
+            let token = job.token.to_str().unwrap();
+            let mut args = vec![
+                "launch",
+                "--rdzv-endpoint",
+                &endpoint,
+                "--token-file",
+                token,
+            ];
+            args.extend(["--rdzv-conf", "join_timeout=60,last_call_timeout=0"]);
+            args.extend(["--nnodes", nodes, "--max-restarts", restarts]);
+            args.extend(match number {
+                Some(number) => ["--node-rank", number],
+                None => ["--rdzv-backend", "c10d"],
+            });
+            args.extend(is_elastic.then_some("--elastic"));
+            job.family.start(&[&args, command].concat())
+        };
+        let end = job.token.with_file_name("end");
+        let script = format!(
+            "echo up; until [ -e {} ]; do sleep 0.05; done",
+            end.display()
+        );
+        let script = ["sh", "-c", &script];
+        let number = |number: &'static str| Some(number).filter(|_| is_numbered);
+        let right = |own| node(number(own), nodes, "2", is_elastic, &script);
+        let refused = |when: &str| {
+            let never = ["sh", "-c", "echo never"];
+            let own = number("1");
+            let other = if nodes == "2" { "4" } else { "1:4" };
+            let is_given = |is_given| if is_given { "given" } else { "left out" };
+            for (wrong, wants) in [
+                (
+                    node(own, other, "2", is_elastic, &never),
+                    ["--nnodes", nodes, other],
+                ),
+                (
+                    node(own, nodes, "1", is_elastic, &never),
+                    ["--max-restarts", "2", "1"],
+                ),
+                (
+                    node(own, nodes, "2", !is_elastic, &never),
+                    ["--elastic", is_given(is_elastic), is_given(!is_elastic)],
+                ),
+            ] {
+                let done = wrong.wait();
+                assert_eq!((done.code(), &*done.out), (2, ""), "{when}: {done:#?}");
+                let [flag, theirs, ours] = wants;
+                let error = done.last_error();
+                let has = format!("was started with {flag} {theirs}, ");
+                assert!(error.contains(&has), "{when}: {has}: {done:#?}");
+                assert!(
+                    error.contains(&format!(" with {ours}\n")),
+                    "{when}: {done:#?}"
+                );
+            }
+            let other_program = node(own, nodes, "2", is_elastic, &["true"]);
+            let mut wrong = vec![(other_program, "has the program true")];
+            // Launchers that come and go are numbered by arrival.
+            if nodes == "2" {
+                let numbering = if is_numbered { None } else { Some("1") };
+                let mixed = node(numbering, nodes, "2", is_elastic, &never);
+                wrong.push((mixed, "has --node-rank and the one on host"));
+            }
+            for (wrong, want) in wrong {
+                let done = wrong.wait();
+                assert_eq!((done.code(), &*done.out), (2, ""), "{when}: {done:#?}");
+                assert!(
+                    done.last_error().contains(want),
+                    "{when}: {want}: {done:#?}"
+                );
+            }
+        };
+        let mut a = right("0");
+        eventually("the store listens", || {
+            TcpStream::connect(&endpoint).is_ok()
+        });
+        refused("before the job has begun");
+        let mut b = right("1");
+        assert_eq!([a.line(), b.line()], ["[rank 0] up", "[rank 1] up"]);
+        refused("while it runs");
+        std::fs::write(end, "").unwrap();
+        let (a, b) = both(a, b);
+        assert_eq!((a.code(), b.code()), (0, 0), "{a:#?} {b:#?}");
+    });
+}
+
+/// Of the launchers that wait, one is killed or interrupted. Another one takes its place, and only one.
+#[test]
+fn a_launcher_that_ends_before_the_job_begins_can_be_started_again() {
+    for (signal, code, is_numbered) in [
+        (Signal::KILL, -1, true),
+        (Signal::INT, 130, true),
+        (Signal::TERM, 130, false),
+    ] {
+        let job = Job::new();
+        let endpoint = format!("127.0.0.1:{}", job.port);
+        let node = |number: &str| {
+            let token = job.token.to_str().unwrap();
+            let mut args = vec!["launch", "--nnodes", "3", "--rdzv-endpoint", &endpoint];
+            args.extend(["--token-file", token, "--rdzv-conf", "join_timeout=60"]);
+            args.extend(match is_numbered {
+                true => ["--node-rank", number],
+                false => ["--rdzv-backend", "c10d"],
+            });
+            args.extend(["sh", "-c", "echo $RANK"]);
+            job.family.start(&args)
+        };
+        let a = node("0");
+        eventually("the store listens", || {
+            TcpStream::connect(&endpoint).is_ok()
+        });
+        let store = phalanx_store::TcpStore::connect(&endpoint, job.token(), SOON).unwrap();
+        let wait_for = |what: &str, count: usize| {
+            eventually("the log has it", || {
+                let (events, _) = store.get_numbered("launch/log/0", Duration::ZERO).unwrap();
+                let events = events.iter().map(|event| String::from_utf8_lossy(event));
+                events.filter(|event| event.contains(what)).count() == count
+            });
+        };
+        let b = node("1");
+        wait_for("Arrived", 2);
+        b.signal(signal);
+        let b = b.wait();
+        assert_eq!((b.code(), &*b.out), (code, ""), "{b:#?}");
+        wait_for("Lost", 1);
+        let b = node("1");
+        wait_for("Arrived", 3);
+        if is_numbered {
+            let again = node("1").wait();
+            assert_eq!((again.code(), &*again.out), (2, ""), "{again:#?}");
+            let want = "node 1 has already joined: host ";
+            assert!(again.last_error().contains(want), "{again:#?}");
+        }
+        let c = node("2");
+        let mut out = String::new();
+        for done in [a.wait(), b.wait(), c.wait()] {
+            assert_eq!(done.code(), 0, "{done:#?}");
+            out += &done.out;
+        }
+        let mut ranks: Vec<&str> = out.lines().collect();
+        ranks.sort_unstable();
+        assert_eq!(ranks, ["[rank 0] 0", "[rank 1] 1", "[rank 2] 2"]);
+    }
+}
+
+#[test]
+fn a_node_that_waits_in_vain_says_which_launcher_was_refused() {
     let job = Job::new();
     let token = job.token.to_str().unwrap();
-    let a = job.node_of("2", "0", token, &[], "echo never");
+    let a = job.node_of("2", "0", token, &["--rdzv-timeout", "4"], "echo never");
     let b = job.node_of("3", "1", token, &[], "echo never");
     let (a, b) = both(a, b);
-    assert_eq!((a.code(), b.code()), (2, 2), "{a:#?} {b:#?}");
+    assert_eq!((a.code(), b.code()), (4, 2), "{a:#?} {b:#?}");
     for done in [&a, &b] {
-        assert!(done.err.contains("started with --nnodes"), "{done:#?}");
+        assert!(
+            done.last_error()
+                .contains("was started with --nnodes 2, node 1"),
+            "{done:#?}"
+        );
         assert_eq!(done.out, "");
     }
+    assert!(
+        a.err
+            .contains("waiting for node 1 of 2: a launcher on host "),
+        "{a:#?}"
+    );
 }
 
 #[test]

@@ -241,21 +241,6 @@ fn an_interrupt_while_the_ranks_are_stopped_for_a_restart_ends_the_job() {
     }
 }
 
-#[test]
-fn nodes_that_allow_different_restarts_do_not_start() {
-    let job = Job::new();
-    let a = job.node("0", &["--max-restarts", "1"], "echo never");
-    let b = job.node("1", &[], "echo never");
-    let (a, b) = both(a, b);
-    for done in [&a, &b] {
-        assert_eq!((done.code(), done.out.as_str()), (2, ""), "{done:#?}");
-        assert!(
-            done.err.contains("started with --max-restarts"),
-            "{done:#?}"
-        );
-    }
-}
-
 /// A launcher of a job whose launchers come and go; the first one has the store.
 fn come(job: &Job, nodes: &str, is_first: bool, more: &[&str], script: &str) -> Running {
     let node = if is_first { "0" } else { "1" };

@@ -6,7 +6,7 @@ use std::path::Path;
 use rustix::process::Signal;
 
 use crate::launch::harness::{Done, Family, Running, one_folder};
-use crate::support::{eventually, free_port};
+use crate::support::free_port;
 
 /// A folder with a token and Python scripts, and the processes started in it.
 struct Place {
@@ -390,28 +390,6 @@ fn the_host_of_the_endpoint_may_be_chosen_and_is_node_0() {
     let conf = "--rdzv-conf=is_host=false,join_timeout=1";
     let done = job.start("2", &[conf], "echo never").wait();
     assert_eq!((done.code(), done.out.as_str()), (4, ""), "{done:#?}");
-}
-
-#[test]
-fn numbers_are_typed_on_all_nodes_or_on_none() {
-    for (first, second) in [
-        (&["--node-rank", "0"][..], &[][..]),
-        (&[], &["--node-rank", "1"]),
-    ] {
-        let job = Nodes::new("127.0.0.1");
-        let a = job.start("2", first, "echo never");
-        eventually("the store listens", || {
-            std::net::TcpStream::connect(&job.endpoint).is_ok()
-        });
-        let b = job.start("2", second, "echo never");
-        for done in [a.wait(), b.wait()] {
-            assert_eq!((done.code(), done.out.as_str()), (2, ""), "{done:#?}");
-            assert!(
-                done.err.contains("has --node-rank and the one on host"),
-                "{done:#?}"
-            );
-        }
-    }
 }
 
 #[test]

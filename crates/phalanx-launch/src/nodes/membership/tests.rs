@@ -18,6 +18,7 @@ fn rules(least: usize, most: usize, max_restarts: u32) -> Rules {
 fn info(pid: usize) -> NodeInfo {
     NodeInfo {
         pid: pid as u32,
+        least: Some(1),
         ..NodeInfo::default()
     }
 }
@@ -120,7 +121,8 @@ impl Machine {
             Decision::Fail(why) => self.apply(LauncherEvent::Abort(why)),
             Decision::TooFew(_) => self.apply(LauncherEvent::Abort(why(4))),
             Decision::Admit(id) => self.apply(LauncherEvent::Admitted { id, first: 0 }),
-            Decision::Lose(_) | Decision::Hold(_) | Decision::Continue => {}
+            Decision::Lose(id) => self.apply(LauncherEvent::Continued { id }),
+            Decision::Hold(_) | Decision::Continue => {}
         }
         Some(decision)
     }
@@ -151,6 +153,8 @@ struct World {
     lost_in_attempt: bool,
     /// The ranks wait.
     held: bool,
+    /// A launcher has the store.
+    has_host: bool,
 }
 
 impl World {
@@ -167,7 +171,15 @@ impl World {
             counted: 0,
             lost_in_attempt: false,
             held: false,
+            has_host: true,
         }
+    }
+
+    /// The store has moved: its new host continues to decide, and lets ranks that wait continue first.
+    fn moved(mut self) -> World {
+        self.machine.host = Machine::new(self.machine.host.rules).host;
+        (self.has_host, self.held) = (true, false);
+        self.settle()
     }
 
     fn running(&self) -> usize {
@@ -181,6 +193,9 @@ impl World {
 
     /// Takes the machine's decisions until it has none, and checks each.
     fn settle(mut self) -> World {
+        if !self.has_host {
+            return self;
+        }
         while let Some(decision) = self.machine.decide(self.now) {
             assert_eq!(self.end, None, "nothing follows the end: {self:?}");
             match decision {
@@ -277,18 +292,18 @@ impl World {
         if self.end.is_some() {
             return next;
         }
+        if !self.has_host {
+            next.push(self.clone().moved());
+        }
         let mut add = |change: &dyn Fn(&mut World)| {
             let mut world = self.clone();
             change(&mut world);
             next.push(world.settle());
         };
         add(&|w| w.now += SECOND);
-        if faults && self.machine.host.rules.in_place && self.machine.is_running() {
-            // The store moves: its new host continues to decide, and lets ranks that wait continue first.
-            add(&|w| {
-                w.machine.host = Machine::new(w.machine.host.rules).host;
-                w.held = false;
-            });
+        if faults && self.machine.host.rules.in_place && self.attempts > 0 {
+            // The host of the store is lost, and nothing is decided until there is another one.
+            add(&|w| w.has_host = false);
         }
         if faults && self.arrivals < most_arrivals {
             add(&|w| {
@@ -301,8 +316,9 @@ impl World {
             if faults && id > 0 {
                 add(&|w| {
                     let lost = w.launchers.remove(&id).flatten();
+                    let is_done = w.machine.launchers.members.get(&id) == Some(&Member::Done);
                     w.lost_in_attempt |= lost.is_some_and(|(attempt, runs)| {
-                        attempt == w.attempts && (runs || w.is_over)
+                        attempt == w.attempts && (runs || w.is_over && is_done)
                     });
                     w.machine.lost(id);
                 });
@@ -350,7 +366,10 @@ impl World {
 
     /// Without more faults the job ends, or as many launchers as there is room for run in the newest attempt.
     fn comes_to_rest(&self) {
-        let mut world = self.clone();
+        let mut world = match self.has_host {
+            true => self.clone(),
+            false => self.clone().moved(),
+        };
         for _ in 0..40 {
             let running = world.launchers.keys().filter(|id| world.runs(**id));
             let room = world.machine.host.rules.most;
@@ -472,6 +491,43 @@ fn what_is_left_waits_for_others_and_then_for_more() {
     assert_eq!(m.decide(2 * SECOND), None, "the last call");
     let start = Some(Decision::Start(vec![0, 3], 0));
     assert_eq!(m.decide(4 * SECOND), start);
+}
+
+/// Each decision before the move and after it, also those of which the new host knows only by the log.
+#[test]
+fn a_failure_counts_once_whatever_launcher_has_the_store() {
+    for moves in 0..1 << 5 {
+        let mut m = Machine::running(Rules {
+            in_place: true,
+            ..rules(1, 3, 1)
+        });
+        let move_at = |m: &mut Machine, bit: u32| {
+            if moves >> bit & 1 == 1 {
+                m.host = Machine::new(m.host.rules).host;
+            }
+        };
+        m.lost(1);
+        move_at(&mut m, 0);
+        assert_eq!(m.decide(SECOND), Some(Decision::Lose(1)));
+        move_at(&mut m, 1);
+        assert_eq!(m.decide(SECOND), None);
+        m.failed();
+        m.ended(0);
+        move_at(&mut m, 2);
+        assert_eq!(m.decide(SECOND), None);
+        m.ended(2);
+        // It has ended with the others, so it is not the cause.
+        m.lost(2);
+        move_at(&mut m, 3);
+        let start = Some(Decision::Start(vec![0], 1));
+        let mut first = m.clone();
+        assert_eq!(first.launchers.decide(&mut first.host, SECOND), start);
+        move_at(&mut m, 4);
+        assert_eq!(m.decide(SECOND), start);
+        m.failed();
+        m.ended(0);
+        assert_eq!(m.decide(SECOND), Some(Decision::Fail(why(1))));
+    }
 }
 
 /// After the decision, and before it is in the log.
