@@ -35,7 +35,7 @@ fn classes(root: &Path) {
 const TRAIN: &str = "train resnet18 --recipe standard --data photos --image-size 16 --epochs 1 --global-batch-size 8 \
                      --test-batch-size 4 --deterministic shards --threads 1 --lr 0.001";
 
-fn program<'a>(more: &'a str) -> Vec<&'a str> {
+fn program(more: &str) -> Vec<&str> {
     TRAIN
         .split_whitespace()
         .chain(more.split_whitespace())
