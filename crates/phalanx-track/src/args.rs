@@ -36,9 +36,12 @@ impl TrackArgs {
     ///
     /// As [`validate`](Self::validate).
     pub fn of_run(&self, env: &Env) -> Result<Vec<Box<dyn Tracker + Send>>> {
-        let mut trackers = self.trackers(env)?;
+        let trackers = self.trackers(env)?;
         #[cfg(feature = "mlflow")]
-        trackers.extend(crate::kubeflow::of(env));
+        let trackers = trackers
+            .into_iter()
+            .chain(crate::kubeflow::of(env))
+            .collect();
         Ok(trackers)
     }
 
