@@ -82,7 +82,7 @@ fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
         .hyperparameters(args.shaping())
         .files(Files {
             accuracies: Some("mnist_cnn_accuracies.json".into()),
-            ..NETWORK.files(NETWORK.pixels, NETWORK.views, &data)
+            ..NETWORK.files(NETWORK.pixels, NETWORK.views, data.about_own())
         })
         .reporter(Box::new(lines))
         .start()?;

@@ -70,7 +70,7 @@ fn train(job: &Job<'_>, args: &MobileNet) -> Result<()> {
     let builder = job.trainer(&data.train, net, Sgd::new);
     let builder = (args.images.describe(builder, &NETWORK, &data)?)
         .optimizer_title(&format!("SGD lr {}", number(job.settings().lr())))
-        .files(NETWORK.files(NETWORK.pixels, NETWORK.views, &data))
+        .files(NETWORK.files(NETWORK.pixels, NETWORK.views, data.about_own()))
         .reporter(Box::new(OneFlow {
             batch: job.settings().batch_size(),
         }))

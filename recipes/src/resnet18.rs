@@ -83,8 +83,7 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
     };
     let pixels = augmentation.map_or(Pixels::Unit, |_| Pixels::Normalised);
     let (is_fast, recompute, decay) = (args.is_fast(), args.recompute, 5e-4);
-    let views = if is_fast { Views::Mirrored } else { Views::One };
-    let smoothing = if is_fast { 0.1 } else { 0.0 };
+    let (views, smoothing) = [(Views::One, 0.0), (Views::Mirrored, 0.1)][usize::from(is_fast)];
     args.cifar.warn_of_random(job.context());
     let data = args.cifar.load(job, pixels, augmentation)?;
     let lr = args.document.lr(job.settings(), job.world_size())?;
@@ -97,10 +96,9 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
             false => Box::new(Adam::new(params, lr)),
         }
     };
-    let shown = number(lr);
-    let title = match is_fast {
-        true => format!("SGD one cycle to lr {shown}, Nesterov momentum 0.9, decay {decay}"),
-        false => format!("Adam lr {shown}"),
+    let title = match (is_fast, number(lr)) {
+        (true, lr) => format!("SGD one cycle to lr {lr}, Nesterov momentum 0.9, decay {decay}"),
+        (false, lr) => format!("Adam lr {lr}"),
     };
     let cycle = |lr, steps| cifar::one_cycle(lr, steps, 0.25, 0.1, 0.02);
     let builder = job.trainer(&data.train, net, optimizer);
@@ -114,7 +112,7 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
         .files(Files {
             weights: None,
             each_epoch: true,
-            ..NETWORK.files(pixels, views, &data)
+            ..NETWORK.files(pixels, views, data.about_own())
         })
         .reporter(Box::new(ModelArts(args.images.document)))
         .start()?;

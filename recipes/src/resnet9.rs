@@ -108,7 +108,7 @@ fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
         .schedule(|lr, steps| Schedule::linear(lr, 1.0, 0.0, steps))
         .drop_last(true)
         .hyperparameters([args.cifar.shaping(), args.shaping()].concat())
-        .files(NETWORK.files(NETWORK.pixels, NETWORK.views, &data))
+        .files(NETWORK.files(NETWORK.pixels, NETWORK.views, data.about_own()))
         .reporter(Box::new(ModelArts(args.images.document)))
         .start()?;
     let smoothing = args.label_smoothing;

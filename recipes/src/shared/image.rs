@@ -46,6 +46,16 @@ impl Data {
         }
     }
 
+    /// The size and classes of images of one's own, for the files of a training.
+    pub fn about_own(&self) -> Vec<(&'static str, String)> {
+        let [size, ..] = self.train.image_shape();
+        let about = |classes| {
+            let classes = serde_json::json!(classes).to_string();
+            [("image_size", size.to_string()), ("classes", classes)]
+        };
+        self.classes.iter().flat_map(about).collect()
+    }
+
     /// Adds the name of the data to the summary.
     pub fn name_in_summary<M, S: Strategy>(&self, trainer: &mut Trainer<'_, M, S>) {
         trainer.add_to_summary("data", self.name.as_str());

@@ -6,7 +6,6 @@ use phalanx::nn::losses::CrossEntropyOptions;
 use phalanx::nn::{Reduction, Result, Scope, Tensor};
 use phalanx::train::{Files, choice_name};
 
-use super::image::Data;
 use super::views::Views;
 
 /// A network: images (N, H, W, C) to scores (N, classes).
@@ -88,9 +87,9 @@ impl Network {
         }
     }
 
-    /// The files of its training on `data`, which say what `phalanx predict` must know of the weights: the pixels, the views of an
-    /// image that it was tested on, and the size and classes of images of one's own.
-    pub fn files(&self, pixels: Pixels, views: Views, data: &Data) -> Files {
+    /// The files of its training, which say what `phalanx predict` must know of the weights: the pixels, the views of an image that it
+    /// was tested on, and what is known of the user's `own` images.
+    pub fn files(&self, pixels: Pixels, views: Views, own: Vec<(&'static str, String)>) -> Files {
         let mut files = Files {
             model: self.model.to_owned(),
             weights: Some(format!("{}.safetensors", self.model)),
@@ -101,13 +100,7 @@ impl Network {
             if views != Views::One {
                 files.about.push(("views", choice_name(&views)));
             }
-            if let Some(classes) = &data.classes {
-                let [size, ..] = data.train.image_shape();
-                files.about.push(("image_size", size.to_string()));
-                files
-                    .about
-                    .push(("classes", serde_json::json!(classes).to_string()));
-            }
+            files.about.extend(own);
         }
         files
     }
