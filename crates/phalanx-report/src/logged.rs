@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use phalanx_base::files::Dir;
+use phalanx_base::files::{Dir, image_kind};
 use serde::Serialize;
 use serde_json::value::RawValue;
 
@@ -122,25 +122,8 @@ fn file(line: &Line, dir: &Dir, most_bytes: u64) -> Result<Vec<u8>, String> {
 
 fn image(line: &Line, dir: &Dir, free_bytes: &mut usize) -> Result<Content, String> {
     let bytes = file(line, dir, MAX_IMAGE_BYTES)?;
-    let kind = match &bytes[..] {
-        [0x89, b'P', b'N', b'G', ..] => "png",
-        [0xff, 0xd8, 0xff, ..] => "jpeg",
-        [b'G', b'I', b'F', b'8', ..] => "gif",
-        [
-            b'R',
-            b'I',
-            b'F',
-            b'F',
-            _,
-            _,
-            _,
-            _,
-            b'W',
-            b'E',
-            b'B',
-            b'P',
-            ..,
-        ] => "webp",
+    let kind = match image_kind(&bytes) {
+        kind @ ("PNG" | "JPEG" | "GIF" | "WebP") => kind.to_ascii_lowercase(),
         _ => return Err("not PNG, JPEG, GIF or WebP".to_owned()),
     };
     *free_bytes = free_bytes.checked_sub(bytes.len()).ok_or_else(|| {

@@ -78,8 +78,11 @@ impl CifarArgs {
             self.fetch.refuse("--custom-data")?;
         } else if synthetic::samples(&self.data_url, SAMPLES)?.is_some() {
             self.fetch.refuse(&self.data_url)?;
-        } else if !self.photos.check(&self.data_url)? && !self.fetch.wanted() {
-            cifar10::check(self.data_url.as_ref())?;
+        } else if !self.fetch.wanted()
+            && let Err(none) = cifar10::check(self.data_url.as_ref())
+            && !self.photos.check(&self.data_url)?
+        {
+            return Err(none);
         }
         Ok(())
     }
@@ -140,10 +143,9 @@ impl CifarArgs {
                 content: format!("synthetic pictures {n} + {m} from {first}, seed {seed}"),
                 classes: None,
             }
-        } else if let Some(own) =
-            (self.photos).load(job, &self.data_url, pixels, augmentation.is_some())?
-        {
-            return Ok(own);
+        } else if let Err(none) = cifar10::check(self.data_url.as_ref()) {
+            let own = (self.photos).load(job, &self.data_url, pixels, augmentation.is_some())?;
+            return own.ok_or(none);
         } else {
             let folder = self.data_url.as_ref();
             let load = |split, flag: &str, wanted: Option<usize>| -> Result<StoredImages> {

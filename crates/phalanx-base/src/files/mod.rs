@@ -235,6 +235,23 @@ pub fn create_new_folder(path: &Path) -> std::io::Result<()> {
     DirBuilder::new().mode(mode).create(path)
 }
 
+/// The format of an image file that begins with `bytes`; empty where it is none.
+pub fn image_kind(bytes: &[u8]) -> &'static str {
+    const STARTS: [(usize, &[u8], &str); 8] = [
+        (0, b"\x89PNG", "PNG"),
+        (0, b"\xff\xd8\xff", "JPEG"),
+        (0, b"GIF8", "GIF"),
+        (8, b"WEBP", "WebP"),
+        (0, b"BM", "BMP"),
+        (0, b"II*\0", "TIFF"),
+        (0, b"MM\0*", "TIFF"),
+        (4, b"ftyp", "AVIF or HEIC"),
+    ];
+    let is_it = |at: usize, start: &[u8]| bytes.get(at..).is_some_and(|at| at.starts_with(start));
+    let found = STARTS.iter().find(|(at, start, _)| is_it(*at, start));
+    found.map_or("", |(_, _, kind)| kind)
+}
+
 /// `path` quoted for a shell, for commands in messages.
 pub fn as_typed(path: &Path) -> String {
     let text = path.to_string_lossy();

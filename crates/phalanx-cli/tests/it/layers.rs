@@ -514,7 +514,7 @@ const FILES_IN_CIRCLES: usize = 45;
 
 /// The number of lines of code in the whole repository that is allowed. It may only fall: a feature that needs lines frees as
 /// many first.
-const LINES: usize = 121_066;
+const LINES: usize = 121_044;
 
 /// When the code is more than this much shorter than `LINES`, `LINES` must be lowered.
 const SLACK: usize = 150;

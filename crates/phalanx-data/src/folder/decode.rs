@@ -2,6 +2,7 @@
 
 use std::io::Cursor;
 
+use phalanx_base::files::image_kind;
 use zune_core::colorspace::ColorSpace;
 use zune_core::options::DecoderOptions;
 use zune_jpeg::JpegDecoder;
@@ -24,40 +25,12 @@ pub(crate) struct Rgb {
 ///
 /// What is wrong with the file.
 pub(crate) fn decode(bytes: &[u8]) -> Result<Rgb, String> {
-    match bytes {
-        [] => Err("the file is empty".to_owned()),
-        [0xff, 0xd8, ..] => jpeg(bytes),
-        [0x89, b'P', b'N', b'G', ..] => png(bytes),
-        _ => Err(format!(
-            "it is {}; only JPEG and PNG images are read",
-            kind_of(bytes)
-        )),
-    }
-}
-
-fn kind_of(bytes: &[u8]) -> &'static str {
-    match bytes {
-        [b'G', b'I', b'F', b'8', ..] => "a GIF image",
-        [
-            b'R',
-            b'I',
-            b'F',
-            b'F',
-            _,
-            _,
-            _,
-            _,
-            b'W',
-            b'E',
-            b'B',
-            b'P',
-            ..,
-        ] => "a WebP image",
-        [b'B', b'M', ..] => "a BMP image",
-        [b'I', b'I', 42, 0, ..] | [b'M', b'M', 0, 42, ..] => "a TIFF image",
-        [b'P', b'1'..=b'7', ..] => "a netpbm image",
-        [_, _, _, _, b'f', b't', b'y', b'p', ..] => "an AVIF or HEIC image",
-        _ => "no image",
+    match image_kind(bytes) {
+        "JPEG" => jpeg(bytes),
+        "PNG" => png(bytes),
+        _ if bytes.is_empty() => Err("the file is empty".to_owned()),
+        "" => Err("it is no image; only JPEG and PNG images are read".to_owned()),
+        kind => Err(format!("it is {kind}; only JPEG and PNG images are read")),
     }
 }
 

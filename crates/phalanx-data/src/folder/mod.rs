@@ -272,9 +272,14 @@ fn names(folder: &Path) -> Result<Vec<(OsString, bool)>> {
         if name.as_encoded_bytes().starts_with(b".") {
             continue;
         }
-        let path = entry.path();
-        let about = fs::metadata(&path).map_err(|e| Error::io("cannot read", &path, e))?;
-        all.push((name, about.is_dir()));
+        // A link that leads nowhere is no folder.
+        let is_folder = match entry.file_type().map_err(failed)? {
+            kind if kind.is_symlink() => {
+                fs::metadata(entry.path()).is_ok_and(|there| there.is_dir())
+            }
+            kind => kind.is_dir(),
+        };
+        all.push((name, is_folder));
     }
     all.sort();
     Ok(all)

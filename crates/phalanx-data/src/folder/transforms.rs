@@ -206,13 +206,13 @@ impl Transforms {
             image = match next {
                 Transform::Resize(size) => {
                     let to = shorter_side([image.height, image.width], *size);
-                    resized(&image, whole, to)?
+                    resized(image, whole, to)?
                 }
-                Transform::ResizeTo(to) => resized(&image, whole, *to)?,
-                Transform::CenterCrop(size) => center(&image, *size),
+                Transform::ResizeTo(to) => resized(image, whole, *to)?,
+                Transform::CenterCrop(size) => center(image, *size),
                 Transform::RandomResizedCrop { size, scale, ratio } => {
                     let part = part([image.height, image.width], scale, ratio, &mut words);
-                    resized(&image, part, [*size; 2])?
+                    resized(image, part, [*size; 2])?
                 }
                 Transform::RandomHorizontalFlip(p) => {
                     let is_flipped = f64::from(words.unit()) < *p;
@@ -247,7 +247,7 @@ fn shorter_side([height, width]: [usize; 2], size: usize) -> [usize; 2] {
 
 /// The part [top, left, height, width] of `image`, resized.
 pub(super) fn resized(
-    image: &Rgb,
+    image: Rgb,
     [top, left, height, width]: [usize; 4],
     [rows, columns]: [usize; 2],
 ) -> Result<Rgb> {
@@ -270,9 +270,9 @@ pub(super) fn resized(
 }
 
 /// The part [top, left, height, width], which is inside.
-fn cut(image: &Rgb, [top, left, height, width]: [usize; 4]) -> Rgb {
+fn cut(image: Rgb, [top, left, height, width]: [usize; 4]) -> Rgb {
     if [top, left, height, width] == [0, 0, image.height, image.width] {
-        return image.clone();
+        return image;
     }
     let mut pixels = Vec::with_capacity(height * width * 3);
     for y in top..top + height {
@@ -285,7 +285,7 @@ fn cut(image: &Rgb, [top, left, height, width]: [usize; 4]) -> Rgb {
     }
 }
 
-fn center(image: &Rgb, size: usize) -> Rgb {
+fn center(image: Rgb, size: usize) -> Rgb {
     let (height, width) = (image.height, image.width);
     // Python rounds halves to even numbers, and pads more at the end.
     let before = |len: usize| ((len - size) as f64 / 2.0).round_ties_even() as usize;

@@ -407,7 +407,7 @@ const BATCHES: [&str; 6] = [
 ];
 
 /// An archive in CIFAR-10's form: plain images of class 0 to 9 in turn.
-fn archive(path: &Path) {
+pub(super) fn archive(path: &Path) {
     let file = std::fs::File::create(path).expect("created");
     let packed = flate2::write::GzEncoder::new(file, flate2::Compression::fast());
     let mut archive = tar::Builder::new(packed);

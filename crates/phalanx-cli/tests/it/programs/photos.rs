@@ -92,6 +92,19 @@ fn a_folder_gives_the_same_weights_on_one_and_two_ranks_and_after_a_resume() {
 }
 
 #[test]
+fn a_folder_with_cifar10_and_pictures_is_cifar10() {
+    let dir = tempfile::tempdir().expect("folder");
+    classes(&dir.path().join("photos"));
+    fetch::archive(&dir.path().join("photos/cifar-10-python.tar.gz"));
+    let more = "--output-dir out --max-steps 1 --train-samples 16 --test-samples 10";
+    let (_, err) = succeed(&program(more), dir.path());
+    assert!(
+        err.contains("CIFAR-10 in photos, 16 train / 10 test"),
+        "{err}"
+    );
+}
+
+#[test]
 fn a_damaged_image_ends_all_ranks_and_is_named() {
     let dir = tempfile::tempdir().expect("folder");
     classes(&dir.path().join("photos"));
