@@ -73,7 +73,7 @@ impl Network {
         let Network(fc1, fc2, fc3) = self;
         let x = batch.input(&batch.0, &[batch.samples(), 2])?;
         let x = fc2.forward_act(fc1.forward_act(x, Act::Relu)?, Act::Relu)?;
-        Ok(fc3.forward(x)?)
+        fc3.forward(x)
     }
 }
 
@@ -102,7 +102,7 @@ fn main() -> ExitCode {
             for batch in trainer.batches(&train)? {
                 trainer.step(&batch, |model, batch| {
                     let scores = model.forward(&batch)?;
-                    Ok(scores.cross_entropy(&batch.1, batch.samples() as f32)?)
+                    scores.cross_entropy(&batch.1, batch.samples())
                 })?;
             }
             trainer.evaluate(&test, |model, batch| {

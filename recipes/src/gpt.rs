@@ -132,7 +132,7 @@ fn train(job: &Job<'_>, args: &GptArgs) -> Result<()> {
     for _epoch in trainer.epochs() {
         for batch in trainer.batches(&train)? {
             trainer.step(&batch, |gpt, batch| {
-                Ok(scores(gpt, &batch)?.cross_entropy(&batch.targets, Reduction::Mean)?)
+                scores(gpt, &batch)?.cross_entropy(&batch.targets, Reduction::Mean)
             })?;
         }
         trainer.evaluate(&test, measure)?;

@@ -37,7 +37,7 @@ type Batch<'s> = MicroBatch<'s, TextBatch, OnMesh>;
 fn scores<'s>(gpt: &Gpt, batch: &Batch<'s>, context: usize) -> Result<Global<'s>> {
     let tokens = batch.indices_of(&batch.tokens, &[batch.samples(), context])?;
     let rows = tokens.layout().shape()[0];
-    Ok(gpt.forward(batch.step(), &tokens, (rows, context))?)
+    gpt.forward(batch.step(), &tokens, (rows, context))
 }
 
 /// Trains as one rank of a mesh, and generates `count` characters.
@@ -68,7 +68,7 @@ pub fn train(
             trainer.step(&batch, |gpt, batch| {
                 let targets = batch.indices_of(&batch.targets, &[batch.samples(), context])?;
                 let scores = scores(gpt, &batch, context)?;
-                Ok(scores.cross_entropy(&targets, Reduction::Mean)?)
+                scores.cross_entropy(&targets, Reduction::Mean)
             })?;
         }
         trainer.evaluate(test, measure)?;

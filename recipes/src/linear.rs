@@ -112,7 +112,7 @@ fn train(job: &Job<'_>, args: &Linear) -> Result<()> {
             trainer.step(&batch, |net, batch| {
                 let (x, y) = &*batch;
                 let x = batch.input(x, &[batch.samples(), 2])?;
-                Ok(net.forward(x)?.mse_loss(y, Reduction::Sum)?)
+                net.forward(x)?.mse_loss(y, Reduction::Sum)
             })?;
         }
     }

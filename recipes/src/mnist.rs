@@ -77,7 +77,7 @@ fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
         .optimizer_title(&args.optimizer_title(job.settings().lr()))
         .try_schedule(|lr, steps| {
             let cosine = || Schedule::cosine(lr, steps, 0.0);
-            Ok(args.cosine.then(cosine).transpose()?)
+            args.cosine.then(cosine).transpose()
         })
         .hyperparameters(args.shaping())
         .files(Files {
@@ -92,7 +92,7 @@ fn train(job: &Job<'_>, args: &Mnist) -> Result<()> {
         for batch in trainer.batches(&data.train)? {
             trainer.step(&batch, |net, batch| {
                 let scores = net.forward(batch.images()?)?;
-                Ok(scores.nll_loss(batch.labels(), batch.samples() as f32)?)
+                scores.nll_loss(batch.labels(), batch.samples())
             })?;
         }
         tests.run(&mut trainer, epoch)?;

@@ -86,7 +86,7 @@ fn train(job: &Job<'_>, args: &MobileNet) -> Result<()> {
         for batch in trainer.batches(&data.train)? {
             trainer.step(&batch, |net, batch| {
                 let scores = net.forward(batch.images()?)?;
-                Ok(scores.cross_entropy(batch.labels(), batch.samples() as f32)?)
+                scores.cross_entropy(batch.labels(), batch.samples())
             })?;
         }
         tests.run(&mut trainer, epoch)?;

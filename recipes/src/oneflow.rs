@@ -87,7 +87,7 @@ type Batch<'s> = MicroBatch<'s, ImageBatch, OnMesh>;
 
 /// The scores of all ranks' images.
 fn scores<'s>(net: &MobileNetV2, batch: &Batch<'s>) -> Result<Global<'s>> {
-    Ok(net.forward(batch.images()?)?)
+    net.forward(batch.images()?)
 }
 
 /// The document's first program: the model whole on all ranks, batches split over them.
@@ -109,7 +109,7 @@ pub fn train_by_sbp(
         for batch in trainer.batches(&data.train)? {
             trainer.step(&batch, |net, batch| {
                 let labels = batch.indices_of(&batch.labels, &[batch.samples()])?;
-                Ok(scores(net, &batch)?.cross_entropy(&labels, Reduction::Mean)?)
+                scores(net, &batch)?.cross_entropy(&labels, Reduction::Mean)
             })?;
         }
         trainer.evaluate(&data.test, |net, batch| {

@@ -123,7 +123,7 @@ fn train(job: &Job<'_>, args: &Resnet18) -> Result<()> {
         for batch in trainer.batches(&data.train)? {
             trainer.step(&batch, |net, batch| {
                 let scores = net.forward(batch.images()?)?;
-                Ok(loss.of(scores, batch.labels(), batch.samples() as f32)?)
+                loss.of(scores, batch.labels(), batch.samples() as f32)
             })?;
         }
         tests.run(&mut trainer, epoch)?;

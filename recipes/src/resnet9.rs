@@ -98,7 +98,7 @@ fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
     let directions = || whiten::directions(data.train.as_ref());
     let builder = job.trainer(&data.train, net, muon);
     let mut trainer = (args.images.describe(builder, &NETWORK, &data)?)
-        .init(|params| Ok(ResNet9::initialise(params, &directions()?)?))
+        .init(|params| ResNet9::initialise(params, &directions()?))
         .frozen(vec!["whiten.weight".to_owned()])
         .sync_batch_norm(args.cifar.sync_batch_norm)
         .optimizer_title(&format!(
@@ -119,7 +119,7 @@ fn train(job: &Job<'_>, args: &Resnet9) -> Result<()> {
         for batch in trainer.batches(&data.train)? {
             trainer.step(&batch, |net, batch| {
                 let scores = net.forward(batch.images()?)?;
-                Ok(loss.of(scores, batch.labels(), batch.samples() as f32)?)
+                loss.of(scores, batch.labels(), batch.samples() as f32)
             })?;
         }
         tests.run(&mut trainer, epoch)?;

@@ -35,6 +35,8 @@ enum Template {
     Points,
     /// Images: MNIST, downloaded or generated digits
     Image,
+    /// Images of your own: a folder with a subfolder for each class
+    Folder,
     /// Text: a GPT that predicts the next character
     Text,
     /// A table: a regression on a CSV file, with early stopping and predictions
@@ -49,6 +51,10 @@ impl Template {
             Template::Image => (
                 include_str!("../../phalanx/examples/own_model.rs"),
                 "--limit-train=2000",
+            ),
+            Template::Folder => (
+                include_str!("../../phalanx/examples/own_images.rs"),
+                "--epochs=1\", \"--data\", &photos(&folder), \"--image-size=32",
             ),
             Template::Text => (
                 include_str!("../../phalanx/examples/nanogpt.rs"),
@@ -90,14 +96,31 @@ fn it_trains_on_two_ranks() {
     let folder = std::env::temp_dir().join(format!("PROGRAM-test-{}", std::process::id()));
     let output = Command::new(env!("CARGO_BIN_EXE_PROGRAM"))
         .args(["--nproc-per-node", "2", "FLAGS", "--output-dir"])
-        .arg(&folder)
+        .arg(folder.join("run"))
         .output()
         .expect("the program starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let lines = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(lines.contains("test loss"), "{lines}");
-    assert!(folder.join("summary.json").is_file());
+    assert!(folder.join("run/summary.json").is_file());
     std::fs::remove_dir_all(&folder).expect("removed");
+}
+"#;
+
+/// What the test of [`Template::Folder`] trains on.
+const PHOTOS: &str = r#"
+/// Pictures of two colors, in a folder each.
+fn photos(folder: &std::path::Path) -> String {
+    let folder = folder.join("photos");
+    for (class, color) in [("blue", [0.0, 0.0, 1.0]), ("red", [1.0, 0.0, 0.0])] {
+        std::fs::create_dir_all(folder.join(class)).expect("a folder");
+        let picture = phalanx::image::sheet(&color.repeat(40 * 30), [30, 40, 3]).expect("a picture");
+        for i in 0..20 {
+            let file = folder.join(class).join(format!("{i}.png"));
+            std::fs::write(file, &picture).expect("written");
+        }
+    }
+    folder.display().to_string()
 }
 "#;
 
@@ -133,16 +156,24 @@ pub fn run(args: &NewArgs) -> Result<()> {
         })?,
     };
     let Dependency { place, note, .. } = &dependency;
+    let features = match args.template {
+        Template::Folder => ", features = [\"images\"]",
+        _ => "",
+    };
     let manifest = format!(
         "[package]\nname = \"{name}\"\nversion = \"0.1.0\"\nedition = \"2024\"\n\n[dependencies]\n\
-         {note}phalanx = {{ {place} }}\n\n\
+         {note}phalanx = {{ {place}{features} }}\n\n\
          # For builds without --release: not optimized, the engine is slow.\n[profile.dev.package.\"*\"]\nopt-level = 3\n\n\
          # The launcher and its live page mostly wait: not optimized, they compile in a third of the time.\n[profile.release.package]\n\
          phalanx-launch.opt-level = 0\nphalanx-live.opt-level = 0\nphalanx-process.opt-level = 0\n\n\
          # Not a member of a workspace above this folder.\n[workspace]\n"
     );
     let flags = args.template.program().1;
-    let test = TEST.replace("PROGRAM", name).replace("FLAGS", flags);
+    let test = match args.template {
+        Template::Folder => [TEST, PHOTOS].concat(),
+        _ => TEST.to_owned(),
+    };
+    let test = test.replace("PROGRAM", name).replace("FLAGS", flags);
     let folder = &args.folder;
     let failed = |error: std::io::Error| match error.kind() {
         std::io::ErrorKind::AlreadyExists => {
@@ -258,6 +289,7 @@ mod tests {
         for template in [
             Template::Points,
             Template::Image,
+            Template::Folder,
             Template::Text,
             Template::Table,
         ] {

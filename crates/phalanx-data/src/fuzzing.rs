@@ -154,7 +154,7 @@ fn proc_seeds() -> Vec<Vec<u8>> {
 
 #[cfg(feature = "images")]
 fn image(data: &[u8]) {
-    if let Ok(image) = crate::folder::decode(data) {
+    if let Ok(image) = phalanx_image::decode(data) {
         assert_eq!(image.pixels.len(), image.width * image.height * 3);
     }
 }

@@ -44,10 +44,12 @@ pub mod mnist;
 pub mod progress;
 pub mod sampler;
 mod stored;
+mod subset;
 pub mod synthetic;
 mod text_dataset;
 mod words;
 
 pub use dataset::{Dataset, ImageBatch, ImageDataset};
 pub use stored::StoredImages;
+pub use subset::{Subset, Weighted, random_split};
 pub use text_dataset::{TextBatch, TextDataset};

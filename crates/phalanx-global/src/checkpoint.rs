@@ -434,7 +434,7 @@ impl GlobalParams {
             return Err(error);
         }
         self.broadcast_index(END)?;
-        outcome.map_err(Error::from)
+        outcome.map_err(Error::file)
     }
 
     /// Rank 0's index of the next tensor on all ranks.
@@ -658,7 +658,7 @@ impl GlobalParams {
         let opened = match self.group().rank() {
             0 => {
                 let _phase = self.disk_phase("loading");
-                open().map_err(Error::from)
+                open().map_err(Error::file)
             }
             _ => Ok((None, Vec::new())),
         };

@@ -56,6 +56,14 @@ impl Error {
         Error { message, ..self }
     }
 
+    /// An error of phalanx-checkpoint.
+    pub(crate) fn file(error: phalanx_base::Error) -> Self {
+        Error {
+            kind: ErrorKind::File,
+            ..Self::from(error)
+        }
+    }
+
     fn with(kind: ErrorKind, message: impl Into<String>, source: Option<Cause>) -> Self {
         Error {
             kind,
@@ -75,17 +83,11 @@ impl Error {
     }
 }
 
-impl From<phalanx_nn::Error> for Error {
-    fn from(error: phalanx_nn::Error) -> Self {
-        let message = error.to_string();
-        Self::with(ErrorKind::Engine, message, Some(error.into()))
-    }
-}
-
+/// An error of the engine.
 impl From<phalanx_base::Error> for Error {
     fn from(error: phalanx_base::Error) -> Self {
         let message = error.to_string();
-        Self::with(ErrorKind::File, message, Some(error.into()))
+        Self::with(ErrorKind::Engine, message, Some(error.into()))
     }
 }
 

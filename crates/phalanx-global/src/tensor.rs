@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use phalanx_comm::ReduceOp;
-use phalanx_nn::{CustomOp, Error as NnError, GradSink, ParamId, Result, Tensor, Weight};
+use phalanx_nn::{CustomOp, GradSink, ParamId, Result, Tensor, Weight};
 
 use crate::boxing::{self, Boxing, StepKind};
 use crate::error::{Error, refuse};
@@ -536,14 +536,5 @@ impl CustomOp for Extreme {
 
     fn name(&self) -> &'static str {
         "Extreme"
-    }
-}
-
-impl From<Error> for NnError {
-    fn from(error: Error) -> Self {
-        match error.kind() {
-            crate::ErrorKind::Usage => NnError::usage(error.to_string()),
-            _ => NnError::custom(error.to_string(), error.into()),
-        }
     }
 }

@@ -245,6 +245,45 @@ pub trait Value<'s>: Sized {
 
     operations!(declare);
 
+    /// `x + number`.
+    ///
+    /// # Errors
+    /// Those of [`constant`](Value::constant).
+    fn add_scalar(self, number: f32) -> Result<Self> {
+        let number = self.constant(&[number], &[1])?;
+        self.add(number)
+    }
+
+    /// The Euclidean norm over dimension `dim`, which becomes 1 if it is kept. The gradient at 0 is 0. PyTorch: `vector_norm`.
+    ///
+    /// # Errors
+    /// `Usage` for a dimension that does not exist.
+    fn norm(self, dim: usize, keep: bool) -> Result<Self> {
+        let squares = self.share().mul(self)?.sum(&[dim], keep)?;
+        // s / sqrt(s), whose gradient is finite at 0.
+        let root = squares.share().clamp(f32::MIN_POSITIVE, f32::INFINITY)?;
+        squares.div(root.sqrt()?)
+    }
+
+    /// `x / max(norm, eps)` with the norm over dimension `dim`. PyTorch: `F.normalize`, where eps is 1e-12.
+    ///
+    /// # Errors
+    /// `Usage` for a dimension that does not exist.
+    fn normalize(self, dim: usize, eps: f32) -> Result<Self> {
+        let norm = self.share().norm(dim, true)?;
+        self.div(norm.clamp(eps, f32::INFINITY)?)
+    }
+
+    /// The cosine of the angle between vectors along dimension `dim`, which is dropped; the other sizes are broadcast. Norms
+    /// are at least 1e-8. PyTorch: `F.cosine_similarity`.
+    ///
+    /// # Errors
+    /// `Usage` when the shapes do not fit.
+    fn cosine_similarity(self, other: Self, dim: usize) -> Result<Self> {
+        let other = other.normalize(dim, 1e-8)?;
+        self.normalize(dim, 1e-8)?.mul(other)?.sum(&[dim], false)
+    }
+
     /// As [`Tensor::attention`].
     ///
     /// # Errors

@@ -412,6 +412,8 @@ pub trait Engine: Sized {
     type Tensor<'s>;
     /// The step in which these live.
     type Step<'s>;
+    /// What a micro-batch knows of the other ranks.
+    type Peers;
 }
 
 /// Samples that a model is given together, in a training with the strategy `S`. It dereferences to the data set's own batch
@@ -423,6 +425,8 @@ pub struct MicroBatchOf<'s, B, S: Engine> {
     randomness: Randomness,
     /// Calls of [`randomness`](Self::randomness).
     calls: &'s Cell<u32>,
+    /// In a training step that ranks take together.
+    pub(crate) peers: Option<&'s S::Peers>,
 }
 
 impl<B, S: Engine> Clone for MicroBatchOf<'_, B, S> {
@@ -447,6 +451,7 @@ impl<'s, B, S: Engine> MicroBatchOf<'s, B, S> {
             indices,
             randomness,
             calls,
+            peers: None,
         }
     }
 

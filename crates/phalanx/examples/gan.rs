@@ -22,7 +22,7 @@ impl Gan {
 
     fn fake<'s>(&self, batch: &MicroBatch<'s, ImageBatch>) -> Result<Tensor<'s>> {
         let [first, last] = &self.generator;
-        Ok(last.forward(first.forward_act(batch.normal(&[64])?, Act::Relu)?)?)
+        last.forward(first.forward_act(batch.normal(&[64])?, Act::Relu)?)
     }
 
     /// How far the discriminator is from the answer `target`.
@@ -30,7 +30,7 @@ impl Gan {
         let [first, last] = &self.discriminator;
         let scores = last.forward(first.forward_act(images, Act::Relu)?)?;
         let targets = vec![target; scores.numel()];
-        Ok(scores.mse_loss(&targets, Reduction::Mean)?)
+        scores.mse_loss(&targets, Reduction::Mean)
     }
 }
 
@@ -56,7 +56,7 @@ fn main() -> ExitCode {
                     let fake = gan.fake(&batch)?;
                     let fake = batch.input(fake.data(), &fake.shape())?; // detached
                     let real = gan.loss(batch.images()?.flatten()?, 1.0)?;
-                    Ok(real.add(gan.loss(fake, 0.0)?)?)
+                    real.add(gan.loss(fake, 0.0)?)
                 })?;
                 trainer.step(&batch, |gan, batch| gan.loss(gan.fake(&batch)?, 1.0))?;
                 trainer.log(&[("discriminator_loss", loss)])?;

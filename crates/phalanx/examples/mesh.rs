@@ -37,7 +37,7 @@ fn main() -> ExitCode {
                 trainer.step(&batch, |model, batch| {
                     let labels = batch.indices_of(batch.labels(), &[batch.samples()])?;
                     let scores = model.forward(batch.images()?)?;
-                    Ok(scores.cross_entropy(&labels, Reduction::Mean)?)
+                    scores.cross_entropy(&labels, Reduction::Mean)
                 })?;
             }
             trainer.evaluate(&test, |model, batch| {

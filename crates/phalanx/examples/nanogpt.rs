@@ -34,7 +34,7 @@ impl Block {
         let Block(ln_1, attention, ln_2, fc, proj) = self;
         let x = x.share().add(attention.forward(ln_1.forward(x)?, true)?)?;
         let y = fc.forward(ln_2.forward(x.share())?)?.gelu()?;
-        Ok(x.add(proj.forward(y)?)?)
+        x.add(proj.forward(y)?)
     }
 }
 
@@ -72,12 +72,12 @@ impl Gpt {
         let x = (self.blocks.iter()).try_fold(x.add(positions)?, |x, block| block.forward(x))?;
         let x = self.norm.forward(x)?.reshape(&[tokens.len(), WIDTH])?;
         // The output layer has the weight of the embedding.
-        Ok(x.linear(self.tokens.weight, None, Act::None)?)
+        x.linear(self.tokens.weight, None, Act::None)
     }
 
     fn loss<'s>(&self, batch: &MicroBatch<'s, TextBatch>, divisor: usize) -> Result<Tensor<'s>> {
         let scores = self.scores(batch.step(), &batch.tokens, batch.samples())?;
-        Ok(scores.cross_entropy(&batch.targets, divisor as f32)?)
+        scores.cross_entropy(&batch.targets, divisor as f32)
     }
 }
 

@@ -35,7 +35,7 @@ fn main() -> ExitCode {
             for batch in trainer.batches(&train)? {
                 trainer.step(&batch, |model, batch| {
                     let scores = model.forward(batch.images()?)?;
-                    Ok(scores.cross_entropy(batch.labels(), batch.samples() as f32)?)
+                    scores.cross_entropy(batch.labels(), batch.samples())
                 })?;
             }
             trainer.evaluate(&test, |model, batch| {

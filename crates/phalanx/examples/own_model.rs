@@ -20,7 +20,7 @@ impl Cnn {
         let x = conv2.forward_act(conv1.forward_act(x, Act::Relu)?, Act::Relu)?;
         let x = drop1.forward(pool.forward(x)?)?.flatten()?;
         let x = drop2.forward(fc1.forward_act(x, Act::Relu)?)?;
-        Ok(fc2.forward(x)?.log_softmax()?)
+        fc2.forward(x)?.log_softmax()
     }
 }
 
@@ -40,7 +40,7 @@ fn main() -> ExitCode {
             for batch in trainer.batches(&train)? {
                 trainer.step(&batch, |model, batch| {
                     let scores = model.forward(batch.images()?)?;
-                    Ok(scores.nll_loss(batch.labels(), batch.samples() as f32)?)
+                    scores.nll_loss(batch.labels(), batch.samples())
                 })?;
             }
             trainer.evaluate(&test, |model, batch| {

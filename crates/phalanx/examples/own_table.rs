@@ -110,13 +110,13 @@ impl Network {
         let (features, targets) = batch.data();
         let columns = features.len() / targets.len().max(1);
         let x = batch.input(features, &[batch.samples(), columns])?;
-        Ok(self.1.forward(self.0.forward_act(x, Act::Relu)?)?)
+        self.1.forward(self.0.forward_act(x, Act::Relu)?)
     }
 
     /// The squared error, as a mean or a sum over the batch.
     fn loss<'s>(&self, batch: &Rows<'s>, reduction: Reduction) -> Result<Tensor<'s>> {
         let (_, targets) = batch.data();
-        Ok(self.answers(batch)?.mse_loss(targets, reduction)?)
+        self.answers(batch)?.mse_loss(targets, reduction)
     }
 }
 

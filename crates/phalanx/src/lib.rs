@@ -14,7 +14,7 @@
 //!             for batch in trainer.batches(&train)? {
 //!                 trainer.step(&batch, |model, batch| {
 //!                     let scores = model.forward(batch.images()?)?;
-//!                     Ok(scores.nll_loss(batch.labels(), batch.samples() as f32)?)
+//!                     scores.nll_loss(batch.labels(), batch.samples())
 //!                 })?;
 //!             }
 //!             trainer.evaluate(&test, |model, batch| {

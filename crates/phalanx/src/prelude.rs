@@ -5,7 +5,8 @@ pub use std::sync::Arc;
 
 pub use phalanx_comm::{ProcessGroup, ReduceOp};
 pub use phalanx_data::{
-    Dataset, ImageBatch, ImageDataset, TextBatch, TextDataset, augment, cifar10, mnist, synthetic,
+    Dataset, ImageBatch, ImageDataset, Subset, TextBatch, TextDataset, Weighted, augment, cifar10,
+    mnist, random_split, synthetic,
 };
 pub use phalanx_global::{
     Global, GlobalGrads, GlobalParams, GlobalStep, Indices, Parallel, Placement, Sbp,

@@ -82,7 +82,8 @@ impl CifarArgs {
             && let Err(none) = cifar10::check(self.data_url.as_ref())
             && !self.photos.check(&self.data_url)?
         {
-            return Err(none);
+            let own = "or your own: a folder with a subfolder of JPEG or PNG images for each class";
+            return Err(none.note("", own));
         }
         Ok(())
     }

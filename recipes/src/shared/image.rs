@@ -291,9 +291,9 @@ fn scores<'s, N>(
     images: &[f32],
     shape: [usize; 4],
 ) -> Result<Tensor<'s>> {
-    Ok(views.scores(images, shape, |view| {
+    views.scores(images, shape, |view| {
         forward(net, step.input(view, &shape)?)
-    })?)
+    })
 }
 
 /// The counts of all batches together.

@@ -72,7 +72,7 @@ pub fn scores<'s>(gpt: &Gpt, batch: &MicroBatch<'s, TextBatch>) -> Result<Tensor
     let sizes = (batch.samples(), rows / batch.samples());
     let scores = gpt.forward(batch.step(), &batch.tokens, sizes)?;
     let vocab = scores.shape()[2];
-    Ok(scores.reshape(&[rows, vocab])?)
+    scores.reshape(&[rows, vocab])
 }
 
 /// Loss, bits per character and accuracy of a batch.

@@ -46,7 +46,7 @@ impl Forecaster {
         let last: Vec<f32> = batch.iter().map(|window| window.past[PAST - 1]).collect();
         let hidden = self.hidden.forward(batch.input(&past, &[batch.samples(), PAST])?)?;
         let change = self.change.forward(hidden.gelu()?)?;
-        Ok(change.add(batch.input(&last, &[batch.samples(), 1])?)?)
+        change.add(batch.input(&last, &[batch.samples(), 1])?)
     }
 }
 
@@ -79,7 +79,7 @@ fn main() -> ExitCode {
             for batch in trainer.batches(&train)? {
                 trainer.step(&batch, |model, batch| {
                     let forecast = model.forward(&batch)?;
-                    Ok(forecast.mse_loss(&targets(&batch), Reduction::Mean)?)
+                    forecast.mse_loss(&targets(&batch), Reduction::Mean)
                 })?;
             }
             let tested = trainer.evaluate(&test, |model, batch| {

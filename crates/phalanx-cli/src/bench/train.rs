@@ -376,7 +376,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
             let measured = steps(ctx, args, &data, trainer, |net, batch| {
                 let scores = net(batch.images()?)?;
                 let samples = batch.samples() as f32;
-                Ok(network.loss.of(scores, batch.labels(), samples)?)
+                network.loss.of(scores, batch.labels(), samples)
             })?;
             (measured, "images", 1)
         }
@@ -393,7 +393,7 @@ pub fn run_rank(ctx: &RankContext, args: &TrainBenchArgs) -> Result<()> {
             let trainer = builder.clip_grad_norm(1.0).measure_only().start()?;
             let measured = steps(ctx, args, &data, trainer, |gpt, batch| {
                 let scores = phalanx_recipes::scores(gpt, &batch)?;
-                Ok(scores.cross_entropy(&batch.targets, Reduction::Mean)?)
+                scores.cross_entropy(&batch.targets, Reduction::Mean)
             })?;
             (measured, "tokens", config.context)
         }

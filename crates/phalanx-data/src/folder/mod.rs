@@ -8,14 +8,12 @@ use std::sync::Arc;
 
 use phalanx_base::files::{open_regular, read_open};
 use phalanx_base::{Error, Result};
+use phalanx_image::Rgb;
 use sha2::{Digest, Sha256};
 
 use crate::dataset::{ImageDataset, check_read};
 use crate::words::Words;
 
-mod decode;
-#[cfg(any(test, fuzzing))]
-pub(crate) use decode::decode;
 #[cfg(test)]
 mod tests;
 mod transforms;
@@ -231,17 +229,17 @@ impl ImageFolder {
         self.files.get(index).map(|(path, _)| path.as_path())
     }
 
-    fn decode(&self, index: usize) -> Result<decode::Rgb> {
+    fn decode(&self, index: usize) -> Result<Rgb> {
         let path = self.root.join(&self.files[index].0);
         decode_file(&path)
     }
 }
 
 /// Decodes the image at `path`.
-fn decode_file(path: &Path) -> Result<decode::Rgb> {
+fn decode_file(path: &Path) -> Result<Rgb> {
     let file = open_regular(path).map_err(|e| Error::not_opened("image", path, e))?;
     let bytes = read_open(path, file, MAX_BYTES)?;
-    decode::decode(&bytes).map_err(|what| Error::data(format!("{}: {what}", path.display())))
+    phalanx_image::decode(&bytes).map_err(|what| Error::data(format!("{}: {what}", path.display())))
 }
 
 /// Reads the image at `path`, JPEG or PNG of any size, transformed. Returns values (height, width, 3) and the height and width.

@@ -1,6 +1,7 @@
 use std::os::unix::fs::symlink;
 
-use super::decode::{Rgb, decode};
+use phalanx_image::decode;
+
 use super::*;
 
 /// Files that `make.py` there made, with what Pillow and torchvision make of them.
@@ -135,6 +136,15 @@ fn transforms_are_those_of_torchvision() {
         let far = far(&ours, &file(&format!("t_{name}.rgb")));
         assert_eq!(far.iter().max(), Some(&0), "{name}");
     }
+    for degrees in [20, -133] {
+        let ours = transforms::turned(&photo, f64::from(degrees)).pixels;
+        assert_eq!(ours, file(&format!("t_turn_{degrees}.rgb")), "{degrees}");
+    }
+    let drawn = new().random_rotation(30.0).center_crop(20);
+    assert_ne!(
+        pixels(&photo, &drawn),
+        pixels(&photo, &new().center_crop(20))
+    );
 }
 
 #[test]

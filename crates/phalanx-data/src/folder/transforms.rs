@@ -2,11 +2,9 @@
 
 use std::ops::Range;
 
-use fast_image_resize::images::{Image, ImageRef};
-use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
 use phalanx_base::{Error, Result};
+use phalanx_image::Rgb;
 
-use super::decode::Rgb;
 use crate::words::Words;
 
 /// Separates these random numbers from others with the same seed.
@@ -28,6 +26,7 @@ enum Transform {
         ratio: Range<f64>,
     },
     RandomHorizontalFlip(f64),
+    RandomRotation(f64),
     ColorJitter([f64; 4]),
 }
 
@@ -125,6 +124,12 @@ impl Transforms {
         self.with(Transform::RandomHorizontalFlip(p))
     }
 
+    /// Turns by a random angle of up to `degrees` in both directions about the center, with the nearest pixels; what comes from
+    /// outside is black.
+    pub fn random_rotation(self, degrees: f64) -> Transforms {
+        self.with(Transform::RandomRotation(degrees))
+    }
+
     /// Multiplies brightness, contrast and saturation by random factors of up to `1 - x` to `1 + x`, and turns the hue by up to
     /// `hue` (at most 0.5) of a circle in both directions, in random order.
     pub fn color_jitter(
@@ -161,6 +166,7 @@ impl Transforms {
                     *size > 0 && is_share && ratio.start > 0.0 && ratio.end.is_finite()
                 }
                 Transform::RandomHorizontalFlip(p) => (0.0..=1.0).contains(p),
+                Transform::RandomRotation(degrees) => (0.0..=180.0).contains(degrees),
                 Transform::ColorJitter([rest @ .., hue]) => {
                     let is_factor = |x: &f64| x.is_finite() && *x >= 0.0;
                     rest.iter().all(is_factor) && (0.0..=0.5).contains(hue)
@@ -218,6 +224,9 @@ impl Transforms {
                     let is_flipped = f64::from(words.unit()) < *p;
                     if is_flipped { mirrored(&image) } else { image }
                 }
+                Transform::RandomRotation(degrees) => {
+                    turned(&image, f64::from(words.around(1.0)) * degrees)
+                }
                 Transform::ColorJitter(most) => jittered(image, most, &mut words),
             };
         }
@@ -246,27 +255,13 @@ fn shorter_side([height, width]: [usize; 2], size: usize) -> [usize; 2] {
 }
 
 /// The part [top, left, height, width] of `image`, resized.
-pub(super) fn resized(
-    image: Rgb,
-    [top, left, height, width]: [usize; 4],
-    [rows, columns]: [usize; 2],
-) -> Result<Rgb> {
-    let failed = |what: String| Error::internal(format!("an image cannot be resized: {what}"));
-    let part = cut(image, [top, left, height, width]);
-    if [height, width] == [rows, columns] {
-        return Ok(part);
+pub(super) fn resized(image: Rgb, part: [usize; 4], to: [usize; 2]) -> Result<Rgb> {
+    let image = cut(image, part);
+    if [image.height, image.width] == to {
+        return Ok(image);
     }
-    let from = ImageRef::new(width as u32, height as u32, &part.pixels, PixelType::U8x3);
-    let from = from.map_err(|e| failed(e.to_string()))?;
-    let mut to = Image::new(columns as u32, rows as u32, PixelType::U8x3);
-    let bilinear = ResizeAlg::Convolution(FilterType::Bilinear);
-    let options = ResizeOptions::new().resize_alg(bilinear);
-    (Resizer::new().resize(&from, &mut to, &options)).map_err(|e| failed(e.to_string()))?;
-    Ok(Rgb {
-        width: columns,
-        height: rows,
-        pixels: to.into_vec(),
-    })
+    let failed = |what| Error::internal(format!("an image cannot be resized: {what}"));
+    phalanx_image::resized(&image, to).map_err(failed)
 }
 
 /// The part [top, left, height, width], which is inside.
@@ -349,6 +344,37 @@ fn mirrored(image: &Rgb) -> Rgb {
     let mut pixels = Vec::with_capacity(image.pixels.len());
     for row in image.pixels.chunks_exact(image.width * 3) {
         pixels.extend(row.as_chunks::<3>().0.iter().rev().flatten());
+    }
+    Rgb { pixels, ..*image }
+}
+
+/// `image` turned counterclockwise, as Pillow's `rotate` does with the nearest pixels: in fixed point with 16 bits.
+pub(super) fn turned(image: &Rgb, degrees: f64) -> Rgb {
+    let (width, height) = (image.width, image.height);
+    let angle = -degrees.rem_euclid(360.0).to_radians();
+    let rounded = |x: f64| (x * 1e15).round() / 1e15;
+    let (sin, cos) = (rounded(angle.sin()), rounded(angle.cos()));
+    let (x, y) = (width as f64 / 2.0, height as f64 / 2.0);
+    // Where the middle of the first pixel comes from.
+    let first = [
+        x - cos * x - sin * y + (cos + sin) * 0.5,
+        y + sin * x - cos * y + (cos - sin) * 0.5,
+    ];
+    let fixed = |x: f64| (x * 65536.0 + 0.5).floor() as i64;
+    let (first, sin, cos) = (first.map(fixed), [fixed(sin), fixed(-sin)], fixed(cos));
+    let (from, _) = image.pixels.as_chunks::<3>();
+    let mut pixels = vec![0; image.pixels.len()];
+    let (to, _) = pixels.as_chunks_mut::<3>();
+    for (i, to) in to.iter_mut().enumerate() {
+        let (x, y) = ((i % width) as i64, (i / width) as i64);
+        let place = [
+            (first[0] + x * cos + y * sin[0]) >> 16,
+            (first[1] + x * sin[1] + y * cos) >> 16,
+        ];
+        let [x, y] = place.map(|at| usize::try_from(at).unwrap_or(usize::MAX));
+        if x < width && y < height {
+            *to = from[y * width + x];
+        }
     }
     Rgb { pixels, ..*image }
 }

@@ -64,5 +64,7 @@ for name, result in {
     "saturation": F.adjust_saturation(big, 0.3),
     "hue": F.adjust_hue(big, 0.2),
     "hue_back": F.adjust_hue(big, -0.35),
+    "turn_20": F.rotate(big, 20),
+    "turn_-133": F.rotate(big, -133),
 }.items():
     open(f"t_{name}.rgb", "wb").write(np.asarray(result).tobytes())

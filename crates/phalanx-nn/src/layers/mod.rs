@@ -12,10 +12,11 @@ mod layer_norm;
 mod linear;
 mod max_pool2d;
 mod multi_head_attention;
+mod recurrent;
 
 pub use crate::ops::{
-    Act, Activation, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, JoinStatistics,
-    MaxPool2dOptions, RunningStats,
+    Act, Activation, AvgPool2dOptions, BatchNormOptions, Conv2dOptions, Interpolation,
+    JoinStatistics, MaxPool2dOptions, RunningStats,
 };
 pub use avg_pool2d::AvgPool2d;
 pub use batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d};
@@ -24,12 +25,13 @@ pub use conv1d::Conv1d;
 pub use conv2d::Conv2d;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
-pub use group_norm::GroupNorm;
+pub use group_norm::{GroupNorm, InstanceNorm};
 pub use layer_norm::{LayerNorm, RmsNorm};
 pub use linear::Linear;
 pub use max_pool2d::MaxPool2d;
 pub use multi_head_attention::{KvCache, MultiHeadAttention};
 pub(crate) use multi_head_attention::{attend, causal_mask};
+pub use recurrent::{Gru, Lstm, RnnOptions, RnnState};
 
 use crate::param::{Init, Layout, ParamId, Scope};
 

@@ -9,6 +9,7 @@
 
 use super::weight::known_vector;
 use super::{Act, Weight};
+use crate::error::outside;
 use crate::param::{BufferId, ParamId};
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operand, Recorded, SlotId, State, Visit};
@@ -63,7 +64,7 @@ pub trait JoinStatistics: Send + Sync {
 }
 
 fn not_joined(e: phalanx_base::Error) -> Error {
-    Error::sink(format!("batch statistics were not joined: {e}"), e)
+    outside(format!("batch statistics were not joined: {e}"), e)
 }
 
 pub(crate) struct BatchNorm {

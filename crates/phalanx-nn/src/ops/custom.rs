@@ -1,5 +1,6 @@
 //! User-defined operations. They choose what they save, and whether they can be run again.
 
+use crate::error::outside;
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Recorded, SlotId, State, Step, Visit};
 use crate::tensor::Shape;
@@ -13,8 +14,8 @@ pub trait CustomOp: Send {
     /// arbitrary.
     ///
     /// # Errors
-    /// Any error stops the training step. The caller gets an [`Error`] of kind
-    /// [`Custom`](crate::ErrorKind::Custom) with it as source.
+    /// Any error stops the training step. The caller gets an [`Error`] of its kind
+    /// with it as source.
     fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> phalanx_base::Result<()>;
 
     /// Fills `d_inputs[i]`, the gradient of input i, from the gradient of the
@@ -115,8 +116,9 @@ fn forward(op: &dyn CustomOp, inputs: &[SlotId], len: usize, st: &mut State) -> 
 }
 
 fn failed(op: &dyn CustomOp, pass: &str, e: phalanx_base::Error) -> Error {
-    Error::custom(
-        format!("operation {} failed in its {pass} pass: {e}", op.name()),
+    let name = op.name();
+    outside(
+        format!("operation {name} failed in its {pass} pass: {e}"),
         e,
     )
 }

@@ -38,6 +38,13 @@ impl From<f32> for Reduction {
     }
 }
 
+/// The sum divided by this number, such as the number of labels.
+impl From<usize> for Reduction {
+    fn from(divisor: usize) -> Self {
+        Reduction::Over(divisor as f32)
+    }
+}
+
 /// A loss whose gradient was computed in the forward pass.
 pub(crate) struct Prepared {
     /// Elements of the gradient for each element of the output.
@@ -166,6 +173,24 @@ impl<'s> Tensor<'s> {
             let slope = (1.0 - t) - both * (1.0 - s);
             ((1.0 - t) * x + both * soft, (slope / divisor) as f32)
         })
+    }
+
+    /// `target (log(target) - x)` of log-probabilities `x`, 0 where the target is 0, reduced. PyTorch's `kl_div`; its `batchmean`
+    /// is the number of rows as divisor.
+    ///
+    /// # Errors
+    /// `Usage` when `target` has another number of elements.
+    pub fn kl_div(self, target: &[f32], reduction: impl Into<Reduction>) -> Result<Tensor<'s>> {
+        self.element_loss(
+            Some("KlDiv"),
+            target,
+            reduction.into(),
+            |_, x, t, divisor| {
+                let (x, t) = (f64::from(x), f64::from(t));
+                let loss = if t == 0.0 { 0.0 } else { t * (t.ln() - x) };
+                (loss, (-t / divisor) as f32)
+            },
+        )
     }
 
     /// `f(place, x, target, divisor)` gives the loss and its derivative over the divisor.

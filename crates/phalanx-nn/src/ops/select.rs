@@ -1,5 +1,7 @@
 //! Elements chosen by a mask or by indices, which belong to the step. Save nothing else.
 
+use std::cmp::Ordering;
+
 use crate::pool::Buf;
 use crate::tape::{BackwardContext, Compute, Operation, SlotId, Slots};
 use crate::tensor::Shape;
@@ -48,6 +50,41 @@ impl<'s> Tensor<'s> {
         }
         let op = self.masked("select_where", mask, 0.0)?;
         step.apply([self.slot(), other.slot()], dims, op)
+    }
+
+    /// The `k` greatest elements along dimension `dim`, the greatest first, and the index of each. Of equal ones the first comes
+    /// first; NaN counts as the greatest. PyTorch: `topk`. ([`Value`](crate::Value) does not have it.)
+    ///
+    /// # Errors
+    /// `Usage` for a dimension that does not exist or has fewer elements.
+    pub fn topk(self, k: usize, dim: usize) -> Result<(Tensor<'s>, Vec<u32>)> {
+        let dims = self.dims();
+        let Some(&n) = dims.get(dim).filter(|n| **n >= k) else {
+            return Err(Error::usage(format!(
+                "topk of {k} along dimension {dim} of shape {dims:?}"
+            )));
+        };
+        let inner: usize = dims[dim + 1..].iter().product();
+        let mut shape = dims.to_vec();
+        shape[dim] = k;
+        let mut index = vec![0; shape.iter().product()];
+        let mut order: Vec<u32> = Vec::with_capacity(n);
+        for (block, x) in self.data().chunks_exact((n * inner).max(1)).enumerate() {
+            for column in 0..inner {
+                let value = |i: u32| x[i as usize * inner + column];
+                order.clear();
+                order.extend(0..n as u32);
+                // -0 and 0 are equal.
+                order.sort_by(|&a, &b| match (value(a), value(b)) {
+                    (a, b) if a.is_nan() || b.is_nan() => b.is_nan().cmp(&a.is_nan()),
+                    (a, b) => b.partial_cmp(&a).unwrap_or(Ordering::Equal),
+                });
+                for (place, &i) in order[..k].iter().enumerate() {
+                    index[(block * k + place) * inner + column] = i;
+                }
+            }
+        }
+        Ok((self.gather(dim, &index, &shape)?, index))
     }
 
     fn masked(&self, name: &str, mask: &[bool], value: f32) -> Result<Masked> {

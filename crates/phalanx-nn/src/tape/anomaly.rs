@@ -3,7 +3,7 @@
 
 use super::node::{Node, Visit};
 use super::state::{Slot, SlotId, State};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, anomaly};
 use crate::param::{ParamInfo, Params};
 use crate::pool::Buf;
 use phalanx_kernels::element::{Element, Values};
@@ -33,7 +33,7 @@ fn check(
     what: impl FnOnce() -> String,
 ) -> Result<()> {
     match first(values, shape, infinite) {
-        Some((value, at)) => Err(Error::anomaly(format!("{} has {value} at {at:?}", what()))),
+        Some((value, at)) => Err(anomaly(format!("{} has {value} at {at:?}", what()))),
         None => Ok(()),
     }
 }
@@ -47,7 +47,7 @@ fn check_param(values: &[f32], info: &ParamInfo, what: impl FnOnce() -> String) 
     for (&outside, index) in info.layout.order().iter().zip(inside) {
         at[outside] = index;
     }
-    Err(Error::anomaly(format!("{} has {value} at {at:?}", what())))
+    Err(anomaly(format!("{} has {value} at {at:?}", what())))
 }
 
 /// Checks the gradient that an operation has written to a parameter's memory, or added there.

@@ -10,7 +10,7 @@ use super::node::{Operand, Visit};
 use super::segment;
 use super::state::{SlotId, State};
 use crate::Precision;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, outside};
 use crate::ops::batch_norm::JoinStatistics;
 use crate::param::{GradSink, ParamId, Params};
 use crate::pool::{Buf, Pool};
@@ -223,7 +223,7 @@ fn slot_of<'s>(
 fn accepted(answer: phalanx_base::Result<()>, params: &Params, param: ParamId) -> Result<()> {
     answer.map_err(|e| {
         let name = &params.infos()[param.index()].name;
-        Error::sink(format!("the gradient of {name} was not accepted: {e}"), e)
+        outside(format!("the gradient of {name} was not accepted: {e}"), e)
     })
 }
 

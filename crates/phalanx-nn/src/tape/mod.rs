@@ -64,7 +64,7 @@ impl Tape {
     ///   operation's backward pass gives to its inputs and parameters (added to what others gave
     ///   before; of a parameter, before it is reported to the [`GradSink`] as ready).
     ///
-    /// The error is of kind [`Anomaly`](crate::ErrorKind::Anomaly), and comes from the operation, from
+    /// The error is of kind [`Failed`](crate::ErrorKind::Failed), and comes from the operation, from
     /// [`Step::input`] or from [`Tensor::backward`].
     pub fn set_anomaly(&mut self, on: bool) {
         self.state.get_mut().anomaly = on;

@@ -276,6 +276,7 @@ nodes! {
     Conv2d(OpNode<ops::conv2d::Conv2d, 1>),
     ConvTranspose2d(OpNode<ops::conv_transpose2d::ConvTranspose2d, 1>),
     Cumsum(OpNode<ops::cumsum::Cumsum, 1>),
+    Interpolate(OpNode<ops::interpolate::Interpolate, 1>),
     Custom(ops::custom::Custom),
     Dropout(OpNode<ops::dropout::Dropout, 1>),
     Embedding(OpNode<ops::embedding::Embedding, 0>),

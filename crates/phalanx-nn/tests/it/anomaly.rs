@@ -43,7 +43,7 @@ fn wrong(params: &Params, trains: bool, run: impl Fn(&Step<'_>) -> Result<()>) -
         }
     }
     let error = result.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Anomaly, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Failed, "{error}");
     error.to_string()
 }
 

@@ -18,6 +18,7 @@ mod optim_torch;
 mod precision;
 mod profile;
 mod recompute;
+mod recurrent;
 mod resnet;
 mod rng_philox;
 mod rng_torch;

@@ -420,7 +420,7 @@ fn a_refused_gradient_ends_the_pass_and_the_tape_goes_on() {
     let mut bad = Recorder::like(&params);
     bad.refuse = b.bias;
     let e = go(&mut tape, &mut bad).unwrap_err();
-    assert_eq!(e.kind(), ErrorKind::Sink);
+    assert_eq!(e.kind(), ErrorKind::PeerLost);
     assert!(e.to_string().contains("b.bias"), "{e}");
     assert_eq!(e.source().unwrap().to_string(), "no more");
     assert_eq!(bad.names(&params), ["b.bias"]);

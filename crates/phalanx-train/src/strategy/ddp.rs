@@ -17,6 +17,7 @@ use phalanx_member::RankContext;
 use phalanx_nn::{Params, Step, Tape, Tensor};
 use serde_json::{Map, json};
 
+use super::gather::Peers;
 use super::{Description, Gradients, Group, Parts, Report, State, StepTools, Strategy};
 use crate::args::Determinism;
 use crate::args::ExchangeArg;
@@ -89,6 +90,7 @@ impl<'s> MicroBatch<'s, ImageBatch> {
 impl Engine for Ddp {
     type Tensor<'s> = Tensor<'s>;
     type Step<'s> = Step<'s>;
+    type Peers = Peers;
 }
 
 impl Strategy for Ddp {
@@ -345,7 +347,9 @@ impl Strategy for Ddp {
                 ctx.group().set_phase("forward");
                 let taped = tape.step(&self.params, randomness.key(indices));
                 let calls = Cell::new(0);
-                let micro = MicroBatch::new(&taped, &*loaded, indices, randomness, &calls);
+                let peers = Peers::new(&ctx.group(), tools.split, index, step.global.samples);
+                let mut micro = MicroBatch::new(&taped, &*loaded, indices, randomness, &calls);
+                micro.peers = Some(&peers);
                 let loss = loss(model, micro)?;
                 if let Some(log) = &mut log {
                     log.graph(|| taped.graph());

@@ -64,9 +64,7 @@ impl<'s, B> MicroBatchOf<'s, B, OnMesh> {
     pub fn input(&self, values: &[f32], shape: &[usize]) -> Result<Global<'s>> {
         let values = &values[..shape.iter().product::<usize>().min(values.len())];
         let local = self.step().local().input(values, shape)?;
-        Ok(self
-            .step()
-            .to_global(local, &rows(self.step().placement()))?)
+        self.step().to_global(local, &rows(self.step().placement()))
     }
 
     /// The same of numbers that choose rows or classes.
@@ -172,6 +170,7 @@ impl OnMesh {
 impl Engine for OnMesh {
     type Tensor<'s> = Global<'s>;
     type Step<'s> = GlobalStep<'s>;
+    type Peers = ();
 }
 
 impl Strategy for OnMesh {

@@ -7,6 +7,7 @@
 mod ddp;
 mod exchange;
 mod explain;
+mod gather;
 mod mesh;
 
 use std::collections::BTreeMap;

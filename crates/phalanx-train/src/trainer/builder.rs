@@ -481,6 +481,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             purpose,
             trainings,
             elastic: Elasticity::new(agreed),
+            best: None,
         };
         trainer.update_loop();
         if purpose == Purpose::Train && !trainer.is_complete() {

@@ -484,7 +484,7 @@ mod tests {
                     trainer.step(&batch, |(up, down), batch| {
                         let x = batch.input(batch.data(), &[batch.samples(), 1])?;
                         let x = x.linear(up.weight, up.bias, Act::Relu)?;
-                        Ok(down.forward(x)?.mean(&[], false)?)
+                        down.forward(x)?.mean(&[], false)
                     })?;
                 }
                 trainer.check_weights()?;
@@ -515,7 +515,7 @@ mod tests {
                     trainer.step(&batch, |(up, down), batch| {
                         let x = batch.input(batch.data(), &[batch.samples(), 1])?;
                         let x = up.forward_act(x, Act::Relu)?;
-                        Ok(down.forward(x)?.mean(&[], false)?)
+                        down.forward(x)?.mean(&[], false)
                     })?;
                 }
                 trainer.check_weights()?;

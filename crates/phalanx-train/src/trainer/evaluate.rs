@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use phalanx_checkpoint::digest::MetricsDigest;
+use phalanx_checkpoint::load_params;
 use phalanx_comm::ReduceOp;
 use phalanx_data::Dataset;
 use phalanx_data::loader::{Loader, LoaderOptions};
@@ -14,10 +15,11 @@ use phalanx_ddp::ShardTree;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::Trainer;
-use crate::batch::Randomness;
+use super::{Purpose, Trainer};
+use crate::batch::{BatchPosition, Randomness};
 use crate::error::{Error, ErrorKind, Result};
 use crate::evaluation::{Evaluation, Measure};
+use crate::folder::BEST_FILE;
 use crate::saving::History;
 use crate::strategy::{MicroBatch, Strategy};
 
@@ -44,7 +46,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             let measured = self.measure(data, measure);
             self.noted(measured)?
         };
-        self.record(evaluation.clone())?;
+        if self.best.is_none() {
+            self.record(evaluation.clone())?;
+        }
         Ok(evaluation)
     }
 
@@ -225,6 +229,68 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 }
 
 impl<M> Trainer<'_, M> {
+    /// After the loop over the epochs: [`evaluate`](Self::evaluate), [`predict`](Self::predict) and [`infer`](Self::infer) use the
+    /// weights of the best evaluation from here on, those of `best.safetensors`. Evaluations are no longer recorded, and
+    /// [`finish`](Self::finish) saves the weights of the last step as always.
+    ///
+    /// ```no_run
+    /// # use phalanx_train::{Result, Trainer};
+    /// # use phalanx_nn::layers::Linear;
+    /// # use phalanx_data::ImageDataset;
+    /// # use std::sync::Arc;
+    /// # fn end(mut trainer: Trainer<'_, Linear>, test: Arc<dyn ImageDataset>) -> Result<()> {
+    /// trainer.load_best()?;
+    /// let classes = trainer.predict(&test, |model, batch| {
+    ///     let n = batch.samples();
+    ///     let scores = model.forward(batch.input(&batch.images, &[n, 28 * 28])?)?;
+    ///     Ok(scores.topk(1, 1)?.1)
+    /// })?;
+    /// trainer.save_rows("predictions", &classes)?;
+    /// trainer.finish()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// *Blocks* until all ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when there was no evaluation, or in the loop over the batches of an epoch; `Data`, when the file is gone or
+    /// damaged; peers that are lost.
+    pub fn load_best(&mut self) -> Result<()> {
+        if self.purpose != Purpose::Train {
+            return Err(Error::usage("only a training has best weights"));
+        }
+        if matches!(self.course.position.get(), BatchPosition::At(_)) {
+            let what = "load_best comes after the loop over the epochs, not in one over batches";
+            return Err(Error::usage(what));
+        }
+        if !self.is_complete() {
+            self.end_epoch()?;
+        }
+        let Some(best) = self.course.results.best.so_far().cloned() else {
+            let what = "there are no best weights: no epoch was evaluated";
+            return Err(Error::usage(what));
+        };
+        let _phase = self.ctx.phase("loading the best weights");
+        self.together(|trainer| {
+            let (ctx, output) = (trainer.ctx, &trainer.reports.output);
+            let mut params = trainer.strategy.params().clone();
+            if ctx.is_main() {
+                let path = output.dir().join(BEST_FILE);
+                if !output.has_best(&best) {
+                    let what = format!("{} has not the best weights of this run", path.display());
+                    return Err(Error::data(what));
+                }
+                load_params(&path, &mut params)?;
+            }
+            ctx.group().broadcast(params.flat_mut(), 0)?;
+            ctx.group().broadcast(params.buffers_flat_mut(), 0)?;
+            trainer.best = Some(params);
+            Ok(())
+        })
+    }
+
     /// Runs the model in evaluation mode on all samples of `data`, divided among the ranks, and gives what `rows` gives for
     /// each sample, in the order of the data set, on all ranks. `rows` gives a row for each sample of its batch, in order, such
     /// as a class or a `Vec` of scores.

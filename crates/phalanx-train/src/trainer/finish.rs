@@ -40,6 +40,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             Purpose::Evaluate => return Ok(self.course.results.last),
             Purpose::Measure => return self.end_measurement(),
         }
+        self.best = None;
         if self.is_complete() {
             return self.stay_complete();
         }

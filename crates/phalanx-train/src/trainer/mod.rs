@@ -108,6 +108,8 @@ pub struct Trainer<'j, M, S: Strategy = Ddp> {
     purpose: Purpose,
     trainings: Rc<Trainings>,
     elastic: Elasticity,
+    /// After [`load_best`](Self::load_best), what is evaluated.
+    best: Option<Params>,
 }
 
 /// What the trainings of one program have in common.
@@ -189,6 +191,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
                 self.sources.config.samples,
             )));
         }
+        self.best = None;
         let is_paused = matches!(self.course.position.get(), BatchPosition::Paused(_));
         match is_paused {
             true => self.end_round()?,
@@ -413,9 +416,22 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
         state.step.set(place.step);
     }
 
-    /// Runs `work` with the averages of the weights in their place, where the optimizer has averages
-    /// ([`Ema`](phalanx_nn::optim::Ema)).
+    /// Runs `work` with the weights of [`load_best`](Self::load_best) in place of the trained ones, or with their averages, where
+    /// the optimizer has averages ([`Ema`](phalanx_nn::optim::Ema)).
     fn with_averages<R>(&mut self, work: impl FnOnce(&mut Self) -> R) -> R {
+        if let Some(mut best) = self.best.take() {
+            let mut swap = |trainer: &mut Self| {
+                let own = trainer.strategy.state().params;
+                own.flat_mut().swap_with_slice(best.flat_mut());
+                let buffers = own.buffers_flat_mut();
+                buffers.swap_with_slice(best.buffers_flat_mut());
+            };
+            swap(self);
+            let result = work(self);
+            swap(self);
+            self.best = Some(best);
+            return result;
+        }
         let own = self.strategy.state().show_averages();
         let result = work(self);
         if let Some(own) = own {
@@ -639,7 +655,7 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
             let all = outline.params().iter().enumerate();
             let full = all.map(|(i, (_, shape))| Ok((shape.clone(), values(TensorId::Param(i))?)));
             let mut full = full.collect::<Result<Vec<_>>>()?.into_iter();
-            Ok(own.map(|info, part| Ok(full.next().unwrap_or((info.shape.clone(), part))))?)
+            own.map(|info, part| Ok(full.next().unwrap_or((info.shape.clone(), part))))
         })
     }
 
@@ -730,6 +746,11 @@ impl<'j, M, S: Strategy> Trainer<'j, M, S> {
     /// The rank.
     pub fn context(&self) -> &'j RankContext {
         self.ctx
+    }
+
+    /// The run's folder, on all ranks; only rank 0's host has it for sure.
+    pub fn folder(&self) -> &Path {
+        self.reports.output.dir()
     }
 
     /// How long this rank waited in the last step for averaged gradients, after its own backward pass; none on a mesh, where

@@ -169,11 +169,11 @@ fn net(scope: &mut Scope<'_>) -> Net {
 fn answers<'s>(net: &Net, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
     let x: Vec<f32> = batch.iter().flat_map(|(x, _)| *x).collect();
     let x = batch.input(&x, &[batch.samples(), 2])?;
-    Ok(net.down.forward(net.up.forward_act(x, Act::Relu)?)?)
+    net.down.forward(net.up.forward_act(x, Act::Relu)?)
 }
 
 fn loss<'s>(net: &Net, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
-    Ok(answers(net, batch)?.mse_loss(&targets(batch), Reduction::Mean)?)
+    answers(net, batch)?.mse_loss(&targets(batch), Reduction::Mean)
 }
 
 /// The layers have optimizers of their own, with a step each for a batch. Some updates are refused, the program sets the

@@ -42,7 +42,7 @@ fn answers<'s>(net: &Net, batch: &MicroBatch<'s, Vec<Sample>, OnMesh>) -> Result
     let x: Vec<f32> = batch.data().iter().flat_map(|(x, _)| *x).collect();
     let x = batch.input(&x, &[batch.samples(), 2])?;
     let hidden = x.linear(net.up.weight, net.up.bias, Act::Relu)?;
-    Ok(net.down.forward(hidden)?)
+    net.down.forward(hidden)
 }
 
 /// The squares of what the answers are wrong by.
@@ -50,7 +50,7 @@ fn wrong<'s>(net: &Net, batch: &MicroBatch<'s, Vec<Sample>, OnMesh>) -> Result<G
     let y: Vec<f32> = batch.data().iter().map(|(_, y)| -y).collect();
     let y = batch.input(&y, &[batch.samples(), 1])?;
     let wrong = answers(net, batch)?.add(y)?;
-    Ok(wrong.share().mul(wrong)?)
+    wrong.share().mul(wrong)
 }
 
 /// Trains on a mesh of `data` times two ranks, of which each `(rank, point)` of `losses` is lost there. The weights, from
@@ -115,7 +115,7 @@ fn run(job: &Job<'_>, on: usize, here: impl Fn(Point) -> Result<()>) -> Result<O
             let at = Step(epoch, batch.index());
             trainer.step(&batch, |net, batch| {
                 here(at)?;
-                Ok(wrong(net, &batch)?.mean(&[], false)?)
+                wrong(net, &batch)?.mean(&[], false)
             })?;
         }
         trainer.evaluate(&test, |net, batch| {

@@ -43,7 +43,7 @@ impl Lines {
         let fake = self
             .generator
             .forward(batch.input(&noise, &[noise.len(), 1])?)?;
-        Ok(self.discriminator.forward(fake)?)
+        self.discriminator.forward(fake)
     }
 
     /// The mean of `(D(x) - 1)^2 + D(G(z))^2`.
@@ -55,13 +55,13 @@ impl Lines {
         let fake = self
             .on_fake(batch)?
             .mse_loss(&vec![0.0; n], Reduction::Mean)?;
-        Ok(real.add(fake)?)
+        real.add(fake)
     }
 
     /// The mean of `(D(G(z)) - 1)^2`.
     fn loss_g<'s>(&self, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
         let ones = vec![1.0; batch.samples()];
-        Ok(self.on_fake(batch)?.mse_loss(&ones, Reduction::Mean)?)
+        self.on_fake(batch)?.mse_loss(&ones, Reduction::Mean)
     }
 }
 
@@ -238,13 +238,13 @@ impl Gan {
 
     fn fake<'s>(&self, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
         let [first, second] = &self.generator;
-        Ok(second.forward(first.forward_act(batch.normal(&[4])?, Act::Relu)?)?)
+        second.forward(first.forward_act(batch.normal(&[4])?, Act::Relu)?)
     }
 
     fn judge<'s>(&self, x: Tensor<'s>) -> Result<Tensor<'s>> {
         let [first, second] = &self.discriminator;
         let x = self.dropout.forward(first.forward_act(x, Act::Relu)?)?;
-        Ok(second.forward(x)?)
+        second.forward(x)
     }
 }
 
@@ -271,12 +271,12 @@ fn train(job: &Job<'_>, train: &Arc<Vec<Sample>>) -> Result<()> {
                 let fake = model
                     .judge(fake)?
                     .mse_loss(&vec![0.0; n], Reduction::Mean)?;
-                Ok(real.add(fake)?)
+                real.add(fake)
             })?;
             let stepped = trainer.step(&batch, |model, batch| {
                 let ones = vec![1.0; batch.samples()];
                 let scores = model.judge(model.fake(&batch)?)?;
-                Ok(scores.mse_loss(&ones, Reduction::Mean)?)
+                scores.mse_loss(&ones, Reduction::Mean)
             });
             match stepped {
                 Err(error) if error.kind() == ErrorKind::Stopped => return Ok(()),
@@ -371,7 +371,7 @@ fn groups_without_parameters_are_usage_errors() {
     let outcome = ranks(1, &[], |job| {
         let mut trainer = gan(job, &data)?;
         let batch = trainer.batches(&data)?.next().expect("a batch");
-        let stepped = trainer.step_of("critic", &batch, |_, batch| Ok(batch.normal(&[1])?));
+        let stepped = trainer.step_of("critic", &batch, |_, batch| batch.normal(&[1]));
         stepped.map(drop)
     });
     let error = outcome
@@ -391,7 +391,7 @@ fn groups_without_parameters_are_usage_errors() {
 fn distance<'s>(part: &Linear, batch: &MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
     let real: Vec<f32> = batch.iter().map(|s| s[0]).collect();
     let made = part.forward(batch.input(&real, &[real.len(), 1])?)?;
-    Ok(made.mse_loss(&vec![0.0; 3 * real.len()], Reduction::Mean)?)
+    made.mse_loss(&vec![0.0; 3 * real.len()], Reduction::Mean)
 }
 
 /// Three parts with an optimizer each, of which every rank has a piece.

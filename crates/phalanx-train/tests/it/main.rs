@@ -6,6 +6,8 @@ mod damage;
 mod elastic;
 mod elastic_mesh;
 mod gan;
+mod gathered;
+mod load_best;
 mod mesh;
 mod normed;
 mod one_cycle;

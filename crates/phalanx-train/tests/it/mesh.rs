@@ -45,7 +45,7 @@ fn scores<'s>(
     let shape = [batch.samples(), 1];
     let x = batch.input(&x, &shape)?;
     let x = x.linear(model.weight, None, Act::None)?.scale(SCALE)?;
-    Ok(x.add(model.norm.forward(batch.input(&z, &shape)?)?)?)
+    x.add(model.norm.forward(batch.input(&z, &shape)?)?)
 }
 
 #[derive(Parser)]
@@ -91,7 +91,7 @@ fn train(
                     steps.resize(len, Vec::new());
                     steps[at].extend_from_slice(&batch.data()[..batch.samples()]);
                     drop(steps);
-                    Ok(scores(model, &batch)?.mean(&[], false)?)
+                    scores(model, &batch)?.mean(&[], false)
                 })?;
                 at += 1;
             }

@@ -20,14 +20,14 @@ impl Normed {
         let x: Vec<f32> = batch.iter().flat_map(|(x, _)| *x).collect();
         let n = batch.samples();
         let x = self.0.forward(batch.input(&x, &[n, 1, 1, 2])?)?;
-        Ok(self.1.forward(x.reshape(&[n, 2])?)?)
+        self.1.forward(x.reshape(&[n, 2])?)
     }
 }
 
 /// The loss of a step.
 fn mean<'s>(model: &Normed, batch: MicroBatch<'s, Vec<Sample>>) -> Result<Tensor<'s>> {
     let output = model.forward(&batch)?;
-    Ok(output.mse_loss(&targets(&batch), Reduction::Mean)?)
+    output.mse_loss(&targets(&batch), Reduction::Mean)
 }
 
 /// What an evaluation adds up.

@@ -126,7 +126,10 @@ impl GradSink for Recorder {
         assert!(!self.order.contains(&param), "ready twice");
         self.order.push(param);
         if self.refuse == Some(param) {
-            Err(phalanx_base::Error::usage("no more"))
+            Err(phalanx_base::Error::new(
+                phalanx_base::ErrorKind::PeerLost,
+                "no more",
+            ))
         } else {
             Ok(())
         }

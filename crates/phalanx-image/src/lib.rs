@@ -1,7 +1,12 @@
-//! Image files in memory to RGB.
+//! Image files in memory to RGB, and RGB in another size. Apart from its users, which would compile the decoder and the kernels of the
+//! libraries anew with each change of theirs.
+#![forbid(unsafe_code)]
 
 use std::io::Cursor;
 
+use fast_image_resize::images::{TypedImage, TypedImageRef};
+use fast_image_resize::pixels::U8x3;
+use fast_image_resize::{FilterType, ResizeAlg, ResizeOptions, Resizer};
 use phalanx_base::files::image_kind;
 use zune_core::colorspace::ColorSpace;
 use zune_core::options::DecoderOptions;
@@ -12,9 +17,12 @@ const MAX_PIXELS: usize = 1 << 27;
 
 /// An image: rows of pixels of three bytes, red, green and blue.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Rgb {
+pub struct Rgb {
+    /// Pixels of a row.
     pub width: usize,
+    /// Rows.
     pub height: usize,
+    /// The bytes.
     pub pixels: Vec<u8>,
 }
 
@@ -24,7 +32,7 @@ pub(crate) struct Rgb {
 /// # Errors
 ///
 /// What is wrong with the file.
-pub(crate) fn decode(bytes: &[u8]) -> Result<Rgb, String> {
+pub fn decode(bytes: &[u8]) -> Result<Rgb, String> {
     match image_kind(bytes) {
         "JPEG" => jpeg(bytes),
         "PNG" => png(bytes),
@@ -32,6 +40,27 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Rgb, String> {
         "" => Err("it is no image; only JPEG and PNG images are read".to_owned()),
         kind => Err(format!("it is {kind}; only JPEG and PNG images are read")),
     }
+}
+
+/// `image` with `height` x `width` pixels, as Pillow resizes: bilinear, with antialiasing.
+///
+/// # Errors
+///
+/// Sizes that the library refuses.
+pub fn resized(image: &Rgb, [height, width]: [usize; 2]) -> Result<Rgb, String> {
+    let size = (image.width as u32, image.height as u32);
+    // Of one type of pixels: all others would be compiled, too.
+    let from = TypedImageRef::<U8x3>::from_buffer(size.0, size.1, &image.pixels);
+    let from = from.map_err(|error| error.to_string())?;
+    let mut to = TypedImage::<U8x3>::new(width as u32, height as u32);
+    let bilinear = ResizeAlg::Convolution(FilterType::Bilinear);
+    let options = ResizeOptions::new().resize_alg(bilinear);
+    (Resizer::new().resize_typed(&from, &mut to, &options)).map_err(|error| error.to_string())?;
+    Ok(Rgb {
+        width,
+        height,
+        pixels: to.pixels().iter().flat_map(|pixel| pixel.0).collect(),
+    })
 }
 
 fn check_size(width: usize, height: usize) -> Result<(), String> {

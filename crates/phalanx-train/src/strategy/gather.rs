@@ -1,0 +1,164 @@
+//! Rows of all ranks within a model, with gradients.
+
+use phalanx_comm::{ProcessGroup, ReduceOp};
+use phalanx_nn::{CustomOp, Tensor};
+
+use super::MicroBatch;
+use crate::error::{Error, Result};
+use crate::split::BatchSplit;
+
+/// The ranks that take a micro-batch at the same time.
+pub struct Peers {
+    group: ProcessGroup,
+    /// Samples of each rank; in a step that is cut into shards of its own, none.
+    sizes: Vec<usize>,
+}
+
+impl Peers {
+    /// Those of this rank's micro-batch number `index` in a step of `samples` over all ranks.
+    pub fn new(group: &ProcessGroup, split: &BatchSplit, index: usize, samples: usize) -> Peers {
+        let (parts, world) = (split.parts(), split.world());
+        let size =
+            |rank| (samples + parts - 1).saturating_sub(rank * (parts / world) + index) / parts;
+        let sizes = match split.tree() {
+            None => (0..world).map(size).collect(),
+            Some(_) => Vec::new(),
+        };
+        Peers {
+            group: group.clone(),
+            sizes,
+        }
+    }
+}
+
+impl<'s, B> MicroBatch<'s, B> {
+    /// The rows of `x`, one for each sample of the micro-batch, from all ranks, as a contrastive loss needs them, and where this
+    /// rank's rows are among them. Rows are in the order of the global batch, which does not depend on the number of ranks.
+    /// Gradients go back to the rank that a row came from: they are those of the mean loss over the samples of all ranks.
+    /// With `--accumulate`, the micro-batches that ranks take at the same time are gathered.
+    ///
+    /// ```
+    /// # use phalanx_nn::{Tensor, layers::Linear};
+    /// # use phalanx_train::{MicroBatch, Result};
+    /// /// Each image is told from all others of the batch, as in CLIP.
+    /// fn loss<'s>(text: &Linear, image: &Linear, batch: MicroBatch<'s, (Vec<f32>, Vec<f32>)>) -> Result<Tensor<'s>> {
+    ///     let n = batch.samples();
+    ///     let text = text.forward(batch.input(&batch.0, &[n, 8])?)?;
+    ///     let image = image.forward(batch.input(&batch.1, &[n, 8])?)?;
+    ///     let (images, own) = batch.all_gather(image)?;
+    ///     text.bmm_transposed(images)?.cross_entropy(&own, n)
+    /// }
+    /// ```
+    ///
+    /// *Blocks* until all ranks call it. *Order*: gradients of a row are added in the order of the ranks.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when `x` has another number of rows, a rank has no sample in the micro-batch (`--drop-last` leaves out the last
+    /// batch of an epoch), in an evaluation, and under `--deterministic shards`; peers that are lost.
+    pub fn all_gather(&self, x: Tensor<'s>) -> Result<(Tensor<'s>, Vec<u32>)> {
+        let (mut shape, rows) = (x.shape(), self.samples());
+        let Some(peers) = self.peers else {
+            let what = "all_gather is for training steps; for an evaluation, Trainer::predict gives the rows of all samples";
+            return Err(Error::usage(what));
+        };
+        if peers.sizes.is_empty() {
+            let what = "all_gather does not work with --deterministic shards, where each shard is computed alone";
+            return Err(Error::usage(what));
+        }
+        let (sizes, rank) = (&peers.sizes, peers.group.rank());
+        if let Some(idle) = sizes.iter().position(|size| *size == 0) {
+            return Err(Error::usage(format!(
+                "all_gather: rank {idle} has no sample in this step\n  --drop-last leaves out a last batch that is short"
+            )));
+        }
+        if shape.first() != Some(&rows) {
+            return Err(Error::usage(format!(
+                "all_gather: a tensor of shape {shape:?} for {rows} samples; the first size is that of the micro-batch"
+            )));
+        }
+        shape[0] = sizes.iter().sum();
+        let own = (0..rows).map(|row| (row * sizes.len() + rank) as u32);
+        let op = Gather {
+            wide: shape[1..].iter().product(),
+            sizes: sizes.clone(),
+            group: peers.group.clone(),
+        };
+        let all = self.step().custom(Box::new(op), vec![x], &shape)?;
+        Ok((all, own.collect()))
+    }
+}
+
+/// Rows of `wide` numbers.
+struct Gather {
+    group: ProcessGroup,
+    sizes: Vec<usize>,
+    wide: usize,
+}
+
+impl Gather {
+    /// Elements of each rank.
+    fn lengths(&self) -> Vec<usize> {
+        self.sizes.iter().map(|size| size * self.wide).collect()
+    }
+
+    /// Calls `each` with the rank of each row, its place among the rows by rank, and its place in the global batch.
+    fn rows(&self, mut each: impl FnMut(usize, usize, usize)) {
+        let mut at = 0;
+        for (rank, size) in self.sizes.iter().enumerate() {
+            for row in 0..*size {
+                each(
+                    rank,
+                    at * self.wide,
+                    (row * self.sizes.len() + rank) * self.wide,
+                );
+                at += 1;
+            }
+        }
+    }
+}
+
+impl CustomOp for Gather {
+    fn forward(&self, inputs: &[&[f32]], output: &mut [f32]) -> Result<()> {
+        let mut by_rank = vec![0.0; output.len()];
+        self.group
+            .all_gather_v(inputs[0], &self.lengths(), &mut by_rank)?;
+        self.rows(|_, from, to| {
+            output[to..to + self.wide].copy_from_slice(&by_rank[from..from + self.wide]);
+        });
+        Ok(())
+    }
+
+    fn backward(
+        &self,
+        _: &[&[f32]],
+        _: &[f32],
+        d_output: &[f32],
+        d_inputs: &mut [&mut [f32]],
+    ) -> Result<()> {
+        // Each rank's loss is a mean over its own samples, and counts by their number.
+        let mine = self.sizes[self.group.rank()] as f32;
+        let mut by_rank = vec![0.0; d_output.len()];
+        self.rows(|rank, to, from| {
+            let share = mine / self.sizes[rank] as f32;
+            let from = &d_output[from..from + self.wide];
+            let to = &mut by_rank[to..to + self.wide];
+            to.iter_mut().zip(from).for_each(|(to, d)| *to = d * share);
+        });
+        let lengths = self.lengths();
+        (self.group).reduce_scatter_v(&by_rank, &lengths, d_inputs[0], ReduceOp::Sum)?;
+        Ok(())
+    }
+
+    fn name(&self) -> &'static str {
+        "AllGather"
+    }
+
+    fn saves_inputs(&self) -> bool {
+        false
+    }
+
+    fn saves_output(&self) -> bool {
+        false
+    }
+}
