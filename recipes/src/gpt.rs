@@ -1,4 +1,4 @@
-//! `train gpt`: a language model of characters, as nanoGPT's `train_shakespeare_char`.
+//! `train gpt`: a language model of characters, as nanoGPT's `train_shakespeare_char`, or of packed tokens.
 
 use phalanx::Subcommand;
 use phalanx::prelude::*;
@@ -13,7 +13,7 @@ use crate::shared::text::{TextArgs, measure, sample, scores};
 pub fn program() -> Subcommand {
     Program::new()
         .name("gpt")
-        .about("A GPT that predicts the next character of a text file or of synthetic text")
+        .about("A GPT that predicts the next character, or token, of a text")
         .defaults(Defaults::new(2, 16, 0.001))
         .check(|args: &GptArgs, settings, world| {
             match args.mesh.mesh(world)? {
@@ -37,7 +37,7 @@ pub struct GptArgs {
     /// Number of attention heads; divides --width
     #[arg(long, default_value_t = 4, value_name = "N")]
     pub heads: usize,
-    /// Size of the vector of a character
+    /// Size of the vector of a token
     #[arg(long, default_value_t = 128, value_name = "N")]
     pub width: usize,
     /// Dropout probability
@@ -46,7 +46,7 @@ pub struct GptArgs {
     /// Recompute each block's activations in backward: less memory, more time, bit-identical results
     #[arg(long)]
     recompute: bool,
-    /// Number of characters to generate after training
+    /// Number of tokens to generate after training
     #[arg(long, default_value_t = 300, value_name = "N")]
     pub sample: usize,
     #[command(flatten)]
@@ -135,7 +135,7 @@ fn train(job: &Job<'_>, args: &GptArgs) -> Result<()> {
                 scores(gpt, &batch)?.cross_entropy(&batch.targets, Reduction::Mean)
             })?;
         }
-        trainer.evaluate(&test, measure)?;
+        trainer.evaluate(&test, |gpt, batch| measure(gpt, &batch, &test))?;
     }
     if ctx.is_main() && args.sample > 0 {
         let _phase = ctx.phase("evaluating");

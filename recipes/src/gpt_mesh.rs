@@ -33,14 +33,14 @@ pub fn parallel() -> Parallel {
 
 type Batch<'s> = MicroBatch<'s, TextBatch, OnMesh>;
 
-/// The scores of all ranks' sequences of `context` characters.
+/// The scores of all ranks' sequences of `context` tokens.
 fn scores<'s>(gpt: &Gpt, batch: &Batch<'s>, context: usize) -> Result<Global<'s>> {
     let tokens = batch.indices_of(&batch.tokens, &[batch.samples(), context])?;
     let rows = tokens.layout().shape()[0];
     gpt.forward(batch.step(), &tokens, (rows, context))
 }
 
-/// Trains as one rank of a mesh, and generates `count` characters.
+/// Trains as one rank of a mesh, and generates `count` tokens.
 ///
 /// # Errors
 ///
@@ -61,7 +61,7 @@ pub fn train(
         };
         let (rows, vocab) = (batch.targets.len(), scores.shape()[2]);
         let scores = scores.reshape(&[rows, vocab])?;
-        measure_scores(scores, &batch.targets, batch.samples())
+        measure_scores(scores, &batch.targets, test)
     };
     for _epoch in trainer.epochs() {
         for batch in trainer.batches(train)? {

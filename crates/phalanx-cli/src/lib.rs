@@ -13,6 +13,7 @@ mod export;
 pub mod fuzzing;
 mod live;
 mod new;
+mod pack;
 mod plan;
 mod predict;
 mod report;

@@ -6,6 +6,9 @@ use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 
+use sha2::{Digest, Sha256};
+
+use crate::packed::{END, Packer, Tokens};
 use crate::{cifar10, mnist};
 
 /// Name, function and seeds of a target.
@@ -18,6 +21,7 @@ pub const TARGETS: &[Target] = &[
     ("data_cifar_pickle", cifar_pickle, cifar_pickle_seeds),
     ("data_cifar_binary", cifar_binary, cifar_binary_seeds),
     ("data_cifar_archive", cifar_archive, cifar_archive_seeds),
+    ("data_packed", packed, packed_seeds),
     ("data_proc_status", proc_status, proc_seeds),
     #[cfg(feature = "images")]
     ("data_image", image, image_seeds),
@@ -141,6 +145,69 @@ fn cifar_archive_seeds() -> Vec<Vec<u8>> {
     ]
 }
 
+fn packed(data: &[u8]) {
+    // As it is, and with the checksum of what it is.
+    for data in [data.to_vec(), sealed(data, "", "")] {
+        let Some((_file, path)) = file(&data) else {
+            return;
+        };
+        if let Ok(Some(packed)) = Tokens::open(&path) {
+            let mut tokens = Vec::new();
+            let all = packed.about.tokens;
+            for range in [0..all.min(1), 0..all, all / 2..all] {
+                if packed.read(range.clone(), &mut tokens).is_ok() {
+                    assert_eq!(tokens.len(), range.len());
+                }
+            }
+        }
+    }
+}
+
+/// A packed file whose description has `new` for `old`, with the length and the checksum that it then has.
+pub(crate) fn sealed(data: &[u8], old: &str, new: &str) -> Vec<u8> {
+    let Some((all, end)) = data.split_last_chunk::<END>() else {
+        return data.to_vec();
+    };
+    let size = end
+        .as_chunks()
+        .0
+        .first()
+        .map_or(0, |size| u64::from_le_bytes(*size));
+    let size = usize::try_from(size).unwrap_or(usize::MAX).min(all.len());
+    let (tokens, about) = all.split_at(all.len() - size);
+    let about = match old {
+        "" => about.to_vec(),
+        _ => String::from_utf8_lossy(about)
+            .replacen(old, new, 1)
+            .into_bytes(),
+    };
+    let size = (about.len() as u64).to_le_bytes();
+    [tokens, &about, &size, &Sha256::digest(&about)].concat()
+}
+
+/// A file of these documents with `vocabulary` tokens: `!` for token 0, which ends documents, and characters.
+pub(crate) fn packed_file(documents: &[&[u32]], vocabulary: u32) -> Vec<u8> {
+    let mut out = Vec::new();
+    let names = (0..vocabulary).map(|token| char::from_u32(33 + token).unwrap_or('?'));
+    let names = names.map(|c| c.to_string().into_bytes().into()).collect();
+    let written = Packer::new(&mut out, names, Some(0), "").and_then(|mut packer| {
+        for document in documents {
+            packer.push(document, document.len() as u64)?;
+            packer.end_document()?;
+        }
+        packer.finish()
+    });
+    written.map(|_| out).unwrap_or_default()
+}
+
+fn packed_seeds() -> Vec<Vec<u8>> {
+    vec![
+        packed_file(&[&[1, 2, 3], &[], &[4, 1, 0, 2]], 5),
+        packed_file(&[], 5),
+        packed_file(&[&[1; 9000]], 90),
+    ]
+}
+
 fn proc_status(data: &[u8]) {
     let _ = phalanx_base::process::proc_bytes(&String::from_utf8_lossy(data), "VmHWM:");
 }
@@ -192,6 +259,11 @@ mod tests {
             })
             .count();
         assert_eq!(accepted, 5);
+        for seed in packed_seeds() {
+            let (_file, path) = file(&seed).unwrap();
+            assert!(Tokens::open(&path).unwrap().is_some());
+            assert_eq!(sealed(&seed, "", ""), seed);
+        }
         let (pickle, binary) = (small_pickle(), small_binary());
         let pickle = cifar10::parse_pickle(&pickle).unwrap();
         let binary = cifar10::parse_binary(&binary).unwrap();

@@ -38,18 +38,23 @@ pub mod folder;
 #[doc(hidden)]
 pub mod fuzzing;
 mod gzip;
+mod listing;
 pub mod loader;
 pub mod metrics;
 pub mod mnist;
+mod packed;
 pub mod progress;
 pub mod sampler;
 mod stored;
 mod subset;
 pub mod synthetic;
 mod text_dataset;
+mod text_files;
 mod words;
 
 pub use dataset::{Dataset, ImageBatch, ImageDataset};
+pub use packed::{Packer, Vocabulary};
 pub use stored::StoredImages;
 pub use subset::{Subset, Weighted, random_split};
 pub use text_dataset::{TextBatch, TextDataset};
+pub use text_files::{read_documents, text_files};

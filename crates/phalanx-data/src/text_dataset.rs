@@ -1,100 +1,104 @@
-//! Text for language models that predict the next character.
+//! Text for language models that predict the next token.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+use phalanx_nn::rng::philox::philox4x32_10;
 use sha2::{Digest, Sha256};
 
+use crate::packed::{Description, Source, Tokens};
+use crate::text_files::{read_documents, text_files};
 use crate::{Dataset, synthetic};
-use phalanx_base::files::{found, open_regular, read_open};
 use phalanx_base::text::{grouped, one_line};
 use phalanx_base::{Error, Result};
 
 /// Bytes of the largest text; its tokens take four times as much memory.
-const MAX_BYTES: u64 = 256 << 20;
-/// The file that is read where a folder is given.
-const FILE: &str = "input.txt";
+const MAX_BYTES: usize = 256 << 20;
+/// Separates the random numbers of windows from others with the same seed.
+const STREAM: u32 = 0x7769_6e64; // "wind"
 
-/// A text as sequences of `context` characters, whose targets are the characters that follow
-/// each.
+/// A text as sequences of `context` tokens, whose targets are the tokens that follow each: the characters of a text, or the
+/// tokens of a file that `phalanx pack` or a [`Packer`](crate::Packer) has written.
 ///
 /// Characters are numbered by their code points, as nanoGPT numbers them: token 0 is the
 /// lowest that occurs in the text. An epoch passes once over the text, in sequences that do not
-/// overlap; where they begin differs between epochs. With [`every_window`](Self::every_window) it has the sequence of each
-/// place of the text.
+/// overlap; where they begin differs between epochs. A sequence may go from one document into the next, as nanoGPT's do. Other
+/// sequences: [`every_window`](Self::every_window), [`random_windows`](Self::random_windows),
+/// [`within_documents`](Self::within_documents).
 #[derive(Clone)]
 pub struct TextDataset {
     /// Of the file, or what the text is.
     name: String,
-    tokens: Arc<[u32]>,
-    /// The part of `tokens` that is this data set.
+    text: Arc<Tokens>,
+    /// The tokens that are this data set.
     part: Range<usize>,
-    vocabulary: Arc<[char]>,
     context: usize,
-    every_window: bool,
-    sha256: String,
+    windows: Windows,
 }
 
-/// Sequences of characters.
+/// Where sequences begin.
+#[derive(Clone)]
+enum Windows {
+    /// One after the other.
+    InOrder,
+    /// At each place.
+    Every,
+    /// At places that are drawn by this seed.
+    Random(u64),
+    /// At these places.
+    At(Arc<[usize]>),
+}
+
+/// Sequences of tokens.
 #[derive(Clone, Debug, Default)]
 pub struct TextBatch {
-    /// Characters by number, one sequence after the other.
+    /// Tokens by number, one sequence after the other.
     pub tokens: Vec<u32>,
-    /// The character after each of [`tokens`](Self::tokens).
+    /// The token after each of [`tokens`](Self::tokens).
     pub targets: Vec<u32>,
 }
 
 impl TextDataset {
-    /// Reads the UTF-8 text file at `path`, or `input.txt` in that folder. `context` is the
-    /// length of a sequence.
+    /// Opens the UTF-8 text file at `path`, all `.txt` files below that folder, in the order of their names and joined as they
+    /// are, or a file of `phalanx pack`. `context` is the length of a sequence.
+    ///
+    /// A packed file may be larger than memory: its tokens are read when a batch needs them, and compared with the checksums
+    /// that were packed with them.
     ///
     /// # Errors
     ///
     /// `Usage` when there is no such file; `Data` when it is not UTF-8, shorter than a sequence
-    /// and its next character, or larger than 256 MiB; `System` when it cannot be read.
+    /// and its next token, text larger than 256 MiB, or a packed file that is of another version, truncated or changed;
+    /// `System` when it cannot be read.
     pub fn open(path: &Path, context: usize) -> Result<Self> {
-        let inside = path.join(FILE);
-        let is_folder = found(path)?.is_some_and(|there| there.is_dir());
-        let path = if is_folder { &*inside } else { path };
-        let shown = path.display();
-        let file = open_regular(path).map_err(|source| match source.kind() {
-            std::io::ErrorKind::NotFound => Error::usage(format!(
-                "no text file {shown}\n  give a UTF-8 text file, or a folder with {FILE}, such as that of \
-                 https://github.com/karpathy/char-rnn/tree/master/data/tinyshakespeare"
-            ))
-            .with_source(source),
-            _ => Error::not_opened("text file", path, source),
-        })?;
-        let bytes = read_open(path, file, MAX_BYTES)?;
-        // A longer mark may begin with a shorter one.
-        const MARKS: [(&[u8], &str); 4] = [
-            (b"\xff\xfe\0\0", "UTF-32LE"),
-            (b"\0\0\xfe\xff", "UTF-32BE"),
-            (b"\xff\xfe", "UTF-16LE"),
-            (b"\xfe\xff", "UTF-16BE"),
-        ];
-        if let Some((_, encoding)) = MARKS.iter().find(|(mark, _)| bytes.starts_with(mark)) {
-            // By these names `iconv` takes the mark away.
-            let from = &encoding[..6];
-            return Err(Error::data(format!(
-                "{shown} is {encoding} text, not UTF-8 (by its byte order mark)\n  convert it with \
-                 iconv -f {from} -t UTF-8"
-            )));
+        let name = |path: &Path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            one_line(&name).into_owned()
+        };
+        if let Some(packed) = Tokens::open(path)? {
+            return Self::new(&name(path), packed, context);
         }
-        let text = String::from_utf8(bytes).map_err(|error| {
-            let at = error.utf8_error().valid_up_to();
-            Error::data(format!(
-                "{shown} is not UTF-8 text: byte {at} does not fit\n  convert it, for example with \
-                 iconv -f LATIN1 -t UTF-8"
-            ))
-        })?;
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        // The byte order mark of UTF-8.
-        let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-        Self::from_text(&one_line(&name), text, context)
+        let (files, mut text) = (text_files(path, &["txt"])?, String::new());
+        for file in &files {
+            read_documents(file, None, &mut |piece, _| {
+                text.push_str(piece);
+                match text.len() > MAX_BYTES {
+                    true => Err(Error::data(format!(
+                        "{} has more than 256 MiB of text\n  pack it first: phalanx pack",
+                        path.display()
+                    ))),
+                    false => Ok(()),
+                }
+            })?;
+        }
+        let mut name = name(&files[0]);
+        if files.len() > 1 {
+            name += &format!(" and {} more", files.len() - 1);
+        }
+        Self::from_text(&name, &text, context)
     }
 
     /// `text`, which is called `name` in output.
@@ -104,17 +108,30 @@ impl TextDataset {
     /// `Data` when it is shorter than a sequence and its next character; `Usage` when `context`
     /// is 0.
     pub fn from_text(name: &str, text: &str, context: usize) -> Result<Self> {
-        let vocabulary: Vec<char> = text.chars().collect::<BTreeSet<_>>().into_iter().collect();
-        let number = |c| vocabulary.binary_search(&c).unwrap_or_default() as u32;
-        let tokens: Arc<[u32]> = text.chars().map(number).collect();
+        let all: Vec<char> = text.chars().collect::<BTreeSet<_>>().into_iter().collect();
+        let number = |c| all.binary_search(&c).unwrap_or_default() as u32;
+        let tokens: Vec<u32> = text.chars().map(number).collect();
+        let bytes = all.iter().map(|c| c.to_string().into_bytes().into());
+        let about = Description {
+            tokens: tokens.len(),
+            vocabulary: bytes.collect(),
+            ..Description::default()
+        };
+        let text = Tokens {
+            about,
+            sha256: hex::encode(Sha256::digest(text)),
+            source: Source::Memory(tokens),
+        };
+        Self::new(name, text, context)
+    }
+
+    fn new(name: &str, text: Tokens, context: usize) -> Result<Self> {
         let all = TextDataset {
             name: name.to_owned(),
-            part: 0..tokens.len(),
-            tokens,
-            vocabulary: vocabulary.into(),
+            part: 0..text.about.tokens,
+            text: Arc::new(text),
             context,
-            every_window: false,
-            sha256: hex::encode(Sha256::digest(text)),
+            windows: Windows::InOrder,
         };
         all.checked("")
     }
@@ -132,15 +149,19 @@ impl TextDataset {
         )
     }
 
-    /// The first characters, `share` of all, and those after them: 0.9 for training and
-    /// validation as in nanoGPT. Both have the vocabulary of the whole text.
+    /// The first tokens, `share` of all, and those after them: 0.9 for training and
+    /// validation as in nanoGPT. Both have the vocabulary of the whole text. The second begins with a document where one
+    /// begins near: not farther away than a hundredth of all tokens.
     ///
     /// # Errors
     ///
-    /// `Data` when one of them is shorter than a sequence and its next character.
+    /// `Data` when one of them is shorter than a sequence and its next token.
     pub fn split(self, share: f64) -> Result<(Self, Self)> {
         let Range { start, end } = self.part;
         let middle = start + ((end - start) as f64 * share.clamp(0.0, 1.0)) as usize;
+        let far = |at: &usize| at.abs_diff(middle);
+        let near = self.documents().filter(|at| far(at) <= (end - start) / 100);
+        let middle = near.min_by_key(far).unwrap_or(middle);
         let part = |part: Range<usize>| TextDataset {
             part,
             ..self.clone()
@@ -153,13 +174,56 @@ impl TextDataset {
     }
 
     /// The same with a sequence for each place of the text where one may begin, so that a shuffled epoch has random windows as
-    /// nanoGPT's `get_batch` draws them, none twice. An epoch is very long then: train with `--max-steps`.
+    /// nanoGPT's `get_batch` draws them, none twice. An epoch is very long then: train with `--max-steps`. The order of an
+    /// epoch takes 8 bytes of memory for each place; a text of more than some 100 million tokens has
+    /// [`random_windows`](Self::random_windows).
     #[must_use]
     pub fn every_window(self) -> Self {
-        TextDataset {
-            every_window: true,
-            ..self
+        let windows = Windows::Every;
+        TextDataset { windows, ..self }
+    }
+
+    /// The same with sequences that begin at places which `seed`, the epoch and the sequence's number decide, as nanoGPT's
+    /// `get_batch` draws them. An epoch has as many as do not overlap when they are in order.
+    #[must_use]
+    pub fn random_windows(self, seed: u64) -> Self {
+        let windows = Windows::Random(seed);
+        TextDataset { windows, ..self }
+    }
+
+    /// The same with sequences that do not go beyond the end of a document: those of a document one after the other, the last of
+    /// which ends with the document and so overlaps the one before. Documents that are not longer than a sequence are left out.
+    /// A text file is one document.
+    ///
+    /// # Errors
+    ///
+    /// `Data` when no document is long enough.
+    pub fn within_documents(self) -> Result<Self> {
+        let (context, mut places, mut start) = (self.context, Vec::new(), self.part.start);
+        for end in self.documents().chain([self.part.end]) {
+            if end - start > context {
+                let last = end - 1 - context;
+                places.extend((start..last).step_by(context));
+                places.push(last);
+            }
+            start = end;
         }
+        if places.is_empty() {
+            let what = format!(
+                "{} has no document of more than {context} tokens",
+                self.name
+            );
+            return Err(Error::data(what).note("try", "a shorter context"));
+        }
+        let windows = Windows::At(places.into());
+        Ok(TextDataset { windows, ..self })
+    }
+
+    /// Where documents begin within this part.
+    fn documents(&self) -> impl Iterator<Item = usize> {
+        let Range { start, end } = self.part;
+        let all = self.text.about.documents.iter().copied();
+        all.filter(move |at| *at > start && *at < end)
     }
 
     fn checked(self, part: &str) -> Result<Self> {
@@ -168,9 +232,9 @@ impl TextDataset {
         }
         if self.part.len() <= self.context {
             return Err(Error::data(format!(
-                "{part}{} has {} characters; a context of {} needs at least {}\n  use a longer text or a shorter context",
+                "{part}{} has {}; a context of {} needs at least {}\n  use a longer text or a shorter context",
                 self.name,
-                grouped(self.part.len() as u64),
+                self.size(),
                 self.context,
                 self.context.saturating_add(1)
             )));
@@ -178,14 +242,29 @@ impl TextDataset {
         Ok(self)
     }
 
-    /// The characters by number.
-    pub fn vocabulary(&self) -> &[char] {
-        &self.vocabulary
+    /// Number of tokens, for people.
+    fn size(&self) -> String {
+        let unit = match self.bytes_per_token() {
+            None => "characters",
+            Some(_) => "tokens",
+        };
+        format!("{} {unit}", grouped(self.part.len() as u64))
     }
 
-    /// Number of characters, of which all but the first can be targets.
-    pub fn characters(&self) -> usize {
+    /// The bytes of each token, by its number.
+    pub fn vocabulary(&self) -> &[Box<[u8]>] {
+        &self.text.about.vocabulary
+    }
+
+    /// Number of tokens, of which all but the first can be targets.
+    pub fn tokens(&self) -> usize {
         self.part.len()
+    }
+
+    /// Bytes of text for each token, of the whole packed file; `None` where tokens are characters.
+    pub fn bytes_per_token(&self) -> Option<f64> {
+        let about = &self.text.about;
+        (about.bytes > 0).then(|| about.bytes as f64 / about.tokens as f64)
     }
 
     /// Length of a sequence.
@@ -193,39 +272,54 @@ impl TextDataset {
         self.context
     }
 
-    /// The numbers of the characters of `text`; `None` where one does not occur in the data set's
-    /// text.
+    /// The token after which text begins: the one that ends documents, else a newline, else token 0.
+    pub fn first_token(&self) -> u32 {
+        let mut tokens = self.vocabulary().iter();
+        let newline = tokens.position(|token| **token == *b"\n");
+        let end_of_text = self.text.about.end_of_text;
+        end_of_text.unwrap_or(newline.unwrap_or_default() as u32)
+    }
+
+    /// The tokens of the characters of `text`; `None` where one is no token. What the tokenizer of a packed file would join
+    /// stays apart.
     pub fn encode(&self, text: &str) -> Option<Vec<u32>> {
-        let number = |c| self.vocabulary.binary_search(&c).ok().map(|i| i as u32);
+        let numbers = self.vocabulary().iter().zip(0..);
+        let numbers: BTreeMap<&[u8], u32> = numbers.map(|(token, n)| (&**token, n)).collect();
+        let number = |c: char| numbers.get(c.to_string().as_bytes()).copied();
         text.chars().map(number).collect()
     }
 
-    /// The characters with these numbers; U+FFFD for numbers that are none.
+    /// The text of these tokens; U+FFFD for numbers that are none, and for bytes that are not UTF-8.
     pub fn decode(&self, tokens: &[u32]) -> String {
-        let character = |token: &u32| self.vocabulary.get(*token as usize).copied();
-        tokens
-            .iter()
-            .map(|t| character(t).unwrap_or('\u{fffd}'))
-            .collect()
-    }
-
-    /// From one sequence to the next.
-    fn stride(&self) -> usize {
-        match self.every_window {
-            true => 1,
-            false => self.context,
-        }
+        let none = "\u{fffd}".as_bytes();
+        let bytes = |token: &u32| self.vocabulary().get(*token as usize).map_or(none, |b| b);
+        let bytes: Vec<u8> = tokens.iter().flat_map(bytes).copied().collect();
+        String::from_utf8_lossy(&bytes).into_owned()
     }
 
     /// Where the first sequence of epoch `epoch` begins: at the beginning in epoch 0.
     fn shift(&self, epoch: u64) -> usize {
-        if self.every_window {
-            return 0;
-        }
         let free = self.part.len() - 1 - Dataset::len(self) * self.context;
         let places = self.context.min(free + 1) as u64;
         // Fibonacci hashing: D. Knuth, The Art of Computer Programming 3, 6.4.
         ((epoch.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) % places) as usize
+    }
+
+    /// The first token of sequence `index`.
+    fn place(&self, epoch: u64, index: usize) -> usize {
+        let start = self.part.start;
+        match &self.windows {
+            Windows::InOrder => start + index * self.context + self.shift(epoch),
+            Windows::Every => start + index,
+            Windows::Random(seed) => {
+                let counter = [index as u32, (index >> 32) as u32, epoch as u32, STREAM];
+                let [low, high, ..] = philox4x32_10(counter, [*seed as u32, (*seed >> 32) as u32]);
+                let number = u128::from(low) | (u128::from(high) << 32);
+                let places = (self.part.len() - self.context) as u128;
+                start + ((number * places) >> 64) as usize
+            }
+            Windows::At(places) => places[index],
+        }
     }
 }
 
@@ -236,15 +330,19 @@ impl Dataset for TextDataset {
     /// shifts of the first sequence, where the text is not shorter than two sequences.
     fn len(&self) -> usize {
         let places = self.part.len() - self.context;
-        (places / self.stride()).max(1)
+        match &self.windows {
+            Windows::InOrder | Windows::Random(_) => (places / self.context).max(1),
+            Windows::Every => places,
+            Windows::At(places) => places.len(),
+        }
     }
 
     fn read_batch(&self, epoch: u64, indices: &[u64], batch: &mut TextBatch) -> Result<()> {
         batch.tokens.clear();
         batch.targets.clear();
-        let (text, shift) = (&self.tokens[self.part.clone()], self.shift(epoch));
+        let mut window = Vec::new();
         for &index in indices {
-            let Some(at) = usize::try_from(index)
+            let Some(index) = usize::try_from(index)
                 .ok()
                 .filter(|i| *i < Dataset::len(self))
             else {
@@ -254,32 +352,30 @@ impl Dataset for TextDataset {
                     Dataset::len(self)
                 )));
             };
-            let at = at * self.stride() + shift;
-            batch.tokens.extend(&text[at..at + self.context]);
-            batch.targets.extend(&text[at + 1..=at + self.context]);
+            let at = self.place(epoch, index);
+            self.text.read(at..at + self.context + 1, &mut window)?;
+            batch.tokens.extend(&window[..self.context]);
+            batch.targets.extend(&window[1..]);
         }
         Ok(())
     }
 
     fn describe(&self) -> String {
-        format!(
-            "{}, {} characters, {} distinct",
-            self.name,
-            grouped(self.part.len() as u64),
-            self.vocabulary.len()
-        )
+        let (name, size, vocabulary) = (&self.name, self.size(), self.vocabulary().len());
+        format!("{name}, {size}, {vocabulary} distinct")
     }
 
     fn content(&self) -> String {
         let Range { start, end } = self.part;
-        let windows = if self.every_window {
-            ", every window"
-        } else {
-            ""
+        let windows = match self.windows {
+            Windows::InOrder => String::new(),
+            Windows::Every => ", every window".to_owned(),
+            Windows::Random(seed) => format!(", random windows of seed {seed}"),
+            Windows::At(_) => ", within documents".to_owned(),
         };
         format!(
             "text {start} to {end}, context {}{windows}, SHA-256 {:.16}",
-            self.context, self.sha256
+            self.context, self.text.sha256
         )
     }
 }
@@ -297,7 +393,26 @@ impl fmt::Debug for TextDataset {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fuzzing::packed_file;
     use phalanx_base::ErrorKind;
+
+    /// A packed file with these documents, each of which token 0 ends, and all their tokens.
+    fn packed(lengths: &[u32], context: usize) -> (TextDataset, Vec<u32>) {
+        let documents = lengths
+            .iter()
+            .map(|n| (1..*n).map(|i| 1 + i % 40).collect());
+        let documents: Vec<Vec<u32>> = documents.collect();
+        let file: Vec<&[u32]> = documents.iter().map(Vec::as_slice).collect();
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = dir.path().join("p.tokens");
+        std::fs::write(&path, packed_file(&file, 50)).expect("written");
+        let set = TextDataset::open(&path, context).expect("packed text");
+        let all = documents.into_iter().flat_map(|mut document| {
+            document.push(0);
+            document
+        });
+        (set, all.collect())
+    }
 
     fn batch(set: &TextDataset, epoch: u64, indices: &[u64]) -> TextBatch {
         let mut batch = TextBatch::default();
@@ -308,11 +423,12 @@ mod tests {
     #[test]
     fn sequences_and_targets_are_those_of_the_text() {
         let set = TextDataset::from_text("t", "hello world, ä", 4).expect("long enough");
+        let vocabulary = [" ", ",", "d", "e", "h", "l", "o", "r", "w", "ä"];
         assert_eq!(
             set.vocabulary(),
-            [' ', ',', 'd', 'e', 'h', 'l', 'o', 'r', 'w', 'ä']
+            vocabulary.map(|c| Box::from(c.as_bytes()))
         );
-        assert_eq!((Dataset::len(&set), set.characters()), (2, 14));
+        assert_eq!((Dataset::len(&set), set.tokens()), (2, 14));
         let both = batch(&set, 0, &[1, 0]);
         assert_eq!(set.decode(&both.tokens), "o wohell");
         assert_eq!(set.decode(&both.targets), " worello");
@@ -378,7 +494,7 @@ mod tests {
     fn parts_share_the_vocabulary_and_no_character() {
         let set = TextDataset::from_text("t", "aaaaaaaaabbbbbbbbbbc", 1).expect("long enough");
         let (train, test) = set.clone().split(0.9).expect("long enough");
-        assert_eq!((train.characters(), test.characters()), (18, 2));
+        assert_eq!((train.tokens(), test.tokens()), (18, 2));
         assert_eq!(train.vocabulary(), test.vocabulary());
         assert_ne!(train.content(), test.content());
         let error = set.split(0.99).expect_err("the last part is too short");
@@ -439,6 +555,7 @@ mod tests {
                 "input.txt has 3 characters; a context of 3 needs at least 4",
             ),
             (b"", usize::MAX, "input.txt has 0 characters"),
+            (b"phxtok9\n", 1, "input.txt is packed text of another"),
             (b"abc", 0, "at least 1"),
         ] {
             std::fs::write(&path, bytes).expect("written");
@@ -453,6 +570,99 @@ mod tests {
         std::fs::write(&path, "\u{feff}abcd").expect("written");
         let set = TextDataset::open(dir.path(), 3).expect("the folder's file");
         assert_eq!(set.describe(), "input.txt, 4 characters, 4 distinct");
+        // Files are joined as they are.
+        std::fs::create_dir(dir.path().join("a")).expect("folder");
+        std::fs::write(dir.path().join("a/z.txt"), "xyz").expect("written");
+        std::fs::remove_file(&link).expect("removed");
+        let set = TextDataset::open(dir.path(), 6).expect("two files");
+        assert_eq!(set.describe(), "z.txt and 1 more, 7 characters, 7 distinct");
+        assert_eq!(set.decode(&batch(&set, 0, &[0]).tokens), "xyzabc");
+    }
+
+    #[test]
+    fn packed_tokens_are_sequences_as_characters_are() {
+        let (set, all) = packed(&[5, 9000, 2, 700], 9);
+        assert_eq!(set.describe(), "p.tokens, 9,707 tokens, 50 distinct");
+        assert_eq!((set.first_token(), set.encode("!#é")), (0, None));
+        assert_eq!(set.decode(&[0, 1, 50]), "!\"\u{fffd}");
+        // Of the bytes, the four ends are none.
+        assert_eq!(set.bytes_per_token(), Some(9703.0 / 9707.0));
+        for epoch in [0, 1, 5] {
+            let indices: Vec<u64> = (0..Dataset::len(&set) as u64).collect();
+            let batch = batch(&set, epoch, &indices);
+            let shift = set.shift(epoch);
+            assert_eq!(batch.tokens, all[shift..][..batch.tokens.len()]);
+            assert_eq!(batch.targets, all[shift + 1..][..batch.tokens.len()]);
+        }
+        // The border is that of documents, where one is near.
+        let (train, test) = set.clone().split(0.925).expect("long enough");
+        assert_eq!((train.tokens(), test.tokens()), (9005, 702));
+        assert_eq!(batch(&test, 0, &[0]).tokens, all[9005..9014]);
+        let (train, _) = set.clone().split(0.5).expect("long enough");
+        assert_eq!(train.tokens(), 4853);
+        assert_ne!(train.content(), set.content());
+    }
+
+    #[test]
+    fn random_windows_are_drawn_for_each_epoch() {
+        let (set, all) = packed(&[20, 11], 4);
+        let order = set.content();
+        let set = set.random_windows(3);
+        assert_ne!(set.content(), order);
+        let indices: Vec<u64> = (0..Dataset::len(&set) as u64).collect();
+        assert_eq!(indices.len(), 6);
+        let mut places = vec![0; 27];
+        for epoch in 0..1000 {
+            let batch = batch(&set, epoch, &indices);
+            for (index, tokens) in batch.tokens.chunks(4).enumerate() {
+                let place = set.place(epoch, index);
+                assert_eq!(tokens, &all[place..place + 4]);
+                assert_eq!(batch.targets[index * 4..][..4], all[place + 1..place + 5]);
+                places[place] += 1;
+            }
+        }
+        // 222 on average, with a standard deviation of 15.
+        assert!(places.iter().all(|n| (150..300).contains(n)), "{places:?}");
+    }
+
+    #[test]
+    fn within_documents_no_sequence_has_tokens_of_two() {
+        let lengths = [3, 2, 9, 4, 5, 30, 13, 2];
+        for context in 1..8 {
+            let (set, all) = packed(&lengths, context);
+            let set = set.within_documents().expect("long enough");
+            let mut expected = Vec::new();
+            let mut start = 0;
+            for length in lengths.map(|n| n as usize) {
+                let end = start + length;
+                let mut at = start;
+                while length > context {
+                    let first = at.min(end - 1 - context);
+                    expected.push(first);
+                    at += context;
+                    if first + context + 1 == end {
+                        break;
+                    }
+                }
+                start = end;
+            }
+            let count = Dataset::len(&set);
+            let places: Vec<usize> = (0..count).map(|index| set.place(7, index)).collect();
+            assert_eq!(places, expected, "{context}");
+            let batch = batch(&set, 0, &[count as u64 - 1]);
+            assert_eq!(batch.targets, all[places[count - 1] + 1..][..context]);
+        }
+        let (set, _) = packed(&lengths, 30);
+        let error = set.within_documents().expect_err("30 are not enough");
+        assert_eq!(error.kind(), ErrorKind::Data);
+        // A part begins and ends within documents.
+        let (set, _) = packed(&[100, 100], 4);
+        let (first, _) = set.split(0.75).expect("long enough");
+        let first = first.within_documents().expect("long enough");
+        assert_eq!(Dataset::len(&first), 25 + 13);
+        assert_eq!(first.place(0, 37), 145);
+        let text = TextDataset::from_text("t", "abcdefg", 3).expect("long enough");
+        assert_eq!(Dataset::len(&text.within_documents().expect("one")), 2);
     }
 
     #[test]
@@ -463,7 +673,7 @@ mod tests {
         let mut folders = folders.into_iter().flatten();
         let found = folders.find_map(|folder: std::path::PathBuf| {
             let path = folder.join("tinyshakespeare");
-            path.join(FILE).is_file().then_some(path)
+            path.join("input.txt").is_file().then_some(path)
         });
         let Some(path) = found else {
             eprintln!(
@@ -472,14 +682,11 @@ mod tests {
             return;
         };
         let set = TextDataset::open(&path, 64).expect("the real file");
-        assert_eq!((set.characters(), set.vocabulary().len()), (1_115_394, 65));
+        assert_eq!((set.tokens(), set.vocabulary().len()), (1_115_394, 65));
         // "First Citizen:" by nanoGPT's stoi.
         let first = [18, 47, 56, 57, 58, 1, 15, 47, 58, 47, 64, 43, 52, 10];
         assert_eq!(batch(&set, 0, &[0]).tokens[..14], first);
         let (train, test) = set.split(0.9).expect("long enough");
-        assert_eq!(
-            (train.characters(), test.characters()),
-            (1_003_854, 111_540)
-        );
+        assert_eq!((train.tokens(), test.tokens()), (1_003_854, 111_540));
     }
 }

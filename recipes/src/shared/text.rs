@@ -12,28 +12,33 @@ use crate::error::check_count;
 /// Separates the random numbers of generated text from others with the same seed.
 const STREAM: u32 = 0x7465_7874; // "text"
 
+/// Most tokens with a confusion matrix, from which the accuracy follows.
+const MAX_CLASSES: usize = 256;
+
 /// Arguments about text.
 #[derive(Debug, Clone, clap::Args)]
 pub struct TextArgs {
-    /// UTF-8 text file, folder with input.txt, or `synthetic` for 200000 generated characters, `synthetic:N` for N; the last
-    /// tenth is for validation
+    /// UTF-8 text file, folder of .txt files, file of `phalanx pack`, or `synthetic` for 200000 generated characters,
+    /// `synthetic:N` for N; the last tenth is for validation
     #[arg(long, default_value = "synthetic", value_name = "PATH|synthetic[:N]")]
     data: String,
-    /// Number of characters from which the next one is predicted
+    /// Number of tokens from which the next one is predicted; the tokens of text are its characters
     #[arg(long, default_value_t = 64, value_name = "N")]
     pub context: usize,
 }
 
 impl TextArgs {
-    /// Adds the names of the data and of its characters to the summary.
+    /// Adds the names of the data and of its tokens to the summary.
     pub fn name_in_summary<M, S: Strategy>(
         &self,
         trainer: &mut Trainer<'_, M, S>,
         text: &TextDataset,
     ) {
         trainer.add_to_summary("data", self.data.as_str());
-        let names: Vec<String> = text.vocabulary().iter().map(char::to_string).collect();
-        trainer.add_to_summary("classes", names);
+        if text.vocabulary().len() <= MAX_CLASSES {
+            let names = (0..text.vocabulary().len() as u32).map(|token| text.decode(&[token]));
+            trainer.add_to_summary("classes", names.collect::<Vec<_>>());
+        }
     }
 
     /// Checks what can be checked before any rank is started.
@@ -75,35 +80,40 @@ pub fn scores<'s>(gpt: &Gpt, batch: &MicroBatch<'s, TextBatch>) -> Result<Tensor
     scores.reshape(&[rows, vocab])
 }
 
-/// Loss, bits per character and accuracy of a batch.
+/// Loss, bits per character or byte, and accuracy of a batch of `text`.
 ///
 /// # Errors
 ///
 /// As [`scores`].
-pub fn measure(gpt: &Gpt, batch: MicroBatch<'_, TextBatch>) -> Result<Measure> {
-    measure_scores(scores(gpt, &batch)?, &batch.targets, batch.samples())
+pub fn measure(
+    gpt: &Gpt,
+    batch: &MicroBatch<'_, TextBatch>,
+    text: &TextDataset,
+) -> Result<Measure> {
+    measure_scores(scores(gpt, batch)?, &batch.targets, text)
 }
 
-/// The same of the scores of `samples` sequences.
+/// The same of the scores of sequences.
 ///
 /// # Errors
 ///
 /// `Usage` when the targets do not fit.
-pub fn measure_scores(scores: Tensor<'_>, targets: &[u32], samples: usize) -> Result<Measure> {
+pub fn measure_scores(scores: Tensor<'_>, targets: &[u32], text: &TextDataset) -> Result<Measure> {
     let measure = match scores.shape()[1] {
-        ..=256 => Measure::of_scores(&scores, targets)?,
-        // The confusion matrix, from which the accuracy follows, would be too large.
+        ..=MAX_CLASSES => Measure::of_scores(&scores, targets)?,
         _ => Measure::of_sum(0.0),
     };
-    // A sample is a sequence; its loss is the mean over its characters.
-    let length = targets.len() / samples;
-    let loss = scores.cross_entropy(targets, length as f32)?;
+    // A sample is a sequence; its loss is the mean over its tokens.
+    let loss = scores.cross_entropy(targets, text.context() as f32)?;
     let bits = f64::from(loss.item()?) / LN_2;
-    let measure = measure.with_value("bits_per_character", bits);
+    let measure = match text.bytes_per_token() {
+        None => measure.with_value("bits_per_character", bits),
+        Some(bytes) => measure.with_value("bits_per_byte", bits / bytes),
+    };
     Ok(measure.with_loss(loss))
 }
 
-/// Text of `count` characters that the model makes.
+/// Text of `count` tokens that the model makes.
 ///
 /// # Errors
 ///
@@ -129,7 +139,7 @@ pub fn sample<'s>(
     })
 }
 
-/// Text of `count` characters after a newline, each drawn with the probability that
+/// Text of `count` tokens, each drawn with the probability that
 /// `probabilities` gives to it after those before, of which it sees as many as a sequence has.
 ///
 /// # Errors
@@ -141,7 +151,7 @@ fn generate(
     seed: u64,
     mut probabilities: impl FnMut(&[u32]) -> Result<Vec<f32>>,
 ) -> Result<String> {
-    let mut tokens = text.encode("\n").unwrap_or_else(|| vec![0]);
+    let mut tokens = vec![text.first_token()];
     for i in 0..count {
         let first = tokens.len().saturating_sub(text.context());
         let shares = probabilities(&tokens[first..])?;

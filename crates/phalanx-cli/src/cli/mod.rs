@@ -11,7 +11,8 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::Result;
 use crate::{
-    bench, compare, doctor, export, inspect, launch, live, new, plan, predict, report, training,
+    bench, compare, doctor, export, inspect, launch, live, new, pack, plan, predict, report,
+    training,
 };
 use normalise::{Flag, normalise};
 use phalanx_launch::config::{own_arguments, with_config};
@@ -50,6 +51,8 @@ enum Command {
     Report(report::ReportArgs),
     /// Show all runs below a folder on a web page, while they run.
     Live(live::LiveArgs),
+    /// Pack text files into one file of tokens, for `train gpt`.
+    Pack(pack::PackArgs),
     /// Measure collectives and training steps.
     Bench(Box<bench::BenchArgs>),
     /// Start N ranks of any program; if one fails, stop all.
@@ -105,6 +108,7 @@ fn run(command: Command) -> Result<()> {
         Command::Export(args) => export::run(&args),
         Command::Report(args) => report::run(&args),
         Command::Live(args) => live::run(&args),
+        Command::Pack(args) => pack::run(&args),
         Command::Bench(args) => bench::run(*args),
         Command::Launch(cli) => launch::run(&cli, phalanx::watch::run),
         Command::Doctor(args) => doctor::run(&args),

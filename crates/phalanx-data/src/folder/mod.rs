@@ -1,8 +1,6 @@
 //! A folder of images, a subfolder for each class, as torchvision's `ImageFolder`.
 
 use std::collections::BTreeSet;
-use std::ffi::OsString;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -12,6 +10,7 @@ use phalanx_image::Rgb;
 use sha2::{Digest, Sha256};
 
 use crate::dataset::{ImageDataset, check_read};
+use crate::listing::{MAX_DEPTH, list, names};
 use crate::words::Words;
 
 #[cfg(test)]
@@ -22,8 +21,6 @@ pub use transforms::{IMAGENET_MEAN, IMAGENET_STD, Transforms};
 
 /// Most bytes of an image file.
 const MAX_BYTES: u64 = 1 << 28;
-/// Most folders within each other. Links may lead in a circle.
-const MAX_DEPTH: usize = 32;
 /// Separates the random numbers of [`ImageFolder::split`] from others.
 const SPLIT: u64 = 0x7370_6c69_7421_0000;
 
@@ -108,10 +105,10 @@ impl ImageFolder {
             if !is_folder {
                 continue;
             }
-            let before = files.len();
-            let label = classes.len() as u32;
-            list(folder, Path::new(&class), label, MAX_DEPTH, &mut files)?;
-            if files.len() == before {
+            let (label, mut paths) = (classes.len() as u32, Vec::new());
+            let is_image = |path: &Path| format_of(path).is_some();
+            list(folder, class.as_ref(), MAX_DEPTH, &is_image, &mut paths)?;
+            if paths.is_empty() {
                 let path = folder.join(&class);
                 let what = format!(
                     "{} has no images; each subfolder is a class",
@@ -119,6 +116,7 @@ impl ImageFolder {
                 );
                 return Err(Error::usage(what));
             }
+            files.extend(paths.into_iter().map(|path| (path, label)));
             classes.push(class.to_string_lossy().into_owned());
         }
         if classes.is_empty() {
@@ -255,66 +253,12 @@ pub fn read_image(path: &Path, transforms: &Transforms) -> Result<(Vec<f32>, [us
     Ok((out, size))
 }
 
-/// The sorted names in `folder`, and whether they are folders. Links are followed; names that begin with a dot are left out.
-fn names(folder: &Path) -> Result<Vec<(OsString, bool)>> {
-    let failed = |e: std::io::Error| match e.kind() {
-        std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory => {
-            Error::usage(format!("no folder {}", folder.display())).with_source(e)
-        }
-        _ => Error::io("cannot read", folder, e),
-    };
-    let mut all = Vec::new();
-    for entry in fs::read_dir(folder).map_err(failed)? {
-        let entry = entry.map_err(failed)?;
-        let name = entry.file_name();
-        if name.as_encoded_bytes().starts_with(b".") {
-            continue;
-        }
-        // A link that leads nowhere is no folder.
-        let is_folder = match entry.file_type().map_err(failed)? {
-            kind if kind.is_symlink() => {
-                fs::metadata(entry.path()).is_ok_and(|there| there.is_dir())
-            }
-            kind => kind.is_dir(),
-        };
-        all.push((name, is_folder));
-    }
-    all.sort();
-    Ok(all)
-}
-
 fn has_image(folder: &Path, depth: usize) -> bool {
     let mut names = names(folder).unwrap_or_default().into_iter();
     names.any(|(name, is_folder)| match is_folder {
         true => depth > 0 && has_image(&folder.join(name), depth - 1),
         false => format_of(Path::new(&name)).is_some(),
     })
-}
-
-/// Adds the images below `folder`, a path below `root`, with their label.
-fn list(
-    root: &Path,
-    folder: &Path,
-    label: u32,
-    depth: usize,
-    files: &mut Vec<(PathBuf, u32)>,
-) -> Result<()> {
-    let Some(depth) = depth.checked_sub(1) else {
-        let what = format!(
-            "{} lies too deep; a link in it may lead to itself",
-            root.join(folder).display()
-        );
-        return Err(Error::usage(what));
-    };
-    for (name, is_folder) in names(&root.join(folder))? {
-        let path = folder.join(name);
-        if is_folder {
-            list(root, &path, label, depth, files)?;
-        } else if format_of(&path).is_some() {
-            files.push((path, label));
-        }
-    }
-    Ok(())
 }
 
 /// The ending of an image's name, if it is one.

@@ -26,7 +26,7 @@ pub const TINY: [&str; 22] = [
     "--sample",
     "40",
 ];
-const SHARDS: [&str; 6] = [
+pub const SHARDS: [&str; 6] = [
     "--deterministic",
     "shards",
     "--shards",
@@ -35,7 +35,7 @@ const SHARDS: [&str; 6] = [
     "out",
 ];
 
-fn digests(dir: &Path) -> [String; 3] {
+pub fn digests(dir: &Path) -> [String; 3] {
     let summary = json(&dir.join("out/summary.json"));
     ["weights_sha256", "optimizer_sha256", "metrics_sha256"]
         .map(|key| summary[key].as_str().expect("a digest").to_owned())

@@ -8,6 +8,7 @@ mod gpt;
 mod mesh;
 mod mnist;
 mod outputs;
+mod pack;
 mod photos;
 mod quick_start;
 mod start;
