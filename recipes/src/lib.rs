@@ -19,6 +19,7 @@ mod oneflow;
 mod resnet18;
 mod resnet9;
 mod shared;
+mod table;
 
 use phalanx::Subcommand;
 use phalanx_base::{error, format, say};
@@ -29,7 +30,7 @@ pub use shared::text::scores;
 pub use shared::views::Views;
 
 /// What `phalanx train` can run, in the order of its help.
-pub fn programs() -> [Subcommand; 6] {
+pub fn programs() -> [Subcommand; 7] {
     [
         linear::program(),
         mnist::program(),
@@ -37,6 +38,7 @@ pub fn programs() -> [Subcommand; 6] {
         resnet9::program(),
         mobilenetv2::program(),
         gpt::program(),
+        table::program(),
     ]
 }
 

@@ -1,6 +1,7 @@
-//! `phalanx predict`: what a trained network says about images.
+//! `phalanx predict`: what a trained network says about images, or about the rows of a table.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use phalanx_base::text::visible_json;
@@ -16,20 +17,22 @@ use serde::Serialize;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::plural;
 use crate::say;
-use phalanx_train::{check_folder_of, file_of};
+use phalanx_train::{check_folder_of, file_of, weights_of};
 
-use phalanx_recipes::{NETWORKS, Net, Network, Pixels, Views, photos};
+use phalanx_recipes::{NETWORKS, Net, Network, Pixels, Views, photos, programs};
 
 /// Arguments of `phalanx predict`.
 #[derive(Debug, clap::Args)]
-#[command(override_usage = "phalanx predict CHECKPOINT [OPTIONS] --data <DIR|synthetic|IMAGE>...")]
+#[command(
+    override_usage = "phalanx predict CHECKPOINT [OPTIONS] --data <DIR|synthetic|IMAGE|TABLE>..."
+)]
 pub struct PredictArgs {
     /// Weights (.pth, .pt, .safetensors, the .index.json of a model in several files), a resumable checkpoint's .json, or the folder of a run
     #[arg(value_name = "CHECKPOINT")]
     checkpoint: PathBuf,
-    /// Test set in a data set's folder, `synthetic` (generated test images), or image files (PNG, PGM, PPM; JPEG and PNG of any size
-    /// for a network that was trained on a folder of classes); takes all following arguments, so put CHECKPOINT first
-    #[arg(long, required = true, num_args = 1.., value_name = "DIR|synthetic|IMAGE")]
+    /// Test set in a data set's folder, `synthetic` (generated test images), image files (PNG, PGM, PPM; JPEG and PNG of any size
+    /// for a network that was trained on a folder of classes), or for a run of train table a CSV or Parquet file; takes all following arguments, so put CHECKPOINT first
+    #[arg(long, required = true, num_args = 1.., value_name = "DIR|synthetic|IMAGE|TABLE")]
     data: Vec<PathBuf>,
     /// Network [default: the checkpoint's, or the one that fits its weights]
     #[arg(long, value_parser = names(), value_name = "NAME")]
@@ -46,18 +49,24 @@ pub struct PredictArgs {
         value_name = "one|mirrored|shifted"
     )]
     views: Option<Views>,
-    /// File for predictions, one JSON object per line [default: standard output]
+    /// File for predictions, one JSON object per line, or CSV for a table [default: standard output]
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// Predict at most N samples of a data set
     #[arg(long, value_name = "N")]
     limit: Option<usize>,
-    /// Images per batch
+    /// Images or rows per batch
     #[arg(long, default_value_t = 250, value_name = "N")]
     batch_size: usize,
     /// Compute threads [default: one per core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
+    /// Ranks that predict the rows of a table
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    nproc_per_node: usize,
+    /// What the launcher gives to the ranks
+    #[arg(long, hide = true)]
+    output_dir: Option<PathBuf>,
 }
 
 /// As many as a training may draw; far above any data set.
@@ -181,6 +190,12 @@ pub fn run(args: &PredictArgs) -> Result<()> {
         }
         check_folder_of("--output", path)?;
     }
+    if read_metadata(&weights_of(&args.checkpoint)?)?.contains_key("preprocessing") {
+        return predict_rows(args);
+    }
+    if args.nproc_per_node != 1 {
+        return Err(Error::usage("--nproc-per-node is for tables"));
+    }
     let checkpoint = file_of(&args.checkpoint)?;
     let (known, net, params, metadata) = network(&checkpoint, args.model.as_deref())?;
     if known.image[2] == 1 && args.pixels.is_some() {
@@ -219,6 +234,43 @@ pub fn run(args: &PredictArgs) -> Result<()> {
     }
     predictor.sum_up();
     Ok(())
+}
+
+/// Predicts the rows of a table by `phalanx train table --predict`, to which each rank comes by this command.
+fn predict_rows(args: &PredictArgs) -> Result<()> {
+    let of_images = args.model.is_some() || args.pixels.is_some() || args.views.is_some();
+    let [data] = &args.data[..] else {
+        return Err(Error::usage("--data takes one table"));
+    };
+    if of_images || args.limit.is_some() {
+        let what = "--model, --pixels, --views and --limit are not for tables";
+        return Err(Error::usage(what));
+    }
+    let [batch, ranks] = [args.batch_size, args.nproc_per_node].map(|n| n.to_string());
+    let threads = args.threads.map(|threads| threads.to_string());
+    let output = args.output.as_deref().unwrap_or("-".as_ref());
+    let flags: [(&str, Option<&OsStr>); 7] = [
+        ("--init", Some(args.checkpoint.as_ref())),
+        ("--data", Some(data.as_ref())),
+        ("--predict", Some(output.as_ref())),
+        ("--test-batch-size", Some(batch.as_ref())),
+        ("--nproc-per-node", Some(ranks.as_ref())),
+        ("--threads", threads.as_ref().map(AsRef::as_ref)),
+        ("--output-dir", args.output_dir.as_ref().map(AsRef::as_ref)),
+    ];
+    let given = flags
+        .iter()
+        .filter_map(|(flag, value)| Some([OsStr::new(*flag), (*value)?]));
+    let words = [OsStr::new("table")].into_iter().chain(given.flatten());
+    let failed = |e: clap::Error| Error::internal(e.to_string());
+    let programs = programs();
+    let table = programs.iter().find(|program| program.name() == "table");
+    let table = table.ok_or_else(|| Error::internal("train has no table"))?;
+    let matches = table
+        .command()
+        .try_get_matches_from(words)
+        .map_err(failed)?;
+    table.training(&matches).map_err(failed)?.run()
 }
 
 /// What predictions are made with, and how they have been so far.

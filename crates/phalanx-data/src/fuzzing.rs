@@ -9,7 +9,8 @@ use std::path::PathBuf;
 use sha2::{Digest, Sha256};
 
 use crate::packed::{END, Packer, Tokens};
-use crate::{cifar10, mnist};
+use crate::table::{Preprocessing, Table, TableBatch, TableOptions};
+use crate::{Dataset, cifar10, mnist};
 
 /// Name, function and seeds of a target.
 pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
@@ -23,6 +24,9 @@ pub const TARGETS: &[Target] = &[
     ("data_cifar_archive", cifar_archive, cifar_archive_seeds),
     ("data_packed", packed, packed_seeds),
     ("data_proc_status", proc_status, proc_seeds),
+    ("data_table", table, table_seeds),
+    #[cfg(feature = "parquet")]
+    ("data_parquet", parquet, parquet_seeds),
     #[cfg(feature = "images")]
     ("data_image", image, image_seeds),
 ];
@@ -217,6 +221,55 @@ fn proc_seeds() -> Vec<Vec<u8>> {
         b"Name:\tx\nVmHWM:\t    1234 kB\nVmRSS:\t 7 kB\n".to_vec(),
         b"VmHWM: 18446744073709551615 kB".to_vec(),
     ]
+}
+
+/// Reads, fits and transforms a table, and reads the preprocessing again.
+fn table(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let _ = Preprocessing::from_json(&text);
+    let Ok(table) = Table::from_csv("t", &text, &TableOptions::default()) else {
+        return;
+    };
+    let columns = table.columns();
+    let Some(target) = columns.last() else { return };
+    let fitted = table
+        .without_missing(target)
+        .and_then(|known| Ok((Preprocessing::fit(&known, target, &[])?, known)));
+    if let Ok((fitted, known)) = fitted {
+        let mut batch = TableBatch::default();
+        let rows = fitted.transform(&known).expect("its own table");
+        rows.read_batch(0, &[0], &mut batch).expect("a row");
+        assert_eq!(batch.features.len(), fitted.width());
+        assert_eq!(
+            Preprocessing::from_json(&fitted.to_json()).ok(),
+            Some(fitted)
+        );
+    }
+}
+
+fn table_seeds() -> Vec<Vec<u8>> {
+    vec![
+        b"a;b;y\r\n1;\"x;\r\n\"\"\";2\r\n;NA;3\r\n".to_vec(),
+        b"a,b\n1,yes\n2e3,no\nNaN,no\n".to_vec(),
+        b"{\"features\":[{\"column\":\"a\",\"categories\":[\"x\"],\"fill\":0,\"mean\":0,\"std\":1}],\
+          \"target\":{\"column\":\"y\",\"fill\":0,\"mean\":0,\"std\":1}}"
+            .to_vec(),
+    ]
+}
+
+#[cfg(feature = "parquet")]
+fn parquet(data: &[u8]) {
+    let Some((file, _)) = file(data) else { return };
+    if let Ok(file) = crate::parquet::ParquetFile::new("t", file) {
+        for group in 0..file.row_groups().len() {
+            let _ = file.read(group, |_| Ok(()));
+        }
+    }
+}
+
+#[cfg(feature = "parquet")]
+fn parquet_seeds() -> Vec<Vec<u8>> {
+    vec![include_bytes!("../tests/table/small.parquet").to_vec()]
 }
 
 #[cfg(feature = "images")]

@@ -43,11 +43,14 @@ pub mod loader;
 pub mod metrics;
 pub mod mnist;
 mod packed;
+#[cfg(feature = "parquet")]
+pub mod parquet;
 pub mod progress;
 pub mod sampler;
 mod stored;
 mod subset;
 pub mod synthetic;
+pub mod table;
 mod text_dataset;
 mod text_files;
 mod words;

@@ -120,7 +120,7 @@ fn pieces(path: &Path, mut from: impl Read, each: Each<'_>) -> Result<()> {
 }
 
 /// The text of `bytes`, which begin at byte `at` of a file. Unless they end it, the last character may be cut off.
-fn utf8<'b>(path: &Path, at: usize, bytes: &'b [u8], ends: bool) -> Result<&'b str> {
+pub(crate) fn utf8<'b>(path: &Path, at: usize, bytes: &'b [u8], ends: bool) -> Result<&'b str> {
     // A longer mark may begin with a shorter one.
     const MARKS: [(&[u8], &str); 4] = [
         (b"\xff\xfe\0\0", "UTF-32LE"),

@@ -39,7 +39,7 @@ pub use args::{
 pub use batch::{Batches, Engine, MicroBatchOf, StepBatch};
 pub use best::EarlyStopping;
 pub use evaluation::{Evaluation, Measure};
-pub use folder::{Files, PreparedRun, RunDir, file_of, prepare_run};
+pub use folder::{Files, PreparedRun, RunDir, file_of, prepare_run, weights_of};
 pub use job::Job;
 pub use phalanx_base::error::{Error, ErrorKind, Result};
 pub use phalanx_member::RankContext;

@@ -7,6 +7,8 @@ pub mod net;
 pub mod photos;
 mod predictions;
 pub mod prepare;
+pub mod rows;
+pub mod table;
 pub mod text;
 pub mod views;
 pub mod whiten;

@@ -1,6 +1,6 @@
 //! Where a training's weights start.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use phalanx_member::RankContext;
 
@@ -25,6 +25,14 @@ impl From<PathBuf> for Start {
 }
 
 impl Start {
+    /// The file or run's folder that was named.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Start::Torch => None,
+            Start::File(path) => Some(path),
+        }
+    }
+
     /// Says that a run that continues from a checkpoint has its weights from there.
     pub fn announce_unused(&self, ctx: &RankContext) {
         if let Start::File(path) = self {

@@ -12,7 +12,7 @@ pub use self::output::Files;
 pub(crate) use self::output::{BEST_FILE, MFU, Output, json_lines, next_step};
 pub use self::run_dir::RunDir;
 pub(crate) use self::run_dir::default_output_dir;
-pub use self::weights::file_of;
+pub use self::weights::{file_of, weights_of};
 use crate::FLIGHT_DIR;
 use crate::args::{Attempt, SavingArgs};
 use crate::error::Result;

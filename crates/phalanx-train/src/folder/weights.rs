@@ -21,15 +21,22 @@ use crate::say;
 /// Usage, when it is not clear which, naming the candidates; data, when all checkpoints are
 /// damaged; system.
 pub fn file_of(path: &Path) -> Result<PathBuf> {
-    if !path.is_dir() {
-        return Ok(path.to_owned());
+    let chosen = weights_of(path)?;
+    if chosen != path {
+        say::note(format_args!("weights  {}", chosen.display()));
     }
-    let chosen = choose(path)?;
-    say::note(format_args!("weights  {}", chosen.display()));
     Ok(chosen)
 }
 
-fn choose(dir: &Path) -> Result<PathBuf> {
+/// As [`file_of`], which also says which file it is, where it was not named.
+///
+/// # Errors
+///
+/// As [`file_of`].
+pub fn weights_of(dir: &Path) -> Result<PathBuf> {
+    if !dir.is_dir() {
+        return Ok(dir.to_owned());
+    }
     let mut finals = at_the_end(dir)?;
     // With it, a run is complete; without, they may be an earlier run's.
     if dir.join(SUMMARY_FILE).is_file() && finals.len() == 1 {

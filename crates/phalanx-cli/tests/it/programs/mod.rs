@@ -12,6 +12,7 @@ mod pack;
 mod photos;
 mod quick_start;
 mod start;
+mod table;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
