@@ -11,6 +11,7 @@ mod export;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
+mod index;
 mod live;
 mod new;
 mod pack;

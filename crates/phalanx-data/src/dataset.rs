@@ -1,5 +1,6 @@
 //! The traits of data sets.
 
+use crate::order::ShardOrder;
 use phalanx_base::{Error, Result};
 
 /// A data set: samples that can be read in any order and from several threads.
@@ -69,6 +70,15 @@ pub trait Dataset: Send + Sync + 'static {
     fn class_names(&self) -> Vec<String> {
         Vec::new()
     }
+
+    /// The order of shuffled samples, where they are read shard by shard; `None` where any order will do.
+    fn order(&self) -> Option<ShardOrder> {
+        None
+    }
+
+    /// Starts to fetch samples that will be read soon. The loader calls it before each batch, with the samples that this rank
+    /// reads after it. It must not wait, and errors are those of [`read_batch`](Self::read_batch).
+    fn prefetch(&self, _upcoming: &[u64]) {}
 }
 
 impl<T: Clone + Send + Sync + 'static> Dataset for Vec<T> {
@@ -150,6 +160,14 @@ impl<T: ImageDataset + ?Sized + 'static> Dataset for T {
     fn class_names(&self) -> Vec<String> {
         ImageDataset::class_names(self)
     }
+
+    fn order(&self) -> Option<ShardOrder> {
+        ImageDataset::order(self)
+    }
+
+    fn prefetch(&self, upcoming: &[u64]) {
+        ImageDataset::prefetch(self, upcoming);
+    }
 }
 
 /// Labelled images that can be read in any order from several threads.
@@ -180,6 +198,14 @@ pub trait ImageDataset: Send + Sync {
     fn content(&self) -> String {
         format!("{}, {} samples", self.name(), self.len())
     }
+
+    /// As [`Dataset::order`].
+    fn order(&self) -> Option<ShardOrder> {
+        None
+    }
+
+    /// As [`Dataset::prefetch`].
+    fn prefetch(&self, _upcoming: &[u64]) {}
 
     /// Writes the image of sample `index` (height, width, channels, scaled for the model)
     /// to `out` and returns its label.

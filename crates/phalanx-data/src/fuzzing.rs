@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use crate::packed::{END, Packer, Tokens};
 use crate::table::{Preprocessing, Table, TableBatch, TableOptions};
-use crate::{Dataset, cifar10, mnist};
+use crate::{Dataset, cifar10, mnist, stream};
 
 /// Name, function and seeds of a target.
 pub type Target = (&'static str, fn(&[u8]), fn() -> Vec<Vec<u8>>);
@@ -29,6 +29,9 @@ pub const TARGETS: &[Target] = &[
     ("data_parquet", parquet, parquet_seeds),
     #[cfg(feature = "images")]
     ("data_image", image, image_seeds),
+    ("data_stream_tar", stream::fuzz_tar, tar_seeds),
+    ("data_stream_lines", stream::fuzz_lines, lines_seeds),
+    ("data_stream_index", stream::fuzz_index, index_seeds),
 ];
 
 /// A memory file with these bytes, and a path to it.
@@ -270,6 +273,36 @@ fn parquet(data: &[u8]) {
 #[cfg(feature = "parquet")]
 fn parquet_seeds() -> Vec<Vec<u8>> {
     vec![include_bytes!("../tests/table/small.parquet").to_vec()]
+}
+
+/// An archive with a long name, and what WebDataset writes.
+fn tar_seeds() -> Vec<Vec<u8>> {
+    let mut archive = tar::Builder::new(Vec::new());
+    for name in ["a.txt", "a.cls", &format!("{}/b.txt", "x".repeat(150))] {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(3);
+        let _ = archive.append_data(&mut header, name, &b"abc"[..]);
+    }
+    let made = archive.into_inner().unwrap_or_default();
+    vec![
+        made,
+        include_bytes!("../tests/fixtures/webdataset.tar").to_vec(),
+    ]
+}
+
+fn lines_seeds() -> Vec<Vec<u8>> {
+    vec![b"{\"a\": [1, {}]}\n\n{\"b\": \"\\u00e9\"}".to_vec()]
+}
+
+/// Of a shard of two samples.
+fn index_seeds() -> Vec<Vec<u8>> {
+    let list = br#"{"format":"jsonl","shards":[{"name":"a","bytes":9,"stamp":"","samples":2,"digest":"","damaged":0}]}"#;
+    let offsets: Vec<u8> = [0_u64, 4, 9]
+        .into_iter()
+        .flat_map(u64::to_le_bytes)
+        .collect();
+    let length = (list.len() as u64).to_le_bytes();
+    vec![[&offsets[..], list, &length, b"PHXINDX1"].concat()]
 }
 
 #[cfg(feature = "images")]

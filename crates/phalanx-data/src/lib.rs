@@ -42,12 +42,14 @@ mod listing;
 pub mod loader;
 pub mod metrics;
 pub mod mnist;
+mod order;
 mod packed;
 #[cfg(feature = "parquet")]
 pub mod parquet;
 pub mod progress;
 pub mod sampler;
 mod stored;
+pub mod stream;
 mod subset;
 pub mod synthetic;
 pub mod table;
@@ -56,6 +58,7 @@ mod text_files;
 mod words;
 
 pub use dataset::{Dataset, ImageBatch, ImageDataset};
+pub use order::ShardOrder;
 pub use packed::{Packer, Vocabulary};
 pub use stored::StoredImages;
 pub use subset::{Subset, Weighted, random_split};

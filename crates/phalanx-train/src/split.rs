@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use phalanx_data::ShardOrder;
 use phalanx_data::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig, TorchBatches};
 use phalanx_ddp::{Deterministic, GlobalBatch, ShardTree};
 
@@ -138,7 +139,7 @@ impl BatchSplit {
 }
 
 impl Settings {
-    /// This rank's parts of a training set of `samples`.
+    /// This rank's parts of a training set of `samples`, whose shuffled samples come in `order`, if it has one of its own.
     ///
     /// # Errors
     ///
@@ -148,10 +149,11 @@ impl Settings {
         split: &BatchSplit,
         config: SamplerConfig,
         drop_last: bool,
+        order: Option<&ShardOrder>,
     ) -> Result<Vec<Sampler>> {
         let (world, global) = (config.world, self.global_batch(config.world));
         split.samplers(config, |config| {
-            Ok(match self.sampler {
+            let sampler = match self.sampler {
                 SamplerKind::Exact => Sampler::exact(config, global)?.drop_last(self.drop_last),
                 SamplerKind::Torch => Sampler::torch(
                     config,
@@ -161,7 +163,8 @@ impl Settings {
                         drop_batch: drop_last || self.drop_last,
                     },
                 )?,
-            })
+            };
+            sampler.shards(order.cloned())
         })
     }
 }

@@ -32,7 +32,8 @@
 //! The crate re-exports the others; what the trainer uses (tape, reducer, process group) can be used without it. The command `phalanx` is the crate `phalanx-cli`.
 //!
 //! Features, none of them a default: `flow`, workflows; `images`, `phalanx::image` for PNG and netpbm files; `mlflow`, a
-//! program's `--mlflow`, and `https` for servers with TLS; `parquet`, `phalanx::data::parquet` and tables in such files.
+//! program's `--mlflow`, and `https` for servers with TLS; `parquet`, `phalanx::data::parquet` and tables in such
+//! files; `object-store`, [`data::stream`] from S3, Google Cloud Storage and HTTP.
 #![forbid(unsafe_code)]
 
 pub mod prelude;

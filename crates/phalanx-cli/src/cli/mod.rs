@@ -11,7 +11,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::error::Result;
 use crate::{
-    bench, compare, doctor, export, inspect, launch, live, new, pack, plan, predict, report,
+    bench, compare, doctor, export, index, inspect, launch, live, new, pack, plan, predict, report,
     training,
 };
 use normalise::{Flag, normalise};
@@ -67,6 +67,8 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Download a data set from its authors' site.
     Download(download::DownloadArgs),
+    /// Make the index of shards (.tar, .jsonl), by which trainings read data larger than memory.
+    Index(index::IndexArgs),
     /// Find where a job hangs or why it failed, from its flight recorder dumps.
     Inspect(inspect::InspectArgs),
     /// Run workflows: tasks with retries, cache and resource limits.
@@ -114,6 +116,7 @@ fn run(command: Command) -> Result<()> {
         Command::Doctor(args) => doctor::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Download(args) => download::run(&args),
+        Command::Index(args) => index::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         #[cfg(feature = "flow")]
         Command::Flow(cli) => phalanx_flow::run(&cli),

@@ -176,6 +176,57 @@ fn a_table_trains_and_its_mistakes_name_the_line() {
 }
 
 #[test]
+fn a_stream_trains_the_same_on_any_number_of_ranks_and_continues_in_an_epoch() {
+    let dir = tempfile::tempdir().expect("folder");
+    let train = |folder: &str, args: &str| {
+        let all = format!(
+            "--epochs 2 --global-batch-size 64 --deterministic shards --threads 1 --output-dir {folder} {args}"
+        );
+        let args: Vec<&str> = all.split(' ').collect();
+        let mut command = program("stream", &args, dir.path());
+        command.env("XDG_CACHE_HOME", dir.path().join("cache"));
+        run(command)
+    };
+    let hashes = |folder: &str| {
+        let text = fs::read_to_string(dir.path().join(folder).join("summary.json"));
+        let summary: serde_json::Value =
+            serde_json::from_str(&text.expect("a summary")).expect("JSON");
+        ["weights_sha256", "metrics_sha256"].map(|name| summary[name].clone())
+    };
+    let (code, _, err) = train("whole", "--nproc-per-node 2");
+    assert_eq!(code, 0, "{err}");
+    let line = "stream-shards: 8 shards of JSON lines, 4,096 samples, ";
+    assert!(
+        err.contains(line) && err.contains("shuffle buffer of 1,000"),
+        "{err}"
+    );
+    let (_, made) = crate::support::succeed(&["index", "stream-shards"], dir.path());
+    assert!(
+        made.contains("stream-shards/phalanx.index: 8 shards of JSON lines, 4,096 samples"),
+        "{made}"
+    );
+    // Within an epoch, at an epoch's last step, and its end: 64 steps are an epoch.
+    for args in [
+        "--nproc-per-node 4 --stop-after 10",
+        "--nproc-per-node 3 --resume auto --stop-after 53",
+        "--nproc-per-node 4 --resume auto --stop-after 1",
+        "--nproc-per-node 1 --resume auto",
+    ] {
+        let (code, _, err) = train("parts", args);
+        assert_eq!(code, 0, "{args}: {err}");
+    }
+    assert_eq!(hashes("parts"), hashes("whole"));
+    // Another shard, or another buffer, is other data.
+    let shard = dir.path().join("stream-shards/points-3.jsonl");
+    let text = fs::read_to_string(&shard)
+        .expect("a shard")
+        .replace("\"class\": 1", "\"class\": 0");
+    fs::write(dir.path().join("stream-shards/points-9.jsonl"), text).expect("a shard");
+    let (code, _, err) = train("parts", "--nproc-per-node 1 --resume auto --epochs 3");
+    assert!(code == 2 && err.contains("data"), "{code}: {err}");
+}
+
+#[test]
 fn a_program_trains_on_a_mesh_and_resumes_on_another() {
     let dir = tempfile::tempdir().expect("folder");
     let train = |folder: &str, args: &str| {

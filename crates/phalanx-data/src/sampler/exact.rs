@@ -8,26 +8,34 @@ use super::plan::{EpochPlan, StepEnd};
 pub(super) fn plan(
     config: &SamplerConfig,
     epoch: u64,
-    permutation: Vec<u64>,
+    permutation: impl Iterator<Item = u64>,
     global_batch: usize,
     drop_last: bool,
     done: usize,
 ) -> EpochPlan {
-    let rest = &permutation[done..];
-    let mut indices = Vec::with_capacity(rest.len() / config.world + 1);
-    let mut steps = Vec::with_capacity(rest.len().div_ceil(global_batch));
-    let is_taken = |batch: &&[u64]| !drop_last || batch.len() == global_batch;
-    for batch in rest.chunks(global_batch).filter(is_taken) {
-        indices.extend(batch.iter().skip(config.rank).step_by(config.world));
-        steps.push(StepEnd {
-            end: indices.len(),
-            global_len: batch.len(),
-        });
+    let (world, rank) = (config.world, config.rank);
+    let mut rest = config.samples - done;
+    if drop_last {
+        rest -= rest % global_batch;
     }
+    let mut indices = Vec::with_capacity(rest / world + 1);
+    let mut place = 0;
+    for index in permutation.skip(done).take(rest) {
+        if place % world == rank {
+            indices.push(index);
+        }
+        place = (place + 1) % global_batch;
+    }
+    let mut end = 0;
+    let steps = (0..rest).step_by(global_batch).map(|first| {
+        let global_len = global_batch.min(rest - first);
+        end += global_len.saturating_sub(rank).div_ceil(world);
+        StepEnd { end, global_len }
+    });
     EpochPlan {
         epoch,
+        steps: steps.collect(),
         indices,
-        steps,
         done: done as u64,
         parts: 1,
     }

@@ -22,6 +22,7 @@ mod torch;
 pub use plan::{EpochPlan, StepPlan};
 pub use torch::TorchBatches;
 
+use crate::order::ShardOrder;
 use phalanx_base::{Error, Result};
 use phalanx_checkpoint::state::Place;
 use phalanx_nn::rng::torch::Generator;
@@ -74,6 +75,7 @@ impl From<Place> for Cursor {
 pub struct Sampler {
     config: SamplerConfig,
     order: Order,
+    shards: Option<ShardOrder>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -97,7 +99,11 @@ impl Sampler {
             global_batch,
             drop_last: false,
         };
-        Ok(Self { config, order })
+        Ok(Self {
+            config,
+            order,
+            shards: None,
+        })
     }
 
     /// PyTorch's order: `DistributedSampler` under a `DataLoader`.
@@ -108,7 +114,11 @@ impl Sampler {
     pub fn torch(config: SamplerConfig, batches: TorchBatches) -> Result<Self> {
         check(&config, batches.batch_size)?;
         let order = Order::Torch(batches);
-        Ok(Self { config, order })
+        Ok(Self {
+            config,
+            order,
+            shards: None,
+        })
     }
 
     /// The same where an epoch ends before a last batch that is short, as with `DataLoader(drop_last=True)`: in the exact
@@ -120,6 +130,23 @@ impl Sampler {
             Order::Torch(batches) => batches.drop_batch = drop,
         }
         self
+    }
+
+    /// The same where shuffled samples come in the order of their shards, if there is one ([`Dataset::order`](crate::Dataset::order)).
+    ///
+    /// # Errors
+    ///
+    /// Usage: the shards have fewer samples than the data set.
+    pub fn shards(mut self, order: Option<ShardOrder>) -> Result<Self> {
+        let (has, needed) = (order.as_ref(), self.config.samples);
+        if let Some(has) = has.map(ShardOrder::samples)
+            && has < needed as u64
+        {
+            let what = format!("the shards have {has} samples, but the data set has {needed}");
+            return Err(Error::usage(what));
+        }
+        self.shards = order;
+        Ok(self)
     }
 
     /// All steps of epoch `epoch`. A pure function.
@@ -206,12 +233,13 @@ impl Sampler {
         &self.config
     }
 
-    fn permutation(&self, epoch: u64) -> Vec<u64> {
+    fn permutation(&self, epoch: u64) -> Box<dyn Iterator<Item = u64>> {
         let n = self.config.samples;
-        if self.config.shuffle {
-            Generator::new(self.config.seed.wrapping_add(epoch)).randperm(n)
-        } else {
-            (0..n as u64).collect()
+        let seed = self.config.seed.wrapping_add(epoch);
+        match &self.shards {
+            _ if !self.config.shuffle => Box::new(0..n as u64),
+            Some(order) => Box::new(order.permutation(seed, n as u64)),
+            None => Box::new(Generator::new(seed).randperm(n).into_iter()),
         }
     }
 }

@@ -39,11 +39,12 @@ pub(super) fn kept(per_rank: usize, batches: TorchBatches) -> usize {
 pub(super) fn plan(
     config: &SamplerConfig,
     epoch: u64,
-    permutation: Vec<u64>,
+    permutation: impl Iterator<Item = u64>,
     batches: TorchBatches,
     skip: usize,
 ) -> EpochPlan {
     let SamplerConfig { world, rank, .. } = *config;
+    let permutation: Vec<u64> = permutation.collect();
     let n = permutation.len();
     let total = kept(samples_per_rank(config, batches.drop_samples), batches);
     // Padding repeats the permutation from its start, cyclically. With drop,

@@ -6,4 +6,5 @@ mod mnist_files;
 mod progress;
 mod sampler_exact;
 mod sampler_torch;
+mod stream;
 mod synthetic;

@@ -9,7 +9,7 @@ use phalanx_checkpoint::state::Place;
 use phalanx_checkpoint::{self as checkpoint, Outline, Values};
 use phalanx_comm::ProcessGroup;
 use phalanx_data::sampler::{Cursor, EpochPlan, Sampler, SamplerConfig};
-use phalanx_data::{Dataset, ImageBatch};
+use phalanx_data::{Dataset, ImageBatch, ShardOrder};
 use phalanx_ddp::{Fingerprint, broadcast_parameters, verify_equal};
 use phalanx_global::{
     Global, GlobalGrads, GlobalParams, GlobalStep, Indices, Parallel, Placement, Sbp,
@@ -50,6 +50,7 @@ pub struct OnMesh {
     /// That rank, of as many as `data` had at first.
     config: SamplerConfig,
     drop_last: bool,
+    order: Option<ShardOrder>,
     /// The samples of the running epoch over all ranks, and the step with which they begin.
     plan: Option<(EpochPlan, usize)>,
 }
@@ -128,11 +129,12 @@ impl OnMesh {
         settings: &Settings,
         config: SamplerConfig,
         drop_last: bool,
+        order: Option<&ShardOrder>,
     ) -> Result<(BatchSplit, Vec<Sampler>)> {
         let mut args = settings.split.divided(config.world, data);
         args.accumulate *= data;
         let all = BatchSplit::new(&args, 1, 0)?;
-        let samplers = settings.samplers(&all, config, drop_last)?;
+        let samplers = settings.samplers(&all, config, drop_last, order)?;
         Ok((all, samplers))
     }
 
@@ -189,6 +191,7 @@ impl Strategy for OnMesh {
     fn build((mesh, mut parallel): Self::Setup, parts: Parts<'_, '_>) -> Result<Self> {
         let (ctx, settings, choices) = (parts.ctx, parts.settings, parts.choices);
         let (mut params, sampler, drop_last) = (parts.params, choices.sampler, choices.drop_last);
+        let order = choices.order;
         if !choices.frozen.is_empty() {
             return Err(Error::usage(
                 "a mesh trains all parameters: leave out frozen(...)",
@@ -252,7 +255,8 @@ impl Strategy for OnMesh {
             lr,
             factor: 1.0,
             norm: None,
-            all: Self::all_parts(mesh.data, settings, sampler, drop_last)?,
+            all: Self::all_parts(mesh.data, settings, sampler, drop_last, order.as_ref())?,
+            order,
             config: sampler,
             drop_last,
             plan: None,
@@ -299,7 +303,8 @@ impl Strategy for OnMesh {
         self.weights.move_to(&placement)?;
         self.grads = self.weights.grads();
         self.grads.set_skipped_steps(skipped);
-        self.all = Self::all_parts(self.mesh.data, settings, self.config, self.drop_last)?;
+        let (drop_last, order) = (self.drop_last, self.order.as_ref());
+        self.all = Self::all_parts(self.mesh.data, settings, self.config, drop_last, order)?;
         self.plan = None;
         Ok(None)
     }

@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 
 use phalanx_checkpoint::{Outline, Values, weights_digest_with};
 use phalanx_comm::ProcessGroup;
-use phalanx_data::Dataset;
 use phalanx_data::progress::Progress;
 use phalanx_data::sampler::{Cursor, SamplerConfig};
+use phalanx_data::{Dataset, ShardOrder};
 use phalanx_ddp::{Commit, StepTimes};
 use phalanx_member::RankContext;
 use phalanx_nn::optim::Optimizer;
@@ -61,6 +61,8 @@ pub(crate) struct Choices<'j> {
     pub(crate) sampler: SamplerConfig,
     /// `--sampler torch` drops a last batch that is short.
     pub(crate) drop_last: bool,
+    /// Of shuffled samples, where the training set has one of its own.
+    pub(crate) order: Option<ShardOrder>,
     /// Batch norms take the statistics of all ranks' samples.
     pub(crate) sync_batch_norm: bool,
     /// By the names of their groups of parameters, the training's own, without a name, first.

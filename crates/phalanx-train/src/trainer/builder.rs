@@ -102,6 +102,7 @@ impl<'j, M> TrainerBuilder<'j, M> {
                 seed: settings.seed,
             },
             drop_last: false,
+            order: train.order(),
             sync_batch_norm: false,
             optimizers: Vec::new(),
         };
@@ -436,11 +437,12 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             resumed.check(&resumable)?;
         }
         let (at, from) = ((ctx, settings), resumed.map(|resumed| (resumed, &shaping)));
-        let (sampler, drop_last) = (model.choices.sampler, model.choices.drop_last);
+        let sampler = model.choices.sampler;
+        let order = (model.choices.drop_last, model.choices.order.clone());
         let sets_weights = model.init.is_some();
         let (mut strategy, model) = model.build::<S>(setup, &mut plan.info, at, from, &facts)?;
         let group = strategy.batch_group();
-        let sources = Sources::new(settings, sampler, drop_last, plan.unit, group)?;
+        let sources = Sources::new(settings, sampler, order, plan.unit, group)?;
         plan.info.steps = sources.steps;
         plan.info.params = strategy.report(settings).infos;
         let (steps, state) = (sources.steps, strategy.state());

@@ -250,9 +250,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             rank,
             ..self.sources.config
         };
-        self.sources.samplers =
-            self.settings
-                .samplers(&self.sources.split, config, self.sources.drop_last)?;
+        let (drop_last, order) = (self.sources.drop_last, self.sources.order.as_ref());
+        let split = &self.sources.split;
+        self.sources.samplers = self.settings.samplers(split, config, drop_last, order)?;
         Ok(())
     }
 

@@ -5,6 +5,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use phalanx_comm::ProcessGroup;
+use phalanx_data::ShardOrder;
 use phalanx_data::sampler::{Sampler, SamplerConfig};
 
 use crate::args::Settings;
@@ -18,6 +19,8 @@ pub(super) struct Sources {
     pub(super) config: SamplerConfig,
     /// `--sampler torch` drops a last batch that is short.
     pub(super) drop_last: bool,
+    /// Of shuffled samples, where the training set has one of its own.
+    pub(super) order: Option<ShardOrder>,
     /// Samples of a step over all ranks.
     pub(super) global_batch: usize,
     /// Steps of an epoch.
@@ -39,7 +42,7 @@ impl Sources {
     pub(super) fn new(
         settings: &Settings,
         config: SamplerConfig,
-        drop_last: bool,
+        (drop_last, order): (bool, Option<ShardOrder>),
         unit: (&'static str, usize),
         group: &ProcessGroup,
     ) -> Result<Sources> {
@@ -48,7 +51,7 @@ impl Sources {
             rank: group.rank(),
             ..config
         };
-        let samplers = settings.samplers(&split, config, drop_last)?;
+        let samplers = settings.samplers(&split, config, drop_last, order.as_ref())?;
         let plan = split.epoch(&samplers, 0);
         let (steps, global_batch) = (
             plan.len() / split.mine().len(),
@@ -69,6 +72,7 @@ impl Sources {
             samplers,
             config,
             drop_last,
+            order,
             global_batch,
             steps,
             unit,
