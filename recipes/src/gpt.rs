@@ -7,6 +7,7 @@ use phalanx_base::text::visible;
 use crate::error::check_count;
 use crate::format::{number, plural};
 use crate::gpt_mesh;
+use crate::shared::gpt2::Sizes;
 use crate::shared::image::check_share;
 use crate::shared::text::{TextArgs, measure, sample, scores};
 
@@ -101,15 +102,12 @@ fn train(job: &Job<'_>, args: &GptArgs) -> Result<()> {
     let loading = ctx.phase("loading data");
     let (train, test) = args.text.load(settings.seed)?;
     drop(loading);
-    let config = GptConfig {
-        vocab: train.vocabulary().len(),
-        context: train.context(),
-        layers: args.layers,
-        heads: args.heads,
-        width: args.width,
-        dropout: args.dropout,
-    };
-    let model = |scope: &mut Scope<'_>| Gpt::new(scope, &config).recompute(args.recompute);
+    let data = (train.vocabulary().len(), train.context());
+    let flags = [args.layers, args.heads, args.width];
+    let sizes = Sizes::of(job, data, flags, args.dropout)?;
+    let (mut args, config) = (args.clone(), &sizes.config);
+    (args.layers, args.heads, args.width) = (config.layers, config.heads, config.width);
+    let model = |scope: &mut Scope<'_>| sizes.build(scope).recompute(args.recompute);
     let adam = |params: &Params, lr| Adam::new(params, lr).betas(0.9, 0.99);
     let builder = (job.trainer(&train, model, adam))
         .title(&args.title())
@@ -117,8 +115,12 @@ fn train(job: &Job<'_>, args: &GptArgs) -> Result<()> {
         .optimizer_title(&args.optimizer_title(settings.lr()))
         .schedule(|lr, steps| Schedule::cosine(lr, steps, lr / 10.0))
         .clip_grad_norm(CLIP)
+        .files(sizes.files())
         .hyperparameters(args.shaping());
     if let Some(mesh) = args.mesh.mesh(ctx.world())? {
+        if sizes.is_gpt2 {
+            return Err(Error::usage("--mesh does not split GPT-2's weights"));
+        }
         return gpt_mesh::train(
             job,
             (&args.text, args.sample),

@@ -17,6 +17,7 @@ mod mobilenetv2;
 mod modelarts;
 mod oneflow;
 mod resnet18;
+mod resnet50;
 mod resnet9;
 mod shared;
 mod table;
@@ -30,11 +31,12 @@ pub use shared::text::scores;
 pub use shared::views::Views;
 
 /// What `phalanx train` can run, in the order of its help.
-pub fn programs() -> [Subcommand; 7] {
+pub fn programs() -> [Subcommand; 8] {
     [
         linear::program(),
         mnist::program(),
         resnet18::program(),
+        resnet50::program(),
         resnet9::program(),
         mobilenetv2::program(),
         gpt::program(),
@@ -43,9 +45,10 @@ pub fn programs() -> [Subcommand; 7] {
 }
 
 /// The networks of the programs that classify images, with the names of these.
-pub const NETWORKS: [(&str, Network); 4] = [
+pub const NETWORKS: [(&str, Network); 5] = [
     ("mnist", mnist::NETWORK),
     ("resnet18", resnet18::NETWORK),
+    ("resnet50", resnet50::NETWORK),
     ("resnet9", resnet9::NETWORK),
     ("mobilenetv2", mobilenetv2::NETWORK),
 ];

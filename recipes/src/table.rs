@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use phalanx::Subcommand;
 use phalanx::prelude::*;
+use phalanx::train::check_folder_of;
 
 use crate::error::check_count;
 use crate::format::{number, thousands};
@@ -103,6 +104,13 @@ impl TableArgs {
         settings.validate(world)?;
         check_hidden("--hidden", &self.hidden)?;
         check_count("--patience", self.patience.unwrap_or(1), usize::MAX)?;
+        if let Some(output) = &self.predict {
+            check_folder_of("--predict", output)?;
+            if settings.init.path().is_none() {
+                let what = "--predict needs --init RUN, the folder of a training";
+                return Err(Error::usage(what));
+            }
+        }
         self.rows.check(self.predict.is_none())
     }
 }

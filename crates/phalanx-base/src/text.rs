@@ -89,6 +89,28 @@ fn is_hidden(c: char) -> bool {
         | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
+/// Whether `name` matches `pattern`, in which `*` stands for any characters, also none, and `?` for one.
+pub fn matches(pattern: &str, name: &str) -> bool {
+    let [pattern, name] = [pattern, name].map(|text| text.chars().collect::<Vec<char>>());
+    // The last star, and how far it reaches.
+    let (mut at, mut next, mut star) = (0, 0, None);
+    while next < name.len() {
+        match (pattern.get(at), star) {
+            (Some('*'), _) => {
+                star = Some((at, next));
+                at += 1;
+            }
+            (Some(c), _) if *c == '?' || *c == name[next] => (at, next) = (at + 1, next + 1),
+            (_, Some((from, end))) => {
+                star = Some((from, end + 1));
+                (at, next) = (from + 1, end + 1);
+            }
+            (_, None) => return false,
+        }
+    }
+    pattern[at..].iter().all(|c| *c == '*')
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

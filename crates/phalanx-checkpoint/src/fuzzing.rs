@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use phalanx_nn::{Init, Layout, Params, Scope, Seed};
 
 use crate as checkpoint;
+use crate::AdapterConfig;
 use crate::pth::{self, DType, PthFile, Saved};
 use crate::state;
 
@@ -20,6 +21,7 @@ pub const TARGETS: &[Target] = &[
     ("checkpoint_checkpoint", state::fuzz, state::fuzz_seeds),
     ("checkpoint_pth_archive", pth_archive, pth_seeds),
     ("checkpoint_pth_pickle", pth_pickle, pickle_seeds),
+    ("checkpoint_adapter", adapter, adapter_seeds),
 ];
 
 /// A memory file with these bytes, and a path to it.
@@ -105,6 +107,21 @@ fn pth_pickle(data: &[u8]) {
     if pth::write_archive(&mut whole, "a", data, 1, |_| Ok([1; 24])).is_ok() {
         pth_archive(&whole);
     }
+}
+
+/// The configuration of an adapter that is accepted can be written and read again.
+fn adapter(data: &[u8]) {
+    let parse = |text: &[u8]| AdapterConfig::parse("adapter_config.json".as_ref(), text);
+    if let Ok(config) = parse(data) {
+        let text = serde_json::to_vec(&config).unwrap_or_default();
+        assert!(parse(&text).is_ok_and(|again| again.r == config.r));
+    }
+}
+
+fn adapter_seeds() -> Vec<Vec<u8>> {
+    let seed = br#"{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "bias": "none", "fan_in_fan_out": true,
+        "target_modules": ["c_attn", "c_proj"], "use_dora": false, "rank_pattern": {}, "task_type": null}"#;
+    vec![seed.to_vec()]
 }
 
 fn pth_seeds() -> Vec<Vec<u8>> {

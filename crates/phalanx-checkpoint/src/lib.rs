@@ -12,13 +12,18 @@ pub mod digest;
 #[doc(hidden)]
 pub mod fuzzing;
 mod load;
+mod lora;
 #[doc(hidden)]
 pub mod pickle;
 pub mod pth;
 pub mod state;
 mod weights;
 
-pub use load::{Loaded, load_params, read_each, read_metadata, read_tensors};
+pub use load::{
+    LoadOptions, Loaded, load_params, load_params_with, read_each, read_metadata, read_shapes,
+    read_tensors,
+};
+pub use lora::{Adapter, AdapterConfig};
 pub use weights::{
     Outline, TensorId, Values, full_values, save_params, save_params_with, save_pth, save_pth_with,
     save_tensors, weights_digest, weights_digest_with, weights_sha256, write_params_with,

@@ -10,9 +10,9 @@ use safetensors::Dtype;
 
 use crate::pth::{DType, LEGACY_START, PthFile, Saved, WRAPPED, ZIP_START, strip_all, strip_one};
 use crate::state::{MAX_MANIFEST_BYTES, MODEL, State};
-use crate::weights::{Outline, TensorId, TensorsFile, put};
+use crate::weights::{NamedShape, Outline, TensorId, TensorsFile, is_count, put};
 use phalanx_base::files::{open_regular, read_open};
-use phalanx_base::text::one_line;
+use phalanx_base::text::{matches, one_line};
 use phalanx_base::{Error, Result};
 
 /// What a file of weights has besides the weights.
@@ -22,7 +22,94 @@ pub struct Loaded {
     pub metadata: BTreeMap<String, String>,
     /// Warnings about the file, one sentence each.
     pub warnings: Vec<String>,
+    /// Number of the model's tensors that were loaded.
+    pub tensors: usize,
+    /// What all names of the file had in front, which was left out.
+    pub dropped: String,
+    /// Tensors of the model that keep their values, because they are [skipped](LoadOptions::skip) or the file may lack them:
+    /// low-rank adapters and counts of batches.
+    pub kept: Vec<String>,
+    /// Tensors of the file that the model has no place for.
+    pub unused: Vec<String>,
 }
+
+impl Loaded {
+    /// What was not loaded as it is, for people: a sentence each.
+    pub fn notes(&self) -> Vec<String> {
+        let names = |all: &[String]| {
+            let all: Vec<&str> = all.iter().map(String::as_str).collect();
+            listed("", all)
+        };
+        let dropped = (!self.dropped.is_empty())
+            .then(|| format!("without {} in front of all names", one_line(&self.dropped)));
+        let kept =
+            names(&self.kept).map(|all| format!("not loaded, with their initial values:{all}"));
+        let unused = names(&self.unused).map(|all| format!("in the file only, and not used:{all}"));
+        dropped.into_iter().chain(kept).chain(unused).collect()
+    }
+}
+
+/// How [`load_params_with`] finds a model's tensors in a file.
+///
+/// ```
+/// use phalanx_checkpoint::LoadOptions;
+///
+/// // A trunk that the file calls `encoder.…`, and a head for other classes.
+/// let options = LoadOptions::new().rename("encoder.", "backbone.").skip("fc.*");
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LoadOptions {
+    renames: Vec<(String, String)>,
+    skipped: Vec<String>,
+    only_adapters: bool,
+}
+
+impl LoadOptions {
+    /// The file has the model's names, and all of them.
+    pub fn new() -> LoadOptions {
+        LoadOptions::default()
+    }
+
+    /// Names of the file that begin with `old` begin with `new` instead. The first that fits a name counts.
+    #[must_use]
+    pub fn rename(mut self, old: &str, new: &str) -> LoadOptions {
+        self.renames.push((old.to_owned(), new.to_owned()));
+        self
+    }
+
+    /// Tensors whose names match `pattern` (`*`: any characters, `?`: one) are not loaded: those of the model keep their values,
+    /// and the file may have others.
+    #[must_use]
+    pub fn skip(mut self, pattern: &str) -> LoadOptions {
+        self.skipped.push(pattern.to_owned());
+        self
+    }
+
+    /// Only the low-rank adapters are loaded, and the file has nothing else.
+    #[must_use]
+    pub fn only_adapters(mut self) -> LoadOptions {
+        self.only_adapters = true;
+        self
+    }
+
+    fn renamed(&self, name: &str) -> String {
+        let mut fitting = self.renames.iter();
+        let new = fitting.find_map(|(old, new)| Some(new.clone() + name.strip_prefix(&**old)?));
+        new.unwrap_or_else(|| name.to_owned())
+    }
+
+    fn skips(&self, name: &str) -> bool {
+        self.skipped.iter().any(|pattern| matches(pattern, name))
+    }
+}
+
+/// Whether it is the name of a matrix of a low-rank adapter.
+pub(crate) fn is_adapter(name: &str) -> bool {
+    name.ends_with("lora_A.weight") || name.ends_with("lora_B.weight")
+}
+
+/// Buffers that GPT-2's files have and no model needs.
+const NO_WEIGHTS: [&str; 2] = [".attn.bias", ".attn.masked_bias"];
 
 /// One tensor of a file.
 struct Found<'a> {
@@ -60,6 +147,34 @@ pub fn load_params(path: &Path, params: &mut Params) -> Result<Loaded> {
         put(params, outline.name(tensor), &values)?;
     }
     Ok(loaded)
+}
+
+/// As [`load_params`], but not all of the file has to be the model's, as `options` say: what is missing and what is left over
+/// is in the result. One tensor after the other is read.
+///
+/// # Errors
+///
+/// As [`load_params`]; also `Usage` where a rename gives two tensors one name, and where nothing is left to load. `params` may
+/// have some of the file's values then.
+pub fn load_params_with(path: &Path, params: &mut Params, options: &LoadOptions) -> Result<Loaded> {
+    let outline = Outline::of(params);
+    read_some(path, &outline, options, |tensor, values| {
+        put(params, outline.name(tensor), &values)
+    })
+}
+
+/// Names and shapes of the tensors in the file at `path`, without reading values. Accepts the formats of [`read_tensors`].
+///
+/// # Errors
+///
+/// As [`load_params`], except for the model.
+pub fn read_shapes(path: &Path) -> Result<BTreeMap<String, Vec<usize>>> {
+    let shapes = |mut found: AllFound<'_>| {
+        strip_all(&mut found);
+        let all = found.into_iter().map(|(name, found)| (name, found.shape));
+        Ok(all.collect())
+    };
+    with_tensors(path, shapes).map(|(shapes, _)| shapes)
 }
 
 /// The metadata of the file at `path`, without reading values. Accepts the formats of
@@ -156,7 +271,11 @@ impl Opened {
             Opened::Safetensors(file) => (file.metadata(), Vec::new()),
             Opened::PyTorch(file) => (BTreeMap::new(), file.warnings().to_vec()),
         };
-        Loaded { metadata, warnings }
+        Loaded {
+            metadata,
+            warnings,
+            ..Loaded::default()
+        }
     }
 }
 
@@ -209,7 +328,9 @@ impl Index {
         for (file, opened) in &files {
             let there = opened.tensors()?.into_iter();
             all.extend(there.filter(|(name, _)| self.weight_map.get(name) == Some(file)));
-            let Loaded { metadata, warnings } = opened.loaded();
+            let Loaded {
+                metadata, warnings, ..
+            } = opened.loaded();
             loaded.metadata.extend(metadata);
             loaded.warnings.extend(warnings);
         }
@@ -325,26 +446,98 @@ fn dtype(of: Dtype) -> Option<DType> {
 pub fn read_each(
     path: &Path,
     outline: &Outline,
+    take: impl FnMut(TensorId, Vec<f32>) -> Result<()>,
+) -> Result<Loaded> {
+    read_some(path, outline, &LoadOptions::new(), take)
+}
+
+/// As [`read_each`], of the tensors that `options` leave.
+fn read_some(
+    path: &Path,
+    outline: &Outline,
+    options: &LoadOptions,
     mut take: impl FnMut(TensorId, Vec<f32>) -> Result<()>,
 ) -> Result<Loaded> {
-    // `model.` is the prefix of Lightning's modules; a model's own names may begin with any of these.
-    const PREFIXES: [&str; 3] = [WRAPPED[0], WRAPPED[1], "model."];
     let each = |mut found: AllFound<'_>| {
-        let expected = outline.by_name();
-        let known = |name: &String| {
-            (expected.binary_search_by(|(_, known)| known.0.as_str().cmp(name))).is_ok()
-        };
-        while !found.iter().any(|(name, _)| known(name)) && strip_one(&mut found, &PREFIXES) {}
-        let found = found.into_iter().collect();
-        for (tensor, dtype, found) in matched(path, outline, &found)? {
+        let mut expected = outline.by_name();
+        expected.retain(|(_, (name, _))| !options.only_adapters || is_adapter(name));
+        let dropped = rename(path, &mut found, &expected, options)?;
+        let found: HashMap<String, Found<'_>> = found.into_iter().collect();
+        let (all, kept, unused) = matched(path, &expected, &found, options)?;
+        let tensors = all.len();
+        for (tensor, dtype, found) in all {
             let bytes = (found.bytes)()?;
             let values = dtype.to_f32(&bytes);
             check_finite(path, outline.name(tensor), dtype, &bytes, &values)?;
             take(tensor, values)?;
         }
-        Ok(())
+        Ok((tensors, dropped, kept, unused))
     };
-    with_tensors(path, each).map(|((), loaded)| loaded)
+    let ((tensors, dropped, kept, unused), loaded) = with_tensors(path, each)?;
+    Ok(Loaded {
+        tensors,
+        dropped,
+        kept,
+        unused,
+        ..loaded
+    })
+}
+
+/// Gives the tensors of a file the names that a model has, by `options`. Returns what was in front of all names.
+fn rename(
+    path: &Path,
+    found: &mut AllFound<'_>,
+    expected: &[(TensorId, &NamedShape)],
+    options: &LoadOptions,
+) -> Result<String> {
+    // `model.` is the prefix of Lightning's modules, the last that of PEFT's adapters; a model's own names may begin with any of these.
+    const PREFIXES: [&str; 4] = [WRAPPED[0], WRAPPED[1], "model.", "base_model.model."];
+    let index = |name: &str| expected.binary_search_by(|(_, known)| known.0.as_str().cmp(name));
+    let known = |name: &str| index(name).is_ok();
+    let any = |found: &AllFound<'_>| found.iter().any(|(name, _)| known(&options.renamed(name)));
+    let mut dropped = String::new();
+    while !any(found)
+        && let Some(prefix) = strip_one(found, &PREFIXES)
+    {
+        dropped.push_str(prefix);
+    }
+    for (name, _) in found.iter_mut() {
+        *name = options.renamed(name);
+        if options.only_adapters {
+            // PEFT keeps the output projection of an attention in the layer that it has wrapped.
+            *name = name.replace(".base_layer.", ".");
+        }
+    }
+    // As files of Hugging Face's models without their head.
+    let first = expected
+        .first()
+        .and_then(|(_, (name, _))| name.split_once('.'));
+    let front = first.map(|(front, _)| format!("{front}."));
+    if let Some(front) = front.filter(|front| {
+        let all = expected
+            .iter()
+            .all(|(_, (name, _))| name.starts_with(&**front));
+        all && !any(found)
+            && found
+                .iter()
+                .any(|(name, _)| known(&format!("{front}{name}")))
+    }) {
+        found
+            .iter_mut()
+            .for_each(|(name, _)| name.insert_str(0, &front));
+    }
+    let mut seen = HashSet::new();
+    match found
+        .iter()
+        .map(|(name, _)| name)
+        .find(|name| !seen.insert(*name))
+    {
+        Some(name) => {
+            let what = format_args!("two of its tensors become {}", one_line(name));
+            Err(wrong(path, what))
+        }
+        None => Ok(dropped),
+    }
 }
 
 /// Refuses values that are not finite, of which training and predictions become NaN.
@@ -369,42 +562,31 @@ fn check_finite(path: &Path, name: &str, dtype: DType, bytes: &[u8], values: &[f
     Err(wrong(path, what))
 }
 
-/// The tensors of `outline`, after comparing all names, types and shapes.
+/// What is read of a file, the names of tensors that keep their values, and of those that are not used.
+type Matched<'f, 'a> = (
+    Vec<(TensorId, DType, &'f Found<'a>)>,
+    Vec<String>,
+    Vec<String>,
+);
+
+/// The tensors of a model in a file, after comparing all names, types and shapes.
 fn matched<'f, 'a>(
     path: &Path,
-    outline: &Outline,
+    expected: &[(TensorId, &NamedShape)],
     found: &'f HashMap<String, Found<'a>>,
-) -> Result<Vec<(TensorId, DType, &'f Found<'a>)>> {
-    let expected = outline.by_name();
-    let missing: Vec<&str> = expected
-        .iter()
-        .map(|(_, (name, _))| name.as_str())
-        .filter(|name| !found.contains_key(*name))
-        .collect();
-    let strangers: Vec<&str> = found
-        .keys()
-        .map(String::as_str)
-        .filter(|name| {
-            expected
-                .binary_search_by(|(_, known)| known.0.as_str().cmp(name))
-                .is_err()
-        })
-        .collect();
-    if !strangers.is_empty() || !missing.is_empty() {
-        let differs = [
-            listed("it lacks", missing),
-            listed("the model does not know", strangers),
-        ];
-        let differs: Vec<String> = differs.into_iter().flatten().collect();
-        return Err(Error::data(format!(
-            "{} is of another model: {}",
-            path.display(),
-            differs.join("; ")
-        )));
-    }
-    let mut all = Vec::with_capacity(expected.len());
+    options: &LoadOptions,
+) -> Result<Matched<'f, 'a>> {
+    let optional = |name: &str| {
+        let new = is_adapter(name) && !options.only_adapters;
+        new || is_count(name) || options.skips(name)
+    };
+    let (mut all, mut kept, mut missing, mut differing) = (Vec::new(), vec![], vec![], None);
     for (tensor, (name, shape)) in expected {
-        let Some(found) = found.get(name) else {
+        let Some(found) = found.get(name).filter(|_| !options.skips(name)) else {
+            match optional(name) {
+                true => kept.push(name.clone()),
+                false => missing.push(name.as_str()),
+            }
             continue;
         };
         // Only buffers such as counts may be integers.
@@ -413,17 +595,65 @@ fn matched<'f, 'a>(
             .dtype
             .filter(|dtype| dtype.is_float() || !is_parameter);
         match dtype {
-            Some(dtype) if found.shape == *shape => all.push((tensor, dtype, found)),
+            Some(dtype) if found.shape == *shape => all.push((*tensor, dtype, found)),
             _ => {
                 let (dtype, has) = (&found.dtype_name, &found.shape);
-                let what = format_args!(
+                let what = format!(
                     "{name} is {dtype} of shape {has:?}, the model has F32 of shape {shape:?}"
                 );
-                return Err(wrong(path, what));
+                differing = differing.or(Some(what));
             }
         }
     }
-    Ok(all)
+    let known =
+        |name: &str| (expected.binary_search_by(|(_, known)| known.0.as_str().cmp(name))).is_ok();
+    let strange = found.keys().filter(|name| !known(name));
+    let (mut unused, mut strangers) = (Vec::new(), Vec::new());
+    for name in strange {
+        let is_buffer =
+            NO_WEIGHTS.iter().any(|end| name.ends_with(end)) && found[name].shape.len() != 1;
+        match is_buffer || options.skips(name) || is_tied_head(name, known, found)? {
+            true => unused.push(name.clone()),
+            false => strangers.push(name.as_str()),
+        }
+    }
+    unused.sort_unstable();
+    let differs = [
+        listed("it lacks", missing),
+        listed("the model does not know", strangers),
+    ];
+    let differs: Vec<String> = differs.into_iter().flatten().collect();
+    if !differs.is_empty() {
+        return Err(Error::data(format!(
+            "{} is of another model: {}",
+            path.display(),
+            differs.join("; ")
+        )));
+    }
+    match differing {
+        Some(what) => Err(wrong(path, format_args!("{what}"))),
+        None if all.is_empty() && !expected.is_empty() => {
+            Err(wrong(path, format_args!("nothing of it is left to load")))
+        }
+        None => Ok((all, kept, unused)),
+    }
+}
+
+/// Whether it is GPT-2's output layer, which a file may have a second time although its weight is that of the embedding.
+fn is_tied_head(
+    name: &str,
+    known: impl Fn(&str) -> bool,
+    found: &HashMap<String, Found<'_>>,
+) -> Result<bool> {
+    let tied = found
+        .get("transformer.wte.weight")
+        .filter(|_| known("transformer.wte.weight"));
+    match (found.get(name).filter(|_| name == "lm_head.weight"), tied) {
+        (Some(head), Some(tied)) if head.shape == tied.shape => {
+            Ok((head.bytes)()? == (tied.bytes)()?)
+        }
+        _ => Ok(false),
+    }
 }
 
 /// `it lacks a, b, c, d and 4 more`; empty if there are none.

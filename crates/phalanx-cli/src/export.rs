@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use phalanx_base::text::one_line;
-use phalanx_checkpoint::{read_tensors, save_tensors};
+use phalanx_checkpoint::{Adapter, read_tensors, save_tensors};
 
 use crate::error::{Error, Result};
 use crate::format::{bytes, plural};
@@ -19,6 +19,13 @@ pub struct ExportArgs {
     /// File to write; the extension selects the format: .pth or .pt for torch.load, or .safetensors
     #[arg(long, value_name = "FILE")]
     to: PathBuf,
+    /// Add low-rank adapters (LoRA) to the weights that they belong to: those of CHECKPOINT, or of a PEFT adapter's folder ADAPTER
+    #[arg(long, value_name = "ADAPTER", num_args = 0..=1, require_equals = true, conflicts_with = "adapter")]
+    #[allow(clippy::option_option, reason = "the flag has a value or none")]
+    merge: Option<Option<PathBuf>>,
+    /// Write only the low-rank adapters of CHECKPOINT, as PEFT's files in the folder --to
+    #[arg(long)]
+    adapter: bool,
 }
 
 /// Runs `phalanx export`.
@@ -28,14 +35,15 @@ pub struct ExportArgs {
 /// Usage for another ending; those of reading and writing, naming the file.
 pub fn run(args: &ExportArgs) -> Result<()> {
     let ending = args.to.extension().and_then(|e| e.to_str());
-    if !matches!(ending, Some("pth" | "pt" | "safetensors")) {
+    if !args.adapter && !matches!(ending, Some("pth" | "pt" | "safetensors")) {
         return Err(Error::usage(format!(
             "--to {}: the name must end in .pth, .pt or .safetensors",
             args.to.display()
         )));
     }
     check_folder_of("--to", &args.to)?;
-    let (tensors, loaded) = read_tensors(&file_of(&args.checkpoint)?)?;
+    let file = file_of(&args.checkpoint)?;
+    let (mut tensors, mut loaded) = read_tensors(&file)?;
     for warning in &loaded.warnings {
         say::note(format_args!("warning: {warning}"));
     }
@@ -43,6 +51,25 @@ pub fn run(args: &ExportArgs) -> Result<()> {
         say::note(format_args!(
             "warning: the weights have infinite or NaN values (first in {})",
             one_line(&tensor.name)
+        ));
+    }
+    if args.adapter {
+        Adapter::take(&mut tensors, &mut loaded.metadata, &file)?.save(&args.to)?;
+        say::note(format_args!(
+            "{}: a LoRA adapter for PEFT",
+            args.to.display()
+        ));
+        return Ok(());
+    }
+    if let Some(folder) = &args.merge {
+        let adapter = match folder {
+            Some(folder) => Adapter::read(folder)?,
+            None => Adapter::take(&mut tensors, &mut loaded.metadata, &file)?,
+        };
+        let layers = adapter.merge_into(&mut tensors)?;
+        let layers = plural(layers, "layer");
+        say::note(format_args!(
+            "low-rank adapters added to the weights of {layers}"
         ));
     }
     let total_bytes: usize = tensors.iter().map(|t| t.bytes.len()).sum();

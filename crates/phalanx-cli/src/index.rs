@@ -10,13 +10,13 @@ use crate::say;
 /// Arguments of `phalanx index`.
 #[derive(Debug, clap::Args)]
 pub struct IndexArgs {
-    /// A folder of .tar or .jsonl files, or one in an object store: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX
-    #[arg(value_name = "PLACE")]
+    /// Folder of .tar, .jsonl or .ndjson files
+    #[arg(value_name = "FOLDER")]
     place: String,
     /// File to write [default: phalanx.index beside the shards]
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Leave out what cannot be read, as the end of a cut-off archive; without this the first such place is an error
+    /// Skip samples that cannot be read (a cut-off archive, an invalid line) instead of failing at the first
     #[arg(long)]
     skip_damaged: bool,
 }

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use phalanx_base::text::visible_json;
-use phalanx_checkpoint::{load_params, read_metadata};
+use phalanx_checkpoint::{AdapterConfig, load_params, read_metadata};
 use phalanx_data::cifar10::{self, Scaling};
 use phalanx_data::folder::{ImageFolder, Transforms, read_image};
 use phalanx_data::metrics::argmax;
@@ -116,6 +116,7 @@ impl Preprocessing {
             let size = metadata
                 .get("image_size")
                 .and_then(|size| size.parse().ok());
+            let size = size.filter(|size| (1..=4096).contains(size));
             let size = size.unwrap_or(known.image[0]);
             let transforms = photos::plain(size, pixels);
             Own {
@@ -262,7 +263,7 @@ fn predict_rows(args: &PredictArgs) -> Result<()> {
         .iter()
         .filter_map(|(flag, value)| Some([OsStr::new(*flag), (*value)?]));
     let words = [OsStr::new("table")].into_iter().chain(given.flatten());
-    let failed = |e: clap::Error| Error::internal(e.to_string());
+    let failed = |e: clap::Error| Error::usage(e.to_string());
     let programs = programs();
     let table = programs.iter().find(|program| program.name() == "table");
     let table = table.ok_or_else(|| Error::internal("train has no table"))?;
@@ -401,6 +402,9 @@ fn network(path: &Path, wanted: Option<&str>) -> Result<Found> {
     let mut why = None;
     for known in candidates {
         let mut scope = Scope::new(Seed(0));
+        if let Some(config) = AdapterConfig::of_file(path, &metadata)? {
+            scope.lora(config.lora());
+        }
         let classes = classes(&metadata).map_or(known.classes, |classes| classes.len());
         let net = (known.build)(&mut scope, false, classes);
         let mut params = scope.build()?;

@@ -75,10 +75,6 @@ pub trait Dataset: Send + Sync + 'static {
     fn order(&self) -> Option<ShardOrder> {
         None
     }
-
-    /// Starts to fetch samples that will be read soon. The loader calls it before each batch, with the samples that this rank
-    /// reads after it. It must not wait, and errors are those of [`read_batch`](Self::read_batch).
-    fn prefetch(&self, _upcoming: &[u64]) {}
 }
 
 impl<T: Clone + Send + Sync + 'static> Dataset for Vec<T> {
@@ -164,10 +160,6 @@ impl<T: ImageDataset + ?Sized + 'static> Dataset for T {
     fn order(&self) -> Option<ShardOrder> {
         ImageDataset::order(self)
     }
-
-    fn prefetch(&self, upcoming: &[u64]) {
-        ImageDataset::prefetch(self, upcoming);
-    }
 }
 
 /// Labelled images that can be read in any order from several threads.
@@ -203,9 +195,6 @@ pub trait ImageDataset: Send + Sync {
     fn order(&self) -> Option<ShardOrder> {
         None
     }
-
-    /// As [`Dataset::prefetch`].
-    fn prefetch(&self, _upcoming: &[u64]) {}
 
     /// Writes the image of sample `index` (height, width, channels, scaled for the model)
     /// to `out` and returns its label.

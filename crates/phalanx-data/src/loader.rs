@@ -337,7 +337,6 @@ impl<D: Dataset + ?Sized> LoaderState<D> {
             return Err(Error::internal("the loader claimed a step beyond the plan"));
         };
         let read = || {
-            self.dataset.prefetch(plan.after(step));
             batch.global_len = global_len;
             batch.indices.clear();
             batch.indices.extend_from_slice(indices);

@@ -45,10 +45,11 @@ impl ShardOrder {
         })
     }
 
-    /// The shard of a sample, and the sample's number in it. The sample must be below [`samples`](Self::samples).
+    /// The shard of a sample, and the sample's number in it. Beyond [`samples`](Self::samples) there is no such shard.
     pub(crate) fn find(&self, sample: u64) -> (usize, u64) {
         let shard = self.ends.partition_point(|end| *end <= sample);
-        (shard, sample - self.range(shard).0)
+        let start = shard.checked_sub(1).map_or(0, |before| self.ends[before]);
+        (shard, sample - start)
     }
 
     fn range(&self, shard: usize) -> (u64, u64) {
@@ -56,7 +57,7 @@ impl ShardOrder {
         (start, self.ends[shard])
     }
 
-    /// Of the first `samples` samples, drawn by `seed`. Computed group by group: 24 bytes a sample of a group are in memory.
+    /// Of the first `samples` samples, drawn by `seed`. Computed group by group: 16 bytes per sample of a group are in memory.
     pub(crate) fn permutation(&self, seed: u64, samples: u64) -> impl Iterator<Item = u64> + use<> {
         let mut draws = Generator::new(seed);
         let order = self.clone();

@@ -22,6 +22,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 const MAGIC: &[u8; 8] = b"phxtok1\n";
+/// Most bytes of the description, which is read into memory.
+const MAX_DESCRIPTION: u64 = 1 << 32;
 /// Bytes of tokens with a sum of their own.
 const BLOCK: usize = 1 << 14;
 pub(crate) const END: usize = 8 + 32;
@@ -208,7 +210,8 @@ impl Tokens {
         let end_at = length.checked_sub(END as u64).ok_or_else(changed)?;
         let end = read_at(path, &file, end_at, END)?;
         let size = u64::from_le_bytes(end.as_chunks().0[0]);
-        let json_at = end_at.checked_sub(size).ok_or_else(changed)?;
+        let json_at = end_at.checked_sub(size).filter(|_| size <= MAX_DESCRIPTION);
+        let json_at = json_at.ok_or_else(changed)?;
         let json = read_at(path, &file, json_at, size as usize)?;
         let sha256 = Sha256::digest(&json);
         if sha256[..] != end[8..] {

@@ -86,7 +86,7 @@ impl ParquetFile {
     /// Number of rows of each row group.
     pub fn row_groups(&self) -> Vec<usize> {
         let groups = self.reader.metadata().row_groups().iter();
-        let rows = groups.map(|group| usize::try_from(group.num_rows()).unwrap_or_default());
+        let rows = groups.map(|group| usize::try_from(group.num_rows()).unwrap_or(usize::MAX));
         rows.collect()
     }
 

@@ -636,7 +636,7 @@ mod tests {
             for length in lengths.map(|n| n as usize) {
                 let end = start + length;
                 let mut at = start;
-                while length > context {
+                while at < end && length > context {
                     let first = at.min(end - 1 - context);
                     expected.push(first);
                     at += context;

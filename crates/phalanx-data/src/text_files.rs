@@ -54,20 +54,17 @@ fn has_ending(file: &Path, ending: &str) -> bool {
 /// when it changes while it is read; `System` when it cannot be read; those of `each`.
 pub fn read_documents(path: &Path, field: Option<&str>, each: Each<'_>) -> Result<()> {
     let shown = path.display();
-    let file = open_regular(path).map_err(|e| match e.kind() {
-        std::io::ErrorKind::NotFound => Error::usage(format!(
-            "no text file {shown}\n  give a UTF-8 text file, or a folder of .txt files"
-        ))
-        .with_source(e),
-        _ => Error::not_opened("text file", path, e),
-    })?;
+    let file = open_regular(path).map_err(|e| Error::not_opened("text file", path, e))?;
     let stamp = || -> Result<_> {
         let about = file.metadata();
         let about = about.map_err(|e| Error::io("cannot read", path, e))?;
         Ok((about.len(), about.mtime(), about.mtime_nsec()))
     };
     let before = stamp()?;
-    match field.filter(|_| has_ending(path, "jsonl")) {
+    let is_json = ["jsonl", "ndjson"]
+        .iter()
+        .any(|ending| has_ending(path, ending));
+    match field.filter(|_| is_json) {
         Some(field) => objects(path, &file, field, each)?,
         None => pieces(path, &file, each)?,
     }

@@ -288,7 +288,11 @@ impl GlobalParams {
             .broadcast_object(said.as_ref(), 0)
             .map_err(failed)?;
         *self.local_mut() = staged.params;
-        Ok(Loaded { metadata, warnings })
+        Ok(Loaded {
+            metadata,
+            warnings,
+            ..Loaded::default()
+        })
     }
 
     fn group(&self) -> &ProcessGroup {

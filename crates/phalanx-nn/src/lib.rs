@@ -64,7 +64,8 @@ pub use losses::Reduction;
 pub use ops::Weight;
 pub use ops::custom::CustomOp;
 pub use param::{
-    BufferId, GradSink, GradView, Grads, Init, Layout, ParamId, ParamInfo, Params, Scope, Seed,
+    BufferId, GradSink, GradView, Grads, Init, Layout, LoraConfig, ParamId, ParamInfo, Params,
+    Scope, Seed,
 };
 pub use phalanx_kernels::Precision;
 pub use phalanx_kernels::par::{ThreadPool, Threads};

@@ -34,7 +34,7 @@ mod update;
 
 pub use args::{
     Defaults, Determinism, ExchangeArg, FolderArgs, LabelArgs, Mesh, MeshArgs, OF_ONE_RUN,
-    PrecisionArg, SamplerKind, SavingArgs, Settings, SplitArgs, check_folder_of,
+    PrecisionArg, SamplerKind, SavingArgs, Settings, SplitArgs, Start, TuneArgs, check_folder_of,
 };
 pub use batch::{Batches, Engine, MicroBatchOf, StepBatch};
 pub use best::EarlyStopping;

@@ -23,7 +23,7 @@ impl Network {
     fn answers<'s>(&self, batch: &MicroBatch<'s, TableBatch>) -> Result<Tensor<'s>> {
         let width = batch.features.len() / batch.samples();
         let x = batch.input(&batch.features, &[batch.samples(), width])?;
-        Ok(self.1.forward(self.0.forward_act(x, Act::Relu)?)?)
+        self.1.forward(self.0.forward_act(x, Act::Relu)?)
     }
 
     /// The squared error, as a mean or a sum over the batch.
@@ -32,7 +32,7 @@ impl Network {
         batch: &MicroBatch<'s, TableBatch>,
         reduction: Reduction,
     ) -> Result<Tensor<'s>> {
-        Ok(self.answers(batch)?.mse_loss(&batch.targets, reduction)?)
+        self.answers(batch)?.mse_loss(&batch.targets, reduction)
     }
 }
 

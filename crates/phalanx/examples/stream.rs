@@ -1,7 +1,6 @@
 //! A training on samples in shards, which need not fit into memory: tar archives as WebDataset writes them, or JSON lines, in a
-//! folder or an object store. Without `--data` it writes shards of its own into a folder first.
+//! folder. Without `--data` it writes shards of its own into a folder first.
 //! `cargo run --release -p phalanx --example stream -- --nproc-per-node 2`
-//! `cargo run --release -p phalanx --features object-store --example stream -- --data s3://BUCKET/PREFIX`
 
 use std::fmt::Write as _;
 use std::fs;
@@ -49,7 +48,7 @@ impl Network {
     fn scores<'s>(&self, batch: &MicroBatch<'s, Vec<Point>>) -> Result<Tensor<'s>> {
         let values: Vec<f32> = batch.data().iter().flat_map(|(x, _)| *x).collect();
         let x = batch.input(&values, &[batch.samples(), 2])?;
-        Ok(self.1.forward(self.0.forward_act(x, Act::Relu)?)?)
+        self.1.forward(self.0.forward_act(x, Act::Relu)?)
     }
 }
 
@@ -59,7 +58,7 @@ fn classes(batch: &MicroBatch<'_, Vec<Point>>) -> Vec<u32> {
 
 #[derive(clap::Args)]
 struct Args {
-    /// Folder of shards, or the URL of one in an object store [default: shards of its own in stream-shards]
+    /// Folder of shards [default: shards of its own in stream-shards]
     #[arg(long)]
     data: Option<String>,
 }
@@ -80,7 +79,7 @@ fn main() -> ExitCode {
             for batch in trainer.batches(&data)? {
                 trainer.step(&batch, |net, batch| {
                     let scores = net.scores(&batch)?;
-                    Ok(scores.cross_entropy(&classes(&batch), batch.samples() as f32)?)
+                    scores.cross_entropy(&classes(&batch), batch.samples() as f32)
                 })?;
             }
             trainer.evaluate(&data, |net, batch| {

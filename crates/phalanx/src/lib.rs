@@ -32,8 +32,7 @@
 //! The crate re-exports the others; what the trainer uses (tape, reducer, process group) can be used without it. The command `phalanx` is the crate `phalanx-cli`.
 //!
 //! Features, none of them a default: `flow`, workflows; `images`, `phalanx::image` for PNG and netpbm files; `mlflow`, a
-//! program's `--mlflow`, and `https` for servers with TLS; `parquet`, `phalanx::data::parquet` and tables in such
-//! files; `object-store`, [`data::stream`] from S3, Google Cloud Storage and HTTP.
+//! program's `--mlflow`, and `https` for servers with TLS; `parquet`, `phalanx::data::parquet` and tables in such files.
 #![forbid(unsafe_code)]
 
 pub mod prelude;
@@ -94,6 +93,8 @@ mod guide {
     struct OwnModel;
     #[doc = include_str!("../../../docs/guide/training.md")]
     struct TrainingPage;
+    #[doc = include_str!("../../../docs/guide/fine-tune.md")]
+    struct FineTune;
     #[doc = include_str!("../../../docs/guide/own-data.md")]
     struct OwnData;
     #[doc = include_str!("../../../docs/guide/trackers.md")]

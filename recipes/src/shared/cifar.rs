@@ -88,6 +88,12 @@ impl CifarArgs {
         Ok(())
     }
 
+    /// With this side of the images of a folder where none was typed.
+    pub fn with_image_size(mut self, side: usize) -> Self {
+        self.photos.image_size.get_or_insert(side);
+        self
+    }
+
     /// The document's own sentence on random data; its complete listing logs it.
     pub fn warn_of_random(&self, ctx: &RankContext) {
         if self.custom_data {

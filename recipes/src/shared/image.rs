@@ -115,7 +115,7 @@ impl ImageArgs {
     ) -> Result<TrainerBuilder<'j, M, S>> {
         if data.classes.is_some() && !network.any_size {
             let what = format!(
-                "{} is no folder for {}; resnet18 and mobilenetv2 take folders of classes",
+                "{} is no folder for {}; resnet18, resnet50 and mobilenetv2 take folders of classes",
                 data.name, network.model
             );
             return Err(Error::usage(what));

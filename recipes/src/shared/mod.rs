@@ -2,6 +2,7 @@
 
 pub mod cifar;
 pub mod digits;
+pub mod gpt2;
 pub mod image;
 pub mod net;
 pub mod photos;

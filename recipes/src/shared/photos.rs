@@ -19,9 +19,9 @@ const PARTS: [&[&str]; 2] = [&["train"], &["val", "valid", "validation", "test"]
 /// Flags of programs that also train on folders of images.
 #[derive(Debug, Clone, clap::Args)]
 pub struct PhotoArgs {
-    /// Side in pixels to which the images of a folder of classes are resized and cropped
-    #[arg(long, default_value_t = 64, value_name = "N")]
-    image_size: usize,
+    /// Side in pixels to which the images of a folder of classes are resized and cropped [default: 64]
+    #[arg(long, value_name = "N")]
+    pub(super) image_size: Option<usize>,
     /// Leave out images of a folder that cannot be read, the same on all ranks, and list them; without this the first one ends the job
     #[arg(long)]
     skip_damaged: bool,
@@ -61,13 +61,17 @@ pub fn plain(size: usize, pixels: Pixels) -> Transforms {
 }
 
 impl PhotoArgs {
+    fn image_size(&self) -> usize {
+        self.image_size.unwrap_or(64)
+    }
+
     /// Checks them, and lists the images of `folder` if it is one of classes. Returns whether it is.
     ///
     /// # Errors
     ///
     /// Usage, naming the flag or a file of another format.
     pub fn check(&self, folder: &str) -> Result<bool> {
-        check_count("--image-size", self.image_size, 4096)?;
+        check_count("--image-size", self.image_size(), 4096)?;
         let Some((train, test)) = parts(folder.as_ref()) else {
             return Ok(false);
         };
@@ -82,7 +86,7 @@ impl PhotoArgs {
 
     /// The flags that shape the training, a flag and its value a line.
     pub fn shaping(&self) -> String {
-        format!("--image-size {}", self.image_size)
+        format!("--image-size {}", self.image_size())
     }
 
     /// The images of `folder`, augmented for training as asked; nothing where it has no classes. *Blocks* until all ranks call it,
@@ -101,7 +105,7 @@ impl PhotoArgs {
         let Some((train, test)) = parts(folder.as_ref()) else {
             return Ok(None);
         };
-        let (seed, size) = (job.settings().seed, self.image_size);
+        let (seed, size) = (job.settings().seed, self.image_size());
         let open = |path: &Path| {
             let all = ImageFolder::open_all(path)?;
             match self.skip_damaged {

@@ -47,7 +47,7 @@ impl TableNet {
         let x = step.input(features, &[features.len() / self.width, self.width])?;
         let mut layers = self.hidden.iter();
         let x = layers.try_fold(x, |x, layer| layer.forward_act(x, Act::Relu))?;
-        Ok(self.output.forward(x)?)
+        self.output.forward(x)
     }
 }
 
@@ -120,7 +120,8 @@ pub fn predict(job: &Job<'_>, data: &Path, output: &Path) -> Result<()> {
         let what = format!("{} is not of train table", weights.display());
         return Err(Error::usage(what));
     };
-    let rows = Preprocessing::from_json(rows)?;
+    let rows = Preprocessing::from_json(rows);
+    let rows = rows.map_err(|e| Error::data(format!("{}: {e}", weights.display())))?;
     let sizes = hidden.split(',').map(|size| size.parse().unwrap_or(0));
     let hidden: Vec<usize> = sizes.collect();
     check_hidden("\"hidden\" of the weights", &hidden)?;
@@ -136,6 +137,10 @@ pub fn predict(job: &Job<'_>, data: &Path, output: &Path) -> Result<()> {
     let mut trainer = trainer.evaluate_only().start()?;
     let outputs = trainer.predict(&samples, |net, batch| {
         let outputs = net.forward(batch.step(), &batch.features)?;
+        if !outputs.data().iter().all(|score| score.is_finite()) {
+            let what = "predictions are NaN or infinite: the weights have diverged, or values in the file are too large";
+            return Err(Error::data(what));
+        }
         let of_row = outputs.data().chunks(outputs.shape()[1]);
         Ok(of_row.map(<[f32]>::to_vec).collect())
     })?;

@@ -194,24 +194,25 @@ fn tensors(value: Value<'_>) -> Option<Vec<(String, &Tensor)>> {
 
 /// Removes the prefixes of wrappers that all names have, in any order and number.
 pub(crate) fn strip_all<T>(all: &mut Vec<(String, T)>) {
-    while strip_one(all, &WRAPPED) {}
+    while strip_one(all, &WRAPPED).is_some() {}
 }
 
-/// Removes the first of `prefixes` that all names have; false if there is none.
-pub(crate) fn strip_one<T>(all: &mut Vec<(String, T)>, prefixes: &[&str]) -> bool {
+/// Removes the first of `prefixes` that all names have, and returns it.
+pub(crate) fn strip_one<'p, T>(
+    all: &mut Vec<(String, T)>,
+    prefixes: &[&'p str],
+) -> Option<&'p str> {
     let all_have = |prefix: &&&str| {
         let has = |name: &str| name.starts_with(**prefix);
         all.iter().any(|(name, _)| has(name))
             && (all.iter()).all(|(name, _)| has(name) || (**prefix == DDP && name == N_AVERAGED))
     };
-    let Some(prefix) = prefixes.iter().find(all_have) else {
-        return false;
-    };
+    let prefix = *prefixes.iter().find(all_have)?;
     all.retain(|(name, _)| name.starts_with(prefix));
     for (name, _) in all {
         name.drain(..prefix.len());
     }
-    true
+    Some(prefix)
 }
 
 fn describe(root: Value<'_>) -> String {

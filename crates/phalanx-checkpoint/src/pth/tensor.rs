@@ -91,7 +91,7 @@ impl DType {
     }
 
     /// Converts `bytes` (little-endian) to float32, rounding to nearest even.
-    pub(crate) fn to_f32(self, bytes: &[u8]) -> Vec<f32> {
+    pub fn to_f32(self, bytes: &[u8]) -> Vec<f32> {
         fn each<const N: usize>(bytes: &[u8], number: impl Fn([u8; N]) -> f32) -> Vec<f32> {
             bytes.as_chunks().0.iter().map(|b| number(*b)).collect()
         }

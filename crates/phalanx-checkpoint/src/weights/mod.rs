@@ -260,7 +260,7 @@ pub fn save_tensors(
 }
 
 /// Whether PyTorch stores an integer under this name.
-fn is_count(name: &str) -> bool {
+pub(crate) fn is_count(name: &str) -> bool {
     name.rsplit('.').next() == Some("num_batches_tracked")
 }
 

@@ -69,7 +69,7 @@ pub fn run(args: &PackArgs) -> Result<()> {
     };
     let mut files = Vec::new();
     for input in &args.inputs {
-        files.extend(text_files(input, &["txt", "jsonl"])?);
+        files.extend(text_files(input, &["txt", "jsonl", "ndjson"])?);
     }
     let (mut failure, mut packed) = (None, [0; 3]);
     let written = atomic_write_with(&output, |out| {
@@ -151,7 +151,7 @@ fn pack(
             texts.push(text.to_owned());
             ends.push(ends_here);
             (size, total) = (size + text.len(), total + text.len());
-            if size >= BATCH {
+            if size >= BATCH || texts.len() == 1 << 16 {
                 size = 0;
                 write(&mut texts, &mut ends)?;
             }

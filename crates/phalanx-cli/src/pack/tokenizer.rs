@@ -58,6 +58,7 @@ fn vocabulary(tokenizer: &tokenizers::Tokenizer, json: &Value) -> Option<Vocabul
         decoder.contains("\"WordPiece\""),
     );
     let alphabet = alphabet();
+    let names: std::collections::BTreeMap<_, _> = names.into_iter().collect();
     for (name, id) in names {
         let byte = name
             .strip_prefix("<0x")

@@ -11,10 +11,11 @@ fn the_guide_quotes_its_examples() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let read = |path| fs::read_to_string(root.join(path)).expect(path);
     let lines = |text: &str| text.lines().map(str::trim).collect::<Vec<_>>().join("\n");
-    for (page, example) in [(
-        "../../docs/guide/own-model.md",
-        "../phalanx/examples/gan.rs",
-    )] {
+    {
+        let (page, example) = (
+            "../../docs/guide/own-model.md",
+            "../phalanx/examples/gan.rs",
+        );
         let (page, text) = (read(page), lines(&read(example)));
         let blocks = page.split("```rust,ignore\n").skip(1);
         let mut blocks = blocks.filter_map(|rest| rest.split("```").next());

@@ -70,12 +70,6 @@ impl EpochPlan {
         Some((&self.indices[start..end], global_len))
     }
 
-    /// Samples of this rank in the steps after `index`.
-    pub(crate) fn after(&self, index: usize) -> &[u64] {
-        let end = self.steps.get(index).map_or(0, |step| step.end);
-        &self.indices[end..]
-    }
-
     /// All steps in order.
     pub fn iter(&self) -> impl Iterator<Item = StepPlan> + '_ {
         (0..self.len()).map_while(|i| self.step(i))

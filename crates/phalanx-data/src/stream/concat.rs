@@ -59,6 +59,12 @@ impl<T: Send + 'static> Dataset for Concat<T> {
             let (places, numbers) = self.of_set(set, indices);
             if !numbers.is_empty() {
                 data.read_batch(epoch, &numbers, batch)?;
+                if batch.len() != numbers.len() {
+                    let (name, has, wanted) = (data.describe(), batch.len(), numbers.len());
+                    return Err(Error::usage(format!(
+                        "{name} gave {has} samples of {wanted}"
+                    )));
+                }
                 for (place, sample) in places.into_iter().zip(batch.drain(..)) {
                     slots[place] = Some(sample);
                 }
@@ -80,35 +86,19 @@ impl<T: Send + 'static> Dataset for Concat<T> {
     /// Sets that are read in any order are cut into shards of the others' mean size.
     fn order(&self) -> Option<ShardOrder> {
         let orders: Vec<_> = self.sets.iter().map(|set| set.order()).collect();
-        let with = || orders.iter().flatten();
-        let buffer = with().map(ShardOrder::buffer).max()?;
-        let (samples, count) = with().fold((0, 0), |(samples, count), order| {
-            (
-                samples + order.samples(),
-                count + order.shards().count() as u64,
-            )
+        let known = || orders.iter().flatten();
+        let buffer = known().map(ShardOrder::buffer).max()?;
+        let sizes: Vec<u64> = known().flat_map(ShardOrder::shards).collect();
+        let mean = (sizes.iter().sum::<u64>() / sizes.len().max(1) as u64).max(1);
+        let sets = orders.iter().zip(&self.sets);
+        let shards = sets.flat_map(|(order, set)| match order {
+            Some(order) => order.shards().collect::<Vec<_>>(),
+            None => {
+                let len = set.len() as u64;
+                let starts = (0..len).step_by(mean as usize);
+                starts.map(|at| mean.min(len - at)).collect()
+            }
         });
-        let mean = (samples / count.max(1)).max(1);
-        let shards = orders
-            .iter()
-            .zip(&self.sets)
-            .flat_map(|(order, set)| match order {
-                Some(order) => order.shards().collect::<Vec<_>>(),
-                None => {
-                    let len = set.len() as u64;
-                    (0..len)
-                        .step_by(mean as usize)
-                        .map(|at| mean.min(len - at))
-                        .collect()
-                }
-            });
         Some(ShardOrder::new(shards, buffer))
-    }
-
-    fn prefetch(&self, upcoming: &[u64]) {
-        let upcoming = &upcoming[..upcoming.len().min(super::LOOK_AHEAD.0)];
-        for (set, data) in self.sets.iter().enumerate() {
-            data.prefetch(&self.of_set(set, upcoming).1);
-        }
     }
 }

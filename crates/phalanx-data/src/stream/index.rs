@@ -13,15 +13,25 @@ use phalanx_base::files::atomic_write_with;
 use phalanx_base::{Error, Result};
 use sha2::{Digest, Sha256};
 
-use super::place::Object;
 use super::shard::{Format, MAX_SAMPLE, Scan};
 use crate::order::ShardOrder;
 
 /// The name of an index beside its shards.
 pub(super) const NAME: &str = "phalanx.index";
 const MAGIC: &[u8; 8] = b"PHXINDX1";
+/// Most bytes of a shard; the sum of those of all shards is a u64.
+const MAX_SHARD: u64 = 1 << 38;
 /// Most bytes of the list of shards.
 const MAX_LIST: u64 = 1 << 30;
+
+/// A file of the folder.
+#[derive(Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(super) struct Object {
+    pub(super) name: String,
+    pub(super) bytes: u64,
+    /// The time of the last change.
+    pub(super) stamp: String,
+}
 
 #[derive(serde::Serialize, serde::Deserialize)]
 pub(super) struct Shard {
@@ -58,6 +68,10 @@ pub(super) fn shards_of(place: &str, objects: Vec<Object>) -> Result<(Format, Ve
     let mut found: Option<(Format, Vec<Object>)> = None;
     for object in objects {
         let Some(format) = Format::of(&object.name) else {
+            if object.name.contains(".tar.") || object.name.contains(".jsonl.") {
+                let what = format!("{place}/{} is compressed; unpack it", object.name);
+                return Err(Error::usage(what));
+            }
             continue;
         };
         let (first, shards) = found.get_or_insert((format, Vec::new()));
@@ -153,6 +167,10 @@ impl Index {
         let (mut tables, mut next) = (Vec::with_capacity(list.shards.len()), 0_u64);
         for shard in &list.shards {
             let name = &shard.object.name;
+            // The sum of all is a u64.
+            if shard.object.bytes.max(shard.damaged) > MAX_SHARD {
+                return Err(wrong(format!("{name} is too large")));
+            }
             if name.is_empty() || name.starts_with('.') || name.contains(['/', '\0']) {
                 return Err(wrong(format!("{name:?} is no name of a shard")));
             }

@@ -1,4 +1,4 @@
-//! Data sets larger than memory: samples in tar archives or files of JSON lines, in a folder or an object store.
+//! Data sets larger than memory: samples in tar archives or files of JSON lines.
 //!
 //! By the index of its shards a stream is a data set like others: its length is known, and each sample can be read by its
 //! number. So the sampler gives all ranks equally many steps, each sample once an epoch, and resumes anywhere on any number of
@@ -7,70 +7,48 @@
 //! | where | is |
 //! |---|---|
 //! | `shard` | the formats: finds the samples of a shard, takes one apart |
-//! | `place`, `remote` | folders, and object stores |
 //! | `index` | the file with the offsets of all samples |
-//! | `cache` | fetched shards on the disk |
-//! | `source` | shards opened by the index, from folder or cache |
+//! | `source` | the files of a folder, and its index |
 
-mod cache;
 mod concat;
 #[cfg(any(test, fuzzing))]
 mod fuzzing;
 mod index;
-mod place;
-#[cfg(feature = "object-store")]
-mod remote;
 mod sample;
 mod shard;
 mod source;
-#[cfg(test)]
-mod tests;
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{SyncSender, sync_channel};
-use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 
-use phalanx_base::error::system;
 use phalanx_base::format::{bytes, plural};
 use phalanx_base::text::grouped;
-use phalanx_base::{Error, Result, lock};
+use phalanx_base::{Error, Result};
 
 pub use self::concat::Concat;
 #[cfg(any(test, fuzzing))]
 pub(crate) use self::fuzzing::{fuzz_index, fuzz_lines, fuzz_tar};
 use self::index::{Index, Shard};
-use self::place::Object;
 pub use self::sample::Sample;
 use self::shard::Content;
 use self::source::Source;
 use crate::dataset::Dataset;
 use crate::order::ShardOrder;
 
-/// Most bytes of the cache, unless [`Stream::cache`] says otherwise.
-const CACHE_BYTES: u64 = 64 << 30;
-/// Samples of this rank that are looked at for shards to fetch ahead, and every how many of them one is.
-const LOOK_AHEAD: (usize, usize) = (4096, 8);
-/// Most shards that are fetched ahead, and the threads that do so.
-const FETCHED_AHEAD: usize = 4;
-const FETCHERS: usize = 2;
-
-/// Samples in shards: files in a folder or object store that end in `.tar`, `.jsonl` or `.ndjson`, all of one format.
+/// Samples in shards: files in a folder that end in `.tar`, `.jsonl` or `.ndjson`, all of one format.
 ///
 /// A sample of a tar archive is the members with a common key, one after the other, as WebDataset writes them: `a/01.jpg` and
 /// `a/01.cls` are the members `jpg` and `cls` of the sample `a/01`. Of JSON lines each line is a sample, an object.
 ///
-/// The index `phalanx.index` has the place of each sample. That of a folder is made when it is first opened, and again when
-/// its files have changed; that of an object store with `phalanx index URL`.
+/// The index `phalanx.index` has the place of each sample. It is made when the folder is first opened, and again when its files
+/// have changed, or by `phalanx index FOLDER`.
 ///
 /// ```no_run
 /// use phalanx_data::stream::Stream;
 ///
 /// # fn main() -> phalanx_base::Result<()> {
-/// let texts = Stream::new("s3://bucket/texts")
+/// let texts = Stream::new("texts")
 ///     .shuffle_buffer(50_000)
 ///     .map(|sample| Ok((sample.text("txt")?.to_owned(), sample.json::<u32>("cls")?)))?;
 /// # let _ = texts;
@@ -81,30 +59,18 @@ const FETCHERS: usize = 2;
 pub struct Stream {
     place: String,
     index: Option<PathBuf>,
-    folder: Option<PathBuf>,
-    limit: u64,
     buffer: usize,
 }
 
 impl Stream {
-    /// The shards in `place`: a folder, `file:///PATH`, or with the feature `object-store` also `s3://BUCKET/PREFIX`,
-    /// `gs://BUCKET/PREFIX`, `http://HOST/PATH` and `https://HOST/PATH`. Nothing is opened yet.
+    /// The shards in `place`, a folder or `file:///PATH`. Nothing is opened yet.
     pub fn new(place: &str) -> Stream {
+        let cut = place.trim_end_matches('/');
         Stream {
-            place: place.trim_end_matches('/').to_owned(),
+            place: if cut.is_empty() { place } else { cut }.to_owned(),
             index: None,
-            folder: None,
-            limit: CACHE_BYTES,
             buffer: 10_000,
         }
-    }
-
-    /// The folder for shards of an object store, and the most bytes of all shards in it. All processes of a user on a host share
-    /// it, also those of several jobs; what was not used for longest is removed first. Without this call the folder is
-    /// `$XDG_CACHE_HOME/phalanx/streams`, or `~/.cache/phalanx/streams`, with up to 64 GiB.
-    pub fn cache(mut self, folder: impl Into<PathBuf>, most_bytes: u64) -> Stream {
-        (self.folder, self.limit) = (Some(folder.into()), most_bytes);
-        self
     }
 
     /// The number of samples among which shuffled samples are drawn, 10,000 without this call: shards are shuffled, and samples
@@ -125,8 +91,7 @@ impl Stream {
     ///
     /// # Errors
     ///
-    /// `Usage` when there is no such place, it has no shards, those of two formats, no index, or when the cache cannot hold the
-    /// shards of a shuffle buffer; `Data`, naming file and offset, for damaged shards; `System`.
+    /// `Usage` when there is no such place, it has no shards, those of two formats, or an index that is not of them; `Data`, naming file and offset, for damaged shards; `System`.
     pub fn map<T: Send + 'static>(
         self,
         decode: impl Fn(&Sample) -> Result<T> + Send + Sync + 'static,
@@ -137,10 +102,6 @@ impl Stream {
         })
     }
 
-    fn source(&self) -> Result<Source> {
-        Source::new(&self.place, (self.folder.as_deref(), self.limit))
-    }
-
     /// Makes the index and writes it beside the shards, or to `output`. With `skip_damaged` what cannot be read is left out.
     /// Returns a line that says what was found.
     ///
@@ -148,7 +109,7 @@ impl Stream {
     ///
     /// As [`map`](Self::map), and those of writing.
     pub fn make_index(&self, output: Option<&Path>, skip_damaged: bool) -> Result<String> {
-        let (index, at) = self.source()?.make_index(output, skip_damaged)?;
+        let (index, at) = Source::new(&self.place)?.make_index(output, skip_damaged)?;
         Ok(format!("{at}: {}", summary(&index)))
     }
 }
@@ -176,38 +137,19 @@ fn summary(index: &Index) -> String {
 
 /// Open shards, whose samples are read by number.
 struct Shards {
-    at: Arc<Opened>,
-    order: ShardOrder,
-    ahead: Option<Ahead>,
-}
-
-struct Opened {
     source: Source,
     index: Index,
-}
-
-/// Threads that fetch shards ahead.
-struct Ahead {
-    /// `None` when they are to end.
-    queue: Option<SyncSender<Object>>,
-    threads: Vec<JoinHandle<()>>,
-    /// Shards that are fetched ahead.
-    most: usize,
-    at: Arc<Opened>,
+    order: ShardOrder,
 }
 
 impl Shards {
     fn open(stream: &Stream) -> Result<Shards> {
-        let source = stream.source()?;
+        let source = Source::new(&stream.place)?;
         let index = source.index(stream.index.as_deref())?;
-        let order = index.order(stream.buffer);
-        let at = Arc::new(Opened { source, index });
-        let cache = at.source.cache().map(|cache| cache.limit);
-        let ahead = cache.map(|limit| Ahead::new(&at, &order, limit));
         Ok(Shards {
-            ahead: ahead.transpose()?,
-            at,
-            order,
+            order: index.order(stream.buffer),
+            source,
+            index,
         })
     }
 
@@ -218,7 +160,7 @@ impl Shards {
         indices: &[u64],
         each: &mut dyn FnMut(usize, Sample) -> Result<()>,
     ) -> Result<()> {
-        let Opened { source, index } = &*self.at;
+        let (source, index) = (&self.source, &self.index);
         let (has, none) = (self.order.samples(), |i: &&u64| **i >= self.order.samples());
         if let Some(i) = indices.iter().find(none) {
             let what = format!(
@@ -239,11 +181,11 @@ impl Shards {
                 let range = index.range(shard, *number)?;
                 let mut sample = Sample {
                     key: format!("{}:{number}", object.name),
-                    shard: format!("{}/{}", source.name, object.name),
+                    shard: source.path(object),
                     offset: range.start,
                     epoch,
                     index: indices[*place],
-                    content: Content::default(),
+                    content: Content::Object(serde_json::Map::new()),
                 };
                 let mut bytes = vec![0; (range.end - range.start) as usize];
                 let read = file.read_exact_at(&mut bytes, range.start);
@@ -261,108 +203,28 @@ impl Shards {
     }
 
     fn describe(&self) -> String {
-        let Opened { source, index } = &*self.at;
-        let (buffer, order) = (self.order.buffer() as u64, 8 * self.order.samples());
-        let cache = source.cache().map(|cache| {
-            let (limit, folder) = (size(cache.limit), cache.dir.path().display());
-            format!(", cache of {limit} in {folder}")
-        });
-        let (name, found, cache) = (&source.name, summary(index), cache.unwrap_or_default());
-        let (buffer, order) = (grouped(buffer), size(order));
+        let (name, found) = (&self.source.name, summary(&self.index));
+        let buffer = grouped(self.order.buffer() as u64);
+        let order = size(8 * self.order.samples());
         format!(
-            "{name}: {found}, shuffle buffer of {buffer}, {order} of memory over all ranks for the order{cache}"
+            "{name}: {found}, shuffle buffer of {buffer}, {order} of memory for the shuffled order, summed over ranks"
         )
     }
 
     fn content(&self) -> String {
         let (samples, buffer) = (self.order.samples(), self.order.buffer());
-        let hash = self.at.index.content();
+        let hash = self.index.content();
         format!("{samples} samples in shards, SHA-256 {hash:.16}, shuffle buffer of {buffer}")
-    }
-}
-
-impl Ahead {
-    /// # Errors
-    ///
-    /// `Usage` when the cache cannot hold the shards of a group; `System`.
-    fn new(at: &Arc<Opened>, order: &ShardOrder, limit: u64) -> Result<Ahead> {
-        // The most shards that a group can have: those with the fewest samples. One more is read where the next group begins.
-        let (mut samples, mut in_a_group): (Vec<u64>, _) = (order.shards().collect(), 1);
-        samples.sort_unstable();
-        let mut sum = 0;
-        for n in samples {
-            in_a_group += usize::from(sum < order.buffer() as u64);
-            sum += n;
-        }
-        let shards = at.index.list.shards.iter();
-        let mut sizes: Vec<u64> = shards.map(|shard| shard.object.bytes).collect();
-        sizes.sort_unstable_by(|a, b| b.cmp(a));
-        let needed: u64 = sizes.iter().take(in_a_group).sum();
-        let Some(room) = limit.checked_sub(needed) else {
-            let (name, buffer) = (&at.source.name, order.buffer());
-            let (limit, needed) = (size(limit), size(needed));
-            let what = format!(
-                "{name}: a cache of {limit} is too small for a shuffle buffer of {buffer} samples, whose shards have up to {needed}"
-            );
-            let fix = "a larger cache, or a smaller shuffle buffer";
-            return Err(Error::usage(what).note("try", fix));
-        };
-        let more = room / sizes.first().copied().unwrap_or(0).max(1);
-        let (queue, wanted) = sync_channel::<Object>(FETCHED_AHEAD);
-        let wanted = Arc::new(Mutex::new(wanted));
-        let mut ahead = Ahead {
-            queue: Some(queue),
-            threads: Vec::new(),
-            most: FETCHED_AHEAD.min(usize::try_from(more).unwrap_or(FETCHED_AHEAD)),
-            at: Arc::clone(at),
-        };
-        for i in 0..FETCHERS {
-            let (at, wanted) = (Arc::clone(at), Arc::clone(&wanted));
-            let next = move || lock(&wanted).recv().ok();
-            // Whoever reads a shard gets the error.
-            let fetch = move || {
-                std::iter::from_fn(&next)
-                    .for_each(|object| drop(at.source.try_file(&object, false)))
-            };
-            let thread = std::thread::Builder::new().name(format!("phalanx-fetch-{i}"));
-            let thread = thread
-                .spawn(fetch)
-                .map_err(system("cannot start a thread"))?;
-            ahead.threads.push(thread);
-        }
-        Ok(ahead)
-    }
-
-    /// Asks for the next shards of `upcoming`. What is there already is only looked at.
-    fn ask(&self, order: &ShardOrder, upcoming: &[u64]) {
-        let ((most, step), mut asked) = (LOOK_AHEAD, BTreeSet::new());
-        for index in upcoming.iter().take(most).step_by(step) {
-            let shard = order.find((*index).min(order.samples() - 1)).0;
-            if asked.len() < self.most
-                && asked.insert(shard)
-                && let Some(queue) = &self.queue
-            {
-                let _ = queue.try_send(self.at.index.list.shards[shard].object.clone());
-            }
-        }
-    }
-}
-
-impl Drop for Ahead {
-    fn drop(&mut self) {
-        self.at.source.place.close();
-        self.queue = None;
-        for thread in self.threads.drain(..) {
-            let _ = thread.join();
-        }
     }
 }
 
 /// The data set of [`Stream::map`].
 pub struct StreamDataset<T> {
     shards: Shards,
-    decode: Box<dyn Fn(&Sample) -> Result<T> + Send + Sync>,
+    decode: Decode<T>,
 }
+
+type Decode<T> = Box<dyn Fn(&Sample) -> Result<T> + Send + Sync>;
 
 impl<T> fmt::Debug for StreamDataset<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -398,11 +260,5 @@ impl<T: Send + 'static> Dataset for StreamDataset<T> {
 
     fn order(&self) -> Option<ShardOrder> {
         Some(self.shards.order.clone())
-    }
-
-    fn prefetch(&self, upcoming: &[u64]) {
-        if let Some(ahead) = &self.shards.ahead {
-            ahead.ask(&self.shards.order, upcoming);
-        }
     }
 }

@@ -224,12 +224,6 @@ pub(super) enum Content {
     Object(Map<String, Value>),
 }
 
-impl Default for Content {
-    fn default() -> Content {
-        Content::Object(Map::new())
-    }
-}
-
 /// Takes the bytes of a sample apart. Returns its key, if it has one.
 ///
 /// # Errors
@@ -253,7 +247,10 @@ pub(super) fn parse(
     }
 }
 
-fn members(bytes: &[u8]) -> io::Result<(String, Vec<(String, Range<usize>)>)> {
+/// Extension and place of each member.
+type Members = Vec<(String, Range<usize>)>;
+
+fn members(bytes: &[u8]) -> io::Result<(String, Members)> {
     let (mut key, mut members) = (None, Vec::new());
     for entry in tar::Archive::new(Cursor::new(bytes)).entries_with_seek()? {
         let entry = entry?;

@@ -67,6 +67,14 @@ impl Preprocessing {
         let mut fitted = Encoding::fit(train, target, &[])?;
         // Classes that are in the other part only are known too.
         fitted.categories.clone_from(&target.names);
+        let classes = fitted.categories.len();
+        if classes > MAX_CATEGORIES {
+            let (table, column) = (&train.name, &target.name);
+            let what = format!(
+                "{table}, column {column:?}: {classes} classes; {MAX_CATEGORIES} are the most"
+            );
+            return Err(Error::usage(what));
+        }
         let target = fitted;
         Ok(Preprocessing { features, target })
     }
@@ -79,9 +87,14 @@ impl Preprocessing {
     pub fn from_json(text: &str) -> Result<Preprocessing> {
         let wrong = |why: String| Error::data(format!("no preprocessing of a table: {why}"));
         let read: Preprocessing = serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
+        if read.features.is_empty() {
+            return Err(wrong("it has no features".to_owned()));
+        }
         for of in read.features.iter().chain([&read.target]) {
-            let is_place = of.fill >= 0.0 && of.fill < of.categories.len() as f64;
-            if !(of.std > 0.0 && (of.categories.is_empty() || is_place)) {
+            let count = of.categories.len();
+            let is_place = of.fill >= 0.0 && of.fill < count as f64;
+            let is_sound = count == 0 || is_place && [of.mean, of.std] == [0.0, 1.0];
+            if !(of.std > 0.0 && count <= MAX_CATEGORIES && is_sound) {
                 return Err(wrong(format!("column {:?} is impossible", of.column)));
             }
         }
@@ -183,7 +196,7 @@ impl Preprocessing {
         for (row, output) in table.rows.iter().zip(outputs.chunks(classes.len().max(1))) {
             line = vec![(row + 1).to_string()];
             match argmax(output).and_then(|best| classes.get(best)) {
-                None => line.push(((f64::from(output[0]) * std + mean) as f32).to_string()),
+                None => line.push((f64::from(output[0]) * std + mean).to_string()),
                 Some(class) => {
                     line.push(class.clone());
                     let highest = output.iter().copied().fold(f32::NEG_INFINITY, f32::max);

@@ -165,7 +165,11 @@ impl Columns {
 /// The most frequent of `,`, `;` and the tab in the header; the comma where none is.
 fn delimiter(text: &str) -> char {
     let header = text.lines().next().unwrap_or_default();
-    let count = |delimiter: &char| header.matches(*delimiter).count();
+    // Not those within quotation marks.
+    let count = |delimiter: &char| -> usize {
+        let outside = header.split('"').step_by(2);
+        outside.map(|part| part.matches(*delimiter).count()).sum()
+    };
     ['\t', ';', ',']
         .into_iter()
         .max_by_key(count)
@@ -238,9 +242,14 @@ pub(super) fn parquet(name: &str, file: File, options: &TableOptions) -> Result<
                         column.is_asked = true;
                         column.add(text, place)?;
                     }
-                    Some(field) if field.is_primitive() => column.add(&field.to_string(), place)?,
+                    Some(field) if field.is_primitive() && !matches!(field, Field::Bytes(_)) => {
+                        column.add(&field.to_string(), place)?;
+                    }
                     Some(_) => {
-                        let what = format!("{name}: column {:?} has lists", column.name);
+                        let what = format!(
+                            "{name}: column {:?} has lists, or bytes that are not marked as text",
+                            column.name
+                        );
                         return Err(Error::data(what).note("fix", "drop the column"));
                     }
                 }

@@ -344,7 +344,7 @@ fn predictions_are_in_the_targets_units_and_the_files_order() {
     let fitted = Preprocessing::fit(&known, "y", &[]).expect("fitted");
     let text = fitted.predictions(&known, &[0.0, 1.0, -1.0]).expect("CSV");
     let std = (200.0_f64 / 3.0).sqrt();
-    let [up, down] = [20.0 + std, 20.0 - std].map(|value| value as f32);
+    let [up, down] = [20.0 + std, 20.0 - std];
     assert_eq!(text, format!("row,y\n1,20\n2,{up}\n4,{down}\n"));
     let table = read("a,y\n1,no\n3,\"a,b\"\n").expect("a table");
     let fitted = Preprocessing::fit(&table, "y", &[]).expect("fitted");

@@ -43,7 +43,7 @@ fn members(range: std::ops::Range<usize>) -> Vec<(String, String)> {
     members.collect()
 }
 
-/// A folder of shards whose samples are numbered, and a cache.
+/// A folder of shards whose samples are numbered.
 struct Shards(tempfile::TempDir);
 
 impl Shards {
@@ -70,12 +70,8 @@ impl Shards {
         self.0.path().join("shards")
     }
 
-    fn cache(&self) -> std::path::PathBuf {
-        self.0.path().join("cache")
-    }
-
     fn stream(&self) -> Stream {
-        Stream::new(&self.path().display().to_string()).cache(self.cache(), 1 << 30)
+        Stream::new(&self.path().display().to_string())
     }
 
     fn open(&self, buffer: usize) -> Result<StreamDataset<u64>> {
@@ -449,25 +445,18 @@ fn an_index_is_made_again_when_the_files_change() {
         .unwrap_err()
         .to_string();
     assert!(text.contains("s-04.jsonl has 3 bytes; it had "), "{text}");
-    // A folder where nothing can be written: the index is in the cache.
+    // Where it cannot be written, the way out is named.
     fs::remove_file(&index).expect("an index");
     fs::create_dir(&index).expect("a folder in its place");
-    assert_eq!(shards.open(4).expect("a stream").len(), 18);
-    let names = fs::read_dir(shards.cache()).expect("a cache").flatten();
-    let names: Vec<_> = names
-        .map(|entry| entry.file_name().into_string().unwrap())
-        .collect();
-    assert!(
-        names.len() == 1 && names[0].ends_with(".index"),
-        "{names:?}"
-    );
+    let error = shards.open(4).map(|_| ()).expect_err("no index");
+    assert!(error.render().contains("phalanx.index"), "{error:?}");
 }
 
 #[test]
 fn places_without_shards_are_refused_by_name() {
     let shards = Shards::new(&[1], "tar");
     let open = |place: &str| {
-        let stream = Stream::new(place).cache(shards.cache(), 1 << 20);
+        let stream = Stream::new(place);
         let error = stream.map(|_| Ok(())).expect_err("an error");
         assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
         error.to_string()
@@ -475,13 +464,16 @@ fn places_without_shards_are_refused_by_name() {
     let place = shards.path().display().to_string();
     assert!(open(&format!("{place}/none")).contains("no folder"));
     assert!(open(&shards.0.path().display().to_string()).contains("has no files .tar"));
-    assert!(open("ftp://host/x").contains("ftp:// is not known"));
-    #[cfg(not(feature = "object-store"))]
-    assert!(open("s3://bucket/x").contains("reads folders only"));
+    for place in ["ftp://host/x", "s3://bucket/x"] {
+        assert!(open(place).contains("shards are read from a folder"));
+    }
+    fs::write(shards.path().join("t.tar.gz"), "").expect("a file");
+    assert!(open(&place).contains("t.tar.gz is compressed; unpack it"));
+    fs::remove_file(shards.path().join("t.tar.gz")).expect("a file");
     fs::write(shards.path().join("t.jsonl"), "{}").expect("a shard");
     assert!(open(&place).contains("two formats: s-00.tar and t.jsonl"));
     fs::remove_file(shards.path().join("t.jsonl")).expect("a shard");
-    let there = Stream::new(&format!("file://{place}/")).cache(shards.cache(), 1 << 20);
+    let there = Stream::new(&format!("file://{place}/"));
     assert_eq!(there.map(|_| Ok(())).expect("a stream").len(), 1);
 }
 
@@ -492,7 +484,6 @@ fn several_processes_open_a_folder_at_once() {
     let test = "stream::several_processes_open_a_folder_at_once";
     if let Some(root) = std::env::var_os(FOLDER) {
         let stream = Stream::new(&Path::new(&root).join("shards").display().to_string());
-        let stream = stream.cache(Path::new(&root).join("cache"), 1 << 20);
         assert_eq!(stream.map(|_| Ok(())).expect("a stream").len(), 2000);
         return;
     }
@@ -516,7 +507,6 @@ fn several_processes_open_a_folder_at_once() {
         made += text.matches("indexing 4 files").count();
     }
     assert_eq!(made, 1);
-    assert_eq!(fs::read_dir(shards.cache()).expect("a cache").count(), 0);
     assert_eq!(fs::read_dir(shards.path()).expect("shards").count(), 5);
 }
 
@@ -528,12 +518,11 @@ fn ten_million_samples_need_little_memory() {
     let test = "stream::ten_million_samples_need_little_memory";
     if let Some(root) = std::env::var_os(FOLDER) {
         let stream = Stream::new(&Path::new(&root).join("shards").display().to_string());
-        let stream = stream.cache(Path::new(&root).join("cache"), 1 << 20);
         let data = stream.map(|sample| Ok(sample.index())).expect("a stream");
         assert_eq!(data.len(), 10_000_000);
         assert!(
             data.describe()
-                .contains("76.3 MiB of memory over all ranks"),
+                .contains("76.3 MiB of memory for the shuffled order"),
             "{data:?}"
         );
         let order = data.order().expect("an order");
@@ -576,8 +565,7 @@ fn samples_are_those_of_webdataset() {
     let expected = fs::read(fixtures.join("webdataset.json")).expect("a fixture");
     type Found = (String, std::collections::BTreeMap<String, String>);
     let expected: Vec<Found> = serde_json::from_slice(&expected).expect("a fixture");
-    let stream =
-        Stream::new(&root.path().display().to_string()).cache(root.path().join("cache"), 1);
+    let stream = Stream::new(&root.path().display().to_string());
     let data = stream.map(|sample| -> Result<Found> {
         let members = sample.names().into_iter().map(|name| {
             let hash = Sha256::digest(sample.bytes(name)?);

@@ -579,8 +579,9 @@ impl GradSink for DistributedDataParallel {
                 }
                 Ok(())
             }
+            Selection::Frozen => Ok(()),
             Selection::Unknown => Err(self.routes.unknown(param).into()),
-            _ => {
+            Selection::Ignored => {
                 self.routes.slot(param).fill(0.0);
                 self.own_ready(param);
                 Ok(())

@@ -1,33 +1,55 @@
 //! A fully connected layer.
 
 use super::{Act, weight_and_bias};
-use crate::param::{Layout, ParamId, Scope};
+use crate::param::{Layout, Lora, ParamId, Scope};
 use crate::{Result, Value};
 
-/// `y = x Wᵀ + b` with PyTorch's `weight` of shape `[out, in]` and its initial values.
+/// `y = x Wᵀ + b` with PyTorch's `weight` of shape `[out, in]` and its initial values, and what its adapter adds if
+/// [LoRA](Scope::lora) is asked for.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear {
     /// The weight.
     pub weight: ParamId,
     /// The bias, if there is one.
     pub bias: Option<ParamId>,
+    lora: Option<Lora>,
 }
 
 impl Linear {
     /// With bias.
     pub fn new(scope: Scope, inputs: usize, outputs: usize) -> Self {
-        Self::with(scope, inputs, outputs, Some(outputs))
+        Self::with(scope, [inputs, outputs], (true, false), Layout::Same)
     }
 
     /// Without bias.
     pub fn without_bias(scope: Scope, inputs: usize, outputs: usize) -> Self {
-        Self::with(scope, inputs, outputs, None)
+        Self::with(scope, [inputs, outputs], (false, false), Layout::Same)
     }
 
-    fn with(mut scope: Scope, inputs: usize, outputs: usize, bias: Option<usize>) -> Self {
-        let weight = (&[outputs, inputs][..], Layout::Same);
-        let (weight, bias) = weight_and_bias(&mut scope, weight, inputs, bias);
-        Linear { weight, bias }
+    /// With bias, and a `weight` of shape `[in, out]`, as the layers of Hugging Face's GPT-2 (`Conv1D`) have it.
+    pub fn transposed(scope: Scope, inputs: usize, outputs: usize) -> Self {
+        Self::with(scope, [inputs, outputs], (true, false), Layout::Transposed)
+    }
+
+    /// The output projection of an attention that has an adapter or none.
+    pub(super) fn projection(scope: Scope, width: usize, bias: bool, adapted: bool) -> Self {
+        Self::with(scope, [width, width], (bias, adapted), Layout::Same)
+    }
+
+    fn with(
+        mut scope: Scope,
+        [inputs, outputs]: [usize; 2],
+        (bias, adapted): (bool, bool),
+        layout: Layout,
+    ) -> Self {
+        let shape = match layout {
+            Layout::Transposed => [inputs, outputs],
+            _ => [outputs, inputs],
+        };
+        let bias = bias.then_some(outputs);
+        let (weight, bias) = weight_and_bias(&mut scope, (&shape[..], layout), inputs, bias);
+        let lora = scope.adapter(inputs, outputs, adapted);
+        Linear { weight, bias, lora }
     }
 
     /// Over the last dimension of `x`.
@@ -43,6 +65,27 @@ impl Linear {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn forward_act<'s, V: Value<'s>>(&self, x: V, act: Act) -> Result<V> {
-        x.linear(self.weight, self.bias, act)
+        let Some(lora) = self.lora else {
+            return x.linear(self.weight, self.bias, act);
+        };
+        let y = x.share().linear(self.weight, self.bias, Act::None)?;
+        let y = lora.add(x, y)?;
+        match act {
+            Act::None => Ok(y),
+            Act::Relu => y.relu(),
+            Act::Relu6 => y.relu6(),
+        }
+    }
+}
+
+impl Lora {
+    /// `y` and what the adapter makes of the layer's input `x`.
+    pub(super) fn add<'s, V: Value<'s>>(self, x: V, y: V) -> Result<V> {
+        let x = match self.dropout > 0.0 {
+            true => x.dropout(self.dropout)?,
+            false => x,
+        };
+        let x = x.linear(self.a, None, Act::None)?;
+        y.add(x.linear(self.b, None, Act::None)?.scale(self.scale)?)
     }
 }

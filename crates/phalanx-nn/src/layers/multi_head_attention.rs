@@ -1,7 +1,7 @@
 //! Scaled dot-product attention with several heads.
 
 use super::{Act, Linear};
-use crate::param::{Init, Layout, ParamId, Scope};
+use crate::param::{Init, Layout, Lora, ParamId, Scope};
 use crate::value::{Mask, attend_stepwise, last_causal_mask};
 use crate::{Result, Value};
 
@@ -16,6 +16,7 @@ pub struct MultiHeadAttention {
     pub in_bias: Option<ParamId>,
     /// The output projection.
     pub out: Linear,
+    lora: Option<Lora>,
     width: usize,
     heads: usize,
     rotary: Option<f64>,
@@ -84,10 +85,8 @@ impl MultiHeadAttention {
         let (same, zero) = (Layout::Same, Init::Constant(0.0));
         let in_weight = scope.param("in_proj_weight", &[3 * width, width], same, zero);
         let in_bias = bias.then(|| scope.param("in_proj_bias", &[3 * width], same, zero));
-        let out = match bias {
-            true => Linear::new(scope.enter("out_proj"), width, width),
-            false => Linear::without_bias(scope.enter("out_proj"), width, width),
-        };
+        let lora = scope.adapter(width, 3 * width, false);
+        let out = Linear::projection(scope.enter("out_proj"), width, bias, lora.is_some());
         // PyTorch draws the output projection first, also a bias that it then discards.
         if let Some(bias) = out.bias {
             scope.redraw(bias, zero);
@@ -100,6 +99,7 @@ impl MultiHeadAttention {
             in_weight,
             in_bias,
             out,
+            lora,
             width,
             heads,
             rotary: None,
@@ -122,9 +122,18 @@ impl MultiHeadAttention {
         self
     }
 
+    /// The three projections of `x`, one behind the other.
+    fn in_projection<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
+        let Some(lora) = self.lora else {
+            return x.linear(self.in_weight, self.in_bias, Act::None);
+        };
+        let y = (x.share()).linear(self.in_weight, self.in_bias, Act::None)?;
+        lora.add(x, y)
+    }
+
     /// Query, key and value of `x`, whose positions count from `first`.
     fn project<'s, V: Value<'s>>(&self, x: V, first: usize) -> Result<[V; 3]> {
-        let all = x.linear(self.in_weight, self.in_bias, Act::None)?;
+        let all = self.in_projection(x)?;
         let part = |all: &V, i: usize| all.share().slice(2, i * self.width..(i + 1) * self.width);
         let Some(base) = self.rotary else {
             return Ok([part(&all, 0)?, part(&all, 1)?, part(&all, 2)?]);
@@ -176,7 +185,7 @@ impl MultiHeadAttention {
     ) -> Result<V> {
         // All three projections of each are computed, and one is used.
         let part = |x: V, i: usize| {
-            x.linear(self.in_weight, self.in_bias, Act::None)?
+            self.in_projection(x)?
                 .slice(2, i * self.width..(i + 1) * self.width)
         };
         let mut parts = [part(query, 0)?, part(key, 1)?, part(value, 2)?];

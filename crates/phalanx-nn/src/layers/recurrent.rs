@@ -1,7 +1,7 @@
 //! Recurrent layers over sequences (N, T, C), made of operations.
 
-use super::Linear;
-use crate::param::{Init, Layout, Scope};
+use super::Act;
+use crate::param::{Init, Layout, ParamId, Scope};
 use crate::{Error, Result, Value};
 
 /// Options of [`Lstm`] and [`Gru`], PyTorch's.
@@ -48,8 +48,8 @@ pub struct Gru(Recurrent);
 struct Recurrent {
     gates: usize,
     width: usize,
-    /// Of each layer's directions: from the input, and from the output before.
-    layers: Vec<Vec<[Linear; 2]>>,
+    /// Weight and bias of each layer's directions: for the input, and for the output before.
+    layers: Vec<Vec<[(ParamId, ParamId); 2]>>,
     dropout: f64,
 }
 
@@ -104,10 +104,7 @@ impl Recurrent {
             let weights = [("weight_ih", weights[0]), ("weight_hh", weights[1])];
             let weights = weights.map(|(name, shape)| param(name, &shape));
             let biases = ["bias_ih", "bias_hh"].map(|name| param(name, &[gates * width]));
-            [0, 1].map(|i| Linear {
-                weight: weights[i],
-                bias: Some(biases[i]),
-            })
+            [0, 1].map(|i| (weights[i], biases[i]))
         };
         let layer = |depth| {
             let from = match depth {
@@ -146,7 +143,7 @@ impl Recurrent {
             }
             let mut sides = Vec::with_capacity(directions.len());
             for (side, [input, recurrent]) in directions.iter().enumerate() {
-                let given = input.forward(x.share())?;
+                let given = x.share().linear(input.0, Some(input.1), Act::None)?;
                 let place = hidden.len();
                 let first = |of: fn(&RnnState<V>) -> &Vec<V>| match start {
                     Some(state) => (of(state).get(place).map(V::share))
@@ -163,7 +160,9 @@ impl Recurrent {
                     let at = if side == 1 { length - 1 - i } else { i };
                     let given = given.share().slice(1, at..at + 1)?;
                     let given = given.reshape(&[n, self.gates * self.width])?;
-                    let from = recurrent.forward(h.share())?;
+                    let from = h
+                        .share()
+                        .linear(recurrent.0, Some(recurrent.1), Act::None)?;
                     h = match &mut c {
                         Some(c) => lstm(given.add(from)?, c)?,
                         None => gru(given, from, h)?,

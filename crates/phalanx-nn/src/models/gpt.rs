@@ -2,7 +2,7 @@
 //! unsupervised multitask learners", 2019) and nanoGPT (A. Karpathy, 2022) build it, with
 //! separate projections for query, key and value.
 
-use crate::layers::{Dropout, Embedding, KvCache, LayerNorm, Linear, attend, causal_mask};
+use crate::layers::{Act, Dropout, Embedding, KvCache, LayerNorm, Linear, attend, causal_mask};
 use crate::param::{Init, ParamId, Scope};
 use crate::value::Mask;
 use crate::{Error, Result, Value, ValueStep};
@@ -28,12 +28,41 @@ pub struct GptConfig {
 /// Standard deviation of initial weights.
 const STD: f64 = 0.02;
 
+/// The projections to query, key and value.
+#[derive(Clone, Debug)]
+enum Projections {
+    Separate([Linear; 3]),
+    /// In one layer, one behind the other.
+    Joined(Linear),
+}
+
+impl Projections {
+    fn linears(&self) -> &[Linear] {
+        match self {
+            Projections::Separate(all) => all,
+            Projections::Joined(all) => std::slice::from_ref(all),
+        }
+    }
+
+    fn forward<'s, V: Value<'s>>(&self, x: V) -> Result<[V; 3]> {
+        match self {
+            Projections::Separate([q, k, v]) => {
+                Ok([q.forward(x.share())?, k.forward(x.share())?, v.forward(x)?])
+            }
+            Projections::Joined(all) => {
+                let all = all.forward(x)?;
+                let width = all.shape().last().map_or(0, |n| n / 3);
+                let part = |i: usize| all.share().slice(2, i * width..(i + 1) * width);
+                Ok([part(0)?, part(1)?, part(2)?])
+            }
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 struct Block {
     ln_1: LayerNorm,
-    q: Linear,
-    k: Linear,
-    v: Linear,
+    qkv: Projections,
     attn_proj: Linear,
     ln_2: LayerNorm,
     fc: Linear,
@@ -53,9 +82,7 @@ impl Block {
         let mut mlp = scope.enter("mlp");
         Block {
             ln_1,
-            q,
-            k,
-            v,
+            qkv: Projections::Separate([q, k, v]),
             attn_proj,
             ln_2,
             fc: Linear::new(mlp.enter("fc"), width, 4 * width),
@@ -65,9 +92,30 @@ impl Block {
         }
     }
 
-    fn linears(&self) -> [&Linear; 6] {
-        let Block { q, k, v, fc, .. } = self;
-        [q, k, v, &self.attn_proj, fc, &self.mlp_proj]
+    /// Under the names of Hugging Face's GPT-2.
+    fn gpt2(mut scope: Scope, config: &GptConfig, dropout: Dropout) -> Self {
+        let width = config.width;
+        let ln_1 = LayerNorm::new(scope.enter("ln_1"), &[width]);
+        let mut attn = scope.enter("attn");
+        let all = Linear::transposed(attn.enter("c_attn"), width, 3 * width);
+        let attn_proj = Linear::transposed(attn.enter("c_proj"), width, width);
+        let ln_2 = LayerNorm::new(scope.enter("ln_2"), &[width]);
+        let mut mlp = scope.enter("mlp");
+        Block {
+            ln_1,
+            qkv: Projections::Joined(all),
+            attn_proj,
+            ln_2,
+            fc: Linear::transposed(mlp.enter("c_fc"), width, 4 * width),
+            mlp_proj: Linear::transposed(mlp.enter("c_proj"), 4 * width, width),
+            heads: config.heads,
+            dropout,
+        }
+    }
+
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let others = [&self.attn_proj, &self.fc, &self.mlp_proj];
+        self.qkv.linears().iter().chain(others)
     }
 
     fn forward<'s, V: Value<'s>>(
@@ -77,9 +125,7 @@ impl Block {
         cache: Option<&mut KvCache<V>>,
     ) -> Result<V> {
         let y = self.ln_1.forward(x.share())?;
-        let q = self.q.forward(y.share())?;
-        let k = self.k.forward(y.share())?;
-        let v = self.v.forward(y)?;
+        let [q, k, v] = self.qkv.forward(y)?;
         let [k, v] = match cache {
             Some(cache) => cache.append([k, v])?,
             None => [k, v],
@@ -110,7 +156,8 @@ pub struct Gpt {
     wpe: Embedding,
     blocks: Vec<Block>,
     ln_f: LayerNorm,
-    lm_head: Linear,
+    /// Absent where its weight is that of `wte`.
+    lm_head: Option<Linear>,
     context: usize,
     dropout: Dropout,
     recomputes: bool,
@@ -120,16 +167,33 @@ impl Gpt {
     /// With nanoGPT's initial weights, drawn in its order: normal with standard deviation
     /// 0.02, that of `attn.proj` and `mlp.proj` divided by the square root of 2 x layers; biases 0.
     pub fn new(scope: &mut Scope, config: &GptConfig) -> Self {
+        Self::with(scope, config, Block::new, false)
+    }
+
+    /// GPT-2 as Hugging Face's `GPT2LMHeadModel` has it: names and shapes are its (`transformer.h.0.attn.c_attn.weight` of
+    /// `[width, 3 width]`), and the output layer has the weight of `transformer.wte`. Initial values are drawn from the same
+    /// distributions, in another order.
+    pub fn gpt2(scope: &mut Scope, config: &GptConfig) -> Self {
+        Self::with(scope, config, Block::gpt2, true)
+    }
+
+    fn with(
+        scope: &mut Scope,
+        config: &GptConfig,
+        block: impl Fn(Scope, &GptConfig, Dropout) -> Block,
+        tied: bool,
+    ) -> Self {
         let width = config.width;
         let dropout = Dropout::new(config.dropout);
         let mut transformer = scope.enter("transformer");
         let wte = Embedding::new(transformer.enter("wte"), config.vocab, width);
         let wpe = Embedding::new(transformer.enter("wpe"), config.context, width);
         let mut all = transformer.enter("h");
-        let block = |i: usize| Block::new(all.enter(&i.to_string()), config, dropout);
+        let block = |i: usize| block(all.enter(&i.to_string()), config, dropout);
         let blocks: Vec<Block> = (0..config.layers).map(block).collect();
         let ln_f = LayerNorm::new(transformer.enter("ln_f"), &[width]);
-        let lm_head = Linear::without_bias(scope.enter("lm_head"), width, config.vocab);
+        let head = || Linear::without_bias(scope.enter("lm_head"), width, config.vocab);
+        let lm_head = (!tied).then(head);
         let gpt = Gpt {
             wte,
             wpe,
@@ -152,7 +216,7 @@ impl Gpt {
             normal(scope, weight, STD);
         }
         let inner = self.blocks.iter().flat_map(Block::linears);
-        for linear in inner.chain([&self.lm_head]) {
+        for linear in inner.chain(&self.lm_head) {
             normal(scope, linear.weight, STD);
             if let Some(bias) = linear.bias {
                 scope.redraw(bias, Init::Constant(0.0));
@@ -194,7 +258,7 @@ impl Gpt {
         let x = super::through(&self.blocks, self.recomputes, x, |block, x| {
             block.forward(x, mask.as_ref().map(Value::share), None)
         })?;
-        self.lm_head.forward(self.ln_f.forward(x)?)
+        self.scores(x)
     }
 
     /// The logits (batch, length, vocab) of the next tokens of sequences whose tokens so far `caches` have seen: those
@@ -225,7 +289,16 @@ impl Gpt {
         for (block, cache) in self.blocks.iter().zip(caches) {
             x = block.forward(x, None, Some(cache))?;
         }
-        self.lm_head.forward(self.ln_f.forward(x)?)
+        self.scores(x)
+    }
+
+    /// The logits of the last block's output.
+    fn scores<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
+        let x = self.ln_f.forward(x)?;
+        match &self.lm_head {
+            Some(head) => head.forward(x),
+            None => x.linear(self.wte.weight, None, Act::None),
+        }
     }
 
     /// The sum of the vectors of tokens and of their positions, which count from `first`.

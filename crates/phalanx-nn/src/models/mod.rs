@@ -6,6 +6,7 @@ mod mnist_cnn;
 mod mobilenet;
 mod resnet;
 pub mod resnet9;
+mod vit;
 
 pub use gpt::{Gpt, GptConfig};
 pub use linear_toy::LinearToy;
@@ -13,6 +14,7 @@ pub use mnist_cnn::MnistCnn;
 pub use mobilenet::MobileNetV2;
 pub use resnet::{CifarResNet, ResNet};
 pub use resnet9::ResNet9;
+pub use vit::{Vit, VitConfig};
 
 use crate::{Result, Value};
 

@@ -140,7 +140,7 @@ impl<'s> Tensor<'s> {
             let mut st = step.state();
             let mut constants = st.pool.get(4 * c);
             let numel = dims.numel();
-            let (training, learns) = (st.training, st.learns());
+            let learns = st.learns();
             let batch = learns || options.running.is_none();
             let join = st.join.clone().filter(|_| learns);
             let mut joined = None;
@@ -201,8 +201,11 @@ impl<'s> Tensor<'s> {
             let mut y = st.pool.get(precision.memory_len(numel));
             let operands = (x, residual_slot, constants.slice());
             normalise(step.threads(), &st, operands, act, y.slice_mut());
-            let out = st.add_output_as((dims, precision), y, training);
-            let constants = if training {
+            let slots = [Some(x), residual_slot].map(|slot| slot.map(Operand::Slot));
+            let mut all = [affine.0, affine.1].into_iter().chain(slots).flatten();
+            let wants = all.any(|operand| st.wants_grad_of(operand));
+            let out = st.add_output_as((dims, precision), y, wants);
+            let constants = if wants {
                 st.add_aux(constants)?
             } else {
                 st.pool.put(constants);
@@ -220,7 +223,7 @@ impl<'s> Tensor<'s> {
                 joined,
                 fixed: !batch,
             };
-            st.made(step.params(), node, training)?;
+            st.made(step.params(), node, wants)?;
             out
         };
         Ok(Tensor::new(step, out))

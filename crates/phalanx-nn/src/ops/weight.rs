@@ -115,8 +115,9 @@ impl<'w> Known<'w> {
 
     /// Rows and columns in memory, if it is a matrix.
     pub(crate) fn matrix(&self) -> Result<[usize; 2]> {
-        match *self.shape() {
-            [a, b] => Ok([a, b]),
+        match (self.shape(), &self.source) {
+            (&[inp, out], Source::Param(i)) if i.layout == Layout::Transposed => Ok([out, inp]),
+            (&[a, b], _) => Ok([a, b]),
             _ => Err(Error::usage(format!(
                 "{} of shape {:?} is not a matrix",
                 self.name(),

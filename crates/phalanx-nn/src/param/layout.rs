@@ -14,6 +14,8 @@ pub enum Layout {
     Conv,
     /// PyTorch's `[out, in, k]`, kept as `(k, in, out)`.
     Conv1d,
+    /// A matrix of PyTorch's shape `[in, out]`, kept as `(out, in)`: the weight of Hugging Face's `Conv1D`.
+    Transposed,
 }
 
 /// For messages.
@@ -22,6 +24,7 @@ impl std::fmt::Display for Layout {
         f.write_str(match self {
             Layout::Same => "of any tensor",
             Layout::Conv => "of a convolution (4 dimensions)",
+            Layout::Transposed => "of a matrix (2 dimensions)",
             Layout::Conv1d => "of a one-dimensional convolution (3 dimensions)",
         })
     }
@@ -50,6 +53,7 @@ impl Layout {
             (Layout::Conv, &[out, inp, _, _]) | (Layout::Conv1d, &[out, inp, _]) => {
                 Some([out, inp, shape[2..].iter().product()])
             }
+            (Layout::Transposed, &[inp, out]) => Some([inp, out, 1]),
             // `Scope` admits the layouts above only with their dimensions.
             _ => None,
         }
@@ -61,6 +65,7 @@ impl Layout {
             Layout::Same => &[],
             Layout::Conv => &[2, 3, 1, 0],
             Layout::Conv1d => &[2, 1, 0],
+            Layout::Transposed => &[1, 0],
         }
     }
 

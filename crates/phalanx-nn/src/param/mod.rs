@@ -3,10 +3,13 @@
 
 mod grads;
 mod layout;
+mod lora;
 mod params;
 mod scope;
 
 pub use grads::{GradSink, GradView, Grads};
 pub use layout::Layout;
+pub use lora::LoraConfig;
 pub use params::{BufferId, ParamId, ParamInfo, Params};
+pub(crate) use scope::Lora;
 pub use scope::{Init, Scope, Seed};

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::layout::Layout;
+use super::lora::LoraConfig;
 use crate::error::{Error, Result};
 use phalanx_kernels::aligned::{AlignedBuf, round_up};
 
@@ -61,6 +62,8 @@ pub struct ParamInfo {
     pub len: usize,
     /// Memory order compared with PyTorch's.
     pub layout: Layout,
+    /// Whether it is [frozen](Params::freeze).
+    pub(crate) frozen: bool,
     /// Name and shape of the parameter that this is a shard of, if it is one.
     pub(crate) whole: Option<Box<(String, Vec<usize>)>>,
 }
@@ -125,6 +128,7 @@ impl Section {
             offset: self.end,
             len,
             layout,
+            frozen: false,
             whole: None,
         });
         self.values.push(values);
@@ -164,6 +168,7 @@ pub struct Params {
     pub(crate) infos: Vec<ParamInfo>,
     pub(crate) buffer_values: AlignedBuf,
     pub(crate) buffer_infos: Vec<ParamInfo>,
+    pub(super) lora: Option<LoraConfig>,
 }
 
 impl Params {
@@ -251,6 +256,29 @@ impl Params {
             .map(|(id, _)| id)
     }
 
+    /// Freezes a parameter: it gets no gradient from now on (PyTorch: `requires_grad_(False)`), and backward computes
+    /// nothing that only it or others like it would need. A sink is told that it is unused. Batch norms of frozen weights go
+    /// on to update their running statistics, as in PyTorch.
+    ///
+    /// # Panics
+    /// If `id` belongs to another, larger model.
+    pub fn freeze(&mut self, id: ParamId) {
+        self.infos[id.index()].frozen = true;
+    }
+
+    /// The settings of its low-rank adapters, if it was built [with some](crate::Scope::lora).
+    pub fn lora(&self) -> Option<&LoraConfig> {
+        self.lora.as_ref()
+    }
+
+    /// Whether a parameter is [frozen](Self::freeze).
+    ///
+    /// # Panics
+    /// If `id` belongs to another, larger model.
+    pub fn is_frozen(&self, id: ParamId) -> bool {
+        self.infos[id.index()].frozen
+    }
+
     /// A copy of one parameter in PyTorch's row-major order.
     pub fn export(&self, id: ParamId) -> Vec<f32> {
         let mut out = Vec::new();
@@ -313,11 +341,14 @@ impl Params {
                 section.set_whole(index as usize, info.whole_name(), info.whole_shape());
             }
         }
-        let (values, infos) = section.build()?;
+        let (values, mut infos) = section.build()?;
+        let old = infos.iter_mut().zip(&self.infos);
+        old.for_each(|(info, old)| info.frozen = old.frozen);
         Ok(Params {
             values,
             infos,
             model: self.model,
+            lora: self.lora.clone(),
             buffer_values: self.buffer_values.clone(),
             buffer_infos: self.buffer_infos.clone(),
         })

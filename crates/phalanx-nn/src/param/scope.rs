@@ -3,11 +3,25 @@
 use std::collections::HashSet;
 
 use super::layout::Layout;
+use super::lora::LoraConfig;
 use super::params::{BufferId, ModelId, ParamId, Params, Section};
 use crate::error::{Error, Result};
 use crate::rng::{init, torch::Generator};
 use phalanx_kernels::aligned::AlignedBuf;
 use phalanx_kernels::isa;
+
+/// The low-rank matrices of a layer: it adds `scale · x Aᵀ Bᵀ` to its output.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lora {
+    /// `lora_A.weight` of shape `[rank, in]`.
+    pub(crate) a: ParamId,
+    /// `lora_B.weight` of shape `[out, rank]`.
+    pub(crate) b: ParamId,
+    /// `alpha / rank`.
+    pub(crate) scale: f32,
+    /// Dropout of the input.
+    pub(crate) dropout: f64,
+}
 
 /// Seed of the initial weights; `Seed(n)` stands for `torch.manual_seed(n)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +95,8 @@ struct Registry {
     params: Section,
     buffers: Section,
     names: HashSet<String>,
+    lora: Option<LoraConfig>,
+    adapters: Vec<Lora>,
     first_mistake: Option<Error>,
 }
 
@@ -88,6 +104,30 @@ impl Registry {
     fn mistake(&mut self, message: String) {
         self.first_mistake
             .get_or_insert_with(|| Error::usage(message));
+    }
+
+    /// Draws the adapters' values after all others, layer by layer as PEFT does, which draws those of new linear layers first.
+    fn draw_adapters(&mut self) {
+        if let (Some(config), true) = (&self.lora, self.adapters.is_empty()) {
+            let targets = config.targets.join(", ");
+            return self.mistake(format!(
+                "LoRA: no linear layer or attention is called {targets}"
+            ));
+        }
+        for Lora { a, b, .. } in &self.adapters {
+            let infos = &self.params.infos;
+            let inputs = |id: &ParamId| Init::KaimingUniform {
+                fan_in: infos[id.index()].shape[1],
+            };
+            for (id, init) in [
+                (a, inputs(a)),
+                (b, inputs(b)),
+                (a, inputs(a)),
+                (b, Init::Constant(0.0)),
+            ] {
+                init.fill(&mut self.generator, &mut self.params.values[id.index()]);
+            }
+        }
     }
 }
 
@@ -103,6 +143,8 @@ impl Scope<'static> {
                 params: Section::default(),
                 buffers: Section::default(),
                 names: HashSet::new(),
+                lora: None,
+                adapters: Vec::new(),
                 first_mistake: None,
             })),
         }
@@ -122,19 +164,27 @@ impl Scope<'static> {
                 self.prefix
             )));
         };
-        let r = *r;
+        let mut r = *r;
+        r.draw_adapters();
         if let Some(e) = r.first_mistake {
             return Err(e);
         }
         let (values, infos) = r.params.build()?;
         let (buffer_values, buffer_infos) = r.buffers.build()?;
-        Ok(Params {
+        let mut params = Params {
             model: r.model,
             values,
             infos,
             buffer_values,
             buffer_infos,
-        })
+            lora: r.lora,
+        };
+        if params.lora.is_some() {
+            let own: HashSet<ParamId> = r.adapters.iter().flat_map(|l| [l.a, l.b]).collect();
+            let others = params.ids().filter(|id| !own.contains(id));
+            others.for_each(|id| params.freeze(id));
+        }
+        Ok(params)
     }
 }
 
@@ -162,6 +212,49 @@ impl Scope<'_> {
             index: r.params.add(full, shape, layout, values),
             model: r.model,
         }
+    }
+
+    /// Low-rank adapters for the linear layers and attentions that are registered from now on and that `config` names
+    /// (PEFT: `get_peft_model`): `lora_A.weight` and `lora_B.weight` next to the layer's own weight. All parameters but these are
+    /// [frozen](Params::freeze). The values of the others are those that they have without adapters.
+    ///
+    /// [`build`](Scope::build) fails if no layer has such a name.
+    ///
+    /// ```
+    /// use phalanx_nn::{LoraConfig, Scope, Seed, layers::Linear};
+    ///
+    /// let mut scope = Scope::new(Seed(0));
+    /// scope.lora(LoraConfig { rank: 4, alpha: 8.0, dropout: 0.0, targets: vec!["head".to_owned()] });
+    /// Linear::new(scope.enter("head"), 16, 10);
+    /// let names: Vec<_> = scope.build()?.infos().iter().map(|info| info.name.clone()).collect();
+    /// assert_eq!(names, ["head.weight", "head.bias", "head.lora_A.weight", "head.lora_B.weight"]);
+    /// # Ok::<(), phalanx_nn::Error>(())
+    /// ```
+    pub fn lora(&mut self, config: LoraConfig) {
+        let r = self.registry();
+        if config.rank == 0 || !config.alpha.is_finite() || !(0.0..1.0).contains(&config.dropout) {
+            r.mistake(format!("LoRA of rank {}, alpha {} and dropout {}: the rank is at least 1, alpha a number, dropout in 0..1", config.rank, config.alpha, config.dropout));
+        }
+        r.lora = Some(config);
+    }
+
+    /// Registers the adapter of this scope's layer, if it is to have one, or with `always` if there are any.
+    pub(crate) fn adapter(&mut self, inputs: usize, outputs: usize, always: bool) -> Option<Lora> {
+        let name = self.prefix.clone();
+        let config = self.registry().lora.clone();
+        let config = config.filter(|config| always || config.has(&name))?;
+        let mut matrix = |name: &str, shape: [usize; 2]| {
+            let mut scope = self.enter(name);
+            scope.param("weight", &shape, Layout::Same, Init::Constant(0.0))
+        };
+        let lora = Lora {
+            a: matrix("lora_A", [config.rank, inputs]),
+            b: matrix("lora_B", [outputs, config.rank]),
+            scale: (config.alpha / config.rank as f64) as f32,
+            dropout: config.dropout,
+        };
+        self.registry().adapters.push(lora);
+        Some(lora)
     }
 
     /// Registers a shard of a parameter, whose full dotted name and shape are `whole`, as where ranks divide parameters among themselves.
@@ -212,7 +305,10 @@ impl Scope<'_> {
     pub fn initialize(&mut self, mut choose: impl FnMut(&str, &[usize]) -> Option<Init>) {
         let prefix = self.full("");
         let r = self.registry();
-        for (info, values) in r.params.infos.iter().zip(&mut r.params.values) {
+        let adapters: HashSet<usize> =
+            (r.adapters.iter().flat_map(|l| [l.a.index(), l.b.index()])).collect();
+        let all = r.params.infos.iter().zip(&mut r.params.values).enumerate();
+        for (_, (info, values)) in all.filter(|(i, _)| !adapters.contains(i)) {
             let own = info.name.strip_prefix(&prefix);
             if let Some(init) = own.and_then(|name| choose(name, &info.shape)) {
                 init.fill(&mut r.generator, values);

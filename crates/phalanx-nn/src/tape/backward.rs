@@ -142,6 +142,9 @@ impl BackwardContext<'_> {
         write: impl FnOnce(&mut [f32], Mode) -> bool,
     ) -> Result<()> {
         let i = param.index();
+        if self.state.frozen[i] {
+            return Ok(());
+        }
         let first = !std::mem::replace(&mut self.state.written[i], true);
         let mode = if first && !self.accumulates {
             Mode::Write
@@ -252,7 +255,7 @@ pub(super) fn run(
         node.visit(&mut |v| match v {
             Visit::Output(s) => on = state.reached[s.index()],
             Visit::Input(s) | Visit::Once(s) if on => state.reached[s.index()] = true,
-            Visit::Param(p) if on => state.uses[p.index()] += 1,
+            Visit::Param(p) if on && !state.frozen[p.index()] => state.uses[p.index()] += 1,
             _ => {}
         });
     }
@@ -266,7 +269,7 @@ pub(super) fn run(
 
     let accumulates = sink.accumulates();
     for id in params.ids().filter(|id| state.uses[id.index()] == 0) {
-        if !accumulates {
+        if !accumulates && !state.frozen[id.index()] {
             slot_of(sink, params, id)?; // of another model, perhaps
         }
         accepted(sink.unused(id), params, id)?;

@@ -83,7 +83,7 @@ impl Tape {
 
     fn start<'a>(&'a mut self, params: &'a Params, key: StepKey<'_>, training: bool) -> Step<'a> {
         let state = self.state.get_mut();
-        state.start(&key, training);
+        state.start(&key, params, training);
         if state.pool.promote_to_huge_pages() {
             params.values.join_pages(0, params.values.len());
         }

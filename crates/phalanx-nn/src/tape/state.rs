@@ -57,6 +57,8 @@ pub(crate) struct State {
     pub(super) walked: bool,
     /// Operations are recorded.
     pub(crate) training: bool,
+    /// Of each parameter, whether it is frozen.
+    pub(super) frozen: Vec<bool>,
     /// A part of the model runs as in an evaluation.
     pub(crate) evaluates: bool,
     /// Data type of the operands of convolutions and linear layers.
@@ -83,10 +85,13 @@ pub(crate) struct State {
 }
 
 impl State {
-    pub(super) fn start(&mut self, key: &StepKey<'_>, training: bool) {
+    pub(super) fn start(&mut self, key: &StepKey<'_>, params: &Params, training: bool) {
         // A step that was leaked (`mem::forget`) has not cleaned up.
         self.finish();
         self.training = training;
+        self.frozen.clear();
+        self.frozen
+            .extend(params.infos().iter().map(|info| info.frozen));
         self.evaluates = false;
         self.walked = false;
         if let Some(clock) = &mut self.clock {
@@ -281,10 +286,10 @@ impl State {
         self.slots[id.index()].wants_grad
     }
 
-    /// The same of a weight: in training every parameter wants a gradient.
+    /// The same of a weight: in training every parameter that is not frozen wants a gradient.
     pub(crate) fn wants_grad_of(&self, operand: Operand) -> bool {
         match operand {
-            Operand::Param(_) => self.training,
+            Operand::Param(id) => self.training && !self.frozen[id.index()],
             Operand::Slot(id) => self.wants_grad(id),
         }
     }

@@ -16,6 +16,7 @@ mod more_optim;
 mod operations;
 mod optim_torch;
 mod precision;
+mod pretrained;
 mod profile;
 mod recompute;
 mod recurrent;

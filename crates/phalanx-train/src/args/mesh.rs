@@ -163,6 +163,11 @@ impl Mesh {
                 "layers that are split over ranks add in another order for each mesh",
             ),
             (
+                settings.tune.freezes(),
+                "--freeze or --lora".into(),
+                "a mesh trains all parameters",
+            ),
+            (
                 settings.bucket_cap_mb.is_some(),
                 "--bucket-cap-mb".into(),
                 "a mesh has no buckets",

@@ -8,6 +8,7 @@ mod precision;
 pub(crate) mod saving;
 mod split;
 mod start;
+mod tune;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -27,6 +28,8 @@ pub(crate) use self::saving::{AUTO, FOLDER, Found, Fresh};
 pub use self::saving::{FolderArgs, SaveErrors, SavingArgs};
 pub use self::split::{Determinism, SplitArgs};
 pub use self::start::Start;
+pub use self::tune::TuneArgs;
+pub(crate) use self::tune::lora_metadata;
 use crate::choice_name;
 use crate::error::{Error, Result, check_count};
 use crate::format::number;
@@ -109,6 +112,9 @@ pub struct Settings {
     /// Initial weights: `torch` for the bits PyTorch draws from this --seed, a file (.pth, .safetensors, a checkpoint's .json, the .index.json of a model in several files), or a run folder (its last weights)
     #[arg(long, default_value = "torch", value_parser = PathBufValueParser::new().map(Start::from), value_name = "torch|FILE|DIR")]
     pub init: Start,
+    #[command(flatten)]
+    #[allow(missing_docs, reason = "a doc comment would be its help")]
+    pub tune: TuneArgs,
     /// How samples are divided among ranks
     #[arg(long, value_enum, default_value_t = SamplerKind::Exact)]
     pub sampler: SamplerKind,
@@ -334,6 +340,7 @@ impl Settings {
         self.exchange.validate(self)?;
         self.saving.validate(self.output_dir.is_some())?;
         self.track.validate()?;
+        self.tune.validate(matches!(self.init, Start::File(_)))?;
         // `auto` may find no checkpoint: a script that is started again says both.
         if matches!(self.init, Start::File(_)) && self.saving.resumed_path().is_some() {
             return Err(Error::usage(
@@ -492,6 +499,7 @@ impl Settings {
             lr: _,
             precision: _,
             split: _,
+            tune: _,
             batch_size: _,
             global_batch_size,
             test_batch_size,
@@ -587,6 +595,7 @@ impl Settings {
             format!("--drop-last {}", self.drop_last),
         ];
         shaping.extend(limits);
+        shaping.extend(self.tune.shaping());
         if self.find_lr {
             shaping.push("--find-lr true".to_owned());
         }

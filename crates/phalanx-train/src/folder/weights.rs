@@ -2,14 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use phalanx_checkpoint as checkpoint;
+use phalanx_checkpoint::{self as checkpoint, Adapter, LoadOptions};
 use phalanx_member::RankContext;
 use phalanx_nn::Params;
 
 use super::output::{ASIDE_BEST_FILE, BEST_FILE};
 use super::run_dir::SUMMARY_FILE;
-use crate::args::Start;
-use crate::error::{Error, Result};
+use crate::args::{Start, TuneArgs};
+use crate::error::{Error, ErrorKind, Result};
 use crate::saving::newest;
 use crate::say;
 
@@ -28,7 +28,7 @@ pub fn file_of(path: &Path) -> Result<PathBuf> {
     Ok(chosen)
 }
 
-/// As [`file_of`], which also says which file it is, where it was not named.
+/// As [`file_of`], without saying which.
 ///
 /// # Errors
 ///
@@ -122,14 +122,25 @@ impl Start {
     /// # Errors
     ///
     /// Usage or data, naming the file and the first tensors that do not fit.
-    pub fn fill(&self, ctx: &RankContext, params: &mut Params) -> Result<()> {
-        let Start::File(path) = self else {
-            return Ok(());
+    pub fn fill(&self, ctx: &RankContext, params: &mut Params, tune: &TuneArgs) -> Result<()> {
+        let adapter = tune.adapter().map(Adapter::tensors_in);
+        let adapter = adapter.map(|path| (path, LoadOptions::new().only_adapters()));
+        let weights = match self {
+            Start::File(path) if ctx.is_main() => Some((file_of(path)?, tune.load_options())),
+            _ => None,
         };
-        if ctx.is_main() {
-            let loaded = checkpoint::load_params(&file_of(path)?, params)?;
-            for warning in loaded.warnings {
+        for (path, options) in weights.into_iter().chain(adapter.filter(|_| ctx.is_main())) {
+            const FIX: &str = "--init-skip PATTERN leaves out tensors by name, as in --init-skip 'fc.*' for a head of other classes; --init-map OLD=NEW renames those of the file";
+            let loaded = checkpoint::load_params_with(&path, params, &options);
+            let loaded = loaded.map_err(|e| match e.kind() {
+                ErrorKind::Data => e.note("other tensors", FIX),
+                _ => e,
+            })?;
+            for warning in &loaded.warnings {
                 ctx.note(&format!("warning: {warning}"));
+            }
+            for note in loaded.notes() {
+                ctx.note(&format!("weights  {}: {note}", path.display()));
             }
         }
         Ok(())

@@ -23,7 +23,7 @@ use crate::args::Determinism;
 use crate::args::ExchangeArg;
 use crate::args::Settings;
 use crate::batch::{Engine, LoadedMicroBatches, MicroBatchOf, Randomness};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::evaluation::Measure;
 use crate::format::{bytes, plural};
 use crate::param_group::{self, ParamGroup, joined_state};
@@ -73,6 +73,39 @@ impl<'s, B> MicroBatch<'s, B> {
             randomness.fill_normal(*sample, call, values);
         }
         self.input(&values, &[&[self.samples()], shape].concat())
+    }
+
+    /// The rows of `x`, one for each sample of the micro-batch, from all ranks, as a contrastive loss needs them, and where this
+    /// rank's rows are among them. Rows are in the order of the global batch, which does not depend on the number of ranks.
+    /// Gradients go back to the rank that a row came from: they are those of the mean loss over the samples of all ranks.
+    /// With `--accumulate`, the micro-batches that ranks take at the same time are gathered.
+    ///
+    /// ```
+    /// # use phalanx_nn::{Tensor, layers::Linear};
+    /// # use phalanx_train::{MicroBatch, Result};
+    /// /// Each image is told from all others of the batch, as in CLIP.
+    /// fn loss<'s>(text: &Linear, image: &Linear, batch: MicroBatch<'s, (Vec<f32>, Vec<f32>)>) -> Result<Tensor<'s>> {
+    ///     let n = batch.samples();
+    ///     let text = text.forward(batch.input(&batch.0, &[n, 8])?)?;
+    ///     let image = image.forward(batch.input(&batch.1, &[n, 8])?)?;
+    ///     let (images, own) = batch.all_gather(image)?;
+    ///     text.bmm_transposed(images)?.cross_entropy(&own, n)
+    /// }
+    /// ```
+    ///
+    /// *Blocks* until all ranks call it. *Order*: gradients of a row are added in the order of the ranks.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, when `x` has another number of rows, a rank has no sample in the micro-batch (`--drop-last` leaves out the last
+    /// batch of an epoch), in an evaluation, and under `--deterministic shards`; peers that are lost.
+    pub fn all_gather(&self, x: Tensor<'s>) -> Result<(Tensor<'s>, Vec<u32>)> {
+        match self.peers {
+            Some(peers) => peers.all_gather(self.step(), x, self.samples()),
+            None => Err(Error::usage(
+                "all_gather is for training steps; for an evaluation, Trainer::predict gives the rows of all samples",
+            )),
+        }
     }
 }
 

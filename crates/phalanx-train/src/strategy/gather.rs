@@ -1,9 +1,8 @@
 //! Rows of all ranks within a model, with gradients.
 
 use phalanx_comm::{ProcessGroup, ReduceOp};
-use phalanx_nn::{CustomOp, Tensor};
+use phalanx_nn::{CustomOp, Step, Tensor};
 
-use super::MicroBatch;
 use crate::error::{Error, Result};
 use crate::split::BatchSplit;
 
@@ -29,44 +28,20 @@ impl Peers {
             sizes,
         }
     }
-}
 
-impl<'s, B> MicroBatch<'s, B> {
-    /// The rows of `x`, one for each sample of the micro-batch, from all ranks, as a contrastive loss needs them, and where this
-    /// rank's rows are among them. Rows are in the order of the global batch, which does not depend on the number of ranks.
-    /// Gradients go back to the rank that a row came from: they are those of the mean loss over the samples of all ranks.
-    /// With `--accumulate`, the micro-batches that ranks take at the same time are gathered.
-    ///
-    /// ```
-    /// # use phalanx_nn::{Tensor, layers::Linear};
-    /// # use phalanx_train::{MicroBatch, Result};
-    /// /// Each image is told from all others of the batch, as in CLIP.
-    /// fn loss<'s>(text: &Linear, image: &Linear, batch: MicroBatch<'s, (Vec<f32>, Vec<f32>)>) -> Result<Tensor<'s>> {
-    ///     let n = batch.samples();
-    ///     let text = text.forward(batch.input(&batch.0, &[n, 8])?)?;
-    ///     let image = image.forward(batch.input(&batch.1, &[n, 8])?)?;
-    ///     let (images, own) = batch.all_gather(image)?;
-    ///     text.bmm_transposed(images)?.cross_entropy(&own, n)
-    /// }
-    /// ```
-    ///
-    /// *Blocks* until all ranks call it. *Order*: gradients of a row are added in the order of the ranks.
-    ///
-    /// # Errors
-    ///
-    /// `Usage`, when `x` has another number of rows, a rank has no sample in the micro-batch (`--drop-last` leaves out the last
-    /// batch of an epoch), in an evaluation, and under `--deterministic shards`; peers that are lost.
-    pub fn all_gather(&self, x: Tensor<'s>) -> Result<(Tensor<'s>, Vec<u32>)> {
-        let (mut shape, rows) = (x.shape(), self.samples());
-        let Some(peers) = self.peers else {
-            let what = "all_gather is for training steps; for an evaluation, Trainer::predict gives the rows of all samples";
-            return Err(Error::usage(what));
-        };
-        if peers.sizes.is_empty() {
+    /// The rows of all ranks, and where those of this one, of which there are `rows`, are among them.
+    pub fn all_gather<'s>(
+        &self,
+        step: &'s Step<'s>,
+        x: Tensor<'s>,
+        rows: usize,
+    ) -> Result<(Tensor<'s>, Vec<u32>)> {
+        let mut shape = x.shape();
+        if self.sizes.is_empty() {
             let what = "all_gather does not work with --deterministic shards, where each shard is computed alone";
             return Err(Error::usage(what));
         }
-        let (sizes, rank) = (&peers.sizes, peers.group.rank());
+        let (sizes, rank) = (&self.sizes, self.group.rank());
         if let Some(idle) = sizes.iter().position(|size| *size == 0) {
             return Err(Error::usage(format!(
                 "all_gather: rank {idle} has no sample in this step\n  --drop-last leaves out a last batch that is short"
@@ -82,9 +57,9 @@ impl<'s, B> MicroBatch<'s, B> {
         let op = Gather {
             wide: shape[1..].iter().product(),
             sizes: sizes.clone(),
-            group: peers.group.clone(),
+            group: self.group.clone(),
         };
-        let all = self.step().custom(Box::new(op), vec![x], &shape)?;
+        let all = step.custom(Box::new(op), vec![x], &shape)?;
         Ok((all, own.collect()))
     }
 }

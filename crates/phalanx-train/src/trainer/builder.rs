@@ -185,8 +185,9 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         self
     }
 
-    /// Parameters that are not trained: each by its name, or all whose names begin with one of `names` and a point, as those
-    /// of a layer or a part of the model.
+    /// Parameters that are not trained, besides those of `--freeze`: each by its name, all whose names begin with one of `names`
+    /// and a point, as those of a layer or a part of the model, or all that match one of them (`*`: any characters, `?`: one).
+    /// Backward computes no gradients that only they need. Running statistics of batch norms are updated, as in PyTorch.
     pub fn frozen(mut self, names: Vec<String>) -> Self {
         self.model.choices.frozen = names;
         self
@@ -441,6 +442,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let order = (model.choices.drop_last, model.choices.order.clone());
         let sets_weights = model.init.is_some();
         let (mut strategy, model) = model.build::<S>(setup, &mut plan.info, at, from, &facts)?;
+        (plan.files.about).extend(args::lora_metadata(strategy.params())?);
         let group = strategy.batch_group();
         let sources = Sources::new(settings, sampler, order, plan.unit, group)?;
         plan.info.steps = sources.steps;

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use phalanx_base::text::matches;
 use phalanx_member::RankContext;
 use phalanx_nn::{Params, Scope, Seed, Tape, Threads};
 
@@ -53,15 +54,32 @@ impl<'j, M> ModelPlan<'j, M> {
     ) -> Result<(S, Model<'j, M>)> {
         let (lr, mut choices) = (self.choices.lr, self.choices);
         let mut scope = Scope::new(Seed(settings.seed));
+        if let Some(lora) = settings.tune.lora()? {
+            scope.lora(lora);
+        }
         let net = (self.model)(&mut scope);
         let mut params = scope.build()?;
+        choices.frozen.extend_from_slice(&settings.tune.freeze);
         choices.frozen = full_names(&params, &choices.frozen)?;
+        for id in params.ids() {
+            let name = &params.infos()[id.index()].name;
+            match choices.frozen.binary_search(name) {
+                Ok(_) => params.freeze(id),
+                Err(at) if params.is_frozen(id) => choices.frozen.insert(at, name.clone()),
+                Err(_) => {}
+            }
+        }
+        if choices.frozen.len() == params.len() && !params.is_empty() {
+            return Err(Error::usage(
+                "all parameters are frozen; nothing is left to train",
+            ));
+        }
         info.frozen = choices.frozen.clone();
         if resumed.is_none() {
             if let Some(init) = self.init {
                 init(&mut params)?;
             }
-            settings.init.fill(ctx, &mut params)?;
+            settings.init.fill(ctx, &mut params, &settings.tune)?;
         }
         let mut tape = Tape::new(Threads(ctx.threads));
         tape.set_precision(settings.precision.into());
@@ -90,19 +108,21 @@ impl<'j, M> ModelPlan<'j, M> {
     }
 }
 
-/// The names of all parameters that `names` stand for: each is one parameter's, or the beginning of several before a point.
+/// The names of all parameters that `names` stand for: each is one parameter's, the beginning of several before a point, or a
+/// pattern.
 fn full_names(params: &Params, names: &[String]) -> Result<Vec<String>> {
     let mut all = Vec::new();
     for name in names {
         let is_meant = |full: &&String| {
             let rest = full.strip_prefix(&**name);
-            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+            let is_part = rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+            is_part || matches(name, full)
         };
         let infos = params.infos().iter().map(|info| &info.name);
         let meant: Vec<&String> = infos.filter(is_meant).collect();
         if meant.is_empty() {
             return Err(Error::usage(format!(
-                "frozen(\"{name}\"): the model has no parameter of this name, and none whose name begins with \"{name}.\""
+                "frozen(\"{name}\"): the model has no parameter of this name or pattern, and none whose name begins with \"{name}.\""
             )));
         }
         all.extend(meant.into_iter().cloned());

@@ -36,7 +36,7 @@ fn a_loss_of_several_elements_is_an_error() {
         let error = outcome.into_iter().next().and_then(Result::err);
         let error = error.expect("refused");
         // As other errors of the engine.
-        assert_eq!(error.kind(), ErrorKind::Failed);
+        assert_eq!(error.kind(), ErrorKind::Usage);
         assert!(error.to_string().contains("shape [4, 1]"), "{error}");
     }
 }

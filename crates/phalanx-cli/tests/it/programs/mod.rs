@@ -4,6 +4,7 @@
 mod cifar;
 mod compare;
 mod fetch;
+mod fine_tune;
 mod gpt;
 mod mesh;
 mod mnist;

@@ -6,7 +6,7 @@ use super::*;
 const IMAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../phalanx-data/tests/images");
 
 /// The classes `blue`, `gray` and `red` in `root`, of eight images each; one of `gray` is cut off.
-fn classes(root: &Path) {
+pub fn classes(root: &Path) {
     let names = [
         "420.jpg",
         "422.jpg",
@@ -157,7 +157,7 @@ fn predictions_name_the_classes() {
     );
     assert_eq!(code, 2, "{err}");
     assert!(
-        err.contains("resnet18 and mobilenetv2 take folders of classes"),
+        err.contains("resnet18, resnet50 and mobilenetv2 take folders of classes"),
         "{err}"
     );
 }

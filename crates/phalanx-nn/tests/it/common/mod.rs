@@ -71,7 +71,8 @@ pub fn hashed(len: usize, stream: u64, bits: u32, scale: f64) -> Vec<f32> {
     let half = f64::from(1u32 << (bits - 1));
     (0..len as u64)
         .map(|i| {
-            let k = (((i + 1 + 1_000_003 * stream) * 2_654_435_761) & 0xFFFF_FFFF) >> (32 - bits);
+            let place = (i + 1).wrapping_add(stream.wrapping_mul(1_000_003));
+            let k = (place.wrapping_mul(2_654_435_761) & 0xFFFF_FFFF) >> (32 - bits);
             ((k as f64 - half) / half * scale) as f32
         })
         .collect()
