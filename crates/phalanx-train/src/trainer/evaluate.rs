@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 
 use super::{Purpose, Trainer};
 use crate::batch::{BatchPosition, Randomness};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::evaluation::{Evaluation, Measure};
 use crate::folder::BEST_FILE;
 use crate::saving::History;
@@ -210,7 +210,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             )?;
             if let Some(mut measured) = measured {
                 if let Some(wrong) = measured.wrong.take() {
-                    return Err(Error::new(ErrorKind::Failed, wrong));
+                    return Err(Error::usage(wrong));
                 }
                 measured.samples = indices.len();
                 take(index, measured)?;
