@@ -461,26 +461,40 @@ fn read_some(
     let each = |mut found: AllFound<'_>| {
         let mut expected = outline.by_name();
         expected.retain(|(_, (name, _))| !options.only_adapters || is_adapter(name));
-        let dropped = rename(path, &mut found, &expected, options)?;
+        let mut loaded = Loaded {
+            dropped: rename(path, &mut found, &expected, options)?,
+            ..Loaded::default()
+        };
         let found: HashMap<String, Found<'_>> = found.into_iter().collect();
-        let (all, kept, unused) = matched(path, &expected, &found, options)?;
-        let tensors = all.len();
-        for (tensor, dtype, found) in all {
+        for (tensor, dtype, found) in matched(path, &expected, &found, options, &mut loaded)? {
             let bytes = (found.bytes)()?;
             let values = dtype.to_f32(&bytes);
             check_finite(path, outline.name(tensor), dtype, &bytes, &values)?;
             take(tensor, values)?;
+            loaded.tensors += 1;
         }
-        Ok((tensors, dropped, kept, unused))
+        Ok(loaded)
     };
-    let ((tensors, dropped, kept, unused), loaded) = with_tensors(path, each)?;
+    let (loaded, of_file) = with_tensors(path, each)?;
     Ok(Loaded {
-        tensors,
-        dropped,
-        kept,
-        unused,
+        metadata: of_file.metadata,
+        warnings: of_file.warnings,
         ..loaded
     })
+}
+
+/// Whether there is a tensor of this name among `expected`, which are sorted.
+fn knows(expected: &[(TensorId, &NamedShape)], name: &str) -> bool {
+    let found = expected.binary_search_by(|(_, known)| known.0.as_str().cmp(name));
+    found.is_ok()
+}
+
+/// What is in front of all names in files of PEFT's adapters.
+pub(crate) const FRONT: &str = "base_model.model.";
+
+/// A name of PEFT's, which keeps the output projection of an attention in the layer that it has wrapped, without that.
+pub(crate) fn from_peft(name: &str) -> String {
+    name.replace(".base_layer.", ".")
 }
 
 /// Gives the tensors of a file the names that a model has, by `options`. Returns what was in front of all names.
@@ -491,9 +505,8 @@ fn rename(
     options: &LoadOptions,
 ) -> Result<String> {
     // `model.` is the prefix of Lightning's modules, the last that of PEFT's adapters; a model's own names may begin with any of these.
-    const PREFIXES: [&str; 4] = [WRAPPED[0], WRAPPED[1], "model.", "base_model.model."];
-    let index = |name: &str| expected.binary_search_by(|(_, known)| known.0.as_str().cmp(name));
-    let known = |name: &str| index(name).is_ok();
+    const PREFIXES: [&str; 4] = [WRAPPED[0], WRAPPED[1], "model.", FRONT];
+    let known = |name: &str| knows(expected, name);
     let any = |found: &AllFound<'_>| found.iter().any(|(name, _)| known(&options.renamed(name)));
     let mut dropped = String::new();
     while !any(found)
@@ -504,27 +517,20 @@ fn rename(
     for (name, _) in found.iter_mut() {
         *name = options.renamed(name);
         if options.only_adapters {
-            // PEFT keeps the output projection of an attention in the layer that it has wrapped.
-            *name = name.replace(".base_layer.", ".");
+            *name = from_peft(name);
         }
     }
     // As files of Hugging Face's models without their head.
-    let first = expected
-        .first()
-        .and_then(|(_, (name, _))| name.split_once('.'));
-    let front = first.map(|(front, _)| format!("{front}."));
-    if let Some(front) = front.filter(|front| {
-        let all = expected
-            .iter()
-            .all(|(_, (name, _))| name.starts_with(&**front));
-        all && !any(found)
-            && found
-                .iter()
-                .any(|(name, _)| known(&format!("{front}{name}")))
-    }) {
-        found
-            .iter_mut()
-            .for_each(|(name, _)| name.insert_str(0, &front));
+    let first = expected.first().map(|(_, (name, _))| name.as_str());
+    if let Some((front, _)) = first.and_then(|name| name.split_once('.'))
+        && let front = format!("{front}.")
+        && (expected.iter()).all(|(_, (name, _))| name.starts_with(&front))
+        && !found.iter().any(|(name, _)| known(name))
+        && (found.iter()).any(|(name, _)| known(&format!("{front}{name}")))
+    {
+        for (name, _) in found.iter_mut() {
+            name.insert_str(0, &front);
+        }
     }
     let mut seen = HashSet::new();
     match found
@@ -562,29 +568,23 @@ fn check_finite(path: &Path, name: &str, dtype: DType, bytes: &[u8], values: &[f
     Err(wrong(path, what))
 }
 
-/// What is read of a file, the names of tensors that keep their values, and of those that are not used.
-type Matched<'f, 'a> = (
-    Vec<(TensorId, DType, &'f Found<'a>)>,
-    Vec<String>,
-    Vec<String>,
-);
-
-/// The tensors of a model in a file, after comparing all names, types and shapes.
+/// The tensors of a model in a file, after comparing all names, types and shapes. What is not loaded is noted in `loaded`.
 fn matched<'f, 'a>(
     path: &Path,
     expected: &[(TensorId, &NamedShape)],
     found: &'f HashMap<String, Found<'a>>,
     options: &LoadOptions,
-) -> Result<Matched<'f, 'a>> {
+    loaded: &mut Loaded,
+) -> Result<Vec<(TensorId, DType, &'f Found<'a>)>> {
     let optional = |name: &str| {
         let new = is_adapter(name) && !options.only_adapters;
         new || is_count(name) || options.skips(name)
     };
-    let (mut all, mut kept, mut missing, mut differing) = (Vec::new(), vec![], vec![], None);
+    let (mut all, mut missing, mut differing) = (Vec::new(), vec![], None);
     for (tensor, (name, shape)) in expected {
         let Some(found) = found.get(name).filter(|_| !options.skips(name)) else {
             match optional(name) {
-                true => kept.push(name.clone()),
+                true => loaded.kept.push(name.clone()),
                 false => missing.push(name.as_str()),
             }
             continue;
@@ -605,19 +605,18 @@ fn matched<'f, 'a>(
             }
         }
     }
-    let known =
-        |name: &str| (expected.binary_search_by(|(_, known)| known.0.as_str().cmp(name))).is_ok();
+    let known = |name: &str| knows(expected, name);
     let strange = found.keys().filter(|name| !known(name));
-    let (mut unused, mut strangers) = (Vec::new(), Vec::new());
+    let mut strangers = Vec::new();
     for name in strange {
         let is_buffer =
             NO_WEIGHTS.iter().any(|end| name.ends_with(end)) && found[name].shape.len() != 1;
         match is_buffer || options.skips(name) || is_tied_head(name, known, found)? {
-            true => unused.push(name.clone()),
+            true => loaded.unused.push(name.clone()),
             false => strangers.push(name.as_str()),
         }
     }
-    unused.sort_unstable();
+    loaded.unused.sort_unstable();
     let differs = [
         listed("it lacks", missing),
         listed("the model does not know", strangers),
@@ -635,7 +634,7 @@ fn matched<'f, 'a>(
         None if all.is_empty() && !expected.is_empty() => {
             Err(wrong(path, format_args!("nothing of it is left to load")))
         }
-        None => Ok((all, kept, unused)),
+        None => Ok(all),
     }
 }
 

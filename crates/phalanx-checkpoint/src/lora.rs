@@ -1,6 +1,6 @@
 //! Low-rank adapters in the files of Hugging Face's PEFT: `adapter_config.json` and `adapter_model.safetensors` in a folder.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use phalanx_base::files::{atomic_write, open_regular, read_open};
@@ -10,14 +10,12 @@ use phalanx_nn::LoraConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::load::{is_adapter, read_tensors};
+use crate::load::{FRONT, from_peft, is_adapter, read_tensors};
 use crate::pth::{DType, Saved};
 use crate::weights::{little_endian, save_tensors};
 
 const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
-/// What PEFT's names have in front.
-const FRONT: &str = "base_model.model.";
 const A: &str = ".lora_A.weight";
 const B: &str = ".lora_B.weight";
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
@@ -178,13 +176,9 @@ impl Adapter {
             return Err(Error::usage(format!("{} {why}", path.display())));
         };
         let mut config = AdapterConfig::parse(path, text.as_bytes())?;
-        let layers = matrices.iter().filter_map(|t| t.name.strip_suffix(A));
-        let layers: HashSet<&str> = layers.collect();
-        let mut targets: Vec<String> = (layers.iter().filter(|layer| !is_inner(layer, &layers)))
-            .map(|layer| (*layer).to_owned())
-            .collect();
-        targets.sort_unstable();
-        config.target_modules = Targets::Each(targets);
+        let layers = layers(&matrices);
+        let targets = layers.iter().filter(|layer| !is_inner(layer, &layers));
+        config.target_modules = Targets::Each(targets.cloned().collect());
         Ok(Adapter { config, matrices })
     }
 
@@ -201,8 +195,7 @@ impl Adapter {
                 let (path, name) = (path.display(), one_line(&tensor.name));
                 return Err(Error::data(format!("{path}: {name} is of no LoRA adapter")));
             }
-            let name = tensor.name.strip_prefix(FRONT).unwrap_or(&tensor.name);
-            tensor.name = name.replace(".base_layer.", ".");
+            tensor.name = from_peft(tensor.name.strip_prefix(FRONT).unwrap_or(&tensor.name));
         }
         Ok(Adapter { config, matrices })
     }
@@ -214,14 +207,8 @@ impl Adapter {
     /// `DiskFull` or `System`, naming the path.
     pub fn save(mut self, dir: &Path) -> Result<()> {
         std::fs::create_dir_all(dir).map_err(|e| Error::io("cannot make", dir, e))?;
-        let layers = self
-            .matrices
-            .iter()
-            .filter_map(|t| Some(t.name.strip_suffix(A)?.to_owned()));
-        let layers: Vec<String> = layers.collect();
-        let layers: HashSet<&str> = layers.iter().map(String::as_str).collect();
+        let layers = layers(&self.matrices);
         for tensor in &mut self.matrices {
-            // PEFT keeps the output projection of an attention in the layer that it has wrapped.
             if let Some((layer, rest)) = tensor.name.split_once(".lora_")
                 && is_inner(layer, &layers)
                 && let Some((outer, inner)) = layer.rsplit_once('.')
@@ -303,8 +290,14 @@ impl Adapter {
     }
 }
 
+/// The layers that `matrices` belong to.
+fn layers(matrices: &[Saved]) -> BTreeSet<String> {
+    let layers = matrices.iter().filter_map(|t| t.name.strip_suffix(A));
+    layers.map(str::to_owned).collect()
+}
+
 /// Whether `layer` is the output projection of one of `layers`.
-fn is_inner(layer: &str, layers: &HashSet<&str>) -> bool {
+fn is_inner(layer: &str, layers: &BTreeSet<String>) -> bool {
     let outer = layer.strip_suffix(".out_proj");
     outer.is_some_and(|outer| layers.contains(outer))
 }

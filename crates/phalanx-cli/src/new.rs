@@ -156,9 +156,9 @@ pub fn run(args: &NewArgs) -> Result<()> {
         })?,
     };
     let Dependency { place, note, .. } = &dependency;
-    let features = match args.template {
-        Template::Folder => ", features = [\"images\"]",
-        _ => "",
+    let (features, data) = match args.template {
+        Template::Folder => (", features = [\"images\"]", " --data PHOTOS"),
+        _ => ("", ""),
     };
     let manifest = format!(
         "[package]\nname = \"{name}\"\nversion = \"0.1.0\"\nedition = \"2024\"\n\n[dependencies]\n\
@@ -198,7 +198,7 @@ pub fn run(args: &NewArgs) -> Result<()> {
             .map_err(failed)?;
     }
     say::note(format_args!(
-        "created {}\n  train   cd {} && cargo run --release -- --nproc-per-node 2\n  test    cargo test --release",
+        "created {}\n  train   cd {} && cargo run --release -- --nproc-per-node 2{data}\n  test    cargo test --release",
         folder.display(),
         as_typed(folder)
     ));

@@ -302,26 +302,13 @@ impl Predictor<'_> {
 
     /// All predictions into the file at `path`, which is whole or as before.
     fn write(&mut self, path: &Path) -> Result<()> {
-        let mut failed = None;
-        let written = phalanx_base::files::atomic_write_with(path, |out| {
-            let mut unwritten = None;
-            let outcome = self.all(&mut |rows| {
-                unwritten = out.write_all(visible_json(rows).as_bytes()).err();
-                Ok(unwritten.is_none())
-            });
-            match (outcome, unwritten) {
-                (Ok(()), None) => Ok(()),
-                (Ok(()), Some(error)) => Err(error),
-                (Err(error), _) => {
-                    failed = Some(error);
-                    Err(std::io::Error::other("no predictions"))
-                }
-            }
-        });
-        match failed {
-            Some(error) => Err(error),
-            None => Ok(written?),
-        }
+        phalanx_base::files::try_atomic_write(path, |out| {
+            self.all(&mut |rows| {
+                let written = out.write_all(visible_json(rows).as_bytes());
+                let written = written.map_err(|e| Error::io("cannot write", path, e));
+                written.map(|()| true)
+            })
+        })
     }
 
     /// Gives `take` the predictions, a JSON object a line, after each batch, until it

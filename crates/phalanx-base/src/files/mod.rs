@@ -58,6 +58,25 @@ pub fn atomic_write_with(
     dir.write(name, fill)
 }
 
+/// As [`atomic_write_with`]; an error of `fill` is returned as it is.
+///
+/// # Errors
+///
+/// As [`atomic_write_with`], and those of `fill`.
+pub fn try_atomic_write(
+    path: &Path,
+    fill: impl FnOnce(&mut dyn Write) -> Result<()>,
+) -> Result<()> {
+    let mut failed = None;
+    let written = atomic_write_with(path, |out| {
+        fill(out).map_err(|e| {
+            failed = Some(e);
+            std::io::Error::other("not written")
+        })
+    });
+    written.map_err(|e| failed.unwrap_or(e))
+}
+
 /// Opens a path given by the user, following links as [`atomic_write_with`].
 pub fn open_named(path: &Path, options: &mut OpenOptions) -> Result<File> {
     let path = &*target(path, "cannot open")?;

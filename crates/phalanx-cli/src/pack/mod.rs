@@ -7,7 +7,7 @@ use std::io::{Error as IoError, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use phalanx_base::files::{as_typed, atomic_write_with, is_file};
+use phalanx_base::files::{as_typed, is_file, try_atomic_write};
 use phalanx_data::{Packer, Vocabulary, read_documents, text_files};
 use phalanx_train::check_folder_of;
 
@@ -71,15 +71,11 @@ pub fn run(args: &PackArgs) -> Result<()> {
     for input in &args.inputs {
         files.extend(text_files(input, &["txt", "jsonl", "ndjson"])?);
     }
-    let (mut failure, mut packed) = (None, [0; 3]);
-    let written = atomic_write_with(&output, |out| {
-        let done = pack(out, tokenizer, &files, args, &output).map(|counts| packed = counts);
-        done.map_err(|e| {
-            failure = Some(e);
-            IoError::other("not packed")
-        })
-    });
-    written.map_err(|e| failure.unwrap_or(e))?;
+    let mut packed = [0; 3];
+    try_atomic_write(&output, |out| {
+        packed = pack(out, tokenizer, &files, args, &output)?;
+        Ok(())
+    })?;
     let [documents, tokens, text] = packed;
     say::note(format_args!(
         "{}: {} tokens in {}, {:.2} bytes each\n  train on it: phalanx train gpt --data {}",

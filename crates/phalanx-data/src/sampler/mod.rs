@@ -99,11 +99,7 @@ impl Sampler {
             global_batch,
             drop_last: false,
         };
-        Ok(Self {
-            config,
-            order,
-            shards: None,
-        })
+        Ok(Self::of(config, order))
     }
 
     /// PyTorch's order: `DistributedSampler` under a `DataLoader`.
@@ -113,12 +109,15 @@ impl Sampler {
     /// Usage: no rank, a rank outside the world, or an empty batch.
     pub fn torch(config: SamplerConfig, batches: TorchBatches) -> Result<Self> {
         check(&config, batches.batch_size)?;
-        let order = Order::Torch(batches);
-        Ok(Self {
+        Ok(Self::of(config, Order::Torch(batches)))
+    }
+
+    fn of(config: SamplerConfig, order: Order) -> Self {
+        Self {
             config,
             order,
             shards: None,
-        })
+        }
     }
 
     /// The same where an epoch ends before a last batch that is short, as with `DataLoader(drop_last=True)`: in the exact
@@ -151,13 +150,20 @@ impl Sampler {
 
     /// All steps of epoch `epoch`. A pure function.
     pub fn epoch(&self, epoch: u64) -> EpochPlan {
-        let permutation = self.permutation(epoch);
+        self.plan(epoch, 0)
+    }
+
+    /// The steps after the first `done` samples of all ranks.
+    fn plan(&self, epoch: u64, done: usize) -> EpochPlan {
+        let (config, permutation) = (&self.config, self.permutation(epoch));
         match self.order {
             Order::Exact {
                 global_batch,
                 drop_last,
-            } => exact::plan(&self.config, epoch, permutation, global_batch, drop_last, 0),
-            Order::Torch(batches) => torch::plan(&self.config, epoch, permutation, batches, 0),
+            } => exact::plan(config, epoch, permutation, global_batch, drop_last, done),
+            Order::Torch(batches) => {
+                torch::plan(config, epoch, permutation, batches, done / config.world)
+            }
         }
     }
 
@@ -170,25 +176,10 @@ impl Sampler {
     /// Usage: the cursor is beyond the epoch's end, or (torch order only) not between two
     /// steps of this world size.
     pub fn resume(&self, cursor: Cursor) -> Result<EpochPlan> {
-        let epoch = cursor.epoch;
-        match self.order {
-            Order::Exact {
-                global_batch,
-                drop_last,
-            } => {
-                let done = within(cursor, self.config.samples)?;
-                let permutation = self.permutation(epoch);
-                Ok(exact::plan(
-                    &self.config,
-                    epoch,
-                    permutation,
-                    global_batch,
-                    drop_last,
-                    done,
-                ))
-            }
+        let (epoch, world) = (cursor.epoch, self.config.world);
+        let done = match self.order {
+            Order::Exact { .. } => within(cursor, self.config.samples)?,
             Order::Torch(batches) => {
-                let world = self.config.world;
                 let per_rank = torch::samples_per_rank(&self.config, batches.drop_samples);
                 let end = torch::kept(per_rank, batches) * world;
                 let done = within(cursor, end)?;
@@ -200,16 +191,10 @@ impl Sampler {
                          that the run was started with, or the exact order"
                     )));
                 }
-                let permutation = self.permutation(epoch);
-                Ok(torch::plan(
-                    &self.config,
-                    epoch,
-                    permutation,
-                    batches,
-                    done / world,
-                ))
+                done
             }
-        }
+        };
+        Ok(self.plan(epoch, done))
     }
 
     /// An endless iterator over the epochs from `start` on.

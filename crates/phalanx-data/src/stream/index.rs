@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use phalanx_base::files::atomic_write_with;
+use phalanx_base::files::try_atomic_write;
 use phalanx_base::{Error, Result};
 use sha2::{Digest, Sha256};
 
@@ -98,7 +98,6 @@ pub(super) fn write(
     skip_damaged: bool,
     scan: &dyn Fn(&Object) -> Result<Scan>,
 ) -> Result<()> {
-    let mut failed = None;
     let fill = |out: &mut dyn Write| -> Result<()> {
         let io = |e| Error::io("cannot write", path, e);
         let mut list = Vec::new();
@@ -129,13 +128,7 @@ pub(super) fn write(
         }
         Ok(())
     };
-    let written = atomic_write_with(path, |out| {
-        fill(out).map_err(|e| {
-            failed = Some(e);
-            io::Error::other("not indexed")
-        })
-    });
-    written.map_err(|e| failed.unwrap_or(e))
+    try_atomic_write(path, fill)
 }
 
 impl Index {

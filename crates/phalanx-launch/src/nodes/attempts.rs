@@ -512,7 +512,7 @@ impl Coordinator {
         insist(|| self.launchers.append(&event))
     }
 
-    /// Lets ranks that wait continue when the ranks of each admitted launcher have joined.
+    /// Lets ranks that wait continue when a rank of each admitted launcher has joined.
     fn release(&mut self) -> phalanx_store::Result<()> {
         while let Some(id) = self.joining.last().copied().filter(|_| self.is_enough) {
             let numbers = self.numbers_of(id)?;

@@ -72,42 +72,33 @@ struct Block {
 }
 
 impl Block {
-    fn new(scope: Scope, config: &GptConfig, dropout: Dropout) -> Self {
-        let (mut scope, width) = (scope, config.width);
-        let ln_1 = LayerNorm::new(scope.enter("ln_1"), &[width]);
-        let mut attn = scope.enter("attn");
-        let mut linear = |name: &str| Linear::new(attn.enter(name), width, width);
-        let [q, k, v, attn_proj] = ["q", "k", "v", "proj"].map(&mut linear);
-        let ln_2 = LayerNorm::new(scope.enter("ln_2"), &[width]);
-        let mut mlp = scope.enter("mlp");
-        Block {
-            ln_1,
-            qkv: Projections::Separate([q, k, v]),
-            attn_proj,
-            ln_2,
-            fc: Linear::new(mlp.enter("fc"), width, 4 * width),
-            mlp_proj: Linear::new(mlp.enter("proj"), 4 * width, width),
-            heads: config.heads,
-            dropout,
-        }
-    }
-
-    /// Under the names of Hugging Face's GPT-2.
-    fn gpt2(mut scope: Scope, config: &GptConfig, dropout: Dropout) -> Self {
+    /// With `is_gpt2` under the names of Hugging Face's GPT-2, and with its joined projections.
+    fn new(mut scope: Scope, config: &GptConfig, dropout: Dropout, is_gpt2: bool) -> Self {
         let width = config.width;
+        type Make = fn(Scope, usize, usize) -> Linear;
+        let (linear, [fc, proj]): (Make, _) = match is_gpt2 {
+            true => (Linear::transposed, ["c_fc", "c_proj"]),
+            false => (Linear::new, ["fc", "proj"]),
+        };
         let ln_1 = LayerNorm::new(scope.enter("ln_1"), &[width]);
         let mut attn = scope.enter("attn");
-        let all = Linear::transposed(attn.enter("c_attn"), width, 3 * width);
-        let attn_proj = Linear::transposed(attn.enter("c_proj"), width, width);
+        let qkv = match is_gpt2 {
+            true => Projections::Joined(linear(attn.enter("c_attn"), width, 3 * width)),
+            false => {
+                let each = |name| linear(attn.enter(name), width, width);
+                Projections::Separate(["q", "k", "v"].map(each))
+            }
+        };
+        let attn_proj = linear(attn.enter(proj), width, width);
         let ln_2 = LayerNorm::new(scope.enter("ln_2"), &[width]);
         let mut mlp = scope.enter("mlp");
         Block {
             ln_1,
-            qkv: Projections::Joined(all),
+            qkv,
             attn_proj,
             ln_2,
-            fc: Linear::transposed(mlp.enter("c_fc"), width, 4 * width),
-            mlp_proj: Linear::transposed(mlp.enter("c_proj"), 4 * width, width),
+            fc: linear(mlp.enter(fc), width, 4 * width),
+            mlp_proj: linear(mlp.enter(proj), 4 * width, width),
             heads: config.heads,
             dropout,
         }
@@ -167,33 +158,28 @@ impl Gpt {
     /// With nanoGPT's initial weights, drawn in its order: normal with standard deviation
     /// 0.02, that of `attn.proj` and `mlp.proj` divided by the square root of 2 x layers; biases 0.
     pub fn new(scope: &mut Scope, config: &GptConfig) -> Self {
-        Self::with(scope, config, Block::new, false)
+        Self::with(scope, config, false)
     }
 
     /// GPT-2 as Hugging Face's `GPT2LMHeadModel` has it: names and shapes are its (`transformer.h.0.attn.c_attn.weight` of
     /// `[width, 3 width]`), and the output layer has the weight of `transformer.wte`. Initial values are drawn from the same
     /// distributions, in another order.
     pub fn gpt2(scope: &mut Scope, config: &GptConfig) -> Self {
-        Self::with(scope, config, Block::gpt2, true)
+        Self::with(scope, config, true)
     }
 
-    fn with(
-        scope: &mut Scope,
-        config: &GptConfig,
-        block: impl Fn(Scope, &GptConfig, Dropout) -> Block,
-        tied: bool,
-    ) -> Self {
+    fn with(scope: &mut Scope, config: &GptConfig, is_gpt2: bool) -> Self {
         let width = config.width;
         let dropout = Dropout::new(config.dropout);
         let mut transformer = scope.enter("transformer");
         let wte = Embedding::new(transformer.enter("wte"), config.vocab, width);
         let wpe = Embedding::new(transformer.enter("wpe"), config.context, width);
         let mut all = transformer.enter("h");
-        let block = |i: usize| block(all.enter(&i.to_string()), config, dropout);
+        let block = |i: usize| Block::new(all.enter(&i.to_string()), config, dropout, is_gpt2);
         let blocks: Vec<Block> = (0..config.layers).map(block).collect();
         let ln_f = LayerNorm::new(transformer.enter("ln_f"), &[width]);
         let head = || Linear::without_bias(scope.enter("lm_head"), width, config.vocab);
-        let lm_head = (!tied).then(head);
+        let lm_head = (!is_gpt2).then(head);
         let gpt = Gpt {
             wte,
             wpe,
