@@ -66,19 +66,11 @@ fn others(hosts: &Hosts, host: usize, rank: usize) -> impl Iterator<Item = usize
 
 /// On `host`, which partner passes on the part of which rank of another host;
 /// hosts in rotated order.
-fn passed_on(hosts: &Hosts, host: usize) -> impl Iterator<Item = (usize, usize)> {
+pub(super) fn passed_on(hosts: &Hosts, host: usize) -> impl Iterator<Item = (usize, usize)> {
     let count = hosts.count();
     (1..count).flat_map(move |k| {
         let from = hosts.ranks((host + count - k) % count);
         let locals = 0..from.len();
         locals.map(move |local| (partner(hosts, host, local), from.start + local))
     })
-}
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
-    let host = hosts.host_of(rank);
-    let inside = hosts.ranks(host).len() - 1;
-    let passed = passed_on(hosts, host).filter(|(by, _)| *by == rank).count();
-    spec.count * (inside * (1 + passed) + hosts.count() - 1)
 }

@@ -97,14 +97,3 @@ pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
     }
     plan
 }
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
-    if spec.world == 1 {
-        return 0;
-    }
-    let host = hosts.host_of(rank);
-    let held = grid::held(spec, hosts, rank).len();
-    let neighbours = usize::from(host > 0) + usize::from(host + 1 < hosts.count());
-    (spec.count - held) + (hosts.ranks(host).len() - 1) * held + neighbours * held
-}

@@ -117,9 +117,3 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     }
     plan
 }
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
-    let own = spec.chunks().len(rank);
-    (spec.count - own) + (spec.world - 1) * own
-}

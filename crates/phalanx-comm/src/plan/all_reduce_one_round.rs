@@ -33,8 +33,3 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     plan.rounds = vec![round];
     plan
 }
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec) -> usize {
-    (spec.world - 1) * spec.count
-}

@@ -104,7 +104,7 @@ pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
 }
 
 /// The part of a run that `host` owns.
-fn chunk(spec: &Spec, run: &Run, host: usize) -> Part {
+pub(super) fn chunk(spec: &Spec, run: &Run, host: usize) -> Part {
     let range = Chunks::new(run.elems.len(), run.holders.len(), spec.line_elems()).range(host);
     Part::new(Buf::Output, run.elems.start + range.start, range.len())
 }
@@ -116,20 +116,4 @@ fn rotated(run: &Run, host: usize) -> impl Iterator<Item = (usize, usize)> {
         let other = (host + k) % hosts;
         (other, run.holders[other])
     })
-}
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
-    if spec.world == 1 {
-        return 0;
-    }
-    let host = hosts.host_of(rank);
-    let held = grid::held(spec, hosts, rank).len();
-    let owned: usize = grid::units(spec, hosts)
-        .iter()
-        .filter_map(|unit| local_stage::run_of(unit, host, rank))
-        .map(|run| chunk(spec, run, host).len)
-        .sum();
-    let inside = (spec.count - held) + (hosts.ranks(host).len() - 1) * held;
-    inside + (held - owned) + (hosts.count() - 1) * owned
 }

@@ -50,14 +50,3 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     }
     plan
 }
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
-    if spec.world == 1 {
-        return 0;
-    }
-    let chunks = spec.chunks();
-    // Of each pass a rank sends all chunks but one: the one that it ends up
-    // owning, then the one that its successor owned from the start.
-    2 * spec.count - chunks.len((rank + 1) % spec.world) - chunks.len((rank + 2) % spec.world)
-}

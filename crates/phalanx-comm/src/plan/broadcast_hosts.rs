@@ -25,9 +25,9 @@ use super::{Hosts, RankPlan, Round, Spec};
 pub(crate) const TREE_MAX_BYTES: usize = 64 << 10;
 
 /// The place of a host in the route of the data.
-struct Route {
+pub(super) struct Route {
     parent: Option<usize>,
-    children: Vec<usize>,
+    pub(super) children: Vec<usize>,
     /// Hops from the root's host.
     depth: usize,
     /// The largest depth of a host.
@@ -35,7 +35,7 @@ struct Route {
 }
 
 impl Route {
-    fn new(spec: &Spec, hosts: &Hosts, host: usize) -> Route {
+    pub(super) fn new(spec: &Spec, hosts: &Hosts, host: usize) -> Route {
         let count = hosts.count();
         let origin = hosts.host_of(spec.root);
         let distance = (host + count - origin) % count;
@@ -124,24 +124,4 @@ fn gather(round: &mut Round, unit: &Unit, hosts: &Hosts, root: usize, rank: usiz
             others.for_each(|other| round.send(other, part));
         }
     }
-}
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
-    if spec.world == 1 {
-        return 0;
-    }
-    let host = hosts.host_of(rank);
-    let held = grid::held(spec, hosts, rank).len();
-    let locals = hosts.ranks(host).len();
-    let has_root = hosts.host_of(spec.root) == host;
-    let across = Route::new(spec, hosts, host).children.len() * held;
-    let inside = if rank == spec.root {
-        spec.count - held + (locals - 1) * held
-    } else if has_root {
-        (locals - 2) * held
-    } else {
-        (locals - 1) * held
-    };
-    across + inside
 }

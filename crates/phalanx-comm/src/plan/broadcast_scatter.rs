@@ -36,16 +36,3 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     plan.rounds = vec![scatter, gather];
     plan
 }
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
-    if spec.world == 1 {
-        return 0;
-    }
-    let own = spec.chunks().len(rank);
-    if rank == spec.root {
-        (spec.count - own) + (spec.world - 1) * own
-    } else {
-        (spec.world - 2) * own
-    }
-}

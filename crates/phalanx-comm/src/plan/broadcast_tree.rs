@@ -39,14 +39,3 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     }
     plan
 }
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
-    let distance = (rank + spec.world - spec.root) % spec.world;
-    let children = (0..usize::BITS)
-        .map(|k| 1usize << k)
-        .take_while(|step| *step < spec.world)
-        .filter(|step| *step > distance && distance + step < spec.world)
-        .count();
-    children * spec.count
-}

@@ -30,13 +30,6 @@ pub(super) fn slices(spec: &Spec, hosts: &Hosts, host: usize) -> Chunks {
     Chunks::new(spec.count, hosts.ranks(host).len(), spec.line_elems())
 }
 
-/// The elements that `rank` holds.
-#[cfg(test)]
-pub(super) fn held(spec: &Spec, hosts: &Hosts, rank: usize) -> Range<usize> {
-    let host = hosts.host_of(rank);
-    slices(spec, hosts, host).range(rank - hosts.ranks(host).start)
-}
-
 /// All units, in the order in which they are handled; the same on all ranks.
 pub(super) fn units(spec: &Spec, hosts: &Hosts) -> Vec<Unit> {
     units_within(spec, hosts, std::iter::empty())
@@ -127,6 +120,7 @@ fn holder(spec: &Spec, hosts: &Hosts, host: usize, at: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::super::Method;
+    use super::super::tests::sent;
     use super::*;
 
     #[test]
@@ -153,7 +147,7 @@ mod tests {
                     for run in &unit {
                         for (host, rank) in run.holders.iter().enumerate() {
                             assert_eq!(hosts.host_of(*rank), host);
-                            let held = super::held(&spec, &hosts, *rank);
+                            let held = sent::held(&spec, &hosts, *rank);
                             assert!(held.start <= run.elems.start && run.elems.end <= held.end);
                         }
                     }

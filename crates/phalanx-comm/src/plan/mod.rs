@@ -27,8 +27,6 @@ mod barrier;
 mod broadcast_hosts;
 mod broadcast_scatter;
 mod broadcast_tree;
-#[cfg(test)]
-mod check;
 mod chunks;
 mod grid;
 mod hosts;
@@ -560,33 +558,6 @@ pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
         | Method::Scatter
         | Method::AllToAll => uneven::build(spec, rank),
         Method::Barrier => barrier::build(spec, rank),
-    }
-}
-
-/// Elements that `rank` sends in total, by the formula in the head comment of
-/// the method's file; the checker compares it with the plan.
-#[cfg(test)]
-fn stated_sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
-    match spec.method {
-        Method::AllReduceRails => all_reduce_rails::sent_elems(spec, hosts, rank),
-        Method::AllReduceChain => all_reduce_chain::sent_elems(spec, hosts, rank),
-        Method::AllReduceDirect => all_reduce_direct::sent_elems(spec, rank),
-        Method::AllReduceOneRound => all_reduce_one_round::sent_elems(spec),
-        Method::AllReduceRing => all_reduce_ring::sent_elems(spec, rank),
-        Method::BroadcastTree => broadcast_tree::sent_elems(spec, rank),
-        Method::BroadcastScatter => broadcast_scatter::sent_elems(spec, rank),
-        Method::BroadcastHosts => broadcast_hosts::sent_elems(spec, hosts, rank),
-        Method::ReduceRoot => reduce_root::sent_elems(spec, rank),
-        Method::ReduceOwners => reduce_owners::sent_elems(spec, rank),
-        Method::ReduceHosts => reduce_hosts::sent_elems(spec, hosts, rank),
-        Method::AllGatherHosts => all_gather_hosts::sent_elems(spec, hosts, rank),
-        Method::ReduceScatterHosts => reduce_scatter_hosts::sent_elems(spec, hosts, rank),
-        Method::AllGather
-        | Method::ReduceScatter
-        | Method::Gather
-        | Method::Scatter
-        | Method::AllToAll => uneven::sent_elems(spec, rank),
-        Method::Barrier => 0,
     }
 }
 

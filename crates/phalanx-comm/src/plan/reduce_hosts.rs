@@ -37,14 +37,3 @@ pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
     }
     plan
 }
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
-    let held = grid::held(spec, hosts, rank).len();
-    let is_last = hosts.host_of(rank) + 1 == hosts.count();
-    match spec.world {
-        1 => 0,
-        _ if is_last && rank == spec.root => spec.count - held,
-        _ => spec.count,
-    }
-}

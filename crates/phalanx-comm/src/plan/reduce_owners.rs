@@ -43,14 +43,3 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     plan.rounds = vec![scatter, gather];
     plan
 }
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
-    if spec.world == 1 {
-        0
-    } else if rank == spec.root {
-        spec.count - spec.chunks().len(rank)
-    } else {
-        spec.count
-    }
-}

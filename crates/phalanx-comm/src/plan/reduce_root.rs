@@ -31,8 +31,3 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     plan.rounds = vec![round];
     plan
 }
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
-    if rank == spec.root { 0 } else { spec.count }
-}

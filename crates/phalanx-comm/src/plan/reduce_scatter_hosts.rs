@@ -22,7 +22,7 @@ use super::prefix_chain::Chain;
 use super::{Buf, Hosts, Part, RankPlan, Round, Spec};
 
 /// All parts one after the other, as the input has them.
-fn whole(spec: &Spec) -> Spec {
+pub(super) fn whole(spec: &Spec) -> Spec {
     Spec {
         count: spec.count * spec.world,
         ..*spec
@@ -55,20 +55,4 @@ pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
         chain(spec, hosts).build(spec, &mut plan);
     }
     plan
-}
-
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, hosts: &Hosts, rank: usize) -> usize {
-    if spec.world == 1 {
-        return 0;
-    }
-    let all = whole(spec);
-    let held = grid::held(&all, hosts, rank);
-    let is_last = hosts.host_of(rank) + 1 == hosts.count();
-    let own = rank * spec.count..(rank + 1) * spec.count;
-    let kept = held
-        .end
-        .min(own.end)
-        .saturating_sub(held.start.max(own.start));
-    all.count - if is_last { kept } else { 0 }
 }

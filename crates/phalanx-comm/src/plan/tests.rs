@@ -1,4 +1,7 @@
-use super::check::{self, check, check_on};
+mod check;
+pub(super) mod sent;
+
+use self::check::{check, check_on};
 use super::*;
 
 fn spec(method: Method, world: usize, count: usize, root: usize) -> Spec {

@@ -48,18 +48,6 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     kind.plan(rank, spec.world, spec.elem_bytes)
 }
 
-/// What a rank sends then.
-#[cfg(test)]
-pub(super) fn sent_elems(spec: &Spec, rank: usize) -> usize {
-    let others = (spec.world - 1) * spec.count;
-    match spec.method {
-        Method::Gather if rank == spec.root => 0,
-        Method::Gather => spec.count,
-        Method::Scatter if rank != spec.root => 0,
-        _ => others,
-    }
-}
-
 /// Where each rank's run begins when runs of `lengths` are one behind the other.
 fn starts(lengths: &[usize]) -> Vec<usize> {
     lengths

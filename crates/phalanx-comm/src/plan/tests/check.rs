@@ -18,9 +18,9 @@
 
 use std::collections::HashMap;
 
-use super::{
+use super::sent::stated_sent_elems;
+use crate::plan::{
     Buf, Collective, Hosts, Local, Method, Part, PlanError, RankPlan, Spec, build_on,
-    stated_sent_elems,
 };
 
 type Result<T = ()> = std::result::Result<T, PlanError>;
@@ -566,6 +566,4 @@ impl Simulation {
     }
 }
 
-#[cfg(test)]
-#[path = "overlap.rs"]
 mod overlap;

@@ -4,9 +4,9 @@
 
 use std::collections::VecDeque;
 
-use super::super::order::{Order, Step, WINDOW};
-use super::super::{Hosts, Method, RankPlan, Spec, build_on};
 use super::{Cell, PlanError, Result, Simulation};
+use crate::plan::order::{Order, Step, WINDOW};
+use crate::plan::{Hosts, Method, RankPlan, Spec, build_on};
 
 struct Rank {
     order: Order,
