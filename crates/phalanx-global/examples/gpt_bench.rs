@@ -1,4 +1,4 @@
-//! Phalanx's side of `tools/bench/dtensor/run.py`: a GPT trained on the characters of a text by one rank,
+//! Phalanx's side of `tools/runs/2026-11-24-dtensor/run.py`: a GPT trained on the characters of a text by one rank,
 //! DistributedDataParallel, tensor parallel, fully sharded, or the last two over a mesh of 2 x 2. Rank 0 prints JSON.
 //!
 //! `phalanx launch --no-prefix --nproc-per-node 2 -- target/release/examples/gpt_bench --mode fsdp --text input.txt`

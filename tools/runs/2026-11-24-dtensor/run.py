@@ -2,9 +2,9 @@
 """Global tensors beside PyTorch's DTensor: the same GPT, weights, batches and meshes; losses, time a step and memory.
 
     cargo build --release && cargo build -p phalanx-global --release --examples
-    tools/bench/dtensor/run.py --python VENV/bin/python --text DIR/input.txt --out results.json
+    tools/runs/2026-11-24-dtensor/run.py --python VENV/bin/python --text DIR/input.txt --out results.json
 
-See README.md. Exits with 1 when losses differ by more than the limits.
+See repeat.md. Exits with 1 when losses differ by more than the limits.
 """
 import argparse
 import json
