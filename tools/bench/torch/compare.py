@@ -26,6 +26,9 @@ def rank_main():
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../peers"))
+    from torch_models import Gpt, Mnist, ResNet18
+
     torch.set_num_threads(1)
     backend, rank, world, file = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
@@ -57,56 +60,6 @@ def rank_main():
     data = torch.ones(1)
     out["all_reduce 4 B, a group of one rank"] = timed(lambda: dist.all_reduce(data, group=alone), 1000)
 
-    class Block(nn.Module):
-        def __init__(self, wide):
-            super().__init__()
-            self.norm, self.mix, self.up, self.down = nn.LayerNorm(wide), nn.Linear(wide, 3 * wide), nn.Linear(wide, 4 * wide), nn.Linear(4 * wide, wide)
-            self.out, self.second = nn.Linear(wide, wide), nn.LayerNorm(wide)
-
-        def forward(self, x):
-            b, t, c = x.shape
-            q, k, v = (part.view(b, t, 4, c // 4).transpose(1, 2) for part in self.mix(self.norm(x)).split(c, 2))
-            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
-            return x + self.down(nn.functional.gelu(self.up(self.second(x))))
-
-    class Gpt(nn.Module):
-        def __init__(self, wide):
-            super().__init__()
-            self.tokens, self.places = nn.Embedding(65, wide), nn.Embedding(64, wide)
-            self.blocks = nn.ModuleList(Block(wide) for _ in range(4))
-            self.head = nn.Linear(wide, 65)
-
-        def forward(self, ids):
-            x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
-    def cnn():
-        return nn.Sequential(
-            nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-            nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10),
-        )
-
-    class Pair(nn.Module):
-        """Two convolutions of a ResNet for CIFAR-10, and what goes past them."""
-
-        def __init__(self, into, wide, stride):
-            super().__init__()
-            conv = lambda a, b, size, step: nn.Sequential(nn.Conv2d(a, b, size, step, size // 2, bias=False), nn.BatchNorm2d(b))
-            self.pair = nn.Sequential(conv(into, wide, 3, stride), nn.ReLU(), conv(wide, wide, 3, 1))
-            self.past = nn.Identity() if into == wide else conv(into, wide, 1, stride)
-
-        def forward(self, x):
-            return (self.pair(x) + self.past(x)).relu()
-
-    def resnet18():
-        stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
-        widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
-        pairs = [Pair(a, b, 1 if a == b else 2) for a, b in zip(widths, widths[1:])]
-        return nn.Sequential(*stem, *pairs, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
-
     def train(model, make, optimizer, name, steps=STEPS):
         """The time of a step, and with DDP how much longer forward and backward take than where nothing is averaged."""
         torch.manual_seed(rank)
@@ -115,8 +68,7 @@ def rank_main():
 
         def forward_and_backward(x, y):
             optimizer.zero_grad()
-            scores = model(x)
-            loss = nn.functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), y.reshape(-1))
+            loss = nn.functional.cross_entropy(model(x), y.reshape(-1))
             loss.backward()
             return loss
 
@@ -143,19 +95,20 @@ def rank_main():
     digits = lambda: (torch.randn(32, 1, 28, 28), torch.randint(0, 10, (32,)))
     pictures = lambda: (torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,)))
     text = lambda batch: lambda: (torch.randint(0, 65, (batch, 64)), torch.randint(0, 65, (batch, 64)))
+    gpt = lambda width: Gpt(65, 64, 4, 4, width)
     sgd = lambda params: torch.optim.SGD(params, 0.05, momentum=0.9)
     adamw = lambda params: torch.optim.AdamW(params, 1e-3)
     for name, make, batch, optimizer, steps in (
-        ("MNIST CNN", cnn, digits, sgd, STEPS),
-        ("ResNet-18", resnet18, pictures, sgd, STEPS // 2),
-        ("nanoGPT (128 wide, batch 12)", lambda: Gpt(128), text(12), adamw, STEPS),
-        ("GPT of 3.2 M", lambda: Gpt(256), text(8), adamw, STEPS),
+        ("MNIST CNN", lambda: Mnist((0, 0)), digits, sgd, STEPS),
+        ("ResNet-18", ResNet18, pictures, sgd, STEPS // 2),
+        ("nanoGPT (128 wide, batch 12)", lambda: gpt(128), text(12), adamw, STEPS),
+        ("GPT of 3.2 M", lambda: gpt(256), text(8), adamw, STEPS),
     ):
         torch.manual_seed(1)
         model = nn.parallel.DistributedDataParallel(make(), gradient_as_bucket_view=True)
         train(model, batch, optimizer(model.parameters()), f"DDP, {name}", steps)
     torch.manual_seed(1)
-    model = Gpt(256)
+    model = gpt(256)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
