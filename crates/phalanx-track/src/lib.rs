@@ -6,6 +6,21 @@
 #![forbid(unsafe_code)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+/// Messages of Protocol Buffers: each field with its number and kind.
+macro_rules! messages {
+    ($($(#[$of_message:meta])* $name:ident {
+        $($(#[$of_field:meta])* $field:ident: $type:ty = $tag:tt ($($kind:tt)*);)*
+    })*) => {$(
+        $(#[$of_message])*
+        #[derive(Clone, PartialEq, prost::Message)]
+        pub(super) struct $name {$(
+            $(#[$of_field])*
+            #[prost($($kind)*, tag = $tag)]
+            pub $field: $type,
+        )*}
+    )*};
+}
+
 mod args;
 mod delivery;
 mod ending;

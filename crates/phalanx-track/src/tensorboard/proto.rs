@@ -31,130 +31,6 @@ pub(super) enum What {
     SessionLog(SessionLog),
 }
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct SessionLog {
-    #[prost(int32, tag = "1")]
-    pub status: i32,
-}
-
-/// A process starts to write: what an earlier one wrote of this step and later ones is dropped.
-pub(super) const SESSION_START: i32 = 1;
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Summary {
-    #[prost(message, repeated, tag = "1")]
-    pub values: Vec<Value>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Value {
-    #[prost(string, tag = "1")]
-    pub tag: String,
-    #[prost(float, optional, tag = "2")]
-    pub simple_value: Option<f32>,
-    #[prost(message, optional, tag = "4")]
-    pub image: Option<Image>,
-    #[prost(message, optional, tag = "5")]
-    pub histogram: Option<Histogram>,
-    #[prost(message, optional, tag = "8")]
-    pub tensor: Option<Tensor>,
-    #[prost(message, optional, tag = "9")]
-    pub metadata: Option<Metadata>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Image {
-    #[prost(int32, tag = "1")]
-    pub height: i32,
-    #[prost(int32, tag = "2")]
-    pub width: i32,
-    #[prost(int32, tag = "3")]
-    pub colorspace: i32,
-    #[prost(bytes = "vec", tag = "4")]
-    pub png: Vec<u8>,
-}
-
-pub(super) const RGB: i32 = 3;
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Histogram {
-    #[prost(double, tag = "1")]
-    pub min: f64,
-    #[prost(double, tag = "2")]
-    pub max: f64,
-    #[prost(double, tag = "3")]
-    pub num: f64,
-    #[prost(double, tag = "4")]
-    pub sum: f64,
-    #[prost(double, tag = "5")]
-    pub sum_squares: f64,
-    /// Where each bucket ends.
-    #[prost(double, repeated, tag = "6")]
-    pub bucket_limit: Vec<f64>,
-    #[prost(double, repeated, tag = "7")]
-    pub bucket: Vec<f64>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Metadata {
-    #[prost(message, optional, tag = "1")]
-    pub plugin: Option<Plugin>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Plugin {
-    #[prost(string, tag = "1")]
-    pub name: String,
-    #[prost(bytes = "vec", tag = "2")]
-    pub content: Vec<u8>,
-}
-
-/// A string as a tensor without dimensions.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Tensor {
-    #[prost(int32, tag = "1")]
-    pub dtype: i32,
-    #[prost(message, optional, tag = "2")]
-    pub shape: Option<Shape>,
-    #[prost(bytes = "vec", repeated, tag = "8")]
-    pub strings: Vec<Vec<u8>>,
-}
-
-pub(super) const DT_STRING: i32 = 7;
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Shape {}
-
-/// `HParamsPluginData`.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Hparams {
-    #[prost(message, optional, tag = "3")]
-    pub start: Option<SessionStart>,
-    #[prost(message, optional, tag = "4")]
-    pub end: Option<SessionEnd>,
-}
-
-/// `SessionEndInfo`.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct SessionEnd {
-    #[prost(int32, tag = "1")]
-    pub status: i32,
-    #[prost(double, tag = "2")]
-    pub end_time_secs: f64,
-}
-
-pub(super) const SUCCESS: i32 = 1;
-pub(super) const FAILURE: i32 = 2;
-
-/// `SessionStartInfo`.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct SessionStart {
-    #[prost(btree_map = "string, message", tag = "1")]
-    pub hparams: BTreeMap<String, Hparam>,
-    #[prost(double, tag = "5")]
-    pub start_time_secs: f64,
-}
-
 /// `google.protobuf.Value`.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Hparam {
@@ -170,50 +46,115 @@ pub(super) enum HparamKind {
     String(String),
 }
 
-/// `GraphDef`.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Graph {
-    #[prost(message, repeated, tag = "1")]
-    pub nodes: Vec<Node>,
-}
+/// A process starts to write: what an earlier one wrote of this step and later ones is dropped.
+pub(super) const SESSION_START: i32 = 1;
+pub(super) const RGB: i32 = 3;
+pub(super) const DT_STRING: i32 = 7;
+pub(super) const SUCCESS: i32 = 1;
+pub(super) const FAILURE: i32 = 2;
 
-/// `NodeDef`.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Node {
-    #[prost(string, tag = "1")]
-    pub name: String,
-    #[prost(string, tag = "2")]
-    pub op: String,
-    #[prost(string, repeated, tag = "3")]
-    pub inputs: Vec<String>,
-    #[prost(btree_map = "string, message", tag = "5")]
-    pub attributes: BTreeMap<String, Attribute>,
-}
+messages! {
+    SessionLog {
+        status: i32 = 1 (int32);
+    }
 
-/// `AttrValue` with a list of one shape.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Attribute {
-    #[prost(message, optional, tag = "1")]
-    pub list: Option<List>,
-}
+    Summary {
+        values: Vec<Value> = 1 (message, repeated);
+    }
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct List {
-    #[prost(message, repeated, tag = "7")]
-    pub shapes: Vec<Dims>,
-}
+    Value {
+        tag: String = 1 (string);
+        simple_value: Option<f32> = 2 (float, optional);
+        image: Option<Image> = 4 (message, optional);
+        histogram: Option<Histogram> = 5 (message, optional);
+        tensor: Option<Tensor> = 8 (message, optional);
+        metadata: Option<Metadata> = 9 (message, optional);
+    }
 
-/// `TensorShapeProto`.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Dims {
-    #[prost(message, repeated, tag = "2")]
-    pub dims: Vec<Dim>,
-}
+    Image {
+        height: i32 = 1 (int32);
+        width: i32 = 2 (int32);
+        colorspace: i32 = 3 (int32);
+        png: Vec<u8> = 4 (bytes = "vec");
+    }
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Dim {
-    #[prost(int64, tag = "1")]
-    pub size: i64,
+    Histogram {
+        min: f64 = 1 (double);
+        max: f64 = 2 (double);
+        num: f64 = 3 (double);
+        sum: f64 = 4 (double);
+        sum_squares: f64 = 5 (double);
+        /// Where each bucket ends.
+        bucket_limit: Vec<f64> = 6 (double, repeated);
+        bucket: Vec<f64> = 7 (double, repeated);
+    }
+
+    Metadata {
+        plugin: Option<Plugin> = 1 (message, optional);
+    }
+
+    Plugin {
+        name: String = 1 (string);
+        content: Vec<u8> = 2 (bytes = "vec");
+    }
+
+    /// A string as a tensor without dimensions.
+    Tensor {
+        dtype: i32 = 1 (int32);
+        shape: Option<Shape> = 2 (message, optional);
+        strings: Vec<Vec<u8>> = 8 (bytes = "vec", repeated);
+    }
+
+    Shape {}
+
+    /// `HParamsPluginData`.
+    Hparams {
+        start: Option<SessionStart> = 3 (message, optional);
+        end: Option<SessionEnd> = 4 (message, optional);
+    }
+
+    /// `SessionEndInfo`.
+    SessionEnd {
+        status: i32 = 1 (int32);
+        end_time_secs: f64 = 2 (double);
+    }
+
+    /// `SessionStartInfo`.
+    SessionStart {
+        hparams: BTreeMap<String, Hparam> = 1 (btree_map = "string, message");
+        start_time_secs: f64 = 5 (double);
+    }
+
+    /// `GraphDef`.
+    Graph {
+        nodes: Vec<Node> = 1 (message, repeated);
+    }
+
+    /// `NodeDef`.
+    Node {
+        name: String = 1 (string);
+        op: String = 2 (string);
+        inputs: Vec<String> = 3 (string, repeated);
+        attributes: BTreeMap<String, Attribute> = 5 (btree_map = "string, message");
+    }
+
+    /// `AttrValue` with a list of one shape.
+    Attribute {
+        list: Option<List> = 1 (message, optional);
+    }
+
+    List {
+        shapes: Vec<Dims> = 7 (message, repeated);
+    }
+
+    /// `TensorShapeProto`.
+    Dims {
+        dims: Vec<Dim> = 2 (message, repeated);
+    }
+
+    Dim {
+        size: i64 = 1 (int64);
+    }
 }
 
 /// The graph of `run.json`: dots in names become the slashes by which TensorBoard folds.

@@ -37,184 +37,120 @@ pub(super) enum What {
     Header(Header),
 }
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Header {
-    #[prost(message, optional, tag = "1")]
-    pub version: Option<Version>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Version {
-    #[prost(string, tag = "1")]
-    pub producer: String,
-    /// The oldest client that can read the file.
-    #[prost(string, tag = "2")]
-    pub min_consumer: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Run {
-    #[prost(string, tag = "1")]
-    pub id: String,
-    #[prost(string, tag = "2")]
-    pub entity: String,
-    #[prost(string, tag = "3")]
-    pub project: String,
-    #[prost(message, optional, tag = "4")]
-    pub config: Option<Items>,
-    #[prost(string, tag = "8")]
-    pub display_name: String,
-    #[prost(string, tag = "9")]
-    pub notes: String,
-    #[prost(string, repeated, tag = "10")]
-    pub tags: Vec<String>,
-    #[prost(string, tag = "13")]
-    pub host: String,
-    #[prost(message, optional, tag = "17")]
-    pub start_time: Option<Time>,
-}
-
-/// `google.protobuf.Timestamp`.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Time {
-    #[prost(int64, tag = "1")]
-    pub seconds: i64,
-    #[prost(int32, tag = "2")]
-    pub nanos: i32,
-}
-
-/// `ConfigRecord`, `SummaryRecord`.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Items {
-    #[prost(message, repeated, tag = "1")]
-    pub update: Vec<Item>,
-}
-
-/// A name and a value as JSON.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Item {
-    /// Where `nested_key` is empty.
-    #[prost(string, tag = "1")]
-    pub key: String,
-    #[prost(string, repeated, tag = "2")]
-    pub nested_key: Vec<String>,
-    #[prost(string, tag = "16")]
-    pub value_json: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct History {
-    #[prost(message, repeated, tag = "1")]
-    pub item: Vec<Item>,
-    #[prost(message, optional, tag = "2")]
-    pub step: Option<Step>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Step {
-    #[prost(int64, tag = "1")]
-    pub num: i64,
-}
-
-/// Measures of the system.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Stats {
-    #[prost(message, optional, tag = "2")]
-    pub timestamp: Option<Time>,
-    #[prost(message, repeated, tag = "3")]
-    pub item: Vec<Item>,
-}
-
-/// Files in the folder `files` that are uploaded.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Files {
-    #[prost(message, repeated, tag = "1")]
-    pub files: Vec<FilesItem>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct FilesItem {
-    #[prost(string, tag = "1")]
-    pub path: String,
-    /// Now, or [`AT_END`].
-    #[prost(int32, tag = "2")]
-    pub policy: i32,
-}
-
 pub(super) const AT_END: i32 = 1;
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Artifact {
-    #[prost(string, tag = "1")]
-    pub run_id: String,
-    #[prost(string, tag = "2")]
-    pub project: String,
-    #[prost(string, tag = "3")]
-    pub entity: String,
-    #[prost(string, tag = "4")]
-    pub kind: String,
-    #[prost(string, tag = "5")]
-    pub name: String,
-    #[prost(string, tag = "6")]
-    pub digest: String,
-    #[prost(string, repeated, tag = "11")]
-    pub aliases: Vec<String>,
-    #[prost(message, optional, tag = "12")]
-    pub manifest: Option<Manifest>,
-    #[prost(bool, tag = "14")]
-    pub finalize: bool,
-    /// A name for this version before the server has given one.
-    #[prost(string, tag = "15")]
-    pub client_id: String,
-    /// The same for all versions.
-    #[prost(string, tag = "16")]
-    pub sequence_client_id: String,
-    #[prost(string, tag = "20")]
-    pub digest_algorithm: String,
-}
+messages! {
+    Header {
+        version: Option<Version> = 1 (message, optional);
+    }
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Manifest {
-    #[prost(int32, tag = "1")]
-    pub version: i32,
-    #[prost(string, tag = "2")]
-    pub storage_policy: String,
-    #[prost(message, repeated, tag = "3")]
-    pub storage_policy_config: Vec<Config>,
-    #[prost(message, repeated, tag = "4")]
-    pub contents: Vec<Entry>,
-}
+    Version {
+        producer: String = 1 (string);
+        /// The oldest client that can read the file.
+        min_consumer: String = 2 (string);
+    }
 
-/// `StoragePolicyConfigItem`.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Config {
-    #[prost(string, tag = "1")]
-    pub key: String,
-    #[prost(string, tag = "2")]
-    pub value_json: String,
-}
+    Run {
+        id: String = 1 (string);
+        entity: String = 2 (string);
+        project: String = 3 (string);
+        config: Option<Items> = 4 (message, optional);
+        display_name: String = 8 (string);
+        notes: String = 9 (string);
+        tags: Vec<String> = 10 (string, repeated);
+        host: String = 13 (string);
+        start_time: Option<Time> = 17 (message, optional);
+    }
 
-/// `ArtifactManifestEntry`.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Entry {
-    #[prost(string, tag = "1")]
-    pub path: String,
-    /// MD5, in Base64.
-    #[prost(string, tag = "2")]
-    pub digest: String,
-    #[prost(int64, tag = "4")]
-    pub size: i64,
-    #[prost(string, tag = "6")]
-    pub local_path: String,
-}
+    /// `google.protobuf.Timestamp`.
+    Time {
+        seconds: i64 = 1 (int64);
+        nanos: i32 = 2 (int32);
+    }
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Exit {
-    #[prost(int32, tag = "1")]
-    pub exit_code: i32,
-    /// In seconds.
-    #[prost(int32, tag = "2")]
-    pub runtime: i32,
+    /// `ConfigRecord`, `SummaryRecord`.
+    Items {
+        update: Vec<Item> = 1 (message, repeated);
+    }
+
+    /// A name and a value as JSON.
+    Item {
+        /// Where `nested_key` is empty.
+        key: String = 1 (string);
+        nested_key: Vec<String> = 2 (string, repeated);
+        value_json: String = 16 (string);
+    }
+
+    History {
+        item: Vec<Item> = 1 (message, repeated);
+        step: Option<Step> = 2 (message, optional);
+    }
+
+    Step {
+        num: i64 = 1 (int64);
+    }
+
+    /// Measures of the system.
+    Stats {
+        timestamp: Option<Time> = 2 (message, optional);
+        item: Vec<Item> = 3 (message, repeated);
+    }
+
+    /// Files in the folder `files` that are uploaded.
+    Files {
+        files: Vec<FilesItem> = 1 (message, repeated);
+    }
+
+    FilesItem {
+        path: String = 1 (string);
+        /// Now, or [`AT_END`].
+        policy: i32 = 2 (int32);
+    }
+
+    Artifact {
+        run_id: String = 1 (string);
+        project: String = 2 (string);
+        entity: String = 3 (string);
+        kind: String = 4 (string);
+        name: String = 5 (string);
+        digest: String = 6 (string);
+        aliases: Vec<String> = 11 (string, repeated);
+        manifest: Option<Manifest> = 12 (message, optional);
+        finalize: bool = 14 (bool);
+        /// A name for this version before the server has given one.
+        client_id: String = 15 (string);
+        /// The same for all versions.
+        sequence_client_id: String = 16 (string);
+        digest_algorithm: String = 20 (string);
+    }
+
+    Manifest {
+        version: i32 = 1 (int32);
+        storage_policy: String = 2 (string);
+        storage_policy_config: Vec<Config> = 3 (message, repeated);
+        contents: Vec<Entry> = 4 (message, repeated);
+    }
+
+    /// `StoragePolicyConfigItem`.
+    Config {
+        key: String = 1 (string);
+        value_json: String = 2 (string);
+    }
+
+    /// `ArtifactManifestEntry`.
+    Entry {
+        path: String = 1 (string);
+        /// MD5, in Base64.
+        digest: String = 2 (string);
+        size: i64 = 4 (int64);
+        local_path: String = 6 (string);
+    }
+
+    Exit {
+        exit_code: i32 = 1 (int32);
+        /// In seconds.
+        runtime: i32 = 2 (int32);
+    }
 }
 
 /// What a file begins with: its kind, a number for it, the version of its frames.
