@@ -111,17 +111,22 @@ impl Job {
             let err = folder.join(format!("stderr.{node}"));
             let err = File::create(&err).map_err(|e| format!("{}: {e}", err.display()))?;
             let mut launch = command(phalanx);
-            launch
-                .args(["launch", "--nnodes", &nodes.to_string()])
-                .args(["--node-rank", &node.to_string()])
-                .args(["--nproc-per-node", &(2 / nodes).to_string()])
-                .arg("--token-file")
-                .arg(&token_file);
+            let ranks = 2 / nodes;
+            let words =
+                format!("launch --nnodes {nodes} --node-rank {node} --nproc-per-node {ranks}");
+            launch.args(words.split(' '));
+            launch.arg("--token-file").arg(&token_file);
+            let mut transport = "shm";
             if kind == Kind::TwoLaunchers {
                 // Where the launchers meet. One launcher needs no port that everybody knows.
-                launch.args(["--master-addr", "127.0.0.1"]);
-                launch.args(["--master-port", &port.to_string()]);
+                transport = "tcp";
+                let words = format!("--master-addr 127.0.0.1 --master-port {port}");
+                launch.args(words.split(' '));
             }
+            let train = format!(
+                "train mnist --epochs 1 --data synthetic:{samples} --log-interval 1 --threads 1 --batch-size 16 \
+                 --transport {transport} --output-dir"
+            );
             launch
                 .args(["--", "/bin/sh", "-c"])
                 .arg(format!(
@@ -130,25 +135,7 @@ impl Job {
                     shown.display()
                 ))
                 .arg(phalanx)
-                .args(["train", "mnist", "--epochs", "1"])
-                .args(["--data", &format!("synthetic:{samples}")])
-                .args([
-                    "--log-interval",
-                    "1",
-                    "--threads",
-                    "1",
-                    "--batch-size",
-                    "16",
-                ])
-                .args([
-                    "--transport",
-                    if kind == Kind::TwoLaunchers {
-                        "tcp"
-                    } else {
-                        "shm"
-                    },
-                ])
-                .arg("--output-dir")
+                .args(train.split(' '))
                 .arg(folder.join("out"))
                 .stdin(Stdio::null())
                 .stdout(Stdio::null())

@@ -20,6 +20,17 @@ pub enum Place {
     Unix(String),
 }
 
+impl Place {
+    /// A new socket, and the address to connect it to.
+    pub fn socket(&self) -> Option<(Socket, SockAddr)> {
+        let (domain, address) = match self {
+            Place::Tcp(addr) => (Domain::for_address(*addr), SockAddr::from(*addr)),
+            Place::Unix(name) => (Domain::UNIX, SockAddr::unix(format!("\0{name}")).ok()?),
+        };
+        Some((Socket::new(domain, Type::STREAM, None).ok()?, address))
+    }
+}
+
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -88,11 +99,7 @@ pub struct Line {
 impl Line {
     /// Connects; `source` varies the address that a TCP connection comes from.
     pub fn open(place: &Place, source: u8, patience: Duration) -> Option<Line> {
-        let (domain, address) = match place {
-            Place::Tcp(addr) => (Domain::for_address(*addr), SockAddr::from(*addr)),
-            Place::Unix(name) => (Domain::UNIX, SockAddr::unix(format!("\0{name}")).ok()?),
-        };
-        let socket = Socket::new(domain, Type::STREAM, None).ok()?;
+        let (socket, address) = place.socket()?;
         if let Place::Tcp(addr) = place
             && addr.ip() == Ipv4Addr::LOCALHOST
         {

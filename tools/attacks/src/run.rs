@@ -2,10 +2,11 @@
 
 use std::cell::RefCell;
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use phalanx_base::lock;
 use phalanx_garble::Dice;
 use phalanx_store::{ErrorKind as StoreKind, Store};
 
@@ -14,7 +15,7 @@ use crate::attack::{ALL, Attack, How, SELDOM, Shot, Who};
 use crate::check::{MEMBERS_KIB, STRANGERS_KIB, compare, refusals};
 use crate::job::{Job, Kind, Trace};
 use crate::line::Place;
-use crate::scene::{LONG_PATIENCE, Recorded, Scene, Tallies, record};
+use crate::scene::{LONG_PATIENCE, Scene, Tallies, Target, record};
 
 /// How often `/proc` is asked for new ports: a rank's is open for a second.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -138,8 +139,7 @@ fn conclude(rounds: usize, honest: &Honest, mut wrong: Vec<String>) -> bool {
         "\na member joined the store {joins} times meanwhile; the slowest took {} ms",
         honest.slowest_ms.load(Ordering::Relaxed)
     );
-    let failure = honest.failure.lock();
-    wrong.extend(failure.unwrap_or_else(PoisonError::into_inner).clone());
+    wrong.extend(lock(&honest.failure).clone());
     if wrong.is_empty() {
         println!("{rounds} jobs under attack: losses and weights bit-equal, no rank failed");
     }
@@ -208,28 +208,22 @@ fn attacked(
 ) -> Result<Trace, String> {
     let mut job = Job::start(phalanx, kind, samples, folder)?;
     let scene = Scene::new(job.token.clone(), job.store);
-    let recorded = Mutex::new(None);
     let watched = std::thread::scope(|scope| {
+        let scene = &scene;
         for seed in 0..SHOOTERS {
-            let (scene, recorded) = (&scene, &recorded);
-            scope.spawn(move || shoot(scene, attacks, recorded, tallies, seed));
+            scope.spawn(move || shoot(scene, attacks, tallies, seed));
         }
         for attack in attacks {
             if let How::Siege(lay) = attack.how {
-                let scene = &scene;
                 scope.spawn(move || lay(scene, tallies, connections));
             }
         }
-        {
-            let (scene, recorded) = (&scene, &recorded);
-            scope.spawn(move || behave(scene, recorded, honest));
-        }
+        scope.spawn(move || behave(scene, honest));
         let watch = |job: &mut Job| -> Result<(), String> {
             while !job.has_ended()? {
                 let places = job.look();
                 for place in scene.update(&job.family, places) {
-                    let (scene, recorded) = (&scene, &recorded);
-                    scope.spawn(move || volley(scope, scene, attacks, recorded, tallies, place));
+                    scope.spawn(move || volley(scope, scene, attacks, tallies, place));
                 }
                 std::thread::sleep(LOOK_EVERY);
             }
@@ -243,14 +237,29 @@ fn attacked(
     job.finish()
 }
 
-/// Shoots at every port in turn, with every attack in turn, until the end.
-fn shoot(
+/// Does `attack` once at `target`, from the address `source`, if it is one of shots.
+fn fire(
     scene: &Scene,
-    attacks: &[&Attack],
-    recorded: &Mutex<Option<Recorded>>,
-    tallies: &Tallies,
-    seed: u64,
+    (attack, tallies): (&Attack, &Tallies),
+    (target, source): (&Target, u8),
+    turn: u64,
+    dice: &RefCell<Dice>,
 ) {
+    let How::Shots(act) = attack.how else { return };
+    let shot = Shot {
+        target,
+        recorded: lock(&scene.recorded).clone(),
+        source,
+        turn,
+        dice,
+    };
+    if let Some(answer) = act(&shot) {
+        tallies.note(attack.name, answer);
+    }
+}
+
+/// Shoots at every port in turn, with every attack in turn, until the end.
+fn shoot(scene: &Scene, attacks: &[&Attack], tallies: &Tallies, seed: u64) {
     let dice = RefCell::new(Dice(0x9e37_79b9 + seed));
     let mut turn = seed;
     while !scene.is_over() {
@@ -259,27 +268,12 @@ fn shoot(
             std::thread::sleep(Duration::from_millis(2));
         }
         for attack in attacks {
-            let How::Shots(act) = attack.how else {
-                continue;
-            };
             for target in &targets {
                 if scene.is_over() {
                     return;
                 }
-                let session = recorded
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .clone();
-                let shot = Shot {
-                    target,
-                    recorded: session.as_ref(),
-                    source: scene.source(),
-                    turn,
-                    dice: &dice,
-                };
-                if let Some(answer) = act(&shot) {
-                    tallies.note(attack.name, answer);
-                }
+                let at = (target, scene.source());
+                fire(scene, (attack, tallies), at, turn, &dice);
             }
         }
         turn += SHOOTERS;
@@ -294,36 +288,18 @@ fn volley<'scope>(
     scope: &'scope std::thread::Scope<'scope, '_>,
     scene: &'scope Scene,
     attacks: &'scope [&'scope Attack],
-    recorded: &'scope Mutex<Option<Recorded>>,
     tallies: &'scope Tallies,
     place: Place,
 ) {
-    for attack in attacks {
-        let How::Shots(act) = attack.how else {
-            continue;
-        };
-        // A store gets these anyway, all the time.
-        if attack.who == Who::Mad {
-            continue;
-        }
+    // A store gets those of mad members anyway, all the time.
+    let shots = |attack: &&&Attack| matches!(attack.how, How::Shots(_)) && attack.who != Who::Mad;
+    for attack in attacks.iter().filter(shots) {
         for turn in 0..VOLLEY {
             let target = scene.target(place.clone(), LONG_PATIENCE);
             let source = scene.source();
             scope.spawn(move || {
-                let session = recorded
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .clone();
-                let shot = Shot {
-                    target: &target,
-                    recorded: session.as_ref(),
-                    source,
-                    turn,
-                    dice: &RefCell::new(Dice(1 + turn)),
-                };
-                if let Some(answer) = act(&shot) {
-                    tallies.note(attack.name, answer);
-                }
+                let dice = RefCell::new(Dice(1 + turn));
+                fire(scene, (attack, tallies), (&target, source), turn, &dice);
             });
         }
     }
@@ -331,7 +307,7 @@ fn volley<'scope>(
 
 /// An honest member: joins, sets, gets and leaves, again and again. Strangers
 /// may cost it time, never success. Its first session is what gets replayed.
-fn behave(scene: &Scene, recorded: &Mutex<Option<Recorded>>, honest: &Honest) {
+fn behave(scene: &Scene, honest: &Honest) {
     let mut count = 0_u64;
     let mut late = 0;
     while scene.sleep(Duration::from_millis(50)) {
@@ -339,7 +315,7 @@ fn behave(scene: &Scene, recorded: &Mutex<Option<Recorded>>, honest: &Honest) {
             continue;
         };
         {
-            let mut known = recorded.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut known = lock(&scene.recorded);
             if known.is_none() {
                 *known = record(&target);
             }
@@ -373,11 +349,7 @@ fn behave(scene: &Scene, recorded: &Mutex<Option<Recorded>>, honest: &Honest) {
 }
 
 fn fail(honest: &Honest, what: String) {
-    let mut failure = honest
-        .failure
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
-    failure.get_or_insert(what);
+    lock(&honest.failure).get_or_insert(what);
 }
 
 /// Room for so many connections; fewer where the system allows no more.

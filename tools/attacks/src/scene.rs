@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use phalanx_base::lock;
 use phalanx_store::TcpStore;
 use phalanx_wire::Token;
 use phalanx_wire::handshake::{Awaiting, Hello, Initiator, Role};
@@ -32,17 +33,6 @@ impl Target {
     /// A connection from one of several sources.
     pub fn open(&self, source: u8) -> Option<Line> {
         Line::open(&self.place, source, self.patience)
-    }
-
-    /// What is said there is answered so.
-    pub fn say(&self, source: u8, bytes: &[u8]) -> Answer {
-        match self.open(source) {
-            None => Answer::Unreachable,
-            Some(mut line) => {
-                line.say(bytes);
-                line.judge()
-            }
-        }
     }
 }
 
@@ -98,7 +88,7 @@ impl Tallies {
         if times == 0 {
             return;
         }
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = lock(&self.0);
         let tally = all.entry(attack).or_default();
         tally.attempts += times;
         *tally.answers.entry(answer).or_default() += times;
@@ -106,7 +96,7 @@ impl Tallies {
 
     /// What came of `attack`.
     pub fn of(&self, attack: &str) -> Tally {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = lock(&self.0);
         all.get(attack).cloned().unwrap_or_default()
     }
 }
@@ -117,6 +107,8 @@ pub struct Scene {
     places: Mutex<BTreeSet<Place>>,
     /// The job's processes.
     family: Mutex<BTreeSet<u32>>,
+    /// A member's session, once one could be recorded.
+    pub recorded: Mutex<Option<Recorded>>,
     /// The job's secret.
     pub token: Token,
     /// Where its store listens: what members know.
@@ -132,6 +124,7 @@ impl Scene {
         Scene {
             places: Mutex::default(),
             family: Mutex::default(),
+            recorded: Mutex::default(),
             token,
             store,
             turn: AtomicU64::new(0),
@@ -141,15 +134,14 @@ impl Scene {
 
     /// The job's processes as they were a moment ago.
     pub fn family(&self) -> BTreeSet<u32> {
-        let family = self.family.lock().unwrap_or_else(PoisonError::into_inner);
-        family.clone()
+        lock(&self.family).clone()
     }
 
     /// Tells the attackers who the job is and where it listens; returns what is
     /// new.
     pub fn update(&self, family: &BTreeSet<u32>, now: BTreeSet<Place>) -> Vec<Place> {
-        family.clone_into(&mut self.family.lock().unwrap_or_else(PoisonError::into_inner));
-        let mut places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
+        family.clone_into(&mut lock(&self.family));
+        let mut places = lock(&self.places);
         let new = now.difference(&places).cloned().collect();
         *places = now;
         new
@@ -157,20 +149,15 @@ impl Scene {
 
     /// All ports at this moment.
     pub fn targets(&self) -> Vec<Target> {
-        let places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
-        places
-            .iter()
-            .map(|p| self.target(p.clone(), PATIENCE))
-            .collect()
+        let target = |place: &Place| self.target(place.clone(), PATIENCE);
+        lock(&self.places).iter().map(target).collect()
     }
 
     /// The store, once it listens.
     pub fn store(&self) -> Option<Target> {
         let place = Place::Tcp(self.store);
-        let places = self.places.lock().unwrap_or_else(PoisonError::into_inner);
-        places
-            .contains(&place)
-            .then(|| self.target(place, PATIENCE))
+        let listens = lock(&self.places).contains(&place);
+        listens.then(|| self.target(place, PATIENCE))
     }
 
     /// A member's client of the store, if it can be reached within `limit`.

@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use phalanx_wire::Token;
-use phalanx_wire::handshake::{Hello, Initiator, Role};
-use socket2::{Domain, SockAddr, Socket, Type};
+use phalanx_wire::handshake::Role;
+use socket2::Socket;
 
+use super::handshake::hello_as;
 use crate::line::{Answer, Line, Place};
 use crate::scene::{LONG_PATIENCE, Scene, Tallies};
 
@@ -24,28 +24,18 @@ const DOOR: usize = 300;
 
 /// A connection that is not waited for.
 fn start(place: &Place) -> Option<Socket> {
-    let (domain, address) = match place {
-        Place::Tcp(addr) => (Domain::for_address(*addr), SockAddr::from(*addr)),
-        Place::Unix(name) => (Domain::UNIX, SockAddr::unix(format!("\0{name}")).ok()?),
-    };
-    let socket = Socket::new(domain, Type::STREAM, None).ok()?;
+    let (socket, address) = place.socket()?;
     socket.set_nonblocking(true).ok()?;
     // In progress, done, or (Unix) no room: all the same to a crowd.
     let _ = socket.connect(&address);
     Some(socket)
 }
 
-fn hello() -> Option<Vec<u8>> {
-    let token = Token::generate().ok()?;
-    let hello = Hello::new(Role::Peer, token.job_id()).rank(1).world(2);
-    Initiator::start(hello, &token)
-        .ok()
-        .map(|(_, m)| m.to_vec())
-}
-
 /// One byte a second on many connections; whoever is closed comes again.
 pub fn loris(scene: &Scene, tallies: &Tallies, _: usize) {
-    let Some(hello) = hello() else { return };
+    let Some(hello) = hello_as(Role::Peer) else {
+        return;
+    };
     let mut lines: Vec<(Place, Line, usize)> = Vec::new();
     loop {
         for target in scene.targets() {
@@ -76,7 +66,9 @@ pub fn loris(scene: &Scene, tallies: &Tallies, _: usize) {
 
 /// Sound hellos, whose challenge is not answered.
 pub fn half_a_handshake(scene: &Scene, tallies: &Tallies, _: usize) {
-    let Some(hello) = hello() else { return };
+    let Some(hello) = hello_as(Role::Peer) else {
+        return;
+    };
     loop {
         let mut held = Vec::new();
         for target in scene.targets() {
@@ -105,7 +97,9 @@ pub fn half_open(scene: &Scene, tallies: &Tallies, connections: usize) {
         tv_sec: 0,
         tv_nsec: 20_000_000,
     };
-    let Some(hello) = hello() else { return };
+    let Some(hello) = hello_as(Role::Peer) else {
+        return;
+    };
     // Whether it has said hello.
     let mut held: Vec<(Place, Socket, bool)> = Vec::new();
     while !scene.is_over() {

@@ -8,38 +8,25 @@ use crate::line::Answer;
 
 /// Connects and closes.
 pub fn scan(shot: &Shot<'_>) -> Option<Answer> {
-    Some(match shot.target.open(shot.source) {
-        None => Answer::Unreachable,
-        Some(_) => Answer::Closed,
-    })
+    shot.at(|_| Answer::Closed)
 }
 
 /// Connects and resets.
 pub fn scan_reset(shot: &Shot<'_>) -> Option<Answer> {
-    Some(match shot.target.open(shot.source) {
-        None => Answer::Unreachable,
-        Some(line) => {
-            line.reset();
-            Answer::Closed
-        }
+    shot.at(|line| {
+        line.reset();
+        Answer::Closed
     })
 }
 
 /// Ends its own side at once.
 pub fn half_closed(shot: &Shot<'_>) -> Option<Answer> {
-    Some(match shot.target.open(shot.source) {
-        None => Answer::Unreachable,
-        Some(mut line) => {
-            line.end();
-            line.judge()
-        }
-    })
+    shot.say(b"", true)
 }
 
 /// Says one of several things and listens.
 fn one_of(shot: &Shot<'_>, things: &[&[u8]]) -> Option<Answer> {
-    let thing = things[shot.turn as usize % things.len()];
-    Some(shot.target.say(shot.source, thing))
+    shot.say(things[shot.turn as usize % things.len()], false)
 }
 
 /// What web clients and health checks send.
@@ -59,7 +46,7 @@ pub fn http(shot: &Shot<'_>) -> Option<Answer> {
 pub fn tls(shot: &Shot<'_>) -> Option<Answer> {
     let mut hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".to_vec();
     hello.extend(shot.dice.borrow_mut().noise(506));
-    Some(shot.target.say(shot.source, &hello))
+    shot.say(&hello, false)
 }
 
 /// Other servers' clients, and other systems of distributed training.
@@ -90,7 +77,7 @@ pub fn random(shot: &Shot<'_>) -> Option<Answer> {
         let bytes = 1 + dice.below(4096);
         dice.noise(bytes)
     };
-    Some(shot.target.say(shot.source, &noise))
+    shot.say(&noise, false)
 }
 
 /// What members say later, said first.
@@ -116,5 +103,5 @@ pub fn frames(shot: &Shot<'_>) -> Option<Answer> {
     }
     // Longer than a hello, so that nobody waits for the rest of one.
     bytes.resize(bytes.len().max(96), 0);
-    Some(shot.target.say(shot.source, &bytes))
+    shot.say(&bytes, false)
 }

@@ -7,26 +7,22 @@ use super::Shot;
 use crate::line::{Answer, CHALLENGE_BYTES, Line};
 
 /// A hello as a stranger would make it who has read our source.
-fn strangers_hello(turn: u64) -> Option<Vec<u8>> {
+pub(super) fn hello_as(role: Role) -> Option<Vec<u8>> {
     let token = Token::generate().ok()?;
-    let role = Role::ALL[turn as usize % Role::ALL.len()];
     let hello = Hello::new(role, token.job_id()).rank(1).world(2);
     let (_, message) = Initiator::start(hello, &token).ok()?;
     Some(message.to_vec())
+}
+
+fn strangers_hello(turn: u64) -> Option<Vec<u8>> {
+    hello_as(Role::ALL[turn as usize % Role::ALL.len()])
 }
 
 /// The first so many bytes of a hello, then the end.
 pub fn truncated(shot: &Shot<'_>) -> Option<Answer> {
     let hello = strangers_hello(shot.turn)?;
     let cut = shot.turn as usize % hello.len();
-    Some(match shot.target.open(shot.source) {
-        None => Answer::Unreachable,
-        Some(mut line) => {
-            line.say(&hello[..cut]);
-            line.end();
-            line.judge()
-        }
-    })
+    shot.say(&hello[..cut], true)
 }
 
 /// Changed bytes anywhere in a hello, and more bytes than are asked for.
@@ -43,12 +39,7 @@ pub fn garbled(shot: &Shot<'_>) -> Option<Answer> {
     hello[..8].copy_from_slice(&whole[..8]);
     // What a changed hello is answered with says nothing, but whoever asked
     // for the wrong thing may be left waiting for its own second message.
-    let line = shot.target.open(shot.source);
-    Some(line.map_or(Answer::Unreachable, |mut line| {
-        line.say(&hello);
-        line.end();
-        line.judge()
-    }))
+    shot.say(&hello, true)
 }
 
 /// Length fields at the edges of their ranges, and many bytes behind them.
@@ -59,14 +50,14 @@ pub fn oversize(shot: &Shot<'_>) -> Option<Answer> {
     lie.push(1 + (turn / LENGTHS.len() % 6) as u8);
     lie.extend(LENGTHS[turn % LENGTHS.len()].to_le_bytes());
     lie.resize(70_000, 0x41);
-    Some(shot.target.say(shot.source, &lie))
+    shot.say(&lie, false)
 }
 
 /// Another version in the prefix.
 pub fn version(shot: &Shot<'_>) -> Option<Answer> {
     let mut hello = strangers_hello(shot.turn)?;
     hello[4] = [0, 2, 255][shot.turn as usize % 3];
-    Some(shot.target.say(shot.source, &hello))
+    shot.say(&hello, false)
 }
 
 /// Says hello and hears the challenge, which proves nothing to a stranger.
@@ -135,13 +126,13 @@ pub fn guessed(shot: &Shot<'_>) -> Option<Answer> {
 
 /// Both messages of a member, recorded and sent again.
 pub fn replayed(shot: &Shot<'_>) -> Option<Answer> {
-    let recorded = shot.recorded?;
+    let recorded = shot.recorded.as_ref()?;
     instead_of_a_proof(shot, &recorded.hello, |_| recorded.proof.clone())
 }
 
 /// A member's hello, and the challenge that it once got.
 pub fn replayed_challenge(shot: &Shot<'_>) -> Option<Answer> {
-    let recorded = shot.recorded?;
+    let recorded = shot.recorded.as_ref()?;
     instead_of_a_proof(shot, &recorded.hello, |_| recorded.challenge.clone())
 }
 

@@ -6,9 +6,9 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use phalanx_wire::Token;
-use phalanx_wire::handshake::{Hello, Initiator, Role};
+use phalanx_wire::handshake::Role;
 
+use super::handshake::hello_as;
 use crate::line::{Line, Place};
 use crate::proc;
 use crate::scene::{PATIENCE, Scene, Tallies};
@@ -25,7 +25,7 @@ const PAUSE: Duration = Duration::from_micros(200);
 /// Hellos of another job and plain noise, each with descriptors that nobody
 /// asked for, which must neither be kept nor keep the members out.
 pub fn door(scene: &Scene, tallies: &Tallies, _: usize) {
-    let (Some(hello), Ok(file)) = (hello(), File::open("/dev/null")) else {
+    let (Some(hello), Ok(file)) = (hello_as(Role::SharedMemory), File::open("/dev/null")) else {
         return;
     };
     let descriptors = vec![file.as_fd(); DESCRIPTORS];
@@ -55,13 +55,4 @@ pub fn door(scene: &Scene, tallies: &Tallies, _: usize) {
         }
         std::thread::sleep(PAUSE);
     }
-}
-
-fn hello() -> Option<Vec<u8>> {
-    let token = Token::generate().ok()?;
-    let hello = Hello::new(Role::SharedMemory, token.job_id())
-        .rank(1)
-        .world(2);
-    let (_, message) = Initiator::start(hello, &token).ok()?;
-    Some(message.to_vec())
 }

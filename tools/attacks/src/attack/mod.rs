@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use phalanx_garble::Dice;
 use phalanx_wire::handshake::RejectReason;
 
-use crate::line::Answer;
+use crate::line::{Answer, Line};
 use crate::scene::{Recorded, Scene, Tallies, Target};
 
 /// One short exchange with one port.
@@ -19,13 +19,32 @@ pub struct Shot<'a> {
     /// Whom it hits.
     pub target: &'a Target,
     /// A member's session to replay, once one could be recorded.
-    pub recorded: Option<&'a Recorded>,
+    pub recorded: Option<Recorded>,
     /// Which of our addresses it comes from.
     pub source: u8,
     /// Rises with every shot of this attack: every length, every field.
     pub turn: u64,
     /// For noise.
     pub dice: &'a RefCell<Dice>,
+}
+
+impl Shot<'_> {
+    /// What comes of `act` on a new connection.
+    fn at(&self, act: impl FnOnce(Line) -> Answer) -> Option<Answer> {
+        let line = self.target.open(self.source);
+        Some(line.map_or(Answer::Unreachable, act))
+    }
+
+    /// Says this, and no more if it `ends`, and listens.
+    fn say(&self, bytes: &[u8], ends: bool) -> Option<Answer> {
+        self.at(|mut line| {
+            line.say(bytes);
+            if ends {
+                line.end();
+            }
+            line.judge()
+        })
+    }
 }
 
 /// Who the attacker is, hence what it may be answered.
@@ -93,233 +112,57 @@ pub struct Attack {
     pub how: How,
 }
 
-const fn shots(
-    name: &'static str,
-    who: Who,
-    what: &'static str,
-    act: fn(&Shot<'_>) -> Option<Answer>,
-) -> Attack {
-    Attack {
-        name,
-        what,
-        who,
-        how: How::Shots(act),
-    }
-}
-
-const fn siege(
-    name: &'static str,
-    who: Who,
-    what: &'static str,
-    act: fn(&Scene, &Tallies, usize),
-) -> Attack {
-    Attack {
-        name,
-        what,
-        who,
-        how: How::Siege(act),
-    }
-}
-
 /// Attacks at what is open for moments only, so that a short run may miss it.
 pub const SELDOM: [&str; 1] = ["memory-door"];
 
+/// The attacks, each with its name, who does it, how, and what it does in a few words.
+macro_rules! attacks {
+    ($($name:literal: $who:ident $(($reason:ident))? $how:ident($act:path), $what:literal;)*) => {
+        [$(Attack {
+            name: $name,
+            what: $what,
+            who: Who::$who $((RejectReason::$reason))?,
+            how: How::$how($act),
+        }),*]
+    };
+}
+
 /// Every attack there is.
-pub const ALL: [Attack; 33] = [
-    shots(
-        "port-scan",
-        Who::Stranger,
-        "connects and closes",
-        foreign::scan,
-    ),
-    shots(
-        "port-scan-reset",
-        Who::Stranger,
-        "connects and resets",
-        foreign::scan_reset,
-    ),
-    shots(
-        "half-closed",
-        Who::Stranger,
-        "connects, ends its side, listens",
-        foreign::half_closed,
-    ),
-    shots(
-        "http",
-        Who::Stranger,
-        "GET, POST and HTTP/2 prefaces",
-        foreign::http,
-    ),
-    shots("tls", Who::Stranger, "a ClientHello", foreign::tls),
-    shots(
-        "other-protocols",
-        Who::Stranger,
-        "ssh, redis, smtp, Gloo, NCCL, torch",
-        foreign::other,
-    ),
-    shots(
-        "random",
-        Who::Stranger,
-        "1 to 4096 random bytes",
-        foreign::random,
-    ),
-    shots(
-        "frames",
-        Who::Stranger,
-        "frames and store requests without a handshake",
-        foreign::frames,
-    ),
-    shots(
-        "truncated-hello",
-        Who::Stranger,
-        "a hello cut at every length",
-        handshake::truncated,
-    ),
-    shots(
-        "garbled-hello",
-        Who::Stranger,
-        "a hello with changed bytes",
-        handshake::garbled,
-    ),
-    shots(
-        "oversize",
-        Who::Stranger,
-        "every length field at its edges",
-        handshake::oversize,
-    ),
-    shots(
-        "wrong-version",
-        Who::OtherVersion,
-        "versions 0, 2 and 255",
-        handshake::version,
-    ),
-    shots(
-        "wrong-token",
-        Who::Stranger,
-        "proves another token",
-        handshake::wrong_token,
-    ),
-    shots(
-        "guessed-proof",
-        Who::Stranger,
-        "a proof with one bit wrong",
-        handshake::guessed,
-    ),
-    shots(
-        "replayed",
-        Who::Stranger,
-        "a member's hello and proof, recorded",
-        handshake::replayed,
-    ),
-    shots(
-        "replayed-hello",
-        Who::Stranger,
-        "a member's hello, then its challenge",
-        handshake::replayed_challenge,
-    ),
-    shots(
-        "reflected",
-        Who::Stranger,
-        "the other side's own messages, sent back",
-        handshake::reflected,
-    ),
-    shots(
-        "crossed",
-        Who::Stranger,
-        "the challenge of one connection as proof on another",
-        handshake::crossed,
-    ),
-    shots(
-        "wrong-job",
-        Who::Misplaced(RejectReason::WrongJob),
-        "the right token, another job",
-        member::wrong_job,
-    ),
-    shots(
-        "stale-epoch",
-        Who::Misplaced(RejectReason::WrongGeneration),
-        "a member of another epoch",
-        member::stale_epoch,
-    ),
-    shots(
-        "wrong-group",
-        Who::Misplaced(RejectReason::WrongGroup),
-        "a member of another group",
-        member::wrong_group,
-    ),
-    shots(
-        "wrong-world",
-        Who::Misplaced(RejectReason::WrongWorld),
-        "a member of a larger world",
-        member::wrong_world,
-    ),
-    shots(
-        "wrong-rank",
-        Who::Misplaced(RejectReason::WrongRank),
-        "a rank that does not exist, or rank 0 itself",
-        member::wrong_rank,
-    ),
-    shots(
-        "wrong-stream",
-        Who::Misplaced(RejectReason::WrongStream),
-        "a stream that does not exist",
-        member::wrong_stream,
-    ),
-    siege(
-        "slow-loris",
-        Who::Stranger,
-        "hellos at one byte a second",
-        crowd::loris,
-    ),
-    siege(
-        "half-a-handshake",
-        Who::Stranger,
-        "hellos whose proof never comes",
-        crowd::half_a_handshake,
-    ),
-    siege(
-        "half-open",
-        Who::Stranger,
-        "a thousand unproven hellos at a time, again at once when closed",
-        crowd::half_open,
-    ),
-    siege(
-        "crowd",
-        Who::Stranger,
-        "--connections at once, held, then reset",
-        crowd::crowd,
-    ),
-    siege(
-        "reset-flood",
-        Who::Stranger,
-        "connects and resets as fast as it can",
-        crowd::resets,
-    ),
-    siege(
-        "door",
-        Who::Stranger,
-        "fills each fresh port's backlog before the members come",
-        crowd::door,
-    ),
-    siege(
-        "memory-door",
-        Who::Stranger,
-        "hands descriptors to the Unix socket that hands out memory",
-        memory::door,
-    ),
-    siege(
-        "duplicate-rank",
-        Who::Mad,
-        "claims both ranks' places in the store while they meet",
-        member::duplicate_rank,
-    ),
-    siege(
-        "mad-member",
-        Who::Mad,
-        "oversize requests, waits and answers not taken (a job of its own)",
-        member::mad,
-    ),
-];
+pub const ALL: [Attack; 33] = attacks! {
+    "port-scan": Stranger Shots(foreign::scan), "connects and closes";
+    "port-scan-reset": Stranger Shots(foreign::scan_reset), "connects and resets";
+    "half-closed": Stranger Shots(foreign::half_closed), "connects, ends its side, listens";
+    "http": Stranger Shots(foreign::http), "GET, POST and HTTP/2 prefaces";
+    "tls": Stranger Shots(foreign::tls), "a ClientHello";
+    "other-protocols": Stranger Shots(foreign::other), "ssh, redis, smtp, Gloo, NCCL, torch";
+    "random": Stranger Shots(foreign::random), "1 to 4096 random bytes";
+    "frames": Stranger Shots(foreign::frames), "frames and store requests without a handshake";
+    "truncated-hello": Stranger Shots(handshake::truncated), "a hello cut at every length";
+    "garbled-hello": Stranger Shots(handshake::garbled), "a hello with changed bytes";
+    "oversize": Stranger Shots(handshake::oversize), "every length field at its edges";
+    "wrong-version": OtherVersion Shots(handshake::version), "versions 0, 2 and 255";
+    "wrong-token": Stranger Shots(handshake::wrong_token), "proves another token";
+    "guessed-proof": Stranger Shots(handshake::guessed), "a proof with one bit wrong";
+    "replayed": Stranger Shots(handshake::replayed), "a member's hello and proof, recorded";
+    "replayed-hello": Stranger Shots(handshake::replayed_challenge), "a member's hello, then its challenge";
+    "reflected": Stranger Shots(handshake::reflected), "the other side's own messages, sent back";
+    "crossed": Stranger Shots(handshake::crossed), "the challenge of one connection as proof on another";
+    "wrong-job": Misplaced(WrongJob) Shots(member::wrong_job), "the right token, another job";
+    "stale-epoch": Misplaced(WrongGeneration) Shots(member::stale_epoch), "a member of another epoch";
+    "wrong-group": Misplaced(WrongGroup) Shots(member::wrong_group), "a member of another group";
+    "wrong-world": Misplaced(WrongWorld) Shots(member::wrong_world), "a member of a larger world";
+    "wrong-rank": Misplaced(WrongRank) Shots(member::wrong_rank), "a rank that does not exist, or rank 0 itself";
+    "wrong-stream": Misplaced(WrongStream) Shots(member::wrong_stream), "a stream that does not exist";
+    "slow-loris": Stranger Siege(crowd::loris), "hellos at one byte a second";
+    "half-a-handshake": Stranger Siege(crowd::half_a_handshake), "hellos whose proof never comes";
+    "half-open": Stranger Siege(crowd::half_open), "a thousand unproven hellos at a time, again at once when closed";
+    "crowd": Stranger Siege(crowd::crowd), "--connections at once, held, then reset";
+    "reset-flood": Stranger Siege(crowd::resets), "connects and resets as fast as it can";
+    "door": Stranger Siege(crowd::door), "fills each fresh port's backlog before the members come";
+    "memory-door": Stranger Siege(memory::door), "hands descriptors to the Unix socket that hands out memory";
+    "duplicate-rank": Mad Siege(member::duplicate_rank), "claims both ranks' places in the store while they meet";
+    "mad-member": Mad Siege(member::mad), "oversize requests, waits and answers not taken (a job of its own)";
+};
 
 #[cfg(test)]
 mod tests {
