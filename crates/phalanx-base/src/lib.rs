@@ -16,6 +16,7 @@ pub mod say;
 pub mod stop;
 pub mod text;
 
+use std::any::Any;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -24,6 +25,13 @@ pub use error::{Error, ErrorKind, Result};
 /// Locks `mutex`, also after a thread has panicked with it: for values that no such thread leaves half written.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a panic said, as `catch_unwind` and `join` give it.
+pub fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    text.unwrap_or_default()
 }
 
 /// The number of cores that this process may use.

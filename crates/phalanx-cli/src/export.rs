@@ -41,7 +41,9 @@ pub fn run(args: &ExportArgs) -> Result<()> {
             args.to.display()
         )));
     }
-    check_folder_of("--to", &args.to)?;
+    if !args.adapter {
+        check_folder_of("--to", &args.to)?;
+    }
     let file = file_of(&args.checkpoint)?;
     let (mut tensors, mut loaded) = read_tensors(&file)?;
     for warning in &loaded.warnings {

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use crate::Dataset;
 use crate::sampler::EpochPlan;
-use phalanx_base::{Error, ErrorKind, Result, lock};
+use phalanx_base::{Error, ErrorKind, Result, lock, panic_text};
 
 /// Samples of one step on this rank.
 #[derive(Debug, Default)]
@@ -347,15 +347,9 @@ impl<D: Dataset + ?Sized> LoaderState<D> {
             Ok(Ok(())) => Ok(batch),
             Ok(Err(error)) => Err(error),
             Err(panic) => {
-                let said = panic
-                    .downcast_ref::<&str>()
-                    .map(|s| (*s).to_owned())
-                    .or_else(|| panic.downcast_ref::<String>().cloned())
-                    .unwrap_or_default();
-                Err(Error::internal(format!(
-                    "data set {} panicked while reading: {said}",
-                    self.dataset.describe()
-                )))
+                let (data, said) = (self.dataset.describe(), panic_text(&*panic));
+                let what = format!("data set {data} panicked while reading: {said}");
+                Err(Error::internal(what))
             }
         }
     }

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::{Args as _, FromArgMatches as _};
+use phalanx_base::panic_text;
 use phalanx_comm::{GroupOptions, InitOptions, MAX_LOCAL_RANKS, ProcessGroup, Transport};
 use phalanx_member::{Elastic, Newcomer, RankContext};
 use phalanx_store::host_port;
@@ -498,10 +499,12 @@ fn as_threads(
 
 /// The error of a rank whose panic has been printed: of its program's code, or of ours.
 fn panicked(rank: usize, panic: &(dyn Any + Send)) -> Error {
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-    let text = text.map_or(String::new(), |text| format!(": {text}"));
-    Error::new(ErrorKind::Failed, format!("rank {rank} panicked{text}"))
+    let text = panic_text(panic);
+    let colon = if text.is_empty() { "" } else { ": " };
+    Error::new(
+        ErrorKind::Failed,
+        format!("rank {rank} panicked{colon}{text}"),
+    )
 }
 
 /// Leaves the group: with a shutdown after success and when all ranks stop together; with an abort

@@ -22,6 +22,8 @@ mod job;
 mod log;
 mod lr_finder;
 mod param_group;
+#[cfg(feature = "images")]
+mod predictions;
 mod profile;
 mod reporter;
 mod sample_log;
@@ -44,6 +46,8 @@ pub use job::Job;
 pub use phalanx_base::error::{Error, ErrorKind, Result};
 pub use phalanx_member::RankContext;
 pub use phalanx_track::{TrackArgs, Tracker};
+#[cfg(feature = "images")]
+pub use predictions::Predictions;
 pub use reporter::{EpochLines, Reporter, StepInfo};
 pub use strategy::{Ddp, MicroBatch, OnMesh, Strategy};
 pub use trainer::{Epochs, PendingUpdate, Trainer, TrainerBuilder};

@@ -1,10 +1,10 @@
 //! Ranks as threads of this process, like `torch.multiprocessing.spawn`.
 
-use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use phalanx_base::panic_text;
 use phalanx_comm::{GroupOptions, MAX_LOCAL_RANKS, ProcessGroup};
 
 /// The error of a rank's function.
@@ -155,7 +155,7 @@ fn run<A>(
     let (panicked, cause) = match outcome {
         Ok(Ok(())) => return,
         Ok(Err(cause)) => (false, cause),
-        Err(panic) => (true, said(panic.as_ref()).into()),
+        Err(panic) => (true, panic_text(&*panic).into()),
     };
     let text = cause.to_string();
     // Kept before the others hear of it: what they fail with then comes later.
@@ -172,14 +172,6 @@ fn keep(first: &First, rank: usize, panicked: bool, cause: Cause) {
             panicked,
             cause,
         });
-}
-
-fn said(panic: &(dyn Any + Send)) -> String {
-    panic
-        .downcast_ref::<&str>()
-        .map(|text| (*text).to_owned())
-        .or_else(|| panic.downcast_ref::<String>().cloned())
-        .unwrap_or_default()
 }
 
 #[cfg(test)]

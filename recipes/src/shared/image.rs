@@ -7,10 +7,9 @@ use phalanx::data::metrics::Confusion;
 use phalanx::data::{ImageDataset, StoredImages};
 use phalanx::nn;
 use phalanx::prelude::*;
-use phalanx::train::{Determinism, Strategy};
+use phalanx::train::{Determinism, Predictions, Strategy};
 
 use super::net::{Loss, Network};
-use super::predictions::Predictions;
 use super::views::Views;
 use crate::format::{on_or_off, thousands};
 

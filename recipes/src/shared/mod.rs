@@ -6,7 +6,6 @@ pub mod gpt2;
 pub mod image;
 pub mod net;
 pub mod photos;
-mod predictions;
 pub mod prepare;
 pub mod rows;
 pub mod table;

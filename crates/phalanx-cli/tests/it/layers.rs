@@ -504,6 +504,7 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
             &["folder"],
             &["strategy"],
             &["trainer"],
+            &["predictions"],
             &["job"],
         ],
     ),
@@ -526,7 +527,7 @@ const FILES_IN_CIRCLES: usize = 46;
 
 /// The number of lines of code in the whole repository that is allowed. It may only fall: a feature that needs lines frees as
 /// many first.
-const LINES: usize = 125_712;
+const LINES: usize = 124_140;
 
 /// When the code is more than this much shorter than `LINES`, `LINES` must be lowered.
 const SLACK: usize = 150;

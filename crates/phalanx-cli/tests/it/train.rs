@@ -954,6 +954,11 @@ fn mistakes_are_named_with_the_way_out() {
             &["--output no/x: there is no folder no"],
         ),
         (
+            &["predict", "none.pt", "--data", "synthetic", "--output", "."],
+            2,
+            &["--output .: it is a folder"],
+        ),
+        (
             &["export", "none.pt", "--to", "no/x.pt"],
             2,
             &["--to no/x.pt: there is no folder no"],

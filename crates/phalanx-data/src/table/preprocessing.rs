@@ -54,7 +54,10 @@ impl Preprocessing {
     /// filled so.
     pub fn fit(train: &Table, target: &str, fill: &[String]) -> Result<Preprocessing> {
         for (name, _) in fill.iter().filter_map(|rule| rule.rsplit_once('=')) {
-            train.find(name)?;
+            if train.find(name)?.name == target {
+                let what = format!("{target:?} is the column to predict; it cannot be filled");
+                return Err(Error::usage(what).note("rows without it", "are left out"));
+            }
         }
         let (target, mut features) = (train.find(target)?, Vec::new());
         for column in (train.columns.iter()).filter(|column| column.name != target.name) {
@@ -229,7 +232,7 @@ fn scale(values: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
     let squares: f64 = off.map(|off| off * off).sum();
     let variance = (squares - error * error / count) / count;
     let rounding = count * f64::EPSILON * variance + (count * mean * f64::EPSILON).powi(2);
-    let is_constant = variance <= rounding;
+    let is_constant = variance.is_finite() && variance <= rounding;
     (mean, if is_constant { 1.0 } else { variance.sqrt() })
 }
 
@@ -271,6 +274,9 @@ impl Encoding {
         if has_numbers {
             let filled = train.values(column);
             (mean, std) = scale(filled.map(|value| if value.is_nan() { fill } else { value }));
+            if !(fill.is_finite() && mean.is_finite() && std.is_finite()) {
+                return wrong("its numbers are too large to be standardised".to_owned());
+            }
         } else {
             let frequent = column.names.get(fill as usize).filter(|_| !fill.is_nan());
             let name = frequent.map_or(rule.unwrap_or_default(), String::as_str);

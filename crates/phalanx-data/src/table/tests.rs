@@ -275,6 +275,13 @@ fn what_cannot_be_fitted_is_named() {
             "a=much",
             "column \"a\": \"much\" cannot fill numbers",
         ),
+        ("a,y\n1,2\n", "y", "y=3", "\"y\" is the column to predict"),
+        (
+            "a,y\n1e200,2\n-1e200,3\n",
+            "y",
+            "",
+            "column \"a\": its numbers are too large",
+        ),
         (
             &many,
             "y",

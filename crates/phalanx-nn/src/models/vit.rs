@@ -3,7 +3,7 @@
 
 use crate::layers::{Conv2d, Conv2dOptions, Dropout, LayerNorm, Linear, MultiHeadAttention};
 use crate::param::{Init, Layout, ParamId, Scope};
-use crate::{Result, Tensor};
+use crate::{Error, Result, Tensor};
 
 /// Sizes of a [`Vit`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -95,6 +95,7 @@ pub struct Vit {
     blocks: Vec<Block>,
     ln: LayerNorm,
     head: Linear,
+    image: usize,
     width: usize,
     dropout: Dropout,
 }
@@ -129,6 +130,7 @@ impl Vit {
             blocks,
             ln,
             head,
+            image: config.image,
             width,
             dropout,
         }
@@ -139,7 +141,11 @@ impl Vit {
     /// # Errors
     /// `Usage` for images of another size than the configuration's.
     pub fn forward<'s>(&self, images: Tensor<'s>) -> Result<Tensor<'s>> {
-        let step = images.step();
+        let (step, side) = (images.step(), self.image);
+        if !matches!(*images.shape(), [_, height, width, _] if [height, width] == [side; 2]) {
+            let what = format!("the model is for images of {side} x {side} pixels");
+            return Err(Error::usage(what));
+        }
         let patches = self.conv_proj.forward(images)?;
         let shape = patches.shape();
         let (n, count) = (shape[0], shape[1] * shape[2]);

@@ -96,9 +96,13 @@ fn a_vision_transformer_has_torchvisions_outputs() {
     let params = scope.build().unwrap();
     let mut tape = Tape::new(Threads(1));
     let step = tape.inference(&params);
-    let other = step.input(&[0.0; 24 * 24 * 3], &[1, 24, 24, 3]).unwrap();
-    let error = net.forward(other).unwrap_err().to_string();
-    assert!(error.contains("10") && error.contains("17"), "{error}");
+    // The second has as many patches as the model's images.
+    for [height, width] in [[24, 24], [16, 64]] {
+        let pixels = vec![0.0; height * width * 3];
+        let other = step.input(&pixels, &[1, height, width, 3]).unwrap();
+        let error = net.forward(other).unwrap_err().to_string();
+        assert!(error.contains("for images of 32 x 32 pixels"), "{error}");
+    }
     drop(step);
     compare("vit", |x| net.forward(x), params);
 }

@@ -615,13 +615,11 @@ pub fn settings(lines: &[String]) -> BTreeMap<String, String> {
 ///
 /// That.
 pub fn check_folder_of(flag: &str, file: &Path) -> Result<()> {
+    let wrong = |why: String| Err(Error::usage(format!("{flag} {}: {why}", file.display())));
     match file.parent() {
+        _ if file.is_dir() => wrong("it is a folder; name a file in it".to_owned()),
         Some(folder) if !folder.as_os_str().is_empty() && !folder.is_dir() => {
-            Err(Error::usage(format!(
-                "{flag} {}: there is no folder {}",
-                file.display(),
-                folder.display()
-            )))
+            wrong(format!("there is no folder {}", folder.display()))
         }
         _ => Ok(()),
     }

@@ -23,6 +23,9 @@ use crate::folder::BEST_FILE;
 use crate::saving::History;
 use crate::strategy::{MicroBatch, Strategy};
 
+/// The most rows of each rank that [`Trainer::predict`] exchanges at once.
+const ROWS_AT_ONCE: usize = 4096;
+
 impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Evaluates `data` over all ranks, each sample once, and records the result as this
     /// epoch's: in the metrics, the progress output and the summary. In the loop over an epoch's batches it is
@@ -334,9 +337,14 @@ impl<M> Trainer<'_, M> {
             };
             trainer
                 .with_averages(|trainer| trainer.pass(data, plan, &mut measure, |_, _| Ok(())))?;
-            let all = group.all_gather_object(&(indices, own))?;
-            let rows = |(indices, rows): (Vec<u64>, Vec<T>)| indices.into_iter().zip(rows);
-            let mut all: Vec<(u64, T)> = all.into_iter().flat_map(rows).collect();
+            let mut most = [own.len() as u64];
+            group.all_reduce(&mut most, ReduceOp::Max)?;
+            let (mut own, mut all) = (indices.into_iter().zip(own), Vec::with_capacity(data.len()));
+            // What is exchanged at once has a limit.
+            for _ in (0..most[0]).step_by(ROWS_AT_ONCE) {
+                let part: Vec<(u64, T)> = own.by_ref().take(ROWS_AT_ONCE).collect();
+                all.extend(group.all_gather_object(&part)?.into_iter().flatten());
+            }
             all.sort_by_key(|(index, _)| *index);
             Ok(all.into_iter().map(|(_, row)| row).collect())
         });

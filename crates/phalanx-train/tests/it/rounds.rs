@@ -282,6 +282,17 @@ fn predictions_are_in_the_order_of_the_data() {
             assert_eq!(rank.expect("predicted"), want, "{world} ranks");
         }
     }
+    // More than ranks exchange at once.
+    let many = data(10_001);
+    for rank in ranks(2, &["--test-batch-size", "500"], |job| {
+        let mut trainer = job
+            .trainer(&many, plane, Sgd::new)
+            .evaluate_only()
+            .start()?;
+        trainer.predict(&many, |_, batch| Ok(batch.indices().to_vec()))
+    }) {
+        assert!(rank.expect("predicted").into_iter().eq(0..10_001));
+    }
     let short = ranks(2, &[], |job| {
         let mut trainer = job
             .trainer(&samples, plane, Sgd::new)

@@ -1,9 +1,15 @@
 //! What the network makes of some test images after each evaluation.
 
-use phalanx::data::metrics::argmax;
-use phalanx::image;
-use phalanx::prelude::*;
+use std::sync::Arc;
+
+use phalanx_data::ImageDataset;
+use phalanx_data::metrics::argmax;
+use phalanx_nn::{Step, Tensor};
+use phalanx_report::image;
 use serde::{Deserialize, Serialize};
+
+use crate::error::Result;
+use crate::trainer::Trainer;
 
 const FILE: &str = "predictions.jsonl";
 
@@ -30,8 +36,26 @@ struct Prediction {
     scores: Vec<f32>,
 }
 
-/// The rows of `predictions.jsonl`: the first images of each of the first test batches, by epoch. Rank 0 computes
-/// them, and no others; nothing elsewhere.
+/// The rows of `predictions.jsonl` and the images of `predictions.png`, which the run's report shows: the first 32 images of each
+/// of the first test batches, by epoch. Rank 0 computes them, and no others; nothing elsewhere.
+///
+/// ```no_run
+/// # use std::sync::Arc;
+/// # use phalanx_data::ImageDataset;
+/// # use phalanx_nn::layers::Linear;
+/// # use phalanx_train::{Predictions, Result, Trainer};
+/// # fn train(trainer: &mut Trainer<'_, Linear>, test: Arc<dyn ImageDataset>) -> Result<()> {
+/// let mut predictions = Predictions::of(trainer)?;
+/// for epoch in trainer.epochs() {
+///     // Training and evaluation.
+///     predictions.add(epoch, 1, trainer, &test, |net, step, images, shape| {
+///         let x = step.input(images, &[shape[0], 28 * 28])?;
+///         Ok(net.forward(x)?)
+///     })?;
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Default)]
 pub struct Predictions {
     rows: Vec<Prediction>,
