@@ -81,8 +81,8 @@ unsafe fn nan_pd(x: __m256d) -> __m256d {
     unsafe { _mm256_cmp_pd::<_CMP_UNORD_Q>(x, x) }
 }
 
-macro_rules! integer {
-    ($name:ident, $t:ty, $lanes:expr, $add:ident, $mul:ident, $min:ident, $max:ident) => {
+macro_rules! integers {
+    ($($name:ident of [$t:ty; $lanes:expr]: $add:ident, $mul:ident, $min:ident, $max:ident;)*) => {$(
         vector! {
             $name of [$t; $lanes] in __m256i;
             memory {
@@ -101,44 +101,14 @@ macro_rules! integer {
                 xor(a, x) = _mm256_xor_si256(a, x);
             }
         }
-    };
+    )*};
 }
-integer!(
-    I8,
-    i8,
-    32,
-    _mm256_add_epi8,
-    mul_epi8,
-    _mm256_min_epi8,
-    _mm256_max_epi8
-);
-integer!(
-    U8,
-    u8,
-    32,
-    _mm256_add_epi8,
-    mul_epi8,
-    _mm256_min_epu8,
-    _mm256_max_epu8
-);
-integer!(
-    I32,
-    i32,
-    8,
-    _mm256_add_epi32,
-    _mm256_mullo_epi32,
-    _mm256_min_epi32,
-    _mm256_max_epi32
-);
-integer!(
-    I64,
-    i64,
-    4,
-    _mm256_add_epi64,
-    mul_epi64,
-    min_epi64,
-    max_epi64
-);
+integers! {
+    I8 of [i8; 32]: _mm256_add_epi8, mul_epi8, _mm256_min_epi8, _mm256_max_epi8;
+    U8 of [u8; 32]: _mm256_add_epi8, mul_epi8, _mm256_min_epu8, _mm256_max_epu8;
+    I32 of [i32; 8]: _mm256_add_epi32, _mm256_mullo_epi32, _mm256_min_epi32, _mm256_max_epi32;
+    I64 of [i64; 4]: _mm256_add_epi64, mul_epi64, min_epi64, max_epi64;
+}
 
 /// The low bytes of the products, from two products of 16 bits each.
 ///

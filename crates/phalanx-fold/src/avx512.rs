@@ -95,9 +95,9 @@ unsafe fn nan_pd(x: __m512d) -> __mmask8 {
     unsafe { _mm512_cmp_pd_mask::<_CMP_UNORD_Q>(x, x) }
 }
 
-macro_rules! integer {
-    ($name:ident, $t:ty, $lanes:expr, $mask:ty, $loadz:ident, $storem:ident,
-     $add:ident, $mul:ident, $min:ident, $max:ident) => {
+macro_rules! integers {
+    ($($name:ident of [$t:ty; $lanes:expr] by $mask:ty: $loadz:ident, $storem:ident,
+       $add:ident, $mul:ident, $min:ident, $max:ident;)*) => {$(
         vector! {
             $name of [$t; $lanes] in __m512i;
             memory {
@@ -120,56 +120,18 @@ macro_rules! integer {
                 xor(a, x) = _mm512_xor_si512(a, x);
             }
         }
-    };
+    )*};
 }
-integer!(
-    I8,
-    i8,
-    64,
-    __mmask64,
-    _mm512_maskz_loadu_epi8,
-    _mm512_mask_storeu_epi8,
-    _mm512_add_epi8,
-    mul_epi8,
-    _mm512_min_epi8,
-    _mm512_max_epi8
-);
-integer!(
-    U8,
-    u8,
-    64,
-    __mmask64,
-    _mm512_maskz_loadu_epi8,
-    _mm512_mask_storeu_epi8,
-    _mm512_add_epi8,
-    mul_epi8,
-    _mm512_min_epu8,
-    _mm512_max_epu8
-);
-integer!(
-    I32,
-    i32,
-    16,
-    __mmask16,
-    _mm512_maskz_loadu_epi32,
-    _mm512_mask_storeu_epi32,
-    _mm512_add_epi32,
-    _mm512_mullo_epi32,
-    _mm512_min_epi32,
-    _mm512_max_epi32
-);
-integer!(
-    I64,
-    i64,
-    8,
-    __mmask8,
-    _mm512_maskz_loadu_epi64,
-    _mm512_mask_storeu_epi64,
-    _mm512_add_epi64,
-    _mm512_mullo_epi64,
-    _mm512_min_epi64,
-    _mm512_max_epi64
-);
+integers! {
+    I8 of [i8; 64] by __mmask64: _mm512_maskz_loadu_epi8, _mm512_mask_storeu_epi8,
+        _mm512_add_epi8, mul_epi8, _mm512_min_epi8, _mm512_max_epi8;
+    U8 of [u8; 64] by __mmask64: _mm512_maskz_loadu_epi8, _mm512_mask_storeu_epi8,
+        _mm512_add_epi8, mul_epi8, _mm512_min_epu8, _mm512_max_epu8;
+    I32 of [i32; 16] by __mmask16: _mm512_maskz_loadu_epi32, _mm512_mask_storeu_epi32,
+        _mm512_add_epi32, _mm512_mullo_epi32, _mm512_min_epi32, _mm512_max_epi32;
+    I64 of [i64; 8] by __mmask8: _mm512_maskz_loadu_epi64, _mm512_mask_storeu_epi64,
+        _mm512_add_epi64, _mm512_mullo_epi64, _mm512_min_epi64, _mm512_max_epi64;
+}
 
 /// The low bytes of the products, from two products of 16 bits each.
 ///

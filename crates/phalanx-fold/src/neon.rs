@@ -63,9 +63,9 @@ vector! {
     }
 }
 
-macro_rules! integer {
-    ($name:ident, $t:ty, $lanes:expr, $reg:ty, $load:ident, $store:ident, $add:ident, $mul:ident,
-     $min:ident, $max:ident, $and:ident, $or:ident, $xor:ident) => {
+macro_rules! integers {
+    ($($name:ident of [$t:ty; $lanes:expr] in $reg:ty: $load:ident, $store:ident, $add:ident, $mul:ident,
+       $min:ident, $max:ident, $and:ident, $or:ident, $xor:ident;)*) => {$(
         vector! {
             $name of [$t; $lanes] in $reg;
             memory {
@@ -84,24 +84,18 @@ macro_rules! integer {
                 xor(a, x) = $xor(a, x);
             }
         }
-    };
+    )*};
 }
-integer!(
-    I8, i8, 16, int8x16_t, vld1q_s8, vst1q_s8, vaddq_s8, vmulq_s8, vminq_s8, vmaxq_s8, vandq_s8,
-    vorrq_s8, veorq_s8
-);
-integer!(
-    U8, u8, 16, uint8x16_t, vld1q_u8, vst1q_u8, vaddq_u8, vmulq_u8, vminq_u8, vmaxq_u8, vandq_u8,
-    vorrq_u8, veorq_u8
-);
-integer!(
-    I32, i32, 4, int32x4_t, vld1q_s32, vst1q_s32, vaddq_s32, vmulq_s32, vminq_s32, vmaxq_s32,
-    vandq_s32, vorrq_s32, veorq_s32
-);
-integer!(
-    I64, i64, 2, int64x2_t, vld1q_s64, vst1q_s64, vaddq_s64, mul_s64, min_s64, max_s64, vandq_s64,
-    vorrq_s64, veorq_s64
-);
+integers! {
+    I8 of [i8; 16] in int8x16_t: vld1q_s8, vst1q_s8, vaddq_s8, vmulq_s8,
+        vminq_s8, vmaxq_s8, vandq_s8, vorrq_s8, veorq_s8;
+    U8 of [u8; 16] in uint8x16_t: vld1q_u8, vst1q_u8, vaddq_u8, vmulq_u8,
+        vminq_u8, vmaxq_u8, vandq_u8, vorrq_u8, veorq_u8;
+    I32 of [i32; 4] in int32x4_t: vld1q_s32, vst1q_s32, vaddq_s32, vmulq_s32,
+        vminq_s32, vmaxq_s32, vandq_s32, vorrq_s32, veorq_s32;
+    I64 of [i64; 2] in int64x2_t: vld1q_s64, vst1q_s64, vaddq_s64, mul_s64,
+        min_s64, max_s64, vandq_s64, vorrq_s64, veorq_s64;
+}
 
 /// There is no such instruction, so this takes one lane after the other.
 ///
