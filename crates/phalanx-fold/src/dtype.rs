@@ -31,22 +31,6 @@ pub enum DType {
 }
 
 impl DType {
-    /// Every element type, in wire order.
-    pub const ALL: [DType; 12] = [
-        DType::F32,
-        DType::F64,
-        DType::F16,
-        DType::Bf16,
-        DType::I32,
-        DType::I64,
-        DType::U8,
-        DType::I8,
-        DType::I16,
-        DType::U16,
-        DType::U32,
-        DType::U64,
-    ];
-
     /// Size of one element in bytes.
     pub const fn size_bytes(self) -> usize {
         match self {
@@ -57,36 +41,16 @@ impl DType {
         }
     }
 
-    /// The name used in messages, as Rust spells it.
-    pub const fn name(self) -> &'static str {
-        const NAMES: [&str; 12] = [
-            "f32", "f64", "f16", "bf16", "i32", "i64", "u8", "i8", "i16", "u16", "u32", "u64",
-        ];
-        NAMES[self as usize]
-    }
-
     /// Whether the mean of such elements is such an element.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F64 | DType::F16 | DType::Bf16)
     }
-
-    /// Code in frame headers; 0 is left for "no data".
-    #[doc(hidden)]
-    pub const fn wire(self) -> u8 {
-        self as u8 + 1
-    }
-
-    /// Inverse of [`DType::wire`].
-    #[doc(hidden)]
-    pub fn from_wire(code: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(code.checked_sub(1)?)).copied()
-    }
 }
 
-impl std::fmt::Display for DType {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
+// The names are as Rust spells them; code 0 is left for "no data".
+crate::coded! {
+    DType: F32 "f32", F64 "f64", F16 "f16", Bf16 "bf16", I32 "i32", I64 "i64",
+    U8 "u8", I8 "i8", I16 "i16", U16 "u16", U32 "u32", U64 "u64"
 }
 
 #[cfg(test)]

@@ -12,6 +12,54 @@
 //! contracted to a fused multiply-add or reassociated, and every NaN in a result is the
 //! same one, so all instruction sets give the same bits. [`largest`] only reads.
 
+/// The variants of an enumeration, in their order, and their names.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! named {
+    ($kind:ident: $($variant:ident $name:literal),*) => {
+        impl $kind {
+            /// All of them, in their order.
+            pub const ALL: [$kind; [$($name),*].len()] = [$($kind::$variant),*];
+
+            /// The name used in messages.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $($kind::$variant => $name),*
+                }
+            }
+        }
+
+        impl std::fmt::Display for $kind {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+    };
+}
+
+/// [`named`], and codes in frame headers: from 1 on.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! coded {
+    ($kind:ident: $($variant:ident $name:literal),*) => {
+        $crate::named! { $kind: $($variant $name),* }
+
+        impl $kind {
+            /// Code in frame headers; 0 is none.
+            #[doc(hidden)]
+            pub const fn wire(self) -> u8 {
+                self as u8 + 1
+            }
+
+            /// Inverse of `wire`.
+            #[doc(hidden)]
+            pub fn from_wire(code: u8) -> Option<Self> {
+                Self::ALL.into_iter().find(|kind| kind.wire() == code)
+            }
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]

@@ -42,26 +42,6 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
-    /// Every reduction, in wire order.
-    pub const ALL: [ReduceOp; 8] = [
-        ReduceOp::Sum,
-        ReduceOp::Mean,
-        ReduceOp::Min,
-        ReduceOp::Max,
-        ReduceOp::Product,
-        ReduceOp::BitAnd,
-        ReduceOp::BitOr,
-        ReduceOp::BitXor,
-    ];
-
-    /// The name used in messages.
-    pub const fn name(self) -> &'static str {
-        const NAMES: [&str; 8] = [
-            "sum", "mean", "min", "max", "product", "bit_and", "bit_or", "bit_xor",
-        ];
-        NAMES[self as usize]
-    }
-
     /// Whether elements of type `dtype` support this reduction.
     pub const fn supports(self, dtype: DType) -> bool {
         match self {
@@ -70,24 +50,12 @@ impl ReduceOp {
             ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => !dtype.is_float(),
         }
     }
-
-    /// Code in frame headers; 0 is left for collectives that do not reduce.
-    #[doc(hidden)]
-    pub const fn wire(self) -> u8 {
-        self as u8 + 1
-    }
-
-    /// Inverse of [`ReduceOp::wire`].
-    #[doc(hidden)]
-    pub fn from_wire(code: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(code.checked_sub(1)?)).copied()
-    }
 }
 
-impl std::fmt::Display for ReduceOp {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
+// Code 0 is left for collectives that do not reduce.
+crate::coded! {
+    ReduceOp: Sum "sum", Mean "mean", Min "min", Max "max", Product "product",
+    BitAnd "bit_and", BitOr "bit_or", BitXor "bit_xor"
 }
 
 #[cfg(test)]
