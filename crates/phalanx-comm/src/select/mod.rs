@@ -48,31 +48,12 @@ pub enum Algorithm {
     Fastest,
 }
 
+phalanx_fold::named! {
+    Algorithm: Auto "auto", Direct "direct", OneRound "one-round", Ring "ring",
+    Hierarchical "hierarchical", Chain "chain", Fastest "fastest"
+}
+
 impl Algorithm {
-    /// Every choice.
-    pub const ALL: [Algorithm; 7] = [
-        Algorithm::Auto,
-        Algorithm::Direct,
-        Algorithm::OneRound,
-        Algorithm::Ring,
-        Algorithm::Hierarchical,
-        Algorithm::Chain,
-        Algorithm::Fastest,
-    ];
-
-    /// The name used in options and messages.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Algorithm::Auto => "auto",
-            Algorithm::Direct => "direct",
-            Algorithm::OneRound => "one-round",
-            Algorithm::Ring => "ring",
-            Algorithm::Hierarchical => "hierarchical",
-            Algorithm::Chain => "chain",
-            Algorithm::Fastest => "fastest",
-        }
-    }
-
     /// A line of help.
     pub const fn summary(self) -> &'static str {
         match self {
@@ -99,12 +80,6 @@ impl Algorithm {
             Algorithm::Hierarchical => Some(Method::AllReduceRails),
             Algorithm::Chain => Some(Method::AllReduceChain),
         }
-    }
-}
-
-impl std::fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
     }
 }
 

@@ -7,35 +7,23 @@ use crate::{Error, Result};
 pub(crate) const VARIABLE: &str = "PHALANX_ALGORITHM";
 
 /// What may be prescribed, by the names used in rules and options.
-const NAMES: [(Collective, &str, Method); 16] = [
-    (Collective::AllReduce, "direct", Method::AllReduceDirect),
-    (
-        Collective::AllReduce,
-        "one-round",
-        Method::AllReduceOneRound,
-    ),
-    (Collective::AllReduce, "ring", Method::AllReduceRing),
-    (Collective::AllReduce, "rails", Method::AllReduceRails),
-    (
-        Collective::AllReduce,
-        "hierarchical",
-        Method::AllReduceRails,
-    ),
-    (Collective::AllReduce, "chain", Method::AllReduceChain),
-    (Collective::Broadcast, "tree", Method::BroadcastTree),
-    (Collective::Broadcast, "scatter", Method::BroadcastScatter),
-    (Collective::Broadcast, "hosts", Method::BroadcastHosts),
-    (Collective::AllGather, "direct", Method::AllGather),
-    (Collective::AllGather, "hosts", Method::AllGatherHosts),
-    (Collective::Reduce, "root", Method::ReduceRoot),
-    (Collective::Reduce, "owners", Method::ReduceOwners),
-    (Collective::Reduce, "hosts", Method::ReduceHosts),
-    (Collective::ReduceScatter, "direct", Method::ReduceScatter),
-    (
-        Collective::ReduceScatter,
-        "hosts",
-        Method::ReduceScatterHosts,
-    ),
+const NAMES: [(&str, Method); 16] = [
+    ("direct", Method::AllReduceDirect),
+    ("one-round", Method::AllReduceOneRound),
+    ("ring", Method::AllReduceRing),
+    ("rails", Method::AllReduceRails),
+    ("hierarchical", Method::AllReduceRails),
+    ("chain", Method::AllReduceChain),
+    ("tree", Method::BroadcastTree),
+    ("scatter", Method::BroadcastScatter),
+    ("hosts", Method::BroadcastHosts),
+    ("direct", Method::AllGather),
+    ("hosts", Method::AllGatherHosts),
+    ("root", Method::ReduceRoot),
+    ("owners", Method::ReduceOwners),
+    ("hosts", Method::ReduceHosts),
+    ("direct", Method::ReduceScatter),
+    ("hosts", Method::ReduceScatterHosts),
 ];
 
 /// One rule.
@@ -114,8 +102,8 @@ impl std::fmt::Display for Rules {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for (i, rule) in self.rules.iter().enumerate() {
             let comma = if i > 0 { "," } else { "" };
-            let name = NAMES.iter().find(|(_, _, method)| *method == rule.method);
-            let name = name.map_or("", |(_, name, _)| name);
+            let name = NAMES.iter().find(|(_, method)| *method == rule.method);
+            let name = name.map_or("", |(name, _)| name);
             write!(f, "{comma}{}={name}", rule.method.collective().name())?;
             match (rule.from_bytes, rule.to_bytes) {
                 (0, usize::MAX) => {}
@@ -140,10 +128,14 @@ fn parse_rule(text: &str) -> Result<Rule> {
     let (name, range) = rest.split_once(':').unwrap_or((rest, "-"));
     let operation = operation.trim().replace('-', "_");
     let name = name.trim().replace('_', "-");
-    let methods = || NAMES.iter().filter(|(c, _, _)| c.name() == operation);
-    let method = methods().find(|(_, n, _)| *n == name);
-    let Some((_, _, method)) = method else {
-        let known: Vec<&str> = methods().map(|(_, n, _)| *n).collect();
+    let methods = || {
+        NAMES
+            .iter()
+            .filter(|(_, method)| method.collective().name() == operation)
+    };
+    let method = methods().find(|(n, _)| *n == name);
+    let Some((_, method)) = method else {
+        let known: Vec<&str> = methods().map(|(n, _)| *n).collect();
         return Err(wrong(if known.is_empty() {
             format!(
                 "there is no choice for {operation:?}, only for all_reduce, broadcast, all_gather, \

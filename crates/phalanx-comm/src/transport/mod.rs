@@ -69,22 +69,9 @@ impl TransportKind {
             TransportKind::Tcp => 4,
         }
     }
-
-    /// Lower-case name, as in options and logs.
-    pub fn name(self) -> &'static str {
-        match self {
-            TransportKind::Thread => "thread",
-            TransportKind::Shm => "shm",
-            TransportKind::Tcp => "tcp",
-        }
-    }
 }
 
-impl std::fmt::Display for TransportKind {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
+phalanx_fold::named! { TransportKind: Thread "thread", Shm "shm", Tcp "tcp" }
 
 /// The events of one peer that a caller of `Mesh::idle` waits for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

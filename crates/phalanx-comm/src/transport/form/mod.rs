@@ -67,27 +67,17 @@ pub enum Transport {
     Tcp,
 }
 
-impl Transport {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Transport::Auto => "auto",
-            Transport::Shm => "shm",
-            Transport::Tcp => "tcp",
-        }
-    }
-}
+phalanx_fold::named! { Transport: Auto "auto", Shm "shm", Tcp "tcp" }
 
 impl std::str::FromStr for Transport {
     type Err = crate::Error;
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "auto" => Ok(Transport::Auto),
-            "shm" => Ok(Transport::Shm),
-            "tcp" => Ok(Transport::Tcp),
-            _ => Err(crate::Error::usage(format!(
+        let named = Self::ALL.into_iter().find(|kind| kind.name() == text);
+        named.ok_or_else(|| {
+            crate::Error::usage(format!(
                 "unknown transport {text:?}: choose auto, shm or tcp"
-            ))),
-        }
+            ))
+        })
     }
 }
 
