@@ -23,9 +23,6 @@ use super::{Buf, Hosts, Local, RankPlan, Round, Spec};
 
 pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
     let mut plan = RankPlan::new(spec, rank);
-    if spec.world == 1 {
-        return plan;
-    }
     let units = grid::units(spec, hosts);
     let host = hosts.host_of(rank);
     let last = hosts.count() - 1;

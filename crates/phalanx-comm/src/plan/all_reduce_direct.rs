@@ -58,9 +58,6 @@ pub(super) fn segment_elems(spec: &Spec, longest: usize) -> usize {
 
 pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     let mut plan = RankPlan::new(spec, rank);
-    if spec.world == 1 {
-        return plan;
-    }
     let chunks = spec.chunks();
     let longest = (0..spec.world).map(|r| chunks.len(r)).max().unwrap_or(0);
     let segment_elems = segment_elems(spec, longest);

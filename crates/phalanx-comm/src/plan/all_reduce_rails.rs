@@ -23,9 +23,6 @@ const DEPTH: usize = 4;
 
 pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
     let mut plan = RankPlan::new(spec, rank);
-    if spec.world == 1 {
-        return plan;
-    }
     let units = grid::units(spec, hosts);
     let longest = units.iter().flatten().map(|run| run.elems.len()).max();
     let stride = spec.padded(longest.unwrap_or(0));

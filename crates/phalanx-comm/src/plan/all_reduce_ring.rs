@@ -16,9 +16,6 @@ use super::{Buf, Local, Part, RankPlan, Round, Spec};
 pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     let mut plan = RankPlan::new(spec, rank);
     let world = spec.world;
-    if world == 1 {
-        return plan;
-    }
     let chunks = spec.chunks();
     let chunk = |owner: usize| Part::of(Buf::Output, chunks.range(owner % world));
     let (next, previous) = ((rank + 1) % world, (rank + world - 1) % world);

@@ -18,8 +18,7 @@
 //! broadcast.
 
 use super::grid::{self, Unit};
-use super::local_stage;
-use super::{Hosts, RankPlan, Round, Spec};
+use super::{Hosts, RankPlan, Round, Spec, local_stage};
 
 /// Up to this size, latency matters more than how often the root's network card sends the data.
 pub(crate) const TREE_MAX_BYTES: usize = 64 << 10;
@@ -67,9 +66,6 @@ impl Route {
 
 pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
     let mut plan = RankPlan::new(spec, rank);
-    if spec.world == 1 {
-        return plan;
-    }
     let units = grid::units(spec, hosts);
     let host = hosts.host_of(rank);
     let route = Route::new(spec, hosts, host);

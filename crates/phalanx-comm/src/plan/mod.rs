@@ -77,39 +77,13 @@ pub enum Collective {
     Shutdown,
 }
 
+phalanx_fold::coded! {
+    Collective: AllReduce "all_reduce", Broadcast "broadcast", Reduce "reduce", AllGather "all_gather",
+    ReduceScatter "reduce_scatter", Gather "gather", Scatter "scatter", AllToAll "all_to_all",
+    Barrier "barrier", SendRecv "send/recv", Shutdown "shutdown"
+}
+
 impl Collective {
-    /// Every collective, in wire order.
-    pub const ALL: [Collective; 11] = [
-        Collective::AllReduce,
-        Collective::Broadcast,
-        Collective::Reduce,
-        Collective::AllGather,
-        Collective::ReduceScatter,
-        Collective::Gather,
-        Collective::Scatter,
-        Collective::AllToAll,
-        Collective::Barrier,
-        Collective::SendRecv,
-        Collective::Shutdown,
-    ];
-
-    /// The name used in messages: the method of `ProcessGroup`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Collective::AllReduce => "all_reduce",
-            Collective::Broadcast => "broadcast",
-            Collective::Reduce => "reduce",
-            Collective::AllGather => "all_gather",
-            Collective::ReduceScatter => "reduce_scatter",
-            Collective::Gather => "gather",
-            Collective::Scatter => "scatter",
-            Collective::AllToAll => "all_to_all",
-            Collective::Barrier => "barrier",
-            Collective::SendRecv => "send/recv",
-            Collective::Shutdown => "shutdown",
-        }
-    }
-
     /// Whether one rank has a special role.
     pub const fn has_root(self) -> bool {
         matches!(
@@ -145,16 +119,6 @@ impl Collective {
             self,
             Collective::AllReduce | Collective::Broadcast | Collective::Reduce
         )
-    }
-
-    /// Code in frame headers.
-    pub(crate) const fn wire(self) -> u8 {
-        self as u8 + 1
-    }
-
-    /// Inverse of [`Collective::wire`].
-    pub(crate) fn from_wire(code: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(code.checked_sub(1)?)).copied()
     }
 }
 
@@ -538,6 +502,9 @@ pub fn build(spec: &Spec, rank: usize) -> RankPlan {
 /// The plan of `rank`; `hosts` has `spec.world` ranks. Pure: equal arguments
 /// give equal plans on every rank.
 pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
+    if spec.world == 1 && spec.method.collective().in_place() {
+        return RankPlan::new(spec, rank);
+    }
     match spec.method {
         Method::AllReduceRails => all_reduce_rails::build(spec, hosts, rank),
         Method::AllReduceChain => all_reduce_chain::build(spec, hosts, rank),

@@ -32,7 +32,7 @@ fn chain<'a>(spec: &Spec, hosts: &'a Hosts) -> Chain<'a, impl Fn(&Run) -> (usize
 
 pub(super) fn build(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
     let mut plan = RankPlan::new(spec, rank);
-    if spec.world > 1 && spec.count > 0 {
+    if spec.count > 0 {
         chain(spec, hosts).build(spec, &mut plan);
     }
     plan

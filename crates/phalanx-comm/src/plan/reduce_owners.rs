@@ -11,9 +11,6 @@ use super::{Buf, Part, RankPlan, Round, Spec, rotation};
 
 pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     let mut plan = RankPlan::new(spec, rank);
-    if spec.world == 1 {
-        return plan;
-    }
     let root = spec.root;
     let chunks = spec.chunks();
     let chunk = |owner| Part::of(Buf::Output, chunks.range(owner));

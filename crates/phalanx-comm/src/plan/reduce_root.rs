@@ -9,9 +9,6 @@ use super::{Buf, Part, RankPlan, Round, Spec, rotation, slot};
 
 pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     let mut plan = RankPlan::new(spec, rank);
-    if spec.world == 1 {
-        return plan;
-    }
     let all = Part::new(Buf::Output, 0, spec.count);
     let mut round = Round::default();
     if rank == spec.root {
