@@ -43,17 +43,7 @@ pub enum Kind {
     Goodbye = 5,
 }
 
-impl Kind {
-    /// All kinds, in the order of their codes.
-    pub const ALL: [Kind; 3] = [Kind::Data, Kind::Abort, Kind::Goodbye];
-
-    fn from_code(code: u8) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|kind| *kind as u8 == code)
-            .ok_or(Error::with(ErrorKind::UnknownCode, u64::from(code), 0))
-    }
-}
+crate::codes! { Kind as u8: Data, Abort, Goodbye }
 
 /// One frame header. The codec does not interpret the fields after `kind`: the
 /// receiver compares them with those its operation expects.

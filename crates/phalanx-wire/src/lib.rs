@@ -33,6 +33,27 @@
 //! ```
 #![forbid(unsafe_code)]
 
+/// The variants of an enumeration and their codes in messages.
+macro_rules! codes {
+    ($kind:ident as $code:ty: $($variant:ident),*) => {
+        impl $kind {
+            /// All of them, in the order of their codes.
+            pub const ALL: [$kind; [$($kind::$variant),*].len()] = [$($kind::$variant),*];
+
+            /// The one with this code.
+            ///
+            /// # Errors
+            /// [`ErrorKind::UnknownCode`](crate::ErrorKind::UnknownCode).
+            pub fn from_code(code: $code) -> $crate::Result<Self> {
+                let found = Self::ALL.into_iter().find(|known| *known as $code == code);
+                let unknown = $crate::ErrorKind::UnknownCode;
+                found.ok_or($crate::Error::with(unknown, u64::from(code), 0))
+            }
+        }
+    };
+}
+use codes;
+
 mod bytes;
 mod error;
 pub mod frame;

@@ -27,16 +27,7 @@ pub enum Role {
     SharedMemory = 5,
 }
 
-impl Role {
-    /// All roles, in the order of their codes.
-    pub const ALL: [Role; 5] = [
-        Role::StoreClient,
-        Role::StoreServer,
-        Role::Peer,
-        Role::Control,
-        Role::SharedMemory,
-    ];
-}
+crate::codes! { Role as u8: StoreClient, StoreServer, Peer, Control, SharedMemory }
 
 /// Description of one side. Authenticated only by the proof.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -158,11 +149,7 @@ impl Hello {
     /// Decodes everything but the tag.
     pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Hello> {
         let mut r = Reader::new(bytes);
-        let role = r.u8()?;
-        let role = Role::ALL
-            .into_iter()
-            .find(|known| *known as u8 == role)
-            .ok_or(Error::with(ErrorKind::UnknownCode, u64::from(role), 0))?;
+        let role = Role::from_code(r.u8()?)?;
         let pad = r.u8()?;
         let hello = Hello {
             role,

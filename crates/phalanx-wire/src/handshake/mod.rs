@@ -103,15 +103,9 @@ pub(crate) enum Type {
     Reject = 5,
 }
 
-impl Type {
-    const ALL: [Type; 5] = [
-        Type::Hello,
-        Type::Challenge,
-        Type::Proof,
-        Type::Welcome,
-        Type::Reject,
-    ];
+crate::codes! { Type as u8: Hello, Challenge, Proof, Welcome, Reject }
 
+impl Type {
     const fn body_bytes(self) -> usize {
         match self {
             Type::Hello => Hello::BYTES,
@@ -184,10 +178,7 @@ pub fn body_bytes(prefix: &[u8; PREFIX_BYTES], awaiting: Awaiting) -> Result<usi
     }
     let code = r.u8()?;
     let announced = r.u16()?;
-    let kind = Type::ALL
-        .into_iter()
-        .find(|kind| *kind as u8 == code)
-        .ok_or(Error::with(ErrorKind::UnknownCode, u64::from(code), 0))?;
+    let kind = Type::from_code(code)?;
     if !awaiting.allows(kind) {
         return Err(Error::with(
             ErrorKind::UnexpectedMessage,

@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use crate::{Error, ErrorKind, Result};
-
 /// Why the acceptor refuses a member. Only the code is sent; the member prints the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
@@ -35,37 +33,15 @@ pub enum RejectReason {
     NotOpen = 12,
 }
 
-impl RejectReason {
-    /// All reasons, in the order of their codes.
-    pub const ALL: [RejectReason; 12] = [
-        RejectReason::WrongVersion,
-        RejectReason::WrongJob,
-        RejectReason::WrongGeneration,
-        RejectReason::WrongGroup,
-        RejectReason::WrongWorld,
-        RejectReason::WrongRank,
-        RejectReason::DuplicateRank,
-        RejectReason::WrongRole,
-        RejectReason::WrongStream,
-        RejectReason::Full,
-        RejectReason::ShuttingDown,
-        RejectReason::NotOpen,
-    ];
+crate::codes! {
+    RejectReason as u16: WrongVersion, WrongJob, WrongGeneration, WrongGroup, WrongWorld, WrongRank,
+    DuplicateRank, WrongRole, WrongStream, Full, ShuttingDown, NotOpen
+}
 
+impl RejectReason {
     /// The code that is sent.
     pub const fn code(self) -> u16 {
         self as u16
-    }
-
-    /// The reason with this code.
-    ///
-    /// # Errors
-    /// [`ErrorKind::UnknownCode`].
-    pub fn from_code(code: u16) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|reason| reason.code() == code)
-            .ok_or(Error::with(ErrorKind::UnknownCode, u64::from(code), 0))
     }
 }
 

@@ -70,17 +70,8 @@ pub enum Failure {
     ValueTooLong = 7,
 }
 
-impl Failure {
-    /// All failures, in the order of their codes.
-    pub const ALL: [Failure; 7] = [
-        Failure::TooManyKeys,
-        Failure::StoreFull,
-        Failure::NotANumber,
-        Failure::AddOverflow,
-        Failure::BadRequest,
-        Failure::Dropped,
-        Failure::ValueTooLong,
-    ];
+crate::codes! {
+    Failure as u8: TooManyKeys, StoreFull, NotANumber, AddOverflow, BadRequest, Dropped, ValueTooLong
 }
 
 impl Field<'_> for Failure {
@@ -89,9 +80,7 @@ impl Field<'_> for Failure {
     }
 
     fn take(r: &mut Reader<'_>) -> Result<Self> {
-        let code = r.u8()?;
-        let failure = Failure::ALL.into_iter().find(|f| *f as u8 == code);
-        failure.ok_or(Error::with(ErrorKind::UnknownCode, u64::from(code), 0))
+        Failure::from_code(r.u8()?)
     }
 }
 
