@@ -16,7 +16,7 @@
 //! | last handle gone | no new ones              | the thread finishes its jobs |
 
 use std::collections::VecDeque;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 
@@ -75,9 +75,7 @@ impl State {
         }
         Ok(())
     }
-}
 
-impl State {
     /// The job whose ticket is served, if that is at most `last`.
     fn next_job(&mut self, last: u64) -> Option<Job> {
         let serving = self.serving;
@@ -90,12 +88,6 @@ impl QueueCore {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Only our own code runs under this lock.
         lock(&self.state)
-    }
-
-    fn runner(&self) -> MutexGuard<'_, Runner> {
-        // After a panic inside an operation the group is poisoned, and the
-        // runner refuses everything.
-        lock(&self.runner)
     }
 
     fn sleep<'a>(&self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
@@ -119,9 +111,26 @@ impl QueueCore {
         }
     }
 
-    fn poison_by_panic(&self) {
-        let cause = format!("rank {} panicked inside an operation", self.rank);
-        self.abort.poison(&Poison::new(self.rank, cause));
+    /// Runs `work`, whose ticket is served; `beside`: while another thread computes. A panic poisons the group.
+    fn serve<R>(
+        &self,
+        mut state: MutexGuard<'_, State>,
+        beside: bool,
+        work: impl FnOnce(&mut Runner) -> R,
+    ) -> std::thread::Result<R> {
+        state.holder = Some(this_thread());
+        drop(state);
+        let _serving = Serving(self);
+        // After a panic inside an operation the group is poisoned, and the
+        // runner refuses everything.
+        let mut runner = lock(&self.runner);
+        runner.run_beside(beside);
+        let result = catch_unwind(AssertUnwindSafe(|| work(&mut runner)));
+        if result.is_err() {
+            let cause = format!("rank {} panicked inside an operation", self.rank);
+            self.abort.poison(&Poison::new(self.rank, cause));
+        }
+        result
     }
 }
 
@@ -176,7 +185,8 @@ impl Queue {
                 state = shared.sleep(state);
             }
         }
-        Self::serve(shared, state, operation)
+        let result = shared.serve(state, false, operation);
+        result.unwrap_or_else(|panic| resume_unwind(panic))
     }
 
     /// As [`run`](Self::run) if all issued operations are over; otherwise returns `None` at once.
@@ -225,28 +235,8 @@ impl Queue {
             return None;
         }
         state.next_ticket += 1;
-        Some(Self::serve(shared, state, operation))
-    }
-
-    /// Runs `operation`, whose ticket is served.
-    fn serve<R>(
-        shared: &QueueCore,
-        mut state: MutexGuard<'_, State>,
-        operation: impl FnOnce(&mut Runner) -> Result<R>,
-    ) -> Result<R> {
-        state.holder = Some(this_thread());
-        drop(state);
-        let _serving = Serving(shared);
-        let mut runner = shared.runner();
-        runner.run_beside(false);
-        match catch_unwind(AssertUnwindSafe(|| operation(&mut runner))) {
-            Ok(result) => result,
-            Err(panic) => {
-                shared.poison_by_panic();
-                drop(runner);
-                std::panic::resume_unwind(panic)
-            }
-        }
+        let result = shared.serve(state, false, operation);
+        Some(result.unwrap_or_else(|panic| resume_unwind(panic)))
     }
 
     /// Issues `job`; it runs when everything issued before is over. `None` if it has failed already.
@@ -339,18 +329,11 @@ fn work(shared: &QueueCore) {
     }
 }
 
-/// Runs a job whose ticket is served; `beside`: while another thread computes.
-fn run_job(shared: &QueueCore, mut state: MutexGuard<'_, State>, job: Job, beside: bool) {
-    state.holder = Some(this_thread());
-    drop(state);
-    let _serving = Serving(shared);
-    let mut runner = shared.runner();
-    runner.run_beside(beside);
-    if catch_unwind(AssertUnwindSafe(|| job(Ok(&mut runner)))).is_err() {
-        // The job's handle completed itself when it was dropped. The panic
-        // message is on stderr already.
-        shared.poison_by_panic();
-    }
+/// Runs a job whose ticket is served.
+fn run_job(shared: &QueueCore, state: MutexGuard<'_, State>, job: Job, beside: bool) {
+    // After a panic the job's handle completed itself when it was dropped. The panic
+    // message is on stderr already.
+    let _ = shared.serve(state, beside, |runner| job(Ok(runner)));
 }
 
 impl Drop for Queue {
