@@ -32,20 +32,34 @@ unsafe impl Send for Region {}
 // SAFETY: as above; `&Region` gives out atomics and raw pointers only.
 unsafe impl Sync for Region {}
 
+/// Maps `bytes` read-write at `place`: those of `fd`, shared, or else memory of this process alone.
+///
+/// # Safety
+///
+/// What these flags replace belongs to the caller, and nothing refers to it.
+unsafe fn map(
+    place: *mut c_void,
+    bytes: usize,
+    fd: Option<BorrowedFd<'_>>,
+    flags: MapFlags,
+) -> rustix::io::Result<*mut c_void> {
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: handed on from the caller.
+    unsafe {
+        match fd {
+            Some(fd) => rustix::mm::mmap(place, bytes, access, MapFlags::SHARED | flags, fd, 0),
+            None => rustix::mm::mmap_anonymous(place, bytes, access, MapFlags::PRIVATE | flags),
+        }
+    }
+}
+
 impl Region {
     /// Zeroed memory of this process alone.
     pub(crate) fn anonymous(bytes: usize) -> std::io::Result<Region> {
         let bytes = bytes.max(1);
         // SAFETY: a new mapping at an address of the kernel's choice; it
         // overlaps nothing we own.
-        let base = unsafe {
-            rustix::mm::mmap_anonymous(
-                std::ptr::null_mut(),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
-            )
-        }?;
+        let base = unsafe { map(std::ptr::null_mut(), bytes, None, MapFlags::empty()) }?;
         Region::adopt(base.cast(), bytes)
     }
 
@@ -55,58 +69,13 @@ impl Region {
     pub(crate) fn shared(fd: BorrowedFd<'_>, bytes: usize) -> std::io::Result<Region> {
         // SAFETY: a new mapping at an address of the kernel's choice; it
         // overlaps nothing we own.
-        let base = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                fd,
-                0,
-            )
-        }?;
+        let base = unsafe { map(std::ptr::null_mut(), bytes, Some(fd), MapFlags::empty()) }?;
         Region::adopt(base.cast(), bytes)
     }
 
-    /// Like [`Region::anonymous`], but on a huge-page boundary and without a
-    /// claim on memory before it is touched.
-    pub(crate) fn sparse(bytes: usize) -> std::io::Result<Region> {
-        Region::aligned(bytes, |place| {
-            // SAFETY: `place` is a reservation of our own, of these bytes,
-            // that nothing refers to yet; it is replaced as a whole.
-            unsafe {
-                rustix::mm::mmap_anonymous(
-                    place,
-                    bytes,
-                    ProtFlags::READ | ProtFlags::WRITE,
-                    MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED,
-                )
-            }
-        })
-    }
-
-    /// Like [`Region::shared`], but on a huge-page boundary.
-    pub(crate) fn shared_sparse(fd: BorrowedFd<'_>, bytes: usize) -> std::io::Result<Region> {
-        Region::aligned(bytes, |place| {
-            // SAFETY: as in `sparse`.
-            unsafe {
-                rustix::mm::mmap(
-                    place,
-                    bytes,
-                    ProtFlags::READ | ProtFlags::WRITE,
-                    MapFlags::SHARED | MapFlags::NORESERVE | MapFlags::FIXED,
-                    fd,
-                    0,
-                )
-            }
-        })
-    }
-
-    /// Reserves `bytes` on a huge-page boundary and lets `map` fill them.
-    fn aligned(
-        bytes: usize,
-        map: impl FnOnce(*mut c_void) -> rustix::io::Result<*mut c_void>,
-    ) -> std::io::Result<Region> {
+    /// Like [`Region::shared`], or without `fd` [`Region::anonymous`], but on a huge-page boundary and
+    /// without a claim on memory before it is touched.
+    pub(crate) fn sparse(bytes: usize, fd: Option<BorrowedFd<'_>>) -> std::io::Result<Region> {
         let too_large = || std::io::Error::other("more than the address space");
         let wide = bytes.checked_add(HUGE_BYTES).ok_or_else(too_large)?;
         // SAFETY: a new mapping at an address of the kernel's choice, which
@@ -132,7 +101,10 @@ impl Region {
             }
             let _ = rustix::mm::munmap(tail, HUGE_BYTES - head);
         }
-        match map(place) {
+        let over = MapFlags::NORESERVE | MapFlags::FIXED;
+        // SAFETY: `place` is a reservation of our own, of these bytes,
+        // that nothing refers to yet; it is replaced as a whole.
+        match unsafe { map(place, bytes, fd, over) } {
             Ok(base) => Region::adopt(base.cast(), bytes),
             Err(e) => {
                 // SAFETY: the reservation is ours and nothing refers to it.

@@ -30,35 +30,28 @@ pub(crate) struct Arenas {
 impl Arenas {
     /// Arenas of threads of this process; `None` if the system refuses.
     pub(super) fn private(seats: usize, requested: Option<usize>) -> Option<Arenas> {
-        let mut each = first_size(seats, requested)?;
-        loop {
-            if let Ok(region) = Region::sparse(each * seats) {
-                return Some(Arenas {
-                    region,
-                    each_bytes: each,
-                    shared: false,
-                });
-            }
-            each = smaller(each)?;
-        }
+        sizes(seats, requested).find_map(|each_bytes| {
+            let region = Region::sparse(each_bytes * seats, None).ok()?;
+            Some(Arenas {
+                region,
+                each_bytes,
+                shared: false,
+            })
+        })
     }
 
     /// Arenas that other processes will map, and the descriptor to pass to them.
     pub(super) fn create(seats: usize, requested: Option<usize>) -> Option<(OwnedFd, Arenas)> {
-        let mut each = first_size(seats, requested)?;
-        loop {
-            if let Ok(fd) = shm::sealed_memfd("phalanx-buckets", each * seats)
-                && let Ok(region) = Region::shared_sparse(fd.as_fd(), each * seats)
-            {
-                let arenas = Arenas {
-                    region,
-                    each_bytes: each,
-                    shared: true,
-                };
-                return Some((fd, arenas));
-            }
-            each = smaller(each)?;
-        }
+        sizes(seats, requested).find_map(|each_bytes| {
+            let fd = shm::sealed_memfd("phalanx-buckets", each_bytes * seats).ok()?;
+            let region = Region::sparse(each_bytes * seats, Some(fd.as_fd())).ok()?;
+            let arenas = Arenas {
+                region,
+                each_bytes,
+                shared: true,
+            };
+            Some((fd, arenas))
+        })
     }
 
     /// The arenas that another process made. The error describes what is wrong.
@@ -71,7 +64,7 @@ impl Arenas {
                 "{bytes} bytes cannot be the arenas of {seats} ranks"
             ));
         }
-        let region = Region::shared_sparse(fd.as_fd(), bytes)
+        let region = Region::sparse(bytes, Some(fd.as_fd()))
             .map_err(|e| format!("mmap of {bytes} bytes for buckets: {e}"))?;
         Ok(Arenas {
             region,
@@ -105,13 +98,16 @@ impl Arenas {
     }
 }
 
-/// The size to try first; `None` when no arena is wanted.
-fn first_size(seats: usize, requested: Option<usize>) -> Option<usize> {
+/// The sizes to try, each when that before it was refused; none when no arena is wanted.
+fn sizes(seats: usize, requested: Option<usize>) -> impl Iterator<Item = usize> {
     let limit = getrlimit(Resource::As).current.unwrap_or(u64::MAX);
-    size_within(limit, seats, requested)
+    std::iter::successors(size_within(limit, seats, requested), |bytes| {
+        let half = bytes / 2 / HUGE_BYTES * HUGE_BYTES;
+        (half >= ARENA_MIN_BYTES).then_some(half)
+    })
 }
 
-/// The same in a process with a limit of `limit` bytes of address space (`ulimit -v`):
+/// The first of them in a process with a limit of `limit` bytes of address space (`ulimit -v`):
 /// arenas take at most a quarter.
 fn size_within(limit: u64, seats: usize, requested: Option<usize>) -> Option<usize> {
     let share = usize::try_from(limit / 4).unwrap_or(usize::MAX);
@@ -125,12 +121,6 @@ fn size_within(limit: u64, seats: usize, requested: Option<usize>) -> Option<usi
         None => most,
     };
     Some(bytes.max(1).next_multiple_of(HUGE_BYTES))
-}
-
-/// The size to try when `bytes` were refused.
-fn smaller(bytes: usize) -> Option<usize> {
-    let half = bytes / 2 / HUGE_BYTES * HUGE_BYTES;
-    (half >= ARENA_MIN_BYTES).then_some(half)
 }
 
 #[cfg(test)]

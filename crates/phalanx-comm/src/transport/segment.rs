@@ -37,7 +37,7 @@ impl Segment {
     pub(crate) fn private(layout: Layout) -> std::io::Result<Segment> {
         // With many ranks only few rings are used: no memory is reserved for the others.
         let region = match layout.total() {
-            total if total > SPARSE_ABOVE_BYTES => Region::sparse(total)?,
+            total if total > SPARSE_ABOVE_BYTES => Region::sparse(total, None)?,
             total => Region::anonymous(total)?,
         };
         let region = Arc::new(region);
