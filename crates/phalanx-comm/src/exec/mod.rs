@@ -434,7 +434,7 @@ impl Executor {
                     // which always have both.
                     unreachable!("a fold in {}", operation.collective.name())
                 };
-                let began = flight.fold_begins();
+                let began = flight.ticks();
                 let addresses = &mut self.sources.0;
                 addresses.clear();
                 // SAFETY: the parts lie within their buffers.

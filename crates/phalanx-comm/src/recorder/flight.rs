@@ -172,11 +172,7 @@ impl Flight {
         if self.waiting && mask == self.awaited {
             return;
         }
-        let now = if self.brief {
-            0
-        } else {
-            self.shared.recorder.clock.ticks()
-        };
+        let now = self.ticks();
         if self.waiting {
             // A rank has come; the time is attributed to the ranks that have not.
             let still: Mask = std::array::from_fn(|i| self.awaited[i] & mask[i]);
@@ -225,11 +221,7 @@ impl Flight {
         if !self.waiting {
             return;
         }
-        let now = if self.brief {
-            0
-        } else {
-            self.shared.recorder.clock.ticks()
-        };
+        let now = self.ticks();
         self.account(now);
         self.waiting = false;
         self.since = now;
@@ -257,9 +249,9 @@ impl Flight {
         }
     }
 
-    /// When folding of `bytes` begins; hand it to [`Flight::folded`].
+    /// The clock, for [`Flight::folded`] and the like; 0 where nothing is timed.
     #[inline]
-    pub(crate) fn fold_begins(&self) -> u64 {
+    pub(crate) fn ticks(&self) -> u64 {
         if self.brief {
             0
         } else {

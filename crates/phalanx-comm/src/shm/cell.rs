@@ -11,6 +11,7 @@
 //!
 //! Each rank has two cells and alternates between them, one for each collective.
 
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use super::direct::Sign;
@@ -62,57 +63,54 @@ impl<'a> Cell<'a> {
     }
 
     #[inline]
+    fn word(self, index: usize) -> &'a AtomicU64 {
+        self.segment.cell_word(self.rank, self.which, index)
+    }
+
+    #[inline]
     pub(super) fn phase(self) -> u64 {
-        let word = self.segment.cell_word(self.rank, self.which, PHASE);
-        word.load(SeqCst)
+        self.word(PHASE).load(SeqCst)
     }
 
     /// Makes everything written before visible to readers of `phase`.
     #[inline]
     pub(super) fn publish(self, phase: u64) {
-        let word = self.segment.cell_word(self.rank, self.which, PHASE);
-        word.store(phase, SeqCst);
+        self.word(PHASE).store(phase, SeqCst);
     }
 
     /// Publishes, for the ranks that slept, that this rank was the last to reach `phase`.
     pub(super) fn was_last(self, phase: u64) {
-        let word = self.segment.cell_word(self.rank, self.which, LAST);
-        word.store(phase, Relaxed);
+        self.word(LAST).store(phase, Relaxed);
     }
 
     /// The phase of the latest [`Cell::was_last`].
     pub(super) fn last(self) -> u64 {
-        let word = self.segment.cell_word(self.rank, self.which, LAST);
-        word.load(Relaxed)
+        self.word(LAST).load(Relaxed)
     }
 
     /// Writes what others may read once it is published.
     pub(super) fn describe(self, signature: [u64; 3], place: Place, wish: usize, reads: bool) {
-        let word = |i| self.segment.cell_word(self.rank, self.which, i);
         for (i, value) in signature.into_iter().enumerate() {
-            word(SIGNATURE + i).store(value, Relaxed);
+            self.word(SIGNATURE + i).store(value, Relaxed);
         }
         let place = match place {
             Place::Staged => STAGED,
             Place::Arena(offset) => offset,
             Place::Address(address) => address | ADDRESS,
         };
-        word(PLACE).store(place, Relaxed);
+        self.word(PLACE).store(place, Relaxed);
         let wish = wish as u64 & !READS;
-        word(WISH).store(wish | if reads { READS } else { 0 }, Relaxed);
+        self.word(WISH)
+            .store(wish | if reads { READS } else { 0 }, Relaxed);
     }
 
     pub(super) fn signature(self) -> [u64; 3] {
-        std::array::from_fn(|i| {
-            let word = self.segment.cell_word(self.rank, self.which, SIGNATURE + i);
-            word.load(Relaxed)
-        })
+        std::array::from_fn(|i| self.word(SIGNATURE + i).load(Relaxed))
     }
 
     /// The published place of the rank's data; not checked.
     pub(super) fn place(self) -> Place {
-        let word = self.segment.cell_word(self.rank, self.which, PLACE);
-        match word.load(Relaxed) {
+        match self.word(PLACE).load(Relaxed) {
             STAGED => Place::Staged,
             address if address & ADDRESS != 0 => Place::Address(address & !ADDRESS),
             offset => Place::Arena(offset),
@@ -121,29 +119,25 @@ impl<'a> Cell<'a> {
 
     /// The stage size it prefers; not checked.
     pub(super) fn wish(self) -> usize {
-        let word = self.segment.cell_word(self.rank, self.which, WISH);
-        usize::try_from(word.load(Relaxed) & !READS).unwrap_or(usize::MAX)
+        usize::try_from(self.word(WISH).load(Relaxed) & !READS).unwrap_or(usize::MAX)
     }
 
     /// Whether it claims to read all others' memory; not checked.
     pub(super) fn reads(self) -> bool {
-        let word = self.segment.cell_word(self.rank, self.which, WISH);
-        word.load(Relaxed) & READS != 0
+        self.word(WISH).load(Relaxed) & READS != 0
     }
 
     /// Writes a sign into the room for data.
     pub(super) fn show(self, sign: Sign) {
         for (i, value) in sign.words().into_iter().enumerate() {
-            let word = self.segment.cell_word(self.rank, self.which, PAYLOAD + i);
-            word.store(value, Relaxed);
+            self.word(PAYLOAD + i).store(value, Relaxed);
         }
     }
 
     /// The sign in the cell; not checked.
     pub(super) fn shown(self) -> Sign {
         Sign::of(std::array::from_fn(|i| {
-            let word = self.segment.cell_word(self.rank, self.which, PAYLOAD + i);
-            word.load(Relaxed)
+            self.word(PAYLOAD + i).load(Relaxed)
         }))
     }
 

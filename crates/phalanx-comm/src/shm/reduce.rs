@@ -232,7 +232,7 @@ impl Run<'_, '_> {
             // Only collectives that reduce get here; these have both.
             unreachable!("a fold in {}", self.operation.collective.name())
         };
-        let began = self.context.flight.fold_begins();
+        let began = self.context.flight.ticks();
         // SAFETY: handed on from the caller; that the op supports the type was
         // checked when the operation was requested.
         unsafe {

@@ -576,12 +576,7 @@ impl Mesh {
                 Peer::Tcp(_) => sockets = true,
             }
         }
-        let limit = if self.shared.controls.is_empty() {
-            SLICE
-        } else {
-            MIXED_SLICE
-        };
-        let timeout = until.saturating_duration_since(now).min(limit);
+        let timeout = until.saturating_duration_since(now).min(self.slice());
         let fresh = spins == 0;
         // It can be woken without any.
         sockets |= self.waker.is_some() && !self.shared.controls.is_empty();
@@ -680,14 +675,17 @@ impl Mesh {
         self.shared.check()?;
         if is_due {
             self.watch(now)?;
-            self.next_watch = now
-                + if self.shared.controls.is_empty() {
-                    SLICE
-                } else {
-                    MIXED_SLICE
-                };
+            self.next_watch = now + self.slice();
         }
         Ok(now)
+    }
+
+    /// The longest sleep.
+    fn slice(&self) -> Duration {
+        match self.shared.controls.is_empty() {
+            true => SLICE,
+            false => MIXED_SLICE,
+        }
     }
 
     /// Waits for rings in shared memory.
