@@ -123,8 +123,8 @@ impl ProcessGroup {
     ///
     /// As for all operations, see [`ProcessGroup`]. `Usage` for a rank that does not exist or is this one.
     pub fn send<T: Element>(&self, data: &[T], to: impl Into<Peer>) -> Result<()> {
-        let request =
-            self.build_send::<T>(data.as_ptr(), data.len(), to.into(), &Call::default())?;
+        let (from, of) = (data.as_ptr().cast(), (T::DTYPE, data.len()));
+        let request = self.request_send("send", from, of, to.into(), &Call::default())?;
         self.run_messages(vec![request]).map(drop)
     }
 
@@ -135,7 +135,8 @@ impl ProcessGroup {
         to: impl Into<Peer>,
         call: Call,
     ) -> Work<Bucket<T>> {
-        let request = self.build_send::<T>(data.as_ptr(), data.len(), to.into(), &call);
+        let (from, of) = (data.as_ptr().cast(), (T::DTYPE, data.len()));
+        let request = self.request_send("send", from, of, to.into(), &call);
         self.spawn_message(request, data, |data, _| data)
     }
 
@@ -150,8 +151,8 @@ impl ProcessGroup {
     /// and, after some seconds, when rank `from` waits for this rank, which has not sent. (Where several threads call the
     /// group's operations, only the deadline ends such a wait.)
     pub fn recv<T: Element>(&self, data: &mut [T], from: impl Into<Peer>) -> Result<usize> {
-        let (into, count) = (data.as_mut_ptr(), data.len());
-        let request = self.build_recv::<T>(into, count, from.into(), &Call::default())?;
+        let (into, of) = (data.as_mut_ptr().cast(), (T::DTYPE, data.len()));
+        let request = self.request_recv("recv", into, of, from.into(), &Call::default())?;
         let peers = self.run_messages(vec![request])?;
         Ok(peers.first().copied().unwrap_or(self.core.rank))
     }
@@ -164,8 +165,8 @@ impl ProcessGroup {
         from: impl Into<Peer>,
         call: Call,
     ) -> Work<(Bucket<T>, usize)> {
-        let (into, count) = (data.as_mut_ptr(), data.len());
-        let request = self.build_recv::<T>(into, count, from.into(), &call);
+        let (into, of) = (data.as_mut_ptr().cast(), (T::DTYPE, data.len()));
+        let request = self.request_recv("recv", into, of, from.into(), &call);
         self.spawn_message(request, data, |data, peer| (data, peer))
     }
 
@@ -229,26 +230,6 @@ impl ProcessGroup {
             });
         }
         self.run_messages(requests).map(drop)
-    }
-
-    fn build_send<T: Element>(
-        &self,
-        from: *const T,
-        count: usize,
-        to: Peer,
-        call: &Call,
-    ) -> Result<Request> {
-        self.request_send("send", from.cast(), (T::DTYPE, count), to, call)
-    }
-
-    fn build_recv<T: Element>(
-        &self,
-        into: *mut T,
-        count: usize,
-        from: Peer,
-        call: &Call,
-    ) -> Result<Request> {
-        self.request_recv("recv", into.cast(), (T::DTYPE, count), from, call)
     }
 
     fn request_send(
