@@ -252,12 +252,7 @@ impl Error {
     /// The whole chain on one line, without the `error: `.
     pub fn chain(&self) -> String {
         let mut line = self.inner.message.clone();
-        let source = self
-            .inner
-            .source
-            .as_ref()
-            .filter(|_| !self.inner.says_source);
-        let mut next = source.map(|s| s.as_ref() as &dyn StdError);
+        let mut next = self.source().filter(|_| !self.inner.says_source);
         while let Some(cause) = next {
             let text = cause.to_string();
             // Some sources repeat their own source in their text.
@@ -294,18 +289,12 @@ impl Error {
     /// The fix, where a limit of the system was reached.
     fn limit(&self) -> Option<String> {
         let mut line = self.chain();
-        if self
-            .inner
-            .notes
-            .iter()
-            .any(|(_, text)| text.contains("ulimit"))
-        {
-            return None;
+        for (_, text) in &self.inner.notes {
+            if text.contains("ulimit") {
+                return None;
+            }
+            line.push_str(text);
         }
-        self.inner
-            .notes
-            .iter()
-            .for_each(|(_, text)| line.push_str(text));
         let has = |words: &str| line.contains(words);
         // As the system names ENOMEM, and what the standard library does without memory.
         if ["(os error 12)", "memory allocation of ", "by SIGABRT"]
@@ -379,10 +368,7 @@ impl fmt::Display for Error {
 
 impl StdError for Error {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.inner
-            .source
-            .as_ref()
-            .map(|s| s.as_ref() as &(dyn StdError + 'static))
+        self.inner.source.as_deref().map(|source| source as _)
     }
 }
 

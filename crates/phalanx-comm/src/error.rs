@@ -231,10 +231,7 @@ impl fmt::Debug for Error {
 
 impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.inner
-            .source
-            .as_deref()
-            .map(|s| s as &(dyn std::error::Error + 'static))
+        self.inner.source.as_deref().map(|source| source as _)
     }
 }
 

@@ -218,9 +218,6 @@ impl fmt::Debug for Error {
 
 impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match &self.0.source {
-            Some(source) => Some(&**source),
-            None => None,
-        }
+        self.0.source.as_deref().map(|source| source as _)
     }
 }
