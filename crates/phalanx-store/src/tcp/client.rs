@@ -13,9 +13,8 @@ use phalanx_wire::store_msg::{Failure, LENGTH_BYTES, Request, Response, response
 
 use super::FOLLOWER_STREAM;
 use super::socket::tune;
-use crate::auth;
 use crate::store::millis;
-use crate::{Error, ErrorKind, Result, Store, Will};
+use crate::{Error, ErrorKind, Result, Store, Will, auth};
 
 /// Default timeout of a response, in addition to the timeout of a wait.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -560,8 +559,7 @@ fn is_mismatch(kind: ErrorKind) -> bool {
 
 /// Whether this process or the system has too many open files.
 fn is_out_of_files(error: &Error) -> bool {
-    let source = std::error::Error::source(error).and_then(|e| e.downcast_ref::<std::io::Error>());
-    source.is_some_and(crate::pending::is_out_of_files)
+    io_source(error).is_some_and(crate::pending::is_out_of_files)
 }
 
 /// Errors after which the server may be found elsewhere.
@@ -589,12 +587,12 @@ fn name(addr: &str) -> String {
 
 /// Whether an attempt timed out.
 fn is_late(error: &Error) -> bool {
-    error.kind() == ErrorKind::Timeout || io_kind(error) == Some(IoKind::TimedOut)
+    error.kind() == ErrorKind::Timeout
+        || io_source(error).is_some_and(|e| e.kind() == IoKind::TimedOut)
 }
 
-fn io_kind(error: &Error) -> Option<IoKind> {
-    let source = std::error::Error::source(error)?;
-    Some(source.downcast_ref::<std::io::Error>()?.kind())
+fn io_source(error: &Error) -> Option<&std::io::Error> {
+    std::error::Error::source(error)?.downcast_ref()
 }
 
 /// The server of this store has ended.

@@ -121,12 +121,16 @@ impl Conn {
 
     /// Memory that this connection uses, in bytes.
     pub(super) fn buffered_bytes(&self) -> u64 {
-        let keys = match &self.state {
+        let will = self.will.as_ref().map_or(0, |(k, v)| k.len() + v.len());
+        (self.inbox.capacity() + self.outbox.capacity() + will) as u64 + self.waited_bytes()
+    }
+
+    /// Length of the keys that the member waits for.
+    pub(super) fn waited_bytes(&self) -> u64 {
+        match &self.state {
             State::Waiting(wait) => wait.key_bytes,
             _ => 0,
-        };
-        let will = self.will.as_ref().map_or(0, |(k, v)| k.len() + v.len());
-        (self.inbox.capacity() + self.outbox.capacity() + will) as u64 + keys
+        }
     }
 
     /// Updates `stalled`: whether the peer has an incomplete request or has not

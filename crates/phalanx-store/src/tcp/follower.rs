@@ -113,8 +113,12 @@ impl Follower {
     /// Ends the connection, and informs the server that this follower continues without it: the end of the connection does
     /// not mean that the process has ended.
     pub fn leave(mut self) {
+        self.say(&Request::Leave);
+    }
+
+    fn say(&mut self, what: &Request<'_>) {
         let mut request = Vec::new();
-        if Request::Leave.encode(&mut request).is_ok() {
+        if what.encode(&mut request).is_ok() {
             // The server may be out of reach.
             let _ = self.stream.write_all(&request);
         }
@@ -123,10 +127,7 @@ impl Follower {
     /// Ends the connection, and informs the server that this follower ends and will not continue: it is
     /// [dropped](crate::TcpServer::drop_follower), and `key` is set.
     pub fn retire(mut self, key: &str) {
-        let mut request = Vec::new();
-        if (Request::Retire { key }).encode(&mut request).is_ok() {
-            let _ = self.stream.write_all(&request);
-        }
+        self.say(&Request::Retire { key });
     }
 
     /// Applies the complete messages. Returns whether there were any.

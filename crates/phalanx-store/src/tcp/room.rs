@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 
-use super::conn::{Conn, State};
+use super::conn::Conn;
 use super::waiters::ConnId;
 
 /// Memory used for all members, in bytes.
@@ -17,13 +17,7 @@ pub(super) fn buffered_bytes(conns: &HashMap<ConnId, Conn>) -> u64 {
 
 /// Total length of the keys that members wait for.
 pub(super) fn waited_bytes(conns: &HashMap<ConnId, Conn>) -> u64 {
-    conns
-        .values()
-        .map(|conn| match &conn.state {
-            State::Waiting(wait) => wait.key_bytes,
-            _ => 0,
-        })
-        .sum()
+    conns.values().map(Conn::waited_bytes).sum()
 }
 
 /// The member that uses the most memory, among those with an incomplete request or
@@ -40,10 +34,7 @@ pub(super) fn largest_stalled(conns: &HashMap<ConnId, Conn>) -> Option<ConnId> {
 pub(super) fn longest_wait(conns: &HashMap<ConnId, Conn>, key_bytes: u64) -> Option<(ConnId, u64)> {
     conns
         .iter()
-        .filter_map(|(id, conn)| match &conn.state {
-            State::Waiting(wait) => Some((*id, wait.key_bytes)),
-            _ => None,
-        })
+        .map(|(id, conn)| (*id, conn.waited_bytes()))
         .max_by_key(|(_, bytes)| *bytes)
         .filter(|(_, bytes)| *bytes > key_bytes)
 }

@@ -15,12 +15,11 @@ use phalanx_wire::handshake::{Hello, RejectReason, Role};
 use phalanx_wire::store_msg::{Failure, Request, Response};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::FOLLOWER_STREAM;
 use super::conn::{Conn, IoState, State, Wait, Wanted};
 use super::followers::Followers;
-use super::room;
 use super::socket::tune;
 use super::waiters::{ConnId, Waiters};
+use super::{FOLLOWER_STREAM, room};
 use crate::auth::HANDSHAKE_TIMEOUT;
 use crate::handshakes::{Authenticated, Handshakes};
 use crate::pending::max_pending;
@@ -724,11 +723,7 @@ impl ServerLoop {
     /// Responds to a wait that timed out with the missing keys.
     fn time_out_wait(&mut self, id: ConnId) {
         self.remove_wait(id);
-        let Some(Conn {
-            state: State::Waiting(wait),
-            ..
-        }) = self.conns.get(&id)
-        else {
+        let Some(State::Waiting(wait)) = self.conns.get(&id).map(|conn| &conn.state) else {
             return;
         };
         let missing = self.table.missing(wait.keys.iter().map(String::as_str));
@@ -741,11 +736,7 @@ impl ServerLoop {
 
     /// Removes a connection's wait from the table of waiters.
     fn remove_wait(&mut self, id: ConnId) {
-        if let Some(Conn {
-            state: State::Waiting(wait),
-            ..
-        }) = self.conns.get(&id)
-        {
+        if let Some(State::Waiting(wait)) = self.conns.get(&id).map(|conn| &conn.state) {
             let waiters = match wait.wanted {
                 Wanted::Element => &mut self.poppers,
                 _ => &mut self.waiters,
