@@ -6,8 +6,6 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use phalanx_comm::inherited_socket;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
 
 use super::{WaitNotice, by_hand};
 use crate::error::{Error, ErrorKind, Result};
@@ -136,28 +134,16 @@ impl Server {
             if left.is_zero() {
                 return Err(late(command));
             }
-            let slice = left.min(SLICE);
-            let slice = Timespec {
-                tv_sec: slice.as_secs().cast_signed(),
-                tv_nsec: slice.subsec_nanos().into(),
-            };
-            match poll(
-                &mut [PollFd::new(&self.socket, PollFlags::IN)],
-                Some(&slice),
-            ) {
-                Ok(0) | Err(Errno::INTR) => {
-                    let what = "the other processes of this job at PMI's barrier";
-                    self.waiting.tick(what, self.deadline);
-                    continue;
-                }
-                Ok(_) => {}
-                Err(error) => return Err(closed(command, Some(error.into()))),
-            }
+            let limited = self.socket.set_read_timeout(Some(left.min(SLICE)));
+            limited.map_err(|error| closed(command, Some(error)))?;
             let mut bytes = [0; 1024];
             match self.socket.read(&mut bytes) {
                 Ok(0) => return Err(closed(command, None)),
                 Ok(count) => self.read.extend_from_slice(&bytes[..count]),
-                Err(e) if matches!(e.kind(), IoKind::WouldBlock | IoKind::Interrupted) => {}
+                Err(e) if matches!(e.kind(), IoKind::WouldBlock | IoKind::Interrupted) => {
+                    let what = "the other processes of this job at PMI's barrier";
+                    self.waiting.tick(what, self.deadline);
+                }
                 Err(error) => return Err(closed(command, Some(error))),
             }
         }
