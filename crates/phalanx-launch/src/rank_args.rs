@@ -143,22 +143,16 @@ impl RankArgs {
     pub fn check_untyped_world(&self) -> Result<()> {
         self.validate()?;
         let is_alone = self.nproc_per_node.unwrap_or(1) == 1 && self.nodes.nnodes.is_none();
-        if !is_alone || self.world_size.is_some() || self.rank.is_some() {
-            return Err(Error::usage(
-                "--workers sets the number of ranks of this host; leave out --nproc-per-node, --nnodes, --world-size and --rank",
-            ));
-        }
-        if self.transport == TransportArg::Thread {
-            return Err(Error::usage(
-                "compare runs its workers as processes; leave out --transport thread",
-            ));
-        }
-        if self.nodes.live.is_some() {
-            return Err(Error::usage(
-                "--live shows one job, and compare runs several; leave it out",
-            ));
-        }
-        Ok(())
+        let why = if !is_alone || self.world_size.is_some() || self.rank.is_some() {
+            "--workers sets the number of ranks of this host; leave out --nproc-per-node, --nnodes, --world-size and --rank"
+        } else if self.transport == TransportArg::Thread {
+            "compare runs its workers as processes; leave out --transport thread"
+        } else if self.nodes.live.is_some() {
+            "--live shows one job, and compare runs several; leave it out"
+        } else {
+            return Ok(());
+        };
+        Err(Error::usage(why))
     }
 
     /// What the user of a rank that another program started should know.

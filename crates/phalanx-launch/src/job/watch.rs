@@ -326,23 +326,17 @@ impl Supervision<'_> {
                 if end.is_ok() {
                     self.lone_at.get_or_insert(at + LONE_AFTER);
                 }
-                self.machine.ended(local, end, at)
+                return self.machine.ended(local, end, at);
             }
-            Event::Reaped => {
-                self.reaped += 1;
-                Action::None
-            }
+            Event::Reaped => self.reaped += 1,
             // Two signals at once count as one, even if handling the first took long.
             Event::Signal(Caught::End(signal, at)) => {
                 if self.machine.why().is_some() {
                     self.asked_to_end.get_or_insert(signal);
                 }
-                self.machine.interrupted(signal, at)
+                return self.machine.interrupted(signal, at);
             }
-            Event::Signal(Caught::Suspend) => {
-                self.suspend();
-                Action::None
-            }
+            Event::Signal(Caught::Suspend) => self.suspend(),
             Event::Signal(Caught::Checkpoint) => {
                 let notified = self.ranks.iter().filter(|r| r.notify(Signal::USR1));
                 if notified.count() == 0 {
@@ -350,30 +344,24 @@ impl Supervision<'_> {
                         "warning: SIGUSR1 is not forwarded: no rank has a handler for it (yet), and it would end them",
                     );
                 }
-                Action::None
             }
-            // Handled by the caller.
-            Event::Signal(Caught::Dump)
-            | Event::NodeLost(_)
-            | Event::WasLost
-            | Event::StoreMoved(..)
-            | Event::Parted
-            | Event::Admit(_) => Action::None,
-            // Of the attempt before, or our own end.
-            Event::Over(attempt, verdict) if attempt != self.attempt || verdict.code == 0 => {
-                Action::None
+            // Not of the attempt before, and not our own end.
+            Event::Over(attempt, verdict) if attempt == self.attempt && verdict.code != 0 => {
+                return self.end_elsewhere(*verdict, now);
             }
-            Event::Over(_, verdict) => self.end_elsewhere(*verdict, now),
             Event::Abort(verdict) => {
                 self.is_final = true;
-                self.end_elsewhere(*verdict, now)
+                return self.end_elsewhere(*verdict, now);
             }
             Event::StoreLost(why) => {
                 self.is_final = true;
                 let code = ErrorKind::PeerLost.exit_code();
-                self.end_elsewhere(JobFailure::new(code, 0, why), now)
+                return self.end_elsewhere(JobFailure::new(code, 0, why), now);
             }
+            // The others are handled by the caller.
+            _ => {}
         }
+        Action::None
     }
 
     fn end_elsewhere(&mut self, verdict: JobFailure, now: Instant) -> Action {
