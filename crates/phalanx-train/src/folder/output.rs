@@ -8,8 +8,7 @@ use phalanx_base::process::ProcessName;
 use phalanx_checkpoint::state::{Folder, Place};
 use phalanx_checkpoint::{self as checkpoint, Outline, Values};
 use phalanx_data::metrics::{MetricsLog, write_summary_in};
-use phalanx_report::Resumption;
-use phalanx_report::{PICTURES_FILE, REPORT_FILE};
+use phalanx_report::{PICTURES_FILE, REPORT_FILE, Resumption};
 use phalanx_track::EVENT_FILE_PREFIX;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -728,14 +727,14 @@ fn set_metrics_aside(dir: &Dir) -> Result<()> {
 /// that a summary and weights always belong to the metrics next to them.
 fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
     let failed = |e: phalanx_base::Error| e.note("try", "another folder with --output-dir");
+    let kept = [
+        (crate::FLIGHT_DIR, "rank-", ".json"),
+        (IMAGES_DIR, "", ".png"),
+        (TABLES_DIR, "", ".jsonl"),
+    ];
     for name in dir.names().map_err(failed)? {
-        if name == crate::FLIGHT_DIR {
-            remove_flight_recorders(dir).map_err(failed)?;
-        }
-        for (folder, ending) in [(IMAGES_DIR, ".png"), (TABLES_DIR, ".jsonl")] {
-            if name == folder {
-                remove_logged(dir, folder, ending).map_err(failed)?;
-            }
+        for (folder, start, ending) in kept.iter().filter(|(folder, ..)| name == *folder) {
+            remove_within(dir, folder, start, ending).map_err(failed)?;
         }
         // Complete, or the temporary file of a run that was killed while saving:
         // `.NAME.<random>.tmp`.
@@ -754,28 +753,18 @@ fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
     Ok(())
 }
 
-/// What `phalanx inspect` would find of an earlier run. Whichever program made the
-/// folder unwritable learns it when the next ones are written.
-fn remove_flight_recorders(dir: &Dir) -> phalanx_base::Result<()> {
-    let Some(flight) = dir.sub(crate::FLIGHT_DIR)? else {
+/// Removes what an earlier run left in a folder for `phalanx inspect`, or by `log_image` and `log_table`.
+fn remove_within(dir: &Dir, folder: &str, start: &str, ending: &str) -> phalanx_base::Result<()> {
+    let Some(inner) = dir.sub(folder)? else {
         return Ok(());
     };
-    for name in flight.names()? {
-        if name.starts_with("rank-") && name.ends_with(".json") {
-            let _ = flight.remove(&name);
-        }
-    }
-    Ok(())
-}
-
-/// What `log_image` and `log_table` left.
-fn remove_logged(dir: &Dir, folder: &str, ending: &str) -> phalanx_base::Result<()> {
-    let Some(folder) = dir.sub(folder)? else {
-        return Ok(());
-    };
-    for name in folder.names()? {
-        if name.ends_with(ending) {
-            folder.remove(&name)?;
+    for name in inner.names()? {
+        if name.starts_with(start) && name.ends_with(ending) {
+            match inner.remove(&name) {
+                // Whichever program made the folder unwritable learns it when the next ones are written.
+                Err(_) if folder == crate::FLIGHT_DIR => {}
+                removed => removed?,
+            }
         }
     }
     Ok(())

@@ -333,7 +333,7 @@ impl RunLog {
             (Status::Failed, Some((status, error))) => (status, Some(error)),
             (status, _) => (status, None),
         };
-        let mut fields = json!({ "status": status.name() });
+        let mut fields = json!({ "status": status });
         if let Some(error) = error {
             fields["error"] = json!(error);
         }

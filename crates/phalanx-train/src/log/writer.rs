@@ -8,6 +8,7 @@ use phalanx_base::env::RUN_POINTER_VARIABLE;
 use phalanx_base::files::Dir;
 use phalanx_data::metrics::MetricsLog;
 use phalanx_nn::GraphNode;
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::histogram::Histogram;
@@ -25,22 +26,13 @@ pub(crate) const TABLES_DIR: &str = "tables";
 pub(super) type Histograms = Vec<(String, Histogram)>;
 
 /// How a run ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub(crate) enum Status {
     Finished,
     /// It can be resumed.
     Stopped,
     Failed,
-}
-
-impl Status {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Status::Finished => "finished",
-            Status::Stopped => "stopped",
-            Status::Failed => "failed",
-        }
-    }
 }
 
 /// A message to the thread.

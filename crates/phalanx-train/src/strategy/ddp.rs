@@ -8,7 +8,6 @@ use phalanx_checkpoint::digest::optimizer_sha256;
 use phalanx_checkpoint::state::Place;
 use phalanx_checkpoint::{self as checkpoint, Outline, Values, full_values};
 use phalanx_comm::ProcessGroup;
-use phalanx_data::sampler::Cursor;
 use phalanx_data::{Dataset, ImageBatch};
 use phalanx_ddp::{
     Buffers, DdpOptions, DistributedDataParallel, ErrorKind, Exchange, take_state, verify_equal,
@@ -19,9 +18,7 @@ use serde_json::{Map, json};
 
 use super::gather::Peers;
 use super::{Description, Gradients, Group, Parts, Report, State, StepTools, Strategy};
-use crate::args::Determinism;
-use crate::args::ExchangeArg;
-use crate::args::Settings;
+use crate::args::{Determinism, ExchangeArg, Settings};
 use crate::batch::{Engine, LoadedMicroBatches, MicroBatchOf, Randomness};
 use crate::error::{Error, Result};
 use crate::evaluation::Measure;
@@ -348,10 +345,6 @@ impl Strategy for Ddp {
             batch,
             last,
         })
-    }
-
-    fn begin_epoch(&mut self, _: usize, _: Cursor) -> Result<()> {
-        Ok(())
     }
 
     fn gradients<M, D: Dataset + ?Sized>(

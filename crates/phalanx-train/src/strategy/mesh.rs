@@ -23,8 +23,7 @@ use super::{
     Description, Gradients, Group, Parts, Report, State, StepTools, Strategy, explain,
     weights_sha256,
 };
-use crate::args::restarts_ranks;
-use crate::args::{Mesh, Settings};
+use crate::args::{Mesh, Settings, restarts_ranks};
 use crate::batch::{Engine, LoadedMicroBatches, MicroBatchOf, Randomness};
 use crate::different_arguments;
 use crate::error::{Error, Result};
@@ -499,10 +498,6 @@ impl Strategy for OnMesh {
         // All ranks take part in the model, also one that has no row.
         let measured = measure(model, micro)?;
         Ok((!indices.is_empty()).then_some(measured))
-    }
-
-    fn prepare_saving(&self, _: &mut Saving<'_>) -> Result<()> {
-        Ok(())
     }
 
     fn save(

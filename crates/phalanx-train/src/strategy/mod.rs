@@ -254,7 +254,9 @@ pub trait Strategy: Engine {
     /// # Errors
     ///
     /// Usage, when no step begins there.
-    fn begin_epoch(&mut self, step_in_epoch: usize, cursor: Cursor) -> Result<()>;
+    fn begin_epoch(&mut self, _step_in_epoch: usize, _cursor: Cursor) -> Result<()> {
+        Ok(())
+    }
 
     /// Forward and backward of this rank's micro-batches, gradients averaged over all ranks. *Blocks* until all ranks
     /// call it.
@@ -331,7 +333,9 @@ pub trait Strategy: Engine {
     /// # Errors
     ///
     /// Peers that are lost.
-    fn prepare_saving(&self, saving: &mut Saving<'_>) -> Result<()>;
+    fn prepare_saving(&self, _saving: &mut Saving<'_>) -> Result<()> {
+        Ok(())
+    }
 
     /// Takes a checkpoint; `buffers` stand in for the model's own. *Blocks* until all ranks call it.
     ///

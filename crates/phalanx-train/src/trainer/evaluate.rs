@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use phalanx_checkpoint::digest::MetricsDigest;
 use phalanx_checkpoint::load_params;
-use phalanx_comm::ReduceOp;
+use phalanx_comm::{ProcessGroup, ReduceOp};
 use phalanx_data::Dataset;
 use phalanx_data::loader::{Loader, LoaderOptions};
 use phalanx_data::metrics::Confusion;
@@ -131,13 +131,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         measure: &mut impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch, S>) -> Result<Measure>,
     ) -> Result<Evaluation> {
         let samples = self.settings.limited_test(data.len());
-        let config = SamplerConfig {
-            samples,
-            world: self.strategy.batch_group().world_size(),
-            rank: self.strategy.batch_group().rank(),
-            shuffle: false,
-            seed: 0,
-        };
+        let config = in_order(samples, self.strategy.batch_group());
         // Split as in training, so that no sum depends on the ranks if none may.
         let split = self.sources.split.clone();
         let batch = self.settings.test_batch_size.saturating_mul(split.parts());
@@ -313,13 +307,7 @@ impl<M> Trainer<'_, M> {
         let predicted = self.evaluating(|trainer| {
             let (mut indices, mut own) = (Vec::new(), Vec::new());
             let group = trainer.ctx.group();
-            let config = SamplerConfig {
-                samples: data.len(),
-                world: group.world_size(),
-                rank: group.rank(),
-                shuffle: false,
-                seed: 0,
-            };
+            let config = in_order(data.len(), &group);
             let batch = trainer.settings.test_batch_size;
             let plan = Sampler::exact(config, batch.saturating_mul(config.world))?.epoch(0);
             let mut measure = |model: &M, batch: MicroBatch<'_, D::Batch>| {
@@ -363,11 +351,9 @@ impl<M> Trainer<'_, M> {
         mut measure: impl for<'s> FnMut(&M, MicroBatch<'s, D::Batch>) -> Result<Measure>,
     ) -> Result<Vec<Measure>> {
         let alone = SamplerConfig {
-            samples: data.len(),
             world: 1,
             rank: 0,
-            shuffle: false,
-            seed: 0,
+            ..in_order(data.len(), self.strategy.batch_group())
         };
         let plan = Sampler::exact(alone, self.settings.test_batch_size)?.epoch(0);
         let began = Instant::now();
@@ -380,5 +366,16 @@ impl<M> Trainer<'_, M> {
         })?;
         self.count_evaluation(began);
         Ok(all)
+    }
+}
+
+/// The samples of a data set in their order, shared out among the ranks of `group`.
+fn in_order(samples: usize, group: &ProcessGroup) -> SamplerConfig {
+    SamplerConfig {
+        samples,
+        world: group.world_size(),
+        rank: group.rank(),
+        shuffle: false,
+        seed: 0,
     }
 }
