@@ -25,13 +25,12 @@ use rustix::process::{
 };
 use rustix::termios::tcgetpgrp;
 
-use super::Event;
 use super::job_files::JobFiles;
 use super::machine::ExitStatus;
 use super::plan::LaunchPlan;
-use super::report;
 use super::streams::StreamChoice;
 use super::torchrun::fill_in;
+use super::{Event, report};
 use crate::error::{Error, ErrorKind, Result};
 use crate::lock;
 use crate::stop::is_caught;

@@ -4,8 +4,7 @@
 use super::buffer::after;
 use super::{Call, ProcessGroup, lengths_hash};
 use crate::group::collectives::run_on;
-use crate::operation::Buffers;
-use crate::operation::Operation;
+use crate::operation::{Buffers, Operation};
 use crate::plan::{Method, Uneven};
 use crate::{Bucket, Element, ReduceOp, Result};
 

@@ -3,8 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::backend::Runner;
-use crate::operation::Buffers;
-use crate::operation::Operation;
+use crate::operation::{Buffers, Operation};
 use crate::plan::{Hosts, Method};
 use crate::select::Costs;
 use crate::{DType, ReduceOp, Result};

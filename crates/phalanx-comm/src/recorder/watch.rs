@@ -1,10 +1,9 @@
 //! One group as its watcher sees it: the operation in progress, what the other ranks
 //! are doing, and the report when one is late.
 
-use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::Recorder;

@@ -13,8 +13,7 @@ use super::describe::label;
 pub use super::describe::last_known;
 pub(crate) use super::describe::{doing, named};
 use super::history::{self, Change, Event};
-use crate::format::plural;
-use crate::format::{join, rank_list};
+use crate::format::{join, plural, rank_list};
 
 /// The findings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]

@@ -7,8 +7,7 @@ use std::time::Duration;
 use phalanx_comm::recorder::{Dump, Entry, State};
 
 use super::analysis::Diagnosis;
-use crate::format::duration;
-use crate::format::rank_list;
+use crate::format::{duration, rank_list};
 
 /// Rows shown.
 const ROWS: usize = 6;

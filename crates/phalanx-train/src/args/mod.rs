@@ -30,10 +30,9 @@ pub use self::split::{Determinism, SplitArgs};
 pub use self::start::Start;
 pub use self::tune::TuneArgs;
 pub(crate) use self::tune::lora_metadata;
-use crate::choice_name;
 use crate::error::{Error, Result, check_count};
 use crate::format::number;
-use crate::lr_finder;
+use crate::{choice_name, lr_finder};
 
 /// The name of the fact that comes first: another program's others differ anyway.
 pub(crate) const PROGRAM: &str = "program";

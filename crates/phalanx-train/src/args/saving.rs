@@ -7,9 +7,8 @@ use clap::builder::NonEmptyStringValueParser;
 use phalanx_base::files::{Dir, as_typed};
 
 use super::Attempt;
-use crate::choice_name;
 use crate::error::{Error, Result, check_count};
-use crate::stop;
+use crate::{choice_name, stop};
 use phalanx_member::RankContext;
 
 /// Folder of checkpoints in a run's output folder.

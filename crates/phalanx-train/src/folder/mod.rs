@@ -13,10 +13,9 @@ pub(crate) use self::output::{BEST_FILE, MFU, Output, json_lines, next_step};
 pub use self::run_dir::RunDir;
 pub(crate) use self::run_dir::default_output_dir;
 pub use self::weights::{file_of, weights_of};
-use crate::FLIGHT_DIR;
 use crate::args::{Attempt, SavingArgs};
 use crate::error::Result;
-use crate::stop;
+use crate::{FLIGHT_DIR, stop};
 
 /// Settles what must be the same for all ranks before they start: the output
 /// folder (a new `runs/PROGRAM-<date>-<time>`, where none is typed and no run is resumed), and

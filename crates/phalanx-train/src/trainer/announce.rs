@@ -3,10 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::extent::Extent;
-use crate::args::Determinism;
-use crate::args::GradientType;
-use crate::args::Settings;
-use crate::args::Start;
+use crate::args::{Determinism, GradientType, Settings, Start};
 use crate::choice_name;
 use crate::error::Result;
 use crate::folder::Output;

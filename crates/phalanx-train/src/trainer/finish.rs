@@ -4,14 +4,12 @@ use phalanx_base::process;
 use serde_json::json;
 
 use super::{Purpose, Trainer};
-use crate::args::Determinism;
-use crate::args::GradientType;
-use crate::choice_name;
+use crate::args::{Determinism, GradientType};
 use crate::error::Result;
 use crate::evaluation::Evaluation;
 use crate::format::{rounded, thousands};
-use crate::say;
 use crate::strategy::{Strategy, skipped_steps, weights_sha256};
+use crate::{choice_name, say};
 
 impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Ends the training: saves the weights, writes `summary.json` and prints the last lines.
