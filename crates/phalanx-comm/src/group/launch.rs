@@ -121,15 +121,12 @@ impl Launch {
     ) -> Result<Launch> {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
         let (rank, world) = numbers(options, &variable)?;
-        let generation = match options.generation {
-            Some(generation) => generation,
-            None => match variable(GENERATION) {
-                Some(text) => parse(GENERATION, &text)?,
-                None => match variable(RESTARTS) {
-                    Some(text) => parse(RESTARTS, &text)?,
-                    None => 0,
-                },
-            },
+        let mut named = [GENERATION, RESTARTS].into_iter();
+        let set = named.find_map(|name| Some((name, variable(name)?)));
+        let generation = match (options.generation, set) {
+            (Some(generation), _) => generation,
+            (None, Some((name, text))) => parse(name, &text)?,
+            (None, None) => 0,
         };
         let token = match (variable(TOKEN_FILE), variable(TOKEN)) {
             (Some(path), _) => TokenSource::File(path.into()),

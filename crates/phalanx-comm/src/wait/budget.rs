@@ -79,34 +79,19 @@ impl Budget {
     /// `fits`: every thread has a core. `beside`: threads outside of the wait compute
     /// meanwhile, so a yield gives a core away.
     fn chosen(policy: Policy, fits: bool, beside: bool) -> Budget {
-        let sleep = Budget {
-            pause: Duration::ZERO,
-            yields: 0,
-            yielding: Duration::ZERO,
+        let none = Duration::ZERO;
+        let (pause, yields, yielding) = match policy {
+            Policy::Auto if fits => (PAUSE, YIELDS, none),
+            Policy::Auto if beside => (none, YIELDS, none),
+            Policy::Auto => (none, 0, YIELDING),
+            Policy::Spin if fits => (Duration::MAX, 0, none),
+            Policy::Spin | Policy::Yield => (none, 0, Duration::MAX),
+            Policy::Block => (none, 0, none),
         };
-        match policy {
-            Policy::Auto if fits => Budget {
-                pause: PAUSE,
-                yields: YIELDS,
-                ..sleep
-            },
-            Policy::Auto if beside => Budget {
-                yields: YIELDS,
-                ..sleep
-            },
-            Policy::Auto => Budget {
-                yielding: YIELDING,
-                ..sleep
-            },
-            Policy::Spin if fits => Budget {
-                pause: Duration::MAX,
-                ..sleep
-            },
-            Policy::Spin | Policy::Yield => Budget {
-                yielding: Duration::MAX,
-                ..sleep
-            },
-            Policy::Block => sleep,
+        Budget {
+            pause,
+            yields,
+            yielding,
         }
     }
 
