@@ -176,17 +176,20 @@ impl<T: Element> Bucket<T> {
 
     /// A bucket of zeros in `arena`, or on the heap when it does not fit.
     pub(crate) fn in_arena(arena: Option<&Arc<Arena>>, len_elems: usize) -> Self {
-        let leased = len_elems
-            .checked_mul(size_of::<T>())
-            .and_then(|bytes| Some((arena?.lease(bytes)?, bytes)));
-        let Some((lease, bytes)) = leased else {
-            return Self::zeroed(len_elems);
-        };
+        let bytes = len_elems.checked_mul(size_of::<T>());
+        match bytes.and_then(|bytes| arena?.lease(bytes)) {
+            Some(lease) => Self::at(lease.start(), len_elems, Place::Arena(lease)),
+            None => Self::zeroed(len_elems),
+        }
+    }
+
+    /// The elements that are at `start`. They exist, so that they are no more than the address space.
+    fn at(start: NonNull<u8>, len_elems: usize, place: Place) -> Self {
         Bucket {
             block: Block {
-                start: lease.start(),
-                bytes,
-                place: Place::Arena(lease),
+                start,
+                bytes: len_elems * size_of::<T>(),
+                place,
             },
             len: len_elems,
             elements: PhantomData,
@@ -212,16 +215,7 @@ impl<T: Element> Bucket<T> {
         len_elems: usize,
         owner: impl Any + Send + Sync,
     ) -> Self {
-        Bucket {
-            block: Block {
-                start: start.cast(),
-                // They exist, so that this is no more than the address space.
-                bytes: len_elems * size_of::<T>(),
-                place: Place::Other(Box::new(owner)),
-            },
-            len: len_elems,
-            elements: PhantomData,
-        }
+        Self::at(start.cast(), len_elems, Place::Other(Box::new(owner)))
     }
 
     /// A bucket with a copy of `elements`.
@@ -306,16 +300,10 @@ impl Registered {
         if end > self.bytes || !offset_bytes.is_multiple_of(ALIGN_BYTES) {
             return None;
         }
-        Some(Bucket {
-            block: Block {
-                // SAFETY: inside the piece.
-                start: unsafe { self.lease.start().add(offset_bytes) },
-                bytes,
-                place: Place::Moved(Box::new(owner), Arc::clone(&self.lease)),
-            },
-            len: len_elems,
-            elements: PhantomData,
-        })
+        // SAFETY: inside the piece.
+        let start = unsafe { self.lease.start().add(offset_bytes) };
+        let place = Place::Moved(Box::new(owner), Arc::clone(&self.lease));
+        Some(Bucket::at(start, len_elems, place))
     }
 }
 
