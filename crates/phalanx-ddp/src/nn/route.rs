@@ -99,15 +99,9 @@ impl Routes {
         let own = selection
             .iter()
             .zip(params.infos())
-            .map(|(s, info)| {
-                vec![
-                    0.0;
-                    if *s == Selection::Ignored {
-                        info.len
-                    } else {
-                        0
-                    }
-                ]
+            .map(|(s, info)| match s {
+                Selection::Ignored => vec![0.0; info.len],
+                _ => Vec::new(),
             })
             .collect();
         Ok(Routes {

@@ -353,20 +353,15 @@ impl Shards {
             ));
             return Err(self.fail(error));
         }
-        let commit = match self.vote(&step).and_then(|commit| {
+        let commit = self.vote(&step).and_then(|commit| {
             self.exchange(step.present)?;
             Ok(if commit.is_yes() {
                 self.check_result()
             } else {
                 commit
             })
-        }) {
-            Ok(commit) => commit,
-            Err(error) => {
-                self.failed = true;
-                return Err(error);
-            }
-        };
+        });
+        let commit = commit.inspect_err(|_| self.failed = true)?;
         self.committed = commit.is_yes();
         self.skipped += u64::from(!self.committed);
         self.times.reduced = Some(Instant::now());

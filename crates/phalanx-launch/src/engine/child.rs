@@ -3,7 +3,6 @@
 use std::io::{Read, Result, Write};
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use phalanx_base::env::TOKEN_VARIABLE;
@@ -73,9 +72,7 @@ fn read_all(
         let _ = sender.send((which, String::from_utf8_lossy(&bytes).into_owned()));
     };
     // Without it the end of the other, or the deadline, ends the wait.
-    let _ = thread::Builder::new()
-        .name("phalanx-child".to_owned())
-        .spawn(read);
+    let _ = crate::spawn("phalanx-child", read);
 }
 
 #[cfg(test)]
