@@ -4,7 +4,7 @@ use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use half::{bf16, f16};
@@ -224,16 +224,18 @@ pub(crate) struct Group {
     process: u32,
 }
 
+/// What an operation gives: nothing where it is over.
+type Begun = PyResult<Option<Pending>>;
+
 impl Group {
+    fn lock(&self) -> MutexGuard<'_, Option<ProcessGroup>> {
+        self.group.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn get(&self) -> PyResult<ProcessGroup> {
-        let group = self.group.lock().unwrap_or_else(PoisonError::into_inner);
-        let group = group.clone();
-        group.ok_or_else(|| {
-            raise(format!(
-                "rank {}: the process group was shut down",
-                self.rank
-            ))
-        })
+        let group = self.lock().clone();
+        let rank = self.rank;
+        group.ok_or_else(|| raise(format!("rank {rank}: the process group was shut down")))
     }
 
     /// The group for an operation of which `how` says that the caller runs it.
@@ -244,13 +246,13 @@ impl Group {
         }
     }
 
-    fn pending<B: Send + 'static>(work: Work<B>) -> PyResult<Option<Pending>> {
+    fn pending<B: Send + 'static>(work: Work<B>) -> Begun {
         Ok(Some(Pending::new(work)))
     }
 }
 
 /// Runs an operation in this thread, which is over then.
-fn run(py: Python<'_>, operation: impl FnOnce() -> Result<()> + Send) -> PyResult<Option<Pending>> {
+fn run(py: Python<'_>, operation: impl FnOnce() -> Result<()> + Send) -> Begun {
     py.detach(operation).map_err(|error| raised(&error))?;
     Ok(None)
 }
@@ -340,13 +342,7 @@ impl Group {
         }))
     }
 
-    fn all_reduce(
-        &self,
-        py: Python<'_>,
-        data: Memory,
-        op: &str,
-        how: How,
-    ) -> PyResult<Option<Pending>> {
+    fn all_reduce(&self, py: Python<'_>, data: Memory, op: &str, how: How) -> Begun {
         let (group, op) = (self.get()?, reduction(op)?);
         typed!(data.dtype, T => {
             // SAFETY: PyTorch's users leave a tensor alone that an operation has.
@@ -359,13 +355,7 @@ impl Group {
         })
     }
 
-    fn broadcast(
-        &self,
-        py: Python<'_>,
-        data: Memory,
-        root: RankOf,
-        how: How,
-    ) -> PyResult<Option<Pending>> {
+    fn broadcast(&self, py: Python<'_>, data: Memory, root: RankOf, how: How) -> Begun {
         let group = self.get()?;
         typed!(data.dtype, T => {
             // SAFETY: as in `all_reduce`.
@@ -378,14 +368,7 @@ impl Group {
         })
     }
 
-    fn reduce(
-        &self,
-        py: Python<'_>,
-        data: Memory,
-        op: &str,
-        root: RankOf,
-        how: How,
-    ) -> PyResult<Option<Pending>> {
+    fn reduce(&self, py: Python<'_>, data: Memory, op: &str, root: RankOf, how: How) -> Begun {
         let (group, op) = (self.get()?, reduction(op)?);
         typed!(data.dtype, T => {
             // SAFETY: as in `all_reduce`.
@@ -398,13 +381,7 @@ impl Group {
         })
     }
 
-    fn all_gather(
-        &self,
-        py: Python<'_>,
-        input: Memory,
-        output: Memory,
-        how: How,
-    ) -> PyResult<Option<Pending>> {
+    fn all_gather(&self, py: Python<'_>, input: Memory, output: Memory, how: How) -> Begun {
         let group = self.get()?;
         typed!(same(&input, &output)?, T => {
             // SAFETY: as in `all_reduce`.
@@ -418,13 +395,7 @@ impl Group {
     }
 
     /// Of inputs with these `lengths`, by rank.
-    fn all_gather_v(
-        &self,
-        input: Memory,
-        lengths: Vec<usize>,
-        output: Memory,
-        how: How,
-    ) -> PyResult<Option<Pending>> {
+    fn all_gather_v(&self, input: Memory, lengths: Vec<usize>, output: Memory, how: How) -> Begun {
         let group = self.get()?;
         typed!(same(&input, &output)?, T => {
             // SAFETY: as in `all_reduce`.
@@ -440,7 +411,7 @@ impl Group {
         output: Memory,
         op: &str,
         how: How,
-    ) -> PyResult<Option<Pending>> {
+    ) -> Begun {
         let (group, op) = (self.get()?, reduction(op)?);
         typed!(same(&input, &output)?, T => {
             // SAFETY: as in `all_reduce`.
@@ -461,7 +432,7 @@ impl Group {
         output: Memory,
         op: &str,
         how: How,
-    ) -> PyResult<Option<Pending>> {
+    ) -> Begun {
         let (group, op) = (self.get()?, reduction(op)?);
         typed!(same(&input, &output)?, T => {
             // SAFETY: as in `all_reduce`.
@@ -471,13 +442,7 @@ impl Group {
     }
 
     /// The output is that of the root only.
-    fn gather(
-        &self,
-        input: Memory,
-        output: Option<Memory>,
-        root: RankOf,
-        how: How,
-    ) -> PyResult<Option<Pending>> {
+    fn gather(&self, input: Memory, output: Option<Memory>, root: RankOf, how: How) -> Begun {
         let group = self.get()?;
         let dtype = output
             .as_ref()
@@ -495,13 +460,7 @@ impl Group {
     }
 
     /// The input is that of the root only.
-    fn scatter(
-        &self,
-        input: Option<Memory>,
-        output: Memory,
-        root: RankOf,
-        how: How,
-    ) -> PyResult<Option<Pending>> {
+    fn scatter(&self, input: Option<Memory>, output: Memory, root: RankOf, how: How) -> Begun {
         let group = self.get()?;
         let dtype = input
             .as_ref()
@@ -515,13 +474,7 @@ impl Group {
         })
     }
 
-    fn all_to_all(
-        &self,
-        py: Python<'_>,
-        input: Memory,
-        output: Memory,
-        how: How,
-    ) -> PyResult<Option<Pending>> {
+    fn all_to_all(&self, py: Python<'_>, input: Memory, output: Memory, how: How) -> Begun {
         let group = self.get()?;
         typed!(same(&input, &output)?, T => {
             // SAFETY: as in `all_reduce`.
@@ -542,7 +495,7 @@ impl Group {
         output: Memory,
         output_lengths: Vec<usize>,
         how: How,
-    ) -> PyResult<Option<Pending>> {
+    ) -> Begun {
         let group = self.get()?;
         typed!(same(&input, &output)?, T => {
             // SAFETY: as in `all_reduce`.
@@ -552,7 +505,7 @@ impl Group {
         })
     }
 
-    fn send(&self, data: Memory, to: RankOf, tag: Tag, how: How) -> PyResult<Option<Pending>> {
+    fn send(&self, data: Memory, to: RankOf, tag: Tag, how: How) -> Begun {
         let group = self.get()?;
         typed!(data.dtype, T => {
             // SAFETY: as in `all_reduce`.
@@ -562,13 +515,7 @@ impl Group {
     }
 
     /// From any rank where `from` is not given.
-    fn recv(
-        &self,
-        data: Memory,
-        from: Option<RankOf>,
-        tag: Tag,
-        how: How,
-    ) -> PyResult<Option<Pending>> {
+    fn recv(&self, data: Memory, from: Option<RankOf>, tag: Tag, how: How) -> Begun {
         let group = self.get()?;
         let from = from
             .map_or_else(Peer::any, |from| Peer::rank(from.0))
@@ -580,7 +527,7 @@ impl Group {
         })
     }
 
-    fn barrier(&self, py: Python<'_>, how: How) -> PyResult<Option<Pending>> {
+    fn barrier(&self, py: Python<'_>, how: How) -> Begun {
         if let Some(group) = self.in_caller(&how)? {
             return run(py, || group.barrier());
         }
@@ -611,11 +558,7 @@ impl Group {
     fn leave(&self, py: Python<'_>) {
         // Threads of the group may ask PyTorch's store.
         py.detach(|| {
-            let group = self
-                .group
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take();
+            let group = self.lock().take();
             drop(group);
             self.store.close();
         });
@@ -628,12 +571,7 @@ impl Drop for Group {
             return Python::attach(|py| self.leave(py));
         }
         // A forked process has none of the group's threads.
-        let group = self
-            .group
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        std::mem::forget(group);
+        std::mem::forget(self.lock().take());
     }
 }
 
