@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn a_run_starts_after_one_that_was_killed_while_it_copied_an_input() {
-        crate::objects::as_another_user(|dir| {
+        crate::objects::tests::as_another_user(|dir| {
             use std::os::unix::fs::PermissionsExt;
             let data = dir.join("data");
             fs::create_dir(&data).unwrap();

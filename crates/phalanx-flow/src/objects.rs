@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs::{self, File, Permissions};
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use phalanx_base::error::{Error, ErrorKind, Result};
-use phalanx_base::files::create_folder;
+use phalanx_base::files::{create_folder, read_pieces};
 use phalanx_base::lock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -439,19 +439,11 @@ fn entries(folder: &Path) -> io::Result<Vec<(OsString, PathBuf)>> {
 /// The hash of what `file` has from here on, and its bytes.
 fn hash_of(file: &mut File) -> io::Result<(Sha256, u64)> {
     let mut hash = Sha256::new();
-    let mut bytes = 0;
-    let mut buffer = vec![0; 256 << 10];
-    loop {
-        match file.read(&mut buffer) {
-            Ok(0) => return Ok((hash, bytes)),
-            Ok(read) => {
-                hash.update(&buffer[..read]);
-                bytes += read as u64;
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
+    let bytes = read_pieces(file, |piece| {
+        hash.update(piece);
+        Ok(())
+    })?;
+    Ok((hash, bytes))
 }
 
 /// Reads the file or folder at `path`. With `keep` all in it becomes read-only and is written to
@@ -568,28 +560,27 @@ pub(crate) fn export_copy(from: &Path, to: &Path) -> io::Result<()> {
     fs::rename(copy, to)
 }
 
-/// Calls `work` with an empty folder, as a user who may not do everything, as root may.
 #[cfg(test)]
-pub(crate) fn as_another_user(work: impl FnOnce(&Path) + Send) {
-    use rustix::process::{Uid, getuid};
-    use rustix::thread::set_thread_res_uid;
-    let user = || {
-        let other = Uid::from_raw(65_534);
-        if getuid().is_root() {
-            // Of this thread alone.
-            set_thread_res_uid(other, other, other).unwrap();
-        }
-        let dir = tempfile::tempdir().unwrap();
-        work(dir.path());
-        remove_all(dir.path()).unwrap();
-    };
-    let outcome = std::thread::scope(|scope| scope.spawn(user).join());
-    outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-}
-
-#[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    /// Calls `work` with an empty folder, as a user who may not do everything, as root may.
+    pub(crate) fn as_another_user(work: impl FnOnce(&Path) + Send) {
+        use rustix::process::{Uid, getuid};
+        use rustix::thread::set_thread_res_uid;
+        let user = || {
+            let other = Uid::from_raw(65_534);
+            if getuid().is_root() {
+                // Of this thread alone.
+                set_thread_res_uid(other, other, other).unwrap();
+            }
+            let dir = tempfile::tempdir().unwrap();
+            work(dir.path());
+            remove_all(dir.path()).unwrap();
+        };
+        let outcome = std::thread::scope(|scope| scope.spawn(user).join());
+        outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    }
 
     fn mode(path: &Path) -> u32 {
         path.symlink_metadata().unwrap().mode() & 0o777

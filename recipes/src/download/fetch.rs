@@ -4,7 +4,7 @@ use std::io::{self, Read};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
-use phalanx_base::files::{Dir, open_regular};
+use phalanx_base::files::{Dir, open_regular, read_pieces};
 use phalanx_http::ureq::Agent;
 use phalanx_http::ureq::http::StatusCode;
 use phalanx_http::{ROOTS, check_tls, through_proxy, ureq};
@@ -165,20 +165,13 @@ fn attempt(agent: &Agent, url: &str, dir: &Dir, file: &File) -> std::result::Res
 }
 
 /// The SHA-256 of what `from` has; `each` gets the bytes.
-fn sha256(
-    mut from: impl Read,
-    mut each: impl FnMut(&[u8]) -> io::Result<()>,
-) -> io::Result<String> {
-    let (mut hash, mut bytes) = (Sha256::new(), vec![0; 1 << 16]);
-    loop {
-        match from.read(&mut bytes)? {
-            0 => return Ok(hex::encode(hash.finalize())),
-            count => {
-                hash.update(&bytes[..count]);
-                each(&bytes[..count])?;
-            }
-        }
-    }
+fn sha256(from: impl Read, mut each: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<String> {
+    let mut hash = Sha256::new();
+    read_pieces(from, |piece| {
+        hash.update(piece);
+        each(piece)
+    })?;
+    Ok(hex::encode(hash.finalize()))
 }
 
 /// Shown on a terminal only.

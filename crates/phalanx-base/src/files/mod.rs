@@ -169,6 +169,29 @@ fn is_lfs_pointer(file: &File) -> bool {
     file.read_exact_at(&mut start, 0).is_ok() && start == START
 }
 
+/// Gives all that `from` has to `each`, piece by piece; returns how many bytes there were.
+///
+/// # Errors
+///
+/// Those of reading and of `each`.
+pub fn read_pieces(
+    mut from: impl Read,
+    mut each: impl FnMut(&[u8]) -> std::io::Result<()>,
+) -> std::io::Result<u64> {
+    let (mut buffer, mut bytes) = (vec![0; 256 << 10], 0);
+    loop {
+        match from.read(&mut buffer) {
+            Ok(0) => return Ok(bytes),
+            Ok(read) => {
+                each(&buffer[..read])?;
+                bytes += read as u64;
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
 /// Reads the regular file at `path`, which may have up to `most_bytes`.
 ///
 /// # Errors

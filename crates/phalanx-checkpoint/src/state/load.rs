@@ -1,7 +1,6 @@
 //! Loading a checkpoint.
 
 use std::collections::HashSet;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use phalanx_nn::optim::Optimizer;
@@ -14,7 +13,7 @@ use super::manifest::Manifest;
 use super::streamed::{MODEL, OPTIMIZER};
 use crate::pth::DType;
 use crate::weights::{Outline, TensorId, TensorsFile, put};
-use phalanx_base::files::{open_regular, read_open};
+use phalanx_base::files::{open_regular, read_open, read_pieces};
 use phalanx_base::text::one_line;
 use phalanx_base::{Error, Result};
 
@@ -50,7 +49,7 @@ impl State {
             )));
         }
         let data_path = path.with_file_name(&manifest.file);
-        let mut data = open(&data_path)?;
+        let data = open(&data_path)?;
         let cannot_read = |e| Error::io("cannot read", &data_path, e);
         let size_bytes = data.metadata().map_err(cannot_read)?.len();
         if size_bytes != manifest.bytes {
@@ -61,13 +60,11 @@ impl State {
             )));
         }
         let mut hash = Sha256::new();
-        let mut bytes = vec![0; 1 << 20];
-        loop {
-            match data.read(&mut bytes).map_err(cannot_read)? {
-                0 => break,
-                count => hash.update(&bytes[..count]),
-            }
-        }
+        let hashed = read_pieces(&data, |piece| {
+            hash.update(piece);
+            Ok(())
+        });
+        hashed.map_err(cannot_read)?;
         let sha256 = hex::encode(hash.finalize());
         if sha256 != manifest.sha256 {
             return Err(Error::data(format!(

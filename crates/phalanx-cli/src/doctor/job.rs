@@ -1,9 +1,10 @@
 //! What the ranks of a job find out together.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader};
+use std::io;
 
 use phalanx::member::RankContext;
+use phalanx_base::files::read_pieces;
 use phalanx_base::host_name;
 use phalanx_comm::transport::machine;
 use phalanx_comm::{ProcessGroup, ReduceOp, format_ranks};
@@ -119,16 +120,11 @@ fn facts(ctx: &RankContext, args: &DoctorArgs) -> Result<RankFacts> {
 /// SHA-256 of this program's file.
 fn program() -> io::Result<String> {
     let mut hash = Sha256::new();
-    let mut reader = BufReader::with_capacity(1 << 20, File::open("/proc/self/exe")?);
-    loop {
-        let bytes = reader.fill_buf()?;
-        let len = bytes.len();
-        if len == 0 {
-            return Ok(data::short(&hash.finalize()));
-        }
-        hash.update(bytes);
-        reader.consume(len);
-    }
+    read_pieces(File::open("/proc/self/exe")?, |piece| {
+        hash.update(piece);
+        Ok(())
+    })?;
+    Ok(data::short(&hash.finalize()))
 }
 
 /// The ranks of each host, in ascending order; that of rank 0 is the first host.
