@@ -85,8 +85,9 @@ impl Canvas {
     /// Draws one stroke with displaced control points.
     pub(super) fn stroke(&mut self, stroke: &Stroke, hand: &Hand, words: &mut Words) {
         let mut points = [[0.0; 2]; MAX_POINTS];
-        let count = stroke.points.len().min(MAX_POINTS);
-        for (placed, &[x, y]) in points.iter_mut().zip(stroke.points) {
+        let (of_stroke, _) = stroke.points.as_chunks::<2>();
+        let count = of_stroke.len().min(MAX_POINTS);
+        for (placed, &[x, y]) in points.iter_mut().zip(of_stroke) {
             let shaken = [x + words.around(SHAKE), y + words.around(SHAKE)];
             *placed = hand.place(shaken);
         }
