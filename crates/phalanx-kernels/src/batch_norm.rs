@@ -67,28 +67,30 @@ pub struct Channels<'a> {
     pub shift: &'a [f32],
 }
 
+/// Runs the body for all `$count` channels, `W` of them from `at` on: one body for each width, so that sums stay in
+/// registers.
+macro_rules! by_lanes {
+    ($count:expr, |$at:ident, $wide:ident| $body:expr) => {
+        let mut $at = 0;
+        by_lanes!($count, $at, $wide, $body, LANES);
+        by_lanes!($count, $at, $wide, $body, 16);
+        by_lanes!($count, $at, $wide, $body, 8);
+        by_lanes!($count, $at, $wide, $body, 1);
+    };
+    ($count:expr, $at:ident, $wide:ident, $body:expr, $lanes:expr) => {{
+        const $wide: usize = $lanes;
+        while $at + $wide <= $count {
+            $body;
+            $at += $wide;
+        }
+    }};
+}
+
 simd! {
     /// Mean and sum of squared deviations of one chunk.
     fn chunk_statistics<T: Element>(x: &[T], means: &mut [f32], squares: &mut [f32]) {
         let c = means.len();
-        let mut at = 0;
-        // One body for each width: sums stay in registers.
-        while at + LANES <= c {
-            statistics_of::<LANES, T>(x, at, means, squares);
-            at += LANES;
-        }
-        while at + 16 <= c {
-            statistics_of::<16, T>(x, at, means, squares);
-            at += 16;
-        }
-        while at + 8 <= c {
-            statistics_of::<8, T>(x, at, means, squares);
-            at += 8;
-        }
-        while at < c {
-            statistics_of::<1, T>(x, at, means, squares);
-            at += 1;
-        }
+        by_lanes!(c, |at, W| statistics_of::<W, T>(x, at, means, squares));
     }
 }
 
@@ -248,23 +250,7 @@ simd! {
                 Clip { low: f32::NAN, high: f32::NAN }
             }
         };
-        let mut at = 0;
-        while at + LANES <= n {
-            sums_of::<LANES, T>(x, dy, c, clip, at, sums, products);
-            at += LANES;
-        }
-        while at + 16 <= n {
-            sums_of::<16, T>(x, dy, c, clip, at, sums, products);
-            at += 16;
-        }
-        while at + 8 <= n {
-            sums_of::<8, T>(x, dy, c, clip, at, sums, products);
-            at += 8;
-        }
-        while at < n {
-            sums_of::<1, T>(x, dy, c, clip, at, sums, products);
-            at += 1;
-        }
+        by_lanes!(n, |at, W| sums_of::<W, T>(x, dy, c, clip, at, sums, products));
     }
 }
 
