@@ -57,26 +57,13 @@ impl RuleOptimizer<AdamRule> {
         adam
     }
 
-    /// Sets the decay rates of the running mean and the running square.
-    #[must_use]
-    pub fn betas(mut self, beta1: f64, beta2: f64) -> Self {
-        self.rule.beta1 = beta1;
-        self.rule.beta2 = beta2;
-        self
-    }
-
-    /// Sets the term added to the denominator.
-    #[must_use]
-    pub fn eps(mut self, eps: f64) -> Self {
-        self.rule.eps = eps;
-        self
-    }
-
-    /// Divides by the largest running square so far instead of the current one.
-    #[must_use]
-    pub fn amsgrad(mut self, amsgrad: bool) -> Self {
-        self.rule.amsgrad = amsgrad;
-        self
+    settings! {
+        /// Sets the decay rates of the running mean and the running square.
+        betas(beta1: f64, beta2: f64);
+        /// Sets the term added to the denominator.
+        eps(eps: f64);
+        /// Divides by the largest running square so far instead of the current one.
+        amsgrad(amsgrad: bool);
     }
 }
 

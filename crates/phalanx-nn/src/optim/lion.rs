@@ -40,12 +40,9 @@ impl RuleOptimizer<LionRule> {
         Self::with_rule(params, lr, rule)
     }
 
-    /// Sets the share of the running mean in the direction, and the decay rate of that mean.
-    #[must_use]
-    pub fn betas(mut self, beta1: f64, beta2: f64) -> Self {
-        self.rule.beta1 = beta1;
-        self.rule.beta2 = beta2;
-        self
+    settings! {
+        /// Sets the share of the running mean in the direction, and the decay rate of that mean.
+        betas(beta1: f64, beta2: f64);
     }
 }
 

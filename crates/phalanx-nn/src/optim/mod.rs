@@ -15,6 +15,18 @@
 //! Results depend neither on the instruction set nor on the number of threads: a fused
 //! multiply-add is one rounding everywhere, and sums have fixed orders.
 
+/// Methods that set fields of an optimizer's rule.
+macro_rules! settings {
+    ($($(#[$about:meta])* $name:ident($($field:ident: $type:ty),+);)*) => {$(
+        $(#[$about])*
+        #[must_use]
+        pub fn $name(mut self, $($field: $type),+) -> Self {
+            $(self.rule.$field = $field;)+
+            self
+        }
+    )*};
+}
+
 mod adam;
 mod clip;
 mod ema;

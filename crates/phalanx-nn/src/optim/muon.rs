@@ -122,41 +122,19 @@ impl RuleOptimizer<MuonRule> {
         self
     }
 
-    /// Sets the momentum of matrices.
-    #[must_use]
-    pub fn momentum(mut self, momentum: f64) -> Self {
-        self.rule.momentum = momentum;
-        self
-    }
-
-    /// Turns Nesterov's momentum of matrices on or off.
-    #[must_use]
-    pub fn nesterov(mut self, nesterov: bool) -> Self {
-        self.rule.nesterov = nesterov;
-        self
-    }
-
-    /// Sets the number of Newton-Schulz iterations (PyTorch's `ns_steps`).
-    #[must_use]
-    pub fn iterations(mut self, iterations: u32) -> Self {
-        self.rule.iterations = iterations;
-        self
-    }
-
-    /// Multiplies the learning rate of a matrix by `0.2 sqrt(max(outputs, inputs))`, so that its updates are as large as
-    /// AdamW's (PyTorch's `adjust_lr_fn="match_rms_adamw"`), instead of by `sqrt(max(1, outputs / inputs))`.
-    #[must_use]
-    pub fn match_rms_adamw(mut self, on: bool) -> Self {
-        self.rule.match_rms = on;
-        self
-    }
-
-    /// Before each update, scales a matrix to a Euclidean norm of the square root of its number of outputs (K. Jordan's record
-    /// on CIFAR-10). For weights whose scale has no effect, such as those in front of a batch normalisation.
-    #[must_use]
-    pub fn normalised(mut self, on: bool) -> Self {
-        self.rule.normalised = on;
-        self
+    settings! {
+        /// Sets the momentum of matrices.
+        momentum(momentum: f64);
+        /// Turns Nesterov's momentum of matrices on or off.
+        nesterov(nesterov: bool);
+        /// Sets the number of Newton-Schulz iterations (PyTorch's `ns_steps`).
+        iterations(iterations: u32);
+        /// Multiplies the learning rate of a matrix by `0.2 sqrt(max(outputs, inputs))`, so that its updates are as large as
+        /// AdamW's (PyTorch's `adjust_lr_fn="match_rms_adamw"`), instead of by `sqrt(max(1, outputs / inputs))`.
+        match_rms_adamw(match_rms: bool);
+        /// Before each update, scales a matrix to a Euclidean norm of the square root of its number of outputs (K. Jordan's record
+        /// on CIFAR-10). For weights whose scale has no effect, such as those in front of a batch normalisation.
+        normalised(normalised: bool);
     }
 }
 

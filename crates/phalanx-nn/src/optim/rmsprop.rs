@@ -47,32 +47,15 @@ impl RuleOptimizer<RmspropRule> {
         Self::with_rule(params, lr, rule)
     }
 
-    /// Sets the decay rate of the running square.
-    #[must_use]
-    pub fn alpha(mut self, alpha: f64) -> Self {
-        self.rule.alpha = alpha;
-        self
-    }
-
-    /// Sets the term added to the denominator.
-    #[must_use]
-    pub fn eps(mut self, eps: f64) -> Self {
-        self.rule.eps = eps;
-        self
-    }
-
-    /// Sets the momentum (0 = none).
-    #[must_use]
-    pub fn momentum(mut self, momentum: f64) -> Self {
-        self.rule.momentum = momentum;
-        self
-    }
-
-    /// Divides by the running standard deviation instead of the root of the running square.
-    #[must_use]
-    pub fn centered(mut self, centered: bool) -> Self {
-        self.rule.centered = centered;
-        self
+    settings! {
+        /// Sets the decay rate of the running square.
+        alpha(alpha: f64);
+        /// Sets the term added to the denominator.
+        eps(eps: f64);
+        /// Sets the momentum (0 = none).
+        momentum(momentum: f64);
+        /// Divides by the running standard deviation instead of the root of the running square.
+        centered(centered: bool);
     }
 }
 

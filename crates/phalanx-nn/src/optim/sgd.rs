@@ -43,25 +43,13 @@ impl RuleOptimizer<SgdRule> {
         Self::with_rule(params, lr, rule)
     }
 
-    /// Sets the momentum (0 = none).
-    #[must_use]
-    pub fn momentum(mut self, momentum: f64) -> Self {
-        self.rule.momentum = momentum;
-        self
-    }
-
-    /// Sets the dampening of the momentum.
-    #[must_use]
-    pub fn dampening(mut self, dampening: f64) -> Self {
-        self.rule.dampening = dampening;
-        self
-    }
-
-    /// Turns Nesterov's momentum on or off; it needs momentum and no dampening.
-    #[must_use]
-    pub fn nesterov(mut self, nesterov: bool) -> Self {
-        self.rule.nesterov = nesterov;
-        self
+    settings! {
+        /// Sets the momentum (0 = none).
+        momentum(momentum: f64);
+        /// Sets the dampening of the momentum.
+        dampening(dampening: f64);
+        /// Turns Nesterov's momentum on or off; it needs momentum and no dampening.
+        nesterov(nesterov: bool);
     }
 }
 
