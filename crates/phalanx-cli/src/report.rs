@@ -20,7 +20,7 @@ pub struct ReportArgs {
     /// File to write [default: report.html, in the run's folder if there is one RUN]
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Also send the runs to an MLflow tracking server: what was not delivered yet [default URI: MLFLOW_TRACKING_URI]
+    /// Also send the runs to an MLflow tracking server, or the copy below a URL s3://… or gs://…: what was not delivered yet [default URI: MLFLOW_TRACKING_URI]
     #[arg(long, value_name = "URI", num_args = 0..=1, default_missing_value = "")]
     upload: Option<String>,
     /// Also write offline runs into the folders' wandb/, for `wandb sync`; replaces existing ones, whose paths are wrong after
@@ -70,15 +70,18 @@ pub fn run(args: &ReportArgs) -> Result<()> {
         }
     };
     say::print(&format!("{}\n", output.display()))?;
+    let is_store = |to: &String| to.starts_with("s3://") || to.starts_with("gs://");
     let to = TrackArgs {
-        mlflow: args.upload.clone(),
+        mlflow: args.upload.clone().filter(|to| !is_store(to)),
         wandb: args.wandb,
+        output_url: args.upload.clone().filter(is_store),
     };
     for run in &args.runs {
         for tracker in to.trackers(&real_env())? {
             let done = match tracker.name() {
                 "wandb" => format!("wandb sync {}/wandb/offline-run-*", as_typed(run)),
-                _ => format!("{} is on the MLflow server", run.display()),
+                "mlflow" => format!("{} is on the MLflow server", run.display()),
+                _ => format!("{} is in the object store", run.display()),
             };
             upload(run, tracker)?;
             say::print(&format!("{done}\n"))?;

@@ -1,5 +1,7 @@
 //! The flags of trackers.
 
+use std::path::Path;
+
 use phalanx_base::env::Env;
 use phalanx_base::say;
 
@@ -14,6 +16,9 @@ pub struct TrackArgs {
     /// Write an offline run into the folder's wandb/, which `wandb sync` uploads; nothing with WANDB_MODE=disabled
     #[arg(long)]
     pub wandb: bool,
+    /// Keep a copy of the output folder, checkpoints too, below this URL of an object store while the training runs; with --resume auto and no checkpoint in the folder, continue from the copy
+    #[arg(long, value_name = "s3://BUCKET/PREFIX|gs://…")]
+    pub output_url: Option<String>,
 }
 
 impl TrackArgs {
@@ -23,6 +28,9 @@ impl TrackArgs {
     ///
     /// `Usage`: an address that is none, or that has a password; a program without MLflow.
     pub fn validate(&self) -> Result<()> {
+        if let Some(url) = &self.output_url {
+            store(url)?;
+        }
         match self.mlflow.as_deref() {
             None => Ok(()),
             Some("") if cfg!(feature = "mlflow") => Ok(()),
@@ -30,13 +38,43 @@ impl TrackArgs {
         }
     }
 
+    /// Those of the training whose folder in the run's is `folder`.
+    fn within(&self, folder: Option<&str>) -> TrackArgs {
+        let mut args = self.clone();
+        if let (Some(url), Some(folder)) = (&mut args.output_url, folder) {
+            *url = format!("{}/{folder}", url.trim_end_matches('/'));
+        }
+        args
+    }
+
+    /// Before a training in `dir`, the run's folder or `folder` in it: with `--output-url`, checks that no other run is there,
+    /// or if the training `resumes` copies it here. Returns what was copied, in words. On rank 0.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, where there is another run; those of reading and writing.
+    pub fn prepare(
+        &self,
+        dir: &Path,
+        folder: Option<&str>,
+        resumes: bool,
+    ) -> Result<Option<String>> {
+        let Some(url) = self.within(folder).output_url else {
+            return Ok(None);
+        };
+        #[cfg(feature = "object-store")]
+        return crate::store::prepare(&url, dir, resumes);
+        #[cfg(not(feature = "object-store"))]
+        store(&url).map(|_| (dir, resumes)).map(|_| None)
+    }
+
     /// As [`trackers`](Self::trackers), and for a run under Kubeflow Trainer the one that posts its progress there.
     ///
     /// # Errors
     ///
     /// As [`validate`](Self::validate).
-    pub fn of_run(&self, env: &Env) -> Result<Vec<Box<dyn Tracker + Send>>> {
-        let trackers = self.trackers(env)?;
+    pub fn of_run(&self, env: &Env, folder: Option<&str>) -> Result<Vec<Box<dyn Tracker + Send>>> {
+        let trackers = self.within(folder).trackers(env)?;
         #[cfg(feature = "mlflow")]
         let trackers = trackers
             .into_iter()
@@ -66,7 +104,28 @@ impl TrackArgs {
             let uri = Some(uri).filter(|uri| !uri.is_empty());
             trackers.push(mlflow(uri, env)?);
         }
+        if let Some(url) = &self.output_url {
+            trackers.push(store(url)?);
+        }
         Ok(trackers)
+    }
+}
+
+/// The copy at `url`.
+pub(crate) fn store(url: &str) -> Result<Box<dyn Tracker + Send>> {
+    if !["s3://", "gs://"]
+        .iter()
+        .any(|scheme| url.starts_with(scheme))
+    {
+        let what = format!("--output-url {url}: give s3://BUCKET/PREFIX or gs://BUCKET/PREFIX");
+        return Err(Error::usage(what));
+    }
+    #[cfg(feature = "object-store")]
+    return Ok(Box::new(crate::Copy::new(url)?));
+    #[cfg(not(feature = "object-store"))]
+    {
+        let fix = "build with --features object-store";
+        Err(Error::usage("this program was built without object stores").note("fix", fix))
     }
 }
 
@@ -97,7 +156,7 @@ mod tests {
         let trackers = |wandb: bool, mode: &str| {
             let args = TrackArgs {
                 wandb,
-                mlflow: None,
+                ..TrackArgs::default()
             };
             let env = Env::from([("WANDB_MODE".to_owned(), mode.to_owned())]);
             args.trackers(&env).expect(mode).len()

@@ -16,7 +16,7 @@ use serde_json::Value;
 use crate::follow::{Follow, Position, RUN_FILE, Record};
 use crate::{Error, ErrorKind, Result, Tracker};
 
-/// How long the end of a training waits for a tracker, at most.
+/// How long the end of a training waits for a tracker, at most; see [`Tracker::patience`].
 pub const FINISH_WAIT: Duration = Duration::from_secs(10);
 
 /// How often the run's files are read.
@@ -304,6 +304,7 @@ pub struct Delivery {
     /// The last failure, while it lasts.
     failing: Arc<Mutex<Option<String>>>,
     remainder: Remainder,
+    patience: Duration,
 }
 
 impl Delivery {
@@ -315,7 +316,7 @@ impl Delivery {
     /// those of reading and writing in the folder; `System`, where no thread can be started.
     pub fn start(dir: &Path, tracker: Box<dyn Tracker + Send>) -> Result<Delivery> {
         let courier = Courier::open(dir, tracker)?;
-        let remainder = courier.remainder();
+        let (remainder, patience) = (courier.remainder(), courier.tracker.patience());
         let failing = Arc::default();
         let (ends, training) = channel();
         let (done, outcome) = channel();
@@ -334,15 +335,18 @@ impl Delivery {
             outcome,
             failing,
             remainder,
+            patience,
         })
     }
 
-    /// Says that the training has ended, and waits until everything is delivered, at most `wait`.
+    /// Says that the training has ended, and waits until everything is delivered, at most `wait`, or as long as the tracker
+    /// [asks for](Tracker::patience).
     ///
     /// # Errors
     ///
     /// How much is left and why, with the command that delivers it later.
     pub fn finish(self, wait: Duration) -> Result<()> {
+        let wait = wait.max(self.patience);
         // Where the delivery has ended, it has left its outcome.
         let _ = self.ends.send(wait);
         let (kind, why) = match self.outcome.recv_timeout(wait) {

@@ -10,7 +10,7 @@ use phalanx_base::files::{Dir, ask_lock, try_lock};
 use phalanx_base::process::ProcessName;
 use serde_json::{Value, json};
 
-use crate::args::mlflow;
+use crate::args::{mlflow, store};
 use crate::delivery::{lock_of, state_of};
 use crate::tensorboard::TENSORBOARD;
 use crate::{
@@ -33,6 +33,7 @@ const CLOCK_S: f64 = 1.0;
 /// The trackers' names.
 const WANDB: &str = "wandb";
 const MLFLOW: &str = "mlflow";
+const STORE: &str = "store";
 
 /// How long to wait for a process that is ending to let go of a tracker.
 const LOCK_WAIT: Duration = Duration::from_secs(2);
@@ -109,7 +110,9 @@ pub fn record_unseen_end(dir: &Path, env: &Env) -> Result<()> {
     let at = written(&run).map_or(0.0, seconds);
     append(&run, &last, at, Ending::Failed, UNSEEN)?;
     // A server is asked by `--upload` only.
-    let mut files = used(dir).into_iter().filter(|name| *name != MLFLOW);
+    let mut files = used(dir)
+        .into_iter()
+        .filter(|name| ![MLFLOW, STORE].contains(name));
     files.try_for_each(|name| upload(dir, tracker(dir, name, env)?))
 }
 
@@ -167,7 +170,7 @@ fn used(dir: &Path) -> Vec<&'static str> {
     let Ok(dir) = Dir::open(dir) else {
         return Vec::new();
     };
-    let mut names = vec![TENSORBOARD, WANDB, MLFLOW];
+    let mut names = vec![TENSORBOARD, WANDB, MLFLOW, STORE];
     names.retain(|name| dir.has(&lock_of(name)));
     names
 }
@@ -181,6 +184,10 @@ fn tracker(dir: &Path, name: &str, env: &Env) -> Result<Box<dyn Tracker + Send>>
             // Without an address, the environment has it.
             let uri = state["uri"].as_str().filter(|uri| !uri.is_empty());
             mlflow(uri, env)
+        }
+        STORE => {
+            let state = state_of(&Dir::open(dir)?, STORE);
+            store(state["url"].as_str().unwrap_or_default())
         }
         _ => Ok(Box::new(TensorBoard::default())),
     }

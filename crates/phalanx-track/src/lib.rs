@@ -24,11 +24,15 @@ macro_rules! messages {
 mod args;
 mod delivery;
 mod ending;
+#[cfg(any(feature = "mlflow", feature = "object-store"))]
+mod files;
 mod follow;
 #[cfg(feature = "mlflow")]
 mod kubeflow;
 #[cfg(feature = "mlflow")]
 mod mlflow;
+#[cfg(feature = "object-store")]
+mod store;
 mod tensorboard;
 mod tracker;
 mod values;
@@ -41,6 +45,8 @@ pub use follow::{EVENTS_FILE, Follow, METRICS_FILE, Position, RUN_FILE, Record, 
 #[cfg(feature = "mlflow")]
 pub use mlflow::Mlflow;
 pub use phalanx_base::error::{Error, ErrorKind, Result};
+#[cfg(feature = "object-store")]
+pub use store::Copy;
 pub use tensorboard::{EVENT_FILE_PREFIX, TensorBoard};
 pub use tracker::Tracker;
 pub use wandb::Wandb;

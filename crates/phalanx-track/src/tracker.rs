@@ -1,6 +1,7 @@
 //! What gets the records of a run.
 
 use std::path::Path;
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -70,6 +71,11 @@ pub trait Tracker {
     ///
     /// As the trait says.
     fn finish(&mut self) -> Result<()>;
+
+    /// How long the end of a training waits for it, where that is longer than for others.
+    fn patience(&self) -> Duration {
+        Duration::ZERO
+    }
 
     /// The command that delivers the rest of the run in the folder `dir` later, if there is one.
     fn later(&self, dir: &Path) -> Option<String> {

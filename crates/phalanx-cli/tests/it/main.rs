@@ -14,6 +14,7 @@ mod inputs;
 mod launch;
 mod layers;
 mod live;
+mod output_url;
 mod own_program;
 mod predict;
 mod programs;

@@ -5,8 +5,6 @@ mod server;
 mod tests;
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
@@ -17,8 +15,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use self::server::{Refused, Server, URI};
+use crate::files::{files_of, open_in, version};
 use crate::follow::{LARGEST_FILE, RUN_FILE};
-use crate::tensorboard::EVENT_FILE_PREFIX;
 use crate::values::shown;
 use crate::{Error, Result, Tracker};
 
@@ -374,7 +372,7 @@ impl Mlflow {
             return Ok(());
         };
         let dir = Dir::open(&self.dir)?;
-        let mut files = files_of(&dir)?;
+        let mut files = files_of(&dir, &LEFT_OUT)?;
         let has_weights = |name: &str| {
             [".safetensors", ".pt", ".pth"]
                 .iter()
@@ -386,8 +384,7 @@ impl Mlflow {
             let Some(file) = open_in(&dir, &name) else {
                 continue;
             };
-            let about = file.metadata().map_err(phalanx_base::Error::from)?;
-            let version = (about.len(), about.mtime());
+            let version = version(&file)?;
             if self.state.artifacts.get(&name) == Some(&version) {
                 continue;
             }
@@ -566,36 +563,6 @@ impl Tracker for Mlflow {
             as_typed(dir),
             self.server.uri()
         ))
-    }
-}
-
-/// The names of the run's files in `dir`, without those that are temporary.
-fn files_of(dir: &Dir) -> Result<Vec<String>> {
-    let mut files = Vec::new();
-    let is_left_out = |name: &str| {
-        name.starts_with('.') || LEFT_OUT.contains(&name) || name.starts_with(EVENT_FILE_PREFIX)
-    };
-    let names = dir.names()?;
-    for name in names.iter().filter(|name| !is_left_out(name)) {
-        match dir.sub(name) {
-            Ok(Some(inner)) => {
-                let inner = inner
-                    .names()?
-                    .into_iter()
-                    .filter(|name| !name.starts_with('.'));
-                files.extend(inner.map(|file| format!("{name}/{file}")));
-            }
-            _ => files.push(name.clone()),
-        }
-    }
-    Ok(files)
-}
-
-/// The regular file `name` in `dir` or in a folder of it.
-fn open_in(dir: &Dir, name: &str) -> Option<File> {
-    match name.split_once('/') {
-        Some((folder, name)) => dir.sub(folder).ok()??.open_read(name).ok()?,
-        None => dir.open_read(name).ok()?,
     }
 }
 

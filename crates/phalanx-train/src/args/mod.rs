@@ -45,10 +45,11 @@ pub(crate) const GLOBAL_BATCH: &str = "global batch size";
 
 /// Flags of a run that say what it writes, where it continues and where it stops, and not how it trains. A `--config` that is a
 /// run does not set them.
-pub const OF_ONE_RUN: [&str; 7] = [
+pub const OF_ONE_RUN: [&str; 8] = [
     "find-lr",
     "log-samples",
     "output-dir",
+    "output-url",
     "overwrite",
     "profile",
     "resume",

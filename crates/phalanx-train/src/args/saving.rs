@@ -155,6 +155,13 @@ impl SavingArgs {
         Ok(ctx.group().broadcast_object(Some(&found), 0)?)
     }
 
+    /// Whether the newest checkpoint in `dir` is to be continued from, and there is none.
+    pub(crate) fn takes_up(&self, dir: &Path) -> bool {
+        let is_wanted = self.resume.as_deref() == Some(AUTO) || self.attempt.restarts > 0;
+        let has_any = || Dir::open(&dir.join(FOLDER)).and_then(|dir| dir.names());
+        is_wanted && !has_any().is_ok_and(|names| names.iter().any(|name| name.ends_with(".json")))
+    }
+
     /// How long a stop may take before a save was measured.
     pub fn stop_grace(&self) -> Duration {
         let typed = self.stop_grace_s;

@@ -399,7 +399,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             plan.content.push_str(&limit);
         }
         if plan.ctx.is_main() {
-            let trackers = settings.track.of_run(&real_env())?;
+            let trackers = settings.track.of_run(&real_env(), plan.folder.as_deref())?;
             plan.trackers.extend(trackers);
         }
         Ok(world)
@@ -425,6 +425,11 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let (ctx, settings, purpose) = (plan.ctx, plan.settings, plan.purpose);
         let starting = ctx.phase("starting");
         let [run, dir] = plan.folders()?;
+        if ctx.is_main() && purpose == Purpose::Train {
+            let resumes = settings.saving.takes_up(&dir);
+            let copied = (settings.track).prepare(&dir, plan.folder.as_deref(), resumes)?;
+            copied.into_iter().for_each(|text| ctx.note(&text));
+        }
         let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
         let resumed = resumed.as_ref();
         let resumable = settings.resumable(&plan.info.program, &plan.content, world);

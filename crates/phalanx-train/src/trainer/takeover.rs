@@ -77,7 +77,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let log = output.log_of_lost(ctx, self.course.place, &self.reports.info, records)?;
         self.elastic.records.clear();
         let mut trackers = std::mem::take(&mut self.reports.trackers);
-        match settings.track.of_run(&real_env()) {
+        let folder = settings.output_dir.as_deref();
+        let folder = folder.and_then(|run| output.dir().strip_prefix(run).ok()?.to_str());
+        match (settings.track).of_run(&real_env(), folder.filter(|name| !name.is_empty())) {
             Ok(own) => trackers.extend(own),
             // What the host of the lost rank 0 had need not be here.
             Err(error) => say::note(format_args!(

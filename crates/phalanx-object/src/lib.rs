@@ -1,0 +1,370 @@
+//! Object stores and HTTP servers, by the crate `object_store`.
+//!
+//! It signs requests, lists, and knows the errors of each store. How often a server is asked again is decided here: the crate
+//! waits for a slow one without end.
+
+#![forbid(unsafe_code)]
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
+use std::cell::Cell;
+use std::error::Error as StdError;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::iter::successors;
+use std::sync::LazyLock;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+pub use futures_util::StreamExt;
+use futures_util::TryStreamExt;
+pub use object_store;
+use object_store::aws::AmazonS3Builder;
+use object_store::client::HttpError;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::http::HttpBuilder;
+use object_store::path::Path;
+use object_store::{
+    ClientOptions, Error as Store, ObjectMeta, ObjectStore, ObjectStoreExt, RetryConfig,
+    WriteMultipart,
+};
+use phalanx_base::text::one_line;
+use phalanx_base::{Error, ErrorKind, Result};
+use tokio::runtime::{Builder, Runtime};
+pub use tokio::time::timeout;
+
+/// How long a server is waited for.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// One that brings nothing for so long is asked again.
+    pub silence: Duration,
+    /// How long it is asked again while it brings nothing.
+    pub total: Duration,
+    /// Before it is asked for the second time; doubled each time, up to ten seconds.
+    pub pause: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Patience {
+            silence: Duration::from_secs(30),
+            total: Duration::from_secs(180),
+            pause: Duration::from_millis(250),
+        }
+    }
+}
+
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+/// Fewer bytes than these in a [`Patience::silence`] are none.
+pub const SLOW: u64 = 16 << 10;
+/// Bytes of a part of a large file, how many are sent at the same time, and what a request that sends may take.
+const PART: usize = 8 << 20;
+const TOGETHER: usize = 4;
+const SENDING: Duration = Duration::from_secs(600);
+
+/// What is said of a server that sends whole files only.
+pub const WHOLE: [&str; 2] = ["Range request not supported", "non-partial response"];
+/// What S3 says of a request for another region; what it says of keys; and where credentials are looked for when none are set.
+const REGION: [&str; 4] = [
+    "without LOCATION",
+    "AuthorizationHeaderMalformed",
+    "PermanentRedirect",
+    "IllegalLocationConstraint",
+];
+const REFUSED: [&str; 5] = [
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "InvalidToken",
+    "status code: 401",
+];
+const METADATA: [&str; 3] = ["169.254.", "/latest/api/token", "metadata.google.internal"];
+const KEYS: &str = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS; for a public bucket \
+                    AWS_SKIP_SIGNATURE=true or GOOGLE_SKIP_SIGNATURE=true";
+
+static RUNTIME: LazyLock<io::Result<Runtime>> =
+    LazyLock::new(|| Builder::new_current_thread().enable_all().build());
+
+fn runtime() -> Result<&'static Runtime> {
+    let runtime = RUNTIME.as_ref();
+    runtime.map_err(|e| Error::new(ErrorKind::System, format!("cannot start I/O: {e}")))
+}
+
+/// A prefix of an object store, or a folder of an HTTP server.
+pub struct Objects {
+    url: String,
+    store: Box<dyn ObjectStore>,
+    prefix: String,
+    patience: Patience,
+}
+
+/// An error, and whether the next attempt may succeed.
+pub struct Failure(pub bool, pub Error);
+
+impl Objects {
+    /// Those at `url`: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, or a folder of an HTTP server. The environment has the
+    /// credentials. Nothing is asked yet.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` for a URL or variables that the store does not understand.
+    pub fn open(url: &str, patience: Patience) -> Result<Objects> {
+        // Fails where the program has chosen a provider already, which then serves.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let wrong = |e: Store| Error::usage(format!("{url}: {e}"));
+        let options = ClientOptions::new()
+            .with_allow_http(true)
+            .with_timeout_disabled()
+            .with_connect_timeout(patience.silence)
+            .with_read_timeout(patience.silence);
+        let retry = RetryConfig {
+            max_retries: 0,
+            ..RetryConfig::default()
+        };
+        let (bucket, prefix) = match url.match_indices('/').nth(2) {
+            Some((slash, _)) => (&url[..slash], &url[slash + 1..]),
+            None => (url, ""),
+        };
+        let (store, prefix): (Box<dyn ObjectStore>, _) = match url.split(':').next() {
+            Some("s3") => {
+                let builder = AmazonS3Builder::from_env().with_client_options(options);
+                let store = builder.with_url(bucket).with_retry(retry).build();
+                (Box::new(store.map_err(wrong)?), prefix)
+            }
+            Some("gs") => {
+                let builder = GoogleCloudStorageBuilder::from_env().with_client_options(options);
+                let store = builder.with_url(bucket).with_retry(retry).build();
+                (Box::new(store.map_err(wrong)?), prefix)
+            }
+            // Its URL has the path.
+            _ => {
+                let builder = HttpBuilder::new().with_client_options(options);
+                let store = builder.with_url(url).with_retry(retry).build();
+                (Box::new(store.map_err(wrong)?), "")
+            }
+        };
+        Ok(Objects {
+            url: url.trim_end_matches('/').to_owned(),
+            store,
+            prefix: prefix.trim_end_matches('/').to_owned(),
+            patience,
+        })
+    }
+
+    /// As it was typed.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// The store of the crate.
+    pub fn store(&self) -> &dyn ObjectStore {
+        &*self.store
+    }
+
+    /// How long it is waited for.
+    pub fn patience(&self) -> Patience {
+        self.patience
+    }
+
+    /// An object's path, whose name is taken as it is, and its URL; those of all for an empty name.
+    ///
+    /// # Errors
+    ///
+    /// `Usage`, naming the URL.
+    pub fn path(&self, name: &str) -> Result<(Path, String)> {
+        let (url, path) = match name {
+            "" => (self.url.clone(), self.prefix.clone()),
+            _ => (
+                format!("{}/{name}", self.url),
+                format!("{}/{name}", self.prefix),
+            ),
+        };
+        let path = Path::parse(path).map_err(|e| Error::usage(format!("{url}: {e}")))?;
+        Ok((path, url))
+    }
+
+    /// Asks until it succeeds, or cannot, or `at` has come forward by less than [`SLOW`] for [`Patience::total`].
+    ///
+    /// # Errors
+    ///
+    /// The last one.
+    pub fn repeat<T>(
+        &self,
+        at: &Cell<u64>,
+        ask: impl AsyncFn() -> std::result::Result<T, Failure>,
+    ) -> Result<T> {
+        let runtime = runtime()?;
+        let Patience { total, pause, .. } = self.patience;
+        let (mut since, mut reached, mut next) = (Instant::now(), 0, pause);
+        loop {
+            let error = match runtime.block_on(ask()) {
+                Ok(done) => return Ok(done),
+                Err(Failure(false, error)) => return Err(error),
+                Err(Failure(true, error)) => error,
+            };
+            if at.get() >= reached + SLOW {
+                (since, reached, next) = (Instant::now(), at.get(), pause);
+            }
+            if since.elapsed() > total {
+                let (at, time) = (at.get(), total.as_secs());
+                return Err(error.note("tried", format!("for {time} s, from byte {at} on")));
+            }
+            // The ranks of a job do not all come again at the same time.
+            sleep(next * (16 + std::process::id() % 16) / 16);
+            next = LONGEST_PAUSE.min(2 * next);
+        }
+    }
+
+    /// Asks once.
+    fn once<T>(&self, url: &str, ask: impl Future<Output = object_store::Result<T>>) -> Result<T> {
+        let done = runtime()?.block_on(async { timeout(SENDING, ask).await });
+        let done = done.map_err(|_| {
+            let what = format!("{url}: not done after {} s", SENDING.as_secs());
+            Error::new(ErrorKind::Timeout, what)
+        })?;
+        done.map_err(|e| failure(url, e).1)
+    }
+
+    /// The names of all objects below the prefix.
+    ///
+    /// # Errors
+    ///
+    /// As [`failure`].
+    pub fn names(&self) -> Result<Vec<String>> {
+        let (prefix, url) = self.path("")?;
+        let listed: Vec<ObjectMeta> = self.repeat(&Cell::new(0), async || {
+            let listed = self.store.list(Some(&prefix)).try_collect().await;
+            listed.map_err(|e| failure(&url, e))
+        })?;
+        let names = listed.iter().filter_map(|object| {
+            let parts = object.location.prefix_match(&prefix)?;
+            let parts: Vec<String> = parts.map(|part| part.as_ref().to_owned()).collect();
+            Some(parts.join("/"))
+        });
+        Ok(names.collect())
+    }
+
+    /// Writes the object `name` to `out`.
+    ///
+    /// # Errors
+    ///
+    /// As [`failure`]; those of writing.
+    pub fn get(&self, name: &str, out: &mut dyn Write) -> Result<()> {
+        let (path, url) = self.path(name)?;
+        let got = self.repeat(&Cell::new(0), async || {
+            let got = self.store.get(&path).await;
+            got.map_err(|e| failure(&url, e))
+        })?;
+        let mut body = got.into_stream();
+        while let Some(bytes) = self.once(&url, body.try_next())? {
+            let written = out.write_all(&bytes);
+            written.map_err(|e| Error::io("cannot write", name.as_ref(), e))?;
+        }
+        Ok(())
+    }
+
+    /// Makes the rest of `file` the object `name`, which is seen when it is whole. Asks once.
+    ///
+    /// # Errors
+    ///
+    /// As [`failure`]; those of reading; `Timeout`.
+    pub fn put(&self, name: &str, file: &mut File) -> Result<()> {
+        let (path, url) = self.path(name)?;
+        let mut part = Vec::new();
+        let mut read = |part: &mut Vec<u8>| {
+            part.clear();
+            let read = file.take(PART as u64).read_to_end(part);
+            read.map_err(|e| Error::io("cannot read", name.as_ref(), e))
+        };
+        if read(&mut part)? < PART {
+            self.once(&url, self.store.put(&path, part.into()))?;
+            return Ok(());
+        }
+        let upload = self.once(&url, self.store.put_multipart(&path))?;
+        let mut upload = WriteMultipart::new_with_chunk_size(upload, PART);
+        let sent = loop {
+            if let Err(error) = self.once(&url, upload.wait_for_capacity(TOGETHER)) {
+                break Err(error);
+            }
+            // Sending begins, for which a runtime must be there.
+            let _runtime = runtime()?.enter();
+            upload.write(&part);
+            match read(&mut part) {
+                Ok(0) => break Ok(()),
+                Ok(_) => {}
+                Err(error) => break Err(error),
+            }
+        };
+        match sent {
+            Ok(()) => self.once(&url, upload.finish()).map(drop),
+            Err(error) => {
+                let _ = self.once(&url, upload.abort());
+                Err(error)
+            }
+        }
+    }
+
+    /// Removes the object `name`, if it is there.
+    ///
+    /// # Errors
+    ///
+    /// As [`failure`].
+    pub fn delete(&self, name: &str) -> Result<()> {
+        let (path, url) = self.path(name)?;
+        self.once(&url, async {
+            match self.store.delete(&path).await {
+                Err(Store::NotFound { .. }) => Ok(()),
+                done => done,
+            }
+        })
+    }
+}
+
+/// That `url` cannot be read now, and `why`.
+pub fn broken(url: &str, why: &str) -> Failure {
+    let what = format!("{url}: {}", one_line(why));
+    Failure(true, Error::new(ErrorKind::System, what))
+}
+
+/// What an error of the store means: `Usage` for what the user can mend, `Data` for another version than was asked for,
+/// otherwise `System`.
+pub fn failure(url: &str, error: Store) -> Failure {
+    let causes: Vec<_> = successors(Some(&error as &dyn StdError), |e| (*e).source()).collect();
+    let is_transport = causes.iter().any(|cause| cause.is::<HttpError>());
+    let mut text = error.to_string();
+    let deepest = causes.last().map(ToString::to_string).unwrap_or_default();
+    if !text.contains(&deepest) {
+        text += &format!(": {deepest}");
+    }
+    let status = text
+        .split_once("status code: ")
+        .and_then(|(_, rest)| rest.get(..3)?.parse().ok());
+    let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
+    let (what, fix) = match status.unwrap_or(0_u16) {
+        412 => return Failure(false, Error::data(format!("{url} was changed"))),
+        _ if has(&REGION) => (
+            "the bucket is in another region",
+            "set AWS_REGION to the bucket's region",
+        ),
+        _ if has(&METADATA) => ("there are no credentials", KEYS),
+        _ if has(&REFUSED) => ("the server does not accept the credentials", KEYS),
+        _ if has(&["NoSuchBucket"]) => (
+            "there is no such bucket",
+            "check its name, and AWS_ENDPOINT if it is not Amazon's",
+        ),
+        403 => (
+            "the server does not allow it",
+            "ask the owner for the permission, or use other credentials",
+        ),
+        404 | 405 => ("there is no such file", "check the URL"),
+        status => {
+            let is_again = is_transport && !has(&["certificate"])
+                || status >= 500
+                || [408, 429].contains(&status);
+            let Failure(_, error) = broken(url, &text);
+            return Failure(is_again || has(&WHOLE), error);
+        }
+    };
+    let said: String = one_line(&text).chars().take(300).collect();
+    let error = Error::usage(format!("{url}: {what}")).note("fix", fix);
+    Failure(false, error.note("since", said))
+}
