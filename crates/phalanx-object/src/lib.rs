@@ -20,7 +20,7 @@ use futures_util::TryStreamExt;
 pub use object_store;
 use object_store::aws::AmazonS3Builder;
 use object_store::client::HttpError;
-use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder as Google;
 use object_store::http::HttpBuilder;
 use object_store::path::Path;
 use object_store::{
@@ -63,21 +63,34 @@ const SENDING: Duration = Duration::from_secs(600);
 
 /// What is said of a server that sends whole files only.
 pub const WHOLE: [&str; 2] = ["Range request not supported", "non-partial response"];
-/// What S3 says of a request for another region; what it says of keys; and where credentials are looked for when none are set.
-const REGION: [&str; 4] = [
-    "without LOCATION",
-    "AuthorizationHeaderMalformed",
-    "PermanentRedirect",
-    "IllegalLocationConstraint",
+/// Words of an error, what it means, and the way out. The first that fits counts. The addresses are where credentials are looked
+/// for when no variable has them.
+const KNOWN: [(&str, &str, &str); 12] = [
+    ("without LOCATION", ELSEWHERE, REGION),
+    ("AuthorizationHeaderMalformed", ELSEWHERE, REGION),
+    ("169.254.169.254", NONE, KEYS),
+    ("/latest/api/token", NONE, KEYS),
+    ("metadata.google.internal", NONE, KEYS),
+    ("InvalidAccessKeyId", REFUSED, KEYS),
+    ("SignatureDoesNotMatch", REFUSED, KEYS),
+    ("Token</Code>", REFUSED, KEYS),
+    ("status code: 401", REFUSED, KEYS),
+    (
+        "NoSuchBucket",
+        "there is no such bucket",
+        "check its name, and AWS_ENDPOINT",
+    ),
+    (
+        "status code: 403",
+        "the server does not allow it",
+        "ask its owner, or use other credentials",
+    ),
+    ("status code: 404", "there is no such file", "check the URL"),
 ];
-const REFUSED: [&str; 5] = [
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "ExpiredToken",
-    "InvalidToken",
-    "status code: 401",
-];
-const METADATA: [&str; 3] = ["169.254.", "/latest/api/token", "metadata.google.internal"];
+const ELSEWHERE: &str = "the bucket is in another region";
+const REGION: &str = "set AWS_REGION to the bucket's region";
+const NONE: &str = "there are no credentials";
+const REFUSED: &str = "the server does not accept the credentials";
 const KEYS: &str = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS; for a public bucket \
                     AWS_SKIP_SIGNATURE=true or GOOGLE_SKIP_SIGNATURE=true";
 
@@ -110,42 +123,35 @@ impl Objects {
     pub fn open(url: &str, patience: Patience) -> Result<Objects> {
         // Fails where the program has chosen a provider already, which then serves.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let wrong = |e: Store| Error::usage(format!("{url}: {e}"));
         let options = ClientOptions::new()
             .with_allow_http(true)
             .with_timeout_disabled()
             .with_connect_timeout(patience.silence)
-            .with_read_timeout(patience.silence);
+            .with_read_timeout(2 * patience.silence);
         let retry = RetryConfig {
             max_retries: 0,
             ..RetryConfig::default()
         };
-        let (bucket, prefix) = match url.match_indices('/').nth(2) {
-            Some((slash, _)) => (&url[..slash], &url[slash + 1..]),
-            None => (url, ""),
-        };
+        macro_rules! built {
+            ($builder:expr, $url:expr) => {{
+                let builder = $builder.with_client_options(options).with_retry(retry);
+                let built = builder.with_url($url).build();
+                Box::new(built.map_err(|e| Error::usage(format!("{url}: {e}")))?)
+            }};
+        }
+        let slash = url.match_indices('/').nth(2);
+        let slash = slash.map_or(url.len(), |(at, _)| at);
+        let (bucket, prefix) = (&url[..slash], url[slash..].trim_matches('/'));
         let (store, prefix): (Box<dyn ObjectStore>, _) = match url.split(':').next() {
-            Some("s3") => {
-                let builder = AmazonS3Builder::from_env().with_client_options(options);
-                let store = builder.with_url(bucket).with_retry(retry).build();
-                (Box::new(store.map_err(wrong)?), prefix)
-            }
-            Some("gs") => {
-                let builder = GoogleCloudStorageBuilder::from_env().with_client_options(options);
-                let store = builder.with_url(bucket).with_retry(retry).build();
-                (Box::new(store.map_err(wrong)?), prefix)
-            }
+            Some("s3") => (built!(AmazonS3Builder::from_env(), bucket), prefix),
+            Some("gs") => (built!(Google::from_env(), bucket), prefix),
             // Its URL has the path.
-            _ => {
-                let builder = HttpBuilder::new().with_client_options(options);
-                let store = builder.with_url(url).with_retry(retry).build();
-                (Box::new(store.map_err(wrong)?), "")
-            }
+            _ => (built!(HttpBuilder::new(), url), ""),
         };
         Ok(Objects {
             url: url.trim_end_matches('/').to_owned(),
             store,
-            prefix: prefix.trim_end_matches('/').to_owned(),
+            prefix: prefix.to_owned(),
             patience,
         })
     }
@@ -171,14 +177,10 @@ impl Objects {
     ///
     /// `Usage`, naming the URL.
     pub fn path(&self, name: &str) -> Result<(Path, String)> {
-        let (url, path) = match name {
-            "" => (self.url.clone(), self.prefix.clone()),
-            _ => (
-                format!("{}/{name}", self.url),
-                format!("{}/{name}", self.prefix),
-            ),
-        };
-        let path = Path::parse(path).map_err(|e| Error::usage(format!("{url}: {e}")))?;
+        let url = format!("{}/{name}", self.url);
+        let url = url.trim_end_matches('/').to_owned();
+        let path = Path::parse(format!("{}/{name}", self.prefix).trim_matches('/'));
+        let path = path.map_err(|e| Error::usage(format!("{url}: {e}")))?;
         Ok((path, url))
     }
 
@@ -335,36 +337,17 @@ pub fn failure(url: &str, error: Store) -> Failure {
     if !text.contains(&deepest) {
         text += &format!(": {deepest}");
     }
-    let status = text
-        .split_once("status code: ")
-        .and_then(|(_, rest)| rest.get(..3)?.parse().ok());
-    let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
-    let (what, fix) = match status.unwrap_or(0_u16) {
-        412 => return Failure(false, Error::data(format!("{url} was changed"))),
-        _ if has(&REGION) => (
-            "the bucket is in another region",
-            "set AWS_REGION to the bucket's region",
-        ),
-        _ if has(&METADATA) => ("there are no credentials", KEYS),
-        _ if has(&REFUSED) => ("the server does not accept the credentials", KEYS),
-        _ if has(&["NoSuchBucket"]) => (
-            "there is no such bucket",
-            "check its name, and AWS_ENDPOINT if it is not Amazon's",
-        ),
-        403 => (
-            "the server does not allow it",
-            "ask the owner for the permission, or use other credentials",
-        ),
-        404 | 405 => ("there is no such file", "check the URL"),
-        status => {
-            let is_again = is_transport && !has(&["certificate"])
-                || status >= 500
-                || [408, 429].contains(&status);
-            let Failure(_, error) = broken(url, &text);
-            return Failure(is_again || has(&WHOLE), error);
-        }
+    let has = |words: &str| text.contains(words);
+    if has("status code: 412") {
+        return Failure(false, Error::data(format!("{url} was changed")));
+    }
+    let Some((_, what, fix)) = KNOWN.iter().find(|(words, ..)| has(words)) else {
+        let again = ["status code: 5", "status code: 429", "status code: 408"];
+        let is_again = is_transport && !has("certificate");
+        let Failure(_, error) = broken(url, &text);
+        return Failure(is_again || again.into_iter().chain(WHOLE).any(has), error);
     };
     let said: String = one_line(&text).chars().take(300).collect();
-    let error = Error::usage(format!("{url}: {what}")).note("fix", fix);
+    let error = Error::usage(format!("{url}: {what}")).note("fix", *fix);
     Failure(false, error.note("since", said))
 }

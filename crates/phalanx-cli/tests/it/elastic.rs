@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use crate::own_program::program;
 use crate::support::{
     Job, SOON, ended, eventually, find_process, free_port, phalanx, process_of, run, signal,
     succeed,
@@ -113,7 +114,7 @@ fn wait_for_ranks(dir: &Path, changes: usize, ranks: u64) {
 }
 
 /// That each epoch has trained on each sample once: of a step that was begun several times, the last generation counts.
-fn check_samples(dir: &Path) {
+fn check_samples(dir: &Path, samples: u64) {
     let mut steps: BTreeMap<(u64, u64), BTreeMap<u64, Vec<u64>>> = BTreeMap::new();
     for record in logged(dir) {
         let number = |name: &str| record[name].as_u64();
@@ -136,7 +137,7 @@ fn check_samples(dir: &Path) {
         epochs.entry(epoch).or_default().extend(last);
     }
     assert_eq!(epochs.len(), EPOCHS);
-    let all: Vec<u64> = (0..SAMPLES).collect();
+    let all: Vec<u64> = (0..samples).collect();
     for (epoch, mut seen) in epochs {
         seen.sort_unstable();
         assert_eq!(seen, all, "epoch {epoch}");
@@ -187,7 +188,7 @@ fn check_result(dir: &Path, ranks: usize) {
     let (hashes, world) = result(&dir.join("run"));
     assert_eq!(hashes, usual().0);
     assert_eq!(world, ranks);
-    check_samples(dir);
+    check_samples(dir, SAMPLES);
     let losses = |all: &[Value]| -> Vec<(u64, Value, Value)> {
         let mut all: Vec<_> = (all.iter())
             .map(|r| {
@@ -228,6 +229,34 @@ fn the_ranks_that_are_left_go_on_and_the_result_is_the_same() {
     assert!(err.contains("world size 3 -> 2"), "{err}");
     assert!(err.contains("world size 2 -> 1"), "{err}");
     check_result(dir, 1);
+}
+
+/// The samples of shards, in a program of one's own.
+#[test]
+fn a_stream_goes_on_without_a_lost_rank_and_with_one_that_joins() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let dir = dir.path();
+    let train = |folder: &str, more: &str| {
+        let line = format!(
+            "--epochs {EPOCHS} --global-batch-size 16 --threads 1 --deterministic shards --output-dir {folder} {more}"
+        );
+        program("stream", &line.split_whitespace().collect::<Vec<_>>(), dir)
+    };
+    let (code, out, err) = ended(train("undisturbed", "").spawn().expect("it starts"));
+    assert_eq!(code, 0, "{out}{err}");
+    let more = "--nproc-per-node 3 --elastic --max-restarts 1 --log-samples seen";
+    let job = Job::start(&mut train("run", more));
+    wait_for_step(dir, 1, 3);
+    signal(process_of(1, dir), "KILL");
+    wait_for_ranks(dir, 2, 3);
+    signal(process_of(2, dir), "KILL");
+    let (code, out, err) = ended(job);
+    assert_eq!(code, 0, "{out}{err}");
+    assert!(err.contains("world size 2 -> 3"), "{err}");
+    let (hashes, world) = result(&dir.join("run"));
+    assert_eq!(hashes, result(&dir.join("undisturbed")).0);
+    assert_eq!(world, 2);
+    check_samples(dir, 8 * 512);
 }
 
 #[test]
@@ -403,7 +432,7 @@ fn ranks_with_parts_of_the_state_are_lost_and_started_again() {
     wait_for_ranks(dir, 5, 3);
     let (code, out, err) = ended(job);
     assert_eq!(code, 0, "{out}{err}");
-    check_samples(dir);
+    check_samples(dir, SAMPLES);
     check_losses(dir, &with_parts("undisturbed", 1, ""), 30);
 }
 

@@ -155,7 +155,7 @@ impl Transforms {
     /// # Errors
     ///
     /// `Usage` for a transform that is impossible, or if results differ in size.
-    pub(super) fn size(&self, first: Option<[usize; 2]>) -> Result<[usize; 2]> {
+    pub(crate) fn size(&self, first: Option<[usize; 2]>) -> Result<[usize; 2]> {
         let mut at = first;
         for next in &self.list {
             let good = match next {
@@ -198,7 +198,7 @@ impl Transforms {
     }
 
     /// Writes the transformed `image` of number `sample` to `out`: rows of pixels of three values.
-    pub(super) fn apply(
+    pub(crate) fn apply(
         &self,
         mut image: Rgb,
         seed: u64,

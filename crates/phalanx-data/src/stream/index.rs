@@ -24,12 +24,12 @@ const MAX_SHARD: u64 = 1 << 38;
 /// Most bytes of the list of shards.
 const MAX_LIST: u64 = 1 << 30;
 
-/// A file of the folder.
+/// A file of the place.
 #[derive(Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct Object {
     pub(super) name: String,
     pub(super) bytes: u64,
-    /// The time of the last change.
+    /// The time of the last change, or the ETag of an object store.
     pub(super) stamp: String,
 }
 
@@ -185,10 +185,19 @@ impl Index {
         })
     }
 
-    /// Whether it is of these files, as they are now.
+    /// Whether it is of these files, as they are now. That of a folder whose files were copied into an object store has their
+    /// names and sizes.
     pub(super) fn is_of(&self, shards: &[Object]) -> bool {
-        let listed = self.list.shards.iter().map(|shard| &shard.object);
-        listed.eq(shards)
+        let is_time = |object: &Object| object.stamp.bytes().all(|c| c.is_ascii_digit());
+        let same = |(ours, now): (&Shard, &Object)| {
+            let copy = Object {
+                stamp: now.stamp.clone(),
+                ..ours.object.clone()
+            };
+            ours.object == *now || is_time(&ours.object) && !is_time(now) && copy == *now
+        };
+        let listed = &self.list.shards;
+        listed.len() == shards.len() && listed.iter().zip(shards).all(same)
     }
 
     /// Where a sample of a shard lies.

@@ -8,15 +8,22 @@
 //! |---|---|
 //! | `shard` | the formats: finds the samples of a shard, takes one apart |
 //! | `index` | the file with the offsets of all samples |
-//! | `source` | the files of a folder, and its index |
+//! | `source` | the files of a folder or an object store, and their index |
+//! | `remote`, `cache` | object stores and HTTP servers, and the copies of their files on this host |
 
+#[cfg(feature = "object-store")]
+mod cache;
 mod concat;
 #[cfg(any(test, fuzzing))]
 mod fuzzing;
 mod index;
+#[cfg(feature = "object-store")]
+mod remote;
 mod sample;
 mod shard;
 mod source;
+#[cfg(all(test, feature = "object-store"))]
+mod tests;
 
 use std::fmt;
 use std::os::unix::fs::FileExt;
@@ -32,7 +39,7 @@ pub(crate) use self::fuzzing::{fuzz_index, fuzz_lines, fuzz_tar};
 use self::index::{Index, Shard};
 pub use self::sample::Sample;
 use self::shard::Content;
-use self::source::Source;
+use self::source::{Caching, Source};
 use crate::dataset::Dataset;
 use crate::order::ShardOrder;
 
@@ -60,17 +67,29 @@ pub struct Stream {
     place: String,
     index: Option<PathBuf>,
     buffer: usize,
+    cache: Caching,
 }
 
 impl Stream {
-    /// The shards in `place`, a folder or `file:///PATH`. Nothing is opened yet.
+    /// The shards in `place`, a folder or `file:///PATH`. With the feature `object-store` also `s3://BUCKET/PREFIX`,
+    /// `gs://BUCKET/PREFIX`, and `https://HOST/PATH` or `http://` with an index beside the shards; they are fetched into a cache
+    /// on this host's disk. Nothing is opened yet.
     pub fn new(place: &str) -> Stream {
         let cut = place.trim_end_matches('/');
         Stream {
             place: if cut.is_empty() { place } else { cut }.to_owned(),
             index: None,
             buffer: 10_000,
+            cache: (None, None),
         }
+    }
+
+    /// Most bytes of the shards of object stores that are kept on the disk of this host, 64 GiB without this call. The variable
+    /// `PHALANX_CACHE_BYTES` is used instead where it is set. It should hold the shards of a shuffle buffer twice.
+    #[cfg(feature = "object-store")]
+    pub fn cache_limit(mut self, bytes: u64) -> Stream {
+        self.cache.1 = Some(bytes);
+        self
     }
 
     /// The number of samples among which shuffled samples are drawn, 10,000 without this call: shards are shuffled, and samples
@@ -109,10 +128,14 @@ impl Stream {
     ///
     /// As [`map`](Self::map), and those of writing.
     pub fn make_index(&self, output: Option<&Path>, skip_damaged: bool) -> Result<String> {
-        let (index, at) = Source::new(&self.place)?.make_index(output, skip_damaged)?;
+        let (index, at) =
+            Source::new(&self.place, &self.cache)?.make_index(output, skip_damaged)?;
         Ok(format!("{at}: {}", summary(&index)))
     }
 }
+
+/// How many shards are open, and fetched, at the same time.
+const TOGETHER: usize = 4;
 
 /// `1.5 GiB`.
 fn size(n: u64) -> String {
@@ -144,7 +167,7 @@ struct Shards {
 
 impl Shards {
     fn open(stream: &Stream) -> Result<Shards> {
-        let source = Source::new(&stream.place)?;
+        let source = Source::new(&stream.place, &stream.cache)?;
         let index = source.index(stream.index.as_deref())?;
         Ok(Shards {
             order: index.order(stream.buffer),
@@ -173,11 +196,17 @@ impl Shards {
         let found = places.map(|(place, i)| (self.order.find(*i), place));
         let mut found: Vec<_> = found.collect();
         found.sort_unstable();
-        for group in found.chunk_by(|a, b| a.0.0 == b.0.0) {
-            let shard = group[0].0.0;
+        let groups: Vec<_> = found.chunk_by(|a, b| a.0.0 == b.0.0).collect();
+        let mut files = Vec::new();
+        for (i, group) in groups.iter().enumerate() {
+            if i % TOGETHER == 0 {
+                let next = groups[i..].iter().take(TOGETHER);
+                let next: Vec<_> = next.map(|group| &index.list.shards[group[0].0.0]).collect();
+                files = source.files(index.list.format, &next)?;
+            }
+            let (shard, file) = (group[0].0.0, &files[i % TOGETHER]);
             let object = &index.list.shards[shard].object;
-            let file = source.file(object)?;
-            for ((_, number), place) in group {
+            for ((_, number), place) in *group {
                 let range = index.range(shard, *number)?;
                 let mut sample = Sample {
                     key: format!("{}:{number}", object.name),
@@ -206,8 +235,9 @@ impl Shards {
         let (name, found) = (&self.source.name, summary(&self.index));
         let buffer = grouped(self.order.buffer() as u64);
         let order = size(8 * self.order.samples());
+        let cache = self.source.describe();
         format!(
-            "{name}: {found}, shuffle buffer of {buffer}, {order} of memory for the shuffled order, summed over ranks"
+            "{name}: {found}, shuffle buffer of {buffer}, {order} of memory for the shuffled order, summed over ranks{cache}"
         )
     }
 

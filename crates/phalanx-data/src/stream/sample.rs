@@ -6,6 +6,8 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::shard::Content;
+#[cfg(feature = "images")]
+use crate::folder::Transforms;
 
 /// A sample as it is in its shard: the members of a key of a tar archive, or the fields of a line of JSON.
 #[derive(Debug)]
@@ -87,6 +89,22 @@ impl Sample {
             _ => serde_json::from_slice(self.bytes(name)?),
         };
         parsed.map_err(|e| self.wrong_at(name, &e.to_string()))
+    }
+
+    /// The image in the member with the ending `name`, JPEG or PNG, transformed: its values (height, width, 3). What is drawn at
+    /// random depends on `seed`, the epoch and the sample's number only, as in [`ImageFolder`](crate::folder::ImageFolder).
+    ///
+    /// # Errors
+    ///
+    /// As [`bytes`](Self::bytes), and when it is no image; `Usage` for impossible transforms.
+    #[cfg(feature = "images")]
+    pub fn image(&self, name: &str, transforms: &Transforms, seed: u64) -> Result<Vec<f32>> {
+        let image = phalanx_image::decode(self.bytes(name)?);
+        let image = image.map_err(|what| self.wrong_at(name, &what))?;
+        let [height, width] = transforms.size(Some([image.height, image.width]))?;
+        let mut out = vec![0.0; height * width * 3];
+        transforms.apply(image, seed, [self.epoch, self.index], &mut out)?;
+        Ok(out)
     }
 
     fn wrong_at(&self, name: &str, why: &str) -> Error {

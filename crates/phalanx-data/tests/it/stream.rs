@@ -464,8 +464,16 @@ fn places_without_shards_are_refused_by_name() {
     let place = shards.path().display().to_string();
     assert!(open(&format!("{place}/none")).contains("no folder"));
     assert!(open(&shards.0.path().display().to_string()).contains("has no files .tar"));
-    for place in ["ftp://host/x", "s3://bucket/x"] {
-        assert!(open(place).contains("shards are read from a folder"));
+    assert!(open("ftp://host/x").contains("shards are read from a folder"));
+    if !cfg!(feature = "object-store") {
+        let error = Stream::new("s3://bucket/x")
+            .map(|_| Ok(()))
+            .expect_err("a folder");
+        assert!(error.to_string().contains("shards are read from a folder"));
+        assert!(
+            error.render().contains("feature `object-store`"),
+            "{error:?}"
+        );
     }
     fs::write(shards.path().join("t.tar.gz"), "").expect("a file");
     assert!(open(&place).contains("t.tar.gz is compressed; unpack it"));
@@ -578,4 +586,66 @@ fn samples_are_those_of_webdataset() {
     let all: Vec<u64> = (0..data.len() as u64).collect();
     data.read_batch(0, &all, &mut found).expect("samples");
     assert_eq!(found, expected);
+}
+
+/// The images of shards are those of a folder.
+#[cfg(feature = "images")]
+#[test]
+fn images_are_decoded_and_transformed() {
+    use phalanx_data::ImageDataset;
+    use phalanx_data::folder::{ImageFolder, Transforms};
+    let root = tempfile::tempdir().expect("a folder");
+    let mut archive = tar::Builder::new(Vec::new());
+    fs::create_dir_all(root.path().join("photos/cat")).expect("a folder");
+    for i in 0..3_u8 {
+        let mut file = Vec::new();
+        let mut encoder = png::Encoder::new(&mut file, 12, 10);
+        encoder.set_color(png::ColorType::Rgb);
+        let pixels: Vec<u8> = (0..360_u32).map(|n| (n * 7) as u8 ^ (i * 50)).collect();
+        let mut writer = encoder.write_header().expect("a header");
+        writer.write_image_data(&pixels).expect("an image");
+        writer.finish().expect("an image");
+        fs::write(root.path().join(format!("photos/cat/{i}.png")), &file).expect("a file");
+        for (ending, content) in [("png", &file[..]), ("bad", &b"GIF89a"[..])] {
+            let mut header = tar::Header::new_gnu();
+            header.set_size(content.len() as u64);
+            archive
+                .append_data(&mut header, format!("{i}.{ending}"), content)
+                .expect("a member");
+        }
+    }
+    fs::write(
+        root.path().join("s.tar"),
+        archive.into_inner().expect("an archive"),
+    )
+    .expect("a shard");
+    let drawn = Transforms::new()
+        .random_resized_crop(8)
+        .random_horizontal_flip(0.5);
+    let photos = ImageFolder::open(&root.path().join("photos")).expect("photos");
+    let photos = photos.transform(drawn.clone(), 7).expect("transforms");
+    let stream = Stream::new(&root.path().display().to_string()).map(move |sample| {
+        let wrong = sample
+            .image("bad", &drawn, 7)
+            .expect_err("no image")
+            .to_string();
+        assert!(
+            wrong.contains("s.tar, at byte") && wrong.contains("bad: "),
+            "{wrong}"
+        );
+        sample.image("png", &drawn, 7)
+    });
+    let (stream, mut batch) = (stream.expect("a stream"), Vec::new());
+    for epoch in 0..2 {
+        stream
+            .read_batch(epoch, &[0, 1, 2], &mut batch)
+            .expect("a batch");
+        for (i, image) in batch.iter().enumerate() {
+            let mut expected = vec![0.0; 8 * 8 * 3];
+            photos
+                .read_in_epoch(i, epoch, &mut expected)
+                .expect("an image");
+            assert_eq!(image, &expected);
+        }
+    }
 }
