@@ -10,7 +10,7 @@ use crate::say;
 /// Arguments of `phalanx index`.
 #[derive(Debug, clap::Args)]
 pub struct IndexArgs {
-    /// Folder of .tar, .jsonl or .ndjson files, or its URL
+    /// Folder of .tar, .jsonl, .ndjson or .parquet files, or its URL
     #[arg(value_name = "FOLDER")]
     place: String,
     /// File to write [default: phalanx.index beside the shards]

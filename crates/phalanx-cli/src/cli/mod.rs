@@ -67,7 +67,7 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Download a data set from its authors' site.
     Download(download::DownloadArgs),
-    /// Make the index of shards (.tar, .jsonl), by which trainings read data larger than memory.
+    /// Make the index of shards (.tar, .jsonl, .parquet), by which trainings read data larger than memory.
     Index(index::IndexArgs),
     /// Find where a job hangs or why it failed, from its flight recorder dumps.
     Inspect(inspect::InspectArgs),

@@ -82,7 +82,11 @@ pub(super) fn shards_of(place: &str, objects: Vec<Object>) -> Result<(Format, Ve
         }
         shards.push(object);
     }
-    let none = || Error::usage(format!("{place} has no files .tar, .jsonl or .ndjson"));
+    let none = || {
+        Error::usage(format!(
+            "{place} has no files .tar, .jsonl, .ndjson or .parquet"
+        ))
+    };
     found.ok_or_else(none)
 }
 

@@ -1,4 +1,4 @@
-//! Data sets larger than memory: samples in tar archives or files of JSON lines.
+//! Data sets larger than memory: samples in tar archives, files of JSON lines or Parquet.
 //!
 //! By the index of its shards a stream is a data set like others: its length is known, and each sample can be read by its
 //! number. So the sampler gives all ranks equally many steps, each sample once an epoch, and resumes anywhere on any number of
@@ -6,7 +6,7 @@
 //!
 //! | where | is |
 //! |---|---|
-//! | `shard` | the formats: finds the samples of a shard, takes one apart |
+//! | `shard`, `rows` | the formats: finds the samples of a shard, takes one apart |
 //! | `index` | the file with the offsets of all samples |
 //! | `source` | the files of a folder or an object store, and their index |
 //! | `remote`, `cache` | object stores and HTTP servers, and the copies of their files on this host |
@@ -19,6 +19,8 @@ mod fuzzing;
 mod index;
 #[cfg(feature = "object-store")]
 mod remote;
+#[cfg(feature = "parquet")]
+mod rows;
 mod sample;
 mod shard;
 mod source;
@@ -26,6 +28,8 @@ mod source;
 mod tests;
 
 use std::fmt;
+#[cfg(not(feature = "parquet"))]
+use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -37,16 +41,19 @@ pub use self::concat::Concat;
 #[cfg(any(test, fuzzing))]
 pub(crate) use self::fuzzing::{fuzz_index, fuzz_lines, fuzz_tar};
 use self::index::{Index, Shard};
+use self::rows::Rows;
 pub use self::sample::Sample;
-use self::shard::Content;
+use self::shard::{Content, Format};
 use self::source::{Caching, Source};
 use crate::dataset::Dataset;
 use crate::order::ShardOrder;
 
-/// Samples in shards: files in a folder that end in `.tar`, `.jsonl` or `.ndjson`, all of one format.
+/// Samples in shards: files in a folder that end in `.tar`, `.jsonl`, `.ndjson` or `.parquet`, all of one format.
 ///
 /// A sample of a tar archive is the members with a common key, one after the other, as WebDataset writes them: `a/01.jpg` and
-/// `a/01.cls` are the members `jpg` and `cls` of the sample `a/01`. Of JSON lines each line is a sample, an object.
+/// `a/01.cls` are the members `jpg` and `cls` of the sample `a/01`. Of JSON lines each line is a sample, an object. Of Parquet
+/// (feature `parquet`) each row is one, with its columns as members; those of a group have its name in front, `image.bytes`.
+/// Row groups are decoded whole, and the last ones are kept, up to 512 MiB: a shuffle buffer should have no more.
 ///
 /// The index `phalanx.index` has the place of each sample. It is made when the folder is first opened, and again when its files
 /// have changed, or by `phalanx index FOLDER`.
@@ -134,6 +141,29 @@ impl Stream {
     }
 }
 
+#[cfg(not(feature = "parquet"))]
+mod rows {
+    use super::*;
+
+    #[derive(Default)]
+    pub(super) struct Rows(());
+
+    impl Rows {
+        pub(super) fn read(&self, shard: (usize, &str), _: &File, _: u64) -> Result<Content> {
+            Err(none(shard.1))
+        }
+    }
+
+    pub(super) fn scan(name: &str, _: &File, _: &mut sha2::Sha256) -> Result<u64> {
+        Err(none(name))
+    }
+
+    fn none(name: &str) -> Error {
+        let fix = "build with the feature `parquet`";
+        Error::usage(format!("{name}: this program was built without Parquet")).note("fix", fix)
+    }
+}
+
 /// How many shards are open, and fetched, at the same time.
 const TOGETHER: usize = 4;
 
@@ -163,6 +193,7 @@ struct Shards {
     source: Source,
     index: Index,
     order: ShardOrder,
+    rows: Rows,
 }
 
 impl Shards {
@@ -173,6 +204,7 @@ impl Shards {
             order: index.order(stream.buffer),
             source,
             index,
+            rows: Rows::default(),
         })
     }
 
@@ -207,19 +239,32 @@ impl Shards {
             let (shard, file) = (group[0].0.0, &files[i % TOGETHER]);
             let object = &index.list.shards[shard].object;
             for ((_, number), place) in *group {
-                let range = index.range(shard, *number)?;
+                let format = index.list.format;
+                let range = match format {
+                    Format::Parquet => 0..0,
+                    _ => index.range(shard, *number)?,
+                };
                 let mut sample = Sample {
                     key: format!("{}:{number}", object.name),
                     shard: source.path(object),
-                    offset: range.start,
+                    at: match format {
+                        Format::Parquet => format!("row {number}"),
+                        _ => format!("byte {}", range.start),
+                    },
                     epoch,
                     index: indices[*place],
                     content: Content::Object(serde_json::Map::new()),
                 };
+                if format == Format::Parquet {
+                    let shard = (shard, sample.shard.as_str());
+                    sample.content = self.rows.read(shard, file, *number)?;
+                    each(*place, sample)?;
+                    continue;
+                }
                 let mut bytes = vec![0; (range.end - range.start) as usize];
                 let read = file.read_exact_at(&mut bytes, range.start);
                 let read = read.map_err(|e| e.to_string());
-                let parsed = read.and_then(|()| shard::parse(index.list.format, bytes));
+                let parsed = read.and_then(|()| shard::parse(format, bytes));
                 let (key, content) = parsed.map_err(|why| {
                     let fix = "if the shard was changed, make the index again with `phalanx index`";
                     sample.wrong(&why).note("fix", fix)

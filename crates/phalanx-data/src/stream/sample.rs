@@ -9,13 +9,13 @@ use super::shard::Content;
 #[cfg(feature = "images")]
 use crate::folder::Transforms;
 
-/// A sample as it is in its shard: the members of a key of a tar archive, or the fields of a line of JSON.
+/// A sample as it is in its shard: the members of a key of a tar archive, the columns of a row of Parquet, or the fields of a line of JSON.
 #[derive(Debug)]
 pub struct Sample {
     pub(super) key: String,
     pub(super) shard: String,
-    /// Where it begins in the shard.
-    pub(super) offset: u64,
+    /// Where it begins in the shard: `byte 512`, `row 7`.
+    pub(super) at: String,
     pub(super) epoch: u64,
     pub(super) index: u64,
     pub(super) content: Content,
@@ -38,7 +38,7 @@ impl Sample {
         self.index
     }
 
-    /// The endings of its members, as `jpg` and `seg.png`, or the names of its fields.
+    /// The endings of its members, as `jpg` and `seg.png`, or the names of its columns that are not null, or of its fields.
     pub fn names(&self) -> Vec<&str> {
         match &self.content {
             Content::Members(_, members) => members.iter().map(|(name, _)| &**name).collect(),
@@ -113,10 +113,7 @@ impl Sample {
 
     /// An error that names shard, offset and sample.
     pub(super) fn wrong(&self, why: &str) -> Error {
-        let (shard, offset, key) = (&self.shard, self.offset, one_line(&self.key));
-        Error::data(format!(
-            "{shard}, at byte {offset}: sample {key}: {}",
-            one_line(why)
-        ))
+        let (shard, at, key) = (&self.shard, &self.at, one_line(&self.key));
+        Error::data(format!("{shard}, at {at}: sample {key}: {}", one_line(why)))
     }
 }

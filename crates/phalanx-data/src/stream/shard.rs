@@ -10,6 +10,8 @@ use phalanx_base::{Error, Result};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
+use super::rows;
+
 /// Most bytes of a sample.
 pub(super) const MAX_SAMPLE: u64 = 1 << 30;
 /// Bytes of a block of a tar archive, and of its mark at the end: two of them, of zeros.
@@ -23,6 +25,8 @@ pub(super) enum Format {
     Tar,
     /// `.jsonl`, `.ndjson`: a sample is a line.
     Jsonl,
+    /// `.parquet`: a sample is a row, whose number stands for its place.
+    Parquet,
 }
 
 impl Format {
@@ -30,6 +34,7 @@ impl Format {
         match name.rsplit_once('.')?.1 {
             "tar" => Some(Format::Tar),
             "jsonl" | "ndjson" => Some(Format::Jsonl),
+            "parquet" => Some(Format::Parquet),
             _ => None,
         }
     }
@@ -38,6 +43,7 @@ impl Format {
         match self {
             Format::Tar => "tar",
             Format::Jsonl => "JSON lines",
+            Format::Parquet => "Parquet",
         }
     }
 }
@@ -70,6 +76,7 @@ pub(super) fn scan(format: Format, name: &str, file: &File, bytes: u64) -> Resul
     let end = match format {
         Format::Tar => scan.tar(name, file, bytes, &mut hash)?,
         Format::Jsonl => scan.lines(name, file, &mut hash)?,
+        Format::Parquet => scan.starts(rows::scan(name, file, &mut hash)?),
     };
     scan.starts.push(end);
     let large = |ends: &&[u64]| ends[1] - ends[0] > MAX_SAMPLE;
@@ -82,6 +89,12 @@ pub(super) fn scan(format: Format, name: &str, file: &File, bytes: u64) -> Resul
 }
 
 impl Scan {
+    /// Samples with the numbers of rows as their places.
+    fn starts(&mut self, rows: u64) -> u64 {
+        self.starts.extend(0..rows);
+        rows
+    }
+
     fn damage(&mut self, what: String) {
         self.damaged += 1;
         self.first.get_or_insert(what);
@@ -217,9 +230,9 @@ fn split(path: &str) -> Option<(&str, String)> {
 }
 
 /// What is in a sample.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum Content {
-    /// Its bytes, and where the members lie, by their endings.
+    /// Its bytes, and where the members, or the columns of a row, lie, by their names.
     Members(Vec<u8>, Vec<(String, Range<usize>)>),
     Object(Map<String, Value>),
 }
@@ -244,6 +257,7 @@ pub(super) fn parse(
             let object = serde_json::from_slice(line.unwrap_or_default().trim_ascii());
             Ok((None, Content::Object(object.map_err(|e| e.to_string())?)))
         }
+        Format::Parquet => Err("a row is not read by its bytes".to_owned()),
     }
 }
 

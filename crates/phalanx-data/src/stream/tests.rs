@@ -956,7 +956,7 @@ fn s3_of_moto_is_read() {
         "s3://bucket/none",
         &[(
             "WRONG",
-            "s3://bucket/none has no files .tar, .jsonl or .ndjson",
+            "s3://bucket/none has no files .tar, .jsonl, .ndjson or .parquet",
         )],
     );
     ask("POST /moto-api/reset-auth", b"0").expect("signatures are checked");

@@ -649,3 +649,59 @@ fn images_are_decoded_and_transformed() {
         }
     }
 }
+
+/// `fixtures/rows-*.parquet` and `rows.json` were written by pyarrow, in `fixtures/make_rows.py`.
+#[cfg(feature = "parquet")]
+#[test]
+fn rows_of_parquet_are_those_of_pyarrow() {
+    use serde_json::{Value, json};
+    let root = tempfile::tempdir().expect("a folder");
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    for name in ["rows-0.parquet", "rows-1.parquet"] {
+        fs::copy(fixtures.join(name), root.path().join(name)).expect("a copy");
+    }
+    let expected = fs::read(fixtures.join("rows.json")).expect("a fixture");
+    let expected: Vec<Value> = serde_json::from_slice(&expected).expect("a fixture");
+    let place = root.path().display().to_string();
+    let open = || {
+        Stream::new(&place).shuffle_buffer(4).map(|sample| {
+            let text = match sample.names().contains(&"text") {
+                true => json!(sample.text("text")?),
+                false => Value::Null,
+            };
+            Ok(json!({
+                "n": sample.json::<u64>("n")?,
+                "text": text,
+                "x": sample.json::<f32>("x")?,
+                "image": {"bytes": sample.bytes("image.bytes")?, "path": sample.text("image.path")?},
+                "tags": sample.json::<Vec<String>>("tags")?,
+            }))
+        })
+    };
+    let data = open().expect("a stream");
+    assert!(format!("{data:?}").contains("2 shards of Parquet, 12 samples"));
+    let mut found = Vec::new();
+    let all: Vec<u64> = (0..12).collect();
+    data.read_batch(0, &all, &mut found).expect("rows");
+    assert_eq!(found, expected);
+    let some = [11, 0, 6, 7, 3];
+    data.read_batch(1, &some, &mut found).expect("rows");
+    assert_eq!(found, some.map(|n| expected[n as usize].clone()));
+    // Each once, on three ranks in the order of one.
+    let order = data.order().expect("an order");
+    let plans = |world| -> Vec<EpochPlan> {
+        let samplers = samplers(&order, world, 6, false).into_iter();
+        samplers.map(|sampler| sampler.epoch(3)).collect()
+    };
+    assert_eq!(global_batches(&plans(3)), global_batches(&plans(1)));
+
+    let whole = fs::read(root.path().join("rows-1.parquet")).expect("a shard");
+    fs::write(
+        root.path().join("rows-1.parquet"),
+        &whole[..whole.len() - 9],
+    )
+    .expect("a shard");
+    let error = open().expect_err("a damaged shard");
+    assert_eq!(error.kind(), ErrorKind::Data, "{error}");
+    assert!(error.to_string().contains("rows-1.parquet"), "{error}");
+}
