@@ -41,7 +41,8 @@ pub fn run(args: &ExportArgs) -> Result<()> {
             args.to.display()
         )));
     }
-    if !args.adapter {
+    // That of an adapter may be there.
+    if !(args.adapter && args.to.is_dir()) {
         check_folder_of("--to", &args.to)?;
     }
     let file = file_of(&args.checkpoint)?;

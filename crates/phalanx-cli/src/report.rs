@@ -77,6 +77,7 @@ pub fn run(args: &ReportArgs) -> Result<()> {
         output_url: args.upload.clone().filter(is_store),
     };
     for run in &args.runs {
+        to.prepare(run, false, false)?;
         for tracker in to.trackers(&real_env())? {
             let done = match tracker.name() {
                 "wandb" => format!("wandb sync {}/wandb/offline-run-*", as_typed(run)),

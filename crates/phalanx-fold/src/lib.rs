@@ -21,7 +21,7 @@ macro_rules! named {
             /// All of them, in their order.
             pub const ALL: [$kind; [$($name),*].len()] = [$($kind::$variant),*];
 
-            /// The name used in messages.
+            /// The name used in options and messages.
             pub const fn name(self) -> &'static str {
                 match self {
                     $($kind::$variant => $name),*

@@ -9,14 +9,14 @@
 use std::cell::Cell;
 use std::error::Error as StdError;
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::iter::successors;
+use std::os::unix::fs::FileExt;
 use std::sync::LazyLock;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-pub use futures_util::StreamExt;
-use futures_util::TryStreamExt;
+use futures_util::{StreamExt, TryStreamExt};
 pub use object_store;
 use object_store::aws::AmazonS3Builder;
 use object_store::client::HttpError;
@@ -24,13 +24,13 @@ use object_store::gcp::GoogleCloudStorageBuilder as Google;
 use object_store::http::HttpBuilder;
 use object_store::path::Path;
 use object_store::{
-    ClientOptions, Error as Store, ObjectMeta, ObjectStore, ObjectStoreExt, RetryConfig,
-    WriteMultipart,
+    ClientOptions, Error as Store, GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt,
+    RetryConfig, WriteMultipart,
 };
 use phalanx_base::text::one_line;
 use phalanx_base::{Error, ErrorKind, Result};
 use tokio::runtime::{Builder, Runtime};
-pub use tokio::time::timeout;
+use tokio::time::timeout;
 
 /// How long a server is waited for.
 #[derive(Clone, Copy, Debug)]
@@ -55,14 +55,14 @@ impl Default for Patience {
 
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 /// Fewer bytes than these in a [`Patience::silence`] are none.
-pub const SLOW: u64 = 16 << 10;
+const SLOW: u64 = 16 << 10;
 /// Bytes of a part of a large file, how many are sent at the same time, and what a request that sends may take.
 const PART: usize = 8 << 20;
 const TOGETHER: usize = 4;
 const SENDING: Duration = Duration::from_secs(600);
 
 /// What is said of a server that sends whole files only.
-pub const WHOLE: [&str; 2] = ["Range request not supported", "non-partial response"];
+const WHOLE: [&str; 2] = ["Range request not supported", "non-partial response"];
 /// Words of an error, what it means, and the way out. The first that fits counts. The addresses are where credentials are looked
 /// for when no variable has them.
 const KNOWN: [(&str, &str, &str); 12] = [
@@ -111,7 +111,7 @@ pub struct Objects {
 }
 
 /// An error, and whether the next attempt may succeed.
-pub struct Failure(pub bool, pub Error);
+struct Failure(bool, Error);
 
 impl Objects {
     /// Those at `url`: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, or a folder of an HTTP server. The environment has the
@@ -119,7 +119,7 @@ impl Objects {
     ///
     /// # Errors
     ///
-    /// `Usage` for a URL or variables that the store does not understand.
+    /// `Usage` for a URL or variables that the store does not understand, and for a URL with a password.
     pub fn open(url: &str, patience: Patience) -> Result<Objects> {
         // Fails where the program has chosen a provider already, which then serves.
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -142,6 +142,10 @@ impl Objects {
         let slash = url.match_indices('/').nth(2);
         let slash = slash.map_or(url.len(), |(at, _)| at);
         let (bucket, prefix) = (&url[..slash], url[slash..].trim_matches('/'));
+        if bucket.contains('@') {
+            let what = "the URL of an object store has a user or password, which others could read";
+            return Err(Error::usage(what));
+        }
         let (store, prefix): (Box<dyn ObjectStore>, _) = match url.split(':').next() {
             Some("s3") => (built!(AmazonS3Builder::from_env(), bucket), prefix),
             Some("gs") => (built!(Google::from_env(), bucket), prefix),
@@ -161,22 +165,12 @@ impl Objects {
         &self.url
     }
 
-    /// The store of the crate.
-    pub fn store(&self) -> &dyn ObjectStore {
-        &*self.store
-    }
-
-    /// How long it is waited for.
-    pub fn patience(&self) -> Patience {
-        self.patience
-    }
-
     /// An object's path, whose name is taken as it is, and its URL; those of all for an empty name.
     ///
     /// # Errors
     ///
     /// `Usage`, naming the URL.
-    pub fn path(&self, name: &str) -> Result<(Path, String)> {
+    fn path(&self, name: &str) -> Result<(Path, String)> {
         let url = format!("{}/{name}", self.url);
         let url = url.trim_end_matches('/').to_owned();
         let path = Path::parse(format!("{}/{name}", self.prefix).trim_matches('/'));
@@ -189,7 +183,7 @@ impl Objects {
     /// # Errors
     ///
     /// The last one.
-    pub fn repeat<T>(
+    fn repeat<T>(
         &self,
         at: &Cell<u64>,
         ask: impl AsyncFn() -> std::result::Result<T, Failure>,
@@ -226,49 +220,125 @@ impl Objects {
         done.map_err(|e| failure(url, e).1)
     }
 
-    /// The names of all objects below the prefix.
+    /// The object `name` as it is now.
     ///
     /// # Errors
     ///
-    /// As [`failure`].
-    pub fn names(&self) -> Result<Vec<String>> {
+    /// `Usage` for what the user can mend; `System`.
+    pub fn about(&self, name: &str) -> Result<ObjectMeta> {
+        let (path, url) = self.path(name)?;
+        self.repeat(&Cell::new(0), async || {
+            let found = self.store.head(&path).await;
+            found.map_err(|e| failure(&url, e))
+        })
+    }
+
+    /// The objects directly below the prefix.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` for what the user can mend; `System`.
+    pub fn top(&self) -> Result<Vec<ObjectMeta>> {
+        let (prefix, url) = self.path("")?;
+        let listed = self.repeat(&Cell::new(0), async || {
+            let listed = self.store.list_with_delimiter(Some(&prefix)).await;
+            listed.map_err(|e| failure(&url, e))
+        })?;
+        Ok(listed.objects)
+    }
+
+    /// All objects below the prefix, with their names.
+    ///
+    /// # Errors
+    ///
+    /// `Usage` for what the user can mend; `System`.
+    pub fn all(&self) -> Result<Vec<(String, ObjectMeta)>> {
         let (prefix, url) = self.path("")?;
         let listed: Vec<ObjectMeta> = self.repeat(&Cell::new(0), async || {
             let listed = self.store.list(Some(&prefix)).try_collect().await;
             listed.map_err(|e| failure(&url, e))
         })?;
-        let names = listed.iter().filter_map(|object| {
+        let named = listed.into_iter().filter_map(|object| {
             let parts = object.location.prefix_match(&prefix)?;
             let parts: Vec<String> = parts.map(|part| part.as_ref().to_owned()).collect();
-            Some(parts.join("/"))
+            Some((parts.join("/"), object))
         });
-        Ok(names.collect())
+        Ok(named.collect())
     }
 
-    /// Writes the object `name` to `out`.
+    /// The content of a small object.
     ///
     /// # Errors
     ///
-    /// As [`failure`]; those of writing.
-    pub fn get(&self, name: &str, out: &mut dyn Write) -> Result<()> {
+    /// `Usage` for what the user can mend; `System`.
+    pub fn read(&self, name: &str) -> Result<Vec<u8>> {
         let (path, url) = self.path(name)?;
-        let got = self.repeat(&Cell::new(0), async || {
-            let got = self.store.get(&path).await;
-            got.map_err(|e| failure(&url, e))
-        })?;
-        let mut body = got.into_stream();
-        while let Some(bytes) = self.once(&url, body.try_next())? {
-            let written = out.write_all(&bytes);
-            written.map_err(|e| Error::io("cannot write", name.as_ref(), e))?;
-        }
-        Ok(())
+        self.repeat(&Cell::new(0), async || {
+            let got = self.store.get(&path).await.map_err(|e| failure(&url, e))?;
+            let bytes = got.bytes().await.map_err(|e| failure(&url, e))?;
+            Ok(bytes.to_vec())
+        })
+    }
+
+    /// Writes the object `name` to `out`. It has `bytes` and the [`stamp`]; where the connection breaks, the rest of this version is asked for.
+    ///
+    /// # Errors
+    ///
+    /// `Data` when it has another version; `Usage`; `System` when the server brings nothing for
+    /// [`Patience::total`].
+    pub fn fetch(&self, name: &str, (bytes, version): (u64, &str), out: &File) -> Result<()> {
+        let (path, url) = self.path(name)?;
+        let silence = self.patience.silence;
+        let (at, ranges) = (Cell::new(0), Cell::new(!version.is_empty()));
+        self.repeat(&at, async || {
+            if !ranges.get() {
+                at.set(0);
+            }
+            let options = GetOptions {
+                range: (at.get() > 0).then(|| GetRange::Offset(at.get())),
+                if_match: Some(version.to_owned()).filter(|tag| tag.starts_with('"')),
+                ..GetOptions::default()
+            };
+            let got = self.store.get_opts(&path, options).await.map_err(|e| {
+                let text = e.to_string();
+                ranges.set(ranges.get() && !WHOLE.iter().any(|words| text.contains(words)));
+                failure(&url, e)
+            })?;
+            if (got.meta.size, &*stamp(&got.meta)) != (bytes, version) {
+                return Err(Failure(false, changed(&url)));
+            }
+            let mut body = got.into_stream();
+            while at.get() < bytes {
+                let before = at.get();
+                let next = async {
+                    while at.get() < bytes.min(before + SLOW) {
+                        let ended = || broken(&url, "the connection was closed");
+                        let part = body.next().await.ok_or_else(ended)?;
+                        let mut part = part.map_err(|e| failure(&url, e))?;
+                        part.truncate((bytes - at.get()) as usize);
+                        let written = out.write_all_at(&part, at.get());
+                        let failed =
+                            |e| Error::io("cannot write what is fetched of", url.as_ref(), e);
+                        written.map_err(|e| Failure(false, failed(e)))?;
+                        at.set(at.get() + part.len() as u64);
+                    }
+                    Ok(())
+                };
+                let slow = |_| {
+                    let (got, time) = (at.get() - before, silence.as_secs());
+                    broken(&url, &format!("it sent {got} bytes in {time} s"))
+                };
+                timeout(silence, next).await.map_err(slow)??;
+            }
+            Ok(())
+        })
     }
 
     /// Makes the rest of `file` the object `name`, which is seen when it is whole. Asks once.
     ///
     /// # Errors
     ///
-    /// As [`failure`]; those of reading; `Timeout`.
+    /// `Usage` for what the user can mend; `System`, `Timeout`; those of reading.
     pub fn put(&self, name: &str, file: &mut File) -> Result<()> {
         let (path, url) = self.path(name)?;
         let mut part = Vec::new();
@@ -309,7 +379,7 @@ impl Objects {
     ///
     /// # Errors
     ///
-    /// As [`failure`].
+    /// `Usage` for what the user can mend; `System`.
     pub fn delete(&self, name: &str) -> Result<()> {
         let (path, url) = self.path(name)?;
         self.once(&url, async {
@@ -321,15 +391,31 @@ impl Objects {
     }
 }
 
+/// What tells a version of an object from others: its ETag in quotes, else the time of its last change, else nothing.
+pub fn stamp(about: &ObjectMeta) -> String {
+    let tag = about.e_tag.as_ref().map(|tag| match tag.contains('"') {
+        true => tag.clone(),
+        false => format!("\"{tag}\""),
+    });
+    // What a server without it is given.
+    let dated = about.last_modified.timestamp() > 0;
+    let dated = || dated.then(|| about.last_modified.to_rfc3339());
+    tag.or_else(dated).unwrap_or_default()
+}
+
+fn changed(url: &str) -> Error {
+    Error::data(format!("{url} was changed"))
+}
+
 /// That `url` cannot be read now, and `why`.
-pub fn broken(url: &str, why: &str) -> Failure {
+fn broken(url: &str, why: &str) -> Failure {
     let what = format!("{url}: {}", one_line(why));
     Failure(true, Error::new(ErrorKind::System, what))
 }
 
 /// What an error of the store means: `Usage` for what the user can mend, `Data` for another version than was asked for,
 /// otherwise `System`.
-pub fn failure(url: &str, error: Store) -> Failure {
+fn failure(url: &str, error: Store) -> Failure {
     let causes: Vec<_> = successors(Some(&error as &dyn StdError), |e| (*e).source()).collect();
     let is_transport = causes.iter().any(|cause| cause.is::<HttpError>());
     let mut text = error.to_string();
@@ -339,7 +425,7 @@ pub fn failure(url: &str, error: Store) -> Failure {
     }
     let has = |words: &str| text.contains(words);
     if has("status code: 412") {
-        return Failure(false, Error::data(format!("{url} was changed")));
+        return Failure(false, changed(url));
     }
     let Some((_, what, fix)) = KNOWN.iter().find(|(words, ..)| has(words)) else {
         let again = ["status code: 5", "status code: 429", "status code: 408"];

@@ -38,34 +38,24 @@ impl TrackArgs {
         }
     }
 
-    /// Those of the training whose folder in the run's is `folder`.
-    fn within(&self, folder: Option<&str>) -> TrackArgs {
-        let mut args = self.clone();
-        if let (Some(url), Some(folder)) = (&mut args.output_url, folder) {
-            *url = format!("{}/{folder}", url.trim_end_matches('/'));
-        }
-        args
-    }
-
-    /// Before a training in `dir`, the run's folder or `folder` in it: with `--output-url`, checks that no other run is there,
-    /// or if the training `resumes` copies it here. Returns what was copied, in words. On rank 0.
+    /// Before a training in `dir`: with `--output-url`, checks that no other run is there, or if the training `resumes` from
+    /// a checkpoint that is there, copies that run here. `is_fresh`: what is in `dir` goes. Returns what was copied, in words. On
+    /// rank 0.
     ///
     /// # Errors
     ///
     /// `Usage`, where there is another run; those of reading and writing.
-    pub fn prepare(
-        &self,
-        dir: &Path,
-        folder: Option<&str>,
-        resumes: bool,
-    ) -> Result<Option<String>> {
-        let Some(url) = self.within(folder).output_url else {
+    pub fn prepare(&self, dir: &Path, resumes: bool, is_fresh: bool) -> Result<Option<String>> {
+        let Some(url) = &self.output_url else {
             return Ok(None);
         };
         #[cfg(feature = "object-store")]
-        return crate::store::prepare(&url, dir, resumes);
+        return crate::store::prepare(url, dir, resumes, is_fresh);
         #[cfg(not(feature = "object-store"))]
-        store(&url).map(|_| (dir, resumes)).map(|_| None)
+        {
+            let _ = (dir, resumes, is_fresh);
+            store(url).map(|_| None)
+        }
     }
 
     /// As [`trackers`](Self::trackers), and for a run under Kubeflow Trainer the one that posts its progress there.
@@ -73,8 +63,8 @@ impl TrackArgs {
     /// # Errors
     ///
     /// As [`validate`](Self::validate).
-    pub fn of_run(&self, env: &Env, folder: Option<&str>) -> Result<Vec<Box<dyn Tracker + Send>>> {
-        let trackers = self.within(folder).trackers(env)?;
+    pub fn of_run(&self, env: &Env) -> Result<Vec<Box<dyn Tracker + Send>>> {
+        let trackers = self.trackers(env)?;
         #[cfg(feature = "mlflow")]
         let trackers = trackers
             .into_iter()

@@ -45,6 +45,15 @@ struct Kept {
     state: Value,
 }
 
+impl Kept {
+    fn write(&self, dir: &Dir, name: &str) -> Result<()> {
+        let text = serde_json::to_vec(self).map_err(|e| {
+            Error::new(ErrorKind::Failed, "a tracker's state is not JSON").caused_by(e)
+        })?;
+        dir.write(file_of(name), |out| out.write_all(&text))
+    }
+}
+
 /// Records that are given in one call.
 enum Batch {
     Run(Value),
@@ -157,11 +166,7 @@ impl Courier {
     }
 
     fn write(&self) -> Result<()> {
-        let text = serde_json::to_vec(&self.kept).map_err(|e| {
-            Error::new(ErrorKind::Failed, "a tracker's state is not JSON").caused_by(e)
-        })?;
-        let name = file_of(self.tracker.name());
-        Dir::open(&self.dir)?.write(name, |out| out.write_all(&text))
+        self.kept.write(&Dir::open(&self.dir)?, self.tracker.name())
     }
 
     fn remainder(&self) -> Remainder {
@@ -230,6 +235,13 @@ fn read(dir: &Dir, name: &str) -> phalanx_base::Result<Option<Kept>> {
 pub(crate) fn state_of(dir: &Dir, name: &str) -> Value {
     let kept = read(dir, name).ok().flatten().unwrap_or_default();
     kept.state
+}
+
+/// Keeps `state` for the tracker `name`, which has got no records of the run `id` in `dir`.
+#[cfg(feature = "object-store")]
+pub(crate) fn keep_state(dir: &Dir, name: &str, id: Option<&str>, state: Value) -> Result<()> {
+    let position = Position::beginning(id);
+    Kept { position, state }.write(dir, name)
 }
 
 /// The file that is locked while a process delivers to the tracker `name`.
@@ -337,6 +349,12 @@ impl Delivery {
             remainder,
             patience,
         })
+    }
+
+    /// Says that the training has ended.
+    pub fn end(&self) {
+        // Where the delivery has ended, it has left its outcome.
+        let _ = self.ends.send(FINISH_WAIT.max(self.patience));
     }
 
     /// Says that the training has ended, and waits until everything is delivered, at most `wait`, or as long as the tracker

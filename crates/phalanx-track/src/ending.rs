@@ -33,7 +33,7 @@ const CLOCK_S: f64 = 1.0;
 /// The trackers' names.
 const WANDB: &str = "wandb";
 const MLFLOW: &str = "mlflow";
-const STORE: &str = "store";
+pub(crate) const STORE: &str = "store";
 
 /// How long to wait for a process that is ending to let go of a tracker.
 const LOCK_WAIT: Duration = Duration::from_secs(2);
@@ -147,7 +147,7 @@ fn written(dir: &Dir) -> Option<SystemTime> {
 }
 
 /// Hands the rest of the run in `dir` to the trackers that it was handed to by its own process. *Blocks* for at most
-/// [`FINISH_WAIT`] and a second for each further tracker.
+/// [`FINISH_WAIT`] and a second for each further tracker, longer for those that [ask for it](Tracker::patience).
 ///
 /// Returns how much each of them did not get, and why.
 pub fn deliver_rest(dir: &Path, env: &Env) -> Vec<Error> {

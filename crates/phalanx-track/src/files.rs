@@ -5,8 +5,8 @@ use std::os::unix::fs::MetadataExt;
 
 use phalanx_base::files::Dir;
 
-use crate::Result;
 use crate::tensorboard::EVENT_FILE_PREFIX;
+use crate::{ErrorKind, Result};
 
 /// The names of the run's files in `dir`, without those that are temporary, in the folders `left_out`, or made of the others.
 pub(crate) fn files_of(dir: &Dir, left_out: &[&str]) -> Result<Vec<String>> {
@@ -24,6 +24,8 @@ pub(crate) fn files_of(dir: &Dir, left_out: &[&str]) -> Result<Vec<String>> {
                     .filter(|name| !name.starts_with('.'));
                 files.extend(inner.map(|file| format!("{name}/{file}")));
             }
+            // It may be read the next time.
+            Err(e) if e.kind() != ErrorKind::Usage => return Err(e),
             _ => files.push(name.clone()),
         }
     }

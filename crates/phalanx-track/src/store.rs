@@ -1,18 +1,22 @@
 //! A copy of a run's folder in an object store, with its checkpoints.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use phalanx_base::files::{Dir, as_typed, try_atomic_write};
+use phalanx_base::files::{Dir, as_typed, create_folder};
 use phalanx_base::format::plural;
-use phalanx_object::{Objects, Patience};
+use phalanx_object::{Objects, Patience, stamp};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::delivery::{keep_state, state_of};
+use crate::ending::STORE;
 use crate::files::{Version, files_of, open_in, version};
 use crate::follow::{LARGEST_FILE, RUN_FILE};
-use crate::{Error, Result, Tracker};
+use crate::{Error, ErrorKind, Result, Tracker};
 
 /// Folders of a run that are of no use elsewhere.
 const LEFT_OUT: [&str; 2] = ["flight", "wandb"];
@@ -20,8 +24,19 @@ const LEFT_OUT: [&str; 2] = ["flight", "wandb"];
 const CHECKPOINTS: &str = "checkpoints/";
 /// How often files are sent, at most.
 const EVERY: Duration = Duration::from_secs(5);
+/// A file that is being copied here.
+const PART: &str = ".copy.part";
 /// How long the start of a training waits for a server that does not answer.
-const FIRST_WAIT: Duration = Duration::from_secs(20);
+const FIRST: Patience = Patience {
+    silence: Duration::from_secs(10),
+    total: Duration::from_secs(20),
+    pause: Duration::from_millis(250),
+};
+/// A request that sends has that long.
+const PATIENCE: Patience = Patience {
+    silence: Duration::from_secs(300),
+    ..FIRST
+};
 /// How long the end of a training waits.
 const LAST_WAIT: Duration = Duration::from_secs(300);
 
@@ -32,6 +47,16 @@ pub struct Copy {
     dir: PathBuf,
     state: State,
     last: Option<Instant>,
+    /// It has sent something.
+    sends: bool,
+}
+
+/// What has worked may work again: a server of credentials that does not answer once ends no delivery.
+fn again(error: Error, has_worked: bool) -> Error {
+    match has_worked {
+        true => Error::new(ErrorKind::System, error.chain()),
+        false => error,
+    }
 }
 
 /// What the next process must know.
@@ -41,14 +66,19 @@ struct State {
     sent: BTreeMap<String, Version>,
 }
 
-/// A manifest comes after the files that it names.
+fn is_manifest(name: &str) -> bool {
+    name.starts_with(CHECKPOINTS) && name.ends_with(".json")
+}
+
+/// A manifest comes after the files that all of them name, the newest first: whoever finds one continues from the newest.
 fn in_order(names: &mut [String]) {
-    names.sort_by_cached_key(|name| {
-        (
-            name.starts_with(CHECKPOINTS) && name.ends_with(".json"),
-            name.clone(),
-        )
-    });
+    names.sort_by_cached_key(|name| (is_manifest(name), Reverse(name.clone())));
+}
+
+/// The id of the run whose `run.json` is `text`.
+fn id(text: &[u8]) -> Option<String> {
+    let run: Value = serde_json::from_slice(text).ok()?;
+    run["id"].as_str().map(str::to_owned)
 }
 
 impl Copy {
@@ -59,10 +89,11 @@ impl Copy {
     /// `Usage` for another URL, or variables that the store does not understand.
     pub fn new(url: &str) -> Result<Copy> {
         Ok(Copy {
-            to: Objects::open(url, Patience::default())?,
+            to: Objects::open(url, PATIENCE)?,
             dir: PathBuf::new(),
             state: State::default(),
             last: None,
+            sends: false,
         })
     }
 
@@ -79,7 +110,9 @@ impl Copy {
             };
             let version = version(&file)?;
             if sent.get(name) != Some(&version) {
-                self.to.put(name, &mut file)?;
+                let done = self.to.put(name, &mut file);
+                done.map_err(|e| again(e, self.sends))?;
+                self.sends = true;
                 sent.insert(name.clone(), version);
             }
         }
@@ -89,7 +122,7 @@ impl Copy {
             .cloned()
             .collect();
         for name in gone.into_iter().filter(|_| is_whole) {
-            self.to.delete(&name)?;
+            self.to.delete(&name).map_err(|e| again(e, self.sends))?;
             sent.remove(&name);
         }
         self.last = Some(Instant::now());
@@ -106,7 +139,7 @@ impl Copy {
 
 impl Tracker for Copy {
     fn name(&self) -> &str {
-        "store"
+        STORE
     }
 
     fn begin(&mut self, dir: &Path, state: &Value) -> Result<bool> {
@@ -155,46 +188,77 @@ impl Tracker for Copy {
     }
 }
 
-/// Before a training in `dir` that keeps its copy at `url`: if it is to be resumed, `resumes`, the run that is there is copied
-/// to `dir`. Returns what was copied, in words. *Blocks* until that is done.
+/// Before a training in `dir` that keeps its copy at `url`. If it continues, `resumes`, and a run with a checkpoint is there,
+/// that is copied to `dir`. Returns what was copied, in words. `is_fresh`: what is in `dir` goes. *Blocks* until that is done.
 ///
 /// # Errors
 ///
-/// `Usage`, where there is another run that is not to be resumed, or for what the user can mend about the URL; those of
-/// reading and writing.
-pub(crate) fn prepare(url: &str, dir: &Path, resumes: bool) -> Result<Option<String>> {
-    let patience = Patience {
-        total: FIRST_WAIT,
-        ..Patience::default()
-    };
-    let from = Objects::open(url, patience)?;
-    let mut names = from.names()?;
-    let is_safe = |name: &String| name.split('/').all(|part| !part.starts_with('.'));
-    names.retain(is_safe);
-    if !names.iter().any(|name| name == RUN_FILE) {
+/// `Usage`, where there is another run, or for what the user can mend about the URL; those of reading and writing.
+pub(crate) fn prepare(
+    url: &str,
+    dir: &Path,
+    resumes: bool,
+    is_fresh: bool,
+) -> Result<Option<String>> {
+    let from = Objects::open(url, FIRST)?;
+    let here = Dir::open(dir).ok();
+    let own = here.as_ref().map(|here| state_of(here, STORE));
+    if own.is_some_and(|own| own["url"] == from.url()) && !resumes && !is_fresh {
         return Ok(None);
     }
-    if !resumes {
-        let (mut there, here) = (
-            Vec::new(),
-            Dir::open(dir).and_then(|dir| dir.read(RUN_FILE, LARGEST_FILE)),
-        );
-        from.get(RUN_FILE, &mut there)?;
-        let id = |text: &[u8]| Some(serde_json::from_slice::<Value>(text).ok()?["id"].clone());
-        if id(&there) == here.ok().flatten().and_then(|here| id(&here)) {
+    let top = from.top()?;
+    if !top
+        .iter()
+        .any(|about| about.location.filename() == Some(RUN_FILE))
+    {
+        return Ok(None);
+    }
+    let there = id(&from.read(RUN_FILE)?);
+    let mut all: BTreeMap<_, _> = match resumes {
+        true => from.all()?.into_iter().collect(),
+        false => BTreeMap::new(),
+    };
+    all.retain(|name, _| name.split('/').all(|part| !part.starts_with('.')));
+    let mut names: Vec<String> = all.keys().cloned().collect();
+    in_order(&mut names);
+    if !names.iter().any(|name| is_manifest(name)) {
+        let run = here.and_then(|here| here.read(RUN_FILE, LARGEST_FILE).ok()?);
+        if !is_fresh && there.is_some() && there == run.and_then(|run| id(&run)) {
             return Ok(None);
         }
-        let what = format!("{url} has another run");
-        let fix = "another --output-url; or --resume auto, which continues that run";
-        return Err(Error::usage(what).note("fix", fix));
+        let fix = match resumes {
+            true => "another --output-url; that run has no checkpoint to continue from",
+            false => {
+                "another --output-url; or --resume auto, which continues that run from its last checkpoint"
+            }
+        };
+        return Err(Error::usage(format!("{url} has another run")).note("fix", fix));
     }
-    in_order(&mut names);
+    let mut state = State {
+        url: from.url().to_owned(),
+        ..State::default()
+    };
+    create_folder(dir)?;
+    let here = Dir::open(dir)?;
     for name in &names {
-        let path = dir.join(name);
-        std::fs::create_dir_all(path.parent().unwrap_or(dir))
-            .map_err(|e| Error::io("cannot create folder", &path, e))?;
-        try_atomic_write(&path, |out| from.get(name, out))?;
+        let (path, about) = (dir.join(name), &all[name]);
+        let folder = path.parent().unwrap_or(dir);
+        create_folder(folder)?;
+        // Checkpoints do not change: one that was copied before is not asked for again.
+        let size = fs::metadata(&path).map(|file| file.len());
+        if !name.starts_with(CHECKPOINTS) || size.ok() != Some(about.size) {
+            let part = folder.join(PART);
+            let failed = |e| Error::io("cannot write", &path, e);
+            let file = File::create(&part).map_err(failed)?;
+            from.fetch(name, (about.size, &stamp(about)), &file)?;
+            let written = file.sync_data().and_then(|()| fs::rename(&part, &path));
+            written.map_err(failed)?;
+        }
+        if let Some(file) = open_in(&here, name) {
+            state.sent.insert(name.clone(), version(&file)?);
+        }
     }
+    keep_state(&here, STORE, there.as_deref(), serde_json::json!(state))?;
     let files = plural(names.len(), "file");
     Ok(Some(format!("{files} copied from {url}")))
 }

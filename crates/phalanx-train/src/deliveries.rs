@@ -28,8 +28,9 @@ impl Deliveries {
     }
 
     /// The run has ended. *Blocks* until everything is delivered, at most [`FINISH_WAIT`] and [`LEAST_WAIT`] for
-    /// each further tracker.
+    /// each further tracker; longer for those that [ask for it](Tracker::patience).
     pub(crate) fn finish(&mut self) {
+        self.0.iter().for_each(Delivery::end);
         let until = Instant::now() + FINISH_WAIT;
         for delivery in self.0.drain(..) {
             let left = until.saturating_duration_since(Instant::now());

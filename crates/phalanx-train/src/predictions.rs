@@ -8,7 +8,7 @@ use phalanx_nn::{Step, Tensor};
 use phalanx_report::image;
 use serde::{Deserialize, Serialize};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::trainer::Trainer;
 
 const FILE: &str = "predictions.jsonl";
@@ -79,7 +79,7 @@ impl Predictions {
     ///
     /// # Errors
     ///
-    /// Those of reading images.
+    /// Those of reading images and of `forward`; `Usage`, when it does not give equally many scores for each image.
     pub fn add<N>(
         &mut self,
         epoch: usize,
@@ -112,6 +112,11 @@ impl Predictions {
             let shape = [labels.len(), h, w, c];
             let scores =
                 trainer.infer(|net, step| Ok(forward(net, step, &inputs, shape)?.to_vec()))?;
+            if scores.is_empty() || scores.len() % labels.len() > 0 {
+                let (scores, images) = (scores.len(), labels.len());
+                let what = format!("predictions: {scores} scores for {images} images");
+                return Err(Error::usage(what));
+            }
             if !self.has_pictures {
                 images.extend_from_slice(&inputs);
             }

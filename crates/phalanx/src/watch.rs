@@ -87,7 +87,7 @@ fn record(training: &Training, error: &Error) -> Result<bool> {
 }
 
 /// Hands the rest of the run to its trackers. *Blocks* for at most ten seconds and one more for each tracker after the
-/// first.
+/// first; five minutes for a copy in an object store.
 fn deliver(training: &Training) {
     for error in deliver_rest(&training.folder, &real_env()) {
         say::note(format_args!("warning: {}", error.chain()));

@@ -178,13 +178,18 @@ impl<T: Element> Bucket<T> {
     pub(crate) fn in_arena(arena: Option<&Arc<Arena>>, len_elems: usize) -> Self {
         let bytes = len_elems.checked_mul(size_of::<T>());
         match bytes.and_then(|bytes| arena?.lease(bytes)) {
-            Some(lease) => Self::at(lease.start(), len_elems, Place::Arena(lease)),
+            // SAFETY: the lease is of so many bytes, zeroed, and ends with the bucket.
+            Some(lease) => unsafe { Self::at(lease.start(), len_elems, Place::Arena(lease)) },
             None => Self::zeroed(len_elems),
         }
     }
 
     /// The elements that are at `start`. They exist, so that they are no more than the address space.
-    fn at(start: NonNull<u8>, len_elems: usize, place: Place) -> Self {
+    ///
+    /// # Safety
+    ///
+    /// As [`from_owner`](Self::from_owner), with `place` for the owner.
+    unsafe fn at(start: NonNull<u8>, len_elems: usize, place: Place) -> Self {
         Bucket {
             block: Block {
                 start,
@@ -215,7 +220,8 @@ impl<T: Element> Bucket<T> {
         len_elems: usize,
         owner: impl Any + Send + Sync,
     ) -> Self {
-        Self::at(start.cast(), len_elems, Place::Other(Box::new(owner)))
+        // SAFETY: the caller's.
+        unsafe { Self::at(start.cast(), len_elems, Place::Other(Box::new(owner))) }
     }
 
     /// A bucket with a copy of `elements`.
@@ -303,7 +309,8 @@ impl Registered {
         // SAFETY: inside the piece.
         let start = unsafe { self.lease.start().add(offset_bytes) };
         let place = Place::Moved(Box::new(owner), Arc::clone(&self.lease));
-        Some(Bucket::at(start, len_elems, place))
+        // SAFETY: inside the piece, which `place` holds; the rest is the caller's.
+        Some(unsafe { Bucket::at(start, len_elems, place) })
     }
 }
 

@@ -502,6 +502,7 @@ pub fn build(spec: &Spec, rank: usize) -> RankPlan {
 /// The plan of `rank`; `hosts` has `spec.world` ranks. Pure: equal arguments
 /// give equal plans on every rank.
 pub fn build_on(spec: &Spec, hosts: &Hosts, rank: usize) -> RankPlan {
+    // A rank alone has the result already. The methods below count on a second rank.
     if spec.world == 1 && spec.method.collective().in_place() {
         return RankPlan::new(spec, rank);
     }

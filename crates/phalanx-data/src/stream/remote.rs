@@ -1,18 +1,14 @@
 //! Shards in object stores and on HTTP servers.
 
-use std::cell::Cell;
 use std::collections::HashMap;
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::Path as FilePath;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use phalanx_base::{Error, ErrorKind, Result};
-use phalanx_object::object_store::{GetOptions, GetRange, ObjectMeta, ObjectStoreExt};
-use phalanx_object::{
-    Failure, Objects, Patience, SLOW, StreamExt, WHOLE, broken, failure, timeout,
-};
+use phalanx_object::object_store::ObjectMeta;
+use phalanx_object::{Objects, Patience, stamp};
 use sha2::{Digest, Sha256};
 
 use super::cache::Cache;
@@ -22,7 +18,8 @@ use super::shard::{Format, scan};
 /// A prefix of an object store, or a folder of an HTTP server.
 pub(super) struct Remote {
     objects: Objects,
-    lists: bool,
+    /// Not an HTTP server.
+    pub(super) lists: bool,
     /// The objects as they are now, by name.
     known: Mutex<HashMap<String, Object>>,
     pub(super) cache: Cache,
@@ -61,16 +58,7 @@ impl Remote {
             let all = index.into_iter().flatten();
             return Ok(all.map(|shard| shard.object).collect());
         }
-        let (prefix, _) = self.objects.path("")?;
-        let listed = self.objects.repeat(&Cell::new(0), async || {
-            let listed = self
-                .objects
-                .store()
-                .list_with_delimiter(Some(&prefix))
-                .await;
-            listed.map_err(|e| failure(self.objects.url(), e))
-        })?;
-        let mut all: Vec<Object> = listed.objects.iter().map(object).collect();
+        let mut all: Vec<Object> = self.objects.top()?.iter().map(object).collect();
         all.retain(|object| !object.name.starts_with('.'));
         all.sort_by(|a, b| a.name.cmp(&b.name));
         let named = all.iter().cloned();
@@ -88,11 +76,7 @@ impl Remote {
         if let Some(object) = self.known().get(name) {
             return Ok(object.clone());
         }
-        let (path, url) = self.objects.path(name)?;
-        let found = self.objects.repeat(&Cell::new(0), async || {
-            let found = self.objects.store().head(&path).await;
-            found.map_err(|e| failure(&url, e))
-        })?;
+        let found = self.objects.about(name)?;
         self.known().insert(name.to_owned(), object(&found));
         Ok(object(&found))
     }
@@ -117,7 +101,7 @@ impl Remote {
 
     /// Opens a shard. That of an index whose version is not known to be this one is compared with its digest.
     pub(super) fn file(&self, object: &Object, of: Option<(Format, &Shard)>) -> Result<File> {
-        let (there, url) = (self.now(&object.name)?, self.objects.path(&object.name)?.1);
+        let (there, url) = (self.now(&object.name)?, self.url(object));
         if there.bytes != object.bytes {
             return Err(changed(&url));
         }
@@ -139,7 +123,7 @@ impl Remote {
         salt: &str,
         check: &dyn Fn(&File) -> Result<()>,
     ) -> Result<File> {
-        let url = format!("{}/{}", self.objects.url(), object.name);
+        let url = self.url(object);
         let key = key(&[&url, &object.bytes.to_string(), &object.stamp, salt]);
         self.cache.shard(&key, (&url, object.bytes), &|file| {
             self.fetch(object, file)?;
@@ -147,82 +131,25 @@ impl Remote {
         })
     }
 
-    /// Writes an object to `out`. Where the connection breaks, the rest of the same version is asked for.
-    ///
-    /// # Errors
-    ///
-    /// `Data` when it has another version; those of [`failure`]; `System` when the server brings nothing for [`Patience::total`].
+    fn url(&self, object: &Object) -> String {
+        format!("{}/{}", self.objects.url(), object.name)
+    }
+
     fn fetch(&self, object: &Object, out: &File) -> Result<()> {
-        let (path, url) = self.objects.path(&object.name)?;
-        let silence = self.objects.patience().silence;
-        let (at, ranges) = (Cell::new(0), Cell::new(!object.stamp.is_empty()));
-        self.objects.repeat(&at, async || {
-            if !ranges.get() {
-                at.set(0);
-            }
-            let options = GetOptions {
-                range: (at.get() > 0).then(|| GetRange::Offset(at.get())),
-                if_match: Some(object.stamp.clone()).filter(|stamp| stamp.starts_with('"')),
-                ..GetOptions::default()
-            };
-            let got = self
-                .objects
-                .store()
-                .get_opts(&path, options)
-                .await
-                .map_err(|e| {
-                    let text = e.to_string();
-                    ranges.set(ranges.get() && !WHOLE.iter().any(|words| text.contains(words)));
-                    match failure(&url, e) {
-                        Failure(_, error) if error.kind() == ErrorKind::Data => {
-                            Failure(false, changed(&url))
-                        }
-                        failure => failure,
-                    }
-                })?;
-            let found = self::object(&got.meta);
-            if found != *object {
-                return Err(Failure(false, changed(&url)));
-            }
-            let mut body = got.into_stream();
-            while at.get() < object.bytes {
-                let before = at.get();
-                let next = async {
-                    while at.get() < object.bytes.min(before + SLOW) {
-                        let ended = || broken(&url, "the connection was closed");
-                        let bytes = body.next().await.ok_or_else(ended)?;
-                        let mut bytes = bytes.map_err(|e| failure(&url, e))?;
-                        bytes.truncate((object.bytes - at.get()) as usize);
-                        let written = out.write_all_at(&bytes, at.get());
-                        let failed = |e| Error::io("cannot write into the cache", url.as_ref(), e);
-                        written.map_err(|e| Failure(false, failed(e)))?;
-                        at.set(at.get() + bytes.len() as u64);
-                    }
-                    Ok(())
-                };
-                let slow = |_| {
-                    let (got, time) = (at.get() - before, silence.as_secs());
-                    broken(&url, &format!("it sent {got} bytes in {time} s"))
-                };
-                timeout(silence, next).await.map_err(slow)??;
-            }
-            Ok(())
+        let version = (object.bytes, &*object.stamp);
+        let fetched = self.objects.fetch(&object.name, version, out);
+        fetched.map_err(|e| match e.kind() {
+            ErrorKind::Data => changed(&self.url(object)),
+            _ => e,
         })
     }
 }
 
 fn object(about: &ObjectMeta) -> Object {
-    let tag = about.e_tag.as_ref().map(|tag| match tag.contains('"') {
-        true => tag.clone(),
-        false => format!("\"{tag}\""),
-    });
-    // What a server without it is given.
-    let dated = about.last_modified.timestamp() > 0;
-    let dated = || dated.then(|| about.last_modified.to_rfc3339());
     Object {
         name: about.location.filename().unwrap_or_default().to_owned(),
         bytes: about.size,
-        stamp: tag.or_else(dated).unwrap_or_default(),
+        stamp: stamp(about),
     }
 }
 

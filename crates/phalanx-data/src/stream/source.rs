@@ -147,6 +147,11 @@ impl Source {
     /// Opens the index: the one in `given`, else the one beside the shards, which is made if it is missing or not that of the
     /// files any more: by one process of the host, while the others wait.
     pub(super) fn index(&self, given: Option<&Path>) -> Result<Index> {
+        #[cfg(feature = "object-store")]
+        if let (Some(path), Some(false)) = (given, self.remote.as_ref().map(|remote| remote.lists))
+        {
+            return read_index(path);
+        }
         let (format, shards) = self.shards()?;
         if let Some(path) = given {
             let index = read_index(path)?;

@@ -54,6 +54,9 @@ fn talk(
     waiting: WaitNotice,
     answer_limit: Duration,
 ) -> Result<String> {
+    // The limit of a read has no effect otherwise.
+    let blocks = socket.set_nonblocking(false);
+    blocks.map_err(|error| closed("init", Some(error)))?;
     let mut server = Server {
         socket,
         read: Vec::new(),

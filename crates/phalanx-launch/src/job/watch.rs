@@ -358,8 +358,14 @@ impl Supervision<'_> {
                 let code = ErrorKind::PeerLost.exit_code();
                 return self.end_elsewhere(JobFailure::new(code, 0, why), now);
             }
-            // The others are handled by the caller.
-            _ => {}
+            // Of the attempt before, or our own end; the others are handled by the caller.
+            Event::Over(..)
+            | Event::Signal(Caught::Dump)
+            | Event::NodeLost(_)
+            | Event::WasLost
+            | Event::StoreMoved(..)
+            | Event::Parted
+            | Event::Admit(_) => {}
         }
         Action::None
     }

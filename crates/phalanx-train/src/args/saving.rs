@@ -157,7 +157,7 @@ impl SavingArgs {
 
     /// Whether the newest checkpoint in `dir` is to be continued from, and there is none.
     pub(crate) fn takes_up(&self, dir: &Path) -> bool {
-        let is_wanted = self.resume.as_deref() == Some(AUTO) || self.attempt.restarts > 0;
+        let is_wanted = self.resume.as_deref() == Some(AUTO);
         let has_any = || Dir::open(&dir.join(FOLDER)).and_then(|dir| dir.names());
         is_wanted && !has_any().is_ok_and(|names| names.iter().any(|name| name.ends_with(".json")))
     }

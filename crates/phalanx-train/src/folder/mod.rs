@@ -8,6 +8,7 @@ mod weights;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+pub(crate) use self::lock::Lock;
 pub use self::output::Files;
 pub(crate) use self::output::{BEST_FILE, MFU, Output, json_lines, next_step};
 pub use self::run_dir::RunDir;

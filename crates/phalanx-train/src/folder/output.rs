@@ -727,13 +727,13 @@ fn set_metrics_aside(dir: &Dir) -> Result<()> {
 /// that a summary and weights always belong to the metrics next to them.
 fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
     let failed = |e: phalanx_base::Error| e.note("try", "another folder with --output-dir");
-    let kept = [
+    let folders = [
         (crate::FLIGHT_DIR, "rank-", ".json"),
         (IMAGES_DIR, "", ".png"),
         (TABLES_DIR, "", ".jsonl"),
     ];
     for name in dir.names().map_err(failed)? {
-        for (folder, start, ending) in kept.iter().filter(|(folder, ..)| name == *folder) {
+        for (folder, start, ending) in folders.iter().filter(|(folder, ..)| name == *folder) {
             remove_within(dir, folder, start, ending).map_err(failed)?;
         }
         // Complete, or the temporary file of a run that was killed while saving:
@@ -753,7 +753,7 @@ fn clear_earlier_run(dir: &Dir, files: &Files, _: &Fresh) -> Result<()> {
     Ok(())
 }
 
-/// Removes what an earlier run left in a folder for `phalanx inspect`, or by `log_image` and `log_table`.
+/// Removes an earlier run's files from a folder of flight recorders, logged images or tables.
 fn remove_within(dir: &Dir, folder: &str, start: &str, ending: &str) -> phalanx_base::Result<()> {
     let Some(inner) = dir.sub(folder)? else {
         return Ok(());

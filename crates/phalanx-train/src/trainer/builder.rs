@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use phalanx_base::env::real_env;
-use phalanx_base::files::as_typed;
+use phalanx_base::files::{Dir, as_typed};
 use phalanx_checkpoint::state::Place;
 use phalanx_checkpoint::weights_digest;
 use phalanx_data::Dataset;
@@ -30,7 +30,7 @@ use crate::best::{BestEpoch, EarlyStopping};
 use crate::deliveries::Deliveries;
 use crate::error::{Error, Result};
 use crate::evaluation::Evaluation;
-use crate::folder::{BEST_FILE, Files, Output, RunDir, default_output_dir};
+use crate::folder::{BEST_FILE, Files, Lock, Output, RunDir, default_output_dir};
 use crate::format::thousands;
 use crate::log::{IMAGES_DIR, RunInfo, TABLES_DIR};
 use crate::profile::Profiler;
@@ -399,7 +399,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
             plan.content.push_str(&limit);
         }
         if plan.ctx.is_main() {
-            let trackers = settings.track.of_run(&real_env(), plan.folder.as_deref())?;
+            let trackers = settings.track.of_run(&real_env())?;
             plan.trackers.extend(trackers);
         }
         Ok(world)
@@ -426,9 +426,7 @@ impl<'j, M, S: Strategy> TrainerBuilder<'j, M, S> {
         let starting = ctx.phase("starting");
         let [run, dir] = plan.folders()?;
         if ctx.is_main() && purpose == Purpose::Train {
-            let resumes = settings.saving.takes_up(&dir);
-            let copied = (settings.track).prepare(&dir, plan.folder.as_deref(), resumes)?;
-            copied.into_iter().for_each(|text| ctx.note(&text));
+            plan.take_up(&dir)?;
         }
         let resumed = Resumed::find(ctx, &settings.saving, &dir)?;
         let resumed = resumed.as_ref();
@@ -527,6 +525,10 @@ impl Plan<'_> {
             );
             return Err(Error::usage(what));
         }
+        if self.settings.track.output_url.is_some() {
+            let what = "--output-url keeps one training, and this program has several";
+            return Err(Error::usage(what).note("instead", "copy the folder when they have ended"));
+        }
         if let Some(path) = saving.resumed_path() {
             let what = format!(
                 "--resume {} is of one training, and this program has several",
@@ -539,6 +541,20 @@ impl Plan<'_> {
             RunDir::at(dir.clone()).check(saving, run)?;
         }
         Ok(dir)
+    }
+
+    /// Copies to the training's folder `dir` what `--output-url` has of a run that is to be continued. On rank 0.
+    fn take_up(&self, dir: &Path) -> Result<()> {
+        let (saving, track) = (&self.settings.saving, &self.settings.track);
+        if track.output_url.is_none() {
+            return Ok(());
+        }
+        let resumes = saving.takes_up(dir);
+        let _lock = resumes.then(|| Lock::take(&Dir::create(dir)?, None));
+        let _lock = _lock.transpose()?;
+        let copied = track.prepare(dir, resumes, saving.fresh().is_some())?;
+        copied.into_iter().for_each(|text| self.ctx.note(&text));
+        Ok(())
     }
 
     /// The run's folder, and the training's: that one, or one in it. *Blocks* until all ranks call it.

@@ -23,8 +23,8 @@ use crate::folder::BEST_FILE;
 use crate::saving::History;
 use crate::strategy::{MicroBatch, Strategy};
 
-/// The most rows of each rank that [`Trainer::predict`] exchanges at once.
-const ROWS_AT_ONCE: usize = 4096;
+/// The most rows of all ranks that [`Trainer::predict`] exchanges at once.
+const ROWS_AT_ONCE: usize = 1 << 14;
 
 impl<M, S: Strategy> Trainer<'_, M, S> {
     /// Evaluates `data` over all ranks, each sample once, and records the result as this
@@ -329,8 +329,9 @@ impl<M> Trainer<'_, M> {
             group.all_reduce(&mut most, ReduceOp::Max)?;
             let (mut own, mut all) = (indices.into_iter().zip(own), Vec::with_capacity(data.len()));
             // What is exchanged at once has a limit.
-            for _ in (0..most[0]).step_by(ROWS_AT_ONCE) {
-                let part: Vec<(u64, T)> = own.by_ref().take(ROWS_AT_ONCE).collect();
+            let at_once = (ROWS_AT_ONCE / config.world).max(1);
+            for _ in (0..most[0]).step_by(at_once) {
+                let part: Vec<(u64, T)> = own.by_ref().take(at_once).collect();
                 all.extend(group.all_gather_object(&part)?.into_iter().flatten());
             }
             all.sort_by_key(|(index, _)| *index);

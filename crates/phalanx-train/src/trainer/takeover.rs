@@ -12,6 +12,7 @@ use crate::batch::StepContext;
 use crate::deliveries::Deliveries;
 use crate::error::{Error, ErrorKind, Result};
 use crate::folder::Output;
+use crate::log::RUN_FILE;
 use crate::say;
 use crate::strategy::Strategy;
 
@@ -72,14 +73,17 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let _phase = self.ctx.phase("reporting");
         let dir = self.reports.output.dir().to_owned();
         let files = self.reports.files.clone();
+        if !dir.join(RUN_FILE).exists() {
+            // On another disk, where the copy has what the lost rank had written.
+            let copied = settings.track.prepare(&dir, true, false)?;
+            copied.into_iter().for_each(|text| ctx.note(&text));
+        }
         let output = Output::open(ctx, dir, files, &settings.saving, lost.as_ref())?;
         let records = self.elastic.records.make_contiguous();
         let log = output.log_of_lost(ctx, self.course.place, &self.reports.info, records)?;
         self.elastic.records.clear();
         let mut trackers = std::mem::take(&mut self.reports.trackers);
-        let folder = settings.output_dir.as_deref();
-        let folder = folder.and_then(|run| output.dir().strip_prefix(run).ok()?.to_str());
-        match (settings.track).of_run(&real_env(), folder.filter(|name| !name.is_empty())) {
+        match settings.track.of_run(&real_env()) {
             Ok(own) => trackers.extend(own),
             // What the host of the lost rank 0 had need not be here.
             Err(error) => say::note(format_args!(
@@ -106,6 +110,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
 
     /// Completes the run's files as far as they are, for the rank that becomes rank 0.
     pub(super) fn hand_over_reports(&mut self) -> Result<()> {
+        let _phase = self.ctx.phase("reporting");
         self.saving.finish()?;
         let reports = &mut self.reports;
         reports.progress.end();
