@@ -16,6 +16,9 @@ use serde_json::Value;
 use crate::follow::{Follow, Position, RUN_FILE, Record};
 use crate::{Error, ErrorKind, Result, Tracker};
 
+/// The name of the tracker that keeps a copy in an object store.
+pub(crate) const STORE: &str = "store";
+
 /// How long the end of a training waits for a tracker, at most; see [`Tracker::patience`].
 pub const FINISH_WAIT: Duration = Duration::from_secs(10);
 

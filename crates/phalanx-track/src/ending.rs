@@ -11,7 +11,7 @@ use phalanx_base::process::ProcessName;
 use serde_json::{Value, json};
 
 use crate::args::{mlflow, store};
-use crate::delivery::{lock_of, state_of};
+use crate::delivery::{STORE, lock_of, state_of};
 use crate::tensorboard::TENSORBOARD;
 use crate::{
     Delivery, EVENTS_FILE, Error, ErrorKind, FINISH_WAIT, METRICS_FILE, Result, TensorBoard,
@@ -33,7 +33,6 @@ const CLOCK_S: f64 = 1.0;
 /// The trackers' names.
 const WANDB: &str = "wandb";
 const MLFLOW: &str = "mlflow";
-pub(crate) const STORE: &str = "store";
 
 /// How long to wait for a process that is ending to let go of a tracker.
 const LOCK_WAIT: Duration = Duration::from_secs(2);

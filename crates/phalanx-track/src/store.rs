@@ -12,8 +12,7 @@ use phalanx_object::{Objects, Patience, stamp};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::delivery::{keep_state, state_of};
-use crate::ending::STORE;
+use crate::delivery::{STORE, keep_state, state_of};
 use crate::files::{Version, files_of, open_in, version};
 use crate::follow::{LARGEST_FILE, RUN_FILE};
 use crate::{Error, ErrorKind, Result, Tracker};
@@ -232,7 +231,8 @@ pub(crate) fn prepare(
                 "another --output-url; or --resume auto, which continues that run from its last checkpoint"
             }
         };
-        return Err(Error::usage(format!("{url} has another run")).note("fix", fix));
+        let what = format!("{} has another run", from.url());
+        return Err(Error::usage(what).note("fix", fix));
     }
     let mut state = State {
         url: from.url().to_owned(),
@@ -260,5 +260,5 @@ pub(crate) fn prepare(
     }
     keep_state(&here, STORE, there.as_deref(), serde_json::json!(state))?;
     let files = plural(names.len(), "file");
-    Ok(Some(format!("{files} copied from {url}")))
+    Ok(Some(format!("{files} copied from {}", from.url())))
 }

@@ -14,6 +14,7 @@
 #[cfg(feature = "object-store")]
 mod cache;
 mod concat;
+mod content;
 #[cfg(any(test, fuzzing))]
 mod fuzzing;
 mod index;
@@ -38,12 +39,13 @@ use phalanx_base::text::grouped;
 use phalanx_base::{Error, Result};
 
 pub use self::concat::Concat;
+use self::content::Content;
 #[cfg(any(test, fuzzing))]
 pub(crate) use self::fuzzing::{fuzz_index, fuzz_lines, fuzz_tar};
 use self::index::{Index, Shard};
 use self::rows::Rows;
 pub use self::sample::Sample;
-use self::shard::{Content, Format};
+use self::shard::Format;
 use self::source::{Caching, Source};
 use crate::dataset::Dataset;
 use crate::order::ShardOrder;

@@ -9,11 +9,14 @@ use std::sync::Mutex;
 use phalanx_base::{Error, Result, lock};
 use sha2::{Digest, Sha256};
 
-use super::shard::Content;
+use super::content::Content;
 use crate::parquet::{Field, ParquetFile, Row};
 
 /// Most bytes of the decoded row groups that are kept, unless one has more.
 const KEPT: usize = 512 << 20;
+
+/// Most rows of a shard.
+const MOST_ROWS: usize = 1 << 27;
 
 /// The row groups that were decoded last, the newest at the end.
 #[derive(Default)]
@@ -41,7 +44,14 @@ fn open(name: &str, file: &File) -> Result<ParquetFile> {
 ///
 /// `Data`, naming it, when it is damaged.
 pub(super) fn scan(name: &str, file: &File, hash: &mut Sha256) -> Result<u64> {
-    let rows = open(name, file)?.row_groups().iter().sum::<usize>();
+    let groups = open(name, file)?.row_groups();
+    let rows = groups
+        .iter()
+        .fold(0_usize, |sum, rows| sum.saturating_add(*rows));
+    if rows > MOST_ROWS {
+        let what = format!("{name} says that it has {rows} rows");
+        return Err(Error::data(what).note("limit", format!("{MOST_ROWS} rows a shard")));
+    }
     let footer = || -> io::Result<Vec<u8>> {
         let end = file.metadata()?.len().saturating_sub(8);
         let mut length = [0; 4];
@@ -96,7 +106,7 @@ impl Rows {
                 first += rows as u64;
                 continue;
             }
-            let (mut all, mut size) = (Vec::with_capacity(rows), 0);
+            let (mut all, mut size) = (Vec::new(), 0);
             file.read(group, |row| {
                 let (mut bytes, mut columns) = (Vec::new(), Vec::new());
                 add(&row, "", &mut bytes, &mut columns);

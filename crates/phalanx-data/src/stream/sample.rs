@@ -5,7 +5,7 @@ use phalanx_base::{Error, Result};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::shard::Content;
+use super::content::Content;
 #[cfg(feature = "images")]
 use crate::folder::Transforms;
 

@@ -10,6 +10,7 @@ use phalanx_base::{Error, Result};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
+use super::content::Content;
 use super::rows;
 
 /// Most bytes of a sample.
@@ -227,14 +228,6 @@ fn split(path: &str) -> Option<(&str, String)> {
     let name = path.rfind('/').map_or(0, |slash| slash + 1);
     let dot = path[name..].find('.').filter(|dot| *dot > 0)? + name;
     Some((&path[..dot], path[dot + 1..].to_ascii_lowercase()))
-}
-
-/// What is in a sample.
-#[derive(Clone, Debug)]
-pub(super) enum Content {
-    /// Its bytes, and where the members, or the columns of a row, lie, by their names.
-    Members(Vec<u8>, Vec<(String, Range<usize>)>),
-    Object(Map<String, Value>),
 }
 
 /// Takes the bytes of a sample apart. Returns its key, if it has one.
