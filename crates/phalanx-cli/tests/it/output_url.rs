@@ -97,7 +97,7 @@ fn files(dir: &Path) -> BTreeSet<String> {
 
 /// The digest that the last lines name.
 fn weights(err: &str) -> String {
-    let line = err.lines().find(|line| line.starts_with("weights "));
+    let line = err.lines().rfind(|line| line.starts_with("weights "));
     line.expect("a digest")
         .split('…')
         .next()
