@@ -95,6 +95,17 @@ fn files(dir: &Path) -> BTreeSet<String> {
     all
 }
 
+/// Whether a process of the job in `dir` runs.
+fn runs_in(dir: &Path) -> bool {
+    let wanted = format!("TMPDIR={}", dir.display());
+    let entries = std::fs::read_dir("/proc").expect("processes").flatten();
+    entries.into_iter().any(|entry| {
+        let environment = std::fs::read(entry.path().join("environ")).unwrap_or_default();
+        let mut variables = environment.split(|byte| *byte == 0);
+        variables.any(|variable| variable == wanted.as_bytes())
+    })
+}
+
 /// The digest that the last lines name.
 fn weights(err: &str) -> String {
     let line = err.lines().rfind(|line| line.starts_with("weights "));
@@ -137,6 +148,8 @@ fn a_run_is_kept_in_an_object_store_and_continued_from_there() {
             .status();
     }
     ended(job);
+    // The guard of the killed launcher sends what is left.
+    eventually("its processes have ended", || !runs_in(cut.path()));
 
     // Another training does not go there.
     let other = moto.train(new.path(), to).output().expect("it runs");
