@@ -8,7 +8,7 @@ use phalanx_report::{REPORT_FILE, Run, page, write_in, write_of};
 use crate::error::Result;
 use crate::say;
 use phalanx_base::env::real_env;
-use phalanx_track::{TrackArgs, record_unseen_end, upload};
+use phalanx_track::{TrackArgs, is_object_store, record_unseen_end, upload};
 use phalanx_train::{LabelArgs, check_folder_of};
 
 /// Arguments of `phalanx report`.
@@ -70,11 +70,10 @@ pub fn run(args: &ReportArgs) -> Result<()> {
         }
     };
     say::print(&format!("{}\n", output.display()))?;
-    let is_store = |to: &String| to.starts_with("s3://") || to.starts_with("gs://");
     let to = TrackArgs {
-        mlflow: args.upload.clone().filter(|to| !is_store(to)),
+        mlflow: args.upload.clone().filter(|to| !is_object_store(to)),
         wandb: args.wandb,
-        output_url: args.upload.clone().filter(is_store),
+        output_url: args.upload.clone().filter(|to| is_object_store(to)),
     };
     for run in &args.runs {
         to.prepare(run, false, false)?;

@@ -35,7 +35,7 @@ use tokio::time::timeout;
 /// How long a server is waited for.
 #[derive(Clone, Copy, Debug)]
 pub struct Patience {
-    /// One that brings nothing for so long is asked again.
+    /// A server that brings nothing for so long is asked again.
     pub silence: Duration,
     /// How long it is asked again while it brings nothing.
     pub total: Duration,
@@ -144,7 +144,7 @@ impl Objects {
         let (bucket, prefix) = (&url[..slash], url[slash..].trim_matches('/'));
         if bucket.contains('@') {
             let what = "the URL of an object store has a user or password, which others could read";
-            return Err(Error::usage(what));
+            return Err(Error::usage(what).note("fix", KEYS));
         }
         let (store, prefix): (Box<dyn ObjectStore>, _) = match url.split(':').next() {
             Some("s3") => (built!(AmazonS3Builder::from_env(), bucket), prefix),

@@ -101,17 +101,19 @@ impl TrackArgs {
     }
 }
 
+/// Whether `url` is one that `--output-url` takes.
+pub fn is_object_store(url: &str) -> bool {
+    url.starts_with("s3://") || url.starts_with("gs://")
+}
+
 /// The copy at `url`.
 pub(crate) fn store(url: &str) -> Result<Box<dyn Tracker + Send>> {
-    if !["s3://", "gs://"]
-        .iter()
-        .any(|scheme| url.starts_with(scheme))
-    {
+    if !is_object_store(url) {
         let what = format!("--output-url {url}: give s3://BUCKET/PREFIX or gs://BUCKET/PREFIX");
         return Err(Error::usage(what));
     }
     #[cfg(feature = "object-store")]
-    return Ok(Box::new(crate::Copy::new(url)?));
+    return Ok(Box::new(crate::RunCopy::new(url)?));
     #[cfg(not(feature = "object-store"))]
     {
         let fix = "build with --features object-store";

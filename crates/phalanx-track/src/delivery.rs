@@ -13,7 +13,7 @@ use phalanx_base::say;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::follow::{Follow, Position, RUN_FILE, Record};
+use crate::follow::{Follow, Position, RUN_FILE, Record, id_of};
 use crate::{Error, ErrorKind, Result, Tracker};
 
 /// The name of the tracker that keeps a copy in an object store.
@@ -94,8 +94,8 @@ impl Courier {
             .note("fix", "wait for its end"));
         }
         let run = dir.read(RUN_FILE, KEPT_BYTES)?;
-        let run: Option<Value> = run.and_then(|text| serde_json::from_slice(&text).ok());
-        let id = run.as_ref().and_then(|run| run["id"].as_str());
+        let id = run.as_deref().and_then(id_of);
+        let id = id.as_deref();
         // What was kept of another run is of no use.
         let kept = read(&dir, &name)?.filter(|kept| kept.position.id() == id);
         let mut kept = kept.unwrap_or_default();

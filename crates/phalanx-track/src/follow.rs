@@ -160,6 +160,12 @@ pub struct Follow {
     has_more: bool,
 }
 
+/// The id of the run whose `run.json` is `text`; none if that is damaged.
+pub(crate) fn id_of(text: &[u8]) -> Option<String> {
+    let run: Value = serde_json::from_slice(text).ok()?;
+    run["id"].as_str().map(str::to_owned)
+}
+
 impl Follow {
     /// Follows the run in the folder `dir` from its beginning.
     pub fn open(dir: &Path) -> Follow {

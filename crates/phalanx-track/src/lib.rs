@@ -38,7 +38,7 @@ mod tracker;
 mod values;
 mod wandb;
 
-pub use args::TrackArgs;
+pub use args::{TrackArgs, is_object_store};
 pub use delivery::{Delivery, FINISH_WAIT, take_over, upload};
 pub use ending::{Ending, deliver_rest, record_end, record_unseen_end};
 pub use follow::{EVENTS_FILE, Follow, METRICS_FILE, Position, RUN_FILE, Record, SUMMARY_FILE};
@@ -46,7 +46,7 @@ pub use follow::{EVENTS_FILE, Follow, METRICS_FILE, Position, RUN_FILE, Record, 
 pub use mlflow::Mlflow;
 pub use phalanx_base::error::{Error, ErrorKind, Result};
 #[cfg(feature = "object-store")]
-pub use store::Copy;
+pub use store::RunCopy;
 pub use tensorboard::{EVENT_FILE_PREFIX, TensorBoard};
 pub use tracker::Tracker;
 pub use wandb::Wandb;

@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::delivery::{STORE, keep_state, state_of};
 use crate::files::{Version, files_of, open_in, version};
-use crate::follow::{LARGEST_FILE, RUN_FILE};
+use crate::follow::{LARGEST_FILE, RUN_FILE, id_of};
 use crate::{Error, ErrorKind, Result, Tracker};
 
 /// Folders of a run that are of no use elsewhere.
@@ -41,21 +41,12 @@ const LAST_WAIT: Duration = Duration::from_secs(300);
 
 /// Keeps a copy of a run's folder, checkpoints too, below a URL of an object store while it grows. What the folder no longer
 /// has is removed there after all that it has now was sent.
-pub struct Copy {
+pub struct RunCopy {
     to: Objects,
     dir: PathBuf,
     state: State,
+    /// When all was sent last.
     last: Option<Instant>,
-    /// It has sent something.
-    sends: bool,
-}
-
-/// What has worked may work again: a server of credentials that does not answer once ends no delivery.
-fn again(error: Error, has_worked: bool) -> Error {
-    match has_worked {
-        true => Error::new(ErrorKind::System, error.chain()),
-        false => error,
-    }
 }
 
 /// What the next process must know.
@@ -74,29 +65,32 @@ fn in_order(names: &mut [String]) {
     names.sort_by_cached_key(|name| (is_manifest(name), Reverse(name.clone())));
 }
 
-/// The id of the run whose `run.json` is `text`.
-fn id(text: &[u8]) -> Option<String> {
-    let run: Value = serde_json::from_slice(text).ok()?;
-    run["id"].as_str().map(str::to_owned)
-}
-
-impl Copy {
+impl RunCopy {
     /// One below `url`, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`. The environment has the credentials.
     ///
     /// # Errors
     ///
     /// `Usage` for another URL, or variables that the store does not understand.
-    pub fn new(url: &str) -> Result<Copy> {
-        Ok(Copy {
+    pub fn new(url: &str) -> Result<RunCopy> {
+        Ok(RunCopy {
             to: Objects::open(url, PATIENCE)?,
             dir: PathBuf::new(),
             state: State::default(),
             last: None,
-            sends: false,
         })
     }
 
     fn sync(&mut self) -> Result<()> {
+        self.send().map_err(|e| match self.last {
+            // It may work again: a server of credentials that does not answer once ends no delivery.
+            Some(_) => Error::new(ErrorKind::System, e.chain()),
+            None => e,
+        })?;
+        self.last = Some(Instant::now());
+        Ok(())
+    }
+
+    fn send(&mut self) -> Result<()> {
         let (dir, sent) = (Dir::open(&self.dir)?, &mut self.state.sent);
         let mut names = files_of(&dir, &LEFT_OUT)?;
         in_order(&mut names);
@@ -109,22 +103,16 @@ impl Copy {
             };
             let version = version(&file)?;
             if sent.get(name) != Some(&version) {
-                let done = self.to.put(name, &mut file);
-                done.map_err(|e| again(e, self.sends))?;
-                self.sends = true;
+                self.to.put(name, &mut file)?;
                 sent.insert(name.clone(), version);
             }
         }
-        let gone: Vec<String> = sent
-            .keys()
-            .filter(|name| !names.contains(name))
-            .cloned()
-            .collect();
-        for name in gone.into_iter().filter(|_| is_whole) {
-            self.to.delete(&name).map_err(|e| again(e, self.sends))?;
-            sent.remove(&name);
+        let mut gone = sent.clone();
+        gone.retain(|name, _| is_whole && !names.contains(name));
+        for name in gone.keys() {
+            self.to.delete(name)?;
+            sent.remove(name);
         }
-        self.last = Some(Instant::now());
         Ok(())
     }
 
@@ -136,7 +124,7 @@ impl Copy {
     }
 }
 
-impl Tracker for Copy {
+impl Tracker for RunCopy {
     fn name(&self) -> &str {
         STORE
     }
@@ -205,14 +193,12 @@ pub(crate) fn prepare(
     if own.is_some_and(|own| own["url"] == from.url()) && !resumes && !is_fresh {
         return Ok(None);
     }
-    let top = from.top()?;
-    if !top
-        .iter()
-        .any(|about| about.location.filename() == Some(RUN_FILE))
-    {
+    let mut top = from.top()?;
+    top.retain(|about| about.location.filename() == Some(RUN_FILE));
+    if top.is_empty() {
         return Ok(None);
     }
-    let there = id(&from.read(RUN_FILE)?);
+    let there = id_of(&from.read(RUN_FILE)?);
     let mut all: BTreeMap<_, _> = match resumes {
         true => from.all()?.into_iter().collect(),
         false => BTreeMap::new(),
@@ -222,7 +208,7 @@ pub(crate) fn prepare(
     in_order(&mut names);
     if !names.iter().any(|name| is_manifest(name)) {
         let run = here.and_then(|here| here.read(RUN_FILE, LARGEST_FILE).ok()?);
-        if !is_fresh && there.is_some() && there == run.and_then(|run| id(&run)) {
+        if !is_fresh && there.is_some() && there == run.and_then(|run| id_of(&run)) {
             return Ok(None);
         }
         let fix = match resumes {
@@ -238,8 +224,7 @@ pub(crate) fn prepare(
         url: from.url().to_owned(),
         ..State::default()
     };
-    create_folder(dir)?;
-    let here = Dir::open(dir)?;
+    let here = Dir::create(dir)?;
     for name in &names {
         let (path, about) = (dir.join(name), &all[name]);
         let folder = path.parent().unwrap_or(dir);
@@ -250,9 +235,15 @@ pub(crate) fn prepare(
             let part = folder.join(PART);
             let failed = |e| Error::io("cannot write", &path, e);
             let file = File::create(&part).map_err(failed)?;
-            from.fetch(name, (about.size, &stamp(about)), &file)?;
-            let written = file.sync_data().and_then(|()| fs::rename(&part, &path));
-            written.map_err(failed)?;
+            let fetched = from.fetch(name, (about.size, &stamp(about)), &file);
+            let written = fetched.and_then(|()| {
+                let written = file.sync_data().and_then(|()| fs::rename(&part, &path));
+                written.map_err(failed)
+            });
+            if written.is_err() {
+                let _ = fs::remove_file(&part);
+            }
+            written?;
         }
         if let Some(file) = open_in(&here, name) {
             state.sent.insert(name.clone(), version(&file)?);

@@ -34,9 +34,17 @@ pub(super) struct Cache {
     limit: u64,
 }
 
-/// Whether it is an index, when it was last used, its bytes, its name, and whether it is not complete: files are removed in this
-/// order.
-type Kept = (bool, Option<SystemTime>, u64, String, bool);
+/// A file of the cache. Files are removed in this order.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Kept {
+    is_index: bool,
+    /// When it was last used.
+    used: Option<SystemTime>,
+    bytes: u64,
+    name: String,
+    /// It is not complete.
+    is_part: bool,
+}
 
 /// Whether a file with this name is an index, and whether it is not complete. `None` if it is not a file of a cache.
 fn kind(name: &str) -> Option<(bool, bool)> {
@@ -84,7 +92,7 @@ impl Cache {
     /// `cache of 64 GiB in PATH, 1.5 GiB used`.
     pub(super) fn describe(&self) -> String {
         let kept = self.kept().unwrap_or_default();
-        let used = kept.iter().map(|file| file.2).sum();
+        let used = kept.iter().map(|file| file.bytes).sum();
         let [limit, used] = [self.limit, used].map(super::size);
         format!(
             "cache of {limit} in {}, {used} used",
@@ -94,15 +102,18 @@ impl Cache {
 
     /// Its files, in the order in which they are removed.
     fn kept(&self) -> Result<Vec<Kept>> {
-        let mut kept = self.dir.names()?;
         let file = |name: String| {
             let (is_index, is_part) = kind(&name)?;
             let about = fs::symlink_metadata(self.dir.path().join(&name)).ok()?;
-            about
-                .is_file()
-                .then(|| (is_index, about.modified().ok(), about.len(), name, is_part))
+            about.is_file().then(|| Kept {
+                is_index,
+                used: about.modified().ok(),
+                bytes: about.len(),
+                name,
+                is_part,
+            })
         };
-        let mut kept: Vec<Kept> = kept.drain(..).filter_map(file).collect();
+        let mut kept: Vec<Kept> = self.dir.names()?.into_iter().filter_map(file).collect();
         kept.sort();
         Ok(kept)
     }
@@ -191,22 +202,21 @@ impl Cache {
         loop {
             let lock = self.lock("room.lock")?;
             let mut kept = self.kept()?;
-            let left = |(is_index, used, _, name, is_part): &mut Kept| {
-                let idle = used.and_then(|used| used.elapsed().ok());
-                let file = || self.dir.open_read(name).ok().flatten();
-                let is_free = || !*is_index && file().is_some_and(|f| ask_lock(&f) == Some(true));
-                *is_part && (idle.is_some_and(|idle| idle > IDLE) || is_free())
+            let left = |of: &mut Kept| {
+                let idle = of.used.and_then(|used| used.elapsed().ok());
+                let file = || self.dir.open_read(&of.name).ok().flatten();
+                let is_free = || !of.is_index && file().is_some_and(|f| ask_lock(&f) == Some(true));
+                of.is_part && (idle.is_some_and(|idle| idle > IDLE) || is_free())
             };
-            for (.., name, _) in kept.extract_if(.., left) {
-                self.dir.remove(&name)?;
+            for file in kept.extract_if(.., left) {
+                self.dir.remove(&file.name)?;
             }
-            let mut used = kept
-                .iter()
-                .fold(bytes, |sum, file| sum.saturating_add(file.2));
-            for (_, _, bytes, name, _) in kept.iter().filter(|file| !file.4) {
+            let sum = |sum: u64, file: &Kept| sum.saturating_add(file.bytes);
+            let mut used = kept.iter().fold(bytes, sum);
+            for file in kept.iter().filter(|file| !file.is_part) {
                 if used > self.limit {
-                    self.dir.remove(name)?;
-                    used -= bytes;
+                    self.dir.remove(&file.name)?;
+                    used -= file.bytes;
                 }
             }
             if used <= self.limit {

@@ -31,11 +31,7 @@ struct Group {
 }
 
 fn open(name: &str, file: &File) -> Result<ParquetFile> {
-    let file = file.try_clone();
-    ParquetFile::new(
-        name,
-        file.map_err(|e| Error::io("cannot read", name.as_ref(), e))?,
-    )
+    ParquetFile::new(name, file.try_clone()?)
 }
 
 /// The number of rows of a shard. `hash` gets the description of all its parts.

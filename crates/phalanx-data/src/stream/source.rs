@@ -67,12 +67,10 @@ impl Source {
         #[cfg(feature = "object-store")]
         if let Some(remote) = &self.remote {
             return std::thread::scope(|scope| {
-                let open =
-                    |shard: &'a Shard| move || remote.file(&shard.object, Some((format, shard)));
-                let threads: Vec<_> = shards
-                    .iter()
-                    .map(|shard| scope.spawn(open(shard)))
-                    .collect();
+                let threads = shards.iter().map(|&shard| {
+                    scope.spawn(move || remote.file(&shard.object, Some((format, shard))))
+                });
+                let threads: Vec<_> = threads.collect();
                 let panicked = |_| Err(Error::internal("a thread that opens a shard panicked"));
                 let files = threads.into_iter().map(|thread| thread.join());
                 files.map(|file| file.unwrap_or_else(panicked)).collect()

@@ -75,7 +75,9 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         let files = self.reports.files.clone();
         if !dir.join(RUN_FILE).exists() {
             // On another disk, where the copy has what the lost rank had written.
-            let copied = settings.track.prepare(&dir, true, false)?;
+            // Before the first checkpoint there is none. The training is worth more than its log so far.
+            let copied = (settings.track.prepare(&dir, true, false))
+                .unwrap_or_else(|e| Some(format!("warning: the copy begins anew: {}", e.chain())));
             copied.into_iter().for_each(|text| ctx.note(&text));
         }
         let output = Output::open(ctx, dir, files, &settings.saving, lost.as_ref())?;
