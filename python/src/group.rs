@@ -165,7 +165,7 @@ fn same(a: &Memory, b: &Memory) -> PyResult<DType> {
     Err(PyTypeError::new_err(message))
 }
 
-fn span(seconds: f64) -> Duration {
+pub(crate) fn span(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
 }
 
@@ -219,7 +219,8 @@ impl<'py> FromPyObject<'_, 'py> for Tag {
 pub(crate) struct Group {
     /// Nothing after the shutdown.
     group: Mutex<Option<ProcessGroup>>,
-    store: TorchStore,
+    /// PyTorch's, in which the ranks have met, if they have met there.
+    store: Option<TorchStore>,
     rank: usize,
     process: u32,
 }
@@ -228,6 +229,16 @@ pub(crate) struct Group {
 type Begun = PyResult<Option<Pending>>;
 
 impl Group {
+    /// A group that has formed elsewhere.
+    pub(crate) fn of(group: ProcessGroup) -> Group {
+        Group {
+            rank: group.rank(),
+            group: Mutex::new(Some(group)),
+            store: None,
+            process: std::process::id(),
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Option<ProcessGroup>> {
         self.group.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -309,7 +320,7 @@ impl Group {
         let group = py.detach(form).map_err(|error| raised(&error))?;
         Ok(Group {
             group: Mutex::new(Some(group)),
-            store,
+            store: Some(store),
             rank,
             process: std::process::id(),
         })
@@ -560,7 +571,9 @@ impl Group {
         py.detach(|| {
             let group = self.lock().take();
             drop(group);
-            self.store.close();
+            if let Some(store) = &self.store {
+                store.close();
+            }
         });
     }
 }

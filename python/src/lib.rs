@@ -1,6 +1,7 @@
 //! What `phalanx.torch` calls: process groups on the memory of tensors.
 
 mod group;
+mod member;
 mod pending;
 mod store;
 
@@ -36,6 +37,8 @@ fn raise(message: String) -> PyErr {
 mod _phalanx {
     #[pymodule_export]
     use super::group::Group;
+    #[pymodule_export]
+    use super::member::{JobError, Member};
     #[pymodule_export]
     use super::pending::Pending;
 }

@@ -4,6 +4,7 @@
     tools/ci/elastic.py --phalanx target/release/phalanx --kills 200 [--hosts 3 --faults kill,stop,node,term,blink,cut]
                         [--seed 1] [--recipe resnet18] [--data DIR] [--gap 1.5]
     tools/ci/elastic.py --phalanx target/release/phalanx --minutes 30 --gap 29 --epochs 60 --hosts 4 --ranks 8 ...
+    tools/ci/elastic.py --phalanx target/release/phalanx --python PYTHON --kills 100 --ranks 3 ...
 
 Ranks train with --deterministic shards on this host, or on several, which are network namespaces (needs root) and
 launchers with --nnodes 1:HOSTS. Faults, of which there are as many as --kills says: `kill` and `stop` (up to 1.4 s) a rank;
@@ -12,7 +13,8 @@ launchers with --nnodes 1:HOSTS. Faults, of which there are as many as --kills s
 `mute` lose all that comes to it, or from it, for as long as `cut`; `join` starts a launcher on it that differs from the
 others, which must be refused with code 2 and end nothing else. Killed ranks
 are started again and join, and so do launchers. Checked: exit codes; the hashes of weights, optimizer and metrics; each sample once an epoch in the samples' logs; one loss a step.
-Reported: how long after a kill it was noticed, and how long it took from there until the ranks went on with the step
+With --python a PyTorch program trains (python/tests/elastic_job.py); its weights and losses are those of an undisturbed run up to
+rounding. Reported: how long after a kill it was noticed, and how long it took from there until the ranks went on with the step
 (without the step itself). With --minutes, faults end after that time; reported and checked besides are the longest time
 between two steps, and the open files, threads and memory of the processes that lived longest. Exits 1 when a check failed.
 """
@@ -24,6 +26,7 @@ import glob
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -92,6 +95,10 @@ class Usage:
 
 
 def words(args, folder, run, epochs):
+    """The program, without what starts its ranks."""
+    if args.python:
+        program = os.path.join(os.path.dirname(os.path.realpath(__file__)), "../../python/tests/elastic_job.py")
+        return [args.python, program, f"{folder}/{run}", str(args.samples), str(args.batch), str(epochs), args.workers, args.pause]
     return [args.phalanx, "train", args.recipe, "--data", args.data or f"synthetic:{args.samples}",
             "--epochs", str(epochs), "--global-batch-size", str(args.batch), "--deterministic", "shards", "--shards", "8",
             "--threads", "1", "--log-interval", "1", "--output-dir", f"{folder}/{run}"]
@@ -115,12 +122,14 @@ class Job:
 
     def line(self, node):
         args, folder = self.args, self.folder
-        line = self.hosts.prefix(node) + words(args, folder, "run", self.epochs)
-        line += ["--elastic", "--max-restarts", "100000", "--log-samples", f"{folder}/seen",
-                 "--nproc-per-node", str(args.ranks // args.hosts)]
+        program, how = words(args, folder, "run", self.epochs), ["--log-samples", f"{folder}/seen"]
+        if args.python:
+            program, how = [args.phalanx, "launch"], ["--", *program]
+        line = [*self.hosts.prefix(node), *program, "--elastic", "--max-restarts", "100000"]
+        line += ["--nproc-per-node", str(args.ranks // args.hosts)]
         if args.hosts > 1:
             line += ["--nnodes", f"1:{self.most}", "--master-addr", "10.79.0.1", "--token-file", f"{folder}/token"]
-        return line
+        return line + how
 
     def start(self, node):
         out = open(f"{self.folder}/out.{node}", "a")
@@ -174,7 +183,7 @@ class Job:
         node = random.randrange(self.args.hosts)
         ranks = ranks_of(self.folder)
         # Of two hosts that are cut off from one another, the wrong one might go on.
-        if kind in ["cut", "deaf", "freeze", "mute", "node"] and not self.is_whole():
+        if (kind in ["cut", "deaf", "freeze", "mute", "node"] or self.args.python) and not self.is_whole():
             return False
         if kind in ["kill", "stop"]:
             # One that is left must have the state.
@@ -225,7 +234,16 @@ class Job:
 
 
 def changes_of_ranks(folder):
-    return [r for r in metrics(folder, "run", "events") if r["kind"] == "ranks"]
+    """What the ranks say of each change: of a PyTorch program on standard error."""
+    said = re.compile(r"elastic  step (\d+): world size (\d+) -> (\d+) \(regroup (\d+) ms, state (\d+) ms")
+    found = []
+    for path in glob.glob(f"{folder}/out.*"):
+        for line in open(path, errors="replace"):
+            if match := said.search(line):
+                step, before, after, regroup, state = map(int, match.groups())
+                found.append({"step": step, "before": before, "after": after, "noticed_s": 0, "state_s": (regroup + state) / 1e3})
+    found.sort(key=lambda r: r["step"])
+    return found + [r for r in metrics(folder, "run", "events") if r["kind"] == "ranks"]
 
 
 def metrics(folder, run, file="metrics"):
@@ -242,15 +260,18 @@ def check(args, folder, epochs, job):
     wrong = job.wrong + [f"node {node} ended with {code}" for node, code in codes if code]
     if wrong:
         return [open(f"{folder}/out.{node}").read()[-3000:] for node in range(args.hosts)] + job.log + wrong
-    line = words(args, folder, "base", epochs) + ["--nproc-per-node", "1"]
+    line = words(args, folder, "base", epochs) + ([] if args.python else ["--nproc-per-node", "1"])
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     ours, base = (json.load(open(f"{folder}/{run}/summary.json")) for run in ("run", "base"))
-    wrong += [f"{name}: {ours[name]} is not {base[name]}" for name in HASHES if ours[name] != base[name]]
+    if args.python:
+        wrong += [f"{name} differ" for name in base if not are_close(ours[name], base[name])]
+    else:
+        wrong += [f"{name}: {ours[name]} is not {base[name]}" for name in HASHES if ours[name] != base[name]]
     steps = collections.defaultdict(lambda: collections.defaultdict(list))
-    for path in glob.glob(f"{folder}/seen.*"):
+    for path in glob.glob(f"{folder}/seen.*") + glob.glob(f"{folder}/run.seen.*"):
         for line in open(path):
-            if line.endswith("\n"):
-                record = json.loads(line)
+            record = json.loads(line) if line.endswith("\n") else {}
+            if "samples" in record:
                 steps[record["epoch"], record["step"]][record.get("generation", 0)] += record["samples"]
     epochs_seen = collections.defaultdict(list)
     for (epoch, _), generations in steps.items():
@@ -259,9 +280,14 @@ def check(args, folder, epochs, job):
         if sorted(epochs_seen[epoch]) != list(range(len(epochs_seen[1]))) or len(epochs_seen[1]) < args.batch:
             wrong.append(f"epoch {epoch} has {len(epochs_seen[epoch])} samples")
     losses = [[(r["step"], r["loss"]) for r in metrics(folder, run) if "loss" in r] for run in ("run", "base")]
-    if sorted(losses[0]) != sorted(losses[1]):
+    ours, base = map(sorted, losses)
+    if len(ours) != len(base) or not are_close(sum(ours, ()), sum(base, ()), 1e-6 if args.python else 0):
         wrong.append("the losses differ")
     return wrong
+
+
+def are_close(ours, base, most=1e-6):
+    return len(ours) == len(base) and all(abs(a - b) <= most * max(1, abs(b)) for a, b in zip(ours, base))
 
 
 def epochs_of(args, folder):
@@ -269,7 +295,9 @@ def epochs_of(args, folder):
     took = []
     for epochs in (1, 4):
         began = time.time()
-        line = words(args, folder, f"timed-{epochs}", epochs) + ["--nproc-per-node", str(args.ranks)]
+        line = words(args, folder, f"timed-{epochs}", epochs)
+        ranks = ["--nproc-per-node", str(args.ranks)]
+        line = [args.phalanx, "launch", *ranks, "--", *line] if args.python else line + ranks
         subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
         took.append(time.time() - began)
     seconds = args.seconds or 60 * (args.minutes or 0) or 2 * args.kills * args.gap
@@ -289,6 +317,9 @@ def main():
     parser.add_argument("--ranks", type=int, default=4, help="of all hosts")
     parser.add_argument("--faults", default="kill", help="kill, stop: of a rank; node, freeze, launcher, term, blink, cut, deaf, mute, join: of a host")
     parser.add_argument("--recipe", default="mnist")
+    parser.add_argument("--python", help="an interpreter that has PyTorch and the package phalanx")
+    parser.add_argument("--workers", default="0", help="of the PyTorch program's DataLoader")
+    parser.add_argument("--pause", default="0.01", help="of the PyTorch program in each step, in seconds")
     parser.add_argument("--samples", type=int, default=4800)
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--epochs", type=int, help="default: as many as fill --seconds")
@@ -333,6 +364,12 @@ def run(args, folder, epochs, job, began):
     changes = changes_of_ranks(folder)
     losses = [r for r in changes if r["after"] < r["before"]]
     noticed = []
+    for kill in kills if args.python else []:
+        # The first step of the next group.
+        times = [json.loads(line) for path in glob.glob(f"{folder}/run.seen.*") for line in open(path) if "time" in line]
+        before = max((r["generation"] for r in times if r["time"] < began + kill), default=0)
+        after = [r["time"] - began - kill for r in times if r["generation"] == before + 1]
+        noticed += [min(after)] if after and min(after) < 2 else []
     for kill in kills:
         after = [r["noticed_s"] - kill for r in losses if r["noticed_s"] > kill - 0.02]
         if after and min(after) < 1:
@@ -340,7 +377,7 @@ def run(args, folder, epochs, job, began):
     again = [r["state_s"] - r["noticed_s"] for r in losses]
     joined = [r["state_s"] - r["noticed_s"] for r in changes if r["after"] > r["before"]]
     print(f"{dict(faults)}, {args.hosts} host(s), {epochs} epochs, seed {args.seed}")
-    for name, values in [("noticed after the kill", noticed), ("from there to going on", again), ("a rank joins", joined)]:
+    for name, values in [("next step after the kill" if args.python else "noticed after the kill", noticed), ("from there to going on", again), ("a rank joins", joined)]:
         p50, p99 = (1e3 * percentile(values, share) for share in (0.5, 0.99))
         print(f"{name}: p50 {p50:.0f} ms, p99 {p99:.0f} ms, of {len(values)}")
     if args.minutes:

@@ -11,9 +11,11 @@ mod group;
 mod log;
 #[cfg(test)]
 mod model_tests;
+mod requests;
 mod state;
 
 pub use context::{Elastic, FORMING, RankContext};
 pub use group::{Newcomer, ShrinkOptions, grow, shrink};
 pub use log::{EventLog, Log, Replay, Replayed, insist};
+pub use requests::Requests;
 pub use state::{Event, Group, RequestedChange, State};

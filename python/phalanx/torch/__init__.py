@@ -441,7 +441,7 @@ class _NoGroup:
 class PhalanxBackend(_C10dBackend):
     """Made by ``torch.distributed.init_process_group("phalanx")``."""
 
-    def __init__(self, store, rank, size, timeout, is_formed=True):
+    def __init__(self, store, rank, size, timeout, is_formed=True, group=None):
         super().__init__(rank, size)
         self._me = rank
         self._world = size
@@ -451,10 +451,12 @@ class PhalanxBackend(_C10dBackend):
         # Whether ranks map memory of each other.
         self._shares = False
         # Of a group that is formed by `reconfigure`, as often as its ranks change.
-        self._store = None if is_formed else store
+        self._store = None if is_formed or group else store
         self._handle = uuid.uuid4().hex
         self._uuids = set()
-        if is_formed:
+        if group is not None:
+            self._group, self._shares = group, group.shares()
+        elif is_formed:
             self._form(store, rank, size, timeout)
         self._options = _C10dBackend.Options(_NAME, timeout)
         self._sequence = 0
@@ -882,7 +884,15 @@ class _Group(dist.ProcessGroup):
         return self._backend.supports_reconfigure
 
 
-def _create(options, _):
+class Formed(_C10dBackend.Options):
+    """The ``pg_options`` of a default group whose ranks have met already."""
+
+    def __init__(self, group):
+        super().__init__(_NAME)
+        self.group = group
+
+
+def _create(options, own):
     config = sys._getframe(1).f_locals.get("backend_config")
     # A back end does not learn from PyTorch of the others in its group; this is where it makes all of them.
     is_alone = config is not None and set(config.get_device_backend_map().values()) == {_NAME}
@@ -891,7 +901,7 @@ def _create(options, _):
         why = "it has several back ends" if config is not None else "this version of PyTorch makes process groups in another way than 2.15"
         raise ValueError(f"the process group cannot be reconfigured: {why}")
     timeout = timedelta(seconds=options.timeout.total_seconds())
-    backend = PhalanxBackend(options.store, options.group_rank, options.group_size, timeout, is_formed=not changes)
+    backend = PhalanxBackend(options.store, options.group_rank, options.group_size, timeout, is_formed=not changes, group=getattr(own, "group", None))
     return _Group(backend, options.process_group.get_group_store()) if is_alone else backend
 
 

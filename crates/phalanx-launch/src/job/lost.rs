@@ -177,6 +177,12 @@ impl Job<'_> {
             if continues {
                 let why = format!("pid {} has ended", pid.as_raw_nonzero());
                 log.lose(number, &why).map_err(failed())?;
+            } else if !log.state().is_elastic() {
+                self.note(
+                    "--elastic does not keep this job running: its training has not begun or has lost a part of its state, or the \
+                     program uses neither a Trainer nor phalanx.torch.elastic"
+                        .to_owned(),
+                );
             }
             Ok(continues)
         });

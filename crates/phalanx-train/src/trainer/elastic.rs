@@ -19,20 +19,19 @@
 
 use std::collections::VecDeque;
 use std::rc::Rc;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use phalanx_comm::ReduceOp;
 use phalanx_data::Dataset;
 use phalanx_data::sampler::SamplerConfig;
-use phalanx_member::Event;
+use phalanx_member::{Event, Requests};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::Trainer;
 use super::handover::{Averaged, Handover};
-use super::joining::{Requests, not_json};
+use super::joining::not_json;
 use super::takeover::Change;
 use crate::batch::{StepBatch, StepContext};
 use crate::error::{Error, ErrorKind, Result};
@@ -272,7 +271,7 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
             all.fill(0.0);
         }
         let asked = self.elastic.requests.as_ref();
-        let wanted = asked.is_some_and(|requests| requests.any.load(Relaxed));
+        let wanted = asked.is_some_and(Requests::any);
         all.push(f64::from(u8::from(wanted)));
         let shared = self.ctx.group().all_reduce(&mut all, ReduceOp::Sum);
         let shared = shared.map_err(Error::from);

@@ -1,15 +1,11 @@
 //! How processes join an elastic training, and how ranks leave it when they are asked to.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering::Relaxed;
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use phalanx_base::process::ProcessName;
 use phalanx_comm::ReduceOp;
 use phalanx_ddp::Fingerprint;
-use phalanx_member::{Event, Log, RequestedChange};
+use phalanx_member::{Event, RequestedChange, Requests};
 use serde::{Deserialize, Serialize};
 
 use super::{Purpose, Trainer};
@@ -23,36 +19,6 @@ use crate::strategy::Strategy;
 /// Where rank 0 writes its process and what must be the same on all ranks, for processes that want to join and for the
 /// rank 0 after it.
 const AGREED: &str = "train/agreed";
-
-/// How often rank 0 checks whether processes ask to join or ranks are to leave.
-const ASK_EVERY: Duration = Duration::from_millis(100);
-
-/// How often ranks that wait agree that they still do.
-const WAIT_EVERY: Duration = Duration::from_secs(5);
-
-/// Asks the store in a thread of its own, until it is dropped.
-pub(super) struct Requests {
-    pub any: Arc<AtomicBool>,
-    _stop: Sender<()>,
-}
-
-impl Requests {
-    pub(super) fn watch(mut log: Log, members: Vec<usize>) -> Requests {
-        let any = Arc::new(AtomicBool::new(false));
-        let (stop, stopped) = channel::<()>();
-        let found = Arc::clone(&any);
-        let watching = std::thread::Builder::new().name("phalanx-joins".to_owned());
-        // Without the thread no process joins.
-        let _ = watching.spawn(move || {
-            while stopped.recv_timeout(ASK_EVERY) == Err(RecvTimeoutError::Timeout) {
-                let state = log.read();
-                let asked = state.is_ok_and(|state| !state.requested(&members).is_none());
-                found.store(asked, Relaxed);
-            }
-        });
-        Requests { any, _stop: stop }
-    }
-}
 
 /// What all ranks agree on before they act.
 #[derive(Serialize, Deserialize)]
@@ -204,32 +170,14 @@ impl<M, S: Strategy> Trainer<'_, M, S> {
         self.together(|trainer| {
             let (ctx, group) = (trainer.ctx, trainer.ctx.group());
             let _phase = waits.then(|| ctx.phase("waiting for more nodes"));
-            let members = group.global_ranks();
-            let mut log = ctx.log();
-            let began = Instant::now();
+            let stops = || stop::asked().is_some();
             let asked = ctx.is_main().then(|| {
-                loop {
-                    let asked = match log.read().map(|state| state.requested(members)) {
-                        // It may answer later.
-                        Err(error) if error.kind() == phalanx_store::ErrorKind::NoAnswer => {
-                            RequestedChange {
-                                hold: waits.then(|| "the store does not answer".to_owned()),
-                                ..RequestedChange::default()
-                            }
-                        }
-                        asked => asked.map_err(phalanx_comm::Error::from)?,
-                    };
-                    let is_new = !asked.joining.is_empty() || !asked.leaving.is_empty();
-                    let is_same = asked.hold.is_some() && !is_new && stop::asked().is_none();
-                    if !(waits && is_same) || began.elapsed() >= WAIT_EVERY {
-                        return Ok::<_, Error>((asked, !waits));
-                    }
-                    std::thread::sleep(ASK_EVERY);
-                }
+                let asked = ctx.requested(waits, stops)?;
+                Ok::<_, Error>((asked, !waits))
             });
             let (asked, begins_to_wait) = group.broadcast_object(asked.transpose()?.as_ref(), 0)?;
             // No rank acts before all know.
-            let mut stops = [u8::from(stop::asked().is_some())];
+            let mut stops = [u8::from(stops())];
             group.all_reduce(&mut stops, ReduceOp::Max)?;
             Ok(Agreed {
                 asked,
