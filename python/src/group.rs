@@ -20,7 +20,7 @@ use pyo3::types::PyAny;
 
 use crate::pending::Pending;
 use crate::store::TorchStore;
-use crate::{raise, raised};
+use crate::{lost, raise, raised};
 
 /// Where the ranks agree on the secret of the group.
 const TOKEN_KEY: &str = "token";
@@ -552,6 +552,13 @@ impl Group {
     fn has_failed(&self, py: Python<'_>) -> PyResult<bool> {
         let group = self.get()?;
         Ok(py.detach(|| group.check().is_err()))
+    }
+
+    /// The ranks whose loss has ended the group; nothing where it works, or has ended for another reason.
+    fn lost_ranks(&self, py: Python<'_>) -> PyResult<Option<Vec<usize>>> {
+        let group = self.get()?;
+        let ended = py.detach(|| group.check().err());
+        Ok(ended.as_ref().and_then(lost))
     }
 
     /// Finishes what was issued and leaves the group; ranks that still wait for this one then get an error.

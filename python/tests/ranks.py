@@ -552,6 +552,7 @@ def test_raises(rank, world):
         dist.all_reduce(torch.ones(4))
     except dist.DistBackendError as error:
         assert "rank 1" in str(error) and "ValueError: no such file" in str(error), error
+        assert error.lost_ranks == [1], error.lost_ranks
     else:
         raise AssertionError(f"rank 1 has failed, {work}")
 
@@ -567,7 +568,7 @@ def test_mistakes(rank, world):
         try:
             call()
         except (ValueError, RuntimeError) as error:
-            assert str(error), error
+            assert str(error) and phalanx.torch.lost_ranks(error) is None, error
         else:
             raise AssertionError("this was a mistake")
     total = torch.ones(1)
@@ -585,9 +586,24 @@ def test_killed(rank, world):
         dist.all_reduce(torch.ones(1 << 20))
     except dist.DistBackendError as error:
         assert "rank 1" in str(error), error
+        assert isinstance(error, phalanx.torch.RankLostError) and error.lost_ranks == [1], error
+        try:
+            raise ValueError("as a library does") from error
+        except ValueError as outer:
+            assert phalanx.torch.lost_ranks(outer) == [1]
+            if sys.version_info >= (3, 11):
+                assert phalanx.torch.lost_ranks(ExceptionGroup("several", [KeyError(1), outer])) == [1]
     else:
         raise AssertionError("a rank has died")
     assert time.monotonic() - begun < 20
+    # A future keeps the text only.
+    try:
+        dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
+    except RuntimeError as error:
+        assert phalanx.torch.lost_ranks(error) == [1], error
+    else:
+        raise AssertionError("a rank has died")
+    assert phalanx.torch.lost_ranks(KeyError("another one")) is None
 
 
 def test_killed_in_backward(rank, world):
@@ -599,7 +615,7 @@ def test_killed_in_backward(rank, world):
     try:
         nn.functional.cross_entropy(model(x), y).backward()
     except RuntimeError as error:
-        assert "rank 1" in str(error), error
+        assert "rank 1" in str(error) and phalanx.torch.lost_ranks(error) == [1], error
     else:
         raise AssertionError("a rank has died")
 
@@ -610,7 +626,7 @@ def test_late(rank, world):
         try:
             dist.all_reduce(torch.ones(1))
         except dist.DistBackendError as error:
-            assert "rank 1" in str(error), error
+            assert "rank 1" in str(error) and phalanx.torch.lost_ranks(error) is None, error
         else:
             raise AssertionError("rank 1 has not come")
     else:
@@ -757,7 +773,7 @@ def test_reconfigured(rank, world):
     try:
         dist.all_reduce(torch.ones(1 << 20))
     except dist.DistBackendError as error:
-        assert f"rank {world - 2}" in str(error), error
+        assert f"rank {world - 2}" in str(error) and error.lost_ranks == [world - 2], error
     else:
         raise AssertionError("a rank has died")
     left = [r for r in range(world) if r != 1]

@@ -23,9 +23,40 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from phalanx._phalanx import Group
 
-__all__ = ["PhalanxBackend", "empty", "register"]
+__all__ = ["PhalanxBackend", "RankLostError", "empty", "lost_ranks", "register"]
 
 _NAME = "phalanx"
+
+
+class RankLostError(dist.DistBackendError):
+    """Another rank has died, or has ended while data was expected from it. ``lost_ranks`` are those that are known, as
+    they are numbered in the group of the operation.
+    """
+
+    def __init__(self, message="", lost_ranks=()):
+        super().__init__(message)
+        self.lost_ranks = list(lost_ranks)
+
+
+def lost_ranks(error):
+    """The ranks whose loss has led to ``error``, also where it came out of DDP's backward or a future, which keep the text of
+    an error only. Nothing where it is another error; an empty list where it is not known which ranks. Ask before the group
+    is formed again or destroyed.
+    """
+    causes = [error]
+    # Causes may be a circle.
+    for cause in causes:
+        if isinstance(cause, RankLostError):
+            return list(cause.lost_ranks)
+        more = (cause.__cause__, cause.__context__, *getattr(cause, "exceptions", ()))
+        causes += [one for one in more if one is not None and all(one is not other for other in causes)]
+    if any(isinstance(cause, RuntimeError) for cause in causes):
+        # The default group is the first.
+        for backend in list(_ALIVE):
+            lost = backend._group.lost_ranks() if backend._pid == os.getpid() else None
+            if lost is not None:
+                return lost
+    return None
 
 # The types whose elements Phalanx reduces. All others are moved as bytes.
 _NATIVE = {
@@ -436,6 +467,9 @@ class _NoGroup:
 
     def has_failed(self):
         return False
+
+    def lost_ranks(self):
+        return None
 
 
 class PhalanxBackend(_C10dBackend):
