@@ -190,7 +190,12 @@ impl Error {
 
 /// The rank that a message of `PeerLost` names, which is all that the ranks get from the one that ended the group.
 fn lost_in(message: &str) -> Option<usize> {
-    const LOST: [&str; 4] = ["died", "is gone: ", "left the group while", "was reported lost"];
+    const LOST: [&str; 4] = [
+        "died",
+        "is gone: ",
+        "left the group while",
+        "was reported lost",
+    ];
     message.split("rank ").skip(1).find_map(|named| {
         let (rank, mut how) = named.split_once(' ')?;
         if how.starts_with('(') {
