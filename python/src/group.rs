@@ -260,7 +260,8 @@ fn run(py: Python<'_>, operation: impl FnOnce() -> Result<()> + Send) -> Begun {
 #[pymethods]
 impl Group {
     /// Forms the group of `world` ranks that meet in `store`, a `torch.distributed.Store`. All wait for each other, at
-    /// most `timeout` seconds, which is also the deadline of each operation. The rank computes with `threads` threads.
+    /// most `forming` seconds, or until `find_dead` names one that has died; `timeout` is the deadline of each operation. The
+    /// rank computes with `threads` threads.
     #[new]
     fn new(
         py: Python<'_>,
@@ -270,6 +271,7 @@ impl Group {
         forming: f64,
         timeout: f64,
         threads: usize,
+        find_dead: Py<PyAny>,
     ) -> PyResult<Group> {
         if rank >= world {
             let message = format!("rank {rank} does not exist in a group of {world}");
@@ -278,10 +280,10 @@ impl Group {
         if forming < 0.0 || timeout < 0.0 {
             return Err(PyValueError::new_err("the timeout must not be negative"));
         }
-        let store = TorchStore::new(store);
+        let store = TorchStore::new(store, rank, find_dead);
         let form = || -> Result<ProcessGroup> {
             let (forming, timeout) = (span(forming), span(timeout));
-            let own = store.of_group(rank, forming)?;
+            let own = store.of_group((rank, world), forming)?;
             let token = agree_on_token(&own)?;
             let options = InitOptions {
                 token: Some(token),
@@ -306,7 +308,9 @@ impl Group {
                 group
             })
         };
-        let group = py.detach(form).map_err(|error| raised(&error))?;
+        let formed = py.detach(form);
+        let stopped = store.formed();
+        let group = formed.map_err(|error| stopped.unwrap_or_else(|| raised(&error)))?;
         Ok(Group {
             group: Mutex::new(Some(group)),
             store,
@@ -505,17 +509,27 @@ impl Group {
         })
     }
 
-    fn send(&self, data: Memory, to: RankOf, tag: Tag, how: How) -> Begun {
+    fn send(&self, py: Python<'_>, data: Memory, to: RankOf, tag: Tag, how: How) -> Begun {
         let group = self.get()?;
         typed!(data.dtype, T => {
             // SAFETY: as in `all_reduce`.
             let data = unsafe { data.bucket::<T>() };
+            if let Some(group) = self.in_caller(&how)? {
+                return run(py, || group.send(&data, Peer::rank(to.0).tag(tag.0)));
+            }
             Self::pending(group.send_async(data, Peer::rank(to.0).tag(tag.0), how.call()))
         })
     }
 
     /// From any rank where `from` is not given.
-    fn recv(&self, data: Memory, from: Option<RankOf>, tag: Tag, how: How) -> Begun {
+    fn recv(
+        &self,
+        py: Python<'_>,
+        data: Memory,
+        from: Option<RankOf>,
+        tag: Tag,
+        how: How,
+    ) -> Begun {
         let group = self.get()?;
         let from = from
             .map_or_else(Peer::any, |from| Peer::rank(from.0))
@@ -523,6 +537,11 @@ impl Group {
         typed!(data.dtype, T => {
             // SAFETY: as in `all_reduce`.
             let data = unsafe { data.bucket::<T>() };
+            if let Some(group) = self.in_caller(&how)? {
+                let mut data = data;
+                let sender = py.detach(|| group.recv(&mut data, from));
+                return Ok(Some(Pending::received(sender.map_err(|error| raised(&error))?)));
+            }
             Ok(Some(Pending::receive(group.recv_async(data, from, how.call()))))
         })
     }

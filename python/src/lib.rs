@@ -19,9 +19,20 @@ fn raised(error: &phalanx_comm::Error) -> PyErr {
         phalanx_comm::ErrorKind::Timeout => raise(format!(
             "{error} (the timeout of init_process_group or new_group)"
         )),
+        _ if error
+            .message()
+            .contains("ranks are in different operations") =>
+        {
+            raise(format!("{error} ({DESYNC})"))
+        }
         _ => raise(error.to_string()),
     }
 }
+
+/// What PyTorch programs that are right otherwise have to change.
+const DESYNC: &str = "a hook that communicates when a future completes, as PowerSGD's does, needs a model of one bucket: give \
+    DistributedDataParallel a larger bucket_cap_mb; a thread that communicates beside the training, as async_save's does, \
+    needs a group of its own: process_group=torch.distributed.new_group()";
 
 /// The ranks whose loss `error` reports; none of them where it is not known which. A program that ends with an exception
 /// is lost too, for which `phalanx.torch` aborts the group in these words.
