@@ -259,17 +259,16 @@ fn run(py: Python<'_>, operation: impl FnOnce() -> Result<()> + Send) -> Begun {
 
 #[pymethods]
 impl Group {
-    /// Forms the group of `world` ranks that meet in `store`, a `torch.distributed.Store`. All wait for each other, at
-    /// most `forming` seconds, or until `find_dead` names one that has died; `timeout` is the deadline of each operation. The
-    /// rank computes with `threads` threads.
+    /// Forms the group of `world` ranks that meet in `store`, a `torch.distributed.Store`. All wait for each other, for at
+    /// most the first of `times`, in seconds, or until `find_dead` names one that has died; the second is the deadline of
+    /// each operation. The rank computes with `threads` threads.
     #[new]
     fn new(
         py: Python<'_>,
         store: &Bound<'_, PyAny>,
         rank: usize,
         world: usize,
-        forming: f64,
-        timeout: f64,
+        times: (f64, f64),
         threads: usize,
         find_dead: Py<PyAny>,
     ) -> PyResult<Group> {
@@ -277,6 +276,7 @@ impl Group {
             let message = format!("rank {rank} does not exist in a group of {world}");
             return Err(PyValueError::new_err(message));
         }
+        let (forming, timeout) = times;
         if forming < 0.0 || timeout < 0.0 {
             return Err(PyValueError::new_err("the timeout must not be negative"));
         }

@@ -52,7 +52,7 @@ fn raise(message: String) -> PyErr {
     raise_as("torch.distributed", "DistBackendError", (message,))
 }
 
-fn raise_as(module: &str, class: &str, args: impl PyErrArguments + Send + Sync + 'static) -> PyErr {
+fn raise_as(module: &str, class: &str, args: impl PyErrArguments + 'static) -> PyErr {
     Python::attach(|py| {
         let class = py.import(module).and_then(|module| module.getattr(class));
         match class.and_then(|class| Ok(class.cast_into::<PyType>()?)) {

@@ -564,7 +564,7 @@ class PhalanxBackend(c10d.Backend):
 
     def _form(self, store, rank, size, timeout, handles=()):
         seconds = timeout.total_seconds(), self._forming.total_seconds()
-        self._group = Group(store, rank, size, *seconds, torch.get_num_threads(), lambda: _find_dead(handles))
+        self._group = Group(store, rank, size, seconds, torch.get_num_threads(), lambda: _find_dead(handles))
         self._me, self._world = rank, size
         self._shares = self._group.shares()
 
