@@ -20,7 +20,7 @@ use pyo3::types::PyAny;
 
 use crate::pending::Pending;
 use crate::store::TorchStore;
-use crate::{raise, raised};
+use crate::{lost, raise, raised};
 
 /// Where the ranks agree on the secret of the group.
 const TOKEN_KEY: &str = "token";
@@ -270,29 +270,31 @@ fn run(py: Python<'_>, operation: impl FnOnce() -> Result<()> + Send) -> Begun {
 
 #[pymethods]
 impl Group {
-    /// Forms the group of `world` ranks that meet in `store`, a `torch.distributed.Store`. All wait for each other, at
-    /// most `timeout` seconds, which is also the deadline of each operation. The rank computes with `threads` threads.
+    /// Forms the group of `world` ranks that meet in `store`, a `torch.distributed.Store`. All wait for each other, for at
+    /// most the first of `times`, in seconds, or until `find_dead` names one that has died; the second is the deadline of
+    /// each operation. The rank computes with `threads` threads.
     #[new]
     fn new(
         py: Python<'_>,
         store: &Bound<'_, PyAny>,
         rank: usize,
         world: usize,
-        forming: f64,
-        timeout: f64,
+        times: (f64, f64),
         threads: usize,
+        find_dead: Py<PyAny>,
     ) -> PyResult<Group> {
         if rank >= world {
             let message = format!("rank {rank} does not exist in a group of {world}");
             return Err(PyValueError::new_err(message));
         }
+        let (forming, timeout) = times;
         if forming < 0.0 || timeout < 0.0 {
             return Err(PyValueError::new_err("the timeout must not be negative"));
         }
-        let store = TorchStore::new(store);
+        let store = TorchStore::new(store, rank, find_dead);
         let form = || -> Result<ProcessGroup> {
             let (forming, timeout) = (span(forming), span(timeout));
-            let own = store.of_group(rank, forming)?;
+            let own = store.of_group((rank, world), forming)?;
             let token = agree_on_token(&own)?;
             let options = InitOptions {
                 token: Some(token),
@@ -317,7 +319,9 @@ impl Group {
                 group
             })
         };
-        let group = py.detach(form).map_err(|error| raised(&error))?;
+        let formed = py.detach(form);
+        let stopped = store.formed();
+        let group = formed.map_err(|error| stopped.unwrap_or_else(|| raised(&error)))?;
         Ok(Group {
             group: Mutex::new(Some(group)),
             store: Some(store),
@@ -516,17 +520,27 @@ impl Group {
         })
     }
 
-    fn send(&self, data: Memory, to: RankOf, tag: Tag, how: How) -> Begun {
+    fn send(&self, py: Python<'_>, data: Memory, to: RankOf, tag: Tag, how: How) -> Begun {
         let group = self.get()?;
         typed!(data.dtype, T => {
             // SAFETY: as in `all_reduce`.
             let data = unsafe { data.bucket::<T>() };
+            if let Some(group) = self.in_caller(&how)? {
+                return run(py, || group.send(&data, Peer::rank(to.0).tag(tag.0)));
+            }
             Self::pending(group.send_async(data, Peer::rank(to.0).tag(tag.0), how.call()))
         })
     }
 
     /// From any rank where `from` is not given.
-    fn recv(&self, data: Memory, from: Option<RankOf>, tag: Tag, how: How) -> Begun {
+    fn recv(
+        &self,
+        py: Python<'_>,
+        data: Memory,
+        from: Option<RankOf>,
+        tag: Tag,
+        how: How,
+    ) -> Begun {
         let group = self.get()?;
         let from = from
             .map_or_else(Peer::any, |from| Peer::rank(from.0))
@@ -534,6 +548,11 @@ impl Group {
         typed!(data.dtype, T => {
             // SAFETY: as in `all_reduce`.
             let data = unsafe { data.bucket::<T>() };
+            if let Some(group) = self.in_caller(&how)? {
+                let mut data = data;
+                let sender = py.detach(|| group.recv(&mut data, from));
+                return Ok(Some(Pending::received(sender.map_err(|error| raised(&error))?)));
+            }
             Ok(Some(Pending::receive(group.recv_async(data, from, how.call()))))
         })
     }
@@ -563,6 +582,13 @@ impl Group {
     fn has_failed(&self, py: Python<'_>) -> PyResult<bool> {
         let group = self.get()?;
         Ok(py.detach(|| group.check().is_err()))
+    }
+
+    /// The ranks whose loss has ended the group; nothing where it works, or has ended for another reason.
+    fn lost_ranks(&self, py: Python<'_>) -> PyResult<Option<Vec<usize>>> {
+        let group = self.get()?;
+        let ended = py.detach(|| group.check().err());
+        Ok(ended.as_ref().and_then(lost))
     }
 
     /// Finishes what was issued and leaves the group; ranks that still wait for this one then get an error.

@@ -5,31 +5,62 @@ mod member;
 mod pending;
 mod store;
 
+use pyo3::PyErrArguments;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 
 /// The error that users of `torch.distributed` expect, with the message of `error`.
 fn raised(error: &phalanx_comm::Error) -> PyErr {
+    if let Some(ranks) = lost(error) {
+        return raise_as("phalanx.torch", "RankLostError", (error.to_string(), ranks));
+    }
     match error.kind() {
         // Where users of PyTorch set the limit.
         phalanx_comm::ErrorKind::Timeout => raise(format!(
             "{error} (the timeout of init_process_group or new_group)"
         )),
+        _ if error
+            .message()
+            .contains("ranks are in different operations") =>
+        {
+            raise(format!("{error} ({DESYNC})"))
+        }
         _ => raise(error.to_string()),
+    }
+}
+
+/// What PyTorch programs that are right otherwise have to change.
+const DESYNC: &str = "a hook that communicates when a future completes, as PowerSGD's does, needs a model of one bucket: give \
+    DistributedDataParallel a larger bucket_cap_mb; a thread that communicates beside the training, as async_save's does, \
+    needs a group of its own: process_group=torch.distributed.new_group()";
+
+/// The ranks whose loss `error` reports; none of them where it is not known which. A program that ends with an exception
+/// is lost too, for which `phalanx.torch` aborts the group in these words.
+fn lost(error: &phalanx_comm::Error) -> Option<Vec<usize>> {
+    let ended = || match error.message().contains(": the program ended with ") {
+        true => error.origin_rank(),
+        false => None,
+    };
+    match error.lost_rank().or_else(ended) {
+        None if error.kind() != phalanx_comm::ErrorKind::PeerLost => None,
+        rank => Some(rank.into_iter().collect()),
     }
 }
 
 /// A `torch.distributed.DistBackendError`.
 fn raise(message: String) -> PyErr {
-    static TYPE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-    Python::attach(
-        |py| match TYPE.import(py, "torch.distributed", "DistBackendError") {
-            Ok(class) => PyErr::from_type(class.clone(), message),
-            Err(_) => PyException::new_err(message),
-        },
-    )
+    raise_as("torch.distributed", "DistBackendError", (message,))
+}
+
+fn raise_as(module: &str, class: &str, args: impl PyErrArguments + 'static) -> PyErr {
+    Python::attach(|py| {
+        let class = py.import(module).and_then(|module| module.getattr(class));
+        match class.and_then(|class| Ok(class.cast_into::<PyType>()?)) {
+            Ok(class) => PyErr::from_type(class, args),
+            Err(_) => PyException::new_err(args),
+        }
+    })
 }
 
 /// The compiled part of the package `phalanx`.

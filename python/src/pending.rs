@@ -64,6 +64,14 @@ impl Pending {
         Pending::of(work, |(_, sender)| Some(*sender))
     }
 
+    /// A receive that is over.
+    pub(crate) fn received(sender: usize) -> Pending {
+        Pending {
+            state: Mutex::new(State::Done(Ok(Some(sender)))),
+            changed: Condvar::new(),
+        }
+    }
+
     fn of<B: Send + 'static>(work: Work<B>, sender: fn(&B) -> Option<usize>) -> Pending {
         Pending {
             state: Mutex::new(State::Running(Box::new(Operation { work, sender }))),

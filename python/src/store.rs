@@ -11,20 +11,23 @@ use phalanx_wire::store_msg::{Request, Response};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::raised;
+
 /// For how long a wait sleeps between two looks, at first and at most. PyTorch's own waits would keep the connection of
 /// the store, which other threads use too.
 const LOOK: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(20)];
 
-/// Counts the ranks that have come, in all groups that meet in the store.
-const COME_KEY: &str = "come";
+/// How often a wait while a group forms looks whether one of its ranks has died.
+const WATCH: Duration = Duration::from_millis(100);
+
 /// For how long the end of a group waits for questions that have no answer yet.
 const END: Duration = Duration::from_secs(5);
 
 /// A `torch.distributed.Store`, until it is closed: then no thread needs Python any more, which may end.
 ///
 /// One store may see many groups, of any sizes and ranks, also of processes that have ended. So rank 0 gives each group a
-/// random name: every other rank writes a random word to `come/RANK`, and waits for the name in `group/WORD`. What an earlier
-/// process has left there is answered too, and the answer is not read.
+/// random name: every other rank writes a random word to `come/SIZE/RANK`, and waits for the name in `group/WORD`. `come/SIZE`
+/// counts them. What an earlier process has left there is answered too, and the answer is not read.
 #[derive(Clone)]
 pub(crate) struct TorchStore {
     shared: Arc<(Mutex<State>, Condvar)>,
@@ -37,10 +40,25 @@ struct State {
     store: Option<Arc<Py<PyAny>>>,
     /// Threads that ask it.
     asking: usize,
+    /// While a group forms.
+    forming: Option<Forming>,
 }
 
-fn come_key(rank: usize) -> String {
-    format!("come/{rank}")
+struct Forming {
+    /// Called without arguments it gives the rank that has died, and its process, or nothing.
+    find_dead: Arc<Py<PyAny>>,
+    rank: usize,
+    looked: Instant,
+    /// Why it does not form.
+    stopped: Option<PyErr>,
+}
+
+fn come_key(world: usize, rank: usize) -> String {
+    format!("come/{world}/{rank}")
+}
+
+fn count_key(world: usize) -> String {
+    format!("come/{world}")
 }
 
 fn answer_key(word: &str) -> String {
@@ -49,12 +67,19 @@ fn answer_key(word: &str) -> String {
 
 impl TorchStore {
     /// `store` with a connection of its own, where it has one.
-    pub(crate) fn new(store: &Bound<'_, PyAny>) -> TorchStore {
+    /// Until [`formed`](Self::formed) a wait of `rank` ends when the program is interrupted, or `find_dead` names a rank.
+    pub(crate) fn new(store: &Bound<'_, PyAny>, rank: usize, find_dead: Py<PyAny>) -> TorchStore {
         let own = store.call_method0("clone");
         let store = own.unwrap_or_else(|_| store.clone());
         let state = State {
             store: Some(Arc::new(store.unbind())),
             asking: 0,
+            forming: Some(Forming {
+                find_dead: Arc::new(find_dead),
+                rank,
+                looked: Instant::now(),
+                stopped: None,
+            }),
         };
         TorchStore {
             shared: Arc::new((Mutex::new(state), Condvar::new())),
@@ -62,26 +87,79 @@ impl TorchStore {
         }
     }
 
+    /// The group has formed, or will not: for this reason if there is one.
+    pub(crate) fn formed(&self) -> Option<PyErr> {
+        self.lock().forming.take()?.stopped
+    }
+
+    /// An error if nobody should wait for the group any more.
+    fn watch(&self) -> Result<()> {
+        let (find_dead, rank) = match &mut self.lock().forming {
+            Some(forming) if forming.looked.elapsed() >= WATCH => {
+                forming.looked = Instant::now();
+                (Arc::clone(&forming.find_dead), forming.rank)
+            }
+            _ => return Ok(()),
+        };
+        let found = Python::attach(|py| {
+            py.check_signals()?;
+            let dead: Option<(usize, u32)> = find_dead.call0(py)?.extract(py)?;
+            drop(find_dead);
+            dead.map_or(Ok(()), |(dead, process)| {
+                let how = format!("rank {dead} (process {process}) died");
+                let error = comm::Error::peer_lost(dead, how).with_rank(rank);
+                Err(raised(&error.with_operation("forming the group")))
+            })
+        });
+        found.map_err(|error| {
+            let why = Error::new(ErrorKind::PeerLost, error.to_string());
+            if let Some(forming) = &mut self.lock().forming {
+                forming.stopped.get_or_insert(error);
+            }
+            why
+        })
+    }
+
+    /// Why rank 0 did not answer: PyTorch's store lets it wait until all have connected.
+    fn unanswered(&self, rank: usize, world: usize, timeout: Duration) -> comm::Error {
+        let has_come = |rank: &usize| self.check(&[&come_key(world, *rank)]).unwrap_or(false);
+        let (arrived, missing): (Vec<usize>, Vec<usize>) = (1..world).partition(has_come);
+        let mut text = format!(
+            "rank {rank} waited {:.1} s for rank 0, which is not there, or waits itself in PyTorch's store until all \
+             ranks have connected to it",
+            timeout.as_secs_f64()
+        );
+        if !missing.is_empty() {
+            text.push_str(&format!(
+                "; {} did not arrive",
+                comm::format_ranks(&missing)
+            ));
+        }
+        comm::Error::timeout(format!("{text}; arrived: {}", comm::format_ranks(&arrived)))
+    }
+
     /// The store of a new group, for its keys only. *Blocks* until rank 0 has come, at most `timeout`.
-    pub(crate) fn of_group(&self, rank: usize, timeout: Duration) -> comm::Result<TorchStore> {
+    pub(crate) fn of_group(
+        &self,
+        (rank, world): (usize, usize),
+        timeout: Duration,
+    ) -> comm::Result<TorchStore> {
         let word = Token::generate().map_err(Error::from)?.to_hex();
         let mut name = word.clone();
         if rank > 0 {
-            self.set(&come_key(rank), word.as_bytes())?;
-            self.add(COME_KEY, 1)?;
+            let come = come_key(world, rank);
+            self.set(&come, word.as_bytes())?;
+            self.add(&count_key(world), 1)?;
             let answer = answer_key(&word);
             let sent = self
                 .get(&answer, timeout)
                 .map_err(|error| match error.kind() {
-                    ErrorKind::Timeout => comm::Error::timeout(format!(
-                        "rank {rank} waited {:.1} s for rank 0, which did not come",
-                        timeout.as_secs_f64()
-                    )),
+                    ErrorKind::Timeout => self.unanswered(rank, world, timeout),
                     _ => error.into(),
                 })?;
             name = String::from_utf8_lossy(&sent).into_owned();
             // Some stores cannot.
-            let _ = self.delete(&answer);
+            let _ = (self.delete(&answer), self.delete(&come));
         }
         Ok(TorchStore {
             prefix: format!("phalanx/{name}/"),
@@ -95,11 +173,11 @@ impl TorchStore {
         let mut answered = vec![Vec::new(); world];
         let mut seen = None;
         let mut look = || -> Result<()> {
-            let come = self.try_get(COME_KEY)?;
+            let come = self.try_get(&count_key(world))?;
             if come != seen {
                 for (rank, answered) in answered.iter_mut().enumerate().skip(1) {
-                    let word = self.try_get(&come_key(rank))?.unwrap_or_default();
-                    if word != *answered {
+                    let word = self.try_get(&come_key(world, rank))?.unwrap_or_default();
+                    if !word.is_empty() && word != *answered {
                         let answer = answer_key(&String::from_utf8_lossy(&word));
                         self.set(&answer, name.as_bytes())?;
                         *answered = word;
@@ -179,6 +257,7 @@ impl TorchStore {
         let begun = Instant::now();
         let mut pause = LOOK[0];
         while !self.check(keys)? {
+            self.watch()?;
             let left = timeout.saturating_sub(begun.elapsed());
             if left.is_zero() {
                 let mut missing = Vec::new();

@@ -1,9 +1,11 @@
 """What each rank does in ``test_torch.py``: ranks.py TEST RANK WORLD FILE."""
 
+import contextlib
 import multiprocessing.reduction
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -15,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing.reductions import shared_cache
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -241,6 +244,114 @@ def test_messages(rank, world):
         work.wait()
         assert work.is_completed() and work.is_success() and work.exception() is None and work.result()[0] is answer
         assert work._source_rank() == 0 and answer.item() == rank
+
+
+def operations(rank, world, group):
+    """Asynchronous operations, each with the tensors that it writes."""
+    own, whole = torch.full((6,), rank + 1.0), torch.arange(6.0 * world) + rank
+    many = lambda: [torch.zeros(6) for _ in range(world)]
+    one, two, three, four, five, six, seven, eight = own.clone(), own.clone(), own.clone(), torch.zeros(6 * world), torch.zeros(6), torch.zeros(6), torch.zeros(6), torch.zeros(6 * world)
+    wide, parts, gathered, exchanged = torch.arange(12.0).reshape(3, 4).t(), many(), many(), many()
+    call = dict(group=group, async_op=True)
+    yield "all_reduce", dist.all_reduce(one, **call), [one]
+    yield "not contiguous", dist.all_reduce(wide, **call), [wide]
+    yield "broadcast", dist.broadcast(two, 0, **call), [two]
+    yield "reduce", dist.reduce(three, 0, **call), [three] if rank == 0 else []
+    yield "all_gather_single", dist.all_gather_single(four, own, **call), [four]
+    yield "all_gather", dist.all_gather(parts, own, **call), parts
+    yield "gather", dist.gather(own, gathered if rank == 0 else None, 0, **call), gathered if rank == 0 else []
+    yield "scatter", dist.scatter(five, list(whole.chunk(world)) if rank == 0 else None, 0, **call), [five]
+    yield "reduce_scatter", dist.reduce_scatter(six, list(whole.chunk(world)), **call), [six]
+    yield "reduce_scatter_single", dist.reduce_scatter_single(seven, whole, **call), [seven]
+    yield "all_to_all_single", dist.all_to_all_single(eight, whole, **call), [eight]
+    yield "barrier", dist.barrier(**call), []
+
+
+def test_handles(rank, world):
+    """What a program asks the handle of an operation, as with Gloo; also where PyTorch looks on."""
+    gloo = dist.new_group(range(world), backend="gloo")
+    for watched in (False, True, False):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) if watched else contextlib.nullcontext() as profile:
+            for (name, work, written), (_, theirs, wanted) in zip(operations(rank, world, None), operations(rank, world, gloo)):
+                begun = time.monotonic()
+                theirs.wait()
+                if not watched:
+                    while not work.is_completed():
+                        assert time.monotonic() - begun < 60, name
+                    assert work.is_success() and work.exception() is None
+                    result, own = work.result(), [w for w in written if name != "barrier"]
+                    assert isinstance(result, list) and all(a is b or torch.equal(a, b) for a, b in zip(result, own)), (name, result, own)
+                    if name in ("all_reduce", "broadcast"):
+                        for got, want in zip(result, theirs.result(), strict=True):
+                            same(got, want)
+                assert work.wait() and work.get_future().done() and isinstance(work, dist.Work)
+                for got, want in zip(written, wanted, strict=True):
+                    same(got, want)
+        if watched:
+            seen = {event.name for event in profile.events()}
+            assert {"c10d::allreduce_", "c10d::broadcast_", "c10d::barrier"} <= seen, seen
+    with CommDebugMode() as counted:
+        dist.all_reduce(torch.ones(1))
+    assert counted.get_total_counts() == 1
+    # Other forms of the calls, as C++ takes them.
+    one = torch.ones(2)
+    for work in (dist.group.WORLD.allreduce(one), dist.group.WORLD.allreduce([one], Op.MAX), dist.group.WORLD.broadcast(one, 0), dist.group.WORLD.barrier(), dist.group.WORLD.allreduce([one])):
+        work.wait()
+    same(one, torch.full((2,), float(world * world)))
+    seen = []
+    dist.group.WORLD.register_pre_hook(7, lambda args: seen.append(args.name))
+    dist.all_reduce(one)
+    assert len(seen) == 1, seen
+
+
+def test_coalesced(rank, world):
+    """Operations in a coalescing manager, and those after one that was left by an exception."""
+    cpu, total = torch.device("cpu"), sum(range(world))
+    own = lambda: torch.full((3,), float(rank))
+    for device in (None, cpu):
+        for is_async in (False, True):
+            sums = [own() for _ in range(3)] + [torch.zeros(3, 2).t().fill_(rank)]
+            with dist._coalescing_manager(device=device, async_ops=is_async) as manager:
+                for tensor in sums:
+                    dist.all_reduce(tensor)
+            manager.wait()
+            for tensor in sums:
+                same(tensor, torch.full(tensor.shape, float(total)))
+            wide, narrow = torch.zeros(2, 3 * world), torch.zeros(2, 3)
+            with dist._coalescing_manager(device=device, async_ops=is_async) as manager:
+                for row in wide:
+                    dist.all_gather_single(row, own())
+            manager.wait()
+            with dist._coalescing_manager(device=device, async_ops=is_async) as manager:
+                for row, tensor in zip(narrow, wide):
+                    dist.reduce_scatter_single(row, tensor)
+            manager.wait()
+            same(wide, torch.arange(float(world)).repeat_interleave(3).expand(2, -1))
+            same(narrow, torch.full((2, 3), float(world * rank)))
+    # Blocking calls wait at the end only, so that ranks may all receive first.
+    given, got, several = own(), torch.zeros(3), torch.zeros(3, 2)
+    with dist._coalescing_manager(device=cpu):
+        if world > 1:
+            dist.recv(got, (rank - 1) % world)
+            dist.send(own(), (rank + 1) % world)
+        dist.broadcast(given, world - 1)
+        dist.all_gather([several[:, 0]] * world, given)
+        assert not dist.group.WORLD._backend._coalesced[1][-1]._finishing or several.eq(0).all()
+    same(given, torch.full((3,), world - 1.0))
+    same(several[:, 0], given)
+    assert world == 1 or got.eq((rank - 1) % world).all()
+    for device in (None, cpu):
+        try:
+            with dist._coalescing_manager(device=device):
+                dist.all_reduce(own())
+                raise KeyError("of the program")
+        except KeyError:
+            pass
+        tensor = own()
+        dist.all_reduce(tensor)
+        same(tensor, torch.full((3,), float(total)))
+        work = dist.broadcast(tensor, 0, async_op=True)
+        assert work.wait()
 
 
 class Net(nn.Module):
@@ -533,7 +644,7 @@ def test_flight(rank, world):
     try:
         dist.all_reduce(torch.ones(1 + rank), group=smaller)
     except dist.DistBackendError as error:
-        assert "2 elements" in str(error), error
+        assert "2 elements" in str(error) and "bucket_cap_mb" in str(error), error
     else:
         raise AssertionError("the lengths differ")
     with open(os.path.join(os.environ["PHALANX_FLIGHT_DIR"], f"rank-{rank}.json")) as file:
@@ -552,6 +663,7 @@ def test_raises(rank, world):
         dist.all_reduce(torch.ones(4))
     except dist.DistBackendError as error:
         assert "rank 1" in str(error) and "ValueError: no such file" in str(error), error
+        assert error.lost_ranks == [1], error.lost_ranks
     else:
         raise AssertionError(f"rank 1 has failed, {work}")
 
@@ -567,7 +679,7 @@ def test_mistakes(rank, world):
         try:
             call()
         except (ValueError, RuntimeError) as error:
-            assert str(error), error
+            assert str(error) and phalanx.torch.lost_ranks(error) is None, error
         else:
             raise AssertionError("this was a mistake")
     total = torch.ones(1)
@@ -585,9 +697,24 @@ def test_killed(rank, world):
         dist.all_reduce(torch.ones(1 << 20))
     except dist.DistBackendError as error:
         assert "rank 1" in str(error), error
+        assert isinstance(error, phalanx.torch.RankLostError) and error.lost_ranks == [1], error
+        try:
+            raise ValueError("as a library does") from error
+        except ValueError as outer:
+            assert phalanx.torch.lost_ranks(outer) == [1]
+            if sys.version_info >= (3, 11):
+                assert phalanx.torch.lost_ranks(ExceptionGroup("several", [KeyError(1), outer])) == [1]
     else:
         raise AssertionError("a rank has died")
     assert time.monotonic() - begun < 20
+    # A future keeps the text only.
+    try:
+        dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
+    except RuntimeError as error:
+        assert phalanx.torch.lost_ranks(error) == [1], error
+    else:
+        raise AssertionError("a rank has died")
+    assert phalanx.torch.lost_ranks(KeyError("another one")) is None
 
 
 def test_killed_in_backward(rank, world):
@@ -599,7 +726,7 @@ def test_killed_in_backward(rank, world):
     try:
         nn.functional.cross_entropy(model(x), y).backward()
     except RuntimeError as error:
-        assert "rank 1" in str(error), error
+        assert "rank 1" in str(error) and phalanx.torch.lost_ranks(error) == [1], error
     else:
         raise AssertionError("a rank has died")
 
@@ -610,7 +737,7 @@ def test_late(rank, world):
         try:
             dist.all_reduce(torch.ones(1))
         except dist.DistBackendError as error:
-            assert "rank 1" in str(error), error
+            assert "rank 1" in str(error) and phalanx.torch.lost_ranks(error) is None, error
         else:
             raise AssertionError("rank 1 has not come")
     else:
@@ -626,7 +753,7 @@ def exchanged(store, key, ranks):
 def trained(group_rank):
     """Objects, messages, and two steps of DDP in the group as it is, on the parts of the batch that its ranks have."""
     world = dist.get_world_size()
-    assert dist.get_rank() == group_rank
+    assert dist.get_rank() == group_rank and dist.get_process_group_ranks(None) == list(range(world))
     gathered = [None] * world
     dist.all_gather_object(gathered, f"rank {group_rank}")
     assert gathered == [f"rank {r}" for r in range(world)]
@@ -651,8 +778,9 @@ def test_parts(rank, world):
     if rank == 0:
         for other in range(1, 4):
             left = dist.PrefixStore("default_pg/0//cpu/", dist.FileStore(file, -1))
-            left.set(f"phalanx/come/{other}", "a word")
-            left.add("phalanx/come", 1)
+            for size in range(1, 4):
+                left.set(f"phalanx/come/{size}/{other}", "a word")
+                left.add(f"phalanx/come/{size}", 1)
         os.rename(file, file + "-left")
     while not os.path.exists(file + "-left"):
         time.sleep(0.01)
@@ -676,6 +804,45 @@ def test_parts(rank, world):
             hosted.set(f"turn/{turn}/{rank}", "done")
     dist.init_process_group("phalanx", init_method=f"file://{FILE}-last", rank=rank, world_size=world)
     dist.barrier()
+
+
+def test_sizes(rank, world):
+    """Groups of two and of three ranks form in one store at the same time."""
+    dist.destroy_process_group()
+    store = dist.FileStore(FILE + "-sizes", -1)
+    first, ranks = (0, 2) if rank < 2 else (2, 3)
+    for turn in range(5):
+        dist.init_process_group("phalanx", store=store, rank=rank - first, world_size=ranks, timeout=timedelta(seconds=60))
+        total = torch.tensor([10.0**first])
+        dist.all_reduce(total)
+        assert total.item() == ranks * 10**first, (turn, total)
+        dist.destroy_process_group()
+
+
+def test_absent(rank, world):
+    """Rank 1 does not come, and rank 0, which has PyTorch's store, waits for it there."""
+    if rank == 1:
+        return
+    port = FILE + "-port"
+    if rank == 0:
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+            number = listener.getsockname()[1]
+        with open(port + "-new", "w") as file:
+            file.write(str(number))
+        os.rename(port + "-new", port)
+    while not os.path.exists(port):
+        time.sleep(0.01)
+    with open(port) as file:
+        method = f"tcp://localhost:{file.read()}"
+    try:
+        dist.init_process_group("phalanx", init_method=method, rank=rank, world_size=world, timeout=timedelta(seconds=20 if rank == 0 else 5))
+    except dist.DistBackendError as error:
+        assert rank == 2 and "PyTorch's store" in str(error) and "rank 1 did not arrive; arrived: rank 2" in str(error), error
+    except dist.DistStoreError:
+        assert rank == 0
+    else:
+        raise AssertionError("rank 1 has not come")
 
 
 def test_numbers(rank, world):
@@ -757,9 +924,22 @@ def test_reconfigured(rank, world):
     try:
         dist.all_reduce(torch.ones(1 << 20))
     except dist.DistBackendError as error:
-        assert f"rank {world - 2}" in str(error), error
+        assert f"rank {world - 2}" in str(error) and error.lost_ranks == [world - 2], error
     else:
         raise AssertionError("a rank has died")
+    # A rank that has died is not waited for, and a wait can be interrupted.
+    for uuid, others, ends in [(8, handles, phalanx.torch.RankLostError), (9, [own, "a handle whose rank does not come"], KeyboardInterrupt)]:
+        begun = time.monotonic()
+        if ends is KeyboardInterrupt:
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.alarm(1)
+        try:
+            dist._reconfigure(uuid, others, timeout=timedelta(seconds=90))
+        except ends as error:
+            assert ends is KeyboardInterrupt or error.lost_ranks == [world - 2], error
+        else:
+            raise AssertionError("a rank is missing")
+        assert time.monotonic() - begun < 30
     left = [r for r in range(world) if r != 1]
     # A set: its order is ours to choose, and the same everywhere.
     handles = exchanged(store, "left", left)
@@ -775,7 +955,8 @@ if __name__ == "__main__":
     timeout = timedelta(seconds=3 if name == "test_late" else 100)
     backend = "cpu:phalanx" if name == "test_groups" else "phalanx"
     more = {"enable_reconfigure": True} if name == "test_reconfigured" else {}
-    dist.init_process_group(backend, init_method=f"file://{FILE}", rank=rank, world_size=world, timeout=timeout, **more)
+    if name != "test_absent":
+        dist.init_process_group(backend, init_method=f"file://{FILE}", rank=rank, world_size=world, timeout=timeout, **more)
     globals()[name](rank, world)
     print("ok", flush=True)
     # Half of the tests end as programs do that forget it.

@@ -49,6 +49,12 @@ class Torch(unittest.TestCase):
     def test_messages(self):
         self.check("test_messages")
 
+    def test_handles(self):
+        self.check("test_handles")
+
+    def test_coalesced(self):
+        self.check("test_coalesced")
+
     def test_ddp(self):
         self.check("test_ddp")
 
@@ -75,6 +81,12 @@ class Torch(unittest.TestCase):
 
     def test_parts(self):
         self.check("test_parts", (2, 3))
+
+    def test_sizes(self):
+        self.check("test_sizes", (5,))
+
+    def test_absent(self):
+        self.check("test_absent", (3,))
 
     def test_numbers(self):
         self.check("test_numbers", (2, 3))

@@ -168,6 +168,15 @@ impl Error {
         self.inner.origin
     }
 
+    /// The rank whose loss is the failure: this rank has noticed it, or another one that ended the group over it.
+    pub fn lost_rank(&self) -> Option<usize> {
+        match self.inner.kind {
+            ErrorKind::PeerLost => self.inner.peer,
+            ErrorKind::Aborted => lost_in(&self.inner.message),
+            _ => None,
+        }
+    }
+
     /// The operation during which the failure was seen.
     pub fn operation(&self) -> Option<&str> {
         self.inner.operation.as_deref()
@@ -177,6 +186,25 @@ impl Error {
     pub fn message(&self) -> &str {
         &self.inner.message
     }
+}
+
+/// The rank that a message of `PeerLost` names, which is all that the ranks get from the one that ended the group.
+fn lost_in(message: &str) -> Option<usize> {
+    const LOST: [&str; 4] = [
+        "died",
+        "is gone: ",
+        "left the group while",
+        "was reported lost",
+    ];
+    message.split("rank ").skip(1).find_map(|named| {
+        let (rank, mut how) = named.split_once(' ')?;
+        if how.starts_with('(') {
+            // The process.
+            how = how.split_once(") ")?.1;
+        }
+        let is_lost = LOST.iter().any(|lost| how.starts_with(lost));
+        is_lost.then(|| rank.parse().ok())?
+    })
 }
 
 impl ErrorKind {
@@ -266,6 +294,23 @@ mod tests {
         );
         assert_eq!(e.peer(), Some(3));
         assert_eq!(e.kind(), ErrorKind::PeerLost);
+    }
+
+    #[test]
+    fn a_lost_rank_is_named_on_all_ranks() {
+        for (cause, lost) in [
+            ("rank 12 (process 5) died in barrier (seq 3)", Some(12)),
+            ("rank 4 is gone: its connection broke", Some(4)),
+            ("rank 4 (process 7 on b) is gone: it ended", Some(4)),
+            ("rank 0 left the group while data was expected", Some(0)),
+            ("rank 7 was reported lost: its host is down", Some(7)),
+            ("rank 1 did not arrive", None),
+            ("a rank died; rank x died, rank 3", None),
+        ] {
+            assert_eq!(Error::aborted(2, cause).lost_rank(), lost, "{cause}");
+            assert_eq!(Error::timeout(cause).lost_rank(), None);
+            assert_eq!(Error::peer_lost(9, cause).lost_rank(), Some(9));
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@ PyTorch 2.15 finds it by its name.
 """
 
 import atexit
+import contextlib
 import fcntl
 import os
 import queue
@@ -18,14 +19,45 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as _C10dBackend
+import torch._C._distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from phalanx._phalanx import Group
 
-__all__ = ["PhalanxBackend", "empty", "register"]
+__all__ = ["PhalanxBackend", "RankLostError", "empty", "lost_ranks", "register"]
 
 _NAME = "phalanx"
+
+
+class RankLostError(dist.DistBackendError):
+    """Another rank has died, or has ended while data was expected from it. ``lost_ranks`` are those that are known, as
+    they are numbered in the group of the operation.
+    """
+
+    def __init__(self, message="", lost_ranks=()):
+        super().__init__(message)
+        self.lost_ranks = list(lost_ranks)
+
+
+def lost_ranks(error):
+    """The ranks whose loss has led to ``error``, also where it came out of DDP's backward or a future, which keep the text of
+    an error only. Nothing where it is another error; an empty list where it is not known which ranks. Ask before the group
+    is formed again or destroyed.
+    """
+    causes = [error]
+    # Causes may be a circle.
+    for cause in causes:
+        if isinstance(cause, RankLostError):
+            return list(cause.lost_ranks)
+        more = (cause.__cause__, cause.__context__, *getattr(cause, "exceptions", ()))
+        causes += [one for one in more if one is not None and all(one is not other for other in causes)]
+    if any(isinstance(cause, RuntimeError) for cause in causes):
+        # The default group is the first.
+        for backend in list(_ALIVE):
+            lost = backend._group.lost_ranks() if backend._pid == os.getpid() else None
+            if lost is not None:
+                return lost
+    return None
 
 # The types whose elements Phalanx reduces. All others are moved as bytes.
 _NATIVE = {
@@ -43,6 +75,7 @@ _NATIVE = {
     torch.uint64: "u64",
 }
 
+_SUM = dist.ReduceOp.SUM
 _REDUCTIONS = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "mean",
@@ -74,6 +107,17 @@ def _memory(tensor):
     if name is not None:
         return (tensor.data_ptr(), tensor.numel(), name, tensor, shared)
     return (tensor.data_ptr(), tensor.numel() * tensor.element_size(), "u8", tensor, shared)
+
+
+def _quick(tensor):
+    """The memory of a tensor that is taken as it is; nothing where it has to be looked at."""
+    name = _NATIVE.get(tensor.dtype)
+    if name is None or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_neg() or not tensor.is_contiguous():
+        return None
+    address = tensor.data_ptr()
+    if address % tensor.itemsize:
+        return None
+    return (address, tensor.numel(), name, tensor, _shared(tensor) if _SHARED else None)
 
 
 # Storages that were moved to memory that the other ranks map, by address: a `_Moved`. Changed with `_MOVING` held.
@@ -176,7 +220,14 @@ def empty(*size, dtype=None, group=None):
 def _calls_reducer():
     """Whether backward itself calls the operation that asks, as the C++ of DistributedDataParallel does."""
     frame = sys._getframe(1).f_back
+    if frame is not None and frame.f_code.co_name == "allreduce":
+        # Of `_Group`.
+        frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+# `_exception_logger` wraps them.
+_BLOCKING = [dist.send.__wrapped__.__code__, dist.recv.__wrapped__.__code__]
 
 
 def _is_plain(tensor):
@@ -288,11 +339,17 @@ def _lengths(tensors):
     return [tensor.numel() * unit for tensor in tensors]
 
 
+# Held for a moment only.
+_FUTURES = threading.Lock()
+
+
 class _Work(dist.Work):
     """An operation in flight, made of the ``parts`` that run; ``after`` gives the result to the caller's tensors.
 
-    Of collectives PyTorch passes on ``wait`` and ``get_future`` only.
+    Of those that C++ has asked for, as a group of several back ends does, PyTorch passes on ``wait`` and ``get_future`` only.
     """
+
+    __slots__ = ("_waiters", "_parts", "_result", "_after", "_failed", "_future", "_finishing")
 
     def __init__(self, waiters, parts, result, after):
         super().__init__()
@@ -301,13 +358,11 @@ class _Work(dist.Work):
         self._parts = [part for part in parts if part is not None]
         self._result = result
         self._after = after
-        self._failed = None
-        self._future = None
-        self._finishing = threading.Lock()
-        self._futures = threading.Lock()
+        self._failed = self._future = None
+        self._finishing = threading.Lock() if after else None
 
-    def wait(self, timeout=timedelta(0)):
-        seconds = timeout.total_seconds()
+    def wait(self, timeout=None):
+        seconds = timeout.total_seconds() if timeout is not None else 0
         until = time.monotonic() + seconds if seconds > 0 else None
         for part in self._parts:
             part.wait(None if until is None else max(0.0, until - time.monotonic()))
@@ -337,7 +392,10 @@ class _Work(dist.Work):
         return None
 
     def result(self):
-        return self._result
+        self.wait()
+        # As Gloo, whose work has one list.
+        is_nested = isinstance(self._result, list) and self._result and isinstance(self._result[0], list)
+        return self._result[0] if is_nested else self._result
 
     def _source_rank(self):
         self.wait()
@@ -361,7 +419,7 @@ class _Work(dist.Work):
                 raise self._failed
 
     def get_future(self):
-        with self._futures:
+        with _FUTURES:
             future, done = self._future, None
             if future is None:
                 done = torch.futures.Future()
@@ -422,6 +480,42 @@ class _Waiters:
                 thread.join()
 
 
+def _state_of(process):
+    """Its state, and when it began."""
+    with open(f"/proc/{process}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+def _place():
+    """Of processes that have numbers in common."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _new_handle():
+    """A word that no other process has, and where to look whether this one has died."""
+    return f"{uuid.uuid4().hex}/{_place()}/{os.getpid()}/{_state_of('self')[1]}"
+
+
+def _find_dead(handles):
+    """The first rank whose process has died here, and that process."""
+    for rank, handle in enumerate(handles):
+        _, place, process, begun = handle.split("/") if handle.count("/") == 3 else [None] * 4
+        if place == _place():
+            try:
+                os.kill(int(process), 0)
+                state, began = _state_of(process)
+            except ProcessLookupError:
+                return rank, int(process)
+            except OSError:
+                # It may not be looked at.
+                continue
+            if state in "ZX" or began != begun:
+                return rank, int(process)
+    return None
+
+
 class _NoGroup:
     """In the place of the compiled part of a group that ``_reconfigure`` has not formed."""
 
@@ -437,8 +531,11 @@ class _NoGroup:
     def has_failed(self):
         return False
 
+    def lost_ranks(self):
+        return None
 
-class PhalanxBackend(_C10dBackend):
+
+class PhalanxBackend(c10d.Backend):
     """Made by ``torch.distributed.init_process_group("phalanx")``."""
 
     def __init__(self, store, rank, size, timeout, is_formed=True, group=None):
@@ -452,22 +549,24 @@ class PhalanxBackend(_C10dBackend):
         self._shares = False
         # Of a group that is formed by `reconfigure`, as often as its ranks change.
         self._store = None if is_formed or group else store
-        self._handle = uuid.uuid4().hex
+        self._handle = None if is_formed or group else _new_handle()
         self._uuids = set()
         if group is not None:
             self._group, self._shares = group, group.shares()
         elif is_formed:
             self._form(store, rank, size, timeout)
-        self._options = _C10dBackend.Options(_NAME, timeout)
+        self._options = c10d.Backend.Options(_NAME, timeout)
         self._sequence = 0
+        # The thread that coalesces, and what it has begun.
+        self._coalesced = None
         self._waiters = _Waiters()
         self._pid = os.getpid()
         # C++ may have the only other reference, which does not keep what is written in Python.
         _ALIVE.append(self)
 
-    def _form(self, store, rank, size, timeout):
+    def _form(self, store, rank, size, timeout, handles=()):
         seconds = timeout.total_seconds(), self._forming.total_seconds()
-        self._group = Group(store, rank, size, *seconds, torch.get_num_threads())
+        self._group = Group(store, rank, size, seconds, torch.get_num_threads(), lambda: _find_dead(handles))
         self._me, self._world = rank, size
         self._shares = self._group.shares()
 
@@ -518,17 +617,40 @@ class PhalanxBackend(_C10dBackend):
     # Internals.
 
     def _how(self, opts):
-        """The deadline of a collective that begins, and whether its caller waits for it at once."""
+        """The deadline of a collective that begins, and whether its caller runs it: who waits for it at once, or a rank alone."""
         self._sequence += 1
         seconds = opts.timeout.total_seconds()
-        return (seconds if seconds > 0 else self._default, not opts.asyncOp)
+        runs = not opts.asyncOp and not self._collects() or self._world == 1
+        return (seconds if seconds > 0 else self._default, runs)
 
     def _work(self, parts, result, after):
-        return _Work(self._waiters, parts, result, after)
+        work = _Work(self._waiters, parts, result, after)
+        if not self._collects():
+            return work
+        self._coalesced[1].append(work)
+        # Nobody may wait for it yet.
+        return None
+
+    def _collects(self):
+        coalesced = self._coalesced
+        return coalesced is not None and coalesced[0] == threading.get_ident()
+
+    def start_coalescing(self):
+        self._coalesced = (threading.get_ident(), [])
+
+    def end_coalescing(self):
+        if not self._collects():
+            raise RuntimeError("endCoalescing without a startCoalescing of this thread")
+        (_, works), self._coalesced = self._coalesced, None
+        parts = [part for work in works for part in work._parts]
+        return self._work(parts, [work._result for work in works], [work._finish for work in works if work._after])
 
     def _reduce(self, tensor, op, after):
         """The memory to reduce, and the name of the reduction."""
-        name = _name_of(op)
+        name = "sum" if op == _SUM else _name_of(op)
+        memory = _quick(tensor)
+        if memory is not None:
+            return memory, name
         whole = _in_place(tensor, after)
         reduced, name, back = _as_reduced(whole, name)
         if back is not None:
@@ -539,7 +661,7 @@ class PhalanxBackend(_C10dBackend):
 
     def broadcast(self, tensors, opts):
         after = []
-        data = _memory(_in_place(tensors[0], after))
+        data = _quick(tensors[0]) or _memory(_in_place(tensors[0], after))
         part = self._group.broadcast(data, opts.rootRank, self._how(opts))
         return self._work([part], tensors, after)
 
@@ -581,7 +703,7 @@ class PhalanxBackend(_C10dBackend):
         indices, values = own.indices().contiguous(), own.values().contiguous()
         counts = torch.empty(self._world, dtype=torch.int64, device="cpu")
         count = torch.tensor([values.shape[0]], device="cpu")
-        self._work([self._group.all_gather(_memory(count), _memory(counts), self._how(opts))], None, []).wait()
+        _Work(self._waiters, [self._group.all_gather(_memory(count), _memory(counts), self._how(opts))], None, []).wait()
         counts = counts.tolist()
         row = values.shape[1:].numel()
         all_values = values.new_empty((sum(counts), *values.shape[1:]))
@@ -636,8 +758,8 @@ class PhalanxBackend(_C10dBackend):
         after, parts = [], []
         for output, tensor in zip(outputs, inputs):
             _alike(tensor, output)
-            into = _target(output, after)
-            parts.append(self._group.all_gather(_memory(_source(tensor)), _memory(into), self._how(opts)))
+            into = _quick(output) or _memory(_target(output, after))
+            parts.append(self._group.all_gather(_quick(tensor) or _memory(_source(tensor)), into, self._how(opts)))
         return self._work(parts, outputs, after)
 
     def gather(self, outputs, inputs, opts):
@@ -726,14 +848,21 @@ class PhalanxBackend(_C10dBackend):
 
     # Messages.
 
+    def _how_message(self):
+        """As `_how`: ``torch.distributed.send`` and ``recv`` wait at once for the message that they begin."""
+        frame = sys._getframe(2).f_back
+        waits = frame is not None and any(frame.f_code is code for code in _BLOCKING) and not self._collects()
+        return (self._default, waits)
+
     def send(self, tensors, to, tag):
-        part = self._group.send(_memory(_source(tensors[0])), to, tag, (self._default, False))
+        data = _quick(tensors[0]) or _memory(_source(tensors[0]))
+        part = self._group.send(data, to, tag, self._how_message())
         return self._work([part], tensors, [])
 
     def recv(self, tensors, source, tag):
         after = []
-        into = _target(tensors[0], after)
-        part = self._group.recv(_memory(into), source, tag, (self._default, False))
+        into = _quick(tensors[0]) or _memory(_target(tensors[0], after))
+        part = self._group.recv(into, source, tag, self._how_message())
         return self._work([part], tensors, after)
 
     def recv_anysource(self, tensors, tag):
@@ -799,7 +928,7 @@ class PhalanxBackend(_C10dBackend):
             group.abort(f"a rank reconfigures the process group (uuid {opts.uuid})")
         group.leave()
         store = dist.PrefixStore(f"reconfigure/{opts.uuid}", self._store)
-        self._form(store, handles.index(self._handle), len(handles), opts.timeout or self._forming)
+        self._form(store, handles.index(self._handle), len(handles), opts.timeout or self._forming, handles)
         return self._work([], [], [])
 
     def abort(self):
@@ -837,11 +966,65 @@ def _leave():
 atexit.register(_leave)
 
 
+# The operations of a process group, and the type of their options.
+_OPERATIONS = {
+    "allreduce": c10d.AllreduceOptions,
+    "allreduce_coalesced": c10d.AllreduceCoalescedOptions,
+    "broadcast": c10d.BroadcastOptions,
+    "reduce": c10d.ReduceOptions,
+    "allgather": c10d.AllgatherOptions,
+    "all_gather_single": c10d.AllgatherOptions,
+    "allgather_coalesced": c10d.AllgatherOptions,
+    "all_gather_single_coalesced": c10d.AllgatherOptions,
+    "gather": c10d.GatherOptions,
+    "scatter": c10d.ScatterOptions,
+    "reduce_scatter": c10d.ReduceScatterOptions,
+    "reduce_scatter_single": c10d.ReduceScatterOptions,
+    "reduce_scatter_single_coalesced": c10d.ReduceScatterOptions,
+    "all_to_all_single": c10d.AllToAllOptions,
+    "alltoall": c10d.AllToAllOptions,
+    "barrier": c10d.BarrierOptions,
+}
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int})
+
+
+def _plain(given):
+    kind = type(given)
+    return kind in _PLAIN or kind is list and all(map(_plain, given))
+
+
+def _is_watched():
+    """Whether PyTorch's dispatcher has something to do in this thread but to call the back end."""
+    return (
+        torch._C._autograd._profiler_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or c10d._allow_inflight_collective_as_graph_input()
+    )
+
+
+def _operation(name, options):
+    """The method ``name`` of `_Group`."""
+    direct, dispatched = getattr(PhalanxBackend, name), getattr(dist.ProcessGroup, name)
+    count = direct.__code__.co_argcount - 1
+
+    def call(self, *args, **named):
+        if "opts" in named and len(named) == 1:
+            args, named = (*args, named["opts"]), {}
+        if len(args) == count and type(args[-1]) is options and not named and self._is_direct and all(map(_plain, args[:-1])) and not _is_watched():
+            return direct(self._backend, *args)
+        return dispatched(self, *args, **named)
+
+    # The dispatched one calls this one again, unless it comes from a frame of the same name.
+    call.__code__ = call.__code__.replace(co_name=name)
+    return call
+
+
 class _Group(dist.ProcessGroup):
     """A process group with this back end only.
 
     PyTorch's own wraps each operation that a back end in Python returns, and passes on ``wait`` and ``get_future`` only; and it
-    asks the back end for rank and size, which in C++ stay the same.
+    asks the back end for rank and size, which in C++ stay the same. So operations go from here to the back end, without the
+    dispatcher of PyTorch where nobody looks at what passes it.
     """
 
     def __init__(self, backend, store):
@@ -855,6 +1038,28 @@ class _Group(dist.ProcessGroup):
         self.send = backend.send
         self.recv = backend.recv
         self.recv_anysource = backend.recv_anysource
+        self._is_direct = not _RECORDED and os.environ.get("TORCH_DIST_NAN_CHECK", "0") != "1"
+
+    def register_pre_hook(self, hook_id, hook):
+        self._is_direct = False
+        super().register_pre_hook(hook_id, hook)
+
+    def register_post_hook(self, hook_id, hook):
+        self._is_direct = False
+        super().register_post_hook(hook_id, hook)
+
+    def _start_coalescing(self, device):
+        self._backend.start_coalescing()
+
+    def _end_coalescing(self, device):
+        return self._backend.end_coalescing()
+
+    def reconfigure(self, opts):
+        work = self._backend.reconfigure(opts)
+        ranks = dist.distributed_c10d._world.pg_group_ranks
+        if self in ranks:
+            ranks[self] = {rank: rank for rank in range(self._backend._world)}
+        return work
 
     def getRank(self):
         return self._backend._me
@@ -884,7 +1089,35 @@ class _Group(dist.ProcessGroup):
         return self._backend.supports_reconfigure
 
 
-class Formed(_C10dBackend.Options):
+for _name, _options in _OPERATIONS.items():
+    setattr(_Group, _name, _operation(_name, _options))
+
+# PyTorch's flight recorder looks at what passes the dispatcher. It is on without being asked; Phalanx has its own.
+_RECORDED = any((os.environ.get(name) or "0") != "0" for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
+if not _RECORDED:
+    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(_NAME)
+
+_coalescing_manager = dist.distributed_c10d._coalescing_manager
+
+
+@contextlib.contextmanager
+def _coalescing(group=None, *args, **named):
+    """PyTorch's, which after an exception would collect the operations of the group for ever and carry out none."""
+    group = group or dist.distributed_c10d._get_default_group()
+    try:
+        with _coalescing_manager(group, *args, **named) as manager:
+            yield manager
+    except BaseException:
+        if isinstance(group, _Group):
+            dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)
+            group._backend._coalesced = None
+        raise
+
+
+dist._coalescing_manager = dist.distributed_c10d._coalescing_manager = _coalescing
+
+
+class Formed(c10d.Backend.Options):
     """The ``pg_options`` of a default group whose ranks have met already."""
 
     def __init__(self, group):

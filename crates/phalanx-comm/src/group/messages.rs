@@ -316,10 +316,8 @@ impl ProcessGroup {
             completer.finish(result.map(|peer| give(held, peer)));
         };
         // SAFETY: `then` owns the memory until it is called; after an error it drops it unread.
-        unsafe {
-            self.core.messages.spawn(request, Box::new(then), waiters);
-        }
-        work
+        let in_flight = unsafe { self.core.messages.spawn(request, Box::new(then), waiters) };
+        work.in_flight(in_flight)
     }
 }
 

@@ -6,6 +6,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use super::queue::Issued;
+use crate::messages::InFlight;
 use crate::sync::lock;
 use crate::wait::{Callers, deadline_in};
 use crate::{Error, Result};
@@ -90,6 +91,8 @@ pub struct Work<B> {
     callers: Callers,
     /// Its place in the queue, if it has one.
     issued: Option<Issued>,
+    /// Of a message.
+    in_flight: Option<InFlight>,
 }
 
 struct WorkState<B> {
@@ -134,6 +137,7 @@ impl<B> Work<B> {
             shared,
             callers,
             issued: None,
+            in_flight: None,
         };
         (work, completer)
     }
@@ -141,6 +145,11 @@ impl<B> Work<B> {
     /// A thread that waits may run it, in its place in the queue.
     pub(super) fn issued(self, issued: Option<Issued>) -> Work<B> {
         Work { issued, ..self }
+    }
+
+    /// A thread that waits may move the message.
+    pub(super) fn in_flight(self, in_flight: Option<InFlight>) -> Work<B> {
+        Work { in_flight, ..self }
     }
 
     /// A handle that has failed already.
@@ -153,7 +162,7 @@ impl<B> Work<B> {
     /// Waits for the end of the operation and returns its buffers.
     ///
     /// *Blocks until* this operation and all issued before it are over; each
-    /// has its own deadline. Those that have not started run in this thread.
+    /// has its own deadline. Those that have not started run in this thread; it also moves messages.
     ///
     /// # Errors
     ///
@@ -208,6 +217,9 @@ impl<B> Work<B> {
         // A thread that waits with a limit does something else soon.
         if let (Some(issued), None) = (&self.issued, until) {
             issued.help();
+        }
+        if let (Some(in_flight), None) = (&self.in_flight, until) {
+            in_flight.help();
         }
         let mut state = self.shared.lock();
         let mut waiting = None;

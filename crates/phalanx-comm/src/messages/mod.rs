@@ -101,6 +101,27 @@ pub(crate) struct Messages {
     worker: Mutex<Option<JoinHandle<()>>>,
 }
 
+/// A request that was started in the background.
+pub(crate) struct InFlight {
+    shared: Arc<Mailbox>,
+    ticket: Arc<Ticket>,
+}
+
+impl InFlight {
+    /// Moves messages in this thread until the request is over, so that the message thread need not be waited for.
+    pub(crate) fn help(&self) {
+        if self.ticket.is_over() {
+            return;
+        }
+        let _waiting = self.ticket.waiters.wait();
+        self.shared.enter();
+        // The result goes to the request's `then`.
+        let _ = self.shared.wait(&self.ticket);
+        // The message thread, which there is, goes on with the others.
+        self.shared.exit();
+    }
+}
+
 /// What the engine asks the queue of collectives.
 pub(crate) struct Collectives {
     /// Checks whether the ranks live, unless a collective does.
@@ -212,7 +233,7 @@ impl Messages {
         let (mut peers, mut failure) = (Vec::with_capacity(submitted.len()), None);
         // All of them, also after a failure: their memory is in use until they are over.
         for ticket in submitted {
-            match ticket.and_then(|ticket| self.wait(&ticket)) {
+            match ticket.and_then(|ticket| shared.wait(&ticket)) {
                 Ok(peer) => peers.push(peer),
                 Err(e) => {
                     failure.get_or_insert(e);
@@ -232,12 +253,18 @@ impl Messages {
     /// # Safety
     ///
     /// As [`Messages::run`], until `then` was called.
-    pub(crate) unsafe fn spawn(&self, request: Request, then: Then, waiters: Callers) {
+    pub(crate) unsafe fn spawn(
+        &self,
+        request: Request,
+        then: Then,
+        waiters: Callers,
+    ) -> Option<InFlight> {
         if let Err(error) = self.start_worker() {
             // The other ranks count on this message.
             let error = error.with_rank(self.shared.rank);
             self.shared.fail(error.clone());
-            return then(Err(error));
+            then(Err(error));
+            return None;
         }
         let then = Arc::new(Mutex::new(Some(then)));
         let again = Arc::clone(&then);
@@ -248,10 +275,17 @@ impl Messages {
             }
         });
         let is_first = self.shared.issued.load(Ordering::Relaxed) == 0;
-        if let Err(error) = self.shared.submit(request, Some(call), waiters, is_first)
-            && let Some(then) = lock(&again).take()
-        {
-            then(Err(error));
+        match self.shared.submit(request, Some(call), waiters, is_first) {
+            Ok(ticket) => Some(InFlight {
+                shared: Arc::clone(&self.shared),
+                ticket,
+            }),
+            Err(error) => {
+                if let Some(then) = lock(&again).take() {
+                    then(Err(error));
+                }
+                None
+            }
         }
     }
 
@@ -288,32 +322,6 @@ impl Messages {
     /// What keeps the connections open.
     pub(crate) fn links(&self) -> Arc<dyn Any + Send + Sync> {
         Arc::clone(&self.shared) as _
-    }
-
-    fn wait(&self, ticket: &Ticket) -> Result<usize> {
-        let shared = &*self.shared;
-        let mut patience = PATIENCE;
-        while !ticket.is_over() {
-            match shared.engine.try_lock() {
-                Ok(mut engine) => {
-                    shared.drive(&mut engine, false, |_| ticket.is_over());
-                }
-                Err(TryLockError::WouldBlock) => {
-                    let result = lock(&ticket.result);
-                    // The message thread leaves the engine to us; another thread may end our request.
-                    if result.is_none() {
-                        drop(ticket.changed.wait_timeout(result, patience));
-                    }
-                    patience = (patience * 2).min(PATIENCE_MAX);
-                }
-                Err(TryLockError::Poisoned(engine)) => {
-                    return Err(shared.broken(&mut engine.into_inner()));
-                }
-            }
-        }
-        lock(&ticket.result)
-            .clone()
-            .unwrap_or_else(|| Err(Error::internal("a message without a result")))
     }
 
     fn start_worker(&self) -> Result<()> {
@@ -420,6 +428,32 @@ impl Mailbox {
         if let Some(waker) = &self.waker {
             waker.wake();
         }
+    }
+
+    /// Runs the engine until the request is over, in a thread that has [entered](Self::enter).
+    fn wait(&self, ticket: &Ticket) -> Result<usize> {
+        let mut patience = PATIENCE;
+        while !ticket.is_over() {
+            match self.engine.try_lock() {
+                Ok(mut engine) => {
+                    self.drive(&mut engine, false, |_| ticket.is_over());
+                }
+                Err(TryLockError::WouldBlock) => {
+                    let result = lock(&ticket.result);
+                    // The message thread leaves the engine to us; another thread may end our request.
+                    if result.is_none() {
+                        drop(ticket.changed.wait_timeout(result, patience));
+                    }
+                    patience = (patience * 2).min(PATIENCE_MAX);
+                }
+                Err(TryLockError::Poisoned(engine)) => {
+                    return Err(self.broken(&mut engine.into_inner()));
+                }
+            }
+        }
+        lock(&ticket.result)
+            .clone()
+            .unwrap_or_else(|| Err(Error::internal("a message without a result")))
     }
 
     /// It does not any more; true if requests of others are in flight.
