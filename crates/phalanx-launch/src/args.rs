@@ -53,6 +53,8 @@ pub struct LaunchArgs {
     pub role: String,
     /// Prefix lines with their rank.
     pub prefix: bool,
+    /// A PyTorch program gets Phalanx for Gloo.
+    pub as_gloo: bool,
     /// What only torchrun's flags say.
     pub torchrun: TorchrunOptions,
     /// What to run.
@@ -79,6 +81,7 @@ impl LaunchArgs {
             live: None,
             role: "default".to_owned(),
             prefix: true,
+            as_gloo: false,
             torchrun: TorchrunOptions::default(),
             run,
         }
@@ -107,6 +110,7 @@ impl LaunchArgs {
             run_id: given("rdzv-id", &cli.rdzv_id).map(owned),
             live: cli.nodes.live.clone().map(Option::unwrap_or_default),
             prefix: !cli.no_prefix,
+            as_gloo: cli.as_gloo,
             torchrun: torchrun_options(cli, env, node.local_ranks)?,
             ..LaunchArgs::new(node, run)
         };

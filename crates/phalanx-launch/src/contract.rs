@@ -29,6 +29,8 @@ pub const ELASTIC_VARIABLE: &str = "PHALANX_ELASTIC";
 pub const ARGUMENTS_FILE_VARIABLE: &str = "PHALANX_ARGUMENTS_FILE";
 /// The number of a process that is to join the others, among all that the job has started.
 pub const JOIN_VARIABLE: &str = "PHALANX_JOIN";
+/// Where it is set, the Python package `phalanx` takes the place of Gloo as `import torch` ends.
+pub const AS_GLOO_VARIABLE: &str = "PHALANX_AS_GLOO";
 /// Whether PyTorch's store is there already, which rank 0 would host otherwise.
 const AGENT_STORE_VARIABLE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 /// The address this node's ranks listen on, when there are several nodes.

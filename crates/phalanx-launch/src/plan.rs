@@ -16,7 +16,7 @@ use phalanx_process::{folder, own_program};
 use phalanx_wire::Token;
 
 use super::args::LaunchArgs;
-use super::contract::{ARGUMENTS_FILE_VARIABLE, STARTED_VARIABLE};
+use super::contract::{ARGUMENTS_FILE_VARIABLE, AS_GLOO_VARIABLE, STARTED_VARIABLE};
 use super::engine::{self, RendezvousResources};
 use super::place::{Env, Meeting, Node};
 use super::program::Program;
@@ -103,6 +103,7 @@ impl LaunchPlan {
             .or_else(|| Some(logs.as_ref()?.dir.join("flight")));
         let alone = args.node.local_ranks == 1 && args.node.meeting.is_none();
         let prefix = args.prefix && (!alone || args.torchrun.prefix_template.is_some());
+        let as_gloo = args.as_gloo.then(|| (AS_GLOO_VARIABLE.into(), "1".into()));
         Ok(LaunchPlan {
             bind,
             run_id,
@@ -112,6 +113,7 @@ impl LaunchPlan {
                 true => Prefix::All,
                 false => Prefix::None,
             },
+            variables: as_gloo.into_iter().collect(),
             ..LaunchPlan::new(args, token, until_met, env)
         })
     }
@@ -271,6 +273,24 @@ fn own_address(text: &str) -> Result<IpAddr> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::flags::LaunchCli;
+
+    #[test]
+    fn as_gloo_is_a_variable_of_the_ranks() {
+        let variables = |as_gloo| {
+            let cli = LaunchCli {
+                as_gloo,
+                program: vec!["/bin/sh".into()],
+                ..LaunchCli::default()
+            };
+            let args = LaunchArgs::resolve(&cli, &Env::new(), 1).unwrap();
+            let plan = LaunchPlan::prepare(args, &Env::new()).unwrap();
+            plan.variables
+        };
+        assert_eq!(variables(false), []);
+        let set = (AS_GLOO_VARIABLE.into(), "1".into());
+        assert_eq!(variables(true), [set]);
+    }
 
     #[test]
     fn addresses_of_this_host_may_be_names() {

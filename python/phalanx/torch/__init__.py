@@ -2,7 +2,7 @@
 
     torch.distributed.init_process_group("phalanx")
 
-PyTorch 2.15 finds it by its name.
+PyTorch finds it by its name.
 """
 
 import atexit
@@ -24,9 +24,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from phalanx._phalanx import Group
 
-__all__ = ["PhalanxBackend", "RankLostError", "empty", "lost_ranks", "register"]
+__all__ = ["PhalanxBackend", "RankLostError", "empty", "lost_ranks", "register", "replace_gloo"]
 
 _NAME = "phalanx"
+
+# The names that PyTorch calls changed in 2.14; an earlier one takes no back end that is written in Python.
+if not all(hasattr(c10d.Backend, name) for name in ("all_gather_single", "all_to_all_single", "reduce_scatter_single", "reconfigure")):
+    raise ImportError(f"phalanx needs PyTorch 2.14 or 2.15, and this is {torch.__version__}")
 
 
 class RankLostError(dist.DistBackendError):
@@ -596,6 +600,9 @@ class PhalanxBackend(c10d.Backend):
     def _supports_time_estimate(self):
         return False
 
+    # As 2.14 calls it.
+    supports_time_estimate = _supports_time_estimate
+
     @property
     def options(self):
         return self._options
@@ -1128,7 +1135,7 @@ class Formed(c10d.Backend.Options):
 def _create(options, own):
     config = sys._getframe(1).f_locals.get("backend_config")
     # A back end does not learn from PyTorch of the others in its group; this is where it makes all of them.
-    is_alone = config is not None and set(config.get_device_backend_map().values()) == {_NAME}
+    is_alone = config is not None and len(set(config.get_device_backend_map().values())) == 1
     changes = getattr(options, "enable_reconfigure", False)
     if changes and not is_alone:
         why = "it has several back ends" if config is not None else "this version of PyTorch makes process groups in another way than 2.15"
@@ -1144,4 +1151,16 @@ def register():
         dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
 
 
+def replace_gloo():
+    """Makes this back end wherever a program or a library asks for Gloo, also in the processes that this one starts; more than
+    once does no harm. Groups that exist stay as they are.
+    """
+    os.environ["PHALANX_AS_GLOO"] = "1"
+    dist.Backend._plugins["GLOO"] = dist.Backend._plugins[_NAME.upper()]
+    # Gloo has a flight recorder of its own.
+    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).discard("gloo")
+
+
 register()
+if os.environ.get("PHALANX_AS_GLOO", "0") not in ("", "0"):
+    replace_gloo()
