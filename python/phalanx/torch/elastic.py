@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from phalanx._phalanx import JobError, Member
-from phalanx.torch import _ALIVE, Formed
+from phalanx.torch import _ALIVE, Formed, lost_ranks
 
 __all__ = ["Sampler", "State", "run"]
 
@@ -53,9 +53,6 @@ _AGREED = "torch/agreed"
 
 # How often a wait looks at the store, in seconds.
 _LOOK = 0.005
-
-# For how long an error of an operation may come before the loss of the rank is known, in seconds.
-_LATE = 1.0
 
 
 class _Changed(BaseException):
@@ -512,12 +509,7 @@ class State:
 
     def _is_loss(self, error):
         """Whether ``error`` is, or follows from, the loss of a rank."""
-        until = time.monotonic() + _LATE
-        while not self._member.has_lost():
-            if "DistBackendError" not in f"{type(error).__name__} {error}" or time.monotonic() > until:
-                return False
-            time.sleep(_LOOK)
-        return True
+        return lost_ranks(error) is not None or self._member.has_lost()
 
     def _run(self, train):
         if not os.environ.get("PHALANX_ELASTIC", "0").strip("0"):
