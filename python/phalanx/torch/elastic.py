@@ -36,12 +36,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from phalanx._phalanx import JobError, Member
 from phalanx.torch import _ALIVE, Formed, lost_ranks
@@ -175,6 +169,16 @@ def _rank_and_world():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def _is_zero(part):
+    """Whether it is a ``ZeroRedundancyOptimizer``, which takes a second to import."""
+    return type(part).__name__ == "ZeroRedundancyOptimizer"
+
+
+def _is_split(model):
+    """Whether the model has sharded parameters, which are `DTensor`."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
 def _to_bytes(part):
     file = io.BytesIO()
     torch.save(part, file)
@@ -243,10 +247,10 @@ class State:
         objects the state. Needed for sharded models and their optimizers, and possible for all. *Blocks* until all ranks call it.
         """
         models = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
-        is_split = any(isinstance(p, DTensor) for model in models for p in model.parameters())
+        is_split = any(_is_split(model) for model in models)
         if is_split and len(models) != 1:
             raise ValueError("attach a sharded model and its optimizers in one call, without other models")
-        in_checkpoints = {name for name, part in parts.items() if is_split or isinstance(part, ZeroRedundancyOptimizer)}
+        in_checkpoints = {name for name, part in parts.items() if is_split or _is_zero(part)}
         if in_checkpoints and self._folder is None:
             raise ValueError("the state of sharded models and optimizers needs checkpoints: State(folder=..., save_every=...)")
         if is_split:
@@ -268,6 +272,8 @@ class State:
 
     def _shards(self):
         """The sharded model and its optimizers, for ``torch.distributed.checkpoint``."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
         model, optimizers = self._split
         return dict(zip(("model", "optimizers"), get_state_dict(model, optimizers)))
 
@@ -284,6 +290,9 @@ class State:
         self._give(0)
         self._load(parts)
         if self._split:
+            import torch.distributed.checkpoint as dcp
+            from torch.distributed.checkpoint.state_dict import set_state_dict
+
             shards = self._shards()
             dcp.load({"shards": shards}, checkpoint_id=path)
             set_state_dict(*self._split, model_state_dict=shards["model"], optim_state_dict=shards["optimizers"])
@@ -367,6 +376,8 @@ class State:
 
     def save(self):
         """Writes a checkpoint of the state into ``folder/step-N``. *Blocks* until all ranks call it."""
+        import torch.distributed.checkpoint as dcp
+
         if self._folder is None:
             raise ValueError("save needs a folder: State(folder=...)")
         path = os.path.join(self._folder, f"step-{self._done}")
@@ -376,7 +387,7 @@ class State:
             return
         parts = self._parts()
         for name in self._in_checkpoints:
-            if isinstance(getattr(self, name), ZeroRedundancyOptimizer):
+            if _is_zero(getattr(self, name)):
                 getattr(self, name).consolidate_state_dict(0)
                 parts |= self._parts([name]) if _rank_and_world()[0] == 0 else {}
         # All but models as `torch.save` writes it: a checkpoint makes texts of the numbers that an optimizer has as keys.
@@ -404,6 +415,8 @@ class State:
         saved = self._saved() if self._resume or is_needed else []
         if not saved:
             return None, {}
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
         file = io.BytesIO()
         dcp_to_torch_save(saved[-1][1], file)
         file.seek(0)
@@ -458,7 +471,10 @@ class State:
         if dist.is_initialized():
             dist.destroy_process_group()
             # PyTorch takes a mesh of the ranks 0 to 2 for the same in each group, also where this is another of them now.
-            _clear_sharding_prop_cache()
+            if "torch.distributed.tensor" in sys.modules:
+                from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+                _clear_sharding_prop_cache()
         # Otherwise each process group adds a prefix to the lines of the last error.
         self._hook = sys.excepthook = self._hook or sys.excepthook
         os.environ.update(RANK=str(member.rank()), WORLD_SIZE=str(member.world()))
@@ -519,11 +535,11 @@ class State:
             self._restore()
             return train()
         try:
-            if not self._join():
-                raise SystemExit(0)
             # What was imported is not looked through after each loss.
             gc.collect()
             gc.freeze()
+            if not self._join():
+                raise SystemExit(0)
             return self._run_elastic(train)
         except JobError as error:
             message, code, _ = error.args
