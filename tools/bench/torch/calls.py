@@ -16,7 +16,7 @@ import tempfile
 import time
 
 
-def calls(dist, torch, group, rank, world, full):
+def calls(dist, torch, phalanx, group, rank, world, full):
     """Names, calls, and how many operations a call is."""
     # Several operations of a call need memory of their own.
     sizes = [("4 B", 1, 100), ("1 KiB", 256, 100), ("64 KiB", 16384, 20), ("1 MiB", 1 << 18, 4)] + [("25 MiB", 25 << 18, 1)] * full
@@ -34,6 +34,10 @@ def calls(dist, torch, group, rank, world, full):
                 dist.send(data, other, group=group) if is_mine else dist.recv(data, other, group=group)
 
         yield f"all_reduce {name}", lambda: dist.all_reduce(data, group=group), 1
+        if count >= 1 << 18:
+            # Gloo's is in ordinary memory.
+            mapped = phalanx.torch.empty(count, group=group).fill_(1) if group.name() == "phalanx" else data
+            yield f"all_reduce {name}, phalanx.torch.empty", lambda: dist.all_reduce(mapped, group=group), 1
         yield f"all_reduce {name}, async_op and wait", lambda: dist.all_reduce(data, group=group, async_op=True).wait(), 1
         yield f"all_reduce {name}, {flying} in flight, each", fly, flying
         yield f"broadcast {name}", lambda: dist.broadcast(data, 0, group=group), 1
@@ -50,13 +54,13 @@ def rank_main(rank, world, file, blocks, full):
     import torch
     import torch.distributed as dist
 
-    import phalanx.torch  # noqa: F401
+    import phalanx.torch
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     groups = {name: dist.new_group(range(world), backend=name) for name in ("phalanx", "gloo")}
     out = {}
-    for (name, ours, operations), (_, theirs, _) in zip(*(calls(dist, torch, group, rank, world, full) for group in groups.values())):
+    for (name, ours, operations), (_, theirs, _) in zip(*(calls(dist, torch, phalanx, group, rank, world, full) for group in groups.values())):
         took = {"phalanx": [], "gloo": []}
         # As many calls as take some milliseconds, the same on all ranks.
         begun = time.perf_counter()

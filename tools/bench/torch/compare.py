@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""PyTorch programs with the back ends phalanx and gloo, on the ranks of one host.
+"""Training programs of PyTorch with the back ends phalanx and gloo, on the ranks of one host; calls.py measures single calls.
 
     PYTHON tools/bench/torch/compare.py [--ranks 2] [--rounds 3] [--out FILE.json]
 
 PYTHON has torch and the wheel of python/. The back ends take turns, `--rounds` times; the figures are medians over the
-rounds of rank 0's, and for all-reduces the best of five repetitions in each. Prints a table, and writes what it has measured.
+rounds of rank 0's. Prints a table, and writes what it has measured.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 
-SIZES = [4, 1 << 10, 1 << 20, 25 << 20]
 STEPS = 20
 
 
@@ -33,32 +32,6 @@ def rank_main():
     backend, rank, world, file = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
     out = {}
-
-    def timed(run, times):
-        best = float("inf")
-        for _ in range(5):
-            dist.barrier()
-            begun = time.perf_counter()
-            for _ in range(times):
-                run()
-            best = min(best, (time.perf_counter() - begun) / times)
-        return best
-
-    times_of = lambda size: 200 if size <= 1024 else 20 if size <= 1 << 20 else 4
-    for size in SIZES:
-        data = torch.ones(size // 4)
-        out[f"all_reduce {size} B"] = timed(lambda: dist.all_reduce(data), times_of(size))
-    for size in SIZES[2:]:
-        data = torch.ones(size // 4)
-        if backend == "phalanx":
-            import phalanx.torch
-
-            data = phalanx.torch.empty(size // 4).fill_(1)
-        out[f"all_reduce {size} B, phalanx.torch.empty"] = timed(lambda: dist.all_reduce(data), times_of(size))
-    # What PyTorch and the back end cost where nothing is communicated.
-    alone = [dist.new_group([r]) for r in range(world)][rank]
-    data = torch.ones(1)
-    out["all_reduce 4 B, a group of one rank"] = timed(lambda: dist.all_reduce(data, group=alone), 1000)
 
     def train(model, make, optimizer, name, steps=STEPS):
         """The time of a step, and with DDP how much longer forward and backward take than where nothing is averaged."""

@@ -409,7 +409,13 @@ const LAYERS: [(&str, &[&[&str]]); 20] = [
     ),
     (
         "phalanx-member",
-        &[&["state"], &["log"], &["group"], &["context"]],
+        &[
+            &["state"],
+            &["log"],
+            &["group"],
+            &["context"],
+            &["requests"],
+        ],
     ),
     (
         "phalanx-nn",
