@@ -24,16 +24,15 @@ fn raised(error: &phalanx_comm::Error) -> PyErr {
             .message()
             .contains("ranks are in different operations") =>
         {
-            raise(format!("{error} ({DESYNC})"))
+            raise(format!("{error}. {DESYNC}"))
         }
         _ => raise(error.to_string()),
     }
 }
 
 /// What PyTorch programs that are right otherwise have to change.
-const DESYNC: &str = "a hook that communicates when a future completes, as PowerSGD's does, needs a model of one bucket: give \
-    DistributedDataParallel a larger bucket_cap_mb; a thread that communicates beside the training, as async_save's does, \
-    needs a group of its own: process_group=torch.distributed.new_group()";
+const DESYNC: &str = "If a DDP hook such as PowerSGD's communicates, set a larger bucket_cap_mb, so that there is one bucket. If a \
+    thread such as async_save's communicates beside the training, give it process_group=torch.distributed.new_group().";
 
 /// The ranks whose loss `error` reports; none of them where it is not known which. A program that ends with an exception
 /// is lost too, for which `phalanx.torch` aborts the group in these words.
@@ -42,7 +41,8 @@ fn lost(error: &phalanx_comm::Error) -> Option<Vec<usize>> {
         true => error.origin_rank(),
         false => None,
     };
-    match error.lost_rank().or_else(ended) {
+    // A program's error may name other ranks.
+    match ended().or_else(|| error.lost_rank()) {
         None if error.kind() != phalanx_comm::ErrorKind::PeerLost => None,
         rank => Some(rank.into_iter().collect()),
     }

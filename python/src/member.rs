@@ -160,7 +160,7 @@ impl Member {
 
     /// Between two steps, on all ranks: whether they continue as they are ("same"), in another group ("changed"), or this rank
     /// leaves ("left"). *Blocks* while the ranks are to wait. `say` prints why, on rank 0; `before_change` is called on all
-    /// ranks before some join or leave.
+    /// ranks before some join or leave, with whether all leave.
     fn between(
         &self,
         py: Python<'_>,
@@ -186,7 +186,9 @@ impl Member {
             py.check_signals()?;
             let asked = py.detach(|| self.agree(waits)).map_err(failed)?;
             if !(asked.joining.is_empty() && asked.leaving.is_empty()) {
-                before_change.call0()?;
+                let group = self.ctx.group();
+                let leaves = |number: &usize| asked.leaving.contains(number);
+                before_change.call1((group.global_ranks().iter().all(leaves),))?;
                 if asked.leaving.contains(&self.ctx.number()) {
                     // The others wait for it.
                     let _ = py.detach(|| self.ctx.group().shutdown());
@@ -242,8 +244,15 @@ impl Member {
             .map_err(of_store)
     }
 
+    /// Whether a rank, or the launcher, has ended the training.
+    fn is_over(&self, py: Python<'_>) -> bool {
+        let is_over = || self.ctx.ask(|state| state.over().is_some());
+        py.detach(is_over).unwrap_or(false)
+    }
+
     /// The training has ended on all ranks: processes that ask to join end, and this rank leaves the group.
     fn end(&self, py: Python<'_>) {
+        *self.requests.lock().unwrap_or_else(PoisonError::into_inner) = None;
         // Whatever fails here, the training is complete.
         let _ = py.detach(|| {
             let _ = self.ctx.log().end("the training has ended");

@@ -125,8 +125,8 @@ impl TorchStore {
         let has_come = |rank: &usize| self.check(&[&come_key(world, *rank)]).unwrap_or(false);
         let (arrived, missing): (Vec<usize>, Vec<usize>) = (1..world).partition(has_come);
         let mut text = format!(
-            "rank {rank} waited {:.1} s for rank 0, which is not there, or waits itself in PyTorch's store until all \
-             ranks have connected to it",
+            "rank {rank} waited {:.1} s for rank 0. It did not start, or it still waits in PyTorch's store until all ranks \
+             have connected",
             timeout.as_secs_f64()
         );
         if !missing.is_empty() {
@@ -176,7 +176,7 @@ impl TorchStore {
             let come = self.try_get(&count_key(world))?;
             if come != seen {
                 for (rank, answered) in answered.iter_mut().enumerate().skip(1) {
-                    let word = self.try_get(&come_key(world, rank))?.unwrap_or_default();
+                    let word = self.look_up(&come_key(world, rank))?;
                     if !word.is_empty() && word != *answered {
                         let answer = answer_key(&String::from_utf8_lossy(&word));
                         self.set(&answer, name.as_bytes())?;
@@ -250,6 +250,21 @@ impl TorchStore {
         let value =
             self.ask::<Vec<u8>>(|store| store.call_method1("get", (self.key(key),))?.extract())?;
         Ok(Response::Value(value))
+    }
+
+    /// The value, or nothing, in one question: another rank may delete the key at any time, and `get` waits for one that does
+    /// not exist.
+    fn look_up(&self, key: &str) -> Result<Vec<u8>> {
+        const NONE: &[u8] = b"-";
+        let mut now: Vec<u8> = self.ask(|store| {
+            let none = PyBytes::new(store.py(), NONE);
+            let asked = store.call_method1("compare_set", (self.key(key), &none, &none));
+            asked?.extract()
+        })?;
+        if now == NONE {
+            now.clear();
+        }
+        Ok(now)
     }
 
     /// Waits for keys; returns the missing ones.

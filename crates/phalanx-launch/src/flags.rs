@@ -123,7 +123,7 @@ pub struct LaunchCli {
     /// Set LOCAL_RANK to 0 in every rank, and CUDA_VISIBLE_DEVICES to the one device of its local rank.
     #[arg(long)]
     pub(crate) virtual_local_rank: bool,
-    /// PROGRAM uses PyTorch: Phalanx's process groups take the place of the back end gloo in it. Needs the Python package phalanx.
+    /// Use Phalanx where the PyTorch program asks for the back end gloo. Needs the Python package phalanx.
     #[arg(long)]
     pub(crate) as_gloo: bool,
     /// Value of ROLE_NAME in the ranks [default: default].

@@ -121,7 +121,8 @@ def _quick(tensor):
     address = tensor.data_ptr()
     if address % tensor.itemsize:
         return None
-    return (address, tensor.numel(), name, tensor, _shared(tensor) if _SHARED else None)
+    # The storage, which the program may take from the tensor meanwhile.
+    return (address, tensor.numel(), name, tensor.untyped_storage(), _shared(tensor) if _SHARED else None)
 
 
 # Storages that were moved to memory that the other ranks map, by address: a `_Moved`. Changed with `_MOVING` held.
@@ -442,7 +443,7 @@ class _Work(dist.Work):
         except Exception as error:  # For the caller, who waits for the future.
             future.set_exception(error)
         else:
-            future.set_result(self._result)
+            future.set_result(self.result())
 
 
 class _Waiters:
@@ -504,9 +505,10 @@ def _new_handle():
 
 def _find_dead(handles):
     """The first rank whose process has died here, and that process."""
+    here = _place()
     for rank, handle in enumerate(handles):
         _, place, process, begun = handle.split("/") if handle.count("/") == 3 else [None] * 4
-        if place == _place():
+        if place == here:
             try:
                 os.kill(int(process), 0)
                 state, began = _state_of(process)
@@ -857,7 +859,8 @@ class PhalanxBackend(c10d.Backend):
 
     def _how_message(self):
         """As `_how`: ``torch.distributed.send`` and ``recv`` wait at once for the message that they begin."""
-        frame = sys._getframe(2).f_back
+        frame = sys._getframe(1).f_back
+        frame = frame and frame.f_back
         waits = frame is not None and any(frame.f_code is code for code in _BLOCKING) and not self._collects()
         return (self._default, waits)
 
@@ -992,12 +995,12 @@ _OPERATIONS = {
     "alltoall": c10d.AllToAllOptions,
     "barrier": c10d.BarrierOptions,
 }
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def _plain(given):
     kind = type(given)
-    return kind in _PLAIN or kind is list and all(map(_plain, given))
+    return kind is int or kind in _PLAIN and not given.is_meta or kind is list and all(map(_plain, given))
 
 
 def _is_watched():
@@ -1045,7 +1048,7 @@ class _Group(dist.ProcessGroup):
         self.send = backend.send
         self.recv = backend.recv
         self.recv_anysource = backend.recv_anysource
-        self._is_direct = not _RECORDED and os.environ.get("TORCH_DIST_NAN_CHECK", "0") != "1"
+        self._is_direct = True
 
     def register_pre_hook(self, hook_id, hook):
         self._is_direct = False
@@ -1104,6 +1107,20 @@ _RECORDED = any((os.environ.get(name) or "0") != "0" for name in ("TORCH_FR_BUFF
 if not _RECORDED:
     getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(_NAME)
 
+
+def _attached(attach):
+    def call(group, *args, **named):
+        if isinstance(group, _Group):
+            group._is_direct = False
+        return attach(group, *args, **named)
+
+    return staticmethod(call)
+
+
+# C++ registers these past the methods of `_Group`.
+for _hook in (getattr(c10d, name) for name in ("NanCheckHook", "FlightRecorderHook") if hasattr(c10d, name)):
+    _hook.attach = _attached(_hook.attach)
+
 _coalescing_manager = dist.distributed_c10d._coalescing_manager
 
 
@@ -1141,7 +1158,7 @@ def _create(options, own):
         why = "it has several back ends" if config is not None else "this version of PyTorch makes process groups in another way than 2.15"
         raise ValueError(f"the process group cannot be reconfigured: {why}")
     timeout = timedelta(seconds=options.timeout.total_seconds())
-    backend = PhalanxBackend(options.store, options.group_rank, options.group_size, timeout, is_formed=not changes, group=getattr(own, "group", None))
+    backend = PhalanxBackend(options.store, options.group_rank, options.group_size, timeout, is_formed=not changes, group=own.group if isinstance(own, Formed) else None)
     return _Group(backend, options.process_group.get_group_store()) if is_alone else backend
 
 
@@ -1157,8 +1174,9 @@ def replace_gloo():
     """
     os.environ["PHALANX_AS_GLOO"] = "1"
     dist.Backend._plugins["GLOO"] = dist.Backend._plugins[_NAME.upper()]
-    # Gloo has a flight recorder of its own.
-    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).discard("gloo")
+    if _RECORDED:
+        # Gloo has a flight recorder of its own.
+        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).discard("gloo")
 
 
 register()

@@ -16,5 +16,5 @@ if is_module:
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 else:
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")

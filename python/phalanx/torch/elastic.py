@@ -26,6 +26,7 @@ none, the same program is a plain training loop.
 import functools
 import gc
 import io
+import json
 import os
 import pickle
 import random
@@ -38,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx._phalanx import JobError, Member
-from phalanx.torch import _ALIVE, Formed, lost_ranks
+from phalanx.torch import _ALIVE, Formed, RankLostError, lost_ranks
 
 __all__ = ["Sampler", "State", "run"]
 
@@ -75,13 +76,15 @@ class _Store(dist.Store):
         return self._member.compare_set(key, bytes(expected), bytes(desired))
 
     def check(self, keys):
+        if self._member.has_lost():
+            raise RankLostError("a rank was lost")
         return all(self._member.get(key) is not None for key in keys)
 
     def wait(self, keys, timeout=None):
         until = time.monotonic() + (timeout or self._timeout).total_seconds()
         while not self.check(keys):
             if time.monotonic() > until:
-                raise dist.DistStoreError(f"wait timeout: the keys {keys} are not in the launcher's store")
+                raise dist.DistStoreError(f"timed out waiting for the keys {keys} in the launcher's store")
             time.sleep(_LOOK)
 
     def multi_get(self, keys):
@@ -193,6 +196,8 @@ class _Pickler(pickle.Pickler):
         self.tensors = []
 
     def persistent_id(self, value):
+        if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, torch.nn.Parameter)):
+            raise TypeError(f"a {type(value).__name__} inside another value has no state: make it an attribute of the State")
         if not isinstance(value, torch.Tensor):
             return None
         self.tensors.append(value.detach())
@@ -226,6 +231,8 @@ class State:
     def __init__(self, *, folder=None, save_every=None, keep=2, resume=False, timeout=timedelta(minutes=30), **parts):
         if (save_every or resume) and folder is None:
             raise ValueError("save_every and resume need a folder")
+        if keep < 1:
+            raise ValueError(f"keep is {keep}, and must be at least 1")
         self._folder, self._save_every, self._keep, self._resume = folder, save_every, keep, resume
         self._timeout = timeout
         self._member = None
@@ -263,6 +270,9 @@ class State:
                 parts[name].load_state_dict(old[name].state_dict() if hasattr(old[name], "state_dict") else old[name])
         if in_checkpoints and self._done > 0:
             self._go_back(in_checkpoints)
+        elif in_checkpoints and self._member is not None:
+            # For a loss before the next one.
+            self.save()
 
     def _parts(self, names=None):
         """The state of the attributes of the user that all ranks have, or of those with these names."""
@@ -294,7 +304,7 @@ class State:
             from torch.distributed.checkpoint.state_dict import set_state_dict
 
             shards = self._shards()
-            dcp.load({"shards": shards}, checkpoint_id=path)
+            dcp.load({"_shards": shards}, checkpoint_id=path)
             set_state_dict(*self._split, model_state_dict=shards["model"], optim_state_dict=shards["optimizers"])
 
     def _load(self, parts):
@@ -335,12 +345,14 @@ class State:
         Here ranks join and leave: then the function of ``run`` is called again. A rank that is asked to leave (SIGTERM to its
         launcher) ends with ``SystemExit(0)``. *Blocks* until all ranks call it, and copies the state.
         """
-        for part in vars(self).values():
-            if isinstance(part, Sampler):
-                part.done += batches
-        self._done += 1
+        samplers = [part for part in vars(self).values() if isinstance(part, Sampler)]
+        if len(samplers) > 1:
+            raise ValueError("a State has one Sampler, whose batches it counts; use DistributedSampler for other data")
+        for sampler in samplers:
+            sampler.done += batches
         if self._member is not None:
             self._commit()
+        self._done += 1
         if self._save_every and self._done % self._save_every == 0:
             self.save()
         if self._member is None:
@@ -351,8 +363,12 @@ class State:
             self._is_new = False
             self._member.announce_joined(True)
         before, began = dist.get_world_size(), time.monotonic()
-        # Those that leave take their shards with them.
-        before_change = self.save if self._in_checkpoints else lambda: None
+
+        def before_change(all_leave):
+            # Those that leave take their shards with them.
+            if self._in_checkpoints or all_leave and self._folder:
+                self.save()
+
         what = self._member.between(self._say, before_change)
         if what == "left":
             raise SystemExit(0)
@@ -392,9 +408,9 @@ class State:
                 parts |= self._parts([name]) if _rank_and_world()[0] == 0 else {}
         # All but models as `torch.save` writes it: a checkpoint makes texts of the numbers that an optimizer has as keys.
         parts = {name: part if isinstance(getattr(self, name), torch.nn.Module) else _to_bytes(part) for name, part in parts.items()}
-        parts["done"] = self._done
+        parts["_done"] = self._done
         if self._split:
-            parts["shards"] = self._shards()
+            parts["_shards"] = self._shards()
         dcp.save(parts, checkpoint_id=path)
         if _rank_and_world()[0] == 0:
             for _, old in self._saved()[: -self._keep]:
@@ -403,7 +419,7 @@ class State:
     def _saved(self):
         """The complete checkpoints, as (step, path)."""
         found = []
-        for name in os.listdir(self._folder) if os.path.isdir(self._folder) else []:
+        for name in os.listdir(self._folder) if self._folder and os.path.isdir(self._folder) else []:
             path = os.path.join(self._folder, name)
             # It is written last.
             if name.startswith("step-") and os.path.exists(os.path.join(path, ".metadata")):
@@ -411,22 +427,26 @@ class State:
         return sorted(found)
 
     def _restore(self, is_needed=False):
-        """Reads all but sharded tensors from the last checkpoint, if there is one; returns its path, and all that it has."""
-        saved = self._saved() if self._resume or is_needed else []
+        """Reads all but sharded tensors from the last checkpoint, if there is one; returns its path, and what it has read."""
+        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+        from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+        saved = self._saved()
         if not saved:
             return None, {}
-        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-        file = io.BytesIO()
-        dcp_to_torch_save(saved[-1][1], file)
-        file.seek(0)
-        parts = torch.load(file, weights_only=False)
-        parts.pop("shards", None)
-        self._done = parts.pop("done")
+        path, parts = saved[-1][1], {}
+        if not self._resume and not is_needed:
+            raise ValueError(f"{self._folder} has checkpoints of another training: give State resume=True, or another folder")
+        reader = FileSystemReader(path)
+        keys = {place[0] for place in reader.read_metadata().planner_data.values()} - {"_shards"}
+        _load_state_dict(parts, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(keys=keys), no_dist=True)
         parts = {name: torch.load(io.BytesIO(part), weights_only=False) if isinstance(part, bytes) else part for name, part in parts.items()}
+        self._done = parts.pop("_done")
         self._load({name: part for name, part in parts.items() if name not in self._in_checkpoints})
-        self._say(f"continues from {saved[-1][1]}")
-        return saved[-1][1], parts
+        if _rank_and_world()[0] == 0:
+            self._say(f"continues from {path}")
+        return path, parts
 
     # The job.
 
@@ -443,13 +463,16 @@ class State:
     def _compare(self):
         """Refuses to join others that train something else."""
         agreed = self._member.get(_AGREED)
-        own, theirs = self._facts(), agreed.decode().split("\n") if agreed else self._facts()
+        own = sorted(self._facts())
+        theirs = sorted(agreed.decode().split("\n")) if agreed else own
         if own != theirs:
             differs = [[line for line in a if line not in b] or ["nothing"] for a, b in ((theirs, own), (own, theirs))]
-            raise ValueError(f"this process cannot join the job: the others have {differs[0][0]}, and this process has {differs[1][0]}")
+            raise JobError(f"this process cannot join the job: the others have {differs[0][0]}, and this process has {differs[1][0]}", 2, False)
 
     def _join(self):
         """Meets the other ranks; whether this process takes part."""
+        if dist.is_initialized():
+            raise RuntimeError("elastic.run makes the process group: do not call init_process_group before it, nor run a second time")
         number = os.environ.get("PHALANX_JOIN")
         bind = os.environ.get("PHALANX_BIND") or None
         first = int(os.environ["PHALANX_ELASTIC"])
@@ -461,8 +484,10 @@ class State:
         if self._member.rank() > 0:
             self._done = -1
         else:
+            # As the program has made it, which is what a process that joins has too.
+            facts = "\n".join(self._facts())
             self._restore()
-            self._member.set(_AGREED, "\n".join(self._facts()).encode())
+            self._member.set(_AGREED, facts.encode())
         return True
 
     def _enter(self):
@@ -494,11 +519,15 @@ class State:
 
     def _take(self):
         """Takes the state over from the furthest rank."""
+        # A backward that was cut short has left gradients.
+        for part in vars(self).values():
+            if isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
+                part.zero_grad()
         steps = self._member.gather(self._done)
         most = max(steps)
         donor = steps.index(most)
         if most < 0:
-            raise JobError("all ranks with the training's state were lost before this one joined", 1, False)
+            raise JobError("all ranks that had the state were lost", 1, False)
         if self._done == most and self._kept:
             self._roll_back()
         if min(steps) < most:
@@ -543,13 +572,19 @@ class State:
             return self._run_elastic(train)
         except JobError as error:
             message, code, _ = error.args
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+            if path and os.environ.get("PHALANX_ERRORS") == str(os.getpid()):
+                # The launcher prints it.
+                with open(path, "w") as file:
+                    json.dump({"phalanx_exit_code": code, "message": message}, file)
+            else:
+                print(f"error: {message}", file=sys.stderr, flush=True)
             raise SystemExit(code) from None
         finally:
             gc.unfreeze()
 
     def _run_elastic(self, train):
-        member, failed, last = self._member, False, None
+        member, failed, is_complete, last, tries = self._member, False, False, None, 0
         while True:
             began, before = time.monotonic(), member.world()
             try:
@@ -558,26 +593,30 @@ class State:
                     member.shrink()
                     self._change = [before, began, time.monotonic()]
                 self._enter()
-                result = train()
+                result, is_complete = train(), True
                 # No rank ends before all have the result.
-                dist.barrier()
+                member.gather(self._done)
                 member.end()
                 return result
             except _Changed:
                 pass
             except Exception as error:
-                lost = error.args[2] if isinstance(error, JobError) else self._is_loss(error)
-                if not lost or isinstance(error, JobError) and not member.has_lost():
-                    raise
-                # Ranks that are all there, and fail again before the next step, do not fail for a loss.
+                is_job = isinstance(error, JobError)
+                if is_job and is_complete and member.is_over():
+                    return result
+                # Ranks that are all there, and fail again and again before the next step, do not fail for a loss.
                 here = member.world(), self._done
-                if here == last:
+                tries = tries + 1 if here == last else 0
+                if tries > 1 or not (member.has_lost() if is_job else self._is_loss(error)):
                     raise
                 failed, last = True, here
                 for backend in _ALIVE:
                     backend._group.abort("a rank was lost")
             # The hooks of an old DistributedDataParallel would run in the next backward.
             gc.collect()
+            for one in gc.get_objects():
+                if issubclass(type(one), torch.nn.parallel.DistributedDataParallel):
+                    one.reducer._remove_autograd_hooks()
 
 
 def run(state):

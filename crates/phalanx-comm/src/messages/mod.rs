@@ -18,7 +18,7 @@ mod pending;
 
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -101,24 +101,25 @@ pub(crate) struct Messages {
     worker: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// A request that was started in the background.
+/// A request that was started in the background. It does not keep the connections.
 pub(crate) struct InFlight {
-    shared: Arc<Mailbox>,
+    shared: Weak<Mailbox>,
     ticket: Arc<Ticket>,
 }
 
 impl InFlight {
     /// Moves messages in this thread until the request is over, so that the message thread need not be waited for.
     pub(crate) fn help(&self) {
-        if self.ticket.is_over() {
+        let shared = self.shared.upgrade().filter(|_| !self.ticket.is_over());
+        let Some(shared) = shared else {
             return;
-        }
+        };
         let _waiting = self.ticket.waiters.wait();
-        self.shared.enter();
+        shared.enter();
         // The result goes to the request's `then`.
-        let _ = self.shared.wait(&self.ticket);
+        let _ = shared.wait(&self.ticket);
         // The message thread, which there is, goes on with the others.
-        self.shared.exit();
+        shared.exit();
     }
 }
 
@@ -277,7 +278,7 @@ impl Messages {
         let is_first = self.shared.issued.load(Ordering::Relaxed) == 0;
         match self.shared.submit(request, Some(call), waiters, is_first) {
             Ok(ticket) => Some(InFlight {
-                shared: Arc::clone(&self.shared),
+                shared: Arc::downgrade(&self.shared),
                 ticket,
             }),
             Err(error) => {
