@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use phalanx_base::error::ErrorKind;
 use phalanx_comm::{GroupOptions, InitOptions, ProcessGroup, ReduceOp};
-use phalanx_member::{Elastic, Event, Newcomer, RankContext, RequestedChange, Requests};
+use phalanx_member::{Elastic, Event, Newcomer, RankContext, RequestedChange, Requests, State};
 use phalanx_store::Store as _;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -92,11 +92,6 @@ impl Member {
         self.ctx.world()
     }
 
-    /// Of this process among all that the job has started; it never changes.
-    fn number(&self) -> usize {
-        self.ctx.number()
-    }
-
     fn generation(&self) -> u32 {
         self.ctx.group().generation()
     }
@@ -107,11 +102,8 @@ impl Member {
 
     /// Whether a rank was lost since the group has formed.
     fn has_lost(&self, py: Python<'_>) -> bool {
-        py.detach(|| {
-            let failure = self.ctx.group().check().err();
-            failure
-                .is_some_and(|error| phalanx_base::Error::from(error).kind() == ErrorKind::PeerLost)
-        })
+        let failure = py.detach(|| self.ctx.group().check().err());
+        failure.is_some_and(|e| phalanx_base::Error::from(e).kind() == ErrorKind::PeerLost)
     }
 
     /// Joins the others; false when the job has ended before.
@@ -143,19 +135,16 @@ impl Member {
 
     /// The job continues when ranks are lost, from now on.
     fn announce(&self, py: Python<'_>) -> PyResult<()> {
-        let elastic = |can_grow| {
-            self.ctx
-                .append(|state| (!state.is_elastic()).then_some(Event::Elastic { can_grow }))
-        };
-        py.detach(|| elastic(true)).map_err(failed)
+        let elastic = Event::Elastic { can_grow: true };
+        let event = |state: &State| (!state.is_elastic()).then(|| elastic.clone());
+        py.detach(|| self.ctx.append(event)).map_err(failed)
     }
 
     /// This process has the state of the others; `took_part`: it has also taken a step.
     fn announce_joined(&self, py: Python<'_>, took_part: bool) -> PyResult<()> {
         let number = self.ctx.number();
-        let event = || Some(Event::Joined { number, took_part });
-        let announce = || self.ctx.append(|_| event());
-        py.detach(announce).map_err(failed)
+        let event = |_: &State| Some(Event::Joined { number, took_part });
+        py.detach(|| self.ctx.append(event)).map_err(failed)
     }
 
     /// Between two steps, on all ranks: whether they continue as they are ("same"), in another group ("changed"), or this rank
@@ -175,13 +164,11 @@ impl Member {
             group.all_reduce(&mut wanted, ReduceOp::Max)?;
             Ok(wanted[0] > 0)
         };
-        let mut waits = false;
-        if !py
-            .detach(wanted)
-            .map_err(|error: phalanx_comm::Error| failed(error.into()))?
-        {
+        let wanted: phalanx_base::Result<bool> = py.detach(wanted);
+        if !wanted.map_err(failed)? {
             return Ok("same");
         }
+        let mut waits = false;
         loop {
             py.check_signals()?;
             let asked = py.detach(|| self.agree(waits)).map_err(failed)?;

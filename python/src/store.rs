@@ -256,15 +256,12 @@ impl TorchStore {
     /// not exist.
     fn look_up(&self, key: &str) -> Result<Vec<u8>> {
         const NONE: &[u8] = b"-";
-        let mut now: Vec<u8> = self.ask(|store| {
+        let now: Vec<u8> = self.ask(|store| {
             let none = PyBytes::new(store.py(), NONE);
             let asked = store.call_method1("compare_set", (self.key(key), &none, &none));
             asked?.extract()
         })?;
-        if now == NONE {
-            now.clear();
-        }
-        Ok(now)
+        Ok(if now == NONE { Vec::new() } else { now })
     }
 
     /// Waits for keys; returns the missing ones.

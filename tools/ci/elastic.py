@@ -98,7 +98,7 @@ def words(args, folder, run, epochs):
     """The program, without what starts its ranks."""
     if args.python:
         program = os.path.join(os.path.dirname(os.path.realpath(__file__)), "../../python/tests/elastic_job.py")
-        return [args.python, program, f"{folder}/{run}", str(args.samples), str(args.batch), str(epochs), args.workers, args.pause]
+        return [args.python, program, f"{folder}/{run}", str(args.samples), str(args.batch), str(epochs), "0", args.pause]
     return [args.phalanx, "train", args.recipe, "--data", args.data or f"synthetic:{args.samples}",
             "--epochs", str(epochs), "--global-batch-size", str(args.batch), "--deterministic", "shards", "--shards", "8",
             "--threads", "1", "--log-interval", "1", "--output-dir", f"{folder}/{run}"]
@@ -318,7 +318,6 @@ def main():
     parser.add_argument("--faults", default="kill", help="kill, stop: of a rank; node, freeze, launcher, term, blink, cut, deaf, mute, join: of a host")
     parser.add_argument("--recipe", default="mnist")
     parser.add_argument("--python", help="an interpreter that has PyTorch and the package phalanx")
-    parser.add_argument("--workers", default="0", help="of the PyTorch program's DataLoader")
     parser.add_argument("--pause", default="0.01", help="of the PyTorch program in each step, in seconds")
     parser.add_argument("--samples", type=int, default=4800)
     parser.add_argument("--batch", type=int, default=96)

@@ -1050,14 +1050,6 @@ class _Group(dist.ProcessGroup):
         self.recv_anysource = backend.recv_anysource
         self._is_direct = True
 
-    def register_pre_hook(self, hook_id, hook):
-        self._is_direct = False
-        super().register_pre_hook(hook_id, hook)
-
-    def register_post_hook(self, hook_id, hook):
-        self._is_direct = False
-        super().register_post_hook(hook_id, hook)
-
     def _start_coalescing(self, device):
         self._backend.start_coalescing()
 
@@ -1114,12 +1106,14 @@ def _attached(attach):
             group._is_direct = False
         return attach(group, *args, **named)
 
-    return staticmethod(call)
+    return call
 
 
+_Group.register_pre_hook = _attached(dist.ProcessGroup.register_pre_hook)
+_Group.register_post_hook = _attached(dist.ProcessGroup.register_post_hook)
 # C++ registers these past the methods of `_Group`.
 for _hook in (getattr(c10d, name) for name in ("NanCheckHook", "FlightRecorderHook") if hasattr(c10d, name)):
-    _hook.attach = _attached(_hook.attach)
+    _hook.attach = staticmethod(_attached(_hook.attach))
 
 _coalescing_manager = dist.distributed_c10d._coalescing_manager
 

@@ -240,9 +240,7 @@ class State:
         self._hook = None
         # Steps that this rank has completed; below 0 it has no state.
         self._done = 0
-        self._kept = None
-        self._generators = None
-        self._change = None
+        self._kept = self._generators = self._change = None
         # The names of parts whose state no rank has whole, and the model and optimizers whose tensors are sharded.
         self._in_checkpoints = set()
         self._split = None
@@ -270,9 +268,6 @@ class State:
                 parts[name].load_state_dict(old[name].state_dict() if hasattr(old[name], "state_dict") else old[name])
         if in_checkpoints and self._done > 0:
             self._go_back(in_checkpoints)
-        elif in_checkpoints and self._member is not None:
-            # For a loss before the next one.
-            self.save()
 
     def _parts(self, names=None):
         """The state of the attributes of the user that all ranks have, or of those with these names."""
@@ -353,7 +348,8 @@ class State:
         if self._member is not None:
             self._commit()
         self._done += 1
-        if self._save_every and self._done % self._save_every == 0:
+        # Not before the first step: PyTorch would count one more for the optimizer.
+        if self._done == 1 and self._in_checkpoints or self._save_every and self._done % self._save_every == 0:
             self.save()
         if self._member is None:
             return
@@ -363,12 +359,8 @@ class State:
             self._is_new = False
             self._member.announce_joined(True)
         before, began = dist.get_world_size(), time.monotonic()
-
-        def before_change(all_leave):
-            # Those that leave take their shards with them.
-            if self._in_checkpoints or all_leave and self._folder:
-                self.save()
-
+        # Those that leave take their shards with them.
+        before_change = lambda all_leave: (self._in_checkpoints or all_leave and self._folder) and self.save()
         what = self._member.between(self._say, before_change)
         if what == "left":
             raise SystemExit(0)

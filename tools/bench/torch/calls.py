@@ -16,10 +16,10 @@ import tempfile
 import time
 
 
-def calls(dist, torch, phalanx, group, rank, world, full):
+def calls(dist, torch, phalanx, group, rank, world):
     """Names, calls, and how many operations a call is."""
     # Several operations of a call need memory of their own.
-    sizes = [("4 B", 1, 100), ("1 KiB", 256, 100), ("64 KiB", 16384, 20), ("1 MiB", 1 << 18, 4)] + [("25 MiB", 25 << 18, 1)] * full
+    sizes = [("4 B", 1, 100), ("1 KiB", 256, 100), ("64 KiB", 16384, 20), ("1 MiB", 1 << 18, 4), ("25 MiB", 25 << 18, 1)]
     other = (rank + 1) % world
     for name, count, flying in sizes:
         data, wide = torch.ones(count), torch.ones(count * world)
@@ -50,7 +50,7 @@ def calls(dist, torch, phalanx, group, rank, world, full):
     yield "broadcast_object_list", lambda: dist.broadcast_object_list([rank], 0, group=group), 1
 
 
-def rank_main(rank, world, file, blocks, full):
+def rank_main(rank, world, file, blocks):
     import torch
     import torch.distributed as dist
 
@@ -60,7 +60,7 @@ def rank_main(rank, world, file, blocks, full):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     groups = {name: dist.new_group(range(world), backend=name) for name in ("phalanx", "gloo")}
     out = {}
-    for (name, ours, operations), (_, theirs, _) in zip(*(calls(dist, torch, phalanx, group, rank, world, full) for group in groups.values())):
+    for (name, ours, operations), (_, theirs, _) in zip(*(calls(dist, torch, phalanx, group, rank, world) for group in groups.values())):
         took = {"phalanx": [], "gloo": []}
         # As many calls as take some milliseconds, the same on all ranks.
         begun = time.perf_counter()
@@ -85,7 +85,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--blocks", type=int, default=40)
-    parser.add_argument("--small", action="store_true", help="up to 1 MiB")
     parser.add_argument("--out")
     args = parser.parse_args()
     with open("/proc/cpuinfo") as info:
@@ -94,7 +93,7 @@ def main():
     for world in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, os.path.abspath(__file__), "--rank"]
-            more = [str(world), f"{folder}/store", str(args.blocks), str(int(not args.small))]
+            more = [str(world), f"{folder}/store", str(args.blocks)]
             started = [subprocess.Popen([*command, str(rank), *more], stdout=subprocess.PIPE, text=True) for rank in range(world)]
             said = [process.communicate(timeout=1800)[0] for process in started]
         if any(process.returncode for process in started):
@@ -113,7 +112,7 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank, world, file, blocks, full = sys.argv[2:]
-        rank_main(int(rank), int(world), file, int(blocks), int(full))
+        rank, world, file, blocks = sys.argv[2:]
+        rank_main(int(rank), int(world), file, int(blocks))
     else:
         main()
