@@ -98,7 +98,7 @@ def words(args, folder, run, epochs):
     """The program, without what starts its ranks."""
     if args.python:
         program = os.path.join(os.path.dirname(os.path.realpath(__file__)), "../../python/tests/elastic_job.py")
-        return [args.python, program, f"{folder}/{run}", str(args.samples), str(args.batch), str(epochs), "0", args.pause]
+        return [args.python, program, f"{folder}/{run}", str(args.samples), str(args.batch), str(epochs), "0", args.pause if run == "run" else "0"]
     return [args.phalanx, "train", args.recipe, "--data", args.data or f"synthetic:{args.samples}",
             "--epochs", str(epochs), "--global-batch-size", str(args.batch), "--deterministic", "shards", "--shards", "8",
             "--threads", "1", "--log-interval", "1", "--output-dir", f"{folder}/{run}"]
