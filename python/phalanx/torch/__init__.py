@@ -63,6 +63,7 @@ def lost_ranks(error):
                 return lost
     return None
 
+
 # The types whose elements Phalanx reduces. All others are moved as bytes.
 _NATIVE = {
     torch.float32: "f32",
