@@ -20,7 +20,7 @@ use pyo3::types::PyAny;
 
 use crate::pending::Pending;
 use crate::store::TorchStore;
-use crate::{lost, raise, raised};
+use crate::{lost, process_of, raise, raised};
 
 /// Where the ranks agree on the secret of the group.
 const TOKEN_KEY: &str = "token";
@@ -271,7 +271,7 @@ fn run(py: Python<'_>, operation: impl FnOnce() -> Result<()> + Send) -> Begun {
 #[pymethods]
 impl Group {
     /// Forms the group of `world` ranks that meet in `store`, a `torch.distributed.Store`. All wait for each other, for at
-    /// most the first of `times`, in seconds, or until `find_dead` names one that has died; the second is the deadline of
+    /// most the first of `times`, in seconds, or until the process of one of the `handles`, by rank, has died; the second is the deadline of
     /// each operation. The rank computes with `threads` threads.
     #[new]
     fn new(
@@ -281,7 +281,7 @@ impl Group {
         world: usize,
         times: (f64, f64),
         threads: usize,
-        find_dead: Py<PyAny>,
+        handles: Vec<String>,
     ) -> PyResult<Group> {
         if rank >= world {
             let message = format!("rank {rank} does not exist in a group of {world}");
@@ -291,7 +291,7 @@ impl Group {
         if forming < 0.0 || timeout < 0.0 {
             return Err(PyValueError::new_err("the timeout must not be negative"));
         }
-        let store = TorchStore::new(store, rank, find_dead);
+        let store = TorchStore::new(store, rank, handles.iter().map(|h| process_of(h)).collect());
         let form = || -> Result<ProcessGroup> {
             let (forming, timeout) = (span(forming), span(timeout));
             let own = store.of_group((rank, world), forming)?;

@@ -5,6 +5,8 @@ mod member;
 mod pending;
 mod store;
 
+use phalanx_base::process::ProcessName;
+use phalanx_wire::Token;
 use pyo3::PyErrArguments;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
@@ -63,6 +65,21 @@ fn raise_as(module: &str, class: &str, args: impl PyErrArguments + 'static) -> P
     })
 }
 
+/// Names this process to those that form a group with it: a word that no other process has, and the process, so that others
+/// see whether it has died.
+#[pyfunction]
+fn new_handle() -> PyResult<String> {
+    let word = Token::generate().map_err(|error| raise(error.to_string()))?;
+    let process = serde_json::to_string(&ProcessName::own());
+    let process = process.map_err(|error| raise(error.to_string()))?;
+    Ok(format!("{} {process}", word.to_hex()))
+}
+
+/// The process of such a handle.
+fn process_of(handle: &str) -> Option<ProcessName> {
+    serde_json::from_str(handle.split_once(' ')?.1).ok()
+}
+
 /// The compiled part of the package `phalanx`.
 #[pymodule]
 mod _phalanx {
@@ -70,6 +87,8 @@ mod _phalanx {
     use super::group::Group;
     #[pymodule_export]
     use super::member::{JobError, Member};
+    #[pymodule_export]
+    use super::new_handle;
     #[pymodule_export]
     use super::pending::Pending;
 }

@@ -4,6 +4,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use phalanx_base::process::ProcessName;
 use phalanx_comm as comm;
 use phalanx_store::{Error, ErrorKind, Result, Store};
 use phalanx_wire::Token;
@@ -45,8 +46,8 @@ struct State {
 }
 
 struct Forming {
-    /// Called without arguments it gives the rank that has died, and its process, or nothing.
-    find_dead: Arc<Py<PyAny>>,
+    /// By rank, as far as they are known.
+    processes: Arc<[Option<ProcessName>]>,
     rank: usize,
     looked: Instant,
     /// Why it does not form.
@@ -67,15 +68,19 @@ fn answer_key(word: &str) -> String {
 
 impl TorchStore {
     /// `store` with a connection of its own, where it has one.
-    /// Until [`formed`](Self::formed) a wait of `rank` ends when the program is interrupted, or `find_dead` names a rank.
-    pub(crate) fn new(store: &Bound<'_, PyAny>, rank: usize, find_dead: Py<PyAny>) -> TorchStore {
+    /// Until [`formed`](Self::formed) a wait of `rank` ends when the program is interrupted, or one of `processes` has died.
+    pub(crate) fn new(
+        store: &Bound<'_, PyAny>,
+        rank: usize,
+        processes: Arc<[Option<ProcessName>]>,
+    ) -> TorchStore {
         let own = store.call_method0("clone");
         let store = own.unwrap_or_else(|_| store.clone());
         let state = State {
             store: Some(Arc::new(store.unbind())),
             asking: 0,
             forming: Some(Forming {
-                find_dead: Arc::new(find_dead),
+                processes,
                 rank,
                 looked: Instant::now(),
                 stopped: None,
@@ -94,30 +99,33 @@ impl TorchStore {
 
     /// An error if nobody should wait for the group any more.
     fn watch(&self) -> Result<()> {
-        let (find_dead, rank) = match &mut self.lock().forming {
+        let (processes, rank) = match &mut self.lock().forming {
             Some(forming) if forming.looked.elapsed() >= WATCH => {
                 forming.looked = Instant::now();
-                (Arc::clone(&forming.find_dead), forming.rank)
+                (Arc::clone(&forming.processes), forming.rank)
             }
             _ => return Ok(()),
         };
-        let found = Python::attach(|py| {
-            py.check_signals()?;
-            let dead: Option<(usize, u32)> = find_dead.call0(py)?.extract(py)?;
-            drop(find_dead);
-            dead.map_or(Ok(()), |(dead, process)| {
-                let how = format!("rank {dead} (process {process}) died");
-                let error = comm::Error::peer_lost(dead, how).with_rank(rank);
-                Err(raised(&error.with_operation("forming the group")))
+        Python::attach(|py| py.check_signals())
+            .and_then(|()| {
+                let has_died = |(dead, process): (usize, &Option<ProcessName>)| {
+                    let process = process.as_ref()?;
+                    (process.is_running() == Some(false)).then_some((dead, process.pid))
+                };
+                let dead = processes.iter().enumerate().find_map(has_died);
+                dead.map_or(Ok(()), |(dead, process)| {
+                    let how = format!("rank {dead} (process {process}) died");
+                    let error = comm::Error::peer_lost(dead, how).with_rank(rank);
+                    Err(raised(&error.with_operation("forming the group")))
+                })
             })
-        });
-        found.map_err(|error| {
-            let why = Error::new(ErrorKind::PeerLost, error.to_string());
-            if let Some(forming) = &mut self.lock().forming {
-                forming.stopped.get_or_insert(error);
-            }
-            why
-        })
+            .map_err(|error| {
+                let why = Error::new(ErrorKind::PeerLost, error.to_string());
+                if let Some(forming) = &mut self.lock().forming {
+                    forming.stopped.get_or_insert(error);
+                }
+                why
+            })
     }
 
     /// Why rank 0 did not answer: PyTorch's store lets it wait until all have connected.

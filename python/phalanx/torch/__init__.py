@@ -14,7 +14,6 @@ import re
 import sys
 import threading
 import time
-import uuid
 from datetime import timedelta
 
 import torch
@@ -22,7 +21,7 @@ import torch.distributed as dist
 import torch._C._distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from phalanx._phalanx import Group
+from phalanx._phalanx import Group, new_handle
 
 __all__ = ["PhalanxBackend", "RankLostError", "empty", "lost_ranks", "register", "replace_gloo"]
 
@@ -486,43 +485,6 @@ class _Waiters:
                 thread.join()
 
 
-def _state_of(process):
-    """Its state, and when it began."""
-    with open(f"/proc/{process}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return fields[0], fields[19]
-
-
-def _place():
-    """Of processes that have numbers in common."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()}-{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _new_handle():
-    """A word that no other process has, and where to look whether this one has died."""
-    return f"{uuid.uuid4().hex}/{_place()}/{os.getpid()}/{_state_of('self')[1]}"
-
-
-def _find_dead(handles):
-    """The first rank whose process has died here, and that process."""
-    here = _place()
-    for rank, handle in enumerate(handles):
-        _, place, process, begun = handle.split("/") if handle.count("/") == 3 else [None] * 4
-        if place == here:
-            try:
-                os.kill(int(process), 0)
-                state, began = _state_of(process)
-            except ProcessLookupError:
-                return rank, int(process)
-            except OSError:
-                # It may not be looked at.
-                continue
-            if state in "ZX" or began != begun:
-                return rank, int(process)
-    return None
-
-
 class _NoGroup:
     """In the place of the compiled part of a group that ``_reconfigure`` has not formed."""
 
@@ -556,7 +518,7 @@ class PhalanxBackend(c10d.Backend):
         self._shares = False
         # Of a group that is formed by `reconfigure`, as often as its ranks change.
         self._store = None if is_formed or group else store
-        self._handle = None if is_formed or group else _new_handle()
+        self._handle = None if is_formed or group else new_handle()
         self._uuids = set()
         if group is not None:
             self._group, self._shares = group, group.shares()
@@ -573,7 +535,7 @@ class PhalanxBackend(c10d.Backend):
 
     def _form(self, store, rank, size, timeout, handles=()):
         seconds = timeout.total_seconds(), self._forming.total_seconds()
-        self._group = Group(store, rank, size, seconds, torch.get_num_threads(), lambda: _find_dead(handles))
+        self._group = Group(store, rank, size, seconds, torch.get_num_threads(), handles)
         self._me, self._world = rank, size
         self._shares = self._group.shares()
 
