@@ -24,8 +24,8 @@ use crate::objects::export_copy;
 use crate::page::{self, shown, time, took};
 use crate::prune::{self, Keep};
 use crate::resources::size;
-use crate::spec::{Action, Resources, Workflow, parse_size};
-use crate::store::{Item, Items, Node, Run, State, Store};
+use crate::spec::{Action, Resources, Task, Workflow, parse_size};
+use crate::store::{Item, Items, Node, Run, State, Store, objects_in};
 
 /// Arguments of `phalanx flow`.
 #[derive(clap::Args, Debug)]
@@ -267,7 +267,7 @@ fn workflow_of(file: Option<&Path>, flow: Option<&Flow>) -> Result<Workflow> {
 
 /// A run of functions is continued by their program.
 fn check_program(id: &str, run: &Run, flow: Option<&Flow>) -> Result<()> {
-    let functions = |task: &crate::spec::Task| task.action == Action::Function;
+    let functions = |task: &Task| task.action == Action::Function;
     let is_of_functions = run.workflow.tasks.iter().any(functions);
     match flow {
         None if is_of_functions => Err(Error::usage(format!(
@@ -341,7 +341,7 @@ fn print_json(value: &Json) -> Result<()> {
 
 /// The tasks of a run, in the order in which they can run; without an engine, none runs.
 fn nodes_of(store: &Store, id: &str, run: &Run) -> Result<Vec<(String, Node)>> {
-    let node = |task: &crate::spec::Task| {
+    let node = |task: &Task| {
         let mut node = store.node(id, &task.name)?;
         if node.state == State::Running && run.state != State::Running {
             node.state = State::Interrupted;
@@ -364,27 +364,25 @@ fn show(store: &Store, run: &str, json: bool, html: Option<&Path>) -> Result<()>
         return say::print(&format!("{}\n", file.display()));
     }
     if json {
-        let tasks: Vec<Json> = nodes
-            .iter()
-            .map(|(name, node)| {
-                let needs = run.workflow.task(name).map(|task| task.dependencies());
-                json!({
-                    "task": name,
-                    "state": node.state,
-                    "needs": needs,
-                    "cached": node.cached,
-                    "inputs": json_of(store, &node.inputs),
-                    "outputs": json_of(store, &node.outputs),
-                    "attempts": node.attempts.iter().map(|attempt| json!({
-                        "started": time(attempt.started),
-                        "ended": attempt.ended.map(time),
-                        "end": attempt.end,
-                        "limits": attempt.limits,
-                        "gpus": attempt.gpus,
-                    })).collect::<Vec<_>>(),
-                })
+        let task = |(task, (name, node)): (&Task, &(String, Node))| {
+            json!({
+                "task": name,
+                "state": node.state,
+                "needs": task.dependencies(),
+                "cached": node.cached,
+                "inputs": json_of(store, &node.inputs),
+                "outputs": json_of(store, &node.outputs),
+                "attempts": node.attempts.iter().map(|attempt| json!({
+                    "started": time(attempt.started),
+                    "ended": attempt.ended.map(time),
+                    "end": attempt.end,
+                    "limits": attempt.limits,
+                    "gpus": attempt.gpus,
+                })).collect::<Vec<_>>(),
             })
-            .collect();
+        };
+        let tasks = run.workflow.tasks.iter().zip(&nodes);
+        let tasks: Vec<Json> = tasks.map(task).collect();
         return print_json(&json!({
             "run": id,
             "workflow": run.workflow.name,
@@ -410,13 +408,8 @@ fn show(store: &Store, run: &str, json: bool, html: Option<&Path>) -> Result<()>
         lines.collect::<String>()
     };
     text.push_str(&items("input ", &run.inputs));
-    for (name, node) in &nodes {
-        let needs = run
-            .workflow
-            .task(name)
-            .map(|task| task.dependencies())
-            .unwrap_or_default();
-        let needs: Vec<&str> = needs.into_iter().collect();
+    for (task, (name, node)) in run.workflow.tasks.iter().zip(&nodes) {
+        let needs: Vec<&str> = task.dependencies().into_iter().collect();
         let cached = node
             .cached
             .as_ref()
@@ -588,10 +581,7 @@ fn cache(store: &Store, command: &CacheCommand) -> Result<()> {
                 "TASK", "VERSION", "RUN", "TIME", "SIZE"
             );
             for (_, entry) in store.cache()? {
-                let sizes = entry.outputs.values().map(|item| match item {
-                    Item::Object(object) => object.bytes,
-                    Item::Value(_) => 0,
-                });
+                let sizes = objects_in(&entry.outputs).map(|(_, object)| object.bytes);
                 let bytes = size(sizes.sum());
                 text.push_str(&format!(
                     "{:<20} {:<10} {:<24} {:<21} {bytes:>10}\n",
@@ -622,10 +612,8 @@ fn cache(store: &Store, command: &CacheCommand) -> Result<()> {
             let entries = store.cache()?;
             let mut damaged = 0;
             for (_, entry) in &entries {
-                for (name, item) in &entry.outputs {
-                    if let Item::Object(object) = item
-                        && let Err(why) = store.objects.check(object)
-                    {
+                for (name, object) in objects_in(&entry.outputs) {
+                    if let Err(why) = store.objects.check(object) {
                         damaged += 1;
                         say::note(format!("{}.{name} of {}: {why}", entry.task, entry.run));
                     }

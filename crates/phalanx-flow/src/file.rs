@@ -142,6 +142,11 @@ fn offset_of(table: &DeTable<'_>, path: &[String]) -> Option<usize> {
     Some(deeper.unwrap_or(key.span().start))
 }
 
+/// The path of `key` in the table at `path`.
+fn below(path: &[String], key: &str) -> Vec<String> {
+    [path, &[key.to_owned()]].concat()
+}
+
 /// A table whose keys are taken one by one; what is left over is unknown.
 struct Keys {
     path: Vec<String>,
@@ -161,15 +166,9 @@ impl Keys {
         }
     }
 
-    fn at(&self, key: &str) -> Vec<String> {
-        let mut path = self.path.clone();
-        path.push(key.to_owned());
-        path
-    }
-
     fn problem<T>(&self, key: &str, message: impl Into<String>) -> Read<T> {
         Err(Problem {
-            path: self.at(key),
+            path: below(&self.path, key),
             message: message.into(),
         })
     }
@@ -188,15 +187,15 @@ impl Keys {
 
     fn table(&mut self, key: &str) -> Read<Keys> {
         let value = self.map.remove(key).unwrap_or_else(|| Map::new().into());
-        Keys::new(value, self.at(key))
+        Keys::new(value, below(&self.path, key))
     }
 
     /// Every entry through `read`.
     fn entries<T>(self, read: impl Fn(Json, Vec<String>) -> Read<T>) -> Read<BTreeMap<String, T>> {
         let path = self.path;
         let entry = |(key, value): (String, Json)| {
-            let path = [path.as_slice(), std::slice::from_ref(&key)].concat();
-            Ok((key, read(value, path)?))
+            let read = read(value, below(&path, &key))?;
+            Ok((key, read))
         };
         self.map.into_iter().map(entry).collect()
     }
@@ -290,7 +289,7 @@ fn workflow(values: Map<String, Json>, folder: &Path) -> Read<Workflow> {
 fn workflow_inputs(keys: Keys) -> Read<BTreeMap<String, Input>> {
     let mut inputs = BTreeMap::new();
     for (name, value) in keys.map {
-        let path = [keys.path.as_slice(), std::slice::from_ref(&name)].concat();
+        let path = below(&keys.path, &name);
         let table = value.as_object().filter(|table| !table.is_empty());
         match table.is_some_and(|t| !t.contains_key("type") && !t.contains_key("default")) {
             true => {
@@ -366,10 +365,7 @@ fn task(name: &str, value: Json) -> Read<(Task, Keys)> {
     let mut keys = Keys::new(value, vec!["tasks".to_owned(), name.to_owned()])?;
     let when = keys.table("when")?;
     for (variable, changes) in when.map {
-        let changes = Keys::new(
-            changes,
-            [when.path.as_slice(), std::slice::from_ref(&variable)].concat(),
-        )?;
+        let changes = Keys::new(changes, below(&when.path, &variable))?;
         if std::env::var_os(&variable).is_some_and(|value| !value.is_empty()) {
             keys.map.extend(changes.map);
         }

@@ -12,7 +12,7 @@ use phalanx_base::format;
 use crate::child::{last_lines, outputs_dir};
 use crate::resources::size;
 use crate::spec::{Resources, Task, Workflow};
-use crate::store::{Attempt, Item, Items, Node, Run, State, Store, now};
+use crate::store::{Attempt, Item, Items, Node, Run, State, Store, now, objects_in};
 
 const STYLE: &str = "\
 :root{color-scheme:light dark;--text:#1d2330;--muted:#5b6575;--page:#fff;--box:#f2f4f7;--line:#98a2b3;--link:#1f5fd1;\
@@ -429,10 +429,8 @@ impl Writer<'_> {
         let cached = node.cached.iter();
         let cached = cached.map(|run| format!("cached from {}", escape(run)));
         let attempts: Vec<String> = attempts.chain(cached).collect();
-        let objects = node.outputs.values().filter_map(|item| match item {
-            Item::Object(object) => Some((store.objects.path(object), String::new())),
-            Item::Value(_) => None,
-        });
+        let objects = objects_in(&node.outputs);
+        let objects = objects.map(|(_, object)| (store.objects.path(object), String::new()));
         // Outputs of an attempt that has not ended well are where it wrote them.
         let tried = (1..=node.attempts.len()).flat_map(|attempt| {
             let dir = outputs_dir(&store.attempt_dir(id, name, attempt));

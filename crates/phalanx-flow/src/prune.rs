@@ -13,7 +13,7 @@ use phalanx_base::{format, say};
 
 use crate::child;
 use crate::resources::size;
-use crate::store::{Cached, Item, Items, Run, Store, now};
+use crate::store::{Cached, Items, Run, Store, now, objects_in};
 
 /// What `prune` keeps.
 #[derive(clap::Args, Clone, Debug, Default)]
@@ -137,8 +137,8 @@ fn select(store: &Store, keep: &Keep, now: u64) -> Result<Gone> {
 
 fn candidates(store: &Store) -> Result<Vec<Candidate>> {
     let mut all = Vec::new();
-    // When a task's outputs were used.
-    let mut used: Vec<(u64, String, Items)> = Vec::new();
+    // When tasks' outputs were used.
+    let mut used: Vec<(u64, Vec<(String, Items)>)> = Vec::new();
     for (id, run) in store.runs()? {
         let mut objects = BTreeMap::new();
         for items in [&run.inputs, &run.constants, &run.outputs] {
@@ -167,11 +167,7 @@ fn candidates(store: &Store) -> Result<Vec<Candidate>> {
             }
             nodes.push((task.name.clone(), node.outputs));
         }
-        used.extend(
-            nodes
-                .into_iter()
-                .map(|(task, outputs)| (time, task, outputs)),
-        );
+        used.push((time, nodes));
         all.push(Candidate {
             time,
             part: Part::Run(id, Box::new(run)),
@@ -180,10 +176,9 @@ fn candidates(store: &Store) -> Result<Vec<Candidate>> {
         });
     }
     for (key, entry) in store.cache()? {
-        let uses = used
-            .iter()
-            .filter(|(_, task, outputs)| *task == entry.task && *outputs == entry.outputs);
-        let last = uses.map(|(time, ..)| *time).max().unwrap_or(0);
+        let result = (entry.task.clone(), entry.outputs.clone());
+        let uses = used.iter().filter(|(_, nodes)| nodes.contains(&result));
+        let last = uses.map(|(time, _)| *time).max().unwrap_or(0);
         all.push(Candidate {
             time: entry.time.max(last),
             own: 0,
@@ -195,10 +190,7 @@ fn candidates(store: &Store) -> Result<Vec<Candidate>> {
 }
 
 fn objects_of(items: &Items) -> impl Iterator<Item = (String, u64)> {
-    items.values().filter_map(|item| match item {
-        Item::Object(object) => Some((object.sha256.clone(), object.bytes)),
-        Item::Value(_) => None,
-    })
+    objects_in(items).map(|(_, object)| (object.sha256.clone(), object.bytes))
 }
 
 /// The folders that an attempt without success leaves; its log stays.
@@ -329,7 +321,7 @@ mod tests {
     use crate::objects::Object;
     use crate::spec::Type;
     use crate::store::tests::run;
-    use crate::store::{Attempt, Node, State};
+    use crate::store::{Attempt, Item, Node, State};
 
     const KIB: usize = 1024;
 

@@ -48,6 +48,14 @@ pub(crate) enum Item {
 
 pub(crate) type Items = BTreeMap<String, Item>;
 
+/// The files and folders in `items`, with their names.
+pub(crate) fn objects_in(items: &Items) -> impl Iterator<Item = (&String, &Object)> {
+    items.iter().filter_map(|(name, item)| match item {
+        Item::Object(object) => Some((name, object)),
+        Item::Value(_) => None,
+    })
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum State {

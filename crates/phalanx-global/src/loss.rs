@@ -109,7 +109,7 @@ impl<'s> Global<'s> {
         };
         let made = decision.result(x.layout().mesh(), &shape)?;
         let step = x.step();
-        let local = step.part([x.into_local()], |[x]| run(x, labels.local(), reduction))?;
+        let local = step.part([x.to_local()], |[x]| run(x, labels.local(), reduction))?;
         Ok(Global::new(step, local, Rc::new(made)))
     }
 
@@ -230,7 +230,7 @@ impl<'s> Global<'s> {
         let made = decision.result(x.layout().mesh(), &shape)?;
         let step = x.step();
         let (target, takes) = (target.local().data(), &decision.takes[0]);
-        let local = step.part([x.into_local()], |[x]| run(x, target, reduction, takes))?;
+        let local = step.part([x.to_local()], |[x]| run(x, target, reduction, takes))?;
         Ok(Global::new(step, local, Rc::new(made)))
     }
 

@@ -397,9 +397,7 @@ impl GlobalGrads {
             local: Grads::like(&params.local),
             placement: params.placement.clone(),
             layouts: params.layouts.clone(),
-            places: (params.local.infos().iter())
-                .map(|info| info.offset..info.offset + info.len)
-                .collect(),
+            places: params.local.infos().iter().map(ParamInfo::range).collect(),
             used: vec![false; params.layouts.len()],
             accumulates: false,
             pending: false,

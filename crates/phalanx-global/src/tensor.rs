@@ -44,10 +44,6 @@ impl<'s> Global<'s> {
         &self.local
     }
 
-    pub(crate) fn into_local(self) -> Tensor<'s> {
-        self.local
-    }
-
     pub(crate) fn shared_layout(&self) -> &Rc<Layout> {
         &self.layout
     }

@@ -266,28 +266,15 @@ pub fn backward(
                     } else {
                         &*weights
                     };
+                    let (to, used) = (dv.pointer(to), block.square(used).t());
                     // SAFETY: this head's columns of the values, which no other head touches.
-                    unsafe {
-                        product_at(
-                            dv.pointer(to),
-                            z.width(),
-                            block.square(used).t(),
-                            above.into(),
-                            Begin::Continue,
-                            &[],
-                        )
-                    };
+                    unsafe { product_at(to, z.width(), used, above.into(), Begin::Continue, &[]) };
                 }
                 if dq.is_none() && dk.is_none() {
                     return;
                 }
-                product(
-                    grad,
-                    block.reach,
-                    above,
-                    z.of_keys(block, v).t(),
-                    Mode::Write,
-                );
+                let values = z.of_keys(block, v).t();
+                product(grad, block.reach, above, values, Mode::Write);
                 if drop.is_some() {
                     multiply(grad, factors);
                 }
@@ -295,17 +282,9 @@ pub fn backward(
                 let grad = block.square(grad);
                 let scaled = Mat::rows(scaled, block.rows, z.each, z.each);
                 if let Some(dk) = &dk {
+                    let (to, grad) = (dk.pointer(to), grad.t());
                     // SAFETY: as above, of the keys.
-                    unsafe {
-                        product_at(
-                            dk.pointer(to),
-                            z.width(),
-                            grad.t(),
-                            scaled.into(),
-                            Begin::Continue,
-                            &[],
-                        )
-                    };
+                    unsafe { product_at(to, z.width(), grad, scaled.into(), Begin::Continue, &[]) };
                 }
                 let Some(dq) = &dq else { return };
                 product(query_grad, z.each, grad, z.of_keys(block, k), Mode::Write);

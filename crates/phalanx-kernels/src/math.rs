@@ -5,17 +5,47 @@
 //! descend from, but for the error function's; powers are the system library's. Errors: `exp` 2 units in the last place, `ln` 1e-7 relative, the others 3e-7 absolute.
 
 pub(crate) use super::vector::LANES;
-use crate::rng::cephes::ln as normal_ln;
+use crate::rng::cephes::{ln as normal_ln, polynomial};
 
-/// `coefficients` from the highest power down.
-#[inline(always)]
-fn polynomial<const N: usize>(x: f32, coefficients: [f32; N]) -> f32 {
-    let mut sum = coefficients[0];
-    for c in &coefficients[1..] {
-        sum = sum.mul_add(x, *c);
-    }
-    sum
-}
+/// Coefficients of `exp`.
+const EXP: [f32; 6] = [
+    1.987_569_1e-4,
+    1.398_199_9e-3,
+    8.333_452e-3,
+    4.166_579_6e-2,
+    1.666_666_6e-1,
+    0.5,
+];
+
+/// Coefficients of `tanh` near 0.
+const TANH: [f32; 5] = [
+    -5.704_988_7e-3,
+    2.063_908_8e-2,
+    -5.373_971_6e-2,
+    1.333_144_2e-1,
+    -3.333_328e-1,
+];
+
+/// Coefficients of `erf` near 0.
+const ERF_NEAR: [f32; 6] = [
+    -6.111_285e-4,
+    5.016_227e-3,
+    -2.678_195_6e-2,
+    1.128_223e-1,
+    -3.761_253_4e-1,
+    std::f32::consts::FRAC_2_SQRT_PI,
+];
+
+/// Coefficients of the logarithm of `1 - erf` far from 0.
+const ERF_LOG: [f32; 7] = [
+    1.982_238e-4,
+    -3.065_528e-3,
+    2.231_535_1e-2,
+    -1.041_139_4e-1,
+    -6.369_758e-1,
+    -1.127_797_4,
+    -1.664_136_2e-4,
+];
 
 /// `e^r` and `n` with `e^x = e^r 2^n`, of an `x` that is kept between `least` and `most`.
 #[inline(always)]
@@ -30,17 +60,7 @@ fn exp_parts(x: f32, least: f32, most: f32) -> (f32, i32) {
     // ln 2 in two parts: the first product is exact.
     let r = n.mul_add(-0.693_359_4, c);
     let r = n.mul_add(2.121_944_4e-4, r);
-    let p = polynomial(
-        r,
-        [
-            1.987_569_1e-4,
-            1.398_199_9e-3,
-            8.333_452e-3,
-            4.166_579_6e-2,
-            1.666_666_6e-1,
-            0.5,
-        ],
-    );
+    let p = polynomial(r, EXP);
     let e = p.mul_add(r * r, r) + 1.0;
     let n = (shifted.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
     (e, n)
@@ -98,16 +118,7 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {
     let z = x * x;
-    let small = polynomial(
-        z,
-        [
-            -5.704_988_7e-3,
-            2.063_908_8e-2,
-            -5.373_971_6e-2,
-            1.333_144_2e-1,
-            -3.333_328e-1,
-        ],
-    );
+    let small = polynomial(z, TANH);
     let small = (small * z).mul_add(x, x);
     let large = 1.0 - 2.0 / (exp_normal(2.0 * x.abs()) + 1.0);
     if x.abs() < 0.625 {
@@ -121,32 +132,11 @@ pub(crate) fn tanh(x: f32) -> f32 {
 /// rounded to f32 their errors are 7e-8 and 5e-9.
 #[inline(always)]
 pub(crate) fn erf(x: f32) -> f32 {
-    let near = x * polynomial(
-        x * x,
-        [
-            -6.111_285e-4,
-            5.016_227e-3,
-            -2.678_195_6e-2,
-            1.128_223e-1,
-            -3.761_253_4e-1,
-            std::f32::consts::FRAC_2_SQRT_PI,
-        ],
-    );
+    let near = x * polynomial(x * x, ERF_NEAR);
     let a = x.abs();
     // A comparison with NaN is false: it stays. Beyond 4 the result is 1.
     let c = if a > 4.0 { 4.0 } else { a };
-    let log = polynomial(
-        c,
-        [
-            1.982_238e-4,
-            -3.065_528e-3,
-            2.231_535_1e-2,
-            -1.041_139_4e-1,
-            -6.369_758e-1,
-            -1.127_797_4,
-            -1.664_136_2e-4,
-        ],
-    );
+    let log = polynomial(c, ERF_LOG);
     if a < 0.9 {
         near
     } else {

@@ -162,13 +162,9 @@ pub fn forward<T: Element>(
     let (il, ol) = (s.in_len(), s.out_len());
     let (y, at) = (Disjoint::new(y), Disjoint::new(at));
     threads.run(s.images, |i| {
+        let own = i * ol..(i + 1) * ol;
         // SAFETY: chunk i alone touches image i of both outputs.
-        let (y, at) = unsafe {
-            (
-                y.range(i * ol..(i + 1) * ol),
-                at.range(i * ol..(i + 1) * ol),
-            )
-        };
+        let (y, at) = unsafe { (y.range(own.clone()), at.range(own)) };
         forward_image(s, &x[i * il..(i + 1) * il], y, at);
     });
 }

@@ -5,13 +5,12 @@
 //! are added in memory order. Sums are made in f64 and rounded once.
 
 use crate::par::ThreadPool;
+use crate::squares::sum_in_lanes;
 
 /// Dimensions at most.
 pub const RANK: usize = 6;
 /// Columns whose results stay in registers.
 const COLUMNS: usize = 32;
-/// Sums side by side.
-const LANES: usize = 16;
 
 /// The operation of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,20 +59,7 @@ simd! {
     /// The fold of one run of memory.
     fn run(fold: Fold, x: &[f32]) -> f64 {
         match fold {
-            Fold::Sum => {
-                let mut lanes = [0.0f64; LANES];
-                let rows = x.chunks_exact(LANES);
-                let rest = rows.remainder();
-                for row in rows {
-                    for (l, &v) in lanes.iter_mut().zip(row) {
-                        *l += f64::from(v);
-                    }
-                }
-                for (l, &v) in lanes.iter_mut().zip(rest) {
-                    *l += f64::from(v);
-                }
-                lanes.iter().sum()
-            }
+            Fold::Sum => sum_in_lanes(x, |v| v),
             Fold::Max => f64::from(x.iter().fold(f32::NEG_INFINITY, |m, &v| larger(m, v))),
         }
     }

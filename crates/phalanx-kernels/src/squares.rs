@@ -1,28 +1,32 @@
 //! Sums of squares.
 
 use crate::par::ThreadPool;
+use crate::vector::LANES;
 
-/// Sums side by side.
-const LANES: usize = 16;
 /// Pieces of a gradient at most.
 const PIECES: usize = 64;
 /// Elements of a piece at least.
 const PIECE: usize = 1 << 16;
 
+/// The sum of `term` of each element: sixteen sums side by side, folded in order.
+#[inline(always)]
+pub(crate) fn sum_in_lanes(x: &[f32], term: impl Fn(f64) -> f64) -> f64 {
+    let mut lanes = [0.0f64; LANES];
+    let (rows, rest) = x.as_chunks::<LANES>();
+    for row in rows {
+        for (l, &v) in lanes.iter_mut().zip(row) {
+            *l += term(f64::from(v));
+        }
+    }
+    for (l, &v) in lanes.iter_mut().zip(rest) {
+        *l += term(f64::from(v));
+    }
+    lanes.iter().sum()
+}
+
 simd! {
     fn squares(g: &[f32]) -> f64 {
-        let mut lanes = [0.0f64; LANES];
-        let rows = g.chunks_exact(LANES);
-        let rest = rows.remainder();
-        for row in rows {
-            for (l, &v) in lanes.iter_mut().zip(row) {
-                *l += f64::from(v) * f64::from(v);
-            }
-        }
-        for (l, &v) in lanes.iter_mut().zip(rest) {
-            *l += f64::from(v) * f64::from(v);
-        }
-        lanes.iter().sum()
+        sum_in_lanes(g, |v| v * v)
     }
 }
 

@@ -100,10 +100,10 @@ pub fn initiate<S: Channel + ?Sized>(
             timed.clear_timeouts()?;
             Ok(peer)
         }
-        Outcome::Rejected(reason) => Err(Error::new(
-            ErrorKind::Rejected(reason),
-            format!("rejected by the other side: {reason}"),
-        )),
+        Outcome::Rejected(reason) => {
+            let what = format!("rejected by the other side: {reason}");
+            Err(Error::new(ErrorKind::Rejected(reason), what))
+        }
     }
 }
 
@@ -147,10 +147,8 @@ pub fn accept<S: Channel + ?Sized>(
         }
         Err(reason) => {
             timed.write(&proven.reject(reason))?;
-            Err(Error::new(
-                ErrorKind::Rejected(reason),
-                format!("refused rank {}: {reason}", peer.rank),
-            ))
+            let what = format!("refused rank {}: {reason}", peer.rank);
+            Err(Error::new(ErrorKind::Rejected(reason), what))
         }
     }
 }
@@ -275,13 +273,6 @@ impl<'a, S: Channel + ?Sized> Timed<'a, S> {
         }
     }
 
-    fn check_and_limit(&self) -> Result<()> {
-        if self.start.elapsed() >= self.timeout {
-            return Err(self.late());
-        }
-        self.limit()
-    }
-
     /// Sets the timeout of the next call to the remaining time.
     fn limit(&self) -> Result<()> {
         let left = self.timeout.saturating_sub(self.start.elapsed());
@@ -291,11 +282,12 @@ impl<'a, S: Channel + ?Sized> Timed<'a, S> {
             .map_err(|e| Error::io("setting the timeout of a connection", e))
     }
 
-    fn late(&self) -> Error {
-        Error::new(
-            ErrorKind::Timeout,
-            format!("no handshake within {:.1?}", self.timeout),
-        )
+    fn check_deadline(&self) -> Result<()> {
+        if self.start.elapsed() < self.timeout {
+            return Ok(());
+        }
+        let what = format!("no handshake within {:.1?}", self.timeout);
+        Err(Error::new(ErrorKind::Timeout, what))
     }
 
     fn clear_timeouts(&self) -> Result<()> {
@@ -306,7 +298,8 @@ impl<'a, S: Channel + ?Sized> Timed<'a, S> {
 
     fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
         while !bytes.is_empty() {
-            self.check_and_limit()?;
+            self.check_deadline()?;
+            self.limit()?;
             match self.stream.write(bytes) {
                 Ok(0) => return Err(closed(0)),
                 Ok(n) => bytes = &bytes[n..],
@@ -330,10 +323,10 @@ impl<'a, S: Channel + ?Sized> Timed<'a, S> {
                 Ok(n) => have += n,
                 Err(e) => self.check_error(e)?,
             }
-            if have == PREFIX_BYTES && need == PREFIX_BYTES {
-                let mut prefix = [0; PREFIX_BYTES];
-                prefix.copy_from_slice(&bytes[..PREFIX_BYTES]);
-                need += body_bytes(&prefix, awaiting)?;
+            if need == PREFIX_BYTES
+                && let Some(prefix) = bytes[..have].first_chunk()
+            {
+                need += body_bytes(prefix, awaiting)?;
             }
         }
         Ok(bytes[..need].to_vec())
@@ -344,12 +337,7 @@ impl<'a, S: Channel + ?Sized> Timed<'a, S> {
         match error.kind() {
             // Try again; the deadline of the
             // whole handshake decides.
-            IoKind::Interrupted | IoKind::WouldBlock | IoKind::TimedOut => {
-                if self.start.elapsed() >= self.timeout {
-                    return Err(self.late());
-                }
-                Ok(())
-            }
+            IoKind::Interrupted | IoKind::WouldBlock | IoKind::TimedOut => self.check_deadline(),
             _ => Err(io_error(error)),
         }
     }

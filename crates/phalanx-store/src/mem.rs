@@ -45,12 +45,8 @@ impl Store for MemStore {
             if is_over || left.is_zero() {
                 return Ok(response);
             }
-            table = self
-                .0
-                .changed
-                .wait_timeout(table, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            let waited = self.0.changed.wait_timeout(table, left);
+            (table, _) = waited.unwrap_or_else(PoisonError::into_inner);
         }
     }
 }

@@ -19,10 +19,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self {
-            max_keys: MAX_KEYS,
-            max_total_bytes: MAX_TOTAL_BYTES,
-        }
+        Self::new(MAX_KEYS, MAX_TOTAL_BYTES)
     }
 }
 

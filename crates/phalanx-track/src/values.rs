@@ -24,6 +24,18 @@ pub(crate) fn shown(value: &Value) -> String {
         .map_or_else(|| value.to_string(), str::to_owned)
 }
 
+/// Whether the file `name` of a run is the model's.
+pub(crate) fn is_weights(name: &str) -> bool {
+    let ends = [".pt", ".pth", ".safetensors"];
+    ends.iter().any(|end| name.ends_with(end))
+}
+
+/// The name of the run's folder `dir`.
+pub(crate) fn folder_name(dir: &Path) -> String {
+    let name = dir.file_name().unwrap_or_default();
+    name.to_string_lossy().into_owned()
+}
+
 /// There is no second attempt: a part of a record may be in the file at `path`.
 pub(crate) fn failed(what: &str, path: &Path, e: std::io::Error) -> Error {
     let what = format!("cannot {what} {}", path.display());

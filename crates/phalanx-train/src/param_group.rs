@@ -120,8 +120,7 @@ pub(crate) fn joined_state<'a>(
 /// Copies the elements of the parameters `own`, in memory laid out like `params`.
 fn copy_own(params: &Params, own: &[ParamId], from: &[f32], to: &mut [f32]) {
     for id in own {
-        let info = &params.infos()[id.index()];
-        let range = info.offset..info.offset + info.len;
+        let range = params.infos()[id.index()].range();
         to[range.clone()].copy_from_slice(&from[range]);
     }
 }

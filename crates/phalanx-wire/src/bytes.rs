@@ -14,13 +14,8 @@ impl<'a> Reader<'a> {
     }
 
     pub(crate) fn take(&mut self, len: usize) -> Result<&'a [u8]> {
-        let short = || {
-            Error::with(
-                ErrorKind::Truncated,
-                self.all.len() as u64,
-                (self.at as u64).saturating_add(len as u64),
-            )
-        };
+        let needed = (self.at as u64).saturating_add(len as u64);
+        let short = || Error::with(ErrorKind::Truncated, self.all.len() as u64, needed);
         let end = self.at.checked_add(len).ok_or_else(short)?;
         let got = self.all.get(self.at..end).ok_or_else(short)?;
         self.at = end;
@@ -49,6 +44,19 @@ impl<'a> Reader<'a> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
+    /// Reads the start of a message: `magic`, then `version`.
+    pub(crate) fn start(&mut self, magic: [u8; 4], version: u8) -> Result<()> {
+        let found: [u8; 4] = self.array()?;
+        if found != magic {
+            let [found, magic] = [found, magic].map(u32::from_be_bytes);
+            return Err(Error::with(ErrorKind::BadMagic, found, magic));
+        }
+        match self.u8()? {
+            found if found == version => Ok(()),
+            found => Err(Error::with(ErrorKind::WrongVersion, found, version)),
+        }
+    }
+
     pub(crate) fn left(&self) -> usize {
         self.all.len() - self.at
     }
@@ -57,7 +65,7 @@ impl<'a> Reader<'a> {
     pub(crate) fn end(self) -> Result<()> {
         match self.left() {
             0 => Ok(()),
-            left => Err(Error::with(ErrorKind::TrailingBytes, left as u64, 0)),
+            left => Err(Error::with(ErrorKind::TrailingBytes, left as u64, 0u8)),
         }
     }
 }

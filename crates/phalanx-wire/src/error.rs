@@ -83,7 +83,8 @@ impl Error {
 
     /// An error with the value found and the limit, or the value expected; their
     /// meaning depends on the kind.
-    pub(crate) const fn with(kind: ErrorKind, found: u64, limit: u64) -> Self {
+    pub(crate) fn with(kind: ErrorKind, found: impl Into<u64>, limit: impl Into<u64>) -> Self {
+        let (found, limit) = (found.into(), limit.into());
         Self { kind, found, limit }
     }
 

@@ -139,27 +139,12 @@ impl Header {
     /// [`OffsetOverflow`](ErrorKind::OffsetOverflow).
     pub fn decode(bytes: &[u8; Self::BYTES]) -> Result<Header> {
         let mut r = Reader::new(bytes);
-        let magic: [u8; 4] = r.array()?;
-        if magic != MAGIC {
-            return Err(bad_magic(magic, MAGIC));
-        }
-        let version = r.u8()?;
-        if version != VERSION {
-            return Err(Error::with(
-                ErrorKind::WrongVersion,
-                u64::from(version),
-                u64::from(VERSION),
-            ));
-        }
+        r.start(MAGIC, VERSION)?;
         // Before any other field is used.
         let computed = crc32c::crc32c(&bytes[..CRC_AT]);
         let crc = bytes.last_chunk().map_or(0, |crc| u32::from_le_bytes(*crc));
         if crc != computed {
-            return Err(Error::with(
-                ErrorKind::BadCrc,
-                u64::from(crc),
-                u64::from(computed),
-            ));
+            return Err(Error::with(ErrorKind::BadCrc, crc, computed));
         }
         let header = Header {
             kind: Kind::from_code(r.u8()?)?,
@@ -181,25 +166,17 @@ impl Header {
         let Header { offset, length, .. } = header;
         let reserved = r.u16()?;
         if reserved != 0 {
-            return Err(Error::with(
-                ErrorKind::ReservedNotZero,
-                u64::from(reserved),
-                0,
-            ));
+            return Err(Error::with(ErrorKind::ReservedNotZero, reserved, 0u8));
         }
         if length > MAX_FRAME_BYTES {
             return Err(Error::with(
                 ErrorKind::FrameTooLong,
-                u64::from(length),
-                u64::from(MAX_FRAME_BYTES),
+                length,
+                MAX_FRAME_BYTES,
             ));
         }
         if offset.checked_add(u64::from(length)).is_none() {
-            return Err(Error::with(
-                ErrorKind::OffsetOverflow,
-                offset,
-                u64::from(length),
-            ));
+            return Err(Error::with(ErrorKind::OffsetOverflow, offset, length));
         }
         Ok(header)
     }
@@ -209,15 +186,6 @@ impl Header {
 pub(crate) fn seal(bytes: &mut [u8; Header::BYTES]) {
     let crc = crc32c::crc32c(&bytes[..CRC_AT]);
     bytes[CRC_AT..].copy_from_slice(&crc.to_le_bytes());
-}
-
-/// Keeps the bytes in the order in which they arrived.
-pub(crate) fn bad_magic(found: [u8; 4], expected: [u8; 4]) -> Error {
-    Error::with(
-        ErrorKind::BadMagic,
-        u64::from(u32::from_be_bytes(found)),
-        u64::from(u32::from_be_bytes(expected)),
-    )
 }
 
 #[cfg(test)]

@@ -47,7 +47,7 @@ macro_rules! codes {
             pub fn from_code(code: $code) -> $crate::Result<Self> {
                 let found = Self::ALL.into_iter().find(|known| *known as $code == code);
                 let unknown = $crate::ErrorKind::UnknownCode;
-                found.ok_or($crate::Error::with(unknown, u64::from(code), 0))
+                found.ok_or($crate::Error::with(unknown, code, 0u8))
             }
         }
     };

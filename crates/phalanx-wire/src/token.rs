@@ -57,12 +57,13 @@ impl Token {
         self.keyed(parts).finalize().into_bytes().into()
     }
 
-    /// Compares a MAC in constant time.
-    pub(crate) fn mac_is(&self, parts: &[&[u8]], claimed: &[u8; 32]) -> bool {
-        self.keyed(parts).verify_slice(claimed).is_ok()
+    /// Compares a MAC in constant time. The error has this kind.
+    pub(crate) fn check(&self, parts: &[&[u8]], mac: &[u8; 32], wrong: ErrorKind) -> Result<()> {
+        let equal = self.keyed(parts).verify_slice(mac);
+        equal.map_err(|_| Error::new(wrong))
     }
 
-    /// As [`mac_is`](Self::mac_is), for the first bytes of a MAC.
+    /// Compares the first bytes of a MAC in constant time.
     pub(crate) fn mac_starts_with(&self, parts: &[&[u8]], claimed: &[u8]) -> bool {
         self.keyed(parts).verify_truncated_left(claimed).is_ok()
     }
@@ -85,7 +86,7 @@ pub(crate) fn random_bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|e| {
         let code = e.raw_os_error().unwrap_or(-1);
-        Error::with(ErrorKind::Random, u64::from(code.unsigned_abs()), 0)
+        Error::with(ErrorKind::Random, code.unsigned_abs(), 0u8)
     })?;
     Ok(bytes)
 }
@@ -162,11 +163,12 @@ mod tests {
             hex::encode(mac),
             "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"
         );
-        assert!(token.mac_is(&parts, &mac));
+        let check = |mac: &_| token.check(&parts, mac, ErrorKind::BadProof);
+        assert!(check(&mac).is_ok());
         for bit in 0..256 {
             let mut wrong = mac;
             wrong[bit / 8] ^= 1 << (bit % 8);
-            assert!(!token.mac_is(&parts, &wrong));
+            assert!(check(&wrong).is_err());
         }
     }
 }

@@ -289,8 +289,7 @@ impl<'a> Run<'a> {
         let buckets = [&self.whole, &self.other, &self.part];
         let missing = |b: &&Bucket<f32>| !b.is_empty() && !b.is_registered();
         if self.registered && buckets.iter().any(missing) {
-            return Err(Error::new(
-                ErrorKind::Usage,
+            return Err(Error::usage(
                 "there are no registered buckets here: they need two or more ranks, all on one host and linked by \
                  shared memory (or as threads), and address space; leave out --registered",
             ));
@@ -368,17 +367,15 @@ impl<'a> Run<'a> {
         self.whole.fill(0.0);
         self.part.fill(0.0);
         if right {
-            Ok(())
-        } else {
-            Err(Error::new(
-                ErrorKind::Failed,
-                format!(
-                    "{} of {} bytes gave a wrong result on rank {rank}; this is a bug in phalanx",
-                    self.op.name(),
-                    self.bytes()
-                ),
-            ))
+            return Ok(());
         }
+        let (name, bytes) = (self.op.name(), self.bytes());
+        Err(Error::new(
+            ErrorKind::Failed,
+            format!(
+                "{name} of {bytes} bytes gave a wrong result on rank {rank}; this is a bug in phalanx"
+            ),
+        ))
     }
 }
 

@@ -264,16 +264,11 @@ impl Detached {
 
     fn connect(&self, member: &Member, timeout: Duration) -> Result<(Mesh, Arc<Origin>)> {
         match &*self.origin {
-            Origin::Threads {
-                registry,
-                ring_bytes,
-                arena_bytes,
-                ..
-            } => {
+            Origin::Threads { registry, .. } => {
                 // Even: the ids of subgroups are odd.
                 let id = member.generation << 1;
                 let mesh = registry
-                    .take(id, member.rank, member.world, *ring_bytes, *arena_bytes)
+                    .take(id, member.rank, member.world)
                     .ok_or_else(|| Error::internal("two generations have the same id"))?;
                 Ok((mesh, Arc::clone(&self.origin)))
             }

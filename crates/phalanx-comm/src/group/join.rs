@@ -126,28 +126,14 @@ pub(super) fn lone_mesh() -> Result<Mesh> {
         .ok_or_else(|| Error::internal("no mesh for a group of one"))
 }
 
-/// The result of [`meet`].
-pub(super) struct Met {
-    pub(super) rank: usize,
-    pub(super) world: usize,
-    pub(super) mesh: Mesh,
-    pub(super) processes: Processes,
-}
-
 /// Resolves the options, opens the store and forms the links.
-pub(super) fn meet(options: InitOptions) -> Result<Met> {
+pub(super) fn meet(options: InitOptions) -> Result<(Launch, Mesh, Processes)> {
     limits::raise_open_files();
     let started = Instant::now();
     let launch = Launch::resolve(&options, environment)?;
-    let (rank, world) = (launch.rank, launch.world);
-    meet_as(&launch, options, started)
-        .map_err(|e| e.with_rank(rank))
-        .map(|(mesh, processes)| Met {
-            rank,
-            world,
-            mesh,
-            processes,
-        })
+    let met = meet_as(&launch, options, started);
+    let (mesh, processes) = met.map_err(|e| e.with_rank(launch.rank))?;
+    Ok((launch, mesh, processes))
 }
 
 fn meet_as(launch: &Launch, options: InitOptions, started: Instant) -> Result<(Mesh, Processes)> {

@@ -155,8 +155,6 @@ enum Origin {
         registry: Arc<Registry>,
         /// Where later generations meet.
         store: Arc<dyn Store>,
-        ring_bytes: usize,
-        arena_bytes: Option<usize>,
     },
     Processes(Box<Processes>),
 }
@@ -182,14 +180,8 @@ impl ProcessGroup {
     /// `Usage` when settings are missing or contradict each other (also
     /// between ranks), `Timeout` naming the ranks that did not come.
     pub fn init(options: InitOptions) -> Result<Self> {
-        let met = join::meet(options)?;
-        Self::assemble(
-            met.rank,
-            met.world,
-            met.mesh,
-            met.processes,
-            &Place::Launcher,
-        )
+        let (launch, mesh, processes) = join::meet(options)?;
+        Self::assemble(launch.rank, launch.world, mesh, processes, &Place::Launcher)
     }
 
     /// Forms a group through a store that the caller has opened. `rank` and
@@ -231,10 +223,8 @@ impl ProcessGroup {
     pub fn threads(world: usize, options: GroupOptions) -> Vec<Self> {
         let ring_bytes = options.ring_bytes.unwrap_or(0);
         let origin = Arc::new(Origin::Threads {
-            registry: Arc::new(Registry::default()),
+            registry: Arc::new(Registry::new(ring_bytes, options.arena_bytes)),
             store: Arc::new(MemStore::new()),
-            ring_bytes,
-            arena_bytes: options.arena_bytes,
         });
         let threads = launch::compute_threads(options.compute_threads, launch::environment)
             .unwrap_or_else(|e| {
@@ -482,11 +472,8 @@ impl ProcessGroup {
 
     /// Payload bytes sent to each rank so far, indexed by rank.
     pub fn bytes_sent_to(&self) -> Vec<u64> {
-        self.core
-            .bytes_sent
-            .iter()
-            .map(|n| n.load(Ordering::Relaxed))
-            .collect()
+        let sent = self.core.bytes_sent.iter();
+        sent.map(|n| n.load(Ordering::Relaxed)).collect()
     }
 
     /// A handle to the same group whose operations use `call` by default. What `call` leaves open is as in this handle.

@@ -94,15 +94,8 @@ impl ProcessGroup {
         if let Some(pair) = members.windows(2).find(|pair| pair[0] == pair[1]) {
             return Err(self.usage(name, format!("rank {} is given twice", pair[0])));
         }
-        if let Some(unknown) = members.iter().find(|rank| **rank >= self.core.world) {
-            return Err(self.usage(
-                name,
-                format!(
-                    "rank {unknown} does not exist in a group of {}",
-                    self.core.world
-                ),
-            ));
-        }
+        let known = |rank: &usize| self.check_peer(name, "rank", *rank);
+        members.iter().try_for_each(known)?;
         Ok(members)
     }
 
@@ -149,6 +142,7 @@ impl ProcessGroup {
     /// Forms the group of `members`, of which this rank is one, on all of them.
     fn form_subgroup(&self, name: &str, members: &[usize], print: u64) -> Result<ProcessGroup> {
         let rank = members.iter().filter(|m| **m < self.core.rank).count();
+        let roster = &self.core.identity.roster;
         let member = Member {
             rank,
             world: members.len(),
@@ -157,23 +151,15 @@ impl ProcessGroup {
             limits: self.core.limits,
             algorithm: self.core.algorithm,
             identity: Some(Identity {
-                roster: members
-                    .iter()
-                    .map(|member| self.core.identity.roster[*member])
-                    .collect(),
+                roster: members.iter().map(|member| roster[*member]).collect(),
                 ..self.core.identity.clone()
             }),
         };
         let named = |e: Error| e.with_rank(self.core.rank).with_operation(name);
         let mut mesh = match &*self.core.origin {
             _ if member.world == 1 => lone_mesh().map_err(named)?,
-            Origin::Threads {
-                registry,
-                ring_bytes,
-                arena_bytes,
-                ..
-            } => registry
-                .take(member.id, rank, member.world, *ring_bytes, *arena_bytes)
+            Origin::Threads { registry, .. } => registry
+                .take(member.id, rank, member.world)
                 .ok_or_else(|| named(Error::internal("two subgroups have the same id")))?,
             Origin::Processes(processes) => processes
                 .form(member.id, rank, member.world, processes.options.timeout)

@@ -48,21 +48,15 @@ pub(super) fn build(spec: &Spec, rank: usize) -> RankPlan {
     kind.plan(rank, spec.world, spec.elem_bytes)
 }
 
-/// Where each rank's run begins when runs of `lengths` are one behind the other.
-fn starts(lengths: &[usize]) -> Vec<usize> {
-    lengths
-        .iter()
-        .scan(0, |next, len| Some(std::mem::replace(next, *next + len)))
-        .collect()
-}
-
 /// Runs of `buf`, one a rank, one behind the other.
 fn runs(buf: Buf, lengths: &[usize]) -> Vec<Part> {
-    starts(lengths)
-        .into_iter()
-        .zip(lengths)
-        .map(|(start, &len)| Part::new(buf, start, len))
-        .collect()
+    let mut next = 0;
+    let run = |&len: &usize| {
+        let start = next;
+        next += len;
+        Part::new(buf, start, len)
+    };
+    lengths.iter().map(run).collect()
 }
 
 impl Uneven<'_> {
@@ -72,10 +66,8 @@ impl Uneven<'_> {
         let (mut input_elems, mut output_elems, mut scratch_elems) = (0, 0, 0);
         match self {
             Uneven::AllGather { lengths } => {
-                let (mine, places) = (
-                    Part::new(Buf::Input, 0, lengths[rank]),
-                    runs(Buf::Output, lengths),
-                );
+                let mine = Part::new(Buf::Input, 0, lengths[rank]);
+                let places = runs(Buf::Output, lengths);
                 (input_elems, output_elems) = (mine.len, lengths.iter().sum());
                 for (to, from) in rotation(rank, world) {
                     round.send(to, mine);

@@ -158,14 +158,9 @@ impl Run<'_, '_> {
     /// The segment is staged, and no other rank touches our chunk of it.
     unsafe fn fold_piece(&mut self, piece: std::ops::Range<usize>, index: usize) {
         let mine = self.chunks(piece.len()).range(self.shm.me);
+        let range = piece.start + mine.start..piece.start + mine.end;
         // SAFETY: handed on from the caller.
-        unsafe {
-            self.fold_chunk(
-                piece.start + mine.start..piece.start + mine.end,
-                Some(mine.start),
-                index,
-            );
-        }
+        unsafe { self.fold_chunk(range, Some(mine.start), index) };
     }
 
     /// Folds the elements `range`, which we own, from all ranks; writes them to all

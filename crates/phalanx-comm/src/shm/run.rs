@@ -181,11 +181,8 @@ impl<'a, 'b> Run<'a, 'b> {
                 self.compare()?;
             }
             let now = Instant::now();
-            if self
-                .context
-                .deadline
-                .has_passed(now, self.step, || self.context.flight.others_busy())
-            {
+            let others_busy = || self.context.flight.others_busy();
+            if (self.context.deadline).has_passed(now, self.step, others_busy) {
                 return Err(self.timeout());
             }
             if self.context.flight.notes_wait(spins) {
@@ -262,15 +259,11 @@ impl<'a, 'b> Run<'a, 'b> {
         for rank in 0..self.shm.world {
             let place = self.cell(rank).place();
             let bytes = self.exposed_bytes(rank);
+            let at = |offset| self.shm.arenas.as_ref()?.at(rank, offset, bytes);
             let fits = match place {
                 Place::Staged => true,
                 Place::Arena(offset) => {
-                    offset.is_multiple_of(ALIGN_BYTES as u64)
-                        && self
-                            .shm
-                            .arenas
-                            .as_ref()
-                            .is_some_and(|arenas| arenas.at(rank, offset, bytes).is_some())
+                    offset.is_multiple_of(ALIGN_BYTES as u64) && at(offset).is_some()
                 }
                 // The kernel will check it.
                 Place::Address(_) => self.reads_memory(),

@@ -31,17 +31,15 @@ impl Parameters for Params {
     }
 
     fn values(&self, index: usize) -> &[f32] {
-        let of = info(self, index);
         let flat = match self.is_buffer(index) {
             true => self.buffers_flat(),
             false => self.flat(),
         };
-        &flat[of.offset..][..of.len]
+        &flat[info(self, index).range()]
     }
 
     fn values_mut(&mut self, index: usize) -> &mut [f32] {
-        let of = info(self, index);
-        let place = of.offset..of.offset + of.len;
+        let place = info(self, index).range();
         let flat = match self.is_buffer(index) {
             true => self.buffers_flat_mut(),
             false => self.flat_mut(),

@@ -9,7 +9,7 @@ use phalanx_base::files::read_regular;
 use crate::child::outputs_dir;
 use crate::objects::Objects;
 use crate::spec::{Task, Type};
-use crate::store::{Item, Items, Store};
+use crate::store::{Item, Items, Store, objects_in};
 
 /// Largest text of an output value.
 const MOST_VALUE: u64 = 16 << 20;
@@ -22,27 +22,22 @@ pub(super) struct Broken {
 }
 
 pub(super) fn has(items: &Items, sha256: &str) -> bool {
-    let mut items = items.values();
-    items.any(|item| matches!(item, Item::Object(object) if object.sha256 == sha256))
+    objects_in(items).any(|(_, object)| object.sha256 == sha256)
 }
 
 /// Whether all files and folders in `items` are whole.
 pub(super) fn check(store: &Store, items: &Items) -> std::result::Result<(), String> {
-    items.values().try_for_each(|item| match item {
-        Item::Object(object) => store.objects.check_changes(object),
-        Item::Value(_) => Ok(()),
-    })
+    objects_in(items).try_for_each(|(_, object)| store.objects.check_changes(object))
 }
 
 /// The first input that is not whole.
 pub(super) fn broken(store: &Store, inputs: &Items) -> Option<Broken> {
-    inputs.iter().find_map(|(name, item)| match item {
-        Item::Object(object) => Some(Broken {
+    objects_in(inputs).find_map(|(name, object)| {
+        Some(Broken {
             why: store.objects.check_changes(object).err()?,
             input: name.clone(),
             sha256: object.sha256.clone(),
-        }),
-        Item::Value(_) => None,
+        })
     })
 }
 
@@ -52,15 +47,13 @@ pub(super) fn mend(
     inputs: &Items,
     sources: &BTreeMap<String, PathBuf>,
 ) -> Result<std::result::Result<(), Broken>> {
-    for item in inputs.values() {
-        let Item::Object(object) = item else { continue };
+    for (name, object) in objects_in(inputs) {
         if let Some(source) = sources.get(&object.sha256)
             && let Err(why) = store.objects.check_changes(object)
             && let Err(and) = store.objects.restore(object, source)?
         {
-            let input = inputs.iter().find(|(_, other)| *other == item);
             return Ok(Err(Broken {
-                input: input.map(|(name, _)| name.clone()).unwrap_or_default(),
+                input: name.clone(),
                 sha256: object.sha256.clone(),
                 why: format!("{why}, and {and}"),
             }));

@@ -67,7 +67,7 @@ impl<'s> Global<'s> {
         let x = self.converted(&decision.takes[0], operation, || "operand 0".to_owned())?;
         let made = decision.result_with(x.mesh(), shape, change)?;
         let (step, own) = (x.step(), made.shape_of(x.rank()));
-        let local = step.part([x.into_local()], |[x]| run(x, &own, &decision))?;
+        let local = step.part([x.to_local()], |[x]| run(x, &own, &decision))?;
         Ok(Global::new(step, local, Rc::new(made)))
     }
 
@@ -105,7 +105,7 @@ impl<'s> Global<'s> {
         let b = other.converted(&decision.takes[1], operation, || "operand 1".to_owned())?;
         let made = decision.result(a.mesh(), shape)?;
         let step = a.step();
-        let local = step.part([a.into_local(), b.into_local()], |[a, b]| run(a, b))?;
+        let local = step.part([a.to_local(), b.to_local()], |[a, b]| run(a, b))?;
         Ok(Global::new(step, local, Rc::new(made)))
     }
 
@@ -212,12 +212,12 @@ impl<'s> Global<'s> {
                     *to = Some(weight(step, id, layout, operation)?);
                 }
             }
-            run(x, other.map(Global::into_local), weights, &decision)
+            run(x, other.map(Global::to_local), weights, &decision)
         };
         // What was gathered is freed after its use, and gathered again in backward.
         let local = match gathered && step.local().training() {
-            true => x.into_local().recompute(all)?,
-            false => all(x.into_local())?,
+            true => x.to_local().recompute(all)?,
+            false => all(x.to_local())?,
         };
         Ok(Global::new(step, local, Rc::new(made)))
     }

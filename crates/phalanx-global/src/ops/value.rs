@@ -109,7 +109,7 @@ impl<'s> Value<'s> for Global<'s> {
         let mut parts = Vec::with_capacity(n);
         for (i, (value, takes)) in values.into_iter().zip(&decision.takes).enumerate() {
             let value = value.converted(takes, "concat", || format!("operand {i}"))?;
-            parts.push(value.into_local());
+            parts.push(value.to_local());
         }
         let local = step.part(parts, |parts| step.local().concat(parts, dim))?;
         Ok(Global::new(step, local, Rc::new(made)))
@@ -117,13 +117,13 @@ impl<'s> Value<'s> for Global<'s> {
 
     fn recompute<R>(self, part: impl FnOnce(Self) -> Result<R>) -> Result<R> {
         let (step, layout) = (self.step(), Rc::clone(self.shared_layout()));
-        self.into_local()
+        self.to_local()
             .recompute(|local| part(Global::new(step, local, layout)))
     }
 
     fn evaluate<R>(self, part: impl FnOnce(Self) -> Result<R>) -> Result<R> {
         let (step, layout) = (self.step(), Rc::clone(self.shared_layout()));
-        self.into_local()
+        self.to_local()
             .evaluate(|local| part(Global::new(step, local, layout)))
     }
 

@@ -5,7 +5,6 @@ use super::ConvShape;
 use crate::Mode;
 use crate::par::scratch;
 use crate::product::{Mat, product};
-use crate::transpose::transpose;
 
 /// Elements of a block of windows: 256 KiB, an eighth of a usual L2.
 const BLOCK_ELEMS: usize = 64 * 1024;
@@ -91,11 +90,6 @@ fn blocks(s: &ConvShape, mut f: impl FnMut(usize, usize, usize)) {
     }
 }
 
-/// Weights of one group as a matrix of `depth` rows.
-fn group_weights<'a>(s: &ConvShape, group: usize, w: &'a [f32]) -> Mat<'a> {
-    Mat::rows(&w[group * s.group_out()..], s.depth(), s.group_out(), s.out)
-}
-
 /// One image forward.
 pub(super) fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32]) {
     let (k, n) = (s.depth(), s.group_out());
@@ -103,14 +97,9 @@ pub(super) fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32]) {
         blocks(s, |group, first, count| {
             let rows = &mut rows[..count * k];
             fill_windows(s, group, x, first, rows);
-            let out = &mut y[first * s.out + group * n..];
-            product(
-                out,
-                s.out,
-                Mat::rows(rows, count, k, k),
-                group_weights(s, group, w),
-                Mode::Write,
-            );
+            let (rows, out) = (Mat::rows(rows, count, k, k), first * s.out + group * n);
+            let w = Mat::rows(&w[group * n..], k, n, s.out);
+            product(&mut y[out..], s.out, rows, w, Mode::Write);
         });
     });
 }
@@ -123,20 +112,10 @@ pub(super) fn weight_gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f3
             let rows = &mut rows[..count * k];
             fill_windows(s, group, x, first, rows);
             let d = Mat::rows(&dy[first * s.out + group * n..], count, n, s.out);
-            product(
-                &mut dw[group * n..],
-                s.out,
-                Mat::rows(rows, count, k, k).t(),
-                d,
-                Mode::Add,
-            );
+            let rows = Mat::rows(rows, count, k, k).t();
+            product(&mut dw[group * n..], s.out, rows, d, Mode::Add);
         });
     });
-}
-
-/// The weights of each group transposed: `[out][depth]`.
-pub(super) fn transpose_weights(s: &ConvShape, w: &[f32], transposed: &mut [f32]) {
-    transpose(w, transposed, s.depth(), s.out);
 }
 
 /// One image's input gradient, from transposed weights.

@@ -30,6 +30,7 @@ use super::elementwise::fold;
 use super::{Mode, bf16};
 use crate::Precision;
 use crate::par::{ThreadPool, scratch};
+use crate::transpose::transpose;
 
 /// The method that computes a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -237,7 +238,7 @@ pub fn input_gradient(
             overlap::input_gradient
         }
         _ => {
-            gather::transpose_weights(s, w, weights);
+            transpose(w, weights, s.depth(), s.out);
             gather::input_gradient
         }
     };

@@ -39,11 +39,8 @@ fn with_border<R>(s: &ConvShape, x: &[f32], f: impl FnOnce(&[f32]) -> R) -> R {
     let Padded { rows, width } = Padded::of(s);
     let line = width * s.inp;
     scratch(rows * line, |to| {
-        let (top, edge, inner) = (
-            s.padding[0] * line,
-            s.padding[1] * s.inp,
-            s.input[1] * s.inp,
-        );
+        let (top, edge) = (s.padding[0] * line, s.padding[1] * s.inp);
+        let inner = s.input[1] * s.inp;
         to[..top].fill(0.0);
         to[(rows - s.padding[0]) * line..].fill(0.0);
         for (row, out) in x.chunks_exact(inner).zip(to[top..].chunks_exact_mut(line)) {
@@ -119,10 +116,8 @@ pub(super) fn forward(
         scratch(span * s.out, |flat| {
             correlate(x, size, s.kernel, w, flat);
             let line = s.output[1] * s.out;
-            for (to, from) in y
-                .chunks_exact_mut(line)
-                .zip(flat.chunks(padded.width * s.out))
-            {
+            let rows = flat.chunks(padded.width * s.out);
+            for (to, from) in y.chunks_exact_mut(line).zip(rows) {
                 copy_finished(&from[..line], to, bias, relu);
             }
         });

@@ -25,13 +25,8 @@ pub(super) fn forward(
 ) {
     let rows = s.images * s.pixels();
     let a = Mat::rows(x, rows, s.inp, s.inp);
-    product_threaded(
-        threads,
-        y,
-        a,
-        Mat::rows(w, s.inp, s.out, s.out),
-        Mode::Write,
-    );
+    let b = Mat::rows(w, s.inp, s.out, s.out);
+    product_threaded(threads, y, a, b, Mode::Write);
     if !bias.is_empty() || relu {
         threads.split(y, ROWS * s.out, |_, y| finish(y, bias, relu));
     }
@@ -43,10 +38,8 @@ const ROWS: usize = 256;
 /// `dw` becomes the weight gradient of these images.
 pub(super) fn weight_gradient(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32]) {
     let rows = dy.len().checked_div(s.out).unwrap_or(0);
-    let (a, b) = (
-        Mat::rows(x, rows, s.inp, s.inp).t(),
-        Mat::rows(dy, rows, s.out, s.out),
-    );
+    let a = Mat::rows(x, rows, s.inp, s.inp).t();
+    let b = Mat::rows(dy, rows, s.out, s.out);
     product(dw, s.out, a, b, Mode::Write);
 }
 

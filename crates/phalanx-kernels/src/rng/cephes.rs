@@ -50,12 +50,12 @@ const COSINE: [f32; 3] = [2.443_315_7e-5, -1.388_731_6e-3, 4.166_664_6e-2];
 
 /// A polynomial, highest power first.
 #[inline(always)]
-fn polynomial(x: f32, coefficients: &[f32]) -> f32 {
-    let (first, rest) = match coefficients {
-        [first, rest @ ..] => (*first, rest),
-        [] => return 0.0,
-    };
-    rest.iter().fold(first, |sum, c| sum.mul_add(x, *c))
+pub(crate) fn polynomial<const N: usize>(x: f32, coefficients: [f32; N]) -> f32 {
+    let mut sum = coefficients[0];
+    for c in &coefficients[1..] {
+        sum = sum.mul_add(x, *c);
+    }
+    sum
 }
 
 /// Natural logarithm of `x` in (0, 1].
@@ -72,7 +72,7 @@ pub fn ln(x: f32) -> f32 {
         x -= 1.0;
     }
     let square = x * x;
-    let y = polynomial(x, &LOG) * x;
+    let y = polynomial(x, LOG) * x;
     let y = y.mul_add(square, exponent * LN_2_LOW);
     let y = (-square).mul_add(0.5, y);
     exponent.mul_add(LN_2_HIGH, x + y)
@@ -88,8 +88,8 @@ pub fn sin_cos(x: f32) -> (f32, f32) {
         x = (octant as f32).mul_add(part, x);
     }
     let square = x * x;
-    let cosine = (polynomial(square, &COSINE) * square).mul_add(square, -(square * 0.5)) + 1.0;
-    let sine = (polynomial(square, &SINE) * square).mul_add(x, x);
+    let cosine = (polynomial(square, COSINE) * square).mul_add(square, -(square * 0.5)) + 1.0;
+    let sine = (polynomial(square, SINE) * square).mul_add(x, x);
     let (sine, cosine) = if octant & 2 == 0 {
         (sine, cosine)
     } else {

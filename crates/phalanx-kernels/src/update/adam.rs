@@ -1,6 +1,6 @@
 //! Steps of Adam and AdamW.
 
-use super::lerp;
+use super::{decayed, lerp};
 
 /// Everything that is the same for all elements of a parameter in a step.
 #[derive(Clone, Copy, Debug)]
@@ -57,12 +57,7 @@ impl Scalars {
     /// Updates both running averages; returns the weight after AdamW's decay.
     #[inline(always)]
     pub(super) fn moments(&self, p: f32, g: f32, m: &mut f32, v: &mut f32) -> f32 {
-        // A zero decay must not touch the gradient: infinity * 0 is NaN.
-        let g = if self.decay == 0.0 {
-            g
-        } else {
-            p.mul_add(self.decay, g)
-        };
+        let g = decayed(p, g, self.decay);
         *m = lerp(*m, g, self.weight);
         *v = (self.keep2 * g).mul_add(g, self.beta2 * *v);
         p * self.shrink

@@ -17,3 +17,13 @@ fn lerp(from: f32, to: f32, weight: f32) -> f32 {
         (to - from).mul_add(weight - 1.0, to)
     }
 }
+
+/// The gradient `g` with weight decay.
+#[inline(always)]
+fn decayed(p: f32, g: f32, decay: f32) -> f32 {
+    // A zero decay must not touch the gradient: infinity * 0 is NaN.
+    match decay == 0.0 {
+        true => g,
+        false => p.mul_add(decay, g),
+    }
+}

@@ -1,6 +1,6 @@
 //! Steps of RMSprop.
 
-use super::lerp;
+use super::{decayed, lerp};
 
 /// Everything that is the same for all elements of a parameter in a step.
 #[derive(Clone, Copy, Debug)]
@@ -66,12 +66,7 @@ impl Scalars {
     /// Updates the running square; returns the gradient with the decay's.
     #[inline(always)]
     fn averages(&self, p: f32, g: f32, square: &mut f32) -> f32 {
-        // A zero decay must not touch the gradient: infinity * 0 is NaN.
-        let g = if self.decay == 0.0 {
-            g
-        } else {
-            p.mul_add(self.decay, g)
-        };
+        let g = decayed(p, g, self.decay);
         *square = (self.weight * g).mul_add(g, self.alpha * *square);
         g
     }

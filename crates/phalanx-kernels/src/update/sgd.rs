@@ -31,11 +31,7 @@ pub enum Mode {
 simd! {
     /// The step of one parameter. `buf` is empty without momentum.
     pub fn update(s: Scalars, p: &mut [f32], g: &[f32], factor: f32, buf: &mut [f32]) {
-        // A zero decay must not touch the gradient: infinity * 0 is NaN.
-        let decayed = |p: f32, g: f32| {
-            let g = g * factor;
-            if s.decay == 0.0 { g } else { p.mul_add(s.decay, g) }
-        };
+        let decayed = |p: f32, g: f32| super::decayed(p, g * factor, s.decay);
         let ahead = |d: f32, b: f32| if s.nesterov { b.mul_add(s.momentum, d) } else { b };
         let elements = p.iter_mut().zip(g);
         match s.mode {

@@ -20,34 +20,27 @@ pub type BatchNorm1d = BatchNorm;
 impl BatchNorm {
     /// PyTorch's defaults: weight 1, bias 0, momentum 0.1, eps 1e-5.
     pub fn new(scope: Scope, channels: usize) -> Self {
-        let mut scope = scope;
-        let weight = scope.param("weight", &[channels], Layout::Same, Init::Constant(1.0));
-        let bias = scope.param("bias", &[channels], Layout::Same, Init::Constant(0.0));
-        Self::with(scope, channels, Some(weight), Some(bias))
+        Self::with(scope, channels, true, true)
     }
 
     /// Without weight (a weight of 1).
     pub fn without_weight(scope: Scope, channels: usize) -> Self {
-        let mut scope = scope;
-        let bias = scope.param("bias", &[channels], Layout::Same, Init::Constant(0.0));
-        Self::with(scope, channels, None, Some(bias))
+        Self::with(scope, channels, false, true)
     }
 
     /// Without weight and bias.
     pub fn without_affine(scope: Scope, channels: usize) -> Self {
-        Self::with(scope, channels, None, None)
+        Self::with(scope, channels, false, false)
     }
 
-    fn with(
-        mut scope: Scope,
-        channels: usize,
-        weight: Option<crate::ParamId>,
-        bias: Option<crate::ParamId>,
-    ) -> Self {
+    fn with(mut scope: Scope, channels: usize, weight: bool, bias: bool) -> Self {
+        let shape = [channels];
+        let mut param =
+            |name, start| scope.param(name, &shape, Layout::Same, Init::Constant(start));
         BatchNorm {
             options: BatchNormOptions {
-                weight,
-                bias,
+                weight: weight.then(|| param("weight", 1.0)),
+                bias: bias.then(|| param("bias", 0.0)),
                 running: Some(RunningStats {
                     mean: scope.buffer("running_mean", &[channels], 0.0),
                     var: scope.buffer("running_var", &[channels], 1.0),

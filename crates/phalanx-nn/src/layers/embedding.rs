@@ -12,8 +12,7 @@ pub struct Embedding {
 
 impl Embedding {
     /// `rows` vectors of `width` numbers.
-    pub fn new(scope: Scope, rows: usize, width: usize) -> Self {
-        let mut scope = scope;
+    pub fn new(mut scope: Scope, rows: usize, width: usize) -> Self {
         let init = Init::Normal {
             mean: 0.0,
             std: 1.0,

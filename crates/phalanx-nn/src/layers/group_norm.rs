@@ -17,8 +17,7 @@ pub struct GroupNorm {
 
 impl GroupNorm {
     /// `groups` divides `channels`; eps 1e-5.
-    pub fn new(scope: Scope, groups: usize, channels: usize) -> Self {
-        let mut scope = scope;
+    pub fn new(mut scope: Scope, groups: usize, channels: usize) -> Self {
         GroupNorm {
             weight: scope.param("weight", &[channels], Layout::Same, Init::Constant(1.0)),
             bias: scope.param("bias", &[channels], Layout::Same, Init::Constant(0.0)),

@@ -17,23 +17,19 @@ pub struct LayerNorm {
 impl LayerNorm {
     /// Over the last dimensions, whose sizes are `shape`; eps 1e-5.
     pub fn new(scope: Scope, shape: &[usize]) -> Self {
-        let mut scope = scope;
-        let weight = scope.param("weight", shape, Layout::Same, Init::Constant(1.0));
-        let bias = scope.param("bias", shape, Layout::Same, Init::Constant(0.0));
-        Self::with(weight, Some(bias), shape)
+        Self::with(scope, shape, true)
     }
 
     /// As [`new`](Self::new), without bias.
     pub fn without_bias(scope: Scope, shape: &[usize]) -> Self {
-        let mut scope = scope;
-        let weight = scope.param("weight", shape, Layout::Same, Init::Constant(1.0));
-        Self::with(weight, None, shape)
+        Self::with(scope, shape, false)
     }
 
-    fn with(weight: ParamId, bias: Option<ParamId>, shape: &[usize]) -> Self {
+    fn with(mut scope: Scope, shape: &[usize], bias: bool) -> Self {
+        let mut param = |name, start| scope.param(name, shape, Layout::Same, Init::Constant(start));
         LayerNorm {
-            weight,
-            bias,
+            weight: param("weight", 1.0),
+            bias: bias.then(|| param("bias", 0.0)),
             shape: shape.to_vec(),
             eps: 1e-5,
         }
@@ -62,8 +58,7 @@ pub struct RmsNorm {
 
 impl RmsNorm {
     /// Over a last dimension of `width`; eps is f32's distance from 1 to the next number (1.2e-7), as PyTorch's.
-    pub fn new(scope: Scope, width: usize) -> Self {
-        let mut scope = scope;
+    pub fn new(mut scope: Scope, width: usize) -> Self {
         RmsNorm {
             weight: scope.param("weight", &[width], Layout::Same, Init::Constant(1.0)),
             eps: f64::from(f32::EPSILON),

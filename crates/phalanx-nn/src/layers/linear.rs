@@ -12,7 +12,7 @@ pub struct Linear {
     pub weight: ParamId,
     /// The bias, if there is one.
     pub bias: Option<ParamId>,
-    lora: Option<Lora>,
+    pub(super) lora: Option<Lora>,
 }
 
 impl Linear {
@@ -31,12 +31,8 @@ impl Linear {
         Self::with(scope, [inputs, outputs], (true, false), Layout::Transposed)
     }
 
-    /// The output projection of an attention that has an adapter or none.
-    pub(super) fn projection(scope: Scope, width: usize, bias: bool, adapted: bool) -> Self {
-        Self::with(scope, [width, width], (bias, adapted), Layout::Same)
-    }
-
-    fn with(
+    /// `adapted`: it has an adapter also where its name is not among those of the adapters.
+    pub(super) fn with(
         mut scope: Scope,
         [inputs, outputs]: [usize; 2],
         (bias, adapted): (bool, bool),
@@ -69,23 +65,16 @@ impl Linear {
             return x.linear(self.weight, self.bias, act);
         };
         let y = x.share().linear(self.weight, self.bias, Act::None)?;
-        let y = lora.add(x, y)?;
+        let x = match lora.dropout > 0.0 {
+            true => x.dropout(lora.dropout)?,
+            false => x,
+        };
+        let x = x.linear(lora.a, None, Act::None)?;
+        let y = y.add(x.linear(lora.b, None, Act::None)?.scale(lora.scale)?)?;
         match act {
             Act::None => Ok(y),
             Act::Relu => y.relu(),
             Act::Relu6 => y.relu6(),
         }
-    }
-}
-
-impl Lora {
-    /// `y` and what the adapter makes of the layer's input `x`.
-    pub(super) fn add<'s, V: Value<'s>>(self, x: V, y: V) -> Result<V> {
-        let x = match self.dropout > 0.0 {
-            true => x.dropout(self.dropout)?,
-            false => x,
-        };
-        let x = x.linear(self.a, None, Act::None)?;
-        y.add(x.linear(self.b, None, Act::None)?.scale(self.scale)?)
     }
 }

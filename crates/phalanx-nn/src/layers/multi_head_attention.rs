@@ -1,6 +1,6 @@
 //! Scaled dot-product attention with several heads.
 
-use super::{Act, Linear};
+use super::Linear;
 use crate::param::{Init, Layout, Lora, ParamId, Scope};
 use crate::value::{Mask, attend_stepwise, last_causal_mask};
 use crate::{Result, Value};
@@ -86,7 +86,8 @@ impl MultiHeadAttention {
         let in_weight = scope.param("in_proj_weight", &[3 * width, width], same, zero);
         let in_bias = bias.then(|| scope.param("in_proj_bias", &[3 * width], same, zero));
         let lora = scope.adapter(width, 3 * width, false);
-        let out = Linear::projection(scope.enter("out_proj"), width, bias, lora.is_some());
+        let has = (bias, lora.is_some());
+        let out = Linear::with(scope.enter("out_proj"), [width, width], has, same);
         // PyTorch draws the output projection first, also a bias that it then discards.
         if let Some(bias) = out.bias {
             scope.redraw(bias, zero);
@@ -124,11 +125,8 @@ impl MultiHeadAttention {
 
     /// The three projections of `x`, one behind the other.
     fn in_projection<'s, V: Value<'s>>(&self, x: V) -> Result<V> {
-        let Some(lora) = self.lora else {
-            return x.linear(self.in_weight, self.in_bias, Act::None);
-        };
-        let y = (x.share()).linear(self.in_weight, self.in_bias, Act::None)?;
-        lora.add(x, y)
+        let (weight, bias, lora) = (self.in_weight, self.in_bias, self.lora);
+        Linear { weight, bias, lora }.forward(x)
     }
 
     /// Query, key and value of `x`, whose positions count from `first`.

@@ -62,8 +62,7 @@ struct Block {
 }
 
 impl Block {
-    fn new(scope: Scope, [inputs, outputs, expansion, stride]: [usize; 4]) -> Self {
-        let mut scope = scope;
+    fn new(mut scope: Scope, [inputs, outputs, expansion, stride]: [usize; 4]) -> Self {
         let mut scope = scope.enter("conv");
         let inner = inputs * expansion;
         let mut path = Vec::new();

@@ -70,12 +70,12 @@ impl<'s> Tensor<'s> {
             )));
         }
         let (da, db) = (self.dims(), other.dims());
-        let Some(s) = Stretch::of(&da, &db) else {
+        let Some(stretch) = Stretch::of(&da, &db) else {
             return Err(Error::usage(format!(
                 "{name}: shapes {da:?} and {db:?} differ and cannot be stretched to each other"
             )));
         };
-        let shape = Shape::new(s.dims())?;
+        let shape = Shape::new(stretch.dims())?;
         if op == Arithmetic::Add && da == db {
             return step.apply([a, b], shape, Add);
         }
@@ -87,12 +87,7 @@ impl<'s> Tensor<'s> {
                 Arithmetic::Div => [st.wants_grad(b), true],
             }
         };
-        let op = Binary {
-            op,
-            stretch: s,
-            saves,
-        };
-        step.apply([a, b], shape, op)
+        step.apply([a, b], shape, Binary { op, stretch, saves })
     }
 }
 
@@ -107,15 +102,8 @@ fn give_back(ctx: &mut BackwardContext<'_>, to: SlotId, shape: &[usize], grad: B
         over[shape.len() - own.len() + i] = n == 1;
     }
     let mut sum = ctx.pool().get(own.numel());
-    let fold = (Fold::Sum, 1.0);
-    reduce(
-        ctx.threads,
-        fold,
-        grad.slice(),
-        shape,
-        &over,
-        sum.slice_mut(),
-    );
+    let (fold, into) = ((Fold::Sum, 1.0), sum.slice_mut());
+    reduce(ctx.threads, fold, grad.slice(), shape, &over, into);
     ctx.pool().put(grad);
     ctx.give(to, sum);
 }
@@ -194,15 +182,13 @@ impl Operation<2> for Binary {
         let other = |ctx: &BackwardContext<'_>, id| (ctx.value(id), ctx.shape(id));
         let (for_a, for_b) = match self.op {
             Arithmetic::Add | Arithmetic::Sub => {
-                let second = if wants[1] {
+                let second = wants[1].then(|| {
                     let mut copy = copy_of(ctx, &dy);
                     if self.op == Arithmetic::Sub {
                         elementwise::scale(threads, copy.slice_mut(), -1.0);
                     }
-                    Some(copy)
-                } else {
-                    None
-                };
+                    copy
+                });
                 (wants[0].then_some(dy), second)
             }
             op => {

@@ -78,37 +78,20 @@ impl Sizes {
             Order::OutIn => (out, inp),
         }
     }
+}
 
-    fn forward(
-        self,
-        threads: &ThreadPool,
-        s: &ConvShape,
-        x: &[f32],
-        w: &[f32],
-        work: &mut [f32],
-        y: &mut [f32],
-    ) {
-        let (x, y) = (Values::F32(x), ValuesMut::F32(y));
-        match self.order {
-            Order::InOut => bf16::forward(threads, s, x, w, (&[], false), work, y),
-            Order::OutIn => bf16::input_gradient(threads, s, w, x, work, y, Mode::Write),
-        }
-    }
-
-    fn backward(
-        self,
-        threads: &ThreadPool,
-        s: &ConvShape,
-        dy: &[f32],
-        w: &[f32],
-        work: &mut [f32],
-        dx: &mut [f32],
-    ) {
-        let (dy, dx) = (Values::F32(dy), ValuesMut::F32(dx));
-        match self.order {
-            Order::InOut => bf16::input_gradient(threads, s, w, dy, work, dx, Mode::Write),
-            Order::OutIn => bf16::forward(threads, s, dy, w, (&[], false), work, dx),
-        }
+/// `y` becomes `x` times the weight, as the convolution or, if `is_back`, as its input gradient.
+fn rounded_product(
+    threads: &ThreadPool,
+    (s, is_back): (&ConvShape, bool),
+    (x, w): (&[f32], &[f32]),
+    work: &mut [f32],
+    y: &mut [f32],
+) {
+    let (x, y) = (Values::F32(x), ValuesMut::F32(y));
+    match is_back {
+        false => bf16::forward(threads, s, x, w, (&[], false), work, y),
+        true => bf16::input_gradient(threads, s, w, x, work, y, Mode::Write),
     }
 }
 
@@ -221,7 +204,8 @@ impl Operation for Linear {
             Some(s) => {
                 let mut work = c.state.pool.get(bf16::work_len(&s));
                 let (x, w) = (c.state.value(x), c.operand(self.weight));
-                sizes.forward(threads, &s, x, w, work.slice_mut(), y);
+                let is_back = sizes.order == Order::OutIn;
+                rounded_product(threads, (&s, is_back), (x, w), work.slice_mut(), y);
                 c.state.pool.put(work);
                 self.bias.map_or(&[][..], |b| c.operand(b))
             }
@@ -273,7 +257,8 @@ impl Operation for Linear {
             if ctx.wants(slots.x[0]) {
                 let mut dx = ctx.pool().get(p.rows * inp);
                 let w = ctx.operand(p.weight);
-                sizes.backward(threads, &s, d, w, work.slice_mut(), dx.slice_mut());
+                let (is_back, work) = (order == Order::InOut, work.slice_mut());
+                rounded_product(threads, (&s, is_back), (d, w), work, dx.slice_mut());
                 ctx.give(slots.x[0], dx);
             }
             ctx.pool().put(work);

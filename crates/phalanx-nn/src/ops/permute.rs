@@ -46,12 +46,8 @@ fn copy(threads: &ThreadPool, from: &[f32], shape: &[usize], order: &[usize], to
             if stride == 1 {
                 to.copy_from_slice(&from[start..start + inner]);
             } else {
-                for (t, f) in to
-                    .iter_mut()
-                    .zip(from[start..].iter().step_by(stride.max(1)))
-                {
-                    *t = *f;
-                }
+                let from = from[start..].iter().step_by(stride.max(1));
+                to.iter_mut().zip(from).for_each(|(t, f)| *t = *f);
             }
         }
     });

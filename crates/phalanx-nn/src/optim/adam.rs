@@ -103,17 +103,13 @@ impl Rule for AdamRule {
         let t = t as f64;
         let correction1 = 1.0 - self.beta1.powf(t);
         let correction2 = 1.0 - self.beta2.powf(t);
+        let (shrink, decay) = match self.decoupled {
+            true => (1.0 - lr * self.weight_decay, 0.0),
+            false => (1.0, self.weight_decay),
+        };
         Scalars {
-            shrink: if self.decoupled {
-                (1.0 - lr * self.weight_decay) as f32
-            } else {
-                1.0
-            },
-            decay: if self.decoupled {
-                0.0
-            } else {
-                self.weight_decay as f32
-            },
+            shrink: shrink as f32,
+            decay: decay as f32,
             weight: (1.0 - self.beta1) as f32,
             beta2: self.beta2 as f32,
             keep2: (1.0 - self.beta2) as f32,

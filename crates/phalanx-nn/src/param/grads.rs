@@ -139,7 +139,7 @@ impl GradSink for Grads {
         match self.infos.get(param.index()) {
             Some(i) => {
                 self.present[param.index()] = true;
-                &mut self.values[i.offset..i.offset + i.len]
+                &mut self.values[i.range()]
             }
             None => &mut [], // of another model
         }
@@ -167,7 +167,7 @@ impl GradSink for Grads {
 impl GradView for Grads {
     fn grad(&self, param: ParamId) -> &[f32] {
         match self.infos.get(param.index()) {
-            Some(i) => &self.values[i.offset..i.offset + i.len],
+            Some(i) => &self.values[i.range()],
             None => &[], // of another model
         }
     }

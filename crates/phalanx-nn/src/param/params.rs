@@ -1,5 +1,6 @@
 //! The built parameters and buffers of a model.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::layout::Layout;
@@ -69,6 +70,11 @@ pub struct ParamInfo {
 }
 
 impl ParamInfo {
+    /// Its elements in the flat memory.
+    pub fn range(&self) -> Range<usize> {
+        self.offset..self.offset + self.len
+    }
+
     /// Its name, or that of the parameter that it is a [shard](crate::Scope::shard) of.
     pub fn whole_name(&self) -> &str {
         self.whole.as_ref().map_or(&self.name, |whole| &whole.0)
@@ -147,11 +153,7 @@ impl Section {
     pub(super) fn build(self) -> Result<(AlignedBuf, Vec<ParamInfo>)> {
         let mut flat = AlignedBuf::zeroed(self.end);
         for (info, values) in self.infos.iter().zip(self.values) {
-            import(
-                info,
-                &values,
-                &mut flat[info.offset..info.offset + info.len],
-            )?;
+            import(info, &values, &mut flat[info.range()])?;
         }
         Ok((flat, self.infos))
     }
@@ -202,8 +204,7 @@ impl Params {
     /// # Panics
     /// If `id` belongs to another, larger model.
     pub fn get(&self, id: ParamId) -> &[f32] {
-        let i = &self.infos[id.index()];
-        &self.values[i.offset..i.offset + i.len]
+        &self.values[self.infos[id.index()].range()]
     }
 
     /// One parameter for writing, in the engine's memory order.
@@ -211,8 +212,7 @@ impl Params {
     /// # Panics
     /// If `id` belongs to another, larger model.
     pub fn get_mut(&mut self, id: ParamId) -> &mut [f32] {
-        let i = &self.infos[id.index()];
-        &mut self.values[i.offset..i.offset + i.len]
+        &mut self.values[self.infos[id.index()].range()]
     }
 
     /// Names, shapes and places in registration order.
@@ -250,10 +250,8 @@ impl Params {
 
     /// The parameter of that dotted name.
     pub fn find(&self, name: &str) -> Option<ParamId> {
-        self.ids()
-            .zip(&self.infos)
-            .find(|(_, info)| info.name == name)
-            .map(|(id, _)| id)
+        let index = self.infos.iter().position(|info| info.name == name)?;
+        self.ids().nth(index)
     }
 
     /// Freezes a parameter: it gets no gradient from now on (PyTorch: `requires_grad_(False)`), and backward computes
@@ -294,10 +292,9 @@ impl Params {
     /// If `id` belongs to another, larger model, or `flat` is shorter than this model's.
     pub fn export_of(&self, id: ParamId, flat: &[f32], out: &mut Vec<f32>) {
         let info = &self.infos[id.index()];
-        let values = &flat[info.offset..info.offset + info.len];
         out.clear();
         out.resize(info.len, 0.0);
-        info.layout.export(&info.shape, values, out);
+        info.layout.export(&info.shape, &flat[info.range()], out);
     }
 
     /// Sets one parameter from PyTorch's row-major order.
@@ -367,10 +364,11 @@ impl Params {
 
     /// The buffer of that dotted name.
     pub fn find_buffer(&self, name: &str) -> Option<BufferId> {
-        self.buffer_ids()
-            .zip(&self.buffer_infos)
-            .find(|(_, info)| info.name == name)
-            .map(|(id, _)| id)
+        let index = self
+            .buffer_infos
+            .iter()
+            .position(|info| info.name == name)?;
+        self.buffer_ids().nth(index)
     }
 
     /// The region of all buffers, gaps (zeros) included.
@@ -388,8 +386,7 @@ impl Params {
     /// # Panics
     /// If `id` belongs to another, larger model.
     pub fn buffer(&self, id: BufferId) -> &[f32] {
-        let i = &self.buffer_infos[id.index()];
-        &self.buffer_values[i.offset..i.offset + i.len]
+        &self.buffer_values[self.buffer_infos[id.index()].range()]
     }
 
     /// One buffer for writing.
@@ -397,8 +394,7 @@ impl Params {
     /// # Panics
     /// If `id` belongs to another, larger model.
     pub fn buffer_mut(&mut self, id: BufferId) -> &mut [f32] {
-        let i = &self.buffer_infos[id.index()];
-        &mut self.buffer_values[i.offset..i.offset + i.len]
+        &mut self.buffer_values[self.buffer_infos[id.index()].range()]
     }
 }
 

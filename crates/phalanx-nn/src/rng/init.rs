@@ -6,34 +6,23 @@
 
 use super::torch::Generator;
 
-/// Bound of the uniform weights: Kaiming with a = sqrt(5), evaluated in double
-/// in PyTorch's order (sqrt(5) squared is not exactly 5).
-///
-/// `fan_in` is the number of inputs of one output element: the elements of
-/// `weight[0]`.
-pub fn weight_bound(fan_in: usize) -> f64 {
+/// Fills a weight in PyTorch's memory order: `[out, in]` of a linear layer,
+/// `[out, in / groups, kh, kw]` of a convolution. `fan_in` is the number of inputs of one
+/// output element: the elements of `weight[0]`.
+pub fn fill_weight(generator: &mut Generator, weight: &mut [f32], fan_in: usize) {
+    // Kaiming with a = sqrt(5), evaluated in double in PyTorch's order (sqrt(5) squared is not
+    // exactly 5).
     let slope = 5.0_f64.sqrt();
     let gain = (2.0 / (1.0 + slope * slope)).sqrt();
-    3.0_f64.sqrt() * (gain / (fan_in as f64).sqrt())
-}
-
-/// Bound of the uniform biases; 0 for a layer without inputs.
-pub fn bias_bound(fan_in: usize) -> f64 {
-    if fan_in == 0 {
-        return 0.0;
-    }
-    1.0 / (fan_in as f64).sqrt()
-}
-
-/// Fills a weight in PyTorch's memory order: `[out, in]` of a linear layer,
-/// `[out, in / groups, kh, kw]` of a convolution.
-pub fn fill_weight(generator: &mut Generator, weight: &mut [f32], fan_in: usize) {
-    let bound = weight_bound(fan_in);
+    let bound = 3.0_f64.sqrt() * (gain / (fan_in as f64).sqrt());
     generator.fill_uniform_f32(weight, -bound, bound);
 }
 
 /// Fills the bias of a layer whose weight was just drawn.
 pub fn fill_bias(generator: &mut Generator, bias: &mut [f32], fan_in: usize) {
-    let bound = bias_bound(fan_in);
+    let bound = match fan_in {
+        0 => 0.0,
+        _ => 1.0 / (fan_in as f64).sqrt(),
+    };
     generator.fill_uniform_f32(bias, -bound, bound);
 }

@@ -90,8 +90,8 @@ impl State {
         self.finish();
         self.training = training;
         self.frozen.clear();
-        self.frozen
-            .extend(params.infos().iter().map(|info| info.frozen));
+        let infos = params.infos().iter();
+        self.frozen.extend(infos.map(|info| info.frozen));
         self.evaluates = false;
         self.walked = false;
         if let Some(clock) = &mut self.clock {
@@ -112,10 +112,8 @@ impl State {
 
     pub(super) fn finish(&mut self) {
         for slot in self.slots.drain(..) {
-            slot.buf
-                .into_iter()
-                .chain(slot.grad)
-                .for_each(|b| self.pool.put(b));
+            let memory = slot.buf.into_iter().chain(slot.grad);
+            memory.for_each(|b| self.pool.put(b));
         }
         self.nodes.clear();
         self.segments.clear();
@@ -147,9 +145,8 @@ impl State {
                 self.samples.len()
             )));
         }
-        let base = self
-            .key
-            .ok_or_else(|| Error::internal("no step has been started"))?;
+        let started = || Error::internal("no step has been started");
+        let base = self.key.ok_or_else(started)?;
         let key = MaskKey {
             key: [base.key[0], base.key[1] ^ self.random_ops],
             ..base
@@ -181,11 +178,10 @@ impl State {
         keep_grad: bool,
     ) -> SlotId {
         debug_assert_eq!(buf.slice().len(), precision.memory_len(shape.numel()));
-        let buf = Some(buf);
         self.slots.push(Slot {
             shape,
             precision,
-            buf,
+            buf: Some(buf),
             grad: None,
             handles: 0,
             saved: 0,
@@ -237,13 +233,11 @@ impl State {
         node: impl Into<Node>,
         wants_grad: bool,
     ) -> Result<()> {
+        let node = node.into();
         if self.anomaly {
-            let node = node.into();
             self.check_result(params, &node)?;
-            if wants_grad {
-                self.record(node);
-            }
-        } else if wants_grad {
+        }
+        if wants_grad {
             self.record(node);
         }
         Ok(())
@@ -329,20 +323,16 @@ impl State {
 
     pub(crate) fn kept_grad(&self, id: SlotId) -> Option<&[f32]> {
         let s = &self.slots[id.index()];
-        s.grad
-            .as_ref()
-            .filter(|_| s.keep_grad && self.walked)
-            .map(Buf::slice)
+        let grad = s.grad.as_ref().filter(|_| s.keep_grad && self.walked);
+        grad.map(Buf::slice)
     }
 
     /// A buffer with this operand's elements, to be overwritten: its own memory
     /// when the operation holds the only handle, no node saved it and no open segment
     /// needs it, else a copy.
     pub(crate) fn take_for_writing(&mut self, id: SlotId) -> Buf {
-        let needed = self
-            .segments
-            .open_from()
-            .is_some_and(|f| self.is_external_to(id, f));
+        let from = self.segments.open_from();
+        let needed = from.is_some_and(|f| self.is_external_to(id, f));
         let s = &mut self.slots[id.index()];
         if s.handles == 1
             && s.saved == 0
@@ -351,12 +341,7 @@ impl State {
         {
             return b;
         }
-        self.copy(id)
-    }
-
-    /// A buffer with a copy of this operand's elements, which are f32.
-    fn copy(&mut self, id: SlotId) -> Buf {
-        let mut to = self.pool.get(self.slots[id.index()].shape.numel());
+        let mut to = self.pool.get(s.shape.numel());
         to.slice_mut().copy_from_slice(self.value(id));
         to
     }

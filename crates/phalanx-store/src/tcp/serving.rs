@@ -316,12 +316,9 @@ impl ServerLoop {
     fn publish(&self) {
         let waits = self.conns.values();
         let waits = waits.filter(|c| matches!(c.state, State::Waiting(_)));
-        self.shared
-            .pending_waits
-            .store(waits.count(), Ordering::Relaxed);
-        self.shared
-            .clients
-            .store(self.conns.len(), Ordering::Relaxed);
+        let shared = &self.shared;
+        shared.pending_waits.store(waits.count(), Ordering::Relaxed);
+        shared.clients.store(self.conns.len(), Ordering::Relaxed);
     }
 
     /// Sleeps until the next event or timeout. Fills `ready` with the connections
@@ -703,12 +700,8 @@ impl ServerLoop {
     fn expire(&mut self) {
         let now = Instant::now();
         let is_late = |(_, conn): &(_, &Conn)| self.end_of(conn).is_some_and(|end| end <= now);
-        let late: Vec<ConnId> = self
-            .conns
-            .iter()
-            .filter(is_late)
-            .map(|(id, _)| *id)
-            .collect();
+        let late = self.conns.iter().filter(is_late);
+        let late: Vec<ConnId> = late.map(|(id, _)| *id).collect();
         for id in late {
             match self.conns.get(&id).map(|conn| &conn.state) {
                 Some(State::Waiting(_)) => {

@@ -17,7 +17,7 @@ use serde_json::{Map, Value, json};
 use self::server::{Refused, Server, URI};
 use crate::files::{files_of, open_in, version};
 use crate::follow::{LARGEST_FILE, RUN_FILE};
-use crate::values::shown;
+use crate::values::{folder_name, is_weights, shown};
 use crate::{Error, Result, Tracker};
 
 const EXPERIMENT: &str = "MLFLOW_EXPERIMENT_NAME";
@@ -180,11 +180,7 @@ impl Mlflow {
         }
         if found.is_null() {
             let dir = self.dir.canonicalize().unwrap_or_else(|_| self.dir.clone());
-            let name = dir
-                .file_name()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into_owned();
+            let name = folder_name(&dir);
             let user = std::env::var("USER").unwrap_or_default();
             let words = |name: &str| run[name].as_str().unwrap_or_default().to_owned();
             let git = |name: &str| run["git"][name].as_str().unwrap_or_default().to_owned();
@@ -373,12 +369,7 @@ impl Mlflow {
         };
         let dir = Dir::open(&self.dir)?;
         let mut files = files_of(&dir, &LEFT_OUT)?;
-        let has_weights = |name: &str| {
-            [".safetensors", ".pt", ".pth"]
-                .iter()
-                .any(|end| name.ends_with(end))
-        };
-        files.sort_by_key(|name| (has_weights(name), name.clone()));
+        files.sort_by_key(|name| (is_weights(name), name.clone()));
         for name in files {
             // Links and other things that are not regular files are left out.
             let Some(file) = open_in(&dir, &name) else {

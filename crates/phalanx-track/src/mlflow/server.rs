@@ -9,7 +9,7 @@ use phalanx_base::env::Env;
 use phalanx_base::text::one_line;
 use phalanx_http::ureq::http::header::{AUTHORIZATION, CONTENT_TYPE};
 use phalanx_http::ureq::http::{Response, Uri};
-use phalanx_http::ureq::{self, Agent, Body};
+use phalanx_http::ureq::{self, Agent, Body, RequestBuilder};
 use serde_json::Value;
 
 use crate::{Error, ErrorKind, Result};
@@ -104,13 +104,8 @@ impl Server {
 
     /// Asks for something.
     pub(super) fn get(&self, path: &str) -> Result<std::result::Result<Value, Refused>> {
-        let mut request = self
-            .agent
-            .get(format!("{}/api/2.0/mlflow/{path}", self.uri));
-        if let Some(authorization) = &self.authorization {
-            request = request.header(AUTHORIZATION, authorization);
-        }
-        self.answer(request.call())
+        let url = format!("{}/api/2.0/mlflow/{path}", self.uri);
+        self.answer(self.authorized(self.agent.get(url)).call())
     }
 
     /// Sends `body`.
@@ -120,13 +115,8 @@ impl Server {
         body: &Value,
     ) -> Result<std::result::Result<Value, Refused>> {
         let url = format!("{}/api/2.0/mlflow/{path}", self.uri);
-        let mut request = self
-            .agent
-            .post(url)
-            .header(CONTENT_TYPE, "application/json");
-        if let Some(authorization) = &self.authorization {
-            request = request.header(AUTHORIZATION, authorization);
-        }
+        let request = self.authorized(self.agent.post(url));
+        let request = request.header(CONTENT_TYPE, "application/json");
         self.answer(request.send(body.to_string()))
     }
 
@@ -138,13 +128,17 @@ impl Server {
     /// Sends `file` as the artifact at `path`.
     pub(super) fn put(&self, path: &str, file: File) -> Result<()> {
         let url = format!("{}/api/2.0/mlflow-artifacts/artifacts/{path}", self.uri);
-        let kind = "application/octet-stream";
-        let mut request = self.agent.put(url).header(CONTENT_TYPE, kind);
-        if let Some(authorization) = &self.authorization {
-            request = request.header(AUTHORIZATION, authorization);
-        }
+        let request = self.authorized(self.agent.put(url));
+        let request = request.header(CONTENT_TYPE, "application/octet-stream");
         let answer = self.answer(request.send(file))?;
         answer.map(|_| ()).map_err(Refused::error)
+    }
+
+    fn authorized<B>(&self, request: RequestBuilder<B>) -> RequestBuilder<B> {
+        match &self.authorization {
+            Some(authorization) => request.header(AUTHORIZATION, authorization),
+            None => request,
+        }
     }
 
     fn answer(

@@ -149,16 +149,12 @@ impl TensorBoard {
             "text" => vec![text(word("name"), word("text"))],
             "image" => {
                 let png = values::read(&Dir::open(&self.dir)?, word("file"));
-                png.into_iter()
-                    .filter_map(|png| image(word("name"), png))
-                    .collect()
+                image(word("name"), png).into_iter().collect()
             }
             "rows" => {
                 let predictions = Predictions::of(&self.dir, event)?;
                 let png = predictions.and_then(|predictions| predictions.framed());
-                png.into_iter()
-                    .filter_map(|png| image("predictions", png))
-                    .collect()
+                image("predictions", png).into_iter().collect()
             }
             _ => Vec::new(),
         })
@@ -286,15 +282,18 @@ fn hparams(run: &Value, started: f64) -> proto::Value {
 
 /// `rank_N/NAME` of each rank.
 fn system(event: &Value) -> Vec<proto::Value> {
-    let numbers = values::system(event);
-    let scalar = |(rank, name, value): (&Value, &str, &Value)| {
-        Some(proto::Value {
-            tag: format!("system/rank_{rank}/{name}"),
-            simple_value: Some(value.as_f64()? as f32),
-            ..proto::Value::default()
-        })
-    };
-    numbers.filter_map(scalar).collect()
+    values::system(event)
+        .filter_map(|(rank, name, value)| scalar(format!("system/rank_{rank}/{name}"), value))
+        .collect()
+}
+
+/// The number `value`; none, if it is not one.
+fn scalar(tag: String, value: &Value) -> Option<proto::Value> {
+    Some(proto::Value {
+        tag,
+        simple_value: Some(value.as_f64()? as f32),
+        ..proto::Value::default()
+    })
 }
 
 /// Histograms by the names of the tensors.
@@ -321,7 +320,8 @@ fn histograms(kind: &str, of: &Value) -> Vec<proto::Value> {
 }
 
 /// An image; none, if `png` is not one.
-fn image(tag: &str, png: Vec<u8>) -> Option<proto::Value> {
+fn image(tag: &str, png: Option<Vec<u8>>) -> Option<proto::Value> {
+    let png = png?;
     let [width, height] = png_size(&png)?.map(|side| i32::try_from(side).unwrap_or(i32::MAX));
     Some(proto::Value {
         tag: tag.to_owned(),
@@ -355,11 +355,7 @@ fn scalars(record: &Value) -> Vec<proto::Value> {
                 None => format!("epoch/{name}"),
             },
         };
-        Some(proto::Value {
-            tag,
-            simple_value: Some(value.as_f64()? as f32),
-            ..proto::Value::default()
-        })
+        scalar(tag, value)
     });
     values.collect()
 }

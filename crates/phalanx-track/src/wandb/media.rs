@@ -73,16 +73,13 @@ impl Media<'_> {
                         words.push(value.clone());
                     }
                     Cell::Png(png) => {
-                        let path = ["media", "images"];
                         let name = format!("{}.png", &sha256(png)[..NAME_DIGITS]);
-                        cells.push(image(png, &format!("{}/{name}", path.join("/"))));
+                        let path = format!("media/images/{name}");
+                        cells.push(image(png, &path));
                         words.push(json!("Image"));
-                        if entries
-                            .iter()
-                            .all(|entry: &Entry| !entry.path.ends_with(&name))
-                        {
-                            let file = self.write(ARTIFACTS, &path, &name, png)?;
-                            entries.push(entry(&format!("{}/{name}", path.join("/")), png, &file));
+                        if entries.iter().all(|entry: &Entry| entry.path != path) {
+                            let file = self.write(ARTIFACTS, &["media", "images"], &name, png)?;
+                            entries.push(entry(&path, png, &file));
                         }
                     }
                 }
@@ -90,16 +87,11 @@ impl Media<'_> {
             whole.push(cells);
             brief.push(words);
         }
-        let types: Map<String, Value> = columns
-            .iter()
-            .enumerate()
-            .map(|(at, name)| {
-                (
-                    name.clone(),
-                    kind(whole.iter().filter_map(|row| row.get(at))),
-                )
-            })
-            .collect();
+        let of_column = |(at, name): (usize, &String)| {
+            let cells = whole.iter().filter_map(|row| row.get(at));
+            (name.clone(), kind(cells))
+        };
+        let types: Map<String, Value> = columns.iter().enumerate().map(of_column).collect();
         let (rows, cols) = (whole.len(), columns.len());
         let whole = json!({
             "_type": "table", "columns": columns, "data": whole, "ncols": cols, "nrows": rows,

@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use self::media::{Cell, Media};
 use self::proto::{FilesItem, Item, Items, What};
 use crate::tensorboard::EVENT_FILE_PREFIX;
-use crate::values::{self, Predictions, failed};
+use crate::values::{self, Predictions, failed, folder_name, is_weights};
 use crate::{EVENTS_FILE, Error, ErrorKind, METRICS_FILE, Result, Tracker};
 
 /// The folder in the run's folder.
@@ -42,9 +42,6 @@ const HOLD: Duration = Duration::from_secs(2);
 
 /// Values by name.
 type Row = BTreeMap<String, Value>;
-
-/// Files of a run that are the model's.
-const WEIGHTS: [&str; 3] = [".pt", ".pth", ".safetensors"];
 
 /// Writes a run as an offline run of wandb, into `wandb/offline-run-<date>_<time>-<id>` in the run's folder: settings,
 /// metrics, what the ranks use, histograms, images, tables (one with the predictions of each epoch), texts, and at the end
@@ -174,11 +171,7 @@ impl Wandb {
     fn create(&mut self, run: &Value) -> Result<Out> {
         let words = |name: &str| run[name].as_str().unwrap_or_default().to_owned();
         let dir = self.dir.canonicalize().unwrap_or_else(|_| self.dir.clone());
-        let own = dir
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
+        let own = folder_name(&dir);
         // It becomes a file's name, and a part of an address.
         let id: String = words("id")
             .chars()
@@ -498,10 +491,6 @@ impl Tracker for Wandb {
         }
         out.flush()
     }
-}
-
-fn is_weights(name: &str) -> bool {
-    WEIGHTS.iter().any(|end| name.ends_with(end))
 }
 
 /// An object is an item for each of its values.

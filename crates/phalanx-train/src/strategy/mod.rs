@@ -403,9 +403,8 @@ impl State<'_> {
             own.get_or_insert_with(|| params.flat().to_vec());
             let ids: Vec<_> = params.ids().zip(optimizer.updates()).collect();
             for (id, _) in ids.into_iter().filter(|(_, updates)| **updates > 0) {
-                let info = &params.infos()[id.index()];
-                let averages = &averages[info.offset..][..info.len];
-                params.get_mut(id)[..averages.len()].copy_from_slice(averages);
+                let averages = &averages[params.infos()[id.index()].range()];
+                params.get_mut(id).copy_from_slice(averages);
             }
         }
         own

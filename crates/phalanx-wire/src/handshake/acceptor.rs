@@ -5,7 +5,7 @@ use super::{
     TAG_BYTES, Type, message, open,
 };
 use crate::token::random_bytes;
-use crate::{Error, ErrorKind, Result, Token};
+use crate::{ErrorKind, Result, Token};
 
 /// Acceptor that has sent its challenge and waits for the proof. The peer's hello
 /// is not accessible before that.
@@ -37,16 +37,13 @@ impl Acceptor {
         let nonce = random_bytes()?;
         let mac = token.mac(&[LABEL_CHALLENGE, &hello, &nonce]);
         let message = message(Type::Challenge, &[&nonce, &mac]);
-        let token = token.clone();
-        Ok((
-            Acceptor {
-                hello,
-                peer,
-                nonce,
-                token,
-            },
-            message,
-        ))
+        let acceptor = Acceptor {
+            hello,
+            peer,
+            nonce,
+            token: token.clone(),
+        };
+        Ok((acceptor, message))
     }
 
     /// The tag of the hello, if it is valid for our token. It is no proof, since a
@@ -68,9 +65,7 @@ impl Acceptor {
         let mac: [u8; 32] = r.array()?;
         r.end()?;
         let parts: [&[u8]; 3] = [LABEL_PROOF, &self.hello, &self.nonce];
-        if !self.token.mac_is(&parts, &mac) {
-            return Err(Error::new(ErrorKind::BadProof));
-        }
+        self.token.check(&parts, &mac, ErrorKind::BadProof)?;
         Ok(Proven(self))
     }
 }
@@ -83,12 +78,7 @@ impl Proven {
 
     /// Accepts the peer. `hello` describes this side.
     pub fn welcome(self, hello: Hello) -> Vec<u8> {
-        let Acceptor {
-            hello: theirs,
-            nonce,
-            token,
-            ..
-        } = self.0;
+        let (theirs, nonce, token) = (self.0.hello, self.0.nonce, self.0.token);
         let mine = Hello { nonce, ..hello }.encode();
         let mac = token.mac(&[LABEL_WELCOME, &theirs, &nonce, &mine]);
         message(Type::Welcome, &[&mine, &mac])
@@ -96,12 +86,7 @@ impl Proven {
 
     /// Refuses the peer and sends it the reason.
     pub fn reject(self, reason: RejectReason) -> Vec<u8> {
-        let Acceptor {
-            hello: theirs,
-            nonce,
-            token,
-            ..
-        } = self.0;
+        let (theirs, nonce, token) = (self.0.hello, self.0.nonce, self.0.token);
         let code = reason.code().to_le_bytes();
         let mac = token.mac(&[LABEL_REJECT, &theirs, &nonce, &code]);
         message(Type::Reject, &[&code, &mac])

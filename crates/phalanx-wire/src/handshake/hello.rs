@@ -162,7 +162,7 @@ impl Hello {
             nonce: r.array()?,
         };
         if pad != 0 {
-            return Err(Error::with(ErrorKind::ReservedNotZero, u64::from(pad), 0));
+            return Err(Error::with(ErrorKind::ReservedNotZero, pad, 0u8));
         }
         Ok(hello)
     }

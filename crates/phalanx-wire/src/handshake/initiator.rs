@@ -60,20 +60,16 @@ impl Initiator {
         let mac: [u8; 32] = r.array()?;
         r.end()?;
         let hello = self.hello;
-        if !self.token.mac_is(&[LABEL_CHALLENGE, &hello, &nonce], &mac) {
-            return Err(Error::new(ErrorKind::TokenMismatch));
-        }
+        let parts: [&[u8]; 3] = [LABEL_CHALLENGE, &hello, &nonce];
+        self.token.check(&parts, &mac, ErrorKind::TokenMismatch)?;
         let proof = self.token.mac(&[LABEL_PROOF, &hello, &nonce]);
         let message = message(Type::Proof, &[&proof]);
-        let token = self.token;
-        Ok((
-            Proving {
-                hello,
-                nonce,
-                token,
-            },
-            message,
-        ))
+        let proving = Proving {
+            hello,
+            nonce,
+            token: self.token,
+        };
+        Ok((proving, message))
     }
 }
 
@@ -91,18 +87,14 @@ impl Proving {
             let mac: [u8; 32] = r.array()?;
             r.end()?;
             let parts: [&[u8]; 4] = [LABEL_REJECT, &self.hello, &self.nonce, &code.to_le_bytes()];
-            if !self.token.mac_is(&parts, &mac) {
-                return Err(Error::new(ErrorKind::TokenMismatch));
-            }
+            self.token.check(&parts, &mac, ErrorKind::TokenMismatch)?;
             return Ok(Outcome::Rejected(RejectReason::from_code(code)?));
         }
         let peer: [u8; Hello::BYTES] = r.array()?;
         let mac: [u8; 32] = r.array()?;
         r.end()?;
         let parts: [&[u8]; 4] = [LABEL_WELCOME, &self.hello, &self.nonce, &peer];
-        if !self.token.mac_is(&parts, &mac) {
-            return Err(Error::new(ErrorKind::TokenMismatch));
-        }
+        self.token.check(&parts, &mac, ErrorKind::TokenMismatch)?;
         let peer = Hello::decode(&peer)?;
         if peer.nonce != self.nonce {
             return Err(Error::new(ErrorKind::NonceMismatch));

@@ -67,7 +67,6 @@ pub use initiator::{Initiator, Outcome, Proving};
 pub use reject::RejectReason;
 
 use crate::bytes::Reader;
-use crate::frame::bad_magic;
 use crate::{Error, ErrorKind, Result};
 
 /// Maximum length of a handshake message, prefix included.
@@ -164,34 +163,17 @@ impl Awaiting {
 /// [`WrongLength`](ErrorKind::WrongLength).
 pub fn body_bytes(prefix: &[u8; PREFIX_BYTES], awaiting: Awaiting) -> Result<usize> {
     let mut r = Reader::new(prefix);
-    let magic: [u8; 4] = r.array()?;
-    if magic != MAGIC {
-        return Err(bad_magic(magic, MAGIC));
-    }
-    let version = r.u8()?;
-    if version != VERSION {
-        return Err(Error::with(
-            ErrorKind::WrongVersion,
-            u64::from(version),
-            u64::from(VERSION),
-        ));
-    }
+    r.start(MAGIC, VERSION)?;
     let code = r.u8()?;
     let announced = r.u16()?;
     let kind = Type::from_code(code)?;
     if !awaiting.allows(kind) {
-        return Err(Error::with(
-            ErrorKind::UnexpectedMessage,
-            u64::from(code),
-            awaiting.expected() as u64,
-        ));
+        let expected = awaiting.expected() as u8;
+        return Err(Error::with(ErrorKind::UnexpectedMessage, code, expected));
     }
     if usize::from(announced) != kind.body_bytes() {
-        return Err(Error::with(
-            ErrorKind::WrongLength,
-            u64::from(announced),
-            kind.body_bytes() as u64,
-        ));
+        let expected = kind.body_bytes() as u64;
+        return Err(Error::with(ErrorKind::WrongLength, announced, expected));
     }
     Ok(kind.body_bytes())
 }

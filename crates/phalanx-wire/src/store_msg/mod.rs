@@ -70,7 +70,7 @@ pub fn response_bytes(length: [u8; LENGTH_BYTES]) -> Result<usize> {
 fn body_bytes(length: [u8; LENGTH_BYTES], limit: usize) -> Result<usize> {
     let announced = u32::from_le_bytes(length);
     if announced == 0 {
-        return Err(Error::with(ErrorKind::Truncated, 0, 1));
+        return Err(Error::with(ErrorKind::Truncated, 0u8, 1u8));
     }
     check_length(announced as usize, limit, ErrorKind::MessageTooLong)?;
     Ok(announced as usize)
@@ -133,7 +133,7 @@ pub fn check_will(value: &[u8]) -> Result<()> {
 /// [`ErrorKind::WaitKeys`].
 pub fn check_wait(keys: usize) -> Result<()> {
     if keys == 0 {
-        return Err(Error::with(ErrorKind::WaitKeys, 0, MAX_WAIT_KEYS as u64));
+        return Err(Error::with(ErrorKind::WaitKeys, 0u8, MAX_WAIT_KEYS as u64));
     }
     check_length(keys, MAX_WAIT_KEYS, ErrorKind::WaitKeys)
 }
@@ -169,7 +169,7 @@ impl Field<'_> for bool {
         match r.u8()? {
             0 => Ok(false),
             1 => Ok(true),
-            other => Err(Error::with(ErrorKind::BadFlag, u64::from(other), 1)),
+            other => Err(Error::with(ErrorKind::BadFlag, other, 1u8)),
         }
     }
 }
@@ -287,7 +287,7 @@ macro_rules! codec {
                 let mut r = Reader::new(body);
                 let message = match r.u8()? {
                     $($code => Self::$variant { $($field: Field::take(&mut r)?),* },)*
-                    other => return Err(Error::with(ErrorKind::UnknownCode, u64::from(other), 0)),
+                    other => return Err(Error::with(ErrorKind::UnknownCode, other, 0u8)),
                 };
                 r.end()?;
                 message.check()?;

@@ -171,13 +171,30 @@ fn oversize(_: &Scene, target: &Target, tallies: &Tallies) {
     }
 }
 
+fn encoded(request: &Request<'_>) -> Option<Vec<u8>> {
+    let mut bytes = Vec::new();
+    request.encode(&mut bytes).ok()?;
+    Some(bytes)
+}
+
+/// Sends `request` on so many connections and holds them for a second. Returns how many there were.
+fn hold(scene: &Scene, target: &Target, connections: usize, request: &[u8]) -> usize {
+    let lines = (0..connections).filter_map(|_| {
+        let mut line = join(target)?;
+        line.say(request);
+        Some(line)
+    });
+    let held: Vec<Line> = lines.collect();
+    scene.sleep(Duration::from_secs(1));
+    held.len()
+}
+
 /// Two megabytes of tiny requests at once: others come first now and then.
 fn pipeline(_: &Scene, target: &Target, tallies: &Tallies) {
     let Some(mut line) = join(target) else { return };
-    let mut one = Vec::new();
-    if (Request::TryGet { key: "a" }).encode(&mut one).is_err() {
+    let Some(one) = encoded(&Request::TryGet { key: "a" }) else {
         return;
-    }
+    };
     line.say(&one.repeat((2 << 20) / one.len()));
     line.judge();
     note(tallies, "pipelined requests", (2 << 20) / one.len());
@@ -185,71 +202,43 @@ fn pipeline(_: &Scene, target: &Target, tallies: &Tallies) {
 
 /// Large requests of which the last byte never comes.
 fn half_requests(scene: &Scene, target: &Target, tallies: &Tallies) {
-    let mut request = Vec::new();
     let value = vec![7; MAX_VALUE_BYTES];
     let set = Request::CompareSet {
         key: "half",
         expected: Some(&value),
         desired: &value,
     };
-    if set.encode(&mut request).is_err() {
+    let Some(mut request) = encoded(&set) else {
         return;
-    }
+    };
     request.pop();
-    let mut held = Vec::new();
-    for _ in 0..150 {
-        let Some(mut line) = join(target) else {
-            continue;
-        };
-        line.say(&request);
-        held.push(line);
-    }
-    scene.sleep(Duration::from_secs(1));
-    note(tallies, "half requests", held.len());
+    note(tallies, "half requests", hold(scene, target, 150, &request));
 }
 
 /// Waits for a thousand keys of a thousand bytes, many times.
 fn waits(scene: &Scene, target: &Target, tallies: &Tallies) {
     let keys: Vec<String> = (0..1024).map(|i| format!("{i:0>1024}")).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    let mut request = Vec::new();
     let wait = Request::Wait {
         keys,
         timeout_ms: u32::MAX,
     };
-    if wait.encode(&mut request).is_err() {
+    let Some(request) = encoded(&wait) else {
         return;
-    }
-    let mut held = Vec::new();
-    for _ in 0..200 {
-        let Some(mut line) = join(target) else {
-            continue;
-        };
-        line.say(&request);
-        held.push(line);
-    }
-    scene.sleep(Duration::from_secs(1));
-    note(tallies, "long waits", held.len());
+    };
+    note(tallies, "long waits", hold(scene, target, 200, &request));
 }
 
 /// Asks for a megabyte again and again, and takes none of it.
 fn deaf(scene: &Scene, target: &Target, tallies: &Tallies) {
     let Some(mut line) = join(target) else { return };
-    let mut set = Vec::new();
-    let value = vec![7; MAX_VALUE_BYTES];
-    let key = "attacks/large";
-    if (Request::Set { key, value: &value })
-        .encode(&mut set)
-        .is_err()
-    {
+    let (key, value) = ("attacks/large", vec![7; MAX_VALUE_BYTES]);
+    let set = encoded(&Request::Set { key, value: &value });
+    let (Some(set), Some(get)) = (set, encoded(&Request::TryGet { key })) else {
         return;
-    }
+    };
     line.say(&set);
     line.hear(5);
-    let mut get = Vec::new();
-    if (Request::TryGet { key }).encode(&mut get).is_err() {
-        return;
-    }
     let start = Instant::now();
     let mut held = Vec::new();
     for _ in 0..150 {

@@ -81,16 +81,14 @@ impl TileMap {
 
     /// From output gradients to input gradients.
     fn back(s: &ConvShape) -> Self {
-        TileMap {
-            grid: Grid {
-                images: s.images,
-                input: s.output,
-                output: s.input,
-                padding: 2 - s.padding[0],
-            },
+        Self::forward(&ConvShape {
+            input: s.output,
+            output: s.input,
             inp: s.out,
             out: s.inp,
-        }
+            padding: s.padding.map(|p| 2 - p),
+            ..*s
+        })
     }
 
     fn keeps_tiles(&self) -> bool {
@@ -326,14 +324,12 @@ fn by_panels(
                     }
                 }
             }
-            let (span, first) = (
-                Span {
-                    first: 0,
-                    count: tiles,
-                    row: 0,
-                },
-                panel * LANES,
-            );
+            let first = panel * LANES;
+            let span = Span {
+                first: 0,
+                count: tiles,
+                row: 0,
+            };
             let bias = finish.bias.get(first..).unwrap_or(&[]);
             let finish = Finish { bias, ..finish };
             // SAFETY: these channels of all tiles belong to this chunk.
