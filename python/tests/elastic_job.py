@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+import late
 import phalanx.torch.elastic as elastic
 
 folder, samples, batch, epochs, workers, pause = [*sys.argv[1:], 0, 0][:6]
+device = "late" if late.library else "cpu"
 torch.manual_seed(7)
 x = torch.randn(int(samples), 16, dtype=torch.float64)
 y = x.sin().sum(1, keepdim=True)
@@ -32,6 +34,7 @@ with torch.no_grad():
     if os.environ.get("RANK", "0") == "0" and not os.environ.get("PHALANX_JOIN"):
         for p, value in zip(net.parameters(), first):
             p.copy_(value)
+net.to(device)
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=200)
 # Ranks are killed in backward too.
@@ -56,7 +59,7 @@ def train(state):
             # Written before the others can complete the step; the last attempt counts.
             generation = state._member.generation() if state._member else 0
             write({"epoch": epoch + 1, "step": sampler.done, "generation": generation, "samples": ids.tolist()})
-            loss = sampler.weighted(torch.nn.functional.mse_loss(ddp(a), b))
+            loss = sampler.weighted(torch.nn.functional.mse_loss(ddp(a.to(device)), b.to(device)))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """What each rank does in ``test_torch.py``: ranks.py TEST RANK WORLD FILE."""
 
 import contextlib
+import gc
 import multiprocessing.reduction
 import os
 import pickle
@@ -12,6 +13,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+if sys.argv[2] == "1" and "LATE_US" in os.environ:
+    # The device of this rank is slower.
+    os.environ["LATE_US"] += "0"
+from late import library as LATE
 import phalanx.torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -19,31 +24,33 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.multiprocessing.reductions import shared_cache
+from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
 from torch.distributed.tensor import Shard, distribute_tensor
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+if LATE:
+    # They take their time.
+    FLOATS, SIGNED, UNSIGNED = FLOATS[::3], SIGNED[:1], UNSIGNED[:1]
 MOVED = FLOATS + SIGNED + UNSIGNED + [torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
-LENGTHS = [0, 1, 7, 1000]
+LENGTHS = [0, 7] if LATE else [0, 1, 7, 1000]
 Op = dist.ReduceOp
 
 
 def values(rank, count, dtype):
     """The elements of one rank, which every rank can compute."""
-    generator = torch.Generator().manual_seed(1000 + rank)
+    generator = torch.Generator("cpu").manual_seed(1000 + rank)
+    drawn = lambda low, high, *shape: torch.randint(low, high, shape, generator=generator, device="cpu").to(torch.get_default_device())
     if dtype == torch.bool:
-        return torch.randint(0, 2, (count,), generator=generator).bool()
+        return drawn(0, 2, count).bool()
     if dtype.is_complex:
-        parts = torch.randint(-8, 8, (count, 2), generator=generator).to(torch.float64)
-        return torch.view_as_complex(parts).to(dtype)
-    low = 0 if dtype in UNSIGNED else -8
-    return torch.randint(low, 8, (count,), generator=generator).to(dtype)
+        return torch.view_as_complex(drawn(-8, 8, count, 2).to(torch.float64)).to(dtype)
+    return drawn(0 if dtype in UNSIGNED else -8, 8, count).to(dtype)
 
 
 def same(got, wanted):
-    as_bytes = lambda t: t.contiguous().reshape(-1).view(torch.uint8)
+    as_bytes = lambda t: t.cpu().contiguous().reshape(-1).view(torch.uint8)
     assert got.shape == wanted.shape and got.dtype == wanted.dtype, (got, wanted)
     assert torch.equal(as_bytes(got), as_bytes(wanted)), (got, wanted)
 
@@ -128,6 +135,8 @@ def test_reductions(rank, world):
     dist.all_reduce_coalesced(several)
     for tensor in several:
         same(tensor, torch.full(tensor.shape, float(sum(range(world)))))
+    if LATE:
+        return
     sparse = torch.sparse_coo_tensor([[rank, 9]], [1.0, 2.0], (10,))
     dist.all_reduce(sparse)
     wanted = torch.zeros(10)
@@ -505,7 +514,8 @@ def test_futures(rank, world):
         work = dist.all_reduce(wide.t(), async_op=True)
     work.wait()
     same(wide, torch.full((3, 4), float(world)))
-    turned = torch.tensor([1 + 2j, 3j]).conj()
+    # The device of the tests makes nothing of these.
+    turned = torch.tensor([1 + 2j, 3j]) if LATE else torch.tensor([1 + 2j, 3j]).conj()
     into = [torch.empty(2, dtype=torch.complex64) for _ in range(world)] if rank == 0 else None
     dist.gather(turned, into)
     for got in into or []:
@@ -513,6 +523,106 @@ def test_futures(rank, world):
     odd = torch.tensor([2, 0, 1], dtype=torch.uint8).view(torch.bool)
     dist.all_reduce(odd, Op.BXOR)
     assert odd.view(torch.uint8).tolist() == [world % 2, 0, world % 2]
+
+
+def test_device(rank, world):
+    """Operations on tensors of a device wait for its streams, and its streams for them."""
+    total, other = float(sum(range(world))), torch.Stream(device="late")
+    # Called on one stream and waited for on another one.
+    for step in range(5):
+        with other:
+            given = torch.empty(4)
+            given.fill_(rank + step)
+            work = dist.all_reduce(given, async_op=True)
+        with torch.Stream(device="late"):
+            work.wait()
+        # For this stream.
+        work.wait()
+        same(given * 2, torch.full((4,), 2 * (total + world * step)))
+        with torch.Stream(device="late"):
+            # By a future, from which another one follows.
+            given = torch.full((4,), float(rank))
+            double = dist.all_reduce(given, async_op=True).get_future().then(lambda future: future.wait()[0] * 2)
+            with other:
+                same(double.wait() + 1, torch.full((4,), 2 * total + 1))
+            # Nobody else holds the tensor.
+            dist.all_reduce(torch.full((4,), 1.0), async_op=True)
+    # In the order of the calls, whatever the device.
+    sums = [torch.full((4,), float(rank + n), device=("cpu", "late")[n % 2]) for n in range(20)]
+    for work in [dist.all_reduce(one, async_op=n % 3 > 0) for n, one in enumerate(sums)]:
+        work and work.wait()
+    for n, one in enumerate(sums):
+        same(one, torch.full((4,), total + world * n))
+    if world > 1:
+        right, left = (rank + 1) % world, (rank - 1) % world
+        sent = [dist.isend(torch.full((2,), float(n), device=("cpu", "late")[n % 2]), right) for n in range(6)]
+        for n in range(6):
+            got = torch.empty(2, device=("late", "cpu")[n // 2 % 2])
+            assert dist.recv(got, left) == left
+            same(got, torch.full((2,), float(n)))
+        for work in sent:
+            work.wait()
+        # A limited wait; the operation continues.
+        slow = torch.zeros(4)
+        receive = dist.irecv(slow, left)
+        try:
+            receive.wait(timedelta(seconds=0.1))
+        except RuntimeError as error:
+            assert "it continues" in str(error), error
+        else:
+            raise AssertionError("no message was sent")
+        dist.barrier()
+        dist.send(torch.full((4,), float(rank)), right)
+        receive.wait()
+        same(slow, torch.full((4,), float(left)))
+    # Of the ranks one is slower, so that a call which does not wait for its turn meets another one.
+    for step in range(3):
+        sums = [torch.full((4,), float(rank * (n + 1)), device=device) for n, device in enumerate(("late", "cpu", "late"))]
+        for work in [dist.all_reduce(one, async_op=True) for one in sums] + [dist.barrier(async_op=True)]:
+            work.wait()
+        for n, one in enumerate(sums):
+            same(one, torch.full((4,), total * (n + 1)))
+    # Results as of the CPU, and nothing that only the garbage collection frees.
+    gc.collect()
+    gc.disable()
+    for name, work, written in list(operations(rank, world, None)):
+        while not work.is_completed():
+            time.sleep(0.001)
+        result, own = work.result(), [w for w in written if name != "barrier"]
+        assert isinstance(result, list) and all(a is b or torch.equal(a, b) for a, b in zip(result, own)), (name, result, own)
+    one = torch.ones(2)
+    watched = StorageWeakRef(one.untyped_storage())
+    dist.all_reduce(one)
+    same(one, torch.full((2,), float(world)))
+    del one
+    assert watched.expired()
+    gc.enable()
+    # Some groups are for one of the devices.
+    for backend, device in (("cpu:gloo,late:phalanx", "late"), ("cpu:phalanx,late:fake", "cpu"), ("late:phalanx", "late")):
+        group = dist.new_group(backend=backend)
+        given = torch.full((3,), float(rank), device=device)
+        dist.all_reduce(given, group=group)
+        work = dist.all_reduce(given, Op.MAX, group=group, async_op=True)
+        work.wait()
+        same(given, torch.full((3,), total))
+    for call in (
+        lambda: dist.all_gather([torch.empty(2, device="cpu") for _ in range(world)], torch.ones(2)),
+        lambda: dist.all_gather_single(torch.empty(2 * world), torch.ones(2, device="cpu")),
+        lambda: dist.all_reduce_coalesced([torch.ones(2, device="cpu"), torch.ones(2)]),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert "late:0" in str(error), error
+        else:
+            raise AssertionError("the tensors are on two devices")
+    same(dist.all_reduce(given, async_op=True).result()[0], torch.full((3,), total * world))
+    if world > 1 and rank == 0:
+        dist.isend(torch.full((4,), 7.0), 1)
+    elif rank == 1:
+        dist.recv(given.resize_(4), 0)
+        same(given, torch.full((4,), 7.0))
+    dist.destroy_process_group()
 
 
 def hosted_store(rank):
@@ -961,6 +1071,8 @@ if __name__ == "__main__":
     more = {"enable_reconfigure": True} if name == "test_reconfigured" else {}
     if name != "test_absent":
         dist.init_process_group(backend, init_method=f"file://{FILE}", rank=rank, world_size=world, timeout=timeout, **more)
+    if LATE:
+        torch.set_default_device("late")
     globals()[name](rank, world)
     print("ok", flush=True)
     # Half of the tests end as programs do that forget it.

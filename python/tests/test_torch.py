@@ -4,6 +4,7 @@ Each test starts its ranks as processes, which meet in a file.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ def ranks(name, world, **env):
                 process.kill()
 
 
-class Torch(unittest.TestCase):
+class Ranks(unittest.TestCase):
     def check(self, name, worlds=(1, 2, 3), dead=None, **env):
         for world in worlds:
             for rank, (output, code) in enumerate(ranks(name, world, **env)):
@@ -40,6 +41,8 @@ class Torch(unittest.TestCase):
                         self.assertEqual(code, 0, output)
                         self.assertIn("ok", output)
 
+
+class Torch(Ranks):
     def test_reductions(self):
         self.check("test_reductions")
 
@@ -115,6 +118,53 @@ class Torch(unittest.TestCase):
 
     def test_late(self):
         self.check("test_late", (2, 3))
+
+
+class Device(Ranks):
+    """With tensors of a device whose copies come late."""
+
+    @classmethod
+    def setUpClass(cls):
+        if shutil.which("g++") is None:
+            raise unittest.SkipTest("the device of these tests is compiled with g++, which is not installed")
+        import torch
+
+        home, folder = os.path.dirname(torch.__file__), tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.library = os.path.join(folder.name, "late_device.so")
+        include = [f"-I{home}/include", f"-I{home}/include/torch/csrc/api/include"]
+        command = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", *include, f"{HERE}/late_device.cpp", "-o", cls.library]
+        subprocess.run([*command, f"-L{home}/lib", "-lc10", "-ltorch_cpu"], check=True)
+
+    def check(self, *args, **named):
+        super().check(*args, LATE_DEVICE=self.library, **named)
+
+    def test_device(self):
+        self.check("test_device", (1, 3), LATE_US="2000")
+
+    def test_reductions(self):
+        self.check("test_reductions", (2,))
+
+    def test_moves(self):
+        self.check("test_moves", (2,))
+
+    def test_messages(self):
+        self.check("test_messages", (3,))
+
+    def test_coalesced(self):
+        self.check("test_coalesced", (2,))
+
+    def test_ddp(self):
+        self.check("test_ddp", (2,))
+
+    def test_futures(self):
+        self.check("test_futures", (3,))
+
+    def test_killed(self):
+        self.check("test_killed", (3,), dead=1)
+
+    def test_killed_in_backward(self):
+        self.check("test_killed_in_backward", (3,), dead=1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ``torch.distributed`` back end ``"phalanx"`` for CPU tensors.
+"""The ``torch.distributed`` back end ``"phalanx"``: for CPU tensors, and for those of a GPU by copies in the host's memory.
 
     torch.distributed.init_process_group("phalanx")
 
@@ -6,6 +6,7 @@ PyTorch finds it by its name.
 """
 
 import atexit
+import concurrent.futures
 import contextlib
 import fcntl
 import os
@@ -98,7 +99,7 @@ _OF_BOOL = {"sum": "max", "max": "max", "bit_or": "max", "product": "min", "min"
 def _check(tensor):
     """Refuses what is not in this process's memory, or not dense."""
     if tensor.device.type != "cpu":
-        raise ValueError(f"the phalanx back end takes CPU tensors, and this one is on {tensor.device}; use \"cpu:phalanx,cuda:nccl\"")
+        raise ValueError(f"this operation of the phalanx back end takes tensors of the CPU or of one GPU, and one is on {tensor.device}")
     if tensor.layout != torch.strided:
         raise ValueError(f"this operation of the phalanx back end takes dense tensors, and this one is {tensor.layout}")
     return tensor.detach()
@@ -226,7 +227,7 @@ def _calls_reducer():
     """Whether backward itself calls the operation that asks, as the C++ of DistributedDataParallel does."""
     frame = sys._getframe(1).f_back
     if frame is not None and frame.f_code.co_name == "allreduce":
-        # Of `_Group`.
+        # Of `_anywhere` or `_Group`.
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
@@ -354,9 +355,9 @@ class _Work(dist.Work):
     Of those that C++ has asked for, as a group of several back ends does, PyTorch passes on ``wait`` and ``get_future`` only.
     """
 
-    __slots__ = ("_waiters", "_parts", "_result", "_after", "_failed", "_future", "_finishing")
+    __slots__ = ("_waiters", "_parts", "_result", "_after", "_failed", "_future", "_finishing", "_sides")
 
-    def __init__(self, waiters, parts, result, after):
+    def __init__(self, waiters, parts, result, after, sides=()):
         super().__init__()
         self._waiters = waiters
         # Without those that are over.
@@ -365,6 +366,8 @@ class _Work(dist.Work):
         self._after = after
         self._failed = self._future = None
         self._finishing = threading.Lock() if after else None
+        # Streams of GPUs on which the tensors are written.
+        self._sides = sides
 
     def wait(self, timeout=None):
         seconds = timeout.total_seconds() if timeout is not None else 0
@@ -373,12 +376,19 @@ class _Work(dist.Work):
             part.wait(None if until is None else max(0.0, until - time.monotonic()))
         if self._after or self._failed:
             self._finish()
+        for side in self._sides:
+            torch.accelerator.current_stream(side.device).wait_stream(side)
         return True
+
+    def synchronize(self):
+        self.wait()
+
+    block_current_stream = synchronize
 
     def is_completed(self):
         if not all(part.is_done() for part in self._parts):
             return False
-        if self._after:
+        if self._after or self._sides:
             try:
                 self.wait()
             except Exception:  # `wait` and `exception` give it.
@@ -427,7 +437,7 @@ class _Work(dist.Work):
         with _FUTURES:
             future, done = self._future, None
             if future is None:
-                done = torch.futures.Future()
+                done = torch.futures.Future(devices=[side.device for side in self._sides])
                 # In C++ a future with an exception has succeeded, with the exception as its value; not the next one.
                 future = self._future = done.then(lambda done: done.wait())
         if done is not None:
@@ -438,12 +448,79 @@ class _Work(dist.Work):
         return future
 
     def _complete(self, future):
+        with contextlib.ExitStack() as streams:
+            for side in self._sides:
+                torch.accelerator.set_device_index(side.device.index)
+                streams.enter_context(_entered(side))
+            try:
+                self.wait()
+            except Exception as error:  # For the caller, who waits for the future.
+                future.set_exception(error)
+            else:
+                future.set_result(self.result())
+
+
+def _entered(stream):
+    """``stream`` for a ``with``: PyTorch keeps the stream that was current before in the object, whatever the thread."""
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
+class _Copied:
+    """A part of a `_Work`: an operation on copies of tensors of a GPU, which starts when the copies are there."""
+
+    def __init__(self, started):
+        self._started = started
+
+    def wait(self, limit=None):
+        until = None if limit is None else time.monotonic() + limit
         try:
-            self.wait()
-        except Exception as error:  # For the caller, who waits for the future.
-            future.set_exception(error)
-        else:
-            future.set_result(self.result())
+            work = self._started.result(limit)
+        except concurrent.futures.TimeoutError:
+            raise dist.DistBackendError(f"the operation is not over after the {limit:g} s that wait was given; it continues") from None
+        work.wait(None if until is None else timedelta(seconds=max(1e-3, until - time.monotonic())))
+
+    def is_done(self):
+        return self._started.done() and (self._started.exception() is not None or self._started.result().is_completed())
+
+    def sender(self):
+        return self._started.result()._source_rank()
+
+
+class _Starts:
+    """The thread that starts operations on copies of tensors of a GPU, in the order of the calls."""
+
+    def __init__(self):
+        self._queue = queue.SimpleQueue()
+        self._last = None
+        self._thread = threading.Thread(target=self._run, name="phalanx-start", daemon=True)
+        self._thread.start()
+
+    def add(self, start):
+        """A future of what ``start`` returns."""
+        started = self._last = concurrent.futures.Future()
+        self._queue.put((started, start))
+        return started
+
+    def _run(self):
+        for started, start in iter(self._queue.get, None):
+            try:
+                started.set_result(start())
+            except BaseException as error:  # For who waits for it.
+                started.set_exception(error)
+            del started, start
+
+    def reach(self):
+        """Waits until all are started; whether this is another thread than theirs."""
+        if threading.current_thread() is self._thread:
+            return False
+        last = self._last
+        if last is not None and not last.done():
+            concurrent.futures.wait([last])
+        return True
+
+    def end(self):
+        self._queue.put(None)
+        self._thread.join()
 
 
 class _Waiters:
@@ -528,6 +605,9 @@ class PhalanxBackend(c10d.Backend):
         self._sequence = 0
         # The thread that coalesces, and what it has begun.
         self._coalesced = None
+        # Of operations on tensors of GPUs: the thread, and two streams for each GPU.
+        self._starts = None
+        self._streams = {}
         self._waiters = _Waiters()
         self._pid = os.getpid()
         # C++ may have the only other reference, which does not keep what is written in Python.
@@ -593,10 +673,14 @@ class PhalanxBackend(c10d.Backend):
         self._sequence += 1
         seconds = opts.timeout.total_seconds()
         runs = not opts.asyncOp and not self._collects() or self._world == 1
-        return (seconds if seconds > 0 else self._default, runs)
+        return (seconds if seconds > 0 else self._default, self._reach_starts() and runs)
 
-    def _work(self, parts, result, after):
-        work = _Work(self._waiters, parts, result, after)
+    def _reach_starts(self):
+        """Waits until the operations before are started; whether this is a thread of the program."""
+        return self._starts is None or self._starts.reach()
+
+    def _work(self, parts, result, after, sides=()):
+        work = _Work(self._waiters, parts, result, after, sides)
         if not self._collects():
             return work
         self._coalesced[1].append(work)
@@ -615,7 +699,60 @@ class PhalanxBackend(c10d.Backend):
             raise RuntimeError("endCoalescing without a startCoalescing of this thread")
         (_, works), self._coalesced = self._coalesced, None
         parts = [part for work in works for part in work._parts]
-        return self._work(parts, [work._result for work in works], [work._finish for work in works if work._after])
+        sides = tuple({side for work in works for side in work._sides})
+        return self._work(parts, [work._result for work in works], [work._finish for work in works if work._after], sides)
+
+    def _stage(self, name, args):
+        """The operation ``name`` on copies of tensors of a GPU in pinned memory. Its copies wait for the caller's stream, and the
+        stream of who waits for the operation waits for the copies back.
+        """
+        device, pairs = _first(args[:2]).device, []
+        caller = torch.accelerator.current_stream(device)
+        if caller.is_capturing():
+            raise RuntimeError("an operation of the phalanx back end cannot be part of a graph that is captured")
+
+        def copy_of(tensor):
+            if tensor.device != device:
+                raise ValueError(f"the tensors of one operation must be on one device, and these are on {device} and {tensor.device}")
+            if tensor.layout != torch.strided:
+                raise ValueError(f"the phalanx back end takes dense tensors of a GPU, and this one is {tensor.layout}")
+            pairs.append((tensor.detach(), torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)))
+            return pairs[-1][1]
+
+        moved = [_mapped(copy_of, args[0])]
+        read = written = pairs[:]
+        moved += [_mapped(copy_of, one) for one in args[1:]]
+        root = getattr(args[-1], "rootRank", None)
+        if isinstance(args[1], (list, torch.Tensor)):
+            read = pairs[len(written) :]
+        elif name == "recv" or name == "broadcast" and root != self._me:
+            read = []
+        elif name == "send" or name == "broadcast" or name == "reduce" and root != self._me:
+            written = []
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device=device), torch.Stream(device=device)
+        there, back = self._streams[device]
+        there.wait_stream(caller)
+        with _entered(there):
+            for tensor, host in read:
+                host.copy_(tensor, non_blocking=True)
+                tensor.record_stream(there)
+            copied = there.record_event()
+
+        def start():
+            torch.accelerator.set_device_index(device.index)
+            copied.synchronize()
+            return getattr(self, name)(*moved)
+
+        def copy_back():
+            with _entered(back):
+                for tensor, host in written:
+                    tensor.copy_(host, non_blocking=True)
+                    tensor.record_stream(back)
+
+        self._starts = self._starts or _Starts()
+        result = args[0] if isinstance(args[0], list) else [args[0]]
+        return self._work([_Copied(self._starts.add(start))], result, [copy_back], (back,))
 
     def _reduce(self, tensor, op, after):
         """The memory to reduce, and the name of the reduction."""
@@ -671,6 +808,8 @@ class PhalanxBackend(c10d.Backend):
         tensor = tensors[0]
         if tensor.layout != torch.sparse_coo:
             raise ValueError(f"the sparse all-reduce takes sparse COO tensors, and this one is {tensor.layout}")
+        if not tensor.is_cpu:
+            raise ValueError(f"the sparse all-reduce takes tensors of the CPU, and this one is on {tensor.device}")
         own = tensor.coalesce()
         indices, values = own.indices().contiguous(), own.values().contiguous()
         counts = torch.empty(self._world, dtype=torch.int64, device="cpu")
@@ -825,14 +964,18 @@ class PhalanxBackend(c10d.Backend):
         frame = sys._getframe(1).f_back
         frame = frame and frame.f_back
         waits = frame is not None and any(frame.f_code is code for code in _BLOCKING) and not self._collects()
-        return (self._default, waits)
+        return (self._default, self._reach_starts() and waits)
 
     def send(self, tensors, to, tag):
+        if not (tensors[0].is_cpu or tensors[0].is_meta):
+            return self._stage("send", (tensors, to, tag))
         data = _quick(tensors[0]) or _memory(_source(tensors[0]))
         part = self._group.send(data, to, tag, self._how_message())
         return self._work([part], tensors, [])
 
     def recv(self, tensors, source, tag):
+        if not (tensors[0].is_cpu or tensors[0].is_meta):
+            return self._stage("recv", (tensors, source, tag))
         after = []
         into = _quick(tensors[0]) or _memory(_target(tensors[0], after))
         part = self._group.recv(into, source, tag, self._how_message())
@@ -850,6 +993,7 @@ class PhalanxBackend(c10d.Backend):
         seconds = opts.timeout.total_seconds()
         if seconds < 0:
             seconds = self._default or self._forming.total_seconds()
+        self._reach_starts()
         try:
             self._group.monitored_barrier(seconds)
         except dist.DistBackendError as error:
@@ -895,6 +1039,7 @@ class PhalanxBackend(c10d.Backend):
         if opts.uuid in self._uuids:
             raise RuntimeError(f"the uuid {opts.uuid} was already used; each reconfiguration needs a new one")
         self._uuids.add(opts.uuid)
+        self._reach_starts()
         group, self._group, self._shares = self._group, _NoGroup(), False
         if group.has_failed():
             # What is in flight does not end otherwise.
@@ -904,6 +1049,9 @@ class PhalanxBackend(c10d.Backend):
         self._form(store, handles.index(self._handle), len(handles), opts.timeout or self._forming, handles)
         return self._work([], [], [])
 
+    def perform_nocolor_split(self, device):
+        """Called where this rank is not in a new group."""
+
     def abort(self):
         if self in _ALIVE:
             self._group.abort("the program called abort")
@@ -911,6 +1059,8 @@ class PhalanxBackend(c10d.Backend):
     def shutdown(self):
         if self in _ALIVE:
             _ALIVE.remove(self)
+            if self._starts is not None:
+                self._starts.end()
             self._group.leave()
             self._waiters.end()
             with _MOVING:
@@ -963,7 +1113,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 def _plain(given):
     kind = type(given)
-    return kind is int or kind in _PLAIN and not given.is_meta or kind is list and all(map(_plain, given))
+    return kind is int or kind in _PLAIN and given.is_cpu or kind is list and all(map(_plain, given))
 
 
 def _is_watched():
@@ -975,6 +1125,34 @@ def _is_watched():
     )
 
 
+def _first(given):
+    """The first tensor; nothing where there is none, as on ranks that are not the root."""
+    if not isinstance(given, (list, tuple)):
+        return given if isinstance(given, torch.Tensor) else None
+    return next((one for one in map(_first, given) if one is not None), None)
+
+
+def _mapped(call, given):
+    """``given`` with ``call`` of each tensor in its place."""
+    if isinstance(given, list):
+        return [_mapped(call, one) for one in given]
+    return call(given) if isinstance(given, torch.Tensor) else given
+
+
+def _anywhere(name, direct):
+    """``direct``, the method ``name`` of `PhalanxBackend`, also for tensors of a GPU."""
+
+    def call(self, *args):
+        first = _first(args[:2])
+        if first is not None and first.device.type not in ("cpu", "meta"):
+            return self._stage(name, args)
+        return direct(self, *args)
+
+    # As `_calls_reducer` looks for it.
+    call.__code__ = call.__code__.replace(co_name=name)
+    return call
+
+
 def _operation(name, options):
     """The method ``name`` of `_Group`."""
     direct, dispatched = getattr(PhalanxBackend, name), getattr(dist.ProcessGroup, name)
@@ -983,8 +1161,11 @@ def _operation(name, options):
     def call(self, *args, **named):
         if "opts" in named and len(named) == 1:
             args, named = (*args, named["opts"]), {}
-        if len(args) == count and type(args[-1]) is options and not named and self._is_direct and all(map(_plain, args[:-1])) and not _is_watched():
-            return direct(self._backend, *args)
+        if len(args) == count and type(args[-1]) is options and not named and self._is_direct and not _is_watched():
+            if all(map(_plain, args[:-1])):
+                return direct(self._backend, *args)
+            if type(_first(args[:2])) in _PLAIN and not _first(args[:2]).is_meta:
+                return getattr(self._backend, name)(*args)
         return dispatched(self, *args, **named)
 
     # The dispatched one calls this one again, unless it comes from a frame of the same name.
@@ -1006,7 +1187,8 @@ class _Group(dist.ProcessGroup):
         self._backend = backend
         self._store = store
         kind = dist.ProcessGroup.BackendType.CUSTOM
-        self._register_backend(torch.device("cpu"), kind, backend)
+        for device in _devices():
+            self._register_backend(torch.device(device), kind, backend)
         self._set_default_backend(kind)
         self.send = backend.send
         self.recv = backend.recv
@@ -1056,6 +1238,8 @@ class _Group(dist.ProcessGroup):
 
 for _name, _options in _OPERATIONS.items():
     setattr(_Group, _name, _operation(_name, _options))
+    if _name != "barrier":
+        setattr(PhalanxBackend, _name, _anywhere(_name, getattr(PhalanxBackend, _name)))
 
 # PyTorch's flight recorder looks at what passes the dispatcher. It is on without being asked; Phalanx has its own.
 _RECORDED = any((os.environ.get(name) or "0") != "0" for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
@@ -1119,10 +1303,18 @@ def _create(options, own):
     return _Group(backend, options.process_group.get_group_store()) if is_alone else backend
 
 
+def _devices():
+    """The devices whose tensors the back end takes."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
 def register():
     """Makes the back end known to ``torch.distributed``; more than once does no harm."""
     if _NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu"])
+        # So that it is not the default one of an accelerator.
+        dist.Backend.backend_capability[_NAME] = _devices()
 
 
 def replace_gloo():

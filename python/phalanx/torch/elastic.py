@@ -533,10 +533,10 @@ class State:
         if is_donor:
             self._commit()
         text, tensors = self._kept if is_donor else (None, [])
-        given = [self._done, text, [(tensor.shape, tensor.dtype) for tensor in tensors]]
+        given = [self._done, text, [(tensor.shape, tensor.dtype, tensor.device.type) for tensor in tensors]]
         dist.broadcast_object_list(given, donor)
         if not is_donor:
-            tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in given[2]]
+            tensors = [torch.empty(shape, dtype=dtype, device=kind) for shape, dtype, kind in given[2]]
         for tensor in tensors:
             dist.broadcast(tensor, donor)
         if not is_donor:
